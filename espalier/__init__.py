@@ -33,7 +33,7 @@ __all__ = [
 
 limit_spinning()
 
-MODULES = {
+PUBLIC_NAMES = {
     "LLM": "llm",
     "EngineConfig": "config",
     "EspalierError": "errors",
@@ -54,8 +54,8 @@ def __getattr__(name: str) -> Any:
         name = "OutputChunk"
     if name == "__version__":
         value = _version()
-    elif name in MODULES:
-        value = getattr(import_module(f"espalier.{MODULES[name]}"), name)
+    elif name in PUBLIC_NAMES:
+        value = getattr(import_module(f"espalier.{PUBLIC_NAMES[name]}"), name)
     else:
         raise AttributeError(f"module 'espalier' has no attribute {name!r}")
     globals()[name] = value

@@ -329,5 +329,5 @@ def text_stream(tokenizer: Tokenizer, prompt: Sequence[int], params: ResolvedPar
         params.min_tokens,
         keep_stop=keep,
         skip_special_tokens=skip,
-        shown=params.shown_special_tokens,
+        visible_ids=params.shown_special_tokens,
     )

@@ -227,7 +227,7 @@ def _split_model_files(path: Path) -> list[Path]:
 
 
 @lru_cache(maxsize=8)
-def _read_header(path: Path, changed: int, size: int) -> GGUF:
+def _read_header(path: Path, changed_ns: int, size: int) -> GGUF:
     """Returns the header of one file.  The cache's key includes changed and size, so a changed file is read again."""
     if size < len(GGUF_MAGIC):
         raise EspalierError(f"{path} is no GGUF file: it has {size} bytes; {FETCH_AGAIN}")
@@ -307,11 +307,11 @@ class _Reader:
     def _take_string(self) -> str:
         return self._take_bytes(*self._take_numbers("Q")).decode("utf-8")
 
-    def _take_numbers(self, form: str) -> tuple[Any, ...]:
-        return struct.unpack(f"<{form}", self._take_bytes(struct.calcsize(f"<{form}")))
+    def _take_numbers(self, struct_format: str) -> tuple[Any, ...]:
+        return struct.unpack(f"<{struct_format}", self._take_bytes(struct.calcsize(f"<{struct_format}")))
 
-    def _take_bytes(self, count: int) -> bytes:
-        begin, self.offset = self.offset, self.offset + count
+    def _take_bytes(self, num_bytes: int) -> bytes:
+        begin, self.offset = self.offset, self.offset + num_bytes
         if self.offset > len(self.content):
             raise EspalierError(f"{self.path} is cut short: its header is longer than the file; {FETCH_AGAIN}")
         return self.content[begin : self.offset]

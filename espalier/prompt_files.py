@@ -81,31 +81,31 @@ def _parse_json(flag: str, path: Path, line: int, text: str) -> Any:
         raise unexpected_record(f"{flag} {path}:{line}", "not JSON that can be read") from None
 
 
-def record_kind(place: str, record: Mapping[str, Any]) -> str:
+def record_kind(location: str, record: Mapping[str, Any]) -> str:
     """Returns the field that decides how a record is read.  Raises EspalierError for a record without such a field."""
     kind = next((name for name in ("turns", *MESSAGE_FIELDS, "token_ids", *TEXT_FIELDS) if name in record), None)
     if kind is None:
-        raise unexpected_record(place, "an object without a prompt")
+        raise unexpected_record(location, "an object without a prompt")
     if kind not in TEXT_FIELDS and not isinstance(record[kind], list):
-        raise unexpected_record(place, f'"{kind}" that is no list')
+        raise unexpected_record(location, f'"{kind}" that is no list')
     return kind
 
 
-def messages_of(place: str, record: Mapping[str, Any]) -> list[dict[str, Any]]:
+def messages_of(location: str, record: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Returns the messages of a conversation, with the roles user, system and assistant.  Raises EspalierError."""
-    kind = record_kind(place, record)
+    kind = record_kind(location, record)
     if kind not in MESSAGE_FIELDS:
         texts: list[Any] = record[kind] if kind == "turns" else [record[kind]]
-        return [{"role": "user", "content": require_text(place, text)} for text in texts]
+        return [{"role": "user", "content": require_text(location, text)} for text in texts]
     role_field, what = MESSAGE_FIELDS[kind]
     found: list[dict[str, Any]] = []
     for message in record[kind]:
         role = ROLES.get(speaker) if isinstance(speaker := _get_field(message, role_field), str) else None
         if role is None:
-            raise unexpected_record(place, f'a message whose "{role_field}" is none of {", ".join(ROLES)}')
+            raise unexpected_record(location, f'a message whose "{role_field}" is none of {", ".join(ROLES)}')
         content = message.get(what)
         if role != "assistant" and not (kind == "conversations" and content == ""):
-            require_text(place, content)
+            require_text(location, content)
         found.append({"role": role, "content": content})
     return found
 
@@ -114,25 +114,25 @@ def _get_field(message: Any, name: str) -> Any:
     return message.get(name) if isinstance(message, dict) else None
 
 
-def require_text(place: str, text: Any) -> str:
+def require_text(location: str, text: Any) -> str:
     """Returns the text of a message.  Raises EspalierError if it is no valid text, is empty or is a placeholder."""
     if not isinstance(text, str) or not text.strip():
-        raise unexpected_record(place, "a text that is empty or none")
+        raise unexpected_record(location, "a text that is empty or none")
     if PLACEHOLDER in text:
         raise EspalierError(
-            f"{place} has no text but where to fetch it; prepare the file with SPEED-Bench's prepare_data.py"
+            f"{location} has no text but where to fetch it; prepare the file with SPEED-Bench's prepare_data.py"
         )
     if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
-        raise unexpected_record(place, "half of a UTF-16 pair, which is no text")
+        raise unexpected_record(location, "half of a UTF-16 pair, which is no text")
     return text
 
 
-def unexpected_record(place: str, found: str) -> EspalierError:
-    return EspalierError(f"{place}: expected {EXPECTED_RECORD}, but found {found}")
+def unexpected_record(location: str, found: str) -> EspalierError:
+    return EspalierError(f"{location}: expected {EXPECTED_RECORD}, but found {found}")
 
 
 def token_ids(
-    place: str, record: Mapping[str, Any], vocab_size: int, inputs: Callable[[], InputProcessor]
+    location: str, record: Mapping[str, Any], vocab_size: int, inputs: Callable[[], InputProcessor]
 ) -> list[int]:
     """Returns a record's prompt: its text, its conversation without the last answer (by the template), or its token
     ids.
@@ -140,28 +140,28 @@ def token_ids(
     Only the first of "turns" is used, because the model would answer before the second.  inputs: returns the
     InputProcessor; not called for token ids.  Raises EspalierError.
     """
-    kind = record_kind(place, record)
+    kind = record_kind(location, record)
     if kind in TEXT_FIELDS:
         text = record[kind]
-        return inputs().require_tokenizer("a text").encode(text if text == "" else require_text(place, text))
+        return inputs().require_tokenizer("a text").encode(text if text == "" else require_text(location, text))
     if kind != "token_ids":
-        return _conversation_tokens(place, record, kind, inputs())
+        return _conversation_tokens(location, record, kind, inputs())
     given: list[Any] = record[kind]
     if not all(type(token) is int for token in given):
-        raise unexpected_record(place, '"token_ids" that are no list of whole numbers')
+        raise unexpected_record(location, '"token_ids" that are no list of whole numbers')
     if outside := [token for token in given if not 0 <= token < vocab_size]:
         raise EspalierError(
-            f"{place}: token id {outside[0]}, and the target has {vocab_size}; give ids of its own tokenizer"
+            f"{location}: token id {outside[0]}, and the target has {vocab_size}; give ids of its own tokenizer"
         )
     return given
 
 
-def _conversation_tokens(place: str, record: Mapping[str, Any], kind: str, inputs: InputProcessor) -> list[int]:
-    messages: Any = record[kind] if kind == "messages" else messages_of(place, record)
-    messages = messages[:1] if kind == "turns" else messages
+def _conversation_tokens(location: str, record: Mapping[str, Any], field: str, inputs: InputProcessor) -> list[int]:
+    messages: Any = record[field] if field == "messages" else messages_of(location, record)
+    messages = messages[:1] if field == "turns" else messages
     if messages and _get_field(messages[-1], "role") == "assistant":
         messages = messages[:-1]
     try:
         return inputs.chat(messages)
     except EspalierError as error:
-        raise EspalierError(f"{place}: {error}") from None
+        raise EspalierError(f"{location}: {error}") from None

@@ -292,7 +292,7 @@ class BatchState:
     num_tokens: Tensor
     max_accept_depth: Tensor
     num_logprobs: Tensor
-    real: Tensor
+    is_real: Tensor
     page_table: Tensor
 
     @property

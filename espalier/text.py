@@ -164,13 +164,13 @@ class Tokenizer:
         *,
         keep_stop: bool = False,
         skip_special_tokens: bool = True,
-        shown: Sequence[int] = (),
+        visible_ids: Sequence[int] = (),
     ) -> "TextStream":
         """Returns a stream that turns a request's tokens into text.
 
-        keep_stop: the text includes the stop string.  shown: special tokens that are never skipped.
+        keep_stop: the text includes the stop string.  visible_ids: special tokens that are never skipped.
         """
-        return TextStream(self._detokenizer(prompt, skip_special_tokens, shown), stop, min_tokens, keep_stop)
+        return TextStream(self._detokenizer(prompt, skip_special_tokens, visible_ids), stop, min_tokens, keep_stop)
 
     def special_ids(self, names: Collection[str]) -> tuple[int, ...]:
         """Returns the ids of the special tokens with these names.  Names that the tokenizer lacks are left out."""
@@ -190,19 +190,19 @@ class Tokenizer:
         return self.decode(prompt[at:], skip_special_tokens=False)
 
     def _detokenizer(
-        self, prompt: Sequence[int], skip_special_tokens: bool, shown: Sequence[int]
+        self, prompt: Sequence[int], skip_special_tokens: bool, visible_ids: Sequence[int]
     ) -> "Detokenizer | ByteDetokenizer":
         if self._is_byte_level and skip_special_tokens:
             # If the output continues the prompt's last character, a Detokenizer with its window is needed.
-            detokenizer = ByteDetokenizer(self.bytes_of, shown)
+            detokenizer = ByteDetokenizer(self.bytes_of, visible_ids)
             for token in prompt[-CONTEXT_TOKENS:]:
                 detokenizer.push(token)
             detokenizer.take(final=False)
             if detokenizer.is_between_characters:
                 return detokenizer
-        if not (skip_special_tokens and shown):
+        if not (skip_special_tokens and visible_ids):
             return Detokenizer(partial(self.decode, skip_special_tokens=skip_special_tokens), prompt)
-        skipped = {id for id, each in self._added.items() if each.special and id not in shown}
+        skipped = {id for id, each in self._added.items() if each.special and id not in visible_ids}
         return Detokenizer(partial(self._decode_without, skipped), prompt)
 
     def _decode_without(self, skipped: Set[int], tokens: Sequence[int]) -> str:
@@ -291,12 +291,12 @@ class TextStream:
 class ByteDetokenizer:
     """Detokenizer for tokens that are bytes of UTF-8, after a prompt that ends with a whole character.
 
-    Special tokens are skipped, except those in `shown`.
+    Special tokens are skipped, except those in `visible_ids`.
     """
 
-    def __init__(self, bytes_of: Callable[[int], TokenBytes], shown: Collection[int] = ()):
+    def __init__(self, bytes_of: Callable[[int], TokenBytes], visible_ids: Collection[int] = ()):
         self.bytes_of = bytes_of
-        self.shown = frozenset(shown)
+        self.visible_ids = frozenset(visible_ids)
         self.utf8 = Utf8Decoder("replace")
         self._pending_tokens: list[int] = []
 
@@ -316,7 +316,7 @@ class ByteDetokenizer:
         parts = [
             part.bytes
             for token in self._pending_tokens
-            if (part := self.bytes_of(token)).is_text or token in self.shown
+            if (part := self.bytes_of(token)).is_text or token in self.visible_ids
         ]
         self._pending_tokens.clear()
         return self.utf8.decode(b"".join(parts), final)
@@ -383,12 +383,12 @@ class Detokenizer:
         return first, text[: _common_prefix_length(text, whole)]
 
 
-def _new_text(before: str, whole: str) -> str:
-    """Returns the text that `whole` adds to `before`.  An incomplete last character of `before` may now be complete."""
-    if whole.startswith(before):
-        return whole[len(before) :]
+def _new_text(old_text: str, full_text: str) -> str:
+    """Returns the text that `full_text` adds to `old_text`.  An incomplete last character of `old_text` may now be complete."""
+    if full_text.startswith(old_text):
+        return full_text[len(old_text) :]
     # The window may begin inside a character.  The U+FFFD of that character's bytes are the same in both texts.
-    return whole[max(_common_prefix_length(before, whole), len(before.rstrip(INCOMPLETE_CHAR))) :]
+    return full_text[max(_common_prefix_length(old_text, full_text), len(old_text.rstrip(INCOMPLETE_CHAR))) :]
 
 
 def _common_prefix_length(one: str, other: str) -> int:

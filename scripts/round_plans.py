@@ -121,7 +121,7 @@ def rounds_of(executor: CudaExecutor, variants: Mapping[str, Plans], batch: int,
                 executor.run_eagerly(dummies)
     for name, plans in variants.items():
         with chosen(plans, rows):
-            graphs[name] = executor.captured(LaunchForm(batch), pool)
+            graphs[name] = executor.capture_graph(LaunchForm(batch), pool)
     return graphs
 
 

@@ -196,7 +196,7 @@ def test_special_tokens_that_a_parser_reads_are_shown_and_the_others_not(name, t
     ids = {mark: tokenizer.hf.convert_tokens_to_ids(mark) for mark in ("<call>", "</call>", "<end>")}
     prompt = spelled(name, "a")
     tokens = [token for part in parts for token in ([ids[part]] if part in ids else spelled(name, part))]
-    sink, found = tokenizer.sink(prompt, shown=shown), ""
+    sink, found = tokenizer.sink(prompt, visible_ids=shown), ""
     for token in tokens:
         sink.push(token)
         if data.draw(st.booleans()):

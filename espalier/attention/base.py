@@ -38,10 +38,10 @@ class CommittedLengths:
     in_graph: bool = False
 
     @property
-    def longest(self) -> int:
+    def max_length(self) -> int:
         return max(self.max_lengths, default=0)
 
-    def padded(self, batch: int) -> "CommittedLengths":
+    def padded_to(self, batch: int) -> "CommittedLengths":
         """Returns the lengths with padding requests up to `batch`."""
         return replace(self, max_lengths=self.max_lengths + (0,) * (batch - len(self.max_lengths)))
 
@@ -60,9 +60,9 @@ class SelectedMask(NamedTuple):
 Selection = SelectedMask | SelectedRows
 
 
-def narrow_selection(selection: Selection, kept: Tensor) -> Selection:
-    """Returns the selection [B, 1, ...] of the query rows `kept` [B] among the B · Q rows."""
-    return type(selection)(*(values.flatten(0, 1)[kept][:, None] for values in selection))
+def narrow_selection(selection: Selection, kept_rows: Tensor) -> Selection:
+    """Returns the selection [B, 1, ...] of the query rows `kept_rows` [B] among the B · Q rows."""
+    return type(selection)(*(values.flatten(0, 1)[kept_rows][:, None] for values in selection))
 
 
 @dataclass(eq=False)
@@ -107,12 +107,12 @@ class Attention:
         raise EspalierError("this attention backend does not attend to chosen rows; use another one")
 
     def select_by_mask(
-        self, layer: int, queries: IndexQueries, keys: Tensor, rows: Tensor, held: Tensor
+        self, layer: int, queries: IndexQueries, keys: Tensor, rows: Tensor, exists: Tensor
     ) -> SelectedMask:
         """Implements `select` in plain torch. rows [B, P]: rows of the pages; held [B, P]: whether they exist."""
         committed = self.pages.layers[layer][1].index_select(0, rows.flatten()).view(*rows.shape, keys.shape[3])
         scores = scores_of(queries, torch.cat((committed, keys[:, :, 0]), 1))
-        seen = torch.cat((held[:, None].expand(-1, scores.shape[1], -1), self.nodes.visible(None)), 2)
+        seen = torch.cat((exists[:, None].expand(-1, scores.shape[1], -1), self.nodes.visible(None)), 2)
         topk = self.specs[layer].topk
         assert topk is not None
         return SelectedMask(top_rows(scores.masked_fill_(~seen, -torch.inf), topk))

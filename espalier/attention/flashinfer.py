@@ -111,7 +111,7 @@ class Plan:
         if self.copy_event is not None:
             self.copy_event.synchronize()
 
-    def locate(self, rest: Prefix) -> None:
+    def write_pages(self, rest: Prefix) -> None:
         """Write the pages of all requests, request after request, for the lengths on the device."""
         if self.located_prefix is rest:
             return
@@ -148,8 +148,8 @@ class Plan:
             **{"q_data_type": shape.dtype, "kv_data_type": shape.dtype, **self._options()},
         )
 
-    def _sizes(self, kept: Keeps) -> tuple[int, ...]:
-        return kept.kv_heads, kept.k_size
+    def _sizes(self, keeps: Keeps) -> tuple[int, ...]:
+        return keeps.kv_heads, keeps.k_size
 
     def _options(self) -> dict[str, bool]:
         return {"disable_split_kv": not self.shape.is_split}
@@ -173,8 +173,8 @@ class LatentPlan(Plan):
     def _wrapper(self, workspace: Tensor, buffers: tuple[Tensor, ...]) -> Any:
         return import_module("flashinfer").mla.BatchMLAPagedAttentionWrapper(workspace, True, *buffers)
 
-    def _sizes(self, kept: Keeps) -> tuple[int, ...]:
-        return kept.v_size, kept.k_size - kept.v_size
+    def _sizes(self, keeps: Keeps) -> tuple[int, ...]:
+        return keeps.v_size, keeps.k_size - keeps.v_size
 
     def _options(self) -> dict[str, bool]:
         return {}
@@ -198,7 +198,7 @@ class FlashInferAttention(LibraryAttention):
         spec, (batch, width) = self.specs[layer], self.rest.page_table.shape
         place = self.skipped, width, self.pages.page_size, self.pages.dtype, self.backend.lengths.exact
         plan = self.backend.plan_of(PassShape(batch, q.shape[1], spec, *place, *device_facts(q.device)), q.device)
-        plan.locate(self.rest)
+        plan.write_pages(self.rest)
         out, lse = plan.run(q.flatten(0, 1), *self.paged_rows(layer))
         return out.view(*q.shape[:3], -1), lse.view(q.shape[:3]) * LN_2
 

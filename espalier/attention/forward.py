@@ -98,7 +98,7 @@ class ModelCache:
         """Zeroes these pages, then copies rows of the states in order.  state_copies: (source, destination) each."""
         self.pages.clear(cleared_pages)
         if self.states is not None:
-            self.states.copy(state_copies)
+            self.states.copy_rows(state_copies)
 
     def commit(self, source: Tensor, rows: Tensor, path: StateAccess | None = None) -> None:
         """Copy staging rows `source` [N] of all layers to page rows `rows` [N].
@@ -224,10 +224,10 @@ class Pass:
         k, v = spec.rows.read(planes)
         if self.chosen is not None:
             return self.chosen.select(plan.attend(index, self.chosen.to_tree_rows(q), k, v, sink))
-        selection = None if spec.topk is None else self._selected(layer, plan, planes)
+        selection = None if spec.topk is None else self._selection_of(layer, plan, planes)
         return plan.attend(index, q, k, v, sink, selection)
 
-    def _selected(self, layer: int, plan: Attention, planes: tuple[Tensor, ...]) -> Selection | None:
+    def _selection_of(self, layer: int, plan: Attention, planes: tuple[Tensor, ...]) -> Selection | None:
         """Returns the rows that the layer's queries attend to, chosen by this layer or by an earlier layer; None for
         all rows."""
         kept = self.kept_rows(layer)

@@ -89,13 +89,13 @@ class LibraryAttention(Attention):
         rows = self.skipped * self.pages.page_size
         return Prefix(self.prefix.page_table[:, : self.skipped], self.prefix.length.clamp(max=rows), self.prefix.first)
 
-    def _our_plan(self, part: str) -> Attention:
+    def _our_plan(self, prefix_part: str) -> Attention:
         """Returns the plan of our kernels for a part of the prefix: "all", or "head", the pages before `rest`."""
-        if part not in self.our_plans:
-            prefix = self.prefix.cached("head", self._head_prefix) if part == "head" else self.prefix
+        if prefix_part not in self.our_plans:
+            prefix = self.prefix.cached("head", self._head_prefix) if prefix_part == "head" else self.prefix
             our_plans = TritonAttention if prefix.length.is_cuda else ReferenceAttention
-            self.our_plans[part] = our_plans(self.pages, self.specs, prefix, self.nodes)
-        return self.our_plans[part]
+            self.our_plans[prefix_part] = our_plans(self.pages, self.specs, prefix, self.nodes)
+        return self.our_plans[prefix_part]
 
 
 def require_our_kernels(

@@ -169,7 +169,7 @@ class SdpaBackend(AttentionBackend):
 
     def prepare(self, lengths: CommittedLengths) -> None:
         """Keep the bound of the longest request: the gather needs no more rows."""
-        self.longest = lengths.longest
+        self.longest = lengths.max_length
 
     def plan(self, pages: PagedKV, specs: Sequence[LayerSpec], prefix: Prefix, nodes: Nodes) -> SdpaAttention:
         return SdpaAttention(pages, specs, prefix, nodes, self.longest)

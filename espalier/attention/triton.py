@@ -85,11 +85,11 @@ class TritonAttention(Attention):
         of_choice = self._policy_of(spec, batch * queries, 1, width)
         return _attend_chosen(partial(self._run_kernel, spec), inputs, selected, of_choice)
 
-    def _short_prefixes(self, spec: LayerSpec, policy: KVSplitPolicy, staged: int) -> tuple[Prefix, KVSplits]:
+    def _short_prefixes(self, spec: LayerSpec, policy: KVSplitPolicy, num_staged: int) -> tuple[Prefix, KVSplits]:
         """The prefixes, which are empty for requests with more than topk rows (committed and staged together)."""
         assert spec.topk is not None
         prefix = self.prefix
-        length = prefix.length.where(prefix.length + staged <= spec.topk, 0)
+        length = prefix.length.where(prefix.length + num_staged <= spec.topk, 0)
         return Prefix(prefix.page_table, length, prefix.first), kv_splits.triton(length, prefix.first, policy)
 
     def _run_kernel(self, spec: LayerSpec, inputs: AttentionInputs) -> tuple[Tensor, Tensor]:

@@ -70,35 +70,35 @@ class StagedKV:
         # CPU, making views in each round would take 3% of a small model's round.
         self._views: dict[int, tuple[tuple[int, int, int], tuple[Tensor, ...]]] = {}
 
-    def staging_rows(self, positions: Tensor, width: int, first: int) -> Tensor:
+    def staging_rows(self, positions: Tensor, width: int, first_row: int) -> Tensor:
         """Returns [B · Q]: the staging rows of a pass with `positions` [B, Q].
 
         Each request has `width` rows; the pass writes its rows first .. first+Q-1.
         Raises EspalierError if the buffer is too small.
         """
         batch, queries = positions.shape
-        self._require_room(batch, queries, width, first)
-        return self.row_indices[: batch * width].view(batch, width)[:, first : first + queries].flatten()
+        self._require_room(batch, queries, width, first_row)
+        return self.row_indices[: batch * width].view(batch, width)[:, first_row : first_row + queries].flatten()
 
-    def staged_planes(self, layer: int, batch: int, queries: int, width: int, first: int) -> tuple[Tensor, ...]:
+    def staged_planes(self, layer: int, batch: int, queries: int, width: int, first_row: int) -> tuple[Tensor, ...]:
         """A layer's staged rows up to this pass: for each plane [B, first+Q, heads, size].
 
         Raises EspalierError if the buffer is too small.
         """
-        sizes = batch, width, first + queries
+        sizes = batch, width, first_row + queries
         made_for, views = self._views.get(layer, (None, ()))
         if made_for != sizes:
-            self._require_room(batch, queries, width, first)
+            self._require_room(batch, queries, width, first_row)
             planes = (plane[: batch * width].view(batch, width, *plane.shape[1:]) for plane in self.layers[layer])
-            views = tuple(plane[:, : first + queries] for plane in planes)
+            views = tuple(plane[:, : first_row + queries] for plane in planes)
             self._views[layer] = sizes, views
         return views
 
-    def _require_room(self, batch: int, queries: int, width: int, first: int) -> None:
-        if first + queries > width or batch * width > self.rows:
+    def _require_room(self, batch: int, queries: int, width: int, first_row: int) -> None:
+        if first_row + queries > width or batch * width > self.rows:
             raise EspalierError(
-                f"staging holds {self.rows} rows and this launch needs {batch} requests of {width} rows (rows {first} "
-                f"to {first + queries - 1} of each): allocate staging and launch from the same layout"
+                f"staging holds {self.rows} rows and this launch needs {batch} requests of {width} rows (rows "
+                f"{first_row} to {first_row + queries - 1} of each): allocate staging and launch from the same layout"
             )
 
 
@@ -137,9 +137,9 @@ class PagedKV:
             layer: own[spec.shares_with] for layer, spec in enumerate(specs) if spec.shares_with in own
         }
 
-    def rows(self, page_table: Tensor, positions: Tensor, keep: Tensor | None = None) -> Tensor:
-        """Returns [B, P]: the page rows of `positions` [B, P] in a page table [B, T]; row 0 where `keep` is False."""
-        return page_rows(page_table, positions, self.page_size, keep)
+    def rows(self, page_table: Tensor, positions: Tensor, is_kept: Tensor | None = None) -> Tensor:
+        """Returns [B, P]: the page rows of `positions` [B, P] in a page table [B, T]; row 0 where `is_kept` is False."""
+        return page_rows(page_table, positions, self.page_size, is_kept)
 
     def clear(self, pages: Sequence[int]) -> None:
         """Zero the rows of these pages, in every layer."""

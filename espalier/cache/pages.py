@@ -160,13 +160,13 @@ class Snapshots:
         """Returns the number of all snapshots that are attached to pages."""
         return len(self._row_of_page)
 
-    def check(self, held: Iterable[int], cached: Iterable[int]) -> None:
+    def check(self, held_rows: Iterable[int], cached_pages: Iterable[int]) -> None:
         """Check that every row is exactly one of free, held or a page's snapshot, and that these pages are cached.
 
-        held: rows of running requests; cached: pages of the tree.  Raises PageDefect.
+        held_rows: rows of running requests; cached_pages: pages of the tree.  Raises PageDefect.
         """
-        found = sorted((*held, *self._free, *self._row_of_page.values()))
+        found = sorted((*held_rows, *self._free, *self._row_of_page.values()))
         if found != sorted(self._rows):
             raise PageDefect(f"rows of snapshots are {list(self._rows)}; free, held and filed are {found}")
-        if lost := set(self._row_of_page) - set(cached):
+        if lost := set(self._row_of_page) - set(cached_pages):
             raise PageDefect(f"pages {sorted(lost)} have snapshots and are not in the prefix tree")

@@ -146,11 +146,11 @@ class StateTable:
     def snapshot_rows(self) -> range:
         return range(self.first_snapshot, self.spare_row)
 
-    def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy state rows one pair after another.  pairs: (source row, destination row)."""
+    def copy_rows(self, row_pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy state rows one pair after another.  row_pairs: (source row, destination row)."""
         for stack in self.stacks:
             for values in (stack.tail,) if stack.recurrent is None else (stack.recurrent, stack.tail):
-                for source, destination in pairs:
+                for source, destination in row_pairs:
                     values[:, destination].copy_(values[:, source])
 
     def commit(self, access: StateAccess, source: Tensor) -> None:
@@ -265,15 +265,15 @@ def _allocate_states(
     return LayerStates(keeps, recurrent, tail, zeros(num_staged, keeps.channels), rows)
 
 
-def _buffers_for(states: LayerStates, count: int, is_tree: bool) -> Prepared:
-    """Returns the buffers for `count` prepared rows of a layer: staging if is_tree, else new memory."""
+def _buffers_for(states: LayerStates, num_rows: int, is_tree: bool) -> Prepared:
+    """Returns the buffers for `num_rows` prepared rows of a layer: staging if is_tree, else new memory."""
     keeps, inputs = states.keeps, states.inputs
-    staged_inputs = inputs[:count] if is_tree else None
+    staged_inputs = inputs[:num_rows] if is_tree else None
     if states.rows is None:
-        return Prepared(None, None, inputs.new_empty(count, keeps.channels), None, staged_inputs)
+        return Prepared(None, None, inputs.new_empty(num_rows, keeps.channels), None, staged_inputs)
     if is_tree:
-        k, v, gates = (values[:count] for values in states.rows)
+        k, v, gates = (values[:num_rows] for values in states.rows)
     else:
-        k, v, gates = (values.new_empty(count, *values.shape[1:]) for values in states.rows)
+        k, v, gates = (values.new_empty(num_rows, *values.shape[1:]) for values in states.rows)
     q_dtype = k.dtype if keeps.units else inputs.dtype
     return Prepared(k.new_empty(k.shape, dtype=q_dtype), k, v, gates, staged_inputs)

@@ -131,15 +131,15 @@ class Acceptance:
     min_prior: float = PRIOR_SAMPLES
     depths: list[DecayingRate] = field(init=False)
     forms: dict[TreeShape, DecayingRate] = field(default_factory=dict)
-    recent: DecayingRate = field(default_factory=DecayingRate)
-    prior: float = PRIOR_SAMPLES
+    recent_gain: DecayingRate = field(default_factory=DecayingRate)
+    prior_weight: float = PRIOR_SAMPLES
 
     def __post_init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
         self.depths = [DecayingRate() for _ in range(self.steps)]
-        self.forms, self.recent, self.prior = {}, DecayingRate(), PRIOR_SAMPLES
+        self.forms, self.recent_gain, self.prior_weight = {}, DecayingRate(), PRIOR_SAMPLES
 
     def cap_weight(self, max_samples: float) -> None:
         """Reduce the weight of all rounds so far to at most this many samples."""
@@ -157,7 +157,7 @@ class Acceptance:
         found: list[float] = []
         follows = 1.0
         for depth, count in enumerate(self.depths, 1):
-            found.append(min(count.rate(min(assumed_rate(depth) * follows, MAX_RATE), self.prior), MAX_RATE))
+            found.append(min(count.rate(min(assumed_rate(depth) * follows, MAX_RATE), self.prior_weight), MAX_RATE))
             follows = found[-1] / assumed_rate(depth)
         return found
 
@@ -180,7 +180,7 @@ class Acceptance:
         expected = gains(tree, self.first_child)
         predicted = sum(expected[min(sample.max_depth, depth)] for sample in samples)
         self._cap_weight_if_text_changed(predicted * self._form_factor(tree), samples)
-        self.prior = max(PRIOR_DECAY * self.prior, self.min_prior)
+        self.prior_weight = max(PRIOR_DECAY * self.prior_weight, self.min_prior)
         for count in (*self.depths, *self.forms.values()):
             count.decay(factor)
         # In a large batch, many samples are equal.
@@ -191,13 +191,13 @@ class Acceptance:
 
     def _cap_weight_if_text_changed(self, expected_gain: float, samples: Sequence[AcceptSample]) -> None:
         """Reduce the weight of older rounds if the latest rounds gain much more or less than expected."""
-        self.recent.decay(1 - 1 / max(2, RECENT_SAMPLES / len(samples)))
-        self.recent.trials += expected_gain
-        self.recent.successes += sum(len(sample.ranks) for sample in samples)
-        expected_gain, gained = self.recent.trials, self.recent.successes
+        self.recent_gain.decay(1 - 1 / max(2, RECENT_SAMPLES / len(samples)))
+        self.recent_gain.trials += expected_gain
+        self.recent_gain.successes += sum(len(sample.ranks) for sample in samples)
+        expected_gain, gained = self.recent_gain.trials, self.recent_gain.successes
         if abs(gained - expected_gain) > MAX_DEVIATIONS * math.sqrt(VARIANCE_PER_TOKEN * expected_gain + 1):
             self.cap_weight(max(RECENT_SAMPLES / 4, len(samples)))
-            self.recent = DecayingRate()
+            self.recent_gain = DecayingRate()
 
     def _count_first_children(self, sample: AcceptSample, max_depth: int, weight: int) -> None:
         """Count at each depth whether the first child was accepted, as long as the path follows first children."""

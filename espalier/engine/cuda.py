@@ -57,20 +57,20 @@ class Graph:
 class HostEntry:
     """The pinned host buffers of one ring entry.
 
-    written: the event after which the device has written the entry; copied: the event after which the buffers may be
+    written_event: the event after which the device has written the entry; copied: the event after which the buffers may be
     used again.
     """
 
     entry: int
     vector: Tensor
     results: Tensor
-    written: torch.cuda.Event = field(default_factory=torch.cuda.Event)
-    copied: torch.cuda.Event = field(default_factory=torch.cuda.Event)
+    written_event: torch.cuda.Event = field(default_factory=torch.cuda.Event)
+    copied_event: torch.cuda.Event = field(default_factory=torch.cuda.Event)
 
 
 @dataclass(frozen=True)
 class CudaHandle:
-    """A launch in flight.  prompt_logprobs: see read_results; pinned, valid after the event `host.copied`."""
+    """A launch in flight.  prompt_logprobs: see read_results; pinned, valid after the event `host.copied_event`."""
 
     results: ResultsRing
     host: HostEntry
@@ -78,7 +78,7 @@ class CudaHandle:
     prompt_logprobs: Tensor | None
 
     def wait(self) -> None:
-        self.host.copied.synchronize()
+        self.host.copied_event.synchronize()
 
     def result(self) -> list[RequestResult]:
         self.wait()
@@ -88,7 +88,7 @@ class CudaHandle:
 
 @dataclass
 class CudaStagedHandle:
-    """A staged round in flight.  After the event `host.copied` its trees are on the host, while the GPU verifies.
+    """A staged round in flight.  After the event `host.copied_event` its trees are on the host, while the GPU verifies.
 
     stages: the stages for this batch size; None once the round is settled.
     """
@@ -116,7 +116,7 @@ class CudaStagedHandle:
             self.stages.verify()
 
     def trees(self) -> Trees:
-        self.host.copied.synchronize()
+        self.host.copied_event.synchronize()
         return read_trees(self.executor.results.columns, self.host.results[: len(self.launch_input.slots)].numpy())
 
     @torch.inference_mode()
@@ -226,7 +226,7 @@ class CudaExecutor:
         """Waits for the next buffers of the ring.  Returns these buffers, the padded form and the packed launch."""
         host = self.ring[self.num_launched % RING_ENTRIES]
         self.num_launched += 1
-        host.copied.synchronize()
+        host.copied_event.synchronize()
         form = self.form(launch_input)
         return host, form, self._pack(launch_input, host.entry, form)
 
@@ -239,7 +239,7 @@ class CudaExecutor:
         """Gives the launch's lengths to the backends, clears its pages, copies its states.  Called on its stream."""
         self.runner.cache.before_launch(launch_input.cleared_pages, launch_input.state_copies)
         # A prefill pass has one length for each piece.
-        lengths = launch_input.committed.padded(form.pieces or form.batch)
+        lengths = launch_input.committed.padded_to(form.pieces or form.batch)
         self.runner.prepare(replace(lengths, in_graph=in_graph))
 
     def _prepare_capture(self, dummies: LaunchInput, form: LaunchForm) -> None:
@@ -266,14 +266,14 @@ class CudaExecutor:
     def copy_entry(self, host: HostEntry, batch: int, prompt_logprobs: Tensor | None = None) -> Tensor | None:
         """Copies a ring entry to the host on the copy stream, while the compute stream goes on.
 
-        Returns a pinned copy of prompt_logprobs.  Both copies are complete after the event `host.copied`.
+        Returns a pinned copy of prompt_logprobs.  Both copies are complete after the event `host.copied_event`.
         """
-        host.written.record(self.stream)
-        self.copy_stream.wait_event(host.written)
+        host.written_event.record(self.stream)
+        self.copy_stream.wait_event(host.written_event)
         with torch.cuda.stream(self.copy_stream):
             on_host = None if prompt_logprobs is None else self._to_host(prompt_logprobs)
             host.results[:batch].copy_(self.results.ring[host.entry, :batch], non_blocking=True)
-            host.copied.record(self.copy_stream)
+            host.copied_event.record(self.copy_stream)
         return on_host
 
     @torch.inference_mode()
@@ -374,7 +374,7 @@ class CudaExecutor:
             self.compile([*self.dummy_rounds, *(dummy_launch(*form) for form in passes)])
             for form in track(forms, "capturing CUDA graphs", console=Console(stderr=True), transient=True):
                 what = f"the CUDA graph of {form.name}"
-                self.graphs[form] = self.captured(form, pool)
+                self.graphs[form] = self.capture_graph(form, pool)
         except torch.OutOfMemoryError:
             raise EspalierError(
                 f"{what} does not fit into the memory of {self.device}; lower num_pages, graph_batch or max_batch"
@@ -396,7 +396,7 @@ class CudaExecutor:
         log.info("captured CUDA graphs of %s, batches %s: %.1f s, %.0f MiB", what, batches, seconds, mib)
 
     @torch.inference_mode()
-    def captured(self, form: LaunchForm, pool: Any) -> Graph:
+    def capture_graph(self, form: LaunchForm, pool: Any) -> Graph:
         """Captures the launches of a form with dummy slots, and returns the graph.  pool: the graph's memory."""
         dummies, runner = dummy_launch(*form), self.runner.for_tree(form.tree)
         packed = self._pack(dummies, 0, form)
@@ -432,7 +432,7 @@ class CudaExecutor:
         with torch.cuda.stream(self.stream):
             self._prepare_capture(dummies, form)
             eager = self._eager_stages(packed, batch)
-        return eager.captured(pool, self.stream)
+        return eager.capture_stages(pool, self.stream)
 
     def close(self) -> None:
         """Waits for the launches in flight, then frees the graphs and their memory."""

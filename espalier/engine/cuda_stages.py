@@ -86,7 +86,7 @@ class GrammarRows:
         else:
             self.values.copy_(self.unmasked_row.expand_as(self.values))
 
-    def set(self, rows: tuple[int, ...], row_values: np.ndarray | None) -> None:
+    def set_rows(self, rows: tuple[int, ...], row_values: np.ndarray | None) -> None:
         """Sets these rows to `row_values` and all others to `unmasked_row`, on the current stream.
 
         row_values: [len(rows), ...]; None without rows.
@@ -178,11 +178,11 @@ class BeamQuestion:
         """Waits for the device, asks the host, and writes the answer to the device.  ask_beam_masks: None if every
         token may follow."""
         if ask_beam_masks is None:
-            self.answer.set((), None)
+            self.answer.set_rows((), None)
             return
         tokens, bits = self.packed.cpu().split((self.num_tokens, self.packed.shape[1] - self.num_tokens), 1)
         answer = ask_beam_masks(tokens, bits.unflatten(1, (self.answer.values.shape[1], -1)))
-        self.answer.set(answer.rows, pack_side_by_side(answer.forced[..., None], answer.masks))
+        self.answer.set_rows(answer.rows, pack_side_by_side(answer.forced[..., None], answer.masks))
 
 
 def packed_question(tokens: Tensor, ancestor_bits: Tensor) -> Tensor:
@@ -202,20 +202,20 @@ class ProposeGraphs:
         self.graphs: list[torch.cuda.CUDAGraph] = []
         self.questions: list[BeamQuestion] = []
 
-    def begin(self) -> None:
+    def begin_graph(self) -> None:
         self.graphs.append(torch.cuda.CUDAGraph())
         self.graphs[-1].capture_begin(pool=self.pool, capture_error_mode=CAPTURE_ERROR_MODE)
 
-    def end(self) -> None:
+    def end_graph(self) -> None:
         self.graphs[-1].capture_end()
 
     def split_graph(self, tokens: Tensor, ancestor_bits: Tensor) -> tuple[Tensor, Tensor]:
         """Ends this graph and begins the next one, which reads the answer.  See sampling.mask.HostQuery."""
         packed = packed_question(tokens, ancestor_bits)
-        self.end()
+        self.end_graph()
         question = BeamQuestion.new(packed, ancestor_bits.shape[1], tokens.shape[1], self.num_words, self.memory)
         self.questions.append(question)
-        self.begin()
+        self.begin_graph()
         return question.answer_tensors
 
     def replay(self, ask_beam_masks: AskBeamMasks | None) -> None:
@@ -234,15 +234,15 @@ class BeamQuestionAsker:
     def __init__(self, num_words: int, memory: StageMemory):
         self.num_words = num_words
         self.memory = memory
-        self.host: AskBeamMasks | None = None
-        self.capture: ProposeGraphs | None = None
+        self.ask_beam_masks: AskBeamMasks | None = None
+        self.graphs: ProposeGraphs | None = None
 
     def __call__(self, tokens: Tensor, ancestor_bits: Tensor) -> tuple[Tensor, Tensor]:
-        if self.capture is not None:
-            return self.capture.split_graph(tokens, ancestor_bits)
+        if self.graphs is not None:
+            return self.graphs.split_graph(tokens, ancestor_bits)
         packed = packed_question(tokens, ancestor_bits)
         question = BeamQuestion.new(packed, ancestor_bits.shape[1], tokens.shape[1], self.num_words, self.memory)
-        question.ask_host(self.host)
+        question.ask_host(self.ask_beam_masks)
         return question.answer_tensors
 
 
@@ -265,16 +265,16 @@ class Stages:
 
     def set_guide(self, rows: GuideRows | None) -> None:
         if rows is None:
-            self.guide.set((), None)
+            self.guide.set_rows((), None)
         else:
-            self.guide.set(rows.rows, pack_side_by_side(np.column_stack((rows.forced, rows.levels)), rows.masks))
+            self.guide.set_rows(rows.rows, pack_side_by_side(np.column_stack((rows.forced, rows.levels)), rows.masks))
 
     def set_masks(self, masks: RowMasks) -> None:
         """Sets the masks of the nodes.  Requests without a grammar allow all tokens.
 
         masks: has a row for each node of the largest tree.
         """
-        self.masks.set(masks.rows, masks.masks[:, : self.masks.values.shape[1]])
+        self.masks.set_rows(masks.rows, masks.masks[:, : self.masks.values.shape[1]])
 
 
 class EagerStages:
@@ -312,7 +312,7 @@ class EagerStages:
         return Stages(*buffers, self.staged.begin, self._propose, self.staged.verify, self._settle)
 
     def _propose(self, ask_beam_masks: AskBeamMasks | None) -> None:
-        self.ask.host = ask_beam_masks
+        self.ask.ask_beam_masks = ask_beam_masks
         self.staged.propose(self.guide)
 
     def _settle(self) -> None:
@@ -326,7 +326,7 @@ class EagerStages:
         stages.verify()
         stages.settle()
 
-    def captured(self, pool: Any, stream: torch.cuda.Stream) -> Stages:
+    def capture_stages(self, pool: Any, stream: torch.cuda.Stream) -> Stages:
         """Captures the stages as CUDA graphs and returns them.  The launch input must be one of dummy slots.
 
         Raises torch.OutOfMemoryError if the graphs do not fit into memory.
@@ -343,17 +343,17 @@ class EagerStages:
 
     def _captured_propose(self, pool: Any) -> ProposeGraphs:
         torch.cuda.synchronize()
-        self.ask.capture = graphs = ProposeGraphs(pool, self.ask.num_words, self.ask.memory)
-        graphs.begin()
+        self.ask.graphs = graphs = ProposeGraphs(pool, self.ask.num_words, self.ask.memory)
+        graphs.begin_graph()
         try:
             self.staged.propose(self.guide)
         except BaseException:
             with suppress(RuntimeError):
-                graphs.end()
+                graphs.end_graph()
             raise
         finally:
-            self.ask.capture = None
-        graphs.end()
+            self.ask.graphs = None
+        graphs.end_graph()
         return graphs
 
 

@@ -158,7 +158,7 @@ class Engine:
         if started is None or started.stages is None:
             return
         masks, started.maskers = self.scheduler.masks, self.scheduler.maskers_of(started.launch)
-        started.stages.resume(masks.guide(started.maskers), partial(masks.beam_masks, started.maskers))
+        started.stages.resume(masks.guide_rows(started.maskers), partial(masks.beam_masks, started.maskers))
         self.in_flight.unsettled = started
 
     def _settle_round(self) -> None:

@@ -267,7 +267,7 @@ class CpuExecutor:
 
     def _to_device(self, launch_input: LaunchInput) -> LaunchBuffer:
         form = launch_input.form(self.captured_passes)
-        self.runner.prepare(launch_input.committed.padded(form.pieces or form.batch))
+        self.runner.prepare(launch_input.committed.padded_to(form.pieces or form.batch))
         self.runner.cache.before_launch(launch_input.cleared_pages, launch_input.state_copies)
         packed = pack_launch(self.runner.table, launch_input, entry=0, form=form)
         return packed.with_vector(torch.from_numpy(packed.vector))

@@ -192,5 +192,5 @@ def _piece_parts(launch_input: LaunchInput, form: LaunchForm) -> dict[str, np.nd
     return {"piece_request": request, "piece_offset": offset, "piece_last": last}
 
 
-def _aligned_size(count: int) -> int:
-    return -(-count // ALIGNMENT) * ALIGNMENT
+def _aligned_size(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT

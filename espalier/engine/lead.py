@@ -21,20 +21,20 @@ class LeadExecutor:
     """
 
     def __init__(self, own_executor: Executor, ranks: Ranks) -> None:
-        self.own = own_executor
+        self.own_executor = own_executor
         self.ranks = ranks
 
     @property
     def runner(self) -> ModelRunner:
-        return self.own.runner
+        return self.own_executor.runner
 
     @property
     def captured_passes(self) -> tuple[LaunchForm, ...]:
-        return self.own.captured_passes
+        return self.own_executor.captured_passes
 
     @property
     def runs_any_tree(self) -> bool:
-        return self.own.runs_any_tree
+        return self.own_executor.runs_any_tree
 
     @property
     def failure(self) -> Exception | None:
@@ -43,12 +43,12 @@ class LeadExecutor:
     def launch(self, launch_input: LaunchInput) -> Handle:
         with replace_by_rank_failure(self.ranks):
             number = self.ranks.launch(launch_input)
-            return LeadHandle(self.ranks, number, self.own.launch(launch_input))
+            return LeadHandle(self.ranks, number, self.own_executor.launch(launch_input))
 
     def launch_staged(self, launch_input: LaunchInput) -> StagedHandle:
         with replace_by_rank_failure(self.ranks):
             number = self.ranks.launch(launch_input)
-            return LeadStagedHandle(self.ranks, number, self.own.launch_staged(launch_input))
+            return LeadStagedHandle(self.ranks, number, self.own_executor.launch_staged(launch_input))
 
     def close(self) -> None:
         if self.ranks.failure is not None:
@@ -56,34 +56,34 @@ class LeadExecutor:
             # failure.
             self.ranks.end()
             with suppress(Exception):
-                self.own.close()
+                self.own_executor.close()
             return
         try:
-            self.own.close()
+            self.own_executor.close()
         finally:
             self.ranks.end()
 
 
 class LeadHandle:
-    def __init__(self, ranks: Ranks, number: int, own_handle: Handle) -> None:
+    def __init__(self, ranks: Ranks, launch_number: int, own_handle: Handle) -> None:
         self.ranks = ranks
-        self.number = number
-        self.own = own_handle
+        self.launch_number = launch_number
+        self.own_handle = own_handle
 
     def wait(self) -> None:
         with replace_by_rank_failure(self.ranks):
-            self.own.wait()
+            self.own_handle.wait()
 
     def result(self) -> list[RequestResult]:
         with replace_by_rank_failure(self.ranks):
-            self.ranks.send(SendDecisions(self.number))
-            results = self.own.result()
-            self.ranks.require_equal(self.number, results)
+            self.ranks.send(SendDecisions(self.launch_number))
+            results = self.own_handle.result()
+            self.ranks.require_equal(self.launch_number, results)
             return results
 
 
 class LeadStagedHandle(LeadHandle):
-    own: Any  # a StagedHandle
+    own_handle: Any  # a StagedHandle
 
     def resume(self, guide: GuideRows | None, ask_beam_masks: AskBeamMasks) -> None:
         def ask_for_all(tokens: Tensor, ancestor_bits: Tensor) -> BeamRows:
@@ -93,16 +93,16 @@ class LeadStagedHandle(LeadHandle):
 
         with replace_by_rank_failure(self.ranks):
             self.ranks.send(ResumeRound(guide))
-            self.own.resume(guide, ask_for_all)
+            self.own_handle.resume(guide, ask_for_all)
 
     def trees(self) -> Trees:
         with replace_by_rank_failure(self.ranks):
-            return self.own.trees()
+            return self.own_handle.trees()
 
     def settle(self, masks: RowMasks) -> None:
         with replace_by_rank_failure(self.ranks):
             self.ranks.send(SettleRound(masks))
-            self.own.settle(masks)
+            self.own_handle.settle(masks)
 
 
 @contextmanager

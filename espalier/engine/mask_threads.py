@@ -194,7 +194,7 @@ class _Call:
         self.used_s = used_s
         self.finished_s: list[float] = []
         self.indices = itertools.count()
-        self.count = count
+        self.num_pieces = count
         self.num_unfinished = count
         self.results: list[Any] = [TOO_SLOW] * count
         self.error: BaseException | None = None
@@ -240,7 +240,7 @@ class _MaskThread(threading.Thread):
         while call is not None:
             # The time is read once for each piece of work, because reading it is a system call.
             now_s = _thread_time(self)
-            while not self.is_abandoned and (index := next(call.indices)) < call.count:
+            while not self.is_abandoned and (index := next(call.indices)) < call.num_pieces:
                 now_s = self._do_job(_Job(call, index, now_s))
             if self.is_abandoned:
                 self.queue.forget()

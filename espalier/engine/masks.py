@@ -137,7 +137,7 @@ class MaskBuilder:
         masks = [np.zeros(self.num_words, np.int32) if mask is TOO_SLOW else mask for mask in answers]
         return RowMasks(rows, np.stack(masks)[:, None]).full_batch(len(batch))
 
-    def guide(self, maskers: Maskers) -> GuideRows | None:
+    def guide_rows(self, maskers: Maskers) -> GuideRows | None:
         """Returns the draft's guide before a tree is drafted; None without a tree or a grammar."""
         rows = _rows_with_masker(maskers)
         self._halve_used_time()
@@ -177,13 +177,13 @@ class MaskBuilder:
                     self._write_beam(found, place, beam, mask)
         return found
 
-    def _write_beam(self, found: BeamRows, place: int, beam: int, mask: np.ndarray | None) -> None:
+    def _write_beam(self, found: BeamRows, row: int, beam: int, mask: np.ndarray | None) -> None:
         if mask is None:
             return
         if self.guides_mask:
-            found.masks[place, beam] = mask
+            found.masks[row, beam] = mask
         only = only_token(mask) if self.guides_forced else None
-        found.forced[place, beam] = -1 if only is None else only
+        found.forced[row, beam] = -1 if only is None else only
 
     def why_no_token(self, masker: TokenMasker | None) -> str | None:
         """Returns the reason why the grammar allows no token; None if it allows one, or if there is no grammar."""
@@ -238,5 +238,5 @@ def _rows_with_masker(maskers: Maskers) -> tuple[int, ...]:
     return tuple(row for row, masker in enumerate(maskers) if masker is not None)
 
 
-def _has_bit(words: Sequence[int], place: int) -> bool:
-    return bool(words[place // ANCESTOR_BITS] >> place % ANCESTOR_BITS & 1)
+def _has_bit(words: Sequence[int], bit: int) -> bool:
+    return bool(words[bit // ANCESTOR_BITS] >> bit % ANCESTOR_BITS & 1)

@@ -68,7 +68,7 @@ class FairQueue:
         heappush(queue.heap, entry)
         self._next_queue = None
 
-    def first(self) -> QueueEntry | None:
+    def peek(self) -> QueueEntry | None:
         if self._next_queue is None:
             waiting = []
             for client, queue in list(self._queues.items()):
@@ -85,7 +85,7 @@ class FairQueue:
         return self._next_queue.heap[0]
 
     def pop(self, gets_slot: bool) -> QueueEntry:
-        """Removes and returns the entry that `first` returned.  gets_slot: whether it leaves to get a slot."""
+        """Removes and returns the entry that `peek` returned.  gets_slot: whether it leaves to get a slot."""
         queue = self._next_queue
         assert queue is not None
         entry = heappop(queue.heap)
@@ -127,12 +127,12 @@ class WaitingQueue:
         self.put_back(QueueEntry(request.arrival, self._next_number, request))
         self._next_number += 1
 
-    def first(self) -> Request | None:
-        entry = None if not self._valid_numbers else self._by_priority[self._first_priority].first()
+    def peek(self) -> Request | None:
+        entry = None if not self._valid_numbers else self._by_priority[self._first_priority].peek()
         return None if entry is None else entry.request
 
     def take(self) -> QueueEntry:
-        """Removes and returns the entry of the request that `first` returned.  The request gets a slot."""
+        """Removes and returns the entry of the request that `peek` returned.  The request gets a slot."""
         return self._pop(True)
 
     def set_aside(self) -> QueueEntry:

@@ -103,8 +103,8 @@ class ResultsRing:
         """Writes the trees of a round that is not settled yet to ring entry `entry` [1]."""
         self._write_columns(entry, {"tokens": tree.tokens, "parents": tree.parents})
 
-    def _write_columns(self, entry: Tensor, parts: dict[str, Tensor]) -> None:
-        by_column = {getattr(self.columns, name).start: part for name, part in parts.items()}
+    def _write_columns(self, entry: Tensor, fields: dict[str, Tensor]) -> None:
+        by_column = {getattr(self.columns, name).start: part for name, part in fields.items()}
         write_results(self.without_logprobs, entry, by_column)
 
 

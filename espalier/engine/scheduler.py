@@ -158,7 +158,7 @@ class Scheduler:
         """Gives free slots to waiting requests, in queue order, until one does not fit."""
         skipped = []
         try:
-            while self.free_slots and (request := self.waiting.first()) is not None:
+            while self.free_slots and (request := self.waiting.peek()) is not None:
                 if self._waits_for_sibling(request):
                     skipped.append(self.waiting.set_aside())
                 elif self._enter_slot(request):

@@ -114,7 +114,7 @@ def accept_length(run: DraftRun) -> float:
     return found["tree"].every_root
 
 
-def make_run(kind: DraftKind, sample: Path, run: dict[str, Any], out: Path, seed: int) -> DraftRun:
+def make_run(kind: DraftKind, sample: Path, run: dict[str, Any], out_directory: Path, seed: int) -> DraftRun:
     """Returns a run that trains the served draft on the newest texts and on as many older texts, with prompts."""
     target_dir, device = Path(run["target"]), training_device()
     target = kind.target(target_dir, device)
@@ -123,7 +123,7 @@ def make_run(kind: DraftKind, sample: Path, run: dict[str, Any], out: Path, seed
     num_measured = min(run["texts"]["held-back"], MAX_MEASURED_TEXTS)
     held_out = newest_texts(sample, "held-back", num_measured, MEASURED_SIDE, MEASURED_SIDE)
     own, nothing = OwnText(texts, np.zeros(0, np.int64), held_out), Data(np.zeros(0, np.int32))
-    files = RunFiles(run["kind"], target_dir, out, nothing, own, SavedState(out / "state.pt", {}))
+    files = RunFiles(run["kind"], target_dir, out_directory, nothing, own, SavedState(out_directory / "state.pt", {}))
     return make_draft_run(kind, Path(run["draft"]), target, files, run, seed)
 
 

@@ -52,7 +52,7 @@ def _byte_compiler() -> "xgrammar.GrammarCompiler":
     return xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
 
 
-def try_masks(form: "xgrammar.CompiledGrammar", num_bytes: np.ndarray) -> None:
+def try_masks(compiled: "xgrammar.CompiledGrammar", num_bytes: np.ndarray) -> None:
     """Generate texts from the masks alone.  Raises EspalierError if a mask, or reading a token, takes too long.
 
     num_bytes: [vocab_size] int, the bytes of each token.
@@ -63,7 +63,7 @@ def try_masks(form: "xgrammar.CompiledGrammar", num_bytes: np.ndarray) -> None:
     begun = time.thread_time()
     for seed in range(NUM_SAMPLES):
         if time.thread_time() - begun < MAX_TRIAL_S:
-            matcher = xgrammar.GrammarMatcher(form, override_stop_tokens=[END_TOKEN])
+            matcher = xgrammar.GrammarMatcher(compiled, override_stop_tokens=[END_TOKEN])
             _try_one_text(matcher, num_bytes, random.Random(seed), repeats=seed == 0, prefers_long=seed < 2)
 
 

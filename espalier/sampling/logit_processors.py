@@ -97,19 +97,19 @@ def process_logits(
     """
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if needs.biased:
-        logits = _banned(_biased(logits, rows), rows, positions)
+        logits = _ban_stops(_add_bias(logits, rows), rows, positions)
     if needs.penalised:
-        logits = _penalised(logits, rows, _counts(rows, logits.shape[1], above))
+        logits = _penalise(logits, rows, _output_counts(rows, logits.shape[1], above))
     return logits
 
 
-def _biased(logits: Tensor, rows: SamplingRows) -> Tensor:
+def _add_bias(logits: Tensor, rows: SamplingRows) -> Tensor:
     assert rows.bias_ids is not None and rows.bias_values is not None
     bias = logits.new_zeros(logits.shape[0], logits.shape[2])
     return logits + bias.scatter_add_(1, rows.bias_ids, rows.bias_values.to(bias.dtype))[:, None]
 
 
-def _banned(logits: Tensor, rows: SamplingRows, positions: Tensor) -> Tensor:
+def _ban_stops(logits: Tensor, rows: SamplingRows, positions: Tensor) -> Tensor:
     assert rows.stop_ids is not None
     # One extra column receives the padding.
     stops = torch.zeros(logits.shape[0], logits.shape[2] + 1, dtype=torch.bool, device=logits.device)
@@ -118,7 +118,7 @@ def _banned(logits: Tensor, rows: SamplingRows, positions: Tensor) -> Tensor:
     return logits.masked_fill(stops[:, None, :-1] & early[..., None], -torch.inf)
 
 
-def _counts(rows: SamplingRows, queries: int, above: DraftedAncestors | None) -> Tensor:
+def _output_counts(rows: SamplingRows, queries: int, above: DraftedAncestors | None) -> Tensor:
     """Returns [B, Q or 1, V]: how often each token is in the output before each row."""
     assert rows.counts is not None
     if above is None:
@@ -129,7 +129,7 @@ def _counts(rows: SamplingRows, queries: int, above: DraftedAncestors | None) ->
     return counts.scatter_add_(2, ids, counted.to(counts.dtype))
 
 
-def _penalised(logits: Tensor, rows: SamplingRows, counts: Tensor) -> Tensor:
+def _penalise(logits: Tensor, rows: SamplingRows, counts: Tensor) -> Tensor:
     assert rows.seen is not None
     repetition, presence, frequency = (
         value.to(logits.dtype)[:, None, None]

@@ -83,11 +83,11 @@ class DraftGuide:
         only_asked, mask_asked = self.ask(tokens, ancestor_bits)
         return torch.where(only_asked >= 0, only_asked, only), mask_asked & mask
 
-    def for_levels(self, first: int, count: int) -> tuple[Tensor, Tensor]:
+    def for_levels(self, first_level: int, num_levels: int) -> tuple[Tensor, Tensor]:
         """Returns `for_children` of one row at each level first .. first + count - 1, without a query to the host."""
-        levels = torch.arange(first, first + count, device=self.level.device)
+        levels = torch.arange(first_level, first_level + num_levels, device=self.level.device)
         mask = torch.where((self.level[:, None] == levels)[..., None], self.mask[:, None], ALL_ALLOWED)
-        return self.forced[:, first - 1 : first - 1 + count], mask
+        return self.forced[:, first_level - 1 : first_level - 1 + num_levels], mask
 
 
 def force_only_children(only: Tensor, tokens: Tensor, scores: Tensor, row_scores: Tensor) -> tuple[Tensor, Tensor]:

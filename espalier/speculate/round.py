@@ -228,7 +228,7 @@ def verify(proposed: ProposedRound) -> VerifiedRound:
     positions = tree.positions(slots.prefix_len)
     nodes = Nodes(positions, positions, tree.ancestors, tree.parents)
     # A void node has token -1.  For it the model reads the embedding of its request's root.
-    tokens = void_padding(runner, tree.tokens, slots.real[:, None])
+    tokens = void_padding(runner, tree.tokens, slots.is_real[:, None])
     access = StateAccess(slots.index, slots.prefix_len)
     chosen, prefix = chosen_rows(proposed), Prefix(slots.page_table, slots.prefix_len)
     out = runner.target(runner.cache.begin(prefix, nodes, tokens, access=access, chosen=chosen))
@@ -257,7 +257,7 @@ def settle(verified: VerifiedRound, mask: Tensor | None = None) -> RoundOutput:
     proposed, out = verified.proposed, verified.out
     runner, slots, tree = proposed.runner, proposed.slots, proposed.tree
     sampled = sample_nodes(verified, mask)
-    path = accept(tree, *sampled, slots.max_accept_depth, slots.real, runner.layout.steps)
+    path = accept(tree, *sampled, slots.max_accept_depth, slots.is_real, runner.layout.steps)
     commit(runner, slots, path, proposed.sampler.needs.penalised, proposed.snapshots)
     if runner.layout.extends:
         runner.drafter.extend(slots, path_features(runner.drafter, out, path), path.length)

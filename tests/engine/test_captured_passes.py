@@ -65,7 +65,7 @@ def test_a_capture_that_runs_out_of_memory_names_its_graph(captured_before, monk
             raise torch.OutOfMemoryError
         return captured(executor, form, pool)
 
-    monkeypatch.setattr(CudaExecutor, "captured", capturing)
+    monkeypatch.setattr(CudaExecutor, "capture_graph", capturing)
     with pytest.raises(EspalierError) as raised:
         engine_on_fake_cuda(setup, graph_batch=2)
     batch, width, pieces, _ = forms[-1]

@@ -114,25 +114,25 @@ def test_rows_that_are_not_named_are_free(free, monkeypatch):
     rows = memory.rows("guide", (4, 2), torch.int64, free)
     nothing = [-1, -1] if isinstance(free, int) else free.tolist()
     assert rows.values.tolist() == [nothing] * 4
-    rows.set((0, 2, 3), np.array([[1, 2], [3, 4], [5, 6]]))
+    rows.set_rows((0, 2, 3), np.array([[1, 2], [3, 4], [5, 6]]))
     assert rows.values.tolist() == [[1, 2], nothing, [3, 4], [5, 6]]
-    rows.set((0, 2, 3), np.array([[7, 7], [8, 8], [9, 9]]))
+    rows.set_rows((0, 2, 3), np.array([[7, 7], [8, 8], [9, 9]]))
     assert rows.values.tolist() == [[7, 7], nothing, [8, 8], [9, 9]]
-    rows.set((1,), np.array([[4, 4]]))
+    rows.set_rows((1,), np.array([[4, 4]]))
     assert rows.values.tolist() == [nothing, [4, 4], nothing, nothing]
-    rows.set((), None)
+    rows.set_rows((), None)
     assert rows.values.tolist() == [nothing] * 4
 
 
 def test_batch_sizes_that_share_memory_leave_nothing_behind():
     memory = StageMemory(torch.device("cpu"))
     large, small = (memory.rows("masks", (batch, 2), torch.int64, -1) for batch in (3, 2))
-    large.set((1,), np.array([[5, 6]]))
-    small.set((0,), np.array([[7, 8]]))
+    large.set_rows((1,), np.array([[5, 6]]))
+    small.set_rows((0,), np.array([[7, 8]]))
     assert small.values.tolist() == [[7, 8], [-1, -1]]
-    large.set((1,), np.array([[5, 6]]))
+    large.set_rows((1,), np.array([[5, 6]]))
     assert large.values.tolist() == [[-1, -1], [5, 6], [-1, -1]]
-    small.set((0,), None)
+    small.set_rows((0,), None)
     assert small.values.tolist() == [[-1, -1]] * 2
     assert small.values.data_ptr() == large.values.data_ptr()
 
@@ -140,7 +140,7 @@ def test_batch_sizes_that_share_memory_leave_nothing_behind():
 def test_a_larger_batch_that_asks_later_gets_memory_of_its_own():
     memory = StageMemory(torch.device("cpu"))
     small, large = (memory.rows("masks", (batch, 2), torch.int64, -1) for batch in (2, 3))
-    large.set((1,), np.array([[5, 6]]))
-    small.set((0,), np.array([[7, 8]]))
+    large.set_rows((1,), np.array([[5, 6]]))
+    small.set_rows((0,), np.array([[7, 8]]))
     assert large.values.tolist() == [[-1, -1], [5, 6], [-1, -1]]
     assert small.values.tolist() == [[7, 8], [-1, -1]]

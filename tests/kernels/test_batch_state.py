@@ -70,7 +70,7 @@ def test_the_references_are_what_loops_find():
             for b, slot in enumerate(index.tolist()):
                 n = int(table.prefix_len[slot])
                 max_accept_depth = min(int(table.depth_limit[slot]), int(table.end[slot]) - 2 - n)
-                assert (int(slots.max_accept_depth[b]), bool(slots.real[b])) == (max(max_accept_depth, 0), slot > 0)
+                assert (int(slots.max_accept_depth[b]), bool(slots.is_real[b])) == (max(max_accept_depth, 0), slot > 0)
                 assert int(slots.num_tokens[b]) == n + 1
                 for i, at in enumerate(range(n + first, n + first + 5)):
                     known = i < length[b]

@@ -125,7 +125,7 @@ class AutoregressiveDrafter(ModelDrafter[DraftModel]):
         nodes = Nodes(rows.positions[:, first:end], rows.positions[:, :end], bits)
         tokens = rows.tokens[:, first:end]
         if self.draft.has_experts:
-            tokens = tokens.masked_fill(~rows.slots.real[:, None], VOID)
+            tokens = tokens.masked_fill(~rows.slots.is_real[:, None], VOID)
         # Module 1's positions are computed already, which saves a launch for each level.
         rope = rows.positions_above[:, first:end] if module == 1 else rope_positions(nodes.positions, module)
         p = self.cache.begin(

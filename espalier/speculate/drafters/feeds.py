@@ -139,9 +139,9 @@ class TargetFeeds(ModuleFeeds):
         return _carried_features(slots, modules), (depths + (modules - module)).expand_as(parents)
 
 
-def feeds_class(form: str) -> type[ModuleFeeds]:
+def feeds_class(form_name: str) -> type[ModuleFeeds]:
     """Returns the class of a form (DraftSpec.form)."""
-    return {"chain": ChainFeeds, "target": TargetFeeds}[form]
+    return {"chain": ChainFeeds, "target": TargetFeeds}[form_name]
 
 
 def feed_name(module: int) -> str:

@@ -115,9 +115,9 @@ def edge_candidates(
     return candidates
 
 
-def block_rows(slots: BatchState, first: int, num_known: Tensor, width: int, mask_token: int) -> TokenChain:
-    """Returns `width` rows of a block, from position prefix_len + `first` on.
+def block_rows(slots: BatchState, offset: int, num_known: Tensor, width: int, mask_token: int) -> TokenChain:
+    """Returns `width` rows of a block, from position prefix_len + `offset` on.
 
     num_known: [B], how many of a request's first rows hold tokens of its history; the others hold `mask_token`.
     """
-    return read_chain(slots, first, num_known, width, mask_token)
+    return read_chain(slots, offset, num_known, width, mask_token)

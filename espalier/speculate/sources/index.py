@@ -110,19 +110,19 @@ def client_salt(client: str) -> int:
     return int.from_bytes(blake2b(client.encode(), digest_size=8).digest()) >> (TEXT_NUMBER_BITS + 1)
 
 
-def _run_hash(run: Sequence[int], salt: int) -> int:
+def _run_hash(run_tokens: Sequence[int], salt: int) -> int:
     """The hash of one run, as `_run_hashes` gives it.  For a single run plain integers are faster than NumPy."""
     made = salt
-    for token in run:
+    for token in run_tokens:
         made = (made ^ token) * int(HASH_FACTOR) & (1 << 64) - 1
         made ^= made >> 29
     return made
 
 
-def _run_hashes(text: np.ndarray, run: int, salt: int) -> np.ndarray:
-    """Returns [n - run + 1] uint64: the hashes of all runs of `run` tokens, in order."""
-    made = np.full(len(text) - run + 1, salt, dtype=np.uint64)
-    for at in range(run):
+def _run_hashes(text: np.ndarray, run_length: int, salt: int) -> np.ndarray:
+    """Returns [n - run + 1] uint64: the hashes of all runs of `run_length` tokens, in order."""
+    made = np.full(len(text) - run_length + 1, salt, dtype=np.uint64)
+    for at in range(run_length):
         made = (made ^ text[at : at + len(made)].astype(np.uint64)) * HASH_FACTOR
         made ^= made >> np.uint64(29)
     return made

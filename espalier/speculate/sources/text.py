@@ -7,9 +7,9 @@ from espalier.slots import BatchState
 from espalier.speculate.sources.base import Paths, path_kind
 
 
-def paths_of_text(slots: BatchState, count: int, steps: int) -> Paths:
-    """`count` paths for each slot, with distinct first tokens: of longer matches first, then of later matches."""
-    matches = find_matches(slots.table.history, slots.index, slots.prefix_len, count)
+def paths_of_text(slots: BatchState, num_paths: int, steps: int) -> Paths:
+    """`num_paths` paths for each slot, with distinct first tokens: of longer matches first, then of later matches."""
+    matches = find_matches(slots.table.history, slots.index, slots.prefix_len, num_paths)
     depths = torch.arange(steps, device=matches.ends.device)
     period = (slots.prefix_len[:, None] - matches.ends).clamp(min=1)
     # Where a path would go beyond the known text, it repeats the text between match and root.
