@@ -48,15 +48,15 @@ BOOLEANS = ("add_generation_prompt", "continue_final_message", "add_special_toke
 
 
 class Rendering(NamedTuple):
-    """The arguments of one rendering of a chat template.  They are plain values, which JSON can carry."""
+    """The arguments of one rendering of a chat template.  The values are plain, so that JSON can carry them."""
 
     messages: list[dict[str, Any]]
     tools: list[Any] | None
     variables: dict[str, Any]
 
 
-# A generator that makes token ids of a conversation.  It yields each Rendering, is sent the rendered text, and returns
-# the token ids.  So the caller chooses the process that renders the template.
+# A generator that makes token ids of a conversation.  The generator yields each Rendering, is sent the rendered text,
+# and returns the token ids.  So the caller chooses the process that renders the template.
 RenderLoop = Generator[Rendering, str, list[int]]
 
 
@@ -82,7 +82,7 @@ class ChatTemplate:
 
     @property
     def text(self) -> str:
-        """Returns the template, or "" without one.  Of several templates, returns that for tool calls."""
+        """Returns the template, or "" without one.  Of several templates, returns the template for tool calls."""
         return self.hf.get_chat_template(tools=[{}]) if getattr(self.hf, "chat_template", None) else ""
 
     def reads(self, variable: str) -> bool:

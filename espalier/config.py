@@ -145,9 +145,9 @@ class EngineConfig:
 
 
 class RoundCosts(Protocol):
-    """Predicts the times of rounds.  It is a plain value, so it can be sent to another process.
+    """Predicts the times of rounds.  The object is a plain value, so that another process can get it.
 
-    uses_clock: whether a clock corrects the prediction.  Then the prediction must be in seconds.
+    uses_clock: whether a clock corrects the prediction.  With a clock, the prediction must be in seconds.
     """
 
     @property
@@ -197,7 +197,7 @@ class ResolvedConfig:
     tensor_parallel: int = 1
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns all fields by name, and those of the layout, but not round_costs.
+        """Returns all fields and all fields of the layout, by name, except round_costs.
 
         by_batch maps a batch size to the fields of the tree that applies from this size on. choices maps it to the
         fields of several trees.

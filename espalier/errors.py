@@ -208,7 +208,7 @@ def refuse_unknown_fields(cls: type[T]) -> type[T]:
 def refuse_unknown_keywords(what: str, options: type) -> Callable[[Callable[P, T]], Callable[P, T]]:
     """Decorator for the method `what`: an unknown keyword raises EspalierError with the most similar one.
 
-    options: a dataclass.  Its fields belong to an argument of the method, so the method refuses them as keywords.
+    options: a dataclass.  The method takes an object of this class, so it refuses the class's fields as keywords.
     """
 
     def decorated(method: Callable[P, T]) -> Callable[P, T]:

@@ -105,7 +105,7 @@ def _keeps_text(pre_tokenizer: Sequence[Step]) -> bool:
 
 
 def _covers_text(backend: Any, steps: Sequence[Step]) -> bool:
-    """Whether every character has tokens.  If not, the model drops characters, or fuses several into one token."""
+    """Whether every character has tokens.  A model drops other characters, or fuses several into one token."""
     model = backend.model
     if type(model).__name__ != "BPE":
         return False

@@ -1,4 +1,4 @@
-"""LLM: the offline interface.  It returns outputs in the order of the prompts, or streams output chunks."""
+"""LLM: the offline interface, which returns outputs in the order of the prompts, or streams output chunks."""
 
 import logging
 from collections import deque

@@ -151,7 +151,7 @@ def _too_deep(path: Path) -> EspalierError:
 
 @dataclass(frozen=True)
 class TensorPlace:
-    """Where a tensor is in a file.
+    """The place of a tensor in a file.
 
     shape: values along the last dimension are neighbours.  type: GGUF's number of the type.  begin: offset in bytes.
     """

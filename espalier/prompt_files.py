@@ -1,7 +1,7 @@
 """Reads the records of a file of prompts: JSON lines, a JSON list or a Parquet file, recognised by its content.
 
 A record is SPEED-Bench's ({"turns"}), ShareGPT's ({"conversations"}), a conversation ({"messages"}), a text ({"prompt"}
-or {"text"}) or {"token_ids"}.  This module checks the texts of a record.  The callers decide how they are used.
+or {"text"}) or {"token_ids"}.  This module checks the texts of a record.  The callers decide how texts are used.
 """
 
 import json
@@ -115,7 +115,7 @@ def _get_field(message: Any, name: str) -> Any:
 
 
 def require_text(location: str, text: Any) -> str:
-    """Returns the text of a message.  Raises EspalierError if it is no valid text, is empty or is a placeholder."""
+    """Returns the text of a message.  Raises EspalierError for text that is not valid, is empty or is a placeholder."""
     if not isinstance(text, str) or not text.strip():
         raise unexpected_record(location, "a text that is empty or none")
     if PLACEHOLDER in text:

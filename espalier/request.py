@@ -271,7 +271,7 @@ def check_prompt(prompt: Sequence[int], vocab_size: int, max_context: int, max_p
         raise EspalierError("the prompt is empty; give it at least one token (the bos token, if the model has one)")
     if len(prompt) >= max_context:
         raise prompt_too_long(f"{len(prompt)} tokens", max_context, max_position)
-    # A prompt may have a million tokens.  They are checked one by one only if the whole prompt fails this fast check.
+    # A prompt may have a million tokens.  Tokens are checked one by one only if the whole prompt fails this fast check.
     if {*map(type, prompt)} == {int} and min(prompt) >= 0 and max(prompt) < vocab_size:
         return
     for token in prompt:
@@ -391,7 +391,7 @@ class Request:
 
     @property
     def num_prompt_logprobs(self) -> int | None:
-        """Likeliest tokens to report beside each prompt token; None: report nothing.  Sample 0 reports for all."""
+        """Likeliest tokens to report beside each prompt token; None to report nothing.  Sample 0 reports for all."""
         return None if self.index else self.params.prompt_logprobs
 
     @property

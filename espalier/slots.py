@@ -44,8 +44,8 @@ ALL_SOURCES = (*SOURCES, "draft")
 MATCH_STRENGTHS = 4
 ALONE_OFFSET = len(SOURCES) * MATCH_STRENGTHS
 PATH_KINDS = 1 + 2 * ALONE_OFFSET
-# The numbers after PATH_KINDS are the kinds of a draft's nodes.  They depend on whether tokens are sampled, on the rank
-# among siblings (the last rank stands for all later ranks), and on the level: how sure the draft was of the last step.
+# The numbers after PATH_KINDS are the kinds of a draft's nodes.  Such a kind depends on whether tokens are sampled, on
+# the rank among siblings (the last rank stands for all later ranks), and on the level: how sure the draft was.
 NUM_RANKS, NUM_LEVELS = 3, 8
 NODE_KINDS = PATH_KINDS + 2 * NUM_RANKS * NUM_LEVELS
 # The columns of a guess before its tokens: start and kind.
@@ -77,7 +77,7 @@ COLUMNS = Columns(INT_COLUMNS, FLOAT_COLUMNS)
 
 @dataclass(frozen=True)
 class SlotInit:
-    """The values of a request that enters a slot.  They are plain, so that a launch input can go to another process.
+    """The values of a request that enters a slot.  The values are plain, so that another process can get them.
 
     tokens: all known tokens, prompt first.  start: the first row to compute.  commit_from: rows below this index are in
     shared pages and are never written.  end: the number of tokens after which the request is finished.  sampling: the
@@ -131,7 +131,7 @@ def guess_numbers_per_slot(layout: RoundLayout) -> int:
 
 
 class ScatterUpdate(NamedTuple):
-    """New values for some cells of one field of the slot table.  Both arrays are [n] int64, of numpy or torch.
+    """New values for some cells of one field of the slot table.  Two [n] int64 arrays, of numpy or torch.
 
     indices: into the flattened field.  values: a float32 value is carried as its bits.
     """

@@ -354,7 +354,7 @@ class Detokenizer:
             return ""
         end, whole = (len(self.window), self.decode(self.window)) if final else self._whole_characters()
         text = _new_text(self.decode(self.window[: self.num_read]), whole)
-        # If the tokens just taken have text, they become the next context.  Otherwise the old context stays.
+        # If the tokens just taken have text, they become the next context.  Tokens without text keep the old context.
         drop = self.num_read if text else max(0, end - MAX_CONTEXT_TOKENS)
         self.window = self.window[drop:]
         self.num_read = end - drop
@@ -370,7 +370,7 @@ class Detokenizer:
         """Returns (number of tokens, their text) up to the last complete character.
 
         An incomplete character decodes to U+FFFD and has at most 3 tokens.  So the token before the last 3 ends with a
-        complete character, or begins the character that the last 3 continue.  Then the text ends inside that token.
+        complete character, or begins the character that the last 3 continue.  In that case the text ends inside it.
         """
         first = max(self.num_read, len(self.window) - MAX_TOKENS_PER_CHARACTER + 1)
         text = whole = self.decode(self.window)
@@ -384,7 +384,7 @@ class Detokenizer:
 
 
 def _new_text(old_text: str, full_text: str) -> str:
-    """Returns the text that `full_text` adds to `old_text`.  An incomplete last character of `old_text` may now be complete."""
+    """Returns the text that `full_text` adds to `old_text`, whose last character may have been incomplete."""
     if full_text.startswith(old_text):
         return full_text[len(old_text) :]
     # The window may begin inside a character.  The U+FFFD of that character's bytes are the same in both texts.

@@ -114,8 +114,8 @@ def _refuse_code(path: Path) -> None:
 def _config_of_type(path: Path) -> Any:
     """A transformers config with the model's type, which alone decides the tokenizer's class.
 
-    It leaves out the fields of config.json: transformers may not know the type, or may refuse fields that Espalier
-    reads.
+    The fields of config.json are left out, because transformers may not know the type, or may refuse fields that
+    Espalier reads.
     """
     from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
@@ -166,7 +166,7 @@ def unbounded_pattern(backend: Any) -> str | None:
 
 
 def max_growth(backend: Any) -> int:
-    """Returns the most characters that replacements can make of one.  Each may apply to the text of earlier ones."""
+    """Returns the most characters that replacements can make of one.  Later ones may apply to text of earlier ones."""
     parts = (part for name in PIPELINE_STEPS for part in _step_objects(getattr(backend, name, None)))
     sizes = [len(str(part[name])) for part in parts for name in REPLACEMENT_FIELDS if name in part]
     return prod(size for size in sizes if size > MAX_SHORT_REPLACEMENT)

@@ -1,9 +1,9 @@
 """The contract of attention backends.
 
-Every forward pass (a prompt chunk, a draft level, a verify tree, a draft extend) has queries [B, Q].  They attend to
-committed rows in pages and to staged rows [B, R].  A backend must supply attention over the committed rows, with its
-log-sum-exp.  Attention over the staged rows (kernels/ops/attention.py:staged_attention) and the merge are then shared
-code.  A backend may override `attend` to do both in one kernel.
+Every forward pass (a prompt chunk, a draft level, a verify tree, a draft extend) has queries [B, Q].  The queries
+attend to committed rows in pages and to staged rows [B, R].  A backend must supply attention over the committed rows,
+with its log-sum-exp.  Attention over the staged rows (kernels/ops/attention.py:staged_attention) and the merge are then
+shared code.  A backend may override `attend` to do both in one kernel.
 """
 
 from collections.abc import Sequence

@@ -94,7 +94,7 @@ class Plan:
         self.wrapper = self._wrapper(workspace, (self.queries.to(device), self.page_starts, self.pages, self.last_rows))
 
     def make(self, lengths: CommittedLengths) -> None:
-        """Plan for these lengths.  Raises EspalierError if the plan needs exact lengths and these are upper bounds."""
+        """Plan for these lengths.  Raises EspalierError if the plan needs exact lengths and gets upper bounds."""
         if self.lengths is not None and (lengths == self.lengths or not self.needs_lengths):
             return
         if self.needs_lengths and not lengths.exact:

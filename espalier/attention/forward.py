@@ -247,7 +247,7 @@ class Pass:
         return values if kept is None else values.flatten(0, 1)[kept][:, None]
 
     def commit(self) -> None:
-        """After the last layer: copy the new rows to pages, unless each layer did."""
+        """Copies the new rows to pages after the last layer, unless each layer did."""
         if self.page_rows is not None and not self.commits_by_layer:
             self.cache.commit(self.rows, self.page_rows)
 
@@ -262,7 +262,7 @@ class Pass:
         return batch, queries if self.needed is None else 1
 
     def rotation(self, rope: Rope) -> Rotation:
-        """Returns cos and sin of the rows' positions.  They are looked up once a pass."""
+        """Returns cos and sin of the rows' positions.  The tables are read once a pass."""
         if rope not in self._lookups:
             self.keep_rotation(rope, rope.rows(self.positions))
         return self._lookups[rope]
@@ -270,7 +270,7 @@ class Pass:
     def at_positions(self, layer: int, table: Tensor) -> Tensor:
         """Returns `table` [position_rows] at the positions of the rows that the layer computes, [B, Q, 1, 1].
 
-        They are looked up once a pass.
+        The table is read once a pass.
         """
         if table not in self._lookups:
             self._lookups[table] = gather_rows(self.positions.reshape(1, -1), table[None, :, None])

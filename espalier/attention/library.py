@@ -53,7 +53,7 @@ class LibraryAttention(Attention):
         """Attend with q [B, Q, heads, k_size] to all rows of `rest`, in every one of its requests.
 
         Returns out [B, Q, heads, v_size] and lse [B, Q, heads], natural log.  For a request without rows, out must be
-        finite and lse may be anything.  It is not called for an empty batch, or if no request can have rows.
+        finite and lse may be anything.  Not called for an empty batch, or if no request can have rows.
         """
         raise NotImplementedError
 

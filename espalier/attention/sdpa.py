@@ -57,7 +57,7 @@ class CommittedRows:
 
 class SdpaAttention(Attention):
     def __init__(self, pages: PagedKV, specs: Sequence[LayerSpec], prefix: Prefix, nodes: Nodes, longest: int | None):
-        """longest: committed rows of the longest request, or more; None: unknown, use the width of the page table."""
+        """longest: an upper bound of a request's committed rows; None for the width of the page table."""
         super().__init__(pages, specs, prefix, nodes)
         batch, width = prefix.page_table.shape
         self.longest = (pages.layout.tokens_in(width) if longest is None else longest) if batch else 0
@@ -94,7 +94,7 @@ class SdpaAttention(Attention):
             assert isinstance(selected, SelectedMask)
             bias = _additive_mask(selected.mask, groups, q.dtype)
         if sink is not None:
-            # One more key, all zeros, whose bias is the sink.  Its value is zero.
+            # The sink is the bias of one more key.  The key and its value are zero.
             k, v = (F.pad(rows, (0, 0, 0, 0, 0, 1)) for rows in (k, v))
             column = sink.to(q.dtype).repeat_interleave(queries).view(1, kv_heads, -1, 1)
             bias = torch.cat((bias.expand(-1, kv_heads, -1, -1), column.expand(len(bias), -1, -1, -1)), 3)

@@ -184,9 +184,9 @@ def _ancestor_bits(nodes: Nodes) -> Tensor:
 def _attend_chosen(run: AttentionKernel, rest: AttentionInputs, chosen: SelectedRows, policy: KVSplitPolicy) -> Tensor:
     """Implements Attention.attend over chosen rows with kernels.  The kernel of a layer runs twice.
 
-    The first launch attends to committed rows.  It treats each query as a request, whose pages are the chosen rows, one
-    row a page.  The second launch attends to the chosen staged rows.  A request with at most topk rows has no rows in
-    the first launch.  The second launch attends to all its rows, so the result has the bits of full attention.
+    The first launch attends to committed rows.  In this launch each query is a request, whose pages are the chosen
+    rows, one row a page.  The second launch attends to the chosen staged rows.  A request with at most topk rows has no
+    rows in the first launch.  The second launch attends to all its rows, so the result has the bits of full attention.
 
     rest: the staged rows of all requests, and the prefixes of requests with at most topk rows (others are empty here).
     policy: how the chosen rows are split over programs.

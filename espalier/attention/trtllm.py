@@ -20,7 +20,7 @@ from espalier.cache.kv import PagedKV
 from espalier.cache.layer_spec import LatentKV, LayerSpec
 from espalier.kernels.ops.attention import Nodes, Prefix
 
-# Bytes of the library's workspace.  It starts as zeros, and all launches on a stream share it.
+# Bytes of the library's workspace.  The workspace starts as zeros, and all launches on a stream share it.
 WORKSPACE_BYTES = 2**27
 
 

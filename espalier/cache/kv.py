@@ -73,15 +73,15 @@ class StagedKV:
     def staging_rows(self, positions: Tensor, width: int, first_row: int) -> Tensor:
         """Returns [B · Q]: the staging rows of a pass with `positions` [B, Q].
 
-        Each request has `width` rows; the pass writes its rows first .. first+Q-1.
-        Raises EspalierError if the buffer is too small.
+        Each request has `width` rows; the pass writes the request's rows first_row .. first_row+Q-1.  Raises
+        EspalierError if the buffer is too small.
         """
         batch, queries = positions.shape
         self._require_room(batch, queries, width, first_row)
         return self.row_indices[: batch * width].view(batch, width)[:, first_row : first_row + queries].flatten()
 
     def staged_planes(self, layer: int, batch: int, queries: int, width: int, first_row: int) -> tuple[Tensor, ...]:
-        """A layer's staged rows up to this pass: for each plane [B, first+Q, heads, size].
+        """A layer's staged rows up to this pass: for each plane [B, first_row+Q, heads, size].
 
         Raises EspalierError if the buffer is too small.
         """
@@ -138,7 +138,7 @@ class PagedKV:
         }
 
     def rows(self, page_table: Tensor, positions: Tensor, is_kept: Tensor | None = None) -> Tensor:
-        """Returns [B, P]: the page rows of `positions` [B, P] in a page table [B, T]; row 0 where `is_kept` is False."""
+        """Returns [B, P]: the page rows of `positions` [B, P] in a page table [B, T]; row 0 unless `is_kept`."""
         return page_rows(page_table, positions, self.page_size, is_kept)
 
     def clear(self, pages: Sequence[int]) -> None:

@@ -201,11 +201,11 @@ class LayerSpec:
     """The attention or recurrence of one layer.
 
     heads: query heads; keeps: the data that the layer keeps between passes.  window: a query at position p attends to
-    positions > p - window; None: to all positions.  scale: factor of q·k; None means k_size ** -0.5.  softcap: a logit
-    s of attention, scale included, becomes softcap · tanh(s / softcap); None: it stays.  shares_with: the earlier layer
-    whose rows this layer reads instead of own rows.  Both have the same `keeps`.  topk: the most rows that a query
-    attends to, None for all rows.  The rows are those with the highest index scores.  The index keys are the layer's
-    own, or those of the last earlier layer with index keys.  v_is_k: whether V is made from K's projection.
+    positions > p - window; None for all positions.  scale: factor of q·k; None means k_size ** -0.5.  softcap: a logit
+    s of attention, scale included, becomes softcap · tanh(s / softcap); None for no cap.  shares_with: the earlier
+    layer whose rows this layer reads instead of own rows.  Both layers have the same `keeps`.  topk: the most rows that
+    a query attends to, None for all rows.  The rows are those with the highest index scores.  The index keys are the
+    layer's own, or those of the last earlier layer with index keys.  v_is_k: whether V is made from K's projection.
     """
 
     heads: int
@@ -262,7 +262,7 @@ def group_layers(specs: Sequence[LayerSpec], layers: Sequence[int]) -> dict[Keep
 
 
 def with_row_dtype(specs: Sequence[LayerSpec], dtype: torch.dtype | None) -> tuple[LayerSpec, ...]:
-    """Return the specs with rows of this dtype; None: the model's dtype.  Specs of states stay as they are."""
+    """Returns the specs with rows of this dtype; None for the model's dtype.  Specs of states stay as they are."""
     return tuple(
         spec if isinstance(spec.keeps, RecurrentState) else replace(spec, keeps=replace(spec.keeps, dtype=dtype))
         for spec in specs
@@ -270,7 +270,7 @@ def with_row_dtype(specs: Sequence[LayerSpec], dtype: torch.dtype | None) -> tup
 
 
 def layers_with_rows(specs: Sequence[LayerSpec], layers: Sequence[int]) -> list[int]:
-    """Return those of `layers` that keep rows.  These layers need an attention backend."""
+    """Returns the layers, among `layers`, that keep rows.  These layers need an attention backend."""
     return [layer for layer in layers if not isinstance(specs[layer].keeps, RecurrentState)]
 
 

@@ -15,15 +15,15 @@ class OutOfPages(Exception):
 
 
 class PageDefect(AssertionError):
-    """A bug in page counting: a free page is shared or released, or counts do not match holders.  It names the page."""
+    """A bug in page counting: a free page is shared or released, or counts do not match holders.  Names the page."""
 
 
 class PagePool:
     """Reference counts of pages 1 .. num_pages - 1.  Page 0 is the dummy page of padding: never written, never free.
 
     `allocate` takes the pages that were freed last, in the order in which they were held.  Before any page was freed it
-    takes the lowest ids.  An allocation costs O(1) per page and is deterministic.  It leaves unused memory untouched,
-    and keeps consecutive pages together: attention copies their rows as one block (kernels/attention/kv_splits.py).
+    takes the lowest ids.  An allocation costs O(1) per page and is deterministic.  Unused memory stays untouched, and
+    consecutive pages stay together, so that attention copies their rows as one block (kernels/attention/kv_splits.py).
 
     on_shared: called with (page, True) when a page gets its second holder, and with (page, False) when only one holder
     is left.

@@ -1,8 +1,8 @@
 """The prefix cache: a radix tree over full pages, so that requests with equal prefixes share pages.
 
-A node is one page.  Its key holds the tokens of the page; the path from the root holds the tokens before it.  The tree
-only compares keys.  It holds a reference to each of its pages, so a page stays cached after its request has finished.
-The least recently used leaf is evicted first.  The scheduler decides when to share and when to evict.
+A node is one page.  A node's key holds the tokens of the page; the path from the root holds the tokens before the page.
+The tree only compares keys.  The tree holds a reference to each of its pages, so a page stays cached after its request
+has finished.  The least recently used leaf is evicted first.  The scheduler decides when to share and when to evict.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -17,8 +17,8 @@ class PageNode:
     """One cached page.
 
     last_used: the clock at the page's last use; at least the clock of each node below.  has_draft_rows: whether a draft
-    ran over the page's tokens, and so over those of all ancestors.  num_keepers: reasons why the node cannot be
-    evicted: one for each child that cannot, and one if a request holds the page.
+    ran over the page's tokens, and so over those of all ancestors.  num_keepers: the number of children that cannot be
+    evicted, plus one if a request holds the page; only a node with 0 can be evicted.
     """
 
     page: int
@@ -49,7 +49,7 @@ class PrefixTree:
         self._root = PageNode(DUMMY_PAGE)
         self._nodes: dict[int, PageNode] = {}
         # A heap of (used, page): one entry for each leaf, and some for pages that are no leaves any more.  `used` may
-        # be older than the node's; it is corrected when the entry is popped, so a match does not touch the heap.
+        # be older than the node's `last_used`.  A popped entry is corrected, so a match does not touch the heap.
         self._leaves: list[tuple[int, int]] = []
         self._queued_pages: set[int] = set()
         self._clock = 0
@@ -57,7 +57,7 @@ class PrefixTree:
         pool.on_shared = self._on_page_shared
 
     def match(self, tokens: Sequence[int], needs_draft_rows: bool = False) -> list[int]:
-        """Returns the cached pages of the longest cached prefix of `tokens`, in order.  Marks them as used now.
+        """Returns the cached pages of the longest cached prefix of `tokens`, in order.  Marks these pages as used now.
 
         needs_draft_rows: match only pages that have draft rows.  The caller must share the pages before an eviction,
         because this method takes no reference.
@@ -75,7 +75,7 @@ class PrefixTree:
         return pages
 
     def insert(self, tokens: Sequence[int], pages: Sequence[int], has_draft_rows: bool = True) -> None:
-        """Add `pages`, which hold tokens[: len(pages) * page_size].  Marks them as used now.
+        """Add `pages`, which hold tokens[: len(pages) * page_size].  Marks these pages as used now.
 
         has_draft_rows: whether a draft ran over all of these tokens.  The tree takes a reference to each page that is
         new to it.  If another page with equal tokens is cached already, the tree keeps the cached page, unless only the
@@ -116,9 +116,9 @@ class PrefixTree:
     def num_evictable(self) -> int:
         """Number of pages that `evict` could free now.
 
-        The ancestors of a held page cannot be freed, even if no request holds them.  This occurs when a request
-        computed a prefix that was cached already: it holds its own copy, and its next page is inserted below the cached
-        one.
+        The ancestors of a held page cannot be freed, even if no request holds them.  Such ancestors occur if a request
+        computed a prefix that was cached already.  The request holds its own copy, and its next page is inserted below
+        the cached page.
         """
         return len(self._nodes) - self._num_kept
 

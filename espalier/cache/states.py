@@ -1,8 +1,8 @@
 """The recurrent states of layers: one per slot, the staged nodes of trees, and the commit of an accepted path.
 
-Row s of a state table belongs to slot s.  Row 0, the dummy slot's, stays zero.  Then come the snapshots of the prefix
-cache, and one spare row.  cache/pages.py tracks the owner of each snapshot.  A verify pass stages the inputs of its
-nodes, and `commit` applies those of the accepted path.  A pass of known tokens applies its rows at once.
+Row s of a state table belongs to slot s.  Row 0, the dummy slot's, stays zero.  The last rows hold the snapshots of the
+prefix cache, and one row is spare. cache/pages.py tracks the owner of each snapshot.  A verify pass stages the inputs
+of its nodes, and `commit` applies the inputs of the accepted path.  A pass of known tokens applies its rows at once.
 """
 
 from collections.abc import Sequence
@@ -48,8 +48,8 @@ class StateAccess:
     """Which states a pass reads, and how many of its rows change them.
 
     slots: [B]; length: [B], how many rows exist; None for a tree, whose path is committed later.  prefix_len: [B],
-    tokens before the first row; snapshots: None for no snapshots.  is_split: whether several rows of the batch may hold
-    consecutive pieces of one request (speculate/pieces.py).
+    tokens before the first row; snapshots: to take in this pass, or None.  is_split: whether several rows of the batch
+    may hold consecutive pieces of one request (speculate/pieces.py).
     """
 
     slots: Tensor

@@ -23,7 +23,7 @@ MEASURED_DRAFT = "an EAGLE-3 head of llama-3.1-8b"
 FIRST_CHILD_RATES = (0.76, 0.64, 0.63)
 # The highest estimate of a rate: even if every guess at a depth was accepted, later guesses may fail.
 MAX_RATE = 0.98
-# The gain of a tree whose rows are shared over the batch, over that of a tree with as many rows for each request
+# The gain of a tree with rows shared over the batch, divided by the gain of a tree with as many rows for each request
 # (`python -m lab sharing`).
 SHARED_ROWS_GAIN = 1.07
 # Assumptions count as samples until rounds replace them: FIRST_CHILD_RATES as PRIOR_SAMPLES samples (one request in one
@@ -205,7 +205,7 @@ class Acceptance:
         for depth in range(min(max_depth, len(ranks) + 1)):
             count = self.depths[depth]
             if depth == len(ranks):
-                # A leaf may have no child because other nodes were more probable.  Then this is no trial.
+                # A leaf may have no child because other nodes were more probable.  Such a round is no trial.
                 count.trials += weight * (not sample.is_leaf or sample.is_short)
                 return
             count.trials += weight

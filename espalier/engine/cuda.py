@@ -57,8 +57,8 @@ class Graph:
 class HostEntry:
     """The pinned host buffers of one ring entry.
 
-    written_event: the event after which the device has written the entry; copied: the event after which the buffers may be
-    used again.
+    written_event: recorded when the device has written the entry; copied_event: recorded when the buffers may be used
+    again.
     """
 
     entry: int
@@ -125,7 +125,7 @@ class CudaStagedHandle:
         with torch.cuda.stream(self.executor.stream):
             self.stages.set_masks(masks)
             self.stages.settle()
-        # This frees an eager round's tensors for the next round, which may be launched before this one is read.
+        # Free an eager round's tensors for the next round, which may be launched before this round is read.
         self.stages = None
         self.settled = self.executor.start_readback(self.host, self.launch_input, None)
 
@@ -142,13 +142,12 @@ class CudaExecutor:
     """Runs launches on one GPU.
 
     graph_batch: the largest batch whose rounds are captured; 0: every launch runs eagerly.  Larger rounds are padded to
-    batch buckets too, so that they have few forms.
-    captured_passes: forms of the captured prefill passes; empty without captured rounds or Support.prefill_graph.
-    keep_graphs: whether PyTorch keeps CUDAGraph.raw_cuda_graph, so that the kernels of graphs can be counted.
-    overlap: whether a round may be launched before the previous round is read.  Then attention is captured for lengths
-    that the host does not know exactly.
-    capture_stages: whether staged rounds (rounds with grammars) are captured too.  They run eagerly otherwise.
-    replay_events: for measurements; if it is a list, each replay appends its (start, end) events.
+    batch buckets too, so that they have few forms.  captured_passes: forms of the captured prefill passes; empty
+    without captured rounds or Support.prefill_graph.  keep_graphs: whether PyTorch keeps CUDAGraph.raw_cuda_graph, so
+    that the kernels of graphs can be counted.  overlap: whether a round may be launched before the previous round is
+    read.  With overlap, attention is captured for lengths that the host does not know exactly.  capture_stages: whether
+    staged rounds (rounds with grammars) are captured too.  If False, they run eagerly.  replay_events: for
+    measurements; if it is a list, each replay appends its (start, end) events.
     """
 
     failure: Exception | None = None

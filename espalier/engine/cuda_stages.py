@@ -91,8 +91,8 @@ class GrammarRows:
 
         row_values: [len(rows), ...]; None without rows.
 
-        The copies of the previous call must have ended.  This holds, because the host has waited for the trees or the
-        results of that round.
+        The copies of the previous call must have ended.  They have ended, because the host has waited for the trees or
+        the results of that round.
         """
         if rows != self.rows or self.memory.current_rows is not self:
             self._clear()
@@ -122,7 +122,7 @@ class StageMemory:
 
 
 def runs_of_rows(rows: tuple[int, ...]) -> list[tuple[int, int]]:
-    """Returns (begin, end) for each run of consecutive numbers in `rows`, which ascend.  Both are indices in `rows`."""
+    """Returns (begin, end), indices in `rows`, for each run of consecutive numbers in `rows`, which ascend."""
     cuts = [place for place in range(1, len(rows)) if rows[place] != rows[place - 1] + 1]
     return list(pairwise([0, *cuts, len(rows)])) if rows else []
 
@@ -306,8 +306,8 @@ class EagerStages:
 
     @property
     def stages(self) -> Stages:
-        """The stages of this object.  They are made anew at each access, because they refer to this object: a kept
-        reference would be a cycle, and would keep the tensors of a round until garbage is collected."""
+        """The stages of this object.  Each access makes a new object.  A stored one would form a reference cycle, and
+        would keep the tensors of a round until garbage is collected."""
         buffers = self.vector, self.guide_rows, self.masks
         return Stages(*buffers, self.staged.begin, self._propose, self.staged.verify, self._settle)
 

@@ -1,10 +1,10 @@
 """The engine: `Engine.step` is one iteration of the main loop.  A step starts a launch and reads a launch's result.
 
-A round with a grammar runs in stages.  It is started like every other round: with overlap, before the host has read the
-previous round.  Its first stage, begin, needs no mask.  Once the host has read the previous round, the host knows the
-grammars' states and resumes the new round.  The host makes the masks of the trees' nodes while the target verifies
-these nodes.  Then it settles the round with the masks: with overlap at the start of the next step, in lock-step in the
-same step.
+A round with a grammar runs in stages.  Such a round is started like every other round: with overlap, before the host
+has read the previous round.  The first stage, begin, needs no mask.  Once the host has read the previous round, the
+host knows the grammars' states and resumes the new round.  The host makes the masks of the trees' nodes while the
+target verifies these nodes.  The host settles the round with the masks: with overlap at the start of the next step, in
+lock-step in the same step.
 
 scheduler.py decides which of the waiting requests run.  executor.py (CPU) and cuda.py (GPU) run the launches.
 """
@@ -132,7 +132,7 @@ class Engine:
             self._read_result(previous)
 
     def raise_rank_failure(self) -> None:
-        """Raises the error of a failed rank, as `step` does.  This is called while no request runs."""
+        """Raises the error of a failed rank, as `step` does.  Called while no request runs."""
         if self.executor.failure is not None:
             with self._stop_on_error():
                 raise self.executor.failure

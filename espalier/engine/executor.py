@@ -95,7 +95,7 @@ class Executor(Protocol):
     def runs_any_tree(self) -> bool:
         """Whether a round may have any tree up to the configured one, and takes time only for the rows that it runs.
 
-        If not, a round has a tree of the layout, and a staged round has the first tree of its bucket.
+        If False, a round has a tree of the layout, and a staged round has the first tree of its bucket.
         """
         ...
 
@@ -138,8 +138,8 @@ def execute(
 ) -> RoundOutput:
     """Runs one launch: updates the slot table, runs a round or a prefill pass, and writes the results.
 
-    width: rows of a piece of the prefill pass; 0 for a round.  prompt_rows: as in LaunchInput; masks: those of
-    LaunchInput, on the device.
+    width: rows of a piece of the prefill pass; 0 for a round.  prompt_rows: as in LaunchInput; masks: LaunchInput.masks
+    on the device.
     """
     device_launch.apply(runner.table)
     launch, snapshots = device_launch, device_launch.snapshots
@@ -155,8 +155,8 @@ def execute(
 class StagedRound:
     """A round in four stages: `begin`, `propose`, `verify`, then `settle` with masks that the host made from the trees.
 
-    The stages are the same as in `decode_round`.  They run eagerly or as CUDA graphs.  This object holds the tensors
-    that one stage passes to the next.
+    The stages are the same as in `decode_round`.  The stages run eagerly or as CUDA graphs.  This object holds the
+    tensors that one stage passes to the next.
     """
 
     def __init__(self, runner: ModelRunner, results: ResultsRing, device_launch: LaunchBuffer, needs: SamplingNeeds):

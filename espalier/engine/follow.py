@@ -36,7 +36,7 @@ FAILED_EXIT_CODE = 1
 
 
 class Follower:
-    """One rank.  connection: the connection to rank 0.  When the connection is closed, the process ends at once."""
+    """The process of one rank.  connection: the connection to rank 0. When it is closed, the process ends at once."""
 
     def __init__(self, connection: Connection, rank: int) -> None:
         self.connection = connection

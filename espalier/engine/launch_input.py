@@ -39,10 +39,10 @@ class LaunchInput:
     launch input has a fixed form.  appended_pages: (slot, column, page) for requests that already have their slot.
     cleared_pages: free pages of requests whose logits were not finite: their rows become zero before the launch.
     reports_trees: whether results carry the trees.  prompt_rows: rows of a prefill pass whose log-probabilities are
-    wanted; None if none are wanted.  tree: the tree of a round; None for the tree of the layout.  For a prefill pass of
-    requests that never speculate it is RoundLayout.without_draft.  is_staged: whether the launch is a round that runs
-    in stages, because one of its requests has a grammar.  masks: [B, 1, words] int32, the tokens that a prefill pass
-    may pick; None if it may pick all.  state_copies: (source, destination) rows of the states, which are copied in this
+    wanted; None if none are wanted.  tree: the tree of a round; None for the tree of the layout.  A prefill pass of
+    requests that never speculate has RoundLayout.without_draft.  is_staged: whether the launch is a round that runs in
+    stages, because one of its requests has a grammar.  masks: [B, 1, words] int32, the tokens that a prefill pass may
+    pick; None if it may pick all.  state_copies: (source, destination) rows of the states, which are copied in this
     order before the launch.  snapshots: by slot, (number of tokens, row of the states) of the snapshot that the launch
     takes of the request's state (cache/states.py:SnapshotTargets); row 0 for no snapshot; empty if the launch takes
     none.  guesses: (slot, guesses of the host's sources) for requests of a round (speculate/sources).  survival:
@@ -179,7 +179,7 @@ class RequestResult:
 
 
 def dummy_launch(batch: int, width: int = 0, pieces: int = 0, tree: TreeShape | None = None) -> LaunchInput:
-    """Returns a launch of dummy slots in the form LaunchForm(batch, width, pieces, tree).  It changes no request.
+    """Returns a launch of dummy slots in the form LaunchForm(batch, width, pieces, tree).  No request changes.
 
     The pieces are spread evenly over the dummy requests.
     """

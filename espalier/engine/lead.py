@@ -1,4 +1,4 @@
-"""Rank 0's executor.  It passes each call to the other ranks, and then to rank 0's own executor."""
+"""The executor of rank 0, which passes each call to the other ranks, and then to rank 0's own executor."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress

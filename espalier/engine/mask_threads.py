@@ -61,12 +61,10 @@ class MaskThreads:
     ) -> list[Any]:
         """Runs work(0) to work(count - 1) and returns their results; TOO_SLOW for work that was abandoned.
 
-        Raises the error of a piece of work.
-        used_s: for each piece, the processor seconds that it has used earlier in this round; this call adds its own.
-        overrun_s: returns the seconds that other work of this round has used beyond its shares, given the share in
-        seconds.
-        all_threads: whether several threads begin at once.  Else one thread begins, and others help if it does not end
-        soon.
+        Raises the error of a piece of work.  used_s: for each piece, the processor seconds that it has used earlier in
+        this round; this call adds its own.  overrun_s: returns the seconds that other work of this round has used
+        beyond its shares, given the share in seconds.  all_threads: whether several threads begin at once.  If False,
+        one thread begins, and others help if the first does not end soon.
         """
         share_s = self.limit_s / 2 / min(max(num_pieces, 1), MAX_SHARES)
         call = _Call(work, num_pieces, share_s, [0.0] * num_pieces if used_s is None else used_s, has_help=all_threads)

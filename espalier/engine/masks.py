@@ -92,10 +92,9 @@ AskBeamMasks = Callable[[Tensor, Tensor], BeamRows]
 class MaskBuilder:
     """Calls the requests' maskers (TokenMasker) in threads, because a call may never return.
 
-    steps: levels of the largest tree.
-    guides_forced, guides_mask: whether the draft gets the forced tokens, and the allowed tokens; guides_all_levels:
-    whether it gets both at deeper levels too (beam_masks).  False serves to measure the gain of each.
-    too_slow: maskers that took too long.  They are never called again.
+    steps: levels of the largest tree. guides_forced, guides_mask: whether the draft gets the forced tokens, and the
+    allowed tokens; guides_all_levels: whether it gets both at deeper levels too (beam_masks).  False serves to measure
+    the gain of each.  too_slow: maskers that took too long.  Such maskers are never called again.
     """
 
     def __init__(self, vocab_size: int, steps: int):
@@ -104,7 +103,7 @@ class MaskBuilder:
         self.steps = steps
         self.threads = MaskThreads()
         self.too_slow: WeakSet[TokenMasker] = WeakSet()
-        # Seconds of processor time: those of this round, and half of the value before this round.
+        # Processor seconds of each masker: the time of this round, plus half of the value before this round.
         self._used_s: WeakKeyDictionary[TokenMasker, float] = WeakKeyDictionary()
 
     def node_masks(self, maskers: Maskers, trees: Trees) -> RowMasks:

@@ -49,9 +49,9 @@ def is_prefill_next(
 ) -> bool:
     """Returns whether the next launch is a prefill pass.
 
-    If a decoding request is streamed (is_streamed), passes and rounds alternate.  Else prompts come first, because a
-    full batch makes a round most efficient.  But a small pass waits for more prompts, until idle_rows reaches the fixed
-    cost of a pass.  idle_rows: the rows that idle slots could have run since the last pass.
+    If a decoding request is streamed (is_streamed), passes and rounds alternate.  Without a stream, prompts come first,
+    because a full batch makes a round most efficient.  But a small pass waits for more prompts, until idle_rows reaches
+    the fixed cost of a pass.  idle_rows: the rows that idle slots could have run since the last pass.
     """
     if not prefilling or not decoding:
         return bool(prefilling)
@@ -103,7 +103,7 @@ def _fastest_pass(padded_passes: Sequence[tuple[PrefillPass, int]]) -> tuple[Pre
 
 
 def _pass_of(tokens_left: Sequence[int], width: int, max_rows: int) -> PrefillPass:
-    """Returns a pass of pieces of this width.  It takes whole pieces of each request in turn, as long as they fit."""
+    """Returns a pass of pieces of this width.  The pass takes whole pieces of each request in turn, while they fit."""
     lengths, pieces_left = [], max_rows // width
     for tokens in tokens_left:
         if not pieces_left:

@@ -1,5 +1,5 @@
-"""The queue of waiting requests.  It is ordered by priority.  Within a priority, clients take turns; the requests of
-one client run in the order of arrival.
+"""The queue of waiting requests.  The queue is ordered by priority.  Within a priority, clients take turns; the
+requests of one client run in the order of arrival.
 
 A client's next turn comes after its last turn.  The first turn of a new client is the turn that is being served.  So a
 client with a thousand requests and a client with two are served alternately (start-time fair queueing).  With one
@@ -39,7 +39,7 @@ class ClientQueue:
         self.heap: list[QueueEntry] = []
 
 
-# The key of the queue of requests that had a slot before.  They go first, and do not use up a client's turn.
+# The key of the queue of requests that had a slot before.  These requests go first, and do not use up a client's turn.
 PREEMPTED_KEY = None
 
 
@@ -174,7 +174,7 @@ class WaitingQueue:
         return len(self._valid_numbers)
 
     def __iter__(self) -> Iterator[Request]:
-        """Yields requests by priority and arrival, in O(n log n).  This is not the order of service, in which clients
-        take turns."""
+        """Yields requests by priority and arrival, in O(n log n).  The order of service differs, because clients take
+        turns."""
         for _, queue in sorted(self._by_priority.items()):
             yield from (entry.request for entry in sorted(queue))

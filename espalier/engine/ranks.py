@@ -1,8 +1,8 @@
 """Rank 0's side of the other ranks: its messages to them, their answers, and their failures.
 
-Rank 0 schedules.  It sends each launch as plain values, and the masks and answers that the host gives during a launch.
-Every rank runs the same launches and picks the same tokens, so rank 0 sends no decision.  Each rank answers with its
-own decisions.  It is an error if they differ from rank 0's.
+Rank 0 schedules.  Rank 0 sends each launch as plain values, and the masks and answers that the host gives during a
+launch.  Every rank runs the same launches and picks the same tokens, so rank 0 sends no decision.  Each rank answers
+with its own decisions.  A difference from rank 0's decisions is an error.
 
 A thread watches the other ranks.  If one of them fails, all are ended, and one reason is reported.  A rank has failed
 if its process has ended, if it has sent no heartbeat for MAX_SILENCE_S (it is stopped, or hangs), or if it has not

@@ -72,7 +72,7 @@ class ResultsRing:
     """The results ring.  ring: [entries, max_batch, width] int64 on the device.
 
     without_logprobs: a view of all fields except log-probabilities.  logprobs: a view of the log-probabilities,
-    [entries, max_batch, W, words(MAX_LOGPROBS)].
+    [entries, max_batch, W, row_words(MAX_LOGPROBS)].
     """
 
     def __init__(self, layout: RoundLayout, vocab_size: int, num_entries: int, device: torch.device):
@@ -174,9 +174,9 @@ def _read_candidates(
 def _ranks(columns: ResultColumns, entry: np.ndarray, is_node: np.ndarray) -> tuple[list[list[int]], list[bool]]:
     """Returns two lists with an entry for each request.
 
-    The first has, for each node of the path below the root, its rank among its siblings; numbers past the path's end
-    have no meaning.  The second says whether the path's last node has no child.  Nodes are in the order of their
-    scores, so a node's rank is the number of siblings before it.
+    The first list has, for each node of the path below the root, the node's rank among its siblings; numbers past the
+    path's end have no meaning.  The second list says whether the path's last node has no child.  Nodes are in the order
+    of their scores, so a node's rank is the number of siblings before it.
     """
     parents = np.where(is_node, entry[:, columns.parents], VOID)
     parents[:, 0] = VOID  # the root is its own parent

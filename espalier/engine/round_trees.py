@@ -35,7 +35,7 @@ class RoundTrees:
         if not self.layout.steps:
             return None
         if not self.runs_any_tree and any(request.masker for request in batch):
-            # Rounds with a grammar run in stages, and only the layout's tree can do so.
+            # Rounds with a grammar run in stages, and only the layout's tree has stages.
             return None
         drafting = self._num_drafting(batch)
         context = sum(request.num_known for request in batch) / len(batch)

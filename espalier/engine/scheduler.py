@@ -1,8 +1,8 @@
 """The scheduler chooses the next launch, assigns slots and pages, and processes the results of launches.
 
 The scheduler works on the host alone.  A request leaves its slot (ends or is preempted) only at harvest, or when no
-launch is in flight.  Its slot and pages are released once.  Each time a request leaves its slot, its generation grows.
-Results of an older generation are dropped.
+launch is in flight.  The request's slot and pages are released once.  Each time a request leaves its slot, its
+generation grows.  Results of an older generation are dropped.
 """
 
 from bisect import insort
@@ -418,7 +418,7 @@ class Scheduler:
         self.guesses.remove_request(request)
 
     def _preempt(self, request: Request) -> None:
-        """Puts a running request back into the queue.  It keeps its tokens; its full pages go to the prefix cache."""
+        """Puts a running request back into the queue.  The request keeps its tokens, the prefix cache its pages."""
         self.num_preempted += 1
         self._release(request)
         self.waiting.add(request)

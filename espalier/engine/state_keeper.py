@@ -16,7 +16,7 @@ from espalier.request import Request
 
 # Tokens between two snapshots: of a long prompt, and of a text that is being decoded.
 PROMPT_SNAPSHOT_INTERVAL, DECODE_SNAPSHOT_INTERVAL = 2048, 64
-# As in LaunchInput: (number of tokens, row) of snapshots, (source, destination) of copies.
+# Pairs of numbers as in LaunchInput: (number of tokens, row) of snapshots, (source, destination) of copies.
 IntPairs = tuple[tuple[int, int], ...]
 NO_SNAPSHOT = (0, ZERO_ROW)
 
@@ -83,7 +83,7 @@ class StateKeeper(NoStates):
     """The keeper of a model with states.
 
     snapshots: the rows for snapshots.  prefixes: None without a prefix cache; then no snapshots are taken.
-    decode_interval, prompt_interval: DECODE_SNAPSHOT_INTERVAL and PROMPT_SNAPSHOT_INTERVAL; they are rounded up to whole pages.
+    decode_interval, prompt_interval: tokens between two snapshots, which are rounded up to whole pages.
     """
 
     def __init__(self, layout: RoundLayout, prefixes: PrefixTree | None, snapshots: Snapshots):

@@ -23,7 +23,7 @@ from espalier.errors import EspalierError
 from espalier.train.work import require_folder, whole_file
 
 FREE_SPACE = "free some space there"
-# One of HELD_BACK_EVERY prompts is held back with all its outputs.  They get the same share of the bytes.
+# One of HELD_BACK_EVERY prompts is held back with all its outputs.  Held-back texts get the same share of the bytes.
 HELD_BACK_EVERY = 8
 TEXT_KINDS = ("train", "held-back")
 # The texts of a kind fill about this many files.  The oldest file is dropped for a new one.

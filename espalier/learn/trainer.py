@@ -38,7 +38,7 @@ GO_SIGNAL, WAIT_SIGNAL = b"1", b"0"
 # The tokens of a row by the device's type, how often the sample is read, and the optimizer steps of one reading if it
 # has enough rows, because a few large batches teach nothing.
 ROW_LENGTHS, SAMPLE_PASSES, STEPS_PER_PASS = MappingProxyType({"cpu": 256, "cuda": 1024}), 3, 50
-# How many texts are measured, and how many tokens of each before and after the beginning of the output.
+# The tokens that are measured on each side of an output's beginning, and the number of measured texts.
 MEASURED_SIDE, MAX_MEASURED_TEXTS = 256, 64
 # A training reads REPLAY_FACTOR times as many texts as are new, so that older topics stay.
 REPLAY_FACTOR = 2

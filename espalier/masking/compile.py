@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 WAIT_S = 10.0
 COMPILE_S = 60.0
-# Compilations at the same time, including those that were given up.
+# The most compilations at the same time, including abandoned compilations.
 MAX_RUNNING = 4
 MAX_THREADS = 8
 # Memory limits, in bytes: of one grammar, and of all grammars that are kept.
@@ -67,8 +67,8 @@ class CompiledGrammar:
 class GrammarCompiler:
     """Compiles grammars for one model.  Thread-safe.
 
-    wait_s: how long a request waits for one compilation; time_limit_s: how long a compilation may take.  Both count
-    from its begin.  num_given_up: compilations that were given up and still run.
+    wait_s: how long a request waits for one compilation; time_limit_s: how long a compilation may take.  Both times
+    count from the compilation's begin.  num_given_up: compilations that were given up and still run.
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, wait_s: float = WAIT_S, time_limit_s: float = COMPILE_S):
@@ -220,8 +220,8 @@ def compile_form(compiler: "xgrammar.GrammarCompiler", grammar: Grammar) -> "xgr
 def token_bytes(tokenizer: Tokenizer, vocab_size: int, spells_special_tokens: bool) -> list[bytes]:
     """Returns the bytes of each token id; b"" for an id that a grammar never allows.
 
-    spells_special_tokens: special tokens count as their names.  Otherwise no grammar allows them, because the text
-    omits them.
+    spells_special_tokens: special tokens count as their names.  If False, no grammar allows special tokens, because the
+    text omits them.
     """
     vocabulary = []
     for token in range(vocab_size):

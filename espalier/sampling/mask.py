@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# A function of the draft rows' (tokens [B, E], ancestor_bits [B, Q, W]).  It returns for each of Q rows the only token
-# [B, Q] that may follow, -1 for several, and the masks [B, Q, words].
+# A function of the draft rows' (tokens [B, E], ancestor_bits [B, Q, W]).  The function returns for each of Q rows the
+# only token [B, Q] that may follow, -1 for several, and the masks [B, Q, words].
 HostQuery = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 WORD_BITS = 32
 ALL_ALLOWED = -1
@@ -30,7 +30,7 @@ def unpack_mask(mask: Tensor, vocab_size: int) -> Tensor:
 
 
 def apply_mask(logits: Tensor, mask: Tensor | None) -> Tensor:
-    """Logits [..., V] with -inf for tokens that the mask [..., words] does not allow; None allows all tokens."""
+    """Returns logits [..., V] with -inf for tokens that the mask [..., words] forbids; None allows all tokens."""
     if mask is None:
         return logits
     return logits.masked_fill(~unpack_mask(mask, logits.shape[-1]), -torch.inf)
@@ -73,8 +73,8 @@ class DraftGuide:
     def for_children(self, level: int, tokens: Tensor | None, ancestor_bits: Tensor | None) -> tuple[Tensor, Tensor]:
         """Returns for the children of each row: the only allowed token [B, Q], -1 for several, and masks [B, Q, words].
 
-        tokens [B, E]: of the rows above `level`; ancestor_bits [B, Q, W]: the ancestors of each row of the level.  Both
-        are None at level 1. Q may be 1 for all rows.
+        tokens [B, E]: of the rows above `level`; ancestor_bits [B, Q, W]: the ancestors of each row of the level.
+        tokens and ancestor_bits are None at level 1. Q may be 1 for all rows.
         """
         only = self.forced[:, level - 1, None]
         mask = torch.where((self.level == level)[:, None], self.mask, ALL_ALLOWED)[:, None]

@@ -104,8 +104,8 @@ def logprobs(logits: Tensor, tokens: Tensor, num_top: int) -> Logprobs:
 def mix_bits(x: Tensor) -> Tensor:
     """A bijection of 32-bit patterns; every output bit depends on every input bit.  x: int32, overwritten.
 
-    int32 needs half the memory traffic of int64, and its products wrap around.  Its >> copies the sign bit; the masks
-    remove the copies.
+    int32 needs half the memory traffic of int64, and its products wrap around.  The >> of int32 copies the sign bit;
+    the masks remove the copies.
     """
     x ^= (x >> 16).bitwise_and_(0xFFFF)
     x *= 0x7FEB352D

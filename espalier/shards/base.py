@@ -75,7 +75,7 @@ class Collectives(Protocol):
         ...
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Sum x over the ranks.  It may overwrite x."""
+        """Sum x over the ranks.  The sum may overwrite x."""
         ...
 
     def all_reduce_add_norm(

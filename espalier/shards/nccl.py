@@ -29,7 +29,7 @@ NCCL_ENVIRONMENT = MappingProxyType(
 
 
 class NcclCollectives:
-    """Collectives (shards/base.py) through NCCL.  file: see GlooCollectives; device: used by no other rank.
+    """Collectives (shards/base.py) through NCCL.  file: see GlooCollectives; device: the rank's own GPU.
 
     store: the key-value store of all ranks.
     """
@@ -50,7 +50,7 @@ class NcclCollectives:
         self.sum_options, self.gather_options = AllreduceOptions(), AllgatherOptions()
         for each in (self.sum_options, self.gather_options):
             each.asyncOp = False
-        # The first operation joins the ranks.  It runs here, because a capture does not allow that.
+        # The first operation joins the ranks.  It must run before a capture, which does not allow joining.
         self.all_reduce(torch.zeros(1, device=device))
         torch.cuda.synchronize(device)
 
@@ -77,6 +77,6 @@ class NcclCollectives:
 
 
 def wait_on_stream(work: Any) -> None:
-    """Make the current stream wait for an operation.  None: the operation is on that stream."""
+    """Make the current stream wait for an operation.  work: None if the operation is on that stream."""
     if work is not None:
         work.wait()

@@ -42,8 +42,8 @@ class ModelRunner:
 
     cache: the rows that the target's layers keep.  coupled_scores: whether the draft scores children with the noise
     that the target samples with, so that more sampled tokens are accepted.  False serves for measurements.
-    trims_trees: whether a round runs no more nodes than it has guesses.  Then the host waits for the tree, and shapes
-    differ from round to round, which a CUDA graph does not allow.
+    trims_trees: whether a round runs no more nodes than it has guesses.  In that case the host waits for the tree, and
+    shapes differ from round to round, which a CUDA graph does not allow.
     """
 
     layout: RoundLayout
@@ -227,7 +227,7 @@ def verify(proposed: ProposedRound) -> VerifiedRound:
     runner, slots, tree = proposed.runner, proposed.slots, proposed.tree
     positions = tree.positions(slots.prefix_len)
     nodes = Nodes(positions, positions, tree.ancestors, tree.parents)
-    # A void node has token -1.  For it the model reads the embedding of its request's root.
+    # A void node has token -1.  The model reads the embedding of its request's root instead.
     tokens = void_padding(runner, tree.tokens, slots.is_real[:, None])
     access = StateAccess(slots.index, slots.prefix_len)
     chosen, prefix = chosen_rows(proposed), Prefix(slots.page_table, slots.prefix_len)

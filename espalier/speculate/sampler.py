@@ -155,8 +155,8 @@ class TorchSampler(Sampler):
     def _child_scores(self, rows: DraftRows, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Returns the scores of all children, [B, Q, columns], and the target id of each column.
 
-        mask: [B, Q, words], the target ids that may be drafted.  If a column's index is its target id, the ids are
-        None; with sampling parameters this is always so.
+        mask: [B, Q, words], the target ids that may be drafted.  The ids are None if a column's index is its target id,
+        as always with sampling parameters.
         """
         d2t, precise = rows.d2t, rows.logits.to(torch.promote_types(rows.logits.dtype, torch.float32))
         if mask is not None:

@@ -1,6 +1,6 @@
 """A drafter whose draft model grows the tree level by level, one forward pass over beams for each level (EAGLE, MTP).
 
-Row q of every module belongs to token q.  Its inputs are token q and a hidden state (feeds.py says which).  In module k
+Row q of every module belongs to token q.  The row's inputs are token q and a hidden state (see feeds.py).  In module k
 the row's RoPE position is q - k, as in training, and rows 0 .. k-1 do not exist.  Inside a tree, a beam attends to its
 true ancestors.
 

@@ -33,7 +33,7 @@ class ModuleRows:
     """The rows of one module in a pass.
 
     slots: advanced by `num_missing`, so that the module's first row belongs to token prefix_len + 1. prefix: the
-    module's committed rows.  Module k has those of tokens k .. n, where token n is the root.  num_missing: [B], how
+    module's committed rows.  Module k has the rows of tokens k .. n, where token n is the root.  num_missing: [B], how
     many rows at the start of the pass the module cannot compute; None for module 1, which computes all.
     """
 

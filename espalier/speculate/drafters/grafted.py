@@ -1,7 +1,7 @@
 """Adds other sources to a drafter: the paths of the sources are grafted onto the drafter's trees.
 
-The drafter itself does not change.  Its scores become survival probabilities, like the scores of the paths.  A drafter
-without files may have sources too.  In a round without a draft pass, the tree is made of the paths alone.
+The drafter itself does not change.  The drafter's scores become survival probabilities, like the scores of the paths.
+A drafter without files may have sources too.  In a round without a draft pass, the tree is made of the paths alone.
 """
 
 from functools import partial

@@ -54,7 +54,7 @@ class NgramDrafter(DrafterWithoutFiles):
             # The depth below the last forced token; 0 or less for a forced token.
             depth = level - count
             if level > 1:
-                # The branches begin as children of one beam.  Then each branch is the first child of its own beam.
+                # The branches begin as children of one beam.  Later, each branch is the first child of its own beam.
                 pool.set_beams(torch.where(depth <= 2, branches, branches * topk))
             tokens = slots.history_at(continuation_positions(ends, end, depth.clamp(min=1)))
             tokens, scores = only_children(tokens, logp * depth) if level > 1 else (tokens[:, None], logp[:, None])
@@ -79,7 +79,7 @@ def match_log_probability(length: Tensor) -> Tensor:
 
 
 def only_children(tokens: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
-    """Candidates [B, K, K] from tokens and scores [B, K]: one child for each branch.  Its other children get -inf."""
+    """Candidates [B, K, K] from tokens and scores [B, K]: one child for each branch.  All other children get -inf."""
     batch, topk = tokens.shape
     padded = scores.new_full((batch, topk, topk), -torch.inf)
     padded[..., 0] = scores

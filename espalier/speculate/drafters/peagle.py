@@ -1,6 +1,6 @@
 """A drafter for P-EAGLE heads, in the forms of vLLM's speculators and of vLLM.
 
-`extend` is the method of EAGLE-3.  It commits the rows of decided tokens up to the root, and the slot carries the
+`extend` is the method of EAGLE-3.  `extend` commits the rows of decided tokens up to the root, and the slot carries the
 root's output.  `begin` runs one pass over the mask rows, one for each depth from 2 on, and selects the best paths.
 """
 

@@ -121,7 +121,7 @@ UNSUPPORTED_MTP = {
     **dict.fromkeys(("Qwen3NextForCausalLM", "Qwen3NextMTP"), "Qwen3-Next"),
 }
 # Drafters that need no files, by algorithm.  To add one from outside this package: WITHOUT_FILES["name"] = ITS_CLASS.
-# Child processes do not see such an entry.  They see the entry points of installed packages in the group ENTRY_POINTS.
+# Child processes see only entry points of installed packages, in the group ENTRY_POINTS.
 WITHOUT_FILES: dict[str, type[DrafterWithoutFiles]] = {
     drafter.spec.algorithm: drafter for drafter in (NgramDrafter, NoDrafter)
 }
@@ -136,7 +136,7 @@ def algorithms() -> tuple[str, ...]:
 def drafter_without_files(algorithm: str) -> type[DrafterWithoutFiles] | None:
     """Returns the drafter class of an algorithm that needs no files; None for other algorithms.
 
-    Raises EspalierError if the class's `spec` is not that of an algorithm without files.
+    Raises EspalierError if the class's `spec` declares files.
     """
     drafter = WITHOUT_FILES.get(algorithm)
     if drafter is None and algorithm not in DRAFT_FORMATS:

@@ -12,7 +12,7 @@ from espalier.kernels.ops.tree import VOID, Tree, comparable_scores
 from espalier.slots import ALONE_OFFSET
 from espalier.speculate.sources.base import Paths
 
-# Fills a node's sequence of tokens beyond the node's depth.  It differs from every token and from VOID.
+# Fills a node's sequence of tokens beyond the node's depth.  This number differs from every token and from VOID.
 SEQUENCE_PADDING = -2
 
 
@@ -24,14 +24,14 @@ def graft(
     kinds: [B, D], of the draft's nodes; survival: [NODE_KINDS, S] float32, the log-probability that a node of a kind is
     right at a depth if its parent is right; steps: the greatest depth; is_drafted: whether a draft made the trees.
 
-    Nodes are ordered by score.  Of equal scores the draft's node comes first, then the first path's node.  So a parent
-    comes before its children.
+    Nodes are ordered by score.  Among equal scores, the draft's node comes first, then the first path's node.  So a
+    parent comes before its children.
     """
     sequences = torch.cat((tree_sequences(tree, steps), path_sequences(paths.tokens[..., :steps])), 1)
     exists = _existing_nodes(tree, paths, steps)
     size = exists.shape[1]
     same = (sequences[:, :, None] == sequences[:, None]).all(-1) & exists[:, :, None] & exists[:, None]
-    # Nodes with the same tokens become one: the first of them.
+    # Among nodes with the same tokens, only the first stays.
     order = torch.arange(size, device=exists.device)
     first = torch.where(same, order, size - 1).amin(-1)
     num_drafted = tree.tokens.shape[1]

@@ -69,7 +69,7 @@ class IndexSource:
     def find(self, last_tokens: Sequence[int], salt: int, width: int) -> list[tuple[int, tuple[int, ...]]]:
         """Returns (number of matching tokens, the tokens that followed) for each place with the same last tokens.
 
-        Places of longer runs come first.
+        The places of longer runs come first.
         """
         text, made, seen = np.array(last_tokens, dtype=np.int64), [], set()
         for run, table in self.tables.items():

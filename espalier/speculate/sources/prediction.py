@@ -1,4 +1,5 @@
-"""A source for `prediction`, a text that the client expects as the output.  It tracks how far the output has come."""
+"""A source for `prediction`, a text that the client expects as the output.  The source tracks the output's progress in
+it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,7 @@
 """Counts how often guesses are right, by kind and depth, over all requests, and how much each request's draft differs.
 
 The counts come from results that the host reads anyway.  Each guess is counted once, when the host reads the result of
-its round, whether or not it was verified.  So equal requests in equal order give equal numbers.  Old counts lose
+its round, whether or not the guess was verified.  So equal requests in equal order give equal numbers.  Old counts lose
 weight.
 """
 
@@ -42,8 +42,8 @@ class Survival:
 
     num_tried: [NODE_KINDS, S], how many guesses were right at all depths above; num_right: how many of these were right
     at this depth too.  path_counts: [2, 2, 1 + ALONE_OFFSET, S], both counts for whole paths of the sources, by whether
-    the request samples.  They include tokens that a draft proposed too.  counts_of_request: by request, how many nodes
-    of its draft were expected to be right, and how many were.
+    the request samples. path_counts include tokens that a draft proposed too.  counts_of_request: by request, how many
+    nodes of its draft were expected to be right, and how many were.
     """
 
     def __init__(self, steps: int) -> None:
