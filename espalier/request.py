@@ -2,9 +2,8 @@
 
 This module holds values only and knows of no tokenizer, device or model.  A TextSink makes a request's text.
 
-SamplingParams and ResolvedParams are the only declaration of the sampling parameters.  All else is derived from these
-two classes: command-line flags, the server's fields, docs, checks of values, the slot table's columns, offsets in
-kernels.
+SamplingParams and ResolvedParams are the only declaration of the sampling parameters.  Derived from them are
+command-line flags, the server's fields, docs, checks of values, the slot table's columns, and offsets in kernels.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -317,8 +316,8 @@ class Request:
     the prompt's tokens from the second on, as far as they were read.  num_predicted: how many tokens of
     params.prediction are in output.  generation: how often the request has left a slot.  In a slot: prefill_len, rows
     to prefill before rounds begin; num_prefilled, how many of these rows are launched so far; num_known, index of the
-    last root that the host knows, which is also the number of rows committed before this root; rounds_in_flight, rounds
-    launched and not yet read.
+    last root that the host knows, and number of rows committed before it; rounds_in_flight, rounds launched and not yet
+    read.
     """
 
     id: str

@@ -100,7 +100,7 @@ class PagePool:
         if self._references[page] != num_holders:
             raise PageDefect(f"page {page} has {self._references[page]} references and {num_holders} holders")
         if page == DUMMY_PAGE and (num_holders or times_free):
-            raise PageDefect(f"dummy page {page} has {num_holders} holders and is {times_free} times in the free list")
+            raise PageDefect(f"page {page} is the dummy: {num_holders} holders, {times_free} times in the free list")
         if page != DUMMY_PAGE and (num_holders > 0) + times_free != 1:
             raise PageDefect(f"page {page} has {num_holders} holders and is {times_free} times in the free list")
 

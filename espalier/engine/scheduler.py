@@ -46,9 +46,9 @@ from espalier.stats import SpeculationStats
 class Scheduler:
     """Chooses launches and processes their results.  num_rounds: how many rounds were launched, by batch size.
 
-    on_round: a function that gets a RoundTrace for each request of each round; set it to trace trees.
-    captured_passes: see Executor; trees: the trees of rounds, by default the layout's; states: None for a model without
-    states; guesses: the guesses of the host's sources, by default without sources.
+    on_round: gets a RoundTrace for each request of each round; set it to trace trees.  captured_passes: see Executor;
+    trees: the trees of rounds, by default the layout's; states: None for a model without states; guesses: the guesses
+    of the host's sources, by default without sources.
     """
 
     def __init__(

@@ -50,12 +50,12 @@ class LibraryBackend(AttentionBackend):
 
     def plan(self, pages: PagedKV, specs: Sequence[LayerSpec], prefix: Prefix, nodes: Nodes) -> Attention:
         real = int(prefix.length.max()) if len(prefix.length) else 0
-        assert real <= self.lengths.longest, "a launch has more committed rows than prepare announced"
-        assert real == self.lengths.longest or not self.lengths.exact, (
+        assert real <= self.lengths.max_length, "a launch has more committed rows than prepare announced"
+        assert real == self.lengths.max_length or not self.lengths.exact, (
             "prepare announced exact lengths, and they are not"
         )
         made = LibraryAttention(pages, specs, prefix, nodes)
-        made.longest = min(self.lengths.longest, pages.layout.tokens_in(prefix.page_table.shape[1]))
+        made.longest = min(self.lengths.max_length, pages.layout.tokens_in(prefix.page_table.shape[1]))
         return made
 
 

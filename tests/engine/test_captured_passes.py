@@ -57,7 +57,7 @@ def test_a_capture_that_runs_out_of_memory_names_its_graph(captured_before, monk
     setup = setup_of("eagle3", 4, 16, overlap=True, attention="reference", max_batch=2, chunk_size=64)
     fake_cuda(monkeypatch)
     monkeypatch.setattr(GroupedBackend, "captures_prefill", True)
-    captured, forms = CudaExecutor.captured, []
+    captured, forms = CudaExecutor.capture_graph, []
 
     def capturing(executor, form, pool):
         forms.append(form)

@@ -11,7 +11,7 @@ from espalier.slots import BatchState, ScatterUpdate, SlotTable
 from tests.kernels.treeing import poisoned, random, same
 
 LAYOUT = RoundLayout(6, 2, 2, 4, 3, 40, 1, 32)
-FIELDS = ("prefix_len", "root", "commit_from", "num_tokens", "max_accept_depth", "real", "page_table")
+FIELDS = ("prefix_len", "root", "commit_from", "num_tokens", "max_accept_depth", "is_real", "page_table")
 HIDDEN = 5
 
 
