@@ -124,7 +124,7 @@ def one_line(error: Exception) -> str:
 
 
 def unknown_name(
-    what: str, name: str, known: Collection[str], listed: str | None = None, python: bool = True
+    owner: str, name: str, known: Collection[str], listed: str | None = None, python: bool = True
 ) -> EspalierError:
     """Returns the error for a name that is not in `known`.
 
@@ -135,7 +135,7 @@ def unknown_name(
     nearest = (
         f"did you mean {near[0]!r}?" if near else listed or f"use {'one of ' * (len(known) > 1)}{', '.join(known)}"
     )
-    return EspalierError(f"{what} has no {name!r}; {other_engines.keyword_advice(name, known, python) or nearest}")
+    return EspalierError(f"{owner} has no {name!r}; {other_engines.keyword_advice(name, known, python) or nearest}")
 
 
 def require_number(
@@ -168,26 +168,26 @@ def require_int(
         raise EspalierError(f"{name}={shown(value)} is not supported; use {allowed}{remedy}")
 
 
-def require_text(what: str, text: str) -> None:
-    """Refuse text with a lone surrogate, which UTF-8 cannot encode.  what: names the text.  Raises EspalierError."""
+def require_text(subject: str, text: str) -> None:
+    """Refuse text with a lone surrogate, which UTF-8 cannot encode.  subject: names the text.  Raises EspalierError."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise EspalierError(
-            f"{what} contains a lone surrogate ({text[error.start]!r} at character {error.start}), which is not "
+            f"{subject} contains a lone surrogate ({text[error.start]!r} at character {error.start}), which is not "
             "valid text; decode its bytes with errors='replace'"
         ) from None
 
 
-def require_fields(what: str, cls: type, names: Iterable[str]) -> None:
+def require_fields(subject: str, cls: type, names: Iterable[str]) -> None:
     """Refuse a name that is not a field of a dataclass's constructor.  Raises EspalierError.
 
-    what: names the function or class that takes the fields as keywords.
+    subject: names the function or class that takes the fields as keywords.
     """
     known = [f.name for f in fields(cls) if f.init]
     for name in names:
         if name not in known:
-            raise unknown_name(what, name, known)
+            raise unknown_name(subject, name, known)
 
 
 def refuse_unknown_fields(cls: type[T]) -> type[T]:
@@ -205,8 +205,8 @@ def refuse_unknown_fields(cls: type[T]) -> type[T]:
     return cls
 
 
-def refuse_unknown_keywords(what: str, options: type) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Decorator for the method `what`: an unknown keyword raises EspalierError with the most similar one.
+def refuse_unknown_keywords(method_name: str, options: type) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Decorator for the method `method_name`: an unknown keyword raises EspalierError with the most similar one.
 
     options: a dataclass.  The method takes an object of this class, so it refuses the class's fields as keywords.
     """
@@ -219,9 +219,9 @@ def refuse_unknown_keywords(what: str, options: type) -> Callable[[Callable[P, T
         def checked(*args: P.args, **kwargs: P.kwargs) -> T:
             for name in kwargs:
                 if name in inner:
-                    raise EspalierError(f"{what} has no {name!r}; put it into {options.__name__}")
+                    raise EspalierError(f"{method_name} has no {name!r}; put it into {options.__name__}")
                 if name not in known:
-                    raise unknown_name(what, name, known[1:])
+                    raise unknown_name(method_name, name, known[1:])
             return method(*args, **kwargs)
 
         return checked

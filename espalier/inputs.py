@@ -165,7 +165,7 @@ class InputProcessor:
         other.tokenizer = copy.deepcopy(self.tokenizer)
         return other
 
-    def tokens(self, prompt: Prompt, add_special_tokens: bool = True, keep_last: int | None = None) -> list[int]:
+    def prompt_tokens(self, prompt: Prompt, add_special_tokens: bool = True, keep_last: int | None = None) -> list[int]:
         """Returns the prompt's token ids, checked against the vocabulary and max_context.
 
         add_special_tokens: add the tokenizer's special tokens, such as BOS, to a text.  keep_last: keep only this many
@@ -188,7 +188,7 @@ class InputProcessor:
         if self.text_limit.exceeds(text, self.facts.max_context - 1):
             raise prompt_too_long(f"{len(text)} characters", self.facts.max_context, self.facts.max_position)
 
-    def chat(self, messages: Messages, **options: Unpack[ChatOptions]) -> list[int]:
+    def chat_tokens(self, messages: Messages, **options: Unpack[ChatOptions]) -> list[int]:
         """Returns the token ids of a conversation.  options: see chat.ChatOptions.  Raises EspalierError."""
         return run_steps(self.chat_steps(messages, **options), self.require_tokenizer("a conversation").template.render)
 
@@ -217,7 +217,7 @@ class InputProcessor:
         names = options.get("tool_format", AUTO), options.get("reasoning_format", AUTO)
         plan = ChatPlan(tokenizer, find_formats(tokenizer.template.text, *names), tools)
         of_template: Any = {name: each for name, each in options.items() if name in ChatOptions.__annotations__}
-        prompt = self.tokens(self.chat(plan.messages(messages), **of_template))
+        prompt = self.prompt_tokens(self.chat_tokens(plan.messages(messages), **of_template))
         self.require_room(prompt, params)
         return prompt, self.apply_plan(plan, self.resolve(params or SamplingParams()), prompt), plan
 
@@ -273,11 +273,12 @@ class InputProcessor:
             check_grammar(params.grammar)
         return params
 
-    def require_tokenizer(self, what: str) -> Tokenizer:
-        """Returns the tokenizer.  what: the use of the tokenizer, for the EspalierError raised if there is none."""
+    def require_tokenizer(self, purpose: str) -> Tokenizer:
+        """Returns the tokenizer.  purpose: the use of the tokenizer, for the EspalierError if there is none."""
         if self.tokenizer is None:
             raise EspalierError(
-                f"{what} needs a tokenizer, and {self.facts.model} has none; add its tokenizer.json, or give token ids"
+                f"{purpose} needs a tokenizer, and {self.facts.model} has none; add its tokenizer.json, or give "
+                "token ids"
             )
         return self.tokenizer
 

@@ -99,7 +99,7 @@ class LLM:
         if on_chunk is not None and not callable(on_chunk):
             raise EspalierError(f"on_chunk={shown(on_chunk)} is not supported; use a function that takes a chunk")
         with self._engine_lock.run_postponed_after(), self._engine_lock.lock:
-            groups = self._requests(_as_list(prompts), params, streamed=on_chunk is not None)
+            groups = self._make_requests(_as_list(prompts), params, streamed=on_chunk is not None)
             requests = [request for group in groups for request in group]
             texts: dict[str, list[str]] = {request.id: [] for request in requests}
             # Close the generator at once: a caller that keeps an error of on_chunk would keep the requests running.
@@ -120,7 +120,7 @@ class LLM:
         if not isinstance(prompt, str) and any(isinstance(part, str | list) for part in prompt):
             raise EspalierError("LLM.stream takes one prompt; for several use LLM.generate, or a stream for each")
         with self._engine_lock.run_postponed_after(), self._engine_lock.lock:
-            [group] = self._requests([prompt], params, streamed=True)
+            [group] = self._make_requests([prompt], params, streamed=True)
         return self._run(group)
 
     def chat(
@@ -145,7 +145,7 @@ class LLM:
     def chat_prompt(self, messages: Messages, **options: Unpack[ChatOptions]) -> list[int]:
         """Returns the token ids of a conversation.  options: see chat.ChatOptions.  Raises EspalierError."""
         with self._engine_lock.run_postponed_after(), self._engine_lock.lock:
-            return self.inputs.chat(messages, **options)
+            return self.inputs.chat_tokens(messages, **options)
 
     def close(self) -> None:
         """Free the engine's memory, once the calls of other threads have ended.  A second call does nothing."""
@@ -172,7 +172,7 @@ class LLM:
 
     # From prompts to requests
 
-    def _requests(
+    def _make_requests(
         self,
         prompts: Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None,
@@ -184,7 +184,7 @@ class LLM:
         checked: list[tuple[list[int], ResolvedParams]] = []
         for i, (prompt, prompt_params) in enumerate(zip(prompts, each, strict=True)):
             with add_prompt_index(i, len(prompts)):
-                tokens = self.inputs.tokens(prompt)
+                tokens = self.inputs.prompt_tokens(prompt)
                 self.inputs.require_room(tokens, prompt_params)
                 checked.append((tokens, self.inputs.resolve(prompt_params)))
         # All grammars compile at the same time.

@@ -162,6 +162,6 @@ def _conversation_tokens(location: str, record: Mapping[str, Any], field: str, i
     if messages and _get_field(messages[-1], "role") == "assistant":
         messages = messages[:-1]
     try:
-        return inputs.chat(messages)
+        return inputs.chat_tokens(messages)
     except EspalierError as error:
         raise EspalierError(f"{location}: {error}") from None

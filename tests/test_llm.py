@@ -405,9 +405,9 @@ def test_a_larger_max_context_is_advised_only_where_the_model_has_more_positions
     inputs = prepare(EngineConfig(model=paths[0], max_context=4096)).inputs
     whose = r"is 4096 tokens for prompt and output \(it has no more positions\)"
     with pytest.raises(EspalierError, match=rf"{whose}; shorten the prompt to 4095 tokens$"):
-        inputs.tokens([1] * 4096)
+        inputs.prompt_tokens([1] * 4096)
     with pytest.raises(EspalierError, match=rf"{whose}; shorten the prompt to 4095 tokens$"):
-        inputs.tokens("a" * 4096)
+        inputs.prompt_tokens("a" * 4096)
     with pytest.raises(EspalierError, match=rf"{whose}; use at most 4094, or leave it out$"):
         inputs.require_room([1, 2], SamplingParams(max_tokens=4095))
 

@@ -45,9 +45,9 @@ class CommittedLengths:
         """Returns the lengths with padding requests up to `batch`."""
         return replace(self, max_lengths=self.max_lengths + (0,) * (batch - len(self.max_lengths)))
 
-    def with_more_rows(self, rows: int) -> "CommittedLengths":
-        """Returns the lengths with `rows` more rows for each request."""
-        return replace(self, max_lengths=tuple(length + rows for length in self.max_lengths))
+    def with_more_rows(self, num_rows: int) -> "CommittedLengths":
+        """Returns the lengths with `num_rows` more rows for each request."""
+        return replace(self, max_lengths=tuple(length + num_rows for length in self.max_lengths))
 
 
 class SelectedMask(NamedTuple):

@@ -35,7 +35,7 @@ def flash_attn_with_kvcache() -> Callable[..., tuple[Tensor, ...]]:
 
 
 class FA3Attention(LibraryAttention):
-    def attend_rest(self, q: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+    def attend_by_library(self, q: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         spec = self.specs[layer]
         k, v = self.paged_rows(layer)
         of_latent = {}

@@ -30,7 +30,7 @@ from espalier.errors import EspalierError
 from espalier.kernels.ops.attention import Nodes, Prefix
 
 # FA3 is used from this number of queries per request on, if lengths are exact: chunks of prompts, and large trees.
-FA3_QUERIES = 256
+MIN_FA3_QUERIES = 256
 # Bytes of scratch memory that the library needs, and the most bytes of the splits' partial results.
 WORKSPACE_BYTES, MAX_WORKSPACE_BYTES = 2**27, 2**29
 # The most plans that are kept for eager passes.  A prefill pass needs two for the target: one for all rows, and one for
@@ -57,7 +57,7 @@ class PassShape:
 
     @property
     def uses_fa3(self) -> bool:
-        return self.is_hopper and self.exact and self.queries >= FA3_QUERIES
+        return self.is_hopper and self.exact and self.queries >= MIN_FA3_QUERIES
 
     @property
     def is_split(self) -> bool:
@@ -194,7 +194,7 @@ class FlashInferAttention(LibraryAttention):
         super().__init__(*pass_arguments)
         self.backend = backend
 
-    def attend_rest(self, q: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+    def attend_by_library(self, q: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         spec, (batch, width) = self.specs[layer], self.rest.page_table.shape
         place = self.skipped, width, self.pages.page_size, self.pages.dtype, self.backend.lengths.exact
         plan = self.backend.plan_of(PassShape(batch, q.shape[1], spec, *place, *device_facts(q.device)), q.device)

@@ -37,7 +37,7 @@ library_support = partial(
 
 
 class LibraryAttention(Attention):
-    """The attention plan of one pass, for a library and our kernels.  Subclasses implement attend_rest.
+    """The attention plan of one pass, for a library and our kernels.  Subclasses implement attend_by_library.
 
     rest: the pages that the library attends to.
     """
@@ -49,7 +49,7 @@ class LibraryAttention(Attention):
         self.rest = prefix.cached("rest", self._rest_prefix) if self.skipped else prefix
         self.our_plans: dict[str, Attention] = {}
 
-    def attend_rest(self, q: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+    def attend_by_library(self, q: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         """Attend with q [B, Q, heads, k_size] to all rows of `rest`, in every one of its requests.
 
         Returns out [B, Q, heads, v_size] and lse [B, Q, heads], natural log.  For a request without rows, out must be
@@ -62,7 +62,7 @@ class LibraryAttention(Attention):
         if spec.window is not None:
             return self._our_plan("all").attend_prefix(q, layer)
         if q.shape[0] and self.rest.page_table.shape[1]:
-            out, lse = self.attend_rest(q, layer)
+            out, lse = self.attend_by_library(q, layer)
             rest = out, torch.where(self.rest.length[:, None, None] > 0, lse, -torch.inf)
         else:
             exact = torch.promote_types(q.dtype, torch.float32)

@@ -189,9 +189,9 @@ class Support:
         inexact = f"rounds whose lengths are not known exactly, of layers that keep {keeps.kind}"
         yield is_inexact, inexact, "overlap=False, with at most one MTP layer", "lengths"
 
-    def page_sizes_for(self, kind: type[Keeps]) -> Sequence[int]:
+    def page_sizes_for(self, keeps_class: type[Keeps]) -> Sequence[int]:
         """Returns the page sizes for layers whose `keeps` has this class."""
-        is_apart = issubclass(kind, LatentKV) and self.latent_page_sizes is not None
+        is_apart = issubclass(keeps_class, LatentKV) and self.latent_page_sizes is not None
         return self.latent_page_sizes or () if is_apart else self.page_sizes
 
     @property

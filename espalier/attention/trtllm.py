@@ -30,7 +30,7 @@ class TrtllmAttention(LibraryAttention):
         self.workspace = workspace
         self.queries = nodes.positions.shape[1]
 
-    def attend_rest(self, q: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+    def attend_by_library(self, q: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         spec, flat = self.specs[layer], q.flatten(0, 1)
         run = self._attend_latent if isinstance(spec.keeps, LatentKV) else self._attend_heads
         out, lse = run(flat, layer, spec)

@@ -32,7 +32,7 @@ class LayerStack:
 
 
 def allocate_stacks(
-    specs: Sequence[LayerSpec], layers: range, rows: int, dtype: torch.dtype, device: torch.device
+    specs: Sequence[LayerSpec], layers: range, num_rows: int, dtype: torch.dtype, device: torch.device
 ) -> list[LayerStack]:
     """Allocate one zeroed stack for each group of `layers` that keeps rows.  So one launch commits a whole group.
 
@@ -42,7 +42,7 @@ def allocate_stacks(
     for keeps, members in group_layers(specs, [layer for layer in layers if specs[layer].shares_with is None]).items():
         if keeps.planes:
             stacked = tuple(
-                torch.zeros(len(members), rows, *row, dtype=plane_dtype(keeps, name, dtype), device=device)
+                torch.zeros(len(members), num_rows, *row, dtype=plane_dtype(keeps, name, dtype), device=device)
                 for name, row in keeps.planes.items()
             )
             result.append(LayerStack(members, stacked))

@@ -86,11 +86,11 @@ class PrefixTree:
         self._clock += 1
         node = self._root
         for key, page in zip(page_keys(tokens, len(pages), self.page_size), pages, strict=True):
-            node = node.children.get(key) or self._add(node, key, page)
+            node = node.children.get(key) or self._add_node(node, key, page)
             if has_draft_rows and not node.has_draft_rows:
                 node.has_draft_rows = True
                 if node.page != page:
-                    self._replace(node, page)
+                    self._replace_page(node, page)
             node.last_used = self._clock
         if pages and not node.children:
             self._queue_leaf(node)
@@ -106,7 +106,7 @@ class PrefixTree:
             if self.pool.references(leaf.page) > 1:
                 skipped.append(leaf)
                 continue
-            self._remove(leaf)
+            self._remove_leaf(leaf)
             evicted += 1
         for leaf in skipped:
             self._queue_leaf(leaf)
@@ -141,7 +141,7 @@ class PrefixTree:
             self.on_removed(page)
         self.pool.release(pages)
 
-    def _add(self, parent: PageNode, key: Hashable, page: int) -> PageNode:
+    def _add_node(self, parent: PageNode, key: Hashable, page: int) -> PageNode:
         node = parent.children[key] = PageNode(page, key, parent)
         self._attach_page(node, page)
         return node
@@ -159,7 +159,7 @@ class PrefixTree:
         self.on_removed(page)
         self.pool.release([page])
 
-    def _replace(self, node: PageNode, page: int) -> None:
+    def _replace_page(self, node: PageNode, page: int) -> None:
         old = node.page
         if self.pool.references(old) > 1:
             self._on_page_shared(old, False)
@@ -180,7 +180,7 @@ class PrefixTree:
             self._num_kept += change
             node = node.parent
 
-    def _remove(self, leaf: PageNode) -> None:
+    def _remove_leaf(self, leaf: PageNode) -> None:
         parent = leaf.parent
         assert parent is not None
         del parent.children[leaf.key]

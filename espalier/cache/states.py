@@ -81,7 +81,7 @@ class StateAccess:
             (self.continues_previous[1:] & has_rows[1:], has_rows.new_zeros(min(len(has_rows), 1)))
         )
 
-    def path(self, source: Tensor | None, width: int, spare: int) -> PathRows:
+    def path_rows(self, source: Tensor | None, width: int, spare: int) -> PathRows:
         """Returns the PathRows (kernels/ops/states.py) of this pass."""
         assert self.length is not None
         continues_previous, ends = (self.continues_previous, self.is_last_row) if self.is_split else (None, None)
@@ -155,7 +155,7 @@ class StateTable:
 
     def commit(self, access: StateAccess, source: Tensor) -> None:
         """Apply the staged rows `source` [B, W] of accepted paths.  Only the first `access.length` [B] count."""
-        path = access.path(source.contiguous(), source.shape[1], self.spare_row)
+        path = access.path_rows(source.contiguous(), source.shape[1], self.spare_row)
         for stack in self.stacks:
             commit_tails(stack.tail, stack.inputs, path, stack.keeps.columns)
             if stack.recurrent is not None and stack.rows is not None:
@@ -196,7 +196,7 @@ class PassStates:
         rows = RowInputs(states.tail, self.access.slots, self.parents, follows, width)
         prepare(inputs, gates if isinstance(gates, GateInputs) else None, conv, columns, rows, out)
         if not is_tree:
-            path = self.access.path(None, width, self.table.spare_row)
+            path = self.access.path_rows(None, width, self.table.spare_row)
             commit_tails(states.tail[None], inputs[None], path, columns)
         if out.q is None or out.k is None or out.gates is None:
             return out.v.unflatten(0, (-1, width))
@@ -216,7 +216,7 @@ class PassStates:
         if self.access.length is None:
             assert self.bits is not None
             return tree_outputs(q, rows, state, self.bits, skip, states.keeps.delta)
-        path = self.access.path(None, q.shape[1], self.table.spare_row)
+        path = self.access.path_rows(None, q.shape[1], self.table.spare_row)
         return chain_outputs(q, rows, state, path, skip, states.keeps.delta)
 
 

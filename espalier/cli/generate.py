@@ -77,8 +77,8 @@ def _checked(
     from espalier.llm import add_prompt_index
 
     with add_prompt_index(i, len(prompts)):
-        prompt = inputs.chat([{"role": "user", "content": prompts[i]}]) if chat else prompts[i]
-        tokens = inputs.tokens(prompt)
+        prompt = inputs.chat_tokens([{"role": "user", "content": prompts[i]}]) if chat else prompts[i]
+        tokens = inputs.prompt_tokens(prompt)
         inputs.require_room(tokens, params)
         if params.max_tokens is None and "max_new_tokens" not in inputs.facts.generation_config:
             params = replace(params, max_tokens=min(MAX_TOKENS, inputs.facts.max_context - len(tokens)))

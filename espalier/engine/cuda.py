@@ -262,17 +262,17 @@ class CudaExecutor:
     def _eager_stages(self, packed: LaunchBuffer, batch: int) -> EagerStages:
         return EagerStages(self.runner, self.results, packed, ALL_SAMPLING, batch, self.stage_memory)
 
-    def copy_entry(self, host: HostEntry, batch: int, prompt_logprobs: Tensor | None = None) -> Tensor | None:
+    def copy_entry(self, host_entry: HostEntry, batch: int, prompt_logprobs: Tensor | None = None) -> Tensor | None:
         """Copies a ring entry to the host on the copy stream, while the compute stream goes on.
 
         Returns a pinned copy of prompt_logprobs.  Both copies are complete after the event `host.copied_event`.
         """
-        host.written_event.record(self.stream)
-        self.copy_stream.wait_event(host.written_event)
+        host_entry.written_event.record(self.stream)
+        self.copy_stream.wait_event(host_entry.written_event)
         with torch.cuda.stream(self.copy_stream):
             on_host = None if prompt_logprobs is None else self._to_host(prompt_logprobs)
-            host.results[:batch].copy_(self.results.ring[host.entry, :batch], non_blocking=True)
-            host.copied_event.record(self.copy_stream)
+            host_entry.results[:batch].copy_(self.results.ring[host_entry.entry, :batch], non_blocking=True)
+            host_entry.copied_event.record(self.copy_stream)
         return on_host
 
     @torch.inference_mode()
@@ -389,10 +389,10 @@ class CudaExecutor:
         staged = self.buckets[::-1] if self.capture_stages else ()
         return [*rounds, *(replace(dummy_launch(batch), is_staged=True) for batch in staged)]
 
-    def _log_captured(self, what: str, began: float, reserved: int) -> None:
+    def _log_captured(self, subject: str, began: float, reserved: int) -> None:
         mib = (torch.cuda.memory_reserved(self.device) - reserved) / 2**20
         seconds, batches = time.perf_counter() - began, list(self.captured_buckets)
-        log.info("captured CUDA graphs of %s, batches %s: %.1f s, %.0f MiB", what, batches, seconds, mib)
+        log.info("captured CUDA graphs of %s, batches %s: %.1f s, %.0f MiB", subject, batches, seconds, mib)
 
     @torch.inference_mode()
     def capture_graph(self, form: LaunchForm, pool: Any) -> Graph:

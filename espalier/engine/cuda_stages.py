@@ -127,9 +127,9 @@ def runs_of_rows(rows: tuple[int, ...]) -> list[tuple[int, int]]:
     return list(pairwise([0, *cuts, len(rows)])) if rows else []
 
 
-def packed_row_length(words: int) -> int:
-    """Returns the number of int64 values that hold `words` int32 words."""
-    return -(-words // 2)
+def packed_row_length(num_words: int) -> int:
+    """Returns the number of int64 values that hold `num_words` int32 words."""
+    return -(-num_words // 2)
 
 
 def pack_side_by_side(values: np.ndarray, words: np.ndarray) -> np.ndarray:

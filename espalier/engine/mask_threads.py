@@ -43,7 +43,7 @@ class MaskThreads:
         self.limit_s = limit_s
         self.threads: set[_MaskThread] = set()
         self.queue = _Queue()
-        self._end = weakref.finalize(self, self.queue.end)
+        self._end = weakref.finalize(self, self.queue.end_threads)
 
     @property
     def num_abandoned(self) -> int:
@@ -141,11 +141,11 @@ class _Queue:
         os.read(self.pipe_ends[0], 1)
         return self.waiting.popleft()
 
-    def enter(self) -> None:
+    def add_thread(self) -> None:
         with self.lock:
             self.num_threads += 1
 
-    def leave(self) -> None:
+    def remove_thread(self) -> None:
         """Called when a thread pipe_ends.  The last thread closes the pipe."""
         with self.lock:
             self.num_threads -= 1
@@ -163,12 +163,12 @@ class _Queue:
             self.num_threads -= 1
             self.num_abandoned += 1
 
-    def forget(self) -> None:
+    def forget_thread(self) -> None:
         """Called when an abandoned thread pipe_ends."""
         with self.lock:
             self.num_abandoned -= 1
 
-    def end(self) -> None:
+    def end_threads(self) -> None:
         """Ends the threads that take calls."""
         if not self.num_threads:
             self._close()
@@ -229,7 +229,7 @@ class _MaskThread(threading.Thread):
         self.is_abandoned = False
         self.job: _Job | None = None
         self.clock: int | None = None
-        queue.enter()
+        queue.add_thread()
 
     def run(self) -> None:
         if hasattr(time, "pthread_getcpuclockid"):
@@ -241,12 +241,12 @@ class _MaskThread(threading.Thread):
             while not self.is_abandoned and (index := next(call.indices)) < call.num_pieces:
                 now_s = self._do_job(_Job(call, index, now_s))
             if self.is_abandoned:
-                self.queue.forget()
+                self.queue.forget_thread()
                 return
             # Drop the reference, so that the objects of the call are freed while this thread waits.
             del call
             call = self.queue.get()
-        self.queue.leave()
+        self.queue.remove_thread()
 
     def _do_job(self, job: _Job) -> float:
         """Does a piece of work.  Returns the thread's processor time after it, in seconds."""

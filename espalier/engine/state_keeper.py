@@ -75,7 +75,7 @@ class RequestSnapshots:
     last: tuple[int, int] | None = None
 
     @property
-    def all(self) -> list[tuple[int, int]]:
+    def all_snapshots(self) -> list[tuple[int, int]]:
         return [*self.taken, *(each for each in (self.last, self.pending) if each is not None)]
 
 
@@ -181,11 +181,11 @@ class StateKeeper(NoStates):
                 self.snapshots.release(row)
 
     def on_slot_released(self, request: Request) -> None:
-        for _, row in self._by_request.pop(request).all:
+        for _, row in self._by_request.pop(request).all_snapshots:
             self.snapshots.release(row)
 
     def check(self) -> None:
-        held = [row for each in self._by_request.values() for _, row in each.all]
+        held = [row for each in self._by_request.values() for _, row in each.all_snapshots]
         self.snapshots.check(held, () if self.prefixes is None else self.prefixes.pages())
 
     def _rounded_to_pages(self, tokens: int) -> int:

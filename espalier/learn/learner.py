@@ -52,12 +52,12 @@ TRAINER = (sys.executable, "-m", "espalier.learn.trainer")
 class TrainerMachine:
     """The device on which the trainer runs.
 
-    waits: the trainer computes only while the engine has no work, because both share a GPU.
+    idle_only: the trainer computes only while the engine has no work, because both share a GPU.
     """
 
     name: str
     environment: Mapping[str, str]
-    waits: bool = False
+    idle_only: bool = False
 
 
 def require_learnable(prepared: Prepared) -> str:
@@ -107,16 +107,16 @@ def trainers_machine(device: torch.device, num_pages: int | str | None) -> Train
     if device.type == "cpu":
         return TrainerMachine("the CPU, with one thread", {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"})
     own, count = device.index or 0, torch.cuda.device_count()
-    names = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count)))).split(",")
+    ids = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count)))).split(",")
     if count > 1:
         other = next(i for i in range(count) if i != own)
-        return TrainerMachine(f"cuda:{other}", {"CUDA_VISIBLE_DEVICES": names[other]})
+        return TrainerMachine(f"cuda:{other}", {"CUDA_VISIBLE_DEVICES": ids[other]})
     if not isinstance(num_pages, int):
         raise EspalierError(
             "--learn beside the engine's only GPU needs memory for the trainer, and by default the pages take all; "
             "give --num-pages, or make a second GPU visible"
         )
-    return TrainerMachine("the engine's GPU, while no request runs", {"CUDA_VISIBLE_DEVICES": names[own]}, waits=True)
+    return TrainerMachine("the engine's GPU, while no request runs", {"CUDA_VISIBLE_DEVICES": ids[own]}, idle_only=True)
 
 
 @dataclass(frozen=True)
@@ -156,10 +156,10 @@ class Learner:
         self.target, self.draft, self.given = found.target_path, found.draft_path, found.draft_path
         origin = {"target": target_digest(found.target_path), "draft": target_digest(found.draft_path)}
         self.folder = LearnFolder(Path(config.folder).expanduser(), origin)
-        self.sample = KeptTexts(self.folder.path / "sample", config.bytes)
+        self.kept_texts = KeptTexts(self.folder.path / "sample", config.bytes)
         self.figures = LearnFigures()
         self._trained_at = self._num_failed = 0
-        self._judged_counts = self._start_counts = SampleCounts.of(self.sample)
+        self._judged_counts = self._start_counts = SampleCounts.of(self.kept_texts)
         self._may_start_at = 0.0
         self._process: subprocess.Popen[bytes] | None = None
         self._last_signal = b""
@@ -216,7 +216,7 @@ class Learner:
     def keep(self, request: Request) -> None:
         """Keep the text of a request that has ended by itself."""
         if request.finish_reason in ("stop", "length"):
-            self.sample.add(request.prompt, request.output)
+            self.kept_texts.add(request.prompt, request.output)
 
     def between_steps(self, engine: Engine) -> None:
         """Swaps in the waiting draft, if any.
@@ -242,20 +242,20 @@ class Learner:
 
     def _poll(self) -> None:
         self._remember_swap()
-        self.figures.texts, self.figures.bytes = sum(self.sample.counts.values()), self.sample.num_bytes
+        self.figures.texts, self.figures.bytes = sum(self.kept_texts.counts.values()), self.kept_texts.num_bytes
         if self._process is not None:
             self._check_process(self._process)
         elif self._candidate is None and time.monotonic() >= self._may_start_at:
-            if self.sample.is_full():
-                self.sample.flush()
-            is_due = self.sample.num_tokens - self._trained_at >= self.config.tokens
-            if is_due and self.sample.num_held_back - self._judged_counts.num_held_back >= MIN_HELD_BACK_TOKENS:
-                self.sample.flush()
+            if self.kept_texts.is_full():
+                self.kept_texts.flush()
+            is_due = self.kept_texts.num_tokens - self._trained_at >= self.config.tokens
+            if is_due and self.kept_texts.num_held_back - self._judged_counts.num_held_back >= MIN_HELD_BACK_TOKENS:
+                self.kept_texts.flush()
                 self._start()
 
     def _start(self) -> None:
         tree = self.resolved.layout.tree
-        self._out_directory, self._start_counts = self.folder.next_draft(), SampleCounts.of(self.sample)
+        self._out_directory, self._start_counts = self.folder.next_draft(), SampleCounts.of(self.kept_texts)
         new = {kind: count - self._judged_counts.texts[kind] for kind, count in self._start_counts.texts.items()}
         run = {
             "kind": self.kind,
@@ -268,7 +268,7 @@ class Learner:
             "texts": new,
         }
         (self.folder.path / "run.json").write_text(json.dumps(run))
-        num_tokens = self.sample.num_tokens
+        num_tokens = self.kept_texts.num_tokens
         with (self.folder.path / "trainer.log").open("wb") as output:
             self._process = subprocess.Popen(
                 [*self.trainer, str(self.folder.path)],
@@ -284,7 +284,7 @@ class Learner:
 
     def _send_signal(self, process: subprocess.Popen[bytes]) -> None:
         """Tell the trainer whether it may compute.  The trainer ends when its stdin is closed."""
-        signal = WAIT_SIGNAL if self.machine.waits and self._is_busy else GO_SIGNAL
+        signal = WAIT_SIGNAL if self.machine.idle_only and self._is_busy else GO_SIGNAL
         if signal != self._last_signal and process.stdin is not None:
             with suppress(BrokenPipeError):
                 process.stdin.write(signal)
@@ -351,7 +351,7 @@ class Learner:
         self.figures.failures += 1
         pause = min(FIRST_PAUSE_S * 2 ** (self._num_failed - 1), LONGEST_PAUSE_S)
         self._may_start_at = time.monotonic() + pause
-        self._trained_at = self.sample.num_tokens - self.config.tokens  # due again after the pause
+        self._trained_at = self.kept_texts.num_tokens - self.config.tokens  # due again after the pause
         log.warning("learning: %s; serving goes on, and the next try is in %g s", why, pause)
 
     def _last_line(self) -> str:

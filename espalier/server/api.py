@@ -95,7 +95,7 @@ def _prompt(inputs: InputProcessor, body: ChatRequest, plan: ChatPlan, check: Ca
     keep = body.truncate_prompt_tokens
     check = inputs.require_text_fits if keep is None else check
     tokens = yield from chat_steps(inputs, body.messages, body.options(), check, plan)
-    return inputs.tokens(tokens, keep_last=keep)
+    return inputs.prompt_tokens(tokens, keep_last=keep)
 
 
 def chat_steps(
@@ -258,7 +258,7 @@ def _prompts(
     for prompt in prompts:
         if keep is not None and isinstance(prompt, str):
             check(prompt)
-        found.append(inputs.tokens(prompt, body.add_special_tokens is not False, keep))
+        found.append(inputs.prompt_tokens(prompt, body.add_special_tokens is not False, keep))
         inputs.require_room(found[-1], asked, body.output_limit_field)
     return found
 

@@ -102,7 +102,7 @@ def gather_columns_by_all_gather(collectives: Collectives, x: Tensor, columns_pe
     return collectives.all_gather(padded).transpose(0, 1).flatten(1)[:, :size].contiguous()
 
 
-class Indivisible(EspalierError):
+class IndivisibleError(EspalierError):
     """A number of ranks that does not divide a size.  models/shard_sizes.py adds the numbers that divide the model."""
 
 
@@ -119,15 +119,15 @@ class Shards:
     count: int = 1
     collectives: Collectives | None = None
 
-    def part(self, size: int, what: str) -> Part:
-        """Returns the rank's part of `size` entries.  what: the entries' name in errors.  Raises Indivisible."""
+    def part(self, size: int, size_name: str) -> Part:
+        """Returns the rank's part of `size` entries.  size_name: names the size in errors.  Raises IndivisibleError."""
         if size % self.count:
-            raise Indivisible(f"tensor_parallel={self.count} does not divide this model's {what} ({size})")
+            raise IndivisibleError(f"tensor_parallel={self.count} does not divide this model's {size_name} ({size})")
         own = size // self.count
         return Part(self.rank * own, (self.rank + 1) * own, size)
 
     def kv_heads(self, num_kv_heads: int) -> Part:
-        """Returns the rank's K/V heads: a part, or one head that several ranks share.  Raises Indivisible."""
+        """Returns the rank's K/V heads: a part, or one head that several ranks share.  Raises IndivisibleError."""
         if self.count % num_kv_heads:
             return self.part(num_kv_heads, "number of K/V heads")
         head = self.rank * num_kv_heads // self.count

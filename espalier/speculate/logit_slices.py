@@ -13,10 +13,10 @@ def max_logit_rows(vocab_size: int) -> int:
     return max(1, MAX_PROMPT_LOGIT_BYTES // (4 * vocab_size))
 
 
-def node_slices(batch: int, nodes: int, vocab_size: int) -> list[slice]:
+def node_slices(batch: int, num_nodes: int, vocab_size: int) -> list[slice]:
     """Returns slices of a tree's nodes, in order; the logits of one slice of all trees are computed at a time.
 
     Returns one slice if all logits fit.
     """
     width = max(1, MAX_NODE_LOGIT_BYTES // (4 * vocab_size * max(batch, 1)))
-    return [slice(first, min(first + width, nodes)) for first in range(0, nodes, width)]
+    return [slice(first, min(first + width, num_nodes)) for first in range(0, num_nodes, width)]

@@ -99,7 +99,7 @@ class Learning:
         end = time.monotonic() + seconds
         while not holds():
             for prompt, output in texts():
-                self.learner.sample.add(prompt, output)
+                self.learner.kept_texts.add(prompt, output)
             self.learner.between_steps(self.llm.engine)
             time.sleep(0.01)
             assert time.monotonic() < end, self.figures

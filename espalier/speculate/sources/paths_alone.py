@@ -18,7 +18,7 @@ GuessNode = tuple[int, int, int, float, int, int]
 VOID_NODE = (VOID, 0, 1, -math.inf, 0)
 
 
-def trees_of_guesses(slots: BatchState, nodes: int, steps: int, num_words: int) -> tuple[Tree, Tensor]:
+def trees_of_guesses(slots: BatchState, num_nodes: int, steps: int, num_words: int) -> tuple[Tree, Tensor]:
     """Trees [B, nodes] of the guesses in the slot table for a batch, and the kinds [B, nodes] of their nodes."""
     table, survival = slots.table, slots.table.survival.tolist()
     rows = table.guesses.index_select(0, slots.index).tolist()
@@ -33,7 +33,7 @@ def trees_of_guesses(slots: BatchState, nodes: int, steps: int, num_words: int) 
             since = table.history[slot, start + 1 : length + 1].tolist() if decided > 0 else []
             if kind and decided >= 0 and tokens[:decided] == since:
                 _add_path(tree_nodes, places, tokens[decided : decided + steps], kind, survival[kind])
-        trees.append(_best_nodes(tree_nodes, nodes))
+        trees.append(_best_nodes(tree_nodes, num_nodes))
     tokens, parents, depths, scores, kinds = (
         torch.tensor([[node[part] for node in tree] for tree in trees]) for part in range(5)
     )
@@ -63,16 +63,16 @@ def _add_path(
         parent = same
 
 
-def _best_nodes(tree_nodes: list[GuessNode], nodes: int) -> list[GuessNode]:
+def _best_nodes(tree_nodes: list[GuessNode], num_nodes: int) -> list[GuessNode]:
     """Returns the root and the best other nodes, in the order of their scores, padded with void nodes."""
-    order = [0, *sorted(range(1, len(tree_nodes)), key=lambda at: -tree_nodes[at][3])][:nodes]
+    order = [0, *sorted(range(1, len(tree_nodes)), key=lambda at: -tree_nodes[at][3])][:num_nodes]
     place = {at: i for i, at in enumerate(order)}
     made: list[GuessNode] = []
     for at in order:
         token, parent, depth, score, kind, _ = tree_nodes[at]
         above = made[place[parent]][5] if at else 0
         made.append((token, place[parent], depth, score, kind, above | 1 << place[at]))
-    return made + [(*VOID_NODE, 1 << at) for at in range(len(made), nodes)]
+    return made + [(*VOID_NODE, 1 << at) for at in range(len(made), num_nodes)]
 
 
 def _ancestor_word(bits: int, word: int) -> int:

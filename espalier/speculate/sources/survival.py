@@ -29,12 +29,12 @@ SAMPLED_FACTOR = 0.5
 # The assumption has the weight of PRIOR_WEIGHT guesses.  A guess's weight is halved after HALF_LIFE guesses of its
 # kind.
 PRIOR_WEIGHT = 4.0
-HALF_LIFE = 256.0
+GUESS_HALF_LIFE = 256.0
 # The table is sent again once a probability has changed by MIN_CHANGE, checked after every MIN_COUNTS counts.
 MIN_CHANGE, MIN_COUNTS = 0.02, 8
-# A request's own count starts with OWN_PRIOR_WEIGHT nodes that were right as often as expected.  The weight of a node
-# is halved after OWN_HALF_LIFE rounds.  A request's skill is limited to 1 / MAX_SKILL ..  MAX_SKILL.
-OWN_PRIOR_WEIGHT, OWN_HALF_LIFE, MAX_SKILL = 2.0, 8.0, 50.0
+# A request's own count starts with REQUEST_PRIOR_WEIGHT nodes that were right as often as expected.  A node's weight is
+# halved after REQUEST_HALF_LIFE rounds.  A request's skill is limited to 1 / MAX_SKILL ..  MAX_SKILL.
+REQUEST_PRIOR_WEIGHT, REQUEST_HALF_LIFE, MAX_SKILL = 2.0, 8.0, 50.0
 
 
 class Survival:
@@ -91,7 +91,7 @@ class Survival:
         self._num_counted += 1
         pairs = list(zip(path, emitted, strict=False))[: self.num_tried.shape[1]]
         followed = next((at for at, (predicted, got) in enumerate(pairs) if predicted != got), len(pairs))
-        fades = 0.5 ** (1 / HALF_LIFE)
+        fades = 0.5 ** (1 / GUESS_HALF_LIFE)
         first_alone = len(pairs) if num_shared is None else min(num_shared, len(pairs))
         for of_kind, begin, end in ((kind, 0, first_alone), (kind + ALONE_OFFSET, first_alone, len(pairs))):
             tried = min(followed + 1, end)
@@ -136,7 +136,7 @@ class Survival:
         tried &= kinds >= PATH_KINDS
         self._add_own(request_ids, tried, came_true, self.probabilities[kinds, depths - exists])
         at = kinds[tried], depths[tried] - 1
-        fades = 0.5 ** (np.bincount(at[0], minlength=NODE_KINDS) / HALF_LIFE)[:, None]
+        fades = 0.5 ** (np.bincount(at[0], minlength=NODE_KINDS) / GUESS_HALF_LIFE)[:, None]
         self.num_tried *= fades
         self.num_right *= fades
         np.add.at(self.num_tried, at, 1)
@@ -144,7 +144,7 @@ class Survival:
         self._num_counted += 1
 
     def _add_own(self, requests: Sequence[str], tried: np.ndarray, right: np.ndarray, predicted: np.ndarray) -> None:
-        fades = 0.5 ** (1 / OWN_HALF_LIFE)
+        fades = 0.5 ** (1 / REQUEST_HALF_LIFE)
         expected, found = (predicted * tried).sum(1).tolist(), (right & tried).sum(1).tolist()
         for request, more, came_true in zip(requests, expected, found, strict=True):
             old, was_true = self.counts_of_request.get(request, (0.0, 0.0))
@@ -154,7 +154,7 @@ class Survival:
         """Returns the log-ratio of how often nodes of this request's draft are right to how often they are expected to
         be."""
         expected, found = self.counts_of_request.get(request_id, (0.0, 0.0))
-        ratio = (found + OWN_PRIOR_WEIGHT) / (expected + OWN_PRIOR_WEIGHT)
+        ratio = (found + REQUEST_PRIOR_WEIGHT) / (expected + REQUEST_PRIOR_WEIGHT)
         return math.log(min(max(ratio, 1 / MAX_SKILL), MAX_SKILL))
 
     def changed_table(self) -> np.ndarray | None:
