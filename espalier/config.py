@@ -158,7 +158,7 @@ class RoundCosts(Protocol):
         ...
 
     def seconds_for_rows(self, tree: TreeShape, batch: int, rows: int) -> float:
-        """The predicted time of a round that verifies `rows` rows in total.  Called only if `uses_clock` is False."""
+        """Returns the predicted time of a round that verifies `rows` rows in total.  For `uses_clock` False."""
         ...
 
 

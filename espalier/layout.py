@@ -290,7 +290,7 @@ class RoundLayout:
         return -(-self.beam_rows // ANCESTOR_BITS)
 
     def draft_rows_above(self, level: int) -> int:
-        """Draft rows of the levels above `level`; the first level is 1."""
+        """Returns the draft rows of the levels above `level`; the first level is 1."""
         return (level - 1) * self.topk
 
     @property
@@ -377,7 +377,7 @@ class RoundLayout:
         return self.pages_for(min(num_known + self.max_tokens_ahead(rounds), end + rounds - 1))
 
     def max_accept_depth(self, end: Number, prefix_len: Number) -> Number:
-        """The deepest node that a round may accept: tokens left before `end`, minus the root and the target's token.
+        """Returns the greatest depth that a round may accept: tokens before `end`, without root and target's token.
 
         Negative if the request is finished.  Takes integers or integer tensors.
         """

@@ -6,7 +6,7 @@ The tables serve keywords in Python and flags on the command line, where a flag 
 from collections.abc import Collection
 from types import MappingProxyType
 
-# Key: Espalier's setting (with "=value" if the other name implies a value).  Value: the other engines' names for it.
+# Keys are Espalier's settings (with "=value" if the other name implies a value), values are other engines' names.
 OTHER_NAMES = MappingProxyType(
     {
         "EngineConfig.model": "model_path model_name model_name_or_path pretrained_model_name_or_path",
@@ -54,7 +54,7 @@ OTHER_NAMES = MappingProxyType(
         "serve.replicas": "data_parallel_size dp_size dp",
     }
 )
-# Key: the reason why Espalier has no such setting.  Value: the other engines' names for it.
+# Keys are reasons why Espalier lacks a setting, values are other engines' names for the setting.
 UNSUPPORTED_SETTINGS = MappingProxyType(
     {
         "the KV cache takes a share of the free memory, or as many pages as num_pages says": "gpu_memory_utilization "
@@ -76,9 +76,9 @@ UNSUPPORTED_SETTINGS = MappingProxyType(
         "temperature=0 is greedy decoding, and any other value samples": "do_sample",
     }
 )
-# Key: the other engines' name.  Value: the argument of LLM.generate and LLM.stream.
+# Maps other engines' names to arguments of LLM.generate and LLM.stream.
 ARGUMENT_NAMES = MappingProxyType({"sampling_params": "params"})
-# The kind of Grammar: the names for it.
+# Maps other engines' names to kinds of Grammar.
 _GRAMMAR_KINDS = MappingProxyType(
     {"guided_json": "json_schema", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "ebnf"}
     | {kind: kind for kind in ("json_schema", "regex", "choice", "ebnf", "structural_tag", "json_object")}

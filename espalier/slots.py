@@ -146,12 +146,12 @@ NO_UPDATE = ScatterUpdate(*np.zeros((2, 0), dtype=np.int64))
 class SlotTable:
     """The table of all requests on the device: every field is [num_slots, ...].
 
-    Numbers are columns of `ints` (int64, INTS) and `floats` (float32, FLOATS).  Each column is also an attribute, a
-    view [num_slots].  Page tables are int32; row numbers of pages are computed in int64.  carried: the tensors that the
-    drafter passes from round to round, by name.  guesses: [num_slots, P, GUESS_HEAD_COLUMNS + W], the host's guesses.
-    survival: [NODE_KINDS, S], over all requests: the log-probability that a node of a kind at a depth is right if its
-    parent is.  skill: [num_slots, 1], added to this logarithm for the draft's nodes of one request.  own_paths:
-    [num_slots, P, 1 + S], kind and tokens of the paths that the last round found in the request's own text.
+    Numbers are columns of `ints` (int64, INT_COLUMNS) and `floats` (float32, FLOAT_COLUMNS).  Each column is also an
+    attribute, a view [num_slots].  Page tables are int32; row numbers of pages are computed in int64.  carried: the
+    tensors that the drafter passes from round to round, by name.  guesses: [num_slots, P, GUESS_HEAD_COLUMNS + W], the
+    host's guesses.  survival: [NODE_KINDS, S], over all requests: the log-probability that a node of a kind at a depth
+    is right if its parent is.  skill: [num_slots, 1], added to this logarithm for the draft's nodes of one request.
+    own_paths: [num_slots, P, 1 + S], kind and tokens of the paths that the last round found in the request's own text.
     candidates: [num_slots, D], the nodes of the request's tree before rows were shared out
     (speculate/sources/calibrate.py).
     """

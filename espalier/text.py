@@ -238,7 +238,7 @@ def _has_tokenizer(path: Path) -> bool:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's byte alphabet: a printable Latin-1 byte is its own character, other bytes are the characters from 256."""
+    """Returns GPT-2's byte alphabet: printable Latin-1 bytes as themselves, other bytes as characters from 256 on."""
     shown = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     hidden = [byte for byte in range(256) if byte not in shown]
     return {chr(byte): byte for byte in shown} | {chr(256 + i): byte for i, byte in enumerate(hidden)}
@@ -370,7 +370,7 @@ class Detokenizer:
         """Returns (number of tokens, their text) up to the last complete character.
 
         An incomplete character decodes to U+FFFD and has at most 3 tokens.  So the token before the last 3 ends with a
-        complete character, or begins the character that the last 3 continue.  In that case the text ends inside it.
+        complete character, or begins the character that the last 3 continue: then the text ends inside it.
         """
         first = max(self.num_read, len(self.window) - MAX_TOKENS_PER_CHARACTER + 1)
         text = whole = self.decode(self.window)

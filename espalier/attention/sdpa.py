@@ -37,7 +37,7 @@ class CommittedRows:
     rows_with_room: dict[int, Tensor] = field(default_factory=dict)
 
     def gather_with(self, staged: Sequence[Tensor], layer: int, planes: Sequence[Tensor]) -> Sequence[Tensor]:
-        """The rows of each plane of a layer, [B, longest + R, heads, size], with `staged` [B, R, heads, size] last."""
+        """Returns a layer's rows of each plane, [B, longest + R, heads, size]; `staged` [B, R, heads, size] last."""
         batch, longest = self.rows.shape
         if self.gathered is not None and self.gathered[0] == layer:
             committed = (plane[:, :longest] for plane in self.gathered[1])

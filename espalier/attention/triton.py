@@ -86,7 +86,7 @@ class TritonAttention(Attention):
         return _attend_chosen(partial(self._run_kernel, spec), inputs, selected, of_choice)
 
     def _short_prefixes(self, spec: LayerSpec, policy: KVSplitPolicy, num_staged: int) -> tuple[Prefix, KVSplits]:
-        """The prefixes, which are empty for requests with more than topk rows (committed and staged together)."""
+        """Returns the prefixes, empty for requests with more than topk rows (committed and staged together)."""
         assert spec.topk is not None
         prefix = self.prefix
         length = prefix.length.where(prefix.length + num_staged <= spec.topk, 0)

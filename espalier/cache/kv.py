@@ -50,7 +50,7 @@ def allocate_stacks(
 
 
 def planes_by_layer(stacks: list[LayerStack], specs: Sequence[LayerSpec]) -> dict[int, tuple[Tensor, ...]]:
-    """Views of each layer's planes [rows, heads, size].  A layer that shares rows has the planes of the other layer."""
+    """Returns views of each layer's planes [rows, heads, size].  Layers that share rows share planes."""
     own = {layer: tuple(each[i] for each in s.stacked) for s in stacks for i, layer in enumerate(s.layers)}
     return own | {layer: own[spec.shares_with] for layer, spec in enumerate(specs) if spec.shares_with in own}
 

@@ -51,7 +51,7 @@ class AcceptSample(NamedTuple):
 
 
 def assumed_accept_length(tree: TreeShape) -> float:
-    """The assumed accept length of a tree: ACCEPT_LENGTHS, interpolated over the logarithm of the number of nodes."""
+    """Returns a tree's assumed accept length: ACCEPT_LENGTHS, interpolated over the logarithm of the nodes."""
     nodes = min(tree.rows, ACCEPT_LENGTHS[-1][0])
     low, high = next((low, high) for low, high in pairwise(ACCEPT_LENGTHS) if nodes <= high[0])
     share = math.log2(nodes / low[0]) / math.log2(high[0] / low[0])

@@ -26,7 +26,7 @@ class RoundTrees:
         self.has_lookup_trees = any(not tree.drafts for _, trees in layout.choices for tree in trees)
 
     def next_tree(self, batch: Sequence[Request], lookup_gain: LookupGain | None = None) -> TreeShape | None:
-        """The tree of the next round of these requests; None for the layout's tree.  lookup_gain: as in TreeChooser."""
+        """Returns the tree of these requests' next round; None for the layout's tree.  lookup_gain: see TreeChooser."""
         tree = self._chosen_tree(batch, lookup_gain)
         self.num_rounds[tree or self.layout.for_batch(len(batch)).tree] += 1
         return tree

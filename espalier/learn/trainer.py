@@ -108,7 +108,7 @@ def train_once(folder: Path, train_signal: TrainSignal) -> Path:
 
 
 def accept_length(run: DraftRun) -> float:
-    """The accept length of a run's draft on the held-back traffic.  Raises EspalierError if no text is long enough."""
+    """Returns the accept length of a run's draft on held-back texts.  Raises EspalierError if all are too short."""
     if not (found := print_measure(run)):
         raise EspalierError("the held-back traffic has no outputs long enough to measure a draft")
     return found["tree"].every_root

@@ -77,7 +77,7 @@ class GrammarMasker:
         return token_id >= 0 and token_id not in self.special_tokens and self.matcher.accept_token(token_id)
 
     def _tail_after(self, tail: bytes, token_id: int) -> bytes | None:
-        """The last bytes of the output after this token; None if the marker is complete.  tail: those before it."""
+        """Returns the output's last bytes after this token; None if the marker is complete.  tail: the bytes before."""
         assert self.marker is not None
         text = tail + self.bytes_of(token_id).bytes
         return None if self.marker in text else text[max(0, len(text) - len(self.marker) + 1) :]

@@ -12,7 +12,7 @@ from espalier.slots import FLOAT_COLUMNS, INT_COLUMNS, BatchState
 
 @dataclass(frozen=True)
 class SamplingNeeds:
-    """The sampling features that a batch's requests need, known to the host at launch.  All False: plain argmax.
+    """The sampling features that a batch's requests need, known to the host at launch.  With none, it is argmax.
 
     sampled: a temperature above 0; filtered: top-k, top-p or min-p; penalised: a penalty; biased: logit_bias or
     min_tokens.
@@ -46,8 +46,8 @@ class DraftedAncestors(NamedTuple):
 class SamplingRows:
     """Sampling parameters of a batch: the rows of its slots in the slot table.
 
-    ints: [B, INTS] int64 and floats: [B, FLOATS] float32; each column is also an attribute, a view [B].  bias_ids,
-    bias_values: [B, NB], padded with 0 and 0; stop_ids: [B, NS], padded with -1, banned at positions below
+    ints: [B, INT_COLUMNS] int64 and floats: [B, FLOAT_COLUMNS] float32; each column is also an attribute, a view [B].
+    bias_ids, bias_values: [B, NB], padded with 0 and 0; stop_ids: [B, NS], padded with -1, banned at positions below
     min_position; counts: [B, V], output tokens up to the root; seen: [B, V] bool, tokens of the prompt.  Fields that
     only bias or penalties read are None if the batch has no bias or no penalties.
     """

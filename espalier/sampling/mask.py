@@ -24,7 +24,7 @@ def mask_words(vocab_size: int) -> int:
 
 
 def unpack_mask(mask: Tensor, vocab_size: int) -> Tensor:
-    """Unpack mask [..., words] int32 into [..., vocab_size] bool, True for allowed tokens."""
+    """Unpacks mask [..., words] int32 into [..., vocab_size] bool, True for allowed tokens."""
     bits = (mask[..., None] >> torch.arange(WORD_BITS, device=mask.device, dtype=torch.int32)) & 1
     return bits.flatten(-2)[..., :vocab_size].bool()
 

@@ -142,7 +142,7 @@ class DraftFormat:
     is_divided: bool = False
 
     def format_names(self, by_speculators: bool) -> str:
-        """The names in a config.json that mean this format.  by_speculators: whether speculators wrote the file."""
+        """Returns the names in a config.json that mean this format.  by_speculators: whether speculators wrote it."""
         if not by_speculators:
             return ", ".join(self.architectures)
         return f"speculators' {', '.join(self.speculators_types)}" if self.speculators_types else ""

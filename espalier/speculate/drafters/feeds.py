@@ -80,7 +80,7 @@ class ModuleFeeds(ABC):
 
     @abstractmethod
     def state_to_carry(self, module: int) -> tuple[Tensor, Tensor]:
-        """(values [B, R, H], count [B]): the module (2 to N) reads row count - 1 of values first in the next launch."""
+        """Returns (values [B, R, H], count [B]).  The module (2 to N) first reads row count - 1 in the next launch."""
         ...
 
     @staticmethod
@@ -134,7 +134,7 @@ class TargetFeeds(ModuleFeeds):
 
     @staticmethod
     def tree_feed(slots: BatchState, modules: int, module: int, above: Tensor, parents: Tensor, topk: int) -> Feed:
-        # A beam of depth d reads the feature of the token module - d before the root's successor: feed{module - d + 1}.
+        # A beam of depth d reads feed{module - d + 1}, the feature `module - d` tokens before the root's successor.
         depths = torch.arange(parents.shape[1], device=parents.device) // topk
         return _carried_features(slots, modules), (depths + (modules - module)).expand_as(parents)
 
@@ -145,7 +145,7 @@ def feeds_class(form_name: str) -> type[ModuleFeeds]:
 
 
 def feed_name(module: int) -> str:
-    """The name in DraftSpec.carried of the hidden state that a module (2 to N) reads at the token after the root."""
+    """Returns the name in DraftSpec.carried of the state that a module (2 to N) reads at the token after the root."""
     return f"feed{module}"
 
 
@@ -155,6 +155,6 @@ def _carried_features(slots: BatchState, modules: int) -> Tensor:
 
 
 def _from_previous_piece(slots: BatchState, carried: Tensor, last: Tensor) -> Tensor:
-    """[P, R, H]: `carried` for the first piece of each request, `last` of the piece before for the other pieces."""
+    """Returns [P, R, H]: `carried` for each request's first piece, and `last` of the piece before for other pieces."""
     follows = slots.index[1:] == slots.index[:-1]
     return torch.cat((carried[:1], torch.where(follows[:, None, None], last[:-1], carried[1:])))

@@ -99,7 +99,7 @@ class GraftedDrafter:
 
 
 def _padded(values: Tensor, field: Tensor) -> Tensor:
-    """Values [..., n] of a round, padded to the width of a field of the slot table, which fits the largest tree."""
+    """Returns values [..., n] of a round, padded to the width of a slot-table field, which fits the largest tree."""
     return torch.nn.functional.pad(values, (0, field.shape[-1] - values.shape[-1]), value=VOID)
 
 

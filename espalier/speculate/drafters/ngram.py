@@ -37,7 +37,7 @@ class NgramDrafter(DrafterWithoutFiles):
         return pool.select(slots.root, self.layout.num_draft_tokens)
 
     def _propose_guided(self, slots: BatchState, guide: DraftGuide) -> Tree:
-        """The tree after forced tokens of a grammar: a chain of these, then branches that follow them in the text."""
+        """Returns the tree with a grammar: a chain of forced tokens, then branches that follow them in the text."""
         steps, topk, count = self.layout.steps, self.layout.topk, guide.num_forced[:, None]
         forced = guide.forced[:, :steps]
         # Behind the root, history holds nothing until tokens are decided.
@@ -71,7 +71,7 @@ class NgramDrafter(DrafterWithoutFiles):
 
 
 def match_log_probability(length: Tensor) -> Tensor:
-    """Returns [B, K] float32: after a match of m tokens each proposed token has probability m / (m + 1).
+    """Returns Returns [B, K] float32: after a match of m tokens each proposed token has probability m / (m + 1).
 
     Without a match the value is -inf, which makes a void node.
     """
@@ -79,7 +79,7 @@ def match_log_probability(length: Tensor) -> Tensor:
 
 
 def only_children(tokens: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
-    """Candidates [B, K, K] from tokens and scores [B, K]: one child for each branch.  All other children get -inf."""
+    """Returns candidates [B, K, K] from tokens and scores [B, K]: one child for each branch.  Others get -inf."""
     batch, topk = tokens.shape
     padded = scores.new_full((batch, topk, topk), -torch.inf)
     padded[..., 0] = scores
@@ -87,7 +87,7 @@ def only_children(tokens: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def continuation_positions(ends: Tensor, root: Tensor, level: int | Tensor) -> Tensor:
-    """[B, K]: the position of the token that comes `level` tokens after `ends` [B, K].  level: a number or [B, 1].
+    """Returns [B, K]: the position of the token that comes `level` tokens after `ends` [B, K].  level: int or [B, 1].
 
     Beyond the root's position `root` [B], the text between match and root is repeated.
     """

@@ -165,7 +165,7 @@ def low_acceptance_advice(algorithm: str) -> str:
 
 
 def format_of(raw: Json, path: Path) -> DraftFormat:
-    """The format of the draft at `path`, by its config.json.  Raises EspalierError if no known format has it."""
+    """Returns the format of the draft at `path`, by its config.json.  Raises EspalierError for an unknown format."""
     for known in DRAFT_FORMATS.values():
         if known.matches(raw):
             return known

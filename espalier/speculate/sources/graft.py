@@ -61,7 +61,7 @@ def tree_sequences(tree: Tree, steps: int) -> Tensor:
 
 
 def path_sequences(tokens: Tensor) -> Tensor:
-    """[B, P · S, S]: for each node of paths [B, P, S] the tokens from depth 1 down to it, then SEQUENCE_PADDING."""
+    """Returns [B, P · S, S]: for each node of paths [B, P, S] its tokens from depth 1 on, then SEQUENCE_PADDING."""
     steps = tokens.shape[2]
     above = torch.ones(steps, steps, dtype=torch.bool, device=tokens.device).tril()
     return torch.where(above, tokens[:, :, None], SEQUENCE_PADDING).flatten(1, 2)

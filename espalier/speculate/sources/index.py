@@ -111,7 +111,7 @@ def client_salt(client: str) -> int:
 
 
 def _run_hash(run_tokens: Sequence[int], salt: int) -> int:
-    """The hash of one run, as `_run_hashes` gives it.  For a single run plain integers are faster than NumPy."""
+    """Returns the hash of one run, as `_run_hashes` does.  For a single run, plain integers are faster than NumPy."""
     made = salt
     for token in run_tokens:
         made = (made ^ token) * int(HASH_FACTOR) & (1 << 64) - 1

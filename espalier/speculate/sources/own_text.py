@@ -36,7 +36,7 @@ class IndexedText:
             self.tokens.append(token)
 
     def find(self, width: int) -> list[tuple[int, tuple[int, ...]]]:
-        """(number of matching tokens, `width` tokens that followed) for each place found, places of longer runs first.
+        """Returns (number of matching tokens, `width` tokens that followed) for each place, longest runs first.
 
         If the text ends before `width` tokens, the text from the place on is repeated.
         """

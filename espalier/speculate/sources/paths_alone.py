@@ -19,7 +19,7 @@ VOID_NODE = (VOID, 0, 1, -math.inf, 0)
 
 
 def trees_of_guesses(slots: BatchState, num_nodes: int, steps: int, num_words: int) -> tuple[Tree, Tensor]:
-    """Trees [B, nodes] of the guesses in the slot table for a batch, and the kinds [B, nodes] of their nodes."""
+    """Returns trees [B, nodes] of the slot table's guesses for a batch, and the nodes' kinds [B, nodes]."""
     table, survival = slots.table, slots.table.survival.tolist()
     rows = table.guesses.index_select(0, slots.index).tolist()
     trees = []
