@@ -205,7 +205,7 @@ class Recording:
 
 def test_a_text_that_cannot_fit_is_never_tokenized():
     inputs = InputProcessor(ModelFacts("m", 10, 64), Recording())
-    inputs.bound = TextLimit(load_tokenizer(TOKENIZER, 6144).backend)
+    inputs.text_limit = TextLimit(load_tokenizer(TOKENIZER, 6144).backend)
     with pytest.raises(EspalierError, match="the prompt is too long: it has 4000000 characters"):
         inputs.prompt_tokens("a " * 2_000_000)
     assert inputs.tokenizer.encoded == []
