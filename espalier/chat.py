@@ -208,7 +208,7 @@ class SpecialTokens:
         self.backend = getattr(hf, "backend_tokenizer", None)
         added = list(getattr(hf, "added_tokens_decoder", {}).values())
         self.names = {each.content for each in added if each.special or CONTROL_TOKEN_PATTERN.fullmatch(each.content)}
-        # All added tokens count, because the tokenizer prefers an added token to a special token inside it.
+        # The pattern has all added tokens: the tokenizer prefers an added token to a special token inside it.
         self._any_token = _pattern_of(each.content for each in added)
         self._first_char = _pattern_of(name[0] for name in self.names)
         # The second character is in a lookahead, since it may also be the first character of another match.

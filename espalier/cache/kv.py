@@ -56,7 +56,7 @@ def planes_by_layer(stacks: list[LayerStack], specs: Sequence[LayerSpec]) -> dic
 
 
 class StagedKV:
-    """Staging: the rows of one pass for a range of layers.  Dense: `width` rows for each request of the batch.
+    """Staging: the rows of one pass for a range of layers, with `width` rows for each request of the batch.
 
     layers: planes [rows, heads, size] by layer.
     """
@@ -163,7 +163,7 @@ class PagedKV:
 
 
 def bytes_per_token(specs: Sequence[LayerSpec], dtype: torch.dtype) -> int:
-    """Returns bytes that one position takes in the pages of all layers together.  dtype: the model's."""
+    """Returns the bytes that one position takes in the pages of all layers together.  dtype: the model's."""
     return sum(spec.bytes_per_token(dtype) for spec in specs)
 
 

@@ -122,7 +122,7 @@ class Engine:
             return self._forget_finished(self.scheduler.take_chunks())
 
     def drain(self) -> None:
-        """Reads the launch in flight.  After that, nothing uses the models until the next step.
+        """Reads the launch in flight.  No launch uses the models until the next step.
 
         The next step returns the output chunks of that launch.  Running requests keep their state.
         """

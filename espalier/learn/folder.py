@@ -62,7 +62,7 @@ class Text:
 class KeptTexts:
     """The kept texts, in files of int32.  A text is (length of the prompt, length of the text, tokens).
 
-    `add` only queues; `flush` writes.  The two may be called from different threads.  max_bytes: by kind, the limit of
+    `add` only queues; `flush` writes.  Different threads may call `add` and `flush`.  max_bytes: by kind, the limit of
     its files and queue.  These count since startup: counts, the texts by kind; num_tokens, their tokens; num_held_back,
     the output tokens of held-back texts.
     """

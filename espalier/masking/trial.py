@@ -30,7 +30,7 @@ NUM_TOKENS = 96
 MAX_TOKEN_BYTES = 8
 # The processor time in seconds after which no further sample begins.
 MAX_TRIAL_S = 0.25
-# A matcher needs an end token.  The text of that token cannot be tried.
+# A matcher needs an end token.  The text of this end token cannot be tried.
 END_TOKEN = 0
 
 

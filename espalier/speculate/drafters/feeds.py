@@ -118,7 +118,7 @@ class ChainFeeds(ModuleFeeds):
 class TargetFeeds(ModuleFeeds):
     @cached_property
     def hidden(self) -> Tensor:
-        """The hidden states that the slots carry, then the features."""
+        """The hidden states that the slots carry, followed by the features."""
         first = _carried_features(self.slots, len(self.rows))
         if self.is_split:
             first = _from_previous_piece(self.slots, first, self.features[:, self.features.shape[1] - first.shape[1] :])
