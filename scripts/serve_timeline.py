@@ -35,7 +35,7 @@ from espalier.server.api import ApiOptions
 from espalier.server.bodies import BodyReader
 from espalier.server.client import ClientOptions, EngineClient
 from espalier.server.front import FrontOptions
-from espalier.server.protocol import Generation, Submit
+from espalier.server.protocol import Generation, SubmittedPrompt
 from espalier.server.run import ServeOptions, serve
 from espalier.speculate.round import ModelRunner
 from espalier.terminal.console import print_table
@@ -215,7 +215,7 @@ def note_front(note: Note) -> None:
         note("parsed", logs.request_id.get())
         return body
 
-    def noted_submit(self: EngineClient, prompts: Any, asked: Submit) -> Generation:
+    def noted_submit(self: EngineClient, prompts: Any, asked: SubmittedPrompt) -> Generation:
         note("submitted", asked.name)
         return submit(self, prompts, asked)
 

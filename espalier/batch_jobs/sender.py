@@ -20,7 +20,7 @@ from espalier.errors import EspalierError, one_line, shown
 # A connection may be silent for this many seconds: some answers take many minutes.
 ANSWER_TIMEOUT_S = 3600.0
 CONNECT_TIMEOUT_S = 10.0
-FIRST_PAUSE_S, MAX_PAUSE_S = 0.25, 10.0
+FIRST_RETRY_PAUSE_S, MAX_RETRY_PAUSE_S = 0.25, 10.0
 # A line that the server lost this often may be the cause of the server's crashes.
 MAX_TIMES_LOST = 5
 RETRIED_STATUSES = (429, 502, 503)
@@ -62,7 +62,7 @@ class Sender:
         body = line.body
         if self.priority is not None and "priority" not in body:
             body = {**body, "priority": self.priority}
-        data, pause, num_lost = msgspec.json.encode(body), FIRST_PAUSE_S, 0
+        data, pause, num_lost = msgspec.json.encode(body), FIRST_RETRY_PAUSE_S, 0
         while True:
             try:
                 response = await self._send_once(next(self._next_clients), name, line, data)
@@ -73,7 +73,7 @@ class Sender:
                     message = f"the line was lost {num_lost} times ({why}); send it alone to see why"
                     raise LineError("no_answer", message, line.custom_id) from None
                 await asyncio.sleep(max(why.retry_after_s, pause * (0.5 + random.random())))
-                pause = min(2 * pause, MAX_PAUSE_S)
+                pause = min(2 * pause, MAX_RETRY_PAUSE_S)
             else:
                 self._answered_at = asyncio.get_running_loop().time()
                 return response
@@ -122,7 +122,7 @@ def _require_answer(got: httpx.Response, body: Any) -> None:
         after = got.headers.get("retry-after", "")
         raise NotAnswered(
             why,
-            min(float(after), MAX_PAUSE_S) if after.isdecimal() else 0.0,
+            min(float(after), MAX_RETRY_PAUSE_S) if after.isdecimal() else 0.0,
             final=got.headers.get("x-should-retry") == "false",
             lost=error.get("code") == "engine_gone" and not after,
         )

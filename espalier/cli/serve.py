@@ -207,7 +207,7 @@ def serve_worker(args: Namespace, settings: dict[str, Any], name: str, worker: s
     """
     # Imported here, so that other commands start without the server's modules.
     from espalier.server.api import ApiOptions
-    from espalier.server.client import MODEL_WORKER, ClientOptions
+    from espalier.server.client import MODEL_WORKER_MODULE, ClientOptions
     from espalier.server.run import ServeOptions, check_options, serve
 
     check_options(vars(args), flag_of)
@@ -233,7 +233,7 @@ def serve_worker(args: Namespace, settings: dict[str, Any], name: str, worker: s
             load_timeout_s=args.load_timeout or None,
             log_level=args.log_level,
             log_json=args.log_json,
-            worker=worker or MODEL_WORKER,
+            worker=worker or MODEL_WORKER_MODULE,
             learn=learn,
         ),
         front=front_options(args, names, args.max_queue, args.request_timeout or None, args.strict_fields),

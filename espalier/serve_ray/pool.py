@@ -18,7 +18,7 @@ from espalier.errors import EspalierError
 from espalier.inputs import ModelFacts
 from espalier.serve_ray.replica_chooser import RoutingHint, prefix_hashes
 from espalier.server import protocol
-from espalier.server.protocol import SHUTTING_DOWN, EngineFigures, EngineGone, Generation, Part, Submit
+from espalier.server.protocol import SHUTTING_DOWN, EngineFigures, EngineGone, Generation, OutputPart, SubmittedPrompt
 
 log = logging.getLogger("espalier.server")
 # The most replicas that one prompt is sent to.
@@ -33,7 +33,7 @@ NO_REPLICA = "no replica is ready; Ray Serve is starting one"
 class Prompt:
     """A submitted prompt.  has_begun: its first output token has arrived."""
 
-    submit: Submit
+    submit: SubmittedPrompt
     generation: Generation
     has_begun: bool = False
 
@@ -41,7 +41,7 @@ class Prompt:
     def is_done(self) -> bool:
         return self.generation.num_running[self.submit.name] == 0
 
-    def add_parts(self, parts: Sequence[Part]) -> None:
+    def add_parts(self, parts: Sequence[OutputPart]) -> None:
         self.has_begun = True
         for part in parts:
             self.generation.add(part)
@@ -75,7 +75,7 @@ class EnginePool:
     async def start(self) -> None:
         """Wait until a replica is ready."""
         ready = protocol.decode_from_engine(await self.handle.about.remote())
-        assert isinstance(ready, protocol.Ready)
+        assert isinstance(ready, protocol.EngineReady)
         self.facts, self.config = ready.facts, ready.config
         await self._poll_figures()
         self._polling = asyncio.create_task(self._keep_polling())
@@ -108,13 +108,13 @@ class EnginePool:
     def open_samples(self) -> int:
         return sum(generation.num_running[name] for name, (generation, _) in self._open.items())
 
-    def require_up(self) -> None:
+    def require_running(self) -> None:
         """Raises EngineGone if the pool is closed.  Without a replica, requests wait for one."""
         if self._closed:
             raise EngineGone(SHUTTING_DOWN)
 
-    def submit(self, prompts: Sequence[list[int]], template: Submit) -> Generation:
-        self.require_up()
+    def submit(self, prompts: Sequence[list[int]], template: SubmittedPrompt) -> Generation:
+        self.require_running()
         submits = template.for_prompts(prompts, self._num_submitted)
         self._num_submitted += len(prompts)
         generation = Generation(self, [each.name for each in submits], template.params.n)
@@ -122,7 +122,7 @@ class EnginePool:
             self._open[each.name] = generation, asyncio.create_task(self._run(Prompt(each, generation)))
         return generation
 
-    async def wait_sent(self) -> None:
+    async def wait_until_sent(self) -> None:
         await asyncio.sleep(0)
 
     def abort(self, generation: Generation) -> None:
@@ -174,11 +174,11 @@ class EnginePool:
         try:
             async for data in stream:
                 sent = protocol.decode_from_engine(data)
-                if isinstance(sent, protocol.Failed):
+                if isinstance(sent, protocol.EngineFailed):
                     return sent.error
-                if isinstance(sent, protocol.Refused):
+                if isinstance(sent, protocol.PromptRefused):
                     raise protocol.refusal_error(sent)
-                assert isinstance(sent, protocol.Harvest)
+                assert isinstance(sent, protocol.StepOutput)
                 prompt.add_parts(sent.parts)
                 if prompt.is_done:
                     self._open.pop(prompt.submit.name, None)

@@ -19,7 +19,15 @@ from espalier.errors import EspalierError
 from espalier.request import sample_seed
 from espalier.server import logs, protocol
 from espalier.server.client import ClientOptions, EngineClient
-from espalier.server.protocol import EngineBusy, EngineGone, Failed, Harvest, Ready, Refused, Submit
+from espalier.server.protocol import (
+    EngineBusy,
+    EngineFailed,
+    EngineGone,
+    EngineReady,
+    PromptRefused,
+    StepOutput,
+    SubmittedPrompt,
+)
 
 log = logging.getLogger("espalier.server")
 # Seconds in which a replica whose engine is gone may send its last messages.
@@ -44,20 +52,20 @@ class EngineReplica:
         self._watch = asyncio.create_task(self._exit_with_engine())
 
     async def about(self) -> bytes:
-        """Returns a Ready message: facts of the model, and the resolved configuration."""
+        """Returns a EngineReady message: facts of the model, and the resolved configuration."""
         assert self.client.facts is not None
-        return protocol.encode(Ready(self.client.facts, self.client.config))
+        return protocol.encode(EngineReady(self.client.facts, self.client.config))
 
     async def generate(self, message: bytes, _hint: Any = None) -> AsyncIterator[bytes]:
-        """Run a Submit.  Yields messages of the engine's protocol: Harvest; Refused or Failed if the request fails.
+        """Run a SubmittedPrompt.  Yields messages of the engine's protocol: StepOutput; PromptRefused or EngineFailed if the request fails.
 
         _hint: only the router reads it.  Closing the iterator early aborts the request.
         """
-        submit = msgspec.msgpack.decode(message, type=Submit)
+        submit = msgspec.msgpack.decode(message, type=SubmittedPrompt)
         try:
             generation = self.client.submit([submit.prompt], submit)
         except EngineGone as error:
-            yield protocol.encode(Failed(str(error), refused=False))
+            yield protocol.encode(EngineFailed(str(error), refused=False))
             return
         log.debug("%s has the prompt", self.name, extra=logs.log_extra(submit.name))
         assert self.client.facts is not None
@@ -70,11 +78,11 @@ class EngineReplica:
                     part.name = submit.name
                     to_come -= len(part.output.token_ids)
                 self._open_tokens[submit.name] = max(to_come, 0)
-                yield protocol.encode(Harvest(parts))
+                yield protocol.encode(StepOutput(parts))
         except EngineGone as error:
-            yield protocol.encode(Failed(str(error), refused=False))
+            yield protocol.encode(EngineFailed(str(error), refused=False))
         except EspalierError as error:
-            yield protocol.encode(Refused(submit.name, str(error), isinstance(error, EngineBusy)))
+            yield protocol.encode(PromptRefused(submit.name, str(error), isinstance(error, EngineBusy)))
         finally:
             self._open_tokens.pop(submit.name, None)
             generation.close()
@@ -95,7 +103,7 @@ class EngineReplica:
 
     async def check_health(self) -> None:
         """Raises an error if the engine is gone.  Ray Serve calls this hook."""
-        self.client.require_up()
+        self.client.require_running()
 
     async def __del__(self) -> None:
         await self.client.close()

@@ -13,13 +13,13 @@ from espalier.inputs import text_stream
 from espalier.logprobs import PromptLogprobs, TokenLogprob
 from espalier.request import OutputChunk, ResolvedParams
 from espalier.server.openai import GenerationRequest
-from espalier.server.protocol import Part
+from espalier.server.protocol import OutputPart
 from espalier.stats import SpeculationStats, Usage
 from espalier.text import TextStream, Tokenizer
 
 to_json = msgspec.json.Encoder().encode
 # Stands for the text in an event until the text is known.
-PLACEHOLDER = "\0"
+TEXT_PLACEHOLDER = "\0"
 
 
 def event(chunk: dict[str, Any]) -> bytes:
@@ -128,14 +128,14 @@ class Answer:
         self.num_prompt_tokens = sum(len(prompt) for prompt in prompts)
         self.common_fields = {"id": id, "created": int(time.time()), "model": body.model}
         self.choices = [
-            self._choice(number * params.n + i, prompt)
+            self._new_choice(number * params.n + i, prompt)
             for number, prompt in enumerate(prompts)
             for i in range(params.n)
         ]
         self.usages: list[Usage] = []
         self.stats = SpeculationStats()
 
-    def _choice(self, index: int, prompt: list[int]) -> Choice:
+    def _new_choice(self, index: int, prompt: list[int]) -> Choice:
         return Choice(index, prompt, partial(self._make_text_stream, prompt), self.params.include_stop_str_in_output)
 
     def _make_text_stream(self, prompt: list[int]) -> TextStream | None:
@@ -143,7 +143,7 @@ class Answer:
             return None
         return text_stream(self.tokenizer, prompt, self.params, ())
 
-    def add_part(self, prompt_index: int, part: Part) -> tuple[Choice, OutputChunk]:
+    def add_part(self, prompt_index: int, part: OutputPart) -> tuple[Choice, OutputChunk]:
         """Add a part of a prompt's output.  Returns its choice and the chunk with its text."""
         choice = self.choices[prompt_index * self.params.n + part.output.index]
         if part.usage is not None:
@@ -154,7 +154,7 @@ class Answer:
             self.stats.merge(part.speculation)
         return choice, choice.add_chunk(part.output, accumulate=not self.body.stream)
 
-    def event(self, prompt_index: int, part: Part) -> bytes:
+    def event(self, prompt_index: int, part: OutputPart) -> bytes:
         """Add a part of a prompt's output.  Returns its stream event; b"" if the event would say nothing."""
         output = part.output
         has_more = output.finish_reason or output.logprobs is not None or output.prompt_logprobs is not None
@@ -168,10 +168,10 @@ class Answer:
     def _text_event(self, choice: Choice, text: str) -> bytes:
         """Returns the event of a chunk that has only text.  The bytes around the text never change, and are kept."""
         if choice.event_affixes is None:
-            chunk = self.chunk(choice, OutputChunk("", text=PLACEHOLDER))
+            chunk = self.chunk(choice, OutputChunk("", text=TEXT_PLACEHOLDER))
             assert chunk is not None
             # Values that the client chose come before the text, so the last placeholder is the text's.
-            before, _, after = event(chunk).rpartition(to_json(PLACEHOLDER))
+            before, _, after = event(chunk).rpartition(to_json(TEXT_PLACEHOLDER))
             choice.event_affixes = before, after
         before, after = choice.event_affixes
         return before + to_json(text) + after
@@ -298,16 +298,17 @@ class TextAnswer(Answer):
     def opening_chunks(self) -> list[dict[str, Any]]:
         if not self.echo or self.echoes_logprobs:
             return []
-        echoes = [(choice, OutputChunk("", text=self._echo(choice))) for choice in self.choices]
+        echoes = [(choice, OutputChunk("", text=self._echoed_prompt(choice))) for choice in self.choices]
         return [self._chunk([self._chunk_choice(choice, echo) | self._extra_fields(echo)]) for choice, echo in echoes]
 
-    def _echo(self, choice: Choice) -> str:
+    def _echoed_prompt(self, choice: Choice) -> str:
         return self.echo[choice.index // self.params.n] if self.echo else ""
 
     def _chunk_choice(self, choice: Choice, output: OutputChunk) -> dict[str, Any]:
         return {
             "index": choice.index,
-            "text": (self._echo(choice) if output.prompt_logprobs and self.echoes_logprobs else "") + output.text,
+            "text": (self._echoed_prompt(choice) if output.prompt_logprobs and self.echoes_logprobs else "")
+            + output.text,
             "logprobs": self._logprobs(choice, output.prompt_logprobs, output.logprobs),
             "finish_reason": output.finish_reason,
         }
@@ -316,7 +317,7 @@ class TextAnswer(Answer):
         output = replace(
             choice.output, prompt_logprobs=self._first_choice_of_same_prompt(choice).output.prompt_logprobs
         )
-        text = self._echo(choice) + output.text
+        text = self._echoed_prompt(choice) + output.text
         return {**self._chunk_choice(choice, output), "text": text, **self._prompt_logprobs_field(choice)}
 
     def _logprobs(

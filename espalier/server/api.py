@@ -34,17 +34,17 @@ from espalier.tool_calls.plan import ChatPlan
 
 NO_EFFECT_HEADER = "x-espalier-no-effect"
 # The schema of a stream's event.  The event's data is a chunk as JSON, or [DONE].
-EVENT = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
-STREAMING_RESPONSES = {200: {**JSON, "text/event-stream": {"schema": EVENT}}}
+EVENT_SCHEMA = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
+STREAM_RESPONSES = {200: {**JSON, "text/event-stream": {"schema": EVENT_SCHEMA}}}
 COMMON_ERRORS = (401, 500)
 BODY_ERRORS = (400, 404, 408, 413, 503, *COMMON_ERRORS)
 GENERATION_ERRORS = (*BODY_ERRORS, 429, 504)
 # Matches an origin as a browser sends it: no path, and no slash at the end.
-ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]+")
+ORIGIN_PATTERN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]+")
 
 
 @dataclass(frozen=True)
-class Conversation:
+class PreparedChat:
     """A conversation that is checked and may start.  ignored: names of the request's fields without effect."""
 
     ignored: list[str]
@@ -62,13 +62,13 @@ def as_api_errors() -> Iterator[None]:
         raise bad_request(error) from None
 
 
-async def prepare_chat(front: Front, body: ChatRequest) -> Conversation:
+async def prepare_chat(front: Front, body: ChatRequest) -> PreparedChat:
     """Check a conversation and make its prompt.  Raises ApiError."""
     with as_api_errors():
         body.check()
         asked = body.params()
         params = front.resolve(asked)
-        plan = ChatPlan(front.inputs.tokenizer, front.formats, body.tool_use())
+        plan = ChatPlan(front.inputs.tokenizer, front.formats, body.checked_tool_use())
     unread = [name for name in ("reasoning_effort", "tools") if getattr(body, name) and not plan.template_reads(name)]
     front.report_no_effect(ignored := body.fields_without_effect() + unread)
     if body.prediction is not None:
@@ -80,25 +80,27 @@ async def prepare_chat(front: Front, body: ChatRequest) -> Conversation:
     with front.reserve_capacity(params.n):
         check = front.require_tokenizable
         size = num_characters([body.messages, body.tools, body.chat_template_kwargs])
-        prompt = await front.conversation_tokens(_prompt, body, plan, check, size=size)
+        prompt = await front.conversation_tokens(_chat_prompt_steps, body, plan, check, size=size)
     with as_api_errors():
         front.inputs.require_room(prompt, asked, body.output_limit_field)
         params = front.inputs.apply_plan(plan, params, prompt)
-    return Conversation(ignored, prompt, params, plan)
+    return PreparedChat(ignored, prompt, params, plan)
 
 
-def _prompt(inputs: InputProcessor, body: ChatRequest, plan: ChatPlan, check: Callable[[str], None]) -> Steps:
+def _chat_prompt_steps(
+    inputs: InputProcessor, body: ChatRequest, plan: ChatPlan, check: Callable[[str], None]
+) -> Steps:
     """Returns a generator that makes the token ids of a conversation.
 
     It yields each rendering of the template, which the caller runs and sends back (chat.Steps).  Raises EspalierError.
     """
     keep = body.truncate_prompt_tokens
     check = inputs.require_fit if keep is None else check
-    tokens = yield from chat_steps(inputs, body.messages, body.options(), check, plan)
+    tokens = yield from message_steps(inputs, body.messages, body.options(), check, plan)
     return inputs.tokens(tokens, keep_last=keep)
 
 
-def chat_steps(
+def message_steps(
     inputs: InputProcessor,
     messages: Sequence[Message],
     options: ChatOptions,
@@ -144,7 +146,7 @@ class ApiOptions:
     def __post_init__(self) -> None:
         """Refuse an origin that no browser sends.  Raises EspalierError."""
         for origin in self.cors_origins:
-            if origin not in ("*", "null") and not ORIGIN.fullmatch(origin):
+            if origin not in ("*", "null") and not ORIGIN_PATTERN.fullmatch(origin):
                 raise EspalierError(
                     f"--cors-origin={origin!r} is no origin of a page; use a scheme and a host, such as "
                     "https://page.example or http://localhost:3000, or *"
@@ -191,12 +193,14 @@ def _generation_endpoints(server: Server) -> list[Endpoint]:
         front.report_no_effect(ignored := body.fields_without_effect())
         with front.reserve_capacity(len(sent_prompts) * params.n):
             size, check = sum(map(len, sent_prompts)), front.require_tokenizable
-            prompts = await front.lanes.run(_prompts, body, sent_prompts, asked, check, size=size, field="prompt")
+            prompts = await front.lanes.run(
+                _prompt_token_ids, body, sent_prompts, asked, check, size=size, field="prompt"
+            )
             echo: list[str] = []
             if body.echo:
                 shown = sent_prompts if body.truncate_prompt_tokens is None else prompts
                 size = sum(len(prompt) for prompt in shown if not isinstance(prompt, str))
-                echo = await front.lanes.run(_echo, shown, params.skip_special_tokens, size=size)
+                echo = await front.lanes.run(_prompt_texts, shown, params.skip_special_tokens, size=size)
 
         def answer() -> TextAnswer:
             return TextAnswer(f"cmpl-{request_id.get()}", body, params, prompts, front.inputs.tokenizer, echo)
@@ -216,7 +220,7 @@ def _generation_endpoints(server: Server) -> list[Endpoint]:
         front = server.front_of(body.model)
         front.report_no_effect(ignored := body.fields_without_effect())
         with renaming_error_fields(), as_api_errors():
-            chat = body.as_chat()
+            chat = body.as_chat_request()
             talk = await prepare_chat(front, chat)
 
         def answer() -> ResponsesAnswer:
@@ -227,7 +231,7 @@ def _generation_endpoints(server: Server) -> list[Endpoint]:
 
     as_response = "Answer a conversation, in the form of OpenAI's Responses API"
     return [
-        Endpoint("POST", path, handle, about, body, GENERATION_ERRORS, STREAMING_RESPONSES)
+        Endpoint("POST", path, handle, about, body, GENERATION_ERRORS, STREAM_RESPONSES)
         for path, handle, about, body in (
             ("/v1/completions", complete, "Continue a text", CompletionRequest),
             ("/v1/chat/completions", chat, "Answer a conversation", ChatRequest),
@@ -243,7 +247,7 @@ def _with_no_effect_header(ignored: Sequence[str], answer: Response) -> Response
     return answer
 
 
-def _prompts(
+def _prompt_token_ids(
     inputs: InputProcessor,
     body: CompletionRequest,
     prompts: Sequence[str | list[int]],
@@ -263,7 +267,7 @@ def _prompts(
     return found
 
 
-def _echo(inputs: InputProcessor, prompts: Sequence[str | list[int]], skip_special_tokens: bool) -> list[str]:
+def _prompt_texts(inputs: InputProcessor, prompts: Sequence[str | list[int]], skip_special_tokens: bool) -> list[str]:
     """Returns the text of each prompt.  Raises EspalierError."""
     return [
         prompt if isinstance(prompt, str) else inputs.require_tokenizer("echo").decode(prompt, skip_special_tokens)
@@ -314,7 +318,7 @@ def _tokenize_conversation(
     """Returns a generator that makes the token ids of a conversation for /tokenize (chat.Steps)."""
     assert body.messages is not None
     options: ChatOptions = {**body.options(), "add_special_tokens": body.add_special_tokens}
-    return chat_steps(inputs, body.messages, options, check, ChatPlan(inputs.tokenizer, formats, Tools()))
+    return message_steps(inputs, body.messages, options, check, ChatPlan(inputs.tokenizer, formats, Tools()))
 
 
 def _detokenize(inputs: InputProcessor, tokens: list[int]) -> Response:

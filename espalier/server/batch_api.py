@@ -25,10 +25,10 @@ from espalier.server.stored import INPUT_PURPOSE, Batch, BatchRequest, StoredFil
 
 T = TypeVar("T", StoredFile, Batch)
 BATCHES_PATH = "/v1/batches"
-MAX_LISTED = {FILES_PATH: 10_000, BATCHES_PATH: 100}
-DEFAULT_LISTED = {FILES_PATH: 10_000, BATCHES_PATH: 20}
-JSONL = "application/jsonl"
-REFUSED_RANGE = {
+MAX_LIST_ITEMS = {FILES_PATH: 10_000, BATCHES_PATH: 100}
+DEFAULT_LIST_ITEMS = {FILES_PATH: 10_000, BATCHES_PATH: 20}
+JSONL_CONTENT_TYPE = "application/jsonl"
+RANGE_ERRORS = {
     400: "the range is not supported; use bytes=FIRST-LAST, bytes=FIRST- or bytes=-COUNT",
     416: "the range begins behind the file's end",
 }
@@ -58,17 +58,17 @@ class Download(FileResponse):
     """A stored file, or the part that a Range header asks for."""
 
     def __init__(self, path: Path, transfers: Transfers):
-        super().__init__(path, media_type=JSONL)
+        super().__init__(path, media_type=JSONL_CONTENT_TYPE)
         self.transfers = transfers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the file.  Raises ApiError for a bad range, and if too many transfers are in progress."""
 
         async def checked(message: Message) -> None:
-            if message["type"] == "http.response.start" and message["status"] in REFUSED_RANGE:
+            if message["type"] == "http.response.start" and message["status"] in RANGE_ERRORS:
                 size = Headers(raw=message["headers"]).get("content-range")
                 headers = {} if size is None else {"content-range": size}
-                raise ApiError(message["status"], REFUSED_RANGE[message["status"]], "range", headers=headers)
+                raise ApiError(message["status"], RANGE_ERRORS[message["status"]], "range", headers=headers)
             await send(message)
 
         with self.transfers.reserve():
@@ -88,7 +88,7 @@ def _disk_errors_as_api_errors() -> Iterator[None]:
         raise ApiError(500, f"{why}; its log has the details", retry=False) from None
 
 
-def _require_plain(file: UploadFile) -> None:
+def _require_no_transfer_encoding(file: UploadFile) -> None:
     """Raises ApiError if the part's header declares another encoding than UTF-8: bytes are stored as they came."""
     require_utf8(file.headers.get("content-type", ""))
     encoding = file.headers.get("content-transfer-encoding", "binary")
@@ -132,14 +132,14 @@ def _file_endpoints(batches: Batches) -> list[Endpoint]:
                 raise ApiError(400, f"purpose={shown(purpose)} is not supported; use {INPUT_PURPOSE!r}", "purpose")
             if not isinstance(file, UploadFile):
                 raise ApiError(400, "file is missing; send it as a part of multipart/form-data", "file")
-            _require_plain(file)
+            _require_no_transfer_encoding(file)
             name = file.filename or "batch.jsonl"
             return json_response(await asyncio.to_thread(store.add, file.file, name, INPUT_PURPOSE))
 
     async def files(http: Request) -> Response:
-        query = _query(http, "purpose", "order")
+        query = _query_parameters(http, "purpose", "order")
         chosen = [each for each in store.list_files() if query.get("purpose", each.purpose) == each.purpose]
-        return _page(FILES_PATH, chosen, query)
+        return _list_page(FILES_PATH, chosen, query)
 
     async def file(http: Request) -> Response:
         return json_response(found(http))
@@ -184,7 +184,11 @@ def _batch_endpoints(batches: Batches) -> list[Endpoint]:
             return json_response(batches.create(body))
 
     async def listed(http: Request) -> Response:
-        return _page(BATCHES_PATH, [batches.with_current_counts(each) for each in store.batches.values()], _query(http))
+        return _list_page(
+            BATCHES_PATH,
+            [batches.with_current_counts(each) for each in store.batches.values()],
+            _query_parameters(http),
+        )
 
     async def batch(http: Request) -> Response:
         return json_response(found(http))
@@ -202,7 +206,7 @@ def _batch_endpoints(batches: Batches) -> list[Endpoint]:
     ]
 
 
-def _query(http: Request, *names: str) -> Mapping[str, str]:
+def _query_parameters(http: Request, *names: str) -> Mapping[str, str]:
     """The query's parameters.  Raises ApiError for an unsupported parameter."""
     known = ("limit", "after", *names)
     for name in http.query_params:
@@ -211,10 +215,10 @@ def _query(http: Request, *names: str) -> Mapping[str, str]:
     return http.query_params
 
 
-def _page(path: str, items: Sequence[T], query: Mapping[str, str]) -> Response:
+def _list_page(path: str, items: Sequence[T], query: Mapping[str, str]) -> Response:
     """A page of a list, newest first unless `order` is asc.  items: oldest first.  Raises ApiError."""
-    most = MAX_LISTED[path]
-    limit = query.get("limit", str(DEFAULT_LISTED[path]))
+    most = MAX_LIST_ITEMS[path]
+    limit = query.get("limit", str(DEFAULT_LIST_ITEMS[path]))
     # The check of the length comes first, because int() refuses a number of thousands of digits.
     if not (limit.isdecimal() and len(limit) <= len(str(most)) and 1 <= int(limit) <= most):
         raise ApiError(400, f"limit={shown(limit)} is not supported; use 1 to {most}", "limit")

@@ -25,7 +25,7 @@ from espalier.server.stored import (
     BatchError,
     BatchErrors,
     BatchRequest,
-    Counts,
+    LineCounts,
     Store,
     new_id,
     split_answers,
@@ -33,10 +33,10 @@ from espalier.server.stored import (
 
 log = logging.getLogger("espalier.server")
 # The priority of a batch's requests that name none.  A lower value starts first, and other requests have 0.
-PRIORITY = 2**20
+BATCH_PRIORITY = 2**20
 # How many batches may have their input read at the same time.
-MAX_SCANS = 2
-LINE_NUMBER = re.compile(r", line (\d+): ")
+MAX_INPUT_SCANS = 2
+LINE_NUMBER_PATTERN = re.compile(r", line (\d+): ")
 UNANSWERED_ERRORS = {
     "cancelled": ("batch_cancelled", "the batch was cancelled before this line was answered"),
     "expired": ("batch_expired", "the batch's completion_window ended before this line was answered"),
@@ -44,10 +44,10 @@ UNANSWERED_ERRORS = {
 
 
 class LiveBatch:
-    """The state of one batch that has not ended.  earlier_ended: set when all batches before it have ended."""
+    """The state of one batch that has not ended.  earlier_batches_ended: set when all batches before it have ended."""
 
     def __init__(self) -> None:
-        self.earlier_ended = asyncio.Event()
+        self.earlier_batches_ended = asyncio.Event()
         self.cancelled = asyncio.Event()
         self.task: asyncio.Task[None]
 
@@ -64,7 +64,7 @@ class Batches:
         # By batch id, in the order of their turns.
         self._live_batches: dict[str, LiveBatch] = {}
         self._journals: dict[str, Journal] = {}
-        self._scanning = asyncio.Semaphore(MAX_SCANS)
+        self._scan_slots = asyncio.Semaphore(MAX_INPUT_SCANS)
         self._early_end_lock = asyncio.Lock()
 
     def start(self, app: App, api_key: str | None) -> None:
@@ -123,17 +123,17 @@ class Batches:
         live = self._live_batches[batch.id] = LiveBatch()
         if batch.status == "cancelling":
             live.cancelled.set()
-        self._admit_oldest()
+        self._admit_oldest_batch()
         live.task = asyncio.create_task(self._run_and_log(batch, live))
-        live.task.add_done_callback(lambda _: self._remove_live(batch.id))
+        live.task.add_done_callback(lambda _: self._remove_live_batch(batch.id))
 
-    def _remove_live(self, id: str) -> None:
+    def _remove_live_batch(self, id: str) -> None:
         del self._live_batches[id]
-        self._admit_oldest()
+        self._admit_oldest_batch()
 
-    def _admit_oldest(self) -> None:
+    def _admit_oldest_batch(self) -> None:
         if (oldest := next(iter(self._live_batches.values()), None)) is not None:
-            oldest.earlier_ended.set()
+            oldest.earlier_batches_ended.set()
 
     async def _run_and_log(self, batch: Batch, live: LiveBatch) -> None:
         try:
@@ -146,16 +146,16 @@ class Batches:
     async def _run_to_end(self, batch: Batch, live: LiveBatch) -> None:
         """Run a batch to its end.  Raises EspalierError or OSError if that is not possible now."""
         try:
-            async with self._scanning:
+            async with self._scan_slots:
                 found = await asyncio.to_thread(scan_input, self.store.content_path(batch.input_file_id))
         except EspalierError as error:
-            self._fail(batch, error)
+            self._mark_failed(batch, error)
             return
         batch.request_counts.total = found.num_lines
         end = (
             "cancelled"
             if live.cancelled.is_set()
-            else await self._run_unless_ended(batch, live, live.earlier_ended.wait())
+            else await self._run_unless_ended(batch, live, live.earlier_batches_ended.wait())
         )
         if end is None:
             await self._answer_and_make_files(batch, live, found)
@@ -201,33 +201,33 @@ class Batches:
         journal = self._journals[batch.id] = await self._open_journal(self.store.answers_path(batch.id), found)
         try:
             if journal.num_left and end is None:
-                end = await self._run_unless_ended(batch, live, self._answer(batch, journal))
+                end = await self._run_unless_ended(batch, live, self._answer_lines(batch, journal))
             # With all answers the batch is completed, even if it expired meanwhile.
             end = "completed" if end is None or (end == "expired" and not journal.num_left) else end
             if end == "completed":
                 batch.status, batch.finalizing_at = "finalizing", int(time.time())
                 self.store.save(batch)
-            await asyncio.to_thread(_answer_rest, journal, end)
+            await asyncio.to_thread(_answer_rest_with_errors, journal, end)
         finally:
             _update_counts(batch, journal)
             del self._journals[batch.id]
             journal.close()
-        await asyncio.to_thread(self._make_files, batch)
+        await asyncio.to_thread(self._make_output_files, batch)
         batch.status = end
         setattr(batch, f"{end}_at", int(time.time()))
         self.store.save(batch)
         self.store.answers_path(batch.id).unlink()  # its lines are in the files now, which the user may delete
         log.info("%s: %s, %d of %d lines answered", batch.id, end, batch.request_counts.completed, found.num_lines)
 
-    async def _answer(self, batch: Batch, journal: Journal) -> None:
+    async def _answer_lines(self, batch: Batch, journal: Journal) -> None:
         """Answer the lines that have no answer yet."""
         if batch.status == "validating":
             batch.status, batch.in_progress_at = "in_progress", int(time.time())
             self.store.save(batch)
-        sender = Sender([self._client], priority=PRIORITY)
+        sender = Sender([self._client], priority=BATCH_PRIORITY)
         await run_batch(journal, sender, self.concurrency, urls=(batch.endpoint,))
 
-    def _make_files(self, batch: Batch) -> None:
+    def _make_output_files(self, batch: Batch) -> None:
         """Store the answers as the batch's output file and error file.  A file without lines is not made."""
         made: dict[str, str | None] = {"output": None, "error": None}
         parts = split_answers(self.store.answers_path(batch.id), self.store.folder / "batches")
@@ -243,10 +243,10 @@ class Batches:
                 path.unlink(missing_ok=True)
         batch.output_file_id, batch.error_file_id = made["output"], made["error"]
 
-    def _fail(self, batch: Batch, error: EspalierError) -> None:
+    def _mark_failed(self, batch: Batch, error: EspalierError) -> None:
         batch.status, batch.failed_at = "failed", int(time.time())
         message = str(error).replace(str(self.store.content_path(batch.input_file_id)), "the file")
-        line = LINE_NUMBER.search(message)
+        line = LINE_NUMBER_PATTERN.search(message)
         fault = BatchError("invalid_input_file", message, None if line is None else int(line[1]))
         batch.errors = BatchErrors([fault])
         self.store.save(batch)
@@ -254,10 +254,10 @@ class Batches:
 
 def _update_counts(batch: Batch, journal: Journal) -> None:
     num_ok = journal.num_answered - journal.num_failed
-    batch.request_counts = Counts(journal.input.num_lines, num_ok, journal.num_failed)
+    batch.request_counts = LineCounts(journal.input.num_lines, num_ok, journal.num_failed)
 
 
-def _answer_rest(journal: Journal, end: str) -> None:
+def _answer_rest_with_errors(journal: Journal, end: str) -> None:
     """Give an error to each line without an answer, if the batch was cancelled or expired."""
     for number, data in journal.unanswered():
         code, message = UNANSWERED_ERRORS[end]

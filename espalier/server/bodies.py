@@ -30,13 +30,13 @@ UNREADABLE_JSON = (
 MAX_MESSAGES = 4096
 MAX_CONTENT_TYPE = 1024
 # Limit on the entries of all lists and objects in one field; prompt and tokens have their own limits (BodyLimits).  A
-# body of SMALL_BYTES has fewer entries.
+# body of MAX_INLINE_BYTES has fewer entries.
 MAX_ENTRIES = 65536
 # The front reads any body of this size in a few milliseconds.
-SMALL_BYTES = 65536
-MAX_WAITING = 32
+MAX_INLINE_BYTES = 65536
+MAX_WAITING_BODIES = 32
 # The content-encoding of a body that is sent as it is.
-IDENTITY = "identity"
+IDENTITY_ENCODING = "identity"
 
 
 class BodyLimits(msgspec.Struct, frozen=True):
@@ -58,12 +58,12 @@ def read_body(model: type[BaseModel], content_type: str, data: bytes, limits: Bo
     value = _parse_json(content_type, data)
     if not isinstance(value, dict):
         raise _not_an_object_error()
-    _check_counts(value, limits)
+    _check_entry_counts(value, limits)
     try:
         body = model.model_validate(value)
     except ValidationError as error:
         if model is CompletionRequest:
-            _refuse_several_kinds(value.get("prompt"))
+            _refuse_mixed_types(value.get("prompt"))
         raise validation_error(error.errors(include_url=False, include_input=False), model) from None
     if isinstance(body, CompletionRequest):
         _check_prompts(body, limits)
@@ -115,7 +115,7 @@ def _is_json(content_type: str) -> bool:
     return headers.get_content_maintype() == "application" and (subtype == "json" or subtype.endswith("+json"))
 
 
-def _check_counts(value: dict[str, Any], limits: BodyLimits) -> None:
+def _check_entry_counts(value: dict[str, Any], limits: BodyLimits) -> None:
     """Refuse a field with too many entries before pydantic makes objects of them.  Raises ApiError."""
     prompt, rest = value.get("prompt"), {name: each for name, each in value.items() if name not in ("prompt", "tokens")}
     if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
@@ -147,7 +147,7 @@ def _num_entries(value: Any, limit: int) -> int:
     return count
 
 
-def _refuse_several_kinds(prompt: Any) -> None:
+def _refuse_mixed_types(prompt: Any) -> None:
     """Refuse a list whose entries have several types: pydantic's error names only one type.  Raises ApiError."""
     for i, entry in enumerate(prompt if isinstance(prompt, list) else ()):
         if type(entry) is not type(prompt[0]):
@@ -170,34 +170,34 @@ def _check_prompts(body: CompletionRequest, limits: BodyLimits) -> None:
 class BodyReader:
     """Reads bodies, and starts the body process with the first large body.
 
-    num_read_in_helper: how many bodies a body process has read so far.
+    num_large_bodies_read: how many bodies a body process has read so far.
     """
 
     def __init__(self, limits: BodyLimits):
         self.limits = limits
-        self.num_read_in_helper = 0
+        self.num_large_bodies_read = 0
         program = "espalier.server.bodies", msgspec.json.encode(limits).decode()
-        self.helper = HelperProcess("body", MAX_WAITING, "large bodies are already waiting to be read", *program)
+        self.helper = HelperProcess("body", MAX_WAITING_BODIES, "large bodies are already waiting to be read", *program)
 
     async def read(self, http: Request, model: type[BaseModel]) -> Any:
         """Returns the body as a record of `model`.  Raises ApiError or ClientDisconnect."""
         # http.body() would keep the bytes as long as the request.
         data, content_type = b"".join([part async for part in http.stream()]), http.headers.get("content-type", "")
-        if (encoding := http.headers.get("content-encoding", IDENTITY)) != IDENTITY:
+        if (encoding := http.headers.get("content-encoding", IDENTITY_ENCODING)) != IDENTITY_ENCODING:
             raise ApiError(400, f"content-encoding {encoding} is not supported; send the body as plain JSON")
-        if len(data) <= SMALL_BYTES:
+        if len(data) <= MAX_INLINE_BYTES:
             return read_body(model, content_type, data, self.limits)
         try:
-            body, refused = pickle.loads(await self.helper.exchange(pickled((model, content_type, data))))
+            body, refused = pickle.loads(await self.helper.exchange(pickle_bytes((model, content_type, data))))
         except HelperProcessFailed:
             raise ApiError(500, INTERNAL_ERROR) from None
-        self.num_read_in_helper += 1
+        self.num_large_bodies_read += 1
         if refused is not None:
             raise ApiError(*refused)
         return body
 
 
-def pickled(value: Any) -> bytes:
+def pickle_bytes(value: Any) -> bytes:
     return pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
 
 
@@ -205,9 +205,9 @@ def answer_frame(frame: bytes, limits: BodyLimits) -> bytes:
     """Reads (model, content type, bytes); returns (body, None), or (None, arguments of the ApiError)."""
     model, content_type, data = pickle.loads(frame)
     try:
-        return pickled((read_body(model, content_type, data, limits), None))
+        return pickle_bytes((read_body(model, content_type, data, limits), None))
     except ApiError as error:
-        return pickled((None, (error.status_code, error.detail, error.param, error.code)))
+        return pickle_bytes((None, (error.status_code, error.detail, error.param, error.code)))
 
 
 if __name__ == "__main__":

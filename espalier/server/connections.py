@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from espalier.errors import EspalierError
-from espalier.server.logs import NO_REQUEST, LogLimiter, log_extra
+from espalier.server.logs import NO_REQUEST_ID, LogLimiter, log_extra
 from espalier.server.metrics import Metrics
 
 if TYPE_CHECKING:
@@ -26,18 +26,20 @@ log = logging.getLogger("espalier.server")
 # A connection is closed if nothing comes for this long after its last response.
 KEEP_ALIVE_S = 5.0
 # How many connections asyncio accepts in one turn of its loop, before any can be closed.
-MAX_ACCEPTED = 16
+MAX_ACCEPTS_PER_TURN = 16
 # A closed connection holds its descriptor for two more turns of the loop.
 TURNS_TO_CLOSE = 3
 # How many files may be uploaded or downloaded at once; then the descriptors that one transfer has open.
 MAX_TRANSFERS = 8
-FILES_PER_TRANSFER = 3
+DESCRIPTORS_PER_TRANSFER = 3
 # Descriptors for journals and their inputs, the next engine process with its socket, and the processes that read bodies
 # and templates.
-FILES_OF_SERVER = 40
-RESERVED_DESCRIPTORS = MAX_ACCEPTED * TURNS_TO_CLOSE + MAX_TRANSFERS * FILES_PER_TRANSFER + FILES_OF_SERVER
+SERVER_DESCRIPTORS = 40
+RESERVED_DESCRIPTORS = (
+    MAX_ACCEPTS_PER_TURN * TURNS_TO_CLOSE + MAX_TRANSFERS * DESCRIPTORS_PER_TRANSFER + SERVER_DESCRIPTORS
+)
 MIN_CONNECTIONS = 16
-OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+OUT_OF_RESOURCES_ERRNOS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 class Connections:
@@ -61,7 +63,7 @@ class Connections:
         # Ordered by the time at which they were made or became idle.
         self._open: dict[Connection, None] = {}
         # For connections with pending output: bytes that the system has taken so far, and since when it took no more.
-        self._progress: dict[Connection, tuple[int, float]] = {}
+        self._send_progress: dict[Connection, tuple[int, float]] = {}
         self._log_limiter = LogLimiter()
 
     def __len__(self) -> int:
@@ -77,7 +79,7 @@ class Connections:
             return
         # The new connection comes last in the order, and is idle itself.
         before = [each for each in self._open if each is not connection]
-        quiet = (each for each in before if each.is_idle and not _pending(each))
+        quiet = (each for each in before if each.is_idle and not _num_unsent_bytes(each))
         waiting = (each for each in before if each.waits_for_client)
         chosen = next(quiet, None) or next(waiting, connection)
         del self._open[chosen]
@@ -94,50 +96,50 @@ class Connections:
 
     def remove(self, connection: "Connection") -> None:
         self._open.pop(connection, None)
-        self._progress.pop(connection, None)
+        self._send_progress.pop(connection, None)
 
-    def close_stalled(self, now: float, at_most_s: float | None = None) -> None:
-        """Close connections with a stalled client.  now: in seconds.  at_most_s: a limit beside send_timeout_s."""
-        limits = [each for each in (self.send_timeout_s, at_most_s) if each is not None]
+    def close_stalled(self, now: float, max_stall_s: float | None = None) -> None:
+        """Close connections with a stalled client.  now: in seconds.  max_stall_s: a limit beside send_timeout_s."""
+        limits = [each for each in (self.send_timeout_s, max_stall_s) if each is not None]
         for connection in self:
-            if size := _pending(connection):
-                self._check_reader(connection, size, now, min(limits, default=None))
+            if size := _num_unsent_bytes(connection):
+                self._abort_if_not_reading(connection, size, now, min(limits, default=None))
             else:
-                self._progress.pop(connection, None)
-                self._check_sender(connection, now)
+                self._send_progress.pop(connection, None)
+                self._abort_if_not_sending(connection, now)
 
-    def _check_reader(self, connection: "Connection", size: int, now: float, limit: float | None) -> None:
+    def _abort_if_not_reading(self, connection: "Connection", size: int, now: float, limit: float | None) -> None:
         # The connection counts as idle from the moment when all output is sent.
         connection.idle_since = now
         taken = connection.num_written - size
-        before, since = self._progress.get(connection, (taken, now))
+        before, since = self._send_progress.get(connection, (taken, now))
         since = now if taken > before else since
-        self._progress[connection] = taken, since
+        self._send_progress[connection] = taken, since
         if limit is not None and now - since >= limit:
             message = "the client read nothing for %.0f s: the connection is closed, %d bytes were not sent"
-            _abort(connection, message, now - since, size)
+            _log_and_abort(connection, message, now - since, size)
             self.metrics.stalled_readers.inc()
 
-    def _check_sender(self, connection: "Connection", now: float) -> None:
+    def _abort_if_not_sending(self, connection: "Connection", now: float) -> None:
         if not connection.is_idle:
             return
         seconds = now - connection.idle_since
-        if connection.is_silent:
+        if connection.got_no_data_since_response:
             if seconds >= KEEP_ALIVE_S:
                 connection.transport.close()
         elif self.body_timeout_s is not None and seconds >= self.body_timeout_s:
             message = "no whole request arrived in %.0f s: the connection from %s is closed"
-            _abort(connection, message, seconds, address_of(connection.transport))
+            _log_and_abort(connection, message, seconds, address_of(connection.transport))
             self.metrics.stalled_senders.inc()
 
 
-def _pending(connection: "Connection") -> int:
+def _num_unsent_bytes(connection: "Connection") -> int:
     return connection.transport.get_write_buffer_size()
 
 
-def _abort(connection: "Connection", message: str, *values: Any) -> None:
+def _log_and_abort(connection: "Connection", message: str, *values: Any) -> None:
     scope = {} if connection.exchange is None else connection.exchange.scope
-    log.warning(message, *values, extra=log_extra(scope.get("state", {}).get("request_id", NO_REQUEST)))
+    log.warning(message, *values, extra=log_extra(scope.get("state", {}).get("request_id", NO_REQUEST_ID)))
     # close() would wait for the client.
     connection.transport.abort()
 
@@ -171,7 +173,7 @@ def log_failed_accepts_rarely(loop: asyncio.AbstractEventLoop) -> None:
 
     def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         error = context.get("exception")
-        if not (isinstance(error, OSError) and error.errno in OUT_OF_RESOURCES):
+        if not (isinstance(error, OSError) and error.errno in OUT_OF_RESOURCES_ERRNOS):
             loop.default_exception_handler(context)
         elif count := log_limiter.num_to_report(loop.time()):
             log.error("a connection cannot be accepted (%s), %d times since the last such line", error.strerror, count)

@@ -16,55 +16,55 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 from espalier.errors import EspalierError
 from espalier.grammar.spec import Grammar, Kind
 
-_SENDER = "describes the sender; the server does not use it"
-CACHE = "the prefix cache always shares equal prompt prefixes"
+_SENDER_REASON = "describes the sender; the server does not use it"
+CACHE_REASON = "the prefix cache always shares equal prompt prefixes"
 # Fields that mark a message, an item, a part or a tool for caching: Anthropic's name, and OpenAI's.
-CACHE_MARKS = ("cache_control", "prompt_cache_breakpoint")
-_ROUTING = "the server chooses the engine"
+CACHE_CONTROL_FIELDS = ("cache_control", "prompt_cache_breakpoint")
+_ROUTING_REASON = "the server chooses the engine"
 
 # Fields of other servers and clients that are accepted without effect and named in a response header.  A field belongs
 # here if the response is the same without it.  A field does not belong here, and is refused by name, if it changes
 # tokens, adds something to the response, or separates users (such as vLLM's cache_salt).
 NO_EFFECT_HINTS: Mapping[str, str] = {
     # OpenAI
-    "user": _SENDER,
-    "safety_identifier": _SENDER,
-    "prompt_cache_key": CACHE,
-    "prompt_cache_retention": CACHE,
+    "user": _SENDER_REASON,
+    "safety_identifier": _SENDER_REASON,
+    "prompt_cache_key": CACHE_REASON,
+    "prompt_cache_retention": CACHE_REASON,
     "service_tier": "there is only one tier; use priority",
     # Ollama
     "keep_alive": "the model stays loaded while the server runs",
     # llama.cpp
-    "cache_prompt": CACHE,
+    "cache_prompt": CACHE_REASON,
     "id_slot": "the engine chooses the slot",
     # vLLM and SGLang
     "request_id": "send the id as the header x-request-id",
     "rid": "send the id as the header x-request-id",
-    "data_parallel_rank": _ROUTING,
+    "data_parallel_rank": _ROUTING_REASON,
     # LiteLLM
-    "litellm_call_id": _SENDER,
-    "litellm_session_id": _SENDER,
-    "litellm_trace_id": _SENDER,
-    "litellm_metadata": _SENDER,
+    "litellm_call_id": _SENDER_REASON,
+    "litellm_session_id": _SENDER_REASON,
+    "litellm_trace_id": _SENDER_REASON,
+    "litellm_metadata": _SENDER_REASON,
     "num_retries": "retries are the client's; the server makes none",
-    "tags": _SENDER,
+    "tags": _SENDER_REASON,
     # OpenRouter
-    "provider": _ROUTING,
-    "session_id": _SENDER,
-    "trace": _SENDER,
+    "provider": _ROUTING_REASON,
+    "session_id": _SENDER_REASON,
+    "trace": _SENDER_REASON,
     "usage": "a response always has it; for a stream use stream_options",
 }
 
 
 @dataclass(frozen=True)
-class Refused:
+class RefusedField:
     """Marks a field that is refused.  reason: the end of the error message, which tells what to do."""
 
     reason: str
 
 
 @dataclass(frozen=True)
-class NoEffect:
+class NoEffectField:
     """Marks a field without effect.  neutral: a value that requests nothing; the answer's header does not name it."""
 
     reason: str
@@ -74,11 +74,11 @@ class NoEffect:
 EmptyList = Annotated[list[Any], Field(max_length=0)]
 # Checking stops at the first wrong entry: to report an error for each of a million entries would block the server.
 FAIL_FAST: Any = Field(fail_fast=True)
-NUMBERS = frozenset((int, float))
-PLAIN = frozenset((int, float, bool, type(None)))
+NUMBER_TYPES = frozenset((int, float))
+SCALAR_TYPES = frozenset((int, float, bool, type(None)))
 
 
-def max_entries(most: int) -> BeforeValidator:
+def limit_entries(most: int) -> BeforeValidator:
     """Returns a check that refuses too many entries of an object at once: pydantic has no fail_fast for objects."""
 
     def count(value: Any) -> Any:
@@ -89,17 +89,17 @@ def max_entries(most: int) -> BeforeValidator:
     return BeforeValidator(count)
 
 
-FUNCTIONS = Refused("OpenAI replaced it by tools; use tools and tool_choice, or leave it out")
-TEXT_ONLY = Refused("this server supports only text; leave it out")
-STATELESS = Refused(
+REFUSED_FUNCTIONS = RefusedField("OpenAI replaced it by tools; use tools and tool_choice, or leave it out")
+REFUSED_NON_TEXT = RefusedField("this server supports only text; leave it out")
+REFUSED_STATE = RefusedField(
     "the server stores nothing between requests; leave it out, and send the whole conversation each time"
 )
-NOT_STORED = NoEffect(
+NO_EFFECT_STORE = NoEffectField(
     "the server stores nothing between requests: send the whole conversation each time; with --learn, false keeps a "
     "request out of the sample",
     neutral=False,
 )
-VERBOSITY = NoEffect("ask for short or long answers in the messages")
+NO_EFFECT_VERBOSITY = NoEffectField("ask for short or long answers in the messages")
 
 
 def _refuse_lone_surrogates(value: Any) -> None:
@@ -114,9 +114,9 @@ def _refuse_lone_surrogates(value: Any) -> None:
             # A logit_bias that was parsed before has token ids, which are ints, as names.
             if not (isinstance(name, int) or name.isascii()):
                 _refuse_lone_surrogates(name)
-            if type(inner) not in PLAIN:
+            if type(inner) not in SCALAR_TYPES:
                 _refuse_lone_surrogates(inner)
-    elif isinstance(value, list) and not {*map(type, value)} <= NUMBERS:
+    elif isinstance(value, list) and not {*map(type, value)} <= NUMBER_TYPES:
         for inner in value:
             _refuse_lone_surrogates(inner)
 
@@ -170,7 +170,7 @@ def _neutral_values(model: type[BaseModel]) -> dict[str, Any]:
         name: note.neutral
         for name, info in model.model_fields.items()
         for note in info.metadata
-        if isinstance(note, NoEffect)
+        if isinstance(note, NoEffectField)
     }
 
 

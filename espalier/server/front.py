@@ -28,7 +28,7 @@ from espalier.server.lanes import Lanes
 from espalier.server.logs import client_name, request_id
 from espalier.server.metrics import Metrics
 from espalier.server.openai import GenerationRequest
-from espalier.server.protocol import SHUTTING_DOWN, EngineGone, Engines, Generation, Submit
+from espalier.server.protocol import SHUTTING_DOWN, EngineGone, Engines, Generation, SubmittedPrompt
 from espalier.server.request_runs import EventStream, RequestRun
 from espalier.server.templates import Templates
 from espalier.text import load_tokenizer
@@ -256,7 +256,7 @@ class Front:
         run = RequestRun(self, make_answer, generation, None if limit is None else loop.time() + limit)
         try:
             # The answer is made while the engine computes.
-            await self.engines.wait_sent()
+            await self.engines.wait_until_sent()
             run.watch(http)
             if not body.stream:
                 return await run.whole_response()
@@ -284,7 +284,7 @@ class Front:
             message = f"{SHUTTING_DOWN}; retry on another server"
             raise ApiError(503, message, retry_after_s=RETRY_AFTER_S)
         try:
-            self.engines.require_up()
+            self.engines.require_running()
         except EngineGone as error:
             raise _engine_gone_error(error) from None
         capacity = self.engines.num_slots + self.options.max_queue
@@ -300,7 +300,7 @@ class Front:
         waits = body.priority or 0, engine_detokenizes(params), client_name.get(), bool(body.stream)
         private = getattr(body, "store", None) is False
         try:
-            return self.engines.submit(prompts, Submit(request_id.get(), [], params, *waits, private))
+            return self.engines.submit(prompts, SubmittedPrompt(request_id.get(), [], params, *waits, private))
         except EngineGone as error:
             raise _engine_gone_error(error) from None
 

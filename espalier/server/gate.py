@@ -21,17 +21,17 @@ from espalier.server.logs import client_name, new_request_id, request_id
 from espalier.server.protocol import SHUTTING_DOWN
 
 log = logging.getLogger("espalier.server")
-CLIENT_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
+CLIENT_REQUEST_ID_PATTERN = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 # nginx's status for a client that disconnected.  It appears only in the log; no client receives it.
 STATUS_CLIENT_LEFT = 499
 # The largest length, 2**63, has this many digits.
 MAX_LENGTH_DIGITS = 19
 # A too large body is read and dropped up to this multiple of max_body_bytes.
-MAX_DROPPED = 4
+MAX_DROPPED_BODIES = 4
 # Uploads to this path have their own size limit.
 FILES_PATH = "/v1/files"
 # Load balancers and Prometheus read these paths without a key.  So do browsers, which cannot send a key (routes.py).
-OPEN_PATHS = ("/health", "/metrics", "/", "/docs")
+PATHS_WITHOUT_KEY = ("/health", "/metrics", "/", "/docs")
 
 
 @dataclass(eq=False)
@@ -72,7 +72,7 @@ class Gate:
             scope = {**scope, "method": "GET"}
         headers = Headers(scope=scope)
         client_id = headers.get("x-request-id", "")
-        request_id.set(client_id if CLIENT_ID.fullmatch(client_id) else new_request_id())
+        request_id.set(client_id if CLIENT_REQUEST_ID_PATTERN.fullmatch(client_id) else new_request_id())
         # connections.py reads the id from the scope.
         scope.setdefault("state", {})["request_id"] = request_id.get()
         client_name.set(BATCH_CLIENT if NO_TIMEOUT in scope["state"] else (scope.get("client") or ("",))[0])
@@ -102,12 +102,12 @@ class Gate:
             # No status was sent if the client left, or if the batch was stopped.
             status = answer.status or STATUS_CLIENT_LEFT
             # At level INFO, probes would fill the log.
-            level = logging.DEBUG if scope["path"] in OPEN_PATHS and answer.status == 200 else logging.INFO
-            log.log(level, "%s %s %d %.3f s%s", method, _quoted_path(scope), status, seconds, _reason(refused))
+            level = logging.DEBUG if scope["path"] in PATHS_WITHOUT_KEY and answer.status == 200 else logging.INFO
+            log.log(level, "%s %s %d %.3f s%s", method, _quoted_path(scope), status, seconds, _log_reason(refused))
             self.on_response_end(scope["state"].get("route", "other"), status)
 
     def _check_key(self, path: str, headers: Headers) -> None:
-        if self.keys and path not in OPEN_PATHS:
+        if self.keys and path not in PATHS_WITHOUT_KEY:
             # Starlette decodes header bytes as latin-1.
             scheme, _, key = headers.get("authorization", "").partition(" ")
             matches = [hmac.compare_digest(key.encode("latin-1"), each) for each in self.keys]
@@ -123,7 +123,7 @@ def _quoted_path(scope: Scope) -> str:
     return quote(scope["path"])
 
 
-def _reason(refused: ApiError | None) -> str:
+def _log_reason(refused: ApiError | None) -> str:
     """Returns the end of the log line of a failed request.  Line breaks that the client sent are escaped."""
     if refused is None:
         return ""
@@ -149,7 +149,7 @@ class LimitedReceive:
         self.deadline = None if limit is None else asyncio.get_running_loop().time() + limit
 
     async def __call__(self) -> Message:
-        message = await self._next()
+        message = await self._next_message()
         if self.num_received > self.max_bytes:
             await self._refuse_too_large()
         return message
@@ -169,11 +169,11 @@ class LimitedReceive:
     async def _refuse_too_large(self, length: int = 0) -> None:
         """Refuse a too large body, after reading a moderately large one: a client does not read while it sends."""
         limit = self.max_bytes
-        while not self.complete and max(self.num_received, length) <= MAX_DROPPED * limit:
-            await self._next()
+        while not self.complete and max(self.num_received, length) <= MAX_DROPPED_BODIES * limit:
+            await self._next_message()
         raise ApiError(413, f"the body is larger than {limit} bytes; send less, or raise {self.limit_flag}")
 
-    async def _next(self) -> Message:
+    async def _next_message(self) -> Message:
         if self.complete:  # the next message reports the client's disconnect, and may come at any time
             return await self.receive()
         deadline = asyncio.get_running_loop().time() if self.gate.draining else self.deadline

@@ -14,11 +14,11 @@ from espalier.child_process import environment
 from espalier.server.errors import queue_full
 
 log = logging.getLogger("espalier.server")
-LENGTH = struct.Struct("<I")
+LENGTH_PREFIX = struct.Struct("<I")
 
 
-def framed(data: bytes) -> bytes:
-    return LENGTH.pack(len(data)) + data
+def with_length_prefix(data: bytes) -> bytes:
+    return LENGTH_PREFIX.pack(len(data)) + data
 
 
 class HelperProcessFailed(Exception):
@@ -58,16 +58,16 @@ class HelperProcess:
             async with asyncio.timeout(limit_s):
                 process = await self.start()
                 assert process.stdin is not None and process.stdout is not None
-                process.stdin.write(framed(data))
+                process.stdin.write(with_length_prefix(data))
                 await process.stdin.drain()
-                (length,) = LENGTH.unpack(await process.stdout.readexactly(LENGTH.size))
+                (length,) = LENGTH_PREFIX.unpack(await process.stdout.readexactly(LENGTH_PREFIX.size))
                 return await process.stdout.readexactly(length)
         except (OSError, EOFError, TimeoutError) as error:
             log.error("the %s process ended or is ended: %r", self.process_name, error)
-            self._end()
+            self._end_process()
             raise HelperProcessFailed from error
         except BaseException:
-            self._end()
+            self._end_process()
             raise
 
     async def start(self) -> asyncio.subprocess.Process:
@@ -85,11 +85,11 @@ class HelperProcess:
 
     async def close(self) -> None:
         process = self._process
-        self._end()
+        self._end_process()
         if process is not None:
             await process.wait()
 
-    def _end(self) -> None:
+    def _end_process(self) -> None:
         if self._process is not None and self._process.returncode is None:
             self._process.kill()
         self._process = None
@@ -100,6 +100,6 @@ def serve_frames(answer: Callable[[bytes], bytes]) -> None:
     # Ctrl-C reaches the whole process group, but the front decides when this process ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     frames, answers = sys.stdin.buffer, sys.stdout.buffer
-    while head := frames.read(LENGTH.size):
-        answers.write(framed(answer(frames.read(*LENGTH.unpack(head)))))
+    while head := frames.read(LENGTH_PREFIX.size):
+        answers.write(with_length_prefix(answer(frames.read(*LENGTH_PREFIX.unpack(head)))))
         answers.flush()

@@ -106,16 +106,16 @@ class Connection(asyncio.Protocol):
         # The last request.
         self.exchange: HttpExchange | None = None
         self.task: asyncio.Task[None] | None = None
-        self.writable = asyncio.Event()
-        self.writable.set()
+        self.can_write = asyncio.Event()
+        self.can_write.set()
         self.is_half_closed = False
         # True after an error for data that is not HTTP.  Nothing more is read then.
-        self.is_refused = False
+        self.is_closing_after_error = False
         # True if the response in progress is the last one.
-        self.is_ending = False
+        self.ends_after_response = False
         # For Connections: since when no request is in progress; whether nothing came since the last response.
         self.idle_since = self.loop.time()
-        self.is_silent = False
+        self.got_no_data_since_response = False
         self.num_written = 0
 
     # Methods that asyncio calls
@@ -127,19 +127,19 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.connections.remove(self)
-        self.writable.set()
+        self.can_write.set()
         self._disconnect()
 
     def pause_writing(self) -> None:
-        self.writable.clear()
+        self.can_write.clear()
 
     def resume_writing(self) -> None:
-        self.writable.set()
+        self.can_write.set()
 
     def data_received(self, data: bytes) -> None:
-        if self.is_silent:
-            self.is_silent, self.idle_since = False, self.loop.time()
-        self._receive(data)
+        if self.got_no_data_since_response:
+            self.got_no_data_since_response, self.idle_since = False, self.loop.time()
+        self._receive_data(data)
 
     def eof_received(self) -> bool:
         """Returns whether the connection stays open."""
@@ -147,7 +147,7 @@ class Connection(asyncio.Protocol):
         self.is_half_closed = (
             exchange is not None
             and http is not None
-            and not (self.is_refused or exchange.more_body or exchange.is_ended)
+            and not (self.is_closing_after_error or exchange.more_body or exchange.is_ended)
             and exchange.scope["http_version"] != "1.0"
             and not http.trailing_data[0]
         )
@@ -157,19 +157,19 @@ class Connection(asyncio.Protocol):
 
     # Reading
 
-    def _receive(self, data: bytes) -> None:
+    def _receive_data(self, data: bytes) -> None:
         """Read data that has come.  Send an error if it is not HTTP."""
         try:
-            if not self.is_refused:
-                self._feed(data)
+            if not self.is_closing_after_error:
+                self._pass_to_h11(data)
         except ApiError as error:
-            self._refuse(error)
+            self._send_error_and_close(error)
         except h11.RemoteProtocolError as error:
             too_large = error.error_status_hint == 431
             why = f"a chunk's line or the trailers are larger than {MAX_LINE_BYTES} bytes; send less"
-            self._refuse(ApiError(431, why) if too_large else ApiError(400, MALFORMED_HTTP))
+            self._send_error_and_close(ApiError(431, why) if too_large else ApiError(400, MALFORMED_HTTP))
 
-    def _feed(self, data: bytes) -> None:
+    def _pass_to_h11(self, data: bytes) -> None:
         """Pass data to h11.  h11 limits only a line whose end has not arrived, so chunked data is passed in pieces."""
         while True:
             is_chunked = self.http is not None and self.exchange is not None and self.exchange.is_chunked
@@ -179,13 +179,13 @@ class Connection(asyncio.Protocol):
                 self.head += part
             elif part:
                 self.http.receive_data(part)
-            self._read()
+            self._handle_arrived_requests()
             if not data:
                 return
 
-    def _read(self) -> None:
+    def _handle_arrived_requests(self) -> None:
         """Handle the requests and body parts that have arrived.  Raises ApiError, or h11's errors."""
-        while not (self.is_refused or self.transport.is_closing()):
+        while not (self.is_closing_after_error or self.transport.is_closing()):
             if self.http is None and not self._begin_request():
                 return
             assert self.http is not None
@@ -217,7 +217,7 @@ class Connection(asyncio.Protocol):
         self.exchange = HttpExchange(self, request)
         self.task = self.loop.create_task(self._run(self.exchange))
         if rest:
-            self._feed(rest)
+            self._pass_to_h11(rest)
         return self.http is not None
 
     async def _run(self, exchange: "HttpExchange") -> None:
@@ -255,20 +255,20 @@ class Connection(asyncio.Protocol):
         self.transport.write(data)
 
     def response_ended(self, exchange: "HttpExchange") -> None:
-        self.idle_since, self.is_silent = self.loop.time(), True
+        self.idle_since, self.got_no_data_since_response = self.loop.time(), True
         self.connections.mark_idle(self)
         # After FIN the client sends no further request.
-        if self.is_ending or self.is_half_closed or not exchange.keeps_alive:
+        if self.ends_after_response or self.is_half_closed or not exchange.keeps_alive:
             self.transport.close()
             return
         self.transport.resume_reading()
         if not exchange.more_body:
             self._reset_for_next_request()
-            self._receive(b"")
+            self._receive_data(b"")
 
     def end(self) -> None:
         """Close the connection after the response in progress, or now if there is none."""
-        self.is_ending = True
+        self.ends_after_response = True
         if self.is_idle:
             self.transport.close()
 
@@ -285,7 +285,7 @@ class Connection(asyncio.Protocol):
             self.write(CONTINUE_RESPONSE)
         self.loop.call_later(HALF_CLOSED_CHECK_S, self._check_half_closed, count + 1)
 
-    def _refuse(self, error: ApiError) -> None:
+    def _send_error_and_close(self, error: ApiError) -> None:
         """Send an error and close, unless a response to an unfinished request has started on this connection.
 
         The client would read a second response as the next request's.
@@ -293,13 +293,13 @@ class Connection(asyncio.Protocol):
         exchange = self.exchange
         if exchange is None or not exchange.is_started or (exchange.is_ended and not exchange.more_body):
             self.write(_error_bytes(error, self.transport))
-            self._linger()
+            self._close_after_error()
         else:
             self.transport.close()
 
-    def _linger(self) -> None:
+    def _close_after_error(self) -> None:
         """Close for writing, but read for LINGER_S: if a client still sends, a TCP reset would destroy the response."""
-        self.is_refused = True
+        self.is_closing_after_error = True
         # Nothing may be written after the error.
         self._disconnect()
         self.transport.write_eof()
@@ -365,14 +365,14 @@ class HttpExchange:
 
     async def send(self, message: Message) -> None:
         """Sends a message, as ASGI defines.  Waits until the client has read enough to be sent more, or is gone."""
-        await self.connection.writable.wait()
+        await self.connection.can_write.wait()
         if self.is_disconnected or self.is_ended:
             return
         if message["type"] == "http.response.start":
             # The head is kept for the first part of the body, so that both leave in one packet.
             self.head, self.is_started = self._head_of(message), True
             return
-        data, self.head = self.head + self._framed(message.get("body", b"")), b""
+        data, self.head = self.head + self._as_chunk(message.get("body", b"")), b""
         self.is_ended = not message.get("more_body", False)
         self.connection.write(data + LAST_CHUNK if self.is_ended and self.sends_chunked else data)
         if self.is_ended:
@@ -395,13 +395,13 @@ class HttpExchange:
     def client_keeps_up(self) -> bool:
         """Whether data that is written now leaves at once, or soon."""
         connection = self.connection
-        return not self.is_disconnected and connection.writable.is_set() and not connection.transport.is_closing()
+        return not self.is_disconnected and connection.can_write.is_set() and not connection.transport.is_closing()
 
     def write(self, data: bytes) -> None:
         """Write a middle part of a body: `send` has sent the first part, and will send the last."""
-        self.connection.write(self._framed(data))
+        self.connection.write(self._as_chunk(data))
 
-    def _framed(self, data: bytes) -> bytes:
+    def _as_chunk(self, data: bytes) -> bytes:
         if not (data and self.sends_body):
             return b""
         return b"%x\r\n%b\r\n" % (len(data), data) if self.sends_chunked else data
@@ -425,13 +425,13 @@ def _scope_of(request: h11.Request, transport: asyncio.Transport) -> Scope:
         "query_string": query,
         "root_path": "",
         "headers": list(request.headers),
-        "client": _address(transport.get_extra_info("peername")),
-        "server": _address(transport.get_extra_info("sockname")),
+        "client": _host_and_port(transport.get_extra_info("peername")),
+        "server": _host_and_port(transport.get_extra_info("sockname")),
         "state": {},
     }
 
 
-def _address(name: Any) -> tuple[str, int] | None:
+def _host_and_port(name: Any) -> tuple[str, int] | None:
     """Returns host and port; None for a Unix socket."""
     return (name[0], name[1]) if isinstance(name, tuple) else None
 

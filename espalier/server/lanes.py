@@ -17,10 +17,10 @@ from espalier.server.errors import bad_request, queue_full
 
 T = TypeVar("T")
 # The most characters or tokens for the short lane: a few milliseconds of work.
-MAX_SHORT = 16384
-MAX_WAITING = 32
+MAX_SHORT_SIZE = 16384
+MAX_WAITING_PROMPTS = 32
 # Below this size, the work takes less time than switching to a thread and back.
-MAX_INLINE = 2048
+MAX_INLINE_SIZE = 2048
 
 
 @dataclass
@@ -58,13 +58,13 @@ class Lanes:
         `work` raises EspalierError, or if too many long prompts wait.
         """
         try:
-            if size <= MAX_INLINE and not self._short.num_open:
+            if size <= MAX_INLINE_SIZE and not self._short.num_open:
                 # No thread uses this lane's tokenizer now.
                 return work(self._short.inputs, *values)
-            if size <= MAX_SHORT:
+            if size <= MAX_SHORT_SIZE:
                 return await self._short.run(work, *values)
-            if self._long.num_open > MAX_WAITING:
-                raise queue_full(f"{MAX_WAITING} long prompts are already waiting to be tokenized")
+            if self._long.num_open > MAX_WAITING_PROMPTS:
+                raise queue_full(f"{MAX_WAITING_PROMPTS} long prompts are already waiting to be tokenized")
             return await self._long.run(work, *values)
         except EspalierError as error:
             raise bad_request(error, field) from None

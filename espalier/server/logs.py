@@ -7,8 +7,8 @@ import sys
 from contextvars import ContextVar
 
 LEVELS = ("debug", "info", "warning", "error")
-NO_REQUEST = "-"
-request_id: ContextVar[str] = ContextVar("request_id", default=NO_REQUEST)
+NO_REQUEST_ID = "-"
+request_id: ContextVar[str] = ContextVar("request_id", default=NO_REQUEST_ID)
 # The client's API key if the server has several keys, else the client's address.  A key that nobody checks is not used
 # as a name: a client that sends many keys would have many shares of the queue (front.ClientShares).
 client_name: ContextVar[str] = ContextVar("client_name", default="")
@@ -25,13 +25,13 @@ def _add_request_id(record: logging.LogRecord) -> bool:
     return True
 
 
-class _Json(logging.Formatter):
+class _JsonFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         line = {
             "time": self.formatTime(record, "%Y-%m-%dT%H:%M:%S%z"),
             "level": record.levelname.lower(),
             "logger": record.name,
-            "request_id": getattr(record, "request_id", NO_REQUEST),
+            "request_id": getattr(record, "request_id", NO_REQUEST_ID),
             "message": record.getMessage(),
         }
         if record.exc_info:
@@ -43,7 +43,7 @@ def set_up(level: str, as_json: bool) -> None:
     """Send all log lines of this process to stderr, in one format."""
     handler = logging.StreamHandler(sys.stderr)
     text = logging.Formatter("%(asctime)s %(levelname)s %(name)s [%(request_id)s] %(message)s")
-    handler.setFormatter(_Json() if as_json else text)
+    handler.setFormatter(_JsonFormatter() if as_json else text)
     handler.addFilter(_add_request_id)
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     # httpx would log a line for each request to the model hub.

@@ -15,43 +15,43 @@ from espalier.errors import EspalierError, require_int
 from espalier.limits import MAX_BIAS, MAX_COUNT, MAX_LOGPROBS
 from espalier.request import SPELLED_ALIKE, SamplingParams
 from espalier.server.fields import (
-    CACHE,
-    CACHE_MARKS,
+    CACHE_CONTROL_FIELDS,
+    CACHE_REASON,
     FAIL_FAST,
-    FUNCTIONS,
     NO_EFFECT_HINTS,
-    NOT_STORED,
-    PLAIN,
-    TEXT_ONLY,
-    VERBOSITY,
+    NO_EFFECT_STORE,
+    NO_EFFECT_VERBOSITY,
+    REFUSED_FUNCTIONS,
+    REFUSED_NON_TEXT,
+    SCALAR_TYPES,
     Body,
     EmptyList,
     GrammarFields,
-    NoEffect,
-    Refused,
-    max_entries,
+    NoEffectField,
+    RefusedField,
+    limit_entries,
     no_effect_inside,
 )
 from espalier.tool_calls.definitions import MAX_TOOLS, Tools, checked_tools
 
-CACHE_CONTROL: Any = Annotated[Any, NoEffect(CACHE)]
-COPIED_REASONING = NoEffect("the text of the reasoning is read from reasoning_content")
-Tokens = Annotated[list[int], FAIL_FAST]
+CacheControl: Any = Annotated[Any, NoEffectField(CACHE_REASON)]
+NO_EFFECT_REASONING = NoEffectField("the text of the reasoning is read from reasoning_content")
+TokenIds = Annotated[list[int], FAIL_FAST]
 MAX_METADATA = 16
 MAX_TEMPLATE_KWARGS = 64
-TemplateKwargs = Annotated[dict[str, Any], max_entries(MAX_TEMPLATE_KWARGS)]
+TemplateKwargs = Annotated[dict[str, Any], limit_entries(MAX_TEMPLATE_KWARGS)]
 # JSON keys are strings, so the key's type is not strict.
-Bias = Annotated[dict[Annotated[int, Field(strict=False)], float], max_entries(MAX_BIAS)]
+LogitBias = Annotated[dict[Annotated[int, Field(strict=False)], float], limit_entries(MAX_BIAS)]
 
 
 class TextPart(Body):
     type: Literal["text"] = Field(description="this server supports only text")
     text: str
-    cache_control: CACHE_CONTROL = None
-    prompt_cache_breakpoint: CACHE_CONTROL = None
+    cache_control: CacheControl = None
+    prompt_cache_breakpoint: CacheControl = None
 
 
-def _joined(content: str | list[TextPart]) -> str:
+def _join_text_parts(content: str | list[TextPart]) -> str:
     return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
@@ -68,7 +68,7 @@ class ToolCall(Body):
     id: str | None = None
     type: Literal["function"] = "function"
     function: FunctionCall
-    index: Annotated[int | None, NoEffect("the order of the list is used")] = None
+    index: Annotated[int | None, NoEffectField("the order of the list is used")] = None
 
     def for_template(self) -> dict[str, Any]:
         return {"id": self.id, "type": self.type, "function": self.function.model_dump()}
@@ -95,14 +95,14 @@ class Message(Body):
     )
     reasoning: str | None = Field(None, description="another name of reasoning_content")
     refusal: str | None = Field(None, description="an earlier refusal; the text of a message without content")
-    cache_control: CACHE_CONTROL = None
-    prompt_cache_breakpoint: CACHE_CONTROL = None
-    reasoning_details: Annotated[Any, COPIED_REASONING] = None
-    thinking_blocks: Annotated[Any, COPIED_REASONING] = None
-    provider_specific_fields: Annotated[Any, NoEffect("describes the answer of another server")] = None
-    function_call: Annotated[None, FUNCTIONS] = None
-    audio: Annotated[None, TEXT_ONLY] = None
-    annotations: Annotated[EmptyList | None, TEXT_ONLY] = None
+    cache_control: CacheControl = None
+    prompt_cache_breakpoint: CacheControl = None
+    reasoning_details: Annotated[Any, NO_EFFECT_REASONING] = None
+    thinking_blocks: Annotated[Any, NO_EFFECT_REASONING] = None
+    provider_specific_fields: Annotated[Any, NoEffectField("describes the answer of another server")] = None
+    function_call: Annotated[None, REFUSED_FUNCTIONS] = None
+    audio: Annotated[None, REFUSED_NON_TEXT] = None
+    annotations: Annotated[EmptyList | None, REFUSED_NON_TEXT] = None
 
     @model_validator(mode="before")
     @classmethod
@@ -120,12 +120,12 @@ class Message(Body):
 
     @property
     def text(self) -> str:
-        return _joined(self.content or self.refusal or "")
+        return _join_text_parts(self.content or self.refusal or "")
 
     def join_parts(self) -> None:
         """Replace the parts of the content by their text."""
         if isinstance(self.content, list):
-            for name in CACHE_MARKS:
+            for name in CACHE_CONTROL_FIELDS:
                 marks = [mark for part in self.content if (mark := getattr(part, name)) is not None]
                 if marks and getattr(self, name) is None:
                     setattr(self, name, marks[0])
@@ -147,7 +147,7 @@ def _json_type(annotation: Any) -> Any:
         return Union[tuple(_json_type(part) for part in get_args(annotation))]  # noqa: UP007
     if get_origin(annotation) is Sequence:
         return Annotated[list[get_args(annotation)[0]], FAIL_FAST]  # type: ignore[misc]
-    return Bias if get_origin(annotation) is Mapping else annotation
+    return LogitBias if get_origin(annotation) is Mapping else annotation
 
 
 # The engine honours these fields.  Their descriptions are the help texts in espalier/request.py.
@@ -155,12 +155,14 @@ SAMPLING_FIELDS: Mapping[str, Any] = {
     f.name: (_json_type(f.type), Field(None, description=f.metadata["help"])) for f in SPELLED_ALIKE
 }
 Sampling: Any = create_model("Sampling", __base__=Body, **SAMPLING_FIELDS)
-HINT_FIELDS: Mapping[str, Any] = {name: (Annotated[Any, NoEffect(why)], None) for name, why in NO_EFFECT_HINTS.items()}
+HINT_FIELDS: Mapping[str, Any] = {
+    name: (Annotated[Any, NoEffectField(why)], None) for name, why in NO_EFFECT_HINTS.items()
+}
 SamplingAndHints: Any = create_model("SamplingAndHints", __base__=Sampling, **HINT_FIELDS)
 
 
 @lru_cache(maxsize=256)
-def _params_of(values: frozenset[tuple[str, Any]]) -> SamplingParams:
+def _shared_params(values: frozenset[tuple[str, Any]]) -> SamplingParams:
     """Returns one shared object for equal values: checking a new object takes as long as reading the body.
 
     Each field has values of one type, so values that compare equal are the same value.
@@ -173,7 +175,7 @@ class StreamOptions(Body):
     continuous_usage_stats: bool | None = Field(
         None, description="add the usage so far, over all choices, to each chunk"
     )
-    include_obfuscation: Annotated[Literal[False] | None, Refused("chunks are never padded; leave it out")] = None
+    include_obfuscation: Annotated[Literal[False] | None, RefusedField("chunks are never padded; leave it out")] = None
 
 
 class CommonFields(Body):
@@ -220,8 +222,8 @@ class GenerationRequest(SamplingAndHints, GrammarFields, CommonFields):
     return_token_ids: bool | None = Field(None, description="return the token ids of each choice")
 
     metadata: Annotated[
-        Annotated[dict[str, Any], max_entries(MAX_METADATA)] | None,
-        NoEffect("the server stores no responses, so there is nothing to look up by it"),
+        Annotated[dict[str, Any], limit_entries(MAX_METADATA)] | None,
+        NoEffectField("the server stores no responses, so there is nothing to look up by it"),
     ] = None
 
     @property
@@ -236,8 +238,8 @@ class GenerationRequest(SamplingAndHints, GrammarFields, CommonFields):
             given["max_tokens"] = self.max_completion_tokens
         given |= values
         grammar = self.requested_grammar()
-        if grammar is None and all(type(value) in PLAIN for value in given.values()):
-            return _params_of(frozenset(given.items()))
+        if grammar is None and all(type(value) in SCALAR_TYPES for value in given.values()):
+            return _shared_params(frozenset(given.items()))
         return SamplingParams(**given, grammar=grammar)
 
     def check(self) -> None:
@@ -255,14 +257,16 @@ class GenerationRequest(SamplingAndHints, GrammarFields, CommonFields):
 class CompletionRequest(GenerationRequest):
     """POST /v1/completions"""
 
-    prompt: str | Tokens | Annotated[list[str], FAIL_FAST] | Annotated[list[Tokens], FAIL_FAST] = Field(
+    prompt: str | TokenIds | Annotated[list[str], FAIL_FAST] | Annotated[list[TokenIds], FAIL_FAST] = Field(
         description="text or token ids, one or several"
     )
     echo: bool | None = Field(
         None, description="begin the text with the prompt; with logprobs, also return logprobs of the prompt's tokens"
     )
-    best_of: Annotated[Literal[1] | None, Refused("the server does not rank outputs; use n and choose one")] = None
-    suffix: Annotated[Literal[""] | None, Refused("insertion is not supported; put all text into the prompt")] = None
+    best_of: Annotated[Literal[1] | None, RefusedField("the server does not rank outputs; use n and choose one")] = None
+    suffix: Annotated[Literal[""] | None, RefusedField("insertion is not supported; put all text into the prompt")] = (
+        None
+    )
 
     @property
     def echoes_logprobs(self) -> bool:
@@ -315,7 +319,7 @@ class Prediction(Body):
 
     @property
     def text(self) -> str:
-        return _joined(self.content)
+        return _join_text_parts(self.content)
 
     def fields_without_effect(self) -> list[str]:
         return [] if isinstance(self.content, str) else no_effect_inside("content", self.content)
@@ -340,22 +344,24 @@ class ChatRequest(ToolFields, ChatTemplateFields, GenerationRequest):
         description="the likely answer, such as the file that is edited: while answer and prediction agree, more "
         "tokens are verified at once; needs the engine's source prediction, as on a CPU by default",
     )
-    functions: Annotated[EmptyList | None, FUNCTIONS] = None
-    function_call: Annotated[Literal["none", "auto"] | None, FUNCTIONS] = None
-    modalities: Annotated[Annotated[list[Literal["text"]], FAIL_FAST] | None, TEXT_ONLY] = None
-    audio: Annotated[None, TEXT_ONLY] = None
-    verbosity: Annotated[str | None, VERBOSITY] = None
-    web_search_options: Annotated[None, Refused("the server has no web search; leave it out")] = None
-    store: Annotated[bool | None, NOT_STORED] = None
-    _removed_marks: list[str] = PrivateAttr(default=[])
+    functions: Annotated[EmptyList | None, REFUSED_FUNCTIONS] = None
+    function_call: Annotated[Literal["none", "auto"] | None, REFUSED_FUNCTIONS] = None
+    modalities: Annotated[Annotated[list[Literal["text"]], FAIL_FAST] | None, REFUSED_NON_TEXT] = None
+    audio: Annotated[None, REFUSED_NON_TEXT] = None
+    verbosity: Annotated[str | None, NO_EFFECT_VERBOSITY] = None
+    web_search_options: Annotated[None, RefusedField("the server has no web search; leave it out")] = None
+    store: Annotated[bool | None, NO_EFFECT_STORE] = None
+    _removed_cache_fields: list[str] = PrivateAttr(default=[])
 
     @model_validator(mode="after")
-    def _remove_cache_marks(self) -> "ChatRequest":
+    def _remove_cache_fields(self) -> "ChatRequest":
         """Remove cache marks from the tools, because the chat template would show them."""
         tools = self.tools or []
-        self._removed_marks = [name for name in CACHE_MARKS if any(_has_cache_mark(tool, name) for tool in tools)]
-        if self._removed_marks:
-            self.tools = [_without_cache_marks(tool) for tool in tools]
+        self._removed_cache_fields = [
+            name for name in CACHE_CONTROL_FIELDS if any(_has_cache_field(tool, name) for tool in tools)
+        ]
+        if self._removed_cache_fields:
+            self.tools = [_without_cache_fields(tool) for tool in tools]
         return self
 
     def check(self) -> None:
@@ -375,26 +381,26 @@ class ChatRequest(ToolFields, ChatTemplateFields, GenerationRequest):
             options["chat_template_kwargs"] = {"reasoning_effort": self.reasoning_effort, **variables}
         return {**options, "tools": self.tools, "add_special_tokens": self.add_special_tokens}
 
-    def tool_use(self) -> Tools:
+    def checked_tool_use(self) -> Tools:
         """Returns the tools that the model may call.  Raises EspalierError."""
         return checked_tools(self.tools, self.tool_choice, self.parallel_tool_calls)
 
     def fields_without_effect(self) -> list[str]:
-        marks = [f"tools.{name}" for name in self._removed_marks]
+        marks = [f"tools.{name}" for name in self._removed_cache_fields]
         predicted = [] if self.prediction is None else no_effect_inside("prediction", [self.prediction])
         return super().fields_without_effect() + no_effect_inside("messages", self.messages) + marks + predicted
 
 
-def _has_cache_mark(tool: dict[str, Any], mark: str) -> bool:
+def _has_cache_field(tool: dict[str, Any], mark: str) -> bool:
     return mark in tool or (isinstance(tool.get("function"), dict) and mark in tool["function"])
 
 
-def _without_cache_marks(tool: dict[str, Any]) -> dict[str, Any]:
+def _without_cache_fields(tool: dict[str, Any]) -> dict[str, Any]:
     """Returns a copy of a tool without cache marks, which may stand beside its function or inside it."""
     return {
-        name: _without_cache_marks(value) if name == "function" and isinstance(value, dict) else value
+        name: _without_cache_fields(value) if name == "function" and isinstance(value, dict) else value
         for name, value in tool.items()
-        if name not in CACHE_MARKS
+        if name not in CACHE_CONTROL_FIELDS
     }
 
 
@@ -413,4 +419,4 @@ class DetokenizeRequest(Body):
     """POST /detokenize"""
 
     model: str | None = Field(None, description="a name from /v1/models")
-    tokens: Tokens = Field(description="token ids; special tokens are left out of the text")
+    tokens: TokenIds = Field(description="token ids; special tokens are left out of the text")

@@ -39,7 +39,7 @@ class Start(msgspec.Struct, tag=True):
     learn: dict[str, Any] | None = None
 
 
-class Submit(msgspec.Struct):
+class SubmittedPrompt(msgspec.Struct):
     """A prompt with n samples.
 
     detokenize: the engine process makes the text, which stop strings need.  client: the client's name; the prompts of
@@ -56,20 +56,20 @@ class Submit(msgspec.Struct):
     streamed: bool = False
     private: bool = False
 
-    def for_prompts(self, prompts: Sequence[list[int]], first: int) -> "list[Submit]":
+    def for_prompts(self, prompts: Sequence[list[int]], first: int) -> "list[SubmittedPrompt]":
         """Returns a copy for each prompt.  Its name ends with the prompt's number, counted from `first`."""
         named = ((f"{self.name}-{number}", prompt) for number, prompt in enumerate(prompts, first))
         return [msgspec.structs.replace(self, name=name, prompt=prompt) for name, prompt in named]
 
 
-class SubmitMany(msgspec.Struct, tag=True):
+class SubmitPrompts(msgspec.Struct, tag=True):
     """Prompts that arrived together."""
 
-    prompts: list[Submit]
+    prompts: list[SubmittedPrompt]
 
 
-class Abort(msgspec.Struct, tag=True):
-    """End all samples of one prompt.  name: of its Submit.  Ignored if they have ended: the messages may cross."""
+class AbortPrompt(msgspec.Struct, tag=True):
+    """End all samples of one prompt.  name: of its SubmittedPrompt.  Ignored if they have ended: the messages may cross."""
 
     name: str
 
@@ -78,20 +78,20 @@ class Shutdown(msgspec.Struct, tag=True):
     """Makes the engine process exit at once.  The front has drained before, or does not wait."""
 
 
-ToEngine = Start | SubmitMany | Abort | Shutdown
+ToEngine = Start | SubmitPrompts | AbortPrompt | Shutdown
 
 
-class Ready(msgspec.Struct, tag=True):
+class EngineReady(msgspec.Struct, tag=True):
     """Reports that the engine is loaded.  config: the resolved configuration."""
 
     facts: ModelFacts
     config: dict[str, Any]
 
 
-class Refused(msgspec.Struct, tag=True):
+class PromptRefused(msgspec.Struct, tag=True):
     """Reports a prompt that the engine refused.
 
-    name: of its Submit.  error: the reason.  busy: the prompt may run if the front submits it again later.
+    name: of its SubmittedPrompt.  error: the reason.  busy: the prompt may run if the front submits it again later.
     """
 
     name: str
@@ -99,7 +99,7 @@ class Refused(msgspec.Struct, tag=True):
     busy: bool = False
 
 
-class Part(msgspec.Struct, array_like=True):
+class OutputPart(msgspec.Struct, array_like=True):
     """An output chunk of one sample.  usage, speculation: the sample's totals, set only with its last chunk."""
 
     name: str
@@ -108,7 +108,7 @@ class Part(msgspec.Struct, array_like=True):
     speculation: SpeculationStats | None = None
 
 
-class Report(msgspec.Struct):
+class EngineReport(msgspec.Struct):
     """The engine's state.
 
     harvests: engine steps so far.  pages_owned: pages of running requests that are not in the prefix cache.  rounds:
@@ -135,17 +135,17 @@ class Report(msgspec.Struct):
     learning: LearnFigures | None = None
 
 
-class Harvest(msgspec.Struct, tag=True):
+class StepOutput(msgspec.Struct, tag=True):
     """The output of one engine step.  Without parts, the message is a heartbeat.
 
     report: None if the engine is busy and the last report is younger than worker.REPORT_S.
     """
 
-    parts: list[Part]
-    report: Report | None = None
+    parts: list[OutputPart]
+    report: EngineReport | None = None
 
 
-class Failed(msgspec.Struct, tag=True):
+class EngineFailed(msgspec.Struct, tag=True):
     """The last message of an engine process that cannot go on.
 
     refused: the cause is wrong settings, not the engine.
@@ -155,7 +155,7 @@ class Failed(msgspec.Struct, tag=True):
     refused: bool
 
 
-FromEngine = Ready | Refused | Harvest | Failed
+FromEngine = EngineReady | PromptRefused | StepOutput | EngineFailed
 
 
 def _encode_logprobs(value: Any) -> Any:
@@ -184,7 +184,7 @@ class EngineBusy(EspalierError):
     """An engine does not take a prompt now.  It may take the same prompt later."""
 
 
-def refusal_error(refused: Refused) -> EspalierError:
+def refusal_error(refused: PromptRefused) -> EspalierError:
     return EngineBusy(refused.error) if refused.busy else EspalierError(refused.error)
 
 
@@ -199,7 +199,7 @@ class EngineFigures:
     labels: Mapping[str, str]
     up: bool
     num_restarts: int
-    report: Report
+    report: EngineReport
     abort_steps: Mapping[int, int] = field(default_factory=Counter)
 
 
@@ -225,17 +225,17 @@ class Engines(Protocol):
     @property
     def open_samples(self) -> int: ...
 
-    def require_up(self) -> None:
+    def require_running(self) -> None:
         """Raises EngineGone if a prompt submitted now could not run."""
 
-    def submit(self, prompts: Sequence[list[int]], template: Submit) -> "Generation":
+    def submit(self, prompts: Sequence[list[int]], template: SubmittedPrompt) -> "Generation":
         """Queue prompts.  template: settings of all prompts; its name begins each prompt's name.  Raises EngineGone."""
 
-    async def wait_sent(self) -> None:
+    async def wait_until_sent(self) -> None:
         """Return when all prompts queued so far are sent, after at least one turn of the event loop."""
 
     def abort(self, generation: "Generation") -> None:
-        """Abort the samples that still run, and drop their output."""
+        """AbortPrompt the samples that still run, and drop their output."""
 
     def figures(self) -> list[EngineFigures]: ...
 
@@ -259,17 +259,17 @@ class Generation:
     def __init__(self, engines: "Engines", names: Sequence[str], samples: int):
         self.engines = engines
         self.num_running = dict.fromkeys(names, samples)
-        self.unread: list[Part] = []
+        self.unread: list[OutputPart] = []
         self.error: Exception | None = None
         self.new_parts = asyncio.Event()
-        self.listener: Callable[[list[Part]], bool] | None = None
+        self.listener: Callable[[list[OutputPart]], bool] | None = None
         self._is_waiting = False
 
     @property
     def done(self) -> bool:
         return not any(self.num_running.values())
 
-    async def parts(self, deadline: float | None) -> AsyncIterator[list[Part]]:
+    async def parts(self, deadline: float | None) -> AsyncIterator[list[OutputPart]]:
         """Yield the new parts, until all samples have ended.
 
         deadline: a time on the event loop's clock.  Raises TimeoutError, EngineGone, or EspalierError if the engine
@@ -300,7 +300,7 @@ class Generation:
         if self.error is None and not self.done:
             self.fail(TimeoutError())
 
-    def add(self, part: Part) -> None:
+    def add(self, part: OutputPart) -> None:
         if part.output.finish_reason is not None:
             self.num_running[part.name] -= 1
         if self.error is not None:
@@ -313,7 +313,7 @@ class Generation:
             # Parts of one message arrive in one turn of the event loop.  The next turn offers them together.
             asyncio.get_running_loop().call_soon(self._offer_to_listener, self.listener)
 
-    def _offer_to_listener(self, listener: Callable[[list[Part]], bool]) -> None:
+    def _offer_to_listener(self, listener: Callable[[list[OutputPart]], bool]) -> None:
         """Give the unread parts to the listener, or wake the reader."""
         parts, self.unread = self.unread, []
         try:

@@ -19,7 +19,7 @@ from espalier.server.answers import Answer
 from espalier.server.errors import INTERNAL_ERROR, RETRY_AFTER_S, ApiError, bad_request, json_response
 from espalier.server.http1 import EXCHANGE_EXTENSION, HttpExchange
 from espalier.server.logs import client_name
-from espalier.server.protocol import EngineBusy, EngineGone, Generation, Part
+from espalier.server.protocol import EngineBusy, EngineGone, Generation, OutputPart
 
 if TYPE_CHECKING:
     from espalier.server.front import Front
@@ -84,7 +84,7 @@ class RequestRun:
         """Whether all parts have come, without an error."""
         return self.generation.done and self.generation.error is None
 
-    def _events_of(self, parts: list[Part]) -> bytes:
+    def _events_of(self, parts: list[OutputPart]) -> bytes:
         """Returns the events of the next parts.  Raises ApiError."""
         self._record_metrics(parts)
         events = self._unsent_opening + b"".join(
@@ -99,7 +99,7 @@ class RequestRun:
     def write_directly_to(self, exchange: HttpExchange) -> None:
         """From now on, write events to the client as soon as they exist, as long as the client reads."""
 
-        def write(parts: list[Part]) -> bool:
+        def write(parts: list[OutputPart]) -> bool:
             if not exchange.client_keeps_up:
                 return False
             if events := self._events_of(parts):
@@ -125,7 +125,7 @@ class RequestRun:
         except EspalierError as error:
             raise bad_request(error) from None
 
-    def _record_metrics(self, parts: list[Part]) -> None:
+    def _record_metrics(self, parts: list[OutputPart]) -> None:
         """Measure the parts for /metrics.  Raises ApiError if a part has an error."""
         metrics, now = self.metrics, asyncio.get_running_loop().time()
         for part in parts:
@@ -190,18 +190,18 @@ class EventStream(StreamingResponse):
             return
         except ApiError as error:
             log.warning("the stream ended early: %s", error.detail)
-            await send(_body_message(self._failed(error)))
+            await send(_body_message(self._failure_event(error)))
         except Exception:
             # Status 200 is already sent: without an error event, the client would think that the text is complete.
             log.exception("the stream failed")
-            await send(_body_message(self._failed(ApiError(500, INTERNAL_ERROR))))
+            await send(_body_message(self._failure_event(ApiError(500, INTERNAL_ERROR))))
         self.ended = True
         if not is_last:
             await send(_body_message(b"", False))
         # If several streams end together, all of them end before the first one is logged and counted.
         await asyncio.sleep(0)
 
-    def _failed(self, error: ApiError) -> bytes:
+    def _failure_event(self, error: ApiError) -> bytes:
         body = error.body()
         self.run.metrics.stream_errors.labels(body["error"]["type"]).inc()
         return self.run.answer.error_event(body)

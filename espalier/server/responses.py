@@ -9,21 +9,21 @@ from pydantic import Field, ValidationError, create_model
 from espalier.errors import EspalierError, shown, unknown_name
 from espalier.server.errors import ApiError, validation_error
 from espalier.server.fields import (
-    CACHE_MARKS,
+    CACHE_CONTROL_FIELDS,
     FAIL_FAST,
-    NOT_STORED,
-    STATELESS,
-    TEXT_ONLY,
-    VERBOSITY,
+    NO_EFFECT_STORE,
+    NO_EFFECT_VERBOSITY,
+    REFUSED_NON_TEXT,
+    REFUSED_STATE,
     Body,
     EmptyList,
-    Refused,
-    max_entries,
+    RefusedField,
+    limit_entries,
     no_effect_inside,
 )
 from espalier.server.openai import HINT_FIELDS, MAX_METADATA, SAMPLING_FIELDS, ChatRequest, CommonFields, ToolFields
 
-LOGPROBS, ENCRYPTED = "message.output_text.logprobs", "reasoning.encrypted_content"
+INCLUDE_LOGPROBS, INCLUDE_ENCRYPTED = "message.output_text.logprobs", "reasoning.encrypted_content"
 # Fields of SamplingParams that this endpoint names differently, or does not have.
 NOT_SHARED_FIELDS = ("n", "max_tokens", "logprobs", "prompt_logprobs")
 _sampling = {name: each for name, each in SAMPLING_FIELDS.items() if name not in NOT_SHARED_FIELDS}
@@ -63,11 +63,11 @@ class Reasoning(Body):
 
 class TextOptions(Body):
     format: dict[str, Any] | None = Field(None, description="text, json_schema or json_object")
-    verbosity: Annotated[str | None, VERBOSITY] = None
+    verbosity: Annotated[str | None, NO_EFFECT_VERBOSITY] = None
 
 
 class StreamOptions(Body):
-    include_obfuscation: Annotated[Literal[False] | None, Refused("events are never padded; leave it out")] = None
+    include_obfuscation: Annotated[Literal[False] | None, RefusedField("events are never padded; leave it out")] = None
 
 
 class ResponsesRequest(_Sampling, ToolFields, CommonFields):
@@ -82,30 +82,34 @@ class ResponsesRequest(_Sampling, ToolFields, CommonFields):
     reasoning: Reasoning | None = Field(None, description="effort, for the chat template")
     text: TextOptions | None = Field(None, description="format: the form of the answer")
     top_logprobs: int | None = Field(
-        None, description=f"number of likeliest tokens to return; needs include {LOGPROBS}"
+        None, description=f"number of likeliest tokens to return; needs include {INCLUDE_LOGPROBS}"
     )
     include: (
         Annotated[list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]], FAIL_FAST] | None
-    ) = Field(None, description=f"{LOGPROBS}; {ENCRYPTED} is accepted, and reasoning items have their text")
-    metadata: Annotated[dict[str, Any], max_entries(MAX_METADATA)] | None = Field(None, description="returned as it is")
+    ) = Field(
+        None, description=f"{INCLUDE_LOGPROBS}; {INCLUDE_ENCRYPTED} is accepted, and reasoning items have their text"
+    )
+    metadata: Annotated[dict[str, Any], limit_entries(MAX_METADATA)] | None = Field(
+        None, description="returned as it is"
+    )
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="variables of the chat template")
-    truncation: Annotated[Literal["disabled"] | None, Refused("send a shorter input, or leave it out")] = None
-    store: Annotated[bool | None, NOT_STORED] = None
-    previous_response_id: Annotated[None, STATELESS] = None
-    conversation: Annotated[None, STATELESS] = None
-    prompt: Annotated[None, STATELESS] = None
-    background: Annotated[Literal[False] | None, STATELESS] = None
-    max_tool_calls: Annotated[None, Refused("the server has no tools of its own; leave it out")] = None
-    max_tokens: Annotated[None, Refused("use max_output_tokens")] = None
-    messages: Annotated[None, Refused("use input")] = None
-    response_format: Annotated[None, Refused("use text.format")] = None
-    modalities: Annotated[EmptyList | None, TEXT_ONLY] = None
+    truncation: Annotated[Literal["disabled"] | None, RefusedField("send a shorter input, or leave it out")] = None
+    store: Annotated[bool | None, NO_EFFECT_STORE] = None
+    previous_response_id: Annotated[None, REFUSED_STATE] = None
+    conversation: Annotated[None, REFUSED_STATE] = None
+    prompt: Annotated[None, REFUSED_STATE] = None
+    background: Annotated[Literal[False] | None, REFUSED_STATE] = None
+    max_tool_calls: Annotated[None, RefusedField("the server has no tools of its own; leave it out")] = None
+    max_tokens: Annotated[None, RefusedField("use max_output_tokens")] = None
+    messages: Annotated[None, RefusedField("use input")] = None
+    response_format: Annotated[None, RefusedField("use text.format")] = None
+    modalities: Annotated[EmptyList | None, REFUSED_NON_TEXT] = None
 
     def fields_without_effect(self) -> list[str]:
         in_text = no_effect_inside("text", [self.text] if self.text else [])
         return super().fields_without_effect() + in_text + [f"input.{name}" for name in _no_effect_names(self.input)]
 
-    def as_chat(self) -> ChatRequest:
+    def as_chat_request(self) -> ChatRequest:
         """Returns the same request as a chat completion.  Raises EspalierError or ApiError."""
         fields = {name: value for name in SHARED_FIELDS if (value := getattr(self, name)) is not None}
         fields["messages"] = messages_of(self.input, self.instructions)
@@ -117,11 +121,13 @@ class ResponsesRequest(_Sampling, ToolFields, CommonFields):
         fields["reasoning_effort"] = None if self.reasoning is None else self.reasoning.effort
         if self.text is not None and (form := self.text.format) is not None:
             is_schema = form.get("type") == "json_schema"
-            fields["response_format"] = {"type": "json_schema", "json_schema": _untyped(form)} if is_schema else form
-        if LOGPROBS in (self.include or ()):
+            fields["response_format"] = (
+                {"type": "json_schema", "json_schema": _without_type(form)} if is_schema else form
+            )
+        if INCLUDE_LOGPROBS in (self.include or ()):
             fields["logprobs"] = True
         elif self.top_logprobs:
-            raise EspalierError(f'top_logprobs needs include=["{LOGPROBS}"]; set it, or leave top_logprobs out')
+            raise EspalierError(f'top_logprobs needs include=["{INCLUDE_LOGPROBS}"]; set it, or leave top_logprobs out')
         try:
             return ChatRequest.model_validate(fields)
         except ValidationError as error:
@@ -132,10 +138,10 @@ def _chat_tool(place: str, tool: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a tool in the form of chat completions, where the tool's fields are inside `function`."""
     if tool.get("type") != "function":
         raise EspalierError(f"{place}.type={shown(tool.get('type'))} is not supported; use 'function'")
-    return {"type": "function", "function": _untyped(tool)}
+    return {"type": "function", "function": _without_type(tool)}
 
 
-def _untyped(value: Mapping[str, Any]) -> dict[str, Any]:
+def _without_type(value: Mapping[str, Any]) -> dict[str, Any]:
     return {name: each for name, each in value.items() if name != "type"}
 
 
@@ -147,19 +153,19 @@ ITEM_FIELDS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "reasoning": ((), ("id", "summary", "content", "encrypted_content", "status")),
 }
 # Fields without effect of an item, or of a part.  phase: whether a message came before the answer or is the answer.
-NO_EFFECT = (*CACHE_MARKS, "phase")
-ROLES = ("user", "assistant", "system", "developer")
-TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
+NO_EFFECT_ITEM_FIELDS = (*CACHE_CONTROL_FIELDS, "phase")
+MESSAGE_ROLES = ("user", "assistant", "system", "developer")
+TEXT_PART_TYPES = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 
 
 def _no_effect_names(given: str | Sequence[Mapping[str, Any]]) -> list[str]:
     """Returns the names of the fields without effect in items or their parts."""
     items = [] if isinstance(given, str) else given
-    parts = [part for item in items for part in _parts_of(item)]
-    return [name for name in NO_EFFECT if any(each.get(name) is not None for each in (*items, *parts))]
+    parts = [part for item in items for part in _text_parts_of(item)]
+    return [name for name in NO_EFFECT_ITEM_FIELDS if any(each.get(name) is not None for each in (*items, *parts))]
 
 
-def _parts_of(item: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+def _text_parts_of(item: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     lists = [parts for name in ("content", "output", "summary") if isinstance(parts := item.get(name), list)]
     return [part for parts in lists for part in parts if isinstance(part, Mapping)]
 
@@ -172,13 +178,13 @@ def messages_of(given: str | Sequence[Mapping[str, Any]], instructions: str | No
     names: dict[str, str] = {}
     for i, item in enumerate(given):
         place = f"input[{i}]"
-        kind = _kind_of(place, item)
+        kind = _checked_item_type(place, item)
         if kind == "function_call_output":
-            output = _text_of(f"{place}.output", item["output"])
+            output = _joined_text(f"{place}.output", item["output"])
             name = {"name": names[item["call_id"]]} if item["call_id"] in names else {}
             messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": output, **name})
         elif kind == "message" and item["role"] != "assistant":
-            messages.append({"role": item["role"], "content": _text_of(f"{place}.content", item["content"])})
+            messages.append({"role": item["role"], "content": _joined_text(f"{place}.content", item["content"])})
         else:
             if kind == "function_call":
                 names[item["call_id"]] = item["name"]
@@ -187,7 +193,7 @@ def messages_of(given: str | Sequence[Mapping[str, Any]], instructions: str | No
     return messages
 
 
-def _kind_of(place: str, item: Mapping[str, Any]) -> str:
+def _checked_item_type(place: str, item: Mapping[str, Any]) -> str:
     """Returns an item's type, after checking that the item's fields belong to the type.  Raises EspalierError."""
     kind = item.get("type", "message" if "role" in item else None)
     if not isinstance(kind, str) or kind not in ITEM_FIELDS:
@@ -195,15 +201,15 @@ def _kind_of(place: str, item: Mapping[str, Any]) -> str:
     needed, optional = ITEM_FIELDS[kind]
     for name in item:
         # If OpenAI's client sends an item back, it writes all fields of the item, most of them null.
-        if item[name] is not None and name not in ("type", *needed, *optional, *CACHE_MARKS):
+        if item[name] is not None and name not in ("type", *needed, *optional, *CACHE_CONTROL_FIELDS):
             raise unknown_name(place, name, (*needed, *optional))
     for name in needed:
         if item.get(name) is None:
             raise EspalierError(f"{place}.{name} is missing; a {kind} item needs it")
         if name not in ("content", "output") and not isinstance(item[name], str):
             raise EspalierError(f"{place}.{name}={shown(item[name])} is not supported; use text")
-    if kind == "message" and item["role"] not in ROLES:
-        raise EspalierError(f"{place}.role={shown(item['role'])} is not supported; use {', '.join(ROLES)}")
+    if kind == "message" and item["role"] not in MESSAGE_ROLES:
+        raise EspalierError(f"{place}.role={shown(item['role'])} is not supported; use {', '.join(MESSAGE_ROLES)}")
     return kind
 
 
@@ -213,9 +219,9 @@ def _add_to_answer(messages: list[dict[str, Any]], place: str, kind: str, item: 
     if last is None or _begins_message(last, kind):
         messages.append(last := {"role": "assistant", "content": None})
     if kind == "message":
-        last["content"] = _text_of(f"{place}.content", item["content"])
+        last["content"] = _joined_text(f"{place}.content", item["content"])
     elif kind == "reasoning":
-        last["reasoning_content"] = _text_of(f"{place}.content", item.get("content") or item.get("summary") or "")
+        last["reasoning_content"] = _joined_text(f"{place}.content", item.get("content") or item.get("summary") or "")
     else:
         function = {"name": item["name"], "arguments": item["arguments"]}
         last.setdefault("tool_calls", []).append({"id": item["call_id"], "type": "function", "function": function})
@@ -226,7 +232,7 @@ def _is_repeated_by_next(item: Mapping[str, Any], place: str, following: Sequenc
     if item.get("type") != "function_call" or item.get("status") != "incomplete":
         return False
     messages = (each for each in following if each.get("role") == "assistant")
-    return any(item["arguments"] in _text_of(f"{place}.content", each.get("content") or "") for each in messages)
+    return any(item["arguments"] in _joined_text(f"{place}.content", each.get("content") or "") for each in messages)
 
 
 def _begins_message(message: Mapping[str, Any], kind: str) -> bool:
@@ -237,7 +243,7 @@ def _begins_message(message: Mapping[str, Any], kind: str) -> bool:
     )
 
 
-def _text_of(place: str, content: Any) -> str:
+def _joined_text(place: str, content: Any) -> str:
     """Returns text, or the joined text parts.  Raises EspalierError."""
     if isinstance(content, str):
         return content
@@ -246,7 +252,7 @@ def _text_of(place: str, content: Any) -> str:
     texts = []
     for i, part in enumerate(content):
         kind = part.get("type") if isinstance(part, Mapping) else None
-        if kind not in TEXT_PARTS or not isinstance(part.get("text"), str):
+        if kind not in TEXT_PART_TYPES or not isinstance(part.get("text"), str):
             raise EspalierError(f"{place}[{i}]={shown(part)} is not supported; this server supports only text parts")
         texts.append(part["text"])
     return "".join(texts)

@@ -27,38 +27,38 @@ from espalier.server.errors import ApiError, ErrorBody, json_response
 from espalier.server.front import Front, Fronts
 
 Server = Front | Fronts
-_TEXT_ONLY = "this server only generates text"
-_STATELESS = "the server stores nothing between requests"
-_BATCH_DIR = "this server has no place for files and batches; start it with --batch-dir DIR"
+_TEXT_ONLY_REASON = "this server only generates text"
+_STATELESS_REASON = "the server stores nothing between requests"
+_NO_BATCH_DIR = "this server has no place for files and batches; start it with --batch-dir DIR"
 # OpenAI's paths that are not served, each with the reason that its error gives.
 REFUSED_PATHS = {
-    "/v1/embeddings": _TEXT_ONLY,
+    "/v1/embeddings": _TEXT_ONLY_REASON,
     "/v1/responses/": "the server does not store responses",
-    "/v1/moderations": _TEXT_ONLY,
-    "/v1/audio": _TEXT_ONLY,
-    "/v1/images": _TEXT_ONLY,
-    "/v1/videos": _TEXT_ONLY,
+    "/v1/moderations": _TEXT_ONLY_REASON,
+    "/v1/audio": _TEXT_ONLY_REASON,
+    "/v1/images": _TEXT_ONLY_REASON,
+    "/v1/videos": _TEXT_ONLY_REASON,
     "/v1/realtime": "use /v1/chat/completions with stream",
-    "/v1/files": _BATCH_DIR,
-    "/v1/uploads": _STATELESS,
-    "/v1/batches": _BATCH_DIR,
+    "/v1/files": _NO_BATCH_DIR,
+    "/v1/uploads": _STATELESS_REASON,
+    "/v1/batches": _NO_BATCH_DIR,
     "/v1/fine_tuning": "espalier train trains drafts",
     "/v1/assistants": "use /v1/chat/completions",
     "/v1/threads": "use /v1/chat/completions",
     "/v1/conversations": "use /v1/chat/completions",
-    "/v1/vector_stores": _STATELESS,
+    "/v1/vector_stores": _STATELESS_REASON,
     "/v1/containers": "the server runs no code",
-    "/v1/evals": _STATELESS,
+    "/v1/evals": _STATELESS_REASON,
     "/v1/chat/completions/": "the server does not store completions",
 }
-OBJECT: dict[str, Any] = {"type": "object", "additionalProperties": True}
-JSON: Mapping[str, Any] = {"application/json": {"schema": OBJECT}}
-TEMPLATES = "server/html"
+OBJECT_SCHEMA: dict[str, Any] = {"type": "object", "additionalProperties": True}
+JSON: Mapping[str, Any] = {"application/json": {"schema": OBJECT_SCHEMA}}
+TEMPLATE_FOLDER = "server/html"
 # Forbids the browser to fetch anything, whatever a page contains.
-HEADERS = {"content-security-policy": "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"}
+PAGE_HEADERS = {"content-security-policy": "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"}
 KEY_ARGUMENT = '-H "authorization: Bearer $ESPALIER_API_KEY"'
-MAX_TOKENS = 64
-PARAMETER = re.compile(r"\{(\w+)(?::\w+)?\}")
+EXAMPLE_MAX_TOKENS = 64
+PATH_PARAMETER_PATTERN = re.compile(r"\{(\w+)(?::\w+)?\}")
 
 
 @dataclass(frozen=True)
@@ -163,11 +163,11 @@ class Operation(NamedTuple):
 
 def page_endpoints(server: Server, endpoints: Sequence[Endpoint], needs_key: bool) -> list[Endpoint]:
     """Returns the endpoints of the pages that describe `endpoints`."""
-    environment = Environment(loader=PackageLoader("espalier", TEMPLATES), autoescape=True, trim_blocks=True)
+    environment = Environment(loader=PackageLoader("espalier", TEMPLATE_FOLDER), autoescape=True, trim_blocks=True)
 
     def page(name: str, **values: Any) -> HTMLResponse:
         text = environment.get_template(name).render(version=__version__, **values)
-        return HTMLResponse(text, headers=HEADERS)
+        return HTMLResponse(text, headers=PAGE_HEADERS)
 
     @cache
     def described() -> dict[str, Any]:
@@ -219,13 +219,13 @@ def openapi(endpoints: Sequence[Endpoint], names: Sequence[str]) -> dict[str, An
                 for status, (about, content) in (dict.fromkeys(each.errors, ("an error", of_error)) | answers).items()
             },
         }
-        if parameters := PARAMETER.findall(each.path):
+        if parameters := PATH_PARAMETER_PATTERN.findall(each.path):
             about = {"in": "path", "required": True, "schema": {"type": "string"}}
             operation["parameters"] = [{"name": name, **about} for name in parameters]
         if each.body is not None:
             content = {"application/json": {"schema": refs[each.body, "validation"]}}
             operation["requestBody"] = {"required": True, "content": content}
-        paths.setdefault(PARAMETER.sub(r"{\1}", each.path), {})[each.method.lower()] = operation
+        paths.setdefault(PATH_PARAMETER_PATTERN.sub(r"{\1}", each.path), {})[each.method.lower()] = operation
     about = {"title": "Espalier", "version": __version__}
     return {"openapi": "3.1.0", "info": about, "paths": paths, "components": {"schemas": schemas}}
 
@@ -241,7 +241,7 @@ def example_requests(server: Server, needs_key: bool) -> Iterator[tuple[str, str
         asked = {"prompt": [1]}
     elif front.inputs.tokenizer.template.text:
         path, asked = "/v1/chat/completions", {"messages": [{"role": "user", "content": "Hello!"}]}
-    body = json.dumps({"model": server.names[0], **asked, "max_tokens": MAX_TOKENS}, ensure_ascii=False)
+    body = json.dumps({"model": server.names[0], **asked, "max_tokens": EXAMPLE_MAX_TOKENS}, ensure_ascii=False)
     yield path, f'-H "content-type: application/json" -d {shlex.quote(body)}'
 
 
@@ -249,7 +249,7 @@ def operations_of(described: dict[str, Any]) -> Iterator[Operation]:
     for path, methods in described["paths"].items():
         for method, operation in methods.items():
             content = operation.get("requestBody", {}).get("content", {})
-            body = next((_kind(kind["schema"]) for kind in content.values()), "")
+            body = next((_type_text(kind["schema"]) for kind in content.values()), "")
             statuses = ", ".join(sorted(operation["responses"]))
             yield Operation(method.upper(), path, operation["summary"], body, statuses)
 
@@ -258,27 +258,27 @@ def schemas_of(described: dict[str, Any]) -> dict[str, list[Field]]:
     """Returns the fields of each schema by the schema's name."""
     schemas = described.get("components", {}).get("schemas", {})
     return {
-        _name(name): [
-            Field(field, _kind(given), given.get("description", ""), field in schema.get("required", ()))
+        _short_schema_name(name): [
+            Field(field, _type_text(given), given.get("description", ""), field in schema.get("required", ()))
             for field, given in schema.get("properties", {}).items()
         ]
         for name, schema in schemas.items()
     }
 
 
-def _kind(schema: dict[str, Any]) -> str:
+def _type_text(schema: dict[str, Any]) -> str:
     """Returns the type that a JSON schema accepts, in a few words."""
     if ref := schema.get("$ref"):
-        return _name(ref.rpartition("/")[2])
+        return _short_schema_name(ref.rpartition("/")[2])
     if options := schema.get("anyOf") or schema.get("oneOf"):
-        return " or ".join(dict.fromkeys(_kind(each) for each in options))
+        return " or ".join(dict.fromkeys(_type_text(each) for each in options))
     if "const" in schema:
         return json.dumps(schema["const"])
     if schema.get("type") == "array":
-        return f"list of {_kind(schema.get('items', {}))}"
+        return f"list of {_type_text(schema.get('items', {}))}"
     return str(schema.get("type", "any"))
 
 
-def _name(schema: str) -> str:
+def _short_schema_name(schema: str) -> str:
     """Returns a schema's name without its module, which pydantic adds if two schemas have equal names."""
     return ": ".join(schema.split("__")[-2:])

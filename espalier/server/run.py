@@ -25,7 +25,7 @@ from espalier.limits import true_or_false
 from espalier.server.api import ApiOptions, make_app
 from espalier.server.batches import Batches
 from espalier.server.client import ClientOptions, EngineClient
-from espalier.server.connections import MAX_ACCEPTED, Connections, log_failed_accepts_rarely, max_connections
+from espalier.server.connections import MAX_ACCEPTS_PER_TURN, Connections, log_failed_accepts_rarely, max_connections
 from espalier.server.front import Front, FrontOptions
 from espalier.server.gate import Gate
 from espalier.server.http1 import Connection
@@ -37,15 +37,15 @@ log = logging.getLogger("espalier.server")
 # Limit, in seconds, for sending pending output to clients at shutdown.
 CLOSE_TIMEOUT_S = 5
 # A client that reads nothing for this many seconds loses its connection, at shutdown and while draining.
-STALLED_AT_CLOSE_S = 1.0
-STALLED_AT_DRAIN_S = 5.0
+MAX_STALL_AT_CLOSE_S = 1.0
+MAX_STALL_AT_DRAIN_S = 5.0
 GC_THRESHOLD = 20_000
 # Whether the template process starts before the first conversation.
-STARTS_TEMPLATES = True
+PRESTARTS_TEMPLATE_PROCESS = True
 # Bytes that the system may buffer for a client that has not read them.
 MAX_UNSENT_BYTES = 65536
 # How many connections may wait to be accepted.
-BACKLOG = 2048
+ACCEPT_BACKLOG = 2048
 
 
 MIN_OPTION_VALUES: Mapping[str, int] = MappingProxyType(
@@ -102,7 +102,7 @@ class Server:
     batches: Batches | None = None
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
     should_exit: asyncio.Event = field(default_factory=asyncio.Event)
-    ending: asyncio.Task[None] | None = None
+    shutdown_task: asyncio.Task[None] | None = None
 
     def begin_shutdown(self, at_once: bool) -> None:
         again, self.front.draining = self.front.draining, True
@@ -113,10 +113,10 @@ class Server:
         if again or at_once:
             self.should_exit.set()
             # The task is kept in an attribute: the event loop alone would not keep it alive.
-            self.ending = self.loop.create_task(self.front.engines.close())
+            self.shutdown_task = self.loop.create_task(self.front.engines.close())
             return
         log.info("draining: %d requests are in progress", self.gate.num_open)
-        self.ending = self.loop.create_task(self._drain())
+        self.shutdown_task = self.loop.create_task(self._drain())
 
     async def _drain(self) -> None:
         with suppress(TimeoutError):
@@ -134,9 +134,9 @@ class Server:
         for number in (signal.SIGTERM, signal.SIGINT):
             self.loop.add_signal_handler(number, self.begin_shutdown, number == signal.SIGINT)
         connect = partial(Connection, self.app, self.connections)
-        # asyncio accepts MAX_ACCEPTED connections in one turn of the event loop.  `listener` lets more of them wait.
-        accepting = await self.loop.create_server(connect, sock=listener, backlog=MAX_ACCEPTED)
-        listener.listen(BACKLOG)
+        # asyncio accepts MAX_ACCEPTS_PER_TURN connections in one turn of the event loop.  `listener` lets more of them wait.
+        accepting = await self.loop.create_server(connect, sock=listener, backlog=MAX_ACCEPTS_PER_TURN)
+        listener.listen(ACCEPT_BACKLOG)
         sweeping = self.loop.create_task(self._close_stalled_often())
         try:
             await self.should_exit.wait()
@@ -150,7 +150,7 @@ class Server:
     async def _close_stalled_often(self) -> None:
         while True:
             await asyncio.sleep(1.0)
-            self.connections.close_stalled(self.loop.time(), STALLED_AT_DRAIN_S if self.front.draining else None)
+            self.connections.close_stalled(self.loop.time(), MAX_STALL_AT_DRAIN_S if self.front.draining else None)
 
     async def _close_connections(self) -> None:
         """Send pending output, for at most CLOSE_TIMEOUT_S, and close connections whose client does not read."""
@@ -159,7 +159,7 @@ class Server:
         with suppress(TimeoutError):
             async with asyncio.timeout(CLOSE_TIMEOUT_S):
                 while self.connections:
-                    self.connections.close_stalled(self.loop.time(), STALLED_AT_CLOSE_S)
+                    self.connections.close_stalled(self.loop.time(), MAX_STALL_AT_CLOSE_S)
                     await asyncio.sleep(0.05)
         for connection in self.connections:
             connection.transport.abort()
@@ -188,7 +188,7 @@ async def serve(settings: Mapping[str, Any], options: ServeOptions) -> bool:
         front = await asyncio.to_thread(Front, client, options.front)
         loop.remove_signal_handler(signal.SIGTERM)
         front.render_in_helper_process()
-        if STARTS_TEMPLATES and front.templates is not None:
+        if PRESTARTS_TEMPLATE_PROCESS and front.templates is not None:
             # Before the first conversation needs it: its imports take a second or two.
             await front.templates.helper.start()
         batches = None if store is None else Batches(store, _batch_concurrency(front))
@@ -205,7 +205,7 @@ async def serve(settings: Mapping[str, Any], options: ServeOptions) -> bool:
         if batches is not None:
             batches.start(gate, options.api.api_key)
         _allow_reuse(listener)
-        ending = asyncio.create_task(_leave_without_engine(client, server))
+        ending = asyncio.create_task(_shut_down_without_engine(client, server))
         await server.serve(listener)
         if batches is not None:
             await batches.close()
@@ -237,7 +237,7 @@ async def local_app(
         await client.close()
 
 
-async def _leave_without_engine(client: EngineClient, server: Server) -> str | None:
+async def _shut_down_without_engine(client: EngineClient, server: Server) -> str | None:
     """End the server once no further engine process will start.  Returns the reason, None after a signal."""
     why = await client.ended()
     if why is not None:

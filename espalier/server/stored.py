@@ -20,7 +20,7 @@ from pydantic import Field
 
 from espalier.batch_jobs.files import sync_folder
 from espalier.errors import EspalierError
-from espalier.server.openai import MAX_METADATA, Body, Refused, max_entries
+from espalier.server.openai import MAX_METADATA, Body, RefusedField, limit_entries
 
 log = logging.getLogger("espalier.server")
 UNFINISHED_SUFFIX = ".new"
@@ -31,7 +31,7 @@ ENDED_STATUSES = ("failed", "completed", "expired", "cancelled")
 
 
 Metadata = Annotated[
-    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], max_entries(MAX_METADATA)
+    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], limit_entries(MAX_METADATA)
 ]
 
 
@@ -48,7 +48,7 @@ class StoredFile(msgspec.Struct):
     expires_at: int | None = None
 
 
-class Counts(msgspec.Struct):
+class LineCounts(msgspec.Struct):
     """Counts of a batch's lines.  total: of the input; completed: answered with status 200; failed: with an error."""
 
     total: int = 0
@@ -92,7 +92,7 @@ class Batch(msgspec.Struct):
     expired_at: int | None = None
     cancelling_at: int | None = None
     cancelled_at: int | None = None
-    request_counts: Counts = msgspec.field(default_factory=Counts)
+    request_counts: LineCounts = msgspec.field(default_factory=LineCounts)
 
 
 class BatchRequest(Body):
@@ -106,7 +106,7 @@ class BatchRequest(Body):
     metadata: Metadata | None = Field(
         None, description=f"returned as it is; {MAX_METADATA} names of 64 characters with values of 512 at most"
     )
-    output_expires_after: Annotated[Any, Refused("files stay until they are deleted; leave it out")] = None
+    output_expires_after: Annotated[Any, RefusedField("files stay until they are deleted; leave it out")] = None
 
 
 T = TypeVar("T", StoredFile, Batch)

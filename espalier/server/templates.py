@@ -20,15 +20,15 @@ from espalier.errors import EspalierError
 from espalier.server.helper_process import HelperProcess, HelperProcessFailed, serve_frames
 
 MAX_CPU_S = 1.0
-MAX_MEMORY = 2**30
-MAX_CHARS = 2**24
+MAX_MEMORY_BYTES = 2**30
+MAX_RENDERED_CHARS = 2**24
 LIMIT_REACHED = (
     "the chat template is not finished within {} for these messages; send fewer or shorter ones, or correct it"
 )
 # Limit on the wall time of one rendering, in seconds.  The process limits its own CPU time, except for work that Python
 # cannot interrupt.
 MAX_WALL_S = 30.0
-MAX_WAITING = 64
+MAX_WAITING_RENDERINGS = 64
 
 
 class Templates:
@@ -37,7 +37,7 @@ class Templates:
     def __init__(self, hf: Any):
         self.source = hf.chat_template, dict(hf.special_tokens_map)
         waiting = "conversations are already waiting for the chat template"
-        self.helper = HelperProcess("template", MAX_WAITING, waiting, "espalier.server.templates")
+        self.helper = HelperProcess("template", MAX_WAITING_RENDERINGS, waiting, "espalier.server.templates")
 
     async def render(self, rendering: Rendering) -> str:
         """Returns the text.  Raises EspalierError if the template fails or does not end, ApiError if too many wait."""
@@ -70,19 +70,19 @@ class TemplateOnlyTokenizer(PreTrainedTokenizerBase):
 def render_within_limits(template: ChatTemplate, rendering: Rendering) -> str:
     """Returns the rendered text.  Raises EspalierError, also if a limit is reached."""
     try:
-        with _limited_time():
+        with _cpu_time_limit():
             text = template.render(rendering)
     except CpuTimeExceeded:
         raise EspalierError(LIMIT_REACHED.format(f"{MAX_CPU_S:g} s of CPU time")) from None
     except MemoryError:
-        raise EspalierError(LIMIT_REACHED.format(f"{MAX_MEMORY >> 20} MB of memory")) from None
-    if len(text) > MAX_CHARS:
-        raise EspalierError(LIMIT_REACHED.format(f"{MAX_CHARS} characters"))
+        raise EspalierError(LIMIT_REACHED.format(f"{MAX_MEMORY_BYTES >> 20} MB of memory")) from None
+    if len(text) > MAX_RENDERED_CHARS:
+        raise EspalierError(LIMIT_REACHED.format(f"{MAX_RENDERED_CHARS} characters"))
     return text
 
 
 @contextmanager
-def _limited_time() -> Iterator[None]:
+def _cpu_time_limit() -> Iterator[None]:
     signal.setitimer(signal.ITIMER_PROF, MAX_CPU_S)
     try:
         yield
@@ -90,7 +90,7 @@ def _limited_time() -> Iterator[None]:
         signal.setitimer(signal.ITIMER_PROF, 0)
 
 
-def _expire(number: int, frame: FrameType | None) -> None:
+def _raise_cpu_time_exceeded(number: int, frame: FrameType | None) -> None:
     raise CpuTimeExceeded
 
 
@@ -114,6 +114,6 @@ class Renderer:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGPROF, _expire)
-    resource.setrlimit(resource.RLIMIT_DATA, (MAX_MEMORY, MAX_MEMORY))
+    signal.signal(signal.SIGPROF, _raise_cpu_time_exceeded)
+    resource.setrlimit(resource.RLIMIT_DATA, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
     serve_frames(Renderer().answer)

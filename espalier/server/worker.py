@@ -29,7 +29,18 @@ from espalier.llm import LLM, low_acceptance, prepare
 from espalier.masking.compile import CompiledGrammar, CompilerBusy
 from espalier.request import OutputChunk, Request
 from espalier.server import logs, protocol
-from espalier.server.protocol import Abort, Failed, Harvest, Part, Ready, Refused, Report, Start, Submit, SubmitMany
+from espalier.server.protocol import (
+    AbortPrompt,
+    EngineFailed,
+    EngineReady,
+    EngineReport,
+    OutputPart,
+    PromptRefused,
+    Start,
+    StepOutput,
+    SubmitPrompts,
+    SubmittedPrompt,
+)
 from espalier.slots import ALL_SOURCES
 
 if TYPE_CHECKING:
@@ -73,7 +84,7 @@ class Worker:
         self.learner = learner
         self.running: dict[str, RunningPrompt] = {}
         # Prompts that wait for their grammars, which compile in threads.
-        self.compiling: dict[str, tuple[Submit, Future[CompiledGrammar]]] = {}
+        self.compiling_prompts: dict[str, tuple[SubmittedPrompt, Future[CompiledGrammar]]] = {}
         self.steps = 0
         self.abort_steps: list[int] = []
         self.next_report_at = 0.0
@@ -97,14 +108,14 @@ class Worker:
 
     def _receive_messages(self) -> bool:
         """Handle all messages that have arrived.  If nothing runs, wait for one.  Returns False at Shutdown."""
-        wait_ms = min(self.heartbeat_ms, GRAMMAR_CHECK_MS) if self.compiling else self.heartbeat_ms
+        wait_ms = min(self.heartbeat_ms, GRAMMAR_CHECK_MS) if self.compiling_prompts else self.heartbeat_ms
         wait_ms = 0 if self.llm.engine.has_work else wait_ms
         while self.socket.poll(wait_ms):
             message = protocol.decode_to_engine(self.socket.recv())
-            if isinstance(message, SubmitMany):
+            if isinstance(message, SubmitPrompts):
                 for submit in message.prompts:
                     self._submit(submit)
-            elif isinstance(message, Abort):
+            elif isinstance(message, AbortPrompt):
                 self._abort(message.name)
             else:
                 return False
@@ -112,27 +123,27 @@ class Worker:
         self._start_compiled()
         return True
 
-    def _submit(self, submit: Submit) -> None:
+    def _submit(self, submit: SubmittedPrompt) -> None:
         compiling = self.llm.start_compile(submit.params.grammar)
         if compiling is None:
             self._start(submit, None)
         else:
-            self.compiling[submit.name] = (submit, compiling)
+            self.compiling_prompts[submit.name] = (submit, compiling)
 
     def _start_compiled(self) -> None:
         """Start or refuse the submitted prompts whose grammars have finished compiling."""
-        for name, (submit, compiling) in list(self.compiling.items()):
+        for name, (submit, compiling) in list(self.compiling_prompts.items()):
             if not compiling.done():
                 continue
-            del self.compiling[name]
+            del self.compiling_prompts[name]
             try:
                 grammar = compiling.result()
             except EspalierError as error:
-                self.socket.send(protocol.encode(Refused(name, str(error), isinstance(error, CompilerBusy))))
+                self.socket.send(protocol.encode(PromptRefused(name, str(error), isinstance(error, CompilerBusy))))
             else:
                 self._start(submit, grammar)
 
-    def _start(self, submit: Submit, grammar: CompiledGrammar | None) -> None:
+    def _start(self, submit: SubmittedPrompt, grammar: CompiledGrammar | None) -> None:
         asked = (submit.prompt, submit.params, submit.name, submit.priority, submit.detokenize)
         try:
             group = self.llm.new_requests(*asked, grammar, submit.client, submit.streamed)
@@ -140,12 +151,12 @@ class Worker:
                 self.llm.engine.add(request)
         except EspalierError as error:
             # The samples of a prompt are alike: if any is refused, the first is refused, and none has been added.
-            self.socket.send(protocol.encode(Refused(submit.name, str(error))))
+            self.socket.send(protocol.encode(PromptRefused(submit.name, str(error))))
             return
         self.running[submit.name] = RunningPrompt(group, len(group), submit.private)
 
     def _abort(self, name: str) -> None:
-        self.compiling.pop(name, None)
+        self.compiling_prompts.pop(name, None)
         if name in self.running:
             self.running[name].abort_step = self.steps
             for request in self.running[name].requests:
@@ -154,12 +165,12 @@ class Worker:
     def _send(self, chunks: list[OutputChunk]) -> None:
         parts = [self._part(chunk) for chunk in chunks]
         is_due = self.abort_steps or not self.llm.engine.has_work or time.monotonic() >= self.next_report_at
-        self.socket.send(protocol.encode(Harvest(parts, self._report() if is_due else None)))
+        self.socket.send(protocol.encode(StepOutput(parts, self._report() if is_due else None)))
 
-    def _part(self, chunk: OutputChunk) -> Part:
+    def _part(self, chunk: OutputChunk) -> OutputPart:
         name = chunk.request_id.rpartition(".")[0]
         if chunk.finish_reason is None:
-            return Part(name, chunk)
+            return OutputPart(name, chunk)
         entry = self.running[name]
         request = entry.requests[chunk.index]
         if chunk.error is not None:
@@ -171,23 +182,23 @@ class Worker:
             del self.running[name]
             if entry.abort_step is not None:
                 self.abort_steps.append(self.steps - entry.abort_step)
-        return Part(name, chunk, request.usage, request.stats)
+        return OutputPart(name, chunk, request.usage, request.stats)
 
-    def _report(self) -> Report:
+    def _report(self) -> EngineReport:
         self.next_report_at = time.monotonic() + REPORT_S
         engine = self.llm.engine
         scheduler, pool = engine.scheduler, engine.pool
         abort_steps, self.abort_steps = self.abort_steps, []
         cached = 0 if engine.prefixes is None else len(engine.prefixes)
-        return Report(
+        return EngineReport(
             harvests=self.steps,
-            waiting=len(scheduler.waiting) + len(self.compiling),
+            waiting=len(scheduler.waiting) + len(self.compiling_prompts),
             running=len(scheduler.running),
             pages_free=pool.free,
             pages_cached=cached,
             pages_owned=pool.num_pages - 1 - pool.free - cached,
             preempted=scheduler.num_preempted,
-            rounds=self._rounds(),
+            rounds=self._rounds_by_bucket(),
             trees=[(tree_label(tree), count) for tree, count in scheduler.trees.num_rounds.items()],
             tree_changes=scheduler.trees.chooser.num_changes,
             by_source=dict(zip(ALL_SOURCES, scheduler.guesses.by_source.tolist(), strict=True)),
@@ -197,7 +208,7 @@ class Worker:
             learning=None if self.learner is None else self.learner.figures,
         )
 
-    def _rounds(self) -> list[tuple[int, bool, int]]:
+    def _rounds_by_bucket(self) -> list[tuple[int, bool, int]]:
         """(bucket, whether CUDA graphs of the bucket were captured, number of rounds) for each bucket."""
         counts: Counter[int] = Counter()
         for batch, count in self.llm.engine.scheduler.num_rounds.items():
@@ -235,7 +246,7 @@ Load = Callable[[dict[str, Any]], AbstractContextManager[LLM]]
 
 
 def main(address: str, front_pid: int, load: Load = load_model) -> int:
-    """Connect, load and serve.  Sends Failed with the reason if the engine cannot go on.
+    """Connect, load and serve.  Sends EngineFailed with the reason if the engine cannot go on.
 
     front_pid: the front's process.  It is an argument, not a field of Start, because the front may end before Start is
     sent.
@@ -257,7 +268,9 @@ def main(address: str, front_pid: int, load: Load = load_model) -> int:
             refused = isinstance(error, EspalierError)
             if not refused:
                 log.exception("the engine stopped")
-            socket.send(protocol.encode(Failed(f"{error}" if refused else f"{type(error).__name__}: {error}", refused)))
+            socket.send(
+                protocol.encode(EngineFailed(f"{error}" if refused else f"{type(error).__name__}: {error}", refused))
+            )
             return EXIT_REFUSED if refused else EXIT_FAILED
         finally:
             if os.getppid() != front_pid:
@@ -316,7 +329,7 @@ def _serve(socket: zmq.Socket, start: Start, front_pid: int, load: Load, address
         # Before the model was loaded, there was nothing to drain.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         log.info("engine process %d: %s loaded in %.1f s", os.getpid(), llm.config.model, time.perf_counter() - began)
-        socket.send(protocol.encode(Ready(llm.inputs.facts, llm.config.as_dict())))
+        socket.send(protocol.encode(EngineReady(llm.inputs.facts, llm.config.as_dict())))
         worker = Worker(socket, llm, start, front_pid, learner)
         # The loaded model lives as long as the process: garbage collections must not search it.
         gc.collect()

@@ -17,8 +17,8 @@ from tests.batch_jobs.sample import line, outcomes, write
 
 @pytest.fixture(autouse=True)
 def without_pauses(monkeypatch):
-    monkeypatch.setattr(sender_module, "FIRST_PAUSE_S", 1e-4)
-    monkeypatch.setattr(sender_module, "MAX_PAUSE_S", 1e-3)
+    monkeypatch.setattr(sender_module, "FIRST_RETRY_PAUSE_S", 1e-4)
+    monkeypatch.setattr(sender_module, "MAX_RETRY_PAUSE_S", 1e-3)
 
 
 def batch(tmp_path, lines, answer, concurrency=4, **options):

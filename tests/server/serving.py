@@ -138,7 +138,10 @@ def announce_body(connection: socket.socket, headers: str = "") -> None:
 def is_told_of_the_end(connection: socket.socket) -> bool:
     """Whether a request whose body is not there is refused because the server ends."""
     status, head, error = answer(connection)
-    is_refused = (status, error["type"]) == (503, "overloaded_error") and "the body had not arrived" in error["message"]
+    is_refused = (status, error["type"]) == (
+        503,
+        "overloaded_error",
+    ) and "the body had not arrived" in error["message"]
     return is_refused and "connection: close" in head and "retry-after: 1" in head
 
 
@@ -171,7 +174,7 @@ def serving(folder: Path, *flags: str, copied: bool = False, **constants: float)
     with log.open("w") as lines:
         if copied:
             # Most servers render no template, and its process would take a second of CPU time.
-            constants = {"STARTS_TEMPLATES": 0, **constants}
+            constants = {"PRESTARTS_TEMPLATE_PROCESS": 0, **constants}
             values = {f"espalier.server.run.{name}": value for name, value in constants.items()}
             process = warm.server().start("espalier", arguments, environment, lines, lines, values)
         else:

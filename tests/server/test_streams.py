@@ -11,7 +11,7 @@ from espalier.server import answers, chat_answers, request_runs
 from espalier.server.api import ApiOptions, make_app
 from espalier.server.front import Front, FrontOptions
 from espalier.server.http1 import HttpExchange
-from espalier.server.protocol import Generation, Part
+from espalier.server.protocol import Generation, OutputPart
 from tests.server.connected import connected
 from tests.server.scripted import ScriptedClient
 from tests.tool_calls.families import FAMILIES
@@ -138,7 +138,7 @@ def test_while_the_reader_sends_the_run_writes_nothing():
                 await go_on.wait()
 
         reading = asyncio.create_task(reader())
-        first, second, third = (Part("x", OutputChunk("x.0", 0, [token])) for token in range(3))
+        first, second, third = (OutputPart("x", OutputChunk("x.0", 0, [token])) for token in range(3))
         generation.add(first)
         await asyncio.sleep(0.01)
         generation.listener = lambda parts: bool(listened.extend(parts)) or True
