@@ -22,7 +22,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from espalier.bench.clients import request_of
+from espalier.bench.clients import post_request
 from espalier.bench.drive import BenchEngine
 from espalier.cli.serve import sendable
 from espalier.engine.engine import Engine
@@ -286,7 +286,7 @@ class Timeline:
         same["return_token_ids"] = self.llm.tokenizer is None
         names = [f"{name}r{i}" for i in range(len(prompts))]
         requests = [
-            request_of("/v1/completions", {**same, "prompt": prompt}, {"x-request-id": each})
+            post_request("/v1/completions", {**same, "prompt": prompt}, {"x-request-id": each})
             for each, prompt in zip(names, prompts, strict=True)
         ]
         exchanges = exchange_all(self.port, requests)

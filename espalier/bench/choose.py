@@ -28,13 +28,13 @@ from espalier.stats import SpeculationStats
 from espalier.terminal.console import QUIET, print_header, print_table, progress, require_writable, stdout, write_json
 from espalier.terminal.flags import engine_settings, flag_of, require_at_least_one, with_minimum, written
 
-CANDIDATES = (TreeShape(5, 8, 64), TreeShape(5, 4, 16), TreeShape(3, 2, 8))
+CANDIDATE_TREES = (TreeShape(5, 8, 64), TreeShape(5, 4, 16), TreeShape(3, 2, 8))
 # Node counts of a block draft's candidates.  Its one pass costs the same at any depth, so they keep the depth.
-BLOCK_NODES = (64, 32, 16, 8)
-DEFAULTS = MappingProxyType({"context": 128, "tokens": 96, "repeats": 5})
+BLOCK_NODE_COUNTS = (64, 32, 16, 8)
+DEFAULT_FLAGS = MappingProxyType({"context": 128, "tokens": 96, "repeats": 5})
 
 # (the configured tree, candidates, whether the draft is a block draft) -> the accept length of each tree
-Predict = Callable[[TreeShape, Sequence[TreeShape], bool], Mapping[TreeShape, float]]
+PredictAcceptLengths = Callable[[TreeShape, Sequence[TreeShape], bool], Mapping[TreeShape, float]]
 
 
 @dataclass(frozen=True)
@@ -57,17 +57,17 @@ class TreeTime:
 
 def run(args: Namespace) -> int:
     """Run `espalier bench choose`."""
-    fill_in(args)
+    fill_and_check_flags(args)
     print_header()
     choose(args, engine_settings(args), ModelEngines)
     return 0
 
 
-def fill_in(args: Namespace) -> None:
+def fill_and_check_flags(args: Namespace) -> None:
     """Set the defaults of missing flags, and check all flags.  Raises EspalierError."""
-    for name, value in DEFAULTS.items():
+    for name, value in DEFAULT_FLAGS.items():
         setattr(args, name, value if getattr(args, name) is None else getattr(args, name))
-    require_at_least_one(args, "batch", *DEFAULTS)
+    require_at_least_one(args, "batch", *DEFAULT_FLAGS)
     if args.tokens < 2:
         raise EspalierError(f"--tokens={args.tokens} is not supported: the first comes of no round; use 2 or more")
     for name in ("json", "out"):
@@ -78,7 +78,7 @@ def choose(
     args: Namespace,
     settings: dict[str, Any],
     engines_with: Callable[[Mapping[str, Any]], BenchEngines],
-    predict: Predict | None = None,
+    predict: PredictAcceptLengths | None = None,
 ) -> None:
     """Measure, print and write the table.
 
@@ -87,7 +87,7 @@ def choose(
     _refuse_unused(settings)
     context, longest = args.context, args.context + args.tokens
     largest = {"max_batch": max(args.batch)} if args.batch else {}
-    settings = without_table(
+    settings = without_by_batch(
         with_minimum(settings, {"max_context": longest + 1, **largest}, max_context=longest, **largest)
     )
     made = engines_with(settings)
@@ -99,21 +99,21 @@ def choose(
                 "bench choose measures trees up to the configured one, which is plain decoding; set a tree"
             )
         is_block = bench.engine.layout.block_rows > 0
-        shapes = candidates_of(configured, args.candidates, is_block)
+        shapes = trees_to_measure(configured, args.candidates, is_block)
         lengths = None if predict is None else predict(configured, shapes, is_block)
         source = "measured" if lengths is None else f"predicted from {lengths[configured]:g} of {configured}"
         stdout().print(Text(f"{config.algorithm}, {config.dtype}, context {context}; accept lengths {source}", QUIET))
-        given = None if getattr(args, "dataset", None) is None else _prompts_of(args.dataset, bench, context)
+        given = None if getattr(args, "dataset", None) is None else _read_prompts(args.dataset, bench, context)
         runs = TimedRuns.of(bench, args.batch or (), context, args.tokens, args.repeats, given)
         with progress("measuring", len(shapes) * len(runs.prompts)) as advance:
-            timed = measure(bench.engine, config.graph_batch, runs, shapes, lengths, advance)
-    by_batch = table(timed)
+            timed = measure_trees(bench.engine, config.graph_batch, runs, shapes, lengths, advance)
+    by_batch = by_batch_table(timed)
     # Write before printing: printing fails if the reader of stdout has closed it.
     if args.out is not None:
         tree_policy.write_trees(args.out, by_batch)
     figures = {"config": config.as_dict(), "cells": [one.as_dict() for one in timed]}
     write_json(args.json, figures | {"by_batch": {least: shape.sizes for least, shape in by_batch.items()}})
-    print_table(_rows(timed))
+    print_table(_table_rows(timed))
     if args.out is not None:
         stdout().print(Text(f"written: {args.out}; use it by --by-batch {args.out}", QUIET))
 
@@ -129,31 +129,31 @@ def _refuse_unused(settings: Mapping[str, Any]) -> None:
         )
 
 
-def without_table(settings: Mapping[str, Any]) -> dict[str, Any]:
+def without_by_batch(settings: Mapping[str, Any]) -> dict[str, Any]:
     """The settings, but with the configured tree at every batch size."""
     speculation = settings.get("speculation")
     speculation = speculation if isinstance(speculation, SpeculationConfig) else SpeculationConfig()
     return {**settings, "speculation": replace(speculation, by_batch={})}
 
 
-def candidates_of(configured: TreeShape, given: Sequence[TreeShape], is_block: bool = False) -> list[TreeShape]:
+def trees_to_measure(configured: TreeShape, given: Sequence[TreeShape], is_block: bool = False) -> list[TreeShape]:
     """The trees to measure, each once.
 
-    If no tree is given: the configured tree, the CANDIDATES that fit in it, and plain decoding.  A block draft has the
-    configured tree with fewer nodes (BLOCK_NODES) instead of CANDIDATES.
+    If no tree is given: the configured tree, the CANDIDATE_TREES that fit in it, and plain decoding.  A block draft has the
+    configured tree with fewer nodes (BLOCK_NODE_COUNTS) instead of CANDIDATE_TREES.
     Raises EspalierError for a tree that is larger than the configured tree.
     """
     for shape in given:
         configured.require(shape)
     if is_block:
-        sizes = [nodes for nodes in BLOCK_NODES if nodes < configured.num_draft_tokens]
+        sizes = [nodes for nodes in BLOCK_NODE_COUNTS if nodes < configured.num_draft_tokens]
         fitting = [replace(configured, num_draft_tokens=nodes) for nodes in sizes]
     else:
-        fitting = [shape for shape in CANDIDATES if fits_in(configured, shape)]
+        fitting = [shape for shape in CANDIDATE_TREES if fits_in(configured, shape)]
     return list(dict.fromkeys(given or (configured, *fitting, PLAIN)))
 
 
-def _prompts_of(path: Path, bench: BenchEngine, context: int) -> list[list[int]]:
+def _read_prompts(path: Path, bench: BenchEngine, context: int) -> list[list[int]]:
     """The prompts of a file, of at most `context` tokens each.  Raises EspalierError if there are none."""
     inputs = bench.llm.inputs
     found = [
@@ -208,7 +208,7 @@ class TimedRuns:
         return (list(islice(prompts, batch)) for _ in range(self.repeats + 1))
 
 
-def measure(
+def measure_trees(
     engine: Engine,
     graph_batch: int,
     runs: TimedRuns,
@@ -250,7 +250,7 @@ def _round_ms(engine: Engine, batch: int, runs: TimedRuns, stats: SpeculationSta
     return 1000 * median(full_steps(driven))
 
 
-def best(timed: Sequence[TreeTime]) -> dict[int, TreeTime]:
+def fastest_trees(timed: Sequence[TreeTime]) -> dict[int, TreeTime]:
     """The fastest tree at each batch size; of equally fast trees, the first."""
     found: dict[int, TreeTime] = {}
     for one in timed:
@@ -259,27 +259,27 @@ def best(timed: Sequence[TreeTime]) -> dict[int, TreeTime]:
     return dict(sorted(found.items()))
 
 
-def table(timed: Sequence[TreeTime]) -> dict[int, TreeShape]:
+def by_batch_table(timed: Sequence[TreeTime]) -> dict[int, TreeShape]:
     """A table for SpeculationConfig.by_batch: the least batch size of each range -> the fastest tree in that range."""
     trees: dict[int, TreeShape] = {}
-    for batch, fastest in best(timed).items():
+    for batch, fastest in fastest_trees(timed).items():
         if not trees or next(reversed(trees.values())) != fastest.shape:
             trees[batch] = fastest.shape
     return trees
 
 
-def _rows(timed: Sequence[TreeTime]) -> list[list[str]]:
+def _table_rows(timed: Sequence[TreeTime]) -> list[list[str]]:
     """The lines of the printed table, one for each batch size, with a column for each candidate.  A star marks the
     fastest tree of a line."""
     shapes = list(dict.fromkeys(one.shape for one in timed))
-    fastest, by_cell = best(timed), {(one.batch, one.shape): one for one in timed}
+    fastest, by_cell = fastest_trees(timed), {(one.batch, one.shape): one for one in timed}
     rows = [["batch", *(str(shape) for shape in shapes)]]
     rows.append(["accept length", *(f"{by_cell[next(iter(fastest)), shape].accept_length:.2f}" for shape in shapes)])
     for batch, winner in fastest.items():
         cells = [by_cell[batch, shape] for shape in shapes]
-        rows.append([str(batch), *(f"{_cell(one)} {'*' if one == winner else ' '}" for one in cells)])
+        rows.append([str(batch), *(f"{_table_cell(one)} {'*' if one == winner else ' '}" for one in cells)])
     return rows
 
 
-def _cell(one: TreeTime) -> str:
+def _table_cell(one: TreeTime) -> str:
     return f"{one.round_ms:.2f} ms, {one.tokens_per_second:.0f} tokens/s"

@@ -17,20 +17,20 @@ from typing import Any
 
 from espalier.batch_jobs.sender import split_url
 from espalier.bench.load import Timeline
-from espalier.bench.traffic import PATHS, Conversation, bodies
+from espalier.bench.traffic import ENDPOINT_PATHS, Conversation, request_bodies
 from espalier.errors import EspalierError, one_line
 
 HEAD_END, LAST_CHUNK = b"\r\n\r\n", b"\r\n0\r\n\r\n"
-LENGTH, CHUNKED = b"content-length:", b"transfer-encoding: chunked"
-OK = 200
-METRICS_S = 10.0
-ROUNDS = re.compile(r'^espalier_rounds_by_accept_length_total\{length="(\d+)"\} (\S+)$', re.MULTILINE)
+LENGTH_HEADER, CHUNKED_HEADER = b"content-length:", b"transfer-encoding: chunked"
+STATUS_OK = 200
+METRICS_TIMEOUT_S = 10.0
+ROUNDS_METRIC_PATTERN = re.compile(r'^espalier_rounds_by_accept_length_total\{length="(\d+)"\} (\S+)$', re.MULTILINE)
 # What the user should do if /v1/models answers with this status.
-REMEDIES = {401: "give the server's key, with --api-key", 404: "correct the path of --url"}
+REMEDY_BY_STATUS = {401: "give the server's key, with --api-key", 404: "correct the path of --url"}
 
 
 @dataclass(frozen=True)
-class Address:
+class ServerAddress:
     """The address of a server.  prefix: of every path, without /v1."""
 
     host: str
@@ -42,15 +42,17 @@ class Address:
         return f"{'https' if self.tls else 'http'}://{self.host}:{self.port}{self.prefix}"
 
 
-def address_of(url: str) -> Address:
+def address_of(url: str) -> ServerAddress:
     """Parse the URL of a server, with or without /v1.  Raises EspalierError."""
     parts = split_url(url)
     port = parts.port or {"http": 80, "https": 443}[parts.scheme]
-    return Address(parts.hostname or "", port, parts.scheme == "https", parts.path.rstrip("/").removesuffix("/v1"))
+    return ServerAddress(
+        parts.hostname or "", port, parts.scheme == "https", parts.path.rstrip("/").removesuffix("/v1")
+    )
 
 
 @dataclass
-class Exchange:
+class HttpResponse:
     """A response as it arrives.  Times are those of perf_counter, in seconds.
 
     sent_at: of the request; first_at: when the first bytes arrived; ended_at: when the response was complete.
@@ -74,7 +76,9 @@ class Exchange:
     @property
     def length(self) -> int | None:
         """The number of bytes of the whole response; None if the response's head does not state it."""
-        lengths = [int(line[len(LENGTH) :]) for line in self.head.split(b"\r\n") if line.startswith(LENGTH)]
+        lengths = [
+            int(line[len(LENGTH_HEADER) :]) for line in self.head.split(b"\r\n") if line.startswith(LENGTH_HEADER)
+        ]
         return len(self.head) + len(HEAD_END) + lengths[0] if lengths else None
 
     @property
@@ -94,7 +98,7 @@ class Exchange:
     def _pieces(self) -> Iterator[tuple[float, bytes]]:
         """Yields (time at which it was complete, bytes) for each chunk, or each arrival if there are no chunks."""
         start, ends = len(self.head) + len(HEAD_END), [size for _, size in self.arrivals]
-        if CHUNKED not in self.head:
+        if CHUNKED_HEADER not in self.head:
             for time, end in self.arrivals:
                 yield time, bytes(self.received[start:end])
                 start = max(start, end)
@@ -112,19 +116,19 @@ class Connection(asyncio.Protocol):
     """An open connection that carries one request after another."""
 
     transport: asyncio.Transport
-    exchange: Exchange
-    ended: asyncio.Future[Exchange]
+    exchange: HttpResponse
+    ended: asyncio.Future[HttpResponse]
 
     def connection_made(self, transport: Any) -> None:
         self.transport = transport
 
-    def send(self, request: bytes) -> asyncio.Future[Exchange]:
+    def send(self, request: bytes) -> asyncio.Future[HttpResponse]:
         """Send a request now.  The future is done at the last byte of the response.
 
         Raises EspalierError if the connection ends before that byte.
         """
         self.ended = asyncio.get_running_loop().create_future()
-        self.exchange = Exchange(perf_counter())
+        self.exchange = HttpResponse(perf_counter())
         self.transport.write(request)
         return self.ended
 
@@ -141,21 +145,21 @@ class Connection(asyncio.Protocol):
         if not hasattr(self, "ended") or self.ended.done():
             return
         # A response without a length and without chunks ends when the connection ends.
-        if self.exchange.head and CHUNKED not in self.exchange.head and self.exchange.length is None:
+        if self.exchange.head and CHUNKED_HEADER not in self.exchange.head and self.exchange.length is None:
             self.ended.set_result(self.exchange)
         else:
             message = "the server closed a connection before the response was complete; see its log"
             self.ended.set_exception(EspalierError(message))
 
 
-async def connect(address: Address) -> Connection:
+async def connect(address: ServerAddress) -> Connection:
     """Open a connection.  Raises OSError."""
     loop = asyncio.get_running_loop()
     _, connection = await loop.create_connection(Connection, address.host, address.port, ssl=address.tls or None)
     return connection
 
 
-def request_of(path: str, body: Mapping[str, Any], headers: Mapping[str, str] | None = None) -> bytes:
+def post_request(path: str, body: Mapping[str, Any], headers: Mapping[str, str] | None = None) -> bytes:
     """A POST request with a JSON body."""
     data = json.dumps(body).encode()
     head = {"host": "127.0.0.1", "content-type": "application/json", "content-length": len(data), **(headers or {})}
@@ -181,10 +185,10 @@ class SentRequest:
 
 
 @dataclass(frozen=True)
-class Target:
+class MeasuredServer:
     """A server to measure.  same: the fields that every request has."""
 
-    address: Address
+    address: ServerAddress
     headers: Mapping[str, str]
     same: Mapping[str, Any]
     endpoint: str
@@ -194,12 +198,12 @@ class Target:
     async def ask(self, body: Mapping[str, Any], due: float) -> SentRequest:
         """Send a request now.  due: the planned time of sending, on perf_counter's clock."""
         asked = SentRequest(Timeline(due))
-        request = request_of(self.address.prefix + PATHS[self.endpoint], body, self.headers)
+        request = post_request(self.address.prefix + ENDPOINT_PATHS[self.endpoint], body, self.headers)
         try:
             async with asyncio.timeout(self.timeout_s):
                 connection = await connect(self.address)
                 try:
-                    take(await connection.send(request), asked)
+                    parse_response(await connection.send(request), asked)
                 finally:
                     connection.transport.abort()
         except TimeoutError:
@@ -212,7 +216,7 @@ class Target:
         """Send the turns of a conversation, the first at `due`.  The conversation ends at a turn without an answer."""
         results: list[SentRequest] = []
         answers: list[str] = []
-        for body in bodies(talk, self.endpoint, answers, self.same):
+        for body in request_bodies(talk, self.endpoint, answers, self.same):
             await asyncio.sleep(due - perf_counter())
             results.append(await self.ask(body, due))
             results[-1].category = talk.category
@@ -223,14 +227,14 @@ class Target:
         return results
 
 
-def take(exchange: Exchange, asked: SentRequest) -> None:
+def parse_response(exchange: HttpResponse, asked: SentRequest) -> None:
     """Parse a response into `asked`.
 
     A chunk counts as many tokens as it has token ids, or one token without ids.  The last chunk counts the tokens that
     `usage` reports beyond these.
     """
-    if exchange.status != OK:
-        asked.error = f"status {exchange.status}: {_message(exchange.body())}"
+    if exchange.status != STATUS_OK:
+        asked.error = f"status {exchange.status}: {_error_message(exchange.body())}"
         return
     texts, is_ended = [], False
     for time, data in exchange.events():
@@ -239,12 +243,12 @@ def take(exchange: Exchange, asked: SentRequest) -> None:
             break
         event = json.loads(data)
         if "error" in event:
-            asked.error = f"the stream ended early: {_message(data)}"
+            asked.error = f"the stream ended early: {_error_message(data)}"
             return
         usage = event.get("usage") or {}
         asked.num_prompt = usage.get("prompt_tokens", asked.num_prompt)
         asked.num_output = usage.get("completion_tokens", asked.num_output)
-        text, num_ids = _text(event), _num_ids(event)
+        text, num_ids = _text_of_event(event), _num_ids(event)
         if text or num_ids:
             texts.append(text)
             asked.timeline.chunks.append((time, num_ids or 1))
@@ -257,7 +261,7 @@ def take(exchange: Exchange, asked: SentRequest) -> None:
     chunks[-1] = chunks[-1][0], max(1, asked.num_output - before)
 
 
-def _text(event: Mapping[str, Any]) -> str:
+def _text_of_event(event: Mapping[str, Any]) -> str:
     """The text that an event adds to the answer: content, reasoning, or the arguments of a call."""
     parts: list[str] = []
     for choice in event.get("choices") or ():
@@ -273,14 +277,14 @@ def _num_ids(event: Mapping[str, Any]) -> int:
     return sum(len(choice.get("token_ids") or ()) for choice in event.get("choices") or ())
 
 
-def _message(data: bytes) -> str:
+def _error_message(data: bytes) -> str:
     try:
         return str(json.loads(data)["error"]["message"])[:200]
     except (ValueError, KeyError, TypeError):
         return data[:200].decode(errors="replace") or "no message"
 
 
-async def require_reachable(address: Address) -> None:
+async def require_reachable(address: ServerAddress) -> None:
     """Check that the server accepts a connection.  Raises EspalierError if it does not."""
     try:
         connection = await connect(address)
@@ -289,11 +293,11 @@ async def require_reachable(address: Address) -> None:
     connection.transport.abort()
 
 
-def _unreachable(address: Address, error: Exception) -> EspalierError:
+def _unreachable(address: ServerAddress, error: Exception) -> EspalierError:
     return EspalierError(f"--url {address} cannot be reached ({one_line(error)}); start a server there, or correct it")
 
 
-async def _get(address: Address, headers: Mapping[str, str], path: str) -> Exchange:
+async def _get(address: ServerAddress, headers: Mapping[str, str], path: str) -> HttpResponse:
     lines = [f"GET {address.prefix}{path} HTTP/1.1", *(f"{name}: {value}" for name, value in headers.items())]
     try:
         connection = await connect(address)
@@ -304,21 +308,21 @@ async def _get(address: Address, headers: Mapping[str, str], path: str) -> Excha
     return exchange
 
 
-async def rounds_by_length(address: Address, headers: Mapping[str, str]) -> Counter[int] | None:
+async def rounds_by_accept_length(address: ServerAddress, headers: Mapping[str, str]) -> Counter[int] | None:
     """How many rounds the server has run, by accept length; None for a server that does not have Espalier's metric."""
     try:
-        exchange = await asyncio.wait_for(_get(address, headers, "/metrics"), METRICS_S)
-        found = ROUNDS.findall(exchange.body().decode()) if exchange.status == OK else []
+        exchange = await asyncio.wait_for(_get(address, headers, "/metrics"), METRICS_TIMEOUT_S)
+        found = ROUNDS_METRIC_PATTERN.findall(exchange.body().decode()) if exchange.status == STATUS_OK else []
     except (EspalierError, TimeoutError, UnicodeDecodeError):
         return None
     return Counter({int(length): int(float(count)) for length, count in found}) if found else None
 
 
-async def first_model(address: Address, headers: Mapping[str, str]) -> str:
+async def first_model(address: ServerAddress, headers: Mapping[str, str]) -> str:
     """The name of the server's first model.  Raises EspalierError."""
     exchange = await _get(address, headers, "/v1/models")
-    if exchange.status != OK:
-        remedy = REMEDIES.get(exchange.status, "look at the server's log")
+    if exchange.status != STATUS_OK:
+        remedy = REMEDY_BY_STATUS.get(exchange.status, "look at the server's log")
         raise EspalierError(f"--url {address}/v1/models answers {exchange.status}; {remedy}")
     try:
         return str(json.loads(exchange.body())["data"][0]["id"])

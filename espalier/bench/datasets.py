@@ -10,34 +10,36 @@ from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
 
-from espalier.bench.flags import OF_DATASET, OF_DRAWN
-from espalier.bench.traffic import Conversation, Turn
+from espalier.bench.flags import DATASET_FLAGS, DRAWN_PROMPT_FLAGS
+from espalier.bench.traffic import Conversation, UserTurn
 from espalier.errors import EspalierError, require_number
 from espalier.prompt_files import EXPECTED, kind_of, messages_of, records, unexpected
 from espalier.terminal.console import stdout
 from espalier.terminal.flags import flag_of, require_at_least_one
 
 # The default for the fewest and most tokens of an answer.
-OUTPUTS = (256, 256)
+DEFAULT_OUTPUTS = (256, 256)
 MAX_TEMPERATURE = 2.0
 
 
 def dataset_of_flags(args: Namespace) -> list[Conversation] | None:
     """The conversations of --dataset; None without it.  Sets the defaults of its flags.  Raises EspalierError."""
-    names = OF_DATASET if getattr(args, "dataset", None) is None else OF_DRAWN
+    names = DATASET_FLAGS if getattr(args, "dataset", None) is None else DRAWN_PROMPT_FLAGS
     if given := [name for name in names if getattr(args, name, None) is not None]:
         remedy = (
-            "is for --dataset; give a file too" if names is OF_DATASET else "draws prompts, and --dataset has its own"
+            "is for --dataset; give a file too"
+            if names is DATASET_FLAGS
+            else "draws prompts, and --dataset has its own"
         )
         raise EspalierError(f"{flag_of(given[0])} {remedy}")
-    if names is OF_DATASET:
+    if names is DATASET_FLAGS:
         args.temperature = [0.0]
         return None
     require_at_least_one(args, "limit")
     args.temperature = args.temperature or [0.0]
     for temperature in args.temperature:
         require_number("--temperature", temperature, lambda value: 0 <= value <= MAX_TEMPERATURE, "0 to 2")
-    args.output, args.sample_seed = args.output or OUTPUTS, args.sample_seed or 0
+    args.output, args.sample_seed = args.output or DEFAULT_OUTPUTS, args.sample_seed or 0
     talks, num_silent = conversations_of(args.dataset, args.output, args.limit, args.sample_seed)
     if num_silent:
         stdout().print(f"{num_silent} records of {args.dataset} are left out: no user speaks in them")
@@ -53,19 +55,19 @@ def conversations_of(
     outputs: fewest and most max_tokens of an answer, drawn by the seed.  Raises EspalierError.
     """
     chance = random.Random(seed)
-    said = [_said(place, record) for place, record in records("--dataset", path)]
+    said = [_messages_of_record(place, record) for place, record in records("--dataset", path)]
     spoken = [each for each in said if each[2]]
     if not spoken:
         raise EspalierError(f"--dataset {path} holds no prompt; each record is {EXPECTED}")
-    chosen = spoken if limit is None else _sampled(path, spoken, limit, chance)
+    chosen = spoken if limit is None else _sampled_records(path, spoken, limit, chance)
     talks = [
-        Conversation(i, system, tuple(Turn(text, chance.randint(*outputs)) for text in texts), category)
+        Conversation(i, system, tuple(UserTurn(text, chance.randint(*outputs)) for text in texts), category)
         for i, (category, system, texts) in enumerate(chosen)
     ]
     return talks, len(said) - len(spoken)
 
 
-def _sampled(path: Path, records: Sequence[Any], limit: int, chance: random.Random) -> list[Any]:
+def _sampled_records(path: Path, records: Sequence[Any], limit: int, chance: random.Random) -> list[Any]:
     if limit > len(records):
         raise EspalierError(f"--limit={limit} is above the {len(records)} conversations of {path}; lower it")
     by_category: dict[str, list[int]] = {}
@@ -76,7 +78,7 @@ def _sampled(path: Path, records: Sequence[Any], limit: int, chance: random.Rand
     return [records[place] for place in sorted(in_turns[:limit])]
 
 
-def _said(place: str, record: Mapping[str, Any]) -> tuple[str, str, list[str]]:
+def _messages_of_record(place: str, record: Mapping[str, Any]) -> tuple[str, str, list[str]]:
     """(category, system message, messages of the user) of a record."""
     if kind_of(place, record) == "token_ids":
         raise unexpected(place, "token ids, which are no text")

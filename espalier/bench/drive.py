@@ -67,7 +67,7 @@ class DriveResult:
         return total
 
 
-def rebuilt(engine: Engine, graph_batch: int, **changes: Any) -> Engine:
+def rebuilt_engine(engine: Engine, graph_batch: int, **changes: Any) -> Engine:
     """A new engine on the models and buffers of `engine`, which is closed.  changes: fields of ModelRunner."""
     runner, overlap, has_cache = engine.executor.runner, engine.in_flight.overlap, engine.prefixes is not None
     engine.close()
@@ -148,7 +148,7 @@ def _requests(prompts: Sequence[Sequence[int]], params: SamplingParams, roots: S
     ]
 
 
-def heldout() -> list[dict[str, str]]:
+def heldout_pairs() -> list[dict[str, str]]:
     """{"prompt", "reference"} pairs from files that the bundled model was not trained on.  Raises EspalierError."""
     path = BUNDLED_FILES / "heldout.jsonl"
     if not path.exists():
@@ -156,21 +156,23 @@ def heldout() -> list[dict[str, str]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def texts(llm: LLM, count: int | None = None) -> list[tuple[list[int], list[int]]]:
+def heldout_tokens(llm: LLM, count: int | None = None) -> list[tuple[list[int], list[int]]]:
     """(prompt, reference) of the first `count` held-out texts (None: all), as the tokens of the text in two parts.
 
     A model without a tokenizer gets random tokens.  Raises EspalierError if there are fewer texts than `count`.
     """
     if llm.tokenizer is not None:
-        if count is not None and count > len(heldout()):
-            raise EspalierError(f"--prompts={count} is not supported; there are {len(heldout())} held-out texts")
-        return [parts_of(llm.tokenizer.encode, entry["prompt"], entry["reference"]) for entry in heldout()[:count]]
+        if count is not None and count > len(heldout_pairs()):
+            raise EspalierError(f"--prompts={count} is not supported; there are {len(heldout_pairs())} held-out texts")
+        return [
+            split_tokens(llm.tokenizer.encode, entry["prompt"], entry["reference"]) for entry in heldout_pairs()[:count]
+        ]
     generator = torch.Generator().manual_seed(0)
     draw = torch.randint(0, llm.model_config.vocab_size, (count or RANDOM_TEXTS, 192), generator=generator).tolist()
     return [(tokens[:128], tokens[128:]) for tokens in draw]
 
 
-def parts_of(encode: Callable[[str], list[int]], prompt: str, reference: str) -> tuple[list[int], list[int]]:
+def split_tokens(encode: Callable[[str], list[int]], prompt: str, reference: str) -> tuple[list[int], list[int]]:
     """The tokens of a text in two parts.  The first part, of at least one token, is what the tokens of the text have in
     common with those of the prompt alone.
 
@@ -182,9 +184,9 @@ def parts_of(encode: Callable[[str], list[int]], prompt: str, reference: str) ->
     return whole[:border], whole[border:]
 
 
-def contexts(llm: LLM, batch: int, length: int) -> list[list[int]]:
+def heldout_contexts(llm: LLM, batch: int, length: int) -> list[list[int]]:
     """`batch` prompts of `length` tokens, cut from the joined held-out texts at evenly spaced places."""
-    joined = [token for prompt, reference in texts(llm) for token in prompt + reference]
+    joined = [token for prompt, reference in heldout_tokens(llm) for token in prompt + reference]
     while len(joined) < 2 * length:
         joined += joined
     stride = (len(joined) - length) // batch
@@ -245,13 +247,13 @@ class ModelEngines:
         with LLM(**{**self.settings, **way}) as llm:
 
             def prompts(lengths: Sequence[int]) -> list[list[int]]:
-                longest = contexts(llm, len(lengths), max(lengths))
+                longest = heldout_contexts(llm, len(lengths), max(lengths))
                 return [prompt[:length] for prompt, length in zip(longest, lengths, strict=True)]
 
             yield BenchEngine(llm, prompts)
 
 
-def compared_ways(made: BenchEngines) -> dict[str, EngineVariant]:
+def variants_to_compare(made: BenchEngines) -> dict[str, EngineVariant]:
     """The ways to decode that are compared, by name.  Without a tree, plain decoding is the only one."""
     return {"tree": AS_CONFIGURED, "plain": PLAIN_DECODING} if made.config().layout.steps else {"plain": PLAIN_DECODING}
 

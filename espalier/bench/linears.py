@@ -22,7 +22,7 @@ from espalier.models.quantisers import GROUP, MX_BLOCK, NV_GROUP, QUANTISERS
 
 Shape = tuple[int, int]
 # Fields of a config that stand for products which are not counted here.
-UNCOUNTED = ("hidden_size_per_layer_input", "use_double_wide_mlp", "gating")
+UNCOUNTED_FIELDS = ("hidden_size_per_layer_input", "use_double_wide_mlp", "gating")
 
 
 @dataclass(frozen=True)
@@ -387,7 +387,7 @@ class ModelShape:
 def model_sizes(config: ModelConfig) -> ModelShape:
     """The sizes of a target, or of a draft's layers.  Raises EspalierError for a model with uncounted products."""
     specs = layer_specs_of(config)
-    uncounted = [name for name in UNCOUNTED if config.raw.get(name)]
+    uncounted = [name for name in UNCOUNTED_FIELDS if config.raw.get(name)]
     if uncounted:
         raise EspalierError(
             f"layers of {config.architecture} have products of {uncounted[0]}, which the benches do not count; "

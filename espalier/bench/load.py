@@ -22,7 +22,7 @@ from espalier.request import Request
 
 PERCENTILES = (50, 90, 99)
 # The times of which latency_of gives percentiles.
-TIMES = ("ttft_ms", "between_pieces_ms", "per_token_ms", "end_to_end_ms")
+LATENCY_TIMES = ("ttft_ms", "between_pieces_ms", "per_token_ms", "end_to_end_ms")
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Load:
         return [self.prefix_tokens] * self.prefixes + [sum(self.of(i).inputs) for i in range(self.count)]
 
 
-def mixed(count: int, inputs: tuple[int, int], outputs: tuple[int, int], turns: int = 1, **more: Any) -> Load:
+def random_load(count: int, inputs: tuple[int, int], outputs: tuple[int, int], turns: int = 1, **more: Any) -> Load:
     """A load of `count` conversations with lengths drawn uniformly between the bounds, both included.
 
     more: further fields of Load.
@@ -185,7 +185,7 @@ class AnsweredRequest(NamedTuple):
     rounds: float | None
 
 
-def by_category(answers: Sequence[AnsweredRequest]) -> dict[str, dict[str, Any]]:
+def figures_by_category(answers: Sequence[AnsweredRequest]) -> dict[str, dict[str, Any]]:
     """The figures of each category.
 
     step_ms: the time from one round of a request to its next round.  tokens_per_second: of one request after its first
@@ -194,10 +194,10 @@ def by_category(answers: Sequence[AnsweredRequest]) -> dict[str, dict[str, Any]]
     groups: dict[str, list[AnsweredRequest]] = {}
     for each in answers:
         groups.setdefault(each.category, []).append(each)
-    return {category: _of_category(each) for category, each in groups.items()}
+    return {category: _figures_of_category(each) for category, each in groups.items()}
 
 
-def _of_category(answers: Sequence[AnsweredRequest]) -> dict[str, Any]:
+def _figures_of_category(answers: Sequence[AnsweredRequest]) -> dict[str, Any]:
     later = [each for each in answers if len(each.timeline.chunks) > 1]
     seconds = sum(each.timeline.chunks[-1][0] - each.timeline.chunks[0][0] for each in later)
     tokens = sum(each.tokens - each.timeline.chunks[0][1] for each in later)
@@ -208,7 +208,7 @@ def _of_category(answers: Sequence[AnsweredRequest]) -> dict[str, Any]:
         "accept_length": tokens / rounds if rounds else None,
         "step_ms": 1e3 * seconds / rounds if rounds else None,
         "tokens_per_second": tokens / seconds if seconds else None,
-        **latency_of([each.timeline for each in answers]),
+        **latency_percentiles([each.timeline for each in answers]),
     }
 
 
@@ -259,8 +259,8 @@ class LoadResult:
             "accept_length": self.accept_length,
             "time_shares": {kind: seconds / busy for kind, seconds in self.spent.seconds.items()},
             "wasted_rows": max(0.0, 1 - (computed + tokens_out) / self.spent.rows),
-            **latency_of(self.timelines),
-            "categories": by_category(self.answers),
+            **latency_percentiles(self.timelines),
+            "categories": figures_by_category(self.answers),
         }
 
     def _outputs_hash(self) -> str:
@@ -268,15 +268,15 @@ class LoadResult:
         return hashlib.sha256(repr(outputs).encode()).hexdigest()[:12]
 
 
-def latency_of(timelines: Sequence[Timeline]) -> dict[str, Any]:
+def latency_percentiles(timelines: Sequence[Timeline]) -> dict[str, Any]:
     """Percentiles in ms of TIMES: to the first token, between chunks, a token of a request, to the last token."""
     per_token = [each.per_token for each in timelines if each.per_token is not None]
     gaps = [gap for each in timelines for gap in each.gaps]
     values = [each.first for each in timelines], gaps, per_token, [each.whole for each in timelines]
-    return {name: percentiles(each) for name, each in zip(TIMES, values, strict=True)}
+    return {name: percentiles(each) for name, each in zip(LATENCY_TIMES, values, strict=True)}
 
 
-def title_of(times: str) -> str:
+def time_title(times: str) -> str:
     """The name of one of TIMES for a table."""
     return times.removesuffix("_ms").replace("_", " ")
 
@@ -289,7 +289,7 @@ def percentiles(seconds: Sequence[float]) -> dict[str, float] | None:
     return {f"p{p}": 1e3 * order[-(-len(order) * p // 100) - 1] for p in PERCENTILES}
 
 
-class Talks(Protocol):
+class LoadConversations(Protocol):
     """The conversations of a load.  think: seconds from an answer to the next turn."""
 
     @property
@@ -308,7 +308,7 @@ class Talks(Protocol):
 
 
 @dataclass(frozen=True)
-class RandomTalks:
+class RandomConversations:
     """The conversations of a Load: greedy, with answers of full length.  texts: from Load.texts."""
 
     load: Load
@@ -337,12 +337,12 @@ class RandomTalks:
         return greedy_request(str(place), place, [*said, *self.texts[number][begin:end]], own.outputs[turn])
 
 
-def serve(engine: Engine, prompts: Sequence[Sequence[int]], load: Load, arrivals: Arrivals) -> LoadResult:
+def serve_random(engine: Engine, prompts: Sequence[Sequence[int]], load: Load, arrivals: Arrivals) -> LoadResult:
     """Run a load: greedy, each request to its full output length.  prompts: of load.lengths tokens."""
-    return serve_talks(engine, RandomTalks(load, load.texts(prompts)), arrivals)
+    return serve_conversations(engine, RandomConversations(load, load.texts(prompts)), arrivals)
 
 
-def serve_talks(engine: Engine, talks: Talks, arrivals: Arrivals) -> LoadResult:
+def serve_conversations(engine: Engine, talks: LoadConversations, arrivals: Arrivals) -> LoadResult:
     """Run conversations to their end."""
     spent, begun = LaunchTimes(engine), perf_counter()
     due = [begun + at for at in arrivals.due(talks.count)]

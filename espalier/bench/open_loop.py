@@ -16,26 +16,40 @@ from time import perf_counter
 from types import MappingProxyType
 from typing import Any
 
-from espalier.bench.clients import SentRequest, Target, address_of, first_model, require_reachable, rounds_by_length
+from espalier.bench.clients import (
+    MeasuredServer,
+    SentRequest,
+    address_of,
+    first_model,
+    require_reachable,
+    rounds_by_accept_length,
+)
 from espalier.bench.datasets import dataset_of_flags
-from espalier.bench.flags import BURSTS, CHAT, COMPLETIONS, FIXED, OF_DATASET, POISSON
-from espalier.bench.load import TIMES, AnsweredRequest, Arrivals, Timeline, by_category, latency_of
+from espalier.bench.flags import BURSTS, CHAT, COMPLETIONS, DATASET_FLAGS, FIXED, POISSON
+from espalier.bench.load import (
+    LATENCY_TIMES,
+    AnsweredRequest,
+    Arrivals,
+    Timeline,
+    figures_by_category,
+    latency_percentiles,
+)
 from espalier.bench.report import (
     LoadPoint,
     category_table,
     command_line,
+    json_value_of_flag,
     plot_load,
     require_plot,
     rows_of_times,
-    shown,
     write_markdown,
 )
-from espalier.bench.traffic import SWITCHES, Conversation, Traffic
+from espalier.bench.traffic import REASONING_SWITCHES, Conversation, Traffic
 from espalier.errors import EspalierError, require_number
 from espalier.terminal.console import print_header, print_table, progress, require_writable, write_json
 from espalier.terminal.flags import api_key, engine_settings, flag_of, require_at_least_one
 
-DEFAULTS: Mapping[str, Any] = MappingProxyType(
+DEFAULT_FLAGS: Mapping[str, Any] = MappingProxyType(
     {
         "rate": [2.0],
         "arrivals": POISSON,
@@ -54,7 +68,7 @@ DEFAULTS: Mapping[str, Any] = MappingProxyType(
 
 
 @dataclass(frozen=True)
-class Limits:
+class LatencyLimits:
     """Limits of latency in ms; None for no limit."""
 
     ttft: float | None
@@ -78,7 +92,7 @@ class OpenLoopResult:
     temperature: float
     seconds: float
     asked: list[SentRequest] = field(repr=False)
-    limits: Limits
+    limits: LatencyLimits
     rounds: Counter[int] | None
 
     @property
@@ -115,41 +129,41 @@ class OpenLoopResult:
             "goodput_per_second": good / self.seconds,
             "good_share": good / len(self.asked),
             "accept_length": length,
-            **latency_of([each.timeline for each in self.answered]),
-            "categories": by_category(answers),
+            **latency_percentiles([each.timeline for each in self.answered]),
+            "categories": figures_by_category(answers),
         }
 
 
 def run(args: Namespace) -> int:
     """Run the command.  Raises EspalierError if a server does not answer the first request."""
     read = dataset_of_flags(args)
-    _check(args)
+    _fill_and_check_flags(args)
     traffic = Traffic(args.input, args.output, args.turns, args.prefixes, args.prefix_length, args.token_ids)
-    limits = Limits(args.ttft_limit, args.itl_limit)
+    limits = LatencyLimits(args.ttft_limit, args.itl_limit)
     measured, models = [], {}
     cells = [(temperature, rate) for temperature in args.temperature for rate in args.rate]
     # Each cell has other prompts, because a server keeps the prompts of the cell before in its prefix cache.
     talks = [read or traffic.conversations(args.requests, seed) for seed in range(len(cells))]
     with progress("measuring", len(args.url) * sum(map(len, talks))) as advance:
         for url in args.url:
-            target = asyncio.run(_target(args, url))
+            target = asyncio.run(_reached_server(args, url))
             models[str(target.address)] = target.same["model"]
             for (temperature, rate), sent in zip(cells, talks, strict=True):
                 at = replace(target, same={"temperature": temperature, **target.same})
-                before = asyncio.run(rounds_by_length(at.address, at.headers))
-                seconds, asked = asyncio.run(_measure(at, sent, arrivals_of(args, rate), advance))
-                after = asyncio.run(rounds_by_length(at.address, at.headers))
+                before = asyncio.run(rounds_by_accept_length(at.address, at.headers))
+                seconds, asked = asyncio.run(_measure_server(at, sent, arrivals_of(args, rate), advance))
+                after = asyncio.run(rounds_by_accept_length(at.address, at.headers))
                 rounds = None if before is None or after is None else after - before
                 measured.append(OpenLoopResult(str(at.address), rate, temperature, seconds, asked, limits, rounds))
     figures = [each.figures() for each in measured]
-    named = (*DEFAULTS, "concurrency", "token_ids", "extra_body", "dataset", *OF_DATASET)
-    about = {name: shown(getattr(args, name)) for name in named} | asdict(limits)
+    named = (*DEFAULT_FLAGS, "concurrency", "token_ids", "extra_body", "dataset", *DATASET_FLAGS)
+    about = {name: json_value_of_flag(getattr(args, name)) for name in named} | asdict(limits)
     write_json(args.json, {"command": command_line(), "models": models, "load": about, "cells": figures})
-    tables = [_table(figures, limits)]
+    tables = [_table_rows(figures, limits)]
     if read is not None:
         tables += [
             category_table(
-                f"{each['server']}{_at(each['rate'])}, temperature {each['temperature']:g}", each["categories"]
+                f"{each['server']}{_rate_text(each['rate'])}, temperature {each['temperature']:g}", each["categories"]
             )
             for each in figures
         ]
@@ -159,19 +173,19 @@ def run(args: Namespace) -> int:
         print_table(table)
     for each in figures:
         for error, count in each["errors"].items():
-            print(f"  {each['server']}{_at(each['rate'])}: {count} requests without an answer: {error}")
-    points = [_point(each) for each in figures if each["rate"] is not None]
+            print(f"  {each['server']}{_rate_text(each['rate'])}: {count} requests without an answer: {error}")
+    points = [_load_point(each) for each in figures if each["rate"] is not None]
     plot_load(points, {"ttft_ms": limits.ttft, "per_token_ms": limits.itl}, args.plot)
     return 0
 
 
-def _check(args: Namespace) -> None:
+def _fill_and_check_flags(args: Namespace) -> None:
     """Set the defaults of flags, and check them.  Raises EspalierError."""
     if args.concurrency is not None:
         args.rate = [None]
     if args.token_ids is not None:
         _check_token_ids(args)
-    for name, value in DEFAULTS.items():
+    for name, value in DEFAULT_FLAGS.items():
         if getattr(args, name) is None:
             setattr(args, name, value)
     require_at_least_one(args, "burst", "requests", "turns", "prefix_length")
@@ -201,20 +215,20 @@ def arrivals_of(args: Namespace, rate: float | None) -> Arrivals:
     """The arrivals at one rate by the flags; rate None: with --concurrency, or all at once."""
     if rate is None:
         return Arrivals(args.concurrency)
-    burst = {POISSON: None, FIXED: 1, BURSTS: args.burst or DEFAULTS["burst"]}[args.arrivals or POISSON]
+    burst = {POISSON: None, FIXED: 1, BURSTS: args.burst or DEFAULT_FLAGS["burst"]}[args.arrivals or POISSON]
     return Arrivals(rate=rate, burst=burst)
 
 
-async def _target(args: Namespace, url: str) -> Target:
+async def _reached_server(args: Namespace, url: str) -> MeasuredServer:
     """The server at a URL, after it has answered one request.  Raises EspalierError."""
     key = api_key(args)
     address = address_of(url)
     headers = {"host": address.host} | ({"authorization": f"Bearer {key}"} if key else {})
     await require_reachable(address)
     model = engine_settings(args).get("model") or await first_model(address, headers)
-    switch = {} if args.thinking is None else {"chat_template_kwargs": {SWITCHES[0]: args.thinking}}
+    switch = {} if args.thinking is None else {"chat_template_kwargs": {REASONING_SWITCHES[0]: args.thinking}}
     same = {"model": model, **switch, **(args.extra_body or {})}
-    target = Target(address, headers, same, args.endpoint, args.timeout, args.think)
+    target = MeasuredServer(address, headers, same, args.endpoint, args.timeout, args.think)
     [first] = Traffic((2, 2), (4, 4), token_ids=args.token_ids).conversations(1, seed=-1)
     [asked] = await target.converse(first, perf_counter())
     if asked.error:
@@ -222,8 +236,8 @@ async def _target(args: Namespace, url: str) -> Target:
     return target
 
 
-async def _measure(
-    target: Target, talks: Sequence[Conversation], arrivals: Arrivals, advance: Any
+async def _measure_server(
+    target: MeasuredServer, talks: Sequence[Conversation], arrivals: Arrivals, advance: Any
 ) -> tuple[float, list[SentRequest]]:
     """(seconds, requests) of all conversations.  Each begins when it is due, or when another has ended."""
     begun, due = perf_counter(), arrivals.due(len(talks))
@@ -239,7 +253,7 @@ async def _measure(
     return perf_counter() - begun - due[0], [asked for each in results for asked in each]
 
 
-def _table(figures: Sequence[Mapping[str, Any]], limits: Limits) -> list[list[str]]:
+def _table_rows(figures: Sequence[Mapping[str, Any]], limits: LatencyLimits) -> list[list[str]]:
     held = [f"{name} {ms:g} ms" for name, ms in (("ttft", limits.ttft), ("per token", limits.itl)) if ms is not None]
     rows = [
         ["", *(each["server"] for each in figures)],
@@ -257,10 +271,10 @@ def _table(figures: Sequence[Mapping[str, Any]], limits: Limits) -> list[list[st
     return rows
 
 
-def _at(rate: float | None) -> str:
+def _rate_text(rate: float | None) -> str:
     return "" if rate is None else f" at {rate:g}/s"
 
 
-def _point(each: Mapping[str, Any]) -> LoadPoint:
-    times = {name: each[name] for name in TIMES}
+def _load_point(each: Mapping[str, Any]) -> LoadPoint:
+    times = {name: each[name] for name in LATENCY_TIMES}
     return LoadPoint(each["server"], each["rate"], times, each["goodput_per_second"], each["requests_per_second"])

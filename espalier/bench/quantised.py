@@ -16,19 +16,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from espalier.bench.choose import without_table
-from espalier.bench.drive import drive, rebuilt, texts
+from espalier.bench.choose import without_by_batch
+from espalier.bench.drive import drive, heldout_tokens, rebuilt_engine
 from espalier.errors import EspalierError
 from espalier.llm import LLM
 from espalier.request import SamplingParams
 
 # The tokens of a text that the original writes itself.
-OWN_TOKENS = 256
+OWN_TEXT_TOKENS = 256
 # The rows whose distributions are compared at once.
-ROWS = 256
+COMPARED_ROWS = 256
 
 # (prompt, the text after it) pairs, as token ids.
-Texts = list[tuple[list[int], list[int]]]
+TokenPairs = list[tuple[list[int], list[int]]]
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class ModelRun:
     following: the counted tokens; logits: the model's head, without the model.
     """
 
-    texts: Texts
+    texts: TokenPairs
     is_own_text: bool
     hidden: list[Tensor]
     following: list[Tensor]
@@ -66,7 +66,7 @@ class ModelRun:
     def logprobs(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yields (log-probabilities [ROWS, V], following tokens [ROWS]) for all positions, on the model's device."""
         for hidden, following in zip(self.hidden, self.following, strict=True):
-            for rows, tokens in zip(hidden.split(ROWS), following.split(ROWS), strict=True):
+            for rows, tokens in zip(hidden.split(COMPARED_ROWS), following.split(COMPARED_ROWS), strict=True):
                 logits = self.logits(rows)
                 yield logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1), tokens
 
@@ -102,7 +102,7 @@ class HiddenRecorder:
         return torch.cat(kept)
 
 
-def compare(
+def compare_accuracy(
     model: str,
     quantised: str,
     settings: Mapping[str, Any],
@@ -115,18 +115,18 @@ def compare(
     settings: of both engines, with the draft.  num_tokens: generated from each prompt for the accept length.
     advance: called after each text of each model.
     """
-    settings = without_table(settings)
-    first = _run(model, settings, num_texts, num_tokens, None, advance)
-    second = _run(quantised, settings, num_texts, num_tokens, first, advance)
+    settings = without_by_batch(settings)
+    first = _run_model(model, settings, num_texts, num_tokens, None, advance)
+    second = _run_model(quantised, settings, num_texts, num_tokens, first, advance)
     lengths = None
     if first.accept_length is not None and second.accept_length is not None:
         lengths = (first.accept_length, second.accept_length)
-    positions, agreement, kl, *losses = _means(first, second)
+    positions, agreement, kl, *losses = _mean_differences(first, second)
     perplexity = exp(losses[0]), exp(losses[1])
     return Accuracy(int(positions), agreement, kl, perplexity, lengths, first.is_own_text)
 
 
-def _means(first: ModelRun, second: ModelRun) -> list[float]:
+def _mean_differences(first: ModelRun, second: ModelRun) -> list[float]:
     """The number of positions, then means over the positions: agreement, KL, and each model's loss on the text."""
     totals = torch.zeros(5, dtype=torch.float64)
     for (ours, tokens), (theirs, _) in zip(first.logprobs(), second.logprobs(), strict=True):
@@ -156,13 +156,13 @@ def accept_lengths(
     """
     found = []
     for draft in drafts:
-        with LLM(target, draft=draft, **without_table(settings)) as llm:
-            found.append(_accept_length(llm, [prompt for prompt, _ in texts(llm, num_texts)], num_tokens))
+        with LLM(target, draft=draft, **without_by_batch(settings)) as llm:
+            found.append(_accept_length(llm, [prompt for prompt, _ in heldout_tokens(llm, num_texts)], num_tokens))
         advance()
     return found[0], found[1]
 
 
-def _run(
+def _run_model(
     model: str,
     settings: Mapping[str, Any],
     num_texts: int,
@@ -176,13 +176,13 @@ def _run(
     """
     with LLM(model, **settings) as llm:
         is_own_text = llm.tokenizer is None
-        pairs = (_own_texts if is_own_text else texts)(llm, num_texts) if first is None else first.texts
+        pairs = (_own_texts if is_own_text else heldout_tokens)(llm, num_texts) if first is None else first.texts
         accept_length = None
         if llm.config.layout.steps and llm.config.draft is not None:
             accept_length = _accept_length(llm, [prompt for prompt, _ in pairs], num_tokens)
         limit = llm.config.layout.max_context - 1
         recorder = HiddenRecorder(llm.engine.executor.runner.target)
-        llm.engine = rebuilt(llm.engine, 0, target=recorder)
+        llm.engine = rebuilt_engine(llm.engine, 0, target=recorder)
         hidden, following = [], []
         for prompt, reference in pairs:
             # Random tokens are no text, so their predictions are not counted.
@@ -205,16 +205,16 @@ def _hidden_states(llm: LLM, recorder: HiddenRecorder, tokens: list[int]) -> Ten
 
 
 def _accept_length(llm: LLM, prompts: Sequence[list[int]], num_tokens: int) -> float:
-    prompts, greedy = _fitting(llm, prompts, num_tokens)
+    prompts, greedy = _cut_to_context(llm, prompts, num_tokens)
     return drive(llm.engine, prompts, greedy).stats.accept_length
 
 
-def _own_texts(llm: LLM, count: int) -> Texts:
-    prompts, greedy = _fitting(llm, [prompt for prompt, _ in texts(llm, count)], OWN_TOKENS)
+def _own_texts(llm: LLM, count: int) -> TokenPairs:
+    prompts, greedy = _cut_to_context(llm, [prompt for prompt, _ in heldout_tokens(llm, count)], OWN_TEXT_TOKENS)
     return [(prompt, output.token_ids) for prompt, output in zip(prompts, llm.generate(prompts, greedy), strict=True)]
 
 
-def _fitting(llm: LLM, prompts: Sequence[list[int]], num_tokens: int) -> tuple[list[list[int]], SamplingParams]:
+def _cut_to_context(llm: LLM, prompts: Sequence[list[int]], num_tokens: int) -> tuple[list[list[int]], SamplingParams]:
     """Prompts and greedy parameters for `num_tokens` tokens.  In a short context both are cut, each to half of it."""
     context = llm.config.layout.max_context - 1
     num = min(num_tokens, context // 2)

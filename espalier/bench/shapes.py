@@ -17,22 +17,27 @@ from espalier.models.families import FAMILIES
 from espalier.models.loading import find_family
 from espalier.speculate.drafters.registry import format_of
 
-LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "attention_bias": False, "mlp_bias": False}
-QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "attention_bias": False}
-QWEN3_MOE = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "attention_bias": False}
-DEEPSEEK_V2 = {"architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "attention_bias": False}
-DEEPSEEK_V3 = {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "attention_bias": False}
-GEMMA4 = {"architectures": ["Gemma4ForCausalLM"], "model_type": "gemma4_text", "attention_bias": False}
-GPT_OSS = {"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "attention_bias": True}
-MINISTRAL3 = {"architectures": ["Ministral3ForCausalLM"], "model_type": "ministral3"}
-PHI3 = {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3", "attention_bias": False}
+LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+LLAMA_FIELDS = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "attention_bias": False,
+    "mlp_bias": False,
+}
+QWEN3_FIELDS = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "attention_bias": False}
+QWEN3_MOE_FIELDS = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "attention_bias": False}
+DEEPSEEK_V2_FIELDS = {"architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "attention_bias": False}
+DEEPSEEK_V3_FIELDS = {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "attention_bias": False}
+GEMMA4_FIELDS = {"architectures": ["Gemma4ForCausalLM"], "model_type": "gemma4_text", "attention_bias": False}
+GPT_OSS_FIELDS = {"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "attention_bias": True}
+MINISTRAL3_FIELDS = {"architectures": ["Ministral3ForCausalLM"], "model_type": "ministral3"}
+PHI3_FIELDS = {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3", "attention_bias": False}
 # The size of a draft's heads if the target has latent attention.
 DRAFT_HEAD_SIZE = 128
 
 
 @dataclass(frozen=True, eq=False)
-class Shape:
+class PublishedModel:
     """The sizes of a production model.
 
     source: the model with this config.json; fields: of that config.json; num_plain: ids from here on are special and
@@ -47,7 +52,7 @@ class Shape:
     fields: Mapping[str, Any]
     first_plain: int = 0
 
-    def cut(self, layers: int) -> "Shape":
+    def cut(self, layers: int) -> "PublishedModel":
         """The same model with only its first layers.  Raises EspalierError if it has fewer."""
         count = self.fields["num_hidden_layers"]
         if not 1 <= layers <= count:
@@ -119,9 +124,9 @@ class Shape:
         return format_of(self.draft_json, path).read(path, self.draft_json, self.target)
 
 
-def _llama(hidden: int, inner: int, layers: int, head: int, factor: float, heads: int = 32) -> dict[str, Any]:
+def _llama_fields(hidden: int, inner: int, layers: int, head: int, factor: float, heads: int = 32) -> dict[str, Any]:
     return {
-        **LLAMA,
+        **LLAMA_FIELDS,
         "vocab_size": 128256,
         "hidden_size": hidden,
         "intermediate_size": inner,
@@ -132,14 +137,14 @@ def _llama(hidden: int, inner: int, layers: int, head: int, factor: float, heads
         "max_position_embeddings": 131072,
         "rms_norm_eps": 1e-5,
         "rope_theta": 500000.0,
-        "rope_scaling": {"rope_type": "llama3", "factor": factor, **LLAMA3},
+        "rope_scaling": {"rope_type": "llama3", "factor": factor, **LLAMA3_ROPE},
         "bos_token_id": 128000,
         "eos_token_id": 128001,
     }
 
 
 QWEN3_8B = {
-    **QWEN3,
+    **QWEN3_FIELDS,
     "vocab_size": 151936,
     "hidden_size": 4096,
     "intermediate_size": 12288,
@@ -158,7 +163,7 @@ QWEN3_8B = {
 }
 QWEN3_30B_A3B = {
     **QWEN3_8B,
-    **QWEN3_MOE,
+    **QWEN3_MOE_FIELDS,
     "hidden_size": 2048,
     "intermediate_size": 6144,
     "num_hidden_layers": 48,
@@ -170,7 +175,7 @@ QWEN3_30B_A3B = {
     "decoder_sparse_step": 1,
     "mlp_only_layers": [],
 }
-LATENT = {
+LATENT_FIELDS = {
     "kv_lora_rank": 512,
     "qk_nope_head_dim": 128,
     "qk_rope_head_dim": 64,
@@ -179,10 +184,10 @@ LATENT = {
     "rms_norm_eps": 1e-6,
     "rope_theta": 10000,
 }
-YARN = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1}
+YARN_ROPE = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1}
 DEEPSEEK_V2_LITE = {
-    **DEEPSEEK_V2,
-    **LATENT,
+    **DEEPSEEK_V2_FIELDS,
+    **LATENT_FIELDS,
     "vocab_size": 102400,
     "hidden_size": 2048,
     "intermediate_size": 10944,
@@ -190,7 +195,7 @@ DEEPSEEK_V2_LITE = {
     "num_attention_heads": 16,
     "num_key_value_heads": 16,
     "q_lora_rank": None,
-    "rope_scaling": {**YARN, "mscale": 0.707, "mscale_all_dim": 0.707},
+    "rope_scaling": {**YARN_ROPE, "mscale": 0.707, "mscale_all_dim": 0.707},
     "first_k_dense_replace": 1,
     "moe_layer_freq": 1,
     "n_routed_experts": 64,
@@ -208,8 +213,8 @@ DEEPSEEK_V2_LITE = {
 }
 # Five of 61 layers, one of them dense instead of three: in bfloat16 they take 97 GB.  The MTP layer is left out.
 DEEPSEEK_V3_1GPU = {
-    **DEEPSEEK_V3,
-    **LATENT,
+    **DEEPSEEK_V3_FIELDS,
+    **LATENT_FIELDS,
     "vocab_size": 129280,
     "hidden_size": 7168,
     "intermediate_size": 18432,
@@ -217,7 +222,7 @@ DEEPSEEK_V3_1GPU = {
     "num_attention_heads": 128,
     "num_key_value_heads": 128,
     "q_lora_rank": 1536,
-    "rope_scaling": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
+    "rope_scaling": {**YARN_ROPE, "mscale": 1.0, "mscale_all_dim": 1.0},
     "first_k_dense_replace": 1,
     "moe_layer_freq": 1,
     "n_routed_experts": 256,
@@ -236,12 +241,12 @@ DEEPSEEK_V3_1GPU = {
 # Eight of 61 layers, six of them dense instead of three, so that one GPU holds them (57 GB) and long contexts show.
 # DEEPSEEK_V32_CUT selects rows.  DEEPSEEK_V3_CUT attends to all rows, for comparison.
 DEEPSEEK_V3_CUT = {**DEEPSEEK_V3_1GPU, "num_hidden_layers": 8, "first_k_dense_replace": 6}
-DEEPSEEK_V32 = {"architectures": ["DeepseekV32ForCausalLM"], "model_type": "deepseek_v32"}
-INDEX = {"index_topk": 2048, "index_head_dim": 128, "index_n_heads": 64}
-DEEPSEEK_V32_CUT = {**DEEPSEEK_V3_CUT, **DEEPSEEK_V32, **INDEX}
+DEEPSEEK_V32_FIELDS = {"architectures": ["DeepseekV32ForCausalLM"], "model_type": "deepseek_v32"}
+INDEXER_FIELDS = {"index_topk": 2048, "index_head_dim": 128, "index_n_heads": 64}
+DEEPSEEK_V32_CUT = {**DEEPSEEK_V3_CUT, **DEEPSEEK_V32_FIELDS, **INDEXER_FIELDS}
 # Sizes for weights in bfloat16, although the published experts are in MXFP4.
 GPT_OSS_20B = {
-    **GPT_OSS,
+    **GPT_OSS_FIELDS,
     "vocab_size": 201088,
     "hidden_size": 2880,
     "intermediate_size": 2880,
@@ -272,7 +277,7 @@ GPT_OSS_20B = {
 # public loaders check the published files against: 50 sliding and 10 full layers (31B), 25 and 5 with 128 experts of
 # 704 (26B-A4B).
 GEMMA4_31B = {
-    **GEMMA4,
+    **GEMMA4_FIELDS,
     "vocab_size": 262144,
     "hidden_size": 5376,
     "intermediate_size": 21504,
@@ -308,7 +313,7 @@ GEMMA4_26B_A4B = {
 # The defaults of Transformers 5.24 are the 8B (34 layers, 4096, 14336); heads, YaRN and vocabulary are the same.  With
 # the sizes here, the text model has 13.5 billion parameters, as its model card states.
 MINISTRAL3_14B = {
-    **MINISTRAL3,
+    **MINISTRAL3_FIELDS,
     "vocab_size": 131072,
     "hidden_size": 5120,
     "intermediate_size": 16384,
@@ -371,7 +376,7 @@ QWEN3_6_35B_A3B = {
     "moe_intermediate_size": 512,
     "shared_expert_intermediate_size": 512,
 }
-NEMOTRON3 = "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16"
+NEMOTRON3_SOURCE = "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16"
 NEMOTRON3_30B_A3B = {
     "architectures": ["NemotronHForCausalLM"],
     "model_type": "nemotron_h",
@@ -400,7 +405,7 @@ NEMOTRON3_30B_A3B = {
 }
 # The defaults of Transformers 5.24 are Phi-3-mini.  These sizes are from Phi-4's config.json: 14.7 billion parameters.
 PHI_4 = {
-    **PHI3,
+    **PHI3_FIELDS,
     "vocab_size": 100352,
     "hidden_size": 5120,
     "intermediate_size": 17920,
@@ -417,33 +422,45 @@ PHI_4 = {
     "eos_token_id": 100257,
     "pad_token_id": 100257,
 }
-SHAPES: Mapping[str, Shape] = MappingProxyType(
+SHAPES: Mapping[str, PublishedModel] = MappingProxyType(
     {
         shape.name: shape
         for shape in (
-            Shape("llama-3.1-8b", "meta-llama/Llama-3.1-8B", 128000, 32000, _llama(4096, 14336, 32, 128, 8.0)),
-            Shape("llama-3.1-70b", "meta-llama/Llama-3.1-70B", 128000, 32000, _llama(8192, 28672, 80, 128, 8.0, 64)),
-            Shape("llama-3.2-1b", "meta-llama/Llama-3.2-1B", 128000, 32000, _llama(2048, 8192, 16, 64, 32.0)),
-            Shape("qwen3-8b", "Qwen/Qwen3-8B", 151643, 32000, QWEN3_8B),
-            Shape("qwen3-30b-a3b", "Qwen/Qwen3-30B-A3B", 151643, 32000, QWEN3_30B_A3B),
-            Shape("deepseek-v2-lite", "deepseek-ai/DeepSeek-V2-Lite", 100000, 32000, DEEPSEEK_V2_LITE),
-            Shape("deepseek-v3-1gpu", "deepseek-ai/DeepSeek-V3", 128000, 32000, DEEPSEEK_V3_1GPU, first_plain=3),
-            Shape("deepseek-v3-cut", "deepseek-ai/DeepSeek-V3", 128000, 32000, DEEPSEEK_V3_CUT, first_plain=3),
-            Shape("deepseek-v3.2-cut", "deepseek-ai/DeepSeek-V3.2", 128000, 32000, DEEPSEEK_V32_CUT, first_plain=3),
-            Shape("gpt-oss-20b", "openai/gpt-oss-20b", 199998, 32000, GPT_OSS_20B),
-            Shape("gemma-4-31b", "google/gemma-4-31B", 255999, 32000, GEMMA4_31B, first_plain=256),
-            Shape("gemma-4-26b-a4b", "google/gemma-4-26B-A4B", 255999, 32000, GEMMA4_26B_A4B, first_plain=256),
-            Shape("ministral3-14b", "mistralai/Ministral-3-14B-Instruct-2512", 131072, 32000, MINISTRAL3_14B, 1000),
-            Shape("qwen3.6-27b", "Qwen/Qwen3.6-27B", 248044, 32000, QWEN3_6_27B),
-            Shape("qwen3.6-35b-a3b", "Qwen/Qwen3.6-35B-A3B", 248044, 32000, QWEN3_6_35B_A3B),
-            Shape("nemotron-30b-a3b", NEMOTRON3, 131072, 32000, NEMOTRON3_30B_A3B, 1000),
-            Shape("phi-4", "microsoft/phi-4", 100256, 32000, PHI_4),
+            PublishedModel(
+                "llama-3.1-8b", "meta-llama/Llama-3.1-8B", 128000, 32000, _llama_fields(4096, 14336, 32, 128, 8.0)
+            ),
+            PublishedModel(
+                "llama-3.1-70b", "meta-llama/Llama-3.1-70B", 128000, 32000, _llama_fields(8192, 28672, 80, 128, 8.0, 64)
+            ),
+            PublishedModel(
+                "llama-3.2-1b", "meta-llama/Llama-3.2-1B", 128000, 32000, _llama_fields(2048, 8192, 16, 64, 32.0)
+            ),
+            PublishedModel("qwen3-8b", "Qwen/Qwen3-8B", 151643, 32000, QWEN3_8B),
+            PublishedModel("qwen3-30b-a3b", "Qwen/Qwen3-30B-A3B", 151643, 32000, QWEN3_30B_A3B),
+            PublishedModel("deepseek-v2-lite", "deepseek-ai/DeepSeek-V2-Lite", 100000, 32000, DEEPSEEK_V2_LITE),
+            PublishedModel(
+                "deepseek-v3-1gpu", "deepseek-ai/DeepSeek-V3", 128000, 32000, DEEPSEEK_V3_1GPU, first_plain=3
+            ),
+            PublishedModel("deepseek-v3-cut", "deepseek-ai/DeepSeek-V3", 128000, 32000, DEEPSEEK_V3_CUT, first_plain=3),
+            PublishedModel(
+                "deepseek-v3.2-cut", "deepseek-ai/DeepSeek-V3.2", 128000, 32000, DEEPSEEK_V32_CUT, first_plain=3
+            ),
+            PublishedModel("gpt-oss-20b", "openai/gpt-oss-20b", 199998, 32000, GPT_OSS_20B),
+            PublishedModel("gemma-4-31b", "google/gemma-4-31B", 255999, 32000, GEMMA4_31B, first_plain=256),
+            PublishedModel("gemma-4-26b-a4b", "google/gemma-4-26B-A4B", 255999, 32000, GEMMA4_26B_A4B, first_plain=256),
+            PublishedModel(
+                "ministral3-14b", "mistralai/Ministral-3-14B-Instruct-2512", 131072, 32000, MINISTRAL3_14B, 1000
+            ),
+            PublishedModel("qwen3.6-27b", "Qwen/Qwen3.6-27B", 248044, 32000, QWEN3_6_27B),
+            PublishedModel("qwen3.6-35b-a3b", "Qwen/Qwen3.6-35B-A3B", 248044, 32000, QWEN3_6_35B_A3B),
+            PublishedModel("nemotron-30b-a3b", NEMOTRON3_SOURCE, 131072, 32000, NEMOTRON3_30B_A3B, 1000),
+            PublishedModel("phi-4", "microsoft/phi-4", 100256, 32000, PHI_4),
         )
     }
 )
 
 
-def find_shape(name: str) -> Shape:
+def find_shape(name: str) -> PublishedModel:
     """The entry of SHAPES with this name.  Raises EspalierError for an unknown name."""
     if name not in SHAPES:
         raise EspalierError(f"shape {name!r} is not known; use one of {', '.join(SHAPES)}")

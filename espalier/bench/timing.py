@@ -29,15 +29,15 @@ from espalier.models.quantisers import QUANTISERS
 BANDWIDTH_BYTES = 4 * 2**30
 # Seconds of a measurement: long enough for the GPU's clocks to settle under load.  At its power limit a GPU slows down
 # after 0.2 s, and recovers after 0.4 s (docs/log.md).
-SECONDS = 1.0
-TURNS = 8
+MEASUREMENT_SECONDS = 1.0
+DEFAULT_TURNS = 8
 # A shorter body is replayed several times between two events, so that the time of an event does not count.
-MIN_MS = 0.2
+MIN_TIMED_MS = 0.2
 MAX_REPLAYS = 50
 # Suffixes of the names of layers that read a norm's output.  Up to `max_kernel_rows`, the norm's launch rounds for
 # them.  The qkv of an EAGLE head reads two norms in one launch, which does not round, but the floor leaves out the
 # rounding there too.
-BEHIND_A_NORM = ("qkv", "q and kv", "gate_up")
+LAYERS_AFTER_NORM = ("qkv", "q and kv", "gate_up")
 
 # The least copies of a weight (one name and shape), and the least bytes of all its copies.
 MIN_COPIES, MIN_BYTES = 4, 2**30
@@ -46,7 +46,7 @@ Matrix = Tensor | QuantisedMatrix
 Multiply = Callable[[InputRows, Matrix], Tensor]
 Product = Callable[[], object]
 # Random inputs, by (heads, rows, columns).
-Inputs = dict[tuple[int, int, int], Tensor]
+InputsBySize = dict[tuple[int, int, int], Tensor]
 
 
 class GraphTimer:
@@ -55,18 +55,18 @@ class GraphTimer:
     def __init__(self) -> None:
         self._first: torch.cuda.CUDAGraph | None = None
 
-    def ms(self, bodies: Sequence[Callable[[], Any]], turns: int = TURNS, seconds: float = 0.0) -> list[float]:
+    def ms(self, bodies: Sequence[Callable[[], Any]], turns: int = DEFAULT_TURNS, seconds: float = 0.0) -> list[float]:
         """The median ms of each body.  The bodies take turns, so that none runs on a cooler GPU.
 
         They run for `seconds`, and at least `turns` times.  Only the later half counts: a GPU at its power limit slows
         down within tenths of a second, and a server runs much longer than that.
         """
-        return timed([self.capture(body) for body in bodies], turns, seconds)
+        return median_graph_ms([self.capture(body) for body in bodies], turns, seconds)
 
     def bandwidth(self, device: torch.device) -> float:
         """The bytes a second of a kernel that reads each byte once and writes almost nothing."""
         data = torch.randn(BANDWIDTH_BYTES // torch.float32.itemsize, device=device)
-        (read,) = self.ms([data.sum], seconds=SECONDS)
+        (read,) = self.ms([data.sum], seconds=MEASUREMENT_SECONDS)
         return BANDWIDTH_BYTES / read * 1e3
 
     def capture(self, body: Callable[[], Any]) -> torch.cuda.CUDAGraph:
@@ -85,10 +85,10 @@ class GraphTimer:
         return graph
 
 
-def timed(graphs: Sequence[torch.cuda.CUDAGraph], turns: int, seconds: float) -> list[float]:
+def median_graph_ms(graphs: Sequence[torch.cuda.CUDAGraph], turns: int, seconds: float) -> list[float]:
     """The median ms of each graph, as in `GraphTimer.ms`."""
     first_ms = [times[-1] for times in _replay_times(graphs, 2, [1] * len(graphs))]
-    num_replays = [max(1, min(MAX_REPLAYS, int(MIN_MS / max(ms, 1e-3)))) for ms in first_ms]
+    num_replays = [max(1, min(MAX_REPLAYS, int(MIN_TIMED_MS / max(ms, 1e-3)))) for ms in first_ms]
     times_of: list[list[float]] = [[] for _ in graphs]
     begun = time.perf_counter()
     while not times_of[0] or time.perf_counter() - begun < seconds:
@@ -111,7 +111,7 @@ def _replay_times(graphs: Sequence[torch.cuda.CUDAGraph], turns: int, num_replay
     return [[ms / num_replays[i] for ms in times[i :: len(graphs)]] for i in range(len(graphs))]
 
 
-class Weights:
+class RandomWeights:
     """Random weights on a GPU: for each name and shape, one weight for each layer.  All passes share them.
 
     Layers share weights too, as long as MIN_COPIES weights of MIN_BYTES in all remain, which no cache holds.  So a
@@ -136,11 +136,11 @@ class Weights:
 
     def chain(self, runs: Sequence[ProductRun], multiply: Multiply) -> Callable[[], None]:
         """A function that runs all products of a pass, layer by layer, and then the products outside of layers."""
-        inputs: Inputs = {}
-        steps = [(run, layer) for group in by_layer(runs) for layer in range(group[0].count) for run in group]
-        return in_turn([self.product(run, layer, inputs, multiply) for run, layer in steps])
+        inputs: InputsBySize = {}
+        steps = [(run, layer) for group in group_by_count(runs) for layer in range(group[0].count) for run in group]
+        return run_in_order([self.product(run, layer, inputs, multiply) for run, layer in steps])
 
-    def product(self, run: ProductRun, layer: int, inputs: Inputs, multiply: Multiply) -> Product:
+    def product(self, run: ProductRun, layer: int, inputs: InputsBySize, multiply: Multiply) -> Product:
         """The product with weight `layer` of a run.  inputs: of the chain; runs of the same size share an input."""
         key = run.heads, run.rows, run.shape[1]
         if key not in inputs:
@@ -149,7 +149,7 @@ class Weights:
         return _product(run, inputs[key], self.of(run)[layer], multiply)
 
 
-def in_turn(products: Sequence[Product]) -> Callable[[], None]:
+def run_in_order(products: Sequence[Product]) -> Callable[[], None]:
     def body() -> None:
         for product in products:
             product()
@@ -161,12 +161,12 @@ def _product(run: ProductRun, x: Tensor, weight: Matrix, multiply: Multiply) -> 
     if isinstance(weight, Tensor):
         return partial(torch.bmm, x, weight.transpose(1, 2)) if weight.ndim == 3 else partial(multiply, x, weight)
     rounding = rounding_in_norm(weight, x)
-    if rounding is not None and run.name.endswith(BEHIND_A_NORM) and len(x) <= max_kernel_rows(rounding, chip(x)):
+    if rounding is not None and run.name.endswith(LAYERS_AFTER_NORM) and len(x) <= max_kernel_rows(rounding, chip(x)):
         return partial(multiply, RoundedRows(*quantise_rows(x, rounding), x.dtype), weight)
     return partial(multiply, x, weight)
 
 
-def by_layer(runs: Sequence[ProductRun]) -> list[list[ProductRun]]:
+def group_by_count(runs: Sequence[ProductRun]) -> list[list[ProductRun]]:
     """The runs in groups of neighbours with the same count."""
     groups: list[list[ProductRun]] = []
     for run in runs:
@@ -177,7 +177,7 @@ def by_layer(runs: Sequence[ProductRun]) -> list[list[ProductRun]]:
     return groups
 
 
-def plain(x: InputRows, weight: Matrix) -> Tensor:
+def multiply_by_library(x: InputRows, weight: Matrix) -> Tensor:
     """Multiply with the library's product, if it takes the weight: a dense one, or FP8 with scales of whole rows.
 
     Other quantised weights are multiplied by our kernels.
@@ -192,10 +192,14 @@ def plain(x: InputRows, weight: Matrix) -> Tensor:
     return linear_quantised(x, weight, None)
 
 
-def as_engine(x: InputRows, weight: Matrix) -> Tensor:
+def multiply_like_engine(x: InputRows, weight: Matrix) -> Tensor:
     """Multiply as the engine does on this GPU."""
     if not isinstance(weight, Tensor):
         return linear_quantised(x, weight, None)
     assert isinstance(x, Tensor)
     plans = dense_plans_for(weight)
-    return plain(x, weight) if plans is None else linear(x, weight, None, LINEAR_TUNING.plan_at(plans, len(x)))
+    return (
+        multiply_by_library(x, weight)
+        if plans is None
+        else linear(x, weight, None, LINEAR_TUNING.plan_at(plans, len(x)))
+    )

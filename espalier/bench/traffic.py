@@ -8,16 +8,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from espalier.bench.drive import heldout
+from espalier.bench.drive import heldout_pairs
 from espalier.bench.flags import CHAT, COMPLETIONS
 
 # The variables with which chat templates switch reasoning on.
-SWITCHES = ("enable_thinking", "thinking")
-PATHS = {CHAT: "/v1/chat/completions", COMPLETIONS: "/v1/completions"}
+REASONING_SWITCHES = ("enable_thinking", "thinking")
+ENDPOINT_PATHS = {CHAT: "/v1/chat/completions", COMPLETIONS: "/v1/completions"}
 
 
 @dataclass(frozen=True)
-class Turn:
+class UserTurn:
     """One turn of the user.  ids: the whole prompt as token ids, instead of `text`."""
 
     text: str
@@ -35,7 +35,7 @@ class Conversation:
 
     number: int
     prefix: str
-    turns: tuple[Turn, ...]
+    turns: tuple[UserTurn, ...]
     category: str = ""
 
 
@@ -70,15 +70,17 @@ class Traffic:
             for _ in range(self.turns)
         ]
         if self.token_ids is None:
-            return Conversation(number, " ".join(beginning), tuple(Turn(" ".join(text), most) for text, most in drawn))
-        return Conversation(number, "", tuple(Turn("", most, ids=(*beginning, *ids)) for ids, most in drawn))
+            return Conversation(
+                number, " ".join(beginning), tuple(UserTurn(" ".join(text), most) for text, most in drawn)
+            )
+        return Conversation(number, "", tuple(UserTurn("", most, ids=(*beginning, *ids)) for ids, most in drawn))
 
 
 def _words() -> list[str]:
-    return sorted({word for text in heldout() for word in text["reference"].split() if word.isidentifier()})
+    return sorted({word for text in heldout_pairs() for word in text["reference"].split() if word.isidentifier()})
 
 
-def bodies(
+def request_bodies(
     talk: Conversation, endpoint: str, answers: Sequence[str], same: Mapping[str, Any]
 ) -> Iterator[dict[str, Any]]:
     """Yields the request body of each turn.
@@ -91,10 +93,10 @@ def bodies(
         if endpoint == COMPLETIONS:
             yield {**fields, "prompt": list(turn.ids) or plain_prompt(talk, answers)}
         else:
-            yield {**fields, "messages": messages(talk, answers)}
+            yield {**fields, "messages": messages_until_turn(talk, answers)}
 
 
-def messages(talk: Conversation, answers: Sequence[str]) -> list[dict[str, str]]:
+def messages_until_turn(talk: Conversation, answers: Sequence[str]) -> list[dict[str, str]]:
     """The messages of the conversation, up to the turn after these answers."""
     made = [{"role": "system", "content": talk.prefix}] if talk.prefix else []
     for turn, answer in zip(talk.turns, [*answers, None], strict=False):
@@ -105,4 +107,4 @@ def messages(talk: Conversation, answers: Sequence[str]) -> list[dict[str, str]]
 
 def plain_prompt(talk: Conversation, answers: Sequence[str]) -> str:
     """The conversation up to the turn after these answers, as one text for a model without a chat template."""
-    return " ".join(filter(None, (message["content"] for message in messages(talk, answers))))
+    return " ".join(filter(None, (message["content"] for message in messages_until_turn(talk, answers))))

@@ -37,16 +37,27 @@ MIN_CALLS = 3
 # A chain that reads this many bytes and computes this many FLOPs is long enough to time.
 CHAIN_BYTES = 500 * 10**6
 CHAIN_FLOPS = 200 * 10**9
-ROWS = (1, 4, 8, 16, 32, 64, 128, 512, 2048)
+MEASURED_ROWS = (1, 4, 8, 16, 32, 64, 128, 512, 2048)
 # How many of each product's fastest plans are measured together with those of the other product.
-FINALISTS = 2
+NUM_COMBINED = 2
 # How many times each plan is timed: alone, and together with the other product.
-QUICK_TURNS, TURNS = 3, 10
-COLUMNS = ["experts", "rows", "touched", "tile", "gate and up", "down", "us", "by rule, us", "of memory's", "TFLOP/s"]
+TURNS_ALONE, TURNS_TOGETHER = 3, 10
+TABLE_COLUMNS = [
+    "experts",
+    "rows",
+    "touched",
+    "tile",
+    "gate and up",
+    "down",
+    "us",
+    "by rule, us",
+    "of memory's",
+    "TFLOP/s",
+]
 
 Plan = TypeVar("Plan", ProductPlan, ExpertsPlan)
 # Makes a function that runs the first num_calls calls with a plan.  Arguments: calls, plan, num_calls.
-Chain = Callable[["ChainInputs", Plan, int], Callable[[], None]]
+MakeChain = Callable[["ChainInputs", Plan, int], Callable[[], None]]
 
 
 def random_experts(shape: ExpertsShape, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -76,7 +87,7 @@ class ChainInputs:
         self.x = torch.randn(rows, shape.hidden, dtype=dtype, device=device)
         self.gated = torch.randn(rows * shape.top_k, shape.inner, dtype=dtype, device=device)
         self.weights = torch.rand(rows, shape.top_k, device=device)
-        self.ids = [ids.to(device) for ids in random_ids(shape, rows, self.num, touched)]
+        self.ids = [ids.to(device) for ids in random_expert_ids(shape, rows, self.num, touched)]
 
     @property
     def touched(self) -> float:
@@ -90,7 +101,7 @@ def _enough_calls(shape: ExpertsShape, rows: int) -> int:
     return max(MIN_CALLS, min(MAX_CALLS, enough)) if rows > 1 else MAX_CALLS
 
 
-def random_ids(shape: ExpertsShape, rows: int, num_calls: int, touched: int | None = None) -> list[Tensor]:
+def random_expert_ids(shape: ExpertsShape, rows: int, num_calls: int, touched: int | None = None) -> list[Tensor]:
     """The expert ids [rows, K] of each call.
 
     touched: how many experts have rows in each call.  Calls use different experts as long as there are unused ones.
@@ -99,12 +110,14 @@ def random_ids(shape: ExpertsShape, rows: int, num_calls: int, touched: int | No
     """
     generator = torch.Generator().manual_seed(rows)
     if touched is None:
-        return _dealt(rows, shape.num_experts, shape.top_k, num_calls, generator)
-    of_calls = _dealt(1, shape.num_experts, touched, num_calls, generator)
-    return [_spread(experts, rows, shape.top_k, generator) for [experts] in of_calls]
+        return _uniform_expert_ids(rows, shape.num_experts, shape.top_k, num_calls, generator)
+    of_calls = _uniform_expert_ids(1, shape.num_experts, touched, num_calls, generator)
+    return [_spread_over_rows(experts, rows, shape.top_k, generator) for [experts] in of_calls]
 
 
-def _dealt(rows: int, num_experts: int, size: int, num_calls: int, generator: torch.Generator) -> list[Tensor]:
+def _uniform_expert_ids(
+    rows: int, num_experts: int, size: int, num_calls: int, generator: torch.Generator
+) -> list[Tensor]:
     """For each call, each row's experts [rows, size].  They differ from call to call while unused experts remain."""
     calls_per_deal = num_experts // size
     calls: list[Tensor] = []
@@ -114,7 +127,7 @@ def _dealt(rows: int, num_experts: int, size: int, num_calls: int, generator: to
     return [ids.contiguous() for ids in calls[:num_calls]]
 
 
-def _spread(experts: Tensor, rows: int, top_k: int, generator: torch.Generator) -> Tensor:
+def _spread_over_rows(experts: Tensor, rows: int, top_k: int, generator: torch.Generator) -> Tensor:
     """ids [rows, K] for one call: each row gets random ones of `experts`, and each expert gets a row."""
     choices = torch.rand(rows, len(experts), generator=generator).argsort(1)[:, :top_k]
     # The first rows get all experts in turn.
@@ -156,7 +169,7 @@ class ExpertsTuner:
         self.timer = timer or GraphTimer()
         self.chip: Chip = chip(torch.empty(0, device=self.device))
 
-    def measure(self, shape: ExpertsShape, rows: Sequence[int] = ROWS) -> Iterator[list[MeasuredExperts]]:
+    def measure(self, shape: ExpertsShape, rows: Sequence[int] = MEASURED_ROWS) -> Iterator[list[MeasuredExperts]]:
         """Measure at each number of rows.  Yields the figures of one bucket (ExpertsShape.bucket) at a time."""
         gate_up, down = random_experts(shape, self.dtype, self.device)
         for bucket, group in groupby(rows, shape.bucket):
@@ -174,10 +187,10 @@ class ExpertsTuner:
             for matrices in (2, 1):
                 of_product = candidate_plans(tile_rows, matrices, self.chip)
                 times = self._alone(calls, tile_rows, matrices, of_product, gate_up if matrices == 2 else down)
-                best.append(sorted(times, key=lambda plan: relative_time(times, plan))[:FINALISTS])
+                best.append(sorted(times, key=lambda plan: sum_of_relative_times(times, plan))[:NUM_COMBINED])
             plans += [ExpertsPlan(tile_rows, *pair) for pair in product(*best)]
         whole = self._whole(calls, plans, gate_up, down)
-        plan = min(whole, key=lambda each: relative_time(whole, each))
+        plan = min(whole, key=lambda each: sum_of_relative_times(whole, each))
         rules = self._whole(
             calls, [experts_plan_by_rule(shape, each.rows, self.dtype, self.chip) for each in calls], gate_up, down
         )
@@ -214,7 +227,7 @@ class ExpertsTuner:
 
             return body
 
-        return self._us(calls, plans, chain, QUICK_TURNS)
+        return self._us(calls, plans, chain, TURNS_ALONE)
 
     def _whole(
         self, calls: Sequence[ChainInputs], plans: Sequence[ExpertsPlan], gate_up: Tensor, down: Tensor
@@ -228,10 +241,10 @@ class ExpertsTuner:
 
             return body
 
-        return self._us(calls, list(dict.fromkeys(plans)), chain, TURNS)
+        return self._us(calls, list(dict.fromkeys(plans)), chain, TURNS_TOGETHER)
 
     def _us(
-        self, calls: Sequence[ChainInputs], plans: Sequence[Plan], chain: Chain[Plan], turns: int
+        self, calls: Sequence[ChainInputs], plans: Sequence[Plan], chain: MakeChain[Plan], turns: int
     ) -> dict[Plan, list[float]]:
         """The µs of a call with each plan, at each number of rows.  The plans take turns."""
         with precompile():
@@ -245,13 +258,13 @@ class ExpertsTuner:
         return {plan: list(of_plan) for plan, of_plan in zip(plans, zip(*times, strict=True), strict=True)}
 
 
-def relative_time(times: Mapping[Plan, Sequence[float]], plan: Plan) -> float:
+def sum_of_relative_times(times: Mapping[Plan, Sequence[float]], plan: Plan) -> float:
     """The sum over numbers of rows of a plan's time divided by the fastest plan's time."""
     fastest = [min(of_count) for of_count in zip(*times.values(), strict=True)]
     return sum(mine / least for mine, least in zip(times[plan], fastest, strict=True))
 
 
-def versions() -> dict[str, str]:
+def measured_versions() -> dict[str, str]:
     """The GPU and the versions that a table is measured with."""
     return {"gpu": torch.cuda.get_device_name(), "torch": str(torch.__version__), "triton": installed("triton")}
 
@@ -264,20 +277,20 @@ def run(models: Sequence[ModelShape], dtype: torch.dtype, path: Path) -> None:
     print_header()
     tuner = ExpertsTuner(dtype)
     bandwidth = tuner.timer.bandwidth(tuner.device)
-    rows = [COLUMNS]
+    rows = [TABLE_COLUMNS]
     with progress("measuring", len(shapes)) as advance:
         for shape in shapes:
             measured = list(tuner.measure(shape))
             plans = tuple(bucket[0].plan for bucket in measured)
-            table = TuningTable(tuner.chip, str(dtype).removeprefix("torch."), {shape.size: plans}, versions())
+            table = TuningTable(tuner.chip, str(dtype).removeprefix("torch."), {shape.size: plans}, measured_versions())
             EXPERTS_TUNING.write(path, table)
-            rows += [_row(each, bandwidth) for bucket in measured for each in bucket]
+            rows += [_table_row(each, bandwidth) for bucket in measured for each in bucket]
             advance()
     print_table(rows)
     stdout().print(Text(f"written to {path}"))
 
 
-def _row(measured: MeasuredExperts, bandwidth: float) -> list[str]:
+def _table_row(measured: MeasuredExperts, bandwidth: float) -> list[str]:
     shape, plan = measured.shape, measured.plan
     return [
         f"{shape.num_experts} x {shape.hidden} x {shape.inner}, {shape.top_k}",

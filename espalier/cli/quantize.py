@@ -10,7 +10,7 @@ from typing import Any
 from rich.text import Text
 
 from espalier.bench import quantised
-from espalier.bench.drive import heldout
+from espalier.bench.drive import heldout_pairs
 from espalier.config import EngineConfig
 from espalier.errors import EspalierError
 from espalier.llm import prepare
@@ -44,8 +44,8 @@ class Comparison:
 
 
 def run(args: Namespace) -> int:
-    if not 0 <= args.texts <= len(heldout()):
-        raise EspalierError(f"--texts={args.texts} is not supported; use 0 to {len(heldout())}")
+    if not 0 <= args.texts <= len(heldout_pairs()):
+        raise EspalierError(f"--texts={args.texts} is not supported; use 0 to {len(heldout_pairs())}")
     for flag, value in (("--draft", args.draft), ("--target", args.target)):
         if value is not None and not args.texts:
             raise EspalierError(f"{flag} is for the comparison, which --texts 0 leaves out; leave one out")
@@ -97,7 +97,7 @@ def _of_target(args: Namespace, settings: dict[str, Any]) -> Comparison | None:
     _require_engine(EngineConfig(model=args.model, **settings))
 
     def compare(advance: Callable[[], None]) -> tuple[dict[str, Any], Rows]:
-        accuracy = quantised.compare(args.model, str(args.out), settings, args.texts, GENERATED, advance)
+        accuracy = quantised.compare_accuracy(args.model, str(args.out), settings, args.texts, GENERATED, advance)
         return {"accuracy": asdict(accuracy)}, _rows_of_accuracy(accuracy)
 
     return Comparison(compare, 2 * args.texts, f"{args.texts} texts")

@@ -17,7 +17,7 @@ import torch
 from rich.text import Text
 
 from espalier.attention import BACKENDS, AttentionBackend, CommittedLengths, grouped_backend
-from espalier.bench.timing import GraphTimer, in_turn
+from espalier.bench.timing import GraphTimer, run_in_order
 from espalier.errors import EspalierError
 from espalier.terminal.console import (
     QUIET,
@@ -119,7 +119,7 @@ def _case(
     made.of_plan[2].plan_cache.clear()
     attention = backend.plan(*made.of_plan)
     error = float((attention.over_prefix(made.q, 0)[0].float() - ours).abs().max())
-    run_layers = in_turn([partial(attention.over_prefix, made.q, layer) for layer in range(layers)])
+    run_layers = run_in_order([partial(attention.over_prefix, made.q, layer) for layer in range(layers)])
     flops = replace(shape, chain=False).flops  # without the chunk's own rows
     note = f"host {host_us:.0f} us, differs by {error:.1g}"
     return Case(names, shape.kv_bytes, flops, run_layers, layers, note=note)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from rich.text import Text
 
-from espalier.bench.drive import BenchEngines, EngineVariant, compared_ways, empty_prefix_cache, require_positions
+from espalier.bench.drive import BenchEngines, EngineVariant, empty_prefix_cache, require_positions, variants_to_compare
 from espalier.config import ResolvedConfig
 from espalier.engine.executor import Handle
 from espalier.engine.launch_input import LaunchInput
@@ -109,7 +109,7 @@ def run(args: Namespace) -> int:
     require_at_least_one(args, "tokens", "repeats")
     if args.tree is None:
         made = engines_of(args, {})
-        ways = list(compared_ways(made).values())
+        ways = list(variants_to_compare(made).values())
     else:
         refuse_tree_flags(args, "--tree")
         ways = _ways_with(args.tree)

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from espalier.attention import Attention, Nodes, Prefix
 from espalier.attention.triton import TritonAttention, TritonBackend
-from espalier.bench.timing import SECONDS, GraphTimer
+from espalier.bench.timing import MEASUREMENT_SECONDS, GraphTimer
 from espalier.bench.tune_experts import random_experts
 from espalier.cache.kv import PagedKV
 from espalier.cache.layer_spec import KVHeads, LatentKV, LayerSpec, with_row_dtype
@@ -156,7 +156,7 @@ def attention_cases(page_sizes: Sequence[int], device: torch.device, in_order: b
         names = str(shape), shape.heads, str(page_size)
         # A chain's committed rows are not all that it reads.  The shape before may have left the clocks low.
         num_bytes = 0 if shape.chain else shape.kv_bytes
-        yield Case(("attention", *names), num_bytes, shape.flops, run_layers, layers, SECONDS)
+        yield Case(("attention", *names), num_bytes, shape.flops, run_layers, layers, MEASUREMENT_SECONDS)
         yield Case(("plan", *names), 0, 0, _plan(attention, shape))
 
 

@@ -12,7 +12,7 @@ import torch
 from rich.text import Text
 
 from espalier.bench.linears import ModelShape, shape_named
-from espalier.bench.timing import GraphTimer, Matrix, Weights, in_turn
+from espalier.bench.timing import GraphTimer, Matrix, RandomWeights, run_in_order
 from espalier.kernels.layers.linear_plans import DENSE, LINEAR_TUNING, dense_plans_for
 from espalier.kernels.layers.quantised import InputRows, QuantisedMatrix
 from espalier.kernels.layers.quantised_plans import quantised_plan_for
@@ -69,7 +69,7 @@ def layer_cases(shape: ModelShape, weights: str, all_rows: Sequence[int], device
 
     Each has the plan of its kernel as a note, None: the library's.
     """
-    made = Weights(DTYPE, device)
+    made = RandomWeights(DTYPE, device)
     # Layers with and without experts have some layers in common.
     for run in {(run.name, run.shape): run for run in shape.target_pass(1)}.values():
         if run.heads > 1 or "router" in run.name or run.name[-4:] == "gate" or run.name == "lm_head":
@@ -80,7 +80,7 @@ def layer_cases(shape: ModelShape, weights: str, all_rows: Sequence[int], device
         copies = [first, *(made.drawn(run.shape, weights) for _ in range(CHAIN_BYTES // first.nbytes))]
         for rows in all_rows:
             x = torch.randn(rows, run.shape[1], dtype=DTYPE, device=device)
-            calls = in_turn([partial(product, x, weight, run.name == GATED) for weight in copies])
+            calls = run_in_order([partial(product, x, weight, run.name == GATED) for weight in copies])
             names = run.name, f"{run.shape[0]} x {run.shape[1]}", weights, f"{rows}"
             flops = 2 * rows * run.shape[0] * run.shape[1]
             yield Case(names, first.nbytes, flops, calls, len(copies), note=_plan(first, x))

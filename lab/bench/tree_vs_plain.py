@@ -16,10 +16,10 @@ from rich.text import Text
 from espalier.bench.drive import (
     DriveResult,
     ModelEngines,
-    contexts,
     drive,
     empty_prefix_cache,
     full_steps,
+    heldout_contexts,
     require_positions,
 )
 from espalier.engine.engine import Engine
@@ -71,7 +71,7 @@ class RoundBench:
 
     def measure(self, batch: int, context: int, num_tokens: int, repeats: int) -> Cell:
         """Medians over repeats, after one warm-up of each.  Plain decoding, the tree and transformers take turns."""
-        prompts = contexts(self.tree, batch, context)
+        prompts = heldout_contexts(self.tree, batch, context)
         params = SamplingParams(temperature=0.0, max_tokens=num_tokens)
         plain: list[DriveResult] = []
         tree: list[DriveResult] = []

@@ -275,7 +275,10 @@ def test_each_lane_has_a_thread_and_a_tokenizer_of_its_own(two_lanes):
         return threading.get_ident(), id(inputs.tokenizer)
 
     async def run():
-        return [await two_lanes.run(who, size=size) for size in (MAX_INLINE_SIZE + 1, MAX_SHORT_SIZE, MAX_SHORT_SIZE + 1, 10**6)]
+        return [
+            await two_lanes.run(who, size=size)
+            for size in (MAX_INLINE_SIZE + 1, MAX_SHORT_SIZE, MAX_SHORT_SIZE + 1, 10**6)
+        ]
 
     one, same, other, same_other = asyncio.run(run())
     assert one == same and other == same_other
