@@ -30,7 +30,7 @@ REMEDY_BY_STATUS = {401: "give the server's key, with --api-key", 404: "correct 
 
 
 @dataclass(frozen=True)
-class ServerAddress:
+class Address:
     """The address of a server.  prefix: of every path, without /v1."""
 
     host: str
@@ -42,13 +42,11 @@ class ServerAddress:
         return f"{'https' if self.tls else 'http'}://{self.host}:{self.port}{self.prefix}"
 
 
-def address_of(url: str) -> ServerAddress:
+def address_of(url: str) -> Address:
     """Parse the URL of a server, with or without /v1.  Raises EspalierError."""
     parts = split_url(url)
     port = parts.port or {"http": 80, "https": 443}[parts.scheme]
-    return ServerAddress(
-        parts.hostname or "", port, parts.scheme == "https", parts.path.rstrip("/").removesuffix("/v1")
-    )
+    return Address(parts.hostname or "", port, parts.scheme == "https", parts.path.rstrip("/").removesuffix("/v1"))
 
 
 @dataclass
@@ -152,7 +150,7 @@ class Connection(asyncio.Protocol):
             self.ended.set_exception(EspalierError(message))
 
 
-async def connect(address: ServerAddress) -> Connection:
+async def connect(address: Address) -> Connection:
     """Open a connection.  Raises OSError."""
     loop = asyncio.get_running_loop()
     _, connection = await loop.create_connection(Connection, address.host, address.port, ssl=address.tls or None)
@@ -188,7 +186,7 @@ class SentRequest:
 class MeasuredServer:
     """A server to measure.  same: the fields that every request has."""
 
-    address: ServerAddress
+    address: Address
     headers: Mapping[str, str]
     same: Mapping[str, Any]
     endpoint: str
@@ -284,7 +282,7 @@ def _error_message(data: bytes) -> str:
         return data[:200].decode(errors="replace") or "no message"
 
 
-async def require_reachable(address: ServerAddress) -> None:
+async def require_reachable(address: Address) -> None:
     """Check that the server accepts a connection.  Raises EspalierError if it does not."""
     try:
         connection = await connect(address)
@@ -293,11 +291,11 @@ async def require_reachable(address: ServerAddress) -> None:
     connection.transport.abort()
 
 
-def _unreachable(address: ServerAddress, error: Exception) -> EspalierError:
+def _unreachable(address: Address, error: Exception) -> EspalierError:
     return EspalierError(f"--url {address} cannot be reached ({one_line(error)}); start a server there, or correct it")
 
 
-async def _get(address: ServerAddress, headers: Mapping[str, str], path: str) -> HttpResponse:
+async def _get(address: Address, headers: Mapping[str, str], path: str) -> HttpResponse:
     lines = [f"GET {address.prefix}{path} HTTP/1.1", *(f"{name}: {value}" for name, value in headers.items())]
     try:
         connection = await connect(address)
@@ -308,7 +306,7 @@ async def _get(address: ServerAddress, headers: Mapping[str, str], path: str) ->
     return exchange
 
 
-async def rounds_by_accept_length(address: ServerAddress, headers: Mapping[str, str]) -> Counter[int] | None:
+async def rounds_by_length(address: Address, headers: Mapping[str, str]) -> Counter[int] | None:
     """How many rounds the server has run, by accept length; None for a server that does not have Espalier's metric."""
     try:
         exchange = await asyncio.wait_for(_get(address, headers, "/metrics"), METRICS_TIMEOUT_S)
@@ -318,7 +316,7 @@ async def rounds_by_accept_length(address: ServerAddress, headers: Mapping[str, 
     return Counter({int(length): int(float(count)) for length, count in found}) if found else None
 
 
-async def first_model(address: ServerAddress, headers: Mapping[str, str]) -> str:
+async def first_model(address: Address, headers: Mapping[str, str]) -> str:
     """The name of the server's first model.  Raises EspalierError."""
     exchange = await _get(address, headers, "/v1/models")
     if exchange.status != STATUS_OK:

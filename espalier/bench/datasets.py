@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from espalier.bench.flags import DATASET_FLAGS, DRAWN_PROMPT_FLAGS
-from espalier.bench.traffic import Conversation, UserTurn
+from espalier.bench.traffic import Conversation, Turn
 from espalier.errors import EspalierError, require_number
 from espalier.prompt_files import EXPECTED, kind_of, messages_of, records, unexpected
 from espalier.terminal.console import stdout
@@ -61,7 +61,7 @@ def conversations_of(
         raise EspalierError(f"--dataset {path} holds no prompt; each record is {EXPECTED}")
     chosen = spoken if limit is None else _sampled_records(path, spoken, limit, chance)
     talks = [
-        Conversation(i, system, tuple(UserTurn(text, chance.randint(*outputs)) for text in texts), category)
+        Conversation(i, system, tuple(Turn(text, chance.randint(*outputs)) for text in texts), category)
         for i, (category, system, texts) in enumerate(chosen)
     ]
     return talks, len(said) - len(spoken)

@@ -148,7 +148,7 @@ def _requests(prompts: Sequence[Sequence[int]], params: SamplingParams, roots: S
     ]
 
 
-def heldout_pairs() -> list[dict[str, str]]:
+def heldout_json() -> list[dict[str, str]]:
     """{"prompt", "reference"} pairs from files that the bundled model was not trained on.  Raises EspalierError."""
     path = BUNDLED_FILES / "heldout.jsonl"
     if not path.exists():
@@ -162,10 +162,10 @@ def heldout_tokens(llm: LLM, count: int | None = None) -> list[tuple[list[int], 
     A model without a tokenizer gets random tokens.  Raises EspalierError if there are fewer texts than `count`.
     """
     if llm.tokenizer is not None:
-        if count is not None and count > len(heldout_pairs()):
-            raise EspalierError(f"--prompts={count} is not supported; there are {len(heldout_pairs())} held-out texts")
+        if count is not None and count > len(heldout_json()):
+            raise EspalierError(f"--prompts={count} is not supported; there are {len(heldout_json())} held-out texts")
         return [
-            split_tokens(llm.tokenizer.encode, entry["prompt"], entry["reference"]) for entry in heldout_pairs()[:count]
+            split_tokens(llm.tokenizer.encode, entry["prompt"], entry["reference"]) for entry in heldout_json()[:count]
         ]
     generator = torch.Generator().manual_seed(0)
     draw = torch.randint(0, llm.model_config.vocab_size, (count or RANDOM_TEXTS, 192), generator=generator).tolist()

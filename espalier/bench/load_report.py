@@ -27,7 +27,7 @@ from espalier.bench.load import (
     serve_conversations,
     serve_random,
 )
-from espalier.bench.report import category_table, command_line, json_value_of_flag, rows_of_times, write_markdown
+from espalier.bench.report import category_table, command_line, json_value, rows_of_times, write_markdown
 from espalier.bench.traffic import REASONING_SWITCHES, Conversation, messages_until_turn, plain_prompt
 from espalier.config import ResolvedConfig
 from espalier.errors import EspalierError, require_number
@@ -130,9 +130,7 @@ def run(args: Namespace, engines_of: Callable[..., BenchEngines] = engines_of) -
     cells = [{name: each[i] for name, each in figures.items()} for i in range(len(chosen))]
     about = {"command": command_line(), "config": config.as_dict(), "concurrency": args.concurrency}
     if talks is not None:
-        about["dataset"] = {
-            name: json_value_of_flag(getattr(args, name)) for name in ("dataset", "output", *DATASET_FLAGS)
-        }
+        about["dataset"] = {name: json_value(getattr(args, name)) for name in ("dataset", "output", *DATASET_FLAGS)}
     named = [{"rate": rate, "temperature": temperature} for rate, temperature in chosen]
     write_json(args.json, {**about, "cells": [{**name, **cell} for name, cell in zip(named, cells, strict=True)]})
     tables = []

@@ -22,7 +22,7 @@ from espalier.bench.clients import (
     address_of,
     first_model,
     require_reachable,
-    rounds_by_accept_length,
+    rounds_by_length,
 )
 from espalier.bench.datasets import dataset_of_flags
 from espalier.bench.flags import BURSTS, CHAT, COMPLETIONS, DATASET_FLAGS, FIXED, POISSON
@@ -38,7 +38,7 @@ from espalier.bench.report import (
     LoadPoint,
     category_table,
     command_line,
-    json_value_of_flag,
+    json_value,
     plot_load,
     require_plot,
     rows_of_times,
@@ -150,14 +150,14 @@ def run(args: Namespace) -> int:
             models[str(target.address)] = target.same["model"]
             for (temperature, rate), sent in zip(cells, talks, strict=True):
                 at = replace(target, same={"temperature": temperature, **target.same})
-                before = asyncio.run(rounds_by_accept_length(at.address, at.headers))
+                before = asyncio.run(rounds_by_length(at.address, at.headers))
                 seconds, asked = asyncio.run(_measure_server(at, sent, arrivals_of(args, rate), advance))
-                after = asyncio.run(rounds_by_accept_length(at.address, at.headers))
+                after = asyncio.run(rounds_by_length(at.address, at.headers))
                 rounds = None if before is None or after is None else after - before
                 measured.append(OpenLoopResult(str(at.address), rate, temperature, seconds, asked, limits, rounds))
     figures = [each.figures() for each in measured]
     named = (*DEFAULT_FLAGS, "concurrency", "token_ids", "extra_body", "dataset", *DATASET_FLAGS)
-    about = {name: json_value_of_flag(getattr(args, name)) for name in named} | asdict(limits)
+    about = {name: json_value(getattr(args, name)) for name in named} | asdict(limits)
     write_json(args.json, {"command": command_line(), "models": models, "load": about, "cells": figures})
     tables = [_table_rows(figures, limits)]
     if read is not None:

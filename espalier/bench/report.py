@@ -25,7 +25,7 @@ def command_line() -> str:
     return shlex.join(["espalier", *hidden])
 
 
-def json_value_of_flag(value: Any) -> Any:
+def json_value(value: Any) -> Any:
     """A flag's value in a form that JSON can hold."""
     return str(value) if isinstance(value, Path) else value
 

@@ -37,7 +37,7 @@ DRAFT_HEAD_SIZE = 128
 
 
 @dataclass(frozen=True, eq=False)
-class PublishedModel:
+class Shape:
     """The sizes of a production model.
 
     source: the model with this config.json; fields: of that config.json; num_plain: ids from here on are special and
@@ -52,7 +52,7 @@ class PublishedModel:
     fields: Mapping[str, Any]
     first_plain: int = 0
 
-    def cut(self, layers: int) -> "PublishedModel":
+    def cut(self, layers: int) -> "Shape":
         """The same model with only its first layers.  Raises EspalierError if it has fewer."""
         count = self.fields["num_hidden_layers"]
         if not 1 <= layers <= count:
@@ -124,7 +124,7 @@ class PublishedModel:
         return format_of(self.draft_json, path).read(path, self.draft_json, self.target)
 
 
-def _llama_fields(hidden: int, inner: int, layers: int, head: int, factor: float, heads: int = 32) -> dict[str, Any]:
+def _llama(hidden: int, inner: int, layers: int, head: int, factor: float, heads: int = 32) -> dict[str, Any]:
     return {
         **LLAMA_FIELDS,
         "vocab_size": 128256,
@@ -422,45 +422,33 @@ PHI_4 = {
     "eos_token_id": 100257,
     "pad_token_id": 100257,
 }
-SHAPES: Mapping[str, PublishedModel] = MappingProxyType(
+SHAPES: Mapping[str, Shape] = MappingProxyType(
     {
         shape.name: shape
         for shape in (
-            PublishedModel(
-                "llama-3.1-8b", "meta-llama/Llama-3.1-8B", 128000, 32000, _llama_fields(4096, 14336, 32, 128, 8.0)
-            ),
-            PublishedModel(
-                "llama-3.1-70b", "meta-llama/Llama-3.1-70B", 128000, 32000, _llama_fields(8192, 28672, 80, 128, 8.0, 64)
-            ),
-            PublishedModel(
-                "llama-3.2-1b", "meta-llama/Llama-3.2-1B", 128000, 32000, _llama_fields(2048, 8192, 16, 64, 32.0)
-            ),
-            PublishedModel("qwen3-8b", "Qwen/Qwen3-8B", 151643, 32000, QWEN3_8B),
-            PublishedModel("qwen3-30b-a3b", "Qwen/Qwen3-30B-A3B", 151643, 32000, QWEN3_30B_A3B),
-            PublishedModel("deepseek-v2-lite", "deepseek-ai/DeepSeek-V2-Lite", 100000, 32000, DEEPSEEK_V2_LITE),
-            PublishedModel(
-                "deepseek-v3-1gpu", "deepseek-ai/DeepSeek-V3", 128000, 32000, DEEPSEEK_V3_1GPU, first_plain=3
-            ),
-            PublishedModel("deepseek-v3-cut", "deepseek-ai/DeepSeek-V3", 128000, 32000, DEEPSEEK_V3_CUT, first_plain=3),
-            PublishedModel(
-                "deepseek-v3.2-cut", "deepseek-ai/DeepSeek-V3.2", 128000, 32000, DEEPSEEK_V32_CUT, first_plain=3
-            ),
-            PublishedModel("gpt-oss-20b", "openai/gpt-oss-20b", 199998, 32000, GPT_OSS_20B),
-            PublishedModel("gemma-4-31b", "google/gemma-4-31B", 255999, 32000, GEMMA4_31B, first_plain=256),
-            PublishedModel("gemma-4-26b-a4b", "google/gemma-4-26B-A4B", 255999, 32000, GEMMA4_26B_A4B, first_plain=256),
-            PublishedModel(
-                "ministral3-14b", "mistralai/Ministral-3-14B-Instruct-2512", 131072, 32000, MINISTRAL3_14B, 1000
-            ),
-            PublishedModel("qwen3.6-27b", "Qwen/Qwen3.6-27B", 248044, 32000, QWEN3_6_27B),
-            PublishedModel("qwen3.6-35b-a3b", "Qwen/Qwen3.6-35B-A3B", 248044, 32000, QWEN3_6_35B_A3B),
-            PublishedModel("nemotron-30b-a3b", NEMOTRON3_SOURCE, 131072, 32000, NEMOTRON3_30B_A3B, 1000),
-            PublishedModel("phi-4", "microsoft/phi-4", 100256, 32000, PHI_4),
+            Shape("llama-3.1-8b", "meta-llama/Llama-3.1-8B", 128000, 32000, _llama(4096, 14336, 32, 128, 8.0)),
+            Shape("llama-3.1-70b", "meta-llama/Llama-3.1-70B", 128000, 32000, _llama(8192, 28672, 80, 128, 8.0, 64)),
+            Shape("llama-3.2-1b", "meta-llama/Llama-3.2-1B", 128000, 32000, _llama(2048, 8192, 16, 64, 32.0)),
+            Shape("qwen3-8b", "Qwen/Qwen3-8B", 151643, 32000, QWEN3_8B),
+            Shape("qwen3-30b-a3b", "Qwen/Qwen3-30B-A3B", 151643, 32000, QWEN3_30B_A3B),
+            Shape("deepseek-v2-lite", "deepseek-ai/DeepSeek-V2-Lite", 100000, 32000, DEEPSEEK_V2_LITE),
+            Shape("deepseek-v3-1gpu", "deepseek-ai/DeepSeek-V3", 128000, 32000, DEEPSEEK_V3_1GPU, first_plain=3),
+            Shape("deepseek-v3-cut", "deepseek-ai/DeepSeek-V3", 128000, 32000, DEEPSEEK_V3_CUT, first_plain=3),
+            Shape("deepseek-v3.2-cut", "deepseek-ai/DeepSeek-V3.2", 128000, 32000, DEEPSEEK_V32_CUT, first_plain=3),
+            Shape("gpt-oss-20b", "openai/gpt-oss-20b", 199998, 32000, GPT_OSS_20B),
+            Shape("gemma-4-31b", "google/gemma-4-31B", 255999, 32000, GEMMA4_31B, first_plain=256),
+            Shape("gemma-4-26b-a4b", "google/gemma-4-26B-A4B", 255999, 32000, GEMMA4_26B_A4B, first_plain=256),
+            Shape("ministral3-14b", "mistralai/Ministral-3-14B-Instruct-2512", 131072, 32000, MINISTRAL3_14B, 1000),
+            Shape("qwen3.6-27b", "Qwen/Qwen3.6-27B", 248044, 32000, QWEN3_6_27B),
+            Shape("qwen3.6-35b-a3b", "Qwen/Qwen3.6-35B-A3B", 248044, 32000, QWEN3_6_35B_A3B),
+            Shape("nemotron-30b-a3b", NEMOTRON3_SOURCE, 131072, 32000, NEMOTRON3_30B_A3B, 1000),
+            Shape("phi-4", "microsoft/phi-4", 100256, 32000, PHI_4),
         )
     }
 )
 
 
-def find_shape(name: str) -> PublishedModel:
+def find_shape(name: str) -> Shape:
     """The entry of SHAPES with this name.  Raises EspalierError for an unknown name."""
     if name not in SHAPES:
         raise EspalierError(f"shape {name!r} is not known; use one of {', '.join(SHAPES)}")

@@ -111,7 +111,7 @@ def _replay_times(graphs: Sequence[torch.cuda.CUDAGraph], turns: int, num_replay
     return [[ms / num_replays[i] for ms in times[i :: len(graphs)]] for i in range(len(graphs))]
 
 
-class RandomWeights:
+class DrawnWeights:
     """Random weights on a GPU: for each name and shape, one weight for each layer.  All passes share them.
 
     Layers share weights too, as long as MIN_COPIES weights of MIN_BYTES in all remain, which no cache holds.  So a

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from espalier.bench.drive import heldout_pairs
+from espalier.bench.drive import heldout_json
 from espalier.bench.flags import CHAT, COMPLETIONS
 
 # The variables with which chat templates switch reasoning on.
@@ -17,7 +17,7 @@ ENDPOINT_PATHS = {CHAT: "/v1/chat/completions", COMPLETIONS: "/v1/completions"}
 
 
 @dataclass(frozen=True)
-class UserTurn:
+class Turn:
     """One turn of the user.  ids: the whole prompt as token ids, instead of `text`."""
 
     text: str
@@ -35,7 +35,7 @@ class Conversation:
 
     number: int
     prefix: str
-    turns: tuple[UserTurn, ...]
+    turns: tuple[Turn, ...]
     category: str = ""
 
 
@@ -70,14 +70,12 @@ class Traffic:
             for _ in range(self.turns)
         ]
         if self.token_ids is None:
-            return Conversation(
-                number, " ".join(beginning), tuple(UserTurn(" ".join(text), most) for text, most in drawn)
-            )
-        return Conversation(number, "", tuple(UserTurn("", most, ids=(*beginning, *ids)) for ids, most in drawn))
+            return Conversation(number, " ".join(beginning), tuple(Turn(" ".join(text), most) for text, most in drawn))
+        return Conversation(number, "", tuple(Turn("", most, ids=(*beginning, *ids)) for ids, most in drawn))
 
 
 def _words() -> list[str]:
-    return sorted({word for text in heldout_pairs() for word in text["reference"].split() if word.isidentifier()})
+    return sorted({word for text in heldout_json() for word in text["reference"].split() if word.isidentifier()})
 
 
 def request_bodies(

@@ -23,7 +23,7 @@ from torch import Tensor
 from espalier.bench import tune_experts
 from espalier.bench.flags import EXPERTS
 from espalier.bench.linears import ModelShape, ProductRun, Shape, model_sizes, shape_named, with_draft
-from espalier.bench.timing import GraphTimer, Matrix, Multiply, RandomWeights, multiply_like_engine
+from espalier.bench.timing import DrawnWeights, GraphTimer, Matrix, Multiply, multiply_like_engine
 from espalier.bench.tune_experts import measured_versions
 from espalier.config import EngineConfig, is_open
 from espalier.errors import EspalierError
@@ -80,7 +80,7 @@ MAX_CANDIDATES_IN_LIMIT, TIME_SHARE_ALONE, SECONDS_TO_DRAW = 24, 0.75, 5
 MIN_ROWS = 1
 
 # Layers whose output may stay in parts, which the next kernel adds up, and layers that a gate follows.
-LAYERS_SUMMED_LATER, GATED_LAYERS = ("qkv", "o", "down"), ("gate_up",)
+SUMMED_LAYERS, GATED_LAYERS = ("qkv", "o", "down"), ("gate_up",)
 
 # The contender that is not our kernel: {True: for dense weights, False: for quantised weights}.
 BASELINE_NAME = {True: "F.linear", False: "by rule"}
@@ -257,7 +257,7 @@ class LinearTuner:
         begun = perf_counter()
         self.of_format = weights
         self.device = require_gpu("--tune")
-        self.weights = RandomWeights(dtype, self.device)
+        self.weights = DrawnWeights(dtype, self.device)
         self.timer = GraphTimer()
         self.chip = chip(torch.empty(0, device=self.device))
         self.is_limited = seconds < inf
@@ -337,7 +337,7 @@ class LinearTuner:
     def among_neighbours(self, model: ModelShape, alone: Mapping[PlanKey, MeasuredPlans], table: PlanTable) -> None:
         """Add to `table`, shape by shape, the plans with the fastest passes of the model.  Plans already in it stay."""
         model = model.part(0, MEASURED_LAYERS)
-        weights = RandomWeights(self.weights.dtype, self.device)
+        weights = DrawnWeights(self.weights.dtype, self.device)
         for rows in ROWS_BUCKETS:
             for runs in (model.target_pass(rows), model.draft_pass(rows, fused_rows=rows)):
                 cells = dict.fromkeys((r.shape, rows) for r in runs if r.heads == 1 and r.weights == self.of_format)
@@ -358,7 +358,7 @@ class LinearTuner:
     def _pass(
         self,
         runs: Sequence[ProductRun],
-        weights: RandomWeights,
+        weights: DrawnWeights,
         measured: MeasuredPlans,
         plan: LinearPlan,
         table: PlanTable,
@@ -368,7 +368,7 @@ class LinearTuner:
         )
 
     def _fastest_among(
-        self, runs: Sequence[ProductRun], weights: RandomWeights, measured: MeasuredPlans, table: PlanTable
+        self, runs: Sequence[ProductRun], weights: DrawnWeights, measured: MeasuredPlans, table: PlanTable
     ) -> LinearPlan:
         key = (measured.shape, measured.rows)
         others = [plan for plan in (None, *measured.ours[:NUM_MEASURED_IN_PASSES]) if plan != table[key]]
@@ -379,7 +379,7 @@ class LinearTuner:
         return contenders[best if times[best] < times[0] * (1 - MIN_RELATIVE_GAIN) else 0]
 
 
-def _multiply_by_plan(
+def _planned_product(
     x: InputRows, weight: Matrix, plan: LinearPlan, gated: bool = False, parts: bool = False
 ) -> Tensor:
     """x · weightᵀ with the plan: summed, gated, or in parts.  None: F.linear, or for quantised weights the rule."""
@@ -399,7 +399,7 @@ def _multiply_by_plan(
 def _repeated_products(x: Tensor, weights: Sequence[Matrix], plan: LinearPlan, calls: int) -> Callable[[], None]:
     def body() -> None:
         for call in range(calls):
-            _multiply_by_plan(x, weights[call % len(weights)], plan)
+            _planned_product(x, weights[call % len(weights)], plan)
 
     return body
 
@@ -411,7 +411,7 @@ def _multiply_by_table(runs: Sequence[ProductRun], table: PlanTable, rows: int) 
     follows the GATED layers, and some plans fuse the gate.
     """
     in_parts, gated = (
-        {run.shape for run in runs if run.name.split()[-1] in names} for names in (LAYERS_SUMMED_LATER, GATED_LAYERS)
+        {run.shape for run in runs if run.name.split()[-1] in names} for names in (SUMMED_LAYERS, GATED_LAYERS)
     )
     norm_inputs: dict[Shape, tuple[Tensor, Tensor]] = {}
 
@@ -420,14 +420,14 @@ def _multiply_by_table(runs: Sequence[ProductRun], table: PlanTable, rows: int) 
         if (shape, rows) not in table:
             return multiply_like_engine(x, weight)
         if shape in gated:
-            return _multiply_by_plan(x, weight, table[shape, rows], gated=True)
+            return _planned_product(x, weight, table[shape, rows], gated=True)
         if shape not in in_parts:
-            return _multiply_by_plan(x, weight, table[shape, rows])
+            return _planned_product(x, weight, table[shape, rows])
         if shape not in norm_inputs:
             norm = torch.ones(shape[0], dtype=x.dtype, device=weight.device)
             norm_inputs[shape] = norm.new_zeros(len(x), shape[0]), norm
         residual, norm = norm_inputs[shape]
-        return add_rms_norm(_multiply_by_plan(x, weight, table[shape, rows], parts=True), residual, norm, 1.0)[1]
+        return add_rms_norm(_planned_product(x, weight, table[shape, rows], parts=True), residual, norm, 1.0)[1]
 
     return multiply
 

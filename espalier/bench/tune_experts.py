@@ -42,18 +42,7 @@ MEASURED_ROWS = (1, 4, 8, 16, 32, 64, 128, 512, 2048)
 NUM_COMBINED = 2
 # How many times each plan is timed: alone, and together with the other product.
 TURNS_ALONE, TURNS_TOGETHER = 3, 10
-TABLE_COLUMNS = [
-    "experts",
-    "rows",
-    "touched",
-    "tile",
-    "gate and up",
-    "down",
-    "us",
-    "by rule, us",
-    "of memory's",
-    "TFLOP/s",
-]
+TABLE_COLUMNS = "experts|rows|touched|tile|gate and up|down|us|by rule, us|of memory's|TFLOP/s".split("|")
 
 Plan = TypeVar("Plan", ProductPlan, ExpertsPlan)
 # Makes a function that runs the first num_calls calls with a plan.  Arguments: calls, plan, num_calls.
@@ -110,14 +99,12 @@ def random_expert_ids(shape: ExpertsShape, rows: int, num_calls: int, touched: i
     """
     generator = torch.Generator().manual_seed(rows)
     if touched is None:
-        return _uniform_expert_ids(rows, shape.num_experts, shape.top_k, num_calls, generator)
-    of_calls = _uniform_expert_ids(1, shape.num_experts, touched, num_calls, generator)
+        return _dealt_experts(rows, shape.num_experts, shape.top_k, num_calls, generator)
+    of_calls = _dealt_experts(1, shape.num_experts, touched, num_calls, generator)
     return [_spread_over_rows(experts, rows, shape.top_k, generator) for [experts] in of_calls]
 
 
-def _uniform_expert_ids(
-    rows: int, num_experts: int, size: int, num_calls: int, generator: torch.Generator
-) -> list[Tensor]:
+def _dealt_experts(rows: int, num_experts: int, size: int, num_calls: int, generator: torch.Generator) -> list[Tensor]:
     """For each call, each row's experts [rows, size].  They differ from call to call while unused experts remain."""
     calls_per_deal = num_experts // size
     calls: list[Tensor] = []

@@ -16,7 +16,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from espalier.bench.drive import heldout_pairs
+from espalier.bench.drive import heldout_json
 from espalier.engine.launch_input import RoundTrace
 from espalier.errors import EspalierError
 from espalier.limits import MAX_LOGPROBS
@@ -127,7 +127,7 @@ def show(args: Namespace, console: Console) -> int:
     require_at_least_one(args, "max_tokens")
     settings = {"max_batch": 1, "dtype": "float32", **engine_settings(args)}
     params = SamplingParams(temperature=0.0, max_tokens=args.max_tokens)
-    prompts = [entry["prompt"] for entry in heldout_pairs()]
+    prompts = [entry["prompt"] for entry in heldout_json()]
     if not 1 <= args.prompts <= len(prompts):
         raise EspalierError(f"--prompts={args.prompts} is not supported; use 1 to {len(prompts)}")
     prompts = prompts[: args.prompts]

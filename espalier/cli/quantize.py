@@ -10,7 +10,7 @@ from typing import Any
 from rich.text import Text
 
 from espalier.bench import quantised
-from espalier.bench.drive import heldout_pairs
+from espalier.bench.drive import heldout_json
 from espalier.config import EngineConfig
 from espalier.errors import EspalierError
 from espalier.llm import prepare
@@ -44,8 +44,8 @@ class Comparison:
 
 
 def run(args: Namespace) -> int:
-    if not 0 <= args.texts <= len(heldout_pairs()):
-        raise EspalierError(f"--texts={args.texts} is not supported; use 0 to {len(heldout_pairs())}")
+    if not 0 <= args.texts <= len(heldout_json()):
+        raise EspalierError(f"--texts={args.texts} is not supported; use 0 to {len(heldout_json())}")
     for flag, value in (("--draft", args.draft), ("--target", args.target)):
         if value is not None and not args.texts:
             raise EspalierError(f"{flag} is for the comparison, which --texts 0 leaves out; leave one out")

@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from espalier.errors import EspalierError, shown
-from espalier.grammar.regex_tree import LAST, SURROGATES
+from espalier.grammar.regex_tree import LAST_CODE_POINT, SURROGATES
 from espalier.grammar.schema_values import schema_error
 
 # Escapes of xgrammar's EBNF: \x reads all hex digits that follow.
-ESCAPE = re.compile(r"\\(?:x([0-9A-Fa-f]+)|u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8})|.)", re.DOTALL)
+EBNF_ESCAPE_PATTERN = re.compile(r"\\(?:x([0-9A-Fa-f]+)|u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8})|.)", re.DOTALL)
 # xgrammar's numbers for the kinds of expressions, in a grammar that it has parsed.
-RULE, SEQUENCE, CHOICES, REPEAT = 4, 5, 6, 8
+RULE_KIND, SEQUENCE_KIND, CHOICES_KIND, REPEAT_KIND = 4, 5, 6, 8
 
 
 def require_finite_values(made: Mapping[str, Any]) -> None:
@@ -85,12 +85,12 @@ def _object_can_end(schema: dict[str, Any], known: set[str]) -> bool:
     return ending >= set(schema.get("required", ())) and len(ending) >= schema.get("minProperties", 0)
 
 
-def checked_ebnf(ebnf: str) -> str:
+def check_ebnf_escapes(ebnf: str) -> str:
     """Return the grammar.  Raise EspalierError for an escape that stands for no character."""
-    for escape in ESCAPE.finditer(ebnf):
+    for escape in EBNF_ESCAPE_PATTERN.finditer(ebnf):
         digits = escape[1] or escape[2] or escape[3]
-        if digits and ((code := int(digits, 16)) > LAST or SURROGATES[0] <= code <= SURROGATES[1]):
-            what = "half of a surrogate pair" if code <= LAST else "no character"
+        if digits and ((code := int(digits, 16)) > LAST_CODE_POINT or SURROGATES[0] <= code <= SURROGATES[1]):
+            what = "half of a surrogate pair" if code <= LAST_CODE_POINT else "no character"
             raise EspalierError(
                 f"the grammar has {escape[0]!r} at position {escape.start()}, which is {what}; write the character, "
                 r"or \U and its 8 hex digits"
@@ -117,13 +117,13 @@ def _endless_rules(read: dict[str, Any]) -> list[str]:
 
     def ends(body: int, known: set[int]) -> bool:
         kind, inside = parts[body]
-        if kind == RULE:
+        if kind == RULE_KIND:
             return inside[0] in known
-        if kind == REPEAT:
+        if kind == REPEAT_KIND:
             return inside[0] in known or inside[1] == 0
-        if kind in (SEQUENCE, CHOICES):
+        if kind in (SEQUENCE_KIND, CHOICES_KIND):
             each = (ends(part, known) for part in inside)
-            return all(each) if kind == SEQUENCE else any(each)
+            return all(each) if kind == SEQUENCE_KIND else any(each)
         return True
 
     known = _least_fixpoint(bodies, ends, lambda body: _rules_in(body, parts))
@@ -136,6 +136,6 @@ def _endless_rules(read: dict[str, Any]) -> list[str]:
 
 def _rules_in(body: int, parts: list[tuple[int, list[int]]]) -> set[int]:
     kind, inside = parts[body]
-    if kind in (RULE, REPEAT):
+    if kind in (RULE_KIND, REPEAT_KIND):
         return {inside[0]}
-    return set().union(*(_rules_in(part, parts) for part in inside)) if kind in (SEQUENCE, CHOICES) else set()
+    return set().union(*(_rules_in(part, parts) for part in inside)) if kind in (SEQUENCE_KIND, CHOICES_KIND) else set()

@@ -14,35 +14,35 @@ from typing import Any
 from espalier.errors import EspalierError, shown
 from espalier.grammar.finite import require_finite_values
 from espalier.grammar.schema_values import (
-    check_counts,
+    check_count_keywords,
     is_known_format,
-    listed_values,
+    list_unique_arrays,
+    list_values,
     number_rules,
     schema_error,
     string_rules,
-    unique_arrays,
 )
 from espalier.grammar.spec import read_json
 
 MAX_DEPTH = 64
-ANNOTATIONS = frozenset(
+ANNOTATION_KEYWORDS = frozenset(
     "title description default examples $comment deprecated readOnly writeOnly $schema $id discriminator "
     "contentMediaType contentEncoding contentSchema".split()
 )
-DEFINITIONS = frozenset(("$defs", "definitions"))
-NUMERIC = frozenset(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "format"))
+DEFINITION_KEYWORDS = frozenset(("$defs", "definitions"))
+NUMERIC_KEYWORDS = frozenset(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "format"))
 # The keywords that this module enforces, by type.
-KEYWORDS: Mapping[str, frozenset[str]] = {
+KEYWORDS_OF: Mapping[str, frozenset[str]] = {
     "object": frozenset(("properties", "required", "additionalProperties", "minProperties", "maxProperties")),
     "array": frozenset(("items", "prefixItems", "minItems", "maxItems", "uniqueItems")),
     "string": frozenset(("minLength", "maxLength", "pattern", "format")),
-    "integer": NUMERIC,
-    "number": NUMERIC - {"multipleOf"},
+    "integer": NUMERIC_KEYWORDS,
+    "number": NUMERIC_KEYWORDS - {"multipleOf"},
     "boolean": frozenset(),
     "null": frozenset(),
 }
-COMBINING = ("$ref", "enum", "const", "anyOf", "oneOf", "allOf")
-IS_TYPE: Mapping[str, Callable[[Any], bool]] = {
+COMBINATORS = ("$ref", "enum", "const", "anyOf", "oneOf", "allOf")
+IS_OF_TYPE: Mapping[str, Callable[[Any], bool]] = {
     "object": lambda value: isinstance(value, dict),
     "array": lambda value: isinstance(value, list),
     "string": lambda value: isinstance(value, str),
@@ -53,17 +53,17 @@ IS_TYPE: Mapping[str, Callable[[Any], bool]] = {
 }
 
 
-def enforceable(text: str, strict: bool = True) -> str:
+def enforceable_schema(text: str, strict: bool = True) -> str:
     """Returns the JSON text of a schema that xgrammar enforces.  All its values are valid under the schema `text`.
 
     strict: see Grammar.strict.  Raises EspalierError, which names the keyword and its place.
     """
     schema = read_json("JSON schema", text)
     rewriter = _SchemaRewriter(schema, strict)
-    made = rewriter.schema(schema, "#", 0)
+    made = rewriter.rewritten(schema, "#", 0)
     rewriter.check_references()
     rewriter.check_disjoint()
-    require_finite_values(rewriter.rewritten_at)
+    require_finite_values(rewriter.rewritten_schemas)
     _deduplicate_patterns(made)
     return json.dumps(made)
 
@@ -99,16 +99,16 @@ class _SchemaRewriter:
     def __init__(self, root: Any, strict: bool):
         self.root = root
         self.strict = strict
-        self.original_at: dict[str, Any] = {}
+        self.original_schemas: dict[str, Any] = {}
         # The enforceable form of each reference or place.
-        self.rewritten_at: dict[str, Any] = {}
+        self.rewritten_schemas: dict[str, Any] = {}
         # The values behind each reference, None if they cannot be listed.
         self.values_of_reference: dict[str, list[Any] | None] = {}
-        self.target_at: dict[str, str] = {}
+        self.reference_targets: dict[str, str] = {}
         # The schemas of each oneOf, by the place of the oneOf.
-        self.one_of_at: dict[str, list[Any]] = {}
+        self.one_of_schemas: dict[str, list[Any]] = {}
 
-    def schema(self, schema: Any, place: str, depth: int) -> Any:
+    def rewritten(self, schema: Any, place: str, depth: int) -> Any:
         """The enforceable form of the schema at `place`, a JSON pointer."""
         if depth > MAX_DEPTH:
             raise EspalierError(f"the JSON schema is nested more than {MAX_DEPTH} levels deep; flatten it")
@@ -120,17 +120,17 @@ class _SchemaRewriter:
             raise schema_error(
                 place, "'$id' inside a schema is not supported: it changes what '$ref' means", "leave it out"
             )
-        self.original_at[place] = schema
-        rules = {name: value for name, value in schema.items() if name not in ANNOTATIONS | DEFINITIONS}
+        self.original_schemas[place] = schema
+        rules = {name: value for name, value in schema.items() if name not in ANNOTATION_KEYWORDS | DEFINITION_KEYWORDS}
         if rules.get("uniqueItems") is False:  # the default
             del rules["uniqueItems"]
-        made = self.rewritten_at[place] = self._rules(rules, place, depth)
-        for name in DEFINITIONS & schema.keys():
+        made = self.rewritten_schemas[place] = self._rewritten_rules(rules, place, depth)
+        for name in DEFINITION_KEYWORDS & schema.keys():
             made = {**made, name: self._schemas_by_name(schema[name], f"{place}/{name}", depth)}
         return made
 
-    def _rules(self, rules: dict[str, Any], place: str, depth: int) -> dict[str, Any]:
-        combining = [name for name in COMBINING if name in rules]
+    def _rewritten_rules(self, rules: dict[str, Any], place: str, depth: int) -> dict[str, Any]:
+        combining = [name for name in COMBINATORS if name in rules]
         if not combining:
             return self._typed_schema(rules, place, depth)
         name = combining[0]
@@ -138,27 +138,27 @@ class _SchemaRewriter:
         if beside:
             raise schema_error(place, f"{name!r} beside {beside[0]!r} is not supported", f"put them into one {name!r}")
         if name in ("enum", "const"):
-            return self._values(rules, name, place)
+            return self._rewritten_values(rules, name, place)
         if name == "$ref":
-            return self._reference(rules[name], place)
+            return self._rewritten_reference(rules[name], place)
         branches = self._branches(rules[name], name, place, depth)
         if name == "allOf" and len(branches) > 1:
             raise schema_error(place, "'allOf' with several schemas is not supported", "merge them into one")
         if name == "oneOf":
-            self.one_of_at[place] = rules[name]
+            self.one_of_schemas[place] = rules[name]
         return branches[0] if len(branches) == 1 else {"anyOf": branches}
 
     def _branches(self, value: Any, name: str, place: str, depth: int) -> list[Any]:
         if not isinstance(value, list) or not value:
             raise schema_error(place, f"{name!r} is {shown(value)}", "use a list of schemas")
-        return [self.schema(each, f"{place}/{name}/{i}", depth + 1) for i, each in enumerate(value)]
+        return [self.rewritten(each, f"{place}/{name}/{i}", depth + 1) for i, each in enumerate(value)]
 
     def _schemas_by_name(self, value: Any, place: str, depth: int) -> dict[str, Any]:
         if not isinstance(value, dict):
             raise schema_error(place, f"{shown(value)} is no object", "use an object of schemas")
-        return {name: self.schema(each, f"{place}/{_escaped(name)}", depth + 1) for name, each in value.items()}
+        return {name: self.rewritten(each, f"{place}/{_pointer_part(name)}", depth + 1) for name, each in value.items()}
 
-    def _values(self, rules: dict[str, Any], name: str, place: str) -> dict[str, Any]:
+    def _rewritten_values(self, rules: dict[str, Any], name: str, place: str) -> dict[str, Any]:
         """The form of enum or const.
 
         xgrammar ignores a type beside these, so values of other types are removed here.
@@ -167,36 +167,36 @@ class _SchemaRewriter:
         if not isinstance(values, list):
             raise schema_error(place, f"'enum' is {shown(values)}", "use a list of values")
         if "type" in rules:
-            types = self._types(rules["type"], place)
-            values = [value for value in values if any(IS_TYPE[each](value) for each in types)]
+            types = self._checked_types(rules["type"], place)
+            values = [value for value in values if any(IS_OF_TYPE[each](value) for each in types)]
         if not values:
             raise schema_error(place, f"{name!r} allows no value", "add a value of the type")
         return {"enum": values}
 
-    def _reference(self, target: Any, place: str) -> dict[str, Any]:
+    def _rewritten_reference(self, target: Any, place: str) -> dict[str, Any]:
         if not isinstance(target, str) or not target.startswith("#"):
             raise schema_error(place, f"'$ref' to {shown(target)} is not supported", "refer to '#/$defs/...'")
-        self.target_at[place] = target
+        self.reference_targets[place] = target
         return {"$ref": target}
 
     def check_references(self) -> None:
         """Raises EspalierError if a reference has no schema that was read, whose keywords were checked."""
-        for place, target in self.target_at.items():
-            if target not in self.original_at:
+        for place, target in self.reference_targets.items():
+            if target not in self.original_schemas:
                 raise schema_error(place, f"'$ref' finds no schema at {shown(target)}", "refer to '#/$defs/...'")
             passed = {place}
-            while target in self.target_at:
+            while target in self.reference_targets:
                 if target in passed:
                     raise schema_error(place, "'$ref' leads back to itself", "refer to a schema with a type")
                 passed.add(target)
-                target = self.target_at[target]
+                target = self.reference_targets[target]
 
     def check_disjoint(self) -> None:
         """Raises EspalierError if a value may be valid under two schemas of a oneOf.
 
         Their types must differ, or the constant texts of a property that both require.  Call check_references first.
         """
-        for place, branches in self.one_of_at.items():
+        for place, branches in self.one_of_schemas.items():
             kinds = [self._resolve_references(branch) for branch in branches]
             if not all(self._are_disjoint(kinds[i], kinds[j]) for i in range(len(kinds)) for j in range(i)):
                 raise schema_error(
@@ -207,7 +207,7 @@ class _SchemaRewriter:
 
     def _typed_schema(self, rules: dict[str, Any], place: str, depth: int) -> dict[str, Any]:
         for name in rules:
-            if name != "type" and not any(name in known for known in KEYWORDS.values()):
+            if name != "type" and not any(name in known for known in KEYWORDS_OF.values()):
                 raise schema_error(
                     place, f"{name!r} is not supported", "leave it out, and check its rule on the output"
                 )
@@ -215,16 +215,16 @@ class _SchemaRewriter:
             rules = {"type": self._infer_type(rules, place), **rules} if rules else {}
         if not rules:
             return {}
-        types = self._types(rules.pop("type"), place)
+        types = self._checked_types(rules.pop("type"), place)
         for name in rules:
-            if not any(name in KEYWORDS[each] for each in types):
+            if not any(name in KEYWORDS_OF[each] for each in types):
                 raise schema_error(place, f"{name!r} is not supported with type {shown(types)}", "leave it out")
-        made = [self._of_type(each, rules, place, depth, len(types) > 1) for each in types]
+        made = [self._rewritten_type(each, rules, place, depth, len(types) > 1) for each in types]
         return made[0] if len(made) == 1 else {"anyOf": made}
 
     def _infer_type(self, rules: dict[str, Any], place: str) -> str:
         """The type that the keywords apply to.  A schema without a type would allow any value of other types."""
-        fitting = [each for each, known in KEYWORDS.items() if rules.keys() <= known]
+        fitting = [each for each, known in KEYWORDS_OF.items() if rules.keys() <= known]
         numeric = [each for each in fitting if each in ("integer", "number")]
         if "format" in rules:
             fitting = [each for each in fitting if is_known_format(each, rules["format"])] or ["string"]
@@ -235,27 +235,29 @@ class _SchemaRewriter:
             raise schema_error(place, f"{min(rules)!r} needs a type", 'add "type"')
         return fitting[0]
 
-    def _types(self, value: Any, place: str) -> list[str]:
+    def _checked_types(self, value: Any, place: str) -> list[str]:
         types = value if isinstance(value, list) else [value]
-        if not types or not all(isinstance(each, str) and each in KEYWORDS for each in types):
-            raise schema_error(place, f"type {shown(value)} is not supported", f"use one of {', '.join(KEYWORDS)}")
+        if not types or not all(isinstance(each, str) and each in KEYWORDS_OF for each in types):
+            raise schema_error(place, f"type {shown(value)} is not supported", f"use one of {', '.join(KEYWORDS_OF)}")
         return types
 
-    def _of_type(self, name: str, rules: dict[str, Any], place: str, depth: int, is_one_of: bool) -> dict[str, Any]:
-        own = {rule: value for rule, value in rules.items() if rule in KEYWORDS[name]}
+    def _rewritten_type(
+        self, name: str, rules: dict[str, Any], place: str, depth: int, is_one_of: bool
+    ) -> dict[str, Any]:
+        own = {rule: value for rule, value in rules.items() if rule in KEYWORDS_OF[name]}
         if is_one_of and name != "string" and not is_known_format(name, own.get("format")):
             own.pop("format", None)
         if name not in ("integer", "number"):
-            check_counts(own, place)
+            check_count_keywords(own, place)
         if name == "object":
-            return self._object(own, place, depth)
+            return self._rewritten_object(own, place, depth)
         if name == "array":
-            return self._array(own, place, depth)
+            return self._rewritten_array(own, place, depth)
         if name == "string":
             return string_rules(own, place)
         return number_rules(own, name, place)
 
-    def _object(self, rules: dict[str, Any], place: str, depth: int) -> dict[str, Any]:
+    def _rewritten_object(self, rules: dict[str, Any], place: str, depth: int) -> dict[str, Any]:
         properties = self._schemas_by_name(rules.pop("properties", {}), f"{place}/properties", depth)
         required = rules.pop("required", [])
         if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
@@ -264,7 +266,7 @@ class _SchemaRewriter:
         closed = extra is False or (extra is None and bool(properties))
         opens = extra is not None and extra is not False
         if opens:
-            extra = self.schema(extra, f"{place}/additionalProperties", depth + 1)
+            extra = self.rewritten(extra, f"{place}/additionalProperties", depth + 1)
         for name in required:
             if name not in properties:
                 if closed:
@@ -277,7 +279,7 @@ class _SchemaRewriter:
                 # The output may repeat a name, and repeated names count once.
                 raise schema_error(place, "'minProperties' above 1 needs named properties", "leave it out")
             return {"type": "object", "additionalProperties": True if extra is None else extra, **rules}
-        if opens and self.strict and "properties" in self.original_at[place]:
+        if opens and self.strict and "properties" in self.original_schemas[place]:
             # xgrammar would allow a property's name again if it is written with an escape, and then with any value.
             raise schema_error(
                 place,
@@ -292,7 +294,7 @@ class _SchemaRewriter:
             **rules,
         }
 
-    def _array(self, rules: dict[str, Any], place: str, depth: int) -> dict[str, Any]:
+    def _rewritten_array(self, rules: dict[str, Any], place: str, depth: int) -> dict[str, Any]:
         made = {name: value for name, value in rules.items() if name in ("minItems", "maxItems")}
         items = rules.get("items")
         if "prefixItems" in rules:
@@ -301,13 +303,13 @@ class _SchemaRewriter:
         if isinstance(items, list):
             raise schema_error(place, "'items' as a list is not supported", "use 'prefixItems'")
         made["items"] = (
-            False if items is False else self.schema({} if items is None else items, f"{place}/items", depth + 1)
+            False if items is False else self.rewritten({} if items is None else items, f"{place}/items", depth + 1)
         )
         if "uniqueItems" in rules and made.get("maxItems", 2) > 1:
-            return self._unique(rules["uniqueItems"], made, place, depth)
+            return self._rewritten_unique_array(rules["uniqueItems"], made, place, depth)
         return {"type": "array", **made}
 
-    def _unique(self, value: Any, made: dict[str, Any], place: str, depth: int) -> dict[str, Any]:
+    def _rewritten_unique_array(self, value: Any, made: dict[str, Any], place: str, depth: int) -> dict[str, Any]:
         """The form of an array without equal items, if the values of items can be listed.
 
         Else raises EspalierError.
@@ -321,7 +323,7 @@ class _SchemaRewriter:
                 "'uniqueItems' is not supported for items without a list of values",
                 "give 'items' an enum, or leave 'uniqueItems' out (in pydantic a list for a set) and drop equal items",
             )
-        return unique_arrays(values, made.get("minItems", 0), made.get("maxItems"), place)
+        return list_unique_arrays(values, made.get("minItems", 0), made.get("maxItems"), place)
 
     def _all_values(self, made: Any, depth: int) -> list[Any] | None:
         """The values of an enforceable schema; None if they cannot be listed."""
@@ -333,12 +335,14 @@ class _SchemaRewriter:
                 self.values_of_reference[place] = None  # during the call below, because the schema may refer to itself
                 target = self._schema_at(place)
                 if target is not None:
-                    self.values_of_reference[place] = self._all_values(self.schema(target, place, depth + 1), depth + 1)
+                    self.values_of_reference[place] = self._all_values(
+                        self.rewritten(target, place, depth + 1), depth + 1
+                    )
             return self.values_of_reference[place]
         if "anyOf" in made:
             lists = [self._all_values(branch, depth + 1) for branch in made["anyOf"]]
             return None if None in lists else [value for each in lists if each for value in each]
-        return listed_values(made)
+        return list_values(made)
 
     def _resolve_references(self, schema: Any) -> dict[str, Any]:
         """The schema behind references; {} if there is no schema."""
@@ -361,7 +365,7 @@ class _SchemaRewriter:
         if types != [{"object"}, {"object"}]:
             return False
         for name in set(one.get("required", ())) & set(other.get("required", ())):
-            first, second = (_constants(each.get("properties", {}).get(name)) for each in (one, other))
+            first, second = (_constant_texts(each.get("properties", {}).get(name)) for each in (one, other))
             if first and second and not first & second:
                 return True
         return False
@@ -373,7 +377,7 @@ class _SchemaRewriter:
         return types | {"integer"} if "number" in types else types
 
 
-def _constants(schema: Any) -> set[str]:
+def _constant_texts(schema: Any) -> set[str]:
     """The constant texts that a property may have; empty if it may have other values too."""
     if not isinstance(schema, dict):
         return set()
@@ -381,5 +385,5 @@ def _constants(schema: Any) -> set[str]:
     return set(values) if all(isinstance(value, str) for value in values) else set()
 
 
-def _escaped(name: str) -> str:
+def _pointer_part(name: str) -> str:
     return name.replace("~", "~0").replace("/", "~1")

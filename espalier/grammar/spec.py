@@ -67,7 +67,7 @@ def require_grammar(name: str, value: Any) -> None:
 
 
 # Integers that xgrammar reads exactly.
-INTEGERS = range(-(2**63), 2**63)
+EXACT_INTEGERS = range(-(2**63), 2**63)
 
 
 def read_json(what: str, text: str) -> Any:
@@ -78,8 +78,8 @@ def read_json(what: str, text: str) -> Any:
     try:
         value = json.loads(
             text,
-            parse_int=_whole,
-            parse_float=_finite,
+            parse_int=_parse_integer,
+            parse_float=_parse_float,
             parse_constant=refuse_constant,
             object_pairs_hook=without_duplicate_keys,
         )
@@ -94,14 +94,14 @@ def read_json(what: str, text: str) -> Any:
     raise EspalierError(f"the {what} cannot be read: {reason}; send other JSON")
 
 
-def _whole(digits: str) -> int:
+def _parse_integer(digits: str) -> int:
     # Python takes long to read very long numbers.
-    if len(digits) > 20 or int(digits) not in INTEGERS:
+    if len(digits) > 20 or int(digits) not in EXACT_INTEGERS:
         raise ValueError(f"{shown(digits)} has more than 64 bits")
     return int(digits)
 
 
-def _finite(digits: str) -> float:
+def _parse_float(digits: str) -> float:
     if not math.isfinite(value := float(digits)):
         raise ValueError(f"{shown(digits)} is too large")
     return value

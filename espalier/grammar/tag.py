@@ -6,9 +6,9 @@ from functools import lru_cache
 from typing import Any
 
 from espalier.errors import EspalierError, shown
-from espalier.grammar.finite import checked_ebnf
+from espalier.grammar.finite import check_ebnf_escapes
 from espalier.grammar.regex import ebnf_of_regex
-from espalier.grammar.schema import enforceable
+from espalier.grammar.schema import enforceable_schema
 from espalier.grammar.spec import Grammar, read_json
 
 MAX_DEPTH = 64
@@ -66,12 +66,12 @@ def _enforceable_part(value: Any, strict: bool, depth: int) -> Any:
     if not isinstance(value, dict):
         return value
     if value.get("type") in SCHEMA_TYPES and "json_schema" in value:
-        schema = json.loads(enforceable(json.dumps(value["json_schema"]), strict))
+        schema = json.loads(enforceable_schema(json.dumps(value["json_schema"]), strict))
         return {**value, "json_schema": schema}
     if value.get("type") == "regex" and isinstance(value.get("pattern"), str):
         return {"type": "grammar", "grammar": ebnf_of_regex(value["pattern"])}
     if value.get("type") == "grammar" and isinstance(value.get("grammar"), str):
-        checked_ebnf(value["grammar"])
+        check_ebnf_escapes(value["grammar"])
     return {name: _enforceable_part(each, strict, depth + 1) for name, each in value.items()}
 
 
@@ -94,22 +94,22 @@ def ebnf_of_choices(spec: str) -> str:
         raise EspalierError(f"choices {shown(choices)} are not supported; use a list of non-empty strings")
     if len(choices) > MAX_CHOICES:
         raise EspalierError(f"{len(choices)} choices are not supported; use {MAX_CHOICES} at most")
-    return "root ::= " + " | ".join(_quoted(text) for text in choices)
+    return "root ::= " + " | ".join(_ebnf_literal(text) for text in choices)
 
 
-def _quoted(text: str) -> str:
+def _ebnf_literal(text: str) -> str:
     # xgrammar's \x takes all hex digits that follow, \u takes four.
     special = {'"': '\\"', "\\": "\\\\"}
     return '"' + "".join(special.get(c, c if c >= " " else f"\\u{ord(c):04x}") for c in text) + '"'
 
 
 # For each kind of grammar: returns the text that xgrammar compiles.  Raises EspalierError.
-ENFORCEABLE: Mapping[str, Callable[[Grammar], str]] = {
+REWRITE_BY_KIND: Mapping[str, Callable[[Grammar], str]] = {
     "json_object": lambda grammar: '{"type": "object"}',
-    "json_schema": lambda grammar: enforceable(grammar.spec, grammar.strict),
+    "json_schema": lambda grammar: enforceable_schema(grammar.spec, grammar.strict),
     "structural_tag": lambda grammar: rewrite_tag_for_xgrammar(grammar.spec, grammar.strict),
     "regex": lambda grammar: ebnf_of_regex(grammar.spec),
-    "ebnf": lambda grammar: checked_ebnf(grammar.spec),
+    "ebnf": lambda grammar: check_ebnf_escapes(grammar.spec),
     "choice": lambda grammar: ebnf_of_choices(grammar.spec),
 }
 
@@ -120,4 +120,4 @@ def check_grammar(grammar: Grammar) -> None:
     """Raise EspalierError, with the reason, for a grammar that cannot be enforced."""
     if not grammar.spec and grammar.kind != "json_object":
         raise EspalierError(f"a grammar of kind {grammar.kind!r} is empty; give its text")
-    ENFORCEABLE[grammar.kind](grammar)
+    REWRITE_BY_KIND[grammar.kind](grammar)

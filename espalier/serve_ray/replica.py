@@ -19,15 +19,7 @@ from espalier.errors import EspalierError
 from espalier.request import sample_seed
 from espalier.server import logs, protocol
 from espalier.server.client import ClientOptions, EngineClient
-from espalier.server.protocol import (
-    EngineBusy,
-    EngineFailed,
-    EngineGone,
-    EngineReady,
-    PromptRefused,
-    StepOutput,
-    SubmittedPrompt,
-)
+from espalier.server.protocol import EngineBusy, EngineGone, SubmittedPrompt
 
 log = logging.getLogger("espalier.server")
 # Seconds in which a replica whose engine is gone may send its last messages.
@@ -54,7 +46,7 @@ class EngineReplica:
     async def about(self) -> bytes:
         """Returns a EngineReady message: facts of the model, and the resolved configuration."""
         assert self.client.facts is not None
-        return protocol.encode(EngineReady(self.client.facts, self.client.config))
+        return protocol.encode(protocol.EngineReady(self.client.facts, self.client.config))
 
     async def generate(self, message: bytes, _hint: Any = None) -> AsyncIterator[bytes]:
         """Run a SubmittedPrompt.  Yields messages of the engine's protocol: StepOutput; PromptRefused or EngineFailed if the request fails.
@@ -65,7 +57,7 @@ class EngineReplica:
         try:
             generation = self.client.submit([submit.prompt], submit)
         except EngineGone as error:
-            yield protocol.encode(EngineFailed(str(error), refused=False))
+            yield protocol.encode(protocol.EngineFailed(str(error), refused=False))
             return
         log.debug("%s has the prompt", self.name, extra=logs.log_extra(submit.name))
         assert self.client.facts is not None
@@ -78,11 +70,11 @@ class EngineReplica:
                     part.name = submit.name
                     to_come -= len(part.output.token_ids)
                 self._open_tokens[submit.name] = max(to_come, 0)
-                yield protocol.encode(StepOutput(parts))
+                yield protocol.encode(protocol.StepOutput(parts))
         except EngineGone as error:
-            yield protocol.encode(EngineFailed(str(error), refused=False))
+            yield protocol.encode(protocol.EngineFailed(str(error), refused=False))
         except EspalierError as error:
-            yield protocol.encode(PromptRefused(submit.name, str(error), isinstance(error, EngineBusy)))
+            yield protocol.encode(protocol.PromptRefused(submit.name, str(error), isinstance(error, EngineBusy)))
         finally:
             self._open_tokens.pop(submit.name, None)
             generation.close()

@@ -28,7 +28,7 @@ from espalier.server.logs import request_id
 from espalier.server.openai import ChatRequest, CompletionRequest, DetokenizeRequest, Message, TokenizeRequest
 from espalier.server.responses import RESPONSES_FIELD_NAMES, ResponsesRequest, renaming_error_fields
 from espalier.server.routes import JSON, Endpoint, Server, make_router, page_endpoints
-from espalier.tool_calls.definitions import Tools
+from espalier.tool_calls.definitions import RequestTools
 from espalier.tool_calls.formats import Formats
 from espalier.tool_calls.plan import ChatPlan
 
@@ -318,7 +318,7 @@ def _tokenize_conversation(
     """Returns a generator that makes the token ids of a conversation for /tokenize (chat.Steps)."""
     assert body.messages is not None
     options: ChatOptions = {**body.options(), "add_special_tokens": body.add_special_tokens}
-    return message_steps(inputs, body.messages, options, check, ChatPlan(inputs.tokenizer, formats, Tools()))
+    return message_steps(inputs, body.messages, options, check, ChatPlan(inputs.tokenizer, formats, RequestTools()))
 
 
 def _detokenize(inputs: InputProcessor, tokens: list[int]) -> Response:

@@ -26,15 +26,7 @@ from espalier.child_process import environment
 from espalier.errors import EspalierError
 from espalier.inputs import ModelFacts
 from espalier.server import logs, protocol
-from espalier.server.protocol import (
-    SHUTTING_DOWN,
-    EngineFigures,
-    EngineGone,
-    EngineReport,
-    Generation,
-    OutputPart,
-    SubmittedPrompt,
-)
+from espalier.server.protocol import SHUTTING_DOWN, EngineFigures, EngineGone, Generation, OutputPart, SubmittedPrompt
 
 # After this many turns of the event loop without a new prompt, the waiting prompts are sent.  A request on a new
 # connection needs five turns: accept, make its transport, watch it, read, handle.
@@ -145,7 +137,7 @@ class EngineClient:
         self.unavailable_reason = "the model is being loaded"
         self.facts: ModelFacts | None = None
         self.config: dict[str, Any] = {}
-        self.report = EngineReport()
+        self.report = protocol.EngineReport()
         self.abort_steps: Counter[int] = Counter()
         self.num_restarts = 0
         self.process: asyncio.subprocess.Process | None = None
@@ -271,7 +263,7 @@ class EngineClient:
             raise EspalierError(
                 first.error if isinstance(first, protocol.EngineFailed) else "the engine process broke the protocol"
             )
-        self.facts, self.config, self.report = first.facts, first.config, EngineReport()
+        self.facts, self.config, self.report = first.facts, first.config, protocol.EngineReport()
         self._outbox.tokens_per_prefill = int(self.config["chunk_size"])
         self._last_message_at = asyncio.get_running_loop().time()
         self.state, self.unavailable_reason = "ready", ""

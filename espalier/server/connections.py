@@ -31,13 +31,11 @@ MAX_ACCEPTS_PER_TURN = 16
 TURNS_TO_CLOSE = 3
 # How many files may be uploaded or downloaded at once; then the descriptors that one transfer has open.
 MAX_TRANSFERS = 8
-DESCRIPTORS_PER_TRANSFER = 3
+FILES_PER_TRANSFER = 3
 # Descriptors for journals and their inputs, the next engine process with its socket, and the processes that read bodies
 # and templates.
-SERVER_DESCRIPTORS = 40
-RESERVED_DESCRIPTORS = (
-    MAX_ACCEPTS_PER_TURN * TURNS_TO_CLOSE + MAX_TRANSFERS * DESCRIPTORS_PER_TRANSFER + SERVER_DESCRIPTORS
-)
+SERVER_FILES = 40
+RESERVED_DESCRIPTORS = MAX_ACCEPTS_PER_TURN * TURNS_TO_CLOSE + MAX_TRANSFERS * FILES_PER_TRANSFER + SERVER_FILES
 MIN_CONNECTIONS = 16
 OUT_OF_RESOURCES_ERRNOS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 

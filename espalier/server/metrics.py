@@ -13,11 +13,11 @@ from prometheus_client.registry import Collector
 from espalier.server.protocol import EngineFigures, Engines
 from espalier.stats import LearnFigures, SpeculationStats
 
-REQUEST_SECONDS_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
-TOKEN_SECONDS_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
+LATENCY_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+TOKEN_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 MetricFamily = CounterMetricFamily | GaugeMetricFamily
 LabelledValue = tuple[object, float]
-ABORT_STEPS_BUCKETS = (1, 2, 3, 4, 8)
+ABORT_BUCKETS = (1, 2, 3, 4, 8)
 
 
 class Metrics:
@@ -44,16 +44,16 @@ class Metrics:
         self.registry.register(self.generated_tokens)
         self.finished_samples = self._counter("finished_samples", "samples that ended, by finish_reason", "reason")
         self.time_to_first_token = self._histogram(
-            "time_to_first_token_seconds", "from arrival to a prompt's first token", REQUEST_SECONDS_BUCKETS
+            "time_to_first_token_seconds", "from arrival to a prompt's first token", LATENCY_BUCKETS
         )
         self.inter_token_time = WeightedHistogram(
             "inter_token_seconds",
             "time between tokens; the tokens of one round share its time equally",
-            TOKEN_SECONDS_BUCKETS,
+            TOKEN_BUCKETS,
         )
         self.registry.register(self.inter_token_time)
         self.duration = self._histogram(
-            "request_seconds", "from arrival to the end of a generating request", REQUEST_SECONDS_BUCKETS
+            "request_seconds", "from arrival to the end of a generating request", LATENCY_BUCKETS
         )
 
     def _counter(self, name: str, about: str, *labels: str) -> Counter:
@@ -125,7 +125,7 @@ def _engine_metrics(figures: EngineFigures) -> Iterator[Metric]:
     yield _counter("engine_restarts", "engine processes started after the first", figures.num_restarts)
     yield _gauge("waiting_requests", "samples queued in the engine", report.waiting)
     yield _gauge("running_requests", "samples in a slot", report.running)
-    yield _labelled_metric(GaugeMetricFamily, "pages", "pages of the cache", "state", pages)
+    yield _with_label(GaugeMetricFamily, "pages", "pages of the cache", "state", pages)
     yield _counter("preemptions", "samples put back into the queue because pages ran out", report.preempted)
     yield _counter("harvests", "engine steps", report.harvests)
     yield from _speculation_metrics(report.totals)
@@ -135,7 +135,7 @@ def _engine_metrics(figures: EngineFigures) -> Iterator[Metric]:
         rounds.add_metric([str(bucket), "graph" if graph else "eager"], count)
     yield rounds
     about = "rounds by tree: steps,topk,num_draft_tokens"
-    yield _labelled_metric(CounterMetricFamily, "rounds_by_tree", about, "tree", report.trees)
+    yield _with_label(CounterMetricFamily, "rounds_by_tree", about, "tree", report.trees)
     yield _counter("tree_changes", "times that another tree was chosen", report.tree_changes)
     yield from _source_metrics(report.by_source)
     yield _abort_steps_metric(figures.abort_steps)
@@ -152,7 +152,7 @@ def _speculation_metrics(totals: SpeculationStats) -> Iterator[Metric]:
         ("depth_tried", "rounds in which a depth was tried", "depth", enumerate(totals.reached, 1)),
         ("depth_accepted", "rounds in which a depth was accepted", "depth", enumerate(totals.taken, 1)),
     ):
-        yield _labelled_metric(CounterMetricFamily, name, about, label, counts)
+        yield _with_label(CounterMetricFamily, name, about, label, counts)
 
 
 def _learning_metrics(figures: LearnFigures) -> Iterator[Metric]:
@@ -161,7 +161,7 @@ def _learning_metrics(figures: LearnFigures) -> Iterator[Metric]:
     yield _counter("learn_failures", "trainings that failed, and failures to write", figures.failures)
     lengths = ("given", figures.given), ("served", figures.before), ("trained", figures.after)
     about = "accept length on held-back traffic, at the last training"
-    yield _labelled_metric(GaugeMetricFamily, "learn_accept_length", about, "draft", lengths)
+    yield _with_label(GaugeMetricFamily, "learn_accept_length", about, "draft", lengths)
     yield _counter("learn_texts", "texts kept", figures.texts)
     yield _gauge("learn_bytes", "size of the kept sample", figures.bytes)
 
@@ -171,7 +171,7 @@ def _source_metrics(by_source: Mapping[str, Sequence[float]]) -> Iterator[Metric
     for place, (name, what) in enumerate(zip(("rows", "rows_expected", "rows_accepted"), about, strict=True)):
         rows = [(source, counts[place]) for source, counts in by_source.items()]
         what = f"{what}, where scores are compared"
-        yield _labelled_metric(CounterMetricFamily, f"{name}_by_source", what, "source", rows)
+        yield _with_label(CounterMetricFamily, f"{name}_by_source", what, "source", rows)
 
 
 def _gauge(name: str, about: str, value: float) -> Metric:
@@ -182,9 +182,7 @@ def _counter(name: str, about: str, value: float) -> Metric:
     return CounterMetricFamily(f"espalier_{name}", about, value=value)
 
 
-def _labelled_metric(
-    kind: type[MetricFamily], name: str, about: str, label: str, values: Iterable[LabelledValue]
-) -> Metric:
+def _with_label(kind: type[MetricFamily], name: str, about: str, label: str, values: Iterable[LabelledValue]) -> Metric:
     family = kind(f"espalier_{name}", about, labels=[label])
     for each, value in values:
         family.add_metric([str(each)], value)
@@ -192,13 +190,11 @@ def _labelled_metric(
 
 
 def _abort_steps_metric(steps: Mapping[int, int]) -> Metric:
-    counts = [0] * (len(ABORT_STEPS_BUCKETS) + 1)
+    counts = [0] * (len(ABORT_BUCKETS) + 1)
     for step, count in steps.items():
-        counts[bisect_left(ABORT_STEPS_BUCKETS, step)] += count
+        counts[bisect_left(ABORT_BUCKETS, step)] += count
     about = "engine steps from an abort's arrival to the release of its pages"
-    return _histogram(
-        "abort_steps", about, ABORT_STEPS_BUCKETS, counts, sum(step * count for step, count in steps.items())
-    )
+    return _histogram("abort_steps", about, ABORT_BUCKETS, counts, sum(step * count for step, count in steps.items()))
 
 
 def _histogram(name: str, about: str, limits: Sequence[float], counts: Sequence[int], total: float) -> Metric:

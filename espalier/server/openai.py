@@ -32,7 +32,7 @@ from espalier.server.fields import (
     limit_entries,
     no_effect_inside,
 )
-from espalier.tool_calls.definitions import MAX_TOOLS, Tools, checked_tools
+from espalier.tool_calls.definitions import MAX_TOOLS, RequestTools, checked_tools
 
 CacheControl: Any = Annotated[Any, NoEffectField(CACHE_REASON)]
 NO_EFFECT_REASONING = NoEffectField("the text of the reasoning is read from reasoning_content")
@@ -351,7 +351,7 @@ class ChatRequest(ToolFields, ChatTemplateFields, GenerationRequest):
     verbosity: Annotated[str | None, NO_EFFECT_VERBOSITY] = None
     web_search_options: Annotated[None, RefusedField("the server has no web search; leave it out")] = None
     store: Annotated[bool | None, NO_EFFECT_STORE] = None
-    _removed_cache_fields: list[str] = PrivateAttr(default=[])
+    _removed_names: list[str] = PrivateAttr(default=[])
 
     @model_validator(mode="after")
     def _remove_cache_fields(self) -> "ChatRequest":
@@ -381,7 +381,7 @@ class ChatRequest(ToolFields, ChatTemplateFields, GenerationRequest):
             options["chat_template_kwargs"] = {"reasoning_effort": self.reasoning_effort, **variables}
         return {**options, "tools": self.tools, "add_special_tokens": self.add_special_tokens}
 
-    def checked_tool_use(self) -> Tools:
+    def checked_tool_use(self) -> RequestTools:
         """Returns the tools that the model may call.  Raises EspalierError."""
         return checked_tools(self.tools, self.tool_choice, self.parallel_tool_calls)
 

@@ -23,7 +23,7 @@ from espalier.server.fields import (
 )
 from espalier.server.openai import HINT_FIELDS, MAX_METADATA, SAMPLING_FIELDS, ChatRequest, CommonFields, ToolFields
 
-INCLUDE_LOGPROBS, INCLUDE_ENCRYPTED = "message.output_text.logprobs", "reasoning.encrypted_content"
+INCLUDE_LOGPROBS, ENCRYPTED_REASONING = "message.output_text.logprobs", "reasoning.encrypted_content"
 # Fields of SamplingParams that this endpoint names differently, or does not have.
 NOT_SHARED_FIELDS = ("n", "max_tokens", "logprobs", "prompt_logprobs")
 _sampling = {name: each for name, each in SAMPLING_FIELDS.items() if name not in NOT_SHARED_FIELDS}
@@ -87,7 +87,7 @@ class ResponsesRequest(_Sampling, ToolFields, CommonFields):
     include: (
         Annotated[list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]], FAIL_FAST] | None
     ) = Field(
-        None, description=f"{INCLUDE_LOGPROBS}; {INCLUDE_ENCRYPTED} is accepted, and reasoning items have their text"
+        None, description=f"{INCLUDE_LOGPROBS}; {ENCRYPTED_REASONING} is accepted, and reasoning items have their text"
     )
     metadata: Annotated[dict[str, Any], limit_entries(MAX_METADATA)] | None = Field(
         None, description="returned as it is"

@@ -29,18 +29,7 @@ from espalier.llm import LLM, low_acceptance, prepare
 from espalier.masking.compile import CompiledGrammar, CompilerBusy
 from espalier.request import OutputChunk, Request
 from espalier.server import logs, protocol
-from espalier.server.protocol import (
-    AbortPrompt,
-    EngineFailed,
-    EngineReady,
-    EngineReport,
-    OutputPart,
-    PromptRefused,
-    Start,
-    StepOutput,
-    SubmitPrompts,
-    SubmittedPrompt,
-)
+from espalier.server.protocol import OutputPart, Start, SubmittedPrompt
 from espalier.slots import ALL_SOURCES
 
 if TYPE_CHECKING:
@@ -112,10 +101,10 @@ class Worker:
         wait_ms = 0 if self.llm.engine.has_work else wait_ms
         while self.socket.poll(wait_ms):
             message = protocol.decode_to_engine(self.socket.recv())
-            if isinstance(message, SubmitPrompts):
+            if isinstance(message, protocol.SubmitPrompts):
                 for submit in message.prompts:
                     self._submit(submit)
-            elif isinstance(message, AbortPrompt):
+            elif isinstance(message, protocol.AbortPrompt):
                 self._abort(message.name)
             else:
                 return False
@@ -139,7 +128,9 @@ class Worker:
             try:
                 grammar = compiling.result()
             except EspalierError as error:
-                self.socket.send(protocol.encode(PromptRefused(name, str(error), isinstance(error, CompilerBusy))))
+                self.socket.send(
+                    protocol.encode(protocol.PromptRefused(name, str(error), isinstance(error, CompilerBusy)))
+                )
             else:
                 self._start(submit, grammar)
 
@@ -151,7 +142,7 @@ class Worker:
                 self.llm.engine.add(request)
         except EspalierError as error:
             # The samples of a prompt are alike: if any is refused, the first is refused, and none has been added.
-            self.socket.send(protocol.encode(PromptRefused(submit.name, str(error))))
+            self.socket.send(protocol.encode(protocol.PromptRefused(submit.name, str(error))))
             return
         self.running[submit.name] = RunningPrompt(group, len(group), submit.private)
 
@@ -165,7 +156,7 @@ class Worker:
     def _send(self, chunks: list[OutputChunk]) -> None:
         parts = [self._part(chunk) for chunk in chunks]
         is_due = self.abort_steps or not self.llm.engine.has_work or time.monotonic() >= self.next_report_at
-        self.socket.send(protocol.encode(StepOutput(parts, self._report() if is_due else None)))
+        self.socket.send(protocol.encode(protocol.StepOutput(parts, self._report() if is_due else None)))
 
     def _part(self, chunk: OutputChunk) -> OutputPart:
         name = chunk.request_id.rpartition(".")[0]
@@ -184,13 +175,13 @@ class Worker:
                 self.abort_steps.append(self.steps - entry.abort_step)
         return OutputPart(name, chunk, request.usage, request.stats)
 
-    def _report(self) -> EngineReport:
+    def _report(self) -> protocol.EngineReport:
         self.next_report_at = time.monotonic() + REPORT_S
         engine = self.llm.engine
         scheduler, pool = engine.scheduler, engine.pool
         abort_steps, self.abort_steps = self.abort_steps, []
         cached = 0 if engine.prefixes is None else len(engine.prefixes)
-        return EngineReport(
+        return protocol.EngineReport(
             harvests=self.steps,
             waiting=len(scheduler.waiting) + len(self.compiling_prompts),
             running=len(scheduler.running),
@@ -269,7 +260,9 @@ def main(address: str, front_pid: int, load: Load = load_model) -> int:
             if not refused:
                 log.exception("the engine stopped")
             socket.send(
-                protocol.encode(EngineFailed(f"{error}" if refused else f"{type(error).__name__}: {error}", refused))
+                protocol.encode(
+                    protocol.EngineFailed(f"{error}" if refused else f"{type(error).__name__}: {error}", refused)
+                )
             )
             return EXIT_REFUSED if refused else EXIT_FAILED
         finally:
@@ -329,7 +322,7 @@ def _serve(socket: zmq.Socket, start: Start, front_pid: int, load: Load, address
         # Before the model was loaded, there was nothing to drain.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         log.info("engine process %d: %s loaded in %.1f s", os.getpid(), llm.config.model, time.perf_counter() - began)
-        socket.send(protocol.encode(EngineReady(llm.inputs.facts, llm.config.as_dict())))
+        socket.send(protocol.encode(protocol.EngineReady(llm.inputs.facts, llm.config.as_dict())))
         worker = Worker(socket, llm, start, front_pid, learner)
         # The loaded model lives as long as the process: garbage collections must not search it.
         gc.collect()

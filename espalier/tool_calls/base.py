@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from espalier.tool_calls.reader import BrokenCall, Markers, Reader, Steps, decode_json
+from espalier.tool_calls.reader import BrokenCall, Markers, Steps, TextReader, decode_json
 
 # The kinds of deltas: text of the answer; text of the reasoning; the name of a new call; text of the call's arguments;
 # the call's end; the reason why a call is broken.  The whole text of a broken call follows as content.
@@ -32,13 +32,13 @@ def call_id() -> str:
     return f"call_{secrets.token_hex(12)}"
 
 
-def short_id() -> str:
+def new_short_call_id() -> str:
     """Returns a new call id in the only form that Mistral's chat templates accept."""
     return "".join(secrets.choice(ALPHANUMERIC) for _ in range(9))
 
 
 @dataclass
-class Writer:
+class DeltaWriter:
     """Collects the deltas that a parser makes.
 
     schemas: for each tool that may be called, the parameters' JSON schema.  in_reasoning, may_reason: the parser's.
@@ -79,7 +79,7 @@ class Writer:
 class CallWriter:
     """Writes one tool call.  Its arguments are held back until its name is known."""
 
-    def __init__(self, writer: Writer):
+    def __init__(self, writer: DeltaWriter):
         self.writer = writer
         self.index = -1
         self._parts: list[str] = []
@@ -122,7 +122,9 @@ class CallWriter:
         self.writer.add("called", "", self.index)
 
 
-def read_call(reader: Reader, writer: Writer, opening: str, read: Callable[[CallWriter], Steps[None]]) -> Steps[bool]:
+def read_call(
+    reader: TextReader, writer: DeltaWriter, opening: str, read: Callable[[CallWriter], Steps[None]]
+) -> Steps[bool]:
     """Read one call.  Returns False if the call is broken; its whole text is then content.
 
     opening: the text of the call that was already read.  read: reads the rest.
@@ -140,7 +142,7 @@ def read_call(reader: Reader, writer: Writer, opening: str, read: Callable[[Call
     return True
 
 
-Parse = Callable[[Reader, Writer], Generator[None, None, None]]
+ParseOutput = Callable[[TextReader, DeltaWriter], Generator[None, None, None]]
 
 
 @dataclass(frozen=True)
@@ -173,7 +175,7 @@ class ToolFormat:
     name: str
     template_signs: tuple[str, ...]
     special_tokens: tuple[str, ...]
-    parse: Parse
+    parse: ParseOutput
     syntax: CallSyntax
     call_ends_output: bool = False
     make_id: Callable[[], str] = call_id
@@ -201,29 +203,29 @@ class ReasoningFormat:
     message_start: str = ""
 
 
-NEWLINES = "\n"
+NEWLINE_CHARS = "\n"
 
 
-def parse_reasoning(reader: Reader, writer: Writer, format: ReasoningFormat) -> Steps[None]:
+def parse_reasoning(reader: TextReader, writer: DeltaWriter, format: ReasoningFormat) -> Steps[None]:
     """Read the reasoning, if there is any, up to its end, and again if more follows directly.
 
     Newlines beside the marks belong to the marks.  A begin mark inside reasoning, or an end mark outside, is left out.
     """
-    marks = Markers(format.end, format.begin, strip_before=NEWLINES)
+    marks = Markers(format.end, format.begin, strip_before=NEWLINE_CHARS)
     while (marker := (yield from _first_marker(reader, format))) is not None:
         writer.in_reasoning = marker == format.begin
         while marker == format.begin:
-            yield from reader.space(NEWLINES)
-            marker = yield from reader.until(marks, writer.reasoning)
+            yield from reader.read_space(NEWLINE_CHARS)
+            marker = yield from reader.read_until(marks, writer.reasoning)
         writer.in_reasoning = False
         if marker is not None:
-            yield from reader.space(NEWLINES)
+            yield from reader.read_space(NEWLINE_CHARS)
 
 
-def _first_marker(reader: Reader, format: ReasoningFormat) -> Steps[str | None]:
+def _first_marker(reader: TextReader, format: ReasoningFormat) -> Steps[str | None]:
     """Read the white space and the reasoning mark that come next.  Returns the mark, None if no mark comes next."""
-    space = yield from reader.space()
-    marker = yield from reader.literal(format.begin, format.end)
+    space = yield from reader.read_space()
+    marker = yield from reader.read_literal(format.begin, format.end)
     if marker is None:
         reader.put_back(space)
     return marker

@@ -4,9 +4,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from espalier.tool_calls.base import Delta, Writer, call_id, parse_reasoning
+from espalier.tool_calls.base import Delta, DeltaWriter, call_id, parse_reasoning
 from espalier.tool_calls.formats import Formats, harmony
-from espalier.tool_calls.reader import Reader, Steps
+from espalier.tool_calls.reader import Steps, TextReader
 
 
 class OutputParser:
@@ -21,9 +21,9 @@ class OutputParser:
         schemas: Mapping[str, Mapping[str, Any]],
         answer_start: str = "",
     ):
-        self._reader = Reader()
-        self._writer = Writer(schemas, formats.tools.make_id if formats.tools is not None else call_id)
-        self._steps = _parse(self._reader, self._writer, formats)
+        self._reader = TextReader()
+        self._writer = DeltaWriter(schemas, formats.tools.make_id if formats.tools is not None else call_id)
+        self._steps = _parse_output(self._reader, self._writer, formats)
         # The end of the prompt's text, which may begin a mark.
         self._prompt_text_held = ""
         self._read()
@@ -69,7 +69,7 @@ class OutputParser:
         return [Delta(first.kind, rest), *deltas[1:]] if rest else deltas[1:]
 
 
-def _parse(reader: Reader, writer: Writer, formats: Formats) -> Steps[None]:
+def _parse_output(reader: TextReader, writer: DeltaWriter, formats: Formats) -> Steps[None]:
     reasoning, tools = formats.reasoning, formats.tools
     if reasoning is not None and reasoning.includes_calls:
         yield from harmony.parse(reader, writer)

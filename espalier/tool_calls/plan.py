@@ -14,7 +14,7 @@ from espalier.grammar.tag import format_of_tag
 from espalier.request import OutputForm, ResolvedParams
 from espalier.text import Tokenizer
 from espalier.tool_calls.base import ReasoningFormat, ToolFormat
-from espalier.tool_calls.definitions import ANY_OBJECT, Tools
+from espalier.tool_calls.definitions import ANY_OBJECT, RequestTools
 from espalier.tool_calls.formats import TOOL_FORMATS, Formats
 from espalier.tool_calls.parser import OutputParser
 from espalier.tool_calls.reader import BrokenCall, decode_json
@@ -23,7 +23,7 @@ GrammarNode = dict[str, Any]
 
 
 def output_grammar(
-    tools: Tools,
+    tools: RequestTools,
     format: ToolFormat | None,
     answer: Grammar | None,
     reasoning: ReasoningFormat | None = None,
@@ -58,7 +58,7 @@ def output_grammar(
 
 
 def _answer_node(grammar: Grammar, reasoning: ReasoningFormat | None) -> GrammarNode:
-    node = _node_of(grammar)
+    node = _grammar_node(grammar)
     if reasoning is None or not reasoning.answer:
         return node
     return {"type": "sequence", "elements": [{"type": "const_string", "value": reasoning.answer}, node]}
@@ -69,7 +69,7 @@ def _structural_tag(node: GrammarNode, strict: bool, after: str | None) -> Gramm
     return Grammar("structural_tag", text, strict=strict, after=after)
 
 
-def _call_tags(tools: Tools, format: ToolFormat) -> list[GrammarNode]:
+def _call_tags(tools: RequestTools, format: ToolFormat) -> list[GrammarNode]:
     syntax = format.syntax
     return [
         {
@@ -88,13 +88,13 @@ def _arguments_node(schema: Mapping[str, Any], style: str) -> GrammarNode:
     return node if style == "json" else {**node, "max_whitespace_cnt": 2}
 
 
-def _arguments_schema(tools: Tools, function: Mapping[str, Any]) -> Mapping[str, Any]:
+def _arguments_schema(tools: RequestTools, function: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns the schema of a call's arguments.  If the call is not forced, only a strict tool's schema is enforced."""
     is_enforced = function.get("strict") is not False if tools.is_forced else function.get("strict")
     return function.get("parameters") or ANY_OBJECT if is_enforced else ANY_OBJECT
 
 
-def _calls_node(tools: Tools, format: ToolFormat, is_single: bool) -> GrammarNode:
+def _calls_node(tools: RequestTools, format: ToolFormat, is_single: bool) -> GrammarNode:
     """Returns a grammar node for one call or several, and nothing else."""
     syntax = format.syntax
     calls = {
@@ -110,7 +110,7 @@ def _calls_node(tools: Tools, format: ToolFormat, is_single: bool) -> GrammarNod
     return {"type": "sequence", "elements": [texts[0], calls, texts[1]]}
 
 
-def _free_text_with_calls(tools: Tools, format: ToolFormat, is_single: bool) -> GrammarNode:
+def _free_text_with_calls(tools: RequestTools, format: ToolFormat, is_single: bool) -> GrammarNode:
     """Returns a grammar node for free text in which each call has its form."""
     syntax = format.syntax
     tags = _call_tags(tools, format)
@@ -125,7 +125,7 @@ def _free_text_with_calls(tools: Tools, format: ToolFormat, is_single: bool) -> 
     }
 
 
-def _node_of(grammar: Grammar) -> GrammarNode:
+def _grammar_node(grammar: Grammar) -> GrammarNode:
     """Returns a checked grammar as a node of a structural tag."""
     spec = grammar.spec
     if grammar.kind == "regex":
@@ -187,13 +187,13 @@ def _decoded_object(arguments: Any) -> Mapping[str, Any] | None:
 
 
 # How many tokens at the prompt's end are searched for an open reasoning mark.
-NUM_TAIL_TOKENS = 16
+MAX_SEARCHED_TOKENS = 16
 
 
 class ChatPlan:
     """The plan of one conversation.  Raises EspalierError if the model cannot call the tools."""
 
-    def __init__(self, tokenizer: Tokenizer | None, formats: Formats, tools: Tools):
+    def __init__(self, tokenizer: Tokenizer | None, formats: Formats, tools: RequestTools):
         self.tokenizer = tokenizer
         self.tools = tools
         # The prompt of the last call of _last_turn, and the turn that was found.
@@ -307,7 +307,7 @@ class ChatPlan:
         found = tokenizer.last_turn(prompt, {mark for mark in marks if not reasoning.message_start.startswith(mark)})
         if found is not None:
             return found
-        tail = tokenizer.decode(prompt[-NUM_TAIL_TOKENS:], skip_special_tokens=False)
+        tail = tokenizer.decode(prompt[-MAX_SEARCHED_TOKENS:], skip_special_tokens=False)
         at_end = (mark for mark in (reasoning.begin, reasoning.end) if tail.rstrip().endswith(mark))
         return next((tail[tail.rindex(mark) :] for mark in at_end), "")
 

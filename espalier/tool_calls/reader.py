@@ -15,9 +15,9 @@ from espalier.grammar.spec import refuse_constant
 T = TypeVar("T")
 Steps = Generator[None, None, T]
 TextCallback = Callable[[str], None]
-SPACE = " \t\r\n"
+WHITE_SPACE = " \t\r\n"
 # The most characters of a name.
-MAX_WORD = 256
+MAX_NAME_CHARS = 256
 
 
 class BrokenCall(Exception):
@@ -53,7 +53,7 @@ class Markers:
 
 
 @dataclass
-class Reader:
+class TextReader:
     """The text that a parser reads.
 
     buffer: text that has arrived and is not read yet.  is_cut: the output did not end by itself.
@@ -84,14 +84,14 @@ class Reader:
         """Undo a `take`.  Must not be called while text is recorded."""
         self.buffer = text + self.buffer
 
-    def more(self) -> Steps[bool]:
+    def wait_for_text(self) -> Steps[bool]:
         """Wait for text.  Returns False if there is no more text."""
         size = len(self.buffer)
         while len(self.buffer) == size and not self.ended:
             yield
         return len(self.buffer) > size
 
-    def until(self, markers: Markers, put: TextCallback) -> Steps[str | None]:
+    def read_until(self, markers: Markers, put: TextCallback) -> Steps[str | None]:
         """Read up to the first marker and past it.  Returns the marker, None at the end of the text.
 
         put: called with the text before the marker, as soon as that text is known to be no part of a marker.
@@ -109,41 +109,41 @@ class Reader:
                 put(text)
             # A model may write such characters without end.  They are held back, but not searched again.
             start = max(0, held - markers.longest + 1)
-            if not (yield from self.more()):
+            if not (yield from self.wait_for_text()):
                 if rest := self.take(len(self.buffer)):
                     put(rest)
                 return None
 
-    def text_before(self, *markers: str) -> Steps[tuple[str, str]]:
+    def read_text_before(self, *markers: str) -> Steps[tuple[str, str]]:
         """Returns (text, marker): a short text and the marker that ends it.  Raises BrokenCall if no marker comes."""
         parts: list[str] = []
 
         def put(text: str) -> None:
             parts.append(text)
-            if sum(map(len, parts)) > MAX_WORD:
+            if sum(map(len, parts)) > MAX_NAME_CHARS:
                 raise BrokenCall(f"{' or '.join(markers)} is missing in the tool call")
 
-        marker = yield from self.until(Markers(*markers), put)
+        marker = yield from self.read_until(Markers(*markers), put)
         if marker is None:
             raise BrokenCall(CUT_OFF_REASON)
         return "".join(parts), marker
 
-    def word(self, stops: str) -> Steps[str]:
+    def read_word(self, stops: str) -> Steps[str]:
         """Returns a short text up to one of the characters `stops`, or to the end.  Raises BrokenCall if it is long."""
         parts: list[str] = []
         while (char := (yield from self.peek())) and char not in stops:
             parts.append(self.take(1))
-            if len(parts) > MAX_WORD:
+            if len(parts) > MAX_NAME_CHARS:
                 raise BrokenCall(f"{' or '.join(stops)} is missing in the tool call")
         return "".join(parts)
 
     def peek(self) -> Steps[str]:
         """Returns the next character without reading it, "" at the end."""
         if not self.buffer:
-            yield from self.more()
+            yield from self.wait_for_text()
         return self.buffer[:1]
 
-    def space(self, characters: str = SPACE) -> Steps[str]:
+    def read_space(self, characters: str = WHITE_SPACE) -> Steps[str]:
         """Read white space."""
         parts: list[str] = []
         while (char := (yield from self.peek())) and char in characters:
@@ -156,21 +156,21 @@ class Reader:
             for text in texts:
                 if self.buffer.startswith(text):
                     return text
-            if not any(text.startswith(self.buffer) for text in texts) or not (yield from self.more()):
+            if not any(text.startswith(self.buffer) for text in texts) or not (yield from self.wait_for_text()):
                 return None
 
-    def literal(self, *texts: str) -> Steps[str | None]:
+    def read_literal(self, *texts: str) -> Steps[str | None]:
         """Read one of the texts, if it comes next, and return it.  No text may begin with another one."""
         found = yield from self.peek_literal(*texts)
         return None if found is None else self.take(len(found))
 
     def expect(self, text: str) -> Steps[None]:
         """Read this text.  Raises BrokenCall if other text comes next."""
-        if (yield from self.literal(text)) is None:
+        if (yield from self.read_literal(text)) is None:
             at_end = self.ended and text.startswith(self.buffer)
             raise BrokenCall(CUT_OFF_REASON if at_end else f"{text} is missing in the tool call")
 
-    def json_value(self, put: TextCallback) -> Steps[None]:
+    def read_json_value(self, put: TextCallback) -> Steps[None]:
         """Read one JSON value.  put: called with the parts of its text.  Raises BrokenCall if the value is cut off.
 
         Only brackets and strings are checked.
@@ -179,15 +179,15 @@ class Reader:
         while True:
             if size := end.scan(self.buffer):
                 put(self.take(size))
-            if end.found:
+            if end.is_found:
                 return
-            if not (yield from self.more()):
+            if not (yield from self.wait_for_text()):
                 raise BrokenCall(CUT_OFF_REASON)
 
-    def json_of(self) -> Steps[Any]:
+    def decoded_json_value(self) -> Steps[Any]:
         """Read one JSON value and decode it.  Raises BrokenCall."""
         parts: list[str] = []
-        yield from self.json_value(parts.append)
+        yield from self.read_json_value(parts.append)
         return decode_json("".join(parts))
 
 
@@ -212,7 +212,7 @@ def is_utf8(text: str) -> bool:
 class _JsonEndFinder:
     """Finds the end of a JSON value in a text that arrives in parts."""
 
-    found: bool = False
+    is_found: bool = False
     _depth: int = 0
     _in_string: bool = False
     _escaped: bool = False
@@ -224,8 +224,8 @@ class _JsonEndFinder:
             if self._in_string:
                 self._in_string = self._escaped or char != '"'
                 self._escaped = char == "\\" and not self._escaped
-            elif self._in_scalar and char in ",]}" + SPACE:
-                self.found = True
+            elif self._in_scalar and char in ",]}" + WHITE_SPACE:
+                self.is_found = True
                 return i
             elif char == '"':
                 self._in_string = True
@@ -236,6 +236,6 @@ class _JsonEndFinder:
             elif not self._depth:
                 self._in_scalar = True
             if not (self._depth > 0 or self._in_string or self._in_scalar):
-                self.found = True
+                self.is_found = True
                 return i + 1
         return len(text)

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from espalier.bench.clients import HttpResponse, ServerAddress, connect
+from espalier.bench.clients import Address, HttpResponse, connect
 from espalier.config import SpeculationConfig
 from espalier.errors import EspalierError
 
@@ -151,10 +151,10 @@ def exists(pid: int) -> bool:
 
 def exchange_all(port: int, requests: Sequence[bytes]) -> list[HttpResponse]:
     """Send the requests, each on an open connection of its own, and read the responses.  Raises EspalierError."""
-    return asyncio.run(_exchange_all(ServerAddress("127.0.0.1", port), requests))
+    return asyncio.run(_exchange_all(Address("127.0.0.1", port), requests))
 
 
-async def _exchange_all(address: ServerAddress, requests: Sequence[bytes]) -> list[HttpResponse]:
+async def _exchange_all(address: Address, requests: Sequence[bytes]) -> list[HttpResponse]:
     connections = [await connect(address) for _ in requests]
     try:
         # The server has accepted a connection once it has answered on it.

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from espalier.bench.shapes import PublishedModel
+from espalier.bench.shapes import Shape
 from espalier.errors import EspalierError
 from espalier.models.block import read_block
 from lab.synthetic.draft import DraftTensors
@@ -41,7 +41,7 @@ HEAD_NOISE = 0.05
 class BlockTensors(DraftTensors):
     """Raises EspalierError for a block size for which the draft has too few heads."""
 
-    def __init__(self, shape: PublishedModel, target: TargetTensors, block_size: int) -> None:
+    def __init__(self, shape: Shape, target: TargetTensors, block_size: int) -> None:
         self.block = read_block(Path(f"{shape.name} draft"), block_json(shape, block_size), shape.target)
         super().__init__(self.block.layer, target)
         assert target.chain.fading is not None

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from espalier.bench.shapes import PublishedModel
+from espalier.bench.shapes import Shape
 from espalier.errors import EspalierError
 from espalier.kernels.layers.linear_plans import DENSE
 from espalier.models import CausalLM, DraftModel
@@ -62,7 +62,7 @@ class Recipe:
     model_impl: what runs the target, as of EngineConfig.
     """
 
-    shape: PublishedModel
+    shape: Shape
     seed: int = 0
     mode: str = "chain"
     skill: float = 0.8

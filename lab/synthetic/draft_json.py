@@ -2,13 +2,13 @@
 
 from typing import Any
 
-from espalier.bench.shapes import PublishedModel
+from espalier.bench.shapes import Shape
 
 # Layers and target features of a block draft, and the rank of its edges: DFlash and DSpark for targets of 8B.
 BLOCK_LAYERS, EDGE_RANK = 5, 256
 
 
-def mtp_json(shape: PublishedModel, num_layers: int, form: str) -> dict[str, Any]:
+def mtp_json(shape: Shape, num_layers: int, form: str) -> dict[str, Any]:
     """An MTP head in the form of speculators (`espalier/train/mtp_checkpoint.py` describes it)."""
     proposal = {"proposal_type": "greedy", "speculative_tokens": num_layers}
     layer = {name: value for name, value in shape.draft_layer.items() if not name.startswith("rope_")}
@@ -30,7 +30,7 @@ def mtp_json(shape: PublishedModel, num_layers: int, form: str) -> dict[str, Any
     }
 
 
-def block_json(shape: PublishedModel, block_size: int) -> dict[str, Any]:
+def block_json(shape: Shape, block_size: int) -> dict[str, Any]:
     """A block draft in DeepSpec's form of DSpark, which proposes block_size tokens a pass."""
     last = max(shape.target.num_layers - 3, 1)
     ids = {round(1 + i * (last - 1) / (BLOCK_LAYERS - 1)) for i in range(BLOCK_LAYERS)}

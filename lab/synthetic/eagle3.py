@@ -12,7 +12,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from espalier.bench.shapes import PublishedModel
+from espalier.bench.shapes import Shape
 from espalier.errors import EspalierError
 from lab.synthetic.draft import DraftTensors
 from lab.synthetic.target import DISTURBANCE, GATED, ROWS, SHARES, TargetTensors
@@ -25,7 +25,7 @@ NUM_CAPTURED = 3
 class Eagle3Tensors(DraftTensors):
     """Raises EspalierError for a shape whose hidden size has no room for S."""
 
-    def __init__(self, shape: PublishedModel, target: TargetTensors) -> None:
+    def __init__(self, shape: Shape, target: TargetTensors) -> None:
         super().__init__(shape.draft_config.layer, target)
         self.draft_vocab = shape.draft_vocab
         channels = self.config.kv_heads * self.config.head_size

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from espalier.bench.shapes import LLAMA_FIELDS, PublishedModel
+from espalier.bench.shapes import LLAMA_FIELDS, Shape
 from espalier.errors import EspalierError
 from espalier.models.config import parse
 from espalier.models.families import FAMILIES
@@ -31,7 +31,7 @@ from lab.synthetic.target import DISTURBANCE, GATED, NAT, TargetTensors
 class MtpTensors(DraftTensors):
     """Raises EspalierError for a form that does not exist or a shape whose heads are too small."""
 
-    def __init__(self, shape: PublishedModel, target: TargetTensors, num_layers: int, form: str) -> None:
+    def __init__(self, shape: Shape, target: TargetTensors, num_layers: int, form: str) -> None:
         if form not in FORMS or num_layers < 1:
             raise EspalierError(
                 f"an MTP head of {num_layers} layers in form {form!r} is not supported; use 1 or more layers and the "

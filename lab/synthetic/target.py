@@ -22,7 +22,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from espalier.bench.shapes import PublishedModel
+from espalier.bench.shapes import Shape
 from espalier.errors import EspalierError
 from espalier.models.config import ModelConfig
 from espalier.models.layer_loading import layer_specs_of
@@ -114,7 +114,7 @@ class TargetTensors:
 
     def __init__(
         self,
-        shape: PublishedModel,
+        shape: Shape,
         chain: Chain,
         seed: int,
         dtype: torch.dtype,

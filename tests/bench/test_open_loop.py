@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from espalier.bench import open_loop
-from espalier.bench.clients import HttpResponse, SentRequest, ServerAddress, address_of, parse_response
+from espalier.bench.clients import Address, HttpResponse, SentRequest, address_of, parse_response
 from espalier.bench.load import Arrivals, Timeline
 from espalier.bench.open_loop import LatencyLimits
 from espalier.bench.traffic import CHAT, COMPLETIONS, Traffic, request_bodies
@@ -360,6 +360,6 @@ def test_a_server_that_is_not_there_is_to_be_started(named, capsys):
 
 def test_an_address_may_have_a_path_and_tls():
     address = address_of("https://x/llm/v1/")
-    assert address == ServerAddress("x", 443, True, "/llm") and str(address) == "https://x:443/llm"
+    assert address == Address("x", 443, True, "/llm") and str(address) == "https://x:443/llm"
     with pytest.raises(EspalierError, match="use an address such as"):
         address_of("ftp://x")

@@ -14,7 +14,7 @@ from espalier.server.chat_answers import ChatAnswer
 from espalier.server.openai import ChatRequest, CompletionRequest
 from espalier.server.protocol import OutputPart
 from espalier.text import Tokenizer
-from espalier.tool_calls.definitions import Tools
+from espalier.tool_calls.definitions import RequestTools
 from espalier.tool_calls.formats import Formats
 from espalier.tool_calls.plan import ChatPlan
 from tests.pairwise import pairwise_params
@@ -41,7 +41,7 @@ def sentencepiece():
 
 def new_answer(kind, body, params, prompt, tokenizer):
     if kind is ChatAnswer:
-        return kind("id", body, params, prompt, ChatPlan(tokenizer, Formats(), Tools()))
+        return kind("id", body, params, prompt, ChatPlan(tokenizer, Formats(), RequestTools()))
     return kind("id", body, params, [prompt], tokenizer)
 
 

@@ -12,17 +12,17 @@ from espalier.tool_calls.formats import deepseek, harmony, llama, mistral, tagge
 # In this order, the signs of each format are searched in a template.  A format whose signs include another format's
 # signs comes first.
 _TOOLS = (
-    harmony.FORMAT,
-    tagged.GLM,
-    tagged.QWEN_CODER,
-    tagged.HERMES,
-    deepseek.V3,
-    deepseek.FORMAT,
-    mistral.FORMAT,
-    mistral.LIST,
-    llama.FORMAT,
+    harmony.TOOL_FORMAT,
+    tagged.GLM_FORMAT,
+    tagged.QWEN_CODER_FORMAT,
+    tagged.HERMES_FORMAT,
+    deepseek.V3_FORMAT,
+    deepseek.V31_FORMAT,
+    mistral.NAMED_FORMAT,
+    mistral.LIST_FORMAT,
+    llama.TOOL_FORMAT,
 )
-_REASONING = (harmony.REASONING, MISTRAL_REASONING, THINK_REASONING)
+_REASONING = (harmony.REASONING_FORMAT, MISTRAL_REASONING, THINK_REASONING)
 TOOL_FORMATS: Mapping[str, ToolFormat] = MappingProxyType({each.name: each for each in _TOOLS})
 REASONING_FORMATS: Mapping[str, ReasoningFormat] = MappingProxyType({each.name: each for each in _REASONING})
 AUTO, NONE = "auto", "none"
@@ -43,13 +43,17 @@ def find_formats(template: str, tool_format: str = AUTO, reasoning_format: str =
     Raises EspalierError for a name that does not exist.
     """
     # The harmony format reads both calls and reasoning.
-    if tool_format == harmony.FORMAT.name and reasoning_format == AUTO:
-        reasoning_format = harmony.REASONING.name
-    if reasoning_format == harmony.REASONING.name and tool_format == AUTO:
-        tool_format = harmony.FORMAT.name
+    if tool_format == harmony.TOOL_FORMAT.name and reasoning_format == AUTO:
+        reasoning_format = harmony.REASONING_FORMAT.name
+    if reasoning_format == harmony.REASONING_FORMAT.name and tool_format == AUTO:
+        tool_format = harmony.TOOL_FORMAT.name
     tools = _find("tool_format", tool_format, TOOL_FORMATS, template)
     reasoning = _find("reasoning_format", reasoning_format, REASONING_FORMATS, template)
-    if tools is not None and tools.name == harmony.FORMAT.name and (reasoning is None or not reasoning.includes_calls):
+    if (
+        tools is not None
+        and tools.name == harmony.TOOL_FORMAT.name
+        and (reasoning is None or not reasoning.includes_calls)
+    ):
         raise EspalierError("tool_format='harmony' needs reasoning_format='harmony': its calls stand in channels too")
     if reasoning is not None and reasoning.includes_calls and tools is not None and tools.name != reasoning.name:
         raise EspalierError(

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from espalier.bench import timing
 from espalier.bench.linears import ProductRun
-from espalier.bench.shapes import SHAPES, PublishedModel
+from espalier.bench.shapes import SHAPES, Shape
 from espalier.bench.timing import multiply_by_library
 from espalier.bench.tune_experts import random_expert_ids
 from espalier.kernels.layers.experts_plan import ExpertsShape
@@ -133,7 +133,7 @@ def test_more_than_a_cache_is_read_between_two_uses_of_an_expert(name, weights):
         assert copies == 1
 
 
-def wide(name: str) -> PublishedModel:
+def wide(name: str) -> Shape:
     """mixture(name) with sizes that all formats take."""
     shape, sizes = mixture(name), {"hidden_size": 384, "moe_intermediate_size": 128}
     if name == "gpt-oss":
@@ -141,7 +141,7 @@ def wide(name: str) -> PublishedModel:
     if name == "qwen2-moe":
         # As wide as two routed ones, but it has a gate.
         sizes["shared_expert_intermediate_size"] = 256
-    return PublishedModel(name, shape.source, shape.num_plain, shape.draft_vocab, {**shape.fields, **sizes})
+    return Shape(name, shape.source, shape.num_plain, shape.draft_vocab, {**shape.fields, **sizes})
 
 
 def about(value):

@@ -9,7 +9,7 @@ from espalier.bench.shapes import (
     GPT_OSS_FIELDS,
     PHI3_FIELDS,
     QWEN3_MOE_FIELDS,
-    PublishedModel,
+    Shape,
 )
 from espalier.errors import EspalierError
 from tests.lab.synthetic.test_checkpoint import tiny
@@ -119,16 +119,16 @@ HYBRIDS: dict[str, dict[str, Any]] = {
 }
 
 
-def mixture(name: str, hot: int = 256) -> PublishedModel:
+def mixture(name: str, hot: int = 256) -> Shape:
     """Tiny, with the sizes of FIELDS."""
     plain = tiny(hot=hot)
     fields = {**plain.fields, "attention_bias": False, **(FIELDS | HYBRIDS)[name]}
     if name.startswith("gemma4"):  # its RoPE differs by layer
         fields = {field: value for field, value in fields.items() if not field.startswith("rope_")}
-    return PublishedModel(name, plain.source, plain.num_plain, hot, fields)
+    return Shape(name, plain.source, plain.num_plain, hot, fields)
 
 
-def is_supported(shape: PublishedModel) -> bool:
+def is_supported(shape: Shape) -> bool:
     """Whether the family exists, with experts if the shape has them."""
     try:
         return shape.target is not None

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from espalier import LLM, SamplingParams, SpeculationConfig
-from espalier.bench.shapes import GPT_OSS_FIELDS, LLAMA_FIELDS, QWEN3_FIELDS, SHAPES, PublishedModel, find_shape
+from espalier.bench.shapes import GPT_OSS_FIELDS, LLAMA_FIELDS, QWEN3_FIELDS, SHAPES, Shape, find_shape
 from espalier.engine.engine import Engine
 from espalier.errors import EspalierError
 from espalier.layout import RoundLayout
@@ -34,7 +34,7 @@ POSITIONS = 512
 PLAIN = (0, 1, 1)
 
 
-def tiny(family: dict[str, Any] = LLAMA_FIELDS, hot: int = 256, **sizes: int) -> PublishedModel:
+def tiny(family: dict[str, Any] = LLAMA_FIELDS, hot: int = 256, **sizes: int) -> Shape:
     fields = {
         **family,
         "vocab_size": hot + 64,
@@ -52,7 +52,7 @@ def tiny(family: dict[str, Any] = LLAMA_FIELDS, hot: int = 256, **sizes: int) ->
         "eos_token_id": hot + 63,
         **sizes,
     }
-    return PublishedModel("tiny", "nobody", hot + 62, hot, fields)
+    return Shape("tiny", "nobody", hot + 62, hot, fields)
 
 
 @lru_cache
@@ -186,7 +186,7 @@ def test_a_target_by_transformers_is_the_same(tmp_path: Path) -> None:
 
 
 def test_the_first_layers_are_those_of_the_whole() -> None:
-    whole = PublishedModel(
+    whole = Shape(
         "tiny", "nobody", 318, 256, {**GPT_OSS_FIELDS, **SHAPE.fields, "layer_types": ["sliding_attention"] * 4}
     )
     assert whole.cut(2).config_json["layer_types"] == ["sliding_attention"] * 2

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from espalier.bench.shapes import PublishedModel
+from espalier.bench.shapes import Shape
 from espalier.errors import EspalierError
 from espalier.train.kinds import MTP, measure
 from espalier.train.llama import LlamaShape
@@ -99,7 +99,7 @@ def test_any_shape_takes_a_head_of_llama_layers(name: str, tmp_path: Path) -> No
         assert (picks == chain.token_at(chain.place[last] + chain.shifts[best])).float().mean() > 0.95
 
 
-def layer_shape(shape: PublishedModel) -> LlamaShape:
+def layer_shape(shape: Shape) -> LlamaShape:
     layer = mtp_json(shape, 3, "chain")["transformer_layer_config"]
     return LlamaShape(**{name: layer[name] for name in LlamaShape.__dataclass_fields__ if name in layer})
 
