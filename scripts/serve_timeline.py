@@ -24,7 +24,7 @@ from typing import Any
 
 from espalier.bench.clients import post_request
 from espalier.bench.drive import BenchEngine
-from espalier.cli.serve import sendable
+from espalier.cli.serve import plain_settings
 from espalier.engine.engine import Engine
 from espalier.engine.executor import Handle, StagedHandle
 from espalier.engine.launch_input import LaunchInput, RequestResult, TreeSize
@@ -355,11 +355,11 @@ def run(args: Namespace) -> None:
     longest = args.context + args.tokens
     on_gpu = args.shape is not None or getattr(args, "device", None) is not None
     made = engines_of(args, load_sizes(max(sizes), longest + 1) | ({} if on_gpu else GPU_SIZES), max_context=longest)
-    loaded = sendable(dict(made.settings))
+    loaded = plain_settings(dict(made.settings))
     if isinstance(made, OfShape):
         made = sharing_the_gpu(made)
         recipe = shape_settings(args, made.settings.get("seed", 0))
-        loaded = {"recipe": recipe, "settings": sendable(dict(made.settings))}
+        loaded = {"recipe": recipe, "settings": plain_settings(dict(made.settings))}
     pace = None if on_gpu else [float(part) for part in args.paced.split(",")]
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         port = free_port()

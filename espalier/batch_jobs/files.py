@@ -24,7 +24,7 @@ import numpy as np
 
 from espalier.errors import EspalierError, shown, without_duplicate_keys
 
-URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+DEFAULT_URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 LINE_FIELDS = ("custom_id", "method", "url", "body")
 MAX_LINE_BYTES = 64 * 2**20
 MAX_ID_CHARS = 512
@@ -75,7 +75,7 @@ def numbered_lines(file: BinaryIO, name: Path) -> Iterator[tuple[int, bytes]]:
             yield number, data
 
 
-def parse(number: int, data: bytes, urls: Collection[str] = URLS) -> Line:
+def parse_line(number: int, data: bytes, urls: Collection[str] = DEFAULT_URLS) -> Line:
     """Returns the request of a line.  urls: the endpoints that it may name.  Raises LineError."""
     try:
         value = msgspec.json.decode(data)
@@ -87,7 +87,7 @@ def parse(number: int, data: bytes, urls: Collection[str] = URLS) -> Line:
     known_id = custom_id if isinstance(custom_id, str) else None
     _require_once_each(data, known_id)
     try:
-        _check(value, urls)
+        _check_fields(value, urls)
     except LineError as error:
         raise LineError(error.code, str(error), known_id) from None
     return Line(number, value["custom_id"], value["url"], value["body"])
@@ -125,7 +125,7 @@ def _require_once_each(data: bytes, custom_id: str | None) -> None:
         raise LineError("invalid_json_line", str(errors[0]), custom_id)
 
 
-def _check(value: Mapping[str, Any], urls: Collection[str]) -> None:
+def _check_fields(value: Mapping[str, Any], urls: Collection[str]) -> None:
     """Refuse a line with a missing, unknown or wrong field.  Raises LineError."""
     for name in LINE_FIELDS:
         if value.get(name) is None:
@@ -198,7 +198,7 @@ def scan_input(path: Path) -> InputScan:
                 num_lines, last = num_lines + 1, number
                 custom_id = custom_id_of(data)
                 if custom_id is not None:
-                    hashes.append(_hash(custom_id))
+                    hashes.append(_hash_of_id(custom_id))
         _refuse_equal_ids(path, hashes)
     except OSError as error:
         raise EspalierError(f"{path} cannot be read ({error.strerror}); use a text file") from None
@@ -207,7 +207,7 @@ def scan_input(path: Path) -> InputScan:
     return InputScan(path, whole.hexdigest()[:DIGEST_CHARS], num_lines, last)
 
 
-def _hash(custom_id: str) -> int:
+def _hash_of_id(custom_id: str) -> int:
     return int.from_bytes(hashlib.blake2b(custom_id.encode(), digest_size=8).digest())
 
 
@@ -226,7 +226,7 @@ def _refuse_first_repeated(path: Path, repeated: Collection[int]) -> None:
     with path.open("rb") as file:
         for number, data in numbered_lines(file, path):
             custom_id = custom_id_of(data)
-            if custom_id is None or _hash(custom_id) not in repeated:
+            if custom_id is None or _hash_of_id(custom_id) not in repeated:
                 continue
             if custom_id in seen:
                 raise EspalierError(
@@ -253,7 +253,7 @@ class Journal:
         self._unsynced = False
         # A thread may run `sync` while the journal is closed.
         self._syncing = threading.Lock()
-        self._file = open_alone(path, "batch", "name another file")
+        self._file = open_locked(path, "batch", "name another file")
         try:
             self._sync_folder_entry()
             self._recover()
@@ -356,7 +356,7 @@ class Journal:
             self._count(number, failed)
 
 
-def open_alone(path: Path, writer: str, remedy: str) -> int:
+def open_locked(path: Path, writer: str, remedy: str) -> int:
     """Returns a descriptor of the file, open for appending and locked against other processes.  Raises EspalierError.
 
     writer: what the other process is, for the message.  remedy: what to do if the file cannot be opened.

@@ -14,7 +14,7 @@ from urllib.parse import SplitResult, urlsplit
 import httpx
 import msgspec
 
-from espalier.batch_jobs.files import URLS, Journal, Line, LineError, Response, id_prefix, parse
+from espalier.batch_jobs.files import DEFAULT_URLS, Journal, Line, LineError, Response, id_prefix, parse_line
 from espalier.errors import EspalierError, one_line, shown
 
 # A connection may be silent for this many seconds: some answers take many minutes.
@@ -24,9 +24,9 @@ FIRST_RETRY_PAUSE_S, MAX_RETRY_PAUSE_S = 0.25, 10.0
 # A line that the server lost this often may be the cause of the server's crashes.
 MAX_TIMES_LOST = 5
 RETRIED_STATUSES = (429, 502, 503)
-NOT_FOUND = 404
-App = Callable[..., Awaitable[None]]
-SYNC_S = 1.0
+STATUS_NOT_FOUND = 404
+AsgiApp = Callable[..., Awaitable[None]]
+SYNC_INTERVAL_S = 1.0
 
 
 class NotAnswered(Exception):
@@ -115,8 +115,8 @@ def _require_answer(got: httpx.Response, body: Any) -> None:
     if got.status_code in (401, 403):
         raise NotAnswered(f"the server refuses the API key ({why}); give the right one with --api-key", final=True)
     # Some servers put the fields of an error at the top level, without "error".
-    if got.status_code == NOT_FOUND and not error and "message" not in body:
-        here = f"{got.request.url} answers {NOT_FOUND} without an error of OpenAI's form, {shown(got.text)}"
+    if got.status_code == STATUS_NOT_FOUND and not error and "message" not in body:
+        here = f"{got.request.url} answers {STATUS_NOT_FOUND} without an error of OpenAI's form, {shown(got.text)}"
         raise NotAnswered(f"{here}: nothing is served there; correct --url, or url in the lines", final=True)
     if got.status_code in RETRIED_STATUSES:
         after = got.headers.get("retry-after", "")
@@ -150,7 +150,7 @@ def http_client(url: str, api_key: str | None, concurrency: int) -> httpx.AsyncC
     return httpx.AsyncClient(base_url=base, headers=_headers(api_key), timeout=timeout, limits=limits)
 
 
-def app_client(app: App, api_key: str | None = None) -> httpx.AsyncClient:
+def app_client(app: AsgiApp, api_key: str | None = None) -> httpx.AsyncClient:
     """Returns a client of an application in this process."""
     transport = httpx.ASGITransport(app)
     return httpx.AsyncClient(transport=transport, base_url="http://batch", headers=_headers(api_key), timeout=None)
@@ -170,7 +170,7 @@ async def require_reachable(clients: Sequence[httpx.AsyncClient]) -> None:
             raise EspalierError(
                 f"--url {client.base_url} cannot be reached ({one_line(error)}); start a server there, or correct it"
             ) from None
-        if response.status_code == NOT_FOUND:
+        if response.status_code == STATUS_NOT_FOUND:
             raise EspalierError(
                 f"--url {client.base_url} has no /v1/models: no OpenAI server is there; correct the path"
             )
@@ -181,7 +181,7 @@ async def run_batch(
     sender: Sender,
     concurrency: int,
     on_answer: Callable[[], object] = lambda: None,
-    urls: Collection[str] = URLS,
+    urls: Collection[str] = DEFAULT_URLS,
 ) -> None:
     """Answer all lines of the journal's input that have no answer.
 
@@ -215,7 +215,7 @@ async def _answer_lines(
         custom_id: str | None = None
         answer: Response | LineError
         try:
-            line = parse(number, data, urls)
+            line = parse_line(number, data, urls)
             custom_id = line.custom_id
             answer = await sender.answer(f"{id_prefix(journal.input.digest)}{number}", line)
         except LineError as error:
@@ -226,7 +226,7 @@ async def _answer_lines(
 
 async def _sync_periodically(journal: Journal) -> None:
     while True:
-        await asyncio.sleep(SYNC_S)
+        await asyncio.sleep(SYNC_INTERVAL_S)
         # A slow disk must not hold up other work on this event loop.
         await asyncio.to_thread(journal.sync)
 

@@ -25,8 +25,16 @@ from espalier.startup import tree_policy
 from espalier.startup.build import engine_of
 from espalier.startup.tree_cost import fits_in
 from espalier.stats import SpeculationStats
-from espalier.terminal.console import QUIET, print_header, print_table, progress, require_writable, stdout, write_json
-from espalier.terminal.flags import engine_settings, flag_of, require_at_least_one, with_minimum, written
+from espalier.terminal.console import (
+    QUIET_STYLE,
+    print_header,
+    print_table,
+    progress,
+    require_writable,
+    stdout,
+    write_json,
+)
+from espalier.terminal.flags import engine_settings, flag_of, flag_text, require_at_least_one, with_minimum
 
 CANDIDATE_TREES = (TreeShape(5, 8, 64), TreeShape(5, 4, 16), TreeShape(3, 2, 8))
 # Node counts of a block draft's candidates.  Its one pass costs the same at any depth, so they keep the depth.
@@ -102,7 +110,9 @@ def choose(
         shapes = trees_to_measure(configured, args.candidates, is_block)
         lengths = None if predict is None else predict(configured, shapes, is_block)
         source = "measured" if lengths is None else f"predicted from {lengths[configured]:g} of {configured}"
-        stdout().print(Text(f"{config.algorithm}, {config.dtype}, context {context}; accept lengths {source}", QUIET))
+        stdout().print(
+            Text(f"{config.algorithm}, {config.dtype}, context {context}; accept lengths {source}", QUIET_STYLE)
+        )
         given = None if getattr(args, "dataset", None) is None else _read_prompts(args.dataset, bench, context)
         runs = TimedRuns.of(bench, args.batch or (), context, args.tokens, args.repeats, given)
         with progress("measuring", len(shapes) * len(runs.prompts)) as advance:
@@ -115,7 +125,7 @@ def choose(
     write_json(args.json, figures | {"by_batch": {least: shape.sizes for least, shape in by_batch.items()}})
     print_table(_table_rows(timed))
     if args.out is not None:
-        stdout().print(Text(f"written: {args.out}; use it by --by-batch {args.out}", QUIET))
+        stdout().print(Text(f"written: {args.out}; use it by --by-batch {args.out}", QUIET_STYLE))
 
 
 def _refuse_unused(settings: Mapping[str, Any]) -> None:
@@ -197,7 +207,7 @@ class TimedRuns:
         buckets = bench.engine.layout.batch_buckets(bench.config.graph_batch or bench.config.layout.max_batch)
         if other := [batch for batch in batches if batch not in buckets]:
             raise EspalierError(
-                f"--batch={other[0]} is not measured, as rounds are padded; use some of {written(buckets)}"
+                f"--batch={other[0]} is not measured, as rounds are padded; use some of {flag_text(buckets)}"
             )
         chosen = sorted(set(batches)) or buckets
         return cls({batch: given or bench.prompts([context] * batch) for batch in chosen}, num_tokens, repeats)

@@ -10,7 +10,7 @@ from typing import Any
 
 from espalier.bench.load import LATENCY_TIMES, time_title
 from espalier.errors import EspalierError, install_command
-from espalier.terminal.console import header
+from espalier.terminal.console import machine_line
 
 CATEGORY_COLUMNS = ("requests", "tokens out", "accept length", "ms a round", "tokens/s of a request")
 KEY_FLAG = "--api-key"
@@ -61,7 +61,7 @@ def write_markdown(path: Path | None, tables: Sequence[Sequence[Sequence[str]]])
     """Write the tables below the command and the machine, if a path is given.  Raises EspalierError."""
     if path is None:
         return
-    parts = [f"`{command_line()}`", header()]
+    parts = [f"`{command_line()}`", machine_line()]
     for first, *rows in tables:
         lines = [first, ["---"] * len(first), *rows]
         parts.append("\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines))

@@ -29,7 +29,7 @@ from espalier.kernels.layers.linear_plans import TuningTable
 from espalier.kernels.ops.experts import grouped_experts
 from espalier.kernels.runtime.launch import Chip, chip
 from espalier.kernels.runtime.precompile import precompile
-from espalier.terminal.console import installed, print_header, print_table, progress, require_gpu, stdout
+from espalier.terminal.console import installed_version, print_header, print_table, progress, require_gpu, stdout
 
 # The most and the least number of calls in a chain.
 MAX_CALLS = 16
@@ -253,7 +253,7 @@ def sum_of_relative_times(times: Mapping[Plan, Sequence[float]], plan: Plan) -> 
 
 def measured_versions() -> dict[str, str]:
     """The GPU and the versions that a table is measured with."""
-    return {"gpu": torch.cuda.get_device_name(), "torch": str(torch.__version__), "triton": installed("triton")}
+    return {"gpu": torch.cuda.get_device_name(), "torch": str(torch.__version__), "triton": installed_version("triton")}
 
 
 def run(models: Sequence[ModelShape], dtype: torch.dtype, path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from espalier.cli.parser import Parser
 
-INTERRUPTED = 130
+INTERRUPTED_STATUS = 130
 
 
 def start(arguments: Sequence[str] | None = None, make_parser: "Callable[[], Parser] | None" = None) -> int:
@@ -35,7 +35,7 @@ def start(arguments: Sequence[str] | None = None, make_parser: "Callable[[], Par
 
 def interrupted() -> int:
     print("espalier: interrupted", file=sys.stderr)
-    return INTERRUPTED
+    return INTERRUPTED_STATUS
 
 
 @contextmanager

@@ -24,61 +24,74 @@ from espalier.llm import LLM
 from espalier.request import Output, SamplingParams
 from espalier.stats import SpeculationStats
 from espalier.terminal.console import (
-    FROM_DRAFT,
-    QUIET,
-    UNICODE,
-    Signs,
-    coloured,
+    DRAFT_STYLE,
+    QUIET_STYLE,
+    UNICODE_SIGNS,
+    DrawingSigns,
+    colour_by_source,
+    drawing_signs,
     has_colour,
-    header,
+    machine_line,
     progress,
-    signs,
     stdout,
     waiting,
 )
 from espalier.terminal.flags import engine_settings, require_at_least_one
 
-VOID = -1
-Name = Callable[[int], str]
+VOID_NODE = -1
+TokenName = Callable[[int], str]
 
 
-def round_tree(trace: RoundTrace, name: Name, signs: Signs) -> Text:
+def round_tree(trace: RoundTrace, name: TokenName, signs: DrawingSigns) -> Text:
     """Returns a drawing of one round's tree.
 
     name: returns a token's text.  A node's score is the sum of log-probabilities along its branch.  The tree keeps the
     nodes with the highest scores.
     """
     drawing = Text()
-    _node(drawing, trace, 0, "", "", name, signs)
+    _draw_node(drawing, trace, 0, "", "", name, signs)
     bonus = trace.emitted[-1]
     position = trace.prefix_len + len(trace.emitted)
     drawing.append(f"next root: {name(bonus)}, picked by the target, at position {position}\n")
-    drawing.append(_summary(trace), QUIET)
+    drawing.append(_summary(trace), QUIET_STYLE)
     return drawing
 
 
-def _node(drawing: Text, trace: RoundTrace, node: int, lead: str, fork: str, name: Name, signs: Signs) -> None:
+def _draw_node(
+    drawing: Text, trace: RoundTrace, node: int, lead: str, fork: str, name: TokenName, signs: DrawingSigns
+) -> None:
     accepted = node in trace.tree.path_rows
     label = name(trace.tree.tokens[node])
     if node == 0:
         drawing.append(f"{label}  root", "bold")
     else:
-        drawing.append(lead + fork, QUIET)
-        drawing.append(f"{signs.accepted if accepted else signs.rejected} {label}", FROM_DRAFT if accepted else QUIET)
+        drawing.append(lead + fork, QUIET_STYLE)
+        drawing.append(
+            f"{signs.accepted if accepted else signs.rejected} {label}",
+            DRAFT_STYLE if accepted else QUIET_STYLE,
+        )
         score = trace.tree.scores[node]
-        drawing.append(f"  {score:.2f}" if isfinite(score) else "", QUIET)
+        drawing.append(f"  {score:.2f}" if isfinite(score) else "", QUIET_STYLE)
     if accepted:
-        drawing.append(f"  {signs.dot} {_place(trace, node)}", "cyan")
+        drawing.append(f"  {signs.dot} {_place_of_node(trace, node)}", "cyan")
     drawing.append("\n")
     children = [
-        i for i, parent in enumerate(trace.tree.parents) if i and parent == node and trace.tree.tokens[i] != VOID
+        i for i, parent in enumerate(trace.tree.parents) if i and parent == node and trace.tree.tokens[i] != VOID_NODE
     ]
     below = lead if node == 0 else lead + (signs.down if fork == signs.branch else "  ")
     for child in children:
-        _node(drawing, trace, child, below, signs.last if child == children[-1] else signs.branch, name, signs)
+        _draw_node(
+            drawing,
+            trace,
+            child,
+            below,
+            signs.last if child == children[-1] else signs.branch,
+            name,
+            signs,
+        )
 
 
-def _place(trace: RoundTrace, node: int) -> str:
+def _place_of_node(trace: RoundTrace, node: int) -> str:
     """Returns the position, page and row of an accepted node's K/V, as text."""
     position = trace.prefix_len + trace.tree.depths[node]
     page = trace.pages[position // trace.page_size]
@@ -86,7 +99,7 @@ def _place(trace: RoundTrace, node: int) -> str:
 
 
 def _summary(trace: RoundTrace) -> str:
-    drafted = sum(token != VOID for token in trace.tree.tokens) - 1
+    drafted = sum(token != VOID_NODE for token in trace.tree.tokens) - 1
     accepted = len(trace.tree.path_rows) - 1
     return (
         f"{drafted} draft tokens verified in one pass, {accepted} accepted; {accepted + 1} rows committed, "
@@ -96,7 +109,7 @@ def _summary(trace: RoundTrace) -> str:
 
 PROMPT_LINES = 6
 BAR_WIDTH = 40
-NEXT = (
+NEXT_STEPS = (
     'espalier generate "def fibonacci(n):" --max-tokens 80',
     'espalier generate "class Stack:" --temperature 0.7 --seed 1 --steps 3 --topk 2 --num-draft-tokens 8',
     "espalier bench load",
@@ -104,7 +117,7 @@ NEXT = (
 
 
 @dataclass
-class Run:
+class DecodingResult:
     """The results of plain decoding, or of the tree, over all prompts."""
 
     outputs: list[Output] = field(default_factory=list)
@@ -117,10 +130,10 @@ class Run:
 
 
 def run(args: Namespace) -> int:
-    return show(args, stdout(wrap=True))
+    return show_demo(args, stdout(wrap=True))
 
 
-def show(args: Namespace, console: Console) -> int:
+def show_demo(args: Namespace, console: Console) -> int:
     """Show the demo on a console.  Returns 1 if the two ways to decode gave different tokens.  Raises EspalierError."""
     # max_batch 1: two engines share the device, and each runs one request at a time.  float32: in bfloat16, rounding
     # sometimes changes the order of two tokens that are nearly tied.
@@ -131,7 +144,7 @@ def show(args: Namespace, console: Console) -> int:
     if not 1 <= args.prompts <= len(prompts):
         raise EspalierError(f"--prompts={args.prompts} is not supported; use 1 to {len(prompts)}")
     prompts = prompts[: args.prompts]
-    console.print(Text(header(), QUIET))
+    console.print(Text(machine_line(), QUIET_STYLE))
     with waiting("loading the model twice, with and without speculation"):
         tree_llm = LLM(**settings)
         _require_tree(tree_llm)
@@ -141,13 +154,13 @@ def show(args: Namespace, console: Console) -> int:
     with tree_llm, plain_llm:
         _warm_up(plain_llm, tree_llm, prompts[0])
         traces.clear()
-        plain, tree = _complete(console, plain_llm, tree_llm, prompts, params)
-        same = _compare(console, plain_llm, prompts, plain, tree)
+        plain, tree = _complete_prompts(console, plain_llm, tree_llm, prompts, params)
+        same = _print_comparison(console, plain_llm, prompts, plain, tree)
         _draw_round(console, tree_llm, traces)
-    _figures(console, plain, tree)
+    _print_figures(console, plain, tree)
     console.print(Text("\ntry next", "bold"))
-    for command in NEXT:
-        console.print(Text("  " + command.replace("espalier", _started_as(), 1)))
+    for command in NEXT_STEPS:
+        console.print(Text("  " + command.replace("espalier", _start_command(), 1)))
     return 0 if same else 1
 
 
@@ -160,7 +173,7 @@ def _require_tree(llm: LLM) -> None:
         )
 
 
-def _started_as() -> str:
+def _start_command() -> str:
     """Returns the command that starts espalier again: its path if it is not on PATH."""
     if which("espalier") or Path(sys.argv[0]).name != "espalier":
         return "espalier"
@@ -173,11 +186,11 @@ def _warm_up(plain: LLM, tree: LLM, prompt: str) -> None:
         llm.generate(prompt, SamplingParams(temperature=0.0, max_tokens=8))
 
 
-def _complete(
+def _complete_prompts(
     console: Console, plain_llm: LLM, tree_llm: LLM, prompts: list[str], params: SamplingParams
-) -> tuple[Run, Run]:
+) -> tuple[DecodingResult, DecodingResult]:
     """Complete each prompt plainly and then with the tree.  Alternating spreads other load on the machine over both."""
-    plain, tree = Run(), Run()
+    plain, tree = DecodingResult(), DecodingResult()
     with progress("completing", 2 * len(prompts)) as advance:
         for prompt in prompts:
             for llm, run in ((plain_llm, plain), (tree_llm, tree)):
@@ -188,47 +201,54 @@ def _complete(
                 run.stats.merge(output.speculation)
                 advance()
     for i, (prompt, output) in enumerate(zip(prompts, tree.outputs, strict=True), 1):
-        _rule(console, f"prompt {i} of {len(prompts)}")
+        _print_rule(console, f"prompt {i} of {len(prompts)}")
         console.print(_prompt_and_output(console, tree_llm, prompt, output))
     return plain, tree
 
 
-def _rule(console: Console, title: str = "") -> None:
-    console.rule(Text(title, QUIET), style=QUIET, align="left", characters="─" if signs(console) is UNICODE else "-")
+def _print_rule(console: Console, title: str = "") -> None:
+    console.rule(
+        Text(title, QUIET_STYLE),
+        style=QUIET_STYLE,
+        align="left",
+        characters="─" if drawing_signs(console) is UNICODE_SIGNS else "-",
+    )
 
 
 def _prompt_and_output(console: Console, llm: LLM, prompt: str, output: Output) -> Text:
     """Returns the prompt's last lines, dimmed, and the output.  Without colours, a sign separates them."""
     assert llm.tokenizer is not None
     last_lines = prompt.splitlines(keepends=True)[-PROMPT_LINES:]
-    end = "" if has_colour(console) else signs(console).prompt_end
-    text = coloured(llm.tokenizer, llm.tokenizer.encode(prompt), output.token_ids, output.from_draft)
-    return Text.assemble(("".join(last_lines), QUIET), end, text)
+    end = "" if has_colour(console) else drawing_signs(console).prompt_end
+    text = colour_by_source(llm.tokenizer, llm.tokenizer.encode(prompt), output.token_ids, output.from_draft)
+    return Text.assemble(("".join(last_lines), QUIET_STYLE), end, text)
 
 
-def _compare(console: Console, plain_llm: LLM, prompts: list[str], plain: Run, tree: Run) -> bool:
+def _print_comparison(
+    console: Console, plain_llm: LLM, prompts: list[str], plain: DecodingResult, tree: DecodingResult
+) -> bool:
     """Print whether the tokens are identical, else where they differ and how near a tie is.  Returns if identical."""
-    _rule(console)
+    _print_rule(console)
     for i, (prompt, a, b) in enumerate(zip(prompts, plain.outputs, tree.outputs, strict=True), 1):
         if a.token_ids != b.token_ids:
             pairs = zip(a.token_ids, b.token_ids, strict=False)
             first = next((j for j, (x, y) in enumerate(pairs) if x != y), min(len(a.token_ids), len(b.token_ids)))
             console.print(Text(f"prompt {i}: plain and tree differ from token {first} on", "bold red"))
             both = [output.token_ids[first] for output in (a, b) if first < len(output.token_ids)]
-            console.print(Text(_likelihoods(plain_llm, prompt, a.token_ids[:first], both)))
+            console.print(Text(_logprobs_text(plain_llm, prompt, a.token_ids[:first], both)))
             return False
     tokens = sum(len(output.token_ids) for output in tree.outputs)
     drafted = sum(sum(output.from_draft) for output in tree.outputs)
     same = f"plain decoding gave the same {tokens} tokens, one by one"
     console.print(Text.assemble(("identical: ", "bold green"), same))
-    legend: list[Any] = [f"{signs(console).prompt_end}: end of a prompt; tokens that"]
+    legend: list[Any] = [f"{drawing_signs(console).prompt_end}: end of a prompt; tokens that"]
     if has_colour(console):
-        legend = [("dim", QUIET), ": the prompts; ", ("tokens like this", FROM_DRAFT)]
+        legend = [("dim", QUIET_STYLE), ": the prompts; ", ("tokens like this", DRAFT_STYLE)]
     console.print(Text.assemble(*legend, f" came from the draft: {drafted} of {tokens}\n"))
     return True
 
 
-def _likelihoods(llm: LLM, prompt: str, before: list[int], tokens: list[int]) -> str:
+def _logprobs_text(llm: LLM, prompt: str, before: list[int], tokens: list[int]) -> str:
     """Returns the tokens' log-probabilities by plain decoding, as text.  Rounding decides between nearly equal ones."""
     assert llm.tokenizer is not None
     params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=MAX_LOGPROBS)
@@ -247,12 +267,12 @@ def _draw_round(console: Console, llm: LLM, traces: list[RoundTrace]) -> None:
     deepest = max(trace.tree.depths[-1] if trace.tree.depths else 0 for trace in traces)
     best = max(traces, key=lambda trace: min(len(trace.emitted), max(deepest, 2)))
     about = ", score = log-probability of the branch by the draft"
-    console.print(Text.assemble(("one round", "bold"), (about, QUIET)))
+    console.print(Text.assemble(("one round", "bold"), (about, QUIET_STYLE)))
     decode = llm.tokenizer.decode
-    console.print(round_tree(best, lambda token: repr(decode([token])), signs(console)))
+    console.print(round_tree(best, lambda token: repr(decode([token])), drawing_signs(console)))
 
 
-def _figures(console: Console, plain: Run, tree: Run) -> None:
+def _print_figures(console: Console, plain: DecodingResult, tree: DecodingResult) -> None:
     console.print(Text("figures", "bold"))
     ratio = tree.tokens_per_second / plain.tokens_per_second
     console.print(Text(f"  plain          {plain.tokens_per_second:7.1f} tokens/s"))
@@ -260,11 +280,11 @@ def _figures(console: Console, plain: Run, tree: Run) -> None:
     console.print(
         Text(f"  accept length  {tree.stats.accept_length:7.2f} tokens a round, over {tree.stats.rounds} rounds")
     )
-    for line in _histogram(tree.stats, signs(console), console.width):
+    for line in _histogram(tree.stats, drawing_signs(console), console.width):
         console.print(Text(line))
 
 
-def _histogram(stats: SpeculationStats, signs: Signs, width: int) -> Iterator[str]:
+def _histogram(stats: SpeculationStats, signs: DrawingSigns, width: int) -> Iterator[str]:
     """Yields a line for each accept length, within `width` columns unless the longest bar needs more."""
     max_rounds = max(stats.histogram, default=0)
     for length, rounds in enumerate(stats.histogram):

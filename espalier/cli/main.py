@@ -11,11 +11,11 @@ from types import MappingProxyType
 
 from espalier import __version__
 from espalier.cli import interrupted
-from espalier.cli.parser import BAD_INPUT, Command, Parser
+from espalier.cli.parser import BAD_INPUT_STATUS, Command, Parser
 from espalier.errors import EspalierError
 from espalier.terminal.flags import add_engine_flags
 
-FAILED = 1
+FAILED_STATUS = 1
 COMMANDS = MappingProxyType(
     {
         "demo": Command(
@@ -52,7 +52,7 @@ COMMANDS = MappingProxyType(
     }
 )
 
-BENCH = MappingProxyType(
+BENCH_COMMANDS = MappingProxyType(
     {
         "load": Command(
             "tokens a second and waits under a mixed load",
@@ -108,7 +108,7 @@ def quantize(parser: ArgumentParser) -> None:
 
 
 def bench(parser: Parser) -> None:
-    parser.add_commands("measured", "what", BENCH)
+    parser.add_commands("measured", "what", BENCH_COMMANDS)
 
 
 def main(arguments: Sequence[str] | None = None, make_parser: Callable[[], Parser] = make_parser) -> int:
@@ -118,26 +118,26 @@ def main(arguments: Sequence[str] | None = None, make_parser: Callable[[], Parse
     SIGTERM.
     """
     try:
-        status = _run(make_parser().parse(arguments))  # parse imports the module of the flags
+        status = _run_command(make_parser().parse(arguments))  # parse imports the module of the flags
         if sys.stdout is not None:
             sys.stdout.flush()
         return status
     except EspalierError as error:
         print(f"espalier: {error}", file=sys.stderr)
-        return BAD_INPUT
+        return BAD_INPUT_STATUS
     except KeyboardInterrupt:
         return interrupted()
     except BrokenPipeError:  # the reader of stdout, such as `head`, has exited
-        _leave_stdout()
+        _discard_stdout()
         return 0
     except OSError as error:
         logging.getLogger("espalier").info("traceback:", exc_info=True)
         print(f"espalier: {error}", file=sys.stderr)
-        _leave_stdout()
-        return FAILED
+        _discard_stdout()
+        return FAILED_STATUS
 
 
-def _run(args: Namespace) -> int:
+def _run_command(args: Namespace) -> int:
     logging.basicConfig(
         level=logging.INFO if args.verbose else logging.WARNING, format="%(message)s", stream=sys.stderr
     )
@@ -148,6 +148,6 @@ def _run(args: Namespace) -> int:
     return args.run(args)
 
 
-def _leave_stdout() -> None:
+def _discard_stdout() -> None:
     """Redirect stdout to /dev/null, so that Python's flush at exit does not fail."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -24,7 +24,7 @@ from espalier.terminal.console import HelpText
 from espalier.terminal.flags import named_models
 
 # Key: a command of `espalier`.  Value: the names that it had, each with its command of the laboratory now.
-MOVED = MappingProxyType(
+MOVED_COMMANDS = MappingProxyType(
     {
         "espalier bench": {
             name: name
@@ -41,7 +41,7 @@ MOVED = MappingProxyType(
 
 
 # Old commands whose work another command does now.
-RENAMED = MappingProxyType(
+RENAMED_COMMANDS = MappingProxyType(
     {
         ("espalier bench", "throughput"): "espalier bench load",
         ("espalier bench", "latency"): "espalier bench load",
@@ -56,20 +56,20 @@ RENAMED = MappingProxyType(
 
 def moved_to(prog: str, name: str) -> str | None:
     """Returns how a command or a flag is run now; None if it did not move.  prog: of the parser that lacks it."""
-    if renamed := RENAMED.get((prog, name)):
+    if renamed := RENAMED_COMMANDS.get((prog, name)):
         return f"it is now `{renamed}`"
-    found = MOVED.get(prog, {}).get(name)
+    found = MOVED_COMMANDS.get(prog, {}).get(name)
     if found is None:
         return None
     also = "; to choose trees, `espalier bench choose`" if found == "round" else ""
     return f"it is now in the clone's laboratory: run `python -m lab {found}`{also}"
 
 
-BAD_INPUT = 2
+BAD_INPUT_STATUS = 2
 # The kind of value that a flag of a plain type takes, for messages.  A function that reads a flag has it as __name__.
-KINDS = MappingProxyType({int: "whole number", float: "number"})
+VALUE_KINDS = MappingProxyType({int: "whole number", float: "number"})
 # Other engines' names of commands, and likely guesses.
-COMMANDS = MappingProxyType(
+GUESSED_COMMANDS = MappingProxyType(
     {
         "chat": "generate --chat",
         "complete": "generate",
@@ -115,7 +115,7 @@ class Parser(ArgumentParser):
         super().__init__(*args, **{"formatter_class": HelpText, **settings})
 
     def error(self, message: str) -> NoReturn:
-        self.exit(BAD_INPUT, f"{self.prog}: {' '.join(message.split())}\n")
+        self.exit(BAD_INPUT_STATUS, f"{self.prog}: {' '.join(message.split())}\n")
 
     def _print_message(self, message: str, file: Any = None) -> None:
         """Print as argparse does, but raise OSError if stdout does not take help or version."""
@@ -164,7 +164,7 @@ class Parser(ArgumentParser):
         arguments = [action.dest for action in parser._actions if not action.option_strings]
         advice = moved_to(parser.prog, flag) or other_engines.flag(flag.lstrip("-").replace("-", "_"), flags, arguments)
         near = difflib.get_close_matches(flag, flags, n=1)
-        if advice is None and (others := [each.prog for each in _all(self) if flag in each.all_flags()]):
+        if advice is None and (others := [each.prog for each in _all_parsers(self) if flag in each.all_flags()]):
             advice = f"it is a flag of {' and '.join(others[:2])}"
         if advice is None and near:
             advice = f"did you mean {near[0]}?"
@@ -197,7 +197,7 @@ class Parser(ArgumentParser):
             if isinstance(error.__context__, ArgumentTypeError):
                 raise
             kind: Any = action.type
-            use = KINDS.get(kind) or getattr(kind, "__name__", repr(kind))
+            use = VALUE_KINDS.get(kind) or getattr(kind, "__name__", repr(kind))
             raise ArgumentError(action, f"{arg_string!r} is not supported; use a {use}") from None
 
     def _check_value(self, action: Action, value: Any) -> None:
@@ -240,13 +240,13 @@ class LazyParser(Parser):
 
 
 def _suggestion(command: str, commands: Collection[str]) -> str:
-    if (near := COMMANDS.get(command)) and (near.startswith("--") or near.split()[0] in commands):
+    if (near := GUESSED_COMMANDS.get(command)) and (near.startswith("--") or near.split()[0] in commands):
         return f"use {near}"
     nearest = difflib.get_close_matches(command, commands, n=1)
     return f"did you mean {nearest[0]}?" if nearest else f"use one of {', '.join(commands)}"
 
 
-def _all(parser: Parser) -> Iterator[Parser]:
+def _all_parsers(parser: Parser) -> Iterator[Parser]:
     yield parser
     for command in parser.commands().values():
-        yield from _all(command)
+        yield from _all_parsers(command)

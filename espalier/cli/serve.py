@@ -196,7 +196,7 @@ def _add_replica_flags(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace) -> int:
-    return serve_worker(args, *_model(args))
+    return serve_worker(args, *_model_settings(args))
 
 
 def serve_worker(args: Namespace, settings: dict[str, Any], name: str, worker: str | None = None) -> int:
@@ -214,7 +214,7 @@ def serve_worker(args: Namespace, settings: dict[str, Any], name: str, worker: s
     if not args.host:  # an empty address means all: `--host "$HOST"` with HOST unset must not open the server to others
         raise EspalierError("--host is empty; give an address, such as 127.0.0.1, or 0.0.0.0 for all, or leave it out")
     if args.batch_dir is None:
-        _refuse_beside(args, ("max_file_bytes",), "is for --batch-dir; give that too, or leave it out")
+        _refuse_flags(args, ("max_file_bytes",), "is for --batch-dir; give that too, or leave it out")
     keys = api_keys(args)
     learn = _learn_settings(args, len(keys))
     if learn is not None and worker is not None:
@@ -251,7 +251,7 @@ def serve_worker(args: Namespace, settings: dict[str, Any], name: str, worker: s
     if args.replicas is not None:
         _serve_replicas(args, settings, options)
         return 0
-    _refuse_beside(args, ("tokens_per_replica", "fronts"), "is for several engines; give --replicas, or leave it out")
+    _refuse_flags(args, ("tokens_per_replica", "fronts"), "is for several engines; give --replicas, or leave it out")
     try:
         return int(not asyncio.run(serve(settings, options)))
     except asyncio.CancelledError:  # SIGTERM while the model was being loaded
@@ -281,14 +281,14 @@ def front_options(
 
 def _serve_replicas(args: Namespace, settings: dict[str, Any], options: "ServeOptions") -> None:
     """Serve with Ray Serve.  Raises EspalierError."""
-    from espalier.serve_ray.build import TOKENS_PER_REPLICA, ServedModel, Service, checked_settings, replicas_of
+    from espalier.serve_ray.build import TOKENS_PER_REPLICA, ServedModel, Service, check_settings, parse_replicas
     from espalier.serve_ray.cluster import serve_replicas
 
-    _refuse_beside(args, ("restart_engine",), "has no effect with --replicas: Ray Serve replaces engines; leave it out")
-    _refuse_beside(args, ("send_timeout",), "is not supported with --replicas: Ray's proxy sends; leave it out")
-    _refuse_beside(args, ("batch_dir",), "is for one engine; leave out --replicas")
-    checked_settings(settings)
-    replicas = replicas_of(args.replicas, tokens_per_replica=args.tokens_per_replica or TOKENS_PER_REPLICA)
+    _refuse_flags(args, ("restart_engine",), "has no effect with --replicas: Ray Serve replaces engines; leave it out")
+    _refuse_flags(args, ("send_timeout",), "is not supported with --replicas: Ray's proxy sends; leave it out")
+    _refuse_flags(args, ("batch_dir",), "is for one engine; leave out --replicas")
+    check_settings(settings)
+    replicas = parse_replicas(args.replicas, tokens_per_replica=args.tokens_per_replica or TOKENS_PER_REPLICA)
     service = Service(
         (ServedModel(settings, options.front, options.client, replicas),),
         options.api,
@@ -300,22 +300,22 @@ def _serve_replicas(args: Namespace, settings: dict[str, Any], options: "ServeOp
     serve_replicas(service, options.host, options.port)
 
 
-def _refuse_beside(args: Namespace, names: Sequence[str], why: str) -> None:
+def _refuse_flags(args: Namespace, names: Sequence[str], why: str) -> None:
     """Refuse the flags `names` if any was given.  why: the rest of the message.  Raises EspalierError."""
     for name in names:
         if getattr(args, name) is not None:
             raise EspalierError(f"{flag_of(name)} {why}")
 
 
-def _model(args: Namespace) -> tuple[dict[str, Any], str]:
+def _model_settings(args: Namespace) -> tuple[dict[str, Any], str]:
     """Returns (settings for the engine process, the model's name).  Raises EspalierError."""
     settings = engine_settings(args) | {"model": args.model}
     if args.model == "auto" and "draft" not in settings:
         settings["model"] = "bundled"
-    return sendable(settings), settings["model"]
+    return plain_settings(settings), settings["model"]
 
 
-def sendable(settings: dict[str, Any]) -> dict[str, Any]:
+def plain_settings(settings: dict[str, Any]) -> dict[str, Any]:
     """Check the engine's settings and return them as plain values for the engine process.  Raises EspalierError."""
     EngineConfig(**settings)
     tree = settings.get("speculation")

@@ -21,7 +21,7 @@ from espalier.server.run import check_options
 
 # How many open tokens (replica.open_tokens) one replica can take, on average.
 TOKENS_PER_REPLICA = 16384
-ROUTER = "espalier.serve_ray.router.PrefixRouter"
+DEFAULT_ROUTER = "espalier.serve_ray.router.PrefixRouter"
 # Names in `args`.  The fields of the server's options have the same names; those in seconds end with _s.
 FRONT_FIELDS = (
     *("max_queue", "request_timeout", "strict_fields", "allow_special_tokens_in_messages"),
@@ -34,7 +34,7 @@ MODEL_OPTIONS = (*FRONT_FIELDS, *CLIENT_FIELDS, *REPLICA_OPTIONS, "served_model_
 SERVICE_OPTIONS = (*API_FIELDS, "cors_origin", "fronts", "drain_timeout", "log_level", "log_json")
 RAY_VERSION = "2.60"
 # Larger than any queue, because the front limits open requests, not Ray Serve.
-MAX_ONGOING = 65536
+MAX_ONGOING_REQUESTS = 65536
 # Seconds between health checks, which find a replica that hangs.  A replica whose engine ended exits by itself.
 HEALTH_PERIOD_S = 5.0
 HEALTH_TIMEOUT_S = 30.0
@@ -43,7 +43,7 @@ NO_ACCESS_LOG = MappingProxyType({"enable_access_log": False})
 
 
 @dataclass(frozen=True)
-class Replicas:
+class ReplicaOptions:
     """How many engine replicas a model has: from `min_count` to `max_count`.
 
     tokens_per_replica: how many open tokens one replica can take, on average.
@@ -57,7 +57,7 @@ class Replicas:
     tokens_per_replica: int = TOKENS_PER_REPLICA
     resources: Mapping[str, Any] | None = None
     autoscaling: Mapping[str, Any] = field(default_factory=dict)
-    router: str = ROUTER
+    router: str = DEFAULT_ROUTER
 
     @property
     def is_autoscaled(self) -> bool:
@@ -71,7 +71,7 @@ class ServedModel:
     settings: dict[str, Any]
     front: FrontOptions
     client: ClientOptions
-    replicas: Replicas
+    replicas: ReplicaOptions
 
     @property
     def name(self) -> str:
@@ -92,17 +92,17 @@ class Service:
     log_json: bool = False
 
 
-def replicas_of(text: int | str, **more: Any) -> Replicas:
+def parse_replicas(text: int | str, **more: Any) -> ReplicaOptions:
     """Returns the Replicas for N or "MIN:MAX".  Raises EspalierError."""
     low, _, high = str(text).partition(":")
     if not (low.isdecimal() and (high or low).isdecimal() and 1 <= int(low) <= int(high or low)):
         raise EspalierError(
             f"replicas={shown(text)} is not supported; use a whole number, 1 or more, or MIN:MAX such as 1:4"
         )
-    return Replicas(int(low), int(high or low), **more)
+    return ReplicaOptions(int(low), int(high or low), **more)
 
 
-def service_of(args: Mapping[str, Any]) -> Service:
+def parse_service(args: Mapping[str, Any]) -> Service:
     """Returns the Service for the `args` of a Serve config file.  Raises EspalierError.
 
     `args` has either one `model` with its settings, or `models`, a list of such objects.  Settings beside `models`
@@ -123,15 +123,15 @@ def service_of(args: Mapping[str, Any]) -> Service:
         raise EspalierError("api_key is empty, or is no text; give the key, or leave it out")
     logged = {"log_level": level, "log_json": _option_or(args, "log_json", False)}
     return Service(
-        tuple(_model({**shared, **model}, logged) for model in models),
-        ApiOptions(**_by_field_name(args, API_FIELDS), cors_origins=tuple(_list_of_texts(args, "cors_origin"))),
+        tuple(_parse_model({**shared, **model}, logged) for model in models),
+        ApiOptions(**_option_fields(args, API_FIELDS), cors_origins=tuple(_list_of_texts(args, "cors_origin"))),
         _option_or(args, "fronts", 1),
         _option_or(args, "drain_timeout", 60.0),
         **logged,
     )
 
 
-def _model(args: dict[str, Any], logged: dict[str, Any]) -> ServedModel:
+def _parse_model(args: dict[str, Any], logged: dict[str, Any]) -> ServedModel:
     engine = [f.name for f in fields(EngineConfig)]
     for name in args:
         if name not in (*engine, *MODEL_OPTIONS):
@@ -140,21 +140,21 @@ def _model(args: dict[str, Any], logged: dict[str, Any]) -> ServedModel:
     settings = {name: args[name] for name in engine if name in args}
     if settings.setdefault("model", "auto") == "auto" and "draft" not in settings:
         raise EspalierError("model is missing in args; name a directory, a Hugging Face id or 'bundled'")
-    checked_settings(settings)
+    check_settings(settings)
     names = _list_of_texts(args, "served_model_name", *(() if settings["model"] == "auto" else (settings["model"],)))
-    front = _by_field_name(args, FRONT_FIELDS)
+    front = _option_fields(args, FRONT_FIELDS)
     if args.get("chat_template") is not None:
-        front["chat_template"] = _template(args["chat_template"])
+        front["chat_template"] = _read_template(args["chat_template"])
     of_replicas = {name: args[name] for name in REPLICA_OPTIONS if args.get(name) is not None}
     return ServedModel(
         settings,
         FrontOptions(tuple(names), **front),
-        ClientOptions(**_by_field_name(args, CLIENT_FIELDS), **logged),
-        replicas_of(_option_or(args, "replicas", 1), **of_replicas),
+        ClientOptions(**_option_fields(args, CLIENT_FIELDS), **logged),
+        parse_replicas(_option_or(args, "replicas", 1), **of_replicas),
     )
 
 
-def checked_settings(settings: Mapping[str, Any]) -> None:
+def check_settings(settings: Mapping[str, Any]) -> None:
     """Check the engine's settings, plain values, before a replica starts.  Raises EspalierError."""
     tree = settings.get("speculation")
     EngineConfig(**{**settings, "speculation": SpeculationConfig(**tree)} if isinstance(tree, Mapping) else settings)
@@ -167,7 +167,7 @@ def _option_or(args: Mapping[str, Any], name: str, default: Any) -> Any:
     return default if args.get(name) is None else args[name]
 
 
-def _by_field_name(args: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+def _option_fields(args: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
     """Returns the given options by their fields.  null counts as not given; a limit of 0 seconds means no limit."""
     given = {name: args[name] for name in names if args.get(name) is not None}
     return {
@@ -185,7 +185,7 @@ def _list_of_texts(args: Mapping[str, Any], name: str, *default: str) -> list[st
     return texts
 
 
-def _template(path: Any) -> str:
+def _read_template(path: Any) -> str:
     try:
         text = Path(path).read_text()
     except (OSError, ValueError, TypeError) as error:
@@ -208,20 +208,20 @@ def require_ray() -> Any:
 
 
 def app(args: dict[str, Any]) -> Any:
-    """Returns the application of a Serve config file (`import_path: espalier.serve_ray:app`).  args: see service_of."""
-    return application(service_of(args))
+    """Returns the application of a Serve config file (`import_path: espalier.serve_ray:app`).  args: see parse_service."""
+    return application(parse_service(args))
 
 
 def application(service: Service) -> Any:
     """Returns Ray Serve's Application for a service.  Raises EspalierError."""
     serve = require_ray()
-    from espalier.serve_ray.ingress import Ingress
+    from espalier.serve_ray.ingress import FrontIngress
 
-    front = serve.deployment(serve.ingress()(Ingress)).options(
+    front = serve.deployment(serve.ingress()(FrontIngress)).options(
         name="front",
         num_replicas=service.num_fronts,
         ray_actor_options={"num_cpus": 0},
-        max_ongoing_requests=MAX_ONGOING,
+        max_ongoing_requests=MAX_ONGOING_REQUESTS,
         graceful_shutdown_timeout_s=service.drain_timeout_s,
         # A new front starts before the old one ends.
         max_surge_percent=100,
@@ -243,7 +243,7 @@ def _replica_deployment(serve: Any, model: ServedModel, service: Service, name: 
         name=name,
         **_scaling_options(model),
         ray_actor_options=resources_of(model),
-        max_ongoing_requests=MAX_ONGOING,
+        max_ongoing_requests=MAX_ONGOING_REQUESTS,
         graceful_shutdown_timeout_s=service.drain_timeout_s,
         health_check_period_s=HEALTH_PERIOD_S,
         health_check_timeout_s=HEALTH_TIMEOUT_S,
@@ -279,7 +279,7 @@ def resources_of(model: ServedModel) -> dict[str, Any]:
     This is a GPU for each rank.  For the CPU it is nothing: replicas may share cores.  Ray takes an actor's resources
     from one machine.  Raises EspalierError for fewer GPUs than ranks.
     """
-    wanted = gpus_of(model.settings)
+    wanted = num_gpus_of(model.settings)
     if model.replicas.resources is None:
         return {"num_cpus": 0, "num_gpus": wanted}
     given = dict(model.replicas.resources)
@@ -291,7 +291,7 @@ def resources_of(model: ServedModel) -> dict[str, Any]:
     return given
 
 
-def gpus_of(settings: Mapping[str, Any]) -> int:
+def num_gpus_of(settings: Mapping[str, Any]) -> int:
     """Returns how many GPUs a replica needs, all of one machine.  device "auto" uses them if the cluster has one."""
     import ray
 

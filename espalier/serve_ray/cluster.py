@@ -12,11 +12,11 @@ from types import MappingProxyType
 from typing import Any
 
 from espalier.errors import EspalierError, one_line
-from espalier.serve_ray.build import Service, application, gpus_of, require_ray
+from espalier.serve_ray.build import Service, application, num_gpus_of, require_ray
 from espalier.server.run import bound_listener
 
 log = logging.getLogger("espalier.server")
-APP = "espalier"
+APP_NAME = "espalier"
 # Bytes of the object store in a cluster that this command starts.  Few: messages of replicas do not use the store.
 OBJECT_STORE_BYTES = 2**28
 # The environment of a cluster that this command starts.  gRPC between Serve's processes halves the cost of a streamed
@@ -30,11 +30,11 @@ OWN_CLUSTER_ENV = MappingProxyType(
         "RAY_worker_niceness": "0",
     }
 )
-CONNECT_S = 10.0
+CONNECT_TIMEOUT_S = 10.0
 # After drain_timeout, Ray Serve has this long to kill the replicas that still run.
-KILL_S = 20.0
+KILL_TIMEOUT_S = 20.0
 # Finds the reason in a replica's traceback, as Ray Serve reports it.
-REFUSED = re.compile(r"EspalierError: (.+)")
+REFUSAL_PATTERN = re.compile(r"EspalierError: (.+)")
 
 
 def serve_replicas(service: Service, host: str, port: int) -> None:
@@ -50,9 +50,9 @@ def serve_replicas(service: Service, host: str, port: int) -> None:
     try:
         _require_gpus(ray, service)
         port = _start_proxy(serve, host, port)
-        if APP in serve.status().applications:
+        if APP_NAME in serve.status().applications:
             raise EspalierError(
-                f"another `espalier serve --replicas` runs on this Ray cluster; end it (or `serve delete {APP}`), or "
+                f"another `espalier serve --replicas` runs on this Ray cluster; end it (or `serve delete {APP_NAME}`), or "
                 "serve several models with one Serve config file (docs/deploy.md)"
             )
         try:
@@ -88,7 +88,7 @@ def _connect(ray: Any, host: str, port: int) -> bool:
             return False
         except (ConnectionError, ValueError, RuntimeError) as error:
             if address is not None:
-                raise _no_cluster(address, error) from None
+                raise _no_cluster_error(address, error) from None
     _bindable_port(host, port)
     for name, value in OWN_CLUSTER_ENV.items():
         os.environ.setdefault(name, value)
@@ -103,12 +103,12 @@ def _require_listening(address: str) -> None:
     if not (host and port.isdecimal()) or "/" in host:
         return
     try:
-        socket.create_connection((host, int(port)), CONNECT_S).close()
+        socket.create_connection((host, int(port)), CONNECT_TIMEOUT_S).close()
     except (OSError, OverflowError) as error:
-        raise _no_cluster(address, error) from None
+        raise _no_cluster_error(address, error) from None
 
 
-def _no_cluster(address: str, error: Exception) -> EspalierError:
+def _no_cluster_error(address: str, error: Exception) -> EspalierError:
     return EspalierError(
         f"there is no Ray cluster at RAY_ADDRESS={address} ({one_line(error)}); correct it, or unset it to start a "
         "cluster on this machine"
@@ -117,7 +117,7 @@ def _no_cluster(address: str, error: Exception) -> EspalierError:
 
 def _require_gpus(ray: Any, service: Service) -> None:
     """Refuse a cluster with too few GPUs.  A replica's GPUs must be of one machine.  Raises EspalierError."""
-    each = [gpus_of(model.settings) for model in service.models for _ in range(model.replicas.max_count)]
+    each = [num_gpus_of(model.settings) for model in service.models for _ in range(model.replicas.max_count)]
     wanted = sorted(filter(None, each), reverse=True)
     free = [int(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"]] or [0]
     total, fitting = sum(free), 0
@@ -162,11 +162,11 @@ def _bindable_port(host: str, port: int) -> int:
 
 def _delete_app(serve: Any, drain_timeout_s: float) -> None:
     """End the application.  Its replicas finish their requests, for drain_timeout_s at most."""
-    end = time.monotonic() + drain_timeout_s + KILL_S
+    end = time.monotonic() + drain_timeout_s + KILL_TIMEOUT_S
     # `delete` waits one minute at most, and drain_timeout_s may be longer.
     with suppress(TimeoutError):
-        serve.delete(APP)
-    while APP in serve.status().applications:
+        serve.delete(APP_NAME)
+    while APP_NAME in serve.status().applications:
         if time.monotonic() > end:
             log.warning("requests did not finish within %g s: ending them", drain_timeout_s)
             return
@@ -176,22 +176,22 @@ def _delete_app(serve: Any, drain_timeout_s: float) -> None:
 def _deploy(serve: Any, service: Service, ending: threading.Event) -> None:
     """Deploy, and return when every replica is ready or `ending` is set.  Raises EspalierError if one cannot load."""
     try:
-        target = serve.RunTarget(application(service), name=APP, route_prefix="/")
+        target = serve.RunTarget(application(service), name=APP_NAME, route_prefix="/")
         serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
     except Exception as error:
-        raise EspalierError(_reason(str(error))) from None
+        raise EspalierError(_reason_of_failure(str(error))) from None
     while not ending.wait(0.2):
-        found = serve.status().applications[APP]
+        found = serve.status().applications[APP_NAME]
         if found.status == "RUNNING":
             return
         if found.status in ("DEPLOY_FAILED", "UNHEALTHY"):
             messages = [found.message, *(each.message for each in found.deployments.values())]
-            raise EspalierError(_reason("\n".join(messages)))
+            raise EspalierError(_reason_of_failure("\n".join(messages)))
 
 
-def _reason(message: str) -> str:
+def _reason_of_failure(message: str) -> str:
     """Returns one line of Ray Serve's message about a deployment that failed."""
-    found = REFUSED.findall(message)
+    found = REFUSAL_PATTERN.findall(message)
     return (
         f"a replica cannot load: {found[-1]}" if found else f"Ray Serve cannot deploy: {one_line(Exception(message))}"
     )

@@ -24,7 +24,7 @@ from espalier.server.metrics import Metrics
 log = logging.getLogger("espalier.server")
 
 
-class Ingress:
+class FrontIngress:
     """The front as a Ray Serve deployment.  service: what is served; handles: each model's deployment of replicas."""
 
     def __init__(self, service: Service, handles: Sequence[Any]):
@@ -38,7 +38,7 @@ class Ingress:
         """Returns the ASGI application, once each model has a replica.  Ray Serve calls this hook."""
         service, num_fronts = self.service, self.service.num_fronts
         for model, handle in zip(service.models, self.handles, strict=True):
-            self.pools.append(EnginePool(handle, model.name, model.replicas.max_count, 1 / num_fronts, is_lost))
+            self.pools.append(EnginePool(handle, model.name, model.replicas.max_count, 1 / num_fronts, is_replica_lost))
         await asyncio.gather(*(pool.start() for pool in self.pools))
         metrics = Metrics(self.pools)
         fronts = []
@@ -59,7 +59,7 @@ class Ingress:
             await self.fronts.close()
 
 
-def is_lost(error: BaseException) -> bool:
+def is_replica_lost(error: BaseException) -> bool:
     """Whether an exception of a call to a replica means that the replica is gone.
 
     A RayTaskError does not mean that: the replica's own code raised it, which is a bug.

@@ -22,15 +22,15 @@ from espalier.server.protocol import SHUTTING_DOWN, EngineFigures, EngineGone, G
 
 log = logging.getLogger("espalier.server")
 # The most replicas that one prompt is sent to.
-MAX_TRIES = 3
+MAX_REPLICAS_TRIED = 3
 # Seconds between two reads of the replicas' figures, and the time limit of one read.
-POLL_S = 1.0
+POLL_INTERVAL_S = 1.0
 POLL_TIMEOUT_S = 5.0
-NO_REPLICA = "no replica is ready; Ray Serve is starting one"
+NO_REPLICA_REASON = "no replica is ready; Ray Serve is starting one"
 
 
 @dataclass
-class Prompt:
+class PooledPrompt:
     """A submitted prompt.  has_begun: its first output token has arrived."""
 
     submit: SubmittedPrompt
@@ -91,7 +91,7 @@ class EnginePool:
 
     @property
     def unavailable_reason(self) -> str:
-        return SHUTTING_DOWN if self._closed else "" if self.num_replicas else NO_REPLICA
+        return SHUTTING_DOWN if self._closed else "" if self.num_replicas else NO_REPLICA_REASON
 
     @property
     def num_slots(self) -> int:
@@ -119,7 +119,7 @@ class EnginePool:
         self._num_submitted += len(prompts)
         generation = Generation(self, [each.name for each in submits], template.params.n)
         for each in submits:
-            self._open[each.name] = generation, asyncio.create_task(self._run(Prompt(each, generation)))
+            self._open[each.name] = generation, asyncio.create_task(self._run(PooledPrompt(each, generation)))
         return generation
 
     async def wait_until_sent(self) -> None:
@@ -143,7 +143,7 @@ class EnginePool:
 
     # One prompt
 
-    async def _run(self, prompt: "Prompt") -> None:
+    async def _run(self, prompt: "PooledPrompt") -> None:
         """Run a prompt to its end, or fail its generation."""
         try:
             await self._try_replicas(prompt)
@@ -154,19 +154,19 @@ class EnginePool:
             self.abort(prompt.generation)
             prompt.generation.fail(error)
 
-    async def _try_replicas(self, prompt: "Prompt") -> None:
+    async def _try_replicas(self, prompt: "PooledPrompt") -> None:
         submit = prompt.submit
         message = msgspec.msgpack.encode(submit)
         hint = RoutingHint(prefix_hashes(submit.prompt, int(self.config["page_size"])), submit.params.n)
-        for num_tries in range(1, MAX_TRIES + 1):
+        for num_tries in range(1, MAX_REPLICAS_TRIED + 1):
             lost = await self._stream_from_replica(prompt, message, hint)
             if lost is None:
                 return
-            if num_tries == MAX_TRIES or prompt.has_begun:
+            if num_tries == MAX_REPLICAS_TRIED or prompt.has_begun:
                 raise EngineGone(lost)
             log.warning("%s before the first token: trying another replica", lost)
 
-    async def _stream_from_replica(self, prompt: "Prompt", message: bytes, hint: RoutingHint) -> str | None:
+    async def _stream_from_replica(self, prompt: "PooledPrompt", message: bytes, hint: RoutingHint) -> str | None:
         """Send a prompt to a replica and pass on its output.  Returns why the replica is lost, None at the end."""
         # Serve's router identifies a call by the HTTP request of its context.  With an empty context, each prompt
         # counts as a request of its own.
@@ -196,7 +196,7 @@ class EnginePool:
 
     async def _keep_polling(self) -> None:
         while True:
-            await asyncio.sleep(POLL_S)
+            await asyncio.sleep(POLL_INTERVAL_S)
             await self._poll_figures()
 
     async def _poll_figures(self) -> None:

@@ -23,7 +23,7 @@ from espalier.server.protocol import EngineBusy, EngineGone, SubmittedPrompt
 
 log = logging.getLogger("espalier.server")
 # Seconds in which a replica whose engine is gone may send its last messages.
-FLUSH_S = 0.5
+LAST_MESSAGES_S = 0.5
 EXIT_CODE = 1
 
 
@@ -104,7 +104,7 @@ class EngineReplica:
         why = await self.client.ended()
         if why is not None:
             log.error("replica %s ends with its engine: %s", self.name, why)
-            await asyncio.sleep(FLUSH_S)
+            await asyncio.sleep(LAST_MESSAGES_S)
             await self.client.close()
             self.leave(EXIT_CODE)
 

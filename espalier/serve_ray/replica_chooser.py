@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 # The most pages of a prompt that are hashed, from the prompt's start.
-MAX_PAGES = 512
+MAX_HASHED_PAGES = 512
 # The most prefixes that are remembered.  A prompt has one prefix for each whole page.
 MAX_PREFIXES = 2**18
 
@@ -26,7 +26,7 @@ def prefix_hashes(prompt: Sequence[int], page_size: int) -> tuple[int, ...]:
     """Returns one hash for each prefix of whole pages, shortest first.  The hashes are equal in every process."""
     keys: list[int] = []
     key = 0
-    for start in range(0, min(len(prompt), MAX_PAGES * page_size) - page_size + 1, page_size):
+    for start in range(0, min(len(prompt), MAX_HASHED_PAGES * page_size) - page_size + 1, page_size):
         # Python's hash of integers does not depend on the process.
         key = hash((key, *prompt[start : start + page_size]))
         keys.append(key)
@@ -50,7 +50,7 @@ class ReplicaChooser:
         self.load: Counter[str] = Counter()
         self._open_samples: dict[tuple[str, str], list[int]] = {}
 
-    def ranked(self, keys: Sequence[int], replicas: Collection[str]) -> list[str]:
+    def rank_replicas(self, keys: Sequence[int], replicas: Collection[str]) -> list[str]:
         """Returns the replicas, best first.  keys: the prompt's prefix_hashes."""
         if not replicas:
             return []
@@ -98,7 +98,7 @@ class ReplicaChooser:
             if not open_samples:
                 del self._open_samples[replica, request]
 
-    def keep_only(self, replicas: Collection[str]) -> None:
+    def forget_other_replicas(self, replicas: Collection[str]) -> None:
         """Forget the open samples of all replicas except `replicas`."""
         for replica, request in [key for key in self._open_samples if key[0] not in replicas]:
             del self._open_samples[replica, request]

@@ -23,7 +23,7 @@ class PrefixRouter(RequestRouter):
         # If no replica accepts the request, Serve waits before it calls this method again.
         pending_request.routing_context.should_backoff = True
         by_name = {each.replica_id.unique_id: each for each in candidate_replicas}
-        return [[by_name[name]] for name in self.chooser.ranked(_hint_of(pending_request).keys, by_name)]
+        return [[by_name[name]] for name in self.chooser.rank_replicas(_hint_of(pending_request).keys, by_name)]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: object) -> None:
         hint, request = _hint_of(pending_request), pending_request.metadata.internal_request_id
@@ -34,7 +34,7 @@ class PrefixRouter(RequestRouter):
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         super().update_replicas(replicas)
-        self.chooser.keep_only({each.replica_id.unique_id for each in replicas})
+        self.chooser.forget_other_replicas({each.replica_id.unique_id for each in replicas})
 
 
 def _hint_of(request: PendingRequest) -> RoutingHint:

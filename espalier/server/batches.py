@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from espalier.batch_jobs.files import InputScan, Journal, LineError, custom_id_of, scan_input
-from espalier.batch_jobs.sender import App, Sender, app_client, run_batch
+from espalier.batch_jobs.sender import AsgiApp, Sender, app_client, run_batch
 from espalier.errors import EspalierError
 from espalier.server.front import without_timeout
 from espalier.server.stored import (
@@ -67,7 +67,7 @@ class Batches:
         self._scan_slots = asyncio.Semaphore(MAX_INPUT_SCANS)
         self._early_end_lock = asyncio.Lock()
 
-    def start(self, app: App, api_key: str | None) -> None:
+    def start(self, app: AsgiApp, api_key: str | None) -> None:
         """Continue the batches that have not ended.  app: answers their requests.
 
         These requests have no --request-timeout, since other requests go first.  The batch's window is their limit.

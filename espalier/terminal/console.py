@@ -21,16 +21,16 @@ from espalier.cores import available_cores
 from espalier.errors import EspalierError
 from espalier.text import Tokenizer
 
-FROM_DRAFT = "bold green"
-FROM_TARGET = "white"
-QUIET = "dim"
+DRAFT_STYLE = "bold green"
+TARGET_STYLE = "white"
+QUIET_STYLE = "dim"
 
 
 if TYPE_CHECKING:
     import torch
 
 
-def describe() -> dict[str, str]:
+def describe_machine() -> dict[str, str]:
     """Returns texts by name: the machine, the interpreter and the versions that figures depend on."""
     import torch  # here, so that `--help` does not wait for it
 
@@ -40,16 +40,16 @@ def describe() -> dict[str, str]:
         "python": platform.python_version(),
         "espalier": espalier.__version__,
         "torch": str(torch.__version__),
-        "transformers": installed("transformers"),
+        "transformers": installed_version("transformers"),
     }
     if torch.cuda.is_available():
         machine["cuda"] = ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
     return machine
 
 
-def header() -> str:
+def machine_line() -> str:
     """Returns one line to print above a table: the machine and the versions."""
-    about = describe()
+    about = describe_machine()
     gpu = f"{about['cuda']}; " if "cuda" in about else ""
     return f"{gpu}{about['machine']}; torch {about['torch']}; python {about['python']}"
 
@@ -63,7 +63,7 @@ def require_gpu(what: str) -> "torch.device":
     return torch.device("cuda")
 
 
-def installed(package: str) -> str:
+def installed_version(package: str) -> str:
     try:
         return version(package)
     except PackageNotFoundError:
@@ -100,7 +100,7 @@ def stderr() -> Console:
 
 
 @dataclass(frozen=True)
-class Signs:
+class DrawingSigns:
     """The characters for drawings: UNICODE, or ASCII if the terminal's encoding is not Unicode."""
 
     branch: str
@@ -113,15 +113,15 @@ class Signs:
     prompt_end: str
 
 
-UNICODE = Signs("├─", "└─", "│ ", "✓", "×", "█", "·", "▸")
-ASCII = Signs("|-", "`-", "| ", "+", "x", "#", "-", ">>")
+UNICODE_SIGNS = DrawingSigns("├─", "└─", "│ ", "✓", "×", "█", "·", "▸")
+ASCII_SIGNS = DrawingSigns("|-", "`-", "| ", "+", "x", "#", "-", ">>")
 
 
-def signs(console: Console) -> Signs:
-    return UNICODE if console.encoding.lower().startswith("utf") else ASCII
+def drawing_signs(console: Console) -> DrawingSigns:
+    return UNICODE_SIGNS if console.encoding.lower().startswith("utf") else ASCII_SIGNS
 
 
-def aligned(rows: Sequence[Sequence[str]]) -> str:
+def align_table(rows: Sequence[Sequence[str]]) -> str:
     """Returns a table as text: the first column left-aligned, other columns right-aligned, no line truncated."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = [[cell.rjust(width) for cell, width in zip(row, widths, strict=True)] for row in rows]
@@ -130,11 +130,11 @@ def aligned(rows: Sequence[Sequence[str]]) -> str:
 
 def print_header() -> None:
     """Print the machine and the versions, in one line above a table."""
-    stdout().print(Text(header(), QUIET))
+    stdout().print(Text(machine_line(), QUIET_STYLE))
 
 
 def print_table(rows: Sequence[Sequence[str]]) -> None:
-    stdout().print(Text(aligned(rows)))
+    stdout().print(Text(align_table(rows)))
 
 
 @contextmanager
@@ -162,20 +162,22 @@ def waiting(what: str) -> Iterator[None]:
         yield
         return
     line = f"{what} ..."[: console.width - 1]
-    console.print(Text(line, QUIET), end="\r")
+    console.print(Text(line, QUIET_STYLE), end="\r")
     try:
         yield
     finally:
         console.print(" " * len(line), end="\r")
 
 
-def coloured(tokenizer: Tokenizer, prompt: Sequence[int], tokens: Sequence[int], from_draft: Sequence[bool]) -> Text:
+def colour_by_source(
+    tokenizer: Tokenizer, prompt: Sequence[int], tokens: Sequence[int], from_draft: Sequence[bool]
+) -> Text:
     """Returns the text of tokens, with the tokens from the draft in colour."""
     sink = tokenizer.sink(prompt)
     text = Text()
     for i, (token, drafted) in enumerate(zip(tokens, from_draft, strict=True)):
         sink.push(token)
-        text.append(sink.take(final=i + 1 == len(tokens)), FROM_DRAFT if drafted else FROM_TARGET)
+        text.append(sink.take(final=i + 1 == len(tokens)), DRAFT_STYLE if drafted else TARGET_STYLE)
     return text
 
 
@@ -220,7 +222,7 @@ def write_json(path: Path | None, figures: dict[str, Any]) -> None:
 
     try:
         # The engine sets the number of threads at startup, so this is the number that was measured.
-        machine = describe() | {"threads": str(torch.get_num_threads())}
+        machine = describe_machine() | {"threads": str(torch.get_num_threads())}
         path.write_text(json.dumps({"machine": machine, **figures}, indent=1) + "\n")
     except OSError as error:
         raise EspalierError(f"--json {path} cannot be written ({error.strerror}); use another file") from None
@@ -228,7 +230,7 @@ def write_json(path: Path | None, figures: dict[str, Any]) -> None:
 
 # A usage line with more flags would be long, and the list of flags follows it anyway.
 MAX_FLAGS_IN_USAGE = 10
-FLAGS = "[flags]"
+FLAGS_PLACEHOLDER = "[flags]"
 
 
 class HelpText(HelpFormatter):
@@ -251,7 +253,7 @@ class HelpText(HelpFormatter):
         start = f"{'usage: ' if prefix is None else prefix}{self._prog} "
         places = [self._format_args(action, action.dest) for action in actions if not action.option_strings]
         # A flag and its value stay on one line.
-        words = " ".join(part.replace(" ", "\0") for part in [FLAGS, *needed, *places])
+        words = " ".join(part.replace(" ", "\0") for part in [FLAGS_PLACEHOLDER, *needed, *places])
         indent = " " * len(start)
         return (
             textwrap.fill(start + words, self._width, subsequent_indent=indent, break_on_hyphens=False).replace(

@@ -25,10 +25,10 @@ def add_engine_flags(parser: ArgumentParser, leave_out: Collection[str] = ()) ->
     engine = parser.add_argument_group("engine (by default the engine chooses; `espalier doctor` shows what)")
     for f in fields(EngineConfig):
         if f.name not in ("speculation", *leave_out):
-            _add(engine, f)
+            _add_flag(engine, f)
     tree = parser.add_argument_group("speculation")
     for f in fields(SpeculationConfig):
-        _add(tree, f)
+        _add_flag(tree, f)
 
 
 def add_plain_flag(parser: ArgumentParser) -> None:
@@ -86,13 +86,13 @@ def add_sampling_flags(parser: ArgumentParser, max_tokens: int) -> None:
             about = f"{about.partition(';')[0]} ({max_tokens})"
         elif f.name in defaults:
             about = f"{about} ({defaults[f.name]:g})"
-        _add(sampling, f, about)
+        _add_flag(sampling, f, about)
 
 
 def engine_settings(args: Namespace) -> dict[str, Any]:
     """Returns the keywords of LLM from the flags that were given."""
-    given = _given(args, EngineConfig)
-    tree = _given(args, SpeculationConfig)
+    given = _given_fields(args, EngineConfig)
+    tree = _given_fields(args, SpeculationConfig)
     if getattr(args, "no_speculation", False):
         if tree or "draft" in given:
             named = next(iter(tree), "draft")
@@ -103,7 +103,7 @@ def engine_settings(args: Namespace) -> dict[str, Any]:
 
 def given_flags(args: Namespace) -> list[str]:
     """Returns the names of the fields of EngineConfig and SpeculationConfig whose flags were given."""
-    return [*_given(args, EngineConfig), *_given(args, SpeculationConfig)]
+    return [*_given_fields(args, EngineConfig), *_given_fields(args, SpeculationConfig)]
 
 
 def named_models(args: Namespace) -> dict[str, str]:
@@ -139,13 +139,13 @@ def with_minimum(settings: Mapping[str, Any], defaults: Mapping[str, Any], **min
 
 def sampling_params(args: Namespace) -> SamplingParams:
     """Returns SamplingParams from the flags that were given.  Raises EspalierError."""
-    given = _given(args, SamplingParams)
+    given = _given_fields(args, SamplingParams)
     for text in given.get("stop", ()):
-        readable(text, "--stop", sys.getfilesystemencoding())
+        require_readable(text, "--stop", sys.getfilesystemencoding())
     return SamplingParams(**given)
 
 
-def readable(text: str, what: str, encoding: str) -> str:
+def require_readable(text: str, what: str, encoding: str) -> str:
     """Returns the same text.  Raises EspalierError for lone surrogates, which Python makes from undecodable bytes."""
     try:
         text.encode()
@@ -169,10 +169,10 @@ def require_at_least_one(asked: Namespace, *names: str) -> None:
     for name in names:
         value = getattr(asked, name)
         if value is not None and min(value if isinstance(value, list) else [value]) < 1:
-            raise EspalierError(f"{flag_of(name)}={written(value)} is not supported; use 1 or more")
+            raise EspalierError(f"{flag_of(name)}={flag_text(value)} is not supported; use 1 or more")
 
 
-def written(value: Any) -> str:
+def flag_text(value: Any) -> str:
     """Returns the value of a flag as it is written on the command line: N,N for a list."""
     return ",".join(map(str, value)) if isinstance(value, list) else str(value)
 
@@ -181,7 +181,7 @@ def flag_of(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def _given(args: Namespace, config: type) -> dict[str, Any]:
+def _given_fields(args: Namespace, config: type) -> dict[str, Any]:
     names = [f.name for f in fields(config)]
     return {
         name: value for name in names if (value := getattr(args, _destination(config, name), None)) is not NOT_GIVEN
@@ -193,7 +193,7 @@ def _destination(config: type, name: str) -> str:
     return f"{config.__name__}.{name}"
 
 
-def _add(group: _ArgumentGroup, f: Field, about: str | None = None) -> None:
+def _add_flag(group: _ArgumentGroup, f: Field, about: str | None = None) -> None:
     """Add the flag of a field.  about: its help, by default the field's help."""
     kinds = kinds_of(f.type)
     config = next(c for c in (EngineConfig, SpeculationConfig, SamplingParams) if f in fields(c))
@@ -205,9 +205,9 @@ def _add(group: _ArgumentGroup, f: Field, about: str | None = None) -> None:
         group.add_argument(flag_of(f.name), action=BooleanOptionalAction, **how)
     elif Sequence in kinds:
         how["help"] += "; may be repeated"
-        group.add_argument(flag_of(f.name), action="append", type=_element(f.type), metavar="X", **how)
+        group.add_argument(flag_of(f.name), action="append", type=_element_type(f.type), metavar="X", **how)
     else:
-        group.add_argument(flag_of(f.name), type=_reader(f, kinds), metavar=_metavar(f, kinds), **how)
+        group.add_argument(flag_of(f.name), type=_value_reader(f, kinds), metavar=_metavar(f, kinds), **how)
 
 
 def _metavar(f: Field, kinds: set[Any]) -> str:
@@ -218,18 +218,18 @@ def _metavar(f: Field, kinds: set[Any]) -> str:
     return "JSON" if Mapping in kinds else "N" if int in kinds else "X"
 
 
-def _reader(f: Field, kinds: set[Any]) -> Callable[[str], Any]:
+def _value_reader(f: Field, kinds: set[Any]) -> Callable[[str], Any]:
     if Mapping in kinds:
         read = _mapping_reader(int if f.name == "logit_bias" else str)
-        return _either(read) if str in kinds else read
+        return _json_or_text(read) if str in kinds else read
     if int in kinds:
-        return _number(int, f.default == "auto")
+        return _number_reader(int, f.default == "auto")
     if float in kinds:
-        return _number(float, False)
+        return _number_reader(float, False)
     return str
 
 
-def _number(kind: type, auto: bool) -> Callable[[str], Any]:
+def _number_reader(kind: type, auto: bool) -> Callable[[str], Any]:
     def read(text: str) -> Any:
         return text if auto and text == "auto" else kind(text)
 
@@ -249,12 +249,12 @@ def _mapping_reader(key: type) -> Callable[[str], dict[Any, Any]]:
     return read
 
 
-def _either(read: Callable[[str], Any]) -> Callable[[str], Any]:
+def _json_or_text(read: Callable[[str], Any]) -> Callable[[str], Any]:
     """Returns a reader that parses a JSON object with `read`, and keeps other text: a file's name or "auto"."""
     return lambda text: read(text) if text.lstrip().startswith("{") else text
 
 
-def _element(annotation: Any) -> type:
+def _element_type(annotation: Any) -> type:
     """Returns the type of a list field's items."""
     for part in get_args(annotation):
         if get_origin(part) is Sequence:

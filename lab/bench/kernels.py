@@ -28,7 +28,7 @@ from espalier.kernels.ops.attention import count_contiguous_blocks
 from espalier.kernels.ops.selection import kv_splits
 from espalier.layout import MAX_PAGE_SIZE, RoundLayout
 from espalier.terminal.console import (
-    QUIET,
+    QUIET_STYLE,
     print_header,
     print_table,
     progress,
@@ -37,7 +37,7 @@ from espalier.terminal.console import (
     stdout,
     write_json,
 )
-from espalier.terminal.flags import written
+from espalier.terminal.flags import flag_text
 from lab.bench.cases import Case, Timed, about, table, timed
 from lab.bench.ceilings import measured_ceilings
 from lab.bench.experts import expert_case
@@ -132,7 +132,7 @@ def run(args: Namespace) -> int:
     order = "in order" if args.in_order else "in no order"
     cells = {name: [one.as_dict(sources[name][0]) for one in rows] for name, rows in measured.items()}
     write_json(args.json, {"ceilings": asdict(ceilings), "in_order": args.in_order, **cells})
-    stdout().print(Text(f"bfloat16, pages {order}; {about(ceilings)}", QUIET))
+    stdout().print(Text(f"bfloat16, pages {order}; {about(ceilings)}", QUIET_STYLE))
     for name, rows in measured.items():
         print_table(table(sources[name][0], rows))
         stdout().print()
@@ -142,7 +142,7 @@ def run(args: Namespace) -> int:
 def require_page_sizes(sizes: Sequence[int]) -> None:
     """Raises EspalierError."""
     if not all(1 <= size <= MAX_PAGE_SIZE for size in sizes):
-        raise EspalierError(f"--page-size={written(list(sizes))} is not supported; use 1 to {MAX_PAGE_SIZE}")
+        raise EspalierError(f"--page-size={flag_text(list(sizes))} is not supported; use 1 to {MAX_PAGE_SIZE}")
 
 
 def attention_cases(page_sizes: Sequence[int], device: torch.device, in_order: bool = False) -> Iterator[Case]:

@@ -129,7 +129,7 @@ def test_figures_are_kept_where_whoever_reads_the_table_has_left(command, flag, 
     def left(_):
         raise BrokenPipeError
 
-    monkeypatch.setattr("espalier.terminal.console.aligned", left)
+    monkeypatch.setattr("espalier.terminal.console.align_table", left)
     file = tmp_path / "figures.json"
     sizes = (
         ["--tokens", "6", "--prompts", "2"]

@@ -44,7 +44,7 @@ class Handle:
         return self
 
     def remote(self, message, route):
-        name = self.chooser.ranked(route.keys, self.replicas)[0]
+        name = self.chooser.rank_replicas(route.keys, self.replicas)[0]
         request = str(next(self._requests))
         self.chooser.record_sent(route.keys, route.samples, name, request)
 

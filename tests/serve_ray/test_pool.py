@@ -9,7 +9,7 @@ from espalier.errors import EspalierError
 from espalier.inputs import ModelFacts
 from espalier.request import OutputChunk, ResolvedParams
 from espalier.serve_ray import pool as pools
-from espalier.serve_ray.pool import MAX_TRIES, NO_REPLICA, EnginePool
+from espalier.serve_ray.pool import MAX_REPLICAS_TRIED, NO_REPLICA_REASON, EnginePool
 from espalier.server import protocol
 from espalier.server.metrics import Metrics
 from espalier.server.protocol import (
@@ -133,7 +133,7 @@ def test_it_is_tried_only_so_often():
         pool = await started(bad)
         with pytest.raises(EngineGone, match="the replica is gone"):
             await tokens_of(pool)
-        assert len(bad.asked) == MAX_TRIES
+        assert len(bad.asked) == MAX_REPLICAS_TRIED
         await pool.close()
 
     asyncio.run(run())
@@ -214,7 +214,7 @@ def test_closing_a_generation_cancels_its_calls():
 
 def test_figures_of_another_version_do_not_end_the_reading(monkeypatch):
     """While a cluster is upgraded, a front may meet replicas of the version before."""
-    monkeypatch.setattr(pools, "POLL_S", 0.01)
+    monkeypatch.setattr(pools, "POLL_INTERVAL_S", 0.01)
 
     async def run():
         other = Scripted("b")
@@ -235,7 +235,7 @@ def test_figures_of_another_version_do_not_end_the_reading(monkeypatch):
 
 
 def test_the_replicas_are_known_by_their_figures(monkeypatch):
-    monkeypatch.setattr(pools, "POLL_S", 0.01)
+    monkeypatch.setattr(pools, "POLL_INTERVAL_S", 0.01)
 
     async def run():
         pool = await started(Scripted("a"), Scripted("b"), share=0.5)
@@ -247,7 +247,7 @@ def test_the_replicas_are_known_by_their_figures(monkeypatch):
         replicas, pool.handle.replicas = pool.handle.replicas, {}
         await asyncio.sleep(0.05)
         # Requests wait for a replica; the health check says that there is none.
-        assert (pool.state, pool.unavailable_reason, pool.num_slots) == ("starting", NO_REPLICA, 2)
+        assert (pool.state, pool.unavailable_reason, pool.num_slots) == ("starting", NO_REPLICA_REASON, 2)
         pool.require_running()
         pool.handle.replicas = replicas
         await asyncio.sleep(0.05)

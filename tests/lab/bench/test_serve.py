@@ -11,7 +11,7 @@ import torch
 
 from espalier import SamplingParams
 from espalier.bench.clients import HttpResponse, post_request
-from espalier.cli.serve import sendable
+from espalier.cli.serve import plain_settings
 from espalier.errors import EspalierError
 from espalier.request import Output
 from lab import shape_worker
@@ -33,7 +33,7 @@ def tiny(monkeypatch):
 
 
 def test_the_engine_process_makes_the_model(tiny):
-    sent = {"recipe": {"shape": "tiny", "seed": 0, "accept_length": 4.0}, "settings": sendable(SIZES)}
+    sent = {"recipe": {"shape": "tiny", "seed": 0, "accept_length": 4.0}, "settings": plain_settings(SIZES)}
     with shape_worker.load(json.loads(json.dumps(sent))) as llm:
         assert llm.tokenizer is None and llm.inputs.facts.vocab_size == SHAPE.target.vocab_size
         recipe = synthetic_models.recipe_of("tiny", 0, 4.0)
