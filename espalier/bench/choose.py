@@ -26,7 +26,7 @@ from espalier.startup.build import engine_of
 from espalier.startup.tree_cost import fits_in
 from espalier.stats import SpeculationStats
 from espalier.terminal.console import (
-    QUIET_STYLE,
+    DIM_STYLE,
     print_header,
     print_table,
     progress,
@@ -111,7 +111,7 @@ def choose(
         lengths = None if predict is None else predict(configured, shapes, is_block)
         source = "measured" if lengths is None else f"predicted from {lengths[configured]:g} of {configured}"
         stdout().print(
-            Text(f"{config.algorithm}, {config.dtype}, context {context}; accept lengths {source}", QUIET_STYLE)
+            Text(f"{config.algorithm}, {config.dtype}, context {context}; accept lengths {source}", DIM_STYLE)
         )
         given = None if getattr(args, "dataset", None) is None else _read_prompts(args.dataset, bench, context)
         runs = TimedRuns.of(bench, args.batch or (), context, args.tokens, args.repeats, given)
@@ -125,7 +125,7 @@ def choose(
     write_json(args.json, figures | {"by_batch": {least: shape.sizes for least, shape in by_batch.items()}})
     print_table(_table_rows(timed))
     if args.out is not None:
-        stdout().print(Text(f"written: {args.out}; use it by --by-batch {args.out}", QUIET_STYLE))
+        stdout().print(Text(f"written: {args.out}; use it by --by-batch {args.out}", DIM_STYLE))
 
 
 def _refuse_unused(settings: Mapping[str, Any]) -> None:

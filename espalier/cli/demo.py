@@ -24,8 +24,8 @@ from espalier.llm import LLM
 from espalier.request import Output, SamplingParams
 from espalier.stats import SpeculationStats
 from espalier.terminal.console import (
+    DIM_STYLE,
     DRAFT_STYLE,
-    QUIET_STYLE,
     UNICODE_SIGNS,
     DrawingSigns,
     colour_by_source,
@@ -53,7 +53,7 @@ def round_tree(trace: RoundTrace, name: TokenName, signs: DrawingSigns) -> Text:
     bonus = trace.emitted[-1]
     position = trace.prefix_len + len(trace.emitted)
     drawing.append(f"next root: {name(bonus)}, picked by the target, at position {position}\n")
-    drawing.append(_summary(trace), QUIET_STYLE)
+    drawing.append(_summary(trace), DIM_STYLE)
     return drawing
 
 
@@ -65,13 +65,12 @@ def _draw_node(
     if node == 0:
         drawing.append(f"{label}  root", "bold")
     else:
-        drawing.append(lead + fork, QUIET_STYLE)
+        drawing.append(lead + fork, DIM_STYLE)
         drawing.append(
-            f"{signs.accepted if accepted else signs.rejected} {label}",
-            DRAFT_STYLE if accepted else QUIET_STYLE,
+            f"{signs.accepted if accepted else signs.rejected} {label}", DRAFT_STYLE if accepted else DIM_STYLE
         )
         score = trace.tree.scores[node]
-        drawing.append(f"  {score:.2f}" if isfinite(score) else "", QUIET_STYLE)
+        drawing.append(f"  {score:.2f}" if isfinite(score) else "", DIM_STYLE)
     if accepted:
         drawing.append(f"  {signs.dot} {_place_of_node(trace, node)}", "cyan")
     drawing.append("\n")
@@ -80,15 +79,7 @@ def _draw_node(
     ]
     below = lead if node == 0 else lead + (signs.down if fork == signs.branch else "  ")
     for child in children:
-        _draw_node(
-            drawing,
-            trace,
-            child,
-            below,
-            signs.last if child == children[-1] else signs.branch,
-            name,
-            signs,
-        )
+        _draw_node(drawing, trace, child, below, signs.last if child == children[-1] else signs.branch, name, signs)
 
 
 def _place_of_node(trace: RoundTrace, node: int) -> str:
@@ -144,7 +135,7 @@ def show_demo(args: Namespace, console: Console) -> int:
     if not 1 <= args.prompts <= len(prompts):
         raise EspalierError(f"--prompts={args.prompts} is not supported; use 1 to {len(prompts)}")
     prompts = prompts[: args.prompts]
-    console.print(Text(machine_line(), QUIET_STYLE))
+    console.print(Text(machine_line(), DIM_STYLE))
     with waiting("loading the model twice, with and without speculation"):
         tree_llm = LLM(**settings)
         _require_tree(tree_llm)
@@ -208,8 +199,8 @@ def _complete_prompts(
 
 def _print_rule(console: Console, title: str = "") -> None:
     console.rule(
-        Text(title, QUIET_STYLE),
-        style=QUIET_STYLE,
+        Text(title, DIM_STYLE),
+        style=DIM_STYLE,
         align="left",
         characters="─" if drawing_signs(console) is UNICODE_SIGNS else "-",
     )
@@ -221,7 +212,7 @@ def _prompt_and_output(console: Console, llm: LLM, prompt: str, output: Output) 
     last_lines = prompt.splitlines(keepends=True)[-PROMPT_LINES:]
     end = "" if has_colour(console) else drawing_signs(console).prompt_end
     text = colour_by_source(llm.tokenizer, llm.tokenizer.encode(prompt), output.token_ids, output.from_draft)
-    return Text.assemble(("".join(last_lines), QUIET_STYLE), end, text)
+    return Text.assemble(("".join(last_lines), DIM_STYLE), end, text)
 
 
 def _print_comparison(
@@ -243,7 +234,7 @@ def _print_comparison(
     console.print(Text.assemble(("identical: ", "bold green"), same))
     legend: list[Any] = [f"{drawing_signs(console).prompt_end}: end of a prompt; tokens that"]
     if has_colour(console):
-        legend = [("dim", QUIET_STYLE), ": the prompts; ", ("tokens like this", DRAFT_STYLE)]
+        legend = [("dim", DIM_STYLE), ": the prompts; ", ("tokens like this", DRAFT_STYLE)]
     console.print(Text.assemble(*legend, f" came from the draft: {drafted} of {tokens}\n"))
     return True
 
@@ -267,7 +258,7 @@ def _draw_round(console: Console, llm: LLM, traces: list[RoundTrace]) -> None:
     deepest = max(trace.tree.depths[-1] if trace.tree.depths else 0 for trace in traces)
     best = max(traces, key=lambda trace: min(len(trace.emitted), max(deepest, 2)))
     about = ", score = log-probability of the branch by the draft"
-    console.print(Text.assemble(("one round", "bold"), (about, QUIET_STYLE)))
+    console.print(Text.assemble(("one round", "bold"), (about, DIM_STYLE)))
     decode = llm.tokenizer.decode
     console.print(round_tree(best, lambda token: repr(decode([token])), drawing_signs(console)))
 

@@ -20,7 +20,7 @@ from espalier.shards import Shards
 from espalier.speculate.drafters.registry import draft_shards
 from espalier.startup.build import cache_size, cache_specs
 from espalier.startup.load import Checkpoint, find_checkpoint, resolve_config, weights_of
-from espalier.terminal.console import QUIET_STYLE, describe_machine, installed_version, stdout
+from espalier.terminal.console import DIM_STYLE, describe_machine, installed_version, stdout
 from espalier.terminal.flags import engine_settings, flag_of, given_flags
 
 # The most GPUs of one machine that the report considers.
@@ -50,7 +50,7 @@ def run(args: Namespace) -> int:
     console.print(Text("resolved configuration", "bold"))
     console.print(Text(resolved.block()))
     if resolved.device != "cpu" and is_open(config.num_pages):
-        console.print(Text("  num_pages is an estimate; it is measured when the models are loaded", QUIET_STYLE))
+        console.print(Text("  num_pages is an estimate; it is measured when the models are loaded", DIM_STYLE))
     target = checkpoint.target
     layout = resolved.layout
     shards = Shards(0, resolved.tensor_parallel)
@@ -77,7 +77,7 @@ def run(args: Namespace) -> int:
         console.print(Text(f"  it runs by transformers; modules that are replaced by ours: {target.probed.replaced}"))
     else:
         console.print(Text("  it runs by Espalier's own layers (native)"))
-    console.print(Text("this configuration is supported and fits here", QUIET_STYLE))
+    console.print(Text("this configuration is supported and fits here", DIM_STYLE))
     return 0
 
 
@@ -95,9 +95,9 @@ def _print_matrix() -> int:
     console, (head, rows) = stdout(), support_matrix([made.support for made in BACKENDS.values()])
     for column, name in enumerate(head[1:], start=1):
         support = BACKENDS[name].support
-        console.print(Text(name, "bold") + Text("" if support.is_installed else "  not installed", QUIET_STYLE))
+        console.print(Text(name, "bold") + Text("" if support.is_installed else "  not installed", DIM_STYLE))
         for row in rows:
             console.print(Text(f"  {row[0]:<28} {row[column]}"))
         for limit, why in support.limits.items():
-            console.print(Text(f"  limit of {limit}: {why}", QUIET_STYLE))
+            console.print(Text(f"  limit of {limit}: {why}", DIM_STYLE))
     return 0

@@ -17,16 +17,7 @@ from espalier.config import EngineConfig
 from espalier.errors import EspalierError, without_duplicate_keys
 from espalier.inputs import InputProcessor
 from espalier.request import Output, OutputChunk, SamplingParams
-from espalier.terminal.console import (
-    DRAFT_STYLE,
-    QUIET_STYLE,
-    TARGET_STYLE,
-    progress,
-    read_text,
-    stderr,
-    stdout,
-    waiting,
-)
+from espalier.terminal.console import DIM_STYLE, DRAFT_STYLE, TARGET_STYLE, progress, read_text, stderr, stdout, waiting
 from espalier.terminal.flags import (
     add_engine_flags,
     add_sampling_flags,
@@ -179,7 +170,7 @@ def _print_outputs(llm: "LLM", prompts: list[Any], params: list[SamplingParams],
         samples = output.choices or [output]
         for number, sample in enumerate(samples, 1):
             sample_label = f" sample {number} of {len(samples)}" if output.choices else ""
-            console.print(Text(f"[{i}]{sample_label}", QUIET_STYLE))
+            console.print(Text(f"[{i}]{sample_label}", DIM_STYLE))
             console.print(Text(sample.text))
     samples = [sample for output in outputs for sample in (output.choices or [output])]
     _print_figures(llm, sum(len(sample.token_ids) for sample in samples), seconds)
@@ -210,7 +201,7 @@ def _print_figures(llm: "LLM", tokens: int, seconds: float) -> None:
     line = f"{tokens} token{'s' * (tokens != 1)} in {seconds:.2f} s, {tokens / max(seconds, 1e-9):.0f} tokens/s"
     if totals.rounds:
         line += f", accept length {totals.accept_length:.2f} over {totals.rounds} round{'s' * (totals.rounds != 1)}"
-    stderr().print(Text(line, QUIET_STYLE))
+    stderr().print(Text(line, DIM_STYLE))
 
 
 def _print_failure(error: str | None) -> int:

@@ -20,7 +20,7 @@ from espalier.models.weight_files import safetensors_files
 from espalier.speculate.drafters.registry import is_draft
 from espalier.startup.checkpoints import find_target
 from espalier.startup.resolve import choose_device
-from espalier.terminal.console import QUIET_STYLE, print_table, progress, require_writable, stderr, write_json
+from espalier.terminal.console import DIM_STYLE, print_table, progress, require_writable, stderr, write_json
 
 # Number of tokens generated from each prompt to measure the accept length.
 GENERATED_TOKENS = 64
@@ -75,7 +75,7 @@ def _run_comparison(compare: Comparison, out: Path) -> tuple[dict[str, Any], Tab
     """Returns the results of the comparison.  It may take longer than the copy, so the user is told what exists."""
     whole = f"{out} is whole"
     stderr().print(
-        Text(f"{whole}; comparing it with the original on {compare.what} (--texts 0 leaves this out)", QUIET_STYLE)
+        Text(f"{whole}; comparing it with the original on {compare.what} (--texts 0 leaves this out)", DIM_STYLE)
     )
     try:
         with progress("comparing", compare.steps) as advance:

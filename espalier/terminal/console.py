@@ -23,7 +23,7 @@ from espalier.text import Tokenizer
 
 DRAFT_STYLE = "bold green"
 TARGET_STYLE = "white"
-QUIET_STYLE = "dim"
+DIM_STYLE = "dim"
 
 
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ def align_table(rows: Sequence[Sequence[str]]) -> str:
 
 def print_header() -> None:
     """Print the machine and the versions, in one line above a table."""
-    stdout().print(Text(machine_line(), QUIET_STYLE))
+    stdout().print(Text(machine_line(), DIM_STYLE))
 
 
 def print_table(rows: Sequence[Sequence[str]]) -> None:
@@ -162,7 +162,7 @@ def waiting(what: str) -> Iterator[None]:
         yield
         return
     line = f"{what} ..."[: console.width - 1]
-    console.print(Text(line, QUIET_STYLE), end="\r")
+    console.print(Text(line, DIM_STYLE), end="\r")
     try:
         yield
     finally:

@@ -20,7 +20,7 @@ from espalier.attention import BACKENDS, AttentionBackend, CommittedLengths, gro
 from espalier.bench.timing import GraphTimer, run_in_order
 from espalier.errors import EspalierError
 from espalier.terminal.console import (
-    QUIET_STYLE,
+    DIM_STYLE,
     print_header,
     print_table,
     progress,
@@ -70,7 +70,7 @@ def run(args: Namespace) -> int:
             advance()
     cells = {"cells": [one.as_dict(HEADS) for one in times], "refused": [asdict(one) for one in refused]}
     write_json(args.json, cells)
-    stdout().print(Text("bfloat16, pages in no order; attention over the prefix alone, one layer", QUIET_STYLE))
+    stdout().print(Text("bfloat16, pages in no order; attention over the prefix alone, one layer", DIM_STYLE))
     print_table(table(HEADS, times))
     for one in refused:
         print(f"  refused: {', '.join(one.names)}: {one.why}")

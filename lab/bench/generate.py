@@ -24,7 +24,7 @@ from espalier.layout import PLAIN, TreeShape
 from espalier.llm import LLM
 from espalier.request import Output, SamplingParams
 from espalier.speculate.drafters.registry import drafter_without_files
-from espalier.terminal.console import QUIET_STYLE, print_table, progress, stdout, write_json
+from espalier.terminal.console import DIM_STYLE, print_table, progress, stdout, write_json
 from espalier.terminal.flags import require_at_least_one
 from lab.bench.checks import refuse_tree_flags, require_pages, require_success
 from lab.bench.engines import about, engines_of, shape_of, way_with
@@ -130,7 +130,7 @@ def run(args: Namespace) -> int:
     write_json(args.json, {**about(args, config), "tokens": args.tokens, "cells": _cells(measured)})
     layout = config.layout
     sizes = f"max_batch {layout.max_batch}, max_context {layout.max_context}, page_size {layout.page_size}"
-    stdout().print(Text(f"{config.algorithm}; {sizes}; {config.dtype}", QUIET_STYLE))
+    stdout().print(Text(f"{config.algorithm}; {sizes}; {config.dtype}", DIM_STYLE))
     print_table(_table(measured))
     return 0
 

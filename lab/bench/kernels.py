@@ -28,7 +28,7 @@ from espalier.kernels.ops.attention import count_contiguous_blocks
 from espalier.kernels.ops.selection import kv_splits
 from espalier.layout import MAX_PAGE_SIZE, RoundLayout
 from espalier.terminal.console import (
-    QUIET_STYLE,
+    DIM_STYLE,
     print_header,
     print_table,
     progress,
@@ -132,7 +132,7 @@ def run(args: Namespace) -> int:
     order = "in order" if args.in_order else "in no order"
     cells = {name: [one.as_dict(sources[name][0]) for one in rows] for name, rows in measured.items()}
     write_json(args.json, {"ceilings": asdict(ceilings), "in_order": args.in_order, **cells})
-    stdout().print(Text(f"bfloat16, pages {order}; {about(ceilings)}", QUIET_STYLE))
+    stdout().print(Text(f"bfloat16, pages {order}; {about(ceilings)}", DIM_STYLE))
     for name, rows in measured.items():
         print_table(table(sources[name][0], rows))
         stdout().print()

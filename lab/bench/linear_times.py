@@ -20,7 +20,7 @@ from espalier.kernels.layers.scaled_product import library_supports_product
 from espalier.kernels.ops.linear import linear, linear_gated, linear_quantised, linear_quantised_gated
 from espalier.models.quantisers import QUANTISERS
 from espalier.terminal.console import (
-    QUIET_STYLE,
+    DIM_STYLE,
     print_header,
     print_table,
     require_gpu,
@@ -59,7 +59,7 @@ def run(args: Namespace) -> int:
         times += timed(layer_cases(shape, name, all_rows, device), timer, bandwidth)
         times += timed(expert_cases(shape, name, all_rows, device), timer, bandwidth)
     write_json(args.json, {"bytes_per_second": bandwidth, "layers": [time.as_dict(HEADS) for time in times]})
-    stdout().print(Text(f"bfloat16 inputs; memory reads {bandwidth / 1e12:.2f} TB/s", QUIET_STYLE))
+    stdout().print(Text(f"bfloat16 inputs; memory reads {bandwidth / 1e12:.2f} TB/s", DIM_STYLE))
     print_table(table(HEADS, times))
     return 0
 

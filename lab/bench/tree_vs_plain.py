@@ -26,7 +26,7 @@ from espalier.engine.engine import Engine
 from espalier.layout import TreeShape
 from espalier.llm import LLM
 from espalier.request import SamplingParams
-from espalier.terminal.console import QUIET_STYLE, print_table, progress, stdout, write_json
+from espalier.terminal.console import DIM_STYLE, print_table, progress, stdout, write_json
 from espalier.terminal.flags import with_minimum
 from lab.bench.forward_timer import ForwardTimer, timed_engine
 from lab.bench.plot import Bars, plot
@@ -173,7 +173,7 @@ def run(args: Namespace, settings: dict[str, Any]) -> None:
     bench = RoundBench(settings, args.compare is not None)
     config = bench.tree.config
     tree = f"{config.layout.tree}, {config.dtype}"
-    stdout().print(Text(f"{config.algorithm} tree, {tree}; {args.tokens} tokens a prompt", QUIET_STYLE))
+    stdout().print(Text(f"{config.algorithm} tree, {tree}; {args.tokens} tokens a prompt", DIM_STYLE))
     with progress("measuring", len(args.batch) * len(args.context)) as advance:
         for batch in args.batch:
             for context in args.context:

@@ -272,10 +272,7 @@ def test_a_dataset_is_sent_and_accept_length_is_the_servers(scripted, tmp_path, 
     assert list(report["models"].values()) == ["its model"] and report["load"]["dataset"] == str(file)
     _, *bodies = scripted.bodies
     assert [body["temperature"] for body in bodies] == [0, 0, 0.5, 0.5]
-    assert [[each["content"] for each in body["messages"]] for body in bodies[:2]] == [
-        ["one"],
-        ["one", "abc", "two"],
-    ]
+    assert [[each["content"] for each in body["messages"]] for body in bodies[:2]] == [["one"], ["one", "abc", "two"]]
     assert all(
         body["chat_template_kwargs"] == {"enable_thinking": False} and body["max_tokens"] == 5 for body in bodies
     )

@@ -138,10 +138,7 @@ def announce_body(connection: socket.socket, headers: str = "") -> None:
 def is_told_of_the_end(connection: socket.socket) -> bool:
     """Whether a request whose body is not there is refused because the server ends."""
     status, head, error = answer(connection)
-    is_refused = (status, error["type"]) == (
-        503,
-        "overloaded_error",
-    ) and "the body had not arrived" in error["message"]
+    is_refused = (status, error["type"]) == (503, "overloaded_error") and "the body had not arrived" in error["message"]
     return is_refused and "connection: close" in head and "retry-after: 1" in head
 
 
