@@ -1,4 +1,4 @@
-"""Builds OpenAI's responses from parts: whole responses and stream chunks, for completions and for chats."""
+"""Builds whole responses and stream chunks in OpenAI's format from the engine's output."""
 
 import codecs
 import time
@@ -18,7 +18,7 @@ from espalier.stats import SpeculationStats, Usage
 from espalier.text import TextStream, Tokenizer
 
 to_json = msgspec.json.Encoder().encode
-# Stands for the text in an event until the text is known.
+# The text of an event until the real text is known.
 TEXT_PLACEHOLDER = "\0"
 
 
@@ -28,7 +28,7 @@ def event(chunk: dict[str, Any]) -> bytes:
 
 
 def engine_detokenizes(params: ResolvedParams) -> bool:
-    """Whether the engine process makes the text.  It must if there are stop strings, since they end a request there."""
+    """Returns whether the engine process makes the text.  The engine process needs the text to find stop strings."""
     return bool(params.stop)
 
 
@@ -37,10 +37,10 @@ class Choice:
     """One sample of one prompt.
 
     prompt: token ids.  make_text_stream: returns the stream that makes the text, None if the engine process makes it.
-    keep_stop: the text includes the stop token's text.  chunks: for the whole response.  event_affixes: the bytes
-    before and after the text in an event, built at the first event.  For the text offsets of log-probabilities:
-    text_length, characters of the tokens so far; character_decoder, a decoder that keeps the bytes of an incomplete
-    character; has_text, whether a token had text.
+    keep_stop: the text includes the stop token's text.  chunks: kept for a whole response.  event_affixes: the bytes
+    before and after the text in an event.  Three fields serve the text offsets of log-probabilities.  text_length:
+    characters of the tokens so far.  character_decoder: keeps the bytes of an incomplete character.  has_text: whether
+    a token had text.
     """
 
     index: int
@@ -58,11 +58,11 @@ class Choice:
 
     @cached_property
     def text_stream(self) -> TextStream | None:
-        """The stream that makes the text.  Made when the first part arrives, so that the request starts sooner."""
+        """The stream that makes the text.  It is created with the first chunk, so that the request starts sooner."""
         return self.make_text_stream()
 
     def add_chunk(self, output: OutputChunk, accumulate: bool) -> OutputChunk:
-        """Returns the chunk with its text and reasons.  accumulate: keep it for the whole response too."""
+        """Returns the chunk with its text and finish reasons.  accumulate: keep it for `output`."""
         self.num_tokens += len(output.token_ids)
         text = self.new_text(output)
         finish_reason, stop_reason = self.finish_reasons(output)
@@ -73,7 +73,7 @@ class Choice:
 
     @cached_property
     def output(self) -> OutputChunk:
-        """All accumulated chunks as one, once the last has come."""
+        """The kept chunks, joined into one.  Read this attribute only after the last chunk."""
         logprobs = [each.logprobs for each in self.chunks if each.logprobs is not None]
         entries: Any = [entry for part in logprobs for entry in part] if logprobs else None
         return replace(
@@ -86,11 +86,11 @@ class Choice:
         )
 
     def finish_reasons(self, output: OutputChunk) -> tuple[str | None, int | str | None]:
-        """Returns (finish_reason, stop_reason) of a chunk whose text was read."""
+        """Returns (finish_reason, stop_reason) of a chunk.  Call new_text for the chunk before."""
         return output.finish_reason, output.stop_reason
 
     def new_text(self, output: OutputChunk) -> str:
-        """Returns the text that a chunk adds.  Like the engine process, leaves out the stop token unless keep_stop."""
+        """Returns the text that a chunk adds, without the text of the stop token unless keep_stop is set."""
         if self.text_stream is None:
             return output.text
         ends_by_token = output.finish_reason == "stop" and not self.keep_stop
@@ -101,7 +101,7 @@ class Choice:
 class Answer:
     """The choices of one HTTP request: n for each prompt, in the order of the prompts.
 
-    tokenizer: None if the model has none; the texts are then empty.  echo: the text of each prompt, or empty.
+    tokenizer: None if the model has no tokenizer; all texts are then empty.  echo: the text of each prompt, or empty.
     """
 
     response_object = ""
@@ -123,7 +123,7 @@ class Answer:
         self.echo = echo
         self.include_usage = bool(body.stream_options and body.stream_options.include_usage)
         self.usage_in_chunks = bool(body.stream_options and body.stream_options.continuous_usage_stats)
-        # Whether events differ only in their text, except a choice's last event and events with log-probabilities.
+        # True if events differ only in their text.  Not counted: a choice's last event, events with log-probabilities.
         self.events_differ_only_in_text = not (self.usage_in_chunks or body.return_token_ids or body.from_draft)
         self.num_prompt_tokens = sum(len(prompt) for prompt in prompts)
         self.common_fields = {"id": id, "created": int(time.time()), "model": body.model}
@@ -155,7 +155,7 @@ class Answer:
         return choice, choice.add_chunk(part.output, accumulate=not self.body.stream)
 
     def event(self, prompt_index: int, part: OutputPart) -> bytes:
-        """Add a part of a prompt's output.  Returns its stream event; b"" if the event would say nothing."""
+        """Add a part of a prompt's output.  Returns the part's stream event; b"" for an empty part."""
         output = part.output
         has_more = output.finish_reason or output.logprobs is not None or output.prompt_logprobs is not None
         if self.events_differ_only_in_text and not has_more:
@@ -166,7 +166,7 @@ class Answer:
         return b"" if chunk is None else event(chunk)
 
     def _text_event(self, choice: Choice, text: str) -> bytes:
-        """Returns the event of a chunk that has only text.  The bytes around the text never change, and are kept."""
+        """Returns the event of a chunk that has only text.  The bytes around the text are built only once."""
         if choice.event_affixes is None:
             chunk = self.chunk(choice, OutputChunk("", text=TEXT_PLACEHOLDER))
             assert chunk is not None
@@ -177,7 +177,7 @@ class Answer:
         return before + to_json(text) + after
 
     def chunk(self, choice: Choice, output: OutputChunk) -> dict[str, Any] | None:
-        """Returns the stream chunk for what `add_part` returned, None if the chunk would be empty."""
+        """Returns the stream chunk of an output chunk from `add_part`; None if the stream chunk would be empty."""
         quiet = not (output.text or output.finish_reason or output.logprobs or output.prompt_logprobs)
         if quiet and not (self.body.return_token_ids or self.body.from_draft):
             return None
@@ -188,7 +188,7 @@ class Answer:
         return event(chunk)
 
     def error_event(self, error: dict[str, Any]) -> bytes:
-        """Returns the event of an error after the stream has begun.  error: the body of an error response."""
+        """Returns the event of an error in a stream that has begun.  error: the body of an error response."""
         return event(error)
 
     def opening_chunks(self) -> list[dict[str, Any]]:
@@ -209,7 +209,7 @@ class Answer:
         return self.choices[choice.index // self.params.n * self.params.n]
 
     def _prompt_logprobs_field(self, choice: Choice) -> dict[str, Any]:
-        """Returns prompt_logprobs, if requested, as vLLM does: null, then an object by token id for each token."""
+        """Returns the field prompt_logprobs in vLLM's form: null, then for each token an object by token id."""
         count, entries = self.body.prompt_logprobs, self._first_choice_of_same_prompt(choice).output.prompt_logprobs
         if count is None or entries is None:
             return {}
@@ -218,7 +218,7 @@ class Answer:
         }
 
     def _ranked_logprobs(self, entry: TokenLogprob, count: int) -> dict[int, dict[str, Any]]:
-        """Returns the prompt's token first, then the likeliest tokens in order."""
+        """Returns log-probabilities by token id: the prompt's token first, then the `count` likeliest tokens."""
         ranked = {entry.token_id: (entry.logprob, entry.rank)}
         for rank, (token, value) in enumerate(entry.top[:count], 1):
             ranked.setdefault(token, (value, rank))
@@ -241,7 +241,7 @@ class Answer:
         }
 
     def completion_details(self) -> dict[str, int]:
-        """Returns completion_tokens_details; empty if there is nothing to report."""
+        """Returns the field completion_tokens_details, which may be empty."""
         if not self.params.prediction:
             return {}
         names = ("accepted_prediction_tokens", "rejected_prediction_tokens")
@@ -251,13 +251,13 @@ class Answer:
         chunk = {**self.common_fields, "object": self.chunk_object, "choices": choices}
         if not self.usage_in_chunks:
             return {**chunk, "usage": None} if self.include_usage else chunk
-        # Cached tokens and speculation are known only at the end.
+        # Only the last usage has cached tokens and speculation.
         prompt, completion = self.num_prompt_tokens, sum(choice.num_tokens for choice in self.choices)
         usage = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
         return {**chunk, "usage": usage}
 
     def _extra_fields(self, source: OutputChunk) -> dict[str, Any]:
-        """Returns the fields of a choice that OpenAI's API does not have."""
+        """Returns Espalier's own fields of a choice, which OpenAI's API does not have."""
         extra: dict[str, Any] = {"stop_reason": source.stop_reason}
         if self.body.return_token_ids:
             extra["token_ids"] = source.token_ids
@@ -274,7 +274,7 @@ class Answer:
     def _token_text(self, token: int) -> str:
         """Returns the text of one token, a special token's name, or the id if the model has no tokenizer.
 
-        Bytes of an incomplete character are written as at OpenAI: bytes:\\xe6\\x97.
+        Bytes of an incomplete character are written in OpenAI's form: bytes:\\xe6\\x97.
         """
         if self.tokenizer is None:
             return f"token_id:{token}"
@@ -292,7 +292,7 @@ class TextAnswer(Answer):
 
     @property
     def echoes_logprobs(self) -> bool:
-        """Whether the prompt's tokens have log-probabilities.  A stream then sends the prompt's text with them."""
+        """Whether the echoed prompt has log-probabilities.  A stream sends the text together with them."""
         return bool(self.body.echoes_logprobs)
 
     def opening_chunks(self) -> list[dict[str, Any]]:
@@ -337,7 +337,7 @@ class TextAnswer(Answer):
         }
 
     def _top_logprobs(self, entry: TokenLogprob) -> dict[str, float]:
-        """Returns log-probabilities by token text.  Of tokens with one text, all but the likeliest are keyed by id."""
+        """Returns log-probabilities by token text.  Of equal texts, only the likeliest has its text as key."""
         by_text: dict[str, float] = {}
         for token, value in entry.top[: self.body.logprobs]:
             text = self._token_text(token)
@@ -356,7 +356,7 @@ class TextAnswer(Answer):
         if part.is_text or not skip:
             length = len(choice.character_decoder.decode(part.bytes))
             if not choice.has_text:
-                # If no text precedes the output, some decoders strip its leading space.
+                # Some tokenizers strip the leading space of a text that begins with the output.
                 before = () if self.echoes_logprobs else choice.prompt
                 alone = self.tokenizer.sink(before, skip_special_tokens=skip)
                 alone.push(token)

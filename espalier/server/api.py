@@ -1,4 +1,4 @@
-"""The HTTP endpoints.  Each endpoint checks its request, makes the prompts and passes them to the model's front."""
+"""The HTTP endpoints.  Each endpoint checks a request, makes its prompts and passes them to the model's front."""
 
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -45,7 +45,7 @@ ORIGIN_PATTERN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]+")
 
 @dataclass(frozen=True)
 class PreparedChat:
-    """A conversation that is checked and may start.  ignored: names of the request's fields without effect."""
+    """A chat request after its checks, with its prompt.  ignored: names of the request's fields without effect."""
 
     ignored: list[str]
     prompt: list[int]
@@ -92,7 +92,7 @@ def _chat_prompt_steps(
 ) -> Steps:
     """Returns a generator that makes the token ids of a conversation.
 
-    It yields each rendering of the template, which the caller runs and sends back (chat.Steps).  Raises EspalierError.
+    The generator yields renderings of the chat template, and is sent their texts (chat.Steps).  Raises EspalierError.
     """
     keep = body.truncate_prompt_tokens
     check = inputs.require_fit if keep is None else check
@@ -107,12 +107,12 @@ def message_steps(
     check: Callable[[str], None],
     plan: ChatPlan,
 ) -> Steps:
-    """Returns a generator that makes the token ids of messages (chat.Steps).  Raises EspalierError."""
+    """Returns a generator that tokenizes messages by the chat template (chat.Steps).  Raises EspalierError."""
     return inputs.chat_steps(plan.messages([message.for_template() for message in messages]), check=check, **options)
 
 
 def num_characters(value: Any) -> int:
-    """Returns how many characters all texts in a value have.  value: read from a request body."""
+    """Returns the number of characters of all texts in a value of a request body."""
     count, open_values = 0, [value]
     while open_values:
         inner = open_values.pop()
@@ -132,8 +132,8 @@ class ApiOptions:
     """Settings of the HTTP API.
 
     api_key: None if clients need no key.  additional_keys: further valid keys, one for each further client.
-    cors_origins: origins whose pages may call the server.  body_timeout_s: limit for reading the headers, and for
-    reading the body; None for no limit.  max_file_bytes: limit for one uploaded file.
+    cors_origins: origins of web pages that may call the server.  body_timeout_s: time limit for a request's headers,
+    and for its body; None for no limit.  max_file_bytes: limit for one uploaded file.
     """
 
     api_key: str | None = None
@@ -144,7 +144,7 @@ class ApiOptions:
     additional_keys: Sequence[str] = ()
 
     def __post_init__(self) -> None:
-        """Refuse an origin that no browser sends.  Raises EspalierError."""
+        """Refuse a value that is no origin of a web page.  Raises EspalierError."""
         for origin in self.cors_origins:
             if origin not in ("*", "null") and not ORIGIN_PATTERN.fullmatch(origin):
                 raise EspalierError(
@@ -241,7 +241,7 @@ def _generation_endpoints(server: Server) -> list[Endpoint]:
 
 
 def _with_no_effect_header(ignored: Sequence[str], answer: Response) -> Response:
-    """Returns the response with a header that lists the fields without effect."""
+    """Returns the response with a header that lists the request's fields without effect."""
     if ignored:
         answer.headers[NO_EFFECT_HEADER] = ", ".join(ignored)
     return answer
@@ -256,7 +256,7 @@ def _prompt_token_ids(
 ) -> list[list[int]]:
     """Returns the prompts' token ids.
 
-    check: limits the length of a text that will be truncated; max_context limits any other text.  Raises EspalierError.
+    check: raises for a too long text that will be truncated; max_context limits other texts.  Raises EspalierError.
     """
     keep, found = body.truncate_prompt_tokens, []
     for prompt in prompts:

@@ -36,7 +36,7 @@ log = logging.getLogger("espalier.server")
 
 
 class Transfers:
-    """Counts the uploads and downloads in progress, because each has files open.  most: the most at the same time."""
+    """Limits the uploads and downloads in progress, because each transfer has files open.  most: the limit."""
 
     def __init__(self, most: int = MAX_TRANSFERS):
         self.most = most
@@ -44,7 +44,7 @@ class Transfers:
 
     @contextmanager
     def reserve(self) -> Iterator[None]:
-        """Counts a transfer for the length of a block.  Raises ApiError if too many are in progress."""
+        """Counts a transfer as in progress during the block.  Raises ApiError if too many are in progress."""
         if self.num_open >= self.most:
             raise queue_full(f"{self.most} files are being sent or received already")
         self.num_open += 1
@@ -55,7 +55,7 @@ class Transfers:
 
 
 class Download(FileResponse):
-    """A stored file, or the part that a Range header asks for."""
+    """The response with a stored file, or with the part of the file that a Range header requests."""
 
     def __init__(self, path: Path, transfers: Transfers):
         super().__init__(path, media_type=JSONL_CONTENT_TYPE)
@@ -77,7 +77,7 @@ class Download(FileResponse):
 
 @contextmanager
 def _disk_errors_as_api_errors() -> Iterator[None]:
-    """Turns an OSError of the block into an ApiError: the disk cannot be written."""
+    """Turns an OSError that leaves the block into an ApiError about the disk."""
     try:
         yield
     except OSError as error:
@@ -89,7 +89,7 @@ def _disk_errors_as_api_errors() -> Iterator[None]:
 
 
 def _require_no_transfer_encoding(file: UploadFile) -> None:
-    """Raises ApiError if the part's header declares another encoding than UTF-8: bytes are stored as they came."""
+    """Raises ApiError for a file in another encoding than binary, because the server stores the bytes unchanged."""
     require_utf8(file.headers.get("content-type", ""))
     encoding = file.headers.get("content-transfer-encoding", "binary")
     if encoding.lower() not in ("7bit", "8bit", "binary"):
@@ -117,7 +117,7 @@ def _file_endpoints(batches: Batches) -> list[Endpoint]:
             with transfers.reserve(), _disk_errors_as_api_errors():
                 return await stored(http)
         except (ApiError, MultiPartException) as error:
-            # Read the rest, or a client that sends all before it reads would find its connection closed.
+            # Read the rest: a client that sends the whole body before it reads would find its connection closed.
             await http.scope["state"]["upload"].finish()
             if isinstance(error, MultiPartException):
                 raise ApiError(400, error.message) from None
@@ -207,7 +207,7 @@ def _batch_endpoints(batches: Batches) -> list[Endpoint]:
 
 
 def _query_parameters(http: Request, *names: str) -> Mapping[str, str]:
-    """The query's parameters.  Raises ApiError for an unsupported parameter."""
+    """Returns the parameters of the URL's query.  Raises ApiError for an unsupported parameter."""
     known = ("limit", "after", *names)
     for name in http.query_params:
         if name not in known:
@@ -216,7 +216,7 @@ def _query_parameters(http: Request, *names: str) -> Mapping[str, str]:
 
 
 def _list_page(path: str, items: Sequence[T], query: Mapping[str, str]) -> Response:
-    """A page of a list, newest first unless `order` is asc.  items: oldest first.  Raises ApiError."""
+    """Returns one page of a list, newest items first unless `order` is asc.  items: oldest first.  Raises ApiError."""
     most = MAX_LIST_ITEMS[path]
     limit = query.get("limit", str(DEFAULT_LIST_ITEMS[path]))
     # The check of the length comes first, because int() refuses a number of thousands of digits.

@@ -32,9 +32,9 @@ from espalier.server.stored import (
 )
 
 log = logging.getLogger("espalier.server")
-# The priority of a batch's requests that name none.  A lower value starts first, and other requests have 0.
+# The default priority of a batch's requests.  A lower value starts first; other requests have 0 by default.
 BATCH_PRIORITY = 2**20
-# How many batches may have their input read at the same time.
+# The most batches whose input files are read at the same time.
 MAX_INPUT_SCANS = 2
 LINE_NUMBER_PATTERN = re.compile(r", line (\d+): ")
 UNANSWERED_ERRORS = {
@@ -55,22 +55,22 @@ class LiveBatch:
 class Batches:
     """Runs batches.  concurrency: how many requests of a batch run at once.  Call start() before everything else.
 
-    A batch opens its files only at its turn, or when it ends before its turn: thousands of batches may wait.
+    A batch opens its files only when it runs or ends, because thousands of batches may wait.
     """
 
     def __init__(self, store: Store, concurrency: int):
         self.store = store
         self.concurrency = concurrency
-        # By batch id, in the order of their turns.
+        # By batch id.  Batches run in this order.
         self._live_batches: dict[str, LiveBatch] = {}
         self._journals: dict[str, Journal] = {}
         self._scan_slots = asyncio.Semaphore(MAX_INPUT_SCANS)
         self._early_end_lock = asyncio.Lock()
 
     def start(self, app: AsgiApp, api_key: str | None) -> None:
-        """Continue the batches that have not ended.  app: answers their requests.
+        """Continue the batches that have not ended.  app: the application that answers their requests.
 
-        These requests have no --request-timeout, since other requests go first.  The batch's window is their limit.
+        A batch's requests have no --request-timeout, because other requests run first.  Its window limits their time.
         """
         self._client = app_client(without_timeout(app), api_key)
         for batch in self.store.batches.values():
@@ -86,7 +86,7 @@ class Batches:
         return batch
 
     def cancel(self, batch: Batch) -> None:
-        """Stop a batch.  The answers so far become its output."""
+        """Cancel a batch.  The answers so far become its output."""
         if batch.status not in (*ENDED_STATUSES, "cancelling"):
             batch.status, batch.cancelling_at = "cancelling", int(time.time())
             self.store.save(batch)
@@ -102,14 +102,14 @@ class Batches:
         return batch
 
     def unfinished_batch_of(self, file_id: str) -> str | None:
-        """Returns the id of a batch that has not ended and whose input is this file; None if there is none."""
+        """Returns the id of an unfinished batch whose input is this file; None if no batch reads the file."""
         batches = self.store.batches.values()
         return next(
             (each.id for each in batches if each.input_file_id == file_id and each.status not in ENDED_STATUSES), None
         )
 
     def stop(self) -> None:
-        """Stop all work and leave the batches as they are, for the server's next start."""
+        """Stop all work.  The unfinished batches continue when the server starts again."""
         for live in self._live_batches.values():
             live.task.cancel()
 
@@ -144,7 +144,7 @@ class Batches:
             log.exception("%s goes on when the server starts again", batch.id)
 
     async def _run_to_end(self, batch: Batch, live: LiveBatch) -> None:
-        """Run a batch to its end.  Raises EspalierError or OSError if that is not possible now."""
+        """Run a batch until it has ended.  Raises EspalierError or OSError if the engine or the disk fails."""
         try:
             async with self._scan_slots:
                 found = await asyncio.to_thread(scan_input, self.store.content_path(batch.input_file_id))
@@ -164,7 +164,7 @@ class Batches:
                 await self._answer_and_make_files(batch, live, found, end)
 
     async def _run_unless_ended(self, batch: Batch, live: LiveBatch, work: Coroutine[Any, Any, Any]) -> str | None:
-        """Await the work.  Returns "cancelled" or "expired" if the batch ends first; None otherwise."""
+        """Await `work`.  Returns "cancelled" or "expired" if the batch ends before the work does, else None."""
         running = asyncio.create_task(work)
         cancelled = asyncio.create_task(live.cancelled.wait())
         try:
@@ -186,7 +186,7 @@ class Batches:
         try:
             return await asyncio.shield(opening)
         except asyncio.CancelledError:
-            # The thread still runs, and its journal would keep the file locked.
+            # The thread still runs, and the journal that it opens would keep the file locked.
             with suppress(EspalierError):
                 (await opening).close()
             raise
@@ -202,7 +202,7 @@ class Batches:
         try:
             if journal.num_left and end is None:
                 end = await self._run_unless_ended(batch, live, self._answer_lines(batch, journal))
-            # With all answers the batch is completed, even if it expired meanwhile.
+            # A batch with all answers is completed, even if its time is over.
             end = "completed" if end is None or (end == "expired" and not journal.num_left) else end
             if end == "completed":
                 batch.status, batch.finalizing_at = "finalizing", int(time.time())
@@ -220,7 +220,7 @@ class Batches:
         log.info("%s: %s, %d of %d lines answered", batch.id, end, batch.request_counts.completed, found.num_lines)
 
     async def _answer_lines(self, batch: Batch, journal: Journal) -> None:
-        """Answer the lines that have no answer yet."""
+        """Run the requests of all lines that have no answer yet."""
         if batch.status == "validating":
             batch.status, batch.in_progress_at = "in_progress", int(time.time())
             self.store.save(batch)
@@ -228,13 +228,13 @@ class Batches:
         await run_batch(journal, sender, self.concurrency, urls=(batch.endpoint,))
 
     def _make_output_files(self, batch: Batch) -> None:
-        """Store the answers as the batch's output file and error file.  A file without lines is not made."""
+        """Store the answers as the batch's output file and error file.  No file is made for zero lines."""
         made: dict[str, str | None] = {"output": None, "error": None}
         parts = split_answers(self.store.answers_path(batch.id), self.store.folder / "batches")
         try:
             for (path, num_lines), kind in zip(parts, made, strict=True):
                 if num_lines:
-                    # The id is always the same: after a crash here, the next start makes the files again.
+                    # A fixed id: if the server crashes here, its next start replaces the file.
                     id = f"file-{batch.id.removeprefix('batch_')}-{kind}"
                     with path.open("rb") as lines:
                         made[kind] = self.store.add(lines, f"{batch.id}_{kind}.jsonl", OUTPUT_PURPOSE, id).id
@@ -258,7 +258,7 @@ def _update_counts(batch: Batch, journal: Journal) -> None:
 
 
 def _answer_rest_with_errors(journal: Journal, end: str) -> None:
-    """Give an error to each line without an answer, if the batch was cancelled or expired."""
+    """Write an error as the answer of each unanswered line of a cancelled or expired batch."""
     for number, data in journal.unanswered():
         code, message = UNANSWERED_ERRORS[end]
         journal.append(number, custom_id_of(data), LineError(code, message))

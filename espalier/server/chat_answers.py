@@ -1,6 +1,6 @@
-"""Builds the answers to conversations, with tool calls and reasoning read from the tokens.
+"""Builds the answers of the chat endpoints.  Tool calls and reasoning are parsed from the output tokens.
 
-/v1/chat/completions answers with a message, /v1/responses with a list of items: whole, or as events in OpenAI's order.
+/v1/chat/completions returns a message; /v1/responses returns a list of items.  Both can be streamed as events.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,10 +28,10 @@ Event = dict[str, Any]
 
 @dataclass
 class ChatChoice(Choice):
-    """A choice whose tokens are read as a message.
+    """A choice whose tokens are parsed into a chat message.
 
-    make_message_stream: returns the stream that reads the tokens, None if all text is content.  new_deltas: the deltas of the
-    last chunk.  deltas: all deltas so far, if the response is whole.  calls: indices of the unbroken calls so far.
+    make_message_stream: returns the stream that parses the tokens; None if all text is content.  new_deltas: of the
+    last chunk.  deltas: all so far, if keeps_deltas.  valid_calls: indices of the calls without errors so far.
     """
 
     make_message_stream: Callable[[], MessageStream] | None = None
@@ -42,7 +42,7 @@ class ChatChoice(Choice):
 
     @cached_property
     def stream(self) -> MessageStream:
-        """The stream that reads the tokens.  Made with the first part, so that the request starts sooner."""
+        """The stream that parses the tokens.  It is created with the first chunk, so that the request starts sooner."""
         assert self.make_message_stream is not None
         return self.make_message_stream()
 
@@ -52,7 +52,7 @@ class ChatChoice(Choice):
         return 0 if self.make_message_stream is None else self.stream.num_reasoning_tokens
 
     def new_text(self, output: OutputChunk) -> str:
-        """Returns the text of a chunk, "" if the chunk is read as parts."""
+        """Returns the text of a chunk; "" if the chunk is parsed into deltas."""
         if self.make_message_stream is None:
             return super().new_text(output)
         self.new_deltas = self.stream.read(output)
@@ -71,7 +71,7 @@ class ChatChoice(Choice):
         )
 
     def finish_reason_with_calls(self, reason: str | None) -> str | None:
-        """Returns the finish_reason: "tool_calls" for an output that ended by itself and has calls."""
+        """Returns "tool_calls" for an output with tool calls and finish_reason "stop"; else `reason`."""
         return "tool_calls" if reason == "stop" and self.valid_calls else reason
 
 
@@ -109,7 +109,7 @@ class ChatAnswer(Answer):
         return choice, output
 
     def _is_shown(self, part: base.Delta) -> bool:
-        """Whether a chunk of the stream shows a part."""
+        """Whether the stream sends this delta to the client."""
         return part.kind != "called" and (part.kind != "reasoning" or self.shows_reasoning)
 
     def opening_chunks(self) -> list[dict[str, Any]]:
@@ -199,7 +199,7 @@ class ChatAnswer(Answer):
 
 
 class OutputItems:
-    """The items of one answer, and the events that report how they grow.  At most one item, the last, is open."""
+    """The output items of one answer, and the events about their changes.  Only the last item can be open."""
 
     def __init__(self, id: str):
         self.id = id
@@ -207,7 +207,7 @@ class OutputItems:
         self.events: list[Event] = []
         self.num_events = 0
         self.is_open = False
-        # The pieces of the open item's text.
+        # The text of the open item, in pieces.
         self._text_pieces: list[str] = []
 
     def pop_events(self) -> list[Event]:
@@ -219,7 +219,7 @@ class OutputItems:
         self.num_events += 1
 
     def add(self, delta: base.Delta, logprobs: list[dict[str, Any]]) -> None:
-        """Add a delta to the open item, or to a new item.  logprobs: the tokens' log-probabilities, for content."""
+        """Add a delta to the open item, or to a new item.  logprobs: log-probabilities of the content's tokens."""
         if delta.kind == "content":
             self._open_text_item("message", {"role": "assistant"}, _empty_output_text)
             self._append_text(delta.text, logprobs)
@@ -265,7 +265,7 @@ class OutputItems:
         self.event("output_item.added", output_index=len(self.items) - 1, item=_copy_of_item(item))
 
     def _open_text_item(self, kind: str, fields: dict[str, Any], new_part: Callable[[], dict[str, Any]]) -> None:
-        """Open an item of this type, unless one is open already.  new_part: returns the item's part, without text."""
+        """Open an item of this type, unless such an item is open.  new_part: returns the item's empty content part."""
         if self.is_open and self.items[-1]["type"] == kind:
             return
         self._open_item(kind, {**fields, "content": []})
@@ -293,12 +293,12 @@ def _empty_reasoning_text() -> dict[str, Any]:
 
 
 def _copy_of_item(item: dict[str, Any]) -> dict[str, Any]:
-    """Returns a copy of the item as it is now."""
+    """Returns a copy of the item.  Later changes of the item do not change the copy."""
     return {**item, "content": [dict(part) for part in item["content"]]} if "content" in item else dict(item)
 
 
 class ResponsesAnswer(ChatAnswer):
-    """Builds the answer of /v1/responses.  request: as it was sent.  Other arguments: of ChatAnswer."""
+    """Builds the answer of /v1/responses.  request: the client's body.  chat, chat_arguments: see ChatAnswer."""
 
     end_event = b""
 
@@ -311,7 +311,7 @@ class ResponsesAnswer(ChatAnswer):
         self.events_differ_only_in_text = False
         self.items = OutputItems(id)
         self.finish_reason: str | None = None
-        # The reasons why calls were broken.
+        # The reasons why tool calls could not be parsed.
         self.errors: list[str] = []
 
     def add_part(self, prompt_index: int, part: OutputPart) -> tuple[Choice, OutputChunk]:
@@ -337,7 +337,7 @@ class ResponsesAnswer(ChatAnswer):
         return f"event: {chunk['type']}\n".encode() + b"data: " + to_json(chunk) + b"\n\n"
 
     def error_event(self, error: dict[str, Any]) -> bytes:
-        """Returns OpenAI's event, with the whole error added: OpenAI's clients look for that error in any stream."""
+        """Returns OpenAI's error event with a field `error`, which OpenAI's clients look for in every stream."""
         fields = {name: error["error"][name] for name in ("code", "message", "param")}
         return self.encode({"type": "error", "sequence_number": self.items.num_events, **fields, **error})
 

@@ -1,7 +1,7 @@
-"""The front's client of the engine process: starts it, submits prompts, distributes its output, notices its end.
+"""The front's client of the engine process.  Starts the process, submits prompts, and distributes its output.
 
-All code runs on one event loop.  If the process exits or sends nothing for engine_timeout_s, every generation in flight
-fails with EngineGone.  With `restart`, a new process is then started, until several in a row cannot load.
+All code runs on one event loop.  If the process exits or is silent for engine_timeout_s, every generation in flight
+fails with EngineGone.  With `restart`, a new process is then started, until several processes in a row fail to load.
 """
 
 import asyncio
@@ -28,23 +28,23 @@ from espalier.inputs import ModelFacts
 from espalier.server import logs, protocol
 from espalier.server.protocol import SHUTTING_DOWN, EngineFigures, EngineGone, Generation, OutputPart, SubmittedPrompt
 
-# After this many turns of the event loop without a new prompt, the waiting prompts are sent.  A request on a new
-# connection needs five turns: accept, make its transport, watch it, read, handle.
+# The waiting prompts are sent after this many iterations of the event loop without a new prompt.  A request on a new
+# connection needs five iterations: accept, make its transport, watch it, read, handle.
 MAX_IDLE_LOOP_TURNS = 6
 MAX_SEND_DELAY_S = 0.01
 log = logging.getLogger("espalier.server")
 MODEL_WORKER_MODULE = "espalier.server.worker"
 SHUTDOWN_TIMEOUT_S = 10.0
-# After this many failed starts in a row, no further process is started.  Each pause is twice the pause before.
+# The most failed starts in a row.  The pause between two starts doubles each time.
 MAX_FAILED_STARTS = 5
 FIRST_RESTART_PAUSE_S = 1.0
 LOADING_LOG_INTERVAL_S = 30.0
 
 
 class Outbox:
-    """Prompts on their way to the engine.
+    """Collects prompts, and sends them to the engine together.
 
-    The prompts are sent when no other request waits to be read, when they fill a prefill pass, or after MAX_SEND_DELAY_S.
+    The prompts are sent when no new request arrives, when they fill a prefill pass, or after MAX_SEND_DELAY_S.
 
     send: sends prompts in one message.  tokens_per_prefill: how many tokens fill a prefill pass.
     """
@@ -57,7 +57,7 @@ class Outbox:
         self._send_deadline = 0.0
         self._num_idle_turns = 0
         self._next_check: asyncio.Handle | None = None
-        # Set once the waiting prompts are sent.  None until the first prompt comes.
+        # Set when the waiting prompts are sent.  None before the first prompt.
         self._flush_event: asyncio.Event | None = None
 
     def add(self, submit: SubmittedPrompt) -> None:
@@ -73,7 +73,7 @@ class Outbox:
             self._next_check = loop.call_soon(self._flush_if_idle)
 
     async def wait_until_sent(self) -> None:
-        """Return when the waiting prompts are sent, after at least one turn of the event loop."""
+        """Wait until the waiting prompts are sent, and for at least one iteration of the event loop."""
         if self._unsent and self._flush_event is not None:
             await self._flush_event.wait()
         else:
@@ -95,7 +95,7 @@ class Outbox:
         return waiting
 
     def _flush_if_idle(self) -> None:
-        """Send the waiting prompts if no more come, or look again in the next turn of the event loop."""
+        """Send the waiting prompts if no new prompts arrive, else check again in the loop's next iteration."""
         loop = asyncio.get_running_loop()
         if self._num_idle_turns == MAX_IDLE_LOOP_TURNS or loop.time() >= self._send_deadline:
             self.flush()
@@ -108,9 +108,9 @@ class Outbox:
 class ClientOptions:
     """Settings of an EngineClient.
 
-    heartbeat_s: seconds between messages of an idle engine.  engine_timeout_s: after this many seconds without a
-    message, once the model is loaded, the engine is ended.  load_timeout_s: limit for loading the model, None for no
-    limit.  worker: the module that the engine process runs.  learn: see protocol.Start.
+    heartbeat_s: seconds between messages of an idle engine.  engine_timeout_s: a loaded engine without messages for
+    this many seconds is killed.  load_timeout_s: limit for loading the model, None for no limit.  worker: the module
+    that the engine process runs.  learn: see protocol.Start.
     """
 
     restart: bool = False
@@ -124,10 +124,10 @@ class ClientOptions:
 
 
 class EngineClient:
-    """Runs one engine process, or with `restart` one after another.  settings: what its worker loads, as plain values.
+    """Runs one engine process; with `restart`, replaces a process that ended.  settings: see protocol.Start.
 
     state: "starting", "ready", "gone" or "closed".  unavailable_reason: the reason for a state other than "ready".
-    abort_steps: how many aborts took each number of engine steps.
+    abort_steps: for each number of engine steps, how many aborts took so many steps.
     """
 
     def __init__(self, settings: Mapping[str, Any], options: ClientOptions):
@@ -145,7 +145,7 @@ class EngineClient:
         self._context = zmq.asyncio.Context()
         self._socket: zmq.asyncio.Socket | None = None
         self._outbox = Outbox(lambda prompts: self._send(protocol.SubmitPrompts(prompts)))
-        # The folder of the sockets, readable by this user alone.  None before `start`.
+        # The folder of the sockets, which only this user can read.  None before `start`.
         self._socket_folder: Path | None = None
         self._last_message_at = 0.0
         self._num_submitted = 0
@@ -199,20 +199,20 @@ class EngineClient:
         await self._outbox.wait_until_sent()
 
     def abort(self, generation: Generation) -> None:
-        """AbortPrompt the samples that still run, and drop their output."""
+        """Abort the running samples and drop their output."""
         for name in generation.num_running:
             if self._generations.pop(name, None) is not None and self.state == "ready":
                 self._outbox.flush()
                 self._send(protocol.AbortPrompt(name))
 
     async def ended(self) -> str | None:
-        """Wait until there will be no further engine process.  Returns the reason, None after `close`."""
+        """Wait until no engine process runs or will be started.  Returns the reason; None after `close`."""
         assert self._supervisor is not None
         await asyncio.wait({self._supervisor})
         return None if self.state == "closed" else self.unavailable_reason
 
     async def close(self) -> None:
-        """End the process; kill it if it does not exit.  Later calls wait for the first call."""
+        """End the process; kill it if it does not exit.  A second call waits for the first call."""
         if self._close_task is None:
             self.state, self.unavailable_reason = "closed", SHUTTING_DOWN
             self._fail_all(SHUTTING_DOWN)
@@ -244,7 +244,7 @@ class EngineClient:
         socket.linger = 0
         socket.bind(address)
         self._socket = socket
-        # Blocked signals stay blocked in the new process: Ctrl-C during its imports would print a traceback.
+        # The new process inherits the blocked signal: Ctrl-C during its imports would print a traceback.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
         try:
             self.process = await asyncio.create_subprocess_exec(
@@ -269,7 +269,8 @@ class EngineClient:
         self.state, self.unavailable_reason = "ready", ""
 
     async def _first_message(self, socket: zmq.asyncio.Socket, process: asyncio.subprocess.Process) -> Any:
-        """Returns the first message, EngineReady or EngineFailed.  Raises EspalierError if the process exits or times out first."""
+        """Returns the message EngineReady or EngineFailed.  Raises EspalierError if the process exits or is too
+        slow."""
         message = asyncio.ensure_future(socket.recv())
         exited = asyncio.create_task(process.wait())
         limit, loop = self.options.load_timeout_s, asyncio.get_running_loop()
@@ -297,7 +298,7 @@ class EngineClient:
             exited.cancel()
 
     async def _supervise(self) -> None:
-        """Read from the process until it is gone; with `restart`, start the next process and continue."""
+        """Read messages until the process has ended.  With `restart`, start the next process and read on."""
         num_failed = 0
         while True:
             if self.state == "ready":
@@ -319,7 +320,7 @@ class EngineClient:
                     await asyncio.sleep(FIRST_RESTART_PAUSE_S * 2 ** (num_failed - 1))
 
     async def _wait_until_gone(self) -> str:
-        """Read messages until the process is gone.  Returns the reason."""
+        """Read messages until the process has ended or is silent too long.  Returns the reason."""
         assert self.process is not None
         reading = asyncio.create_task(self._read_messages())
         exited = asyncio.create_task(self.process.wait())
@@ -341,7 +342,7 @@ class EngineClient:
             exited.cancel()
 
     async def _read_messages(self) -> str:
-        """Distribute messages until the process sends EngineFailed.  Returns its reason."""
+        """Distribute messages until the process sends EngineFailed.  Returns the error."""
         assert self._socket is not None
         while True:
             message = protocol.decode_from_engine(await self._socket.recv())
@@ -398,7 +399,7 @@ class EngineClient:
                 await process.wait()
 
     def _send(self, message: protocol.ToEngine) -> None:
-        """Send without waiting: the socket's queue has no size limit."""
+        """Send a message.  This never blocks, because the socket's queue has no size limit."""
         assert self._socket is not None
         self._socket.send(protocol.encode(message))
 
@@ -409,7 +410,7 @@ class EngineClient:
 
 
 def _end_reason(reading: asyncio.Task[str]) -> str:
-    """Returns why `_read_messages` ended.  A message that cannot be decoded also ends it, so that no request waits forever."""
+    """Returns why `_read_messages` ended.  A message that cannot be decoded ends the reading too."""
     if (error := reading.exception()) is None:
         return reading.result()
     log.error("the engine process sent an unreadable message", exc_info=error)

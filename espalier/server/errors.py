@@ -18,7 +18,7 @@ from espalier.server.openai import ChatRequest, CompletionRequest, RefusedField
 ERROR_TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
-    # OpenAI sends this type with the code model_not_found, and clients check type and code.
+    # OpenAI's type for the code model_not_found.  Clients check type and code.
     404: "invalid_request_error",
     405: "invalid_request_error",
     408: "timeout_error",
@@ -35,7 +35,7 @@ BODY_MODELS_BY_PATH: dict[str, type[BaseModel]] = {
 INTERNAL_ERROR = "internal server error; the server's log has the details under this request_id"
 RETRY_AFTER_S = 1
 LEADING_FIELD_PATTERN = re.compile(r"^([a-z_]+)(?:\[|=| entry=| token=| (?:and|are|excludes|is|needs|with) )")
-# A message quotes the client's value, which may be as long as a body.
+# Messages quote the client's values, which may be very long.
 MAX_MESSAGE_CHARS = 1000
 MAX_PARAM_CHARS = 100
 
@@ -43,8 +43,8 @@ MAX_PARAM_CHARS = 100
 class ApiError(HTTPException):
     """An error response.  A message or param that is too long is shortened.
 
-    retry_after_s: when a retry may succeed, None if a retry does not help; retry: False tells OpenAI's clients not to
-    retry automatically.
+    retry_after_s: after this time a retry may succeed; None if a retry cannot help.  retry: False tells OpenAI's
+    clients not to retry automatically.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ def queue_full(message: str) -> ApiError:
 
 
 def _shorten_middle(text: str, limit: int) -> str:
-    """Leaves out the middle of a long text: the start names the problem and the end tells what to do."""
+    """Cuts the middle out of a long message.  The start names the problem, and the end tells what to do."""
     return text if len(text) <= limit else f"{text[: limit // 2]} ... {text[-limit // 2 :]}"
 
 
@@ -102,17 +102,17 @@ class ErrorBody(BaseModel):
 
 
 def bad_request(error: EspalierError, field: str | None = None) -> ApiError:
-    """Returns the 400 response for an EspalierError.  param: the field that the message begins with, else `field`."""
+    """Returns status 400 for an EspalierError.  Its `param`: the field that begins the message, else `field`."""
     match = LEADING_FIELD_PATTERN.match(str(error))
     code = "context_length_exceeded" if isinstance(error, ContextOverflow) else None
     return ApiError(400, str(error), param=match.group(1) if match else field, code=code)
 
 
 def validation_error(errors: Sequence[Mapping[str, Any]], model: type[BaseModel] | None) -> ApiError:
-    """Returns the 400 response for a body that pydantic refused.  It reports one error, in one line."""
+    """Returns status 400 for a body that pydantic refused.  The message reports one error, in one line."""
     first = errors[0]
     if first["type"] == "missing":
-        # An unknown field tells more than other errors: the client meant another endpoint, or misspelt the name.
+        # An unknown field is reported first: it shows that the client meant another endpoint, or misspelt a name.
         first = next((e for e in errors if e["type"] == "extra_forbidden" and len(_location(e)) == 1), first)
     where = _location(first)
     if first["type"] == "json_invalid":
@@ -125,8 +125,8 @@ def validation_error(errors: Sequence[Mapping[str, Any]], model: type[BaseModel]
     if first["type"] == "extra_forbidden" and len(where) == 1:
         name = str(where[0])
         return ApiError(400, _unknown_field(model, name), param=name)
-    # For a field with several types, pydantic reports an error for each type.  The client meant the type whose error is
-    # nested deepest.
+    # For a union field, pydantic reports an error for each type.  The client meant the type whose error is nested
+    # deepest.
     path = _place_of_error(model, where).path
     places = [(each, _place_of_error(model, _location(each))) for each in errors]
     first, place = max(
@@ -147,7 +147,7 @@ def validation_error(errors: Sequence[Mapping[str, Any]], model: type[BaseModel]
 
 
 def _unknown_field(model: type[BaseModel], name: str) -> str:
-    """Returns the message for a field that the body does not have.  Another endpoint may have the field."""
+    """Returns the message for an unknown field, which another endpoint may have."""
     if model in BODY_MODELS_BY_PATH.values() and other_engines.keyword(name, model.model_fields, python=False) is None:
         for path, other in BODY_MODELS_BY_PATH.items():
             if name in other.model_fields and _refused_field(other, name) is None:
@@ -156,10 +156,10 @@ def _unknown_field(model: type[BaseModel], name: str) -> str:
 
 
 def _sibling_fields(model: type[BaseModel], where: Sequence[Any]) -> list[str]:
-    """Returns the fields, as a client writes them, of the object that has the unknown field `where`."""
+    """Returns the valid fields, as clients name them, of the object that has the unknown field at location `where`."""
     place = _place_of_error(model, where[:-1])
     inner = _models_in(place.owner.model_fields[place.name].annotation)
-    # If the field `type` chose the model, pydantic's location has its value before the unknown field.
+    # If the field `type` selects the model, pydantic's location has the type before the unknown field.
     typed = [m for m in inner if "type" in m.model_fields and where[-2] in get_args(m.model_fields["type"].annotation)]
     return list(dict.fromkeys(f.alias or name for m in typed or inner for name, f in m.model_fields.items()))
 
@@ -179,8 +179,8 @@ def _reason_of_error(error: Mapping[str, Any]) -> str:
 
 
 class ErrorPlace(NamedTuple):
-    """The place of an error.  owner: the innermost model around it.  name: the field of that model.  path: to the
-    field, as the client wrote it."""
+    """The place of an error in a body.  owner: the innermost model around the error.  name: the model's field.  path:
+    the names on the way to the field, as the client wrote them."""
 
     owner: type[BaseModel]
     name: str
@@ -204,13 +204,13 @@ def _place_of_error(model: type[BaseModel], where: Sequence[Any]) -> ErrorPlace:
 
 
 def _is_union(model: type[BaseModel], name: str) -> bool:
-    """Whether a field is a union.  pydantic then adds the name of the type to the error's location."""
+    """Returns whether a field is a union, for which pydantic adds the type's name to an error's location."""
     annotation = model.model_fields[name].annotation if name in model.model_fields else None
     return sum(kind is not type(None) for kind in _union_members(annotation)) > 1
 
 
 def _union_members(annotation: Any) -> list[Any]:
-    """Returns the members of a union, and of a union with a discriminator inside it."""
+    """Returns the members of a union.  Members of a nested union with a discriminator are included."""
     if get_origin(annotation) is Annotated:
         return _union_members(get_args(annotation)[0])
     if get_origin(annotation) in (Union, UnionType):

@@ -1,7 +1,7 @@
 """One HTTP/1 connection: h11 reads requests, and the ASGI application runs once for each request.
 
-A request's head is checked before h11 reads it: h11 accepts more than this server, and is slow for many lines.
-`Upgrade` is ignored (RFC 9110, section 7.8).  Data that is refused before it becomes a request gets one log line.
+A request's head is checked before h11 parses it, because h11 accepts more than this server, and is slow for many lines.
+`Upgrade` is ignored (RFC 9110, section 7.8).  Data that is no request gets one log line.
 """
 
 import asyncio
@@ -29,35 +29,35 @@ MALFORMED_HTTP = (
     "send plain HTTP/1.1 (http://, not https://)"
 )
 HEAD_END = b"\r\n\r\n"
-# Matches the beginning of a request, as much of it as has arrived.
+# Matches the beginning of a request, of which only a part may have arrived.
 REQUEST_START = re.compile(rb"[A-Z-]{0,24}(?:\Z| (?:\Z|[^ \r\n]+(?:\Z| (?:HTTP/1\.[01]\r\n|[HTP/1.0\r]{0,9}\Z))))")
-# Matches a line feed alone, or a line that continues the line before.
+# Matches a line feed without carriage return, or a line that continues the line before.
 BAD_LINE = re.compile(rb"(?<!\r)\n|\r\n[ \t]")
 log = logging.getLogger("espalier.server")
-# Limit for the first line of a chunk, and for the trailers.  Chunked bodies are passed to h11 in pieces of this size.
+# The limit of a chunk's first line, and of the trailers.  h11 gets chunked bodies in pieces of this size.
 MAX_LINE_BYTES = 4096
-# If a body has more chunks, they must have MIN_CHUNK_BYTES on average: each costs the event loop 0.01 ms.
+# The chunks of a body with more chunks must have MIN_CHUNK_BYTES on average: each costs the event loop 0.01 ms.
 MAX_SMALL_CHUNKS = 4096
 MIN_CHUNK_BYTES = 32
-# Limit for one body.  More bytes wait in the socket until the application has read some.
+# The most unread bytes of one body.  More bytes wait in the socket until the application reads.
 MAX_UNREAD_BYTES = 65536
 STATUS_LINES = MappingProxyType(
     {each.value: f"HTTP/1.1 {each.value} {each.phrase}\r\n".encode() for each in HTTPStatus}
 )
 LAST_CHUNK = b"0\r\n\r\n"
 CONTINUE_RESPONSE = STATUS_LINES[100] + b"\r\n"
-# A half-closed connection is checked every HALF_CLOSED_CHECK_S.  Check FIRST_PROBE, and every CHECKS_PER_PROBE after
-# it, sends an interim response.
+# A half-closed connection is checked every HALF_CLOSED_CHECK_S seconds.  The FIRST_PROBE-th check sends an interim
+# response, and then every CHECKS_PER_PROBE-th check.
 HALF_CLOSED_CHECK_S = 0.1
 FIRST_PROBE = 3
 CHECKS_PER_PROBE = 100
 LINGER_S = 2.0
-# The key of the ASGI extension that holds the HttpExchange.  With it the application may write response parts at once.
+# The key of the ASGI extension that holds the HttpExchange, by which the application writes events at once.
 EXCHANGE_EXTENSION = "espalier.exchange"
 
 
 def check_head(data: bytes) -> int | None:
-    """Returns the length of the head at the start of the data, None if the head is not whole.  Raises ApiError."""
+    """Returns the length of the head at the start of the data; None if the head is incomplete.  Raises ApiError."""
     end = data.find(HEAD_END)
     head = data if end < 0 else data[: end + len(HEAD_END)]
     if len(head) > MAX_HEAD_BYTES:
@@ -86,12 +86,12 @@ def check_head(data: bytes) -> int | None:
 
 
 class Connection(asyncio.Protocol):
-    """One connection.  app: answers its requests.  connections: all open connections of the server.
+    """One HTTP/1 connection.  app: the ASGI application.  connections: all open connections of the server.
 
     A client that sends FIN after a whole request still gets its response.  FIN does not tell whether the client still
-    reads.  If the client is gone, data written to it causes a TCP reset.  So the connection writes the stream's events
-    or, before the response starts, interim responses.  FIN counts as a disconnect inside a request, on HTTP/1.0, which
-    has no interim responses, and if several requests are pipelined.
+    reads.  Data for a client that has gone causes a TCP reset.  So the connection writes the stream's events or, before
+    the response starts, interim responses.  In three cases FIN counts as a disconnect: inside a request, on HTTP/1.0,
+    which has no interim responses, and if several requests are pipelined.
     """
 
     transport: asyncio.Transport
@@ -100,7 +100,7 @@ class Connection(asyncio.Protocol):
         self.app = app
         self.connections = connections
         self.loop = asyncio.get_running_loop()
-        # The part of a request's head that has arrived.  Once the head is whole, h11 reads it.
+        # The part of a request's head that has arrived.  h11 parses the complete head.
         self.head = b""
         self.http: h11.Connection | None = None
         # The last request.
@@ -109,11 +109,11 @@ class Connection(asyncio.Protocol):
         self.can_write = asyncio.Event()
         self.can_write.set()
         self.is_half_closed = False
-        # True after an error for data that is not HTTP.  Nothing more is read then.
+        # True after the error response to data that is not HTTP.  Further data is not read.
         self.is_closing_after_error = False
-        # True if the response in progress is the last one.
+        # True if the connection ends after the response in progress.
         self.ends_after_response = False
-        # For Connections: since when no request is in progress; whether nothing came since the last response.
+        # For Connections: since when no request is in progress, and whether no data arrived since the last response.
         self.idle_since = self.loop.time()
         self.got_no_data_since_response = False
         self.num_written = 0
@@ -158,7 +158,7 @@ class Connection(asyncio.Protocol):
     # Reading
 
     def _receive_data(self, data: bytes) -> None:
-        """Read data that has come.  Send an error if it is not HTTP."""
+        """Handle received data.  Sends an error response to data that is not HTTP."""
         try:
             if not self.is_closing_after_error:
                 self._pass_to_h11(data)
@@ -170,7 +170,7 @@ class Connection(asyncio.Protocol):
             self._send_error_and_close(ApiError(431, why) if too_large else ApiError(400, MALFORMED_HTTP))
 
     def _pass_to_h11(self, data: bytes) -> None:
-        """Pass data to h11.  h11 limits only a line whose end has not arrived, so chunked data is passed in pieces."""
+        """Pass data to h11.  Chunked data is passed in pieces, because h11 limits only incomplete lines."""
         while True:
             is_chunked = self.http is not None and self.exchange is not None and self.exchange.is_chunked
             size = MAX_LINE_BYTES if is_chunked else len(data)
@@ -184,7 +184,7 @@ class Connection(asyncio.Protocol):
                 return
 
     def _handle_arrived_requests(self) -> None:
-        """Handle the requests and body parts that have arrived.  Raises ApiError, or h11's errors."""
+        """Handle the requests and body parts that h11 has parsed.  Raises ApiError, or h11's errors."""
         while not (self.is_closing_after_error or self.transport.is_closing()):
             if self.http is None and not self._begin_request():
                 return
@@ -204,7 +204,7 @@ class Connection(asyncio.Protocol):
                     self._reset_for_next_request()
 
     def _begin_request(self) -> bool:
-        """Start a request if its whole head has arrived.  Returns whether it has.  Raises ApiError."""
+        """Start a request if its complete head has arrived, and return whether it was started.  Raises ApiError."""
         self.head = self.head.lstrip(b"\r\n")
         end = check_head(self.head)
         if end is None:
@@ -243,7 +243,7 @@ class Connection(asyncio.Protocol):
         return self.exchange is None or self.exchange.is_ended or self.exchange.more_body
 
     def _disconnect(self) -> None:
-        """Tell the application that the client will read nothing more of its response."""
+        """Tell the application that the client does not read any more."""
         if self.exchange is not None and not self.exchange.is_ended:
             self.exchange.is_disconnected = True
             self.exchange.state_changed.set()
@@ -257,7 +257,7 @@ class Connection(asyncio.Protocol):
     def response_ended(self, exchange: "HttpExchange") -> None:
         self.idle_since, self.got_no_data_since_response = self.loop.time(), True
         self.connections.mark_idle(self)
-        # After FIN the client sends no further request.
+        # A client that has sent FIN sends no further request.
         if self.ends_after_response or self.is_half_closed or not exchange.keeps_alive:
             self.transport.close()
             return
@@ -267,7 +267,7 @@ class Connection(asyncio.Protocol):
             self._receive_data(b"")
 
     def end(self) -> None:
-        """Close the connection after the response in progress, or now if there is none."""
+        """Close the connection after the response in progress, or now if no response is in progress."""
         self.ends_after_response = True
         if self.is_idle:
             self.transport.close()
@@ -281,14 +281,13 @@ class Connection(asyncio.Protocol):
             self.transport.abort()
             return
         if not exchange.is_started and count % CHECKS_PER_PROBE == FIRST_PROBE:
-            # RFC 9110, section 15.2: a client ignores interim responses that it did not ask for, whatever their number.
+            # A client ignores any number of interim responses that it did not request (RFC 9110, section 15.2).
             self.write(CONTINUE_RESPONSE)
         self.loop.call_later(HALF_CLOSED_CHECK_S, self._check_half_closed, count + 1)
 
     def _send_error_and_close(self, error: ApiError) -> None:
-        """Send an error and close, unless a response to an unfinished request has started on this connection.
-
-        The client would read a second response as the next request's.
+        """Send an error and close.  If a response has started, only close: the client would take the error for its next
+        response.
         """
         exchange = self.exchange
         if exchange is None or not exchange.is_started or (exchange.is_ended and not exchange.more_body):
@@ -298,7 +297,7 @@ class Connection(asyncio.Protocol):
             self.transport.close()
 
     def _close_after_error(self) -> None:
-        """Close for writing, but read for LINGER_S: if a client still sends, a TCP reset would destroy the response."""
+        """Close for writing, and read for LINGER_S: a TCP reset while the client sends would destroy the response."""
         self.is_closing_after_error = True
         # Nothing may be written after the error.
         self._disconnect()
@@ -307,16 +306,16 @@ class Connection(asyncio.Protocol):
 
 
 class HttpExchange:
-    """One request and its response: what the application receives and sends.
+    """One request and its response, with the `receive` and `send` of the ASGI application.
 
-    more_body: the request has not arrived whole.  is_started, is_ended: whether the response has.  keeps_alive: another
-    request may follow on the connection.
+    more_body: a part of the request's body is still missing.  is_started, is_ended: the state of the response.
+    keeps_alive: another request may follow on the connection.
     """
 
     def __init__(self, connection: Connection, request: h11.Request):
         headers = dict(request.headers)
         if b"content-length" in headers and b"transfer-encoding" in headers:
-            # The two headers may disagree: a proxy may find the body's end by the other one.
+            # The two headers may disagree about the body's end, and a proxy may trust the other header.
             raise ApiError(400, MALFORMED_HTTP)
         self.connection = connection
         self.scope = _scope_of(request, connection.transport)
@@ -340,7 +339,7 @@ class HttpExchange:
         self.awaits_continue = False
         if self.num_chunks > MAX_SMALL_CHUNKS and self.num_body_bytes < MIN_CHUNK_BYTES * self.num_chunks:
             raise ApiError(400, f"{MAX_SMALL_CHUNKS} chunks of less than {MIN_CHUNK_BYTES} bytes; send larger ones")
-        # The rest of a body that was refused is read and dropped.
+        # After the response, the rest of the body is dropped.
         if not self.is_ended:
             self.body += data.data
             self.state_changed.set()
@@ -364,12 +363,12 @@ class HttpExchange:
         return {"type": "http.disconnect"}
 
     async def send(self, message: Message) -> None:
-        """Sends a message, as ASGI defines.  Waits until the client has read enough to be sent more, or is gone."""
+        """Sends a message, as ASGI defines.  Waits until the client has read enough, or has disconnected."""
         await self.connection.can_write.wait()
         if self.is_disconnected or self.is_ended:
             return
         if message["type"] == "http.response.start":
-            # The head is kept for the first part of the body, so that both leave in one packet.
+            # The head is sent with the body's first part, so that both are one packet.
             self.head, self.is_started = self._head_of(message), True
             return
         data, self.head = self.head + self._as_chunk(message.get("body", b"")), b""
@@ -393,12 +392,12 @@ class HttpExchange:
 
     @property
     def client_keeps_up(self) -> bool:
-        """Whether data that is written now leaves at once, or soon."""
+        """Whether written data is sent at once or soon, because the client reads."""
         connection = self.connection
         return not self.is_disconnected and connection.can_write.is_set() and not connection.transport.is_closing()
 
     def write(self, data: bytes) -> None:
-        """Write a middle part of a body: `send` has sent the first part, and will send the last."""
+        """Write a part of the body.  `send` must send the first part and the last part."""
         self.connection.write(self._as_chunk(data))
 
     def _as_chunk(self, data: bytes) -> bytes:
@@ -410,7 +409,7 @@ class HttpExchange:
 def _scope_of(request: h11.Request, transport: asyncio.Transport) -> Scope:
     target = request.target
     if not target.startswith((b"/", b"*")):
-        # A client of a proxy sends the whole URL (RFC 9112, section 3.2.2).
+        # The target of a request for a proxy is a whole URL (RFC 9112, section 3.2.2).
         url = urlsplit(target)
         target = (url.path or b"/") + (b"?" + url.query if url.query else b"")
     raw_path, _, query = target.partition(b"?")
@@ -432,7 +431,7 @@ def _scope_of(request: h11.Request, transport: asyncio.Transport) -> Scope:
 
 
 def _host_and_port(name: Any) -> tuple[str, int] | None:
-    """Returns host and port; None for a Unix socket."""
+    """Returns (host, port) of a socket's name; None for a Unix socket."""
     return (name[0], name[1]) if isinstance(name, tuple) else None
 
 
@@ -441,7 +440,7 @@ def _head_bytes(status: int, headers: Iterable[tuple[bytes, bytes]]) -> bytes:
 
 
 def _error_bytes(error: ApiError, transport: asyncio.Transport) -> bytes:
-    """Returns the whole response, with a new request id.  Restores the id of a request that ends in this context."""
+    """Returns the whole error response, with a new request id.  The context's own request id is restored."""
     before = request_id.set(new_request_id())
     log.info("refused HTTP from %s: %d: %s", address_of(transport), error.status_code, error.detail)
     response, own = error.response(), [(b"x-request-id", request_id.get().encode()), (b"connection", b"close")]

@@ -1,4 +1,4 @@
-"""Prometheus metrics: counters of the front, and the engine process's values from its last report."""
+"""Prometheus metrics: the front's counters, and the values in the engine process's last report."""
 
 import time
 from bisect import bisect_left
@@ -21,7 +21,7 @@ ABORT_BUCKETS = (1, 2, 3, 4, 8)
 
 
 class Metrics:
-    """The metrics of one server.  Each server has its own registry, so that one process can hold several servers.
+    """The metrics of one server.  Each server has its own registry, because one process may have several servers.
 
     engines: the engine of each model.
     """
@@ -69,7 +69,7 @@ class Metrics:
 
 @dataclass(eq=False)
 class SingleThreadCounter(Collector):
-    """A counter for one thread.  The counter of prometheus_client takes a lock at each call."""
+    """A counter without a lock, for use by one thread.  The counter of prometheus_client takes a lock at each call."""
 
     name: str
     about: str
@@ -80,7 +80,7 @@ class SingleThreadCounter(Collector):
 
 
 class WeightedHistogram(Collector):
-    """A histogram that counts equal values in one call.  That of prometheus_client needs one call for each value.
+    """A histogram that counts many equal values in one call.  prometheus_client's histogram counts one value a call.
 
     limits: upper limits of the buckets, in order.
     """
@@ -198,8 +198,8 @@ def _abort_steps_metric(steps: Mapping[int, int]) -> Metric:
 
 
 def _histogram(name: str, about: str, limits: Sequence[float], counts: Sequence[int], total: float) -> Metric:
-    """A histogram metric.  limits: upper limits of all buckets but the last, which has none; counts: the values in each
-    bucket; total: the sum of all values."""
+    """Returns a histogram metric.  limits: the upper limit of each bucket except the last, which has no limit.  counts:
+    the number of values in each bucket.  total: the sum of all values."""
     labels = [*(str(float(limit)) for limit in limits), "+Inf"]
     buckets = list(zip(labels, accumulate(counts), strict=True))
     return HistogramMetricFamily(f"espalier_{name}", about, buckets=buckets, sum_value=total)

@@ -1,6 +1,7 @@
-"""The request bodies: OpenAI's fields with the messages of a conversation, and the fields of SamplingParams.
+"""The request bodies of completions, chats and tokenization: OpenAI's fields, and the fields of SamplingParams.
 
-fields.py defines how a field is declared, and which fields have no effect.  These models make docs/server.md's tables.
+fields.py defines how fields are declared, and which have no effect.  docs/server.md's tables are made from these
+models.
 """
 
 import types
@@ -40,7 +41,7 @@ TokenIds = Annotated[list[int], FAIL_FAST]
 MAX_METADATA = 16
 MAX_TEMPLATE_KWARGS = 64
 TemplateKwargs = Annotated[dict[str, Any], limit_entries(MAX_TEMPLATE_KWARGS)]
-# JSON keys are strings, so the key's type is not strict.
+# The key's type is not strict, because JSON keys are strings.
 LogitBias = Annotated[dict[Annotated[int, Field(strict=False)], float], limit_entries(MAX_BIAS)]
 
 
@@ -56,14 +57,14 @@ def _join_text_parts(content: str | list[TextPart]) -> str:
 
 
 class FunctionCall(Body):
-    """arguments: JSON as text.  Those of a call that was cut off are no JSON, and come back all the same."""
+    """The called function.  arguments: JSON text.  The text of a call that was cut off is accepted too."""
 
     name: str
     arguments: str | None = None
 
 
 class ToolCall(Body):
-    """A tool call in an earlier assistant message."""
+    """A tool call in an assistant message of the conversation."""
 
     id: str | None = None
     type: Literal["function"] = "function"
@@ -107,7 +108,7 @@ class Message(Body):
     @model_validator(mode="before")
     @classmethod
     def _check_content(cls, value: Any) -> Any:
-        """Refuse a message without content, unless it has tool_calls."""
+        """Refuse a message that has neither content nor tool_calls."""
         if isinstance(value, dict) and "content" not in value and not value.get("tool_calls"):
             raise ValueError("content is missing; give text, or null for none")
         return value
@@ -123,7 +124,7 @@ class Message(Body):
         return _join_text_parts(self.content or self.refusal or "")
 
     def join_parts(self) -> None:
-        """Replace the parts of the content by their text."""
+        """Replace a list of text parts by the joined text."""
         if isinstance(self.content, list):
             for name in CACHE_CONTROL_FIELDS:
                 marks = [mark for part in self.content if (mark := getattr(part, name)) is not None]
@@ -132,7 +133,7 @@ class Message(Body):
             self.content = self.text
 
     def for_template(self) -> dict[str, Any]:
-        """Returns the message in the form that chat templates read.  Arguments of calls are text."""
+        """Returns the message as a dict for chat templates.  The arguments of calls stay JSON text."""
         turn: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": self.text}
         if self.tool_calls:
             turn["tool_calls"] = [call.for_template() for call in self.tool_calls]
@@ -150,7 +151,7 @@ def _json_type(annotation: Any) -> Any:
     return LogitBias if get_origin(annotation) is Mapping else annotation
 
 
-# The engine honours these fields.  Their descriptions are the help texts in espalier/request.py.
+# The fields of SamplingParams.  Their descriptions are the help texts in espalier/request.py.
 SAMPLING_FIELDS: Mapping[str, Any] = {
     f.name: (_json_type(f.type), Field(None, description=f.metadata["help"])) for f in SPELLED_ALIKE
 }
@@ -163,9 +164,9 @@ SamplingAndHints: Any = create_model("SamplingAndHints", __base__=Sampling, **HI
 
 @lru_cache(maxsize=256)
 def _shared_params(values: frozenset[tuple[str, Any]]) -> SamplingParams:
-    """Returns one shared object for equal values: checking a new object takes as long as reading the body.
+    """Returns one shared object for equal values, because checking a new object takes as long as parsing the body.
 
-    Each field has values of one type, so values that compare equal are the same value.
+    Each field has only one type, so equal values have the same meaning.
     """
     return SamplingParams(**dict(values))
 
@@ -179,7 +180,7 @@ class StreamOptions(Body):
 
 
 class CommonFields(Body):
-    """The fields that all endpoints share which generate."""
+    """The fields that all generating endpoints share."""
 
     model: str = Field(description="a name from /v1/models")
     stream: bool | None = Field(None, description="send tokens as server-sent events while they are generated")
@@ -192,7 +193,7 @@ class CommonFields(Body):
 
 
 class ToolFields(Body):
-    """The fields of tools, in chat completions and responses."""
+    """The fields about tools that chat completions and responses share."""
 
     tools: Annotated[list[dict[str, Any]], FAIL_FAST, Field(max_length=MAX_TOOLS)] | None = Field(
         None, description="functions that the model may call, passed to the chat template"
@@ -228,11 +229,11 @@ class GenerationRequest(SamplingAndHints, GrammarFields, CommonFields):
 
     @property
     def output_limit_field(self) -> str:
-        """The name of the output limit that the client sent."""
+        """The name of the field with which the client limits the output."""
         return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
 
     def sampling(self, **values: Any) -> SamplingParams:
-        """Returns SamplingParams from the fields of the same names.  values: fields that the endpoint renames."""
+        """Returns SamplingParams from the body's fields.  values: fields with other names at this endpoint."""
         given = {name: getattr(self, name) for name in self.model_fields_set if name in SAMPLING_FIELDS}
         if self.max_completion_tokens is not None:
             given["max_tokens"] = self.max_completion_tokens
@@ -248,7 +249,7 @@ class GenerationRequest(SamplingAndHints, GrammarFields, CommonFields):
             raise EspalierError("stream_options needs stream=true; set it, or leave stream_options out")
         if self.prompt_logprobs is not None and self.stream:
             raise EspalierError("prompt_logprobs are not streamed; leave stream out")
-        # Checked here so that the error has the name that the client sent; resolve checks the value as max_tokens.
+        # This check names the client's field in errors.  Without it, resolve would name max_tokens.
         require_int("max_completion_tokens", self.max_completion_tokens, 1, MAX_COUNT, optional=True)
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
             raise EspalierError("max_tokens and max_completion_tokens are the same limit but differ; send only one")
@@ -283,7 +284,7 @@ class CompletionRequest(GenerationRequest):
         return self.sampling(prompt_logprobs=max(self.logprobs, self.prompt_logprobs or 0))
 
     def prompts(self) -> list[str | list[int]]:
-        """Returns one entry per prompt.  Raises EspalierError if there is none."""
+        """Returns the prompts.  Raises EspalierError for an empty list."""
         if isinstance(self.prompt, str) or (self.prompt and isinstance(self.prompt[0], int)):
             return [self.prompt]
         if not self.prompt:
@@ -292,7 +293,7 @@ class CompletionRequest(GenerationRequest):
 
 
 class ChatTemplateFields(Body):
-    """The fields of ChatOptions that say how a conversation becomes a prompt."""
+    """The fields of ChatOptions, which define how the chat template turns messages into a prompt."""
 
     chat_template_kwargs: TemplateKwargs | None = Field(
         None,
@@ -312,7 +313,7 @@ class ChatTemplateFields(Body):
 
 
 class Prediction(Body):
-    """A client's guess of the answer."""
+    """The client's prediction of the answer, for speculative decoding."""
 
     type: Literal["content"]
     content: str | Annotated[list[TextPart], FAIL_FAST] = Field(description="text, or a list of text parts, joined")
@@ -355,7 +356,7 @@ class ChatRequest(ToolFields, ChatTemplateFields, GenerationRequest):
 
     @model_validator(mode="after")
     def _remove_cache_fields(self) -> "ChatRequest":
-        """Remove cache marks from the tools, because the chat template would show them."""
+        """Remove fields about caching from the tools, because the chat template would show them to the model."""
         tools = self.tools or []
         self._removed_cache_fields = [
             name for name in CACHE_CONTROL_FIELDS if any(_has_cache_field(tool, name) for tool in tools)
@@ -368,7 +369,7 @@ class ChatRequest(ToolFields, ChatTemplateFields, GenerationRequest):
         super().check()
         if self.top_logprobs and not self.logprobs:
             raise EspalierError("top_logprobs needs logprobs=true; set it, or leave top_logprobs out")
-        # Checked here so that the error has the name that the client sent; resolve checks the value as logprobs.
+        # This check names the client's field in errors.  Without it, resolve would name logprobs.
         require_int("top_logprobs", self.top_logprobs, 0, MAX_LOGPROBS, optional=True)
 
     def params(self) -> SamplingParams:
@@ -382,7 +383,7 @@ class ChatRequest(ToolFields, ChatTemplateFields, GenerationRequest):
         return {**options, "tools": self.tools, "add_special_tokens": self.add_special_tokens}
 
     def checked_tool_use(self) -> RequestTools:
-        """Returns the tools that the model may call.  Raises EspalierError."""
+        """Returns the request's checked tools and tool_choice.  Raises EspalierError."""
         return checked_tools(self.tools, self.tool_choice, self.parallel_tool_calls)
 
     def fields_without_effect(self) -> list[str]:
@@ -396,7 +397,7 @@ def _has_cache_field(tool: dict[str, Any], mark: str) -> bool:
 
 
 def _without_cache_fields(tool: dict[str, Any]) -> dict[str, Any]:
-    """Returns a copy of a tool without cache marks, which may stand beside its function or inside it."""
+    """Returns a copy of a tool without the fields about caching, which may be beside `function` or inside it."""
     return {
         name: _without_cache_fields(value) if name == "function" and isinstance(value, dict) else value
         for name, value in tool.items()

@@ -1,10 +1,10 @@
-"""The interface of a front to the engines of one model, and the messages between a front and an engine process.
+"""The interface `Engines` of a front to a model's engines, and the messages between front and engine process.
 
 The messages are typed structs, encoded with msgpack, one per ZeroMQ frame.  ResolvedParams, OutputChunk, Usage and
-SpeculationStats are sent as they are, so no field is declared twice.  Log-probabilities are sent as rows of numbers
+SpeculationStats are parts of messages, so no field is declared twice.  Log-probabilities are sent as rows of numbers
 (espalier/logprobs.py).  The front binds a PAIR socket and starts the engine process, which connects to the socket.
 
-client.EngineClient is one engine in its own process; serve_ray/pool.py:EnginePool is several engines behind Ray Serve.
+Two classes implement Engines: client.EngineClient with one engine process, and serve_ray/pool.py:EnginePool.
 """
 
 import asyncio
@@ -28,8 +28,8 @@ SHUTTING_DOWN = "the server is shutting down"
 class Start(msgspec.Struct, tag=True):
     """The first message from the front.
 
-    settings: what the worker loads; for a model, the keywords of EngineConfig.  heartbeat_s: seconds between messages
-    of an idle engine.  learn: the fields of LearnConfig, None for an engine that does not learn.
+    settings: plain values of what the worker loads; for a model, the keywords of EngineConfig.  heartbeat_s: seconds
+    between messages of an idle engine.  learn: the fields of LearnConfig; None for an engine without online learning.
     """
 
     settings: dict[str, Any]
@@ -40,11 +40,11 @@ class Start(msgspec.Struct, tag=True):
 
 
 class SubmittedPrompt(msgspec.Struct):
-    """A prompt with n samples.
+    """A prompt, of which the engine generates n samples.
 
-    detokenize: the engine process makes the text, which stop strings need.  client: the client's name; the prompts of
-    several clients take turns.  streamed: whether the client reads tokens as they come.  private: the engine does not
-    learn from this prompt and its output.
+    detokenize: the engine process makes the text, as stop strings need it.  client: the client's name, for fair order
+    among clients.  streamed: whether the client gets a stream.  private: online learning must not use this prompt and
+    its output.
     """
 
     name: str
@@ -57,7 +57,7 @@ class SubmittedPrompt(msgspec.Struct):
     private: bool = False
 
     def for_prompts(self, prompts: Sequence[list[int]], first: int) -> "list[SubmittedPrompt]":
-        """Returns a copy for each prompt.  Its name ends with the prompt's number, counted from `first`."""
+        """Returns a copy for each prompt.  The copy's name ends with the prompt's number, counted from `first`."""
         named = ((f"{self.name}-{number}", prompt) for number, prompt in enumerate(prompts, first))
         return [msgspec.structs.replace(self, name=name, prompt=prompt) for name, prompt in named]
 
@@ -69,13 +69,13 @@ class SubmitPrompts(msgspec.Struct, tag=True):
 
 
 class AbortPrompt(msgspec.Struct, tag=True):
-    """End all samples of one prompt.  name: of its SubmittedPrompt.  Ignored if they have ended: the messages may cross."""
+    """Ends all samples of a prompt, by the name of its SubmittedPrompt.  Ignored if the samples have ended."""
 
     name: str
 
 
 class Shutdown(msgspec.Struct, tag=True):
-    """Makes the engine process exit at once.  The front has drained before, or does not wait."""
+    """Makes the engine process exit at once, without waiting for running requests."""
 
 
 ToEngine = Start | SubmitPrompts | AbortPrompt | Shutdown
@@ -91,7 +91,7 @@ class EngineReady(msgspec.Struct, tag=True):
 class PromptRefused(msgspec.Struct, tag=True):
     """Reports a prompt that the engine refused.
 
-    name: of its SubmittedPrompt.  error: the reason.  busy: the prompt may run if the front submits it again later.
+    name: the name of the SubmittedPrompt.  error: the reason.  busy: the engine may accept the same prompt later.
     """
 
     name: str
@@ -100,7 +100,7 @@ class PromptRefused(msgspec.Struct, tag=True):
 
 
 class OutputPart(msgspec.Struct, array_like=True):
-    """An output chunk of one sample.  usage, speculation: the sample's totals, set only with its last chunk."""
+    """An output chunk of one sample.  usage, speculation: the sample's totals, set only in its last chunk."""
 
     name: str
     output: OutputChunk
@@ -109,13 +109,13 @@ class OutputPart(msgspec.Struct, array_like=True):
 
 
 class EngineReport(msgspec.Struct):
-    """The engine's state.
+    """The engine's counters and gauges for /metrics.
 
     harvests: engine steps so far.  pages_owned: pages of running requests that are not in the prefix cache.  rounds:
-    (bucket, whether a CUDA graph ran them, number of rounds).  trees: (sizes of a tree, number of rounds).
+    (batch bucket, whether a CUDA graph was used, number of rounds).  trees: (sizes of a tree, number of rounds).
     tree_changes: TreeChooser.num_changes.  by_source: rows of GuessSources.by_source by name.  abort_steps: for each
-    abort that was completed since the last report, the engine steps from its arrival to the release of its pages.
-    learning: None if the engine does not learn.
+    abort since the last report, the engine steps from the abort's arrival to the release of the pages.  learning: None
+    without online learning.
     """
 
     harvests: int = 0
@@ -136,7 +136,7 @@ class EngineReport(msgspec.Struct):
 
 
 class StepOutput(msgspec.Struct, tag=True):
-    """The output of one engine step.  Without parts, the message is a heartbeat.
+    """The output of one engine step.  A message without parts is a heartbeat.
 
     report: None if the engine is busy and the last report is younger than worker.REPORT_S.
     """
@@ -148,7 +148,7 @@ class StepOutput(msgspec.Struct, tag=True):
 class EngineFailed(msgspec.Struct, tag=True):
     """The last message of an engine process that cannot go on.
 
-    refused: the cause is wrong settings, not the engine.
+    refused: the engine refused its settings; a new process would refuse them too.
     """
 
     error: str
@@ -159,7 +159,7 @@ FromEngine = EngineReady | PromptRefused | StepOutput | EngineFailed
 
 
 def _encode_logprobs(value: Any) -> Any:
-    """Returns log-probabilities as bytes: the front builds the objects, not the engine process."""
+    """Returns the rows of log-probabilities as bytes.  The front, not the engine process, builds objects from them."""
     if isinstance(value, TokenLogprobs):
         rows = value.joined()
         return value.of_prompt, rows.shape[1], rows.tobytes()
@@ -177,11 +177,11 @@ decode_from_engine = msgspec.msgpack.Decoder(FromEngine, dec_hook=_decode_logpro
 
 
 class EngineGone(Exception):
-    """There is no engine process.  Raised to requests in flight and to new requests."""
+    """The engine process has ended.  Requests in flight and new requests raise this error."""
 
 
 class EngineBusy(EspalierError):
-    """An engine does not take a prompt now.  It may take the same prompt later."""
+    """The engine refuses a prompt now, but may accept the same prompt later."""
 
 
 def refusal_error(refused: PromptRefused) -> EspalierError:
@@ -190,10 +190,10 @@ def refusal_error(refused: PromptRefused) -> EspalierError:
 
 @dataclass
 class EngineFigures:
-    """The figures of one engine for /metrics.
+    """The metrics of one engine process, for /metrics.
 
-    labels: distinguish the engine from other engines; {} if there is one.  up: whether the engine is ready.
-    num_restarts: engine processes started after the first.  abort_steps: how many aborts took each number of steps.
+    labels: distinguish the engine from others; {} for a single engine.  up: whether the engine is ready.  num_restarts:
+    processes started after the first.  abort_steps: for each number of engine steps, how many aborts took so many.
     """
 
     labels: Mapping[str, str]
@@ -206,10 +206,10 @@ class EngineFigures:
 class Engines(Protocol):
     """The engines of one model.
 
-    facts: None until `start` has returned.  state: "ready", or one word that tells why no engine is ready.
-    unavailable_reason: the same as a sentence, "" if an engine is ready.  num_slots: how many samples all engines
-    together can run now.  max_slots: the same for the largest number of engines.  open_samples: queued or running, as
-    the front knows.
+    facts: None before `start` has returned.  state: "ready", or why no engine is ready, in one word.
+    unavailable_reason: the reason as a sentence; "" if an engine is ready.  num_slots: the most samples that all
+    engines together can run now.  max_slots: num_slots with the largest number of engines.  open_samples: the front's
+    samples that are queued or running.
     """
 
     @property
@@ -226,16 +226,16 @@ class Engines(Protocol):
     def open_samples(self) -> int: ...
 
     def require_running(self) -> None:
-        """Raises EngineGone if a prompt submitted now could not run."""
+        """Raises EngineGone if the engines cannot run prompts."""
 
     def submit(self, prompts: Sequence[list[int]], template: SubmittedPrompt) -> "Generation":
-        """Queue prompts.  template: settings of all prompts; its name begins each prompt's name.  Raises EngineGone."""
+        """Queue prompts.  template: their other fields; its name begins each prompt's name.  Raises EngineGone."""
 
     async def wait_until_sent(self) -> None:
-        """Return when all prompts queued so far are sent, after at least one turn of the event loop."""
+        """Wait until all queued prompts are sent, and for at least one iteration of the event loop."""
 
     def abort(self, generation: "Generation") -> None:
-        """AbortPrompt the samples that still run, and drop their output."""
+        """Abort the running samples and drop their output."""
 
     def figures(self) -> list[EngineFigures]: ...
 
@@ -246,14 +246,13 @@ class Engines(Protocol):
 class Generation:
     """The output of one HTTP request's prompts.
 
-    num_running: how many samples still run, by prompt name, in the order of the prompts.
+    num_running: the number of running samples by prompt name, in the order of the prompts.  The generation buffers
+    unread parts, at most max_tokens for each sample, so a slow reader does not block other requests.  The caller must
+    always call `close`, which aborts the running samples.
 
-    Unread parts are buffered here, at most max_tokens for each sample, so a slow reader does not block other requests.
-    The caller must close the generation in every case; that aborts the samples that still run.
-
-    listener: gets new parts while the reader of `parts` waits.  The reader is not woken, which would cost as much as
-    sending the parts.  The listener returns whether it took the parts; if not, the reader gets them.  The reader also
-    gets the last parts.
+    listener: called with new parts while the reader of `parts` waits, because waking the reader costs as much as
+    sending the parts.  The listener returns whether it took the parts.  The reader gets parts that it did not take, and
+    always the last parts.
     """
 
     def __init__(self, engines: "Engines", names: Sequence[str], samples: int):
@@ -272,10 +271,10 @@ class Generation:
     async def parts(self, deadline: float | None) -> AsyncIterator[list[OutputPart]]:
         """Yield the new parts, until all samples have ended.
 
-        deadline: a time on the event loop's clock.  Raises TimeoutError, EngineGone, or EspalierError if the engine
-        refuses a prompt (EngineBusy if a retry may succeed).
+        deadline: on the event loop's clock.  Raises TimeoutError, EngineGone, or EspalierError if the engine refuses a
+        prompt (EngineBusy if a retry may succeed).
         """
-        # One timer serves all waits: asyncio.timeout_at for each wait costs more than the rest of the loop.
+        # One timer for all waits, because asyncio.timeout_at for each wait would cost more than the rest of the loop.
         timer = None if deadline is None else asyncio.get_running_loop().call_at(deadline, self._expire)
         try:
             ended = False
@@ -304,17 +303,17 @@ class Generation:
         if part.output.finish_reason is not None:
             self.num_running[part.name] -= 1
         if self.error is not None:
-            # Earlier parts of this sample may be lost, so this part is useless.
+            # After an error, earlier parts may be missing, so this part is dropped.
             return
         self.unread.append(part)
         if self.listener is None or self.done:
             self.new_parts.set()
         elif len(self.unread) == 1:
-            # Parts of one message arrive in one turn of the event loop.  The next turn offers them together.
+            # All parts of a message arrive in one iteration of the event loop, and are offered together in the next.
             asyncio.get_running_loop().call_soon(self._offer_to_listener, self.listener)
 
     def _offer_to_listener(self, listener: Callable[[list[OutputPart]], bool]) -> None:
-        """Give the unread parts to the listener, or wake the reader."""
+        """Call the listener with the unread parts.  If the listener does not take them, wake the reader."""
         parts, self.unread = self.unread, []
         try:
             is_taken = self._is_waiting and not self.done and listener(parts)
@@ -327,7 +326,7 @@ class Generation:
             self.new_parts.set()
 
     def fail(self, error: Exception) -> None:
-        """End the reading with an error.  The samples run until `close`, so num_running still counts them."""
+        """Make the reader raise an error.  num_running still counts the samples, which run until `close`."""
         self.error = error
         self.new_parts.set()
 

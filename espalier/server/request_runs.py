@@ -1,6 +1,6 @@
-"""One request in progress: the engine's output becomes a whole response, or a stream of server-sent events.
+"""Runs one request: turns the engine's output into a whole response, or into a stream of server-sent events.
 
-When the request or the response ends, for any reason, samples that still run are aborted.
+When the request or the response ends, for any reason, running samples are aborted.
 """
 
 import asyncio
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
     from espalier.server.front import Front
 
 log = logging.getLogger("espalier.server")
-# A stream whose client does not read is ended this long after its deadline.
+# After the deadline, a stream whose client does not read is ended after this time.
 SEND_GRACE_S = 10.0
 
 
 class RequestRun:
-    """One request in progress.  deadline: a time on the event loop's clock."""
+    """One request in progress.  deadline: the request's time limit, on the event loop's clock; None for no limit."""
 
     def __init__(
         self, front: "Front", make_answer: Callable[[], Answer], generation: Generation, deadline: float | None
@@ -53,7 +53,7 @@ class RequestRun:
         return self.make_answer()
 
     def watch(self, http: Request) -> None:
-        """From now on, the client's disconnect ends the request with ClientDisconnect."""
+        """From now on, a disconnect of the client ends the request with ClientDisconnect."""
         self.disconnect_watch = asyncio.create_task(_wait_for_disconnect(http))
         self.disconnect_watch.add_done_callback(self._fail_if_client_left)
 
@@ -81,23 +81,23 @@ class RequestRun:
 
     @property
     def has_ended(self) -> bool:
-        """Whether all parts have come, without an error."""
+        """Whether the output is complete, and no error occurred."""
         return self.generation.done and self.generation.error is None
 
     def _events_of(self, parts: list[OutputPart]) -> bytes:
-        """Returns the events of the next parts.  Raises ApiError."""
+        """Returns the stream events of new parts.  Raises ApiError."""
         self._record_metrics(parts)
         events = self._unsent_opening + b"".join(
             [self.answer.event(self.prompt_index[part.name], part) for part in parts]
         )
         self._unsent_opening = b""
         if self.has_ended:
-            # The end is sent with the last tokens: a message to the client costs as much as many tokens.
+            # The closing events are sent with the last tokens, because each write to the client is expensive.
             events += b"".join([*map(self.answer.encode, self.answer.closing_chunks()), self.answer.end_event])
         return events
 
     def write_directly_to(self, exchange: HttpExchange) -> None:
-        """From now on, write events to the client as soon as they exist, as long as the client reads."""
+        """From now on, write each event to the connection at once, as long as the client reads."""
 
         def write(parts: list[OutputPart]) -> bool:
             if not exchange.client_keeps_up:
@@ -126,7 +126,7 @@ class RequestRun:
             raise bad_request(error) from None
 
     def _record_metrics(self, parts: list[OutputPart]) -> None:
-        """Measure the parts for /metrics.  Raises ApiError if a part has an error."""
+        """Count the parts in the metrics.  Raises ApiError if a part has an error."""
         metrics, now = self.metrics, asyncio.get_running_loop().time()
         for part in parts:
             output = part.output
@@ -161,10 +161,10 @@ async def _wait_for_disconnect(http: Request) -> None:
 
 
 class EventStream(StreamingResponse):
-    """The response of a run as server-sent events.  The first event exists already.  A later error is sent as an event.
+    """The streaming response of a run.  first: the first event.  A later error is sent as an event.
 
-    Waking this task for each event costs as much as the event.  So after the first event, the run writes events as soon
-    as they exist, if the HTTP server supports it (http1.EXCHANGE_EXTENSION) and the client reads.
+    Waking this task for each event costs as much as the event.  So after the first event, the run writes events
+    directly, if the HTTP server supports this (http1.EXCHANGE_EXTENSION) and the client reads.
     """
 
     def __init__(self, run: RequestRun, first: bytes, rest: AsyncIterator[bytes]):
@@ -175,7 +175,7 @@ class EventStream(StreamingResponse):
         self.ended = False
 
     async def _send_all(self, send: Send, exchange: HttpExchange | None) -> None:
-        """Send the response.  If the client leaves, the rest is dropped."""
+        """Send the response.  If the client disconnects, the rest is dropped."""
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         await send(_body_message(self.first))
         if exchange is not None:
@@ -183,7 +183,7 @@ class EventStream(StreamingResponse):
         is_last = False
         try:
             async for events in self.rest:
-                # The last events and the end of the response are one message.
+                # The last events and the end of the response are sent as one message.
                 is_last = self.run.has_ended
                 await send(_body_message(events, not is_last))
         except ClientDisconnect:
@@ -192,13 +192,13 @@ class EventStream(StreamingResponse):
             log.warning("the stream ended early: %s", error.detail)
             await send(_body_message(self._failure_event(error)))
         except Exception:
-            # Status 200 is already sent: without an error event, the client would think that the text is complete.
+            # Status 200 is already sent, so only an error event tells the client that the text is incomplete.
             log.exception("the stream failed")
             await send(_body_message(self._failure_event(ApiError(500, INTERNAL_ERROR))))
         self.ended = True
         if not is_last:
             await send(_body_message(b"", False))
-        # If several streams end together, all of them end before the first one is logged and counted.
+        # If several streams end together, end all of them before any is logged and counted.
         await asyncio.sleep(0)
 
     def _failure_event(self, error: ApiError) -> bytes:

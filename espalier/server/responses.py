@@ -1,4 +1,4 @@
-"""The body of POST /v1/responses, in its stateless form, and its conversion to the body of a chat completion."""
+"""The body of POST /v1/responses without stored state, and its conversion to the body of a chat completion."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,7 +24,7 @@ from espalier.server.fields import (
 from espalier.server.openai import HINT_FIELDS, MAX_METADATA, SAMPLING_FIELDS, ChatRequest, CommonFields, ToolFields
 
 INCLUDE_LOGPROBS, ENCRYPTED_REASONING = "message.output_text.logprobs", "reasoning.encrypted_content"
-# Fields of SamplingParams that this endpoint names differently, or does not have.
+# Fields of SamplingParams that have another name at this endpoint, or do not exist there.
 NOT_SHARED_FIELDS = ("n", "max_tokens", "logprobs", "prompt_logprobs")
 _sampling = {name: each for name, each in SAMPLING_FIELDS.items() if name not in NOT_SHARED_FIELDS}
 _Sampling: Any = create_model("ResponsesSampling", __base__=Body, **_sampling, **HINT_FIELDS)
@@ -32,7 +32,7 @@ SHARED_FIELDS = (
     *(*_sampling, *CommonFields.model_fields, "chat_template_kwargs", "top_logprobs"),
     *("tool_choice", "parallel_tool_calls"),
 )
-# Fields of a chat completion that this endpoint names differently.
+# Fields of a chat completion that have another name at this endpoint.
 RESPONSES_FIELD_NAMES: Mapping[str, str] = {
     "messages": "input",
     "max_completion_tokens": "max_output_tokens",
@@ -43,7 +43,7 @@ RESPONSES_FIELD_NAMES: Mapping[str, str] = {
 
 @contextmanager
 def renaming_error_fields() -> Iterator[None]:
-    """Makes errors of the chat completion name the fields as the client sent them to this endpoint."""
+    """Renames fields in errors of the chat completion to this endpoint's names."""
     try:
         yield
     except ApiError as error:
@@ -110,7 +110,7 @@ class ResponsesRequest(_Sampling, ToolFields, CommonFields):
         return super().fields_without_effect() + in_text + [f"input.{name}" for name in _no_effect_names(self.input)]
 
     def as_chat_request(self) -> ChatRequest:
-        """Returns the same request as a chat completion.  Raises EspalierError or ApiError."""
+        """Returns the request as the body of a chat completion.  Raises EspalierError or ApiError."""
         fields = {name: value for name in SHARED_FIELDS if (value := getattr(self, name)) is not None}
         fields["messages"] = messages_of(self.input, self.instructions)
         fields["max_completion_tokens"] = self.max_output_tokens
@@ -135,7 +135,7 @@ class ResponsesRequest(_Sampling, ToolFields, CommonFields):
 
 
 def _chat_tool(place: str, tool: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a tool in the form of chat completions, where the tool's fields are inside `function`."""
+    """Returns a tool in the form of chat completions, which have a tool's fields inside `function`."""
     if tool.get("type") != "function":
         raise EspalierError(f"{place}.type={shown(tool.get('type'))} is not supported; use 'function'")
     return {"type": "function", "function": _without_type(tool)}
@@ -145,21 +145,21 @@ def _without_type(value: Mapping[str, Any]) -> dict[str, Any]:
     return {name: each for name, each in value.items() if name != "type"}
 
 
-# For each type of item: its required fields and its optional fields.
+# By item type: (required fields, optional fields).
 ITEM_FIELDS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "message": (("role", "content"), ("id", "status", "phase")),
     "function_call": (("call_id", "name", "arguments"), ("id", "status")),
     "function_call_output": (("call_id", "output"), ("id", "status", "name")),
     "reasoning": ((), ("id", "summary", "content", "encrypted_content", "status")),
 }
-# Fields without effect of an item, or of a part.  phase: whether a message came before the answer or is the answer.
+# Fields without effect in an item or a content part.  phase: whether a message was commentary or the final answer.
 NO_EFFECT_ITEM_FIELDS = (*CACHE_CONTROL_FIELDS, "phase")
 MESSAGE_ROLES = ("user", "assistant", "system", "developer")
 TEXT_PART_TYPES = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 
 
 def _no_effect_names(given: str | Sequence[Mapping[str, Any]]) -> list[str]:
-    """Returns the names of the fields without effect in items or their parts."""
+    """Returns the names of the fields without effect in items or their content parts."""
     items = [] if isinstance(given, str) else given
     parts = [part for item in items for part in _text_parts_of(item)]
     return [name for name in NO_EFFECT_ITEM_FIELDS if any(each.get(name) is not None for each in (*items, *parts))]
@@ -171,7 +171,7 @@ def _text_parts_of(item: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def messages_of(given: str | Sequence[Mapping[str, Any]], instructions: str | None) -> list[dict[str, Any]]:
-    """Returns the messages of an input.  Items of one answer become one message.  Raises EspalierError."""
+    """Returns the input as chat messages.  Items of one answer become one message.  Raises EspalierError."""
     messages: list[dict[str, Any]] = [{"role": "system", "content": instructions}] if instructions else []
     if isinstance(given, str):
         return [*messages, {"role": "user", "content": given}]
@@ -194,13 +194,13 @@ def messages_of(given: str | Sequence[Mapping[str, Any]], instructions: str | No
 
 
 def _checked_item_type(place: str, item: Mapping[str, Any]) -> str:
-    """Returns an item's type, after checking that the item's fields belong to the type.  Raises EspalierError."""
+    """Check an item's fields and return its type.  Raises EspalierError."""
     kind = item.get("type", "message" if "role" in item else None)
     if not isinstance(kind, str) or kind not in ITEM_FIELDS:
         raise EspalierError(f"{place}.type={shown(kind)} is not supported; use {', '.join(ITEM_FIELDS)}")
     needed, optional = ITEM_FIELDS[kind]
     for name in item:
-        # If OpenAI's client sends an item back, it writes all fields of the item, most of them null.
+        # OpenAI's client sends items of earlier answers with all fields, most of them null.
         if item[name] is not None and name not in ("type", *needed, *optional, *CACHE_CONTROL_FIELDS):
             raise unknown_name(place, name, (*needed, *optional))
     for name in needed:
@@ -214,7 +214,7 @@ def _checked_item_type(place: str, item: Mapping[str, Any]) -> str:
 
 
 def _add_to_answer(messages: list[dict[str, Any]], place: str, kind: str, item: Mapping[str, Any]) -> None:
-    """Add an item of the assistant to its last message, or to a new message if the order requires it."""
+    """Add an assistant's item to the last message, or to a new message if the order of items requires a new message."""
     last = messages[-1] if messages and messages[-1]["role"] == "assistant" else None
     if last is None or _begins_message(last, kind):
         messages.append(last := {"role": "assistant", "content": None})
@@ -228,7 +228,7 @@ def _add_to_answer(messages: list[dict[str, Any]], place: str, kind: str, item: 
 
 
 def _is_repeated_by_next(item: Mapping[str, Any], place: str, following: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether an item is a call that was cut off and the next item has its text.  place: where the item is."""
+    """Returns whether an item is a cut-off call whose text is in the next item too.  place: the item's, for errors."""
     if item.get("type") != "function_call" or item.get("status") != "incomplete":
         return False
     messages = (each for each in following if each.get("role") == "assistant")
@@ -236,7 +236,7 @@ def _is_repeated_by_next(item: Mapping[str, Any], place: str, following: Sequenc
 
 
 def _begins_message(message: Mapping[str, Any], kind: str) -> bool:
-    """Whether an item of this type begins a new message: if `message` has such an item already, or a later one."""
+    """Returns whether an item of this type begins a new message, because `message` has such an item or a later one."""
     has_content = message["content"] is not None or "tool_calls" in message
     return (kind == "message" and has_content) or (
         kind == "reasoning" and (has_content or "reasoning_content" in message)
@@ -244,7 +244,7 @@ def _begins_message(message: Mapping[str, Any], kind: str) -> bool:
 
 
 def _joined_text(place: str, content: Any) -> str:
-    """Returns text, or the joined text parts.  Raises EspalierError."""
+    """Returns an item's content as one text: text parts are joined.  Raises EspalierError."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):

@@ -1,7 +1,7 @@
-"""Starts the server, and ends it on a signal.
+"""Starts the server, and stops it after a signal.
 
-SIGTERM drains: running requests finish, for at most drain_timeout_s, and new requests are refused.  SIGINT ends running
-requests with an error.  A second signal of either kind, or the end of the last engine process, ends draining at once.
+SIGTERM drains: running requests finish within drain_timeout_s, and new requests are refused.  SIGINT ends running
+requests with an error.  A second signal, or the end of the last engine process, ends draining at once.
 """
 
 import asyncio
@@ -34,17 +34,17 @@ from espalier.startup.checkpoints import BUNDLED, BUNDLED_FILES
 from espalier.tokenizer_files import tokenizer_class
 
 log = logging.getLogger("espalier.server")
-# Limit, in seconds, for sending pending output to clients at shutdown.
+# The time limit for sending pending output to clients at shutdown.
 CLOSE_TIMEOUT_S = 5
-# A client that reads nothing for this many seconds loses its connection, at shutdown and while draining.
+# A client that reads nothing for this time is disconnected: at shutdown, and while draining.
 MAX_STALL_AT_CLOSE_S = 1.0
 MAX_STALL_AT_DRAIN_S = 5.0
 GC_THRESHOLD = 20_000
-# Whether the template process starts before the first conversation.
+# Whether the template process starts before the first chat request.
 PRESTARTS_TEMPLATE_PROCESS = True
-# Bytes that the system may buffer for a client that has not read them.
+# The most bytes that the system buffers for a slow client.
 MAX_UNSENT_BYTES = 65536
-# How many connections may wait to be accepted.
+# The most connections that may wait to be accepted.
 ACCEPT_BACKLOG = 2048
 
 
@@ -59,8 +59,8 @@ BOOLEAN_OPTIONS = ("strict_fields", "allow_special_tokens_in_messages", "log_jso
 class ServeOptions:
     """Settings of a server process.
 
-    port: 0 chooses a free port, which the log shows.  send_timeout_s: how long a client may read nothing, None for no
-    limit.  batch_dir: the directory for files and batches, None for a server without them.
+    port: 0 for a free port, which the log shows.  send_timeout_s: a client that reads nothing for this time is
+    disconnected; None for no limit.  batch_dir: the directory for files and batches; None for a server without batches.
     """
 
     host: str
@@ -76,8 +76,8 @@ class ServeOptions:
 def check_options(options: Mapping[str, Any], name_in_errors: Callable[[str], str] = str) -> None:
     """Refuse options with wrong values.  Raises EspalierError.
 
-    options: values by the name of the flag; None for a flag that was not given.  name_in_errors: returns what errors
-    call it.
+    options: values by option name; None for an option that was not given.  name_in_errors: returns the option's name
+    for error messages.
     """
     for name, low in MIN_OPTION_VALUES.items():
         if name.endswith("_timeout"):
@@ -92,7 +92,7 @@ def check_options(options: Mapping[str, Any], name_in_errors: Callable[[str], st
 
 @dataclass(eq=False)
 class Server:
-    """Accepts connections until a signal.  The module's docstring describes the shutdown."""
+    """Accepts connections until a signal arrives.  The module's docstring describes the shutdown."""
 
     app: ASGIApp
     front: Front
@@ -112,7 +112,7 @@ class Server:
                 self.batches.stop()
         if again or at_once:
             self.should_exit.set()
-            # The task is kept in an attribute: the event loop alone would not keep it alive.
+            # The attribute keeps the task alive; the event loop alone would not.
             self.shutdown_task = self.loop.create_task(self.front.engines.close())
             return
         log.info("draining: %d requests are in progress", self.gate.num_open)
@@ -129,12 +129,13 @@ class Server:
         self.should_exit.set()
 
     async def serve(self, listener: socket.socket) -> None:
-        """Accept connections and answer their requests until a signal, and then until all output is sent."""
+        """Answer requests until a signal arrives, and then until all output is sent."""
         log_failed_accepts_rarely(self.loop)
         for number in (signal.SIGTERM, signal.SIGINT):
             self.loop.add_signal_handler(number, self.begin_shutdown, number == signal.SIGINT)
         connect = partial(Connection, self.app, self.connections)
-        # asyncio accepts MAX_ACCEPTS_PER_TURN connections in one turn of the event loop.  `listener` lets more of them wait.
+        # asyncio accepts MAX_ACCEPTS_PER_TURN connections in one loop iteration.  `listener` lets more connections
+        # wait.
         accepting = await self.loop.create_server(connect, sock=listener, backlog=MAX_ACCEPTS_PER_TURN)
         listener.listen(ACCEPT_BACKLOG)
         sweeping = self.loop.create_task(self._close_stalled_often())
@@ -171,7 +172,7 @@ def url_of(host: str, port: int) -> str:
 
 
 async def serve(settings: Mapping[str, Any], options: ServeOptions) -> bool:
-    """Serve until a signal, or until no engine process is left to serve.  Returns whether a signal ended it.
+    """Serve until a signal, or until the last engine process has ended.  Returns whether a signal ended the server.
 
     settings: keywords of EngineConfig.  Raises EspalierError before anything is served.
     """
@@ -183,13 +184,13 @@ async def serve(settings: Mapping[str, Any], options: ServeOptions) -> bool:
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, loading.cancel)
     try:
-        # Import the slow module of the front while the engine process loads.
+        # The front's tokenizer module is slow to import, so it is imported while the engine process loads.
         await asyncio.gather(client.start(), asyncio.to_thread(_import_tokenizer, settings.get("model")))
         front = await asyncio.to_thread(Front, client, options.front)
         loop.remove_signal_handler(signal.SIGTERM)
         front.render_in_helper_process()
         if PRESTARTS_TEMPLATE_PROCESS and front.templates is not None:
-            # Before the first conversation needs it: its imports take a second or two.
+            # Started early, because its imports take a second or two.
             await front.templates.helper.start()
         batches = None if store is None else Batches(store, _batch_concurrency(front))
         app, gate = make_app(front, options.api, batches)
@@ -197,10 +198,10 @@ async def serve(settings: Mapping[str, Any], options: ServeOptions) -> bool:
         connections = Connections(front.metrics, *limits)
         server = Server(app, front, gate, connections, options.drain_timeout_s, batches)
         log.info("serving %s at %s/v1", ", ".join(front.names), url_of(*listener.getsockname()[:2]))
-        # The application lives as long as the process, so garbage collections need not search it.
+        # The application lives as long as the process, so the garbage collector need not search it.
         gc.collect()
         gc.freeze()
-        # The default threshold, 700 objects, is a few requests: many requests at once would wait for collections.
+        # The default threshold is 700 objects, a few requests.  Under load, garbage collections would delay requests.
         gc.set_threshold(GC_THRESHOLD)
         if batches is not None:
             batches.start(gate, options.api.api_key)
@@ -220,7 +221,7 @@ async def serve(settings: Mapping[str, Any], options: ServeOptions) -> bool:
 async def local_app(
     settings: Mapping[str, Any], client_options: ClientOptions, front_options: FrontOptions, api_options: ApiOptions
 ) -> AsyncIterator[tuple[Front, ASGIApp]]:
-    """Yields a front and an application without sockets, for callers in this process.
+    """Yields a front and its ASGI application, for requests from this process without sockets.
 
     settings: keywords of EngineConfig.  Raises EspalierError if the model cannot be loaded.
     """
@@ -238,7 +239,7 @@ async def local_app(
 
 
 async def _shut_down_without_engine(client: EngineClient, server: Server) -> str | None:
-    """End the server once no further engine process will start.  Returns the reason, None after a signal."""
+    """Shut the server down when the last engine process has ended.  Returns the reason; None after a signal."""
     why = await client.ended()
     if why is not None:
         log.error("the server ends without an engine: %s", why)
@@ -249,26 +250,26 @@ async def _shut_down_without_engine(client: EngineClient, server: Server) -> str
 def _batch_concurrency(front: Front) -> int:
     """Returns how many requests of a batch run at once: 3/4 of the slots, and at most half of what the server holds.
 
-    A running request does not make way for a new one, so without free slots every other request would wait.
+    A batch must not fill all slots, because other requests would wait for the end of running requests.
     """
     slots = front.engines.num_slots
     return max(1, min(slots - slots // 4, (slots + front.options.max_queue) // 2))
 
 
 def _import_tokenizer(model: str | None) -> None:
-    """Import the class that will load the tokenizer.
+    """Import the module that will load the tokenizer.
 
-    model: as the user names it; None for a model without a tokenizer.  The files of a Hugging Face hub id are not known
-    yet, so AutoTokenizer is imported for it.
+    model: the user's name of the model; None for a model without a tokenizer.  For a Hugging Face id, whose files are
+    not known yet, AutoTokenizer is imported.
     """
     if model is not None:
         tokenizer_class(BUNDLED_FILES / "target" if model == BUNDLED else Path(model).expanduser())
 
 
 def bound_listener(host: str, port: int) -> socket.socket:
-    """Returns the listening socket.  It is bound before the model is loaded, so that a used port fails at once."""
-    # The first try is without SO_REUSEADDR: with it, two servers that load at the same time could both bind.  The
-    # second try is with it: the connections of a server that has ended keep its port for a minute.
+    """Returns the bound socket.  It is bound before the model is loaded, so that a used port fails at once."""
+    # The first try is without SO_REUSEADDR, because two loading servers could both bind with it.  The second try is
+    # with it, because the old connections of a server that has ended keep its port for a minute.
     with suppress(OSError, OverflowError):
         return _bind(host, port, reuse=False)
     try:
@@ -278,18 +279,19 @@ def bound_listener(host: str, port: int) -> socket.socket:
 
 
 def _allow_reuse(listener: socket.socket) -> None:
-    """Let the next server bind the port while this server's connections keep it.  For a socket that listens soon."""
+    """Let a later server bind the port while connections of this server still use the port."""
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
 
 
 def _bind(host: str, port: int, reuse: bool) -> socket.socket:
     """Returns a bound socket.  Raises OSError, or OverflowError for a port that does not exist."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # asyncio sets TCP_NODELAY only on sockets that name their protocol.  Without TCP_NODELAY, an event waits until the
-    # client acknowledges the event before, up to 40 ms.
+    # The protocol is named because asyncio sets TCP_NODELAY only on such sockets.  Without TCP_NODELAY, an event waits
+    # up to 40 ms for the acknowledgement of the event before.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, reuse)
-    # Connections inherit this option.  The system then buffers little, so the bytes it takes show that a client reads.
+    # Connections inherit this option.  The system then buffers little, so bytes that it takes show that the client
+    # reads.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, MAX_UNSENT_BYTES)
     try:
         listener.bind((host, port))

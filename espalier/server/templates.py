@@ -1,8 +1,8 @@
-"""Renders chat templates in the template process, one at a time, within limits of time and memory.
+"""Renders chat templates in a helper process, one at a time, within limits of time and memory.
 
 A chat template is a program of the checkpoint's author, and its input comes from the client.  It may run forever, or
-make more text than the machine can hold, so it never runs on the event loop.  This module is also the program of the
-template process.  Frames are JSON: a template that breaks this process must not be able to send pickles.
+exhaust the memory, so it never runs on the event loop.  This module is also the program of the helper process.  Frames
+are JSON, not pickles: a malicious template could send a pickle that runs code in the front.
 """
 
 import json
@@ -25,14 +25,14 @@ MAX_RENDERED_CHARS = 2**24
 LIMIT_REACHED = (
     "the chat template is not finished within {} for these messages; send fewer or shorter ones, or correct it"
 )
-# Limit on the wall time of one rendering, in seconds.  The process limits its own CPU time, except for work that Python
-# cannot interrupt.
+# The wall-time limit of one rendering.  The helper process limits its own CPU time (MAX_CPU_S), but cannot interrupt
+# some work.
 MAX_WALL_S = 30.0
 MAX_WAITING_RENDERINGS = 64
 
 
 class Templates:
-    """Renders chat templates in the template process.  hf: a Hugging Face tokenizer with a chat template."""
+    """Renders chat templates in a helper process.  hf: a Hugging Face tokenizer with a chat template."""
 
     def __init__(self, hf: Any):
         self.source = hf.chat_template, dict(hf.special_tokens_map)
@@ -40,7 +40,8 @@ class Templates:
         self.helper = HelperProcess("template", MAX_WAITING_RENDERINGS, waiting, "espalier.server.templates")
 
     async def render(self, rendering: Rendering) -> str:
-        """Returns the text.  Raises EspalierError if the template fails or does not end, ApiError if too many wait."""
+        """Returns the text.  Raises EspalierError if the template fails or reaches a limit, ApiError if too many
+        wait."""
         data = json.dumps({"source": self.source, "rendering": rendering}).encode()
         try:
             answer = json.loads(await self.helper.exchange(data, MAX_WALL_S))
@@ -52,11 +53,11 @@ class Templates:
 
 
 class CpuTimeExceeded(BaseException):
-    """The time limit was reached.  It is no Exception, so that no handler in between catches it as its own error."""
+    """The CPU time limit was reached.  A BaseException, because handlers of Exception in between must not catch it."""
 
 
 class TemplateOnlyTokenizer(PreTrainedTokenizerBase):
-    """A tokenizer with nothing but a chat template."""
+    """A Hugging Face tokenizer that has only a chat template."""
 
     def __init__(self, chat_template: Any, special_tokens: dict[str, Any]):
         self.chat_template = chat_template
@@ -68,7 +69,7 @@ class TemplateOnlyTokenizer(PreTrainedTokenizerBase):
 
 
 def render_within_limits(template: ChatTemplate, rendering: Rendering) -> str:
-    """Returns the rendered text.  Raises EspalierError, also if a limit is reached."""
+    """Returns the rendered text.  Raises EspalierError if the template fails or reaches a limit."""
     try:
         with _cpu_time_limit():
             text = template.render(rendering)
@@ -95,7 +96,7 @@ def _raise_cpu_time_exceeded(number: int, frame: FrameType | None) -> None:
 
 
 class Renderer:
-    """Answers frames.  It makes the template anew only if the template's source differs from the last one."""
+    """Answers frames in the helper process.  The compiled template is kept until another template's source arrives."""
 
     def __init__(self) -> None:
         self._source: Any = None

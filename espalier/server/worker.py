@@ -1,7 +1,7 @@
-"""The engine process: reads messages, steps the engine, and sends its output.  It has no HTTP code.
+"""The engine process: receives messages from the front, runs the engine's steps, and sends the output.
 
-The process ends on Shutdown, or when the front has ended.  It ignores SIGINT, which reaches the whole process group,
-and, once the model is loaded, SIGTERM: the front handles both signals and drains first.
+The process ends on Shutdown, or when the front has ended.  It ignores SIGINT, and SIGTERM once the model is loaded. The
+front handles both signals, and drains first.
 """
 
 import gc
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("espalier.server")
 WAIT_FOR_START_MS = 60_000
 FRONT_CHECK_MS = 500
-# Seconds between the reports of a busy engine.  A report with each step would cost as much as the step's output.
+# Seconds between two reports of a busy engine.  A report after each step would cost as much as the step's output.
 REPORT_S = 0.1
 GRAMMAR_CHECK_MS = 5
 EXIT_DONE, EXIT_REFUSED, EXIT_FAILED = 0, 2, 1
@@ -48,8 +48,8 @@ EXIT_DONE, EXIT_REFUSED, EXIT_FAILED = 0, 2, 1
 class RunningPrompt:
     """The samples of one submitted prompt.
 
-    private: nothing of the prompt or output is kept; num_left: requests that still run; abort_step: the number of
-    engine steps when an abort arrived, None if none did.
+    num_left: requests that still run.  private: no part of the prompt or output is stored.  abort_step: the engine step
+    at which an abort arrived, None without an abort.
     """
 
     requests: list[Request]
@@ -61,8 +61,8 @@ class RunningPrompt:
 class Worker:
     """Runs the engine for a front.
 
-    socket: a connected PAIR.  start: the front's first message.  front_pid: the process of the front; the worker ends
-    when that ends.  learner: attached to the engine; None without online learning.
+    socket: a connected PAIR socket.  start: the front's first message.  front_pid: the front's process; the worker ends
+    when the front ends.  learner: attached to the engine; None without online learning.
     """
 
     def __init__(self, socket: zmq.Socket, llm: LLM, start: Start, front_pid: int, learner: "Learner | None" = None):
@@ -72,7 +72,7 @@ class Worker:
         self.front_pid = front_pid
         self.learner = learner
         self.running: dict[str, RunningPrompt] = {}
-        # Prompts that wait for their grammars, which compile in threads.
+        # Prompts whose grammars are being compiled in threads.
         self.compiling_prompts: dict[str, tuple[SubmittedPrompt, Future[CompiledGrammar]]] = {}
         self.steps = 0
         self.abort_steps: list[int] = []
@@ -80,7 +80,7 @@ class Worker:
         self.buckets = llm.engine.layout.batch_buckets(llm.config.graph_batch)
 
     def run(self) -> None:
-        """Serve until Shutdown.  If the engine raises, send each request's last part and raise the error again."""
+        """Run until Shutdown.  If the engine raises, send each request's last part and raise the error again."""
         while os.getppid() == self.front_pid and self._receive_messages():
             if self.learner is not None:
                 self.learner.between_steps(self.llm.engine)
@@ -96,7 +96,7 @@ class Worker:
             self._send(chunks)
 
     def _receive_messages(self) -> bool:
-        """Handle all messages that have arrived.  If nothing runs, wait for one.  Returns False at Shutdown."""
+        """Handle all received messages.  If no request runs, wait for a message.  Returns False at Shutdown."""
         wait_ms = min(self.heartbeat_ms, GRAMMAR_CHECK_MS) if self.compiling_prompts else self.heartbeat_ms
         wait_ms = 0 if self.llm.engine.has_work else wait_ms
         while self.socket.poll(wait_ms):
@@ -120,7 +120,7 @@ class Worker:
             self.compiling_prompts[submit.name] = (submit, compiling)
 
     def _start_compiled(self) -> None:
-        """Start or refuse the submitted prompts whose grammars have finished compiling."""
+        """Start or refuse the prompts whose grammars have been compiled."""
         for name, (submit, compiling) in list(self.compiling_prompts.items()):
             if not compiling.done():
                 continue
@@ -141,7 +141,7 @@ class Worker:
             for request in group:
                 self.llm.engine.add(request)
         except EspalierError as error:
-            # The samples of a prompt are alike: if any is refused, the first is refused, and none has been added.
+            # The engine refuses all samples of a prompt or none, so the first sample is refused before any is added.
             self.socket.send(protocol.encode(protocol.PromptRefused(submit.name, str(error))))
             return
         self.running[submit.name] = RunningPrompt(group, len(group), submit.private)
@@ -200,7 +200,7 @@ class Worker:
         )
 
     def _rounds_by_bucket(self) -> list[tuple[int, bool, int]]:
-        """(bucket, whether CUDA graphs of the bucket were captured, number of rounds) for each bucket."""
+        """Returns (batch bucket, whether the bucket has CUDA graphs, number of rounds) for each bucket."""
         counts: Counter[int] = Counter()
         for batch, count in self.llm.engine.scheduler.num_rounds.items():
             counts[bucket_of(batch, self.buckets)] += count
@@ -208,7 +208,7 @@ class Worker:
 
 
 def settings_of(sent: dict[str, Any]) -> dict[str, Any]:
-    """The keyword arguments of LLM, made from the plain values of Start.settings."""
+    """Returns the keyword arguments of LLM for the plain values of Start.settings."""
     tree = sent.get("speculation")
     return {**sent, "speculation": SpeculationConfig(**tree)} if isinstance(tree, dict) else sent
 
@@ -218,8 +218,8 @@ def load_model(settings: dict[str, Any]) -> LLM:
 
 
 def _load_learning(settings: dict[str, Any], learn: dict[str, Any], stack: ExitStack) -> "tuple[LLM, Learner]":
-    """Load the model with an attached learner.  Raises EspalierError; for a bad folder, before weights are loaded."""
-    # Imported here, because the trainer's modules take seconds to import.
+    """Load the model with an attached learner.  Raises EspalierError, for a bad folder before weights are loaded."""
+    # The trainer's modules take seconds to import.
     from espalier.learn.folder import LearnConfig
     from espalier.learn.learner import Learner
 
@@ -227,7 +227,7 @@ def _load_learning(settings: dict[str, Any], learn: dict[str, Any], stack: ExitS
     learner = Learner(LearnConfig(**learn), prepared)
     stack.callback(learner.close)
     llm = stack.enter_context(LLM.from_prepared(prepared))
-    # The learner is closed before the engine, because it uses the engine's thread.
+    # The learner uses the engine's thread, so it is closed before the engine.
     stack.callback(learner.close)
     learner.attach(llm)
     return llm, learner
@@ -237,15 +237,14 @@ Load = Callable[[dict[str, Any]], AbstractContextManager[LLM]]
 
 
 def main(address: str, front_pid: int, load: Load = load_model) -> int:
-    """Connect, load and serve.  Sends EngineFailed with the reason if the engine cannot go on.
+    """Connect to the front, load the model and serve.  Sends EngineFailed with the reason if loading or serving fails.
 
-    front_pid: the front's process.  It is an argument, not a field of Start, because the front may end before Start is
-    sent.
+    front_pid: the front's process.  Not a field of Start, because the front may end before it sends Start.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with zmq.Context() as context, context.socket(zmq.PAIR) as socket:
-        # No limit on unread output: a slow front must not block the engine.  linger: do not wait long for a front that
-        # is gone.
+        # No limit on unread output, because a slow front must not block the engine.  The short linger time is for a
+        # front that has ended.
         socket.set_hwm(0)
         socket.linger = 1000
         socket.connect(address)
@@ -272,9 +271,9 @@ def main(address: str, front_pid: int, load: Load = load_model) -> int:
 
 
 def wait_for_start(socket: zmq.Socket, front_pid: int) -> Start | None:
-    """The front's first message.
+    """Returns the front's first message.
 
-    None if the front has ended, is silent for WAIT_FOR_START_MS, or sends another message than Start.
+    Returns None if the front has ended, is silent for WAIT_FOR_START_MS, or sends another message than Start.
     """
     for _ in range(WAIT_FOR_START_MS // FRONT_CHECK_MS):
         if socket.poll(FRONT_CHECK_MS):
@@ -286,7 +285,7 @@ def wait_for_start(socket: zmq.Socket, front_pid: int) -> Start | None:
 
 
 def _remove_socket(path: Path) -> None:
-    """Remove the socket of a front that was killed, and the socket's folder if it holds nothing else."""
+    """Remove the socket that a killed front left, and its folder if the folder is then empty."""
     with suppress(OSError):
         path.unlink(missing_ok=True)
         path.parent.rmdir()
@@ -294,7 +293,7 @@ def _remove_socket(path: Path) -> None:
 
 @contextmanager
 def _exit_with_front(front_pid: int, address: Path) -> Iterator[None]:
-    """End this process as soon as the front has ended, even during a load, which may take many minutes."""
+    """Ends this process as soon as the front has ended, even while the block loads a model for minutes."""
     is_over = threading.Event()
 
     def watch() -> None:
@@ -319,12 +318,12 @@ def _serve(socket: zmq.Socket, start: Start, front_pid: int, load: Load, address
                 llm = stack.enter_context(load(start.settings))
             else:
                 llm, learner = _load_learning(start.settings, start.learn, stack)
-        # Before the model was loaded, there was nothing to drain.
+        # From now on, the front drains at SIGTERM.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         log.info("engine process %d: %s loaded in %.1f s", os.getpid(), llm.config.model, time.perf_counter() - began)
         socket.send(protocol.encode(protocol.EngineReady(llm.inputs.facts, llm.config.as_dict())))
         worker = Worker(socket, llm, start, front_pid, learner)
-        # The loaded model lives as long as the process: garbage collections must not search it.
+        # The loaded model lives as long as the process, so the garbage collector need not search it.
         gc.collect()
         gc.freeze()
         worker.run()
