@@ -1,6 +1,6 @@
 """`espalier bench choose`: measures the fastest tree at each batch size, and writes a table for --by-batch.
 
-The engine's own launches run every bucket with every candidate tree.  Accept lengths are measured in the same runs.
+Every batch bucket runs with every candidate tree, in the engine's own launches.  The same runs give the accept lengths.
 """
 
 from argparse import Namespace
@@ -37,7 +37,7 @@ from espalier.terminal.console import (
 from espalier.terminal.flags import engine_settings, flag_of, flag_text, require_at_least_one, with_minimum
 
 CANDIDATE_TREES = (TreeShape(5, 8, 64), TreeShape(5, 4, 16), TreeShape(3, 2, 8))
-# Node counts of a block draft's candidates.  Its one pass costs the same at any depth, so they keep the depth.
+# Node counts of a block draft's candidate trees.  They have the full depth: its one pass costs the same at any depth.
 BLOCK_NODE_COUNTS = (64, 32, 16, 8)
 DEFAULT_FLAGS = MappingProxyType({"context": 128, "tokens": 96, "repeats": 5})
 
@@ -64,7 +64,7 @@ class TreeTime:
 
 
 def run(args: Namespace) -> int:
-    """Run `espalier bench choose`."""
+    """Run the command `espalier bench choose`."""
     fill_and_check_flags(args)
     print_header()
     choose(args, engine_settings(args), ModelEngines)
@@ -72,7 +72,7 @@ def run(args: Namespace) -> int:
 
 
 def fill_and_check_flags(args: Namespace) -> None:
-    """Set the defaults of missing flags, and check all flags.  Raises EspalierError."""
+    """Set the defaults of flags that were not given, and check all flags.  Raises EspalierError."""
     for name, value in DEFAULT_FLAGS.items():
         setattr(args, name, value if getattr(args, name) is None else getattr(args, name))
     require_at_least_one(args, "batch", *DEFAULT_FLAGS)
@@ -88,9 +88,9 @@ def choose(
     engines_with: Callable[[Mapping[str, Any]], BenchEngines],
     predict: PredictAcceptLengths | None = None,
 ) -> None:
-    """Measure, print and write the table.
+    """Measure the trees; print and write the table.
 
-    predict: gives accept lengths instead of measuring.  Raises EspalierError.
+    predict: returns accept lengths, which are then not measured.  Raises EspalierError.
     """
     _refuse_unused(settings)
     context, longest = args.context, args.context + args.tokens
@@ -118,7 +118,7 @@ def choose(
         with progress("measuring", len(shapes) * len(runs.prompts)) as advance:
             timed = measure_trees(bench.engine, config.graph_batch, runs, shapes, lengths, advance)
     by_batch = by_batch_table(timed)
-    # Write before printing: printing fails if the reader of stdout has closed it.
+    # Write the files before printing, because printing fails if stdout is closed.
     if args.out is not None:
         tree_policy.write_trees(args.out, by_batch)
     figures = {"config": config.as_dict(), "cells": [one.as_dict() for one in timed]}
@@ -129,7 +129,7 @@ def choose(
 
 
 def _refuse_unused(settings: Mapping[str, Any]) -> None:
-    """Raises EspalierError for engine settings that would have no effect here."""
+    """Raises EspalierError for engine settings without effect in this command."""
     tree = settings.get("speculation")
     if tree is not None and tree.by_batch not in ("auto", {}):
         raise EspalierError("--by-batch is not for bench choose, which measures such a table; leave one out")
@@ -140,18 +140,18 @@ def _refuse_unused(settings: Mapping[str, Any]) -> None:
 
 
 def without_by_batch(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings, but with the configured tree at every batch size."""
+    """Returns the settings with the configured tree at every batch size."""
     speculation = settings.get("speculation")
     speculation = speculation if isinstance(speculation, SpeculationConfig) else SpeculationConfig()
     return {**settings, "speculation": replace(speculation, by_batch={})}
 
 
 def trees_to_measure(configured: TreeShape, given: Sequence[TreeShape], is_block: bool = False) -> list[TreeShape]:
-    """The trees to measure, each once.
+    """Returns the trees to measure, without duplicates.
 
-    If no tree is given: the configured tree, the CANDIDATE_TREES that fit in it, and plain decoding.  A block draft has the
-    configured tree with fewer nodes (BLOCK_NODE_COUNTS) instead of CANDIDATE_TREES.
-    Raises EspalierError for a tree that is larger than the configured tree.
+    If no tree is given: the configured tree, the smaller CANDIDATE_TREES, and plain decoding.  For a block draft, the
+    configured tree with fewer nodes (BLOCK_NODE_COUNTS) replaces CANDIDATE_TREES. Raises EspalierError for a tree that
+    is larger than the configured tree.
     """
     for shape in given:
         configured.require(shape)
@@ -164,7 +164,7 @@ def trees_to_measure(configured: TreeShape, given: Sequence[TreeShape], is_block
 
 
 def _read_prompts(path: Path, bench: BenchEngine, context: int) -> list[list[int]]:
-    """The prompts of a file, of at most `context` tokens each.  Raises EspalierError if there are none."""
+    """Returns a file's prompts of at most `context` tokens.  Raises EspalierError if there are none."""
     inputs = bench.llm.inputs
     found = [
         token_ids(place, record, inputs.facts.vocab_size, lambda: inputs)
@@ -180,9 +180,9 @@ def _read_prompts(path: Path, bench: BenchEngine, context: int) -> list[list[int
 
 @dataclass(frozen=True)
 class TimedRuns:
-    """The prompts of each batch size, used in turn.
+    """The prompts of the timed runs, by batch size.
 
-    A run continues a batch of prompts by num_tokens greedy tokens.  One run warms up, then `repeats` runs are timed.
+    A run generates num_tokens greedy tokens for a batch of prompts.  One run warms up, then `repeats` runs are timed.
     """
 
     prompts: Mapping[int, Sequence[Sequence[int]]]
@@ -199,10 +199,10 @@ class TimedRuns:
         repeats: int,
         given: Sequence[Sequence[int]] | None = None,
     ) -> "TimedRuns":
-        """The runs for these batch sizes, or for every bucket if `batches` is empty.  Prompts are drawn with
-        `context` tokens, unless they are given.  A CPU uses the buckets of a GPU.
+        """Returns the runs for these batch sizes; for every bucket if `batches` is empty.  given: the prompts; None for
+        random prompts of `context` tokens.  A CPU uses the buckets of a GPU.
 
-        Raises EspalierError for a batch size that is no bucket.
+        Raises EspalierError for a batch size that is not a bucket.
         """
         buckets = bench.engine.layout.batch_buckets(bench.config.graph_batch or bench.config.layout.max_batch)
         if other := [batch for batch in batches if batch not in buckets]:
@@ -213,7 +213,7 @@ class TimedRuns:
         return cls({batch: given or bench.prompts([context] * batch) for batch in chosen}, num_tokens, repeats)
 
     def batches(self, batch: int) -> Iterator[list[Sequence[int]]]:
-        """Yields the prompts of each run."""
+        """Yields the prompts of each run with this batch size."""
         prompts = cycle(self.prompts[batch])
         return (list(islice(prompts, batch)) for _ in range(self.repeats + 1))
 
@@ -226,13 +226,13 @@ def measure_trees(
     accept_lengths: Mapping[TreeShape, float] | None,
     advance: Callable[[], None],
 ) -> list[TreeTime]:
-    """Time every batch size with every tree.
+    """Measure the round time of every tree at every batch size.
 
-    Each tree has a new engine on the models and buffers of `engine`, which is closed.  In the new engine, the prefix
-    cache lets prompts that ran once enter together, however long they are.
+    Each tree has a new engine on the models and buffers of `engine`, which is closed.  With the prefix cache of the new
+    engine, long prompts can start in one step.
 
-    graph_batch: of `engine`; accept_lengths: by tree; None: they are measured in these runs, over all batch sizes.
-    Raises EspalierError if no round ever runs the whole batch.
+    graph_batch: the setting of `engine`.  accept_lengths: by tree; None: measured in these runs, over all batch sizes.
+    Raises EspalierError if no round runs the whole batch.
     """
     runner, overlap = engine.executor.runner, engine.in_flight.overlap
     engine.close()
@@ -252,7 +252,7 @@ def measure_trees(
 
 
 def _round_ms(engine: Engine, batch: int, runs: TimedRuns, stats: SpeculationStats) -> float:
-    """The median ms of the rounds that ran the whole batch.  The runs' statistics are added to `stats`."""
+    """Returns the median ms of the rounds with the whole batch.  Adds the runs' statistics to `stats`."""
     params = SamplingParams(temperature=0.0, max_tokens=runs.num_tokens)
     driven = [drive(engine, prompts, params) for prompts in runs.batches(batch)][1:]
     for each in driven:
@@ -261,7 +261,7 @@ def _round_ms(engine: Engine, batch: int, runs: TimedRuns, stats: SpeculationSta
 
 
 def fastest_trees(timed: Sequence[TreeTime]) -> dict[int, TreeTime]:
-    """The fastest tree at each batch size; of equally fast trees, the first."""
+    """Returns the fastest tree at each batch size; the first of equally fast trees."""
     found: dict[int, TreeTime] = {}
     for one in timed:
         if one.batch not in found or one.tokens_per_second > found[one.batch].tokens_per_second:
@@ -270,7 +270,8 @@ def fastest_trees(timed: Sequence[TreeTime]) -> dict[int, TreeTime]:
 
 
 def by_batch_table(timed: Sequence[TreeTime]) -> dict[int, TreeShape]:
-    """A table for SpeculationConfig.by_batch: the least batch size of each range -> the fastest tree in that range."""
+    """Returns a table for SpeculationConfig.by_batch: the first batch size of each range -> the range's fastest
+    tree."""
     trees: dict[int, TreeShape] = {}
     for batch, fastest in fastest_trees(timed).items():
         if not trees or next(reversed(trees.values())) != fastest.shape:
@@ -279,8 +280,8 @@ def by_batch_table(timed: Sequence[TreeTime]) -> dict[int, TreeShape]:
 
 
 def _table_rows(timed: Sequence[TreeTime]) -> list[list[str]]:
-    """The lines of the printed table, one for each batch size, with a column for each candidate.  A star marks the
-    fastest tree of a line."""
+    """Returns the rows of the printed table: a row for each batch size, with a column for each tree.  A star marks a
+    row's fastest tree."""
     shapes = list(dict.fromkeys(one.shape for one in timed))
     fastest, by_cell = fastest_trees(timed), {(one.batch, one.shape): one for one in timed}
     rows = [["batch", *(str(shape) for shape in shapes)]]

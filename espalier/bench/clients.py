@@ -1,7 +1,7 @@
-"""Clients of a server, all on one event loop.  They record when each part of a response arrives, and parse it later.
+"""Clients of a server, all on one event loop.  They record when response data arrives, and parse the response later.
 
-With a thread for each client, or with parsing while responses arrive, the clients would wait for each other.  The
-measurement would then show the delay of the clients and not that of the server.
+Threads, or parsing while responses arrive, would make the clients wait for each other.  The measurement would then show
+the delay of the clients instead of the server's delay.
 """
 
 import asyncio
@@ -25,13 +25,13 @@ LENGTH_HEADER, CHUNKED_HEADER = b"content-length:", b"transfer-encoding: chunked
 STATUS_OK = 200
 METRICS_TIMEOUT_S = 10.0
 ROUNDS_METRIC_PATTERN = re.compile(r'^espalier_rounds_by_accept_length_total\{length="(\d+)"\} (\S+)$', re.MULTILINE)
-# What the user should do if /v1/models answers with this status.
+# The advice for the user, by the status of /v1/models.
 REMEDY_BY_STATUS = {401: "give the server's key, with --api-key", 404: "correct the path of --url"}
 
 
 @dataclass(frozen=True)
 class Address:
-    """The address of a server.  prefix: of every path, without /v1."""
+    """The address of a server.  prefix: the path before /v1."""
 
     host: str
     port: int
@@ -51,10 +51,10 @@ def address_of(url: str) -> Address:
 
 @dataclass
 class HttpResponse:
-    """A response as it arrives.  Times are those of perf_counter, in seconds.
+    """A response, with the time at which each part arrived.  Times are values of perf_counter, in seconds.
 
-    sent_at: of the request; first_at: when the first bytes arrived; ended_at: when the response was complete.
-    arrivals: (time, number of bytes received until that time).
+    sent_at: when the request was sent; first_at: when the first bytes arrived; ended_at: when the response was
+    complete. arrivals: (time, number of bytes received so far).
     """
 
     sent_at: float
@@ -73,7 +73,7 @@ class HttpResponse:
 
     @property
     def length(self) -> int | None:
-        """The number of bytes of the whole response; None if the response's head does not state it."""
+        """The length of the whole response in bytes; None if the response has no content-length."""
         lengths = [
             int(line[len(LENGTH_HEADER) :]) for line in self.head.split(b"\r\n") if line.startswith(LENGTH_HEADER)
         ]
@@ -87,14 +87,14 @@ class HttpResponse:
         return b"".join(data for _, data in self._pieces())
 
     def events(self) -> Iterator[tuple[float, bytes]]:
-        """Yields (time at which it was complete, data) for each server-sent event of the response."""
+        """Yields (arrival time of the last byte, data) of each server-sent event."""
         rest = b""
         for time, data in self._pieces():
             *lines, rest = (rest + data).split(b"\n")
             yield from ((time, line[5:].strip()) for line in lines if line.startswith(b"data:"))
 
     def _pieces(self) -> Iterator[tuple[float, bytes]]:
-        """Yields (time at which it was complete, bytes) for each chunk, or each arrival if there are no chunks."""
+        """Yields (arrival time of the last byte, bytes) of each chunk, or of each arrival without chunks."""
         start, ends = len(self.head) + len(HEAD_END), [size for _, size in self.arrivals]
         if CHUNKED_HEADER not in self.head:
             for time, end in self.arrivals:
@@ -111,7 +111,7 @@ class HttpResponse:
 
 
 class Connection(asyncio.Protocol):
-    """An open connection that carries one request after another."""
+    """A client's connection, which sends one request after another."""
 
     transport: asyncio.Transport
     exchange: HttpResponse
@@ -121,7 +121,7 @@ class Connection(asyncio.Protocol):
         self.transport = transport
 
     def send(self, request: bytes) -> asyncio.Future[HttpResponse]:
-        """Send a request now.  The future is done at the last byte of the response.
+        """Send a request.  The returned future completes at the last byte of the response.
 
         Raises EspalierError if the connection ends before that byte.
         """
@@ -142,7 +142,7 @@ class Connection(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         if not hasattr(self, "ended") or self.ended.done():
             return
-        # A response without a length and without chunks ends when the connection ends.
+        # A response without content-length and chunks ends when the connection ends.
         if self.exchange.head and CHUNKED_HEADER not in self.exchange.head and self.exchange.length is None:
             self.ended.set_result(self.exchange)
         else:
@@ -158,7 +158,7 @@ async def connect(address: Address) -> Connection:
 
 
 def post_request(path: str, body: Mapping[str, Any], headers: Mapping[str, str] | None = None) -> bytes:
-    """A POST request with a JSON body."""
+    """Returns the bytes of a POST request with a JSON body."""
     data = json.dumps(body).encode()
     head = {"host": "127.0.0.1", "content-type": "application/json", "content-length": len(data), **(headers or {})}
     lines = [f"POST {path} HTTP/1.1", *(f"{name}: {value}" for name, value in head.items()), "", ""]
@@ -167,7 +167,7 @@ def post_request(path: str, body: Mapping[str, Any], headers: Mapping[str, str] 
 
 @dataclass
 class SentRequest:
-    """One request and its result.  error: why the answer is incomplete, "" if it is whole; text: of the answer."""
+    """One request and its result.  error: the reason for an incomplete answer, else "".  text: the answer's text."""
 
     timeline: Timeline
     error: str = ""
@@ -184,7 +184,7 @@ class SentRequest:
 
 @dataclass(frozen=True)
 class MeasuredServer:
-    """A server to measure.  same: the fields that every request has."""
+    """A server that is measured.  same: the body fields that all requests share."""
 
     address: Address
     headers: Mapping[str, str]
@@ -194,7 +194,7 @@ class MeasuredServer:
     think_s: float
 
     async def ask(self, body: Mapping[str, Any], due: float) -> SentRequest:
-        """Send a request now.  due: the planned time of sending, on perf_counter's clock."""
+        """Send a request and await its answer.  due: the planned time of sending, on perf_counter's clock."""
         asked = SentRequest(Timeline(due))
         request = post_request(self.address.prefix + ENDPOINT_PATHS[self.endpoint], body, self.headers)
         try:
@@ -211,7 +211,7 @@ class MeasuredServer:
         return asked
 
     async def converse(self, talk: Conversation, due: float) -> list[SentRequest]:
-        """Send the turns of a conversation, the first at `due`.  The conversation ends at a turn without an answer."""
+        """Send the turns of a conversation, the first turn at `due`.  Stops after a turn without an answer."""
         results: list[SentRequest] = []
         answers: list[str] = []
         for body in request_bodies(talk, self.endpoint, answers, self.same):
@@ -226,10 +226,10 @@ class MeasuredServer:
 
 
 def parse_response(exchange: HttpResponse, asked: SentRequest) -> None:
-    """Parse a response into `asked`.
+    """Parse a response into the fields of `asked`.
 
-    A chunk counts as many tokens as it has token ids, or one token without ids.  The last chunk counts the tokens that
-    `usage` reports beyond these.
+    A chunk counts as the number of its token ids, or as one token if the server sends no ids.  Tokens that only `usage`
+    reports are added to the last chunk.
     """
     if exchange.status != STATUS_OK:
         asked.error = f"status {exchange.status}: {_error_message(exchange.body())}"
@@ -260,7 +260,7 @@ def parse_response(exchange: HttpResponse, asked: SentRequest) -> None:
 
 
 def _text_of_event(event: Mapping[str, Any]) -> str:
-    """The text that an event adds to the answer: content, reasoning, or the arguments of a call."""
+    """Returns the text that an event adds to the answer: content, reasoning, or arguments of a tool call."""
     parts: list[str] = []
     for choice in event.get("choices") or ():
         delta = choice.get("delta") or {}
@@ -271,7 +271,7 @@ def _text_of_event(event: Mapping[str, Any]) -> str:
 
 
 def _num_ids(event: Mapping[str, Any]) -> int:
-    """The number of token ids in an event; 0 if the server does not send them."""
+    """Returns the number of token ids in an event; 0 if the server sends no ids."""
     return sum(len(choice.get("token_ids") or ()) for choice in event.get("choices") or ())
 
 
@@ -283,7 +283,7 @@ def _error_message(data: bytes) -> str:
 
 
 async def require_reachable(address: Address) -> None:
-    """Check that the server accepts a connection.  Raises EspalierError if it does not."""
+    """Check that the server accepts connections.  Raises EspalierError."""
     try:
         connection = await connect(address)
     except (OSError, EspalierError) as error:
@@ -307,7 +307,7 @@ async def _get(address: Address, headers: Mapping[str, str], path: str) -> HttpR
 
 
 async def rounds_by_length(address: Address, headers: Mapping[str, str]) -> Counter[int] | None:
-    """How many rounds the server has run, by accept length; None for a server that does not have Espalier's metric."""
+    """Returns the server's number of rounds by accept length; None for a server without Espalier's metric."""
     try:
         exchange = await asyncio.wait_for(_get(address, headers, "/metrics"), METRICS_TIMEOUT_S)
         found = ROUNDS_METRIC_PATTERN.findall(exchange.body().decode()) if exchange.status == STATUS_OK else []
@@ -317,7 +317,7 @@ async def rounds_by_length(address: Address, headers: Mapping[str, str]) -> Coun
 
 
 async def first_model(address: Address, headers: Mapping[str, str]) -> str:
-    """The name of the server's first model.  Raises EspalierError."""
+    """Returns the name of the server's first model.  Raises EspalierError."""
     exchange = await _get(address, headers, "/v1/models")
     if exchange.status != STATUS_OK:
         remedy = REMEDY_BY_STATUS.get(exchange.status, "look at the server's log")

@@ -1,6 +1,6 @@
 """Conversations from a file of prompts (espalier/prompt_files.py), read before any model is loaded.
 
-Only the users' messages are sent.  The model's own answers replace the answers in the file.
+Only the file's user messages are sent.  The model's own answers replace the answers of the file.
 """
 
 import random
@@ -17,13 +17,14 @@ from espalier.prompt_files import EXPECTED, kind_of, messages_of, records, unexp
 from espalier.terminal.console import stdout
 from espalier.terminal.flags import flag_of, require_at_least_one
 
-# The default for the fewest and most tokens of an answer.
+# The default smallest and largest max_tokens of an answer.
 DEFAULT_OUTPUTS = (256, 256)
 MAX_TEMPERATURE = 2.0
 
 
 def dataset_of_flags(args: Namespace) -> list[Conversation] | None:
-    """The conversations of --dataset; None without it.  Sets the defaults of its flags.  Raises EspalierError."""
+    """Returns the conversations of --dataset; None without that flag.  Sets its flags' defaults.  Raises
+    EspalierError."""
     names = DATASET_FLAGS if getattr(args, "dataset", None) is None else DRAWN_PROMPT_FLAGS
     if given := [name for name in names if getattr(args, name, None) is not None]:
         remedy = (
@@ -49,10 +50,10 @@ def dataset_of_flags(args: Namespace) -> list[Conversation] | None:
 def conversations_of(
     path: Path, outputs: tuple[int, int], limit: int | None, seed: int
 ) -> tuple[list[Conversation], int]:
-    """(conversations of a file, number of its records in which no user speaks; ShareGPT's file has some).
+    """Returns (conversations of a file, number of skipped records).  A record without a user message is skipped.
 
-    limit: take so many, in equal parts from the categories as far as these last, in the file's order; None: all.
-    outputs: fewest and most max_tokens of an answer, drawn by the seed.  Raises EspalierError.
+    limit: the number of conversations, taken equally from all categories, in the file's order; None for all.  outputs:
+    the smallest and largest max_tokens of an answer, drawn by the seed.  Raises EspalierError.
     """
     chance = random.Random(seed)
     said = [_messages_of_record(place, record) for place, record in records("--dataset", path)]
@@ -79,7 +80,7 @@ def _sampled_records(path: Path, records: Sequence[Any], limit: int, chance: ran
 
 
 def _messages_of_record(place: str, record: Mapping[str, Any]) -> tuple[str, str, list[str]]:
-    """(category, system message, messages of the user) of a record."""
+    """Returns (category, system message, messages of the user) of a record."""
     if kind_of(place, record) == "token_ids":
         raise unexpected(place, "token ids, which are no text")
     said = messages_of(place, record)

@@ -1,4 +1,4 @@
-"""The flags of `espalier bench` and of `espalier doctor`, one function for each command.  Nothing imports PyTorch."""
+"""The flags of `espalier bench` and `espalier doctor`, a function for each command.  It does not import PyTorch."""
 
 import json
 from argparse import ArgumentParser, ArgumentTypeError, BooleanOptionalAction
@@ -9,17 +9,17 @@ from espalier.errors import EspalierError
 from espalier.layout import TreeShape
 from espalier.terminal.flags import add_engine_flags, add_json_flag, add_key_flag, whole_numbers
 
-# The tokens of the shortest and of the longest prompt and output.
+# The default (smallest, largest) number of tokens of a prompt, and of an output.
 DEFAULT_INPUTS, DEFAULT_OUTPUTS = (16, 128), (16, 64)
 DEFAULT_REQUESTS = 8
 POISSON, FIXED, BURSTS = "poisson", "fixed", "bursts"
 CHAT, COMPLETIONS = "chat", "completions"
 # Flags of `bench load` that need a --url.
 SERVER_FLAGS = ("endpoint", "token_ids", "ttft_limit", "itl_limit", "timeout", "extra_body", "api_key", "plot")
-# Flags of drawn prompts, which --dataset excludes, and flags that need --dataset.
+# Flags for random prompts, which --dataset excludes, and flags that need --dataset.
 DRAWN_PROMPT_FLAGS = ("requests", "input", "token_ids", "prefixes", "prefix_length", "turns")
 DATASET_FLAGS = ("limit", "sample_seed", "thinking", "temperature")
-# Formats of a synthetic target, from espalier/models/quantisers.py, and of its draft, which has no stacked experts.
+# Weight formats of a synthetic target (espalier/models/quantisers.py) and of its draft, which has no stacked experts.
 SHAPE_WEIGHTS = ("fp8", "fp8-block", "int4", "nvfp4", "mxfp4")
 DRAFT_WEIGHTS = SHAPE_WEIGHTS[:4]
 LINEARS, EXPERTS = "linears", "experts"
@@ -34,7 +34,7 @@ def load(parser: ArgumentParser) -> None:
 
 
 def add_load_flags(parser: ArgumentParser, requests: str = "8", inputs: str = "16,128", outputs: str = "16,64") -> None:
-    """Add the flags of a load and of its arrivals.  The other arguments are defaults that the help states."""
+    """Add the flags of a load and of its arrivals.  requests, inputs, outputs: the default values in the help texts."""
     add = parser.add_argument
     add("--requests", type=int, metavar="N", help=f"requests, or conversations ({requests}; of a server 64)")
     add("--input", type=length_bounds, metavar="N,N", help=f"shortest and longest prompt ({inputs}; of a server 16,64)")
@@ -59,7 +59,7 @@ def add_load_flags(parser: ArgumentParser, requests: str = "8", inputs: str = "1
 
 
 def _add_dataset_flags(parser: ArgumentParser) -> None:
-    """Add the flags of a load whose prompts are in a file."""
+    """Add the flags of a load with prompts from a file."""
     add = parser.add_argument_group("prompts of a file, in place of drawn ones").add_argument
     add(
         "--dataset",
@@ -168,7 +168,7 @@ def doctor(parser: ArgumentParser) -> None:
 
 
 def tree_shape(text: str) -> TreeShape:
-    """The argparse type of a flag that takes S,K,D."""
+    """Parses the value S,K,D of a flag; the argparse type."""
     try:
         steps, topk, num_draft_tokens = map(int, text.split(","))
         return TreeShape(steps, topk, num_draft_tokens)
@@ -179,7 +179,7 @@ def tree_shape(text: str) -> TreeShape:
 
 
 def length_bounds(text: str) -> tuple[int, int]:
-    """The argparse type of a flag that takes the shortest and the longest length."""
+    """Parses the value SHORTEST,LONGEST of a flag; the argparse type."""
     low, high = (int(part) for part in text.split(","))
     if not 1 <= low <= high:
         raise ValueError

@@ -1,6 +1,6 @@
-"""Runs a load on an engine, and records when each token arrived and how the time was spent.
+"""Runs a load of requests on an engine.  Records when each token arrived, and how the engine's time was spent.
 
-Requests arrive all at once, at a rate, or each as another finishes.  `espalier bench load` prints it (load_report.py).
+Requests arrive all at once, at a rate, or when earlier ones finish.  load_report.py prints the results.
 """
 
 import hashlib
@@ -21,17 +21,17 @@ from espalier.engine.launch_input import LaunchInput
 from espalier.request import Request
 
 PERCENTILES = (50, 90, 99)
-# The times of which latency_of gives percentiles.
+# The times for which latency_percentiles returns percentiles.
 LATENCY_TIMES = ("ttft_ms", "between_pieces_ms", "per_token_ms", "end_to_end_ms")
 
 
 @dataclass(frozen=True)
 class Load:
-    """Conversations of `turns` requests each, in order of arrival.
+    """A load: conversations of `turns` requests each, in order of arrival.
 
-    inputs, outputs: for each request, conversation after conversation, the tokens that its user adds and the tokens of
-    its output.  prefixes: number of different beginnings, of prefix_tokens tokens each, which conversations use in
-    turn; 0 for none.  think: seconds from an answer to the next turn.
+    inputs, outputs: the number of tokens that a user adds, and of the output, for each request of the first
+    conversation, then of the second, and so on.  prefixes: the number of different shared beginnings, of prefix_tokens
+    tokens each; 0 for no shared beginnings.  think: seconds from an answer to the next turn.
     """
 
     inputs: tuple[int, ...]
@@ -48,33 +48,33 @@ class Load:
 
     @property
     def longest(self) -> int:
-        """The tokens of the longest conversation at its end."""
+        """The tokens of the longest conversation, outputs included."""
         return self.beginning + max(sum(each.inputs + each.outputs) for each in map(self.of, range(self.count)))
 
     @property
     def beginning(self) -> int:
-        """The tokens of a shared beginning."""
+        """The number of tokens of a shared beginning; 0 without."""
         return self.prefix_tokens if self.prefixes else 0
 
     def of(self, conversation: int) -> "Load":
-        """The load that is only this conversation."""
+        """Returns a load with only this conversation."""
         places = slice(conversation * self.turns, (conversation + 1) * self.turns)
         return Load(self.inputs[places], self.outputs[places], self.turns)
 
     def texts(self, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
-        """The users' tokens in each conversation, beginnings included, cut from prompts of `lengths` tokens."""
+        """Returns the users' tokens of each conversation, with shared beginnings.  prompts: of `lengths` tokens."""
         beginnings = [list(prompt[: self.prefix_tokens]) for prompt in prompts[: self.prefixes]]
         rest = prompts[self.prefixes :]
         return [[*beginnings[i % self.prefixes], *text] if beginnings else list(text) for i, text in enumerate(rest)]
 
     @property
     def lengths(self) -> list[int]:
-        """The lengths in tokens of the prompts that `texts` needs."""
+        """Returns the lengths of the prompts that `texts` takes, in tokens."""
         return [self.prefix_tokens] * self.prefixes + [sum(self.of(i).inputs) for i in range(self.count)]
 
 
 def random_load(count: int, inputs: tuple[int, int], outputs: tuple[int, int], turns: int = 1, **more: Any) -> Load:
-    """A load of `count` conversations with lengths drawn uniformly between the bounds, both included.
+    """Returns a load of `count` conversations.  Lengths are drawn uniformly between the bounds, both included.
 
     more: further fields of Load.
     """
@@ -88,10 +88,10 @@ def random_load(count: int, inputs: tuple[int, int], outputs: tuple[int, int], t
 
 @dataclass(frozen=True)
 class Arrivals:
-    """When requests arrive.
+    """Defines when requests arrive.
 
-    concurrency: requests at the same time; the next one arrives when one finishes.  rate: requests a second, as a
-    Poisson process; with `burst`, that many arrive at once, in evenly spaced bursts.  Neither: all arrive at once.
+    concurrency: the number of requests in progress; when one finishes, the next arrives.  rate: requests a second, as a
+    Poisson process; with `burst`, evenly spaced bursts of `burst` requests.  Without both, all requests arrive at once.
     """
 
     concurrency: int | None = None
@@ -99,7 +99,7 @@ class Arrivals:
     burst: int | None = None
 
     def due(self, count: int) -> list[float]:
-        """The arrival time of each request, in seconds from the beginning of the load."""
+        """Returns the arrival time of each request, in seconds from the start of the load."""
         if self.rate is None:
             return [0.0] * count
         if self.burst is not None:
@@ -111,7 +111,7 @@ class Arrivals:
 
 @dataclass
 class Timeline:
-    """The times of one request.  due: its arrival; chunks: (time, number of tokens) of each output chunk."""
+    """The times of one request.  due: the arrival time.  chunks: (time, number of tokens) of each output chunk."""
 
     due: float
     chunks: list[tuple[float, int]] = field(default_factory=list)
@@ -123,12 +123,12 @@ class Timeline:
 
     @property
     def gaps(self) -> list[float]:
-        """Seconds between each chunk and the next, as a reader sees them."""
+        """The seconds between consecutive chunks."""
         return [after[0] - before[0] for before, after in pairwise(self.chunks)]
 
     @property
     def per_token(self) -> float | None:
-        """The mean seconds of a token after the first chunk; None if there is only one chunk."""
+        """The mean seconds a token after the first chunk; None for only one chunk."""
         later = sum(count for _, count in self.chunks[1:])
         return (self.chunks[-1][0] - self.chunks[0][0]) / later if later else None
 
@@ -139,10 +139,10 @@ class Timeline:
 
 
 class LaunchTimes:
-    """Counts how the time of a load is spent, as the engine's observer.  It also calls the engine's former observer.
+    """An observer of the engine that measures how a load's time is spent.  It also calls the engine's former observer.
 
-    seconds: by "prefill", "rounds" and "idle"; the time of a launch ends when its result is read.
-    rows: the rows that the target ran, with the padding of passes, but without that of a round to its graph's batch.
+    seconds: by "prefill", "rounds" and "idle"; the time of a launch ends when its result is read.  rows: the number of
+    rows that the target ran, with the padding of passes, but without the padding of rounds to a graph's batch size.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -170,14 +170,14 @@ class LaunchTimes:
             self.other.before_result(handle)
 
     def add(self, seconds: float) -> None:
-        """Count the time of a step, or of a wait for requests."""
+        """Add the seconds of a step, or of a wait for requests."""
         kind = self._kind or (self._unread[0] if self._unread else "idle")
         self.seconds[kind] += seconds
         self._kind = None
 
 
 class AnsweredRequest(NamedTuple):
-    """An answer.  tokens: their number; rounds: None if their number is not known."""
+    """The figures of one answered request.  tokens: the number of output tokens.  rounds: None if not known."""
 
     category: str
     timeline: Timeline
@@ -186,10 +186,10 @@ class AnsweredRequest(NamedTuple):
 
 
 def figures_by_category(answers: Sequence[AnsweredRequest]) -> dict[str, dict[str, Any]]:
-    """The figures of each category.
+    """Returns the figures of each category of requests.
 
-    step_ms: the time from one round of a request to its next round.  tokens_per_second: of one request after its first
-    token, which is accept_length over step_ms.
+    step_ms: the time from one round of a request to its next round.  tokens_per_second: the rate of one request after
+    its first token, which is accept_length / step_ms.
     """
     groups: dict[str, list[AnsweredRequest]] = {}
     for each in answers:
@@ -214,7 +214,7 @@ def _figures_of_category(answers: Sequence[AnsweredRequest]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class LoadResult:
-    """The results of a load.  seconds: from the first arrival to the last token; categories: of its requests."""
+    """The results of a load.  seconds: from the first arrival to the last token.  categories: one for each request."""
 
     seconds: float
     requests: list[Request]
@@ -236,11 +236,11 @@ class LoadResult:
         ]
 
     def figures(self) -> dict[str, Any]:
-        """The figures of the report.
+        """Returns the figures of the report.
 
-        cached_share: the share of the prompts' tokens that came from the prefix cache.
-        outputs_hash: of all outputs; equal texts have equal hashes, in whatever order they came.
-        wasted_rows: the share of the target's rows that neither entered a token of a prompt nor emitted a token.
+        cached_share: the share of the prompt tokens that came from the prefix cache.  outputs_hash: a hash of all
+        outputs, which does not depend on the order of arrival.  wasted_rows: the share of the target's rows that
+        neither processed a prompt token nor emitted a token.
         """
         tokens_out = sum(len(request.output) for request in self.requests)
         tokens_in = sum(len(request.prompt) for request in self.requests)
@@ -269,7 +269,7 @@ class LoadResult:
 
 
 def latency_percentiles(timelines: Sequence[Timeline]) -> dict[str, Any]:
-    """Percentiles in ms of TIMES: to the first token, between chunks, a token of a request, to the last token."""
+    """Returns percentiles in ms: to the first token, between chunks, a token of a request, to the last token."""
     per_token = [each.per_token for each in timelines if each.per_token is not None]
     gaps = [gap for each in timelines for gap in each.gaps]
     values = [each.first for each in timelines], gaps, per_token, [each.whole for each in timelines]
@@ -282,7 +282,7 @@ def time_title(times: str) -> str:
 
 
 def percentiles(seconds: Sequence[float]) -> dict[str, float] | None:
-    """Nearest-rank percentiles in ms; None if there are no values."""
+    """Returns nearest-rank percentiles in ms; None for no values."""
     if not seconds:
         return None
     order = sorted(seconds)
@@ -303,13 +303,13 @@ class LoadConversations(Protocol):
     def turns(self, number: int) -> int: ...
 
     def next(self, number: int, before: Sequence[Request]) -> Request:
-        """The next request of a conversation.  before: the conversation's earlier requests."""
+        """Returns the next request of a conversation.  before: its earlier requests."""
         ...
 
 
 @dataclass(frozen=True)
 class RandomConversations:
-    """The conversations of a Load: greedy, with answers of full length.  texts: from Load.texts."""
+    """The conversations of a Load.  Requests are greedy, with answers of full length.  texts: from Load.texts."""
 
     load: Load
     texts: Sequence[Sequence[int]]
@@ -338,12 +338,12 @@ class RandomConversations:
 
 
 def serve_random(engine: Engine, prompts: Sequence[Sequence[int]], load: Load, arrivals: Arrivals) -> LoadResult:
-    """Run a load: greedy, each request to its full output length.  prompts: of load.lengths tokens."""
+    """Run a load with greedy requests of full output length.  prompts: of load.lengths tokens."""
     return serve_conversations(engine, RandomConversations(load, load.texts(prompts)), arrivals)
 
 
 def serve_conversations(engine: Engine, talks: LoadConversations, arrivals: Arrivals) -> LoadResult:
-    """Run conversations to their end."""
+    """Run conversations until all have ended."""
     spent, begun = LaunchTimes(engine), perf_counter()
     due = [begun + at for at in arrivals.due(talks.count)]
     timelines: list[Timeline] = []

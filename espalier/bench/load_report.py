@@ -1,6 +1,6 @@
-"""`espalier bench load`: a mixed load on an engine as a user starts it, with the tree and without, or on servers.
+"""`espalier bench load`: runs a load on an engine with the tree and on one without, or on servers.
 
-It reports tokens a second, the times that a reader waits, how the time was spent, and the share of wasted rows.
+It reports tokens a second, latencies, how the time was spent, and the share of wasted rows.
 """
 
 from argparse import Namespace
@@ -36,7 +36,7 @@ from espalier.request import Request, SamplingParams
 from espalier.terminal.console import print_table, require_writable, write_json
 from espalier.terminal.flags import flag_of, given_flags, require_at_least_one
 
-# The tokens of each output in the load that warms an engine up.
+# The output tokens of a request that warms an engine up.
 WARM_UP_TOKENS = 8
 NUMBER_FORMATS = (
     ("seconds", "{:.2f}"),
@@ -53,7 +53,7 @@ NUMBER_FORMATS = (
 class DatasetConversations:
     """The conversations of a dataset, as load.py:Talks.
 
-    thinking: the switch of the chat template; None: its default.
+    thinking: the chat template's switch for reasoning; None for the template's default.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class DatasetConversations:
 
 
 def run(args: Namespace, engines_of: Callable[..., BenchEngines] = engines_of) -> int:
-    """Run the command.  engines_of: like espalier/bench/drive.py:engines_of."""
+    """Run the command.  engines_of: see espalier/bench/drive.py:engines_of."""
     if args.url:
         if given := [name for name in given_flags(args) if name != "model"]:
             raise EspalierError(f"{flag_of(given[0])} is not for --url: its server runs already; leave one out")
@@ -148,12 +148,12 @@ def run(args: Namespace, engines_of: Callable[..., BenchEngines] = engines_of) -
 
 
 def _rates_and_temperatures(args: Namespace) -> list[tuple[float | None, float]]:
-    """The (rate, temperature) pairs to measure, one after another."""
+    """Returns the (rate, temperature) pairs to measure, one after another."""
     return [(rate, temperature) for temperature in args.temperature for rate in args.rate or [None]]
 
 
 def _load_of_flags(args: Namespace) -> Load:
-    """The load that the flags describe.  Raises EspalierError."""
+    """Returns the load that the flags describe.  Raises EspalierError."""
     require_at_least_one(args, "requests", "concurrency", "burst", "turns", "prefix_length")
     for rate in args.rate or ():
         require_number("--rate", rate, lambda rate: rate > 0, "more than 0")
@@ -176,7 +176,7 @@ def _results_by_variant(
     talks: Sequence[Conversation] | None,
     engines_of: Callable[..., BenchEngines],
 ) -> Any:
-    """Yields (name of a way to decode, (results, config) of each cell), after a warm-up."""
+    """Yields (name of an engine variant, (result, config) of each cell).  Each variant is warmed up first."""
     made = engines_of(args, {}, **({} if load is None else {"max_context": load.longest}))
     if load is not None:
         asked = (
@@ -211,7 +211,7 @@ def _warm_up(bench: BenchEngine, load: Load | None, batch: int) -> None:
 
 
 def _table_rows(title: str, figures: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
-    """The lines of the table.  figures: by the way to decode."""
+    """Returns the rows of the table.  figures: by engine variant."""
     rows = [[title, *figures]]
     rows += [
         [name.replace("_", " "), *(form.format(each[name]) for each in figures.values())]

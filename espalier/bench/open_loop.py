@@ -1,8 +1,8 @@
 """`espalier bench load --url`: a load on running servers with OpenAI's API, whatever engine they run.
 
-Requests arrive at their times, however slow the answers are.  All servers get the same requests, one server after
-another.  Each rate and temperature has its own drawn prompts.  Times count from the moment at which a request was due.
-Each request has a connection of its own.
+Each request is sent at its planned time, however slow the answers are.  Latencies count from the planned time.  The
+servers are measured one after another, with the same requests.  Each rate and temperature has other random prompts.
+Each request has its own connection.
 """
 
 import asyncio
@@ -81,10 +81,10 @@ class LatencyLimits:
 
 @dataclass(frozen=True)
 class OpenLoopResult:
-    """The results of one server at one rate, or with a number of requests at the same time (rate: None).
+    """The results of one server at one rate; rate is None for a fixed number of requests in progress.
 
-    seconds: from the first arrival to the last answer; rounds: how many the server ran meanwhile, by accept length;
-    None if the server does not report them.
+    seconds: from the first arrival to the last answer.  rounds: the number of rounds in this time, by accept length;
+    None if the server does not report it.
     """
 
     server: str
@@ -101,12 +101,12 @@ class OpenLoopResult:
 
     @property
     def accept_length(self) -> float | None:
-        """The server's mean accept length; None if the server does not report it, or ran no round."""
+        """The server's mean accept length; None if it is not reported, or if no round ran."""
         return sum(self.rounds.elements()) / self.rounds.total() if self.rounds else None
 
     def figures(self) -> dict[str, Any]:
         length = self.accept_length
-        # The server's accept length is a mean over all its requests, so it says nothing of a single category.
+        # A server reports one accept length for all its requests, so several categories do not show it.
         of_each = length if len({each.category for each in self.asked}) == 1 else None
         answers = [
             AnsweredRequest(each.category, each.timeline, each.num_output, of_each and each.later / of_each)
@@ -135,14 +135,14 @@ class OpenLoopResult:
 
 
 def run(args: Namespace) -> int:
-    """Run the command.  Raises EspalierError if a server does not answer the first request."""
+    """Run `espalier bench load --url`.  Raises EspalierError if a server does not answer the first request."""
     read = dataset_of_flags(args)
     _fill_and_check_flags(args)
     traffic = Traffic(args.input, args.output, args.turns, args.prefixes, args.prefix_length, args.token_ids)
     limits = LatencyLimits(args.ttft_limit, args.itl_limit)
     measured, models = [], {}
     cells = [(temperature, rate) for temperature in args.temperature for rate in args.rate]
-    # Each cell has other prompts, because a server keeps the prompts of the cell before in its prefix cache.
+    # Each cell has other prompts, because the server's prefix cache has the prompts of earlier cells.
     talks = [read or traffic.conversations(args.requests, seed) for seed in range(len(cells))]
     with progress("measuring", len(args.url) * sum(map(len, talks))) as advance:
         for url in args.url:
@@ -180,7 +180,7 @@ def run(args: Namespace) -> int:
 
 
 def _fill_and_check_flags(args: Namespace) -> None:
-    """Set the defaults of flags, and check them.  Raises EspalierError."""
+    """Set the defaults of flags that were not given, and check the flags.  Raises EspalierError."""
     if args.concurrency is not None:
         args.rate = [None]
     if args.token_ids is not None:
@@ -203,7 +203,7 @@ def _fill_and_check_flags(args: Namespace) -> None:
 
 
 def _check_token_ids(args: Namespace) -> None:
-    """Raises EspalierError for flags that need text prompts, if --token-ids is given."""
+    """Refuse flags for text prompts beside --token-ids.  Raises EspalierError."""
     require_at_least_one(args, "token_ids")
     if args.endpoint == CHAT or (args.turns or 1) > 1:
         other = "--endpoint chat" if args.endpoint == CHAT else "--turns"
@@ -212,7 +212,7 @@ def _check_token_ids(args: Namespace) -> None:
 
 
 def arrivals_of(args: Namespace, rate: float | None) -> Arrivals:
-    """The arrivals at one rate by the flags; rate None: with --concurrency, or all at once."""
+    """Returns the arrivals at one rate; for rate None, those with --concurrency, or all at once."""
     if rate is None:
         return Arrivals(args.concurrency)
     burst = {POISSON: None, FIXED: 1, BURSTS: args.burst or DEFAULT_FLAGS["burst"]}[args.arrivals or POISSON]
@@ -220,7 +220,7 @@ def arrivals_of(args: Namespace, rate: float | None) -> Arrivals:
 
 
 async def _reached_server(args: Namespace, url: str) -> MeasuredServer:
-    """The server at a URL, after it has answered one request.  Raises EspalierError."""
+    """Returns the server at a URL after one answered request.  Raises EspalierError."""
     key = api_key(args)
     address = address_of(url)
     headers = {"host": address.host} | ({"authorization": f"Bearer {key}"} if key else {})
@@ -239,7 +239,7 @@ async def _reached_server(args: Namespace, url: str) -> MeasuredServer:
 async def _measure_server(
     target: MeasuredServer, talks: Sequence[Conversation], arrivals: Arrivals, advance: Any
 ) -> tuple[float, list[SentRequest]]:
-    """(seconds, requests) of all conversations.  Each begins when it is due, or when another has ended."""
+    """Run all conversations and return (seconds, requests).  Each starts at its time, or when another ends."""
     begun, due = perf_counter(), arrivals.due(len(talks))
     free = asyncio.Semaphore(arrivals.concurrency or len(talks))
 

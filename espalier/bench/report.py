@@ -1,4 +1,4 @@
-"""The report of a load: its command, its tables in Markdown, the table of categories, and plots."""
+"""Writes the report of a load: command line, Markdown tables, the table of categories, and plots."""
 
 import shlex
 import sys
@@ -19,19 +19,19 @@ COLOURS = ("tab:blue", "tab:orange", "tab:green", "tab:red")
 
 
 def command_line() -> str:
-    """The command of this process, without the value of --api-key."""
+    """Returns the command line of this process, without the value of --api-key."""
     words = [word if not word.startswith(f"{KEY_FLAG}=") else f"{KEY_FLAG}=..." for word in sys.argv[1:]]
     hidden = ["..." if before == KEY_FLAG else word for before, word in zip(["", *words], words, strict=False)]
     return shlex.join(["espalier", *hidden])
 
 
 def json_value(value: Any) -> Any:
-    """A flag's value in a form that JSON can hold."""
+    """Returns a flag's value as a JSON value."""
     return str(value) if isinstance(value, Path) else value
 
 
 def category_table(title: str, categories: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
-    """The lines of a table with the figures of each category.  categories: as from load.py:by_category."""
+    """Returns the rows of a table with the figures of each category.  categories: from load.py:figures_by_category."""
     waits = [f"{name}, p50 / p99 ms" for name in ("ttft", "between pieces")]
     rows = [[title, *CATEGORY_COLUMNS, *waits]]
     for name, each in categories.items():
@@ -46,7 +46,8 @@ WAIT_TIMES = ("ttft_ms", "between_pieces_ms")
 
 
 def rows_of_times(figures: Iterable[Mapping[str, Any]]) -> list[list[str]]:
-    """A line of a table for each of TIMES.  figures: of each column.  For few requests, p90 and p99 are the slowest."""
+    """Returns a table row for each of LATENCY_TIMES.  figures: of each column.  For few requests, p99 is the
+    maximum."""
     columns = list(figures)
     return [
         [
@@ -58,7 +59,7 @@ def rows_of_times(figures: Iterable[Mapping[str, Any]]) -> list[list[str]]:
 
 
 def write_markdown(path: Path | None, tables: Sequence[Sequence[Sequence[str]]]) -> None:
-    """Write the tables below the command and the machine, if a path is given.  Raises EspalierError."""
+    """Write the command line, the machine and the tables to `path`, if it is given.  Raises EspalierError."""
     if path is None:
         return
     parts = [f"`{command_line()}`", machine_line()]
@@ -72,7 +73,7 @@ def write_markdown(path: Path | None, tables: Sequence[Sequence[Sequence[str]]])
 
 
 def require_plot(path: Path | None) -> None:
-    """Check, before any measurement, that the plot can be drawn.  Raises EspalierError."""
+    """Check before the measurements that the plot can be drawn and saved.  Raises EspalierError."""
     if path is None:
         return
     if path.suffix not in PLOT_SUFFIXES:
@@ -89,7 +90,7 @@ def require_plot(path: Path | None) -> None:
 class LoadPoint:
     """The figures of a server at one rate of arrivals.
 
-    times: percentiles in ms, by the name of a time; goodput, answered: requests a second, within the limits and in all.
+    times: percentiles in ms, by the name of a time.  answered: requests a second; goodput: those within the limits.
     """
 
     server: str
@@ -100,7 +101,7 @@ class LoadPoint:
 
 
 def plot_load(points: Sequence[LoadPoint], limits: Mapping[str, float | None], path: Path | None) -> None:
-    """Write the plot, if a path is given: p50 and p99 of each time, and requests a second, over the rate.
+    """Plot p50 and p99 of each time, and requests a second, over the rate.  Write the plot to `path`, if it is given.
 
     limits: in ms, by the name of a time.  Raises EspalierError.
     """
@@ -129,7 +130,7 @@ def plot_load(points: Sequence[LoadPoint], limits: Mapping[str, float | None], p
 
 
 def _plot_lines(own: Sequence[LoadPoint], colour: str, times: Sequence[Any], requests: Any) -> None:
-    """Draw one server's lines.  A rate without answered requests has no times."""
+    """Plot one server's lines.  Rates without answered requests have no times."""
     for i, axis in enumerate(times):
         for percentile, style in (("p50", "o-"), ("p99", "^--")):
             known = [(point.rate, found[percentile]) for point in own if (found := list(point.times.values())[i])]

@@ -1,7 +1,7 @@
-"""Sizes of published models by name, as in their config.json files, for tuning without a checkpoint.
+"""The sizes of published models by name, from their config.json files, for tuning without a checkpoint.
 
-One thing differs: an lm_head that is tied to the embedding cannot hold the token chain of the lab's models, so each
-head is stored apart.  A pass costs the same, since a tied head also reads the whole embedding.
+Unlike the published models, each model here has an untied lm_head, because the lab's synthetic models need one.  A pass
+costs the same, because a tied head also reads the whole embedding.
 """
 
 from collections.abc import Mapping
@@ -32,17 +32,17 @@ GEMMA4_FIELDS = {"architectures": ["Gemma4ForCausalLM"], "model_type": "gemma4_t
 GPT_OSS_FIELDS = {"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "attention_bias": True}
 MINISTRAL3_FIELDS = {"architectures": ["Ministral3ForCausalLM"], "model_type": "ministral3"}
 PHI3_FIELDS = {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3", "attention_bias": False}
-# The size of a draft's heads if the target has latent attention.
+# The head size of a draft for a target with latent attention.
 DRAFT_HEAD_SIZE = 128
 
 
 @dataclass(frozen=True, eq=False)
 class Shape:
-    """The sizes of a production model.
+    """The sizes of a published model, and of a draft for it.
 
-    source: the model with this config.json; fields: of that config.json; num_plain: ids from here on are special and
-    never emitted, nor are ids below first_plain; draft_vocab: how many tokens the draft knows; the target emits only
-    these tokens.
+    source: the Hugging Face id of the model.  fields: of its config.json.  first_plain, num_plain: ids from first_plain
+    up to num_plain are emitted, other ids are special tokens.  draft_vocab: the size of the draft's vocabulary; the
+    target emits only these tokens.
     """
 
     name: str
@@ -53,7 +53,7 @@ class Shape:
     first_plain: int = 0
 
     def cut(self, layers: int) -> "Shape":
-        """The same model with only its first layers.  Raises EspalierError if it has fewer."""
+        """Returns the model with only its first `layers` layers.  Raises EspalierError for more layers than it has."""
         count = self.fields["num_hidden_layers"]
         if not 1 <= layers <= count:
             raise EspalierError(f"--layers={layers} is not supported: {self.name} has {count} layers; use 1 to {count}")
@@ -77,10 +77,10 @@ class Shape:
 
     @property
     def draft_layer(self) -> dict[str, Any]:
-        """The config of a draft's layer: a Llama layer of the target's shape.
+        """The config.json fields of a draft's layer: a Llama layer with the target's sizes.
 
-        The heads of latent attention keep no K and V.  So a draft for such a target has heads of 128 values, and at
-        most a quarter as many key-value heads.
+        Latent attention has no K and V heads.  So a draft for such a target has heads of 128 values, and at most a
+        quarter as many key-value heads as heads.
         """
         config = self.target
         heads, kv_heads, head_size = config.heads, config.kv_heads, config.head_size
@@ -109,7 +109,7 @@ class Shape:
 
     @property
     def draft_json(self) -> dict[str, Any]:
-        """The config.json of an EAGLE-3 head, in SafeAILab's form."""
+        """The config.json of an EAGLE-3 head in SafeAILab's format."""
         return {
             **self.draft_layer,
             "architectures": ["LlamaForCausalLMEagle3"],
@@ -119,7 +119,7 @@ class Shape:
 
     @property
     def draft_config(self) -> DraftConfig:
-        """The DraftConfig of the EAGLE-3 head."""
+        """The parsed config of the EAGLE-3 head."""
         path = Path(f"{self.name} draft")
         return format_of(self.draft_json, path).read(path, self.draft_json, self.target)
 
@@ -211,7 +211,7 @@ DEEPSEEK_V2_LITE = {
     "bos_token_id": 100000,
     "eos_token_id": 100001,
 }
-# Five of 61 layers, one of them dense instead of three: in bfloat16 they take 97 GB.  The MTP layer is left out.
+# Five of 61 layers, of which one is dense instead of three.  They take 97 GB in bfloat16.  The MTP layer is left out.
 DEEPSEEK_V3_1GPU = {
     **DEEPSEEK_V3_FIELDS,
     **LATENT_FIELDS,
@@ -238,13 +238,13 @@ DEEPSEEK_V3_1GPU = {
     "bos_token_id": 0,
     "eos_token_id": 1,
 }
-# Eight of 61 layers, six of them dense instead of three, so that one GPU holds them (57 GB) and long contexts show.
-# DEEPSEEK_V32_CUT selects rows.  DEEPSEEK_V3_CUT attends to all rows, for comparison.
+# Eight of 61 layers, of which six are dense instead of three.  They take 57 GB, so one GPU has room for long contexts.
+# DEEPSEEK_V32_CUT has sparse attention; DEEPSEEK_V3_CUT has full attention, for comparison.
 DEEPSEEK_V3_CUT = {**DEEPSEEK_V3_1GPU, "num_hidden_layers": 8, "first_k_dense_replace": 6}
 DEEPSEEK_V32_FIELDS = {"architectures": ["DeepseekV32ForCausalLM"], "model_type": "deepseek_v32"}
 INDEXER_FIELDS = {"index_topk": 2048, "index_head_dim": 128, "index_n_heads": 64}
 DEEPSEEK_V32_CUT = {**DEEPSEEK_V3_CUT, **DEEPSEEK_V32_FIELDS, **INDEXER_FIELDS}
-# Sizes for weights in bfloat16, although the published experts are in MXFP4.
+# For weights in bfloat16; the published experts are in MXFP4.
 GPT_OSS_20B = {
     **GPT_OSS_FIELDS,
     "vocab_size": 201088,
@@ -449,7 +449,7 @@ SHAPES: Mapping[str, Shape] = MappingProxyType(
 
 
 def find_shape(name: str) -> Shape:
-    """The entry of SHAPES with this name.  Raises EspalierError for an unknown name."""
+    """Returns the entry of SHAPES with this name.  Raises EspalierError for an unknown name."""
     if name not in SHAPES:
         raise EspalierError(f"shape {name!r} is not known; use one of {', '.join(SHAPES)}")
     return SHAPES[name]

@@ -1,6 +1,6 @@
-"""The conversations that an open loop sends, of one turn or several, with shared beginnings on request.
+"""Draws the conversations of an open-loop load, with one turn or several, and optional shared beginnings.
 
-Prompts are words of the held-out texts, or token ids, in random order.  So no two prompts share more than they should.
+Prompts are words of the held-out texts, or token ids, in random order.  So prompts share no other prefixes.
 """
 
 import random
@@ -11,14 +11,14 @@ from typing import Any
 from espalier.bench.drive import heldout_json
 from espalier.bench.flags import CHAT, COMPLETIONS
 
-# The variables with which chat templates switch reasoning on.
+# The variables of chat templates that switch reasoning on.
 REASONING_SWITCHES = ("enable_thinking", "thinking")
 ENDPOINT_PATHS = {CHAT: "/v1/chat/completions", COMPLETIONS: "/v1/completions"}
 
 
 @dataclass(frozen=True)
 class Turn:
-    """One turn of the user.  ids: the whole prompt as token ids, instead of `text`."""
+    """One user message.  ids: the whole prompt as token ids, instead of `text`."""
 
     text: str
     max_tokens: int
@@ -27,10 +27,10 @@ class Turn:
 
 @dataclass(frozen=True)
 class Conversation:
-    """A conversation of the load.
+    """One conversation of a load.
 
-    prefix: the beginning that it shares with others, "" for none; number: in the order of arrival; category: of a
-    dataset.
+    prefix: the beginning that it shares with other conversations, or "".  number: index in the order of arrival.
+    category: the dataset's category.
     """
 
     number: int
@@ -41,11 +41,11 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Traffic:
-    """The kind of conversations to draw.
+    """The parameters of random conversations.
 
-    inputs: fewest and most words of a turn; outputs: fewest and most max_tokens; turns: of a conversation.
-    prefixes: number of different beginnings, of prefix_words words each; 0 for none.  token_ids: prompts are token ids
-    below this number; None: prompts are words.
+    inputs: the fewest and most words of a turn.  outputs: the smallest and largest max_tokens.  turns: the turns of a
+    conversation.  prefixes: the number of different shared beginnings, of prefix_words words each; 0 for none.
+    token_ids: prompts are token ids below this number; None for prompts of words.
     """
 
     inputs: tuple[int, int]
@@ -56,7 +56,7 @@ class Traffic:
     token_ids: int | None = None
 
     def conversations(self, count: int, seed: int) -> list[Conversation]:
-        """Draw conversations.  Equal arguments give equal conversations, so servers can be compared."""
+        """Draw `count` conversations.  Equal arguments give equal conversations, so servers can be compared."""
         chance = random.Random(seed)
         words = _words() if self.token_ids is None else range(self.token_ids)
         beginnings = [chance.choices(words, k=self.prefix_words) for _ in range(self.prefixes)] or [[]]
@@ -83,7 +83,7 @@ def request_bodies(
 ) -> Iterator[dict[str, Any]]:
     """Yields the request body of each turn.
 
-    answers: the caller adds the server's answer before it takes the next body; same: fields of every request.
+    answers: the caller appends each answer before it takes the next body.  same: the fields that all bodies share.
     """
     stream = {"stream": True, "stream_options": {"include_usage": True}, "temperature": 0}
     for turn in talk.turns:
@@ -95,7 +95,7 @@ def request_bodies(
 
 
 def messages_until_turn(talk: Conversation, answers: Sequence[str]) -> list[dict[str, str]]:
-    """The messages of the conversation, up to the turn after these answers."""
+    """Returns the messages of the conversation, up to the turn that follows `answers`."""
     made = [{"role": "system", "content": talk.prefix}] if talk.prefix else []
     for turn, answer in zip(talk.turns, [*answers, None], strict=False):
         made.append({"role": "user", "content": turn.text})
@@ -104,5 +104,5 @@ def messages_until_turn(talk: Conversation, answers: Sequence[str]) -> list[dict
 
 
 def plain_prompt(talk: Conversation, answers: Sequence[str]) -> str:
-    """The conversation up to the turn after these answers, as one text for a model without a chat template."""
+    """Returns the same messages as one text, for a model without a chat template."""
     return " ".join(filter(None, (message["content"] for message in messages_until_turn(talk, answers))))

@@ -1,12 +1,12 @@
-"""`espalier doctor --tune`: measure the linear layers on this GPU, and write the fastest plans for the engine to read.
+"""`espalier doctor --tune`: measures the linear layers on this GPU, and writes the fastest kernel plans for the engine.
 
-For each shape and bucket of rows, F.linear is measured against the candidates of our kernel.  With --weights the shapes
-are those of quantised matrices, and the plan by the rule of kernels/layers/linear_quantised.py replaces F.linear.
+For each shape and bucket of rows, F.linear is compared with the candidate plans of our kernel.  With --weights, the
+shapes are of quantised matrices, and the plan by the rule of kernels/layers/linear_quantised.py replaces F.linear.
 
-First each shape is measured alone: a chain of products, over so many weights that none is still in the L2 cache,
-replayed as a CUDA graph.  Then the best plans of a shape are measured among their neighbours, in the passes of a model.
-There a kernel with programmatic dependent launch gains from the kernel before it, and F.linear keeps the next kernel
-from starting early (docs/log.md).  With --seconds only the first candidates are measured, few rows first.
+First, each shape is measured alone: a CUDA graph of products with so many weights that none is still in the L2 cache.
+Then a shape's best plans are measured among neighbours, in passes of a model.  In a pass, a kernel with programmatic
+dependent launch gains from the kernel before it, and F.linear keeps the next kernel from starting early (docs/log.md).
+With --seconds only the first candidates are measured, few rows first.
 """
 
 from argparse import Namespace
@@ -62,46 +62,46 @@ from espalier.startup.resolve import choose_device
 from espalier.terminal.console import print_header, print_table, progress, require_gpu, require_writable, stdout
 from espalier.terminal.flags import flag_of, given_flags
 
-# Bytes of weights that one chain reads, which makes it long enough to time.
+# The bytes of weights that one chain reads, so that its time can be measured.
 CHAIN_BYTES = 600 * 10**6
-# Bytes of the different weights of a shape: more than the L2 cache holds.
+# The bytes of a shape's different weights: more than fit in the L2 cache.
 COPIES_BYTES = 300 * 10**6
-# How many candidates are measured a second time alone, and how many of these are measured among neighbours.
+# How many candidates are measured again alone, and how many of those are then measured among neighbours.
 NUM_REMEASURED = 6
 NUM_MEASURED_IN_PASSES = 3
 MEASURED_LAYERS = 8
 NUM_SWEEPS = 2
-# A smaller relative gain is noise.
+# Smaller relative gains are noise.
 MIN_RELATIVE_GAIN = 0.002
-# With --seconds: the candidates of a shape and bucket, the share of the time for measurements alone, and the seconds
-# that it takes to draw the weights of a pass.
+# For --seconds: the most candidates of a shape and bucket, the share of the time for measurements alone, and the
+# seconds that the random weights of a pass take.
 MAX_CANDIDATES_IN_LIMIT, TIME_SHARE_ALONE, SECONDS_TO_DRAW = 24, 0.75, 5
-# The first bucket spans the most rows, so both of its ends are measured.
+# The first bucket is measured at its fewest rows too, because it spans the most rows.
 MIN_ROWS = 1
 
-# Layers whose output may stay in parts, which the next kernel adds up, and layers that a gate follows.
+# Layers whose output may stay in parts that the next kernel adds up, and layers before a gate.
 SUMMED_LAYERS, GATED_LAYERS = ("qkv", "o", "down"), ("gate_up",)
 
-# The contender that is not our kernel: {True: for dense weights, False: for quantised weights}.
+# The name of the baseline: {True: for dense weights, False: for quantised weights}.
 BASELINE_NAME = {True: "F.linear", False: "by rule"}
-# The sides of the smallest matrix that every format can store.
+# The smallest side of a matrix that every format can store.
 MIN_MATRIX_SIDE = 256
-# The names of one matrix of an EAGLE head and of a block draft, whose format stands for the whole draft.
+# One matrix of an EAGLE head and of a block draft.  A draft with this matrix quantised counts as quantised.
 DRAFT_MATRICES = ("midlayer.self_attn.o_proj", "layers.0.self_attn.o_proj")
 
 # Values of --tune.
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-# The engine flags that --tune --shapes uses, and the further flags that --tune of a model uses.
+# The engine flags that --tune --shapes uses, and the further flags that tuning a model uses.
 SHAPE_FLAGS, MODEL_FLAGS = ("device", "dtype"), ("model", "draft", "model_overrides")
 
-# A shape and a bucket of rows.
+# (shape, bucket of rows)
 PlanKey = tuple[Shape, int]
 PlanTable = dict[PlanKey, LinearPlan]
 
 
 @dataclass(frozen=True)
 class MeasuredPlans:
-    """One shape and bucket, measured alone: µs of OTHER and of our fastest plan; ours: our plans, the fastest first."""
+    """One shape and bucket, measured alone.  other_us: the baseline; ours_us: our fastest plan; ours: fastest first."""
 
     shape: Shape
     rows: int
@@ -115,7 +115,7 @@ class MeasuredPlans:
 
 
 def run(args: Namespace, config: EngineConfig) -> int:
-    """Measure, write the table and print the results.  Raises EspalierError."""
+    """Measure the plans, write the table and print the results.  Raises EspalierError."""
     used = SHAPE_FLAGS if args.shapes else (*SHAPE_FLAGS, *MODEL_FLAGS)
     if refused := [flag_of(name) for name in given_flags(args) if name not in used]:
         raise EspalierError(f"{refused[0]} is not for --tune{' --shapes' if args.shapes else ''}; leave one out")
@@ -123,7 +123,7 @@ def run(args: Namespace, config: EngineConfig) -> int:
     if path.parent.is_dir():  # else `write` makes it
         require_writable("--choices", path)
     if path.exists():
-        # These raise if `write` could not add to the file.
+        # Both raise an error if the file is not a table that `write` can extend.
         LINEAR_TUNING.read(path)
         EXPERT_TABLES.read(path)
     if args.seconds is not None and not args.seconds > 0:
@@ -166,20 +166,20 @@ def _run(args: Namespace, config: EngineConfig) -> int:
             path, TuningTable(tuner.chip, dtype, plans_by_shape(found, kept), measured_versions(), tuner.format)
         )
 
-    # The plans of buckets that are not measured now stay in the table.
+    # The table keeps the plans of buckets that are not measured now.
     kept = dict(LINEAR_TUNING.measured(tuner.chip, DTYPES[dtype], tuner.format))
     for known in LINEAR_TUNING.read(path) if path.exists() else ():
         kept |= known.plans if known.key == (tuner.chip, dtype, tuner.format) else {}
     with progress("measuring", len(ROWS_BUCKETS) + len(models)) as advance:
         for rows in ROWS_BUCKETS:
             alone |= tuner.alone(shapes, rows)
-            # These plans are kept if the tuning is interrupted.  The plans found among neighbours replace them.
+            # Stored in case the tuning is interrupted.  The plans measured among neighbours replace them.
             keep({cell: measured.fastest for cell, measured in alone.items()})
             advance()
         for model in models:
             tuner.among_neighbours(model, alone, table)
             advance()
-    # Add the shapes that no pass has, such as matrices that only experts use in this format.
+    # Add the plans of shapes that no pass has, such as matrices that only experts use in this format.
     table = {cell: measured.fastest for cell, measured in alone.items()} | table
     keep(table)
     print_table(_table_rows(alone.values(), table, BASELINE_NAME[weights == DENSE]))
@@ -190,7 +190,7 @@ def _run(args: Namespace, config: EngineConfig) -> int:
 
 
 def _weight_format(args: Namespace) -> str:
-    """The format to measure, shared by target and draft.  Raises EspalierError if the flags name two formats."""
+    """Returns the weight format of target and draft.  Raises EspalierError if the flags name two formats."""
     if args.weights and args.draft_weights not in (None, args.weights):
         raise EspalierError(
             f"--weights={args.weights} and --draft-weights={args.draft_weights} are two formats, and --tune measures "
@@ -200,7 +200,7 @@ def _weight_format(args: Namespace) -> str:
 
 
 def _shapes_to_measure(model: ModelShape, weights: str) -> tuple[Shape, ...]:
-    """The shapes to measure.  For a format of stacked experts: the shapes of the dense layers, as in `lab linears`."""
+    """Returns the shapes to measure.  For a format of stacked experts, these are the shapes of the dense layers."""
     if weights == DENSE or not QUANTISERS[weights].experts:
         return model.shapes(weights)
     columns = QUANTISERS[weights].groups[0]
@@ -209,7 +209,7 @@ def _shapes_to_measure(model: ModelShape, weights: str) -> tuple[Shape, ...]:
 
 
 def _engine_dtype(config: EngineConfig, checkpoint: Checkpoint | None) -> str:
-    """The dtype that the engine would run in: the configured dtype, else the checkpoint's.  Raises EspalierError."""
+    """Returns the engine's dtype: the configured dtype, else the checkpoint's.  Raises EspalierError."""
     raw = {} if checkpoint is None else checkpoint.target.raw
     stored = raw.get("dtype") or raw.get("torch_dtype") or "bfloat16"
     dtype = stored if is_open(config.dtype) else config.dtype
@@ -219,7 +219,7 @@ def _engine_dtype(config: EngineConfig, checkpoint: Checkpoint | None) -> str:
 
 
 def _sizes_of_checkpoint(args: Namespace, checkpoint: Checkpoint) -> ModelShape:
-    """The sizes of a checkpoint and of its draft.  Raises EspalierError if target or draft is quantised."""
+    """Returns the sizes of a checkpoint and of its draft.  Raises EspalierError if target or draft is quantised."""
     for name in ("weights", "draft_weights"):
         if given := getattr(args, name):
             flag = flag_of(name)
@@ -237,7 +237,7 @@ def _sizes_of_checkpoint(args: Namespace, checkpoint: Checkpoint) -> ModelShape:
 
 
 def _refuse_quantised(path: Path | None, flag: str, formats: FormatOf, names: Sequence[str]) -> None:
-    """Raises EspalierError if one of these matrices is quantised."""
+    """Raises EspalierError if any matrix of `names` is quantised."""
     stored = {formats(name).name for name in names} - {DENSE}
     if stored:
         raise EspalierError(
@@ -249,8 +249,7 @@ def _refuse_quantised(path: Path | None, flag: str, formats: FormatOf, names: Se
 class LinearTuner:
     """Measures plans on the GPU of this machine, in one dtype.
 
-    weights, of_format: how the weights are stored, a name as in ProductRun.weights.
-    seconds: after this time no further measurement starts.
+    weights: the weight format, a name of ProductRun.weights.  seconds: after this time no further measurement starts.
     """
 
     def __init__(self, dtype: torch.dtype, weights: str = DENSE, seconds: float = inf) -> None:
@@ -266,7 +265,7 @@ class LinearTuner:
 
     @property
     def format(self) -> str:
-        """The name under which the table stores plans for this format of weights."""
+        """The name of this weight format in the table."""
         if self.of_format == DENSE:
             return DENSE
         any_matrix = self.weights.drawn((MIN_MATRIX_SIDE, MIN_MATRIX_SIDE), self.of_format)
@@ -274,7 +273,7 @@ class LinearTuner:
         return quantised_plans.tuning_name(any_matrix)
 
     def alone(self, shapes: Sequence[Shape], rows: int) -> dict[PlanKey, MeasuredPlans]:
-        """Measure the shapes in a bucket, each alone.  Shapes for which no time is left are missing from the result."""
+        """Measure each shape alone in the bucket of `rows`.  Shapes for which no time is left are not in the result."""
         if perf_counter() > self.end_alone:
             return {}
         plans = {shape: self._candidates(shape, rows) for shape in shapes}
@@ -290,13 +289,13 @@ class LinearTuner:
             now = perf_counter()
             if now > self.end_alone:
                 break
-            # Later buckets get the rest of the time: few rows matter more, and take longer to compile.
+            # Later buckets get the rest of the time, because few rows matter more, and compile more slowly.
             share = (self.end_alone - now) / (len(shapes) - i) / (1 if buckets == 1 else 2)
             found[shape, rows] = self._measure_bucket(shape, x, plans[shape], now + share)
         return found
 
     def copies(self, shape: Shape) -> list[Matrix]:
-        """Different weights of the same shape, together larger than the L2 cache."""
+        """Returns different weights of the same shape, together larger than the L2 cache."""
         if shape not in self._copies:
             one = self.weights.drawn(shape, self.of_format)
             more = max(2, -(-COPIES_BYTES // one.nbytes)) - 1
@@ -314,7 +313,7 @@ class LinearTuner:
     def _measure_bucket(
         self, shape: Shape, x: Tensor, plans: Sequence[TritonPlan | LibraryPlan], end: float = inf
     ) -> MeasuredPlans:
-        """Measure the plans until `end`, and then the fastest plans again."""
+        """Measure the plans, but start none after `end`.  Then measure the fastest plans again."""
         weights, rows = self.copies(shape), len(x)
         ends = (x[:MIN_ROWS], x) if rows == ROWS_BUCKETS[0] else (x,)
         first: dict[TritonPlan | LibraryPlan, float] = {}
@@ -329,13 +328,13 @@ class LinearTuner:
         return MeasuredPlans(shape, rows, cublas, min(ours, default=inf), tuple(finalists[i] for i in order))
 
     def _us(self, x: Tensor, weights: Sequence[Matrix], contenders: Sequence[LinearPlan], turns: int) -> list[float]:
-        """The µs of a call of each contender.  The contenders take turns."""
+        """Returns the µs of one product by each plan.  The plans take turns."""
         calls = max(2, -(-CHAIN_BYTES // weights[0].nbytes))
         bodies = [_repeated_products(x, weights, plan, calls) for plan in contenders]
         return [1e3 * ms / calls for ms in self.timer.ms(bodies, turns)]
 
     def among_neighbours(self, model: ModelShape, alone: Mapping[PlanKey, MeasuredPlans], table: PlanTable) -> None:
-        """Add to `table`, shape by shape, the plans with the fastest passes of the model.  Plans already in it stay."""
+        """Add to `table`, shape by shape, the plan with the fastest passes of the model.  Plans in `table` stay."""
         model = model.part(0, MEASURED_LAYERS)
         weights = DrawnWeights(self.weights.dtype, self.device)
         for rows in ROWS_BUCKETS:
@@ -382,7 +381,7 @@ class LinearTuner:
 def _planned_product(
     x: InputRows, weight: Matrix, plan: LinearPlan, gated: bool = False, parts: bool = False
 ) -> Tensor:
-    """x · weightᵀ with the plan: summed, gated, or in parts.  None: F.linear, or for quantised weights the rule."""
+    """Returns x · weightᵀ by the plan: summed, gated, or in parts.  plan: None for F.linear or the quantised rule."""
     if not isinstance(weight, QuantisedMatrix):
         assert isinstance(x, Tensor)
         return (linear_gated if gated else linear_parts if parts else linear)(x, weight, None, plan)
@@ -405,10 +404,10 @@ def _repeated_products(x: Tensor, weights: Sequence[Matrix], plan: LinearPlan, c
 
 
 def _multiply_by_table(runs: Sequence[ProductRun], table: PlanTable, rows: int) -> Multiply:
-    """A function that multiplies as a model runs its layers.
+    """Returns a function that multiplies like a model's layers.
 
-    After a layer of IN_PARTS an add and norm adds up the parts.  After qkv this stands in for the rotation.  A gate
-    follows the GATED layers, and some plans fuse the gate.
+    After a layer of SUMMED_LAYERS, an add-and-norm kernel adds up the parts; after qkv it replaces the rotation.  A
+    gate follows the GATED_LAYERS, and some plans fuse the gate.
     """
     in_parts, gated = (
         {run.shape for run in runs if run.name.split()[-1] in names} for names in (SUMMED_LAYERS, GATED_LAYERS)
@@ -433,7 +432,7 @@ def _multiply_by_table(runs: Sequence[ProductRun], table: PlanTable, rows: int) 
 
 
 def plans_by_shape(table: PlanTable, kept: Mapping[Shape, LinearPlans]) -> dict[Shape, LinearPlans]:
-    """The plans of each shape: those of `table`, and those of `kept` for buckets that are not in the table."""
+    """Returns the plans of each shape: from `table`, and for buckets that `table` lacks from `kept`."""
     shapes = dict.fromkeys(shape for shape, _ in table)
     return {
         shape: tuple(
@@ -444,7 +443,7 @@ def plans_by_shape(table: PlanTable, kept: Mapping[Shape, LinearPlans]) -> dict[
 
 
 def _table_rows(measured: Iterable[MeasuredPlans], table: PlanTable, other: str) -> list[list[str]]:
-    """The lines of the printed table.  other: the text in the place of a plan where F.linear or the rule is fastest."""
+    """Returns the rows of the printed table.  other: the text in place of a plan if the baseline is fastest."""
     rows = [["weight", "rows", f"{other}, µs", "ours, µs", "taken among its neighbours"]]
     for bucket in sorted(measured, key=lambda each: (each.shape, each.rows)):
         shape = f"{bucket.shape[0]} x {bucket.shape[1]}"

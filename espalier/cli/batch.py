@@ -1,6 +1,6 @@
-"""`espalier batch IN OUT`: answers a file of requests in OpenAI's batch format, with its own engine or running servers.
+"""`espalier batch IN OUT`: answers a file of requests in OpenAI's batch format, by an engine or running servers.
 
-The output grows line by line.  So if a run is killed or interrupted, the same command continues where the run stopped.
+The output is written line by line.  After an interruption, the same command continues where it stopped.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from espalier.batch_jobs.sender import Sender
 
 URL_FLAGS = ("api_key", "priority")
-# Flags for the front of the command's own engine, with their defaults.
+# Flags for the command's own engine, with their defaults.
 ENGINE_FLAG_DEFAULTS = MappingProxyType(
     {
         "no_speculation": False,
@@ -45,9 +45,9 @@ ENGINE_FLAG_DEFAULTS = MappingProxyType(
 )
 BUNDLED = "bundled"
 URL_CONCURRENCY = 64
-# With this many lines for each slot of the engine, a line is waiting when another one ends.
+# The number of lines in progress for each slot of the engine: when a line ends, the next is already waiting.
 LINES_PER_SLOT = 2
-# A queue length that a local batch never reaches.
+# The queue length of a local batch, which never reaches it.
 UNREACHED_QUEUE_LENGTH = 2**30
 
 
@@ -91,7 +91,7 @@ def add_flags(parser: ArgumentParser) -> None:
 def run(args: Namespace) -> int:
     """Runs the batch.  Returns 0 if every line has an answer with status 200, and 1 if some lines have an error."""
     _check_flags(args)
-    # Imported here, so that other commands start without these modules.
+    # These imports are slow, and other commands do not need them.
     from espalier.batch_jobs.files import Journal, scan_input
 
     began = perf_counter()
@@ -120,7 +120,7 @@ def run(args: Namespace) -> int:
 
 
 def _check_flags(args: Namespace) -> None:
-    """Refuse flags that do not go together.  Raises EspalierError."""
+    """Refuse flags that cannot be combined.  Raises EspalierError."""
     if args.url is None:
         for name in URL_FLAGS:
             if getattr(args, name) is not None:
@@ -137,7 +137,7 @@ def _check_flags(args: Namespace) -> None:
         api_key(args)
     require_int("--concurrency", args.concurrency, 1, optional=True)
     require_number("--give-up-after", args.give_up_after, lambda s: s >= 0, "seconds, 0 or more")
-    # A batch reads its output file before it continues.
+    # The output must be a regular file, because a batch reads it before it continues.
     if str(args.output) == "-" or (args.output.exists() and not args.output.is_file()):
         raise EspalierError(f"{args.output} is not a regular file; name another file for the output")
     if args.output.exists() and args.input.exists() and args.output.samefile(args.input):
@@ -147,7 +147,7 @@ def _check_flags(args: Namespace) -> None:
 async def _answer_lines(args: Namespace, journal: "Journal") -> None:
     from espalier.batch_jobs.sender import run_batch as run_batch
 
-    # A sender, and the number of lines to send at once.
+    # concurrency: the number of lines to send at once.
     async with _sender_to_engine(args) if args.url is None else _sender_to_servers(args) as (sender, concurrency):
         with progress("answering", journal.input.num_lines) as advance:
             advance(journal.num_answered)
@@ -179,7 +179,7 @@ async def _sender_to_engine(args: Namespace) -> AsyncIterator[tuple["Sender", in
     names = args.served_model_name or [name for name in [settings.get("model", "auto")] if name != "auto"]
     running = local_app(
         plain_settings(settings),
-        # An engine that dies is replaced, and its lines are sent again.
+        # If the engine process crashes, it is replaced, and its lines are sent again.
         ClientOptions(restart=True, log_level="info" if args.verbose else "warning"),
         front_options(args, names, max_queue=UNREACHED_QUEUE_LENGTH, request_timeout_s=None),
         ApiOptions(max_body_bytes=MAX_LINE_BYTES, body_timeout_s=None),

@@ -1,6 +1,6 @@
 """`espalier demo`: completes held-out prompts with plain decoding and with the tree, and draws one round.
 
-The drawing has the accepted nodes and where they were committed, the rejected nodes, and the scores.
+The drawing shows each node's score, the accepted nodes with the pages of their K/V, and the rejected nodes.
 """
 
 import sys
@@ -45,8 +45,8 @@ TokenName = Callable[[int], str]
 def round_tree(trace: RoundTrace, name: TokenName, signs: DrawingSigns) -> Text:
     """Returns a drawing of one round's tree.
 
-    name: returns a token's text.  A node's score is the sum of log-probabilities along its branch.  The tree keeps the
-    nodes with the highest scores.
+    name: returns a token's text.  A node's score is the sum of the log-probabilities along its branch.  The tree has
+    the nodes with the highest scores.
     """
     drawing = Text()
     _draw_node(drawing, trace, 0, "", "", name, signs)
@@ -83,7 +83,7 @@ def _draw_node(
 
 
 def _place_of_node(trace: RoundTrace, node: int) -> str:
-    """Returns the position, page and row of an accepted node's K/V, as text."""
+    """Returns a text with the position, page and row of an accepted node's K/V."""
     position = trace.prefix_len + trace.tree.depths[node]
     page = trace.pages[position // trace.page_size]
     return f"position {position}, page {page} row {position % trace.page_size}"
@@ -109,7 +109,7 @@ NEXT_STEPS = (
 
 @dataclass
 class DecodingResult:
-    """The results of plain decoding, or of the tree, over all prompts."""
+    """The results of one engine, plain or with the tree, for all prompts."""
 
     outputs: list[Output] = field(default_factory=list)
     seconds: float = 0.0
@@ -125,9 +125,9 @@ def run(args: Namespace) -> int:
 
 
 def show_demo(args: Namespace, console: Console) -> int:
-    """Show the demo on a console.  Returns 1 if the two ways to decode gave different tokens.  Raises EspalierError."""
-    # max_batch 1: two engines share the device, and each runs one request at a time.  float32: in bfloat16, rounding
-    # sometimes changes the order of two tokens that are nearly tied.
+    """Print the demo.  Returns 1 if plain decoding and the tree differ in tokens, else 0.  Raises EspalierError."""
+    # max_batch is 1, because two engines share the device, and each runs one request at a time.  dtype is float32,
+    # because rounding in bfloat16 sometimes changes the order of two nearly tied tokens.
     require_at_least_one(args, "max_tokens")
     settings = {"max_batch": 1, "dtype": "float32", **engine_settings(args)}
     params = SamplingParams(temperature=0.0, max_tokens=args.max_tokens)
@@ -156,7 +156,7 @@ def show_demo(args: Namespace, console: Console) -> int:
 
 
 def _require_tree(llm: LLM) -> None:
-    """Refuse an LLM that decodes plainly, and close it.  Raises EspalierError."""
+    """Close an LLM without a tree, and raise EspalierError."""
     if not llm.engine.layout.steps:
         llm.close()
         raise EspalierError(
@@ -165,7 +165,7 @@ def _require_tree(llm: LLM) -> None:
 
 
 def _start_command() -> str:
-    """Returns the command that starts espalier again: its path if it is not on PATH."""
+    """Returns the command that runs espalier: a path if `espalier` is not on PATH."""
     if which("espalier") or Path(sys.argv[0]).name != "espalier":
         return "espalier"
     path = Path(sys.argv[0]).absolute()
@@ -180,7 +180,7 @@ def _warm_up(plain: LLM, tree: LLM, prompt: str) -> None:
 def _complete_prompts(
     console: Console, plain_llm: LLM, tree_llm: LLM, prompts: list[str], params: SamplingParams
 ) -> tuple[DecodingResult, DecodingResult]:
-    """Complete each prompt plainly and then with the tree.  Alternating spreads other load on the machine over both."""
+    """Complete each prompt plainly, then with the tree.  The engines alternate, so other load slows both equally."""
     plain, tree = DecodingResult(), DecodingResult()
     with progress("completing", 2 * len(prompts)) as advance:
         for prompt in prompts:
@@ -207,7 +207,7 @@ def _print_rule(console: Console, title: str = "") -> None:
 
 
 def _prompt_and_output(console: Console, llm: LLM, prompt: str, output: Output) -> Text:
-    """Returns the prompt's last lines, dimmed, and the output.  Without colours, a sign separates them."""
+    """Returns the prompt's last lines, dimmed, and the output.  Without colours, a sign is between them."""
     assert llm.tokenizer is not None
     last_lines = prompt.splitlines(keepends=True)[-PROMPT_LINES:]
     end = "" if has_colour(console) else drawing_signs(console).prompt_end
@@ -218,7 +218,7 @@ def _prompt_and_output(console: Console, llm: LLM, prompt: str, output: Output) 
 def _print_comparison(
     console: Console, plain_llm: LLM, prompts: list[str], plain: DecodingResult, tree: DecodingResult
 ) -> bool:
-    """Print whether the tokens are identical, else where they differ and how near a tie is.  Returns if identical."""
+    """Print whether the tokens are identical, and where they differ.  Returns whether they are identical."""
     _print_rule(console)
     for i, (prompt, a, b) in enumerate(zip(prompts, plain.outputs, tree.outputs, strict=True), 1):
         if a.token_ids != b.token_ids:
@@ -240,7 +240,8 @@ def _print_comparison(
 
 
 def _logprobs_text(llm: LLM, prompt: str, before: list[int], tokens: list[int]) -> str:
-    """Returns the tokens' log-probabilities by plain decoding, as text.  Rounding decides between nearly equal ones."""
+    """Returns a text with the tokens' log-probabilities by plain decoding.  Nearly equal ones show a rounding
+    effect."""
     assert llm.tokenizer is not None
     params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=MAX_LOGPROBS)
     [output] = llm.generate([[*llm.tokenizer.encode(prompt), *before]], params)
@@ -252,7 +253,7 @@ def _logprobs_text(llm: LLM, prompt: str, before: list[int], tokens: list[int]) 
 
 
 def _draw_round(console: Console, llm: LLM, traces: list[RoundTrace]) -> None:
-    """Draw the first of the rounds that accepted the most tokens.  A path of the tree's full depth counts one less."""
+    """Draw the first round that accepted the most tokens.  A path of the tree's full depth counts as one token less."""
     if not traces or llm.tokenizer is None:
         return
     deepest = max(trace.tree.depths[-1] if trace.tree.depths else 0 for trace in traces)
@@ -276,7 +277,7 @@ def _print_figures(console: Console, plain: DecodingResult, tree: DecodingResult
 
 
 def _histogram(stats: SpeculationStats, signs: DrawingSigns, width: int) -> Iterator[str]:
-    """Yields a line for each accept length, within `width` columns unless the longest bar needs more."""
+    """Yields a bar for each accept length.  Lines fit into `width` columns if possible."""
     max_rounds = max(stats.histogram, default=0)
     for length, rounds in enumerate(stats.histogram):
         if length:

@@ -1,6 +1,6 @@
 """`espalier doctor`: prints the machine, the versions and the resolved configuration, without loading a model.
 
-With --matrix it prints what each attention backend supports.
+With --matrix, it prints the supported features of each attention backend.
 """
 
 from argparse import Namespace
@@ -23,7 +23,7 @@ from espalier.startup.load import Checkpoint, find_checkpoint, resolve_config, w
 from espalier.terminal.console import DIM_STYLE, describe_machine, installed_version, stdout
 from espalier.terminal.flags import engine_settings, flag_of, given_flags
 
-# The most GPUs of one machine that the report considers.
+# The most ranks in the report: the GPUs of one machine.
 MAX_RANKS = 8
 OPTIONAL_PACKAGES = ("triton", "flashinfer-python", "sglang-kernel", "flash-attn-3", "accelerate")
 
@@ -82,7 +82,7 @@ def run(args: Namespace) -> int:
 
 
 def _ranks_text(checkpoint: Checkpoint, dtype: torch.dtype) -> str:
-    """A line with the numbers of ranks that divide the models, and the weights that each rank then holds."""
+    """Returns a line with the possible numbers of ranks, and the bytes of weights that each rank then has."""
     counts = possible_rank_counts(checkpoint.target, MAX_RANKS)
     if checkpoint.draft is not None and draft_shards(checkpoint.spec.algorithm, Shards(0, 2)).count > 1:
         counts = [count for count in counts if count in possible_rank_counts(checkpoint.draft.layer, MAX_RANKS)]
@@ -91,7 +91,7 @@ def _ranks_text(checkpoint: Checkpoint, dtype: torch.dtype) -> str:
 
 
 def _print_matrix() -> int:
-    """Print one line for each property of each backend, because a table of sixteen columns fits no terminal."""
+    """Print a line for each feature of each backend, because a table of sixteen columns would be too wide."""
     console, (head, rows) = stdout(), support_matrix([made.support for made in BACKENDS.values()])
     for column, name in enumerate(head[1:], start=1):
         support = BACKENDS[name].support

@@ -1,6 +1,6 @@
-"""`espalier generate`: completes prompts, or answers them as chat messages.
+"""`espalier generate`: completes prompts, or answers prompts as chat messages.
 
-Generated text is streamed to stdout; everything else goes to stderr.
+Generated text is streamed to stdout.  Other output goes to stderr.
 """
 
 import json
@@ -52,7 +52,7 @@ def run(args: Namespace) -> int:
             raise EspalierError(f"{flag_of(name)} is printed by --json alone; add that, or leave {flag_of(name)} out")
     if args.chat and not all(isinstance(prompt, str) for prompt in prompts):
         raise EspalierError("--chat is for messages, and --file holds token ids; write text, or leave --chat out")
-    # Imported here, so that neither the help nor an error in the prompts waits for PyTorch.
+    # Imported here, so that help texts and errors in prompts do not wait for PyTorch.
     from espalier.llm import LLM, prepare
 
     # Check prompts and parameters before the weights are loaded, which may take minutes.
@@ -73,7 +73,7 @@ def run(args: Namespace) -> int:
 def _checked_prompt(
     inputs: InputProcessor, i: int, prompts: list[Any], params: SamplingParams, chat: bool
 ) -> tuple[list[int], SamplingParams]:
-    """Returns a prompt's tokens and parameters.  If max_tokens is unset, it is this command's default or what fits."""
+    """Returns a prompt's tokens and parameters.  The default max_tokens is DEFAULT_MAX_TOKENS, or what fits."""
     from espalier.llm import naming
 
     with naming(i, len(prompts)):
@@ -114,7 +114,7 @@ def _read_stdin() -> str:
 
 
 def _read_file(path: Path) -> list[Any]:
-    # splitlines() would also split at line separators inside JSON strings.
+    # Not splitlines(), which would also split at line separators inside JSON strings.
     lines = read_text("--file", path).split("\n")
     prompts: list[Any] = []
     for number, line in enumerate(lines, 1):
@@ -143,14 +143,14 @@ def _read_file(path: Path) -> list[Any]:
 
 
 def _print_stream(llm: "LLM", prompt: Any, params: SamplingParams) -> int:
-    """Print the text while it is generated.  On a terminal, text from the draft is coloured."""
+    """Print the text while it is generated.  On a terminal, tokens from the draft are coloured."""
     console = stdout()
     start = perf_counter()
     count = 0
     last = OutputChunk("")
     for last in llm.stream(prompt, params):
         count += len(last.token_ids)
-        # A chunk's text does not map to its tokens one by one, so a chunk with any token from the draft is coloured.
+        # A chunk with any token from the draft is coloured, because a chunk's text cannot be divided into its tokens.
         console.print(Text(last.text, DRAFT_STYLE if any(last.from_draft) else TARGET_STYLE), end="")
     console.print()
     _print_figures(llm, count, perf_counter() - start)
@@ -178,7 +178,7 @@ def _print_outputs(llm: "LLM", prompts: list[Any], params: list[SamplingParams],
 
 
 def as_dict(output: Output) -> dict[str, Any]:
-    """Returns an output as a dict for JSON."""
+    """Returns the output as a dict for --json."""
     return {
         "text": output.text,
         "token_ids": output.token_ids,

@@ -37,7 +37,7 @@ COMMANDS = MappingProxyType(
         "quantize": Command(
             "write an FP8 or 4-bit copy of a model", flags="espalier.cli.main:quantize", work="espalier.cli.quantize"
         ),
-        # This entry is only for the help: cli.start passes the arguments to the trainer's own parser.
+        # This entry is only for the help text.  cli.start passes the arguments to the trainer's own parser.
         "train": Command(
             "train a draft for a model, or choose and train one (auto)",
             flags="espalier.train.command:add_commands",
@@ -114,7 +114,7 @@ def bench(parser: Parser) -> None:
 def main(arguments: Sequence[str] | None = None, make_parser: Callable[[], Parser] = make_parser) -> int:
     """Run one command.  Returns the exit status.
 
-    0: success; 1: a check or the system failed; 2: bad input, with one line on stderr; 130: interrupted, by Ctrl-C or
+    0: success.  1: a check or the system failed.  2: bad input, with one line on stderr.  130: interrupted by Ctrl-C or
     SIGTERM.
     """
     try:
@@ -142,7 +142,7 @@ def _run_command(args: Namespace) -> int:
         level=logging.INFO if args.verbose else logging.WARNING, format="%(message)s", stream=sys.stderr
     )
     if isinstance(sys.stdout, TextIOWrapper):
-        # Generated text may contain characters that stdout's encoding does not have: escape them.
+        # Escape characters of generated text that stdout's encoding does not have.
         sys.stdout.reconfigure(errors="backslashreplace")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     return args.run(args)

@@ -1,5 +1,5 @@
-"""A parser based on argparse.  Its errors are one line and suggest the right command or flag, also for names of other
-engines and for commands that moved."""
+"""A parser based on argparse.  Its errors are one line, and suggest the right command or flag, also for names of other
+engines and for moved commands."""
 
 import difflib
 import sys
@@ -23,7 +23,7 @@ from espalier.startup.checkpoints import require_names
 from espalier.terminal.console import HelpText
 from espalier.terminal.flags import named_models
 
-# Key: a command of `espalier`.  Value: the names that it had, each with its command of the laboratory now.
+# By command of `espalier`: its former subcommands, with their commands in the laboratory now.
 MOVED_COMMANDS = MappingProxyType(
     {
         "espalier bench": {
@@ -40,7 +40,7 @@ MOVED_COMMANDS = MappingProxyType(
 )
 
 
-# Old commands whose work another command does now.
+# Former commands, with the commands that replace them.
 RENAMED_COMMANDS = MappingProxyType(
     {
         ("espalier bench", "throughput"): "espalier bench load",
@@ -55,7 +55,7 @@ RENAMED_COMMANDS = MappingProxyType(
 
 
 def moved_to(prog: str, name: str) -> str | None:
-    """Returns how a command or a flag is run now; None if it did not move.  prog: of the parser that lacks it."""
+    """Returns the advice for a moved command or flag; None for other names.  prog: of the parser that lacks it."""
     if renamed := RENAMED_COMMANDS.get((prog, name)):
         return f"it is now `{renamed}`"
     found = MOVED_COMMANDS.get(prog, {}).get(name)
@@ -66,9 +66,9 @@ def moved_to(prog: str, name: str) -> str | None:
 
 
 BAD_INPUT_STATUS = 2
-# The kind of value that a flag of a plain type takes, for messages.  A function that reads a flag has it as __name__.
+# Nouns for the values of flags, for messages.  A function that parses a flag's value has the noun as __name__.
 VALUE_KINDS = MappingProxyType({int: "whole number", float: "number"})
-# Other engines' names of commands, and likely guesses.
+# Names of commands in other engines, and likely guesses, with the right commands.
 GUESSED_COMMANDS = MappingProxyType(
     {
         "chat": "generate --chat",
@@ -91,12 +91,11 @@ GUESSED_COMMANDS = MappingProxyType(
 
 
 class Command(NamedTuple):
-    """Where the code of a command is.
+    """A command's help text, and the modules of its code.
 
-    about: its help.  flags: the module of add_flags(parser), or "module:function".  work: the module of
-    run(args) -> status, imported only to run the command, or None if the command only adds subcommands.  Most `work`
-    modules import PyTorch.  The flags and the check of the models' directories do not, so help and errors about
-    misspelt words come at once.
+    about: the help text.  flags: the module with add_flags(parser), or "module:function".  work: the module with
+    run(args) -> status, imported only to run the command; None for a command with subcommands.  Most `work` modules
+    import PyTorch, but `flags` modules do not, so help and errors about misspelt words appear at once.
     """
 
     about: str
@@ -118,7 +117,7 @@ class Parser(ArgumentParser):
         self.exit(BAD_INPUT_STATUS, f"{self.prog}: {' '.join(message.split())}\n")
 
     def _print_message(self, message: str, file: Any = None) -> None:
-        """Print as argparse does, but raise OSError if stdout does not take help or version."""
+        """Print like argparse, but raise OSError if help or version cannot be written to stdout."""
         if file is None or file is not sys.stdout:
             super()._print_message(message, file)
             return
@@ -155,7 +154,7 @@ class Parser(ArgumentParser):
         return [flag for action in self._actions for flag in action.option_strings]
 
     def _deepest(self, known: Namespace) -> "Parser":
-        """Returns the parser of the command that was given without its subcommand."""
+        """Returns the parser of the command whose subcommand is missing."""
         return self.commands().get(known.command or "", self)
 
     def _unknown(self, given: str, parser: "Parser") -> str:
@@ -184,13 +183,13 @@ class Parser(ArgumentParser):
         return super()._get_values(action, arg_strings)
 
     def _named(self, action: Action) -> str:
-        """Returns how a flag that was given twice was written: --x and --no-x are one flag."""
+        """Returns the spellings of a flag that was given twice, such as --x and --no-x."""
         arguments = (each.partition("=")[0] for each in self._arguments)
         written = list(dict.fromkeys(flag for flag in arguments if flag in action.option_strings))
         return f"{' and '.join(written)} are both given" if len(written) > 1 else f"{written[0]} is given twice"
 
     def _get_value(self, action: Action, arg_string: str) -> Any:
-        """Read a value as argparse does, with an error message that says what to use."""
+        """Parse a value like argparse, with an error message that tells what to use."""
         try:
             return super()._get_value(action, arg_string)
         except ArgumentError as error:
@@ -201,7 +200,7 @@ class Parser(ArgumentParser):
             raise ArgumentError(action, f"{arg_string!r} is not supported; use a {use}") from None
 
     def _check_value(self, action: Action, value: Any) -> None:
-        """Refuse an unknown command, with a suggestion."""
+        """Refuse an unknown command, and suggest a known one."""
         if not isinstance(action, _SubParsersAction) or value in action.choices:
             super()._check_value(action, value)
             return
@@ -211,7 +210,7 @@ class Parser(ArgumentParser):
 
 
 class LazyParser(Parser):
-    """A command's parser, which imports the module of its flags when they are first needed."""
+    """A command's parser, which imports the module of its flags only when needed."""
 
     command: Command | None = None
 

@@ -32,10 +32,10 @@ Compare = Callable[[Callable[[], None]], tuple[dict[str, Any], TableRows]]
 
 @dataclass(frozen=True)
 class Comparison:
-    """A comparison of the copy with the original.
+    """A comparison of a quantised copy with its original.
 
     run(advance): compares them, calls `advance` after each step, and returns (results for --json, rows of the table).
-    steps: how many there are.  what: names the texts that it reads, for the user.
+    steps: the number of steps.  what: a description of the texts, for the user.
     """
 
     run: Compare
@@ -54,7 +54,7 @@ def run(args: Namespace) -> int:
     settings = {"device": device.type}
     path = find_target(args.model)
     of_draft = is_draft(path, is_expected=args.target is not None)
-    # The copy may take an hour, so settings that the comparison would refuse are refused before it.
+    # Check the comparison's settings first, because the copy may take an hour.
     compare = _comparison_of_draft(args, path, settings) if of_draft else _comparison_of_target(args, settings)
     begin = perf_counter()
     with progress("quantising", len(safetensors_files(path))) as advance:
@@ -72,7 +72,7 @@ def run(args: Namespace) -> int:
 
 
 def _run_comparison(compare: Comparison, out: Path) -> tuple[dict[str, Any], TableRows]:
-    """Returns the results of the comparison.  It may take longer than the copy, so the user is told what exists."""
+    """Returns the comparison's results.  It may take long, so messages tell that the copy is complete."""
     whole = f"{out} is whole"
     stderr().print(
         Text(f"{whole}; comparing it with the original on {compare.what} (--texts 0 leaves this out)", DIM_STYLE)
@@ -88,7 +88,8 @@ def _run_comparison(compare: Comparison, out: Path) -> tuple[dict[str, Any], Tab
 
 
 def _comparison_of_target(args: Namespace, settings: dict[str, Any]) -> Comparison | None:
-    """Returns the comparison of a target with its copy, with --draft if given; None for none.  Raises EspalierError."""
+    """Returns the comparison of a target, with --draft if given, and its copy; None for --texts 0.  Raises
+    EspalierError."""
     if args.target is not None:
         raise EspalierError(f"--target is for a draft, and {args.model} is a target; leave it out")
     if not args.texts:
@@ -106,7 +107,7 @@ def _comparison_of_target(args: Namespace, settings: dict[str, Any]) -> Comparis
 
 
 def _comparison_of_draft(args: Namespace, path: Path, settings: dict[str, Any]) -> Comparison | None:
-    """Returns the comparison of a draft's accept lengths with its copy's; None for none.  Raises EspalierError."""
+    """Returns the comparison of a draft's and its copy's accept lengths; None for --texts 0.  Raises EspalierError."""
     if args.draft is not None:
         raise EspalierError(f"--draft is for a target, and {args.model} is a draft; give its target with --target")
     if not args.texts:
@@ -129,7 +130,7 @@ def _comparison_of_draft(args: Namespace, path: Path, settings: dict[str, Any]) 
 
 
 def _require_runnable(config: EngineConfig) -> None:
-    """Check, without weights, that an engine can run the comparison.  Raises EspalierError."""
+    """Check, without loading weights, that an engine can run the comparison.  Raises EspalierError."""
     try:
         prepare(config)
     except EspalierError as error:

@@ -25,7 +25,7 @@ SEND_TIMEOUT_S = 60.0
 
 
 def add_chat_flags(group: _ArgumentGroup) -> None:
-    """Add flags for how messages become a prompt, and an output an answer.  front_options reads them."""
+    """Add the flags about chat templates, tool calls and reasoning, which front_options reads."""
     group.add_argument("--chat-template", type=Path, metavar="FILE", help="replaces the tokenizer's chat template")
     group.add_argument(
         "--allow-special-tokens-in-messages",
@@ -71,7 +71,7 @@ def _add_learn_flags(parser: ArgumentParser) -> None:
 
 
 def _learn_settings(args: Namespace, num_keys: int) -> dict[str, Any] | None:
-    """Returns the fields of LearnConfig, None without --learn.  Raises EspalierError."""
+    """Returns the fields of LearnConfig; None without --learn.  Raises EspalierError."""
     names = [f.name for f in fields(LearnConfig)[1:]]
     given = {name: value for name in names if (value := getattr(args, f"learn_{name}")) is not None}
     if args.learn is None:
@@ -200,12 +200,12 @@ def run(args: Namespace) -> int:
 
 
 def serve_worker(args: Namespace, settings: dict[str, Any], name: str, worker: str | None = None) -> int:
-    """Serve an engine process that loads `settings`.  Returns the exit status.
+    """Run a server with an engine process that loads `settings`.  Returns the exit status.
 
-    name: the model's name.  worker: the module that the engine process runs; None: the module that loads a model.
+    name: the model's name.  worker: the module that the engine process runs; None for the module that loads a model.
     Raises EspalierError.
     """
-    # Imported here, so that other commands start without the server's modules.
+    # These imports are slow, and other commands do not need them.
     from espalier.server.api import ApiOptions
     from espalier.server.client import MODEL_WORKER_MODULE, ClientOptions
     from espalier.server.run import ServeOptions, check_options, serve
@@ -219,7 +219,7 @@ def serve_worker(args: Namespace, settings: dict[str, Any], name: str, worker: s
     learn = _learn_settings(args, len(keys))
     if learn is not None and worker is not None:
         raise EspalierError("--learn trains from a model's files; a synthetic model has none: leave it out")
-    # If the model is "auto" with a draft, the served name is the name of the target's directory.
+    # For the model "auto" with a draft, the default name is that of the target's directory.
     names = args.served_model_name or [name for name in [name] if name != "auto"]
     options = ServeOptions(
         host=args.host,
@@ -227,7 +227,7 @@ def serve_worker(args: Namespace, settings: dict[str, Any], name: str, worker: s
         drain_timeout_s=args.drain_timeout,
         send_timeout_s=SEND_TIMEOUT_S if args.send_timeout is None else args.send_timeout or None,
         client=ClientOptions(
-            # A replica must end with its engine: Ray Serve starts the next replica.
+            # A replica ends with its engine, and Ray Serve starts the next replica.
             restart=args.replicas is None and args.restart_engine is not False,
             engine_timeout_s=args.engine_timeout,
             load_timeout_s=args.load_timeout or None,
@@ -261,7 +261,7 @@ def serve_worker(args: Namespace, settings: dict[str, Any], name: str, worker: s
 def front_options(
     args: Namespace, names: Sequence[str], max_queue: int, request_timeout_s: float | None, strict_fields: bool = False
 ) -> "FrontOptions":
-    """Returns FrontOptions from the flags of add_chat_flags.  Raises EspalierError before the model is loaded."""
+    """Returns FrontOptions from the flags of add_chat_flags.  Raises EspalierError."""
     from espalier.server.front import FrontOptions
 
     template = None if args.chat_template is None else read_text("--chat-template", args.chat_template)
@@ -280,7 +280,7 @@ def front_options(
 
 
 def _serve_replicas(args: Namespace, settings: dict[str, Any], options: "ServeOptions") -> None:
-    """Serve with Ray Serve.  Raises EspalierError."""
+    """Run engine replicas behind Ray Serve.  Raises EspalierError."""
     from espalier.serve_ray.build import TOKENS_PER_REPLICA, ServedModel, Service, check_settings, parse_replicas
     from espalier.serve_ray.cluster import serve_replicas
 
@@ -301,14 +301,14 @@ def _serve_replicas(args: Namespace, settings: dict[str, Any], options: "ServeOp
 
 
 def _refuse_flags(args: Namespace, names: Sequence[str], why: str) -> None:
-    """Refuse the flags `names` if any was given.  why: the rest of the message.  Raises EspalierError."""
+    """Raises EspalierError if one of the flags `names` was given.  why: the rest of the message."""
     for name in names:
         if getattr(args, name) is not None:
             raise EspalierError(f"{flag_of(name)} {why}")
 
 
 def _model_settings(args: Namespace) -> tuple[dict[str, Any], str]:
-    """Returns (settings for the engine process, the model's name).  Raises EspalierError."""
+    """Returns (the engine process's settings, the model's name).  Raises EspalierError."""
     settings = engine_settings(args) | {"model": args.model}
     if args.model == "auto" and "draft" not in settings:
         settings["model"] = "bundled"
@@ -316,7 +316,7 @@ def _model_settings(args: Namespace) -> tuple[dict[str, Any], str]:
 
 
 def plain_settings(settings: dict[str, Any]) -> dict[str, Any]:
-    """Check the engine's settings and return them as plain values for the engine process.  Raises EspalierError."""
+    """Check the engine's settings, and return them as plain values that can be sent.  Raises EspalierError."""
     EngineConfig(**settings)
     tree = settings.get("speculation")
     if tree is None or isinstance(tree, str):

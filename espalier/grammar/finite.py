@@ -1,4 +1,4 @@
-"""Refuses schemas and grammars with a part that can never end, because the output would run to its limit."""
+"""Refuses schemas and grammars with a part that has no finite text: the output would run to its token limit."""
 
 import json
 import re
@@ -9,19 +9,19 @@ from espalier.errors import EspalierError, shown
 from espalier.grammar.regex_tree import LAST_CODE_POINT, SURROGATES
 from espalier.grammar.schema_values import schema_error
 
-# Escapes of xgrammar's EBNF: \x reads all hex digits that follow.
+# Matches an escape of xgrammar's EBNF.  There, \x reads all hex digits that follow.
 EBNF_ESCAPE_PATTERN = re.compile(r"\\(?:x([0-9A-Fa-f]+)|u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8})|.)", re.DOTALL)
-# xgrammar's numbers for the kinds of expressions, in a grammar that it has parsed.
+# xgrammar's numbers of expression kinds, in the JSON form of a parsed grammar.
 RULE_KIND, SEQUENCE_KIND, CHOICES_KIND, REPEAT_KIND = 4, 5, 6, 8
 
 
 def require_finite_values(made: Mapping[str, Any]) -> None:
-    """Refuse a schema whose values never end.  Raises EspalierError for the innermost such place.
+    """Refuse a schema without finite values.  Raises EspalierError, which names the innermost such place.
 
-    made: by place, the enforceable schemas; every reference leads to one of these places.
+    made: the enforceable schemas by place.  Every reference refers to one of these places.
     """
     ends = _least_fixpoint(made, _can_end, _references)
-    # The user must change the innermost place.
+    # The innermost place first: the user must change the schema there.
     endless = sorted(made.keys() - ends, key=lambda place: (-place.count("/"), place))
     if endless:
         what = "no value ends, because the schema always needs itself again"
@@ -31,9 +31,9 @@ def require_finite_values(made: Mapping[str, Any]) -> None:
 def _least_fixpoint(
     parts: Mapping[Any, Any], ends: Callable[[Any, set[Any]], bool], needs: Callable[[Any], Iterable[Any]]
 ) -> set[Any]:
-    """Return the names of the parts that end.
+    """Returns the names of the parts that have a finite text.
 
-    ends: whether a part ends, given the names that are known to end; needs: the names that a part refers to.
+    ends(part, known): whether a part is finite if the parts `known` are.  needs: the names that a part refers to.
     """
     waiting: dict[Any, list[Any]] = {}
     for name, part in parts.items():
@@ -86,7 +86,7 @@ def _object_can_end(schema: dict[str, Any], known: set[str]) -> bool:
 
 
 def check_ebnf_escapes(ebnf: str) -> str:
-    """Return the grammar.  Raise EspalierError for an escape that stands for no character."""
+    """Returns the grammar unchanged.  Raises EspalierError for an escape that stands for no character."""
     for escape in EBNF_ESCAPE_PATTERN.finditer(ebnf):
         digits = escape[1] or escape[2] or escape[3]
         if digits and ((code := int(digits, 16)) > LAST_CODE_POINT or SURROGATES[0] <= code <= SURROGATES[1]):
@@ -99,9 +99,9 @@ def check_ebnf_escapes(ebnf: str) -> str:
 
 
 def require_finite_rules(ebnf: str) -> None:
-    """Refuse reachable rules that no finite text matches.
+    """Refuse a grammar with a reachable rule that no finite text matches.
 
-    Raises EspalierError.  xgrammar reads the grammar, and raises its own RuntimeError if it cannot.
+    Raises EspalierError.  xgrammar parses the grammar, and raises RuntimeError for a syntax error.
     """
     import xgrammar
 
@@ -110,7 +110,7 @@ def require_finite_rules(ebnf: str) -> None:
 
 
 def _endless_rules(read: dict[str, Any]) -> list[str]:
-    """Return the names of the reachable rules that never end.  read: a grammar in xgrammar's JSON form."""
+    """Returns the names of the reachable rules without finite text.  read: a grammar in xgrammar's JSON form."""
     data, starts = read["grammar_expr_data"], read["grammar_expr_indptr"]
     parts = [(data[at], data[at + 2 : at + 2 + data[at + 1]]) for at in starts]
     bodies = {i: rule[1] for i, rule in enumerate(read["rules"])}

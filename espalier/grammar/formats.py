@@ -1,7 +1,7 @@
-"""The formats of JSON strings, each as a regular expression of the allowed texts.
+"""The "format" values of JSON Schema strings, each as a regular expression.
 
 The expressions are exact: dates follow the calendar, and addresses have no leading zeros.  Some allow less than their
-standard, so that every reader accepts the text: no leap second, no quoted mail address.  Only the schema limits the
+standard, so that every parser accepts the text: no leap second, no quoted mail address.  Only the schema limits the
 length.
 """
 
@@ -12,7 +12,7 @@ from espalier.grammar.regex import format_node
 from espalier.grammar.regex_tree import Node
 
 _YEAR = "(?:000[1-9]|00[1-9][0-9]|0[1-9][0-9]{2}|[1-9][0-9]{3})"
-# Two digits from 04 to 96 that 4 divides: the last two of a leap year, or the first two of one that ends in 00.
+# Multiples of 4 from 04 to 96: the last two digits of a leap year, or the first two of a leap year that ends in 00.
 _LEAP_TWO_DIGITS = "(?:0[48]|[2468][048]|[13579][26])"
 _LEAP_YEAR = f"(?:[0-9]{{2}}{_LEAP_TWO_DIGITS}|{_LEAP_TWO_DIGITS}00)"
 _DAY = "(?:0[1-9]|1[0-9]|2[0-8])"
@@ -31,7 +31,7 @@ _IPV6_GROUP = "[0-9a-fA-F]{1,4}"
 
 
 def _ipv6() -> str:
-    """An IPv6 address: eight groups, or fewer around one "::".  The last two groups may be an IPv4 address."""
+    """Returns an IPv6 address's regex: eight groups, or fewer with one "::".  The last two may be an IPv4 address."""
     tails = [f"{_IPV6_GROUP}(?::{_IPV6_GROUP}){{{count - 1}}}" for count in range(1, 8)]
     dotted = [f"(?:{_IPV6_GROUP}:){{{count}}}{_IPV4}" for count in range(6)]
     made = [f"{_IPV6_GROUP}(?::{_IPV6_GROUP}){{7}}", f"(?:{_IPV6_GROUP}:){{6}}{_IPV4}"]
@@ -48,12 +48,12 @@ def _uuid(version: str = "[0-9a-fA-F]", variant: str = "[0-9a-fA-F]") -> str:
 
 
 def _base64(signs: str) -> str:
-    """Base64 text: four characters for three bytes.  Bits of the last character that belong to no byte are 0."""
+    """Returns the regex of Base64 text: four characters for three bytes.  Unused bits of the last character are 0."""
     char = f"[A-Za-z0-9{signs}]"
     return f"(?:{char}{{4}})*(?:{char}[AQgw]==|{char}{{2}}[AEIMQUYcgkosw048]=)?"
 
 
-# These parts have no length bound: each character of a bounded part is one more state, and takes some 10 ms to compile.
+# The lengths are not bounded here: each character of a bounded part is a further state, which compiles in some 10 ms.
 _HOST_LABEL = "[A-Za-z0-9](?:-?[A-Za-z0-9])*"
 _HOST = rf"{_HOST_LABEL}(?:\.{_HOST_LABEL})*"
 _MAIL_CHAR = r"[A-Za-z0-9!#$%&'*+/=?^_`{|}~\-]"
@@ -84,7 +84,7 @@ _SHORT_URI = (
 )
 _SHORT_LABEL = "[A-Za-z0-9](?:-?[A-Za-z0-9]){0,11}"
 _SHORT_ATOM = f"{_MAIL_CHAR}{{1,24}}"
-# Variants of formats for strings with a maxLength: their parts have bounded lengths.
+# Variants of formats with bounded lengths, for strings with a maxLength.
 _SHORT_FORMATS: Mapping[str, str] = {
     "uri": _SHORT_URI,
     "uri-reference": _SHORT_URI,
@@ -116,7 +116,7 @@ FORMATS: Mapping[str, str] = {
     "json-pointer": _JSON_POINTER,
     "relative-json-pointer": f"(?:0|[1-9][0-9]{{0,8}})(?:#|{_JSON_POINTER})",
 }
-# Formats that only say how a value is used.  They do not limit the value.
+# Formats that do not limit a value, but only describe its use.
 ANNOTATION_FORMATS: Mapping[str, frozenset[str]] = {
     "string": frozenset("binary password path file-path directory-path".split()),
     "integer": frozenset(("time-delta",)),
@@ -131,5 +131,5 @@ INTEGER_BOUNDS: Mapping[str, tuple[int, int]] = {
 
 @lru_cache
 def node_of_format(name: str, is_short: bool = False) -> Node:
-    """The texts of a format in FORMATS.  is_short: use the variant for a maxLength, if the format has one."""
+    """Returns the parsed regex of a format in FORMATS.  is_short: use the variant in _SHORT_FORMATS, if any."""
     return format_node(_SHORT_FORMATS.get(name, FORMATS[name]) if is_short else FORMATS[name])

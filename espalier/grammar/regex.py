@@ -1,8 +1,8 @@
-"""Reads regular expressions of our own dialect (docs/server.md has its table), and refuses all other syntax by name.
+"""Parses regular expressions of Espalier's dialect (docs/server.md has its table), and refuses other syntax by name.
 
-An accepted expression means the same in Python's re, and in ECMAScript where ECMAScript has the syntax.  The pattern of
-a JSON schema is a search, as JSON Schema says: any text may stand before or after a pattern without an anchor there.  A
-JSON string holds only characters that JSON does not escape.
+An accepted expression has the same meaning in Python's re, and in ECMAScript if ECMAScript has the syntax.  The pattern
+of a JSON schema is a search, as JSON Schema defines: any text may be on a side of the pattern without anchor.
+Generated JSON strings have only characters that JSON need not escape.
 """
 
 import re
@@ -46,7 +46,7 @@ COUNTS_PATTERN = re.compile(r"\{([0-9]{1,9})(?:(,)([0-9]{0,9}))?\}")
 GROUP_NAME_PATTERN = re.compile(r"([A-Za-z_][A-Za-z0-9_]{0,63})>")
 POSIX_CLASS_PATTERN = re.compile(r"\[([:.=])[a-z]*\1\]")
 CONTROL_ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "v": "\v"}
-# Escapes of other dialects, and what the user should write instead.
+# Escapes of other dialects, with the advice what to write instead.
 REFUSED_ESCAPES = {
     "A": ("the start of the text", "leave it out, or write ^"),
     "Z": ("the end of the text", "leave it out, or write $"),
@@ -86,7 +86,7 @@ REFUSED_GROUPS = (
 
 
 def ebnf_of_regex(regex: str) -> str:
-    """Return a grammar in xgrammar's EBNF for the texts that the whole regular expression matches.
+    """Returns a grammar in xgrammar's EBNF for the texts that match the whole regular expression.
 
     Raises EspalierError if the expression is not in the dialect.
     """
@@ -96,7 +96,7 @@ def ebnf_of_regex(regex: str) -> str:
 
 
 def pattern_node(pattern: str) -> Node:
-    """Return the texts that a JSON string with this pattern may hold.  Raises EspalierError."""
+    """Returns the regex tree of the JSON strings that match a pattern.  Raises EspalierError."""
     any_text = Repeat(Chars(ALL_CHARACTERS), 0, None)
     node = _without_anchors(_RegexParser(pattern, "pattern", NEWLINES).read(), any_text, pattern, "pattern")
     return _checked_size(
@@ -108,7 +108,7 @@ def pattern_node(pattern: str) -> Node:
 
 
 def format_node(regex: str) -> Node:
-    """Parse a regular expression that must match a whole JSON string."""
+    """Returns the regex tree of a regular expression that must match a whole JSON string."""
     return restrict_to(_RegexParser(regex, "format", NEWLINES).read(), UNESCAPED_CHARACTERS)
 
 
@@ -133,12 +133,12 @@ def _refusal(kind: str, regex: str, what: str, position: int, remedy: str) -> Es
 
 
 def _without_anchors(node: Node, outside: Node, regex: str, kind: str) -> Node:
-    """Return the node with its anchors resolved.  outside: the text that may stand on a side without an anchor."""
+    """Returns the node with its anchors resolved.  outside: the texts that are allowed on a side without an anchor."""
     return _resolve_anchors(_resolve_anchors(node, True, outside, regex, kind), False, outside, regex, kind)
 
 
 def _resolve_anchors(node: Node, is_start: bool, other: Node, regex: str, kind: str) -> Node:
-    """Resolve the anchors of one side.  other: the text that may stand on this side if there is no anchor."""
+    """Resolve the anchors of one side.  other: the texts that are allowed on this side without an anchor."""
     if isinstance(node, Alt):
         return alt([_resolve_anchors(branch, is_start, other, regex, kind) for branch in node.branches])
     parts: list[Node] = list(node.parts) if isinstance(node, Seq) else [node]
@@ -173,7 +173,7 @@ def _require_no_anchor(node: Node, is_start: bool, regex: str, kind: str) -> Non
 
 
 class _RegexParser:
-    """A parser of one regex.  kind: the word for the regex in errors.  newlines: the characters that "." excludes."""
+    """A parser of one regex.  kind: the regex's noun in errors.  newlines: the characters that "." excludes."""
 
     def __init__(self, regex: str, kind: str, newlines: Ranges):
         if not isinstance(regex, str):
@@ -209,7 +209,7 @@ class _RegexParser:
             branches.append(self._read_sequence(depth))
         if len(branches) == 1:
             return branches[0]
-        # Anchors are resolved per branch, so branches with anchors stay apart.
+        # Anchors are resolved in each branch, so branches with anchors are not merged.
         return Alt(tuple(branches)) if any(map(_has_anchor, branches)) else alt(branches)
 
     def _read_sequence(self, depth: int) -> Node:
@@ -269,7 +269,7 @@ class _RegexParser:
     # Repetitions
 
     def _read_counts(self) -> tuple[int, int | None, int] | None:
-        """(least count, most count, position after the braces); None if no count in braces stands here."""
+        """Returns (least count, most count, position after the braces); None if no count in braces comes next."""
         found = COUNTS_PATTERN.match(self.regex, self.position)
         if found is None:
             return None

@@ -1,8 +1,8 @@
-"""Rewrites a JSON schema into one that xgrammar enforces completely, or refuses it, naming the keyword and its place.
+"""Rewrites a JSON schema into one that xgrammar enforces completely.  Refuses other schemas by keyword and place.
 
-xgrammar ignores some keywords and enforces others only in part.  A keyword that would let an invalid value through is
-refused, or rewritten into other keywords.  A schema may become narrower (closed objects, strings without escapes),
-never wider.  tests/grammar/test_schema.py compares each keyword with the jsonschema package.
+xgrammar ignores some keywords, and enforces others only in part.  A keyword that would allow an invalid value is
+refused, or rewritten into other keywords.  The new schema may allow fewer values (closed objects, strings without
+escapes), never more.  tests/grammar/test_schema.py compares each keyword with the jsonschema package.
 """
 
 import json
@@ -31,7 +31,7 @@ ANNOTATION_KEYWORDS = frozenset(
 )
 DEFINITION_KEYWORDS = frozenset(("$defs", "definitions"))
 NUMERIC_KEYWORDS = frozenset(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "format"))
-# The keywords that this module enforces, by type.
+# The enforced keywords by type.
 KEYWORDS_OF: Mapping[str, frozenset[str]] = {
     "object": frozenset(("properties", "required", "additionalProperties", "minProperties", "maxProperties")),
     "array": frozenset(("items", "prefixItems", "minItems", "maxItems", "uniqueItems")),
@@ -54,9 +54,9 @@ IS_OF_TYPE: Mapping[str, Callable[[Any], bool]] = {
 
 
 def enforceable_schema(text: str, strict: bool = True) -> str:
-    """Returns the JSON text of a schema that xgrammar enforces.  All its values are valid under the schema `text`.
+    """Returns a schema that xgrammar enforces, as JSON text.  All its values are valid under the schema `text`.
 
-    strict: see Grammar.strict.  Raises EspalierError, which names the keyword and its place.
+    strict: see Grammar.strict.  Raises EspalierError, whose message names the keyword and its place.
     """
     schema = read_json("JSON schema", text)
     rewriter = _SchemaRewriter(schema, strict)
@@ -69,7 +69,7 @@ def enforceable_schema(text: str, strict: bool = True) -> str:
 
 
 def _deduplicate_patterns(made: dict[str, Any]) -> None:
-    """Move each repeated string pattern into a definition, because xgrammar compiles a definition only once."""
+    """Replace equal string patterns by references to one definition, which xgrammar compiles only once."""
     strings = [
         part for part in _subschemas(made) if part.keys() == {"type", "pattern"} and isinstance(part["pattern"], str)
     ]
@@ -86,7 +86,7 @@ def _deduplicate_patterns(made: dict[str, Any]) -> None:
 
 
 def _subschemas(schema: Any) -> Iterator[dict[str, Any]]:
-    """The objects of an enforceable schema, without the values of an enum."""
+    """Yields all subschemas of an enforceable schema that are objects, without the values of enums."""
     if isinstance(schema, dict) and not isinstance(schema.get("enum"), list):
         yield schema
         schema = list(schema.values())
@@ -100,16 +100,16 @@ class _SchemaRewriter:
         self.root = root
         self.strict = strict
         self.original_schemas: dict[str, Any] = {}
-        # The enforceable form of each reference or place.
+        # The enforceable schemas, by reference or place.
         self.rewritten_schemas: dict[str, Any] = {}
-        # The values behind each reference, None if they cannot be listed.
+        # The possible values by reference; None if they cannot be listed.
         self.values_of_reference: dict[str, list[Any] | None] = {}
         self.reference_targets: dict[str, str] = {}
-        # The schemas of each oneOf, by the place of the oneOf.
+        # The schemas of each oneOf, by the oneOf's place.
         self.one_of_schemas: dict[str, list[Any]] = {}
 
     def rewritten(self, schema: Any, place: str, depth: int) -> Any:
-        """The enforceable form of the schema at `place`, a JSON pointer."""
+        """Returns the enforceable form of a schema.  place: its JSON pointer."""
         if depth > MAX_DEPTH:
             raise EspalierError(f"the JSON schema is nested more than {MAX_DEPTH} levels deep; flatten it")
         if schema is True:
@@ -159,9 +159,9 @@ class _SchemaRewriter:
         return {name: self.rewritten(each, f"{place}/{_pointer_part(name)}", depth + 1) for name, each in value.items()}
 
     def _rewritten_values(self, rules: dict[str, Any], name: str, place: str) -> dict[str, Any]:
-        """The form of enum or const.
+        """Returns the enforceable form of enum or const.
 
-        xgrammar ignores a type beside these, so values of other types are removed here.
+        xgrammar ignores a type beside these keywords, so values of other types are removed here.
         """
         values = rules[name] if name == "enum" else [rules[name]]
         if not isinstance(values, list):
@@ -180,7 +180,7 @@ class _SchemaRewriter:
         return {"$ref": target}
 
     def check_references(self) -> None:
-        """Raises EspalierError if a reference has no schema that was read, whose keywords were checked."""
+        """Raises EspalierError if a reference refers to no checked schema, or to itself."""
         for place, target in self.reference_targets.items():
             if target not in self.original_schemas:
                 raise schema_error(place, f"'$ref' finds no schema at {shown(target)}", "refer to '#/$defs/...'")
@@ -192,9 +192,10 @@ class _SchemaRewriter:
                 target = self.reference_targets[target]
 
     def check_disjoint(self) -> None:
-        """Raises EspalierError if a value may be valid under two schemas of a oneOf.
+        """Raises EspalierError if a value may match two schemas of a oneOf.
 
-        Their types must differ, or the constant texts of a property that both require.  Call check_references first.
+        They must differ in type, or in the constant texts of a property that both require.  Call check_references
+        first.
         """
         for place, branches in self.one_of_schemas.items():
             kinds = [self._resolve_references(branch) for branch in branches]
@@ -223,7 +224,8 @@ class _SchemaRewriter:
         return made[0] if len(made) == 1 else {"anyOf": made}
 
     def _infer_type(self, rules: dict[str, Any], place: str) -> str:
-        """The type that the keywords apply to.  A schema without a type would allow any value of other types."""
+        """Returns the type to which the keywords apply.  A schema without a type would allow any value of other
+        types."""
         fitting = [each for each, known in KEYWORDS_OF.items() if rules.keys() <= known]
         numeric = [each for each in fitting if each in ("integer", "number")]
         if "format" in rules:
@@ -276,11 +278,11 @@ class _SchemaRewriter:
                 properties[name] = {} if extra is None else extra
         if not properties and not closed:
             if rules.get("minProperties", 0) > 1:
-                # The output may repeat a name, and repeated names count once.
+                # The output may repeat a name, which counts only once.
                 raise schema_error(place, "'minProperties' above 1 needs named properties", "leave it out")
             return {"type": "object", "additionalProperties": True if extra is None else extra, **rules}
         if opens and self.strict and "properties" in self.original_schemas[place]:
-            # xgrammar would allow a property's name again if it is written with an escape, and then with any value.
+            # xgrammar would allow a named property again with any value, if its name is written with an escape.
             raise schema_error(
                 place,
                 "'additionalProperties' beside 'properties' is not supported",
@@ -310,9 +312,9 @@ class _SchemaRewriter:
         return {"type": "array", **made}
 
     def _rewritten_unique_array(self, value: Any, made: dict[str, Any], place: str, depth: int) -> dict[str, Any]:
-        """The form of an array without equal items, if the values of items can be listed.
+        """Returns the enforceable form of an array without equal items.  Its items must have a finite list of values.
 
-        Else raises EspalierError.
+        Raises EspalierError.
         """
         if value is not True:
             raise schema_error(place, f"'uniqueItems' is {shown(value)}", "use true or false")
@@ -326,7 +328,7 @@ class _SchemaRewriter:
         return list_unique_arrays(values, made.get("minItems", 0), made.get("maxItems"), place)
 
     def _all_values(self, made: Any, depth: int) -> list[Any] | None:
-        """The values of an enforceable schema; None if they cannot be listed."""
+        """Returns all values of an enforceable schema; None if they cannot be listed."""
         if not isinstance(made, dict) or depth > MAX_DEPTH:
             return None
         if "$ref" in made:
@@ -345,7 +347,7 @@ class _SchemaRewriter:
         return list_values(made)
 
     def _resolve_references(self, schema: Any) -> dict[str, Any]:
-        """The schema behind references; {} if there is no schema."""
+        """Returns the schema to which references lead; {} if no schema is there."""
         for _ in range(MAX_DEPTH):
             if isinstance(schema, dict) and isinstance(schema.get("$ref"), str):
                 schema = self._schema_at(schema["$ref"])
@@ -378,7 +380,7 @@ class _SchemaRewriter:
 
 
 def _constant_texts(schema: Any) -> set[str]:
-    """The constant texts that a property may have; empty if it may have other values too."""
+    """Returns the constant texts of a property; empty if the property may have other values."""
     if not isinstance(schema, dict):
         return set()
     values = [schema["const"]] if "const" in schema else schema.get("enum", [])

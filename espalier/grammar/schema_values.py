@@ -1,7 +1,7 @@
-"""Writes the rules of one JSON schema value so that xgrammar enforces them: lengths, formats, bounds, enums.
+"""Rewrites the rules of a single JSON value for xgrammar: lengths, formats, bounds, enums.
 
-If several parts of a regular expression can vary in length, they share the bound on the whole length.  So the result
-may allow fewer texts than the regex and the bounds do, but never more.
+If several parts of a regular expression have variable lengths, the bound on the whole length is divided among them. So
+the result may allow fewer texts than the regex and the bounds, but never more.
 """
 
 import json
@@ -35,14 +35,15 @@ REPEAT_CHARS = 10
 
 
 def limit_length(node: Node, least: int, most: int | None) -> Node:
-    """Limit a node to texts of `least` to `most` characters; NOTHING if none is found.  The node has no anchors."""
+    """Returns the node limited to `least` to `most` characters; NO_TEXT if no text remains.  The node has no
+    anchors."""
     if most is not None:
         node = _limit_to_most(node, most)
     return node if node == NO_TEXT else _limit_to_least(node, least)
 
 
 def length_bounds(node: Node) -> tuple[int, float]:
-    """(fewest, most) characters of a text; infinity if there is no upper bound."""
+    """Returns the (fewest, most) characters of a node's texts; infinity for no upper bound."""
     if isinstance(node, Chars):
         return 1, 1
     if isinstance(node, Seq):
@@ -71,18 +72,18 @@ def _limit_to_most(node: Node, most: int) -> Node:
     if low == high:
         return repeat(node.part, node.least, most // low)
     limit = most // max(low, 1) if node.most is None else min(node.most, most // max(low, 1))
-    # Repetitions of about REPEAT_CHARS characters each.  xgrammar would misread a choice of several shapes.
+    # The repeated part gets about REPEAT_CHARS characters.  xgrammar would misread alternatives of repetitions.
     size = int(min(high, max(low, REPEAT_CHARS)))
     times = max(node.least, min(limit, most // size or 1))
     return repeat(_limit_to_most(node.part, most // times), node.least, times) if times else EMPTY_TEXT
 
 
 def _limit_parts(parts: tuple[Node, ...], spare_chars: int) -> Node:
-    """Limit the parts together to `spare_chars` characters more than their fewest."""
+    """Limit the total length of the parts to `spare_chars` characters more than their fewest."""
     made = []
     found = [length_bounds(part) for part in parts]
     for i, (part, (low, high)) in enumerate(zip(parts, found, strict=True)):
-        # This part may take the characters that the parts after it cannot use.
+        # This part may use the characters that later parts cannot use.
         behind = [above - below for below, above in found[i + 1 :] if above > below]
         share = max(spare_chars // (1 + len(behind)), spare_chars - sum(behind) if inf not in behind else 0)
         made.append(_limit_to_most(part, low + int(share)) if high > low + share else part)
@@ -91,7 +92,7 @@ def _limit_parts(parts: tuple[Node, ...], spare_chars: int) -> Node:
 
 
 def _limit_to_least(node: Node, least: int) -> Node:
-    """Limit a node to texts of at least this many characters.  In a sequence, parts that vary must provide them."""
+    """Returns the node limited to at least `least` characters.  In a sequence, the variable parts become longer."""
     low, high = length_bounds(node)
     if low >= least:
         return node
@@ -115,7 +116,7 @@ def _limit_to_least(node: Node, least: int) -> Node:
 
 
 def _extend_parts(parts: tuple[Node, ...], missing_chars: int) -> Node:
-    """Require `missing_chars` more characters than the parts' fewest, first from the part that can grow most."""
+    """Require `missing_chars` characters more than the parts' fewest, first from the part that can grow most."""
     made = list(parts)
     for i in sorted(range(len(parts)), key=lambda i: length_bounds(parts[i])[0] - length_bounds(parts[i])[1]):
         low, high = length_bounds(parts[i])
@@ -127,14 +128,14 @@ def _extend_parts(parts: tuple[Node, ...], missing_chars: int) -> Node:
 
 # xgrammar ignores a larger multipleOf, and any multipleOf with exactly one bound.
 MAX_MULTIPLE_OF = 1024
-# The most values in an enum that we generate: multiples between two bounds, arrays with unique items.
+# The most values in a generated enum, for multiples between two bounds, or arrays with unique items.
 MAX_ENUM_SIZE = 4096
-# xgrammar writes a number with bounds in at most six decimals.
+# xgrammar generates bounded numbers with at most six decimals.
 DECIMAL_UNITS = 10**6
 
 
 def check_count_keywords(rules: dict[str, Any], place: str) -> None:
-    """Check minLength, maxItems and the like: whole numbers, the minimum not above the maximum."""
+    """Check minLength, maxItems and the like: they must be whole numbers, and the minimum at most the maximum."""
     for what in ("Length", "Items", "Properties"):
         least, most = (rules.get(f"{side}{what}") for side in ("min", "max"))
         for side, count in (("min", least), ("max", most)):
@@ -150,7 +151,7 @@ def check_count_keywords(rules: dict[str, Any], place: str) -> None:
 
 
 def string_rules(rules: dict[str, Any], place: str) -> dict[str, Any]:
-    """Write a string's rules as one pattern of the text between its quotes, without characters that JSON escapes."""
+    """Returns a string's rules as one pattern for the text between the quotes, without characters that JSON escapes."""
     if "format" in rules and rules["format"] in ANNOTATION_FORMATS["string"]:
         del rules["format"]
     if not rules:
@@ -178,7 +179,7 @@ def string_rules(rules: dict[str, Any], place: str) -> dict[str, Any]:
 
 
 def number_rules(rules: dict[str, Any], name: str, place: str) -> dict[str, Any]:
-    """Write the bounds of a number or an integer.  Bounds of an integer become integers."""
+    """Returns the rules of a number or an integer.  Bounds of an integer become integers."""
     made: dict[str, Any] = {}
     rules = _apply_integer_format(rules, name, place)
     for rule, value in rules.items():
@@ -201,7 +202,7 @@ def number_rules(rules: dict[str, Any], name: str, place: str) -> dict[str, Any]
 
 
 def _apply_integer_format(rules: dict[str, Any], name: str, place: str) -> dict[str, Any]:
-    """Replace an integer's format by the bounds of that format."""
+    """Returns the rules with an integer's format replaced by bounds."""
     made = {rule: value for rule, value in rules.items() if rule != "format"}
     if "format" not in rules or rules["format"] in ANNOTATION_FORMATS[name]:
         return made
@@ -220,7 +221,7 @@ def _apply_integer_format(rules: dict[str, Any], name: str, place: str) -> dict[
 
 
 def is_known_format(name: str, format: Any) -> bool:
-    """Whether this format is known for values of this type."""
+    """Returns whether a format is known for the type `name`."""
     known = {
         *(FORMATS if name == "string" else INTEGER_BOUNDS if name == "integer" else ()),
         *ANNOTATION_FORMATS.get(name, ()),
@@ -229,7 +230,7 @@ def is_known_format(name: str, format: Any) -> bool:
 
 
 def list_values(made: dict[str, Any]) -> list[Any] | None:
-    """Return all values of an enforceable schema without references; None if they are too many or cannot be listed."""
+    """Returns all values of an enforceable schema without references; None if they are too many or cannot be listed."""
     if "enum" in made or made.get("type") in ("boolean", "null"):
         return made.get("enum") or ([True, False] if made["type"] == "boolean" else [None])
     if made.get("type") != "integer":
@@ -241,7 +242,7 @@ def list_values(made: dict[str, Any]) -> list[Any] | None:
 
 
 def list_unique_arrays(items: Iterable[Any], least: int, most: int | None, place: str) -> dict[str, Any]:
-    """List all arrays of `least` to `most` different items.  Raises EspalierError if they are too many."""
+    """Returns an enum of all arrays of `least` to `most` different items.  Raises EspalierError for too many arrays."""
     values = list({json.dumps(_json_equality_key(item), sort_keys=True): item for item in items}.values())
     most = len(values) if most is None else min(most, len(values))
     if least > most:
@@ -257,7 +258,7 @@ def list_unique_arrays(items: Iterable[Any], least: int, most: int | None, place
 
 
 def _json_equality_key(value: Any) -> Any:
-    """Return a value that is equal for values that JSON Schema calls equal: 1.0 is 1, and True is not."""
+    """Returns a key that is equal for JSON values that are equal by JSON Schema: 1.0 equals 1, but True does not."""
     if isinstance(value, list):
         return [_json_equality_key(each) for each in value]
     if isinstance(value, dict):
@@ -266,7 +267,7 @@ def _json_equality_key(value: Any) -> Any:
 
 
 def _first_and_last(bounds: dict[str, Any], unit: int) -> tuple[int | None, int | None]:
-    """The first and the last multiple of 1 / unit that the bounds allow, times unit; None without a bound."""
+    """Returns the first and the last allowed multiple of 1 / unit, times unit; None without a bound."""
     least = [math.ceil(_scaled_bound(bounds, "minimum", unit))] if "minimum" in bounds else []
     most = [math.floor(_scaled_bound(bounds, "maximum", unit))] if "maximum" in bounds else []
     if "exclusiveMinimum" in bounds:
@@ -277,12 +278,12 @@ def _first_and_last(bounds: dict[str, Any], unit: int) -> tuple[int | None, int 
 
 
 def _scaled_bound(bounds: dict[str, Any], rule: str, unit: int) -> Fraction:
-    """Return a bound times unit, as the decimal number that was written and not its binary fraction."""
+    """Returns a bound times unit, computed from the bound's decimal text instead of its binary float."""
     return Fraction(repr(bounds[rule])) * unit
 
 
 def _multiples_schema(rules: dict[str, Any], place: str) -> dict[str, Any]:
-    """Write integers with a multipleOf: listed if they have bounds."""
+    """Returns the rules of integers with a multipleOf.  Bounded integers become an enum."""
     step = rules["multipleOf"]
     least, most = _first_and_last(rules, 1)
     if least is None and most is None:

@@ -1,6 +1,6 @@
-"""Ray Serve's deployments: one for the front, and one for the engine replicas of each model.
+"""Builds Ray Serve's deployments: one for the front, and one for the engine replicas of each model.
 
-Ray is imported only when something is built, so a server without --replicas does not need it.
+Ray is imported only to build deployments, so a server without --replicas does not need Ray.
 """
 
 import re
@@ -19,10 +19,10 @@ from espalier.server.front import FrontOptions
 from espalier.server.logs import LEVELS
 from espalier.server.run import check_options
 
-# How many open tokens (replica.open_tokens) one replica can take, on average.
+# The open tokens (replica.open_tokens) for one replica, on average.
 TOKENS_PER_REPLICA = 16384
 DEFAULT_ROUTER = "espalier.serve_ray.router.PrefixRouter"
-# Names in `args`.  The fields of the server's options have the same names; those in seconds end with _s.
+# Keys of `args`.  The fields of the server's options have the same names, but times end with _s.
 FRONT_FIELDS = (
     *("max_queue", "request_timeout", "strict_fields", "allow_special_tokens_in_messages"),
     *("tool_format", "reasoning_format"),
@@ -33,23 +33,22 @@ REPLICA_OPTIONS = ("tokens_per_replica", "resources", "autoscaling", "router")
 MODEL_OPTIONS = (*FRONT_FIELDS, *CLIENT_FIELDS, *REPLICA_OPTIONS, "served_model_name", "chat_template", "replicas")
 SERVICE_OPTIONS = (*API_FIELDS, "cors_origin", "fronts", "drain_timeout", "log_level", "log_json")
 RAY_VERSION = "2.60"
-# Larger than any queue, because the front limits open requests, not Ray Serve.
+# Larger than any queue, because the front limits the open requests instead of Ray Serve.
 MAX_ONGOING_REQUESTS = 65536
-# Seconds between health checks, which find a replica that hangs.  A replica whose engine ended exits by itself.
+# Health checks find a replica that hangs.  A replica whose engine has ended exits without a check.
 HEALTH_PERIOD_S = 5.0
 HEALTH_TIMEOUT_S = 30.0
-# Ray Serve logs no line for each request, because the front logs one with the request's id.
+# Ray Serve logs no requests, because the front logs each request with its id.
 NO_ACCESS_LOG = MappingProxyType({"enable_access_log": False})
 
 
 @dataclass(frozen=True)
 class ReplicaOptions:
-    """How many engine replicas a model has: from `min_count` to `max_count`.
+    """The number of engine replicas of a model, from `min_count` to `max_count`, and their options.
 
-    tokens_per_replica: how many open tokens one replica can take, on average.
-    resources: what Ray reserves for a replica (ray_actor_options); None: a GPU for each rank, or nothing on a CPU.
-    autoscaling: further fields of Ray Serve's AutoscalingConfig, such as its delays.
-    router: the import path of a subclass of Ray Serve's RequestRouter.
+    tokens_per_replica: the open tokens for one replica, on average. resources: reserved by Ray for a replica
+    (ray_actor_options); None: a GPU for each rank, or nothing on a CPU. autoscaling: further fields of Ray Serve's
+    AutoscalingConfig, such as its delays. router: the import path of a subclass of Ray Serve's RequestRouter.
     """
 
     min_count: int
@@ -66,7 +65,7 @@ class ReplicaOptions:
 
 @dataclass(frozen=True)
 class ServedModel:
-    """One model of a service.  settings: keywords of EngineConfig, as plain values."""
+    """One model of a service.  settings: the keywords of EngineConfig, as plain values."""
 
     settings: dict[str, Any]
     front: FrontOptions
@@ -75,14 +74,14 @@ class ServedModel:
 
     @property
     def name(self) -> str:
-        """The first of the model's names; without a model, the draft that names its target."""
+        """The model's first served name; if it has no name, the draft's."""
         return self.front.names[0] if self.front.names else str(self.settings["draft"])
 
 
 @dataclass(frozen=True)
 class Service:
-    """A whole service.  models: at least one.  num_fronts: replicas of the front.  drain_timeout_s: how long requests
-    may still run on a replica that must end."""
+    """The parsed options of a service.  models: at least one.  num_fronts: the replicas of the front.  drain_timeout_s:
+    how long requests may still run on a replica that must end."""
 
     models: tuple[ServedModel, ...]
     api: ApiOptions
@@ -93,7 +92,7 @@ class Service:
 
 
 def parse_replicas(text: int | str, **more: Any) -> ReplicaOptions:
-    """Returns the Replicas for N or "MIN:MAX".  Raises EspalierError."""
+    """Parses N or "MIN:MAX".  more: further fields of ReplicaOptions.  Raises EspalierError."""
     low, _, high = str(text).partition(":")
     if not (low.isdecimal() and (high or low).isdecimal() and 1 <= int(low) <= int(high or low)):
         raise EspalierError(
@@ -103,7 +102,7 @@ def parse_replicas(text: int | str, **more: Any) -> ReplicaOptions:
 
 
 def parse_service(args: Mapping[str, Any]) -> Service:
-    """Returns the Service for the `args` of a Serve config file.  Raises EspalierError.
+    """Parses the `args` of a Serve config file.  Raises EspalierError.
 
     `args` has either one `model` with its settings, or `models`, a list of such objects.  Settings beside `models`
     apply to each model.
@@ -155,7 +154,7 @@ def _parse_model(args: dict[str, Any], logged: dict[str, Any]) -> ServedModel:
 
 
 def check_settings(settings: Mapping[str, Any]) -> None:
-    """Check the engine's settings, plain values, before a replica starts.  Raises EspalierError."""
+    """Check the engine's settings, which are plain values, before a replica starts.  Raises EspalierError."""
     tree = settings.get("speculation")
     EngineConfig(**{**settings, "speculation": SpeculationConfig(**tree)} if isinstance(tree, Mapping) else settings)
     if (device := str(settings.get("device", "auto"))).startswith("cuda:"):
@@ -168,7 +167,7 @@ def _option_or(args: Mapping[str, Any], name: str, default: Any) -> Any:
 
 
 def _option_fields(args: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    """Returns the given options by their fields.  null counts as not given; a limit of 0 seconds means no limit."""
+    """Returns the given options by field name.  null means not given; a limit of 0 seconds means no limit."""
     given = {name: args[name] for name in names if args.get(name) is not None}
     return {
         f"{name}_s" if name.endswith("_timeout") else name: None if name.endswith("_timeout") and value == 0 else value
@@ -177,7 +176,7 @@ def _option_fields(args: Mapping[str, Any], names: Sequence[str]) -> dict[str, A
 
 
 def _list_of_texts(args: Mapping[str, Any], name: str, *default: str) -> list[str]:
-    """Returns a text or a list of texts as a list.  Raises EspalierError."""
+    """Returns an option, a text or a list of texts, as a list.  Raises EspalierError."""
     value = _option_or(args, name, list(default))
     texts = [value] if isinstance(value, str) else value
     if not (isinstance(texts, list) and all(isinstance(each, str) for each in texts)):
@@ -195,7 +194,7 @@ def _read_template(path: Any) -> str:
 
 
 def require_ray() -> Any:
-    """Imports and returns the module ray.serve.  Raises EspalierError if Ray is missing or has another version."""
+    """Imports and returns the module ray.serve.  Raises EspalierError if Ray is missing or not RAY_VERSION."""
     remedy = f"in the clone, run {install_command('ray')}"
     try:
         import ray
@@ -208,7 +207,8 @@ def require_ray() -> Any:
 
 
 def app(args: dict[str, Any]) -> Any:
-    """Returns the application of a Serve config file (`import_path: espalier.serve_ray:app`).  args: see parse_service."""
+    """Returns the application of a Serve config file (`import_path: espalier.serve_ray:app`).  args: see
+    parse_service."""
     return application(parse_service(args))
 
 
@@ -223,7 +223,7 @@ def application(service: Service) -> Any:
         ray_actor_options={"num_cpus": 0},
         max_ongoing_requests=MAX_ONGOING_REQUESTS,
         graceful_shutdown_timeout_s=service.drain_timeout_s,
-        # A new front starts before the old one ends.
+        # A new front must start before the old front ends.
         max_surge_percent=100,
         logging_config=dict(NO_ACCESS_LOG),
     )
@@ -248,7 +248,7 @@ def _replica_deployment(serve: Any, model: ServedModel, service: Service, name: 
         health_check_period_s=HEALTH_PERIOD_S,
         health_check_timeout_s=HEALTH_TIMEOUT_S,
         request_router_config=RequestRouterConfig(request_router_class=model.replicas.router),
-        # If a replica refuses a configuration, every retry would refuse it again.
+        # No retries, because a replica refuses the same configuration each time.
         max_constructor_retry_count=1,
         logging_config=dict(NO_ACCESS_LOG),
     )
@@ -276,8 +276,8 @@ def _scaling_options(model: ServedModel) -> dict[str, Any]:
 def resources_of(model: ServedModel) -> dict[str, Any]:
     """Returns the resources that Ray reserves for a replica.
 
-    This is a GPU for each rank.  For the CPU it is nothing: replicas may share cores.  Ray takes an actor's resources
-    from one machine.  Raises EspalierError for fewer GPUs than ranks.
+    The default is a GPU for each rank, and nothing on a CPU, whose cores replicas may share.  All resources of a
+    replica are on one machine.  Raises EspalierError for fewer GPUs than ranks.
     """
     wanted = num_gpus_of(model.settings)
     if model.replicas.resources is None:
@@ -292,7 +292,7 @@ def resources_of(model: ServedModel) -> dict[str, Any]:
 
 
 def num_gpus_of(settings: Mapping[str, Any]) -> int:
-    """Returns how many GPUs a replica needs, all of one machine.  device "auto" uses them if the cluster has one."""
+    """Returns the number of GPUs for a replica, all on one machine.  device "auto" uses GPUs if the cluster has any."""
     import ray
 
     device = settings.get("device", "auto")

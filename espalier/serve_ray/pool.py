@@ -1,7 +1,7 @@
-"""The engine replicas of a front: the front submits prompts, and Ray Serve's router chooses a replica for each prompt.
+"""The pool of engine replicas of a front.  Ray Serve's router chooses a replica for each submitted prompt.
 
-If a replica is lost before a request's first token, the request is submitted again, to another replica.  If it is lost
-later, the request ends with EngineGone.  Prompts of one HTTP request are routed one by one.
+If a replica ends before a prompt's first token, the prompt is sent to another replica.  If the replica ends later, the
+request fails with EngineGone.  Each prompt of an HTTP request is routed separately.
 """
 
 import asyncio
@@ -21,9 +21,9 @@ from espalier.server import protocol
 from espalier.server.protocol import SHUTTING_DOWN, EngineFigures, EngineGone, Generation, OutputPart, SubmittedPrompt
 
 log = logging.getLogger("espalier.server")
-# The most replicas that one prompt is sent to.
+# The most replicas to which one prompt is sent.
 MAX_REPLICAS_TRIED = 3
-# Seconds between two reads of the replicas' figures, and the time limit of one read.
+# Seconds between two reads of the replicas' metrics, and the time limit of a read.
 POLL_INTERVAL_S = 1.0
 POLL_TIMEOUT_S = 5.0
 NO_REPLICA_REASON = "no replica is ready; Ray Serve is starting one"
@@ -31,7 +31,7 @@ NO_REPLICA_REASON = "no replica is ready; Ray Serve is starting one"
 
 @dataclass
 class PooledPrompt:
-    """A submitted prompt.  has_begun: its first output token has arrived."""
+    """A submitted prompt.  has_begun: whether its first output token has arrived."""
 
     submit: SubmittedPrompt
     generation: Generation
@@ -49,11 +49,11 @@ class PooledPrompt:
 
 @dataclass(eq=False)
 class EnginePool:
-    """The replicas of one model.
+    """The engine replicas of one model, as protocol.Engines.
 
     handle: Ray Serve's DeploymentHandle of replica.EngineReplica.  name: the model's name, a label in the metrics.
-    max_replicas: the upper limit of autoscaling.  share: 1 / number of fronts, the part of the slots that this front
-    may fill.  is_lost: whether an exception of a call means that the replica is gone.
+    max_replicas: the upper limit of autoscaling.  share: 1 / number of fronts, this front's share of the slots.
+    is_lost: returns whether an exception of a call means that the replica has ended.
     """
 
     handle: Any
@@ -82,7 +82,7 @@ class EnginePool:
 
     @property
     def num_replicas(self) -> int:
-        """How many replicas were ready when their figures were last read."""
+        """The number of ready replicas at the last read of the metrics."""
         return sum(figures.up for figures in self._figures)
 
     @property
@@ -109,7 +109,7 @@ class EnginePool:
         return sum(generation.num_running[name] for name, (generation, _) in self._open.items())
 
     def require_running(self) -> None:
-        """Raises EngineGone if the pool is closed.  Without a replica, requests wait for one."""
+        """Raises EngineGone if the pool is closed.  If no replica is ready, requests wait."""
         if self._closed:
             raise EngineGone(SHUTTING_DOWN)
 
@@ -144,7 +144,7 @@ class EnginePool:
     # One prompt
 
     async def _run(self, prompt: "PooledPrompt") -> None:
-        """Run a prompt to its end, or fail its generation."""
+        """Run a prompt until its output is complete, or fail its generation."""
         try:
             await self._try_replicas(prompt)
         except Exception as error:
@@ -167,9 +167,9 @@ class EnginePool:
             log.warning("%s before the first token: trying another replica", lost)
 
     async def _stream_from_replica(self, prompt: "PooledPrompt", message: bytes, hint: RoutingHint) -> str | None:
-        """Send a prompt to a replica and pass on its output.  Returns why the replica is lost, None at the end."""
-        # Serve's router identifies a call by the HTTP request of its context.  With an empty context, each prompt
-        # counts as a request of its own.
+        """Send a prompt to a replica and distribute the output.  Returns why the replica was lost, else None."""
+        # Serve's router identifies a call by the HTTP request in its context.  With an empty context, each prompt is a
+        # separate request.
         stream = Context().run(self.streams.remote, message, hint)
         try:
             async for data in stream:
@@ -188,7 +188,7 @@ class EnginePool:
         except Exception as error:
             if not self.is_lost(error):
                 raise
-            # The output may be complete even if the replica died before it ended the call.
+            # The output may be complete although the replica ended before the call did.
             return None if prompt.is_done else f"the replica is gone ({type(error).__name__})"
         return None if prompt.is_done else "the replica ended the stream early"
 
@@ -200,9 +200,9 @@ class EnginePool:
             await self._poll_figures()
 
     async def _poll_figures(self) -> None:
-        """Read each replica's figures.  A replica that gives no answer, or another version's form, is left out."""
+        """Read each replica's metrics.  Replicas without an answer, or with another version's format, are left out."""
         found: list[Any] = []
-        # The call raises if there is no replica.
+        # The call raises an error if no replica is ready.
         with suppress(Exception):
             answers = self.handle.broadcast("figures")
             found = await answers.results_async(timeout_s=POLL_TIMEOUT_S, return_exceptions=True)

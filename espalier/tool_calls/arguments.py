@@ -1,4 +1,4 @@
-"""Reads the arguments of a call: a JSON object, or plain text between tags, whose types are in the tool's schema."""
+"""Parses a call's arguments: a JSON object, or plain text between tags with types from the tool's schema."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -8,7 +8,7 @@ from typing import Any
 from espalier.tool_calls.base import CallWriter
 from espalier.tool_calls.reader import CUT_OFF_REASON, BrokenCall, Markers, Steps, TextReader, decode_json, is_utf8
 
-# Constants as Python writes them, as some models do, and as JSON writes them.
+# Python's constants, which some models write, and JSON's.
 JSON_OF_PYTHON_CONSTANT = {"True": "true", "False": "false", "None": "null"}
 JSON_TYPE_NAMES: Mapping[type, str] = {
     str: "string",
@@ -21,14 +21,14 @@ JSON_TYPE_NAMES: Mapping[type, str] = {
 }
 
 
-# Schema keywords that a text may fail because of white space around it.
+# Schema keywords that a text may violate only because of white space around it.
 LIMITING_KEYWORDS = frozenset(("enum", "const", "pattern", "format", "maxLength"))
 MAX_DEPTH = 16
 Schema = Mapping[str, Any]
 
 
 def property_schemas(schema: Schema, name: str) -> list[Schema]:
-    """Returns the schemas of a property, which has one of them; {} allows all.  References and unions are resolved."""
+    """Returns the alternative schemas of a property; {} allows all values.  References and unions are resolved."""
     properties = schema.get("properties")
     return _resolved_schemas(properties.get(name) if isinstance(properties, Mapping) else None, schema, 0)
 
@@ -48,7 +48,7 @@ def _resolved_schemas(schema: Any, root: Schema, depth: int) -> list[Schema]:
 
 
 def allowed_types(schemas: Sequence[Schema]) -> set[str]:
-    """Returns the JSON types that the schemas allow together; empty if one of them names no type."""
+    """Returns the JSON types that the schemas allow; empty if any schema names no type."""
     found = [_allowed_types(schema) for schema in schemas]
     return set().union(*found) if all(found) else set()
 
@@ -70,7 +70,7 @@ def _limiting_keywords(schemas: Sequence[Schema]) -> set[str]:
 
 
 def _trim_to_limits(text: str, schemas: Sequence[Schema]) -> str:
-    """Returns a text as its schemas limit it: white space around it belongs to the tags, unless a length allows it."""
+    """Returns the text, without the white space around it if that may violate the schemas."""
     limits = _limiting_keywords(schemas)
     lengths = [most for schema in schemas if isinstance(most := schema.get("maxLength"), int)]
     fits = limits == {"maxLength"} and len(text) <= max(lengths, default=0)
@@ -79,15 +79,15 @@ def _trim_to_limits(text: str, schemas: Sequence[Schema]) -> str:
 
 @dataclass
 class XmlArguments:
-    """Writes a call's arguments as a JSON object, one value after another."""
+    """Writes tagged arguments as a JSON object, one value after another."""
 
     call: CallWriter
     num_values: int = 0
 
     def read(self, reader: TextReader, name: str, end: str, trim: str = "") -> Steps[None]:
-        """Read a value up to its closing tag.  A text is written as it comes.  Raises BrokenCall.
+        """Read a value up to its closing tag.  A string is written while it arrives.  Raises BrokenCall.
 
-        trim: characters that belong to the tags if they are next to the value, at most one on each side.
+        trim: characters that belong to a tag if next to the value, at most one character on each side.
         """
         schemas = property_schemas(self.call.schema, name)
         types = allowed_types(schemas)
@@ -127,7 +127,7 @@ class XmlArguments:
 
 
 def _json_value(name: str, text: str, types: set[str]) -> str:
-    """Returns the JSON text of a value.  Raises BrokenCall if the value has no type that the schema allows."""
+    """Returns the JSON text of a value.  Raises BrokenCall for a type that the schema does not allow."""
     written = JSON_OF_PYTHON_CONSTANT.get(text.strip(), text.strip())
     try:
         value = decode_json(written)
@@ -152,9 +152,9 @@ ARGUMENTS_KEYS = ("arguments", "parameters")
 
 
 def read_call_object(reader: TextReader, call: CallWriter) -> Steps[None]:
-    """Read a call that is one JSON object.  Arguments that are an object are written as they come.
+    """Read a call that is one JSON object with name and arguments.  Arguments are written while they arrive.
 
-    Other keys are read and not used.  Raises BrokenCall.
+    Other keys are skipped.  Raises BrokenCall.
     """
     yield from reader.expect("{")
     yield from reader.read_space()
@@ -179,9 +179,9 @@ def read_call_object(reader: TextReader, call: CallWriter) -> Steps[None]:
 
 
 def read_arguments(reader: TextReader, call: CallWriter, *ends: str) -> Steps[None]:
-    """Read arguments: a JSON object, or a JSON object as a string, which some models write.  Raises BrokenCall.
+    """Read arguments: a JSON object, or a JSON object inside a string, which some models write.  Raises BrokenCall.
 
-    ends: marks that end the call.  If a mark or the output's end comes before any argument, the call has no arguments.
+    ends: marks that end the call.  If such a mark or the output's end comes first, the call has no arguments.
     """
     if call.has_arguments:
         raise BrokenCall("the tool call has arguments twice")
@@ -195,12 +195,12 @@ def read_arguments(reader: TextReader, call: CallWriter, *ends: str) -> Steps[No
         value = decode_json(value) if value.strip() else None
     if value is not None:
         text = json.dumps(value, ensure_ascii=False)
-        # Text cannot hold half of a surrogate pair, so JSON's escape is written.
+        # A lone surrogate is written as a JSON escape, because UTF-8 cannot encode it.
         call.arguments(text if is_utf8(text) else json.dumps(value))
 
 
 def call_ends_here(reader: TextReader, *ends: str) -> Steps[bool]:
-    """Whether a call ends here, before its arguments.  Raises BrokenCall if the output is cut off here."""
+    """Returns whether a call ends without arguments.  Raises BrokenCall if the output is cut off."""
     if (yield from reader.peek()):
         return (yield from reader.peek_literal(*ends)) is not None
     if reader.is_cut:

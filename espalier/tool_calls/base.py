@@ -1,5 +1,5 @@
-"""Shared parts of the parsers of tool calls and reasoning: the deltas that they make, the declaration of a format, and
-the reader of reasoning between two marks."""
+"""Shared parts of the parsers of tool calls and reasoning: deltas, declarations of formats, and the parser of reasoning
+between two marks."""
 
 import secrets
 import string
@@ -9,17 +9,18 @@ from typing import Any, Literal
 
 from espalier.tool_calls.reader import BrokenCall, Markers, Steps, TextReader, decode_json
 
-# The kinds of deltas: text of the answer; text of the reasoning; the name of a new call; text of the call's arguments;
-# the call's end; the reason why a call is broken.  The whole text of a broken call follows as content.
+# The kinds of deltas.  content: text of the answer.  reasoning: text of the reasoning.  call: the name of a new call.
+# arguments: text of its arguments.  called: the call's end.  broken: the reason why a call is broken.  The whole text
+# of a broken call follows as content.
 Kind = Literal["content", "reasoning", "call", "arguments", "called", "broken"]
 ALPHANUMERIC = string.ascii_letters + string.digits
 
 
 @dataclass(frozen=True)
 class Delta:
-    """A part of a message.
+    """A part of a streamed message.
 
-    index: of the call, in the order of the calls; -1 for a broken call whose name was not sent.  id: of a new call.
+    index: the call's number; -1 for a broken call whose name was not sent.  id: the id of a new call.
     """
 
     kind: Kind
@@ -33,7 +34,7 @@ def call_id() -> str:
 
 
 def new_short_call_id() -> str:
-    """Returns a new call id in the only form that Mistral's chat templates accept."""
+    """Returns a new call id of nine characters, the only form that Mistral's chat templates accept."""
     return "".join(secrets.choice(ALPHANUMERIC) for _ in range(9))
 
 
@@ -41,7 +42,7 @@ def new_short_call_id() -> str:
 class DeltaWriter:
     """Collects the deltas that a parser makes.
 
-    schemas: for each tool that may be called, the parameters' JSON schema.  in_reasoning, may_reason: the parser's.
+    schemas: the parameters' JSON schema of each callable tool.  in_reasoning, may_reason: see OutputParser.
     """
 
     schemas: Mapping[str, Mapping[str, Any]]
@@ -65,7 +66,7 @@ class DeltaWriter:
         self.add("reasoning", text)
 
     def resume(self, deltas: Sequence[Delta]) -> None:
-        """Continue after the deltas of a prompt that begins the answer.  Only a call that is open in them is kept."""
+        """Continue after the deltas of a prompt that begins the answer.  Only those of an open call are kept."""
         open_call = self.num_calls - 1
         if any(delta.kind in ("called", "broken") and delta.index == open_call for delta in deltas):
             return
@@ -77,7 +78,7 @@ class DeltaWriter:
 
 
 class CallWriter:
-    """Writes one tool call.  Its arguments are held back until its name is known."""
+    """Writes the deltas of one tool call.  The arguments are held back until the name is known."""
 
     def __init__(self, writer: DeltaWriter):
         self.writer = writer
@@ -89,7 +90,7 @@ class CallWriter:
         return self.writer.schemas[self._name]
 
     def name(self, name: Any) -> None:
-        """Write the name of the call.  Raises BrokenCall if there is no such tool."""
+        """Write the call's name.  Raises BrokenCall for an unknown tool."""
         if self.index >= 0:
             raise BrokenCall("the tool call has two names")
         if not isinstance(name, str) or name not in self.writer.schemas:
@@ -112,7 +113,7 @@ class CallWriter:
         return bool(self._parts)
 
     def end(self) -> None:
-        """End the call.  Raises BrokenCall if the name is missing, or if the arguments are not a JSON object."""
+        """Write the call's end.  Raises BrokenCall if it has no name, or if the arguments are not a JSON object."""
         if self.index < 0:
             raise BrokenCall("the tool call has no name")
         if not self._parts:
@@ -125,9 +126,9 @@ class CallWriter:
 def read_call(
     reader: TextReader, writer: DeltaWriter, opening: str, read: Callable[[CallWriter], Steps[None]]
 ) -> Steps[bool]:
-    """Read one call.  Returns False if the call is broken; its whole text is then content.
+    """Read one call.  If the call is broken, write its whole text as content and return False.
 
-    opening: the text of the call that was already read.  read: reads the rest.
+    opening: the beginning of the call, which is already read.  read: reads the rest of the call.
     """
     reader.start_recording(opening)
     call = CallWriter(writer)
@@ -147,10 +148,10 @@ ParseOutput = Callable[[TextReader, DeltaWriter], Generator[None, None, None]]
 
 @dataclass(frozen=True)
 class CallSyntax:
-    """How a call is written, for a grammar that forces a call: before_name, name, after_name, arguments, end.
+    """The syntax of a call, for a grammar that forces one: before_name, name, after_name, arguments, end.
 
-    separator: the text between calls.  opening, closing: the text around all calls.  style: of the arguments, one of
-    xgrammar's styles of a JSON schema.
+    separator: the text between calls.  opening, closing: the text before and after all calls.  style: xgrammar's style
+    of the arguments' JSON schema.
     """
 
     before_name: str
@@ -164,12 +165,12 @@ class CallSyntax:
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """How a family of models writes tool calls.
+    """The format in which a family of models writes tool calls.
 
-    template_signs: texts that all stand in a chat template of this family.  special_tokens: the special tokens that the
-    parser reads; they appear in its text if the tokenizer has them.  parse: reads an answer to its end.
-    call_ends_output: a call ends the output.  make_id: returns the id of a new call.  arguments_as_text: the chat
-    template takes the arguments of earlier calls as text, not as an object.
+    template_signs: texts that every chat template of this family has.  special_tokens: the special tokens that the
+    parser needs in its text.  parse: parses a whole answer.  call_ends_output: the output ends after a call.  make_id:
+    returns the id of a new call.  arguments_as_text: the chat template takes the arguments of earlier calls as text,
+    not as an object.
     """
 
     name: str
@@ -184,12 +185,12 @@ class ToolFormat:
 
 @dataclass(frozen=True)
 class ReasoningFormat:
-    """How a family of models separates its reasoning.
+    """The format in which a family of models separates its reasoning from the answer.
 
-    begin, end: the marks around the reasoning.  answer: text between the reasoning and an answer that is no call.
-    template_switches: variables of a chat template.  A model whose template reads one of them reasons even if its
-    prompt does not open the reasoning.  includes_calls: the tool format of this name also reads the reasoning, and such
-    a model may always reason.  message_start: the text with which each message of such a model begins.
+    begin, end: the marks around the reasoning.  answer: text between the reasoning and an answer without call.
+    template_switches: variables of chat templates.  If the template reads such a variable, the model may reason even if
+    the prompt does not open the reasoning.  includes_calls: the tool format of this name also parses the reasoning, and
+    the model may always reason.  message_start: the text that begins each message of such a model.
     """
 
     name: str
@@ -207,9 +208,9 @@ NEWLINE_CHARS = "\n"
 
 
 def parse_reasoning(reader: TextReader, writer: DeltaWriter, format: ReasoningFormat) -> Steps[None]:
-    """Read the reasoning, if there is any, up to its end, and again if more follows directly.
+    """Read all reasoning that comes next.
 
-    Newlines beside the marks belong to the marks.  A begin mark inside reasoning, or an end mark outside, is left out.
+    Newlines beside the marks belong to the marks.  A begin mark inside reasoning or an end mark outside is dropped.
     """
     marks = Markers(format.end, format.begin, strip_before=NEWLINE_CHARS)
     while (marker := (yield from _first_marker(reader, format))) is not None:
@@ -223,7 +224,7 @@ def parse_reasoning(reader: TextReader, writer: DeltaWriter, format: ReasoningFo
 
 
 def _first_marker(reader: TextReader, format: ReasoningFormat) -> Steps[str | None]:
-    """Read the white space and the reasoning mark that come next.  Returns the mark, None if no mark comes next."""
+    """Read white space and the reasoning mark that comes next.  Returns the mark; None if no mark comes next."""
     space = yield from reader.read_space()
     marker = yield from reader.read_literal(format.begin, format.end)
     if marker is None:

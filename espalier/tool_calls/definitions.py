@@ -1,4 +1,4 @@
-"""Checks the tools of a request, and which tools the model may or must call."""
+"""Checks a request's tools and tool_choice: which tools the model may or must call."""
 
 import json
 import re
@@ -10,7 +10,7 @@ from espalier.errors import EspalierError, shown, unknown_name
 
 FUNCTION_NAME_PATTERN = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 MAX_TOOLS = 1024
-# The most characters of one tool's parameters as JSON.
+# The most characters of one tool's parameters schema as JSON.
 MAX_SCHEMA_CHARS = 64 * 1024
 FUNCTION_FIELDS = ("name", "description", "parameters", "strict")
 TOOL_CHOICES = ("auto", "none", "required")
@@ -19,10 +19,10 @@ ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 
 @dataclass(frozen=True)
 class RequestTools:
-    """The tools of a request, checked.
+    """The checked tools and tool_choice of a request.
 
-    definitions: as the client sent them.  choice: "auto", "none", "required", or a tool's name.  is_named: choice is
-    the name of the tool that must be called.  parallel: whether one answer may have several calls.
+    definitions: the client's tools.  choice: "auto", "none", "required", or a tool's name.  is_named: choice is the
+    name of the tool that must be called.  parallel: whether one answer may have several calls.
     """
 
     definitions: tuple[Mapping[str, Any], ...] = ()
@@ -32,7 +32,7 @@ class RequestTools:
 
     @property
     def callable_functions(self) -> list[Mapping[str, Any]]:
-        """The definitions of the functions that may be called."""
+        """The definitions of the functions that the model may call."""
         functions = [each["function"] for each in self.definitions]
         if self.is_named:
             return [each for each in functions if each["name"] == self.choice]
@@ -40,7 +40,7 @@ class RequestTools:
 
     @property
     def is_forced(self) -> bool:
-        """Whether the answer must be a call."""
+        """True if the answer must be a call."""
         return self.is_named or self.choice == "required"
 
     @property
@@ -49,9 +49,9 @@ class RequestTools:
 
 
 def checked_tools(tools: Any, choice: Any = None, parallel: bool | None = None) -> RequestTools:
-    """Returns a request's tools in OpenAI's form.  choice: may be {"type": "function", "function": {"name": ...}} too.
+    """Check a request's tools in OpenAI's form.  choice: also {"type": "function", "function": {"name": ...}}.
 
-    Raises EspalierError, whose message begins with the field.
+    Raises EspalierError, whose message begins with the field's name.
     """
     if not isinstance(parallel, bool | None):
         raise EspalierError(f"parallel_tool_calls={shown(parallel)} is not supported; use True or False")
@@ -63,7 +63,7 @@ def checked_tools(tools: Any, choice: Any = None, parallel: bool | None = None) 
             _refuse_choice(choice)
         if choice == "required" and not definitions:
             raise EspalierError("tool_choice='required' needs tools; send tools, or leave tool_choice out")
-        # Without tools there is nothing to choose from.
+        # Without tools, "auto" means "none".
         return RequestTools(definitions, choice if definitions else "none", False, parallel is not False)
     names = [each["function"]["name"] for each in definitions]
     if name not in names:
@@ -73,7 +73,7 @@ def checked_tools(tools: Any, choice: Any = None, parallel: bool | None = None) 
 
 
 def _named_tool(choice: Any) -> str | None:
-    """Returns the tool that a tool_choice names, None if it names none.  Raises EspalierError."""
+    """Returns the name of the tool in a tool_choice; None without a name.  Raises EspalierError."""
     if not isinstance(choice, Mapping):
         return None
     if choice.get("type") != "function":
@@ -132,7 +132,7 @@ def _checked_tool(place: str, tool: Any) -> str:
 
 
 def _check_parameters(place: str, parameters: Any) -> None:
-    """Refuse parameters that are not the JSON schema of an object.  Raises EspalierError."""
+    """Refuse parameters that are no JSON schema of an object.  Raises EspalierError."""
     _require_type(place, parameters, Mapping | None, "a JSON schema, an object")
     if parameters is None:
         return

@@ -1,4 +1,4 @@
-"""The formats of tool calls and of reasoning, by name.  The chat template tells a model's formats."""
+"""The formats of tool calls and of reasoning, by name.  A model's formats are found by its chat template."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,8 +9,8 @@ from espalier.errors import EspalierError
 from espalier.tool_calls.base import MISTRAL_REASONING, THINK_REASONING, ReasoningFormat, ToolFormat
 from espalier.tool_calls.formats import deepseek, harmony, llama, mistral, tagged
 
-# In this order, the signs of each format are searched in a template.  A format whose signs include another format's
-# signs comes first.
+# The template is searched for the formats' signs in this order.  If a format's signs include another format's signs,
+# the former comes first.
 _TOOLS = (
     harmony.TOOL_FORMAT,
     tagged.GLM_FORMAT,
@@ -31,18 +31,18 @@ F = TypeVar("F", ToolFormat, ReasoningFormat)
 
 @dataclass(frozen=True)
 class Formats:
-    """The formats of a model, None where it has none."""
+    """A model's formats; None for a model without tool calls or without reasoning."""
 
     tools: ToolFormat | None = None
     reasoning: ReasoningFormat | None = None
 
 
 def find_formats(template: str, tool_format: str = AUTO, reasoning_format: str = AUTO) -> Formats:
-    """Returns the formats of a model, found by the text of its chat template or by name.
+    """Returns a model's formats: by name, or for "auto" by the text of its chat template.
 
-    Raises EspalierError for a name that does not exist.
+    Raises EspalierError for an unknown name.
     """
-    # The harmony format reads both calls and reasoning.
+    # The harmony format parses both calls and reasoning.
     if tool_format == harmony.TOOL_FORMAT.name and reasoning_format == AUTO:
         reasoning_format = harmony.REASONING_FORMAT.name
     if reasoning_format == harmony.REASONING_FORMAT.name and tool_format == AUTO:

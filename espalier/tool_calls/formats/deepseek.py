@@ -8,7 +8,7 @@ from espalier.tool_calls.reader import BrokenCall, Markers, Steps, TextReader
 
 CALLS_BEGIN, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 CALL_BEGIN, SEPARATOR, CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
-# Some outputs lack the opening before the first call.
+# Some outputs lack CALLS_BEGIN before the first call.
 FIRST_CALL_MARKERS = Markers(CALLS_BEGIN, CALL_BEGIN, strip_before="\n")
 FENCE_BEGIN, FENCE_END = "```json\n", "\n```"
 

@@ -1,9 +1,9 @@
 """GPT-OSS's format (harmony): messages in channels.
 
-The channel `analysis` is reasoning, a message to functions.NAME is a call, and any other message is content.  GPT-OSS
-sometimes writes a message to `assistant`, which is a message to the user.
+A message in the channel `analysis` is reasoning, a message to functions.NAME is a call, and other messages are content.
+GPT-OSS sometimes addresses a message for the user to `assistant`.
 
-openai-harmony is not used, because it reads the ids of its own vocabulary, which it downloads.
+The package openai-harmony is not used, because it reads token ids of its own vocabulary, which it downloads.
 """
 
 import re
@@ -15,7 +15,7 @@ from espalier.tool_calls.reader import BrokenCall, Markers, Steps, TextReader
 START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 END, CALL, RETURN, CONSTRAIN = "<|end|>", "<|call|>", "<|return|>", "<|constrain|>"
 SPECIAL_TOKENS = (START, CHANNEL, MESSAGE, END, CALL, RETURN, CONSTRAIN)
-# A message also ends at the start of the next message.
+# The start of the next message also ends a message.
 MESSAGE_ENDS = Markers(END, CALL, RETURN, START, CHANNEL)
 HEADER_ENDS = Markers(MESSAGE, END, CALL, RETURN)
 RECIPIENT_NAME_PATTERN = re.compile(r"\bto=([^\s<]+)")
@@ -26,16 +26,16 @@ HEADER_PATTERN = re.compile(
     rf"(?: *{re.escape(CONSTRAIN)}\w*| json)?"
 )
 FUNCTIONS_PREFIX = "functions."
-# A message to one of these recipients is no call.
+# Messages to these recipients are no calls.
 NON_TOOL_RECIPIENTS = ("assistant", "user", "system", "developer", "all")
 
 
 def parse(reader: TextReader, writer: DeltaWriter) -> Steps[None]:
-    """Reads an output whose prompt ends with <|start|>assistant."""
+    """Parses an output after a prompt that ends with <|start|>assistant."""
     opening = yield from reader.read_literal(CHANNEL, START, " to=")
     while True:
         if opening is None:
-            # This text is outside of a message.
+            # Text outside of a message is content.
             opening = yield from reader.read_until(MESSAGE_ENDS, writer.content)
         if opening is None:
             return
@@ -46,7 +46,7 @@ def parse(reader: TextReader, writer: DeltaWriter) -> Steps[None]:
 
 
 def _message(reader: TextReader, writer: DeltaWriter, opening: str) -> Steps[str | None]:
-    """Read a message.  Returns the marker that ends it, None if plain text follows."""
+    """Read a message.  Returns the marker at its end; None if plain text follows."""
     parts = [opening]
     marker = yield from reader.read_until(HEADER_ENDS, parts.append)
     header = "".join(parts)
@@ -54,7 +54,7 @@ def _message(reader: TextReader, writer: DeltaWriter, opening: str) -> Steps[str
     if recipient is not None and recipient[1] not in NON_TOOL_RECIPIENTS:
         return (yield from _call(reader, writer, header, marker, recipient[1]))
     if marker != MESSAGE:
-        # A header that is cut off has no text.
+        # A cut-off header is dropped.
         if text := HEADER_PATTERN.sub("", header, count=1):
             writer.content(text)
         return marker
@@ -67,7 +67,7 @@ def _message(reader: TextReader, writer: DeltaWriter, opening: str) -> Steps[str
 def _call(
     reader: TextReader, writer: DeltaWriter, header: str, marker: str | None, recipient: str
 ) -> Steps[str | None]:
-    """Read a call after its header, which `marker` ended.  Returns the marker that ends the call, like _message."""
+    """Read a call after its header, which `marker` ended.  Returns the marker at the call's end, like _message."""
 
     def read(call: CallWriter) -> Steps[None]:
         call.name(recipient.removeprefix(FUNCTIONS_PREFIX))

@@ -19,7 +19,7 @@ def parse(reader: TextReader, writer: DeltaWriter) -> Steps[None]:
 
 
 def _read_call_list(reader: TextReader, writer: DeltaWriter, opening: str) -> Steps[None]:
-    """Read the calls after "[", up to "]".  A broken call ends the list."""
+    """Read a list of calls after "[", up to "]".  A broken call ends the list."""
 
     def read(call: CallWriter) -> Steps[None]:
         yield from reader.read_space()
@@ -36,13 +36,13 @@ def _read_call_list(reader: TextReader, writer: DeltaWriter, opening: str) -> St
 
 
 def _read_named_call(reader: TextReader, writer: DeltaWriter, opening: str) -> Steps[None]:
-    """Read a call that begins with its name.  Some servers leave [ARGS] out, so the arguments may follow directly."""
+    """Read a call that begins with its name.  Arguments may follow without [ARGS], which some servers leave out."""
 
     def read(call: CallWriter) -> Steps[None]:
         name = yield from reader.read_word("{[")
         call.name(name.strip())
         if (yield from reader.read_literal(ID_BEGIN)):
-            # The model's id is not used: the server makes ids, which must be unique within a conversation.
+            # The model's id is dropped: the server makes ids, which must be unique in a conversation.
             yield from reader.read_word("{[")
         yield from reader.read_literal(ARGUMENTS_BEGIN)
         yield from reader.read_space()

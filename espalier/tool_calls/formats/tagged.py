@@ -19,12 +19,12 @@ VALUE_BEGIN, VALUE_END = "<arg_value>", "</arg_value>"
 # The tags of Qwen-Coder.
 FUNCTION_BEGIN, FUNCTION_END = "<function=", "</function>"
 PARAMETER_BEGIN, PARAMETER_END = "<parameter=", "</parameter>"
-# Some outputs lack the opening before the function.
+# Some outputs lack <tool_call> before the function.
 CALL_OR_FUNCTION = Markers(CALL_BEGIN, FUNCTION_BEGIN, strip_before="\n")
 
 
 def _read_calls(reader: TextReader, writer: DeltaWriter, read: Callable[[CallWriter], Steps[None]]) -> Steps[None]:
-    """Read an answer to its end.  read: reads a call after its opening tag."""
+    """Read a whole answer.  read: reads a call after its opening tag."""
     while (yield from reader.read_until(CALL_MARKERS, writer.content)) is not None:
         if (yield from read_call(reader, writer, CALL_BEGIN, read)):
             yield from reader.read_space()
@@ -35,7 +35,7 @@ def parse_hermes(reader: TextReader, writer: DeltaWriter) -> Steps[None]:
         yield from reader.read_space()
         yield from read_call_object(reader, call)
         yield from reader.read_space()
-        # Some models end their turn without the closing tag.
+        # Some models leave out the last closing tag.
         if (yield from reader.peek()):
             yield from reader.expect(CALL_END)
 
@@ -102,7 +102,7 @@ def _read_parameters(reader: TextReader, call: CallWriter) -> Steps[None]:
     while True:
         yield from reader.read_space()
         found = yield from reader.read_literal(PARAMETER_BEGIN, FUNCTION_END)
-        # Some outputs lack this tag before the closing tag.
+        # Some outputs lack </function> before the closing tag.
         if found == FUNCTION_END or (yield from reader.peek_literal(CALL_END)):
             return arguments.end()
         if found is None:
