@@ -174,8 +174,7 @@ def answer_line(digest: str, number: int, custom_id: str | None, answer: Respons
 
 @dataclass(frozen=True)
 class InputScan:
-    """A checked input file.  digest: of its lines, in hex digits; num_lines: not blank; last: the last line's
-    number."""
+    """A checked input file.  digest: of its lines, in hex; num_lines: not blank; last: the last line's number."""
 
     path: Path
     digest: str

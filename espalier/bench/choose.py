@@ -270,8 +270,7 @@ def fastest_trees(timed: Sequence[TreeTime]) -> dict[int, TreeTime]:
 
 
 def by_batch_table(timed: Sequence[TreeTime]) -> dict[int, TreeShape]:
-    """Returns a table for SpeculationConfig.by_batch: the first batch size of each range -> the range's fastest
-    tree."""
+    """Returns a table for SpeculationConfig.by_batch: the first batch size of a range -> the range's fastest tree."""
     trees: dict[int, TreeShape] = {}
     for batch, fastest in fastest_trees(timed).items():
         if not trees or next(reversed(trees.values())) != fastest.shape:

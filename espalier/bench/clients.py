@@ -74,9 +74,8 @@ class HttpResponse:
     @property
     def length(self) -> int | None:
         """The length of the whole response in bytes; None if the response has no content-length."""
-        lengths = [
-            int(line[len(LENGTH_HEADER) :]) for line in self.head.split(b"\r\n") if line.startswith(LENGTH_HEADER)
-        ]
+        lines = self.head.split(b"\r\n")
+        lengths = [int(line[len(LENGTH_HEADER) :]) for line in lines if line.startswith(LENGTH_HEADER)]
         return len(self.head) + len(HEAD_END) + lengths[0] if lengths else None
 
     @property
@@ -183,7 +182,7 @@ class SentRequest:
 
 
 @dataclass(frozen=True)
-class MeasuredServer:
+class LoadTarget:
     """A server that is measured.  same: the body fields that all requests share."""
 
     address: Address

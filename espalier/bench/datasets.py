@@ -23,8 +23,7 @@ MAX_TEMPERATURE = 2.0
 
 
 def dataset_of_flags(args: Namespace) -> list[Conversation] | None:
-    """Returns the conversations of --dataset; None without that flag.  Sets its flags' defaults.  Raises
-    EspalierError."""
+    """Returns the conversations of --dataset, if given.  Sets its flags' defaults.  Raises EspalierError."""
     names = DATASET_FLAGS if getattr(args, "dataset", None) is None else DRAWN_PROMPT_FLAGS
     if given := [name for name in names if getattr(args, name, None) is not None]:
         remedy = (

@@ -165,14 +165,14 @@ def heldout_tokens(llm: LLM, count: int | None = None) -> list[tuple[list[int], 
         if count is not None and count > len(heldout_json()):
             raise EspalierError(f"--prompts={count} is not supported; there are {len(heldout_json())} held-out texts")
         return [
-            split_tokens(llm.tokenizer.encode, entry["prompt"], entry["reference"]) for entry in heldout_json()[:count]
+            token_parts(llm.tokenizer.encode, entry["prompt"], entry["reference"]) for entry in heldout_json()[:count]
         ]
     generator = torch.Generator().manual_seed(0)
     draw = torch.randint(0, llm.model_config.vocab_size, (count or RANDOM_TEXTS, 192), generator=generator).tolist()
     return [(tokens[:128], tokens[128:]) for tokens in draw]
 
 
-def split_tokens(encode: Callable[[str], list[int]], prompt: str, reference: str) -> tuple[list[int], list[int]]:
+def token_parts(encode: Callable[[str], list[int]], prompt: str, reference: str) -> tuple[list[int], list[int]]:
     """Returns the tokens of prompt + reference, split into two parts.  The first part, of at least one token, is the
     longest common prefix with the tokens of the prompt alone.
 

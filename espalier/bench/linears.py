@@ -61,8 +61,7 @@ class ProductRun:
 
 
 def value_bytes(weights: str) -> float:
-    """Returns the bytes of a matrix's number, with its share of a group's scale.  Row and block scales are not
-    counted."""
+    """Returns the bytes of a matrix's number, with its share of a group's scale, without row and block scales."""
     scales = {"int4": 2 / GROUP, "nvfp4": 1 / NV_GROUP, "mxfp4": 1 / MX_BLOCK}
     return 0.5 + scales[weights] if weights in scales else 2 if weights == DENSE else 1
 
@@ -198,8 +197,7 @@ class ModelShape:
         return replace(self, specs=specs, experts=self.experts and replace(self.experts, layers=len(specs) - dense))
 
     def target_pass(self, rows: int, head_rows: int | None = None) -> tuple[ProductRun, ...]:
-        """Returns a verify pass's products: all layers over `rows` rows, and the lm_head over `head_rows` (None:
-        `rows`).
+        """Returns a verify pass's products: all layers over `rows` rows, the lm_head over `head_rows` (None: `rows`).
 
         Routed experts have no run of their own.  The run of their router has them as `experts`.
         """
@@ -208,7 +206,7 @@ class ModelShape:
     def draft_pass(
         self, rows: int, head_rows: int | None = None, fused_rows: int = 0, module: int = 1
     ) -> tuple[ProductRun, ...]:
-        """Returns the products of a draft module (from 1) over `rows` rows, and its head over `head_rows` (None:
+        """Returns a draft module's products (module 1 is the first): `rows` rows, `head_rows` for the head (None:
         `rows`).
 
         fused_rows: rows of captured features that an EAGLE head fuses before the pass; MTP modules fuse none.
@@ -231,8 +229,7 @@ class ModelShape:
         return (*layers, self._own_head(batch * steps), *block.edge_products(batch, steps, topk, self.draft_vocab))
 
     def extend_passes(self, rows: int) -> tuple[ProductRun, ...]:
-        """Returns the products of a draft's extend: its modules over `rows` rows without heads, or a block draft's
-        context."""
+        """Returns a draft's extend products: modules over `rows` rows without heads, or a block draft's context."""
         if self.block is not None:
             return (self._fuse(self.block.layers, rows), *self.block.context(rows))
         passes = [self.draft_pass(rows, 0, rows, module) for module in range(1, self.modules + 1)]

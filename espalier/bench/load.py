@@ -21,7 +21,7 @@ from espalier.engine.launch_input import LaunchInput
 from espalier.request import Request
 
 PERCENTILES = (50, 90, 99)
-# The times for which latency_percentiles returns percentiles.
+# The times for which latency_figures returns percentiles.
 LATENCY_TIMES = ("ttft_ms", "between_pieces_ms", "per_token_ms", "end_to_end_ms")
 
 
@@ -208,7 +208,7 @@ def _figures_of_category(answers: Sequence[AnsweredRequest]) -> dict[str, Any]:
         "accept_length": tokens / rounds if rounds else None,
         "step_ms": 1e3 * seconds / rounds if rounds else None,
         "tokens_per_second": tokens / seconds if seconds else None,
-        **latency_percentiles([each.timeline for each in answers]),
+        **latency_figures([each.timeline for each in answers]),
     }
 
 
@@ -259,7 +259,7 @@ class LoadResult:
             "accept_length": self.accept_length,
             "time_shares": {kind: seconds / busy for kind, seconds in self.spent.seconds.items()},
             "wasted_rows": max(0.0, 1 - (computed + tokens_out) / self.spent.rows),
-            **latency_percentiles(self.timelines),
+            **latency_figures(self.timelines),
             "categories": figures_by_category(self.answers),
         }
 
@@ -268,7 +268,7 @@ class LoadResult:
         return hashlib.sha256(repr(outputs).encode()).hexdigest()[:12]
 
 
-def latency_percentiles(timelines: Sequence[Timeline]) -> dict[str, Any]:
+def latency_figures(timelines: Sequence[Timeline]) -> dict[str, Any]:
     """Returns percentiles in ms: to the first token, between chunks, a token of a request, to the last token."""
     per_token = [each.per_token for each in timelines if each.per_token is not None]
     gaps = [gap for each in timelines for gap in each.gaps]

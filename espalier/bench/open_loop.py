@@ -16,24 +16,10 @@ from time import perf_counter
 from types import MappingProxyType
 from typing import Any
 
-from espalier.bench.clients import (
-    MeasuredServer,
-    SentRequest,
-    address_of,
-    first_model,
-    require_reachable,
-    rounds_by_length,
-)
+from espalier.bench.clients import LoadTarget, SentRequest, address_of, first_model, require_reachable, rounds_by_length
 from espalier.bench.datasets import dataset_of_flags
 from espalier.bench.flags import BURSTS, CHAT, COMPLETIONS, DATASET_FLAGS, FIXED, POISSON
-from espalier.bench.load import (
-    LATENCY_TIMES,
-    AnsweredRequest,
-    Arrivals,
-    Timeline,
-    figures_by_category,
-    latency_percentiles,
-)
+from espalier.bench.load import LATENCY_TIMES, AnsweredRequest, Arrivals, Timeline, figures_by_category, latency_figures
 from espalier.bench.report import (
     LoadPoint,
     category_table,
@@ -129,7 +115,7 @@ class OpenLoopResult:
             "goodput_per_second": good / self.seconds,
             "good_share": good / len(self.asked),
             "accept_length": length,
-            **latency_percentiles([each.timeline for each in self.answered]),
+            **latency_figures([each.timeline for each in self.answered]),
             "categories": figures_by_category(answers),
         }
 
@@ -219,7 +205,7 @@ def arrivals_of(args: Namespace, rate: float | None) -> Arrivals:
     return Arrivals(rate=rate, burst=burst)
 
 
-async def _reached_server(args: Namespace, url: str) -> MeasuredServer:
+async def _reached_server(args: Namespace, url: str) -> LoadTarget:
     """Returns the server at a URL after one answered request.  Raises EspalierError."""
     key = api_key(args)
     address = address_of(url)
@@ -228,7 +214,7 @@ async def _reached_server(args: Namespace, url: str) -> MeasuredServer:
     model = engine_settings(args).get("model") or await first_model(address, headers)
     switch = {} if args.thinking is None else {"chat_template_kwargs": {REASONING_SWITCHES[0]: args.thinking}}
     same = {"model": model, **switch, **(args.extra_body or {})}
-    target = MeasuredServer(address, headers, same, args.endpoint, args.timeout, args.think)
+    target = LoadTarget(address, headers, same, args.endpoint, args.timeout, args.think)
     [first] = Traffic((2, 2), (4, 4), token_ids=args.token_ids).conversations(1, seed=-1)
     [asked] = await target.converse(first, perf_counter())
     if asked.error:
@@ -237,7 +223,7 @@ async def _reached_server(args: Namespace, url: str) -> MeasuredServer:
 
 
 async def _measure_server(
-    target: MeasuredServer, talks: Sequence[Conversation], arrivals: Arrivals, advance: Any
+    target: LoadTarget, talks: Sequence[Conversation], arrivals: Arrivals, advance: Any
 ) -> tuple[float, list[SentRequest]]:
     """Run all conversations and return (seconds, requests).  Each starts at its time, or when another ends."""
     begun, due = perf_counter(), arrivals.due(len(talks))

@@ -64,8 +64,7 @@ class ModelRun:
     accept_length: float | None
 
     def logprobs(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields (log-probabilities [B, V], following tokens [B]) for all positions, on the device.  B: COMPARED_ROWS
-        at most."""
+        """Yields (log-probabilities [B, V], following tokens [B]) for all positions.  B: COMPARED_ROWS at most."""
         for hidden, following in zip(self.hidden, self.following, strict=True):
             for rows, tokens in zip(hidden.split(COMPARED_ROWS), following.split(COMPARED_ROWS), strict=True):
                 logits = self.logits(rows)

@@ -14,7 +14,7 @@ from espalier.terminal.console import machine_line
 
 CATEGORY_COLUMNS = ("requests", "tokens out", "accept length", "ms a round", "tokens/s of a request")
 KEY_FLAG = "--api-key"
-PLOT_SUFFIXES = (".png", ".svg", ".pdf")
+SUFFIXES = (".png", ".svg", ".pdf")
 COLOURS = ("tab:blue", "tab:orange", "tab:green", "tab:red")
 
 
@@ -46,8 +46,7 @@ WAIT_TIMES = ("ttft_ms", "between_pieces_ms")
 
 
 def rows_of_times(figures: Iterable[Mapping[str, Any]]) -> list[list[str]]:
-    """Returns a table row for each of LATENCY_TIMES.  figures: of each column.  For few requests, p99 is the
-    maximum."""
+    """Returns a table row for each of LATENCY_TIMES.  figures: of each column.  Few requests have p99 = maximum."""
     columns = list(figures)
     return [
         [
@@ -76,10 +75,8 @@ def require_plot(path: Path | None) -> None:
     """Check before the measurements that the plot can be drawn and saved.  Raises EspalierError."""
     if path is None:
         return
-    if path.suffix not in PLOT_SUFFIXES:
-        raise EspalierError(
-            f"--plot {path} is not a kind of picture; name a file that ends in {', '.join(PLOT_SUFFIXES)}"
-        )
+    if path.suffix not in SUFFIXES:
+        raise EspalierError(f"--plot {path} is not a kind of picture; name a file that ends in {', '.join(SUFFIXES)}")
     try:
         import matplotlib  # noqa: F401
     except ImportError:

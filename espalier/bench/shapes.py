@@ -18,12 +18,7 @@ from espalier.models.loading import find_family
 from espalier.speculate.drafters.registry import format_of
 
 LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-LLAMA_FIELDS = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "attention_bias": False,
-    "mlp_bias": False,
-}
+LLAMA_FIELDS = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "attention_bias": False}
 QWEN3_FIELDS = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "attention_bias": False}
 QWEN3_MOE_FIELDS = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "attention_bias": False}
 DEEPSEEK_V2_FIELDS = {"architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "attention_bias": False}
@@ -40,9 +35,8 @@ DRAFT_HEAD_SIZE = 128
 class Shape:
     """The sizes of a published model, and of a draft for it.
 
-    source: the Hugging Face id of the model.  fields: of its config.json.  first_plain, num_plain: ids from first_plain
-    up to num_plain are emitted, other ids are special tokens.  draft_vocab: the size of the draft's vocabulary; the
-    target emits only these tokens.
+    source: the model's Hugging Face id.  fields: of its config.json.  The target emits ids from first_plain up to
+    num_plain, if they are in the draft's vocabulary of draft_vocab tokens.
     """
 
     name: str
@@ -127,6 +121,7 @@ class Shape:
 def _llama(hidden: int, inner: int, layers: int, head: int, factor: float, heads: int = 32) -> dict[str, Any]:
     return {
         **LLAMA_FIELDS,
+        "mlp_bias": False,
         "vocab_size": 128256,
         "hidden_size": hidden,
         "intermediate_size": inner,

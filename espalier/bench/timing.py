@@ -98,8 +98,7 @@ def median_graph_ms(graphs: Sequence[torch.cuda.CUDAGraph], turns: int, seconds:
 
 
 def _replay_times(graphs: Sequence[torch.cuda.CUDAGraph], turns: int, num_replays: Sequence[int]) -> list[list[float]]:
-    """Returns the ms of one replay: [graphs][turns].  num_replays: a turn's replays by graph.  Syncs only at the
-    end."""
+    """Returns the ms of a replay: [graphs][turns].  num_replays: a turn's replays by graph.  Syncs only at the end."""
     events = [torch.cuda.Event(enable_timing=True) for _ in range(turns * len(graphs) + 1)]
     graphs[-1].replay()
     events[0].record()
@@ -112,7 +111,7 @@ def _replay_times(graphs: Sequence[torch.cuda.CUDAGraph], turns: int, num_replay
     return [[ms / num_replays[i] for ms in times[i :: len(graphs)]] for i in range(len(graphs))]
 
 
-class DrawnWeights:
+class Weights:
     """Random weights on a GPU.  Each name and shape has a weight for each layer, which all passes share.
 
     Layers share weights too, but MIN_COPIES weights of MIN_BYTES in total remain, which fit in no cache.  So two chains
@@ -136,15 +135,13 @@ class DrawnWeights:
         return dense if weights == DENSE else QUANTISERS[weights].matrix(dense)
 
     def chain(self, runs: Sequence[ProductRun], multiply: Multiply) -> Callable[[], None]:
-        """Returns a function that runs all products of a pass: first those of the layers, layer by layer, then the
-        others."""
+        """Returns a function that runs all products of a pass: layer by layer, then those outside of layers."""
         inputs: InputsBySize = {}
         steps = [(run, layer) for group in group_by_count(runs) for layer in range(group[0].count) for run in group]
         return run_in_order([self.product(run, layer, inputs, multiply) for run, layer in steps])
 
     def product(self, run: ProductRun, layer: int, inputs: InputsBySize, multiply: Multiply) -> Product:
-        """Returns the product with a run's weight number `layer`.  inputs: of the chain; runs of equal size share an
-        input."""
+        """Returns the product with a run's weight of this layer.  inputs: of the chain; equal sizes share an input."""
         key = run.heads, run.rows, run.shape[1]
         if key not in inputs:
             # [rows, in], or [heads, rows, in] for a batched product.

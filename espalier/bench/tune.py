@@ -23,8 +23,8 @@ from torch import Tensor
 from espalier.bench import tune_experts
 from espalier.bench.flags import EXPERTS
 from espalier.bench.linears import ModelShape, ProductRun, Shape, model_sizes, shape_named, with_draft
-from espalier.bench.timing import DrawnWeights, GraphTimer, Matrix, Multiply, multiply_like_engine
-from espalier.bench.tune_experts import measured_versions
+from espalier.bench.timing import GraphTimer, Matrix, Multiply, Weights, multiply_like_engine
+from espalier.bench.tune_experts import gpu_versions
 from espalier.config import EngineConfig, is_open
 from espalier.errors import EspalierError
 from espalier.kernels.layers import quantised_plans
@@ -162,9 +162,8 @@ def _run(args: Namespace, config: EngineConfig) -> int:
     table: PlanTable = {}
 
     def keep(found: PlanTable) -> None:
-        LINEAR_TUNING.write(
-            path, TuningTable(tuner.chip, dtype, plans_by_shape(found, kept), measured_versions(), tuner.format)
-        )
+        plans = plans_by_shape(found, kept)
+        LINEAR_TUNING.write(path, TuningTable(tuner.chip, dtype, plans, gpu_versions(), tuner.format))
 
     # The table keeps the plans of buckets that are not measured now.
     kept = dict(LINEAR_TUNING.measured(tuner.chip, DTYPES[dtype], tuner.format))
@@ -256,7 +255,7 @@ class LinearTuner:
         begun = perf_counter()
         self.of_format = weights
         self.device = require_gpu("--tune")
-        self.weights = DrawnWeights(dtype, self.device)
+        self.weights = Weights(dtype, self.device)
         self.timer = GraphTimer()
         self.chip = chip(torch.empty(0, device=self.device))
         self.is_limited = seconds < inf
@@ -336,7 +335,7 @@ class LinearTuner:
     def among_neighbours(self, model: ModelShape, alone: Mapping[PlanKey, MeasuredPlans], table: PlanTable) -> None:
         """Add to `table`, shape by shape, the plan with the fastest passes of the model.  Plans in `table` stay."""
         model = model.part(0, MEASURED_LAYERS)
-        weights = DrawnWeights(self.weights.dtype, self.device)
+        weights = Weights(self.weights.dtype, self.device)
         for rows in ROWS_BUCKETS:
             for runs in (model.target_pass(rows), model.draft_pass(rows, fused_rows=rows)):
                 cells = dict.fromkeys((r.shape, rows) for r in runs if r.heads == 1 and r.weights == self.of_format)
@@ -355,19 +354,13 @@ class LinearTuner:
                     table[measured.shape, rows] = self._fastest_among(runs, weights, measured, table)
 
     def _pass(
-        self,
-        runs: Sequence[ProductRun],
-        weights: DrawnWeights,
-        measured: MeasuredPlans,
-        plan: LinearPlan,
-        table: PlanTable,
+        self, runs: Sequence[ProductRun], weights: Weights, measured: MeasuredPlans, plan: LinearPlan, table: PlanTable
     ) -> Callable[[], None]:
-        return weights.chain(
-            runs, _multiply_by_table(runs, {**table, (measured.shape, measured.rows): plan}, measured.rows)
-        )
+        plans = {**table, (measured.shape, measured.rows): plan}
+        return weights.chain(runs, _table_product(runs, plans, measured.rows))
 
     def _fastest_among(
-        self, runs: Sequence[ProductRun], weights: DrawnWeights, measured: MeasuredPlans, table: PlanTable
+        self, runs: Sequence[ProductRun], weights: Weights, measured: MeasuredPlans, table: PlanTable
     ) -> LinearPlan:
         key = (measured.shape, measured.rows)
         others = [plan for plan in (None, *measured.ours[:NUM_MEASURED_IN_PASSES]) if plan != table[key]]
@@ -378,9 +371,7 @@ class LinearTuner:
         return contenders[best if times[best] < times[0] * (1 - MIN_RELATIVE_GAIN) else 0]
 
 
-def _planned_product(
-    x: InputRows, weight: Matrix, plan: LinearPlan, gated: bool = False, parts: bool = False
-) -> Tensor:
+def _plan_product(x: InputRows, weight: Matrix, plan: LinearPlan, gated: bool = False, parts: bool = False) -> Tensor:
     """Returns x · weightᵀ by the plan: summed, gated, or in parts.  plan: None for F.linear or the quantised rule."""
     if not isinstance(weight, QuantisedMatrix):
         assert isinstance(x, Tensor)
@@ -398,20 +389,19 @@ def _planned_product(
 def _repeated_products(x: Tensor, weights: Sequence[Matrix], plan: LinearPlan, calls: int) -> Callable[[], None]:
     def body() -> None:
         for call in range(calls):
-            _planned_product(x, weights[call % len(weights)], plan)
+            _plan_product(x, weights[call % len(weights)], plan)
 
     return body
 
 
-def _multiply_by_table(runs: Sequence[ProductRun], table: PlanTable, rows: int) -> Multiply:
+def _table_product(runs: Sequence[ProductRun], table: PlanTable, rows: int) -> Multiply:
     """Returns a function that multiplies like a model's layers.
 
     After a layer of SUMMED_LAYERS, an add-and-norm kernel adds up the parts; after qkv it replaces the rotation.  A
     gate follows the GATED_LAYERS, and some plans fuse the gate.
     """
-    in_parts, gated = (
-        {run.shape for run in runs if run.name.split()[-1] in names} for names in (SUMMED_LAYERS, GATED_LAYERS)
-    )
+    groups = SUMMED_LAYERS, GATED_LAYERS
+    in_parts, gated = ({run.shape for run in runs if run.name.split()[-1] in names} for names in groups)
     norm_inputs: dict[Shape, tuple[Tensor, Tensor]] = {}
 
     def multiply(x: InputRows, weight: Matrix) -> Tensor:
@@ -419,14 +409,14 @@ def _multiply_by_table(runs: Sequence[ProductRun], table: PlanTable, rows: int) 
         if (shape, rows) not in table:
             return multiply_like_engine(x, weight)
         if shape in gated:
-            return _planned_product(x, weight, table[shape, rows], gated=True)
+            return _plan_product(x, weight, table[shape, rows], gated=True)
         if shape not in in_parts:
-            return _planned_product(x, weight, table[shape, rows])
+            return _plan_product(x, weight, table[shape, rows])
         if shape not in norm_inputs:
             norm = torch.ones(shape[0], dtype=x.dtype, device=weight.device)
             norm_inputs[shape] = norm.new_zeros(len(x), shape[0]), norm
         residual, norm = norm_inputs[shape]
-        return add_rms_norm(_planned_product(x, weight, table[shape, rows], parts=True), residual, norm, 1.0)[1]
+        return add_rms_norm(_plan_product(x, weight, table[shape, rows], parts=True), residual, norm, 1.0)[1]
 
     return multiply
 

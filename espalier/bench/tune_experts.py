@@ -1,7 +1,6 @@
 """`espalier doctor --tune experts`: measures the experts' products on this GPU, and writes the fastest kernel plans.
 
-First, each of the two products is measured alone.  Then both products' fastest plans are measured together, with the
-sort.
+First, each of the two products is measured alone.  Then their fastest plans are measured together with the sort.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -251,7 +250,7 @@ def sum_of_relative_times(times: Mapping[Plan, Sequence[float]], plan: Plan) -> 
     return sum(mine / least for mine, least in zip(times[plan], fastest, strict=True))
 
 
-def measured_versions() -> dict[str, str]:
+def gpu_versions() -> dict[str, str]:
     """Returns the GPU and the library versions with which a table is measured."""
     return {"gpu": torch.cuda.get_device_name(), "torch": str(torch.__version__), "triton": installed_version("triton")}
 
@@ -269,7 +268,7 @@ def run(models: Sequence[ModelShape], dtype: torch.dtype, path: Path) -> None:
         for shape in shapes:
             measured = list(tuner.measure(shape))
             plans = tuple(bucket[0].plan for bucket in measured)
-            table = TuningTable(tuner.chip, str(dtype).removeprefix("torch."), {shape.size: plans}, measured_versions())
+            table = TuningTable(tuner.chip, str(dtype).removeprefix("torch."), {shape.size: plans}, gpu_versions())
             EXPERTS_TUNING.write(path, table)
             rows += [_table_row(each, bandwidth) for bucket in measured for each in bucket]
             advance()

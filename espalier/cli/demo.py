@@ -66,9 +66,8 @@ def _draw_node(
         drawing.append(f"{label}  root", "bold")
     else:
         drawing.append(lead + fork, DIM_STYLE)
-        drawing.append(
-            f"{signs.accepted if accepted else signs.rejected} {label}", DRAFT_STYLE if accepted else DIM_STYLE
-        )
+        sign, style = (signs.accepted, DRAFT_STYLE) if accepted else (signs.rejected, DIM_STYLE)
+        drawing.append(f"{sign} {label}", style)
         score = trace.tree.scores[node]
         drawing.append(f"  {score:.2f}" if isfinite(score) else "", DIM_STYLE)
     if accepted:
@@ -198,12 +197,8 @@ def _complete_prompts(
 
 
 def _print_rule(console: Console, title: str = "") -> None:
-    console.rule(
-        Text(title, DIM_STYLE),
-        style=DIM_STYLE,
-        align="left",
-        characters="─" if drawing_signs(console) is UNICODE_SIGNS else "-",
-    )
+    dash = "─" if drawing_signs(console) is UNICODE_SIGNS else "-"
+    console.rule(Text(title, DIM_STYLE), style=DIM_STYLE, align="left", characters=dash)
 
 
 def _prompt_and_output(console: Console, llm: LLM, prompt: str, output: Output) -> Text:
@@ -240,8 +235,7 @@ def _print_comparison(
 
 
 def _logprobs_text(llm: LLM, prompt: str, before: list[int], tokens: list[int]) -> str:
-    """Returns a text with the tokens' log-probabilities by plain decoding.  Nearly equal ones show a rounding
-    effect."""
+    """Returns a text with the tokens' log-probabilities by plain decoding.  Nearly equal ones are a near tie."""
     assert llm.tokenizer is not None
     params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=MAX_LOGPROBS)
     [output] = llm.generate([[*llm.tokenizer.encode(prompt), *before]], params)

@@ -88,8 +88,7 @@ def _run_comparison(compare: Comparison, out: Path) -> tuple[dict[str, Any], Tab
 
 
 def _comparison_of_target(args: Namespace, settings: dict[str, Any]) -> Comparison | None:
-    """Returns the comparison of a target, with --draft if given, and its copy; None for --texts 0.  Raises
-    EspalierError."""
+    """Returns the comparison of a target and its copy, with --draft; None for --texts 0.  Raises EspalierError."""
     if args.target is not None:
         raise EspalierError(f"--target is for a draft, and {args.model} is a target; leave it out")
     if not args.texts:

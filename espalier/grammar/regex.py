@@ -11,11 +11,11 @@ from espalier.errors import EspalierError, shown
 from espalier.grammar.regex_tree import (
     ALL_CHARACTERS,
     EMPTY_TEXT,
+    JSON_CHARACTERS,
     NEWLINE,
     NEWLINES,
     NO_TEXT,
     SURROGATES,
-    UNESCAPED_CHARACTERS,
     Alt,
     Anchor,
     Characters,
@@ -100,7 +100,7 @@ def pattern_node(pattern: str) -> Node:
     any_text = Repeat(Chars(ALL_CHARACTERS), 0, None)
     node = _without_anchors(_RegexParser(pattern, "pattern", NEWLINES).read(), any_text, pattern, "pattern")
     return _checked_size(
-        restrict_to(node, UNESCAPED_CHARACTERS),
+        restrict_to(node, JSON_CHARACTERS),
         pattern,
         "pattern",
         "write one that allows a text that JSON needs not escape",
@@ -109,7 +109,7 @@ def pattern_node(pattern: str) -> Node:
 
 def format_node(regex: str) -> Node:
     """Returns the regex tree of a regular expression that must match a whole JSON string."""
-    return restrict_to(_RegexParser(regex, "format", NEWLINES).read(), UNESCAPED_CHARACTERS)
+    return restrict_to(_RegexParser(regex, "format", NEWLINES).read(), JSON_CHARACTERS)
 
 
 def _checked_size(node: Node, regex: str, kind: str, remedy: str) -> Node:

@@ -80,7 +80,7 @@ def characters_of_class(escape: str) -> Characters:
 
 ALL_CHARACTERS: Ranges = complement(())
 # The characters that a JSON string may have without an escape.
-UNESCAPED_CHARACTERS: Ranges = complement(union(((0, 0x1F), *ranges_of_text('"\\'))))
+JSON_CHARACTERS: Ranges = complement(union(((0, 0x1F), *ranges_of_text('"\\'))))
 NEWLINE: Ranges = ranges_of_text("\n")
 # ECMAScript's "." excludes more characters than Python's.
 NEWLINES: Ranges = ranges_of_text("\n\r\u2028\u2029")

@@ -60,7 +60,7 @@ def enforceable_schema(text: str, strict: bool = True) -> str:
     """
     schema = read_json("JSON schema", text)
     rewriter = _SchemaRewriter(schema, strict)
-    made = rewriter.rewritten(schema, "#", 0)
+    made = rewriter.rewrite(schema, "#", 0)
     rewriter.check_references()
     rewriter.check_disjoint()
     require_finite_values(rewriter.rewritten_schemas)
@@ -108,7 +108,7 @@ class _SchemaRewriter:
         # The schemas of each oneOf, by the oneOf's place.
         self.one_of_schemas: dict[str, list[Any]] = {}
 
-    def rewritten(self, schema: Any, place: str, depth: int) -> Any:
+    def rewrite(self, schema: Any, place: str, depth: int) -> Any:
         """Returns the enforceable form of a schema.  place: its JSON pointer."""
         if depth > MAX_DEPTH:
             raise EspalierError(f"the JSON schema is nested more than {MAX_DEPTH} levels deep; flatten it")
@@ -151,12 +151,12 @@ class _SchemaRewriter:
     def _branches(self, value: Any, name: str, place: str, depth: int) -> list[Any]:
         if not isinstance(value, list) or not value:
             raise schema_error(place, f"{name!r} is {shown(value)}", "use a list of schemas")
-        return [self.rewritten(each, f"{place}/{name}/{i}", depth + 1) for i, each in enumerate(value)]
+        return [self.rewrite(each, f"{place}/{name}/{i}", depth + 1) for i, each in enumerate(value)]
 
     def _schemas_by_name(self, value: Any, place: str, depth: int) -> dict[str, Any]:
         if not isinstance(value, dict):
             raise schema_error(place, f"{shown(value)} is no object", "use an object of schemas")
-        return {name: self.rewritten(each, f"{place}/{_pointer_part(name)}", depth + 1) for name, each in value.items()}
+        return {name: self.rewrite(each, f"{place}/{_pointer_part(name)}", depth + 1) for name, each in value.items()}
 
     def _rewritten_values(self, rules: dict[str, Any], name: str, place: str) -> dict[str, Any]:
         """Returns the enforceable form of enum or const.
@@ -194,8 +194,7 @@ class _SchemaRewriter:
     def check_disjoint(self) -> None:
         """Raises EspalierError if a value may match two schemas of a oneOf.
 
-        They must differ in type, or in the constant texts of a property that both require.  Call check_references
-        first.
+        They must differ in type, or in a required property's constant texts.  Call check_references first.
         """
         for place, branches in self.one_of_schemas.items():
             kinds = [self._resolve_references(branch) for branch in branches]
@@ -224,8 +223,7 @@ class _SchemaRewriter:
         return made[0] if len(made) == 1 else {"anyOf": made}
 
     def _infer_type(self, rules: dict[str, Any], place: str) -> str:
-        """Returns the type to which the keywords apply.  A schema without a type would allow any value of other
-        types."""
+        """Returns the type of the keywords.  A schema without a type would allow any value of other types."""
         fitting = [each for each, known in KEYWORDS_OF.items() if rules.keys() <= known]
         numeric = [each for each in fitting if each in ("integer", "number")]
         if "format" in rules:
@@ -268,7 +266,7 @@ class _SchemaRewriter:
         closed = extra is False or (extra is None and bool(properties))
         opens = extra is not None and extra is not False
         if opens:
-            extra = self.rewritten(extra, f"{place}/additionalProperties", depth + 1)
+            extra = self.rewrite(extra, f"{place}/additionalProperties", depth + 1)
         for name in required:
             if name not in properties:
                 if closed:
@@ -305,7 +303,7 @@ class _SchemaRewriter:
         if isinstance(items, list):
             raise schema_error(place, "'items' as a list is not supported", "use 'prefixItems'")
         made["items"] = (
-            False if items is False else self.rewritten({} if items is None else items, f"{place}/items", depth + 1)
+            False if items is False else self.rewrite({} if items is None else items, f"{place}/items", depth + 1)
         )
         if "uniqueItems" in rules and made.get("maxItems", 2) > 1:
             return self._rewritten_unique_array(rules["uniqueItems"], made, place, depth)
@@ -338,7 +336,7 @@ class _SchemaRewriter:
                 target = self._schema_at(place)
                 if target is not None:
                     self.values_of_reference[place] = self._all_values(
-                        self.rewritten(target, place, depth + 1), depth + 1
+                        self.rewrite(target, place, depth + 1), depth + 1
                     )
             return self.values_of_reference[place]
         if "anyOf" in made:

@@ -17,8 +17,8 @@ from espalier.grammar.formats import ANNOTATION_FORMATS, FORMATS, INTEGER_BOUNDS
 from espalier.grammar.regex import MAX_STATES, pattern_node
 from espalier.grammar.regex_tree import (
     EMPTY_TEXT,
+    JSON_CHARACTERS,
     NO_TEXT,
-    UNESCAPED_CHARACTERS,
     Alt,
     Chars,
     Node,
@@ -35,8 +35,7 @@ REPEAT_CHARS = 10
 
 
 def limit_length(node: Node, least: int, most: int | None) -> Node:
-    """Returns the node limited to `least` to `most` characters; NO_TEXT if no text remains.  The node has no
-    anchors."""
+    """Returns the node limited to `least` to `most` characters; NO_TEXT if none remain.  It must have no anchors."""
     if most is not None:
         node = _limit_to_most(node, most)
     return node if node == NO_TEXT else _limit_to_least(node, least)
@@ -158,7 +157,7 @@ def string_rules(rules: dict[str, Any], place: str) -> dict[str, Any]:
         return {"type": "string"}
     if "pattern" in rules and "format" in rules:
         raise schema_error(place, "'format' beside 'pattern' is not supported", "put both into one 'pattern'")
-    node: Any = Repeat(Chars(UNESCAPED_CHARACTERS), 0, None)
+    node: Any = Repeat(Chars(JSON_CHARACTERS), 0, None)
     if "format" in rules:
         if rules["format"] not in FORMATS:
             known = ", ".join(sorted(FORMATS))

@@ -207,8 +207,7 @@ def require_ray() -> Any:
 
 
 def app(args: dict[str, Any]) -> Any:
-    """Returns the application of a Serve config file (`import_path: espalier.serve_ray:app`).  args: see
-    parse_service."""
+    """The application of a Serve config file (`import_path: espalier.serve_ray:app`).  args: see parse_service."""
     return application(parse_service(args))
 
 

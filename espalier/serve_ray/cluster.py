@@ -52,8 +52,8 @@ def serve_replicas(service: Service, host: str, port: int) -> None:
         port = _start_proxy(serve, host, port)
         if APP_NAME in serve.status().applications:
             raise EspalierError(
-                f"another `espalier serve --replicas` runs on this Ray cluster; end it (or `serve delete {APP_NAME}`), or "
-                "serve several models with one Serve config file (docs/deploy.md)"
+                f"another `espalier serve --replicas` runs on this Ray cluster; end it (or `serve delete {APP_NAME}`), "
+                "or serve several models with one Serve config file (docs/deploy.md)"
             )
         try:
             _deploy(serve, service, ending)

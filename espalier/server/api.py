@@ -80,16 +80,14 @@ async def prepare_chat(front: Front, body: ChatRequest) -> PreparedChat:
     with front.reserve_capacity(params.n):
         check = front.require_tokenizable
         size = num_characters([body.messages, body.tools, body.chat_template_kwargs])
-        prompt = await front.conversation_tokens(_chat_prompt_steps, body, plan, check, size=size)
+        prompt = await front.conversation_tokens(_chat_steps, body, plan, check, size=size)
     with as_api_errors():
         front.inputs.require_room(prompt, asked, body.output_limit_field)
         params = front.inputs.apply_plan(plan, params, prompt)
     return PreparedChat(ignored, prompt, params, plan)
 
 
-def _chat_prompt_steps(
-    inputs: InputProcessor, body: ChatRequest, plan: ChatPlan, check: Callable[[str], None]
-) -> Steps:
+def _chat_steps(inputs: InputProcessor, body: ChatRequest, plan: ChatPlan, check: Callable[[str], None]) -> Steps:
     """Returns a generator that makes the token ids of a conversation.
 
     The generator yields renderings of the chat template, and is sent their texts (chat.Steps).  Raises EspalierError.
@@ -193,9 +191,7 @@ def _generation_endpoints(server: Server) -> list[Endpoint]:
         front.report_no_effect(ignored := body.fields_without_effect())
         with front.reserve_capacity(len(sent_prompts) * params.n):
             size, check = sum(map(len, sent_prompts)), front.require_tokenizable
-            prompts = await front.lanes.run(
-                _prompt_token_ids, body, sent_prompts, asked, check, size=size, field="prompt"
-            )
+            prompts = await front.lanes.run(_prompt_ids, body, sent_prompts, asked, check, size=size, field="prompt")
             echo: list[str] = []
             if body.echo:
                 shown = sent_prompts if body.truncate_prompt_tokens is None else prompts
@@ -247,7 +243,7 @@ def _with_no_effect_header(ignored: Sequence[str], answer: Response) -> Response
     return answer
 
 
-def _prompt_token_ids(
+def _prompt_ids(
     inputs: InputProcessor,
     body: CompletionRequest,
     prompts: Sequence[str | list[int]],

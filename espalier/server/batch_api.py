@@ -184,11 +184,8 @@ def _batch_endpoints(batches: Batches) -> list[Endpoint]:
             return json_response(batches.create(body))
 
     async def listed(http: Request) -> Response:
-        return _list_page(
-            BATCHES_PATH,
-            [batches.with_current_counts(each) for each in store.batches.values()],
-            _query_parameters(http),
-        )
+        counted = [batches.with_current_counts(each) for each in store.batches.values()]
+        return _list_page(BATCHES_PATH, counted, _query_parameters(http))
 
     async def batch(http: Request) -> Response:
         return json_response(found(http))

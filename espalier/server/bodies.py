@@ -202,8 +202,7 @@ def pickle_bytes(value: Any) -> bytes:
 
 
 def answer_frame(frame: bytes, limits: BodyLimits) -> bytes:
-    """Reads a frame (model, content type, bytes).  Returns a frame: (body, None), or (None, an ApiError's
-    arguments)."""
+    """Reads a frame (model, content type, bytes).  Returns a frame (body, None), or (None, ApiError's arguments)."""
     model, content_type, data = pickle.loads(frame)
     try:
         return pickle_bytes((read_body(model, content_type, data, limits), None))

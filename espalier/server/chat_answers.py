@@ -30,11 +30,11 @@ Event = dict[str, Any]
 class ChatChoice(Choice):
     """A choice whose tokens are parsed into a chat message.
 
-    make_message_stream: returns the stream that parses the tokens; None if all text is content.  new_deltas: of the
+    new_stream: returns the stream that parses the tokens; None if all text is content.  new_deltas: of the
     last chunk.  deltas: all so far, if keeps_deltas.  valid_calls: indices of the calls without errors so far.
     """
 
-    make_message_stream: Callable[[], MessageStream] | None = None
+    new_stream: Callable[[], MessageStream] | None = None
     keeps_deltas: bool = True
     new_deltas: list[base.Delta] = field(default_factory=list)
     deltas: list[base.Delta] = field(default_factory=list)
@@ -43,17 +43,17 @@ class ChatChoice(Choice):
     @cached_property
     def stream(self) -> MessageStream:
         """The stream that parses the tokens.  It is created with the first chunk, so that the request starts sooner."""
-        assert self.make_message_stream is not None
-        return self.make_message_stream()
+        assert self.new_stream is not None
+        return self.new_stream()
 
     @property
     def num_reasoning_tokens(self) -> int:
         """The number of reasoning tokens."""
-        return 0 if self.make_message_stream is None else self.stream.num_reasoning_tokens
+        return 0 if self.new_stream is None else self.stream.num_reasoning_tokens
 
     def new_text(self, output: OutputChunk) -> str:
         """Returns the text of a chunk; "" if the chunk is parsed into deltas."""
-        if self.make_message_stream is None:
+        if self.new_stream is None:
             return super().new_text(output)
         self.new_deltas = self.stream.read(output)
         for part in self.new_deltas:
@@ -66,9 +66,7 @@ class ChatChoice(Choice):
         return ""
 
     def finish_reasons(self, output: OutputChunk) -> tuple[str | None, int | str | None]:
-        return (
-            super().finish_reasons(output) if self.make_message_stream is None else self.stream.finish_reasons(output)
-        )
+        return super().finish_reasons(output) if self.new_stream is None else self.stream.finish_reasons(output)
 
     def finish_reason_with_calls(self, reason: str | None) -> str | None:
         """Returns "tool_calls" for an output with tool calls and finish_reason "stop"; else `reason`."""
@@ -92,7 +90,7 @@ class ChatAnswer(Answer):
             index, prompt, partial(self._make_text_stream, prompt), self.params.include_stop_str_in_output
         )
         if self.plan.has_parser and self.tokenizer is not None:
-            choice.make_message_stream = partial(self._new_message_stream, self.tokenizer, prompt)
+            choice.new_stream = partial(self._new_message_stream, self.tokenizer, prompt)
         choice.keeps_deltas = not self.body.stream
         return choice
 
@@ -103,7 +101,7 @@ class ChatAnswer(Answer):
 
     def add_part(self, prompt_index: int, part: OutputPart) -> tuple[Choice, OutputChunk]:
         choice, output = super().add_part(prompt_index, part)
-        if isinstance(choice, ChatChoice) and choice.make_message_stream is not None:
+        if isinstance(choice, ChatChoice) and choice.new_stream is not None:
             text = "".join(part.text for part in choice.new_deltas if self._is_shown(part))
             output = replace(output, text=text, finish_reason=choice.finish_reason_with_calls(output.finish_reason))
         return choice, output
@@ -119,21 +117,17 @@ class ChatAnswer(Answer):
 
     def _chunk_choice(self, choice: Choice, output: OutputChunk) -> dict[str, Any]:
         assert isinstance(choice, ChatChoice)
-        has_parser = choice.make_message_stream is not None
+        has_parser = choice.new_stream is not None
         chunk = {
             "index": choice.index,
-            "delta": self._delta_field(choice.new_deltas)
-            if has_parser
-            else {"content": output.text}
-            if output.text
-            else {},
+            "delta": self._delta(choice.new_deltas) if has_parser else {"content": output.text} if output.text else {},
             "logprobs": self._logprobs(output.logprobs),
             "finish_reason": output.finish_reason,
         }
         errors = [{"index": part.index, "message": part.text} for part in choice.new_deltas if part.kind == "broken"]
         return {**chunk, "tool_call_errors": errors} if errors else chunk
 
-    def _delta_field(self, parts: Sequence[base.Delta]) -> dict[str, Any]:
+    def _delta(self, parts: Sequence[base.Delta]) -> dict[str, Any]:
         """Returns the `delta` field of a chunk."""
         delta: dict[str, Any] = {}
         calls: dict[int, dict[str, Any]] = {}
@@ -158,7 +152,7 @@ class ChatAnswer(Answer):
             "logprobs": self._logprobs(choice.output.logprobs),
             "finish_reason": choice.finish_reason_with_calls(choice.output.finish_reason),
         }
-        if choice.make_message_stream is None:
+        if choice.new_stream is None:
             return whole
         message = message_of(choice.deltas)
         whole["message"]["content"] = message.content or (None if message.tool_calls else "")
@@ -318,7 +312,7 @@ class ResponsesAnswer(ChatAnswer):
         choice, output = super().add_part(prompt_index, part)
         assert isinstance(choice, ChatChoice)
         logprobs = [] if output.logprobs is None else self._logprobs(output.logprobs)["content"]
-        if choice.make_message_stream is not None:
+        if choice.new_stream is not None:
             for each in choice.new_deltas:
                 self.items.add(each, [])
             self.errors += [each.text for each in choice.new_deltas if each.kind == "broken"]

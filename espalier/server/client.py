@@ -269,8 +269,7 @@ class EngineClient:
         self.state, self.unavailable_reason = "ready", ""
 
     async def _first_message(self, socket: zmq.asyncio.Socket, process: asyncio.subprocess.Process) -> Any:
-        """Returns the message EngineReady or EngineFailed.  Raises EspalierError if the process exits or is too
-        slow."""
+        """Returns EngineReady or EngineFailed.  Raises EspalierError if the process exits or is too slow."""
         message = asyncio.ensure_future(socket.recv())
         exited = asyncio.create_task(process.wait())
         limit, loop = self.options.load_timeout_s, asyncio.get_running_loop()

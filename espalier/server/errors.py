@@ -28,10 +28,7 @@ ERROR_TYPES = {
     503: "overloaded_error",
     504: "timeout_error",
 }
-BODY_MODELS_BY_PATH: dict[str, type[BaseModel]] = {
-    "/v1/completions": CompletionRequest,
-    "/v1/chat/completions": ChatRequest,
-}
+BODY_MODELS: dict[str, type[BaseModel]] = {"/v1/completions": CompletionRequest, "/v1/chat/completions": ChatRequest}
 INTERNAL_ERROR = "internal server error; the server's log has the details under this request_id"
 RETRY_AFTER_S = 1
 LEADING_FIELD_PATTERN = re.compile(r"^([a-z_]+)(?:\[|=| entry=| token=| (?:and|are|excludes|is|needs|with) )")
@@ -148,8 +145,8 @@ def validation_error(errors: Sequence[Mapping[str, Any]], model: type[BaseModel]
 
 def _unknown_field(model: type[BaseModel], name: str) -> str:
     """Returns the message for an unknown field, which another endpoint may have."""
-    if model in BODY_MODELS_BY_PATH.values() and other_engines.keyword(name, model.model_fields, python=False) is None:
-        for path, other in BODY_MODELS_BY_PATH.items():
+    if model in BODY_MODELS.values() and other_engines.keyword(name, model.model_fields, python=False) is None:
+        for path, other in BODY_MODELS.items():
             if name in other.model_fields and _refused_field(other, name) is None:
                 return f"the body has no {name!r}; send it to {path}"
     return str(unknown_name("the body", name, model.model_fields, "/openapi.json lists its fields", python=False))

@@ -19,7 +19,7 @@ from espalier.grammar.spec import Grammar, Kind
 _SENDER_REASON = "describes the sender; the server does not use it"
 CACHE_REASON = "the prefix cache always shares equal prompt prefixes"
 # Fields by which a client requests caching of a message, part or tool: Anthropic's name, and OpenAI's name.
-CACHE_CONTROL_FIELDS = ("cache_control", "prompt_cache_breakpoint")
+CACHE_FIELDS = ("cache_control", "prompt_cache_breakpoint")
 _ROUTING_REASON = "the server chooses the engine"
 
 # Fields of other servers and clients that are accepted without effect, and named in a response header.  The response
@@ -64,7 +64,7 @@ class RefusedField:
 
 
 @dataclass(frozen=True)
-class NoEffectField:
+class NoEffect:
     """Declares that a field has no effect.  neutral: a value that requests nothing, and is not reported."""
 
     reason: str
@@ -78,7 +78,7 @@ NUMBER_TYPES = frozenset((int, float))
 SCALAR_TYPES = frozenset((int, float, bool, type(None)))
 
 
-def limit_entries(most: int) -> BeforeValidator:
+def entry_limit(most: int) -> BeforeValidator:
     """Returns a check that refuses an object with too many entries.  pydantic has no fail_fast for objects."""
 
     def count(value: Any) -> Any:
@@ -94,12 +94,12 @@ REFUSED_NON_TEXT = RefusedField("this server supports only text; leave it out")
 REFUSED_STATE = RefusedField(
     "the server stores nothing between requests; leave it out, and send the whole conversation each time"
 )
-NO_EFFECT_STORE = NoEffectField(
+NO_EFFECT_STORE = NoEffect(
     "the server stores nothing between requests: send the whole conversation each time; with --learn, false keeps a "
     "request out of the sample",
     neutral=False,
 )
-NO_EFFECT_VERBOSITY = NoEffectField("ask for short or long answers in the messages")
+NO_EFFECT_VERBOSITY = NoEffect("ask for short or long answers in the messages")
 
 
 def _refuse_lone_surrogates(value: Any) -> None:
@@ -170,7 +170,7 @@ def _neutral_values(model: type[BaseModel]) -> dict[str, Any]:
         name: note.neutral
         for name, info in model.model_fields.items()
         for note in info.metadata
-        if isinstance(note, NoEffectField)
+        if isinstance(note, NoEffect)
     }
 
 

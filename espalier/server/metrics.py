@@ -47,9 +47,7 @@ class Metrics:
             "time_to_first_token_seconds", "from arrival to a prompt's first token", LATENCY_BUCKETS
         )
         self.inter_token_time = WeightedHistogram(
-            "inter_token_seconds",
-            "time between tokens; the tokens of one round share its time equally",
-            TOKEN_BUCKETS,
+            "inter_token_seconds", "time between tokens; the tokens of one round share its time equally", TOKEN_BUCKETS
         )
         self.registry.register(self.inter_token_time)
         self.duration = self._histogram(

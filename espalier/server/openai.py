@@ -1,7 +1,6 @@
 """The request bodies of completions, chats and tokenization: OpenAI's fields, and the fields of SamplingParams.
 
-fields.py defines how fields are declared, and which have no effect.  docs/server.md's tables are made from these
-models.
+fields.py declares which fields have no effect.  docs/server.md's tables are made from these models.
 """
 
 import types
@@ -16,7 +15,7 @@ from espalier.errors import EspalierError, require_int
 from espalier.limits import MAX_BIAS, MAX_COUNT, MAX_LOGPROBS
 from espalier.request import SPELLED_ALIKE, SamplingParams
 from espalier.server.fields import (
-    CACHE_CONTROL_FIELDS,
+    CACHE_FIELDS,
     CACHE_REASON,
     FAIL_FAST,
     NO_EFFECT_HINTS,
@@ -28,21 +27,21 @@ from espalier.server.fields import (
     Body,
     EmptyList,
     GrammarFields,
-    NoEffectField,
+    NoEffect,
     RefusedField,
-    limit_entries,
+    entry_limit,
     no_effect_inside,
 )
 from espalier.tool_calls.definitions import MAX_TOOLS, RequestTools, checked_tools
 
-CacheControl: Any = Annotated[Any, NoEffectField(CACHE_REASON)]
-NO_EFFECT_REASONING = NoEffectField("the text of the reasoning is read from reasoning_content")
+CacheControl: Any = Annotated[Any, NoEffect(CACHE_REASON)]
+NO_EFFECT_REASONING = NoEffect("the text of the reasoning is read from reasoning_content")
 TokenIds = Annotated[list[int], FAIL_FAST]
 MAX_METADATA = 16
 MAX_TEMPLATE_KWARGS = 64
-TemplateKwargs = Annotated[dict[str, Any], limit_entries(MAX_TEMPLATE_KWARGS)]
+TemplateKwargs = Annotated[dict[str, Any], entry_limit(MAX_TEMPLATE_KWARGS)]
 # The key's type is not strict, because JSON keys are strings.
-LogitBias = Annotated[dict[Annotated[int, Field(strict=False)], float], limit_entries(MAX_BIAS)]
+LogitBias = Annotated[dict[Annotated[int, Field(strict=False)], float], entry_limit(MAX_BIAS)]
 
 
 class TextPart(Body):
@@ -69,7 +68,7 @@ class ToolCall(Body):
     id: str | None = None
     type: Literal["function"] = "function"
     function: FunctionCall
-    index: Annotated[int | None, NoEffectField("the order of the list is used")] = None
+    index: Annotated[int | None, NoEffect("the order of the list is used")] = None
 
     def for_template(self) -> dict[str, Any]:
         return {"id": self.id, "type": self.type, "function": self.function.model_dump()}
@@ -100,7 +99,7 @@ class Message(Body):
     prompt_cache_breakpoint: CacheControl = None
     reasoning_details: Annotated[Any, NO_EFFECT_REASONING] = None
     thinking_blocks: Annotated[Any, NO_EFFECT_REASONING] = None
-    provider_specific_fields: Annotated[Any, NoEffectField("describes the answer of another server")] = None
+    provider_specific_fields: Annotated[Any, NoEffect("describes the answer of another server")] = None
     function_call: Annotated[None, REFUSED_FUNCTIONS] = None
     audio: Annotated[None, REFUSED_NON_TEXT] = None
     annotations: Annotated[EmptyList | None, REFUSED_NON_TEXT] = None
@@ -126,7 +125,7 @@ class Message(Body):
     def join_parts(self) -> None:
         """Replace a list of text parts by the joined text."""
         if isinstance(self.content, list):
-            for name in CACHE_CONTROL_FIELDS:
+            for name in CACHE_FIELDS:
                 marks = [mark for part in self.content if (mark := getattr(part, name)) is not None]
                 if marks and getattr(self, name) is None:
                     setattr(self, name, marks[0])
@@ -156,9 +155,7 @@ SAMPLING_FIELDS: Mapping[str, Any] = {
     f.name: (_json_type(f.type), Field(None, description=f.metadata["help"])) for f in SPELLED_ALIKE
 }
 Sampling: Any = create_model("Sampling", __base__=Body, **SAMPLING_FIELDS)
-HINT_FIELDS: Mapping[str, Any] = {
-    name: (Annotated[Any, NoEffectField(why)], None) for name, why in NO_EFFECT_HINTS.items()
-}
+HINT_FIELDS: Mapping[str, Any] = {name: (Annotated[Any, NoEffect(why)], None) for name, why in NO_EFFECT_HINTS.items()}
 SamplingAndHints: Any = create_model("SamplingAndHints", __base__=Sampling, **HINT_FIELDS)
 
 
@@ -223,8 +220,8 @@ class GenerationRequest(SamplingAndHints, GrammarFields, CommonFields):
     return_token_ids: bool | None = Field(None, description="return the token ids of each choice")
 
     metadata: Annotated[
-        Annotated[dict[str, Any], limit_entries(MAX_METADATA)] | None,
-        NoEffectField("the server stores no responses, so there is nothing to look up by it"),
+        Annotated[dict[str, Any], entry_limit(MAX_METADATA)] | None,
+        NoEffect("the server stores no responses, so there is nothing to look up by it"),
     ] = None
 
     @property
@@ -358,10 +355,8 @@ class ChatRequest(ToolFields, ChatTemplateFields, GenerationRequest):
     def _remove_cache_fields(self) -> "ChatRequest":
         """Remove fields about caching from the tools, because the chat template would show them to the model."""
         tools = self.tools or []
-        self._removed_cache_fields = [
-            name for name in CACHE_CONTROL_FIELDS if any(_has_cache_field(tool, name) for tool in tools)
-        ]
-        if self._removed_cache_fields:
+        self._removed_fields = [name for name in CACHE_FIELDS if any(_has_cache_field(tool, name) for tool in tools)]
+        if self._removed_fields:
             self.tools = [_without_cache_fields(tool) for tool in tools]
         return self
 
@@ -387,7 +382,7 @@ class ChatRequest(ToolFields, ChatTemplateFields, GenerationRequest):
         return checked_tools(self.tools, self.tool_choice, self.parallel_tool_calls)
 
     def fields_without_effect(self) -> list[str]:
-        marks = [f"tools.{name}" for name in self._removed_cache_fields]
+        marks = [f"tools.{name}" for name in self._removed_fields]
         predicted = [] if self.prediction is None else no_effect_inside("prediction", [self.prediction])
         return super().fields_without_effect() + no_effect_inside("messages", self.messages) + marks + predicted
 
@@ -401,7 +396,7 @@ def _without_cache_fields(tool: dict[str, Any]) -> dict[str, Any]:
     return {
         name: _without_cache_fields(value) if name == "function" and isinstance(value, dict) else value
         for name, value in tool.items()
-        if name not in CACHE_CONTROL_FIELDS
+        if name not in CACHE_FIELDS
     }
 
 

@@ -9,7 +9,7 @@ from pydantic import Field, ValidationError, create_model
 from espalier.errors import EspalierError, shown, unknown_name
 from espalier.server.errors import ApiError, validation_error
 from espalier.server.fields import (
-    CACHE_CONTROL_FIELDS,
+    CACHE_FIELDS,
     FAIL_FAST,
     NO_EFFECT_STORE,
     NO_EFFECT_VERBOSITY,
@@ -18,7 +18,7 @@ from espalier.server.fields import (
     Body,
     EmptyList,
     RefusedField,
-    limit_entries,
+    entry_limit,
     no_effect_inside,
 )
 from espalier.server.openai import HINT_FIELDS, MAX_METADATA, SAMPLING_FIELDS, ChatRequest, CommonFields, ToolFields
@@ -89,9 +89,7 @@ class ResponsesRequest(_Sampling, ToolFields, CommonFields):
     ) = Field(
         None, description=f"{INCLUDE_LOGPROBS}; {ENCRYPTED_REASONING} is accepted, and reasoning items have their text"
     )
-    metadata: Annotated[dict[str, Any], limit_entries(MAX_METADATA)] | None = Field(
-        None, description="returned as it is"
-    )
+    metadata: Annotated[dict[str, Any], entry_limit(MAX_METADATA)] | None = Field(None, description="returned as it is")
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="variables of the chat template")
     truncation: Annotated[Literal["disabled"] | None, RefusedField("send a shorter input, or leave it out")] = None
     store: Annotated[bool | None, NO_EFFECT_STORE] = None
@@ -121,9 +119,7 @@ class ResponsesRequest(_Sampling, ToolFields, CommonFields):
         fields["reasoning_effort"] = None if self.reasoning is None else self.reasoning.effort
         if self.text is not None and (form := self.text.format) is not None:
             is_schema = form.get("type") == "json_schema"
-            fields["response_format"] = (
-                {"type": "json_schema", "json_schema": _without_type(form)} if is_schema else form
-            )
+            fields["response_format"] = {"type": "json_schema", "json_schema": _drop_type(form)} if is_schema else form
         if INCLUDE_LOGPROBS in (self.include or ()):
             fields["logprobs"] = True
         elif self.top_logprobs:
@@ -138,10 +134,10 @@ def _chat_tool(place: str, tool: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a tool in the form of chat completions, which have a tool's fields inside `function`."""
     if tool.get("type") != "function":
         raise EspalierError(f"{place}.type={shown(tool.get('type'))} is not supported; use 'function'")
-    return {"type": "function", "function": _without_type(tool)}
+    return {"type": "function", "function": _drop_type(tool)}
 
 
-def _without_type(value: Mapping[str, Any]) -> dict[str, Any]:
+def _drop_type(value: Mapping[str, Any]) -> dict[str, Any]:
     return {name: each for name, each in value.items() if name != "type"}
 
 
@@ -153,7 +149,7 @@ ITEM_FIELDS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "reasoning": ((), ("id", "summary", "content", "encrypted_content", "status")),
 }
 # Fields without effect in an item or a content part.  phase: whether a message was commentary or the final answer.
-NO_EFFECT_ITEM_FIELDS = (*CACHE_CONTROL_FIELDS, "phase")
+NO_EFFECT_ITEM_FIELDS = (*CACHE_FIELDS, "phase")
 MESSAGE_ROLES = ("user", "assistant", "system", "developer")
 TEXT_PART_TYPES = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 
@@ -201,7 +197,7 @@ def _checked_item_type(place: str, item: Mapping[str, Any]) -> str:
     needed, optional = ITEM_FIELDS[kind]
     for name in item:
         # OpenAI's client sends items of earlier answers with all fields, most of them null.
-        if item[name] is not None and name not in ("type", *needed, *optional, *CACHE_CONTROL_FIELDS):
+        if item[name] is not None and name not in ("type", *needed, *optional, *CACHE_FIELDS):
             raise unknown_name(place, name, (*needed, *optional))
     for name in needed:
         if item.get(name) is None:

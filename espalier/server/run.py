@@ -134,8 +134,7 @@ class Server:
         for number in (signal.SIGTERM, signal.SIGINT):
             self.loop.add_signal_handler(number, self.begin_shutdown, number == signal.SIGINT)
         connect = partial(Connection, self.app, self.connections)
-        # asyncio accepts MAX_ACCEPTS_PER_TURN connections in one loop iteration.  `listener` lets more connections
-        # wait.
+        # asyncio accepts MAX_ACCEPTS_PER_TURN connections at once.  `listener` lets more connections wait.
         accepting = await self.loop.create_server(connect, sock=listener, backlog=MAX_ACCEPTS_PER_TURN)
         listener.listen(ACCEPT_BACKLOG)
         sweeping = self.loop.create_task(self._close_stalled_often())
@@ -290,8 +289,7 @@ def _bind(host: str, port: int, reuse: bool) -> socket.socket:
     # up to 40 ms for the acknowledgement of the event before.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, reuse)
-    # Connections inherit this option.  The system then buffers little, so bytes that it takes show that the client
-    # reads.
+    # Connections inherit this option.  The system then buffers little, so bytes that it takes are read by the client.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, MAX_UNSENT_BYTES)
     try:
         listener.bind((host, port))

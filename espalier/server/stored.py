@@ -20,7 +20,7 @@ from pydantic import Field
 
 from espalier.batch_jobs.files import sync_folder
 from espalier.errors import EspalierError
-from espalier.server.openai import MAX_METADATA, Body, RefusedField, limit_entries
+from espalier.server.openai import MAX_METADATA, Body, RefusedField, entry_limit
 
 log = logging.getLogger("espalier.server")
 UNFINISHED_SUFFIX = ".new"
@@ -31,7 +31,7 @@ ENDED_STATUSES = ("failed", "completed", "expired", "cancelled")
 
 
 Metadata = Annotated[
-    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], limit_entries(MAX_METADATA)
+    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], entry_limit(MAX_METADATA)
 ]
 
 

@@ -40,8 +40,7 @@ class Templates:
         self.helper = HelperProcess("template", MAX_WAITING_RENDERINGS, waiting, "espalier.server.templates")
 
     async def render(self, rendering: Rendering) -> str:
-        """Returns the text.  Raises EspalierError if the template fails or reaches a limit, ApiError if too many
-        wait."""
+        """Returns the text.  Raises EspalierError if the template fails or exceeds a limit, ApiError for too many."""
         data = json.dumps({"source": self.source, "rendering": rendering}).encode()
         try:
             answer = json.loads(await self.helper.exchange(data, MAX_WALL_S))

@@ -29,7 +29,7 @@ from espalier.llm import LLM, low_acceptance, prepare
 from espalier.masking.compile import CompiledGrammar, CompilerBusy
 from espalier.request import OutputChunk, Request
 from espalier.server import logs, protocol
-from espalier.server.protocol import OutputPart, Start, SubmittedPrompt
+from espalier.server.protocol import EngineFailed, OutputPart, PromptRefused, Start, SubmittedPrompt
 from espalier.slots import ALL_SOURCES
 
 if TYPE_CHECKING:
@@ -128,9 +128,7 @@ class Worker:
             try:
                 grammar = compiling.result()
             except EspalierError as error:
-                self.socket.send(
-                    protocol.encode(protocol.PromptRefused(name, str(error), isinstance(error, CompilerBusy)))
-                )
+                self.socket.send(protocol.encode(PromptRefused(name, str(error), isinstance(error, CompilerBusy))))
             else:
                 self._start(submit, grammar)
 
@@ -142,7 +140,7 @@ class Worker:
                 self.llm.engine.add(request)
         except EspalierError as error:
             # The engine refuses all samples of a prompt or none, so the first sample is refused before any is added.
-            self.socket.send(protocol.encode(protocol.PromptRefused(submit.name, str(error))))
+            self.socket.send(protocol.encode(PromptRefused(submit.name, str(error))))
             return
         self.running[submit.name] = RunningPrompt(group, len(group), submit.private)
 
@@ -259,9 +257,7 @@ def main(address: str, front_pid: int, load: Load = load_model) -> int:
             if not refused:
                 log.exception("the engine stopped")
             socket.send(
-                protocol.encode(
-                    protocol.EngineFailed(f"{error}" if refused else f"{type(error).__name__}: {error}", refused)
-                )
+                protocol.encode(EngineFailed(f"{error}" if refused else f"{type(error).__name__}: {error}", refused))
             )
             return EXIT_REFUSED if refused else EXIT_FAILED
         finally:

@@ -279,8 +279,7 @@ class ChatPlan:
         return parser is not None and parser.in_reasoning
 
     def answer_start(self, prompt: Sequence[int]) -> str:
-        """Returns the prompt's beginning of the answer: open reasoning, or a message of a format with
-        includes_calls."""
+        """Returns the prompt's text that begins the answer: open reasoning, or a message if includes_calls."""
         reasoning = self.formats.reasoning
         if reasoning is None or not reasoning.begin or self.tokenizer is None:
             return ""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from espalier.bench.linears import ProductRun, RoutedExperts
-from espalier.bench.timing import DrawnWeights, InputsBySize, Matrix, Multiply, Product, group_by_count, run_in_order
+from espalier.bench.timing import InputsBySize, Matrix, Multiply, Product, Weights, group_by_count, run_in_order
 from espalier.bench.tune_experts import ChainInputs, random_experts
 from espalier.kernels.layers.experts_plan import ExpertsShape
 from espalier.kernels.layers.linear_plans import DENSE
@@ -148,7 +148,7 @@ class ExpertCalls:
         return partial(grouped_experts, *arguments, own.biases, own.activation, shared=joined)
 
 
-class ExpertWeights(DrawnWeights):
+class ExpertWeights(Weights):
     """With the experts behind routers."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:

@@ -12,7 +12,7 @@ import torch
 from rich.text import Text
 
 from espalier.bench.linears import ModelShape, shape_named
-from espalier.bench.timing import DrawnWeights, GraphTimer, Matrix, run_in_order
+from espalier.bench.timing import GraphTimer, Matrix, Weights, run_in_order
 from espalier.kernels.layers.linear_plans import DENSE, LINEAR_TUNING, dense_plans_for
 from espalier.kernels.layers.quantised import InputRows, QuantisedMatrix
 from espalier.kernels.layers.quantised_plans import quantised_plan_for
@@ -69,7 +69,7 @@ def layer_cases(shape: ModelShape, weights: str, all_rows: Sequence[int], device
 
     Each has the plan of its kernel as a note, None: the library's.
     """
-    made = DrawnWeights(DTYPE, device)
+    made = Weights(DTYPE, device)
     # Layers with and without experts have some layers in common.
     for run in {(run.name, run.shape): run for run in shape.target_pass(1)}.values():
         if run.heads > 1 or "router" in run.name or run.name[-4:] == "gate" or run.name == "lm_head":

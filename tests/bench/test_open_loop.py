@@ -284,7 +284,7 @@ def test_a_dataset_is_sent_and_accept_length_is_the_servers(scripted, tmp_path, 
 
 def test_so_many_requests_at_once_follow_one_another(scripted, tmp_path, monkeypatch):
     out, at_once, most = tmp_path / "out.json", [0], [0]
-    converse = open_loop.MeasuredServer.converse
+    converse = open_loop.LoadTarget.converse
 
     async def counted(self, talk, due):
         at_once[0] += 1
@@ -293,7 +293,7 @@ def test_so_many_requests_at_once_follow_one_another(scripted, tmp_path, monkeyp
         at_once[0] -= 1
         return asked
 
-    monkeypatch.setattr(open_loop.MeasuredServer, "converse", counted)
+    monkeypatch.setattr(open_loop.LoadTarget, "converse", counted)
     assert (
         main(["bench", "load", "--url", scripted.url, "--concurrency", "3", "--requests", "7", "--json", str(out)]) == 0
     )

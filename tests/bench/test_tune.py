@@ -73,7 +73,7 @@ def test_what_comes_in_parts_is_read(tuner, monkeypatch):
     runs = TINY.target_pass(16)
     table = dict.fromkeys(((run.shape, 16) for run in runs), LibraryPlan(1, 2))
     table[TINY.target_pass(1)[-1].shape, 16] = table[(192, 64), 16] = None
-    tuner.weights.chain(runs, tune._multiply_by_table(runs, table, 16))()
+    tuner.weights.chain(runs, tune._table_product(runs, table, 16))()
     assert read == [(2, 16, 128), (2, 16, 64), (2, 16, 64)] * TINY.layers
 
 
@@ -83,7 +83,7 @@ def test_a_gate_belongs_to_the_time_of_what_is_in_front_of_it(tuner, monkeypatch
     monkeypatch.setattr(tune, "linear_gated", lambda x, weight, bias, plan: gated.append((weight.shape, plan)))
     runs = TINY.target_pass(16)
     table = dict.fromkeys(((run.shape, 16) for run in runs), None) | {((192, 64), 16): FIRST}
-    tuner.weights.chain(runs, tune._multiply_by_table(runs, table, 16))()
+    tuner.weights.chain(runs, tune._table_product(runs, table, 16))()
     assert gated == [((192, 64), FIRST)] * TINY.layers
 
 
@@ -104,7 +104,7 @@ def test_quantised_shapes_are_measured_and_written_under_their_format(tuner, mon
     """Head and draft stay dense: they are neither measured nor in the table."""
     monkeypatch.setattr(tune, "shape_named", lambda name, weights, draft_weights: replace(WIDE, weights=weights))
     monkeypatch.setattr(tune, "print_header", lambda: None)
-    monkeypatch.setattr(tune, "measured_versions", dict)
+    monkeypatch.setattr(tune, "gpu_versions", dict)
     monkeypatch.setattr(LinearTuner, "among_neighbours", kept := Kept())
     monkeypatch.setattr(tune, "GraphTimer", lambda: Told(5.0, 4.0, 3.0))
     path = tmp_path / "choices.json"
@@ -143,7 +143,7 @@ def test_a_limit_ends_the_measurement_and_keeps_what_was_known(tuner, monkeypatc
     """Few rows are measured, with few candidates; other buckets keep the plans of the file."""
     monkeypatch.setattr(tune, "shape_named", lambda name, weights, draft_weights: replace(WIDE, weights=weights))
     monkeypatch.setattr(tune, "print_header", lambda: None)
-    monkeypatch.setattr(tune, "measured_versions", dict)
+    monkeypatch.setattr(tune, "gpu_versions", dict)
     monkeypatch.setattr(tune, "GraphTimer", lambda: Told(5.0, 4.0, 3.0))
     monkeypatch.setattr(tune, "perf_counter", Clock())
     monkeypatch.setattr(tune, "MAX_CANDIDATES_IN_LIMIT", 2)
@@ -173,7 +173,7 @@ def test_in_a_pass_only_quantised_matrices_take_plans(tuner, monkeypatch, weight
     )
     runs = model.target_pass(16)
     table = dict.fromkeys(((shape, 16) for shape in model.shapes(weights)), FIRST)
-    tuner.weights.chain(runs, tune._multiply_by_table(runs, table, 16))()
+    tuner.weights.chain(runs, tune._table_product(runs, table, 16))()
     parts = {(768, 256): "parts", (256, 256): "parts", (2048, 256): "gated", (256, 1024): "parts"}
     assert taken[:4] == [(shape, FIRST, {how: True}) for shape, how in parts.items()] and len(taken) == 4 * WIDE.layers
 

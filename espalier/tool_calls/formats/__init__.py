@@ -49,11 +49,7 @@ def find_formats(template: str, tool_format: str = AUTO, reasoning_format: str =
         tool_format = harmony.TOOL_FORMAT.name
     tools = _find("tool_format", tool_format, TOOL_FORMATS, template)
     reasoning = _find("reasoning_format", reasoning_format, REASONING_FORMATS, template)
-    if (
-        tools is not None
-        and tools.name == harmony.TOOL_FORMAT.name
-        and (reasoning is None or not reasoning.includes_calls)
-    ):
+    if tools is harmony.TOOL_FORMAT and (reasoning is None or not reasoning.includes_calls):
         raise EspalierError("tool_format='harmony' needs reasoning_format='harmony': its calls stand in channels too")
     if reasoning is not None and reasoning.includes_calls and tools is not None and tools.name != reasoning.name:
         raise EspalierError(

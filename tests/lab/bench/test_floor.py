@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from espalier.bench.drive import drive
 from espalier.bench.linears import ProductRun, model_sizes, with_draft
 from espalier.bench.shapes import SHAPES, find_shape
-from espalier.bench.timing import DrawnWeights, multiply_by_library
+from espalier.bench.timing import Weights, multiply_by_library
 from espalier.cache.layer_spec import KVHeads, LayerSpec
 from espalier.cache.states import bytes_per_state
 from espalier.cli.main import main
@@ -143,7 +143,7 @@ def test_attention_of_a_round_reads_each_prefix_once_a_pass():
 def test_a_chain_runs_layer_by_layer():
     shape = type(LLAMA)(8, (LayerSpec(2, KVHeads(1, 4, 4)),) * 2, 16, 10)
     seen = []
-    weights = DrawnWeights(torch.float32, torch.device("cpu"))
+    weights = Weights(torch.float32, torch.device("cpu"))
 
     def multiply(x, weight):
         seen.append((tuple(x.shape), tuple(weight.shape), weight.data_ptr()))
@@ -194,7 +194,7 @@ def test_experts_are_counted_as_they_are_stored(name):
 def test_layers_share_weights_that_no_cache_holds(monkeypatch):
     monkeypatch.setattr("espalier.bench.timing.MIN_BYTES", 2 * 6 * 8 * 4)
     run = ProductRun("out", (4, 8), 10, 1)
-    weights = [each.data_ptr() for each in DrawnWeights(torch.float32, torch.device("cpu")).of(run)]
+    weights = [each.data_ptr() for each in Weights(torch.float32, torch.device("cpu")).of(run)]
     assert len(weights) == 10 and len(set(weights)) == 6 and weights[6:] == weights[:4]
 
 
@@ -301,7 +301,7 @@ def test_a_window_limits_what_a_layer_reads():
 
 def test_a_batched_product_has_rows_for_every_head():
     shape = recipe_sizes(Recipe(mixture("v2-dense")))
-    weights, seen = DrawnWeights(torch.float32, torch.device("cpu")), []
+    weights, seen = Weights(torch.float32, torch.device("cpu")), []
     weights.chain(shape.target_pass(3), lambda x, weight: seen.append(weight.shape) or multiply_by_library(x, weight))()
     assert len(seen) == 4 * 4 + 1  # q and kv, o, gate_up and down; the batched ones do not come here
 
@@ -524,7 +524,7 @@ def test_attention_and_experts_of_modules_are_of_their_own_rows_and_layers():
 def test_a_chain_of_passes_has_weights_for_each_module_and_one_shared_head():
     sizes = recipe_sizes(Recipe(mixture("v2", hot=512), mtp_layers=3))
     target, draft = round_runs(sizes, RoundSize(2, TreeShape(4, 2, 6)))
-    seen, weights = [], DrawnWeights(torch.float32, torch.device("cpu"))
+    seen, weights = [], Weights(torch.float32, torch.device("cpu"))
 
     def multiply(x, weight):
         seen.append((tuple(weight.shape), len(x), weight.data_ptr()))
@@ -561,7 +561,7 @@ def test_quantised_experts_count_as_they_are_stored(name, weights, share):
 
 @pytest.mark.parametrize("weights", ["fp8", "fp8-block", "int4"])
 def test_drawn_weights_are_of_the_format(weights):
-    drawn = DrawnWeights(torch.bfloat16, torch.device("cpu"))
+    drawn = Weights(torch.bfloat16, torch.device("cpu"))
     matrix = drawn.of(ProductRun("o", (128, 256), 1, 1, weights=weights))[0]
     x = torch.randn(2, 256, dtype=torch.bfloat16)
     # The rounding of the result to bfloat16.
