@@ -59,9 +59,7 @@ class LineError(Exception):
 
 def numbered_lines(file: BinaryIO, name: Path) -> Iterator[tuple[int, bytes]]:
     """Yields (number, bytes) of each line that is not blank.  A byte order mark at the start of the file is skipped.
-
-    Raises EspalierError for a line that is too long.
-    """
+    Raises EspalierError for a line that is too long."""
     number = 0
     while data := file.readline(MAX_LINE_BYTES + 1):
         number += 1

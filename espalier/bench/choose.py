@@ -88,10 +88,8 @@ def choose(
     engines_with: Callable[[Mapping[str, Any]], BenchEngines],
     predict: PredictAcceptLengths | None = None,
 ) -> None:
-    """Measure the trees; print and write the table.
-
-    predict: returns accept lengths, which are then not measured.  Raises EspalierError.
-    """
+    """Measure the trees; print and write the table.  predict: returns accept lengths, which are then not measured.
+    Raises EspalierError."""
     _refuse_unused(settings)
     context, longest = args.context, args.context + args.tokens
     largest = {"max_batch": max(args.batch)} if args.batch else {}
@@ -180,10 +178,8 @@ def _read_prompts(path: Path, bench: BenchEngine, context: int) -> list[list[int
 
 @dataclass(frozen=True)
 class TimedRuns:
-    """The prompts of the timed runs, by batch size.
-
-    A run generates num_tokens greedy tokens for a batch of prompts.  One run warms up, then `repeats` runs are timed.
-    """
+    """The prompts of the timed runs, by batch size.  A run generates num_tokens greedy tokens for a batch of prompts.
+    One run warms up, then `repeats` runs are timed."""
 
     prompts: Mapping[int, Sequence[Sequence[int]]]
     num_tokens: int

@@ -120,10 +120,8 @@ class Connection(asyncio.Protocol):
         self.transport = transport
 
     def send(self, request: bytes) -> asyncio.Future[HttpResponse]:
-        """Send a request.  The returned future completes at the last byte of the response.
-
-        Raises EspalierError if the connection ends before that byte.
-        """
+        """Send a request.  The returned future completes at the last byte of the response.  Raises EspalierError if the
+        connection ends before that byte."""
         self.ended = asyncio.get_running_loop().create_future()
         self.exchange = HttpResponse(perf_counter())
         self.transport.write(request)

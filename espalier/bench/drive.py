@@ -259,10 +259,8 @@ def variants_to_compare(made: BenchEngines) -> dict[str, EngineVariant]:
 
 
 def require_positions(positions: int, needed: int, *asked: str) -> None:
-    """Raises EspalierError if a request of `needed` tokens exceeds the model's `positions`.
-
-    asked: the flags with their values, for the error message.
-    """
+    """Raises EspalierError if a request of `needed` tokens exceeds the model's `positions`.  asked: the flags with
+    their values, for the error message."""
     if needed > positions:
         raise EspalierError(
             f"{' and '.join(asked)} need {needed} tokens a request, and the model takes at most {positions}; "

@@ -121,10 +121,8 @@ class MTPSizes:
 
 @dataclass(frozen=True)
 class BlockSizes:
-    """The sizes of a block draft.
-
-    layers: the sizes of all its layers.  rows: of its one pass over a block.  edge_rank, edge_kind: see BlockConfig.
-    """
+    """The sizes of a block draft.  layers: the sizes of all its layers.  rows: of its one pass over a block.
+    edge_rank, edge_kind: see BlockConfig."""
 
     layers: "ModelShape"
     rows: int
@@ -261,10 +259,8 @@ class ModelShape:
         return tuple(dict.fromkeys(run.shape for run in runs if run.heads == 1 and run.weights == weights))
 
     def _layers(self, prefix: str, wide: int, rows: int) -> tuple[ProductRun, ...]:
-        """Returns the products of all layers, dense layers first.  Equal layers share a run.
-
-        wide: the input columns of the first product.
-        """
+        """Returns the products of all layers, dense layers first.  Equal layers share a run.  wide: the input columns
+        of the first product."""
         # A sliding window does not change a layer's products.
         kinds = Counter((at < self.dense_layers, replace(spec, window=None)) for at, spec in enumerate(self.specs))
         runs, taken = list[ProductRun](), Counter[tuple[str, Shape]]()

@@ -74,10 +74,8 @@ class Load:
 
 
 def random_load(count: int, inputs: tuple[int, int], outputs: tuple[int, int], turns: int = 1, **more: Any) -> Load:
-    """Returns a load of `count` conversations.  Lengths are drawn uniformly between the bounds, both included.
-
-    more: further fields of Load.
-    """
+    """Returns a load of `count` conversations.  Lengths are drawn uniformly between the bounds, both included.  more:
+    further fields of Load."""
     generator = torch.Generator().manual_seed(0)
 
     def drawn(low: int, high: int) -> tuple[int, ...]:

@@ -51,10 +51,8 @@ NUMBER_FORMATS = (
 
 
 class DatasetConversations:
-    """The conversations of a dataset, as load.py:Talks.
-
-    thinking: the chat template's switch for reasoning; None for the template's default.
-    """
+    """The conversations of a dataset, as load.py:Talks.  thinking: the chat template's switch for reasoning; None for
+    the template's default."""
 
     def __init__(
         self, llm: LLM, talks: Sequence[Conversation], temperature: float, thinking: bool | None, think: float

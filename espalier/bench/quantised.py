@@ -169,10 +169,8 @@ def _run_model(
     first: ModelRun | None,
     advance: Callable[[], None],
 ) -> ModelRun:
-    """Run one model over the texts.
-
-    first: the original's run, whose texts the copy reads; None for the original, which makes the texts.
-    """
+    """Run one model over the texts.  first: the original's run, whose texts the copy reads; None for the original,
+    which makes the texts."""
     with LLM(model, **settings) as llm:
         is_own_text = llm.tokenizer is None
         pairs = (_own_texts if is_own_text else heldout_tokens)(llm, num_texts) if first is None else first.texts

@@ -178,10 +178,8 @@ def group_by_count(runs: Sequence[ProductRun]) -> list[list[ProductRun]]:
 
 
 def multiply_by_library(x: InputRows, weight: Matrix) -> Tensor:
-    """Multiply with PyTorch's product if it supports the weight: dense weights, and FP8 with scales of whole rows.
-
-    Our kernels multiply other quantised weights.
-    """
+    """Multiply with PyTorch's product if it supports the weight: dense weights, and FP8 with scales of whole rows.  Our
+    kernels multiply other quantised weights."""
     if isinstance(weight, Tensor):
         assert isinstance(x, Tensor)
         return F.linear(x, weight)

@@ -81,10 +81,8 @@ def _words() -> list[str]:
 def request_bodies(
     talk: Conversation, endpoint: str, answers: Sequence[str], same: Mapping[str, Any]
 ) -> Iterator[dict[str, Any]]:
-    """Yields the request body of each turn.
-
-    answers: the caller appends each answer before it takes the next body.  same: the fields that all bodies share.
-    """
+    """Yields the request body of each turn.  answers: the caller appends each answer before it takes the next body.
+    same: the fields that all bodies share."""
     stream = {"stream": True, "stream_options": {"include_usage": True}, "temperature": 0}
     for turn in talk.turns:
         fields = {**stream, "max_tokens": turn.max_tokens, **same}

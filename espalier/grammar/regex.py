@@ -86,10 +86,8 @@ REFUSED_GROUPS = (
 
 
 def ebnf_of_regex(regex: str) -> str:
-    """Returns a grammar in xgrammar's EBNF for the texts that match the whole regular expression.
-
-    Raises EspalierError if the expression is not in the dialect.
-    """
+    """Returns a grammar in xgrammar's EBNF for the texts that match the whole regular expression.  Raises EspalierError
+    if the expression is not in the dialect."""
     node = _without_anchors(_RegexParser(regex, "regex", NEWLINE).read(), EMPTY_TEXT, regex, "regex")
     text = regex_of(_checked_size(node, regex, "regex", "write one that allows a text"))
     return 'root ::= ""' if node == EMPTY_TEXT else 'root ::= Regex("' + text.replace("\\", "\\\\") + '")'

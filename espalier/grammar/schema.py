@@ -159,10 +159,8 @@ class _SchemaRewriter:
         return {name: self.rewrite(each, f"{place}/{_pointer_part(name)}", depth + 1) for name, each in value.items()}
 
     def _rewritten_values(self, rules: dict[str, Any], name: str, place: str) -> dict[str, Any]:
-        """Returns the enforceable form of enum or const.
-
-        xgrammar ignores a type beside these keywords, so values of other types are removed here.
-        """
+        """Returns the enforceable form of enum or const.  xgrammar ignores a type beside these keywords, so values of
+        other types are removed here."""
         values = rules[name] if name == "enum" else [rules[name]]
         if not isinstance(values, list):
             raise schema_error(place, f"'enum' is {shown(values)}", "use a list of values")
@@ -311,9 +309,7 @@ class _SchemaRewriter:
 
     def _rewritten_unique_array(self, value: Any, made: dict[str, Any], place: str, depth: int) -> dict[str, Any]:
         """Returns the enforceable form of an array without equal items.  Its items must have a finite list of values.
-
-        Raises EspalierError.
-        """
+        Raises EspalierError."""
         if value is not True:
             raise schema_error(place, f"'uniqueItems' is {shown(value)}", "use true or false")
         values = None if "prefixItems" in made else self._all_values(made["items"], depth)

@@ -69,10 +69,8 @@ EXACT_INTEGERS = range(-(2**63), 2**63)
 
 
 def read_json(what: str, text: str) -> Any:
-    """Parse JSON text whose numbers and texts xgrammar can represent.
-
-    what: the noun for the text in errors.  Raises EspalierError for other text.
-    """
+    """Parse JSON text whose numbers and texts xgrammar can represent.  what: the noun for the text in errors.  Raises
+    EspalierError for other text."""
     try:
         value = json.loads(
             text,

@@ -78,10 +78,8 @@ class ReplicaChooser:
         return held
 
     def record_sent(self, keys: Sequence[int], samples: int, replica: str, request: str) -> None:
-        """Record a prompt that was sent to a replica.
-
-        samples: the number of the prompt's outputs.  request: the name of the call, also passed to record_ended.
-        """
+        """Record a prompt that was sent to a replica.  samples: the number of the prompt's outputs.  request: the name
+        of the call, also passed to record_ended."""
         self._open_samples.setdefault((replica, request), []).append(samples)
         self.load[replica] += samples
         # The shortest prefix is recorded last and so forgotten last, because longer prefixes are found through it.

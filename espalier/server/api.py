@@ -250,10 +250,8 @@ def _prompt_ids(
     asked: SamplingParams,
     check: Callable[[str], None],
 ) -> list[list[int]]:
-    """Returns the prompts' token ids.
-
-    check: raises for a too long text that will be truncated; max_context limits other texts.  Raises EspalierError.
-    """
+    """Returns the prompts' token ids.  check: raises for a too long text that will be truncated; max_context limits
+    other texts.  Raises EspalierError."""
     keep, found = body.truncate_prompt_tokens, []
     for prompt in prompts:
         if keep is not None and isinstance(prompt, str):

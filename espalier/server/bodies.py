@@ -168,10 +168,8 @@ def _check_prompts(body: CompletionRequest, limits: BodyLimits) -> None:
 
 
 class BodyReader:
-    """Reads request bodies.  Starts the body process when the first large body arrives.
-
-    num_large_bodies_read: how many bodies the body process has read so far.
-    """
+    """Reads request bodies.  Starts the body process when the first large body arrives.  num_large_bodies_read: how
+    many bodies the body process has read so far."""
 
     def __init__(self, limits: BodyLimits):
         self.limits = limits

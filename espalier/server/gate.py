@@ -132,10 +132,8 @@ def _log_reason(refused: ApiError | None) -> str:
 
 
 class LimitedReceive:
-    """An ASGI `receive` that limits the size and the time of one request's body.
-
-    Raises ApiError if the body is too large or too slow.
-    """
+    """An ASGI `receive` that limits the size and the time of one request's body.  Raises ApiError if the body is too
+    large or too slow."""
 
     def __init__(self, gate: Gate, receive: Receive, path: str):
         self.gate = gate

@@ -25,10 +25,8 @@ MAX_INLINE_SIZE = 2048
 
 @dataclass
 class Lane:
-    """One thread with its tokenizer.
-
-    num_open: the number of calls that wait or run.  Cancelled calls count, because a thread cannot be stopped.
-    """
+    """One thread with its tokenizer.  num_open: the number of calls that wait or run.  Cancelled calls count, because a
+    thread cannot be stopped."""
 
     inputs: InputProcessor
     thread: ThreadPoolExecutor

@@ -22,9 +22,7 @@ ABORT_BUCKETS = (1, 2, 3, 4, 8)
 
 class Metrics:
     """The metrics of one server.  Each server has its own registry, because one process may have several servers.
-
-    engines: the engine of each model.
-    """
+    engines: the engine of each model."""
 
     def __init__(self, engines: Sequence[Engines]):
         self.started_at = time.time()
@@ -79,9 +77,7 @@ class SingleThreadCounter(Collector):
 
 class WeightedHistogram(Collector):
     """A histogram that counts many equal values in one call.  prometheus_client's histogram counts one value a call.
-
-    limits: upper limits of the buckets, in order.
-    """
+    limits: upper limits of the buckets, in order."""
 
     def __init__(self, name: str, about: str, limits: Sequence[float]):
         self.name = name

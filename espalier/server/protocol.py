@@ -89,10 +89,8 @@ class EngineReady(msgspec.Struct, tag=True):
 
 
 class PromptRefused(msgspec.Struct, tag=True):
-    """Reports a prompt that the engine refused.
-
-    name: the name of the SubmittedPrompt.  error: the reason.  busy: the engine may accept the same prompt later.
-    """
+    """Reports a prompt that the engine refused.  name: the name of the SubmittedPrompt.  error: the reason.  busy: the
+    engine may accept the same prompt later."""
 
     name: str
     error: str
@@ -136,20 +134,16 @@ class EngineReport(msgspec.Struct):
 
 
 class StepOutput(msgspec.Struct, tag=True):
-    """The output of one engine step.  A message without parts is a heartbeat.
-
-    report: None if the engine is busy and the last report is younger than worker.REPORT_S.
-    """
+    """The output of one engine step.  A message without parts is a heartbeat.  report: None if the engine is busy and
+    the last report is younger than worker.REPORT_S."""
 
     parts: list[OutputPart]
     report: EngineReport | None = None
 
 
 class EngineFailed(msgspec.Struct, tag=True):
-    """The last message of an engine process that cannot go on.
-
-    refused: the engine refused its settings; a new process would refuse them too.
-    """
+    """The last message of an engine process that cannot go on.  refused: the engine refused its settings; a new process
+    would refuse them too."""
 
     error: str
     refused: bool

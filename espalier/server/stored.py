@@ -118,10 +118,8 @@ def new_id(kind: str) -> str:
 
 
 class Store:
-    """The files and batches of a directory.
-
-    files, batches: by id, oldest first.  Raises EspalierError if the directory cannot be used.
-    """
+    """The files and batches of a directory.  files, batches: by id, oldest first.  Raises EspalierError if the
+    directory cannot be used."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -208,10 +206,8 @@ def _write_atomically(path: Path, data: bytes) -> None:
 
 @contextmanager
 def _atomic_file(path: Path) -> Iterator[BinaryIO]:
-    """Opens a temporary file, which becomes `path` and is synced to the disk at the end of the block.
-
-    If the block fails, `path` stays as it was.
-    """
+    """Opens a temporary file, which becomes `path` and is synced to the disk at the end of the block.  If the block
+    fails, `path` stays as it was."""
     unfinished = path.with_name(path.name + UNFINISHED_SUFFIX)
     try:
         with unfinished.open("wb") as file:

@@ -267,10 +267,8 @@ def main(address: str, front_pid: int, load: Load = load_model) -> int:
 
 
 def wait_for_start(socket: zmq.Socket, front_pid: int) -> Start | None:
-    """Returns the front's first message.
-
-    Returns None if the front has ended, is silent for WAIT_FOR_START_MS, or sends another message than Start.
-    """
+    """Returns the front's first message.  Returns None if the front has ended, is silent for WAIT_FOR_START_MS, or
+    sends another message than Start."""
     for _ in range(WAIT_FOR_START_MS // FRONT_CHECK_MS):
         if socket.poll(FRONT_CHECK_MS):
             start = protocol.decode_to_engine(socket.recv())

@@ -139,10 +139,8 @@ def print_table(rows: Sequence[Sequence[str]]) -> None:
 
 @contextmanager
 def progress(what: str, total: int) -> Iterator[Callable[..., None]]:
-    """Show a progress bar on stderr if it is a terminal, and remove it at the end.
-
-    Yields a function that advances the bar by one step, or by a number of steps.
-    """
+    """Show a progress bar on stderr if it is a terminal, and remove it at the end.  Yields a function that advances the
+    bar by one step, or by a number of steps."""
     console = stderr()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:

@@ -121,10 +121,8 @@ def named_models(args: Namespace) -> dict[str, str]:
 
 
 def with_minimum(settings: Mapping[str, Any], defaults: Mapping[str, Any], **minimum: int) -> dict[str, Any]:
-    """Returns the settings, in which `defaults` replace "auto".
-
-    minimum: the smallest allowed value by setting.  Raises EspalierError for a smaller value.
-    """
+    """Returns the settings, in which `defaults` replace "auto".  minimum: the smallest allowed value by setting.
+    Raises EspalierError for a smaller value."""
     for name, low in minimum.items():
         given: Any = settings.get(name)
         if not is_open(given) and given < low:

@@ -152,10 +152,8 @@ ARGUMENTS_KEYS = ("arguments", "parameters")
 
 
 def read_call_object(reader: TextReader, call: CallWriter) -> Steps[None]:
-    """Read a call that is one JSON object with name and arguments.  Arguments are written while they arrive.
-
-    Other keys are skipped.  Raises BrokenCall.
-    """
+    """Read a call that is one JSON object with name and arguments.  Arguments are written while they arrive.  Other
+    keys are skipped.  Raises BrokenCall."""
     yield from reader.expect("{")
     yield from reader.read_space()
     if (yield from reader.read_literal("}")):

@@ -18,10 +18,8 @@ ALPHANUMERIC = string.ascii_letters + string.digits
 
 @dataclass(frozen=True)
 class Delta:
-    """A part of a streamed message.
-
-    index: the call's number; -1 for a broken call whose name was not sent.  id: the id of a new call.
-    """
+    """A part of a streamed message.  index: the call's number; -1 for a broken call whose name was not sent.  id: the
+    id of a new call."""
 
     kind: Kind
     text: str = ""
@@ -40,10 +38,8 @@ def new_short_call_id() -> str:
 
 @dataclass
 class DeltaWriter:
-    """Collects the deltas that a parser makes.
-
-    schemas: the parameters' JSON schema of each callable tool.  in_reasoning, may_reason: see OutputParser.
-    """
+    """Collects the deltas that a parser makes.  schemas: the parameters' JSON schema of each callable tool.
+    in_reasoning, may_reason: see OutputParser."""
 
     schemas: Mapping[str, Mapping[str, Any]]
     make_id: Callable[[], str]
@@ -208,10 +204,8 @@ NEWLINE_CHARS = "\n"
 
 
 def parse_reasoning(reader: TextReader, writer: DeltaWriter, format: ReasoningFormat) -> Steps[None]:
-    """Read all reasoning that comes next.
-
-    Newlines beside the marks belong to the marks.  A begin mark inside reasoning or an end mark outside is dropped.
-    """
+    """Read all reasoning that comes next.  Newlines beside the marks belong to the marks.  A begin mark inside
+    reasoning or an end mark outside is dropped."""
     marks = Markers(format.end, format.begin, strip_before=NEWLINE_CHARS)
     while (marker := (yield from _first_marker(reader, format))) is not None:
         writer.in_reasoning = marker == format.begin

@@ -28,10 +28,8 @@ CUT_OFF_REASON = "the output ends inside the tool call"
 
 
 class Markers:
-    """Marker texts at which reading stops.  No marker may be inside another.
-
-    strip_before: characters that belong to a marker if they stand directly before it.
-    """
+    """Marker texts at which reading stops.  No marker may be inside another.  strip_before: characters that belong to a
+    marker if they stand directly before it."""
 
     def __init__(self, *texts: str, strip_before: str = ""):
         self.texts = texts
@@ -54,10 +52,8 @@ class Markers:
 
 @dataclass
 class TextReader:
-    """The text of an output, with the methods of a parser.
-
-    buffer: text that has arrived and is not yet read.  is_cut: the output did not end with a stop token.
-    """
+    """The text of an output, with the methods of a parser.  buffer: text that has arrived and is not yet read.  is_cut:
+    the output did not end with a stop token."""
 
     buffer: str = ""
     ended: bool = False
