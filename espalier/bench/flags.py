@@ -80,7 +80,7 @@ def _add_dataset_flags(parser: ArgumentParser) -> None:
 
 
 def add_server_flags(group: Any) -> None:
-    """Add the flags of OF_SERVERS, and --url."""
+    """Add --url and the flags in SERVER_FLAGS."""
     add = group.add_argument
     add("--url", action="append", metavar="X", help="a running server, any with OpenAI's API; may be repeated")
     add("--endpoint", choices=(CHAT, COMPLETIONS), help="endpoint that is called (chat; with --token-ids completions)")

@@ -275,7 +275,7 @@ def latency_figures(timelines: Sequence[Timeline]) -> dict[str, Any]:
 
 
 def time_title(times: str) -> str:
-    """The name of one of TIMES for a table."""
+    """Returns the title of one of LATENCY_TIMES, for a table."""
     return times.removesuffix("_ms").replace("_", " ")
 
 

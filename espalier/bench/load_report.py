@@ -51,7 +51,7 @@ NUMBER_FORMATS = (
 
 
 class DatasetConversations:
-    """The conversations of a dataset, as load.py:Talks.  thinking: the chat template's switch for reasoning; None for
+    """The conversations of a dataset, as load.py:LoadConversations.  thinking: the chat template's switch for reasoning; None for
     the template's default."""
 
     def __init__(
