@@ -266,7 +266,7 @@ class Journal:
     def num_left(self) -> int:
         return self.input.num_lines - self.num_answered
 
-    def unanswered(self) -> Generator[tuple[int, bytes]]:
+    def unanswered_lines(self) -> Generator[tuple[int, bytes]]:
         """Yields (number, bytes) of each unanswered input line.  A line is read when it is needed."""
         with self.input.path.open("rb") as file:
             for number, data in numbered_lines(file, self.input.path):

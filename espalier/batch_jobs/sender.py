@@ -32,11 +32,11 @@ SYNC_INTERVAL_S = 1.0
 class NotAnswered(Exception):
     """A line got no answer.  final: a retry would fail too.  lost: the server had accepted the line."""
 
-    def __init__(self, why: str, retry_after_s: float = 0.0, final: bool = False, lost: bool = False):
+    def __init__(self, why: str, retry_after_s: float = 0.0, is_final: bool = False, was_lost: bool = False):
         super().__init__(why)
         self.retry_after_s = retry_after_s
-        self.final = final
-        self.lost = lost
+        self.is_final = is_final
+        self.was_lost = was_lost
 
 
 class Sender:
@@ -68,7 +68,7 @@ class Sender:
                 response = await self._send_once(next(self._next_clients), name, line, data)
             except NotAnswered as why:
                 self._give_up(why)
-                num_lost += why.lost
+                num_lost += why.was_lost
                 if num_lost == MAX_TIMES_LOST:
                     message = f"the line was lost {num_lost} times ({why}); send it alone to see why"
                     raise LineError("no_answer", message, line.custom_id) from None
@@ -81,7 +81,7 @@ class Sender:
     def _give_up(self, why: NotAnswered) -> None:
         """Raises EspalierError if a retry is useless."""
         silent_s = asyncio.get_running_loop().time() - self._answered_at
-        if why.final:
+        if why.is_final:
             raise EspalierError(str(why))
         if self.give_up_s is not None and silent_s > self.give_up_s:
             raise EspalierError(f"no line was answered for {silent_s:.0f} s ({why}); see the server's log")
@@ -94,7 +94,9 @@ class Sender:
         except (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout) as error:
             raise NotAnswered(f"{client.base_url} cannot be reached: {one_line(error)}") from None
         except httpx.TransportError as error:
-            raise NotAnswered(f"the connection to {client.base_url} was lost: {one_line(error)}", lost=True) from None
+            raise NotAnswered(
+                f"the connection to {client.base_url} was lost: {one_line(error)}", was_lost=True
+            ) from None
         try:
             body = msgspec.json.decode(got.content)
         except msgspec.DecodeError:
@@ -113,18 +115,18 @@ def _require_answer(got: httpx.Response, body: Any) -> None:
     error = error if isinstance(error, dict) else {"message": str(error)}
     why = f"status {got.status_code}: {error.get('message') or 'no message'}"
     if got.status_code in (401, 403):
-        raise NotAnswered(f"the server refuses the API key ({why}); give the right one with --api-key", final=True)
+        raise NotAnswered(f"the server refuses the API key ({why}); give the right one with --api-key", is_final=True)
     # Some servers send the fields of an error without the object "error" around them.
     if got.status_code == STATUS_NOT_FOUND and not error and "message" not in body:
         here = f"{got.request.url} answers {STATUS_NOT_FOUND} without an error of OpenAI's form, {shown(got.text)}"
-        raise NotAnswered(f"{here}: nothing is served there; correct --url, or url in the lines", final=True)
+        raise NotAnswered(f"{here}: nothing is served there; correct --url, or url in the lines", is_final=True)
     if got.status_code in RETRIED_STATUSES:
         after = got.headers.get("retry-after", "")
         raise NotAnswered(
             why,
             min(float(after), MAX_RETRY_PAUSE_S) if after.isdecimal() else 0.0,
-            final=got.headers.get("x-should-retry") == "false",
-            lost=error.get("code") == "engine_gone" and not after,
+            is_final=got.headers.get("x-should-retry") == "false",
+            was_lost=error.get("code") == "engine_gone" and not after,
         )
 
 
@@ -189,7 +191,7 @@ async def run_batch(
     not answer any more, or the output cannot be written.  The journal keeps the answers so far, and a later run sends
     the other lines.
     """
-    lines = journal.unanswered()
+    lines = journal.unanswered_lines()
     try:
         async with asyncio.TaskGroup() as group:
             syncing = group.create_task(_sync_periodically(journal))

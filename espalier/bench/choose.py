@@ -144,21 +144,23 @@ def without_by_batch(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {**settings, "speculation": replace(speculation, by_batch={})}
 
 
-def trees_to_measure(configured: TreeShape, given: Sequence[TreeShape], is_block: bool = False) -> list[TreeShape]:
+def trees_to_measure(
+    configured: TreeShape, given_trees: Sequence[TreeShape], is_block: bool = False
+) -> list[TreeShape]:
     """Returns the trees to measure, without duplicates.
 
     If no tree is given: the configured tree, the smaller CANDIDATE_TREES, and plain decoding.  For a block draft, the
     configured tree with fewer nodes (BLOCK_NODE_COUNTS) replaces CANDIDATE_TREES. Raises EspalierError for a tree that
     is larger than the configured tree.
     """
-    for shape in given:
+    for shape in given_trees:
         configured.require(shape)
     if is_block:
         sizes = [nodes for nodes in BLOCK_NODE_COUNTS if nodes < configured.num_draft_tokens]
         fitting = [replace(configured, num_draft_tokens=nodes) for nodes in sizes]
     else:
         fitting = [shape for shape in CANDIDATE_TREES if fits_in(configured, shape)]
-    return list(dict.fromkeys(given or (configured, *fitting, PLAIN)))
+    return list(dict.fromkeys(given_trees or (configured, *fitting, PLAIN)))
 
 
 def _read_prompts(path: Path, bench: BenchEngine, context: int) -> list[list[int]]:

@@ -174,7 +174,7 @@ class SentRequest:
     num_output: int = 0
 
     @property
-    def later(self) -> int:
+    def num_later_tokens(self) -> int:
         """The number of tokens that came after the first chunk."""
         return self.num_output - self.timeline.chunks[0][1]
 
@@ -190,7 +190,7 @@ class LoadTarget:
     timeout_s: float
     think_s: float
 
-    async def ask(self, body: Mapping[str, Any], due: float) -> SentRequest:
+    async def send_request(self, body: Mapping[str, Any], due: float) -> SentRequest:
         """Send a request and await its answer.  due: the planned time of sending, on perf_counter's clock."""
         asked = SentRequest(Timeline(due))
         request = post_request(self.address.prefix + ENDPOINT_PATHS[self.endpoint], body, self.headers)
@@ -207,13 +207,13 @@ class LoadTarget:
             asked.error = one_line(error)
         return asked
 
-    async def converse(self, talk: Conversation, due: float) -> list[SentRequest]:
+    async def run_conversation(self, talk: Conversation, due: float) -> list[SentRequest]:
         """Send the turns of a conversation, the first turn at `due`.  Stops after a turn without an answer."""
         results: list[SentRequest] = []
         answers: list[str] = []
         for body in request_bodies(talk, self.endpoint, answers, self.same):
             await asyncio.sleep(due - perf_counter())
-            results.append(await self.ask(body, due))
+            results.append(await self.send_request(body, due))
             results[-1].category = talk.category
             if results[-1].error:
                 break

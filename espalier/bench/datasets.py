@@ -67,13 +67,13 @@ def conversations_of(
     return talks, len(said) - len(spoken)
 
 
-def _sampled_records(path: Path, records: Sequence[Any], limit: int, chance: random.Random) -> list[Any]:
+def _sampled_records(path: Path, records: Sequence[Any], limit: int, rng: random.Random) -> list[Any]:
     if limit > len(records):
         raise EspalierError(f"--limit={limit} is above the {len(records)} conversations of {path}; lower it")
     by_category: dict[str, list[int]] = {}
     for i, (category, *_) in enumerate(records):
         by_category.setdefault(category, []).append(i)
-    drawn = [chance.sample(places, len(places)) for places in by_category.values()]
+    drawn = [rng.sample(places, len(places)) for places in by_category.values()]
     in_turns = [place for place in chain.from_iterable(zip_longest(*drawn)) if place is not None]
     return [records[place] for place in sorted(in_turns[:limit])]
 

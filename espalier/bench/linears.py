@@ -258,9 +258,9 @@ class ModelShape:
         runs = (run for run in (*self.target_pass(1), *draft) if run.name != "draft edge factors")
         return tuple(dict.fromkeys(run.shape for run in runs if run.heads == 1 and run.weights == weights))
 
-    def _layers(self, prefix: str, wide: int, rows: int) -> tuple[ProductRun, ...]:
-        """Returns the products of all layers, dense layers first.  Equal layers share a run.  wide: the input columns
-        of the first product."""
+    def _layers(self, prefix: str, input_columns: int, rows: int) -> tuple[ProductRun, ...]:
+        """Returns the products of all layers, dense layers first.  Equal layers share a run.  input_columns: of the
+        first product."""
         # A sliding window does not change a layer's products.
         kinds = Counter((at < self.dense_layers, replace(spec, window=None)) for at, spec in enumerate(self.specs))
         runs, taken = list[ProductRun](), Counter[tuple[str, Shape]]()
@@ -268,12 +268,14 @@ class ModelShape:
             mlp = self._mlp(prefix, self.intermediate, count, rows) if is_dense else self._routed(prefix, count, rows)
             if self.one_block and spec.keeps != NO_MIXING:
                 mlp = ()
-            for run in (*self._attention(prefix, wide, spec, count, rows), *mlp):
+            for run in (*self._attention(prefix, input_columns, spec, count, rows), *mlp):
                 runs.append(replace(run, first=taken[run.name, run.shape]))
                 taken[run.name, run.shape] += count
         return tuple(runs)
 
-    def _attention(self, prefix: str, wide: int, spec: LayerSpec, count: int, rows: int) -> tuple[ProductRun, ...]:
+    def _attention(
+        self, prefix: str, input_columns: int, spec: LayerSpec, count: int, rows: int
+    ) -> tuple[ProductRun, ...]:
         if self.latent is not None:
             own = self._latent_attention(prefix, self.latent, spec.heads, count, rows)
             return (*self._indexer(prefix, self.latent, spec, count, rows), *own)
@@ -282,7 +284,7 @@ class ModelShape:
         size = spec.keeps.k_size
         heads = spec.projected_heads + (spec.heads if self.gated else 0)
         return (
-            self._run(f"{prefix}qkv", (heads * size, wide), count, rows),
+            self._run(f"{prefix}qkv", (heads * size, input_columns), count, rows),
             self._run(f"{prefix}o", (self.hidden, spec.heads * size), count, rows),
         )
 

@@ -47,12 +47,12 @@ class Load:
         return len(self.inputs) // self.turns
 
     @property
-    def longest(self) -> int:
+    def max_tokens(self) -> int:
         """The tokens of the longest conversation, outputs included."""
-        return self.beginning + max(sum(each.inputs + each.outputs) for each in map(self.of, range(self.count)))
+        return self.beginning_tokens + max(sum(each.inputs + each.outputs) for each in map(self.of, range(self.count)))
 
     @property
-    def beginning(self) -> int:
+    def beginning_tokens(self) -> int:
         """The number of tokens of a shared beginning; 0 without."""
         return self.prefix_tokens if self.prefixes else 0
 
@@ -96,7 +96,7 @@ class Arrivals:
     rate: float | None = None
     burst: int | None = None
 
-    def due(self, count: int) -> list[float]:
+    def arrival_times(self, count: int) -> list[float]:
         """Returns the arrival time of each request, in seconds from the start of the load."""
         if self.rate is None:
             return [0.0] * count
@@ -146,7 +146,7 @@ class LaunchTimes:
     def __init__(self, engine: Engine) -> None:
         self.layout = engine.layout
         self.captured_passes = engine.executor.captured_passes
-        self.other: LaunchObserver | None = engine.observer
+        self.former_observer: LaunchObserver | None = engine.observer
         self.seconds = {"prefill": 0.0, "rounds": 0.0, "idle": 0.0}
         self.rows = 0
         self._unread: deque[str] = deque()
@@ -159,13 +159,13 @@ class LaunchTimes:
         else:
             batch = len(launch_input.slots)
             self.rows += batch * (launch_input.tree or self.layout.for_batch(batch).tree).num_draft_tokens
-        if self.other is not None:
-            self.other.on_launch(launch_input)
+        if self.former_observer is not None:
+            self.former_observer.on_launch(launch_input)
 
     def before_result(self, handle: Handle) -> None:
         self._kind = self._unread.popleft()
-        if self.other is not None:
-            self.other.before_result(handle)
+        if self.former_observer is not None:
+            self.former_observer.before_result(handle)
 
     def add(self, seconds: float) -> None:
         """Add the seconds of a step, or of a wait for requests."""
@@ -217,7 +217,7 @@ class LoadResult:
     seconds: float
     requests: list[Request]
     timelines: list[Timeline]
-    spent: LaunchTimes
+    launch_times: LaunchTimes
     categories: list[str]
 
     @property
@@ -243,7 +243,7 @@ class LoadResult:
         tokens_out = sum(len(request.output) for request in self.requests)
         tokens_in = sum(len(request.prompt) for request in self.requests)
         computed = tokens_in - sum(request.cached_tokens for request in self.requests)
-        busy = sum(self.spent.seconds.values())
+        busy = sum(self.launch_times.seconds.values())
         return {
             "requests": len(self.requests),
             "seconds": self.seconds,
@@ -255,8 +255,8 @@ class LoadResult:
             "tokens_in_per_second": tokens_in / self.seconds,
             "tokens_out_per_second": tokens_out / self.seconds,
             "accept_length": self.accept_length,
-            "time_shares": {kind: seconds / busy for kind, seconds in self.spent.seconds.items()},
-            "wasted_rows": max(0.0, 1 - (computed + tokens_out) / self.spent.rows),
+            "time_shares": {kind: seconds / busy for kind, seconds in self.launch_times.seconds.items()},
+            "wasted_rows": max(0.0, 1 - (computed + tokens_out) / self.launch_times.rows),
             **latency_figures(self.timelines),
             "categories": figures_by_category(self.answers),
         }
@@ -328,8 +328,8 @@ class RandomConversations:
 
     def next(self, number: int, before: Sequence[Request]) -> Request:
         turn, own = len(before), self.load.of(number)
-        begin = self.load.beginning + sum(own.inputs[:turn]) if turn else 0
-        end = self.load.beginning + sum(own.inputs[: turn + 1])
+        begin = self.load.beginning_tokens + sum(own.inputs[:turn]) if turn else 0
+        end = self.load.beginning_tokens + sum(own.inputs[: turn + 1])
         said = before[-1].prompt + before[-1].output if before else []
         place = number * self.load.turns + turn
         return greedy_request(str(place), place, [*said, *self.texts[number][begin:end]], own.outputs[turn])
@@ -343,7 +343,7 @@ def serve_random(engine: Engine, prompts: Sequence[Sequence[int]], load: Load, a
 def serve_conversations(engine: Engine, talks: LoadConversations, arrivals: Arrivals) -> LoadResult:
     """Run conversations until all have ended."""
     spent, begun = LaunchTimes(engine), perf_counter()
-    due = [begun + at for at in arrivals.due(talks.count)]
+    due = [begun + at for at in arrivals.arrival_times(talks.count)]
     timelines: list[Timeline] = []
     requests: list[Request] = []
     categories: list[str] = []
@@ -383,5 +383,5 @@ def serve_conversations(engine: Engine, talks: LoadConversations, arrivals: Arri
                 if len(said[number]) < talks.turns(number):
                     heapq.heappush(waiting, (perf_counter() + talks.think, number))
         spend()
-    engine.observer = spent.other
+    engine.observer = spent.former_observer
     return LoadResult(perf_counter() - timelines[0].due, requests, timelines, spent, categories)

@@ -51,8 +51,7 @@ NUMBER_FORMATS = (
 
 
 class DatasetConversations:
-    """The conversations of a dataset, as load.py:LoadConversations.  thinking: the chat template's switch for reasoning; None for
-    the template's default."""
+    """The LoadConversations of a dataset.  thinking: the chat template's switch for reasoning; None for its default."""
 
     def __init__(
         self, llm: LLM, talks: Sequence[Conversation], temperature: float, thinking: bool | None, think: float
@@ -175,13 +174,13 @@ def _results_by_variant(
     engines_of: Callable[..., BenchEngines],
 ) -> Any:
     """Yields (name of an engine variant, (result, config) of each cell).  Each variant is warmed up first."""
-    made = engines_of(args, {}, **({} if load is None else {"max_context": load.longest}))
+    made = engines_of(args, {}, **({} if load is None else {"max_context": load.max_tokens}))
     if load is not None:
         asked = (
             "--input {},{}".format(*(args.input or DEFAULT_INPUTS)),
             "--output {},{}".format(*(args.output or DEFAULT_OUTPUTS)),
         )
-        require_positions(made.positions, load.longest, *asked)
+        require_positions(made.positions, load.max_tokens, *asked)
     think = open_loop.DEFAULT_FLAGS["think"] if args.think is None else args.think
     for name, way in variants_to_compare(made).items():
         with made.open(way) as bench:

@@ -60,7 +60,7 @@ class LatencyLimits:
     ttft: float | None
     itl: float | None
 
-    def hold(self, timeline: Timeline) -> bool:
+    def are_met_by(self, timeline: Timeline) -> bool:
         is_late = self.ttft is not None and 1e3 * timeline.first > self.ttft
         return not is_late and (self.itl is None or 1e3 * (timeline.per_token or 0.0) <= self.itl)
 
@@ -77,13 +77,13 @@ class OpenLoopResult:
     rate: float | None
     temperature: float
     seconds: float
-    asked: list[SentRequest] = field(repr=False)
+    requests: list[SentRequest] = field(repr=False)
     limits: LatencyLimits
     rounds: Counter[int] | None
 
     @property
-    def answered(self) -> list[SentRequest]:
-        return [each for each in self.asked if not each.error]
+    def answered_requests(self) -> list[SentRequest]:
+        return [each for each in self.requests if not each.error]
 
     @property
     def accept_length(self) -> float | None:
@@ -93,29 +93,29 @@ class OpenLoopResult:
     def figures(self) -> dict[str, Any]:
         length = self.accept_length
         # A server reports one accept length for all its requests, so several categories do not show it.
-        of_each = length if len({each.category for each in self.asked}) == 1 else None
+        of_each = length if len({each.category for each in self.requests}) == 1 else None
         answers = [
-            AnsweredRequest(each.category, each.timeline, each.num_output, of_each and each.later / of_each)
-            for each in self.answered
+            AnsweredRequest(each.category, each.timeline, each.num_output, of_each and each.num_later_tokens / of_each)
+            for each in self.answered_requests
         ]
-        good = sum(self.limits.hold(each.timeline) for each in self.answered)
-        tokens = sum(each.num_output for each in self.answered)
+        good = sum(self.limits.are_met_by(each.timeline) for each in self.answered_requests)
+        tokens = sum(each.num_output for each in self.answered_requests)
         return {
             "server": self.server,
             "rate": self.rate,
             "temperature": self.temperature,
-            "requests": len(self.asked),
-            "answered": len(self.answered),
-            "errors": dict(Counter(each.error for each in self.asked if each.error)),
+            "requests": len(self.requests),
+            "answered": len(self.answered_requests),
+            "errors": dict(Counter(each.error for each in self.requests if each.error)),
             "seconds": self.seconds,
-            "tokens_in": sum(each.num_prompt for each in self.answered),
+            "tokens_in": sum(each.num_prompt for each in self.answered_requests),
             "tokens_out": tokens,
-            "requests_per_second": len(self.answered) / self.seconds,
+            "requests_per_second": len(self.answered_requests) / self.seconds,
             "tokens_out_per_second": tokens / self.seconds,
             "goodput_per_second": good / self.seconds,
-            "good_share": good / len(self.asked),
+            "good_share": good / len(self.requests),
             "accept_length": length,
-            **latency_figures([each.timeline for each in self.answered]),
+            **latency_figures([each.timeline for each in self.answered_requests]),
             "categories": figures_by_category(answers),
         }
 
@@ -216,7 +216,7 @@ async def _reached_server(args: Namespace, url: str) -> LoadTarget:
     same = {"model": model, **switch, **(args.extra_body or {})}
     target = LoadTarget(address, headers, same, args.endpoint, args.timeout, args.think)
     [first] = Traffic((2, 2), (4, 4), token_ids=args.token_ids).conversations(1, seed=-1)
-    [asked] = await target.converse(first, perf_counter())
+    [asked] = await target.run_conversation(first, perf_counter())
     if asked.error:
         raise EspalierError(f"--url {url} does not answer a first request: {asked.error}")
     return target
@@ -226,12 +226,12 @@ async def _measure_server(
     target: LoadTarget, talks: Sequence[Conversation], arrivals: Arrivals, advance: Any
 ) -> tuple[float, list[SentRequest]]:
     """Run all conversations and return (seconds, requests).  Each starts at its time, or when another ends."""
-    begun, due = perf_counter(), arrivals.due(len(talks))
+    begun, due = perf_counter(), arrivals.arrival_times(len(talks))
     free = asyncio.Semaphore(arrivals.concurrency or len(talks))
 
     async def one(talk: Conversation) -> list[SentRequest]:
         async with free:
-            asked = await target.converse(talk, begun + due[talk.number] if arrivals.rate else perf_counter())
+            asked = await target.run_conversation(talk, begun + due[talk.number] if arrivals.rate else perf_counter())
         advance()
         return asked
 

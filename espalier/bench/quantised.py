@@ -59,13 +59,13 @@ class ModelRun:
     texts: TokenPairs
     is_own_text: bool
     hidden: list[Tensor]
-    following: list[Tensor]
+    next_tokens: list[Tensor]
     logits: Callable[[Tensor], Tensor]
     accept_length: float | None
 
     def logprobs(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yields (log-probabilities [B, V], following tokens [B]) for all positions.  B: COMPARED_ROWS at most."""
-        for hidden, following in zip(self.hidden, self.following, strict=True):
+        for hidden, following in zip(self.hidden, self.next_tokens, strict=True):
             for rows, tokens in zip(hidden.split(COMPARED_ROWS), following.split(COMPARED_ROWS), strict=True):
                 logits = self.logits(rows)
                 yield logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1), tokens

@@ -46,7 +46,7 @@ class Shape:
     fields: Mapping[str, Any]
     first_plain: int = 0
 
-    def cut(self, layers: int) -> "Shape":
+    def with_layers(self, layers: int) -> "Shape":
         """Returns the model with only its first `layers` layers.  Raises EspalierError for more layers than it has."""
         count = self.fields["num_hidden_layers"]
         if not 1 <= layers <= count:

@@ -126,10 +126,10 @@ class Weights:
         made = self._made.setdefault((run.name, run.shape), [])
         copies = max(MIN_COPIES, math.ceil(MIN_BYTES * run.count / run.weight_bytes))
         while len(made) < min(run.first + run.count, copies):
-            made.append(self.drawn(run.shape if run.heads == 1 else (run.heads, *run.shape), run.weights))
+            made.append(self.random_weight(run.shape if run.heads == 1 else (run.heads, *run.shape), run.weights))
         return [made[at % copies] for at in range(run.first, run.first + run.count)]
 
-    def drawn(self, shape: tuple[int, ...], weights: str = DENSE) -> Matrix:
+    def random_weight(self, shape: tuple[int, ...], weights: str = DENSE) -> Matrix:
         """Returns a random weight with a trained weight's magnitude: products with zeros would be faster."""
         dense = torch.empty(shape, dtype=self.dtype, device=self.device).normal_(std=shape[-1] ** -0.5)
         return dense if weights == DENSE else QUANTISERS[weights].matrix(dense)

@@ -63,11 +63,10 @@ class Traffic:
         return [self._conversation(i, chance, words, chance.choice(beginnings)) for i in range(count)]
 
     def _conversation(
-        self, number: int, chance: random.Random, words: Sequence[Any], beginning: list[Any]
+        self, number: int, rng: random.Random, words: Sequence[Any], beginning: list[Any]
     ) -> Conversation:
         drawn = [
-            (chance.choices(words, k=chance.randint(*self.inputs)), chance.randint(*self.outputs))
-            for _ in range(self.turns)
+            (rng.choices(words, k=rng.randint(*self.inputs)), rng.randint(*self.outputs)) for _ in range(self.turns)
         ]
         if self.token_ids is None:
             return Conversation(number, " ".join(beginning), tuple(Turn(" ".join(text), most) for text, most in drawn))

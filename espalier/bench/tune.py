@@ -171,7 +171,7 @@ def _run(args: Namespace, config: EngineConfig) -> int:
         kept |= known.plans if known.key == (tuner.chip, dtype, tuner.format) else {}
     with progress("measuring", len(ROWS_BUCKETS) + len(models)) as advance:
         for rows in ROWS_BUCKETS:
-            alone |= tuner.alone(shapes, rows)
+            alone |= tuner.measure_alone(shapes, rows)
             # Stored in case the tuning is interrupted.  The plans measured among neighbours replace them.
             keep({cell: measured.fastest for cell, measured in alone.items()})
             advance()
@@ -267,11 +267,11 @@ class LinearTuner:
         """The name of this weight format in the table."""
         if self.of_format == DENSE:
             return DENSE
-        any_matrix = self.weights.drawn((MIN_MATRIX_SIDE, MIN_MATRIX_SIDE), self.of_format)
+        any_matrix = self.weights.random_weight((MIN_MATRIX_SIDE, MIN_MATRIX_SIDE), self.of_format)
         assert isinstance(any_matrix, QuantisedMatrix)
         return quantised_plans.tuning_name(any_matrix)
 
-    def alone(self, shapes: Sequence[Shape], rows: int) -> dict[PlanKey, MeasuredPlans]:
+    def measure_alone(self, shapes: Sequence[Shape], rows: int) -> dict[PlanKey, MeasuredPlans]:
         """Measure each shape alone in the bucket of `rows`.  Shapes for which no time is left are not in the result."""
         if perf_counter() > self.end_alone:
             return {}
@@ -296,9 +296,9 @@ class LinearTuner:
     def copies(self, shape: Shape) -> list[Matrix]:
         """Returns different weights of the same shape, together larger than the L2 cache."""
         if shape not in self._copies:
-            one = self.weights.drawn(shape, self.of_format)
+            one = self.weights.random_weight(shape, self.of_format)
             more = max(2, -(-COPIES_BYTES // one.nbytes)) - 1
-            self._copies[shape] = [one, *(self.weights.drawn(shape, self.of_format) for _ in range(more))]
+            self._copies[shape] = [one, *(self.weights.random_weight(shape, self.of_format) for _ in range(more))]
         return self._copies[shape]
 
     def _candidates(self, shape: Shape, rows: int) -> Sequence[TritonPlan | LibraryPlan]:

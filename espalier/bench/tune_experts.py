@@ -160,9 +160,9 @@ class ExpertsTuner:
         gate_up, down = random_experts(shape, self.dtype, self.device)
         for bucket, group in groupby(rows, shape.bucket):
             calls = [ChainInputs(shape, count, self.dtype, self.device) for count in group]
-            yield self._bucket(bucket, calls, gate_up, down)
+            yield self._measure_bucket(bucket, calls, gate_up, down)
 
-    def _bucket(
+    def _measure_bucket(
         self, bucket: int, calls: Sequence[ChainInputs], gate_up: Tensor, down: Tensor
     ) -> list[MeasuredExperts]:
         """Returns the measurements of one bucket, with the plan that is fastest over all its numbers of rows."""
@@ -172,12 +172,12 @@ class ExpertsTuner:
             best = []
             for matrices in (2, 1):
                 of_product = candidate_plans(tile_rows, matrices, self.chip)
-                times = self._alone(calls, tile_rows, matrices, of_product, gate_up if matrices == 2 else down)
+                times = self._measure_alone(calls, tile_rows, matrices, of_product, gate_up if matrices == 2 else down)
                 best.append(sorted(times, key=lambda plan: sum_of_relative_times(times, plan))[:NUM_COMBINED])
             plans += [ExpertsPlan(tile_rows, *pair) for pair in product(*best)]
-        whole = self._whole(calls, plans, gate_up, down)
+        whole = self._measure_together(calls, plans, gate_up, down)
         plan = min(whole, key=lambda each: sum_of_relative_times(whole, each))
-        rules = self._whole(
+        rules = self._measure_together(
             calls, [experts_plan_by_rule(shape, each.rows, self.dtype, self.chip) for each in calls], gate_up, down
         )
         return [
@@ -192,7 +192,7 @@ class ExpertsTuner:
             for i, each in enumerate(calls)
         ]
 
-    def _alone(
+    def _measure_alone(
         self, calls: Sequence[ChainInputs], tile_rows: int, matrices: int, plans: Sequence[ProductPlan], weight: Tensor
     ) -> dict[ProductPlan, list[float]]:
         """Returns the µs of one product by plan, at each number of rows.  matrices: 2 for gate and up, 1 for down."""
@@ -213,9 +213,9 @@ class ExpertsTuner:
 
             return body
 
-        return self._us(calls, plans, chain, TURNS_ALONE)
+        return self._us_by_plan(calls, plans, chain, TURNS_ALONE)
 
-    def _whole(
+    def _measure_together(
         self, calls: Sequence[ChainInputs], plans: Sequence[ExpertsPlan], gate_up: Tensor, down: Tensor
     ) -> dict[ExpertsPlan, list[float]]:
         """Returns the µs of all three launches at each number of rows."""
@@ -227,9 +227,9 @@ class ExpertsTuner:
 
             return body
 
-        return self._us(calls, list(dict.fromkeys(plans)), chain, TURNS_TOGETHER)
+        return self._us_by_plan(calls, list(dict.fromkeys(plans)), chain, TURNS_TOGETHER)
 
-    def _us(
+    def _us_by_plan(
         self, calls: Sequence[ChainInputs], plans: Sequence[Plan], chain: MakeChain[Plan], turns: int
     ) -> dict[Plan, list[float]]:
         """Returns the µs of a call by plan, at each number of rows.  The plans take turns."""

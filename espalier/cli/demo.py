@@ -58,14 +58,20 @@ def round_tree(trace: RoundTrace, name: TokenName, signs: DrawingSigns) -> Text:
 
 
 def _draw_node(
-    drawing: Text, trace: RoundTrace, node: int, lead: str, fork: str, name: TokenName, signs: DrawingSigns
+    drawing: Text,
+    trace: RoundTrace,
+    node: int,
+    line_prefix: str,
+    branch_sign: str,
+    name: TokenName,
+    signs: DrawingSigns,
 ) -> None:
     accepted = node in trace.tree.path_rows
     label = name(trace.tree.tokens[node])
     if node == 0:
         drawing.append(f"{label}  root", "bold")
     else:
-        drawing.append(lead + fork, DIM_STYLE)
+        drawing.append(line_prefix + branch_sign, DIM_STYLE)
         sign, style = (signs.accepted, DRAFT_STYLE) if accepted else (signs.rejected, DIM_STYLE)
         drawing.append(f"{sign} {label}", style)
         score = trace.tree.scores[node]
@@ -76,7 +82,7 @@ def _draw_node(
     children = [
         i for i, parent in enumerate(trace.tree.parents) if i and parent == node and trace.tree.tokens[i] != VOID_NODE
     ]
-    below = lead if node == 0 else lead + (signs.down if fork == signs.branch else "  ")
+    below = line_prefix if node == 0 else line_prefix + (signs.down if branch_sign == signs.branch else "  ")
     for child in children:
         _draw_node(drawing, trace, child, below, signs.last if child == children[-1] else signs.branch, name, signs)
 

@@ -21,33 +21,37 @@ COMMANDS = MappingProxyType(
         "demo": Command(
             "complete held-out prompts, plain and by tree, and draw a round",
             flags="espalier.cli.main:demo",
-            work="espalier.cli.demo",
+            run_module="espalier.cli.demo",
         ),
         "generate": Command(
             "complete prompts, from the command line, a file or stdin",
             flags="espalier.cli.generate",
-            work="espalier.cli.generate",
+            run_module="espalier.cli.generate",
         ),
-        "serve": Command("run an OpenAI-compatible server", flags="espalier.cli.serve", work="espalier.cli.serve"),
+        "serve": Command(
+            "run an OpenAI-compatible server", flags="espalier.cli.serve", run_module="espalier.cli.serve"
+        ),
         "batch": Command(
             "answer a file of requests in OpenAI's batch format",
             flags="espalier.cli.batch",
-            work="espalier.cli.batch",
+            run_module="espalier.cli.batch",
         ),
         "quantize": Command(
-            "write an FP8 or 4-bit copy of a model", flags="espalier.cli.main:quantize", work="espalier.cli.quantize"
+            "write an FP8 or 4-bit copy of a model",
+            flags="espalier.cli.main:quantize",
+            run_module="espalier.cli.quantize",
         ),
         # This entry is only for the help text.  cli.start passes the arguments to the trainer's own parser.
         "train": Command(
             "train a draft for a model, or choose and train one (auto)",
             flags="espalier.train.command:add_commands",
-            work=None,
+            run_module=None,
         ),
-        "bench": Command("measure loads and servers, choose trees", flags="espalier.cli.main:bench", work=None),
+        "bench": Command("measure loads and servers, choose trees", flags="espalier.cli.main:bench", run_module=None),
         "doctor": Command(
             "show the machine, the versions and the resolved configuration",
             flags="espalier.bench.flags:doctor",
-            work="espalier.cli.doctor",
+            run_module="espalier.cli.doctor",
         ),
     }
 )
@@ -57,12 +61,12 @@ BENCH_COMMANDS = MappingProxyType(
         "load": Command(
             "tokens a second and waits under a mixed load",
             flags="espalier.bench.flags:load",
-            work="espalier.bench.load_report",
+            run_module="espalier.bench.load_report",
         ),
         "choose": Command(
             "the fastest tree at each batch, for --by-batch",
             flags="espalier.bench.flags:choose",
-            work="espalier.bench.choose",
+            run_module="espalier.bench.choose",
         ),
     }
 )

@@ -100,12 +100,12 @@ class Command(NamedTuple):
 
     about: str
     flags: str
-    work: str | None
+    run_module: str | None
 
     def run(self, args: Namespace) -> int:
-        assert self.work is not None
+        assert self.run_module is not None
         require_names(named_models(args))
-        module: Any = import_module(self.work)
+        module: Any = import_module(self.run_module)
         return module.run(args)
 
 
@@ -230,7 +230,7 @@ class LazyParser(Parser):
         if self.command is None:
             return
         command, self.command = self.command, None
-        if command.work is not None:
+        if command.run_module is not None:
             about = "log the resolved configuration and what is loaded"
             self.add_argument("-v", "--verbose", action="store_true", help=about)
             self.set_defaults(run=command.run, parser=self)

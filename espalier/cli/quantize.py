@@ -40,7 +40,7 @@ class Comparison:
 
     run: Compare
     steps: int
-    what: str
+    texts_name: str
 
 
 def run(args: Namespace) -> int:
@@ -75,7 +75,7 @@ def _run_comparison(compare: Comparison, out: Path) -> tuple[dict[str, Any], Tab
     """Returns the comparison's results.  It may take long, so messages tell that the copy is complete."""
     whole = f"{out} is whole"
     stderr().print(
-        Text(f"{whole}; comparing it with the original on {compare.what} (--texts 0 leaves this out)", DIM_STYLE)
+        Text(f"{whole}; comparing it with the original on {compare.texts_name} (--texts 0 leaves this out)", DIM_STYLE)
     )
     try:
         with progress("comparing", compare.steps) as advance:

@@ -290,7 +290,7 @@ class _RegexParser:
             raise self._refusal_at(f"a repetition of more than {MAX_STATES}", "lower it", at)
         if _has_anchor(part):
             raise self._refusal_at("a repetition of '^' or '$'", "repeat a part without them", at)
-        self._skip_if_next("?")  # how eagerly it matches changes no text
+        self._skip_if_next("?")  # a lazy repetition matches the same texts
         if (self._peek() and self._peek() in "*+?") or (self._peek() == "{" and self._read_counts() is not None):
             what = f"{self.regex[self.position - 1] + self._peek()!r}, a second or possessive repetition"
             raise self._refusal_at(what, "write one, or a group around the first", self.position - 1)

@@ -97,7 +97,7 @@ def _subschemas(schema: Any) -> Iterator[dict[str, Any]]:
 
 class _SchemaRewriter:
     def __init__(self, root: Any, strict: bool):
-        self.root = root
+        self.root_schema = root
         self.strict = strict
         self.original_schemas: dict[str, Any] = {}
         # The enforceable schemas, by reference or place.
@@ -348,7 +348,7 @@ class _SchemaRewriter:
         return schema if isinstance(schema, dict) else {}
 
     def _schema_at(self, pointer: str) -> Any:
-        value = self.root
+        value = self.root_schema
         for part in pointer.split("/")[1:]:
             part = part.replace("~1", "/").replace("~0", "~")
             value = value.get(part) if isinstance(value, dict) else None

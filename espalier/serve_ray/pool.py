@@ -59,15 +59,15 @@ class EnginePool:
     handle: Any
     name: str
     max_replicas: int
-    share: float
+    slot_share: float
     is_lost: Callable[[BaseException], bool]
     facts: ModelFacts | None = None
     config: Mapping[str, Any] = field(default_factory=dict)
     _figures: list[EngineFigures] = field(default_factory=list)
     _closed: bool = False
     _num_submitted: int = 0
-    _open: dict[str, tuple[Generation, asyncio.Task[None]]] = field(default_factory=dict)
-    _polling: asyncio.Task[None] | None = None
+    _open_prompts: dict[str, tuple[Generation, asyncio.Task[None]]] = field(default_factory=dict)
+    _poll_task: asyncio.Task[None] | None = None
 
     def __post_init__(self) -> None:
         self.streams = self.handle.options(method_name="generate", stream=True)
@@ -78,12 +78,12 @@ class EnginePool:
         assert isinstance(ready, protocol.EngineReady)
         self.facts, self.config = ready.facts, ready.config
         await self._poll_figures()
-        self._polling = asyncio.create_task(self._keep_polling())
+        self._poll_task = asyncio.create_task(self._keep_polling())
 
     @property
     def num_replicas(self) -> int:
         """The number of ready replicas at the last read of the metrics."""
-        return sum(figures.up for figures in self._figures)
+        return sum(figures.is_ready for figures in self._figures)
 
     @property
     def state(self) -> str:
@@ -102,11 +102,11 @@ class EnginePool:
         return self._slots(self.max_replicas)
 
     def _slots(self, num_replicas: int) -> int:
-        return max(1, int(num_replicas * int(self.config["max_batch"]) * self.share))
+        return max(1, int(num_replicas * int(self.config["max_batch"]) * self.slot_share))
 
     @property
     def open_samples(self) -> int:
-        return sum(generation.num_running[name] for name, (generation, _) in self._open.items())
+        return sum(generation.num_running[name] for name, (generation, _) in self._open_prompts.items())
 
     def require_running(self) -> None:
         """Raises EngineGone if the pool is closed.  If no replica is ready, requests wait."""
@@ -119,7 +119,7 @@ class EnginePool:
         self._num_submitted += len(prompts)
         generation = Generation(self, [each.name for each in submits], template.params.n)
         for each in submits:
-            self._open[each.name] = generation, asyncio.create_task(self._run(PooledPrompt(each, generation)))
+            self._open_prompts[each.name] = generation, asyncio.create_task(self._run(PooledPrompt(each, generation)))
         return generation
 
     async def wait_until_sent(self) -> None:
@@ -127,7 +127,7 @@ class EnginePool:
 
     def abort(self, generation: Generation) -> None:
         for name in generation.num_running:
-            if (found := self._open.pop(name, None)) is not None:
+            if (found := self._open_prompts.pop(name, None)) is not None:
                 found[1].cancel()
 
     def figures(self) -> list[EngineFigures]:
@@ -135,9 +135,9 @@ class EnginePool:
 
     async def close(self) -> None:
         self._closed = True
-        if self._polling is not None:
-            self._polling.cancel()
-        for generation, _ in list(self._open.values()):
+        if self._poll_task is not None:
+            self._poll_task.cancel()
+        for generation, _ in list(self._open_prompts.values()):
             self.abort(generation)
             generation.fail(EngineGone(SHUTTING_DOWN))
 
@@ -150,7 +150,7 @@ class EnginePool:
         except Exception as error:
             if not isinstance(error, EngineGone | EspalierError):
                 log.exception("a prompt failed in the front")
-            self._open.pop(prompt.submit.name, None)
+            self._open_prompts.pop(prompt.submit.name, None)
             self.abort(prompt.generation)
             prompt.generation.fail(error)
 
@@ -181,7 +181,7 @@ class EnginePool:
                 assert isinstance(sent, protocol.StepOutput)
                 prompt.add_parts(sent.parts)
                 if prompt.is_done:
-                    self._open.pop(prompt.submit.name, None)
+                    self._open_prompts.pop(prompt.submit.name, None)
         except asyncio.CancelledError:
             stream.cancel()
             raise

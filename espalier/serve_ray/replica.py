@@ -36,12 +36,12 @@ class EngineReplica:
     ):
         logs.set_up(options.log_level, options.log_json)
         self.name = name or _name_in_serve()
-        self.leave = leave
+        self.exit_actor = leave
         self.client = EngineClient(with_own_seed(settings, self.name), options)
         # By prompt: the prompt's tokens until its first output token, and the most output tokens that may follow.
         self._open_tokens: dict[str, int] = {}
         await self.client.start()
-        self._watch = asyncio.create_task(self._exit_with_engine())
+        self._exit_task = asyncio.create_task(self._exit_with_engine())
 
     async def about(self) -> bytes:
         """Returns an EngineReady message: facts of the model, and the resolved configuration."""
@@ -101,12 +101,12 @@ class EngineReplica:
         await self.client.close()
 
     async def _exit_with_engine(self) -> None:
-        why = await self.client.ended()
+        why = await self.client.wait_until_ended()
         if why is not None:
             log.error("replica %s ends with its engine: %s", self.name, why)
             await asyncio.sleep(LAST_MESSAGES_S)
             await self.client.close()
-            self.leave(EXIT_CODE)
+            self.exit_actor(EXIT_CODE)
 
 
 def with_own_seed(settings: Mapping[str, Any], name: str) -> dict[str, Any]:

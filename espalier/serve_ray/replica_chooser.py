@@ -18,8 +18,8 @@ MAX_PREFIXES = 2**18
 class RoutingHint(NamedTuple):
     """The data of a prompt for the router.  keys: the prompt's prefix_hashes.  samples: the number of outputs (n)."""
 
-    keys: tuple[int, ...]
-    samples: int
+    prefix_hashes: tuple[int, ...]
+    num_samples: int
 
 
 def prefix_hashes(prompt: Sequence[int], page_size: int) -> tuple[int, ...]:

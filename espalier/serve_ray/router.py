@@ -23,11 +23,13 @@ class PrefixRouter(RequestRouter):
         # If no replica accepts the request, Serve must wait before it calls this method again.
         pending_request.routing_context.should_backoff = True
         by_name = {each.replica_id.unique_id: each for each in candidate_replicas}
-        return [[by_name[name]] for name in self.chooser.rank_replicas(_hint_of(pending_request).keys, by_name)]
+        return [
+            [by_name[name]] for name in self.chooser.rank_replicas(_hint_of(pending_request).prefix_hashes, by_name)
+        ]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: object) -> None:
         hint, request = _hint_of(pending_request), pending_request.metadata.internal_request_id
-        self.chooser.record_sent(hint.keys, hint.samples, replica_id.unique_id, request)
+        self.chooser.record_sent(hint.prefix_hashes, hint.num_samples, replica_id.unique_id, request)
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
         self.chooser.record_ended(replica_id.unique_id, internal_request_id)

@@ -22,7 +22,7 @@ to_json = msgspec.json.Encoder().encode
 TEXT_PLACEHOLDER = "\0"
 
 
-def event(chunk: dict[str, Any]) -> bytes:
+def sse_event(chunk: dict[str, Any]) -> bytes:
     """Returns one server-sent event."""
     return b"data: " + to_json(chunk) + b"\n\n"
 
@@ -163,7 +163,7 @@ class Answer:
             text = choice.new_text(output)
             return self._text_event(choice, text) if text else b""
         chunk = self.chunk(*self.add_part(prompt_index, part))
-        return b"" if chunk is None else event(chunk)
+        return b"" if chunk is None else sse_event(chunk)
 
     def _text_event(self, choice: Choice, text: str) -> bytes:
         """Returns the event of a chunk that has only text.  The bytes around the text are built only once."""
@@ -171,7 +171,7 @@ class Answer:
             chunk = self.chunk(choice, OutputChunk("", text=TEXT_PLACEHOLDER))
             assert chunk is not None
             # Values that the client chose come before the text, so the last placeholder is the text's.
-            before, _, after = event(chunk).rpartition(to_json(TEXT_PLACEHOLDER))
+            before, _, after = sse_event(chunk).rpartition(to_json(TEXT_PLACEHOLDER))
             choice.event_affixes = before, after
         before, after = choice.event_affixes
         return before + to_json(text) + after
@@ -181,15 +181,15 @@ class Answer:
         quiet = not (output.text or output.finish_reason or output.logprobs or output.prompt_logprobs)
         if quiet and not (self.body.return_token_ids or self.body.from_draft):
             return None
-        return self._chunk([self._chunk_choice(choice, output) | self._extra_fields(output)])
+        return self._chunk_object([self._chunk_choice(choice, output) | self._extra_fields(output)])
 
     def encode(self, chunk: dict[str, Any]) -> bytes:
         """Returns the event of a chunk that `opening_chunks` or `closing_chunks` returned."""
-        return event(chunk)
+        return sse_event(chunk)
 
     def error_event(self, error: dict[str, Any]) -> bytes:
         """Returns the event of an error in a stream that has begun.  error: the body of an error response."""
-        return event(error)
+        return sse_event(error)
 
     def opening_chunks(self) -> list[dict[str, Any]]:
         """Returns the chunks that come before the first token."""
@@ -197,7 +197,7 @@ class Answer:
 
     def closing_chunks(self) -> list[dict[str, Any]]:
         """Returns the chunks that come after the last token."""
-        return [{**self._chunk([]), "usage": self.usage()}] if self.include_usage else []
+        return [{**self._chunk_object([]), "usage": self.usage()}] if self.include_usage else []
 
     def whole_response(self) -> dict[str, Any]:
         """Returns the whole response, after all choices have ended."""
@@ -247,7 +247,7 @@ class Answer:
         names = ("accepted_prediction_tokens", "rejected_prediction_tokens")
         return {name: sum(getattr(usage, name) for usage in self.usages) for name in names}
 
-    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+    def _chunk_object(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         chunk = {**self.common_fields, "object": self.chunk_object, "choices": choices}
         if not self.usage_in_chunks:
             return {**chunk, "usage": None} if self.include_usage else chunk
@@ -299,7 +299,9 @@ class TextAnswer(Answer):
         if not self.echo or self.echoes_logprobs:
             return []
         echoes = [(choice, OutputChunk("", text=self._echoed_prompt(choice))) for choice in self.choices]
-        return [self._chunk([self._chunk_choice(choice, echo) | self._extra_fields(echo)]) for choice, echo in echoes]
+        return [
+            self._chunk_object([self._chunk_choice(choice, echo) | self._extra_fields(echo)]) for choice, echo in echoes
+        ]
 
     def _echoed_prompt(self, choice: Choice) -> str:
         return self.echo[choice.index // self.params.n] if self.echo else ""

@@ -39,14 +39,14 @@ class Transfers:
     """Limits the uploads and downloads in progress, because each transfer has files open.  most: the limit."""
 
     def __init__(self, most: int = MAX_TRANSFERS):
-        self.most = most
+        self.max_open = most
         self.num_open = 0
 
     @contextmanager
     def reserve(self) -> Iterator[None]:
         """Counts a transfer as in progress during the block.  Raises ApiError if too many are in progress."""
-        if self.num_open >= self.most:
-            raise queue_full(f"{self.most} files are being sent or received already")
+        if self.num_open >= self.max_open:
+            raise queue_full(f"{self.max_open} files are being sent or received already")
         self.num_open += 1
         try:
             yield

@@ -259,7 +259,7 @@ def _update_counts(batch: Batch, journal: Journal) -> None:
 
 def _answer_rest_with_errors(journal: Journal, end: str) -> None:
     """Write an error as the answer of each unanswered line of a cancelled or expired batch."""
-    for number, data in journal.unanswered():
+    for number, data in journal.unanswered_lines():
         code, message = UNANSWERED_ERRORS[end]
         journal.append(number, custom_id_of(data), LineError(code, message))
     journal.sync()

@@ -113,7 +113,7 @@ class ChatAnswer(Answer):
     def opening_chunks(self) -> list[dict[str, Any]]:
         first_delta = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
         first_delta |= self._extra_fields(OutputChunk(""))
-        return [self._chunk([{"index": choice.index, **first_delta}]) for choice in self.choices]
+        return [self._chunk_object([{"index": choice.index, **first_delta}]) for choice in self.choices]
 
     def _chunk_choice(self, choice: Choice, output: OutputChunk) -> dict[str, Any]:
         assert isinstance(choice, ChatChoice)
@@ -212,7 +212,7 @@ class OutputItems:
         self.events.append({"type": f"response.{kind}", "sequence_number": self.num_events, **fields})
         self.num_events += 1
 
-    def add(self, delta: base.Delta, logprobs: list[dict[str, Any]]) -> None:
+    def add_delta(self, delta: base.Delta, logprobs: list[dict[str, Any]]) -> None:
         """Add a delta to the open item, or to a new item.  logprobs: log-probabilities of the content's tokens."""
         if delta.kind == "content":
             self._open_text_item("message", {"role": "assistant"}, _empty_output_text)
@@ -314,10 +314,10 @@ class ResponsesAnswer(ChatAnswer):
         logprobs = [] if output.logprobs is None else self._logprobs(output.logprobs)["content"]
         if choice.new_stream is not None:
             for each in choice.new_deltas:
-                self.items.add(each, [])
+                self.items.add_delta(each, [])
             self.errors += [each.text for each in choice.new_deltas if each.kind == "broken"]
         elif output.text or logprobs:
-            self.items.add(base.Delta("content", output.text), logprobs)
+            self.items.add_delta(base.Delta("content", output.text), logprobs)
         if output.finish_reason is not None:
             self.finish_reason = output.finish_reason
             self.items.close("incomplete" if self.finish_reason == "length" else "completed")

@@ -205,7 +205,7 @@ class EngineClient:
                 self._outbox.flush()
                 self._send(protocol.AbortPrompt(name))
 
-    async def ended(self) -> str | None:
+    async def wait_until_ended(self) -> str | None:
         """Wait until no engine process runs or will be started.  Returns the reason; None after `close`."""
         assert self._supervisor is not None
         await asyncio.wait({self._supervisor})

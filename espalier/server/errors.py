@@ -129,7 +129,7 @@ def validation_error(errors: Sequence[Mapping[str, Any]], model: type[BaseModel]
     first, place = max(
         ((each, place) for each, place in places if place.path[: len(path)] == path), key=lambda pair: len(pair[1].path)
     )
-    refused = _refused_field(place.owner, place.name)
+    refused = _refused_field(place.owner_model, place.name)
     if refused is not None:
         why = f"{place.name} is not supported with this value: {refused.reason}"
         return ApiError(400, why, param=place.name, code="unsupported")
@@ -137,7 +137,7 @@ def validation_error(errors: Sequence[Mapping[str, Any]], model: type[BaseModel]
         known = _sibling_fields(model, _location(first))
         unknown = unknown_name(".".join(place.path[:-1]), place.path[-1], known, python=False)
         return ApiError(400, str(unknown), param=str(where[0]))
-    of_field = place.owner.model_fields.get(place.name)
+    of_field = place.owner_model.model_fields.get(place.name)
     takes = None if of_field is None else of_field.description
     what = f"{'.'.join(place.path)}: {_reason_of_error(first)}"
     return ApiError(400, f"{what} ({takes})" if takes else what, param=str(where[0]))
@@ -155,7 +155,7 @@ def _unknown_field(model: type[BaseModel], name: str) -> str:
 def _sibling_fields(model: type[BaseModel], where: Sequence[Any]) -> list[str]:
     """Returns the valid fields, as clients name them, of the object that has the unknown field at location `where`."""
     place = _place_of_error(model, where[:-1])
-    inner = _models_in(place.owner.model_fields[place.name].annotation)
+    inner = _models_in(place.owner_model.model_fields[place.name].annotation)
     # If the field `type` selects the model, pydantic's location has the type before the unknown field.
     typed = [m for m in inner if "type" in m.model_fields and where[-2] in get_args(m.model_fields["type"].annotation)]
     return list(dict.fromkeys(f.alias or name for m in typed or inner for name, f in m.model_fields.items()))
@@ -179,7 +179,7 @@ class ErrorPlace(NamedTuple):
     """The place of an error in a body.  owner: the innermost model around the error.  name: the model's field.  path:
     the names on the way to the field, as the client wrote them."""
 
-    owner: type[BaseModel]
+    owner_model: type[BaseModel]
     name: str
     path: list[str]
 

@@ -84,7 +84,7 @@ class ClientShares:
         self._generations: dict[str, set[Generation]] = {}
         self._entering: Counter[str] = Counter()
 
-    def admits(self, num_samples: int, num_held: int, capacity: int, max_queue: int) -> bool:
+    def may_submit(self, num_samples: int, num_held: int, capacity: int, max_queue: int) -> bool:
         """Returns whether the current client may submit `num_samples` more samples.
 
         num_held: samples of all clients in the server.  capacity: the most samples of all clients together.  Above the
@@ -292,7 +292,7 @@ class Front:
             message = f"the request has {num_samples} samples and the server holds {capacity} at most; send fewer"
             raise ApiError(400, message, "n")
         num_held = self.engines.open_samples + self.shares.num_entering
-        if not self.shares.admits(num_samples, num_held, capacity, self.options.max_queue):
+        if not self.shares.may_submit(num_samples, num_held, capacity, self.options.max_queue):
             raise queue_full(f"the queue is full ({num_held} of {capacity} samples are running or waiting)")
 
     def _submit(self, body: GenerationRequest, prompts: Sequence[list[int]], params: ResolvedParams) -> Generation:

@@ -142,7 +142,7 @@ class LimitedReceive:
         if path == FILES_PATH and gate.max_file_bytes is not None:
             self.max_bytes, self.limit_flag = gate.max_file_bytes, "--max-file-bytes"
         self.num_received = 0
-        self.complete = False
+        self.has_arrived = False
         limit = gate.body_timeout_s
         self.deadline = None if limit is None else asyncio.get_running_loop().time() + limit
 
@@ -161,18 +161,18 @@ class LimitedReceive:
 
     async def finish(self) -> None:
         """Read and drop the rest of the body, because a client does not read while it sends.  Raises ApiError."""
-        while not self.complete:
+        while not self.has_arrived:
             await self()
 
     async def _refuse_too_large(self, length: int = 0) -> None:
         """Raises ApiError, after dropping a moderately large body, because a client does not read while it sends."""
         limit = self.max_bytes
-        while not self.complete and max(self.num_received, length) <= MAX_DROPPED_BODIES * limit:
+        while not self.has_arrived and max(self.num_received, length) <= MAX_DROPPED_BODIES * limit:
             await self._next_message()
         raise ApiError(413, f"the body is larger than {limit} bytes; send less, or raise {self.limit_flag}")
 
     async def _next_message(self) -> Message:
-        if self.complete:  # the next message reports the client's disconnect, and may come at any time
+        if self.has_arrived:  # the next message reports the client's disconnect, and may come at any time
             return await self.receive()
         deadline = asyncio.get_running_loop().time() if self.gate.draining else self.deadline
         try:
@@ -186,7 +186,7 @@ class LimitedReceive:
         except TimeoutError:
             raise self._body_too_slow_error() from None
         self.num_received += len(message.get("body", b""))
-        self.complete = not message.get("more_body", False)
+        self.has_arrived = not message.get("more_body", False)
         return message
 
     def _body_too_slow_error(self) -> ApiError:

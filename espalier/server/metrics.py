@@ -115,13 +115,13 @@ class EngineCollector(Collector):
 def _engine_metrics(figures: EngineFigures) -> Iterator[Metric]:
     report = figures.report
     pages = (("free", report.pages_free), ("cached", report.pages_cached), ("owned", report.pages_owned))
-    yield _gauge("engine_up", "1 while the engine process is ready", figures.up)
+    yield _gauge("engine_up", "1 while the engine process is ready", figures.is_ready)
     yield _counter("engine_restarts", "engine processes started after the first", figures.num_restarts)
     yield _gauge("waiting_requests", "samples queued in the engine", report.waiting)
     yield _gauge("running_requests", "samples in a slot", report.running)
     yield _with_label(GaugeMetricFamily, "pages", "pages of the cache", "state", pages)
-    yield _counter("preemptions", "samples put back into the queue because pages ran out", report.preempted)
-    yield _counter("harvests", "engine steps", report.harvests)
+    yield _counter("preemptions", "samples put back into the queue because pages ran out", report.num_preempted)
+    yield _counter("harvests", "engine steps", report.num_steps)
     yield from _speculation_metrics(report.totals)
     yield _gauge("acceptance_alarm", "1 if almost no draft token is accepted: check the draft", report.low_acceptance)
     rounds = CounterMetricFamily("espalier_rounds", "rounds by batch bucket", labels=["bucket", "run"])

@@ -116,13 +116,13 @@ class EngineReport(msgspec.Struct):
     without online learning.
     """
 
-    harvests: int = 0
+    num_steps: int = 0
     waiting: int = 0
     running: int = 0
     pages_free: int = 0
     pages_cached: int = 0
     pages_owned: int = 0
-    preempted: int = 0
+    num_preempted: int = 0
     rounds: list[tuple[int, bool, int]] = []
     trees: list[tuple[str, int]] = []
     tree_changes: int = 0
@@ -191,7 +191,7 @@ class EngineFigures:
     """
 
     labels: Mapping[str, str]
-    up: bool
+    is_ready: bool
     num_restarts: int
     report: EngineReport
     abort_steps: Mapping[int, int] = field(default_factory=Counter)
@@ -252,14 +252,14 @@ class Generation:
     def __init__(self, engines: "Engines", names: Sequence[str], samples: int):
         self.engines = engines
         self.num_running = dict.fromkeys(names, samples)
-        self.unread: list[OutputPart] = []
+        self.unread_parts: list[OutputPart] = []
         self.error: Exception | None = None
         self.new_parts = asyncio.Event()
         self.listener: Callable[[list[OutputPart]], bool] | None = None
         self._is_waiting = False
 
     @property
-    def done(self) -> bool:
+    def has_ended(self) -> bool:
         return not any(self.num_running.values())
 
     async def parts(self, deadline: float | None) -> AsyncIterator[list[OutputPart]]:
@@ -279,8 +279,8 @@ class Generation:
                 finally:
                     self._is_waiting = False
                 self.new_parts.clear()
-                parts, ended = self.unread, self.done
-                self.unread = []
+                parts, ended = self.unread_parts, self.has_ended
+                self.unread_parts = []
                 if parts:
                     yield parts
                 if self.error is not None:
@@ -290,7 +290,7 @@ class Generation:
                 timer.cancel()
 
     def _expire(self) -> None:
-        if self.error is None and not self.done:
+        if self.error is None and not self.has_ended:
             self.fail(TimeoutError())
 
     def add(self, part: OutputPart) -> None:
@@ -299,24 +299,24 @@ class Generation:
         if self.error is not None:
             # After an error, earlier parts may be missing, so this part is dropped.
             return
-        self.unread.append(part)
-        if self.listener is None or self.done:
+        self.unread_parts.append(part)
+        if self.listener is None or self.has_ended:
             self.new_parts.set()
-        elif len(self.unread) == 1:
+        elif len(self.unread_parts) == 1:
             # All parts of a message arrive in one iteration of the event loop, and are offered together in the next.
             asyncio.get_running_loop().call_soon(self._offer_to_listener, self.listener)
 
     def _offer_to_listener(self, listener: Callable[[list[OutputPart]], bool]) -> None:
         """Call the listener with the unread parts.  If the listener does not take them, wake the reader."""
-        parts, self.unread = self.unread, []
+        parts, self.unread_parts = self.unread_parts, []
         try:
-            is_taken = self._is_waiting and not self.done and listener(parts)
+            is_taken = self._is_waiting and not self.has_ended and listener(parts)
         except Exception as error:
             self.fail(error)
             return
         if not is_taken:
-            self.unread = parts
-        if self.unread or self.done:
+            self.unread_parts = parts
+        if self.unread_parts or self.has_ended:
             self.new_parts.set()
 
     def fail(self, error: Exception) -> None:

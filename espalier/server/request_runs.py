@@ -39,8 +39,8 @@ class RequestRun:
         self.timeout_s = front.options.request_timeout_s
         self.make_answer = make_answer
         self.generation = generation
-        self.shares, self.client = front.shares, client_name.get()
-        self.shares.add(self.client, generation)
+        self.client_shares, self.client = front.shares, client_name.get()
+        self.client_shares.add(self.client, generation)
         self.deadline = deadline
         self.prompt_index = {name: i for i, name in enumerate(generation.num_running)}
         self.started_at = asyncio.get_running_loop().time()
@@ -82,7 +82,7 @@ class RequestRun:
     @property
     def has_ended(self) -> bool:
         """Whether the output is complete, and no error occurred."""
-        return self.generation.done and self.generation.error is None
+        return self.generation.has_ended and self.generation.error is None
 
     def _events_of(self, parts: list[OutputPart]) -> bytes:
         """Returns the stream events of new parts.  Raises ApiError."""
@@ -151,7 +151,7 @@ class RequestRun:
         if self.disconnect_watch is not None:
             self.disconnect_watch.cancel()
         self.generation.close()
-        self.shares.remove(self.client, self.generation)
+        self.client_shares.remove(self.client, self.generation)
         self.metrics.duration.observe(asyncio.get_running_loop().time() - self.started_at)
 
 
@@ -170,19 +170,19 @@ class EventStream(StreamingResponse):
     def __init__(self, run: RequestRun, first: bytes, rest: AsyncIterator[bytes]):
         super().__init__(rest, media_type="text/event-stream", headers={"cache-control": "no-cache"})
         self.run = run
-        self.first = first
-        self.rest = rest
-        self.ended = False
+        self.first_event = first
+        self.later_events = rest
+        self.has_ended = False
 
     async def _send_all(self, send: Send, exchange: HttpExchange | None) -> None:
         """Send the response.  If the client disconnects, the rest is dropped."""
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        await send(_body_message(self.first))
+        await send(_body_message(self.first_event))
         if exchange is not None:
             self.run.write_directly_to(exchange)
         is_last = False
         try:
-            async for events in self.rest:
+            async for events in self.later_events:
                 # The last events and the end of the response are sent as one message.
                 is_last = self.run.has_ended
                 await send(_body_message(events, not is_last))
@@ -195,7 +195,7 @@ class EventStream(StreamingResponse):
             # Status 200 is already sent, so only an error event tells the client that the text is incomplete.
             log.exception("the stream failed")
             await send(_body_message(self._failure_event(ApiError(500, INTERNAL_ERROR))))
-        self.ended = True
+        self.has_ended = True
         if not is_last:
             await send(_body_message(b"", False))
         # If several streams end together, end all of them before any is logged and counted.
@@ -214,7 +214,7 @@ class EventStream(StreamingResponse):
         except TimeoutError:
             log.warning("the client did not read the stream before its deadline: the connection is closed")
         finally:
-            if not self.ended:
+            if not self.has_ended:
                 self.run.metrics.disconnects.inc()
             self.run.close()
 

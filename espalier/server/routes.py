@@ -144,7 +144,7 @@ def path_not_served(path: str, served: Collection[str]) -> ApiError:
     return ApiError(404, f"{path} is not served; {use}")
 
 
-class Field(NamedTuple):
+class FieldRow(NamedTuple):
     name: str
     kind: str
     about: str
@@ -254,12 +254,12 @@ def operations_of(described: dict[str, Any]) -> Iterator[Operation]:
             yield Operation(method.upper(), path, operation["summary"], body, statuses)
 
 
-def schemas_of(described: dict[str, Any]) -> dict[str, list[Field]]:
+def schemas_of(described: dict[str, Any]) -> dict[str, list[FieldRow]]:
     """Returns the fields of each schema by the schema's name."""
     schemas = described.get("components", {}).get("schemas", {})
     return {
         _short_schema_name(name): [
-            Field(field, _type_text(given), given.get("description", ""), field in schema.get("required", ()))
+            FieldRow(field, _type_text(given), given.get("description", ""), field in schema.get("required", ()))
             for field, given in schema.get("properties", {}).items()
         ]
         for name, schema in schemas.items()

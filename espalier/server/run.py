@@ -239,7 +239,7 @@ async def local_app(
 
 async def _shut_down_without_engine(client: EngineClient, server: Server) -> str | None:
     """Shut the server down when the last engine process has ended.  Returns the reason; None after a signal."""
-    why = await client.ended()
+    why = await client.wait_until_ended()
     if why is not None:
         log.error("the server ends without an engine: %s", why)
         server.begin_shutdown(at_once=True)

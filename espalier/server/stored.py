@@ -186,7 +186,7 @@ class Store:
         return file
 
     def remove(self, id: str) -> None:
-        """Delete a file.  Its description is deleted first: `_remove_orphans` removes contents without one."""
+        """Delete a file: first its description, because `_remove_orphans` removes contents without a description."""
         del self.files[id]
         (self.folder / "files" / f"{id}.json").unlink()
         self.content_path(id).unlink()

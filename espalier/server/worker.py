@@ -71,13 +71,13 @@ class Worker:
         self.heartbeat_ms = int(1000 * start.heartbeat_s)
         self.front_pid = front_pid
         self.learner = learner
-        self.running: dict[str, RunningPrompt] = {}
+        self.running_prompts: dict[str, RunningPrompt] = {}
         # Prompts whose grammars are being compiled in threads.
         self.compiling_prompts: dict[str, tuple[SubmittedPrompt, Future[CompiledGrammar]]] = {}
-        self.steps = 0
+        self.num_steps = 0
         self.abort_steps: list[int] = []
         self.next_report_at = 0.0
-        self.buckets = llm.engine.layout.batch_buckets(llm.config.graph_batch)
+        self.batch_buckets = llm.engine.layout.batch_buckets(llm.config.graph_batch)
 
     def run(self) -> None:
         """Run until Shutdown.  If the engine raises, send each request's last part and raise the error again."""
@@ -89,7 +89,7 @@ class Worker:
                 self.llm.engine.raise_rank_failure()
                 if self.llm.engine.has_work:
                     chunks = self.llm.step()
-                    self.steps += 1
+                    self.num_steps += 1
             except Exception:
                 self._send(self.llm.engine.scheduler.take_chunks())
                 raise
@@ -142,13 +142,13 @@ class Worker:
             # The engine refuses all samples of a prompt or none, so the first sample is refused before any is added.
             self.socket.send(protocol.encode(PromptRefused(submit.name, str(error))))
             return
-        self.running[submit.name] = RunningPrompt(group, len(group), submit.private)
+        self.running_prompts[submit.name] = RunningPrompt(group, len(group), submit.private)
 
     def _abort(self, name: str) -> None:
         self.compiling_prompts.pop(name, None)
-        if name in self.running:
-            self.running[name].abort_step = self.steps
-            for request in self.running[name].requests:
+        if name in self.running_prompts:
+            self.running_prompts[name].abort_step = self.num_steps
+            for request in self.running_prompts[name].requests:
                 self.llm.engine.abort(request.id)
 
     def _send(self, chunks: list[OutputChunk]) -> None:
@@ -160,7 +160,7 @@ class Worker:
         name = chunk.request_id.rpartition(".")[0]
         if chunk.finish_reason is None:
             return OutputPart(name, chunk)
-        entry = self.running[name]
+        entry = self.running_prompts[name]
         request = entry.requests[chunk.index]
         if chunk.error is not None:
             log.error("%s", chunk.error, extra=logs.log_extra(chunk.request_id))
@@ -168,9 +168,9 @@ class Worker:
             self.learner.keep(request)
         entry.num_left -= 1
         if not entry.num_left:
-            del self.running[name]
+            del self.running_prompts[name]
             if entry.abort_step is not None:
-                self.abort_steps.append(self.steps - entry.abort_step)
+                self.abort_steps.append(self.num_steps - entry.abort_step)
         return OutputPart(name, chunk, request.usage, request.stats)
 
     def _report(self) -> protocol.EngineReport:
@@ -180,13 +180,13 @@ class Worker:
         abort_steps, self.abort_steps = self.abort_steps, []
         cached = 0 if engine.prefixes is None else len(engine.prefixes)
         return protocol.EngineReport(
-            harvests=self.steps,
+            num_steps=self.num_steps,
             waiting=len(scheduler.waiting) + len(self.compiling_prompts),
             running=len(scheduler.running),
             pages_free=pool.free,
             pages_cached=cached,
             pages_owned=pool.num_pages - 1 - pool.free - cached,
-            preempted=scheduler.num_preempted,
+            num_preempted=scheduler.num_preempted,
             rounds=self._rounds_by_bucket(),
             trees=[(tree_label(tree), count) for tree, count in scheduler.trees.num_rounds.items()],
             tree_changes=scheduler.trees.chooser.num_changes,
@@ -201,8 +201,8 @@ class Worker:
         """Returns (batch bucket, whether the bucket has CUDA graphs, number of rounds) for each bucket."""
         counts: Counter[int] = Counter()
         for batch, count in self.llm.engine.scheduler.num_rounds.items():
-            counts[bucket_of(batch, self.buckets)] += count
-        return [(bucket, bucket in self.buckets, count) for bucket, count in sorted(counts.items())]
+            counts[bucket_of(batch, self.batch_buckets)] += count
+        return [(bucket, bucket in self.batch_buckets, count) for bucket, count in sorted(counts.items())]
 
 
 def settings_of(sent: dict[str, Any]) -> dict[str, Any]:

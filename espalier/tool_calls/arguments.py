@@ -92,21 +92,21 @@ class XmlArguments:
         schemas = property_schemas(self.call.schema, name)
         types = allowed_types(schemas)
         key = json.dumps(name, ensure_ascii=False)
-        self.call.arguments(f"{', ' if self.num_values else '{'}{key}: ")
+        self.call.write_arguments(f"{', ' if self.num_values else '{'}{key}: ")
         self.num_values += 1
         if trim:
             yield from reader.read_literal(trim)
         if types == {"string"} and not _limiting_keywords(schemas):
-            self.call.arguments('"')
+            self.call.write_arguments('"')
             yield from self._until(
-                reader, end, trim, lambda text: self.call.arguments(json.dumps(text, ensure_ascii=False)[1:-1])
+                reader, end, trim, lambda text: self.call.write_arguments(json.dumps(text, ensure_ascii=False)[1:-1])
             )
-            self.call.arguments('"')
+            self.call.write_arguments('"')
             return
         parts: list[str] = []
         yield from self._until(reader, end, trim, parts.append)
         text = "".join(parts)
-        self.call.arguments(_json_value(name, _trim_to_limits(text, schemas), types))
+        self.call.write_arguments(_json_value(name, _trim_to_limits(text, schemas), types))
 
     def _until(self, reader: TextReader, end: str, trim: str, put: Any) -> Steps[None]:
         held = ""
@@ -123,7 +123,7 @@ class XmlArguments:
             raise BrokenCall("the output ends inside the tool call")
 
     def end(self) -> None:
-        self.call.arguments("}" if self.num_values else "{}")
+        self.call.write_arguments("}" if self.num_values else "{}")
 
 
 def _json_value(name: str, text: str, types: set[str]) -> str:
@@ -165,7 +165,7 @@ def read_call_object(reader: TextReader, call: CallWriter) -> Steps[None]:
         yield from reader.expect(":")
         yield from reader.read_space()
         if key == "name":
-            call.name((yield from reader.decoded_json_value()))
+            call.write_name((yield from reader.decoded_json_value()))
         elif key in ARGUMENTS_KEYS:
             yield from read_arguments(reader, call)
         else:
@@ -186,7 +186,7 @@ def read_arguments(reader: TextReader, call: CallWriter, *ends: str) -> Steps[No
     if ends and ((yield from call_ends_here(reader, *ends)) or (yield from reader.read_literal("null"))):
         return
     if (yield from reader.peek()) == "{":
-        yield from reader.read_json_value(call.arguments)
+        yield from reader.read_json_value(call.write_arguments)
         return
     value = yield from reader.decoded_json_value()
     if isinstance(value, str):
@@ -194,7 +194,7 @@ def read_arguments(reader: TextReader, call: CallWriter, *ends: str) -> Steps[No
     if value is not None:
         text = json.dumps(value, ensure_ascii=False)
         # A lone surrogate is written as a JSON escape, because UTF-8 cannot encode it.
-        call.arguments(text if is_utf8(text) else json.dumps(value))
+        call.write_arguments(text if is_utf8(text) else json.dumps(value))
 
 
 def call_ends_here(reader: TextReader, *ends: str) -> Steps[bool]:

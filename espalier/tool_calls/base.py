@@ -55,10 +55,10 @@ class DeltaWriter:
         else:
             self._deltas.append(Delta(kind, text, index, id))
 
-    def content(self, text: str) -> None:
+    def add_content(self, text: str) -> None:
         self.add("content", text)
 
-    def reasoning(self, text: str) -> None:
+    def add_reasoning(self, text: str) -> None:
         self.add("reasoning", text)
 
     def resume(self, deltas: Sequence[Delta]) -> None:
@@ -85,7 +85,7 @@ class CallWriter:
     def schema(self) -> Mapping[str, Any]:
         return self.writer.schemas[self._name]
 
-    def name(self, name: Any) -> None:
+    def write_name(self, name: Any) -> None:
         """Write the call's name.  Raises BrokenCall for an unknown tool."""
         if self.index >= 0:
             raise BrokenCall("the tool call has two names")
@@ -99,7 +99,7 @@ class CallWriter:
         if self._parts:
             self.writer.add("arguments", "".join(self._parts), self.index)
 
-    def arguments(self, text: str) -> None:
+    def write_arguments(self, text: str) -> None:
         self._parts.append(text)
         if self.index >= 0:
             self.writer.add("arguments", text, self.index)
@@ -108,12 +108,12 @@ class CallWriter:
     def has_arguments(self) -> bool:
         return bool(self._parts)
 
-    def end(self) -> None:
+    def end_call(self) -> None:
         """Write the call's end.  Raises BrokenCall if it has no name, or if the arguments are not a JSON object."""
         if self.index < 0:
             raise BrokenCall("the tool call has no name")
         if not self._parts:
-            self.arguments("{}")
+            self.write_arguments("{}")
         if not isinstance(decode_json("".join(self._parts)), dict):
             raise BrokenCall("the tool call's arguments are not a JSON object")
         self.writer.add("called", "", self.index)
@@ -130,10 +130,10 @@ def read_call(
     call = CallWriter(writer)
     try:
         yield from read(call)
-        call.end()
+        call.end_call()
     except BrokenCall as broken:
         writer.add("broken", str(broken), call.index)
-        writer.content(reader.stop_recording())
+        writer.add_content(reader.stop_recording())
         return False
     reader.stop_recording()
     return True
@@ -211,7 +211,7 @@ def parse_reasoning(reader: TextReader, writer: DeltaWriter, format: ReasoningFo
         writer.in_reasoning = marker == format.begin
         while marker == format.begin:
             yield from reader.read_space(NEWLINE_CHARS)
-            marker = yield from reader.read_until(marks, writer.reasoning)
+            marker = yield from reader.read_until(marks, writer.add_reasoning)
         writer.in_reasoning = False
         if marker is not None:
             yield from reader.read_space(NEWLINE_CHARS)

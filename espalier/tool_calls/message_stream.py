@@ -24,7 +24,7 @@ class MessageStream:
     def __init__(self, text: TextStream, parser: OutputParser, params: ResolvedParams):
         self.text = text
         self.parser = parser
-        self.finder = StopFinder(params.stop, params.include_stop_str_in_output)
+        self.stop_finder = StopFinder(params.stop, params.include_stop_str_in_output)
         self.min_tokens = params.min_tokens
         self.keep_stop = params.include_stop_str_in_output
         self.num_reasoning_tokens = 0
@@ -37,7 +37,7 @@ class MessageStream:
         self.text.push(token_id)
         self._read(final=False)
         self.num_reasoning_tokens += was_reasoning or self.parser.in_reasoning
-        return self.finder.stopped
+        return self.stop_finder.stopped
 
     def take(self, final: bool) -> str:
         """Returns the text since the last call, with the marks of calls and reasoning, and with the stop string."""
@@ -50,7 +50,7 @@ class MessageStream:
         is_last = output.finish_reason is not None
         ends_by_token = output.finish_reason == "stop" and not isinstance(output.stop_reason, str)
         tokens = output.token_ids[:-1] if ends_by_token and not self.keep_stop else output.token_ids
-        if self.finder.stop or self.parser.may_reason:
+        if self.stop_finder.stop or self.parser.may_reason:
             for token in tokens:
                 self.push(token)
             self.num_reasoning_tokens += len(output.token_ids[len(tokens) :]) * self.parser.in_reasoning
@@ -68,8 +68,8 @@ class MessageStream:
 
         They may differ from the output's own: the text of a broken call becomes content, which may have a stop string.
         """
-        if self.finder.stopped and output.finish_reason in ("stop", "length"):
-            return "stop", self.finder.stopped
+        if self.stop_finder.stopped and output.finish_reason in ("stop", "length"):
+            return "stop", self.stop_finder.stopped
         return output.finish_reason, output.stop_reason
 
     def _read(self, final: bool) -> None:
@@ -79,11 +79,11 @@ class MessageStream:
 
     def _add(self, deltas: Sequence[Delta]) -> None:
         for delta in deltas:
-            if self.finder.stopped:
+            if self.stop_finder.stopped:
                 return
             if delta.kind == "content":
-                self.finder.add(delta.text, counts=self.text.pushed > self.min_tokens)
-                self._put(self.finder.take(final=False))
+                self.stop_finder.add(delta.text, counts=self.text.pushed > self.min_tokens)
+                self._put(self.stop_finder.take(final=False))
                 continue
             if delta.kind == "call":
                 # Content before a call and content after it are separate.
@@ -91,7 +91,7 @@ class MessageStream:
             self._deltas.append(delta)
 
     def _flush(self) -> None:
-        self._put(self.finder.take(final=True))
+        self._put(self.stop_finder.take(final=True))
 
     def _put(self, content: str) -> None:
         if content:

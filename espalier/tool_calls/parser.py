@@ -50,7 +50,7 @@ class OutputParser:
 
     def finish(self, is_cut: bool = False) -> list[Delta]:
         """Returns the deltas of the held-back text.  is_cut: the output did not end with a stop token."""
-        self._reader.ended, self._reader.is_cut = True, is_cut
+        self._reader.has_ended, self._reader.is_cut = True, is_cut
         return self._read()
 
     def _read(self) -> list[Delta]:
@@ -81,7 +81,7 @@ def _parse_output(reader: TextReader, writer: DeltaWriter, formats: Formats) -> 
         yield from tools.parse(reader, writer)
         return
     while (yield from reader.peek()):
-        writer.content(reader.take(len(reader.buffer)))
+        writer.add_content(reader.take(len(reader.buffer)))
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,7 @@ class TextReader:
     the output did not end with a stop token."""
 
     buffer: str = ""
-    ended: bool = False
+    has_ended: bool = False
     is_cut: bool = False
     _recorded: list[str] | None = None
 
@@ -83,7 +83,7 @@ class TextReader:
     def wait_for_text(self) -> Steps[bool]:
         """Wait for more text.  Returns False at the end of the output."""
         size = len(self.buffer)
-        while len(self.buffer) == size and not self.ended:
+        while len(self.buffer) == size and not self.has_ended:
             yield
         return len(self.buffer) > size
 
@@ -163,7 +163,7 @@ class TextReader:
     def expect(self, text: str) -> Steps[None]:
         """Read `text`.  Raises BrokenCall if other text comes next."""
         if (yield from self.read_literal(text)) is None:
-            at_end = self.ended and text.startswith(self.buffer)
+            at_end = self.has_ended and text.startswith(self.buffer)
             raise BrokenCall(CUT_OFF_REASON if at_end else f"{text} is missing in the tool call")
 
     def read_json_value(self, put: TextCallback) -> Steps[None]:

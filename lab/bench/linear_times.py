@@ -76,8 +76,8 @@ def layer_cases(shape: ModelShape, weights: str, all_rows: Sequence[int], device
             continue
         if weights != DENSE and run.shape[1] % QUANTISERS[weights].groups[0]:
             continue
-        first = made.drawn(run.shape, weights)
-        copies = [first, *(made.drawn(run.shape, weights) for _ in range(CHAIN_BYTES // first.nbytes))]
+        first = made.random_weight(run.shape, weights)
+        copies = [first, *(made.random_weight(run.shape, weights) for _ in range(CHAIN_BYTES // first.nbytes))]
         for rows in all_rows:
             x = torch.randn(rows, run.shape[1], dtype=DTYPE, device=device)
             calls = run_in_order([partial(product, x, weight, run.name == GATED) for weight in copies])

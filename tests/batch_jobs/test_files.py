@@ -133,8 +133,10 @@ def test_wherever_an_output_is_cut_off_its_whole_lines_stay(tmp_path):
             answered = [4, 1, 3][:num_whole]
             assert [journal.is_answered(number) for number in (1, 2, 3, 4)] == [n in answered for n in (1, 2, 3, 4)]
             assert (journal.num_answered, journal.num_failed) == (num_whole, 1 in answered)
-            assert [number for number, _ in journal.unanswered()] == [n for n in (1, 2, 3, 4) if n not in answered]
-            for number, _ in journal.unanswered():
+            assert [number for number, _ in journal.unanswered_lines()] == [
+                n for n in (1, 2, 3, 4) if n not in answered
+            ]
+            for number, _ in journal.unanswered_lines():
                 journal.append(number, f"r{number}", ANSWER)
             journal.close()
             assert sorted(outcomes(path)) == [1, 2, 3, 4]
@@ -151,7 +153,7 @@ def test_a_line_that_is_answered_twice_counts_once(tmp_path):
     path.write_bytes(path.read_bytes() * 3)
     journal = Journal(path, found)
     assert (journal.num_answered, journal.num_failed, journal.num_left) == (2, 1, 1)
-    assert [number for number, _ in journal.unanswered()] == [3]
+    assert [number for number, _ in journal.unanswered_lines()] == [3]
     journal.close()
 
 

@@ -128,16 +128,16 @@ def test_half_an_answer_is_none(events, why):
 def test_goodput_counts_who_is_within_every_limit():
     slow_start, slow_tokens = Timeline(0.0, [(2.0, 1), (2.1, 1)]), Timeline(0.0, [(0.1, 1), (4.1, 2)])
     held = [
-        [LatencyLimits(ttft, itl).hold(each) for each in (slow_start, slow_tokens)]
+        [LatencyLimits(ttft, itl).are_met_by(each) for each in (slow_start, slow_tokens)]
         for ttft, itl in ((None, None), (1000, None), (None, 1000), (1000, 1000), (2000, 2000))
     ]
     assert held == [[True, True], [False, True], [True, False], [False, False], [True, True]]
-    assert LatencyLimits(None, 1).hold(Timeline(0.0, [(9.0, 1)]))
+    assert LatencyLimits(None, 1).are_met_by(Timeline(0.0, [(9.0, 1)]))
 
 
 def test_arrivals_may_be_even_or_in_bursts():
-    assert Arrivals(rate=4.0, burst=1).due(4) == [0.0, 0.25, 0.5, 0.75]
-    assert Arrivals(rate=4.0, burst=3).due(7) == [0.0] * 3 + [0.75] * 3 + [1.5]
+    assert Arrivals(rate=4.0, burst=1).arrival_times(4) == [0.0, 0.25, 0.5, 0.75]
+    assert Arrivals(rate=4.0, burst=3).arrival_times(7) == [0.0] * 3 + [0.75] * 3 + [1.5]
 
 
 @pytest.mark.parametrize("endpoint", [CHAT, COMPLETIONS])
@@ -245,9 +245,9 @@ def test_the_time_before_the_first_arrival_does_not_count(monkeypatch):
 
     monkeypatch.setattr(open_loop, "perf_counter", lambda: now[0])
     talks = Traffic((1, 1), (1, 1)).conversations(1, seed=0)
-    monkeypatch.setattr(Arrivals, "due", lambda self, count: [5.0])
+    monkeypatch.setattr(Arrivals, "arrival_times", lambda self, count: [5.0])
     [seconds, _] = asyncio.run(
-        open_loop._measure_server(SimpleNamespace(converse=converse), talks, Arrivals(rate=0.2, burst=1), lambda: None)
+        open_loop._measure_server(SimpleNamespace(run_conversation=converse), talks, Arrivals(rate=0.2, burst=1), lambda: None)
     )
     assert seconds == 2
 
@@ -284,7 +284,7 @@ def test_a_dataset_is_sent_and_accept_length_is_the_servers(scripted, tmp_path, 
 
 def test_so_many_requests_at_once_follow_one_another(scripted, tmp_path, monkeypatch):
     out, at_once, most = tmp_path / "out.json", [0], [0]
-    converse = open_loop.LoadTarget.converse
+    converse = open_loop.LoadTarget.run_conversation
 
     async def counted(self, talk, due):
         at_once[0] += 1
@@ -293,7 +293,7 @@ def test_so_many_requests_at_once_follow_one_another(scripted, tmp_path, monkeyp
         at_once[0] -= 1
         return asked
 
-    monkeypatch.setattr(open_loop.LoadTarget, "converse", counted)
+    monkeypatch.setattr(open_loop.LoadTarget, "run_conversation", counted)
     assert (
         main(["bench", "load", "--url", scripted.url, "--concurrency", "3", "--requests", "7", "--json", str(out)]) == 0
     )

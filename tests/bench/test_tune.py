@@ -46,7 +46,7 @@ def tuner(monkeypatch):
 def test_every_bucket_is_measured_and_the_fastest_is_first(tuner):
     # Of a bucket's last measurement, F.linear comes first and takes longest.
     tuner.timer = Told(5.0, 4.0, 3.0)
-    found = [tuner.alone([(4096, 64)], rows)[(4096, 64), rows] for rows in ROWS_BUCKETS]
+    found = [tuner.measure_alone([(4096, 64)], rows)[(4096, 64), rows] for rows in ROWS_BUCKETS]
     assert [each.rows for each in found] == list(ROWS_BUCKETS)
     assert all(each.fastest is not None and each.fastest == each.ours[0] for each in found if len(each.ours) > 1)
     assert all(each.ours_us < each.other_us for each in found if each.ours)
@@ -112,7 +112,7 @@ def test_quantised_shapes_are_measured_and_written_under_their_format(tuner, mon
     tune._run(args, EngineConfig(dtype="bfloat16"))
     [table] = LINEAR_TUNING.read(path)
     assert (table.format, set(table.plans)) == (format, {(768, 256), (256, 256), (2048, 256), (256, 1024)})
-    own = kept.tuner.weights.drawn((2048, 256), weights)
+    own = kept.tuner.weights.random_weight((2048, 256), weights)
     plans = [plan for plans in table.plans.values() for plan in plans]
     assert all(isinstance(plan, TritonPlan) and max_block_in(own) % plan.block_in == 0 for plan in plans)
 
@@ -169,7 +169,7 @@ def test_in_a_pass_only_quantised_matrices_take_plans(tuner, monkeypatch, weight
     model, taken = replace(WIDE, weights=weights), []
     monkeypatch.setattr(tune, "add_rms_norm", lambda made, *given: (made, made))
     monkeypatch.setattr(
-        tune, "_multiply_by_plan", lambda x, weight, plan, **how: taken.append((weight.shape, plan, how)) or x
+        tune, "_plan_product", lambda x, weight, plan, **how: taken.append((weight.shape, plan, how)) or x
     )
     runs = model.target_pass(16)
     table = dict.fromkeys(((shape, 16) for shape in model.shapes(weights)), FIRST)

@@ -203,7 +203,7 @@ def test_closing_a_generation_cancels_its_calls():
         generation = pool.submit([PROMPT, PROMPT], SubmittedPrompt("req", [], ResolvedParams(n=2), 0, False))
         await asyncio.sleep(0.01)
         assert pool.open_samples == 4 and len(replica.asked) == 2
-        assert {call[1].samples for call in pool.handle.calls} == {2}
+        assert {call[1].num_samples for call in pool.handle.calls} == {2}
         generation.close()
         await asyncio.sleep(0.01)
         assert pool.open_samples == 0 and all(call[2].cancelled for call in pool.handle.calls)

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 
 from espalier.logprobs import TokenLogprob
 from espalier.request import OutputChunk, ResolvedParams
-from espalier.server.answers import TEXT_PLACEHOLDER, TextAnswer, event
+from espalier.server.answers import TEXT_PLACEHOLDER, TextAnswer, sse_event
 from espalier.server.chat_answers import ChatAnswer
 from espalier.server.openai import ChatRequest, CompletionRequest
 from espalier.server.protocol import OutputPart
@@ -212,5 +212,5 @@ def test_events_are_the_general_encoders_bytes(kind, options):
             ends = i == len(ODD_TEXTS) + 1
             piece = OutputChunk("x.0", index, [i, i], text, [False, True], finish_reason="stop" if ends else None)
             chunk = general.chunk(*general.add_part(0, OutputPart("x", piece)))
-            assert answer.event(0, OutputPart("x", piece)) == (b"" if chunk is None else event(chunk)), text
+            assert answer.event(0, OutputPart("x", piece)) == (b"" if chunk is None else sse_event(chunk)), text
             assert (chunk is None) == (text == "")

@@ -139,7 +139,7 @@ def test_a_process_that_cannot_be_made_is_tried_again_a_few_times_in_a_row(monke
         monkeypatch.setattr(client, "_start", start)
         client._supervisor = asyncio.create_task(client._supervise())
         async with asyncio.timeout(5):
-            why = await client.ended()
+            why = await client.wait_until_ended()
         assert "cannot be restarted: no more processes" in why
         await client.close()
         return len(tries)

@@ -176,4 +176,4 @@ def test_a_grammar_that_compiles_blocks_nobody(llm, monkeypatch):
         front.send(protocol.encode(AbortPrompt("dropped")))
         go_on.set()
         turn_until("slow", "wrong")
-        assert not worker.compiling_prompts and not worker.running
+        assert not worker.compiling_prompts and not worker.running_prompts

@@ -18,7 +18,7 @@ import pytest
 from prometheus_client import Counter
 
 from espalier.errors import EspalierError
-from espalier.server.answers import event
+from espalier.server.answers import sse_event
 from espalier.server.client import ClientOptions, EngineClient
 from espalier.server.connections import Connections
 from espalier.server.errors import ApiError
@@ -389,7 +389,7 @@ def test_sigterm_while_the_model_loads_leaves_nothing(tmp_path):
 def test_what_is_raised_in_a_streams_midst_ends_it_with_an_error_event(raised, kind, message, caplog):
     counter = Counter("stream_errors", "", ["type"], registry=None)
     run = SimpleNamespace(metrics=SimpleNamespace(stream_errors=counter), deadline=None, close=lambda: None)
-    run.answer, run.has_ended = SimpleNamespace(error_event=event), False
+    run.answer, run.has_ended = SimpleNamespace(error_event=sse_event), False
 
     async def rest():
         yield b"second"

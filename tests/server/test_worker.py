@@ -55,7 +55,7 @@ def run(worker, front):
     front.send(protocol.encode(Shutdown()))
     while worker.llm.engine.has_work or worker._receive_messages():
         worker._send(worker.llm.step() if worker.llm.engine.has_work else [])
-        worker.steps += 1
+        worker.num_steps += 1
     return said(front)
 
 
@@ -80,7 +80,7 @@ def test_samples_are_the_offline_llms_and_their_last_part_has_their_usage(engine
     assert [token for part in found for token in part.output.token_ids] == expected.token_ids
     assert [part.usage is not None for part in found] == [part.output.finish_reason is not None for part in found]
     assert found[-1].usage.completion_tokens == 8 and found[-1].speculation == expected.speculation
-    assert worker.running == {}
+    assert worker.running_prompts == {}
 
 
 def test_a_lower_priority_number_goes_first(engine):
@@ -134,7 +134,7 @@ def test_a_refusal_says_whether_a_retry_may_succeed(engine, monkeypatch, error):
 
 def test_rounds_of_a_captured_bucket_are_graphs_with_log_probabilities_too(engine):
     worker, front = engine
-    worker.buckets = (1, 2)
+    worker.batch_buckets = (1, 2)
     submit(front, "a", replace(PARAMS, logprobs=1))
     worker._receive_messages()
     reports = [message.report for message in run(worker, front) if message.report is not None]
@@ -150,7 +150,7 @@ def test_an_abort_is_carried_out_in_one_step_and_reported(engine):
     front.send(protocol.encode(AbortPrompt("a")))
     front.send(protocol.encode(AbortPrompt("unknown")))
     worker._receive_messages()
-    worker.steps += 1
+    worker.num_steps += 1
     worker._send(worker.llm.step())
     reports = [message.report for message in said(front)]
     assert [report.abort_steps for report in reports] == [[], [1]]

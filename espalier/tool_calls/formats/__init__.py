@@ -45,8 +45,8 @@ def find_formats(template: str, tool_format: str = AUTO, reasoning_format: str =
         reasoning_format = harmony.REASONING_FORMAT.name
     if reasoning_format == harmony.REASONING_FORMAT.name and tool_format == AUTO:
         tool_format = harmony.TOOL_FORMAT.name
-    tools = _find("tool_format", tool_format, TOOL_FORMATS, template)
-    reasoning = _find("reasoning_format", reasoning_format, REASONING_FORMATS, template)
+    tools = _find_format("tool_format", tool_format, TOOL_FORMATS, template)
+    reasoning = _find_format("reasoning_format", reasoning_format, REASONING_FORMATS, template)
     if tools is harmony.TOOL_FORMAT and (reasoning is None or not reasoning.includes_calls):
         raise EspalierError("tool_format='harmony' needs reasoning_format='harmony': its calls stand in channels too")
     if reasoning is not None and reasoning.includes_calls and tools is not None and tools.name != reasoning.name:
@@ -57,7 +57,7 @@ def find_formats(template: str, tool_format: str = AUTO, reasoning_format: str =
     return Formats(tools, reasoning)
 
 
-def _find(flag: str, name: str, formats: Mapping[str, F], template: str) -> F | None:
+def _find_format(flag: str, name: str, formats: Mapping[str, F], template: str) -> F | None:
     if name == AUTO:
         return next((each for each in formats.values() if all(sign in template for sign in each.template_signs)), None)
     if name == NONE:

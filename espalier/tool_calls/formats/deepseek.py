@@ -14,13 +14,13 @@ FENCE_BEGIN, FENCE_END = "```json\n", "\n```"
 
 
 def parse(reader: TextReader, writer: DeltaWriter, fenced: bool) -> Steps[None]:
-    while (marker := (yield from reader.read_until(FIRST_CALL_MARKERS, writer.content))) is not None:
+    while (marker := (yield from reader.read_until(FIRST_CALL_MARKERS, writer.add_content))) is not None:
         opening = marker
         if marker == CALLS_BEGIN:
             space = yield from reader.read_space()
             if (yield from reader.read_literal(CALL_BEGIN)) is None:
                 writer.add("broken", f"{CALL_BEGIN} is missing in the tool call")
-                writer.content(CALLS_BEGIN + space)
+                writer.add_content(CALLS_BEGIN + space)
                 continue
             opening += space + CALL_BEGIN
         yield from _calls(reader, writer, opening, fenced)
@@ -34,7 +34,7 @@ def _calls(reader: TextReader, writer: DeltaWriter, opening: str, fenced: bool) 
             if kind.strip() != "function":
                 raise BrokenCall(f"the tool call is of type {kind.strip()[:80]!r}; only function is supported")
             name, mark = yield from reader.read_text_before("\n", CALL_END)
-        call.name(name.strip())
+        call.write_name(name.strip())
         if mark == CALL_END:
             return
         yield from reader.read_space()

@@ -36,7 +36,7 @@ def parse(reader: TextReader, writer: DeltaWriter) -> Steps[None]:
     while True:
         if opening is None:
             # Text outside of a message is content.
-            opening = yield from reader.read_until(MESSAGE_ENDS, writer.content)
+            opening = yield from reader.read_until(MESSAGE_ENDS, writer.add_content)
         if opening is None:
             return
         if opening in (END, CALL, RETURN):
@@ -56,10 +56,12 @@ def _message(reader: TextReader, writer: DeltaWriter, opening: str) -> Steps[str
     if marker != MESSAGE:
         # A cut-off header is dropped.
         if text := HEADER_PATTERN.sub("", header, count=1):
-            writer.content(text)
+            writer.add_content(text)
         return marker
     writer.in_reasoning = channel is not None and channel[1] == "analysis"
-    marker = yield from reader.read_until(MESSAGE_ENDS, writer.reasoning if writer.in_reasoning else writer.content)
+    marker = yield from reader.read_until(
+        MESSAGE_ENDS, writer.add_reasoning if writer.in_reasoning else writer.add_content
+    )
     writer.in_reasoning = False
     return marker
 
@@ -70,7 +72,7 @@ def _call(
     """Read a call after its header, which `marker` ended.  Returns the marker at the call's end, like _message."""
 
     def read(call: CallWriter) -> Steps[None]:
-        call.name(recipient.removeprefix(FUNCTIONS_PREFIX))
+        call.write_name(recipient.removeprefix(FUNCTIONS_PREFIX))
         if marker is None:
             yield from call_ends_here(reader)
         if marker != MESSAGE:

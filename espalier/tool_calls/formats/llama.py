@@ -16,8 +16,8 @@ def parse(reader: TextReader, writer: DeltaWriter) -> Steps[None]:
     if (yield from reader.peek()) == "{":
         yield from _calls(reader, writer, space)
     elif space:
-        writer.content(space)
-    while (yield from reader.read_until(CALL_MARKERS, writer.content)) is not None:
+        writer.add_content(space)
+    while (yield from reader.read_until(CALL_MARKERS, writer.add_content)) is not None:
         yield from _calls(reader, writer, PYTHON_TAG)
 
 
@@ -32,7 +32,7 @@ def _calls(reader: TextReader, writer: DeltaWriter, opening: str) -> Steps[None]
             break
         opening = ";" + (yield from reader.read_space())
         if (yield from reader.peek()) != "{":
-            writer.content(opening)
+            writer.add_content(opening)
             break
 
 

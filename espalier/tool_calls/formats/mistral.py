@@ -10,7 +10,7 @@ CALL_MARKERS = Markers(CALLS_BEGIN)
 
 
 def parse(reader: TextReader, writer: DeltaWriter) -> Steps[None]:
-    while (yield from reader.read_until(CALL_MARKERS, writer.content)) is not None:
+    while (yield from reader.read_until(CALL_MARKERS, writer.add_content)) is not None:
         space = yield from reader.read_space()
         if (yield from reader.read_literal("[")) is not None:
             yield from _read_call_list(reader, writer, CALLS_BEGIN + space + "[")
@@ -40,7 +40,7 @@ def _read_named_call(reader: TextReader, writer: DeltaWriter, opening: str) -> S
 
     def read(call: CallWriter) -> Steps[None]:
         name = yield from reader.read_word("{[")
-        call.name(name.strip())
+        call.write_name(name.strip())
         if (yield from reader.read_literal(ID_BEGIN)):
             # The model's id is dropped: the server makes ids, which must be unique in a conversation.
             yield from reader.read_word("{[")

@@ -25,7 +25,7 @@ CALL_OR_FUNCTION = Markers(CALL_BEGIN, FUNCTION_BEGIN, strip_before="\n")
 
 def _read_calls(reader: TextReader, writer: DeltaWriter, read: Callable[[CallWriter], Steps[None]]) -> Steps[None]:
     """Read a whole answer.  read: reads a call after its opening tag."""
-    while (yield from reader.read_until(CALL_MARKERS, writer.content)) is not None:
+    while (yield from reader.read_until(CALL_MARKERS, writer.add_content)) is not None:
         if (yield from read_call(reader, writer, CALL_BEGIN, read)):
             yield from reader.read_space()
 
@@ -54,7 +54,7 @@ HERMES_FORMAT = ToolFormat(
 def parse_glm(reader: TextReader, writer: DeltaWriter) -> Steps[None]:
     def read(call: CallWriter) -> Steps[None]:
         name, found = yield from reader.read_text_before(KEY_BEGIN, CALL_END)
-        call.name(name.strip())
+        call.write_name(name.strip())
         arguments = XmlArguments(call)
         while found == KEY_BEGIN:
             key, _ = yield from reader.read_text_before(KEY_END)
@@ -80,14 +80,14 @@ GLM_FORMAT = ToolFormat(
 
 
 def parse_qwen_coder(reader: TextReader, writer: DeltaWriter) -> Steps[None]:
-    while (opening := (yield from reader.read_until(CALL_OR_FUNCTION, writer.content))) is not None:
+    while (opening := (yield from reader.read_until(CALL_OR_FUNCTION, writer.add_content))) is not None:
 
         def read(call: CallWriter, opening: str = opening) -> Steps[None]:
             if opening == CALL_BEGIN:
                 yield from reader.read_space()
                 yield from reader.expect(FUNCTION_BEGIN)
             name, _ = yield from reader.read_text_before(">")
-            call.name(name.strip())
+            call.write_name(name.strip())
             yield from _read_parameters(reader, call)
             yield from reader.read_space()
             if (yield from reader.peek()) and opening == CALL_BEGIN:

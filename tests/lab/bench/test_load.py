@@ -83,9 +83,9 @@ def test_turns_say_all_that_was_said_and_beginnings_are_shared(engines):
 
 
 def test_arrivals_at_a_rate_are_so_many_a_second():
-    due = Arrivals(rate=4.0).due(4000)
+    due = Arrivals(rate=4.0).arrival_times(4000)
     assert due == sorted(due) and due[-1] == pytest.approx(1000, rel=0.05)
-    assert Arrivals().due(2) == [0.0, 0.0]
+    assert Arrivals().arrival_times(2) == [0.0, 0.0]
 
 
 def test_the_time_before_the_first_arrival_does_not_count(engines, monkeypatch):

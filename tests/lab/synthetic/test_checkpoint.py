@@ -189,8 +189,8 @@ def test_the_first_layers_are_those_of_the_whole() -> None:
     whole = Shape(
         "tiny", "nobody", 318, 256, {**GPT_OSS_FIELDS, **SHAPE.fields, "layer_types": ["sliding_attention"] * 4}
     )
-    assert whole.cut(2).config_json["layer_types"] == ["sliding_attention"] * 2
-    cut = SHAPE.cut(3)
+    assert whole.with_layers(2).config_json["layer_types"] == ["sliding_attention"] * 2
+    cut = SHAPE.with_layers(3)
     assert (cut.name, cut.target.num_layers) == ("tiny, 3 of 4 layers", 3)
     few, all_of = (Recipe(shape).tensors(torch.float32, "meta")[0].shapes for shape in (cut, SHAPE))
     assert few == {name: size for name, size in all_of.items() if not name.startswith("model.layers.3")}
