@@ -258,29 +258,29 @@ def _round_ms(engine: Engine, batch: int, runs: TimedRuns, stats: SpeculationSta
     return 1000 * median(full_steps(driven))
 
 
-def fastest_trees(timed: Sequence[TreeTime]) -> dict[int, TreeTime]:
+def fastest_trees(tree_times: Sequence[TreeTime]) -> dict[int, TreeTime]:
     """Returns the fastest tree at each batch size; the first of equally fast trees."""
     found: dict[int, TreeTime] = {}
-    for one in timed:
+    for one in tree_times:
         if one.batch not in found or one.tokens_per_second > found[one.batch].tokens_per_second:
             found[one.batch] = one
     return dict(sorted(found.items()))
 
 
-def by_batch_table(timed: Sequence[TreeTime]) -> dict[int, TreeShape]:
+def by_batch_table(tree_times: Sequence[TreeTime]) -> dict[int, TreeShape]:
     """Returns a table for SpeculationConfig.by_batch: the first batch size of a range -> the range's fastest tree."""
     trees: dict[int, TreeShape] = {}
-    for batch, fastest in fastest_trees(timed).items():
+    for batch, fastest in fastest_trees(tree_times).items():
         if not trees or next(reversed(trees.values())) != fastest.shape:
             trees[batch] = fastest.shape
     return trees
 
 
-def _table_rows(timed: Sequence[TreeTime]) -> list[list[str]]:
+def _table_rows(tree_times: Sequence[TreeTime]) -> list[list[str]]:
     """Returns the rows of the printed table: a row for each batch size, with a column for each tree.  A star marks a
     row's fastest tree."""
-    shapes = list(dict.fromkeys(one.shape for one in timed))
-    fastest, by_cell = fastest_trees(timed), {(one.batch, one.shape): one for one in timed}
+    shapes = list(dict.fromkeys(one.shape for one in tree_times))
+    fastest, by_cell = fastest_trees(tree_times), {(one.batch, one.shape): one for one in tree_times}
     rows = [["batch", *(str(shape) for shape in shapes)]]
     rows.append(["accept length", *(f"{by_cell[next(iter(fastest)), shape].accept_length:.2f}" for shape in shapes)])
     for batch, winner in fastest.items():

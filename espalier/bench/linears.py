@@ -144,7 +144,7 @@ class BlockSizes:
         """Returns the K and V projections of `rows` context rows."""
         layers = self.layers
         columns = layers.specs[0].keeps.values_per_token
-        return (layers._run("draft context", (columns, layers.hidden), layers.layers, rows),)
+        return (layers._product_run("draft context", (columns, layers.hidden), layers.layers, rows),)
 
 
 @dataclass(frozen=True)
@@ -196,10 +196,8 @@ class ModelShape:
 
     def target_pass(self, rows: int, head_rows: int | None = None) -> tuple[ProductRun, ...]:
         """Returns a verify pass's products: all layers over `rows` rows, the lm_head over `head_rows` (None: `rows`).
-
-        Routed experts have no run of their own.  The run of their router has them as `experts`.
-        """
-        return (*self._layers("", self.hidden, rows), self._head("lm_head", self.vocab, rows, head_rows))
+        Routed experts have no run of their own.  The run of their router has them as `experts`."""
+        return (*self._layer_runs("", self.hidden, rows), self._head_run("lm_head", self.vocab, rows, head_rows))
 
     def draft_pass(
         self, rows: int, head_rows: int | None = None, fused_rows: int = 0, module: int = 1
@@ -210,26 +208,26 @@ class ModelShape:
         fused_rows: rows of captured features that an EAGLE head fuses before the pass; MTP modules fuse none.
         """
         head_rows = rows if head_rows is None else head_rows
-        head = (self._draft_head(module, head_rows),) if head_rows else ()
+        head = (self._draft_head_run(module, head_rows),) if head_rows else ()
         if self.mtp is not None:
             name, layer = f"draft {module} ", self.mtp.layer
-            joined = layer._run(f"{name}project", (layer.hidden, 2 * layer.hidden), 1, rows)
-            return (joined, *layer._layers(name, layer.hidden, rows), *head)
+            joined = layer._product_run(f"{name}project", (layer.hidden, 2 * layer.hidden), 1, rows)
+            return (joined, *layer._layer_runs(name, layer.hidden, rows), *head)
         draft = self.draft_sizes
-        fuse = (self._fuse(draft, fused_rows),) if fused_rows else ()
-        return (*fuse, *draft.part(0, 1)._layers("draft ", 2 * draft.hidden, rows), *head)
+        fuse = (self._fusion_run(draft, fused_rows),) if fused_rows else ()
+        return (*fuse, *draft.part(0, 1)._layer_runs("draft ", 2 * draft.hidden, rows), *head)
 
     def block_pass(self, batch: int, steps: int, topk: int) -> tuple[ProductRun, ...]:
         """Returns a block draft pass's products: layers over the block, the head over one row a depth, and edges."""
         block = self.block
         assert block is not None
-        layers = block.layers._layers("draft ", block.layers.hidden, batch * block.rows)
-        return (*layers, self._own_head(batch * steps), *block.edge_products(batch, steps, topk, self.draft_vocab))
+        layers = block.layers._layer_runs("draft ", block.layers.hidden, batch * block.rows)
+        return (*layers, self._own_head_run(batch * steps), *block.edge_products(batch, steps, topk, self.draft_vocab))
 
     def extend_passes(self, rows: int) -> tuple[ProductRun, ...]:
         """Returns a draft's extend products: modules over `rows` rows without heads, or a block draft's context."""
         if self.block is not None:
-            return (self._fuse(self.block.layers, rows), *self.block.context(rows))
+            return (self._fusion_run(self.block.layers, rows), *self.block.context(rows))
         passes = [self.draft_pass(rows, 0, rows, module) for module in range(1, self.modules + 1)]
         return tuple(run for of_module in passes for run in of_module)
 
@@ -258,22 +256,26 @@ class ModelShape:
         runs = (run for run in (*self.target_pass(1), *draft) if run.name != "draft edge factors")
         return tuple(dict.fromkeys(run.shape for run in runs if run.heads == 1 and run.weights == weights))
 
-    def _layers(self, prefix: str, input_columns: int, rows: int) -> tuple[ProductRun, ...]:
+    def _layer_runs(self, prefix: str, input_columns: int, rows: int) -> tuple[ProductRun, ...]:
         """Returns the products of all layers, dense layers first.  Equal layers share a run.  input_columns: of the
         first product."""
         # A sliding window does not change a layer's products.
         kinds = Counter((at < self.dense_layers, replace(spec, window=None)) for at, spec in enumerate(self.specs))
         runs, taken = list[ProductRun](), Counter[tuple[str, Shape]]()
         for (is_dense, spec), count in kinds.items():
-            mlp = self._mlp(prefix, self.intermediate, count, rows) if is_dense else self._routed(prefix, count, rows)
+            mlp = (
+                self._mlp_runs(prefix, self.intermediate, count, rows)
+                if is_dense
+                else self._expert_runs(prefix, count, rows)
+            )
             if self.one_block and spec.keeps != NO_MIXING:
                 mlp = ()
-            for run in (*self._attention(prefix, input_columns, spec, count, rows), *mlp):
+            for run in (*self._attention_runs(prefix, input_columns, spec, count, rows), *mlp):
                 runs.append(replace(run, first=taken[run.name, run.shape]))
                 taken[run.name, run.shape] += count
         return tuple(runs)
 
-    def _attention(
+    def _attention_runs(
         self, prefix: str, input_columns: int, spec: LayerSpec, count: int, rows: int
     ) -> tuple[ProductRun, ...]:
         if self.latent is not None:
@@ -284,8 +286,8 @@ class ModelShape:
         size = spec.keeps.k_size
         heads = spec.projected_heads + (spec.heads if self.gated else 0)
         return (
-            self._run(f"{prefix}qkv", (heads * size, input_columns), count, rows),
-            self._run(f"{prefix}o", (self.hidden, spec.heads * size), count, rows),
+            self._product_run(f"{prefix}qkv", (heads * size, input_columns), count, rows),
+            self._product_run(f"{prefix}o", (self.hidden, spec.heads * size), count, rows),
         )
 
     def _recurrence(self, prefix: str, keeps: RecurrentState, count: int, rows: int) -> tuple[ProductRun, ...]:
@@ -299,21 +301,25 @@ class ModelShape:
             gates = (ProductRun(f"{prefix}gates", (2 * keeps.heads, self.hidden), count, rows),)
         else:
             columns += keeps.heads
-        inputs = self._run(f"{prefix}inputs", (columns, self.hidden), count, rows)
-        return (inputs, *gates, self._run(f"{prefix}out", (self.hidden, inner), count, rows))
+        inputs = self._product_run(f"{prefix}inputs", (columns, self.hidden), count, rows)
+        return (inputs, *gates, self._product_run(f"{prefix}out", (self.hidden, inner), count, rows))
 
     def _latent_attention(
         self, prefix: str, latent: LatentConfig, heads: int, count: int, rows: int
     ) -> tuple[ProductRun, ...]:
         queries = heads * latent.head_size
         rows_of_down = (latent.q_rank or queries) + latent.row_size
-        up = () if latent.q_rank is None else (self._run(f"{prefix}q up", (queries, latent.q_rank), count, rows),)
+        up = (
+            ()
+            if latent.q_rank is None
+            else (self._product_run(f"{prefix}q up", (queries, latent.q_rank), count, rows),)
+        )
         return (
-            self._run(f"{prefix}q and kv", (rows_of_down, self.hidden), count, rows),
+            self._product_run(f"{prefix}q and kv", (rows_of_down, self.hidden), count, rows),
             *up,
             ProductRun(f"{prefix}k up", (latent.kv_rank, latent.nope_size), count, rows, heads),
             ProductRun(f"{prefix}v up", (latent.v_size, latent.kv_rank), count, rows, heads),
-            self._run(f"{prefix}o", (self.hidden, heads * latent.v_size), count, rows),
+            self._product_run(f"{prefix}o", (self.hidden, heads * latent.v_size), count, rows),
         )
 
     def _indexer(
@@ -324,18 +330,18 @@ class ModelShape:
         if index is None or latent.q_rank is None or not spec.keeps.planes.get(INDEX_PLANE):
             return ()
         return (
-            self._run(f"{prefix}index up", (index.heads * index.size, latent.q_rank), count, rows),
-            self._run(f"{prefix}index key", (index.size, self.hidden), count, rows),
+            self._product_run(f"{prefix}index up", (index.heads * index.size, latent.q_rank), count, rows),
+            self._product_run(f"{prefix}index key", (index.size, self.hidden), count, rows),
             ProductRun(f"{prefix}index weights", (index.heads, self.hidden), count, rows),
         )
 
-    def _mlp(self, prefix: str, inner: int, count: int, rows: int, halves: int = 2) -> tuple[ProductRun, ...]:
+    def _mlp_runs(self, prefix: str, inner: int, count: int, rows: int, halves: int = 2) -> tuple[ProductRun, ...]:
         return (
-            self._run(f"{prefix}gate_up", (halves * inner, self.hidden), count, rows),
-            self._run(f"{prefix}down", (self.hidden, inner), count, rows),
+            self._product_run(f"{prefix}gate_up", (halves * inner, self.hidden), count, rows),
+            self._product_run(f"{prefix}down", (self.hidden, inner), count, rows),
         )
 
-    def _run(self, name: str, shape: Shape, count: int, rows: int) -> ProductRun:
+    def _product_run(self, name: str, shape: Shape, count: int, rows: int) -> ProductRun:
         """Returns a run with quantised weights if the format can store this matrix, else with dense weights."""
         return ProductRun(name, shape, count, rows, weights=self.weights if self._quantises(name, shape[1]) else DENSE)
 
@@ -346,7 +352,7 @@ class ModelShape:
         quantiser = QUANTISERS[self.weights]
         return quantiser.for_draft(self.is_draft).quantises(name.split()[-1], columns)
 
-    def _routed(self, prefix: str, count: int, rows: int) -> tuple[ProductRun, ...]:
+    def _expert_runs(self, prefix: str, count: int, rows: int) -> tuple[ProductRun, ...]:
         """Returns the router with its routed experts, and then the linear layers beside the experts."""
         experts = self.experts
         if experts is None:
@@ -355,26 +361,26 @@ class ModelShape:
         router = ProductRun(f"{prefix}router", (experts.shape.num_experts, self.hidden), count, rows, experts=routed)
         gate = (ProductRun(f"{prefix}shared gate", (1, self.hidden), count, rows),) if experts.shared_gate else ()
         halves = experts.activation.halves
-        shared = self._mlp(f"{prefix}shared ", experts.shared, count, rows, halves) if experts.shared else ()
+        shared = self._mlp_runs(f"{prefix}shared ", experts.shared, count, rows, halves) if experts.shared else ()
         return router, *gate, *shared
 
-    def _fuse(self, draft: "ModelShape", rows: int) -> ProductRun:
-        return draft._run("draft fc", (draft.hidden, self.captured * self.hidden), 1, rows)
+    def _fusion_run(self, draft: "ModelShape", rows: int) -> ProductRun:
+        return draft._product_run("draft fc", (draft.hidden, self.captured * self.hidden), 1, rows)
 
-    def _own_head(self, rows: int) -> ProductRun:
+    def _own_head_run(self, rows: int) -> ProductRun:
         """Returns the product of the lm_head of an EAGLE head or of a block draft."""
         draft = self.draft_sizes
-        return draft._run("draft lm_head", (self.draft_vocab, draft.hidden), 1, rows)
+        return draft._product_run("draft lm_head", (self.draft_vocab, draft.hidden), 1, rows)
 
-    def _draft_head(self, module: int, rows: int) -> ProductRun:
+    def _draft_head_run(self, module: int, rows: int) -> ProductRun:
         if self.mtp is None:
-            return self._own_head(rows)
+            return self._own_head_run(rows)
         if self.mtp.own_heads:
-            return self.mtp.layer._run(f"draft {module} lm_head", (self.vocab, self.hidden), 1, rows)
+            return self.mtp.layer._product_run(f"draft {module} lm_head", (self.vocab, self.hidden), 1, rows)
         # A shared head has the target head's name, so a chain of passes uses the same weight.
-        return self._head("lm_head", self.vocab, rows, None)
+        return self._head_run("lm_head", self.vocab, rows, None)
 
-    def _head(self, name: str, vocab: int, rows: int, head_rows: int | None) -> ProductRun:
+    def _head_run(self, name: str, vocab: int, rows: int, head_rows: int | None) -> ProductRun:
         return ProductRun(name, (vocab, self.hidden), 1, rows if head_rows is None else head_rows)
 
 

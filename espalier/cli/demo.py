@@ -82,7 +82,7 @@ def _draw_node(
     children = [
         i for i, parent in enumerate(trace.tree.parents) if i and parent == node and trace.tree.tokens[i] != VOID_NODE
     ]
-    below = line_prefix if node == 0 else line_prefix + (signs.down if branch_sign == signs.branch else "  ")
+    below = line_prefix if node == 0 else line_prefix + (signs.vertical if branch_sign == signs.branch else "  ")
     for child in children:
         _draw_node(drawing, trace, child, below, signs.last if child == children[-1] else signs.branch, name, signs)
 

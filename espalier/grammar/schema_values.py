@@ -35,7 +35,7 @@ REPEAT_CHARS = 10
 
 
 def limit_length(node: Node, least: int, most: int | None) -> Node:
-    """Returns the node limited to `least` to `most` characters; NO_TEXT if none remain.  It must have no anchors."""
+    """Returns the node limited to `least` to `most` characters; NO_TEXT if none remain.  node: without anchors."""
     if most is not None:
         node = _limit_to_most(node, most)
     return node if node == NO_TEXT else _limit_to_least(node, least)

@@ -123,7 +123,7 @@ class Answer:
         self.echo = echo
         self.include_usage = bool(body.stream_options and body.stream_options.include_usage)
         self.usage_in_chunks = bool(body.stream_options and body.stream_options.continuous_usage_stats)
-        # True if events differ only in their text.  Not counted: a choice's last event, events with log-probabilities.
+        # True if all events but the last one of a choice, and those with log-probabilities, differ only in their text.
         self.events_differ_only_in_text = not (self.usage_in_chunks or body.return_token_ids or body.from_draft)
         self.num_prompt_tokens = sum(len(prompt) for prompt in prompts)
         self.common_fields = {"id": id, "created": int(time.time()), "model": body.model}

@@ -306,7 +306,7 @@ class ResponsesAnswer(ChatAnswer):
         self.items = OutputItems(id)
         self.finish_reason: str | None = None
         # The reasons why tool calls could not be parsed.
-        self.errors: list[str] = []
+        self.call_errors: list[str] = []
 
     def add_part(self, prompt_index: int, part: OutputPart) -> tuple[Choice, OutputChunk]:
         choice, output = super().add_part(prompt_index, part)
@@ -315,7 +315,7 @@ class ResponsesAnswer(ChatAnswer):
         if choice.new_stream is not None:
             for each in choice.new_deltas:
                 self.items.add_delta(each, [])
-            self.errors += [each.text for each in choice.new_deltas if each.kind == "broken"]
+            self.call_errors += [each.text for each in choice.new_deltas if each.kind == "broken"]
         elif output.text or logprobs:
             self.items.add_delta(base.Delta("content", output.text), logprobs)
         if output.finish_reason is not None:
@@ -348,8 +348,8 @@ class ResponsesAnswer(ChatAnswer):
     def whole_response(self) -> dict[str, Any]:
         is_cut = self.finish_reason == "length"
         whole = self._response_object("incomplete" if is_cut else "completed") | {"usage": self.usage()}
-        if self.errors:
-            whole["tool_call_errors"] = [{"message": error} for error in self.errors]
+        if self.call_errors:
+            whole["tool_call_errors"] = [{"message": error} for error in self.call_errors]
         return whole
 
     def _response_object(self, status: str) -> dict[str, Any]:

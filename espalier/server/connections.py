@@ -42,19 +42,21 @@ OUT_OF_RESOURCES_ERRNOS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOM
 class Connections:
     """The open connections of one server.
 
-    limit: the most open connections (max_connections), None for no limit.  Above the limit, one connection is closed:
-    the one that has been idle longest.  An idle connection has no request in progress and no pending output.  If no
-    connection is idle, the oldest connection is closed whose client has not sent its whole request, or has not read its
-    response.  If there is no such connection, the new connection is closed.
+    max_open: the most open connections (max_connections), None for no limit.  Above the limit, the connection is closed
+    that has been idle longest.  An idle connection has no request in progress and no pending output.  If no connection
+    is idle, the oldest connection is closed whose client has not sent its whole request, or has not read its response.
+    If there is no such connection, the new connection is closed.
 
     send_timeout_s: how long a client may read nothing of pending output.  body_timeout_s: after the first byte of a
     request, its headers must arrive within this time; None for no limit.  gate.LimitedReceive limits the time of the
     body.
     """
 
-    def __init__(self, metrics: Metrics, limit: int | None, send_timeout_s: float | None, body_timeout_s: float | None):
+    def __init__(
+        self, metrics: Metrics, max_open: int | None, send_timeout_s: float | None, body_timeout_s: float | None
+    ):
         self.metrics = metrics
-        self.limit = limit
+        self.max_open = max_open
         self.send_timeout_s = send_timeout_s
         self.body_timeout_s = body_timeout_s
         # Ordered by the time at which a connection was opened or last became idle.
@@ -72,7 +74,7 @@ class Connections:
     def add(self, connection: "Connection", now: float) -> None:
         """Count a new connection.  now: in seconds."""
         self._open[connection] = None
-        if self.limit is None or len(self._open) <= self.limit:
+        if self.max_open is None or len(self._open) <= self.max_open:
             return
         # The new connection is idle too, and last in the order.
         before = [each for each in self._open if each is not connection]
@@ -82,7 +84,7 @@ class Connections:
         del self._open[chosen]
         if count := self._log_limiter.num_to_report(now):
             message = "more than %d connections (ulimit -n): those idle longest are closed, %d since the last such line"
-            log.warning(message, self.limit, count)
+            log.warning(message, self.max_open, count)
         chosen.transport.abort()
 
     def mark_idle(self, connection: "Connection") -> None:

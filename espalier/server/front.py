@@ -223,7 +223,7 @@ class Front:
                 log.info("the field %s is accepted but has no effect (logged once)", name)
 
     def resolve(self, params: SamplingParams) -> ResolvedParams:
-        """Returns InputProcessor.resolve(params).  The results are cached.  Raises EspalierError."""
+        """Returns InputProcessor.resolve(params), from a cache if possible.  Raises EspalierError."""
         known, resolved = self._resolved.get(id(params), (None, None))
         if resolved is None or known is not params:
             resolved = self.inputs.resolve(params)

@@ -82,17 +82,17 @@ class WeightedHistogram(Collector):
     def __init__(self, name: str, about: str, limits: Sequence[float]):
         self.name = name
         self.about = about
-        self.limits = limits
+        self.upper_limits = limits
         self.counts = [0] * (len(limits) + 1)
         self.total = 0.0
 
     def observe(self, value: float, count: int) -> None:
         """Count `count` occurrences of a value."""
-        self.counts[bisect_left(self.limits, value)] += count
+        self.counts[bisect_left(self.upper_limits, value)] += count
         self.total += value * count
 
     def collect(self) -> Iterator[Metric]:
-        yield _histogram(self.name, self.about, self.limits, self.counts, self.total)
+        yield _histogram(self.name, self.about, self.upper_limits, self.counts, self.total)
 
 
 @dataclass(eq=False)

@@ -249,9 +249,9 @@ class Generation:
     always the last parts.
     """
 
-    def __init__(self, engines: "Engines", names: Sequence[str], samples: int):
+    def __init__(self, engines: "Engines", names: Sequence[str], num_samples: int):
         self.engines = engines
-        self.num_running = dict.fromkeys(names, samples)
+        self.num_running = dict.fromkeys(names, num_samples)
         self.unread_parts: list[OutputPart] = []
         self.error: Exception | None = None
         self.new_parts = asyncio.Event()

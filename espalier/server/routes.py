@@ -85,12 +85,12 @@ def make_router(server: Server, endpoints: Sequence[Endpoint]) -> Router:
     for endpoint in endpoints:
         by_path.setdefault(endpoint.path, {})[endpoint.method] = endpoint
 
-    async def default(scope: Scope, receive: Receive, send: Send) -> None:
+    async def raise_not_served(scope: Scope, receive: Receive, send: Send) -> None:
         raise path_not_served(scope["path"], by_path)
 
     # No redirects for a trailing slash, because their URL would be wrong behind a proxy.
     routes = [Route(path, PathEndpoints(server, path, by_method)) for path, by_method in by_path.items()]
-    return Router(routes, redirect_slashes=False, default=default)
+    return Router(routes, redirect_slashes=False, default=raise_not_served)
 
 
 @dataclass(frozen=True)

@@ -266,7 +266,7 @@ def _import_tokenizer(model: str | None) -> None:
 
 
 def bound_listener(host: str, port: int) -> socket.socket:
-    """Returns the bound socket.  It is bound before the model is loaded, so that a used port fails at once."""
+    """Returns the bound socket.  Call this before the model is loaded, so that a used port fails at once."""
     # The first try is without SO_REUSEADDR, because two loading servers could both bind with it.  The second try is
     # with it, because the old connections of a server that has ended keep its port for a minute.
     with suppress(OSError, OverflowError):

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 def describe_machine() -> dict[str, str]:
     """Returns the machine and the versions on which measurements depend, as texts by name."""
-    import torch  # here, so that `--help` does not wait for it
+    import torch  # imported here, so that `--help` does not wait for PyTorch
 
     machine = {
         "machine": f"{_processor()}, {available_cores()} cores, {_memory_gib():.0f} GiB",
@@ -105,7 +105,7 @@ class DrawingSigns:
 
     branch: str
     last: str
-    down: str
+    vertical: str
     accepted: str
     rejected: str
     bar: str
@@ -216,7 +216,7 @@ def write_json(path: Path | None, figures: dict[str, Any]) -> None:
     """
     if path is None:
         return
-    import torch  # here, so that `--help` does not wait for it
+    import torch  # imported here, so that `--help` does not wait for PyTorch
 
     try:
         # The engine has set the number of threads at startup.

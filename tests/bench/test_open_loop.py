@@ -247,7 +247,9 @@ def test_the_time_before_the_first_arrival_does_not_count(monkeypatch):
     talks = Traffic((1, 1), (1, 1)).conversations(1, seed=0)
     monkeypatch.setattr(Arrivals, "arrival_times", lambda self, count: [5.0])
     [seconds, _] = asyncio.run(
-        open_loop._measure_server(SimpleNamespace(run_conversation=converse), talks, Arrivals(rate=0.2, burst=1), lambda: None)
+        open_loop._measure_server(
+            SimpleNamespace(run_conversation=converse), talks, Arrivals(rate=0.2, burst=1), lambda: None
+        )
     )
     assert seconds == 2
 

@@ -403,7 +403,7 @@ def test_what_is_raised_in_a_streams_midst_ends_it_with_an_error_event(raised, k
 
         await stream({}, None, send)
         assert [message.get("more_body") for message in sent] == [None, True, True, True, False]
-        return [message["body"] for message in sent[1:]], stream.ended
+        return [message["body"] for message in sent[1:]], stream.has_ended
 
     (first, second, last, end), ended = asyncio.run(read())
     assert (first, second, end, ended) == (b"first", b"second", b"", True)

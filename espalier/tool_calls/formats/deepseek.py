@@ -13,7 +13,7 @@ FIRST_CALL_MARKERS = Markers(CALLS_BEGIN, CALL_BEGIN, strip_before="\n")
 FENCE_BEGIN, FENCE_END = "```json\n", "\n```"
 
 
-def parse(reader: TextReader, writer: DeltaWriter, fenced: bool) -> Steps[None]:
+def parse(reader: TextReader, writer: DeltaWriter, has_fence: bool) -> Steps[None]:
     while (marker := (yield from reader.read_until(FIRST_CALL_MARKERS, writer.add_content))) is not None:
         opening = marker
         if marker == CALLS_BEGIN:
@@ -23,14 +23,14 @@ def parse(reader: TextReader, writer: DeltaWriter, fenced: bool) -> Steps[None]:
                 writer.add_content(CALLS_BEGIN + space)
                 continue
             opening += space + CALL_BEGIN
-        yield from _calls(reader, writer, opening, fenced)
+        yield from _calls(reader, writer, opening, has_fence)
 
 
-def _calls(reader: TextReader, writer: DeltaWriter, opening: str, fenced: bool) -> Steps[None]:
+def _calls(reader: TextReader, writer: DeltaWriter, opening: str, has_fence: bool) -> Steps[None]:
     def read(call: CallWriter) -> Steps[None]:
         kind, mark = yield from reader.read_text_before(SEPARATOR, CALL_END)
         name = kind
-        if fenced and mark == SEPARATOR:
+        if has_fence and mark == SEPARATOR:
             if kind.strip() != "function":
                 raise BrokenCall(f"the tool call is of type {kind.strip()[:80]!r}; only function is supported")
             name, mark = yield from reader.read_text_before("\n", CALL_END)
@@ -39,7 +39,7 @@ def _calls(reader: TextReader, writer: DeltaWriter, opening: str, fenced: bool) 
             return
         yield from reader.read_space()
         if not (yield from call_ends_here(reader, CALL_END)):
-            yield from (_block(reader, call) if fenced else read_arguments(reader, call, CALL_END))
+            yield from (_block(reader, call) if has_fence else read_arguments(reader, call, CALL_END))
         yield from reader.read_space()
         if (yield from reader.peek()):
             yield from reader.expect(CALL_END)
@@ -65,7 +65,7 @@ V3_FORMAT = ToolFormat(
     name="deepseek-v3",
     template_signs=(CALLS_BEGIN, "```json"),
     special_tokens=SPECIAL_TOKENS,
-    parse=partial(parse, fenced=True),
+    parse=partial(parse, has_fence=True),
     syntax=CallSyntax(
         f"{CALL_BEGIN}function{SEPARATOR}",
         f"\n{FENCE_BEGIN}",
@@ -80,7 +80,7 @@ V31_FORMAT = ToolFormat(
     name="deepseek-v3.1",
     template_signs=(CALLS_BEGIN,),
     special_tokens=SPECIAL_TOKENS,
-    parse=partial(parse, fenced=False),
+    parse=partial(parse, has_fence=False),
     syntax=CallSyntax(CALL_BEGIN, SEPARATOR, CALL_END, opening=CALLS_BEGIN, closing=CALLS_END),
     arguments_as_text=True,
 )

@@ -76,7 +76,7 @@ def test_no_flag_waits_for_pytorch():
 import sys
 from espalier.cli import main
 from lab import __main__ as lab
-ours = ([], *([name] for name in main.COMMANDS), *(["bench", name] for name in main.BENCH))
+ours = ([], *([name] for name in main.COMMANDS), *(["bench", name] for name in main.BENCH_COMMANDS))
 for parser, commands in ((main.make_parser, ours), (lab.make_parser, [[name] for name in lab.COMMANDS])):
   for command in commands:
     for flag in ("--help", "--hepl"):

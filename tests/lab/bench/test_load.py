@@ -59,12 +59,14 @@ def test_the_time_of_a_launch_and_its_rows_are_counted_by_kind(engines, overlap)
     with plain.open() as bench:
         launches = record_launches(bench.engine)
         served = serve_random(bench.engine, bench.prompts(load_of_two.inputs), load_of_two, Arrivals())
-    assert set(served.spent.seconds) == {"prefill", "rounds", "idle"} and served.spent.seconds["idle"] == 0
-    assert sum(served.spent.seconds.values()) == pytest.approx(served.seconds, rel=0.1)
-    assert min(served.spent.seconds["prefill"], served.spent.seconds["rounds"]) > 0
+    assert (
+        set(served.launch_times.seconds) == {"prefill", "rounds", "idle"} and served.launch_times.seconds["idle"] == 0
+    )
+    assert sum(served.launch_times.seconds.values()) == pytest.approx(served.seconds, rel=0.1)
+    assert min(served.launch_times.seconds["prefill"], served.launch_times.seconds["rounds"]) > 0
     assert sum(served.figures()["time_shares"].values()) == pytest.approx(1)
     rows = sum(pieces * width for pieces, width in launches.prefills) + sum(launches.rounds)
-    assert served.spent.rows == rows >= 29 + 5
+    assert served.launch_times.rows == rows >= 29 + 5
     assert served.figures()["wasted_rows"] == pytest.approx(1 - (29 + 7) / rows) or rows <= 36
 
 
@@ -73,7 +75,7 @@ def test_turns_say_all_that_was_said_and_beginnings_are_shared(engines):
     with engines.open({"prefix_cache": True, "page_size": 16}) as bench:
         prompts = bench.prompts(talk.lengths)
         served = serve_random(bench.engine, prompts, talk, Arrivals(concurrency=1))
-    assert talk.longest == 32 + max(5 + 2 + 3 + 3, 4 + 4 + 6 + 1)
+    assert talk.max_tokens == 32 + max(5 + 2 + 3 + 3, 4 + 4 + 6 + 1)
     first, second = ([each for each in served.requests if each.arrival // 2 == i] for i in range(2))
     for begin, (one, two), text in zip((5, 4), (first, second), prompts[1:], strict=True):
         assert one.prompt == prompts[0] + text[:begin]
@@ -118,7 +120,7 @@ def test_times_of_a_request_are_between_its_pieces():
 
 def test_mixed_lengths_lie_between_their_bounds():
     drawn = random_load(500, (3, 5), (7, 7))
-    assert set(drawn.inputs) == {3, 4, 5} and set(drawn.outputs) == {7} and drawn.longest == 12
+    assert set(drawn.inputs) == {3, 4, 5} and set(drawn.outputs) == {7} and drawn.max_tokens == 12
     assert drawn == random_load(500, (3, 5), (7, 7))
 
 
