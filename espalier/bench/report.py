@@ -85,10 +85,8 @@ def require_plot(path: Path | None) -> None:
 
 @dataclass(frozen=True)
 class LoadPoint:
-    """The figures of a server at one rate of arrivals.
-
-    times: percentiles in ms, by the name of a time.  answered: requests a second; goodput: those within the limits.
-    """
+    """The figures of a server at one rate of arrivals.  times: percentiles in ms, by the name of a time.  answered:
+    requests a second; goodput: those within the limits."""
 
     server: str
     rate: float

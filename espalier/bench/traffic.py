@@ -27,11 +27,8 @@ class Turn:
 
 @dataclass(frozen=True)
 class Conversation:
-    """One conversation of a load.
-
-    prefix: the beginning that it shares with other conversations, or "".  number: index in the order of arrival.
-    category: the dataset's category.
-    """
+    """One conversation of a load.  prefix: the beginning that it shares with other conversations, or "".  number: index
+    in the order of arrival. category: the dataset's category."""
 
     number: int
     prefix: str

@@ -246,10 +246,8 @@ def _refuse_quantised(path: Path | None, flag: str, formats: FormatOf, names: Se
 
 
 class LinearTuner:
-    """Measures plans on the GPU of this machine, in one dtype.
-
-    weights: the weight format, a name of ProductRun.weights.  seconds: after this time no further measurement starts.
-    """
+    """Measures plans on the GPU of this machine, in one dtype.  weights: the weight format, a name of
+    ProductRun.weights.  seconds: after this time no further measurement starts."""
 
     def __init__(self, dtype: torch.dtype, weights: str = DENSE, seconds: float = inf) -> None:
         begun = perf_counter()

@@ -57,10 +57,8 @@ def random_experts(shape: ExpertsShape, dtype: torch.dtype, device: torch.device
 
 
 class ChainInputs:
-    """The inputs of a chain of `num` calls with `rows` rows each.  Each call uses other experts.
-
-    num: None for as many calls as can be timed.  touched: see random_expert_ids.
-    """
+    """The inputs of a chain of `num` calls with `rows` rows each.  Each call uses other experts.  num: None for as many
+    calls as can be timed.  touched: see random_expert_ids."""
 
     def __init__(
         self,

@@ -116,11 +116,8 @@ def bench(parser: Parser) -> None:
 
 
 def main(arguments: Sequence[str] | None = None, make_parser: Callable[[], Parser] = make_parser) -> int:
-    """Run one command.  Returns the exit status.
-
-    0: success.  1: a check or the system failed.  2: bad input, with one line on stderr.  130: interrupted by Ctrl-C or
-    SIGTERM.
-    """
+    """Run one command.  Returns the exit status.  0: success.  1: a check or the system failed.  2: bad input, with one
+    line on stderr.  130: interrupted by Ctrl-C or SIGTERM."""
     try:
         status = _run_command(make_parser().parse(arguments))  # parse imports the module of the flags
         if sys.stdout is not None:

@@ -31,10 +31,8 @@ def require_finite_values(made: Mapping[str, Any]) -> None:
 def _least_fixpoint(
     parts: Mapping[Any, Any], ends: Callable[[Any, set[Any]], bool], needs: Callable[[Any], Iterable[Any]]
 ) -> set[Any]:
-    """Returns the names of the parts that have a finite text.
-
-    ends(part, known): whether a part is finite if the parts `known` are.  needs: the names that a part refers to.
-    """
+    """Returns the names of the parts that have a finite text.  ends(part, known): whether a part is finite if the parts
+    `known` are.  needs: the names that a part refers to."""
     waiting: dict[Any, list[Any]] = {}
     for name, part in parts.items():
         for needed in needs(part):
@@ -99,10 +97,8 @@ def check_ebnf_escapes(ebnf: str) -> str:
 
 
 def require_finite_rules(ebnf: str) -> None:
-    """Refuse a grammar with a reachable rule that no finite text matches.
-
-    Raises EspalierError.  xgrammar parses the grammar, and raises RuntimeError for a syntax error.
-    """
+    """Refuse a grammar with a reachable rule that no finite text matches.  Raises EspalierError.  xgrammar parses the
+    grammar, and raises RuntimeError for a syntax error."""
     import xgrammar
 
     for name in _endless_rules(json.loads(xgrammar.Grammar.from_ebnf(ebnf).serialize_json())):

@@ -190,10 +190,8 @@ class _SchemaRewriter:
                 target = self.reference_targets[target]
 
     def check_disjoint(self) -> None:
-        """Raises EspalierError if a value may match two schemas of a oneOf.
-
-        They must differ in type, or in a required property's constant texts.  Call check_references first.
-        """
+        """Raises EspalierError if a value may match two schemas of a oneOf.  They must differ in type, or in a required
+        property's constant texts.  Call check_references first."""
         for place, branches in self.one_of_schemas.items():
             kinds = [self._resolve_references(branch) for branch in branches]
             if not all(self._are_disjoint(kinds[i], kinds[j]) for i in range(len(kinds)) for j in range(i)):

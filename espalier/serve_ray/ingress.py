@@ -60,10 +60,8 @@ class FrontIngress:
 
 
 def is_replica_lost(error: BaseException) -> bool:
-    """Returns whether an exception of a call to a replica means that the replica has ended.
-
-    A RayTaskError is a bug in the replica's own code, so the replica still runs.
-    """
+    """Returns whether an exception of a call to a replica means that the replica has ended.  A RayTaskError is a bug in
+    the replica's own code, so the replica still runs."""
     return isinstance(error, RayError | RayServeException) and not isinstance(error, RayTaskError)
 
 

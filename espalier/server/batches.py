@@ -194,10 +194,8 @@ class Batches:
     async def _answer_and_make_files(
         self, batch: Batch, live: LiveBatch, found: InputScan, end: str | None = None
     ) -> None:
-        """Answer a batch's lines and make its output files.  Raises EspalierError if the engine is gone.
-
-        end: "cancelled" or "expired" if the batch ends before its turn.
-        """
+        """Answer a batch's lines and make its output files.  Raises EspalierError if the engine is gone.  end:
+        "cancelled" or "expired" if the batch ends before its turn."""
         journal = self._journals[batch.id] = await self._open_journal(self.store.answers_path(batch.id), found)
         try:
             if journal.num_left and end is None:

@@ -49,10 +49,8 @@ class RequestTools:
 
 
 def checked_tools(tools: Any, choice: Any = None, parallel: bool | None = None) -> RequestTools:
-    """Check a request's tools in OpenAI's form.  choice: also {"type": "function", "function": {"name": ...}}.
-
-    Raises EspalierError, whose message begins with the field's name.
-    """
+    """Check a request's tools in OpenAI's form.  choice: also {"type": "function", "function": {"name": ...}}.  Raises
+    EspalierError, whose message begins with the field's name."""
     if not isinstance(parallel, bool | None):
         raise EspalierError(f"parallel_tool_calls={shown(parallel)} is not supported; use True or False")
     definitions = _checked_definitions(tools)
