@@ -70,7 +70,8 @@ class Batches:
     def start(self, app: AsgiApp, api_key: str | None) -> None:
         """Continue the batches that have not ended.  app: the application that answers their requests.
 
-        A batch's requests have no --request-timeout, because other requests run first.  Its window limits their time.
+        A batch's requests have no --request-timeout, because other requests run first.  The batch's 24 hours are their
+        limit.
         """
         self._client = app_client(without_timeout(app), api_key)
         for batch in self.store.batches.values():

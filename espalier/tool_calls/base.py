@@ -62,7 +62,7 @@ class DeltaWriter:
         self.add("reasoning", text)
 
     def resume(self, deltas: Sequence[Delta]) -> None:
-        """Continue after the deltas of a prompt that begins the answer.  Only those of an open call are kept."""
+        """Continue after the deltas of a prompt that begins the answer.  Only an open call's deltas are kept."""
         open_call = self.num_calls - 1
         if any(delta.kind in ("called", "broken") and delta.index == open_call for delta in deltas):
             return
