@@ -18,7 +18,7 @@ from espalier.bench.drive import BenchEngine, BenchEngines, ModelEngines, drive,
 from espalier.config import SpeculationConfig
 from espalier.engine.engine import Engine
 from espalier.errors import EspalierError
-from espalier.layout import PLAIN, TreeShape
+from espalier.layout import PLAIN_TREE, TreeShape
 from espalier.prompt_files import records, token_ids
 from espalier.request import SamplingParams
 from espalier.startup import tree_policy
@@ -154,13 +154,13 @@ def trees_to_measure(
     is larger than the configured tree.
     """
     for shape in given_trees:
-        configured.require(shape)
+        configured.require_fits(shape)
     if is_block:
         sizes = [nodes for nodes in BLOCK_NODE_COUNTS if nodes < configured.num_draft_tokens]
         fitting = [replace(configured, num_draft_tokens=nodes) for nodes in sizes]
     else:
         fitting = [shape for shape in CANDIDATE_TREES if fits_in(configured, shape)]
-    return list(dict.fromkeys(given_trees or (configured, *fitting, PLAIN)))
+    return list(dict.fromkeys(given_trees or (configured, *fitting, PLAIN_TREE)))
 
 
 def _read_prompts(path: Path, bench: BenchEngine, context: int) -> list[list[int]]:

@@ -145,7 +145,7 @@ def validation_error(errors: Sequence[Mapping[str, Any]], model: type[BaseModel]
 
 def _unknown_field(model: type[BaseModel], name: str) -> str:
     """Returns the message for an unknown field, which another endpoint may have."""
-    if model in BODY_MODELS.values() and other_engines.keyword(name, model.model_fields, python=False) is None:
+    if model in BODY_MODELS.values() and other_engines.keyword_advice(name, model.model_fields, python=False) is None:
         for path, other in BODY_MODELS.items():
             if name in other.model_fields and _refused_field(other, name) is None:
                 return f"the body has no {name!r}; send it to {path}"

@@ -82,7 +82,7 @@ class MessageStream:
             if self.stop_finder.stopped:
                 return
             if delta.kind == "content":
-                self.stop_finder.add(delta.text, counts=self.text.pushed > self.min_tokens)
+                self.stop_finder.add(delta.text, is_searched=self.text.num_pushed > self.min_tokens)
                 self._put(self.stop_finder.take(final=False))
                 continue
             if delta.kind == "call":
