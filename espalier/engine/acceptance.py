@@ -1,9 +1,9 @@
 """Estimates how many tokens a round of any tree emits, from the rounds that the host has read.
 
 Trees of every form (TreeShape) show how often the first child is accepted at each depth, along paths of first children.
-These rates predict the gain of a form: its tokens beyond the first.  A form that ran also has a factor, its real gain
-over the predicted gain.  For the other children of a node, two things are assumed: they are accepted in proportion to
-the first child (FIRST_CHILD_RATES), and ACCEPT_LENGTHS says how much they add.
+These rates predict the gain of a form: its tokens beyond the first.  A form that ran also has a factor: its real gain
+divided by the predicted gain.  For the other children of a node, two things are assumed: they are accepted in
+proportion to the first child (FIRST_CHILD_RATES), and ACCEPT_LENGTHS says how much they add.
 """
 
 import math
@@ -24,7 +24,7 @@ MEASURED_DRAFT = "an EAGLE-3 head of llama-3.1-8b"
 FIRST_CHILD_RATES = (0.76, 0.64, 0.63)
 # The highest estimate of a rate: even if every guess at a depth was accepted, later guesses may fail.
 MAX_RATE = 0.98
-# The gain of a tree whose rows are shared over the batch, over that of a tree with as many rows for each request
+# The gain of a tree with rows shared over the batch, divided by the gain of a tree with as many rows for each request
 # (`python -m lab sharing`).
 SHARED_ROWS_GAIN = 1.07
 # Assumptions count as samples until rounds replace them: FIRST_CHILD_RATES as PRIOR_SAMPLES samples (one request in one
@@ -52,7 +52,7 @@ class AcceptSample(NamedTuple):
 
 
 def assumed_accept_length(tree: TreeShape) -> float:
-    """The assumed accept length of a tree: ACCEPT_LENGTHS, interpolated over the logarithm of the number of nodes."""
+    """Returns a tree's assumed accept length: ACCEPT_LENGTHS, interpolated over the logarithm of the nodes."""
     nodes = min(tree.rows, ACCEPT_LENGTHS[-1][0])
     low, high = next((low, high) for low, high in pairwise(ACCEPT_LENGTHS) if nodes <= high[0])
     share = math.log2(nodes / low[0]) / math.log2(high[0] / low[0])
@@ -60,7 +60,7 @@ def assumed_accept_length(tree: TreeShape) -> float:
 
 
 def assumed_rate(depth: int) -> float:
-    """The value of FIRST_CHILD_RATES for a depth, from 1 on."""
+    """Returns the value of FIRST_CHILD_RATES for a depth.  The first depth is 1."""
     return FIRST_CHILD_RATES[min(depth, len(FIRST_CHILD_RATES)) - 1]
 
 
@@ -68,15 +68,15 @@ def depth_of(tree: TreeShape) -> int:
     return min(tree.steps, tree.num_draft_tokens - 1)
 
 
-def gains(tree: TreeShape, first_child: Sequence[float]) -> list[float]:
-    """[depth + 1]: the tokens beyond the first that a round emits if it may accept nodes down to depth 0, 1, 2, ...
+def gains(tree: TreeShape, first_child_rates: Sequence[float]) -> list[float]:
+    """Returns, for each greatest depth 0, 1, 2, ... of accepted nodes, the tokens beyond the first that a round emits.
 
-    first_child: how often the first child is accepted, by depth from 1 on.
+    first_child_rates: how often the first child is accepted, by depth from 1 on.
     """
     others = _other_child_rate(tree)
     reached, summed = 1.0, [0.0]
     for depth in range(1, depth_of(tree) + 1):
-        first = first_child[depth - 1]
+        first = first_child_rates[depth - 1]
         reached *= first + (1 - first) * min(others * first / assumed_rate(depth), 1.0)
         summed.append(summed[-1] + reached)
     return [SHARED_ROWS_GAIN * gain for gain in summed] if tree.shared_rows else summed
@@ -84,7 +84,7 @@ def gains(tree: TreeShape, first_child: Sequence[float]) -> list[float]:
 
 @cache
 def _other_child_rate(tree: TreeShape) -> float:
-    """How often another child is accepted if the first child is not: the rate that gives `assumed_accept_length`."""
+    """Returns how often another child is accepted if the first is not, by `assumed_accept_length`."""
     if tree.topk == 1:
         return 0.0
     low, high = 0.0, 1.0
@@ -98,9 +98,9 @@ def _other_child_rate(tree: TreeShape) -> float:
     return low
 
 
-def scaled_first_child_rates(level: float, steps: int) -> list[float]:
-    """How often first children are accepted, by depth: FIRST_CHILD_RATES, scaled to the rate `level` at depth 1."""
-    return [min(level * assumed_rate(depth) / assumed_rate(1), MAX_RATE) for depth in range(1, steps + 1)]
+def scaled_first_child_rates(rate_at_depth_1: float, steps: int) -> list[float]:
+    """Returns FIRST_CHILD_RATES by depth, scaled so that the rate at depth 1 is `rate_at_depth_1`."""
+    return [min(rate_at_depth_1 * assumed_rate(depth) / assumed_rate(1), MAX_RATE) for depth in range(1, steps + 1)]
 
 
 @dataclass
@@ -110,12 +110,12 @@ class DecayingRate:
     trials: float = 0.0
     successes: float = 0.0
 
-    def fade(self, factor: float) -> None:
+    def decay(self, factor: float) -> None:
         self.trials *= factor
         self.successes *= factor
 
-    def rate(self, prior: float, weight: float) -> float:
-        return (self.successes + weight * prior) / (self.trials + weight)
+    def rate(self, prior_rate: float, prior_weight: float) -> float:
+        return (self.successes + prior_weight * prior_rate) / (self.trials + prior_weight)
 
 
 @dataclass
@@ -135,9 +135,9 @@ class FormCounts:
         self.samples[max_depth] += weight
         self.gained += weight * len(sample.ranks)
 
-    def fade(self, factor: float) -> None:
+    def decay(self, factor: float) -> None:
         for count in self.depths:
-            count.fade(factor)
+            count.decay(factor)
         self.samples = [factor * count for count in self.samples]
         self.gained *= factor
 
@@ -159,47 +159,47 @@ class Acceptance:
     depths: list[DecayingRate] = field(init=False)
     first_child: list[float] = field(init=False)
     forms: dict[TreeShape, FormCounts] = field(default_factory=dict)
-    recent: DecayingRate = field(default_factory=DecayingRate)
-    prior: float = PRIOR_SAMPLES
+    recent_gain: DecayingRate = field(default_factory=DecayingRate)
+    prior_weight: float = PRIOR_SAMPLES
 
     def __post_init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
         self.depths = [DecayingRate() for _ in range(self.steps)]
-        self.forms, self.recent, self.prior = {}, DecayingRate(), PRIOR_SAMPLES
+        self.forms, self.recent_gain, self.prior_weight = {}, DecayingRate(), PRIOR_SAMPLES
         self.first_child = [0.0] * self.steps
         self._update_first_child()
 
-    def cap_weight(self, samples: float) -> None:
+    def cap_weight(self, max_samples: float) -> None:
         """Reduce the weight of all rounds so far to at most this many samples."""
-        if self.steps and self.depths[0].trials > samples:
-            self._fade(samples / self.depths[0].trials)
+        if self.steps and self.depths[0].trials > max_samples:
+            self._decay(max_samples / self.depths[0].trials)
             self._update_first_child()
 
-    def _fade(self, factor: float) -> None:
+    def _decay(self, factor: float) -> None:
         for count in self.depths:
-            count.fade(factor)
+            count.decay(factor)
         for form in self.forms.values():
-            form.fade(factor)
+            form.decay(factor)
 
     def _update_first_child(self) -> None:
         follows = 1.0
-        for at, count in enumerate(self.depths):
-            assumed = assumed_rate(at + 1)
-            found = min(count.rate(min(assumed * follows, MAX_RATE), self.prior), MAX_RATE)
-            self.first_child[at], follows = found, found / assumed
+        for i, count in enumerate(self.depths):
+            assumed = assumed_rate(i + 1)
+            rate = min(count.rate(min(assumed * follows, MAX_RATE), self.prior_weight), MAX_RATE)
+            self.first_child[i], follows = rate, rate / assumed
 
     def accept_length(self, tree: TreeShape) -> float:
-        """The expected tokens of a round of this tree, for a request that may accept nodes at any depth."""
+        """Returns the expected tokens of a round of this tree, for a request that may accept nodes at any depth."""
         return 1 + gains(tree, self.first_child)[-1] * self._form_factor(tree)
 
     def _form_factor(self, tree: TreeShape) -> float:
-        """The real gain of the form, divided by the gain that its own rounds' first children predict."""
+        """Returns the real gain of the form, divided by the gain that its own rounds' first children predict."""
         form = self.forms.get(tree)
         if form is None:
             return 1.0
-        own = [count.rate(rate, self.prior) for count, rate in zip(form.depths, self.first_child, strict=False)]
+        own = [count.rate(rate, self.prior_weight) for count, rate in zip(form.depths, self.first_child, strict=False)]
         predicted = sum(map(mul, form.samples, gains(tree, own)))
         return (form.gained + FORM_PRIOR_TOKENS) / (predicted + FORM_PRIOR_TOKENS)
 
@@ -209,8 +209,8 @@ class Acceptance:
         if not samples or not depth:
             return
         self._cap_weight_if_text_changed(tree, samples)
-        self.prior = max(PRIOR_DECAY * self.prior, self.min_prior)
-        self._fade(1 - 1 / max(self.min_rounds, self.min_samples / len(samples)))
+        self.prior_weight = max(PRIOR_DECAY * self.prior_weight, self.min_prior)
+        self._decay(1 - 1 / max(self.min_rounds, self.min_samples / len(samples)))
         if tree not in self.forms:
             self.forms[tree] = FormCounts([DecayingRate() for _ in range(depth)], [0.0] * (depth + 1))
         form = self.forms[tree]
@@ -225,13 +225,13 @@ class Acceptance:
         """Reduce the weight of older rounds if the latest rounds gain much more or less than expected."""
         depth = depth_of(tree)
         by_depth, factor = gains(tree, self.first_child), self._form_factor(tree)
-        self.recent.fade(1 - 1 / max(2, RECENT_SAMPLES / len(samples)))
-        self.recent.trials += factor * sum(by_depth[min(sample.max_depth, depth)] for sample in samples)
-        self.recent.successes += sum(len(sample.ranks) for sample in samples)
-        expected, gained = self.recent.trials, self.recent.successes
+        self.recent_gain.decay(1 - 1 / max(2, RECENT_SAMPLES / len(samples)))
+        self.recent_gain.trials += factor * sum(by_depth[min(sample.max_depth, depth)] for sample in samples)
+        self.recent_gain.successes += sum(len(sample.ranks) for sample in samples)
+        expected, gained = self.recent_gain.trials, self.recent_gain.successes
         if abs(gained - expected) > MAX_DEVIATIONS * math.sqrt(VARIANCE_PER_TOKEN * expected + 1):
             self.cap_weight(max(RECENT_SAMPLES / 4, len(samples)))
-            self.recent = DecayingRate()
+            self.recent_gain = DecayingRate()
 
 
 def _count_first_children(depths: Sequence[DecayingRate], sample: AcceptSample, max_depth: int, weight: int) -> None:
