@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from espalier.engine.acceptance import Acceptance, AcceptSample, depth_of, gains
 from espalier.engine.round_times import RoundTimes
 from espalier.engine.tree_choice import TreeChoice
-from espalier.layout import PLAIN, TreeShape, next_bucket
+from espalier.layout import PLAIN_TREE, TreeShape, next_bucket
 from espalier.startup.tree_policy import tree_sets
 from tests.engine.test_tree_choice import COSTS, TREE, layout_of
 
@@ -51,7 +51,7 @@ class Texts:
         skill = np.array(self.skills)[(phases[:, None] + np.arange(TEXT)) // self.period % len(self.skills)]
         self.is_first = random.random(skill.shape) < skill
         self.is_other = random.random(skill.shape) < OTHERS
-        self.factors = {tree: random.uniform(0.87, 1.15) for tree in LAYOUT.choices_for(self.batch)}
+        self.factors = {tree: random.uniform(0.87, 1.15) for tree in LAYOUT.tree_choices_for(self.batch)}
         self.choice = TreeChoice(LAYOUT, COSTS, is_lookup=False, clock=lambda: self.now)
         self.requests = np.arange(self.batch)
 
@@ -97,7 +97,7 @@ class Texts:
             places, total = places + tokens, total + seconds
         fixed = {tree: self.fixed(tree, first) for tree in self.factors}
         rate = (places - first).sum() / total
-        return rate / max(fixed.values()), rate / fixed[PLAIN]
+        return rate / max(fixed.values()), rate / fixed[PLAIN_TREE]
 
     def fixed(self, tree: TreeShape, first: np.ndarray) -> float:
         places, rounds = first.copy(), 0
