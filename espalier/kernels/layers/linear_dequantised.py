@@ -104,9 +104,8 @@ def _write_values_kernel(
     UNIT: tl.constexpr = 16 if CODE == 3 else 32
     UNITS: tl.constexpr = BLOCK_IN // UNIT
     first = tl.program_id(0) * BLOCK_IN
-    rows = tl.program_id(1) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
-    # Rows past the end read the last row instead; their values are not stored.
-    w_rows = tl.minimum(rows, num_rows - 1).to(tl.int64)
+    # Programs past the end write the last row again.
+    w_rows = tl.minimum(tl.program_id(1) * BLOCK_OUT + tl.arange(0, BLOCK_OUT), num_rows - 1).to(tl.int64)
     row_words = num_in // 32 * 4
     words = first // 8 + tl.arange(0, BLOCK_IN // 8)
     w = tl.load(words_ptr + w_rows[:, None] * row_words + words[None, :], mask=words[None, :] < row_words, other=0)
@@ -131,8 +130,7 @@ def _write_values_kernel(
             scales = (scales * tl.load(zeros_ptr + w_rows)[:, None]).to(tl.float32)
     values = tl.reshape(numbers * scales[:, :, None], (BLOCK_OUT, BLOCK_IN)).to(out_ptr.dtype.element_ty)
     columns = first + tl.arange(0, BLOCK_IN)
-    inside = (rows[:, None] < num_rows) & (columns[None, :] < num_in)
-    tl.store(out_ptr + w_rows[:, None] * num_in + columns[None, :], values, mask=inside)
+    tl.store(out_ptr + w_rows[:, None] * num_in + columns[None, :], values, mask=columns[None, :] < num_in)
 
 
 def write_values(weight: QuantisedMatrix, rows: range, out: Tensor) -> None:
