@@ -94,6 +94,28 @@ def test_any_shape(kernel_device, monkeypatch, kind, in_blocks, shape):
     assert torch.equal(dequantised_gated(x, matrix, bias, SILU), gated.triton(product))
 
 
+def test_the_kernel_of_gate_and_up_gets_both_of_the_same_outputs(kernel_device, monkeypatch):
+    """Block by block, and what it writes is the activation of the product."""
+    shapes = []
+
+    def of_block(x, values, out):
+        shapes.append(tuple(values.shape))
+        out.copy_(gated.triton(x @ values.T))
+
+    monkeypatch.setattr(linear_dequantised, "ROWS_UNIT", 16)
+    monkeypatch.setattr(linear_dequantised, "MAX_SCRATCH_BYTES", 64 * 256 * 2)
+    for name, stand_in in (("hopper_gated", of_block), ("supports_hopper_gated", all_true), ("fills_chip", all_true)):
+        monkeypatch.setattr(linear_dequantised, name, stand_in)
+    matrix, x = drawn("int4", (), 2 * 72, 256, kernel_device), x_of(3, 256, kernel_device)
+    expected = gated.triton(x @ dequantise(matrix, DTYPE).T)
+    torch.testing.assert_close(dequantised_gated(x, matrix, None, SILU), expected, rtol=2e-2, atol=2e-2)
+    assert shapes == [(64, 256), (64, 256), (16, 256)]
+
+
+def all_true(*args):
+    return True
+
+
 @pytest.mark.parametrize(
     ("num_out", "num_in", "num_blocks"),
     [(6144, 4096, 1), (28672, 4096, 2), (4096, 14336, 1), (57344, 8192, 7), (128256, 8192, 16), (100, 64, 1)],
@@ -121,9 +143,10 @@ def test_from_one_number_of_rows_on_it_takes_4_bits(kind):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", FOUR_BITS)
-@pytest.mark.parametrize("inner", [256, 132 * 128])
-def test_a_linear_layer_takes_it(kind, inner):
-    """Eager and in a graph, with inputs in another order, and gated by the kernel of many rows."""
+@pytest.mark.parametrize("inner", [256, 132 * 128, 2 * 132 * 128])
+def test_a_linear_layer_takes_it(monkeypatch, kind, inner):
+    """Eager and in a graph, with inputs in another order, and gated by the kernel of many rows, in one and two blocks."""
+    monkeypatch.setattr(linear_dequantised, "MAX_SCRATCH_BYTES", 2 * 132 * 128 * 512 * 2)
     matrix, x = drawn(kind, (), 2 * inner, 512, torch.device("cuda")), x_of(MANY, 512, "cuda")
     order = torch.randperm(512, generator=torch.Generator().manual_seed(2)).cuda()
     product = dequantised_product(x[:, order], matrix, None)

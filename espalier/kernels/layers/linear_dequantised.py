@@ -41,7 +41,7 @@ BLOCK_OUT, BLOCK_IN, WARPS = 32, 256, 8
 
 def multiplies_dequantised(x: InputRows, weight: QuantisedMatrix) -> bool:
     """Whether a linear layer takes these products for x [rows, in]: always from one number of rows on."""
-    return weight.code != "fp8" and x.dtype in DTYPES and len(x) > MAX_FUSED_ROWS
+    return weight.code != "fp8" and x.dtype in DTYPES and len(x) > MAX_FUSED_ROWS and len(weight) > 0
 
 
 def dequantised_product(x: Tensor, weight: QuantisedMatrix, bias: Tensor | None) -> Tensor:
@@ -65,7 +65,7 @@ def dequantised_gated(x: Tensor, weight: QuantisedMatrix, bias: Tensor | None, a
 
 def _hopper_gated(x: Tensor, weight: QuantisedMatrix, bias: Tensor | None, activation: Activation) -> Tensor | None:
     """The activation by the kernel of hopper/gated.py, if it is faster; None if not."""
-    if not activation.is_silu or not x.is_cuda:
+    if not activation.is_silu:
         return None
     (num_out, num_in), gpu = weight.shape, chip(x)
     blocks = blocks_of(num_out // 2, 2 * num_in * x.itemsize)
