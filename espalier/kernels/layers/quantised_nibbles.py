@@ -164,15 +164,15 @@ def numbers_of_words(w, CODE: tl.constexpr, DTYPE: tl.constexpr, BLOCK_OUT: tl.c
 
     The columns are in order.  DTYPE: the dtype in which the words are decoded; all of it is exact.
     """
+    IS_BFLOAT16: tl.constexpr = tl.bfloat16 == DTYPE
     if CODE == 1:
         numbers = _int4(w, tl.full((BLOCK_OUT, WORDS), 0x80008000, tl.uint32), DTYPE, BLOCK_OUT, WORDS)
-        UNIT: tl.constexpr = 2.0**6 if tl.bfloat16 == DTYPE else 2.0**9
+        numbers = numbers.to(tl.float32) * (2.0**6 if IS_BFLOAT16 else 2.0**9)
     else:
         # The exponent of MXFP4 that means a scale of 1.
         factors = _factors_of_exponents(tl.full((BLOCK_OUT, WORDS), 127, tl.uint32), DTYPE)
-        numbers = _e2m1(w, factors, DTYPE, BLOCK_OUT, WORDS)
-        UNIT: tl.constexpr = 2.0**64 if tl.bfloat16 == DTYPE else 2.0**10
-    return numbers.to(tl.float32) * UNIT
+        numbers = _e2m1(w, factors, DTYPE, BLOCK_OUT, WORDS).to(tl.float32) * (2.0**64 if IS_BFLOAT16 else 2.0**10)
+    return numbers
 
 
 @kernel
