@@ -34,12 +34,12 @@ def x_of(rows, num_in, device, seed=1):
 
 
 def assert_is_the_product(out, x, matrix, bias):
-    """The tolerance of linear_dequantised.py.  It holds for the rounded values without the term for their rounding."""
-    weight = dequantise(matrix, DTYPE).double()
-    exact = x.double() @ weight.T + (0 if bias is None else bias.double())
-    magnitude = x.double().abs() @ weight.abs().T + (0 if bias is None else bias.double().abs())
-    bound = torch.finfo(out.dtype).eps / 2 * exact.abs() * 1.01 + x.shape[1] * 2.0**-23 * magnitude
-    assert ((out.double() - exact).abs() <= bound).all()
+    """The tolerance of linear_dequantised.py."""
+    inputs, weight = x.double(), dequantise(matrix, torch.float64)
+    exact = inputs @ weight.T + (0 if bias is None else bias.double())
+    magnitude = inputs.abs() @ weight.abs().T + (0 if bias is None else bias.double().abs())
+    eps = torch.finfo(out.dtype).eps
+    assert ((out.double() - exact).abs() <= eps / 2 * exact.abs() + (eps + x.shape[1] * 2.0**-23) * magnitude).all()
 
 
 def drawn_matrix(code, draw, device):

@@ -6,8 +6,8 @@ blocks of its rows.  The blocks do not depend on the number of inputs, so a larg
 launches that measure the memory for pages (startup/measure_memory.py) are the largest, so they count the scratch.
 
 Tolerance: the values of the weight are rounded once to the dtype of x, as in the reference code of these formats, and
-those of MXFP4 are exact.  Other terms as in linear.py.  Against float64 the error is at most half an ulp of the result,
-plus half an ulp of 1 and in · 2⁻²³, times the sum of the products' magnitudes.
+those of MXFP4 are exact.  The library may add a few parts of a sum that are rounded too.  Against float64 the error is
+at most half an ulp of the result, plus an ulp of 1 and in · 2⁻²³, times the sum of the products' magnitudes.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from espalier.kernels.runtime.jit import kernel
 from espalier.kernels.runtime.launch import chip, is_precompiling
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 
-# The most rows that linear_quantised.py multiplies.  Dequantising a weight moves 2.5 bytes of memory, 0.93 ps at 2.7
-# TB/s.  Each row then saves 2 FLOPs' worth of the difference between our 455 and the library's 700 TFLOP/s: 1.5 fs.  So
-# the two are equal at some 600 rows of int4, and 450 of NVFP4, on an H100.  The power of two between them ends a bucket
-# of rows for which startup compiles.
+# The most rows that linear_quantised.py multiplies.  Dequantising a weight moves 2.5 bytes of memory, 0.9 ps at 2.8 TB/s.
+# Then each row saves 1.6 fs, because the library does 740 TFLOP/s and our kernel 440: they are equal at 560 rows, for any
+# shape.  On an H100, the layers of Llama-3.1-8B took 4% longer at 512 rows and 22% less time at 768 (docs/log.md).  At a
+# power of two ends a range of rows for which startup compiles.
 MAX_FUSED_ROWS = 512
 MAX_SCRATCH_BYTES = 128 * 2**20
 # Rows of a block are a multiple of this, the largest edge of the library's tiles.
 ROWS_UNIT = 256
-# A program's tile of the weight.
-BLOCK_OUT, BLOCK_IN, WARPS = 32, 256, 8
+# A program's tile of the weight: the fastest of six on an H100, 2.7 to 3.0 TB/s.
+BLOCK_OUT, BLOCK_IN, WARPS = 16, 256, 4
 
 
 def multiplies_dequantised(x: InputRows, weight: QuantisedMatrix) -> bool:
