@@ -27,9 +27,9 @@ from espalier.kernels.runtime.jit import kernel
 from espalier.kernels.runtime.launch import chip, is_precompiling
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 
-# The most rows that linear_quantised.py multiplies.  Dequantising a weight moves 2.5 bytes of memory, 0.9 ps at 2.8 TB/s.
-# Then each row saves 1.6 fs, because the library does 740 TFLOP/s and our kernel 440: they are equal at 560 rows, for any
-# shape.  On an H100, the layers of Llama-3.1-8B took 4% longer at 512 rows and 22% less time at 768 (docs/log.md).  At a
+# The most rows that linear_quantised.py multiplies.  Dequantising a weight moves 2.5 bytes of memory, 0.9 ps at 2.8
+# TB/s.  Then each row saves 1.8 fs, because the library does 720 TFLOP/s and our kernel 440.  So they are equal at about
+# 500 rows, for any shape.  On an H100 the layers of Llama-3.1-8B took 4% longer at 512 rows and 22% less time at 768.  A
 # power of two ends a range of rows for which startup compiles.
 MAX_FUSED_ROWS = 512
 MAX_SCRATCH_BYTES = 128 * 2**20
