@@ -20,9 +20,15 @@ import torch
 from rich.text import Text
 
 from espalier.bench.linears import ModelShape, ProductRun, shape_named
-from espalier.bench.timing import SECONDS, TURNS, GraphTimer, as_engine, plain
+from espalier.bench.timing import (
+    DEFAULT_TURNS,
+    MEASUREMENT_SECONDS,
+    GraphTimer,
+    multiply_by_library,
+    multiply_like_engine,
+)
 from espalier.cache.layer_spec import INDEX_PLANE, RecurrentState
-from espalier.config import FP8_KV, is_open
+from espalier.config import FP8_KV, is_unresolved
 from espalier.layout import TreeShape
 from espalier.terminal.console import print_header, print_table, require_gpu, require_writable, stdout, write_json
 from lab.bench.ceilings import Ceilings, measured_ceilings
@@ -138,7 +144,7 @@ def round_runs(shape: ModelShape, size: RoundSize) -> tuple[tuple[ProductRun, ..
 
 def kv_value_bytes(kv_dtype: str, draft_kv_dtype: str) -> tuple[int, int]:
     """Bytes that a number of K or V takes, of the target and of the draft.  A draft's "auto" is the target's."""
-    draft_kv_dtype = kv_dtype if is_open(draft_kv_dtype) else draft_kv_dtype
+    draft_kv_dtype = kv_dtype if is_unresolved(draft_kv_dtype) else draft_kv_dtype
     return (1 if kv_dtype == FP8_KV else 2), (1 if draft_kv_dtype == FP8_KV else 2)
 
 
@@ -214,8 +220,12 @@ class Floors:
             # The memory of a closed engine first: new weights among its pages would keep these in PyTorch's cache.
             gc.collect()
             torch.cuda.empty_cache()
-        chains = [self.weights.chain(runs, multiply, each) for each in with_experts for multiply in (plain, as_engine)]
-        cublas, ours, *whole = self.timer.ms(chains, TURNS, SECONDS)
+        chains = [
+            self.weights.chain(runs, multiply, each)
+            for each in with_experts
+            for multiply in (multiply_by_library, multiply_like_engine)
+        ]
+        cublas, ours, *whole = self.timer.ms(chains, DEFAULT_TURNS, MEASUREMENT_SECONDS)
         linears = LinearTimes(rows, cublas, min(cublas, ours), sum(run.weight_bytes for run in runs))
         if not whole:
             return linears, None

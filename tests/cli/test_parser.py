@@ -4,8 +4,8 @@ import pytest
 
 from espalier import other_engines
 from espalier.cli import parser
-from espalier.cli.main import BENCH, COMMANDS, parse
-from espalier.cli.parser import MOVED
+from espalier.cli.main import BENCH_COMMANDS, COMMANDS, parse
+from espalier.cli.parser import MOVED_COMMANDS
 from espalier.config import EngineConfig, SpeculationConfig
 from espalier.request import SamplingParams
 from espalier.terminal.flags import flag_of
@@ -56,7 +56,7 @@ SAID = [
     ("bench serve --dtype x", "it is now `espalier bench load --url URL`"),
     *(
         (f"{prog.removeprefix('espalier ')} {name}", f"it is now in the clone's laboratory: run `python -m lab {to}`")
-        for prog, names in MOVED.items()
+        for prog, names in MOVED_COMMANDS.items()
         for name, to in names.items()
     ),
     ("bench round --choose", "; to choose trees, `espalier bench choose`"),
@@ -71,7 +71,7 @@ def test_the_right_name_is_said(line, said, capsys):
 
 
 @pytest.mark.parametrize(
-    "line", ["", *COMMANDS, *(f"bench {name}" for name in BENCH), "lab", *(f"lab {name}" for name in LAB)]
+    "line", ["", *COMMANDS, *(f"bench {name}" for name in BENCH_COMMANDS), "lab", *(f"lab {name}" for name in LAB)]
 )
 def test_help_fits_eighty_columns(line, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
@@ -86,7 +86,7 @@ def test_commands_and_what_they_do_stand_in_one_line(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     assert run("bench", "--help") == 0
     shown = {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if line.startswith("    ")}
-    assert [name for name, command in BENCH.items() if not shown[name].endswith(f"  {command.about}")] == []
+    assert [name for name, command in BENCH_COMMANDS.items() if not shown[name].endswith(f"  {command.about}")] == []
 
 
 def test_a_list_grows_and_a_switch_may_come_twice():
@@ -94,23 +94,23 @@ def test_a_list_grows_and_a_switch_may_come_twice():
     assert getattr(args, "SamplingParams.stop") == ["a", "b"] and args.json
 
 
-@pytest.mark.parametrize("ours", other_engines.TABLE)
+@pytest.mark.parametrize("ours", other_engines.OTHER_NAMES)
 def test_a_counterpart_is_a_setting_and_a_flag(ours, capsys):
     owner, _, setting = ours.partition("=")[0].partition(".")
-    for theirs in other_engines.TABLE[ours].split():
+    for theirs in other_engines.OTHER_NAMES[ours].split():
         assert not any(theirs in fields for fields in FIELDS.values()), "a name of its own"
         if owner != "serve":
             assert setting in FIELDS[owner]
-            assert setting in other_engines.keyword(theirs, FIELDS[owner])
+            assert setting in other_engines.keyword_advice(theirs, FIELDS[owner])
         if setting not in ("speculation", "grammar"):  # several flags, and none
             run("serve" if owner == "serve" else "generate", flag_of(theirs))
             assert f"use {flag_of(setting)}" in capsys.readouterr().err.replace("--no-", "--")
 
 
 def test_a_name_stands_once():
-    names = " ".join([*other_engines.TABLE.values(), *other_engines.NONE.values()]).split()
+    names = " ".join([*other_engines.OTHER_NAMES.values(), *other_engines.UNSUPPORTED_SETTINGS.values()]).split()
     assert sorted(set(names)) == sorted(names)
 
 
 def test_what_others_call_a_command_is_one():
-    assert {near.split()[0] for near in parser.COMMANDS.values()} <= {*COMMANDS, "--help", "--version"}
+    assert {near.split()[0] for near in parser.GUESSED_COMMANDS.values()} <= {*COMMANDS, "--help", "--version"}
