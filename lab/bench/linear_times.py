@@ -13,6 +13,7 @@ from rich.text import Text
 
 from espalier.bench.linears import ModelShape, shape_named
 from espalier.bench.timing import GraphTimer, Matrix, Weights, run_in_order
+from espalier.kernels.layers.linear_dequantised import multiplies_dequantised
 from espalier.kernels.layers.linear_plans import DENSE, LINEAR_TUNING, dense_plans_for
 from espalier.kernels.layers.quantised import InputRows, QuantisedMatrix
 from espalier.kernels.layers.quantised_plans import quantised_plan_for
@@ -109,6 +110,7 @@ def product(x: torch.Tensor, weight: Matrix, gated: bool) -> InputRows:
 
 def _plan(weight: Matrix, x: torch.Tensor) -> str:
     if isinstance(weight, QuantisedMatrix):
-        return str(None if library_supports_product(x, weight) else quantised_plan_for(weight, x))
+        is_library = library_supports_product(x, weight) or multiplies_dequantised(x, weight)
+        return str(None if is_library else quantised_plan_for(weight, x))
     plans = dense_plans_for(weight)
     return str(None if plans is None else LINEAR_TUNING.plan_at(plans, len(x)))
