@@ -277,5 +277,5 @@ def choose_plan(v_size: int, heads: int, products: Products, processors: int) ->
     """Chooses the launch parameters.  heads: the sum over requests."""
     largest = max(power_of_two(v_size), SMALLEST)
     if products.kept.itemsize > 2:
-        return Plan(min(largest, 32), 1, 4)
+        return Plan(64, 1, 8)
     return Plan(64, 2, 4)
