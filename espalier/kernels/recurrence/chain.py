@@ -20,26 +20,24 @@ from espalier.kernels.runtime.jit import kernel
 from espalier.kernels.runtime.launch import chip, exact_type, power_of_two
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 
-# How many columns of keys are multiplied at once.
-STEP = 64
+# How many columns of keys _solve_kernel multiplies at once.
+STEP = 32
 
 
 @kernel
-def _inverse(system, PRECISION: tl.constexpr, PRODUCT: tl.constexpr, EXACT: tl.constexpr, CHUNK: tl.constexpr):
-    """Returns the inverse of I + system.  `system` is strictly lower triangular.
+def _inverse(system, PRECISION: tl.constexpr, PRODUCT: tl.constexpr, EXACT: tl.constexpr, BITS: tl.constexpr):
+    """Returns the inverse of I + system.  `system` is strictly lower triangular and has 2^BITS rows.
 
     The inverse of [[P, 0], [C, R]] is [[P', 0], [-R' C P', R']], with P' and R' the inverses of P and R.  So two
-    products make the inverses of blocks of 2n rows from those of blocks of n rows.
+    products make the inverses of blocks of 2n rows from those of blocks of n rows.  A value belongs to the C of the
+    blocks whose n is the highest bit in which its row and column differ.
     """
-    # The highest bit in which two indices differ is the size of the blocks at whose corner they meet.
-    differ = tl.arange(0, CHUNK)[:, None] ^ tl.arange(0, CHUNK)[None, :]
+    differ = tl.arange(0, 2**BITS)[:, None] ^ tl.arange(0, 2**BITS)[None, :]
     inverse = tl.where(differ == 0, 1.0, 0.0).to(EXACT) - tl.where(differ == 1, system, 0.0)
-    size = 2
-    while size < CHUNK:
-        at_corners = tl.where((differ >= size) & (differ < 2 * size), system, 0.0).to(PRODUCT)
+    for bit in tl.static_range(1, BITS):
+        at_corners = tl.where(differ >> bit == 1, system, 0.0).to(PRODUCT)
         corner = tl.dot(inverse.to(PRODUCT), at_corners, input_precision=PRECISION, out_dtype=EXACT)
         inverse -= tl.dot(corner.to(PRODUCT), inverse.to(PRODUCT), input_precision=PRECISION, out_dtype=EXACT)
-        size *= 2
     return inverse
 
 
@@ -47,7 +45,8 @@ def _inverse(system, PRECISION: tl.constexpr, PRODUCT: tl.constexpr, EXACT: tl.c
 def _solve_kernel(
     q_ptr, k_ptr, gates_ptr, count_ptr, decay_ptr, q_out_ptr, k_out_ptr, inverse_ptr, scores_ptr, rows,
     HEADS: tl.constexpr, SHARE: tl.constexpr, K_SIZE: tl.constexpr, DELTA: tl.constexpr, EXACT: tl.constexpr,
-    PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, STEP: tl.constexpr, DEPENDENT: tl.constexpr,
+    PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, STEP: tl.constexpr, BITS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Computes, for each chunk and head: the log-decay from the chunk's start to each row, the scores of the rows with
     their decay, and with the delta rule the inverse of the system times beta.  For each chunk and head of k, it rounds
@@ -88,7 +87,7 @@ def _solve_kernel(
     if DELTA:
         beta = tl.load(gate + HEADS, mask=exists, other=0.0).to(EXACT)
         system = tl.where(order[None, :] < order[:, None], beta[:, None] * system * carry, 0.0)
-        inverse = _inverse(system, PRECISION, PRODUCT, EXACT, CHUNK)
+        inverse = _inverse(system, PRECISION, PRODUCT, EXACT, BITS)
         tl.store(inverse_ptr + square, (inverse * beta[None, :]).to(PRODUCT))
 
 
@@ -187,7 +186,7 @@ def _scan_kernel(
         if tl.load(count_ptr + first) > 0:
             tl.store(own + place, state_t, mask=is_both)
         if marked_ptr is not None:
-            # A snapshot's table row holds the state before the chunk that contains the snapshot: other threads wrote it.
+            # A snapshot's table row holds the state before the snapshot's chunk, which other threads have written.
             tl.debug_barrier()
             for piece in range(pieces):
                 here = tl.load(marked_ptr + first + piece)
@@ -228,7 +227,7 @@ def chain_outputs(
     if not batch or not count:
         return out
     chunks, products = -(-count // CHUNK), choose_products(v, table)
-    plan = choose_plan(v_size, batch * heads, products, chip(v).processors)
+    plan = choose_plan(products)
     kept = table.new_empty(0, dtype=products.kept)
     decay = table.new_empty(batch, chunks, heads, CHUNK)
     tiles_q, tiles_k = (kept.new_empty(batch, chunks, k_heads, CHUNK, k_size) for _ in range(2))
@@ -248,6 +247,7 @@ def chain_outputs(
     _solve_kernel[heads, chunks, batch](
         *(q, k, gates, path.taken, decay, tiles_q, tiles_k, inverse, scores, count),
         STEP=min(STEP, constants["BLOCK_K"]),
+        BITS=CHUNK.bit_length() - 1,
         num_warps=4,
         **constants,
     )
@@ -273,9 +273,10 @@ class Plan(NamedTuple):
     num_warps: int
 
 
-def choose_plan(v_size: int, heads: int, products: Products, processors: int) -> Plan:
-    """Chooses the launch parameters.  heads: the sum over requests."""
-    largest = max(power_of_two(v_size), SMALLEST)
-    if products.kept.itemsize > 2:
-        return Plan(64, 1, 8)
-    return Plan(64, 2, 4)
+def choose_plan(products: Products) -> Plan:
+    """Chooses the launch parameters.
+
+    A program takes 64 columns even if a head is smaller, because wgmma has at least 64 rows, and only wgmma takes
+    operands of 16 bits from registers in the layout of its results.
+    """
+    return Plan(64, 2, 4) if products.kept.itemsize == 2 else Plan(64, 1, 8)
