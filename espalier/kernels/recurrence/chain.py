@@ -92,6 +92,20 @@ def _solve_kernel(
 
 
 @kernel
+def _pieces(first, follows_ptr, count_ptr, batch, BLOCK_B: tl.constexpr):
+    """Returns (whether batch row `first` begins a prompt, the number of its pieces, the number of their rows)."""
+    is_first, pieces, count = True, 1, tl.load(count_ptr + first)
+    if follows_ptr is not None:
+        others = first + 1 + tl.arange(0, BLOCK_B)
+        goes_on = tl.load(follows_ptr + others, mask=others < batch, other=False).to(tl.int1)
+        pieces = 1 + tl.min(tl.where(goes_on, BLOCK_B, tl.arange(0, BLOCK_B)), 0)
+        # All pieces before the last that has rows are full, so the existing rows come first.
+        count += tl.sum(tl.load(count_ptr + others, mask=others < first + pieces, other=0), 0)
+        is_first = tl.load(follows_ptr + first) == 0
+    return is_first, pieces, count
+
+
+@kernel
 def _rows_added(
     k_ptr, v_ptr, gates_ptr, decay_ptr, inverse_ptr, state_t, tile, k_tile, row, value, exists,
     HEADS: tl.constexpr, K_SIZE: tl.constexpr, V_SIZE: tl.constexpr, DELTA: tl.constexpr, EXACT: tl.constexpr,
@@ -119,6 +133,30 @@ def _rows_added(
 
 
 @kernel
+def _complete_snapshot(
+    k_ptr, v_ptr, gates_ptr, decay_ptr, inverse_ptr, mark_ptrs, mask, here, request, head, value, rows, chunks,
+    HEADS: tl.constexpr, SHARE: tl.constexpr, K_SIZE: tl.constexpr, V_SIZE: tl.constexpr, DELTA: tl.constexpr,
+    EXACT: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Moves the state at mark_ptrs from the start of its chunk to the snapshot.  here: the number of rows before it."""
+    at = (here - 1) // CHUNK * CHUNK
+    tile = (request * chunks + at // CHUNK) * HEADS + head
+    row = at + tl.arange(0, CHUNK)
+    is_taken = row < here
+    state_t = tl.load(mark_ptrs, mask=mask, other=0.0)
+    k, _, decay, new_t = _rows_added(
+        k_ptr, v_ptr, gates_ptr, decay_ptr, inverse_ptr, state_t, tile, (tile // SHARE) * CHUNK * K_SIZE,
+        request * rows + at, value, is_taken, HEADS, K_SIZE, V_SIZE, DELTA, EXACT, PRECISION, CHUNK, BLOCK_K,
+    )  # fmt: skip
+    whole = tl.sum(tl.where(row == here - 1, decay, 0.0), 0)
+    share = tl.where(is_taken, tl.exp(tl.where(is_taken, whole - decay, 0.0)), 0.0)
+    new_t = (share[None, :] * new_t).to(k.dtype)
+    state_t = tl.exp(whole) * state_t
+    state_t += tl.dot(new_t, k, input_precision=PRECISION, out_dtype=EXACT)
+    tl.store(mark_ptrs, state_t, mask=mask)
+
+
+@kernel
 def _scan_kernel(
     q_ptr, k_ptr, v_ptr, gates_ptr, state_ptr, slot_ptr, count_ptr, marked_ptr, mark_row_ptr, follows_ptr, decay_ptr,
     inverse_ptr, scores_ptr, skip_ptr, out_ptr, batch, rows, chunks,
@@ -133,14 +171,7 @@ def _scan_kernel(
     PRODUCT: tl.constexpr = k_ptr.dtype.element_ty
     v_blocks: tl.constexpr = (V_SIZE + BLOCK_V - 1) // BLOCK_V
     head, first = tl.program_id(0) // v_blocks, tl.program_id(1).to(tl.int64)
-    is_first, pieces, count = True, 1, tl.load(count_ptr + first)
-    if follows_ptr is not None:
-        others = first + 1 + tl.arange(0, BLOCK_B)
-        goes_on = tl.load(follows_ptr + others, mask=others < batch, other=False).to(tl.int1)
-        pieces = 1 + tl.min(tl.where(goes_on, BLOCK_B, tl.arange(0, BLOCK_B)), 0)
-        # All pieces before the last that has rows are full, so the existing rows come first.
-        count += tl.sum(tl.load(count_ptr + others, mask=others < first + pieces, other=0), 0)
-        is_first = tl.load(follows_ptr + first) == 0
+    is_first, pieces, count = _pieces(first, follows_ptr, count_ptr, batch, BLOCK_B)
     if is_first:
         order, key = tl.arange(0, CHUNK), tl.arange(0, BLOCK_K)
         value = tl.program_id(0) % v_blocks * BLOCK_V + tl.arange(0, BLOCK_V)
@@ -148,9 +179,7 @@ def _scan_kernel(
         is_both = is_value[:, None] & is_key[None, :]
         state_ptr += head * K_SIZE * V_SIZE
         place = value[:, None] + key[None, :] * V_SIZE
-        v_ptr += head * V_SIZE
-        out_ptr += head * V_SIZE
-        gates_ptr += head
+        v_ptr, out_ptr, gates_ptr = v_ptr + head * V_SIZE, out_ptr + head * V_SIZE, gates_ptr + head
         own = state_ptr + tl.load(slot_ptr + first) * HEADS * K_SIZE * V_SIZE
         state_t = tl.load(own + place, mask=is_both, other=0.0)
         for i in tl.range(0, pieces * chunks, num_stages=STAGES):
@@ -191,22 +220,12 @@ def _scan_kernel(
             for piece in range(pieces):
                 here = tl.load(marked_ptr + first + piece)
                 if here > 0:
-                    at = (here - 1) // CHUNK * CHUNK
-                    tile = ((first + piece) * chunks + at // CHUNK) * HEADS + head
                     mark = state_ptr + tl.load(mark_row_ptr + first + piece) * HEADS * K_SIZE * V_SIZE
-                    state_t = tl.load(mark + place, mask=is_both, other=0.0)
-                    is_taken = at + order < here
-                    k, _, decay, new_t = _rows_added(
-                        k_ptr, v_ptr, gates_ptr, decay_ptr, inverse_ptr, state_t, tile,
-                        (tile // SHARE) * CHUNK * K_SIZE, (first + piece) * rows + at, value, is_taken, HEADS, K_SIZE,
-                        V_SIZE, DELTA, EXACT, PRECISION, CHUNK, BLOCK_K,
+                    _complete_snapshot(
+                        k_ptr, v_ptr, gates_ptr, decay_ptr, inverse_ptr, mark + place, is_both, here, first + piece,
+                        head, value, rows, chunks, HEADS, SHARE, K_SIZE, V_SIZE, DELTA, EXACT, PRECISION, CHUNK,
+                        BLOCK_K,
                     )  # fmt: skip
-                    whole = tl.sum(tl.where(at + order == here - 1, decay, 0.0), 0)
-                    share = tl.where(is_taken, tl.exp(tl.where(is_taken, whole - decay, 0.0)), 0.0)
-                    new_t = (share[None, :] * new_t).to(PRODUCT)
-                    state_t = tl.exp(whole) * state_t
-                    state_t += tl.dot(new_t, k, input_precision=PRECISION, out_dtype=EXACT)
-                    tl.store(mark + place, state_t, mask=is_both)
 
 
 def chain_outputs(
