@@ -1,8 +1,8 @@
 """Computes the q, k, v and gates of new rows: a short convolution along each row's path, then norms and gates.
 
 Grid: (heads of q, k and v, blocks of rows), so that programs that run together read adjacent memory.  A program
-convolves one head's channels.  Then it L2-normalises a head of
-q or k.  For a head of v it computes the gates.  Padding rows are computed too.
+convolves one head's channels.  Then it L2-normalises a head of q or k.  For a head of v it computes the gates.
+Padding rows are computed too.
 """
 
 from __future__ import annotations
