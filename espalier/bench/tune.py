@@ -124,8 +124,8 @@ def run(args: Namespace, config: EngineConfig) -> int:
         require_writable("--choices", path)
     if path.exists():
         # These raise if `write` could not add to the file.
-        LINEAR_TUNING.read(path)
-        EXPERT_TABLES.read(path)
+        LINEAR_TUNING.read_tables(path)
+        EXPERT_TABLES.read_tables(path)
     if args.seconds is not None and not args.seconds > 0:
         raise EspalierError(f"--seconds={args.seconds:g} is not supported; use a number above 0")
     require_gpu("--tune")
@@ -162,11 +162,13 @@ def _run(args: Namespace, config: EngineConfig) -> int:
     table: PlanTable = {}
 
     def keep(found: PlanTable) -> None:
-        LINEAR_TUNING.write(path, TuningTable(tuner.chip, dtype, plans_by_shape(found, kept), versions(), tuner.format))
+        LINEAR_TUNING.write_table(
+            path, TuningTable(tuner.chip, dtype, plans_by_shape(found, kept), versions(), tuner.format)
+        )
 
     # The plans of buckets that are not measured now stay in the table.
     kept = dict(LINEAR_TUNING.measured(tuner.chip, DTYPES[dtype], tuner.format))
-    for known in LINEAR_TUNING.read(path) if path.exists() else ():
+    for known in LINEAR_TUNING.read_tables(path) if path.exists() else ():
         kept |= known.plans if known.key == (tuner.chip, dtype, tuner.format) else {}
     with progress("measuring", len(ROWS_BUCKETS) + len(models)) as advance:
         for rows in ROWS_BUCKETS:

@@ -270,7 +270,7 @@ def run(models: Sequence[ModelShape], dtype: torch.dtype, path: Path) -> None:
             measured = list(tuner.measure(shape))
             plans = tuple(bucket[0].plan for bucket in measured)
             table = TuningTable(tuner.chip, str(dtype).removeprefix("torch."), {shape.size: plans}, versions())
-            EXPERTS_TUNING.write(path, table)
+            EXPERTS_TUNING.write_table(path, table)
             rows += [_row(each, bandwidth) for bucket in measured for each in bucket]
             advance()
     print_table(rows)

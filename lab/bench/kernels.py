@@ -175,9 +175,9 @@ def _plan(attention: Attention, shape: Shape) -> Callable[[], object]:
     counts_blocks = (policy, count_contiguous_blocks) in prefix.plan_cache
 
     def plan() -> None:
-        splits = kv_splits.triton(prefix.length, prefix.first, policy)
+        splits = kv_splits.triton(prefix.length, prefix.first_position, policy)
         if counts_blocks:
-            count_contiguous_blocks(splits, prefix.page_table, pages.page_size, prefix.first)
+            count_contiguous_blocks(splits, prefix.page_table, pages.page_size, prefix.first_position)
 
     return plan
 

@@ -74,7 +74,7 @@ def exact_parts(x, gate_up, down, ids, weights, live=None, biases=None, activati
 @pytest.mark.parametrize("make", [grouped_experts.reference, grouped_experts.triton])
 def test_extra_parts_are_left_to_the_caller(make, kernel_device):
     given = drawn(7, 6, 2, 32, 24, kernel_device)
-    parts, more = make(*given), make(*given, extra=2)
+    parts, more = make(*given), make(*given, num_extra_parts=2)
     assert more.shape == (4, 7, 32) and torch.equal(more[:2], parts)
 
 

@@ -37,8 +37,10 @@ SMALL, LARGE = plans(100), plans(200)
 @pytest.fixture
 def shipped(tmp_path, monkeypatch):
     path = tmp_path / "shipped.json"
-    LINEAR_TUNING.write(path, TuningTable(CHIP, "bfloat16", {(8, 16): NO_PLANS}))
-    EXPERTS_TUNING.write(path, TuningTable(CHIP, "bfloat16", {(2048, 768): SMALL, (4096, 4096): LARGE}, {"gpu": "one"}))
+    LINEAR_TUNING.write_table(path, TuningTable(CHIP, "bfloat16", {(8, 16): NO_PLANS}))
+    EXPERTS_TUNING.write_table(
+        path, TuningTable(CHIP, "bfloat16", {(2048, 768): SMALL, (4096, 4096): LARGE}, {"gpu": "one"})
+    )
     monkeypatch.setattr(linear_plans, "SHIPPED_TUNING_FILE", path)
     monkeypatch.setenv(CHOICES_FILE, str(tmp_path / "own.json"))
     linear_plans.active_plans.cache_clear()
@@ -48,14 +50,14 @@ def shipped(tmp_path, monkeypatch):
 
 def test_both_kinds_of_tables_share_a_file(shipped):
     other = TuningTable(replace(CHIP, processors=11), "bfloat16", {(8, 8): LARGE})
-    EXPERTS_TUNING.write(shipped, other)
-    EXPERTS_TUNING.write(shipped, TuningTable(CHIP, "bfloat16", {(2048, 768): LARGE}))
-    LINEAR_TUNING.write(shipped, TuningTable(CHIP, "bfloat16", {(64, 128): NO_PLANS}))
-    assert EXPERTS_TUNING.read(shipped)[0] == other and EXPERTS_TUNING.read(shipped)[1].plans == {
+    EXPERTS_TUNING.write_table(shipped, other)
+    EXPERTS_TUNING.write_table(shipped, TuningTable(CHIP, "bfloat16", {(2048, 768): LARGE}))
+    LINEAR_TUNING.write_table(shipped, TuningTable(CHIP, "bfloat16", {(64, 128): NO_PLANS}))
+    assert EXPERTS_TUNING.read_tables(shipped)[0] == other and EXPERTS_TUNING.read_tables(shipped)[1].plans == {
         (2048, 768): LARGE,
         (4096, 4096): LARGE,
     }
-    assert LINEAR_TUNING.read(shipped)[0].plans == {(8, 16): NO_PLANS, (64, 128): NO_PLANS}
+    assert LINEAR_TUNING.read_tables(shipped)[0].plans == {(8, 16): NO_PLANS, (64, 128): NO_PLANS}
 
 
 @pytest.mark.parametrize("text", ["[]", '{"experts": [{}]}', '{"experts": [{"chip": 1}]}'])
@@ -63,7 +65,7 @@ def test_a_file_of_another_form_is_refused_by_name(tmp_path, text):
     path = tmp_path / "choices.json"
     path.write_text(text)
     with pytest.raises(EspalierError, match=r"choices\.json is no table of experts"):
-        EXPERTS_TUNING.read(path)
+        EXPERTS_TUNING.read_tables(path)
 
 
 def test_rows_find_their_bucket_by_the_pairs_of_an_expert(shipped):
@@ -86,7 +88,7 @@ def test_a_size_that_was_not_measured_takes_the_nearest(shipped):
 
 
 def test_the_users_plans_come_first(shipped, tmp_path):
-    EXPERTS_TUNING.write(tmp_path / "own.json", TuningTable(CHIP, "bfloat16", {(2048, 768): LARGE}))
+    EXPERTS_TUNING.write_table(tmp_path / "own.json", TuningTable(CHIP, "bfloat16", {(2048, 768): LARGE}))
     assert plan_for(SHAPE, 16, torch.bfloat16, CHIP) == LARGE[1]
 
 
@@ -96,7 +98,7 @@ def test_other_chips_and_dtypes_take_the_rule(shipped):
 
 
 def test_shipped_plans_fit_their_chips():
-    for table in EXPERTS_TUNING.read(SHIPPED_TUNING_FILE):
+    for table in EXPERTS_TUNING.read_tables(SHIPPED_TUNING_FILE):
         for of_size in table.plans.values():
             for plan, (_, tile_rows) in zip(of_size, TILE_ROWS_BY_PAIRS, strict=True):
                 assert plan.rows in tile_rows

@@ -21,8 +21,8 @@ from espalier.kernels.hopper.config import (
     uses_tma,
 )
 from espalier.kernels.ops.attention import AttentionInputs
-from espalier.kernels.ops.selection import PROGRAMS
-from espalier.kernels.runtime.launch import aligned_for_copies, chip, power_of_two
+from espalier.kernels.ops.selection import TARGET_PROGRAMS
+from espalier.kernels.runtime.launch import chip, is_aligned_for_copies, next_power_of_2
 from espalier.layout import next_bucket
 
 LatentConfig = TritonConfig | HopperLatentConfig | HopperLatentFewConfig
@@ -40,7 +40,7 @@ def choose_config(inputs: AttentionInputs) -> TritonConfig | HopperConfig:
             return config
     rows = queries if inputs.staged is None else inputs.staged[0].shape[1]
     # The batch's bucket counts, as in the policy: a padded graph and an eager launch get the same blocks and bits.
-    one_wave = next_bucket(batch) * kv_heads * splits.policy.num_splits <= PROGRAMS
+    one_wave = next_bucket(batch) * kv_heads * splits.policy.num_splits <= TARGET_PROGRAMS
     return choose_triton_config(chip(q), packed_queries, rows, k_size, v_size, q.dtype, one_wave, fp8)
 
 
@@ -51,7 +51,7 @@ def hopper_supports(inputs: AttentionInputs) -> bool:
     q, staged = inputs.q, inputs.staged
     sizes = (q.shape[3], inputs.v_size)
     read = [q, *inputs.pages, *(staged or ())]
-    fits = q.dtype in HOPPER_DTYPES and sizes[0] == sizes[1] in HEAD_SIZES and all(map(aligned_for_copies, read))
+    fits = q.dtype in HOPPER_DTYPES and sizes[0] == sizes[1] in HEAD_SIZES and all(map(is_aligned_for_copies, read))
     return fits and (staged is None or staged[0].shape[1] > 0)
 
 
@@ -93,4 +93,4 @@ def _hopper_supports_latent(inputs: AttentionInputs) -> bool:
 
 def latent_tile_widths(size: int, v_size: int) -> tuple[int, int]:
     """(width of the latent's tile, width of the RoPE part's tile), powers of two."""
-    return max(16, power_of_two(v_size)), max(16, power_of_two(size - v_size))
+    return max(16, next_power_of_2(v_size)), max(16, next_power_of_2(size - v_size))

@@ -34,7 +34,7 @@ class WorkPlan(NamedTuple):
     num_tiles: Any
     queries: Any
     rows: Any
-    first: Any
+    first_position: Any
 
 
 class WorkItem(NamedTuple):
@@ -51,35 +51,35 @@ class WorkItem(NamedTuple):
 
 
 @kernel
-def wait_and_count_splits(start_ptr, batch, queries, DEPENDENT: tl.constexpr):
+def wait_and_count_splits(start_ptr, batch, queries, USE_PDL: tl.constexpr):
     """Wait for the previous kernel, let the merge of splits start if it is small, then return the number of splits.
 
     The trigger comes after the wait, so the merge may read the splits before its own wait (merge.py).  A large merge
     starts at `trigger_merge`.  If it started earlier, its programs would crowd the processors that are free first.
     """
-    pdl_wait(DEPENDENT)
+    pdl_wait(USE_PDL)
     num_splits = tl.load(start_ptr + batch)
     # If no request has several splits, there is nothing to merge.  The limit of 16 queries: docs/log.md.
     if (num_splits <= batch) | (batch * queries <= 16):
-        pdl_trigger(DEPENDENT)
+        pdl_trigger(USE_PDL)
     return num_splits
 
 
 @kernel
-def trigger_merge(base, num_work_items, DEPENDENT: tl.constexpr):
+def trigger_merge(first_work_item, num_work_items, USE_PDL: tl.constexpr):
     """Let the merge start if this is the program's last work item.  Called before each result is written."""
-    if base + tl.num_programs(0) >= num_work_items:
-        pdl_trigger(DEPENDENT)
+    if first_work_item + tl.num_programs(0) >= num_work_items:
+        pdl_trigger(USE_PDL)
 
 
 @kernel
-def work_item_of(base, backwards):
-    """The work item of this program in the turn that starts at `base`.
+def work_item_of(first_work_item, is_backwards):
+    """The work item of this program in the turn that starts at `first_work_item`.
 
     Every second turn runs backwards: a program with the longest work item of one turn gets the shortest of the next.
     """
     pid = tl.program_id(0)
-    return base + tl.where(backwards == 1, tl.num_programs(0) - 1 - pid, pid)
+    return first_work_item + tl.where(is_backwards == 1, tl.num_programs(0) - 1 - pid, pid)
 
 
 @kernel
@@ -105,13 +105,13 @@ def tile_and_head(work_item, num_splits, num_tiles, KV_HEADS: tl.constexpr, LONG
 
 
 @kernel
-def load_split(split_ptr, split, exists):
-    """(request, begin, end, request_splits): a row of kernels/attention/kv_splits.py's table; zeros if not `exists`."""
+def load_split(split_ptr, split, split_exists):
+    """(request, begin, end, request_splits): a row of kernels/attention/kv_splits.py's table; zeros if not `split_exists`."""
     at = split_ptr + split * 4
-    request = tl.load(at, mask=exists, other=0).to(tl.int64)
-    begin = tl.load(at + 1, mask=exists, other=0)
-    end = tl.load(at + 2, mask=exists, other=0)
-    return request, begin, end, tl.load(at + 3, mask=exists, other=0)
+    request = tl.load(at, mask=split_exists, other=0).to(tl.int64)
+    begin = tl.load(at + 1, mask=split_exists, other=0)
+    end = tl.load(at + 2, mask=split_exists, other=0)
+    return request, begin, end, tl.load(at + 3, mask=split_exists, other=0)
 
 
 @kernel
@@ -125,14 +125,14 @@ def load_work_item(plan, work_item, KV_HEADS: tl.constexpr, LONGEST_FIRST: tl.co
 
 
 @kernel
-def committed_blocks(begin, end, first, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
+def committed_blocks(begin, end, first_position, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
     """(num_blocks, num_lower, num_unmasked) of positions begin .. end.  begin is a multiple of BLOCK_N.
 
-    The first num_lower blocks contain positions below `first`.  The next num_unmasked blocks need no mask; with a
+    The first num_lower blocks contain positions below `first_position`.  The next num_unmasked blocks need no mask; with a
     window num_unmasked is 0.
     """
     num_blocks = (tl.maximum(end - begin, 0) + BLOCK_N - 1) // BLOCK_N
-    num_lower = tl.minimum((tl.maximum(first - begin, 0) + BLOCK_N - 1) // BLOCK_N, num_blocks)
+    num_lower = tl.minimum((tl.maximum(first_position - begin, 0) + BLOCK_N - 1) // BLOCK_N, num_blocks)
     num_unmasked = 0
     if WINDOW == 0:
         num_unmasked = tl.maximum((end - begin) // BLOCK_N - num_lower, 0)
@@ -140,9 +140,11 @@ def committed_blocks(begin, end, first, WINDOW: tl.constexpr, BLOCK_N: tl.conste
 
 
 @kernel
-def block_index(t, num_lower, num_unmasked):
+def block_index(step, num_lower, num_unmasked):
     """The index of the t-th block to process: first unmasked blocks, then the blocks before them, then those after."""
-    return tl.where(t < num_unmasked, num_lower + t, tl.where(t < num_lower + num_unmasked, t - num_unmasked, t))
+    return tl.where(
+        step < num_unmasked, num_lower + step, tl.where(step < num_lower + num_unmasked, step - num_unmasked, step)
+    )
 
 
 @kernel

@@ -21,8 +21,8 @@ from espalier.kernels.runtime.jit import gluon_kernel
 class Queries(NamedTuple):
     """The data of 64 packed queries of a work item from which masks are computed.
 
-    query, exists, position: [64]; row_positions, row_position_r: pointer to the positions of the request's staged rows,
-    and its stride per row; bits, bits_q: pointer to the ancestor bits of its queries, and its stride per query; first:
+    query, exists, position: [64]; row_positions, row_position_stride_r: pointer to the positions of the request's staged rows,
+    and its stride per row; bits, bits_stride_q: pointer to the ancestor bits of its queries, and its stride per query; first:
     as in Plan; first_masked_staged: the first block of staged rows that needs a mask.
     """
 
@@ -30,10 +30,10 @@ class Queries(NamedTuple):
     exists: Any
     position: Any
     row_positions: Any
-    row_position_r: Any
+    row_position_stride_r: Any
     bits: Any
-    bits_q: Any
-    first: Any
+    bits_stride_q: Any
+    prefix_begin: Any
     first_masked_staged: Any
 
 
@@ -57,22 +57,23 @@ def make_queries(plan, item, extent, first_packed, packed, row_positions, ancest
     first_masked_staged = extent.num_committed
     if CONSTANTS.STAGED == 1 and CONSTANTS.WINDOW == 0:
         # In a chain, blocks before the tile's first query need no mask either.
-        num_seen = gl.maximum(first_packed // CONSTANTS.GROUP_SIZE + 1 - extent.low, 0)
+        num_seen = gl.maximum(first_packed // CONSTANTS.GROUP_SIZE + 1 - extent.begin_staged, 0)
         first_masked_staged = extent.num_committed + num_seen // CONSTANTS.BLOCK_N
     return Queries(
         query, exists, position,
         row_positions.pointer + item.request * row_positions.request_stride, row_positions.row_stride,
         ancestor_bits.pointer + item.request * ancestor_bits.request_stride, ancestor_bits.row_stride,
-        plan.first, first_masked_staged,
+        plan.first_position, first_masked_staged,
     )
 
 
 @gluon_kernel
 def _mask_committed(
-    scores, first_position, position, end, first, WINDOW: gl.constexpr, BLOCK_N: gl.constexpr, SCORES: gl.constexpr,
+    scores, first_position, position, end, prefix_begin, WINDOW: gl.constexpr, BLOCK_N: gl.constexpr,
+    SCORES: gl.constexpr,
 ):
     key_position = first_position + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, SCORES))
-    seen = gl.expand_dims((key_position >= first) & (key_position < end), 0)
+    seen = gl.expand_dims((key_position >= prefix_begin) & (key_position < end), 0)
     if WINDOW > 0:
         seen = seen & (gl.expand_dims(position, 1) - gl.expand_dims(key_position, 0) < WINDOW)
     return gl.where(seen, scores, float("-inf"))
@@ -90,34 +91,34 @@ def _mask_chain(scores, first_node, query, high, WINDOW: gl.constexpr, BLOCK_N: 
 @gluon_kernel
 def _mask_tree(scores, first_node, queries, high, WINDOW: gl.constexpr, BLOCK_N: gl.constexpr, SCORES: gl.constexpr):
     node = first_node + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, SCORES))
-    at_word = queries.bits + queries.query.to(gl.int64) * queries.bits_q + first_node // 64
+    at_word = queries.bits + queries.query.to(gl.int64) * queries.bits_stride_q + first_node // 64
     word = gl.load(at_word, mask=queries.exists, other=0)
     bit = (gl.expand_dims(word, 1) >> gl.expand_dims((node % 64).to(gl.int64), 0)) & 1
     seen = gl.expand_dims(node < high, 0) & (bit != 0)
     if WINDOW > 0:
-        at_row = queries.row_positions + node.to(gl.int64) * queries.row_position_r
+        at_row = queries.row_positions + node.to(gl.int64) * queries.row_position_stride_r
         row_position = gl.load(at_row, mask=node < high, other=0).to(gl.int32)
         seen = seen & (gl.expand_dims(queries.position, 1) - gl.expand_dims(row_position, 0) < WINDOW)
     return gl.where(seen, scores, float("-inf"))
 
 
 @gluon_kernel
-def _mask(scores, t, queries, extent, CONSTANTS: gl.constexpr, SCORES: gl.constexpr):
+def _mask_block(scores, step, queries, extent, CONSTANTS: gl.constexpr, SCORES: gl.constexpr):
     """The scores of the t-th block, -inf where a query does not see a row."""
     WINDOW: gl.constexpr = CONSTANTS.WINDOW
     BLOCK_N: gl.constexpr = CONSTANTS.BLOCK_N
-    if t < extent.num_committed:
-        if t >= extent.num_unmasked:
-            at = extent.begin + block_index(t, extent.num_lower, extent.num_unmasked) * BLOCK_N
-            scores = _mask_committed(scores, at, queries.position, extent.end, queries.first, WINDOW, BLOCK_N, SCORES)
-    elif t >= queries.first_masked_staged:
-        node = extent.low + (t - extent.num_committed) * BLOCK_N
+    if step < extent.num_committed:
+        if step >= extent.num_unmasked:
+            at = extent.begin + block_index(step, extent.num_lower, extent.num_unmasked) * BLOCK_N
+            scores = _mask_committed(scores, at, queries.position, extent.end, queries.prefix_begin, WINDOW, BLOCK_N, SCORES)
+    elif step >= queries.first_masked_staged:
+        node = extent.begin_staged + (step - extent.num_committed) * BLOCK_N
         if CONSTANTS.STAGED == 0:
             scores = gl.full_like(scores, float("-inf"))
         if CONSTANTS.STAGED == 1:
-            scores = _mask_chain(scores, node, queries.query, extent.high, WINDOW, BLOCK_N, SCORES)
+            scores = _mask_chain(scores, node, queries.query, extent.end_staged, WINDOW, BLOCK_N, SCORES)
         if CONSTANTS.STAGED == 2:
-            scores = _mask_tree(scores, node, queries, extent.high, WINDOW, BLOCK_N, SCORES)
+            scores = _mask_tree(scores, node, queries, extent.end_staged, WINDOW, BLOCK_N, SCORES)
     return scores
 
 
@@ -146,13 +147,13 @@ def _update_sum_weights(sum_weights, decay, sums, SCORES: gl.constexpr):
 
 
 @gluon_kernel
-def _start_scores(q, stages, stage, zeros, FENCED: gl.constexpr):
+def _start_scores(q, stages, stage, zeros, NEEDS_FENCE: gl.constexpr):
     """Start the product of the queries with the keys of a stage, tile by tile.
 
-    FENCED: threads may have written rows or queries without a fence.  The fence makes them visible to the tensor cores.
+    NEEDS_FENCE: threads may have written rows or queries without a fence.  The fence makes them visible to the tensor cores.
     Rows that TMA has copied need no fence.
     """
-    if FENCED:
+    if NEEDS_FENCE:
         hopper.fence_async_shared()
     keys = stages.tiles[0].index(stage)
     scores = hopper.warpgroup_mma(q[0], keys.permute((1, 0)), zeros, use_acc=False, is_async=True)
@@ -162,11 +163,11 @@ def _start_scores(q, stages, stage, zeros, FENCED: gl.constexpr):
 
 
 @gluon_kernel
-def _send_weights(exchange, num_sent, weights, decay):
+def _send_weights(exchange, blocks_sent, weights, decay):
     """Send the weights of a block, and the factor for earlier results (decay), to another warpgroup."""
     weight_slots, decay_slots = exchange.tiles
-    slot = stage_of(exchange, num_sent)
-    wait_until_empty(exchange, num_sent)
+    slot = stage_of(exchange, blocks_sent)
+    wait_until_empty(exchange, blocks_sent)
     weight_slots.index(slot).store(weights)
     decay_slots.index(slot).store(decay)
     hopper.fence_async_shared()
@@ -175,55 +176,55 @@ def _send_weights(exchange, num_sent, weights, decay):
 
 @gluon_kernel
 def _attend_blocks(
-    first_block, end_block, num_blocks, num_done, num_sent, weights, out, max_score, sum_weights,
+    first_block, end_block, num_blocks, blocks_done, blocks_sent, weights, out, max_score, sum_weights,
     q, stages, values, exchange, scale, queries, extent,
-    MASKED: gl.constexpr, FENCED: gl.constexpr, CONSTANTS: gl.constexpr, SCORES: gl.constexpr, OUT: gl.constexpr,
+    MASKED: gl.constexpr, NEEDS_FENCE: gl.constexpr, CONSTANTS: gl.constexpr, SCORES: gl.constexpr, OUT: gl.constexpr,
 ):
     """Compute the weights of blocks first_block .. end_block; add each previous block's weights times values to `out`.
 
-    num_done: blocks that the program has finished, over all its work items; num_blocks: blocks of this work item;
-    FENCED: as in `_start_scores`.
+    blocks_done: blocks that the program has finished, over all its work items; num_blocks: blocks of this work item;
+    NEEDS_FENCE: as in `_start_scores`.
     """
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=OUT, k_width=2)
     zeros = gl.full([64, CONSTANTS.BLOCK_N], 0.0, gl.float32, layout=SCORES)
     for t in range(first_block, end_block):
-        next_scores = _start_scores(q, stages, stage_of(stages, num_done + 1), zeros, FENCED)
-        pending_out = hopper.warpgroup_mma(weights, values.index(stage_of(stages, num_done)), out, is_async=True)
+        next_scores = _start_scores(q, stages, stage_of(stages, blocks_done + 1), zeros, NEEDS_FENCE)
+        pending_out = hopper.warpgroup_mma(weights, values.index(stage_of(stages, blocks_done)), out, is_async=True)
         scores = hopper.warpgroup_mma_wait(num_outstanding=1, deps=[next_scores])
         if MASKED:
-            scores = _mask(scores, t, queries, extent, CONSTANTS, SCORES)
+            scores = _mask_block(scores, t, queries, extent, CONSTANTS, SCORES)
         weights_float32, sums, max_score, decay = _softmax_step(scores, scale, max_score, values.dtype)
         rounded = weights_float32.to(values.dtype)
         if exchange is not None:
-            _send_weights(exchange, num_sent, rounded, decay)
-            num_sent += 1
+            _send_weights(exchange, blocks_sent, rounded, decay)
+            blocks_sent += 1
         weights = gl.convert_layout(rounded, WEIGHTS)
         if exchange is None:
             sum_weights = _update_sum_weights(sum_weights, decay, sums, SCORES)
             # This wait for rows must stay between the weights and the wait for `out`.  Otherwise ptxas moves the wait
             # for `out` before the weights, and nothing overlaps.
-            wait_until_full(stages, num_done + 2, t + 1 < num_blocks)
+            wait_until_full(stages, blocks_done + 2, t + 1 < num_blocks)
         out = hopper.warpgroup_mma_wait(num_outstanding=0, deps=[pending_out])
-        hopper.mbarrier.arrive(stages.empty.index(stage_of(stages, num_done)), count=1)
+        hopper.mbarrier.arrive(stages.empty.index(stage_of(stages, blocks_done)), count=1)
         out = out * gl.expand_dims(gl.convert_layout(decay, gl.SliceLayout(1, OUT)), 1)
         if exchange is not None:
             # The other warpgroup has these weights already, and does not need their sum.
             sum_weights = _update_sum_weights(sum_weights, decay, sums, SCORES)
             # This wait comes after the stage is given back: with two stages, the next block needs this stage.
-            wait_until_full(stages, num_done + 2, t + 1 < num_blocks)
-        num_done += 1
-    return num_done, num_sent, weights, out, max_score, sum_weights
+            wait_until_full(stages, blocks_done + 2, t + 1 < num_blocks)
+        blocks_done += 1
+    return blocks_done, blocks_sent, weights, out, max_score, sum_weights
 
 
 @gluon_kernel
 def attend_work_item(
-    q, stages, values, exchange, num_done, num_sent, scale, queries, extent,
+    q, stages, values, exchange, blocks_done, blocks_sent, scale, queries, extent,
     CONSTANTS: gl.constexpr, SCORES: gl.constexpr, OUT: gl.constexpr,
 ):
     """Attend to one work item.  Returns (out [64, OUT_SIZE], max_score, sum_weights).
 
     The num_unmasked blocks come first.  values: the stages' tile that is summed; exchange: slots through which each
-    block's weights are sent to another warpgroup, or None; num_done, num_sent: blocks that the program has finished and
+    block's weights are sent to another warpgroup, or None; blocks_done, blocks_sent: blocks that the program has finished and
     sent before.
     """
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=OUT, k_width=2)
@@ -231,39 +232,39 @@ def attend_work_item(
     sum_weights = gl.full([64], 0.0, gl.float32, layout=gl.SliceLayout(1, SCORES))
     out = gl.full([64, CONSTANTS.OUT_SIZE], 0.0, gl.float32, layout=OUT)
     zeros = gl.full([64, CONSTANTS.BLOCK_N], 0.0, gl.float32, layout=SCORES)
-    wait_until_full(stages, num_done, True)
-    scores = _start_scores(q, stages, stage_of(stages, num_done), zeros, True)
+    wait_until_full(stages, blocks_done, True)
+    scores = _start_scores(q, stages, stage_of(stages, blocks_done), zeros, True)
     scores = hopper.warpgroup_mma_wait(num_outstanding=0, deps=[scores])
-    scores = _mask(scores, 0, queries, extent, CONSTANTS, SCORES)
+    scores = _mask_block(scores, 0, queries, extent, CONSTANTS, SCORES)
     weights_float32, sums, max_score, decay = _softmax_step(scores, scale, max_score, values.dtype)
     rounded = weights_float32.to(values.dtype)
     if exchange is not None:
-        _send_weights(exchange, num_sent, rounded, decay)
-        num_sent += 1
+        _send_weights(exchange, blocks_sent, rounded, decay)
+        blocks_sent += 1
     weights = gl.convert_layout(rounded, WEIGHTS)
     sum_weights = _update_sum_weights(sum_weights, decay, sums, SCORES)
-    wait_until_full(stages, num_done + 1, extent.num_blocks > 1)
+    wait_until_full(stages, blocks_done + 1, extent.num_blocks > 1)
     masked = gl.maximum(extent.num_unmasked, 1)
     # If CONTIGUOUS is 1, TMA copies all unmasked blocks.  Warps that convert FP8 rows make a fence themselves.
     BY_THREADS: gl.constexpr = CONSTANTS.CONTIGUOUS != 1 and CONSTANTS.RAW_STAGES == 0
     if CONSTANTS.WINDOW == 0:
         # Most blocks need no mask, and a loop that never tests for one is 2 % faster.
-        num_done, num_sent, weights, out, max_score, sum_weights = _attend_blocks(
-            1, masked, extent.num_blocks, num_done, num_sent, weights, out, max_score, sum_weights,
+        blocks_done, blocks_sent, weights, out, max_score, sum_weights = _attend_blocks(
+            1, masked, extent.num_blocks, blocks_done, blocks_sent, weights, out, max_score, sum_weights,
             q, stages, values, exchange, scale, queries, extent, False, BY_THREADS, CONSTANTS, SCORES, OUT,
         )
-    num_done, num_sent, weights, out, max_score, sum_weights = _attend_blocks(
-        masked, extent.num_blocks, extent.num_blocks, num_done, num_sent, weights, out, max_score, sum_weights,
+    blocks_done, blocks_sent, weights, out, max_score, sum_weights = _attend_blocks(
+        masked, extent.num_blocks, extent.num_blocks, blocks_done, blocks_sent, weights, out, max_score, sum_weights,
         q, stages, values, exchange, scale, queries, extent, True, True, CONSTANTS, SCORES, OUT,
     )
-    pending_out = hopper.warpgroup_mma(weights, values.index(stage_of(stages, num_done)), out, is_async=True)
+    pending_out = hopper.warpgroup_mma(weights, values.index(stage_of(stages, blocks_done)), out, is_async=True)
     out = hopper.warpgroup_mma_wait(num_outstanding=0, deps=[pending_out])
-    hopper.mbarrier.arrive(stages.empty.index(stage_of(stages, num_done)), count=1)
+    hopper.mbarrier.arrive(stages.empty.index(stage_of(stages, blocks_done)), count=1)
     return out, max_score, sum_weights
 
 
 @gluon_kernel
-def _write(
+def _write_results(
     out_ptr, lse_ptr, base, queries, out, lse, first_packed, head,
     KV_HEADS: gl.constexpr, GROUP_SIZE: gl.constexpr, SIZE: gl.constexpr, OUT: gl.constexpr,
 ):
@@ -283,7 +284,7 @@ def _write(
 @gluon_kernel
 def _write_work_item(
     results, v_scale_ptr, scale, out, max_score, sum_weights, plan, item, first_packed,
-    dtype: gl.constexpr, SINK: gl.constexpr, CONSTANTS: gl.constexpr, SCORES: gl.constexpr, OUT: gl.constexpr,
+    dtype: gl.constexpr, HAS_SINK: gl.constexpr, CONSTANTS: gl.constexpr, SCORES: gl.constexpr, OUT: gl.constexpr,
 ):
     """Write a final or a partial result, see kernels/attention/attention_blocks.py:write_work_item."""
     out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, sink_ptr = results
@@ -299,15 +300,17 @@ def _write_work_item(
     lse = lse_of(max_score, sum_weights, scale, dtype)
     if item.request_splits == 1:
         at = item.request
-        if SINK:
+        if HAS_SINK:
             packed = first_packed + gl.arange(0, 64, layout=gl.SliceLayout(1, SCORES))
             share = sink_share(lse, sink_ptr, head * GROUP_SIZE + packed % GROUP_SIZE)
             out = out * gl.expand_dims(gl.convert_layout(share, gl.SliceLayout(1, OUT)), 1)
         lse = lse * 0.6931471805599453
-        _write(out_ptr, lse_ptr, at, queries, out, lse, first_packed, head, KV_HEADS, GROUP_SIZE, SIZE, OUT)
+        _write_results(out_ptr, lse_ptr, at, queries, out, lse, first_packed, head, KV_HEADS, GROUP_SIZE, SIZE, OUT)
     else:
         at = item.split.to(gl.int64)
-        _write(partial_ptr, partial_lse_ptr, at, queries, out, lse, first_packed, head, KV_HEADS, GROUP_SIZE, SIZE, OUT)
+        _write_results(
+            partial_ptr, partial_lse_ptr, at, queries, out, lse, first_packed, head, KV_HEADS, GROUP_SIZE, SIZE, OUT,
+        )
 
 
 @gluon_kernel
@@ -333,7 +336,7 @@ def _copy_queries(
 @gluon_kernel
 def attend_work_items(
     WARPGROUP: gl.constexpr, q_shared, stages, plan, q_rows, positions, row_positions, ancestor_bits, results,
-    scale, scales, SINK: gl.constexpr, CONSTANTS: gl.constexpr,
+    scale, scales, HAS_SINK: gl.constexpr, CONSTANTS: gl.constexpr,
 ):
     """Attend to all work items of a program, in its WARPGROUP-th warpgroup.
 
@@ -348,7 +351,7 @@ def attend_work_items(
     AHEAD: gl.constexpr = CONSTANTS.RAW_STAGES == 0
     num_work_items = plan.num_splits * plan.num_tiles * CONSTANTS.KV_HEADS
     backwards = 0
-    num_done = 0
+    blocks_done = 0
     if AHEAD:
         _copy_queries(q_tile, q_rows, plan, work_item_of(0, backwards), WARPGROUP, SIZE, CONSTANTS)
     for base in range(0, num_work_items, gl.num_programs(0)):
@@ -363,7 +366,7 @@ def attend_work_items(
             # The queries stay in registers, because K and V need the bandwidth of shared memory.
             q = q_tile.load(gl.DotOperandLayout(operand_index=0, parent=SCORES, k_width=2))
             if q.dtype != stages.tiles[0].dtype:
-                # Too large queries become NaN, as in kernels/attention/tree_attention.py:_queries.
+                # Too large queries become NaN, as in kernels/attention/tree_attention.py:_load_queries.
                 values = q.to(gl.float32)
                 q = gl.where(gl.abs(values) <= 65504.0, values, float("nan")).to(stages.tiles[0].dtype)
             packed = packed_queries(plan, item, first_packed, positions, CONSTANTS, SCORES)
@@ -373,16 +376,17 @@ def attend_work_items(
             if CONSTANTS.RAW_STAGES > 0:
                 score_scale = scale * gl.load(k_scale_ptr + item.head)
             out, max_score, sum_weights = attend_work_item(
-                (q,), stages, stages.tiles[1], None, num_done, 0, score_scale, queries, extent, CONSTANTS, SCORES, OUT
+                (q,), stages, stages.tiles[1], None, blocks_done, 0, score_scale, queries, extent,
+                CONSTANTS, SCORES, OUT,
             )
-            num_done += extent.num_blocks
-            trigger_merge(base, num_work_items, CONSTANTS.DEPENDENT)
+            blocks_done += extent.num_blocks
+            trigger_merge(base, num_work_items, CONSTANTS.USE_PDL)
             if AHEAD:
                 # The next work item's queries are copied while the results are written.
                 next_item = work_item_of(base + gl.num_programs(0), backwards)
                 _copy_queries(q_tile, q_rows, plan, next_item, WARPGROUP, SIZE, CONSTANTS)
             _write_work_item(
                 results, v_scale_ptr, score_scale, out, max_score, sum_weights, plan, item, first_packed,
-                stages.tiles[1].dtype, SINK, CONSTANTS, SCORES, OUT,
+                stages.tiles[1].dtype, HAS_SINK, CONSTANTS, SCORES, OUT,
             )
 # fmt: on

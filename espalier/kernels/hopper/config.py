@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from espalier.kernels.layers.quantised import FP8
-from espalier.kernels.runtime.launch import HOPPER, Chip, aligned_for_copies
+from espalier.kernels.runtime.launch import HOPPER, Chip, is_aligned_for_copies
 
 DTYPES = (torch.bfloat16, torch.float16)
 HEAD_SIZES = (64, 128)
@@ -175,7 +175,7 @@ def hopper_latent_supports(q: Tensor, rows: list[Tensor], v_size: int) -> bool:
         tensor.shape[-1] == V_SIZE + ROPE_SIZE
         and q.dtype in DTYPES
         and tensor.dtype in (q.dtype, FP8)
-        and aligned_for_copies(tensor)
+        and is_aligned_for_copies(tensor)
         for tensor in (q, *rows)
     )
 

@@ -23,7 +23,7 @@ from espalier.errors import EspalierError
 from espalier.kernels.hopper.work import make_barriers
 from espalier.kernels.layers.activation import silu_times
 from espalier.kernels.runtime.jit import gluon_kernel
-from espalier.kernels.runtime.launch import HOPPER, Chip, aligned_for_copies, chip, require, tma_descriptor
+from espalier.kernels.runtime.launch import HOPPER, Chip, chip, is_aligned_for_copies, require, tma_descriptor
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 
 # The fewest rows, and the smallest share of all waves that tiles must fill.  Below these limits the library is faster,
@@ -43,7 +43,7 @@ def supports_hopper_gated(x: Tensor, weight: Tensor, bias: Tensor | None, gpu: C
     if gpu.capability != HOPPER or x.dtype != torch.bfloat16 or bias is not None or len(x) < MIN_ROWS:
         return False
     # Rows of results are copied like rows of x, in multiples of 16 bytes.
-    return weight.shape[0] % 16 == 0 and all(t.stride(1) == 1 and aligned_for_copies(t) for t in (x, weight))
+    return weight.shape[0] % 16 == 0 and all(t.stride(1) == 1 and is_aligned_for_copies(t) for t in (x, weight))
 
 
 def fills_chip(rows: int, num_out: int, gpu: Chip) -> bool:
@@ -64,7 +64,7 @@ class ProductSizes(NamedTuple):
     columns: Any
 
 
-class Blocks(NamedTuple):
+class BlockSizes(NamedTuple):
     """Constexpr arguments: the sizes of a block, and how many blocks of rows are neighbours."""
 
     ROWS: Any
@@ -92,7 +92,7 @@ def _num_tiles(sizes, BLOCKS: gl.constexpr):
 
 
 @gluon_kernel
-def _tile(index, sizes, BLOCKS: gl.constexpr):
+def _tile_origin(index, sizes, BLOCKS: gl.constexpr):
     """(first row, first output) of a tile."""
     row_blocks, out_blocks = gl.cdiv(sizes.rows, BLOCKS.ROWS), gl.cdiv(sizes.out, BLOCKS.OUT)
     first = index // (BLOCKS.ROW_BLOCKS * out_blocks) * BLOCKS.ROW_BLOCKS
@@ -111,47 +111,47 @@ def _round_to_bfloat16(values):
 
 
 @gluon_kernel
-def _load(stages, x_descriptor, weight_descriptor, sizes, BLOCKS: gl.constexpr):
+def _load_tiles(stages, x_descriptor, weight_descriptor, sizes, BLOCKS: gl.constexpr):
     """Copy the blocks of all tiles of a program into the stages."""
     STAGES: gl.constexpr = stages.full.shape[0]
     BYTES: gl.constexpr = (BLOCKS.ROWS + 2 * BLOCKS.OUT) * BLOCKS.IN * 2
-    num_done = 0
+    blocks_done = 0
     for index in range(gl.program_id(0), _num_tiles(sizes, BLOCKS), gl.num_programs(0)):
-        row, out = _tile(index, sizes, BLOCKS)
+        row, out = _tile_origin(index, sizes, BLOCKS)
         for column in range(0, sizes.columns, BLOCKS.IN):
-            stage = num_done % STAGES
-            hopper.mbarrier.wait(stages.empty.index(stage), num_done // STAGES % 2 ^ 1)
+            stage = blocks_done % STAGES
+            hopper.mbarrier.wait(stages.empty.index(stage), blocks_done // STAGES % 2 ^ 1)
             full, weights = stages.full.index(stage), stages.weights.index(stage)
             hopper.mbarrier.expect(full, BYTES)
             hopper.tma.async_copy_global_to_shared(x_descriptor, [row, column], full, stages.x.index(stage))
             gate, up = weights.slice(0, BLOCKS.OUT), weights.slice(BLOCKS.OUT, BLOCKS.OUT)
             hopper.tma.async_copy_global_to_shared(weight_descriptor, [out, column], full, gate)
             hopper.tma.async_copy_global_to_shared(weight_descriptor, [sizes.out + out, column], full, up)
-            num_done += 1
+            blocks_done += 1
 
 
 @gluon_kernel
-def _multiply(WARPGROUP: gl.constexpr, stages, results, out_descriptor, sizes, BLOCKS: gl.constexpr):
+def _multiply_tiles(WARPGROUP: gl.constexpr, stages, results, out_descriptor, sizes, BLOCKS: gl.constexpr):
     """Compute half of the rows of all tiles of a program."""
     STAGES: gl.constexpr = stages.full.shape[0]
     ROWS: gl.constexpr = BLOCKS.ROWS // 2
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 2 * BLOCKS.OUT, 16])
     result = results.index(WARPGROUP)
-    num_done = 0
+    blocks_done = 0
     for index in range(gl.program_id(0), _num_tiles(sizes, BLOCKS), gl.num_programs(0)):
-        row, out = _tile(index, sizes, BLOCKS)
+        row, out = _tile_origin(index, sizes, BLOCKS)
         sums = gl.full([ROWS, 2 * BLOCKS.OUT], 0.0, gl.float32, layout=SUMS)
         for column in range(0, sizes.columns, BLOCKS.IN):
-            stage = num_done % STAGES
-            hopper.mbarrier.wait(stages.full.index(stage), num_done // STAGES % 2)
+            stage = blocks_done % STAGES
+            hopper.mbarrier.wait(stages.full.index(stage), blocks_done // STAGES % 2)
             x, weights = stages.x.index(stage).slice(WARPGROUP * ROWS, ROWS), stages.weights.index(stage)
             pending = hopper.warpgroup_mma(x, weights.permute((1, 0)), sums, is_async=True)
             # The previous product has ended, so its stage is free.
             sums = hopper.warpgroup_mma_wait(num_outstanding=1, deps=[pending])
-            hopper.mbarrier.arrive(stages.empty.index((num_done + STAGES - 1) % STAGES), count=1, pred=column > 0)
-            num_done += 1
+            hopper.mbarrier.arrive(stages.empty.index((blocks_done + STAGES - 1) % STAGES), count=1, pred=column > 0)
+            blocks_done += 1
         sums = hopper.warpgroup_mma_wait(num_outstanding=0, deps=[sums])
-        hopper.mbarrier.arrive(stages.empty.index((num_done - 1) % STAGES), count=1)
+        hopper.mbarrier.arrive(stages.empty.index((blocks_done - 1) % STAGES), count=1)
         gate, up = gl.split(sums.reshape([ROWS, 2, BLOCKS.OUT]).permute((0, 2, 1)))
         # Gate and up are rounded before the activation, as the output of a linear layer is.
         activation = silu_times(_round_to_bfloat16(gate), _round_to_bfloat16(up)).to(result.dtype)
@@ -167,10 +167,10 @@ def _multiply(WARPGROUP: gl.constexpr, stages, results, out_descriptor, sizes, B
 def _hopper_gated_kernel(
     x_descriptor, weight_descriptor, out_descriptor, num_rows, num_out, num_in,
     BLOCK_ROWS: gl.constexpr, BLOCK_OUT: gl.constexpr, BLOCK_IN: gl.constexpr, STAGES: gl.constexpr,
-    ROW_BLOCKS: gl.constexpr, MULTIPLY_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr, DEPENDENT: gl.constexpr,
+    ROW_BLOCKS: gl.constexpr, MULTIPLY_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr, USE_PDL: gl.constexpr,
 ):
     """x [num_rows, num_in], weight [2 · num_out, num_in] and out [num_rows, num_out] are TMA descriptors."""
-    BLOCKS: gl.constexpr = Blocks(BLOCK_ROWS, BLOCK_OUT, BLOCK_IN, ROW_BLOCKS)
+    BLOCKS: gl.constexpr = BlockSizes(BLOCK_ROWS, BLOCK_OUT, BLOCK_IN, ROW_BLOCKS)
     dtype: gl.constexpr = x_descriptor.dtype
     full, empty = make_barriers(STAGES, 1, 2)
     stages = Stages(
@@ -180,12 +180,12 @@ def _hopper_gated_kernel(
     )
     results = gl.allocate_shared_memory(dtype, [2, BLOCK_ROWS // 2, BLOCK_OUT], out_descriptor.layout)
     sizes = ProductSizes(num_rows, num_out, num_in)
-    pdl_trigger_and_wait(DEPENDENT)
+    pdl_trigger_and_wait(USE_PDL)
     gl.warp_specialize(
         [
-            (_multiply, (0, stages, results, out_descriptor, sizes, BLOCKS)),
-            (_multiply, (1, stages, results, out_descriptor, sizes, BLOCKS)),
-            (_load, (stages, x_descriptor, weight_descriptor, sizes, BLOCKS)),
+            (_multiply_tiles, (0, stages, results, out_descriptor, sizes, BLOCKS)),
+            (_multiply_tiles, (1, stages, results, out_descriptor, sizes, BLOCKS)),
+            (_load_tiles, (stages, x_descriptor, weight_descriptor, sizes, BLOCKS)),
         ],
         [4, 4], [MULTIPLY_REGISTERS, LOAD_REGISTERS],
     )
@@ -201,26 +201,18 @@ def hopper_gated(x: Tensor, weight: Tensor) -> Tensor:
     (rows, num_in), num_out = x.shape, weight.shape[0] // 2
     require("gated linear: x", x, (rows, num_in), torch.bfloat16, x)
     require("gated linear: weight", weight, (2 * num_out, num_in), torch.bfloat16, x)
-    if num_out % 8 or not all(t.stride(1) == 1 and aligned_for_copies(t) for t in (x, weight)):
+    if num_out % 8 or not all(t.stride(1) == 1 and is_aligned_for_copies(t) for t in (x, weight)):
         raise EspalierError(
             f"gated linear: rows must be contiguous, and their addresses multiples of 16 bytes, but x has strides "
             f"{x.stride()} and weight, for {num_out} outputs, {weight.stride()}: use linear_gated"
         )
     out = x.new_empty(rows, num_out)
     _hopper_gated_kernel[(min(num_tiles(rows, num_out), chip(x).processors),)](
-        tma_descriptor(x, BLOCK_ROWS, BLOCK_IN),
-        tma_descriptor(weight, BLOCK_OUT, BLOCK_IN),
+        tma_descriptor(x, BLOCK_ROWS, BLOCK_IN), tma_descriptor(weight, BLOCK_OUT, BLOCK_IN),
         tma_descriptor(out, BLOCK_ROWS // 2, BLOCK_OUT),
         *(rows, num_out, num_in),
-        BLOCK_ROWS=BLOCK_ROWS,
-        BLOCK_OUT=BLOCK_OUT,
-        BLOCK_IN=BLOCK_IN,
-        STAGES=STAGES,
-        ROW_BLOCKS=GROUP_ROW_BLOCKS,
-        MULTIPLY_REGISTERS=MULTIPLY_REGISTERS,
-        LOAD_REGISTERS=LOAD_REGISTERS,
-        num_warps=4,
-        maxnreg=LAUNCH_REGISTERS,
+        BLOCK_ROWS=BLOCK_ROWS, BLOCK_OUT=BLOCK_OUT, BLOCK_IN=BLOCK_IN, STAGES=STAGES, ROW_BLOCKS=GROUP_ROW_BLOCKS,
+        MULTIPLY_REGISTERS=MULTIPLY_REGISTERS, LOAD_REGISTERS=LOAD_REGISTERS, num_warps=4, maxnreg=LAUNCH_REGISTERS,
         **pdl_arguments(chip(x)),
-    )
+    )  # fmt: skip
     return out

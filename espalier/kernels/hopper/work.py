@@ -20,14 +20,14 @@ from espalier.kernels.attention.work_items import committed_blocks, visible_stag
 from espalier.kernels.runtime.jit import gluon_kernel
 
 
-class Constants(NamedTuple):
+class HopperConstants(NamedTuple):
     """Compile-time constants of a kernel.  A variable that holds them is declared `gl.constexpr`.
 
     WIDTHS: per tile of a block, the number of values of a row; COLUMNS: per tile, the index of its first value in the
     row of a head; ROW_SIZE: the sum of the widths; OUT_SIZE: values of the result that an attending warpgroup sums.
     SAME_STRIDES: committed rows of all tiles have the same stride; CONTIGUOUS: see kernels/attention/work_items.py.
     RAW_STAGES: stages of FP8 rows, which extra warps convert into the attended stages; 0 for other rows.
-    DEPENDENT: see kernels/runtime/pdl.py.
+    USE_PDL: see kernels/runtime/pdl.py.
     """
 
     KV_HEADS: Any
@@ -47,7 +47,7 @@ class Constants(NamedTuple):
     RAW_STAGES: Any
     LOAD_WARPS: Any
     CONVERT_WARPS: Any
-    DEPENDENT: Any
+    USE_PDL: Any
 
 
 class RowPtrs(NamedTuple):
@@ -83,19 +83,20 @@ class WorkItemExtent(NamedTuple):
     num_committed: Any
     num_lower: Any
     num_unmasked: Any
-    low: Any
-    high: Any
+    begin_staged: Any
+    end_staged: Any
     num_blocks: Any
 
 
 # fmt: off
 @gluon_kernel
 def make_stages(
-    dtype: gl.constexpr, STAGES: gl.constexpr, FULL: gl.constexpr, EMPTY: gl.constexpr, CONSTANTS: gl.constexpr,
+    dtype: gl.constexpr, STAGES: gl.constexpr, FULL_ARRIVALS: gl.constexpr, EMPTY_ARRIVALS: gl.constexpr,
+    CONSTANTS: gl.constexpr,
 ):
-    """Allocate stages.  FULL, EMPTY: how many arrivals complete a phase of these barriers."""
+    """Allocate stages.  FULL_ARRIVALS, EMPTY_ARRIVALS: how many arrivals complete a phase of these barriers."""
     BLOCK_N: gl.constexpr = CONSTANTS.BLOCK_N
-    full, empty = make_barriers(STAGES, FULL, EMPTY)
+    full, empty = make_barriers(STAGES, FULL_ARRIVALS, EMPTY_ARRIVALS)
     tiles = [
         gl.allocate_shared_memory(
             dtype, [STAGES, BLOCK_N, WIDTH], gl.NVMMASharedLayout.get_default_for([BLOCK_N, WIDTH], dtype)
@@ -106,13 +107,13 @@ def make_stages(
 
 
 @gluon_kernel
-def make_barriers(STAGES: gl.constexpr, FULL: gl.constexpr, EMPTY: gl.constexpr):
+def make_barriers(STAGES: gl.constexpr, FULL_ARRIVALS: gl.constexpr, EMPTY_ARRIVALS: gl.constexpr):
     """(full, empty): the barriers of stages, see `make_stages`."""
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], hopper.mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], hopper.mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
-        hopper.mbarrier.init(full.index(stage), count=FULL)
-        hopper.mbarrier.init(empty.index(stage), count=EMPTY)
+        hopper.mbarrier.init(full.index(stage), count=FULL_ARRIVALS)
+        hopper.mbarrier.init(empty.index(stage), count=EMPTY_ARRIVALS)
     return full, empty
 
 
@@ -144,7 +145,7 @@ def work_item_extent(plan, item, positions, ROWS: gl.constexpr, CONSTANTS: gl.co
         position = _min_position(plan, item, positions, ROWS, CONSTANTS.GROUP_SIZE, CONSTANTS.BLOCK_M)
         begin = gl.maximum(begin, (position - CONSTANTS.WINDOW + 1) // CONSTANTS.BLOCK_N * CONSTANTS.BLOCK_N)
     num_committed, num_lower, num_unmasked = committed_blocks(
-        begin, item.end, plan.first, CONSTANTS.WINDOW, CONSTANTS.BLOCK_N
+        begin, item.end, plan.first_position, CONSTANTS.WINDOW, CONSTANTS.BLOCK_N
     )
     low = 0
     high = 0

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from espalier.kernels.hopper.plans import FEW_ROWS, TILE, takes_format
+from espalier.kernels.hopper.plans import FEW_ROWS, TILE_SHAPE, supports_format
 from espalier.kernels.layers.linear_plans import (
     DTYPES,
     MIN_BLOCK_ROWS,
@@ -38,7 +38,7 @@ from espalier.kernels.layers.quantised_plans import (
     nibble_plan_by_rule,
     stage_bytes,
 )
-from espalier.kernels.runtime.launch import Chip, power_of_two
+from espalier.kernels.runtime.launch import Chip, next_power_of_2
 
 MAX_TILE_ROWS = 128
 # (upper bound of the mean pairs per expert, tile rows worth measuring).  With 1 tile row each pair is a tile.
@@ -53,7 +53,7 @@ TILE_ROWS_BY_PAIRS: tuple[tuple[float, tuple[int, ...]], ...] = (
 # The upper bounds of TILE_ROWS_BY_PAIRS.  A table has one plan for each bucket.
 PAIRS_BUCKETS = tuple(bound for bound, _ in TILE_ROWS_BY_PAIRS)
 # (largest tile rows, (block_out, block_in, warps) worth measuring, stages worth measuring).
-TILES = (
+CANDIDATE_TILES = (
     (
         16,
         (
@@ -75,7 +75,7 @@ TILES = (
 # The fewest stages that keep the memory busy.
 MIN_STAGES = 3
 # Programs per multiprocessor that keep the memory busy.  If there would be fewer, the rule takes smaller tiles.
-MIN_PROGRAMS = 2
+MIN_PROGRAMS_PER_PROCESSOR = 2
 # The most rows of a tile with 4-bit weights.  Larger tiles are 6 to 25% slower: an expert's last tile is emptier
 # (docs/log.md).
 MAX_NIBBLE_ROWS = 64
@@ -126,7 +126,7 @@ class ExpertsShape:
 
         rows is rounded up to a power of two, so that a padded batch and the same batch without padding use one plan.
         """
-        pairs = power_of_two(rows) * self.top_k / self.num_experts
+        pairs = next_power_of_2(rows) * self.top_k / self.num_experts
         return next(index for index, bound in enumerate(PAIRS_BUCKETS) if pairs <= bound)
 
 
@@ -143,23 +143,27 @@ class ProductPlan:
     warps: int
     stages: int
 
-    def tile(self, matrices: int) -> tuple[int, int, int]:
+    def tile(self, num_matrices: int) -> tuple[int, int, int]:
         """(block_out, block_in, warps) of the one product of gate and up (matrices 2), or of down (matrices 1)."""
-        return matrices * self.block_out, self.block_in, self.warps
+        return num_matrices * self.block_out, self.block_in, self.warps
 
-    def stage_bytes(self, matrices: int, rows: int, itemsize: int) -> int:
-        return (matrices * self.block_out + block_rows(rows)) * self.block_in * itemsize
+    def stage_bytes(self, num_matrices: int, rows: int, itemsize: int) -> int:
+        return (num_matrices * self.block_out + block_rows(rows)) * self.block_in * itemsize
 
-    def fitting_stages(self, gpu: Chip, matrices: int, rows: int, itemsize: int) -> int:
+    def fitting_stages(self, gpu: Chip, num_matrices: int, rows: int, itemsize: int) -> int:
         """The number of stages that fit the chip.  It does not change the result."""
-        fitting = (gpu.shared_memory - RESERVED_SHARED_MEMORY) // self.stage_bytes(matrices, rows, itemsize)
+        fitting = (gpu.shared_memory - RESERVED_SHARED_MEMORY) // self.stage_bytes(num_matrices, rows, itemsize)
         return max(min(self.stages, fitting), 1)
 
-    def one_wave_stages(self, gpu: Chip, most: int, matrices: int, rows: int, itemsize: int, programs: int) -> int:
-        """At most `most` stages, but few enough for all programs to run at once, if MIN_STAGES allows; else `most`."""
-        sharing = -(-programs // gpu.processors)
-        fitting = (gpu.shared_memory // sharing - RESERVED_SHARED_MEMORY) // self.stage_bytes(matrices, rows, itemsize)
-        return most if fitting < MIN_STAGES else min(most, fitting)
+    def one_wave_stages(
+        self, gpu: Chip, max_stages: int, num_matrices: int, rows: int, itemsize: int, num_programs: int
+    ) -> int:
+        """At most `max_stages` stages, but few enough for all programs to run at once, if MIN_STAGES allows; else `max_stages`."""
+        sharing = -(-num_programs // gpu.processors)
+        fitting = (gpu.shared_memory // sharing - RESERVED_SHARED_MEMORY) // self.stage_bytes(
+            num_matrices, rows, itemsize
+        )
+        return max_stages if fitting < MIN_STAGES else min(max_stages, fitting)
 
 
 @dataclass(frozen=True)
@@ -172,23 +176,23 @@ class ExpertsPlan:
 
 
 # The plans of one size, in the order of PAIRS_BUCKETS.
-Plans = tuple[ExpertsPlan, ...]
+ExpertsPlans = tuple[ExpertsPlan, ...]
 
 
-def candidate_plans(rows: int, matrices: int, gpu: Chip) -> list[ProductPlan]:
-    """The plans of one product that are worth measuring for tiles of `rows` pairs, in a dtype of two bytes.
+def candidate_plans(tile_rows: int, num_matrices: int, gpu: Chip) -> list[ProductPlan]:
+    """The plans of one product that are worth measuring for tiles of `tile_rows` pairs, in a dtype of two bytes.
 
-    matrices: matrices that a program reads, 2 for gate and up, 1 for down.
+    num_matrices: matrices that a program reads, 2 for gate and up, 1 for down.
     """
-    tiles, stages = next((tiles, stages) for most, tiles, stages in TILES if rows <= most)
+    tiles, stages = next((tiles, stages) for most, tiles, stages in CANDIDATE_TILES if tile_rows <= most)
     plans = [ProductPlan(*tile, count) for tile in tiles for count in stages]
-    return [plan for plan in plans if plan.fitting_stages(gpu, matrices, rows, 2) == plan.stages]
+    return [plan for plan in plans if plan.fitting_stages(gpu, num_matrices, tile_rows, 2) == plan.stages]
 
 
 def experts_plan_by_rule(shape: ExpertsShape, rows: int, dtype: torch.dtype, gpu: Chip) -> ExpertsPlan:
     """The plan where nothing is measured: a tile holds the pairs that an expert has on average."""
-    pairs = power_of_two(rows) * shape.top_k
-    tile_rows = min(max(power_of_two(-(-pairs // shape.num_experts)), MIN_BLOCK_ROWS), MAX_TILE_ROWS)
+    pairs = next_power_of_2(rows) * shape.top_k
+    tile_rows = min(max(next_power_of_2(-(-pairs // shape.num_experts)), MIN_BLOCK_ROWS), MAX_TILE_ROWS)
     if dtype.itemsize > 2:
         # float32 products are IEEE and do not use tensor cores.  A tile is held in registers, so it must be small.
         product = ProductPlan(32, 32, 4, 3)
@@ -203,7 +207,7 @@ def experts_plan_by_rule(shape: ExpertsShape, rows: int, dtype: torch.dtype, gpu
 
 def _product_plan_by_rule(tile_rows: int, num_tiles: int, num_out: int, gpu: Chip) -> ProductPlan:
     block_out = 64
-    while block_out > 16 and num_tiles * -(-num_out // block_out) < MIN_PROGRAMS * gpu.processors:
+    while block_out > 16 and num_tiles * -(-num_out // block_out) < MIN_PROGRAMS_PER_PROCESSOR * gpu.processors:
         block_out //= 2
     warps = 8 if tile_rows > 64 else 4 if block_out > 16 else 2
     return ProductPlan(block_out, 128 if tile_rows <= 32 else 64, warps, 3)
@@ -213,8 +217,8 @@ def _product_plan_by_rule(tile_rows: int, num_tiles: int, num_out: int, gpu: Chi
 # Registers of a thread are a multiple of REGISTER_UNIT.
 REGISTERS, MAX_REGISTERS, MIN_REGISTERS, REGISTER_UNIT = 65536, 255, 128, 8
 # Registers of a thread beside the sums of an FP8 tile.
-BESIDE_SUMS = 96
-WARP = 32
+OTHER_REGISTERS = 96
+WARP_THREADS = 32
 # Steps of a loop that its pipeline does not hold at the beginning.
 STEPS_BEHIND_THE_PIPELINE = 2
 
@@ -235,19 +239,21 @@ def quantised_plan_by_rule(
     if any(isinstance(matrix, QuantisedMatrix) and matrix.code != "fp8" for matrix in (gate_up, down)):
         plan = replace(plan, rows=min(plan.rows, MAX_NIBBLE_ROWS))
     # Rows are rounded up, so that a padded batch and the batch without padding use one plan.
-    rows = power_of_two(rows)
+    rows = next_power_of_2(rows)
     pairs = rows * shape.top_k
     halves = gate_up.shape[1] // down.shape[2]
     num_tiles = pairs if plan.rows == 1 else max(round(shape.active_experts(rows)), -(-pairs // plan.rows))
     tile = block_rows(plan.rows)
     return ExpertsPlan(
         plan.rows,
-        plan.gated if isinstance(gate_up, Tensor) else _product_plan(gate_up, tile, num_tiles, halves, gpu),
-        plan.down if isinstance(down, Tensor) else _product_plan(down, tile, num_tiles, 1, gpu),
+        plan.gated if isinstance(gate_up, Tensor) else _quantised_product_plan(gate_up, tile, num_tiles, halves, gpu),
+        plan.down if isinstance(down, Tensor) else _quantised_product_plan(down, tile, num_tiles, 1, gpu),
     )
 
 
-def _product_plan(weight: QuantisedMatrix, tile: int, num_tiles: int, matrices: int, gpu: Chip) -> ProductPlan:
+def _quantised_product_plan(
+    weight: QuantisedMatrix, tile: int, num_tiles: int, num_matrices: int, gpu: Chip
+) -> ProductPlan:
     _, num_out, num_in = weight.shape
     if weight.code == "fp8":
         input_bytes = 2 if weight.inputs is None else 1
@@ -260,23 +266,29 @@ def _product_plan(weight: QuantisedMatrix, tile: int, num_tiles: int, matrices: 
         plan = nibble_plan_by_rule(tile, num_tiles, num_out, num_in, weight.code, 1, gpu)
     # A pipeline as deep as the loop is long would take shared memory that other programs can use.
     stages = min(plan.stages, max(-(-num_in // plan.block_in) - STEPS_BEHIND_THE_PIPELINE, MIN_STAGES))
-    return ProductPlan(plan.block_out // matrices, plan.block_in, plan.warps, stages)
+    return ProductPlan(plan.block_out // num_matrices, plan.block_in, plan.warps, stages)
 
 
-def launch_options(plan: ProductPlan, weight: QuantisedMatrix, matrices: int, rows: int, gpu: Chip) -> dict[str, Any]:
-    """BLOCK_IN, num_stages and maxnreg of a plan.  matrices: 2 for gate and up, 1 for down; rows: rows per tile.
+def launch_options(
+    plan: ProductPlan, weight: QuantisedMatrix, num_matrices: int, rows: int, gpu: Chip
+) -> dict[str, Any]:
+    """BLOCK_IN, num_stages and maxnreg of a plan.  num_matrices: 2 for gate and up, 1 for down; rows: rows per tile.
 
     A tile does not span two groups of columns.  There are at most as many stages as fit.  Registers per thread are
     limited, so that as many programs share a multiprocessor as its shared memory lets; but a thread can hold its part
     of an FP8 tile's sums twice, those of the running step and their total.
     """
     block_in = min(plan.block_in, max_block_in(weight))
-    of_stage = stage_bytes(TritonPlan(matrices * plan.block_out, block_in, 1, plan.warps, 1), block_rows(rows), weight)
+    of_stage = stage_bytes(
+        TritonPlan(num_matrices * plan.block_out, block_in, 1, plan.warps, 1), block_rows(rows), weight
+    )
     stages = max(min(plan.stages, (gpu.shared_memory - RESERVED_SHARED_MEMORY) // of_stage), 1)
     sharing = max(gpu.programs_per_processor_with(stages * of_stage), 1)
-    sums = matrices * plan.block_out * block_rows(rows) // (WARP * plan.warps)
-    least = 2 * sums + BESIDE_SUMS if weight.code == "fp8" else 0
-    registers = max(REGISTERS // (WARP * plan.warps * sharing) // REGISTER_UNIT * REGISTER_UNIT, least, MIN_REGISTERS)
+    sums = num_matrices * plan.block_out * block_rows(rows) // (WARP_THREADS * plan.warps)
+    least = 2 * sums + OTHER_REGISTERS if weight.code == "fp8" else 0
+    registers = max(
+        REGISTERS // (WARP_THREADS * plan.warps * sharing) // REGISTER_UNIT * REGISTER_UNIT, least, MIN_REGISTERS
+    )
     return {
         "BLOCK_IN": block_in,
         "num_stages": stages,
@@ -292,23 +304,23 @@ def plan_for(
     matrices: tuple[Tensor | QuantisedMatrix, Tensor | QuantisedMatrix] | None = None,
 ) -> ExpertsPlan:
     """The plan for a number of rows.  matrices: gate_up and down; None: both are dense."""
-    plan = _measured_or_rule(shape, rows, dtype, gpu)
+    plan = _measured_plan_or_rule(shape, rows, dtype, gpu)
     # The experts of one row differ, so there is nothing to sort.
     plan = replace(plan, rows=1) if rows == 1 else plan
     if matrices is None:
         return plan
-    is_few = plan.rows == MIN_BLOCK_ROWS and power_of_two(rows) * shape.top_k <= FEW_PAIRS * shape.num_experts
-    if is_few and all(isinstance(m, QuantisedMatrix) and takes_format(m, dtype, FEW_ROWS, gpu) for m in matrices):
+    is_few = plan.rows == MIN_BLOCK_ROWS and next_power_of_2(rows) * shape.top_k <= FEW_PAIRS * shape.num_experts
+    if is_few and all(isinstance(m, QuantisedMatrix) and supports_format(m, dtype, FEW_ROWS, gpu) for m in matrices):
         few = quantised_plan_by_rule(shape, rows, replace(plan, rows=FEW_ROWS), *matrices, gpu)
         # Experts without a gate have no such kernel.
         has_gate = matrices[0].shape[1] > matrices[1].shape[2]
-        if has_gate and few.gated.tile(2) == few.down.tile(1) == TILE:
+        if has_gate and few.gated.tile(2) == few.down.tile(1) == TILE_SHAPE:
             # Tiles of FEW_ROWS rows need half of the products, and an expert seldom has more pairs.
             return few
     return quantised_plan_by_rule(shape, rows, plan, *matrices, gpu)
 
 
-def _measured_or_rule(shape: ExpertsShape, rows: int, dtype: torch.dtype, gpu: Chip) -> ExpertsPlan:
+def _measured_plan_or_rule(shape: ExpertsShape, rows: int, dtype: torch.dtype, gpu: Chip) -> ExpertsPlan:
     if dtype in DTYPES:
         plans = EXPERTS_TUNING.measured(gpu, dtype)
         if plans:
@@ -316,7 +328,7 @@ def _measured_or_rule(shape: ExpertsShape, rows: int, dtype: torch.dtype, gpu: C
     return experts_plan_by_rule(shape, rows, dtype, gpu)
 
 
-def _plans_of_nearest_size(plans: Mapping[Size, Plans], size: Size) -> Plans:
+def _plans_of_nearest_size(plans: Mapping[Size, ExpertsPlans], size: Size) -> ExpertsPlans:
     """The plans of this size, or else of the size nearest in bytes, the first of equally near ones."""
     own = plans.get(size)
     if own is not None:
@@ -324,7 +336,7 @@ def _plans_of_nearest_size(plans: Mapping[Size, Plans], size: Size) -> Plans:
     return plans[min(plans, key=lambda known: abs(math.log(known[0] * known[1] / (size[0] * size[1]))))]
 
 
-def _log_plans(key: Key, plans: Mapping[Size, Plans], sources: Sequence[str]) -> None:
+def _log_plans(key: Key, plans: Mapping[Size, ExpertsPlans], sources: Sequence[str]) -> None:
     sizes = ", ".join(f"{hidden}x{inner}" for hidden, inner in plans)
     log.info("experts, %s: %s", key[1], f"plans measured for {sizes}" if plans else "no plans measured on this chip")
 

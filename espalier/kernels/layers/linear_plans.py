@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from espalier.errors import EspalierError
-from espalier.kernels.runtime.launch import Chip, chip, power_of_two
+from espalier.kernels.runtime.launch import Chip, chip, next_power_of_2
 
 # The environment variable with the path of the user's table.
 CHOICES_FILE = "ESPALIER_CHOICES"
@@ -46,14 +46,14 @@ MAX_ROWS = 256
 MIN_BLOCK_ROWS = 16
 # (most rows, the (block_out, block_in, warps) to measure up to that number of rows): the tiles within 2.5% of the best
 # in a wider search on an H200 (docs/log.md), and one that fits small GPUs.
-TILES = (
+CANDIDATE_TILES = (
     (32, ((32, 256, 4), (64, 64, 4), (64, 128, 4), (64, 256, 4), (128, 64, 4), (128, 128, 4))),
     (64, ((64, 64, 4), (64, 128, 4), (128, 64, 4), (128, 128, 4))),
     (128, ((64, 64, 4), (64, 128, 4), (128, 64, 4), (128, 64, 8))),
     (256, ((64, 64, 4), (128, 64, 8))),
 )
-STAGES = (2, 3, 4, 6, 8)
-SPLITS = (1, 2, 3, 4, 6, 8)
+CANDIDATE_STAGES = (2, 3, 4, 6, 8)
+CANDIDATE_SPLITS = (1, 2, 3, 4, 6, 8)
 # The library's plans are measured from this number of rows on.  For fewer rows its tiles are worse than ours.
 LIBRARY_MIN_ROWS = 65
 LIBRARY_PIECES = (2, 3, 4)
@@ -116,7 +116,7 @@ class TuningSchema(Generic[P]):
                 return plan
         return None
 
-    def read(self, path: Path) -> list[TuningTable[P]]:
+    def read_tables(self, path: Path) -> list[TuningTable[P]]:
         """The tables in a file.  Raises EspalierError, naming the file, if it does not have the format of `write`."""
         try:
             return [self._table_from_json(entry) for entry in _read_json(path).get(self.tables_key, [])]
@@ -126,12 +126,12 @@ class TuningSchema(Generic[P]):
                 "--tune"
             ) from None
 
-    def write(self, path: Path, table: TuningTable[P]) -> None:
+    def write_table(self, path: Path, table: TuningTable[P]) -> None:
         """Merge a table into a file.  The file keeps other tables, and sizes of the same table that are not in `table`.
 
         Raises EspalierError.
         """
-        tables = self.read(path) if path.exists() else []
+        tables = self.read_tables(path) if path.exists() else []
         known = {size: plan for old in tables if old.key == table.key for size, plan in old.plans.items()}
         merged = [*(old for old in tables if old.key != table.key), replace(table, plans=known | dict(table.plans))]
         content = _read_json(path) if path.exists() else {REQUIRED_KEY: []}
@@ -180,7 +180,7 @@ def active_plans(kind: TuningSchema[P], key: Key, user_path: Path) -> Mapping[Si
     sources = []
     # pathlib's is_file would raise if the user may not read the folder.
     for path in (path for path in (SHIPPED_TUNING_FILE, user_path) if os.path.isfile(path)):
-        for table in kind.read(path):
+        for table in kind.read_tables(path):
             if table.key == key:
                 plans |= table.plans
                 sources.append(f"{path} ({len(table.plans)} shapes)")
@@ -250,7 +250,7 @@ LinearPlan = TritonPlan | LibraryPlan | None
 
 def block_rows(rows: int) -> int:
     """The tile size along rows: rows padded to a power of two, at least MIN_BLOCK_ROWS."""
-    return max(power_of_two(rows), MIN_BLOCK_ROWS)
+    return max(next_power_of_2(rows), MIN_BLOCK_ROWS)
 
 
 def candidate_plans(rows: int, num_out: int, num_in: int, gpu: Chip) -> list[TritonPlan | LibraryPlan]:
@@ -282,7 +282,7 @@ def _one_per_processor_plan(rows: int, num_out: int, num_in: int, gpu: Chip) -> 
     block_out, block_in = RULE_TILE[0], next(block_in for most, block_in in RULE_ALONE if rows <= most)
     blocks, steps = -(-num_out // block_out), -(-num_in // block_in)
     splits = max(min(RULE_SPLITS, gpu.processors // blocks, steps // max(RULE_STAGES[1:])), 1)
-    plans = [TritonPlan(block_out, block_in, splits, RULE_WARPS, stages) for stages in reversed(STAGES)]
+    plans = [TritonPlan(block_out, block_in, splits, RULE_WARPS, stages) for stages in reversed(CANDIDATE_STAGES)]
     return next(plan for plan in plans if plan.shared_memory(rows) <= gpu.shared_memory)
 
 
@@ -292,12 +292,12 @@ def _library_plans(num_out: int, num_in: int) -> list[LibraryPlan]:
 
 
 def _triton_plans(rows: int, num_out: int, num_in: int, gpu: Chip) -> list[TritonPlan]:
-    tiles = next(tiles for max_rows, tiles in TILES if rows <= max_rows)
+    tiles = next(tiles for max_rows, tiles in CANDIDATE_TILES if rows <= max_rows)
     plans = (
         TritonPlan(block_out, block_in, splits, warps, stages)
         for block_out, block_in, warps in tiles
-        for stages in STAGES
-        for splits in SPLITS
+        for stages in CANDIDATE_STAGES
+        for splits in CANDIDATE_SPLITS
     )
     return [plan for plan in plans if _worth_measuring(plan, rows, num_out, num_in, gpu)]
 
@@ -312,7 +312,7 @@ def _worth_measuring(plan: TritonPlan, rows: int, num_out: int, num_in: int, gpu
     if programs_per_sm == 0 or plan.shared_memory(rows) * min(programs_per_sm, 8) < gpu.shared_memory // 3:
         return False
     if -(-num_in // plan.block_in) < plan.stages * plan.splits:
-        return plan.splits == 1 and plan.stages == STAGES[0]
+        return plan.splits == 1 and plan.stages == CANDIDATE_STAGES[0]
     programs = -(-num_out // plan.block_out) * plan.splits
     return plan.splits == 1 or 0.45 * gpu.processors <= programs <= gpu.processors * programs_per_sm
 

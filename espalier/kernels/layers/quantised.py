@@ -32,7 +32,7 @@ E2M1_BIT_MOVES = (
     *((0x88008800, -6), (0x37003000, -12)),
 )
 # Then the first of these bits change those at their shifted places (exclusive or), then the second, and so on.
-FOLDS = ((0x01000100, -8), (0x00040004, 8), (0x02000000, -8), (0x00020000, -8), (0x00000200, -8))
+E2M1_BIT_FOLDS = ((0x01000100, -8), (0x00040004, 8), (0x02000000, -8), (0x00020000, -8), (0x00000200, -8))
 # NVFP4's scales are stored as bits 14 to 7 of float16, of the scale times this factor.  So E4M3's subnormal numbers
 # have exponents like the others.
 SCALE_UNIT, SCALE_SHIFT = 2.0**7, 7
@@ -129,20 +129,22 @@ class QuantisedMatrix:
 
     def __getitem__(self, expert: int) -> "QuantisedMatrix":
         """One expert of a stack."""
-        return self._each(lambda tensor: tensor[expert])
+        return self._map_rows(lambda tensor: tensor[expert])
 
     def experts(self, count: int) -> "QuantisedMatrix":
         """The matrix [count · out, in] as a stack [count, out, in].  row_block must divide out."""
-        return self._each(lambda tensor: tensor.unflatten(0, (count, -1)))
+        return self._map_rows(lambda tensor: tensor.unflatten(0, (count, -1)))
 
-    def _each(self, change: Callable[[Tensor], Tensor]) -> "QuantisedMatrix":
-        """Apply `change` to each tensor whose rows are those of the matrix."""
-        zeros, factors = (None if each is None else change(each) for each in (self.zeros, self.row_scales))
-        return replace(self, codes=change(self.codes), scales=change(self.scales), zeros=zeros, row_scales=factors)
+    def _map_rows(self, transform: Callable[[Tensor], Tensor]) -> "QuantisedMatrix":
+        """Apply `transform` to each tensor whose rows are those of the matrix."""
+        zeros, factors = (None if each is None else transform(each) for each in (self.zeros, self.row_scales))
+        return replace(
+            self, codes=transform(self.codes), scales=transform(self.scales), zeros=zeros, row_scales=factors
+        )
 
     def rows_from(self, first: int) -> "QuantisedMatrix":
         """Return rows first .. out-1 of a matrix [out, in] as views.  row_block must divide `first`."""
-        cut = self._each(lambda tensor: tensor[first:])
+        cut = self._map_rows(lambda tensor: tensor[first:])
         return replace(cut, scales=self.scales[first // self.row_block :])
 
     def permute_rows_in_place(self, rows: Tensor) -> "QuantisedMatrix":
@@ -260,14 +262,14 @@ def pack_nibbles(nibbles: Tensor) -> Tensor:
     return nibbles[..., ::2] | nibbles[..., 1::2] << 4
 
 
-def interleave_nibbles(packed: Tensor, spreads: bool = False) -> Tensor:
+def interleave_nibbles(packed: Tensor, is_e2m1: bool = False) -> Tensor:
     """Reorder nibbles from column order to the order in which a kernel unpacks them; uint8 [..., in / 2] both.
 
     Of 32 columns, column 8·p + 2·t + h becomes nibble p + 4·h of the t-th int32 (counted from the low bits).  So one
     shift and one mask give the neighbours h = 0 and 1 in the halves of a word.  Four threads share a row in a tensor
     core, and thread t of them finds all of its columns in its own words.  The last in % 32 columns stay in order.
 
-    spreads: E2M1_BIT_MOVES and FOLDS also move the bits of E2M1 in these words w, so that one mask leaves the bits of
+    is_e2m1: E2M1_BIT_MOVES and E2M1_BIT_FOLDS also move the bits of E2M1 in these words w, so that one mask leaves the bits of
     two bfloat16 numbers: the sign in bit 15, exponent and mantissa in bits 8 to 6.  The mask is for w, w << 4, w
     rotated by 10 to the left, and (w >> 2) ^ (w << 6) (p = 0 to 3).  No three shifts of these bits are disjoint from
     them and from each other; the fourth pair's overlap, hence the exclusive or.
@@ -282,16 +284,16 @@ def interleave_nibbles(packed: Tensor, spreads: bool = False) -> Tensor:
         first, second = pairs[..., 0, :], pairs[..., 1, :]
         halves = torch.stack([first & 15 | second << 4, first >> 4 | second & 0xF0], -1)
         reordered = halves.transpose(-3, -2).transpose(-2, -1).flatten(1)
-        whole.copy_(_folded(_move_bits(reordered, E2M1_BIT_MOVES), FOLDS) if spreads else reordered)
+        whole.copy_(_fold_bits(_move_bits(reordered, E2M1_BIT_MOVES), E2M1_BIT_FOLDS) if is_e2m1 else reordered)
     return codes
 
 
-def deinterleave_nibbles(codes: Tensor, spreads: bool = False) -> Tensor:
+def deinterleave_nibbles(codes: Tensor, is_e2m1: bool = False) -> Tensor:
     """The inverse of interleave_nibbles."""
     end, whole = _interleaved_bytes(codes), codes[..., : _interleaved_bytes(codes)]
-    if spreads:
+    if is_e2m1:
         back = [(_shifted(bits, places), -places) for bits, places in E2M1_BIT_MOVES]
-        whole = _move_bits(_folded(whole.clone(memory_format=torch.contiguous_format), FOLDS[::-1]), back)
+        whole = _move_bits(_fold_bits(whole.clone(memory_format=torch.contiguous_format), E2M1_BIT_FOLDS[::-1]), back)
     halves = whole.unflatten(-1, (-1, 4, 2, 2)).transpose(-2, -1).transpose(-3, -2)
     low, high = halves[..., 0], halves[..., 1]
     pairs = torch.stack([low & 15 | high << 4, low >> 4 | high & 0xF0], -2)
@@ -303,19 +305,19 @@ def _move_bits(codes: Tensor, moves: BitMoves) -> Tensor:
     words = codes.contiguous().view(torch.int32)
     moved = torch.zeros_like(words)
     for bits, places in moves:
-        moved |= _bits_of(words, bits, places)
+        moved |= _shifted_bits(words, bits, places)
     return moved.view(torch.uint8)
 
 
-def _folded(codes: Tensor, folds: BitMoves) -> Tensor:
-    """Change bits of the codes' int32 words by others, in place; FOLDS in the other order change them back."""
+def _fold_bits(codes: Tensor, folds: BitMoves) -> Tensor:
+    """Change bits of the codes' int32 words by others, in place; E2M1_BIT_FOLDS in the other order change them back."""
     words = codes.view(torch.int32)
     for bits, places in folds:
-        words ^= _bits_of(words, bits, places)
+        words ^= _shifted_bits(words, bits, places)
     return codes
 
 
-def _bits_of(words: Tensor, bits: int, places: int) -> Tensor:
+def _shifted_bits(words: Tensor, bits: int, places: int) -> Tensor:
     """These bits of int32 words, at their shifted places."""
     # A right shift repeats the highest bit; the mask removes the copies.
     shifted = words << places if places > 0 else words >> -places
@@ -336,24 +338,24 @@ def _interleaved_bytes(packed: Tensor) -> int:
     return packed.shape[-1] // INTERLEAVED_BYTES * INTERLEAVED_BYTES
 
 
-def quantise_inputs(x: Tensor, inputs: InputScales) -> tuple[Tensor, Tensor]:
+def quantise_inputs(x: Tensor, input_scales: InputScales) -> tuple[Tensor, Tensor]:
     """Round x [rows, in] to (FP8 values [rows, in], scales [rows, ceil(in / group)], float32 at least)."""
     exact = x.to(torch.promote_types(x.dtype, torch.float32))
     rows, num_in = x.shape
-    group = inputs.columns(num_in)
+    group = input_scales.columns(num_in)
     padded = F.pad(exact, (0, -num_in % group)).unflatten(1, (-1, group))
-    if inputs.static is None:
+    if input_scales.static is None:
         largest = padded.abs().amax(2)
         # The scale of zeros is 1.  The divisor is a tensor: PyTorch on a GPU multiplies by the reciprocal of a number.
         scales = torch.where(largest == 0, 1.0, largest / torch.full_like(largest, FP8_MAX))
     else:
-        scales = inputs.static.to(exact.dtype).expand(rows, padded.shape[1])
+        scales = input_scales.static.to(exact.dtype).expand(rows, padded.shape[1])
     values = (padded / scales[:, :, None]).clamp(-FP8_MAX, FP8_MAX)
     return values.flatten(1)[:, :num_in].to(FP8), scales
 
 
-def fake_quantise_inputs(x: InputRows, inputs: InputScales) -> Tensor:
+def fake_quantise_inputs(x: InputRows, input_scales: InputScales) -> Tensor:
     """x after rounding by quantise_inputs, in float32 at least."""
-    values, scales = (x.values, x.scales) if isinstance(x, RoundedRows) else quantise_inputs(x, inputs)
+    values, scales = (x.values, x.scales) if isinstance(x, RoundedRows) else quantise_inputs(x, input_scales)
     num_in = values.shape[1]
-    return values.to(scales.dtype) * scales.repeat_interleave(inputs.columns(num_in), 1)[:, :num_in]
+    return values.to(scales.dtype) * scales.repeat_interleave(input_scales.columns(num_in), 1)[:, :num_in]

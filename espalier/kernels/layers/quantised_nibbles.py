@@ -21,7 +21,7 @@ INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 @kernel
 def nibble_dot(
-    words_ptr, scales_ptr, zeros_ptr, w_rows, x_ptrs, inside, num_in, k_begin, k_end,
+    words_ptr, scales_ptr, zeros_ptr, w_rows, x_ptrs, row_exists, num_in, k_begin, k_end,
     CODE: tl.constexpr, GROUP: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, EVEN_IN: tl.constexpr,
 ):  # fmt: skip
@@ -33,7 +33,7 @@ def nibble_dot(
     STEP: tl.constexpr = GROUP if CODE == 1 and GROUP > 0 and GROUP < BLOCK_IN else BLOCK_IN
     WORDS: tl.constexpr = STEP // 8
     DTYPE: tl.constexpr = x_ptrs.dtype.element_ty
-    # The factor that sums lack, because decoded numbers are too small by it (_int4, _factor).
+    # The factor that sums lack, because decoded numbers are too small by it (_decode_int4, _factor).
     IS_BFLOAT16: tl.constexpr = tl.bfloat16 == DTYPE
     UNITS: tl.constexpr = (2.0**6, 2.0**64, 2.0**39) if IS_BFLOAT16 else (2.0**9, 2.0**10, 2.0**7)
     UNIT: tl.constexpr = UNITS[CODE - 1]
@@ -57,20 +57,20 @@ def nibble_dot(
                 next_scale = tl.load(scale_ptrs + _group_of(first + STEP, num_groups, GROUP))
             if EVEN_IN:
                 w = tl.load(w_ptrs)
-                x = tl.load(x_ptrs[:, None] + ks[None, :], mask=inside[:, None], other=0.0)
+                x = tl.load(x_ptrs[:, None] + ks[None, :], mask=row_exists[:, None], other=0.0)
             else:
                 w = tl.load(w_ptrs, mask=words[None, :] < row_words, other=0)
-                x = tl.load(x_ptrs[:, None] + ks[None, :], mask=inside[:, None] & (ks[None, :] < num_in), other=0.0)
+                x = tl.load(x_ptrs[:, None] + ks[None, :], mask=row_exists[:, None] & (ks[None, :] < num_in), other=0.0)
             w = w.to(tl.uint32, bitcast=True)
             if CODE == 1:
                 # Not loaded ahead: registers would then be distributed among threads unlike those of the words.
                 group = w_rows * num_groups + _group_of(first, num_groups, GROUP)
-                offset = _offsets(zeros_ptr, group, DTYPE, BLOCK_OUT, WORDS)
-                part = tl.dot(_int4(w, offset, DTYPE, BLOCK_OUT, WORDS), tl.trans(x))
+                offset = _zero_point_offsets(zeros_ptr, group, DTYPE, BLOCK_OUT, WORDS)
+                part = tl.dot(_decode_int4(w, offset, DTYPE, BLOCK_OUT, WORDS), tl.trans(x))
             else:
                 # One exponent, or two scales, per 32 columns.
                 scales = tl.load(scale_ptrs[:, None] + (first // 32 + tl.arange(0, STEP // 32))[None, :])
-                w = _e2m1(w, _factors(scales, CODE, DTYPE, BLOCK_OUT, WORDS), DTYPE, BLOCK_OUT, WORDS)
+                w = _decode_e2m1(w, _scale_factors(scales, CODE, DTYPE, BLOCK_OUT, WORDS), DTYPE, BLOCK_OUT, WORDS)
                 part = tl.dot(w, tl.trans(x), acc if IN_ONE else None)
             if CODE == 1 and GROUP > 0:
                 acc += part * (scale.to(tl.float32) * UNIT)[:, None]
@@ -121,8 +121,8 @@ def _num_groups(num_in, CODE: tl.constexpr, GROUP: tl.constexpr):
 
 
 @kernel
-def _offsets(zeros_ptr, group, DTYPE: tl.constexpr, BLOCK_OUT: tl.constexpr, WORDS: tl.constexpr):
-    """The offsets that _int4 adds: minus the zero points of each row's group, in both halves of a uint32.
+def _zero_point_offsets(zeros_ptr, group, DTYPE: tl.constexpr, BLOCK_OUT: tl.constexpr, WORDS: tl.constexpr):
+    """The offsets that _decode_int4 adds: minus the zero points of each row's group, in both halves of a uint32.
 
     zeros_ptr: None: all zero points are 8.
     """
@@ -138,7 +138,7 @@ def _offsets(zeros_ptr, group, DTYPE: tl.constexpr, BLOCK_OUT: tl.constexpr, WOR
 
 
 @kernel
-def _int4(w, offset, DTYPE: tl.constexpr, BLOCK_OUT: tl.constexpr, WORDS: tl.constexpr):
+def _decode_int4(w, offset, DTYPE: tl.constexpr, BLOCK_OUT: tl.constexpr, WORDS: tl.constexpr):
     """(nibbles - zero points) · 2^-6 in bfloat16, · 2^-9 in float16: [BLOCK_OUT, 8 · WORDS].
 
     As bits, a nibble n is the subnormal number n · 2^-133 (float16: n · 2^-24).  Times the dtype's largest power of
@@ -152,22 +152,25 @@ def _int4(w, offset, DTYPE: tl.constexpr, BLOCK_OUT: tl.constexpr, WORDS: tl.con
     SIXTEENTH: tl.constexpr = 0x7D007D00 if tl.bfloat16 == DTYPE else 0x68006800
     of_low, of_high = tl.full((BLOCK_OUT, WORDS), FACTOR, tl.uint32), tl.full((BLOCK_OUT, WORDS), SIXTEENTH, tl.uint32)
     shifted = w >> 8
-    first, second = _pair(w & LOW, of_low, offset, "both", DTYPE), _pair(w & HIGH, of_high, offset, "both", DTYPE)
-    third = _pair(shifted & LOW, of_low, offset, "both", DTYPE)
-    fourth = _pair(shifted & HIGH, of_high, offset, "both", DTYPE)
-    return _in_columns(first, second, third, fourth, BLOCK_OUT, WORDS)
+    first, second = (
+        _multiply_add_pair(w & LOW, of_low, offset, "both", DTYPE),
+        _multiply_add_pair(w & HIGH, of_high, offset, "both", DTYPE),
+    )
+    third = _multiply_add_pair(shifted & LOW, of_low, offset, "both", DTYPE)
+    fourth = _multiply_add_pair(shifted & HIGH, of_high, offset, "both", DTYPE)
+    return _in_column_order(first, second, third, fourth, BLOCK_OUT, WORDS)
 
 
 @kernel
-def _factors(scales, CODE: tl.constexpr, DTYPE: tl.constexpr, BLOCK_OUT: tl.constexpr, WORDS: tl.constexpr):
-    """The factors of _e2m1 for words [BLOCK_OUT, WORDS], of scales for their blocks of 32 columns [.., WORDS / 4]."""
+def _scale_factors(scales, CODE: tl.constexpr, DTYPE: tl.constexpr, BLOCK_OUT: tl.constexpr, WORDS: tl.constexpr):
+    """The factors of _decode_e2m1 for words [BLOCK_OUT, WORDS], of scales for their blocks of 32 columns [.., WORDS / 4]."""
     factors = _factors_of_exponents(scales, DTYPE) if CODE == 2 else _factors_of_pairs(scales, DTYPE)
     return tl.reshape(tl.broadcast_to(factors[:, :, None], (BLOCK_OUT, WORDS // 4, 4)), (BLOCK_OUT, WORDS))
 
 
 @kernel
 def _factors_of_exponents(exponents, DTYPE: tl.constexpr):
-    """The factor by which _e2m1 multiplies, per exponent, in both halves of a uint32.
+    """The factor by which _decode_e2m1 multiplies, per exponent, in both halves of a uint32.
 
     It is 2^(exponent - 127), times 2^126 (float16: 2^14) for the bits of E2M1, times 2^-64 (2^-10) to stay in range.
     Values are exact for exponents from 66 to MAX_EXPONENT (quantised_plans.py); smaller exponents mean less than 2^-58.
@@ -194,7 +197,7 @@ def _factors_of_pairs(pairs, DTYPE: tl.constexpr):
 
 
 @kernel
-def _e2m1(w, factors, DTYPE: tl.constexpr, BLOCK_OUT: tl.constexpr, WORDS: tl.constexpr):
+def _decode_e2m1(w, factors, DTYPE: tl.constexpr, BLOCK_OUT: tl.constexpr, WORDS: tl.constexpr):
     """Decode E2M1 numbers, times 2^-126 (float16: 2^-14) and their factor: [BLOCK_OUT, 8 · WORDS].
 
     factors: per word, the low half for its first and the high half for its last 16 of 32 columns, two pairs each.
@@ -204,22 +207,22 @@ def _e2m1(w, factors, DTYPE: tl.constexpr, BLOCK_OUT: tl.constexpr, WORDS: tl.co
     """
     # A rotation, because some bits are in the other half.
     third, fourth = (w << 10) | (w >> 22), (w >> 2) ^ (w << 6)
-    first, second = _e2m1_pair(w, factors, "low", DTYPE), _e2m1_pair(w << 4, factors, "low", DTYPE)
-    third, fourth = _e2m1_pair(third, factors, "high", DTYPE), _e2m1_pair(fourth, factors, "high", DTYPE)
-    return _in_columns(first, second, third, fourth, BLOCK_OUT, WORDS)
+    first, second = _decode_e2m1_pair(w, factors, "low", DTYPE), _decode_e2m1_pair(w << 4, factors, "low", DTYPE)
+    third, fourth = _decode_e2m1_pair(third, factors, "high", DTYPE), _decode_e2m1_pair(fourth, factors, "high", DTYPE)
+    return _in_column_order(first, second, third, fourth, BLOCK_OUT, WORDS)
 
 
 @kernel
-def _e2m1_pair(bits, factors, HALF: tl.constexpr, DTYPE: tl.constexpr):
+def _decode_e2m1_pair(bits, factors, HALF: tl.constexpr, DTYPE: tl.constexpr):
     """Multiply a pair of E2M1 numbers by its factor.  bits: under the mask, those of two bfloat16 numbers."""
     bits = bits & 0x81C081C0
     if tl.bfloat16 != DTYPE:
         bits = (bits & 0x80008000) | ((bits & 0x01C001C0) << 3)
-    return _pair(bits, factors, bits & 0 | 0x80008000, HALF, DTYPE)
+    return _multiply_add_pair(bits, factors, bits & 0 | 0x80008000, HALF, DTYPE)
 
 
 @kernel
-def _in_columns(first, second, third, fourth, BLOCK_OUT: tl.constexpr, WORDS: tl.constexpr):
+def _in_column_order(first, second, third, fourth, BLOCK_OUT: tl.constexpr, WORDS: tl.constexpr):
     """Put the four pairs of each word in column order, see interleave_nibbles."""
     pairs = tl.join(tl.join(first, third), tl.join(second, fourth))
     # [rows, blocks of 32, t, h, p // 2, p % 2] -> [rows, blocks of 32, p // 2, p % 2, t, h]
@@ -228,7 +231,7 @@ def _in_columns(first, second, third, fourth, BLOCK_OUT: tl.constexpr, WORDS: tl
 
 
 @kernel
-def _pair(bits, factors, offset, HALF: tl.constexpr, DTYPE: tl.constexpr):
+def _multiply_add_pair(bits, factors, offset, HALF: tl.constexpr, DTYPE: tl.constexpr):
     """Return number · factor + offset for the numbers in both halves of each uint32: DTYPE [..., 2].
 
     HALF: "both": each number has the factor in its own half; "low" or "high": both numbers have that one.
@@ -236,8 +239,8 @@ def _pair(bits, factors, offset, HALF: tl.constexpr, DTYPE: tl.constexpr):
     """
     if INTERPRETED:
         of_low, of_high = factors >> (16 if HALF == "high" else 0), factors >> (0 if HALF == "low" else 16)
-        low = _low(bits, DTYPE) * _low(of_low, DTYPE) + _low(offset, DTYPE)
-        high = _low(bits >> 16, DTYPE) * _low(of_high, DTYPE) + _low(offset >> 16, DTYPE)
+        low = _low_halves(bits, DTYPE) * _low_halves(of_low, DTYPE) + _low_halves(offset, DTYPE)
+        high = _low_halves(bits >> 16, DTYPE) * _low_halves(of_high, DTYPE) + _low_halves(offset >> 16, DTYPE)
     else:
         PAIR: tl.constexpr = "low, high" if HALF == "both" else HALF + ", " + HALF
         OF: tl.constexpr = "bf16x2" if tl.bfloat16 == DTYPE else "f16x2"
@@ -246,11 +249,11 @@ def _pair(bits, factors, offset, HALF: tl.constexpr, DTYPE: tl.constexpr):
             "fma.rn." + OF + " $0, $1, f, $3; }"
         )
         both = tl.inline_asm_elementwise(ASSEMBLY, "=r,r,r,r", [bits, factors, offset], tl.uint32, is_pure=True, pack=1)
-        low, high = _low(both, DTYPE), _low(both >> 16, DTYPE)
+        low, high = _low_halves(both, DTYPE), _low_halves(both >> 16, DTYPE)
     return tl.join(low, high)
 
 
 @kernel
-def _low(words, DTYPE: tl.constexpr):
+def _low_halves(words, DTYPE: tl.constexpr):
     """The low halves of uint32, as numbers of DTYPE."""
     return (words & 0xFFFF).to(tl.uint16).to(DTYPE, bitcast=True)

@@ -15,7 +15,7 @@ from itertools import zip_longest
 import torch
 
 from espalier.errors import EspalierError
-from espalier.kernels.hopper.plans import splits_of, takes_format
+from espalier.kernels.hopper.plans import num_splits_for, supports_format
 from espalier.kernels.layers.linear_plans import (
     DTYPES,
     LINEAR_TUNING,
@@ -57,7 +57,7 @@ NIBBLE_TILES = {
 }
 MAX_STAGES = 6
 # From this number of columns on, the last step may be partly empty.
-RAGGED_IN = 1024
+MIN_RAGGED_COLUMNS = 1024
 
 
 def quantised_plan_for(weight: QuantisedMatrix, x: InputRows) -> TritonPlan:
@@ -73,8 +73,8 @@ def plan_by_rule_for(weight: QuantisedMatrix, x: InputRows) -> TritonPlan:
     (num_out, num_in), grouped = weight.shape, weight.group < weight.shape[-1]
     input_bytes, gpu = 1 if weight.inputs is not None else x.dtype.itemsize, chip(weight.codes)
     plan = plan_by_rule(len(x), num_out, num_in, weight.code, max_block_in(weight), grouped, gpu, input_bytes)
-    if plan.splits > 1 and takes_format(weight, x.dtype, len(x), gpu):
-        return replace(plan, splits=splits_of(num_out, num_in, gpu))
+    if plan.splits > 1 and supports_format(weight, x.dtype, len(x), gpu):
+        return replace(plan, splits=num_splits_for(num_out, num_in, gpu))
     return plan
 
 
@@ -129,7 +129,7 @@ def fp8_plan_by_rule(
     # For few rounded rows, steps of 256 columns are 3 to 5% faster than steps of 128 (docs/log.md).  Scales of groups
     # were not measured.
     is_few = memory_bound and tile == MIN_BLOCK_ROWS and input_bytes == 1 and not grouped
-    block_in = min(max_block, 256 if is_few and (num_in % 256 == 0 or num_in >= RAGGED_IN) else 128)
+    block_in = min(max_block, 256 if is_few and (num_in % 256 == 0 or num_in >= MIN_RAGGED_COLUMNS) else 128)
     # The scales of groups multiply a tile's sums at every step.  A small tile keeps scales and sums in registers.
     block_out, warps = (64, 4) if memory_bound or grouped else (128, 8)
     programs, sharing, most = num_tiles * -(-num_out // block_out), 1, 4
@@ -162,7 +162,7 @@ def nibble_plan_by_rule(
     """The plan of 4-bit weights where nothing is measured, for `num_tiles` tiles of rows."""
     tiles = NIBBLE_TILES[code]
     (block_out, most, warps), together = next((shape, count) for rows, shape, count in tiles if tile <= rows)
-    fitting_in = (size for size in (256, 128, 64, 32) if num_in >= RAGGED_IN or num_in % size == 0)
+    fitting_in = (size for size in (256, 128, 64, 32) if num_in >= MIN_RAGGED_COLUMNS or num_in % size == 0)
     block_in = min(next(fitting_in, 32), most)
     programs = num_tiles * -(-num_out // block_out)
     aim = min(PROGRAMS_PER_PROCESSOR, together) * gpu.processors
@@ -222,12 +222,12 @@ def has_split_words(weight: QuantisedMatrix) -> bool:
 MEMORY_BOUND_CANDIDATES = (((64, 4), (128, 4), (128, 8), (32, 4), (256, 8)), (4, 5, 6, 3, 8, 2), (1, 2, 3, 4, 6, 8))
 COMPUTE_BOUND_CANDIDATES = (((64, 4), (128, 4), (128, 8)), (2, 3, 4), (1, 2, 4, 3))
 # The most weights of a step, and the most sums, that a thread holds in registers.
-NIBBLES_PER_THREAD, SUMS_PER_THREAD, WARP = 128, 128, 32
+NIBBLES_PER_THREAD, SUMS_PER_THREAD, WARP_THREADS = 128, 128, 32
 # Programs per multiprocessor with split-K.
-MIN_PROGRAMS, MAX_PROGRAMS = 0.5, 4
+MIN_PROGRAMS_PER_PROCESSOR, MAX_PROGRAMS_PER_PROCESSOR = 0.5, 4
 # The assumptions of `_streaming_us` about a multiprocessor: the warps that its registers allow, the bytes that it reads
 # per microsecond, and the microseconds from a request to its bytes.
-WARPS, BYTES_PER_US, LATENCY_US = 16, 33_000, 1.0
+MAX_WARPS, BYTES_PER_US, LATENCY_US = 16, 33_000, 1.0
 # Microseconds to add the partial sums of split-K.
 SUM_SPLITS_US = 1.0
 
@@ -250,8 +250,8 @@ def candidate_plans(rows: int, weight: QuantisedMatrix, gpu: Chip) -> list[Trito
         for block_in in (256, 128, 64)
         if most % block_in == 0 and block_in >= MIN_BLOCK_IN
         for block_out, warps in tiles
-        if block_out * tile <= SUMS_PER_THREAD * WARP * warps
-        if is_fp8 or (block_out >= 64 and block_out * block_in <= NIBBLES_PER_THREAD * WARP * warps)
+        if block_out * tile <= SUMS_PER_THREAD * WARP_THREADS * warps
+        if is_fp8 or (block_out >= 64 and block_out * block_in <= NIBBLES_PER_THREAD * WARP_THREADS * warps)
     ]
     for plans in by_tile:
         plans[:] = [plan for plan in plans if _fits(plan, tile, weight, gpu)]
@@ -263,7 +263,8 @@ def candidate_plans(rows: int, weight: QuantisedMatrix, gpu: Chip) -> list[Trito
 def _fits(plan: TritonPlan, tile: int, weight: QuantisedMatrix, gpu: Chip) -> bool:
     programs = -(-weight.shape[0] // plan.block_out) * plan.splits
     return stage_bytes(plan, tile, weight) * plan.stages + RESERVED_SHARED_MEMORY <= gpu.shared_memory and (
-        plan.splits == 1 or MIN_PROGRAMS * gpu.processors <= programs <= MAX_PROGRAMS * gpu.processors
+        plan.splits == 1
+        or MIN_PROGRAMS_PER_PROCESSOR * gpu.processors <= programs <= MAX_PROGRAMS_PER_PROCESSOR * gpu.processors
     )
 
 
@@ -271,7 +272,9 @@ def _streaming_us(plan: TritonPlan, tile: int, weight: QuantisedMatrix, gpu: Chi
     """Microseconds in a model that counts memory alone.  The times are far off, but the best plans come first."""
     num_out, num_in = weight.shape
     programs = -(-num_out // plan.block_out) * plan.splits
-    sharing = min(gpu.programs_per_processor_with(stage_bytes(plan, tile, weight) * plan.stages), WARPS // plan.warps)
+    sharing = min(
+        gpu.programs_per_processor_with(stage_bytes(plan, tile, weight) * plan.stages), MAX_WARPS // plan.warps
+    )
     step = codes_bytes(plan, weight.code)
     bytes_of_one = step * num_in / plan.block_in / plan.splits
     waves, rest = divmod(programs, sharing * gpu.processors)

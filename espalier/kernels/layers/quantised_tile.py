@@ -25,7 +25,7 @@ CODES = {"fp8": 0, "int4": 1, "mxfp4": 2, "nvfp4": 3}
 
 @kernel
 def quantised_dot(
-    codes_ptr, scales_ptr, zeros_ptr, w_rows, x_ptrs, x_scale_ptrs, inside, num_in, k_begin, k_end,
+    codes_ptr, scales_ptr, zeros_ptr, w_rows, x_ptrs, x_scale_ptrs, row_exists, num_in, k_begin, k_end,
     CODE: tl.constexpr, GROUP: tl.constexpr, ROW_BLOCK: tl.constexpr, INPUT_GROUP: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, EVEN_IN: tl.constexpr,
 ):  # fmt: skip
@@ -40,14 +40,14 @@ def quantised_dot(
     """
     if CODE > 0:
         acc = nibble_dot(
-            codes_ptr, scales_ptr, zeros_ptr, w_rows, x_ptrs, inside, num_in, k_begin, k_end,
+            codes_ptr, scales_ptr, zeros_ptr, w_rows, x_ptrs, row_exists, num_in, k_begin, k_end,
             CODE, GROUP, ROWS, BLOCK_OUT, BLOCK_IN, EVEN_IN,
         )  # fmt: skip
         if CODE == 3:
             acc *= tl.load(zeros_ptr + w_rows).to(tl.float32)[:, None]
     else:
         acc = _fp8_dot(
-            codes_ptr, scales_ptr, w_rows, x_ptrs, x_scale_ptrs, inside, num_in, k_begin, k_end,
+            codes_ptr, scales_ptr, w_rows, x_ptrs, x_scale_ptrs, row_exists, num_in, k_begin, k_end,
             GROUP, ROW_BLOCK, INPUT_GROUP, ROWS, BLOCK_OUT, BLOCK_IN, EVEN_IN,
         )  # fmt: skip
     return acc
@@ -55,7 +55,7 @@ def quantised_dot(
 
 @kernel
 def _fp8_dot(
-    codes_ptr, scales_ptr, w_rows, x_ptrs, x_scale_ptrs, inside, num_in, k_begin, k_end,
+    codes_ptr, scales_ptr, w_rows, x_ptrs, x_scale_ptrs, row_exists, num_in, k_begin, k_end,
     GROUP: tl.constexpr, ROW_BLOCK: tl.constexpr, INPUT_GROUP: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, EVEN_IN: tl.constexpr,
 ):  # fmt: skip
@@ -73,32 +73,32 @@ def _fp8_dot(
             first = tl.minimum(k + step * STEP, num_in - 1)
             if EVEN_IN:
                 w = tl.load(w_ptrs)
-                x = tl.load(x_ptrs[:, None] + ks[None, :], mask=inside[:, None], other=0.0)
+                x = tl.load(x_ptrs[:, None] + ks[None, :], mask=row_exists[:, None], other=0.0)
             else:
                 w = tl.load(w_ptrs, mask=ks[None, :] < num_in, other=0.0)
-                x = tl.load(x_ptrs[:, None] + ks[None, :], mask=inside[:, None] & (ks[None, :] < num_in), other=0.0)
+                x = tl.load(x_ptrs[:, None] + ks[None, :], mask=row_exists[:, None] & (ks[None, :] < num_in), other=0.0)
             part = tl.dot(from_fp8(w, x.dtype), tl.trans(x))
             if GROUP > 0:
                 part *= tl.load(scale_ptrs + first // GROUP).to(tl.float32)[:, None]
             if INPUT_GROUP > 0:
-                part *= tl.load(x_scale_ptrs + first // INPUT_GROUP, mask=inside, other=0.0)[None, :]
+                part *= tl.load(x_scale_ptrs + first // INPUT_GROUP, mask=row_exists, other=0.0)[None, :]
             acc += part
             w_ptrs += STEP
             ks += STEP
     if GROUP == 0:
         acc *= tl.load(scale_ptrs).to(tl.float32)[:, None]
     if INPUT_GROUP == 0 and x_scale_ptrs is not None:
-        acc *= tl.load(x_scale_ptrs, mask=inside, other=0.0)[None, :]
+        acc *= tl.load(x_scale_ptrs, mask=row_exists, other=0.0)[None, :]
     return acc
 
 
 @kernel
-def prefetch_codes(codes_ptr, w_rows, k_begin, k_end, num_in, CODE: tl.constexpr, LINES: tl.constexpr):
-    """Prefetch LINES cache lines of each row's codes into the L2, from column k_begin on, at most up to k_end."""
+def prefetch_codes(codes_ptr, w_rows, k_begin, k_end, num_in, CODE: tl.constexpr, NUM_LINES: tl.constexpr):
+    """Prefetch NUM_LINES cache lines of each row's codes into the L2, from column k_begin on, at most up to k_end."""
     # An element of codes_ptr is one byte of FP8, or a word of 8 nibbles.  A line has LINE_BYTES bytes.
     VALUES: tl.constexpr = 8 if CODE > 0 else 1
     LINE: tl.constexpr = 32 if CODE > 0 else 128
     row = num_in // VALUES
     last = tl.maximum(tl.minimum(k_end // VALUES, row) - 1, 0)
-    lines = tl.minimum(k_begin // VALUES + tl.arange(0, LINES) * LINE, last)
+    lines = tl.minimum(k_begin // VALUES + tl.arange(0, NUM_LINES) * LINE, last)
     prefetch(codes_ptr + w_rows[:, None] * row + lines[None, :])

@@ -56,7 +56,7 @@ def scaled_product(x: InputRows, weight: QuantisedMatrix, bias: Tensor | None) -
         kinds = ScalingType.RowWise, ScalingType.RowWise
     else:
         assert isinstance(x, Tensor)
-        rounded = quantise_rows.triton(x, weight.inputs, for_library=True)
+        rounded = quantise_rows.triton(x, weight.inputs, library_layout=True)
         scales = scales.t()
         kinds = ScalingType.BlockWise1x128, ScalingType.BlockWise128x128
     inputs, input_scales = rounded

@@ -42,28 +42,28 @@ class Activation:
     def constants(self) -> dict[str, object]:
         """The constexpr arguments of a kernel that calls layers/activation.py:apply_activation.
         As run-time arguments these numbers would be rounded to float32."""
-        return {"KIND": self.kind, "ALPHA": self.alpha, "UP_OFFSET": self.up_offset, "LIMIT": self.limit}
+        return {"ACTIVATION_KIND": self.kind, "ALPHA": self.alpha, "UP_OFFSET": self.up_offset, "LIMIT": self.limit}
 
 
 SILU, GELU_TANH, RELU2 = Activation(), Activation(kind="gelu_tanh"), Activation(kind="relu2")
 
 
 @op("espalier.kernels.layers.activation")
-def gated(gate_up: Tensor, activation: Activation = SILU) -> Tensor:
+def gated_activation(gate_up: Tensor, activation: Activation = SILU) -> Tensor:
     """Apply the activation to gate_up [N, 2·I], gate first, or to up [N, I].  Returns [N, I].
 
     Raises EspalierError for an odd number of columns of gate and up.
     """
     if gate_up.shape[1] % 2:
-        require_halves(gate_up.shape[1], activation)
+        num_up_columns(gate_up.shape[1], activation)
     if activation is SILU or activation.is_silu:
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate).mul_(up)
-    return rounded_once(gate_up, activation)
+    return activation_rounded_once(gate_up, activation)
 
 
-def rounded_once(gate_up: Tensor, activation: Activation) -> Tensor:
-    """Returns the result of `gated`, rounded once, at the end, as the kernels do.
+def activation_rounded_once(gate_up: Tensor, activation: Activation) -> Tensor:
+    """Returns the result of `gated_activation`, rounded once, at the end, as the kernels do.
     With PyTorch's silu in x's dtype, silu(gate) would also be rounded."""
     exact = gate_up.to(torch.promote_types(gate_up.dtype, torch.float32))
     if activation.halves == 1:
@@ -78,7 +78,7 @@ def rounded_once(gate_up: Tensor, activation: Activation) -> Tensor:
     return (activated * (up + activation.up_offset)).to(gate_up.dtype)
 
 
-def require_halves(size: int, activation: Activation) -> int:
+def num_up_columns(size: int, activation: Activation) -> int:
     """Returns the number of columns of up, from the `size` columns before the activation.
     Raises EspalierError if `size` is odd and there is a gate."""
     if size % activation.halves:

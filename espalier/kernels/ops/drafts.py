@@ -81,7 +81,7 @@ def _float32_sum(score: float, logp: float) -> float:
     return float(np.float32(score + logp))
 
 
-def require_paths(root: Tensor, candidates: Candidates, nodes: int) -> tuple[int, int, int, int]:
+def check_path_sizes(root: Tensor, candidates: Candidates, nodes: int) -> tuple[int, int, int, int]:
     """Check the arguments of select_paths.  Returns the sizes B, S, R and K of the candidates."""
     tokens, scores, next_rows = candidates
     require("select_paths: tokens", tokens, (root.shape[0], -1, -1, -1), torch.int64, root)
@@ -104,22 +104,22 @@ class NgramMatches(NamedTuple):
     ends: Tensor
 
 
-def match_lengths(known: Tensor, root: Tensor) -> Tensor:
-    """[B, W]: the match length at each position of `known` [B, W]."""
-    positions = torch.arange(known.shape[1], device=known.device).expand_as(known)
-    matching = positions < root[:, None]
-    length = torch.zeros_like(known)
+def match_lengths(history: Tensor, root_position: Tensor) -> Tensor:
+    """[B, W]: the match length at each position of `history` [B, W]."""
+    positions = torch.arange(history.shape[1], device=history.device).expand_as(history)
+    matching = positions < root_position[:, None]
+    length = torch.zeros_like(history)
     for back in range(MAX_NGRAM):
-        root_token = known.gather(1, (root - back).clamp(min=0)[:, None])
-        token = torch.roll(known, back, 1)
-        matching = matching & (token == root_token) & (positions >= back) & (root >= back)[:, None]
+        root_token = history.gather(1, (root_position - back).clamp(min=0)[:, None])
+        token = torch.roll(history, back, 1)
+        matching = matching & (token == root_token) & (positions >= back) & (root_position >= back)[:, None]
         length = length + matching
     return length
 
 
-def longest_history(root: Tensor) -> int:
+def longest_history(root_position: Tensor) -> int:
     """The number of tokens of the longest request.  Only for CPU tensors, because a GPU would have to synchronise."""
-    return int(root.max()) + 1 if root.numel() else 1
+    return int(root_position.max()) + 1 if root_position.numel() else 1
 
 
 @op("espalier.kernels.tree.select_paths")
@@ -130,7 +130,7 @@ def select_paths(root: Tensor, candidates: Candidates, nodes: int) -> Tree:
     that comes first in its row.  If there are too few paths, the remaining nodes are void, as in select_tree.select.
     Raises EspalierError if sizes do not agree.  Exact.
     """
-    _, steps, _, _ = require_paths(root, candidates, nodes)
+    _, steps, _, _ = check_path_sizes(root, candidates, nodes)
     tokens, next_rows = candidates.tokens.tolist(), candidates.next_rows.tolist()
     scores = comparable_scores(candidates.scores).tolist()
     trees = [_best_paths(*of_request, nodes) for of_request in zip(tokens, scores, next_rows, strict=True)]
@@ -178,7 +178,7 @@ def convolve_block(x: Tensor, delta: Tensor, base: Tensor, width: int) -> Tensor
     return total.flatten(0, 1).to(x.dtype)
 
 
-def require_block_conv(x: Tensor, weight: Tensor, base: Tensor, width: int) -> tuple[int, int]:
+def check_block_conv(x: Tensor, weight: Tensor, base: Tensor, width: int) -> tuple[int, int]:
     """Check the sizes of block_conv's arguments.  Returns (taps, groups)."""
     taps, size = base.shape
     groups = weight.shape[0] // (2 * taps)
@@ -200,12 +200,12 @@ def block_conv(x: Tensor, weight: Tensor, base: Tensor, width: int) -> tuple[Ten
     x: [N, H], normed rows, in blocks of `width` rows.  weight: [2 · T · G, H] for T taps and G groups, the half for the
     input first.  base: [T, H].  Raises EspalierError if sizes do not agree.
     """
-    taps, groups = require_block_conv(x, weight, base, width)
+    taps, groups = check_block_conv(x, weight, base, width)
     delta = F.linear(x, weight).view(len(x), 2, taps, groups)
     return convolve_block(x, delta[:, 0], base, width), delta[:, 1]
 
 
-@op("espalier.kernels.layers.block_conv", on="residual")
+@op("espalier.kernels.layers.block_conv", tensor="residual")
 def block_conv_norm(
     delta: Tensor, coefficients: Tensor, base: Tensor, residual: Tensor, weight: Tensor, eps: float, width: int
 ) -> tuple[Tensor, Tensor]:

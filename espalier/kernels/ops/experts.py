@@ -13,7 +13,7 @@ from espalier.errors import EspalierError
 from espalier.kernels.layers.experts_plan import ExpertsPlan
 from espalier.kernels.layers.linear_plans import MIN_BLOCK_ROWS
 from espalier.kernels.layers.quantised import InputRows, QuantisedMatrix
-from espalier.kernels.ops.activation import SILU, Activation, rounded_once
+from espalier.kernels.ops.activation import SILU, Activation, activation_rounded_once
 from espalier.kernels.ops.linear import linear_quantised, sum_parts
 from espalier.kernels.runtime.op import op
 
@@ -116,9 +116,9 @@ class SharedExperts:
     gate_up: Tensor
     down: Tensor
 
-    def pieces(self, inner: int) -> int:
-        """The number of pieces S, for routed experts of width `inner`."""
-        return self.down.shape[1] // inner
+    def num_pieces(self, inner_size: int) -> int:
+        """The number of pieces S, for routed experts of width `inner_size`."""
+        return self.down.shape[1] // inner_size
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,7 @@ def route(logits: Tensor, bias: Tensor | None, routing: Routing, scale: Tensor |
     return ids, weights if scale is None else weights * scale[ids]
 
 
-@op("espalier.kernels.layers.shared_gate", on="x")
+@op("espalier.kernels.layers.shared_gate", tensor="x")
 def scale_by_gate(result: Tensor, x: Tensor, gate: Tensor, out: Tensor) -> None:
     """Write a shared expert's result, times the sigmoid of its gate, to out [N, H], float32 at least.
 
@@ -175,7 +175,7 @@ def scale_by_gate(result: Tensor, x: Tensor, gate: Tensor, out: Tensor) -> None:
     torch.mul(result, F.linear(x, gate).to(out.dtype).sigmoid(), out=out)
 
 
-@op("espalier.kernels.layers.experts", on="ids")
+@op("espalier.kernels.layers.experts", tensor="ids")
 def grouped_experts(
     x: InputRows,
     gate_up: ExpertMatrix,
@@ -185,7 +185,7 @@ def grouped_experts(
     live: Tensor | None = None,
     biases: ExpertBiases | None = None,
     activation: Activation = SILU,
-    extra: int = 0,
+    num_extra_parts: int = 0,
     shared: SharedExperts | None = None,
     plan: ExpertsPlan | None = None,
 ) -> Tensor:
@@ -196,7 +196,7 @@ def grouped_experts(
     ids: [N, K] int64, distinct in each row.
     weights: [N, K], float32 (float64 for float64); the parts have this dtype.  The bias of `down` is weighted too.
     live: [N] bool, the rows that go to experts.  The first K parts of other rows are 0.  None: all rows are live.
-    extra: the number of further parts at the end.  This function allocates them, and the caller writes them.
+    num_extra_parts: the number of further parts at the end.  This function allocates them, and the caller writes them.
     shared: S pieces, for at most MAX_SHARED_ROWS rows and dense experts.  The results of the pieces are the S parts
     after the first K, for all rows, live or not.  All activations must be SILU.
     plan: launch parameters; None: experts_plan.py chooses them.
@@ -205,10 +205,10 @@ def grouped_experts(
     assert isinstance(x, Tensor)
     top_k, inner = ids.shape[1], down.shape[2]
     gate_up_bias, down_bias = (None, None) if biases is None else (biases.gate_up, biases.down)
-    pieces = 0 if shared is None else shared.pieces(inner)
-    parts = x.new_zeros(top_k + pieces + extra, len(x), down.shape[1], dtype=weights.dtype)
+    pieces = 0 if shared is None else shared.num_pieces(inner)
+    parts = x.new_zeros(top_k + pieces + num_extra_parts, len(x), down.shape[1], dtype=weights.dtype)
     if shared is not None:
-        gated = rounded_once(F.linear(x, shared.gate_up), activation)
+        gated = activation_rounded_once(F.linear(x, shared.gate_up), activation)
         for piece, columns in enumerate(gated.split(inner, dim=1)):
             parts[top_k + piece] = F.linear(columns, shared.down[:, piece * inner : (piece + 1) * inner])
     if live is not None:
@@ -219,7 +219,7 @@ def grouped_experts(
         if len(own):
             rows, choices = own // top_k, own % top_k
             gated = _product(x[rows], gate_up[expert], None if gate_up_bias is None else gate_up_bias[expert])
-            gated = rounded_once(gated, activation)
+            gated = activation_rounded_once(gated, activation)
             result = _product(gated, down[expert], None if down_bias is None else down_bias[expert]).to(parts.dtype)
             parts[choices, rows] = result * weights[rows, choices, None]
     return parts

@@ -20,8 +20,8 @@ from espalier.kernels.layers.quantised import (
     fake_quantise_inputs,
     quantise_inputs,
 )
-from espalier.kernels.ops.activation import SILU, Activation, gated
-from espalier.kernels.runtime.launch import power_of_two
+from espalier.kernels.ops.activation import SILU, Activation, gated_activation
+from espalier.kernels.runtime.launch import next_power_of_2
 from espalier.kernels.runtime.op import op
 
 
@@ -80,7 +80,7 @@ def linear_gated(
 
     The weight stacks gate over up.  Raises EspalierError for an odd `out`.
     """
-    return gated.reference(linear.reference(x, weight, bias, plan), activation)
+    return gated_activation.reference(linear.reference(x, weight, bias, plan), activation)
 
 
 @op("espalier.kernels.layers.linear")
@@ -109,35 +109,35 @@ def sum_parts(parts: Tensor, dtype: torch.dtype) -> Tensor:
 MAX_ROUNDED = 8192
 
 
-def rounds_activation(size: int, inputs: InputScales) -> bool:
-    """Whether `gated_parts` can round its result of `size` columns: groups must be powers of two, or short rows."""
-    group, block = inputs.columns(size), power_of_two(size)
-    return block <= MAX_ROUNDED and (group == size or power_of_two(group) == group)
+def can_round_activation(size: int, input_scales: InputScales) -> bool:
+    """Whether `activate_partial_sums` can round its result of `size` columns: groups must be powers of two, or short rows."""
+    group, block = input_scales.columns(size), next_power_of_2(size)
+    return block <= MAX_ROUNDED and (group == size or next_power_of_2(group) == group)
 
 
 @op("espalier.kernels.layers.activation")
-def gated_parts(
+def activate_partial_sums(
     parts: Tensor, dtype: torch.dtype, activation: Activation = SILU, rounding: InputScales | None = None
 ) -> InputRows:
-    """Returns the activation of gate and up, the halves of sum_parts(parts, dtype), with the bits of `gated`.
+    """Returns the activation of gate and up, the halves of sum_parts(parts, dtype), with the bits of `gated_activation`.
 
-    rounding: how the result is rounded to FP8, for sizes that `rounds_activation` accepts; None: not rounded.
+    rounding: how the result is rounded to FP8, for sizes that `can_round_activation` accepts; None: not rounded.
     """
-    out = gated.reference(sum_parts.reference(parts, dtype), activation)
+    out = gated_activation.reference(sum_parts.reference(parts, dtype), activation)
     return out if rounding is None else RoundedRows(*quantise_inputs(out, rounding), dtype)
 
 
 @op("espalier.kernels.layers.quantise_rows")
-def quantise_rows(x: Tensor, inputs: InputScales, for_library: bool = False) -> tuple[Tensor, Tensor]:
+def quantise_rows(x: Tensor, input_scales: InputScales, library_layout: bool = False) -> tuple[Tensor, Tensor]:
     """x [rows, in] -> (FP8 values [rows, in], their scales [rows, ceil(in / group)] float32).
 
-    for_library: on a GPU, return the form of the library's product: the scales of a group are adjacent in memory, and
+    library_layout: on a GPU, return the form of the library's product: the scales of a group are adjacent in memory, and
     undefined rows fill up the result to a multiple of ROWS_FILLED.
     """
-    return quantise_inputs(x, inputs)
+    return quantise_inputs(x, input_scales)
 
 
-@op("espalier.kernels.layers.linear_quantised", on="weight.codes")
+@op("espalier.kernels.layers.linear_quantised", tensor="weight.codes")
 def linear_quantised(
     x: InputRows, weight: QuantisedMatrix, bias: Tensor | None, plan: TritonPlan | None = None
 ) -> Tensor:
@@ -166,7 +166,7 @@ def linear_quantised(
     return out
 
 
-@op("espalier.kernels.layers.linear_quantised", on="weight.codes")
+@op("espalier.kernels.layers.linear_quantised", tensor="weight.codes")
 def linear_quantised_parts(
     x: InputRows, weight: QuantisedMatrix, bias: Tensor | None, plan: TritonPlan | None = None
 ) -> Tensor:
@@ -174,7 +174,7 @@ def linear_quantised_parts(
     return linear_quantised.reference(x, weight, bias)
 
 
-@op("espalier.kernels.layers.linear_quantised", on="weight.codes")
+@op("espalier.kernels.layers.linear_quantised", tensor="weight.codes")
 def linear_quantised_gated(
     x: InputRows,
     weight: QuantisedMatrix,
@@ -188,10 +188,10 @@ def linear_quantised_gated(
     rounding: how the reader of the result rounds it.  If a launch of the activation alone follows the product, it
     rounds the result where it can.
     """
-    return gated.reference(linear_quantised.reference(x, weight, bias), activation)
+    return gated_activation.reference(linear_quantised.reference(x, weight, bias), activation)
 
 
-@op("espalier.kernels.layers.linear_blocks", on="weight.blocks")
+@op("espalier.kernels.layers.linear_blocks", tensor="weight.blocks")
 def linear_blocks(x: Tensor, weight: BlockMatrix, bias: Tensor | None) -> Tensor:
     """x [rows, in] · weightᵀ + bias -> a new tensor [rows, out] in x's dtype.
 

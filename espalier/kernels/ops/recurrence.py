@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 # The number of rows of a chain that are solved together.
-CHUNK = 64
+CHUNK_ROWS = 64
 # The eps of `unit`, from the code of the published models.
 UNIT_EPS = 1e-6
 
@@ -149,8 +149,8 @@ def scan(q: Tensor, rows: StateRows, state: Tensor, count: Tensor, marked: Tenso
     snapshots.
     """
     outs, at_mark = [], state
-    for first in range(0, q.shape[1], CHUNK):
-        end = min(first + CHUNK, q.shape[1])
+    for first in range(0, q.shape[1], CHUNK_ROWS):
+        end = min(first + CHUNK_ROWS, q.shape[1])
         part, seen = rows.part(first, end), causal(end - first, q.device)
         solved = solve(part, state, seen, delta)
         outs.append(outputs(q[:, first:end], solved, state, seen))

@@ -39,7 +39,7 @@ def accumulation_dtype(logits: Tensor) -> torch.dtype:
     return torch.promote_types(logits.dtype, torch.float32)
 
 
-@op("espalier.kernels.sampling.logprobs", on="logits")
+@op("espalier.kernels.sampling.logprobs", tensor="logits")
 def write_logprobs(
     ring: Tensor, entry: Tensor, logits: Tensor, rows: Tensor, tokens: Tensor, length: Tensor, num_logprobs: Tensor
 ) -> None:

@@ -30,7 +30,7 @@ from espalier.kernels.ops.recurrence import (
     tail_after,
     unit,
 )
-from espalier.kernels.runtime.launch import power_of_two
+from espalier.kernels.runtime.launch import next_power_of_2
 from espalier.kernels.runtime.op import op
 
 # The most nodes of a tree that one program holds.
@@ -205,7 +205,7 @@ def _has_kernels(values: Tensor) -> bool:
     return values.is_cuda and values.dtype != torch.float64
 
 
-@op("espalier.kernels.recurrence.inputs", when=lambda inputs: _has_kernels(inputs))
+@op("espalier.kernels.recurrence.inputs", condition=lambda inputs: _has_kernels(inputs))
 def prepare(
     inputs: Tensor, gates: GateInputs | None, conv: ShortConv, columns: Columns, rows: RowInputs, out: Prepared
 ) -> None:
@@ -247,7 +247,7 @@ def tail_before(ordered: Tensor, rows: RowInputs) -> Tensor:
 
 @op(
     "espalier.kernels.recurrence.tree",
-    when=lambda rows: _has_kernels(rows[1]) and rows[1].shape[1] <= MAX_TREE_ROWS,
+    condition=lambda rows: _has_kernels(rows[1]) and rows[1].shape[1] <= MAX_TREE_ROWS,
 )
 def tree_outputs(
     q: Tensor, rows: StateRows, state: StateColumns, bits: Tensor, skip: Tensor | None, delta: bool
@@ -263,7 +263,7 @@ def tree_outputs(
     return _in_dtype(outputs(q, solve(rows, before, seen, delta), before, seen), rows, skip)
 
 
-@op("espalier.kernels.recurrence.chain", when=lambda rows: _has_kernels(rows[1]))
+@op("espalier.kernels.recurrence.chain", condition=lambda rows: _has_kernels(rows[1]))
 def chain_outputs(
     q: Tensor, rows: StateRows, state: StateColumns, path: PathRows, skip: Tensor | None, delta: bool
 ) -> Tensor:
@@ -275,7 +275,7 @@ def chain_outputs(
     return _in_dtype(scanned.out, rows, skip)
 
 
-@op("espalier.kernels.recurrence.path", when=lambda state: _has_kernels(state))
+@op("espalier.kernels.recurrence.path", condition=lambda state: _has_kernels(state))
 def commit_states(state: Tensor, rows: StateRows, path: PathRows, delta: bool) -> None:
     """Update the slots' states by the rows of accepted paths, in every layer.
 
@@ -289,7 +289,7 @@ def commit_states(state: Tensor, rows: StateRows, path: PathRows, delta: bool) -
         path.store(table, *(state_after(taken, solved, before, count) for count in path.counts))
 
 
-@op("espalier.kernels.recurrence.path", when=lambda tail: _has_kernels(tail))
+@op("espalier.kernels.recurrence.path", condition=lambda tail: _has_kernels(tail))
 def commit_tails(tail: Tensor, inputs: Tensor, path: PathRows, columns: Columns) -> None:
     """Shift the last inputs of accepted paths into the tails.
 
@@ -320,11 +320,11 @@ class OutputGate(NamedTuple):
 def rounds_groups(size: int, groups: int, rounding: InputScales) -> bool:
     """Whether `gated_norm` can round its result: a scale must cover one group of a power of two, or a short row."""
     columns = rounding.columns(size * groups)
-    is_whole = columns == size * groups and power_of_two(groups) * power_of_two(size) <= MAX_ROUNDED
-    return is_whole or columns == size == power_of_two(size)
+    is_whole = columns == size * groups and next_power_of_2(groups) * next_power_of_2(size) <= MAX_ROUNDED
+    return is_whole or columns == size == next_power_of_2(size)
 
 
-@op("espalier.kernels.recurrence.gated_norm", when=lambda read: _has_kernels(read))
+@op("espalier.kernels.recurrence.gated_norm", condition=lambda read: _has_kernels(read))
 def gated_norm(
     read: Tensor, gate: OutputGate, weight: Tensor | None, eps: float = 0.0, rounding: InputScales | None = None
 ) -> InputRows:

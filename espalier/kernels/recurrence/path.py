@@ -15,7 +15,7 @@ from espalier.errors import EspalierError
 from espalier.kernels.ops.states import Columns, PathRows
 from espalier.kernels.recurrence.inputs import input_column
 from espalier.kernels.runtime.jit import kernel
-from espalier.kernels.runtime.launch import chip, exact_type, power_of_two
+from espalier.kernels.runtime.launch import acc_dtype, chip, next_power_of_2
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 
 # BLOCK_V: columns of a state that a program holds.  BLOCK_C: channels of a tail that a program holds.
@@ -25,23 +25,23 @@ BLOCK_V, BLOCK_C = 32, 256
 @kernel
 def _commit_states_kernel(
     state_ptr, k_ptr, v_ptr, gates_ptr, slot_ptr, source_ptr, count_ptr, marked_ptr, mark_row_ptr,
-    width, state_layer, k_layer, v_layer, gates_layer,
-    HEADS: tl.constexpr, SHARE: tl.constexpr, K_SIZE: tl.constexpr, V_SIZE: tl.constexpr, DELTA: tl.constexpr,
-    EXACT: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, DEPENDENT: tl.constexpr,
+    width, state_layer_stride, k_layer_stride, v_layer_stride, gates_layer_stride,
+    HEADS: tl.constexpr, SHARE: tl.constexpr, K_SIZE: tl.constexpr, V_SIZE: tl.constexpr, DELTA_RULE: tl.constexpr,
+    ACC_DTYPE: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """count: the accepted rows of each request; `source` holds their row indices.
 
     marked: a snapshot: after this many rows of the request, the state is also saved to the table row `mark_row`.
     marked_ptr: None if no request has a snapshot.
     """
-    pdl_trigger_and_wait(DEPENDENT)
+    pdl_trigger_and_wait(USE_PDL)
     v_blocks: tl.constexpr = (V_SIZE + BLOCK_V - 1) // BLOCK_V
     head = tl.program_id(0) // v_blocks
     request, layer = tl.program_id(1), tl.program_id(2).to(tl.int64)
     key, value = tl.arange(0, BLOCK_K), tl.program_id(0) % v_blocks * BLOCK_V + tl.arange(0, BLOCK_V)
     is_key, is_value = key < K_SIZE, value < V_SIZE
     is_both = is_key[:, None] & is_value[None, :]
-    state_ptr += layer * state_layer
+    state_ptr += layer * state_layer_stride
     place = (head * K_SIZE + key[:, None]) * V_SIZE + value[None, :]
     count = tl.load(count_ptr + request)
     if count > 0:
@@ -51,14 +51,14 @@ def _commit_states_kernel(
             marked = tl.load(marked_ptr + request)
         for i in range(count):
             row = tl.load(source_ptr + request * width + i)
-            gates = gates_ptr + layer * gates_layer + row * 2 * HEADS + head
-            k_row = k_ptr + layer * k_layer + row * (HEADS // SHARE) * K_SIZE + head // SHARE * K_SIZE
-            v_row = v_ptr + layer * v_layer + (row * HEADS + head) * V_SIZE
-            log_decay, beta = tl.load(gates).to(EXACT), tl.load(gates + HEADS).to(EXACT)
-            k = tl.load(k_row + key, mask=is_key, other=0.0).to(EXACT)
-            v = tl.load(v_row + value, mask=is_value, other=0.0).to(EXACT)
+            gates = gates_ptr + layer * gates_layer_stride + row * 2 * HEADS + head
+            k_row = k_ptr + layer * k_layer_stride + row * (HEADS // SHARE) * K_SIZE + head // SHARE * K_SIZE
+            v_row = v_ptr + layer * v_layer_stride + (row * HEADS + head) * V_SIZE
+            log_decay, beta = tl.load(gates).to(ACC_DTYPE), tl.load(gates + HEADS).to(ACC_DTYPE)
+            k = tl.load(k_row + key, mask=is_key, other=0.0).to(ACC_DTYPE)
+            v = tl.load(v_row + value, mask=is_value, other=0.0).to(ACC_DTYPE)
             state *= tl.exp(log_decay)
-            if DELTA:
+            if DELTA_RULE:
                 v -= tl.sum(state * k[:, None], 0)
             state += k[:, None] * (beta * v)[None, :]
             # With `and`, Triton would compile the second condition even if there are no snapshots.
@@ -86,17 +86,10 @@ def commit_states(state: Tensor, rows: tuple[Tensor, Tensor, Tensor], path: Path
     _commit_states_kernel[heads * -(-v_size // BLOCK_V), batch, layers](
         *(state, k, v, gates, path.slots, path.source, path.taken, path.marked, path.mark_row),
         *(width, state.stride(0), k.stride(0), v.stride(0), gates.stride(0)),
-        HEADS=heads,
-        SHARE=heads // k.shape[2],
-        K_SIZE=k_size,
-        V_SIZE=v_size,
-        DELTA=delta,
-        EXACT=exact_type(state.dtype),
-        BLOCK_K=power_of_two(k_size),
-        BLOCK_V=BLOCK_V,
-        num_warps=4,
+        HEADS=heads, SHARE=heads // k.shape[2], K_SIZE=k_size, V_SIZE=v_size, DELTA_RULE=delta,
+        ACC_DTYPE=acc_dtype(state.dtype), BLOCK_K=next_power_of_2(k_size), BLOCK_V=BLOCK_V, num_warps=4,
         **pdl_arguments(chip(state)),
-    )
+    )  # fmt: skip
 
 
 def _require_rows_contiguous(*tensors: Tensor) -> None:
@@ -110,42 +103,46 @@ def _require_rows_contiguous(*tensors: Tensor) -> None:
 @kernel
 def _commit_tails_kernel(
     tail_ptr, x_ptr, slot_ptr, source_ptr, count_ptr, marked_ptr, mark_row_ptr, follows_ptr, ends_ptr,
-    width, x_stride, tail_layer, x_layer,
-    CHANNELS: tl.constexpr, TAIL: tl.constexpr, Q_AT: tl.constexpr, K_AT: tl.constexpr, V_AT: tl.constexpr,
-    K_STEP: tl.constexpr, V_STEP: tl.constexpr, K_SIZE: tl.constexpr, SHARED: tl.constexpr, GROUP: tl.constexpr,
-    BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
+    width, x_stride, tail_layer_stride, x_layer_stride,
+    CHANNELS: tl.constexpr, TAIL_ROWS: tl.constexpr, Q_COLUMN: tl.constexpr, K_COLUMN: tl.constexpr,
+    V_COLUMN: tl.constexpr, K_HEAD_STRIDE: tl.constexpr, V_GROUP_STRIDE: tl.constexpr, K_SIZE: tl.constexpr,
+    Q_CHANNELS: tl.constexpr, V_GROUP_CHANNELS: tl.constexpr, BLOCK: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """source_ptr: None if x has `width` rows for each request, in order.  follows_ptr, ends_ptr: None unless the pass
     may have several pieces of a request.  marked_ptr: as in _commit_states_kernel."""
-    pdl_trigger_and_wait(DEPENDENT)
+    pdl_trigger_and_wait(USE_PDL)
     channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     request, layer = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     is_channel = channel < CHANNELS
-    column = input_column(channel, Q_AT, K_AT, V_AT, K_STEP, V_STEP, K_SIZE, SHARED, GROUP)
+    column = input_column(
+        channel, Q_COLUMN, K_COLUMN, V_COLUMN, K_HEAD_STRIDE, V_GROUP_STRIDE, K_SIZE, Q_CHANNELS, V_GROUP_CHANNELS
+    )
     follows = tl.load(follows_ptr + request) if follows_ptr is not None else False
-    tail_ptr += layer * tail_layer
+    tail_ptr += layer * tail_layer_stride
     slot = tl.load(slot_ptr + request)
-    before = tail_ptr + slot * TAIL * CHANNELS + channel
+    before = tail_ptr + slot * TAIL_ROWS * CHANNELS + channel
     # The snapshot's tail is written first, because writing the slot's tail overwrites the old inputs.
     for turn in tl.static_range(2):
         if turn == 0:
             count = tl.load(marked_ptr + request) if marked_ptr is not None else 0
-            after = tail_ptr + (tl.load(mark_row_ptr + request) if marked_ptr is not None else 0) * TAIL * CHANNELS
+            after = tail_ptr + (tl.load(mark_row_ptr + request) if marked_ptr is not None else 0) * TAIL_ROWS * CHANNELS
         else:
             count = tl.load(count_ptr + request)
             if ends_ptr is not None:
                 count = tl.where(tl.load(ends_ptr + request), count, 0)
-            after = tail_ptr + slot * TAIL * CHANNELS
+            after = tail_ptr + slot * TAIL_ROWS * CHANNELS
         if count > 0:
             # i ascends, so that each input of the old tail is read before its place is overwritten.
-            for i in tl.static_range(TAIL):
-                at = count - TAIL + i
+            for i in tl.static_range(TAIL_ROWS):
+                at = count - TAIL_ROWS + i
                 row = request * width + at
                 is_new = (at >= 0) | follows
                 if source_ptr is not None:
                     row = tl.load(source_ptr + row, mask=is_new, other=0)
-                new = tl.load(x_ptr + layer * x_layer + row * x_stride + column, mask=is_channel & is_new, other=0.0)
-                old = tl.load(before + (TAIL + at) * CHANNELS, mask=is_channel & ~is_new, other=0.0)
+                new = tl.load(
+                    x_ptr + layer * x_layer_stride + row * x_stride + column, mask=is_channel & is_new, other=0.0
+                )
+                old = tl.load(before + (TAIL_ROWS + at) * CHANNELS, mask=is_channel & ~is_new, other=0.0)
                 tl.store(after + i * CHANNELS + channel, tl.where(is_new, new, old), mask=is_channel)
 
 
@@ -161,9 +158,22 @@ def commit_tails(tail: Tensor, inputs: Tensor, path: PathRows, columns: Columns)
         *(tail, inputs, path.slots, path.source, path.taken, path.marked, path.mark_row, path.follows, path.ends),
         *(path.width, inputs.stride(1), tail.stride(0), inputs.stride(0)),
         CHANNELS=channels,
-        TAIL=kept,
+        TAIL_ROWS=kept,
         **dict(
-            zip(("Q_AT", "K_AT", "V_AT", "K_STEP", "V_STEP", "K_SIZE", "SHARED", "GROUP"), columns.of_tail, strict=True)
+            zip(
+                (
+                    "Q_COLUMN",
+                    "K_COLUMN",
+                    "V_COLUMN",
+                    "K_HEAD_STRIDE",
+                    "V_GROUP_STRIDE",
+                    "K_SIZE",
+                    "Q_CHANNELS",
+                    "V_GROUP_CHANNELS",
+                ),
+                columns.of_tail,
+                strict=True,
+            )
         ),
         BLOCK=BLOCK_C,
         num_warps=2,

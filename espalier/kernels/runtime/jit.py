@@ -61,14 +61,14 @@ def gluon_kernel(function: Callable[..., Any] | None = None, *, do_not_specializ
 
 
 @kernel
-def load_sum(pointer, split_stride, mask, SPLITS: tl.constexpr, TYPE: tl.constexpr, EXACT: tl.constexpr):
-    """Load partial sums and add them in order, in EXACT.  Rounded to TYPE as `linear` rounds, returned as EXACT."""
-    total = tl.load(pointer, mask=mask, other=0.0).to(EXACT)
+def load_sum(pointer, split_stride, mask, SPLITS: tl.constexpr, DTYPE: tl.constexpr, ACC_DTYPE: tl.constexpr):
+    """Load partial sums and add them in order, in ACC_DTYPE.  Rounded to DTYPE as `linear` rounds, returned as ACC_DTYPE."""
+    total = tl.load(pointer, mask=mask, other=0.0).to(ACC_DTYPE)
     for _ in tl.static_range(1, SPLITS):
         # Step by step: the stride times a number of parts may be above 2^31.
         pointer += split_stride
-        total += tl.load(pointer, mask=mask, other=0.0).to(EXACT)
-    return total.to(TYPE).to(EXACT)
+        total += tl.load(pointer, mask=mask, other=0.0).to(ACC_DTYPE)
+    return total.to(DTYPE).to(ACC_DTYPE)
 
 
 @kernel
@@ -85,7 +85,7 @@ def from_fp8(values, dtype: tl.constexpr):
 
 
 @kernel
-def rounded_values(values, scale, FP8_MAX: tl.constexpr):
+def divide_and_clamp(values, scale, FP8_MAX: tl.constexpr):
     """The clamped quotient, in float32: kv_scales.py:round_to_fp8 without the final conversion to FP8, which rounds.
 
     values, scale: float32 or float64, of shapes that broadcast.

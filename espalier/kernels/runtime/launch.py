@@ -24,7 +24,7 @@ SMALLEST_SHARED_MEMORY = 99 * 1024
 DRIVER_SHARED_MEMORY = 1024
 # The compute capability of Hopper, the first chip with PDL, TMA and products of warpgroups.
 HOPPER = (9, 0)
-# Above this many programs per SM, starting the programs takes longer than running them (see `oversubscribed`).
+# Above this many programs per SM, starting the programs takes longer than running them (see `is_oversubscribed`).
 PROGRAMS_PER_PROCESSOR = 12
 
 # If set, launches become calls hook(jit_function, grid, *arguments).  None: kernels are launched.
@@ -84,60 +84,60 @@ def _chip(device: torch.device) -> Chip:
     return Chip(shared_memory, properties.multi_processor_count, (properties.major, properties.minor))
 
 
-def oversubscribed(programs: int, on: Chip) -> bool:
-    """Whether a grid of `programs` small programs should become fewer and larger programs.
+def is_oversubscribed(num_programs: int, gpu: Chip) -> bool:
+    """Whether a grid of `num_programs` small programs should become fewer and larger programs.
 
     A chip starts about one program per nanosecond, whatever the program does (measured on an H200, docs/log.md)."""
-    return programs > PROGRAMS_PER_PROCESSOR * on.processors
+    return num_programs > PROGRAMS_PER_PROCESSOR * gpu.processors
 
 
-def split_size(size: int, rows: int, gpu: Chip, least: int, most: int) -> int:
-    """How many of `size` columns a program takes, a power of two times `least`: few, so that programs fill the chip.
+def choose_split_size(size: int, rows: int, gpu: Chip, min_size: int, max_size: int) -> int:
+    """How many of `size` columns a program takes, a power of two times `min_size`: few, so that programs fill the chip.
 
-    Many rows get larger splits, up to `most`, because starting a program takes time even if the program ends at once.
+    Many rows get larger splits, up to `max_size`, because starting a program takes time even if the program ends at once.
     """
-    while least < min(most, size) and oversubscribed(rows * -(-size // least), gpu):
-        least *= 2
-    return least
+    while min_size < min(max_size, size) and is_oversubscribed(rows * -(-size // min_size), gpu):
+        min_size *= 2
+    return min_size
 
 
-def require(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype | None, like: Tensor) -> None:
-    """Check a launcher's argument on the host: shape (-1: any size), dtype (None: any), and the device of `like`.
+def require(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype | None, same_device: Tensor) -> None:
+    """Check a launcher's argument on the host: shape (-1: any size), dtype (None: any), and the device of `same_device`.
 
     name: the argument's name in the error text.  Raises EspalierError with the required and the actual properties.
     """
     have = tensor.shape
     # A prefill pass calls this function hundreds of times, so equal shapes are compared in one step.
-    fits = have == shape or (len(have) == len(shape) and all(map(_fits, shape, have)))
-    if not fits or (dtype is not None and tensor.dtype != dtype) or tensor.device != like.device:
+    fits = have == shape or (len(have) == len(shape) and all(map(_size_fits, shape, have)))
+    if not fits or (dtype is not None and tensor.dtype != dtype) or tensor.device != same_device.device:
         raise EspalierError(
-            f"{name} needs shape {list(shape)}, {dtype or tensor.dtype} on {like.device}, but has "
+            f"{name} needs shape {list(shape)}, {dtype or tensor.dtype} on {same_device.device}, but has "
             f"{list(tensor.shape)}, {tensor.dtype} on {tensor.device}: allocate and launch from the same layout"
         )
 
 
-def _fits(need: int, have: int) -> bool:
-    return need == have or need == -1
+def _size_fits(required: int, actual: int) -> bool:
+    return required == actual or required == -1
 
 
-def warps_for(values: int, per_warp: int, most: int = 16) -> int:
-    """The number of warps, 1 to `most`, for a program that holds `values` values, `per_warp` in each warp."""
-    return min(max(values // per_warp, 1), most)
+def warps_for(num_values: int, values_per_warp: int, max_warps: int = 16) -> int:
+    """The number of warps, 1 to `max_warps`, for a program that holds `num_values` values, `values_per_warp` in each warp."""
+    return min(max(num_values // values_per_warp, 1), max_warps)
 
 
-def exact_type(dtype: torch.dtype) -> object:
+def acc_dtype(dtype: torch.dtype) -> object:
     """The Triton dtype that a kernel computes in: float64 for float64, else float32."""
     import triton.language as tl
 
     return tl.float64 if dtype == torch.float64 else tl.float32
 
 
-def power_of_two(count: int) -> int:
+def next_power_of_2(count: int) -> int:
     """The smallest power of two that is at least `count`.  Triton's block sizes are powers of two."""
     return 1 << max(count - 1, 0).bit_length()
 
 
-def aligned_for_copies(tensor: Tensor) -> bool:
+def is_aligned_for_copies(tensor: Tensor) -> bool:
     """Whether a kernel can copy 16 bytes at a time: Triton must see an address and strides divisible by 16."""
     return tensor.data_ptr() % 16 == 0 and all(stride % 16 == 0 for stride in tensor.stride()[:-1])
 

@@ -13,8 +13,8 @@ well, and kernels with and without PDL can be mixed in any order (tests/kernels/
 If a kernel triggers only after its wait, the next kernel may read the results of earlier kernels before its own wait
 (kernels/layers/experts.py, kernels/attention/merge.py).
 
-The launcher passes `**pdl_arguments(chip(x))`, which sets the constexpr argument DEPENDENT.  Most kernels begin with
-`pdl_trigger_and_wait(DEPENDENT)`.
+The launcher passes `**pdl_arguments(chip(x))`, which sets the constexpr argument USE_PDL.  Most kernels begin with
+`pdl_trigger_and_wait(USE_PDL)`.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from espalier.kernels.runtime.launch import HOPPER, Chip
 
 
 def pdl_arguments(gpu: Chip) -> dict[str, Any]:
-    """Launch arguments that turn PDL on or off: DEPENDENT for the kernel, launch_pdl for Triton."""
-    return {"DEPENDENT": True, "launch_pdl": True} if gpu.capability >= HOPPER else {"DEPENDENT": False}
+    """Launch arguments that turn PDL on or off: USE_PDL for the kernel, launch_pdl for Triton."""
+    return {"USE_PDL": True, "launch_pdl": True} if gpu.capability >= HOPPER else {"USE_PDL": False}
 
 
 @kernel
@@ -41,18 +41,18 @@ def prefetch(pointers):
 
 
 @kernel
-def pdl_trigger(DEPENDENT: tl.constexpr):
-    if DEPENDENT:
+def pdl_trigger(USE_PDL: tl.constexpr):
+    if USE_PDL:
         tl.extra.cuda.gdc_launch_dependents()
 
 
 @kernel
-def pdl_wait(DEPENDENT: tl.constexpr):
-    if DEPENDENT:
+def pdl_wait(USE_PDL: tl.constexpr):
+    if USE_PDL:
         tl.extra.cuda.gdc_wait()
 
 
 @kernel
-def pdl_trigger_and_wait(DEPENDENT: tl.constexpr):
-    pdl_trigger(DEPENDENT)
-    pdl_wait(DEPENDENT)
+def pdl_trigger_and_wait(USE_PDL: tl.constexpr):
+    pdl_trigger(USE_PDL)
+    pdl_wait(USE_PDL)

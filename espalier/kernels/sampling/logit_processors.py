@@ -16,7 +16,7 @@ from torch import Tensor
 
 from espalier.errors import EspalierError
 from espalier.kernels.runtime.jit import kernel
-from espalier.kernels.runtime.launch import chip, power_of_two, require
+from espalier.kernels.runtime.launch import chip, next_power_of_2, require
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 from espalier.slots import FLOATS, INTS, Columns, SlotTable
 
@@ -124,16 +124,11 @@ class SlotRows:
             _gather_kernel[(batch,)](
                 *(ints, floats, index, table.ints, table.floats, table.bias_values, table.stop_ids),
                 *(index.stride(0), table.ints.shape[1], vocab),
-                COLUMNS=COLUMNS,
-                INT_COLUMNS=power_of_two(COLUMNS.num_ints),
-                FLOAT_COLUMNS=power_of_two(COLUMNS.num_floats),
-                NUM_BIAS=num_bias,
-                NUM_STOPS=num_stops,
-                BIAS=power_of_two(num_bias),
-                STOPS=power_of_two(num_stops),
-                num_warps=4,
+                COLUMNS=COLUMNS, INT_COLUMNS=next_power_of_2(COLUMNS.num_ints),
+                FLOAT_COLUMNS=next_power_of_2(COLUMNS.num_floats), NUM_BIAS=num_bias, NUM_STOPS=num_stops,
+                BLOCK_BIAS=next_power_of_2(num_bias), BLOCK_STOPS=next_power_of_2(num_stops), num_warps=4,
                 **pdl_arguments(chip(index)),
-            )
+            )  # fmt: skip
         wide = (table.bias_ids, table.bias_values, table.stop_ids, table.counts, table.seen)
         return cls(table, ints, floats, (ints, floats, *wide, num_bias, num_stops, vocab))
 
@@ -213,16 +208,17 @@ def _gather_kernel(
     ints_ptr, floats_ptr, index_ptr, table_ints_ptr, table_floats_ptr, bias_values_ptr, stop_ids_ptr,
     index_stride, table_ints, vocab,
     COLUMNS: tl.constexpr, INT_COLUMNS: tl.constexpr, FLOAT_COLUMNS: tl.constexpr,
-    NUM_BIAS: tl.constexpr, NUM_STOPS: tl.constexpr, BIAS: tl.constexpr, STOPS: tl.constexpr, DEPENDENT: tl.constexpr,
+    NUM_BIAS: tl.constexpr, NUM_STOPS: tl.constexpr, BLOCK_BIAS: tl.constexpr, BLOCK_STOPS: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """Gather SlotRows.  Each program gathers one row.  table_ints: number of columns in the table's `ints`."""
-    pdl_trigger_and_wait(DEPENDENT)
+    pdl_trigger_and_wait(USE_PDL)
     b = tl.program_id(0).to(tl.int64)
     slot = tl.load(index_ptr + b * index_stride)
     real = slot > 0
-    entry = tl.arange(0, BIAS)
+    entry = tl.arange(0, BLOCK_BIAS)
     values = tl.load(bias_values_ptr + slot * NUM_BIAS + entry, mask=real & (entry < NUM_BIAS), other=0.0)
-    stop = tl.arange(0, STOPS)
+    stop = tl.arange(0, BLOCK_STOPS)
     stop_ids = tl.load(stop_ids_ptr + slot * NUM_STOPS + stop, mask=real & (stop < NUM_STOPS), other=-1)
     column = tl.arange(0, INT_COLUMNS)
     ints = tl.load(table_ints_ptr + slot * table_ints + column, mask=real & (column < table_ints), other=0)
@@ -249,12 +245,11 @@ def row_args(out, queries, offset, logits, slots, above, COLUMNS: tl.constexpr):
     position = tl.load(logits.first_ptr + b * logits.first_stride) + offset
     row_above = DraftedRow(
         tokens_ptr=above.tokens_ptr + b * above.tokens_stride,
-        bits_ptr=above.bits_ptr + b * above.bits_batch_stride + q * above.bits_query_stride,
-        first=above.first,
+        bits_ptr=above.bits_ptr + b * above.bits_batch_stride + q * above.bits_query_stride, first=above.first,
         num_tokens=above.num_tokens,
         mask_ptr=above.mask_ptr + b * above.mask_batch_stride + q * above.mask_query_stride,
         mask_words=above.mask_words,
-    )
+    )  # fmt: skip
     logits_ptr = logits.logits_ptr + b * logits.batch_stride + q * logits.query_stride
     return b, logits_ptr, position, row_params(b, position, slots, COLUMNS), row_above
 
@@ -267,19 +262,16 @@ def row_params(b, position, slots, COLUMNS: tl.constexpr):
     slot = tl.load(ints + COLUMNS.slot)
     is_early = position < tl.load(ints + COLUMNS.min_position)
     return RowParams(
-        num_bias=tl.load(ints + COLUMNS.num_bias).to(tl.int32),
-        bias_ids_ptr=slots.bias_ids_ptr + slot * slots.num_bias,
+        num_bias=tl.load(ints + COLUMNS.num_bias).to(tl.int32), bias_ids_ptr=slots.bias_ids_ptr + slot * slots.num_bias,
         bias_values_ptr=slots.bias_values_ptr + slot * slots.num_bias,
         num_banned=tl.where(is_early, tl.load(ints + COLUMNS.num_stops), 0).to(tl.int32),
-        stop_ids_ptr=slots.stop_ids_ptr + slot * slots.num_stops,
-        has_penalties=tl.load(ints + COLUMNS.has_penalties),
-        counts_ptr=slots.counts_ptr + slot * slots.vocab,
-        seen_ptr=slots.seen_ptr + slot * slots.vocab,
+        stop_ids_ptr=slots.stop_ids_ptr + slot * slots.num_stops, has_penalties=tl.load(ints + COLUMNS.has_penalties),
+        counts_ptr=slots.counts_ptr + slot * slots.vocab, seen_ptr=slots.seen_ptr + slot * slots.vocab,
         repetition_penalty=tl.load(floats + COLUMNS.repetition_penalty),
         presence_penalty=tl.load(floats + COLUMNS.presence_penalty),
         frequency_penalty=tl.load(floats + COLUMNS.frequency_penalty),
         temperature=tl.load(floats + COLUMNS.temperature),
-    )
+    )  # fmt: skip
 
 
 @kernel

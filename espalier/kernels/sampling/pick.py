@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from espalier.kernels.runtime.jit import float_to_key, kernel, key_to_float
-from espalier.kernels.runtime.launch import chip, power_of_two, require, split_size
+from espalier.kernels.runtime.launch import chip, choose_split_size, next_power_of_2, require
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 from espalier.kernels.sampling.logit_processors import (
     COLUMNS,
@@ -39,7 +39,7 @@ SPLIT = 2048
 MAX_SPLIT = 32768
 # Token ids read at once in a row with parameters; in a row without parameters, bytes read at once.
 BLOCK = 1024
-PLAIN_BYTES = 4096
+UNPROCESSED_BYTES = 4096
 
 
 def pick_triton(
@@ -67,7 +67,7 @@ def pick_triton(
     if not tokens.numel():
         return tokens, finite
     gpu, places = chip(logits), batch * queries
-    split = split_size(rows.vocab, places, gpu, SPLIT, MAX_SPLIT)
+    split = choose_split_size(rows.vocab, places, gpu, SPLIT, MAX_SPLIT)
     splits = -(-rows.vocab // split)
     exact = torch.int64 if logits.dtype == torch.float64 else torch.int32
     keys = torch.empty(places, splits, dtype=exact, device=logits.device)
@@ -76,10 +76,10 @@ def pick_triton(
     exactly = {"COLUMNS": COLUMNS, "enable_fp_fusion": False, **pdl_arguments(gpu)}
     _best_of_split_kernel[(places, splits)](keys, ids, *shared, split, **block_sizes(logits), num_warps=4, **exactly)
     _merge_kernel[(places,)](
-        tokens, finite, keys, ids, splits, SPLITS=power_of_two(splits), num_warps=1, **pdl_arguments(gpu)
+        tokens, finite, keys, ids, splits, SPLITS=next_power_of_2(splits), num_warps=1, **pdl_arguments(gpu)
     )
     # A program reads a row block by block and waits for each block, so its blocks are few and wide.
-    programs, wide = min(places, gpu.processors), min(4 * BLOCK, power_of_two(rows.vocab))
+    programs, wide = min(places, gpu.processors), min(4 * BLOCK, next_power_of_2(rows.vocab))
     _draw_filtered_kernel[(programs,)](tokens, finite, keys, *shared, places, BLOCK=wide, num_warps=16, **exactly)
     return tokens, finite
 
@@ -87,15 +87,15 @@ def pick_triton(
 def block_sizes(logits: Tensor) -> dict[str, int]:
     """The constexpr arguments of the first launch.
 
-    BLOCK: token ids of a load.  PLAIN_BLOCK: the same in rows whose logits need no change and no noise.  Both are
+    BLOCK: token ids of a load.  UNPROCESSED_BLOCK: the same in rows whose logits need no change and no noise.  Both are
     powers of two, at most the vocabulary's size.  GROUP: neighbouring ids that one thread reads at once; above 1 Triton
     needs pointers, strides and a vocabulary that are multiples of 16.
     """
     vocab, size = logits.shape[2], logits.element_size()
-    block, plain = (min(most, 1 << vocab.bit_length() - 1) for most in (BLOCK, PLAIN_BYTES // size))
+    block, plain = (min(most, 1 << vocab.bit_length() - 1) for most in (BLOCK, UNPROCESSED_BYTES // size))
     starts = (logits.data_ptr(), *logits.stride()[:2], vocab)
     group = 1 if any(start % 16 for start in starts) else 16 // size
-    return {"BLOCK": block, "PLAIN_BLOCK": plain, "GROUP": group}
+    return {"BLOCK": block, "UNPROCESSED_BLOCK": plain, "GROUP": group}
 
 
 @kernel
@@ -132,10 +132,10 @@ def load_whole_block(logits_ptr, first, BLOCK: tl.constexpr):
 
 
 @kernel
-def score_block(x, ids, vocab, row, row_above, noise, exact: tl.constexpr, PLAIN: tl.constexpr):
-    """The scores of a block of ids: the logits x in a PLAIN row, else shaped(x) plus noise."""
+def score_block(x, ids, vocab, row, row_above, noise, exact: tl.constexpr, IS_UNPROCESSED: tl.constexpr):
+    """The scores of a block of ids: the logits x in a IS_UNPROCESSED row, else shaped(x) plus noise."""
     x = x.to(exact)
-    if not PLAIN:
+    if not IS_UNPROCESSED:
         noisy, k0, k1 = noise
         x = process_logits(x, ids, ids < vocab, row, row_above)
         if noisy:
@@ -146,7 +146,7 @@ def score_block(x, ids, vocab, row, row_above, noise, exact: tl.constexpr, PLAIN
 @kernel
 def find_best(
     logits_ptr, loaded_block, begin, end, vocab, row, row_above, noise,
-    exact: tl.constexpr, PLAIN: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
+    exact: tl.constexpr, IS_UNPROCESSED: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """(key, lowest id) of the best id in [begin, end) of a row, perhaps also of some earlier ids.
 
@@ -162,7 +162,7 @@ def find_best(
         x = loaded_block
         # The next block is loaded while this block is compared.
         loaded_block = load_whole_block(logits_ptr, first_of_block(start + BLOCK, end, BLOCK), BLOCK)
-        x = score_block(x, first + tl.arange(0, BLOCK), vocab, row, row_above, noise, exact, PLAIN)
+        x = score_block(x, first + tl.arange(0, BLOCK), vocab, row, row_above, noise, exact, IS_UNPROCESSED)
         most = tl.reduce(tl.reshape(x, [BLOCK // GROUP, GROUP]), 1, nan_max)
         # The first NaN stays the best score.
         at = tl.where((best == best) & ~(most <= best), first, at)
@@ -172,7 +172,7 @@ def find_best(
     index = tl.min(tl.where(keys == key, at + groups, 2147483647), 0)
     if GROUP > 1:
         ids = index + tl.arange(0, GROUP)
-        x = score_block(tl.load(logits_ptr + ids), ids, vocab, row, row_above, noise, exact, PLAIN)
+        x = score_block(tl.load(logits_ptr + ids), ids, vocab, row, row_above, noise, exact, IS_UNPROCESSED)
         index = tl.min(tl.where(argmax_key(x) == key, ids, 2147483647), 0)
     return key, index
 
@@ -180,10 +180,11 @@ def find_best(
 @kernel(do_not_specialize=["splits"])
 def _best_of_split_kernel(
     keys_ptr, ids_ptr, offsets, logits, slots, above, queries, splits, split_size,
-    COLUMNS: tl.constexpr, BLOCK: tl.constexpr, PLAIN_BLOCK: tl.constexpr, GROUP: tl.constexpr, DEPENDENT: tl.constexpr,
+    COLUMNS: tl.constexpr, BLOCK: tl.constexpr, UNPROCESSED_BLOCK: tl.constexpr, GROUP: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """Find a split's best (key, lowest id) by logit / T + noise; in a row with filters, without the noise."""
-    pdl_trigger_and_wait(DEPENDENT)
+    pdl_trigger_and_wait(USE_PDL)
     out = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
     offset = offset_of(out, queries, offsets)
@@ -194,12 +195,12 @@ def _best_of_split_kernel(
     begin = split * split_size
     end = tl.minimum(begin + split_size, vocab)
     # This load starts before the row's parameters are known.  The mask keeps the compiler from moving it.
-    ids = first_of_block(begin, end, PLAIN_BLOCK) + tl.arange(0, PLAIN_BLOCK)
+    ids = first_of_block(begin, end, UNPROCESSED_BLOCK) + tl.arange(0, UNPROCESSED_BLOCK)
     plain = tl.load(logits_ptr + ids, mask=ids < vocab)
     if keeps_logits(row) & (above.mask_words == 0):
         none = (False, 0, 0)
         key, index = find_best(
-            logits_ptr, plain, begin, end, vocab, row, row_above, none, exact, True, PLAIN_BLOCK, GROUP
+            logits_ptr, plain, begin, end, vocab, row, row_above, none, exact, True, UNPROCESSED_BLOCK, GROUP
         )
     else:
         k0, k1 = noise_keys(tl.load(ints + COLUMNS.seed), position)
@@ -211,9 +212,9 @@ def _best_of_split_kernel(
 
 
 @kernel
-def _merge_kernel(tokens_ptr, finite_ptr, keys_ptr, ids_ptr, splits, SPLITS: tl.constexpr, DEPENDENT: tl.constexpr):
+def _merge_kernel(tokens_ptr, finite_ptr, keys_ptr, ids_ptr, splits, SPLITS: tl.constexpr, USE_PDL: tl.constexpr):
     """Find the best of a row's splits.  Its key is written to the row's first split."""
-    pdl_trigger_and_wait(DEPENDENT)
+    pdl_trigger_and_wait(USE_PDL)
     out = tl.program_id(0).to(tl.int64)
     split = tl.arange(0, SPLITS)
     there = split < splits
@@ -230,14 +231,14 @@ def _merge_kernel(tokens_ptr, finite_ptr, keys_ptr, ids_ptr, splits, SPLITS: tl.
 @kernel(do_not_specialize=["splits"])
 def _draw_filtered_kernel(
     tokens_ptr, finite_ptr, keys_ptr, offsets, logits, slots, above, queries, splits, rows,
-    COLUMNS: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
+    COLUMNS: tl.constexpr, BLOCK: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """Draw again in rows with filters, from the tokens that the filters leave.
 
     Each program covers many rows, and first reads has_filters of 32 rows at once.  Most rows have no filters, so one
     program or one load per row would cost more.
     """
-    pdl_trigger_and_wait(DEPENDENT)
+    pdl_trigger_and_wait(USE_PDL)
     logits, slots, above = LogitsArguments(*logits), SlotArguments(*slots), DraftedArguments(*above)
     program, programs = tl.program_id(0), tl.num_programs(0)
     has_filters = tl.zeros([32], tl.int64)

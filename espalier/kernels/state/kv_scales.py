@@ -35,15 +35,17 @@ class KVScales:
         return cls(one, one, dtype)
 
 
-def require_kv_rows(name: str, rows: Tensor, shape: tuple[int, ...], scales: KVScales | None, like: Tensor) -> None:
-    """Check rows [.., kv_heads, size] of staging or pages on the host: FP8 with scales, else the dtype of `like`.
+def require_kv_rows(
+    name: str, rows: Tensor, shape: tuple[int, ...], scales: KVScales | None, same_device: Tensor
+) -> None:
+    """Check rows [.., kv_heads, size] of staging or pages on the host: FP8 with scales, else the dtype of `same_device`.
 
     name: the name of the rows in errors.  Raises EspalierError.
     """
-    require(name, rows, shape, like.dtype if scales is None else FP8, like)
+    require(name, rows, shape, same_device.dtype if scales is None else FP8, same_device)
     if scales is not None:
-        require(f"{name}: scales of k", scales.k, (shape[-2],), torch.float32, like)
-        require(f"{name}: scales of v", scales.v, (shape[-2],), torch.float32, like)
+        require(f"{name}: scales of k", scales.k, (shape[-2],), torch.float32, same_device)
+        require(f"{name}: scales of v", scales.v, (shape[-2],), torch.float32, same_device)
 
 
 def times_k_scale(q: Tensor, scales: KVScales) -> Tensor:

@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from espalier.kernels.runtime.jit import kernel
-from espalier.kernels.runtime.launch import chip, power_of_two, require, warps_for
+from espalier.kernels.runtime.launch import chip, next_power_of_2, require, warps_for
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 from espalier.kernels.sampling.logit_processors import (
     COLUMNS,
@@ -82,7 +82,7 @@ def draft_topk_triton(
     best = torch.empty(batch, queries, topk, dtype=torch.float32, device=logits.device)
     if not ids.numel():
         return ids, best
-    split = min(SPLIT, power_of_two(vocab))
+    split = min(SPLIT, next_power_of_2(vocab))
     places, splits = batch * queries, -(-vocab // split)
     exact = torch.promote_types(logits.dtype, torch.float32)
     values = torch.empty(places, splits, topk, dtype=exact, device=logits.device)
@@ -94,16 +94,16 @@ def draft_topk_triton(
     _block_topk_kernel[(places, splits)](
         *(*of_splits, vocab, of_target, offset, stride, given, rows.arguments, hanging, queries, splits),
         COLUMNS=COLUMNS,
-        COUPLED=coupled,
+        ADDS_NOISE=coupled,
         SPLIT=split,
         num_warps=4,
         **options,
     )
     _merge_topk_kernel[(places,)](
         *(ids, best, *of_splits, of_target, scores, *scores.stride(), queries, splits),
-        SPLITS=power_of_two(splits),
-        CHILDREN=power_of_two(topk),
-        num_warps=warps_for(power_of_two(splits), SPLITS_PER_WARP),
+        SPLITS=next_power_of_2(splits),
+        BLOCK_CHILDREN=next_power_of_2(topk),
+        num_warps=warps_for(next_power_of_2(splits), SPLITS_PER_WARP),
         **options,
     )
     return ids, best
@@ -112,11 +112,11 @@ def draft_topk_triton(
 @kernel
 def _block_topk_kernel(
     values_ptr, indices_ptr, sums_ptr, draft_vocab, d2t_ptr, offset, stride, logits, slots, above, queries, splits,
-    COLUMNS: tl.constexpr, COUPLED: tl.constexpr, SPLIT: tl.constexpr,
-    HAS_D2T: tl.constexpr, TOPK: tl.constexpr, DEPENDENT: tl.constexpr,
+    COLUMNS: tl.constexpr, ADDS_NOISE: tl.constexpr, SPLIT: tl.constexpr,
+    HAS_D2T: tl.constexpr, TOPK: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """Find a split's TOPK best (value, draft index), best first, and its sum of exp(value - best value)."""
-    pdl_trigger_and_wait(DEPENDENT)
+    pdl_trigger_and_wait(USE_PDL)
     out = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
     logits, slots, above = LogitsArguments(*logits), SlotArguments(*slots), DraftedArguments(*above)
@@ -132,7 +132,7 @@ def _block_topk_kernel(
         # A row with unchanged logits needs no token ids, which take more bytes than the logits.
         needs_ids = ~keeps_logits(row) | (above.mask_words > 0)
         ids = tl.load(d2t_ptr + index, mask=inside & needs_ids, other=0).to(tl.int32)
-    x = noisy_logits(x, ids, inside, b, position, slots, row, row_above, COLUMNS, COUPLED)
+    x = noisy_logits(x, ids, inside, b, position, slots, row, row_above, COLUMNS, ADDS_NOISE)
     nan = tl.max((x != x).to(tl.int32), 0)
     x = tl.where(x != x, float("-inf"), x)
     top = tl.max(x, 0)
@@ -149,11 +149,11 @@ def _block_topk_kernel(
 
 @kernel
 def noisy_logits(
-    x, ids, inside, b, position, slots, row, above, COLUMNS: tl.constexpr, COUPLED: tl.constexpr,
+    x, ids, inside, b, position, slots, row, above, COLUMNS: tl.constexpr, ADDS_NOISE: tl.constexpr,
 ):  # fmt: skip
-    """`process_logits` logits of row b of the batch.  If COUPLED and the request samples, its noise is added."""
+    """`process_logits` logits of row b of the batch.  If ADDS_NOISE and the request samples, its noise is added."""
     x = process_logits(x, ids, inside, row, above)
-    if COUPLED and row.temperature > 0:
+    if ADDS_NOISE and row.temperature > 0:
         k0, k1 = noise_keys(tl.load(slots.ints_ptr + b * COLUMNS.num_ints + COLUMNS.seed), position)
         x = x + as_column(gumbel_at(ids, k0, k1, x.dtype), x)
     return x
@@ -163,15 +163,16 @@ def noisy_logits(
 def _merge_topk_kernel(
     ids_ptr, best_ptr, values_ptr, indices_ptr, sums_ptr, d2t_ptr,
     scores_ptr, scores_batch_stride, scores_query_stride, queries, splits,
-    SPLITS: tl.constexpr, CHILDREN: tl.constexpr, HAS_D2T: tl.constexpr, TOPK: tl.constexpr, DEPENDENT: tl.constexpr,
+    SPLITS: tl.constexpr, BLOCK_CHILDREN: tl.constexpr, HAS_D2T: tl.constexpr, TOPK: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    pdl_trigger_and_wait(DEPENDENT)
+    pdl_trigger_and_wait(USE_PDL)
     out = tl.program_id(0).to(tl.int64)
     row = out + tl.arange(0, 1)
     columns, logp = merge_splits(
-        values_ptr, indices_ptr, sums_ptr, row, row >= 0, splits, TOPK, 1, SPLITS, CHILDREN, TOPK
+        values_ptr, indices_ptr, sums_ptr, row, row >= 0, splits, TOPK, 1, SPLITS, BLOCK_CHILDREN, TOPK
     )
-    child = tl.arange(0, CHILDREN)[None, :]
+    child = tl.arange(0, BLOCK_CHILDREN)[None, :]
     valid = logp > float("-inf")
     ids = columns.to(tl.int64)
     if HAS_D2T:
@@ -184,16 +185,16 @@ def _merge_topk_kernel(
 @kernel
 def merge_splits(
     values_ptr, indices_ptr, sums_ptr, row, row_exists, splits, kept,
-    ROWS: tl.constexpr, SPLITS: tl.constexpr, CHILDREN: tl.constexpr, TOPK: tl.constexpr,
+    ROWS: tl.constexpr, SPLITS: tl.constexpr, BLOCK_CHILDREN: tl.constexpr, TOPK: tl.constexpr,
 ):  # fmt: skip
-    """The best children of rows [ROWS]: columns, and log-probabilities (float32, at most 0), [ROWS, CHILDREN] each.
+    """The best children of rows [ROWS]: columns, and log-probabilities (float32, at most 0), [ROWS, BLOCK_CHILDREN] each.
 
     Children that do not exist have -inf.
     A row has `splits` splits.  A split has its `kept` best values, best first, their columns, and the sum of exp(value
     - best value).  TOPK times, the best first value of all splits is taken, and the next value of its split moves up.
     Among equal values the lower split wins, because its columns are lower.
     """
-    split, child = tl.arange(0, SPLITS)[None, :], tl.arange(0, CHILDREN)[None, :]
+    split, child = tl.arange(0, SPLITS)[None, :], tl.arange(0, BLOCK_CHILDREN)[None, :]
     exists = row_exists[:, None] & (split < splits)
     of_split = row[:, None] * splits + split
     heads = tl.load(values_ptr + of_split * kept, mask=exists, other=float("-inf"))
@@ -201,8 +202,8 @@ def merge_splits(
     top = tl.max(heads, 1)
     total = tl.sum(totals * tl.exp(heads - tl.where(top == float("-inf"), 0.0, top)[:, None]), 1)
     num_taken = tl.zeros([ROWS, SPLITS], tl.int32)
-    values = tl.full([ROWS, CHILDREN], float("-inf"), heads.dtype)
-    places = tl.zeros([ROWS, CHILDREN], tl.int32)
+    values = tl.full([ROWS, BLOCK_CHILDREN], float("-inf"), heads.dtype)
+    places = tl.zeros([ROWS, BLOCK_CHILDREN], tl.int32)
     for k in range(TOPK):
         best, best_split = tl.max(heads, 1, return_indices=True)
         is_best = split == best_split[:, None]

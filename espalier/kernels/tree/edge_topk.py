@@ -23,7 +23,7 @@ from torch import Tensor
 from espalier.errors import EspalierError
 from espalier.kernels.ops.drafts import Candidates
 from espalier.kernels.runtime.jit import float_to_key, kernel, key_to_float
-from espalier.kernels.runtime.launch import chip, exact_type, power_of_two, require, warps_for
+from espalier.kernels.runtime.launch import acc_dtype, chip, next_power_of_2, require, warps_for
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger, pdl_trigger_and_wait, pdl_wait
 from espalier.kernels.sampling.logit_processors import (
     COLUMNS,
@@ -45,7 +45,7 @@ from espalier.kernels.tree.select_tree import comparable_score
 SPLIT, BLOCK_RANK = 128, 256
 WARPS = 8
 # Requests per program.  They share the columns that the program has read.
-REQUESTS = 8
+REQUESTS_PER_PROGRAM = 8
 # Rows per program: at least what tensor cores need, at most what keeps their logits in registers.
 MIN_TILE_ROWS, MAX_TILE_ROWS = 8, 16
 # The fewest columns, and the smallest rank, that tensor cores take.
@@ -91,14 +91,14 @@ def edge_topk_triton(
     ids = edges.ids[:, depth] if edges.ids is not None else None if d2t is None else d2t.expand(batch, -1)
     _require(edges, rows, factors, after, ids, out)
     logits = logits_arguments(edges.base[:, depth : depth + 1], columns, slots, first)
-    split = min(SPLIT, max(power_of_two(columns), MIN_SPLIT))
+    split = min(SPLIT, max(next_power_of_2(columns), MIN_SPLIT))
     splits = -(-columns // split)
-    tile = min(max(power_of_two(num_rows), MIN_TILE_ROWS), MAX_TILE_ROWS)
+    tile = min(max(next_power_of_2(num_rows), MIN_TILE_ROWS), MAX_TILE_ROWS)
     x = torch.empty(batch, num_rows, splits, split, dtype=torch.float32, device=edges.base.device)
     tops, sums = x.new_empty(2, batch, num_rows, splits)
     id_arguments = (ids, 0 if ids is None else ids.stride(0))
     is_half = after.element_size() == 2
-    requests = 1 if own else min(REQUESTS, batch)
+    requests = 1 if own else min(REQUESTS_PER_PROGRAM, batch)
     groups = -(-batch // requests) * -(-num_rows // tile)
     before = edges.before if factors is None else factors.view(-1, rank)
     _edge_topk_kernel[(groups, splits)](
@@ -106,19 +106,11 @@ def edge_topk_triton(
         *(before, before.stride(0), after),
         *(*after.stride()[:2], *id_arguments, depth, logits, slots.arguments),
         *(drafted_arguments(None, 0, 1, slots, mask), batch, requests, num_rows, columns, splits),
-        COLUMNS=COLUMNS,
-        COUPLED=coupled,
-        RANK=rank,
-        BLOCK_RANK=min(max(power_of_two(rank), MIN_RANK), BLOCK_RANK) if is_half else MIN_RANK,
-        ROWS=tile,
-        SPLIT=split,
-        IS_WEIGHT=not own,
-        EXACT=exact_type(edges.base.dtype),
-        num_warps=WARPS,
-        num_stages=1,
-        enable_fp_fusion=False,
-        **pdl_arguments(chip(x)),
-    )
+        COLUMNS=COLUMNS, ADDS_NOISE=coupled, RANK=rank,
+        BLOCK_RANK=min(max(next_power_of_2(rank), MIN_RANK), BLOCK_RANK) if is_half else MIN_RANK, ROWS=tile,
+        SPLIT=split, IS_WEIGHT=not own, ACC_DTYPE=acc_dtype(edges.base.dtype), num_warps=WARPS, num_stages=1,
+        enable_fp_fusion=False, **pdl_arguments(chip(x)),
+    )  # fmt: skip
     _merge_and_rank(out, made, (x, tops, sums), id_arguments, rows.scores, forced_tokens)
     return made
 
@@ -132,18 +124,15 @@ def _merge_and_rank(
     only: Tensor | None,
 ) -> None:
     (batch, num_rows, topk), (splits, split) = out.tokens.shape, of_splits[0].shape[2:]
-    on, of_splits_block, children = chip(row_scores), power_of_two(splits), power_of_two(topk)
+    on, of_splits_block, children = chip(row_scores), next_power_of_2(splits), next_power_of_2(topk)
     _merge_rows_kernel[(batch, num_rows)](
         *(*out[:2], out.tokens.stride(0), *of_splits, *id_arguments),
         *(only, 0 if only is None else only.stride(0), num_rows, splits, topk),
-        SPLITS=of_splits_block,
-        SPLIT=split,
-        CHILDREN=children,
-        num_warps=warps_for(max(of_splits_block, children * split), VALUES_PER_WARP),
-        enable_fp_fusion=False,
+        SPLITS=of_splits_block, SPLIT=split, BLOCK_CHILDREN=children,
+        num_warps=warps_for(max(of_splits_block, children * split), VALUES_PER_WARP), enable_fp_fusion=False,
         **pdl_arguments(on),
-    )
-    candidates = power_of_two(num_rows * topk)
+    )  # fmt: skip
+    candidates = next_power_of_2(num_rows * topk)
     _rank_rows_kernel[(batch,)](
         *(*out, out.tokens.stride(0), *made[:3], row_scores, *row_scores.stride(), num_rows, topk),
         CANDIDATES=candidates,
@@ -179,9 +168,9 @@ def _edge_topk_kernel(
     x_ptr, tops_ptr, sums_ptr, tokens_ptr, tokens_batch_stride, tokens_row_stride, before_ptr, before_stride,
     after_ptr, after_batch_stride, after_stride, ids_ptr, ids_stride, depth, logits, slots, above,
     batch, requests, num_rows, num_columns, splits,
-    COLUMNS: tl.constexpr, COUPLED: tl.constexpr, RANK: tl.constexpr, BLOCK_RANK: tl.constexpr,
-    ROWS: tl.constexpr, SPLIT: tl.constexpr, IS_WEIGHT: tl.constexpr, EXACT: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    COLUMNS: tl.constexpr, ADDS_NOISE: tl.constexpr, RANK: tl.constexpr, BLOCK_RANK: tl.constexpr,
+    ROWS: tl.constexpr, SPLIT: tl.constexpr, IS_WEIGHT: tl.constexpr, ACC_DTYPE: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """Write the logits x [SPLIT, ROWS] of one split.  A column is a row of the depth; all have one request and
     position.
@@ -189,7 +178,7 @@ def _edge_topk_kernel(
     The split's columns are weights, so they are read before the wait.  Every other depth takes the splits in reverse,
     because the columns that the previous depth read last may still be in the L2.
     """
-    pdl_trigger(DEPENDENT)
+    pdl_trigger(USE_PDL)
     tiles = tl.cdiv(num_rows, ROWS)
     first = (tl.program_id(0) // tiles).to(tl.int64) * requests
     row_index = tl.program_id(0) % tiles * ROWS + tl.arange(0, ROWS)
@@ -203,10 +192,10 @@ def _edge_topk_kernel(
     of_column = after_ptr + first * after_batch_stride
     of_column += tl.minimum(index, num_columns - 1).to(tl.int64) * after_stride
     if not IS_WEIGHT:
-        pdl_wait(DEPENDENT)
+        pdl_wait(USE_PDL)
     after = tl.load(of_column[:, None] + rank[None, :], mask=rank[None, :] < RANK, other=0.0)
     if IS_WEIGHT:
-        pdl_wait(DEPENDENT)
+        pdl_wait(USE_PDL)
     exists = row_index < num_rows
     logits, slots, above = LogitsArguments(*logits), SlotArguments(*slots), DraftedArguments(*above)
     for b in range(first, tl.minimum(first + requests, batch)):
@@ -217,21 +206,21 @@ def _edge_topk_kernel(
             factor = tl.maximum(tl.load(tokens, mask=exists, other=0), 0)
         of_row = before_ptr + factor * before_stride
         _, base_ptr, position, row, row_above = row_args(b, 1, depth, logits, slots, above, COLUMNS)
-        base = tl.load(base_ptr + index, mask=inside, other=0.0).to(EXACT)
+        base = tl.load(base_ptr + index, mask=inside, other=0.0).to(ACC_DTYPE)
         ids = index
         if ids_ptr is not None:
             # A row whose logits do not change needs no token ids.
             needs_ids = ~keeps_logits(row) | (above.mask_words > 0)
             ids = tl.load(ids_ptr + b * ids_stride + index, mask=inside & needs_ids, other=0).to(tl.int32)
         before = tl.load(of_row[None, :] + rank[:, None], mask=rank[:, None] < RANK, other=0.0)
-        x = tl.dot(after, before, input_precision="ieee", out_dtype=EXACT)
+        x = tl.dot(after, before, input_precision="ieee", out_dtype=ACC_DTYPE)
         for start in range(BLOCK_RANK, RANK, BLOCK_RANK):
             more = start + rank < RANK
             after_more = tl.load(of_column[:, None] + (start + rank)[None, :], mask=more[None, :], other=0.0)
             before_more = tl.load(of_row[None, :] + (start + rank)[:, None], mask=more[:, None], other=0.0)
-            x = tl.dot(after_more, before_more, x, input_precision="ieee", out_dtype=EXACT)
+            x = tl.dot(after_more, before_more, x, input_precision="ieee", out_dtype=ACC_DTYPE)
         x = tl.where(inside[:, None], x + base[:, None], float("-inf"))
-        x = noisy_logits(x, ids, inside, b, position, slots, row, row_above, COLUMNS, COUPLED)
+        x = noisy_logits(x, ids, inside, b, position, slots, row, row_above, COLUMNS, ADDS_NOISE)
         out = (b * num_rows + row_index) * splits + split
         tl.store(x_ptr + out[None, :] * SPLIT + place[:, None], x, mask=exists[None, :])
         top, total = _sum_of_exp(x.to(tl.float32))
@@ -250,23 +239,23 @@ def _sum_of_exp(x):
 def _merge_rows_kernel(
     tokens_ptr, scores_ptr, out_stride, x_ptr, tops_ptr, sums_ptr, ids_ptr, ids_stride,
     only_ptr, only_stride, num_rows, splits, topk,
-    SPLITS: tl.constexpr, SPLIT: tl.constexpr, CHILDREN: tl.constexpr, DEPENDENT: tl.constexpr,
+    SPLITS: tl.constexpr, SPLIT: tl.constexpr, BLOCK_CHILDREN: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """Merge the splits of one row.  Only the topk splits with the largest maxima can have its topk best columns."""
-    pdl_trigger_and_wait(DEPENDENT)
+    pdl_trigger_and_wait(USE_PDL)
     b = tl.program_id(0).to(tl.int64)
     row = b * num_rows + tl.program_id(1)
-    split, child = tl.arange(0, SPLITS), tl.arange(0, CHILDREN)
+    split, child = tl.arange(0, SPLITS), tl.arange(0, BLOCK_CHILDREN)
     tops = tl.load(tops_ptr + row * splits + split, mask=split < splits, other=float("-inf"))
     sums = tl.load(sums_ptr + row * splits + split, mask=split < splits, other=0.0)
     top = tl.max(tops, 0)
     total = tl.sum(sums * tl.exp(tops - tl.where(top == float("-inf"), 0.0, top)), 0)
-    split_tops, chosen = _topk_of(tops, split, CHILDREN, topk)
+    split_tops, chosen = _topk_of(tops, split, BLOCK_CHILDREN, topk)
     column = chosen[:, None] * SPLIT + tl.arange(0, SPLIT)[None, :]
     is_chosen = (split_tops > float("-inf"))[:, None] & (column >= 0)
     x = tl.load(x_ptr + row * splits * SPLIT + column, mask=is_chosen, other=float("-inf"))
-    SIZE: tl.constexpr = CHILDREN * SPLIT
-    values, columns = _topk_of(tl.reshape(x, [SIZE]), tl.reshape(column, [SIZE]), CHILDREN, topk)
+    SIZE: tl.constexpr = BLOCK_CHILDREN * SPLIT
+    values, columns = _topk_of(tl.reshape(x, [SIZE]), tl.reshape(column, [SIZE]), BLOCK_CHILDREN, topk)
     scores = (values - top) - tl.log(total)
     # False for NaN as well.
     valid = scores > float("-inf")
@@ -285,15 +274,15 @@ def _merge_rows_kernel(
 
 
 @kernel
-def _topk_of(x, index, CHILDREN: tl.constexpr, topk):
-    """The topk best values of x, best first, and their indices, [CHILDREN] each.  Equal values: the lower index first.
+def _topk_of(x, index, BLOCK_CHILDREN: tl.constexpr, topk):
+    """The topk best values of x, best first, and their indices, [BLOCK_CHILDREN] each.  Equal values: the lower index first.
 
     NaN counts as -inf.  If fewer than topk values are above -inf, the rest are -inf, with any index.
     """
-    child = tl.arange(0, CHILDREN)
+    child = tl.arange(0, BLOCK_CHILDREN)
     # The keys are integers, because the maximum of integers over a warp is one instruction.
     keys, none = float_to_key(comparable_score(x)), float_to_key(tl.full([], float("-inf"), tl.float32))
-    best_keys, best_index = tl.zeros([CHILDREN], tl.int32) + none, tl.zeros([CHILDREN], tl.int32)
+    best_keys, best_index = tl.zeros([BLOCK_CHILDREN], tl.int32) + none, tl.zeros([BLOCK_CHILDREN], tl.int32)
     # topk is no constexpr argument, because the unrolled steps would not fit in the instruction cache.
     for k in range(topk):
         best = tl.max(keys, 0)
@@ -308,11 +297,11 @@ def _topk_of(x, index, CHILDREN: tl.constexpr, topk):
 def _rank_rows_kernel(
     tokens_ptr, scores_ptr, next_rows_ptr, out_stride, next_tokens_ptr, next_scores_ptr, next_parents_ptr,
     row_scores_ptr, row_scores_batch_stride, row_scores_stride, num_rows, topk,
-    CANDIDATES: tl.constexpr, TOPK: tl.constexpr, DEPENDENT: tl.constexpr,
+    CANDIDATES: tl.constexpr, TOPK: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """Write each candidate's next row.  TOPK times it takes the best candidate that is left; if rows are tokens, it
     takes all candidates with this token together."""
-    pdl_trigger_and_wait(DEPENDENT)
+    pdl_trigger_and_wait(USE_PDL)
     b = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, CANDIDATES)
     exists = i < num_rows * topk

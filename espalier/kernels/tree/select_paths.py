@@ -15,10 +15,10 @@ from __future__ import annotations
 import triton.language as tl
 from torch import Tensor
 
-from espalier.kernels.ops.drafts import Candidates, require_paths
+from espalier.kernels.ops.drafts import Candidates, check_path_sizes
 from espalier.kernels.ops.tree import Tree
 from espalier.kernels.runtime.jit import float_to_key, kernel, key_to_float
-from espalier.kernels.runtime.launch import chip, power_of_two
+from espalier.kernels.runtime.launch import chip, next_power_of_2
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 
 # The largest number of keys that one warp holds in registers.
@@ -28,11 +28,11 @@ MAX_PREFETCHED_CANDIDATES = 2048
 
 
 def select_paths(root: Tensor, candidates: Candidates, nodes: int) -> Tree:
-    batch, steps, rows, topk = require_paths(root, candidates, nodes)
+    batch, steps, rows, topk = check_path_sizes(root, candidates, nodes)
     tree = Tree.empty(root, nodes)
     if batch:
         # At least one entry per lane of a warp, because a maximum over fewer lanes takes several instructions.
-        block = max(power_of_two(nodes), 32)
+        block = max(next_power_of_2(nodes), 32)
         _select_paths_kernel[(batch,)](
             root.contiguous(),
             *(value.contiguous() for value in candidates),
@@ -43,9 +43,9 @@ def select_paths(root: Tensor, candidates: Candidates, nodes: int) -> Tree:
             TOPK=topk,
             WORDS=tree.num_words,
             # A path has at most steps + 1 nodes.
-            DOUBLINGS=steps.bit_length(),
+            NUM_DOUBLINGS=steps.bit_length(),
             BLOCK=block,
-            READ=min(power_of_two(steps * rows * topk), MAX_PREFETCHED_CANDIDATES),
+            NUM_PREFETCHED=min(next_power_of_2(steps * rows * topk), MAX_PREFETCHED_CANDIDATES),
             num_warps=1 if block <= MAX_ONE_WARP_KEYS else 4,
             **pdl_arguments(chip(root)),
         )
@@ -81,17 +81,17 @@ def _select_paths_kernel(
     root_ptr, tokens_ptr, scores_ptr, next_rows_ptr,
     out_tokens_ptr, out_parents_ptr, out_depths_ptr, out_scores_ptr, out_words_ptr,
     NODES: tl.constexpr, STEPS: tl.constexpr, ROWS: tl.constexpr, TOPK: tl.constexpr, WORDS: tl.constexpr,
-    DOUBLINGS: tl.constexpr, BLOCK: tl.constexpr, READ: tl.constexpr, DEPENDENT: tl.constexpr,
+    NUM_DOUBLINGS: tl.constexpr, BLOCK: tl.constexpr, NUM_PREFETCHED: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """Select node i in step i.  The place of its entry in the frontier gets its next sibling, place i its first child.
 
     above: the score of each entry's parent.  All are integers, whose maximum over a warp is one instruction.
     """
-    pdl_trigger_and_wait(DEPENDENT)
+    pdl_trigger_and_wait(USE_PDL)
     request = tl.program_id(0).to(tl.int64)
     scores_ptr += request * (STEPS * ROWS * TOPK)
     next_rows_ptr += request * (STEPS * ROWS * TOPK)
-    exists, deepest = _prefetch_candidates(scores_ptr, next_rows_ptr, STEPS, STEPS * ROWS * TOPK, READ)
+    exists, deepest = _prefetch_candidates(scores_ptr, next_rows_ptr, STEPS, STEPS * ROWS * TOPK, NUM_PREFETCHED)
     i = tl.arange(0, BLOCK)
     # This key is below the key of every score, -inf included.
     empty = tl.full([], -2147483648, tl.int32)
@@ -123,20 +123,22 @@ def _select_paths_kernel(
         above = tl.where(i == node, score.to(tl.int32, bitcast=True), above)
     _write_tree(
         *(root_ptr, tokens_ptr, out_tokens_ptr, out_parents_ptr, out_depths_ptr, out_scores_ptr, out_words_ptr),
-        *(request, selected, selected_rests, i, NODES, STEPS, ROWS, TOPK, WORDS, DOUBLINGS, BLOCK),
+        *(request, selected, selected_rests, i, NODES, STEPS, ROWS, TOPK, WORDS, NUM_DOUBLINGS, BLOCK),
     )
 
 
 @kernel
-def _prefetch_candidates(scores_ptr, next_rows_ptr, STEPS: tl.constexpr, COUNT: tl.constexpr, READ: tl.constexpr):
-    """Read the first READ candidates into the L1.  All candidates of the first row are among them.
+def _prefetch_candidates(
+    scores_ptr, next_rows_ptr, STEPS: tl.constexpr, NUM_CANDIDATES: tl.constexpr, NUM_PREFETCHED: tl.constexpr
+):
+    """Read the first NUM_PREFETCHED candidates into the L1.  All candidates of the first row are among them.
 
     The compiler drops a read whose value is not used.  So the function returns two values: whether one of these
     candidates exists, without which there is no path, and the deepest depth, 1 if no candidate is continued.
     """
-    i = tl.arange(0, READ)
-    score = tl.load(scores_ptr + i, mask=i < COUNT, other=float("-inf"))
-    next_row = tl.load(next_rows_ptr + i, mask=i < COUNT, other=-1)
+    i = tl.arange(0, NUM_PREFETCHED)
+    score = tl.load(scores_ptr + i, mask=i < NUM_CANDIDATES, other=float("-inf"))
+    next_row = tl.load(next_rows_ptr + i, mask=i < NUM_CANDIDATES, other=-1)
     exists = tl.max((score > float("-inf")).to(tl.int32), 0) > 0
     return exists, tl.where(tl.max(next_row, 0) >= 0, STEPS, 1)
 
@@ -146,7 +148,7 @@ def _write_tree(
     root_ptr, tokens_ptr, out_tokens_ptr, out_parents_ptr, out_depths_ptr, out_scores_ptr, out_words_ptr,
     request, selected, rests, i,
     NODES: tl.constexpr, STEPS: tl.constexpr, ROWS: tl.constexpr, TOPK: tl.constexpr, WORDS: tl.constexpr,
-    DOUBLINGS: tl.constexpr, BLOCK: tl.constexpr,
+    NUM_DOUBLINGS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Write the tree.  Node i is the path selected[i], rests[i]; without a path it is void, but node 0 is the root."""
     score = key_to_float(selected)
@@ -170,7 +172,7 @@ def _write_tree(
         # A void node's ancestor is itself.
         ancestor = tl.where(void, i, parent)
         # Each turn doubles the number of known ancestors, counting the node itself.
-        for _ in range(DOUBLINGS):
+        for _ in range(NUM_DOUBLINGS):
             bits |= tl.gather(bits, ancestor, 0)
             ancestor = tl.gather(ancestor, ancestor, 0)
         tl.store(out_words_ptr + out * WORDS + word, bits, mask=exists)

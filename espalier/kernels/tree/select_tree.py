@@ -14,9 +14,9 @@ import triton.language as tl
 from torch import Tensor
 
 from espalier.errors import EspalierError
-from espalier.kernels.ops.tree import Pool, SelectedBeams, Tree, require_pool
+from espalier.kernels.ops.tree import Pool, SelectedBeams, Tree, check_pool_sizes
 from espalier.kernels.runtime.jit import float_to_key, kernel
-from espalier.kernels.runtime.launch import chip, power_of_two, require
+from espalier.kernels.runtime.launch import chip, next_power_of_2, require
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 from espalier.layout import ANCESTOR_BITS
 
@@ -46,18 +46,13 @@ def select_beams(
         tokens.new_empty(batch, topk, num_words),
     )
     if batch:
-        block = power_of_two(rows * topk)
+        block = next_power_of_2(rows * topk)
         _select_beams_kernel[(batch,)](
             *(tokens.contiguous(), scores.contiguous(), ancestor_bits, path, *beams, path.stride(0), first, topk),
-            ROWS=rows,
-            TOPK=topk,
-            WORDS=num_words,
-            BLOCK=block,
-            CHUNK=max(min(block, COMPARISONS_PER_STEP // block), 1),
-            BLOCK_WORDS=power_of_two(num_words),
-            num_warps=4 if block <= 256 else 8,
-            **pdl_arguments(chip(tokens)),
-        )
+            ROWS=rows, TOPK=topk, WORDS=num_words, BLOCK=block,
+            COMPARED_CANDIDATES=max(min(block, COMPARISONS_PER_STEP // block), 1),
+            BLOCK_WORDS=next_power_of_2(num_words), num_warps=4 if block <= 256 else 8, **pdl_arguments(chip(tokens)),
+        )  # fmt: skip
     return beams
 
 
@@ -72,19 +67,19 @@ def comparable_score(score):
 def _select_beams_kernel(
     tokens_ptr, scores_ptr, words_ptr, path_ptr, out_scores_ptr, out_index_ptr, out_parents_ptr, out_words_ptr,
     path_stride, first, topk,
-    ROWS: tl.constexpr, TOPK: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
-    BLOCK_WORDS: tl.constexpr, DEPENDENT: tl.constexpr,
+    ROWS: tl.constexpr, TOPK: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr, COMPARED_CANDIDATES: tl.constexpr,
+    BLOCK_WORDS: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """Rank candidates.  A rank is the number of better candidates; ranks below TOPK are beams, stored at their rank."""
-    pdl_trigger_and_wait(DEPENDENT)
+    pdl_trigger_and_wait(USE_PDL)
     request = tl.program_id(0).to(tl.int64)
     candidates = request * (ROWS * TOPK)
     i = tl.arange(0, BLOCK)
     score = comparable_score(tl.load(scores_ptr + candidates + i, mask=i < ROWS * TOPK, other=float("-inf")))
     key = float_to_key(score)
     rank = tl.zeros([BLOCK], tl.int32)
-    for start in range(0, BLOCK, CHUNK):
-        j = start + tl.arange(0, CHUNK)
+    for start in range(0, BLOCK, COMPARED_CANDIDATES):
+        j = start + tl.arange(0, COMPARED_CANDIDATES)
         other = tl.load(scores_ptr + candidates + j, mask=j < ROWS * TOPK, other=float("-inf"))
         other = float_to_key(comparable_score(other))
         tied = (other[None, :] == key[:, None]) & (j[None, :] < i[:, None])
@@ -116,10 +111,10 @@ MAX_PARTS = 16
 def select_tree(root: Tensor, tokens: Pool, scores: Pool, beams: Pool, topk: int, nodes: int) -> Tree:
     if len(tokens) > MAX_PARTS:
         tokens, scores, beams = ([torch.cat(list(parts), 1)] for parts in (tokens, scores, beams))
-    batch, size, steps = require_pool(root, tokens, scores, beams, topk, nodes)
+    batch, size, steps = check_pool_sizes(root, tokens, scores, beams, topk, nodes)
     tree = Tree.empty(root, nodes)
     if batch:
-        block, word_block = power_of_two(size), power_of_two(tree.num_words)
+        block, word_block = next_power_of_2(size), next_power_of_2(tree.num_words)
         _select_tree_kernel[(batch,)](
             root.contiguous(),
             # Without beams, the kernel gets other tensors, which it does not read.
@@ -142,15 +137,19 @@ def select_tree(root: Tensor, tokens: Pool, scores: Pool, beams: Pool, topk: int
 
 
 @kernel
-def _load_from_pool(parts, PARTS: tl.constexpr, FIRST: tl.constexpr, REST: tl.constexpr, request, i, mask, other):
-    """Load values i of a request's pool.  The first part has FIRST values per request, the other parts REST."""
+def _load_from_pool(
+    parts, PARTS: tl.constexpr, FIRST_PART_SIZE: tl.constexpr, LATER_PART_SIZE: tl.constexpr, request, i, mask, other
+):
+    """Load values i of a request's pool.  The first part has FIRST_PART_SIZE values per request, the other parts LATER_PART_SIZE."""
     for part in tl.static_range(PARTS):
         if part == 0:
-            value = tl.load(parts[part] + request * FIRST + i, mask=mask & (i < FIRST), other=other)
+            value = tl.load(parts[part] + request * FIRST_PART_SIZE + i, mask=mask & (i < FIRST_PART_SIZE), other=other)
         else:
-            at = i - (FIRST + (part - 1) * REST)
-            inside = mask & (at >= 0) & (at < REST)
-            value = tl.where(inside, tl.load(parts[part] + request * REST + at, mask=inside, other=other), value)
+            at = i - (FIRST_PART_SIZE + (part - 1) * LATER_PART_SIZE)
+            inside = mask & (at >= 0) & (at < LATER_PART_SIZE)
+            value = tl.where(
+                inside, tl.load(parts[part] + request * LATER_PART_SIZE + at, mask=inside, other=other), value
+            )
     return value
 
 
@@ -160,20 +159,22 @@ def _select_tree_kernel(
     out_tokens_ptr, out_parents_ptr, out_depths_ptr, out_scores_ptr, out_words_ptr,
     topk,
     SIZE: tl.constexpr, PARTS: tl.constexpr, TOPK: tl.constexpr, STEPS: tl.constexpr, NODES: tl.constexpr,
-    WORDS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_WORDS: tl.constexpr, DEPENDENT: tl.constexpr,
+    WORDS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_WORDS: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """Find the lowest selected score by binary search over its bits, so the work is linear in the pool size.
 
     topk equals TOPK and is the divisor.  Division of a small number by a constant compiles to 16-bit arithmetic, in
     which ptxas 12.8 drops an addition (docs/log.md).
     """
-    pdl_trigger_and_wait(DEPENDENT)
+    pdl_trigger_and_wait(USE_PDL)
     request = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     exists = i < SIZE
-    FIRST: tl.constexpr = SIZE if PARTS == 1 else TOPK
-    REST: tl.constexpr = TOPK * TOPK
-    score = comparable_score(_load_from_pool(scores, PARTS, FIRST, REST, request, i, exists, float("-inf")))
+    FIRST_PART_SIZE: tl.constexpr = SIZE if PARTS == 1 else TOPK
+    LATER_PART_SIZE: tl.constexpr = TOPK * TOPK
+    score = comparable_score(
+        _load_from_pool(scores, PARTS, FIRST_PART_SIZE, LATER_PART_SIZE, request, i, exists, float("-inf"))
+    )
     # Keys are at least 0.  Padding gets 0, below the key of every score, -inf included.
     key = tl.where(exists, float_to_key(score).to(tl.int64) + 2147483648, 0)
     lowest = tl.zeros([], tl.int64)
@@ -197,7 +198,7 @@ def _select_tree_kernel(
     beam += tl.where(has_beam & (beam_index >= TOPK), topk + (beam_index // topk - 1) * (topk * topk), 0)
     parent = tl.where(has_beam & (void == 0), tl.gather(node, beam, 0), 0)
     level = tl.where((i < TOPK) | void, 1, 2 + (i - TOPK) // (topk * topk))
-    token = _load_from_pool(tokens, PARTS, FIRST, REST, request, i, selected, 0)
+    token = _load_from_pool(tokens, PARTS, FIRST_PART_SIZE, LATER_PART_SIZE, request, i, selected, 0)
     out = request * NODES + node
     tl.store(out_tokens_ptr + out, tl.where(void, -1, token), mask=selected)
     tl.store(out_parents_ptr + out, parent.to(tl.int64), mask=selected)

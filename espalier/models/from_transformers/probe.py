@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from espalier.cache.layer_spec import KVHeads, LayerSpec
 from espalier.errors import EspalierError, one_line
-from espalier.kernels.ops.attention import masked_attention, with_sink
+from espalier.kernels.ops.attention import apply_sink, masked_attention
 from espalier.models.from_transformers.shrink import shrunk_config
 from espalier.models.from_transformers.target import (
     ATTENTION_NAME,
@@ -100,7 +100,7 @@ class TrialRun(AttentionRun):
             seen = seen & (at[:, :, None] - at[:, None] < call.window)
         scale = q.shape[3] ** -0.5 if call.scale is None else call.scale
         out, lse = masked_attention(q, k, v, seen, scale, softcap=call.softcap)
-        return (out if call.sink is None else with_sink(out, lse, call.sink)).contiguous()
+        return (out if call.sink is None else apply_sink(out, lse, call.sink)).contiguous()
 
 
 def layers_of(model: nn.Module, modules: Sequence[nn.Module]) -> str:
