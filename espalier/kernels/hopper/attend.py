@@ -110,7 +110,8 @@ def _mask_block(scores, step, queries, extent, CONSTANTS: gl.constexpr, SCORES: 
     if step < extent.num_committed:
         if step >= extent.num_unmasked:
             at = extent.begin + block_index(step, extent.num_lower, extent.num_unmasked) * BLOCK_N
-            scores = _mask_committed(scores, at, queries.position, extent.end, queries.prefix_begin, WINDOW, BLOCK_N, SCORES)
+            begin, end = queries.prefix_begin, extent.end
+            scores = _mask_committed(scores, at, queries.position, end, begin, WINDOW, BLOCK_N, SCORES)
     elif step >= queries.first_masked_staged:
         node = extent.begin_staged + (step - extent.num_committed) * BLOCK_N
         if CONSTANTS.STAGED == 0:

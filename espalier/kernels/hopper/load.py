@@ -208,7 +208,8 @@ def load_work_items(
                 stage = stage_of(stages, blocks_done)
                 committed_here = _rows_of_request(committed, 0, item.head)
                 _load_block(
-                    stages, stage, t, at, page, committed_here, staged_here, extent, plan.first_position, LOAD_LAYOUT, CONSTANTS
+                    stages, stage, t, at, page, committed_here, staged_here, extent, plan.first_position,
+                    LOAD_LAYOUT, CONSTANTS,
                 )
                 hopper.async_copy.mbarrier_arrive(stages.full.index(stage), increment_count=False)
                 page, at = next_page, next_at

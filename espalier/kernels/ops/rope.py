@@ -196,7 +196,10 @@ def rotate_and_store_latent(q_rope: Tensor, q: Tensor, latent: Tensor, destinati
     q[..., q.shape[2] - rotary :] = _rotate_values(q_rope, rotation, form)
 
 
-@op("espalier.kernels.layers.latent", condition=lambda raw, k_up: supports_head_product(raw[..., : k_up.shape[1]]))
+@op(
+    "espalier.kernels.layers.latent",
+    condition=lambda q_inputs, k_up: supports_head_product(q_inputs[..., : k_up.shape[1]]),
+)
 def write_latents(q_inputs: Tensor, k_up: Tensor, q: Tensor, latent: Tensor, destination: LatentDestination) -> None:
     """Compute the queries q [N, heads, rank + rotary] from q_inputs [N, heads, nope + rotary], and store the latents.
 

@@ -9,10 +9,12 @@ from espalier.kernels.runtime.op import op
 from espalier.logprobs import TOP, words
 
 
-def logprob_rows(tokens: Tensor, chosen: Tensor, ranks: Tensor, ids: Tensor, values: Tensor) -> Tensor:
+def logprob_rows(
+    tokens: Tensor, token_logprobs: Tensor, ranks: Tensor, top_ids: Tensor, top_logprobs: Tensor
+) -> Tensor:
     """Returns rows [..., words(n)] in espalier/logprobs.py's layout, from the parts of sampling/pick.py:Logprobs."""
-    head = torch.stack((tokens, ranks, _float64_bits(chosen)), -1)
-    return torch.cat((head, torch.stack((ids, _float64_bits(values)), -1).flatten(-2)), -1)
+    head = torch.stack((tokens, ranks, _float64_bits(token_logprobs)), -1)
+    return torch.cat((head, torch.stack((top_ids, _float64_bits(top_logprobs)), -1).flatten(-2)), -1)
 
 
 def _float64_bits(values: Tensor) -> Tensor:

@@ -79,18 +79,18 @@ def _barrier(memory_ptr, stop_ptr, rank, program, flag_value, WORLD_SIZE: tl.con
 
 
 @kernel
-def _values_at(address, DTYPE: tl.constexpr):
+def _pointer_at(address, DTYPE: tl.constexpr):
     """A pointer to values at an address that is a multiple of 16."""
     return tl.multiple_of(address.to(tl.pointer_type(DTYPE)), 16)
 
 
 @kernel
 def _sum_of_ranks(
-    memory_ptr, place, column, mask, DTYPE: tl.constexpr, ACC_DTYPE: tl.constexpr, WORLD_SIZE: tl.constexpr
+    memory_ptr, slot_offset, column, mask, DTYPE: tl.constexpr, ACC_DTYPE: tl.constexpr, WORLD_SIZE: tl.constexpr
 ):  # fmt: skip
-    total = tl.load(_values_at(tl.load(memory_ptr) + place, DTYPE) + column, mask=mask, other=0.0).to(ACC_DTYPE)
+    total = tl.load(_pointer_at(tl.load(memory_ptr) + slot_offset, DTYPE) + column, mask=mask, other=0.0).to(ACC_DTYPE)
     for peer in tl.static_range(1, WORLD_SIZE):
-        values = _values_at(tl.load(memory_ptr + peer) + place, DTYPE)
+        values = _pointer_at(tl.load(memory_ptr + peer) + slot_offset, DTYPE)
         total += tl.load(values + column, mask=mask, other=0.0).to(ACC_DTYPE)
     return total.to(DTYPE)
 
@@ -120,7 +120,7 @@ def _sum_kernel(
     for row in range(program, rows, tl.num_programs(0)):
         parts = parts_ptr + tl.cast(row, tl.int64) * part_row_stride + column
         value = load_sum(parts, part_split_stride, mask, SPLITS, DTYPE, ACC_DTYPE)
-        tl.store(_values_at(own + place, DTYPE) + column, value.to(DTYPE), mask=mask)
+        tl.store(_pointer_at(own + place, DTYPE) + column, value.to(DTYPE), mask=mask)
         place += ROW_BYTES
     _barrier(memory_ptr, stop_ptr, rank, program, 2 * num_launches + 1, WORLD_SIZE, NUM_THREADS)
     if OWN_COLUMNS:
@@ -131,14 +131,14 @@ def _sum_kernel(
                 memory_ptr, place, rank * OWN_COLUMNS + of_own, of_own < OWN_COLUMNS, DTYPE, ACC_DTYPE, WORLD_SIZE
             )
             for peer in tl.static_range(WORLD_SIZE):
-                summed = _values_at(tl.load(memory_ptr + peer) + place + 2 * NUM_SLOTS * SLOT_BYTES, DTYPE)
+                summed = _pointer_at(tl.load(memory_ptr + peer) + place + 2 * NUM_SLOTS * SLOT_BYTES, DTYPE)
                 tl.store(summed + rank * OWN_COLUMNS + of_own, total, mask=of_own < OWN_COLUMNS)
             place += ROW_BYTES
         _barrier(memory_ptr, stop_ptr, rank, program, 2 * num_launches + 2, WORLD_SIZE, NUM_THREADS)
     place = slot
     for row in range(program, rows, tl.num_programs(0)):
         if OWN_COLUMNS:
-            total = tl.load(_values_at(own + place + 2 * NUM_SLOTS * SLOT_BYTES, DTYPE) + column, mask=mask, other=0.0)
+            total = tl.load(_pointer_at(own + place + 2 * NUM_SLOTS * SLOT_BYTES, DTYPE) + column, mask=mask, other=0.0)
         else:
             total = _sum_of_ranks(memory_ptr, place, column, mask, DTYPE, ACC_DTYPE, WORLD_SIZE)
         row = tl.cast(row, tl.int64)
@@ -219,39 +219,39 @@ def _gather_kernel(
     for block in range(program, rows * BLOCKS, tl.num_programs(0)):
         row, column = (block // BLOCKS).to(tl.int64), block % BLOCKS * BLOCK + of_block
         value = tl.load(x_ptr + row * x_row_stride + column, mask=column < own_size, other=0.0)
-        tl.store(_values_at(own + place, DTYPE) + of_block, value)
+        tl.store(_pointer_at(own + place, DTYPE) + of_block, value)
         place += BLOCK_BYTES
     _barrier(memory_ptr, stop_ptr, rank, program, 2 * num_launches + 1, WORLD_SIZE, NUM_THREADS)
     place = slot
     for block in range(program, rows * BLOCKS, tl.num_programs(0)):
         row, column = (block // BLOCKS).to(tl.int64), block % BLOCKS * BLOCK + of_block
         for peer in tl.static_range(WORLD_SIZE):
-            value = tl.load(_values_at(tl.load(memory_ptr + peer) + place, DTYPE) + of_block)
+            value = tl.load(_pointer_at(tl.load(memory_ptr + peer) + place, DTYPE) + of_block)
             mask = (column < COLUMNS_PER_RANK) & (peer * COLUMNS_PER_RANK + column < size)
             tl.store(out_ptr + row * size + peer * COLUMNS_PER_RANK + column, value, mask=mask)
         place += BLOCK_BYTES
     tl.store(num_launches_ptr + program, num_launches + 1)
 
 
-def gather_columns(memory: PeerMemory, x: Tensor, each: int, size: int) -> Tensor:
+def gather_columns(memory: PeerMemory, x: Tensor, columns_per_rank: int, size: int) -> Tensor:
     """Collectives.gather_columns of espalier/shards/base.py."""
     rows, own_size = x.shape
     out = x.new_empty(rows, size)
-    _gather_kernel[(min(rows * -(-each // GATHER_BLOCK), PROGRAMS),)](
+    _gather_kernel[(min(rows * -(-columns_per_rank // GATHER_BLOCK), PROGRAMS),)](
         x, out, memory.addresses, memory.num_launches, memory.stop_flag, memory.rank, rows, x.stride(0), own_size, size,
-        COLUMNS_PER_RANK=each, BLOCK=GATHER_BLOCK, BLOCK_BYTES=GATHER_BLOCK * x.itemsize,
+        COLUMNS_PER_RANK=columns_per_rank, BLOCK=GATHER_BLOCK, BLOCK_BYTES=GATHER_BLOCK * x.itemsize,
         **_barrier_arguments(memory, 8),
     )  # fmt: skip
     return out
 
 
-def supports_gather(memory: PeerMemory, x: Tensor, each: int) -> bool:
+def supports_gather(memory: PeerMemory, x: Tensor, columns_per_rank: int) -> bool:
     """Whether `gather_columns` takes x."""
-    in_turn = -(-len(x) * -(-each // GATHER_BLOCK) // PROGRAMS)
+    in_turn = -(-len(x) * -(-columns_per_rank // GATHER_BLOCK) // PROGRAMS)
     return len(x) > 0 and in_turn * GATHER_BLOCK * x.itemsize <= memory.slot_bytes and x.stride(-1) == 1
 
 
-def _barrier_arguments(memory: PeerMemory, warps: int) -> dict[str, object]:
+def _barrier_arguments(memory: PeerMemory, num_warps: int) -> dict[str, object]:
     """The arguments of both kernels that `_barrier` and the slots need."""
     sizes = {
         "FLAG_BYTES": FLAGS_BYTES,
@@ -259,4 +259,4 @@ def _barrier_arguments(memory: PeerMemory, warps: int) -> dict[str, object]:
         "NUM_SLOTS": PROGRAMS,
         "WORLD_SIZE": memory.num_ranks,
     }
-    return {**sizes, "NUM_THREADS": 32 * warps, "num_warps": warps, **pdl_arguments(chip(memory.addresses))}
+    return {**sizes, "NUM_THREADS": 32 * num_warps, "num_warps": num_warps, **pdl_arguments(chip(memory.addresses))}

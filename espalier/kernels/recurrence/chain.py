@@ -15,21 +15,21 @@ import triton.language as tl
 from torch import Tensor
 
 from espalier.kernels.ops.recurrence import CHUNK_ROWS
-from espalier.kernels.ops.states import PathRows, StateColumns
-from espalier.kernels.recurrence.tree import MIN_BLOCK, Products, choose_products
+from espalier.kernels.ops.states import PathRows, SlotStates
+from espalier.kernels.recurrence.tree import MIN_BLOCK, ProductPrecision, choose_precision
 from espalier.kernels.runtime.jit import kernel
 from espalier.kernels.runtime.launch import acc_dtype, chip, next_power_of_2
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 
 # How many columns of keys, and of values, are multiplied at once.
-STEP = 64
+STEP_COLUMNS = 64
 
 
 @kernel
-def _rows_of_chunk(request, chunk, rows, count_ptr, CHUNK_ROWS: tl.constexpr):
+def _rows_of_chunk(request, chunk, rows_per_request, row_counts_ptr, CHUNK_ROWS: tl.constexpr):
     """For each row of the chunk: (row index, whether it is inside the batch row, whether it exists: no padding)."""
     within = chunk * CHUNK_ROWS + tl.arange(0, CHUNK_ROWS)
-    return request * rows + within, within < rows, within < tl.load(count_ptr + request)
+    return request * rows_per_request + within, within < rows_per_request, within < tl.load(row_counts_ptr + request)
 
 
 @kernel
@@ -54,17 +54,17 @@ def _inverse(system, PRECISION: tl.constexpr, PRODUCT: tl.constexpr, ACC_DTYPE: 
 
 @kernel
 def _solve_kernel(
-    k_ptr, v_ptr, gates_ptr, count_ptr, decay_ptr, key_ptr, w_ptr, new_ptr, rows,
-    HEADS: tl.constexpr, SHARE: tl.constexpr, K_SIZE: tl.constexpr, V_SIZE: tl.constexpr, DELTA_RULE: tl.constexpr,
+    k_ptr, v_ptr, gates_ptr, row_counts_ptr, decay_ptr, key_ptr, w_ptr, new_ptr, rows,
+    HEADS: tl.constexpr, GROUP_SIZE: tl.constexpr, K_SIZE: tl.constexpr, V_SIZE: tl.constexpr, DELTA_RULE: tl.constexpr,
     ACC_DTYPE: tl.constexpr, PRECISION: tl.constexpr, SOLVE: tl.constexpr, CHUNK_ROWS: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, STEP: tl.constexpr, USE_PDL: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, STEP_COLUMNS: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """Computes, for each chunk and head: the log-decay from the chunk's start to each row, the keys decayed to the
     chunk's end, w and u.  Padding rows add nothing to the state."""
     pdl_trigger_and_wait(USE_PDL)
     PRODUCT: tl.constexpr = new_ptr.dtype.element_ty
     head, chunk, request = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    row, is_row, exists = _rows_of_chunk(request, chunk, rows, count_ptr, CHUNK_ROWS)
+    row, is_row, exists = _rows_of_chunk(request, chunk, rows, row_counts_ptr, CHUNK_ROWS)
     exists = is_row & exists
     order = tl.arange(0, CHUNK_ROWS)
     gate = gates_ptr + row * 2 * HEADS + head
@@ -72,11 +72,11 @@ def _solve_kernel(
     beta = tl.load(gate + HEADS, mask=exists, other=0.0).to(ACC_DTYPE)
     of_row = ((request * tl.num_programs(1) + chunk) * HEADS + head) * CHUNK_ROWS + order
     tl.store(decay_ptr + of_row, decay)
-    of_key = (row * (HEADS // SHARE) + head // SHARE) * K_SIZE
+    of_key = (row * (HEADS // GROUP_SIZE) + head // GROUP_SIZE) * K_SIZE
     if DELTA_RULE:
         system = tl.zeros([CHUNK_ROWS, CHUNK_ROWS], ACC_DTYPE)
-        for first in range(0, BLOCK_K, STEP):
-            key = first + tl.arange(0, STEP)
+        for first in range(0, BLOCK_K, STEP_COLUMNS):
+            key = first + tl.arange(0, STEP_COLUMNS)
             mask = exists[:, None] & (key < K_SIZE)[None, :]
             k = tl.load(k_ptr + of_key[:, None] + key[None, :], mask=mask, other=0.0).to(PRODUCT)
             system += tl.dot(k, tl.trans(k), input_precision=PRECISION, out_dtype=ACC_DTYPE)
@@ -85,8 +85,8 @@ def _solve_kernel(
         inverse = _inverse(beta[:, None] * system * carry, PRECISION, SOLVE, ACC_DTYPE, CHUNK_ROWS)
         inverse = (inverse * beta[None, :]).to(PRODUCT)
     to_end = tl.exp(tl.sum(tl.where(order == CHUNK_ROWS - 1, decay, 0.0), 0) - decay)
-    for first in range(0, BLOCK_K, STEP):
-        key = first + tl.arange(0, STEP)
+    for first in range(0, BLOCK_K, STEP_COLUMNS):
+        key = first + tl.arange(0, STEP_COLUMNS)
         mask = (key < K_SIZE)[None, :]
         k = tl.load(k_ptr + of_key[:, None] + key[None, :], mask=exists[:, None] & mask, other=0.0).to(ACC_DTYPE)
         tile = of_row[:, None] * K_SIZE + key[None, :]
@@ -95,8 +95,8 @@ def _solve_kernel(
             k = (tl.exp(decay)[:, None] * k).to(PRODUCT)
             w = tl.dot(inverse, k, input_precision=PRECISION, out_dtype=ACC_DTYPE)
             tl.store(w_ptr + tile, w.to(PRODUCT), mask=mask)
-    for first in range(0, BLOCK_V, STEP):
-        value = first + tl.arange(0, STEP)
+    for first in range(0, BLOCK_V, STEP_COLUMNS):
+        value = first + tl.arange(0, STEP_COLUMNS)
         mask = (value < V_SIZE)[None, :]
         v_place = (row * HEADS + head)[:, None] * V_SIZE + value[None, :]
         new = tl.load(v_ptr + v_place, mask=exists[:, None] & mask, other=0.0).to(ACC_DTYPE)
@@ -109,26 +109,26 @@ def _solve_kernel(
 
 @kernel
 def _states_kernel(
-    state_ptr, slot_ptr, count_ptr, marked_ptr, mark_row_ptr, follows_ptr, decay_ptr, key_ptr, w_ptr, new_ptr,
-    before_ptr, batch, chunks,
+    state_ptr, slots_ptr, row_counts_ptr, snapshot_counts_ptr, snapshot_rows_ptr, continues_ptr, decay_ptr, key_ptr,
+    w_ptr, new_ptr, before_ptr, batch, chunks,
     HEADS: tl.constexpr, K_SIZE: tl.constexpr, V_SIZE: tl.constexpr, DELTA_RULE: tl.constexpr, ACC_DTYPE: tl.constexpr,
     PRECISION: tl.constexpr, CHUNK_ROWS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
     BLOCK_B: tl.constexpr, STAGES: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """new_ptr: u; the kernel replaces u by u - w S, the values that rows add.  before_ptr: the states before chunks.
     A snapshot's table row gets the state before the chunk that contains the snapshot; _outputs_kernel adds the rest.
-    follows_ptr: for each batch row, whether it continues the piece of a prompt in the batch row before; may be None."""
+    continues_ptr: for each batch row, whether it continues the piece of a prompt in the batch row before; may be None."""
     pdl_trigger_and_wait(USE_PDL)
     PRODUCT: tl.constexpr = new_ptr.dtype.element_ty
     v_blocks: tl.constexpr = (V_SIZE + BLOCK_V - 1) // BLOCK_V
     head, first = tl.program_id(0) // v_blocks, tl.program_id(1).to(tl.int64)
     pieces = 1
     is_first = True
-    if follows_ptr is not None:
+    if continues_ptr is not None:
         others = first + 1 + tl.arange(0, BLOCK_B)
-        goes_on = tl.load(follows_ptr + others, mask=others < batch, other=False).to(tl.int1)
+        goes_on = tl.load(continues_ptr + others, mask=others < batch, other=False).to(tl.int1)
         pieces = 1 + tl.min(tl.where(goes_on, BLOCK_B, tl.arange(0, BLOCK_B)), 0)
-        is_first = tl.load(follows_ptr + first) == 0
+        is_first = tl.load(continues_ptr + first) == 0
     if is_first:
         key, value = tl.arange(0, BLOCK_K), tl.program_id(0) % v_blocks * BLOCK_V + tl.arange(0, BLOCK_V)
         order = tl.arange(0, CHUNK_ROWS)
@@ -136,15 +136,15 @@ def _states_kernel(
         is_both = is_key[:, None] & is_value[None, :]
         within = key[:, None] * V_SIZE + value[None, :]
         place = head * K_SIZE * V_SIZE + within
-        own = state_ptr + tl.load(slot_ptr + first) * HEADS * K_SIZE * V_SIZE
+        own = state_ptr + tl.load(slots_ptr + first) * HEADS * K_SIZE * V_SIZE
         state = tl.load(own + place, mask=is_both, other=0.0)
         for i in tl.range(0, pieces * chunks, num_stages=STAGES):
             tile = (first * chunks + i) * HEADS + head
-            if marked_ptr is not None:
+            if snapshot_counts_ptr is not None:
                 request = first + i // chunks
-                here = tl.load(marked_ptr + request) - i % chunks * CHUNK_ROWS
+                here = tl.load(snapshot_counts_ptr + request) - i % chunks * CHUNK_ROWS
                 if (here > 0) & (here <= CHUNK_ROWS):
-                    mark = state_ptr + tl.load(mark_row_ptr + request) * HEADS * K_SIZE * V_SIZE
+                    mark = state_ptr + tl.load(snapshot_rows_ptr + request) * HEADS * K_SIZE * V_SIZE
                     tl.store(mark + place, state, mask=is_both)
             before = state.to(PRODUCT)
             tl.store(before_ptr + tile * K_SIZE * V_SIZE + within, before, mask=is_both)
@@ -160,17 +160,17 @@ def _states_kernel(
             whole = tl.load(decay_ptr + tile * CHUNK_ROWS + CHUNK_ROWS - 1)
             state = tl.exp(whole) * state
             state += tl.dot(tl.trans(k), new, input_precision=PRECISION, out_dtype=ACC_DTYPE)
-        if tl.load(count_ptr + first) > 0:
+        if tl.load(row_counts_ptr + first) > 0:
             tl.store(own + place, state, mask=is_both)
 
 
 @kernel
 def _outputs_kernel(
-    q_ptr, k_ptr, v_ptr, state_ptr, count_ptr, marked_ptr, mark_row_ptr, decay_ptr, new_ptr, before_ptr, skip_ptr,
-    out_ptr, rows,
-    HEADS: tl.constexpr, SHARE: tl.constexpr, K_SIZE: tl.constexpr, V_SIZE: tl.constexpr, ACC_DTYPE: tl.constexpr,
-    PRECISION: tl.constexpr, CHUNK_ROWS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, STEP: tl.constexpr,
-    USE_PDL: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, state_ptr, row_counts_ptr, snapshot_counts_ptr, snapshot_rows_ptr, decay_ptr, new_ptr,
+    before_ptr, skip_ptr, out_ptr, rows,
+    HEADS: tl.constexpr, GROUP_SIZE: tl.constexpr, K_SIZE: tl.constexpr, V_SIZE: tl.constexpr, ACC_DTYPE: tl.constexpr,
+    PRECISION: tl.constexpr, CHUNK_ROWS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    STEP_COLUMNS: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """Computes the outputs of a chunk.  If the chunk contains a snapshot, the kernel also adds the chunk's rows up to
     the snapshot to the state in the snapshot's table row."""
@@ -178,15 +178,15 @@ def _outputs_kernel(
     PRODUCT: tl.constexpr = new_ptr.dtype.element_ty
     v_blocks: tl.constexpr = (V_SIZE + BLOCK_V - 1) // BLOCK_V
     head, chunk, request = tl.program_id(0) // v_blocks, tl.program_id(1), tl.program_id(2).to(tl.int64)
-    row, is_row, exists = _rows_of_chunk(request, chunk, rows, count_ptr, CHUNK_ROWS)
+    row, is_row, exists = _rows_of_chunk(request, chunk, rows, row_counts_ptr, CHUNK_ROWS)
     order, value = tl.arange(0, CHUNK_ROWS), tl.program_id(0) % v_blocks * BLOCK_V + tl.arange(0, BLOCK_V)
     is_value = value < V_SIZE
     tile = (request * tl.num_programs(1) + chunk) * HEADS + head
     decay = tl.load(decay_ptr + tile * CHUNK_ROWS + order)
-    of_key = (row * (HEADS // SHARE) + head // SHARE) * K_SIZE
+    of_key = (row * (HEADS // GROUP_SIZE) + head // GROUP_SIZE) * K_SIZE
     scores, out = tl.zeros([CHUNK_ROWS, CHUNK_ROWS], ACC_DTYPE), tl.zeros([CHUNK_ROWS, BLOCK_V], ACC_DTYPE)
-    for first in range(0, BLOCK_K, STEP):
-        key = first + tl.arange(0, STEP)
+    for first in range(0, BLOCK_K, STEP_COLUMNS):
+        key = first + tl.arange(0, STEP_COLUMNS)
         is_key, k_place = key < K_SIZE, of_key[:, None] + key[None, :]
         q = tl.load(q_ptr + k_place, mask=is_row[:, None] & is_key[None, :], other=0.0).to(PRODUCT)
         k = tl.load(k_ptr + k_place, mask=(is_row & exists)[:, None] & is_key[None, :], other=0.0).to(PRODUCT)
@@ -205,15 +205,15 @@ def _outputs_kernel(
     if skip_ptr is not None:
         out += tl.load(skip_ptr + head).to(ACC_DTYPE) * tl.load(v_ptr + v_place, mask=is_out, other=0.0).to(ACC_DTYPE)
     tl.store(out_ptr + v_place, out.to(out_ptr.dtype.element_ty), mask=is_out)
-    if marked_ptr is not None:
-        here = tl.load(marked_ptr + request) - chunk * CHUNK_ROWS
+    if snapshot_counts_ptr is not None:
+        here = tl.load(snapshot_counts_ptr + request) - chunk * CHUNK_ROWS
         if (here > 0) & (here <= CHUNK_ROWS):
             whole = tl.sum(tl.where(order == here - 1, decay, 0.0), 0)
             share = tl.where(order < here, tl.exp(tl.where(order < here, whole - decay, 0.0)), 0.0)
             taken = (share[:, None] * new.to(ACC_DTYPE)).to(PRODUCT)
-            state_ptr += (tl.load(mark_row_ptr + request) * HEADS + head) * K_SIZE * V_SIZE
-            for first in range(0, BLOCK_K, STEP):
-                key = first + tl.arange(0, STEP)
+            state_ptr += (tl.load(snapshot_rows_ptr + request) * HEADS + head) * K_SIZE * V_SIZE
+            for first in range(0, BLOCK_K, STEP_COLUMNS):
+                key = first + tl.arange(0, STEP_COLUMNS)
                 is_both = (key < K_SIZE)[:, None] & is_value[None, :]
                 is_key = (is_row & exists)[:, None] & (key < K_SIZE)[None, :]
                 k = tl.load(k_ptr + of_key[:, None] + key[None, :], mask=is_key, other=0.0).to(PRODUCT)
@@ -225,10 +225,10 @@ def _outputs_kernel(
 def chain_outputs(
     q: Tensor,
     rows: tuple[Tensor, Tensor, Tensor],
-    state: StateColumns,
+    state: SlotStates,
     path: PathRows,
-    skip: Tensor | None,
-    delta: bool,
+    skip_weight: Tensor | None,
+    is_delta_rule: bool,
 ) -> Tensor:
     """See ops/states.py.  Tolerance of outputs and states: tree_outputs' times the condition number of a chunk's
     system."""
@@ -239,12 +239,12 @@ def chain_outputs(
     out = torch.empty_like(v)
     if not batch or not count:
         return out
-    chunks, products = -(-count // CHUNK_ROWS), choose_products(v, table)
+    chunks, products = -(-count // CHUNK_ROWS), choose_precision(v, table)
     plan = choose_plan(v_size, products)
-    tiles, kept = (batch, chunks, heads), table.new_empty(0, dtype=products.kept)
+    tiles, kept = (batch, chunks, heads), table.new_empty(0, dtype=products.operand_dtype)
     decay = table.new_empty(*tiles, CHUNK_ROWS)
     keys, new = kept.new_empty(*tiles, CHUNK_ROWS, k_size), kept.new_empty(*tiles, CHUNK_ROWS, v_size)
-    w = torch.empty_like(keys) if delta else None
+    w = torch.empty_like(keys) if is_delta_rule else None
     before = kept.new_empty(*tiles, k_size, v_size)
     constants = {
         "HEADS": heads,
@@ -257,29 +257,33 @@ def chain_outputs(
         **pdl_arguments(chip(v)),
     }
     _solve_kernel[heads, chunks, batch](
-        *(k, v, gates, path.taken, decay, keys, w, new, count),
-        SHARE=heads // k_heads, DELTA_RULE=delta, SOLVE=plan.solve, BLOCK_V=max(next_power_of_2(v_size), MIN_BLOCK),
-        STEP=STEP, num_warps=plan.solve_warps, **constants,
+        *(k, v, gates, path.row_counts, decay, keys, w, new, count),
+        GROUP_SIZE=heads // k_heads, DELTA_RULE=is_delta_rule, SOLVE=plan.solve_dtype,
+        BLOCK_V=max(next_power_of_2(v_size), MIN_BLOCK), STEP_COLUMNS=STEP_COLUMNS, num_warps=plan.solve_warps,
+        **constants,
     )  # fmt: skip
     _states_kernel[heads * -(-v_size // plan.states_v), batch](
-        *(table, slots, path.taken, path.marked, path.mark_row, path.follows, decay, keys, w, new, before),
+        *(table, slots, path.row_counts, path.snapshot_counts, path.snapshot_rows, path.continues_previous),
+        *(decay, keys, w, new, before),
         *(batch, chunks),
-        DELTA_RULE=delta, BLOCK_V=plan.states_v, BLOCK_B=next_power_of_2(batch), STAGES=plan.stages,
+        DELTA_RULE=is_delta_rule, BLOCK_V=plan.states_v, BLOCK_B=next_power_of_2(batch), STAGES=plan.stages,
         num_warps=plan.states_warps, **constants,
     )  # fmt: skip
     _outputs_kernel[heads * -(-v_size // plan.outputs_v), chunks, batch](
-        *(q, k, v, table, path.taken, path.marked, path.mark_row, decay, new, before, skip, out, count),
-        SHARE=heads // k_heads, BLOCK_V=plan.outputs_v, STEP=STEP, num_warps=plan.outputs_warps, num_stages=2,
+        *(q, k, v, table, path.row_counts, path.snapshot_counts, path.snapshot_rows),
+        *(decay, new, before, skip_weight, out, count),
+        GROUP_SIZE=heads // k_heads, BLOCK_V=plan.outputs_v, STEP_COLUMNS=STEP_COLUMNS, num_warps=plan.outputs_warps,
+        num_stages=2,
         **constants,
     )  # fmt: skip
     return out
 
 
-class Plan(NamedTuple):
+class ChainPlan(NamedTuple):
     """Launch parameters.  states_v, outputs_v: columns of a state per program.  stages: chunks whose loads are in
     flight."""
 
-    solve: object
+    solve_dtype: object
     solve_warps: int
     states_v: int
     states_warps: int
@@ -288,7 +292,7 @@ class Plan(NamedTuple):
     outputs_warps: int
 
 
-def choose_plan(v_size: int, products: Products) -> Plan:
+def choose_plan(v_size: int, products: ProductPrecision) -> ChainPlan:
     """Chooses the launch parameters.
 
     With 16-bit operands, a program of _outputs_kernel takes 64 columns even if a head is smaller, so that all operands
@@ -296,6 +300,6 @@ def choose_plan(v_size: int, products: Products) -> Plan:
     (tests/kernels/machine_code.py).
     """
     largest = max(next_power_of_2(v_size), MIN_BLOCK)
-    if products.kept.itemsize > 2:
-        return Plan(products.operand, 4, min(largest, 32), 4, 1, min(largest, 32), 4)
-    return Plan(tl.bfloat16, 4, min(largest, 32), 4, 3, 64, 4)
+    if products.operand_dtype.itemsize > 2:
+        return ChainPlan(products.operand_type, 4, min(largest, 32), 4, 1, min(largest, 32), 4)
+    return ChainPlan(tl.bfloat16, 4, min(largest, 32), 4, 3, 64, 4)

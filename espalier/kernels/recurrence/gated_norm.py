@@ -13,8 +13,8 @@ from torch import Tensor
 from espalier.errors import EspalierError
 from espalier.kernels.layers.quantise_rows import allocate_rounded_rows, divide_by_scale, fp8_scale
 from espalier.kernels.layers.quantised import FP8_MAX, InputRows, InputScales
-from espalier.kernels.ops.states import OutputGate, rounds_groups
-from espalier.kernels.recurrence.inputs import num_parts
+from espalier.kernels.ops.states import OutputGate, can_round_groups
+from espalier.kernels.recurrence.inputs import num_partial_sums
 from espalier.kernels.runtime.jit import kernel, load_sum
 from espalier.kernels.runtime.launch import acc_dtype, chip, next_power_of_2
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
@@ -26,7 +26,7 @@ WARP_VALUES, MAX_WARPS = 256, 16
 
 
 @kernel
-def _normed(
+def _norm_and_gate(
     x, gate, weight, SIZE: tl.constexpr, GATE_BEFORE_NORM: tl.constexpr, EPS: tl.constexpr, ACC_DTYPE: tl.constexpr,
     DTYPE: tl.constexpr,
 ):  # fmt: skip
@@ -44,9 +44,9 @@ def _normed(
 @kernel(do_not_specialize=["num_rows"])
 def _gated_norm_kernel(
     x_ptr, gate_ptr, weight_ptr, out_ptr, scales_ptr, static_scale_ptr, num_rows, gate_stride, gate_split_stride,
-    GROUPS: tl.constexpr, SIZE: tl.constexpr, SHARE: tl.constexpr, STEP: tl.constexpr, GATE_BEFORE_NORM: tl.constexpr,
-    SPLITS: tl.constexpr, EPS: tl.constexpr, ACC_DTYPE: tl.constexpr, FP8_MAX: tl.constexpr, WHOLE_ROW: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK: tl.constexpr, USE_PDL: tl.constexpr,
+    GROUPS: tl.constexpr, SIZE: tl.constexpr, ADJACENT_GROUPS: tl.constexpr, COLUMN_STRIDE: tl.constexpr,
+    GATE_BEFORE_NORM: tl.constexpr, SPLITS: tl.constexpr, EPS: tl.constexpr, ACC_DTYPE: tl.constexpr,
+    FP8_MAX: tl.constexpr, WHOLE_ROW: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """A program holds BLOCK_R groups of BLOCK columns: all groups of a row if WHOLE_ROW, else the same group of many rows.
 
@@ -63,7 +63,7 @@ def _gated_norm_kernel(
     exists = (row < num_rows) & (group < GROUPS)
     mask = exists[:, None] & (column < SIZE)[None, :]
     place = (row * GROUPS + group)[:, None] * SIZE + column[None, :]
-    gate_at = row * gate_stride + group // SHARE * STEP + group % SHARE * SIZE
+    gate_at = row * gate_stride + group // ADJACENT_GROUPS * COLUMN_STRIDE + group % ADJACENT_GROUPS * SIZE
     x = tl.load(x_ptr + place, mask=mask, other=0.0).to(ACC_DTYPE)
     gate = load_sum(gate_ptr + gate_at[:, None] + column[None, :], gate_split_stride, mask, SPLITS, DTYPE, ACC_DTYPE)
     if weight_ptr is None:
@@ -71,7 +71,7 @@ def _gated_norm_kernel(
     else:
         of_group = group * SIZE if GATE_BEFORE_NORM else group * 0
         weight = tl.load(weight_ptr + of_group[:, None] + column[None, :], mask=mask, other=0.0).to(ACC_DTYPE)
-        out = _normed(x, gate, weight, SIZE, GATE_BEFORE_NORM, EPS, ACC_DTYPE, DTYPE)
+        out = _norm_and_gate(x, gate, weight, SIZE, GATE_BEFORE_NORM, EPS, ACC_DTYPE, DTYPE)
     if scales_ptr is not None:
         out = out.to(DTYPE).to(ACC_DTYPE)
         if WHOLE_ROW:
@@ -86,18 +86,18 @@ def _gated_norm_kernel(
 
 
 def gated_norm(
-    read: Tensor, gate: OutputGate, weight: Tensor | None, eps: float = 0.0, rounding: InputScales | None = None
+    x: Tensor, gate: OutputGate, weight: Tensor | None, eps: float = 0.0, rounding: InputScales | None = None
 ) -> InputRows:
     """See ops/states.py.  Tolerance: two ulps of the reference.  The rounded result equals the unrounded result after
     quantise_rows."""
-    read = read.contiguous()
-    num_rows, groups, size = read.shape
-    if rounding is not None and not rounds_groups(size, groups, rounding):
+    x = x.contiguous()
+    num_rows, groups, size = x.shape
+    if rounding is not None and not can_round_groups(size, groups, rounding):
         raise EspalierError(
             f"a gated norm of {groups} groups of {size} columns is not rounded in groups of {rounding.group}"
         )
-    rounded = None if rounding is None else allocate_rounded_rows(read.flatten(1), rounding)
-    out = torch.empty_like(read) if rounded is None else rounded.values
+    rounded = None if rounding is None else allocate_rounded_rows(x.flatten(1), rounding)
+    out = torch.empty_like(x) if rounded is None else rounded.values
     if not num_rows:
         return out.flatten(1) if rounded is None else rounded
     block = next_power_of_2(size)
@@ -106,11 +106,12 @@ def gated_norm(
     warps = min(block_r * block // WARP_VALUES, MAX_WARPS) if is_whole else 4 if block >= 512 else 2
     values = gate.values
     _gated_norm_kernel[(num_rows,) if is_whole else (-(-num_rows // block_r), groups)](
-        *(read, values, weight, out),
+        *(x, values, weight, out),
         *(None if rounded is None else rounded.scales, None if rounding is None else rounding.static),
         *(num_rows, values.stride(-2), values.stride(0)),
-        GROUPS=groups, SIZE=size, SHARE=gate.share, STEP=gate.step, GATE_BEFORE_NORM=gate.is_first,
-        SPLITS=num_parts(values), EPS=eps, ACC_DTYPE=acc_dtype(read.dtype), FP8_MAX=FP8_MAX, WHOLE_ROW=is_whole,
-        BLOCK_R=block_r, BLOCK=block, num_warps=max(warps, 1), **pdl_arguments(chip(read)),
+        GROUPS=groups, SIZE=size, ADJACENT_GROUPS=gate.adjacent_groups, COLUMN_STRIDE=gate.column_stride,
+        GATE_BEFORE_NORM=gate.before_norm, SPLITS=num_partial_sums(values), EPS=eps, ACC_DTYPE=acc_dtype(x.dtype),
+        FP8_MAX=FP8_MAX, WHOLE_ROW=is_whole, BLOCK_R=block_r, BLOCK=block, num_warps=max(warps, 1),
+        **pdl_arguments(chip(x)),
     )  # fmt: skip
     return out.flatten(1) if rounded is None else rounded

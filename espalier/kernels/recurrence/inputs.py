@@ -9,8 +9,8 @@ from __future__ import annotations
 import triton.language as tl
 from torch import Tensor
 
-from espalier.kernels.ops.recurrence import UNIT_EPS, ShortConv
-from espalier.kernels.ops.states import Columns, GateInputs, Prepared, RowInputs
+from espalier.kernels.ops.recurrence import L2_NORM_EPS, ShortConv
+from espalier.kernels.ops.states import ConvColumns, GateInputs, PreparedRows, RowInputs
 from espalier.kernels.runtime.jit import kernel, load_sum
 from espalier.kernels.runtime.launch import acc_dtype, chip, next_power_of_2
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger, pdl_wait
@@ -24,7 +24,7 @@ def input_column(
     channel, Q_COLUMN: tl.constexpr, K_COLUMN: tl.constexpr, V_COLUMN: tl.constexpr, K_HEAD_STRIDE: tl.constexpr,
     V_GROUP_STRIDE: tl.constexpr, K_SIZE: tl.constexpr, Q_CHANNELS: tl.constexpr, V_GROUP_CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """Returns the column that holds a channel (ops/states.py:Columns).  Q_CHANNELS: the number of channels of q.
+    """Returns the column that holds a channel (ops/states.py:ConvColumns).  Q_CHANNELS: the number of channels of q.
     V_GROUP_CHANNELS: the number of channels of the heads of v that share a head of k."""
     of_v = channel - 2 * Q_CHANNELS
     column = V_COLUMN + of_v // V_GROUP_CHANNELS * V_GROUP_STRIDE + of_v % V_GROUP_CHANNELS
@@ -44,18 +44,18 @@ def softplus(x):
 
 
 @kernel
-def _convolved(
-    x_ptr, tail_ptr, parent_ptr, weight_ptr, bias_ptr, staged_ptr, row, within, slot, follows, is_row, column, channel,
-    is_channel, x_stride, x_split_stride,
+def _convolve(
+    x_ptr, tail_ptr, parent_ptr, weight_ptr, bias_ptr, staged_ptr, row, row_in_request, slot, continues_previous,
+    is_row, column, channel, is_channel, x_stride, x_split_stride,
     CHANNELS: tl.constexpr, TAPS: tl.constexpr, SILU: tl.constexpr, SPLITS: tl.constexpr, ACC_DTYPE: tl.constexpr,
 ):  # fmt: skip
     """Returns the convolution's output [rows, channels] in the model's dtype, that of tails.
-    within: the index of each row in its request."""
+    row_in_request: the index of each row in its request."""
     DTYPE: tl.constexpr = tail_ptr.dtype.element_ty
-    at, first = within, row - within
+    at, first = row_in_request, row - row_in_request
     out = tl.zeros([row.shape[0], channel.shape[0]], ACC_DTYPE)
     for tap in tl.static_range(TAPS):
-        is_new = is_row & ((at >= 0) | follows)
+        is_new = is_row & ((at >= 0) | continues_previous)
         mask = is_channel[None, :] & is_new[:, None]
         value_ptrs = x_ptr + (first + at)[:, None] * x_stride + column[None, :]
         value = load_sum(value_ptrs, x_split_stride, mask, SPLITS, DTYPE, ACC_DTYPE)
@@ -80,13 +80,13 @@ def _convolved(
 
 
 @kernel
-def _gates(
+def _compute_gates(
     decay_ptr, beta_ptr, A_log_ptr, dt_bias_ptr, row, head, is_row, row_stride, split_stride, MIN_DT: tl.constexpr,
-    MAX_DT: tl.constexpr, SHARE: tl.constexpr, STEP: tl.constexpr, SPLITS: tl.constexpr, DTYPE: tl.constexpr,
-    ACC_DTYPE: tl.constexpr,
+    MAX_DT: tl.constexpr, GROUP_SIZE: tl.constexpr, COLUMN_STRIDE: tl.constexpr, SPLITS: tl.constexpr,
+    DTYPE: tl.constexpr, ACC_DTYPE: tl.constexpr,
 ):  # fmt: skip
     """Returns (the logarithm of the decay, beta).  beta_ptr: None if beta is t itself (GateInputs, Mamba-2)."""
-    column = head // SHARE * STEP + head % SHARE
+    column = head // GROUP_SIZE * COLUMN_STRIDE + head % GROUP_SIZE
     raw = load_sum(decay_ptr + row * row_stride + column, split_stride, is_row, SPLITS, DTYPE, ACC_DTYPE)
     step = softplus(raw + tl.load(dt_bias_ptr + head).to(ACC_DTYPE))
     if MIN_DT is not None:
@@ -102,22 +102,23 @@ def _gates(
 
 
 @kernel
-def _q_or_k(
-    x_ptr, tail_ptr, parent_ptr, weight_ptr, bias_ptr, q_ptr, k_ptr, staged_ptr, row, within, slot, follows, is_row,
-    part, x_stride, x_split_stride,
+def _compute_q_or_k(
+    x_ptr, tail_ptr, parent_ptr, weight_ptr, bias_ptr, q_ptr, k_ptr, staged_ptr, row, row_in_request, slot,
+    continues_previous, is_row, head_index, x_stride, x_split_stride,
     K_HEADS: tl.constexpr, K_SIZE: tl.constexpr, CHANNELS: tl.constexpr, Q_COLUMN: tl.constexpr, K_COLUMN: tl.constexpr,
     K_HEAD_STRIDE: tl.constexpr, TAPS: tl.constexpr, SILU: tl.constexpr, SPLITS: tl.constexpr,
     NORMALIZES_QK: tl.constexpr, EPS: tl.constexpr, ACC_DTYPE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Computes one head of q or k.  part: the head's index; q's heads come first, then k's."""
+    """Computes one head of q or k.  head_index: the head's index; q's heads come first, then k's."""
     of_head = tl.arange(0, BLOCK)
     is_channel = of_head < K_SIZE
-    is_q = part < K_HEADS
-    head = tl.where(is_q, part, part - K_HEADS)
+    is_q = head_index < K_HEADS
+    head = tl.where(is_q, head_index, head_index - K_HEADS)
     column = tl.where(is_q, Q_COLUMN, K_COLUMN) + head * K_HEAD_STRIDE + of_head
-    out = _convolved(
-        x_ptr, tail_ptr, parent_ptr, weight_ptr, bias_ptr, staged_ptr, row, within, slot, follows, is_row, column,
-        part * K_SIZE + of_head, is_channel, x_stride, x_split_stride, CHANNELS, TAPS, SILU, SPLITS, ACC_DTYPE,
+    out = _convolve(
+        x_ptr, tail_ptr, parent_ptr, weight_ptr, bias_ptr, staged_ptr, row, row_in_request, slot, continues_previous,
+        is_row, column, head_index * K_SIZE + of_head, is_channel, x_stride, x_split_stride, CHANNELS, TAPS, SILU,
+        SPLITS, ACC_DTYPE,
     )  # fmt: skip
     exact = out.to(ACC_DTYPE)
     if NORMALIZES_QK:
@@ -133,11 +134,11 @@ def _q_or_k(
 
 
 @kernel
-def _v_and_gates(
+def _compute_v_and_gates(
     x_ptr, tail_ptr, parent_ptr, weight_ptr, bias_ptr, decay_ptr, beta_ptr, A_log_ptr, dt_bias_ptr, v_ptr, gates_ptr,
-    staged_ptr, row, within, slot, follows, is_row, head, x_stride, x_split_stride,
+    staged_ptr, row, row_in_request, slot, continues_previous, is_row, head, x_stride, x_split_stride,
     gate_stride, gate_split_stride,
-    HEADS: tl.constexpr, SHARE: tl.constexpr, FIRST: tl.constexpr, V_SIZE: tl.constexpr, CHANNELS: tl.constexpr,
+    HEADS: tl.constexpr, GROUP_SIZE: tl.constexpr, FIRST: tl.constexpr, V_SIZE: tl.constexpr, CHANNELS: tl.constexpr,
     V_COLUMN: tl.constexpr, V_GROUP_STRIDE: tl.constexpr, GATE_STRIDE: tl.constexpr, MIN_DT: tl.constexpr,
     MAX_DT: tl.constexpr, TAPS: tl.constexpr, SILU: tl.constexpr, SPLITS: tl.constexpr, NUM_GATE_SPLITS: tl.constexpr,
     ACC_DTYPE: tl.constexpr, BLOCK: tl.constexpr,
@@ -146,17 +147,17 @@ def _v_and_gates(
     of_head = tl.arange(0, BLOCK)
     channel = FIRST + head * V_SIZE + of_head
     is_channel = (of_head < V_SIZE) & (channel < CHANNELS)
-    column = V_COLUMN + head // SHARE * V_GROUP_STRIDE + head % SHARE * V_SIZE + of_head
-    out = _convolved(
-        x_ptr, tail_ptr, parent_ptr, weight_ptr, bias_ptr, staged_ptr, row, within, slot, follows, is_row, column,
-        channel, is_channel, x_stride, x_split_stride, CHANNELS, TAPS, SILU, SPLITS, ACC_DTYPE,
+    column = V_COLUMN + head // GROUP_SIZE * V_GROUP_STRIDE + head % GROUP_SIZE * V_SIZE + of_head
+    out = _convolve(
+        x_ptr, tail_ptr, parent_ptr, weight_ptr, bias_ptr, staged_ptr, row, row_in_request, slot, continues_previous,
+        is_row, column, channel, is_channel, x_stride, x_split_stride, CHANNELS, TAPS, SILU, SPLITS, ACC_DTYPE,
     )  # fmt: skip
     place = row[:, None] * (CHANNELS - FIRST) + head * V_SIZE + of_head[None, :]
     tl.store(v_ptr + place, out, mask=is_row[:, None] & is_channel[None, :])
     if A_log_ptr is not None:
-        log_decay, beta = _gates(
+        log_decay, beta = _compute_gates(
             decay_ptr, beta_ptr, A_log_ptr, dt_bias_ptr, row, head, is_row, gate_stride, gate_split_stride, MIN_DT,
-            MAX_DT, SHARE, GATE_STRIDE, NUM_GATE_SPLITS, tail_ptr.dtype.element_ty, ACC_DTYPE,
+            MAX_DT, GROUP_SIZE, GATE_STRIDE, NUM_GATE_SPLITS, tail_ptr.dtype.element_ty, ACC_DTYPE,
         )  # fmt: skip
         tl.store(gates_ptr + row * 2 * HEADS + head, log_decay, mask=is_row)
         tl.store(gates_ptr + row * 2 * HEADS + HEADS + head, beta, mask=is_row)
@@ -164,7 +165,7 @@ def _v_and_gates(
 
 @kernel(do_not_specialize=["num_rows", "rows"])
 def _prepare_kernel(
-    x_ptr, tail_ptr, slot_ptr, parent_ptr, follows_ptr, weight_ptr, bias_ptr, decay_ptr, beta_ptr, A_log_ptr,
+    x_ptr, tail_ptr, slots_ptr, parent_ptr, continues_ptr, weight_ptr, bias_ptr, decay_ptr, beta_ptr, A_log_ptr,
     dt_bias_ptr, q_ptr, k_ptr, v_ptr, gates_ptr, staged_ptr,
     num_rows, rows, x_stride, x_split_stride, gate_stride, gate_split_stride,
     HEADS: tl.constexpr, K_HEADS: tl.constexpr, K_SIZE: tl.constexpr, V_SIZE: tl.constexpr, CHANNELS: tl.constexpr,
@@ -174,7 +175,7 @@ def _prepare_kernel(
     NORMALIZES_QK: tl.constexpr, EPS: tl.constexpr, ACC_DTYPE: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """For channels and columns see ops/states.py:Columns.
+    """For channels and columns see ops/states.py:ConvColumns.
 
     This kernel waits for the kernel before it, then triggers the next one, because the next kernel may read states
     before it waits (tree.py).
@@ -186,36 +187,36 @@ def _prepare_kernel(
     is_row = row < num_rows
     request = row // rows
     within = row % rows
-    slot = tl.load(slot_ptr + request, mask=is_row, other=0)
+    slot = tl.load(slots_ptr + request, mask=is_row, other=0)
     follows = is_row & False
-    if follows_ptr is not None:
-        follows = tl.load(follows_ptr + request, mask=is_row, other=False).to(tl.int1)
+    if continues_ptr is not None:
+        follows = tl.load(continues_ptr + request, mask=is_row, other=False).to(tl.int1)
     # Each branch calls a function, because Triton requires one shape per name in both branches of a function.  For a
     # convolution without heads, the branch of q and k is not compiled.
     if K_HEADS:  # noqa: SIM102
         if part < 2 * K_HEADS:
-            _q_or_k(
+            _compute_q_or_k(
                 x_ptr, tail_ptr, parent_ptr, weight_ptr, bias_ptr, q_ptr, k_ptr, staged_ptr, row, within, slot, follows,
                 is_row, part, x_stride, x_split_stride, K_HEADS, K_SIZE, CHANNELS, Q_COLUMN, K_COLUMN, K_HEAD_STRIDE,
                 TAPS, SILU, SPLITS, NORMALIZES_QK, EPS, ACC_DTYPE, BLOCK_K,
             )  # fmt: skip
     if part >= 2 * K_HEADS:
-        SHARE: tl.constexpr = HEADS // K_HEADS if K_HEADS else HEADS
-        _v_and_gates(
+        GROUP_SIZE: tl.constexpr = HEADS // K_HEADS if K_HEADS else HEADS
+        _compute_v_and_gates(
             x_ptr, tail_ptr, parent_ptr, weight_ptr, bias_ptr, decay_ptr, beta_ptr, A_log_ptr, dt_bias_ptr, v_ptr,
             gates_ptr, staged_ptr, row, within, slot, follows, is_row, part - 2 * K_HEADS, x_stride, x_split_stride,
-            gate_stride, gate_split_stride, HEADS, SHARE, 2 * K_HEADS * K_SIZE, V_SIZE, CHANNELS, V_COLUMN,
+            gate_stride, gate_split_stride, HEADS, GROUP_SIZE, 2 * K_HEADS * K_SIZE, V_SIZE, CHANNELS, V_COLUMN,
             V_GROUP_STRIDE, GATE_STRIDE, MIN_DT, MAX_DT, TAPS, SILU, SPLITS, NUM_GATE_SPLITS, ACC_DTYPE, BLOCK_V,
         )  # fmt: skip
 
 
-def num_parts(values: Tensor) -> int:
+def num_partial_sums(values: Tensor) -> int:
     """The number of partial sums: `values` is [parts, N, columns], or [N, columns]."""
     return len(values) if values.ndim == 3 else 1
 
 
-def prepare(
-    inputs: Tensor, gates: GateInputs | None, conv: ShortConv, columns: Columns, rows: RowInputs, out: Prepared
+def prepare_rows(
+    inputs: Tensor, gates: GateInputs | None, conv: ShortConv, columns: ConvColumns, rows: RowInputs, out: PreparedRows
 ) -> None:
     """See ops/states.py.  Tolerance: an ulp of the inputs' dtype after the convolution, then an ulp of float32 (float64
     for float64)."""
@@ -227,19 +228,20 @@ def prepare(
     gate_strides, gate_splits, step, low, high = (0, 0), 1, 1, None, None
     if gates is not None:
         of_gates = (gates.decay, gates.beta, gates.A_log, gates.dt_bias)
-        gate_strides, gate_splits = (gates.decay.stride(-2), gates.decay.stride(0)), num_parts(gates.decay)
-        step, low, high = gates.step, *gates.bounds
+        gate_strides, gate_splits = (gates.decay.stride(-2), gates.decay.stride(0)), num_partial_sums(gates.decay)
+        step, low, high = gates.column_stride, *gates.dt_bounds
     heads, v_size = (columns.heads, columns.v_size) if columns.heads else (-(-columns.channels // BLOCK_C), BLOCK_C)
     block = 4 if num_rows <= 256 else 16
     _prepare_kernel[-(-num_rows // block), 2 * columns.k_heads + heads](
-        *(inputs, rows.tail, rows.slots, parents, rows.follows, conv.weight, conv.bias),
+        *(inputs, rows.tail, rows.slots, parents, rows.continues_previous, conv.weight, conv.bias),
         *of_gates,
         *out,
         *(num_rows, rows.width, inputs.stride(-2), inputs.stride(0), *gate_strides),
         HEADS=heads, K_HEADS=columns.k_heads, K_SIZE=columns.k_size or 1, V_SIZE=v_size, CHANNELS=columns.channels,
-        Q_COLUMN=columns.q, K_COLUMN=columns.k, V_COLUMN=columns.v, K_HEAD_STRIDE=columns.k_step,
-        V_GROUP_STRIDE=columns.v_step, GATE_STRIDE=step, MIN_DT=low, MAX_DT=high, TAPS=conv.weight.shape[1],
-        SILU=conv.silu, SPLITS=num_parts(inputs), NUM_GATE_SPLITS=gate_splits, NORMALIZES_QK=columns.units,
-        EPS=UNIT_EPS, ACC_DTYPE=acc_dtype(rows.tail.dtype), BLOCK_R=block, BLOCK_K=next_power_of_2(columns.k_size or 1),
+        Q_COLUMN=columns.q_column, K_COLUMN=columns.k_column, V_COLUMN=columns.v_column,
+        K_HEAD_STRIDE=columns.k_head_stride, V_GROUP_STRIDE=columns.v_group_stride, GATE_STRIDE=step, MIN_DT=low,
+        MAX_DT=high, TAPS=conv.weight.shape[1], SILU=conv.silu, SPLITS=num_partial_sums(inputs),
+        NUM_GATE_SPLITS=gate_splits, NORMALIZES_QK=columns.normalizes_qk, EPS=L2_NORM_EPS,
+        ACC_DTYPE=acc_dtype(rows.tail.dtype), BLOCK_R=block, BLOCK_K=next_power_of_2(columns.k_size or 1),
         BLOCK_V=next_power_of_2(v_size), num_warps=4, **pdl_arguments(chip(inputs)),
     )  # fmt: skip

@@ -20,7 +20,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from espalier.kernels.ops.states import MAX_TREE_ROWS, StateColumns
+from espalier.kernels.ops.states import MAX_TREE_ROWS, SlotStates
 from espalier.kernels.runtime.jit import kernel
 from espalier.kernels.runtime.launch import acc_dtype, chip, next_power_of_2, require
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger, pdl_wait, prefetch
@@ -45,31 +45,31 @@ def _prefetch_state(
 
 
 @kernel
-def _solution(
-    first_t, products, seen_t, beta, carry_t,
+def _solve_tree(
+    initial_t, products, seen_t, beta, carry_t,
     PRODUCT: tl.constexpr, PRECISION: tl.constexpr, ACC_DTYPE: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """Returns what each node adds to the state, [columns of the state, nodes].
 
-    first_t: what each node would add without its ancestors, in the same shape.  products: the products of the nodes'
+    initial_t: what each node would add without its ancestors, in the same shape.  products: the products of the nodes'
     keys.
     """
     node = tl.arange(0, BLOCK_R)
     depth = tl.max(tl.sum(seen_t.to(tl.int32), 0), 0) - 1
     system_t = tl.where(node[:, None] == node[None, :], 0.0, beta[None, :] * products * carry_t).to(PRODUCT)
-    new_t = first_t
+    new_t = initial_t
     for _ in range(depth):
-        new_t = first_t - tl.dot(new_t.to(PRODUCT), system_t, input_precision=PRECISION, out_dtype=ACC_DTYPE)
+        new_t = initial_t - tl.dot(new_t.to(PRODUCT), system_t, input_precision=PRECISION, out_dtype=ACC_DTYPE)
     return new_t
 
 
 @kernel
 def _tree_kernel(
-    q_ptr, k_ptr, v_ptr, gates_ptr, state_ptr, slot_ptr, bits_ptr, skip_ptr, out_ptr, rows, words,
-    HEADS: tl.constexpr, SHARE: tl.constexpr, K_SIZE: tl.constexpr, V_SIZE: tl.constexpr, DELTA_RULE: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, gates_ptr, state_ptr, slots_ptr, bits_ptr, skip_ptr, out_ptr, rows, words,
+    HEADS: tl.constexpr, GROUP_SIZE: tl.constexpr, K_SIZE: tl.constexpr, V_SIZE: tl.constexpr, DELTA_RULE: tl.constexpr,
     ACC_DTYPE: tl.constexpr, PRODUCT: tl.constexpr, PRECISION: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr, LINE_VALUES: tl.constexpr,
-    USE_PDL: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, STEP_COLUMNS: tl.constexpr, STAGES: tl.constexpr,
+    LINE_VALUES: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     pdl_trigger(USE_PDL)
     v_blocks: tl.constexpr = (V_SIZE + BLOCK_V - 1) // BLOCK_V
@@ -78,7 +78,7 @@ def _tree_kernel(
     is_value = value < V_SIZE
     # The state can be read before waiting.  The kernel before this one writes no state, and waited for the kernels that
     # do.
-    state_ptr += (tl.load(slot_ptr + request) * HEADS + head) * K_SIZE * V_SIZE
+    state_ptr += (tl.load(slots_ptr + request) * HEADS + head) * K_SIZE * V_SIZE
     if USE_PDL:
         _prefetch_state(state_ptr, tl.program_id(0) % v_blocks * BLOCK_V, K_SIZE, V_SIZE, BLOCK_K, BLOCK_V, LINE_VALUES)
     pdl_wait(USE_PDL)
@@ -99,10 +99,10 @@ def _tree_kernel(
     log_decay, beta = tl.where(log_decay * 0.0 != 0.0, 0.0, log_decay), tl.where(beta * 0.0 != 0.0, 0.0, beta)
     read_t, out_t = tl.zeros([BLOCK_V, BLOCK_R], ACC_DTYPE), tl.zeros([BLOCK_V, BLOCK_R], ACC_DTYPE)
     system_t, scores_t = tl.zeros([BLOCK_R, BLOCK_R], ACC_DTYPE), tl.zeros([BLOCK_R, BLOCK_R], ACC_DTYPE)
-    for first in tl.range(0, BLOCK_K, STEP, num_stages=STAGES):
-        key = first + tl.arange(0, STEP)
+    for first in tl.range(0, BLOCK_K, STEP_COLUMNS, num_stages=STAGES):
+        key = first + tl.arange(0, STEP_COLUMNS)
         is_key = key < K_SIZE
-        k_place = (row * (HEADS // SHARE) + head // SHARE)[:, None] * K_SIZE + key[None, :]
+        k_place = (row * (HEADS // GROUP_SIZE) + head // GROUP_SIZE)[:, None] * K_SIZE + key[None, :]
         is_part = is_node[:, None] & is_key[None, :]
         state = tl.load(
             state_ptr + key[:, None] * V_SIZE + value[None, :], mask=is_key[:, None] & is_value[None, :], other=0.0
@@ -126,7 +126,7 @@ def _tree_kernel(
     new_t = beta[None, :] * v_t
     if DELTA_RULE:
         new_t -= (beta * tl.exp(decay))[None, :] * read_t
-        new_t = _solution(new_t, system_t, seen_t, beta, carry_t, PRODUCT, PRECISION, ACC_DTYPE, BLOCK_R)
+        new_t = _solve_tree(new_t, system_t, seen_t, beta, carry_t, PRODUCT, PRECISION, ACC_DTYPE, BLOCK_R)
     out_t = tl.exp(decay)[None, :] * out_t
     out_t += tl.dot(new_t.to(PRODUCT), (scores_t * carry_t).to(PRODUCT), input_precision=PRECISION, out_dtype=ACC_DTYPE)
     if skip_ptr is not None:
@@ -137,8 +137,8 @@ def _tree_kernel(
 
 @kernel
 def _row_kernel(
-    q_ptr, k_ptr, v_ptr, gates_ptr, state_ptr, slot_ptr, skip_ptr, out_ptr,
-    HEADS: tl.constexpr, SHARE: tl.constexpr, K_SIZE: tl.constexpr, V_SIZE: tl.constexpr, DELTA_RULE: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, gates_ptr, state_ptr, slots_ptr, skip_ptr, out_ptr,
+    HEADS: tl.constexpr, GROUP_SIZE: tl.constexpr, K_SIZE: tl.constexpr, V_SIZE: tl.constexpr, DELTA_RULE: tl.constexpr,
     ACC_DTYPE: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     pdl_trigger(USE_PDL)
@@ -147,11 +147,11 @@ def _row_kernel(
     value, key = tl.program_id(0) % v_blocks * BLOCK_V + tl.arange(0, BLOCK_V), tl.arange(0, BLOCK_K)
     is_value, is_key = value < V_SIZE, key < K_SIZE
     # The state can be read before waiting, as in _tree_kernel.
-    state_ptr += (tl.load(slot_ptr + row) * HEADS + head) * K_SIZE * V_SIZE
+    state_ptr += (tl.load(slots_ptr + row) * HEADS + head) * K_SIZE * V_SIZE
     of_state = key[:, None] * V_SIZE + value[None, :]
     state = tl.load(state_ptr + of_state, mask=is_key[:, None] & is_value[None, :], other=0.0).to(ACC_DTYPE)
     pdl_wait(USE_PDL)
-    k_place = (row * (HEADS // SHARE) + head // SHARE) * K_SIZE + key
+    k_place = (row * (HEADS // GROUP_SIZE) + head // GROUP_SIZE) * K_SIZE + key
     k = tl.load(k_ptr + k_place, mask=is_key, other=0.0).to(ACC_DTYPE)
     q = tl.load(q_ptr + k_place, mask=is_key, other=0.0).to(ACC_DTYPE)
     v_place = (row * HEADS + head) * V_SIZE + value
@@ -171,7 +171,12 @@ def _row_kernel(
 
 
 def tree_outputs(
-    q: Tensor, rows: tuple[Tensor, Tensor, Tensor], state: StateColumns, bits: Tensor, skip: Tensor | None, delta: bool
+    q: Tensor,
+    rows: tuple[Tensor, Tensor, Tensor],
+    state: SlotStates,
+    ancestor_bits: Tensor,
+    skip_weight: Tensor | None,
+    is_delta_rule: bool,
 ) -> Tensor:
     """See ops/states.py.  Tolerance: the rounding of products' operands (Products), times the condition number of the
     tree's system.  No state is computed from these products."""
@@ -179,59 +184,66 @@ def tree_outputs(
     batch, count, heads, v_size = v.shape
     table, slots = state
     require("tree_outputs: state", table, (-1, heads, k.shape[3], v_size), None, v)
-    require("tree_outputs: bits", bits, (batch, count, -1), torch.int64, v)
+    require("tree_outputs: bits", ancestor_bits, (batch, count, -1), torch.int64, v)
     out = torch.empty_like(v, memory_format=torch.contiguous_format)
     if not batch or not count:
         return out
     assert count <= MAX_TREE_ROWS
     q, k, v, gates = (each.contiguous() for each in (q, k, v, gates))
-    sizes = {"HEADS": heads, "SHARE": heads // k.shape[2], "K_SIZE": k.shape[3], "V_SIZE": v_size, "DELTA_RULE": delta}
+    sizes = {
+        "HEADS": heads,
+        "GROUP_SIZE": heads // k.shape[2],
+        "K_SIZE": k.shape[3],
+        "V_SIZE": v_size,
+        "DELTA_RULE": is_delta_rule,
+    }
     if count == 1:
         is_few = batch * heads < chip(v).processors
         block_v = min(next_power_of_2(v_size), SINGLE_ROW_BLOCKS[is_few])
         _row_kernel[heads * -(-v_size // block_v), batch](
-            *(q, k, v, gates, table, slots, skip, out),
+            *(q, k, v, gates, table, slots, skip_weight, out),
             **sizes, ACC_DTYPE=acc_dtype(table.dtype), BLOCK_K=next_power_of_2(k.shape[3]), BLOCK_V=block_v,
             num_warps=4, **pdl_arguments(chip(v)),
         )  # fmt: skip
         return out
     block_k = max(next_power_of_2(k.shape[3]), MIN_BLOCK)
-    block_r, products = max(next_power_of_2(count), MIN_BLOCK), choose_products(v, table)
+    block_r, products = max(next_power_of_2(count), MIN_BLOCK), choose_precision(v, table)
     plan = choose_plan(v_size, batch * heads, block_r, products, chip(v).processors)
     _tree_kernel[heads * -(-v_size // plan.block_v), batch](
-        *(q, k, v, gates, table, slots, bits.contiguous(), skip, out),
-        *(count, bits.shape[2]),
-        **sizes, ACC_DTYPE=acc_dtype(table.dtype), PRODUCT=products.operand, PRECISION=products.precision,
-        BLOCK_R=block_r, BLOCK_K=block_k, BLOCK_V=plan.block_v, STEP=min(plan.step, block_k), STAGES=plan.stages,
-        LINE_VALUES=LINE_VALUES // table.itemsize, num_warps=plan.num_warps, **pdl_arguments(chip(v)),
+        *(q, k, v, gates, table, slots, ancestor_bits.contiguous(), skip_weight, out),
+        *(count, ancestor_bits.shape[2]),
+        **sizes, ACC_DTYPE=acc_dtype(table.dtype), PRODUCT=products.operand_type, PRECISION=products.precision,
+        BLOCK_R=block_r, BLOCK_K=block_k, BLOCK_V=plan.block_v, STEP_COLUMNS=min(plan.step, block_k),
+        STAGES=plan.stages, LINE_VALUES=LINE_VALUES // table.itemsize, num_warps=plan.num_warps,
+        **pdl_arguments(chip(v)),
     )  # fmt: skip
     return out
 
 
-class Products(NamedTuple):
-    """How products round their operands.  kept: the dtype of operands.  precision: Triton's name for the way in which
+class ProductPrecision(NamedTuple):
+    """How products round their operands.  operand_dtype: the dtype of operands.  precision: Triton's name for the way in which
     32-bit operands are multiplied."""
 
-    kept: torch.dtype
+    operand_dtype: torch.dtype
     precision: str
 
     @property
-    def operand(self) -> object:
-        return tl.bfloat16 if self.kept == torch.bfloat16 else acc_dtype(self.kept)
+    def operand_type(self) -> object:
+        return tl.bfloat16 if self.operand_dtype == torch.bfloat16 else acc_dtype(self.operand_dtype)
 
 
-def choose_products(v: Tensor, table: Tensor) -> Products:
+def choose_precision(v: Tensor, table: Tensor) -> ProductPrecision:
     """Chooses operands that are as fine as the model's dtype.
 
     v: in the model's dtype.  table: the states.  For float16, one term of TF32 has the same mantissa, whereas the range
     of float16 may be too small for a state.
     """
     if v.dtype == torch.bfloat16 and v.is_cuda:  # Triton's interpreter multiplies bfloat16 as integers.
-        return Products(v.dtype, "tf32")
-    return Products(table.dtype, "tf32x3" if v.dtype.itemsize >= 4 else "tf32")
+        return ProductPrecision(v.dtype, "tf32")
+    return ProductPrecision(table.dtype, "tf32x3" if v.dtype.itemsize >= 4 else "tf32")
 
 
-class Plan(NamedTuple):
+class TreePlan(NamedTuple):
     """Launch parameters.  block_v: columns of a state per program.  step: rows of a state that are multiplied at once.
     stages: how many such steps are in flight."""
 
@@ -241,21 +253,21 @@ class Plan(NamedTuple):
     num_warps: int
 
 
-def choose_plan(v_size: int, heads: int, block_r: int, products: Products, processors: int) -> Plan:
+def choose_plan(v_size: int, heads: int, block_r: int, products: ProductPrecision, processors: int) -> TreePlan:
     """Chooses the launch parameters.  heads: the sum over requests.
 
     If there are few heads, each is cut into more parts, so that all multiprocessors read.  If a tree has many nodes, a
     head is cut into fewer parts, because each part multiplies the keys again.
     """
     is_few = heads < processors
-    if products.kept.itemsize > 2:
-        plan = Plan(32, 64, 2, 8 if block_r == 2 * MIN_BLOCK else 4)
+    if products.operand_dtype.itemsize > 2:
+        plan = TreePlan(32, 64, 2, 8 if block_r == 2 * MIN_BLOCK else 4)
     elif block_r == MIN_BLOCK and is_few:
-        plan = Plan(32, 128, 1, 4)
+        plan = TreePlan(32, 128, 1, 4)
     elif block_r < MAX_TREE_ROWS:
-        plan = Plan(64, 64, 1, 4)
+        plan = TreePlan(64, 64, 1, 4)
     else:
-        plan = Plan(64, 64, 1, 8) if is_few else Plan(128, 32, 2, 8)
+        plan = TreePlan(64, 64, 1, 8) if is_few else TreePlan(128, 32, 2, 8)
     block_v = max(min(next_power_of_2(v_size), plan.block_v), MIN_BLOCK)
     # With 16 columns, a program gets one warpgroup: with two, Triton 3.6's code failed on an H100.
     return plan._replace(block_v=block_v, num_warps=plan.num_warps if block_v > MIN_BLOCK else 4)

@@ -41,7 +41,7 @@ def random_bits_at(ids, k0, k1):
 
 
 @kernel
-def gumbel_at(ids, k0, k1, exact: tl.constexpr):
-    """Standard Gumbel noise of token ids, in dtype `exact`.  k0, k1: from noise_keys."""
-    uniform = ((random_bits_at(ids, k0, k1) >> 9).to(exact) + 0.5) * 1.1920928955078125e-07  # 2**-23
+def gumbel_at(ids, k0, k1, dtype: tl.constexpr):
+    """Standard Gumbel noise of token ids, in dtype `dtype`.  k0, k1: from noise_keys."""
+    uniform = ((random_bits_at(ids, k0, k1) >> 9).to(dtype) + 0.5) * 1.1920928955078125e-07  # 2**-23
     return -tl.log(-tl.log(uniform))

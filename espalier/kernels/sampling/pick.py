@@ -27,9 +27,9 @@ from espalier.kernels.sampling.logit_processors import (
     SlotRows,
     drafted_arguments,
     keeps_logits,
+    load_row_arguments,
     logits_arguments,
     process_logits,
-    row_args,
 )
 from espalier.kernels.sampling.noise import gumbel_at, noise_keys
 from espalier.kernels.sampling.top_k_top_p import draw_filtered
@@ -45,23 +45,23 @@ UNPROCESSED_BYTES = 4096
 def pick_triton(
     logits: Tensor,
     rows: SlotRows,
-    first: Tensor,
+    first_positions: Tensor,
     offsets: Tensor,
-    above: tuple[Tensor, Tensor] | None = None,
-    first_above: int = 0,
+    drafted: tuple[Tensor, Tensor] | None = None,
+    first_output: int = 0,
     mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Draw tokens [B, Q] int64 at positions first [B] + offsets [B, Q].  Returns (tokens, finite [B, Q] bool).
+    """Draw tokens [B, Q] int64 at positions first_positions [B] + offsets [B, Q].  Returns (tokens, finite [B, Q] bool).
 
     logits: [B, Q, V], bfloat16, float16, float32 or float64 (then computed in float64), contiguous in the last
-    dimension.  above: drafted tokens (tokens [B, E], ancestor_bits [B, Q, W]); tokens from index `first_above` on count
+    dimension.  drafted: drafted tokens (tokens [B, E], ancestor_bits [B, Q, W]); tokens from index `first_output` on count
     as output.  mask: [B, Q, ceil(V / 32)] int32, bits of allowed tokens (sampling/mask.py); None allows all.
     A row with a NaN is not finite, and its token is the first NaN.  A row whose best logit is infinite is not finite.
     """
     batch, queries = logits.shape[:2]
-    given = logits_arguments(logits, rows.vocab, rows, first)
+    given = logits_arguments(logits, rows.vocab, rows, first_positions)
     require("offsets", offsets, (batch, queries), torch.int64, logits)
-    drafted = drafted_arguments(above, first_above, queries, rows, mask)
+    drafted_args = drafted_arguments(drafted, first_output, queries, rows, mask)
     tokens = torch.empty(batch, queries, dtype=torch.int64, device=logits.device)
     finite = torch.empty(batch, queries, dtype=torch.bool, device=logits.device)
     if not tokens.numel():
@@ -72,7 +72,7 @@ def pick_triton(
     exact = torch.int64 if logits.dtype == torch.float64 else torch.int32
     keys = torch.empty(places, splits, dtype=exact, device=logits.device)
     ids = torch.empty(places, splits, dtype=torch.int32, device=logits.device)
-    shared = ((offsets, *offsets.stride()), given, rows.arguments, drafted, queries, splits)
+    shared = ((offsets, *offsets.stride()), given, rows.arguments, drafted_args, queries, splits)
     exactly = {"COLUMNS": COLUMNS, "enable_fp_fusion": False, **pdl_arguments(gpu)}
     _best_of_split_kernel[(places, splits)](keys, ids, *shared, split, **block_sizes(logits), num_warps=4, **exactly)
     _merge_kernel[(places,)](
@@ -99,9 +99,9 @@ def block_sizes(logits: Tensor) -> dict[str, int]:
 
 
 @kernel
-def offset_of(out, queries, offsets):
+def load_offset(out_row, queries, offsets):
     offsets_ptr, batch_stride, query_stride = offsets
-    return tl.load(offsets_ptr + out // queries * batch_stride + out % queries * query_stride)
+    return tl.load(offsets_ptr + out_row // queries * batch_stride + out_row % queries * query_stride)
 
 
 @kernel
@@ -111,7 +111,7 @@ def nan_max(a, b):
 
 
 @kernel
-def argmax_key(x):
+def key_for_argmax(x):
     """Convert a block of floats to integers in the order of argmax: both zeros are equal, and NaN is above all."""
     not_a_number = float_to_key(tl.full(x.shape, float("nan"), x.dtype))
     return tl.where(x == x, float_to_key(x + 0.0), not_a_number)
@@ -132,21 +132,21 @@ def load_whole_block(logits_ptr, first, BLOCK: tl.constexpr):
 
 
 @kernel
-def score_block(x, ids, vocab, row, row_above, noise, exact: tl.constexpr, IS_UNPROCESSED: tl.constexpr):
+def score_block(x, ids, vocab, row, drafted_row, noise, dtype: tl.constexpr, IS_UNPROCESSED: tl.constexpr):
     """The scores of a block of ids: the logits x in a IS_UNPROCESSED row, else shaped(x) plus noise."""
-    x = x.to(exact)
+    x = x.to(dtype)
     if not IS_UNPROCESSED:
         noisy, k0, k1 = noise
-        x = process_logits(x, ids, ids < vocab, row, row_above)
+        x = process_logits(x, ids, ids < vocab, row, drafted_row)
         if noisy:
-            x = x + gumbel_at(ids, k0, k1, exact)
+            x = x + gumbel_at(ids, k0, k1, dtype)
     return x
 
 
 @kernel
 def find_best(
-    logits_ptr, loaded_block, begin, end, vocab, row, row_above, noise,
-    exact: tl.constexpr, IS_UNPROCESSED: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
+    logits_ptr, loaded_block, begin, end, vocab, row, drafted_row, noise,
+    dtype: tl.constexpr, IS_UNPROCESSED: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """(key, lowest id) of the best id in [begin, end) of a row, perhaps also of some earlier ids.
 
@@ -155,31 +155,31 @@ def find_best(
     the thread finds the id within the GROUP.
     """
     groups = tl.arange(0, BLOCK // GROUP) * GROUP
-    best = tl.full([BLOCK // GROUP], float("-inf"), exact)
+    best = tl.full([BLOCK // GROUP], float("-inf"), dtype)
     at = tl.zeros([BLOCK // GROUP], tl.int32) + first_of_block(begin, end, BLOCK)
     for start in range(begin, end, BLOCK):
         first = first_of_block(start, end, BLOCK)
         x = loaded_block
         # The next block is loaded while this block is compared.
         loaded_block = load_whole_block(logits_ptr, first_of_block(start + BLOCK, end, BLOCK), BLOCK)
-        x = score_block(x, first + tl.arange(0, BLOCK), vocab, row, row_above, noise, exact, IS_UNPROCESSED)
+        x = score_block(x, first + tl.arange(0, BLOCK), vocab, row, drafted_row, noise, dtype, IS_UNPROCESSED)
         most = tl.reduce(tl.reshape(x, [BLOCK // GROUP, GROUP]), 1, nan_max)
         # The first NaN stays the best score.
         at = tl.where((best == best) & ~(most <= best), first, at)
         best = nan_max(best, most)
-    keys = argmax_key(best)
+    keys = key_for_argmax(best)
     key = tl.max(keys, 0)
     index = tl.min(tl.where(keys == key, at + groups, 2147483647), 0)
     if GROUP > 1:
         ids = index + tl.arange(0, GROUP)
-        x = score_block(tl.load(logits_ptr + ids), ids, vocab, row, row_above, noise, exact, IS_UNPROCESSED)
-        index = tl.min(tl.where(argmax_key(x) == key, ids, 2147483647), 0)
+        x = score_block(tl.load(logits_ptr + ids), ids, vocab, row, drafted_row, noise, dtype, IS_UNPROCESSED)
+        index = tl.min(tl.where(key_for_argmax(x) == key, ids, 2147483647), 0)
     return key, index
 
 
 @kernel(do_not_specialize=["splits"])
 def _best_of_split_kernel(
-    keys_ptr, ids_ptr, offsets, logits, slots, above, queries, splits, split_size,
+    keys_ptr, ids_ptr, offsets, logits, slots, drafted, queries, splits, split_size,
     COLUMNS: tl.constexpr, BLOCK: tl.constexpr, UNPROCESSED_BLOCK: tl.constexpr, GROUP: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):  # fmt: skip
@@ -187,9 +187,9 @@ def _best_of_split_kernel(
     pdl_trigger_and_wait(USE_PDL)
     out = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
-    offset = offset_of(out, queries, offsets)
-    logits, slots, above = LogitsArguments(*logits), SlotArguments(*slots), DraftedArguments(*above)
-    b, logits_ptr, position, row, row_above = row_args(out, queries, offset, logits, slots, above, COLUMNS)
+    offset = load_offset(out, queries, offsets)
+    logits, slots, drafted = LogitsArguments(*logits), SlotArguments(*slots), DraftedArguments(*drafted)
+    b, logits_ptr, position, row, row_above = load_row_arguments(out, queries, offset, logits, slots, drafted, COLUMNS)
     ints, vocab = slots.ints_ptr + b * COLUMNS.num_ints, slots.vocab
     exact: tl.constexpr = tl.float32 if keys_ptr.dtype.element_ty == tl.int32 else tl.float64
     begin = split * split_size
@@ -197,7 +197,7 @@ def _best_of_split_kernel(
     # This load starts before the row's parameters are known.  The mask keeps the compiler from moving it.
     ids = first_of_block(begin, end, UNPROCESSED_BLOCK) + tl.arange(0, UNPROCESSED_BLOCK)
     plain = tl.load(logits_ptr + ids, mask=ids < vocab)
-    if keeps_logits(row) & (above.mask_words == 0):
+    if keeps_logits(row) & (drafted.mask_words == 0):
         none = (False, 0, 0)
         key, index = find_best(
             logits_ptr, plain, begin, end, vocab, row, row_above, none, exact, True, UNPROCESSED_BLOCK, GROUP
@@ -230,7 +230,7 @@ def _merge_kernel(tokens_ptr, finite_ptr, keys_ptr, ids_ptr, splits, SPLITS: tl.
 
 @kernel(do_not_specialize=["splits"])
 def _draw_filtered_kernel(
-    tokens_ptr, finite_ptr, keys_ptr, offsets, logits, slots, above, queries, splits, rows,
+    tokens_ptr, finite_ptr, keys_ptr, offsets, logits, slots, drafted, queries, splits, rows,
     COLUMNS: tl.constexpr, BLOCK: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """Draw again in rows with filters, from the tokens that the filters leave.
@@ -239,7 +239,7 @@ def _draw_filtered_kernel(
     program or one load per row would cost more.
     """
     pdl_trigger_and_wait(USE_PDL)
-    logits, slots, above = LogitsArguments(*logits), SlotArguments(*slots), DraftedArguments(*above)
+    logits, slots, drafted = LogitsArguments(*logits), SlotArguments(*slots), DraftedArguments(*drafted)
     program, programs = tl.program_id(0), tl.num_programs(0)
     has_filters = tl.zeros([32], tl.int64)
     for begin in range(program, rows, 32 * programs):
@@ -250,8 +250,10 @@ def _draw_filtered_kernel(
         ints = slots.ints_ptr + out // queries * COLUMNS.num_ints
         floats = slots.floats_ptr + out // queries * COLUMNS.num_floats
         if (tl.load(ints + COLUMNS.has_filters) != 0) & (tl.load(finite_ptr + out) != 0):
-            offset = offset_of(out, queries, offsets)
-            _b, logits_ptr, position, row, row_above = row_args(out, queries, offset, logits, slots, above, COLUMNS)
+            offset = load_offset(out, queries, offsets)
+            _b, logits_ptr, position, row, row_above = load_row_arguments(
+                out, queries, offset, logits, slots, drafted, COLUMNS
+            )
             k0, k1 = noise_keys(tl.load(ints + COLUMNS.seed), position)
             filters = (
                 tl.load(ints + COLUMNS.top_k),

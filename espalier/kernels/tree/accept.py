@@ -3,7 +3,7 @@
 Grid: one program per request, which holds all nodes in registers.  All values are integers or booleans, so kernel and
 reference agree exactly.
 
-Grid of gather_rows: (output rows, blocks of up to MAX_BLOCK columns, parts).
+Grid of gather_rows: (output rows, blocks of up to MAX_BLOCK_COLUMNS columns, parts).
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def _accept_kernel(
     tl.store(num_finite_ptr + request, tl.where(is_real, num_finite, 0).to(tl.int64))
 
 
-MAX_BLOCK = 2048
+MAX_BLOCK_COLUMNS = 2048
 
 
 def gather_rows(rows: Tensor, *parts: Tensor) -> Tensor:
@@ -111,7 +111,7 @@ def gather_rows(rows: Tensor, *parts: Tensor) -> Tensor:
         raise EspalierError("gather_rows: parts must have the same strides, and be contiguous in the last dimension")
     out = values.new_empty(batch, width, len(parts) * size)
     if out.numel():
-        block = min(next_power_of_2(size), MAX_BLOCK)
+        block = min(next_power_of_2(size), MAX_BLOCK_COLUMNS)
         _gather_rows_kernel[(batch * width, -(-size // block), len(parts))](
             *(parts, rows, out, width, size, *strides[:2], *rows.stride()),
             PARTS=len(parts),

@@ -30,7 +30,7 @@ MIN_TILE_ROWS, MAX_TILE_ROWS = 16, 32
 
 def edge_factors_triton(edges: LowRankEdges, depth: int, rows: DepthRows) -> tuple[Tensor, Tensor | None]:
     """See LowRankEdges.factors, for edges with a projection.  Raises EspalierError for other shapes and dtypes."""
-    projection, before = edges.projection, edges.before
+    projection, before = edges.projection, edges.token_factors
     assert projection is not None
     (batch, num_rows), rank = rows.tokens.shape, before.shape[1]
     parts, inputs = (3, 2) if projection.is_recurrent else (1, 1)
@@ -68,9 +68,9 @@ def edge_factors_triton(edges: LowRankEdges, depth: int, rows: DepthRows) -> tup
 
 @kernel
 def _edge_factors_kernel(
-    factors_ptr, made_ptr, tokens_ptr, tokens_batch_stride, tokens_row_stride, before_ptr, before_stride,
-    parents_ptr, parents_batch_stride, parents_row_stride, states_ptr, states_rows, of_hidden_ptr, of_hidden_stride,
-    weight_ptr, weight_stride, num_rows,
+    factors_ptr, new_states_ptr, tokens_ptr, tokens_batch_stride, tokens_row_stride, token_factors_ptr,
+    token_factors_stride, parents_ptr, parents_batch_stride, parents_row_stride, states_ptr, states_rows,
+    hidden_part_ptr, hidden_part_stride, weight_ptr, weight_stride, num_rows,
     RANK: tl.constexpr, ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_RANK: tl.constexpr,
     IS_RECURRENT: tl.constexpr, ACC_DTYPE: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
@@ -97,9 +97,9 @@ def _edge_factors_kernel(
     e_gate = tl.load(of_weight, mask=is_weight, other=0.0)
     pdl_wait(USE_PDL)
     tokens = tokens_ptr + b * tokens_batch_stride + row * tokens_row_stride
-    of_row = before_ptr + tl.maximum(tl.load(tokens, mask=exists, other=0), 0) * before_stride
+    of_row = token_factors_ptr + tl.maximum(tl.load(tokens, mask=exists, other=0), 0) * token_factors_stride
     embedded = tl.load(of_row[:, None] + place[None, :], mask=inside[None, :], other=0.0)
-    hidden_part = of_hidden_ptr + b * of_hidden_stride + out
+    hidden_part = hidden_part_ptr + b * hidden_part_stride + out
     gate = tl.load(hidden_part, mask=is_out, other=0.0).to(ACC_DTYPE)[None, :]
     gate += tl.dot(embedded, e_gate, input_precision="ieee", out_dtype=ACC_DTYPE)
     gate = _add_products(gate, of_row, of_weight, is_out, place, RANK, BLOCK_RANK, ACC_DTYPE)
@@ -127,7 +127,7 @@ def _edge_factors_kernel(
             output = _add_products(output, of_state, of_weight + 2 * part, is_out, place, RANK, BLOCK_RANK, ACC_DTYPE)
         kept = _sigmoid(gate)
         made = kept * own_state + (1 - kept) * _tanh(candidate)
-        tl.store(made_ptr + written, made.to(made_ptr.dtype.element_ty), mask=mask)
+        tl.store(new_states_ptr + written, made.to(new_states_ptr.dtype.element_ty), mask=mask)
         factor = _tanh(output)
     else:
         own = tl.load(of_row[:, None] + out[None, :], mask=mask, other=0.0).to(ACC_DTYPE)
@@ -137,13 +137,13 @@ def _edge_factors_kernel(
 
 @kernel
 def _add_products(
-    total, of_row, of_weight, is_out, place, RANK: tl.constexpr, BLOCK_RANK: tl.constexpr, ACC_DTYPE: tl.constexpr,
+    total, row_ptrs, weight_ptrs, is_out, place, RANK: tl.constexpr, BLOCK_RANK: tl.constexpr, ACC_DTYPE: tl.constexpr,
 ):  # fmt: skip
     """Add the products of the inputs from BLOCK_RANK on to total [ROWS, BLOCK_OUT]."""
     for start in range(BLOCK_RANK, RANK, BLOCK_RANK):
         inside = start + place < RANK
-        x = tl.load(of_row[:, None] + (start + place)[None, :], mask=inside[None, :], other=0.0)
-        w = tl.load(of_weight + start, mask=inside[:, None] & is_out[None, :], other=0.0)
+        x = tl.load(row_ptrs[:, None] + (start + place)[None, :], mask=inside[None, :], other=0.0)
+        w = tl.load(weight_ptrs + start, mask=inside[:, None] & is_out[None, :], other=0.0)
         total += tl.dot(x, w, input_precision="ieee", out_dtype=ACC_DTYPE)
     return total
 

@@ -33,8 +33,8 @@ from espalier.kernels.sampling.logit_processors import (
     SlotRows,
     drafted_arguments,
     keeps_logits,
+    load_row_arguments,
     logits_arguments,
-    row_args,
 )
 from espalier.kernels.tree.draft_topk import noisy_logits
 from espalier.kernels.tree.edges import DepthRows, LowRankEdges
@@ -61,54 +61,54 @@ def edge_topk_triton(
     factors_and_states: tuple[Tensor, Tensor | None] | None,
     d2t: Tensor | None,
     slots: SlotRows,
-    first: Tensor,
+    first_positions: Tensor,
     out: Candidates,
-    coupled: bool = True,
+    adds_noise: bool = True,
     mask: Tensor | None = None,
     forced_tokens: Tensor | None = None,
 ) -> DepthRows:
     """Write the K best children of each row at `depth` (from 0) to `out`, [B, R, K] each, and return the next rows.
 
     factors_and_states: the rows' factors and states, from edge_factors; None: a row's factor is that of its token.
-    first [B] + depth: the position of the children.  mask: [B, 1, ceil(V / 32)] int32, bits of target ids that may be
+    first_positions [B] + depth: the position of the children.  mask: [B, 1, ceil(V / 32)] int32, bits of target ids that may be
     drafted; forced_tokens: [B, 1] int64, the only token that may be drafted, -1 for several.  d2t, slots, coupled and
     scores: see draft_topk_triton; penalties count no drafted token.  Raises EspalierError for other shapes and dtypes.
     """
-    (batch, num_rows, topk), (columns, rank) = out.tokens.shape, edges.after.shape[-2:]
+    (batch, num_rows, topk), (columns, rank) = out.tokens.shape, edges.column_factors.shape[-2:]
     factors, states = factors_and_states or (None, None)
     rows_are_paths = edges.is_recurrent
     made = DepthRows(
-        first.new_empty(batch, topk),
+        first_positions.new_empty(batch, topk),
         rows.scores.new_empty(batch, topk),
-        first.new_empty(batch, topk) if rows_are_paths else None,
+        first_positions.new_empty(batch, topk) if rows_are_paths else None,
         states,
     )
     if not out.tokens.numel():
         return made
     # Expanded tensors have stride 0, so that all requests share the columns.
     own = edges.ids is not None
-    after = (edges.after[:, depth] if own else edges.after).expand(batch, -1, -1)
+    after = (edges.column_factors[:, depth] if own else edges.column_factors).expand(batch, -1, -1)
     ids = edges.ids[:, depth] if edges.ids is not None else None if d2t is None else d2t.expand(batch, -1)
-    _require(edges, rows, factors, after, ids, out)
-    logits = logits_arguments(edges.base[:, depth : depth + 1], columns, slots, first)
+    _check_arguments(edges, rows, factors, after, ids, out)
+    logits = logits_arguments(edges.base_logits[:, depth : depth + 1], columns, slots, first_positions)
     split = min(SPLIT, max(next_power_of_2(columns), MIN_SPLIT))
     splits = -(-columns // split)
     tile = min(max(next_power_of_2(num_rows), MIN_TILE_ROWS), MAX_TILE_ROWS)
-    x = torch.empty(batch, num_rows, splits, split, dtype=torch.float32, device=edges.base.device)
+    x = torch.empty(batch, num_rows, splits, split, dtype=torch.float32, device=edges.base_logits.device)
     tops, sums = x.new_empty(2, batch, num_rows, splits)
     id_arguments = (ids, 0 if ids is None else ids.stride(0))
     is_half = after.element_size() == 2
     requests = 1 if own else min(REQUESTS_PER_PROGRAM, batch)
     groups = -(-batch // requests) * -(-num_rows // tile)
-    before = edges.before if factors is None else factors.view(-1, rank)
+    before = edges.token_factors if factors is None else factors.view(-1, rank)
     _edge_topk_kernel[(groups, splits)](
         *(x, tops, sums, rows.tokens if factors is None else None, *rows.tokens.stride()),
         *(before, before.stride(0), after),
         *(*after.stride()[:2], *id_arguments, depth, logits, slots.arguments),
         *(drafted_arguments(None, 0, 1, slots, mask), batch, requests, num_rows, columns, splits),
-        COLUMNS=COLUMNS, ADDS_NOISE=coupled, RANK=rank,
+        COLUMNS=COLUMNS, ADDS_NOISE=adds_noise, RANK=rank,
         BLOCK_RANK=min(max(next_power_of_2(rank), MIN_RANK), BLOCK_RANK) if is_half else MIN_RANK, ROWS=tile,
-        SPLIT=split, IS_WEIGHT=not own, ACC_DTYPE=acc_dtype(edges.base.dtype), num_warps=WARPS, num_stages=1,
+        SPLIT=split, IS_WEIGHT=not own, ACC_DTYPE=acc_dtype(edges.base_logits.dtype), num_warps=WARPS, num_stages=1,
         enable_fp_fusion=False, **pdl_arguments(chip(x)),
     )  # fmt: skip
     _merge_and_rank(out, made, (x, tops, sums), id_arguments, rows.scores, forced_tokens)
@@ -117,24 +117,24 @@ def edge_topk_triton(
 
 def _merge_and_rank(
     out: Candidates,
-    made: DepthRows,
+    next_depth: DepthRows,
     of_splits: tuple[Tensor, Tensor, Tensor],
     id_arguments: tuple[Tensor | None, int],
     row_scores: Tensor,
-    only: Tensor | None,
+    forced_tokens: Tensor | None,
 ) -> None:
     (batch, num_rows, topk), (splits, split) = out.tokens.shape, of_splits[0].shape[2:]
     on, of_splits_block, children = chip(row_scores), next_power_of_2(splits), next_power_of_2(topk)
     _merge_rows_kernel[(batch, num_rows)](
         *(*out[:2], out.tokens.stride(0), *of_splits, *id_arguments),
-        *(only, 0 if only is None else only.stride(0), num_rows, splits, topk),
+        *(forced_tokens, 0 if forced_tokens is None else forced_tokens.stride(0), num_rows, splits, topk),
         SPLITS=of_splits_block, SPLIT=split, BLOCK_CHILDREN=children,
         num_warps=warps_for(max(of_splits_block, children * split), VALUES_PER_WARP), enable_fp_fusion=False,
         **pdl_arguments(on),
     )  # fmt: skip
     candidates = next_power_of_2(num_rows * topk)
     _rank_rows_kernel[(batch,)](
-        *(*out, out.tokens.stride(0), *made[:3], row_scores, *row_scores.stride(), num_rows, topk),
+        *(*out, out.tokens.stride(0), *next_depth[:3], row_scores, *row_scores.stride(), num_rows, topk),
         CANDIDATES=candidates,
         TOPK=topk,
         num_warps=warps_for(candidates, VALUES_PER_WARP),
@@ -142,21 +142,21 @@ def _merge_and_rank(
     )
 
 
-def _require(
+def _check_arguments(
     edges: LowRankEdges, rows: DepthRows, factors: Tensor | None, after: Tensor, ids: Tensor | None, out: Candidates
 ) -> None:
-    (batch, num_rows, topk), (_, columns, rank), base = out.tokens.shape, after.shape, edges.base
+    (batch, num_rows, topk), (_, columns, rank), base = out.tokens.shape, after.shape, edges.base_logits
     if factors is not None:
         require("edge_topk: factors", factors, (batch, num_rows, rank), after.dtype, base)
     require("edge_topk: tokens", rows.tokens, (batch, num_rows), torch.int64, base)
     require("edge_topk: scores", rows.scores, (batch, num_rows), torch.float32, base)
-    require("edge_topk: before", edges.before, (-1, rank), after.dtype, base)
+    require("edge_topk: before", edges.token_factors, (-1, rank), after.dtype, base)
     require("edge_topk: after", after, (batch, columns, rank), base.dtype, base)
     if ids is not None:
         require("edge_topk: ids", ids, (batch, columns), torch.int64, base)
     for value, dtype in zip(out, (torch.int64, torch.float32, torch.int32), strict=True):
         require("edge_topk: out", value, (batch, num_rows, topk), dtype, base)
-    dense = [edges.before, after, *(() if ids is None else (ids,)), *(value[0] for value in out)]
+    dense = [edges.token_factors, after, *(() if ids is None else (ids,)), *(value[0] for value in out)]
     if any(value.stride(-1) != 1 for value in dense[:-3]) or not all(value.is_contiguous() for value in dense[-3:]):
         raise EspalierError(
             "edge_topk: factors, ids and out must be dense in their last dimensions; allocate them whole"
@@ -165,9 +165,9 @@ def _require(
 
 @kernel
 def _edge_topk_kernel(
-    x_ptr, tops_ptr, sums_ptr, tokens_ptr, tokens_batch_stride, tokens_row_stride, before_ptr, before_stride,
-    after_ptr, after_batch_stride, after_stride, ids_ptr, ids_stride, depth, logits, slots, above,
-    batch, requests, num_rows, num_columns, splits,
+    x_ptr, tops_ptr, sums_ptr, tokens_ptr, tokens_batch_stride, tokens_row_stride, token_factors_ptr,
+    token_factors_stride, column_factors_ptr, column_factors_batch_stride, column_factors_stride, ids_ptr, ids_stride,
+    depth, logits, slots, drafted, batch, requests, num_rows, num_columns, splits,
     COLUMNS: tl.constexpr, ADDS_NOISE: tl.constexpr, RANK: tl.constexpr, BLOCK_RANK: tl.constexpr,
     ROWS: tl.constexpr, SPLIT: tl.constexpr, IS_WEIGHT: tl.constexpr, ACC_DTYPE: tl.constexpr,
     USE_PDL: tl.constexpr,
@@ -189,28 +189,28 @@ def _edge_topk_kernel(
     index = split * SPLIT + place
     inside = index < num_columns
     # Columns past the end become the last column, and count as -inf.
-    of_column = after_ptr + first * after_batch_stride
-    of_column += tl.minimum(index, num_columns - 1).to(tl.int64) * after_stride
+    of_column = column_factors_ptr + first * column_factors_batch_stride
+    of_column += tl.minimum(index, num_columns - 1).to(tl.int64) * column_factors_stride
     if not IS_WEIGHT:
         pdl_wait(USE_PDL)
     after = tl.load(of_column[:, None] + rank[None, :], mask=rank[None, :] < RANK, other=0.0)
     if IS_WEIGHT:
         pdl_wait(USE_PDL)
     exists = row_index < num_rows
-    logits, slots, above = LogitsArguments(*logits), SlotArguments(*slots), DraftedArguments(*above)
+    logits, slots, drafted = LogitsArguments(*logits), SlotArguments(*slots), DraftedArguments(*drafted)
     for b in range(first, tl.minimum(first + requests, batch)):
         if tokens_ptr is None:
             factor = b * num_rows + tl.where(exists, row_index, 0)
         else:
             tokens = tokens_ptr + b * tokens_batch_stride + row_index * tokens_row_stride
             factor = tl.maximum(tl.load(tokens, mask=exists, other=0), 0)
-        of_row = before_ptr + factor * before_stride
-        _, base_ptr, position, row, row_above = row_args(b, 1, depth, logits, slots, above, COLUMNS)
+        of_row = token_factors_ptr + factor * token_factors_stride
+        _, base_ptr, position, row, row_above = load_row_arguments(b, 1, depth, logits, slots, drafted, COLUMNS)
         base = tl.load(base_ptr + index, mask=inside, other=0.0).to(ACC_DTYPE)
         ids = index
         if ids_ptr is not None:
             # A row whose logits do not change needs no token ids.
-            needs_ids = ~keeps_logits(row) | (above.mask_words > 0)
+            needs_ids = ~keeps_logits(row) | (drafted.mask_words > 0)
             ids = tl.load(ids_ptr + b * ids_stride + index, mask=inside & needs_ids, other=0).to(tl.int32)
         before = tl.load(of_row[None, :] + rank[:, None], mask=rank[:, None] < RANK, other=0.0)
         x = tl.dot(after, before, input_precision="ieee", out_dtype=ACC_DTYPE)
@@ -238,7 +238,7 @@ def _sum_of_exp(x):
 @kernel
 def _merge_rows_kernel(
     tokens_ptr, scores_ptr, out_stride, x_ptr, tops_ptr, sums_ptr, ids_ptr, ids_stride,
-    only_ptr, only_stride, num_rows, splits, topk,
+    forced_tokens_ptr, forced_tokens_stride, num_rows, splits, topk,
     SPLITS: tl.constexpr, SPLIT: tl.constexpr, BLOCK_CHILDREN: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """Merge the splits of one row.  Only the topk splits with the largest maxima can have its topk best columns."""
@@ -250,12 +250,12 @@ def _merge_rows_kernel(
     sums = tl.load(sums_ptr + row * splits + split, mask=split < splits, other=0.0)
     top = tl.max(tops, 0)
     total = tl.sum(sums * tl.exp(tops - tl.where(top == float("-inf"), 0.0, top)), 0)
-    split_tops, chosen = _topk_of(tops, split, BLOCK_CHILDREN, topk)
+    split_tops, chosen = _topk_values(tops, split, BLOCK_CHILDREN, topk)
     column = chosen[:, None] * SPLIT + tl.arange(0, SPLIT)[None, :]
     is_chosen = (split_tops > float("-inf"))[:, None] & (column >= 0)
     x = tl.load(x_ptr + row * splits * SPLIT + column, mask=is_chosen, other=float("-inf"))
     SIZE: tl.constexpr = BLOCK_CHILDREN * SPLIT
-    values, columns = _topk_of(tl.reshape(x, [SIZE]), tl.reshape(column, [SIZE]), BLOCK_CHILDREN, topk)
+    values, columns = _topk_values(tl.reshape(x, [SIZE]), tl.reshape(column, [SIZE]), BLOCK_CHILDREN, topk)
     scores = (values - top) - tl.log(total)
     # False for NaN as well.
     valid = scores > float("-inf")
@@ -264,8 +264,8 @@ def _merge_rows_kernel(
     if ids_ptr is not None:
         tokens = tl.load(ids_ptr + b * ids_stride + columns, mask=valid, other=0)
     tokens = tl.where(valid, tokens, 0)
-    if only_ptr is not None:
-        only = tl.load(only_ptr + b * only_stride)
+    if forced_tokens_ptr is not None:
+        only = tl.load(forced_tokens_ptr + b * forced_tokens_stride)
         tokens = tl.where(only >= 0, only, tokens)
         scores = tl.where(only >= 0, tl.where(child == 0, 0.0, float("-inf")), scores)
     out = b * out_stride + tl.program_id(1) * topk + child
@@ -274,7 +274,7 @@ def _merge_rows_kernel(
 
 
 @kernel
-def _topk_of(x, index, BLOCK_CHILDREN: tl.constexpr, topk):
+def _topk_values(x, index, BLOCK_CHILDREN: tl.constexpr, topk):
     """The topk best values of x, best first, and their indices, [BLOCK_CHILDREN] each.  Equal values: the lower index first.
 
     NaN counts as -inf.  If fewer than topk values are above -inf, the rest are -inf, with any index.

@@ -71,14 +71,14 @@ class LowRankEdges:
     """Logits of a block that depend on earlier drafted tokens.
 
     At one depth, the logit of column c after a row is base[c] + factor of the row · after[c].
-    base: [B, S, C], by depth; before: [V, rank].  A row's factor is before[token]; with `projection` see there.
-    after: either [C, rank], with ids None: the columns are the draft vocabulary.  Or [B, S, C, rank], with ids
+    base_logits: [B, S, C], by depth; before: [V, rank].  A row's factor is before[token]; with `projection` see there.
+    column_factors: either [C, rank], with ids None: the columns are the draft vocabulary.  Or [B, S, C, rank], with ids
     [B, S, C] int64, ascending: the columns are these tokens, and no other token is a candidate.
     """
 
-    base: Tensor
-    before: Tensor
-    after: Tensor
+    base_logits: Tensor
+    token_factors: Tensor
+    column_factors: Tensor
     ids: Tensor | None = None
     projection: FactorProjection | None = None
 
@@ -89,7 +89,7 @@ class LowRankEdges:
 
     def factors(self, depth: int, rows: DepthRows) -> tuple[Tensor, Tensor | None]:
         """The factors of rows, [B, R, rank], and the states after them, [B, R, rank], None if not recurrent."""
-        embedded = self.before[rows.tokens.clamp(min=0)]
+        embedded = self.token_factors[rows.tokens.clamp(min=0)]
         if self.projection is None:
             return embedded, None
         hidden_part, weight = self.projection.hidden_part[:, depth, None], self.projection.weight
@@ -105,11 +105,11 @@ class LowRankEdges:
 
     def logits(self, depth: int, factors: Tensor) -> Tensor:
         """Return logits [B, R, draft vocabulary], given the rows' factors [B, R, rank]."""
-        after = self.after if self.ids is None else self.after[:, depth]
-        columns = self.base[:, depth, None] + factors @ after.mT
+        after = self.column_factors if self.ids is None else self.column_factors[:, depth]
+        columns = self.base_logits[:, depth, None] + factors @ after.mT
         if self.ids is None:
             return columns
-        logits = columns.new_full((*factors.shape[:2], len(self.before)), -torch.inf)
+        logits = columns.new_full((*factors.shape[:2], len(self.token_factors)), -torch.inf)
         return logits.scatter_(2, self.ids[:, depth, None].expand_as(columns), columns)
 
 

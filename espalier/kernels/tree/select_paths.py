@@ -59,19 +59,19 @@ def _pack_tie_break(depth, parent, place, row):
 
 
 @kernel
-def _unpack_tie_break(rest):
+def _unpack_tie_break(tie_break):
     """(depth, parent, place, row): the inverse of _pack_tie_break."""
-    depth, parent = (rest >> 26).to(tl.int32), ((rest >> 16) & 1023).to(tl.int32)
-    return depth, parent, ((rest >> 8) & 255).to(tl.int32), (rest & 255).to(tl.int32)
+    depth, parent = (tie_break >> 26).to(tl.int32), ((tie_break >> 16) & 1023).to(tl.int32)
+    return depth, parent, ((tie_break >> 8) & 255).to(tl.int32), (tie_break & 255).to(tl.int32)
 
 
 @kernel
-def _path_key(above, logp):
+def _path_key(parent_score, logp):
     """The integer key of a path's score.  If there is no path, it is below the key of -inf.
 
-    above: the score of the path's parent, which is usable.  So the sum is not -0.0.
+    parent_score: the score of the path's parent, which is usable.  So the sum is not -0.0.
     """
-    score = above + logp
+    score = parent_score + logp
     # False for NaN as well.
     return tl.where(score > float("-inf"), float_to_key(score), -2147483648)
 
@@ -146,31 +146,31 @@ def _prefetch_candidates(
 @kernel
 def _write_tree(
     root_ptr, tokens_ptr, out_tokens_ptr, out_parents_ptr, out_depths_ptr, out_scores_ptr, out_words_ptr,
-    request, selected, rests, i,
+    request, selected_keys, tie_breaks, node,
     NODES: tl.constexpr, STEPS: tl.constexpr, ROWS: tl.constexpr, TOPK: tl.constexpr, WORDS: tl.constexpr,
     NUM_DOUBLINGS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Write the tree.  Node i is the path selected[i], rests[i]; without a path it is void, but node 0 is the root."""
-    score = key_to_float(selected)
-    depth, parent, place, row = _unpack_tie_break(rests)
-    is_root = i == 0
-    void = (selected == -2147483648) & (i > 0)
-    drafted = (selected != -2147483648) & (i < NODES)
+    score = key_to_float(selected_keys)
+    depth, parent, place, row = _unpack_tie_break(tie_breaks)
+    is_root = node == 0
+    void = (selected_keys == -2147483648) & (node > 0)
+    drafted = (selected_keys != -2147483648) & (node < NODES)
     at = request * (STEPS * ROWS * TOPK) + ((depth - 1) * ROWS + row) * TOPK + place
     token = tl.load(tokens_ptr + at, mask=drafted, other=-1)
     token = tl.where(is_root, tl.load(root_ptr + request), token)
     parent = tl.where(drafted, parent, 0)
-    out = request * NODES + i
-    exists = i < NODES
+    out = request * NODES + node
+    exists = node < NODES
     tl.store(out_tokens_ptr + out, token, mask=exists)
     tl.store(out_parents_ptr + out, parent.to(tl.int64), mask=exists)
     tl.store(out_depths_ptr + out, tl.where(is_root, 0, tl.where(void, 1, depth)).to(tl.int64), mask=exists)
     tl.store(out_scores_ptr + out, tl.where(is_root, 0.0, tl.where(void, float("-inf"), score)), mask=exists)
     one = tl.full([BLOCK], 1, tl.int64)
     for word in tl.static_range(WORDS):
-        bits = tl.where(i // 64 == word, one << (i % 64).to(tl.int64), 0)
+        bits = tl.where(node // 64 == word, one << (node % 64).to(tl.int64), 0)
         # A void node's ancestor is itself.
-        ancestor = tl.where(void, i, parent)
+        ancestor = tl.where(void, node, parent)
         # Each turn doubles the number of known ancestors, counting the node itself.
         for _ in range(NUM_DOUBLINGS):
             bits |= tl.gather(bits, ancestor, 0)

@@ -138,17 +138,20 @@ def select_tree(root: Tensor, tokens: Pool, scores: Pool, beams: Pool, topk: int
 
 @kernel
 def _load_from_pool(
-    parts, PARTS: tl.constexpr, FIRST_PART_SIZE: tl.constexpr, LATER_PART_SIZE: tl.constexpr, request, i, mask, other
-):
+    parts, PARTS: tl.constexpr, FIRST_PART_SIZE: tl.constexpr, LATER_PART_SIZE: tl.constexpr, request, index, mask,
+    default,
+):  # fmt: skip
     """Load values i of a request's pool.  The first part has FIRST_PART_SIZE values per request, the other parts LATER_PART_SIZE."""
     for part in tl.static_range(PARTS):
         if part == 0:
-            value = tl.load(parts[part] + request * FIRST_PART_SIZE + i, mask=mask & (i < FIRST_PART_SIZE), other=other)
+            value = tl.load(
+                parts[part] + request * FIRST_PART_SIZE + index, mask=mask & (index < FIRST_PART_SIZE), other=default
+            )
         else:
-            at = i - (FIRST_PART_SIZE + (part - 1) * LATER_PART_SIZE)
+            at = index - (FIRST_PART_SIZE + (part - 1) * LATER_PART_SIZE)
             inside = mask & (at >= 0) & (at < LATER_PART_SIZE)
             value = tl.where(
-                inside, tl.load(parts[part] + request * LATER_PART_SIZE + at, mask=inside, other=other), value
+                inside, tl.load(parts[part] + request * LATER_PART_SIZE + at, mask=inside, other=default), value
             )
     return value
 
