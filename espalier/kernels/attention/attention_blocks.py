@@ -26,9 +26,9 @@ LOG2_E = 1.4426950408889634
 
 
 class AttentionConstants(NamedTuple):
-    """Compile-time constants of a kernel.  A variable that holds them is declared `tl.constexpr`.
+    """The constexpr arguments of an attention kernel, as one `tl.constexpr` variable.
 
-    SOFTCAP: of logits, 0 for none.
+    SOFTCAP: the soft-cap of logits, 0 for none.
     FIRST_SIZE, SECOND_SIZE: values of a row in its two tiles (RowTiles); FIRST_BLOCK, SECOND_BLOCK: the tiles' widths.
     """
 
@@ -64,8 +64,8 @@ def _attend_block(
 
     q_rope: the queries' part for the second tile of latent rows; None for K and V.
     FP8 rows become q's dtype, which is exact.  Their scales are factors of `scale` and of the result.
-    Every fused multiply-add is explicit.  If the compiler chose them, a change in another loop could change a rounding
-    here, and then the bits would differ from those of kernels/hopper/attend.py.
+    Every fused multiply-add is explicit, so that the bits equal those of kernels/hopper/attend.py.  The compiler's
+    choice of fusions could change with the code of another loop.
     """
     PRECISION: tl.constexpr = CONSTANTS.PRECISION
     values = from_fp8(first_tile, q.dtype)
@@ -114,8 +114,7 @@ def _attend_scores(
 def shift_exponent(exponent, dtype: tl.constexpr):
     """Subtract 15 from the exponent for float16: weights in float16 are stored times 2^15.
 
-    A weight is at most 1, and float16's smallest number is 2^-24.  Many rows may each have a smaller weight, and yet
-    count together.
+    A weight is at most 1, and float16's smallest number is 2^-24.  The sum of many weights below 2^-24 may matter.
     """
     if dtype == tl.float16:
         exponent = exponent - 15.0
@@ -146,15 +145,15 @@ def page_of_block(table, begin, end, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.conste
 
 @kernel
 def rows_of_block(page, begin, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """[BLOCK_N] int64: pool rows of the positions at .. at + BLOCK_N - 1."""
+    """Returns [BLOCK_N] int64: pool rows of the positions at .. at + BLOCK_N - 1."""
     offset = tl.arange(0, BLOCK_N)
-    # Rows fit in int32: the launcher checks the pool.  They become int64 here and not when the page is loaded, because
-    # Triton 3.6 pipelines only loops that carry nothing but the load.
+    # Rows fit in int32, which the launcher checks.  The conversion to int64 is here and not at the load of the page,
+    # because Triton 3.6 pipelines only loops whose carried values are plain loads.
     if PAGE_SIZE % BLOCK_N == 0:
         row = page * PAGE_SIZE + begin % PAGE_SIZE + offset
     else:
-        # Never write offset % PAGE_SIZE alone: Triton 3.6 concludes that each row is a multiple of the page size, and
-        # then loads rows of 22 values 16 bytes at a time, misaligned.
+        # Do not write offset % PAGE_SIZE here: Triton 3.6 would conclude that rows are multiples of the page size, and
+        # use misaligned 16-byte loads for rows of 22 values.
         row = page * PAGE_SIZE + (begin + offset) % PAGE_SIZE
     return row.to(tl.int64)
 
@@ -178,7 +177,7 @@ def load_rows(pointer, offsets, row_exists, MASKED: tl.constexpr, SIZE: tl.const
 
 @kernel
 def _load_tiles(tiles, row, row_exists, MASKED: tl.constexpr, CONSTANTS: tl.constexpr):
-    """(first, second): the tiles of rows `row` [N]."""
+    """Returns (first, second): the tiles of rows `row` [N]."""
     first = load_rows(
         tiles.first_ptr, row * tiles.first_stride, row_exists, MASKED, CONSTANTS.FIRST_SIZE, CONSTANTS.FIRST_BLOCK
     )
@@ -212,7 +211,8 @@ def attend_blocks(
 ):
     """Attend to blocks low .. high from position `begin`, in the order of work_items.py:block_index.
 
-    MASKED: some rows are at or past `end`, or below `first_position`.  Such rows are never read, because they may be NaN.
+    MASKED: some rows are at or past `end`, or below `first_position`.  Such rows are never read, because they may be
+    NaN.
     """
     PAGE_SIZE: tl.constexpr = CONSTANTS.PAGE_SIZE
     BLOCK_N: tl.constexpr = CONSTANTS.BLOCK_N
@@ -296,7 +296,7 @@ def times_scale(values, scale_ptr, head):
 
 @kernel
 def sink_share(lse, sink_ptr, head):
-    """The share of the softmax that the rows keep after the sink of their head has joined (ops/attention.py:apply_sink).
+    """Returns the rows' share of a softmax that includes the sink of their head, see ops/attention.py:apply_sink.
 
     lse: log-sum-exp of the rows, in base 2.  The fused multiply-add is explicit, as in `_attend_block`.
     """
@@ -373,7 +373,7 @@ def check_shapes(name: str, inputs: AttentionInputs, kv_heads: int) -> None:
 def common_launch_arguments(
     inputs: AttentionInputs, partials: PartialResults, out: Tensor, lse: Tensor, num_tiles: int
 ) -> dict[str, Any]:
-    """The launch arguments that all attention kernels share.  num_tiles: number of query tiles."""
+    """Returns the launch arguments that all attention kernels share.  num_tiles: number of query tiles."""
     q, prefix, staged, splits = inputs.q, inputs.prefix, inputs.staged, inputs.splits
     ancestor_bits = None if staged is None else inputs.nodes.ancestor_bits
     staged_kind = NO_STAGED if staged is None else CHAIN if ancestor_bits is None else TREE
@@ -382,7 +382,7 @@ def common_launch_arguments(
         "table_ptr": prefix.page_table,
         "split_ptr": splits.table,
         "start_ptr": splits.starts,
-        # Without ancestor bits the kernel gets another pointer, which it does not read.
+        # Without ancestor bits the kernel gets a placeholder pointer, which it does not read.
         "bits_ptr": inputs.nodes.positions if ancestor_bits is None else ancestor_bits,
         "out_ptr": out,
         "lse_ptr": lse,
@@ -408,5 +408,5 @@ def common_launch_arguments(
 
 
 def named_strides(tensor: Tensor, *names: str) -> dict[str, int]:
-    """The tensor's leading strides, under these names."""
+    """Returns the tensor's leading strides, under these names."""
     return dict(zip(names, tensor.stride(), strict=False))

@@ -1,6 +1,6 @@
 """Chooses the attention kernel and its launch configuration: Triton's, or Hopper's where it is faster.
 
-Both kernels over K and V heads give the same bits.
+The Triton kernel and the Hopper kernel for K and V heads give the same bits.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ def choose_config(inputs: AttentionInputs) -> TritonConfig | HopperConfig:
         if config is not None:
             return config
     rows = queries if inputs.staged is None else inputs.staged[0].shape[1]
-    # The batch's bucket counts, as in the policy: a padded graph and an eager launch get the same blocks and bits.
+    # The bucket of the batch is used, so that a padded graph and an eager launch get the same blocks and bits.
     one_wave = next_bucket(batch) * kv_heads * splits.policy.num_splits <= TARGET_PROGRAMS
     return choose_triton_config(chip(q), packed_queries, rows, k_size, v_size, q.dtype, one_wave, fp8)
 
 
 def hopper_supports(inputs: AttentionInputs) -> bool:
-    """Whether the Hopper kernel takes these dtypes, sizes and strides; it has no soft-cap."""
+    """Returns whether the Hopper kernel takes these dtypes, sizes and strides; it has no soft-cap."""
     if inputs.softcap is not None:
         return False
     q, staged = inputs.q, inputs.staged
@@ -56,7 +56,7 @@ def hopper_supports(inputs: AttentionInputs) -> bool:
 
 
 def needs_contiguous_counts(inputs: AttentionInputs) -> bool:
-    """Whether tree_attention is faster if it gets `contiguous`."""
+    """Returns whether tree_attention is faster if it gets `contiguous`."""
     if not needs_block_counts(inputs.page_size, inputs.window or 0):
         return False
     config = choose_config(inputs)
@@ -78,7 +78,7 @@ def choose_latent_config(inputs: AttentionInputs) -> LatentConfig:
 
 
 def latent_config_fits(config: HopperLatentConfig | HopperLatentFewConfig, inputs: AttentionInputs) -> bool:
-    """Whether the Hopper kernel of this configuration takes these tensors."""
+    """Returns whether the Hopper kernel of this configuration takes these tensors."""
     fp8, (queries, heads) = inputs.scales is not None, inputs.q.shape[1:3]
     if isinstance(config, HopperLatentFewConfig):
         return _hopper_supports_latent(inputs) and not fp8 and queries == 1 and heads <= config.block_m
@@ -86,7 +86,7 @@ def latent_config_fits(config: HopperLatentConfig | HopperLatentFewConfig, input
 
 
 def _hopper_supports_latent(inputs: AttentionInputs) -> bool:
-    """Whether the Hopper kernel takes these tensors."""
+    """Returns whether the Hopper kernel takes these tensors."""
     rows = [inputs.pages[0], *(inputs.staged or ())[:1]]
     return hopper_latent_supports(inputs.q, rows, inputs.v_size)
 

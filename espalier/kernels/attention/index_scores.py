@@ -1,7 +1,7 @@
 """Computes index scores, the sum over index heads of weight · max(q · k, 0), for rows in pages and staged rows.
 
 There are few queries and many rows.  A program holds the heads of a few queries, and multiplies block after block of
-keys with all of them.  The programs of a request take its blocks in turns, so a captured launch does no work for rows
+keys with all of them.  A request's programs take its blocks in turn, so a captured launch does no work for rows
 that do not exist.  The last blocks hold the staged rows; a query sees its ancestors among them.
 
 With 64 heads of 128 values, one query computes 16,384 flops for each key of 256 bytes.  So from 4 queries on, products
@@ -53,7 +53,7 @@ class SharedMemoryPlan(NamedTuple):
 
 @kernel
 def _score_block(keys, q, weight, is_visible, QUERIES: tl.constexpr, BLOCK_H: tl.constexpr, PRECISION: tl.constexpr):
-    """[BLOCK_N, QUERIES] float32: the scores of keys [BLOCK_N, SIZE] for queries q [SIZE, QUERIES · BLOCK_H].
+    """Returns [BLOCK_N, QUERIES] float32: the scores of keys [BLOCK_N, SIZE] for queries q [SIZE, QUERIES · BLOCK_H].
 
     A score of a pair (key, query) that is not `is_visible` is -inf.
     """
@@ -126,7 +126,7 @@ def _index_scores_kernel(
         _store_block(
             score, out, highest, block, length, 0, 0, query, query_exists, out_stride_q, highest_stride_q, GROUP_ROWS
         )
-    # From the last program on, which may have had one block less.
+    # The last program takes the first staged block, because it may have had one committed block less.
     first_staged, staged_blocks = tl.num_programs(1) - 1 - program, (rows + BLOCK_N - 1) // BLOCK_N
     for block in tl.range(first_staged, staged_blocks, tl.num_programs(1), num_stages=1):
         at = (block * BLOCK_N + offset)[:, None]
@@ -148,7 +148,8 @@ def _index_scores_kernel(
 
 
 def _plan_shared_memory(gpu: Chip, queries: int, heads: int, size: int, itemsize: int) -> SharedMemoryPlan:
-    """A score's bits do not depend on it: each query's heads are added alone."""
+    """Returns the plan of a program's shared memory.  It does not change the bits: each query's heads are added
+    alone."""
     block_h, row_bytes = max(next_power_of_2(heads), 16), max(next_power_of_2(size), 16) * itemsize
     columns = MAX_COLUMNS if itemsize == 2 else MAX_FLOAT32_COLUMNS
     room = (gpu.shared_memory_per_program(PROGRAMS_PER_PROCESSOR) - STAGES * BLOCK_N * row_bytes) // row_bytes
@@ -201,7 +202,7 @@ def index_scores(queries: IndexQueries, keys: IndexKeys, ancestor_bits: Tensor) 
         BLOCK_SIZE=max(next_power_of_2(size), 16),
         STAGES=held.stages,
         num_warps=NUM_WARPS,
-        # With fusion, the compiler could round one query of a program differently from the next.
+        # With fusion, the compiler could round the queries of a program differently.
         enable_fp_fusion=False,
         **pdl_arguments(chip(q)),
     )

@@ -2,12 +2,12 @@
 
 The committed rows of each request are divided into splits that run in parallel.  merge.py merges the partial results
 of the splits in position order.  The length of a split depends on the request's rows, the number of queries and the
-batch bucket of the pass.  In the table the requests with the longest splits come first, so that programs which take
-splits in turns have equally much to do (work_items.py:work_item_of).
+batch bucket of the pass.  In the table the requests with the longest splits come first.  Programs take splits in turn,
+so each program gets about the same amount of work (work_items.py:work_item_of).
 
 TMA copies a block of committed rows with one instruction if the block is contiguous in the pool.  Contiguous blocks are
-counted once a round, for all layers with the same splits.  If the page size is a multiple of the block, every block is
-contiguous, and nothing is counted.
+counted once per round, for all layers with the same splits.  If the page size is a multiple of the block, every block
+is contiguous, and nothing is counted.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ QUERIES_AT_ONCE = 16
 def _split_width_and_count(
     num_rows, request_exists, num_splits, max_splits, STEP: tl.constexpr, MIN_ROWS: tl.constexpr, MAX_ROWS: tl.constexpr
 ):
-    """(rows of a split, number of splits) of requests with num_rows rows, see KVSplitPolicy.width."""
+    """Returns (rows of a split, number of splits) of requests with num_rows rows, see KVSplitPolicy.width."""
     num_rows = tl.maximum(num_rows, 0)
     wanted = tl.maximum(
         tl.minimum((num_rows + MIN_ROWS - 1) // MIN_ROWS, num_splits), (num_rows + MAX_ROWS - 1) // MAX_ROWS

@@ -137,7 +137,7 @@ def latent_attention(
         return out, lse
     is_split = splits.policy.max_splits > 1
     if partials is None:
-        # Without splits there are no partial results and no buffer, which would take 256 KB per query with 128 heads.
+        # Without splits no buffer is needed.  It would take 256 KB per query with 128 heads.
         partials = PartialResults.allocate(splits, *out.shape[1:]) if is_split else PartialResults(out, lse)
     if config is None:
         config = choose_latent_config(inputs)

@@ -1,7 +1,7 @@
 """Merges of attention results by their log-sum-exps (Ye et al. 2025, FlashInfer, section 2.2).
 
-`merge_results` joins the results over two disjoint sets of keys.  `merge_splits` joins the splits of each request, in position
-order.  The order of the sums depends only on the request's own splits, not on the batch.
+`merge_results` joins the results over two disjoint sets of keys.  `merge_splits` joins the splits of each request, in
+position order.  The order of the sums depends only on the request's own splits, not on the batch.
 """
 
 from __future__ import annotations
@@ -74,16 +74,16 @@ def merge_results(first_result: OutAndLse, second_result: OutAndLse, sink: Tenso
 
 # Floats that one program (one warp) loads at once for one pair (query, head).
 PROGRAM_VALUES = 4096
-# A request with few splits is merged in a smaller block than a long one, several pairs at once.  Few means: num_splits
-# of the policy as a power of two, and at least MIN_FEW_SPLITS.  Above MAX_FEW_SPLITS all requests have the same block.
+# A request with few splits is merged in a smaller block, several pairs at once.  "Few" is the policy's num_splits,
+# rounded up to a power of two, at least MIN_FEW_SPLITS.  Above MAX_FEW_SPLITS all requests have the same block.
 MIN_FEW_SPLITS, MAX_FEW_SPLITS = 4, 8
 # Splits that are merged at once, over all pairs of a program.
 SPLITS_PER_PROGRAM = 16
-# The least and the most output columns of one (query, head) pair that a program merges.  If a pair has more columns, or
-# more splits, several programs share them: latent attention has few pairs, but up to 128 splits of 512 columns.
+# The fewest and the most output columns of a (query, head) pair that a program merges.  Several programs share a pair
+# with more columns or splits: latent attention has up to 128 splits of 512 columns.
 MIN_BLOCK_V, MAX_BLOCK_V = 32, 128
-# Programs of the persistent grid per multiprocessor.  Four times as many would fit, but starting a program costs time
-# even if there is nothing to merge (docs/log.md).
+# Programs of the persistent grid per multiprocessor.  Four times as many would fit, but each
+# start costs time, even without work (docs/log.md).
 PROGRAMS_PER_PROCESSOR = 8
 
 
@@ -132,7 +132,7 @@ def _merge_splits_kernel(
     BLOCK_V: tl.constexpr, FEW_SPLITS: tl.constexpr, BLOCK_SPLITS: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """Merge pairs: PAIRS at once for a request with at most FEW_SPLITS splits, else one by one."""
-    # Read before the wait: attention waited for the splits before it let this kernel start, or attention has ended.
+    # The splits may be read before the wait: the attention kernel had waited for them before it let this kernel start.
     num_splits = tl.load(start_ptr + batch)
     pdl_wait(USE_PDL)
     pdl_trigger(USE_PDL)
@@ -144,7 +144,7 @@ def _merge_splits_kernel(
         count = tl.load(start_ptr + batch + 1 + request)
         count = tl.where(count > 1, count, 0)
         if FEW_SPLITS == BLOCK_SPLITS:
-            # Without a branch the addresses are computed while the count is loaded.
+            # Without a branch on `count`, addresses are computed while the count is loaded.
             _merge_pairs(
                 partial_ptr, partial_lse_ptr, sink_ptr, out_ptr, lse_ptr, start, count, pair, pairs_per_request,
                 HEADS, V_SIZE, HAS_SINK, PAIRS, BLOCK_SPLITS, BLOCK_V,
@@ -185,8 +185,8 @@ def merge_splits(
     few = few if few <= MAX_FEW_SPLITS else block_splits
     block_v = max(MIN_BLOCK_V, min(next_power_of_2(v_size), MAX_BLOCK_V, PROGRAM_VALUES // block_splits))
     num_parts = -(-v_size // block_v)
-    # A power of two that divides the heads, so that pairs merged at once belong to one request.  It does not depend on
-    # the batch, because it decides in which order a thread adds, and so the bits.
+    # A power of two that divides the heads, so that pairs merged at once belong to one request.  It must not depend on
+    # the batch, because it changes the order of a thread's sums, and thereby the bits.
     pairs = min(max(SPLITS_PER_PROGRAM // few, 1), heads & -heads) if queries > 1 else 1
     most_programs = chip(out).processors * PROGRAMS_PER_PROCESSOR // num_parts
     num_programs = min(batch * pairs_per_request // pairs, most_programs)
@@ -200,8 +200,7 @@ def merge_splits(
         FEW_SPLITS=few,
         BLOCK_SPLITS=block_splits,
         num_warps=1,
-        # With fusion, the compiler could round one pair differently from the next, and a query's bits would depend on
-        # its place among the pairs.
+        # With fusion, the compiler could round pairs differently, so a query's bits would depend on its place.
         enable_fp_fusion=False,
         **pdl_arguments(chip(out)),
     )

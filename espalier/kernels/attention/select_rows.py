@@ -1,11 +1,11 @@
 """Selects, exactly, each query's rows with the topk largest (score, position), in order of position.
 
-One program selects the rows of one query.  It first lists the topk groups with the highest scores, or a few more.  They
-hold all chosen rows: a row of any other group has topk rows above it, the highest of each listed group.  Then it
-selects among the rows of these groups that are not below all of these highest scores.
+One program selects the rows of one query.  First it lists the topk groups with the highest scores, or a few more.  All
+chosen rows are in these groups: a row of another group scores below the best row of each listed group.  Then the
+program selects among the rows of the listed groups.  Rows below the lowest score of the listed groups are skipped.
 
-Both steps search for a threshold.  With its sign turned, a score's bit pattern is in the order of scores.  Each turn of
-the search divides the patterns between which the threshold lies into 32 bins, and counts the scores per bin.
+Both steps search for a threshold.  Scores are mapped to integers (patterns) in the same order.  Each iteration divides
+the range of patterns that contains the threshold into 32 bins, and counts the scores per bin.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ CHUNK_SCORES = 4096
 # The time of tl.histogram grows with the number of bins, and it needs one for each thread of a warp.
 NUM_BINS = 32
 NUM_WARPS = 16
-# Groups that are listed beyond topk, as a part of topk.  A few more groups take less time than a longer search.
+# topk / SPARE_DIVISOR more groups may be listed, because a few more groups take less time than a longer search.
 SPARE_DIVISOR = 4
-# Bits of a bin of patterns in the first turn, if any score may be the threshold.  It is seldom far below the highest
-# score.  So two bins hold the scores between a power of two and the next, and the last bin holds all lower scores.
+# Bits of a bin in the first iteration.  Two bins then hold the scores between a power of two and the next.  The last
+# bin holds all lower scores, because the threshold is seldom far below the highest score.
 FIRST_BITS = tl.constexpr(22)
-# The pattern of the lowest score of a row that is seen: unseen rows have -inf.
+# The lowest pattern of a visible row; other rows have -inf.
 LOWEST_PATTERN = tl.constexpr(0x00800000)
 
 
 @kernel
 def _score_pattern(score):
-    """uint32 numbers in the order of float32 scores.  Both zeros are equal."""
+    """Returns uint32 patterns in the order of float32 scores.  0.0 and -0.0 have the same pattern."""
     score = tl.where(score == 0.0, 0.0, score)
     bits = score.to(tl.uint32, bitcast=True)
     return bits ^ tl.where(bits >> 31 != 0, 0xFFFFFFFF, 0x80000000).to(tl.uint32)
@@ -45,7 +45,7 @@ def _score_pattern(score):
 
 @kernel
 def _load_chunk(values, columns, chunk, count, gap_begin, gap_size, CHUNK_SCORES: tl.constexpr):
-    """(columns, whether they hold a seen score, patterns) of a chunk of `count` values.
+    """Returns (columns, whether they hold a seen score, patterns) of a chunk of `count` values.
 
     columns: a list of columns.  None: the columns before `gap_begin`, and after it those `gap_size` further on.
     """
@@ -61,7 +61,7 @@ def _load_chunk(values, columns, chunk, count, gap_begin, gap_size, CHUNK_SCORES
 
 @kernel
 def _num_bits(x):
-    """The number of bits of a uint32, without leading zeros."""
+    """Returns the number of bits of a uint32, without leading zeros."""
     bits = tl.zeros([], tl.uint32)
     for i in tl.static_range(5):
         has_more = x >> (16 >> i) > 0
@@ -72,7 +72,7 @@ def _num_bits(x):
 
 @kernel
 def _highest_pattern(values, count, gap_begin, gap_size, CHUNK_SCORES: tl.constexpr):
-    """The highest pattern of `count` values, at least LOWEST_PATTERN."""
+    """Returns the highest pattern of `count` values, at least LOWEST_PATTERN."""
     high = tl.full([], LOWEST_PATTERN, tl.uint32)
     for chunk in range((count + CHUNK_SCORES - 1) // CHUNK_SCORES):
         _column, seen, pattern = _load_chunk(values, None, chunk, count, gap_begin, gap_size, CHUNK_SCORES)
@@ -85,11 +85,12 @@ def _find_threshold(
     values, columns, count, gap_begin, gap_size, low_pattern, high_pattern, topk, num_spare, first_bits,
     CHUNK_SCORES: tl.constexpr, NUM_BINS: tl.constexpr,
 ):  # fmt: skip
-    """Search for the threshold of the topk highest of `count` values (`_load_chunk`).  No pattern is below low or above high.
+    """Search for the threshold of the topk highest of `count` values (`_load_chunk`).  No pattern is below low or above
+    high.
 
     first_bits: the most bits of a bin of the first turn.  Returns (high, span, left_out).  Patterns above the new
-    `high_pattern` are chosen.  Of the values at the threshold, which have patterns from high - span to high, all but the first
-    `left_out` are chosen.  So topk values are chosen, or all if there are fewer, or up to `num_spare` more.
+    `high_pattern` are chosen.  Of the values at the threshold, which have patterns from high - span to high, all but
+    the first `left_out` are chosen.  So topk values are chosen, or all if there are fewer, or up to `num_spare` more.
     """
     span, equal, wanted, most_bits = (
         high_pattern - low_pattern,
@@ -108,7 +109,7 @@ def _find_threshold(
             bin_of = tl.minimum((high_pattern - pattern) >> bits, NUM_BINS - 1)
             counts += tl.histogram(bin_of.to(tl.int32), NUM_BINS, mask=is_between)
         upto = tl.cumsum(counts, 0)
-        # Fewer than `wanted` in the first turn only, where `count` includes values that are not seen.
+        # In the first iteration there may be fewer, because `count` includes values of invisible rows.
         wanted = tl.minimum(wanted, tl.max(upto, 0))
         is_it = (upto >= wanted) & (upto - counts < wanted)
         wanted -= tl.sum(tl.where(is_it, upto - counts, 0), 0)
@@ -122,13 +123,13 @@ def _find_threshold(
 
 @kernel
 def _place_chosen(seen, pattern, high_pattern, pattern_span, num_left_out, num_above_before, num_equal_before):
-    """(taken, places, scores above the threshold, scores at it) of a chunk (see `_find_threshold`).
+    """Returns (taken, places, scores above the threshold, scores at it) of a chunk (see `_find_threshold`).
 
     num_above_before, num_equal_before: in earlier chunks.
     """
     above = seen & (pattern > high_pattern)
     equal = seen & (pattern <= high_pattern) & (high_pattern - pattern <= pattern_span)
-    # Both are counted at once: a chunk has fewer than 2^16 scores.
+    # One sum counts both in its low and high 16 bits, because a chunk has fewer than 2^16 scores.
     both = above.to(tl.int32) | (equal.to(tl.int32) << 16)
     upto, total = tl.cumsum(both, 0), tl.sum(both, 0)
     equal_upto = num_equal_before + (upto >> 16)
@@ -158,7 +159,7 @@ def _list_groups(
         above_before += above
         equal_before += equals
     listed = above_before + equal_before - left_out
-    # With fewer groups than topk, the rows of each are chosen, whatever their scores.
+    # With fewer groups than topk, no row is too low.
     return listed, tl.where(listed >= topk, high - span, LOWEST_PATTERN).to(tl.uint32), highest
 
 
@@ -167,7 +168,8 @@ def _list_rows(
     scores, group_list, row_list, num_groups, lowest_pattern, length, capacity, rows,
     GROUP_ROWS: tl.constexpr, CHUNK_SCORES: tl.constexpr,
 ):  # fmt: skip
-    """List the columns of the rows of the listed groups, without those below `lowest_pattern`.  Returns their number."""
+    """List the columns of the rows of the listed groups, without those below `lowest_pattern`.  Returns their
+    number."""
     GROUPS: tl.constexpr = CHUNK_SCORES // GROUP_ROWS
     of_capacity = (capacity + GROUP_ROWS - 1) // GROUP_ROWS
     count = 0
@@ -211,7 +213,8 @@ def _write_rows(
 def _write_bits(
     scores, words, rows, high_pattern, pattern_span, num_wanted, WORDS: tl.constexpr, WORD_BITS: tl.constexpr
 ):
-    """Write the bits of the chosen staged rows.  They come last, so the last `num_wanted` of them at the threshold are."""
+    """Write the bits of the chosen staged rows.  They come last, so the last `num_wanted` of them at the threshold
+    are."""
     at = tl.arange(0, WORDS * WORD_BITS)
     exists = at < rows
     pattern = _score_pattern(tl.load(scores + at, mask=exists, other=float("-inf")))
@@ -231,14 +234,14 @@ def _select_rows_kernel(
     GROUP_ROWS: tl.constexpr, PAGE_SIZE: tl.constexpr, WORDS: tl.constexpr, WORD_BITS: tl.constexpr,
     CHUNK_SCORES: tl.constexpr, NUM_BINS: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (B · Q).  The lists are memory that a query's program alone uses."""
+    """Grid: (B · Q).  Each program has its own part of the list buffers."""
     pdl_trigger_and_wait(USE_PDL)
     query = tl.program_id(0).to(tl.int64)
     request = query // queries
     length = tl.load(length_ptr + request * length_stride_b).to(tl.int32)
     scores = score_ptr + request * score_stride_b + query % queries * score_stride_q
     table, to = table_ptr + request * table_stride_b, row_ptr + query * width
-    # A request with at most topk rows has no chosen rows, and all staged rows that its queries see.
+    # A request with at most topk rows gets no chosen committed rows, and the bits of all visible staged rows.
     high, span = tl.full([], LOWEST_PATTERN - 1, tl.uint32), tl.zeros([], tl.uint32)
     written, wanted = tl.zeros([], tl.int32), tl.zeros([], tl.int32)
     if length + rows > topk:
@@ -250,7 +253,7 @@ def _select_rows_kernel(
             groups, group_list, split + (rows + GROUP_ROWS - 1) // GROUP_ROWS, split, skipped, topk, num_spare,
             CHUNK_SCORES, NUM_BINS,
         )  # fmt: skip
-        # A list is read by other threads than those that write it.
+        # Other threads read the list than wrote it.
         tl.debug_barrier()
         count = _list_rows(
             scores, group_list, row_list, listed, least, length, capacity, rows, GROUP_ROWS, CHUNK_SCORES

@@ -57,8 +57,7 @@ def _load_queries(q_ptr, offsets, exists, FP8: tl.constexpr, SIZE: tl.constexpr,
     """Load queries [M, BLOCK] at offsets [M].  If rows are FP8, bfloat16 queries become float16.
 
     One instruction converts two FP8 values to float16; to bfloat16 it takes four (docs/design.md).  Queries too large
-    for float16 become NaN, so that the request fails.  As infinities they could give scores of -inf, which look like
-    rows that the query does not see.
+    for float16 become NaN, so that the request fails.  Infinite queries could give scores of -inf, like masked rows.
     """
     q = load_rows(q_ptr, offsets, exists, True, SIZE, BLOCK)
     if FP8 and q.dtype == tl.bfloat16:
@@ -94,7 +93,7 @@ def _tree_attention_kernel(
     for base in tl.range(0, num_work_items, tl.num_programs(0)):
         work_item, backwards = work_item_of(base, backwards), 1 - backwards
         split, request, begin, end, count = next_split, next_request, next_begin, next_end, next_count
-        # The next split is loaded before the work on this split, so that no program waits for it.
+        # The next split is loaded before the work on this split, to hide the latency of the load.
         next_work_item = work_item_of(base + tl.num_programs(0), backwards)
         next_split = split_of(next_work_item, num_splits, num_tiles, KV_HEADS, LONGEST_FIRST)
         exists = next_work_item < num_work_items
@@ -186,7 +185,7 @@ def _launch_kernel(
     window = inputs.window or 0
     (_, queries, heads, k_size), (kv_heads, v_size) = q.shape, v.shape[1:]
     num_tiles = -(-queries * (heads // kv_heads) // config.block_m)
-    # Without staged rows the kernel gets other pointers, which it does not read.
+    # Without staged rows the kernel gets placeholder pointers, which it does not read.
     staged_k, staged_v = inputs.staged or (q, q)
     attention_kernel: Any
     if isinstance(config, HopperConfig):
@@ -233,6 +232,6 @@ def _check_inputs(inputs: AttentionInputs) -> AttentionInputs:
 def staged_attention(inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
     assert inputs.staged is not None
     k, v = inputs.staged
-    # The pages are not read.  One staged row stands for them, so pages of all sizes share one compiled kernel.
+    # The pages are not read.  A staged row is their placeholder, so that all page sizes share one compiled kernel.
     inputs = inputs._replace(pages=(k[:1, 0], v[:1, 0]), page_size=1)
     return (latent_attention.triton if is_wide_latent(k, v) else tree_attention)(inputs)

@@ -9,7 +9,7 @@ import torch
 
 from espalier.kernels.runtime.launch import Chip, next_power_of_2
 
-# Bytes of shared memory that are left to the compiler, where the estimate was not measured.
+# Bytes of shared memory reserved for the compiler if the estimate of `shared_bytes` was not checked.
 SCRATCH_BYTES = 8 * 1024
 
 
@@ -26,7 +26,7 @@ class TritonConfig:
     programs_per_processor: int = 1
 
     def constants(self, dtype: torch.dtype) -> dict[str, Any]:
-        """The constexpr arguments and options that the kernels take from it.  dtype: of the queries."""
+        """Returns the constexpr arguments and options that the kernels take from it.  dtype: of the queries."""
         return {
             "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
             "BLOCK_M": self.block_m,
@@ -62,11 +62,11 @@ def choose_triton_config(
     """Return the configuration that was fastest on an H200 (docs/log.md).
 
     A chip with less shared memory gets fewer stages, then fewer rows per step.  Heads of more than 256 values were not
-    measured; their tile has only as many queries as need few spilled registers.
+    measured; their tile has so few queries that few registers spill.
 
     packed_queries: queries times heads of one KV head; rows: staged rows.  one_wave: all splits run at the same time
-    (small batch), so the latency of one split counts more than how many fit on a multiprocessor.  fp8: whether the rows
-    of K and V are FP8.
+    (small batch), so the latency of a split matters more than the number of programs per multiprocessor.  fp8: whether
+    the rows of K and V are FP8.
     """
     k_bytes, v_bytes = (max(16, next_power_of_2(size)) * dtype.itemsize for size in (k_size, v_size))
     q_bytes, large, wide = k_bytes, k_bytes + v_bytes > 512, max(k_size, v_size) > 256

@@ -1,4 +1,5 @@
-"""The attending warps of the Hopper kernel: each warpgroup attends with 64 packed queries, one block of rows at a time.
+"""The attending warps of the Hopper kernel.  Each warpgroup has 64 packed queries, and takes one block of rows at a
+time.
 
 While the tensor cores multiply one block's weights with its values, the warps compute the weights of the next block
 (Shah et al. 2024, FlashAttention-3, arXiv:2407.08608, section 3.2).  The warpgroups of a program do not wait for each
@@ -21,9 +22,9 @@ from espalier.kernels.runtime.jit import gluon_kernel
 class Queries(NamedTuple):
     """The data of 64 packed queries of a work item from which masks are computed.
 
-    query, exists, position: [64]; row_positions, row_position_stride_r: pointer to the positions of the request's staged rows,
-    and its stride per row; bits, bits_stride_q: pointer to the ancestor bits of its queries, and its stride per query; first:
-    as in Plan; first_masked_staged: the first block of staged rows that needs a mask.
+    query, exists, position: [64]; row_positions, row_position_stride_r: pointer to the positions of the request's
+    staged rows, and its stride per row; bits, bits_stride_q: pointer to the ancestor bits of its queries, and its
+    stride per query; first: as in Plan; first_masked_staged: the first block of staged rows that needs a mask.
     """
 
     query: Any
@@ -40,7 +41,7 @@ class Queries(NamedTuple):
 # fmt: off
 @gluon_kernel
 def packed_queries(plan, item, first_packed, positions, CONSTANTS: gl.constexpr, SCORES: gl.constexpr):
-    """(query, exists, position) of the packed queries first_packed .. first_packed + 64."""
+    """Returns (query, exists, position) of the packed queries first_packed .. first_packed + 64."""
     query = (first_packed + gl.arange(0, 64, layout=gl.SliceLayout(1, SCORES))) // CONSTANTS.GROUP_SIZE
     exists = query < plan.queries
     position = query
@@ -104,7 +105,7 @@ def _mask_tree(scores, first_node, queries, high, WINDOW: gl.constexpr, BLOCK_N:
 
 @gluon_kernel
 def _mask_block(scores, step, queries, extent, CONSTANTS: gl.constexpr, SCORES: gl.constexpr):
-    """The scores of the t-th block, -inf where a query does not see a row."""
+    """Returns the scores of the t-th block, -inf where a query does not see a row."""
     WINDOW: gl.constexpr = CONSTANTS.WINDOW
     BLOCK_N: gl.constexpr = CONSTANTS.BLOCK_N
     if step < extent.num_committed:
@@ -151,8 +152,8 @@ def _update_sum_weights(sum_weights, decay, sums, SCORES: gl.constexpr):
 def _start_scores(q, stages, stage, zeros, NEEDS_FENCE: gl.constexpr):
     """Start the product of the queries with the keys of a stage, tile by tile.
 
-    NEEDS_FENCE: threads may have written rows or queries without a fence.  The fence makes them visible to the tensor cores.
-    Rows that TMA has copied need no fence.
+    NEEDS_FENCE: threads may have written rows or queries without a fence.  The fence makes them visible to the tensor
+    cores.  Rows that TMA has copied need no fence.
     """
     if NEEDS_FENCE:
         hopper.fence_async_shared()
@@ -202,16 +203,16 @@ def _attend_blocks(
         weights = gl.convert_layout(rounded, WEIGHTS)
         if exchange is None:
             sum_weights = _update_sum_weights(sum_weights, decay, sums, SCORES)
-            # This wait for rows must stay between the weights and the wait for `out`.  Otherwise ptxas moves the wait
-            # for `out` before the weights, and nothing overlaps.
+            # The wait for rows must stay between the weights and the wait for `out`.  Otherwise ptxas moves the wait
+            # for `out` before the weights, and weights and products do not overlap.
             wait_until_full(stages, blocks_done + 2, t + 1 < num_blocks)
         out = hopper.warpgroup_mma_wait(num_outstanding=0, deps=[pending_out])
         hopper.mbarrier.arrive(stages.empty.index(stage_of(stages, blocks_done)), count=1)
         out = out * gl.expand_dims(gl.convert_layout(decay, gl.SliceLayout(1, OUT)), 1)
         if exchange is not None:
-            # The other warpgroup has these weights already, and does not need their sum.
+            # The other warpgroup needs the weights but not their sum, so the sum comes later.
             sum_weights = _update_sum_weights(sum_weights, decay, sums, SCORES)
-            # This wait comes after the stage is given back: with two stages, the next block needs this stage.
+            # The wait comes after the stage is released, because with two stages the next block needs this stage.
             wait_until_full(stages, blocks_done + 2, t + 1 < num_blocks)
         blocks_done += 1
     return blocks_done, blocks_sent, weights, out, max_score, sum_weights
@@ -225,8 +226,8 @@ def attend_work_item(
     """Attend to one work item.  Returns (out [64, OUT_SIZE], max_score, sum_weights).
 
     The num_unmasked blocks come first.  values: the stages' tile that is summed; exchange: slots through which each
-    block's weights are sent to another warpgroup, or None; blocks_done, blocks_sent: blocks that the program has finished and
-    sent before.
+    block's weights are sent to another warpgroup, or None; blocks_done, blocks_sent: blocks that the program has
+    finished and sent before.
     """
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=OUT, k_width=2)
     max_score = gl.full([64], float("-inf"), gl.float32, layout=gl.SliceLayout(1, SCORES))
@@ -249,7 +250,7 @@ def attend_work_item(
     # If CONTIGUOUS is 1, TMA copies all unmasked blocks.  Warps that convert FP8 rows make a fence themselves.
     BY_THREADS: gl.constexpr = CONSTANTS.CONTIGUOUS != 1 and CONSTANTS.RAW_STAGES == 0
     if CONSTANTS.WINDOW == 0:
-        # Most blocks need no mask, and a loop that never tests for one is 2 % faster.
+        # Most blocks need no mask, and a loop without the test for a mask is 2% faster.
         blocks_done, blocks_sent, weights, out, max_score, sum_weights = _attend_blocks(
             1, masked, extent.num_blocks, blocks_done, blocks_sent, weights, out, max_score, sum_weights,
             q, stages, values, exchange, scale, queries, extent, False, BY_THREADS, CONSTANTS, SCORES, OUT,
@@ -294,7 +295,7 @@ def _write_work_item(
     SIZE: gl.constexpr = CONSTANTS.OUT_SIZE
     queries, head = plan.queries, item.head
     divisor = gl.where(sum_weights == 0.0, 1.0, sum_weights)
-    # One division per query instead of one per value.
+    # One division per query is faster than one per value.
     out = out * gl.expand_dims(gl.convert_layout(1.0 / divisor, gl.SliceLayout(1, OUT)), 1)
     if CONSTANTS.RAW_STAGES > 0:
         out = out * gl.load(v_scale_ptr + head)
@@ -367,7 +368,7 @@ def attend_work_items(
             # The queries stay in registers, because K and V need the bandwidth of shared memory.
             q = q_tile.load(gl.DotOperandLayout(operand_index=0, parent=SCORES, k_width=2))
             if q.dtype != stages.tiles[0].dtype:
-                # Too large queries become NaN, as in kernels/attention/tree_attention.py:_load_queries.
+                # Queries too large for float16 become NaN, as in kernels/attention/tree_attention.py:_load_queries.
                 values = q.to(gl.float32)
                 q = gl.where(gl.abs(values) <= 65504.0, values, float("nan")).to(stages.tiles[0].dtype)
             packed = packed_queries(plan, item, first_packed, positions, CONSTANTS, SCORES)

@@ -70,7 +70,7 @@ def hopper_attention_kernel(
     ancestor_bits = RowPtrs(bits_ptr, bits_stride_b, bits_stride_q, 0)
     results = (out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, sink_ptr)
     scales = (k_scale_ptr, v_scale_ptr)
-    # With one warpgroup the list starts after the first function; with two-byte rows it ends before the last.
+    # With one warpgroup the first function is left out; with two-byte rows the last.
     gl.warp_specialize(
         [
             (attend_work_items, (
@@ -96,7 +96,7 @@ def hopper_attention_kernel(
 def tma_arguments(
     config: HopperConfig, k: torch.Tensor, v: torch.Tensor, page_size: int, window: int, contiguous: torch.Tensor | None
 ) -> dict[str, Any]:
-    """The launch arguments that decide which blocks TMA copies.  k, v: [R, heads, size]."""
+    """Returns the launch arguments that decide which blocks TMA copies.  k, v: [R, heads, size]."""
     kind = UNKNOWN
     # The TMA descriptor is [R, heads · size], so the heads of a row must be adjacent in memory.
     if uses_tma(config) and not window and all(rows.stride(1) == rows.shape[2] for rows in (k, v)):

@@ -1,12 +1,12 @@
 """The gated linear layer of many rows on Hopper: silu(x · gateᵀ) · (x · upᵀ), in one persistent kernel.
 
-The library would write gate and up, and another launch would read them: 4% of the time of a prompt's products.
+With the library, gate and up would be written, and read by another launch: 4% of the time of a prompt's products.
 
 Grid: as many programs as multiprocessors.  A program computes tiles of [BLOCK_ROWS, BLOCK_OUT] results, one after
 another.  Its loading warps copy blocks of BLOCK_IN columns of x, gate and up by TMA, up to STAGES blocks ahead, across
 tiles.  Two multiplying warpgroups compute half of a tile's rows each; gate and up are one product.
 The kernel adds the columns of each result in the same order for any number of rows, so a row's bits do not depend on
-that number.
+the number of rows.
 Tolerance: as in linear.py.
 """
 
@@ -26,20 +26,20 @@ from espalier.kernels.runtime.jit import gluon_kernel
 from espalier.kernels.runtime.launch import HOPPER, Chip, chip, is_aligned_for_copies, require, tma_descriptor
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 
-# The fewest rows, and the smallest share of all waves that tiles must fill.  Below these limits the library is faster,
-# because its tiles are smaller.
+# The fewest rows, and the smallest fill of the waves.  Below these limits the library is faster, because its tiles are
+# smaller.
 MIN_ROWS, MIN_FILL = 257, 0.9
 BLOCK_ROWS, BLOCK_OUT, BLOCK_IN = 128, 128, 64
 # Pipeline stages.  With the results of a tile they fill the shared memory.
 STAGES = 4
-# Blocks of rows that are computed with the same weights before the next weights are read.  More do not fit in the L2.
+# Blocks of rows that share the weights in the L2 before the next weights are read.  More do not fit in the L2.
 GROUP_ROW_BLOCKS = 8
 # Registers per thread: at launch, then in multiplying and in loading warps.
 LAUNCH_REGISTERS, MULTIPLY_REGISTERS, LOAD_REGISTERS = 168, 232, 40
 
 
 def supports_hopper_gated(x: Tensor, weight: Tensor, bias: Tensor | None, gpu: Chip) -> bool:
-    """Whether the kernel takes x [rows, in] and weight [2·out, in], gate over up."""
+    """Returns whether the kernel takes x [rows, in] and weight [2·out, in], gate over up."""
     if gpu.capability != HOPPER or x.dtype != torch.bfloat16 or bias is not None or len(x) < MIN_ROWS:
         return False
     # Rows of results are copied like rows of x, in multiples of 16 bytes.
@@ -76,7 +76,8 @@ class BlockSizes(NamedTuple):
 class Stages(NamedTuple):
     """Blocks in shared memory: x [stages, ROWS, IN]; weights [stages, 2 * OUT, IN], gate over up.
 
-    full, empty: one barrier each per stage.  `full` gives it to the multiplying warps, `empty` to the loading ones.
+    full, empty: one barrier each per stage.  `full`: the multiplying warps may read the stage; `empty`: the loading
+    warps may write the stage.
     """
 
     x: Any
@@ -93,7 +94,7 @@ def _num_tiles(sizes, BLOCKS: gl.constexpr):
 
 @gluon_kernel
 def _tile_origin(index, sizes, BLOCKS: gl.constexpr):
-    """(first row, first output) of a tile."""
+    """Returns (first row, first output) of a tile."""
     row_blocks, out_blocks = gl.cdiv(sizes.rows, BLOCKS.ROWS), gl.cdiv(sizes.out, BLOCKS.OUT)
     first = index // (BLOCKS.ROW_BLOCKS * out_blocks) * BLOCKS.ROW_BLOCKS
     together = gl.minimum(row_blocks - first, BLOCKS.ROW_BLOCKS)

@@ -82,9 +82,9 @@ def _write_half(results, plan, item, out, factor, first_column, CONSTANTS: gl.co
 def score_and_sum_left_half(
     q_shared, stages, exchange, plan, q_rows, unused_positions, ancestor_bits, results, scale, CONSTANTS: gl.constexpr,
 ):
-    """Run the first warpgroup: it computes the weights of all work items, and sums the left half of the values.
+    """Run the first warpgroup, which computes the weights of all work items and sums the left half of the values.
 
-    unused_positions: takes the place of positions, which only windows need.
+    unused_positions: a placeholder for positions, which only windows need.
     """
     HEADS: gl.constexpr = CONSTANTS.GROUP_SIZE
     HALF: gl.constexpr = CONSTANTS.OUT_SIZE
@@ -133,7 +133,7 @@ def score_and_sum_left_half(
 
 @gluon_kernel
 def sum_right_half(stages, exchange, plan, unused_positions, results, CONSTANTS: gl.constexpr):
-    """Run the second warpgroup: it sums the right half of the values, with weights from the first warpgroup."""
+    """Run the second warpgroup, which sums the right half of the values with the first warpgroup's weights."""
     HALF: gl.constexpr = CONSTANTS.OUT_SIZE
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
     weight_slots, decay_slots = exchange.tiles
@@ -154,7 +154,7 @@ def sum_right_half(stages, exchange, plan, unused_positions, results, CONSTANTS:
                 wait_until_full(exchange, blocks_sent, True)
                 decay = decay_slots.index(slot).load(gl.SliceLayout(1, OUT))
                 out = out * gl.expand_dims(decay, 1)
-                # As in attend_work_item.  The first warpgroup fenced the weights when it sent them.
+                # The fence is for rows that threads wrote.  The first warpgroup has fenced the weights.
                 if (CONSTANTS.CONTIGUOUS != 1 and CONSTANTS.RAW_STAGES == 0) or t >= extent.num_unmasked:
                     hopper.fence_async_shared()
                 values = stages.tiles[1].index(stage)
@@ -253,7 +253,7 @@ def hopper_latent_kernel(
 
 
 def block_arguments(pages: Tensor, page_size: int, block_n: int) -> dict[str, Any]:
-    """The constexpr arguments and TMA descriptors of blocks of `block_n` rows.  pages: [R, 1, 576].
+    """Returns the constexpr arguments and TMA descriptors of blocks of `block_n` rows.  pages: [R, 1, 576].
 
     TMA copies the blocks if each page holds whole blocks.
     """
@@ -269,7 +269,7 @@ def block_arguments(pages: Tensor, page_size: int, block_n: int) -> dict[str, An
 
 
 def hopper_latent_arguments(config: HopperLatentConfig, pages: Tensor, page_size: int) -> dict[str, Any]:
-    """The constexpr arguments, options and TMA descriptors of a launch.  pages: [R, 1, 576]."""
+    """Returns the constexpr arguments, options and TMA descriptors of a launch.  pages: [R, 1, 576]."""
     return block_arguments(pages, page_size, LATENT_BLOCK_N) | {
         "STAGES": config.stages,
         "RAW_STAGES": config.raw_stages,

@@ -1,8 +1,8 @@
 """Attention over latent rows of 512 + 64 values for at most 16 packed queries of one node each, for Hopper.
 
 hopper/latent.py pads 16 queries to the 64 rows of a tensor core tile, and so computes four times as much as needed.
-Here the operands are swapped: a tile has 64 rows of the cache, and the queries are its 16 columns.  So one warpgroup
-keeps up with memory.  Work items, splits, loading warps and stages are those of hopper/latent.py.
+In this kernel the operands are swapped: a tile has 64 rows of the cache, and the queries are its 16 columns.  So one
+warpgroup is as fast as memory.  Work items, splits, loading warps and stages are those of hopper/latent.py.
 
     scores [64 rows, 16] = rows · queriesᵀ        out [512, 16] = rowsᵀ · weights [64 rows, 16]
 """
@@ -191,7 +191,7 @@ def hopper_latent_few_kernel(
     num_splits = wait_and_count_splits(start_ptr, batch, queries, USE_PDL)
     plan = WorkPlan(split_ptr, start_ptr, num_splits, 1, queries, rows, first_position)
     committed, staged = RowPtrs(row_ptr, 0, row_stride, 0), RowPtrs(staged_ptr, staged_stride_b, staged_stride_r, 0)
-    # The ancestor bits stand in the place of positions, which nothing reads: there is no window.
+    # The ancestor bits are a placeholder for positions, which are not read without a window.
     bits = RowPtrs(bits_ptr, bits_stride_b, bits_stride_q, 0)
     results = (out_ptr, lse_ptr, partial_ptr, partial_lse_ptr)
     gl.warp_specialize(
@@ -212,7 +212,7 @@ def hopper_latent_few_kernel(
 
 
 def hopper_latent_few_arguments(config: HopperLatentFewConfig, pages: Tensor, page_size: int) -> dict[str, Any]:
-    """The constexpr arguments, options and TMA descriptors of a launch.  pages: [R, 1, 576]."""
+    """Returns the constexpr arguments, options and TMA descriptors of a launch.  pages: [R, 1, 576]."""
     return block_arguments(pages, page_size, FEW_BLOCK_N) | {
         "STAGES": config.stages,
         "COLUMNS": FEW_MAX_QUERIES,

@@ -1,12 +1,12 @@
 """The loading and the converting warps of the Hopper kernels, which fill the stages of shared memory.
 
 Loading warps copy the blocks of each work item.  They run ahead of the attending warps (kernels/hopper/attend.py) by up
-to STAGES blocks, across work items.  A stage's `empty` barrier gives it to the loading warps, and its `full` barrier
-gives it to the attending warps.
+to STAGES blocks, across work items.  A stage's `empty` barrier tells the loading warps that the stage is free.  Its
+`full` barrier tells the attending warps that the rows are there.
 
 TMA copies a block with one instruction if the block is contiguous in the pool.  All blocks are contiguous if a page
-holds whole blocks, and most are if free pages were in order.  cp.async gathers the other blocks from pages of any size,
-16 bytes per thread; its copies delay the attending warps.
+holds whole blocks, and most blocks if free pages were in order.  cp.async gathers the other blocks from pages of any
+size, 16 bytes per thread; its copies delay the attending warps.
 
 Converting warps are for FP8 rows.  Hopper's tensor cores multiply two-byte queries only with two-byte rows, which they
 read from shared memory.  So the loading warps copy FP8 rows to separate stages ("raw").  The converting warps read
@@ -42,7 +42,7 @@ def _load_page_ids(table, first_position, end, PAGE_SIZE: gl.constexpr, BLOCK_N:
 
 @gluon_kernel
 def _pool_rows(page, first_position, PAGE_SIZE: gl.constexpr, BLOCK_N: gl.constexpr, ROWS: gl.constexpr):
-    """(row, row_offset [BLOCK_N]): the positions from first_position on are in pool rows row + row_offset."""
+    """Returns (row, row_offset [BLOCK_N]): the positions from first_position on are in pool rows row + row_offset."""
     offset = gl.arange(0, BLOCK_N, layout=ROWS)
     row = gl.to_tensor(0)
     if PAGE_SIZE % BLOCK_N == 0:
@@ -70,7 +70,8 @@ def _copy_to_tile(tile, pointer, offsets, exists, MASKED: gl.constexpr, LOAD_LAY
 def _element_offset(row_offset, stride, FITS_32_BITS: gl.constexpr):
     """row_offset times the stride of a row.
 
-    FITS_32_BITS: the product fits in 32 bits.  Otherwise 32 x 32 to 64 bits is one instruction; 64 x 64 would take three.
+    FITS_32_BITS: the product fits in 32 bits.  Otherwise 32 x 32 to 64 bits is one instruction; 64 x 64 would take
+    three.
     """
     if FITS_32_BITS:
         product = row_offset * stride
@@ -100,7 +101,8 @@ def _load_block(
 ):
     """Start the copies of the t-th block: committed rows from position `begin` on `page`, or staged rows.
 
-    Rows at or past the extent's end, below `prefix_begin` or past the staged rows are never read, because they may be NaN.
+    Rows at or past the extent's end, below `prefix_begin` or past the staged rows are never read, because they may be
+    NaN.
     """
     ROWS: gl.constexpr = gl.SliceLayout(1, LOAD_LAYOUT)
     BLOCK_N: gl.constexpr = CONSTANTS.BLOCK_N
@@ -141,9 +143,9 @@ def _load_contiguous(stages, blocks_done, count, position, end, descriptors, hea
         wait_until_empty(stages, blocks_done)
         stage = stage_of(stages, blocks_done)
         full = stages.full.index(stage)
-        # `full` counts one arrival of every loading thread, as with cp.async.  Here one thread makes them all: one with
-        # the expected bytes, the others by count.  Therefore no warp may lag behind: a barrier from the compiler in
-        # this loop ensures it (tests/kernels/test_compiled.py).
+        # `full` counts one arrival of every loading thread, as with cp.async.  Here one thread makes all arrivals: one
+        # with the expected bytes, the others by count.  So no warp may lag behind, which a barrier that the compiler
+        # puts in this loop ensures (tests/kernels/test_compiled.py).
         hopper.mbarrier.expect(full, CONSTANTS.BLOCK_N * CONSTANTS.ROW_SIZE * BYTES)
         hopper.mbarrier.arrive(full, count=32 * CONSTANTS.LOAD_WARPS - 1)
         for i in gl.static_range(len(descriptors)):
@@ -155,7 +157,7 @@ def _load_contiguous(stages, blocks_done, count, position, end, descriptors, hea
 
 @gluon_kernel
 def _rows_of_request(sources, request, head):
-    """The sources with pointers to the first row of a request and KV head."""
+    """Returns the sources with pointers to the first row of a request and KV head."""
     return [
         RowPtrs(rows.pointer + request * rows.request_stride + head * rows.head_stride, 0, rows.row_stride, 0)
         for rows in sources
@@ -222,8 +224,8 @@ def load_work_items(
 @gluon_kernel
 def convert_work_items(raw_stages, stages, plan, positions, CONSTANTS: gl.constexpr):
     """Convert the blocks of all work items of a program, from the stages `raw_stages`."""
-    # A thread converts 8 values, and a warp converts whole rows of the narrowest tile.  With 16 values per thread, the
-    # threads of a row would write every second 16 bytes, and so use half of the memory's banks.
+    # A thread converts 8 values, and a warp converts whole rows of the narrowest tile.  With 16 values per thread,
+    # the threads of a row would use only half of the banks of shared memory.
     THREADS: gl.constexpr = CONSTANTS.WIDTHS[len(CONSTANTS.WIDTHS) - 1] // 8
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 // THREADS, THREADS], [CONSTANTS.CONVERT_WARPS, 1], [1, 0])
     num_work_items = plan.num_splits * plan.num_tiles * CONSTANTS.KV_HEADS

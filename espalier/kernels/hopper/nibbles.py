@@ -1,8 +1,8 @@
 """The inner loop of products of few rows with matrices in 4 bits, on Hopper.
 
-The results are equal to nibble_dot's (quantised_nibbles.py) to the bit; the instructions are others.  In nibble_dot the
-tensor cores take the operands of a whole warpgroup, so a program decodes a step, then multiplies, then waits for the
-product.  Here each warp multiplies on its own, with the older instruction for 16 × 8 × 16 numbers.  A warp does not
+The results equal those of nibble_dot (quantised_nibbles.py) to the bit, with other instructions.  In nibble_dot a whole
+warpgroup multiplies together: a program decodes a step, then multiplies, then waits for the product.  In this file each
+warp multiplies on its own, with the older instruction for 16 × 8 × 16 numbers.  A warp does not
 wait, so the compiler decodes the next weights during a product.  Up to 8 rows of inputs take half of the work of 16
 rows.
 """
@@ -37,15 +37,14 @@ class SharedBuffers(NamedTuple):
 
 @constexpr_function
 def _scale_words(code: str) -> int:
-    """The words of E2M1's scales of a step of 256 columns."""
+    """Returns the words of E2M1's scales of a step of 256 columns."""
     return 2 if code == "mxfp4" else 4
 
 
-# Arguments are grouped by meaning; one argument per line would hide the groups.
 # fmt: off
 @gluon_kernel
 def weight_rows_of_block(block, num_out, IS_GATED: gl.constexpr, LAYOUT: gl.constexpr):
-    """[64]: the weight rows that a program multiplies with.  See linear.py:weight_rows."""
+    """Returns [64]: the weight rows that a program multiplies with.  See linear.py:weight_rows."""
     row = gl.arange(0, 64, layout=LAYOUT)
     if IS_GATED:
         found = gl.minimum(block * 32 + row // 16 * 8 + row % 8, num_out - 1) + row % 16 // 8 * num_out
@@ -57,7 +56,7 @@ def weight_rows_of_block(block, num_out, IS_GATED: gl.constexpr, LAYOUT: gl.cons
 
 @gluon_kernel
 def num_row_scales(num_in, CODE: gl.constexpr):
-    """The number of scales per weight row: words for E2M1, else groups."""
+    """Returns the number of scales per weight row: words for E2M1, else groups."""
     return gl.cdiv(num_in, 128) if CODE == "int4" else gl.cdiv(num_in, 256) * _scale_words(CODE)
 
 
@@ -77,7 +76,8 @@ def _low_halves(words):
 def _multiply_add_pair(bits, factor, offset, FACTOR_HALF: gl.constexpr):
     """Return number · factor + offset for the two numbers in each uint32, as bfloat16 [..., 2].
 
-    FACTOR_HALF: "both": each number has the factor in its own half of `factor`; "low" or "high": both numbers have that one.
+    FACTOR_HALF: "both": each number has the factor in its own half of `factor`; "low" or "high": both numbers have that
+    one.
     """
     PAIR: gl.constexpr = "low, high" if FACTOR_HALF == "both" else FACTOR_HALF + ", " + FACTOR_HALF
     both = gl.inline_asm_elementwise(
@@ -196,7 +196,7 @@ def _load_two_groups(pointers, k, num_groups):
 
 @gluon_kernel
 def _zero_point_offset(zeros):
-    """The offset that _decode_int4 adds: minus the zero points, times 2^-6, in both halves of a uint32."""
+    """Returns the offset that _decode_int4 adds: minus the zero points, times 2^-6, in both halves of a uint32."""
     offset = (zeros.to(gl.float32) * -0.015625).to(gl.bfloat16)
     return offset.to(gl.uint16, bitcast=True).to(gl.uint32) * 0x10001
 
@@ -246,7 +246,7 @@ def _multiply_e2m1_step(acc, shared, stage, CODE: gl.constexpr):
         for p in gl.static_range(4):
             factors = _scale_factors(scales[p].reshape(64), CODE, PIECE_LAYOUT)
             part = _multiply_piece(_decode_e2m1(pieces[p], factors, "low", "high", A), x, p, part)
-    # 2^64 or 2^39 is missing in the factors.
+    # The factors are too small by 2^64 (MXFP4) or 2^39 (NVFP4).
     UNIT: gl.constexpr = 18446744073709551616.0 if CODE == "mxfp4" else 549755813888.0
     return acc + part * UNIT
 
@@ -280,10 +280,11 @@ def nibble_product(
     CODE: gl.constexpr, STAGES: gl.constexpr, IS_GATED: gl.constexpr, EVEN_IN: gl.constexpr, USE_PDL: gl.constexpr,
     ACC_LAYOUT: gl.constexpr,
 ):
-    """[64, ROWS] float32 in layout ACC_LAYOUT: the product of a block's rows with x, see quantised_nibbles.py:nibble_dot.
+    """Returns [64, ROWS] float32 in layout ACC_LAYOUT: the product of a block's rows with x, see
+    quantised_nibbles.py:nibble_dot.
 
-    block, num_out: as for weight_rows_of_block.  x_places: [ROWS, 256], offsets of the inputs' first columns in x; inside:
-    [ROWS, 1], whether the row exists.  k_begin: a multiple of 256.  int4 has groups of 128 columns.
+    block, num_out: as for weight_rows_of_block.  x_places: [ROWS, 256], offsets of the inputs' first columns in x;
+    inside: [ROWS, 1], whether the row exists.  k_begin: a multiple of 256.  int4 has groups of 128 columns.
 
     The copies of the first steps' codes start before the wait for the previous kernel.
     """

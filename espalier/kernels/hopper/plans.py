@@ -27,7 +27,7 @@ def supports_format(weight: QuantisedMatrix, dtype: torch.dtype, rows: int, gpu:
 
 
 def is_hopper_product(x: Tensor, weight: QuantisedMatrix, rows: int, tile: tuple[int, int, int], gpu: Chip) -> bool:
-    """Whether these kernels, or those of hopper/nibbles.py, take a product.
+    """Returns whether these kernels, or those of hopper/nibbles.py, take a product.
 
     x: all inputs; rows: rows per tile; tile: (block_out, block_in, warps) of the plan.  The kernels choose the number
     of stages themselves.

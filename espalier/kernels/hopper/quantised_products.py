@@ -38,7 +38,7 @@ def weight_pointers(weight: QuantisedMatrix) -> tuple[Tensor, Tensor, Tensor | N
 
 
 def nibble_launch_options(weight: QuantisedMatrix, rows: int, grid: tuple[int, int], gpu: Chip) -> dict[str, Any]:
-    """The constexpr arguments and launch options.  rows: rows of inputs per tile."""
+    """Returns the constexpr arguments and launch options.  rows: rows of inputs per tile."""
     tile = FEW_ROWS if rows <= FEW_ROWS else MAX_ROWS
     return {
         "CODE": weight.code,
@@ -102,7 +102,7 @@ def hopper_linear_kernel(
 def is_hopper_experts(
     x: Tensor, weight: QuantisedMatrix, tiles: ExpertTiles, plan: ProductPlan, num_matrices: int, gpu: Chip
 ) -> bool:
-    """Whether the kernels of this file take a product.  num_matrices: 2 for gate and up, 1 for down."""
+    """Returns whether the kernels of this file take a product.  num_matrices: 2 for gate and up, 1 for down."""
     return is_hopper_product(x, weight, tiles.rows, plan.tile(num_matrices), gpu)
 
 
@@ -157,7 +157,7 @@ def _pairs_of_tile(
     order_ptr, ends_ptr, begins_ptr, tile, expert,
     IS_SORTED: gl.constexpr, ROWS: gl.constexpr, LAYOUT: gl.constexpr,
 ):
-    """The pairs of a tile, see experts_tiles.py:pairs_of_tile."""
+    """Returns the pairs of a tile, see experts_tiles.py:pairs_of_tile."""
     place = gl.arange(0, ROWS, layout=LAYOUT)
     if IS_SORTED:
         place += gl.load(begins_ptr + tile)

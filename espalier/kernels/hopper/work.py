@@ -1,12 +1,12 @@
-"""The common code of the warps of the Hopper kernels: their arguments in groups, stages of shared memory, work items.
+"""Common code of the Hopper kernels' warps: groups of arguments, stages in shared memory, and work items.
 
-Every group of warps goes through all work items of a program in the same order.  So all groups count blocks in the same
-way, and a block's number gives its stage and the phase of the stage's barriers.
+Every group of warps processes all work items of a program in the same order.  So all groups give a block the same
+number, which determines the block's stage and the phase of the stage's barriers.
 
 No group waits forever.  For each block 0 .. num_blocks - 1 of a work item, its writers wait once at `empty` and
 complete `full` once.  Each group that reads the block waits once at `full` and arrives once at `empty`.  A group that
-waits for a block holds at most the two blocks before it, so three stages suffice.  With two stages, it gives a block
-back before it waits.
+waits for a block holds at most the two blocks before it, so three stages suffice.  With two stages, a group releases a
+block before it waits.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from espalier.kernels.runtime.jit import gluon_kernel
 
 
 class HopperConstants(NamedTuple):
-    """Compile-time constants of a kernel.  A variable that holds them is declared `gl.constexpr`.
+    """The constexpr arguments of a Hopper attention kernel, as one `gl.constexpr` variable.
 
     WIDTHS: per tile of a block, the number of values of a row; COLUMNS: per tile, the index of its first value in the
     row of a head; ROW_SIZE: the sum of the widths; OUT_SIZE: values of the result that an attending warpgroup sums.
@@ -62,8 +62,8 @@ class RowPtrs(NamedTuple):
 class Stages(NamedTuple):
     """Blocks of rows in shared memory.
 
-    tiles: per tile of a block, one buffer for all stages; full, empty: one barrier each per stage.  `full` gives the
-    stage to the warps that read it, `empty` to the warps that write it.
+    tiles: per tile of a block, one buffer for all stages; full, empty: one barrier each per stage.  `full`: the
+    stage may be read; `empty`: the stage may be written.
     """
 
     tiles: Any
@@ -108,7 +108,7 @@ def make_stages(
 
 @gluon_kernel
 def make_barriers(STAGES: gl.constexpr, FULL_ARRIVALS: gl.constexpr, EMPTY_ARRIVALS: gl.constexpr):
-    """(full, empty): the barriers of stages, see `make_stages`."""
+    """Returns (full, empty): the barriers of stages, see `make_stages`."""
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], hopper.mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], hopper.mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
@@ -119,7 +119,7 @@ def make_barriers(STAGES: gl.constexpr, FULL_ARRIVALS: gl.constexpr, EMPTY_ARRIV
 
 @gluon_kernel
 def stage_of(stages, block):
-    """The stage of the program's block number `block`."""
+    """Returns the stage of the program's block number `block`."""
     return block % stages.full.shape[0]
 
 
@@ -139,7 +139,7 @@ def wait_until_empty(stages, block):
 
 @gluon_kernel
 def work_item_extent(plan, item, positions, ROWS: gl.constexpr, CONSTANTS: gl.constexpr):
-    """The blocks of a work item.  positions: of queries, read only with a window; ROWS: their layout."""
+    """Returns the blocks of a work item.  positions: of queries, read only with a window; ROWS: their layout."""
     begin = item.begin
     if CONSTANTS.WINDOW > 0:
         position = _min_position(plan, item, positions, ROWS, CONSTANTS.GROUP_SIZE, CONSTANTS.BLOCK_M)
@@ -161,7 +161,7 @@ def work_item_extent(plan, item, positions, ROWS: gl.constexpr, CONSTANTS: gl.co
 
 @gluon_kernel
 def _min_position(plan, item, positions, ROWS: gl.constexpr, GROUP_SIZE: gl.constexpr, BLOCK_M: gl.constexpr):
-    """The lowest position of a tile's queries."""
+    """Returns the lowest position of a tile's queries."""
     query = (item.tile * BLOCK_M + gl.arange(0, BLOCK_M, layout=ROWS)) // GROUP_SIZE
     at = positions.pointer + item.request * positions.request_stride + query.to(gl.int64) * positions.row_stride
     position = gl.load(at, mask=query < plan.queries, other=0x7FFFFFFF)

@@ -36,8 +36,8 @@ def apply_activation(
 ):  # fmt: skip
     """Returns the activation (ops/activation.py:Activation), in the dtype of gate and up.
 
-    For an activation without a gate, the caller passes up as `gate` too.  NaN stays NaN; tl.minimum and tl.maximum
-    would replace NaN by the limit.
+    For an activation without a gate, the caller passes up as `gate` too.  NaN stays NaN, whereas tl.minimum and
+    tl.maximum would return the limit.
     """
     if LIMIT is not None:
         gate = tl.where(gate > LIMIT, LIMIT, gate)
@@ -60,7 +60,8 @@ def _activation_kernel(
     SILU: tl.constexpr, NUM_MATRICES: tl.constexpr, SPLITS: tl.constexpr, SIZE: tl.constexpr, ACC_DTYPE: tl.constexpr,
     GROUP: tl.constexpr, FP8_MAX: tl.constexpr, BLOCK: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """rounded_values_ptr: if not None, a program has a whole row, which is rounded to FP8 in groups of GROUP columns."""
+    """rounded_values_ptr: if not None, a program has a whole row, which is rounded to FP8 in groups of GROUP
+    columns."""
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty
     pdl_trigger_and_wait(USE_PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -87,8 +88,8 @@ def _activation_kernel(
 def gated_activation(gate_up: Tensor, activation: Activation = SILU) -> Tensor:
     """Returns the activation of gate_up, see ops/activation.py.  The result is rounded once, at the end.
 
-    PyTorch also rounds silu(gate), and so does transformers in bfloat16.
-    Tolerance: that extra rounding changes a result by 1 ulp of the dtype, or 2 at a tie.  GELU: 1 ulp of the dtype plus
+    PyTorch and transformers also round silu(gate).  Tolerance: this extra rounding changes a result by 1 ulp of the
+    dtype, or 2 at a tie.  GELU: 1 ulp of the dtype plus
     2^-22 of gate · up, because the argument of its exponential is a rounded cubic.
     """
     require("gated: gate_up", gate_up, (-1, -1), None, gate_up)

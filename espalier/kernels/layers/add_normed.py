@@ -1,8 +1,8 @@
 """One launch for the norms of blocks' outputs, the residual addition and the norms before the next blocks.
 
 Grid: one program per row, which holds the whole row in registers.  The kernel computes in float32 (float64 for float64)
-and rounds where separate launches would round.  So 16-bit rows get the same bits as from separate launches of norm.py.
-With float32 and float64, there is nothing to round, and a product and a sum may become one instruction.
+and rounds where separate launches would round, so 16-bit rows get the bits of separate launches of norm.py.  For
+float32 and float64 the bits may differ, because the compiler may fuse a product and a sum.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def _add_normed_kernel(
     EPS_1: tl.constexpr, EPS_2: tl.constexpr, FIRST_SPLITS: tl.constexpr, SECOND_SPLITS: tl.constexpr,
     SCALE: tl.constexpr, SIZE: tl.constexpr, ACC_DTYPE: tl.constexpr, BLOCK: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """first, second: the outputs of blocks.  SPLITS: the number of an output's partial sums, 1 without splits.
+    """first, second: the outputs of blocks.  FIRST_SPLITS, SECOND_SPLITS: the number of their partial sums.
 
     second_ptr, output_weight_ptr, out_ptr to out_2_ptr: None if there is no such tensor.
     """
@@ -108,7 +108,7 @@ def add_normed(
         *(None if each is None else each.weight.contiguous() for each in used),
         *_pad_with_none(out, MAX_NORMS),
         *(x.stride(0), *_row_and_split_strides(first), *_row_and_split_strides(second)),
-        # A constexpr argument, because a run-time eps would be rounded to float32.
+        # eps is a constexpr argument, because a run-time eps would be rounded to float32.
         *(0.0 if each is None else each.eps for each in used),
         *(_num_partial_sums(first), _num_partial_sums(second)),
         SCALE=scale,

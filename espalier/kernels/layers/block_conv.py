@@ -2,13 +2,13 @@
 
 Row i of a block becomes the sum over taps t of row i - t times (base[t] + delta[t]).  Rows before the block count as
 zeros.  `base` has a coefficient for each channel.  `delta` has a coefficient for each group of adjacent channels.  It
-is the product of row i of the sublayer's input with a matrix; one half is for the input's convolution, the other half
-for the output's.
+is the product of row i of the sublayer's input with a matrix.  One half of the product is for the input's convolution,
+the other half for the output's.
 
 One launch computes the product and the input's convolution.  Grid: (tiles of rows, blocks of groups).  A program
 multiplies its rows with the matrix rows of its groups, and convolves the channels of these groups.
 
-Tolerance: the product has that of kernels/layers/linear.py.  It is rounded before the convolution, which is computed in
+Tolerance: the product has the tolerance of kernels/layers/linear.py and is rounded.  The convolution is computed in
 float32 and rounded once.
 
 Another launch computes the output's convolution, the residual addition and the next norm.  Grid: one program per row,

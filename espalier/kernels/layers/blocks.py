@@ -35,7 +35,7 @@ class BlockType:
     decode: Callable[[Tensor], DecodedBlocks]
 
     def row_bytes(self, columns: int) -> int:
-        """Bytes of a row of `columns` values, a multiple of `values`."""
+        """Returns bytes of a row of `columns` values, a multiple of `values`."""
         return columns // self.values * self.nbytes
 
 
@@ -78,7 +78,7 @@ def _read_float16(stored: Tensor, at: int) -> Tensor:
 def _unpack_integers(stored: Tensor, bits: int, run: int) -> Tensor:
     """Unpack integers of `bits` bits: uint8 [blocks, bytes] -> [blocks, values].
 
-    A run of bytes holds, in the lowest bits, one value per byte; then, in the next bits, the next values.
+    The lowest bits of `run` bytes hold the first `run` values; the next higher bits hold the next `run` values.
     """
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=stored.device)
     spread = stored.unflatten(1, (-1, 1, run)) >> shifts.view(1, 1, -1, 1)
@@ -108,8 +108,8 @@ def _decode_q8_0(stored: Tensor) -> DecodedBlocks:
 def _unpack_k_scales(stored: Tensor) -> tuple[Tensor, Tensor]:
     """Unpack the scales and the minima of 8 groups, 6 bits each: uint8 [blocks, 8] for both.
 
-    The first four scales are the lower bits of bytes 0 to 3, the first four minima those of bytes 4 to 7.  The last
-    four of both have their lower four bits in bytes 8 to 11, and their upper two bits above those of the first four.
+    The first four scales are the lower 6 bits of bytes 0 to 3, the first four minima those of bytes 4 to 7.  The last
+    four scales and minima have their lower four bits in bytes 8 to 11, and their upper two bits on top of bytes 0 to 7.
     """
     low, high, more = stored.split(4, 1)
     scales = torch.cat([low & 63, more & 15 | low >> 2 & 48], 1)

@@ -1,7 +1,8 @@
 """The input rows of a model in one launch: look up token embeddings and the cos and sin of their positions.
 
 For an EAGLE draft model, x is [normed embedding, normed hidden state of the parent row].  Grid: (rows, 1 or 2).  The
-first program of a row looks up its embedding, cos and sin.  For a draft model, a second one norms its hidden state.
+first program of a row looks up its embedding, cos and sin.  For a draft model, the second program norms the hidden
+state.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def embed_rows(
     rotation = Rotation(cos.new_empty(count, rotary), cos.new_empty(count, rotary))
     if not count:
         return x, residual, rotation, live
-    # Without a draft the kernel gets other tensors, which it does not read.
+    # Without a draft, the kernel gets placeholder tensors, which it does not read.
     given = draft or DraftHidden(embed[None], None, embed, 0.0, embed, 0.0, False)
     block = next_power_of_2(size)
     _embed_rows_kernel[(count, 1 if draft is None else 2)](

@@ -1,14 +1,14 @@
 """The expert product of a mixture of experts: each row goes through the gated MLPs of its K experts.
 
 The product has three launches.  `_sort_pairs_kernel` sorts the N · K pairs (row, choice) by expert, and cuts each
-expert's pairs into tiles; a launch before it counts many pairs.  `_gated_kernel` computes the activation of each tile,
-and `_down_kernel` the weighted results.  Both have one program for each tile and block of outputs, and read only
-experts that have rows.  Grids depend only on N, K and the number of experts, so the launches can be captured; programs
-without a tile return at once.  The experts of one row differ, so for a single row each pair is a tile, and nothing is
-sorted.  `_down_kernel` prefetches its first weights while `_gated_kernel` runs.
+expert's pairs into tiles.  If there are many pairs, a launch before it counts them.  `_gated_kernel` computes the
+activation of each tile, and `_down_kernel` the weighted results.  Both kernels have one program for each tile and block
+of outputs, and read only experts that have rows.  Grids depend only on N, K and the number of experts, so the launches
+can be captured; programs without a tile return at once.  The experts of one row differ, so for a single row each pair
+is a tile, and nothing is sorted.  `_down_kernel` prefetches its first weights while `_gated_kernel` runs.
 
 For few rows the tiles of shared experts run in the same two launches (experts_tiles.py).  On Hopper, few pairs with
-4-bit experts use other kernels for these two (hopper/quantised_products.py), with the same bits.
+4-bit experts run in the kernels of hopper/quantised_products.py, with the same bits.
 
 This file does not sum the K results of a row.  The next norm adds them in float32: first by choice, then the pieces of
 the shared experts by column.  The order is the same in every batch.  Below, a pair's place is its index in the sorted
@@ -59,7 +59,8 @@ def dense_gate_up(
     x_ptrs, gate_ptrs, up_ptrs, row_exists, num_in,
     ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, EVEN_IN: tl.constexpr, ACC_DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """(gate, up) [BLOCK_OUT, ROWS]: two products with the same rows of x [ROWS, num_in].  Rows not `row_exists` are zeros.
+    """(gate, up) [BLOCK_OUT, ROWS]: two products with the same rows of x [ROWS, num_in].  Rows not `row_exists` are
+    zeros.
 
     The pointers point to the first BLOCK_IN columns: x_ptrs [BLOCK_IN, ROWS], the others [BLOCK_OUT, BLOCK_IN].
     """
@@ -67,7 +68,8 @@ def dense_gate_up(
     gate = tl.zeros((BLOCK_OUT, ROWS), ACC_DTYPE)
     up = tl.zeros((BLOCK_OUT, ROWS), ACC_DTYPE)
     for k in range(0, num_in, BLOCK_IN):
-        # Weights are loaded first, because their addresses do not depend on the rows, which are still being loaded.
+        # Weights are loaded first, because their addresses do not depend on the row numbers, which are still being
+        # loaded.
         if EVEN_IN:
             w_gate = tl.load(gate_ptrs)
             w_up = tl.load(up_ptrs)
@@ -113,7 +115,7 @@ def _dense_gate_and_up(
     NUM_MATRICES: tl.constexpr, ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr,
     EVEN_IN: tl.constexpr, ACC_DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """(gate, up), see dense_gate_up.  If NUM_MATRICES is 1 there is no gate matrix, and both are up."""
+    """Returns (gate, up), see dense_gate_up.  If NUM_MATRICES is 1, there is no gate matrix, and gate is up."""
     if NUM_MATRICES == 1:
         up = dense_product(x_ptrs, gate_ptrs, row_exists, num_in, num_in, ROWS, BLOCK_OUT, BLOCK_IN, EVEN_IN, ACC_DTYPE)
         gate = up
@@ -153,17 +155,17 @@ def _gated_kernel(
     pdl_wait(USE_PDL)
     pdl_trigger(USE_PDL)
     tile, expert = tile_and_expert(tile_experts_ptr, live_ptr, top_k, num_experts, NUM_PIECES, IS_SORTED, HAS_LIVE)
-    # These loads stand before the branch, which needs `expert`, so that they do not wait for it.
+    # These loads come before the branch on `expert`, so that they do not wait for `expert`.
     place, inside, row, _ = rows_of_tile(
         order_ptr, ends_ptr, tile_begins_ptr, tile, tl.maximum(expert, 0), num_rows, top_k, NUM_PIECES, IS_SORTED, ROWS
     )
     if (expert < 0) | (expert == num_experts):
         return
     row = row.to(tl.int64)
-    # Columns past the end become the last column; their results are not stored.
+    # Columns past the end read the last column; their results are not stored.
     w_row = expert * NUM_MATRICES * num_out + tl.minimum(column, num_out - 1)
     if bias_ptr is not None and (USE_PDL and not IS_SORTED):
-        # If each pair is a tile, there are too few programs to hide the latency of the biases.
+        # If each pair is a tile, too few programs run to hide the latency of loading biases.
         prefetch(bias_ptr + w_row)
         prefetch(bias_ptr + w_row + (NUM_MATRICES - 1) * num_out)
     if CODE is None:
@@ -181,7 +183,7 @@ def _gated_kernel(
         x_scale_ptrs = None
         if x_scales_ptr is not None:
             x_scale_ptrs = x_scales_ptr + row * (tl.cdiv(num_in, INPUT_GROUP) if INPUT_GROUP > 0 else 1)
-        # One product has rows of gate and of up, so that the pipeline fills only once.
+        # Gate and up are one product, so that the pipeline fills only once.
         both = expert * NUM_MATRICES * num_out + weight_rows(
             num_out, NUM_MATRICES * BLOCK_OUT, False, NUM_MATRICES == 2
         )
@@ -211,7 +213,8 @@ def _down_kernel(
     BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, EVEN_IN: tl.constexpr, ACC_DTYPE: tl.constexpr,
     PREFETCHED_LINES: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Write weight · (x · wᵀ + bias [E, num_out]) to out [K + NUM_PIECES, N, num_out], and 0 for rows without an expert.
+    """Write weight · (x · wᵀ + bias [E, num_out]) to out [K + NUM_PIECES, N, num_out], and 0 for rows without an
+    expert.
 
     x: [(K + NUM_PIECES) · N, num_in], in order of place.  EVEN_IN: BLOCK_IN divides num_in.  CODE: as in _gated_kernel.
     shared: [num_out, NUM_PIECES · num_in].  The weight of its pieces is 1.
@@ -239,7 +242,7 @@ def _down_kernel(
     )
     if expert < 0:
         return
-    # Rows without an expert take no steps, because _gated_kernel writes nothing to their x.
+    # Rows without an expert skip the product, because _gated_kernel has not written their x.
     k_end = tl.where(expert == num_experts, 0, num_in)
     if CODE is None:
         w_ptrs = w_ptr + w_row[:, None] * w_stride + ks[None, :]
@@ -344,7 +347,8 @@ def down_triton(
     num_extra_parts: int = 0,
     shared: SharedExperts | None = None,
 ) -> Tensor:
-    """Return parts [K + S + extra, N, H], of which the last `num_extra_parts` are not written.  gated: from gated_triton."""
+    """Return parts [K + S + extra, N, H], of which the last `num_extra_parts` are not written.  gated: from
+    gated_triton."""
     num_experts, hidden, inner = down.shape
     num_rows, top_k = weights.shape
     pieces = 0 if shared is None else shared.num_pieces(inner)
@@ -385,7 +389,8 @@ def _launch_options(
     pieces: int,
     grid: Any,
 ) -> dict[str, Any]:
-    """Constexpr arguments and launch options.  num_matrices: of a program, 2 for gate and up, 1 for up alone or down."""
+    """Constexpr arguments and launch options.  num_matrices: of a program, 2 for gate and up, 1 for up alone or
+    down."""
     gpu = chip(tiles.experts)
     if isinstance(weight, Tensor):
         stages = plan.fitting_stages(gpu, num_matrices, tiles.rows, weight.itemsize)

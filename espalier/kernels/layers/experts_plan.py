@@ -3,8 +3,8 @@
 A plan depends on the mean number of pairs (row, choice) per expert.  With few pairs, each program streams weights, and
 enough programs must run to keep the memory busy.  With many pairs, tensor cores are the limit.
 
-Quantised experts share the inner loop of quantised linear layers.  Where nothing is measured, they also take the plans
-of those layers: each expert with rows is at least one tile.
+Quantised experts share the inner loop of quantised linear layers.  Without measurements, they also take the plans
+of these layers, with at least one tile for each expert that has rows.
 """
 
 from __future__ import annotations
@@ -74,19 +74,19 @@ CANDIDATE_TILES = (
 )
 # The fewest stages that keep the memory busy.
 MIN_STAGES = 3
-# Programs per multiprocessor that keep the memory busy.  If there would be fewer, the rule takes smaller tiles.
+# Programs per multiprocessor that keep the memory busy.  The rule takes smaller tiles until there are so many programs.
 MIN_PROGRAMS_PER_PROCESSOR = 2
-# The most rows of a tile with 4-bit weights.  Larger tiles are 6 to 25% slower: an expert's last tile is emptier
-# (docs/log.md).
+# The most rows of a tile with 4-bit weights.  Larger tiles are 6 to 25% slower, because more of an
+# expert's last tile is empty (docs/log.md).
 MAX_NIBBLE_ROWS = 64
-# The most mean pairs per expert for which tiles have FEW_ROWS rows, if a kernel has such tiles.
+# Up to this mean number of pairs per expert, tiles have FEW_ROWS rows, if a kernel supports such tiles.
 FEW_PAIRS = 4
 
 log = logging.getLogger(__name__)
 
 
 def expected_active_experts(num_experts: int, top_k: int, rows: int) -> float:
-    """The expected number of experts with rows, if routing is uniform and rows are independent."""
+    """Returns the expected number of experts with rows, if routing is uniform and rows are independent."""
     return float(num_experts * (1 - (1 - top_k / num_experts) ** rows))
 
 
@@ -118,13 +118,13 @@ class ExpertsShape:
         return self.expert_bytes * self.top_k * rows
 
     def active_experts(self, rows: int) -> float:
-        """The expected number of experts with rows, see expected_active_experts."""
+        """Returns the expected number of experts with rows, see expected_active_experts."""
         return expected_active_experts(self.num_experts, self.top_k, rows)
 
     def bucket(self, rows: int) -> int:
-        """The index of the bucket in PAIRS_BUCKETS.
+        """Returns the index of the bucket in PAIRS_BUCKETS.
 
-        rows is rounded up to a power of two, so that a padded batch and the same batch without padding use one plan.
+        rows is rounded up to a power of two, so that a batch has the same plan with and without padding.
         """
         pairs = next_power_of_2(rows) * self.top_k / self.num_experts
         return next(index for index, bound in enumerate(PAIRS_BUCKETS) if pairs <= bound)
@@ -151,14 +151,15 @@ class ProductPlan:
         return (num_matrices * self.block_out + block_rows(rows)) * self.block_in * itemsize
 
     def fitting_stages(self, gpu: Chip, num_matrices: int, rows: int, itemsize: int) -> int:
-        """The number of stages that fit the chip.  It does not change the result."""
+        """Returns the number of stages that fit the chip.  It does not change the result."""
         fitting = (gpu.shared_memory - RESERVED_SHARED_MEMORY) // self.stage_bytes(num_matrices, rows, itemsize)
         return max(min(self.stages, fitting), 1)
 
     def one_wave_stages(
         self, gpu: Chip, max_stages: int, num_matrices: int, rows: int, itemsize: int, num_programs: int
     ) -> int:
-        """At most `max_stages` stages, but few enough for all programs to run at once, if MIN_STAGES allows; else `max_stages`."""
+        """At most `max_stages` stages, but few enough for all programs to run at once, if MIN_STAGES allows; else
+        `max_stages`."""
         sharing = -(-num_programs // gpu.processors)
         fitting = (gpu.shared_memory // sharing - RESERVED_SHARED_MEMORY) // self.stage_bytes(
             num_matrices, rows, itemsize
@@ -190,11 +191,12 @@ def candidate_plans(tile_rows: int, num_matrices: int, gpu: Chip) -> list[Produc
 
 
 def experts_plan_by_rule(shape: ExpertsShape, rows: int, dtype: torch.dtype, gpu: Chip) -> ExpertsPlan:
-    """The plan where nothing is measured: a tile holds the pairs that an expert has on average."""
+    """Returns the plan of an unmeasured size: a tile holds the mean number of pairs per expert."""
     pairs = next_power_of_2(rows) * shape.top_k
     tile_rows = min(max(next_power_of_2(-(-pairs // shape.num_experts)), MIN_BLOCK_ROWS), MAX_TILE_ROWS)
     if dtype.itemsize > 2:
-        # float32 products are IEEE and do not use tensor cores.  A tile is held in registers, so it must be small.
+        # float32 products are IEEE and do not use tensor cores.  Their tile must be small, because it stays in
+        # registers.
         product = ProductPlan(32, 32, 4, 3)
         return ExpertsPlan(min(tile_rows, 32), product, product)
     num_tiles = min(pairs, shape.num_experts)
@@ -219,7 +221,7 @@ REGISTERS, MAX_REGISTERS, MIN_REGISTERS, REGISTER_UNIT = 65536, 255, 128, 8
 # Registers of a thread beside the sums of an FP8 tile.
 OTHER_REGISTERS = 96
 WARP_THREADS = 32
-# Steps of a loop that its pipeline does not hold at the beginning.
+# Steps of a loop that are not yet in the pipeline at the start.
 STEPS_BEHIND_THE_PIPELINE = 2
 
 
@@ -231,14 +233,14 @@ def quantised_plan_by_rule(
     down: Tensor | QuantisedMatrix,
     gpu: Chip,
 ) -> ExpertsPlan:
-    """The plan of quantised experts where nothing is measured.
+    """Returns the plan of quantised experts where nothing is measured.
 
-    plan: the plan of dense experts.  Its plan for a matrix that is dense stays, and so do its tile rows, but tiles with
-    4-bit weights have at most MAX_NIBBLE_ROWS.
+    plan: the plan of dense experts.  Dense matrices keep this plan.  The tile rows stay, but are at most
+    MAX_NIBBLE_ROWS for 4-bit weights.
     """
     if any(isinstance(matrix, QuantisedMatrix) and matrix.code != "fp8" for matrix in (gate_up, down)):
         plan = replace(plan, rows=min(plan.rows, MAX_NIBBLE_ROWS))
-    # Rows are rounded up, so that a padded batch and the batch without padding use one plan.
+    # Rows are rounded up, so that a batch has the same plan with and without padding.
     rows = next_power_of_2(rows)
     pairs = rows * shape.top_k
     halves = gate_up.shape[1] // down.shape[2]
@@ -264,7 +266,7 @@ def _quantised_product_plan(
         plan = fp8_plan_by_rule(tile, num_tiles, *sizes, grouped, 1, gpu, input_bytes)
     else:
         plan = nibble_plan_by_rule(tile, num_tiles, num_out, num_in, weight.code, 1, gpu)
-    # A pipeline as deep as the loop is long would take shared memory that other programs can use.
+    # More stages than the loop needs would take shared memory from other programs.
     stages = min(plan.stages, max(-(-num_in // plan.block_in) - STEPS_BEHIND_THE_PIPELINE, MIN_STAGES))
     return ProductPlan(plan.block_out // num_matrices, plan.block_in, plan.warps, stages)
 
@@ -274,9 +276,9 @@ def launch_options(
 ) -> dict[str, Any]:
     """BLOCK_IN, num_stages and maxnreg of a plan.  num_matrices: 2 for gate and up, 1 for down; rows: rows per tile.
 
-    A tile does not span two groups of columns.  There are at most as many stages as fit.  Registers per thread are
-    limited, so that as many programs share a multiprocessor as its shared memory lets; but a thread can hold its part
-    of an FP8 tile's sums twice, those of the running step and their total.
+    BLOCK_IN does not span two groups of columns.  num_stages is at most what fits.  maxnreg lets as many programs share
+    a multiprocessor as its shared memory allows.  But with FP8, a thread has registers for two sums of its part of a
+    tile: the running step's sum and the total.
     """
     block_in = min(plan.block_in, max_block_in(weight))
     of_stage = stage_bytes(
@@ -303,7 +305,7 @@ def plan_for(
     gpu: Chip,
     matrices: tuple[Tensor | QuantisedMatrix, Tensor | QuantisedMatrix] | None = None,
 ) -> ExpertsPlan:
-    """The plan for a number of rows.  matrices: gate_up and down; None: both are dense."""
+    """Returns the plan for a number of rows.  matrices: gate_up and down; None: both are dense."""
     plan = _measured_plan_or_rule(shape, rows, dtype, gpu)
     # The experts of one row differ, so there is nothing to sort.
     plan = replace(plan, rows=1) if rows == 1 else plan
@@ -315,7 +317,7 @@ def plan_for(
         # Experts without a gate have no such kernel.
         has_gate = matrices[0].shape[1] > matrices[1].shape[2]
         if has_gate and few.gated.tile(2) == few.down.tile(1) == TILE_SHAPE:
-            # Tiles of FEW_ROWS rows need half of the products, and an expert seldom has more pairs.
+            # Tiles of FEW_ROWS rows need half of the multiplications, and an expert seldom has more pairs.
             return few
     return quantised_plan_by_rule(shape, rows, plan, *matrices, gpu)
 
@@ -329,7 +331,8 @@ def _measured_plan_or_rule(shape: ExpertsShape, rows: int, dtype: torch.dtype, g
 
 
 def _plans_of_nearest_size(plans: Mapping[Size, ExpertsPlans], size: Size) -> ExpertsPlans:
-    """The plans of this size, or else of the size nearest in bytes, the first of equally near ones."""
+    """Returns the plans of this size.  If there are none: those of the size nearest in bytes, the first of equally
+    near."""
     own = plans.get(size)
     if own is not None:
         return own
@@ -346,7 +349,7 @@ def _plan_from_json(fields: dict[str, Any], size: Size) -> ExpertsPlan:
 
 
 def _plan_to_json(plan: ExpertsPlan) -> dict[str, Any]:
-    """The fields of a plan in the file: block_out, block_in, warps and stages of each product."""
+    """Returns the fields of a plan in the file: block_out, block_in, warps and stages of each product."""
     return {"rows": plan.rows, **{name: [*asdict(getattr(plan, name)).values()] for name in ("gated", "down")}}
 
 

@@ -1,12 +1,13 @@
 """Sorts the pairs (row, choice) of a mixture of experts by expert, and cuts them into tiles of one expert each.
 
-Each program of experts.py computes one tile.  Every row takes the shared experts, so these need no routing.  A shared
-MLP whose width is S times that of a routed expert is cut into S pieces of that width.  For up to MAX_SHARED_ROWS rows,
-each piece is one more tile in both launches of experts.py.  So the shared MLP needs no separate launches.  Its tiles
-come first: they prefetch weights before the routing is complete, because the addresses of their weights are known.
+Each program of experts.py computes one tile.  Shared experts need no routing, because every row goes through them.  A
+shared MLP whose width is S times that of a routed expert is cut into S pieces of that width.  For up to MAX_SHARED_ROWS
+rows, each piece is one more tile in both launches of experts.py.  So the shared MLP needs no separate launches.  Its
+tiles come first: they prefetch weights before the routing is complete, because the addresses of their weights are
+known.
 
-More rows fill the chip anyway, and a dense product reads a weight once for all rows.  So for more rows the caller runs
-the shared MLP in separate launches.
+For more rows the caller runs the shared MLP in separate launches: they fill the chip, and a dense product reads a
+weight once for all rows.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait, pr
 # maximum.
 MAX_SORT_BLOCK = 8192
 PAIRS_PER_THREAD = 8
-# A step has at least this many pairs and threads.  With fewer pairs than threads, some threads would hold copies of
-# pairs, which tl.histogram would have to leave out.
+# The fewest pairs of a step, and threads.  With fewer pairs than threads, some threads would hold copies of pairs, and
+# tl.histogram would count the copies.
 MIN_SORT_THREADS = 128
 WARP_THREADS = 32
-# With more pairs, a launch of its own counts them: the programs that sort would each make a histogram of all pairs.
+# More pairs are counted by a separate launch; otherwise each sorting program would make a histogram of all pairs.
 MAX_HISTOGRAM_PAIRS = MAX_SORT_BLOCK
 # The number of experts per warp.  Reductions within a warp need no shared memory.
 WARP_EXPERTS = 512
@@ -92,7 +93,7 @@ def _sort_pairs_kernel(
     first_tile = tl.sum(tl.where(bins < own, tiles, 0), 0)
     own_tiles = tl.sum(tl.where(bins == own, tiles, 0), 0)
     tl.store(ends_ptr + own, place + tl.sum(tl.where(bins == own, counts, 0), 0))
-    # The last program also marks the unused tiles, with -1.
+    # The last program also writes -1 to the unused tiles.
     listed = num_tiles - first_tile if own == NUM_EXPERTS else own_tiles
     for begin in range(0, listed, BLOCK):
         tile = begin + offset
@@ -216,7 +217,8 @@ def tile_and_expert(
 ):  # fmt: skip
     """Returns (tile, expert) of this program.  For a shared piece, tile < 0 and expert = 0.
 
-    expert: num_experts for pairs without expert, -1 if the tile does not exist.  NUM_PIECES: the number of shared pieces.
+    expert: num_experts for pairs without expert, -1 if the tile does not exist.  NUM_PIECES: the number of shared
+    pieces.
     """
     tile = tl.program_id(1) - NUM_PIECES
     routed = tl.maximum(tile, 0)
@@ -257,7 +259,8 @@ def rows_of_tile(
 def prefetch_shared_piece(
     w_ptr, column, num_out, num_in, NUM_PIECES: tl.constexpr, BLOCK_OUT: tl.constexpr, PREFETCHED_COLUMNS: tl.constexpr
 ):  # fmt: skip
-    """In a program of a shared piece, prefetch the first PREFETCHED_COLUMNS columns of the piece's rows of gate and up."""
+    """In a program of a shared piece, prefetch the first PREFETCHED_COLUMNS columns of the piece's rows of gate and
+    up."""
     piece = tl.program_id(1)
     if piece < NUM_PIECES:
         w_row = piece.to(tl.int64) * num_out + tl.minimum(column, num_out - 1)
@@ -296,15 +299,16 @@ def _route_kernel(
     choosing = scores
     if HAS_BIAS and not LOGIT_BIAS:
         choosing += tl.load(bias_ptr + expert, mask=inside, other=0.0).to(ACC_DTYPE)
-    # NaN is above all, as in a sort.  Otherwise every comparison with NaN would be false, and no expert be chosen.
+    # NaN counts as the largest score, as in a sort.  With comparisons to NaN, which are false, no expert would be
+    # chosen.
     choosing = tl.where(choosing == choosing, choosing, float("inf"))
     left = inside
     if N_GROUP > 1:
         left = inside & is_in_best_group(
             choosing, expert, inside, NUM_EXPERTS // N_GROUP, N_GROUP, TOPK_GROUP, TOP2_SUM
         )
-    # An integer below all keys.  Adding 0.0 turns -0.0 into 0.0.  A warp finds the largest of 32-bit integers in one
-    # instruction.
+    # LEAST is below all keys.  Adding 0.0 turns -0.0 into 0.0.  The keys are integers, because a warp finds the largest
+    # 32-bit integer with one instruction.
     LEAST: tl.constexpr = -(1 << (ACC_DTYPE.primitive_bitwidth - 1))
     order = tl.where(left, float_to_key(choosing + 0.0), LEAST)
     chosen = expert < 0
@@ -331,7 +335,7 @@ def is_in_best_group(
     selection_scores, expert, is_expert, SIZE: tl.constexpr, N_GROUP: tl.constexpr, TOPK_GROUP: tl.constexpr,
     TOP2_SUM: tl.constexpr,
 ):  # fmt: skip
-    """[BLOCK] bool: whether each expert's group of SIZE neighbours is one of the best TOPK_GROUP groups."""
+    """Returns [BLOCK] bool: whether each expert's group of SIZE neighbours is one of the best TOPK_GROUP groups."""
     group = expert // SIZE
     group_scores = tl.full(selection_scores.shape, -float("inf"), selection_scores.dtype)
     for one in tl.static_range(N_GROUP):

@@ -1,6 +1,6 @@
 """Prepares the rows of an indexer: norms the key, applies RoPE to key and queries, and stores the key in the KV cache.
 
-It is one launch.  Grid: (rows, 1 + blocks of heads).  Program 0 of a row norms, rotates and stores the key.  The other
+Grid: (rows, 1 + blocks of heads).  Program 0 of a row norms, rotates and stores the key.  The other
 programs rotate queries in place.
 
 Tolerance: sums are in float32, in another order than in other implementations, and are rounded once.
@@ -24,7 +24,7 @@ from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 def _norm_key(
     key_ptr, weight_ptr, bias_ptr, column, column_exists, mean, scale, DTYPE: tl.constexpr, ACC_DTYPE: tl.constexpr
 ):
-    """Norm a key in some columns.  The values are rounded as the model's dtype holds them."""
+    """Returns the normed key in some columns, rounded to DTYPE."""
     x = tl.load(key_ptr + column, mask=column_exists, other=0.0).to(ACC_DTYPE)
     weight = tl.load(weight_ptr + column, mask=column_exists, other=0.0).to(ACC_DTYPE)
     bias = tl.load(bias_ptr + column, mask=column_exists, other=0.0).to(ACC_DTYPE)

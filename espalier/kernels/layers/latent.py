@@ -1,9 +1,9 @@
 """Multi-head latent attention (MLA) before attention: norms the latent, applies RoPE, and stores one row per token.
 
 K is the whole row, [normed latent, rotated RoPE part].  V is the latent part of the same row (DeepSeek-AI 2024,
-arXiv:2405.04434, section 2.1).  On a GPU this is one launch, with 1 + blocks of heads programs per row.  The first
-stores the row's latent, the others rotate queries.  For few rows the product with k_up runs in further programs of the
-same launch (write_latents).
+arXiv:2405.04434, section 2.1).  On a GPU this is one launch.  The first program of a row stores the latent, and the
+others rotate blocks of query heads.  For few rows the same launch also has programs for the product with k_up
+(write_latents).
 
 `head_product` multiplies each head's rows with the head's own matrix: v_up, or k_up.  Grid: (blocks of outputs, heads).
 A program multiplies all rows for BLOCK_OUT outputs of one head.  It loads its part of the matrix before it waits for
@@ -45,7 +45,8 @@ def multiply_head(
     w_stride_out, out_stride_n, out_stride_h,
     BLOCK_ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Compute one block of a head's outputs for all rows.  It loads the matrix, then waits for the previous kernel."""
+    """Compute one block of a head's outputs for all rows.  The matrix is loaded before the wait for the previous
+    kernel."""
     head = head.to(tl.int64)
     row, k = tl.arange(0, BLOCK_ROWS), tl.arange(0, BLOCK_IN)
     column = block * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
@@ -287,7 +288,7 @@ def write_latents(q_inputs: Tensor, k_up: Tensor, q: Tensor, latent: Tensor, des
 def _rotation_arguments(
     q_rope: Tensor, q: Tensor, latent: Tensor, destination: LatentDestination
 ) -> tuple[tuple[Any, ...], LatentConstants, int]:
-    """(operands, constexpr arguments, blocks per row) of _rotate_or_store.  Raises EspalierError."""
+    """Returns (operands, constexpr arguments, blocks per row) of _rotate_or_store.  Raises EspalierError."""
     rotation, form, rows, plane, scales = destination
     (count, heads, rotary), size = q_rope.shape, plane.shape[2]
     exact = torch.promote_types(q.dtype, torch.float32)

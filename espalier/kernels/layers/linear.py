@@ -2,20 +2,20 @@
 
 Grid: (blocks of weight rows, splits).  A program multiplies BLOCK_OUT rows of the weight with all rows of x.  It covers
 all of `in`, or one of `splits` parts of it (split-K).  Split-K programs write float32 partial sums [splits, rows, out]
-without atomics.  Whoever reads the partial sums adds them in order, so the same input gives the same bits.  `linear`
+without atomics.  The reader of the partial sums adds them in order, so the same input gives the same bits.  `linear`
 adds them with a second kernel; `linear_parts` returns them, and the next kernel adds them while it loads.
 
-Above about 100 rows PyTorch's GEMM library is faster.  For some shapes several smaller calls to it are faster than one
-(`LibraryPlan`): a grid of 1.5 waves takes as long as a grid of 2.
+Above about 100 rows PyTorch's GEMM library is faster.  For some shapes several smaller library calls are faster than
+one (`LibraryPlan`), because a grid of 1.5 waves takes as long as a grid of 2.
 
-If one weight stacks gate over up, the epilogue also computes silu(gate) · up, without split-K (`linear_gated`).  So
-does the kernel of hopper/gated.py, for many rows.
+If one weight stacks gate over up, the epilogue also computes silu(gate) · up, without split-K (`linear_gated`).  For
+many rows, hopper/gated.py does the same.
 
 `espalier doctor --tune` measures which plan is fastest; linear_plans.py reads the result, lists the plans
-worth measuring, and has a rule for shapes that nobody measured.
+worth measuring, and has a rule for unmeasured shapes.
 
-Both kernels use PDL where the chip has it (kernels/runtime/pdl.py).  The first one prefetches its first tile of the
-weight into the L2 before it waits.
+Both kernels use PDL where the chip has it (kernels/runtime/pdl.py).  The first kernel prefetches its first tile of
+the weight into the L2 before it waits.
 
 Tolerance: products of 16-bit floats are exact in float32.  They are summed in float32, in a fixed order that other
 implementations do not share, and the result is rounded once.  Against float64 the error is at most half an ulp of the
@@ -95,7 +95,7 @@ def _linear_kernel(
 
 @kernel
 def weight_rows(num_out, BLOCK_OUT: tl.constexpr, EVEN_OUT: tl.constexpr, IS_GATED: tl.constexpr):
-    """The rows of the weight that a program multiplies with: [BLOCK_OUT]."""
+    """Returns the rows of the weight that a program multiplies with: [BLOCK_OUT]."""
     row = tl.arange(0, BLOCK_OUT)
     if IS_GATED:
         # Interleave 8 rows of gate with their 8 rows of up: in a 16-row MMA tile one thread holds both values.

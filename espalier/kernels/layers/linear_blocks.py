@@ -1,8 +1,8 @@
 """A linear layer whose weight is in a block format of GGUF files (blocks.py): y = x · weightᵀ + bias.
 
 A program reads the bytes of its rows' blocks as they are in the file.  The integers of a group are exact in bfloat16
-and float16, and tensor cores multiply them with the inputs.  The group's scale multiplies their float32 sum.  A minimum
-multiplies the sum of the group's inputs.  So no weight is rounded, and no dequantised weight is stored.
+and float16, and tensor cores multiply them with the inputs.  The group's scale multiplies their float32 sum.  A group's
+minimum is multiplied by the sum of the group's inputs.  So no weight is rounded, and no dequantised weight is stored.
 
 Tolerance: in · 2⁻²³ times the sum of magnitudes |x| · (|scale · integer| + |minimum|), and the rounding of the output.
 """
@@ -34,7 +34,7 @@ def linear_blocks(x: Tensor, weight: BlockMatrix, bias: Tensor | None) -> Tensor
 
 
 def num_splits_for(rows: int, weight: BlockMatrix, gpu: Chip) -> int:
-    """The number of programs among which the columns of the weight are split."""
+    """Returns the number of programs among which the columns of the weight are split."""
     num_out, num_in = weight.shape
     if rows > SPLIT_ROWS:
         return 1
@@ -116,7 +116,8 @@ def _linear_blocks_kernel(
 ):  # fmt: skip
     """y = x · weightᵀ + bias.  Grid: (blocks of weight rows, splits, tiles of rows).  Arguments: see _linear_kernel.
 
-    num_blocks: blocks per row.  GGUF_TYPE: the block format's number; BLOCK_VALUES, BLOCK_BYTES, GROUP: sizes of a block.
+    num_blocks: blocks per row.  GGUF_TYPE: the block format's number; BLOCK_VALUES, BLOCK_BYTES, GROUP: sizes of a
+    block.
     """
     pdl_trigger_and_wait(USE_PDL)
     w_rows = weight_rows(num_out, BLOCK_OUT, EVEN_OUT, False).to(tl.int64)

@@ -5,8 +5,8 @@ and rounds once.
 
 For a few rows, another kernel also multiplies the norm with the router of a mixture of experts.  Grid: (rows, blocks of
 experts).  Each program norms the whole row again and multiplies it with BLOCK_E rows of the router.  It loads these
-rows before it waits for the preceding kernel (PDL).  The norm is repeated num_experts / BLOCK_E times.  So for more
-than MAX_ROUTER_ROWS rows, separate launches for the norm and the product are faster.
+rows before it waits for the preceding kernel (PDL).  So the norm is computed num_experts / BLOCK_E times.  For more
+than MAX_ROUTER_ROWS rows, separate launches for norm and product are faster.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ def _rms_norm_kernel(
 ):  # fmt: skip
     """SPLITS: the number of delta's partial sums; 1 for a delta without splits, 0 for no delta.
 
-    out_ptr: gets the norm; may be None.  rounded_values_ptr: gets the norm rounded to FP8 as in quantise_rows.py, with a scale
-    for each GROUP columns; may be None.
+    out_ptr: gets the norm; may be None.  rounded_values_ptr: gets the norm rounded to FP8 as in quantise_rows.py, with
+    a scale for each GROUP columns; may be None.
     """
     pdl_trigger_and_wait(USE_PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     mask = column < SIZE
-    # The weight is loaded before the reduction: a later load would wait for memory once more.
+    # The weight is loaded before the reduction, so that both loads overlap.
     weight = tl.load(weight_ptr + column, mask=mask, other=0.0).to(ACC_DTYPE)
     x = tl.load(x_ptr + row * x_row_stride + column, mask=mask, other=0.0).to(ACC_DTYPE)
     if SPLITS:

@@ -15,11 +15,10 @@ from espalier.kernels.runtime.jit import kernel
 from espalier.kernels.runtime.launch import chip, is_oversubscribed, next_power_of_2, require
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 
-# Values that a warp loads: with many programs, and with at most one program per multiprocessor.  In the second case
-# most of the time would be the divisions of a thread.  So up to MAX_PARTS programs load the same group and find its
-# largest value, and each program divides a part of the group.  (These numbers were measured with divisions that run one
-# after another, as those of static scales do.)  A short group has up to FEW_WARPS warps that load the smaller number,
-# with any number of programs.
+# Values that a warp loads: with many programs, and with at most one program per multiprocessor (a small grid).  In a
+# small grid the divisions of a thread take most of the time.  So up to MAX_PARTS programs load the same group and find
+# its largest value, and each program divides a part of the group.  The numbers were measured with static scales.  In
+# any grid, a short group has up to FEW_WARPS warps that load the smaller number.
 VALUES_PER_WARP, VALUES_PER_WARP_SMALL_GRID = 1024, 256
 VALUES_PER_PART, MAX_PARTS = 1024, 8
 FEW_WARPS, MAX_WARPS, MAX_WARPS_SMALL_GRID = 4, 16, 32
@@ -31,7 +30,7 @@ LIBRARY_ROW_MULTIPLE = 16
 
 @kernel
 def fp8_scale(max_magnitude, static_scale_ptr, FP8_MAX: tl.constexpr):
-    """The FP8 scale of bfloat16 or float16 values, given their largest magnitude in float32.
+    """Returns the FP8 scale of bfloat16 or float16 values, given their largest magnitude in float32.
 
     static_scale_ptr: pointer to the scale of all rows, or None.
     """
@@ -47,11 +46,11 @@ def fp8_scale(max_magnitude, static_scale_ptr, FP8_MAX: tl.constexpr):
 def divide_by_scale(values, scale, static_scale_ptr, FP8_MAX: tl.constexpr):
     """Divide float32 values by their scale, see `fp8_scale`.  Static scales: quotients are clamped to FP8's range."""
     if static_scale_ptr is None:
-        # A power of two makes tiny values larger, so that float32 holds the remainders.  If a value is
-        # infinite, the finite values become 0.
+        # A power of two enlarges tiny values, so that remainders do not underflow.  If a value is infinite, the
+        # finite values become 0.
         is_infinite = scale == float("inf")
         power = tl.where(scale < 2.0**-64, 2.0**64, tl.where(is_infinite, 0.0, 1.0))
-        # No clamp is needed: the largest value is FP8_MAX, or rounds to it.
+        # No clamp is needed, because the largest value rounds to FP8_MAX.
         value = _divide_negated(values * -power, tl.where(is_infinite, 1.0, scale * power))
     else:
         value = tl.div_rn(values, tl.zeros_like(values) + scale)
@@ -70,7 +69,7 @@ def _divide_negated(negated, divisor):
     """
     inverse = -1.0 / divisor
     value = negated * inverse
-    # The signs are such that -0 stays -0.
+    # With these signs, -0 stays -0.
     return tl.fma(tl.fma(value, divisor, negated), inverse, value)
 
 

@@ -28,7 +28,7 @@ from espalier.kernels.layers.linear_plans import (
 from espalier.kernels.layers.quantised import E2M1_CODES, E8M0_BIAS, INTERLEAVED_COLUMNS, InputRows, QuantisedMatrix
 from espalier.kernels.runtime.launch import Chip, chip
 
-# The most columns that one FP8 sum may have.  Kernels cannot read this constant, so _fp8_dot repeats it.
+# The most columns of one FP8 sum.  Kernels cannot read this constant, so _fp8_dot repeats the number.
 MAX_FP8_SUM_COLUMNS = 128
 # Rows per tile if there are more rows than this.
 MAX_BLOCK_ROWS = 128
@@ -36,8 +36,8 @@ MAX_BLOCK_ROWS = 128
 MAX_EXPONENT = E8M0_BIAS + 65
 # The oldest compute capability whose compiler supports E4M3.
 FP8_CAPABILITY = (8, 9)
-# The most rows for which the rule assumes that memory limits the time, and for which it splits columns.  More rows give
-# enough programs without splits.
+# The most rows for which the rule assumes that memory limits the time, and for which it splits columns.  More rows
+# give enough programs without splits.
 MEMORY_BOUND_ROWS, SPLIT_ROWS = 64, 256
 # Targets of the rule per multiprocessor: programs with split-K if memory limits the time, and warps if products do.
 PROGRAMS_PER_PROCESSOR, WARPS_PER_PROCESSOR = 2, 8
@@ -45,8 +45,8 @@ MAX_SPLITS = 8
 # The fewest steps of a split of FP8 weights: with fewer the pipeline is never full.
 MIN_STEPS_PER_SPLIT = 4
 # Per number of rows, for 4-bit weights: (most rows of a tile, (block_out, most block_in, warps), the most programs
-# whose registers fit a multiprocessor).  Up to 16 rows a step reads 128 bytes of each weight row.  With more rows, more
-# bytes are read of the inputs than of the weight; blocks of 128 weight rows halve the bytes of the inputs.  For MXFP4
+# whose registers fit a multiprocessor).  Up to 16 rows a step reads 128 bytes of each weight row.  With more rows,
+# inputs take more bytes than the weight, and blocks of 128 weight rows read half as many bytes of inputs.  For MXFP4
 # such blocks are slower up to 32 rows (docs/log.md); the other cases are not measured.  A thread needs four MXFP4
 # exponents per step, or the exponents are not copied ahead.
 E2M1_TILES = ((16, (64, 256, 4), 4), (32, (64, 256, 4), 3), (64, (128, 128, 4), 2), (MAX_BLOCK_ROWS, (128, 128, 8), 1))
@@ -69,7 +69,7 @@ def quantised_plan_for(weight: QuantisedMatrix, x: InputRows) -> TritonPlan:
 
 
 def plan_by_rule_for(weight: QuantisedMatrix, x: InputRows) -> TritonPlan:
-    """The plan of `plan_by_rule` for this weight and these inputs."""
+    """Returns the plan of `plan_by_rule` for this weight and these inputs."""
     (num_out, num_in), grouped = weight.shape, weight.group < weight.shape[-1]
     input_bytes, gpu = 1 if weight.inputs is not None else x.dtype.itemsize, chip(weight.codes)
     plan = plan_by_rule(len(x), num_out, num_in, weight.code, max_block_in(weight), grouped, gpu, input_bytes)
@@ -79,14 +79,14 @@ def plan_by_rule_for(weight: QuantisedMatrix, x: InputRows) -> TritonPlan:
 
 
 def tuning_name(weight: QuantisedMatrix) -> str:
-    """The format's name in tuning tables.  It names everything in the format that changes a kernel's time."""
+    """Returns the format's name in tuning tables.  It names everything in the format that changes a kernel's time."""
     group = "" if weight.group >= weight.shape[-1] else f"-{weight.row_block}x{weight.group}"
     inputs = "" if weight.inputs is None else f"-inputs{weight.inputs.group or ''}"
     return f"{weight.code}{group}{inputs}"
 
 
 def max_block_in(weight: QuantisedMatrix) -> int:
-    """The most columns of a tile.  For FP8 they are the columns that share a scale, or two sums of them."""
+    """Returns the most columns of a tile.  FP8: the columns that share a scale, or two sums of columns."""
     if weight.code != "fp8":
         return 256
     groups = [weight.group]
@@ -100,7 +100,7 @@ def max_block_in(weight: QuantisedMatrix) -> int:
 def plan_by_rule(
     rows: int, num_out: int, num_in: int, code: str, max_block: int, grouped: bool, gpu: Chip, input_bytes: int = 2
 ) -> TritonPlan:
-    """The plan where nothing is measured.
+    """Returns the plan where nothing is measured.
 
     grouped: whether groups of columns have their own scales.  input_bytes: bytes of an input, in products with FP8.
     """
@@ -124,7 +124,7 @@ def fp8_plan_by_rule(
     gpu: Chip,
     input_bytes: int,
 ) -> TritonPlan:
-    """The plan of FP8 weights where nothing is measured, for `num_tiles` tiles of `tile` rows."""
+    """Returns the plan of FP8 weights where nothing is measured, for `num_tiles` tiles of `tile` rows."""
     memory_bound = tile <= MEMORY_BOUND_ROWS
     # For few rounded rows, steps of 256 columns are 3 to 5% faster than steps of 128 (docs/log.md).  Scales of groups
     # were not measured.
@@ -133,7 +133,7 @@ def fp8_plan_by_rule(
     # The scales of groups multiply a tile's sums at every step.  A small tile keeps scales and sums in registers.
     block_out, warps = (64, 4) if memory_bound or grouped else (128, 8)
     programs, sharing, most = num_tiles * -(-num_out // block_out), 1, 4
-    # For few rows, two or three programs share a multiprocessor, whichever number leaves fewer places empty.
+    # For few rows, two or three programs share a multiprocessor: the number that fills the last wave better.
     together = [PROGRAMS_PER_PROCESSOR if memory_bound else WARPS_PER_PROCESSOR // warps]
     if is_few:
         together.append(PROGRAMS_PER_PROCESSOR + 1)
@@ -141,17 +141,17 @@ def fp8_plan_by_rule(
     found = [max(min(count * gpu.processors // programs, most_splits), 1) for count in together]
     splits = max(found, key=lambda splits: _wave_fill(programs * splits, gpu))
     if memory_bound:
-        # If registers allow, all programs run at once, because a second wave would be mostly empty.
+        # All programs run at once if registers allow, because a second wave would be mostly empty.
         sharing = min(-(-programs * splits // gpu.processors), 3 if grouped and tile > MIN_BLOCK_ROWS else 4)
         most = MAX_STAGES
     plan = TritonPlan(block_out, block_in, splits, warps, 1)
     shared = gpu.shared_memory_per_program(sharing)
-    # If products limit the time, one program with deep stages is faster than two on a multiprocessor.
+    # If the tensor cores limit the time, one program with many stages is faster than two per multiprocessor.
     return replace(plan, stages=max(min(shared // (block_in * (block_out + tile * input_bytes)), most), 1))
 
 
 def _wave_fill(programs: int, gpu: Chip) -> float:
-    """The share of the multiprocessors' places that `programs` programs fill."""
+    """Returns the share of the multiprocessors' places that `programs` programs fill."""
     return programs / (-(-programs // gpu.processors) * gpu.processors)
 
 
@@ -159,7 +159,7 @@ def _wave_fill(programs: int, gpu: Chip) -> float:
 def nibble_plan_by_rule(
     tile: int, num_tiles: int, num_out: int, num_in: int, code: str, max_splits: int, gpu: Chip
 ) -> TritonPlan:
-    """The plan of 4-bit weights where nothing is measured, for `num_tiles` tiles of rows."""
+    """Returns the plan of 4-bit weights where nothing is measured, for `num_tiles` tiles of rows."""
     tiles = NIBBLE_TILES[code]
     (block_out, most, warps), together = next((shape, count) for rows, shape, count in tiles if tile <= rows)
     fitting_in = (size for size in (256, 128, 64, 32) if num_in >= MIN_RAGGED_COLUMNS or num_in % size == 0)
@@ -171,18 +171,18 @@ def nibble_plan_by_rule(
     sharing = min(-(-programs * splits // gpu.processors), together)
     shared = gpu.shared_memory_per_program(sharing)
     plan = TritonPlan(block_out, block_in, splits, warps, 1)
-    # The codes have one stage less, because the running step has its codes in registers.
+    # Codes have one stage less than inputs, because the running step holds its codes in registers.
     codes, inputs = codes_bytes(plan, code), tile * plan.block_in * 2
     return replace(plan, stages=max(min((shared + codes) // (codes + inputs), MAX_STAGES), 2))
 
 
 def stage_bytes(plan: TritonPlan, tile: int, weight: QuantisedMatrix) -> int:
-    """Bytes of shared memory per pipeline stage, with `tile` rows of inputs."""
+    """Returns bytes of shared memory per pipeline stage, with `tile` rows of inputs."""
     return codes_bytes(plan, weight.code) + tile * plan.block_in * (1 if weight.inputs is not None else 2)
 
 
 def codes_bytes(plan: TritonPlan, code: str) -> int:
-    """Bytes of the codes of a step, with the E2M1 scales that are loaded together with codes."""
+    """Returns bytes of the codes of a step, with the E2M1 scales that are loaded together with codes."""
     values = plan.block_out * plan.block_in
     return values if code == "fp8" else values // 2 + values // {"int4": values, "mxfp4": 32, "nvfp4": 16}[code]
 
@@ -211,9 +211,9 @@ def require_supported(weight: QuantisedMatrix, dtype: torch.dtype) -> None:
 
 
 def has_split_words(weight: QuantisedMatrix) -> bool:
-    """Whether the kernels cannot take the nibbles: a word has columns of two groups, or is not interleaved.
+    """Whether a word has columns of two groups, or is not interleaved, so that the kernels cannot take the matrix.
 
-    A word of NVFP4 may have columns of two groups, because its kernel has two scales per word."""
+    An NVFP4 word may have columns of two groups, because the kernel reads two scales per word."""
     columns = 2 * weight.group if weight.code == "nvfp4" else min(weight.group, weight.shape[-1])
     return columns % INTERLEAVED_COLUMNS != 0 or weight.shape[-1] % INTERLEAVED_COLUMNS != 0
 
@@ -233,9 +233,9 @@ SUM_SPLITS_US = 1.0
 
 
 def candidate_plans(rows: int, weight: QuantisedMatrix, gpu: Chip) -> list[TritonPlan]:
-    """The plans to measure against the rule's plan.  Groups of less than MIN_BLOCK_IN columns have no plans.
+    """Returns the plans to measure against the rule's plan.  Groups of less than MIN_BLOCK_IN columns have no plans.
 
-    Plans with different tiles take turns, so that the first few plans have the best plan of each tile.
+    The plans of different tiles alternate, so that the first few plans include the best plan of each tile.
     """
     num_in, most, is_fp8 = weight.shape[-1], max_block_in(weight), weight.code == "fp8"
     tile = min(block_rows(rows), MAX_BLOCK_ROWS)
@@ -269,7 +269,8 @@ def _fits(plan: TritonPlan, tile: int, weight: QuantisedMatrix, gpu: Chip) -> bo
 
 
 def _streaming_us(plan: TritonPlan, tile: int, weight: QuantisedMatrix, gpu: Chip) -> float:
-    """Microseconds in a model that counts memory alone.  The times are far off, but the best plans come first."""
+    """Returns the microseconds of a model that counts memory alone.  The times are far off; only their order is
+    used."""
     num_out, num_in = weight.shape
     programs = -(-num_out // plan.block_out) * plan.splits
     sharing = min(

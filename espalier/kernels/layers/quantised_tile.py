@@ -1,12 +1,13 @@
 """The inner loop of every product with a quantised matrix, for linear layers and experts.
 
-A program multiplies a block of rows of the matrix with a tile of inputs.  It reads codes as they are stored, and
-decodes them in registers.  FP8 values, nibbles minus their zero points, and E2M1 values times powers of two are exact
+A program multiplies a block of matrix rows with a tile of inputs.  It reads the stored codes and decodes them in
+registers.  FP8 values, nibbles minus their zero points, and E2M1 values times powers of two are exact
 in bfloat16, so only the float32 sums round.  The other scales multiply the sum of each group.  quantised_nibbles.py has
 the code for 4 bits.
 
 Inputs that are rounded to FP8 are multiplied with FP8 weights directly, on the chip's FP8 units.  These units add with
-fewer bits than float32.  So a new sum starts after at most SUM_COLUMNS columns, and the sums are added in float32.
+fewer bits than float32.  So a new sum starts after at most MAX_FP8_SUM_COLUMNS columns, and the sums are added in
+float32.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ def quantised_dot(
     CODE: tl.constexpr, GROUP: tl.constexpr, ROW_BLOCK: tl.constexpr, INPUT_GROUP: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, EVEN_IN: tl.constexpr,
 ):  # fmt: skip
-    """[BLOCK_OUT, ROWS] float32: the sum over columns k_begin .. k_end of matrix[w_rows] · x.
+    """Returns [BLOCK_OUT, ROWS] float32: the sum over columns k_begin .. k_end of matrix[w_rows] · x.
 
     codes: [rows, in] FP8, or int32 [rows, in / 8] of nibbles; scales: [rows / ROW_BLOCK, groups], for NVFP4 pairs of
     scales as int16; zeros: [rows, groups] or None, for NVFP4 the rows' factors [rows].
     w_rows: [BLOCK_OUT] int64.  x_ptrs: [ROWS], to the first column of each input; inside: [ROWS], whether it exists.
     x_scale_ptrs: [ROWS], to the scales of each FP8 input; None for other inputs.
-    GROUP, INPUT_GROUP: columns that share a scale, for FP8 a multiple of min(BLOCK_IN, SUM_COLUMNS); 0: all columns do.
+    GROUP, INPUT_GROUP: columns that share a scale, for FP8 a multiple of min(BLOCK_IN, MAX_FP8_SUM_COLUMNS); 0: all.
     k_begin and k_end are multiples of BLOCK_IN.  EVEN_IN: BLOCK_IN divides num_in.
     """
     if CODE > 0:
@@ -59,8 +60,8 @@ def _fp8_dot(
     GROUP: tl.constexpr, ROW_BLOCK: tl.constexpr, INPUT_GROUP: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, EVEN_IN: tl.constexpr,
 ):  # fmt: skip
-    """quantised_dot for FP8 codes.  A step longer than one sum reads longer pieces of rows, which is faster."""
-    # The value of SUM_COLUMNS.
+    """The product of quantised_dot for FP8 codes.  A step may have several sums: longer reads of rows are faster."""
+    # The value of MAX_FP8_SUM_COLUMNS.
     STEP: tl.constexpr = BLOCK_IN if BLOCK_IN < 128 else 128
     ks = k_begin + tl.arange(0, STEP)
     w_ptrs = codes_ptr + w_rows[:, None] * num_in + ks[None, :]
@@ -95,7 +96,7 @@ def _fp8_dot(
 @kernel
 def prefetch_codes(codes_ptr, w_rows, k_begin, k_end, num_in, CODE: tl.constexpr, NUM_LINES: tl.constexpr):
     """Prefetch NUM_LINES cache lines of each row's codes into the L2, from column k_begin on, at most up to k_end."""
-    # An element of codes_ptr is one byte of FP8, or a word of 8 nibbles.  A line has LINE_BYTES bytes.
+    # An element of codes_ptr is an FP8 byte or a word of 8 nibbles.  A line has LINE_BYTES bytes.
     VALUES: tl.constexpr = 8 if CODE > 0 else 1
     LINE: tl.constexpr = 32 if CODE > 0 else 128
     row = num_in // VALUES

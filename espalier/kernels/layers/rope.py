@@ -21,7 +21,7 @@ from espalier.kernels.state.kv_scales import KVScales, require_kv_rows
 # Heads of one block.  One warp computes a block for heads of up to 128 values, two warps above that.
 HEADS_PER_BLOCK = 2
 # Blocks per program if a grid with one block per program would oversubscribe the chip.  Each block keeps its own warps,
-# so no bit of the result changes.
+# so the bits stay the same.
 BLOCKS_PER_PROGRAM = 4
 
 
@@ -72,9 +72,9 @@ def _rotate_kernel(
     HAS_GATES: tl.constexpr, ACC_DTYPE: tl.constexpr, FP8_MAX: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK: tl.constexpr, BLOCK_REST: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """left, right: the halves of a head's rotated values; rest: its unrotated end.  Strides are tensor_dimension.
+    """left, right: the halves of a head's rotated values; rest: the unrotated values after them.
 
-    V_IS_K: there are no V heads in qkv, and each K head is stored as V too, as it is loaded, or normed (HAS_V_NORM).
+    V_IS_K: qkv has no V heads; each K head is also stored as V, before RoPE, normed if HAS_V_NORM.
     HAS_GATES: qkv has a gate behind each Q head.
     k_scale_ptr, v_scale_ptr: of FP8 rows, whose largest value is FP8_MAX; else None.
     """
@@ -177,7 +177,7 @@ def rotate_and_store(
         "rope: qkv's partial sums", parts, (-1, -1, -1, -1), out.dtype if qkv.ndim == 3 else torch.float32, k_buffer
     )
     _check_arguments(parts, out, rotation, norms, rows, k_buffer, v_buffer, scales)
-    # Without norms the kernel gets another pointer, which it does not read.
+    # Without norms the kernel gets placeholder pointers, which it does not read.
     q_norm, k_norm, eps, norms_v_heads, *_ = HeadNorms(rotation.cos, rotation.cos, 0.0) if norms is None else norms
     num_heads -= heads if has_gates else 0
     blocks = BLOCKS_PER_PROGRAM if is_oversubscribed(count * -(-num_heads // HEADS_PER_BLOCK), chip(qkv)) else 1
@@ -203,8 +203,7 @@ def rotate_and_store(
             BLOCK=next_power_of_2(rotary // 2),
             BLOCK_REST=next_power_of_2(max(size - rotary, 1)),
             num_warps=blocks * (1 if size <= 128 else 2),
-            # Fused multiply-adds would make the bits depend on the block size: which of the two products is fused is up
-            # to the compiler.
+            # With fusion the bits would depend on the block size, because the compiler chooses which product is fused.
             enable_fp_fusion=False,
             **pdl_arguments(chip(qkv)),
         )

@@ -1,7 +1,7 @@
 """A shared expert's gate and its product with the expert's result, in one launch.
 
-Grid: (rows, blocks of the result).  Each program multiplies the row with the gate's weight again, which it loads before
-it waits for the kernel before (PDL).
+Grid: (rows, blocks of the result).  Each program computes the product of the row and the gate's weight itself, and
+loads the weight before it waits for the previous kernel (PDL).
 """
 
 from __future__ import annotations

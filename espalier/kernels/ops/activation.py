@@ -17,8 +17,8 @@ from espalier.kernels.runtime.op import op
 class Activation:
     """The activation act(gate) · (up + up_offset).  The defaults are silu(gate) · up.
 
-    limit: gate is first limited to at most `limit`, and up to -limit .. limit, as in GPT-OSS (arXiv:2508.10925); None:
-    no limits.
+    limit: gate is clamped to at most `limit`, and up to -limit .. limit, as in GPT-OSS (arXiv:2508.10925); None: no
+    clamping.
     kind: silu: act(gate) = gate · sigmoid(alpha · gate).  gelu_tanh: act is GELU in its approximation by tanh.  relu2:
     there is no gate, and the activation is relu(up)².
     """
@@ -30,7 +30,8 @@ class Activation:
 
     @property
     def is_silu(self) -> bool:
-        """Whether the activation is silu(gate) · up.  The kernels of products compute this one in their epilogue."""
+        """Whether the activation is silu(gate) · up.  Product kernels compute only this activation in their
+        epilogue."""
         return self is SILU or self == SILU
 
     @property
@@ -41,7 +42,7 @@ class Activation:
     @property
     def constants(self) -> dict[str, object]:
         """The constexpr arguments of a kernel that calls layers/activation.py:apply_activation.
-        As run-time arguments these numbers would be rounded to float32."""
+        Run-time arguments would be rounded to float32."""
         return {"ACTIVATION_KIND": self.kind, "ALPHA": self.alpha, "UP_OFFSET": self.up_offset, "LIMIT": self.limit}
 
 
@@ -63,8 +64,8 @@ def gated_activation(gate_up: Tensor, activation: Activation = SILU) -> Tensor:
 
 
 def activation_rounded_once(gate_up: Tensor, activation: Activation) -> Tensor:
-    """Returns the result of `gated_activation`, rounded once, at the end, as the kernels do.
-    With PyTorch's silu in x's dtype, silu(gate) would also be rounded."""
+    """Returns the result of `gated_activation`, rounded once, at the end, as in the kernels.
+    PyTorch's silu in x's dtype would also round silu(gate)."""
     exact = gate_up.to(torch.promote_types(gate_up.dtype, torch.float32))
     if activation.halves == 1:
         return F.relu(exact).square().to(gate_up.dtype)

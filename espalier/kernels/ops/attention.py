@@ -53,7 +53,8 @@ def masked_attention(
 
 
 def apply_sink(out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
-    """Returns `out` [..., heads, v_size] with attention sinks: each head's softmax gets a logit that has no value.
+    """Returns `out` [..., heads, v_size] with attention sinks.  A sink is one more logit in a head's softmax, without a
+    value.
 
     lse: [..., heads], natural log, of the rows without the sink.  sink: [heads].  `out` is multiplied by
     exp(lse) / (exp(lse) + exp(sink)).
@@ -95,7 +96,7 @@ class Prefix:
         return made
 
     def contains(self, positions: Tensor) -> Tensor:
-        """[B, P] bool: whether a row exists at each position.
+        """Returns [B, P] bool: whether a row exists at each position.
         Rows that do not exist must not be read, because pages are not cleared."""
         return (positions >= self.first_position) & (positions < self.length[:, None])
 
@@ -159,7 +160,8 @@ class AttentionInputs(NamedTuple):
         return self.pages[1].shape[2]
 
     def output_buffers(self) -> tuple[Tensor, Tensor]:
-        """Returns buffers for a kernel to write: out [B, Q, heads, v_size] in q's dtype, lse [B, Q, heads] float32."""
+        """Returns uninitialised buffers for a kernel: out [B, Q, heads, v_size] in q's dtype, lse [B, Q, heads]
+        float32."""
         rows = self.q.shape[:3]
         out = torch.empty(*rows, self.v_size, dtype=self.q.dtype, device=self.q.device)
         return out, torch.empty(*rows, dtype=torch.float32, device=self.q.device)
@@ -183,7 +185,7 @@ class PartialResults:
 
 
 def empty_prefix(batch: int, device: torch.device) -> tuple[Prefix, KVSplits]:
-    """Returns empty prefixes and their splits, to run the kernel for committed and staged rows on staged rows alone."""
+    """Returns empty prefixes and their splits.  With them, the attention kernel reads staged rows alone."""
     starts = torch.ones(2 * batch + 1, dtype=torch.int32, device=device)
     starts[: batch + 1] = torch.arange(batch + 1, dtype=torch.int32, device=device)
     table = torch.zeros(batch, SPLIT_COLUMNS, dtype=torch.int32, device=device)
@@ -194,7 +196,7 @@ def empty_prefix(batch: int, device: torch.device) -> tuple[Prefix, KVSplits]:
 
 
 def is_wide_latent(k: Tensor, v: Tensor) -> bool:
-    """Whether staged K and V are views of one latent row that is too wide for tree_attention."""
+    """Returns whether staged K and V are views of one latent row that is too wide for tree_attention."""
     is_latent = k.shape[2] == 1 and k.data_ptr() == v.data_ptr()
     return is_latent and MAX_LATENT_HEAD_SIZE < k.shape[3] <= MAX_ROW_SIZE and v.shape[3] <= MAX_V_SIZE
 
@@ -209,7 +211,7 @@ def has_staged_kernel(inputs: AttentionInputs) -> bool:
 
 @op("espalier.kernels.attention.kv_splits", tensor="page_table")
 def count_contiguous_blocks(splits: KVSplits, page_table: Tensor, page_size: int, first_position: int) -> Tensor:
-    """[B * max_splits] int32: how many unmasked blocks at each split's beginning are contiguous in the pool.
+    """[B * max_splits] int32: the number of unmasked blocks at each split's beginning that are contiguous in the pool.
 
     Counting stops at a split's first block that is not contiguous.  work_items.committed_blocks defines unmasked
     blocks.  Entries past the last split are undefined.
@@ -232,8 +234,8 @@ def count_contiguous_blocks(splits: KVSplits, page_table: Tensor, page_size: int
 def merge_results(first_result: OutAndLse, second_result: OutAndLse, sink: Tensor | None = None) -> Tensor:
     """Merges two partial results.  Returns out [..., heads, v_size] over the keys of both, in the dtype of a's out.
 
-    first_result, second_result: (out, lse [..., heads] natural log).  An lse may be -inf; if both are, the result is zero.
-    sink: [heads], one extra logit per head, with weight but without a value.
+    first_result, second_result: (out, lse [..., heads] natural log).  An lse may be -inf; if both are, the result is
+    zero.  sink: [heads], one extra logit per head, with weight but without a value.
     """
     (out_a, lse_a), (out_b, lse_b) = first_result, second_result
     lse = torch.logaddexp(lse_a, lse_b)
@@ -280,8 +282,8 @@ def tree_attention(
     query that attends to no rows gets zeros and lse -inf.  float32 products are IEEE, not TF32.
 
     partials: a buffer to reuse (`PartialResults.allocate`).  config: overrides the launch configuration, for tests and
-    benchmarks.  contiguous: the result of count_contiguous_blocks for these splits.  Without these counts the result
-    is the same, but the launch is slower.
+    benchmarks.  contiguous: the result of count_contiguous_blocks for these splits.  Without these counts the launch is
+    slower, with the same result.
     """
     # The reference is one masked attention over all rows.  Rows that do not exist are read as zeros.
     (batch, queries), table = inputs.nodes.positions.shape, inputs.prefix.page_table

@@ -1,4 +1,4 @@
-"""Operations of drafts: the rows that a head reads, the paths and convolutions of block drafts, matches of n-grams."""
+"""Operations of drafts: input rows, the paths and convolutions of block drafts, and n-gram lookup."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class Candidates(NamedTuple):
     tokens: [B, S, R, K] int64.  scores: [B, S, R, K] float32, log-probabilities, at most 0, best first; -inf: no
     candidate.  next_rows: [B, S, R, K] int32, the row of the next depth that holds a candidate's children; -1: no
     children.
-    Depth 1 has one row, row 0.  R is 1 for a draft whose scores do not depend on the parent token.  Rows that no
-    candidate points to are undefined.
+    Depth 1 has one row, row 0.  R is 1 for a draft whose scores do not depend on the parent token.  Rows without a
+    parent candidate are undefined.
     """
 
     tokens: Tensor
@@ -97,7 +97,7 @@ def check_path_sizes(root: Tensor, candidates: Candidates, nodes: int) -> tuple[
 
 
 class NgramMatches(NamedTuple):
-    """The matches of each request, [B, K] int64 each, best first.  Both are 0 for no match.
+    """The matches of each request, [B, K] int64 each, best first.  For no match, length and ends are 0.
     length: the number of matching tokens.  ends: the position of the last matching token."""
 
     length: Tensor
@@ -105,7 +105,7 @@ class NgramMatches(NamedTuple):
 
 
 def match_lengths(history: Tensor, root_position: Tensor) -> Tensor:
-    """[B, W]: the match length at each position of `history` [B, W]."""
+    """Returns [B, W]: the match length at each position of `history` [B, W]."""
     positions = torch.arange(history.shape[1], device=history.device).expand_as(history)
     matching = positions < root_position[:, None]
     length = torch.zeros_like(history)
@@ -118,7 +118,8 @@ def match_lengths(history: Tensor, root_position: Tensor) -> Tensor:
 
 
 def longest_history(root_position: Tensor) -> int:
-    """The number of tokens of the longest request.  Only for CPU tensors, because a GPU would have to synchronise."""
+    """Returns the number of tokens of the longest request.  Takes CPU tensors: a GPU tensor would cause a
+    synchronisation."""
     return int(root_position.max()) + 1 if root_position.numel() else 1
 
 
@@ -143,11 +144,12 @@ def select_paths(root: Tensor, candidates: Candidates, nodes: int) -> Tree:
 
 @op("espalier.kernels.tree.ngram")
 def find_matches(history: Tensor, index: Tensor, root: Tensor, topk: int) -> NgramMatches:
-    """Returns the topk best earlier occurrences of each request's last tokens.  No two are followed by the same token.
+    """Returns the topk best earlier occurrences of each request's last tokens.  Their next tokens are distinct.
 
     history: [slots, W] int64, contiguous rows of tokens; index: [B] int64, each request's row of history; root: [B]
     int64, below W, the position of the last token.  Position j < root matches m tokens if history[j-m+1 .. j] equals
-    history[root-m+1 .. root]; m is at most MAX_NGRAM.  The longest match is first; of equal ones the latest.  Exact.
+    history[root-m+1 .. root]; m is at most MAX_NGRAM.  Longer matches come first; among equal lengths, later positions.
+    Exact.
     """
     width = longest_history(root)
     known = history[:, :width].index_select(0, index)
@@ -197,8 +199,8 @@ def check_block_conv(x: Tensor, weight: Tensor, base: Tensor, width: int) -> tup
 def block_conv(x: Tensor, weight: Tensor, base: Tensor, width: int) -> tuple[Tensor, Tensor]:
     """Returns (the convolved rows [N, H], the coefficients [N, T, G] of the output's convolution) in x's dtype.
 
-    x: [N, H], normed rows, in blocks of `width` rows.  weight: [2 · T · G, H] for T taps and G groups, the half for the
-    input first.  base: [T, H].  Raises EspalierError if sizes do not agree.
+    x: [N, H], normed rows, in blocks of `width` rows.  weight: [2 · T · G, H] for T taps and G groups: the rows for the
+    input's convolution, then those for the output's.  base: [T, H].  Raises EspalierError if sizes do not agree.
     """
     taps, groups = check_block_conv(x, weight, base, width)
     delta = F.linear(x, weight).view(len(x), 2, taps, groups)
@@ -256,7 +258,7 @@ def embed_rows(
     x: [N, H], the embeddings; with hidden states [N, 2 · H].  residual: [N, H], the first residual stream.
     rotation: of the positions.  live: [N] bool, whether the token is at least 0.
 
-    A token below 0 (a void node) is replaced by its request's first token, or by 0 if that token is void too.
+    A void node (token below 0) takes its request's first token, or 0 if the first token is void too.
     draft: None for a target model.
     Raises EspalierError if sizes do not agree.  Exact, except for the norms: see kernels/layers/norm.py.
     """

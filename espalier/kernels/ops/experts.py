@@ -19,8 +19,7 @@ from espalier.kernels.runtime.op import op
 
 SCORINGS = ("softmax", "sigmoid", "topk_softmax")
 GROUP_SCORES = ("max", "top2_sum")
-# Up to this many rows, a piece of the shared MLP is one tile.  Linear layers also have one plan up to this many rows.
-# So with more rows, the bits of a row change in both kinds of layers or in none.
+# The most rows for which a piece of the shared MLP is one tile.  Linear layers change their plan at the same number.
 MAX_SHARED_ROWS = MIN_BLOCK_ROWS
 # The matrices of experts, [E, out, in].
 ExpertMatrix = Tensor | QuantisedMatrix
@@ -31,8 +30,8 @@ class Routing:
     """How the router chooses top_k of num_experts experts for a row, and how it weights them.
 
     scoring: softmax or sigmoid of all logits; topk_softmax: logits choose, and softmax is over the chosen ones.
-    norm_topk_prob: divide the weights by (their sum + norm_eps).  norm_eps is needed because sigmoid scores may all be
-    0.  routed_scaling_factor: a factor of the weights, after this division.
+    norm_topk_prob: divide the weights by (their sum + norm_eps), because the sum of sigmoid scores may be 0.
+    routed_scaling_factor: a factor of the weights, after this division.
     n_group, topk_group: the experts are n_group groups of neighbours, and are chosen from the best topk_group groups
     (DeepSeek-V2, V3).  group_score: how a group's score follows from the scores of its experts.
     correction_bias: a bias [E] is added to the scores that choose, not to the weights.
@@ -90,7 +89,7 @@ class Routing:
 
 
 def _in_best_groups(selection_scores: Tensor, routing: Routing) -> Tensor:
-    """[N, E] bool: whether an expert's group is one of the row's best topk_group."""
+    """Returns [N, E] bool: whether an expert's group is one of the row's best topk_group."""
     grouped = selection_scores.unflatten(-1, (routing.n_group, routing.group_size))
     group_scores = grouped.amax(-1) if routing.group_score == "max" else grouped.topk(2, dim=-1).values.sum(-1)
     best = torch.zeros_like(group_scores, dtype=torch.bool)
@@ -99,8 +98,8 @@ def _in_best_groups(selection_scores: Tensor, routing: Routing) -> Tensor:
 
 
 def _stable_topk(scores: Tensor, count: int) -> Tensor:
-    """[N, count] int64, the indices of the largest scores; among equal scores, the lower index.
-    It sorts, because torch.topk is not stable."""
+    """Returns [N, count] int64, the indices of the largest scores; among equal scores, the lower index.
+    The scores are sorted, because torch.topk is not stable."""
     return scores.sort(dim=-1, descending=True, stable=True).indices[:, :count]
 
 
@@ -117,13 +116,13 @@ class SharedExperts:
     down: Tensor
 
     def num_pieces(self, inner_size: int) -> int:
-        """The number of pieces S, for routed experts of width `inner_size`."""
+        """Returns the number of pieces S, for routed experts of width `inner_size`."""
         return self.down.shape[1] // inner_size
 
 
 @dataclass(frozen=True)
 class ExpertBiases:
-    """Biases of E experts, in x's dtype.  gate_up: [E, 2·I], gate over up, or [E, I].  down: [E, H]."""
+    """Biases of E experts, in x's dtype.  gate_up: [E, 2·I], gate first, or [E, I] without a gate.  down: [E, H]."""
 
     gate_up: Tensor
     down: Tensor
@@ -139,7 +138,7 @@ def route(logits: Tensor, bias: Tensor | None, routing: Routing, scale: Tensor |
 
     logits: [N, E], float32 or float64, or [parts, N, E], which are added in order.  weights have the logits' dtype.
     bias: [E], added as `routing` says, or None.  scale: [E], a factor of each expert's weight, or None.
-    Among equal scores the lower id is chosen.  The order of sums does not depend on the number of rows.
+    Among equal scores the lower id is chosen.  The sums have the same order for any number of rows.
     """
     if logits.ndim == 3:
         logits = sum_parts.reference(logits, logits.dtype)
@@ -201,7 +200,7 @@ def grouped_experts(
     after the first K, for all rows, live or not.  All activations must be SILU.
     plan: launch parameters; None: experts_plan.py chooses them.
     """
-    # The reference loops over the experts that have rows.  It reads their number on the host.
+    # The reference loops over the experts that have rows, so the host reads the ids.
     assert isinstance(x, Tensor)
     top_k, inner = ids.shape[1], down.shape[2]
     gate_up_bias, down_bias = (None, None) if biases is None else (biases.gate_up, biases.down)

@@ -29,8 +29,8 @@ from espalier.kernels.runtime.op import op
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPlan) -> Tensor:
     """x · weightᵀ + bias: x [rows, in] -> a new tensor [rows, out] in x's dtype.  plan None: F.linear.
 
-    The bits of a row never depend on the other rows' values.  They depend on the plan and on the number of rows: for a
-    TritonPlan on block_rows(rows), for the library on `rows` itself.
+    The bits of a row never depend on the other rows' values.  They depend on the plan and on the number of rows: with a
+    TritonPlan on block_rows(rows), with the library on `rows`.
     """
     return sum_parts.reference(linear_parts.reference(x, weight, bias, plan), x.dtype)
 
@@ -45,7 +45,7 @@ def linear_parts(x: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPla
 
 
 def linear_parts_library(x: Tensor, weight: Tensor, bias: Tensor | None, plan: LibraryPlan) -> Tensor:
-    """Returns the result of linear_parts, by PyTorch's library products on views of x and weight, without copies.
+    """Returns the result of linear_parts, by PyTorch's library, on views of x and weight, without copies.
     Raises RuntimeError if `splits` does not divide `in`."""
     rows, num_out = x.shape[0], weight.shape[0]
     if plan.splits > 1 and rows * num_out > 0:
@@ -87,16 +87,17 @@ def linear_gated(
 def write_parts(x: Tensor, weight: Tensor, bias: Tensor | None, plan: TritonPlan, out: Tensor) -> None:
     """Write the partial sums of `linear` to out [splits, rows, out] float32, contiguous; one part without splits.
 
-    Raises EspalierError as linear_parts.
+    Raises EspalierError in the same cases as linear_parts.
     """
-    # In the reference, the first part is the whole sum and the others are 0.
+    # The reference writes the whole sum to the first part, and zeros to the others.
     out.zero_()
     out[0] = F.linear(x, weight, bias)
 
 
 @op("espalier.kernels.layers.linear")
 def sum_parts(parts: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns the sum [rows, out] of partial sums [splits, rows, out], in `dtype`; a result [rows, out] unchanged."""
+    """Returns the sum [rows, out] of partial sums [splits, rows, out], in `dtype`.  Parts [rows, out] are returned as
+    is."""
     if parts.ndim == 2:
         return parts
     total = parts[0].clone()
@@ -110,7 +111,8 @@ MAX_ROUNDED = 8192
 
 
 def can_round_activation(size: int, input_scales: InputScales) -> bool:
-    """Whether `activate_partial_sums` can round its result of `size` columns: groups must be powers of two, or short rows."""
+    """Whether `activate_partial_sums` can round its result of `size` columns: groups must be powers of two, or short
+    rows."""
     group, block = input_scales.columns(size), next_power_of_2(size)
     return block <= MAX_ROUNDED and (group == size or next_power_of_2(group) == group)
 
@@ -119,7 +121,8 @@ def can_round_activation(size: int, input_scales: InputScales) -> bool:
 def activate_partial_sums(
     parts: Tensor, dtype: torch.dtype, activation: Activation = SILU, rounding: InputScales | None = None
 ) -> InputRows:
-    """Returns the activation of gate and up, the halves of sum_parts(parts, dtype), with the bits of `gated_activation`.
+    """Returns the activation of gate and up, the halves of sum_parts(parts, dtype), with the bits of
+    `gated_activation`.
 
     rounding: how the result is rounded to FP8, for sizes that `can_round_activation` accepts; None: not rounded.
     """
@@ -131,8 +134,8 @@ def activate_partial_sums(
 def quantise_rows(x: Tensor, input_scales: InputScales, library_layout: bool = False) -> tuple[Tensor, Tensor]:
     """x [rows, in] -> (FP8 values [rows, in], their scales [rows, ceil(in / group)] float32).
 
-    library_layout: on a GPU, return the form of the library's product: the scales of a group are adjacent in memory, and
-    undefined rows fill up the result to a multiple of ROWS_FILLED.
+    library_layout: on a GPU, return the form of the library's product: the scales of a group are adjacent in memory,
+    and undefined rows fill up the result to a multiple of ROWS_FILLED.
     """
     return quantise_inputs(x, input_scales)
 
@@ -185,8 +188,8 @@ def linear_quantised_gated(
 ) -> InputRows:
     """Returns the activation [rows, out / 2] of gate and up, for a weight that stacks gate over up.
 
-    rounding: how the reader of the result rounds it.  If a launch of the activation alone follows the product, it
-    rounds the result where it can.
+    rounding: how the next product rounds its inputs.  If the activation has its own launch, that launch also rounds
+    the result where `can_round_activation` allows.
     """
     return gated_activation.reference(linear_quantised.reference(x, weight, bias), activation)
 

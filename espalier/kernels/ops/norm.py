@@ -18,7 +18,7 @@ MAX_ROUTER_ROWS = 4
 
 
 def supports_norm_router(residual: Tensor) -> bool:
-    """Whether the kernel of norm_router supports rows like these."""
+    """Returns whether the kernel of norm_router supports rows like these."""
     return residual.is_cuda and residual.dtype in DTYPES and 0 < len(residual) <= MAX_ROUTER_ROWS
 
 
@@ -56,7 +56,7 @@ def add_rms_norm(delta: Tensor, residual: Tensor, weight: Tensor, eps: float) ->
 
     delta: [N, H] in residual's dtype, or partial sums [splits, N, H] in float32 (float64 for float64), as
     kernels/ops/linear.py:linear_parts returns.  Partial sums are first added in order and rounded to residual's dtype.
-    The norm is that of the rounded sum.
+    The rounded sum is normed.
     """
     if delta.ndim == 3:
         delta = sum_parts.reference(delta, residual.dtype)
@@ -85,7 +85,7 @@ def add_normed(
     """Returns (sum, norms of the sum), each [N, H] in residual's dtype.
 
     sum = residual · scale + norm(sum of the normed outputs).  outputs: the outputs of 1 to MAX_OUTPUTS blocks, each in
-    the form of add_rms_norm's delta, with its norm.  norm: None: the sum of the normed outputs is added as it is.
+    the form of add_rms_norm's delta, with its norm.  norm: None: no norm of that sum.
     norms: at most MAX_NORMS.
     Every product, sum and norm is rounded to residual's dtype, as separate launches would round it.
     """
@@ -108,7 +108,7 @@ def rounded_norm(
 ) -> tuple[Tensor, Tensor | None, RoundedRows]:
     """Returns (sum, norm, rounded): the results of add_rms_norm, and the norm rounded to FP8 as by quantise_rows.
 
-    delta: None: there is no addition, and sum is `residual`.  return_norm: if false, the returned norm is None.
+    delta: None: no addition; sum is `residual`.  return_norm: if false, the returned norm is None.
     Raises EspalierError for sizes that `can_round_norm` refuses.
     """
     if delta is None:

@@ -1,7 +1,7 @@
 """Linear recurrences over chains and trees: short convolutions, and the gated delta rule with its relatives.
 
 A row updates the state S [k_size, v_size] of a head: `S = decay · S + k ⊗ new`.  With the delta rule, `new` is
-`beta · (v - decay · Sᵀ k)`; without it, `beta · v`.  The output of the row is `Sᵀ q`.  All is computed in float32
+`beta · (v - decay · Sᵀ k)`; without it, `beta · v`.  The output of the row is `Sᵀ q`.  Sums are in float32
 (float64 for float64).  A row of a tree starts from the state after its parent, so its sums run over its ancestors.
 """
 
@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# The number of rows of a chain that are solved together.
+# The number of rows of a chain that are solved as one system.
 CHUNK_ROWS = 64
 # The eps of `l2_normalize`, from the code of the published models.
 L2_NORM_EPS = 1e-6
@@ -20,7 +20,8 @@ L2_NORM_EPS = 1e-6
 class ShortConv(NamedTuple):
     """A causal convolution of each channel.
 
-    weight: [channels, taps], the tap of the row itself last.  bias: [channels] or None.  silu: whether silu follows.
+    weight: [channels, taps], the tap of the row itself last.  bias: [channels] or None.  silu: whether silu is applied
+    to the result.
     """
 
     weight: Tensor
@@ -44,7 +45,7 @@ class StateRows(NamedTuple):
 
 
 def convolve(inputs: Tensor, tail: Tensor, parents: Tensor | None, conv: ShortConv) -> Tensor:
-    """Returns the convolution of `inputs` [B, R, C], in their shape and dtype.
+    """Returns the convolution of `inputs` [B, R, C], with the same shape and dtype.
 
     tail: [B, taps - 1, C], the inputs before the first row.  parents: [B, R], each row's parent row; the root is its
     own parent.  None for a chain.
@@ -78,10 +79,10 @@ def l2_normalize(x: Tensor) -> Tensor:
 
 
 class StateUpdates(NamedTuple):
-    """The updates of rows to a state: row i adds k ⊗ new.
+    """The updates of rows to a state: row i adds k ⊗ values.
 
-    values: [B, heads, R, v_size].  k: [B, heads, R, k_size].  log_decay: [B, heads, R], the logarithm of the decay from the
-    state before all rows to each row, that row's own decay included.
+    values: [B, heads, R, v_size].  k: [B, heads, R, k_size].  log_decay: [B, heads, R], the sum of the log
+    decays of all rows up to and including each row, along its path.
     """
 
     values: Tensor
@@ -147,8 +148,8 @@ def scan(
 ) -> ScanResult:
     """Computes the outputs and states of a chain of rows that follows `state` [B, heads, k_size, v_size].
 
-    count: [B], how many rows exist.  snapshot_counts: [B], a snapshot: the state after this many rows is also returned; None: no
-    snapshots.
+    count: [B], how many rows exist.  snapshot_counts: [B], a snapshot: the state after this many rows is also returned;
+    None: no snapshots.
     """
     outs, at_mark = [], state
     for first in range(0, q.shape[1], CHUNK_ROWS):
@@ -167,16 +168,16 @@ def scan(
 
 
 def causal_mask(rows: int, device: torch.device) -> Tensor:
-    """Returns [1, rows, rows] bool: the rows that each row of a chain sees, which are all up to itself."""
+    """Returns [1, rows, rows] bool: entry [0, i, j] says whether j <= i: row i of a chain sees row j."""
     order = torch.arange(rows, device=device)
     return (order <= order[:, None])[None]
 
 
 def _pairwise_decay(decay: Tensor, ancestor_mask: Tensor) -> Tensor:
-    """[B, heads, R, R]: for each row and each row that it sees, the decay from the seen row to it; 0 for other rows."""
+    """Returns [B, heads, R, R]: the decay from ancestor j to row i at [.., i, j]; 0 if j is no ancestor of i."""
     return (decay[..., :, None] - decay[..., None, :]).masked_fill(~ancestor_mask[:, None], -torch.inf).exp()
 
 
 def _to_head_major(values: Tensor, heads: int) -> Tensor:
-    """[B, R, k_heads, size] -> [B, heads, R, size]."""
+    """Returns [B, R, k_heads, size] -> [B, heads, R, size]."""
     return values.transpose(1, 2).repeat_interleave(heads // values.shape[2], 1)

@@ -16,7 +16,7 @@ from espalier.kernels.ops.norm import rms_norm
 from espalier.kernels.runtime.op import op
 from espalier.kernels.state.kv_scales import KVScales, round_to_fp8
 
-# The most rows of head_product's kernel.  They are one tile, so a row's bits do not depend on the number of rows.
+# The most rows of head_product's kernel: one tile, so a row's bits do not depend on the number of rows.
 MAX_HEAD_ROWS = MIN_BLOCK_ROWS
 # The most inputs of a head in that kernel.
 MAX_HEAD_INPUTS = 512
@@ -37,8 +37,7 @@ class HeadNorms(NamedTuple):
     """The RMS norms that some families apply to each head before RoPE.
 
     q, k: [size], the weights.  eps: of all norms.  norms_v_heads: whether V heads are normed too, without a weight.
-    v_is_k: whether there are no projections of V.  The V heads are then the projections of the K heads, before the K
-    heads' norm and RoPE.
+    v_is_k: whether V has no projection of its own.  The V heads are then the K heads before norm and RoPE.
     has_gates: whether each Q head is followed by a head of its gate, which is neither normed nor rotated.
     """
 
@@ -51,7 +50,7 @@ class HeadNorms(NamedTuple):
 
 
 def num_q_heads(num_heads: int, kv_heads: int, norms: HeadNorms | None) -> int:
-    """The number of Q heads among the num_heads heads of rotate_and_store's qkv."""
+    """Returns the number of Q heads among the num_heads heads of rotate_and_store's qkv."""
     stored = num_heads - kv_heads * (1 if norms is not None and norms.v_is_k else 2)
     return stored // 2 if norms is not None and norms.has_gates else stored
 
@@ -87,17 +86,17 @@ def _norm_heads(qk: Tensor, heads: int, norms: HeadNorms | None) -> Tensor:
 
 
 def supports_head_product(x: Tensor) -> bool:
-    """Whether head_product's kernel supports rows like these."""
+    """Returns whether head_product's kernel supports rows like these."""
     return x.is_cuda and 0 < len(x) <= MAX_HEAD_ROWS and x.shape[2] <= MAX_HEAD_INPUTS and x.dtype in DTYPES
 
 
 @dataclass(frozen=True)
 class LatentFormat:
-    """The form of a layer's latent rows, whose last `rotary` values are rotated.
+    """The format of a layer's latent rows, whose last `rotary` values are rotated.
 
     norm: [size - rotary], the weight of the latent's RMS norm, or None.  eps: of the norm.
-    interleaved: whether the two values of a rotated pair are adjacent in the input (2i and 2i + 1), as in DeepSeek's
-    weights.  If not, they are half a row apart (i and i + rotary / 2).  In the result they always are half a row apart.
+    interleaved: whether a rotated pair is adjacent in the input (2i and 2i + 1), as in DeepSeek's weights.  Otherwise
+    the pair is i and i + rotary / 2.  In the result the pair is always i and i + rotary / 2.
     """
 
     norm: Tensor | None = None
@@ -106,7 +105,7 @@ class LatentFormat:
 
 
 class LatentDestination(NamedTuple):
-    """How latents are computed and where they are stored: in rows [N] int64 of plane [R, 1, size].
+    """How latents are computed and stored.  rows: [N] int64, the rows of plane [R, 1, size] that receive them.
 
     rotation: the rotation of the latents and of the queries.  scales: the scales of an FP8 plane, else None.
     """
@@ -155,9 +154,8 @@ def rotate_and_store(
     rounded to the model's dtype.
     rows: [N] int64, the rows of k_buffer and v_buffer [R, kv_heads, size] that receive K and V.
     scales: the scales of FP8 buffers, else None.
-    Returns q [N, heads, size].  On a GPU, a qkv without splits and gates is overwritten.
+    Returns q [N, heads, size].  The kernel overwrites a qkv without splits and gates; the reference does not.
     """
-    # The reference does not overwrite qkv.
     if qkv.ndim == 4:
         qkv = sum_parts.reference(qkv, k_buffer.dtype if scales is None else scales.dtype)
     kv_heads = k_buffer.shape[1]
@@ -204,8 +202,8 @@ def write_latents(q_inputs: Tensor, k_up: Tensor, q: Tensor, latent: Tensor, des
     """Compute the queries q [N, heads, rank + rotary] from q_inputs [N, heads, nope + rotary], and store the latents.
 
     The first `rank` values of a query are the first `nope` values in raw times k_up [heads, nope, rank].  The rotated
-    values and the latents are those of rotate_and_store_latent.  Rows of the plane have rank + rotary values.  On a GPU
-    this takes one launch for few rows, two for more.
+    values and the latents are those of rotate_and_store_latent.  Rows of the plane have rank + rotary values.  A GPU
+    needs one launch for few rows, two for more.
     """
     nope, rank = k_up.shape[1:]
     x, q_rope = q_inputs[..., :nope], q_inputs[..., nope:]

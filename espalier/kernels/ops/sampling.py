@@ -24,7 +24,7 @@ def _float64_bits(values: Tensor) -> Tensor:
 def _top_ids(logits: Tensor, count: int) -> Tensor:
     """Returns the ids [N, count] of the largest logits of each row [N, V]; ids of equal logits are in ascending order.
 
-    For a vocabulary it takes half the time of ordered_topk.  But the host must read whether topk left out equal logits.
+    For a vocabulary this takes half the time of ordered_topk, but the host must check for ties at the last place.
     """
     vocab, num_read = logits.shape[1], 2 * count
     values, ids = logits.topk(min(num_read, vocab))
@@ -37,7 +37,7 @@ def _top_ids(logits: Tensor, count: int) -> Tensor:
 
 
 def accumulation_dtype(logits: Tensor) -> torch.dtype:
-    """The dtype of sums over these logits: float32, or float64 for float64."""
+    """Returns the dtype of sums over these logits: float32, or float64 for float64."""
     return torch.promote_types(logits.dtype, torch.float32)
 
 
@@ -51,7 +51,7 @@ def write_logprobs(
     contiguous.  n: the most likeliest tokens that a request may have.  logits: [B, D, V].  rows: [B, W] int64, the row
     of the logits from which each token was picked.  tokens: [B, W] int64.  length: [B], how many of a request's tokens
     were emitted.  num_logprobs: [B] int64, the number of likeliest tokens that each request wants; below 0 for a
-    request without log-probabilities.  Tokens of equal logits are in order of their ids.  Words that no request wants
+    request without log-probabilities.  Tokens of equal logits are in order of their ids.  Other words
     are undefined.
     """
     if not bool((num_logprobs >= 0).any()):

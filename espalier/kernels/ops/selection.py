@@ -25,30 +25,30 @@ MAX_REFERENCE_PRODUCTS = 2**25
 # Limits of the kernels: the values of a key, and the number of chosen rows.
 MAX_INDEX_SIZE = 256
 MAX_TOPK = 8192
-# Adjacent rows whose highest score the scores hold, so that a selection reads few of the others.
+# Adjacent rows per group.  IndexScores also holds the highest score of each group, so that a selection reads few rows.
 GROUP_ROWS = 8
 # Splits start at multiples of this number.  No kernel has a larger BLOCK_N.
 SPLIT_STEP = 64
-# The least rows of a split: a shorter split costs more to merge than it saves.  MIN_SHORT_SPLIT_ROWS holds for up to
-# SMALL_TILE_QUERIES packed queries, which have few partial results, and MIN_LARGE_TILE_SPLIT_ROWS for large tiles, which have
-# many.  A single tile reads latent rows slowly, so short splits pay for latent rows too.
+# The fewest rows of a split: merging a shorter split costs more than it saves.  MIN_SHORT_SPLIT_ROWS is for up to
+# SMALL_TILE_QUERIES packed queries, which have few partial results, and MIN_LARGE_TILE_SPLIT_ROWS for large tiles,
+# which have many.  A single tile of latent rows also gets short splits, because it reads slowly.
 MIN_SPLIT_ROWS, MIN_SHORT_SPLIT_ROWS, MIN_LARGE_TILE_SPLIT_ROWS = 128, 64, 320
 SMALL_TILE_QUERIES = 16
-# Longer splits are divided further, for any batch.  Otherwise a long request among short ones would run alone at the
+# The most rows of a split in any batch.  With longer splits, a long request among short ones would run alone at the
 # end.
 MAX_SPLIT_ROWS = 2048
 # Number of programs that fill a GPU (H200, docs/log.md).  One program reads K and V at about half the bandwidth of a
 # multiprocessor.  With a large tile of packed queries, one program keeps a multiprocessor's tensor cores busy.
 TARGET_PROGRAMS = 256
 LARGE_TILE_QUERIES, LARGE_TILE_PROGRAMS = 128, 128
-# Rows of the longest split if one request alone has tiles for half of these programs, as a piece of a prompt has.  With
-# shorter splits, its partial results would be large: merging them took 2.5% of a prompt of 8k (docs/log.md).
+# The most rows of a split if one request has tiles for half of these programs (a prefill chunk).  Shorter splits would
+# have large partial results: merging them took 2.5% of a prompt of 8k (docs/log.md).
 MAX_MANY_TILES_SPLIT_ROWS = 8192
 # Limits for the kernels of wide latent rows.  Their tiles have 64 packed queries, so one program fills a
-# multiprocessor.  A partial result has up to 512 values, so merging is expensive, and fewer, longer splits pay.
+# multiprocessor.  A partial result has up to 512 values, so merging is expensive, and fewer, longer splits are faster.
 LATENT_TILE_QUERIES, MAX_LATENT_ROWS_PER_SPLIT = 64, 4096
-# Most splits of one request.  The second limit is for wide latent rows and for few requests with few KV heads: with
-# MAX_SPLITS, these would leave a part of the GPU without a program.
+# The most splits of one request.  The second limit is for wide latent rows, and for few requests with few KV heads:
+# with MAX_SPLITS, a part of the GPU would be idle.
 MAX_SPLITS, MAX_SPLITS_OF_FEW_HEADS = 32, 128
 # The most rows of partial results (queries x splits) of one request.
 MAX_PARTIAL_ROWS_PER_REQUEST = 512
@@ -110,8 +110,8 @@ class IndexScores(NamedTuple):
     """Scores of C positions and R staged rows.
 
     rows: [B, Q, C + R] float32, the scores of the page table's positions, then those of the staged rows.
-    groups: [B, Q, ceil(C / GROUP_ROWS) + ceil(R / GROUP_ROWS)] float32, the highest of each GROUP_ROWS positions, then of each GROUP_ROWS
-    staged rows.
+    groups: [B, Q, ceil(C / GROUP_ROWS) + ceil(R / GROUP_ROWS)] float32, the highest of each GROUP_ROWS positions, then
+    of each GROUP_ROWS staged rows.
     Scores of positions past a request's length, and of groups that begin there, are undefined.
     """
 
@@ -120,7 +120,7 @@ class IndexScores(NamedTuple):
 
     @classmethod
     def empty(cls, batch: int, queries: int, capacity: int, staged: int, device: torch.device) -> IndexScores:
-        """Undefined scores, at strides that let a kernel load four of them at once."""
+        """Returns uninitialised scores, with strides that let a kernel load four scores at once."""
         sizes = capacity + staged, -(-capacity // GROUP_ROWS) + -(-staged // GROUP_ROWS)
         kept = (
             torch.empty(batch, queries, -(-size // 16) * 16, dtype=torch.float32, device=device)[..., :size]
@@ -132,9 +132,9 @@ class IndexScores(NamedTuple):
 class SelectedRows(NamedTuple):
     """The rows that each query attends to.
 
-    rows: [B, Q, K] int32, the chosen rows of the pages, in order of position.  counts: [B, Q] int64, how many of them
-    exist; the others are the dummy row.  A count is 0 if a request has at most topk committed and staged rows: its
-    queries then attend to all rows that they see.  bits: [B, Q, W] int64, the chosen staged rows, as ancestor bits.
+    rows: [B, Q, K] int32, the chosen rows of the pages, in order of position.  counts: [B, Q] int64, the number of
+    chosen rows; the entries after them are the dummy row.  The count is 0 for a request of at most topk rows, whose
+    queries attend to all rows.  bits: [B, Q, W] int64, the chosen staged rows, as ancestor bits.
     """
 
     rows: Tensor
@@ -143,7 +143,7 @@ class SelectedRows(NamedTuple):
 
 
 def top_rows(scores: Tensor, topk: int) -> Tensor:
-    """[..., N] bool: the topk highest of scores [..., N]; if fewer scores are above -inf, all of those.
+    """Returns [..., N] bool: the topk highest of scores [..., N]; all scores above -inf if there are fewer.
 
     The columns are in order of position.  Among equal scores, later positions are chosen.
     """
@@ -158,7 +158,7 @@ def top_rows(scores: Tensor, topk: int) -> Tensor:
 
 
 def scores_of(queries: IndexQueries, keys: Tensor) -> Tensor:
-    """[B, Q, N] float32 (float64 for float64): the scores of keys [B, N, size] for queries [B, Q, ...]."""
+    """Returns [B, Q, N] float32 (float64 for float64): the scores of keys [B, N, size] for queries [B, Q, ...]."""
     q, weights = queries
     exact = torch.promote_types(q.dtype, torch.float32)
     batch, rows, heads = q.shape[:3]
@@ -278,8 +278,8 @@ class KVSplitPolicy:
             max_split_rows = MAX_LATENT_ROWS_PER_SPLIT
         elif packed_queries > LARGE_TILE_QUERIES // 2:
             programs, num_tiles = LARGE_TILE_PROGRAMS, -(-packed_queries // LARGE_TILE_QUERIES)
-            # With so few programs, each has one warpgroup (choose_hopper_config).  With two warpgroups, short requests
-            # in a layout for long ones would leave most multiprocessors idle.
+            # Few programs get one warpgroup each (choose_hopper_config), because with two, short requests would leave
+            # most multiprocessors idle.
             most_splits = -(-max_rows // MIN_LARGE_TILE_SPLIT_ROWS)
             if 4 * batch * kv_heads * num_tiles * most_splits < 3 * programs:
                 min_split_rows = MIN_LARGE_TILE_SPLIT_ROWS
@@ -337,8 +337,8 @@ def kv_splits(
 ) -> KVSplits:
     """Split the committed rows [first, length) of each request.
 
-    length: [B] int64.  positions: [B, Q] int64, the queries' positions; rows outside the windows of all queries are
-    left out.  window: 0: no window, and positions may be None.
+    length: [B] int64.  positions: [B, Q] int64, the queries' positions; rows outside the windows of all queries
+    are in no split.  window: 0: no window, and positions may be None.
     """
     batch = length.shape[0]
     table = torch.zeros(batch * policy.max_splits, SPLIT_COLUMNS, dtype=torch.int32)

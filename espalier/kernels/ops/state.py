@@ -20,8 +20,8 @@ EMPTY_COLUMN = -1
 def page_rows(page_table: Tensor, positions: Tensor, page_size: int, is_kept: Tensor | None = None) -> Tensor:
     """Returns the row [B, P] int64 of each position [B, P] int64, by page tables [B, T] int32.
 
-    Positions past the table (only padding has them) use the table's last column.  is_kept: [B, P] bool; False: the dummy
-    row.
+    Positions past the table, which only padding has, use the table's last column.  is_kept: [B, P] bool; False: the
+    dummy row.
     """
     columns = (positions // page_size).clamp(max=page_table.shape[1] - 1)
     rows = page_table.gather(1, columns).long() * page_size + positions % page_size
@@ -29,7 +29,8 @@ def page_rows(page_table: Tensor, positions: Tensor, page_size: int, is_kept: Te
 
 
 class AcceptedNodes(NamedTuple):
-    """The accepted nodes of a round.  rows: [B, W], from the root down.  nodes_per_request: rows of the staging per request."""
+    """The accepted nodes of a round.  rows: [B, W], from the root down.  nodes_per_request: rows of the staging per
+    request."""
 
     rows: Tensor
     nodes_per_request: int
@@ -48,14 +49,15 @@ class RowCopies(NamedTuple):
 
 class AdvanceResult(NamedTuple):
     """The result of `advance`.
-    num_new_tokens: [B] int64, how many of the decided tokens were not known before.  copies: None without a path."""
+    num_new_tokens: [B] int64, the number of decided tokens that the history did not know.  copies: None without a
+    path."""
 
     num_new_tokens: Tensor
     copies: RowCopies | None
 
 
 class TokenChain(NamedTuple):
-    """Consecutive known tokens of each request, [B, W] int64 each.  rows: the rows of pages that a commit writes."""
+    """Consecutive known tokens of each request, [B, W] int64 each.  rows: the page row of each token."""
 
     positions: Tensor
     tokens: Tensor
@@ -89,9 +91,9 @@ def advance(
 ) -> AdvanceResult:
     """Decide `length` [B] more tokens of each slot; the last of them becomes its root.
 
-    picked_tokens: [B, W] int64, the last W decided tokens of each request, or all if there are fewer.  Earlier decided tokens
-    are already in the history.  If the history knows a token at a position, that token stays, and the picked one is
-    dropped.
+    picked_tokens: [B, W] int64, the last W decided tokens of each request, or all if there are fewer.  Earlier decided
+    tokens are already in the history.  If the history knows a token at a position, that token stays, and the picked one
+    is dropped.
     count_tokens: whether to count picked tokens, for penalties.  path: the accepted nodes; their rows go to the
     positions from prefix_len on.  None for a prefill pass, whose rows are already in order.
     A slot with length 0 is padding and does not change; padding may name a slot twice.  Raises EspalierError if sizes
@@ -143,7 +145,8 @@ def gather_slots(table: SlotTable, index: Tensor, page_updates: ScatterUpdate | 
 def read_chain(
     slots: BatchState, first_offset: int, length: Tensor, width: int, padding: int | None = None
 ) -> TokenChain:
-    """Returns `length` [B] tokens of each slot's history, from position prefix_len + `first_offset` on, in `width` rows.
+    """Returns `length` [B] tokens of each slot's history, from position prefix_len + `first_offset` on, in `width`
+    rows.
 
     Rows past length have the token `padding`; None: the root.  Rows past length and rows below commit_from have the
     dummy row as their page row.  Exact.

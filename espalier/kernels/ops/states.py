@@ -1,7 +1,7 @@
 """The operations of a layer that keeps a state: convolve the inputs of rows, compute outputs, update states.
 
-The tables have a row for each slot, and rows for snapshots (cache/states.py).  A *snapshot* (`mark` in names) is a copy
-of a state after a given number of rows.  Everything is computed in float32 (float64 for float64).  On a GPU, float64
+The tables have a row for each slot, and rows for snapshots (cache/states.py).  A *snapshot* is a copy of a state after
+a given number of rows.  Everything is computed in float32 (float64 for float64).  On a GPU, float64
 and trees of more than MAX_TREE_ROWS nodes use the references, which have static shapes too.
 """
 
@@ -35,7 +35,7 @@ from espalier.kernels.runtime.op import op
 
 # The most nodes of a tree that one program holds.
 MAX_TREE_ROWS = 64
-# The most values of a row that one program rounds with one scale.
+# The most values that one program rounds with one scale.
 MAX_ROUNDED_VALUES = 16384
 
 
@@ -43,9 +43,9 @@ class ConvColumns(NamedTuple):
     """The columns of a projection's output that hold the channels of a convolution: q's, then k's, then v's.
 
     heads, k_heads, k_size, v_size: see cache/layer_spec.py:RecurrentState; heads is 0 for a convolution without heads.
-    q_column, k_column, v_column: the first column of the first head.  k_head_stride: columns from one head of q or k to the next.  v_group_stride: columns
-    from one group of v's heads to the next.  A group is the heads of v that share a head of k.
-    normalizes_qk: whether q and k are divided by their lengths, and q also by the square root of k_size.
+    q_column, k_column, v_column: the first column of the first head.  k_head_stride: columns from one head of q or k to
+    the next.  v_group_stride: columns from one group of v's heads to the next.  A group is the heads of v that share a
+    head of k.  normalizes_qk: whether q and k are L2-normalised, and q divided by the square root of k_size.
     """
 
     heads: int
@@ -153,7 +153,8 @@ class RowInputs(NamedTuple):
     """The rows of a pass, `width` for each request.
 
     tail: [table rows, taps - 1, channels], the tails of all slots.  slots: [B].  parents: [B, width] for a tree, else
-    None.  continues_previous: [B] bool, whether a batch row continues the request of the batch row before; None: none does.
+    None.  continues_previous: [B] bool, whether a batch row continues the request of the previous batch row; None:
+    always false.
     """
 
     tail: Tensor
@@ -167,8 +168,8 @@ class PreparedRows(NamedTuple):
     """The buffers that `prepare_rows` fills.
 
     q: [N, k_heads, k_size].  k, v, gates: as in StateRows, but [N, ...].  For a convolution without heads, v is its
-    output [N, channels], and q, k and gates are None.  inputs: [N, channels], the convolution's inputs in order; None
-    if they are not needed.
+    output [N, channels], and q, k and gates are None.  inputs: [N, channels], a copy of the convolution's inputs;
+    None: no copy.
     """
 
     q: Tensor | None
@@ -188,10 +189,10 @@ class SlotStates(NamedTuple):
 class PathRows(NamedTuple):
     """The rows that update the states, and the snapshots to save.
 
-    slots: [B].  source_rows: [B, width], the staged rows of each request, in order; None: the request's own `width` rows.
-    row_counts: [B], how many rows update the state.
-    snapshot_counts: [B], a snapshot is saved after this many rows; 0: no snapshot.  snapshot_rows: [B], the table row that gets the
-    snapshot.  Both are None without snapshots.
+    slots: [B].  source_rows: [B, width], the staged rows of each request, in order; None: the request's own `width`
+    rows.  row_counts: [B], how many rows update the state.
+    snapshot_counts: [B], a snapshot is saved after this many rows; 0: no snapshot.  snapshot_rows: [B], the table row
+    that gets the snapshot.  Both are None without snapshots.
     continues_previous, is_last_row: [B] bool, see cache/states.py:StateAccess; None: no request has several batch rows.
     spare_row: the table row to which unneeded states are written.
     """
@@ -211,7 +212,8 @@ class PathRows(NamedTuple):
         return (self.row_counts,) if self.snapshot_counts is None else (self.row_counts, self.snapshot_counts)
 
     def store_states(self, table: Tensor, new_states: Tensor, snapshots: Tensor | None = None) -> None:
-        """Write the states after all rows, `new_states` [B, ...], to the slots, and the snapshots `snapshots` to their rows."""
+        """Write the states after all rows, `new_states` [B, ...], to the slots, and the snapshots `snapshots` to their
+        rows."""
         ends = self.row_counts > 0 if self.is_last_row is None else self.is_last_row
         table.index_copy_(0, self.slots.where(ends, self.spare_row), new_states)
         if snapshots is not None:
@@ -256,7 +258,8 @@ def prepare_rows(
 
 
 def tail_before(ordered_inputs: Tensor, rows: RowInputs) -> Tensor:
-    """Returns the tail [B, taps - 1, channels] before each batch row.  ordered_inputs: [N, channels], the inputs in order."""
+    """Returns the tail [B, taps - 1, channels] before each batch row.  ordered_inputs: [N, channels], the inputs in
+    order."""
     tail = rows.tail[rows.slots]
     if rows.continues_previous is None or not tail.shape[1]:
         return tail
@@ -280,9 +283,9 @@ def tree_outputs(
     """Returns the output of each node, [B, D, heads, v_size] in v's dtype.
 
     The output of a node is computed from the slot's state, updated by the node's ancestors and the node.
-    q: [B, D, k_heads, k_size].  ancestor_bits: [B, D, W] int64, ancestor bits.  skip_weight: [heads]; skip · v is added to the output.
-    is_delta_rule: whether the update is the delta rule's.  A node with NaN or infinity spoils the outputs of its descendants on
-    a GPU, and those of its whole tree elsewhere.
+    q: [B, D, k_heads, k_size].  ancestor_bits: [B, D, W] int64, ancestor bits.  skip_weight: [heads]; skip · v is added
+    to the output.  is_delta_rule: whether the update is the delta rule's.  NaN or infinity in a node makes its
+    descendants' outputs NaN on a GPU, and all outputs of the tree on a CPU.
     """
     before, seen = state.table[state.slots], unpack_bits(ancestor_bits, q.shape[1])
     return _add_skip(row_outputs(q, solve_updates(rows, before, seen, is_delta_rule), before, seen), rows, skip_weight)
@@ -331,9 +334,9 @@ def commit_tails(tail: Tensor, inputs: Tensor, path: PathRows, columns: ConvColu
 class OutputGate(NamedTuple):
     """The gate of a layer's output.
 
-    values: [N, columns], or partial sums [parts, N, columns] float32.  `adjacent_groups` adjacent groups begin every `column_stride`
-    columns.  before_norm: if true, the gate is applied before the norm, and the norm's weight covers all groups; if false,
-    after the norm, and all groups share the weight.
+    values: [N, columns], or partial sums [parts, N, columns] float32.  `adjacent_groups` adjacent groups begin every
+    `column_stride` columns.  before_norm: if true, the gate is applied before the norm, and the norm's weight covers
+    all groups; if false, after the norm, and all groups share the weight.
     """
 
     values: Tensor
@@ -387,7 +390,8 @@ def _add_skip(out: Tensor, rows: StateRows, skip_weight: Tensor | None) -> Tenso
 
 
 def _make_piecewise_scan(continues_previous: Tensor):
-    """Returns a `scan` that runs one batch row after another, so that a piece starts from the state after the last."""
+    """Returns a function like `scan` that runs batch row after batch row.  A piece of a request continues its last
+    state."""
 
     def scan_rows(
         q: Tensor, rows: StateRows, before: Tensor, count: Tensor, marked: Tensor | None, delta: bool

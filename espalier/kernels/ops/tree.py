@@ -15,9 +15,9 @@ from espalier.kernels.runtime.op import op
 from espalier.layout import ANCESTOR_BITS
 
 VOID = -1
-# The values [B, n] of a pool of candidates, as one tensor or as one tensor for each level.
+# A pool's values [B, n]: one tensor, or one tensor for each level.
 Pool = Sequence[Tensor]
-# The most scores that the reference sorts.
+# The most scores that ordered_topk sorts; for more it uses torch.topk.
 MAX_SORTED = 64
 
 
@@ -57,15 +57,16 @@ class Tree(NamedTuple):
     def best_nodes(self, rows: int) -> Tensor:
         """Returns [rows]: the indices of the batch's best nodes among its B · D nodes, in ascending order.
 
-        All roots are among them.  Ties go to the lower index, so a chosen node's ancestors are chosen.  rows: at least
-        B.
+        All roots are among them.  Ties go to the lower index, so the ancestors of a chosen node are chosen too.  rows:
+        at least B.
         """
         scores = comparable_scores(self.scores)
         scores[:, 0] = torch.inf
         return torch.sort(scores.flatten(), descending=True, stable=True).indices[:rows].sort().values
 
     def keep_nodes(self, indices: Tensor) -> Tree:
-        """Returns the trees with all nodes void but those at the indices `indices` (see best_nodes).  No node moves."""
+        """Returns the trees in which all other nodes are void.  Kept are the nodes at `indices` (see best_nodes).  No
+        node moves."""
         left_out = torch.ones_like(self.tokens, dtype=torch.bool).flatten().index_fill(0, indices, False)
         return self._void_nodes(left_out.view_as(self.tokens))
 
@@ -84,17 +85,17 @@ class Tree(NamedTuple):
         )
 
     def mask(self) -> Tensor:
-        """[B, D, D] bool: at [i, j], whether node j is an ancestor of node i, or i itself."""
+        """Returns [B, D, D] bool: at [i, j], whether node j is an ancestor of node i, or i itself."""
         return unpack_bits(self.ancestors, self.tokens.shape[1])
 
     def positions(self, prefix_len: Tensor) -> Tensor:
-        """[B, D]: the position of each node in the target."""
+        """Returns [B, D]: the position of each node in the target."""
         # The root's depth is 0.
         return prefix_len[:, None] if self.tokens.shape[1] == 1 else prefix_len[:, None] + self.depths
 
 
 def _level_starts(count: int, topk: int, beams: Tensor) -> Tensor:
-    """[count]: for each beam, the pool index of the first candidate of its level."""
+    """Returns [count]: for each beam, the pool index of the first candidate of its level."""
     level = torch.arange(count, device=beams.device) // topk
     return torch.where(level > 0, topk + (level - 1) * topk**2, 0)
 
@@ -165,8 +166,7 @@ def _topk_of_keys(scores: Tensor, k: int) -> Tensor:
     """Returns the indices of ordered_topk.
     A sort would take 3 to 15 times as long for a vocabulary, but less time for up to MAX_SORTED scores."""
     width, bits = scores.shape[-1], scores.contiguous().view(torch.int32)
-    # Integers in the order of the floats.  They are computed in place, because for a vocabulary allocating new tensors
-    # would take longer than the rest.
+    # Integers in the order of the floats, computed in place: allocating more tensors would take longer than the rest.
     ordered = (bits >> 31).bitwise_and_(0x7FFFFFFF).bitwise_xor_(bits)
     # The low half of a key breaks ties by index.
     keys = torch.arange(width - 1, -1, -1, device=scores.device).add(ordered, alpha=1 << 32)
@@ -199,7 +199,7 @@ def path_rows(ancestors: Tensor, depths: Tensor, last: Tensor, steps: int) -> Te
     """Returns the nodes [B, S+1] from the root to node `last` [B], indexed by depth; zeros at greater depths."""
     batch, nodes = depths.shape
     path = ancestors.gather(1, last[:, None, None].expand(-1, 1, ancestors.shape[2]))[:, 0]
-    # Nodes that are not on the path are written to one extra column, which is dropped.
+    # Nodes off the path are written to an extra column, which is dropped.
     dropped = steps + 1
     depth = torch.where(unpack_bits(path, nodes), depths, dropped)
     rows = torch.zeros(batch, dropped + 1, dtype=torch.int64, device=last.device)
@@ -264,13 +264,13 @@ def select_beams(
 def accept(
     tree: Tree, target_tokens: Tensor, is_finite: Tensor, max_accept_depth: Tensor, is_real: Tensor, steps: int
 ) -> Path:
-    """Keep the longest path that the target would have produced itself, for greedy and for sampled requests.
+    """Returns the longest path that the target would have produced without a draft, for greedy and sampled requests.
 
-    tree: its depths are at most `steps`.  target_tokens: [B, D] int64, the target's token after each node.  is_finite: [B, D]
-    bool, whether the logits of the pick were finite.  max_accept_depth: [B] int64; deeper nodes are never accepted.
-    is_real: [B] bool, False for padding.  Siblings have distinct tokens, so at most one child of a node matches.  If two
-    paths are equally deep, the one with the lowest node index wins.  Raises EspalierError if sizes do not agree.
-    Exact.
+    tree: its depths are at most `steps`.  target_tokens: [B, D] int64, the target's token after each node.  is_finite:
+    [B, D] bool, whether the logits of the pick were finite.  max_accept_depth: [B] int64; deeper nodes are never
+    accepted.  is_real: [B] bool, False for padding.  Siblings have distinct tokens, so at most one child of a node
+    matches.  If two paths are equally deep, the one with the lowest node index wins.  Raises EspalierError if sizes do
+    not agree.  Exact.
     """
     tokens, parents, depths, _, ancestors = tree
     match = (tokens == target_tokens.gather(1, parents)) & (depths <= max_accept_depth[:, None]) | (depths == 0)

@@ -9,8 +9,8 @@ writes its rank's values into its slot, sets a flag on every other rank, and wai
 Sums are in the order of the ranks, in float32 (float64 for float64), rounded once.  So both ways give all ranks the
 bits of espalier/shards/gloo.py.
 
-A program has two slots and uses them in turn.  So it writes a slot again after one other use.  In that use it met the
-other ranks, which had then read the slot.
+A program alternates between two slots.  Before it writes a slot again, it has met the other ranks while using the other
+slot.  At this meeting the other ranks had finished reading the first slot.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ SIGNAL, WAIT = tl.constexpr(_SIGNAL), tl.constexpr(_WAIT)
 def _barrier(memory_ptr, stop_ptr, rank, program, flag_value, WORLD_SIZE: tl.constexpr, NUM_THREADS: tl.constexpr):
     """Wait until the programs of this number on all ranks have set their flag to `flag_value`.
 
-    Then their earlier writes can be read.  NUM_THREADS: threads of the program; one for each rank sets a flag and waits.
+    Then their earlier writes can be read.  NUM_THREADS: threads of the program; one for each rank sets a flag and
+    waits.
     """
     tl.debug_barrier()
     peer = tl.arange(0, NUM_THREADS)
@@ -80,7 +81,7 @@ def _barrier(memory_ptr, stop_ptr, rank, program, flag_value, WORLD_SIZE: tl.con
 
 @kernel
 def _pointer_at(address, DTYPE: tl.constexpr):
-    """A pointer to values at an address that is a multiple of 16."""
+    """Returns a pointer to values at an address that is a multiple of 16."""
     return tl.multiple_of(address.to(tl.pointer_type(DTYPE)), 16)
 
 
@@ -175,7 +176,7 @@ def sum_add_norm(
 
 
 def supports_sum(memory: PeerMemory, parts: Tensor, dtype: torch.dtype) -> bool:
-    """Whether the kernel takes parts [rows, H] or [splits, rows, H]."""
+    """Returns whether the kernel takes parts [rows, H] or [splits, rows, H]."""
     rows, size = parts.shape[-2:]
     row_bytes = size * dtype.itemsize
     in_turn = -(-rows // PROGRAMS)
@@ -206,7 +207,8 @@ def _gather_kernel(
     FLAG_BYTES: tl.constexpr, SLOT_BYTES: tl.constexpr, NUM_SLOTS: tl.constexpr, NUM_THREADS: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """out [rows, size]: the columns of all ranks side by side.  Each rank has COLUMNS_PER_RANK; the last ones may have fewer."""
+    """out [rows, size]: the columns of all ranks side by side.  Each rank has COLUMNS_PER_RANK; the last ones may have
+    fewer."""
     pdl_trigger_and_wait(USE_PDL)
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty
     BLOCKS: tl.constexpr = (COLUMNS_PER_RANK + BLOCK - 1) // BLOCK
@@ -234,7 +236,7 @@ def _gather_kernel(
 
 
 def gather_columns(memory: PeerMemory, x: Tensor, columns_per_rank: int, size: int) -> Tensor:
-    """Collectives.gather_columns of espalier/shards/base.py."""
+    """Returns the columns of all ranks side by side, see Collectives.gather_columns in espalier/shards/base.py."""
     rows, own_size = x.shape
     out = x.new_empty(rows, size)
     _gather_kernel[(min(rows * -(-columns_per_rank // GATHER_BLOCK), PROGRAMS),)](
@@ -246,13 +248,13 @@ def gather_columns(memory: PeerMemory, x: Tensor, columns_per_rank: int, size: i
 
 
 def supports_gather(memory: PeerMemory, x: Tensor, columns_per_rank: int) -> bool:
-    """Whether `gather_columns` takes x."""
+    """Returns whether `gather_columns` takes x."""
     in_turn = -(-len(x) * -(-columns_per_rank // GATHER_BLOCK) // PROGRAMS)
     return len(x) > 0 and in_turn * GATHER_BLOCK * x.itemsize <= memory.slot_bytes and x.stride(-1) == 1
 
 
 def _barrier_arguments(memory: PeerMemory, num_warps: int) -> dict[str, object]:
-    """The arguments of both kernels that `_barrier` and the slots need."""
+    """Returns the arguments of both kernels that `_barrier` and the slots need."""
     sizes = {
         "FLAG_BYTES": FLAGS_BYTES,
         "SLOT_BYTES": memory.slot_bytes,

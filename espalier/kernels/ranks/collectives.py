@@ -42,15 +42,16 @@ class PeerMemory:
     keep_alive: Any = None
 
     def release_waiters(self) -> None:
-        """Let kernels stop waiting.  Their results are wrong.  It calls no CUDA function, which might wait too."""
+        """Let kernels stop waiting, with wrong results.  Calls no CUDA function, because a CUDA function might wait
+        too."""
         self.stop_flag.numpy()[0] = 1
 
 
 class RestartedStepStore(Store):
     """A store for one rendezvous, which numbers its steps from 0.
 
-    PyTorch counts steps over all rendezvous of a process.  So a process that met other ranks before would have other
-    step numbers than a new process.
+    PyTorch counts steps over all rendezvous of a process.  Without this class, a process after an earlier rendezvous
+    would have other step numbers than a new process.
     """
 
     def __init__(self, store: Store) -> None:
@@ -164,13 +165,14 @@ class PeerCollectives:
         return self.kernels.gather_columns(self.memory, x, columns_per_rank, size)
 
     def abort(self) -> None:
-        # This comes first: NCCL waits for its own kernels, which may stand behind a kernel that waits for a rank.
+        # The waiters are released first: NCCL waits for its kernels, which may be queued behind a kernel that waits for
+        # a rank.
         self.memory.release_waiters()
         self.nccl.abort()
 
 
 def uses_two_shot(parts: Tensor, dtype: torch.dtype, num_ranks: int) -> bool:
-    """Whether `num_ranks` ranks sum parts [rows, H] or [splits, rows, H] two-shot.
+    """Returns whether `num_ranks` ranks sum parts [rows, H] or [splits, rows, H] two-shot.
 
     One-shot, a rank reads all values of every other rank.  Two-shot, it reads its share of the values and then the
     sums.  These are fewer bytes, but the ranks meet once more.
@@ -183,8 +185,8 @@ def uses_two_shot(parts: Tensor, dtype: torch.dtype, num_ranks: int) -> bool:
 def connect_gpus(
     rendezvous_file: Path, rank: int, num_ranks: int, device: torch.device, peer_bytes: int = 0
 ) -> Collectives:
-    """Meet the other ranks.  rendezvous_file, device: see NcclCollectives; peer_bytes: the most bytes of a sum in peer memory; 0
-    for the measured bound.
+    """Meet the other ranks.  rendezvous_file, device: see NcclCollectives; peer_bytes: the most bytes of a sum in peer
+    memory; 0 for the measured bound.
 
     If a rank cannot map the memory of the others, NCCL does all collectives, and the log says so.
     """

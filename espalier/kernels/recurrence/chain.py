@@ -1,9 +1,9 @@
 """Computes the outputs and states of prompts, in chunks of CHUNK_ROWS rows (Yang et al. 2024, arXiv:2406.06484).
 
-There are three kernels, because only the second must run chunk after chunk.  The first solves the system of each chunk:
-its rows add keyᵀ (u - w S) to the state S before the chunk.  In the second, a program holds a part of a head's state.
-For each chunk, it stores the state before the chunk and the values u - w S.  The third computes the outputs of all
-chunks.
+There are three kernels, because only the second must run chunk after chunk.  The first solves the system of each chunk.
+The chunk's rows then add keyᵀ (u - w S) to the state S before the chunk.  In the second, a program holds a part of a
+head's state.  For each chunk, it stores the state before the chunk and the values u - w S.  The third computes the
+outputs of all chunks.
 """
 
 from __future__ import annotations
@@ -117,7 +117,8 @@ def _states_kernel(
 ):  # fmt: skip
     """new_ptr: u; the kernel replaces u by u - w S, the values that rows add.  before_ptr: the states before chunks.
     A snapshot's table row gets the state before the chunk that contains the snapshot; _outputs_kernel adds the rest.
-    continues_ptr: for each batch row, whether it continues the piece of a prompt in the batch row before; may be None."""
+    continues_ptr: for each batch row, whether it continues the piece of a prompt in the batch row before; may be
+    None."""
     pdl_trigger_and_wait(USE_PDL)
     PRODUCT: tl.constexpr = new_ptr.dtype.element_ty
     v_blocks: tl.constexpr = (V_SIZE + BLOCK_V - 1) // BLOCK_V
@@ -296,7 +297,7 @@ def choose_plan(v_size: int, products: ProductPrecision) -> ChainPlan:
     """Chooses the launch parameters.
 
     With 16-bit operands, a program of _outputs_kernel takes 64 columns even if a head is smaller, so that all operands
-    of wgmma have one layout.  With two layouts, ptxas 12.8 loses the start of an operand
+    of wgmma have one layout.  With two layouts, ptxas 12.8 drops the first part of an operand
     (tests/kernels/machine_code.py).
     """
     largest = max(next_power_of_2(v_size), MIN_BLOCK)

@@ -19,7 +19,7 @@ from espalier.kernels.runtime.jit import kernel, load_sum
 from espalier.kernels.runtime.launch import acc_dtype, chip, next_power_of_2
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 
-# A program holds at least this many values; small groups therefore get several rows per program.
+# The fewest values of a program: programs for small groups take several rows.
 MIN_PROGRAM_VALUES = 512
 # Values of a whole row for each warp, and the most warps.
 WARP_VALUES, MAX_WARPS = 256, 16
@@ -48,7 +48,8 @@ def _gated_norm_kernel(
     GATE_BEFORE_NORM: tl.constexpr, SPLITS: tl.constexpr, EPS: tl.constexpr, ACC_DTYPE: tl.constexpr,
     FP8_MAX: tl.constexpr, WHOLE_ROW: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """A program holds BLOCK_R groups of BLOCK columns: all groups of a row if WHOLE_ROW, else the same group of many rows.
+    """A program holds BLOCK_R groups of BLOCK columns: all groups of a row if WHOLE_ROW, else the same group of many
+    rows.
 
     weight_ptr: None for the gate alone.  SPLITS: of the gate's partial sums.  scales_ptr: if not None, the result is
     rounded to FP8 as in quantise_rows.py, with a scale for each group, or for the row if WHOLE_ROW.

@@ -1,7 +1,7 @@
 """Computes the q, k, v and gates of new rows: a short convolution along each row's path, then norms and gates.
 
-Grid: (blocks of rows, heads of q, k and v).  A program convolves one head's channels.  Then it L2-normalises a head of
-q or k.  For a head of v it computes the gates.  Padding rows are computed too.
+Grid: (blocks of rows, heads of q, k and v).  A program convolves one head's channels.  Then a program of q or k
+L2-normalises its head, and a program of v computes the gates of its head.  Padding rows are computed too.
 """
 
 from __future__ import annotations
@@ -191,8 +191,8 @@ def _prepare_kernel(
     follows = is_row & False
     if continues_ptr is not None:
         follows = tl.load(continues_ptr + request, mask=is_row, other=False).to(tl.int1)
-    # Each branch calls a function, because Triton requires one shape per name in both branches of a function.  For a
-    # convolution without heads, the branch of q and k is not compiled.
+    # Each branch calls a function, because in one function Triton requires the same shape for a name in both branches.
+    # For a convolution without heads, the branch of q and k is not compiled.
     if K_HEADS:  # noqa: SIM102
         if part < 2 * K_HEADS:
             _compute_q_or_k(
@@ -211,7 +211,7 @@ def _prepare_kernel(
 
 
 def num_partial_sums(values: Tensor) -> int:
-    """The number of partial sums: `values` is [parts, N, columns], or [N, columns]."""
+    """Returns the number of partial sums: `values` is [parts, N, columns], or [N, columns]."""
     return len(values) if values.ndim == 3 else 1
 
 

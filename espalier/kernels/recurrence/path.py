@@ -1,9 +1,9 @@
 """Commits accepted paths: applies their rows to the states, and their inputs to the tails of the convolutions.
 
 A tail holds the last inputs of a convolution.  Rows are applied to a state one after another, in float32 (float64 for
-float64), with the same operations in the same order.  So a state does not depend on how a text was cut into rounds.
-Each program holds a part of a state in registers, and reads and writes that part once.  Grid: (parts of a state,
-requests, layers).
+float64), with the same operations in the same order.  So a state does not depend on the division of a text into
+rounds.  Each program keeps a part of a state in registers, and reads and writes this part of memory once.  Grid: (parts
+of a state, requests, layers).
 """
 
 from __future__ import annotations
@@ -108,8 +108,8 @@ def _commit_tails_kernel(
     V_COLUMN: tl.constexpr, K_HEAD_STRIDE: tl.constexpr, V_GROUP_STRIDE: tl.constexpr, K_SIZE: tl.constexpr,
     Q_CHANNELS: tl.constexpr, V_GROUP_CHANNELS: tl.constexpr, BLOCK: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """source_rows_ptr: None if x has `width` rows for each request, in order.  continues_ptr, is_last_row_ptr: None unless the pass
-    may have several pieces of a request.  snapshot_counts_ptr: as in _commit_states_kernel."""
+    """source_rows_ptr: None if x has `width` rows for each request, in order.  continues_ptr, is_last_row_ptr: None
+    unless the pass may have several pieces of a request.  snapshot_counts_ptr: as in _commit_states_kernel."""
     pdl_trigger_and_wait(USE_PDL)
     channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     request, layer = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
@@ -137,7 +137,7 @@ def _commit_tails_kernel(
                 count = tl.where(tl.load(is_last_row_ptr + request), count, 0)
             after = tail_ptr + slot * TAIL_ROWS * CHANNELS
         if count > 0:
-            # i ascends, so that each input of the old tail is read before its place is overwritten.
+            # i ascends, so that each old input is read before it is overwritten.
             for i in tl.static_range(TAIL_ROWS):
                 at = count - TAIL_ROWS + i
                 row = request * width + at

@@ -2,8 +2,8 @@
 
 Grid: (parts of a state, requests).  A program holds K_SIZE x BLOCK_V values of a head's state, and all nodes.  The
 nodes' additions to the state are the solution x of (I + A) x = b.  In a node's row, A is nonzero only at ancestors.
-The kernel repeats x = b - A x once for each depth of the tree.  A node is exact one step after its ancestors.  So a
-shallow tree takes few small products, however many nodes it has, and errors do not add up.
+The kernel repeats x = b - A x once for each depth of the tree.  A node's x is exact after as many steps as its depth.
+So a shallow tree takes few small products for any number of nodes, and errors do not add up.
 
 In the products, the state's columns are the rows and the nodes are the columns, because Hopper's tensor cores take at
 least 64 rows and at least 8 columns.  So a tree of 16 nodes fills them.
@@ -38,7 +38,8 @@ def _prefetch_state(
     state_ptr, first, K_SIZE: tl.constexpr, V_SIZE: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
     LINE_VALUES: tl.constexpr,
 ):  # fmt: skip
-    """Prefetches BLOCK_V columns of a head's state, from column `first` on.  LINE_VALUES: numbers per line of the L2 cache."""
+    """Prefetches BLOCK_V columns of a head's state, from column `first` on.  LINE_VALUES: numbers per line of the L2
+    cache."""
     line = first + tl.arange(0, (BLOCK_V + LINE_VALUES - 1) // LINE_VALUES) * LINE_VALUES
     place = tl.arange(0, BLOCK_K)[:, None] * V_SIZE + line[None, :]
     prefetch(state_ptr + tl.minimum(place, K_SIZE * V_SIZE - 1))
@@ -76,8 +77,8 @@ def _tree_kernel(
     head, request = tl.program_id(0) // v_blocks, tl.program_id(1).to(tl.int64)
     value = tl.program_id(0) % v_blocks * BLOCK_V + tl.arange(0, BLOCK_V)
     is_value = value < V_SIZE
-    # The state can be read before waiting.  The kernel before this one writes no state, and waited for the kernels that
-    # do.
+    # The state can be read before the wait.  The previous kernel writes no state, and it has waited for the kernels
+    # that write states.
     state_ptr += (tl.load(slots_ptr + request) * HEADS + head) * K_SIZE * V_SIZE
     if USE_PDL:
         _prefetch_state(state_ptr, tl.program_id(0) % v_blocks * BLOCK_V, K_SIZE, V_SIZE, BLOCK_K, BLOCK_V, LINE_VALUES)
@@ -93,8 +94,8 @@ def _tree_kernel(
     beta = tl.load(gate + HEADS, mask=is_node, other=0.0).to(ACC_DTYPE)
     v_place = (row * HEADS + head)[None, :] * V_SIZE + value[:, None]
     v_t = tl.load(v_ptr + v_place, mask=is_node[None, :] & is_value[:, None], other=0.0)
-    # Products would carry NaN and infinity to nodes that are no descendants.  So such values are replaced by zeros
-    # here, and restored at the end.
+    # Products would carry NaN and infinity to other nodes than descendants.  So such values are replaced by zeros here,
+    # and the outputs of descendants become NaN at the end.
     is_bad = (log_decay * 0.0 != 0.0) | (beta * 0.0 != 0.0)
     log_decay, beta = tl.where(log_decay * 0.0 != 0.0, 0.0, log_decay), tl.where(beta * 0.0 != 0.0, 0.0, beta)
     read_t, out_t = tl.zeros([BLOCK_V, BLOCK_R], ACC_DTYPE), tl.zeros([BLOCK_V, BLOCK_R], ACC_DTYPE)
@@ -221,8 +222,8 @@ def tree_outputs(
 
 
 class ProductPrecision(NamedTuple):
-    """How products round their operands.  operand_dtype: the dtype of operands.  precision: Triton's name for the way in which
-    32-bit operands are multiplied."""
+    """How products round their operands.  operand_dtype: the dtype of operands.  precision: Triton's name for the way
+    in which 32-bit operands are multiplied."""
 
     operand_dtype: torch.dtype
     precision: str
@@ -235,8 +236,8 @@ class ProductPrecision(NamedTuple):
 def choose_precision(v: Tensor, table: Tensor) -> ProductPrecision:
     """Chooses operands that are as fine as the model's dtype.
 
-    v: in the model's dtype.  table: the states.  For float16, one term of TF32 has the same mantissa, whereas the range
-    of float16 may be too small for a state.
+    v: in the model's dtype.  table: the states.  float16 models use TF32, which has the same mantissa, because
+    float16's range may be too small for a state.
     """
     if v.dtype == torch.bfloat16 and v.is_cuda:  # Triton's interpreter multiplies bfloat16 as integers.
         return ProductPrecision(v.dtype, "tf32")

@@ -1,4 +1,4 @@
-"""Helpers of launchers: the properties of a chip, the checks of arguments, and the hook that takes launches.
+"""Helpers of launchers: the properties of a chip, the checks of arguments, and the launch hook.
 
 `import espalier` and every CPU path work without Triton, so this module does not import Triton.
 """
@@ -27,18 +27,19 @@ HOPPER = (9, 0)
 # Above this many programs per SM, starting the programs takes longer than running them (see `is_oversubscribed`).
 PROGRAMS_PER_PROCESSOR = 12
 
-# If set, launches become calls hook(jit_function, grid, *arguments).  None: kernels are launched.
-# kernels/runtime/precompile.py sets it.
+# If the hook is set, a launch calls hook(jit_function, grid, *arguments) instead.  kernels/runtime/precompile.py sets
+# it.
 launch_hook: ContextVar[Callable[..., None] | None] = ContextVar("launch_hook", default=None)
 
 
 def is_precompiling() -> bool:
-    """Whether launches of this thread only compile.  Then a launcher requests each kernel that other rows may need."""
+    """Whether launches of this thread only compile.  If so, launchers compile the kernels for other numbers of rows
+    too."""
     return launch_hook.get() is not None
 
 
 def require_triton() -> Any:
-    """The triton module.  Raises EspalierError if Triton is not installed."""
+    """Returns the triton module.  Raises EspalierError if Triton is not installed."""
     try:
         import triton
         import triton.language.extra.libdevice
@@ -52,24 +53,24 @@ def require_triton() -> Any:
 
 @dataclass(frozen=True)
 class Chip:
-    """The properties of a GPU on which launch parameters depend; the name is not one of them.  shared_memory: bytes
-    that one thread block may use; processors: number of SMs; capability: compute capability, (9, 0) for Hopper."""
+    """The properties of a GPU on which launch parameters depend.  shared_memory: bytes that one thread block may use;
+    processors: number of SMs; capability: compute capability, (9, 0) for Hopper."""
 
     shared_memory: int
     processors: int
     capability: tuple[int, int]
 
     def shared_memory_per_program(self, programs: int) -> int:
-        """Bytes of shared memory for each of `programs` programs that share a multiprocessor."""
+        """Returns bytes of shared memory for each of `programs` programs that share a multiprocessor."""
         return (self.shared_memory + DRIVER_SHARED_MEMORY) // programs - DRIVER_SHARED_MEMORY
 
     def programs_per_processor_with(self, shared_memory: int) -> int:
-        """How many programs share a multiprocessor if each takes `shared_memory` bytes."""
+        """Returns how many programs share a multiprocessor if each takes `shared_memory` bytes."""
         return (self.shared_memory + DRIVER_SHARED_MEMORY) // (shared_memory + DRIVER_SHARED_MEMORY)
 
 
 def chip(tensor: Tensor) -> Chip:
-    """The chip of a tensor's device.  For a CPU tensor (Triton's interpreter): the smallest supported GPU."""
+    """Returns the chip of a tensor's device.  For a CPU tensor (Triton's interpreter): the smallest supported GPU."""
     return _chip(tensor.device)
 
 
@@ -85,16 +86,18 @@ def _chip(device: torch.device) -> Chip:
 
 
 def is_oversubscribed(num_programs: int, gpu: Chip) -> bool:
-    """Whether a grid of `num_programs` small programs should become fewer and larger programs.
+    """Returns whether a grid of `num_programs` small programs should become fewer and larger programs.
 
-    A chip starts about one program per nanosecond, whatever the program does (measured on an H200, docs/log.md)."""
+    A chip starts about one program per nanosecond, however short the program is (an H200, docs/log.md)."""
     return num_programs > PROGRAMS_PER_PROCESSOR * gpu.processors
 
 
 def choose_split_size(size: int, rows: int, gpu: Chip, min_size: int, max_size: int) -> int:
-    """How many of `size` columns a program takes, a power of two times `min_size`: few, so that programs fill the chip.
+    """Returns how many of `size` columns a program takes: a power of two times `min_size`: few, so that programs fill
+    the chip.
 
-    Many rows get larger splits, up to `max_size`, because starting a program takes time even if the program ends at once.
+    Many rows get larger splits, up to `max_size`, because starting a program takes time even if the program ends at
+    once.
     """
     while min_size < min(max_size, size) and is_oversubscribed(rows * -(-size // min_size), gpu):
         min_size *= 2
@@ -102,7 +105,8 @@ def choose_split_size(size: int, rows: int, gpu: Chip, min_size: int, max_size: 
 
 
 def require(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype | None, same_device: Tensor) -> None:
-    """Check a launcher's argument on the host: shape (-1: any size), dtype (None: any), and the device of `same_device`.
+    """Check a launcher's argument on the host: shape (-1: any size), dtype (None: any), and the device of
+    `same_device`.
 
     name: the argument's name in the error text.  Raises EspalierError with the required and the actual properties.
     """
@@ -121,29 +125,30 @@ def _size_fits(required: int, actual: int) -> bool:
 
 
 def warps_for(num_values: int, values_per_warp: int, max_warps: int = 16) -> int:
-    """The number of warps, 1 to `max_warps`, for a program that holds `num_values` values, `values_per_warp` in each warp."""
+    """The number of warps, 1 to `max_warps`, for a program that holds `num_values` values, `values_per_warp` in each
+    warp."""
     return min(max(num_values // values_per_warp, 1), max_warps)
 
 
 def acc_dtype(dtype: torch.dtype) -> object:
-    """The Triton dtype that a kernel computes in: float64 for float64, else float32."""
+    """Returns the Triton dtype that a kernel computes in: float64 for float64, else float32."""
     import triton.language as tl
 
     return tl.float64 if dtype == torch.float64 else tl.float32
 
 
 def next_power_of_2(count: int) -> int:
-    """The smallest power of two that is at least `count`.  Triton's block sizes are powers of two."""
+    """Returns the smallest power of two that is at least `count`.  Triton's block sizes are powers of two."""
     return 1 << max(count - 1, 0).bit_length()
 
 
 def is_aligned_for_copies(tensor: Tensor) -> bool:
-    """Whether a kernel can copy 16 bytes at a time: Triton must see an address and strides divisible by 16."""
+    """Returns whether a kernel can copy 16 bytes at a time: Triton must see an address and strides divisible by 16."""
     return tensor.data_ptr() % 16 == 0 and all(stride % 16 == 0 for stride in tensor.stride()[:-1])
 
 
 def tma_descriptor(rows: Tensor, block_rows: int, size: int) -> Any:
-    """The TMA descriptor for blocks of `block_rows` rows and `size` columns of rows [R, values].
+    """Returns the TMA descriptor for blocks of `block_rows` rows and `size` columns of rows [R, values].
 
     Elements past the end are read as zeros, and are not written.
     """

@@ -35,8 +35,8 @@ def op(
 ) -> Callable[[Callable[P, R]], Op[P, R]]:
     """Decorate a reference.  Its launcher is the function in `module` with the same name and signature.
 
-    The launcher runs if `tensor`, an expression of the parameters (None: the first parameter), is a tensor on a GPU.  With
-    `condition`, a function of some of the parameters, the launcher runs if `condition` returns True.
+    The launcher runs if `tensor`, an expression of the parameters (None: the first parameter), is a tensor on a GPU.
+    With `condition`, a function of some of the parameters, the launcher runs if `condition` returns True.
     """
 
     def declare(reference: Callable[P, R]) -> Op[P, R]:
@@ -58,13 +58,13 @@ def op(
 
 
 def launcher_of(op: Op[P, R]) -> Callable[P, R]:
-    """Return the launcher.  It imports the launcher's module, and so Triton."""
+    """Returns the launcher.  This call imports the launcher's module, which imports Triton."""
     return cast(Callable[P, R], getattr(import_module(op.launcher_module), op.__name__))
 
 
 def _make_dispatcher(reference: Callable[..., Any], gpu_condition: str, namespace: dict[str, Any]) -> Any:
-    """Make a function with the reference's parameters.  It is made from source, because a call of a function with *args
-    takes twice as long, and a prefill pass calls the function for each layer."""
+    """Make a function with the reference's parameters.  The function is compiled from source, because a
+    wrapper with *args would take twice as long, and a prefill pass calls the function for each layer."""
     taken, given = [], []
     for name, parameter in signature(reference).parameters.items():
         star = "*" if parameter.kind is Parameter.VAR_POSITIONAL else ""

@@ -6,9 +6,9 @@ launched with PDL does three things:
 - prefetch (optional): before its wait, the kernel may prefetch weights into the L2.  No kernel writes weights.
 - wait: every program waits before it reads or writes anything else.
 
-The wait ends when every program of the predecessor has ended and its writes are visible.  The predecessor itself either
-waited for its own predecessor or, without PDL, started after that kernel's end.  So all earlier kernels have ended as
-well, and kernels with and without PDL can be mixed in any order (tests/kernels/test_pdl.py).
+The wait ends when every program of the predecessor has ended and its writes are visible.  The predecessor has waited in
+the same way for the kernel before it.  So after its wait, a kernel may rely on all earlier kernels.  Kernels with and
+without PDL can be mixed in any order (tests/kernels/test_pdl.py).
 
 If a kernel triggers only after its wait, the next kernel may read the results of earlier kernels before its own wait
 (kernels/layers/experts.py, kernels/attention/merge.py).

@@ -1,8 +1,8 @@
 """Compile kernels in parallel before their first launch.
 
 The first startup needs 100 to 200 kernels.  Triton compiles each kernel on a single thread, mostly outside of Python,
-so several threads can compile in parallel.  Inside `precompile()` the launchers run unchanged except for the launch
-itself, so exactly the kernels that will be launched are compiled.
+so several threads can compile in parallel.  Inside `precompile()` the launchers run as usual, but each launch
+only compiles.  So exactly the kernels that later launches need are compiled.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -28,15 +28,15 @@ def precompile() -> Iterator[Sequence[Future[Any]]]:
     """Compile kernels instead of launching them: inside this context `kernel[grid](arguments)` only compiles.  When the
     context ends, every kernel is compiled and loaded.  Yields the compilations of kernels that were not in memory yet.
 
-    PyTorch's operations do run.  Tensors that kernels would have filled hold zeros, so ids and row numbers in them are
-    valid.  Only the calling thread is affected.  Raises the launches' errors, at the latest when the context ends, and
-    RuntimeError if nested.
+    PyTorch's operations do run.  The outputs of kernels are zeros, so ids and row numbers in them are
+    valid.  Only the calling thread is affected.  Raises the errors of launches, at the latest when the context ends.
+    Raises RuntimeError if nested.
     """
     if launch_hook.get() is not None:
         raise RuntimeError("precompile() cannot be nested: this thread is inside a precompile() context already")
     triton = require_triton()
     compiler = KernelCompiler()
-    # With ignore_errors=True we raise errors ourselves, below.  Otherwise Triton 3.6 leaves the mode active after one.
+    # load_kernels raises the errors.  Without ignore_errors=True, Triton 3.6 leaves the mode active after an error.
     mode = triton.AsyncCompileMode(compiler, ignore_errors=True)
     token = launch_hook.set(compiler.compile_instead_of_launch)
     try:
@@ -46,8 +46,8 @@ def precompile() -> Iterator[Sequence[Future[Any]]]:
                 compiler.load_kernels()
             except BaseException:
                 compiler.cancel_compilations()
-                # When it ends, the mode waits for its futures.  Cancelled futures never finish, and a Ctrl-C while it
-                # waits for running ones would leave the mode active.
+                # At its end the mode waits for its futures.  Cancelled futures never finish, and a Ctrl-C during this
+                # wait would leave the mode active.
                 mode.raw_futures.clear()
                 raise
     finally:
@@ -109,7 +109,8 @@ def _compile_on_device(compile_kernel: Callable[[], Any], driver: Any, device: i
     # The current device is a property of the thread.
     driver.set_current_device(device)
     kernel = compile_kernel()
-    # This builds the launcher with a C compiler, into Triton's cache on disk.  The object is dropped (see load_kernels).
+    # This builds the launcher with a C compiler, into Triton's cache on disk.  The object is dropped (see
+    # load_kernels).
     driver.launcher_cls(kernel.src, kernel.metadata)
     return kernel
 

@@ -24,8 +24,8 @@ LOGIT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 # The columns of SlotRows, as kernels see them: the slot table's columns, then three more.
 COLUMNS = Columns((*INTS, "slot", "num_bias", "num_stops"), FLOATS)
 
-# Launches pass ...Arguments as plain tuples in the order of the fields, because named tuples cost more time on the
-# host.  Kernels give the fields their names again.
+# Launches pass the ...Arguments classes as plain tuples, because named tuples cost more time on the host.  Kernels turn
+# them into named tuples again.
 
 
 class LogitsArguments(NamedTuple):
@@ -87,7 +87,7 @@ class RowParams(NamedTuple):
 
 
 class DraftedRow(NamedTuple):
-    """The drafted tokens, ancestor bits and mask of one row.  Fields: see AboveArguments."""
+    """The drafted tokens, ancestor bits and mask of one row.  Fields: see DraftedArguments."""
 
     tokens_ptr: Any
     bits_ptr: Any
@@ -179,11 +179,11 @@ def logits_arguments(logits: Tensor, vocab: int, rows: SlotRows, first_positions
 def drafted_arguments(
     drafted: tuple[Tensor, Tensor] | None, first_output: int, queries: int, rows: SlotRows, mask: Tensor | None = None
 ) -> tuple[Any, ...]:
-    """Build the kernels' argument `drafted`, in the order of AboveArguments.
+    """Build the kernels' argument `drafted`, in the order of DraftedArguments.
 
-    drafted: (tokens [B, E], ancestor_bits [B, Q, W]), None for no drafted tokens; tokens from index `first_output` on count as
-    output.  mask: [B, Q, ceil(V / 32)] int32, bits of allowed tokens, None to allow all.  Raises EspalierError for
-    other shapes and dtypes.
+    drafted: (tokens [B, E], ancestor_bits [B, Q, W]), None for no drafted tokens; tokens from index `first_output` on
+    count as output.  mask: [B, Q, ceil(V / 32)] int32, bits of allowed tokens, None to allow all.  Raises EspalierError
+    for other shapes and dtypes.
     """
     unused = rows.ints
     masks: tuple[Any, ...] = (unused, 0, 0, 0)
@@ -236,9 +236,10 @@ def _gather_kernel(
 
 @kernel
 def load_row_arguments(out_row, queries, offset, logits, slots, drafted, COLUMNS: tl.constexpr):
-    """(row of the batch, pointer to its logits, position of the token, RowParams, RowAbove) of row `out_row` of a launch.
+    """(row of the batch, pointer to its logits, position of the token, RowParams, DraftedRow) of row `out_row` of a
+    launch.
 
-    logits, slots, drafted: LogitsArguments, SlotArguments, AboveArguments.
+    logits, slots, drafted: LogitsArguments, SlotArguments, DraftedArguments.
     """
     b = out_row // queries
     q = out_row % queries
@@ -276,7 +277,7 @@ def load_row_params(b, position, slots, COLUMNS: tl.constexpr):
 
 @kernel
 def keeps_logits(row):
-    """Whether shaped() returns the row's logits unchanged, apart from the mask.  row: RowParams."""
+    """Returns whether process_logits returns the row's logits unchanged, apart from the mask.  row: RowParams."""
     return (row.num_bias == 0) & (row.num_banned == 0) & (row.has_penalties == 0) & ~(row.temperature > 0)
 
 
@@ -295,7 +296,7 @@ def process_logits(x, ids, is_token, row, drafted):
     """Apply mask, bias, bans, penalties and temperature to logits x of token ids [BLOCK], in the dtype of x.
 
     x: [BLOCK], or [BLOCK, n] for n rows with the same parameters.  Lanes that are not `is_token` hold -inf and keep it.
-    row, drafted: RowParams, RowAbove.
+    row, drafted: RowParams, DraftedRow.
     """
     exact: tl.constexpr = x.dtype
     if drafted.mask_words > 0:
@@ -325,8 +326,8 @@ def process_logits(x, ids, is_token, row, drafted):
 
 @kernel
 def as_column(values, x):
-    """Give `values` [BLOCK] a shape that combines with x [BLOCK] or [BLOCK, n].  Values are loaded with one dimension:
-    the compiler would give x the layout of a two-dimensional load, with which sums over BLOCK are slow."""
+    """Give `values` [BLOCK] a shape that combines with x [BLOCK] or [BLOCK, n].  Values are loaded with one dimension,
+    because a two-dimensional load would give x a layout with which sums over BLOCK are slow."""
     if len(x.shape) == 2:
         values = values[:, None]
     return values

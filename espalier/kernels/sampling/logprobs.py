@@ -142,7 +142,7 @@ def _merge_logprobs_kernel(
         left = (candidate < splits * MAX_LOGPROBS) & (candidate % MAX_LOGPROBS < wanted)
         values = tl.load(values_ptr + place * splits * MAX_LOGPROBS + candidate, mask=left, other=float("-inf"))
         ids = tl.load(ids_ptr + place * splits * MAX_LOGPROBS + candidate, mask=left, other=2147483647)
-        # A split with too few ids pads its candidates with this id.
+        # This id pads the candidates of a split with too few ids.
         left = left & (ids != 2147483647)
         for k in range(wanted):
             best = tl.max(tl.where(left, values, float("-inf")), 0)

@@ -37,7 +37,7 @@ from espalier.kernels.sampling.top_k_top_p import draw_filtered
 # Token ids per split: the fewest, and the most, for many rows.
 SPLIT = 2048
 MAX_SPLIT = 32768
-# Token ids read at once in a row with parameters; in a row without parameters, bytes read at once.
+# Token ids per load in a row with parameters, and bytes per load in a row without.
 BLOCK = 1024
 UNPROCESSED_BYTES = 4096
 
@@ -51,11 +51,12 @@ def pick_triton(
     first_output: int = 0,
     mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Draw tokens [B, Q] int64 at positions first_positions [B] + offsets [B, Q].  Returns (tokens, finite [B, Q] bool).
+    """Draw tokens [B, Q] int64 at positions first_positions [B] + offsets [B, Q].  Returns (tokens, finite [B, Q]
+    bool).
 
     logits: [B, Q, V], bfloat16, float16, float32 or float64 (then computed in float64), contiguous in the last
-    dimension.  drafted: drafted tokens (tokens [B, E], ancestor_bits [B, Q, W]); tokens from index `first_output` on count
-    as output.  mask: [B, Q, ceil(V / 32)] int32, bits of allowed tokens (sampling/mask.py); None allows all.
+    dimension.  drafted: drafted tokens (tokens [B, E], ancestor_bits [B, Q, W]); tokens from index `first_output` on
+    count as output.  mask: [B, Q, ceil(V / 32)] int32, bits of allowed tokens (sampling/mask.py); None allows all.
     A row with a NaN is not finite, and its token is the first NaN.  A row whose best logit is infinite is not finite.
     """
     batch, queries = logits.shape[:2]
@@ -78,14 +79,14 @@ def pick_triton(
     _merge_kernel[(places,)](
         tokens, finite, keys, ids, splits, SPLITS=next_power_of_2(splits), num_warps=1, **pdl_arguments(gpu)
     )
-    # A program reads a row block by block and waits for each block, so its blocks are few and wide.
+    # A program waits for each block of a row, so blocks are few and wide.
     programs, wide = min(places, gpu.processors), min(4 * BLOCK, next_power_of_2(rows.vocab))
     _draw_filtered_kernel[(programs,)](tokens, finite, keys, *shared, places, BLOCK=wide, num_warps=16, **exactly)
     return tokens, finite
 
 
 def block_sizes(logits: Tensor) -> dict[str, int]:
-    """The constexpr arguments of the first launch.
+    """Returns the constexpr arguments of the first launch.
 
     BLOCK: token ids of a load.  UNPROCESSED_BLOCK: the same in rows whose logits need no change and no noise.  Both are
     powers of two, at most the vocabulary's size.  GROUP: neighbouring ids that one thread reads at once; above 1 Triton
@@ -106,7 +107,7 @@ def load_offset(out_row, queries, offsets):
 
 @kernel
 def nan_max(a, b):
-    """The maximum of a and b; NaN if a or b is NaN."""
+    """Returns the maximum of a and b; NaN if a or b is NaN."""
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
@@ -119,7 +120,7 @@ def key_for_argmax(x):
 
 @kernel
 def first_of_block(start, end, BLOCK: tl.constexpr):
-    """The first id of a whole block from `start` on.  If the block would pass `end`, it is moved back.
+    """Returns the first id of a whole block from `start` on.  If the block would pass `end`, it is moved back.
 
     A moved block reads again some ids of this split or of the previous one.  That does not change the best id.
     """
@@ -133,7 +134,7 @@ def load_whole_block(logits_ptr, first, BLOCK: tl.constexpr):
 
 @kernel
 def score_block(x, ids, vocab, row, drafted_row, noise, dtype: tl.constexpr, IS_UNPROCESSED: tl.constexpr):
-    """The scores of a block of ids: the logits x in a IS_UNPROCESSED row, else shaped(x) plus noise."""
+    """Returns the scores of a block of ids: the logits x if IS_UNPROCESSED, else process_logits(x) plus noise."""
     x = x.to(dtype)
     if not IS_UNPROCESSED:
         noisy, k0, k1 = noise
@@ -148,11 +149,11 @@ def find_best(
     logits_ptr, loaded_block, begin, end, vocab, row, drafted_row, noise,
     dtype: tl.constexpr, IS_UNPROCESSED: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """(key, lowest id) of the best id in [begin, end) of a row, perhaps also of some earlier ids.
+    """Returns (key, lowest id) of the best id in [begin, end) of a row.  Some earlier ids may be included.
 
-    loaded_block: the first block, already loaded.  For its GROUP of neighbouring ids each thread keeps only the largest
-    score and the first block with that score, because an id per score would cost several times as much.  At the end
-    the thread finds the id within the GROUP.
+    loaded_block: the first block, already loaded.  For its GROUP of neighbouring ids, each thread keeps only the
+    largest score and the first block with this score, because keeping ids would cost several times as much.  The id
+    within the GROUP is found at the end.
     """
     groups = tl.arange(0, BLOCK // GROUP) * GROUP
     best = tl.full([BLOCK // GROUP], float("-inf"), dtype)
@@ -194,7 +195,7 @@ def _best_of_split_kernel(
     exact: tl.constexpr = tl.float32 if keys_ptr.dtype.element_ty == tl.int32 else tl.float64
     begin = split * split_size
     end = tl.minimum(begin + split_size, vocab)
-    # This load starts before the row's parameters are known.  The mask keeps the compiler from moving it.
+    # This load starts before the row's parameters are known.  Its mask keeps the compiler from moving the load.
     ids = first_of_block(begin, end, UNPROCESSED_BLOCK) + tl.arange(0, UNPROCESSED_BLOCK)
     plain = tl.load(logits_ptr + ids, mask=ids < vocab)
     if keeps_logits(row) & (drafted.mask_words == 0):
@@ -213,13 +214,13 @@ def _best_of_split_kernel(
 
 @kernel
 def _merge_kernel(tokens_ptr, finite_ptr, keys_ptr, ids_ptr, splits, SPLITS: tl.constexpr, USE_PDL: tl.constexpr):
-    """Find the best of a row's splits.  Its key is written to the row's first split."""
+    """Find the best token of a row's splits.  The token's key is written to the row's first split."""
     pdl_trigger_and_wait(USE_PDL)
     out = tl.program_id(0).to(tl.int64)
     split = tl.arange(0, SPLITS)
     there = split < splits
     ids = tl.load(ids_ptr + out * splits + split, mask=there, other=2147483647)
-    # Past the last split the first split is read again, because no key means "none".
+    # Lanes past the last split read the first split again, because there is no key for "none".
     keys = tl.load(keys_ptr + out * splits + tl.where(there, split, 0))
     best = tl.max(keys, 0)
     token = tl.min(tl.where(keys == best, ids, 2147483647), 0)
@@ -236,7 +237,7 @@ def _draw_filtered_kernel(
     """Draw again in rows with filters, from the tokens that the filters leave.
 
     Each program covers many rows, and first reads has_filters of 32 rows at once.  Most rows have no filters, so one
-    program or one load per row would cost more.
+    program per row, or one load per row, would cost more.
     """
     pdl_trigger_and_wait(USE_PDL)
     logits, slots, drafted = LogitsArguments(*logits), SlotArguments(*slots), DraftedArguments(*drafted)

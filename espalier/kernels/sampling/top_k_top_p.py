@@ -1,13 +1,13 @@
 """Top-k, top-p and min-p without sorting a row, and the draw from the remaining tokens.
 
-The reference is `filtered` in espalier/sampling/pick.py.  The cut is the smallest logit that stays, and bisection finds
-it.  Each pass over the row sums, exactly, the tokens above a pivot: their count, or their mass as integers.  Then it
-moves one end of the interval to a value of the row.  A row of a thousand distinct values takes about ten passes, and no
-row takes more than a hundred.  Among equal logits at the cut, the lower ids stay.
+The reference is `filtered` in espalier/sampling/pick.py.  The cut is the smallest logit that stays.  Bisection finds
+the cut.  Each pass over the row computes an exact sum over the tokens above a pivot: their count, or their mass as
+integers.  Then one end of the interval moves to a value of the row.  A row of a thousand distinct values takes about
+ten passes, and no row takes more than a hundred.  Among equal logits at the cut, the lower ids stay.
 
 A token's mass is exp(logit - largest logit) by tl.exp.  In float32 its relative error is at most 2**-19, unless the
 mass is too small to count.  So a token whose cumulative mass is that close to top_p may be on the other side of the cut
-than in the reference.  In this kernel it is always on the same side.
+than in the reference.  In this kernel the side is always the same.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from espalier.kernels.sampling.noise import gumbel_at
 
 @kernel
 def load_processed_block(logits_ptr, start, vocab, dtype: tl.constexpr, row, drafted, BLOCK: tl.constexpr):
-    """(x, ids) of a block of a row: its logits after shaped(); -inf past the vocabulary."""
+    """Returns (x, ids) of a block of a row: its logits after process_logits; -inf past the vocabulary."""
     ids = start + tl.arange(0, BLOCK)
     x = tl.load(logits_ptr + ids, mask=ids < vocab, other=float("-inf"))
     return process_logits(x.to(dtype), ids, ids < vocab, row, drafted), ids
@@ -29,16 +29,17 @@ def load_processed_block(logits_ptr, start, vocab, dtype: tl.constexpr, row, dra
 
 @kernel
 def probability_mass(x, max_logit):
-    """A token's mass as an integer, in units of 2**-40 of the likeliest token's mass.  Sums depend on no order."""
+    """A token's mass as an integer, in units of 2**-40 of the likeliest token's mass.  Integer sums are the same in any
+    order."""
     return (tl.exp(x - max_logit) * 1099511627776.0).to(tl.int64)
 
 
 @kernel
 def next_pivot(low, high, step):
-    """A value in [low, high).
+    """Returns a value in [low, high).
 
-    It is the middle, which is fast for usual logits.  From step 24 on it is the median of all floats between low and
-    high, whose number of steps does not depend on the values.
+    Before step 24 the value is the middle, which is fast for usual logits.  Then it is the median of all floats between
+    low and high, which bounds the number of steps for any values.
     """
     low_key = float_to_key(low)
     high_key = float_to_key(high)
@@ -52,11 +53,11 @@ def next_pivot(low, high, step):
 def find_cut(
     logits_ptr, vocab, row, drafted, max_logit, min_cut, target_sum, BY_MASS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """(cut, over).  cut: the largest value for which the tokens at or above it sum to at least `target_sum`; over: the sum
-    of the tokens above the cut, which is less than target.
+    """(cut, over).  cut: the largest value for which the tokens at or above it sum to at least `target_sum`; over: the
+    sum of the tokens above the cut, which is less than target.
 
-    A sum is the number of tokens, or with BY_MASS their mass.  The cut is in [lowest, top].  max_logit: the row's maximum,
-    which must be finite.
+    A sum is the number of tokens, or with BY_MASS their mass.  The cut is in [lowest, top].  max_logit: the row's
+    maximum, which must be finite.
     """
     exact: tl.constexpr = max_logit.dtype
     low = min_cut
@@ -88,7 +89,7 @@ def find_cut(
 
 @kernel
 def remaining_mass(logits_ptr, vocab, row, drafted, max_logit, cut, num_ties, BLOCK: tl.constexpr):
-    """The mass of all tokens above the cut and of the `num_ties` tokens at the cut that stay."""
+    """Returns the mass of all tokens above the cut and of the `num_ties` tokens at the cut that stay."""
     weight = tl.zeros([BLOCK], tl.int64)
     for start in range(0, vocab, BLOCK):
         x, _ids = load_processed_block(logits_ptr, start, vocab, max_logit.dtype, row, drafted, BLOCK)
@@ -98,7 +99,7 @@ def remaining_mass(logits_ptr, vocab, row, drafted, max_logit, cut, num_ties, BL
 
 @kernel
 def mass_of_value(value, max_logit, BLOCK: tl.constexpr):
-    # It is computed for a whole block, because the interpreter's library may round a single number differently.
+    # The mass is computed for a whole block, because the interpreter's library may round a single number differently.
     return tl.max(probability_mass(tl.zeros([BLOCK], max_logit.dtype) + value, max_logit), 0)
 
 
@@ -117,7 +118,7 @@ def filter_cut(logits_ptr, vocab, row, drafted, max_logit, top_k, top_p, BLOCK: 
         lowest = tl.maximum(cut, max_logit - 28.0)
         tail, over = find_cut(logits_ptr, vocab, row, drafted, max_logit, lowest, enough, True, BLOCK)
         each = tl.maximum(mass_of_value(tail, max_logit, BLOCK), 1)
-        # There are never more ids than top-k left at this value, because `enough` is at most `left`.
+        # This is at most the number of ids that top-k left at this value, because `enough` is at most `left`.
         ties = (enough - over + each - 1) // each
         cut = tail
     return cut, ties
@@ -125,7 +126,7 @@ def filter_cut(logits_ptr, vocab, row, drafted, max_logit, top_k, top_p, BLOCK: 
 
 @kernel
 def draw_filtered(logits_ptr, vocab, row, drafted, max_logit, filters, k0, k1, BLOCK: tl.constexpr):
-    """The id with the largest logit plus noise among the tokens that filters (top_k, top_p, min_p) leave.
+    """Returns the id with the largest logit plus noise among the tokens that filters (top_k, top_p, min_p) leave.
 
     Ties go to the lower id.
     """

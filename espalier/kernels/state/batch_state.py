@@ -1,7 +1,7 @@
 """A launch's reads and writes of the slot table: BatchState, chains of known tokens, and carried hidden states.
 
-A row of the page pool is page * page_size + offset, with the page from the request's table.  Torch has one copy of this
-arithmetic (kernels/ops/state.py:page_rows), and kernels have one.
+A row of the page pool is page * page_size + offset, with the page from the request's table.
+kernels/ops/state.py:page_rows has this arithmetic for PyTorch, and page_row for kernels.
 """
 
 from __future__ import annotations

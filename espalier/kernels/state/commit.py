@@ -20,7 +20,7 @@ from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 MAX_BLOCK = 2048
 # Bytes that a warp copies at once: 16 per thread, the widest access.
 WARP_BYTES = 512
-# Layers per program, if one program per layer would be more programs than the chip can start quickly.
+# Layers per program if one program per layer would oversubscribe the chip.
 LAYERS_PER_PROGRAM = 4
 TENSORS_PER_LAUNCH = 2
 
@@ -41,7 +41,8 @@ def _commit_kernel(
     NUM_TENSORS: tl.constexpr, NUM_LAYERS: tl.constexpr, SIZES: tl.constexpr, BLOCKS: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Copy NUM_LAYERS layers of one row per program.  staged_layer_strides, committed_layer_strides: strides of a layer, by tensor."""
+    """Copy NUM_LAYERS layers of one row per program.  staged_layer_strides, committed_layer_strides: strides of a
+    layer, by tensor."""
     pdl_trigger_and_wait(USE_PDL)
     n, first = tl.program_id(0), tl.program_id(1).to(tl.int64) * NUM_LAYERS
     source, row = tl.load(source_ptr + n), tl.load(row_ptr + n)
@@ -126,8 +127,8 @@ def _write_results_kernel(
     NUM_FIELDS: tl.constexpr, FIRST_COLUMNS: tl.constexpr, END_COLUMNS: tl.constexpr, EMPTY_VALUE: tl.constexpr,
     BLOCK: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Write one row of the ring entry per program.  Field i fills columns FIRST_COLUMNS[i] to END_COLUMNS[i] - 1 of the row.  Other
-    columns become EMPTY_VALUE."""
+    """Write one row of the ring entry per program.  Field i fills columns FIRST_COLUMNS[i] to END_COLUMNS[i] - 1 of the
+    row.  Other columns become EMPTY_VALUE."""
     pdl_trigger_and_wait(USE_PDL)
     b = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)

@@ -41,7 +41,7 @@ from espalier.kernels.sampling.logit_processors import (
 from espalier.kernels.sampling.noise import gumbel_at, noise_keys
 
 SPLIT = 2048
-# Splits that a warp merges.  They are many, because each child is one step, which is mostly synchronisation.
+# Splits per warp in the merge.  With few warps, the merge's steps (one per child) need little synchronisation.
 SPLITS_PER_WARP = 512
 
 
@@ -61,10 +61,10 @@ def draft_topk_triton(
     """Find each row's topk best children, best first: target ids [B, Q, K] int64, path scores [B, Q, K] float32.
 
     logits: [B, Q, Vd], in the form that pick_triton takes.  d2t: [Vd] int64, the target id of each draft id; None: the
-    vocabularies are the same.  rows: the sampling parameters of each request.  first_positions [B] + offset + row · stride: the
-    position of a row's children.  scores: [B, Q] float32, the path scores of the rows.  drafted: (tokens [B, E],
-    ancestor_bits [B, Q, W]): drafted tokens and, for each row, the bits of the tokens on its path.  mask: [B, Q,
-    ceil(V / 32)] int32, the bits of target ids that may be drafted (sampling/mask.py); None allows all.
+    vocabularies are the same.  rows: the sampling parameters of each request.  first_positions [B] + offset + row ·
+    stride: the position of a row's children.  scores: [B, Q] float32, the path scores of the rows.  drafted: (tokens
+    [B, E], ancestor_bits [B, Q, W]): drafted tokens and, for each row, the bits of the tokens on its path.  mask: [B,
+    Q, ceil(V / 32)] int32, the bits of target ids that may be drafted (sampling/mask.py); None allows all.
 
     A child's score is its row's score plus the child's log-probability (at most 0), in float32.  The log-probability is
     the log_softmax of the processed logits at temperature 0, of processed logits / T + noise if coupled, and of
@@ -73,7 +73,7 @@ def draft_topk_triton(
     batch, queries, vocab = logits.shape
     given = logits_arguments(logits, rows.vocab if d2t is None else d2t.shape[0], rows, first_positions)
     require("draft_topk: scores", scores, (batch, queries), torch.float32, logits)
-    # A placeholder pointer if there is no d2t; the kernel does not read it.
+    # Without d2t, the kernel gets a placeholder pointer, which it does not read.
     of_target = rows.ints if d2t is None else d2t.contiguous()
     if d2t is not None:
         require("draft_topk: d2t", of_target, (vocab,), torch.int64, logits)
@@ -183,10 +183,12 @@ def merge_topk_splits(
     values_ptr, indices_ptr, sums_ptr, row, row_exists, splits, kept_per_split,
     ROWS: tl.constexpr, SPLITS: tl.constexpr, BLOCK_CHILDREN: tl.constexpr, TOPK: tl.constexpr,
 ):  # fmt: skip
-    """The best children of rows [ROWS]: columns, and log-probabilities (float32, at most 0), [ROWS, BLOCK_CHILDREN] each.
+    """The best children of rows [ROWS]: columns, and log-probabilities (float32, at most 0), [ROWS, BLOCK_CHILDREN]
+    each.
 
     Children that do not exist have -inf.
-    A row has `splits` splits.  A split has its `kept_per_split` best values, best first, their columns, and the sum of exp(value
+    A row has `splits` splits.  A split has its `kept_per_split` best values, best first, their columns, and the sum of
+    exp(value
     - best value).  TOPK times, the best first value of all splits is taken, and the next value of its split moves up.
     Among equal values the lower split wins, because its columns are lower.
     """

@@ -40,8 +40,8 @@ from espalier.kernels.tree.draft_topk import noisy_logits
 from espalier.kernels.tree.edges import DepthRows, LowRankEdges
 from espalier.kernels.tree.select_tree import comparable_score
 
-# Columns per program, and the numbers of the rank that it multiplies in a step.  These take 64 kB of bfloat16, so three
-# programs fit in the shared memory of a multiprocessor.
+# Columns per program, and the numbers of the rank that it multiplies in a step.  Columns of this size take
+# 64 kB of bfloat16, so three programs fit in the shared memory of a multiprocessor.
 SPLIT, BLOCK_RANK = 128, 256
 WARPS = 8
 # Requests per program.  They share the columns that the program has read.
@@ -50,7 +50,7 @@ REQUESTS_PER_PROGRAM = 8
 MIN_TILE_ROWS, MAX_TILE_ROWS = 8, 16
 # The fewest columns, and the smallest rank, that tensor cores take.
 MIN_SPLIT, MIN_RANK = 16, 16
-# Values per warp in the search for the best.  They are many, because a step of several warps is mostly synchronisation.
+# Values per warp in the search for the best.  With few warps, a step needs little synchronisation.
 VALUES_PER_WARP = 1024
 
 
@@ -70,9 +70,10 @@ def edge_topk_triton(
     """Write the K best children of each row at `depth` (from 0) to `out`, [B, R, K] each, and return the next rows.
 
     factors_and_states: the rows' factors and states, from edge_factors; None: a row's factor is that of its token.
-    first_positions [B] + depth: the position of the children.  mask: [B, 1, ceil(V / 32)] int32, bits of target ids that may be
-    drafted; forced_tokens: [B, 1] int64, the only token that may be drafted, -1 for several.  d2t, slots, coupled and
-    scores: see draft_topk_triton; penalties count no drafted token.  Raises EspalierError for other shapes and dtypes.
+    first_positions [B] + depth: the position of the children.  mask: [B, 1, ceil(V / 32)] int32, bits of target ids
+    that may be drafted; forced_tokens: [B, 1] int64, the only token that may be drafted, -1 for several.  d2t, slots,
+    coupled and scores: see draft_topk_triton; penalties count no drafted token.  Raises EspalierError for other shapes
+    and dtypes.
     """
     (batch, num_rows, topk), (columns, rank) = out.tokens.shape, edges.column_factors.shape[-2:]
     factors, states = factors_and_states or (None, None)
@@ -172,10 +173,9 @@ def _edge_topk_kernel(
     ROWS: tl.constexpr, SPLIT: tl.constexpr, IS_WEIGHT: tl.constexpr, ACC_DTYPE: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Write the logits x [SPLIT, ROWS] of one split.  A column is a row of the depth; all have one request and
-    position.
+    """Write the logits x [SPLIT, ROWS] of one split.  Column j is row j of the depth.
 
-    The split's columns are weights, so they are read before the wait.  Every other depth takes the splits in reverse,
+    The split's columns are weights, so they are read before the wait.  Every second depth takes the splits in reverse,
     because the columns that the previous depth read last may still be in the L2.
     """
     pdl_trigger(USE_PDL)
@@ -188,7 +188,7 @@ def _edge_topk_kernel(
         split = splits - 1 - split
     index = split * SPLIT + place
     inside = index < num_columns
-    # Columns past the end become the last column, and count as -inf.
+    # Columns past the end read the last column; their logits become -inf.
     of_column = column_factors_ptr + first * column_factors_batch_stride
     of_column += tl.minimum(index, num_columns - 1).to(tl.int64) * column_factors_stride
     if not IS_WEIGHT:
@@ -275,7 +275,8 @@ def _merge_rows_kernel(
 
 @kernel
 def _topk_values(x, index, BLOCK_CHILDREN: tl.constexpr, topk):
-    """The topk best values of x, best first, and their indices, [BLOCK_CHILDREN] each.  Equal values: the lower index first.
+    """The topk best values of x, best first, and their indices, [BLOCK_CHILDREN] each.  Equal values: the lower index
+    first.
 
     NaN counts as -inf.  If fewer than topk values are above -inf, the rest are -inf, with any index.
     """

@@ -1,6 +1,6 @@
 """Edges of a block draft: logits that depend on earlier drafted tokens, as a product of low rank.
 
-A depth is scored row by row.  The rows of depth 1 are the roots, and each depth's candidates give the next depth's rows
+A depth is scored row by row.  Depth 1 has the roots as rows.  Each depth's candidates become the next depth's rows
 (`rank_depth`).  edge_topk.py and edge_factors.py are the kernels; this file has their reference.
 """
 
@@ -32,7 +32,7 @@ class DepthRows(NamedTuple):
 
     @classmethod
     def for_roots(cls, root: Tensor) -> DepthRows:
-        """The rows of depth 1.  root: [B]."""
+        """Returns the rows of depth 1.  root: [B]."""
         return cls(root[:, None], torch.zeros(len(root), 1, device=root.device))
 
 
@@ -88,7 +88,7 @@ class LowRankEdges:
         return self.projection is not None and self.projection.is_recurrent
 
     def factors(self, depth: int, rows: DepthRows) -> tuple[Tensor, Tensor | None]:
-        """The factors of rows, [B, R, rank], and the states after them, [B, R, rank], None if not recurrent."""
+        """Returns the factors of rows, [B, R, rank], and the states after them, [B, R, rank], None if not recurrent."""
         embedded = self.token_factors[rows.tokens.clamp(min=0)]
         if self.projection is None:
             return embedded, None

@@ -1,7 +1,7 @@
 """The lookup of n-gram drafting: finds where the last tokens of a text occurred before.
 
-Grid of the first kernel: (requests, blocks of BLOCK positions).  It covers the longest possible history, so one CUDA
-graph serves all lengths.  Programs beyond a request's length exit at once, so the work follows the real lengths.  The
+Grid of the first kernel: (requests, blocks of BLOCK positions).  The grid covers the longest possible history,
+so one CUDA graph serves all lengths.  Programs beyond a request's length exit at once.  The
 second kernel merges the matches of all blocks, one program per request.
 """
 

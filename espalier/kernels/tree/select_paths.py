@@ -60,16 +60,16 @@ def _pack_tie_break(depth, parent, place, row):
 
 @kernel
 def _unpack_tie_break(tie_break):
-    """(depth, parent, place, row): the inverse of _pack_tie_break."""
+    """Returns (depth, parent, place, row): the inverse of _pack_tie_break."""
     depth, parent = (tie_break >> 26).to(tl.int32), ((tie_break >> 16) & 1023).to(tl.int32)
     return depth, parent, ((tie_break >> 8) & 255).to(tl.int32), (tie_break & 255).to(tl.int32)
 
 
 @kernel
 def _path_key(parent_score, logp):
-    """The integer key of a path's score.  If there is no path, it is below the key of -inf.
+    """Returns the integer key of a path's score; for no path, a key below that of -inf.
 
-    parent_score: the score of the path's parent, which is usable.  So the sum is not -0.0.
+    parent_score: the comparable score of the path's parent, so the sum is not -0.0.
     """
     score = parent_score + logp
     # False for NaN as well.
@@ -83,7 +83,7 @@ def _select_paths_kernel(
     NODES: tl.constexpr, STEPS: tl.constexpr, ROWS: tl.constexpr, TOPK: tl.constexpr, WORDS: tl.constexpr,
     NUM_DOUBLINGS: tl.constexpr, BLOCK: tl.constexpr, NUM_PREFETCHED: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Select node i in step i.  The place of its entry in the frontier gets its next sibling, place i its first child.
+    """Select node i in step i.  Its next sibling takes its place in the frontier, and its first child takes place i.
 
     above: the score of each entry's parent.  All are integers, whose maximum over a warp is one instruction.
     """
@@ -133,8 +133,8 @@ def _prefetch_candidates(
 ):
     """Read the first NUM_PREFETCHED candidates into the L1.  All candidates of the first row are among them.
 
-    The compiler drops a read whose value is not used.  So the function returns two values: whether one of these
-    candidates exists, without which there is no path, and the deepest depth, 1 if no candidate is continued.
+    The compiler would drop a read whose value is not used, so the values are used.  Returns (whether any of these
+    candidates exists, the deepest depth: 1 if no candidate has children).
     """
     i = tl.arange(0, NUM_PREFETCHED)
     score = tl.load(scores_ptr + i, mask=i < NUM_CANDIDATES, other=float("-inf"))
@@ -171,7 +171,7 @@ def _write_tree(
         bits = tl.where(node // 64 == word, one << (node % 64).to(tl.int64), 0)
         # A void node's ancestor is itself.
         ancestor = tl.where(void, node, parent)
-        # Each turn doubles the number of known ancestors, counting the node itself.
+        # Each iteration doubles the number of known ancestors.
         for _ in range(NUM_DOUBLINGS):
             bits |= tl.gather(bits, ancestor, 0)
             ancestor = tl.gather(ancestor, ancestor, 0)

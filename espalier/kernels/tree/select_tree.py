@@ -58,7 +58,7 @@ def select_beams(
 
 @kernel
 def comparable_score(score):
-    """Do in a kernel what `usable` does."""
+    """Returns scores that can be compared, see ops/tree.py:comparable_scores."""
     score = tl.where(score == score, score, float("-inf"))
     return tl.where(score == 0, 0.0, score)
 
@@ -117,7 +117,7 @@ def select_tree(root: Tensor, tokens: Pool, scores: Pool, beams: Pool, topk: int
         block, word_block = next_power_of_2(size), next_power_of_2(tree.num_words)
         _select_tree_kernel[(batch,)](
             root.contiguous(),
-            # Without beams, the kernel gets other tensors, which it does not read.
+            # Without beams, the kernel gets placeholder tensors, which it does not read.
             *(tuple(part.contiguous() for part in parts) for parts in (tokens, scores, beams or tokens)),
             *tree,
             topk,
@@ -141,7 +141,8 @@ def _load_from_pool(
     parts, PARTS: tl.constexpr, FIRST_PART_SIZE: tl.constexpr, LATER_PART_SIZE: tl.constexpr, request, index, mask,
     default,
 ):  # fmt: skip
-    """Load values i of a request's pool.  The first part has FIRST_PART_SIZE values per request, the other parts LATER_PART_SIZE."""
+    """Load values i of a request's pool.  The first part has FIRST_PART_SIZE values per request, the other parts
+    LATER_PART_SIZE."""
     for part in tl.static_range(PARTS):
         if part == 0:
             value = tl.load(
