@@ -163,7 +163,7 @@ def attention_cases(page_sizes: Sequence[int], device: torch.device, in_order: b
 def expert_cases(device: torch.device) -> Iterator[Case]:
     for shape in EXPERTS:
         experts = random_experts(shape, DTYPE, device)
-        sizes = f"{shape.num_experts}, {shape.top_k}", f"{shape.hidden} x {shape.inner}"
+        sizes = f"{shape.num_experts}, {shape.top_k}", f"{shape.hidden_size} x {shape.inner_size}"
         for rows in EXPERT_ROWS:
             yield expert_case((*sizes, f"{rows}"), shape, *experts, DTYPE, rows)
 

@@ -77,7 +77,7 @@ def test_parts_of_gate_and_up_are_added_first(shape, activation, kernel_device):
     """(parts, rows, columns)"""
     parts, rows, size = shape
     generator = torch.Generator().manual_seed(size)
-    halves = torch.randn(parts, rows, activation.halves * size, generator=generator).to(kernel_device)
+    halves = torch.randn(parts, rows, activation.num_matrices * size, generator=generator).to(kernel_device)
     made = activate_partial_sums.triton(halves, torch.float16, activation)
     assert made.dtype == torch.float16 and made.shape == (rows, size)
     assert torch.equal(made, gated_activation.triton(sum_parts.triton(halves, torch.float16), activation))
@@ -144,7 +144,7 @@ def test_an_mlp_takes_it_with_every_weight(activation):
     rounded = QuantisedWeight(drawn("fp8-channel-inputs", (), 2 * 32, 64, cpu), "fp8")
     for weight in (DenseWeight(dense), dense_weight(dense), LastRows(quantised, 32), quantised.rows_from(32), rounded):
         gate_up = Linear(weight)
-        down = Linear(DenseWeight(torch.eye(64 // activation.halves)))
+        down = Linear(DenseWeight(torch.eye(64 // activation.num_matrices)))
         assert torch.equal(GatedMLP(gate_up, down, activation)(x), gated_activation(gate_up(x), activation))
     values = RoundedRows(*quantise_inputs(x, rounded.rounding), x.dtype)
     assert torch.equal(Linear(rounded).gated(values, activation), gated_activation(Linear(rounded)(values), activation))

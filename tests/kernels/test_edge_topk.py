@@ -63,7 +63,7 @@ def random_rows(batch, rows, vocab, seed=0, states_of=None):
     given = DepthRows(tokens, scores.masked_fill(torch.rand(batch, rows, generator=generator) < 0.2, -torch.inf))
     if states_of is None or not states_of.is_recurrent:
         return given
-    before = states_of.before
+    before = states_of.token_factors
     states = torch.rand(batch, rows + 2, before.shape[1], generator=generator).to(before.dtype) - 0.5
     return given._replace(parents=torch.randint(rows + 2, (batch, rows), generator=generator), states=states)
 
@@ -286,13 +286,14 @@ def test_an_empty_batch(kernel_device):
 def test_wrong_shapes_are_refused(kernel_device):
     rows = DepthRows(torch.zeros(1, 2).long(), torch.zeros(1, 2))
     edges = plain(1, 20)
-    for field, cut in (("base", edges.base_logits[..., :5]), ("before", edges.token_factors[:, :5])):
-        with pytest.raises(EspalierError, match="logits needs shape" if field == "base" else "before needs shape"):
+    for field, cut in (("base_logits", edges.base_logits[..., :5]), ("token_factors", edges.token_factors[:, :5])):
+        with pytest.raises(EspalierError, match="(logits|before) needs shape"):
             launched(kernel_device, ({},), LowRankEdges(**{**vars(edges), field: cut}), rows, 3)
     with pytest.raises(EspalierError, match="scores needs shape"):
         launched(kernel_device, ({},), edges, rows._replace(scores=rows.scores[:, :1]), 3)
     with pytest.raises(EspalierError, match="must be dense"):
-        launched(kernel_device, ({},), LowRankEdges(edges.base_logits, edges.token_factors, torch.zeros(16, 20).T), rows, 3)
+        transposed = LowRankEdges(edges.base_logits, edges.token_factors, torch.zeros(16, 20).T)
+        launched(kernel_device, ({},), transposed, rows, 3)
 
 
 # The rows of the next depth, in plain torch

@@ -22,7 +22,7 @@ from espalier.kernels.layers.linear_plans import CHOICES_FILE, LINEAR_TUNING, NO
 from espalier.kernels.runtime.launch import Chip
 
 CHIP = Chip(shared_memory=100_000, processors=10, capability=(9, 0))
-SHAPE = ExpertsShape(num_experts=128, top_k=8, hidden=2048, inner=768)
+SHAPE = ExpertsShape(num_experts=128, top_k=8, hidden_size=2048, inner_size=768)
 
 
 def plans(first: int) -> tuple[ExpertsPlan, ...]:
@@ -76,14 +76,14 @@ def test_rows_find_their_bucket_by_the_pairs_of_an_expert(shipped):
 
 def test_rows_up_to_a_power_of_two_share_a_plan(shipped):
     """So a padded batch and its rows alone have the same bits."""
-    few = ExpertsShape(num_experts=60, top_k=4, hidden=2048, inner=768)
+    few = ExpertsShape(num_experts=60, top_k=4, hidden_size=2048, inner_size=768)
     for low, high in ((17, 32), (33, 64), (65, 128)):
         assert len({plan_for(few, rows, torch.bfloat16, CHIP) for rows in range(low, high + 1)}) == 1
 
 
 def test_a_size_that_was_not_measured_takes_the_nearest(shipped):
     for size, found in (((2048, 1024), SMALL), ((7168, 2048), LARGE)):
-        shape = replace(SHAPE, hidden=size[0], inner=size[1])
+        shape = replace(SHAPE, hidden_size=size[0], inner_size=size[1])
         assert plan_for(shape, 16, torch.bfloat16, CHIP) == found[1]
 
 

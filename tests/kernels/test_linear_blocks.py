@@ -30,7 +30,7 @@ def test_values_have_the_bits_of_the_library(name):
     matrix = drawn(name, 64, 1024)
     theirs = gguf.dequantize(matrix.blocks.numpy(), gguf.GGMLQuantizationType[name])
     kind = BLOCK_TYPES[name]
-    assert gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(kind.gguf_type)] == (kind.values, kind.nbytes)
+    assert gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(kind.gguf_type)] == (kind.block_values, kind.block_bytes)
     assert torch.equal(dequantise_blocks(matrix).view(torch.int32), torch.from_numpy(theirs).view(torch.int32))
     assert torch.equal(dequantise_blocks(matrix, 7, 40), dequantise_blocks(matrix)[7:40])
 

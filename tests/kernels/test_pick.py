@@ -248,11 +248,11 @@ def test_many_rows_are_cut_into_fewer_splits():
 
 def test_what_a_thread_reads_at_once_follows_from_where_rows_begin():
     logits = torch.zeros(2, 3, 176, dtype=torch.bfloat16)
-    assert block_sizes(logits) == {"BLOCK": 32, "UNPROCESSED_BLOCK": 32, "GROUP": 8}
-    assert block_sizes(logits.double()) == {"BLOCK": 32, "UNPROCESSED_BLOCK": 8, "GROUP": 2}
+    assert block_sizes(logits) == {"BLOCK": 32, "UNPROCESSED_BLOCK": 32, "IDS_PER_THREAD": 8}
+    assert block_sizes(logits.double()) == {"BLOCK": 32, "UNPROCESSED_BLOCK": 8, "IDS_PER_THREAD": 2}
     for unaligned in (logits[..., :150], logits.flatten()[1:353].view(1, 2, 176), torch.zeros(1, 2, 180)[..., :176]):
-        assert block_sizes(unaligned)["GROUP"] == 1
-    assert block_sizes(logits[..., :7]) == {"BLOCK": 4, "UNPROCESSED_BLOCK": 4, "GROUP": 1}
+        assert block_sizes(unaligned)["IDS_PER_THREAD"] == 1
+    assert block_sizes(logits[..., :7]) == {"BLOCK": 4, "UNPROCESSED_BLOCK": 4, "IDS_PER_THREAD": 1}
 
 
 def test_the_first_nan_is_named_and_padding_is_greedy(kernel_device):

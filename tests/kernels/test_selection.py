@@ -142,7 +142,7 @@ def test_the_reference_scores_in_chunks_of_queries(monkeypatch):
     asking = IndexQueries(torch.randn(2, 5, 3, 8, generator=generator), torch.randn(2, 5, 3, generator=generator))
     keys = torch.randn(2, 9, 8, generator=generator)
     whole = selection.scores_of(asking, keys)
-    monkeypatch.setattr(selection, "MAX_PRODUCTS", 1)
+    monkeypatch.setattr(selection, "MAX_REFERENCE_PRODUCTS", 1)
     torch.testing.assert_close(selection.scores_of(asking, keys), whole)
 
 

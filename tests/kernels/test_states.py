@@ -198,7 +198,8 @@ def test_a_state_does_not_depend_on_how_a_text_was_cut(keeps, kernel_device):
     path = PathRows(*(each.to(kernel_device) if isinstance(each, Tensor) else each for each in path))
     commit_states.triton(whole, rows, path, keeps.delta)
     for first, count in ((0, 2), (2, 1), (3, 2)):
-        part = path._replace(source_rows=path.source_rows[:, first:].contiguous(), row_counts=path.row_counts * 0 + count, width=5 - first)
+        source, counts = path.source_rows[:, first:].contiguous(), path.row_counts * 0 + count
+        part = path._replace(source_rows=source, row_counts=counts, width=5 - first)
         commit_states.triton(cut, rows, part, keeps.delta)
     assert torch.equal(whole, cut)
 

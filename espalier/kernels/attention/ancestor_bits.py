@@ -14,7 +14,7 @@ from espalier.layout import ANCESTOR_BITS
 WORDS_UNIT = 16
 
 
-def ancestor_mask(parents: Tensor, void: Tensor, levels: int) -> Tensor:
+def ancestor_mask(parents: Tensor, is_void: Tensor, levels: int) -> Tensor:
     """Returns [B, D, D] bool: entry [b, i, j] says that node j is an ancestor of node i, or i itself.
 
     parents: [B, D], the root is its own parent; void: [B, D] bool, nodes that see only themselves; levels: depth of the
@@ -25,7 +25,7 @@ def ancestor_mask(parents: Tensor, void: Tensor, levels: int) -> Tensor:
     towards_root = parents[:, :, None].expand(-1, -1, parents.shape[1])
     for _ in range(levels):
         mask = mask.gather(1, towards_root) | itself
-    return torch.where(void[:, :, None], itself, mask)
+    return torch.where(is_void[:, :, None], itself, mask)
 
 
 def pack_bits(mask: Tensor) -> Tensor:
@@ -41,14 +41,15 @@ def unpack_bits(ancestor_bits: Tensor, nodes: int) -> Tensor:
     return (ancestor_bits[..., None] >> bits & 1).flatten(-2)[..., :nodes].bool()
 
 
-def whole_path_holds(ancestor_bits: Tensor, holds: Tensor) -> Tensor:
-    """[B, D] bool: whether `holds` [B, D] is true for the node and all of its ancestors.  ancestor_bits: [B, D, W]."""
-    return ((ancestor_bits & pack_bits(~holds)[:, None]) == 0).all(-1)
+def whole_path_holds(ancestor_bits: Tensor, node_holds: Tensor) -> Tensor:
+    """[B, D] bool: whether `node_holds` [B, D] is true for the node and all of its ancestors.  ancestor_bits: [B, D,
+    W]."""
+    return ((ancestor_bits & pack_bits(~node_holds)[:, None]) == 0).all(-1)
 
 
-def self_bits(first: int, count: int, num_words: int, device: torch.device) -> Tensor:
+def self_bits(first_row: int, count: int, num_words: int, device: torch.device) -> Tensor:
     """[count, num_words] int64: the ancestor bits of rows first .. first + count, each with only its own bit set."""
-    rows = torch.arange(first, first + count, device=device)
+    rows = torch.arange(first_row, first_row + count, device=device)
     bits = torch.ones_like(rows) << rows % ANCESTOR_BITS
     return bits[:, None] * (torch.arange(num_words, device=device) == (rows // ANCESTOR_BITS)[:, None])
 

@@ -1,8 +1,8 @@
 """The loops of the Triton attention kernels: a query tile over blocks of rows.
 
 `_attend_unmasked_blocks` and `attend_blocks` read committed rows through a page table.  `attend_staged` reads staged
-rows.  Each loop takes and returns the tile's online softmax: (max_score, sum_weights, acc).  tree_attention.py uses
-them for K and V heads, and latent_attention.py for latent rows, whose queries come in two parts.
+rows.  Each loop takes and returns the tile's online softmax: (max_score, sum_weights, acc).  The loops serve
+tree_attention.py (K and V heads) and latent_attention.py (latent rows, whose queries have two parts).
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def _attend_block(
     """Add the rows of two tiles [N, d] to an online softmax in base 2 (Milakov and Gimelshein 2018).
 
     q_rope: the queries' part for the second tile of latent rows; None for K and V.
-    FP8 rows become q's dtype, which is exact.  Their scales are factors of `scale` and of the result.
+    FP8 rows become q's dtype, which is exact.  The FP8 scales are factors of `scale` and of the result.
     Every fused multiply-add is explicit, so that the bits equal those of kernels/hopper/attend.py.  The compiler's
     choice of fusions could change with the code of another loop.
     """
@@ -87,7 +87,7 @@ def _soft_capped(scores, scale, SOFTCAP: tl.constexpr):
     """Soft-cap scores: SOFTCAP · tanh(score / SOFTCAP), in base 2.
 
     A score times `scale` is in base 2; the cap of ±SOFTCAP is in base e.  tanh(x) is computed as 1 - 2 / (1 + e^2x).
-    Its error is at most 2^-24, so the error of a score is at most SOFTCAP · 2^-23.
+    The error of tanh is at most 2^-24, so the error of a score is at most SOFTCAP · 2^-23.
     """
     grown = tl.exp2(scores * (scale * (2.0 / SOFTCAP)))
     return (SOFTCAP * 1.4426950408889634) * (1.0 - 2.0 / (1.0 + grown))
@@ -159,17 +159,17 @@ def rows_of_block(page, begin, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
 
 
 @kernel
-def load_rows(pointer, offsets, row_exists, MASKED: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """Load rows [N, BLOCK] at offsets [N].  Zeros past SIZE and, if MASKED, for rows that do not exist."""
+def load_rows(pointer, offsets, row_exists, MASKED: tl.constexpr, ROW_SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """Load rows [N, BLOCK] at offsets [N].  Zeros past ROW_SIZE and, if MASKED, for rows that do not exist."""
     size = tl.arange(0, BLOCK)
     at = pointer + offsets[:, None] + size[None, :]
     if MASKED:
         mask = row_exists[:, None]
-        if BLOCK != SIZE:
-            mask = mask & (size < SIZE)[None, :]
+        if BLOCK != ROW_SIZE:
+            mask = mask & (size < ROW_SIZE)[None, :]
         rows = tl.load(at, mask=mask, other=0.0)
-    elif BLOCK != SIZE:
-        rows = tl.load(at, mask=(size < SIZE)[None, :], other=0.0)
+    elif BLOCK != ROW_SIZE:
+        rows = tl.load(at, mask=(size < ROW_SIZE)[None, :], other=0.0)
     else:
         rows = tl.load(at)
     return rows
@@ -327,7 +327,7 @@ def write_work_item(
     """
     out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, sink_ptr = results
     divisor = tl.where(sum_weights == 0.0, 1.0, sum_weights)
-    # One division per query instead of one per value.
+    # One division per query is faster than one per value.
     out = times_scale(acc * (1.0 / divisor)[:, None], v_scale_ptr, kv_head)
     lse = lse_of(max_score, sum_weights, scale, dtype)
     if request_splits == 1:

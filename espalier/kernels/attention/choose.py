@@ -45,7 +45,7 @@ def choose_config(inputs: AttentionInputs) -> TritonConfig | HopperConfig:
 
 
 def hopper_supports(inputs: AttentionInputs) -> bool:
-    """Returns whether the Hopper kernel takes these dtypes, sizes and strides; it has no soft-cap."""
+    """Returns whether the Hopper kernel supports these dtypes, sizes and strides, without a soft-cap."""
     if inputs.softcap is not None:
         return False
     q, staged = inputs.q, inputs.staged
@@ -64,7 +64,7 @@ def needs_contiguous_counts(inputs: AttentionInputs) -> bool:
 
 
 def choose_latent_config(inputs: AttentionInputs) -> LatentConfig:
-    """Return the launch configuration of latent attention.  It does not depend on the batch."""
+    """Return the launch configuration of latent attention, which does not depend on the batch."""
     q, staged, fp8 = inputs.q, inputs.staged, inputs.scales is not None
     queries, heads, size = q.shape[1:]
     if _hopper_supports_latent(inputs):

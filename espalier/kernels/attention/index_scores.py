@@ -53,7 +53,8 @@ class SharedMemoryPlan(NamedTuple):
 
 @kernel
 def _score_block(keys, q, weight, is_visible, QUERIES: tl.constexpr, BLOCK_H: tl.constexpr, PRECISION: tl.constexpr):
-    """Returns [BLOCK_N, QUERIES] float32: the scores of keys [BLOCK_N, SIZE] for queries q [SIZE, QUERIES · BLOCK_H].
+    """Returns [BLOCK_N, QUERIES] float32: the scores of keys [BLOCK_N, HEAD_SIZE] for queries q [HEAD_SIZE, QUERIES ·
+    BLOCK_H].
 
     A score of a pair (key, query) that is not `is_visible` is -inf.
     """
@@ -69,7 +70,7 @@ def _store_block(
 ):  # fmt: skip
     """Store scores [BLOCK_N, QUERIES] of rows below `end`, and the highest of each group.
 
-    column: where the row 0 stands in `out_ptr`; group: where its group stands in `highest_ptr`.
+    column: the column of row 0 at out_ptr; group: the column of its group at highest_ptr.
     """
     BLOCK_N: tl.constexpr = score.shape[0]
     QUERIES: tl.constexpr = score.shape[1]
@@ -87,9 +88,9 @@ def _index_scores_kernel(
     q_stride_b, q_stride_q, weight_stride_b, weight_stride_q, key_stride_row, staged_stride_b, staged_stride_r,
     table_stride_b, length_stride_b, bits_stride_b, bits_stride_q, out_stride_b, out_stride_q, highest_stride_b,
     highest_stride_q,
-    HEADS: tl.constexpr, SIZE: tl.constexpr, PAGE_SIZE: tl.constexpr, PRECISION: tl.constexpr, GROUP_ROWS: tl.constexpr,
-    QUERIES: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    STAGES: tl.constexpr, USE_PDL: tl.constexpr,
+    HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr, PAGE_SIZE: tl.constexpr, PRECISION: tl.constexpr,
+    GROUP_ROWS: tl.constexpr, QUERIES: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, STAGES: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid: (blocks of QUERIES queries, programs that share a request's keys, B).  So programs with the same keys run
     at the same time, and the keys come from memory once."""
@@ -102,8 +103,8 @@ def _index_scores_kernel(
     is_head = (of_head < queries) & (head < HEADS)
     weight = tl.load(weight_ptr + request * weight_stride_b + of_head * weight_stride_q + head, mask=is_head, other=0.0)
     q = tl.load(
-        q_ptr + request * q_stride_b + (of_head.to(tl.int64) * q_stride_q + head * SIZE)[:, None] + value[None, :],
-        mask=is_head[:, None] & (value < SIZE)[None, :], other=0.0,
+        q_ptr + request * q_stride_b + (of_head.to(tl.int64) * q_stride_q + head * HEAD_SIZE)[:, None] + value[None, :],
+        mask=is_head[:, None] & (value < HEAD_SIZE)[None, :], other=0.0,
     )  # fmt: skip
     q = tl.trans(q)
     out = out_ptr + request * out_stride_b
@@ -120,7 +121,7 @@ def _index_scores_kernel(
         at = (block * BLOCK_N + offset)[:, None]
         keys = tl.load(
             key_ptr + (row * key_stride_row)[:, None] + value[None, :],
-            mask=(at < length) & (value < SIZE)[None, :], other=0.0,
+            mask=(at < length) & (value < HEAD_SIZE)[None, :], other=0.0,
         )  # fmt: skip
         score = _score_block(keys, q, weight, at >= prefix_begin, QUERIES, BLOCK_H, PRECISION)
         _store_block(
@@ -132,7 +133,7 @@ def _index_scores_kernel(
         at = (block * BLOCK_N + offset)[:, None]
         keys = tl.load(
             staged_ptr + request * staged_stride_b + at.to(tl.int64) * staged_stride_r + value[None, :],
-            mask=(at < rows) & (value < SIZE)[None, :], other=0.0,
+            mask=(at < rows) & (value < HEAD_SIZE)[None, :], other=0.0,
         )  # fmt: skip
         word = tl.load(
             bits_ptr + request * bits_stride_b + query * bits_stride_q + at // 64,
@@ -148,8 +149,7 @@ def _index_scores_kernel(
 
 
 def _plan_shared_memory(gpu: Chip, queries: int, heads: int, size: int, itemsize: int) -> SharedMemoryPlan:
-    """Returns the plan of a program's shared memory.  It does not change the bits: each query's heads are added
-    alone."""
+    """Returns a program's shared memory plan.  The plan changes no bits, because each query's heads are added alone."""
     block_h, row_bytes = max(next_power_of_2(heads), 16), max(next_power_of_2(size), 16) * itemsize
     columns = MAX_COLUMNS if itemsize == 2 else MAX_FLOAT32_COLUMNS
     room = (gpu.shared_memory_per_program(PROGRAMS_PER_PROCESSOR) - STAGES * BLOCK_N * row_bytes) // row_bytes
@@ -192,7 +192,7 @@ def index_scores(queries: IndexQueries, keys: IndexKeys, ancestor_bits: Tensor) 
         *(keys.page_table.stride(0), keys.length.stride(0), *ancestor_bits.stride()[:2]),
         *(*scores.rows.stride()[:2], *scores.groups.stride()[:2]),
         HEADS=heads,
-        SIZE=size,
+        HEAD_SIZE=size,
         PAGE_SIZE=keys.page_size,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         GROUP_ROWS=GROUP_ROWS,

@@ -2,7 +2,7 @@
 
 K is the whole row and V is its first part.  A block of rows is loaded once and used as both.  Triton's tiles have sizes
 of powers of two, so the block is two tiles: the latent, which is V, and the RoPE part.  All heads share one row, so
-there is one KV head.  Work items, splits, partial results, their merge and the plain-torch reference are those of
+there is one KV head.  Work items, splits, partial results, their merge and the reference are shared with
 tree_attention.py.  On Hopper, rows of 512 + 64 values in two-byte dtypes have other kernels: hopper/latent.py, and
 hopper/latent_few.py for one node of up to 16 heads.
 """
@@ -137,7 +137,7 @@ def latent_attention(
         return out, lse
     is_split = splits.policy.max_splits > 1
     if partials is None:
-        # Without splits no buffer is needed.  It would take 256 KB per query with 128 heads.
+        # Without splits no buffer is needed; a buffer would take 256 KB per query with 128 heads.
         partials = PartialResults.allocate(splits, *out.shape[1:]) if is_split else PartialResults(out, lse)
     if config is None:
         config = choose_latent_config(inputs)
@@ -185,7 +185,7 @@ def _launch_kernel(
 def _constexpr_arguments(config: TritonConfig, size: int, v_size: int, dtype: torch.dtype) -> dict[str, Any]:
     block_v, block_rope = latent_tile_widths(size, v_size)
     sizes = {"V_SIZE": v_size, "ROPE_SIZE": size - v_size, "BLOCK_V": block_v, "BLOCK_ROPE": block_rope}
-    return config.constants(dtype) | sizes
+    return config.constexpr_arguments(dtype) | sizes
 
 
 def _check_inputs(inputs: AttentionInputs) -> AttentionInputs:

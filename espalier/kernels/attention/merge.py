@@ -185,8 +185,8 @@ def merge_splits(
     few = few if few <= MAX_FEW_SPLITS else block_splits
     block_v = max(MIN_BLOCK_V, min(next_power_of_2(v_size), MAX_BLOCK_V, PROGRAM_VALUES // block_splits))
     num_parts = -(-v_size // block_v)
-    # A power of two that divides the heads, so that pairs merged at once belong to one request.  It must not depend on
-    # the batch, because it changes the order of a thread's sums, and thereby the bits.
+    # A power of two that divides the heads, so that pairs merged at once belong to one request.  The number must not
+    # depend on the batch, because it changes the order of a thread's sums, and thereby the bits.
     pairs = min(max(SPLITS_PER_PROGRAM // few, 1), heads & -heads) if queries > 1 else 1
     most_programs = chip(out).processors * PROGRAMS_PER_PROCESSOR // num_parts
     num_programs = min(batch * pairs_per_request // pairs, most_programs)

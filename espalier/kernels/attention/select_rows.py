@@ -122,13 +122,13 @@ def _find_threshold(
 
 
 @kernel
-def _place_chosen(seen, pattern, high_pattern, pattern_span, num_left_out, num_above_before, num_equal_before):
+def _place_chosen(is_visible, pattern, high_pattern, pattern_span, num_left_out, num_above_before, num_equal_before):
     """Returns (taken, places, scores above the threshold, scores at it) of a chunk (see `_find_threshold`).
 
     num_above_before, num_equal_before: in earlier chunks.
     """
-    above = seen & (pattern > high_pattern)
-    equal = seen & (pattern <= high_pattern) & (high_pattern - pattern <= pattern_span)
+    above = is_visible & (pattern > high_pattern)
+    equal = is_visible & (pattern <= high_pattern) & (high_pattern - pattern <= pattern_span)
     # One sum counts both in its low and high 16 bits, because a chunk has fewer than 2^16 scores.
     both = above.to(tl.int32) | (equal.to(tl.int32) << 16)
     upto, total = tl.cumsum(both, 0), tl.sum(both, 0)
@@ -213,8 +213,8 @@ def _write_rows(
 def _write_bits(
     scores, words, rows, high_pattern, pattern_span, num_wanted, WORDS: tl.constexpr, WORD_BITS: tl.constexpr
 ):
-    """Write the bits of the chosen staged rows.  They come last, so the last `num_wanted` of them at the threshold
-    are."""
+    """Write the bits of the chosen staged rows.  These rows have the last positions, so the last `num_wanted` rows at
+    the threshold are set."""
     at = tl.arange(0, WORDS * WORD_BITS)
     exists = at < rows
     pattern = _score_pattern(tl.load(scores + at, mask=exists, other=float("-inf")))

@@ -53,13 +53,13 @@ from espalier.kernels.runtime.launch import chip, next_power_of_2, require
 
 
 @kernel
-def _load_queries(q_ptr, offsets, exists, FP8: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+def _load_queries(q_ptr, offsets, query_exists, FP8: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK: tl.constexpr):
     """Load queries [M, BLOCK] at offsets [M].  If rows are FP8, bfloat16 queries become float16.
 
-    One instruction converts two FP8 values to float16; to bfloat16 it takes four (docs/design.md).  Queries too large
+    Two FP8 values become float16 with one instruction, and bfloat16 with four (docs/design.md).  Queries too large
     for float16 become NaN, so that the request fails.  Infinite queries could give scores of -inf, like masked rows.
     """
-    q = load_rows(q_ptr, offsets, exists, True, SIZE, BLOCK)
+    q = load_rows(q_ptr, offsets, query_exists, True, HEAD_SIZE, BLOCK)
     if FP8 and q.dtype == tl.bfloat16:
         values = q.to(tl.float32)
         q = tl.where(tl.abs(values) <= 65504.0, values, float("nan")).to(tl.float16)
@@ -212,7 +212,12 @@ def _launch_kernel(
 
 def _constexpr_arguments(config: TritonConfig, k_size: int, v_size: int, dtype: torch.dtype) -> dict[str, Any]:
     block_k, block_v = (max(16, next_power_of_2(size)) for size in (k_size, v_size))
-    return config.constants(dtype) | {"K_SIZE": k_size, "V_SIZE": v_size, "BLOCK_K": block_k, "BLOCK_V": block_v}
+    return config.constexpr_arguments(dtype) | {
+        "K_SIZE": k_size,
+        "V_SIZE": v_size,
+        "BLOCK_K": block_k,
+        "BLOCK_V": block_v,
+    }
 
 
 def _check_inputs(inputs: AttentionInputs) -> AttentionInputs:

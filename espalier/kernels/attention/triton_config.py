@@ -25,7 +25,7 @@ class TritonConfig:
     stages: int
     programs_per_processor: int = 1
 
-    def constants(self, dtype: torch.dtype) -> dict[str, Any]:
+    def constexpr_arguments(self, dtype: torch.dtype) -> dict[str, Any]:
         """Returns the constexpr arguments and options that the kernels take from it.  dtype: of the queries."""
         return {
             "PRECISION": "ieee" if dtype == torch.float32 else "tf32",

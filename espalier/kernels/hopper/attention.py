@@ -1,8 +1,8 @@
 """Warp-specialized tree attention for Hopper: some warps load rows, the others attend.
 
 The kernel has the work items, splits, blocks and order of sums of kernels/attention/tree_attention.py, and gives the
-same bits.  It takes two-byte types and head sizes 64 and 128, if the packed queries of a KV head fill more than a
-fourth of a 64-row tensor core tile.
+same bits.  The kernel supports two-byte types and head sizes 64 and 128, if the packed queries of a KV head fill more
+than a fourth of a 64-row tensor core tile.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def hopper_attention_kernel(
     staged_k_stride_r, staged_k_stride_h, staged_v_stride_b, staged_v_stride_r, staged_v_stride_h, table_stride_b,
     position_stride_b, position_stride_q, row_position_stride_b, row_position_stride_r, bits_stride_b, bits_stride_q,
     k_descriptor, v_descriptor, contiguous_ptr,
-    KV_HEADS: gl.constexpr, GROUP_SIZE: gl.constexpr, SIZE: gl.constexpr,
+    KV_HEADS: gl.constexpr, GROUP_SIZE: gl.constexpr, HEAD_SIZE: gl.constexpr,
     PAGE_SIZE: gl.constexpr, WINDOW: gl.constexpr, STAGED: gl.constexpr, HAS_SINK: gl.constexpr,
     LONGEST_FIRST: gl.constexpr, SAME_STRIDES: gl.constexpr, CONTIGUOUS: gl.constexpr,
     WARPGROUPS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, RAW_STAGES: gl.constexpr,
@@ -46,11 +46,12 @@ def hopper_attention_kernel(
     attended: gl.constexpr = gl.float16 if FP8 else dtype
     CONSTANTS: gl.constexpr = HopperConstants(
         KV_HEADS, GROUP_SIZE, PAGE_SIZE, WINDOW, STAGED, LONGEST_FIRST, SAME_STRIDES, CONTIGUOUS,
-        WIDTHS=(SIZE, SIZE), COLUMNS=(0, 0), ROW_SIZE=2 * SIZE, OUT_SIZE=SIZE, BLOCK_M=64 * WARPGROUPS, BLOCK_N=BLOCK_N,
-        RAW_STAGES=RAW_STAGES, LOAD_WARPS=LOAD_WARPS, CONVERT_WARPS=CONVERT_WARPS, USE_PDL=USE_PDL,
+        WIDTHS=(HEAD_SIZE, HEAD_SIZE), COLUMNS=(0, 0), ROW_SIZE=2 * HEAD_SIZE, OUT_SIZE=HEAD_SIZE,
+        BLOCK_M=64 * WARPGROUPS, BLOCK_N=BLOCK_N, RAW_STAGES=RAW_STAGES, LOAD_WARPS=LOAD_WARPS,
+        CONVERT_WARPS=CONVERT_WARPS, USE_PDL=USE_PDL,
     )
-    q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, SIZE], dtype)
-    q_shared = gl.allocate_shared_memory(dtype, [WARPGROUPS, 64, SIZE], q_layout)
+    q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, HEAD_SIZE], dtype)
+    q_shared = gl.allocate_shared_memory(dtype, [WARPGROUPS, 64, HEAD_SIZE], q_layout)
     stages = make_stages(attended, STAGES, 1 if FP8 else 32 * LOAD_WARPS, WARPGROUPS, CONSTANTS)
     # FP8 rows are loaded into separate stages.
     loaded = stages
@@ -119,7 +120,7 @@ def hopper_constants(config: HopperConfig, size: int, same_strides: bool) -> dic
     load_warps, load_registers = config.load_warps
     convert_warps, convert_registers = config.convert_warps
     return {
-        "SIZE": size,
+        "HEAD_SIZE": size,
         "SAME_STRIDES": same_strides,
         "WARPGROUPS": config.warpgroups,
         "BLOCK_N": BLOCK_N,

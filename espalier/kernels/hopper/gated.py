@@ -196,7 +196,7 @@ def _hopper_gated_kernel(
 def hopper_gated(x: Tensor, weight: Tensor) -> Tensor:
     """silu(x · gateᵀ) · (x · upᵀ) as a new tensor [rows, out].  x: [rows, in]; weight: [2·out, in], gate over up.
 
-    bfloat16 on Hopper, with contiguous rows that are aligned to 16 bytes.  The reference is that of `linear_gated`.
+    bfloat16 on Hopper, with contiguous rows that are aligned to 16 bytes.  The reference is linear_gated.reference.
     Raises EspalierError for other shapes, dtypes and layouts.
     """
     (rows, num_in), num_out = x.shape, weight.shape[0] // 2

@@ -1,7 +1,7 @@
 """Warp-specialized attention over latent rows of 512 + 64 values, for Hopper.
 
-Work items, splits and masks are those of kernels/attention/latent_attention.py.  The loading warps copy each block of
-rows into shared memory once, for K and V.  Two warpgroups attend: each sums one half of the values.
+Work items, splits and masks are the same as in kernels/attention/latent_attention.py.  The loading warps copy each
+block of rows into shared memory once, for K and V.  Two warpgroups attend: each sums one half of the values.
 """
 
 from __future__ import annotations
@@ -61,14 +61,14 @@ def copy_queries(
 
 
 @gluon_kernel
-def _write_half(results, plan, item, out, factor, first_column, CONSTANTS: gl.constexpr, OUT: gl.constexpr):
+def _write_half(results, plan, item, out, factor, first_column, CONSTANTS: gl.constexpr, OUT_LAYOUT: gl.constexpr):
     """Write out * factor to HALF columns from first_column on, of the results or of a split's partial results."""
     HEADS: gl.constexpr = CONSTANTS.GROUP_SIZE
     HALF: gl.constexpr = CONSTANTS.OUT_SIZE
     out_ptr, _lse_ptr, partial_ptr, _partial_lse_ptr, _row_scale = results
-    result = out * gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(1, OUT)), 1)
-    at = gl.expand_dims(item.tile * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, OUT)), 1)
-    column = gl.expand_dims(first_column + gl.arange(0, HALF, layout=gl.SliceLayout(0, OUT)), 0)
+    result = out * gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(1, OUT_LAYOUT)), 1)
+    at = gl.expand_dims(item.tile * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, OUT_LAYOUT)), 1)
+    column = gl.expand_dims(first_column + gl.arange(0, HALF, layout=gl.SliceLayout(0, OUT_LAYOUT)), 0)
     rows = plan.queries * HEADS
     if item.request_splits == 1:
         row = item.request * rows + at
@@ -88,8 +88,8 @@ def score_and_sum_left_half(
     """
     HEADS: gl.constexpr = CONSTANTS.GROUP_SIZE
     HALF: gl.constexpr = CONSTANTS.OUT_SIZE
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CONSTANTS.BLOCK_N, 16])
-    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
+    SCORE_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CONSTANTS.BLOCK_N, 16])
+    OUT_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
     _out_ptr, lse_ptr, _partial_ptr, partial_lse_ptr, row_scale = results
     num_work_items = plan.num_splits * plan.num_tiles
     backwards = 0
@@ -102,18 +102,18 @@ def score_and_sum_left_half(
             item = load_work_item(plan, work_item, 1, CONSTANTS.LONGEST_FIRST)
             first_packed = item.tile * 64
             copy_queries(q_shared, q_rows, item.request, first_packed, plan.queries, HEADS, CONSTANTS.COLUMNS)
-            extent = work_item_extent(plan, item, unused_positions, gl.SliceLayout(1, SCORES), CONSTANTS)
-            packed = packed_queries(plan, item, first_packed, unused_positions, CONSTANTS, SCORES)
+            extent = work_item_extent(plan, item, unused_positions, gl.SliceLayout(1, SCORE_LAYOUT), CONSTANTS)
+            packed = packed_queries(plan, item, first_packed, unused_positions, CONSTANTS, SCORE_LAYOUT)
             queries = make_queries(plan, item, extent, first_packed, packed, unused_positions, ancestor_bits, CONSTANTS)
             out, max_score, sum_weights = attend_work_item(
                 q_shared, stages, stages.tiles[0], exchange, blocks_done, blocks_sent, scale, queries, extent,
-                CONSTANTS, SCORES, OUT,
+                CONSTANTS, SCORE_LAYOUT, OUT_LAYOUT,
             )
             blocks_done += extent.num_blocks
             blocks_sent += extent.num_blocks
             trigger_merge(base, num_work_items, CONSTANTS.USE_PDL)
             divisor = gl.where(sum_weights == 0.0, 1.0, sum_weights)
-            # One division per query instead of one per value.  row_scale: the scale of FP8 rows, else 1.
+            # One division per query is faster than one per value.  row_scale: the scale of FP8 rows, else 1.
             factor = row_scale / divisor
             # The second warpgroup gets the factor last, in the slot of a decay.
             slot = stage_of(exchange, blocks_sent)
@@ -122,8 +122,8 @@ def score_and_sum_left_half(
             hopper.mbarrier.arrive(exchange.full.index(slot), count=1)
             blocks_sent += 1
             lse = lse_of(max_score, sum_weights, scale, stages.tiles[0].dtype)
-            _write_half(results, plan, item, out, factor, 0, CONSTANTS, OUT)
-            index = first_packed + gl.arange(0, 64, layout=gl.SliceLayout(1, SCORES))
+            _write_half(results, plan, item, out, factor, 0, CONSTANTS, OUT_LAYOUT)
+            index = first_packed + gl.arange(0, 64, layout=gl.SliceLayout(1, SCORE_LAYOUT))
             rows = plan.queries * HEADS
             if item.request_splits == 1:
                 gl.store(lse_ptr + (item.request * rows + index), lse * 0.6931471805599453, mask=index < rows)
@@ -135,7 +135,7 @@ def score_and_sum_left_half(
 def sum_right_half(stages, exchange, plan, unused_positions, results, CONSTANTS: gl.constexpr):
     """Run the second warpgroup, which sums the right half of the values with the first warpgroup's weights."""
     HALF: gl.constexpr = CONSTANTS.OUT_SIZE
-    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
+    OUT_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
     weight_slots, decay_slots = exchange.tiles
     num_work_items = plan.num_splits * plan.num_tiles
     backwards = 0
@@ -146,13 +146,13 @@ def sum_right_half(stages, exchange, plan, unused_positions, results, CONSTANTS:
         backwards = 1 - backwards
         if work_item < num_work_items:
             item = load_work_item(plan, work_item, 1, CONSTANTS.LONGEST_FIRST)
-            extent = work_item_extent(plan, item, unused_positions, gl.SliceLayout(1, OUT), CONSTANTS)
-            out = gl.full([64, HALF], 0.0, gl.float32, layout=OUT)
+            extent = work_item_extent(plan, item, unused_positions, gl.SliceLayout(1, OUT_LAYOUT), CONSTANTS)
+            out = gl.full([64, HALF], 0.0, gl.float32, layout=OUT_LAYOUT)
             for t in range(extent.num_blocks):
                 slot, stage = stage_of(exchange, blocks_sent), stage_of(stages, blocks_done)
                 wait_until_full(stages, blocks_done, True)
                 wait_until_full(exchange, blocks_sent, True)
-                decay = decay_slots.index(slot).load(gl.SliceLayout(1, OUT))
+                decay = decay_slots.index(slot).load(gl.SliceLayout(1, OUT_LAYOUT))
                 out = out * gl.expand_dims(decay, 1)
                 # The fence is for rows that threads wrote.  The first warpgroup has fenced the weights.
                 if (CONSTANTS.CONTIGUOUS != 1 and CONSTANTS.RAW_STAGES == 0) or t >= extent.num_unmasked:
@@ -166,10 +166,10 @@ def sum_right_half(stages, exchange, plan, unused_positions, results, CONSTANTS:
                 blocks_sent += 1
             slot = stage_of(exchange, blocks_sent)
             wait_until_full(exchange, blocks_sent, True)
-            factor = decay_slots.index(slot).load(gl.SliceLayout(1, OUT))
+            factor = decay_slots.index(slot).load(gl.SliceLayout(1, OUT_LAYOUT))
             hopper.mbarrier.arrive(exchange.empty.index(slot), count=1)
             blocks_sent += 1
-            _write_half(results, plan, item, out, factor, HALF, CONSTANTS, OUT)
+            _write_half(results, plan, item, out, factor, HALF, CONSTANTS, OUT_LAYOUT)
 # fmt: on
 
 

@@ -2,7 +2,7 @@
 
 hopper/latent.py pads 16 queries to the 64 rows of a tensor core tile, and so computes four times as much as needed.
 In this kernel the operands are swapped: a tile has 64 rows of the cache, and the queries are its 16 columns.  So one
-warpgroup is as fast as memory.  Work items, splits, loading warps and stages are those of hopper/latent.py.
+warpgroup is as fast as memory.  Work items, splits, loading warps and stages are the same as in hopper/latent.py.
 
     scores [64 rows, 16] = rows · queriesᵀ        out [512, 16] = rowsᵀ · weights [64 rows, 16]
 """
@@ -44,10 +44,10 @@ REGISTERS_AT_LAUNCH, LOAD_REGISTERS = 200, 152
 
 # fmt: off
 @gluon_kernel
-def _is_visible(step, plan, extent, bits_ptr, KEYS: gl.constexpr, CONSTANTS: gl.constexpr):
+def _is_visible(step, plan, extent, bits_ptr, KEY_LAYOUT: gl.constexpr, CONSTANTS: gl.constexpr):
     """[BLOCK_N] bool: the rows of the t-th block that the only node sees.  bits_ptr: the node's ancestor bits."""
     BLOCK_N: gl.constexpr = CONSTANTS.BLOCK_N
-    offset = gl.arange(0, BLOCK_N, layout=KEYS)
+    offset = gl.arange(0, BLOCK_N, layout=KEY_LAYOUT)
     if step < extent.num_committed:
         at = extent.begin + block_index(step, extent.num_lower, extent.num_unmasked) * BLOCK_N + offset
         seen = (at >= plan.first_position) & (at < extent.end)
@@ -65,18 +65,18 @@ def _is_visible(step, plan, extent, bits_ptr, KEYS: gl.constexpr, CONSTANTS: gl.
 @gluon_kernel
 def _attend_work_item(
     q_shared, weight_shared, stages, blocks_done, plan, extent, bits_ptr, scale,
-    CONSTANTS: gl.constexpr, SCORES: gl.constexpr,
+    CONSTANTS: gl.constexpr, SCORE_LAYOUT: gl.constexpr,
 ):
     """Attend to one work item.  Returns (halves of out, each [OUT_SIZE, 16], max_score, sum_weights)."""
     HALF: gl.constexpr = CONSTANTS.OUT_SIZE
     BLOCK_N: gl.constexpr = CONSTANTS.BLOCK_N
     COLUMNS: gl.constexpr = q_shared[0].shape[0]
-    zeros = gl.full([BLOCK_N, COLUMNS], 0.0, gl.float32, layout=SCORES)
-    left = gl.full([HALF, COLUMNS], 0.0, gl.float32, layout=SCORES)
-    right = gl.full([HALF, COLUMNS], 0.0, gl.float32, layout=SCORES)
-    max_score = gl.full([COLUMNS], float("-inf"), gl.float32, layout=gl.SliceLayout(0, SCORES))
+    zeros = gl.full([BLOCK_N, COLUMNS], 0.0, gl.float32, layout=SCORE_LAYOUT)
+    left = gl.full([HALF, COLUMNS], 0.0, gl.float32, layout=SCORE_LAYOUT)
+    right = gl.full([HALF, COLUMNS], 0.0, gl.float32, layout=SCORE_LAYOUT)
+    max_score = gl.full([COLUMNS], float("-inf"), gl.float32, layout=gl.SliceLayout(0, SCORE_LAYOUT))
     # Each thread adds its own weights.  The sum over rows comes at the end.
-    sums = gl.full([BLOCK_N, COLUMNS], 0.0, gl.float32, layout=SCORES)
+    sums = gl.full([BLOCK_N, COLUMNS], 0.0, gl.float32, layout=SCORE_LAYOUT)
     for t in range(extent.num_blocks):
         stage = stage_of(stages, blocks_done)
         wait_until_full(stages, blocks_done, True)
@@ -91,7 +91,7 @@ def _attend_work_item(
             )
         scores = hopper.warpgroup_mma_wait(num_outstanding=0, deps=[scores])
         if t >= extent.num_unmasked:
-            seen = _is_visible(t, plan, extent, bits_ptr, gl.SliceLayout(1, SCORES), CONSTANTS)
+            seen = _is_visible(t, plan, extent, bits_ptr, gl.SliceLayout(1, SCORE_LAYOUT), CONSTANTS)
             scores = gl.where(gl.expand_dims(seen, 1), scores, float("-inf"))
         new_max = gl.maximum(max_score, gl.max(scores, 0))
         # All scores are -inf until the first visible row; -inf - -inf would be NaN.
@@ -122,7 +122,7 @@ def _attend_work_items(
     HEADS: gl.constexpr = CONSTANTS.GROUP_SIZE
     HALF: gl.constexpr = CONSTANTS.OUT_SIZE
     COLUMNS: gl.constexpr = q_shared[0].shape[0]
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    SCORE_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     out_ptr, lse_ptr, partial_ptr, partial_lse_ptr = results
     backwards = 0
     blocks_done = 0
@@ -132,18 +132,18 @@ def _attend_work_items(
         if work_item < plan.num_splits:
             item = load_work_item(plan, work_item, 1, CONSTANTS.LONGEST_FIRST)
             copy_queries(q_shared, q_rows, item.request, 0, plan.queries, HEADS, CONSTANTS.COLUMNS)
-            extent = work_item_extent(plan, item, ancestor_bits, gl.SliceLayout(0, SCORES), CONSTANTS)
+            extent = work_item_extent(plan, item, ancestor_bits, gl.SliceLayout(0, SCORE_LAYOUT), CONSTANTS)
             left, right, max_score, sum_weights = _attend_work_item(
                 q_shared, weight_shared, stages, blocks_done, plan, extent,
-                ancestor_bits.pointer + item.request * ancestor_bits.request_stride, scale, CONSTANTS, SCORES,
+                ancestor_bits.pointer + item.request * ancestor_bits.request_stride, scale, CONSTANTS, SCORE_LAYOUT,
             )
             blocks_done += extent.num_blocks
             trigger_merge(base, plan.num_splits, CONSTANTS.USE_PDL)
             divisor = gl.where(sum_weights == 0.0, 1.0, sum_weights)
             factor = gl.expand_dims(1.0 / divisor, 0)
             lse = lse_of(max_score, sum_weights, scale, weight_shared.dtype)
-            head = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, SCORES))
-            column = gl.expand_dims(gl.arange(0, HALF, layout=gl.SliceLayout(1, SCORES)), 1)
+            head = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, SCORE_LAYOUT))
+            column = gl.expand_dims(gl.arange(0, HALF, layout=gl.SliceLayout(1, SCORE_LAYOUT)), 1)
             exists = gl.expand_dims(head < HEADS, 0)
             if item.request_splits == 1:
                 row = item.request * HEADS + head

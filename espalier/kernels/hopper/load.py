@@ -1,8 +1,8 @@
 """The loading and the converting warps of the Hopper kernels, which fill the stages of shared memory.
 
-Loading warps copy the blocks of each work item.  They run ahead of the attending warps (kernels/hopper/attend.py) by up
-to STAGES blocks, across work items.  A stage's `empty` barrier tells the loading warps that the stage is free.  Its
-`full` barrier tells the attending warps that the rows are there.
+Loading warps copy the blocks of each work item, up to STAGES blocks ahead of the attending warps
+(kernels/hopper/attend.py), across work items.  A stage's `empty` barrier tells the loading warps that the stage is
+free.  Its `full` barrier tells the attending warps that the rows are there.
 
 TMA copies a block with one instruction if the block is contiguous in the pool.  All blocks are contiguous if a page
 holds whole blocks, and most blocks if free pages were in order.  cp.async gathers the other blocks from pages of any
@@ -24,12 +24,14 @@ from espalier.kernels.runtime.jit import gluon_kernel
 
 
 @gluon_kernel
-def _load_page_ids(table, first_position, end, PAGE_SIZE: gl.constexpr, BLOCK_N: gl.constexpr, ROWS: gl.constexpr):
+def _load_page_ids(
+    table, first_position, end, PAGE_SIZE: gl.constexpr, BLOCK_N: gl.constexpr, ROW_LAYOUT: gl.constexpr
+):
     """The pages of BLOCK_N positions from first_position on, a multiple of BLOCK_N; a scalar if one page holds them."""
     if PAGE_SIZE % BLOCK_N == 0:
         page = gl.load(table + first_position // PAGE_SIZE, mask=first_position < end, other=0)
     else:
-        offset = gl.arange(0, BLOCK_N, layout=ROWS)
+        offset = gl.arange(0, BLOCK_N, layout=ROW_LAYOUT)
         if BLOCK_N % PAGE_SIZE == 0:
             page = gl.load(
                 table + first_position // PAGE_SIZE + offset // PAGE_SIZE, mask=first_position + offset < end, other=0
@@ -41,9 +43,9 @@ def _load_page_ids(table, first_position, end, PAGE_SIZE: gl.constexpr, BLOCK_N:
 
 
 @gluon_kernel
-def _pool_rows(page, first_position, PAGE_SIZE: gl.constexpr, BLOCK_N: gl.constexpr, ROWS: gl.constexpr):
+def _pool_rows(page, first_position, PAGE_SIZE: gl.constexpr, BLOCK_N: gl.constexpr, ROW_LAYOUT: gl.constexpr):
     """Returns (row, row_offset [BLOCK_N]): the positions from first_position on are in pool rows row + row_offset."""
-    offset = gl.arange(0, BLOCK_N, layout=ROWS)
+    offset = gl.arange(0, BLOCK_N, layout=ROW_LAYOUT)
     row = gl.to_tensor(0)
     if PAGE_SIZE % BLOCK_N == 0:
         row = page * PAGE_SIZE + first_position % PAGE_SIZE
@@ -56,12 +58,12 @@ def _pool_rows(page, first_position, PAGE_SIZE: gl.constexpr, BLOCK_N: gl.conste
 
 
 @gluon_kernel
-def _copy_to_tile(tile, pointer, offsets, exists, MASKED: gl.constexpr, LOAD_LAYOUT: gl.constexpr):
+def _copy_to_tile(tile, pointer, offsets, row_exists, MASKED: gl.constexpr, LOAD_LAYOUT: gl.constexpr):
     """Start a copy of the rows at offsets [BLOCK_N] into a tile.  If MASKED, rows that do not exist become zeros."""
     column = gl.arange(0, tile.shape[1], layout=gl.SliceLayout(0, LOAD_LAYOUT))
     at = gl.expand_dims(offsets, 1) + gl.expand_dims(column, 0)
     if MASKED:
-        hopper.async_copy.async_copy_global_to_shared(tile, pointer + at, mask=gl.expand_dims(exists, 1))
+        hopper.async_copy.async_copy_global_to_shared(tile, pointer + at, mask=gl.expand_dims(row_exists, 1))
     else:
         hopper.async_copy.async_copy_global_to_shared(tile, pointer + at)
 
@@ -83,7 +85,7 @@ def _element_offset(row_offset, stride, FITS_32_BITS: gl.constexpr):
 # fmt: off
 @gluon_kernel
 def _copy_rows(
-    stages, stage, sources, row, row_offset, exists,
+    stages, stage, sources, row, row_offset, row_exists,
     MASKED: gl.constexpr, FITS_32_BITS: gl.constexpr, SAME_STRIDES: gl.constexpr, LOAD_LAYOUT: gl.constexpr,
     COLUMNS: gl.constexpr,
 ):
@@ -91,7 +93,7 @@ def _copy_rows(
     for i in gl.static_range(len(sources)):
         offsets = _element_offset(row_offset, sources[0 if SAME_STRIDES else i].row_stride, FITS_32_BITS)
         pointer = sources[i].pointer + row * sources[i].row_stride + COLUMNS[i]
-        _copy_to_tile(stages.tiles[i].index(stage), pointer, offsets, exists, MASKED, LOAD_LAYOUT)
+        _copy_to_tile(stages.tiles[i].index(stage), pointer, offsets, row_exists, MASKED, LOAD_LAYOUT)
 
 
 @gluon_kernel
@@ -104,12 +106,12 @@ def _load_block(
     Rows at or past the extent's end, below `prefix_begin` or past the staged rows are never read, because they may be
     NaN.
     """
-    ROWS: gl.constexpr = gl.SliceLayout(1, LOAD_LAYOUT)
+    ROW_LAYOUT: gl.constexpr = gl.SliceLayout(1, LOAD_LAYOUT)
     BLOCK_N: gl.constexpr = CONSTANTS.BLOCK_N
     FITS_32_BITS: gl.constexpr = CONSTANTS.PAGE_SIZE % BLOCK_N == 0
-    offset = gl.arange(0, BLOCK_N, layout=ROWS)
+    offset = gl.arange(0, BLOCK_N, layout=ROW_LAYOUT)
     if step < extent.num_committed:
-        row, row_offset = _pool_rows(page, begin, CONSTANTS.PAGE_SIZE, BLOCK_N, ROWS)
+        row, row_offset = _pool_rows(page, begin, CONSTANTS.PAGE_SIZE, BLOCK_N, ROW_LAYOUT)
         if (begin >= prefix_begin) & (begin + BLOCK_N <= extent.end):
             _copy_rows(
                 stages, stage, committed, row, row_offset, 0,
@@ -179,7 +181,7 @@ def load_work_items(
     LOAD_LAYOUT: gl.constexpr = gl.BlockedLayout(
         [1, VALUES], [VALUES // 2, 64 // VALUES], [CONSTANTS.LOAD_WARPS, 1], [1, 0]
     )
-    ROWS: gl.constexpr = gl.SliceLayout(1, LOAD_LAYOUT)
+    ROW_LAYOUT: gl.constexpr = gl.SliceLayout(1, LOAD_LAYOUT)
     num_work_items = plan.num_splits * plan.num_tiles * CONSTANTS.KV_HEADS
     backwards = 0
     blocks_done = 0
@@ -188,7 +190,7 @@ def load_work_items(
         backwards = 1 - backwards
         if work_item < num_work_items:
             item = load_work_item(plan, work_item, CONSTANTS.KV_HEADS, CONSTANTS.LONGEST_FIRST)
-            extent = work_item_extent(plan, item, positions, ROWS, CONSTANTS)
+            extent = work_item_extent(plan, item, positions, ROW_LAYOUT, CONSTANTS)
             table = table_ptr + item.request * table_stride_b
             staged_here = _rows_of_request(staged, item.request, item.head)
             num_contiguous = 0
@@ -203,8 +205,8 @@ def load_work_items(
             # Pages are loaded two blocks ahead, because a copy cannot start without its page.
             at = extent.begin + block_index(num_contiguous, extent.num_lower, extent.num_unmasked) * BLOCK_N
             next_at = extent.begin + block_index(num_contiguous + 1, extent.num_lower, extent.num_unmasked) * BLOCK_N
-            page = _load_page_ids(table, at, extent.end, CONSTANTS.PAGE_SIZE, BLOCK_N, ROWS)
-            next_page = _load_page_ids(table, next_at, extent.end, CONSTANTS.PAGE_SIZE, BLOCK_N, ROWS)
+            page = _load_page_ids(table, at, extent.end, CONSTANTS.PAGE_SIZE, BLOCK_N, ROW_LAYOUT)
+            next_page = _load_page_ids(table, next_at, extent.end, CONSTANTS.PAGE_SIZE, BLOCK_N, ROW_LAYOUT)
             for t in range(num_contiguous, extent.num_blocks):
                 wait_until_empty(stages, blocks_done)
                 stage = stage_of(stages, blocks_done)
@@ -216,7 +218,7 @@ def load_work_items(
                 hopper.async_copy.mbarrier_arrive(stages.full.index(stage), increment_count=False)
                 page, at = next_page, next_at
                 next_at = extent.begin + block_index(t + 2, extent.num_lower, extent.num_unmasked) * BLOCK_N
-                next_page = _load_page_ids(table, next_at, extent.end, CONSTANTS.PAGE_SIZE, BLOCK_N, ROWS)
+                next_page = _load_page_ids(table, next_at, extent.end, CONSTANTS.PAGE_SIZE, BLOCK_N, ROW_LAYOUT)
                 blocks_done += 1
 # fmt: on
 

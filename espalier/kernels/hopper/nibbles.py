@@ -2,7 +2,7 @@
 
 The results equal those of nibble_dot (quantised_nibbles.py) to the bit, with other instructions.  In nibble_dot a whole
 warpgroup multiplies together: a program decodes a step, then multiplies, then waits for the product.  In this file each
-warp multiplies on its own, with the older instruction for 16 × 8 × 16 numbers.  A warp does not
+warp multiplies on its own, with the older instruction for 16 × 8 × 16 numbers.  A_LAYOUT warp does not
 wait, so the compiler decodes the next weights during a product.  Up to 8 rows of inputs take half of the work of 16
 rows.
 """
@@ -89,28 +89,28 @@ def _multiply_add_pair(bits, factor, offset, FACTOR_HALF: gl.constexpr):
 
 
 @gluon_kernel
-def _in_column_order(first, second, third, fourth, A: gl.constexpr):
+def _in_column_order(first, second, third, fourth, A_LAYOUT: gl.constexpr):
     """Put the pairs of each word in the order of the columns, see quantised_nibbles.py:_in_column_order.
 
     No value moves between threads.
     """
     pairs = gl.join(gl.join(first, third), gl.join(second, fourth)).reshape(64, 2, 4, 2, 2, 2)
-    return gl.convert_layout(pairs.permute(0, 1, 4, 5, 2, 3).reshape(64, 64), A, assert_trivial=True)
+    return gl.convert_layout(pairs.permute(0, 1, 4, 5, 2, 3).reshape(64, 64), A_LAYOUT, assert_trivial=True)
 
 
 @gluon_kernel
-def _decode_int4(w, offset, A: gl.constexpr):
+def _decode_int4(w, offset, A_LAYOUT: gl.constexpr):
     """Decode 64 columns of int4, see quantised_nibbles.py:_decode_int4."""
     of_low, of_high, shifted = w & 0 | 0x7F007F00, w & 0 | 0x7D007D00, w >> 8
     first = _multiply_add_pair(w & 0x000F000F, of_low, offset, "both")
     second = _multiply_add_pair(w & 0x00F000F0, of_high, offset, "both")
     third = _multiply_add_pair(shifted & 0x000F000F, of_low, offset, "both")
     fourth = _multiply_add_pair(shifted & 0x00F000F0, of_high, offset, "both")
-    return _in_column_order(first, second, third, fourth, A)
+    return _in_column_order(first, second, third, fourth, A_LAYOUT)
 
 
 @gluon_kernel
-def _decode_e2m1(w, factors, FIRST_HALF: gl.constexpr, SECOND_HALF: gl.constexpr, A: gl.constexpr):
+def _decode_e2m1(w, factors, FIRST_HALF: gl.constexpr, SECOND_HALF: gl.constexpr, A_LAYOUT: gl.constexpr):
     """Decode 64 columns of E2M1, see quantised_nibbles.py:_decode_e2m1.
 
     FIRST_HALF, SECOND_HALF: the half of `factors` that holds the factor of a word's first and last 16 columns.
@@ -120,7 +120,7 @@ def _decode_e2m1(w, factors, FIRST_HALF: gl.constexpr, SECOND_HALF: gl.constexpr
     second = _multiply_add_pair((w << 4) & 0x81C081C0, factors, zero, FIRST_HALF)
     third = _multiply_add_pair(((w << 10) | (w >> 22)) & 0x81C081C0, factors, zero, SECOND_HALF)
     fourth = _multiply_add_pair(((w >> 2) ^ (w << 6)) & 0x81C081C0, factors, zero, SECOND_HALF)
-    return _in_column_order(first, second, third, fourth, A)
+    return _in_column_order(first, second, third, fourth, A_LAYOUT)
 
 
 @gluon_kernel
@@ -203,7 +203,8 @@ def _zero_point_offset(zeros):
 
 @gluon_kernel
 def _load_word_pieces(shared, stage):
-    """Load a step's words as 4 times [64, 8], laid out so that a thread decodes its own rows and columns of A."""
+    """Load a step's words as 4 times [64, 8], laid out so that a thread decodes its own rows and columns of
+    A_LAYOUT."""
     WORDS: gl.constexpr = gl.DistributedLinearLayout(
         [[8, 0], [0, 4], [0, 8], [0, 16]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 32],
     )
@@ -221,7 +222,7 @@ def _multiply_piece(a, x, piece: gl.constexpr, part):
 def _multiply_e2m1_step(acc, shared, stage, CODE: gl.constexpr):
     """Add the products of one step to acc."""
     ACC_LAYOUT: gl.constexpr = acc.type.layout
-    A: gl.constexpr = gl.DotOperandLayout(0, ACC_LAYOUT, 2)
+    A_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, ACC_LAYOUT, 2)
     OF_TWO: gl.constexpr = gl.DistributedLinearLayout(
         [[8, 0], [0, 1]], [[0, 0], [0, 0], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 2],
     )
@@ -237,15 +238,15 @@ def _multiply_e2m1_step(acc, shared, stage, CODE: gl.constexpr):
         for p in gl.static_range(4):
             factors = _scale_factors(scales[p // 2].reshape(64), CODE, PIECE_LAYOUT)
             if p % 2 == 0:
-                part = _multiply_piece(_decode_e2m1(pieces[p], factors, "low", "low", A), x, p, part)
+                part = _multiply_piece(_decode_e2m1(pieces[p], factors, "low", "low", A_LAYOUT), x, p, part)
             else:
-                part = _multiply_piece(_decode_e2m1(pieces[p], factors, "high", "high", A), x, p, part)
+                part = _multiply_piece(_decode_e2m1(pieces[p], factors, "high", "high", A_LAYOUT), x, p, part)
     else:
         left, right = _split_columns(shared.scales.index(stage).load(OF_FOUR))
         scales = _split_columns(left) + _split_columns(right)
         for p in gl.static_range(4):
             factors = _scale_factors(scales[p].reshape(64), CODE, PIECE_LAYOUT)
-            part = _multiply_piece(_decode_e2m1(pieces[p], factors, "low", "high", A), x, p, part)
+            part = _multiply_piece(_decode_e2m1(pieces[p], factors, "low", "high", A_LAYOUT), x, p, part)
     # The factors are too small by 2^64 (MXFP4) or 2^39 (NVFP4).
     UNIT: gl.constexpr = 18446744073709551616.0 if CODE == "mxfp4" else 549755813888.0
     return acc + part * UNIT
@@ -255,7 +256,7 @@ def _multiply_e2m1_step(acc, shared, stage, CODE: gl.constexpr):
 def _multiply_int4_step(acc, shared, stage, scales, zeros, k, num_groups):
     """Add the products of one step to acc.  scales: of its two groups; zeros: pointers to zero points, or None."""
     ACC_LAYOUT: gl.constexpr = acc.type.layout
-    A: gl.constexpr = gl.DotOperandLayout(0, ACC_LAYOUT, 2)
+    A_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, ACC_LAYOUT, 2)
     pieces = _load_word_pieces(shared, stage)
     x = shared.x.index(stage).permute((1, 0))
     ROW: gl.constexpr = gl.SliceLayout(1, pieces[0].type.layout)
@@ -268,7 +269,7 @@ def _multiply_int4_step(acc, shared, stage, scales, zeros, k, num_groups):
             offset = pieces[0] & 0 | gl.expand_dims(gl.convert_layout(_zero_point_offset(points[group]), ROW), 1)
         part = gl.zeros([64, acc.shape[1]], gl.float32, layout=ACC_LAYOUT)
         for p in gl.static_range(2 * group, 2 * group + 2):
-            part = _multiply_piece(_decode_int4(pieces[p], offset, A), x, p, part)
+            part = _multiply_piece(_decode_int4(pieces[p], offset, A_LAYOUT), x, p, part)
         # The decoded numbers are 2^-6 times the true ones.
         acc += part * gl.expand_dims(scales[group].to(gl.float32) * 64.0, 1)
     return acc
@@ -289,7 +290,7 @@ def nibble_product(
     The copies of the first steps' codes start before the wait for the previous kernel.
     """
     ROWS: gl.constexpr = x_places.shape[0]
-    # A thread copies 16 bytes of codes at a time, and 4 or 8 of scales.
+    # A_LAYOUT thread copies 16 bytes of codes at a time, and 4 or 8 of scales.
     COPIED: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
     SCALE_WORDS: gl.constexpr = _scale_words(CODE)
     SCALES: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])

@@ -21,12 +21,18 @@ from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger, pdl_wait
 
 
 def launch_linear(
-    x: Tensor, weight: QuantisedMatrix, bias: Tensor | None, out: Tensor, grid: tuple[int, int], gated: bool, gpu: Chip
+    x: Tensor,
+    weight: QuantisedMatrix,
+    bias: Tensor | None,
+    out: Tensor,
+    grid: tuple[int, int],
+    is_gated: bool,
+    gpu: Chip,
 ) -> None:
     """Write x · weightᵀ + bias to out, see _linear_quantised_kernel.  grid: (blocks of weight rows, splits)."""
     hopper_linear_kernel[grid](
         *(x, *weight_pointers(weight), bias, out, len(x), out.shape[-1], x.shape[1], x.stride(0)),
-        IS_GATED=gated,
+        IS_GATED=is_gated,
         **nibble_launch_options(weight, len(x), grid, gpu),
     )
 
@@ -122,7 +128,7 @@ def launch_gated(
     _gated_kernel[grid](
         *(x, *weight_pointers(gate_up), bias, *tiles.pointers, out, out.shape[1], hidden, x.stride(0), top_k),
         num_experts,
-        **activation.constants,
+        **activation.constexpr_arguments,
         IS_SORTED=tiles.rows > 1,
         HAS_LIVE=tiles.live is not None,
         **nibble_launch_options(gate_up, tiles.rows, grid, gpu),

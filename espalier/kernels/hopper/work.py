@@ -138,11 +138,11 @@ def wait_until_empty(stages, block):
 
 
 @gluon_kernel
-def work_item_extent(plan, item, positions, ROWS: gl.constexpr, CONSTANTS: gl.constexpr):
-    """Returns the blocks of a work item.  positions: of queries, read only with a window; ROWS: their layout."""
+def work_item_extent(plan, item, positions, ROW_LAYOUT: gl.constexpr, CONSTANTS: gl.constexpr):
+    """Returns the blocks of a work item.  positions: of queries, read only with a window; ROW_LAYOUT: their layout."""
     begin = item.begin
     if CONSTANTS.WINDOW > 0:
-        position = _min_position(plan, item, positions, ROWS, CONSTANTS.GROUP_SIZE, CONSTANTS.BLOCK_M)
+        position = _min_position(plan, item, positions, ROW_LAYOUT, CONSTANTS.GROUP_SIZE, CONSTANTS.BLOCK_M)
         begin = gl.maximum(begin, (position - CONSTANTS.WINDOW + 1) // CONSTANTS.BLOCK_N * CONSTANTS.BLOCK_N)
     num_committed, num_lower, num_unmasked = committed_blocks(
         begin, item.end, plan.first_position, CONSTANTS.WINDOW, CONSTANTS.BLOCK_N
@@ -160,9 +160,9 @@ def work_item_extent(plan, item, positions, ROWS: gl.constexpr, CONSTANTS: gl.co
 
 
 @gluon_kernel
-def _min_position(plan, item, positions, ROWS: gl.constexpr, GROUP_SIZE: gl.constexpr, BLOCK_M: gl.constexpr):
+def _min_position(plan, item, positions, ROW_LAYOUT: gl.constexpr, GROUP_SIZE: gl.constexpr, BLOCK_M: gl.constexpr):
     """Returns the lowest position of a tile's queries."""
-    query = (item.tile * BLOCK_M + gl.arange(0, BLOCK_M, layout=ROWS)) // GROUP_SIZE
+    query = (item.tile * BLOCK_M + gl.arange(0, BLOCK_M, layout=ROW_LAYOUT)) // GROUP_SIZE
     at = positions.pointer + item.request * positions.request_stride + query.to(gl.int64) * positions.row_stride
     position = gl.load(at, mask=query < plan.queries, other=0x7FFFFFFF)
     return gl.min(position.to(gl.int32), 0)

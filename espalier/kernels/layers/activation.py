@@ -57,21 +57,22 @@ def apply_activation(
 def _activation_kernel(
     x_ptr, out_ptr, rounded_values_ptr, rounded_scales_ptr, static_scale_ptr, x_row_stride, split_stride,
     ACTIVATION_KIND: tl.constexpr, ALPHA: tl.constexpr, UP_OFFSET: tl.constexpr, LIMIT: tl.constexpr,
-    SILU: tl.constexpr, NUM_MATRICES: tl.constexpr, SPLITS: tl.constexpr, SIZE: tl.constexpr, ACC_DTYPE: tl.constexpr,
-    GROUP: tl.constexpr, FP8_MAX: tl.constexpr, BLOCK: tl.constexpr, USE_PDL: tl.constexpr,
+    SILU: tl.constexpr, NUM_MATRICES: tl.constexpr, SPLITS: tl.constexpr, ROW_SIZE: tl.constexpr,
+    ACC_DTYPE: tl.constexpr, GROUP_COLUMNS: tl.constexpr, FP8_MAX: tl.constexpr, BLOCK: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """rounded_values_ptr: if not None, a program has a whole row, which is rounded to FP8 in groups of GROUP
+    """rounded_values_ptr: if not None, a program has a whole row, which is rounded to FP8 in groups of GROUP_COLUMNS
     columns."""
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty
     pdl_trigger_and_wait(USE_PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = column < SIZE
+    mask = column < ROW_SIZE
     place = x_ptr + row * x_row_stride + column
     gate = load_sum(place, split_stride, mask, SPLITS, DTYPE, ACC_DTYPE)
     up = gate
     if NUM_MATRICES == 2:
-        up = load_sum(place + SIZE, split_stride, mask, SPLITS, DTYPE, ACC_DTYPE)
+        up = load_sum(place + ROW_SIZE, split_stride, mask, SPLITS, DTYPE, ACC_DTYPE)
     if SILU:
         result = silu_times(gate, up)
     else:
@@ -79,10 +80,11 @@ def _activation_kernel(
     if rounded_values_ptr is not None:
         of_type = tl.where(mask, result.to(DTYPE).to(tl.float32), 0.0)
         store_rounded(
-            of_type, row, rounded_values_ptr, rounded_scales_ptr, static_scale_ptr, SIZE, BLOCK, GROUP, FP8_MAX
-        )
+            of_type, row, rounded_values_ptr, rounded_scales_ptr, static_scale_ptr, ROW_SIZE, BLOCK, GROUP_COLUMNS,
+            FP8_MAX,
+        )  # fmt: skip
     else:
-        tl.store(out_ptr + row * SIZE + column, result.to(DTYPE), mask=mask)
+        tl.store(out_ptr + row * ROW_SIZE + column, result.to(DTYPE), mask=mask)
 
 
 def gated_activation(gate_up: Tensor, activation: Activation = SILU) -> Tensor:
@@ -113,8 +115,8 @@ def activate_partial_sums(
     block = BLOCK if rounding is None else next_power_of_2(size)
     if rows:
         _activation_kernel[rows, -(-size // block)](
-            parts, out, x_row_stride=parts.stride(1), split_stride=parts.stride(0), **activation.constants,
-            SILU=activation.is_silu, NUM_MATRICES=activation.halves, SPLITS=parts.shape[0], SIZE=size,
+            parts, out, x_row_stride=parts.stride(1), split_stride=parts.stride(0), **activation.constexpr_arguments,
+            SILU=activation.is_silu, NUM_MATRICES=activation.num_matrices, SPLITS=parts.shape[0], ROW_SIZE=size,
             ACC_DTYPE=acc_dtype(dtype), BLOCK=block,
             num_warps=4 if rounded is None else min(max(block // VALUES_PER_WARP, 1), MAX_WARPS),
             **store_rounded_arguments(rounded, rounding, block), **pdl_arguments(chip(parts)),

@@ -1,4 +1,4 @@
-"""One launch for the norms of blocks' outputs, the residual addition and the norms before the next blocks.
+"""Computes in one launch the norms of blocks' outputs, the residual addition and the norms before the next blocks.
 
 Grid: one program per row, which holds the whole row in registers.  The kernel computes in float32 (float64 for float64)
 and rounds where separate launches would round, so 16-bit rows get the bits of separate launches of norm.py.  For
@@ -24,25 +24,25 @@ from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger, pdl_wait
 
 @kernel
 def _add_normed_kernel(
-    x_ptr, first_ptr, second_ptr, sum_ptr, first_weight_ptr, second_weight_ptr, output_weight_ptr,
+    x_ptr, first_output_ptr, second_output_ptr, sum_ptr, first_weight_ptr, second_weight_ptr, output_weight_ptr,
     weight_ptr, weight_1_ptr, weight_2_ptr, out_ptr, out_1_ptr, out_2_ptr,
     x_row_stride, first_row_stride, first_split_stride, second_row_stride, second_split_stride,
     FIRST_EPS: tl.constexpr, SECOND_EPS: tl.constexpr, OUTPUT_EPS: tl.constexpr, EPS: tl.constexpr,
     EPS_1: tl.constexpr, EPS_2: tl.constexpr, FIRST_SPLITS: tl.constexpr, SECOND_SPLITS: tl.constexpr,
-    SCALE: tl.constexpr, SIZE: tl.constexpr, ACC_DTYPE: tl.constexpr, BLOCK: tl.constexpr, USE_PDL: tl.constexpr,
+    SCALE: tl.constexpr, ROW_SIZE: tl.constexpr, ACC_DTYPE: tl.constexpr, BLOCK: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """first, second: the outputs of blocks.  FIRST_SPLITS, SECOND_SPLITS: the number of their partial sums.
 
-    second_ptr, output_weight_ptr, out_ptr to out_2_ptr: None if there is no such tensor.
+    second_output_ptr, output_weight_ptr, out_ptr to out_2_ptr: None if there is no such tensor.
     """
     DTYPE: tl.constexpr = sum_ptr.dtype.element_ty
     pdl_trigger(USE_PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
-    mask = column < SIZE
+    mask = column < ROW_SIZE
     # The weights are loaded before the wait, because no kernel writes them.
     first_weight = tl.load(first_weight_ptr + column, mask=mask, other=0.0)
-    if second_ptr is not None:
+    if second_output_ptr is not None:
         second_weight = tl.load(second_weight_ptr + column, mask=mask, other=0.0)
     if output_weight_ptr is not None:
         output_weight = tl.load(output_weight_ptr + column, mask=mask, other=0.0)
@@ -54,35 +54,39 @@ def _add_normed_kernel(
         weight_2 = tl.load(weight_2_ptr + column, mask=mask, other=0.0)
     pdl_wait(USE_PDL)
     x = tl.load(x_ptr + row * x_row_stride + column, mask=mask, other=0.0).to(ACC_DTYPE)
-    first = first_ptr + row * first_row_stride + column
+    first = first_output_ptr + row * first_row_stride + column
     added = load_sum(first, first_split_stride, mask, FIRST_SPLITS, DTYPE, ACC_DTYPE)
-    if second_ptr is not None:
-        second = second_ptr + row * second_row_stride + column
+    if second_output_ptr is not None:
+        second = second_output_ptr + row * second_row_stride + column
         beside = load_sum(second, second_split_stride, mask, SECOND_SPLITS, DTYPE, ACC_DTYPE)
-        beside = norm_row(beside, second_weight, SECOND_EPS, SIZE, ACC_DTYPE).to(DTYPE).to(ACC_DTYPE)
-    added = norm_row(added, first_weight, FIRST_EPS, SIZE, ACC_DTYPE).to(DTYPE).to(ACC_DTYPE)
-    if second_ptr is not None:
+        beside = norm_row(beside, second_weight, SECOND_EPS, ROW_SIZE, ACC_DTYPE).to(DTYPE).to(ACC_DTYPE)
+    added = norm_row(added, first_weight, FIRST_EPS, ROW_SIZE, ACC_DTYPE).to(DTYPE).to(ACC_DTYPE)
+    if second_output_ptr is not None:
         added = (added + beside).to(DTYPE).to(ACC_DTYPE)
     if output_weight_ptr is not None:
-        added = norm_row(added, output_weight, OUTPUT_EPS, SIZE, ACC_DTYPE).to(DTYPE).to(ACC_DTYPE)
+        added = norm_row(added, output_weight, OUTPUT_EPS, ROW_SIZE, ACC_DTYPE).to(DTYPE).to(ACC_DTYPE)
     if SCALE != 1.0:
         x = (x * SCALE).to(DTYPE).to(ACC_DTYPE)
     total = (x + added).to(DTYPE)
     # evict_last: the next norm reads the sum again, after a linear's weights have passed through the L2.
-    tl.store(sum_ptr + row * SIZE + column, total, mask=mask, eviction_policy="evict_last")
+    tl.store(sum_ptr + row * ROW_SIZE + column, total, mask=mask, eviction_policy="evict_last")
     x = total.to(ACC_DTYPE)
     if out_ptr is not None:
-        tl.store(out_ptr + row * SIZE + column, norm_row(x, weight, EPS, SIZE, ACC_DTYPE).to(DTYPE), mask=mask)
+        tl.store(out_ptr + row * ROW_SIZE + column, norm_row(x, weight, EPS, ROW_SIZE, ACC_DTYPE).to(DTYPE), mask=mask)
     if out_1_ptr is not None:
-        tl.store(out_1_ptr + row * SIZE + column, norm_row(x, weight_1, EPS_1, SIZE, ACC_DTYPE).to(DTYPE), mask=mask)
+        tl.store(
+            out_1_ptr + row * ROW_SIZE + column, norm_row(x, weight_1, EPS_1, ROW_SIZE, ACC_DTYPE).to(DTYPE), mask=mask
+        )
     if out_2_ptr is not None:
-        tl.store(out_2_ptr + row * SIZE + column, norm_row(x, weight_2, EPS_2, SIZE, ACC_DTYPE).to(DTYPE), mask=mask)
+        tl.store(
+            out_2_ptr + row * ROW_SIZE + column, norm_row(x, weight_2, EPS_2, ROW_SIZE, ACC_DTYPE).to(DTYPE), mask=mask
+        )
 
 
 @kernel
-def norm_row(x, weight, EPS: tl.constexpr, SIZE: tl.constexpr, ACC_DTYPE: tl.constexpr):
-    """Returns the norm of a row, in ACC_DTYPE.  x: the row's SIZE values, then zeros."""
-    scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / SIZE + EPS)
+def norm_row(x, weight, EPS: tl.constexpr, ROW_SIZE: tl.constexpr, ACC_DTYPE: tl.constexpr):
+    """Returns the norm of a row, in ACC_DTYPE.  x: the row's ROW_SIZE values, then zeros."""
+    scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / ROW_SIZE + EPS)
     return x * scale * weight.to(ACC_DTYPE)
 
 
@@ -112,7 +116,7 @@ def add_normed(
         *(0.0 if each is None else each.eps for each in used),
         *(_num_partial_sums(first), _num_partial_sums(second)),
         SCALE=scale,
-        SIZE=size,
+        ROW_SIZE=size,
         ACC_DTYPE=acc_dtype(residual.dtype),
         BLOCK=block,
         num_warps=warps_for(block, NORM_WARP_VALUES),
@@ -141,9 +145,9 @@ def _check_arguments(
             require("add_normed: a weight", each.weight, (residual.shape[1],), None, residual)
 
 
-def _pad_with_none(given: Sequence[Any], size: int) -> list[Any]:
-    """Returns the items of `given`, filled up with None to `size` items."""
-    return [*given, *[None] * (size - len(given))]
+def _pad_with_none(items: Sequence[Any], size: int) -> list[Any]:
+    """Returns the items of `items`, filled up with None to `size` items."""
+    return [*items, *[None] * (size - len(items))]
 
 
 def _row_and_split_strides(output: Tensor | None) -> tuple[int, int]:

@@ -40,9 +40,9 @@ def embed_rows(
         *(given.hidden, given.parents, given.embed_norm, given.hidden_norm, queries),
         *(*tokens.stride(), *positions.stride(), *given.hidden.stride()[:2]),
         *((0, 0) if given.parents is None else given.parents.stride()),
-        EMBED_EPS=given.embed_eps, HIDDEN_EPS=given.hidden_eps, SIZE=size, ROTARY=rotary, HAS_DRAFT=draft is not None,
-        NORMED_RESIDUAL=given.normed_residual, ACC_DTYPE=acc_dtype(embed.dtype), BLOCK=block,
-        BLOCK_R=next_power_of_2(rotary), num_warps=warps_for(block, 512), **pdl_arguments(chip(tokens)),
+        EMBED_EPS=given.embed_eps, HIDDEN_EPS=given.hidden_eps, HIDDEN_SIZE=size, ROTARY=rotary,
+        HAS_DRAFT=draft is not None, NORMED_RESIDUAL=given.normed_residual, ACC_DTYPE=acc_dtype(embed.dtype),
+        BLOCK=block, BLOCK_R=next_power_of_2(rotary), num_warps=warps_for(block, 512), **pdl_arguments(chip(tokens)),
     )  # fmt: skip
     return x, residual, rotation, live
 
@@ -69,9 +69,9 @@ def _check_arguments(tokens: Tensor, positions: Tensor, tables: EmbeddingTables,
 
 
 @kernel
-def _norm_row(x, weight_ptr, column, mask, EPS: tl.constexpr, SIZE: tl.constexpr, ACC_DTYPE: tl.constexpr):
+def _norm_row(x, weight_ptr, column, mask, EPS: tl.constexpr, HIDDEN_SIZE: tl.constexpr, ACC_DTYPE: tl.constexpr):
     exact = x.to(ACC_DTYPE)
-    scale = 1.0 / tl.sqrt(tl.sum(exact * exact, 0) / SIZE + EPS)
+    scale = 1.0 / tl.sqrt(tl.sum(exact * exact, 0) / HIDDEN_SIZE + EPS)
     return (exact * scale * tl.load(weight_ptr + column, mask=mask, other=0.0).to(ACC_DTYPE)).to(x.dtype)
 
 
@@ -82,7 +82,7 @@ def _embed_rows_kernel(
     hidden_ptr, parents_ptr, embed_norm_ptr, hidden_norm_ptr,
     queries, tokens_stride_b, tokens_stride_q, positions_stride_b, positions_stride_q, hidden_stride_b, hidden_stride_r,
     parents_stride_b, parents_stride_q,
-    EMBED_EPS: tl.constexpr, HIDDEN_EPS: tl.constexpr, SIZE: tl.constexpr, ROTARY: tl.constexpr,
+    EMBED_EPS: tl.constexpr, HIDDEN_EPS: tl.constexpr, HIDDEN_SIZE: tl.constexpr, ROTARY: tl.constexpr,
     HAS_DRAFT: tl.constexpr, NORMED_RESIDUAL: tl.constexpr, ACC_DTYPE: tl.constexpr,
     BLOCK: tl.constexpr, BLOCK_R: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
@@ -90,16 +90,16 @@ def _embed_rows_kernel(
     row = tl.program_id(0).to(tl.int64)
     b, q = row // queries, row % queries
     column = tl.arange(0, BLOCK)
-    mask = column < SIZE
-    out = row * (SIZE + SIZE * HAS_DRAFT) + column
+    mask = column < HIDDEN_SIZE
+    out = row * (HIDDEN_SIZE + HIDDEN_SIZE * HAS_DRAFT) + column
     if tl.program_id(1) == 0:
         position = tl.load(positions_ptr + b * positions_stride_b + q * positions_stride_q)
         token = tl.load(tokens_ptr + b * tokens_stride_b + q * tokens_stride_q)
         tl.store(live_ptr + row, token >= 0)
         token = tl.where(token < 0, tl.maximum(tl.load(tokens_ptr + b * tokens_stride_b), 0), token)
-        x = tl.load(embed_ptr + token * SIZE + column, mask=mask, other=0.0)
+        x = tl.load(embed_ptr + token * HIDDEN_SIZE + column, mask=mask, other=0.0)
         if HAS_DRAFT:
-            x = _norm_row(x, embed_norm_ptr, column, mask, EMBED_EPS, SIZE, ACC_DTYPE)
+            x = _norm_row(x, embed_norm_ptr, column, mask, EMBED_EPS, HIDDEN_SIZE, ACC_DTYPE)
         tl.store(x_ptr + out, x, mask=mask)
         angle = tl.arange(0, BLOCK_R)
         angle_mask = angle < ROTARY
@@ -112,6 +112,6 @@ def _embed_rows_kernel(
         if parents_ptr is not None:
             parent = tl.load(parents_ptr + b * parents_stride_b + q * parents_stride_q)
         hidden = tl.load(hidden_ptr + b * hidden_stride_b + parent * hidden_stride_r + column, mask=mask, other=0.0)
-        normed = _norm_row(hidden, hidden_norm_ptr, column, mask, HIDDEN_EPS, SIZE, ACC_DTYPE)
-        tl.store(x_ptr + out + SIZE, normed, mask=mask)
-        tl.store(residual_ptr + row * SIZE + column, normed if NORMED_RESIDUAL else hidden, mask=mask)
+        normed = _norm_row(hidden, hidden_norm_ptr, column, mask, HIDDEN_EPS, HIDDEN_SIZE, ACC_DTYPE)
+        tl.store(x_ptr + out + HIDDEN_SIZE, normed, mask=mask)
+        tl.store(residual_ptr + row * HIDDEN_SIZE + column, normed if NORMED_RESIDUAL else hidden, mask=mask)

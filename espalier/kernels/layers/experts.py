@@ -30,9 +30,9 @@ from espalier.kernels.layers.experts_plan import ExpertsPlan, ExpertsShape, Prod
 from espalier.kernels.layers.experts_tiles import (
     PREFETCHED_STEPS,
     ExpertTiles,
+    check_shared_experts,
     make_tiles,
     prefetch_shared_piece,
-    require_shared,
     rows_of_tile,
     tile_and_expert,
 )
@@ -291,7 +291,7 @@ def grouped_experts(
     num_experts, inner, top_k = gate_up.shape[0], down.shape[2], ids.shape[1]
     if shared is not None:
         is_plain = isinstance(gate_up, Tensor) and biases is None and activation.is_silu
-        require_shared(shared, stored_values(x), inner, is_plain)
+        check_shared_experts(shared, stored_values(x), inner, is_plain)
     if weights.numel() * hidden == 0:
         pieces = 0 if shared is None else shared.num_pieces(inner)
         return weights.new_empty(top_k + pieces + num_extra_parts, num_rows, hidden)
@@ -314,12 +314,12 @@ def gated_triton(
     shared: SharedExperts | None = None,
 ) -> Tensor:
     """Return the activation of each pair and piece, in order of place: [N·(K + S), I]."""
-    num_rows, (num_experts, wide, hidden), halves = len(x), gate_up.shape, activation.halves
+    num_rows, (num_experts, wide, hidden), halves = len(x), gate_up.shape, activation.num_matrices
     inner = wide // halves
     operands, constants = _product_operands(x, gate_up)
     pieces = 0 if shared is None else shared.num_pieces(inner)
-    out = torch.empty(num_rows * (top_k + pieces), inner, dtype=x.dtype, device=tiles.experts.device)
-    grid = -(-inner // plan.block_out), pieces + len(tiles.experts)
+    out = torch.empty(num_rows * (top_k + pieces), inner, dtype=x.dtype, device=tiles.tile_experts.device)
+    grid = -(-inner // plan.block_out), pieces + len(tiles.tile_experts)
     if (
         isinstance(gate_up, QuantisedMatrix)
         and halves == 2
@@ -330,7 +330,7 @@ def gated_triton(
     _gated_kernel[grid](
         *(*operands, bias, None if shared is None else shared.gate_up, *tiles.pointers),
         *(out, inner, hidden, operands[0].stride(0), num_rows, top_k, num_experts),
-        **constants, **activation.constants, NUM_MATRICES=halves,
+        **constants, **activation.constexpr_arguments, NUM_MATRICES=halves,
         PREFETCHED_COLUMNS=PREFETCHED_STEPS * max(plan.block_in, 64),
         **_launch_options(x.dtype, gate_up, tiles, plan, halves, pieces, grid),
     )  # fmt: skip
@@ -338,7 +338,7 @@ def gated_triton(
 
 
 def down_triton(
-    gated: Tensor,
+    activations: Tensor,
     down: ExpertMatrix,
     weights: Tensor,
     tiles: ExpertTiles,
@@ -347,14 +347,14 @@ def down_triton(
     num_extra_parts: int = 0,
     shared: SharedExperts | None = None,
 ) -> Tensor:
-    """Return parts [K + S + extra, N, H], of which the last `num_extra_parts` are not written.  gated: from
+    """Return parts [K + S + extra, N, H], of which the last `num_extra_parts` are not written.  activations: from
     gated_triton."""
     num_experts, hidden, inner = down.shape
     num_rows, top_k = weights.shape
     pieces = 0 if shared is None else shared.num_pieces(inner)
     parts = weights.new_empty(top_k + pieces + num_extra_parts, num_rows, hidden)
-    operands, constants = _product_operands(gated, down)
-    grid = -(-hidden // plan.block_out), pieces + len(tiles.experts)
+    operands, constants = _product_operands(activations, down)
+    grid = -(-hidden // plan.block_out), pieces + len(tiles.tile_experts)
     if isinstance(down, QuantisedMatrix) and is_hopper_experts(operands[0], down, tiles, plan, 1, chip(parts)):
         launch_down(operands[0], down, bias, weights.contiguous(), tiles, parts, grid, chip(parts))
         return parts
@@ -363,7 +363,7 @@ def down_triton(
         *(parts, hidden, inner, num_rows, top_k, num_experts),
         **constants,
         PREFETCHED_LINES=MIN_PREFETCHED_LINES,
-        **_launch_options(gated.dtype, down, tiles, plan, 1, pieces, grid),
+        **_launch_options(activations.dtype, down, tiles, plan, 1, pieces, grid),
     )
     return parts
 
@@ -391,7 +391,7 @@ def _launch_options(
 ) -> dict[str, Any]:
     """Constexpr arguments and launch options.  num_matrices: of a program, 2 for gate and up, 1 for up alone or
     down."""
-    gpu = chip(tiles.experts)
+    gpu = chip(tiles.tile_experts)
     if isinstance(weight, Tensor):
         stages = plan.fitting_stages(gpu, num_matrices, tiles.rows, weight.itemsize)
         if pieces:

@@ -94,24 +94,24 @@ def expected_active_experts(num_experts: int, top_k: int, rows: int) -> float:
 class ExpertsShape:
     """The sizes of one layer's experts.
 
-    gate_up: [num_experts, halves · inner, hidden]; down: [num_experts, hidden, inner].  halves: see Activation.
+    gate_up: [num_experts, halves · inner, hidden]; down: [num_experts, hidden, inner].  num_matrices: see Activation.
     """
 
     num_experts: int
     top_k: int
-    hidden: int
-    inner: int
-    halves: int = 2
+    hidden_size: int
+    inner_size: int
+    num_matrices: int = 2
 
     @property
     def size(self) -> tuple[int, int]:
         """(hidden, inner)"""
-        return self.hidden, self.inner
+        return self.hidden_size, self.inner_size
 
     @property
     def expert_bytes(self) -> int:
         """Bytes of one expert's weights, at two bytes per number."""
-        return 2 * (self.halves + 1) * self.hidden * self.inner
+        return 2 * (self.num_matrices + 1) * self.hidden_size * self.inner_size
 
     def flops(self, rows: int) -> int:
         """FLOPs of the products of all rows with their experts."""
@@ -151,7 +151,7 @@ class ProductPlan:
         return (num_matrices * self.block_out + block_rows(rows)) * self.block_in * itemsize
 
     def fitting_stages(self, gpu: Chip, num_matrices: int, rows: int, itemsize: int) -> int:
-        """Returns the number of stages that fit the chip.  It does not change the result."""
+        """Returns the number of stages that fit the chip.  The number changes no result."""
         fitting = (gpu.shared_memory - RESERVED_SHARED_MEMORY) // self.stage_bytes(num_matrices, rows, itemsize)
         return max(min(self.stages, fitting), 1)
 
@@ -195,15 +195,15 @@ def experts_plan_by_rule(shape: ExpertsShape, rows: int, dtype: torch.dtype, gpu
     pairs = next_power_of_2(rows) * shape.top_k
     tile_rows = min(max(next_power_of_2(-(-pairs // shape.num_experts)), MIN_BLOCK_ROWS), MAX_TILE_ROWS)
     if dtype.itemsize > 2:
-        # float32 products are IEEE and do not use tensor cores.  Their tile must be small, because it stays in
+        # float32 products are IEEE and do not use tensor cores.  A float32 tile must be small, because it stays in
         # registers.
         product = ProductPlan(32, 32, 4, 3)
         return ExpertsPlan(min(tile_rows, 32), product, product)
     num_tiles = min(pairs, shape.num_experts)
     return ExpertsPlan(
         tile_rows,
-        _product_plan_by_rule(tile_rows, num_tiles, shape.inner, gpu),
-        _product_plan_by_rule(tile_rows, num_tiles, shape.hidden, gpu),
+        _product_plan_by_rule(tile_rows, num_tiles, shape.inner_size, gpu),
+        _product_plan_by_rule(tile_rows, num_tiles, shape.hidden_size, gpu),
     )
 
 
@@ -307,7 +307,7 @@ def plan_for(
 ) -> ExpertsPlan:
     """Returns the plan for a number of rows.  matrices: gate_up and down; None: both are dense."""
     plan = _measured_plan_or_rule(shape, rows, dtype, gpu)
-    # The experts of one row differ, so there is nothing to sort.
+    # A single row has distinct experts, so its pairs need no sort.
     plan = replace(plan, rows=1) if rows == 1 else plan
     if matrices is None:
         return plan
@@ -331,8 +331,7 @@ def _measured_plan_or_rule(shape: ExpertsShape, rows: int, dtype: torch.dtype, g
 
 
 def _plans_of_nearest_size(plans: Mapping[Size, ExpertsPlans], size: Size) -> ExpertsPlans:
-    """Returns the plans of this size.  If there are none: those of the size nearest in bytes, the first of equally
-    near."""
+    """Returns the plans of this size, or of the size nearest in bytes; among equally near sizes, the first."""
     own = plans.get(size)
     if own is not None:
         return own

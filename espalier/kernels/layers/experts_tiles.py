@@ -2,9 +2,8 @@
 
 Each program of experts.py computes one tile.  Shared experts need no routing, because every row goes through them.  A
 shared MLP whose width is S times that of a routed expert is cut into S pieces of that width.  For up to MAX_SHARED_ROWS
-rows, each piece is one more tile in both launches of experts.py.  So the shared MLP needs no separate launches.  Its
-tiles come first: they prefetch weights before the routing is complete, because the addresses of their weights are
-known.
+rows, each piece is one more tile in both launches of experts.py.  So the shared MLP needs no separate launches.  These
+tiles come first, and prefetch weights before the routing is complete.
 
 For more rows the caller runs the shared MLP in separate launches: they fill the chip, and a dense product reads a
 weight once for all rows.
@@ -129,23 +128,23 @@ class ExpertTiles:
     """The pairs (row, choice) in tiles of one expert each.  A pair is the number row · K + choice.
 
     rows: the most pairs of a tile; 1: each pair is a tile, and nothing is sorted.
-    order: [N·K] int32, the pairs sorted by expert.  ends: [E + 1] int32, the index in `order` after each expert's last
-    pair.  experts: [tiles], the expert of each tile; E: no expert, -1: no tile.  begins: [tiles], the index in `order`
-    of each tile's first pair.
-    live: as in grouped_experts.  With rows = 1, `experts` is ids [N·K], and begins, order and ends are not read.
+    pair_order: [N·K] int32, the pairs sorted by expert.  pair_ends: [E + 1] int32, the index in `pair_order` after each
+    expert's last pair.  tile_experts: [tiles], the expert of each tile; E: no expert, -1: no tile.  tile_begins:
+    [tiles], the index in `pair_order` of each tile's first pair.
+    live: as in grouped_experts.  With rows = 1, `tile_experts` is ids [N·K], and begins, order and ends are not read.
     """
 
     rows: int
-    experts: Tensor
-    begins: Tensor
-    order: Tensor
-    ends: Tensor
+    tile_experts: Tensor
+    tile_begins: Tensor
+    pair_order: Tensor
+    pair_ends: Tensor
     live: Tensor | None
 
     @property
     def pointers(self) -> tuple[Tensor, ...]:
-        live = self.experts if self.live is None else self.live
-        return self.order, self.ends, self.experts, self.begins, live
+        live = self.tile_experts if self.live is None else self.live
+        return self.pair_order, self.pair_ends, self.tile_experts, self.tile_begins, live
 
 
 def make_tiles(ids: Tensor, live: Tensor | None, num_experts: int, rows: int) -> ExpertTiles:
@@ -193,7 +192,7 @@ def _sorted_tiles(ids: Tensor, live: Tensor | None, num_experts: int, rows: int)
 PREFETCHED_STEPS = 1
 
 
-def require_shared(shared: SharedExperts, x: Tensor, inner: int, is_plain: bool) -> None:
+def check_shared_experts(shared: SharedExperts, x: Tensor, inner_size: int, is_plain: bool) -> None:
     """Check the shared experts for grouped_experts.
 
     is_plain: whether the routed experts are dense, without biases, and their activation is silu.
@@ -203,10 +202,10 @@ def require_shared(shared: SharedExperts, x: Tensor, inner: int, is_plain: bool)
     require("grouped_experts: shared gate_up", shared.gate_up, (2 * wide, hidden), x.dtype, x)
     require("grouped_experts: shared down", shared.down, (hidden, wide), x.dtype, x)
     is_contiguous = shared.gate_up.is_contiguous() and shared.down.is_contiguous()
-    if not is_plain or not is_contiguous or wide % inner or num_rows > MAX_SHARED_ROWS:
+    if not is_plain or not is_contiguous or wide % inner_size or num_rows > MAX_SHARED_ROWS:
         raise EspalierError(
             f"grouped_experts: shared experts run beside dense ones without biases, with silu, if they are contiguous, "
-            f"a whole number times {inner} wide, and taken by at most {MAX_SHARED_ROWS} rows, but got a width of "
+            f"a whole number times {inner_size} wide, and taken by at most {MAX_SHARED_ROWS} rows, but got a width of "
             f"{wide}, strides {shared.down.stride()} and {num_rows} rows: run them as an MLP of their own"
         )
 
@@ -239,7 +238,7 @@ def rows_of_tile(
 
     place: indices into the intermediate results, in the order of sorted pairs.  inside: whether the place exists.
     row: the row of x.  part: the part of out.
-    The places of shared pieces follow those of the pairs, row by row; their parts follow the top_k parts of the pairs.
+    Shared pieces come after the pairs: in `place` row by row, in `part` from top_k on.
     """
     if NUM_PIECES == 0:
         place, inside, pair = pairs_of_tile(order_ptr, ends_ptr, begins_ptr, tile, expert, IS_SORTED, ROWS)
@@ -264,7 +263,7 @@ def prefetch_shared_piece(
     piece = tl.program_id(1)
     if piece < NUM_PIECES:
         w_row = piece.to(tl.int64) * num_out + tl.minimum(column, num_out - 1)
-        # One prefetch per L2 line: its 128 bytes hold 64 numbers of two bytes.
+        # One prefetch per L2 line of 128 bytes, which holds 64 two-byte numbers.
         line = tl.minimum(tl.arange(0, PREFETCHED_COLUMNS // 64) * 64, num_in - 1)
         gate_ptrs = w_ptr + w_row[:, None] * num_in + line[None, :]
         prefetch(gate_ptrs)
@@ -332,11 +331,12 @@ def _route_kernel(
 
 @kernel
 def is_in_best_group(
-    selection_scores, expert, is_expert, SIZE: tl.constexpr, N_GROUP: tl.constexpr, TOPK_GROUP: tl.constexpr,
+    selection_scores, expert, is_expert, GROUP_EXPERTS: tl.constexpr, N_GROUP: tl.constexpr, TOPK_GROUP: tl.constexpr,
     TOP2_SUM: tl.constexpr,
 ):  # fmt: skip
-    """Returns [BLOCK] bool: whether each expert's group of SIZE neighbours is one of the best TOPK_GROUP groups."""
-    group = expert // SIZE
+    """Returns [BLOCK] bool: whether each expert's group of GROUP_EXPERTS neighbours is one of the best TOPK_GROUP
+    groups."""
+    group = expert // GROUP_EXPERTS
     group_scores = tl.full(selection_scores.shape, -float("inf"), selection_scores.dtype)
     for one in tl.static_range(N_GROUP):
         members = is_expert & (group == one)

@@ -34,17 +34,17 @@ def _norm_key(
 @kernel
 def _store_key(
     key_ptr, out_ptr, cos_ptr, sin_ptr, weight_ptr, bias_ptr,
-    EPS: tl.constexpr, SIZE: tl.constexpr, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr, DTYPE: tl.constexpr,
+    EPS: tl.constexpr, HEAD_SIZE: tl.constexpr, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr, DTYPE: tl.constexpr,
     ACC_DTYPE: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Norm and rotate the key at `key_ptr`, and store it at `out_ptr`."""
     HALF: tl.constexpr = ROTARY // 2
     column = tl.arange(0, BLOCK_SIZE)
-    exists = column < SIZE
+    exists = column < HEAD_SIZE
     x = tl.load(key_ptr + column, mask=exists, other=0.0).to(ACC_DTYPE)
-    mean = tl.sum(x, 0) / SIZE
+    mean = tl.sum(x, 0) / HEAD_SIZE
     distance = tl.where(exists, x - mean, 0.0)
-    scale = 1.0 / tl.sqrt(tl.sum(distance * distance, 0) / SIZE + EPS)
+    scale = 1.0 / tl.sqrt(tl.sum(distance * distance, 0) / HEAD_SIZE + EPS)
     stays = exists & (column >= ROTARY)
     kept = _norm_key(key_ptr, weight_ptr, bias_ptr, column, stays, mean, scale, DTYPE, ACC_DTYPE)
     tl.store(out_ptr + column, kept.to(out_ptr.dtype.element_ty), mask=stays)
@@ -85,7 +85,7 @@ def _rotate_heads(
 def _index_rows_kernel(
     q_ptr, k_ptr, weight_ptr, bias_ptr, cos_ptr, sin_ptr, row_ptr, plane_ptr,
     q_stride_n, q_stride_h, k_stride_n, cos_stride_n, sin_stride_n, row_stride_n, plane_stride_row,
-    EPS: tl.constexpr, HEADS: tl.constexpr, SIZE: tl.constexpr, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr,
+    EPS: tl.constexpr, HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr,
     ACC_DTYPE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):  # fmt: skip
@@ -96,7 +96,7 @@ def _index_rows_kernel(
         to = plane_ptr + tl.load(row_ptr + n * row_stride_n) * plane_stride_row
         _store_key(
             k_ptr + n * k_stride_n, to, cos, sin, weight_ptr, bias_ptr,
-            EPS, SIZE, ROTARY, INTERLEAVED, q_ptr.dtype.element_ty, ACC_DTYPE, BLOCK_SIZE, BLOCK,
+            EPS, HEAD_SIZE, ROTARY, INTERLEAVED, q_ptr.dtype.element_ty, ACC_DTYPE, BLOCK_SIZE, BLOCK,
         )  # fmt: skip
     else:
         _rotate_heads(
@@ -106,7 +106,8 @@ def _index_rows_kernel(
 
 
 def rotate_and_store_index(index: IndexRows, rows: Tensor, plane: Tensor) -> Tensor:
-    """See ops/selection.py.  It overwrites index.q.  Tolerance: one ulp of the dtype and a few ulps of float32."""
+    """See ops/selection.py.  The call overwrites index.q.  Tolerance: one ulp of the dtype and a few ulps of
+    float32."""
     q, k, norm, rotation = index.q, index.k, index.norm, index.rotation
     count, heads, size = q.shape
     rotary, exact = rotation.cos.shape[1], torch.promote_types(q.dtype, torch.float32)
@@ -127,7 +128,7 @@ def rotate_and_store_index(index: IndexRows, rows: Tensor, plane: Tensor) -> Ten
             *(q, k, norm.weight, norm.bias, rotation.cos, rotation.sin, rows, plane),
             *(*q.stride()[:2], k.stride(0), rotation.cos.stride(0), rotation.sin.stride(0)),
             *(rows.stride(0), plane.stride(0)),
-            EPS=norm.eps, HEADS=heads, SIZE=size, ROTARY=rotary, INTERLEAVED=index.interleaved,
+            EPS=norm.eps, HEADS=heads, HEAD_SIZE=size, ROTARY=rotary, INTERLEAVED=index.interleaved,
             ACC_DTYPE=acc_dtype(q.dtype), BLOCK_H=block_h, BLOCK_SIZE=next_power_of_2(size),
             BLOCK=next_power_of_2(rotary // 2), num_warps=NUM_WARPS, **pdl_arguments(chip(q)),
         )  # fmt: skip

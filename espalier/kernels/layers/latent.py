@@ -6,8 +6,8 @@ others rotate blocks of query heads.  For few rows the same launch also has prog
 (write_latents).
 
 `head_product` multiplies each head's rows with the head's own matrix: v_up, or k_up.  Grid: (blocks of outputs, heads).
-A program multiplies all rows for BLOCK_OUT outputs of one head.  It loads its part of the matrix before it waits for
-the previous kernel (PDL).  The kernel is for few rows: above MAX_HEAD_ROWS, PyTorch's batched product is faster.
+A program multiplies all rows for BLOCK_OUT outputs of one head.  A program loads its part of the matrix before it waits
+for the previous kernel (PDL).  The kernel is for few rows: above MAX_HEAD_ROWS, PyTorch's batched product is faster.
 
 Tolerance: sums are in float32, in another order than in other implementations, and are rounded once.
 """
@@ -81,7 +81,7 @@ def _head_product_kernel(
 
 
 def head_product(x: Tensor, weight: Tensor, out: Tensor) -> None:
-    """See ops/rope.py.  It takes 1 to MAX_HEAD_ROWS rows of bfloat16 or float16, and at most MAX_HEAD_INPUTS inputs.
+    """See ops/rope.py.  Supports 1 to MAX_HEAD_ROWS rows of bfloat16 or float16, and at most MAX_HEAD_INPUTS inputs.
 
     The weight may have any strides; x and out need a contiguous last dimension.  Raises EspalierError otherwise."""
     (rows, heads, num_in), num_out = x.shape, weight.shape[2]
@@ -268,7 +268,7 @@ def rotate_and_store_latent(q_rope: Tensor, q: Tensor, latent: Tensor, destinati
 def write_latents(q_inputs: Tensor, k_up: Tensor, q: Tensor, latent: Tensor, destination: LatentDestination) -> None:
     """See ops/rope.py.  q must not be a view of raw.
 
-    The bits and the errors are those of head_product and rotate_and_store_latent.
+    The bits and the errors are the same as from head_product and rotate_and_store_latent.
     """
     nope, rank = k_up.shape[1:]
     x, q_rope = q_inputs[..., :nope], q_inputs[..., nope:]

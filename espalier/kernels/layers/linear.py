@@ -1,9 +1,10 @@
 """A linear layer for few rows: y = x · weightᵀ + bias, limited by the bandwidth of reading the weight once.
 
-Grid: (blocks of weight rows, splits).  A program multiplies BLOCK_OUT rows of the weight with all rows of x.  It covers
-all of `in`, or one of `splits` parts of it (split-K).  Split-K programs write float32 partial sums [splits, rows, out]
-without atomics.  The reader of the partial sums adds them in order, so the same input gives the same bits.  `linear`
-adds them with a second kernel; `linear_parts` returns them, and the next kernel adds them while it loads.
+Grid: (blocks of weight rows, splits).  A program multiplies BLOCK_OUT rows of the weight with all rows of x.  A program
+covers all columns, or one of `splits` parts of the columns (split-K).  Split-K programs write float32 partial sums
+[splits, rows, out] without atomics.  The reader of the partial sums adds them in order, so the same input gives the
+same bits.  `linear` adds them with a second kernel; `linear_parts` returns them, and the next kernel adds them while it
+loads.
 
 Above about 100 rows PyTorch's GEMM library is faster.  For some shapes several smaller library calls are faster than
 one (`LibraryPlan`), because a grid of 1.5 waves takes as long as a grid of 2.
@@ -17,9 +18,9 @@ worth measuring, and has a rule for unmeasured shapes.
 Both kernels use PDL where the chip has it (kernels/runtime/pdl.py).  The first kernel prefetches its first tile of
 the weight into the L2 before it waits.
 
-Tolerance: products of 16-bit floats are exact in float32.  They are summed in float32, in a fixed order that other
-implementations do not share, and the result is rounded once.  Against float64 the error is at most half an ulp of the
-result, plus in · 2⁻²⁴ times the sum of the products' magnitudes.
+Tolerance: products of 16-bit floats are exact in float32.  The products are summed in float32, in a fixed order that
+other implementations do not share, and the result is rounded once.  Against float64 the error is at most half an ulp of
+the result, plus in · 2⁻²⁴ times the sum of the products' magnitudes.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ def _linear_kernel(
     w_ptrs = w_ptr + w_rows.to(tl.int64)[:, None] * w_stride + (k_begin + ks)[None, :]
     pdl_trigger(USE_PDL)
     if USE_PDL:
-        # An L2 line of 128 bytes holds 64 numbers: one prefetch each.
+        # One prefetch per L2 line of 128 bytes, which holds 64 numbers.
         lines = k_begin + tl.arange(0, BLOCK_IN // 64) * 64
         prefetch(w_ptr + w_rows.to(tl.int64)[:, None] * w_stride + tl.minimum(lines, num_in - 1)[None, :])
     pdl_wait(USE_PDL)

@@ -39,7 +39,7 @@ def num_splits_for(rows: int, weight: BlockMatrix, gpu: Chip) -> int:
     if rows > SPLIT_ROWS:
         return 1
     wanted = PROGRAMS_PER_PROCESSOR * gpu.processors // -(-num_out // BLOCK_OUT)
-    return max(min(wanted, MAX_SPLITS, num_in // max(MIN_COLUMNS, weight.type.values)), 1)
+    return max(min(wanted, MAX_SPLITS, num_in // max(MIN_COLUMNS, weight.block_type.block_values)), 1)
 
 
 @kernel
@@ -50,8 +50,8 @@ def _load_float16(ptrs):
 
 
 @kernel
-def _load_bits(ptrs, shift, MASK: tl.constexpr):
-    return (tl.load(ptrs).to(tl.int32) >> shift) & MASK
+def _load_bits(ptrs, shift, BIT_MASK: tl.constexpr):
+    return (tl.load(ptrs).to(tl.int32) >> shift) & BIT_MASK
 
 
 @kernel
@@ -110,27 +110,27 @@ def _decode_256(block, group: tl.constexpr, GGUF_TYPE: tl.constexpr):
 @kernel
 def _linear_blocks_kernel(
     x_ptr, blocks_ptr, bias_ptr, out_ptr, num_rows, num_out, num_blocks, x_stride,
-    GGUF_TYPE: tl.constexpr, BLOCK_VALUES: tl.constexpr, BLOCK_BYTES: tl.constexpr, GROUP: tl.constexpr,
+    GGUF_TYPE: tl.constexpr, BLOCK_VALUES: tl.constexpr, BLOCK_BYTES: tl.constexpr, GROUP_VALUES: tl.constexpr,
     HAS_MINIMUM: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, EVEN_OUT: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """y = x · weightᵀ + bias.  Grid: (blocks of weight rows, splits, tiles of rows).  Arguments: see _linear_kernel.
 
-    num_blocks: blocks per row.  GGUF_TYPE: the block format's number; BLOCK_VALUES, BLOCK_BYTES, GROUP: sizes of a
-    block.
+    num_blocks: blocks per row.  GGUF_TYPE: the block format's number; BLOCK_VALUES, BLOCK_BYTES, GROUP_VALUES: sizes of
+    a block.
     """
     pdl_trigger_and_wait(USE_PDL)
     w_rows = weight_rows(num_out, BLOCK_OUT, EVEN_OUT, False).to(tl.int64)
     split, num_splits = tl.program_id(1), tl.num_programs(1)
     begin, end = split * num_blocks // num_splits, (split + 1) * num_blocks // num_splits
     rows = tl.program_id(2) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    x_ptrs = x_ptr + rows.to(tl.int64)[:, None] * x_stride + tl.arange(0, GROUP)[None, :]
+    x_ptrs = x_ptr + rows.to(tl.int64)[:, None] * x_stride + tl.arange(0, GROUP_VALUES)[None, :]
     inside = rows[:, None] < num_rows
     acc = tl.zeros((BLOCK_OUT, BLOCK_ROWS), tl.float32)
     for number in range(begin, end):
         block = blocks_ptr + (w_rows * num_blocks + number) * BLOCK_BYTES
-        for group in tl.static_range(BLOCK_VALUES // GROUP):
-            x = tl.load(x_ptrs + number * BLOCK_VALUES + group * GROUP, mask=inside, other=0.0)
+        for group in tl.static_range(BLOCK_VALUES // GROUP_VALUES):
+            x = tl.load(x_ptrs + number * BLOCK_VALUES + group * GROUP_VALUES, mask=inside, other=0.0)
             if BLOCK_VALUES == 32:
                 integers, scale, minimum = _decode_32(block, GGUF_TYPE)
             else:
@@ -149,7 +149,7 @@ FORMATS_WITH_MINIMA = ("Q4_1", "Q5_1", "Q4_K", "Q5_K")
 
 
 def _launch_kernel(x: Tensor, weight: BlockMatrix, bias: Tensor | None, splits: int) -> Tensor:
-    num_rows, (num_out, num_in), kind = len(x), weight.shape, weight.type
+    num_rows, (num_out, num_in), kind = len(x), weight.shape, weight.block_type
     require("linear_blocks: x", x, (num_rows, num_in), None, weight.blocks)
     if bias is not None:
         require("linear_blocks: bias", bias, (num_out,), x.dtype, weight.blocks)
@@ -165,9 +165,9 @@ def _launch_kernel(x: Tensor, weight: BlockMatrix, bias: Tensor | None, splits: 
         return sum_parts.triton(out, x.dtype)
     tile = min(block_rows(num_rows), MAX_BLOCK_ROWS)
     _linear_blocks_kernel[-(-num_out // BLOCK_OUT), splits, -(-num_rows // tile)](
-        *(x, weight.blocks, bias, out, num_rows, num_out, num_in // kind.values, x.stride(0)),
-        GGUF_TYPE=kind.gguf_type, BLOCK_VALUES=kind.values, BLOCK_BYTES=kind.nbytes, GROUP=kind.group,
-        HAS_MINIMUM=kind.name in FORMATS_WITH_MINIMA, BLOCK_ROWS=tile, BLOCK_OUT=BLOCK_OUT,
-        EVEN_OUT=num_out % BLOCK_OUT == 0, num_warps=WARPS, **pdl_arguments(chip(x)),
+        *(x, weight.blocks, bias, out, num_rows, num_out, num_in // kind.block_values, x.stride(0)),
+        GGUF_TYPE=kind.gguf_type, BLOCK_VALUES=kind.block_values, BLOCK_BYTES=kind.block_bytes,
+        GROUP_VALUES=kind.group_values, HAS_MINIMUM=kind.name in FORMATS_WITH_MINIMA, BLOCK_ROWS=tile,
+        BLOCK_OUT=BLOCK_OUT, EVEN_OUT=num_out % BLOCK_OUT == 0, num_warps=WARPS, **pdl_arguments(chip(x)),
     )  # fmt: skip
     return sum_parts.triton(out, x.dtype)

@@ -174,17 +174,17 @@ class TuningSchema(Generic[P]):
 
 
 @cache
-def active_plans(kind: TuningSchema[P], key: Key, user_path: Path) -> Mapping[Size, tuple[P, ...]]:
+def active_plans(schema: TuningSchema[P], key: Key, user_path: Path) -> Mapping[Size, tuple[P, ...]]:
     """Returns the shipped plans and the user's plans, see TuningSchema.measured.  The user's file need not exist."""
     plans: dict[Size, tuple[P, ...]] = {}
     sources = []
     # pathlib's is_file would raise if the user may not read the folder.
     for path in (path for path in (SHIPPED_TUNING_FILE, user_path) if os.path.isfile(path)):
-        for table in kind.read_tables(path):
+        for table in schema.read_tables(path):
             if table.key == key:
                 plans |= table.plans
                 sources.append(f"{path} ({len(table.plans)} shapes)")
-    kind.log(key, plans, sources)
+    schema.log(key, plans, sources)
     return plans
 
 
@@ -262,7 +262,7 @@ def candidate_plans(rows: int, num_out: int, num_in: int, gpu: Chip) -> list[Tri
 def plan_by_rule(rows: int, num_out: int, num_in: int, gpu: Chip) -> LinearPlan:
     """Returns the plan of a shape that was not measured, for a bucket of at most `rows` rows; None above RULE_ROWS.
 
-    It splits `in` as long as all programs run at once and each program fills its pipeline.
+    The rule splits `in` while all programs still run at once and each program fills its pipeline.
     """
     if rows > RULE_ROWS:
         return None
@@ -340,10 +340,10 @@ def dense_plans_for(weight: Tensor) -> LinearPlans | None:
     return plans_for_shape(chip(weight), shape, LINEAR_TUNING.measured(chip(weight), weight.dtype))
 
 
-def plans_for_shape(gpu: Chip, shape: Size, measured: Mapping[Size, LinearPlans]) -> LinearPlans | None:
+def plans_for_shape(gpu: Chip, shape: Size, measured_plans: Mapping[Size, LinearPlans]) -> LinearPlans | None:
     """Returns the plans for a weight shape, given the plans measured on this chip; None if there are none."""
-    if shape in measured or not measured:
-        return measured.get(shape)
+    if shape in measured_plans or not measured_plans:
+        return measured_plans.get(shape)
     _log_rule(shape)
     return tuple(plan_by_rule(rows, *shape, gpu) for rows in ROWS_BUCKETS)
 

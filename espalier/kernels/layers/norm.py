@@ -4,9 +4,9 @@ Grid: one program per row, which holds the whole row in registers.  The kernel c
 and rounds once.
 
 For a few rows, another kernel also multiplies the norm with the router of a mixture of experts.  Grid: (rows, blocks of
-experts).  Each program norms the whole row again and multiplies it with BLOCK_E rows of the router.  It loads these
-rows before it waits for the preceding kernel (PDL).  So the norm is computed num_experts / BLOCK_E times.  For more
-than MAX_ROUTER_ROWS rows, separate launches for norm and product are faster.
+experts).  Each program norms the whole row again and multiplies it with BLOCK_E rows of the router.  A program loads
+these rows before it waits for the preceding kernel (PDL).  So the norm is computed num_experts / BLOCK_E times.  For
+more than MAX_ROUTER_ROWS rows, separate launches for norm and product are faster.
 """
 
 from __future__ import annotations
@@ -33,38 +33,39 @@ NORM_WARP_VALUES = 128
 def _rms_norm_kernel(
     x_ptr, delta_ptr, weight_ptr, sum_ptr, out_ptr, x_row_stride, delta_row_stride, delta_split_stride,
     rounded_values_ptr, rounded_scales_ptr, static_scale_ptr,
-    EPS: tl.constexpr, SIZE: tl.constexpr, SPLITS: tl.constexpr, ACC_DTYPE: tl.constexpr, BLOCK: tl.constexpr,
-    GROUP: tl.constexpr, FP8_MAX: tl.constexpr, USE_PDL: tl.constexpr,
+    EPS: tl.constexpr, ROW_SIZE: tl.constexpr, SPLITS: tl.constexpr, ACC_DTYPE: tl.constexpr, BLOCK: tl.constexpr,
+    GROUP_COLUMNS: tl.constexpr, FP8_MAX: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """SPLITS: the number of delta's partial sums; 1 for a delta without splits, 0 for no delta.
 
     out_ptr: gets the norm; may be None.  rounded_values_ptr: gets the norm rounded to FP8 as in quantise_rows.py, with
-    a scale for each GROUP columns; may be None.
+    a scale for each GROUP_COLUMNS columns; may be None.
     """
     pdl_trigger_and_wait(USE_PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
-    mask = column < SIZE
+    mask = column < ROW_SIZE
     # The weight is loaded before the reduction, so that both loads overlap.
     weight = tl.load(weight_ptr + column, mask=mask, other=0.0).to(ACC_DTYPE)
     x = tl.load(x_ptr + row * x_row_stride + column, mask=mask, other=0.0).to(ACC_DTYPE)
     if SPLITS:
         delta = delta_ptr + row * delta_row_stride + column
         x += load_sum(delta, delta_split_stride, mask, SPLITS, sum_ptr.dtype.element_ty, ACC_DTYPE)
-        # The sum is rounded before the norm, because the norm is that of the residual stream's rounded values.
+        # The sum is rounded before the norm, because the residual stream holds the rounded sum.
         x = x.to(sum_ptr.dtype.element_ty)
         # evict_last: the next norm reads the sum again, after a linear's weights have passed through the L2.
-        tl.store(sum_ptr + row * SIZE + column, x, mask=mask, eviction_policy="evict_last")
+        tl.store(sum_ptr + row * ROW_SIZE + column, x, mask=mask, eviction_policy="evict_last")
         x = x.to(ACC_DTYPE)
-    scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / SIZE + EPS)
+    scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / ROW_SIZE + EPS)
     norm = x * scale * weight
     if rounded_values_ptr is not None:
         of_type = norm.to(x_ptr.dtype.element_ty).to(tl.float32)
         store_rounded(
-            of_type, row, rounded_values_ptr, rounded_scales_ptr, static_scale_ptr, SIZE, BLOCK, GROUP, FP8_MAX
-        )
+            of_type, row, rounded_values_ptr, rounded_scales_ptr, static_scale_ptr, ROW_SIZE, BLOCK, GROUP_COLUMNS,
+            FP8_MAX,
+        )  # fmt: skip
     if out_ptr is not None:
-        tl.store(out_ptr + row * SIZE + column, norm.to(out_ptr.dtype.element_ty), mask=mask)
+        tl.store(out_ptr + row * ROW_SIZE + column, norm.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -135,7 +136,7 @@ def _launch_kernel(
     _rms_norm_kernel[(rows,)](
         *(x, addend, weight.contiguous(), x if total is None else total, out),
         *(x.stride(0), addend.stride(-2), addend.stride(0)),
-        EPS=eps, SIZE=size, SPLITS=0 if delta is None else delta.shape[0] if delta.ndim == 3 else 1,
+        EPS=eps, ROW_SIZE=size, SPLITS=0 if delta is None else delta.shape[0] if delta.ndim == 3 else 1,
         ACC_DTYPE=acc_dtype(x.dtype), BLOCK=block, num_warps=warps_for(block, NORM_WARP_VALUES),
         **store_rounded_arguments(rounded, input_scales, block), **pdl_arguments(chip(x)),
     )  # fmt: skip
@@ -150,8 +151,8 @@ def _norm_router_kernel(
     x_ptr, delta_ptr, weight_ptr, router_ptr, sum_ptr, out_ptr, logits_ptr,
     x_row_stride, delta_row_stride, delta_split_stride, num_experts, rounded_values_ptr, rounded_scales_ptr,
     static_scale_ptr,
-    EPS: tl.constexpr, SIZE: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_E: tl.constexpr,
-    GROUP: tl.constexpr, FP8_MAX: tl.constexpr, USE_PDL: tl.constexpr,
+    EPS: tl.constexpr, ROW_SIZE: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_E: tl.constexpr,
+    GROUP_COLUMNS: tl.constexpr, FP8_MAX: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """SPLITS: the number of delta's partial sums; 1 for a delta without splits.
 
@@ -160,10 +161,10 @@ def _norm_router_kernel(
     pdl_trigger(USE_PDL)
     row = tl.program_id(0).to(tl.int64)
     column, expert = tl.arange(0, BLOCK), tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
-    mask = column < SIZE
+    mask = column < ROW_SIZE
     # The router is loaded before the wait, because no kernel writes weights.
     router = tl.load(
-        router_ptr + expert.to(tl.int64)[:, None] * SIZE + column[None, :],
+        router_ptr + expert.to(tl.int64)[:, None] * ROW_SIZE + column[None, :],
         mask=(expert < num_experts)[:, None] & mask[None, :], other=0.0,
     )  # fmt: skip
     weight = tl.load(weight_ptr + column, mask=mask, other=0.0).to(tl.float32)
@@ -174,16 +175,17 @@ def _norm_router_kernel(
     # The sum is rounded before the norm, and the norm before the router, as in separate launches.
     total = x.to(sum_ptr.dtype.element_ty)
     x = total.to(tl.float32)
-    scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / SIZE + EPS)
+    scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / ROW_SIZE + EPS)
     normed = (x * scale * weight).to(out_ptr.dtype.element_ty)
     if tl.program_id(1) == 0:
-        tl.store(sum_ptr + row * SIZE + column, total, mask=mask)
-        tl.store(out_ptr + row * SIZE + column, normed, mask=mask)
+        tl.store(sum_ptr + row * ROW_SIZE + column, total, mask=mask)
+        tl.store(out_ptr + row * ROW_SIZE + column, normed, mask=mask)
         if rounded_values_ptr is not None:
             of_type = normed.to(tl.float32)
             store_rounded(
-                of_type, row, rounded_values_ptr, rounded_scales_ptr, static_scale_ptr, SIZE, BLOCK, GROUP, FP8_MAX
-            )
+                of_type, row, rounded_values_ptr, rounded_scales_ptr, static_scale_ptr, ROW_SIZE, BLOCK, GROUP_COLUMNS,
+                FP8_MAX,
+            )  # fmt: skip
     logits = tl.sum(router.to(tl.float32) * normed.to(tl.float32)[None, :], 1)
     logits = logits.to(logits_ptr.dtype.element_ty)
     tl.store(logits_ptr + row * num_experts + expert, logits, mask=expert < num_experts)
@@ -227,7 +229,7 @@ def norm_router(
     _norm_router_kernel[rows, -(-num_experts // block_e)](
         residual, parts, weight, router, total, out, logits,
         residual.stride(0), parts.stride(1), parts.stride(0), num_experts,
-        EPS=eps, SIZE=size, SPLITS=parts.shape[0], BLOCK=block, BLOCK_E=block_e,
+        EPS=eps, ROW_SIZE=size, SPLITS=parts.shape[0], BLOCK=block, BLOCK_E=block_e,
         num_warps=warps_for(block, NORM_WARP_VALUES),
         **store_rounded_arguments(rounded, rounding, block), **pdl_arguments(chip(residual)),
     )  # fmt: skip

@@ -76,15 +76,15 @@ def _divide_negated(negated, divisor):
 @kernel
 def store_rounded(
     x, row, values_ptr, scales_ptr, static_scale_ptr,
-    SIZE: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, FP8_MAX: tl.constexpr,
+    ROW_SIZE: tl.constexpr, BLOCK: tl.constexpr, GROUP_COLUMNS: tl.constexpr, FP8_MAX: tl.constexpr,
 ):  # fmt: skip
-    """Round one row, x [BLOCK] float32 in registers with zeros from SIZE on, in groups of GROUP columns."""
-    group, column = tl.arange(0, BLOCK // GROUP), tl.arange(0, BLOCK)
-    grouped = tl.reshape(x, (BLOCK // GROUP, GROUP))
+    """Round one row, x [BLOCK] float32 in registers with zeros from ROW_SIZE on, in groups of GROUP_COLUMNS columns."""
+    group, column = tl.arange(0, BLOCK // GROUP_COLUMNS), tl.arange(0, BLOCK)
+    grouped = tl.reshape(x, (BLOCK // GROUP_COLUMNS, GROUP_COLUMNS))
     scale = fp8_scale(tl.max(tl.abs(grouped), 1), static_scale_ptr, FP8_MAX)
     value = tl.reshape(divide_by_scale(grouped, scale[:, None], static_scale_ptr, FP8_MAX), (BLOCK,))
-    num_groups = tl.cdiv(SIZE, GROUP)
-    tl.store(values_ptr + row * SIZE + column, value.to(values_ptr.dtype.element_ty), mask=column < SIZE)
+    num_groups = tl.cdiv(ROW_SIZE, GROUP_COLUMNS)
+    tl.store(values_ptr + row * ROW_SIZE + column, value.to(values_ptr.dtype.element_ty), mask=column < ROW_SIZE)
     tl.store(scales_ptr + row * num_groups + group, scale, mask=group < num_groups)
 
 
@@ -97,7 +97,7 @@ def store_rounded_arguments(
             "rounded_values_ptr": None,
             "rounded_scales_ptr": None,
             "static_scale_ptr": None,
-            "GROUP": block,
+            "GROUP_COLUMNS": block,
             "FP8_MAX": FP8_MAX,
         }
     size = rounded.values.shape[1]
@@ -105,9 +105,9 @@ def store_rounded_arguments(
     pointers = {
         "rounded_values_ptr": rounded.values,
         "rounded_scales_ptr": rounded.scales,
-        "static_scale_ptr": input_scales.static,
+        "static_scale_ptr": input_scales.static_scale,
     }
-    return {**pointers, "GROUP": group if group < size else block, "FP8_MAX": FP8_MAX}
+    return {**pointers, "GROUP_COLUMNS": group if group < size else block, "FP8_MAX": FP8_MAX}
 
 
 def allocate_rounded_rows(x: Tensor, input_scales: InputScales) -> RoundedRows:
@@ -120,27 +120,27 @@ def allocate_rounded_rows(x: Tensor, input_scales: InputScales) -> RoundedRows:
 @kernel
 def _quantise_rows_kernel(
     x_ptr, static_scale_ptr, out_ptr, scales_ptr, num_in, x_stride, scale_row_stride, scale_group_stride,
-    GROUP: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr, PART_COLUMNS: tl.constexpr, FP8_MAX: tl.constexpr,
-    USE_PDL: tl.constexpr,
+    GROUP_COLUMNS: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr, PART_COLUMNS: tl.constexpr,
+    FP8_MAX: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     pdl_trigger_and_wait(USE_PDL)
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(2)
     group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     offset = tl.arange(0, BLOCK)[None, :]
-    column = group[:, None] * GROUP + offset
-    mask = (offset < GROUP) & (column < num_in)
+    column = group[:, None] * GROUP_COLUMNS + offset
+    mask = (offset < GROUP_COLUMNS) & (column < num_in)
     x = tl.load(x_ptr + row * x_stride + column, mask=mask, other=0.0).to(tl.float32)
     own = x
     if PART_COLUMNS < BLOCK:
         # Loaded before the reduction, so that both loads overlap.
         offset = part * PART_COLUMNS + tl.arange(0, PART_COLUMNS)[None, :]
-        column = group[:, None] * GROUP + offset
-        mask = (offset < GROUP) & (column < num_in)
+        column = group[:, None] * GROUP_COLUMNS + offset
+        mask = (offset < GROUP_COLUMNS) & (column < num_in)
         own = tl.load(x_ptr + row * x_stride + column, mask=mask, other=0.0).to(tl.float32)
     scale = fp8_scale(tl.max(tl.abs(x), 1), static_scale_ptr, FP8_MAX)
     value = divide_by_scale(own, scale[:, None], static_scale_ptr, FP8_MAX)
     tl.store(out_ptr + row * num_in + column, value.to(out_ptr.dtype.element_ty), mask=mask)
-    exists = (part == 0) & (group < tl.cdiv(num_in, GROUP))
+    exists = (part == 0) & (group < tl.cdiv(num_in, GROUP_COLUMNS))
     tl.store(scales_ptr + row * scale_row_stride + group * scale_group_stride, scale, mask=exists)
 
 
@@ -164,8 +164,8 @@ def quantise_rows(x: Tensor, input_scales: InputScales, library_layout: bool = F
         parts = min(block // VALUES_PER_PART, MAX_PARTS) if rows * groups * MAX_PARTS <= gpu.processors else 1
         part = block // max(parts, 1)
         _quantise_rows_kernel[rows, -(-groups // together), -(-group // part)](
-            *(x, input_scales.static, values, scales, num_in, x.stride(0), *scales.stride()),
-            GROUP=group, GROUPS=together, BLOCK=block, PART_COLUMNS=part, FP8_MAX=FP8_MAX, **pdl_arguments(gpu),
+            *(x, input_scales.static_scale, values, scales, num_in, x.stride(0), *scales.stride()),
+            GROUP_COLUMNS=group, GROUPS=together, BLOCK=block, PART_COLUMNS=part, FP8_MAX=FP8_MAX, **pdl_arguments(gpu),
             num_warps=min(warps, MAX_WARPS_SMALL_GRID if is_alone else MAX_WARPS),
         )  # fmt: skip
     return values, scales

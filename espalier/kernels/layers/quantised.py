@@ -49,12 +49,12 @@ BitMoves = Sequence[tuple[int, int]]
 class InputScales:
     """How the inputs of a product are rounded to FP8.
 
-    group: columns that share a scale; None: the whole row shares one.  static: float32 [1], the scale of every row;
-    None: a scale is the largest magnitude over FP8_MAX.
+    group: columns that share a scale; None: the whole row shares one.  static_scale: float32 [1], the scale of every
+    row; None: a scale is the largest magnitude over FP8_MAX.
     """
 
     group: int | None = None
-    static: Tensor | None = None
+    static_scale: Tensor | None = None
 
     def columns(self, size: int) -> int:
         """Returns the number of columns that share a scale, in a row of `size` columns."""
@@ -112,7 +112,7 @@ class QuantisedMatrix:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        optional = (self.zeros, self.row_scales, self.order, None if self.inputs is None else self.inputs.static)
+        optional = (self.zeros, self.row_scales, self.order, None if self.inputs is None else self.inputs.static_scale)
         return self.codes, self.scales, *(tensor for tensor in optional if tensor is not None)
 
     @property
@@ -127,7 +127,7 @@ class QuantisedMatrix:
         return self.shape[0]
 
     def __getitem__(self, expert: int) -> "QuantisedMatrix":
-        """One expert of a stack."""
+        """Returns one expert of a stack."""
         return self._map_rows(lambda tensor: tensor[expert])
 
     def experts(self, count: int) -> "QuantisedMatrix":
@@ -276,7 +276,7 @@ def interleave_nibbles(packed: Tensor, is_e2m1: bool = False) -> Tensor:
     codes = packed.clone(memory_format=torch.contiguous_format)
     rows = codes.view(-1, packed.shape[-1])
     step = max(DEQUANTISED_VALUES_PER_STEP // max(packed.shape[-1], 1), 1)
-    # One block of rows at a time, because the temporary copies are as large as a block.
+    # The loop takes one block of rows at a time, because the temporary copies are as large as a block.
     for begin in range(0, len(rows), step):
         whole = rows[begin : begin + step, : _interleaved_bytes(packed)]
         pairs = whole.unflatten(1, (-1, 2, 2, 4))
@@ -343,12 +343,12 @@ def quantise_inputs(x: Tensor, input_scales: InputScales) -> tuple[Tensor, Tenso
     rows, num_in = x.shape
     group = input_scales.columns(num_in)
     padded = F.pad(exact, (0, -num_in % group)).unflatten(1, (-1, group))
-    if input_scales.static is None:
+    if input_scales.static_scale is None:
         largest = padded.abs().amax(2)
         # The scale of zeros is 1.  The divisor is a tensor: PyTorch on a GPU multiplies by the reciprocal of a number.
         scales = torch.where(largest == 0, 1.0, largest / torch.full_like(largest, FP8_MAX))
     else:
-        scales = input_scales.static.to(exact.dtype).expand(rows, padded.shape[1])
+        scales = input_scales.static_scale.to(exact.dtype).expand(rows, padded.shape[1])
     values = (padded / scales[:, :, None]).clamp(-FP8_MAX, FP8_MAX)
     return values.flatten(1)[:, :num_in].to(FP8), scales
 

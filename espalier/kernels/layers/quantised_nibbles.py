@@ -1,4 +1,4 @@
-"""The inner loop of products with 4-bit matrices.  It turns nibbles into numbers in the registers of the tensor cores.
+"""The inner loop of products with 4-bit matrices.  Nibbles become numbers in the registers of the tensor cores.
 
 Decoding may take about two instructions per weight, because memory delivers some 25 weights per cycle to each
 multiprocessor (docs/log.md).  So every instruction decodes several nibbles.  A mask leaves two nibbles in the two
@@ -37,7 +37,7 @@ def nibble_dot(
     IS_BFLOAT16: tl.constexpr = tl.bfloat16 == DTYPE
     UNITS: tl.constexpr = (2.0**6, 2.0**64, 2.0**39) if IS_BFLOAT16 else (2.0**9, 2.0**10, 2.0**7)
     UNIT: tl.constexpr = UNITS[CODE - 1]
-    # One sum over all steps, in the tensor cores: a large tile then decodes while it multiplies.
+    # Whether the tensor cores hold one sum over all steps.  A large tile can then decode while it multiplies.
     IN_ONE: tl.constexpr = CODE > 1 and ROWS >= 64
     ks = k_begin + tl.arange(0, STEP)
     # This form shows the compiler that rows begin at multiples of 16 bytes.
@@ -63,8 +63,7 @@ def nibble_dot(
                 x = tl.load(x_ptrs[:, None] + ks[None, :], mask=row_exists[:, None] & (ks[None, :] < num_in), other=0.0)
             w = w.to(tl.uint32, bitcast=True)
             if CODE == 1:
-                # The offset is not loaded ahead: its registers would be distributed among threads unlike those of the
-                # words.
+                # The offset is not loaded ahead: its registers would get another layout than the words.
                 group = w_rows * num_groups + _group_of(first, num_groups, GROUP)
                 offset = _zero_point_offsets(zeros_ptr, group, DTYPE, BLOCK_OUT, WORDS)
                 part = tl.dot(_decode_int4(w, offset, DTYPE, BLOCK_OUT, WORDS), tl.trans(x))
@@ -144,8 +143,9 @@ def _decode_int4(w, offset, DTYPE: tl.constexpr, BLOCK_OUT: tl.constexpr, WORDS:
 
     The bits of a nibble n, read as bfloat16, are the subnormal number n · 2^-133 (float16: n · 2^-24).  Times the
     dtype's largest power of two, 2^127 (2^15), this is n · 2^-6 (n · 2^-9).  Four bits higher, it is 16 times as much.
-    This also holds in bfloat16, where the nibble's highest bit becomes the lowest exponent bit: numbers with that
-    exponent have the same spacing as subnormal numbers.  So only half of the nibbles need a shift.  Values, products
+    In bfloat16 the nibble's
+    highest bit becomes the lowest exponent bit.  The value is still right, because numbers with that exponent have the
+    same spacing as subnormal numbers.  So only half of the nibbles need a shift.  Values, products
     and sums are exact.
     """
     LOW: tl.constexpr = 0x000F000F
@@ -182,7 +182,7 @@ def _factors_of_exponents(exponents, DTYPE: tl.constexpr):
     bits = exponents.to(tl.uint32)
     if tl.bfloat16 == DTYPE:
         return (bits + 62) * 0x800080
-    # float16 runs only in the interpreter.  It has less range, so smaller exponents count as 0.
+    # float16 runs only in the interpreter.  Its range is smaller, so small exponents count as 0.
     return (tl.maximum(bits, 108) - 108) * 0x4000400
 
 
@@ -190,7 +190,7 @@ def _factors_of_exponents(exponents, DTYPE: tl.constexpr):
 def _factors_of_pairs(pairs, DTYPE: tl.constexpr):
     """Returns the factors of NVFP4's two scales in an int16, in the halves of a uint32: times 2^87 (float16: 2^7).
 
-    The stored bits (quantised.py) are those of a bfloat16 whose exponents begin 192 lower, or of a float16.
+    The stored bits (quantised.py) are the bits of a float16, or of a bfloat16 with the exponent lowered by 192.
     """
     bits = pairs.to(tl.uint16, bitcast=True).to(tl.uint32)
     if tl.bfloat16 == DTYPE:

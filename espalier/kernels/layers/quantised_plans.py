@@ -52,7 +52,7 @@ MIN_STEPS_PER_SPLIT = 4
 E2M1_TILES = ((16, (64, 256, 4), 4), (32, (64, 256, 4), 3), (64, (128, 128, 4), 2), (MAX_BLOCK_ROWS, (128, 128, 8), 1))
 NIBBLE_TILES = {
     "int4": ((16, (64, 256, 4), 4), (64, (128, 128, 8), 2), (MAX_BLOCK_ROWS, (128, 128, 8), 1)),
-    # The tiles of NVFP4 are those of MXFP4; they were not measured separately.
+    # NVFP4 has the tiles of MXFP4, because only MXFP4 was measured.
     **dict.fromkeys(E2M1_CODES, E2M1_TILES),
 }
 MAX_STAGES = 6
@@ -79,7 +79,8 @@ def plan_by_rule_for(weight: QuantisedMatrix, x: InputRows) -> TritonPlan:
 
 
 def tuning_name(weight: QuantisedMatrix) -> str:
-    """Returns the format's name in tuning tables.  It names everything in the format that changes a kernel's time."""
+    """Returns the format's name in tuning tables.  The name has everything in the format that changes a kernel's
+    time."""
     group = "" if weight.group >= weight.shape[-1] else f"-{weight.row_block}x{weight.group}"
     inputs = "" if weight.inputs is None else f"-inputs{weight.inputs.group or ''}"
     return f"{weight.code}{group}{inputs}"
@@ -98,18 +99,28 @@ def max_block_in(weight: QuantisedMatrix) -> int:
 
 @cache
 def plan_by_rule(
-    rows: int, num_out: int, num_in: int, code: str, max_block: int, grouped: bool, gpu: Chip, input_bytes: int = 2
+    rows: int,
+    num_out: int,
+    num_in: int,
+    code: str,
+    max_block: int,
+    has_column_groups: bool,
+    gpu: Chip,
+    input_bytes: int = 2,
 ) -> TritonPlan:
     """Returns the plan where nothing is measured.
 
-    grouped: whether groups of columns have their own scales.  input_bytes: bytes of an input, in products with FP8.
+    has_column_groups: whether groups of columns have their own scales.  input_bytes: bytes of an input, in products
+    with FP8.
     """
     tile = min(block_rows(rows), MAX_BLOCK_ROWS)
     num_tiles = -(-rows // tile)
     max_splits = MAX_SPLITS if rows <= SPLIT_ROWS else 1
     if code != "fp8":
         return nibble_plan_by_rule(tile, num_tiles, num_out, num_in, code, max_splits, gpu)
-    return fp8_plan_by_rule(tile, num_tiles, num_out, num_in, max_block, grouped, max_splits, gpu, input_bytes)
+    return fp8_plan_by_rule(
+        tile, num_tiles, num_out, num_in, max_block, has_column_groups, max_splits, gpu, input_bytes
+    )
 
 
 @cache
@@ -119,7 +130,7 @@ def fp8_plan_by_rule(
     num_out: int,
     num_in: int,
     max_block: int,
-    grouped: bool,
+    has_column_groups: bool,
     max_splits: int,
     gpu: Chip,
     input_bytes: int,
@@ -128,10 +139,10 @@ def fp8_plan_by_rule(
     memory_bound = tile <= MEMORY_BOUND_ROWS
     # For few rounded rows, steps of 256 columns are 3 to 5% faster than steps of 128 (docs/log.md).  Scales of groups
     # were not measured.
-    is_few = memory_bound and tile == MIN_BLOCK_ROWS and input_bytes == 1 and not grouped
+    is_few = memory_bound and tile == MIN_BLOCK_ROWS and input_bytes == 1 and not has_column_groups
     block_in = min(max_block, 256 if is_few and (num_in % 256 == 0 or num_in >= MIN_RAGGED_COLUMNS) else 128)
     # The scales of groups multiply a tile's sums at every step.  A small tile keeps scales and sums in registers.
-    block_out, warps = (64, 4) if memory_bound or grouped else (128, 8)
+    block_out, warps = (64, 4) if memory_bound or has_column_groups else (128, 8)
     programs, sharing, most = num_tiles * -(-num_out // block_out), 1, 4
     # For few rows, two or three programs share a multiprocessor: the number that fills the last wave better.
     together = [PROGRAMS_PER_PROCESSOR if memory_bound else WARPS_PER_PROCESSOR // warps]
@@ -142,7 +153,7 @@ def fp8_plan_by_rule(
     splits = max(found, key=lambda splits: _wave_fill(programs * splits, gpu))
     if memory_bound:
         # All programs run at once if registers allow, because a second wave would be mostly empty.
-        sharing = min(-(-programs * splits // gpu.processors), 3 if grouped and tile > MIN_BLOCK_ROWS else 4)
+        sharing = min(-(-programs * splits // gpu.processors), 3 if has_column_groups and tile > MIN_BLOCK_ROWS else 4)
         most = MAX_STAGES
     plan = TritonPlan(block_out, block_in, splits, warps, 1)
     shared = gpu.shared_memory_per_program(sharing)

@@ -1,11 +1,11 @@
 """The inner loop of every product with a quantised matrix, for linear layers and experts.
 
-A program multiplies a block of matrix rows with a tile of inputs.  It reads the stored codes and decodes them in
-registers.  FP8 values, nibbles minus their zero points, and E2M1 values times powers of two are exact
-in bfloat16, so only the float32 sums round.  The other scales multiply the sum of each group.  quantised_nibbles.py has
-the code for 4 bits.
+A program multiplies a block of matrix rows with a tile of inputs.  The program reads the stored codes and decodes them
+in registers.  FP8 values, nibbles minus their zero points, and E2M1 values times powers of two are exact
+in bfloat16, so only the float32 sums round.  Other scales are multiplied with the sum of each group.
+quantised_nibbles.py has the code for 4 bits.
 
-Inputs that are rounded to FP8 are multiplied with FP8 weights directly, on the chip's FP8 units.  These units add with
+Inputs that are rounded to FP8 are multiplied with FP8 weights directly, on the chip's FP8 units.  FP8 units add with
 fewer bits than float32.  So a new sum starts after at most MAX_FP8_SUM_COLUMNS columns, and the sums are added in
 float32.
 """

@@ -46,7 +46,7 @@ def _store_heads(
     rows, values, head, column, mask,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, ACC_DTYPE: tl.constexpr, FP8_MAX: tl.constexpr,
 ):  # fmt: skip
-    """Store values [H, C]: those of Q heads in a row of `out`, those of K and V heads in a row of each.
+    """Store values [H, C]: Q heads in a row of `out`, K and V heads in a row of K and a row of V.
 
     rows: pointers and strides.
     """
@@ -67,7 +67,7 @@ def _rotate_kernel(
     qkv_ptr, out_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, row_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr,
     qkv_stride_split, qkv_stride_n, qkv_stride_h, out_stride_n, out_stride_h, cos_stride_n, sin_stride_n, row_stride_n,
     k_stride_row, k_stride_h, v_stride_row, v_stride_h,
-    EPS: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, SIZE: tl.constexpr, ROTARY: tl.constexpr,
+    EPS: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr, ROTARY: tl.constexpr,
     SPLITS: tl.constexpr, HAS_NORMS: tl.constexpr, HAS_V_NORM: tl.constexpr, V_IS_K: tl.constexpr,
     HAS_GATES: tl.constexpr, ACC_DTYPE: tl.constexpr, FP8_MAX: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK: tl.constexpr, BLOCK_REST: tl.constexpr, USE_PDL: tl.constexpr,
@@ -97,24 +97,24 @@ def _rotate_kernel(
     right = load_sum(left_ptrs + half, qkv_stride_split, mask, SPLITS, DTYPE, ACC_DTYPE)
     is_q, is_v = head < HEADS, head >= HEADS + KV_HEADS
     v_left, v_right = left, right
-    if ROTARY < SIZE:
+    if ROTARY < HEAD_SIZE:
         rest_column = ROTARY + tl.arange(0, BLOCK_REST)
-        rest_mask = head_exists & (rest_column < SIZE)[None, :]
+        rest_mask = head_exists & (rest_column < HEAD_SIZE)[None, :]
         rest = load_sum(head_ptrs + rest_column[None, :], qkv_stride_split, rest_mask, SPLITS, DTYPE, ACC_DTYPE)
         v_rest = rest
     if HAS_NORMS:
         squares = tl.sum(left * left, 1) + tl.sum(right * right, 1)
-        if ROTARY < SIZE:
+        if ROTARY < HEAD_SIZE:
             squares += tl.sum(rest * rest, 1)
-        scale, is_q_head = (1.0 / tl.sqrt(squares / SIZE + EPS))[:, None], is_q[:, None]
+        scale, is_q_head = (1.0 / tl.sqrt(squares / HEAD_SIZE + EPS))[:, None], is_q[:, None]
         if HAS_V_NORM:
             v_left, v_right = left * scale, right * scale
         left = _norm_heads(left, scale, is_q_head, q_norm_ptr, k_norm_ptr, column, in_half, DTYPE, ACC_DTYPE)
         right = _norm_heads(right, scale, is_q_head, q_norm_ptr, k_norm_ptr, half + column, in_half, DTYPE, ACC_DTYPE)
-        if ROTARY < SIZE:
+        if ROTARY < HEAD_SIZE:
             if HAS_V_NORM:
                 v_rest = rest * scale
-            in_rest = rest_column < SIZE
+            in_rest = rest_column < HEAD_SIZE
             rest = _norm_heads(rest, scale, is_q_head, q_norm_ptr, k_norm_ptr, rest_column, in_rest, DTYPE, ACC_DTYPE)
     cos_ptrs, sin_ptrs = cos_ptr + n * cos_stride_n + column, sin_ptr + n * sin_stride_n + column
     rotated_left = (
@@ -137,14 +137,14 @@ def _rotate_kernel(
     )
     _store_heads(rows, left, head, column, mask, HEADS, KV_HEADS, ACC_DTYPE, FP8_MAX)
     _store_heads(rows, right, head, half + column, mask, HEADS, KV_HEADS, ACC_DTYPE, FP8_MAX)
-    if ROTARY < SIZE:
+    if ROTARY < HEAD_SIZE:
         rest = tl.where(is_v[:, None], v_rest, rest).to(DTYPE)
         _store_heads(rows, rest, head, rest_column, rest_mask, HEADS, KV_HEADS, ACC_DTYPE, FP8_MAX)
     if V_IS_K:
         v_head, is_k = head + KV_HEADS, (head >= HEADS)[:, None]
         _store_heads(rows, v_left.to(DTYPE), v_head, column, mask & is_k, HEADS, KV_HEADS, ACC_DTYPE, FP8_MAX)
         _store_heads(rows, v_right.to(DTYPE), v_head, half + column, mask & is_k, HEADS, KV_HEADS, ACC_DTYPE, FP8_MAX)
-        if ROTARY < SIZE:
+        if ROTARY < HEAD_SIZE:
             _store_heads(
                 rows, v_rest.to(DTYPE), v_head, rest_column, rest_mask & is_k, HEADS, KV_HEADS, ACC_DTYPE, FP8_MAX
             )
@@ -161,8 +161,8 @@ def rotate_and_store(
 ) -> Tensor:
     """Norm and rotate Q and K, and write K and V to rows of the KV cache.  See ops/rope.py:rotate_and_store.
 
-    Tolerance: one ulp of the reference.  Both compute in float32 and round once, but the reference's addcmul may use
-    fused multiply-adds.
+    Tolerance: one ulp of the reference.  Kernel and reference compute in float32 and round once, but the
+    reference's addcmul may use fused multiply-adds.
     Raises EspalierError for shapes, dtypes or strides that ops/rope.py:rotate_and_store does not allow.
     """
     parts = qkv[None] if qkv.ndim == 3 else qkv
@@ -190,7 +190,7 @@ def rotate_and_store(
             EPS=eps,
             HEADS=heads,
             KV_HEADS=kv_heads,
-            SIZE=size,
+            HEAD_SIZE=size,
             ROTARY=rotary,
             SPLITS=len(parts),
             HAS_NORMS=norms is not None,

@@ -1,8 +1,8 @@
 """The library's product of FP8 inputs with an FP8 matrix, for many rows: torch.nn.functional.scaled_mm.
 
-The library has two such products.  In the first, each row of the inputs and of the matrix has one scale; it needs
-compute capability 8.9.  In the second, 128 columns of an input share a scale, and 128 x 128 values of the matrix do
-(the format of DeepSeek-V3); only Hopper has it.
+The library has two such products.  The first, for compute capability 8.9 and later, has one scale per row of the inputs
+and of the matrix.  The second, for Hopper only, has one scale per 128 columns of an input and per 128 x 128 values of
+the matrix (the format of DeepSeek-V3).
 """
 
 import torch
@@ -20,7 +20,7 @@ MAX_KERNEL_ROWS, MAX_KERNEL_ROWS_IN_BLOCKS = 256, 64
 TILE_ROWS, TILE_OUTPUTS = 128, 128
 # The library needs the matrix's rows and columns in multiples of 16 bytes.
 ALIGNMENT_BYTES = 16
-# Edge of the scaled blocks in the second product.  It reads the scales of four blocks at once.
+# Edge of the scaled blocks in the second product, and the number of blocks whose scales are read at once.
 SCALE_BLOCK = 128
 SCALE_BLOCKS_PER_READ = 4
 

@@ -20,7 +20,7 @@ BLOCK = 1024
 @kernel
 def _scale_by_gate_kernel(
     result_ptr, x_ptr, gate_ptr, out_ptr, result_row_stride, result_split_stride, x_row_stride, out_row_stride,
-    NUM_IN: tl.constexpr, SIZE: tl.constexpr, SPLITS: tl.constexpr, ACC_DTYPE: tl.constexpr, BLOCK_IN: tl.constexpr,
+    NUM_IN: tl.constexpr, ROW_SIZE: tl.constexpr, SPLITS: tl.constexpr, ACC_DTYPE: tl.constexpr, BLOCK_IN: tl.constexpr,
     BLOCK: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     pdl_trigger(USE_PDL)
@@ -30,7 +30,7 @@ def _scale_by_gate_kernel(
     x = tl.load(x_ptr + row * x_row_stride + column, mask=column < NUM_IN, other=0.0).to(ACC_DTYPE)
     logit = tl.sum(x * gate, 0).to(x_ptr.dtype.element_ty).to(ACC_DTYPE)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = column < SIZE
+    mask = column < ROW_SIZE
     result = load_sum(
         result_ptr + row * result_row_stride + column, result_split_stride, mask, SPLITS, x_ptr.dtype.element_ty,
         ACC_DTYPE,
@@ -50,6 +50,6 @@ def scale_by_gate(result: Tensor, x: Tensor, gate: Tensor, out: Tensor) -> None:
     block = min(next_power_of_2(size), BLOCK)
     _scale_by_gate_kernel[rows, -(-size // block)](
         *(parts, x, gate.contiguous(), out, parts.stride(1), parts.stride(0), x.stride(0), out.stride(0)),
-        NUM_IN=x.shape[1], SIZE=size, SPLITS=parts.shape[0], ACC_DTYPE=acc_dtype(x.dtype),
+        NUM_IN=x.shape[1], ROW_SIZE=size, SPLITS=parts.shape[0], ACC_DTYPE=acc_dtype(x.dtype),
         BLOCK_IN=next_power_of_2(x.shape[1]), BLOCK=block, num_warps=4, **pdl_arguments(chip(x)),
     )  # fmt: skip

@@ -35,12 +35,12 @@ class Activation:
         return self is SILU or self == SILU
 
     @property
-    def halves(self) -> int:
+    def num_matrices(self) -> int:
         """The number of matrices before the activation: 2 for gate and up, 1 for up alone."""
         return 1 if self.kind == "relu2" else 2
 
     @property
-    def constants(self) -> dict[str, object]:
+    def constexpr_arguments(self) -> dict[str, object]:
         """The constexpr arguments of a kernel that calls layers/activation.py:apply_activation.
         Run-time arguments would be rounded to float32."""
         return {"ACTIVATION_KIND": self.kind, "ALPHA": self.alpha, "UP_OFFSET": self.up_offset, "LIMIT": self.limit}
@@ -67,7 +67,7 @@ def activation_rounded_once(gate_up: Tensor, activation: Activation) -> Tensor:
     """Returns the result of `gated_activation`, rounded once, at the end, as in the kernels.
     PyTorch's silu in x's dtype would also round silu(gate)."""
     exact = gate_up.to(torch.promote_types(gate_up.dtype, torch.float32))
-    if activation.halves == 1:
+    if activation.num_matrices == 1:
         return F.relu(exact).square().to(gate_up.dtype)
     gate, up = exact.chunk(2, dim=-1)
     if activation.limit is not None:
@@ -82,6 +82,6 @@ def activation_rounded_once(gate_up: Tensor, activation: Activation) -> Tensor:
 def num_up_columns(size: int, activation: Activation) -> int:
     """Returns the number of columns of up, from the `size` columns before the activation.
     Raises EspalierError if `size` is odd and there is a gate."""
-    if size % activation.halves:
+    if size % activation.num_matrices:
         raise EspalierError(f"gate_up holds gate and then up, so it needs an even number of columns, but has {size}")
-    return size // activation.halves
+    return size // activation.num_matrices

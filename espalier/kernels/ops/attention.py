@@ -105,7 +105,7 @@ class Prefix:
 class Nodes:
     """The staged rows and the queries of a pass.
 
-    positions: [B, Q], the positions of the queries.  row_positions: [B, R], those of the staged rows.
+    positions: [B, Q], of the queries.  row_positions: [B, R], the positions of the staged rows.
     ancestor_bits: [B, Q, W] int64, the staged rows that a query attends to (its ancestors and itself); None for a
     chain, where each row follows the previous one.  The queries are some of the R rows; in a chain Q = R.
     parents: [B, R], each row's parent row, for layers that keep a state; the root is its own parent.  None for a chain.
@@ -171,7 +171,7 @@ class AttentionInputs(NamedTuple):
 class PartialResults:
     """The attention results of each split: out [B * max_splits, Q, heads, v_size] and lse [B * max_splits, Q, heads].
 
-    Both are float32; lse is base 2.  Requests with a single split have no entry here.
+    out and lse are float32; lse is base 2.  Requests with a single split have no entry here.
     """
 
     out: Tensor

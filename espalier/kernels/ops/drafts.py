@@ -98,10 +98,10 @@ def check_path_sizes(root: Tensor, candidates: Candidates, nodes: int) -> tuple[
 
 class NgramMatches(NamedTuple):
     """The matches of each request, [B, K] int64 each, best first.  For no match, length and ends are 0.
-    length: the number of matching tokens.  ends: the position of the last matching token."""
+    lengths: the number of matching tokens.  end_positions: the position of the last matching token."""
 
-    length: Tensor
-    ends: Tensor
+    lengths: Tensor
+    end_positions: Tensor
 
 
 def match_lengths(history: Tensor, root_position: Tensor) -> Tensor:
@@ -144,7 +144,8 @@ def select_paths(root: Tensor, candidates: Candidates, nodes: int) -> Tree:
 
 @op("espalier.kernels.tree.ngram")
 def find_matches(history: Tensor, index: Tensor, root: Tensor, topk: int) -> NgramMatches:
-    """Returns the topk best earlier occurrences of each request's last tokens.  Their next tokens are distinct.
+    """Returns the topk best earlier occurrences of each request's last tokens.  The tokens after these occurrences are
+    distinct.
 
     history: [slots, W] int64, contiguous rows of tokens; index: [B] int64, each request's row of history; root: [B]
     int64, below W, the position of the last token.  Position j < root matches m tokens if history[j-m+1 .. j] equals
@@ -166,27 +167,27 @@ def find_matches(history: Tensor, index: Tensor, root: Tensor, topk: int) -> Ngr
     return NgramMatches(keys // width, keys % width)
 
 
-def convolve_block(x: Tensor, delta: Tensor, base: Tensor, width: int) -> Tensor:
-    """Returns x [N, H], in blocks of `width` rows, convolved with base [T, H] + delta [N, T, G].
+def convolve_block(x: Tensor, group_taps: Tensor, base_taps: Tensor, width: int) -> Tensor:
+    """Returns x [N, H], in blocks of `width` rows, convolved with base_taps [T, H] + group_taps [N, T, G].
     Each channel uses the delta of its group of channels."""
     exact = torch.promote_types(x.dtype, torch.float32)
-    group = x.shape[1] // delta.shape[2]
-    coefficients = base.to(exact) + delta.to(exact).repeat_interleave(group, 2)
+    group = x.shape[1] // group_taps.shape[2]
+    coefficients = base_taps.to(exact) + group_taps.to(exact).repeat_interleave(group, 2)
     blocks = x.to(exact).unflatten(0, (-1, width))
     total = torch.zeros_like(blocks)
-    for tap in range(base.shape[0]):
+    for tap in range(base_taps.shape[0]):
         behind = F.pad(blocks, (0, 0, tap, 0))[:, :width]
         total += behind * coefficients[:, tap].unflatten(0, (-1, width))
     return total.flatten(0, 1).to(x.dtype)
 
 
-def check_block_conv(x: Tensor, weight: Tensor, base: Tensor, width: int) -> tuple[int, int]:
+def check_block_conv(x: Tensor, weight: Tensor, base_taps: Tensor, width: int) -> tuple[int, int]:
     """Check the sizes of block_conv's arguments.  Returns (taps, groups)."""
-    taps, size = base.shape
+    taps, size = base_taps.shape
     groups = weight.shape[0] // (2 * taps)
     require("block_conv: x", x, (-1, size), None, x)
     require("block_conv: weight", weight, (2 * taps * groups, size), x.dtype, x)
-    require("block_conv: base", base, (taps, size), x.dtype, x)
+    require("block_conv: base", base_taps, (taps, size), x.dtype, x)
     if not groups or size % groups or width < 1 or len(x) % width:
         raise EspalierError(
             f"block_conv: {size} channels in {groups} groups, and {len(x)} rows in blocks of {width}, do not divide: "
@@ -196,30 +197,30 @@ def check_block_conv(x: Tensor, weight: Tensor, base: Tensor, width: int) -> tup
 
 
 @op("espalier.kernels.layers.block_conv")
-def block_conv(x: Tensor, weight: Tensor, base: Tensor, width: int) -> tuple[Tensor, Tensor]:
+def block_conv(x: Tensor, weight: Tensor, base_taps: Tensor, width: int) -> tuple[Tensor, Tensor]:
     """Returns (the convolved rows [N, H], the coefficients [N, T, G] of the output's convolution) in x's dtype.
 
     x: [N, H], normed rows, in blocks of `width` rows.  weight: [2 · T · G, H] for T taps and G groups: the rows for the
-    input's convolution, then those for the output's.  base: [T, H].  Raises EspalierError if sizes do not agree.
+    input's convolution, then those for the output's.  base_taps: [T, H].  Raises EspalierError if sizes do not agree.
     """
-    taps, groups = check_block_conv(x, weight, base, width)
+    taps, groups = check_block_conv(x, weight, base_taps, width)
     delta = F.linear(x, weight).view(len(x), 2, taps, groups)
-    return convolve_block(x, delta[:, 0], base, width), delta[:, 1]
+    return convolve_block(x, delta[:, 0], base_taps, width), delta[:, 1]
 
 
 @op("espalier.kernels.layers.block_conv", tensor="residual")
 def block_conv_norm(
-    delta: Tensor, coefficients: Tensor, base: Tensor, residual: Tensor, weight: Tensor, eps: float, width: int
+    delta: Tensor, coefficients: Tensor, base_taps: Tensor, residual: Tensor, weight: Tensor, eps: float, width: int
 ) -> tuple[Tensor, Tensor]:
     """Returns (sum, norm of sum) with sum = residual + conv(delta), each [N, H] in residual's dtype.
 
     delta: [N, H] in residual's dtype, or partial sums [parts, N, H] in float32 at least; in blocks of `width` rows.
-    coefficients: [N, T, G], from block_conv.  base: [T, H].  weight: [H], the norm's.
+    coefficients: [N, T, G], from block_conv.  base_taps: [T, H].  weight: [H], the norm's.
     Raises EspalierError if sizes do not agree.
     """
     if delta.ndim == 3:
         delta = sum_parts.reference(delta, residual.dtype)
-    return add_rms_norm.reference(convolve_block(delta, coefficients, base, width), residual, weight, eps)
+    return add_rms_norm.reference(convolve_block(delta, coefficients, base_taps, width), residual, weight, eps)
 
 
 @dataclass(frozen=True)

@@ -195,7 +195,7 @@ def grouped_experts(
     ids: [N, K] int64, distinct in each row.
     weights: [N, K], float32 (float64 for float64); the parts have this dtype.  The bias of `down` is weighted too.
     live: [N] bool, the rows that go to experts.  The first K parts of other rows are 0.  None: all rows are live.
-    num_extra_parts: the number of further parts at the end.  This function allocates them, and the caller writes them.
+    num_extra_parts: the number of further parts at the end.  The caller writes these parts.
     shared: S pieces, for at most MAX_SHARED_ROWS rows and dense experts.  The results of the pieces are the S parts
     after the first K, for all rows, live or not.  All activations must be SILU.
     plan: launch parameters; None: experts_plan.py chooses them.

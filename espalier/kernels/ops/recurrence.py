@@ -40,8 +40,8 @@ class StateRows(NamedTuple):
     v: Tensor
     gates: Tensor
 
-    def slice_rows(self, first: int, end: int) -> "StateRows":
-        return StateRows(*(values[:, first:end] for values in self))
+    def slice_rows(self, begin: int, end: int) -> "StateRows":
+        return StateRows(*(values[:, begin:end] for values in self))
 
 
 def convolve(inputs: Tensor, tail: Tensor, parents: Tensor | None, conv: ShortConv) -> Tensor:

@@ -150,8 +150,8 @@ def rotate_and_store(
 
     With HeadNorms.v_is_k, qkv ends with the K heads; with has_gates, it also has a gate behind each Q head.  If the
     buffers have no heads, qkv holds Q heads alone.
-    qkv may also be partial sums [splits, N, ...] float32 (kernels/layers/linear.py).  They are first added in order and
-    rounded to the model's dtype.
+    qkv may also be partial sums [splits, N, ...] float32 (kernels/layers/linear.py).  Partial sums are first added in
+    order and rounded to the model's dtype.
     rows: [N] int64, the rows of k_buffer and v_buffer [R, kv_heads, size] that receive K and V.
     scales: the scales of FP8 buffers, else None.
     Returns q [N, heads, size].  The kernel overwrites a qkv without splits and gates; the reference does not.
@@ -202,8 +202,8 @@ def write_latents(q_inputs: Tensor, k_up: Tensor, q: Tensor, latent: Tensor, des
     """Compute the queries q [N, heads, rank + rotary] from q_inputs [N, heads, nope + rotary], and store the latents.
 
     The first `rank` values of a query are the first `nope` values in raw times k_up [heads, nope, rank].  The rotated
-    values and the latents are those of rotate_and_store_latent.  Rows of the plane have rank + rotary values.  A GPU
-    needs one launch for few rows, two for more.
+    values and the latents are the same as from rotate_and_store_latent.  Rows of the plane have rank + rotary values.
+    A GPU needs one launch for few rows, two for more.
     """
     nope, rank = k_up.shape[1:]
     x, q_rope = q_inputs[..., :nope], q_inputs[..., nope:]

@@ -44,7 +44,7 @@ LARGE_TILE_QUERIES, LARGE_TILE_PROGRAMS = 128, 128
 # The most rows of a split if one request has tiles for half of these programs (a prefill chunk).  Shorter splits would
 # have large partial results: merging them took 2.5% of a prompt of 8k (docs/log.md).
 MAX_MANY_TILES_SPLIT_ROWS = 8192
-# Limits for the kernels of wide latent rows.  Their tiles have 64 packed queries, so one program fills a
+# Limits for the kernels of wide latent rows.  A tile has 64 packed queries, so one program fills a
 # multiprocessor.  A partial result has up to 512 values, so merging is expensive, and fewer, longer splits are faster.
 LATENT_TILE_QUERIES, MAX_LATENT_ROWS_PER_SPLIT = 64, 4096
 # The most splits of one request.  The second limit is for wide latent rows, and for few requests with few KV heads:

@@ -103,7 +103,7 @@ def advance(
     offsets = torch.arange(width, device=picked_tokens.device)
     decided = offsets < length[:, None]
     places = slots.prefix_len[:, None] + 1 + (length[:, None] - width).clamp(min=0) + offsets
-    # An undecided entry keeps its present token.
+    # History entries of undecided tokens keep their present token.
     columns = places.clamp(max=table.layout.history_width - 1)
     slot = slots.index[:, None].expand_as(columns)
     new = decided & (places >= table.known_len[slots.index][:, None])

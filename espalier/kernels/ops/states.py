@@ -62,7 +62,7 @@ class ConvColumns(NamedTuple):
 
     @property
     def num_q_channels(self) -> int:
-        """The number of channels of q, which is also that of k."""
+        """The number of channels of q.  k has the same number."""
         return self.k_heads * self.k_size
 
     @property
@@ -346,7 +346,7 @@ class OutputGate(NamedTuple):
 
 
 def can_round_groups(size: int, groups: int, rounding: InputScales) -> bool:
-    """Whether `gated_norm` can round its result: a scale must cover one group of a power of two, or a short row."""
+    """Whether `gated_norm` can round its result: a scale must cover one power-of-two group, or a short row."""
     columns = rounding.columns(size * groups)
     is_whole = columns == size * groups and next_power_of_2(groups) * next_power_of_2(size) <= MAX_ROUNDED_VALUES
     return is_whole or columns == size == next_power_of_2(size)

@@ -65,7 +65,7 @@ class Tree(NamedTuple):
         return torch.sort(scores.flatten(), descending=True, stable=True).indices[:rows].sort().values
 
     def keep_nodes(self, indices: Tensor) -> Tree:
-        """Returns the trees in which all other nodes are void.  Kept are the nodes at `indices` (see best_nodes).  No
+        """Returns the trees with all nodes void except the nodes at `indices` (see best_nodes).  No
         node moves."""
         left_out = torch.ones_like(self.tokens, dtype=torch.bool).flatten().index_fill(0, indices, False)
         return self._void_nodes(left_out.view_as(self.tokens))
@@ -242,9 +242,9 @@ def select_tree(root: Tensor, tokens: Pool, scores: Pool, beams: Pool, topk: int
 
 @op("espalier.kernels.tree.select_tree")
 def select_beams(
-    tokens: Tensor, scores: Tensor, ancestor_bits: Tensor | None, path: Tensor, first: int, num_words: int
+    tokens: Tensor, scores: Tensor, ancestor_bits: Tensor | None, path: Tensor, first_row: int, num_words: int
 ) -> SelectedBeams:
-    """Selects the K best of P · K candidates.  They become the draft rows first to first + K - 1.
+    """Selects the K best of P · K candidates.  The new beams become the draft rows first to first + K - 1.
 
     tokens: [B, P, K] int64.  scores: [B, P, K] float32, path scores.  ancestor_bits: [B, P, W] int64, those of the P
     parent rows; None: the parent is the root, which is not a draft row.  path: [B, rows] int64, the tokens of the draft
@@ -253,10 +253,10 @@ def select_beams(
     topk = tokens.shape[2]
     best, index = ordered_topk(scores.flatten(1), topk)
     parents = index // topk
-    bits = self_bits(first, topk, num_words, tokens.device).expand(tokens.shape[0], -1, -1)
+    bits = self_bits(first_row, topk, num_words, tokens.device).expand(tokens.shape[0], -1, -1)
     if ancestor_bits is not None:
         bits = bits | ancestor_bits.gather(1, parents[..., None].expand(-1, -1, num_words))
-    path[:, first : first + topk] = tokens.flatten(1).gather(1, index)
+    path[:, first_row : first_row + topk] = tokens.flatten(1).gather(1, index)
     return SelectedBeams(best, index, parents, bits)
 
 

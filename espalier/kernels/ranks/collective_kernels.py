@@ -100,7 +100,7 @@ def _sum_of_ranks(
 def _sum_kernel(
     parts_ptr, residual_ptr, weight_ptr, sum_ptr, out_ptr, memory_ptr, num_launches_ptr, stop_ptr,
     rank, rows, part_row_stride, part_split_stride, residual_row_stride,
-    EPS: tl.constexpr, SIZE: tl.constexpr, SPLITS: tl.constexpr, ACC_DTYPE: tl.constexpr, BLOCK: tl.constexpr,
+    EPS: tl.constexpr, ROW_SIZE: tl.constexpr, SPLITS: tl.constexpr, ACC_DTYPE: tl.constexpr, BLOCK: tl.constexpr,
     OWN_COLUMNS: tl.constexpr, BLOCK_OWN_COLUMNS: tl.constexpr, ROW_BYTES: tl.constexpr, WORLD_SIZE: tl.constexpr,
     FLAG_BYTES: tl.constexpr, SLOT_BYTES: tl.constexpr, NUM_SLOTS: tl.constexpr, NUM_THREADS: tl.constexpr,
     USE_PDL: tl.constexpr,
@@ -114,7 +114,7 @@ def _sum_kernel(
     program = tl.program_id(0)
     num_launches = tl.load(num_launches_ptr + program)
     column = tl.arange(0, BLOCK)
-    mask = column < SIZE
+    mask = column < ROW_SIZE
     own = tl.load(memory_ptr + rank)
     slot = FLAG_BYTES + ((num_launches & 1) * NUM_SLOTS + program).to(tl.int64) * SLOT_BYTES
     place = slot
@@ -143,7 +143,7 @@ def _sum_kernel(
         else:
             total = _sum_of_ranks(memory_ptr, place, column, mask, DTYPE, ACC_DTYPE, WORLD_SIZE)
         row = tl.cast(row, tl.int64)
-        at = row * SIZE + column
+        at = row * ROW_SIZE + column
         if residual_ptr is not None:
             weight = tl.load(weight_ptr + column, mask=mask, other=0.0).to(ACC_DTYPE)
             residual = tl.load(residual_ptr + row * residual_row_stride + column, mask=mask, other=0.0)
@@ -151,7 +151,7 @@ def _sum_kernel(
             x = (residual.to(ACC_DTYPE) + total.to(ACC_DTYPE)).to(DTYPE)
             tl.store(sum_ptr + at, x, mask=mask, eviction_policy="evict_last")
             x = x.to(ACC_DTYPE)
-            scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / SIZE + EPS)
+            scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / ROW_SIZE + EPS)
             tl.store(out_ptr + at, (x * scale * weight).to(DTYPE), mask=mask)
         else:
             tl.store(out_ptr + at, total, mask=mask)
@@ -194,8 +194,8 @@ def _launch_sum(
     _sum_kernel[(min(rows, PROGRAMS),)](
         parts, residual, weight, total, out, memory.addresses, memory.num_launches, memory.stop_flag,
         memory.rank, rows, parts.stride(-2), parts.stride(0), 0 if residual is None else residual.stride(0),
-        EPS=eps, SIZE=size, SPLITS=len(parts) if parts.ndim == 3 else 1, ACC_DTYPE=acc_dtype(out.dtype), BLOCK=block,
-        OWN_COLUMNS=own, BLOCK_OWN_COLUMNS=next_power_of_2(own), ROW_BYTES=row_bytes,
+        EPS=eps, ROW_SIZE=size, SPLITS=len(parts) if parts.ndim == 3 else 1, ACC_DTYPE=acc_dtype(out.dtype),
+        BLOCK=block, OWN_COLUMNS=own, BLOCK_OWN_COLUMNS=next_power_of_2(own), ROW_BYTES=row_bytes,
         **_barrier_arguments(memory, warps),
     )  # fmt: skip
 

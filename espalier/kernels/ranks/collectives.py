@@ -124,7 +124,8 @@ def register_process_group(name: str, store: Store, rank: int, num_ranks: int) -
 # The most bytes of a rank's values that are summed in peer memory.  On two H100s a sum of this size with residual and
 # norm (2,048 rows of 4,096 values in bfloat16) takes 70 µs one-shot and 100 µs by NCCL (`python -m lab ranks`).
 PEER_BYTES = 2**24
-# The same bound for two ranks: the largest prefill pass of an 8B.  Its 4,096 rows take 133 µs, and 182 µs by NCCL.
+# The same bound for two ranks: the largest prefill pass of an 8B.  A sum of 4,096 rows takes 133 µs, and 182 µs by
+# NCCL.
 PEER_BYTES_OF_TWO = 2**25
 # The bytes that a rank reads over NVLink in the time of one meeting of the ranks (3 µs on those H100s).
 MEETING_BYTES = 2**20
@@ -175,7 +176,7 @@ def uses_two_shot(parts: Tensor, dtype: torch.dtype, num_ranks: int) -> bool:
     """Returns whether `num_ranks` ranks sum parts [rows, H] or [splits, rows, H] two-shot.
 
     One-shot, a rank reads all values of every other rank.  Two-shot, it reads its share of the values and then the
-    sums.  These are fewer bytes, but the ranks meet once more.
+    sums.  Two-shot reads fewer bytes, but the ranks meet once more.
     """
     rows, size = parts.shape[-2:]
     saved = (num_ranks - 1) * (1 - 2 / num_ranks)

@@ -33,11 +33,13 @@ def _rows_of_chunk(request, chunk, rows_per_request, row_counts_ptr, CHUNK_ROWS:
 
 
 @kernel
-def _inverse(system, PRECISION: tl.constexpr, PRODUCT: tl.constexpr, ACC_DTYPE: tl.constexpr, CHUNK_ROWS: tl.constexpr):
+def _inverse(
+    system, PRECISION: tl.constexpr, PRODUCT_DTYPE: tl.constexpr, ACC_DTYPE: tl.constexpr, CHUNK_ROWS: tl.constexpr
+):
     """Returns the inverse of I + system.  `system` is strictly lower triangular.
 
     The inverse of [[P, 0], [C, R]] is [[P', 0], [-R' C P', R']], with P' and R' the inverses of P and R.  So two
-    products make the inverses of blocks of 2n rows from those of blocks of n rows.
+    products turn the inverses of blocks of n rows into the inverses of blocks of 2n rows.
     """
     row, column = tl.arange(0, CHUNK_ROWS)[:, None], tl.arange(0, CHUNK_ROWS)[None, :]
     inverse = tl.where(row == column, 1.0, 0.0).to(ACC_DTYPE)
@@ -45,9 +47,11 @@ def _inverse(system, PRECISION: tl.constexpr, PRODUCT: tl.constexpr, ACC_DTYPE: 
     size = 2
     while size < CHUNK_ROWS:
         below = (row // size % 2 == 1) & (column // size == row // size - 1)
-        at_corners = tl.where(below, system, 0.0).to(PRODUCT)
-        corner = tl.dot(inverse.to(PRODUCT), at_corners, input_precision=PRECISION, out_dtype=ACC_DTYPE)
-        inverse -= tl.dot(corner.to(PRODUCT), inverse.to(PRODUCT), input_precision=PRECISION, out_dtype=ACC_DTYPE)
+        at_corners = tl.where(below, system, 0.0).to(PRODUCT_DTYPE)
+        corner = tl.dot(inverse.to(PRODUCT_DTYPE), at_corners, input_precision=PRECISION, out_dtype=ACC_DTYPE)
+        inverse -= tl.dot(
+            corner.to(PRODUCT_DTYPE), inverse.to(PRODUCT_DTYPE), input_precision=PRECISION, out_dtype=ACC_DTYPE
+        )
         size *= 2
     return inverse
 
@@ -56,13 +60,13 @@ def _inverse(system, PRECISION: tl.constexpr, PRODUCT: tl.constexpr, ACC_DTYPE: 
 def _solve_kernel(
     k_ptr, v_ptr, gates_ptr, row_counts_ptr, decay_ptr, key_ptr, w_ptr, new_ptr, rows,
     HEADS: tl.constexpr, GROUP_SIZE: tl.constexpr, K_SIZE: tl.constexpr, V_SIZE: tl.constexpr, DELTA_RULE: tl.constexpr,
-    ACC_DTYPE: tl.constexpr, PRECISION: tl.constexpr, SOLVE: tl.constexpr, CHUNK_ROWS: tl.constexpr,
+    ACC_DTYPE: tl.constexpr, PRECISION: tl.constexpr, SOLVE_DTYPE: tl.constexpr, CHUNK_ROWS: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, STEP_COLUMNS: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """Computes, for each chunk and head: the log-decay from the chunk's start to each row, the keys decayed to the
     chunk's end, w and u.  Padding rows add nothing to the state."""
     pdl_trigger_and_wait(USE_PDL)
-    PRODUCT: tl.constexpr = new_ptr.dtype.element_ty
+    PRODUCT_DTYPE: tl.constexpr = new_ptr.dtype.element_ty
     head, chunk, request = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     row, is_row, exists = _rows_of_chunk(request, chunk, rows, row_counts_ptr, CHUNK_ROWS)
     exists = is_row & exists
@@ -78,33 +82,33 @@ def _solve_kernel(
         for first in range(0, BLOCK_K, STEP_COLUMNS):
             key = first + tl.arange(0, STEP_COLUMNS)
             mask = exists[:, None] & (key < K_SIZE)[None, :]
-            k = tl.load(k_ptr + of_key[:, None] + key[None, :], mask=mask, other=0.0).to(PRODUCT)
+            k = tl.load(k_ptr + of_key[:, None] + key[None, :], mask=mask, other=0.0).to(PRODUCT_DTYPE)
             system += tl.dot(k, tl.trans(k), input_precision=PRECISION, out_dtype=ACC_DTYPE)
         below = order[None, :] < order[:, None]
         carry = tl.where(below, tl.exp(tl.where(below, decay[:, None] - decay[None, :], 0.0)), 0.0)
-        inverse = _inverse(beta[:, None] * system * carry, PRECISION, SOLVE, ACC_DTYPE, CHUNK_ROWS)
-        inverse = (inverse * beta[None, :]).to(PRODUCT)
+        inverse = _inverse(beta[:, None] * system * carry, PRECISION, SOLVE_DTYPE, ACC_DTYPE, CHUNK_ROWS)
+        inverse = (inverse * beta[None, :]).to(PRODUCT_DTYPE)
     to_end = tl.exp(tl.sum(tl.where(order == CHUNK_ROWS - 1, decay, 0.0), 0) - decay)
     for first in range(0, BLOCK_K, STEP_COLUMNS):
         key = first + tl.arange(0, STEP_COLUMNS)
         mask = (key < K_SIZE)[None, :]
         k = tl.load(k_ptr + of_key[:, None] + key[None, :], mask=exists[:, None] & mask, other=0.0).to(ACC_DTYPE)
         tile = of_row[:, None] * K_SIZE + key[None, :]
-        tl.store(key_ptr + tile, (to_end[:, None] * k).to(PRODUCT), mask=mask)
+        tl.store(key_ptr + tile, (to_end[:, None] * k).to(PRODUCT_DTYPE), mask=mask)
         if DELTA_RULE:
-            k = (tl.exp(decay)[:, None] * k).to(PRODUCT)
+            k = (tl.exp(decay)[:, None] * k).to(PRODUCT_DTYPE)
             w = tl.dot(inverse, k, input_precision=PRECISION, out_dtype=ACC_DTYPE)
-            tl.store(w_ptr + tile, w.to(PRODUCT), mask=mask)
+            tl.store(w_ptr + tile, w.to(PRODUCT_DTYPE), mask=mask)
     for first in range(0, BLOCK_V, STEP_COLUMNS):
         value = first + tl.arange(0, STEP_COLUMNS)
         mask = (value < V_SIZE)[None, :]
         v_place = (row * HEADS + head)[:, None] * V_SIZE + value[None, :]
         new = tl.load(v_ptr + v_place, mask=exists[:, None] & mask, other=0.0).to(ACC_DTYPE)
         if DELTA_RULE:
-            new = tl.dot(inverse, new.to(PRODUCT), input_precision=PRECISION, out_dtype=ACC_DTYPE)
+            new = tl.dot(inverse, new.to(PRODUCT_DTYPE), input_precision=PRECISION, out_dtype=ACC_DTYPE)
         else:
             new = beta[:, None] * new
-        tl.store(new_ptr + of_row[:, None] * V_SIZE + value[None, :], new.to(PRODUCT), mask=mask)
+        tl.store(new_ptr + of_row[:, None] * V_SIZE + value[None, :], new.to(PRODUCT_DTYPE), mask=mask)
 
 
 @kernel
@@ -120,7 +124,7 @@ def _states_kernel(
     continues_ptr: for each batch row, whether it continues the piece of a prompt in the batch row before; may be
     None."""
     pdl_trigger_and_wait(USE_PDL)
-    PRODUCT: tl.constexpr = new_ptr.dtype.element_ty
+    PRODUCT_DTYPE: tl.constexpr = new_ptr.dtype.element_ty
     v_blocks: tl.constexpr = (V_SIZE + BLOCK_V - 1) // BLOCK_V
     head, first = tl.program_id(0) // v_blocks, tl.program_id(1).to(tl.int64)
     pieces = 1
@@ -147,7 +151,7 @@ def _states_kernel(
                 if (here > 0) & (here <= CHUNK_ROWS):
                     mark = state_ptr + tl.load(snapshot_rows_ptr + request) * HEADS * K_SIZE * V_SIZE
                     tl.store(mark + place, state, mask=is_both)
-            before = state.to(PRODUCT)
+            before = state.to(PRODUCT_DTYPE)
             tl.store(before_ptr + tile * K_SIZE * V_SIZE + within, before, mask=is_both)
             k_place = (tile * CHUNK_ROWS + order)[:, None] * K_SIZE + key[None, :]
             v_place = (tile * CHUNK_ROWS + order)[:, None] * V_SIZE + value[None, :]
@@ -155,7 +159,7 @@ def _states_kernel(
             if DELTA_RULE:
                 w = tl.load(w_ptr + k_place, mask=is_key[None, :], other=0.0)
                 new = new.to(ACC_DTYPE) - tl.dot(w, before, input_precision=PRECISION, out_dtype=ACC_DTYPE)
-                new = new.to(PRODUCT)
+                new = new.to(PRODUCT_DTYPE)
                 tl.store(new_ptr + v_place, new, mask=is_value[None, :])
             k = tl.load(key_ptr + k_place, mask=is_key[None, :], other=0.0)
             whole = tl.load(decay_ptr + tile * CHUNK_ROWS + CHUNK_ROWS - 1)
@@ -176,7 +180,7 @@ def _outputs_kernel(
     """Computes the outputs of a chunk.  If the chunk contains a snapshot, the kernel also adds the chunk's rows up to
     the snapshot to the state in the snapshot's table row."""
     pdl_trigger_and_wait(USE_PDL)
-    PRODUCT: tl.constexpr = new_ptr.dtype.element_ty
+    PRODUCT_DTYPE: tl.constexpr = new_ptr.dtype.element_ty
     v_blocks: tl.constexpr = (V_SIZE + BLOCK_V - 1) // BLOCK_V
     head, chunk, request = tl.program_id(0) // v_blocks, tl.program_id(1), tl.program_id(2).to(tl.int64)
     row, is_row, exists = _rows_of_chunk(request, chunk, rows, row_counts_ptr, CHUNK_ROWS)
@@ -189,8 +193,8 @@ def _outputs_kernel(
     for first in range(0, BLOCK_K, STEP_COLUMNS):
         key = first + tl.arange(0, STEP_COLUMNS)
         is_key, k_place = key < K_SIZE, of_key[:, None] + key[None, :]
-        q = tl.load(q_ptr + k_place, mask=is_row[:, None] & is_key[None, :], other=0.0).to(PRODUCT)
-        k = tl.load(k_ptr + k_place, mask=(is_row & exists)[:, None] & is_key[None, :], other=0.0).to(PRODUCT)
+        q = tl.load(q_ptr + k_place, mask=is_row[:, None] & is_key[None, :], other=0.0).to(PRODUCT_DTYPE)
+        k = tl.load(k_ptr + k_place, mask=(is_row & exists)[:, None] & is_key[None, :], other=0.0).to(PRODUCT_DTYPE)
         state_place = tile * K_SIZE * V_SIZE + key[:, None] * V_SIZE + value[None, :]
         before = tl.load(before_ptr + state_place, mask=is_key[:, None] & is_value[None, :], other=0.0)
         scores += tl.dot(q, tl.trans(k), input_precision=PRECISION, out_dtype=ACC_DTYPE)
@@ -200,7 +204,7 @@ def _outputs_kernel(
     new_place = (tile * CHUNK_ROWS + order)[:, None] * V_SIZE + value[None, :]
     new = tl.load(new_ptr + new_place, mask=is_value[None, :], other=0.0)
     out = tl.exp(decay)[:, None] * out
-    out += tl.dot((scores * carry).to(PRODUCT), new, input_precision=PRECISION, out_dtype=ACC_DTYPE)
+    out += tl.dot((scores * carry).to(PRODUCT_DTYPE), new, input_precision=PRECISION, out_dtype=ACC_DTYPE)
     v_place = (row * HEADS + head)[:, None] * V_SIZE + value[None, :]
     is_out = is_row[:, None] & is_value[None, :]
     if skip_ptr is not None:
@@ -211,13 +215,13 @@ def _outputs_kernel(
         if (here > 0) & (here <= CHUNK_ROWS):
             whole = tl.sum(tl.where(order == here - 1, decay, 0.0), 0)
             share = tl.where(order < here, tl.exp(tl.where(order < here, whole - decay, 0.0)), 0.0)
-            taken = (share[:, None] * new.to(ACC_DTYPE)).to(PRODUCT)
+            taken = (share[:, None] * new.to(ACC_DTYPE)).to(PRODUCT_DTYPE)
             state_ptr += (tl.load(snapshot_rows_ptr + request) * HEADS + head) * K_SIZE * V_SIZE
             for first in range(0, BLOCK_K, STEP_COLUMNS):
                 key = first + tl.arange(0, STEP_COLUMNS)
                 is_both = (key < K_SIZE)[:, None] & is_value[None, :]
                 is_key = (is_row & exists)[:, None] & (key < K_SIZE)[None, :]
-                k = tl.load(k_ptr + of_key[:, None] + key[None, :], mask=is_key, other=0.0).to(PRODUCT)
+                k = tl.load(k_ptr + of_key[:, None] + key[None, :], mask=is_key, other=0.0).to(PRODUCT_DTYPE)
                 added = tl.dot(tl.trans(k), taken, input_precision=PRECISION, out_dtype=ACC_DTYPE)
                 mark = state_ptr + key[:, None] * V_SIZE + value[None, :]
                 tl.store(mark, tl.exp(whole) * tl.load(mark, mask=is_both, other=0.0) + added, mask=is_both)
@@ -259,7 +263,7 @@ def chain_outputs(
     }
     _solve_kernel[heads, chunks, batch](
         *(k, v, gates, path.row_counts, decay, keys, w, new, count),
-        GROUP_SIZE=heads // k_heads, DELTA_RULE=is_delta_rule, SOLVE=plan.solve_dtype,
+        GROUP_SIZE=heads // k_heads, DELTA_RULE=is_delta_rule, SOLVE_DTYPE=plan.solve_dtype,
         BLOCK_V=max(next_power_of_2(v_size), MIN_BLOCK), STEP_COLUMNS=STEP_COLUMNS, num_warps=plan.solve_warps,
         **constants,
     )  # fmt: skip

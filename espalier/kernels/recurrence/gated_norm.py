@@ -27,16 +27,16 @@ WARP_VALUES, MAX_WARPS = 256, 16
 
 @kernel
 def _norm_and_gate(
-    x, gate, weight, SIZE: tl.constexpr, GATE_BEFORE_NORM: tl.constexpr, EPS: tl.constexpr, ACC_DTYPE: tl.constexpr,
-    DTYPE: tl.constexpr,
+    x, gate, weight, GROUP_COLUMNS: tl.constexpr, GATE_BEFORE_NORM: tl.constexpr, EPS: tl.constexpr,
+    ACC_DTYPE: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     gate = gate / (1.0 + tl.exp(-gate))
     if GATE_BEFORE_NORM:
         x *= gate
-        x *= (1.0 / tl.sqrt(tl.sum(x * x, 1) / SIZE + EPS))[:, None]
+        x *= (1.0 / tl.sqrt(tl.sum(x * x, 1) / GROUP_COLUMNS + EPS))[:, None]
         out = x.to(DTYPE).to(ACC_DTYPE) * weight
     else:
-        x *= (1.0 / tl.sqrt(tl.sum(x * x, 1) / SIZE + EPS))[:, None] * weight
+        x *= (1.0 / tl.sqrt(tl.sum(x * x, 1) / GROUP_COLUMNS + EPS))[:, None] * weight
         out = x.to(DTYPE).to(ACC_DTYPE) * gate
     return out
 
@@ -44,15 +44,15 @@ def _norm_and_gate(
 @kernel(do_not_specialize=["num_rows"])
 def _gated_norm_kernel(
     x_ptr, gate_ptr, weight_ptr, out_ptr, scales_ptr, static_scale_ptr, num_rows, gate_stride, gate_split_stride,
-    GROUPS: tl.constexpr, SIZE: tl.constexpr, ADJACENT_GROUPS: tl.constexpr, COLUMN_STRIDE: tl.constexpr,
+    GROUPS: tl.constexpr, GROUP_COLUMNS: tl.constexpr, ADJACENT_GROUPS: tl.constexpr, COLUMN_STRIDE: tl.constexpr,
     GATE_BEFORE_NORM: tl.constexpr, SPLITS: tl.constexpr, EPS: tl.constexpr, ACC_DTYPE: tl.constexpr,
     FP8_MAX: tl.constexpr, WHOLE_ROW: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """A program holds BLOCK_R groups of BLOCK columns: all groups of a row if WHOLE_ROW, else the same group of many
     rows.
 
-    weight_ptr: None for the gate alone.  SPLITS: of the gate's partial sums.  scales_ptr: if not None, the result is
-    rounded to FP8 as in quantise_rows.py, with a scale for each group, or for the row if WHOLE_ROW.
+    weight_ptr: None for the gate alone.  SPLITS: the number of the gate's partial sums.  scales_ptr: if not None, the
+    result is rounded to FP8 as in quantise_rows.py, with a scale for each group, or for the row if WHOLE_ROW.
     """
     pdl_trigger_and_wait(USE_PDL)
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
@@ -62,17 +62,17 @@ def _gated_norm_kernel(
     else:
         row, group = row * BLOCK_R + group, tl.zeros([BLOCK_R], tl.int32) + tl.program_id(1)
     exists = (row < num_rows) & (group < GROUPS)
-    mask = exists[:, None] & (column < SIZE)[None, :]
-    place = (row * GROUPS + group)[:, None] * SIZE + column[None, :]
-    gate_at = row * gate_stride + group // ADJACENT_GROUPS * COLUMN_STRIDE + group % ADJACENT_GROUPS * SIZE
+    mask = exists[:, None] & (column < GROUP_COLUMNS)[None, :]
+    place = (row * GROUPS + group)[:, None] * GROUP_COLUMNS + column[None, :]
+    gate_at = row * gate_stride + group // ADJACENT_GROUPS * COLUMN_STRIDE + group % ADJACENT_GROUPS * GROUP_COLUMNS
     x = tl.load(x_ptr + place, mask=mask, other=0.0).to(ACC_DTYPE)
     gate = load_sum(gate_ptr + gate_at[:, None] + column[None, :], gate_split_stride, mask, SPLITS, DTYPE, ACC_DTYPE)
     if weight_ptr is None:
         out = x * (1.0 / (1.0 + tl.exp(-gate))).to(DTYPE).to(ACC_DTYPE)
     else:
-        of_group = group * SIZE if GATE_BEFORE_NORM else group * 0
+        of_group = group * GROUP_COLUMNS if GATE_BEFORE_NORM else group * 0
         weight = tl.load(weight_ptr + of_group[:, None] + column[None, :], mask=mask, other=0.0).to(ACC_DTYPE)
-        out = _norm_and_gate(x, gate, weight, SIZE, GATE_BEFORE_NORM, EPS, ACC_DTYPE, DTYPE)
+        out = _norm_and_gate(x, gate, weight, GROUP_COLUMNS, GATE_BEFORE_NORM, EPS, ACC_DTYPE, DTYPE)
     if scales_ptr is not None:
         out = out.to(DTYPE).to(ACC_DTYPE)
         if WHOLE_ROW:
@@ -108,9 +108,9 @@ def gated_norm(
     values = gate.values
     _gated_norm_kernel[(num_rows,) if is_whole else (-(-num_rows // block_r), groups)](
         *(x, values, weight, out),
-        *(None if rounded is None else rounded.scales, None if rounding is None else rounding.static),
+        *(None if rounded is None else rounded.scales, None if rounding is None else rounding.static_scale),
         *(num_rows, values.stride(-2), values.stride(0)),
-        GROUPS=groups, SIZE=size, ADJACENT_GROUPS=gate.adjacent_groups, COLUMN_STRIDE=gate.column_stride,
+        GROUPS=groups, GROUP_COLUMNS=size, ADJACENT_GROUPS=gate.adjacent_groups, COLUMN_STRIDE=gate.column_stride,
         GATE_BEFORE_NORM=gate.before_norm, SPLITS=num_partial_sums(values), EPS=eps, ACC_DTYPE=acc_dtype(x.dtype),
         FP8_MAX=FP8_MAX, WHOLE_ROW=is_whole, BLOCK_R=block_r, BLOCK=block, num_warps=max(warps, 1),
         **pdl_arguments(chip(x)),

@@ -8,8 +8,8 @@ So a shallow tree takes few small products for any number of nodes, and errors d
 In the products, the state's columns are the rows and the nodes are the columns, because Hopper's tensor cores take at
 least 64 rows and at least 8 columns.  So a tree of 16 nodes fills them.
 
-A single row needs no tensor cores.  Its kernel sums in float32, needs few registers, and loads its whole part of the
-state before it waits for the kernel before.
+A single row needs no tensor cores.  _row_kernel sums in float32, needs few registers, and loads its whole part of
+the state before it waits for the previous kernel.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ SINGLE_ROW_BLOCKS = (64, 32)
 
 @kernel
 def _prefetch_state(
-    state_ptr, first, K_SIZE: tl.constexpr, V_SIZE: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    state_ptr, first_column, K_SIZE: tl.constexpr, V_SIZE: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
     LINE_VALUES: tl.constexpr,
 ):  # fmt: skip
-    """Prefetches BLOCK_V columns of a head's state, from column `first` on.  LINE_VALUES: numbers per line of the L2
-    cache."""
-    line = first + tl.arange(0, (BLOCK_V + LINE_VALUES - 1) // LINE_VALUES) * LINE_VALUES
+    """Prefetches BLOCK_V columns of a head's state, from column `first_column` on.  LINE_VALUES: numbers per line of
+    the L2 cache."""
+    line = first_column + tl.arange(0, (BLOCK_V + LINE_VALUES - 1) // LINE_VALUES) * LINE_VALUES
     place = tl.arange(0, BLOCK_K)[:, None] * V_SIZE + line[None, :]
     prefetch(state_ptr + tl.minimum(place, K_SIZE * V_SIZE - 1))
 
@@ -48,7 +48,7 @@ def _prefetch_state(
 @kernel
 def _solve_tree(
     initial_t, products, seen_t, beta, carry_t,
-    PRODUCT: tl.constexpr, PRECISION: tl.constexpr, ACC_DTYPE: tl.constexpr, BLOCK_R: tl.constexpr,
+    PRODUCT_DTYPE: tl.constexpr, PRECISION: tl.constexpr, ACC_DTYPE: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """Returns what each node adds to the state, [columns of the state, nodes].
 
@@ -57,10 +57,10 @@ def _solve_tree(
     """
     node = tl.arange(0, BLOCK_R)
     depth = tl.max(tl.sum(seen_t.to(tl.int32), 0), 0) - 1
-    system_t = tl.where(node[:, None] == node[None, :], 0.0, beta[None, :] * products * carry_t).to(PRODUCT)
+    system_t = tl.where(node[:, None] == node[None, :], 0.0, beta[None, :] * products * carry_t).to(PRODUCT_DTYPE)
     new_t = initial_t
     for _ in range(depth):
-        new_t = initial_t - tl.dot(new_t.to(PRODUCT), system_t, input_precision=PRECISION, out_dtype=ACC_DTYPE)
+        new_t = initial_t - tl.dot(new_t.to(PRODUCT_DTYPE), system_t, input_precision=PRECISION, out_dtype=ACC_DTYPE)
     return new_t
 
 
@@ -68,7 +68,7 @@ def _solve_tree(
 def _tree_kernel(
     q_ptr, k_ptr, v_ptr, gates_ptr, state_ptr, slots_ptr, bits_ptr, skip_ptr, out_ptr, rows, words,
     HEADS: tl.constexpr, GROUP_SIZE: tl.constexpr, K_SIZE: tl.constexpr, V_SIZE: tl.constexpr, DELTA_RULE: tl.constexpr,
-    ACC_DTYPE: tl.constexpr, PRODUCT: tl.constexpr, PRECISION: tl.constexpr, BLOCK_R: tl.constexpr,
+    ACC_DTYPE: tl.constexpr, PRODUCT_DTYPE: tl.constexpr, PRECISION: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, STEP_COLUMNS: tl.constexpr, STAGES: tl.constexpr,
     LINE_VALUES: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
@@ -109,9 +109,9 @@ def _tree_kernel(
             state_ptr + key[:, None] * V_SIZE + value[None, :], mask=is_key[:, None] & is_value[None, :], other=0.0
         )
         k, q = tl.load(k_ptr + k_place, mask=is_part, other=0.0), tl.load(q_ptr + k_place, mask=is_part, other=0.0)
-        state_t, q_t = tl.trans(state.to(PRODUCT)), tl.trans(q.to(PRODUCT))
+        state_t, q_t = tl.trans(state.to(PRODUCT_DTYPE)), tl.trans(q.to(PRODUCT_DTYPE))
         is_bad = is_bad | (tl.max((k * 0.0 != 0.0).to(tl.int32), 1) > 0)
-        k = tl.where(k * 0.0 != 0.0, 0.0, k).to(PRODUCT)
+        k = tl.where(k * 0.0 != 0.0, 0.0, k).to(PRODUCT_DTYPE)
         if DELTA_RULE:
             read_t += tl.dot(state_t, tl.trans(k), input_precision=PRECISION, out_dtype=ACC_DTYPE)
             system_t += tl.dot(k, tl.trans(k), input_precision=PRECISION, out_dtype=ACC_DTYPE)
@@ -127,9 +127,11 @@ def _tree_kernel(
     new_t = beta[None, :] * v_t
     if DELTA_RULE:
         new_t -= (beta * tl.exp(decay))[None, :] * read_t
-        new_t = _solve_tree(new_t, system_t, seen_t, beta, carry_t, PRODUCT, PRECISION, ACC_DTYPE, BLOCK_R)
+        new_t = _solve_tree(new_t, system_t, seen_t, beta, carry_t, PRODUCT_DTYPE, PRECISION, ACC_DTYPE, BLOCK_R)
     out_t = tl.exp(decay)[None, :] * out_t
-    out_t += tl.dot(new_t.to(PRODUCT), (scores_t * carry_t).to(PRODUCT), input_precision=PRECISION, out_dtype=ACC_DTYPE)
+    out_t += tl.dot(
+        new_t.to(PRODUCT_DTYPE), (scores_t * carry_t).to(PRODUCT_DTYPE), input_precision=PRECISION, out_dtype=ACC_DTYPE
+    )
     if skip_ptr is not None:
         out_t += tl.load(skip_ptr + head).to(ACC_DTYPE) * v_t
     out_t = tl.where(sees_bad[None, :], float("nan"), out_t)
@@ -213,7 +215,7 @@ def tree_outputs(
     _tree_kernel[heads * -(-v_size // plan.block_v), batch](
         *(q, k, v, gates, table, slots, ancestor_bits.contiguous(), skip_weight, out),
         *(count, ancestor_bits.shape[2]),
-        **sizes, ACC_DTYPE=acc_dtype(table.dtype), PRODUCT=products.operand_type, PRECISION=products.precision,
+        **sizes, ACC_DTYPE=acc_dtype(table.dtype), PRODUCT_DTYPE=products.operand_type, PRECISION=products.precision,
         BLOCK_R=block_r, BLOCK_K=block_k, BLOCK_V=plan.block_v, STEP_COLUMNS=min(plan.step, block_k),
         STAGES=plan.stages, LINE_VALUES=LINE_VALUES // table.itemsize, num_warps=plan.num_warps,
         **pdl_arguments(chip(v)),

@@ -55,7 +55,7 @@ def precompile() -> Iterator[Sequence[Future[Any]]]:
 
 
 class KernelCompiler:
-    """The executor for Triton's AsyncCompileMode.  Its threads compile kernels.
+    """The executor for Triton's AsyncCompileMode, whose threads compile kernels.
 
     futures: one future per compilation; jit_functions: the functions whose kernels were requested, by id.
     """

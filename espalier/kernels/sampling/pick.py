@@ -88,15 +88,15 @@ def pick_triton(
 def block_sizes(logits: Tensor) -> dict[str, int]:
     """Returns the constexpr arguments of the first launch.
 
-    BLOCK: token ids of a load.  UNPROCESSED_BLOCK: the same in rows whose logits need no change and no noise.  Both are
-    powers of two, at most the vocabulary's size.  GROUP: neighbouring ids that one thread reads at once; above 1 Triton
-    needs pointers, strides and a vocabulary that are multiples of 16.
+    BLOCK: token ids of a load.  UNPROCESSED_BLOCK: the same in rows whose logits need no change and no noise.  BLOCK
+    and UNPROCESSED_BLOCK are powers of two, at most the vocabulary's size.  IDS_PER_THREAD: neighbouring ids that one
+    thread reads at once; above 1 Triton needs pointers, strides and a vocabulary that are multiples of 16.
     """
     vocab, size = logits.shape[2], logits.element_size()
     block, plain = (min(most, 1 << vocab.bit_length() - 1) for most in (BLOCK, UNPROCESSED_BYTES // size))
     starts = (logits.data_ptr(), *logits.stride()[:2], vocab)
     group = 1 if any(start % 16 for start in starts) else 16 // size
-    return {"BLOCK": block, "UNPROCESSED_BLOCK": plain, "GROUP": group}
+    return {"BLOCK": block, "UNPROCESSED_BLOCK": plain, "IDS_PER_THREAD": group}
 
 
 @kernel
@@ -122,14 +122,15 @@ def key_for_argmax(x):
 def first_of_block(start, end, BLOCK: tl.constexpr):
     """Returns the first id of a whole block from `start` on.  If the block would pass `end`, it is moved back.
 
-    A moved block reads again some ids of this split or of the previous one.  That does not change the best id.
+    A moved block reads again some ids of this split or of the previous one.  Reading ids twice does not change the best
+    id.
     """
     return tl.minimum(start, tl.maximum(end - BLOCK, 0))
 
 
 @kernel
-def load_whole_block(logits_ptr, first, BLOCK: tl.constexpr):
-    return tl.load(logits_ptr + first + tl.arange(0, BLOCK))
+def load_whole_block(logits_ptr, first_id, BLOCK: tl.constexpr):
+    return tl.load(logits_ptr + first_id + tl.arange(0, BLOCK))
 
 
 @kernel
@@ -147,32 +148,32 @@ def score_block(x, ids, vocab, row, drafted_row, noise, dtype: tl.constexpr, IS_
 @kernel
 def find_best(
     logits_ptr, loaded_block, begin, end, vocab, row, drafted_row, noise,
-    dtype: tl.constexpr, IS_UNPROCESSED: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
+    dtype: tl.constexpr, IS_UNPROCESSED: tl.constexpr, BLOCK: tl.constexpr, IDS_PER_THREAD: tl.constexpr,
 ):  # fmt: skip
     """Returns (key, lowest id) of the best id in [begin, end) of a row.  Some earlier ids may be included.
 
-    loaded_block: the first block, already loaded.  For its GROUP of neighbouring ids, each thread keeps only the
-    largest score and the first block with this score, because keeping ids would cost several times as much.  The id
-    within the GROUP is found at the end.
+    loaded_block: the first block, already loaded.  For its IDS_PER_THREAD of neighbouring ids, each thread keeps only
+    the largest score and the first block with this score, because keeping ids would cost several times as much.  The id
+    within the IDS_PER_THREAD is found at the end.
     """
-    groups = tl.arange(0, BLOCK // GROUP) * GROUP
-    best = tl.full([BLOCK // GROUP], float("-inf"), dtype)
-    at = tl.zeros([BLOCK // GROUP], tl.int32) + first_of_block(begin, end, BLOCK)
+    groups = tl.arange(0, BLOCK // IDS_PER_THREAD) * IDS_PER_THREAD
+    best = tl.full([BLOCK // IDS_PER_THREAD], float("-inf"), dtype)
+    at = tl.zeros([BLOCK // IDS_PER_THREAD], tl.int32) + first_of_block(begin, end, BLOCK)
     for start in range(begin, end, BLOCK):
         first = first_of_block(start, end, BLOCK)
         x = loaded_block
         # The next block is loaded while this block is compared.
         loaded_block = load_whole_block(logits_ptr, first_of_block(start + BLOCK, end, BLOCK), BLOCK)
         x = score_block(x, first + tl.arange(0, BLOCK), vocab, row, drafted_row, noise, dtype, IS_UNPROCESSED)
-        most = tl.reduce(tl.reshape(x, [BLOCK // GROUP, GROUP]), 1, nan_max)
+        most = tl.reduce(tl.reshape(x, [BLOCK // IDS_PER_THREAD, IDS_PER_THREAD]), 1, nan_max)
         # The first NaN stays the best score.
         at = tl.where((best == best) & ~(most <= best), first, at)
         best = nan_max(best, most)
     keys = key_for_argmax(best)
     key = tl.max(keys, 0)
     index = tl.min(tl.where(keys == key, at + groups, 2147483647), 0)
-    if GROUP > 1:
-        ids = index + tl.arange(0, GROUP)
+    if IDS_PER_THREAD > 1:
+        ids = index + tl.arange(0, IDS_PER_THREAD)
         x = score_block(tl.load(logits_ptr + ids), ids, vocab, row, drafted_row, noise, dtype, IS_UNPROCESSED)
         index = tl.min(tl.where(key_for_argmax(x) == key, ids, 2147483647), 0)
     return key, index
@@ -181,7 +182,7 @@ def find_best(
 @kernel(do_not_specialize=["splits"])
 def _best_of_split_kernel(
     keys_ptr, ids_ptr, offsets, logits, slots, drafted, queries, splits, split_size,
-    COLUMNS: tl.constexpr, BLOCK: tl.constexpr, UNPROCESSED_BLOCK: tl.constexpr, GROUP: tl.constexpr,
+    COLUMNS: tl.constexpr, BLOCK: tl.constexpr, UNPROCESSED_BLOCK: tl.constexpr, IDS_PER_THREAD: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """Find a split's best (key, lowest id) by logit / T + noise; in a row with filters, without the noise."""
@@ -201,13 +202,15 @@ def _best_of_split_kernel(
     if keeps_logits(row) & (drafted.mask_words == 0):
         none = (False, 0, 0)
         key, index = find_best(
-            logits_ptr, plain, begin, end, vocab, row, row_above, none, exact, True, UNPROCESSED_BLOCK, GROUP
+            logits_ptr, plain, begin, end, vocab, row, row_above, none, exact, True, UNPROCESSED_BLOCK, IDS_PER_THREAD
         )
     else:
         k0, k1 = noise_keys(tl.load(ints + COLUMNS.seed), position)
         noise = ((row.temperature > 0) & (tl.load(ints + COLUMNS.has_filters) == 0), k0, k1)
         coming = load_whole_block(logits_ptr, first_of_block(begin, end, BLOCK), BLOCK)
-        key, index = find_best(logits_ptr, coming, begin, end, vocab, row, row_above, noise, exact, False, BLOCK, GROUP)
+        key, index = find_best(
+            logits_ptr, coming, begin, end, vocab, row, row_above, noise, exact, False, BLOCK, IDS_PER_THREAD
+        )
     tl.store(keys_ptr + out * splits + split, key)
     tl.store(ids_ptr + out * splits + split, index)
 

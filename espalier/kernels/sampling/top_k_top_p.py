@@ -118,7 +118,7 @@ def filter_cut(logits_ptr, vocab, row, drafted, max_logit, top_k, top_p, BLOCK: 
         lowest = tl.maximum(cut, max_logit - 28.0)
         tail, over = find_cut(logits_ptr, vocab, row, drafted, max_logit, lowest, enough, True, BLOCK)
         each = tl.maximum(mass_of_value(tail, max_logit, BLOCK), 1)
-        # This is at most the number of ids that top-k left at this value, because `enough` is at most `left`.
+        # `ties` is at most the number of ids that top-k left at this value, because `enough` is at most `left`.
         ties = (enough - over + each - 1) // each
         cut = tail
     return cut, ties

@@ -84,7 +84,7 @@ def store_carried(slots: BatchState, name: str, values: Tensor, length: Tensor) 
         block = min(next_power_of_2(size), MAX_BLOCK)
         _carry_kernel[(batch, -(-size // block))](
             *(slots.index, length, values, kept, slots.index.stride(0), length.stride(0), values.shape[1]),
-            SIZE=size,
+            HIDDEN_SIZE=size,
             BLOCK=block,
             num_warps=4,
             **pdl_arguments(chip(length)),
@@ -99,7 +99,8 @@ def _gather_slots_kernel(
     index_stride, width, num_updates, depth_margin,
     COLUMNS: tl.constexpr, BLOCK: tl.constexpr, UPDATE_BLOCK: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Read the slots of a batch.  Each program writes the appended pages of its slot, the first program all of them."""
+    """Read the slots of a batch.  Each program writes the new pages of its slot; the first program writes the pages of
+    all slots."""
     pdl_trigger_and_wait(USE_PDL)
     b = tl.program_id(0).to(tl.int64)
     slot = tl.load(index_ptr + b * index_stride)
@@ -155,15 +156,15 @@ def _chain_kernel(
 @kernel
 def _carry_kernel(
     index_ptr, length_ptr, values_ptr, kept_ptr, index_stride, length_stride, rows,
-    SIZE: tl.constexpr, BLOCK: tl.constexpr, USE_PDL: tl.constexpr,
+    HIDDEN_SIZE: tl.constexpr, BLOCK: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     pdl_trigger_and_wait(USE_PDL)
     b = tl.program_id(0).to(tl.int64)
     last = tl.maximum(tl.load(length_ptr + b * length_stride) - 1, 0)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    value = tl.load(values_ptr + (b * rows + last) * SIZE + at, mask=at < SIZE, other=0.0)
+    value = tl.load(values_ptr + (b * rows + last) * HIDDEN_SIZE + at, mask=at < HIDDEN_SIZE, other=0.0)
     slot = tl.load(index_ptr + b * index_stride)
-    tl.store(kept_ptr + slot * SIZE + at, value, mask=at < SIZE)
+    tl.store(kept_ptr + slot * HIDDEN_SIZE + at, value, mask=at < HIDDEN_SIZE)
 
 
 def advance(

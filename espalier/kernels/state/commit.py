@@ -112,10 +112,10 @@ def write_results(ring: Tensor, entry: Tensor, fields: Mapping[int, Tensor]) -> 
 
 
 @kernel
-def _with_field(value, at, b, field_ptr, FIRST_COLUMN: tl.constexpr, END_COLUMN: tl.constexpr):
+def _with_field(value, column, b, field_ptr, FIRST_COLUMN: tl.constexpr, END_COLUMN: tl.constexpr):
     """Return the row `value` with columns FIRST_COLUMN to END_COLUMN - 1 replaced by the field."""
-    inside = (at >= FIRST_COLUMN) & (at < END_COLUMN)
-    field = tl.load(field_ptr + b * (END_COLUMN - FIRST_COLUMN) + at - FIRST_COLUMN, mask=inside, other=0)
+    inside = (column >= FIRST_COLUMN) & (column < END_COLUMN)
+    field = tl.load(field_ptr + b * (END_COLUMN - FIRST_COLUMN) + column - FIRST_COLUMN, mask=inside, other=0)
     if field_ptr.dtype.element_ty == tl.float32:
         field = field.to(tl.int32, bitcast=True)
     return tl.where(inside, field.to(tl.int64), value)

@@ -1,8 +1,8 @@
 """The factors of a depth's rows, for edges that read more than the previous token (edges.py:FactorProjection).
 
-One program handles (request, tile of rows, block of the rank).  It multiplies the rows' states and embeddings with its
-part of the projection, adds the hidden state's part, and writes its part of the factors and new states.  The projection
-is a weight, so its first columns are read before the wait for the previous kernel.
+One program handles (request, tile of rows, block of the rank).  A program multiplies the rows' states and embeddings
+with its part of the projection, adds the hidden state's part, and writes its part of the factors and new states.  The
+projection is a weight, so its first columns are read before the wait for the previous kernel.
 
 The reference is LowRankEdges.factors.  Tolerance: products are summed in float32 (float64 for float64), and each result
 is rounded once, to the dtype of `before`; the reference rounds every operation.

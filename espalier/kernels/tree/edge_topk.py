@@ -2,15 +2,15 @@
 
 A row is a token, because all paths that end in the same token at the same depth have the same continuations.  With
 recurrent edges a row is a path.  There are three kernels.  The first has one program per (requests, tile of rows, split
-of the columns).  It adds the edges, a product of low rank, to the depth's logits, and writes the sums with each split's
-maximum and sum of exponentials.  The second has one program per row.  The best columns are in the splits with the best
-maxima, so it reads only these.  The third ranks the next depth's rows, one program per request.
+of the columns).  This kernel adds the edges, a product of low rank, to the depth's logits.  It writes the logits with
+each split's maximum and sum of exponentials.  The second has one program per row.  The best columns are in the splits
+with the best maxima, so it reads only these.  The third ranks the next depth's rows, one program per request.
 
 The reference is espalier/speculate/sampler.py:TorchSampler.next_depth.  Like draft_topk.py, this file may draft
 other tokens than the reference; the emitted tokens are the same.  Children are ordered by logits in float32, and ties
 go to the lower column.
 
-Tolerance: that of draft_topk.py, plus rank · 2⁻²⁴ times the sum of the products' magnitudes, because logits are summed
+Tolerance: as in draft_topk.py, plus rank · 2⁻²⁴ times the sum of the products' magnitudes, because logits are summed
 in float32 (float64 for float64, then rounded to float32).  The reference rounds product and sum to the logits' dtype.
 """
 
@@ -44,7 +44,7 @@ from espalier.kernels.tree.select_tree import comparable_score
 # 64 kB of bfloat16, so three programs fit in the shared memory of a multiprocessor.
 SPLIT, BLOCK_RANK = 128, 256
 WARPS = 8
-# Requests per program.  They share the columns that the program has read.
+# Requests per program, which share the columns that the program has read.
 REQUESTS_PER_PROGRAM = 8
 # Rows per program: at least what tensor cores need, at most what keeps their logits in registers.
 MIN_TILE_ROWS, MAX_TILE_ROWS = 8, 16
@@ -69,7 +69,7 @@ def edge_topk_triton(
 ) -> DepthRows:
     """Write the K best children of each row at `depth` (from 0) to `out`, [B, R, K] each, and return the next rows.
 
-    factors_and_states: the rows' factors and states, from edge_factors; None: a row's factor is that of its token.
+    factors_and_states: the rows' factors and states, from edge_factors; None: a row has the factor of its token.
     first_positions [B] + depth: the position of the children.  mask: [B, 1, ceil(V / 32)] int32, bits of target ids
     that may be drafted; forced_tokens: [B, 1] int64, the only token that may be drafted, -1 for several.  d2t, slots,
     coupled and scores: see draft_topk_triton; penalties count no drafted token.  Raises EspalierError for other shapes
@@ -144,20 +144,25 @@ def _merge_and_rank(
 
 
 def _check_arguments(
-    edges: LowRankEdges, rows: DepthRows, factors: Tensor | None, after: Tensor, ids: Tensor | None, out: Candidates
+    edges: LowRankEdges,
+    rows: DepthRows,
+    factors: Tensor | None,
+    column_factors: Tensor,
+    ids: Tensor | None,
+    out: Candidates,
 ) -> None:
-    (batch, num_rows, topk), (_, columns, rank), base = out.tokens.shape, after.shape, edges.base_logits
+    (batch, num_rows, topk), (_, columns, rank), base = out.tokens.shape, column_factors.shape, edges.base_logits
     if factors is not None:
-        require("edge_topk: factors", factors, (batch, num_rows, rank), after.dtype, base)
+        require("edge_topk: factors", factors, (batch, num_rows, rank), column_factors.dtype, base)
     require("edge_topk: tokens", rows.tokens, (batch, num_rows), torch.int64, base)
     require("edge_topk: scores", rows.scores, (batch, num_rows), torch.float32, base)
-    require("edge_topk: before", edges.token_factors, (-1, rank), after.dtype, base)
-    require("edge_topk: after", after, (batch, columns, rank), base.dtype, base)
+    require("edge_topk: before", edges.token_factors, (-1, rank), column_factors.dtype, base)
+    require("edge_topk: after", column_factors, (batch, columns, rank), base.dtype, base)
     if ids is not None:
         require("edge_topk: ids", ids, (batch, columns), torch.int64, base)
     for value, dtype in zip(out, (torch.int64, torch.float32, torch.int32), strict=True):
         require("edge_topk: out", value, (batch, num_rows, topk), dtype, base)
-    dense = [edges.token_factors, after, *(() if ids is None else (ids,)), *(value[0] for value in out)]
+    dense = [edges.token_factors, column_factors, *(() if ids is None else (ids,)), *(value[0] for value in out)]
     if any(value.stride(-1) != 1 for value in dense[:-3]) or not all(value.is_contiguous() for value in dense[-3:]):
         raise EspalierError(
             "edge_topk: factors, ids and out must be dense in their last dimensions; allocate them whole"

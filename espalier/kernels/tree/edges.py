@@ -71,9 +71,10 @@ class LowRankEdges:
     """Logits of a block that depend on earlier drafted tokens.
 
     At one depth, the logit of column c after a row is base[c] + factor of the row · after[c].
-    base_logits: [B, S, C], by depth; before: [V, rank].  A row's factor is before[token]; with `projection` see there.
-    column_factors: either [C, rank], with ids None: the columns are the draft vocabulary.  Or [B, S, C, rank], with ids
-    [B, S, C] int64, ascending: the columns are these tokens, and no other token is a candidate.
+    base_logits: [B, S, C], by depth; before: [V, rank].  A row's factor is token_factors[token], or with `projection`
+    as FactorProjection says.  column_factors: either [C, rank], with ids None: the columns are the draft vocabulary.
+    Or [B, S, C, rank], with ids [B, S, C] int64, ascending: the columns are these tokens, and no other token is a
+    candidate.
     """
 
     base_logits: Tensor

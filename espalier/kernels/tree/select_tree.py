@@ -20,12 +20,12 @@ from espalier.kernels.runtime.launch import chip, next_power_of_2, require
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 from espalier.layout import ANCESTOR_BITS
 
-# Comparisons per step of the ranking.  Their results are in registers.
+# Comparisons per step of the ranking, whose results stay in registers.
 COMPARISONS_PER_STEP = 16384
 
 
 def select_beams(
-    tokens: Tensor, scores: Tensor, ancestor_bits: Tensor | None, path: Tensor, first: int, num_words: int
+    tokens: Tensor, scores: Tensor, ancestor_bits: Tensor | None, path: Tensor, first_row: int, num_words: int
 ) -> SelectedBeams:
     batch, rows, topk = tokens.shape
     require("select_beams: tokens", tokens, (-1, -1, -1), torch.int64, tokens)
@@ -34,9 +34,9 @@ def select_beams(
         require("select_beams: ancestor_bits", ancestor_bits, (batch, rows, num_words), torch.int64, tokens)
         ancestor_bits = ancestor_bits.contiguous()
     require("select_beams: path", path, (batch, -1), torch.int64, tokens)
-    if first + topk > min(num_words * ANCESTOR_BITS, path.shape[1]) or path.stride(1) != 1:
+    if first_row + topk > min(num_words * ANCESTOR_BITS, path.shape[1]) or path.stride(1) != 1:
         raise EspalierError(
-            f"select_beams: row {first + topk - 1} does not fit into a contiguous path of {path.shape[1]} rows and "
+            f"select_beams: row {first_row + topk - 1} does not fit into a contiguous path of {path.shape[1]} rows and "
             f"{num_words} words of {ANCESTOR_BITS} ancestor bits: take both sizes from the layout"
         )
     beams = SelectedBeams(
@@ -48,7 +48,7 @@ def select_beams(
     if batch:
         block = next_power_of_2(rows * topk)
         _select_beams_kernel[(batch,)](
-            *(tokens.contiguous(), scores.contiguous(), ancestor_bits, path, *beams, path.stride(0), first, topk),
+            *(tokens.contiguous(), scores.contiguous(), ancestor_bits, path, *beams, path.stride(0), first_row, topk),
             ROWS=rows, TOPK=topk, WORDS=num_words, BLOCK=block,
             COMPARED_CANDIDATES=max(min(block, COMPARISONS_PER_STEP // block), 1),
             BLOCK_WORDS=next_power_of_2(num_words), num_warps=4 if block <= 256 else 8, **pdl_arguments(chip(tokens)),
@@ -66,7 +66,7 @@ def comparable_score(score):
 @kernel
 def _select_beams_kernel(
     tokens_ptr, scores_ptr, words_ptr, path_ptr, out_scores_ptr, out_index_ptr, out_parents_ptr, out_words_ptr,
-    path_stride, first, topk,
+    path_stride, first_row, topk,
     ROWS: tl.constexpr, TOPK: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr, COMPARED_CANDIDATES: tl.constexpr,
     BLOCK_WORDS: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
@@ -90,12 +90,12 @@ def _select_beams_kernel(
     parent = i // topk
     beam = request * TOPK + rank
     token = tl.load(tokens_ptr + candidates + i, mask=is_beam, other=0)
-    tl.store(path_ptr + request * path_stride + first + rank, token, mask=is_beam)
+    tl.store(path_ptr + request * path_stride + first_row + rank, token, mask=is_beam)
     tl.store(out_scores_ptr + beam, score, mask=is_beam)
     tl.store(out_index_ptr + beam, i.to(tl.int64), mask=is_beam)
     tl.store(out_parents_ptr + beam, parent.to(tl.int64), mask=is_beam)
     word = tl.arange(0, BLOCK_WORDS)[None, :]
-    row = first + rank[:, None]
+    row = first_row + rank[:, None]
     bits = tl.where(word == row // 64, tl.full([BLOCK, BLOCK_WORDS], 1, tl.int64) << (row % 64).to(tl.int64), 0)
     mask = is_beam[:, None] & (word < WORDS)
     if words_ptr is not None:

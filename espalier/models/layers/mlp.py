@@ -179,7 +179,7 @@ def _shared_mlp_rows(shared: GatedMLP, gate_up: ExpertMatrix, x: Tensor, expert_
     rounding = shared.gate_up.rounding
     if rounding is None or isinstance(gate_up, Tensor) or gate_up.inputs is None:
         return x
-    is_same = rounding.static is gate_up.inputs.static and rounding.group == gate_up.inputs.group
+    is_same = rounding.static_scale is gate_up.inputs.static_scale and rounding.group == gate_up.inputs.group
     return expert_rows if is_same and is_rounded_before(x, x.shape[1], rounding) else x
 
 

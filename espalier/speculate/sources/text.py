@@ -10,10 +10,10 @@ from espalier.speculate.sources.base import Paths, kind_of
 def paths_of_text(slots: BatchState, count: int, steps: int) -> Paths:
     """`count` paths for each slot, with distinct first tokens: of longer matches first, then of later matches."""
     matches = find_matches(slots.table.history, slots.index, slots.prefix_len, count)
-    depths = torch.arange(steps, device=matches.ends.device)
-    period = (slots.prefix_len[:, None] - matches.ends).clamp(min=1)
+    depths = torch.arange(steps, device=matches.end_positions.device)
+    period = (slots.prefix_len[:, None] - matches.end_positions).clamp(min=1)
     # Where a path would go beyond the known text, it repeats the text between match and root.
-    positions = matches.ends[..., None] + 1 + depths % period[..., None]
+    positions = matches.end_positions[..., None] + 1 + depths % period[..., None]
     tokens = slots.history_at(positions.flatten(1)).view(positions.shape)
-    kinds = torch.where(matches.length > 0, matches.length + (kind_of("text", 1) - 1), 0)
+    kinds = torch.where(matches.lengths > 0, matches.lengths + (kind_of("text", 1) - 1), 0)
     return Paths(tokens, kinds)
