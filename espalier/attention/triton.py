@@ -90,9 +90,8 @@ class TritonAttention(Attention):
         assert spec.topk is not None
         prefix = self.prefix
         length = prefix.length.where(prefix.length + staged <= spec.topk, 0)
-        return Prefix(prefix.page_table, length, prefix.first_position), kv_splits.triton(
-            length, prefix.first_position, policy
-        )
+        first = prefix.first_position
+        return Prefix(prefix.page_table, length, first), kv_splits.triton(length, first, policy)
 
     def _run(self, spec: LayerSpec, inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
         splits, queries = inputs.splits, inputs.q.shape[1]
@@ -126,9 +125,8 @@ class TritonAttention(Attention):
 
     def _splits(self, policy: KVSplitPolicy, window: int | None) -> KVSplits:
         if window is None:
-            return self.prefix.get_or_make(
-                policy, partial(kv_splits.triton, self.prefix.length, self.prefix.first_position, policy)
-            )
+            make = partial(kv_splits.triton, self.prefix.length, self.prefix.first_position, policy)
+            return self.prefix.get_or_make(policy, make)
         return kv_splits.triton(self.prefix.length, self.prefix.first_position, policy, self.nodes.positions, window)
 
     def _contiguous_blocks(self, spec: LayerSpec, inputs: AttentionInputs) -> Tensor | None:

@@ -118,7 +118,7 @@ def test_wrong_shapes_are_refused(shape, kernel_device):
 @of_each
 @pytest.mark.parametrize("kind", ["dense", "fp8-channel", "fp8-block-inputs", "int4", "mxfp4"])
 def test_products_of_every_format_take_every_activation(kernel_device, activation, kind):
-    """Silu in the product's epilogue, others in a launch behind it: the bits of the product and then `gated_activation`."""
+    """Silu in the product's epilogue, others in a launch after it: the bits of the product, then `gated_activation`."""
     x = torch.randn(3, 128, generator=torch.Generator().manual_seed(1)).to(kernel_device, DTYPE)
     if kind == "dense":
         weight = torch.randn(2 * 64, 128, generator=torch.Generator().manual_seed(2)).to(kernel_device, DTYPE)

@@ -185,25 +185,16 @@ def index_scores(queries: IndexQueries, keys: IndexKeys, ancestor_bits: Tensor) 
     blocks = -(-num_queries // held.queries)
     most = max(chip(q).processors * PROGRAMS_PER_PROCESSOR // (batch * blocks), 1)
     programs = min(-(-capacity // BLOCK_N) + -(-rows // BLOCK_N), most)
+    # With fusion, the compiler could round the queries of a program differently.
     _index_scores_kernel[(blocks, programs, batch)](
         *(q, weights, keys.committed, keys.staged, keys.page_table, keys.length, ancestor_bits, *scores),
         *(num_queries, rows, capacity, keys.first_position),
         *(*q.stride()[:2], *weights.stride()[:2], keys.committed.stride(0), *keys.staged.stride()[:2]),
         *(keys.page_table.stride(0), keys.length.stride(0), *ancestor_bits.stride()[:2]),
         *(*scores.rows.stride()[:2], *scores.groups.stride()[:2]),
-        HEADS=heads,
-        HEAD_SIZE=size,
-        PAGE_SIZE=keys.page_size,
-        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
-        GROUP_ROWS=GROUP_ROWS,
-        QUERIES=held.queries,
-        BLOCK_N=BLOCK_N,
-        BLOCK_H=held.block_h,
-        BLOCK_SIZE=max(next_power_of_2(size), 16),
-        STAGES=held.stages,
-        num_warps=NUM_WARPS,
-        # With fusion, the compiler could round the queries of a program differently.
-        enable_fp_fusion=False,
+        HEADS=heads, HEAD_SIZE=size, PAGE_SIZE=keys.page_size, PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        GROUP_ROWS=GROUP_ROWS, QUERIES=held.queries, BLOCK_N=BLOCK_N, BLOCK_H=held.block_h,
+        BLOCK_SIZE=max(next_power_of_2(size), 16), STAGES=held.stages, num_warps=NUM_WARPS, enable_fp_fusion=False,
         **pdl_arguments(chip(q)),
-    )
+    )  # fmt: skip
     return scores

@@ -190,17 +190,9 @@ def merge_splits(
     pairs = min(max(SPLITS_PER_PROGRAM // few, 1), heads & -heads) if queries > 1 else 1
     most_programs = chip(out).processors * PROGRAMS_PER_PROCESSOR // num_parts
     num_programs = min(batch * pairs_per_request // pairs, most_programs)
+    # With fusion, the compiler could round pairs differently, so a query's bits would depend on its place.
     _merge_splits_kernel[(num_programs, num_parts)](
         *(partials.out, partials.lse, splits.starts, out if sink is None else sink, out, lse, batch, pairs_per_request),
-        HEADS=heads,
-        V_SIZE=v_size,
-        HAS_SINK=sink is not None,
-        PAIRS=pairs,
-        BLOCK_V=block_v,
-        FEW_SPLITS=few,
-        BLOCK_SPLITS=block_splits,
-        num_warps=1,
-        # With fusion, the compiler could round pairs differently, so a query's bits would depend on its place.
-        enable_fp_fusion=False,
-        **pdl_arguments(chip(out)),
-    )
+        HEADS=heads, V_SIZE=v_size, HAS_SINK=sink is not None, PAIRS=pairs, BLOCK_V=block_v, FEW_SPLITS=few,
+        BLOCK_SPLITS=block_splits, num_warps=1, enable_fp_fusion=False, **pdl_arguments(chip(out)),
+    )  # fmt: skip

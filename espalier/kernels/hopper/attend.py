@@ -81,7 +81,9 @@ def _mask_committed(
 
 
 @gluon_kernel
-def _mask_chain(scores, first_node, query, end_node, WINDOW: gl.constexpr, BLOCK_N: gl.constexpr, SCORE_LAYOUT: gl.constexpr):
+def _mask_chain(
+    scores, first_node, query, end_node, WINDOW: gl.constexpr, BLOCK_N: gl.constexpr, SCORE_LAYOUT: gl.constexpr,
+):
     node = gl.expand_dims(first_node + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, SCORE_LAYOUT)), 0)
     seen = (node < end_node) & (node <= gl.expand_dims(query, 1))
     if WINDOW > 0:
@@ -90,7 +92,9 @@ def _mask_chain(scores, first_node, query, end_node, WINDOW: gl.constexpr, BLOCK
 
 
 @gluon_kernel
-def _mask_tree(scores, first_node, queries, end_node, WINDOW: gl.constexpr, BLOCK_N: gl.constexpr, SCORE_LAYOUT: gl.constexpr):
+def _mask_tree(
+    scores, first_node, queries, end_node, WINDOW: gl.constexpr, BLOCK_N: gl.constexpr, SCORE_LAYOUT: gl.constexpr,
+):
     node = first_node + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, SCORE_LAYOUT))
     at_word = queries.bits + queries.query.to(gl.int64) * queries.bits_stride_q + first_node // 64
     word = gl.load(at_word, mask=queries.exists, other=0)
@@ -309,7 +313,9 @@ def _write_work_item(
             share = sink_share(lse, sink_ptr, head * GROUP_SIZE + packed % GROUP_SIZE)
             out = out * gl.expand_dims(gl.convert_layout(share, gl.SliceLayout(1, OUT_LAYOUT)), 1)
         lse = lse * 0.6931471805599453
-        _write_results(out_ptr, lse_ptr, at, queries, out, lse, first_packed, head, KV_HEADS, GROUP_SIZE, HEAD_SIZE, OUT_LAYOUT)
+        _write_results(
+            out_ptr, lse_ptr, at, queries, out, lse, first_packed, head, KV_HEADS, GROUP_SIZE, HEAD_SIZE, OUT_LAYOUT,
+        )
     else:
         at = item.split.to(gl.int64)
         _write_results(

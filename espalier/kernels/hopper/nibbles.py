@@ -2,9 +2,8 @@
 
 The results equal those of nibble_dot (quantised_nibbles.py) to the bit, with other instructions.  In nibble_dot a whole
 warpgroup multiplies together: a program decodes a step, then multiplies, then waits for the product.  In this file each
-warp multiplies on its own, with the older instruction for 16 × 8 × 16 numbers.  A_LAYOUT warp does not
-wait, so the compiler decodes the next weights during a product.  Up to 8 rows of inputs take half of the work of 16
-rows.
+warp multiplies on its own, with the older instruction for 16 × 8 × 16 numbers.  A warp does not wait, so the
+compiler decodes the next weights during a product.  Up to 8 rows of inputs take half of the work of 16 rows.
 """
 
 from __future__ import annotations
@@ -290,7 +289,7 @@ def nibble_product(
     The copies of the first steps' codes start before the wait for the previous kernel.
     """
     ROWS: gl.constexpr = x_places.shape[0]
-    # A_LAYOUT thread copies 16 bytes of codes at a time, and 4 or 8 of scales.
+    # A thread copies 16 bytes of codes at a time, and 4 or 8 of scales.
     COPIED: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
     SCALE_WORDS: gl.constexpr = _scale_words(CODE)
     SCALES: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])

@@ -56,7 +56,6 @@ def nibble_launch_options(weight: QuantisedMatrix, rows: int, grid: tuple[int, i
     }
 
 
-# Arguments are grouped by meaning; one argument per line would hide the groups.
 # fmt: off
 @gluon_kernel
 def split_gate_and_up(tile):
@@ -127,12 +126,9 @@ def launch_gated(
     num_experts, _, hidden = gate_up.shape
     _gated_kernel[grid](
         *(x, *weight_pointers(gate_up), bias, *tiles.pointers, out, out.shape[1], hidden, x.stride(0), top_k),
-        num_experts,
-        **activation.constexpr_arguments,
-        IS_SORTED=tiles.rows > 1,
-        HAS_LIVE=tiles.live is not None,
+        num_experts, **activation.constexpr_arguments, IS_SORTED=tiles.rows > 1, HAS_LIVE=tiles.live is not None,
         **nibble_launch_options(gate_up, tiles.rows, grid, gpu),
-    )
+    )  # fmt: skip
 
 
 def launch_down(
@@ -149,14 +145,11 @@ def launch_down(
     (num_rows, top_k), (num_experts, hidden, inner) = weights.shape, down.shape
     _down_kernel[grid](
         *(x, *weight_pointers(down), bias, weights, *tiles.pointers, parts, hidden, inner, num_rows, top_k),
-        num_experts,
-        IS_SORTED=tiles.rows > 1,
-        HAS_LIVE=tiles.live is not None,
+        num_experts, IS_SORTED=tiles.rows > 1, HAS_LIVE=tiles.live is not None,
         **nibble_launch_options(down, tiles.rows, grid, gpu),
-    )
+    )  # fmt: skip
 
 
-# Arguments are grouped by meaning; one argument per line would hide the groups.
 # fmt: off
 @gluon_kernel
 def _pairs_of_tile(

@@ -107,21 +107,17 @@ def add_normed(
     x, *given = (rows if rows.stride(-1) == 1 else rows.contiguous() for rows in (residual, *(o for o, _ in outputs)))
     first, second = _pad_with_none(given, MAX_OUTPUTS)
     used = (*_pad_with_none([own for _, own in outputs], MAX_OUTPUTS), norm, *_pad_with_none(norms, MAX_NORMS))
+    # eps is a constexpr argument, because a run-time eps would be rounded to float32.
     _add_normed_kernel[(len(residual),)](
         *(x, first, second, total),
         *(None if each is None else each.weight.contiguous() for each in used),
         *_pad_with_none(out, MAX_NORMS),
         *(x.stride(0), *_row_and_split_strides(first), *_row_and_split_strides(second)),
-        # eps is a constexpr argument, because a run-time eps would be rounded to float32.
         *(0.0 if each is None else each.eps for each in used),
         *(_num_partial_sums(first), _num_partial_sums(second)),
-        SCALE=scale,
-        ROW_SIZE=size,
-        ACC_DTYPE=acc_dtype(residual.dtype),
-        BLOCK=block,
-        num_warps=warps_for(block, NORM_WARP_VALUES),
-        **pdl_arguments(chip(residual)),
-    )
+        SCALE=scale, ROW_SIZE=size, ACC_DTYPE=acc_dtype(residual.dtype), BLOCK=block,
+        num_warps=warps_for(block, NORM_WARP_VALUES), **pdl_arguments(chip(residual)),
+    )  # fmt: skip
     return total, tuple(out)
 
 

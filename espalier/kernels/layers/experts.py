@@ -361,10 +361,9 @@ def down_triton(
     _down_kernel[grid](
         *(*operands, bias, None if shared is None else shared.down, weights.contiguous(), *tiles.pointers),
         *(parts, hidden, inner, num_rows, top_k, num_experts),
-        **constants,
-        PREFETCHED_LINES=MIN_PREFETCHED_LINES,
+        **constants, PREFETCHED_LINES=MIN_PREFETCHED_LINES,
         **_launch_options(activations.dtype, down, tiles, plan, 1, pieces, grid),
-    )
+    )  # fmt: skip
     return parts
 
 

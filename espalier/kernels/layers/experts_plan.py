@@ -158,12 +158,9 @@ class ProductPlan:
     def one_wave_stages(
         self, gpu: Chip, max_stages: int, num_matrices: int, rows: int, itemsize: int, num_programs: int
     ) -> int:
-        """At most `max_stages` stages, but few enough for all programs to run at once, if MIN_STAGES allows; else
-        `max_stages`."""
-        sharing = -(-num_programs // gpu.processors)
-        fitting = (gpu.shared_memory // sharing - RESERVED_SHARED_MEMORY) // self.stage_bytes(
-            num_matrices, rows, itemsize
-        )
+        """Returns the most stages for all programs to run at once; `max_stages` if these are under MIN_STAGES."""
+        shared_memory = gpu.shared_memory // -(-num_programs // gpu.processors) - RESERVED_SHARED_MEMORY
+        fitting = shared_memory // self.stage_bytes(num_matrices, rows, itemsize)
         return max_stages if fitting < MIN_STAGES else min(max_stages, fitting)
 
 
@@ -281,21 +278,16 @@ def launch_options(
     tile: the running step's sum and the total.
     """
     block_in = min(plan.block_in, max_block_in(weight))
-    of_stage = stage_bytes(
-        TritonPlan(num_matrices * plan.block_out, block_in, 1, plan.warps, 1), block_rows(rows), weight
-    )
+    one_stage = TritonPlan(num_matrices * plan.block_out, block_in, 1, plan.warps, 1)
+    of_stage = stage_bytes(one_stage, block_rows(rows), weight)
     stages = max(min(plan.stages, (gpu.shared_memory - RESERVED_SHARED_MEMORY) // of_stage), 1)
     sharing = max(gpu.programs_per_processor_with(stages * of_stage), 1)
     sums = num_matrices * plan.block_out * block_rows(rows) // (WARP_THREADS * plan.warps)
     least = 2 * sums + OTHER_REGISTERS if weight.code == "fp8" else 0
-    registers = max(
-        REGISTERS // (WARP_THREADS * plan.warps * sharing) // REGISTER_UNIT * REGISTER_UNIT, least, MIN_REGISTERS
-    )
-    return {
-        "BLOCK_IN": block_in,
-        "num_stages": stages,
-        "maxnreg": registers if registers < MAX_REGISTERS else None,
-    }
+    units = REGISTERS // (WARP_THREADS * plan.warps * sharing) // REGISTER_UNIT
+    registers = max(units * REGISTER_UNIT, least, MIN_REGISTERS)
+    maxnreg = registers if registers < MAX_REGISTERS else None
+    return {"BLOCK_IN": block_in, "num_stages": stages, "maxnreg": maxnreg}
 
 
 def plan_for(

@@ -368,25 +368,15 @@ def route(logits: Tensor, bias: Tensor | None, routing: Routing, scale: Tensor |
     ids = torch.empty(num_rows, top_k, dtype=torch.int64, device=logits.device)
     weights = logits.new_empty(num_rows, top_k)
     if num_rows:
+        # A constexpr argument, because a run-time value would be rounded to float32.
         _route_kernel[(num_rows,)](
             *(parts, parts if bias is None else bias.contiguous(), None if scale is None else scale.contiguous()),
             *(ids, weights, *parts.stride()[:2]),
-            PARTS=num_parts,
-            NUM_EXPERTS=routing.num_experts,
-            TOP_K=top_k,
-            SCORING=routing.scoring,
-            HAS_BIAS=bias is not None,
-            LOGIT_BIAS=routing.logit_bias,
-            NORMALIZES_WEIGHTS=routing.norm_topk_prob,
-            # A constexpr argument, because a run-time value would be rounded to float32.
-            NORM_EPS=routing.norm_eps,
-            SCALE=routing.routed_scaling_factor,
-            N_GROUP=routing.n_group,
-            TOPK_GROUP=routing.topk_group,
-            TOP2_SUM=routing.group_score == "top2_sum",
-            ACC_DTYPE=acc_dtype(logits.dtype),
-            BLOCK=block,
-            num_warps=max(block // WARP_EXPERTS, 1),
+            PARTS=num_parts, NUM_EXPERTS=routing.num_experts, TOP_K=top_k, SCORING=routing.scoring,
+            HAS_BIAS=bias is not None, LOGIT_BIAS=routing.logit_bias, NORMALIZES_WEIGHTS=routing.norm_topk_prob,
+            NORM_EPS=routing.norm_eps, SCALE=routing.routed_scaling_factor, N_GROUP=routing.n_group,
+            TOPK_GROUP=routing.topk_group, TOP2_SUM=routing.group_score == "top2_sum",
+            ACC_DTYPE=acc_dtype(logits.dtype), BLOCK=block, num_warps=max(block // WARP_EXPERTS, 1),
             **pdl_arguments(chip(logits)),
-        )
+        )  # fmt: skip
     return ids, weights

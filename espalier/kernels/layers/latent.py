@@ -278,11 +278,8 @@ def write_latents(q_inputs: Tensor, k_up: Tensor, q: Tensor, latent: Tensor, des
     num_product = num_blocks * x.shape[1]
     _write_latents_kernel[(num_product + len(q) * blocks,)](
         *(x, k_up, q, len(x), x.shape[2], num_product, *x.stride()[:2], *k_up.stride(), *q.stride()[:2], operands),
-        CONSTANTS=constants,
-        num_warps=NUM_WARPS,
-        **sizes,
-        **pdl_arguments(chip(q)),
-    )
+        CONSTANTS=constants, num_warps=NUM_WARPS, **sizes, **pdl_arguments(chip(q)),
+    )  # fmt: skip
 
 
 def _rotation_arguments(

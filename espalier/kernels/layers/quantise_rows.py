@@ -92,22 +92,13 @@ def store_rounded_arguments(
     rounded: RoundedRows | None, input_scales: InputScales | None, block: int
 ) -> dict[str, object]:
     """The arguments for store_rounded, for rows held in blocks of `block`; placeholders if `rounded` is None."""
+    names = ("rounded_values_ptr", "rounded_scales_ptr", "static_scale_ptr")
     if rounded is None or input_scales is None:
-        return {
-            "rounded_values_ptr": None,
-            "rounded_scales_ptr": None,
-            "static_scale_ptr": None,
-            "GROUP_COLUMNS": block,
-            "FP8_MAX": FP8_MAX,
-        }
+        return dict.fromkeys(names) | {"GROUP_COLUMNS": block, "FP8_MAX": FP8_MAX}
     size = rounded.values.shape[1]
     group = input_scales.columns(size)
-    pointers = {
-        "rounded_values_ptr": rounded.values,
-        "rounded_scales_ptr": rounded.scales,
-        "static_scale_ptr": input_scales.static_scale,
-    }
-    return {**pointers, "GROUP_COLUMNS": group if group < size else block, "FP8_MAX": FP8_MAX}
+    pointers = zip(names, (rounded.values, rounded.scales, input_scales.static_scale), strict=True)
+    return dict(pointers) | {"GROUP_COLUMNS": group if group < size else block, "FP8_MAX": FP8_MAX}
 
 
 def allocate_rounded_rows(x: Tensor, input_scales: InputScales) -> RoundedRows:

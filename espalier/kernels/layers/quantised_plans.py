@@ -104,23 +104,20 @@ def plan_by_rule(
     num_in: int,
     code: str,
     max_block: int,
-    has_column_groups: bool,
+    is_grouped: bool,
     gpu: Chip,
     input_bytes: int = 2,
 ) -> TritonPlan:
     """Returns the plan where nothing is measured.
 
-    has_column_groups: whether groups of columns have their own scales.  input_bytes: bytes of an input, in products
-    with FP8.
+    is_grouped: whether groups of columns have their own scales.  input_bytes: bytes of an input, in products with FP8.
     """
     tile = min(block_rows(rows), MAX_BLOCK_ROWS)
     num_tiles = -(-rows // tile)
     max_splits = MAX_SPLITS if rows <= SPLIT_ROWS else 1
     if code != "fp8":
         return nibble_plan_by_rule(tile, num_tiles, num_out, num_in, code, max_splits, gpu)
-    return fp8_plan_by_rule(
-        tile, num_tiles, num_out, num_in, max_block, has_column_groups, max_splits, gpu, input_bytes
-    )
+    return fp8_plan_by_rule(tile, num_tiles, num_out, num_in, max_block, is_grouped, max_splits, gpu, input_bytes)
 
 
 @cache
@@ -130,7 +127,7 @@ def fp8_plan_by_rule(
     num_out: int,
     num_in: int,
     max_block: int,
-    has_column_groups: bool,
+    is_grouped: bool,
     max_splits: int,
     gpu: Chip,
     input_bytes: int,
@@ -139,10 +136,10 @@ def fp8_plan_by_rule(
     memory_bound = tile <= MEMORY_BOUND_ROWS
     # For few rounded rows, steps of 256 columns are 3 to 5% faster than steps of 128 (docs/log.md).  Scales of groups
     # were not measured.
-    is_few = memory_bound and tile == MIN_BLOCK_ROWS and input_bytes == 1 and not has_column_groups
+    is_few = memory_bound and tile == MIN_BLOCK_ROWS and input_bytes == 1 and not is_grouped
     block_in = min(max_block, 256 if is_few and (num_in % 256 == 0 or num_in >= MIN_RAGGED_COLUMNS) else 128)
     # The scales of groups multiply a tile's sums at every step.  A small tile keeps scales and sums in registers.
-    block_out, warps = (64, 4) if memory_bound or has_column_groups else (128, 8)
+    block_out, warps = (64, 4) if memory_bound or is_grouped else (128, 8)
     programs, sharing, most = num_tiles * -(-num_out // block_out), 1, 4
     # For few rows, two or three programs share a multiprocessor: the number that fills the last wave better.
     together = [PROGRAMS_PER_PROCESSOR if memory_bound else WARPS_PER_PROCESSOR // warps]
@@ -153,7 +150,7 @@ def fp8_plan_by_rule(
     splits = max(found, key=lambda splits: _wave_fill(programs * splits, gpu))
     if memory_bound:
         # All programs run at once if registers allow, because a second wave would be mostly empty.
-        sharing = min(-(-programs * splits // gpu.processors), 3 if has_column_groups and tile > MIN_BLOCK_ROWS else 4)
+        sharing = min(-(-programs * splits // gpu.processors), 3 if is_grouped and tile > MIN_BLOCK_ROWS else 4)
         most = MAX_STAGES
     plan = TritonPlan(block_out, block_in, splits, warps, 1)
     shared = gpu.shared_memory_per_program(sharing)
@@ -284,9 +281,8 @@ def _streaming_us(plan: TritonPlan, tile: int, weight: QuantisedMatrix, gpu: Chi
     used."""
     num_out, num_in = weight.shape
     programs = -(-num_out // plan.block_out) * plan.splits
-    sharing = min(
-        gpu.programs_per_processor_with(stage_bytes(plan, tile, weight) * plan.stages), MAX_WARPS // plan.warps
-    )
+    shared_memory = stage_bytes(plan, tile, weight) * plan.stages
+    sharing = min(gpu.programs_per_processor_with(shared_memory), MAX_WARPS // plan.warps)
     step = codes_bytes(plan, weight.code)
     bytes_of_one = step * num_in / plan.block_in / plan.splits
     waves, rest = divmod(programs, sharing * gpu.processors)

@@ -117,24 +117,15 @@ def _rotate_kernel(
             in_rest = rest_column < HEAD_SIZE
             rest = _norm_heads(rest, scale, is_q_head, q_norm_ptr, k_norm_ptr, rest_column, in_rest, DTYPE, ACC_DTYPE)
     cos_ptrs, sin_ptrs = cos_ptr + n * cos_stride_n + column, sin_ptr + n * sin_stride_n + column
-    rotated_left = (
-        left * _load_as(cos_ptrs, in_half, ACC_DTYPE)[None, :] + right * _load_as(sin_ptrs, in_half, ACC_DTYPE)[None, :]
-    )
+    left_cos, left_sin = _load_as(cos_ptrs, in_half, ACC_DTYPE), _load_as(sin_ptrs, in_half, ACC_DTYPE)
+    rotated_left = left * left_cos[None, :] + right * left_sin[None, :]
     rotated_right = right * _load_as(cos_ptrs + half, in_half, ACC_DTYPE)[None, :]
     rotated_right += left * _load_as(sin_ptrs + half, in_half, ACC_DTYPE)[None, :]
     left = tl.where(is_v[:, None], v_left, rotated_left).to(DTYPE)
     right = tl.where(is_v[:, None], v_right, rotated_right).to(DTYPE)
     k_row_ptr, v_row_ptr = k_ptr + row * k_stride_row, v_ptr + row * v_stride_row
-    rows = (
-        out_ptr + n * out_stride_n,
-        out_stride_h,
-        k_row_ptr,
-        v_row_ptr,
-        k_stride_h,
-        v_stride_h,
-        k_scale_ptr,
-        v_scale_ptr,
-    )
+    out_row_ptr = out_ptr + n * out_stride_n
+    rows = (out_row_ptr, out_stride_h, k_row_ptr, v_row_ptr, k_stride_h, v_stride_h, k_scale_ptr, v_scale_ptr)
     _store_heads(rows, left, head, column, mask, HEADS, KV_HEADS, ACC_DTYPE, FP8_MAX)
     _store_heads(rows, right, head, half + column, mask, HEADS, KV_HEADS, ACC_DTYPE, FP8_MAX)
     if ROTARY < HEAD_SIZE:
@@ -182,31 +173,18 @@ def rotate_and_store(
     num_heads -= heads if has_gates else 0
     blocks = BLOCKS_PER_PROGRAM if is_oversubscribed(count * -(-num_heads // HEADS_PER_BLOCK), chip(qkv)) else 1
     if count:
+        # With fusion the bits would depend on the block size, because the compiler chooses which product is fused.
         _rotate_kernel[(count, -(-num_heads // (blocks * HEADS_PER_BLOCK)))](
             *(parts, out, rotation.cos, rotation.sin, q_norm, k_norm, rows, k_buffer, v_buffer),
             *((None, None) if scales is None else (scales.k, scales.v)),
             *(*parts.stride()[:3], *out.stride()[:2], rotation.cos.stride(0), rotation.sin.stride(0)),
             *(rows.stride(0), *k_buffer.stride()[:2], *v_buffer.stride()[:2]),
-            EPS=eps,
-            HEADS=heads,
-            KV_HEADS=kv_heads,
-            HEAD_SIZE=size,
-            ROTARY=rotary,
-            SPLITS=len(parts),
-            HAS_NORMS=norms is not None,
-            HAS_V_NORM=norms_v_heads,
-            V_IS_K=v_is_k,
-            HAS_GATES=has_gates,
-            ACC_DTYPE=acc_dtype(out.dtype),
-            FP8_MAX=FP8_MAX,
-            BLOCK_H=blocks * HEADS_PER_BLOCK,
-            BLOCK=next_power_of_2(rotary // 2),
-            BLOCK_REST=next_power_of_2(max(size - rotary, 1)),
-            num_warps=blocks * (1 if size <= 128 else 2),
-            # With fusion the bits would depend on the block size, because the compiler chooses which product is fused.
-            enable_fp_fusion=False,
-            **pdl_arguments(chip(qkv)),
-        )
+            EPS=eps, HEADS=heads, KV_HEADS=kv_heads, HEAD_SIZE=size, ROTARY=rotary, SPLITS=len(parts),
+            HAS_NORMS=norms is not None, HAS_V_NORM=norms_v_heads, V_IS_K=v_is_k, HAS_GATES=has_gates,
+            ACC_DTYPE=acc_dtype(out.dtype), FP8_MAX=FP8_MAX, BLOCK_H=blocks * HEADS_PER_BLOCK,
+            BLOCK=next_power_of_2(rotary // 2), BLOCK_REST=next_power_of_2(max(size - rotary, 1)),
+            num_warps=blocks * (1 if size <= 128 else 2), enable_fp_fusion=False, **pdl_arguments(chip(qkv)),
+        )  # fmt: skip
     return out[:, :heads]
 
 

@@ -30,9 +30,8 @@ class Candidates(NamedTuple):
 
     tokens: [B, S, R, K] int64.  scores: [B, S, R, K] float32, log-probabilities, at most 0, best first; -inf: no
     candidate.  next_rows: [B, S, R, K] int32, the row of the next depth that holds a candidate's children; -1: no
-    children.
-    Depth 1 has one row, row 0.  R is 1 for a draft whose scores do not depend on the parent token.  Rows without a
-    parent candidate are undefined.
+    children.  Depth 1 has one row, row 0.  R is 1 for a draft whose scores do not depend on the parent token.  Rows
+    without a parent candidate are undefined.
     """
 
     tokens: Tensor

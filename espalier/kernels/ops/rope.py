@@ -149,9 +149,8 @@ def rotate_and_store(
     """Norm and rotate the Q and K heads of qkv [N, heads + 2 · kv_heads, size] (all Q, then all K, then all V).
 
     With HeadNorms.v_is_k, qkv ends with the K heads; with has_gates, it also has a gate behind each Q head.  If the
-    buffers have no heads, qkv holds Q heads alone.
-    qkv may also be partial sums [splits, N, ...] float32 (kernels/layers/linear.py).  Partial sums are first added in
-    order and rounded to the model's dtype.
+    buffers have no heads, qkv holds Q heads alone.  qkv may also be partial sums [splits, N, ...] float32
+    (kernels/layers/linear.py).  Partial sums are first added in order and rounded to the model's dtype.
     rows: [N] int64, the rows of k_buffer and v_buffer [R, kv_heads, size] that receive K and V.
     scales: the scales of FP8 buffers, else None.
     Returns q [N, heads, size].  The kernel overwrites a qkv without splits and gates; the reference does not.

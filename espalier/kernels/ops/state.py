@@ -95,9 +95,8 @@ def advance(
     tokens are already in the history.  If the history knows a token at a position, that token stays, and the picked one
     is dropped.
     count_tokens: whether to count picked tokens, for penalties.  path: the accepted nodes; their rows go to the
-    positions from prefix_len on.  None for a prefill pass, whose rows are already in order.
-    A slot with length 0 is padding and does not change; padding may name a slot twice.  Raises EspalierError if sizes
-    do not agree.  Exact.
+    positions from prefix_len on.  None for a prefill pass, whose rows are already in order.  A slot with length 0 is
+    padding and does not change; padding may name a slot twice.  Raises EspalierError if sizes do not agree.  Exact.
     """
     table, width = slots.table, picked_tokens.shape[1]
     offsets = torch.arange(width, device=picked_tokens.device)

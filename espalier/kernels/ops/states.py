@@ -72,21 +72,15 @@ class ConvColumns(NamedTuple):
 
     def in_channel_order(self, inputs: Tensor) -> Tensor:
         """Inputs [N, columns] -> [N, channels], in the order of the convolution's channels."""
+        q, k, v, size = self.q_column, self.k_column, self.v_column, self.num_q_channels
         if self.k_head_stride == self.k_size and self.v_group_stride == self.v_group_channels:
-            if (self.k_column, self.v_column) == (
-                self.q_column + self.num_q_channels,
-                self.q_column + 2 * self.num_q_channels,
-            ):
-                return inputs[:, self.q_column : self.q_column + self.channels]
-            sizes = (
-                (self.q_column, self.num_q_channels),
-                (self.k_column, self.num_q_channels),
-                (self.v_column, self.channels - 2 * self.num_q_channels),
-            )
-            return torch.cat([inputs[:, at : at + size] for at, size in sizes], 1)
-        parts = [(self.q_column, self.k_head_stride, self.k_size), (self.k_column, self.k_head_stride, self.k_size)]
-        parts.append((self.v_column, self.v_group_stride, self.v_group_channels))
-        return torch.cat([strided_columns(inputs[:, at:], self.k_heads, step, size) for at, step, size in parts], 1)
+            if (k, v) == (q + size, q + 2 * size):
+                return inputs[:, q : q + self.channels]
+            v_end = v + self.channels - 2 * size
+            return torch.cat([inputs[:, q : q + size], inputs[:, k : k + size], inputs[:, v:v_end]], 1)
+        parts = [(at, self.k_head_stride, self.k_size) for at in (q, k)]
+        parts.append((v, self.v_group_stride, self.v_group_channels))
+        return torch.cat([strided_columns(inputs[:, at:], self.k_heads, *sizes) for at, *sizes in parts], 1)
 
     @property
     def constexpr_arguments(self) -> dict[str, int]:
@@ -132,20 +126,15 @@ class GateInputs(NamedTuple):
 
     def compute(self, dtype: torch.dtype) -> Tensor:
         """Returns the gates [N, 2, heads], as in StateRows.  dtype: the model's."""
-        groups, exact = len(self.A_log) // self.group_size, self.A_log.dtype
-        decay = strided_columns(sum_parts.reference(self.decay, dtype), groups, self.column_stride, self.group_size).to(
-            exact
-        )
+        sizes = len(self.A_log) // self.group_size, self.column_stride, self.group_size
+        exact = self.A_log.dtype
+        decay = strided_columns(sum_parts.reference(self.decay, dtype), *sizes).to(exact)
         t = F.softplus(decay + self.dt_bias)
         if self.dt_bounds != (None, None):
             t = t.clamp(*self.dt_bounds)
         beta = t
         if self.beta is not None:
-            beta = (
-                strided_columns(sum_parts.reference(self.beta, dtype), groups, self.column_stride, self.group_size)
-                .to(exact)
-                .sigmoid()
-            )
+            beta = strided_columns(sum_parts.reference(self.beta, dtype), *sizes).to(exact).sigmoid()
         return torch.stack((-self.A_log.exp() * t, beta), 1)
 
 

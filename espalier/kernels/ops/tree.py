@@ -65,8 +65,7 @@ class Tree(NamedTuple):
         return torch.sort(scores.flatten(), descending=True, stable=True).indices[:rows].sort().values
 
     def keep_nodes(self, indices: Tensor) -> Tree:
-        """Returns the trees with all nodes void except the nodes at `indices` (see best_nodes).  No
-        node moves."""
+        """Returns the trees with all nodes void except the nodes at `indices` (see best_nodes).  No node moves."""
         left_out = torch.ones_like(self.tokens, dtype=torch.bool).flatten().index_fill(0, indices, False)
         return self._void_nodes(left_out.view_as(self.tokens))
 

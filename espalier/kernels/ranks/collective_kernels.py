@@ -255,10 +255,6 @@ def supports_gather(memory: PeerMemory, x: Tensor, columns_per_rank: int) -> boo
 
 def _barrier_arguments(memory: PeerMemory, num_warps: int) -> dict[str, object]:
     """Returns the arguments of both kernels that `_barrier` and the slots need."""
-    sizes = {
-        "FLAG_BYTES": FLAGS_BYTES,
-        "SLOT_BYTES": memory.slot_bytes,
-        "NUM_SLOTS": PROGRAMS,
-        "WORLD_SIZE": memory.num_ranks,
-    }
+    sizes = {"FLAG_BYTES": FLAGS_BYTES, "SLOT_BYTES": memory.slot_bytes}
+    sizes |= {"NUM_SLOTS": PROGRAMS, "WORLD_SIZE": memory.num_ranks}
     return {**sizes, "NUM_THREADS": 32 * num_warps, "num_warps": num_warps, **pdl_arguments(chip(memory.addresses))}

@@ -112,16 +112,12 @@ def require(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtyp
     """
     have = tensor.shape
     # A prefill pass calls this function hundreds of times, so equal shapes are compared in one step.
-    fits = have == shape or (len(have) == len(shape) and all(map(_size_fits, shape, have)))
+    fits = have == shape or (len(have) == len(shape) and all(n in (-1, m) for n, m in zip(shape, have, strict=True)))
     if not fits or (dtype is not None and tensor.dtype != dtype) or tensor.device != same_device.device:
         raise EspalierError(
             f"{name} needs shape {list(shape)}, {dtype or tensor.dtype} on {same_device.device}, but has "
             f"{list(tensor.shape)}, {tensor.dtype} on {tensor.device}: allocate and launch from the same layout"
         )
-
-
-def _size_fits(required: int, actual: int) -> bool:
-    return required == actual or required == -1
 
 
 def warps_for(num_values: int, values_per_warp: int, max_warps: int = 16) -> int:

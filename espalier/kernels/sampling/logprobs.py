@@ -57,11 +57,8 @@ def write_logprobs(
     shared = (tokens, length, num_logprobs, width, splits)
     _split_logprobs_kernel[(places, splits)](
         *(values, ids, parts, dense, rows, *shared, vocab, *dense.stride()[:2]),
-        MAX_LOGPROBS=most,
-        SPLIT=split,
-        num_warps=4,
-        **pdl_arguments(gpu),
-    )
+        MAX_LOGPROBS=most, SPLIT=split, num_warps=4, **pdl_arguments(gpu),
+    )  # fmt: skip
     candidates = next_power_of_2(splits * most)
     _merge_logprobs_kernel[(places,)](
         *(ring, ring.view(torch.float64), entry, values, ids, parts, dense, rows),

@@ -39,17 +39,13 @@ def gather_slots(table: SlotTable, index: Tensor, page_updates: ScatterUpdate | 
     real, pages = torch.empty_like(index, dtype=torch.bool), table.page_table.new_empty(batch, width)
     if batch:
         block = min(next_power_of_2(width), MAX_BLOCK)
+        # The layout's max_accept_depth is end - prefix_len minus this number.
         _gather_slots_kernel[(batch, -(-width // block))](
             *(index, table.ints, table.page_table, *scalars, real, pages, at, values),
             *(index.stride(0), width, at.shape[0]),
-            # The layout's max_accept_depth is end - prefix_len minus this number.
-            -table.layout.max_accept_depth(0, 0),
-            COLUMNS=COLUMNS,
-            BLOCK=block,
-            UPDATE_BLOCK=PAGE_UPDATE_BLOCK,
-            num_warps=4,
-            **pdl_arguments(chip(index)),
-        )
+            -table.layout.max_accept_depth(0, 0), COLUMNS=COLUMNS, BLOCK=block, UPDATE_BLOCK=PAGE_UPDATE_BLOCK,
+            num_warps=4, **pdl_arguments(chip(index)),
+        )  # fmt: skip
     prefix_len, root, commit_from, num_tokens, max_accept_depth, num_logprobs = scalars
     return BatchState(
         table, index, prefix_len, root, commit_from, num_tokens, max_accept_depth, num_logprobs, real, pages
@@ -84,11 +80,8 @@ def store_carried(slots: BatchState, name: str, values: Tensor, length: Tensor) 
         block = min(next_power_of_2(size), MAX_BLOCK)
         _carry_kernel[(batch, -(-size // block))](
             *(slots.index, length, values, kept, slots.index.stride(0), length.stride(0), values.shape[1]),
-            HIDDEN_SIZE=size,
-            BLOCK=block,
-            num_warps=4,
-            **pdl_arguments(chip(length)),
-        )
+            HIDDEN_SIZE=size, BLOCK=block, num_warps=4, **pdl_arguments(chip(length)),
+        )  # fmt: skip
 
 
 @kernel(do_not_specialize=["num_updates"])

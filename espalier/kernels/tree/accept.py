@@ -115,11 +115,8 @@ def gather_rows(rows: Tensor, *parts: Tensor) -> Tensor:
         block = min(next_power_of_2(size), MAX_BLOCK_COLUMNS)
         _gather_rows_kernel[(batch * width, -(-size // block), len(parts))](
             *(parts, rows, out, width, size, *strides[:2], *rows.stride()),
-            PARTS=len(parts),
-            BLOCK=block,
-            num_warps=4,
-            **pdl_arguments(chip(values)),
-        )
+            PARTS=len(parts), BLOCK=block, num_warps=4, **pdl_arguments(chip(values)),
+        )  # fmt: skip
     return out
 
 

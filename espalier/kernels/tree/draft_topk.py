@@ -97,11 +97,9 @@ def draft_topk_triton(
     )  # fmt: skip
     _merge_topk_kernel[(places,)](
         *(ids, best, *of_splits, of_target, scores, *scores.stride(), queries, splits),
-        SPLITS=next_power_of_2(splits),
-        BLOCK_CHILDREN=next_power_of_2(topk),
-        num_warps=warps_for(next_power_of_2(splits), SPLITS_PER_WARP),
-        **options,
-    )
+        SPLITS=next_power_of_2(splits), BLOCK_CHILDREN=next_power_of_2(topk),
+        num_warps=warps_for(next_power_of_2(splits), SPLITS_PER_WARP), **options,
+    )  # fmt: skip
     return ids, best
 
 
@@ -186,11 +184,10 @@ def merge_topk_splits(
     """The best children of rows [ROWS]: columns, and log-probabilities (float32, at most 0), [ROWS, BLOCK_CHILDREN]
     each.
 
-    Children that do not exist have -inf.
-    A row has `splits` splits.  A split has its `kept_per_split` best values, best first, their columns, and the sum of
-    exp(value
-    - best value).  TOPK times, the best first value of all splits is taken, and the next value of its split moves up.
-    Among equal values the lower split wins, because its columns are lower.
+    Children that do not exist have -inf.  A row has `splits` splits.  A split has its `kept_per_split` best values,
+    best first, their columns, and the sum of exp(value - best value).  TOPK times, the best first value of all splits
+    is taken, and the next value of its split moves up.  Among equal values the lower split wins, because its columns
+    are lower.
     """
     split, child = tl.arange(0, SPLITS)[None, :], tl.arange(0, BLOCK_CHILDREN)[None, :]
     exists = row_exists[:, None] & (split < splits)

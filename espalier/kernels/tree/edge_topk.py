@@ -136,11 +136,8 @@ def _merge_and_rank(
     candidates = next_power_of_2(num_rows * topk)
     _rank_rows_kernel[(batch,)](
         *(*out, out.tokens.stride(0), *next_depth[:3], row_scores, *row_scores.stride(), num_rows, topk),
-        CANDIDATES=candidates,
-        TOPK=topk,
-        num_warps=warps_for(candidates, VALUES_PER_WARP),
-        **pdl_arguments(on),
-    )
+        CANDIDATES=candidates, TOPK=topk, num_warps=warps_for(candidates, VALUES_PER_WARP), **pdl_arguments(on),
+    )  # fmt: skip
 
 
 def _check_arguments(

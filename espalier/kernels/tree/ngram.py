@@ -31,20 +31,12 @@ def find_matches(history: Tensor, index: Tensor, root: Tensor, topk: int) -> Ngr
         strides = (index.stride(0), root.stride(0))
         _block_matches_kernel[(batch, blocks)](
             *(history, index, root, keys, next_tokens, *strides, history.stride(0), width, blocks),
-            TOPK=topk,
-            MAX_NGRAM=MAX_NGRAM,
-            BLOCK=BLOCK,
-            num_warps=4,
-            **pdl_arguments(chip(root)),
-        )
+            TOPK=topk, MAX_NGRAM=MAX_NGRAM, BLOCK=BLOCK, num_warps=4, **pdl_arguments(chip(root)),
+        )  # fmt: skip
         _merge_matches_kernel[(batch,)](
             *(root, keys, next_tokens, *matches, root.stride(0), width, blocks * topk),
-            TOPK=topk,
-            BLOCK=BLOCK,
-            CANDIDATES=next_power_of_2(blocks * topk),
-            num_warps=4,
-            **pdl_arguments(chip(root)),
-        )
+            TOPK=topk, BLOCK=BLOCK, CANDIDATES=next_power_of_2(blocks * topk), num_warps=4, **pdl_arguments(chip(root)),
+        )  # fmt: skip
     return matches
 
 

@@ -33,22 +33,15 @@ def select_paths(root: Tensor, candidates: Candidates, nodes: int) -> Tree:
     if batch:
         # At least one entry per lane of a warp, because a maximum over fewer lanes takes several instructions.
         block = max(next_power_of_2(nodes), 32)
+        # A path has at most steps + 1 nodes.
         _select_paths_kernel[(batch,)](
             root.contiguous(),
             *(value.contiguous() for value in candidates),
             *tree,
-            NODES=nodes,
-            STEPS=steps,
-            ROWS=rows,
-            TOPK=topk,
-            WORDS=tree.num_words,
-            # A path has at most steps + 1 nodes.
-            NUM_DOUBLINGS=steps.bit_length(),
-            BLOCK=block,
-            NUM_PREFETCHED=min(next_power_of_2(steps * rows * topk), MAX_PREFETCHED_CANDIDATES),
-            num_warps=1 if block <= MAX_ONE_WARP_KEYS else 4,
-            **pdl_arguments(chip(root)),
-        )
+            NODES=nodes, STEPS=steps, ROWS=rows, TOPK=topk, WORDS=tree.num_words, NUM_DOUBLINGS=steps.bit_length(),
+            BLOCK=block, NUM_PREFETCHED=min(next_power_of_2(steps * rows * topk), MAX_PREFETCHED_CANDIDATES),
+            num_warps=1 if block <= MAX_ONE_WARP_KEYS else 4, **pdl_arguments(chip(root)),
+        )  # fmt: skip
     return tree
 
 

@@ -115,24 +115,15 @@ def select_tree(root: Tensor, tokens: Pool, scores: Pool, beams: Pool, topk: int
     tree = Tree.empty(root, nodes)
     if batch:
         block, word_block = next_power_of_2(size), next_power_of_2(tree.num_words)
+        # Without beams, the kernel gets placeholder tensors, which it does not read.
+        # At most 32 int64 words of ancestor bits per thread.
         _select_tree_kernel[(batch,)](
             root.contiguous(),
-            # Without beams, the kernel gets placeholder tensors, which it does not read.
             *(tuple(part.contiguous() for part in parts) for parts in (tokens, scores, beams or tokens)),
             *tree,
-            topk,
-            SIZE=size,
-            PARTS=len(tokens),
-            TOPK=topk,
-            STEPS=steps,
-            NODES=nodes,
-            WORDS=tree.num_words,
-            BLOCK=block,
-            BLOCK_WORDS=word_block,
-            # At most 32 int64 words of ancestor bits per thread.
-            num_warps=min(max(block * word_block // 1024, 4), 16),
-            **pdl_arguments(chip(root)),
-        )
+            topk, SIZE=size, PARTS=len(tokens), TOPK=topk, STEPS=steps, NODES=nodes, WORDS=tree.num_words, BLOCK=block,
+            BLOCK_WORDS=word_block, num_warps=min(max(block * word_block // 1024, 4), 16), **pdl_arguments(chip(root)),
+        )  # fmt: skip
     return tree
 
 

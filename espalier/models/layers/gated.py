@@ -21,9 +21,7 @@ def gated_for(out: Linear, read: Tensor, gate: OutputGate, norm: RMSNorm | None)
     columns = rounding.columns(groups * size)
     if norm is None and size % columns == 0:
         pieces = size // columns
-        read, gate = (
-            read.unflatten(2, (pieces, columns)).flatten(1, 2),
-            gate._replace(adjacent_groups=gate.adjacent_groups * pieces),
-        )
+        read = read.unflatten(2, (pieces, columns)).flatten(1, 2)
+        gate = gate._replace(adjacent_groups=gate.adjacent_groups * pieces)
     is_rounded = can_round_groups(read.shape[2], read.shape[1], rounding)
     return gated_norm(read, gate, weight, eps, rounding if is_rounded else None)

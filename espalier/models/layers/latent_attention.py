@@ -55,9 +55,8 @@ def common_rounding(one: InputScales | None, other: InputScales | None) -> Input
     if (
         one is None
         or other is None
-        or one.static_scale is not None
-        or other.static_scale is not None
         or one.group != other.group
+        or (one.static_scale, other.static_scale) != (None, None)
     ):
         return None
     return one
