@@ -44,7 +44,7 @@ def test_any_shape(kernel_device, name, splits, shape):
     bias = torch.randn(num_out, generator=generator).to(kernel_device, DTYPE) if rows % 2 else None
     weight = dequantise_blocks(matrix).double()
     exact = x.double() @ weight.T + (0 if bias is None else bias.double())
-    integers, scales, minima = matrix.type.decode(matrix.blocks.reshape(-1, matrix.type.nbytes))
+    integers, scales, minima = matrix.block_type.decode(matrix.blocks.reshape(-1, matrix.block_type.block_bytes))
     sizes = integers.abs() * scales.abs() + (0 if minima is None else minima.abs())
     magnitude = x.double().abs() @ sizes.double().reshape(num_out, -1).T + (0 if bias is None else bias.double().abs())
     bound = torch.finfo(DTYPE).eps / 2 * exact.abs() * 1.01 + x.shape[1] * 2.0**-23 * magnitude
