@@ -42,8 +42,7 @@ def unpack_bits(ancestor_bits: Tensor, nodes: int) -> Tensor:
 
 
 def whole_path_holds(ancestor_bits: Tensor, node_holds: Tensor) -> Tensor:
-    """[B, D] bool: whether `node_holds` [B, D] is true for the node and all of its ancestors.  ancestor_bits: [B, D,
-    W]."""
+    """[B, D] bool: whether `node_holds` [B, D] is true for a node and all its ancestors.  ancestor_bits: [B, D, W]."""
     return ((ancestor_bits & pack_bits(~node_holds)[:, None]) == 0).all(-1)
 
 

@@ -211,8 +211,7 @@ def attend_blocks(
 ):
     """Attend to blocks low .. high from position `begin`, in the order of work_items.py:block_index.
 
-    MASKED: some rows are at or past `end`, or below `first_position`.  Such rows are never read, because they may be
-    NaN.
+    MASKED: some rows are at or past `end`, or below `first_position`.  They are not read, because they may be NaN.
     """
     PAGE_SIZE: tl.constexpr = CONSTANTS.PAGE_SIZE
     BLOCK_N: tl.constexpr = CONSTANTS.BLOCK_N

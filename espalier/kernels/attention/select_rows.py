@@ -85,8 +85,7 @@ def _find_threshold(
     values, columns, count, gap_begin, gap_size, low_pattern, high_pattern, topk, num_spare, first_bits,
     CHUNK_SCORES: tl.constexpr, NUM_BINS: tl.constexpr,
 ):  # fmt: skip
-    """Search for the threshold of the topk highest of `count` values (`_load_chunk`).  No pattern is below low or above
-    high.
+    """Search for the threshold of the topk highest of `count` values (`_load_chunk`), all between low and high.
 
     first_bits: the most bits of a bin of the first turn.  Returns (high, span, left_out).  Patterns above the new
     `high_pattern` are chosen.  Of the values at the threshold, which have patterns from high - span to high, all but
@@ -168,8 +167,7 @@ def _list_rows(
     scores, group_list, row_list, num_groups, lowest_pattern, length, capacity, rows,
     GROUP_ROWS: tl.constexpr, CHUNK_SCORES: tl.constexpr,
 ):  # fmt: skip
-    """List the columns of the rows of the listed groups, without those below `lowest_pattern`.  Returns their
-    number."""
+    """List the columns of the rows of the listed groups from `lowest_pattern` up.  Returns their number."""
     GROUPS: tl.constexpr = CHUNK_SCORES // GROUP_ROWS
     of_capacity = (capacity + GROUP_ROWS - 1) // GROUP_ROWS
     count = 0

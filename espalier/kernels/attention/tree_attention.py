@@ -71,11 +71,11 @@ def _load_queries(q_ptr, offsets, query_exists, FP8: tl.constexpr, HEAD_SIZE: tl
 def _tree_attention_kernel(
     q_ptr, k_ptr, v_ptr, staged_k_ptr, staged_v_ptr,
     table_ptr, split_ptr, start_ptr, position_ptr, row_position_ptr, bits_ptr,
-    out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, sink_ptr, k_scale_ptr, v_scale_ptr,
-    scale, batch, queries, rows, first_position,
-    q_stride_b, q_stride_q, q_stride_h, k_stride_row, k_stride_h, v_stride_row, v_stride_h, staged_k_stride_b,
-    staged_k_stride_r, staged_k_stride_h, staged_v_stride_b, staged_v_stride_r, staged_v_stride_h, table_stride_b,
-    position_stride_b, position_stride_q, row_position_stride_b, row_position_stride_r, bits_stride_b, bits_stride_q,
+    out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, sink_ptr, k_scale_ptr, v_scale_ptr, scale, batch, queries, rows,
+    first_position, q_stride_b, q_stride_q, q_stride_h, k_stride_row, k_stride_h, v_stride_row, v_stride_h,
+    staged_k_stride_b, staged_k_stride_r, staged_k_stride_h, staged_v_stride_b, staged_v_stride_r, staged_v_stride_h,
+    table_stride_b, position_stride_b, position_stride_q, row_position_stride_b, row_position_stride_r, bits_stride_b,
+    bits_stride_q,
     KV_HEADS: tl.constexpr, GROUP_SIZE: tl.constexpr, K_SIZE: tl.constexpr, V_SIZE: tl.constexpr,
     PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, STAGED: tl.constexpr, HAS_SINK: tl.constexpr,
     LONGEST_FIRST: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, USE_PDL: tl.constexpr,
@@ -101,9 +101,8 @@ def _tree_attention_kernel(
         if work_item < num_work_items:
             tile, head = tile_and_head(work_item, num_splits, num_tiles, KV_HEADS, LONGEST_FIRST)
             packed = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-            query = packed // GROUP_SIZE
+            query, q_head = packed // GROUP_SIZE, head * GROUP_SIZE + packed % GROUP_SIZE
             query_exists = query < queries
-            q_head = head * GROUP_SIZE + packed % GROUP_SIZE
             q_offset = request * q_stride_b + query.to(tl.int64) * q_stride_q + q_head * q_stride_h
             q = _load_queries(q_ptr, q_offset, query_exists, k_scale_ptr is not None, K_SIZE, BLOCK_K)
             position = query

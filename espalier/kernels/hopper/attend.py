@@ -1,5 +1,4 @@
-"""The attending warps of the Hopper kernel.  Each warpgroup has 64 packed queries, and takes one block of rows at a
-time.
+"""The attending warps of the Hopper kernel.  Each warpgroup takes 64 packed queries and one block of rows at a time.
 
 While the tensor cores multiply one block's weights with its values, the warps compute the weights of the next block
 (Shah et al. 2024, FlashAttention-3, arXiv:2407.08608, section 3.2).  The warpgroups of a program do not wait for each
@@ -28,7 +27,8 @@ class Queries(NamedTuple):
 
     query, exists, position: [64]; row_positions, row_position_stride_r: pointer to the positions of the request's
     staged rows, and its stride per row; bits, bits_stride_q: pointer to the ancestor bits of its queries, and its
-    stride per query; first: as in Plan; first_masked_staged: the first block of staged rows that needs a mask.
+    stride per query; prefix_begin: the first visible position; first_masked_staged: the first block of staged rows that
+    needs a mask.
     """
 
     query: Any
@@ -113,7 +113,7 @@ def _mask_tree(
 
 @gluon_kernel
 def _mask_block(scores, step, queries, extent, CONSTANTS: gl.constexpr, SCORE_LAYOUT: gl.constexpr):
-    """Returns the scores of the t-th block, -inf where a query does not see a row."""
+    """Returns the scores of block number `step`, -inf where a query does not see a row."""
     WINDOW: gl.constexpr = CONSTANTS.WINDOW
     BLOCK_N: gl.constexpr = CONSTANTS.BLOCK_N
     if step < extent.num_committed:
@@ -193,8 +193,7 @@ def _attend_blocks(
 ):
     """Compute the weights of blocks first_block .. end_block; add each previous block's weights times values to `out`.
 
-    blocks_done: blocks that the program has finished, over all its work items; num_blocks: blocks of this work item;
-    NEEDS_FENCE: as in `_start_scores`.
+    blocks_done: blocks that the program has finished; num_blocks: of this work item; NEEDS_FENCE: see `_start_scores`.
     """
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=OUT_LAYOUT, k_width=2)
     zeros = gl.full([64, CONSTANTS.BLOCK_N], 0.0, gl.float32, layout=SCORE_LAYOUT)

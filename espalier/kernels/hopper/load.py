@@ -72,8 +72,7 @@ def _copy_to_tile(tile, pointer, offsets, row_exists, MASKED: gl.constexpr, LOAD
 def _element_offset(row_offset, stride, FITS_32_BITS: gl.constexpr):
     """row_offset times the stride of a row.
 
-    FITS_32_BITS: the product fits in 32 bits.  Otherwise 32 x 32 to 64 bits is one instruction; 64 x 64 would take
-    three.
+    FITS_32_BITS: the product fits in 32 bits.  Else 32 x 32 to 64 bits is one instruction; 64 x 64 would be three.
     """
     if FITS_32_BITS:
         product = row_offset * stride
@@ -103,8 +102,7 @@ def _load_block(
 ):
     """Start the copies of the t-th block: committed rows from position `begin` on `page`, or staged rows.
 
-    Rows at or past the extent's end, below `prefix_begin` or past the staged rows are never read, because they may be
-    NaN.
+    Rows past the extent's end or the staged rows, or below `prefix_begin`, are not read: they may be NaN.
     """
     ROW_LAYOUT: gl.constexpr = gl.SliceLayout(1, LOAD_LAYOUT)
     BLOCK_N: gl.constexpr = CONSTANTS.BLOCK_N

@@ -75,8 +75,7 @@ def _low_halves(words):
 def _multiply_add_pair(bits, factor, offset, FACTOR_HALF: gl.constexpr):
     """Return number · factor + offset for the two numbers in each uint32, as bfloat16 [..., 2].
 
-    FACTOR_HALF: "both": each number has the factor in its own half of `factor`; "low" or "high": both numbers have that
-    one.
+    FACTOR_HALF: "both": each number has the factor in its own half of `factor`; else both numbers have that half.
     """
     PAIR: gl.constexpr = "low, high" if FACTOR_HALF == "both" else FACTOR_HALF + ", " + FACTOR_HALF
     both = gl.inline_asm_elementwise(
@@ -202,8 +201,7 @@ def _zero_point_offset(zeros):
 
 @gluon_kernel
 def _load_word_pieces(shared, stage):
-    """Load a step's words as 4 times [64, 8], laid out so that a thread decodes its own rows and columns of
-    A_LAYOUT."""
+    """Load a step's words as 4 times [64, 8]: each thread decodes its own rows and columns of A_LAYOUT."""
     WORDS: gl.constexpr = gl.DistributedLinearLayout(
         [[8, 0], [0, 4], [0, 8], [0, 16]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 32],
     )

@@ -61,8 +61,7 @@ def _activation_kernel(
     ACC_DTYPE: tl.constexpr, GROUP_COLUMNS: tl.constexpr, FP8_MAX: tl.constexpr, BLOCK: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """rounded_values_ptr: if not None, a program has a whole row, which is rounded to FP8 in groups of GROUP_COLUMNS
-    columns."""
+    """rounded_values_ptr: if not None, a program rounds a whole row to FP8 in groups of GROUP_COLUMNS columns."""
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty
     pdl_trigger_and_wait(USE_PDL)
     row = tl.program_id(0).to(tl.int64)

@@ -59,8 +59,7 @@ def dense_gate_up(
     x_ptrs, gate_ptrs, up_ptrs, row_exists, num_in,
     ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, EVEN_IN: tl.constexpr, ACC_DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """(gate, up) [BLOCK_OUT, ROWS]: two products with the same rows of x [ROWS, num_in].  Rows not `row_exists` are
-    zeros.
+    """(gate, up) [BLOCK_OUT, ROWS]: two products with rows of x [ROWS, num_in].  Rows not `row_exists` are zeros.
 
     The pointers point to the first BLOCK_IN columns: x_ptrs [BLOCK_IN, ROWS], the others [BLOCK_OUT, BLOCK_IN].
     """
@@ -68,8 +67,7 @@ def dense_gate_up(
     gate = tl.zeros((BLOCK_OUT, ROWS), ACC_DTYPE)
     up = tl.zeros((BLOCK_OUT, ROWS), ACC_DTYPE)
     for k in range(0, num_in, BLOCK_IN):
-        # Weights are loaded first, because their addresses do not depend on the row numbers, which are still being
-        # loaded.
+        # Weights are loaded first: unlike inputs, their addresses do not depend on row numbers, which may come late.
         if EVEN_IN:
             w_gate = tl.load(gate_ptrs)
             w_up = tl.load(up_ptrs)
@@ -145,8 +143,7 @@ def _gated_kernel(
 
     w: [E, NUM_MATRICES · num_out, num_in]; bias: [E, NUM_MATRICES · num_out].  EVEN_IN: BLOCK_IN divides num_in.
     shared: [2 · NUM_PIECES · num_out, num_in]; its tiles prefetch PREFETCHED_COLUMNS columns.  None if NUM_PIECES is 0.
-    CODE: None for dense experts, which have no scales and zeros.  Else CODE, GROUP, ROW_BLOCK and INPUT_GROUP are those
-    of quantised_dot.
+    CODE: None for dense experts.  Else CODE, GROUP, ROW_BLOCK and INPUT_GROUP are those of quantised_dot.
     """
     column, ks = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT), tl.arange(0, BLOCK_IN)
     if NUM_PIECES > 0 and USE_PDL:
@@ -347,8 +344,7 @@ def down_triton(
     num_extra_parts: int = 0,
     shared: SharedExperts | None = None,
 ) -> Tensor:
-    """Return parts [K + S + extra, N, H], of which the last `num_extra_parts` are not written.  activations: from
-    gated_triton."""
+    """Return parts [K + S + extra, N, H]; the last `num_extra_parts` are not written.  activations: of gated_triton."""
     num_experts, hidden, inner = down.shape
     num_rows, top_k = weights.shape
     pieces = 0 if shared is None else shared.num_pieces(inner)
@@ -388,8 +384,7 @@ def _launch_options(
     pieces: int,
     grid: Any,
 ) -> dict[str, Any]:
-    """Constexpr arguments and launch options.  num_matrices: of a program, 2 for gate and up, 1 for up alone or
-    down."""
+    """Constexpr arguments and launch options.  num_matrices: of a program, 2 for gate and up, else 1."""
     gpu = chip(tiles.tile_experts)
     if isinstance(weight, Tensor):
         stages = plan.fitting_stages(gpu, num_matrices, tiles.rows, weight.itemsize)

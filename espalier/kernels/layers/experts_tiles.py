@@ -258,8 +258,7 @@ def rows_of_tile(
 def prefetch_shared_piece(
     w_ptr, column, num_out, num_in, NUM_PIECES: tl.constexpr, BLOCK_OUT: tl.constexpr, PREFETCHED_COLUMNS: tl.constexpr
 ):  # fmt: skip
-    """In a program of a shared piece, prefetch the first PREFETCHED_COLUMNS columns of the piece's rows of gate and
-    up."""
+    """In a program of a shared piece, prefetch PREFETCHED_COLUMNS columns of its rows of gate and up."""
     piece = tl.program_id(1)
     if piece < NUM_PIECES:
         w_row = piece.to(tl.int64) * num_out + tl.minimum(column, num_out - 1)
@@ -298,8 +297,7 @@ def _route_kernel(
     choosing = scores
     if HAS_BIAS and not LOGIT_BIAS:
         choosing += tl.load(bias_ptr + expert, mask=inside, other=0.0).to(ACC_DTYPE)
-    # NaN counts as the largest score, as in a sort.  With comparisons to NaN, which are false, no expert would be
-    # chosen.
+    # NaN counts as the largest score, as in a sort.  Else no expert would be chosen: comparisons to NaN are false.
     choosing = tl.where(choosing == choosing, choosing, float("inf"))
     left = inside
     if N_GROUP > 1:

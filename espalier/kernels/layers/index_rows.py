@@ -106,8 +106,7 @@ def _index_rows_kernel(
 
 
 def rotate_and_store_index(index: IndexRows, rows: Tensor, plane: Tensor) -> Tensor:
-    """See ops/selection.py.  The call overwrites index.q.  Tolerance: one ulp of the dtype and a few ulps of
-    float32."""
+    """See ops/selection.py.  Overwrites index.q.  Tolerance: one ulp of the dtype and a few ulps of float32."""
     q, k, norm, rotation = index.q, index.k, index.norm, index.rotation
     count, heads, size = q.shape
     rotary, exact = rotation.cos.shape[1], torch.promote_types(q.dtype, torch.float32)

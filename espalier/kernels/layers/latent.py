@@ -2,8 +2,7 @@
 
 K is the whole row, [normed latent, rotated RoPE part].  V is the latent part of the same row (DeepSeek-AI 2024,
 arXiv:2405.04434, section 2.1).  On a GPU this is one launch.  The first program of a row stores the latent, and the
-others rotate blocks of query heads.  For few rows the same launch also has programs for the product with k_up
-(write_latents).
+others rotate blocks of query heads.  For few rows further programs compute the product with k_up (write_latents).
 
 `head_product` multiplies each head's rows with the head's own matrix: v_up, or k_up.  Grid: (blocks of outputs, heads).
 A program multiplies all rows for BLOCK_OUT outputs of one head.  A program loads its part of the matrix before it waits
@@ -45,8 +44,7 @@ def multiply_head(
     w_stride_out, out_stride_n, out_stride_h,
     BLOCK_ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Compute one block of a head's outputs for all rows.  The matrix is loaded before the wait for the previous
-    kernel."""
+    """Compute one block of a head's outputs for all rows.  The matrix is loaded before the PDL wait."""
     head = head.to(tl.int64)
     row, k = tl.arange(0, BLOCK_ROWS), tl.arange(0, BLOCK_IN)
     column = block * BLOCK_OUT + tl.arange(0, BLOCK_OUT)

@@ -164,8 +164,7 @@ def _decode_int4(w, offset, DTYPE: tl.constexpr, BLOCK_OUT: tl.constexpr, WORDS:
 
 @kernel
 def _scale_factors(scales, CODE: tl.constexpr, DTYPE: tl.constexpr, BLOCK_OUT: tl.constexpr, WORDS: tl.constexpr):
-    """The factors of _decode_e2m1 for words [BLOCK_OUT, WORDS], of scales for their blocks of 32 columns [.., WORDS /
-    4]."""
+    """The factors of _decode_e2m1 for words [BLOCK_OUT, WORDS], of scales of 32 columns each [.., WORDS / 4]."""
     factors = _factors_of_exponents(scales, DTYPE) if CODE == 2 else _factors_of_pairs(scales, DTYPE)
     return tl.reshape(tl.broadcast_to(factors[:, :, None], (BLOCK_OUT, WORDS // 4, 4)), (BLOCK_OUT, WORDS))
 

@@ -36,8 +36,7 @@ MAX_BLOCK_ROWS = 128
 MAX_EXPONENT = E8M0_BIAS + 65
 # The oldest compute capability whose compiler supports E4M3.
 FP8_CAPABILITY = (8, 9)
-# The most rows for which the rule assumes that memory limits the time, and for which it splits columns.  More rows
-# give enough programs without splits.
+# The most rows for which memory limits the time, and columns are split.  More rows give enough programs.
 MEMORY_BOUND_ROWS, SPLIT_ROWS = 64, 256
 # Targets of the rule per multiprocessor: programs with split-K if memory limits the time, and warps if products do.
 PROGRAMS_PER_PROCESSOR, WARPS_PER_PROCESSOR = 2, 8
@@ -79,8 +78,7 @@ def plan_by_rule_for(weight: QuantisedMatrix, x: InputRows) -> TritonPlan:
 
 
 def tuning_name(weight: QuantisedMatrix) -> str:
-    """Returns the format's name in tuning tables.  The name has everything in the format that changes a kernel's
-    time."""
+    """Returns the format's name in tuning tables, with everything that changes a kernel's time."""
     group = "" if weight.group >= weight.shape[-1] else f"-{weight.row_block}x{weight.group}"
     inputs = "" if weight.inputs is None else f"-inputs{weight.inputs.group or ''}"
     return f"{weight.code}{group}{inputs}"
@@ -277,8 +275,7 @@ def _fits(plan: TritonPlan, tile: int, weight: QuantisedMatrix, gpu: Chip) -> bo
 
 
 def _streaming_us(plan: TritonPlan, tile: int, weight: QuantisedMatrix, gpu: Chip) -> float:
-    """Returns the microseconds of a model that counts memory alone.  The times are far off; only their order is
-    used."""
+    """Returns microseconds by a model that counts memory alone.  Only the order of these times is used."""
     num_out, num_in = weight.shape
     programs = -(-num_out // plan.block_out) * plan.splits
     shared_memory = stage_bytes(plan, tile, weight) * plan.stages

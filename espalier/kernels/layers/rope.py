@@ -20,8 +20,7 @@ from espalier.kernels.state.kv_scales import KVScales, require_kv_rows
 
 # Heads of one block.  One warp computes a block for heads of up to 128 values, two warps above that.
 HEADS_PER_BLOCK = 2
-# Blocks per program if a grid with one block per program would oversubscribe the chip.  Each block keeps its own warps,
-# so the bits stay the same.
+# Blocks per program if one block each would oversubscribe the chip.  Blocks keep their warps, and so their bits.
 BLOCKS_PER_PROGRAM = 4
 
 
@@ -69,34 +68,28 @@ def _rotate_kernel(
     k_stride_row, k_stride_h, v_stride_row, v_stride_h,
     EPS: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr, ROTARY: tl.constexpr,
     SPLITS: tl.constexpr, HAS_NORMS: tl.constexpr, HAS_V_NORM: tl.constexpr, V_IS_K: tl.constexpr,
-    HAS_GATES: tl.constexpr, ACC_DTYPE: tl.constexpr, FP8_MAX: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK: tl.constexpr, BLOCK_REST: tl.constexpr, USE_PDL: tl.constexpr,
+    HAS_GATES: tl.constexpr, ACC_DTYPE: tl.constexpr, FP8_MAX: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK_REST: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """left, right: the halves of a head's rotated values; rest: the unrotated values after them.
-
     V_IS_K: qkv has no V heads; each K head is also stored as V, before RoPE, normed if HAS_V_NORM.
-    HAS_GATES: qkv has a gate behind each Q head.
-    k_scale_ptr, v_scale_ptr: of FP8 rows, whose largest value is FP8_MAX; else None.
+    HAS_GATES: qkv has a gate behind each Q head.  FP8_MAX: the largest value of FP8 rows, which need scales.
     """
     pdl_trigger_and_wait(USE_PDL)
     n = tl.program_id(0).to(tl.int64)
     row = tl.load(row_ptr + n * row_stride_n)
-    head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
-    column = tl.arange(0, BLOCK)
+    head, column = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H), tl.arange(0, BLOCK)
     half: tl.constexpr = ROTARY // 2
     in_half = column < half
-    V_HEADS: tl.constexpr = 0 if V_IS_K else KV_HEADS
-    head_exists = (head < HEADS + KV_HEADS + V_HEADS)[:, None]
+    head_exists = (head < HEADS + (KV_HEADS if V_IS_K else 2 * KV_HEADS))[:, None]
     mask = head_exists & in_half[None, :]
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty
-    head_ptrs = (
-        qkv_ptr + n * qkv_stride_n + (head + tl.minimum(head, HEADS) if HAS_GATES else head)[:, None] * qkv_stride_h
-    )
+    qkv_head = head + tl.minimum(head, HEADS) if HAS_GATES else head
+    head_ptrs = qkv_ptr + n * qkv_stride_n + qkv_head[:, None] * qkv_stride_h
     left_ptrs = head_ptrs + column[None, :]
     left = load_sum(left_ptrs, qkv_stride_split, mask, SPLITS, DTYPE, ACC_DTYPE)
     right = load_sum(left_ptrs + half, qkv_stride_split, mask, SPLITS, DTYPE, ACC_DTYPE)
-    is_q, is_v = head < HEADS, head >= HEADS + KV_HEADS
-    v_left, v_right = left, right
+    is_q, is_v, v_left, v_right = head < HEADS, head >= HEADS + KV_HEADS, left, right
     if ROTARY < HEAD_SIZE:
         rest_column = ROTARY + tl.arange(0, BLOCK_REST)
         rest_mask = head_exists & (rest_column < HEAD_SIZE)[None, :]
@@ -123,9 +116,8 @@ def _rotate_kernel(
     rotated_right += left * _load_as(sin_ptrs + half, in_half, ACC_DTYPE)[None, :]
     left = tl.where(is_v[:, None], v_left, rotated_left).to(DTYPE)
     right = tl.where(is_v[:, None], v_right, rotated_right).to(DTYPE)
-    k_row_ptr, v_row_ptr = k_ptr + row * k_stride_row, v_ptr + row * v_stride_row
-    out_row_ptr = out_ptr + n * out_stride_n
-    rows = (out_row_ptr, out_stride_h, k_row_ptr, v_row_ptr, k_stride_h, v_stride_h, k_scale_ptr, v_scale_ptr)
+    k_row_ptr, v_row_ptr, out_ptr = k_ptr + row * k_stride_row, v_ptr + row * v_stride_row, out_ptr + n * out_stride_n
+    rows = (out_ptr, out_stride_h, k_row_ptr, v_row_ptr, k_stride_h, v_stride_h, k_scale_ptr, v_scale_ptr)
     _store_heads(rows, left, head, column, mask, HEADS, KV_HEADS, ACC_DTYPE, FP8_MAX)
     _store_heads(rows, right, head, half + column, mask, HEADS, KV_HEADS, ACC_DTYPE, FP8_MAX)
     if ROTARY < HEAD_SIZE:
@@ -133,12 +125,12 @@ def _rotate_kernel(
         _store_heads(rows, rest, head, rest_column, rest_mask, HEADS, KV_HEADS, ACC_DTYPE, FP8_MAX)
     if V_IS_K:
         v_head, is_k = head + KV_HEADS, (head >= HEADS)[:, None]
-        _store_heads(rows, v_left.to(DTYPE), v_head, column, mask & is_k, HEADS, KV_HEADS, ACC_DTYPE, FP8_MAX)
-        _store_heads(rows, v_right.to(DTYPE), v_head, half + column, mask & is_k, HEADS, KV_HEADS, ACC_DTYPE, FP8_MAX)
+        mask = mask & is_k
+        _store_heads(rows, v_left.to(DTYPE), v_head, column, mask, HEADS, KV_HEADS, ACC_DTYPE, FP8_MAX)
+        _store_heads(rows, v_right.to(DTYPE), v_head, half + column, mask, HEADS, KV_HEADS, ACC_DTYPE, FP8_MAX)
         if ROTARY < HEAD_SIZE:
-            _store_heads(
-                rows, v_rest.to(DTYPE), v_head, rest_column, rest_mask & is_k, HEADS, KV_HEADS, ACC_DTYPE, FP8_MAX
-            )
+            mask, v_rest = rest_mask & is_k, v_rest.to(DTYPE)
+            _store_heads(rows, v_rest, v_head, rest_column, mask, HEADS, KV_HEADS, ACC_DTYPE, FP8_MAX)
 
 
 def rotate_and_store(

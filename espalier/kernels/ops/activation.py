@@ -17,8 +17,7 @@ from espalier.kernels.runtime.op import op
 class Activation:
     """The activation act(gate) · (up + up_offset).  The defaults are silu(gate) · up.
 
-    limit: gate is clamped to at most `limit`, and up to -limit .. limit, as in GPT-OSS (arXiv:2508.10925); None: no
-    clamping.
+    limit: gate is clamped to at most `limit`, and up to -limit .. limit (GPT-OSS, arXiv:2508.10925); None: not.
     kind: silu: act(gate) = gate · sigmoid(alpha · gate).  gelu_tanh: act is GELU in its approximation by tanh.  relu2:
     there is no gate, and the activation is relu(up)².
     """
@@ -30,8 +29,7 @@ class Activation:
 
     @property
     def is_silu(self) -> bool:
-        """Whether the activation is silu(gate) · up.  Product kernels compute only this activation in their
-        epilogue."""
+        """Whether the activation is silu(gate) · up, which product kernels can compute in their epilogue."""
         return self is SILU or self == SILU
 
     @property

@@ -53,8 +53,7 @@ def masked_attention(
 
 
 def apply_sink(out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
-    """Returns `out` [..., heads, v_size] with attention sinks.  A sink is one more logit in a head's softmax, without a
-    value.
+    """Returns `out` [..., heads, v_size] with sinks.  A sink is one more logit in a head's softmax, without a value.
 
     lse: [..., heads], natural log, of the rows without the sink.  sink: [heads].  `out` is multiplied by
     exp(lse) / (exp(lse) + exp(sink)).
@@ -160,8 +159,7 @@ class AttentionInputs(NamedTuple):
         return self.pages[1].shape[2]
 
     def output_buffers(self) -> tuple[Tensor, Tensor]:
-        """Returns uninitialised buffers for a kernel: out [B, Q, heads, v_size] in q's dtype, lse [B, Q, heads]
-        float32."""
+        """Returns new buffers for a kernel: out [B, Q, heads, v_size] in q's dtype, lse [B, Q, heads] float32."""
         rows = self.q.shape[:3]
         out = torch.empty(*rows, self.v_size, dtype=self.q.dtype, device=self.q.device)
         return out, torch.empty(*rows, dtype=torch.float32, device=self.q.device)

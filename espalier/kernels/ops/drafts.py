@@ -117,8 +117,7 @@ def match_lengths(history: Tensor, root_position: Tensor) -> Tensor:
 
 
 def longest_history(root_position: Tensor) -> int:
-    """Returns the number of tokens of the longest request.  Takes CPU tensors: a GPU tensor would cause a
-    synchronisation."""
+    """Returns the number of tokens of the longest request.  Takes CPU tensors: a GPU tensor would synchronise."""
     return int(root_position.max()) + 1 if root_position.numel() else 1
 
 

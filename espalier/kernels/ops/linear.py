@@ -96,8 +96,7 @@ def write_parts(x: Tensor, weight: Tensor, bias: Tensor | None, plan: TritonPlan
 
 @op("espalier.kernels.layers.linear")
 def sum_parts(parts: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns the sum [rows, out] of partial sums [splits, rows, out], in `dtype`.  Parts [rows, out] are returned as
-    is."""
+    """Returns the sum [rows, out] of partial sums [splits, rows, out] in `dtype`; parts [rows, out] are returned."""
     if parts.ndim == 2:
         return parts
     total = parts[0].clone()
@@ -111,8 +110,7 @@ MAX_ROUNDED = 8192
 
 
 def can_round_activation(size: int, input_scales: InputScales) -> bool:
-    """Whether `activate_partial_sums` can round its result of `size` columns: groups must be powers of two, or short
-    rows."""
+    """Whether `activate_partial_sums` can round `size` columns: groups must be powers of two, or rows short."""
     group, block = input_scales.columns(size), next_power_of_2(size)
     return block <= MAX_ROUNDED and (group == size or next_power_of_2(group) == group)
 
@@ -121,8 +119,7 @@ def can_round_activation(size: int, input_scales: InputScales) -> bool:
 def activate_partial_sums(
     parts: Tensor, dtype: torch.dtype, activation: Activation = SILU, rounding: InputScales | None = None
 ) -> InputRows:
-    """Returns the activation of gate and up, the halves of sum_parts(parts, dtype), with the bits of
-    `gated_activation`.
+    """Returns the activation of gate and up, the halves of sum_parts(parts, dtype), as `gated_activation` does.
 
     rounding: how the result is rounded to FP8, for sizes that `can_round_activation` accepts; None: not rounded.
     """

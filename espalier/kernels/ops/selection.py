@@ -34,8 +34,7 @@ SPLIT_STEP = 64
 # which have many.  A single tile of latent rows also gets short splits, because it reads slowly.
 MIN_SPLIT_ROWS, MIN_SHORT_SPLIT_ROWS, MIN_LARGE_TILE_SPLIT_ROWS = 128, 64, 320
 SMALL_TILE_QUERIES = 16
-# The most rows of a split in any batch.  With longer splits, a long request among short ones would run alone at the
-# end.
+# The most rows of a split in any batch.  With longer splits, a long request would run alone at the end.
 MAX_SPLIT_ROWS = 2048
 # Number of programs that fill a GPU (H200, docs/log.md).  One program reads K and V at about half the bandwidth of a
 # multiprocessor.  With a large tile of packed queries, one program keeps a multiprocessor's tensor cores busy.

@@ -29,8 +29,7 @@ def page_rows(page_table: Tensor, positions: Tensor, page_size: int, is_kept: Te
 
 
 class AcceptedNodes(NamedTuple):
-    """The accepted nodes of a round.  rows: [B, W], from the root down.  nodes_per_request: rows of the staging per
-    request."""
+    """A round's accepted nodes.  rows: [B, W], from the root down.  nodes_per_request: staged rows of each request."""
 
     rows: Tensor
     nodes_per_request: int

@@ -201,8 +201,7 @@ class PathRows(NamedTuple):
         return (self.row_counts,) if self.snapshot_counts is None else (self.row_counts, self.snapshot_counts)
 
     def store_states(self, table: Tensor, new_states: Tensor, snapshots: Tensor | None = None) -> None:
-        """Write the states after all rows, `new_states` [B, ...], to the slots, and the snapshots `snapshots` to their
-        rows."""
+        """Write `new_states` [B, ...] to the slots, and `snapshots` to their rows."""
         ends = self.row_counts > 0 if self.is_last_row is None else self.is_last_row
         table.index_copy_(0, self.slots.where(ends, self.spare_row), new_states)
         if snapshots is not None:
@@ -247,8 +246,7 @@ def prepare_rows(
 
 
 def tail_before(ordered_inputs: Tensor, rows: RowInputs) -> Tensor:
-    """Returns the tail [B, taps - 1, channels] before each batch row.  ordered_inputs: [N, channels], the inputs in
-    order."""
+    """Returns the tail [B, taps - 1, channels] before each batch row.  ordered_inputs: [N, channels]."""
     tail = rows.tail[rows.slots]
     if rows.continues_previous is None or not tail.shape[1]:
         return tail
@@ -379,8 +377,7 @@ def _add_skip(out: Tensor, rows: StateRows, skip_weight: Tensor | None) -> Tenso
 
 
 def _make_piecewise_scan(continues_previous: Tensor):
-    """Returns a function like `scan` that runs batch row after batch row.  A piece of a request continues its last
-    state."""
+    """Returns a function like `scan` that runs one batch row after another; pieces continue their request's state."""
 
     def scan_rows(
         q: Tensor, rows: StateRows, before: Tensor, count: Tensor, marked: Tensor | None, delta: bool

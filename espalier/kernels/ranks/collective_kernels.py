@@ -64,8 +64,7 @@ SIGNAL, WAIT = tl.constexpr(_SIGNAL), tl.constexpr(_WAIT)
 def _barrier(memory_ptr, stop_ptr, rank, program, flag_value, WORLD_SIZE: tl.constexpr, NUM_THREADS: tl.constexpr):
     """Wait until the programs of this number on all ranks have set their flag to `flag_value`.
 
-    Then their earlier writes can be read.  NUM_THREADS: threads of the program; one for each rank sets a flag and
-    waits.
+    Then their earlier writes can be read.  NUM_THREADS: of the program; one per rank sets a flag and waits.
     """
     tl.debug_barrier()
     peer = tl.arange(0, NUM_THREADS)
@@ -207,8 +206,7 @@ def _gather_kernel(
     FLAG_BYTES: tl.constexpr, SLOT_BYTES: tl.constexpr, NUM_SLOTS: tl.constexpr, NUM_THREADS: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """out [rows, size]: the columns of all ranks side by side.  Each rank has COLUMNS_PER_RANK; the last ones may have
-    fewer."""
+    """out [rows, size]: the columns of all ranks, COLUMNS_PER_RANK each.  The last ranks may have fewer."""
     pdl_trigger_and_wait(USE_PDL)
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty
     BLOCKS: tl.constexpr = (COLUMNS_PER_RANK + BLOCK - 1) // BLOCK

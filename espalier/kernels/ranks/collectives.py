@@ -42,8 +42,7 @@ class PeerMemory:
     keep_alive: Any = None
 
     def release_waiters(self) -> None:
-        """Let kernels stop waiting, with wrong results.  Calls no CUDA function, because a CUDA function might wait
-        too."""
+        """Let kernels stop waiting, with wrong results.  Calls no CUDA function, because such a call might wait too."""
         self.stop_flag.numpy()[0] = 1
 
 
@@ -124,8 +123,7 @@ def register_process_group(name: str, store: Store, rank: int, num_ranks: int) -
 # The most bytes of a rank's values that are summed in peer memory.  On two H100s a sum of this size with residual and
 # norm (2,048 rows of 4,096 values in bfloat16) takes 70 µs one-shot and 100 µs by NCCL (`python -m lab ranks`).
 PEER_BYTES = 2**24
-# The same bound for two ranks: the largest prefill pass of an 8B.  A sum of 4,096 rows takes 133 µs, and 182 µs by
-# NCCL.
+# The same for two ranks: an 8B's largest prefill pass.  A sum of 4,096 rows takes 133 µs, and 182 µs by NCCL.
 PEER_BYTES_OF_TWO = 2**25
 # The bytes that a rank reads over NVLink in the time of one meeting of the ranks (3 µs on those H100s).
 MEETING_BYTES = 2**20
@@ -166,8 +164,7 @@ class PeerCollectives:
         return self.kernels.gather_columns(self.memory, x, columns_per_rank, size)
 
     def abort(self) -> None:
-        # The waiters are released first: NCCL waits for its kernels, which may be queued behind a kernel that waits for
-        # a rank.
+        # The waiters are released first: NCCL waits for its kernels, which may be queued behind a waiting kernel.
         self.memory.release_waiters()
         self.nccl.abort()
 

@@ -63,8 +63,7 @@ def gluon_kernel(function: Callable[..., Any] | None = None, *, do_not_specializ
 
 @kernel
 def load_sum(pointer, split_stride, mask, SPLITS: tl.constexpr, DTYPE: tl.constexpr, ACC_DTYPE: tl.constexpr):
-    """Load partial sums and add them in order, in ACC_DTYPE.  Rounded to DTYPE as `linear` rounds, returned as
-    ACC_DTYPE."""
+    """Load partial sums and add them in order.  The sum is rounded to DTYPE as by `linear`; returned in ACC_DTYPE."""
     total = tl.load(pointer, mask=mask, other=0.0).to(ACC_DTYPE)
     for _ in tl.static_range(1, SPLITS):
         # The pointer advances by one stride, because the product stride · SPLITS may be above 2^31.

@@ -27,8 +27,7 @@ HOPPER = (9, 0)
 # Above this many programs per SM, starting the programs takes longer than running them (see `is_oversubscribed`).
 PROGRAMS_PER_PROCESSOR = 12
 
-# If the hook is set, a launch calls hook(jit_function, grid, *arguments) instead.  kernels/runtime/precompile.py sets
-# it.
+# If set, a launch calls hook(jit_function, grid, *arguments) instead.  kernels/runtime/precompile.py sets it.
 launch_hook: ContextVar[Callable[..., None] | None] = ContextVar("launch_hook", default=None)
 
 
@@ -121,8 +120,7 @@ def require(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtyp
 
 
 def warps_for(num_values: int, values_per_warp: int, max_warps: int = 16) -> int:
-    """The number of warps, 1 to `max_warps`, for a program that holds `num_values` values, `values_per_warp` in each
-    warp."""
+    """The number of warps, 1 to `max_warps`, for a program of `num_values` values, `values_per_warp` in each warp."""
     return min(max(num_values // values_per_warp, 1), max_warps)
 
 

@@ -24,8 +24,7 @@ LOGIT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 # The columns of SlotRows, as kernels see them: the slot table's columns, then three more.
 COLUMNS = Columns((*INTS, "slot", "num_bias", "num_stops"), FLOATS)
 
-# Launches pass the ...Arguments classes as plain tuples, because named tuples cost more time on the host.  Kernels turn
-# them into named tuples again.
+# Launches pass ...Arguments as plain tuples, to save time on the host.  Kernels make named tuples of them again.
 
 
 class LogitsArguments(NamedTuple):

@@ -29,8 +29,7 @@ def load_processed_block(logits_ptr, start, vocab, dtype: tl.constexpr, row, dra
 
 @kernel
 def probability_mass(x, max_logit):
-    """A token's mass as an integer, in units of 2**-40 of the likeliest token's mass.  Integer sums are the same in any
-    order."""
+    """A token's mass in units of 2**-40 of the likeliest token's mass.  Integer sums are the same in any order."""
     return (tl.exp(x - max_logit) * 1099511627776.0).to(tl.int64)
 
 

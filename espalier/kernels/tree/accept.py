@@ -65,8 +65,7 @@ def _accept_kernel(
     limit = tl.load(max_depth_ptr + request)
     match = ((token == parent_pick) & (depth <= limit)) | (node == 0)
 
-    # A node is kept if neither the node nor an ancestor is a mismatch.  Ancestors and mismatches are bits in int64
-    # words.
+    # A node is kept if neither the node nor an ancestor is a mismatch.  Sets of nodes are bits in int64 words.
     bit = (match == 0).to(tl.int64) << (node % 64).to(tl.int64)
     mismatches = tl.sum(tl.reshape(bit, [BLOCK_WORDS, 64]), 1)
     word = tl.arange(0, BLOCK_WORDS)

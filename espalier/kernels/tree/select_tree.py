@@ -132,8 +132,7 @@ def _load_from_pool(
     parts, PARTS: tl.constexpr, FIRST_PART_SIZE: tl.constexpr, LATER_PART_SIZE: tl.constexpr, request, index, mask,
     default,
 ):  # fmt: skip
-    """Load values i of a request's pool.  The first part has FIRST_PART_SIZE values per request, the other parts
-    LATER_PART_SIZE."""
+    """Load values i of a request's pool: first FIRST_PART_SIZE values, then LATER_PART_SIZE of each later part."""
     for part in tl.static_range(PARTS):
         if part == 0:
             value = tl.load(
@@ -151,8 +150,7 @@ def _load_from_pool(
 @kernel
 def _select_tree_kernel(
     root_ptr, tokens, scores, beams,
-    out_tokens_ptr, out_parents_ptr, out_depths_ptr, out_scores_ptr, out_words_ptr,
-    topk,
+    out_tokens_ptr, out_parents_ptr, out_depths_ptr, out_scores_ptr, out_words_ptr, topk,
     SIZE: tl.constexpr, PARTS: tl.constexpr, TOPK: tl.constexpr, STEPS: tl.constexpr, NODES: tl.constexpr,
     WORDS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_WORDS: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
