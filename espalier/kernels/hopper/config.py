@@ -142,7 +142,7 @@ def choose_hopper_config(
 def needs_block_counts(page_size: int, window: int, size: int) -> bool:
     """Whether contiguous blocks must be counted (kernels/attention/kv_splits.py).
 
-    If a page holds whole blocks, all blocks are contiguous.  With a window, counts cannot be used.
+    If a page holds whole blocks, all blocks are contiguous.  With a window, the kernel uses no counts.
     """
     return not window and page_size % block_rows(size) > 0
 

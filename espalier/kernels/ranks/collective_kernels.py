@@ -104,7 +104,7 @@ def _sum_kernel(
     FLAG_BYTES: tl.constexpr, SLOT_BYTES: tl.constexpr, NUM_SLOTS: tl.constexpr, NUM_THREADS: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Without a residual, out is the sum over the ranks.  With one, sum_ptr gets residual + sum, and out its norm.
+    """Without a residual, out is the sum over the ranks.  Else sum_ptr gets residual + sum, and out the norm of it.
 
     OWN_COLUMNS: how many columns each rank sums two-shot; 0: one-shot.
     """
