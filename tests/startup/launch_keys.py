@@ -264,7 +264,7 @@ def run_without_data(runner: ModelRunner, results: ResultsRing, memory: StageMem
     if launch_input.is_staged:
         EagerStages(runner, results, packed, ALL_SAMPLING, len(launch_input.slots), memory).run()
         return
-    on_device = packed.on(torch.empty(len(packed.vector), dtype=torch.int64, device=META))
+    on_device = packed.with_vector(torch.empty(len(packed.vector), dtype=torch.int64, device=META))
     masks = (
         None if launch_input.masks is None else torch.empty(launch_input.masks.shape, dtype=torch.int32, device=META)
     )

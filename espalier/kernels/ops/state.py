@@ -135,7 +135,7 @@ def gather_slots(table: SlotTable, index: Tensor, page_updates: ScatterUpdate | 
     return BatchState(
         table=table, index=index, prefix_len=prefix_len, root=table.root[index], commit_from=table.commit_from[index],
         num_tokens=prefix_len + 1, max_accept_depth=torch.minimum(table.depth_limit[index], left).clamp(min=0),
-        num_logprobs=table.num_logprobs[index], real=index > 0, page_table=table.page_table[index],
+        num_logprobs=table.num_logprobs[index], is_real=index > 0, page_table=table.page_table[index],
     )  # fmt: skip
 
 
