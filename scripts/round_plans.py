@@ -25,7 +25,7 @@ from espalier.bench.timing import Matrix
 from espalier.engine.cuda import CudaExecutor, Graph
 from espalier.engine.launch_input import dummy_launch
 from espalier.errors import EspalierError
-from espalier.kernels.hopper.plans import takes_format
+from espalier.kernels.hopper.plans import supports_format
 from espalier.kernels.layers import linear_quantised, quantised_plans
 from espalier.kernels.layers.linear_plans import DENSE, LinearPlan, TritonPlan, candidate_plans
 from espalier.kernels.layers.quantised import InputRows, QuantisedMatrix
@@ -98,7 +98,7 @@ def neighbours(product: Met, rows: int, gpu: Chip) -> list[LinearPlan]:
     plan, weight = product.plan, product.weight
     if isinstance(weight, QuantisedMatrix):
         found: Sequence[Any] = quantised_plans.candidate_plans(rows, weight, gpu)
-        if takes_format(weight, torch.bfloat16, rows, gpu):
+        if supports_format(weight, torch.bfloat16, rows, gpu):
             # That kernel chooses its stages itself.
             found = [each for each in found if each.stages == plan.stages]
     else:

@@ -35,8 +35,8 @@ class Stored(NamedTuple):
 def blocks_of(name: str, rows: int, columns: int, seed: int = 0, size: float = 1.0) -> Tensor:
     """Random bytes [rows, row bytes], whose values are numbers of about `size`."""
     kind, generator = BLOCK_TYPES[name], torch.Generator().manual_seed(seed)
-    count = rows * columns // kind.values
-    blocks = torch.randint(0, 256, (count, kind.nbytes), generator=generator).to(torch.uint8)
+    count = rows * columns // kind.block_values
+    blocks = torch.randint(0, 256, (count, kind.block_bytes), generator=generator).to(torch.uint8)
     for at in HALVES.get(name, (0,)):
         numbers = ((torch.rand(count, generator=generator) + 0.5) * size / SPREADS[name]).half()
         blocks[:, at : at + 2] = numbers[:, None].view(torch.uint8)

@@ -18,7 +18,7 @@ from espalier.attention.support import Support
 from espalier.cache.kv import PagedKV
 from espalier.cache.layer_spec import LayerSpec
 from espalier.errors import EspalierError
-from espalier.kernels.ops.attention import AttentionInputs, Nodes, Prefix, empty_prefix, merge, staged_attention
+from espalier.kernels.ops.attention import AttentionInputs, Nodes, Prefix, empty_prefix, merge_results, staged_attention
 from espalier.kernels.ops.selection import IndexQueries, KVSplits, SelectedRows, scores_of, top_rows
 from espalier.kernels.state.kv_scales import KVScales
 
@@ -93,7 +93,7 @@ class Attention:
         """
         assert selected is None, "a backend that selects attends to its selections"
         over_staged = staged_attention(self.inputs(layer, q, (k, v), *self._no_prefix))
-        return merge(self.attend_prefix(q, layer), over_staged, sink)
+        return merge_results(self.attend_prefix(q, layer), over_staged, sink)
 
     def attend_committed(self, layer: int, q: Tensor) -> Tensor:
         """Returns `attend` over the committed rows alone; zeros for an empty prefix."""
@@ -109,10 +109,10 @@ class Attention:
     def select_by_mask(
         self, layer: int, queries: IndexQueries, keys: Tensor, rows: Tensor, exists: Tensor
     ) -> SelectedMask:
-        """Implements `select` in plain torch. rows [B, P]: rows of the pages; held [B, P]: whether they exist."""
+        """Implements `select` in plain torch. rows [B, P]: rows of the pages; exists [B, P]: whether they exist."""
         committed = self.pages.layers[layer][1].index_select(0, rows.flatten()).view(*rows.shape, keys.shape[3])
         scores = scores_of(queries, torch.cat((committed, keys[:, :, 0]), 1))
-        seen = torch.cat((exists[:, None].expand(-1, scores.shape[1], -1), self.nodes.visible(None)), 2)
+        seen = torch.cat((exists[:, None].expand(-1, scores.shape[1], -1), self.nodes.visible_rows(None)), 2)
         topk = self.specs[layer].topk
         assert topk is not None
         return SelectedMask(top_rows(scores.masked_fill_(~seen, -torch.inf), topk))

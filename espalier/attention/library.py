@@ -20,7 +20,7 @@ from espalier.attention.triton import TritonAttention, TritonBackend
 from espalier.cache.kv import PagedKV
 from espalier.cache.layer_spec import KVHeads, LatentKV, LayerSpec
 from espalier.errors import EspalierError
-from espalier.kernels.ops.attention import Nodes, Prefix, merge
+from espalier.kernels.ops.attention import Nodes, Prefix, merge_results
 
 LN_2 = log(2)
 
@@ -45,8 +45,8 @@ class LibraryAttention(Attention):
     def __init__(self, pages: PagedKV, specs: Sequence[LayerSpec], prefix: Prefix, nodes: Nodes):
         super().__init__(pages, specs, prefix, nodes)
         # The number of pages that hold rows below `first`.
-        self.skipped = -(-prefix.first // pages.page_size)
-        self.rest = prefix.cached("rest", self._rest_prefix) if self.skipped else prefix
+        self.skipped = -(-prefix.first_position // pages.page_size)
+        self.rest = prefix.get_or_make("rest", self._rest_prefix) if self.skipped else prefix
         self.our_plans: dict[str, Attention] = {}
 
     def attend_by_library(self, q: Tensor, layer: int) -> tuple[Tensor, Tensor]:
@@ -67,10 +67,10 @@ class LibraryAttention(Attention):
         else:
             exact = torch.promote_types(q.dtype, torch.float32)
             rest = q.new_zeros(*q.shape[:3], spec.keeps.v_size), q.new_full(q.shape[:3], -torch.inf, dtype=exact)
-        if self.prefix.first == self.skipped * page_size:
+        if self.prefix.first_position == self.skipped * page_size:
             return rest
         head = self._our_plan("head").attend_prefix(q, layer)
-        return merge(rest, head), torch.logaddexp(rest[1], head[1])
+        return merge_results(rest, head), torch.logaddexp(rest[1], head[1])
 
     def paged_rows(self, layer: int) -> tuple[Tensor, Tensor]:
         """Returns K and V [pages, page_size, kv_heads, size] of all pages of a layer: views."""
@@ -79,7 +79,7 @@ class LibraryAttention(Attention):
 
     def int_lengths(self) -> Tensor:
         """Returns [B] int32: each request's rows in `rest`.  The lengths are computed once per prefix."""
-        return self.prefix.cached("lengths", self.rest.length.int)
+        return self.prefix.get_or_make("lengths", self.rest.length.int)
 
     def _rest_prefix(self) -> Prefix:
         rows = self.skipped * self.pages.page_size
@@ -87,12 +87,14 @@ class LibraryAttention(Attention):
 
     def _head_prefix(self) -> Prefix:
         rows = self.skipped * self.pages.page_size
-        return Prefix(self.prefix.page_table[:, : self.skipped], self.prefix.length.clamp(max=rows), self.prefix.first)
+        return Prefix(
+            self.prefix.page_table[:, : self.skipped], self.prefix.length.clamp(max=rows), self.prefix.first_position
+        )
 
     def _our_plan(self, prefix_part: str) -> Attention:
         """Returns the plan of our kernels for a part of the prefix: "all", or "head", the pages before `rest`."""
         if prefix_part not in self.our_plans:
-            prefix = self.prefix.cached("head", self._head_prefix) if prefix_part == "head" else self.prefix
+            prefix = self.prefix.get_or_make("head", self._head_prefix) if prefix_part == "head" else self.prefix
             our_plans = TritonAttention if prefix.length.is_cuda else ReferenceAttention
             self.our_plans[prefix_part] = our_plans(self.pages, self.specs, prefix, self.nodes)
         return self.our_plans[prefix_part]

@@ -6,7 +6,7 @@ from torch import Tensor
 from espalier.attention.base import Attention, AttentionBackend, SelectedMask, Selection
 from espalier.attention.support import Provider, Support
 from espalier.cache.layer_spec import KVHeads, LatentKV
-from espalier.kernels.ops.attention import masked_attention, merge
+from espalier.kernels.ops.attention import masked_attention, merge_results
 from espalier.kernels.ops.selection import IndexQueries
 
 
@@ -32,7 +32,7 @@ class ReferenceAttention(Attention):
         spec = self.specs[layer]
         committed, staged = selected.mask.split((selected.mask.shape[2] - k.shape[1], k.shape[1]), 2)
         over_staged = masked_attention(q, k, v, staged, spec.softmax_scale, self.scales(layer))
-        return merge.reference(self._attend_masked(q, layer, committed), over_staged)
+        return merge_results.reference(self._attend_masked(q, layer, committed), over_staged)
 
     def _attend_masked(self, q: Tensor, layer: int, mask: Tensor) -> tuple[Tensor, Tensor]:
         """Attention over the committed rows where mask [B, Q, P] is true."""
@@ -42,7 +42,7 @@ class ReferenceAttention(Attention):
 
     def _held_rows(self) -> tuple[Tensor, Tensor, Tensor]:
         """Returns all positions of the page tables, whether they hold a row, and the rows of the pages, [B, P] each."""
-        return self.prefix.cached("held", self._find_held)
+        return self.prefix.get_or_make("held", self._find_held)
 
     def _find_held(self) -> tuple[Tensor, Tensor, Tensor]:
         table = self.prefix.page_table

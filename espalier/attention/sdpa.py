@@ -61,7 +61,7 @@ class SdpaAttention(Attention):
         super().__init__(pages, specs, prefix, nodes)
         batch, width = prefix.page_table.shape
         self.longest = (pages.layout.tokens_in(width) if longest is None else longest) if batch else 0
-        self.committed_rows = prefix.cached(("committed rows", self.longest), self._committed_rows)
+        self.committed_rows = prefix.get_or_make(("committed rows", self.longest), self._committed_rows)
         self.bias: dict[tuple[int | None, int], Tensor] = {}
 
     def _committed_rows(self) -> CommittedRows:
@@ -119,7 +119,7 @@ class SdpaAttention(Attention):
         """Additive mask [B, 1, groups * Q, longest + R], made once per pass, window and group size."""
         key = (window, groups)
         if key not in self.bias:
-            seen = torch.cat((self._visible_rows(window), self.nodes.visible(window)), 2)
+            seen = torch.cat((self._visible_rows(window), self.nodes.visible_rows(window)), 2)
             self.bias[key] = _additive_mask(seen, groups, dtype)
         return self.bias[key]
 

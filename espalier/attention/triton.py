@@ -30,7 +30,7 @@ from espalier.kernels.ops.attention import (
     Prefix,
     count_contiguous_blocks,
     latent_attention,
-    merge,
+    merge_results,
     tree_attention,
 )
 from espalier.kernels.ops.selection import (
@@ -78,7 +78,7 @@ class TritonAttention(Attention):
         assert isinstance(selected, SelectedRows)
         policy = self._policy(spec)
         batch, queries, width = selected.rows.shape
-        rest = self.prefix.cached(
+        rest = self.prefix.get_or_make(
             (spec.topk, k.shape[1], policy), partial(self._short_prefixes, spec, policy, k.shape[1])
         )
         inputs = self.inputs(layer, q, (k, v), *rest)
@@ -90,7 +90,9 @@ class TritonAttention(Attention):
         assert spec.topk is not None
         prefix = self.prefix
         length = prefix.length.where(prefix.length + num_staged <= spec.topk, 0)
-        return Prefix(prefix.page_table, length, prefix.first), kv_splits.triton(length, prefix.first, policy)
+        return Prefix(prefix.page_table, length, prefix.first_position), kv_splits.triton(
+            length, prefix.first_position, policy
+        )
 
     def _run_kernel(self, spec: LayerSpec, inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
         splits, queries = inputs.splits, inputs.q.shape[1]
@@ -124,8 +126,9 @@ class TritonAttention(Attention):
 
     def _splits(self, policy: KVSplitPolicy, window: int | None) -> KVSplits:
         if window is None:
-            return self.prefix.cached(policy, partial(kv_splits.triton, self.prefix.length, self.prefix.first, policy))
-        return kv_splits.triton(self.prefix.length, self.prefix.first, policy, self.nodes.positions, window)
+            make = partial(kv_splits.triton, self.prefix.length, self.prefix.first_position, policy)
+            return self.prefix.get_or_make(policy, make)
+        return kv_splits.triton(self.prefix.length, self.prefix.first_position, policy, self.nodes.positions, window)
 
     def _contiguous_blocks(self, spec: LayerSpec, inputs: AttentionInputs) -> Tensor | None:
         """Counts of contiguous blocks, kept in the prefix; None where the kernel does not use them."""
@@ -136,9 +139,9 @@ class TritonAttention(Attention):
         return self.contiguous_of[key]
 
     def _count_contiguous(self, inputs: AttentionInputs, block_rows: int) -> Tensor:
-        pages = inputs.prefix.page_table, inputs.page_size, inputs.prefix.first, block_rows
+        pages = inputs.prefix.page_table, inputs.page_size, inputs.prefix.first_position, block_rows
         key = (inputs.splits.policy, count_contiguous_blocks, block_rows)
-        return self.prefix.cached(key, partial(count_contiguous_blocks, inputs.splits, *pages))
+        return self.prefix.get_or_make(key, partial(count_contiguous_blocks, inputs.splits, *pages))
 
     def _partials(self, splits: KVSplits, spec: LayerSpec, queries: int) -> PartialResults:
         key = (splits.policy, len(splits.table), queries, spec.heads, spec.keeps.v_size)
@@ -161,7 +164,7 @@ def _select(
     assert spec.topk is not None
     if columns <= spec.topk:
         return None
-    committed = IndexKeys(pages.layers[layer][1], table, prefix.length, pages.page_size, prefix.first, keys)
+    committed = IndexKeys(pages.layers[layer][1], table, prefix.length, pages.page_size, prefix.first_position, keys)
     bits = _ancestor_bits(nodes)
     step = max(MAX_SCORES // (max(batch, 1) * columns), 1)
     parts = []
@@ -204,7 +207,7 @@ def _attend_chosen(run: AttentionKernel, rest: AttentionInputs, chosen: Selected
         )
     )
     out, lse = (values[:, 0].unflatten(0, queries.shape) for values in over_chosen)
-    return merge.triton((out, lse), run(rest._replace(nodes=replace(rest.nodes, ancestor_bits=chosen.bits))))
+    return merge_results.triton((out, lse), run(rest._replace(nodes=replace(rest.nodes, ancestor_bits=chosen.bits))))
 
 
 class TritonBackend(AttentionBackend):

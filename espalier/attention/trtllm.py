@@ -42,15 +42,15 @@ class TrtllmAttention(LibraryAttention):
             q.contiguous(),
             self.paged_rows(layer),
             self.workspace,
-            self.prefix.cached("table", self.rest.page_table.contiguous),
+            self.prefix.get_or_make("table", self.rest.page_table.contiguous),
             self.int_lengths(),
             self.queries,
             self._max_rows,
             spec.softmax_scale,
             1.0,
             batch,
-            self.prefix.cached(("query starts", self.queries), self._query_starts),
-            self.prefix.cached("row starts", self._row_starts),
+            self.prefix.get_or_make(("query starts", self.queries), self._query_starts),
+            self.prefix.get_or_make("row starts", self._row_starts),
             kv_layout="NHD",
             causal=False,
             return_lse=True,
@@ -60,10 +60,10 @@ class TrtllmAttention(LibraryAttention):
     def _attend_latent(self, q: Tensor, layer: int, spec: LayerSpec) -> tuple[Tensor, Tensor]:
         latent, _ = self.paged_rows(layer)
         v_size = spec.keeps.v_size
-        table = self.prefix.cached(
+        table = self.prefix.get_or_make(
             ("tables", self.queries), lambda: self.rest.page_table.repeat_interleave(self.queries, 0)
         )
-        lengths = self.prefix.cached(
+        lengths = self.prefix.get_or_make(
             ("lengths", self.queries), lambda: self.int_lengths().repeat_interleave(self.queries)
         )
         out: tuple[Tensor, Tensor] = _flashinfer().mla.trtllm_batch_decode_with_kv_cache_mla(

@@ -360,7 +360,7 @@ class ModelShape:
         routed = RoutedExperts(experts, self.weights)
         router = ProductRun(f"{prefix}router", (experts.shape.num_experts, self.hidden), count, rows, experts=routed)
         gate = (ProductRun(f"{prefix}shared gate", (1, self.hidden), count, rows),) if experts.shared_gate else ()
-        halves = experts.activation.halves
+        halves = experts.activation.num_matrices
         shared = self._mlp_runs(f"{prefix}shared ", experts.shared, count, rows, halves) if experts.shared else ()
         return router, *gate, *shared
 
@@ -399,7 +399,7 @@ def model_sizes(config: ModelConfig) -> ModelShape:
         is_plain = not own.biases and own.activation == SILU and not own.shared_bias and own.shared_gate is None
         experts = ExpertSizes(
             len(own.layers),
-            ExpertsShape(routing.num_experts, routing.top_k, config.hidden_size, own.size, own.activation.halves),
+            ExpertsShape(routing.num_experts, routing.top_k, config.hidden_size, own.size, own.activation.num_matrices),
             own.shared_size,
             own.shared_gate is not None,
             shared_joins=is_plain and own.shared_size > 0 and own.shared_size % own.size == 0,

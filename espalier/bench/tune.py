@@ -124,8 +124,8 @@ def run(args: Namespace, config: EngineConfig) -> int:
         require_writable("--choices", path)
     if path.exists():
         # Both raise an error if the file is not a table that `write` can extend.
-        LINEAR_TUNING.read(path)
-        EXPERT_TABLES.read(path)
+        LINEAR_TUNING.read_tables(path)
+        EXPERT_TABLES.read_tables(path)
     if args.seconds is not None and not args.seconds > 0:
         raise EspalierError(f"--seconds={args.seconds:g} is not supported; use a number above 0")
     require_gpu("--tune")
@@ -163,11 +163,11 @@ def _run(args: Namespace, config: EngineConfig) -> int:
 
     def keep(found: PlanTable) -> None:
         plans = plans_by_shape(found, kept)
-        LINEAR_TUNING.write(path, TuningTable(tuner.chip, dtype, plans, gpu_versions(), tuner.format))
+        LINEAR_TUNING.write_table(path, TuningTable(tuner.chip, dtype, plans, gpu_versions(), tuner.format))
 
     # The table keeps the plans of buckets that are not measured now.
     kept = dict(LINEAR_TUNING.measured(tuner.chip, DTYPES[dtype], tuner.format))
-    for known in LINEAR_TUNING.read(path) if path.exists() else ():
+    for known in LINEAR_TUNING.read_tables(path) if path.exists() else ():
         kept |= known.plans if known.key == (tuner.chip, dtype, tuner.format) else {}
     with progress("measuring", len(ROWS_BUCKETS) + len(models)) as advance:
         for rows in ROWS_BUCKETS:

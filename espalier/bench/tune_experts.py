@@ -51,9 +51,11 @@ MakeChain = Callable[["ChainInputs", Plan, int], Callable[[], None]]
 
 def random_experts(shape: ExpertsShape, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
     """Returns random (gate_up, down) weights of one layer, as grouped_experts takes them."""
-    gate_up = torch.empty(shape.num_experts, shape.halves * shape.inner, shape.hidden, dtype=dtype, device=device)
-    down = torch.empty(shape.num_experts, shape.hidden, shape.inner, dtype=dtype, device=device)
-    return gate_up.normal_(std=shape.hidden**-0.5), down.normal_(std=shape.inner**-0.5)
+    gate_up = torch.empty(
+        shape.num_experts, shape.num_matrices * shape.inner_size, shape.hidden_size, dtype=dtype, device=device
+    )
+    down = torch.empty(shape.num_experts, shape.hidden_size, shape.inner_size, dtype=dtype, device=device)
+    return gate_up.normal_(std=shape.hidden_size**-0.5), down.normal_(std=shape.inner_size**-0.5)
 
 
 class ChainInputs:
@@ -71,8 +73,8 @@ class ChainInputs:
     ) -> None:
         self.shape, self.rows = shape, rows
         self.num = _enough_calls(shape, rows) if num is None else num
-        self.x = torch.randn(rows, shape.hidden, dtype=dtype, device=device)
-        self.gated = torch.randn(rows * shape.top_k, shape.inner, dtype=dtype, device=device)
+        self.x = torch.randn(rows, shape.hidden_size, dtype=dtype, device=device)
+        self.gated = torch.randn(rows * shape.top_k, shape.inner_size, dtype=dtype, device=device)
         self.weights = torch.rand(rows, shape.top_k, device=device)
         self.ids = [ids.to(device) for ids in random_expert_ids(shape, rows, self.num, touched)]
 
@@ -267,7 +269,7 @@ def run(models: Sequence[ModelShape], dtype: torch.dtype, path: Path) -> None:
             measured = list(tuner.measure(shape))
             plans = tuple(bucket[0].plan for bucket in measured)
             table = TuningTable(tuner.chip, str(dtype).removeprefix("torch."), {shape.size: plans}, gpu_versions())
-            EXPERTS_TUNING.write(path, table)
+            EXPERTS_TUNING.write_table(path, table)
             rows += [_table_row(each, bandwidth) for bucket in measured for each in bucket]
             advance()
     print_table(rows)
@@ -277,7 +279,7 @@ def run(models: Sequence[ModelShape], dtype: torch.dtype, path: Path) -> None:
 def _table_row(measured: MeasuredExperts, bandwidth: float) -> list[str]:
     shape, plan = measured.shape, measured.plan
     return [
-        f"{shape.num_experts} x {shape.hidden} x {shape.inner}, {shape.top_k}",
+        f"{shape.num_experts} x {shape.hidden_size} x {shape.inner_size}, {shape.top_k}",
         f"{measured.rows}",
         f"{measured.touched:.1f}",
         f"{plan.rows}",

@@ -22,7 +22,7 @@ from espalier.kernels.ops.rope import (
     write_rows,
 )
 from espalier.kernels.ops.selection import IndexQueries, IndexRows, rotate_and_store_index
-from espalier.kernels.ops.states import Columns, plain_columns
+from espalier.kernels.ops.states import ConvColumns, channels_in_order
 from espalier.kernels.state.kv_scales import KVScales
 from espalier.shards import Shards
 
@@ -186,9 +186,9 @@ class RecurrentState:
         return self.conv_channels or 2 * self.k_heads * self.k_size + self.heads * self.v_size
 
     @property
-    def columns(self) -> Columns:
+    def columns(self) -> ConvColumns:
         """The channels' columns in inputs that have all channels in order."""
-        return plain_columns(self.heads, self.k_heads, self.k_size, self.v_size, self.channels, self.units)
+        return channels_in_order(self.heads, self.k_heads, self.k_size, self.v_size, self.channels, self.units)
 
 
 Keeps = KVHeads | LatentKV | RecurrentState

@@ -17,16 +17,16 @@ from espalier.cache.layer_spec import NO_MIXING, LayerSpec, RecurrentState, grou
 from espalier.kernels.ops.linear import sum_parts
 from espalier.kernels.ops.recurrence import ShortConv, StateRows
 from espalier.kernels.ops.states import (
-    Columns,
+    ConvColumns,
     GateInputs,
     PathRows,
-    Prepared,
+    PreparedRows,
     RowInputs,
-    StateColumns,
+    SlotStates,
     chain_outputs,
     commit_states,
     commit_tails,
-    prepare,
+    prepare_rows,
     tree_outputs,
 )
 from espalier.layout import RoundLayout
@@ -179,7 +179,7 @@ class PassStates:
         inputs: Tensor,
         gates: GateInputs | Tensor | None,
         conv: ShortConv,
-        columns: Columns | None = None,
+        columns: ConvColumns | None = None,
     ) -> Tensor:
         """Convolve inputs [N, columns] of N new rows, `width` per request.  Keep the results for `read` and `commit`.
 
@@ -194,7 +194,7 @@ class PassStates:
         out = _buffers_for(states, inputs.shape[-2], is_tree)
         follows = self.access.continues_previous if self.access.is_split else None
         rows = RowInputs(states.tail, self.access.slots, self.parents, follows, width)
-        prepare(inputs, gates if isinstance(gates, GateInputs) else None, conv, columns, rows, out)
+        prepare_rows(inputs, gates if isinstance(gates, GateInputs) else None, conv, columns, rows, out)
         if not is_tree:
             path = self.access.path_rows(None, width, self.table.spare_row)
             commit_tails(states.tail[None], inputs[None], path, columns)
@@ -212,7 +212,7 @@ class PassStates:
         """
         rows, states = self._rows.pop(layer), self.table.states[layer]
         assert states.recurrent is not None
-        state = StateColumns(states.recurrent, self.access.slots)
+        state = SlotStates(states.recurrent, self.access.slots)
         if self.access.length is None:
             assert self.bits is not None
             return tree_outputs(q, rows, state, self.bits, skip, states.keeps.delta)
@@ -265,15 +265,15 @@ def _allocate_states(
     return LayerStates(keeps, recurrent, tail, zeros(num_staged, keeps.channels), rows)
 
 
-def _buffers_for(states: LayerStates, num_rows: int, is_tree: bool) -> Prepared:
+def _buffers_for(states: LayerStates, num_rows: int, is_tree: bool) -> PreparedRows:
     """Returns the buffers for `num_rows` prepared rows of a layer: staging if is_tree, else new memory."""
     keeps, inputs = states.keeps, states.inputs
     staged_inputs = inputs[:num_rows] if is_tree else None
     if states.rows is None:
-        return Prepared(None, None, inputs.new_empty(num_rows, keeps.channels), None, staged_inputs)
+        return PreparedRows(None, None, inputs.new_empty(num_rows, keeps.channels), None, staged_inputs)
     if is_tree:
         k, v, gates = (values[:num_rows] for values in states.rows)
     else:
         k, v, gates = (values.new_empty(num_rows, *values.shape[1:]) for values in states.rows)
     q_dtype = k.dtype if keeps.units else inputs.dtype
-    return Prepared(k.new_empty(k.shape, dtype=q_dtype), k, v, gates, staged_inputs)
+    return PreparedRows(k.new_empty(k.shape, dtype=q_dtype), k, v, gates, staged_inputs)

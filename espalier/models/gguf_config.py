@@ -277,10 +277,10 @@ def _block_types(gguf: GGUF, architecture: Architecture) -> dict[str, str]:
                 f"{gguf.path}: tensor {shown(stored)} is of block type {place.type}, which is not supported; supported "
                 f"are {supported}: use another quantisation of the model"
             )
-        if place.shape[-1] % type.values:
+        if place.shape[-1] % type.block_values:
             raise EspalierError(
                 f"{gguf.path}: tensor {shown(stored)} has rows of {place.shape[-1]} values, which blocks of "
-                f"{type.values} ({type.name}) do not divide; download the file again"
+                f"{type.block_values} ({type.name}) do not divide; download the file again"
             )
         types[architecture.name(stored).removesuffix(".weight")] = type.name
     if HEAD not in gguf.tensors and "model.embed_tokens" in types:

@@ -67,7 +67,7 @@ class GGUFTensors(Mapping[str, Tensor]):
             # The bytes are copied, because a tensor's offset in the file need not be a multiple of its item size.
             tensor = raw.clone().view(DTYPES[place.type]).reshape(place.shape)
         else:
-            tensor = raw.reshape(*place.shape[:-1], -1, BLOCK_TYPES_BY_NUMBER[place.type].nbytes)
+            tensor = raw.reshape(*place.shape[:-1], -1, BLOCK_TYPES_BY_NUMBER[place.type].block_bytes)
         return self._undo_conversion(name, tensor)
 
     def _undo_conversion(self, name: str, tensor: Tensor) -> Tensor:

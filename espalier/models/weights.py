@@ -379,7 +379,7 @@ class Weights:
     ) -> GatedMLP:
         """Returns the dense MLP under `prefix`.  inner: the intermediate size.  summed: as in `linear`."""
         own = self.shards.part(inner, "intermediate size")
-        gate_up = self.linear(prefix, *stored_parts(names.gate_up, (own,) * activation.halves), hidden, bias)
+        gate_up = self.linear(prefix, *stored_parts(names.gate_up, (own,) * activation.num_matrices), hidden, bias)
         return GatedMLP(gate_up, self.linear(prefix, (names.down,), (hidden,), own, bias, summed), activation)
 
     def ignore(self, names: Iterable[str]) -> None:

@@ -199,7 +199,7 @@ class KernelSampler(Sampler):
         from espalier.kernels.sampling.pick import pick_triton
 
         first_above = 0 if above is None else 1
-        found = pick_triton(logits, self.slot_rows, self.first, offsets, above, first_above=first_above, mask=mask)
+        found = pick_triton(logits, self.slot_rows, self.first, offsets, above, first_output=first_above, mask=mask)
         return SampledTokens(*found)
 
     def _best_children(self, rows: DraftRows, topk: int, mask: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -144,7 +144,7 @@ def _pass_weights(target: ModelConfig, draft: DraftConfig | None) -> PassWeights
     num_mixtures = 0 if experts is None else len(experts.layers)
     inner = (target.num_layers - num_mixtures) * target.intermediate_size
     of_draft = PassWeights(
-        dense=attention_and_head + (target.activation.halves + 1) * hidden * inner,
+        dense=attention_and_head + (target.activation.num_matrices + 1) * hidden * inner,
         layers=target.num_layers,
         kept=sum(spec.values_per_token for spec in specs),
         state_bytes=bytes_per_state(specs, torch.bfloat16),
@@ -157,8 +157,8 @@ def _pass_weights(target: ModelConfig, draft: DraftConfig | None) -> PassWeights
         return of_draft
     return replace(
         of_draft,
-        dense=of_draft.dense + (experts.activation.halves + 1) * hidden * num_mixtures * experts.shared_size,
-        expert=num_mixtures * (experts.activation.halves + 1) * hidden * experts.size,
+        dense=of_draft.dense + (experts.activation.num_matrices + 1) * hidden * num_mixtures * experts.shared_size,
+        expert=num_mixtures * (experts.activation.num_matrices + 1) * hidden * experts.size,
         num_experts=experts.routing.num_experts,
         top_k=experts.routing.top_k,
     )

@@ -164,7 +164,7 @@ def attention_cases(page_sizes: Sequence[int], device: torch.device, in_order: b
 def expert_cases(device: torch.device) -> Iterator[Case]:
     for shape in EXPERTS:
         experts = random_experts(shape, DTYPE, device)
-        sizes = f"{shape.num_experts}, {shape.top_k}", f"{shape.hidden} x {shape.inner}"
+        sizes = f"{shape.num_experts}, {shape.top_k}", f"{shape.hidden_size} x {shape.inner_size}"
         for rows in EXPERT_ROWS:
             yield expert_case((*sizes, f"{rows}"), shape, *experts, DTYPE, rows)
 
@@ -177,9 +177,9 @@ def _plan(attention: Attention, shape: Shape) -> Callable[[], object]:
     counts_blocks = (policy, count_contiguous_blocks, rows) in prefix.plan_cache
 
     def plan() -> None:
-        splits = kv_splits.triton(prefix.length, prefix.first, policy)
+        splits = kv_splits.triton(prefix.length, prefix.first_position, policy)
         if counts_blocks:
-            count_contiguous_blocks(splits, prefix.page_table, pages.page_size, prefix.first, rows)
+            count_contiguous_blocks(splits, prefix.page_table, pages.page_size, prefix.first_position, rows)
 
     return plan
 

@@ -94,7 +94,7 @@ def expert_cases(shape: ModelShape, weights: str, all_rows: Sequence[int], devic
     sizes = shape.experts.shape
     experts = stored_experts(sizes, weights, DTYPE, device)
     for rows in all_rows:
-        names = "experts", f"{sizes.hidden} x {sizes.inner}", weights, f"{rows}"
+        names = "experts", f"{sizes.hidden_size} x {sizes.inner_size}", weights, f"{rows}"
         yield expert_case(names, sizes, *experts, DTYPE, rows)
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from espalier.bench.linears import ModelShape, ProductRun
 from espalier.cache.layer_spec import INDEX_PLANE, LayerSpec, RecurrentState
-from espalier.kernels.ops.recurrence import CHUNK
+from espalier.kernels.ops.recurrence import CHUNK_ROWS
 
 # The ends of the names of a layer's products up to attention.
 UP_TO_ATTENTION = (
@@ -64,7 +64,7 @@ def state_bytes(keeps: RecurrentState) -> int:
 def state_flops(keeps: RecurrentState, length: int) -> int:
     """FLOPs of a prompt through a state: of the chunk form, with half of its triangles."""
     products = (3 if keeps.delta else 2) * keeps.k_size * keeps.v_size
-    products += CHUNK * (keeps.k_size + keeps.v_size) * (2 if keeps.delta else 1) // 2
+    products += CHUNK_ROWS * (keeps.k_size + keeps.v_size) * (2 if keeps.delta else 1) // 2
     return 2 * length * keeps.heads * products
 
 

@@ -17,14 +17,14 @@ from espalier.kernels.ops.states import (
     GateInputs,
     OutputGate,
     PathRows,
-    Prepared,
+    PreparedRows,
     RowInputs,
-    StateColumns,
+    SlotStates,
     chain_outputs,
     commit_states,
     commit_tails,
     gated_norm,
-    prepare,
+    prepare_rows,
     tree_outputs,
 )
 from lab.bench.cases import Case
@@ -64,7 +64,7 @@ def tree_cases(name: str, keeps: RecurrentState, batch: int, nodes: int, device:
     q, rows = random_rows(keeps, device, batch, nodes)
     shape = name, f"{batch} x {nodes}"
     read = batch * state_bytes(keeps)
-    calls = [partial(tree_outputs, q, rows, StateColumns(each, slots), bits, None, keeps.delta) for each in table]
+    calls = [partial(tree_outputs, q, rows, SlotStates(each, slots), bits, None, keeps.delta) for each in table]
     yield Case(("read", *shape), read, 0, run_in_order(calls), layers)
     if nodes == 16:
         yield from small_cases(shape, keeps, batch, nodes, parents, device)
@@ -84,9 +84,9 @@ def small_cases(
     rows = RowInputs(tail, torch.arange(1, batch + 1, device=device), parents, None, width)
     q, brought = random_rows(keeps, device, count)
     staged = torch.empty(count, keeps.channels, dtype=DTYPE, device=device) if parents is not None else None
-    out = Prepared(q if keeps.units else q.to(DTYPE), *brought, staged)
+    out = PreparedRows(q if keeps.units else q.to(DTYPE), *brought, staged)
     moved = 2 * count * keeps.channels * (2 if staged is None else 3)
-    yield Case(("inputs", *shape), moved, 0, partial(prepare, inputs, gates, conv, keeps.columns, rows, out))
+    yield Case(("inputs", *shape), moved, 0, partial(prepare_rows, inputs, gates, conv, keeps.columns, rows, out))
     groups, size = (keeps.heads, keeps.v_size) if keeps.delta else (keeps.k_heads, share * keeps.v_size)
     gate = OutputGate(inputs, 1, size, not keeps.delta)
     weight, read = drawn(device, size if keeps.delta else inner), drawn(device, count, groups, size)
@@ -118,7 +118,7 @@ def prompt_cases(name: str, keeps: RecurrentState, device: torch.device) -> Iter
     path = PathRows(slots, None, count, None, None, None, None, PROMPT, 0)
     q, rows = random_rows(keeps, device, 1, PROMPT)
     shape = name, f"1 x {PROMPT}"
-    run = partial(chain_outputs, q, rows, StateColumns(table, slots), path, None, keeps.delta)
+    run = partial(chain_outputs, q, rows, SlotStates(table, slots), path, None, keeps.delta)
     yield Case(("prompt", *shape), 0, state_flops(keeps, PROMPT), run)
     yield from small_cases(shape, keeps, 1, PROMPT, None, device)
 

@@ -12,7 +12,7 @@ def _of_parent(right):
     """Rows are in the order of their depths, so a node's parent is the last of its ancestors."""
 
     def select(plan, layer, queries, keys, rows, held):
-        chosen, seen = right(plan, layer, queries, keys, rows, held), plan.nodes.visible(None)
+        chosen, seen = right(plan, layer, queries, keys, rows, held), plan.nodes.visible_rows(None)
         if plan.nodes.ancestor_bits is None or seen.shape[1] != seen.shape[2]:
             return chosen
         itself = torch.eye(seen.shape[1], dtype=torch.bool)

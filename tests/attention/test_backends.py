@@ -53,11 +53,11 @@ def in_loops(pages: PagedKV, layer: int, prefix: Prefix, nodes: Nodes, q, k, v, 
     g = GEOMETRY[layer]
     kv_heads = g.keeps.kv_heads
     out = torch.zeros(*q.shape[:3], g.keeps.v_size, dtype=q.dtype)
-    seen = nodes.visible(None)
+    seen = nodes.visible_rows(None)
     for b in range(q.shape[0]):
         for i in range(q.shape[1]):
             at = int(nodes.positions[b, i])
-            lowest = prefix.first if g.window is None else max(prefix.first, at - g.window + 1)
+            lowest = prefix.first_position if g.window is None else max(prefix.first_position, at - g.window + 1)
             below = range(lowest, int(prefix.length[b]))
             rows = [
                 int(prefix.page_table[b, p // pages.page_size]) * pages.page_size + p % pages.page_size for p in below
@@ -138,7 +138,7 @@ def test_a_request_does_not_depend_on_its_batch(name):
 
 def test_over_prefix_gives_the_log_sum_exp_and_zeros_for_an_empty_prefix():
     pages, table = filled_pages(3)
-    prefix = Prefix(table, torch.tensor([1, 9, 0, 2]), first=1)
+    prefix = Prefix(table, torch.tensor([1, 9, 0, 2]), first_position=1)
     nodes = tree_nodes(prefix.length, 2, 2, seed=1)
     q, _, _ = drawn(0, 4, 2, 2, seed=2)
     out, lse = backend("reference").plan(pages, GEOMETRY, prefix, nodes).attend_prefix(q, 0)

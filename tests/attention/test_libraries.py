@@ -34,7 +34,7 @@ def attends_as_the_reference(name: str, cell: Cell, queries: int, lengths: list[
     bounds = tuple(lengths) if exact else tuple(length + 5 for length in lengths)
     made.prepare(CommittedLengths(bounds, exact))
     plan = made.plan(pages, cell.specs, prefix, nodes)
-    reference = backend("reference").plan(pages, cell.specs, Prefix(table, prefix.length, prefix.first), nodes)
+    reference = backend("reference").plan(pages, cell.specs, Prefix(table, prefix.length, prefix.first_position), nodes)
     for layer, spec in enumerate(cell.specs):
         sink = None if isinstance(spec.keeps, LatentKV) else torch.randn(spec.heads).double()
         out, expected = (made.attend(layer, q, k, v, sink) for made in (plan, reference))

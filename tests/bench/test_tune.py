@@ -110,7 +110,7 @@ def test_quantised_shapes_are_measured_and_written_under_their_format(tuner, mon
     path = tmp_path / "choices.json"
     args = Namespace(shapes="wide", choices=path, tune="linears", weights=weights, draft_weights=None, seconds=None)
     tune._run(args, EngineConfig(dtype="bfloat16"))
-    [table] = LINEAR_TUNING.read(path)
+    [table] = LINEAR_TUNING.read_tables(path)
     assert (table.format, set(table.plans)) == (format, {(768, 256), (256, 256), (2048, 256), (256, 1024)})
     own = kept.tuner.weights.random_weight((2048, 256), weights)
     plans = [plan for plans in table.plans.values() for plan in plans]
@@ -152,10 +152,10 @@ def test_a_limit_ends_the_measurement_and_keeps_what_was_known(tuner, monkeypatc
         LinearTuner, "_us", lambda self, x, w, plans, turns: asked.append(len(plans)) or us(self, x, w, plans, 1)
     )
     path, known = tmp_path / "choices.json", (None, None, None, None, FIRST)
-    LINEAR_TUNING.write(path, TuningTable(tuner.chip, "bfloat16", {(768, 256): known}, {}, "int4-1x128"))
+    LINEAR_TUNING.write_table(path, TuningTable(tuner.chip, "bfloat16", {(768, 256): known}, {}, "int4-1x128"))
     args = Namespace(shapes="wide", choices=path, tune="linears", weights="int4", draft_weights=None, seconds=40.0)
     tune._run(args, EngineConfig(dtype="bfloat16"))
-    [table] = LINEAR_TUNING.read(path)
+    [table] = LINEAR_TUNING.read_tables(path)
     first, *_, last = table.plans[768, 256]
     assert first is not None and last == FIRST
     plans = [plan for plans in table.plans.values() for plan in plans]

@@ -60,7 +60,9 @@ def compared(name: str, cell: Cell, queries: int, lengths: list[int], exact: boo
     bounds = tuple(lengths) if exact else tuple(length + 5 for length in lengths)
     made.prepare(CommittedLengths(bounds, exact))
     plan = made.plan(pages, cell.specs, prefix, nodes)
-    expected = backend("reference").plan(precise, cell.specs, Prefix(table, prefix.length, prefix.first), nodes)
+    expected = backend("reference").plan(
+        precise, cell.specs, Prefix(table, prefix.length, prefix.first_position), nodes
+    )
     spec = cell.specs[0]
     sink = None if isinstance(spec.keeps, LatentKV) else torch.randn(spec.heads, device=GPU)
     exact_sink = None if sink is None else sink.double()

@@ -16,7 +16,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import _async_compile, driver
 
 import espalier.kernels.runtime.precompile as precompile_module
-from espalier.kernels.ops.activation import gated
+from espalier.kernels.ops.activation import gated_activation
 from espalier.kernels.ops.norm import rms_norm
 from espalier.kernels.ops.tree import gather_rows
 from espalier.kernels.runtime.jit import kernel
@@ -62,7 +62,7 @@ def _broken_kernel(x_ptr):
 def launch_three_kernels(width):
     x = torch.ones(4, 2 * width)
     normed = rms_norm.triton(x, torch.ones(2 * width), 1e-5)
-    return gather_rows.triton(torch.empty(1, 2, dtype=torch.int64), gated.triton(normed)[None])
+    return gather_rows.triton(torch.empty(1, 2, dtype=torch.int64), gated_activation.triton(normed)[None])
 
 
 def error_name(function):

@@ -55,7 +55,9 @@ def split(inputs: AttentionInputs, max_splits: int) -> AttentionInputs:
     """With at most so many splits of each request."""
     policy = KVSplitPolicy(max_splits, max_splits)
     prefix, positions = inputs.prefix, inputs.nodes.positions
-    return inputs._replace(splits=kv_splits.triton(prefix.length, prefix.first, policy, positions, inputs.window or 0))
+    return inputs._replace(
+        splits=kv_splits.triton(prefix.length, prefix.first_position, policy, positions, inputs.window or 0)
+    )
 
 
 def only(inputs: AttentionInputs, requests: list[int]) -> AttentionInputs:
@@ -164,7 +166,7 @@ def run(
     inputs = split(inputs if staged else inputs._replace(staged=None), max_splits)
     if contiguous:
         rows = block_rows(inputs.q.shape[3])
-        pages = inputs.prefix.page_table, inputs.page_size, inputs.prefix.first, rows
+        pages = inputs.prefix.page_table, inputs.page_size, inputs.prefix.first_position, rows
         arguments["contiguous"] = count_contiguous_blocks.triton(inputs.splits, *pages)
     return tree_attention.triton(inputs, **arguments)
 

@@ -22,10 +22,10 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import JITFunction
 
 from espalier.kernels.attention.kv_splits import _contiguous_blocks_kernel, _kv_splits_kernel
-from espalier.kernels.attention.latent_attention import _constants as latent_constants
+from espalier.kernels.attention.latent_attention import _constexpr_arguments as latent_constants
 from espalier.kernels.attention.latent_attention import _latent_attention_kernel
 from espalier.kernels.attention.merge import _merge_splits_kernel
-from espalier.kernels.attention.tree_attention import _constants, _tree_attention_kernel
+from espalier.kernels.attention.tree_attention import _constexpr_arguments, _tree_attention_kernel
 from espalier.kernels.attention.triton_config import choose_triton_config, choose_triton_latent_config
 from espalier.kernels.attention.work_items import ALL_CONTIGUOUS, COUNTED, UNKNOWN
 from espalier.kernels.hopper import gated as hopper_gated
@@ -49,8 +49,13 @@ ROWS = ("k_ptr", "v_ptr", "staged_k_ptr", "staged_v_ptr", "row_ptr", "staged_ptr
 FP8_ROWS = dict.fromkeys(ROWS, "*fp8e4nv")
 INT32 = ("table_ptr", "split_ptr", "start_ptr")
 INT64 = ("length_ptr", "position_ptr", "row_position_ptr", "bits_ptr")
-STRIDES = ("q_b", "q_q", "q_h", "k_row", "k_h", "v_row", "v_h", *(f"staged_{x}_{d}" for x in "kv" for d in "brh"))
-STRIDES += ("row_stride", "staged_b", "staged_r")
+STRIDES = ("q_stride_b", "q_stride_q", "q_stride_h", "k_stride_row", "k_stride_h", "v_stride_row", "v_stride_h")
+STRIDES += (
+    *(f"staged_{x}_stride_{d}" for x in "kv" for d in "brh"),
+    "row_stride",
+    "staged_stride_b",
+    "staged_stride_r",
+)
 # The instruction that makes the writes of threads to shared memory visible to the tensor cores.
 FENCE = "FENCE.VIEW.ASYNC"
 
@@ -69,7 +74,7 @@ def compiled(
     config = choose_triton_config(CHIP, queries * group_size, queries, size, size, torch.bfloat16)
     longest_first = nodes == 1 and queries * group_size >= 8 * config.block_m
     constants = problem_constants(nodes, page_size, window, group_size, longest_first, sink)
-    constants |= {"SOFTCAP": softcap} | _constants(config, size, size, torch.bfloat16)
+    constants |= {"SOFTCAP": softcap} | _constexpr_arguments(config, size, size, torch.bfloat16)
     constants |= {} if fp8 else dict.fromkeys(("k_scale_ptr", "v_scale_ptr"))
     options = {"num_warps": constants.pop("num_warps")}
     kinds = {name: kind for name, kind in FP8_ROWS.items() if fp8 and name in BFLOAT16}
@@ -83,7 +88,7 @@ def compiled_latent(heads: int, queries: int, nodes: int, page_size: int) -> dic
     config = choose_triton_latent_config(CHIP, heads * queries, queries, 2 * 576, torch.bfloat16)
     longest_first = nodes == 1 and queries * heads >= 8 * config.block_m
     constants = latent_constants(config, 576, 512, torch.bfloat16) | {"HEADS": heads, "PAGE_SIZE": page_size}
-    constants |= {"STAGED": nodes, "LONGEST_FIRST": longest_first, "DEPENDENT": True, "row_scale_ptr": None}
+    constants |= {"STAGED": nodes, "LONGEST_FIRST": longest_first, "USE_PDL": True, "row_scale_ptr": None}
     options = {"num_warps": constants.pop("num_warps")}
     kinds = dict.fromkeys(("row_ptr", "staged_ptr"), "*bf16")
     made = compile_for_hopper(_latent_attention_kernel, ASTSource, constants, options, kinds)
@@ -139,7 +144,7 @@ def compiled_hopper_latent(config: HopperLatentConfig, heads: int, nodes: int, p
     constants = hopper_latent_arguments(config, torch.zeros(64, 1, 576, dtype=dtype), page_size)
     kinds = dict.fromkeys(("row_ptr", "staged_ptr"), f"*{kind}") | described(constants, kind)
     constants |= {"HEADS": heads, "PAGE_SIZE": page_size, "STAGED": nodes, "LONGEST_FIRST": nodes == 1}
-    constants |= {"DEPENDENT": True} | ({} if config.raw_stages else {"row_scale_ptr": None})
+    constants |= {"USE_PDL": True} | ({} if config.raw_stages else {"row_scale_ptr": None})
     options = {name: constants.pop(name) for name in ("num_warps", "maxnreg")}
     made = compile_for_hopper(hopper_latent_kernel, GluonASTSource, constants, options, kinds)
     lines = machine_code(made.asm["cubin"])
@@ -159,7 +164,7 @@ def compiled_hopper_latent_few(heads: int, nodes: int, page_size: int) -> dict:
     config = HopperLatentFewConfig(FEW_STAGES)
     constants = hopper_latent_few_arguments(config, torch.zeros(64, 1, 576, dtype=torch.bfloat16), page_size)
     kinds = dict.fromkeys(("row_ptr", "staged_ptr"), "*bf16") | described(constants, "bf16")
-    constants |= {"HEADS": heads, "PAGE_SIZE": page_size, "STAGED": nodes, "LONGEST_FIRST": True, "DEPENDENT": True}
+    constants |= {"HEADS": heads, "PAGE_SIZE": page_size, "STAGED": nodes, "LONGEST_FIRST": True, "USE_PDL": True}
     options = {name: constants.pop(name) for name in ("num_warps", "maxnreg")}
     made = compile_for_hopper(
         hopper_latent_few_kernel, GluonASTSource, constants | {"row_scale_ptr": None}, options, kinds
@@ -185,7 +190,7 @@ def compiled_hopper_gated() -> dict:
     gated = hopper_gated
     block = gated.BLOCK_ROWS, gated.BLOCK_OUT, gated.BLOCK_IN
     constants = dict(zip(("BLOCK_ROWS", "BLOCK_OUT", "BLOCK_IN"), block, strict=True))
-    constants |= {"STAGES": gated.STAGES, "ROW_BLOCKS": gated.GROUP_ROW_BLOCKS, "DEPENDENT": True}
+    constants |= {"STAGES": gated.STAGES, "ROW_BLOCKS": gated.GROUP_ROW_BLOCKS, "USE_PDL": True}
     constants |= {"MULTIPLY_REGISTERS": gated.MULTIPLY_REGISTERS, "LOAD_REGISTERS": gated.LOAD_REGISTERS}
     blocks = {"x": (block[0], block[2]), "weight": (block[1], block[2]), "out": (block[0] // 2, block[1])}
     kinds = {
@@ -234,13 +239,13 @@ FEW, FEW_ALONE = {"PAIRS": 4, "FEW_SPLITS": 4, "BLOCK_SPLITS": 32}, {"PAIRS": 2,
 def errors_of_small_kernels() -> dict[str, str]:
     """The error, if any, of compiling each kernel that plans or merges.  Triton's interpreter does not check types."""
     splits = {"STEP": 64, "MIN_ROWS": 128, "MAX_ROWS": 2048, "BLOCK_B": 4, "BLOCK_Q": 16}
-    merge = {"HEADS": 32, "V_SIZE": 128, "BLOCK_V": 128, "DEPENDENT": True}
-    count = {"PAGE_SIZE": 16, "BLOCK_N": 64, "STEP_BLOCKS": 64, "DEPENDENT": True}
+    merge = {"HEADS": 32, "V_SIZE": 128, "BLOCK_V": 128, "USE_PDL": True}
+    count = {"PAGE_SIZE": 16, "BLOCK_N": 64, "STEP_BLOCKS": 64, "USE_PDL": True}
     cases = [
         *((_kv_splits_kernel, splits | {"WINDOW": window}, {}) for window in (0, 100)),
         # With a branch for few splits, and without.
         *(
-            (_merge_splits_kernel, merge | few | {"SINK": sink}, {})
+            (_merge_splits_kernel, merge | few | {"HAS_SINK": sink}, {})
             for few in (FEW, FEW_ALONE)
             for sink in (False, True)
         ),
@@ -265,9 +270,9 @@ def problem_constants(
         "PAGE_SIZE": page_size,
         "WINDOW": window,
         "STAGED": nodes,
-        "SINK": sink,
+        "HAS_SINK": sink,
         "LONGEST_FIRST": longest_first,
-        "DEPENDENT": True,
+        "USE_PDL": True,
     }
 
 

@@ -35,8 +35,8 @@ def compiled(code: str, group: int, rows: int, zeros: bool, even: bool) -> dict:
     plan = nibble_plan_by_rule(max(rows, 16), 1, *SHAPE, code, 1, CHIP)
     constants = {"x_scales_ptr": None, "bias_ptr": None, "CODE": CODES[code], "GROUP": group, "ROW_BLOCK": 1}
     constants |= {"BLOCK_ROWS": max(rows, 16), "BLOCK_OUT": plan.block_out, "BLOCK_IN": plan.block_in}
-    constants |= {"INPUT_GROUP": 0, "EVEN_OUT": True, "EVEN_IN": even, "GATED": True, "PREFETCHED_LINES": 4}
-    constants |= {"DEPENDENT": True}
+    constants |= {"INPUT_GROUP": 0, "EVEN_OUT": True, "EVEN_IN": even, "IS_GATED": True, "PREFETCHED_LINES": 4}
+    constants |= {"USE_PDL": True}
     constants |= {} if zeros else {"zeros_ptr": None}
     function = _linear_quantised_kernel
     kinds = dict.fromkeys(constants, "constexpr") | {
@@ -57,12 +57,19 @@ def compiled(code: str, group: int, rows: int, zeros: bool, even: bool) -> dict:
 
 def compiled_hopper(function: JITFunction, code: str, rows: int, zeros: bool, even: bool) -> dict:
     """Of a kernel for few rows."""
-    constants = {"CODE": code, "ROWS": rows, "STAGES": 3, "EVEN_IN": even, "DEPENDENT": True}
+    constants = {"CODE": code, "ROWS": rows, "STAGES": 3, "EVEN_IN": even, "USE_PDL": True}
     constants |= {} if zeros else {"zeros_ptr": None}
     if function is hopper_linear_kernel:
-        constants |= {"GATED": True, "bias_ptr": None}
+        constants |= {"IS_GATED": True, "bias_ptr": None}
     else:
-        of_experts = {"KIND": "silu", "ALPHA": 1.702, "UP_OFFSET": 1.0, "LIMIT": 7.0, "SORTED": True, "LIVE": True}
+        of_experts = {
+            "ACTIVATION_KIND": "silu",
+            "ALPHA": 1.702,
+            "UP_OFFSET": 1.0,
+            "LIMIT": 7.0,
+            "IS_SORTED": True,
+            "HAS_LIVE": True,
+        }
         constants |= {name: value for name, value in of_experts.items() if name in function.arg_names}
     kinds = KINDS | TILE_KINDS | {"words_ptr": "*i32", "scales_ptr": "*bf16" if code == "int4" else "*i32"}
     kinds["zeros_ptr"] = "*fp64" if code == "nvfp4" else "*u8"

@@ -22,7 +22,7 @@ import triton
 from triton.runtime import driver
 
 from espalier.cache.layer_spec import RecurrentState
-from espalier.kernels.ops.states import PathRows, StateColumns, chain_outputs, tree_outputs
+from espalier.kernels.ops.states import PathRows, SlotStates, chain_outputs, tree_outputs
 from espalier.kernels.recurrence import chain, tree
 from espalier.kernels.runtime.launch import launch_hook
 from tests.kernels import test_states as cases
@@ -96,8 +96,8 @@ class InMachineCode:
             self.lost[f"{name} {self.what}"] = unwritten_registers(compiled.asm["cubin"])
 
 
-def products_of_16_bits(*_: object) -> tree.Products:
-    return tree.Products(torch.bfloat16, "tf32")
+def products_of_16_bits(*_: object) -> tree.ProductPrecision:
+    return tree.ProductPrecision(torch.bfloat16, "tf32")
 
 
 def compiled_for(k_size: int, v_size: int, delta: bool) -> None:
@@ -106,14 +106,14 @@ def compiled_for(k_size: int, v_size: int, delta: bool) -> None:
     drawn = cases.Drawn(0, torch.device("cpu"))
     q, rows = drawn.rows(keeps, 2, 16)
     q, rows = q if delta else q.bfloat16(), rows._replace(v=rows.v.bfloat16())
-    state = StateColumns(drawn.state(keeps, 4), torch.tensor([1, 2]))
+    state = SlotStates(drawn.state(keeps, 4), torch.tensor([1, 2]))
     tree_outputs.triton(q, rows, state, drawn.tree(2, 16)[1], None, delta)
     path = PathRows(state.slots, None, *[torch.tensor([16, 9])] * 3, None, None, 16, 3)
     chain_outputs.triton(q, rows, state, path, None, delta)
 
 
 def in_machine_code(names: set[str], sizes: list[tuple[int, int]], kinds: tuple[bool, ...]) -> dict[str, list[str]]:
-    tree.choose_products = chain.choose_products = products_of_16_bits
+    tree.choose_precision = chain.choose_precision = products_of_16_bits
     made = InMachineCode(names)
     launch_hook.set(made)
     for (k_size, v_size), delta in product(sizes, kinds):

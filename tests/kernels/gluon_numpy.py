@@ -172,7 +172,7 @@ def hopper_linear(
     num_out = weight.shape[0] // 2 if gated else weight.shape[0]
     blocks, tile = -(-num_out // (32 if gated else 64)), 8 if len(x) <= 8 else 16
     out = Pointer(np.full(splits * len(x) * num_out, np.nan, np.float32), 0, BFLOAT16 if splits == 1 else np.float32)
-    given = [_pointer(each) for each in (x, *quantised_products.pointers_of(weight), bias)]
+    given = [_pointer(each) for each in (x, *quantised_products.weight_pointers(weight), bias)]
     for program in np.ndindex(blocks, splits):
         kernel = _functions(_language(program, (blocks, splits)), Copies(is_late))["hopper_linear_kernel"]
         sizes = (len(x), num_out, x.shape[1], x.stride(0))

@@ -6,9 +6,16 @@ import torch.nn.functional as F
 
 from espalier.errors import EspalierError
 from espalier.kernels.layers.quantised import InputScales, RoundedRows, quantise_inputs
-from espalier.kernels.ops.activation import GELU_TANH, RELU2, SILU, Activation, gated, rounded_once
+from espalier.kernels.ops.activation import (
+    GELU_TANH,
+    RELU2,
+    SILU,
+    Activation,
+    activation_rounded_once,
+    gated_activation,
+)
 from espalier.kernels.ops.linear import (
-    gated_parts,
+    activate_partial_sums,
     linear,
     linear_gated,
     linear_quantised,
@@ -49,7 +56,7 @@ def test_gate(rows, size, dtype, activation, kernel_device):
     generator = torch.Generator().manual_seed(size)
     x = (4 * torch.randn(rows, 2 * size, generator=generator, dtype=torch.float64)).to(dtype).to(kernel_device)
     x_before, expected = x.clone(), exactly(x, activation)
-    out = gated.triton(x, activation)
+    out = gated_activation.triton(x, activation)
     assert out.dtype == dtype and torch.equal(x, x_before)
     # The reference rounds both silu(gate) and the product.  In float32 a GPU computes exp as 2**x with a rounded x, an
     # error of |x| ulps; with a standard deviation of 4, |gate| reaches about 20.  The exponent of GPT_OSS is steeper.
@@ -60,8 +67,8 @@ def test_gate(rows, size, dtype, activation, kernel_device):
         # Where GELU is nearly 0, PyTorch's 1 + tanh loses the digits that the kernel's exponential keeps.
         tolerance["atol"] += most * (2**-50 if dtype == torch.float64 else 2**-22)
     torch.testing.assert_close(out.double(), expected, **tolerance)
-    torch.testing.assert_close(gated.reference(x, activation).double(), expected, **tolerance)
-    torch.testing.assert_close(rounded_once(x, activation).double(), expected, **tolerance)
+    torch.testing.assert_close(gated_activation.reference(x, activation).double(), expected, **tolerance)
+    torch.testing.assert_close(activation_rounded_once(x, activation).double(), expected, **tolerance)
 
 
 @of_each
@@ -70,55 +77,58 @@ def test_parts_of_gate_and_up_are_added_first(shape, activation, kernel_device):
     """(parts, rows, columns)"""
     parts, rows, size = shape
     generator = torch.Generator().manual_seed(size)
-    halves = torch.randn(parts, rows, activation.halves * size, generator=generator).to(kernel_device)
-    made = gated_parts.triton(halves, torch.float16, activation)
+    halves = torch.randn(parts, rows, activation.num_matrices * size, generator=generator).to(kernel_device)
+    made = activate_partial_sums.triton(halves, torch.float16, activation)
     assert made.dtype == torch.float16 and made.shape == (rows, size)
-    assert torch.equal(made, gated.triton(sum_parts.triton(halves, torch.float16), activation))
-    expected = gated_parts.reference(halves, torch.float16, activation)
+    assert torch.equal(made, gated_activation.triton(sum_parts.triton(halves, torch.float16), activation))
+    expected = activate_partial_sums.reference(halves, torch.float16, activation)
     torch.testing.assert_close(made, expected, rtol=4e-3, atol=1e-4)
-    assert torch.equal(gated_parts.triton(halves[0], torch.float32, activation), gated.triton(halves[0], activation))
+    assert torch.equal(
+        activate_partial_sums.triton(halves[0], torch.float32, activation),
+        gated_activation.triton(halves[0], activation),
+    )
     for rounding in (InputScales(), InputScales(4), InputScales(None, torch.full((1,), 0.1, device=kernel_device))):
-        rounded = gated_parts.triton(halves, torch.float16, activation, rounding)
+        rounded = activate_partial_sums.triton(halves, torch.float16, activation, rounding)
         values, scales = quantise_rows.triton(made, rounding)
         assert torch.equal(rounded.values.view(torch.uint8), values.view(torch.uint8))
         assert torch.equal(rounded.scales, scales) and rounded.dtype == torch.float16
     with pytest.raises(EspalierError, match="not rounded in groups of 3"):
-        gated_parts.triton(halves, torch.float16, activation, InputScales(3))
+        activate_partial_sums.triton(halves, torch.float16, activation, InputScales(3))
 
 
 @pytest.mark.parametrize("activation", [SILU, GELU_TANH])
 def test_large_gates_do_not_overflow(kernel_device, activation):
     x = torch.tensor([[-1e4, 1e4, -200.0, 0.0, 2.0, 3.0, 5.0, 7.0]], device=kernel_device)
-    assert gated.triton(x, activation).tolist() == [[-0.0, 3e4, -0.0, 0.0]]
+    assert gated_activation.triton(x, activation).tolist() == [[-0.0, 3e4, -0.0, 0.0]]
 
 
 @of_each
 def test_rows_may_be_strided(kernel_device, activation):
     wide = torch.randn(4, 30, device=kernel_device, dtype=torch.float64)
-    out = gated.triton(wide[:, 6:26], activation)
-    torch.testing.assert_close(out, gated.reference(wide[:, 6:26].contiguous(), activation))
+    out = gated_activation.triton(wide[:, 6:26], activation)
+    torch.testing.assert_close(out, gated_activation.reference(wide[:, 6:26].contiguous(), activation))
 
 
 @pytest.mark.parametrize("shape", [(2, 7), (2, 3, 8)])
 def test_wrong_shapes_are_refused(shape, kernel_device):
     with pytest.raises(EspalierError, match="gate_up"):
-        gated.triton(torch.zeros(shape, device=kernel_device))
+        gated_activation.triton(torch.zeros(shape, device=kernel_device))
 
 
 @of_each
 @pytest.mark.parametrize("kind", ["dense", "fp8-channel", "fp8-block-inputs", "int4", "mxfp4"])
 def test_products_of_every_format_take_every_activation(kernel_device, activation, kind):
-    """Silu in the product's epilogue, others in a launch behind it: the bits of the product and then `gated`."""
+    """Silu in the product's epilogue, others in a launch after it: the bits of the product, then `gated_activation`."""
     x = torch.randn(3, 128, generator=torch.Generator().manual_seed(1)).to(kernel_device, DTYPE)
     if kind == "dense":
         weight = torch.randn(2 * 64, 128, generator=torch.Generator().manual_seed(2)).to(kernel_device, DTYPE)
         made = linear_gated(x, weight, None, None, activation)
-        assert torch.equal(made, gated(linear(x, weight, None, None), activation))
+        assert torch.equal(made, gated_activation(linear(x, weight, None, None), activation))
         return
     matrix = drawn(kind, (), 2 * 64, 128, kernel_device)
     for product, of_gated, act in (
-        (linear_quantised.triton, linear_quantised_gated.triton, gated.triton),
-        (linear_quantised, linear_quantised_gated, gated),
+        (linear_quantised.triton, linear_quantised_gated.triton, gated_activation.triton),
+        (linear_quantised, linear_quantised_gated, gated_activation),
     ):
         made = of_gated(x, matrix, None, None, activation)
         assert torch.equal(made, act(product(x, matrix, None), activation))
@@ -134,7 +144,7 @@ def test_an_mlp_takes_it_with_every_weight(activation):
     rounded = QuantisedWeight(drawn("fp8-channel-inputs", (), 2 * 32, 64, cpu), "fp8")
     for weight in (DenseWeight(dense), dense_weight(dense), LastRows(quantised, 32), quantised.rows_from(32), rounded):
         gate_up = Linear(weight)
-        down = Linear(DenseWeight(torch.eye(64 // activation.halves)))
-        assert torch.equal(GatedMLP(gate_up, down, activation)(x), gated(gate_up(x), activation))
+        down = Linear(DenseWeight(torch.eye(64 // activation.num_matrices)))
+        assert torch.equal(GatedMLP(gate_up, down, activation)(x), gated_activation(gate_up(x), activation))
     values = RoundedRows(*quantise_inputs(x, rounded.rounding), x.dtype)
-    assert torch.equal(Linear(rounded).gated(values, activation), gated(Linear(rounded)(values), activation))
+    assert torch.equal(Linear(rounded).gated(values, activation), gated_activation(Linear(rounded)(values), activation))

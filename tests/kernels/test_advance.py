@@ -83,7 +83,7 @@ def test_the_reference_of_a_round_is_what_loops_find(batch, width, counted):
             gather_slots.reference(table, index), length, picked, counted, AcceptedNodes(rows, NODES)
         )
         same_tables(table, by_hand)
-        assert made.num_picked.tolist() == num_picked
+        assert made.num_new_tokens.tolist() == num_picked
         assert made.copies.source.flatten().tolist() == source
         assert made.copies.destination.flatten().tolist() == destination
 
@@ -97,7 +97,7 @@ def test_the_reference_of_a_prefill_pass_is_what_loops_find(batch, width, counte
         num_picked, _, _ = advanced_in_loops(by_hand, index, length, picked, rows, counted)
         made = advance.reference(gather_slots.reference(table, index), length, picked, counted)
         same_tables(table, by_hand)
-        assert made.copies is None and made.num_picked.tolist() == num_picked
+        assert made.copies is None and made.num_new_tokens.tolist() == num_picked
 
 
 def check(device, batch, width, counted):
@@ -111,7 +111,7 @@ def check(device, batch, width, counted):
                 made = advance.triton(gather_slots.triton(table, index), length, picked, counted, path)
             path = AcceptedNodes(others[3], NODES) if has_path else None
             right = advance.reference(gather_slots.reference(wanted, others[0]), *others[1:3], counted, path)
-            assert torch.equal(made.num_picked.cpu(), right.num_picked)
+            assert torch.equal(made.num_new_tokens.cpu(), right.num_new_tokens)
             if has_path:
                 same(made.copies, right.copies)
             same_tables(table, wanted)

@@ -17,7 +17,7 @@ from espalier.kernels.ranks.collectives import FLAGS_BYTES, PeerMemory, Restarte
 from espalier.shards.base import Shards
 
 EPS = 1e-5
-SLOT, PROGRAMS = 1024, 2
+SLOT_BYTES, PROGRAMS = 1024, 2
 
 
 @pytest.fixture
@@ -34,12 +34,12 @@ def kernels(kernel_device, monkeypatch):
 
 def memories(count: int) -> list[PeerMemory]:
     """Of each rank.  All are in the storage of `addresses`, which the interpreter allows kernels to reach."""
-    size = (FLAGS_BYTES + 4 * PROGRAMS * SLOT) // 8
+    size = (FLAGS_BYTES + 4 * PROGRAMS * SLOT_BYTES) // 8
     storage = torch.zeros(count * size + count, dtype=torch.int64)
     addresses = storage[-count:]
     addresses.copy_(torch.tensor([storage[rank * size :].data_ptr() for rank in range(count)]))
     uses, stop = torch.zeros(PROGRAMS, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
-    return [PeerMemory(rank, count, SLOT, addresses, uses.clone(), stop) for rank in range(count)]
+    return [PeerMemory(rank, count, SLOT_BYTES, addresses, uses.clone(), stop) for rank in range(count)]
 
 
 def on_all(ranks: Sequence[PeerMemory], run: Callable[[PeerMemory], Any]) -> list[Any]:
@@ -118,7 +118,7 @@ def test_a_slot_is_kept_while_the_next_use_runs(kernels):
     kernels.sum_rows(rank, first, torch.float64, False)
     kernels.sum_rows(rank, second, torch.float64, False)
     values = torch.tensor([], dtype=torch.float64).set_(area)[FLAGS_BYTES // 8 :]
-    assert torch.equal(values[:32], first[0]) and torch.equal(values[PROGRAMS * SLOT // 8 :][:32], second[0])
+    assert torch.equal(values[:32], first[0]) and torch.equal(values[PROGRAMS * SLOT_BYTES // 8 :][:32], second[0])
 
 
 def test_what_does_not_fit_is_left_to_others(kernels):

@@ -63,7 +63,7 @@ def random_rows(batch, rows, vocab, seed=0, states_of=None):
     given = DepthRows(tokens, scores.masked_fill(torch.rand(batch, rows, generator=generator) < 0.2, -torch.inf))
     if states_of is None or not states_of.is_recurrent:
         return given
-    before = states_of.before
+    before = states_of.token_factors
     states = torch.rand(batch, rows + 2, before.shape[1], generator=generator).to(before.dtype) - 0.5
     return given._replace(parents=torch.randint(rows + 2, (batch, rows), generator=generator), states=states)
 
@@ -97,7 +97,7 @@ def by_kernel(edges, rows, d2t, slots, first, topk, mask=None, only=None, couple
 
 def by_reference(edges, rows, d2t, asked, vocab, topk, guide=None, coupled=True):
     slots = slots_of(table_of(asked, vocab, CPU), range(1, len(asked) + 1))
-    first, exact = first_of(asked, CPU), torch.promote_types(edges.base.dtype, torch.float32)
+    first, exact = first_of(asked, CPU), torch.promote_types(edges.base_logits.dtype, torch.float32)
     sampler = make_sampler(slots, ALL_SAMPLING, first, STEPS + 1, vocab, exact)
     sampler = replace(sampler, guide=guide, coupled=coupled)
     out = places(*rows.tokens.shape, topk, CPU)
@@ -169,7 +169,7 @@ def test_factors_and_states(kernel_device, dtype, kind, rows_and_rank):
     with poisoned():
         made = edge_factors_triton(moved(edges, kernel_device), DEPTH, moved(given, kernel_device))
     expected = moved(edges, CPU, exact).factors(DEPTH, moved(given, CPU, exact))
-    largest = edges.before.abs().max().item()
+    largest = edges.token_factors.abs().max().item()
     for ours, theirs in zip(made, expected, strict=True):
         assert (ours is None) == (theirs is None)
         if ours is not None:
@@ -228,7 +228,7 @@ def plain(batch, columns, rank=16):
 
 
 def launched(device, asked, edges, rows, topk):
-    slots = slots_of(table_of(asked, len(edges.before), device), range(1, len(asked) + 1))
+    slots = slots_of(table_of(asked, len(edges.token_factors), device), range(1, len(asked) + 1))
     return by_kernel(edges, rows, None, slots, first_of(asked, device), topk)
 
 
@@ -236,14 +236,14 @@ def test_ties_go_to_the_lower_column(kernel_device):
     edges, rows = plain(1, 100), DepthRows(torch.tensor([[3, 4]]), torch.zeros(1, 2))
     made, next_rows = launched(kernel_device, ({},), edges, rows, 4)
     assert made.tokens[0].tolist() == [[0, 1, 2, 3]] * 2 and next_rows.tokens.tolist() == [[0, 1, 2, 3]]
-    edges.base[0, DEPTH, [95, 20, 60]] = 1.0
+    edges.base_logits[0, DEPTH, [95, 20, 60]] = 1.0
     assert launched(kernel_device, ({},), edges, rows, 4)[0].tokens[0].tolist() == [[20, 60, 95, 0]] * 2
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_a_row_that_is_not_finite_has_no_children_and_other_rows_do(kernel_device, bad):
     edges, rows = plain(2, 70), DepthRows(torch.tensor([[3, 4], [4, 4]]), torch.zeros(2, 2))
-    edges.before[3, 5], edges.after[40, 5] = bad, 1.0
+    edges.token_factors[3, 5], edges.column_factors[40, 5] = bad, 1.0
     made, next_rows = launched(kernel_device, ({}, {"temperature": 1.0}), edges, rows, 3)
     assert (made.scores > -torch.inf).all(2).tolist() == [[False, True], [True, True]]
     assert made.tokens[0].tolist() == [[0, 0, 0], [0, 1, 2]] and next_rows.tokens[0].tolist() == [0, 1, 2]
@@ -251,7 +251,7 @@ def test_a_row_that_is_not_finite_has_no_children_and_other_rows_do(kernel_devic
 
 def test_depths_that_take_the_columns_in_reverse_give_the_same(kernel_device):
     edges, rows = random_edges(5, 200, 200, 16, HALF), random_rows(5, 3, 200)
-    edges.base[:, 1] = edges.base[:, 0]
+    edges.base_logits[:, 1] = edges.base_logits[:, 0]
     made = []
     for depth in (0, 1):
         slots = kernel_rows(slots_of(table_of(({},) * 5, 200, kernel_device), range(1, 6)))
@@ -269,7 +269,7 @@ def test_a_request_does_not_depend_on_its_batch(kernel_device):
     table = table_of(ASKED, 70, kernel_device)
     for b in range(0, len(ASKED), 3):
         one = slice(b, b + 1)
-        of_one = LowRankEdges(edges.base[one], edges.before, edges.after)
+        of_one = LowRankEdges(edges.base_logits[one], edges.token_factors, edges.column_factors)
         first = first_of(ASKED, kernel_device)[one]
         alone = by_kernel(of_one, DepthRows(*(x[one] for x in rows[:2])), None, slots_of(table, [b + 1]), first, 3)
         for ours, of_all in zip(alone, together, strict=True):
@@ -286,13 +286,14 @@ def test_an_empty_batch(kernel_device):
 def test_wrong_shapes_are_refused(kernel_device):
     rows = DepthRows(torch.zeros(1, 2).long(), torch.zeros(1, 2))
     edges = plain(1, 20)
-    for field, cut in (("base", edges.base[..., :5]), ("before", edges.before[:, :5])):
-        with pytest.raises(EspalierError, match="logits needs shape" if field == "base" else "before needs shape"):
+    for field, cut in (("base_logits", edges.base_logits[..., :5]), ("token_factors", edges.token_factors[:, :5])):
+        with pytest.raises(EspalierError, match=r"(logits|before) needs shape"):
             launched(kernel_device, ({},), LowRankEdges(**{**vars(edges), field: cut}), rows, 3)
     with pytest.raises(EspalierError, match="scores needs shape"):
         launched(kernel_device, ({},), edges, rows._replace(scores=rows.scores[:, :1]), 3)
     with pytest.raises(EspalierError, match="must be dense"):
-        launched(kernel_device, ({},), LowRankEdges(edges.base, edges.before, torch.zeros(16, 20).T), rows, 3)
+        transposed = LowRankEdges(edges.base_logits, edges.token_factors, torch.zeros(16, 20).T)
+        launched(kernel_device, ({},), transposed, rows, 3)
 
 
 # The rows of the next depth, in plain torch

@@ -74,7 +74,7 @@ def exact_parts(x, gate_up, down, ids, weights, live=None, biases=None, activati
 @pytest.mark.parametrize("make", [grouped_experts.reference, grouped_experts.triton])
 def test_extra_parts_are_left_to_the_caller(make, kernel_device):
     given = drawn(7, 6, 2, 32, 24, kernel_device)
-    parts, more = make(*given), make(*given, extra=2)
+    parts, more = make(*given), make(*given, num_extra_parts=2)
     assert more.shape == (4, 7, 32) and torch.equal(more[:2], parts)
 
 
@@ -118,7 +118,7 @@ def drawn_biases(gate_up, down):
 def test_biases_and_other_activations(kernel_device, shape, activation, dtype):
     """Rows that are not live get no bias either.  The limit cuts a fourth of the gates."""
     x, gate_up, down, ids, weights = drawn(*shape, kernel_device, dtype)
-    gate_up = gate_up[:, -activation.halves * shape[-1] :].contiguous()
+    gate_up = gate_up[:, -activation.num_matrices * shape[-1] :].contiguous()
     live = torch.arange(len(x), device=x.device) % 3 != 1
     how = (live, drawn_biases(gate_up, down), activation)
     exact = exact_parts(x, gate_up, down, ids, weights, *how)
@@ -194,11 +194,11 @@ def test_sorted_pairs(kernel_device, monkeypatch, rows, experts, top_k, with_liv
     with poisoned():
         pairs = make_tiles(ids, live, experts, rows=16)
     flat = (ids if live is None else ids.masked_fill(~live[:, None], experts)).flatten()
-    assert torch.equal(pairs.order.long(), flat.argsort(stable=True))
-    assert torch.equal(pairs.ends.long(), flat.bincount(minlength=experts + 1).cumsum(0))
-    begins = [0, *pairs.ends.tolist()]
+    assert torch.equal(pairs.pair_order.long(), flat.argsort(stable=True))
+    assert torch.equal(pairs.pair_ends.long(), flat.bincount(minlength=experts + 1).cumsum(0))
+    begins = [0, *pairs.pair_ends.tolist()]
     wanted = [(e, b) for e in range(experts + 1) for b in range(begins[e], begins[e + 1], 16)]
-    listed = list(zip(pairs.experts.tolist(), pairs.begins.tolist(), strict=True))
+    listed = list(zip(pairs.tile_experts.tolist(), pairs.tile_begins.tolist(), strict=True))
     assert listed[: len(wanted)] == wanted and all(expert == -1 for expert, _ in listed[len(wanted) :])
 
 

@@ -11,7 +11,7 @@ from espalier.kernels.layers.quantised import RoundedRows, dequantise
 from espalier.kernels.ops.activation import Activation
 from espalier.kernels.ops.experts import ExpertBiases, grouped_experts
 from espalier.kernels.ops.linear import quantise_rows
-from espalier.kernels.runtime.launch import Chip, power_of_two
+from espalier.kernels.runtime.launch import Chip, next_power_of_2
 from tests.kernels.quantised_inputs import DTYPE, KINDS, drawn
 from tests.pairwise import fewer, in_turn_params
 
@@ -90,7 +90,7 @@ def test_a_padded_batch_takes_the_plan_of_its_rows_alone(kind):
     shape, chip = ExpertsShape(64, 2, 256, 256), replace(HOPPER, processors=10)
     matrices = drawn(kind, (1,), 512, 256, "cpu"), drawn(kind, (1,), 256, 256, "cpu", seed=1)
     plans = [plan_for(shape, rows, torch.bfloat16, chip, matrices) for rows in range(1, 129)]
-    assert all(plan == plans[power_of_two(rows) - 1] for rows, plan in enumerate(plans, 1))
+    assert all(plan == plans[next_power_of_2(rows) - 1] for rows, plan in enumerate(plans, 1))
     assert [plan.rows == 1 for plan in plans[:3]] == [True, False, False] and len(set(plans)) > 1
 
 

@@ -77,7 +77,7 @@ def test_every_plan_gives_the_product(kernel_device, rows, plan):
 def test_the_routed_parts_keep_their_bits(kernel_device):
     inputs, shared = drawn(5, 8, 3, 40, 24, kernel_device), drawn_shared(2, 40, 24, kernel_device)
     for make in (grouped_experts.reference, grouped_experts.triton):
-        parts = make(*inputs, shared=shared, extra=1)
+        parts = make(*inputs, shared=shared, num_extra_parts=1)
         assert parts.shape == (6, 5, 40) and torch.equal(parts[:3], make(*inputs))
 
 

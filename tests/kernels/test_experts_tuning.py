@@ -22,7 +22,7 @@ from espalier.kernels.layers.linear_plans import CHOICES_FILE, LINEAR_TUNING, NO
 from espalier.kernels.runtime.launch import Chip
 
 CHIP = Chip(shared_memory=100_000, processors=10, capability=(9, 0))
-SHAPE = ExpertsShape(num_experts=128, top_k=8, hidden=2048, inner=768)
+SHAPE = ExpertsShape(num_experts=128, top_k=8, hidden_size=2048, inner_size=768)
 
 
 def plans(first: int) -> tuple[ExpertsPlan, ...]:
@@ -37,8 +37,10 @@ SMALL, LARGE = plans(100), plans(200)
 @pytest.fixture
 def shipped(tmp_path, monkeypatch):
     path = tmp_path / "shipped.json"
-    LINEAR_TUNING.write(path, TuningTable(CHIP, "bfloat16", {(8, 16): NO_PLANS}))
-    EXPERTS_TUNING.write(path, TuningTable(CHIP, "bfloat16", {(2048, 768): SMALL, (4096, 4096): LARGE}, {"gpu": "one"}))
+    LINEAR_TUNING.write_table(path, TuningTable(CHIP, "bfloat16", {(8, 16): NO_PLANS}))
+    EXPERTS_TUNING.write_table(
+        path, TuningTable(CHIP, "bfloat16", {(2048, 768): SMALL, (4096, 4096): LARGE}, {"gpu": "one"})
+    )
     monkeypatch.setattr(linear_plans, "SHIPPED_TUNING_FILE", path)
     monkeypatch.setenv(CHOICES_FILE, str(tmp_path / "own.json"))
     linear_plans.active_plans.cache_clear()
@@ -48,14 +50,14 @@ def shipped(tmp_path, monkeypatch):
 
 def test_both_kinds_of_tables_share_a_file(shipped):
     other = TuningTable(replace(CHIP, processors=11), "bfloat16", {(8, 8): LARGE})
-    EXPERTS_TUNING.write(shipped, other)
-    EXPERTS_TUNING.write(shipped, TuningTable(CHIP, "bfloat16", {(2048, 768): LARGE}))
-    LINEAR_TUNING.write(shipped, TuningTable(CHIP, "bfloat16", {(64, 128): NO_PLANS}))
-    assert EXPERTS_TUNING.read(shipped)[0] == other and EXPERTS_TUNING.read(shipped)[1].plans == {
+    EXPERTS_TUNING.write_table(shipped, other)
+    EXPERTS_TUNING.write_table(shipped, TuningTable(CHIP, "bfloat16", {(2048, 768): LARGE}))
+    LINEAR_TUNING.write_table(shipped, TuningTable(CHIP, "bfloat16", {(64, 128): NO_PLANS}))
+    assert EXPERTS_TUNING.read_tables(shipped)[0] == other and EXPERTS_TUNING.read_tables(shipped)[1].plans == {
         (2048, 768): LARGE,
         (4096, 4096): LARGE,
     }
-    assert LINEAR_TUNING.read(shipped)[0].plans == {(8, 16): NO_PLANS, (64, 128): NO_PLANS}
+    assert LINEAR_TUNING.read_tables(shipped)[0].plans == {(8, 16): NO_PLANS, (64, 128): NO_PLANS}
 
 
 @pytest.mark.parametrize("text", ["[]", '{"experts": [{}]}', '{"experts": [{"chip": 1}]}'])
@@ -63,7 +65,7 @@ def test_a_file_of_another_form_is_refused_by_name(tmp_path, text):
     path = tmp_path / "choices.json"
     path.write_text(text)
     with pytest.raises(EspalierError, match=r"choices\.json is no table of experts"):
-        EXPERTS_TUNING.read(path)
+        EXPERTS_TUNING.read_tables(path)
 
 
 def test_rows_find_their_bucket_by_the_pairs_of_an_expert(shipped):
@@ -74,19 +76,19 @@ def test_rows_find_their_bucket_by_the_pairs_of_an_expert(shipped):
 
 def test_rows_up_to_a_power_of_two_share_a_plan(shipped):
     """So a padded batch and its rows alone have the same bits."""
-    few = ExpertsShape(num_experts=60, top_k=4, hidden=2048, inner=768)
+    few = ExpertsShape(num_experts=60, top_k=4, hidden_size=2048, inner_size=768)
     for low, high in ((17, 32), (33, 64), (65, 128)):
         assert len({plan_for(few, rows, torch.bfloat16, CHIP) for rows in range(low, high + 1)}) == 1
 
 
 def test_a_size_that_was_not_measured_takes_the_nearest(shipped):
     for size, found in (((2048, 1024), SMALL), ((7168, 2048), LARGE)):
-        shape = replace(SHAPE, hidden=size[0], inner=size[1])
+        shape = replace(SHAPE, hidden_size=size[0], inner_size=size[1])
         assert plan_for(shape, 16, torch.bfloat16, CHIP) == found[1]
 
 
 def test_the_users_plans_come_first(shipped, tmp_path):
-    EXPERTS_TUNING.write(tmp_path / "own.json", TuningTable(CHIP, "bfloat16", {(2048, 768): LARGE}))
+    EXPERTS_TUNING.write_table(tmp_path / "own.json", TuningTable(CHIP, "bfloat16", {(2048, 768): LARGE}))
     assert plan_for(SHAPE, 16, torch.bfloat16, CHIP) == LARGE[1]
 
 
@@ -96,7 +98,7 @@ def test_other_chips_and_dtypes_take_the_rule(shipped):
 
 
 def test_shipped_plans_fit_their_chips():
-    for table in EXPERTS_TUNING.read(SHIPPED_TUNING_FILE):
+    for table in EXPERTS_TUNING.read_tables(SHIPPED_TUNING_FILE):
         for of_size in table.plans.values():
             for plan, (_, tile_rows) in zip(of_size, TILE_ROWS_BY_PAIRS, strict=True):
                 assert plan.rows in tile_rows

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from espalier.errors import EspalierError
 from espalier.kernels.hopper.gated import fills_chip, hopper_gated, supports_hopper_gated
-from espalier.kernels.ops.activation import gated
+from espalier.kernels.ops.activation import gated_activation
 from espalier.kernels.ops.linear import linear_gated
 from espalier.kernels.runtime.launch import HOPPER, Chip
 from tests.kernels.test_linear import drawn_exact, random_inputs
@@ -55,7 +55,7 @@ def test_what_the_launcher_refuses(x, weight, said):
 def test_the_bits_of_product_and_silu(rows, size, num_in):
     """All sums are exact.  Rows, outputs and columns may end inside a block."""
     x, weight, _ = drawn_exact(rows, 2 * size, num_in, "cuda")
-    assert torch.equal(hopper_gated(x, weight), gated.triton(F.linear(x, weight)))
+    assert torch.equal(hopper_gated(x, weight), gated_activation.triton(F.linear(x, weight)))
 
 
 @pytest.mark.gpu

@@ -15,7 +15,7 @@ from espalier.kernels.ops.selection import (
     MIN_LARGE_TILE_SPLIT_ROWS,
     MIN_SHORT_SPLIT_ROWS,
     MIN_SPLIT_ROWS,
-    SMALL_TILE,
+    SMALL_TILE_QUERIES,
     SPLIT_STEP,
     KVSplitPolicy,
     kv_splits,
@@ -145,7 +145,7 @@ def test_few_queries_have_shorter_splits():
     """Up to 16 packed queries: their partial results are few."""
     of = partial(KVSplitPolicy.of, 1, kv_heads=8, max_rows=17 * MIN_SPLIT_ROWS - 1, v_size=128)
     assert of(1, group=4) == of(4, group=4) == KVSplitPolicy(32, 32, min_split_rows=MIN_SHORT_SPLIT_ROWS)
-    assert of(SMALL_TILE // 4 + 1, group=4) == of(1, group=SMALL_TILE + 1) == KVSplitPolicy(17, 17)
+    assert of(SMALL_TILE_QUERIES // 4 + 1, group=4) == of(1, group=SMALL_TILE_QUERIES + 1) == KVSplitPolicy(17, 17)
     assert of(1, group=4).width(1024) == MIN_SHORT_SPLIT_ROWS and of(5, group=4).width(1024) == MIN_SPLIT_ROWS
 
 

@@ -5,7 +5,7 @@ import torch
 
 from espalier.errors import EspalierError
 from espalier.kernels.layers.linear_plans import LibraryPlan, TritonPlan, block_rows, candidate_plans
-from espalier.kernels.ops.activation import gated
+from espalier.kernels.ops.activation import gated_activation
 from espalier.kernels.ops.linear import linear, linear_gated, linear_parts, write_parts
 from espalier.kernels.runtime.launch import SMALLEST_SHARED_MEMORY, Chip
 from tests.pairwise import in_turn_params
@@ -117,13 +117,15 @@ def test_gated_is_the_activation_of_linear(kernel_device, monkeypatch, plan, bia
     gate_up = linear.triton(x, weight, bias_tensor, plan)
     poisoned(monkeypatch)
     out = linear_gated.triton(x, weight, bias_tensor, plan)
-    assert out.shape == (rows, size) and torch.equal(out, gated.triton(gate_up))
+    assert out.shape == (rows, size) and torch.equal(out, gated_activation.triton(gate_up))
 
 
 @pytest.mark.parametrize(("rows", "plan"), [(100, TritonPlan(128, 64, 1, 8, 3)), (200, TritonPlan(64, 64, 1, 4, 2))])
 def test_gated_at_many_rows(kernel_device, rows, plan):
     x, weight, _ = drawn_exact(rows, 272, 136, kernel_device)
-    assert torch.equal(linear_gated.triton(x, weight, None, plan), gated.triton(linear.triton(x, weight, None, plan)))
+    assert torch.equal(
+        linear_gated.triton(x, weight, None, plan), gated_activation.triton(linear.triton(x, weight, None, plan))
+    )
 
 
 @pytest.mark.parametrize("plan", [WHOLE, SPLIT])

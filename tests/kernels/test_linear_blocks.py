@@ -7,7 +7,7 @@ import torch
 
 from espalier.errors import EspalierError
 from espalier.kernels.layers.blocks import BLOCK_TYPES, BlockMatrix, dequantise_blocks
-from espalier.kernels.layers.linear_blocks import _launch, splits_of
+from espalier.kernels.layers.linear_blocks import _launch_kernel, num_splits_for
 from espalier.kernels.ops.linear import linear_blocks
 from espalier.kernels.runtime.launch import Chip
 from tests.gguf import blocks_of
@@ -30,7 +30,7 @@ def test_values_have_the_bits_of_the_library(name):
     matrix = drawn(name, 64, 1024)
     theirs = gguf.dequantize(matrix.blocks.numpy(), gguf.GGMLQuantizationType[name])
     kind = BLOCK_TYPES[name]
-    assert gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(kind.gguf_type)] == (kind.values, kind.nbytes)
+    assert gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(kind.gguf_type)] == (kind.block_values, kind.block_bytes)
     assert torch.equal(dequantise_blocks(matrix).view(torch.int32), torch.from_numpy(theirs).view(torch.int32))
     assert torch.equal(dequantise_blocks(matrix, 7, 40), dequantise_blocks(matrix)[7:40])
 
@@ -44,11 +44,11 @@ def test_any_shape(kernel_device, name, splits, shape):
     bias = torch.randn(num_out, generator=generator).to(kernel_device, DTYPE) if rows % 2 else None
     weight = dequantise_blocks(matrix).double()
     exact = x.double() @ weight.T + (0 if bias is None else bias.double())
-    integers, scales, minima = matrix.type.decode(matrix.blocks.reshape(-1, matrix.type.nbytes))
+    integers, scales, minima = matrix.block_type.decode(matrix.blocks.reshape(-1, matrix.block_type.block_bytes))
     sizes = integers.abs() * scales.abs() + (0 if minima is None else minima.abs())
     magnitude = x.double().abs() @ sizes.double().reshape(num_out, -1).T + (0 if bias is None else bias.double().abs())
     bound = torch.finfo(DTYPE).eps / 2 * exact.abs() * 1.01 + x.shape[1] * 2.0**-23 * magnitude
-    for out in (_launch(x, matrix, bias, splits), linear_blocks.reference(x, matrix, bias)):
+    for out in (_launch_kernel(x, matrix, bias, splits), linear_blocks.reference(x, matrix, bias)):
         assert out.dtype == DTYPE
         assert ((out.double() - exact).abs() <= bound).all()
 
@@ -56,16 +56,16 @@ def test_any_shape(kernel_device, name, splits, shape):
 @pytest.mark.parametrize("name", ["Q4_K", "Q6_K", "Q8_0"])
 def test_a_rows_bits_do_not_depend_on_other_rows(kernel_device, name):
     matrix, x = drawn(name, 64, 512, kernel_device), torch.randn(16, 512).to(kernel_device, DTYPE)
-    alone = _launch(x[3:4], matrix, None, 2)
+    alone = _launch_kernel(x[3:4], matrix, None, 2)
     x[5], x[6] = torch.nan, 1e3
-    assert torch.equal(_launch(x, matrix, None, 2)[3:4], alone)
+    assert torch.equal(_launch_kernel(x, matrix, None, 2)[3:4], alone)
 
 
 def test_columns_are_split_where_programs_are_few():
     def splits(rows, num_out, num_in, name="Q4_K"):
         kind = BLOCK_TYPES[name]
         row = torch.empty(num_out, kind.row_bytes(num_in), dtype=torch.uint8, device="meta")
-        return splits_of(rows, BlockMatrix(kind, row), H200)
+        return num_splits_for(rows, BlockMatrix(kind, row), H200)
 
     assert splits(1, 4096, 4096) == 4
     assert splits(1, 128256, 4096) == 1

@@ -18,7 +18,7 @@ from espalier.kernels.layers.linear_dequantised import (
     write_values,
 )
 from espalier.kernels.layers.quantised import FP8, dequantise, nibble_matrix
-from espalier.kernels.ops.activation import SILU, gated
+from espalier.kernels.ops.activation import SILU, gated_activation
 from espalier.kernels.ops.linear import linear_quantised, linear_quantised_gated
 from tests.kernels.quantised_inputs import DTYPE, KINDS, drawn
 from tests.pairwise import in_turn_params
@@ -91,7 +91,7 @@ def test_any_shape(kernel_device, monkeypatch, kind, in_blocks, shape):
         assert len(blocks_of(num_out, num_in * x.itemsize)) > 1
     product = dequantised_product(x, matrix, bias)
     assert_is_the_product(product, x, matrix, bias)
-    assert torch.equal(dequantised_gated(x, matrix, bias, SILU), gated.triton(product))
+    assert torch.equal(dequantised_gated(x, matrix, bias, SILU), gated_activation.triton(product))
 
 
 def test_the_kernel_of_gate_and_up_gets_both_of_the_same_outputs(kernel_device, monkeypatch):
@@ -100,14 +100,14 @@ def test_the_kernel_of_gate_and_up_gets_both_of_the_same_outputs(kernel_device, 
 
     def of_block(x, values, out):
         shapes.append(tuple(values.shape))
-        out.copy_(gated.triton(x @ values.T))
+        out.copy_(gated_activation.triton(x @ values.T))
 
     monkeypatch.setattr(linear_dequantised, "ROWS_UNIT", 16)
     monkeypatch.setattr(linear_dequantised, "MAX_SCRATCH_BYTES", 64 * 256 * 2)
     for name, stand_in in (("hopper_gated", of_block), ("supports_hopper_gated", all_true), ("fills_chip", all_true)):
         monkeypatch.setattr(linear_dequantised, name, stand_in)
     matrix, x = drawn("int4", (), 2 * 72, 256, kernel_device), x_of(3, 256, kernel_device)
-    expected = gated.triton(x @ dequantise(matrix, DTYPE).T)
+    expected = gated_activation.triton(x @ dequantise(matrix, DTYPE).T)
     torch.testing.assert_close(dequantised_gated(x, matrix, None, SILU), expected, rtol=2e-2, atol=2e-2)
     assert shapes == [(64, 256), (64, 256), (16, 256)]
 
@@ -154,7 +154,7 @@ def test_a_linear_layer_takes_it(monkeypatch, kind, inner):
     assert_is_the_product(product, inputs, matrix, None)
     assert torch.equal(linear_quantised(x, ordered, None), product)
     # hopper/gated.py adds in another order than the library.
-    expected, result = gated.triton(product).double(), linear_quantised_gated(x, ordered, None)
+    expected, result = gated_activation.triton(product).double(), linear_quantised_gated(x, ordered, None)
     assert ((result.double() - expected).abs() <= 2**-6 * expected.abs() + 2**-7 * product.abs().max()).all()
     captured = torch.cuda.CUDAGraph()
     with torch.cuda.graph(captured):

@@ -30,7 +30,7 @@ from espalier.kernels.layers.quantised_plans import (
     require_supported,
     tuning_name,
 )
-from espalier.kernels.ops.activation import gated
+from espalier.kernels.ops.activation import gated_activation
 from espalier.kernels.ops.linear import linear_quantised, linear_quantised_gated, quantise_rows, sum_parts
 from espalier.kernels.runtime.launch import Chip, chip
 from espalier.models.weight_formats.quantised import QuantisedWeight
@@ -98,11 +98,11 @@ def test_gated_is_the_activation_of_the_product(kernel_device, kind):
         matrix = replace(matrix, row_block=40)
     plan = plan_for(matrix)
     product = linear_quantised.triton(x, matrix, None, plan)
-    assert torch.equal(linear_quantised_gated.triton(x, matrix, None, plan), gated.triton(product))
+    assert torch.equal(linear_quantised_gated.triton(x, matrix, None, plan), gated_activation.triton(product))
     # The launch that adds the parts rounds for the next product.
     plan, rounding = plan_for(matrix, 2), InputScales()
     rounded = linear_quantised_gated.triton(x, matrix, None, plan, rounding=rounding)
-    whole = gated.triton(linear_quantised.triton(x, matrix, None, plan))
+    whole = gated_activation.triton(linear_quantised.triton(x, matrix, None, plan))
     for got, expected in zip((rounded.values, rounded.scales), quantise_rows.triton(whole, rounding), strict=True):
         assert torch.equal(got.float(), expected.float())
 
@@ -134,7 +134,7 @@ def test_rows_that_are_rounded_already_give_the_same_bits(kernel_device, kind):
     weight = QuantisedWeight(matrix, "fp8")
     assert weight.rounding == matrix.inputs
     assert_is_the_product(weight.apply(rounded, None), x, matrix, None)
-    assert torch.equal(weight.gated(rounded, None), gated(weight.apply(rounded, None)))
+    assert torch.equal(weight.gated(rounded, None), gated_activation(weight.apply(rounded, None)))
 
 
 def product_of_each(of_gated, whole, matrix):
@@ -205,14 +205,14 @@ def test_the_place_of_each_nibble():
 def test_the_place_of_each_bit_of_e2m1():
     """As interleave_nibbles says: shifts bring the bits of a pair to the places of bfloat16's."""
     nibbles = torch.randint(0, 16, (5, 64), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
-    codes = interleave_nibbles(pack_nibbles(nibbles), spreads=True)
+    codes = interleave_nibbles(pack_nibbles(nibbles), is_e2m1=True)
     words = codes.view(torch.int32).long() & 0xFFFFFFFF
     pairs = [words, words << 4, words << 10 | words >> 22, words >> 2 ^ words << 6]
     for column in range(64):
         block, p, t, h = column // 32, column % 32 // 8, column % 8 // 2, column % 2
         sign, high, low, mantissa = (pairs[p][:, 4 * block + t] >> bit + 16 * h & 1 for bit in (15, 8, 7, 6))
         assert torch.equal(sign << 3 | high << 2 | low << 1 | mantissa, nibbles[:, column].long()), column
-    assert torch.equal(deinterleave_nibbles(codes, spreads=True), pack_nibbles(nibbles))
+    assert torch.equal(deinterleave_nibbles(codes, is_e2m1=True), pack_nibbles(nibbles))
 
 
 @pytest.mark.parametrize("rows", [0, 1, 5])
@@ -253,7 +253,7 @@ def test_groups_of_many_rows_share_a_program(kernel_device, monkeypatch, num_in,
     x, inputs = x_of(40, num_in, kernel_device), InputScales(16)
     values, scales = quantise_rows.triton(x, inputs)
     monkeypatch.setattr(quantise_rows_launcher, "GROUPS_PER_PROGRAM", 4)
-    monkeypatch.setattr(quantise_rows_launcher, "oversubscribed", lambda *_: True)
+    monkeypatch.setattr(quantise_rows_launcher, "is_oversubscribed", lambda *_: True)
     together, scales_together = quantise_rows.triton(x, inputs, for_library)
     assert torch.equal(together[:40].view(torch.uint8), values.view(torch.uint8))
     assert torch.equal(scales_together[:40], scales)

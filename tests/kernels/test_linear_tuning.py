@@ -48,17 +48,17 @@ def test_rows_find_their_bucket():
 
 def test_write_then_read(tmp_path):
     path, table = tmp_path / "deep" / "choices.json", TuningTable(CHIP, "bfloat16", {(64, 128): SOME}, {"gpu": "one"})
-    LINEAR_TUNING.write(path, table)
-    assert LINEAR_TUNING.read(path) == [table]
+    LINEAR_TUNING.write_table(path, table)
+    assert LINEAR_TUNING.read_tables(path) == [table]
 
 
 def test_writing_keeps_shapes_that_are_not_overwritten(tmp_path):
     path = tmp_path / "choices.json"
-    LINEAR_TUNING.write(path, TuningTable(CHIP, "bfloat16", {(64, 128): SOME, (8, 16): SOME}))
-    LINEAR_TUNING.write(path, TuningTable(CHIP, "float16", {(64, 128): SOME}))
-    LINEAR_TUNING.write(path, TuningTable(CHIP, "bfloat16", {(64, 128): NO_PLANS}, format="int8"))
-    LINEAR_TUNING.write(path, TuningTable(CHIP, "bfloat16", {(8, 16): NO_PLANS}))
-    tables = {(table.dtype, table.format): table.plans for table in LINEAR_TUNING.read(path)}
+    LINEAR_TUNING.write_table(path, TuningTable(CHIP, "bfloat16", {(64, 128): SOME, (8, 16): SOME}))
+    LINEAR_TUNING.write_table(path, TuningTable(CHIP, "float16", {(64, 128): SOME}))
+    LINEAR_TUNING.write_table(path, TuningTable(CHIP, "bfloat16", {(64, 128): NO_PLANS}, format="int8"))
+    LINEAR_TUNING.write_table(path, TuningTable(CHIP, "bfloat16", {(8, 16): NO_PLANS}))
+    tables = {(table.dtype, table.format): table.plans for table in LINEAR_TUNING.read_tables(path)}
     assert tables == {
         ("bfloat16", DENSE): {(64, 128): SOME, (8, 16): NO_PLANS},
         ("bfloat16", "int8"): {(64, 128): NO_PLANS},
@@ -70,24 +70,28 @@ def test_writing_keeps_shapes_that_are_not_overwritten(tmp_path):
 def test_reading_refuses_plans_that_cannot_be_launched(tmp_path, wrong):
     path = tmp_path / "choices.json"
     plan = replace(TritonPlan(64, 128, 2, 4, 3), **wrong)
-    LINEAR_TUNING.write(path, TuningTable(CHIP, "bfloat16", {(64, 128): (plan, None, None, None, None)}))
+    LINEAR_TUNING.write_table(path, TuningTable(CHIP, "bfloat16", {(64, 128): (plan, None, None, None, None)}))
     with pytest.raises(EspalierError, match=r"choices\.json is no table of linear layers"):
-        LINEAR_TUNING.read(path)
+        LINEAR_TUNING.read_tables(path)
 
 
 @pytest.mark.parametrize("wrong", [(1, 1), (2, 2), (0, 2), (1, -1)])
 def test_reading_refuses_library_plans_without_exactly_one_division(tmp_path, wrong):
     path = tmp_path / "choices.json"
-    LINEAR_TUNING.write(path, TuningTable(CHIP, "bfloat16", {(64, 128): (None, None, None, None, LibraryPlan(*wrong))}))
+    LINEAR_TUNING.write_table(
+        path, TuningTable(CHIP, "bfloat16", {(64, 128): (None, None, None, None, LibraryPlan(*wrong))})
+    )
     with pytest.raises(EspalierError, match="one of pieces and splits at 1"):
-        LINEAR_TUNING.read(path)
+        LINEAR_TUNING.read_tables(path)
 
 
 def test_reading_refuses_splits_that_do_not_divide_in(tmp_path):
     path = tmp_path / "choices.json"
-    LINEAR_TUNING.write(path, TuningTable(CHIP, "bfloat16", {(64, 100): (None, None, None, None, LibraryPlan(1, 3))}))
+    LINEAR_TUNING.write_table(
+        path, TuningTable(CHIP, "bfloat16", {(64, 100): (None, None, None, None, LibraryPlan(1, 3))})
+    )
     with pytest.raises(EspalierError, match="do not divide the 100 columns"):
-        LINEAR_TUNING.read(path)
+        LINEAR_TUNING.read_tables(path)
 
 
 def test_a_user_without_a_home_directory(monkeypatch, tmp_path):
@@ -107,23 +111,23 @@ def test_a_file_of_another_format_is_refused_by_name(tmp_path, text):
     path = tmp_path / "choices.json"
     path.write_text(text)
     with pytest.raises(EspalierError, match=r"choices\.json is no table of linear layers"):
-        LINEAR_TUNING.read(path)
+        LINEAR_TUNING.read_tables(path)
 
 
 def test_a_table_of_other_buckets_is_refused(tmp_path):
     path = tmp_path / "choices.json"
-    LINEAR_TUNING.write(path, TuningTable(CHIP, "bfloat16", {(64, 128): SOME}))
+    LINEAR_TUNING.write_table(path, TuningTable(CHIP, "bfloat16", {(64, 128): SOME}))
     path.write_text(path.read_text().replace('"32"', '"48"'))
     with pytest.raises(EspalierError, match="16, 32, 64"):
-        LINEAR_TUNING.read(path)
+        LINEAR_TUNING.read_tables(path)
 
 
 @pytest.fixture
 def active_plans(tmp_path, monkeypatch):
     """The plans that are used with a shipped table and a user's table for CHIP."""
     shipped, user = tmp_path / "shipped.json", tmp_path / "own.json"
-    LINEAR_TUNING.write(shipped, TuningTable(CHIP, "bfloat16", {(64, 128): SOME, (8, 16): SOME}))
-    LINEAR_TUNING.write(user, TuningTable(CHIP, "bfloat16", {(8, 16): NO_PLANS}))
+    LINEAR_TUNING.write_table(shipped, TuningTable(CHIP, "bfloat16", {(64, 128): SOME, (8, 16): SOME}))
+    LINEAR_TUNING.write_table(user, TuningTable(CHIP, "bfloat16", {(8, 16): NO_PLANS}))
     monkeypatch.setattr(linear_plans, "SHIPPED_TUNING_FILE", shipped)
     monkeypatch.setenv(CHOICES_FILE, str(user))
     linear_plans.active_plans.cache_clear()
@@ -149,16 +153,18 @@ def test_another_dtype_does_not_use_the_table(active_plans):
 
 
 def test_another_format_does_not_use_the_table(active_plans):
-    LINEAR_TUNING.write(user_tuning_file(), TuningTable(CHIP, "bfloat16", {(64, 128): (OTHER,) * 5}, format="int8"))
+    LINEAR_TUNING.write_table(
+        user_tuning_file(), TuningTable(CHIP, "bfloat16", {(64, 128): (OTHER,) * 5}, format="int8")
+    )
     assert active_plans(CHIP) == {(64, 128): SOME, (8, 16): NO_PLANS}
     assert active_plans(CHIP, format="int8") == {(64, 128): (OTHER,) * 5}
 
 
 def test_a_table_without_a_format_is_for_dense_weights(tmp_path):
     path, table = tmp_path / "choices.json", TuningTable(CHIP, "bfloat16", {(64, 128): SOME})
-    LINEAR_TUNING.write(path, table)
+    LINEAR_TUNING.write_table(path, table)
     path.write_text(path.read_text().replace('   "format": "dense",\n', ""))
-    assert "format" not in path.read_text() and LINEAR_TUNING.read(path) == [table]
+    assert "format" not in path.read_text() and LINEAR_TUNING.read_tables(path) == [table]
 
 
 def test_active_plans_are_logged_once(active_plans, caplog):
@@ -277,7 +283,7 @@ FORMATS = {
 
 
 def test_shipped_plans_are_candidates_on_their_chips():
-    for table in LINEAR_TUNING.read(SHIPPED_TUNING_FILE):
+    for table in LINEAR_TUNING.read_tables(SHIPPED_TUNING_FILE):
         assert getattr(torch, table.dtype) in DTYPES
         for shape, plans in table.plans.items():
             for rows, plan in zip(ROWS_BUCKETS, plans, strict=True):
@@ -294,6 +300,6 @@ def test_shipped_plans_are_candidates_on_their_chips():
 
 def test_the_file_is_json_with_one_line_per_plan(tmp_path):
     path = tmp_path / "choices.json"
-    LINEAR_TUNING.write(path, TuningTable(CHIP, "bfloat16", {(64, 128): SOME}))
+    LINEAR_TUNING.write_table(path, TuningTable(CHIP, "bfloat16", {(64, 128): SOME}))
     assert json.loads(path.read_text())["tables"][0]["shapes"]["64x128"]["32"] is None
     assert '"16": { "block_out": 64, "block_in": 128, "splits": 2, "warps": 4, "stages": 3 }' in path.read_text()

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from espalier.kernels.ops.attention import masked_attention, merge
+from espalier.kernels.ops.attention import masked_attention, merge_results
 
 # float64: a few roundings of sums of about ten terms of size one.
 TOLERANCE = 1e-12
@@ -58,7 +58,7 @@ def test_a_batch_of_no_requests_is_legal():
     q, k, v, mask = (value[:0] for value in drawn())
     out, lse = masked_attention(q, k, v, mask, SCALE)
     assert out.shape == (0, 3, 4, 3) and lse.shape == (0, 3, 4)
-    assert merge((out, lse), (out, lse)).shape == out.shape
+    assert merge_results((out, lse), (out, lse)).shape == out.shape
 
 
 @pytest.mark.parametrize("boundary", [0, 1, 4, 9])
@@ -73,7 +73,7 @@ def test_merged_parts_are_the_union(boundary, sink):
     if logits is not None:
         # A sink is one more key with value zero: it only takes weight.
         out = out * torch.sigmoid(lse - logits).nan_to_num(0)[..., None]
-    assert torch.allclose(merge(first, second, logits), out, rtol=0, atol=TOLERANCE)
+    assert torch.allclose(merge_results(first, second, logits), out, rtol=0, atol=TOLERANCE)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
@@ -90,8 +90,8 @@ def test_kernel_equals_reference(kernel_device, rows, sink, dtype):
         parts.append((torch.randn(rows, 3, 5, generator=generator).to(dtype), lse))
     logits = torch.tensor([0.3, -1.0, -torch.inf], dtype=exact) if sink else None
     on_device = [tuple(value.to(kernel_device) for value in part) for part in parts]
-    made = merge.triton(*on_device, None if logits is None else logits.to(kernel_device)).cpu()
-    right = merge.reference(*parts, logits)
+    made = merge_results.triton(*on_device, None if logits is None else logits.to(kernel_device)).cpu()
+    right = merge_results.reference(*parts, logits)
     assert made.dtype == right.dtype and made.isfinite().all()
     tolerance = 4 * torch.finfo(dtype).eps
     assert torch.allclose(made.double(), right.double(), rtol=tolerance, atol=tolerance)
@@ -100,11 +100,11 @@ def test_kernel_equals_reference(kernel_device, rows, sink, dtype):
 @pytest.mark.parametrize("sink", [None, torch.zeros(4)])
 def test_two_empty_results_merge_to_zeros(sink):
     empty = torch.zeros(2, 3, 4, 5), torch.full((2, 3, 4), -torch.inf)
-    assert torch.equal(merge(empty, empty, sink), torch.zeros(2, 3, 4, 5))
+    assert torch.equal(merge_results(empty, empty, sink), torch.zeros(2, 3, 4, 5))
 
 
 def test_out_keeps_the_dtype_of_the_queries_and_lse_is_float32():
     q, k, v, mask = drawn()
     out, lse = masked_attention(q.bfloat16(), k.bfloat16(), v.bfloat16(), mask, SCALE)
     assert (out.dtype, lse.dtype) == (torch.bfloat16, torch.float32)
-    assert merge((out, lse), (out, lse)).dtype == torch.bfloat16
+    assert merge_results((out, lse), (out, lse)).dtype == torch.bfloat16

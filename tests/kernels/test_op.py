@@ -38,11 +38,11 @@ class OnGpu:
 
 
 def made_of(launched):
-    @op("launchers", on="b[0]")
+    @op("launchers", tensor="b[0]")
     def add(a, b, *rest, c=3):
         return "reference", a, b, rest, c
 
-    @op("launchers", when=lambda c: c > 5)
+    @op("launchers", condition=lambda c: c > 5)
     def by_size(a, c=3):
         return "reference", a, c
 

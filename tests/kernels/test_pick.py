@@ -5,7 +5,7 @@ import torch
 
 from espalier.errors import EspalierError
 from espalier.kernels.attention.ancestor_bits import pack_bits
-from espalier.kernels.runtime.launch import Chip, split_size
+from espalier.kernels.runtime.launch import Chip, choose_split_size
 from espalier.kernels.sampling import pick as kernel_of_pick
 from espalier.kernels.sampling.pick import block_sizes, pick_triton
 from espalier.sampling.logit_processors import DraftedAncestors
@@ -35,7 +35,7 @@ SHARE = 2.0**-19
 def small_blocks(monkeypatch, request):
     """Several splits of several blocks, however small the vocabulary, but on the device."""
     if not request.node.get_closest_marker("gpu"):
-        for name, size in (("SPLIT", 64), ("MAX_SPLIT", 128), ("BLOCK", 32), ("PLAIN_BYTES", 64)):
+        for name, size in (("SPLIT", 64), ("MAX_SPLIT", 128), ("BLOCK", 32), ("UNPROCESSED_BYTES", 64)):
             monkeypatch.setattr(kernel_of_pick, name, size)
 
 
@@ -236,18 +236,23 @@ def test_one_request_far_down_has_filters(kernel_device, plain):
 
 def test_many_rows_are_cut_into_fewer_splits():
     hopper = Chip(227 * 1024, 132, (9, 0))
-    assert [split_size(128256, rows, hopper, 2048, 32768) for rows in (1, 25, 64, 512)] == [2048, 2048, 8192, 32768]
-    assert [split_size(128256, rows, hopper, 2048, 8192) for rows in (6, 24, 256)] == [2048, 2048, 8192]
-    assert split_size(100, 10_000, hopper, 128, 8192) == 128
+    assert [choose_split_size(128256, rows, hopper, 2048, 32768) for rows in (1, 25, 64, 512)] == [
+        2048,
+        2048,
+        8192,
+        32768,
+    ]
+    assert [choose_split_size(128256, rows, hopper, 2048, 8192) for rows in (6, 24, 256)] == [2048, 2048, 8192]
+    assert choose_split_size(100, 10_000, hopper, 128, 8192) == 128
 
 
 def test_what_a_thread_reads_at_once_follows_from_where_rows_begin():
     logits = torch.zeros(2, 3, 176, dtype=torch.bfloat16)
-    assert block_sizes(logits) == {"BLOCK": 32, "PLAIN_BLOCK": 32, "GROUP": 8}
-    assert block_sizes(logits.double()) == {"BLOCK": 32, "PLAIN_BLOCK": 8, "GROUP": 2}
+    assert block_sizes(logits) == {"BLOCK": 32, "UNPROCESSED_BLOCK": 32, "IDS_PER_THREAD": 8}
+    assert block_sizes(logits.double()) == {"BLOCK": 32, "UNPROCESSED_BLOCK": 8, "IDS_PER_THREAD": 2}
     for unaligned in (logits[..., :150], logits.flatten()[1:353].view(1, 2, 176), torch.zeros(1, 2, 180)[..., :176]):
-        assert block_sizes(unaligned)["GROUP"] == 1
-    assert block_sizes(logits[..., :7]) == {"BLOCK": 4, "PLAIN_BLOCK": 4, "GROUP": 1}
+        assert block_sizes(unaligned)["IDS_PER_THREAD"] == 1
+    assert block_sizes(logits[..., :7]) == {"BLOCK": 4, "UNPROCESSED_BLOCK": 4, "IDS_PER_THREAD": 1}
 
 
 def test_the_first_nan_is_named_and_padding_is_greedy(kernel_device):

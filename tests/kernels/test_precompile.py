@@ -113,7 +113,7 @@ def report(tmp_path_factory):
 
 
 def test_every_kernel_is_compiled_once_before_its_launch(report):
-    names = ["_rms_norm_kernel", "_gated_kernel", "_gather_rows_kernel"]
+    names = ["_rms_norm_kernel", "_activation_kernel", "_gather_rows_kernel"]
     assert report["first"] == len(names) and report["again"] == 0
     assert report["launched_inside"] == [] and report["launched"] == names
     # True: compiled by a warm-up, not by a launch.

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from espalier.cache.layer_spec import RecurrentState
 from espalier.kernels.attention.ancestor_bits import ancestor_mask
-from espalier.kernels.ops.recurrence import ShortConv, StateRows, convolved, outputs, scan, solve, tail_after
+from espalier.kernels.ops.recurrence import ShortConv, StateRows, convolve, row_outputs, scan, solve_updates, tail_after
 
 EXACT = 1e-11
 KEEPS = [
@@ -59,7 +59,7 @@ def test_a_node_reads_the_state_of_its_parent(keeps, rows):
     void[1, leaves[::2]] = True
     seen = ancestor_mask(parents, void, rows)
     q, brought, state = made(keeps, 2, rows)
-    out = outputs(q, solve(brought, state, seen, keeps.delta), state, seen)
+    out = row_outputs(q, solve_updates(brought, state, seen, keeps.delta), state, seen)
     for b in range(2):
         behind: list[Tensor] = []
         for i in range(rows):
@@ -83,7 +83,7 @@ def test_a_chain_takes_in_the_rows_that_exist(keeps, rows):
         behind, at = state[b], 0
         for at in range(int(count[b]) + 1):
             if at == marked[b] and at:
-                assert (scanned.marked[b] - behind).abs().max() < EXACT
+                assert (scanned.snapshot[b] - behind).abs().max() < EXACT
             if at < count[b]:
                 behind = step(keeps, brought, b, at, behind)
                 assert (scanned.out[b, at] - read(keeps, q[b, at], behind)).abs().max() < EXACT
@@ -95,8 +95,8 @@ def test_a_chain_takes_in_the_rows_that_exist(keeps, rows):
 def test_a_convolution_follows_a_nodes_own_path(taps):
     parents = torch.tensor([[0, 0, 0, 1, 2, 3, 3], [0, 0, 1, 2, 3, 4, 5]])
     inputs, tail, weight, bias = drawn(2, 7, 3), drawn(2, taps - 1, 3), drawn(3, taps), drawn(3)
-    out = convolved(inputs, tail, parents, ShortConv(weight, bias, silu=False))
-    chain = convolved(inputs, tail, None, ShortConv(weight))
+    out = convolve(inputs, tail, parents, ShortConv(weight, bias, silu=False))
+    chain = convolve(inputs, tail, None, ShortConv(weight))
     for b in range(2):
         for i in range(7):
             path = [i]

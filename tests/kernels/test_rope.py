@@ -55,7 +55,7 @@ def in_float64(qkv: torch.Tensor, rotation: Rotation, norms: HeadNorms | None, k
     heads = qkv.shape[1] - (1 if v_is_k else 2) * kv_heads
     x = qkv.double()
     heads_of = [x[:, :heads], x[:, heads : heads + kv_heads], x[:, x.shape[1] - kv_heads :]]
-    if norms is not None and norms.norms_v:
+    if norms is not None and norms.norms_v_heads:
         heads_of[2] = heads_of[2] / (heads_of[2].pow(2).mean(-1, keepdim=True) + norms.eps).sqrt()
     rotary = rotation.cos.shape[1]
     for i in range(2):
@@ -132,7 +132,7 @@ def test_gates_between_heads_are_skipped(parts, make, kernel_device):
     buffers = torch.full((2, 2, rows, kv_heads, size), torch.nan, dtype=dtype, device=kernel_device)
     stored_rows = torch.arange(rows, device=kernel_device).flip(0)
     given = with_gates.clone()
-    found = make(with_gates, rotation, norms._replace(skips_gates=True), stored_rows, *buffers[0])
+    found = make(with_gates, rotation, norms._replace(has_gates=True), stored_rows, *buffers[0])
     assert torch.equal(found, make(qkv.clone(), rotation, norms, stored_rows, *buffers[1]))
     assert torch.equal(*buffers) and torch.equal(given.nan_to_num(), with_gates.nan_to_num())
 
@@ -190,7 +190,7 @@ def test_a_rows_bits_do_not_depend_on_how_many_heads_share_a_program(shape, norm
     turn = random_turn(rows, size, normed, dtype, kernel_device)
     stored_rows = torch.arange(rows, device=kernel_device)
     results = []
-    # 0: every grid counts as oversubscribed; 2**30: none does.
+    # 0: every grid counts as is_oversubscribed; 2**30: none does.
     for programs_per_sm in (0, 2**30):
         monkeypatch.setattr(launch, "PROGRAMS_PER_PROCESSOR", programs_per_sm)
         buffers = torch.zeros(2, rows, kv_heads, size, dtype=dtype, device=kernel_device)

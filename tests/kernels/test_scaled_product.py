@@ -15,7 +15,7 @@ from espalier.kernels.layers.quantised import (
     quantise_inputs,
 )
 from espalier.kernels.layers.scaled_product import MAX_KERNEL_ROWS, library_supports_product, scaled_product
-from espalier.kernels.ops.activation import gated
+from espalier.kernels.ops.activation import gated_activation
 from espalier.kernels.ops.linear import linear_quantised, linear_quantised_gated, quantise_rows
 from espalier.kernels.runtime.launch import Chip
 
@@ -85,7 +85,7 @@ def test_a_linear_layer_takes_it():
     matrix, x = drawn(64, 128, "cuda"), inputs_for(128, "cuda")
     product = scaled_product(x, matrix, None)
     assert torch.equal(linear_quantised(x, matrix, None), product)
-    assert torch.equal(linear_quantised_gated(x, matrix, None), gated(product))
+    assert torch.equal(linear_quantised_gated(x, matrix, None), gated_activation(product))
 
 
 def test_other_matrices_stay_with_our_kernel():

@@ -12,7 +12,7 @@ from espalier.kernels.attention.ancestor_bits import pack_bits
 from espalier.kernels.ops import selection
 from espalier.kernels.ops.rope import Rotation
 from espalier.kernels.ops.selection import (
-    GROUP,
+    GROUP_ROWS,
     MAX_TOPK,
     IndexKeys,
     IndexNorm,
@@ -25,7 +25,7 @@ from espalier.kernels.ops.selection import (
     select_rows,
     top_rows,
 )
-from espalier.kernels.runtime.launch import Chip, power_of_two
+from espalier.kernels.runtime.launch import Chip, next_power_of_2
 from tests.pairwise import fewer
 
 # Relative to the largest value: products of the dtype's values, summed in float32.
@@ -96,7 +96,7 @@ def test_scores(kernel_device, shape, dtype):
         limit = SCORE_TOLERANCE * exact[exact.isfinite()].abs().max().item()
         torch.testing.assert_close(scores[:, kept], exact[:, kept], rtol=0, atol=limit)
     highest = highest_of_groups(made.masked_fill(~defined[:, None], -torch.inf), capacity)
-    first = torch.arange(-(-capacity // GROUP), device=kernel_device) * GROUP
+    first = torch.arange(-(-capacity // GROUP_ROWS), device=kernel_device) * GROUP_ROWS
     is_group = torch.nn.functional.pad(first < length[:, None], (0, groups.shape[2] - len(first)), value=True)
     for have, exact, kept in zip(groups, highest, is_group, strict=True):
         assert torch.equal(have[:, kept], exact[:, kept])
@@ -117,7 +117,7 @@ def test_a_score_has_the_same_bits_alone_and_together(kernel_device):
     whole = index_scores.triton(asking, keys, bits).rows
     for request, some in ((0, slice(0, 1)), (0, slice(5, 8)), (1, slice(8, 9)), (slice(0, 2), slice(1, 3))):
         batch = slice(request, request + 1) if isinstance(request, int) else request
-        of_batch = keys.page_table[batch], keys.length[batch], keys.page_size, keys.first, keys.staged[batch]
+        of_batch = keys.page_table[batch], keys.length[batch], keys.page_size, keys.first_position, keys.staged[batch]
         part = IndexQueries(*(values[batch, some] for values in asking))
         made = index_scores.triton(part, IndexKeys(keys.committed, *of_batch), bits[batch, some]).rows
         for have, want, rows in zip(made, whole[batch, some], keys.length[batch].tolist(), strict=True):
@@ -127,14 +127,14 @@ def test_a_score_has_the_same_bits_alone_and_together(kernel_device):
 
 def test_what_a_program_holds_fits_the_chip():
     """Of two-byte values: in float32 there are no tensor cores, which read shared memory."""
-    from espalier.kernels.attention.index_scores import BLOCK_N, _held
+    from espalier.kernels.attention.index_scores import BLOCK_N, _plan_shared_memory
 
     for room, queries, heads, size in product((99, 163, 227), (1, 5, 2048), (4, 64), (12, 128, 256)):
         on = Chip(1024 * room, 132, (9, 0))
-        held = _held(on, queries, heads, size, 2)
-        assert (held.queries * held.block_h + held.stages * BLOCK_N) * 2 * power_of_two(size) < on.shared_memory
+        held = _plan_shared_memory(on, queries, heads, size, 2)
+        assert (held.queries * held.block_h + held.stages * BLOCK_N) * 2 * next_power_of_2(size) < on.shared_memory
     # DeepSeek-V3.2 on Hopper: two programs fit.
-    assert _held(on, 16, 64, 128, 2) == (4, 64, 3)
+    assert _plan_shared_memory(on, 16, 64, 128, 2) == (4, 64, 3)
 
 
 def test_the_reference_scores_in_chunks_of_queries(monkeypatch):
@@ -142,7 +142,7 @@ def test_the_reference_scores_in_chunks_of_queries(monkeypatch):
     asking = IndexQueries(torch.randn(2, 5, 3, 8, generator=generator), torch.randn(2, 5, 3, generator=generator))
     keys = torch.randn(2, 9, 8, generator=generator)
     whole = selection.scores_of(asking, keys)
-    monkeypatch.setattr(selection, "MAX_PRODUCTS", 1)
+    monkeypatch.setattr(selection, "MAX_REFERENCE_PRODUCTS", 1)
     torch.testing.assert_close(selection.scores_of(asking, keys), whole)
 
 
@@ -174,7 +174,7 @@ DRAWN: dict[str, Any] = {
 @pytest.mark.parametrize("topk", fewer([1, 5, 100], lambda topk: topk != 1))
 def test_selections(kernel_device, topk, drawn, monkeypatch):
     """Groups and rows in several chunks, and lengths around topk; what lies past a length is never chosen."""
-    monkeypatch.setattr("espalier.kernels.attention.select_rows.CHUNK", 512)
+    monkeypatch.setattr("espalier.kernels.attention.select_rows.CHUNK_SCORES", 512)
     for page_size, columns, staged in ((1, 70, 1), (16, 13, 70), (256, 17, 66)):
         generator, capacity = torch.Generator().manual_seed(topk), page_size * columns
         length = torch.tensor([0, min(topk, capacity), capacity // 2 + 1, capacity], device=kernel_device)

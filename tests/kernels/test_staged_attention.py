@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from espalier.kernels.ops.attention import AttentionInputs, empty_prefix, merge, staged_attention
+from espalier.kernels.ops.attention import AttentionInputs, empty_prefix, merge_results, staged_attention
 from espalier.kernels.ops.selection import kv_splits
 from tests.kernels.attending import LSE_TOLERANCE, TOLERANCE, Case, doubled, draw, expected, run
 
@@ -55,7 +55,7 @@ def test_merged_parts_equal_the_fused_kernel(case, sink, kernel_device):
     inputs = draw(replace(case, sink=sink), kernel_device)
     alone = inputs._replace(sink=None)
     attend_prefix = run(alone, case.max_splits, staged=False)
-    merged = merge.triton(attend_prefix, staged_attention.triton(over_staged(alone)), inputs.sink)
+    merged = merge_results.triton(attend_prefix, staged_attention.triton(over_staged(alone)), inputs.sink)
     for expected_part in (expected(inputs)[0], run(inputs, case.max_splits)[0].double()):
         torch.testing.assert_close(merged.double(), expected_part, rtol=0, atol=2 * TOLERANCE[case.dtype])
 

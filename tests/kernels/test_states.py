@@ -17,18 +17,18 @@ from espalier.kernels.layers.quantised import InputScales
 from espalier.kernels.ops.linear import quantise_rows, sum_parts
 from espalier.kernels.ops.recurrence import ShortConv, StateRows
 from espalier.kernels.ops.states import (
-    Columns,
+    ConvColumns,
     GateInputs,
     OutputGate,
     PathRows,
-    Prepared,
+    PreparedRows,
     RowInputs,
-    StateColumns,
+    SlotStates,
     chain_outputs,
     commit_states,
     commit_tails,
     gated_norm,
-    prepare,
+    prepare_rows,
     tree_outputs,
 )
 
@@ -101,7 +101,7 @@ def test_a_node_reads_the_state_of_its_parent(keeps, batch, nodes, kernel_device
     drawn = Drawn(batch * nodes, kernel_device)
     q, rows = drawn.rows(keeps, batch, nodes)
     _, bits = drawn.tree(batch, nodes)
-    state, skip = StateColumns(drawn.state(keeps, ROWS), drawn.slots(batch)), drawn(keeps.heads)
+    state, skip = SlotStates(drawn.state(keeps, ROWS), drawn.slots(batch)), drawn(keeps.heads)
     unused = [row for row in range(ROWS) if row not in state.slots.tolist()]
     state.table[unused] = torch.nan
     out = tree_outputs.triton(q, rows, state, bits, skip, keeps.delta)
@@ -113,7 +113,7 @@ def test_a_node_reads_the_state_of_its_parent(keeps, batch, nodes, kernel_device
 def test_heads_have_published_sizes(keeps, dtype, kernel_device):
     """Trees that fill one warpgroup of Hopper or less, and a chain.  A model in 16 bits has operands in 16 bits."""
     drawn, close = Drawn(8, kernel_device), CLOSE if dtype == torch.float32 else 1e-2
-    state = StateColumns(drawn.state(keeps, ROWS + 1), drawn.slots(1))
+    state = SlotStates(drawn.state(keeps, ROWS + 1), drawn.slots(1))
     for nodes in (1, 3, 24, 64):
         q, rows = drawn.rows(keeps, 1, nodes)
         rows = rows._replace(v=rows.v.to(dtype))
@@ -133,7 +133,7 @@ def test_what_is_no_number_reaches_descendants_alone(keeps, kernel_device):
     drawn, batch, nodes = Drawn(3, kernel_device), 2, 16
     q, rows = drawn.rows(keeps, batch, nodes)
     _, bits = drawn.tree(batch, nodes)
-    state = StateColumns(drawn.state(keeps, ROWS), drawn.slots(batch))
+    state = SlotStates(drawn.state(keeps, ROWS), drawn.slots(batch))
     clean = tree_outputs.triton(q, rows, state, bits, None, keeps.delta)
     sees = (bits[..., 0] >> 1) & 1 == 1
     assert 0 < sees[0].sum() < nodes - 1
@@ -170,19 +170,19 @@ def test_a_path_goes_into_the_states_of_all_layers(keeps, batch, width, marks, k
     source = torch.stack([5 * torch.randperm(width, generator=drawn.generator) for _ in range(batch)])
     source = source.to(kernel_device)
     path = path_of(drawn, batch, width, source, marks)
-    taken = [source[b, : path.taken[b]].tolist() for b in range(batch)]
+    taken = [source[b, : path.row_counts[b]].tolist() for b in range(batch)]
     others = [row for row in range(staged) if not any(row in own for own in taken)]
     clean = StateRows(*(values.clone() for values in rows))
     for values in rows:
         values[:, others] = torch.nan
     state = drawn.state(keeps, layers, ROWS + 1)
-    used = [*path.slots[path.taken > 0].tolist()]
+    used = [*path.slots[path.row_counts > 0].tolist()]
     state[:, [row for row in range(ROWS + 1) if row not in used]] = torch.nan
     expected, before = state.double(), state.clone()
     commit_states.reference(expected, exact(clean), path, keeps.delta)
     commit_states.triton(state, rows, path, keeps.delta)
     for row in range(ROWS):
-        if row in used or (path.marked is not None and path.marked[0] > 0 and row == ROWS - 1):
+        if row in used or (path.snapshot_counts is not None and path.snapshot_counts[0] > 0 and row == ROWS - 1):
             assert_close(state[:, row], expected[:, row])
         else:
             assert torch.equal(state[:, row].nan_to_num(), before[:, row].nan_to_num())
@@ -198,7 +198,8 @@ def test_a_state_does_not_depend_on_how_a_text_was_cut(keeps, kernel_device):
     path = PathRows(*(each.to(kernel_device) if isinstance(each, Tensor) else each for each in path))
     commit_states.triton(whole, rows, path, keeps.delta)
     for first, count in ((0, 2), (2, 1), (3, 2)):
-        part = path._replace(source=path.source[:, first:].contiguous(), taken=path.taken * 0 + count, width=5 - first)
+        source, counts = path.source_rows[:, first:].contiguous(), path.row_counts * 0 + count
+        part = path._replace(source_rows=source, row_counts=counts, width=5 - first)
         commit_states.triton(cut, rows, part, keeps.delta)
     assert torch.equal(whole, cut)
 
@@ -235,20 +236,20 @@ def hold_chain(
     keeps: RecurrentState, q: Tensor, rows: StateRows, path: PathRows, table: Tensor, skip: Tensor | None
 ) -> None:
     """The outputs of rows that exist, and the states behind them, whatever stands in the others."""
-    exists = torch.arange(path.width, device=q.device) < path.taken[:, None]
+    exists = torch.arange(path.width, device=q.device) < path.row_counts[:, None]
     clean = StateRows(*(values.clone() for values in rows))
     for values, others in zip(rows, clean, strict=True):
         values[~exists], others[~exists] = torch.nan, 0
-    kept = {*path.slots[path.taken > 0].tolist()}
+    kept = {*path.slots[path.row_counts > 0].tolist()}
     table[[row for row in range(ROWS + 1) if row not in {*path.slots.tolist()}]] = torch.nan
     expected, before = table.double(), table.clone()
     wanted = chain_outputs.reference(
-        *exact((q, clean)), StateColumns(expected, path.slots), path, exact(skip), keeps.delta
+        *exact((q, clean)), SlotStates(expected, path.slots), path, exact(skip), keeps.delta
     )
-    out = chain_outputs.triton(q, rows, StateColumns(table, path.slots), path, skip, keeps.delta)
+    out = chain_outputs.triton(q, rows, SlotStates(table, path.slots), path, skip, keeps.delta)
     assert_close(out[exists], wanted[exists])
-    if path.mark_row is not None:
-        kept |= {*path.mark_row[path.marked > 0].tolist()}
+    if path.snapshot_rows is not None:
+        kept |= {*path.snapshot_rows[path.snapshot_counts > 0].tolist()}
     for row in range(ROWS):
         if row in kept:
             assert_close(table[row], expected[row])
@@ -256,11 +257,11 @@ def hold_chain(
             assert torch.equal(table[row].nan_to_num(), before[row].nan_to_num())
 
 
-GROUPED = DELTA.columns._replace(k=20, v=40, k_step=190, v_step=190)
+GROUPED = DELTA.columns._replace(k_column=20, v_column=40, k_head_stride=190, v_group_stride=190)
 ORDERS = [
     (DELTA, DELTA.columns, True),
     (DELTA, GROUPED, False),
-    (ADDED, ADDED.columns._replace(q=32, k=16, v=0), False),
+    (ADDED, ADDED.columns._replace(q_column=32, k_column=16, v_column=0), False),
     (RecurrentState(taps=3, conv_channels=150), RecurrentState(taps=3, conv_channels=150).columns, True),
 ]
 
@@ -284,7 +285,11 @@ def test_inputs_are_convolved_along_their_paths(keeps, columns, bias, kind, dtyp
         values, in_parts = sum_parts.reference(values, dtype), values
         gates, of_parts = (gates_of(keeps, columns, each, A_log, dt_bias) for each in (values, in_parts))
     made = []
-    runs = ((prepare.triton, lambda each: each), (prepare.reference, exact), (prepare.triton, lambda each: each))
+    runs = (
+        (prepare_rows.triton, lambda each: each),
+        (prepare_rows.reference, exact),
+        (prepare_rows.triton, lambda each: each),
+    )
     for (run, cast), given in zip(runs, ((inputs, gates), (inputs, gates), (parts, of_parts)), strict=True):
         out = room(keeps, batch * width, inputs, cast)
         run(*cast(given), conv._replace(weight=cast(weight), bias=cast(conv.bias)), columns,
@@ -299,7 +304,7 @@ def test_inputs_are_convolved_along_their_paths(keeps, columns, bias, kind, dtyp
     assert torch.equal(made[0].inputs.double(), made[1].inputs)
 
 
-def gates_of(keeps: RecurrentState, columns: Columns, values: Tensor, A_log: Tensor, dt_bias: Tensor) -> GateInputs:
+def gates_of(keeps: RecurrentState, columns: ConvColumns, values: Tensor, A_log: Tensor, dt_bias: Tensor) -> GateInputs:
     share = keeps.heads // keeps.k_heads
     if not keeps.delta:
         return GateInputs(values, None, A_log, dt_bias, share, share, (0.1, 3.0))
@@ -308,17 +313,17 @@ def gates_of(keeps: RecurrentState, columns: Columns, values: Tensor, A_log: Ten
     return GateInputs(values[..., keeps.heads :], values, A_log, dt_bias, share, share)
 
 
-def room(keeps: RecurrentState, rows: int, inputs: Tensor, cast) -> Prepared:
+def room(keeps: RecurrentState, rows: int, inputs: Tensor, cast) -> PreparedRows:
     def empty(*shape: int, dtype: torch.dtype = inputs.dtype) -> Tensor:
         return cast(torch.full((rows, *shape), torch.nan, dtype=dtype, device=inputs.device))
 
     ordered = empty(keeps.channels)
     if not keeps.heads:
-        return Prepared(None, None, empty(keeps.channels), None, ordered)
+        return PreparedRows(None, None, empty(keeps.channels), None, ordered)
     k_shape, single = (keeps.k_heads, keeps.k_size), torch.float32
     q = empty(*k_shape, dtype=single if keeps.units else inputs.dtype)
     gates = empty(2, keeps.heads, dtype=single)
-    return Prepared(q, empty(*k_shape, dtype=single), empty(keeps.heads, keeps.v_size), gates, ordered)
+    return PreparedRows(q, empty(*k_shape, dtype=single), empty(keeps.heads, keeps.v_size), gates, ordered)
 
 
 @pytest.mark.parametrize(("keeps", "columns", "bias"), ORDERS, ids=["delta", "grouped", "added", "convolution"])

@@ -203,7 +203,7 @@ def test_indexers_of_an_fp8_checkpoint(tmp_path: Path) -> None:
 
 def test_a_norm_rounds_for_both_products_only_what_both_take_so() -> None:
     by_block, by_row = InputScales(128), InputScales()
-    static = InputScales(static=torch.ones(1))
+    static = InputScales(static_scale=torch.ones(1))
     assert common_rounding(by_block, InputScales(128)) == by_block and common_rounding(by_row, by_row) == by_row
     for one, other in ((by_block, by_row), (by_block, None), (None, by_row), (static, static), (by_row, static)):
         assert common_rounding(one, other) is None

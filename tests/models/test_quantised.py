@@ -263,7 +263,9 @@ def test_one_scale_has_one_of_three_names(tmp_path, scale, of_inputs):
         stored[name.removesuffix(suffix) + named[suffix]] = stored.pop(name)
     save_file(stored, path / "model.safetensors")
     found = load_target(path, **LOADING).layers[1].mlp.down.weight.matrix
-    assert torch.equal(found.scales, expected.scales) and torch.equal(found.inputs.static, expected.inputs.static)
+    assert torch.equal(found.scales, expected.scales) and torch.equal(
+        found.inputs.static_scale, expected.inputs.static_scale
+    )
 
 
 def test_transformers_names_scales_and_means_them_as_we_do():

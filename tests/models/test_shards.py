@@ -115,15 +115,15 @@ def test_the_parts_of_a_matrix_are_the_matrix(kind, count, tmp_path):
 @pytest.mark.parametrize("type", ["Q8_0", "Q4_K"])
 def test_the_parts_of_blocks_are_the_matrix(type, tmp_path):
     kind, rows = BLOCK_TYPES[type], 6
-    columns = 3 * kind.values
+    columns = 3 * kind.block_values
     blocks = blocks_of(type, rows, columns)
-    save_file({"a.weight": blocks.view(rows, 3, kind.nbytes)}, tmp_path / "model.safetensors")
+    save_file({"a.weight": blocks.view(rows, 3, kind.block_bytes)}, tmp_path / "model.safetensors")
     formats = read_formats({"quantization_config": {"quant_method": "gguf", "types": {"a": type}}})
     weights, x = Weights(tmp_path, torch.float64, "cpu", formats), torch.eye(columns, dtype=torch.float64)
     meant = dequantise_blocks(BlockMatrix(kind, blocks)).double()
     of_rows = [weights.weight(["a"], [Part(2 * i, 2 * i + 2, rows)], columns).apply(x, None).T for i in range(3)]
-    own = [Part(i * kind.values, (i + 1) * kind.values, columns) for i in range(3)]
-    unit = torch.eye(kind.values, dtype=torch.float64)
+    own = [Part(i * kind.block_values, (i + 1) * kind.block_values, columns) for i in range(3)]
+    unit = torch.eye(kind.block_values, dtype=torch.float64)
     of_columns = [weights.weight(["a"], [rows], part).apply(unit, None).T for part in own]
     assert torch.equal(torch.cat(of_rows), meant) and torch.equal(torch.cat(of_columns, 1), meant)
     with pytest.raises(EspalierError, match=r"'a' in .*cannot be cut out"):

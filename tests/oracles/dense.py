@@ -219,11 +219,11 @@ def heads_of(
     v_is_k = norms is not None and norms.v_is_k
     # Context rows have no queries.
     heads = qkv.shape[2] - (1 if v_is_k else 2) * kv_heads
-    if norms is not None and norms.skips_gates:
+    if norms is not None and norms.has_gates:
         heads //= 2
         qkv = torch.cat((qkv[:, :, : 2 * heads].unflatten(2, (heads, 2))[:, :, :, 0], qkv[:, :, 2 * heads :]), 2)
     q, k, v = qkv[:, :, :heads], qkv[:, :, heads : heads + kv_heads], qkv[:, :, qkv.shape[2] - kv_heads :]
-    if norms is not None and norms.norms_v:
+    if norms is not None and norms.norms_v_heads:
         v = (v / (v.pow(2).mean(-1, keepdim=True) + norms.eps).sqrt()).to(qkv.dtype)
     return turned(q, rotation, norms and norms.q, norms), turned(k, rotation, norms and norms.k, norms), v
 

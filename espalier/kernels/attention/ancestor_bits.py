@@ -10,12 +10,12 @@ from torch import Tensor
 from espalier.kernels.runtime.launch import require
 from espalier.layout import ANCESTOR_BITS
 
-# Numbers of words are multiples of this.  Triton compiles the same code for all strides that it divides.
+# The number of words is a multiple of this, because Triton compiles one kernel for all strides divisible by 16.
 WORDS_UNIT = 16
 
 
-def ancestor_mask(parents: Tensor, void: Tensor, levels: int) -> Tensor:
-    """[B, D, D] bool: entry [b, i, j] says that node j is an ancestor of node i, or i itself.
+def ancestor_mask(parents: Tensor, is_void: Tensor, levels: int) -> Tensor:
+    """Returns [B, D, D] bool: entry [b, i, j] says that node j is an ancestor of node i, or i itself.
 
     parents: [B, D], the root is its own parent; void: [B, D] bool, nodes that see only themselves; levels: depth of the
     tree.
@@ -25,7 +25,7 @@ def ancestor_mask(parents: Tensor, void: Tensor, levels: int) -> Tensor:
     towards_root = parents[:, :, None].expand(-1, -1, parents.shape[1])
     for _ in range(levels):
         mask = mask.gather(1, towards_root) | itself
-    return torch.where(void[:, :, None], itself, mask)
+    return torch.where(is_void[:, :, None], itself, mask)
 
 
 def pack_bits(mask: Tensor) -> Tensor:
@@ -41,14 +41,14 @@ def unpack_bits(ancestor_bits: Tensor, nodes: int) -> Tensor:
     return (ancestor_bits[..., None] >> bits & 1).flatten(-2)[..., :nodes].bool()
 
 
-def whole_path_holds(ancestor_bits: Tensor, holds: Tensor) -> Tensor:
-    """[B, D] bool: whether `holds` [B, D] is true for the node and all of its ancestors.  ancestor_bits: [B, D, W]."""
-    return ((ancestor_bits & pack_bits(~holds)[:, None]) == 0).all(-1)
+def whole_path_holds(ancestor_bits: Tensor, node_holds: Tensor) -> Tensor:
+    """[B, D] bool: whether `node_holds` [B, D] is true for a node and all its ancestors.  ancestor_bits: [B, D, W]."""
+    return ((ancestor_bits & pack_bits(~node_holds)[:, None]) == 0).all(-1)
 
 
-def self_bits(first: int, count: int, num_words: int, device: torch.device) -> Tensor:
+def self_bits(first_row: int, count: int, num_words: int, device: torch.device) -> Tensor:
     """[count, num_words] int64: the ancestor bits of rows first .. first + count, each with only its own bit set."""
-    rows = torch.arange(first, first + count, device=device)
+    rows = torch.arange(first_row, first_row + count, device=device)
     bits = torch.ones_like(rows) << rows % ANCESTOR_BITS
     return bits[:, None] * (torch.arange(num_words, device=device) == (rows // ANCESTOR_BITS)[:, None])
 
@@ -65,17 +65,17 @@ def causal_bits(row: Tensor, rows: int) -> Tensor:
 def require_ancestor_bits(name: str, ancestor_bits: Tensor, rows: int, q: Tensor) -> None:
     """Check the ancestor bits of queries q [B, Q, ...] over staged rows.
 
-    There may be more words than the rows need: the first levels of a draft tree have the words of all its rows.  Raises
-    EspalierError.
+    There may be more words than these rows need: a draft tree has the words of all its rows from the first level on.
+    Raises EspalierError.
     """
     words = max(-(-rows // ANCESTOR_BITS), ancestor_bits.shape[-1])
     require(name, ancestor_bits, (*q.shape[:2], words), torch.int64, q)
 
 
 def visible_mask(ancestor_bits: Tensor | None, positions: Tensor, row_positions: Tensor, window: int | None) -> Tensor:
-    """[B, Q, R] bool: the staged rows that each query sees, inside the window.
+    """Returns [B, Q, R] bool: the staged rows that each query sees, inside the window.
 
-    In a tree the rows are those of its ancestor bits.  In a chain (None) they are its own row and all rows before it.
+    A query of a tree sees the rows of its ancestor bits.  A query of a chain (None) sees all rows up to its own.
     """
     rows = row_positions.shape[1]
     if ancestor_bits is None:

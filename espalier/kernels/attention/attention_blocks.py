@@ -1,8 +1,8 @@
 """The loops of the Triton attention kernels: a query tile over blocks of rows.
 
 `_attend_unmasked_blocks` and `attend_blocks` read committed rows through a page table.  `attend_staged` reads staged
-rows.  Each loop takes and returns the tile's online softmax: (max_score, sum_weights, acc).  tree_attention.py uses
-them for K and V heads, and latent_attention.py for latent rows, whose queries come in two parts.
+rows.  Each loop takes and returns the tile's online softmax: (max_score, sum_weights, acc).  The loops serve
+tree_attention.py (K and V heads) and latent_attention.py (latent rows, whose queries have two parts).
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from espalier.kernels.state.kv_scales import require_kv_rows
 LOG2_E = 1.4426950408889634
 
 
-class Constants(NamedTuple):
-    """Compile-time constants of a kernel.  A variable that holds them is declared `tl.constexpr`.
+class AttentionConstants(NamedTuple):
+    """The constexpr arguments of an attention kernel, as one `tl.constexpr` variable.
 
-    SOFTCAP: of logits, 0 for none.
+    SOFTCAP: the soft-cap of logits, 0 for none.
     FIRST_SIZE, SECOND_SIZE: values of a row in its two tiles (RowTiles); FIRST_BLOCK, SECOND_BLOCK: the tiles' widths.
     """
 
@@ -57,29 +57,29 @@ class RowTiles(NamedTuple):
 
 @kernel
 def _attend_block(
-    q, q_rope, first, second, seen, scale, max_score, sum_weights, acc,
+    q, q_rope, first_tile, second_tile, is_visible, scale, max_score, sum_weights, acc,
     MASKED: tl.constexpr, CONSTANTS: tl.constexpr,
 ):  # fmt: skip
     """Add the rows of two tiles [N, d] to an online softmax in base 2 (Milakov and Gimelshein 2018).
 
     q_rope: the queries' part for the second tile of latent rows; None for K and V.
-    FP8 rows become q's dtype, which is exact.  Their scales are factors of `scale` and of the result.
-    Every fused multiply-add is explicit.  If the compiler chose them, a change in another loop could change a rounding
-    here, and then the bits would differ from those of kernels/hopper/attend.py.
+    FP8 rows become q's dtype, which is exact.  The FP8 scales are factors of `scale` and of the result.
+    Every fused multiply-add is explicit, so that the bits equal those of kernels/hopper/attend.py.  The compiler's
+    choice of fusions could change with the code of another loop.
     """
     PRECISION: tl.constexpr = CONSTANTS.PRECISION
-    values = from_fp8(first, q.dtype)
+    values = from_fp8(first_tile, q.dtype)
     if q_rope is None:
         scores = tl.dot(q, tl.trans(values), input_precision=PRECISION)
-        values = from_fp8(second, q.dtype)
+        values = from_fp8(second_tile, q.dtype)
     else:
-        rope = from_fp8(second, q.dtype)
+        rope = from_fp8(second_tile, q.dtype)
         scores = tl.dot(q, tl.trans(values), input_precision=PRECISION)
         scores = tl.dot(q_rope, tl.trans(rope), scores, input_precision=PRECISION)
     if CONSTANTS.SOFTCAP > 0:
         scores = _soft_capped(scores, scale, CONSTANTS.SOFTCAP)
         scale = 1.0
-    return _attend_scores(scores, values, seen, scale, max_score, sum_weights, acc, MASKED, PRECISION)
+    return _attend_scores(scores, values, is_visible, scale, max_score, sum_weights, acc, MASKED, PRECISION)
 
 
 @kernel
@@ -87,17 +87,19 @@ def _soft_capped(scores, scale, SOFTCAP: tl.constexpr):
     """Soft-cap scores: SOFTCAP · tanh(score / SOFTCAP), in base 2.
 
     A score times `scale` is in base 2; the cap of ±SOFTCAP is in base e.  tanh(x) is computed as 1 - 2 / (1 + e^2x).
-    Its error is at most 2^-24, so the error of a score is at most SOFTCAP · 2^-23.
+    The error of tanh is at most 2^-24, so the error of a score is at most SOFTCAP · 2^-23.
     """
     grown = tl.exp2(scores * (scale * (2.0 / SOFTCAP)))
     return (SOFTCAP * 1.4426950408889634) * (1.0 - 2.0 / (1.0 + grown))
 
 
 @kernel
-def _attend_scores(scores, v, seen, scale, max_score, sum_weights, acc, MASKED: tl.constexpr, PRECISION: tl.constexpr):
+def _attend_scores(
+    scores, v, is_visible, scale, max_score, sum_weights, acc, MASKED: tl.constexpr, PRECISION: tl.constexpr
+):
     """Add rows to an online softmax.  scores: [M, N], the products of queries and keys.  See _attend_block."""
     if MASKED:
-        scores = tl.where(seen, scores, float("-inf"))
+        scores = tl.where(is_visible, scores, float("-inf"))
     new_max = tl.maximum(max_score, tl.max(scores, 1))
     # All scores are -inf until the first visible row; -inf - -inf would be NaN.
     scaled_max = tl.where(new_max == float("-inf"), 0.0, new_max * scale)
@@ -112,8 +114,7 @@ def _attend_scores(scores, v, seen, scale, max_score, sum_weights, acc, MASKED: 
 def shift_exponent(exponent, dtype: tl.constexpr):
     """Subtract 15 from the exponent for float16: weights in float16 are stored times 2^15.
 
-    A weight is at most 1, and float16's smallest number is 2^-24.  Many rows may each have a smaller weight, and yet
-    count together.
+    A weight is at most 1, and float16's smallest number is 2^-24.  The sum of many weights below 2^-24 may matter.
     """
     if dtype == tl.float16:
         exponent = exponent - 15.0
@@ -129,73 +130,73 @@ def lse_of(max_score, sum_weights, scale, dtype: tl.constexpr):
 
 
 @kernel
-def page_of_block(table, at, end, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The pages of positions at .. at + BLOCK_N - 1; a scalar if one page holds the block.  BLOCK_N divides `at`."""
+def page_of_block(table, begin, end, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The pages of positions at .. at + BLOCK_N - 1; a scalar if one page holds the block.  BLOCK_N divides `begin`."""
     if PAGE_SIZE % BLOCK_N == 0:
-        page = tl.load(table + at // PAGE_SIZE, mask=at < end, other=0)
+        page = tl.load(table + begin // PAGE_SIZE, mask=begin < end, other=0)
     elif BLOCK_N % PAGE_SIZE == 0:
         offset = tl.arange(0, BLOCK_N)
-        page = tl.load(table + at // PAGE_SIZE + offset // PAGE_SIZE, mask=at + offset < end, other=0)
+        page = tl.load(table + begin // PAGE_SIZE + offset // PAGE_SIZE, mask=begin + offset < end, other=0)
     else:
-        key_position = at + tl.arange(0, BLOCK_N)
+        key_position = begin + tl.arange(0, BLOCK_N)
         page = tl.load(table + key_position // PAGE_SIZE, mask=key_position < end, other=0)
     return page
 
 
 @kernel
-def rows_of_block(page, at, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """[BLOCK_N] int64: pool rows of the positions at .. at + BLOCK_N - 1."""
+def rows_of_block(page, begin, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Returns [BLOCK_N] int64: pool rows of the positions at .. at + BLOCK_N - 1."""
     offset = tl.arange(0, BLOCK_N)
-    # Rows fit in int32: the launcher checks the pool.  They become int64 here and not when the page is loaded, because
-    # Triton 3.6 pipelines only loops that carry nothing but the load.
+    # Rows fit in int32, which the launcher checks.  The conversion to int64 is here and not at the load of the page,
+    # because Triton 3.6 pipelines only loops whose carried values are plain loads.
     if PAGE_SIZE % BLOCK_N == 0:
-        row = page * PAGE_SIZE + at % PAGE_SIZE + offset
+        row = page * PAGE_SIZE + begin % PAGE_SIZE + offset
     else:
-        # Never write offset % PAGE_SIZE alone: Triton 3.6 concludes that each row is a multiple of the page size, and
-        # then loads rows of 22 values 16 bytes at a time, misaligned.
-        row = page * PAGE_SIZE + (at + offset) % PAGE_SIZE
+        # Do not write offset % PAGE_SIZE here: Triton 3.6 would conclude that rows are multiples of the page size, and
+        # use misaligned 16-byte loads for rows of 22 values.
+        row = page * PAGE_SIZE + (begin + offset) % PAGE_SIZE
     return row.to(tl.int64)
 
 
 @kernel
-def load_rows(pointer, offsets, exists, MASKED: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """Load rows [N, BLOCK] at offsets [N].  Zeros past SIZE and, if MASKED, for rows that do not exist."""
+def load_rows(pointer, offsets, row_exists, MASKED: tl.constexpr, ROW_SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """Load rows [N, BLOCK] at offsets [N].  Zeros past ROW_SIZE and, if MASKED, for rows that do not exist."""
     size = tl.arange(0, BLOCK)
     at = pointer + offsets[:, None] + size[None, :]
     if MASKED:
-        mask = exists[:, None]
-        if BLOCK != SIZE:
-            mask = mask & (size < SIZE)[None, :]
+        mask = row_exists[:, None]
+        if BLOCK != ROW_SIZE:
+            mask = mask & (size < ROW_SIZE)[None, :]
         rows = tl.load(at, mask=mask, other=0.0)
-    elif BLOCK != SIZE:
-        rows = tl.load(at, mask=(size < SIZE)[None, :], other=0.0)
+    elif BLOCK != ROW_SIZE:
+        rows = tl.load(at, mask=(size < ROW_SIZE)[None, :], other=0.0)
     else:
         rows = tl.load(at)
     return rows
 
 
 @kernel
-def _load_tiles(tiles, row, exists, MASKED: tl.constexpr, CONSTANTS: tl.constexpr):
-    """(first, second): the tiles of rows `row` [N]."""
+def _load_tiles(tiles, row, row_exists, MASKED: tl.constexpr, CONSTANTS: tl.constexpr):
+    """Returns (first, second): the tiles of rows `row` [N]."""
     first = load_rows(
-        tiles.first_ptr, row * tiles.first_stride, exists, MASKED, CONSTANTS.FIRST_SIZE, CONSTANTS.FIRST_BLOCK
+        tiles.first_ptr, row * tiles.first_stride, row_exists, MASKED, CONSTANTS.FIRST_SIZE, CONSTANTS.FIRST_BLOCK
     )
     second = load_rows(
-        tiles.second_ptr, row * tiles.second_stride, exists, MASKED, CONSTANTS.SECOND_SIZE, CONSTANTS.SECOND_BLOCK
+        tiles.second_ptr, row * tiles.second_stride, row_exists, MASKED, CONSTANTS.SECOND_SIZE, CONSTANTS.SECOND_BLOCK
     )
     return first, second
 
 
 # fmt: off
 @kernel
-def _attend_unmasked_blocks(q, table, tiles, low, high, scale, max_score, sum_weights, acc, CONSTANTS: tl.constexpr):
+def _attend_unmasked_blocks(q, table, tiles, begin, end, scale, max_score, sum_weights, acc, CONSTANTS: tl.constexpr):
     """Attend to positions low .. high, in whole blocks of BLOCK_N.  Every query sees all of these rows: no mask."""
     PAGE_SIZE: tl.constexpr = CONSTANTS.PAGE_SIZE
     BLOCK_N: tl.constexpr = CONSTANTS.BLOCK_N
-    page = page_of_block(table, low, high, PAGE_SIZE, BLOCK_N)
-    for at in tl.range(low, high, BLOCK_N, num_stages=CONSTANTS.STAGES):
+    page = page_of_block(table, begin, end, PAGE_SIZE, BLOCK_N)
+    for at in tl.range(begin, end, BLOCK_N, num_stages=CONSTANTS.STAGES):
         row = rows_of_block(page, at, PAGE_SIZE, BLOCK_N)
-        page = page_of_block(table, at + BLOCK_N, high, PAGE_SIZE, BLOCK_N)
+        page = page_of_block(table, at + BLOCK_N, end, PAGE_SIZE, BLOCK_N)
         k, v = _load_tiles(tiles, row, 0, False, CONSTANTS)
         max_score, sum_weights, acc = _attend_block(
             q, None, k, v, 0, scale, max_score, sum_weights, acc, False, CONSTANTS
@@ -205,23 +206,24 @@ def _attend_unmasked_blocks(q, table, tiles, low, high, scale, max_score, sum_we
 
 @kernel
 def attend_blocks(
-    q, q_rope, position, table, tiles, begin, end, first, num_lower, num_unmasked, low, high,
+    q, q_rope, position, table, tiles, begin, end, first_position, num_lower, num_unmasked, begin_block, end_block,
     scale, max_score, sum_weights, acc, MASKED: tl.constexpr, CONSTANTS: tl.constexpr,
 ):
     """Attend to blocks low .. high from position `begin`, in the order of work_items.py:block_index.
 
-    MASKED: some rows are at or past `end`, or below `first`.  Such rows are never read, because they may be NaN.
+    MASKED: some rows are at or past `end`, or below `first_position`.  They are not read, because they may be NaN.
     """
     PAGE_SIZE: tl.constexpr = CONSTANTS.PAGE_SIZE
     BLOCK_N: tl.constexpr = CONSTANTS.BLOCK_N
-    page = page_of_block(table, begin + block_index(low, num_lower, num_unmasked) * BLOCK_N, end, PAGE_SIZE, BLOCK_N)
-    for t in tl.range(low, high, num_stages=CONSTANTS.STAGES):
+    at = begin + block_index(begin_block, num_lower, num_unmasked) * BLOCK_N
+    page = page_of_block(table, at, end, PAGE_SIZE, BLOCK_N)
+    for t in tl.range(begin_block, end_block, num_stages=CONSTANTS.STAGES):
         at = begin + block_index(t, num_lower, num_unmasked) * BLOCK_N
         at_next = begin + block_index(t + 1, num_lower, num_unmasked) * BLOCK_N
         key_position = at + tl.arange(0, BLOCK_N)
         row = rows_of_block(page, at, PAGE_SIZE, BLOCK_N)
         page = page_of_block(table, at_next, end, PAGE_SIZE, BLOCK_N)
-        exists = (key_position >= first) & (key_position < end)
+        exists = (key_position >= first_position) & (key_position < end)
         first_tile, second_tile = _load_tiles(tiles, row, exists, MASKED, CONSTANTS)
         seen = exists[None, :]
         if CONSTANTS.WINDOW > 0:
@@ -234,17 +236,17 @@ def attend_blocks(
 
 @kernel
 def attend_staged(
-    q, q_rope, query, query_exists, position, tiles, row_position_ptr, row_position_r, bits_ptr, bits_q,
-    low, high, rows, scale, max_score, sum_weights, acc, CONSTANTS: tl.constexpr,
+    q, q_rope, query, query_exists, position, tiles, row_position_ptr, row_position_stride_r, bits_ptr, bits_stride_q,
+    begin_row, end_row, num_rows, scale, max_score, sum_weights, acc, CONSTANTS: tl.constexpr,
 ):
-    """Attend to staged rows low .. high, out of `rows`.
+    """Attend to staged rows low .. high, out of `num_rows`.
 
     In a chain (STAGED 1) a query sees its own row and all rows before it; in a tree (2), its ancestor bits' rows.
     """
     WINDOW: tl.constexpr = CONSTANTS.WINDOW
-    for at in tl.range(low, high, CONSTANTS.BLOCK_R, num_stages=CONSTANTS.STAGES):
+    for at in tl.range(begin_row, end_row, CONSTANTS.BLOCK_R, num_stages=CONSTANTS.STAGES):
         node = at + tl.arange(0, CONSTANTS.BLOCK_R)
-        exists = node < rows
+        exists = node < num_rows
         row = node.to(tl.int64)
         first_tile, second_tile = _load_tiles(tiles, row, exists, True, CONSTANTS)
         if CONSTANTS.STAGED == 1:
@@ -252,10 +254,11 @@ def attend_staged(
             if WINDOW > 0:
                 seen = seen & (query[:, None] - node[None, :] < WINDOW)
         else:
-            word = tl.load(bits_ptr + query.to(tl.int64) * bits_q + at // 64, mask=query_exists, other=0)
+            word = tl.load(bits_ptr + query.to(tl.int64) * bits_stride_q + at // 64, mask=query_exists, other=0)
             seen = exists[None, :] & (((word[:, None] >> (row % 64)[None, :]) & 1) != 0)
             if WINDOW > 0:
-                row_position = tl.load(row_position_ptr + row * row_position_r, mask=exists, other=0).to(tl.int32)
+                position_ptrs = row_position_ptr + row * row_position_stride_r
+                row_position = tl.load(position_ptrs, mask=exists, other=0).to(tl.int32)
                 seen = seen & (position[:, None] - row_position[None, :] < WINDOW)
         max_score, sum_weights, acc = _attend_block(
             q, q_rope, first_tile, second_tile, seen, scale, max_score, sum_weights, acc, True, CONSTANTS
@@ -265,18 +268,18 @@ def attend_staged(
 
 @kernel
 def attend_committed(
-    q, position, table, tiles, begin, end, first, scale, max_score, sum_weights, acc, CONSTANTS: tl.constexpr,
+    q, position, table, tiles, begin, end, first_position, scale, max_score, sum_weights, acc, CONSTANTS: tl.constexpr,
 ):
     """Attend to positions begin .. end of K and V, unmasked blocks first.  begin is a multiple of BLOCK_N."""
     BLOCK_N: tl.constexpr = CONSTANTS.BLOCK_N
-    num_blocks, num_lower, num_unmasked = committed_blocks(begin, end, first, CONSTANTS.WINDOW, BLOCK_N)
+    num_blocks, num_lower, num_unmasked = committed_blocks(begin, end, first_position, CONSTANTS.WINDOW, BLOCK_N)
     if CONSTANTS.WINDOW == 0:
         low = begin + num_lower * BLOCK_N
         max_score, sum_weights, acc = _attend_unmasked_blocks(
             q, table, tiles, low, low + num_unmasked * BLOCK_N, scale, max_score, sum_weights, acc, CONSTANTS
         )
     return attend_blocks(
-        q, None, position, table, tiles, begin, end, first, num_lower, num_unmasked, num_unmasked, num_blocks,
+        q, None, position, table, tiles, begin, end, first_position, num_lower, num_unmasked, num_unmasked, num_blocks,
         scale, max_score, sum_weights, acc, True, CONSTANTS,
     )
 # fmt: on
@@ -292,7 +295,7 @@ def times_scale(values, scale_ptr, head):
 
 @kernel
 def sink_share(lse, sink_ptr, head):
-    """The share of the softmax that the rows keep after the sink of their head has joined (ops/attention.py:with_sink).
+    """Returns the rows' share of a softmax that includes the sink of their head, see ops/attention.py:apply_sink.
 
     lse: log-sum-exp of the rows, in base 2.  The fused multiply-add is explicit, as in `_attend_block`.
     """
@@ -302,7 +305,7 @@ def sink_share(lse, sink_ptr, head):
 
 
 @kernel
-def _write(out_ptr, lse_ptr, row, acc, lse, query_exists, V_SIZE: tl.constexpr, BLOCK_V: tl.constexpr):
+def _write_tile(out_ptr, lse_ptr, row, acc, lse, query_exists, V_SIZE: tl.constexpr, BLOCK_V: tl.constexpr):
     """Write a tile's results to rows `row` [M] of out [rows, V_SIZE] and lse [rows].  Padding queries are skipped."""
     size = tl.arange(0, BLOCK_V)
     mask = query_exists[:, None] & (size < V_SIZE)[None, :]
@@ -315,7 +318,7 @@ def _write(out_ptr, lse_ptr, row, acc, lse, query_exists, V_SIZE: tl.constexpr, 
 def write_work_item(
     results, split, request, request_splits, queries, query, query_exists, head, v_scale_ptr, kv_head,
     scale, max_score, sum_weights, acc,
-    dtype: tl.constexpr, HEADS: tl.constexpr, SINK: tl.constexpr, V_SIZE: tl.constexpr, BLOCK_V: tl.constexpr,
+    dtype: tl.constexpr, HEADS: tl.constexpr, HAS_SINK: tl.constexpr, V_SIZE: tl.constexpr, BLOCK_V: tl.constexpr,
 ):
     """Write the final result if the request has one split, else a partial result.
 
@@ -323,17 +326,17 @@ def write_work_item(
     """
     out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, sink_ptr = results
     divisor = tl.where(sum_weights == 0.0, 1.0, sum_weights)
-    # One division per query instead of one per value.
+    # One division per query is faster than one per value.
     out = times_scale(acc * (1.0 / divisor)[:, None], v_scale_ptr, kv_head)
     lse = lse_of(max_score, sum_weights, scale, dtype)
     if request_splits == 1:
-        if SINK:
+        if HAS_SINK:
             out = out * sink_share(lse, sink_ptr, head)[:, None]
         row = (request * queries + query) * HEADS + head
-        _write(out_ptr, lse_ptr, row, out, lse * 0.6931471805599453, query_exists, V_SIZE, BLOCK_V)
+        _write_tile(out_ptr, lse_ptr, row, out, lse * 0.6931471805599453, query_exists, V_SIZE, BLOCK_V)
     else:
         row = (split.to(tl.int64) * queries + query) * HEADS + head
-        _write(partial_ptr, partial_lse_ptr, row, out, lse, query_exists, V_SIZE, BLOCK_V)
+        _write_tile(partial_ptr, partial_lse_ptr, row, out, lse, query_exists, V_SIZE, BLOCK_V)
 # fmt: on
 
 
@@ -369,7 +372,7 @@ def check_shapes(name: str, inputs: AttentionInputs, kv_heads: int) -> None:
 def common_launch_arguments(
     inputs: AttentionInputs, partials: PartialResults, out: Tensor, lse: Tensor, num_tiles: int
 ) -> dict[str, Any]:
-    """The launch arguments that all attention kernels share.  num_tiles: number of query tiles."""
+    """Returns the launch arguments that all attention kernels share.  num_tiles: number of query tiles."""
     q, prefix, staged, splits = inputs.q, inputs.prefix, inputs.staged, inputs.splits
     ancestor_bits = None if staged is None else inputs.nodes.ancestor_bits
     staged_kind = NO_STAGED if staged is None else CHAIN if ancestor_bits is None else TREE
@@ -378,7 +381,7 @@ def common_launch_arguments(
         "table_ptr": prefix.page_table,
         "split_ptr": splits.table,
         "start_ptr": splits.starts,
-        # Without ancestor bits the kernel gets another pointer, which it does not read.
+        # Without ancestor bits the kernel gets a placeholder pointer, which it does not read.
         "bits_ptr": inputs.nodes.positions if ancestor_bits is None else ancestor_bits,
         "out_ptr": out,
         "lse_ptr": lse,
@@ -388,10 +391,14 @@ def common_launch_arguments(
         "batch": q.shape[0],
         "queries": q.shape[1],
         "rows": 0 if staged is None else staged[0].shape[1],
-        "first": prefix.first,
-        **named_strides(q, "q_b", "q_q", "q_h"),
-        **named_strides(prefix.page_table, "table_b"),
-        **({"bits_b": 0, "bits_q": 0} if ancestor_bits is None else named_strides(ancestor_bits, "bits_b", "bits_q")),
+        "first_position": prefix.first_position,
+        **named_strides(q, "q_stride_b", "q_stride_q", "q_stride_h"),
+        **named_strides(prefix.page_table, "table_stride_b"),
+        **(
+            {"bits_stride_b": 0, "bits_stride_q": 0}
+            if ancestor_bits is None
+            else named_strides(ancestor_bits, "bits_stride_b", "bits_stride_q")
+        ),
         "PAGE_SIZE": inputs.page_size,
         "STAGED": staged_kind,
         "LONGEST_FIRST": staged_kind == CHAIN and num_tiles >= 8,
@@ -400,5 +407,5 @@ def common_launch_arguments(
 
 
 def named_strides(tensor: Tensor, *names: str) -> dict[str, int]:
-    """The tensor's leading strides, under these names."""
+    """Returns the tensor's leading strides, under these names."""
     return dict(zip(names, tensor.stride(), strict=False))

@@ -1,6 +1,6 @@
 """Chooses the attention kernel and its launch configuration: Triton's, or Hopper's where it is faster.
 
-Both kernels over K and V heads give the same bits.
+The Triton kernel and the Hopper kernel for K and V heads give the same bits.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from espalier.kernels.hopper.config import (
     uses_tma,
 )
 from espalier.kernels.ops.attention import AttentionInputs
-from espalier.kernels.ops.selection import PROGRAMS
-from espalier.kernels.runtime.launch import aligned_for_copies, chip, power_of_two
+from espalier.kernels.ops.selection import TARGET_PROGRAMS
+from espalier.kernels.runtime.launch import chip, is_aligned_for_copies, next_power_of_2
 from espalier.layout import next_bucket
 
 LatentConfig = TritonConfig | HopperLatentConfig | HopperLatentFewConfig
@@ -41,8 +41,8 @@ def choose_config(inputs: AttentionInputs) -> TritonConfig | HopperConfig:
         if config is not None:
             return config
     rows = queries if inputs.staged is None else inputs.staged[0].shape[1]
-    # The batch's bucket counts, as in the policy: a padded graph and an eager launch get the same blocks and bits.
-    one_wave = next_bucket(batch) * kv_heads * splits.policy.num_splits <= PROGRAMS
+    # The bucket of the batch is used, so that a padded graph and an eager launch get the same blocks and bits.
+    one_wave = next_bucket(batch) * kv_heads * splits.policy.num_splits <= TARGET_PROGRAMS
     return choose_triton_config(chip(q), packed_queries, rows, k_size, v_size, q.dtype, one_wave, fp8)
 
 
@@ -56,7 +56,7 @@ def hopper_supports(inputs: AttentionInputs) -> bool:
     q, staged = inputs.q, inputs.staged
     sizes = (q.shape[3], inputs.v_size)
     read = [q, *inputs.pages, *(staged or ())]
-    fits = q.dtype in HOPPER_DTYPES and sizes[0] == sizes[1] in HEAD_SIZES and all(map(aligned_for_copies, read))
+    fits = q.dtype in HOPPER_DTYPES and sizes[0] == sizes[1] in HEAD_SIZES and all(map(is_aligned_for_copies, read))
     return fits and (staged is None or staged[0].shape[1] > 0)
 
 
@@ -70,7 +70,7 @@ def counted_block_rows(inputs: AttentionInputs) -> int | None:
 
 
 def choose_latent_config(inputs: AttentionInputs) -> LatentConfig:
-    """Return the launch configuration of latent attention.  It does not depend on the batch."""
+    """Return the launch configuration of latent attention, which does not depend on the batch."""
     q, staged, fp8 = inputs.q, inputs.staged, inputs.scales is not None
     queries, heads, size = q.shape[1:]
     if _hopper_supports_latent(inputs):
@@ -84,7 +84,7 @@ def choose_latent_config(inputs: AttentionInputs) -> LatentConfig:
 
 
 def latent_config_fits(config: HopperLatentConfig | HopperLatentFewConfig, inputs: AttentionInputs) -> bool:
-    """Whether the Hopper kernel of this configuration takes these tensors."""
+    """Returns whether the Hopper kernel of this configuration takes these tensors."""
     fp8, (queries, heads) = inputs.scales is not None, inputs.q.shape[1:3]
     if isinstance(config, HopperLatentFewConfig):
         return _hopper_supports_latent(inputs) and not fp8 and queries == 1 and heads <= config.block_m
@@ -92,11 +92,11 @@ def latent_config_fits(config: HopperLatentConfig | HopperLatentFewConfig, input
 
 
 def _hopper_supports_latent(inputs: AttentionInputs) -> bool:
-    """Whether the Hopper kernel takes these tensors."""
+    """Returns whether the Hopper kernel takes these tensors."""
     rows = [inputs.pages[0], *(inputs.staged or ())[:1]]
     return hopper_latent_supports(inputs.q, rows, inputs.v_size)
 
 
 def latent_tile_widths(size: int, v_size: int) -> tuple[int, int]:
     """(width of the latent's tile, width of the RoPE part's tile), powers of two."""
-    return max(16, power_of_two(v_size)), max(16, power_of_two(size - v_size))
+    return max(16, next_power_of_2(v_size)), max(16, next_power_of_2(size - v_size))

@@ -1,7 +1,7 @@
 """Computes index scores, the sum over index heads of weight · max(q · k, 0), for rows in pages and staged rows.
 
 There are few queries and many rows.  A program holds the heads of a few queries, and multiplies block after block of
-keys with all of them.  The programs of a request take its blocks in turns, so a captured launch does no work for rows
+keys with all of them.  A request's programs take its blocks in turn, so a captured launch does no work for rows
 that do not exist.  The last blocks hold the staged rows; a query sees its ancestors among them.
 
 With 64 heads of 128 values, one query computes 16,384 flops for each key of 256 bytes.  So from 4 queries on, products
@@ -22,25 +22,25 @@ from espalier.errors import EspalierError
 from espalier.kernels.attention.ancestor_bits import require_ancestor_bits
 from espalier.kernels.attention.attention_blocks import page_of_block, rows_of_block
 from espalier.kernels.ops.attention import KERNEL_DTYPES
-from espalier.kernels.ops.selection import GROUP, MAX_INDEX_SIZE, IndexKeys, IndexQueries, IndexScores
+from espalier.kernels.ops.selection import GROUP_ROWS, MAX_INDEX_SIZE, IndexKeys, IndexQueries, IndexScores
 from espalier.kernels.runtime.jit import kernel
-from espalier.kernels.runtime.launch import Chip, chip, power_of_two, require
+from espalier.kernels.runtime.launch import Chip, chip, next_power_of_2, require
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 
 # Keys that are multiplied at once, and blocks of keys in flight.
 BLOCK_N, STAGES = 64, 3
 # Programs per multiprocessor: one adds up products while another multiplies.
-PROGRAMS_A_PROCESSOR = 2
+PROGRAMS_PER_PROCESSOR = 2
 NUM_WARPS = 4
 # The most heads, of all queries of a program, that are multiplied at once.  In float32 there are no tensor cores.
 MAX_COLUMNS, MAX_FLOAT32_COLUMNS = 256, 64
 
 
 # Bytes of shared memory through which threads exchange scores.
-EXCHANGE = 4096
+EXCHANGE_BYTES = 4096
 
 
-class Held(NamedTuple):
+class SharedMemoryPlan(NamedTuple):
     """The numbers of queries, heads and key blocks that one program keeps in shared memory.
 
     queries: a power of two.  block_h: heads of a query, padded.  stages: blocks of keys.
@@ -52,102 +52,112 @@ class Held(NamedTuple):
 
 
 @kernel
-def _score_block(keys, q, weight, seen, QUERIES: tl.constexpr, BLOCK_H: tl.constexpr, PRECISION: tl.constexpr):
-    """[BLOCK_N, QUERIES] float32: the scores of keys [BLOCK_N, SIZE] for queries q [SIZE, QUERIES · BLOCK_H].
+def _score_block(keys, q, weight, is_visible, QUERIES: tl.constexpr, BLOCK_H: tl.constexpr, PRECISION: tl.constexpr):
+    """Returns [BLOCK_N, QUERIES] float32: the scores of keys [BLOCK_N, HEAD_SIZE] for queries q [HEAD_SIZE, QUERIES ·
+    BLOCK_H].
 
-    A score of a pair (key, query) that is not `seen` is -inf.
+    A score of a pair (key, query) that is not `is_visible` is -inf.
     """
     products = tl.maximum(tl.dot(keys, q, input_precision=PRECISION), 0.0) * weight[None, :]
     score = tl.sum(tl.reshape(products, [keys.shape[0], QUERIES, BLOCK_H]), 2)
-    return tl.where(seen, score, float("-inf"))
+    return tl.where(is_visible, score, float("-inf"))
 
 
 @kernel
 def _store_block(
-    score, out, highest, block, end, column, group, query, query_exists, out_q, highest_q, GROUP: tl.constexpr
+    score, out_ptr, highest_ptr, block, end, column, group, query, query_exists, out_stride_q, highest_stride_q,
+    GROUP_ROWS: tl.constexpr,
 ):  # fmt: skip
     """Store scores [BLOCK_N, QUERIES] of rows below `end`, and the highest of each group.
 
-    column: where the row 0 stands in `out`; group: where its group stands in `highest`.
+    column: the column of row 0 at out_ptr; group: the column of its group at highest_ptr.
     """
     BLOCK_N: tl.constexpr = score.shape[0]
     QUERIES: tl.constexpr = score.shape[1]
     row = block * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]
-    tl.store(out + query * out_q + (column + row), score, mask=(row < end) & query_exists)
-    top = tl.max(tl.reshape(tl.where(row < end, score, float("-inf")), [BLOCK_N // GROUP, GROUP, QUERIES]), 1)
-    at = block * (BLOCK_N // GROUP) + tl.arange(0, BLOCK_N // GROUP)[:, None]
-    tl.store(highest + query * highest_q + (group + at), top, mask=(at * GROUP < end) & query_exists)
+    tl.store(out_ptr + query * out_stride_q + (column + row), score, mask=(row < end) & query_exists)
+    top = tl.max(tl.reshape(tl.where(row < end, score, float("-inf")), [BLOCK_N // GROUP_ROWS, GROUP_ROWS, QUERIES]), 1)
+    at = block * (BLOCK_N // GROUP_ROWS) + tl.arange(0, BLOCK_N // GROUP_ROWS)[:, None]
+    tl.store(highest_ptr + query * highest_stride_q + (group + at), top, mask=(at * GROUP_ROWS < end) & query_exists)
 
 
 @kernel
 def _index_scores_kernel(
     q_ptr, weight_ptr, key_ptr, staged_ptr, table_ptr, length_ptr, bits_ptr, out_ptr, highest_ptr,
-    queries, rows, capacity, first,
-    q_b, q_q, weight_b, weight_q, key_row, staged_b, staged_r, table_b, length_b, bits_b, bits_q, out_b, out_q,
-    highest_b, highest_q,
-    HEADS: tl.constexpr, SIZE: tl.constexpr, PAGE_SIZE: tl.constexpr, PRECISION: tl.constexpr, GROUP: tl.constexpr,
-    QUERIES: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
+    queries, rows, capacity, prefix_begin,
+    q_stride_b, q_stride_q, weight_stride_b, weight_stride_q, key_stride_row, staged_stride_b, staged_stride_r,
+    table_stride_b, length_stride_b, bits_stride_b, bits_stride_q, out_stride_b, out_stride_q, highest_stride_b,
+    highest_stride_q,
+    HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr, PAGE_SIZE: tl.constexpr, PRECISION: tl.constexpr,
+    GROUP_ROWS: tl.constexpr, QUERIES: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, STAGES: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid: (blocks of QUERIES queries, programs that share a request's keys, B).  So programs with the same keys run
     at the same time, and the keys come from memory once."""
-    pdl_trigger_and_wait(DEPENDENT)
+    pdl_trigger_and_wait(USE_PDL)
     program, request = tl.program_id(1), tl.program_id(2).to(tl.int64)
     value, offset = tl.arange(0, BLOCK_SIZE), tl.arange(0, BLOCK_N)
     query = tl.program_id(0) * QUERIES + tl.arange(0, QUERIES)
     of_head = tl.program_id(0) * QUERIES + tl.arange(0, QUERIES * BLOCK_H) // BLOCK_H
     head = tl.arange(0, QUERIES * BLOCK_H) % BLOCK_H
     is_head = (of_head < queries) & (head < HEADS)
-    weight = tl.load(weight_ptr + request * weight_b + of_head * weight_q + head, mask=is_head, other=0.0)
+    weight = tl.load(weight_ptr + request * weight_stride_b + of_head * weight_stride_q + head, mask=is_head, other=0.0)
     q = tl.load(
-        q_ptr + request * q_b + (of_head.to(tl.int64) * q_q + head * SIZE)[:, None] + value[None, :],
-        mask=is_head[:, None] & (value < SIZE)[None, :], other=0.0,
+        q_ptr + request * q_stride_b + (of_head.to(tl.int64) * q_stride_q + head * HEAD_SIZE)[:, None] + value[None, :],
+        mask=is_head[:, None] & (value < HEAD_SIZE)[None, :], other=0.0,
     )  # fmt: skip
     q = tl.trans(q)
-    out = out_ptr + request * out_b
-    highest = highest_ptr + request * highest_b
+    out = out_ptr + request * out_stride_b
+    highest = highest_ptr + request * highest_stride_b
     query = query.to(tl.int64)[None, :]
     query_exists = query < queries
-    length = tl.load(length_ptr + request * length_b).to(tl.int32)
+    length = tl.load(length_ptr + request * length_stride_b).to(tl.int32)
     committed_blocks = (length + BLOCK_N - 1) // BLOCK_N
-    table = table_ptr + request * table_b
+    table = table_ptr + request * table_stride_b
     page = page_of_block(table, program * BLOCK_N, length, PAGE_SIZE, BLOCK_N)
     for block in tl.range(program, committed_blocks, tl.num_programs(1), num_stages=STAGES):
         row = rows_of_block(page, block * BLOCK_N, PAGE_SIZE, BLOCK_N)
         page = page_of_block(table, (block + tl.num_programs(1)) * BLOCK_N, length, PAGE_SIZE, BLOCK_N)
         at = (block * BLOCK_N + offset)[:, None]
         keys = tl.load(
-            key_ptr + (row * key_row)[:, None] + value[None, :], mask=(at < length) & (value < SIZE)[None, :], other=0.0
+            key_ptr + (row * key_stride_row)[:, None] + value[None, :],
+            mask=(at < length) & (value < HEAD_SIZE)[None, :], other=0.0,
         )  # fmt: skip
-        score = _score_block(keys, q, weight, at >= first, QUERIES, BLOCK_H, PRECISION)
-        _store_block(score, out, highest, block, length, 0, 0, query, query_exists, out_q, highest_q, GROUP)
-    # From the last program on, which may have had one block less.
+        score = _score_block(keys, q, weight, at >= prefix_begin, QUERIES, BLOCK_H, PRECISION)
+        _store_block(
+            score, out, highest, block, length, 0, 0, query, query_exists, out_stride_q, highest_stride_q, GROUP_ROWS
+        )
+    # The last program takes the first staged block, because it may have had one committed block less.
     first_staged, staged_blocks = tl.num_programs(1) - 1 - program, (rows + BLOCK_N - 1) // BLOCK_N
     for block in tl.range(first_staged, staged_blocks, tl.num_programs(1), num_stages=1):
         at = (block * BLOCK_N + offset)[:, None]
         keys = tl.load(
-            staged_ptr + request * staged_b + at.to(tl.int64) * staged_r + value[None, :],
-            mask=(at < rows) & (value < SIZE)[None, :], other=0.0,
+            staged_ptr + request * staged_stride_b + at.to(tl.int64) * staged_stride_r + value[None, :],
+            mask=(at < rows) & (value < HEAD_SIZE)[None, :], other=0.0,
         )  # fmt: skip
         word = tl.load(
-            bits_ptr + request * bits_b + query * bits_q + at // 64, mask=(at < rows) & query_exists, other=0
+            bits_ptr + request * bits_stride_b + query * bits_stride_q + at // 64,
+            mask=(at < rows) & query_exists, other=0,
         )  # fmt: skip
         seen = ((word >> (at % 64).to(tl.int64)) & 1) != 0
         score = _score_block(keys, q, weight, seen, QUERIES, BLOCK_H, PRECISION)
-        group = (capacity + GROUP - 1) // GROUP
-        _store_block(score, out, highest, block, rows, capacity, group, query, query_exists, out_q, highest_q, GROUP)
+        group = (capacity + GROUP_ROWS - 1) // GROUP_ROWS
+        _store_block(
+            score, out, highest, block, rows, capacity, group, query, query_exists, out_stride_q, highest_stride_q,
+            GROUP_ROWS,
+        )  # fmt: skip
 
 
-def _held(on: Chip, queries: int, heads: int, size: int, itemsize: int) -> Held:
-    """A score's bits do not depend on it: each query's heads are added alone."""
-    block_h, row_bytes = max(power_of_two(heads), 16), max(power_of_two(size), 16) * itemsize
+def _plan_shared_memory(gpu: Chip, queries: int, heads: int, size: int, itemsize: int) -> SharedMemoryPlan:
+    """Returns a program's shared memory plan.  The plan changes no bits, because each query's heads are added alone."""
+    block_h, row_bytes = max(next_power_of_2(heads), 16), max(next_power_of_2(size), 16) * itemsize
     columns = MAX_COLUMNS if itemsize == 2 else MAX_FLOAT32_COLUMNS
-    room = (on.shared_memory_per_program(PROGRAMS_A_PROCESSOR) - STAGES * BLOCK_N * row_bytes) // row_bytes
-    held = power_of_two(queries)
+    room = (gpu.shared_memory_per_program(PROGRAMS_PER_PROCESSOR) - STAGES * BLOCK_N * row_bytes) // row_bytes
+    held = next_power_of_2(queries)
     while held > 1 and held * block_h > min(columns, room):
         held //= 2
-    blocks = (on.shared_memory - EXCHANGE - held * block_h * row_bytes) // (BLOCK_N * row_bytes)
-    return Held(held, block_h, min(max(blocks, 1), STAGES))
+    blocks = (gpu.shared_memory - EXCHANGE_BYTES - held * block_h * row_bytes) // (BLOCK_N * row_bytes)
+    return SharedMemoryPlan(held, block_h, min(max(blocks, 1), STAGES))
 
 
 def index_scores(queries: IndexQueries, keys: IndexKeys, ancestor_bits: Tensor) -> IndexScores:
@@ -171,29 +181,20 @@ def index_scores(queries: IndexQueries, keys: IndexKeys, ancestor_bits: Tensor) 
     scores = IndexScores.empty(batch, num_queries, capacity, rows, q.device)
     if not scores.rows.numel():
         return scores
-    held = _held(chip(q), num_queries, heads, size, q.itemsize)
+    held = _plan_shared_memory(chip(q), num_queries, heads, size, q.itemsize)
     blocks = -(-num_queries // held.queries)
-    most = max(chip(q).processors * PROGRAMS_A_PROCESSOR // (batch * blocks), 1)
+    most = max(chip(q).processors * PROGRAMS_PER_PROCESSOR // (batch * blocks), 1)
     programs = min(-(-capacity // BLOCK_N) + -(-rows // BLOCK_N), most)
+    # With fusion, the compiler could round the queries of a program differently.
     _index_scores_kernel[(blocks, programs, batch)](
         *(q, weights, keys.committed, keys.staged, keys.page_table, keys.length, ancestor_bits, *scores),
-        *(num_queries, rows, capacity, keys.first),
+        *(num_queries, rows, capacity, keys.first_position),
         *(*q.stride()[:2], *weights.stride()[:2], keys.committed.stride(0), *keys.staged.stride()[:2]),
         *(keys.page_table.stride(0), keys.length.stride(0), *ancestor_bits.stride()[:2]),
         *(*scores.rows.stride()[:2], *scores.groups.stride()[:2]),
-        HEADS=heads,
-        SIZE=size,
-        PAGE_SIZE=keys.page_size,
-        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
-        GROUP=GROUP,
-        QUERIES=held.queries,
-        BLOCK_N=BLOCK_N,
-        BLOCK_H=held.block_h,
-        BLOCK_SIZE=max(power_of_two(size), 16),
-        STAGES=held.stages,
-        num_warps=NUM_WARPS,
-        # With fusion, the compiler could round one query of a program differently from the next.
-        enable_fp_fusion=False,
+        HEADS=heads, HEAD_SIZE=size, PAGE_SIZE=keys.page_size, PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        GROUP_ROWS=GROUP_ROWS, QUERIES=held.queries, BLOCK_N=BLOCK_N, BLOCK_H=held.block_h,
+        BLOCK_SIZE=max(next_power_of_2(size), 16), STAGES=held.stages, num_warps=NUM_WARPS, enable_fp_fusion=False,
         **pdl_arguments(chip(q)),
-    )
+    )  # fmt: skip
     return scores

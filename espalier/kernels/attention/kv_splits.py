@@ -2,8 +2,8 @@
 
 The committed rows of each request are divided into splits that run in parallel.  merge.py merges the partial results
 of the splits in position order.  The length of a split depends on the request's rows, the number of queries and the
-batch bucket of the pass.  In the table the requests with the longest splits come first, so that programs which take
-splits in turns have equally much to do (work_items.py:work_item_of).
+batch bucket of the pass.  In the table the requests with the longest splits come first.  Programs take splits in turn,
+so each program gets about the same amount of work (work_items.py:work_item_of).
 
 TMA copies a block of committed rows with one instruction if the block is contiguous in the pool.  Contiguous blocks are
 counted once a round, for all layers with the same splits and rows per block.  If the page size is a multiple of these
@@ -18,9 +18,9 @@ from torch import Tensor
 
 from espalier.errors import EspalierError
 from espalier.kernels.attention.work_items import committed_blocks, load_split
-from espalier.kernels.ops.selection import COLUMNS, SPLIT_STEP, KVSplitPolicy, KVSplits
+from espalier.kernels.ops.selection import SPLIT_COLUMNS, SPLIT_STEP, KVSplitPolicy, KVSplits
 from espalier.kernels.runtime.jit import kernel
-from espalier.kernels.runtime.launch import chip, power_of_two, require
+from espalier.kernels.runtime.launch import chip, next_power_of_2, require
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 
 # Queries, or requests, that a step of _kv_splits_kernel compares with all requests.
@@ -28,41 +28,43 @@ QUERIES_AT_ONCE = 16
 
 
 @kernel
-def _width_and_count(
-    num_rows, exists, num_splits, max_splits, STEP: tl.constexpr, MIN_ROWS: tl.constexpr, MAX_ROWS: tl.constexpr
+def _split_width_and_count(
+    num_rows, request_exists, num_splits, max_splits, STEP: tl.constexpr, MIN_ROWS: tl.constexpr, MAX_ROWS: tl.constexpr
 ):
-    """(rows of a split, number of splits) of requests with num_rows rows, see KVSplitPolicy.width."""
+    """Returns (rows of a split, number of splits) of requests with num_rows rows, see KVSplitPolicy.width."""
     num_rows = tl.maximum(num_rows, 0)
     wanted = tl.maximum(
         tl.minimum((num_rows + MIN_ROWS - 1) // MIN_ROWS, num_splits), (num_rows + MAX_ROWS - 1) // MAX_ROWS
     )
     count = tl.minimum(tl.maximum(wanted, 1), max_splits)
     width = tl.maximum((num_rows + count * STEP - 1) // (count * STEP), 1) * STEP
-    return width, tl.where(exists, tl.maximum((num_rows + width - 1) // width, 1), 0)
+    return width, tl.where(request_exists, tl.maximum((num_rows + width - 1) // width, 1), 0)
 
 
-@kernel(do_not_specialize=["first", "num_splits", "max_splits"])
+@kernel(do_not_specialize=["first_position", "num_splits", "max_splits"])
 def _kv_splits_kernel(
-    length_ptr, position_ptr, split_ptr, start_ptr, batch, queries, first, num_splits, max_splits, length_b, position_b,
-    position_q,
+    length_ptr, position_ptr, split_ptr, start_ptr, batch, queries, first_position, num_splits, max_splits,
+    length_stride_b, position_stride_b, position_stride_q,
     WINDOW: tl.constexpr, STEP: tl.constexpr, MIN_ROWS: tl.constexpr, MAX_ROWS: tl.constexpr, BLOCK_B: tl.constexpr,
     BLOCK_Q: tl.constexpr,
 ):  # fmt: skip
     request = tl.arange(0, BLOCK_B)
     request_exists = request < batch
-    length = tl.load(length_ptr + request * length_b, mask=request_exists, other=0).to(tl.int32)
-    begin = tl.zeros([BLOCK_B], tl.int32) + first
+    length = tl.load(length_ptr + request * length_stride_b, mask=request_exists, other=0).to(tl.int32)
+    begin = tl.zeros([BLOCK_B], tl.int32) + first_position
     if WINDOW > 0:
         min_position = tl.full([BLOCK_B], 0x7FFFFFFF, tl.int32)
         for at in range(0, queries, BLOCK_Q):
             query = at + tl.arange(0, BLOCK_Q)
             query_exists = request_exists[:, None] & (query < queries)[None, :]
-            row = request[:, None].to(tl.int64) * position_b + query[None, :] * position_q
+            row = request[:, None].to(tl.int64) * position_stride_b + query[None, :] * position_stride_q
             position = tl.load(position_ptr + row, mask=query_exists, other=0x7FFFFFFF).to(tl.int32)
             min_position = tl.minimum(min_position, tl.min(position, 1))
         begin = tl.where(request_exists, tl.maximum(begin, min_position - WINDOW + 1), 0)
     begin = begin // STEP * STEP
-    width, count = _width_and_count(length - begin, request_exists, num_splits, max_splits, STEP, MIN_ROWS, MAX_ROWS)
+    width, count = _split_width_and_count(
+        length - begin, request_exists, num_splits, max_splits, STEP, MIN_ROWS, MAX_ROWS
+    )
     if WINDOW > 0:
         # Windows make the splits of all requests about equally long.
         start = tl.cumsum(count, 0) - count
@@ -71,8 +73,13 @@ def _kv_splits_kernel(
         for at in range(0, batch, BLOCK_Q):
             other = at + tl.arange(0, BLOCK_Q)
             exists = other < batch
-            rows = tl.load(length_ptr + other * length_b, mask=exists, other=0).to(tl.int32) - first // STEP * STEP
-            other_width, other_count = _width_and_count(rows, exists, num_splits, max_splits, STEP, MIN_ROWS, MAX_ROWS)
+            rows = (
+                tl.load(length_ptr + other * length_stride_b, mask=exists, other=0).to(tl.int32)
+                - first_position // STEP * STEP
+            )
+            other_width, other_count = _split_width_and_count(
+                rows, exists, num_splits, max_splits, STEP, MIN_ROWS, MAX_ROWS
+            )
             is_before = other_width[None, :] > width[:, None]
             is_before |= (other_width[None, :] == width[:, None]) & (other[None, :] < request[:, None])
             start += tl.sum(tl.where(is_before, other_count[None, :], 0), 1)
@@ -90,29 +97,26 @@ def _kv_splits_kernel(
 
 
 def kv_splits(
-    length: Tensor, first: int, policy: KVSplitPolicy, positions: Tensor | None = None, window: int = 0
+    length: Tensor, first_position: int, policy: KVSplitPolicy, positions: Tensor | None = None, window: int = 0
 ) -> KVSplits:
     batch = length.shape[0]
     require("splits' length", length, (-1,), torch.int64, length)
-    table = torch.empty(batch * policy.max_splits, COLUMNS, dtype=torch.int32, device=length.device)
+    table = torch.empty(batch * policy.max_splits, SPLIT_COLUMNS, dtype=torch.int32, device=length.device)
     starts = torch.empty(2 * batch + 1, dtype=torch.int32, device=length.device)
     if not window:
         positions = None
     if positions is not None:
         require("splits' positions", positions, (batch, -1), torch.int64, length)
     if batch:
-        queries, position_b, position_q = (0, 0, 0) if positions is None else (positions.shape[1], *positions.stride())
-        _kv_splits_kernel[(1,)](
-            *(length, length if positions is None else positions, table, starts, batch, queries, first),
-            *(policy.num_splits, policy.max_splits, length.stride(0), position_b, position_q),
-            WINDOW=window,
-            STEP=SPLIT_STEP,
-            MIN_ROWS=policy.min_split_rows,
-            MAX_ROWS=policy.max_split_rows,
-            BLOCK_B=power_of_two(batch),
-            BLOCK_Q=QUERIES_AT_ONCE,
-            num_warps=4 if batch <= 256 else 8,
+        queries, position_stride_b, position_stride_q = (
+            (0, 0, 0) if positions is None else (positions.shape[1], *positions.stride())
         )
+        _kv_splits_kernel[(1,)](
+            *(length, length if positions is None else positions, table, starts, batch, queries, first_position),
+            *(policy.num_splits, policy.max_splits, length.stride(0), position_stride_b, position_stride_q),
+            WINDOW=window, STEP=SPLIT_STEP, MIN_ROWS=policy.min_split_rows, MAX_ROWS=policy.max_split_rows,
+            BLOCK_B=next_power_of_2(batch), BLOCK_Q=QUERIES_AT_ONCE, num_warps=4 if batch <= 256 else 8,
+        )  # fmt: skip
     return KVSplits(table, starts, policy)
 
 
@@ -122,15 +126,15 @@ STEP_BLOCKS = 64
 
 @kernel(do_not_specialize=["batch"])
 def _contiguous_blocks_kernel(
-    split_ptr, start_ptr, table_ptr, out_ptr, batch, first, table_b,
-    PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, STEP_BLOCKS: tl.constexpr, DEPENDENT: tl.constexpr,
+    split_ptr, start_ptr, table_ptr, out_ptr, batch, first_position, table_stride_b,
+    PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, STEP_BLOCKS: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    pdl_trigger_and_wait(DEPENDENT)
+    pdl_trigger_and_wait(USE_PDL)
     split = tl.program_id(0)
     exists = split < tl.load(start_ptr + batch)
     request, begin, end, _request_splits = load_split(split_ptr, split, exists)
-    _num_blocks, num_lower, num_unmasked = committed_blocks(begin, end, first, 0, BLOCK_N)
-    table = table_ptr + request * table_b
+    _num_blocks, num_lower, num_unmasked = committed_blocks(begin, end, first_position, 0, BLOCK_N)
+    table = table_ptr + request * table_stride_b
     block, offset = tl.arange(0, STEP_BLOCKS), tl.arange(0, BLOCK_N)
     num_checked = num_unmasked * 0
     count = num_unmasked * 0
@@ -148,17 +152,17 @@ def _contiguous_blocks_kernel(
 
 
 def count_contiguous_blocks(
-    splits: KVSplits, page_table: Tensor, page_size: int, first: int, block_rows: int
+    splits: KVSplits, page_table: Tensor, page_size: int, first_position: int, block_rows: int
 ) -> Tensor:
     capacity = splits.table.shape[0]
-    require("contiguous blocks' splits", splits.table, (-1, COLUMNS), torch.int32, page_table)
+    require("contiguous blocks' splits", splits.table, (-1, SPLIT_COLUMNS), torch.int32, page_table)
     require("contiguous blocks' page_table", page_table, (splits.starts.shape[0] // 2, -1), torch.int32, page_table)
     if page_table.stride(1) != 1 and page_table.shape[1] > 1:
         raise EspalierError("counting contiguous blocks needs a page table whose last dimension is contiguous")
     out = torch.empty(capacity, dtype=torch.int32, device=page_table.device)
     if capacity:
         _contiguous_blocks_kernel[(capacity,)](
-            splits.table, splits.starts, page_table, out, page_table.shape[0], first, page_table.stride(0),
+            splits.table, splits.starts, page_table, out, page_table.shape[0], first_position, page_table.stride(0),
             PAGE_SIZE=page_size, BLOCK_N=block_rows, STEP_BLOCKS=STEP_BLOCKS, num_warps=16,
             **pdl_arguments(chip(page_table)),
         )  # fmt: skip

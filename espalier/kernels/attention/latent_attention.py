@@ -2,7 +2,7 @@
 
 K is the whole row and V is its first part.  A block of rows is loaded once and used as both.  Triton's tiles have sizes
 of powers of two, so the block is two tiles: the latent, which is V, and the RoPE part.  All heads share one row, so
-there is one KV head.  Work items, splits, partial results, their merge and the plain-torch reference are those of
+there is one KV head.  Work items, splits, partial results, their merge and the reference are shared with
 tree_attention.py.  On Hopper, rows of 512 + 64 values in two-byte dtypes have other kernels: hopper/latent.py, and
 hopper/latent_few.py for one node of up to 16 heads.
 """
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from espalier.errors import EspalierError
 from espalier.kernels.attention.attention_blocks import (
-    Constants,
+    AttentionConstants,
     RowTiles,
     attend_blocks,
     attend_staged,
@@ -59,21 +59,22 @@ from espalier.kernels.runtime.launch import chip
 def _latent_attention_kernel(
     q_ptr, row_ptr, staged_ptr, table_ptr, split_ptr, start_ptr, bits_ptr,
     out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, row_scale_ptr,
-    scale, batch, queries, rows, first,
-    q_b, q_q, q_h, row_stride, staged_b, staged_r, table_b, bits_b, bits_q,
+    scale, batch, queries, rows, first_position,
+    q_stride_b, q_stride_q, q_stride_h, row_stride, staged_stride_b, staged_stride_r, table_stride_b, bits_stride_b,
+    bits_stride_q,
     HEADS: tl.constexpr, V_SIZE: tl.constexpr, ROPE_SIZE: tl.constexpr, PAGE_SIZE: tl.constexpr, STAGED: tl.constexpr,
-    LONGEST_FIRST: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
+    LONGEST_FIRST: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, USE_PDL: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK_ROPE: tl.constexpr,
 ):
-    CONSTANTS: tl.constexpr = Constants(
+    CONSTANTS: tl.constexpr = AttentionConstants(
         PAGE_SIZE, 0, 0, STAGED, PRECISION, STAGES, BLOCK_N, BLOCK_R, V_SIZE, ROPE_SIZE, BLOCK_V, BLOCK_ROPE
     )
     tiles = RowTiles(row_ptr, row_stride, row_ptr + V_SIZE, row_stride)
     num_tiles = (queries * HEADS + BLOCK_M - 1) // BLOCK_M
-    num_splits = wait_and_count_splits(start_ptr, batch, queries, DEPENDENT)
+    num_splits = wait_and_count_splits(start_ptr, batch, queries, USE_PDL)
     num_work_items = num_splits * num_tiles
-    plan = WorkPlan(split_ptr, start_ptr, num_splits, num_tiles, queries, rows, first)
+    plan = WorkPlan(split_ptr, start_ptr, num_splits, num_tiles, queries, rows, first_position)
     scale = times_scale(scale, row_scale_ptr, 0)
     backwards = 0
     for base in tl.range(0, num_work_items, tl.num_programs(0)):
@@ -87,32 +88,34 @@ def _latent_attention_kernel(
             query = packed // HEADS
             head = packed % HEADS
             query_exists = query < queries
-            q_offset = request * q_b + query.to(tl.int64) * q_q + head * q_h
+            q_offset = request * q_stride_b + query.to(tl.int64) * q_stride_q + head * q_stride_h
             q = load_rows(q_ptr, q_offset, query_exists, True, V_SIZE, BLOCK_V)
             q_rope = load_rows(q_ptr + V_SIZE, q_offset, query_exists, True, ROPE_SIZE, BLOCK_ROPE)
             max_score = tl.full([BLOCK_M], float("-inf"), tl.float32)
             sum_weights = tl.zeros([BLOCK_M], tl.float32)
             out = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
-            num_blocks, num_lower, num_unmasked = committed_blocks(begin, end, first, 0, BLOCK_N)
-            table = table_ptr + request * table_b
+            num_blocks, num_lower, num_unmasked = committed_blocks(begin, end, first_position, 0, BLOCK_N)
+            table = table_ptr + request * table_stride_b
             max_score, sum_weights, out = attend_blocks(
-                q, q_rope, query, table, tiles, begin, end, first, num_lower, num_unmasked, 0, num_unmasked,
+                q, q_rope, query, table, tiles, begin, end, first_position, num_lower, num_unmasked, 0, num_unmasked,
                 scale, max_score, sum_weights, out, False, CONSTANTS,
             )
             max_score, sum_weights, out = attend_blocks(
-                q, q_rope, query, table, tiles, begin, end, first, num_lower, num_unmasked, num_unmasked, num_blocks,
-                scale, max_score, sum_weights, out, True, CONSTANTS,
+                q, q_rope, query, table, tiles, begin, end, first_position, num_lower, num_unmasked, num_unmasked,
+                num_blocks, scale, max_score, sum_weights, out, True, CONSTANTS,
             )
             if STAGED > 0:
                 num_staged = tl.where(is_last, rows, 0)
                 low, high = visible_staged_range(tile, num_staged, STAGED, 0, HEADS, BLOCK_M, BLOCK_R)
-                staged = staged_ptr + request * staged_b
+                staged = staged_ptr + request * staged_stride_b
                 # No window: positions are not needed.
                 max_score, sum_weights, out = attend_staged(
-                    q, q_rope, query, query_exists, query, RowTiles(staged, staged_r, staged + V_SIZE, staged_r), 0, 0,
-                    bits_ptr + request * bits_b, bits_q, low, high, rows, scale, max_score, sum_weights, out, CONSTANTS,
+                    q, q_rope, query, query_exists, query,
+                    RowTiles(staged, staged_stride_r, staged + V_SIZE, staged_stride_r), 0, 0,
+                    bits_ptr + request * bits_stride_b, bits_stride_q, low, high, rows, scale, max_score, sum_weights,
+                    out, CONSTANTS,
                 )
-            trigger_merge(base, num_work_items, DEPENDENT)
+            trigger_merge(base, num_work_items, USE_PDL)
             # There are no sinks.
             write_work_item(
                 (out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, None), split, request, request_splits, queries, query,
@@ -127,14 +130,14 @@ def latent_attention(
     partials: PartialResults | None = None,
     config: LatentConfig | None = None,
 ) -> tuple[Tensor, Tensor]:
-    inputs = _checked(inputs)
+    inputs = _check_inputs(inputs)
     splits = inputs.splits
-    out, lse = inputs.buffers()
+    out, lse = inputs.output_buffers()
     if not out.numel():
         return out, lse
     is_split = splits.policy.max_splits > 1
     if partials is None:
-        # Without splits there are no partial results and no buffer, which would take 256 KB per query with 128 heads.
+        # Without splits no buffer is needed; a buffer would take 256 KB per query with 128 heads.
         partials = PartialResults.allocate(splits, *out.shape[1:]) if is_split else PartialResults(out, lse)
     if config is None:
         config = choose_latent_config(inputs)
@@ -144,13 +147,13 @@ def latent_attention(
             "strides divisible by 16, and raw_stages for FP8 rows; the one for few queries takes one node of at most "
             "16 heads: use config=None"
         )
-    _launch(inputs, partials, config, out, lse)
+    _launch_kernel(inputs, partials, config, out, lse)
     if is_split:
         merge_splits.triton(partials, splits, out, lse)
     return out, lse
 
 
-def _launch(
+def _launch_kernel(
     inputs: AttentionInputs,
     partials: PartialResults,
     config: LatentConfig,
@@ -169,28 +172,23 @@ def _launch(
         attention_kernel = hopper_latent_few_kernel
         constants = hopper_latent_few_arguments(config, rows, page_size)
     else:
-        attention_kernel, constants = _latent_attention_kernel, _constants(config, size, v_size, q.dtype)
+        attention_kernel, constants = _latent_attention_kernel, _constexpr_arguments(config, size, v_size, q.dtype)
     num_tiles = -(-queries * heads // config.block_m)
     grid = min(inputs.splits.table.shape[0] * num_tiles, chip(q).processors * config.programs_per_processor)
     attention_kernel[(grid,)](
-        **common_launch_arguments(inputs, partials, out, lse, num_tiles),
-        row_ptr=rows,
-        staged_ptr=staged,
-        row_scale_ptr=None if scales is None else scales.k,
-        **named_strides(rows, "row_stride"),
-        **named_strides(staged, "staged_b", "staged_r"),
-        HEADS=heads,
-        **constants,
-    )
+        **common_launch_arguments(inputs, partials, out, lse, num_tiles), row_ptr=rows, staged_ptr=staged,
+        row_scale_ptr=None if scales is None else scales.k, **named_strides(rows, "row_stride"),
+        **named_strides(staged, "staged_stride_b", "staged_stride_r"), HEADS=heads, **constants,
+    )  # fmt: skip
 
 
-def _constants(config: TritonConfig, size: int, v_size: int, dtype: torch.dtype) -> dict[str, Any]:
+def _constexpr_arguments(config: TritonConfig, size: int, v_size: int, dtype: torch.dtype) -> dict[str, Any]:
     block_v, block_rope = latent_tile_widths(size, v_size)
     sizes = {"V_SIZE": v_size, "ROPE_SIZE": size - v_size, "BLOCK_V": block_v, "BLOCK_ROPE": block_rope}
-    return config.constants(dtype) | sizes
+    return config.constexpr_arguments(dtype) | sizes
 
 
-def _checked(inputs: AttentionInputs) -> AttentionInputs:
+def _check_inputs(inputs: AttentionInputs) -> AttentionInputs:
     """Return the inputs with contiguous values of q.  Raises EspalierError for inputs that do not agree or fit."""
     q = inputs.q
     size, v_size = q.shape[3], inputs.v_size

@@ -1,7 +1,7 @@
 """Merges of attention results by their log-sum-exps (Ye et al. 2025, FlashInfer, section 2.2).
 
-`merge` joins the results over two disjoint sets of keys.  `merge_splits` joins the splits of each request, in position
-order.  The order of the sums depends only on the request's own splits, not on the batch.
+`merge_results` joins the results over two disjoint sets of keys.  `merge_splits` joins the splits of each request, in
+position order.  The order of the sums depends only on the request's own splits, not on the batch.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ from espalier.kernels.attention.attention_blocks import sink_share
 from espalier.kernels.ops.attention import OutAndLse, PartialResults
 from espalier.kernels.ops.selection import KVSplits
 from espalier.kernels.runtime.jit import kernel
-from espalier.kernels.runtime.launch import chip, exact_type, power_of_two, require
+from espalier.kernels.runtime.launch import acc_dtype, chip, next_power_of_2, require
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger, pdl_trigger_and_wait, pdl_wait
 
 
 @kernel
 def _merge_kernel(
-    a_ptr, b_ptr, a_lse_ptr, b_lse_ptr, sink_ptr, out_ptr, rows,
-    HEADS: tl.constexpr, V_SIZE: tl.constexpr, EXACT: tl.constexpr, BLOCK: tl.constexpr, BLOCK_V: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    first_out_ptr, second_out_ptr, first_lse_ptr, second_lse_ptr, sink_ptr, out_ptr, rows,
+    HEADS: tl.constexpr, V_SIZE: tl.constexpr, ACC_DTYPE: tl.constexpr, BLOCK: tl.constexpr, BLOCK_V: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """One program merges BLOCK rows; a row is one head of one query."""
-    pdl_trigger_and_wait(DEPENDENT)
+    pdl_trigger_and_wait(USE_PDL)
     row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     real = row < rows
-    a_lse = tl.load(a_lse_ptr + row, mask=real, other=float("-inf")).to(EXACT)
-    b_lse = tl.load(b_lse_ptr + row, mask=real, other=float("-inf")).to(EXACT)
+    a_lse = tl.load(first_lse_ptr + row, mask=real, other=float("-inf")).to(ACC_DTYPE)
+    b_lse = tl.load(second_lse_ptr + row, mask=real, other=float("-inf")).to(ACC_DTYPE)
     max_lse = tl.maximum(a_lse, b_lse)
     sink = max_lse
     if sink_ptr is not None:
-        sink = tl.load(sink_ptr + row % HEADS, mask=real, other=float("-inf")).to(EXACT)
+        sink = tl.load(sink_ptr + row % HEADS, mask=real, other=float("-inf")).to(ACC_DTYPE)
         max_lse = tl.maximum(max_lse, sink)
     shift = tl.where(max_lse == float("-inf"), 0.0, max_lse)
     a_weight, b_weight = tl.exp(a_lse - shift), tl.exp(b_lse - shift)
@@ -45,56 +45,52 @@ def _merge_kernel(
     size = tl.arange(0, BLOCK_V)
     at = row[:, None] * V_SIZE + size[None, :]
     mask = real[:, None] & (size < V_SIZE)[None, :]
-    out = tl.load(a_ptr + at, mask=mask, other=0.0).to(EXACT) * (a_weight / total_weight)[:, None]
-    out += tl.load(b_ptr + at, mask=mask, other=0.0).to(EXACT) * (b_weight / total_weight)[:, None]
+    out = tl.load(first_out_ptr + at, mask=mask, other=0.0).to(ACC_DTYPE) * (a_weight / total_weight)[:, None]
+    out += tl.load(second_out_ptr + at, mask=mask, other=0.0).to(ACC_DTYPE) * (b_weight / total_weight)[:, None]
     tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def merge(a: OutAndLse, b: OutAndLse, sink: Tensor | None = None) -> Tensor:
+def merge_results(first_result: OutAndLse, second_result: OutAndLse, sink: Tensor | None = None) -> Tensor:
     """Equal to the reference up to one rounding.  Raises EspalierError if the sizes do not agree."""
-    shape = tuple(a[0].shape)
+    shape = tuple(first_result[0].shape)
     heads, v_size = shape[-2:]
-    require("merge's second part", b[0], shape, None, a[0])
-    for name, (_, lse) in (("first", a), ("second", b)):
-        require(f"merge's {name} lse", lse, shape[:-1], None, a[0])
+    require("merge's second part", second_result[0], shape, None, first_result[0])
+    for name, (_, lse) in (("first", first_result), ("second", second_result)):
+        require(f"merge's {name} lse", lse, shape[:-1], None, first_result[0])
     if sink is not None:
-        require("merge's sink", sink, (heads,), None, a[0])
-    out = torch.empty(shape, dtype=a[0].dtype, device=a[0].device)
-    rows, block_v = a[1].numel(), power_of_two(v_size)
+        require("merge's sink", sink, (heads,), None, first_result[0])
+    out = torch.empty(shape, dtype=first_result[0].dtype, device=first_result[0].device)
+    rows, block_v = first_result[1].numel(), next_power_of_2(v_size)
     if out.numel():
         block = max(1, 1024 // block_v)
         _merge_kernel[(-(-rows // block),)](
-            *(a[0].contiguous(), b[0].contiguous(), a[1].contiguous(), b[1].contiguous(), sink, out, rows),
-            HEADS=heads,
-            V_SIZE=v_size,
-            EXACT=exact_type(a[1].dtype),
-            BLOCK=block,
-            BLOCK_V=block_v,
-            num_warps=4,
-            **pdl_arguments(chip(out)),
-        )
+            *(first_result[0].contiguous(), second_result[0].contiguous(), first_result[1].contiguous()),
+            *(second_result[1].contiguous(), sink, out, rows),
+            HEADS=heads, V_SIZE=v_size, ACC_DTYPE=acc_dtype(first_result[1].dtype), BLOCK=block, BLOCK_V=block_v,
+            num_warps=4, **pdl_arguments(chip(out)),
+        )  # fmt: skip
     return out
 
 
 # Floats that one program (one warp) loads at once for one pair (query, head).
 PROGRAM_VALUES = 4096
-# A request with few splits is merged in a smaller block than a long one, several pairs at once.  Few means: num_splits
-# of the policy as a power of two, and at least MIN_FEW_SPLITS.  Above MAX_FEW_SPLITS all requests have the same block.
+# A request with few splits is merged in a smaller block, several pairs at once.  "Few" is the policy's num_splits,
+# rounded up to a power of two, at least MIN_FEW_SPLITS.  Above MAX_FEW_SPLITS all requests have the same block.
 MIN_FEW_SPLITS, MAX_FEW_SPLITS = 4, 8
 # Splits that are merged at once, over all pairs of a program.
 SPLITS_PER_PROGRAM = 16
-# The least and the most output columns of one (query, head) pair that a program merges.  If a pair has more columns, or
-# more splits, several programs share them: latent attention has few pairs, but up to 128 splits of 512 columns.
+# The fewest and the most output columns of a (query, head) pair that a program merges.  Several programs share a pair
+# with more columns or splits: latent attention has up to 128 splits of 512 columns.
 MIN_BLOCK_V, MAX_BLOCK_V = 32, 128
-# Programs of the persistent grid per multiprocessor.  Four times as many would fit, but starting a program costs time
-# even if there is nothing to merge (docs/log.md).
+# Programs of the persistent grid per multiprocessor.  Four times as many would fit, but each
+# start costs time, even without work (docs/log.md).
 PROGRAMS_PER_PROCESSOR = 8
 
 
 @kernel
 def _merge_pairs(
     partial_ptr, partial_lse_ptr, sink_ptr, out_ptr, lse_ptr, start, count, pair, pairs_per_request,
-    HEADS: tl.constexpr, V_SIZE: tl.constexpr, SINK: tl.constexpr,
+    HEADS: tl.constexpr, V_SIZE: tl.constexpr, HAS_SINK: tl.constexpr,
     PAIRS: tl.constexpr, BLOCK_SPLITS: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """Merge PAIRS pairs (query, head) of one request, and write out and lse.
@@ -121,7 +117,7 @@ def _merge_pairs(
     divisor = tl.where(total_weight == 0.0, 1.0, total_weight)
     lse = tl.where(total_weight == 0.0, float("-inf"), shift + tl.log2(divisor))
     out = tl.sum(weight[:, :, None] * partial_out, 1) / divisor[:, None]
-    if SINK:
+    if HAS_SINK:
         out = out * sink_share(lse, sink_ptr, (pair + pairs) % HEADS)[:, None]
     merged = count > 0
     at = pair * V_SIZE + (pairs * V_SIZE)[:, None] + size[None, :]
@@ -132,14 +128,14 @@ def _merge_pairs(
 @kernel(do_not_specialize=["batch"])
 def _merge_splits_kernel(
     partial_ptr, partial_lse_ptr, start_ptr, sink_ptr, out_ptr, lse_ptr, batch, pairs_per_request,
-    HEADS: tl.constexpr, V_SIZE: tl.constexpr, SINK: tl.constexpr, PAIRS: tl.constexpr,
-    BLOCK_V: tl.constexpr, FEW_SPLITS: tl.constexpr, BLOCK_SPLITS: tl.constexpr, DEPENDENT: tl.constexpr,
+    HEADS: tl.constexpr, V_SIZE: tl.constexpr, HAS_SINK: tl.constexpr, PAIRS: tl.constexpr,
+    BLOCK_V: tl.constexpr, FEW_SPLITS: tl.constexpr, BLOCK_SPLITS: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """Merge pairs: PAIRS at once for a request with at most FEW_SPLITS splits, else one by one."""
-    # Read before the wait: attention waited for the splits before it let this kernel start, or attention has ended.
+    # The splits may be read before the wait: the attention kernel had waited for them before it let this kernel start.
     num_splits = tl.load(start_ptr + batch)
-    pdl_wait(DEPENDENT)
-    pdl_trigger(DEPENDENT)
+    pdl_wait(USE_PDL)
+    pdl_trigger(USE_PDL)
     # In most batches every request has one split, so there is nothing to merge.
     num_pairs = tl.where(num_splits > batch, batch * pairs_per_request, 0)
     for pair in range(tl.program_id(0) * PAIRS, num_pairs, tl.num_programs(0) * PAIRS):
@@ -148,21 +144,21 @@ def _merge_splits_kernel(
         count = tl.load(start_ptr + batch + 1 + request)
         count = tl.where(count > 1, count, 0)
         if FEW_SPLITS == BLOCK_SPLITS:
-            # Without a branch the addresses are computed while the count is loaded.
+            # Without a branch on `count`, addresses are computed while the count is loaded.
             _merge_pairs(
                 partial_ptr, partial_lse_ptr, sink_ptr, out_ptr, lse_ptr, start, count, pair, pairs_per_request,
-                HEADS, V_SIZE, SINK, PAIRS, BLOCK_SPLITS, BLOCK_V,
+                HEADS, V_SIZE, HAS_SINK, PAIRS, BLOCK_SPLITS, BLOCK_V,
             )  # fmt: skip
         elif count <= FEW_SPLITS:
             _merge_pairs(
                 partial_ptr, partial_lse_ptr, sink_ptr, out_ptr, lse_ptr, start, count, pair, pairs_per_request,
-                HEADS, V_SIZE, SINK, PAIRS, FEW_SPLITS, BLOCK_V,
+                HEADS, V_SIZE, HAS_SINK, PAIRS, FEW_SPLITS, BLOCK_V,
             )  # fmt: skip
         else:
             for i in range(PAIRS):
                 _merge_pairs(
                     partial_ptr, partial_lse_ptr, sink_ptr, out_ptr, lse_ptr, start, count, pair + i,
-                    pairs_per_request, HEADS, V_SIZE, SINK, 1, BLOCK_SPLITS, BLOCK_V,
+                    pairs_per_request, HEADS, V_SIZE, HAS_SINK, 1, BLOCK_SPLITS, BLOCK_V,
                 )  # fmt: skip
 
 
@@ -184,28 +180,19 @@ def merge_splits(
         )
     if not out.numel():
         return
-    block_splits = power_of_two(splits.policy.max_splits)
-    few = min(max(power_of_two(splits.policy.num_splits), MIN_FEW_SPLITS), block_splits)
+    block_splits = next_power_of_2(splits.policy.max_splits)
+    few = min(max(next_power_of_2(splits.policy.num_splits), MIN_FEW_SPLITS), block_splits)
     few = few if few <= MAX_FEW_SPLITS else block_splits
-    block_v = max(MIN_BLOCK_V, min(power_of_two(v_size), MAX_BLOCK_V, PROGRAM_VALUES // block_splits))
+    block_v = max(MIN_BLOCK_V, min(next_power_of_2(v_size), MAX_BLOCK_V, PROGRAM_VALUES // block_splits))
     num_parts = -(-v_size // block_v)
-    # A power of two that divides the heads, so that pairs merged at once belong to one request.  It does not depend on
-    # the batch, because it decides in which order a thread adds, and so the bits.
+    # A power of two that divides the heads, so that pairs merged at once belong to one request.  The number must not
+    # depend on the batch, because it changes the order of a thread's sums, and thereby the bits.
     pairs = min(max(SPLITS_PER_PROGRAM // few, 1), heads & -heads) if queries > 1 else 1
     most_programs = chip(out).processors * PROGRAMS_PER_PROCESSOR // num_parts
     num_programs = min(batch * pairs_per_request // pairs, most_programs)
+    # With fusion, the compiler could round pairs differently, so a query's bits would depend on its place.
     _merge_splits_kernel[(num_programs, num_parts)](
         *(partials.out, partials.lse, splits.starts, out if sink is None else sink, out, lse, batch, pairs_per_request),
-        HEADS=heads,
-        V_SIZE=v_size,
-        SINK=sink is not None,
-        PAIRS=pairs,
-        BLOCK_V=block_v,
-        FEW_SPLITS=few,
-        BLOCK_SPLITS=block_splits,
-        num_warps=1,
-        # With fusion, the compiler could round one pair differently from the next, and a query's bits would depend on
-        # its place among the pairs.
-        enable_fp_fusion=False,
-        **pdl_arguments(chip(out)),
-    )
+        HEADS=heads, V_SIZE=v_size, HAS_SINK=sink is not None, PAIRS=pairs, BLOCK_V=block_v, FEW_SPLITS=few,
+        BLOCK_SPLITS=block_splits, num_warps=1, enable_fp_fusion=False, **pdl_arguments(chip(out)),
+    )  # fmt: skip

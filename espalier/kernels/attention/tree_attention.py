@@ -15,7 +15,7 @@ from torch import Tensor
 
 from espalier.errors import EspalierError
 from espalier.kernels.attention.attention_blocks import (
-    Constants,
+    AttentionConstants,
     RowTiles,
     attend_committed,
     attend_staged,
@@ -49,18 +49,17 @@ from espalier.kernels.ops.attention import (
     merge_splits,
 )
 from espalier.kernels.runtime.jit import kernel
-from espalier.kernels.runtime.launch import chip, power_of_two, require
+from espalier.kernels.runtime.launch import chip, next_power_of_2, require
 
 
 @kernel
-def _queries(q_ptr, offsets, exists, FP8: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+def _load_queries(q_ptr, offsets, query_exists, FP8: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK: tl.constexpr):
     """Load queries [M, BLOCK] at offsets [M].  If rows are FP8, bfloat16 queries become float16.
 
-    One instruction converts two FP8 values to float16; to bfloat16 it takes four (docs/design.md).  Queries too large
-    for float16 become NaN, so that the request fails.  As infinities they could give scores of -inf, which look like
-    rows that the query does not see.
+    Two FP8 values become float16 with one instruction, and bfloat16 with four (docs/design.md).  Queries too large
+    for float16 become NaN, so that the request fails.  Infinite queries could give scores of -inf, like masked rows.
     """
-    q = load_rows(q_ptr, offsets, exists, True, SIZE, BLOCK)
+    q = load_rows(q_ptr, offsets, query_exists, True, HEAD_SIZE, BLOCK)
     if FP8 and q.dtype == tl.bfloat16:
         values = q.to(tl.float32)
         q = tl.where(tl.abs(values) <= 65504.0, values, float("nan")).to(tl.float16)
@@ -72,20 +71,21 @@ def _queries(q_ptr, offsets, exists, FP8: tl.constexpr, SIZE: tl.constexpr, BLOC
 def _tree_attention_kernel(
     q_ptr, k_ptr, v_ptr, staged_k_ptr, staged_v_ptr,
     table_ptr, split_ptr, start_ptr, position_ptr, row_position_ptr, bits_ptr,
-    out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, sink_ptr, k_scale_ptr, v_scale_ptr,
-    scale, batch, queries, rows, first,
-    q_b, q_q, q_h, k_row, k_h, v_row, v_h, staged_k_b, staged_k_r, staged_k_h, staged_v_b, staged_v_r, staged_v_h,
-    table_b, position_b, position_q, row_position_b, row_position_r, bits_b, bits_q,
+    out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, sink_ptr, k_scale_ptr, v_scale_ptr, scale, batch, queries, rows,
+    first_position, q_stride_b, q_stride_q, q_stride_h, k_stride_row, k_stride_h, v_stride_row, v_stride_h,
+    staged_k_stride_b, staged_k_stride_r, staged_k_stride_h, staged_v_stride_b, staged_v_stride_r, staged_v_stride_h,
+    table_stride_b, position_stride_b, position_stride_q, row_position_stride_b, row_position_stride_r, bits_stride_b,
+    bits_stride_q,
     KV_HEADS: tl.constexpr, GROUP_SIZE: tl.constexpr, K_SIZE: tl.constexpr, V_SIZE: tl.constexpr,
-    PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, STAGED: tl.constexpr, SINK: tl.constexpr,
-    LONGEST_FIRST: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, STAGED: tl.constexpr, HAS_SINK: tl.constexpr,
+    LONGEST_FIRST: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, USE_PDL: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):
-    CONSTANTS: tl.constexpr = Constants(
+    CONSTANTS: tl.constexpr = AttentionConstants(
         PAGE_SIZE, WINDOW, SOFTCAP, STAGED, PRECISION, STAGES, BLOCK_N, BLOCK_R, K_SIZE, V_SIZE, BLOCK_K, BLOCK_V
     )
     num_tiles = (queries * GROUP_SIZE + BLOCK_M - 1) // BLOCK_M
-    num_splits = wait_and_count_splits(start_ptr, batch, queries, DEPENDENT)
+    num_splits = wait_and_count_splits(start_ptr, batch, queries, USE_PDL)
     num_work_items, backwards = num_splits * num_tiles * KV_HEADS, 0
     next_split = split_of(tl.program_id(0), num_splits, num_tiles, KV_HEADS, LONGEST_FIRST)
     exists = tl.program_id(0) < num_work_items
@@ -93,7 +93,7 @@ def _tree_attention_kernel(
     for base in tl.range(0, num_work_items, tl.num_programs(0)):
         work_item, backwards = work_item_of(base, backwards), 1 - backwards
         split, request, begin, end, count = next_split, next_request, next_begin, next_end, next_count
-        # The next split is loaded before the work on this split, so that no program waits for it.
+        # The next split is loaded before the work on this split, to hide the latency of the load.
         next_work_item = work_item_of(base + tl.num_programs(0), backwards)
         next_split = split_of(next_work_item, num_splits, num_tiles, KV_HEADS, LONGEST_FIRST)
         exists = next_work_item < num_work_items
@@ -101,41 +101,41 @@ def _tree_attention_kernel(
         if work_item < num_work_items:
             tile, head = tile_and_head(work_item, num_splits, num_tiles, KV_HEADS, LONGEST_FIRST)
             packed = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-            query = packed // GROUP_SIZE
+            query, q_head = packed // GROUP_SIZE, head * GROUP_SIZE + packed % GROUP_SIZE
             query_exists = query < queries
-            q_head = head * GROUP_SIZE + packed % GROUP_SIZE
-            q_offset = request * q_b + query.to(tl.int64) * q_q + q_head * q_h
-            q = _queries(q_ptr, q_offset, query_exists, k_scale_ptr is not None, K_SIZE, BLOCK_K)
+            q_offset = request * q_stride_b + query.to(tl.int64) * q_stride_q + q_head * q_stride_h
+            q = _load_queries(q_ptr, q_offset, query_exists, k_scale_ptr is not None, K_SIZE, BLOCK_K)
             position = query
             if WINDOW > 0:
-                at_query = position_ptr + request * position_b + query.to(tl.int64) * position_q
+                at_query = position_ptr + request * position_stride_b + query.to(tl.int64) * position_stride_q
                 position = tl.load(at_query, mask=query_exists, other=0x7FFFFFFF).to(tl.int32)
                 begin = tl.maximum(begin, (tl.min(position, 0) - WINDOW + 1) // BLOCK_N * BLOCK_N)
             score_scale = times_scale(scale, k_scale_ptr, head)
             max_score, sum_weights = tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
             out = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
-            tiles = RowTiles(k_ptr + head * k_h, k_row, v_ptr + head * v_h, v_row)
+            tiles = RowTiles(k_ptr + head * k_stride_h, k_stride_row, v_ptr + head * v_stride_h, v_stride_row)
             max_score, sum_weights, out = attend_committed(
-                q, position, table_ptr + request * table_b, tiles, begin, end, first,
+                q, position, table_ptr + request * table_stride_b, tiles, begin, end, first_position,
                 score_scale, max_score, sum_weights, out, CONSTANTS,
             )
             if STAGED > 0:
                 num_staged = tl.where(split + 1 == tl.load(start_ptr + request) + count, rows, 0)
                 low, high = visible_staged_range(tile, num_staged, STAGED, WINDOW, GROUP_SIZE, BLOCK_M, BLOCK_R)
                 staged = RowTiles(
-                    staged_k_ptr + request * staged_k_b + head * staged_k_h, staged_k_r,
-                    staged_v_ptr + request * staged_v_b + head * staged_v_h, staged_v_r,
+                    staged_k_ptr + request * staged_k_stride_b + head * staged_k_stride_h, staged_k_stride_r,
+                    staged_v_ptr + request * staged_v_stride_b + head * staged_v_stride_h, staged_v_stride_r,
                 )
                 max_score, sum_weights, out = attend_staged(
                     q, None, query, query_exists, position, staged,
-                    row_position_ptr + request * row_position_b, row_position_r, bits_ptr + request * bits_b, bits_q,
-                    low, high, rows, score_scale, max_score, sum_weights, out, CONSTANTS,
+                    row_position_ptr + request * row_position_stride_b, row_position_stride_r,
+                    bits_ptr + request * bits_stride_b, bits_stride_q, low, high, rows, score_scale, max_score,
+                    sum_weights, out, CONSTANTS,
                 )
-            trigger_merge(base, num_work_items, DEPENDENT)
+            trigger_merge(base, num_work_items, USE_PDL)
             write_work_item(
                 (out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, sink_ptr), split, request, count, queries, query,
                 query_exists, q_head, v_scale_ptr, head, 1.0 if SOFTCAP > 0 else score_scale, max_score, sum_weights,
-                out, q.dtype, KV_HEADS * GROUP_SIZE, SINK, V_SIZE, BLOCK_V,
+                out, q.dtype, KV_HEADS * GROUP_SIZE, HAS_SINK, V_SIZE, BLOCK_V,
             )
 # fmt: on
 
@@ -146,11 +146,11 @@ def tree_attention(
     config: TritonConfig | HopperConfig | None = None,
     contiguous: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    inputs = _checked(inputs)
+    inputs = _check_inputs(inputs)
     q, splits, sink = inputs.q, inputs.splits, inputs.sink
     if contiguous is not None:
         require("tree attention's contiguous blocks", contiguous, (splits.table.shape[0],), torch.int32, q)
-    out, lse = inputs.buffers()
+    out, lse = inputs.output_buffers()
     if not out.numel():
         return out, lse
     if sink is not None:
@@ -166,13 +166,13 @@ def tree_attention(
             f"the Hopper attention kernel needs bfloat16 or float16, a head size of {HEAD_SIZES}, strides divisible by "
             "16, staged rows if `staged` is given, no soft-cap, and raw_stages for FP8 rows: use config=None"
         )
-    _launch(inputs, partials, config, contiguous, out, lse)
+    _launch_kernel(inputs, partials, config, contiguous, out, lse)
     if splits.policy.max_splits > 1:
         merge_splits.triton(partials, splits, out, lse, sink)
     return out, lse
 
 
-def _launch(
+def _launch_kernel(
     inputs: AttentionInputs,
     partials: PartialResults,
     config: TritonConfig | HopperConfig,
@@ -184,7 +184,7 @@ def _launch(
     window = inputs.window or 0
     (_, queries, heads, k_size), (kv_heads, v_size) = q.shape, v.shape[1:]
     num_tiles = -(-queries * (heads // kv_heads) // config.block_m)
-    # Without staged rows the kernel gets other pointers, which it does not read.
+    # Without staged rows the kernel gets placeholder pointers, which it does not read.
     staged_k, staged_v = inputs.staged or (q, q)
     attention_kernel: Any
     if isinstance(config, HopperConfig):
@@ -192,40 +192,34 @@ def _launch(
         constants = hopper_constants(config, k_size, same_strides=k.stride(0) == v.stride(0))
         constants |= tma_arguments(config, k, v, inputs.page_size, window, contiguous)
     else:
-        attention_kernel, constants = _tree_attention_kernel, _constants(config, k_size, v_size, q.dtype)
+        attention_kernel, constants = _tree_attention_kernel, _constexpr_arguments(config, k_size, v_size, q.dtype)
         constants["SOFTCAP"] = inputs.softcap or 0.0
     grid = min(inputs.splits.table.shape[0] * num_tiles * kv_heads, chip(q).processors * config.programs_per_processor)
     attention_kernel[(grid,)](
-        **common_launch_arguments(inputs, partials, out, lse, num_tiles),
-        k_ptr=k,
-        v_ptr=v,
-        staged_k_ptr=staged_k,
-        staged_v_ptr=staged_v,
-        position_ptr=nodes.positions,
-        row_position_ptr=nodes.row_positions,
-        sink_ptr=out if sink is None else sink,
-        k_scale_ptr=None if scales is None else scales.k,
-        v_scale_ptr=None if scales is None else scales.v,
-        **named_strides(k, "k_row", "k_h"),
-        **named_strides(v, "v_row", "v_h"),
-        **named_strides(staged_k, "staged_k_b", "staged_k_r", "staged_k_h"),
-        **named_strides(staged_v, "staged_v_b", "staged_v_r", "staged_v_h"),
-        **named_strides(nodes.positions, "position_b", "position_q"),
-        **named_strides(nodes.row_positions, "row_position_b", "row_position_r"),
-        KV_HEADS=kv_heads,
-        GROUP_SIZE=heads // kv_heads,
-        WINDOW=window,
-        SINK=sink is not None,
-        **constants,
-    )
+        **common_launch_arguments(inputs, partials, out, lse, num_tiles), k_ptr=k, v_ptr=v, staged_k_ptr=staged_k,
+        staged_v_ptr=staged_v, position_ptr=nodes.positions, row_position_ptr=nodes.row_positions,
+        sink_ptr=out if sink is None else sink, k_scale_ptr=None if scales is None else scales.k,
+        v_scale_ptr=None if scales is None else scales.v, **named_strides(k, "k_stride_row", "k_stride_h"),
+        **named_strides(v, "v_stride_row", "v_stride_h"),
+        **named_strides(staged_k, "staged_k_stride_b", "staged_k_stride_r", "staged_k_stride_h"),
+        **named_strides(staged_v, "staged_v_stride_b", "staged_v_stride_r", "staged_v_stride_h"),
+        **named_strides(nodes.positions, "position_stride_b", "position_stride_q"),
+        **named_strides(nodes.row_positions, "row_position_stride_b", "row_position_stride_r"), KV_HEADS=kv_heads,
+        GROUP_SIZE=heads // kv_heads, WINDOW=window, HAS_SINK=sink is not None, **constants,
+    )  # fmt: skip
 
 
-def _constants(config: TritonConfig, k_size: int, v_size: int, dtype: torch.dtype) -> dict[str, Any]:
-    block_k, block_v = (max(16, power_of_two(size)) for size in (k_size, v_size))
-    return config.constants(dtype) | {"K_SIZE": k_size, "V_SIZE": v_size, "BLOCK_K": block_k, "BLOCK_V": block_v}
+def _constexpr_arguments(config: TritonConfig, k_size: int, v_size: int, dtype: torch.dtype) -> dict[str, Any]:
+    block_k, block_v = (max(16, next_power_of_2(size)) for size in (k_size, v_size))
+    return config.constexpr_arguments(dtype) | {
+        "K_SIZE": k_size,
+        "V_SIZE": v_size,
+        "BLOCK_K": block_k,
+        "BLOCK_V": block_v,
+    }
 
 
-def _checked(inputs: AttentionInputs) -> AttentionInputs:
+def _check_inputs(inputs: AttentionInputs) -> AttentionInputs:
     """Return the inputs with contiguous values of q.  Raises EspalierError for inputs that do not agree or fit."""
     q = inputs.q
     (heads, k_size), (kv_heads, v_size) = q.shape[2:], inputs.pages[1].shape[1:]
@@ -242,6 +236,6 @@ def _checked(inputs: AttentionInputs) -> AttentionInputs:
 def staged_attention(inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
     assert inputs.staged is not None
     k, v = inputs.staged
-    # The pages are not read.  One staged row stands for them, so pages of all sizes share one compiled kernel.
+    # The pages are not read.  A staged row is their placeholder, so that all page sizes share one compiled kernel.
     inputs = inputs._replace(pages=(k[:1, 0], v[:1, 0]), page_size=1)
     return (latent_attention.triton if is_wide_latent(k, v) else tree_attention)(inputs)

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from espalier.kernels.runtime.launch import Chip, power_of_two
+from espalier.kernels.runtime.launch import Chip, next_power_of_2
 
-# Bytes of shared memory that are left to the compiler, where the estimate was not measured.
-SCRATCH = 8 * 1024
+# Bytes of shared memory reserved for the compiler if the estimate of `shared_bytes` was not checked.
+SCRATCH_BYTES = 8 * 1024
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,8 @@ class TritonConfig:
     stages: int
     programs_per_processor: int = 1
 
-    def constants(self, dtype: torch.dtype) -> dict[str, Any]:
-        """The constexpr arguments and options that the kernels take from it.  dtype: of the queries."""
+    def constexpr_arguments(self, dtype: torch.dtype) -> dict[str, Any]:
+        """Returns the constexpr arguments and options that the kernels take from it.  dtype: of the queries."""
         return {
             "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
             "BLOCK_M": self.block_m,
@@ -62,13 +62,13 @@ def choose_triton_config(
     """Return the configuration that was fastest on an H200 (docs/log.md).
 
     A chip with less shared memory gets fewer stages, then fewer rows per step.  Heads of more than 256 values were not
-    measured; their tile has only as many queries as need few spilled registers.
+    measured; their tile has so few queries that few registers spill.
 
     packed_queries: queries times heads of one KV head; rows: staged rows.  one_wave: all splits run at the same time
-    (small batch), so the latency of one split counts more than how many fit on a multiprocessor.  fp8: whether the rows
-    of K and V are FP8.
+    (small batch), so the latency of a split matters more than the number of programs per multiprocessor.  fp8: whether
+    the rows of K and V are FP8.
     """
-    k_bytes, v_bytes = (max(16, power_of_two(size)) * dtype.itemsize for size in (k_size, v_size))
+    k_bytes, v_bytes = (max(16, next_power_of_2(size)) * dtype.itemsize for size in (k_size, v_size))
     q_bytes, large, wide = k_bytes, k_bytes + v_bytes > 512, max(k_size, v_size) > 256
     if dtype == torch.float32:
         # IEEE float32 runs without tensor cores: larger tiles would spill registers.
@@ -85,11 +85,11 @@ def choose_triton_config(
         config = TritonConfig(16 if packed_queries <= 16 else 64 if takes_64 else 32, 32, 64, 8, 3, 1)
     elif packed_queries <= 64 or large:
         # From Hopper on, a product with 64 queries needs no exchange between warps: it is faster than one with 32.
-        block_m = 64 if gpu.capability >= (9, 0) else min(64, max(16, power_of_two(packed_queries)))
+        block_m = 64 if gpu.capability >= (9, 0) else min(64, max(16, next_power_of_2(packed_queries)))
         config = TritonConfig(block_m, 32 if large else 64, 64, 8 if large else 4, 3, 2)
     else:
         config = TritonConfig(128, 64, 64, 8, 4, 1)
-    available = gpu.shared_memory - (SCRATCH if wide else 0)
+    available = gpu.shared_memory - (SCRATCH_BYTES if wide else 0)
     for min_stages, min_rows in ((3, 32), (2, 16)):
         while config.stages > min_stages and config.shared_bytes(gpu, k_bytes, v_bytes, q_bytes) > available:
             config = replace(config, stages=config.stages - 1)
@@ -97,7 +97,7 @@ def choose_triton_config(
             config = replace(config, block_n=config.block_n // 2)
     fitting = gpu.shared_memory // config.shared_bytes(gpu, k_bytes, v_bytes, q_bytes)
     programs = min(config.programs_per_processor, max(1, fitting))
-    block_r = min(config.block_n, max(16, power_of_two(rows)))
+    block_r = min(config.block_n, max(16, next_power_of_2(rows)))
     return replace(config, block_r=block_r, programs_per_processor=programs)
 
 
@@ -123,5 +123,5 @@ def choose_triton_latent_config(
     # Two tiles of 64 queries need more registers than a multiprocessor has.
     most = 1 if config.block_m == 64 else 2
     programs = max(1, min(most, gpu.shared_memory // config.shared_bytes(gpu, row_bytes, 0)))
-    block_r = min(config.block_n, max(16, power_of_two(rows)))
+    block_r = min(config.block_n, max(16, next_power_of_2(rows)))
     return replace(config, block_r=block_r, programs_per_processor=programs)

@@ -2,7 +2,7 @@
 
 A split is a run of one request's committed rows (kv_splits.py).  A query tile holds BLOCK_M packed queries: query after
 query, and for each query the GROUP_SIZE heads that share the KV head.  The functions here are scalar code that the
-Triton and the Gluon kernel share.  The programs of a persistent grid take work items in turns.
+Triton and the Gluon kernels share.  The programs of a persistent grid take work items in turn.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from espalier.kernels.runtime.pdl import pdl_trigger, pdl_wait
 
 # Values of a kernel's STAGED: no staged rows; staged rows of a chain; of a tree, with ancestor bits.
 NO_STAGED, CHAIN, TREE = 0, 1, 2
-# Values of CONTIGUOUS: how many unmasked blocks of a split are contiguous in the pool: unknown (UNKNOWN), all, or a
-# counted number of its first blocks (kernels/attention/kv_splits.py).
+# Values of CONTIGUOUS.  UNKNOWN: TMA copies no block.  ALL_CONTIGUOUS: all unmasked blocks of a split are contiguous in
+# the pool.  COUNTED: a counted number of first blocks is contiguous (kernels/attention/kv_splits.py).
 UNKNOWN, ALL_CONTIGUOUS, COUNTED = 0, 1, 2
 
 
@@ -34,7 +34,7 @@ class WorkPlan(NamedTuple):
     num_tiles: Any
     queries: Any
     rows: Any
-    first: Any
+    first_position: Any
 
 
 class WorkItem(NamedTuple):
@@ -51,35 +51,35 @@ class WorkItem(NamedTuple):
 
 
 @kernel
-def wait_and_count_splits(start_ptr, batch, queries, DEPENDENT: tl.constexpr):
+def wait_and_count_splits(start_ptr, batch, queries, USE_PDL: tl.constexpr):
     """Wait for the previous kernel, let the merge of splits start if it is small, then return the number of splits.
 
     The trigger comes after the wait, so the merge may read the splits before its own wait (merge.py).  A large merge
-    starts at `trigger_merge`.  If it started earlier, its programs would crowd the processors that are free first.
+    starts at `trigger_merge`, because earlier its programs would take multiprocessors from attention.
     """
-    pdl_wait(DEPENDENT)
+    pdl_wait(USE_PDL)
     num_splits = tl.load(start_ptr + batch)
     # If no request has several splits, there is nothing to merge.  The limit of 16 queries: docs/log.md.
     if (num_splits <= batch) | (batch * queries <= 16):
-        pdl_trigger(DEPENDENT)
+        pdl_trigger(USE_PDL)
     return num_splits
 
 
 @kernel
-def trigger_merge(base, num_work_items, DEPENDENT: tl.constexpr):
+def trigger_merge(first_work_item, num_work_items, USE_PDL: tl.constexpr):
     """Let the merge start if this is the program's last work item.  Called before each result is written."""
-    if base + tl.num_programs(0) >= num_work_items:
-        pdl_trigger(DEPENDENT)
+    if first_work_item + tl.num_programs(0) >= num_work_items:
+        pdl_trigger(USE_PDL)
 
 
 @kernel
-def work_item_of(base, backwards):
-    """The work item of this program in the turn that starts at `base`.
+def work_item_of(first_work_item, is_backwards):
+    """Returns this program's work item in the iteration that starts at `first_work_item`.
 
-    Every second turn runs backwards: a program with the longest work item of one turn gets the shortest of the next.
+    Every second iteration runs backwards: a program with the longest work item then gets the shortest.
     """
     pid = tl.program_id(0)
-    return base + tl.where(backwards == 1, tl.num_programs(0) - 1 - pid, pid)
+    return first_work_item + tl.where(is_backwards == 1, tl.num_programs(0) - 1 - pid, pid)
 
 
 @kernel
@@ -94,7 +94,7 @@ def split_of(work_item, num_splits, num_tiles, KV_HEADS: tl.constexpr, LONGEST_F
 
 @kernel
 def tile_and_head(work_item, num_splits, num_tiles, KV_HEADS: tl.constexpr, LONGEST_FIRST: tl.constexpr):
-    """The query tile and the KV head of a work item.
+    """Returns the query tile and the KV head of a work item.
 
     LONGEST_FIRST starts with the last tile, which sees the most rows of a causal chunk.  Without it, tiles that read
     the same keys are neighbours.
@@ -105,13 +105,14 @@ def tile_and_head(work_item, num_splits, num_tiles, KV_HEADS: tl.constexpr, LONG
 
 
 @kernel
-def load_split(split_ptr, split, exists):
-    """(request, begin, end, request_splits): a row of kernels/attention/kv_splits.py's table; zeros if not `exists`."""
+def load_split(split_ptr, split, split_exists):
+    """Returns (request, begin, end, request_splits): a row of kernels/attention/kv_splits.py's table; zeros if not
+    `split_exists`."""
     at = split_ptr + split * 4
-    request = tl.load(at, mask=exists, other=0).to(tl.int64)
-    begin = tl.load(at + 1, mask=exists, other=0)
-    end = tl.load(at + 2, mask=exists, other=0)
-    return request, begin, end, tl.load(at + 3, mask=exists, other=0)
+    request = tl.load(at, mask=split_exists, other=0).to(tl.int64)
+    begin = tl.load(at + 1, mask=split_exists, other=0)
+    end = tl.load(at + 2, mask=split_exists, other=0)
+    return request, begin, end, tl.load(at + 3, mask=split_exists, other=0)
 
 
 @kernel
@@ -125,14 +126,14 @@ def load_work_item(plan, work_item, KV_HEADS: tl.constexpr, LONGEST_FIRST: tl.co
 
 
 @kernel
-def committed_blocks(begin, end, first, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
-    """(num_blocks, num_lower, num_unmasked) of positions begin .. end.  begin is a multiple of BLOCK_N.
+def committed_blocks(begin, end, first_position, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Returns (num_blocks, num_lower, num_unmasked) of positions begin .. end.  begin is a multiple of BLOCK_N.
 
-    The first num_lower blocks contain positions below `first`.  The next num_unmasked blocks need no mask; with a
-    window num_unmasked is 0.
+    The first num_lower blocks contain positions below `first_position`.  The next num_unmasked blocks need no mask;
+    with a window num_unmasked is 0.
     """
     num_blocks = (tl.maximum(end - begin, 0) + BLOCK_N - 1) // BLOCK_N
-    num_lower = tl.minimum((tl.maximum(first - begin, 0) + BLOCK_N - 1) // BLOCK_N, num_blocks)
+    num_lower = tl.minimum((tl.maximum(first_position - begin, 0) + BLOCK_N - 1) // BLOCK_N, num_blocks)
     num_unmasked = 0
     if WINDOW == 0:
         num_unmasked = tl.maximum((end - begin) // BLOCK_N - num_lower, 0)
@@ -140,9 +141,11 @@ def committed_blocks(begin, end, first, WINDOW: tl.constexpr, BLOCK_N: tl.conste
 
 
 @kernel
-def block_index(t, num_lower, num_unmasked):
+def block_index(step, num_lower, num_unmasked):
     """The index of the t-th block to process: first unmasked blocks, then the blocks before them, then those after."""
-    return tl.where(t < num_unmasked, num_lower + t, tl.where(t < num_lower + num_unmasked, t - num_unmasked, t))
+    return tl.where(
+        step < num_unmasked, num_lower + step, tl.where(step < num_lower + num_unmasked, step - num_unmasked, step)
+    )
 
 
 @kernel

@@ -16,7 +16,7 @@ from espalier.kernels.attention.work_items import ALL_CONTIGUOUS, COUNTED, UNKNO
 from espalier.kernels.hopper.attend import attend_work_items
 from espalier.kernels.hopper.config import HopperConfig, block_rows, needs_block_counts, uses_tma
 from espalier.kernels.hopper.load import convert_work_items, load_work_items
-from espalier.kernels.hopper.work import Constants, RowPtrs, make_stages
+from espalier.kernels.hopper.work import HopperConstants, RowPtrs, make_stages
 from espalier.kernels.runtime.jit import gluon_kernel
 from espalier.kernels.runtime.launch import tma_descriptor
 
@@ -27,61 +27,63 @@ def hopper_attention_kernel(
     q_ptr, k_ptr, v_ptr, staged_k_ptr, staged_v_ptr,
     table_ptr, split_ptr, start_ptr, position_ptr, row_position_ptr, bits_ptr,
     out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, sink_ptr, k_scale_ptr, v_scale_ptr,
-    scale, batch, queries, rows, first,
-    q_b, q_q, q_h, k_row, k_h, v_row, v_h, staged_k_b, staged_k_r, staged_k_h, staged_v_b, staged_v_r, staged_v_h,
-    table_b, position_b, position_q, row_position_b, row_position_r, bits_b, bits_q,
+    scale, batch, queries, rows, first_position,
+    q_stride_b, q_stride_q, q_stride_h, k_stride_row, k_stride_h, v_stride_row, v_stride_h, staged_k_stride_b,
+    staged_k_stride_r, staged_k_stride_h, staged_v_stride_b, staged_v_stride_r, staged_v_stride_h, table_stride_b,
+    position_stride_b, position_stride_q, row_position_stride_b, row_position_stride_r, bits_stride_b, bits_stride_q,
     k_descriptor, v_descriptor, contiguous_ptr,
-    KV_HEADS: gl.constexpr, GROUP_SIZE: gl.constexpr, SIZE: gl.constexpr,
-    PAGE_SIZE: gl.constexpr, WINDOW: gl.constexpr, STAGED: gl.constexpr, SINK: gl.constexpr,
+    KV_HEADS: gl.constexpr, GROUP_SIZE: gl.constexpr, HEAD_SIZE: gl.constexpr,
+    PAGE_SIZE: gl.constexpr, WINDOW: gl.constexpr, STAGED: gl.constexpr, HAS_SINK: gl.constexpr,
     LONGEST_FIRST: gl.constexpr, SAME_STRIDES: gl.constexpr, CONTIGUOUS: gl.constexpr,
     WARPGROUPS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, RAW_STAGES: gl.constexpr,
     ATTEND_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr, LOAD_WARPS: gl.constexpr,
-    CONVERT_REGISTERS: gl.constexpr, CONVERT_WARPS: gl.constexpr, DEPENDENT: gl.constexpr,
+    CONVERT_REGISTERS: gl.constexpr, CONVERT_WARPS: gl.constexpr, USE_PDL: gl.constexpr,
 ):
     """RAW_STAGES: stages of FP8 rows.  Extra warps convert these rows and write them to `stages`; 0 for other rows."""
     FP8: gl.constexpr = RAW_STAGES > 0
     dtype: gl.constexpr = q_ptr.dtype.element_ty
-    # FP8 rows are attended to in float16, as in kernels/attention/tree_attention.py:_queries.
+    # FP8 rows are attended to in float16, as in kernels/attention/tree_attention.py:_load_queries.
     attended: gl.constexpr = gl.float16 if FP8 else dtype
-    CONSTANTS: gl.constexpr = Constants(
+    CONSTANTS: gl.constexpr = HopperConstants(
         KV_HEADS, GROUP_SIZE, PAGE_SIZE, WINDOW, STAGED, LONGEST_FIRST, SAME_STRIDES, CONTIGUOUS,
-        WIDTHS=(SIZE, SIZE), COLUMNS=(0, 0), ROW_SIZE=2 * SIZE, OUT_SIZE=SIZE, BLOCK_M=64 * WARPGROUPS, BLOCK_N=BLOCK_N,
-        RAW_STAGES=RAW_STAGES, LOAD_WARPS=LOAD_WARPS, CONVERT_WARPS=CONVERT_WARPS, DEPENDENT=DEPENDENT,
+        WIDTHS=(HEAD_SIZE, HEAD_SIZE), COLUMNS=(0, 0), ROW_SIZE=2 * HEAD_SIZE, OUT_SIZE=HEAD_SIZE,
+        BLOCK_M=64 * WARPGROUPS, BLOCK_N=BLOCK_N, RAW_STAGES=RAW_STAGES, LOAD_WARPS=LOAD_WARPS,
+        CONVERT_WARPS=CONVERT_WARPS, USE_PDL=USE_PDL,
     )
-    q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, SIZE], dtype)
-    q_shared = gl.allocate_shared_memory(dtype, [WARPGROUPS, 64, SIZE], q_layout)
+    q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, HEAD_SIZE], dtype)
+    q_shared = gl.allocate_shared_memory(dtype, [WARPGROUPS, 64, HEAD_SIZE], q_layout)
     stages = make_stages(attended, STAGES, 1 if FP8 else 32 * LOAD_WARPS, WARPGROUPS, CONSTANTS)
     # FP8 rows are loaded into separate stages.
     loaded = stages
-    num_splits = wait_and_count_splits(start_ptr, batch, queries, DEPENDENT)
+    num_splits = wait_and_count_splits(start_ptr, batch, queries, USE_PDL)
     if FP8:
         loaded = make_stages(k_ptr.dtype.element_ty, RAW_STAGES, 32 * LOAD_WARPS, 1, CONSTANTS)
     num_tiles = (queries * GROUP_SIZE + CONSTANTS.BLOCK_M - 1) // CONSTANTS.BLOCK_M
-    plan = WorkPlan(split_ptr, start_ptr, num_splits, num_tiles, queries, rows, first)
-    q_rows = RowPtrs(q_ptr, q_b, q_q, q_h)
-    committed = (RowPtrs(k_ptr, 0, k_row, k_h), RowPtrs(v_ptr, 0, v_row, v_h))
+    plan = WorkPlan(split_ptr, start_ptr, num_splits, num_tiles, queries, rows, first_position)
+    q_rows = RowPtrs(q_ptr, q_stride_b, q_stride_q, q_stride_h)
+    committed = (RowPtrs(k_ptr, 0, k_stride_row, k_stride_h), RowPtrs(v_ptr, 0, v_stride_row, v_stride_h))
     staged = (
-        RowPtrs(staged_k_ptr, staged_k_b, staged_k_r, staged_k_h),
-        RowPtrs(staged_v_ptr, staged_v_b, staged_v_r, staged_v_h),
+        RowPtrs(staged_k_ptr, staged_k_stride_b, staged_k_stride_r, staged_k_stride_h),
+        RowPtrs(staged_v_ptr, staged_v_stride_b, staged_v_stride_r, staged_v_stride_h),
     )
-    positions = RowPtrs(position_ptr, position_b, position_q, 0)
-    row_positions = RowPtrs(row_position_ptr, row_position_b, row_position_r, 0)
-    ancestor_bits = RowPtrs(bits_ptr, bits_b, bits_q, 0)
+    positions = RowPtrs(position_ptr, position_stride_b, position_stride_q, 0)
+    row_positions = RowPtrs(row_position_ptr, row_position_stride_b, row_position_stride_r, 0)
+    ancestor_bits = RowPtrs(bits_ptr, bits_stride_b, bits_stride_q, 0)
     results = (out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, sink_ptr)
     scales = (k_scale_ptr, v_scale_ptr)
-    # With one warpgroup the list starts after the first function; with two-byte rows it ends before the last.
+    # With one warpgroup the first function is left out; with two-byte rows the last.
     gl.warp_specialize(
         [
             (attend_work_items, (
                 0, q_shared, stages, plan, q_rows, positions, row_positions, ancestor_bits, results, scale, scales,
-                SINK, CONSTANTS,
+                HAS_SINK, CONSTANTS,
             )),
             (attend_work_items, (
                 WARPGROUPS - 1, q_shared, stages, plan, q_rows, positions, row_positions, ancestor_bits, results, scale,
-                scales, SINK, CONSTANTS,
+                scales, HAS_SINK, CONSTANTS,
             )),
             (load_work_items, (
-                loaded, plan, committed, staged, table_ptr, table_b, positions, (k_descriptor, v_descriptor),
+                loaded, plan, committed, staged, table_ptr, table_stride_b, positions, (k_descriptor, v_descriptor),
                 contiguous_ptr, CONSTANTS,
             )),
             (convert_work_items, (loaded, stages, plan, positions, CONSTANTS)),
@@ -117,7 +119,7 @@ def hopper_constants(config: HopperConfig, size: int, same_strides: bool) -> dic
     load_warps, load_registers = config.load_warps(size)
     convert_warps, convert_registers = config.convert_warps
     return {
-        "SIZE": size,
+        "HEAD_SIZE": size,
         "SAME_STRIDES": same_strides,
         "WARPGROUPS": config.warpgroups,
         "BLOCK_N": block_rows(size),

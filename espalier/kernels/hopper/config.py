@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from espalier.kernels.layers.quantised import FP8
-from espalier.kernels.runtime.launch import HOPPER, Chip, aligned_for_copies
+from espalier.kernels.runtime.launch import HOPPER, Chip, is_aligned_for_copies
 
 DTYPES = (torch.bfloat16, torch.float16)
 HEAD_SIZES = (64, 128, 256)
@@ -18,10 +18,10 @@ HEAD_SIZES = (64, 128, 256)
 MAX_REGISTER_HEAD_SIZE = 128
 # Packed queries of one attending warpgroup (four warps).
 WARPGROUP_QUERIES = 64
-# An attending warpgroup holds one stage and waits for the next two.
+# An attending warpgroup holds one stage and waits for two more.
 MIN_STAGES = 3
 MAX_STAGES = 6
-# Stages with FP8 rows: converted rows, which hide the conversion time, and stored rows, which hide the memory latency.
+# Stages of converted rows, which hide the conversion time, and of stored FP8 rows, which hide the memory latency.
 FP8_STAGES, FP8_RAW_STAGES = 4, 4
 # Shared memory, in bytes, for barriers and for the arguments that Triton passes to the warps.
 RESERVED_SHARED_MEMORY = 1024
@@ -39,8 +39,7 @@ LATENT_BLOCK_N = 32
 LATENT_STAGES = 4
 # Buffers in shared memory through which the first attending warpgroup sends a block's weights to the second.
 WEIGHT_SLOTS = 2
-# Pipeline stages for an FP8 cache: how many converted blocks, which attention reads, and how many blocks as they are
-# stored.
+# Pipeline stages for an FP8 cache: blocks of converted rows, and blocks of stored rows.
 LATENT_FP8_STAGES, LATENT_FP8_RAW_STAGES = 2, 4
 # The most packed queries of hopper/latent_few.py: the columns of its product.
 FEW_MAX_QUERIES = 16
@@ -114,8 +113,8 @@ def choose_hopper_config(
 
     packed_queries: queries times heads of one KV head; num_work_items: number of work items if a tile has 128 packed
     queries; fp8: whether rows are FP8.
-    Two warpgroups share each loaded block.  If that leaves multiprocessors idle, a program gets one warpgroup.  If
-    there are enough such programs, each multiprocessor runs two: one works while the other finishes.
+    Two warpgroups share each loaded block.  If that leaves multiprocessors idle, a program has one warpgroup.  With
+    enough such programs, each multiprocessor runs two, so that one works while the other ends.
     With few queries and small pages the Triton kernel is faster, because all of its warps gather rows (docs/log.md).
     """
     # For trees over heads of 256 values, only the Triton kernel's time is known.
@@ -143,13 +142,13 @@ def choose_hopper_config(
 def needs_block_counts(page_size: int, window: int, size: int) -> bool:
     """Whether contiguous blocks must be counted (kernels/attention/kv_splits.py).
 
-    If a page holds whole blocks, all blocks are contiguous.  With a window, counts cannot be used.
+    If a page holds whole blocks, all blocks are contiguous.  With a window, the kernel uses no counts.
     """
     return not window and page_size % block_rows(size) > 0
 
 
 def uses_tma(config: HopperConfig) -> bool:
-    """Whether this launch copies contiguous blocks by TMA.
+    """Returns whether this launch copies contiguous blocks by TMA.
 
     Two attending warpgroups keep the multiprocessor busy, and copies by threads would slow them down.  A single
     warpgroup waits for memory, which TMA does not make faster (docs/log.md).
@@ -183,12 +182,12 @@ def choose_hopper_latent_config(gpu: Chip, fp8: bool = False) -> HopperLatentCon
 
 
 def hopper_latent_supports(q: Tensor, rows: list[Tensor], v_size: int) -> bool:
-    """Whether the kernel takes these queries and rows [.., size]: dtypes, sizes, addresses and strides."""
+    """Returns whether the kernel takes these queries and rows [.., size]: dtypes, sizes, addresses and strides."""
     return v_size == V_SIZE and all(
         tensor.shape[-1] == V_SIZE + ROPE_SIZE
         and q.dtype in DTYPES
         and tensor.dtype in (q.dtype, FP8)
-        and aligned_for_copies(tensor)
+        and is_aligned_for_copies(tensor)
         for tensor in (q, *rows)
     )
 

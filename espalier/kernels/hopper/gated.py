@@ -1,12 +1,11 @@
 """The gated linear layer of many rows on Hopper: silu(x · gateᵀ) · (x · upᵀ), in one persistent kernel.
 
-The library would write gate and up, and another launch would read them: 4% of the time of a prompt's products.
+With the library, gate and up would be written, and read by another launch: 4% of the time of a prompt's products.
 
 Grid: as many programs as multiprocessors.  A program computes tiles of [BLOCK_ROWS, BLOCK_OUT] results, one after
 another.  Its loading warps copy blocks of BLOCK_IN columns of x, gate and up by TMA, up to STAGES blocks ahead, across
-tiles.  Two multiplying warpgroups compute half of a tile's rows each; gate and up are one product.
-The kernel adds the columns of each result in the same order for any number of rows, so a row's bits do not depend on
-that number.
+tiles.  Two multiplying warpgroups compute half of a tile's rows each; gate and up are one product.  The kernel adds the
+columns of each result in the same order for any number of rows, so a row's bits do not depend on the number of rows.
 Tolerance: as in linear.py.
 """
 
@@ -23,27 +22,26 @@ from espalier.errors import EspalierError
 from espalier.kernels.hopper.work import make_barriers
 from espalier.kernels.layers.activation import silu_times
 from espalier.kernels.runtime.jit import gluon_kernel
-from espalier.kernels.runtime.launch import HOPPER, Chip, aligned_for_copies, chip, require, tma_descriptor
+from espalier.kernels.runtime.launch import HOPPER, Chip, chip, is_aligned_for_copies, require, tma_descriptor
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 
-# The fewest rows, and the smallest share of all waves that tiles must fill.  Below these limits the library is faster,
-# because its tiles are smaller.
+# The fewest rows, and the smallest fill of the waves.  Below, the library is faster: its tiles are smaller.
 MIN_ROWS, MIN_FILL = 257, 0.9
 BLOCK_ROWS, BLOCK_OUT, BLOCK_IN = 128, 128, 64
 # Pipeline stages.  With the results of a tile they fill the shared memory.
 STAGES = 4
-# Blocks of rows that are computed with the same weights before the next weights are read.  More do not fit in the L2.
+# Blocks of rows that share the weights in the L2 before the next weights are read.  More do not fit in the L2.
 GROUP_ROW_BLOCKS = 8
 # Registers per thread: at launch, then in multiplying and in loading warps.
 LAUNCH_REGISTERS, MULTIPLY_REGISTERS, LOAD_REGISTERS = 168, 232, 40
 
 
 def supports_hopper_gated(x: Tensor, weight: Tensor, bias: Tensor | None, gpu: Chip) -> bool:
-    """Whether the kernel takes x [rows, in] and weight [2·out, in], gate over up."""
+    """Returns whether the kernel takes x [rows, in] and weight [2·out, in], gate over up."""
     if gpu.capability != HOPPER or x.dtype != torch.bfloat16 or bias is not None or len(x) < MIN_ROWS:
         return False
     # Rows of results are copied like rows of x, in multiples of 16 bytes.
-    return weight.shape[0] % 16 == 0 and all(t.stride(1) == 1 and aligned_for_copies(t) for t in (x, weight))
+    return weight.shape[0] % 16 == 0 and all(t.stride(1) == 1 and is_aligned_for_copies(t) for t in (x, weight))
 
 
 def fills_chip(rows: int, num_out: int, gpu: Chip) -> bool:
@@ -64,7 +62,7 @@ class ProductSizes(NamedTuple):
     columns: Any
 
 
-class Blocks(NamedTuple):
+class BlockSizes(NamedTuple):
     """Constexpr arguments: the sizes of a block, and how many blocks of rows are neighbours."""
 
     ROWS: Any
@@ -76,7 +74,8 @@ class Blocks(NamedTuple):
 class Stages(NamedTuple):
     """Blocks in shared memory: x [stages, ROWS, IN]; weights [stages, 2 * OUT, IN], gate over up.
 
-    full, empty: one barrier each per stage.  `full` gives it to the multiplying warps, `empty` to the loading ones.
+    full, empty: one barrier each per stage.  `full`: the multiplying warps may read the stage; `empty`: the loading
+    warps may write the stage.
     """
 
     x: Any
@@ -92,8 +91,8 @@ def _num_tiles(sizes, BLOCKS: gl.constexpr):
 
 
 @gluon_kernel
-def _tile(index, sizes, BLOCKS: gl.constexpr):
-    """(first row, first output) of a tile."""
+def _tile_origin(index, sizes, BLOCKS: gl.constexpr):
+    """Returns (first row, first output) of a tile."""
     row_blocks, out_blocks = gl.cdiv(sizes.rows, BLOCKS.ROWS), gl.cdiv(sizes.out, BLOCKS.OUT)
     first = index // (BLOCKS.ROW_BLOCKS * out_blocks) * BLOCKS.ROW_BLOCKS
     together = gl.minimum(row_blocks - first, BLOCKS.ROW_BLOCKS)
@@ -111,47 +110,47 @@ def _round_to_bfloat16(values):
 
 
 @gluon_kernel
-def _load(stages, x_descriptor, weight_descriptor, sizes, BLOCKS: gl.constexpr):
+def _load_tiles(stages, x_descriptor, weight_descriptor, sizes, BLOCKS: gl.constexpr):
     """Copy the blocks of all tiles of a program into the stages."""
     STAGES: gl.constexpr = stages.full.shape[0]
     BYTES: gl.constexpr = (BLOCKS.ROWS + 2 * BLOCKS.OUT) * BLOCKS.IN * 2
-    num_done = 0
+    blocks_done = 0
     for index in range(gl.program_id(0), _num_tiles(sizes, BLOCKS), gl.num_programs(0)):
-        row, out = _tile(index, sizes, BLOCKS)
+        row, out = _tile_origin(index, sizes, BLOCKS)
         for column in range(0, sizes.columns, BLOCKS.IN):
-            stage = num_done % STAGES
-            hopper.mbarrier.wait(stages.empty.index(stage), num_done // STAGES % 2 ^ 1)
+            stage = blocks_done % STAGES
+            hopper.mbarrier.wait(stages.empty.index(stage), blocks_done // STAGES % 2 ^ 1)
             full, weights = stages.full.index(stage), stages.weights.index(stage)
             hopper.mbarrier.expect(full, BYTES)
             hopper.tma.async_copy_global_to_shared(x_descriptor, [row, column], full, stages.x.index(stage))
             gate, up = weights.slice(0, BLOCKS.OUT), weights.slice(BLOCKS.OUT, BLOCKS.OUT)
             hopper.tma.async_copy_global_to_shared(weight_descriptor, [out, column], full, gate)
             hopper.tma.async_copy_global_to_shared(weight_descriptor, [sizes.out + out, column], full, up)
-            num_done += 1
+            blocks_done += 1
 
 
 @gluon_kernel
-def _multiply(WARPGROUP: gl.constexpr, stages, results, out_descriptor, sizes, BLOCKS: gl.constexpr):
+def _multiply_tiles(WARPGROUP: gl.constexpr, stages, results, out_descriptor, sizes, BLOCKS: gl.constexpr):
     """Compute half of the rows of all tiles of a program."""
     STAGES: gl.constexpr = stages.full.shape[0]
     ROWS: gl.constexpr = BLOCKS.ROWS // 2
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 2 * BLOCKS.OUT, 16])
     result = results.index(WARPGROUP)
-    num_done = 0
+    blocks_done = 0
     for index in range(gl.program_id(0), _num_tiles(sizes, BLOCKS), gl.num_programs(0)):
-        row, out = _tile(index, sizes, BLOCKS)
+        row, out = _tile_origin(index, sizes, BLOCKS)
         sums = gl.full([ROWS, 2 * BLOCKS.OUT], 0.0, gl.float32, layout=SUMS)
         for column in range(0, sizes.columns, BLOCKS.IN):
-            stage = num_done % STAGES
-            hopper.mbarrier.wait(stages.full.index(stage), num_done // STAGES % 2)
+            stage = blocks_done % STAGES
+            hopper.mbarrier.wait(stages.full.index(stage), blocks_done // STAGES % 2)
             x, weights = stages.x.index(stage).slice(WARPGROUP * ROWS, ROWS), stages.weights.index(stage)
             pending = hopper.warpgroup_mma(x, weights.permute((1, 0)), sums, is_async=True)
             # The previous product has ended, so its stage is free.
             sums = hopper.warpgroup_mma_wait(num_outstanding=1, deps=[pending])
-            hopper.mbarrier.arrive(stages.empty.index((num_done + STAGES - 1) % STAGES), count=1, pred=column > 0)
-            num_done += 1
+            hopper.mbarrier.arrive(stages.empty.index((blocks_done + STAGES - 1) % STAGES), count=1, pred=column > 0)
+            blocks_done += 1
         sums = hopper.warpgroup_mma_wait(num_outstanding=0, deps=[sums])
-        hopper.mbarrier.arrive(stages.empty.index((num_done - 1) % STAGES), count=1)
+        hopper.mbarrier.arrive(stages.empty.index((blocks_done - 1) % STAGES), count=1)
         gate, up = gl.split(sums.reshape([ROWS, 2, BLOCKS.OUT]).permute((0, 2, 1)))
         # Gate and up are rounded before the activation, as the output of a linear layer is.
         activation = silu_times(_round_to_bfloat16(gate), _round_to_bfloat16(up)).to(result.dtype)
@@ -167,10 +166,10 @@ def _multiply(WARPGROUP: gl.constexpr, stages, results, out_descriptor, sizes, B
 def _hopper_gated_kernel(
     x_descriptor, weight_descriptor, out_descriptor, num_rows, num_out, num_in,
     BLOCK_ROWS: gl.constexpr, BLOCK_OUT: gl.constexpr, BLOCK_IN: gl.constexpr, STAGES: gl.constexpr,
-    ROW_BLOCKS: gl.constexpr, MULTIPLY_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr, DEPENDENT: gl.constexpr,
+    ROW_BLOCKS: gl.constexpr, MULTIPLY_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr, USE_PDL: gl.constexpr,
 ):
     """x [num_rows, num_in], weight [2 · num_out, num_in] and out [num_rows, num_out] are TMA descriptors."""
-    BLOCKS: gl.constexpr = Blocks(BLOCK_ROWS, BLOCK_OUT, BLOCK_IN, ROW_BLOCKS)
+    BLOCKS: gl.constexpr = BlockSizes(BLOCK_ROWS, BLOCK_OUT, BLOCK_IN, ROW_BLOCKS)
     dtype: gl.constexpr = x_descriptor.dtype
     full, empty = make_barriers(STAGES, 1, 2)
     stages = Stages(
@@ -180,12 +179,12 @@ def _hopper_gated_kernel(
     )
     results = gl.allocate_shared_memory(dtype, [2, BLOCK_ROWS // 2, BLOCK_OUT], out_descriptor.layout)
     sizes = ProductSizes(num_rows, num_out, num_in)
-    pdl_trigger_and_wait(DEPENDENT)
+    pdl_trigger_and_wait(USE_PDL)
     gl.warp_specialize(
         [
-            (_multiply, (0, stages, results, out_descriptor, sizes, BLOCKS)),
-            (_multiply, (1, stages, results, out_descriptor, sizes, BLOCKS)),
-            (_load, (stages, x_descriptor, weight_descriptor, sizes, BLOCKS)),
+            (_multiply_tiles, (0, stages, results, out_descriptor, sizes, BLOCKS)),
+            (_multiply_tiles, (1, stages, results, out_descriptor, sizes, BLOCKS)),
+            (_load_tiles, (stages, x_descriptor, weight_descriptor, sizes, BLOCKS)),
         ],
         [4, 4], [MULTIPLY_REGISTERS, LOAD_REGISTERS],
     )
@@ -196,32 +195,24 @@ def hopper_gated(x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor
     """silu(x · gateᵀ) · (x · upᵀ) in `out` or in a new tensor [rows, out].  x: [rows, in]; weight: [2·out, in], gate
     over up.
 
-    bfloat16 on Hopper, with contiguous rows that are aligned to 16 bytes.  The reference is that of `linear_gated`.
+    bfloat16 on Hopper, with contiguous rows that are aligned to 16 bytes.  The reference is linear_gated.reference.
     Raises EspalierError for other shapes, dtypes and layouts.
     """
     (rows, num_in), num_out = x.shape, weight.shape[0] // 2
     require("gated linear: x", x, (rows, num_in), torch.bfloat16, x)
     require("gated linear: weight", weight, (2 * num_out, num_in), torch.bfloat16, x)
-    if num_out % 8 or not all(t.stride(1) == 1 and aligned_for_copies(t) for t in (x, weight)):
+    if num_out % 8 or not all(t.stride(1) == 1 and is_aligned_for_copies(t) for t in (x, weight)):
         raise EspalierError(
             f"gated linear: rows must be contiguous, and their addresses multiples of 16 bytes, but x has strides "
             f"{x.stride()} and weight, for {num_out} outputs, {weight.stride()}: use linear_gated"
         )
     out = x.new_empty(rows, num_out) if out is None else out
     _hopper_gated_kernel[(min(num_tiles(rows, num_out), chip(x).processors),)](
-        tma_descriptor(x, BLOCK_ROWS, BLOCK_IN),
-        tma_descriptor(weight, BLOCK_OUT, BLOCK_IN),
+        tma_descriptor(x, BLOCK_ROWS, BLOCK_IN), tma_descriptor(weight, BLOCK_OUT, BLOCK_IN),
         tma_descriptor(out, BLOCK_ROWS // 2, BLOCK_OUT),
         *(rows, num_out, num_in),
-        BLOCK_ROWS=BLOCK_ROWS,
-        BLOCK_OUT=BLOCK_OUT,
-        BLOCK_IN=BLOCK_IN,
-        STAGES=STAGES,
-        ROW_BLOCKS=GROUP_ROW_BLOCKS,
-        MULTIPLY_REGISTERS=MULTIPLY_REGISTERS,
-        LOAD_REGISTERS=LOAD_REGISTERS,
-        num_warps=4,
-        maxnreg=LAUNCH_REGISTERS,
+        BLOCK_ROWS=BLOCK_ROWS, BLOCK_OUT=BLOCK_OUT, BLOCK_IN=BLOCK_IN, STAGES=STAGES, ROW_BLOCKS=GROUP_ROW_BLOCKS,
+        MULTIPLY_REGISTERS=MULTIPLY_REGISTERS, LOAD_REGISTERS=LOAD_REGISTERS, num_warps=4, maxnreg=LAUNCH_REGISTERS,
         **pdl_arguments(chip(x)),
-    )
+    )  # fmt: skip
     return out

@@ -1,7 +1,7 @@
 """Warp-specialized attention over latent rows of 512 + 64 values, for Hopper.
 
-Work items, splits and masks are those of kernels/attention/latent_attention.py.  The loading warps copy each block of
-rows into shared memory once, for K and V.  Two warpgroups attend: each sums one half of the values.
+Work items, splits and masks are the same as in kernels/attention/latent_attention.py.  The loading warps copy each
+block of rows into shared memory once, for K and V.  Two warpgroups attend: each sums one half of the values.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from espalier.kernels.hopper.attend import attend_work_item, make_queries, packe
 from espalier.kernels.hopper.config import LATENT_BLOCK_N, ROPE_SIZE, V_SIZE, WEIGHT_SLOTS, HopperLatentConfig
 from espalier.kernels.hopper.load import convert_work_items, load_work_items
 from espalier.kernels.hopper.work import (
-    Constants,
+    HopperConstants,
     RowPtrs,
     Stages,
     make_barriers,
@@ -61,14 +61,14 @@ def copy_queries(
 
 
 @gluon_kernel
-def _write_half(results, plan, item, out, factor, first_column, CONSTANTS: gl.constexpr, OUT: gl.constexpr):
+def _write_half(results, plan, item, out, factor, first_column, CONSTANTS: gl.constexpr, OUT_LAYOUT: gl.constexpr):
     """Write out * factor to HALF columns from first_column on, of the results or of a split's partial results."""
     HEADS: gl.constexpr = CONSTANTS.GROUP_SIZE
     HALF: gl.constexpr = CONSTANTS.OUT_SIZE
     out_ptr, _lse_ptr, partial_ptr, _partial_lse_ptr, _row_scale = results
-    result = out * gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(1, OUT)), 1)
-    at = gl.expand_dims(item.tile * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, OUT)), 1)
-    column = gl.expand_dims(first_column + gl.arange(0, HALF, layout=gl.SliceLayout(0, OUT)), 0)
+    result = out * gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(1, OUT_LAYOUT)), 1)
+    at = gl.expand_dims(item.tile * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, OUT_LAYOUT)), 1)
+    column = gl.expand_dims(first_column + gl.arange(0, HALF, layout=gl.SliceLayout(0, OUT_LAYOUT)), 0)
     rows = plan.queries * HEADS
     if item.request_splits == 1:
         row = item.request * rows + at
@@ -80,21 +80,21 @@ def _write_half(results, plan, item, out, factor, first_column, CONSTANTS: gl.co
 
 @gluon_kernel
 def score_and_sum_left_half(
-    q_shared, stages, exchange, plan, q_rows, no_positions, ancestor_bits, results, scale, CONSTANTS: gl.constexpr,
+    q_shared, stages, exchange, plan, q_rows, unused_positions, ancestor_bits, results, scale, CONSTANTS: gl.constexpr,
 ):
-    """Run the first warpgroup: it computes the weights of all work items, and sums the left half of the values.
+    """Run the first warpgroup, which computes the weights of all work items and sums the left half of the values.
 
-    no_positions: takes the place of positions, which only windows need.
+    unused_positions: a placeholder for positions, which only windows need.
     """
     HEADS: gl.constexpr = CONSTANTS.GROUP_SIZE
     HALF: gl.constexpr = CONSTANTS.OUT_SIZE
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CONSTANTS.BLOCK_N, 16])
-    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
+    SCORE_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CONSTANTS.BLOCK_N, 16])
+    OUT_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
     _out_ptr, lse_ptr, _partial_ptr, partial_lse_ptr, row_scale = results
     num_work_items = plan.num_splits * plan.num_tiles
     backwards = 0
-    num_done = 0
-    num_sent = 0
+    blocks_done = 0
+    blocks_sent = 0
     for base in range(0, num_work_items, gl.num_programs(0)):
         work_item = work_item_of(base, backwards)
         backwards = 1 - backwards
@@ -102,28 +102,28 @@ def score_and_sum_left_half(
             item = load_work_item(plan, work_item, 1, CONSTANTS.LONGEST_FIRST)
             first_packed = item.tile * 64
             copy_queries(q_shared, q_rows, item.request, first_packed, plan.queries, HEADS, CONSTANTS.COLUMNS)
-            extent = work_item_extent(plan, item, no_positions, gl.SliceLayout(1, SCORES), CONSTANTS)
-            packed = packed_queries(plan, item, first_packed, no_positions, CONSTANTS, SCORES)
-            queries = make_queries(plan, item, extent, first_packed, packed, no_positions, ancestor_bits, CONSTANTS)
+            extent = work_item_extent(plan, item, unused_positions, gl.SliceLayout(1, SCORE_LAYOUT), CONSTANTS)
+            packed = packed_queries(plan, item, first_packed, unused_positions, CONSTANTS, SCORE_LAYOUT)
+            queries = make_queries(plan, item, extent, first_packed, packed, unused_positions, ancestor_bits, CONSTANTS)
             out, max_score, sum_weights = attend_work_item(
-                q_shared, stages, stages.tiles[0], exchange, num_done, num_sent, scale, queries, extent,
-                CONSTANTS, SCORES, OUT,
+                q_shared, stages, stages.tiles[0], exchange, blocks_done, blocks_sent, scale, queries, extent,
+                CONSTANTS, SCORE_LAYOUT, OUT_LAYOUT,
             )
-            num_done += extent.num_blocks
-            num_sent += extent.num_blocks
-            trigger_merge(base, num_work_items, CONSTANTS.DEPENDENT)
+            blocks_done += extent.num_blocks
+            blocks_sent += extent.num_blocks
+            trigger_merge(base, num_work_items, CONSTANTS.USE_PDL)
             divisor = gl.where(sum_weights == 0.0, 1.0, sum_weights)
-            # One division per query instead of one per value.  row_scale: the scale of FP8 rows, else 1.
+            # One division per query is faster than one per value.  row_scale: the scale of FP8 rows, else 1.
             factor = row_scale / divisor
             # The second warpgroup gets the factor last, in the slot of a decay.
-            slot = stage_of(exchange, num_sent)
-            wait_until_empty(exchange, num_sent)
+            slot = stage_of(exchange, blocks_sent)
+            wait_until_empty(exchange, blocks_sent)
             exchange.tiles[1].index(slot).store(factor)
             hopper.mbarrier.arrive(exchange.full.index(slot), count=1)
-            num_sent += 1
+            blocks_sent += 1
             lse = lse_of(max_score, sum_weights, scale, stages.tiles[0].dtype)
-            _write_half(results, plan, item, out, factor, 0, CONSTANTS, OUT)
-            index = first_packed + gl.arange(0, 64, layout=gl.SliceLayout(1, SCORES))
+            _write_half(results, plan, item, out, factor, 0, CONSTANTS, OUT_LAYOUT)
+            index = first_packed + gl.arange(0, 64, layout=gl.SliceLayout(1, SCORE_LAYOUT))
             rows = plan.queries * HEADS
             if item.request_splits == 1:
                 gl.store(lse_ptr + (item.request * rows + index), lse * 0.6931471805599453, mask=index < rows)
@@ -132,29 +132,29 @@ def score_and_sum_left_half(
 
 
 @gluon_kernel
-def sum_right_half(stages, exchange, plan, no_positions, results, CONSTANTS: gl.constexpr):
-    """Run the second warpgroup: it sums the right half of the values, with weights from the first warpgroup."""
+def sum_right_half(stages, exchange, plan, unused_positions, results, CONSTANTS: gl.constexpr):
+    """Run the second warpgroup, which sums the right half of the values with the first warpgroup's weights."""
     HALF: gl.constexpr = CONSTANTS.OUT_SIZE
-    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
+    OUT_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
     weight_slots, decay_slots = exchange.tiles
     num_work_items = plan.num_splits * plan.num_tiles
     backwards = 0
-    num_done = 0
-    num_sent = 0
+    blocks_done = 0
+    blocks_sent = 0
     for base in range(0, num_work_items, gl.num_programs(0)):
         work_item = work_item_of(base, backwards)
         backwards = 1 - backwards
         if work_item < num_work_items:
             item = load_work_item(plan, work_item, 1, CONSTANTS.LONGEST_FIRST)
-            extent = work_item_extent(plan, item, no_positions, gl.SliceLayout(1, OUT), CONSTANTS)
-            out = gl.full([64, HALF], 0.0, gl.float32, layout=OUT)
+            extent = work_item_extent(plan, item, unused_positions, gl.SliceLayout(1, OUT_LAYOUT), CONSTANTS)
+            out = gl.full([64, HALF], 0.0, gl.float32, layout=OUT_LAYOUT)
             for t in range(extent.num_blocks):
-                slot, stage = stage_of(exchange, num_sent), stage_of(stages, num_done)
-                wait_until_full(stages, num_done, True)
-                wait_until_full(exchange, num_sent, True)
-                decay = decay_slots.index(slot).load(gl.SliceLayout(1, OUT))
+                slot, stage = stage_of(exchange, blocks_sent), stage_of(stages, blocks_done)
+                wait_until_full(stages, blocks_done, True)
+                wait_until_full(exchange, blocks_sent, True)
+                decay = decay_slots.index(slot).load(gl.SliceLayout(1, OUT_LAYOUT))
                 out = out * gl.expand_dims(decay, 1)
-                # As in attend_work_item.  The first warpgroup fenced the weights when it sent them.
+                # The fence is for rows that threads wrote.  The first warpgroup has fenced the weights.
                 if (CONSTANTS.CONTIGUOUS != 1 and CONSTANTS.RAW_STAGES == 0) or t >= extent.num_unmasked:
                     hopper.fence_async_shared()
                 values = stages.tiles[1].index(stage)
@@ -162,14 +162,14 @@ def sum_right_half(stages, exchange, plan, no_positions, results, CONSTANTS: gl.
                 out = hopper.warpgroup_mma_wait(num_outstanding=0, deps=[pending])
                 hopper.mbarrier.arrive(exchange.empty.index(slot), count=1)
                 hopper.mbarrier.arrive(stages.empty.index(stage), count=1)
-                num_done += 1
-                num_sent += 1
-            slot = stage_of(exchange, num_sent)
-            wait_until_full(exchange, num_sent, True)
-            factor = decay_slots.index(slot).load(gl.SliceLayout(1, OUT))
+                blocks_done += 1
+                blocks_sent += 1
+            slot = stage_of(exchange, blocks_sent)
+            wait_until_full(exchange, blocks_sent, True)
+            factor = decay_slots.index(slot).load(gl.SliceLayout(1, OUT_LAYOUT))
             hopper.mbarrier.arrive(exchange.empty.index(slot), count=1)
-            num_sent += 1
-            _write_half(results, plan, item, out, factor, HALF, CONSTANTS, OUT)
+            blocks_sent += 1
+            _write_half(results, plan, item, out, factor, HALF, CONSTANTS, OUT_LAYOUT)
 # fmt: on
 
 
@@ -188,22 +188,23 @@ FP8_LOAD_WARPS, CONVERT_WARPS = 2, 2
 def hopper_latent_kernel(
     q_ptr, row_ptr, staged_ptr, table_ptr, split_ptr, start_ptr, bits_ptr,
     out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, row_scale_ptr,
-    scale, batch, queries, rows, first,
-    q_b, q_q, q_h, row_stride, staged_b, staged_r, table_b, bits_b, bits_q, half_descriptor, rope_descriptor,
+    scale, batch, queries, rows, first_position,
+    q_stride_b, q_stride_q, q_stride_h, row_stride, staged_stride_b, staged_stride_r, table_stride_b, bits_stride_b,
+    bits_stride_q, half_descriptor, rope_descriptor,
     HEADS: gl.constexpr, HALF: gl.constexpr, ROPE: gl.constexpr, PAGE_SIZE: gl.constexpr, STAGED: gl.constexpr,
     LONGEST_FIRST: gl.constexpr, CONTIGUOUS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    RAW_STAGES: gl.constexpr, WEIGHT_SLOTS: gl.constexpr, DEPENDENT: gl.constexpr,
+    RAW_STAGES: gl.constexpr, WEIGHT_SLOTS: gl.constexpr, USE_PDL: gl.constexpr,
     VALUE_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr, LOAD_WARPS: gl.constexpr, CONVERT_WARPS: gl.constexpr,
 ):
     """RAW_STAGES: stages of FP8 rows.  Extra warps convert these rows and write them to `stages`; 0 for other rows."""
     FP8: gl.constexpr = RAW_STAGES > 0
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     # The tiles of a row are columns of one row in memory, so all tiles have the same stride.
-    CONSTANTS: gl.constexpr = Constants(
+    CONSTANTS: gl.constexpr = HopperConstants(
         KV_HEADS=1, GROUP_SIZE=HEADS, PAGE_SIZE=PAGE_SIZE, WINDOW=0, STAGED=STAGED, LONGEST_FIRST=LONGEST_FIRST,
         SAME_STRIDES=True, CONTIGUOUS=CONTIGUOUS, WIDTHS=(HALF, HALF, ROPE), COLUMNS=(0, HALF, 2 * HALF),
         ROW_SIZE=2 * HALF + ROPE, OUT_SIZE=HALF, BLOCK_M=64, BLOCK_N=BLOCK_N,
-        RAW_STAGES=RAW_STAGES, LOAD_WARPS=LOAD_WARPS, CONVERT_WARPS=CONVERT_WARPS, DEPENDENT=DEPENDENT,
+        RAW_STAGES=RAW_STAGES, LOAD_WARPS=LOAD_WARPS, CONVERT_WARPS=CONVERT_WARPS, USE_PDL=USE_PDL,
     )
     half_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, HALF], dtype)
     rope_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, ROPE], dtype)
@@ -218,8 +219,8 @@ def hopper_latent_kernel(
     weights = gl.allocate_shared_memory(dtype, [WEIGHT_SLOTS, 64, BLOCK_N], weight_layout)
     decays = gl.allocate_shared_memory(gl.float32, [WEIGHT_SLOTS, 64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     exchange = Stages((weights, decays), sent, received)
-    num_splits = wait_and_count_splits(start_ptr, batch, queries, DEPENDENT)
-    plan = WorkPlan(split_ptr, start_ptr, num_splits, (queries * HEADS + 63) // 64, queries, rows, first)
+    num_splits = wait_and_count_splits(start_ptr, batch, queries, USE_PDL)
+    plan = WorkPlan(split_ptr, start_ptr, num_splits, (queries * HEADS + 63) // 64, queries, rows, first_position)
     # FP8 rows are loaded into separate stages.
     loaded = stages
     row_scale = gl.to_tensor(1.0)
@@ -227,7 +228,7 @@ def hopper_latent_kernel(
         loaded = make_stages(row_ptr.dtype.element_ty, RAW_STAGES, 32 * LOAD_WARPS, 1, CONSTANTS)
         row_scale = gl.load(row_scale_ptr)
         scale = scale * row_scale
-    committed, staged = RowPtrs(row_ptr, 0, row_stride, 0), RowPtrs(staged_ptr, staged_b, staged_r, 0)
+    committed, staged = RowPtrs(row_ptr, 0, row_stride, 0), RowPtrs(staged_ptr, staged_stride_b, staged_stride_r, 0)
     # There is no window, so nothing reads positions.
     unused = RowPtrs(bits_ptr, 0, 0, 0)
     results = (out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, row_scale)
@@ -235,13 +236,13 @@ def hopper_latent_kernel(
     gl.warp_specialize(
         [
             (score_and_sum_left_half, (
-                q_shared, stages, exchange, plan, RowPtrs(q_ptr, q_b, q_q, q_h), unused,
-                RowPtrs(bits_ptr, bits_b, bits_q, 0), results, scale, CONSTANTS,
+                q_shared, stages, exchange, plan, RowPtrs(q_ptr, q_stride_b, q_stride_q, q_stride_h), unused,
+                RowPtrs(bits_ptr, bits_stride_b, bits_stride_q, 0), results, scale, CONSTANTS,
             )),
             (sum_right_half, (stages, exchange, plan, unused, results, CONSTANTS)),
             (load_work_items, (
-                loaded, plan, (committed, committed, committed), (staged, staged, staged), table_ptr, table_b, unused,
-                (half_descriptor, half_descriptor, rope_descriptor), None, CONSTANTS,
+                loaded, plan, (committed, committed, committed), (staged, staged, staged), table_ptr, table_stride_b,
+                unused, (half_descriptor, half_descriptor, rope_descriptor), None, CONSTANTS,
             )),
             (convert_work_items, (loaded, stages, plan, unused, CONSTANTS)),
         ][:4 if FP8 else 3],
@@ -252,7 +253,7 @@ def hopper_latent_kernel(
 
 
 def block_arguments(pages: Tensor, page_size: int, block_n: int) -> dict[str, Any]:
-    """The constexpr arguments and TMA descriptors of blocks of `block_n` rows.  pages: [R, 1, 576].
+    """Returns the constexpr arguments and TMA descriptors of blocks of `block_n` rows.  pages: [R, 1, 576].
 
     TMA copies the blocks if each page holds whole blocks.
     """
@@ -268,7 +269,7 @@ def block_arguments(pages: Tensor, page_size: int, block_n: int) -> dict[str, An
 
 
 def hopper_latent_arguments(config: HopperLatentConfig, pages: Tensor, page_size: int) -> dict[str, Any]:
-    """The constexpr arguments, options and TMA descriptors of a launch.  pages: [R, 1, 576]."""
+    """Returns the constexpr arguments, options and TMA descriptors of a launch.  pages: [R, 1, 576]."""
     return block_arguments(pages, page_size, LATENT_BLOCK_N) | {
         "STAGES": config.stages,
         "RAW_STAGES": config.raw_stages,

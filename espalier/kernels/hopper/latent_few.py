@@ -1,8 +1,8 @@
 """Attention over latent rows of 512 + 64 values for at most 16 packed queries of one node each, for Hopper.
 
 hopper/latent.py pads 16 queries to the 64 rows of a tensor core tile, and so computes four times as much as needed.
-Here the operands are swapped: a tile has 64 rows of the cache, and the queries are its 16 columns.  So one warpgroup
-keeps up with memory.  Work items, splits, loading warps and stages are those of hopper/latent.py.
+In this kernel the operands are swapped: a tile has 64 rows of the cache, and the queries are its 16 columns.  So one
+warpgroup is as fast as memory.  Work items, splits, loading warps and stages are the same as in hopper/latent.py.
 
     scores [64 rows, 16] = rows · queriesᵀ        out [512, 16] = rowsᵀ · weights [64 rows, 16]
 """
@@ -27,7 +27,14 @@ from espalier.kernels.attention.work_items import (
 from espalier.kernels.hopper.config import FEW_BLOCK_N, FEW_MAX_QUERIES, HopperLatentFewConfig
 from espalier.kernels.hopper.latent import block_arguments, copy_queries
 from espalier.kernels.hopper.load import load_work_items
-from espalier.kernels.hopper.work import Constants, RowPtrs, make_stages, stage_of, wait_until_full, work_item_extent
+from espalier.kernels.hopper.work import (
+    HopperConstants,
+    RowPtrs,
+    make_stages,
+    stage_of,
+    wait_until_full,
+    work_item_extent,
+)
 from espalier.kernels.runtime.jit import gluon_kernel
 
 LOAD_WARPS = 4
@@ -37,16 +44,16 @@ REGISTERS_AT_LAUNCH, LOAD_REGISTERS = 200, 152
 
 # fmt: off
 @gluon_kernel
-def _visible(t, plan, extent, bits_ptr, KEYS: gl.constexpr, CONSTANTS: gl.constexpr):
+def _is_visible(step, plan, extent, bits_ptr, KEY_LAYOUT: gl.constexpr, CONSTANTS: gl.constexpr):
     """[BLOCK_N] bool: the rows of the t-th block that the only node sees.  bits_ptr: the node's ancestor bits."""
     BLOCK_N: gl.constexpr = CONSTANTS.BLOCK_N
-    offset = gl.arange(0, BLOCK_N, layout=KEYS)
-    if t < extent.num_committed:
-        at = extent.begin + block_index(t, extent.num_lower, extent.num_unmasked) * BLOCK_N + offset
-        seen = (at >= plan.first) & (at < extent.end)
+    offset = gl.arange(0, BLOCK_N, layout=KEY_LAYOUT)
+    if step < extent.num_committed:
+        at = extent.begin + block_index(step, extent.num_lower, extent.num_unmasked) * BLOCK_N + offset
+        seen = (at >= plan.first_position) & (at < extent.end)
     else:
-        node = extent.low + (t - extent.num_committed) * BLOCK_N + offset
-        seen = node < extent.high
+        node = extent.begin_staged + (step - extent.num_committed) * BLOCK_N + offset
+        seen = node < extent.end_staged
         if CONSTANTS.STAGED == 1:
             seen = seen & (node <= 0)
         if CONSTANTS.STAGED == 2:
@@ -57,22 +64,22 @@ def _visible(t, plan, extent, bits_ptr, KEYS: gl.constexpr, CONSTANTS: gl.conste
 
 @gluon_kernel
 def _attend_work_item(
-    q_shared, weight_shared, stages, num_done, plan, extent, bits_ptr, scale,
-    CONSTANTS: gl.constexpr, SCORES: gl.constexpr,
+    q_shared, weight_shared, stages, blocks_done, plan, extent, bits_ptr, scale,
+    CONSTANTS: gl.constexpr, SCORE_LAYOUT: gl.constexpr,
 ):
     """Attend to one work item.  Returns (halves of out, each [OUT_SIZE, 16], max_score, sum_weights)."""
     HALF: gl.constexpr = CONSTANTS.OUT_SIZE
     BLOCK_N: gl.constexpr = CONSTANTS.BLOCK_N
     COLUMNS: gl.constexpr = q_shared[0].shape[0]
-    zeros = gl.full([BLOCK_N, COLUMNS], 0.0, gl.float32, layout=SCORES)
-    left = gl.full([HALF, COLUMNS], 0.0, gl.float32, layout=SCORES)
-    right = gl.full([HALF, COLUMNS], 0.0, gl.float32, layout=SCORES)
-    max_score = gl.full([COLUMNS], float("-inf"), gl.float32, layout=gl.SliceLayout(0, SCORES))
+    zeros = gl.full([BLOCK_N, COLUMNS], 0.0, gl.float32, layout=SCORE_LAYOUT)
+    left = gl.full([HALF, COLUMNS], 0.0, gl.float32, layout=SCORE_LAYOUT)
+    right = gl.full([HALF, COLUMNS], 0.0, gl.float32, layout=SCORE_LAYOUT)
+    max_score = gl.full([COLUMNS], float("-inf"), gl.float32, layout=gl.SliceLayout(0, SCORE_LAYOUT))
     # Each thread adds its own weights.  The sum over rows comes at the end.
-    sums = gl.full([BLOCK_N, COLUMNS], 0.0, gl.float32, layout=SCORES)
+    sums = gl.full([BLOCK_N, COLUMNS], 0.0, gl.float32, layout=SCORE_LAYOUT)
     for t in range(extent.num_blocks):
-        stage = stage_of(stages, num_done)
-        wait_until_full(stages, num_done, True)
+        stage = stage_of(stages, blocks_done)
+        wait_until_full(stages, blocks_done, True)
         # Threads may have written rows or queries; the fence makes them visible to the tensor cores.
         hopper.fence_async_shared()
         scores = hopper.warpgroup_mma(
@@ -84,7 +91,7 @@ def _attend_work_item(
             )
         scores = hopper.warpgroup_mma_wait(num_outstanding=0, deps=[scores])
         if t >= extent.num_unmasked:
-            seen = _visible(t, plan, extent, bits_ptr, gl.SliceLayout(1, SCORES), CONSTANTS)
+            seen = _is_visible(t, plan, extent, bits_ptr, gl.SliceLayout(1, SCORE_LAYOUT), CONSTANTS)
             scores = gl.where(gl.expand_dims(seen, 1), scores, float("-inf"))
         new_max = gl.maximum(max_score, gl.max(scores, 0))
         # All scores are -inf until the first visible row; -inf - -inf would be NaN.
@@ -104,7 +111,7 @@ def _attend_work_item(
         )
         left, right = hopper.warpgroup_mma_wait(num_outstanding=0, deps=[left, right])
         hopper.mbarrier.arrive(stages.empty.index(stage), count=1)
-        num_done += 1
+        blocks_done += 1
     return left, right, max_score, gl.sum(sums, 0)
 
 
@@ -115,28 +122,28 @@ def _attend_work_items(
     HEADS: gl.constexpr = CONSTANTS.GROUP_SIZE
     HALF: gl.constexpr = CONSTANTS.OUT_SIZE
     COLUMNS: gl.constexpr = q_shared[0].shape[0]
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    SCORE_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     out_ptr, lse_ptr, partial_ptr, partial_lse_ptr = results
     backwards = 0
-    num_done = 0
+    blocks_done = 0
     for base in range(0, plan.num_splits, gl.num_programs(0)):
         work_item = work_item_of(base, backwards)
         backwards = 1 - backwards
         if work_item < plan.num_splits:
             item = load_work_item(plan, work_item, 1, CONSTANTS.LONGEST_FIRST)
             copy_queries(q_shared, q_rows, item.request, 0, plan.queries, HEADS, CONSTANTS.COLUMNS)
-            extent = work_item_extent(plan, item, ancestor_bits, gl.SliceLayout(0, SCORES), CONSTANTS)
+            extent = work_item_extent(plan, item, ancestor_bits, gl.SliceLayout(0, SCORE_LAYOUT), CONSTANTS)
             left, right, max_score, sum_weights = _attend_work_item(
-                q_shared, weight_shared, stages, num_done, plan, extent,
-                ancestor_bits.pointer + item.request * ancestor_bits.request_stride, scale, CONSTANTS, SCORES,
+                q_shared, weight_shared, stages, blocks_done, plan, extent,
+                ancestor_bits.pointer + item.request * ancestor_bits.request_stride, scale, CONSTANTS, SCORE_LAYOUT,
             )
-            num_done += extent.num_blocks
-            trigger_merge(base, plan.num_splits, CONSTANTS.DEPENDENT)
+            blocks_done += extent.num_blocks
+            trigger_merge(base, plan.num_splits, CONSTANTS.USE_PDL)
             divisor = gl.where(sum_weights == 0.0, 1.0, sum_weights)
             factor = gl.expand_dims(1.0 / divisor, 0)
             lse = lse_of(max_score, sum_weights, scale, weight_shared.dtype)
-            head = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, SCORES))
-            column = gl.expand_dims(gl.arange(0, HALF, layout=gl.SliceLayout(1, SCORES)), 1)
+            head = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, SCORE_LAYOUT))
+            column = gl.expand_dims(gl.arange(0, HALF, layout=gl.SliceLayout(1, SCORE_LAYOUT)), 1)
             exists = gl.expand_dims(head < HEADS, 0)
             if item.request_splits == 1:
                 row = item.request * HEADS + head
@@ -156,19 +163,20 @@ def _attend_work_items(
 def hopper_latent_few_kernel(
     q_ptr, row_ptr, staged_ptr, table_ptr, split_ptr, start_ptr, bits_ptr,
     out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, row_scale_ptr,
-    scale, batch, queries, rows, first,
-    q_b, q_q, q_h, row_stride, staged_b, staged_r, table_b, bits_b, bits_q, half_descriptor, rope_descriptor,
+    scale, batch, queries, rows, first_position,
+    q_stride_b, q_stride_q, q_stride_h, row_stride, staged_stride_b, staged_stride_r, table_stride_b, bits_stride_b,
+    bits_stride_q, half_descriptor, rope_descriptor,
     HEADS: gl.constexpr, HALF: gl.constexpr, ROPE: gl.constexpr, PAGE_SIZE: gl.constexpr, STAGED: gl.constexpr,
     LONGEST_FIRST: gl.constexpr, CONTIGUOUS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    COLUMNS: gl.constexpr, DEPENDENT: gl.constexpr, LOAD_REGISTERS: gl.constexpr, LOAD_WARPS: gl.constexpr,
+    COLUMNS: gl.constexpr, USE_PDL: gl.constexpr, LOAD_REGISTERS: gl.constexpr, LOAD_WARPS: gl.constexpr,
 ):
     """COLUMNS: columns of a product, at least HEADS.  row_scale_ptr is None: a value of a row has two bytes."""
     dtype: gl.constexpr = q_ptr.dtype.element_ty
-    CONSTANTS: gl.constexpr = Constants(
+    CONSTANTS: gl.constexpr = HopperConstants(
         KV_HEADS=1, GROUP_SIZE=HEADS, PAGE_SIZE=PAGE_SIZE, WINDOW=0, STAGED=STAGED, LONGEST_FIRST=LONGEST_FIRST,
         SAME_STRIDES=True, CONTIGUOUS=CONTIGUOUS, WIDTHS=(HALF, HALF, ROPE), COLUMNS=(0, HALF, 2 * HALF),
         ROW_SIZE=2 * HALF + ROPE, OUT_SIZE=HALF, BLOCK_M=HEADS, BLOCK_N=BLOCK_N,
-        RAW_STAGES=0, LOAD_WARPS=LOAD_WARPS, CONVERT_WARPS=0, DEPENDENT=DEPENDENT,
+        RAW_STAGES=0, LOAD_WARPS=LOAD_WARPS, CONVERT_WARPS=0, USE_PDL=USE_PDL,
     )
     half_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([COLUMNS, HALF], dtype)
     rope_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([COLUMNS, ROPE], dtype)
@@ -180,20 +188,21 @@ def hopper_latent_few_kernel(
     )
     weight_shared = gl.allocate_shared_memory(dtype, [COLUMNS, BLOCK_N], weight_layout)
     stages = make_stages(dtype, STAGES, 32 * LOAD_WARPS, 1, CONSTANTS)
-    num_splits = wait_and_count_splits(start_ptr, batch, queries, DEPENDENT)
-    plan = WorkPlan(split_ptr, start_ptr, num_splits, 1, queries, rows, first)
-    committed, staged = RowPtrs(row_ptr, 0, row_stride, 0), RowPtrs(staged_ptr, staged_b, staged_r, 0)
-    # The ancestor bits stand in the place of positions, which nothing reads: there is no window.
-    bits = RowPtrs(bits_ptr, bits_b, bits_q, 0)
+    num_splits = wait_and_count_splits(start_ptr, batch, queries, USE_PDL)
+    plan = WorkPlan(split_ptr, start_ptr, num_splits, 1, queries, rows, first_position)
+    committed, staged = RowPtrs(row_ptr, 0, row_stride, 0), RowPtrs(staged_ptr, staged_stride_b, staged_stride_r, 0)
+    # The ancestor bits are a placeholder for positions, which are not read without a window.
+    bits = RowPtrs(bits_ptr, bits_stride_b, bits_stride_q, 0)
     results = (out_ptr, lse_ptr, partial_ptr, partial_lse_ptr)
     gl.warp_specialize(
         [
             (_attend_work_items, (
-                q_shared, weight_shared, stages, plan, RowPtrs(q_ptr, q_b, q_q, q_h), bits, results, scale, CONSTANTS,
+                q_shared, weight_shared, stages, plan, RowPtrs(q_ptr, q_stride_b, q_stride_q, q_stride_h), bits,
+                results, scale, CONSTANTS,
             )),
             (load_work_items, (
-                stages, plan, (committed, committed, committed), (staged, staged, staged), table_ptr, table_b, bits,
-                (half_descriptor, half_descriptor, rope_descriptor), None, CONSTANTS,
+                stages, plan, (committed, committed, committed), (staged, staged, staged), table_ptr, table_stride_b,
+                bits, (half_descriptor, half_descriptor, rope_descriptor), None, CONSTANTS,
             )),
         ],
         [LOAD_WARPS],
@@ -203,7 +212,7 @@ def hopper_latent_few_kernel(
 
 
 def hopper_latent_few_arguments(config: HopperLatentFewConfig, pages: Tensor, page_size: int) -> dict[str, Any]:
-    """The constexpr arguments, options and TMA descriptors of a launch.  pages: [R, 1, 576]."""
+    """Returns the constexpr arguments, options and TMA descriptors of a launch.  pages: [R, 1, 576]."""
     return block_arguments(pages, page_size, FEW_BLOCK_N) | {
         "STAGES": config.stages,
         "COLUMNS": FEW_MAX_QUERIES,

@@ -1,12 +1,12 @@
 """The loading and the converting warps of the Hopper kernels, which fill the stages of shared memory.
 
-Loading warps copy the blocks of each work item.  They run ahead of the attending warps (kernels/hopper/attend.py) by up
-to STAGES blocks, across work items.  A stage's `empty` barrier gives it to the loading warps, and its `full` barrier
-gives it to the attending warps.
+Loading warps copy the blocks of each work item, up to STAGES blocks ahead of the attending warps
+(kernels/hopper/attend.py), across work items.  A stage's `empty` barrier tells the loading warps that the stage is
+free.  Its `full` barrier tells the attending warps that the rows are there.
 
 TMA copies a block with one instruction if the block is contiguous in the pool.  All blocks are contiguous if a page
-holds whole blocks, and most are if free pages were in order.  cp.async gathers the other blocks from pages of any size,
-16 bytes per thread; its copies delay the attending warps.
+holds whole blocks, and most blocks if free pages were in order.  cp.async gathers the other blocks from pages of any
+size, 16 bytes per thread; its copies delay the attending warps.
 
 Converting warps are for FP8 rows.  Hopper's tensor cores multiply two-byte queries only with two-byte rows, which they
 read from shared memory.  So the loading warps copy FP8 rows to separate stages ("raw").  The converting warps read
@@ -24,12 +24,14 @@ from espalier.kernels.runtime.jit import gluon_kernel
 
 
 @gluon_kernel
-def _load_page_ids(table, first_position, end, PAGE_SIZE: gl.constexpr, BLOCK_N: gl.constexpr, ROWS: gl.constexpr):
+def _load_page_ids(
+    table, first_position, end, PAGE_SIZE: gl.constexpr, BLOCK_N: gl.constexpr, ROW_LAYOUT: gl.constexpr
+):
     """The pages of BLOCK_N positions from first_position on, a multiple of BLOCK_N; a scalar if one page holds them."""
     if PAGE_SIZE % BLOCK_N == 0:
         page = gl.load(table + first_position // PAGE_SIZE, mask=first_position < end, other=0)
     else:
-        offset = gl.arange(0, BLOCK_N, layout=ROWS)
+        offset = gl.arange(0, BLOCK_N, layout=ROW_LAYOUT)
         if BLOCK_N % PAGE_SIZE == 0:
             page = gl.load(
                 table + first_position // PAGE_SIZE + offset // PAGE_SIZE, mask=first_position + offset < end, other=0
@@ -41,9 +43,9 @@ def _load_page_ids(table, first_position, end, PAGE_SIZE: gl.constexpr, BLOCK_N:
 
 
 @gluon_kernel
-def _pool_rows(page, first_position, PAGE_SIZE: gl.constexpr, BLOCK_N: gl.constexpr, ROWS: gl.constexpr):
-    """(row, row_offset [BLOCK_N]): the positions from first_position on are in pool rows row + row_offset."""
-    offset = gl.arange(0, BLOCK_N, layout=ROWS)
+def _pool_rows(page, first_position, PAGE_SIZE: gl.constexpr, BLOCK_N: gl.constexpr, ROW_LAYOUT: gl.constexpr):
+    """Returns (row, row_offset [BLOCK_N]): the positions from first_position on are in pool rows row + row_offset."""
+    offset = gl.arange(0, BLOCK_N, layout=ROW_LAYOUT)
     row = gl.to_tensor(0)
     if PAGE_SIZE % BLOCK_N == 0:
         row = page * PAGE_SIZE + first_position % PAGE_SIZE
@@ -56,23 +58,23 @@ def _pool_rows(page, first_position, PAGE_SIZE: gl.constexpr, BLOCK_N: gl.conste
 
 
 @gluon_kernel
-def _copy(tile, pointer, offsets, exists, MASKED: gl.constexpr, LOAD: gl.constexpr):
+def _copy_to_tile(tile, pointer, offsets, row_exists, MASKED: gl.constexpr, LOAD_LAYOUT: gl.constexpr):
     """Start a copy of the rows at offsets [BLOCK_N] into a tile.  If MASKED, rows that do not exist become zeros."""
-    column = gl.arange(0, tile.shape[1], layout=gl.SliceLayout(0, LOAD))
+    column = gl.arange(0, tile.shape[1], layout=gl.SliceLayout(0, LOAD_LAYOUT))
     at = gl.expand_dims(offsets, 1) + gl.expand_dims(column, 0)
     if MASKED:
-        hopper.async_copy.async_copy_global_to_shared(tile, pointer + at, mask=gl.expand_dims(exists, 1))
+        hopper.async_copy.async_copy_global_to_shared(tile, pointer + at, mask=gl.expand_dims(row_exists, 1))
     else:
         hopper.async_copy.async_copy_global_to_shared(tile, pointer + at)
 
 
 @gluon_kernel
-def _element_offset(row_offset, stride, SMALL: gl.constexpr):
+def _element_offset(row_offset, stride, FITS_32_BITS: gl.constexpr):
     """row_offset times the stride of a row.
 
-    SMALL: the product fits in 32 bits.  Otherwise 32 x 32 to 64 bits is one instruction; 64 x 64 would take three.
+    FITS_32_BITS: the product fits in 32 bits.  Else 32 x 32 to 64 bits is one instruction; 64 x 64 would be three.
     """
-    if SMALL:
+    if FITS_32_BITS:
         product = row_offset * stride
     else:
         product = (row_offset.to(gl.uint32).to(gl.uint64) * stride.to(gl.uint32).to(gl.uint64)).to(gl.int64)
@@ -82,51 +84,54 @@ def _element_offset(row_offset, stride, SMALL: gl.constexpr):
 # fmt: off
 @gluon_kernel
 def _copy_rows(
-    stages, stage, sources, row, row_offset, exists,
-    MASKED: gl.constexpr, SMALL: gl.constexpr, SAME_STRIDES: gl.constexpr, LOAD: gl.constexpr, COLUMNS: gl.constexpr,
+    stages, stage, sources, row, row_offset, row_exists,
+    MASKED: gl.constexpr, FITS_32_BITS: gl.constexpr, SAME_STRIDES: gl.constexpr, LOAD_LAYOUT: gl.constexpr,
+    COLUMNS: gl.constexpr,
 ):
-    """Start the copies of rows row + row_offset.  sources: the rows of each tile; SMALL: see _element_offset."""
+    """Start the copies of rows row + row_offset.  sources: the rows of each tile; FITS_32_BITS: see _element_offset."""
     for i in gl.static_range(len(sources)):
-        offsets = _element_offset(row_offset, sources[0 if SAME_STRIDES else i].row_stride, SMALL)
+        offsets = _element_offset(row_offset, sources[0 if SAME_STRIDES else i].row_stride, FITS_32_BITS)
         pointer = sources[i].pointer + row * sources[i].row_stride + COLUMNS[i]
-        _copy(stages.tiles[i].index(stage), pointer, offsets, exists, MASKED, LOAD)
+        _copy_to_tile(stages.tiles[i].index(stage), pointer, offsets, row_exists, MASKED, LOAD_LAYOUT)
 
 
 @gluon_kernel
 def _load_block(
-    stages, stage, t, at, page, committed, staged, extent, first, LOAD: gl.constexpr, CONSTANTS: gl.constexpr,
+    stages, stage, step, begin, page, committed, staged, extent, prefix_begin, LOAD_LAYOUT: gl.constexpr,
+    CONSTANTS: gl.constexpr,
 ):
-    """Start the copies of the t-th block: committed rows from position `at` on `page`, or staged rows.
+    """Start the copies of the t-th block: committed rows from position `begin` on `page`, or staged rows.
 
-    Rows at or past the extent's end, below `first` or past the staged rows are never read, because they may be NaN.
+    Rows past the extent's end or the staged rows, or below `prefix_begin`, are not read: they may be NaN.
     """
-    ROWS: gl.constexpr = gl.SliceLayout(1, LOAD)
+    ROW_LAYOUT: gl.constexpr = gl.SliceLayout(1, LOAD_LAYOUT)
     BLOCK_N: gl.constexpr = CONSTANTS.BLOCK_N
-    SMALL: gl.constexpr = CONSTANTS.PAGE_SIZE % BLOCK_N == 0
-    offset = gl.arange(0, BLOCK_N, layout=ROWS)
-    if t < extent.num_committed:
-        row, row_offset = _pool_rows(page, at, CONSTANTS.PAGE_SIZE, BLOCK_N, ROWS)
-        if (at >= first) & (at + BLOCK_N <= extent.end):
+    FITS_32_BITS: gl.constexpr = CONSTANTS.PAGE_SIZE % BLOCK_N == 0
+    offset = gl.arange(0, BLOCK_N, layout=ROW_LAYOUT)
+    if step < extent.num_committed:
+        row, row_offset = _pool_rows(page, begin, CONSTANTS.PAGE_SIZE, BLOCK_N, ROW_LAYOUT)
+        if (begin >= prefix_begin) & (begin + BLOCK_N <= extent.end):
             _copy_rows(
                 stages, stage, committed, row, row_offset, 0,
-                False, SMALL, CONSTANTS.SAME_STRIDES, LOAD, CONSTANTS.COLUMNS,
+                False, FITS_32_BITS, CONSTANTS.SAME_STRIDES, LOAD_LAYOUT, CONSTANTS.COLUMNS,
             )
         else:
             _copy_rows(
-                stages, stage, committed, row, row_offset, (at + offset >= first) & (at + offset < extent.end),
-                True, SMALL, CONSTANTS.SAME_STRIDES, LOAD, CONSTANTS.COLUMNS,
+                stages, stage, committed, row, row_offset,
+                (begin + offset >= prefix_begin) & (begin + offset < extent.end), True, FITS_32_BITS,
+                CONSTANTS.SAME_STRIDES, LOAD_LAYOUT, CONSTANTS.COLUMNS,
             )
     else:
-        node = extent.low + (t - extent.num_committed) * BLOCK_N
+        node = extent.begin_staged + (step - extent.num_committed) * BLOCK_N
         _copy_rows(
-            stages, stage, staged, node.to(gl.int64), offset, node + offset < extent.high,
-            True, True, False, LOAD, CONSTANTS.COLUMNS,
+            stages, stage, staged, node.to(gl.int64), offset, node + offset < extent.end_staged,
+            True, True, False, LOAD_LAYOUT, CONSTANTS.COLUMNS,
         )
 
 
 @gluon_kernel
-def _load_contiguous(stages, num_done, count, position, end, descriptors, head, table, CONSTANTS: gl.constexpr):
-    """Copy `count` contiguous blocks from `position` on by TMA.  Returns num_done + count."""
+def _load_contiguous(stages, blocks_done, count, position, end, descriptors, head, table, CONSTANTS: gl.constexpr):
+    """Copy `count` contiguous blocks from `position` on by TMA.  Returns blocks_done + count."""
     BYTES: gl.constexpr = stages.tiles[0].dtype.primitive_bitwidth // 8
     PAGE_SIZE: gl.constexpr = CONSTANTS.PAGE_SIZE
     # The next block's page is loaded before the wait for a stage.  After the last block, its own page is loaded again.
@@ -135,24 +140,24 @@ def _load_contiguous(stages, num_done, count, position, end, descriptors, head, 
         row = page.to(gl.int32) * PAGE_SIZE + position % PAGE_SIZE
         position += CONSTANTS.BLOCK_N
         page = gl.load(table + gl.minimum(position, end - 1) // PAGE_SIZE)
-        wait_until_empty(stages, num_done)
-        stage = stage_of(stages, num_done)
+        wait_until_empty(stages, blocks_done)
+        stage = stage_of(stages, blocks_done)
         full = stages.full.index(stage)
-        # `full` counts one arrival of every loading thread, as with cp.async.  Here one thread makes them all: one with
-        # the expected bytes, the others by count.  Therefore no warp may lag behind: a barrier from the compiler in
-        # this loop ensures it (tests/kernels/test_compiled.py).
+        # `full` counts one arrival of every loading thread, as with cp.async.  Here one thread makes all arrivals: one
+        # with the expected bytes, the others by count.  So no warp may lag behind, which a barrier that the compiler
+        # puts in this loop ensures (tests/kernels/test_compiled.py).
         hopper.mbarrier.expect(full, CONSTANTS.BLOCK_N * CONSTANTS.ROW_SIZE * BYTES)
         hopper.mbarrier.arrive(full, count=32 * CONSTANTS.LOAD_WARPS - 1)
         for i in gl.static_range(len(descriptors)):
             column = head * CONSTANTS.WIDTHS[i] + CONSTANTS.COLUMNS[i]
             hopper.tma.async_copy_global_to_shared(descriptors[i], [row, column], full, stages.tiles[i].index(stage))
-        num_done += 1
-    return num_done
+        blocks_done += 1
+    return blocks_done
 
 
 @gluon_kernel
-def _rows_of(sources, request, head):
-    """The sources with pointers to the first row of a request and KV head."""
+def _rows_of_request(sources, request, head):
+    """Returns the sources with pointers to the first row of a request and KV head."""
     return [
         RowPtrs(rows.pointer + request * rows.request_stride + head * rows.head_stride, 0, rows.row_stride, 0)
         for rows in sources
@@ -161,7 +166,7 @@ def _rows_of(sources, request, head):
 
 @gluon_kernel
 def load_work_items(
-    stages, plan, committed, staged, table_ptr, table_b, positions, descriptors, contiguous_ptr,
+    stages, plan, committed, staged, table_ptr, table_stride_b, positions, descriptors, contiguous_ptr,
     CONSTANTS: gl.constexpr,
 ):
     """Load the blocks of all work items of a program.
@@ -171,60 +176,61 @@ def load_work_items(
     BLOCK_N: gl.constexpr = CONSTANTS.BLOCK_N
     # A thread copies 16 bytes.
     VALUES: gl.constexpr = 128 // stages.tiles[0].dtype.primitive_bitwidth
-    LOAD: gl.constexpr = gl.BlockedLayout(
+    LOAD_LAYOUT: gl.constexpr = gl.BlockedLayout(
         [1, VALUES], [VALUES // 2, 64 // VALUES], [CONSTANTS.LOAD_WARPS, 1], [1, 0]
     )
-    ROWS: gl.constexpr = gl.SliceLayout(1, LOAD)
+    ROW_LAYOUT: gl.constexpr = gl.SliceLayout(1, LOAD_LAYOUT)
     num_work_items = plan.num_splits * plan.num_tiles * CONSTANTS.KV_HEADS
     backwards = 0
-    num_done = 0
+    blocks_done = 0
     for base in range(0, num_work_items, gl.num_programs(0)):
         work_item = work_item_of(base, backwards)
         backwards = 1 - backwards
         if work_item < num_work_items:
             item = load_work_item(plan, work_item, CONSTANTS.KV_HEADS, CONSTANTS.LONGEST_FIRST)
-            extent = work_item_extent(plan, item, positions, ROWS, CONSTANTS)
-            table = table_ptr + item.request * table_b
-            staged_here = _rows_of(staged, item.request, item.head)
+            extent = work_item_extent(plan, item, positions, ROW_LAYOUT, CONSTANTS)
+            table = table_ptr + item.request * table_stride_b
+            staged_here = _rows_of_request(staged, item.request, item.head)
             num_contiguous = 0
             if CONSTANTS.CONTIGUOUS != 0:
                 num_contiguous = extent.num_unmasked
                 if CONSTANTS.CONTIGUOUS == 2:
                     num_contiguous = gl.minimum(gl.load(contiguous_ptr + item.split), extent.num_unmasked)
-                num_done = _load_contiguous(
-                    stages, num_done, num_contiguous, extent.begin + extent.num_lower * BLOCK_N, extent.end,
+                blocks_done = _load_contiguous(
+                    stages, blocks_done, num_contiguous, extent.begin + extent.num_lower * BLOCK_N, extent.end,
                     descriptors, item.head, table, CONSTANTS,
                 )
             # Pages are loaded two blocks ahead, because a copy cannot start without its page.
             at = extent.begin + block_index(num_contiguous, extent.num_lower, extent.num_unmasked) * BLOCK_N
             next_at = extent.begin + block_index(num_contiguous + 1, extent.num_lower, extent.num_unmasked) * BLOCK_N
-            page = _load_page_ids(table, at, extent.end, CONSTANTS.PAGE_SIZE, BLOCK_N, ROWS)
-            next_page = _load_page_ids(table, next_at, extent.end, CONSTANTS.PAGE_SIZE, BLOCK_N, ROWS)
+            page = _load_page_ids(table, at, extent.end, CONSTANTS.PAGE_SIZE, BLOCK_N, ROW_LAYOUT)
+            next_page = _load_page_ids(table, next_at, extent.end, CONSTANTS.PAGE_SIZE, BLOCK_N, ROW_LAYOUT)
             for t in range(num_contiguous, extent.num_blocks):
-                wait_until_empty(stages, num_done)
-                stage = stage_of(stages, num_done)
-                committed_here = _rows_of(committed, 0, item.head)
+                wait_until_empty(stages, blocks_done)
+                stage = stage_of(stages, blocks_done)
+                committed_here = _rows_of_request(committed, 0, item.head)
                 _load_block(
-                    stages, stage, t, at, page, committed_here, staged_here, extent, plan.first, LOAD, CONSTANTS
+                    stages, stage, t, at, page, committed_here, staged_here, extent, plan.first_position,
+                    LOAD_LAYOUT, CONSTANTS,
                 )
                 hopper.async_copy.mbarrier_arrive(stages.full.index(stage), increment_count=False)
                 page, at = next_page, next_at
                 next_at = extent.begin + block_index(t + 2, extent.num_lower, extent.num_unmasked) * BLOCK_N
-                next_page = _load_page_ids(table, next_at, extent.end, CONSTANTS.PAGE_SIZE, BLOCK_N, ROWS)
-                num_done += 1
+                next_page = _load_page_ids(table, next_at, extent.end, CONSTANTS.PAGE_SIZE, BLOCK_N, ROW_LAYOUT)
+                blocks_done += 1
 # fmt: on
 
 
 @gluon_kernel
-def convert_work_items(raw, stages, plan, positions, CONSTANTS: gl.constexpr):
-    """Convert the blocks of all work items of a program, from the stages `raw`."""
-    # A thread converts 8 values, and a warp converts whole rows of the narrowest tile.  With 16 values per thread, the
-    # threads of a row would write every second 16 bytes, and so use half of the memory's banks.
+def convert_work_items(raw_stages, stages, plan, positions, CONSTANTS: gl.constexpr):
+    """Convert the blocks of all work items of a program, from the stages `raw_stages`."""
+    # A thread converts 8 values, and a warp converts whole rows of the narrowest tile.  With 16 values per thread,
+    # the threads of a row would use only half of the banks of shared memory.
     THREADS: gl.constexpr = CONSTANTS.WIDTHS[len(CONSTANTS.WIDTHS) - 1] // 8
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 // THREADS, THREADS], [CONSTANTS.CONVERT_WARPS, 1], [1, 0])
     num_work_items = plan.num_splits * plan.num_tiles * CONSTANTS.KV_HEADS
     backwards = 0
-    num_done = 0
+    blocks_done = 0
     for base in range(0, num_work_items, gl.num_programs(0)):
         work_item = work_item_of(base, backwards)
         backwards = 1 - backwards
@@ -232,17 +238,17 @@ def convert_work_items(raw, stages, plan, positions, CONSTANTS: gl.constexpr):
             item = load_work_item(plan, work_item, CONSTANTS.KV_HEADS, CONSTANTS.LONGEST_FIRST)
             extent = work_item_extent(plan, item, positions, gl.SliceLayout(1, LAYOUT), CONSTANTS)
             for _ in range(extent.num_blocks):
-                wait_until_full(raw, num_done, True)
-                wait_until_empty(stages, num_done)
-                raw_stage, stage = stage_of(raw, num_done), stage_of(stages, num_done)
+                wait_until_full(raw_stages, blocks_done, True)
+                wait_until_empty(stages, blocks_done)
+                raw_stage, stage = stage_of(raw_stages, blocks_done), stage_of(stages, blocks_done)
                 for i in gl.static_range(len(stages.tiles)):
-                    values = raw.tiles[i].index(raw_stage).load(LAYOUT)
+                    values = raw_stages.tiles[i].index(raw_stage).load(LAYOUT)
                     if stages.tiles[i].dtype == gl.bfloat16:
                         # To bfloat16 by way of float32, as in kernels/runtime/jit.py:from_fp8.
                         values = values.to(gl.float32)
                     stages.tiles[i].index(stage).store(values.to(stages.tiles[i].dtype))
                 # The fence makes the rows visible to the tensor cores.
                 hopper.fence_async_shared()
-                hopper.mbarrier.arrive(raw.empty.index(raw_stage), count=1)
+                hopper.mbarrier.arrive(raw_stages.empty.index(raw_stage), count=1)
                 hopper.mbarrier.arrive(stages.full.index(stage), count=1)
-                num_done += 1
+                blocks_done += 1

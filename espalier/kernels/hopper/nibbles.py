@@ -1,10 +1,9 @@
 """The inner loop of products of few rows with matrices in 4 bits, on Hopper.
 
-The results are equal to nibble_dot's (quantised_nibbles.py) to the bit; the instructions are others.  In nibble_dot the
-tensor cores take the operands of a whole warpgroup, so a program decodes a step, then multiplies, then waits for the
-product.  Here each warp multiplies on its own, with the older instruction for 16 × 8 × 16 numbers.  A warp does not
-wait, so the compiler decodes the next weights during a product.  Up to 8 rows of inputs take half of the work of 16
-rows.
+The results equal those of nibble_dot (quantised_nibbles.py) to the bit, with other instructions.  In nibble_dot a whole
+warpgroup multiplies together: a program decodes a step, then multiplies, then waits for the product.  In this file each
+warp multiplies on its own, with the older instruction for 16 × 8 × 16 numbers.  A warp does not wait, so the
+compiler decodes the next weights during a product.  Up to 8 rows of inputs take half of the work of 16 rows.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from espalier.kernels.runtime.jit import gluon_kernel
 from espalier.kernels.runtime.pdl import pdl_wait
 
 
-class Nibbles(NamedTuple):
+class NibblePointers(NamedTuple):
     """Pointers to a matrix: words of 8 nibbles; scales (for E2M1 words of 4); zero points, rows' factors or None."""
 
     words: Any
@@ -27,7 +26,7 @@ class Nibbles(NamedTuple):
     zeros: Any
 
 
-class Shared(NamedTuple):
+class SharedBuffers(NamedTuple):
     """Shared memory of a program, [STAGES, ...] each: words of nibbles, words of E2M1's scales, inputs."""
 
     words: Any
@@ -37,17 +36,16 @@ class Shared(NamedTuple):
 
 @constexpr_function
 def _scale_words(code: str) -> int:
-    """The words of E2M1's scales of a step of 256 columns."""
+    """Returns the words of E2M1's scales of a step of 256 columns."""
     return 2 if code == "mxfp4" else 4
 
 
-# Arguments are grouped by meaning; one argument per line would hide the groups.
 # fmt: off
 @gluon_kernel
-def rows_of_block(block, num_out, GATED: gl.constexpr, LAYOUT: gl.constexpr):
-    """[64]: the weight rows that a program multiplies with.  See linear.py:weight_rows."""
+def weight_rows_of_block(block, num_out, IS_GATED: gl.constexpr, LAYOUT: gl.constexpr):
+    """Returns [64]: the weight rows that a program multiplies with.  See linear.py:weight_rows."""
     row = gl.arange(0, 64, layout=LAYOUT)
-    if GATED:
+    if IS_GATED:
         found = gl.minimum(block * 32 + row // 16 * 8 + row % 8, num_out - 1) + row % 16 // 8 * num_out
     else:
         # Rows past the end become the last row; their results are not stored.
@@ -56,83 +54,83 @@ def rows_of_block(block, num_out, GATED: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon_kernel
-def scales_of_row(num_in, CODE: gl.constexpr):
-    """The number of scales per weight row: words for E2M1, else groups."""
+def num_row_scales(num_in, CODE: gl.constexpr):
+    """Returns the number of scales per weight row: words for E2M1, else groups."""
     return gl.cdiv(num_in, 128) if CODE == "int4" else gl.cdiv(num_in, 256) * _scale_words(CODE)
 
 
 @gluon_kernel
-def _halves(words):
+def _split_columns(words):
     """Split words [64, W] into their left and right half of columns."""
     W: gl.constexpr = words.shape[1]
     return gl.split(words.reshape(64, 2, W // 2).permute(0, 2, 1))
 
 
 @gluon_kernel
-def _low(words):
+def _low_halves(words):
     return (words & 0xFFFF).to(gl.uint16).to(gl.bfloat16, bitcast=True)
 
 
 @gluon_kernel
-def _pair(bits, factor, offset, FACTOR: gl.constexpr):
+def _multiply_add_pair(bits, factor, offset, FACTOR_HALF: gl.constexpr):
     """Return number · factor + offset for the two numbers in each uint32, as bfloat16 [..., 2].
 
-    FACTOR: "both": each number has the factor in its own half of `factor`; "low" or "high": both numbers have that one.
+    FACTOR_HALF: "both": each number has the factor in its own half of `factor`; else both numbers have that half.
     """
-    PAIR: gl.constexpr = "low, high" if FACTOR == "both" else FACTOR + ", " + FACTOR
+    PAIR: gl.constexpr = "low, high" if FACTOR_HALF == "both" else FACTOR_HALF + ", " + FACTOR_HALF
     both = gl.inline_asm_elementwise(
         "{ .reg .b16 low, high; .reg .b32 f; mov.b32 {low, high}, $2; mov.b32 f, {" + PAIR + "};"
         "fma.rn.bf16x2 $0, $1, f, $3; }",
         "=r,r,r,r", [bits, factor, offset], gl.uint32, is_pure=True, pack=1,
     )
-    return gl.join(_low(both), _low(both >> 16))
+    return gl.join(_low_halves(both), _low_halves(both >> 16))
 
 
 @gluon_kernel
-def _in_columns(first, second, third, fourth, A: gl.constexpr):
-    """Put the pairs of each word in the order of the columns, see quantised_nibbles.py:_in_columns.
+def _in_column_order(first, second, third, fourth, A_LAYOUT: gl.constexpr):
+    """Put the pairs of each word in the order of the columns, see quantised_nibbles.py:_in_column_order.
 
     No value moves between threads.
     """
     pairs = gl.join(gl.join(first, third), gl.join(second, fourth)).reshape(64, 2, 4, 2, 2, 2)
-    return gl.convert_layout(pairs.permute(0, 1, 4, 5, 2, 3).reshape(64, 64), A, assert_trivial=True)
+    return gl.convert_layout(pairs.permute(0, 1, 4, 5, 2, 3).reshape(64, 64), A_LAYOUT, assert_trivial=True)
 
 
 @gluon_kernel
-def _int4(w, offset, A: gl.constexpr):
-    """Decode 64 columns of int4, see quantised_nibbles.py:_int4."""
+def _decode_int4(w, offset, A_LAYOUT: gl.constexpr):
+    """Decode 64 columns of int4, see quantised_nibbles.py:_decode_int4."""
     of_low, of_high, shifted = w & 0 | 0x7F007F00, w & 0 | 0x7D007D00, w >> 8
-    first = _pair(w & 0x000F000F, of_low, offset, "both")
-    second = _pair(w & 0x00F000F0, of_high, offset, "both")
-    third = _pair(shifted & 0x000F000F, of_low, offset, "both")
-    fourth = _pair(shifted & 0x00F000F0, of_high, offset, "both")
-    return _in_columns(first, second, third, fourth, A)
+    first = _multiply_add_pair(w & 0x000F000F, of_low, offset, "both")
+    second = _multiply_add_pair(w & 0x00F000F0, of_high, offset, "both")
+    third = _multiply_add_pair(shifted & 0x000F000F, of_low, offset, "both")
+    fourth = _multiply_add_pair(shifted & 0x00F000F0, of_high, offset, "both")
+    return _in_column_order(first, second, third, fourth, A_LAYOUT)
 
 
 @gluon_kernel
-def _e2m1(w, factors, LEFT: gl.constexpr, RIGHT: gl.constexpr, A: gl.constexpr):
-    """Decode 64 columns of E2M1, see quantised_nibbles.py:_e2m1.
+def _decode_e2m1(w, factors, FIRST_HALF: gl.constexpr, SECOND_HALF: gl.constexpr, A_LAYOUT: gl.constexpr):
+    """Decode 64 columns of E2M1, see quantised_nibbles.py:_decode_e2m1.
 
-    LEFT, RIGHT: the half of `factors` that holds the factor of a word's first and last 16 columns.
+    FIRST_HALF, SECOND_HALF: the half of `factors` that holds the factor of a word's first and last 16 columns.
     """
     zero = w & 0 | 0x80008000
-    first = _pair(w & 0x81C081C0, factors, zero, LEFT)
-    second = _pair((w << 4) & 0x81C081C0, factors, zero, LEFT)
-    third = _pair(((w << 10) | (w >> 22)) & 0x81C081C0, factors, zero, RIGHT)
-    fourth = _pair(((w >> 2) ^ (w << 6)) & 0x81C081C0, factors, zero, RIGHT)
-    return _in_columns(first, second, third, fourth, A)
+    first = _multiply_add_pair(w & 0x81C081C0, factors, zero, FIRST_HALF)
+    second = _multiply_add_pair((w << 4) & 0x81C081C0, factors, zero, FIRST_HALF)
+    third = _multiply_add_pair(((w << 10) | (w >> 22)) & 0x81C081C0, factors, zero, SECOND_HALF)
+    fourth = _multiply_add_pair(((w >> 2) ^ (w << 6)) & 0x81C081C0, factors, zero, SECOND_HALF)
+    return _in_column_order(first, second, third, fourth, A_LAYOUT)
 
 
 @gluon_kernel
-def _bytes(words, SELECTED: gl.constexpr):
-    """Each byte of the result is a byte of the words, or 0 where the hexadecimal digit of SELECTED is 4."""
+def _permute_bytes(words, BYTE_SELECTOR: gl.constexpr):
+    """Each byte of the result is a byte of the words, or 0 where the hexadecimal digit of BYTE_SELECTOR is 4."""
     return gl.inline_asm_elementwise(
-        "prmt.b32 $0, $1, 0, " + SELECTED + ";", "=r,r", [words], gl.uint32, is_pure=True, pack=1,
+        "prmt.b32 $0, $1, 0, " + BYTE_SELECTOR + ";", "=r,r", [words], gl.uint32, is_pure=True, pack=1,
     )
 
 
 @gluon_kernel
-def _factors(words, CODE: gl.constexpr, PIECE: gl.constexpr):
+def _scale_factors(words, CODE: gl.constexpr, PIECE_LAYOUT: gl.constexpr):
     """Turn words of 4 scales [64] into factors [64, 8] for words of 64 columns, see quantised_nibbles.py.
 
     MXFP4's 4 exponents are for two pieces of 64 columns: the low halves of the factors are for the first piece, the
@@ -144,18 +142,18 @@ def _factors(words, CODE: gl.constexpr, PIECE: gl.constexpr):
     )
     if CODE == "mxfp4":
         # 0x1F00 is 62 · 0x80.
-        both = gl.join(words & 0x00FF00FF, _bytes(words, "0x4341")) * 0x80 + 0x1F001F00
+        both = gl.join(words & 0x00FF00FF, _permute_bytes(words, "0x4341")) * 0x80 + 0x1F001F00
     else:
-        both = gl.join(_bytes(words, "0x4140"), _bytes(words, "0x4342")) * 0x10 + 0x60006000
+        both = gl.join(_permute_bytes(words, "0x4140"), _permute_bytes(words, "0x4342")) * 0x10 + 0x60006000
     both = gl.convert_layout(both, gl.SliceLayout(2, WORD), assert_trivial=True)
     factors = gl.expand_dims(both, 2) + gl.full([64, 2, 4], 0, gl.uint32, layout=WORD)
-    return gl.convert_layout(factors.reshape(64, 8), PIECE, assert_trivial=True)
+    return gl.convert_layout(factors.reshape(64, 8), PIECE_LAYOUT, assert_trivial=True)
 
 
 @gluon_kernel
-def _places(block, num_out, row_size, COLUMNS: gl.constexpr, GATED: gl.constexpr, LAYOUT: gl.constexpr):
+def _block_offsets(block, num_out, row_size, COLUMNS: gl.constexpr, IS_GATED: gl.constexpr, LAYOUT: gl.constexpr):
     """[64, COLUMNS]: offsets of a block's rows, in a matrix whose rows have row_size values.  Columns from 0 on."""
-    rows = rows_of_block(block, num_out, GATED, gl.SliceLayout(1, LAYOUT)) * row_size
+    rows = weight_rows_of_block(block, num_out, IS_GATED, gl.SliceLayout(1, LAYOUT)) * row_size
     return gl.expand_dims(rows, 1) + gl.expand_dims(gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, LAYOUT)), 0)
 
 
@@ -180,95 +178,95 @@ def _copy_codes(shared, stage, matrix, places, k, row_words, CODE: gl.constexpr,
 
 
 @gluon_kernel
-def _copy_inputs(shared, stage, x_ptr, places, inside, k, num_in, EVEN_IN: gl.constexpr):
+def _copy_inputs(shared, stage, x_ptr, places, row_exists, k, num_in, EVEN_IN: gl.constexpr):
     if not EVEN_IN:
         column = gl.expand_dims(k + gl.arange(0, 256, layout=gl.SliceLayout(0, places.type.layout)), 0)
-        inside = inside & (column < num_in)
-    hopper.async_copy.async_copy_global_to_shared(shared.x.index(stage), x_ptr + k + places, mask=inside)
+        row_exists = row_exists & (column < num_in)
+    hopper.async_copy.async_copy_global_to_shared(shared.x.index(stage), x_ptr + k + places, mask=row_exists)
 
 
 @gluon_kernel
-def _of_two_groups(pointers, k, num_groups):
+def _load_two_groups(pointers, k, num_groups):
     """Load the values at `pointers` for the two int4 groups from column k on; past the end, those of the last group."""
     first = gl.load(pointers + gl.minimum(k // 128, num_groups - 1))
     return first, gl.load(pointers + gl.minimum(k // 128 + 1, num_groups - 1))
 
 
 @gluon_kernel
-def _offset(zeros):
-    """The offset that _int4 adds: minus the zero points, times 2^-6, in both halves of a uint32."""
+def _zero_point_offset(zeros):
+    """Returns the offset that _decode_int4 adds: minus the zero points, times 2^-6, in both halves of a uint32."""
     offset = (zeros.to(gl.float32) * -0.015625).to(gl.bfloat16)
     return offset.to(gl.uint16, bitcast=True).to(gl.uint32) * 0x10001
 
 
 @gluon_kernel
-def _pieces(shared, stage):
-    """Load a step's words as 4 times [64, 8], laid out so that a thread decodes its own rows and columns of A."""
+def _load_word_pieces(shared, stage):
+    """Load a step's words as 4 times [64, 8]: each thread decodes its own rows and columns of A_LAYOUT."""
     WORDS: gl.constexpr = gl.DistributedLinearLayout(
         [[8, 0], [0, 4], [0, 8], [0, 16]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 32],
     )
-    left, right = _halves(shared.words.index(stage).load(WORDS))
-    return _halves(left) + _halves(right)
+    left, right = _split_columns(shared.words.index(stage).load(WORDS))
+    return _split_columns(left) + _split_columns(right)
 
 
 @gluon_kernel
-def _multiply(a, x, piece: gl.constexpr, part):
+def _multiply_piece(a, x, piece: gl.constexpr, part):
     B: gl.constexpr = gl.DotOperandLayout(1, part.type.layout, 2)
     return hopper.mma_v2(a, x.slice(64 * piece, 64, 0).load(B), part)
 
 
 @gluon_kernel
-def _step_of_e2m1(acc, shared, stage, CODE: gl.constexpr):
+def _multiply_e2m1_step(acc, shared, stage, CODE: gl.constexpr):
     """Add the products of one step to acc."""
-    ACC: gl.constexpr = acc.type.layout
-    A: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
+    ACC_LAYOUT: gl.constexpr = acc.type.layout
+    A_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, ACC_LAYOUT, 2)
     OF_TWO: gl.constexpr = gl.DistributedLinearLayout(
         [[8, 0], [0, 1]], [[0, 0], [0, 0], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 2],
     )
     OF_FOUR: gl.constexpr = gl.DistributedLinearLayout(
         [[8, 0], [0, 1], [0, 2]], [[0, 0], [0, 0], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 4],
     )
-    pieces = _pieces(shared, stage)
-    PIECE: gl.constexpr = pieces[0].type.layout
+    pieces = _load_word_pieces(shared, stage)
+    PIECE_LAYOUT: gl.constexpr = pieces[0].type.layout
     x = shared.x.index(stage).permute((1, 0))
-    part = gl.zeros([64, acc.shape[1]], gl.float32, layout=ACC)
+    part = gl.zeros([64, acc.shape[1]], gl.float32, layout=ACC_LAYOUT)
     if CODE == "mxfp4":
-        scales = _halves(shared.scales.index(stage).load(OF_TWO))
+        scales = _split_columns(shared.scales.index(stage).load(OF_TWO))
         for p in gl.static_range(4):
-            factors = _factors(scales[p // 2].reshape(64), CODE, PIECE)
+            factors = _scale_factors(scales[p // 2].reshape(64), CODE, PIECE_LAYOUT)
             if p % 2 == 0:
-                part = _multiply(_e2m1(pieces[p], factors, "low", "low", A), x, p, part)
+                part = _multiply_piece(_decode_e2m1(pieces[p], factors, "low", "low", A_LAYOUT), x, p, part)
             else:
-                part = _multiply(_e2m1(pieces[p], factors, "high", "high", A), x, p, part)
+                part = _multiply_piece(_decode_e2m1(pieces[p], factors, "high", "high", A_LAYOUT), x, p, part)
     else:
-        left, right = _halves(shared.scales.index(stage).load(OF_FOUR))
-        scales = _halves(left) + _halves(right)
+        left, right = _split_columns(shared.scales.index(stage).load(OF_FOUR))
+        scales = _split_columns(left) + _split_columns(right)
         for p in gl.static_range(4):
-            factors = _factors(scales[p].reshape(64), CODE, PIECE)
-            part = _multiply(_e2m1(pieces[p], factors, "low", "high", A), x, p, part)
-    # 2^64 or 2^39 is missing in the factors.
+            factors = _scale_factors(scales[p].reshape(64), CODE, PIECE_LAYOUT)
+            part = _multiply_piece(_decode_e2m1(pieces[p], factors, "low", "high", A_LAYOUT), x, p, part)
+    # The factors are too small by 2^64 (MXFP4) or 2^39 (NVFP4).
     UNIT: gl.constexpr = 18446744073709551616.0 if CODE == "mxfp4" else 549755813888.0
     return acc + part * UNIT
 
 
 @gluon_kernel
-def _step_of_int4(acc, shared, stage, scales, zeros, k, num_groups):
+def _multiply_int4_step(acc, shared, stage, scales, zeros, k, num_groups):
     """Add the products of one step to acc.  scales: of its two groups; zeros: pointers to zero points, or None."""
-    ACC: gl.constexpr = acc.type.layout
-    A: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
-    pieces = _pieces(shared, stage)
+    ACC_LAYOUT: gl.constexpr = acc.type.layout
+    A_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, ACC_LAYOUT, 2)
+    pieces = _load_word_pieces(shared, stage)
     x = shared.x.index(stage).permute((1, 0))
     ROW: gl.constexpr = gl.SliceLayout(1, pieces[0].type.layout)
     if zeros is not None:
-        points = _of_two_groups(zeros, k, num_groups)
+        points = _load_two_groups(zeros, k, num_groups)
     for group in gl.static_range(2):
         # -8 · 2^-6 in both halves.
         offset = pieces[0] & 0 | 0xBE00BE00
         if zeros is not None:
-            offset = pieces[0] & 0 | gl.expand_dims(gl.convert_layout(_offset(points[group]), ROW), 1)
-        part = gl.zeros([64, acc.shape[1]], gl.float32, layout=ACC)
+            offset = pieces[0] & 0 | gl.expand_dims(gl.convert_layout(_zero_point_offset(points[group]), ROW), 1)
+        part = gl.zeros([64, acc.shape[1]], gl.float32, layout=ACC_LAYOUT)
         for p in gl.static_range(2 * group, 2 * group + 2):
-            part = _multiply(_int4(pieces[p], offset, A), x, p, part)
+            part = _multiply_piece(_decode_int4(pieces[p], offset, A_LAYOUT), x, p, part)
         # The decoded numbers are 2^-6 times the true ones.
         acc += part * gl.expand_dims(scales[group].to(gl.float32) * 64.0, 1)
     return acc
@@ -276,14 +274,15 @@ def _step_of_int4(acc, shared, stage, scales, zeros, k, num_groups):
 
 @gluon_kernel
 def nibble_product(
-    matrix, block, x_ptr, x_places, inside, num_out, num_in, k_begin, k_end,
-    CODE: gl.constexpr, STAGES: gl.constexpr, GATED: gl.constexpr, EVEN_IN: gl.constexpr, DEPENDENT: gl.constexpr,
-    ACC: gl.constexpr,
+    matrix, block, x_ptr, x_places, row_exists, num_out, num_in, k_begin, k_end,
+    CODE: gl.constexpr, STAGES: gl.constexpr, IS_GATED: gl.constexpr, EVEN_IN: gl.constexpr, USE_PDL: gl.constexpr,
+    ACC_LAYOUT: gl.constexpr,
 ):
-    """[64, ROWS] float32 in layout ACC: the product of a block's rows with x, see quantised_nibbles.py:nibble_dot.
+    """Returns [64, ROWS] float32 in layout ACC_LAYOUT: the product of a block's rows with x, see
+    quantised_nibbles.py:nibble_dot.
 
-    block, num_out: as for rows_of_block.  x_places: [ROWS, 256], offsets of the inputs' first columns in x; inside:
-    [ROWS, 1], whether the row exists.  k_begin: a multiple of 256.  int4 has groups of 128 columns.
+    block, num_out: as for weight_rows_of_block.  x_places: [ROWS, 256], offsets of the inputs' first columns in x;
+    inside: [ROWS, 1], whether the row exists.  k_begin: a multiple of 256.  int4 has groups of 128 columns.
 
     The copies of the first steps' codes start before the wait for the previous kernel.
     """
@@ -293,32 +292,32 @@ def nibble_product(
     SCALE_WORDS: gl.constexpr = _scale_words(CODE)
     SCALES: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     COPIED_SCALES: gl.constexpr = gl.BlockedLayout([1, SCALE_WORDS // 2], [16, 2], [4, 1], [1, 0])
-    shared = Shared(
+    shared = SharedBuffers(
         gl.allocate_shared_memory(gl.uint32, [STAGES, 64, 32], gl.SwizzledSharedLayout(4, 1, 8, [1, 0])),
         gl.allocate_shared_memory(gl.uint32, [STAGES, 64, SCALE_WORDS], SCALES),
         gl.allocate_shared_memory(gl.bfloat16, [STAGES, ROWS, 256], gl.NVMMASharedLayout(128, 16, 2)),
     )
     row_words = num_in // 32 * 4
-    row_scales = scales_of_row(num_in, CODE)
+    row_scales = num_row_scales(num_in, CODE)
     places = (
-        _places(block, num_out, row_words, 32, GATED, COPIED),
-        _places(block, num_out, row_scales, SCALE_WORDS, GATED, COPIED_SCALES),
+        _block_offsets(block, num_out, row_words, 32, IS_GATED, COPIED),
+        _block_offsets(block, num_out, row_scales, SCALE_WORDS, IS_GATED, COPIED_SCALES),
     )
     for s in gl.static_range(STAGES - 1):
         if k_begin + s * 256 < k_end:
             _copy_codes(shared, s, matrix, places, k_begin + s * 256, row_words, CODE, EVEN_IN)
-    pdl_wait(DEPENDENT)
+    pdl_wait(USE_PDL)
     for s in gl.static_range(STAGES - 1):
         if k_begin + s * 256 < k_end:
-            _copy_inputs(shared, s, x_ptr, x_places, inside, k_begin + s * 256, num_in, EVEN_IN)
+            _copy_inputs(shared, s, x_ptr, x_places, row_exists, k_begin + s * 256, num_in, EVEN_IN)
         hopper.async_copy.commit_group()
-    acc = gl.zeros([64, ROWS], gl.float32, layout=ACC)
-    own_rows = rows_of_block(block, num_out, GATED, gl.SliceLayout(1, ACC))
+    acc = gl.zeros([64, ROWS], gl.float32, layout=ACC_LAYOUT)
+    own_rows = weight_rows_of_block(block, num_out, IS_GATED, gl.SliceLayout(1, ACC_LAYOUT))
     own_groups = own_rows * row_scales
     if CODE == "int4":
         zeros = None if matrix.zeros is None else matrix.zeros + own_groups
         # Scales are loaded one step ahead, so that no step waits for its scales.
-        scales = _of_two_groups(matrix.scales + own_groups, k_begin, row_scales)
+        scales = _load_two_groups(matrix.scales + own_groups, k_begin, row_scales)
     if CODE == "nvfp4":
         row_factors = gl.load(matrix.zeros + own_rows).to(gl.float32)
     stage, empty = 0, STAGES - 1
@@ -327,14 +326,14 @@ def nibble_product(
         ahead = k + (STAGES - 1) * 256
         if ahead < k_end:
             _copy_codes(shared, empty, matrix, places, ahead, row_words, CODE, EVEN_IN)
-            _copy_inputs(shared, empty, x_ptr, x_places, inside, ahead, num_in, EVEN_IN)
+            _copy_inputs(shared, empty, x_ptr, x_places, row_exists, ahead, num_in, EVEN_IN)
         hopper.async_copy.commit_group()
         if CODE == "int4":
-            next_scales = _of_two_groups(matrix.scales + own_groups, k + 256, row_scales)
-            acc = _step_of_int4(acc, shared, stage, scales, zeros, k, row_scales)
+            next_scales = _load_two_groups(matrix.scales + own_groups, k + 256, row_scales)
+            acc = _multiply_int4_step(acc, shared, stage, scales, zeros, k, row_scales)
             scales = next_scales
         else:
-            acc = _step_of_e2m1(acc, shared, stage, CODE)
+            acc = _multiply_e2m1_step(acc, shared, stage, CODE)
         stage = stage + 1 if stage + 1 < STAGES else 0
         empty = empty + 1 if empty + 1 < STAGES else 0
     if CODE == "nvfp4":

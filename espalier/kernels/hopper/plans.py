@@ -13,13 +13,13 @@ BLOCK_OUT, BLOCK_IN, WARPS, GROUP = 64, 256, 4, 128
 # Rows of inputs per tile.
 FEW_ROWS, MAX_ROWS = 8, 16
 # (block_out, block_in, warps) of the plans that the kernels take.
-TILE = (BLOCK_OUT, BLOCK_IN, WARPS)
+TILE_SHAPE = (BLOCK_OUT, BLOCK_IN, WARPS)
 MAX_STAGES, MAX_SPLITS, MIN_STEPS = 8, 8, 2
 # The most programs that share a multiprocessor.
-PROGRAMS = 4
+MAX_PROGRAMS_PER_PROCESSOR = 4
 
 
-def takes_format(weight: QuantisedMatrix, dtype: torch.dtype, rows: int, gpu: Chip) -> bool:
+def supports_format(weight: QuantisedMatrix, dtype: torch.dtype, rows: int, gpu: Chip) -> bool:
     """Whether the kernels can multiply the weight with `rows` rows, or with tiles of `rows` rows, of this dtype."""
     is_int4 = weight.code == "int4" and weight.group == GROUP < weight.shape[-1]
     is_few = gpu.capability == HOPPER and rows <= MAX_ROWS
@@ -27,25 +27,25 @@ def takes_format(weight: QuantisedMatrix, dtype: torch.dtype, rows: int, gpu: Ch
 
 
 def is_hopper_product(x: Tensor, weight: QuantisedMatrix, rows: int, tile: tuple[int, int, int], gpu: Chip) -> bool:
-    """Whether these kernels, or those of hopper/nibbles.py, take a product.
+    """Returns whether these kernels, or those of hopper/nibbles.py, take a product.
 
     x: all inputs; rows: rows per tile; tile: (block_out, block_in, warps) of the plan.  The kernels choose the number
     of stages themselves.
     """
     # Copies have 16 bytes, and offsets have 32 bits.
     is_aligned = x.stride(0) % 16 == 0 and x.data_ptr() % 16 == 0 and len(x) * x.stride(0) < 2**31
-    return takes_format(weight, x.dtype, rows, gpu) and tile == TILE and is_aligned
+    return supports_format(weight, x.dtype, rows, gpu) and tile == TILE_SHAPE and is_aligned
 
 
-def splits_of(num_out: int, num_in: int, gpu: Chip) -> int:
+def num_splits_for(num_out: int, num_in: int, gpu: Chip) -> int:
     """The number of splits of a layer that is split: all programs run at once, with at least MIN_STEPS steps each."""
     blocks, steps = -(-num_out // BLOCK_OUT), -(-num_in // BLOCK_IN)
-    return max(min(PROGRAMS * gpu.processors // blocks, MAX_SPLITS, steps // MIN_STEPS), 1)
+    return max(min(MAX_PROGRAMS_PER_PROCESSOR * gpu.processors // blocks, MAX_SPLITS, steps // MIN_STEPS), 1)
 
 
-def stages(tile: int, code: str, programs: int, gpu: Chip) -> int:
+def max_stages(tile: int, code: str, programs: int, gpu: Chip) -> int:
     """The most stages that fit if `programs` programs share the multiprocessors.  tile: rows of inputs per tile."""
     values = BLOCK_OUT * BLOCK_IN
     stage = values // 2 + values // (16 if code == "nvfp4" else 32) + tile * BLOCK_IN * 2
-    sharing = min(-(-programs // gpu.processors), PROGRAMS)
+    sharing = min(-(-programs // gpu.processors), MAX_PROGRAMS_PER_PROCESSOR)
     return max(min(gpu.shared_memory_per_program(sharing) // stage, MAX_STAGES), 2)

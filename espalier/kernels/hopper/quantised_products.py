@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 
-from espalier.kernels.hopper.nibbles import Nibbles, nibble_product, rows_of_block, scales_of_row
-from espalier.kernels.hopper.plans import BLOCK_IN, FEW_ROWS, MAX_ROWS, WARPS, is_hopper_product, stages
+from espalier.kernels.hopper.nibbles import NibblePointers, nibble_product, num_row_scales, weight_rows_of_block
+from espalier.kernels.hopper.plans import BLOCK_IN, FEW_ROWS, MAX_ROWS, WARPS, is_hopper_product, max_stages
 from espalier.kernels.layers.activation import apply_activation, silu_times
 from espalier.kernels.layers.experts_plan import ProductPlan
 from espalier.kernels.layers.experts_tiles import ExpertTiles, tile_and_expert
@@ -21,40 +21,45 @@ from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger, pdl_wait
 
 
 def launch_linear(
-    x: Tensor, weight: QuantisedMatrix, bias: Tensor | None, out: Tensor, grid: tuple[int, int], gated: bool, gpu: Chip
+    x: Tensor,
+    weight: QuantisedMatrix,
+    bias: Tensor | None,
+    out: Tensor,
+    grid: tuple[int, int],
+    is_gated: bool,
+    gpu: Chip,
 ) -> None:
     """Write x · weightᵀ + bias to out, see _linear_quantised_kernel.  grid: (blocks of weight rows, splits)."""
     hopper_linear_kernel[grid](
-        *(x, *pointers_of(weight), bias, out, len(x), out.shape[-1], x.shape[1], x.stride(0)),
-        GATED=gated,
-        **options_of(weight, len(x), grid, gpu),
+        *(x, *weight_pointers(weight), bias, out, len(x), out.shape[-1], x.shape[1], x.stride(0)),
+        IS_GATED=is_gated,
+        **nibble_launch_options(weight, len(x), grid, gpu),
     )
 
 
-def pointers_of(weight: QuantisedMatrix) -> tuple[Tensor, Tensor, Tensor | None]:
+def weight_pointers(weight: QuantisedMatrix) -> tuple[Tensor, Tensor, Tensor | None]:
     """(words of codes, scales (for E2M1 words of four), zero points, for NVFP4 the rows' factors, or None)."""
     scales = weight.scales.view(torch.int32) if weight.code in E2M1_CODES else weight.scales
     return weight.codes.view(torch.int32), scales, weight.row_scales if weight.code == "nvfp4" else weight.zeros
 
 
-def options_of(weight: QuantisedMatrix, rows: int, grid: tuple[int, int], gpu: Chip) -> dict[str, Any]:
-    """The constexpr arguments and launch options.  rows: rows of inputs per tile."""
+def nibble_launch_options(weight: QuantisedMatrix, rows: int, grid: tuple[int, int], gpu: Chip) -> dict[str, Any]:
+    """Returns the constexpr arguments and launch options.  rows: rows of inputs per tile."""
     tile = FEW_ROWS if rows <= FEW_ROWS else MAX_ROWS
     return {
         "CODE": weight.code,
         "ROWS": tile,
-        "STAGES": stages(tile, weight.code, grid[0] * grid[1], gpu),
+        "STAGES": max_stages(tile, weight.code, grid[0] * grid[1], gpu),
         "EVEN_IN": weight.shape[-1] % BLOCK_IN == 0,
         "num_warps": WARPS,
         **pdl_arguments(gpu),
     }
 
 
-# Arguments are grouped by meaning; one argument per line would hide the groups.
 # fmt: off
 @gluon_kernel
-def gate_and_up_of(tile):
-    """Split a tile of interleaved rows into gate and up, see linear.py:gate_and_up."""
+def split_gate_and_up(tile):
+    """Split a tile of interleaved rows into gate and up, see linear.py:split_gate_and_up."""
     ROWS: gl.constexpr = tile.shape[1]
     return gl.split(tile.reshape(4, 2, 8, ROWS).permute(0, 2, 3, 1).reshape(32, ROWS, 2))
 
@@ -62,31 +67,32 @@ def gate_and_up_of(tile):
 @gluon_kernel
 def hopper_linear_kernel(
     x_ptr, words_ptr, scales_ptr, zeros_ptr, bias_ptr, out_ptr, num_rows, num_out, num_in, x_stride,
-    CODE: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, GATED: gl.constexpr, EVEN_IN: gl.constexpr,
-    DEPENDENT: gl.constexpr,
+    CODE: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, IS_GATED: gl.constexpr, EVEN_IN: gl.constexpr,
+    USE_PDL: gl.constexpr,
 ):
     """A quantised linear layer.  Grid: (blocks of weight rows, splits).  Arguments: see _linear_quantised_kernel."""
-    ACC: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
+    ACC_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
     X: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
     split, num_splits = gl.program_id(1), gl.num_programs(1)
     steps = gl.cdiv(num_in, 256)
     k_begin, k_end = split * steps // num_splits * 256, (split + 1) * steps // num_splits * 256
-    pdl_trigger(DEPENDENT)
+    pdl_trigger(USE_PDL)
     rows = gl.expand_dims(gl.arange(0, ROWS, layout=gl.SliceLayout(1, X)), 1)
     x_places = rows * x_stride + gl.expand_dims(gl.arange(0, 256, layout=gl.SliceLayout(0, X)), 0)
     block = gl.program_id(0)
     acc = nibble_product(
-        Nibbles(words_ptr, scales_ptr, zeros_ptr), block, x_ptr, x_places, rows < num_rows, num_out, num_in,
-        k_begin, k_end, CODE, STAGES, GATED, EVEN_IN, DEPENDENT, ACC,
+        NibblePointers(words_ptr, scales_ptr, zeros_ptr), block, x_ptr, x_places, rows < num_rows, num_out, num_in,
+        k_begin, k_end, CODE, STAGES, IS_GATED, EVEN_IN, USE_PDL, ACC_LAYOUT,
     )
     if bias_ptr is not None:
         # Only the first split adds the bias.
-        bias = gl.load(bias_ptr + rows_of_block(block, num_out, GATED, gl.SliceLayout(1, ACC))).to(gl.float32)
+        bias_rows = weight_rows_of_block(block, num_out, IS_GATED, gl.SliceLayout(1, ACC_LAYOUT))
+        bias = gl.load(bias_ptr + bias_rows).to(gl.float32)
         acc += gl.expand_dims(gl.where(split == 0, bias, 0.0), 1)
     result = acc.to(out_ptr.dtype.element_ty)
-    WRITTEN: gl.constexpr = 32 if GATED else 64
-    if GATED:
-        gate, up = gate_and_up_of(result)
+    WRITTEN: gl.constexpr = 32 if IS_GATED else 64
+    if IS_GATED:
+        gate, up = split_gate_and_up(result)
         result = silu_times(gate.to(gl.float32), up.to(gl.float32)).to(out_ptr.dtype.element_ty)
     OUT: gl.constexpr = result.type.layout
     row = gl.expand_dims(gl.arange(0, ROWS, layout=gl.SliceLayout(0, OUT)), 0)
@@ -99,10 +105,10 @@ def hopper_linear_kernel(
 
 
 def is_hopper_experts(
-    x: Tensor, weight: QuantisedMatrix, tiles: ExpertTiles, plan: ProductPlan, matrices: int, gpu: Chip
+    x: Tensor, weight: QuantisedMatrix, tiles: ExpertTiles, plan: ProductPlan, num_matrices: int, gpu: Chip
 ) -> bool:
-    """Whether the kernels of this file take a product.  matrices: 2 for gate and up, 1 for down."""
-    return is_hopper_product(x, weight, tiles.rows, plan.tile(matrices), gpu)
+    """Returns whether the kernels of this file take a product.  num_matrices: 2 for gate and up, 1 for down."""
+    return is_hopper_product(x, weight, tiles.rows, plan.tile(num_matrices), gpu)
 
 
 def launch_gated(
@@ -119,12 +125,10 @@ def launch_gated(
     """Write the activations of all pairs to out, see experts.py:_gated_kernel.  grid: (blocks of rows, tiles)."""
     num_experts, _, hidden = gate_up.shape
     _gated_kernel[grid](
-        *(x, *pointers_of(gate_up), bias, *tiles.pointers, out, out.shape[1], hidden, x.stride(0), top_k, num_experts),
-        **activation.constants,
-        SORTED=tiles.rows > 1,
-        LIVE=tiles.live is not None,
-        **options_of(gate_up, tiles.rows, grid, gpu),
-    )
+        *(x, *weight_pointers(gate_up), bias, *tiles.pointers, out, out.shape[1], hidden, x.stride(0), top_k),
+        num_experts, **activation.constexpr_arguments, IS_SORTED=tiles.rows > 1, HAS_LIVE=tiles.live is not None,
+        **nibble_launch_options(gate_up, tiles.rows, grid, gpu),
+    )  # fmt: skip
 
 
 def launch_down(
@@ -140,23 +144,21 @@ def launch_down(
     """Write the weighted results of all pairs to parts, see experts.py:_down_kernel.  grid: as for launch_gated."""
     (num_rows, top_k), (num_experts, hidden, inner) = weights.shape, down.shape
     _down_kernel[grid](
-        *(x, *pointers_of(down), bias, weights, *tiles.pointers, parts, hidden, inner, num_rows, top_k, num_experts),
-        SORTED=tiles.rows > 1,
-        LIVE=tiles.live is not None,
-        **options_of(down, tiles.rows, grid, gpu),
-    )
+        *(x, *weight_pointers(down), bias, weights, *tiles.pointers, parts, hidden, inner, num_rows, top_k),
+        num_experts, IS_SORTED=tiles.rows > 1, HAS_LIVE=tiles.live is not None,
+        **nibble_launch_options(down, tiles.rows, grid, gpu),
+    )  # fmt: skip
 
 
-# Arguments are grouped by meaning; one argument per line would hide the groups.
 # fmt: off
 @gluon_kernel
 def _pairs_of_tile(
     order_ptr, ends_ptr, begins_ptr, tile, expert,
-    SORTED: gl.constexpr, ROWS: gl.constexpr, LAYOUT: gl.constexpr,
+    IS_SORTED: gl.constexpr, ROWS: gl.constexpr, LAYOUT: gl.constexpr,
 ):
-    """The pairs of a tile, see experts_tiles.py:pairs_of_tile."""
+    """Returns the pairs of a tile, see experts_tiles.py:pairs_of_tile."""
     place = gl.arange(0, ROWS, layout=LAYOUT)
-    if SORTED:
+    if IS_SORTED:
         place += gl.load(begins_ptr + tile)
         inside = place < gl.load(ends_ptr + expert)
         pair = gl.load(order_ptr + place, mask=inside, other=0)
@@ -172,44 +174,44 @@ def _gated_kernel(
     x_ptr, words_ptr, scales_ptr, zeros_ptr, bias_ptr,
     order_ptr, ends_ptr, tile_experts_ptr, tile_begins_ptr, live_ptr, out_ptr,
     num_out, num_in, x_stride, top_k, num_experts,
-    CODE: gl.constexpr, KIND: gl.constexpr, ALPHA: gl.constexpr, UP_OFFSET: gl.constexpr, LIMIT: gl.constexpr,
-    SORTED: gl.constexpr, LIVE: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, EVEN_IN: gl.constexpr,
-    DEPENDENT: gl.constexpr,
+    CODE: gl.constexpr, ACTIVATION_KIND: gl.constexpr, ALPHA: gl.constexpr, UP_OFFSET: gl.constexpr,
+    LIMIT: gl.constexpr, IS_SORTED: gl.constexpr, HAS_LIVE: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
+    EVEN_IN: gl.constexpr, USE_PDL: gl.constexpr,
 ):
     """The activations of all pairs, see experts.py:_gated_kernel.  There are no shared experts."""
-    ACC: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
+    ACC_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
     X: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
     # The trigger comes after the routing is complete, because _down_kernel reads the experts before it waits.
-    pdl_wait(DEPENDENT)
-    pdl_trigger(DEPENDENT)
-    tile, expert = tile_and_expert(tile_experts_ptr, live_ptr, top_k, num_experts, 0, SORTED, LIVE)
+    pdl_wait(USE_PDL)
+    pdl_trigger(USE_PDL)
+    tile, expert = tile_and_expert(tile_experts_ptr, live_ptr, top_k, num_experts, 0, IS_SORTED, HAS_LIVE)
     if (expert < 0) | (expert == num_experts):
         return
     block = gl.program_id(0)
     _, inside, pair = _pairs_of_tile(
-        order_ptr, ends_ptr, tile_begins_ptr, tile, expert, SORTED, ROWS, gl.SliceLayout(1, X),
+        order_ptr, ends_ptr, tile_begins_ptr, tile, expert, IS_SORTED, ROWS, gl.SliceLayout(1, X),
     )
     x_places = gl.expand_dims(pair // top_k * x_stride, 1)
     x_places += gl.expand_dims(gl.arange(0, 256, layout=gl.SliceLayout(0, X)), 0)
     if bias_ptr is not None:
         first_bias = bias_ptr + expert * 2 * num_out
-        bias = gl.load(first_bias + rows_of_block(block, num_out, True, gl.SliceLayout(1, ACC)))
-    first, row_words, row_scales = expert * 2 * num_out, num_in // 32 * 4, scales_of_row(num_in, CODE)
+        bias = gl.load(first_bias + weight_rows_of_block(block, num_out, True, gl.SliceLayout(1, ACC_LAYOUT)))
+    first, row_words, row_scales = expert * 2 * num_out, num_in // 32 * 4, num_row_scales(num_in, CODE)
     if zeros_ptr is not None:
         zeros_ptr += first if CODE == "nvfp4" else first * row_scales
     acc = nibble_product(
-        Nibbles(words_ptr + first * row_words, scales_ptr + first * row_scales, zeros_ptr), block, x_ptr, x_places,
-        gl.expand_dims(inside, 1), num_out, num_in, 0, num_in,
-        CODE, STAGES, True, EVEN_IN, False, ACC,
+        NibblePointers(words_ptr + first * row_words, scales_ptr + first * row_scales, zeros_ptr), block, x_ptr,
+        x_places, gl.expand_dims(inside, 1), num_out, num_in, 0, num_in,
+        CODE, STAGES, True, EVEN_IN, False, ACC_LAYOUT,
     )
     if bias_ptr is not None:
         acc += gl.expand_dims(bias.to(gl.float32), 1)
     # Gate and up are rounded before the activation, as the output of a linear layer is.
-    gate, up = gate_and_up_of(acc.to(out_ptr.dtype.element_ty))
+    gate, up = split_gate_and_up(acc.to(out_ptr.dtype.element_ty))
     OUT: gl.constexpr = gate.type.layout
-    out = apply_activation(gate.to(gl.float32), up.to(gl.float32), KIND, ALPHA, UP_OFFSET, LIMIT)
+    out = apply_activation(gate.to(gl.float32), up.to(gl.float32), ACTIVATION_KIND, ALPHA, UP_OFFSET, LIMIT)
     place, inside, _ = _pairs_of_tile(
-        order_ptr, ends_ptr, tile_begins_ptr, tile, expert, SORTED, ROWS, gl.SliceLayout(0, OUT),
+        order_ptr, ends_ptr, tile_begins_ptr, tile, expert, IS_SORTED, ROWS, gl.SliceLayout(0, OUT),
     )
     column = gl.expand_dims(block * 32 + gl.arange(0, 32, layout=gl.SliceLayout(1, OUT)), 1)
     places = gl.expand_dims(place.to(gl.int64) * num_out, 0) + column
@@ -221,45 +223,46 @@ def _down_kernel(
     x_ptr, words_ptr, scales_ptr, zeros_ptr, bias_ptr, weights_ptr,
     order_ptr, ends_ptr, tile_experts_ptr, tile_begins_ptr, live_ptr, out_ptr,
     num_out, num_in, num_rows, top_k, num_experts,
-    CODE: gl.constexpr, SORTED: gl.constexpr, LIVE: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
-    EVEN_IN: gl.constexpr, DEPENDENT: gl.constexpr,
+    CODE: gl.constexpr, IS_SORTED: gl.constexpr, HAS_LIVE: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
+    EVEN_IN: gl.constexpr, USE_PDL: gl.constexpr,
 ):
     """The weighted results of all pairs, see experts.py:_down_kernel.  There are no shared experts."""
-    ACC: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
+    ACC_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
     X: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
-    pdl_trigger(DEPENDENT)
-    tile, expert = tile_and_expert(tile_experts_ptr, live_ptr, top_k, num_experts, 0, SORTED, LIVE)
+    pdl_trigger(USE_PDL)
+    tile, expert = tile_and_expert(tile_experts_ptr, live_ptr, top_k, num_experts, 0, IS_SORTED, HAS_LIVE)
     if expert < 0:
         # The kernel after this one relies on every kernel's wait.
-        pdl_wait(DEPENDENT)
+        pdl_wait(USE_PDL)
         return
     block = gl.program_id(0)
     place, inside, _ = _pairs_of_tile(
-        order_ptr, ends_ptr, tile_begins_ptr, tile, expert, SORTED, ROWS, gl.SliceLayout(1, X),
+        order_ptr, ends_ptr, tile_begins_ptr, tile, expert, IS_SORTED, ROWS, gl.SliceLayout(1, X),
     )
     x_places = gl.expand_dims(place * num_in, 1) + gl.expand_dims(gl.arange(0, 256, layout=gl.SliceLayout(0, X)), 0)
     own = gl.minimum(expert, num_experts - 1)
     if bias_ptr is not None:
-        bias = gl.load(bias_ptr + own * num_out + rows_of_block(block, num_out, False, gl.SliceLayout(1, ACC)))
+        bias_rows = weight_rows_of_block(block, num_out, False, gl.SliceLayout(1, ACC_LAYOUT))
+        bias = gl.load(bias_ptr + own * num_out + bias_rows)
     # Rows without an expert take no steps, because _gated_kernel writes nothing to their x.
-    first, row_words, row_scales = own * num_out, num_in // 32 * 4, scales_of_row(num_in, CODE)
+    first, row_words, row_scales = own * num_out, num_in // 32 * 4, num_row_scales(num_in, CODE)
     if zeros_ptr is not None:
         zeros_ptr += first if CODE == "nvfp4" else first * row_scales
     acc = nibble_product(
-        Nibbles(words_ptr + first * row_words, scales_ptr + first * row_scales, zeros_ptr), block, x_ptr, x_places,
-        gl.expand_dims(inside, 1), num_out, num_in, 0,
+        NibblePointers(words_ptr + first * row_words, scales_ptr + first * row_scales, zeros_ptr), block, x_ptr,
+        x_places, gl.expand_dims(inside, 1), num_out, num_in, 0,
         gl.where(expert == num_experts, 0, num_in),
-        CODE, STAGES, False, EVEN_IN, DEPENDENT, ACC,
+        CODE, STAGES, False, EVEN_IN, USE_PDL, ACC_LAYOUT,
     )
     if bias_ptr is not None:
         acc += gl.expand_dims(bias.to(gl.float32), 1)
     place, inside, pair = _pairs_of_tile(
-        order_ptr, ends_ptr, tile_begins_ptr, tile, expert, SORTED, ROWS, gl.SliceLayout(0, ACC),
+        order_ptr, ends_ptr, tile_begins_ptr, tile, expert, IS_SORTED, ROWS, gl.SliceLayout(0, ACC_LAYOUT),
     )
     weight = gl.load(weights_ptr + pair, mask=inside, other=1.0)
     # gl.where instead of a product with 0: the weight of a row without an expert may be NaN.
     acc = gl.where(expert == num_experts, 0.0, acc * gl.expand_dims(weight, 0))
-    column = gl.expand_dims(block * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, ACC)), 1)
+    column = gl.expand_dims(block * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, ACC_LAYOUT)), 1)
     places = gl.expand_dims((pair % top_k * num_rows + pair // top_k).to(gl.int64) * num_out, 0) + column
     gl.store(out_ptr + places, acc, mask=gl.expand_dims(inside, 0) & (column < num_out))
 

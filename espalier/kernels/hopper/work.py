@@ -1,12 +1,12 @@
-"""The common code of the warps of the Hopper kernels: their arguments in groups, stages of shared memory, work items.
+"""Common code of the Hopper kernels' warps: groups of arguments, stages in shared memory, and work items.
 
-Every group of warps goes through all work items of a program in the same order.  So all groups count blocks in the same
-way, and a block's number gives its stage and the phase of the stage's barriers.
+Every group of warps processes all work items of a program in the same order.  So all groups give a block the same
+number, which determines the block's stage and the phase of the stage's barriers.
 
 No group waits forever.  For each block 0 .. num_blocks - 1 of a work item, its writers wait once at `empty` and
 complete `full` once.  Each group that reads the block waits once at `full` and arrives once at `empty`.  A group that
-waits for a block holds at most the two blocks before it, so three stages suffice.  With two stages, it gives a block
-back before it waits.
+waits for a block holds at most the two blocks before it, so three stages suffice.  With two stages, a group releases a
+block before it waits.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from espalier.kernels.attention.work_items import committed_blocks, visible_stag
 from espalier.kernels.runtime.jit import gluon_kernel
 
 
-class Constants(NamedTuple):
-    """Compile-time constants of a kernel.  A variable that holds them is declared `gl.constexpr`.
+class HopperConstants(NamedTuple):
+    """The constexpr arguments of a Hopper attention kernel, as one `gl.constexpr` variable.
 
     WIDTHS: per tile of a block, the number of values of a row; COLUMNS: per tile, the index of its first value in the
     row of a head; ROW_SIZE: the sum of the widths; OUT_SIZE: values of the result that an attending warpgroup sums.
     SAME_STRIDES: committed rows of all tiles have the same stride; CONTIGUOUS: see kernels/attention/work_items.py.
     RAW_STAGES: stages of FP8 rows, which extra warps convert into the attended stages; 0 for other rows.
-    DEPENDENT: see kernels/runtime/pdl.py.
+    USE_PDL: see kernels/runtime/pdl.py.
     """
 
     KV_HEADS: Any
@@ -47,7 +47,7 @@ class Constants(NamedTuple):
     RAW_STAGES: Any
     LOAD_WARPS: Any
     CONVERT_WARPS: Any
-    DEPENDENT: Any
+    USE_PDL: Any
 
 
 class RowPtrs(NamedTuple):
@@ -62,8 +62,8 @@ class RowPtrs(NamedTuple):
 class Stages(NamedTuple):
     """Blocks of rows in shared memory.
 
-    tiles: per tile of a block, one buffer for all stages; full, empty: one barrier each per stage.  `full` gives the
-    stage to the warps that read it, `empty` to the warps that write it.
+    tiles: per tile of a block, one buffer for all stages; full, empty: one barrier each per stage.  `full`: the
+    stage may be read; `empty`: the stage may be written.
     """
 
     tiles: Any
@@ -83,19 +83,20 @@ class WorkItemExtent(NamedTuple):
     num_committed: Any
     num_lower: Any
     num_unmasked: Any
-    low: Any
-    high: Any
+    begin_staged: Any
+    end_staged: Any
     num_blocks: Any
 
 
 # fmt: off
 @gluon_kernel
 def make_stages(
-    dtype: gl.constexpr, STAGES: gl.constexpr, FULL: gl.constexpr, EMPTY: gl.constexpr, CONSTANTS: gl.constexpr,
+    dtype: gl.constexpr, STAGES: gl.constexpr, FULL_ARRIVALS: gl.constexpr, EMPTY_ARRIVALS: gl.constexpr,
+    CONSTANTS: gl.constexpr,
 ):
-    """Allocate stages.  FULL, EMPTY: how many arrivals complete a phase of these barriers."""
+    """Allocate stages.  FULL_ARRIVALS, EMPTY_ARRIVALS: how many arrivals complete a phase of these barriers."""
     BLOCK_N: gl.constexpr = CONSTANTS.BLOCK_N
-    full, empty = make_barriers(STAGES, FULL, EMPTY)
+    full, empty = make_barriers(STAGES, FULL_ARRIVALS, EMPTY_ARRIVALS)
     tiles = [
         gl.allocate_shared_memory(
             dtype, [STAGES, BLOCK_N, WIDTH], gl.NVMMASharedLayout.get_default_for([BLOCK_N, WIDTH], dtype)
@@ -106,19 +107,19 @@ def make_stages(
 
 
 @gluon_kernel
-def make_barriers(STAGES: gl.constexpr, FULL: gl.constexpr, EMPTY: gl.constexpr):
-    """(full, empty): the barriers of stages, see `make_stages`."""
+def make_barriers(STAGES: gl.constexpr, FULL_ARRIVALS: gl.constexpr, EMPTY_ARRIVALS: gl.constexpr):
+    """Returns (full, empty): the barriers of stages, see `make_stages`."""
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], hopper.mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], hopper.mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
-        hopper.mbarrier.init(full.index(stage), count=FULL)
-        hopper.mbarrier.init(empty.index(stage), count=EMPTY)
+        hopper.mbarrier.init(full.index(stage), count=FULL_ARRIVALS)
+        hopper.mbarrier.init(empty.index(stage), count=EMPTY_ARRIVALS)
     return full, empty
 
 
 @gluon_kernel
 def stage_of(stages, block):
-    """The stage of the program's block number `block`."""
+    """Returns the stage of the program's block number `block`."""
     return block % stages.full.shape[0]
 
 
@@ -137,14 +138,14 @@ def wait_until_empty(stages, block):
 
 
 @gluon_kernel
-def work_item_extent(plan, item, positions, ROWS: gl.constexpr, CONSTANTS: gl.constexpr):
-    """The blocks of a work item.  positions: of queries, read only with a window; ROWS: their layout."""
+def work_item_extent(plan, item, positions, ROW_LAYOUT: gl.constexpr, CONSTANTS: gl.constexpr):
+    """Returns the blocks of a work item.  positions: of queries, read only with a window; ROW_LAYOUT: their layout."""
     begin = item.begin
     if CONSTANTS.WINDOW > 0:
-        position = _min_position(plan, item, positions, ROWS, CONSTANTS.GROUP_SIZE, CONSTANTS.BLOCK_M)
+        position = _min_position(plan, item, positions, ROW_LAYOUT, CONSTANTS.GROUP_SIZE, CONSTANTS.BLOCK_M)
         begin = gl.maximum(begin, (position - CONSTANTS.WINDOW + 1) // CONSTANTS.BLOCK_N * CONSTANTS.BLOCK_N)
     num_committed, num_lower, num_unmasked = committed_blocks(
-        begin, item.end, plan.first, CONSTANTS.WINDOW, CONSTANTS.BLOCK_N
+        begin, item.end, plan.first_position, CONSTANTS.WINDOW, CONSTANTS.BLOCK_N
     )
     low = 0
     high = 0
@@ -159,9 +160,9 @@ def work_item_extent(plan, item, positions, ROWS: gl.constexpr, CONSTANTS: gl.co
 
 
 @gluon_kernel
-def _min_position(plan, item, positions, ROWS: gl.constexpr, GROUP_SIZE: gl.constexpr, BLOCK_M: gl.constexpr):
-    """The lowest position of a tile's queries."""
-    query = (item.tile * BLOCK_M + gl.arange(0, BLOCK_M, layout=ROWS)) // GROUP_SIZE
+def _min_position(plan, item, positions, ROW_LAYOUT: gl.constexpr, GROUP_SIZE: gl.constexpr, BLOCK_M: gl.constexpr):
+    """Returns the lowest position of a tile's queries."""
+    query = (item.tile * BLOCK_M + gl.arange(0, BLOCK_M, layout=ROW_LAYOUT)) // GROUP_SIZE
     at = positions.pointer + item.request * positions.request_stride + query.to(gl.int64) * positions.row_stride
     position = gl.load(at, mask=query < plan.queries, other=0x7FFFFFFF)
     return gl.min(position.to(gl.int32), 0)

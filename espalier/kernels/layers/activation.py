@@ -13,10 +13,10 @@ from torch import Tensor
 from espalier.errors import EspalierError
 from espalier.kernels.layers.quantise_rows import allocate_rounded_rows, store_rounded, store_rounded_arguments
 from espalier.kernels.layers.quantised import InputRows, InputScales
-from espalier.kernels.ops.activation import SILU, Activation, require_halves
-from espalier.kernels.ops.linear import rounds_activation
+from espalier.kernels.ops.activation import SILU, Activation, num_up_columns
+from espalier.kernels.ops.linear import can_round_activation
 from espalier.kernels.runtime.jit import kernel, load_sum
-from espalier.kernels.runtime.launch import chip, exact_type, power_of_two, require
+from espalier.kernels.runtime.launch import acc_dtype, chip, next_power_of_2, require
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 
 BLOCK = 1024
@@ -32,97 +32,92 @@ def silu_times(gate, up):
 
 @kernel
 def apply_activation(
-    gate, up, KIND: tl.constexpr, ALPHA: tl.constexpr, UP_OFFSET: tl.constexpr, LIMIT: tl.constexpr
+    gate, up, ACTIVATION_KIND: tl.constexpr, ALPHA: tl.constexpr, UP_OFFSET: tl.constexpr, LIMIT: tl.constexpr
 ):  # fmt: skip
     """Returns the activation (ops/activation.py:Activation), in the dtype of gate and up.
 
-    For an activation without a gate, the caller passes up as `gate` too.  NaN stays NaN; tl.minimum and tl.maximum
-    would replace NaN by the limit.
+    For an activation without a gate, the caller passes up as `gate` too.  NaN stays NaN, whereas tl.minimum and
+    tl.maximum would return the limit.
     """
     if LIMIT is not None:
         gate = tl.where(gate > LIMIT, LIMIT, gate)
         up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
     if UP_OFFSET != 0:
         up += UP_OFFSET
-    if KIND == "gelu_tanh":
+    if ACTIVATION_KIND == "gelu_tanh":
         # (1 + tanh(x)) / 2 = sigmoid(2x), with x = sqrt(2 / pi) · (gate + 0.044715 · gate³).
         doubled = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
         return gate / (1.0 + tl.exp(-doubled)) * up
-    if KIND == "relu2":
+    if ACTIVATION_KIND == "relu2":
         return tl.where(gate < 0, 0.0, gate) * up
     return gate / (1.0 + tl.exp(-ALPHA * gate)) * up
 
 
 @kernel
-def _gated_kernel(
-    x_ptr, out_ptr, values_ptr, scales_ptr, static_ptr, x_row_stride, split_stride,
-    KIND: tl.constexpr, ALPHA: tl.constexpr, UP_OFFSET: tl.constexpr, LIMIT: tl.constexpr, SILU: tl.constexpr,
-    HALVES: tl.constexpr, SPLITS: tl.constexpr, SIZE: tl.constexpr, EXACT: tl.constexpr, GROUP: tl.constexpr,
-    FP8_MAX: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
+def _activation_kernel(
+    x_ptr, out_ptr, rounded_values_ptr, rounded_scales_ptr, static_scale_ptr, x_row_stride, split_stride,
+    ACTIVATION_KIND: tl.constexpr, ALPHA: tl.constexpr, UP_OFFSET: tl.constexpr, LIMIT: tl.constexpr,
+    SILU: tl.constexpr, NUM_MATRICES: tl.constexpr, SPLITS: tl.constexpr, ROW_SIZE: tl.constexpr,
+    ACC_DTYPE: tl.constexpr, GROUP_COLUMNS: tl.constexpr, FP8_MAX: tl.constexpr, BLOCK: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """values_ptr: if not None, a program has a whole row, which is rounded to FP8 in groups of GROUP columns."""
-    TYPE: tl.constexpr = out_ptr.dtype.element_ty
-    pdl_trigger_and_wait(DEPENDENT)
+    """rounded_values_ptr: if not None, a program rounds a whole row to FP8 in groups of GROUP_COLUMNS columns."""
+    DTYPE: tl.constexpr = out_ptr.dtype.element_ty
+    pdl_trigger_and_wait(USE_PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = column < SIZE
+    mask = column < ROW_SIZE
     place = x_ptr + row * x_row_stride + column
-    gate = load_sum(place, split_stride, mask, SPLITS, TYPE, EXACT)
+    gate = load_sum(place, split_stride, mask, SPLITS, DTYPE, ACC_DTYPE)
     up = gate
-    if HALVES == 2:
-        up = load_sum(place + SIZE, split_stride, mask, SPLITS, TYPE, EXACT)
+    if NUM_MATRICES == 2:
+        up = load_sum(place + ROW_SIZE, split_stride, mask, SPLITS, DTYPE, ACC_DTYPE)
     if SILU:
         result = silu_times(gate, up)
     else:
-        result = apply_activation(gate, up, KIND, ALPHA, UP_OFFSET, LIMIT)
-    if values_ptr is not None:
-        of_type = tl.where(mask, result.to(TYPE).to(tl.float32), 0.0)
-        store_rounded(of_type, row, values_ptr, scales_ptr, static_ptr, SIZE, BLOCK, GROUP, FP8_MAX)
+        result = apply_activation(gate, up, ACTIVATION_KIND, ALPHA, UP_OFFSET, LIMIT)
+    if rounded_values_ptr is not None:
+        of_type = tl.where(mask, result.to(DTYPE).to(tl.float32), 0.0)
+        store_rounded(
+            of_type, row, rounded_values_ptr, rounded_scales_ptr, static_scale_ptr, ROW_SIZE, BLOCK, GROUP_COLUMNS,
+            FP8_MAX,
+        )  # fmt: skip
     else:
-        tl.store(out_ptr + row * SIZE + column, result.to(TYPE), mask=mask)
+        tl.store(out_ptr + row * ROW_SIZE + column, result.to(DTYPE), mask=mask)
 
 
-def gated(gate_up: Tensor, activation: Activation = SILU) -> Tensor:
+def gated_activation(gate_up: Tensor, activation: Activation = SILU) -> Tensor:
     """Returns the activation of gate_up, see ops/activation.py.  The result is rounded once, at the end.
 
-    PyTorch also rounds silu(gate), and so does transformers in bfloat16.
-    Tolerance: that extra rounding changes a result by 1 ulp of the dtype, or 2 at a tie.  GELU: 1 ulp of the dtype plus
+    PyTorch and transformers also round silu(gate).  Tolerance: this extra rounding changes a result by 1 ulp of the
+    dtype, or 2 at a tie.  GELU: 1 ulp of the dtype plus
     2^-22 of gate · up, because the argument of its exponential is a rounded cubic.
     """
     require("gated: gate_up", gate_up, (-1, -1), None, gate_up)
-    out = gated_parts(gate_up[None], gate_up.dtype, activation)
+    out = activate_partial_sums(gate_up[None], gate_up.dtype, activation)
     assert isinstance(out, Tensor)
     return out
 
 
-def gated_parts(
+def activate_partial_sums(
     parts: Tensor, dtype: torch.dtype, activation: Activation = SILU, rounding: InputScales | None = None
 ) -> InputRows:
     """See ops/linear.py.  The rounded result equals the unrounded result after quantise_rows."""
     parts = parts if parts.ndim == 3 else parts[None]
-    require("gated_parts: parts", parts, (-1, -1, -1), None, parts)
-    rows, size = parts.shape[1], require_halves(parts.shape[2], activation)
-    if rounding is not None and not rounds_activation(size, rounding):
+    require("activate_partial_sums: parts", parts, (-1, -1, -1), None, parts)
+    rows, size = parts.shape[1], num_up_columns(parts.shape[2], activation)
+    if rounding is not None and not can_round_activation(size, rounding):
         raise EspalierError(f"an activation of {size} columns is not rounded in groups of {rounding.group}")
     parts = parts if parts.stride(2) == 1 else parts.contiguous()
     out = torch.empty(rows, size, dtype=dtype, device=parts.device)
     rounded = None if rounding is None else allocate_rounded_rows(out, rounding)
-    block = BLOCK if rounding is None else power_of_two(size)
+    block = BLOCK if rounding is None else next_power_of_2(size)
     if rows:
-        _gated_kernel[rows, -(-size // block)](
-            parts,
-            out,
-            x_row_stride=parts.stride(1),
-            split_stride=parts.stride(0),
-            **activation.constants,
-            SILU=activation.is_silu,
-            HALVES=activation.halves,
-            SPLITS=parts.shape[0],
-            SIZE=size,
-            EXACT=exact_type(dtype),
-            BLOCK=block,
+        _activation_kernel[rows, -(-size // block)](
+            parts, out, x_row_stride=parts.stride(1), split_stride=parts.stride(0), **activation.constexpr_arguments,
+            SILU=activation.is_silu, NUM_MATRICES=activation.num_matrices, SPLITS=parts.shape[0], ROW_SIZE=size,
+            ACC_DTYPE=acc_dtype(dtype), BLOCK=block,
             num_warps=4 if rounded is None else min(max(block // VALUES_PER_WARP, 1), MAX_WARPS),
-            **store_rounded_arguments(rounded, rounding, block),
-            **pdl_arguments(chip(parts)),
-        )
+            **store_rounded_arguments(rounded, rounding, block), **pdl_arguments(chip(parts)),
+        )  # fmt: skip
     return out if rounded is None else rounded

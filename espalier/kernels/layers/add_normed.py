@@ -1,8 +1,8 @@
-"""One launch for the norms of blocks' outputs, the residual addition and the norms before the next blocks.
+"""Computes in one launch the norms of blocks' outputs, the residual addition and the norms before the next blocks.
 
 Grid: one program per row, which holds the whole row in registers.  The kernel computes in float32 (float64 for float64)
-and rounds where separate launches would round.  So 16-bit rows get the same bits as from separate launches of norm.py.
-With float32 and float64, there is nothing to round, and a product and a sum may become one instruction.
+and rounds where separate launches would round, so 16-bit rows get the bits of separate launches of norm.py.  For
+float32 and float64 the bits may differ, because the compiler may fuse a product and a sum.
 """
 
 from __future__ import annotations
@@ -18,72 +18,76 @@ from espalier.errors import EspalierError
 from espalier.kernels.layers.norm import NORM_WARP_VALUES
 from espalier.kernels.ops.norm import MAX_NORMS, MAX_OUTPUTS, NormWeight
 from espalier.kernels.runtime.jit import kernel, load_sum
-from espalier.kernels.runtime.launch import chip, exact_type, power_of_two, require, warps_for
+from espalier.kernels.runtime.launch import acc_dtype, chip, next_power_of_2, require, warps_for
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger, pdl_wait
 
 
 @kernel
 def _add_normed_kernel(
-    x_ptr, first_ptr, second_ptr, sum_ptr, first_weight_ptr, second_weight_ptr, behind_weight_ptr,
+    x_ptr, first_output_ptr, second_output_ptr, sum_ptr, first_weight_ptr, second_weight_ptr, output_weight_ptr,
     weight_ptr, weight_1_ptr, weight_2_ptr, out_ptr, out_1_ptr, out_2_ptr,
     x_row_stride, first_row_stride, first_split_stride, second_row_stride, second_split_stride,
-    FIRST_EPS: tl.constexpr, SECOND_EPS: tl.constexpr, BEHIND_EPS: tl.constexpr, EPS: tl.constexpr,
+    FIRST_EPS: tl.constexpr, SECOND_EPS: tl.constexpr, OUTPUT_EPS: tl.constexpr, EPS: tl.constexpr,
     EPS_1: tl.constexpr, EPS_2: tl.constexpr, FIRST_SPLITS: tl.constexpr, SECOND_SPLITS: tl.constexpr,
-    SCALE: tl.constexpr, SIZE: tl.constexpr, EXACT: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
+    SCALE: tl.constexpr, ROW_SIZE: tl.constexpr, ACC_DTYPE: tl.constexpr, BLOCK: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """first, second: the outputs of blocks.  SPLITS: the number of an output's partial sums, 1 without splits.
+    """first, second: the outputs of blocks.  FIRST_SPLITS, SECOND_SPLITS: the number of their partial sums.
 
-    second_ptr, behind_weight_ptr, out_ptr to out_2_ptr: None if there is no such tensor.
+    second_output_ptr, output_weight_ptr, out_ptr to out_2_ptr: None if there is no such tensor.
     """
-    TYPE: tl.constexpr = sum_ptr.dtype.element_ty
-    pdl_trigger(DEPENDENT)
+    DTYPE: tl.constexpr = sum_ptr.dtype.element_ty
+    pdl_trigger(USE_PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
-    mask = column < SIZE
+    mask = column < ROW_SIZE
     # The weights are loaded before the wait, because no kernel writes them.
     first_weight = tl.load(first_weight_ptr + column, mask=mask, other=0.0)
-    if second_ptr is not None:
+    if second_output_ptr is not None:
         second_weight = tl.load(second_weight_ptr + column, mask=mask, other=0.0)
-    if behind_weight_ptr is not None:
-        behind_weight = tl.load(behind_weight_ptr + column, mask=mask, other=0.0)
+    if output_weight_ptr is not None:
+        output_weight = tl.load(output_weight_ptr + column, mask=mask, other=0.0)
     if out_ptr is not None:
         weight = tl.load(weight_ptr + column, mask=mask, other=0.0)
     if out_1_ptr is not None:
         weight_1 = tl.load(weight_1_ptr + column, mask=mask, other=0.0)
     if out_2_ptr is not None:
         weight_2 = tl.load(weight_2_ptr + column, mask=mask, other=0.0)
-    pdl_wait(DEPENDENT)
-    x = tl.load(x_ptr + row * x_row_stride + column, mask=mask, other=0.0).to(EXACT)
-    first = first_ptr + row * first_row_stride + column
-    added = load_sum(first, first_split_stride, mask, FIRST_SPLITS, TYPE, EXACT)
-    if second_ptr is not None:
-        second = second_ptr + row * second_row_stride + column
-        beside = load_sum(second, second_split_stride, mask, SECOND_SPLITS, TYPE, EXACT)
-        beside = normed(beside, second_weight, SECOND_EPS, SIZE, EXACT).to(TYPE).to(EXACT)
-    added = normed(added, first_weight, FIRST_EPS, SIZE, EXACT).to(TYPE).to(EXACT)
-    if second_ptr is not None:
-        added = (added + beside).to(TYPE).to(EXACT)
-    if behind_weight_ptr is not None:
-        added = normed(added, behind_weight, BEHIND_EPS, SIZE, EXACT).to(TYPE).to(EXACT)
+    pdl_wait(USE_PDL)
+    x = tl.load(x_ptr + row * x_row_stride + column, mask=mask, other=0.0).to(ACC_DTYPE)
+    first = first_output_ptr + row * first_row_stride + column
+    added = load_sum(first, first_split_stride, mask, FIRST_SPLITS, DTYPE, ACC_DTYPE)
+    if second_output_ptr is not None:
+        second = second_output_ptr + row * second_row_stride + column
+        beside = load_sum(second, second_split_stride, mask, SECOND_SPLITS, DTYPE, ACC_DTYPE)
+        beside = norm_row(beside, second_weight, SECOND_EPS, ROW_SIZE, ACC_DTYPE).to(DTYPE).to(ACC_DTYPE)
+    added = norm_row(added, first_weight, FIRST_EPS, ROW_SIZE, ACC_DTYPE).to(DTYPE).to(ACC_DTYPE)
+    if second_output_ptr is not None:
+        added = (added + beside).to(DTYPE).to(ACC_DTYPE)
+    if output_weight_ptr is not None:
+        added = norm_row(added, output_weight, OUTPUT_EPS, ROW_SIZE, ACC_DTYPE).to(DTYPE).to(ACC_DTYPE)
     if SCALE != 1.0:
-        x = (x * SCALE).to(TYPE).to(EXACT)
-    total = (x + added).to(TYPE)
+        x = (x * SCALE).to(DTYPE).to(ACC_DTYPE)
+    total = (x + added).to(DTYPE)
     # evict_last: the next norm reads the sum again, after a linear's weights have passed through the L2.
-    tl.store(sum_ptr + row * SIZE + column, total, mask=mask, eviction_policy="evict_last")
-    x = total.to(EXACT)
+    tl.store(sum_ptr + row * ROW_SIZE + column, total, mask=mask, eviction_policy="evict_last")
+    x = total.to(ACC_DTYPE)
     if out_ptr is not None:
-        tl.store(out_ptr + row * SIZE + column, normed(x, weight, EPS, SIZE, EXACT).to(TYPE), mask=mask)
+        tl.store(out_ptr + row * ROW_SIZE + column, norm_row(x, weight, EPS, ROW_SIZE, ACC_DTYPE).to(DTYPE), mask=mask)
     if out_1_ptr is not None:
-        tl.store(out_1_ptr + row * SIZE + column, normed(x, weight_1, EPS_1, SIZE, EXACT).to(TYPE), mask=mask)
+        tl.store(
+            out_1_ptr + row * ROW_SIZE + column, norm_row(x, weight_1, EPS_1, ROW_SIZE, ACC_DTYPE).to(DTYPE), mask=mask
+        )
     if out_2_ptr is not None:
-        tl.store(out_2_ptr + row * SIZE + column, normed(x, weight_2, EPS_2, SIZE, EXACT).to(TYPE), mask=mask)
+        tl.store(
+            out_2_ptr + row * ROW_SIZE + column, norm_row(x, weight_2, EPS_2, ROW_SIZE, ACC_DTYPE).to(DTYPE), mask=mask
+        )
 
 
 @kernel
-def normed(x, weight, EPS: tl.constexpr, SIZE: tl.constexpr, EXACT: tl.constexpr):
-    """Returns the norm of a row, in EXACT.  x: the row's SIZE values, then zeros."""
-    scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / SIZE + EPS)
-    return x * scale * weight.to(EXACT)
+def norm_row(x, weight, EPS: tl.constexpr, ROW_SIZE: tl.constexpr, ACC_DTYPE: tl.constexpr):
+    """Returns the norm of a row, in ACC_DTYPE.  x: the row's ROW_SIZE values, then zeros."""
+    scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / ROW_SIZE + EPS)
+    return x * scale * weight.to(ACC_DTYPE)
 
 
 def add_normed(
@@ -94,34 +98,30 @@ def add_normed(
     norms: tuple[NormWeight, ...],
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """See ops/norm.py.  The sum and each norm have the tolerance of norm.py:rms_norm."""
-    _require(outputs, norm, residual, norms)
+    _check_arguments(outputs, norm, residual, norms)
     total, *out = (torch.empty(residual.shape, dtype=residual.dtype, device=residual.device) for _ in (None, *norms))
     if not len(residual):
         return total, tuple(out)
     size = residual.shape[1]
-    block = power_of_two(size)
+    block = next_power_of_2(size)
     x, *given = (rows if rows.stride(-1) == 1 else rows.contiguous() for rows in (residual, *(o for o, _ in outputs)))
-    first, second = _filled(given, MAX_OUTPUTS)
-    used = (*_filled([own for _, own in outputs], MAX_OUTPUTS), norm, *_filled(norms, MAX_NORMS))
+    first, second = _pad_with_none(given, MAX_OUTPUTS)
+    used = (*_pad_with_none([own for _, own in outputs], MAX_OUTPUTS), norm, *_pad_with_none(norms, MAX_NORMS))
+    # eps is a constexpr argument, because a run-time eps would be rounded to float32.
     _add_normed_kernel[(len(residual),)](
         *(x, first, second, total),
         *(None if each is None else each.weight.contiguous() for each in used),
-        *_filled(out, MAX_NORMS),
-        *(x.stride(0), *_strides(first), *_strides(second)),
-        # A constexpr argument, because a run-time eps would be rounded to float32.
+        *_pad_with_none(out, MAX_NORMS),
+        *(x.stride(0), *_row_and_split_strides(first), *_row_and_split_strides(second)),
         *(0.0 if each is None else each.eps for each in used),
-        *(_splits(first), _splits(second)),
-        SCALE=scale,
-        SIZE=size,
-        EXACT=exact_type(residual.dtype),
-        BLOCK=block,
-        num_warps=warps_for(block, NORM_WARP_VALUES),
-        **pdl_arguments(chip(residual)),
-    )
+        *(_num_partial_sums(first), _num_partial_sums(second)),
+        SCALE=scale, ROW_SIZE=size, ACC_DTYPE=acc_dtype(residual.dtype), BLOCK=block,
+        num_warps=warps_for(block, NORM_WARP_VALUES), **pdl_arguments(chip(residual)),
+    )  # fmt: skip
     return total, tuple(out)
 
 
-def _require(
+def _check_arguments(
     outputs: tuple[tuple[Tensor, NormWeight], ...],
     norm: NormWeight | None,
     residual: Tensor,
@@ -141,15 +141,15 @@ def _require(
             require("add_normed: a weight", each.weight, (residual.shape[1],), None, residual)
 
 
-def _filled(given: Sequence[Any], size: int) -> list[Any]:
-    """Returns the items of `given`, filled up with None to `size` items."""
-    return [*given, *[None] * (size - len(given))]
+def _pad_with_none(items: Sequence[Any], size: int) -> list[Any]:
+    """Returns the items of `items`, filled up with None to `size` items."""
+    return [*items, *[None] * (size - len(items))]
 
 
-def _strides(output: Tensor | None) -> tuple[int, int]:
+def _row_and_split_strides(output: Tensor | None) -> tuple[int, int]:
     """Returns the strides of a row and of a partial sum; zeros without an output."""
     return (0, 0) if output is None else (output.stride(-2), output.stride(0))
 
 
-def _splits(output: Tensor | None) -> int:
+def _num_partial_sums(output: Tensor | None) -> int:
     return 0 if output is None else output.shape[0] if output.ndim == 3 else 1

@@ -1,21 +1,21 @@
 """The convolutions of a DFlash 2 draft: a few taps over a row of a block and the rows before it.
 
 Row i of a block becomes the sum over taps t of row i - t times (base[t] + delta[t]).  Rows before the block count as
-zeros.  `base` has a coefficient for each channel.  `delta` has a coefficient for each group of adjacent channels.  It
-is the product of row i of the sublayer's input with a matrix; one half is for the input's convolution, the other half
-for the output's.
+zeros.  `base` has a coefficient for each channel.  `delta` has a coefficient for each group of adjacent channels, and
+is the product of row i of the sublayer's input with a matrix.  One half of the product is for the input's convolution,
+the other half for the output's.
 
 One launch computes the product and the input's convolution.  Grid: (tiles of rows, blocks of groups).  A program
 multiplies its rows with the matrix rows of its groups, and convolves the channels of these groups.
 
-Tolerance: the product has that of kernels/layers/linear.py.  It is rounded before the convolution, which is computed in
+Tolerance: the product has the tolerance of kernels/layers/linear.py and is rounded.  The convolution is computed in
 float32 and rounded once.
 
 Another launch computes the output's convolution, the residual addition and the next norm.  Grid: one program per row,
 which holds the whole row in registers and reads the output's rows of all taps.
 
 Tolerance: the sublayer's output is summed from its parts and rounded, convolved in float32 (float64 for float64), and
-rounded before the addition.  The addition and the norm are those of kernels/layers/norm.py.
+rounded before the addition.  The addition and the norm are computed as in kernels/layers/norm.py.
 """
 
 from __future__ import annotations
@@ -26,80 +26,72 @@ from torch import Tensor
 
 from espalier.errors import EspalierError
 from espalier.kernels.ops.drafts import block_conv as contract
-from espalier.kernels.ops.drafts import require_block_conv
+from espalier.kernels.ops.drafts import check_block_conv
 from espalier.kernels.runtime.jit import kernel, load_sum
-from espalier.kernels.runtime.launch import chip, exact_type, power_of_two, require, warps_for
+from espalier.kernels.runtime.launch import acc_dtype, chip, next_power_of_2, require, warps_for
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 
 # Per program: the rows (the fewest that tensor cores support), the groups, and the columns of a step of the product.
 ROWS, GROUPS, COLUMNS = 16, 8, 128
 
 
-def block_conv(x: Tensor, weight: Tensor, base: Tensor, width: int) -> tuple[Tensor, Tensor]:
+def block_conv(x: Tensor, weight: Tensor, base_taps: Tensor, width: int) -> tuple[Tensor, Tensor]:
     if x.dtype == torch.float64:
         # Triton has no float64 product.
-        return contract.reference(x, weight, base, width)
-    taps, groups = require_block_conv(x, weight, base, width)
+        return contract.reference(x, weight, base_taps, width)
+    taps, groups = check_block_conv(x, weight, base_taps, width)
     x = x.contiguous()
     (rows, size), group = x.shape, x.shape[1] // groups
     out, coefficients = torch.empty_like(x), x.new_empty(rows, taps, groups)
     if rows:
         _block_conv_kernel[(-(-rows // ROWS), -(-groups // GROUPS))](
-            *(x, weight.contiguous(), base.contiguous(), out, coefficients, rows, groups, width),
-            SIZE=size,
-            GROUP=group,
-            TAPS=taps,
-            HALVES=power_of_two(2 * taps),
-            ROWS=ROWS,
-            GROUPS=GROUPS,
-            CHANNELS=power_of_two(group),
-            COLUMNS=COLUMNS,
-            num_warps=4,
-            num_stages=4,
+            *(x, weight.contiguous(), base_taps.contiguous(), out, coefficients, rows, groups, width),
+            ROW_SIZE=size, GROUP_CHANNELS=group, TAPS=taps, BLOCK_TAPS=next_power_of_2(2 * taps), ROWS=ROWS,
+            GROUPS=GROUPS, CHANNELS=next_power_of_2(group), COLUMNS=COLUMNS, num_warps=4, num_stages=4,
             **pdl_arguments(chip(x)),
-        )
+        )  # fmt: skip
     return out, coefficients
 
 
 @kernel
 def _block_conv_kernel(
     x_ptr, weight_ptr, base_ptr, out_ptr, coefficients_ptr, num_rows, num_groups, width,
-    SIZE: tl.constexpr, GROUP: tl.constexpr, TAPS: tl.constexpr, HALVES: tl.constexpr, ROWS: tl.constexpr,
-    GROUPS: tl.constexpr, CHANNELS: tl.constexpr, COLUMNS: tl.constexpr, DEPENDENT: tl.constexpr,
+    ROW_SIZE: tl.constexpr, GROUP_CHANNELS: tl.constexpr, TAPS: tl.constexpr, BLOCK_TAPS: tl.constexpr,
+    ROWS: tl.constexpr, GROUPS: tl.constexpr, CHANNELS: tl.constexpr, COLUMNS: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """HALVES: 2 · TAPS, or the next power of two."""
-    pdl_trigger_and_wait(DEPENDENT)
+    """BLOCK_TAPS: 2 · TAPS, or the next power of two."""
+    pdl_trigger_and_wait(USE_PDL)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     exists = row < num_rows
     group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
-    index = tl.arange(0, HALVES * GROUPS)
+    index = tl.arange(0, BLOCK_TAPS * GROUPS)
     of_group = tl.program_id(1) * GROUPS + index % GROUPS
     weight_row = (index // GROUPS) * num_groups + of_group
     stored = (index // GROUPS < 2 * TAPS) & (of_group < num_groups)
     column = tl.arange(0, COLUMNS)
-    product = tl.zeros([ROWS, HALVES * GROUPS], tl.float32)
-    for begin in range(0, SIZE, COLUMNS):
-        inside = begin + column < SIZE
+    product = tl.zeros([ROWS, BLOCK_TAPS * GROUPS], tl.float32)
+    for begin in range(0, ROW_SIZE, COLUMNS):
+        inside = begin + column < ROW_SIZE
         x = tl.load(
-            x_ptr + row[:, None] * SIZE + begin + column[None, :], mask=exists[:, None] & inside[None, :], other=0.0
+            x_ptr + row[:, None] * ROW_SIZE + begin + column[None, :], mask=exists[:, None] & inside[None, :], other=0.0
         )
         weight = tl.load(
-            weight_ptr + weight_row.to(tl.int64)[None, :] * SIZE + begin + column[:, None],
+            weight_ptr + weight_row.to(tl.int64)[None, :] * ROW_SIZE + begin + column[:, None],
             mask=stored[None, :] & inside[:, None], other=0.0,
         )  # fmt: skip
         product = tl.dot(x, weight, product, input_precision="ieee")
-    delta = tl.reshape(product.to(x_ptr.dtype.element_ty).to(tl.float32), [ROWS, HALVES, GROUPS])
-    which = tl.arange(0, HALVES)[None, :, None]
-    channel = group[:, None] * GROUP + tl.arange(0, CHANNELS)[None, :]
-    held = (group < num_groups)[:, None] & (tl.arange(0, CHANNELS) < GROUP)[None, :]
+    delta = tl.reshape(product.to(x_ptr.dtype.element_ty).to(tl.float32), [ROWS, BLOCK_TAPS, GROUPS])
+    which = tl.arange(0, BLOCK_TAPS)[None, :, None]
+    channel = group[:, None] * GROUP_CHANNELS + tl.arange(0, CHANNELS)[None, :]
+    held = (group < num_groups)[:, None] & (tl.arange(0, CHANNELS) < GROUP_CHANNELS)[None, :]
     total = tl.zeros([ROWS, GROUPS, CHANNELS], tl.float32)
-    at = tl.reshape(row, [ROWS, 1, 1]) * SIZE + tl.reshape(channel, [1, GROUPS, CHANNELS])
+    at = tl.reshape(row, [ROWS, 1, 1]) * ROW_SIZE + tl.reshape(channel, [1, GROUPS, CHANNELS])
     written = tl.reshape(exists, [ROWS, 1, 1]) & tl.reshape(held, [1, GROUPS, CHANNELS])
     for tap in tl.static_range(TAPS):
         of_tap = tl.sum(tl.where(which == tap, delta, 0.0), 1)
-        base = tl.load(base_ptr + tap * SIZE + channel, mask=held, other=0.0).to(tl.float32)
+        base = tl.load(base_ptr + tap * ROW_SIZE + channel, mask=held, other=0.0).to(tl.float32)
         behind = written & tl.reshape(row % width >= tap, [ROWS, 1, 1])
-        x = tl.load(x_ptr + at - tap * SIZE, mask=behind, other=0.0).to(tl.float32)
+        x = tl.load(x_ptr + at - tap * ROW_SIZE, mask=behind, other=0.0).to(tl.float32)
         total += x * (tl.reshape(base, [1, GROUPS, CHANNELS]) + tl.reshape(of_tap, [ROWS, GROUPS, 1]))
         of_output = tl.sum(tl.where(which == TAPS + tap, delta, 0.0), 1)
         tl.store(
@@ -110,7 +102,7 @@ def _block_conv_kernel(
 
 
 def block_conv_norm(
-    delta: Tensor, coefficients: Tensor, base: Tensor, residual: Tensor, weight: Tensor, eps: float, width: int
+    delta: Tensor, coefficients: Tensor, base_taps: Tensor, residual: Tensor, weight: Tensor, eps: float, width: int
 ) -> tuple[Tensor, Tensor]:
     rows, size = residual.shape
     _, taps, groups = coefficients.shape
@@ -118,7 +110,7 @@ def block_conv_norm(
     dtype = torch.promote_types(residual.dtype, torch.float32) if delta.ndim == 3 else residual.dtype
     require("block_conv_norm: delta", parts, (-1, rows, size), dtype, residual)
     require("block_conv_norm: coefficients", coefficients, (rows, taps, groups), residual.dtype, residual)
-    require("block_conv_norm: base", base, (taps, size), residual.dtype, residual)
+    require("block_conv_norm: base", base_taps, (taps, size), residual.dtype, residual)
     require("block_conv_norm: weight", weight, (size,), residual.dtype, residual)
     if rows % width or size % groups:
         raise EspalierError(
@@ -127,47 +119,41 @@ def block_conv_norm(
         )
     total, out = (torch.empty_like(residual, memory_format=torch.contiguous_format) for _ in range(2))
     if rows:
-        block = power_of_two(size)
+        block = next_power_of_2(size)
         _block_conv_norm_kernel[(rows,)](
-            *(parts.contiguous(), coefficients.contiguous(), base.contiguous(), residual.contiguous()),
+            *(parts.contiguous(), coefficients.contiguous(), base_taps.contiguous(), residual.contiguous()),
             *(weight.contiguous(), total, out, rows * size, width),
-            EPS=eps,
-            SIZE=size,
-            GROUPS=groups,
-            TAPS=taps,
-            SPLITS=parts.shape[0],
-            EXACT=exact_type(residual.dtype),
-            BLOCK=block,
-            num_warps=warps_for(block, 512),
+            EPS=eps, ROW_SIZE=size, GROUPS=groups, TAPS=taps, SPLITS=parts.shape[0],
+            ACC_DTYPE=acc_dtype(residual.dtype), BLOCK=block, num_warps=warps_for(block, 512),
             **pdl_arguments(chip(residual)),
-        )
+        )  # fmt: skip
     return total, out
 
 
 @kernel
 def _block_conv_norm_kernel(
     delta_ptr, coefficients_ptr, base_ptr, residual_ptr, weight_ptr, sum_ptr, out_ptr, split_stride, width,
-    EPS: tl.constexpr, SIZE: tl.constexpr, GROUPS: tl.constexpr, TAPS: tl.constexpr, SPLITS: tl.constexpr,
-    EXACT: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
+    EPS: tl.constexpr, ROW_SIZE: tl.constexpr, GROUPS: tl.constexpr, TAPS: tl.constexpr, SPLITS: tl.constexpr,
+    ACC_DTYPE: tl.constexpr, BLOCK: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    pdl_trigger_and_wait(DEPENDENT)
+    pdl_trigger_and_wait(USE_PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
-    mask = column < SIZE
-    group = column // (SIZE // GROUPS)
-    weight = tl.load(weight_ptr + column, mask=mask, other=0.0).to(EXACT)
-    x = tl.load(residual_ptr + row * SIZE + column, mask=mask, other=0.0).to(EXACT)
-    added = tl.zeros([BLOCK], EXACT)
+    mask = column < ROW_SIZE
+    group = column // (ROW_SIZE // GROUPS)
+    weight = tl.load(weight_ptr + column, mask=mask, other=0.0).to(ACC_DTYPE)
+    x = tl.load(residual_ptr + row * ROW_SIZE + column, mask=mask, other=0.0).to(ACC_DTYPE)
+    added = tl.zeros([BLOCK], ACC_DTYPE)
     for tap in tl.static_range(TAPS):
-        base = tl.load(base_ptr + tap * SIZE + column, mask=mask, other=0.0).to(EXACT)
-        own = tl.load(coefficients_ptr + (row * TAPS + tap) * GROUPS + group, mask=mask, other=0.0).to(EXACT)
+        base = tl.load(base_ptr + tap * ROW_SIZE + column, mask=mask, other=0.0).to(ACC_DTYPE)
+        own = tl.load(coefficients_ptr + (row * TAPS + tap) * GROUPS + group, mask=mask, other=0.0).to(ACC_DTYPE)
         behind = mask & (row % width >= tap)
-        delta = delta_ptr + (row - tap) * SIZE + column
-        added += load_sum(delta, split_stride, behind, SPLITS, sum_ptr.dtype.element_ty, EXACT) * (base + own)
+        delta = delta_ptr + (row - tap) * ROW_SIZE + column
+        added += load_sum(delta, split_stride, behind, SPLITS, sum_ptr.dtype.element_ty, ACC_DTYPE) * (base + own)
     # Each of the three results is rounded as a separate launch would round it.
-    x += added.to(sum_ptr.dtype.element_ty).to(EXACT)
+    x += added.to(sum_ptr.dtype.element_ty).to(ACC_DTYPE)
     x = x.to(sum_ptr.dtype.element_ty)
-    tl.store(sum_ptr + row * SIZE + column, x, mask=mask, eviction_policy="evict_last")
-    x = x.to(EXACT)
-    scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / SIZE + EPS)
-    tl.store(out_ptr + row * SIZE + column, (x * scale * weight).to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(sum_ptr + row * ROW_SIZE + column, x, mask=mask, eviction_policy="evict_last")
+    x = x.to(ACC_DTYPE)
+    scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / ROW_SIZE + EPS)
+    tl.store(out_ptr + row * ROW_SIZE + column, (x * scale * weight).to(out_ptr.dtype.element_ty), mask=mask)

@@ -15,7 +15,7 @@ from torch import Tensor
 # The decoded parts of blocks: integers [blocks, groups, group]; scales and minima [blocks, groups, 1], float32.  Minima
 # are None for a format without minima.
 DecodedBlocks = tuple[Tensor, Tensor, Tensor | None]
-# Bytes of the scales in a block of Q4_K or Q5_K.  They begin after two float16 numbers.
+# Bytes of the scales in a block of Q4_K or Q5_K.  The scales begin after two float16 numbers.
 K_SCALE_BYTES = 12
 
 
@@ -23,33 +23,33 @@ K_SCALE_BYTES = 12
 class BlockType:
     """One block format.
 
-    gguf_type: the number of GGUF's tensor type.  values: values of a block, which takes nbytes bytes; group: values
-    that share a scale.  decode: decodes blocks uint8 [blocks, nbytes].
+    gguf_type: the number of GGUF's tensor type.  block_values: values of a block, which takes nbytes bytes; group:
+    values that share a scale.  decode: decodes blocks uint8 [blocks, nbytes].
     """
 
     name: str
     gguf_type: int
-    values: int
-    nbytes: int
-    group: int
+    block_values: int
+    block_bytes: int
+    group_values: int
     decode: Callable[[Tensor], DecodedBlocks]
 
     def row_bytes(self, columns: int) -> int:
-        """Bytes of a row of `columns` values, a multiple of `values`."""
-        return columns // self.values * self.nbytes
+        """Returns bytes of a row of `columns` values, a multiple of `values`."""
+        return columns // self.block_values * self.block_bytes
 
 
 @dataclass(frozen=True)
 class BlockMatrix:
     """A matrix [out, in] of one block format.  blocks: uint8 [out, in / values · nbytes]."""
 
-    type: BlockType
+    block_type: BlockType
     blocks: Tensor
 
     @property
     def shape(self) -> tuple[int, int]:
         rows, row_bytes = self.blocks.shape
-        return rows, row_bytes // self.type.nbytes * self.type.values
+        return rows, row_bytes // self.block_type.block_bytes * self.block_type.block_values
 
     @property
     def device(self) -> torch.device:
@@ -63,74 +63,75 @@ class BlockMatrix:
 def dequantise_blocks(matrix: BlockMatrix, begin: int = 0, end: int | None = None) -> Tensor:
     """Return rows begin .. end-1 as float32 [rows, in].  The bits equal those of the package `gguf`."""
     rows = matrix.blocks[begin:end]
-    integers, scales, minima = matrix.type.decode(rows.reshape(-1, matrix.type.nbytes))
+    integers, scales, minima = matrix.block_type.decode(rows.reshape(-1, matrix.block_type.block_bytes))
     values = integers * scales
     if minima is not None:
         values -= minima
     return values.reshape(len(rows), -1)
 
 
-def _read_float16(stored: Tensor, at: int) -> Tensor:
-    """Read the float16 number at byte `at` of each block: float32 [blocks, 1]."""
-    return stored[:, at : at + 2].contiguous().view(torch.float16).float()
+def _read_float16(block_bytes: Tensor, byte_offset: int) -> Tensor:
+    """Read the float16 number at byte `byte_offset` of each block: float32 [blocks, 1]."""
+    return block_bytes[:, byte_offset : byte_offset + 2].contiguous().view(torch.float16).float()
 
 
-def _unpack_integers(stored: Tensor, bits: int, run: int) -> Tensor:
+def _unpack_integers(block_bytes: Tensor, bits: int, run_bytes: int) -> Tensor:
     """Unpack integers of `bits` bits: uint8 [blocks, bytes] -> [blocks, values].
 
-    A run of bytes holds, in the lowest bits, one value per byte; then, in the next bits, the next values.
+    The lowest bits of `run_bytes` bytes hold the first `run_bytes` values; the next higher bits hold the next
+    `run_bytes` values.
     """
-    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=stored.device)
-    spread = stored.unflatten(1, (-1, 1, run)) >> shifts.view(1, 1, -1, 1)
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=block_bytes.device)
+    spread = block_bytes.unflatten(1, (-1, 1, run_bytes)) >> shifts.view(1, 1, -1, 1)
     return (spread & (1 << bits) - 1).flatten(1)
 
 
-def _decode_32(stored: Tensor, has_minimum: bool, has_fifth_bit: bool) -> DecodedBlocks:
+def _decode_32(block_bytes: Tensor, has_minimum: bool, has_fifth_bit: bool) -> DecodedBlocks:
     """Decode Q4_0, Q4_1, Q5_0, Q5_1.  A block: scale, minimum, fifth bits of all values, their lower four bits."""
     at = 4 if has_minimum else 2
     middle = 16 if has_fifth_bit else 8
     if has_fifth_bit:
-        bits = stored[:, at : at + 4, None] >> torch.arange(8, dtype=torch.uint8, device=stored.device) & 1
+        bits = block_bytes[:, at : at + 4, None] >> torch.arange(8, dtype=torch.uint8, device=block_bytes.device) & 1
         at += 4
-    integers = _unpack_integers(stored[:, at:], 4, 16)
+    integers = _unpack_integers(block_bytes[:, at:], 4, 16)
     if has_fifth_bit:
         integers = integers | bits.flatten(1) << 4
-    scale = _read_float16(stored, 0)[:, None]
+    scale = _read_float16(block_bytes, 0)[:, None]
     if has_minimum:
-        return integers.float()[:, None], scale, -_read_float16(stored, 2)[:, None]
+        return integers.float()[:, None], scale, -_read_float16(block_bytes, 2)[:, None]
     return integers.float()[:, None] - middle, scale, None
 
 
-def _decode_q8_0(stored: Tensor) -> DecodedBlocks:
-    return stored[:, None, 2:].contiguous().view(torch.int8).float(), _read_float16(stored, 0)[:, None], None
+def _decode_q8_0(block_bytes: Tensor) -> DecodedBlocks:
+    return block_bytes[:, None, 2:].contiguous().view(torch.int8).float(), _read_float16(block_bytes, 0)[:, None], None
 
 
-def _unpack_k_scales(stored: Tensor) -> tuple[Tensor, Tensor]:
+def _unpack_k_scales(block_bytes: Tensor) -> tuple[Tensor, Tensor]:
     """Unpack the scales and the minima of 8 groups, 6 bits each: uint8 [blocks, 8] for both.
 
-    The first four scales are the lower bits of bytes 0 to 3, the first four minima those of bytes 4 to 7.  The last
-    four of both have their lower four bits in bytes 8 to 11, and their upper two bits above those of the first four.
+    The first four scales are the lower 6 bits of bytes 0 to 3, the first four minima those of bytes 4 to 7.  The last
+    four scales and minima have their lower four bits in bytes 8 to 11, and their upper two bits on top of bytes 0 to 7.
     """
-    low, high, more = stored.split(4, 1)
+    low, high, more = block_bytes.split(4, 1)
     scales = torch.cat([low & 63, more & 15 | low >> 2 & 48], 1)
     return scales, torch.cat([high & 63, more >> 4 | high >> 2 & 48], 1)
 
 
-def _decode_256(stored: Tensor, has_fifth_bit: bool) -> DecodedBlocks:
+def _decode_256(block_bytes: Tensor, has_fifth_bit: bool) -> DecodedBlocks:
     """Decode Q4_K, Q5_K.  A block: scale of scales, scale of minima, scales and minima, fifth bits, lower four bits."""
-    scales, minima = _unpack_k_scales(stored[:, 4 : 4 + K_SCALE_BYTES])
+    scales, minima = _unpack_k_scales(block_bytes[:, 4 : 4 + K_SCALE_BYTES])
     at = 4 + K_SCALE_BYTES
-    integers = _unpack_integers(stored[:, at + (32 if has_fifth_bit else 0) :], 4, 32)
+    integers = _unpack_integers(block_bytes[:, at + (32 if has_fifth_bit else 0) :], 4, 32)
     if has_fifth_bit:
-        integers = integers | _unpack_integers(stored[:, at : at + 32], 1, 32) << 4
-    scale, minimum = _read_float16(stored, 0) * scales.float(), _read_float16(stored, 2) * minima.float()
+        integers = integers | _unpack_integers(block_bytes[:, at : at + 32], 1, 32) << 4
+    scale, minimum = _read_float16(block_bytes, 0) * scales.float(), _read_float16(block_bytes, 2) * minima.float()
     return integers.unflatten(1, (8, 32)).float(), scale[:, :, None], minimum[:, :, None]
 
 
-def _decode_q6_k(stored: Tensor) -> DecodedBlocks:
+def _decode_q6_k(block_bytes: Tensor) -> DecodedBlocks:
     """Decode Q6_K.  A block has: lower four bits, upper two bits, 16 scales int8, scale of scales."""
-    integers = _unpack_integers(stored[:, :128], 4, 64) | _unpack_integers(stored[:, 128:192], 2, 32) << 4
-    scales = _read_float16(stored, 208) * stored[:, 192:208].contiguous().view(torch.int8).float()
+    integers = _unpack_integers(block_bytes[:, :128], 4, 64) | _unpack_integers(block_bytes[:, 128:192], 2, 32) << 4
+    scales = _read_float16(block_bytes, 208) * block_bytes[:, 192:208].contiguous().view(torch.int8).float()
     return (integers.float() - 32).unflatten(1, (16, 16)), scales[:, :, None], None
 
 

@@ -1,7 +1,8 @@
 """The input rows of a model in one launch: look up token embeddings and the cos and sin of their positions.
 
 For an EAGLE draft model, x is [normed embedding, normed hidden state of the parent row].  Grid: (rows, 1 or 2).  The
-first program of a row looks up its embedding, cos and sin.  For a draft model, a second one norms its hidden state.
+first program of a row looks up its embedding, cos and sin.  For a draft model, the second program norms the hidden
+state.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from espalier.errors import EspalierError
 from espalier.kernels.ops.drafts import DraftHidden, EmbeddingTables
 from espalier.kernels.ops.rope import Rotation
 from espalier.kernels.runtime.jit import kernel
-from espalier.kernels.runtime.launch import chip, exact_type, power_of_two, require, warps_for
+from espalier.kernels.runtime.launch import acc_dtype, chip, next_power_of_2, require, warps_for
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 
 
@@ -24,37 +25,29 @@ def embed_rows(
     batch, queries = tokens.shape
     embed, cos = tables.embed, tables.cos
     (size, rotary), count = (embed.shape[1], cos.shape[1]), batch * queries
-    _check(tokens, positions, tables, draft)
+    _check_arguments(tokens, positions, tables, draft)
     x = embed.new_empty(count, size if draft is None else 2 * size)
     residual = x if draft is None else embed.new_empty(count, size)
     live = torch.empty(count, dtype=torch.bool, device=x.device)
     rotation = Rotation(cos.new_empty(count, rotary), cos.new_empty(count, rotary))
     if not count:
         return x, residual, rotation, live
-    # Without a draft the kernel gets other tensors, which it does not read.
+    # Without a draft, the kernel gets placeholder tensors, which it does not read.
     given = draft or DraftHidden(embed[None], None, embed, 0.0, embed, 0.0, False)
-    block = power_of_two(size)
+    block = next_power_of_2(size)
     _embed_rows_kernel[(count, 1 if draft is None else 2)](
         *(tokens, positions, embed, cos, tables.sin, x, residual, *rotation, live),
         *(given.hidden, given.parents, given.embed_norm, given.hidden_norm, queries),
         *(*tokens.stride(), *positions.stride(), *given.hidden.stride()[:2]),
         *((0, 0) if given.parents is None else given.parents.stride()),
-        EMBED_EPS=given.embed_eps,
-        HIDDEN_EPS=given.hidden_eps,
-        SIZE=size,
-        ROTARY=rotary,
-        HAS_DRAFT=draft is not None,
-        NORMED_RESIDUAL=given.normed_residual,
-        EXACT=exact_type(embed.dtype),
-        BLOCK=block,
-        BLOCK_R=power_of_two(rotary),
-        num_warps=warps_for(block, 512),
-        **pdl_arguments(chip(tokens)),
-    )
+        EMBED_EPS=given.embed_eps, HIDDEN_EPS=given.hidden_eps, HIDDEN_SIZE=size, ROTARY=rotary,
+        HAS_DRAFT=draft is not None, NORMED_RESIDUAL=given.normed_residual, ACC_DTYPE=acc_dtype(embed.dtype),
+        BLOCK=block, BLOCK_R=next_power_of_2(rotary), num_warps=warps_for(block, 512), **pdl_arguments(chip(tokens)),
+    )  # fmt: skip
     return x, residual, rotation, live
 
 
-def _check(tokens: Tensor, positions: Tensor, tables: EmbeddingTables, draft: DraftHidden | None) -> None:
+def _check_arguments(tokens: Tensor, positions: Tensor, tables: EmbeddingTables, draft: DraftHidden | None) -> None:
     (batch, queries), (_, size) = tokens.shape, tables.embed.shape
     require("embed_rows: tokens", tokens, (-1, -1), torch.int64, tokens)
     require("embed_rows: positions", positions, (batch, queries), torch.int64, tokens)
@@ -76,10 +69,10 @@ def _check(tokens: Tensor, positions: Tensor, tables: EmbeddingTables, draft: Dr
 
 
 @kernel
-def _normed(x, weight_ptr, column, mask, EPS: tl.constexpr, SIZE: tl.constexpr, EXACT: tl.constexpr):
-    exact = x.to(EXACT)
-    scale = 1.0 / tl.sqrt(tl.sum(exact * exact, 0) / SIZE + EPS)
-    return (exact * scale * tl.load(weight_ptr + column, mask=mask, other=0.0).to(EXACT)).to(x.dtype)
+def _norm_row(x, weight_ptr, column, mask, EPS: tl.constexpr, HIDDEN_SIZE: tl.constexpr, ACC_DTYPE: tl.constexpr):
+    exact = x.to(ACC_DTYPE)
+    scale = 1.0 / tl.sqrt(tl.sum(exact * exact, 0) / HIDDEN_SIZE + EPS)
+    return (exact * scale * tl.load(weight_ptr + column, mask=mask, other=0.0).to(ACC_DTYPE)).to(x.dtype)
 
 
 @kernel
@@ -87,25 +80,26 @@ def _embed_rows_kernel(
     tokens_ptr, positions_ptr, embed_ptr, cos_ptr, sin_ptr,
     x_ptr, residual_ptr, out_cos_ptr, out_sin_ptr, live_ptr,
     hidden_ptr, parents_ptr, embed_norm_ptr, hidden_norm_ptr,
-    queries, tokens_b, tokens_q, positions_b, positions_q, hidden_b, hidden_r, parents_b, parents_q,
-    EMBED_EPS: tl.constexpr, HIDDEN_EPS: tl.constexpr, SIZE: tl.constexpr, ROTARY: tl.constexpr,
-    HAS_DRAFT: tl.constexpr, NORMED_RESIDUAL: tl.constexpr, EXACT: tl.constexpr,
-    BLOCK: tl.constexpr, BLOCK_R: tl.constexpr, DEPENDENT: tl.constexpr,
+    queries, tokens_stride_b, tokens_stride_q, positions_stride_b, positions_stride_q, hidden_stride_b, hidden_stride_r,
+    parents_stride_b, parents_stride_q,
+    EMBED_EPS: tl.constexpr, HIDDEN_EPS: tl.constexpr, HIDDEN_SIZE: tl.constexpr, ROTARY: tl.constexpr,
+    HAS_DRAFT: tl.constexpr, NORMED_RESIDUAL: tl.constexpr, ACC_DTYPE: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_R: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    pdl_trigger_and_wait(DEPENDENT)
+    pdl_trigger_and_wait(USE_PDL)
     row = tl.program_id(0).to(tl.int64)
     b, q = row // queries, row % queries
     column = tl.arange(0, BLOCK)
-    mask = column < SIZE
-    out = row * (SIZE + SIZE * HAS_DRAFT) + column
+    mask = column < HIDDEN_SIZE
+    out = row * (HIDDEN_SIZE + HIDDEN_SIZE * HAS_DRAFT) + column
     if tl.program_id(1) == 0:
-        position = tl.load(positions_ptr + b * positions_b + q * positions_q)
-        token = tl.load(tokens_ptr + b * tokens_b + q * tokens_q)
+        position = tl.load(positions_ptr + b * positions_stride_b + q * positions_stride_q)
+        token = tl.load(tokens_ptr + b * tokens_stride_b + q * tokens_stride_q)
         tl.store(live_ptr + row, token >= 0)
-        token = tl.where(token < 0, tl.maximum(tl.load(tokens_ptr + b * tokens_b), 0), token)
-        x = tl.load(embed_ptr + token * SIZE + column, mask=mask, other=0.0)
+        token = tl.where(token < 0, tl.maximum(tl.load(tokens_ptr + b * tokens_stride_b), 0), token)
+        x = tl.load(embed_ptr + token * HIDDEN_SIZE + column, mask=mask, other=0.0)
         if HAS_DRAFT:
-            x = _normed(x, embed_norm_ptr, column, mask, EMBED_EPS, SIZE, EXACT)
+            x = _norm_row(x, embed_norm_ptr, column, mask, EMBED_EPS, HIDDEN_SIZE, ACC_DTYPE)
         tl.store(x_ptr + out, x, mask=mask)
         angle = tl.arange(0, BLOCK_R)
         angle_mask = angle < ROTARY
@@ -116,8 +110,8 @@ def _embed_rows_kernel(
     else:
         parent = q.to(tl.int64)
         if parents_ptr is not None:
-            parent = tl.load(parents_ptr + b * parents_b + q * parents_q)
-        hidden = tl.load(hidden_ptr + b * hidden_b + parent * hidden_r + column, mask=mask, other=0.0)
-        normed = _normed(hidden, hidden_norm_ptr, column, mask, HIDDEN_EPS, SIZE, EXACT)
-        tl.store(x_ptr + out + SIZE, normed, mask=mask)
-        tl.store(residual_ptr + row * SIZE + column, normed if NORMED_RESIDUAL else hidden, mask=mask)
+            parent = tl.load(parents_ptr + b * parents_stride_b + q * parents_stride_q)
+        hidden = tl.load(hidden_ptr + b * hidden_stride_b + parent * hidden_stride_r + column, mask=mask, other=0.0)
+        normed = _norm_row(hidden, hidden_norm_ptr, column, mask, HIDDEN_EPS, HIDDEN_SIZE, ACC_DTYPE)
+        tl.store(x_ptr + out + HIDDEN_SIZE, normed, mask=mask)
+        tl.store(residual_ptr + row * HIDDEN_SIZE + column, normed if NORMED_RESIDUAL else hidden, mask=mask)

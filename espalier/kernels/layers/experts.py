@@ -1,14 +1,14 @@
 """The expert product of a mixture of experts: each row goes through the gated MLPs of its K experts.
 
 The product has three launches.  `_sort_pairs_kernel` sorts the N · K pairs (row, choice) by expert, and cuts each
-expert's pairs into tiles; a launch before it counts many pairs.  `_gated_kernel` computes the activation of each tile,
-and `_down_kernel` the weighted results.  Both have one program for each tile and block of outputs, and read only
-experts that have rows.  Grids depend only on N, K and the number of experts, so the launches can be captured; programs
-without a tile return at once.  The experts of one row differ, so for a single row each pair is a tile, and nothing is
-sorted.  `_down_kernel` prefetches its first weights while `_gated_kernel` runs.
+expert's pairs into tiles.  If there are many pairs, a launch before it counts them.  `_gated_kernel` computes the
+activation of each tile, and `_down_kernel` the weighted results.  Both kernels have one program for each tile and block
+of outputs, and read only experts that have rows.  Grids depend only on N, K and the number of experts, so the launches
+can be captured; programs without a tile return at once.  The experts of one row differ, so for a single row each pair
+is a tile, and nothing is sorted.  `_down_kernel` prefetches its first weights while `_gated_kernel` runs.
 
 For few rows the tiles of shared experts run in the same two launches (experts_tiles.py).  On Hopper, few pairs with
-4-bit experts use other kernels for these two (hopper/quantised_products.py), with the same bits.
+4-bit experts run in the kernels of hopper/quantised_products.py, with the same bits.
 
 This file does not sum the K results of a row.  The next norm adds them in float32: first by choice, then the pieces of
 the shared experts by column.  The order is the same in every batch.  Below, a pair's place is its index in the sorted
@@ -30,49 +30,49 @@ from espalier.kernels.layers.experts_plan import ExpertsPlan, ExpertsShape, Prod
 from espalier.kernels.layers.experts_tiles import (
     PREFETCHED_STEPS,
     ExpertTiles,
+    check_shared_experts,
     make_tiles,
-    prefetch_piece,
-    require_shared,
+    prefetch_shared_piece,
     rows_of_tile,
     tile_and_expert,
 )
-from espalier.kernels.layers.linear import gate_and_up, weight_rows
+from espalier.kernels.layers.linear import split_gate_and_up, weight_rows
 from espalier.kernels.layers.linear_plans import block_rows
 from espalier.kernels.layers.linear_quantised import MIN_PREFETCHED_LINES, kernel_inputs, stored_values
 from espalier.kernels.layers.quantised import InputRows, QuantisedMatrix
 from espalier.kernels.layers.quantised_tile import format_constants, kernel_matrix, prefetch_codes, quantised_dot
-from espalier.kernels.ops.activation import SILU, Activation, require_halves
+from espalier.kernels.ops.activation import SILU, Activation, num_up_columns
 from espalier.kernels.ops.experts import ExpertBiases, ExpertMatrix, SharedExperts
 from espalier.kernels.runtime.jit import kernel
-from espalier.kernels.runtime.launch import chip, exact_type, require
+from espalier.kernels.runtime.launch import acc_dtype, chip, require
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger, pdl_wait, prefetch
 
 
 @kernel
 def dense_gate_up(
-    x_ptrs, gate_ptrs, up_ptrs, inside, num_in,
-    ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, EVEN_IN: tl.constexpr, EXACT: tl.constexpr,
+    x_ptrs, gate_ptrs, up_ptrs, row_exists, num_in,
+    ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, EVEN_IN: tl.constexpr, ACC_DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """(gate, up) [BLOCK_OUT, ROWS]: two products with the same rows of x [ROWS, num_in].  Rows not `inside` are zeros.
+    """(gate, up) [BLOCK_OUT, ROWS]: two products with rows of x [ROWS, num_in].  Rows not `row_exists` are zeros.
 
     The pointers point to the first BLOCK_IN columns: x_ptrs [BLOCK_IN, ROWS], the others [BLOCK_OUT, BLOCK_IN].
     """
     ks = tl.arange(0, BLOCK_IN)
-    gate = tl.zeros((BLOCK_OUT, ROWS), EXACT)
-    up = tl.zeros((BLOCK_OUT, ROWS), EXACT)
+    gate = tl.zeros((BLOCK_OUT, ROWS), ACC_DTYPE)
+    up = tl.zeros((BLOCK_OUT, ROWS), ACC_DTYPE)
     for k in range(0, num_in, BLOCK_IN):
-        # Weights are loaded first, because their addresses do not depend on the rows, which are still being loaded.
+        # Weights are loaded first: unlike inputs, their addresses do not depend on row numbers, which may come late.
         if EVEN_IN:
             w_gate = tl.load(gate_ptrs)
             w_up = tl.load(up_ptrs)
-            x = tl.load(x_ptrs, mask=inside[None, :], other=0.0)
+            x = tl.load(x_ptrs, mask=row_exists[None, :], other=0.0)
         else:
             left = num_in - k
             w_gate = tl.load(gate_ptrs, mask=ks[None, :] < left, other=0.0)
             w_up = tl.load(up_ptrs, mask=ks[None, :] < left, other=0.0)
-            x = tl.load(x_ptrs, mask=inside[None, :] & (ks[:, None] < left), other=0.0)
-        gate = tl.dot(w_gate, x, gate, input_precision="ieee", out_dtype=EXACT)
-        up = tl.dot(w_up, x, up, input_precision="ieee", out_dtype=EXACT)
+            x = tl.load(x_ptrs, mask=row_exists[None, :] & (ks[:, None] < left), other=0.0)
+        gate = tl.dot(w_gate, x, gate, input_precision="ieee", out_dtype=ACC_DTYPE)
+        up = tl.dot(w_up, x, up, input_precision="ieee", out_dtype=ACC_DTYPE)
         gate_ptrs += BLOCK_IN
         up_ptrs += BLOCK_IN
         x_ptrs += BLOCK_IN
@@ -81,21 +81,21 @@ def dense_gate_up(
 
 @kernel
 def dense_product(
-    x_ptrs, w_ptrs, inside, num_in, k_end,
-    ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, EVEN_IN: tl.constexpr, EXACT: tl.constexpr,
+    x_ptrs, w_ptrs, row_exists, num_in, k_end,
+    ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, EVEN_IN: tl.constexpr, ACC_DTYPE: tl.constexpr,
 ):  # fmt: skip
     """[BLOCK_OUT, ROWS]: one product, with arguments as in dense_gate_up.  k_end: num_in, or 0 for no product."""
     ks = tl.arange(0, BLOCK_IN)
-    acc = tl.zeros((BLOCK_OUT, ROWS), EXACT)
+    acc = tl.zeros((BLOCK_OUT, ROWS), ACC_DTYPE)
     for k in range(0, k_end, BLOCK_IN):
         if EVEN_IN:
             w = tl.load(w_ptrs)
-            x = tl.load(x_ptrs, mask=inside[None, :], other=0.0)
+            x = tl.load(x_ptrs, mask=row_exists[None, :], other=0.0)
         else:
             left = num_in - k
             w = tl.load(w_ptrs, mask=ks[None, :] < left, other=0.0)
-            x = tl.load(x_ptrs, mask=inside[None, :] & (ks[:, None] < left), other=0.0)
-        acc = tl.dot(w, x, acc, input_precision="ieee", out_dtype=EXACT)
+            x = tl.load(x_ptrs, mask=row_exists[None, :] & (ks[:, None] < left), other=0.0)
+        acc = tl.dot(w, x, acc, input_precision="ieee", out_dtype=ACC_DTYPE)
         w_ptrs += BLOCK_IN
         x_ptrs += BLOCK_IN
     return acc
@@ -103,17 +103,19 @@ def dense_product(
 
 @kernel
 def _dense_gate_and_up(
-    x_ptrs, gate_ptrs, up_at, inside, num_in,
-    HALVES: tl.constexpr, ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, EVEN_IN: tl.constexpr,
-    EXACT: tl.constexpr,
+    x_ptrs, gate_ptrs, up_offset, row_exists, num_in,
+    NUM_MATRICES: tl.constexpr, ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr,
+    EVEN_IN: tl.constexpr, ACC_DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """(gate, up), see dense_gate_up.  If HALVES is 1 there is no gate matrix, and both are up."""
-    if HALVES == 1:
-        up = dense_product(x_ptrs, gate_ptrs, inside, num_in, num_in, ROWS, BLOCK_OUT, BLOCK_IN, EVEN_IN, EXACT)
+    """Returns (gate, up), see dense_gate_up.  If NUM_MATRICES is 1, there is no gate matrix, and gate is up."""
+    if NUM_MATRICES == 1:
+        up = dense_product(x_ptrs, gate_ptrs, row_exists, num_in, num_in, ROWS, BLOCK_OUT, BLOCK_IN, EVEN_IN, ACC_DTYPE)
         gate = up
     else:
-        up_ptrs = gate_ptrs + up_at
-        gate, up = dense_gate_up(x_ptrs, gate_ptrs, up_ptrs, inside, num_in, ROWS, BLOCK_OUT, BLOCK_IN, EVEN_IN, EXACT)
+        up_ptrs = gate_ptrs + up_offset
+        gate, up = dense_gate_up(
+            x_ptrs, gate_ptrs, up_ptrs, row_exists, num_in, ROWS, BLOCK_OUT, BLOCK_IN, EVEN_IN, ACC_DTYPE
+        )
     return gate, up
 
 
@@ -126,67 +128,68 @@ def _gated_kernel(
     order_ptr, ends_ptr, tile_experts_ptr, tile_begins_ptr, live_ptr, out_ptr,
     num_out, num_in, x_stride, num_rows, top_k, num_experts,
     CODE: tl.constexpr, GROUP: tl.constexpr, ROW_BLOCK: tl.constexpr, INPUT_GROUP: tl.constexpr,
-    KIND: tl.constexpr, ALPHA: tl.constexpr, UP_OFFSET: tl.constexpr, LIMIT: tl.constexpr, SHARED: tl.constexpr,
-    HALVES: tl.constexpr, AHEAD: tl.constexpr, SORTED: tl.constexpr, LIVE: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, EVEN_IN: tl.constexpr, EXACT: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    ACTIVATION_KIND: tl.constexpr, ALPHA: tl.constexpr, UP_OFFSET: tl.constexpr, LIMIT: tl.constexpr,
+    NUM_PIECES: tl.constexpr, NUM_MATRICES: tl.constexpr, PREFETCHED_COLUMNS: tl.constexpr, IS_SORTED: tl.constexpr,
+    HAS_LIVE: tl.constexpr, ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, EVEN_IN: tl.constexpr,
+    ACC_DTYPE: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Write the activations of all pairs and pieces, in order of place, to out [(K + SHARED) · N, num_out].
+    """Write the activations of all pairs and pieces, in order of place, to out [(K + NUM_PIECES) · N, num_out].
 
-    w: [E, HALVES · num_out, num_in]; bias: [E, HALVES · num_out].  EVEN_IN: BLOCK_IN divides num_in.
-    shared: [2 · SHARED · num_out, num_in]; its tiles prefetch AHEAD columns.  None if SHARED is 0.
-    CODE: None for dense experts, which have no scales and zeros.  Else CODE, GROUP, ROW_BLOCK and INPUT_GROUP are those
-    of quantised_dot.
+    w: [E, NUM_MATRICES · num_out, num_in]; bias: [E, NUM_MATRICES · num_out].  EVEN_IN: BLOCK_IN divides num_in.
+    shared: [2 · NUM_PIECES · num_out, num_in]; its tiles prefetch PREFETCHED_COLUMNS columns.  None if NUM_PIECES is 0.
+    CODE: None for dense experts.  Else CODE, GROUP, ROW_BLOCK and INPUT_GROUP are those of quantised_dot.
     """
     column, ks = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT), tl.arange(0, BLOCK_IN)
-    if SHARED > 0 and DEPENDENT:
-        prefetch_piece(shared_ptr, column, num_out, num_in, SHARED, BLOCK_OUT, AHEAD)
+    if NUM_PIECES > 0 and USE_PDL:
+        prefetch_shared_piece(shared_ptr, column, num_out, num_in, NUM_PIECES, BLOCK_OUT, PREFETCHED_COLUMNS)
     # The trigger comes after the routing is complete, because _down_kernel reads the experts before it waits.
-    pdl_wait(DEPENDENT)
-    pdl_trigger(DEPENDENT)
-    tile, expert = tile_and_expert(tile_experts_ptr, live_ptr, top_k, num_experts, SHARED, SORTED, LIVE)
-    # These loads stand before the branch, which needs `expert`, so that they do not wait for it.
+    pdl_wait(USE_PDL)
+    pdl_trigger(USE_PDL)
+    tile, expert = tile_and_expert(tile_experts_ptr, live_ptr, top_k, num_experts, NUM_PIECES, IS_SORTED, HAS_LIVE)
+    # These loads come before the branch on `expert`, so that they do not wait for `expert`.
     place, inside, row, _ = rows_of_tile(
-        order_ptr, ends_ptr, tile_begins_ptr, tile, tl.maximum(expert, 0), num_rows, top_k, SHARED, SORTED, ROWS
+        order_ptr, ends_ptr, tile_begins_ptr, tile, tl.maximum(expert, 0), num_rows, top_k, NUM_PIECES, IS_SORTED, ROWS
     )
     if (expert < 0) | (expert == num_experts):
         return
     row = row.to(tl.int64)
-    # Columns past the end become the last column; their results are not stored.
-    w_row = expert * HALVES * num_out + tl.minimum(column, num_out - 1)
-    if bias_ptr is not None and (DEPENDENT and not SORTED):
-        # If each pair is a tile, there are too few programs to hide the latency of the biases.
+    # Columns past the end read the last column; their results are not stored.
+    w_row = expert * NUM_MATRICES * num_out + tl.minimum(column, num_out - 1)
+    if bias_ptr is not None and (USE_PDL and not IS_SORTED):
+        # If each pair is a tile, too few programs run to hide the latency of loading biases.
         prefetch(bias_ptr + w_row)
-        prefetch(bias_ptr + w_row + (HALVES - 1) * num_out)
+        prefetch(bias_ptr + w_row + (NUM_MATRICES - 1) * num_out)
     if CODE is None:
         up_at = num_out.to(tl.int64) * num_in
-        if SHARED > 0:
-            piece_at = (tile + SHARED).to(tl.int64) * num_out * num_in
+        if NUM_PIECES > 0:
+            piece_at = (tile + NUM_PIECES).to(tl.int64) * num_out * num_in
             w_ptr = tl.where(tile < 0, shared_ptr + piece_at, w_ptr)
-            up_at = tl.where(tile < 0, up_at * SHARED, up_at)
+            up_at = tl.where(tile < 0, up_at * NUM_PIECES, up_at)
         gate_ptrs = w_ptr + w_row[:, None] * num_in + ks[None, :]
         x_ptrs = x_ptr + row[None, :] * x_stride + ks[:, None]
         gate, up = _dense_gate_and_up(
-            x_ptrs, gate_ptrs, up_at, inside, num_in, HALVES, ROWS, BLOCK_OUT, BLOCK_IN, EVEN_IN, EXACT
+            x_ptrs, gate_ptrs, up_at, inside, num_in, NUM_MATRICES, ROWS, BLOCK_OUT, BLOCK_IN, EVEN_IN, ACC_DTYPE
         )
     else:
         x_scale_ptrs = None
         if x_scales_ptr is not None:
             x_scale_ptrs = x_scales_ptr + row * (tl.cdiv(num_in, INPUT_GROUP) if INPUT_GROUP > 0 else 1)
-        # One product has rows of gate and of up, so that the pipeline fills only once.
-        both = expert * HALVES * num_out + weight_rows(num_out, HALVES * BLOCK_OUT, False, HALVES == 2)
+        # Gate and up are one product, so that the pipeline fills only once.
+        both = expert * NUM_MATRICES * num_out + weight_rows(
+            num_out, NUM_MATRICES * BLOCK_OUT, False, NUM_MATRICES == 2
+        )
         acc = quantised_dot(
             w_ptr, scales_ptr, zeros_ptr, both, x_ptr + row * x_stride, x_scale_ptrs, inside, num_in, 0, num_in,
-            CODE, GROUP, ROW_BLOCK, INPUT_GROUP, ROWS, HALVES * BLOCK_OUT, BLOCK_IN, EVEN_IN,
+            CODE, GROUP, ROW_BLOCK, INPUT_GROUP, ROWS, NUM_MATRICES * BLOCK_OUT, BLOCK_IN, EVEN_IN,
         )  # fmt: skip
-        gate, up = gate_and_up(acc, ROWS, 2 * BLOCK_OUT) if HALVES == 2 else (acc, acc)
+        gate, up = split_gate_and_up(acc, ROWS, 2 * BLOCK_OUT) if NUM_MATRICES == 2 else (acc, acc)
     if bias_ptr is not None:
-        gate += tl.load(bias_ptr + w_row).to(EXACT)[:, None]
-        up += tl.load(bias_ptr + w_row + (HALVES - 1) * num_out).to(EXACT)[:, None]
+        gate += tl.load(bias_ptr + w_row).to(ACC_DTYPE)[:, None]
+        up += tl.load(bias_ptr + w_row + (NUM_MATRICES - 1) * num_out).to(ACC_DTYPE)[:, None]
     # Gate and up are rounded before the activation, as the output of a linear layer is.
     out_type = out_ptr.dtype.element_ty
-    gate, up = gate.to(out_type).to(EXACT), up.to(out_type).to(EXACT)
-    out = apply_activation(gate, up, KIND, ALPHA, UP_OFFSET, LIMIT).to(out_type)
+    gate, up = gate.to(out_type).to(ACC_DTYPE), up.to(out_type).to(ACC_DTYPE)
+    out = apply_activation(gate, up, ACTIVATION_KIND, ALPHA, UP_OFFSET, LIMIT).to(out_type)
     out_ptrs = out_ptr + place.to(tl.int64)[:, None] * num_out + column[None, :]
     tl.store(out_ptrs, tl.trans(out), mask=inside[:, None] & (column[None, :] < num_out))
 
@@ -197,44 +200,45 @@ def _down_kernel(
     order_ptr, ends_ptr, tile_experts_ptr, tile_begins_ptr, live_ptr, out_ptr,
     num_out, num_in, num_rows, top_k, num_experts,
     CODE: tl.constexpr, GROUP: tl.constexpr, ROW_BLOCK: tl.constexpr, INPUT_GROUP: tl.constexpr,
-    SHARED: tl.constexpr, SORTED: tl.constexpr, LIVE: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, EVEN_IN: tl.constexpr, EXACT: tl.constexpr,
-    PREFETCHED_LINES: tl.constexpr, DEPENDENT: tl.constexpr,
+    NUM_PIECES: tl.constexpr, IS_SORTED: tl.constexpr, HAS_LIVE: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, EVEN_IN: tl.constexpr, ACC_DTYPE: tl.constexpr,
+    PREFETCHED_LINES: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Write weight · (x · wᵀ + bias [E, num_out]) to out [K + SHARED, N, num_out], and 0 for rows without an expert.
+    """Write weight · (x · wᵀ + bias [E, num_out]) to out [K + NUM_PIECES, N, num_out], and 0 for rows without an
+    expert.
 
-    x: [(K + SHARED) · N, num_in], in order of place.  EVEN_IN: BLOCK_IN divides num_in.  CODE: as in _gated_kernel.
-    shared: [num_out, SHARED · num_in].  The weight of its pieces is 1.
+    x: [(K + NUM_PIECES) · N, num_in], in order of place.  EVEN_IN: BLOCK_IN divides num_in.  CODE: as in _gated_kernel.
+    shared: [num_out, NUM_PIECES · num_in].  The weight of its pieces is 1.
     PREFETCHED_LINES: as in _linear_quantised_kernel.
     """
-    pdl_trigger(DEPENDENT)
-    tile, expert = tile_and_expert(tile_experts_ptr, live_ptr, top_k, num_experts, SHARED, SORTED, LIVE)
+    pdl_trigger(USE_PDL)
+    tile, expert = tile_and_expert(tile_experts_ptr, live_ptr, top_k, num_experts, NUM_PIECES, IS_SORTED, HAS_LIVE)
     column, ks = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT), tl.arange(0, BLOCK_IN)
     w_row = tl.maximum(tl.minimum(expert, num_experts - 1), 0) * num_out + tl.minimum(column, num_out - 1)
     w_stride = num_in
-    if SHARED > 0:
-        w_ptr = tl.where(tile < 0, shared_ptr + (tile + SHARED).to(tl.int64) * num_in, w_ptr)
-        w_stride = tl.where(tile < 0, num_in * SHARED, num_in)
-    if CODE is None and (DEPENDENT and BLOCK_IN >= 64):
+    if NUM_PIECES > 0:
+        w_ptr = tl.where(tile < 0, shared_ptr + (tile + NUM_PIECES).to(tl.int64) * num_in, w_ptr)
+        w_stride = tl.where(tile < 0, num_in * NUM_PIECES, num_in)
+    if CODE is None and (USE_PDL and BLOCK_IN >= 64):
         # An L2 line of 128 bytes holds 64 two-byte numbers, and needs one prefetch.
         lines = tl.arange(0, BLOCK_IN // 64) * 64
         prefetch(w_ptr + w_row[:, None] * w_stride + tl.minimum(lines, num_in - 1)[None, :])
-    if bias_ptr is not None and (DEPENDENT and not SORTED):
+    if bias_ptr is not None and (USE_PDL and not IS_SORTED):
         prefetch(bias_ptr + w_row)
-    if CODE is not None and DEPENDENT:
+    if CODE is not None and USE_PDL:
         prefetch_codes(w_ptr, w_row, 0, num_in, num_in, CODE, PREFETCHED_LINES)
-    pdl_wait(DEPENDENT)
+    pdl_wait(USE_PDL)
     place, inside, row, part = rows_of_tile(
-        order_ptr, ends_ptr, tile_begins_ptr, tile, tl.maximum(expert, 0), num_rows, top_k, SHARED, SORTED, ROWS
+        order_ptr, ends_ptr, tile_begins_ptr, tile, tl.maximum(expert, 0), num_rows, top_k, NUM_PIECES, IS_SORTED, ROWS
     )
     if expert < 0:
         return
-    # Rows without an expert take no steps, because _gated_kernel writes nothing to their x.
+    # Rows without an expert skip the product, because _gated_kernel has not written their x.
     k_end = tl.where(expert == num_experts, 0, num_in)
     if CODE is None:
         w_ptrs = w_ptr + w_row[:, None] * w_stride + ks[None, :]
         x_ptrs = x_ptr + place.to(tl.int64)[None, :] * num_in + ks[:, None]
-        acc = dense_product(x_ptrs, w_ptrs, inside, num_in, k_end, ROWS, BLOCK_OUT, BLOCK_IN, EVEN_IN, EXACT)
+        acc = dense_product(x_ptrs, w_ptrs, inside, num_in, k_end, ROWS, BLOCK_OUT, BLOCK_IN, EVEN_IN, ACC_DTYPE)
     else:
         x_row = place.to(tl.int64)
         x_scale_ptrs = None
@@ -245,7 +249,7 @@ def _down_kernel(
             CODE, GROUP, ROW_BLOCK, INPUT_GROUP, ROWS, BLOCK_OUT, BLOCK_IN, EVEN_IN,
         )  # fmt: skip
     if bias_ptr is not None:
-        acc += tl.load(bias_ptr + w_row).to(EXACT)[:, None]
+        acc += tl.load(bias_ptr + w_row).to(ACC_DTYPE)[:, None]
     weight = tl.load(weights_ptr + row * top_k + part, mask=inside & (part < top_k), other=1.0)
     # tl.where instead of a product with 0: the weight of a row without an expert may be NaN.
     acc = tl.where(expert == num_experts, 0.0, acc * weight[None, :])
@@ -263,7 +267,7 @@ def grouped_experts(
     live: Tensor | None = None,
     biases: ExpertBiases | None = None,
     activation: Activation = SILU,
-    extra: int = 0,
+    num_extra_parts: int = 0,
     shared: SharedExperts | None = None,
     plan: ExpertsPlan | None = None,
 ) -> Tensor:
@@ -273,21 +277,21 @@ def grouped_experts(
     Raises EspalierError on other shapes, dtypes or strides.
     """
     num_rows, hidden = stored_values(x).shape
-    _require(x, gate_up, down, ids, weights, biases, activation)
+    _check_arguments(x, gate_up, down, ids, weights, biases, activation)
     gate_up_bias, down_bias = (None, None) if biases is None else (biases.gate_up, biases.down)
     num_experts, inner, top_k = gate_up.shape[0], down.shape[2], ids.shape[1]
     if shared is not None:
         is_plain = isinstance(gate_up, Tensor) and biases is None and activation.is_silu
-        require_shared(shared, stored_values(x), inner, is_plain)
+        check_shared_experts(shared, stored_values(x), inner, is_plain)
     if weights.numel() * hidden == 0:
-        pieces = 0 if shared is None else shared.pieces(inner)
-        return weights.new_empty(top_k + pieces + extra, num_rows, hidden)
+        pieces = 0 if shared is None else shared.num_pieces(inner)
+        return weights.new_empty(top_k + pieces + num_extra_parts, num_rows, hidden)
     if plan is None:
         shape = ExpertsShape(num_experts, top_k, hidden, inner)
         plan = plan_for(shape, num_rows, x.dtype, chip(ids), (gate_up, down))
     tiles = make_tiles(ids, live, num_experts, plan.rows)
     gated = gated_triton(x, gate_up, tiles, top_k, plan.gated, gate_up_bias, activation, shared)
-    return down_triton(gated, down, weights, tiles, plan.down, down_bias, extra, shared)
+    return down_triton(gated, down, weights, tiles, plan.down, down_bias, num_extra_parts, shared)
 
 
 def gated_triton(
@@ -301,12 +305,12 @@ def gated_triton(
     shared: SharedExperts | None = None,
 ) -> Tensor:
     """Return the activation of each pair and piece, in order of place: [N·(K + S), I]."""
-    num_rows, (num_experts, wide, hidden), halves = len(x), gate_up.shape, activation.halves
+    num_rows, (num_experts, wide, hidden), halves = len(x), gate_up.shape, activation.num_matrices
     inner = wide // halves
-    operands, constants = _operands(x, gate_up)
-    pieces = 0 if shared is None else shared.pieces(inner)
-    out = torch.empty(num_rows * (top_k + pieces), inner, dtype=x.dtype, device=tiles.experts.device)
-    grid = -(-inner // plan.block_out), pieces + len(tiles.experts)
+    operands, constants = _product_operands(x, gate_up)
+    pieces = 0 if shared is None else shared.num_pieces(inner)
+    out = torch.empty(num_rows * (top_k + pieces), inner, dtype=x.dtype, device=tiles.tile_experts.device)
+    grid = -(-inner // plan.block_out), pieces + len(tiles.tile_experts)
     if (
         isinstance(gate_up, QuantisedMatrix)
         and halves == 2
@@ -317,46 +321,43 @@ def gated_triton(
     _gated_kernel[grid](
         *(*operands, bias, None if shared is None else shared.gate_up, *tiles.pointers),
         *(out, inner, hidden, operands[0].stride(0), num_rows, top_k, num_experts),
-        **constants,
-        **activation.constants,
-        HALVES=halves,
-        AHEAD=PREFETCHED_STEPS * max(plan.block_in, 64),
-        **_options(x.dtype, gate_up, tiles, plan, halves, pieces, grid),
-    )
+        **constants, **activation.constexpr_arguments, NUM_MATRICES=halves,
+        PREFETCHED_COLUMNS=PREFETCHED_STEPS * max(plan.block_in, 64),
+        **_launch_options(x.dtype, gate_up, tiles, plan, halves, pieces, grid),
+    )  # fmt: skip
     return out
 
 
 def down_triton(
-    gated: Tensor,
+    activations: Tensor,
     down: ExpertMatrix,
     weights: Tensor,
     tiles: ExpertTiles,
     plan: ProductPlan,
     bias: Tensor | None = None,
-    extra: int = 0,
+    num_extra_parts: int = 0,
     shared: SharedExperts | None = None,
 ) -> Tensor:
-    """Return parts [K + S + extra, N, H], of which the last `extra` are not written.  gated: from gated_triton."""
+    """Return parts [K + S + extra, N, H]; the last `num_extra_parts` are not written.  activations: of gated_triton."""
     num_experts, hidden, inner = down.shape
     num_rows, top_k = weights.shape
-    pieces = 0 if shared is None else shared.pieces(inner)
-    parts = weights.new_empty(top_k + pieces + extra, num_rows, hidden)
-    operands, constants = _operands(gated, down)
-    grid = -(-hidden // plan.block_out), pieces + len(tiles.experts)
+    pieces = 0 if shared is None else shared.num_pieces(inner)
+    parts = weights.new_empty(top_k + pieces + num_extra_parts, num_rows, hidden)
+    operands, constants = _product_operands(activations, down)
+    grid = -(-hidden // plan.block_out), pieces + len(tiles.tile_experts)
     if isinstance(down, QuantisedMatrix) and is_hopper_experts(operands[0], down, tiles, plan, 1, chip(parts)):
         launch_down(operands[0], down, bias, weights.contiguous(), tiles, parts, grid, chip(parts))
         return parts
     _down_kernel[grid](
         *(*operands, bias, None if shared is None else shared.down, weights.contiguous(), *tiles.pointers),
         *(parts, hidden, inner, num_rows, top_k, num_experts),
-        **constants,
-        PREFETCHED_LINES=MIN_PREFETCHED_LINES,
-        **_options(gated.dtype, down, tiles, plan, 1, pieces, grid),
-    )
+        **constants, PREFETCHED_LINES=MIN_PREFETCHED_LINES,
+        **_launch_options(activations.dtype, down, tiles, plan, 1, pieces, grid),
+    )  # fmt: skip
     return parts
 
 
-def _operands(
+def _product_operands(
     x: InputRows, weight: ExpertMatrix
 ) -> tuple[tuple[Tensor, Tensor | None, Tensor, Tensor | None, Tensor | None], dict[str, Any]]:
     """(the first arguments: x, its scales, w, its scales and zeros; quantised_dot's constexpr arguments)."""
@@ -368,38 +369,38 @@ def _operands(
     return (inputs, scales, *kernel_matrix(weight)), format_constants(weight)
 
 
-def _options(
+def _launch_options(
     dtype: torch.dtype,
     weight: ExpertMatrix,
     tiles: ExpertTiles,
     plan: ProductPlan,
-    matrices: int,
+    num_matrices: int,
     pieces: int,
     grid: Any,
 ) -> dict[str, Any]:
-    """Constexpr arguments and launch options.  matrices: of a program, 2 for gate and up, 1 for up alone or down."""
-    gpu = chip(tiles.experts)
+    """Constexpr arguments and launch options.  num_matrices: of a program, 2 for gate and up, else 1."""
+    gpu = chip(tiles.tile_experts)
     if isinstance(weight, Tensor):
-        stages = plan.fitting_stages(gpu, matrices, tiles.rows, weight.itemsize)
+        stages = plan.fitting_stages(gpu, num_matrices, tiles.rows, weight.itemsize)
         if pieces:
-            stages = plan.one_wave_stages(gpu, stages, matrices, tiles.rows, weight.itemsize, grid[0] * grid[1])
+            stages = plan.one_wave_stages(gpu, stages, num_matrices, tiles.rows, weight.itemsize, grid[0] * grid[1])
         own: dict[str, Any] = {"BLOCK_IN": plan.block_in, "num_stages": stages}
     else:
-        own = launch_options(plan, weight, matrices, tiles.rows, gpu)
+        own = launch_options(plan, weight, num_matrices, tiles.rows, gpu)
     return own | {
-        "SHARED": pieces,
-        "SORTED": tiles.rows > 1,
-        "LIVE": tiles.live is not None,
+        "NUM_PIECES": pieces,
+        "IS_SORTED": tiles.rows > 1,
+        "HAS_LIVE": tiles.live is not None,
         "ROWS": block_rows(tiles.rows),
         "BLOCK_OUT": plan.block_out,
         "EVEN_IN": weight.shape[2] % own["BLOCK_IN"] == 0,
-        "EXACT": exact_type(dtype),
+        "ACC_DTYPE": acc_dtype(dtype),
         "num_warps": plan.warps,
         **pdl_arguments(gpu),
     }
 
 
-def _require(
+def _check_arguments(
     x: InputRows,
     gate_up: ExpertMatrix,
     down: ExpertMatrix,
@@ -408,7 +409,7 @@ def _require(
     biases: ExpertBiases | None,
     activation: Activation,
 ) -> None:
-    inner = require_halves(gate_up.shape[1], activation)
+    inner = num_up_columns(gate_up.shape[1], activation)
     (num_rows, hidden), values = stored_values(x).shape, stored_values(x)
     exact = torch.promote_types(x.dtype, torch.float32)
     contiguous = []

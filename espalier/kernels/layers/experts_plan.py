@@ -3,8 +3,8 @@
 A plan depends on the mean number of pairs (row, choice) per expert.  With few pairs, each program streams weights, and
 enough programs must run to keep the memory busy.  With many pairs, tensor cores are the limit.
 
-Quantised experts share the inner loop of quantised linear layers.  Where nothing is measured, they also take the plans
-of those layers: each expert with rows is at least one tile.
+Quantised experts share the inner loop of quantised linear layers.  Without measurements, they also take the plans
+of these layers, with at least one tile for each expert that has rows.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from espalier.kernels.hopper.plans import FEW_ROWS, TILE, takes_format
+from espalier.kernels.hopper.plans import FEW_ROWS, TILE_SHAPE, supports_format
 from espalier.kernels.layers.linear_plans import (
     DTYPES,
     MIN_BLOCK_ROWS,
@@ -38,7 +38,7 @@ from espalier.kernels.layers.quantised_plans import (
     nibble_plan_by_rule,
     stage_bytes,
 )
-from espalier.kernels.runtime.launch import Chip, power_of_two
+from espalier.kernels.runtime.launch import Chip, next_power_of_2
 
 MAX_TILE_ROWS = 128
 # (upper bound of the mean pairs per expert, tile rows worth measuring).  With 1 tile row each pair is a tile.
@@ -53,7 +53,7 @@ TILE_ROWS_BY_PAIRS: tuple[tuple[float, tuple[int, ...]], ...] = (
 # The upper bounds of TILE_ROWS_BY_PAIRS.  A table has one plan for each bucket.
 PAIRS_BUCKETS = tuple(bound for bound, _ in TILE_ROWS_BY_PAIRS)
 # (largest tile rows, (block_out, block_in, warps) worth measuring, stages worth measuring).
-TILES = (
+CANDIDATE_TILES = (
     (
         16,
         (
@@ -74,19 +74,19 @@ TILES = (
 )
 # The fewest stages that keep the memory busy.
 MIN_STAGES = 3
-# Programs per multiprocessor that keep the memory busy.  If there would be fewer, the rule takes smaller tiles.
-MIN_PROGRAMS = 2
-# The most rows of a tile with 4-bit weights.  Larger tiles are 6 to 25% slower: an expert's last tile is emptier
-# (docs/log.md).
+# Programs per multiprocessor that keep the memory busy.  The rule takes smaller tiles until there are so many programs.
+MIN_PROGRAMS_PER_PROCESSOR = 2
+# The most rows of a tile with 4-bit weights.  Larger tiles are 6 to 25% slower, because more of an
+# expert's last tile is empty (docs/log.md).
 MAX_NIBBLE_ROWS = 64
-# The most mean pairs per expert for which tiles have FEW_ROWS rows, if a kernel has such tiles.
+# Up to this mean number of pairs per expert, tiles have FEW_ROWS rows, if a kernel supports such tiles.
 FEW_PAIRS = 4
 
 log = logging.getLogger(__name__)
 
 
 def expected_active_experts(num_experts: int, top_k: int, rows: int) -> float:
-    """The expected number of experts with rows, if routing is uniform and rows are independent."""
+    """Returns the expected number of experts with rows, if routing is uniform and rows are independent."""
     return float(num_experts * (1 - (1 - top_k / num_experts) ** rows))
 
 
@@ -94,39 +94,39 @@ def expected_active_experts(num_experts: int, top_k: int, rows: int) -> float:
 class ExpertsShape:
     """The sizes of one layer's experts.
 
-    gate_up: [num_experts, halves · inner, hidden]; down: [num_experts, hidden, inner].  halves: see Activation.
+    gate_up: [num_experts, halves · inner, hidden]; down: [num_experts, hidden, inner].  num_matrices: see Activation.
     """
 
     num_experts: int
     top_k: int
-    hidden: int
-    inner: int
-    halves: int = 2
+    hidden_size: int
+    inner_size: int
+    num_matrices: int = 2
 
     @property
     def size(self) -> tuple[int, int]:
         """(hidden, inner)"""
-        return self.hidden, self.inner
+        return self.hidden_size, self.inner_size
 
     @property
     def expert_bytes(self) -> int:
         """Bytes of one expert's weights, at two bytes per number."""
-        return 2 * (self.halves + 1) * self.hidden * self.inner
+        return 2 * (self.num_matrices + 1) * self.hidden_size * self.inner_size
 
     def flops(self, rows: int) -> int:
         """FLOPs of the products of all rows with their experts."""
         return self.expert_bytes * self.top_k * rows
 
     def active_experts(self, rows: int) -> float:
-        """The expected number of experts with rows, see expected_active_experts."""
+        """Returns the expected number of experts with rows, see expected_active_experts."""
         return expected_active_experts(self.num_experts, self.top_k, rows)
 
     def bucket(self, rows: int) -> int:
-        """The index of the bucket in PAIRS_BUCKETS.
+        """Returns the index of the bucket in PAIRS_BUCKETS.
 
-        rows is rounded up to a power of two, so that a padded batch and the same batch without padding use one plan.
+        rows is rounded up to a power of two, so that a batch has the same plan with and without padding.
         """
-        pairs = power_of_two(rows) * self.top_k / self.num_experts
+        pairs = next_power_of_2(rows) * self.top_k / self.num_experts
         return next(index for index, bound in enumerate(PAIRS_BUCKETS) if pairs <= bound)
 
 
@@ -143,23 +143,25 @@ class ProductPlan:
     warps: int
     stages: int
 
-    def tile(self, matrices: int) -> tuple[int, int, int]:
+    def tile(self, num_matrices: int) -> tuple[int, int, int]:
         """(block_out, block_in, warps) of the one product of gate and up (matrices 2), or of down (matrices 1)."""
-        return matrices * self.block_out, self.block_in, self.warps
+        return num_matrices * self.block_out, self.block_in, self.warps
 
-    def stage_bytes(self, matrices: int, rows: int, itemsize: int) -> int:
-        return (matrices * self.block_out + block_rows(rows)) * self.block_in * itemsize
+    def stage_bytes(self, num_matrices: int, rows: int, itemsize: int) -> int:
+        return (num_matrices * self.block_out + block_rows(rows)) * self.block_in * itemsize
 
-    def fitting_stages(self, gpu: Chip, matrices: int, rows: int, itemsize: int) -> int:
-        """The number of stages that fit the chip.  It does not change the result."""
-        fitting = (gpu.shared_memory - RESERVED_SHARED_MEMORY) // self.stage_bytes(matrices, rows, itemsize)
+    def fitting_stages(self, gpu: Chip, num_matrices: int, rows: int, itemsize: int) -> int:
+        """Returns the number of stages that fit the chip.  The number changes no result."""
+        fitting = (gpu.shared_memory - RESERVED_SHARED_MEMORY) // self.stage_bytes(num_matrices, rows, itemsize)
         return max(min(self.stages, fitting), 1)
 
-    def one_wave_stages(self, gpu: Chip, most: int, matrices: int, rows: int, itemsize: int, programs: int) -> int:
-        """At most `most` stages, but few enough for all programs to run at once, if MIN_STAGES allows; else `most`."""
-        sharing = -(-programs // gpu.processors)
-        fitting = (gpu.shared_memory // sharing - RESERVED_SHARED_MEMORY) // self.stage_bytes(matrices, rows, itemsize)
-        return most if fitting < MIN_STAGES else min(most, fitting)
+    def one_wave_stages(
+        self, gpu: Chip, max_stages: int, num_matrices: int, rows: int, itemsize: int, num_programs: int
+    ) -> int:
+        """Returns the most stages for all programs to run at once; `max_stages` if these are under MIN_STAGES."""
+        shared_memory = gpu.shared_memory // -(-num_programs // gpu.processors) - RESERVED_SHARED_MEMORY
+        fitting = shared_memory // self.stage_bytes(num_matrices, rows, itemsize)
+        return max_stages if fitting < MIN_STAGES else min(max_stages, fitting)
 
 
 @dataclass(frozen=True)
@@ -172,38 +174,39 @@ class ExpertsPlan:
 
 
 # The plans of one size, in the order of PAIRS_BUCKETS.
-Plans = tuple[ExpertsPlan, ...]
+ExpertsPlans = tuple[ExpertsPlan, ...]
 
 
-def candidate_plans(rows: int, matrices: int, gpu: Chip) -> list[ProductPlan]:
-    """The plans of one product that are worth measuring for tiles of `rows` pairs, in a dtype of two bytes.
+def candidate_plans(tile_rows: int, num_matrices: int, gpu: Chip) -> list[ProductPlan]:
+    """The plans of one product that are worth measuring for tiles of `tile_rows` pairs, in a dtype of two bytes.
 
-    matrices: matrices that a program reads, 2 for gate and up, 1 for down.
+    num_matrices: matrices that a program reads, 2 for gate and up, 1 for down.
     """
-    tiles, stages = next((tiles, stages) for most, tiles, stages in TILES if rows <= most)
+    tiles, stages = next((tiles, stages) for most, tiles, stages in CANDIDATE_TILES if tile_rows <= most)
     plans = [ProductPlan(*tile, count) for tile in tiles for count in stages]
-    return [plan for plan in plans if plan.fitting_stages(gpu, matrices, rows, 2) == plan.stages]
+    return [plan for plan in plans if plan.fitting_stages(gpu, num_matrices, tile_rows, 2) == plan.stages]
 
 
 def experts_plan_by_rule(shape: ExpertsShape, rows: int, dtype: torch.dtype, gpu: Chip) -> ExpertsPlan:
-    """The plan where nothing is measured: a tile holds the pairs that an expert has on average."""
-    pairs = power_of_two(rows) * shape.top_k
-    tile_rows = min(max(power_of_two(-(-pairs // shape.num_experts)), MIN_BLOCK_ROWS), MAX_TILE_ROWS)
+    """Returns the plan of an unmeasured size: a tile holds the mean number of pairs per expert."""
+    pairs = next_power_of_2(rows) * shape.top_k
+    tile_rows = min(max(next_power_of_2(-(-pairs // shape.num_experts)), MIN_BLOCK_ROWS), MAX_TILE_ROWS)
     if dtype.itemsize > 2:
-        # float32 products are IEEE and do not use tensor cores.  A tile is held in registers, so it must be small.
+        # float32 products are IEEE and do not use tensor cores.  A float32 tile must be small, because it stays in
+        # registers.
         product = ProductPlan(32, 32, 4, 3)
         return ExpertsPlan(min(tile_rows, 32), product, product)
     num_tiles = min(pairs, shape.num_experts)
     return ExpertsPlan(
         tile_rows,
-        _product_plan_by_rule(tile_rows, num_tiles, shape.inner, gpu),
-        _product_plan_by_rule(tile_rows, num_tiles, shape.hidden, gpu),
+        _product_plan_by_rule(tile_rows, num_tiles, shape.inner_size, gpu),
+        _product_plan_by_rule(tile_rows, num_tiles, shape.hidden_size, gpu),
     )
 
 
 def _product_plan_by_rule(tile_rows: int, num_tiles: int, num_out: int, gpu: Chip) -> ProductPlan:
     block_out = 64
-    while block_out > 16 and num_tiles * -(-num_out // block_out) < MIN_PROGRAMS * gpu.processors:
+    while block_out > 16 and num_tiles * -(-num_out // block_out) < MIN_PROGRAMS_PER_PROCESSOR * gpu.processors:
         block_out //= 2
     warps = 8 if tile_rows > 64 else 4 if block_out > 16 else 2
     return ProductPlan(block_out, 128 if tile_rows <= 32 else 64, warps, 3)
@@ -213,9 +216,9 @@ def _product_plan_by_rule(tile_rows: int, num_tiles: int, num_out: int, gpu: Chi
 # Registers of a thread are a multiple of REGISTER_UNIT.
 REGISTERS, MAX_REGISTERS, MIN_REGISTERS, REGISTER_UNIT = 65536, 255, 128, 8
 # Registers of a thread beside the sums of an FP8 tile.
-BESIDE_SUMS = 96
-WARP = 32
-# Steps of a loop that its pipeline does not hold at the beginning.
+OTHER_REGISTERS = 96
+WARP_THREADS = 32
+# Steps of a loop that are not yet in the pipeline at the start.
 STEPS_BEHIND_THE_PIPELINE = 2
 
 
@@ -227,27 +230,29 @@ def quantised_plan_by_rule(
     down: Tensor | QuantisedMatrix,
     gpu: Chip,
 ) -> ExpertsPlan:
-    """The plan of quantised experts where nothing is measured.
+    """Returns the plan of quantised experts where nothing is measured.
 
-    plan: the plan of dense experts.  Its plan for a matrix that is dense stays, and so do its tile rows, but tiles with
-    4-bit weights have at most MAX_NIBBLE_ROWS.
+    plan: the plan of dense experts.  Dense matrices keep this plan.  The tile rows stay, but are at most
+    MAX_NIBBLE_ROWS for 4-bit weights.
     """
     if any(isinstance(matrix, QuantisedMatrix) and matrix.code != "fp8" for matrix in (gate_up, down)):
         plan = replace(plan, rows=min(plan.rows, MAX_NIBBLE_ROWS))
-    # Rows are rounded up, so that a padded batch and the batch without padding use one plan.
-    rows = power_of_two(rows)
+    # Rows are rounded up, so that a batch has the same plan with and without padding.
+    rows = next_power_of_2(rows)
     pairs = rows * shape.top_k
     halves = gate_up.shape[1] // down.shape[2]
     num_tiles = pairs if plan.rows == 1 else max(round(shape.active_experts(rows)), -(-pairs // plan.rows))
     tile = block_rows(plan.rows)
     return ExpertsPlan(
         plan.rows,
-        plan.gated if isinstance(gate_up, Tensor) else _product_plan(gate_up, tile, num_tiles, halves, gpu),
-        plan.down if isinstance(down, Tensor) else _product_plan(down, tile, num_tiles, 1, gpu),
+        plan.gated if isinstance(gate_up, Tensor) else _quantised_product_plan(gate_up, tile, num_tiles, halves, gpu),
+        plan.down if isinstance(down, Tensor) else _quantised_product_plan(down, tile, num_tiles, 1, gpu),
     )
 
 
-def _product_plan(weight: QuantisedMatrix, tile: int, num_tiles: int, matrices: int, gpu: Chip) -> ProductPlan:
+def _quantised_product_plan(
+    weight: QuantisedMatrix, tile: int, num_tiles: int, num_matrices: int, gpu: Chip
+) -> ProductPlan:
     _, num_out, num_in = weight.shape
     if weight.code == "fp8":
         input_bytes = 2 if weight.inputs is None else 1
@@ -258,30 +263,31 @@ def _product_plan(weight: QuantisedMatrix, tile: int, num_tiles: int, matrices: 
         plan = fp8_plan_by_rule(tile, num_tiles, *sizes, grouped, 1, gpu, input_bytes)
     else:
         plan = nibble_plan_by_rule(tile, num_tiles, num_out, num_in, weight.code, 1, gpu)
-    # A pipeline as deep as the loop is long would take shared memory that other programs can use.
+    # More stages than the loop needs would take shared memory from other programs.
     stages = min(plan.stages, max(-(-num_in // plan.block_in) - STEPS_BEHIND_THE_PIPELINE, MIN_STAGES))
-    return ProductPlan(plan.block_out // matrices, plan.block_in, plan.warps, stages)
+    return ProductPlan(plan.block_out // num_matrices, plan.block_in, plan.warps, stages)
 
 
-def launch_options(plan: ProductPlan, weight: QuantisedMatrix, matrices: int, rows: int, gpu: Chip) -> dict[str, Any]:
-    """BLOCK_IN, num_stages and maxnreg of a plan.  matrices: 2 for gate and up, 1 for down; rows: rows per tile.
+def launch_options(
+    plan: ProductPlan, weight: QuantisedMatrix, num_matrices: int, rows: int, gpu: Chip
+) -> dict[str, Any]:
+    """BLOCK_IN, num_stages and maxnreg of a plan.  num_matrices: 2 for gate and up, 1 for down; rows: rows per tile.
 
-    A tile does not span two groups of columns.  There are at most as many stages as fit.  Registers per thread are
-    limited, so that as many programs share a multiprocessor as its shared memory lets; but a thread can hold its part
-    of an FP8 tile's sums twice, those of the running step and their total.
+    BLOCK_IN does not span two groups of columns.  num_stages is at most what fits.  maxnreg lets as many programs share
+    a multiprocessor as its shared memory allows.  But with FP8, a thread has registers for two sums of its part of a
+    tile: the running step's sum and the total.
     """
     block_in = min(plan.block_in, max_block_in(weight))
-    of_stage = stage_bytes(TritonPlan(matrices * plan.block_out, block_in, 1, plan.warps, 1), block_rows(rows), weight)
+    one_stage = TritonPlan(num_matrices * plan.block_out, block_in, 1, plan.warps, 1)
+    of_stage = stage_bytes(one_stage, block_rows(rows), weight)
     stages = max(min(plan.stages, (gpu.shared_memory - RESERVED_SHARED_MEMORY) // of_stage), 1)
     sharing = max(gpu.programs_per_processor_with(stages * of_stage), 1)
-    sums = matrices * plan.block_out * block_rows(rows) // (WARP * plan.warps)
-    least = 2 * sums + BESIDE_SUMS if weight.code == "fp8" else 0
-    registers = max(REGISTERS // (WARP * plan.warps * sharing) // REGISTER_UNIT * REGISTER_UNIT, least, MIN_REGISTERS)
-    return {
-        "BLOCK_IN": block_in,
-        "num_stages": stages,
-        "maxnreg": registers if registers < MAX_REGISTERS else None,
-    }
+    sums = num_matrices * plan.block_out * block_rows(rows) // (WARP_THREADS * plan.warps)
+    least = 2 * sums + OTHER_REGISTERS if weight.code == "fp8" else 0
+    units = REGISTERS // (WARP_THREADS * plan.warps * sharing) // REGISTER_UNIT
+    registers = max(units * REGISTER_UNIT, least, MIN_REGISTERS)
+    maxnreg = registers if registers < MAX_REGISTERS else None
+    return {"BLOCK_IN": block_in, "num_stages": stages, "maxnreg": maxnreg}
 
 
 def plan_for(
@@ -291,24 +297,24 @@ def plan_for(
     gpu: Chip,
     matrices: tuple[Tensor | QuantisedMatrix, Tensor | QuantisedMatrix] | None = None,
 ) -> ExpertsPlan:
-    """The plan for a number of rows.  matrices: gate_up and down; None: both are dense."""
-    plan = _measured_or_rule(shape, rows, dtype, gpu)
-    # The experts of one row differ, so there is nothing to sort.
+    """Returns the plan for a number of rows.  matrices: gate_up and down; None: both are dense."""
+    plan = _measured_plan_or_rule(shape, rows, dtype, gpu)
+    # A single row has distinct experts, so its pairs need no sort.
     plan = replace(plan, rows=1) if rows == 1 else plan
     if matrices is None:
         return plan
-    is_few = plan.rows == MIN_BLOCK_ROWS and power_of_two(rows) * shape.top_k <= FEW_PAIRS * shape.num_experts
-    if is_few and all(isinstance(m, QuantisedMatrix) and takes_format(m, dtype, FEW_ROWS, gpu) for m in matrices):
+    is_few = plan.rows == MIN_BLOCK_ROWS and next_power_of_2(rows) * shape.top_k <= FEW_PAIRS * shape.num_experts
+    if is_few and all(isinstance(m, QuantisedMatrix) and supports_format(m, dtype, FEW_ROWS, gpu) for m in matrices):
         few = quantised_plan_by_rule(shape, rows, replace(plan, rows=FEW_ROWS), *matrices, gpu)
         # Experts without a gate have no such kernel.
         has_gate = matrices[0].shape[1] > matrices[1].shape[2]
-        if has_gate and few.gated.tile(2) == few.down.tile(1) == TILE:
-            # Tiles of FEW_ROWS rows need half of the products, and an expert seldom has more pairs.
+        if has_gate and few.gated.tile(2) == few.down.tile(1) == TILE_SHAPE:
+            # Tiles of FEW_ROWS rows need half of the multiplications, and an expert seldom has more pairs.
             return few
     return quantised_plan_by_rule(shape, rows, plan, *matrices, gpu)
 
 
-def _measured_or_rule(shape: ExpertsShape, rows: int, dtype: torch.dtype, gpu: Chip) -> ExpertsPlan:
+def _measured_plan_or_rule(shape: ExpertsShape, rows: int, dtype: torch.dtype, gpu: Chip) -> ExpertsPlan:
     if dtype in DTYPES:
         plans = EXPERTS_TUNING.measured(gpu, dtype)
         if plans:
@@ -316,15 +322,15 @@ def _measured_or_rule(shape: ExpertsShape, rows: int, dtype: torch.dtype, gpu: C
     return experts_plan_by_rule(shape, rows, dtype, gpu)
 
 
-def _plans_of_nearest_size(plans: Mapping[Size, Plans], size: Size) -> Plans:
-    """The plans of this size, or else of the size nearest in bytes, the first of equally near ones."""
+def _plans_of_nearest_size(plans: Mapping[Size, ExpertsPlans], size: Size) -> ExpertsPlans:
+    """Returns the plans of this size, or of the size nearest in bytes; among equally near sizes, the first."""
     own = plans.get(size)
     if own is not None:
         return own
     return plans[min(plans, key=lambda known: abs(math.log(known[0] * known[1] / (size[0] * size[1]))))]
 
 
-def _log_plans(key: Key, plans: Mapping[Size, Plans], sources: Sequence[str]) -> None:
+def _log_plans(key: Key, plans: Mapping[Size, ExpertsPlans], sources: Sequence[str]) -> None:
     sizes = ", ".join(f"{hidden}x{inner}" for hidden, inner in plans)
     log.info("experts, %s: %s", key[1], f"plans measured for {sizes}" if plans else "no plans measured on this chip")
 
@@ -334,7 +340,7 @@ def _plan_from_json(fields: dict[str, Any], size: Size) -> ExpertsPlan:
 
 
 def _plan_to_json(plan: ExpertsPlan) -> dict[str, Any]:
-    """The fields of a plan in the file: block_out, block_in, warps and stages of each product."""
+    """Returns the fields of a plan in the file: block_out, block_in, warps and stages of each product."""
     return {"rows": plan.rows, **{name: [*asdict(getattr(plan, name)).values()] for name in ("gated", "down")}}
 
 

@@ -1,12 +1,12 @@
 """Sorts the pairs (row, choice) of a mixture of experts by expert, and cuts them into tiles of one expert each.
 
-Each program of experts.py computes one tile.  Every row takes the shared experts, so these need no routing.  A shared
-MLP whose width is S times that of a routed expert is cut into S pieces of that width.  For up to MAX_SHARED_ROWS rows,
-each piece is one more tile in both launches of experts.py.  So the shared MLP needs no separate launches.  Its tiles
-come first: they prefetch weights before the routing is complete, because the addresses of their weights are known.
+Each program of experts.py computes one tile.  Shared experts need no routing, because every row goes through them.  A
+shared MLP whose width is S times that of a routed expert is cut into S pieces of that width.  For up to MAX_SHARED_ROWS
+rows, each piece is one more tile in both launches of experts.py.  So the shared MLP needs no separate launches.  These
+tiles come first, and prefetch weights before the routing is complete.
 
-More rows fill the chip anyway, and a dense product reads a weight once for all rows.  So for more rows the caller runs
-the shared MLP in separate launches.
+For more rows the caller runs the shared MLP in separate launches: they fill the chip, and a dense product reads a
+weight once for all rows.
 """
 
 from __future__ import annotations
@@ -20,29 +20,31 @@ from torch import Tensor
 from espalier.errors import EspalierError
 from espalier.kernels.ops.experts import MAX_SHARED_ROWS, Routing, SharedExperts
 from espalier.kernels.runtime.jit import float_to_key, kernel, load_sum
-from espalier.kernels.runtime.launch import chip, exact_type, power_of_two, require
+from espalier.kernels.runtime.launch import acc_dtype, chip, next_power_of_2, require
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait, prefetch
 
 # The most pairs that a sorting program reads per step.  A program reads all pairs, so it has up to 1024 threads, the
 # maximum.
 MAX_SORT_BLOCK = 8192
 PAIRS_PER_THREAD = 8
-# A step has at least this many pairs and threads.  With fewer pairs than threads, some threads would hold copies of
-# pairs, which tl.histogram would have to leave out.
+# The fewest pairs of a step, and threads.  With fewer pairs than threads, some threads would hold copies of pairs, and
+# tl.histogram would count the copies.
 MIN_SORT_THREADS = 128
-WARP = 32
-# With more pairs, a launch of its own counts them: the programs that sort would each make a histogram of all pairs.
+WARP_THREADS = 32
+# More pairs are counted by a separate launch; otherwise each sorting program would make a histogram of all pairs.
 MAX_HISTOGRAM_PAIRS = MAX_SORT_BLOCK
 # The number of experts per warp.  Reductions within a warp need no shared memory.
 WARP_EXPERTS = 512
 
 
 @kernel
-def _experts_of(ids_ptr, live_ptr, pair, num_pairs, TOP_K: tl.constexpr, NUM_EXPERTS: tl.constexpr, LIVE: tl.constexpr):
+def _experts_of_pairs(
+    ids_ptr, live_ptr, pair, num_pairs, TOP_K: tl.constexpr, NUM_EXPERTS: tl.constexpr, HAS_LIVE: tl.constexpr
+):
     """Returns the experts of pairs [BLOCK].  NUM_EXPERTS: a row without experts; NUM_EXPERTS + 1: no such pair."""
     inside = pair < num_pairs
     expert = tl.load(ids_ptr + pair, mask=inside, other=NUM_EXPERTS + 1).to(tl.int32)
-    if LIVE:
+    if HAS_LIVE:
         live = tl.load(live_ptr + pair // TOP_K, mask=inside, other=1)
         expert = tl.where(live != 0, expert, NUM_EXPERTS)
     return expert
@@ -51,14 +53,14 @@ def _experts_of(ids_ptr, live_ptr, pair, num_pairs, TOP_K: tl.constexpr, NUM_EXP
 @kernel
 def _count_pairs_kernel(
     ids_ptr, live_ptr, counts_ptr, num_pairs,
-    TOP_K: tl.constexpr, NUM_EXPERTS: tl.constexpr, LIVE: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
+    TOP_K: tl.constexpr, NUM_EXPERTS: tl.constexpr, HAS_LIVE: tl.constexpr, BLOCK: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """Counts the pairs of each expert.  Grid: as for _sort_pairs_kernel."""
-    pdl_trigger_and_wait(DEPENDENT)
+    pdl_trigger_and_wait(USE_PDL)
     own, offset = tl.program_id(0), tl.arange(0, BLOCK)
     found = tl.zeros((BLOCK,), tl.int32)
     for begin in range(0, num_pairs, BLOCK):
-        expert = _experts_of(ids_ptr, live_ptr, begin + offset, num_pairs, TOP_K, NUM_EXPERTS, LIVE)
+        expert = _experts_of_pairs(ids_ptr, live_ptr, begin + offset, num_pairs, TOP_K, NUM_EXPERTS, HAS_LIVE)
         found += (expert == own).to(tl.int32)
     tl.store(counts_ptr + own, tl.sum(found, 0))
 
@@ -66,31 +68,31 @@ def _count_pairs_kernel(
 @kernel(do_not_specialize=["num_tiles"])
 def _sort_pairs_kernel(
     ids_ptr, live_ptr, counts_ptr, order_ptr, ends_ptr, tile_experts_ptr, tile_begins_ptr, num_pairs, num_tiles,
-    TOP_K: tl.constexpr, NUM_EXPERTS: tl.constexpr, BINS: tl.constexpr, ROWS: tl.constexpr, LIVE: tl.constexpr,
-    BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
+    TOP_K: tl.constexpr, NUM_EXPERTS: tl.constexpr, NUM_BINS: tl.constexpr, ROWS: tl.constexpr, HAS_LIVE: tl.constexpr,
+    BLOCK: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """Sorts the pairs by expert.  Grid: one program for each expert, and one for the rows without experts.
 
     Each program reads all pairs, so the sort is stable and needs no atomics.  counts: from _count_pairs_kernel; None
     to count here.
     """
-    pdl_trigger_and_wait(DEPENDENT)
+    pdl_trigger_and_wait(USE_PDL)
     own = tl.program_id(0)
-    offset, bins = tl.arange(0, BLOCK), tl.arange(0, BINS)
+    offset, bins = tl.arange(0, BLOCK), tl.arange(0, NUM_BINS)
     if counts_ptr is not None:
         counts = tl.load(counts_ptr + bins, mask=bins <= NUM_EXPERTS, other=0)
     else:
-        counts = tl.zeros((BINS,), tl.int32)
+        counts = tl.zeros((NUM_BINS,), tl.int32)
         for begin in range(0, num_pairs, BLOCK):
             counts += tl.histogram(
-                _experts_of(ids_ptr, live_ptr, begin + offset, num_pairs, TOP_K, NUM_EXPERTS, LIVE), BINS
+                _experts_of_pairs(ids_ptr, live_ptr, begin + offset, num_pairs, TOP_K, NUM_EXPERTS, HAS_LIVE), NUM_BINS
             )
     tiles = tl.cdiv(counts, ROWS)
     place = tl.sum(tl.where(bins < own, counts, 0), 0)
     first_tile = tl.sum(tl.where(bins < own, tiles, 0), 0)
     own_tiles = tl.sum(tl.where(bins == own, tiles, 0), 0)
     tl.store(ends_ptr + own, place + tl.sum(tl.where(bins == own, counts, 0), 0))
-    # The last program also marks the unused tiles, with -1.
+    # The last program also writes -1 to the unused tiles.
     listed = num_tiles - first_tile if own == NUM_EXPERTS else own_tiles
     for begin in range(0, listed, BLOCK):
         tile = begin + offset
@@ -99,7 +101,7 @@ def _sort_pairs_kernel(
         tl.store(tile_begins_ptr + first_tile + tile, place + tile * ROWS, mask=mask)
     for begin in range(0, num_pairs, BLOCK):
         pair = begin + offset
-        expert = _experts_of(ids_ptr, live_ptr, pair, num_pairs, TOP_K, NUM_EXPERTS, LIVE)
+        expert = _experts_of_pairs(ids_ptr, live_ptr, pair, num_pairs, TOP_K, NUM_EXPERTS, HAS_LIVE)
         is_own = (expert == own).to(tl.int32)
         tl.store(order_ptr + place + tl.cumsum(is_own, 0) - 1, pair, mask=is_own != 0)
         place += tl.sum(is_own, 0)
@@ -107,10 +109,10 @@ def _sort_pairs_kernel(
 
 @kernel
 def pairs_of_tile(
-    order_ptr, ends_ptr, begins_ptr, tile, expert, SORTED: tl.constexpr, ROWS: tl.constexpr
+    order_ptr, ends_ptr, begins_ptr, tile, expert, IS_SORTED: tl.constexpr, ROWS: tl.constexpr
 ):  # fmt: skip
     """Returns (place, inside, pair), each [ROWS]: each pair's index in `order`, whether it exists, and its number."""
-    if SORTED:
+    if IS_SORTED:
         place = tl.load(begins_ptr + tile) + tl.arange(0, ROWS)
         inside = place < tl.load(ends_ptr + expert)
         pair = tl.load(order_ptr + place, mask=inside, other=0)
@@ -126,23 +128,23 @@ class ExpertTiles:
     """The pairs (row, choice) in tiles of one expert each.  A pair is the number row · K + choice.
 
     rows: the most pairs of a tile; 1: each pair is a tile, and nothing is sorted.
-    order: [N·K] int32, the pairs sorted by expert.  ends: [E + 1] int32, the index in `order` after each expert's last
-    pair.  experts: [tiles], the expert of each tile; E: no expert, -1: no tile.  begins: [tiles], the index in `order`
-    of each tile's first pair.
-    live: as in grouped_experts.  With rows = 1, `experts` is ids [N·K], and begins, order and ends are not read.
+    pair_order: [N·K] int32, the pairs sorted by expert.  pair_ends: [E + 1] int32, the index in `pair_order` after each
+    expert's last pair.  tile_experts: [tiles], the expert of each tile; E: no expert, -1: no tile.  tile_begins:
+    [tiles], the index in `pair_order` of each tile's first pair.
+    live: as in grouped_experts.  With rows = 1, `tile_experts` is ids [N·K], and begins, order and ends are not read.
     """
 
     rows: int
-    experts: Tensor
-    begins: Tensor
-    order: Tensor
-    ends: Tensor
+    tile_experts: Tensor
+    tile_begins: Tensor
+    pair_order: Tensor
+    pair_ends: Tensor
     live: Tensor | None
 
     @property
     def pointers(self) -> tuple[Tensor, ...]:
-        live = self.experts if self.live is None else self.live
-        return self.order, self.ends, self.experts, self.begins, live
+        live = self.tile_experts if self.live is None else self.live
+        return self.pair_order, self.pair_ends, self.tile_experts, self.tile_begins, live
 
 
 def make_tiles(ids: Tensor, live: Tensor | None, num_experts: int, rows: int) -> ExpertTiles:
@@ -160,7 +162,7 @@ def make_tiles(ids: Tensor, live: Tensor | None, num_experts: int, rows: int) ->
 
 def _sorted_tiles(ids: Tensor, live: Tensor | None, num_experts: int, rows: int) -> ExpertTiles:
     num_pairs, top_k = ids.numel(), ids.shape[1]
-    block = min(power_of_two(max(num_pairs, MIN_SORT_THREADS)), MAX_SORT_BLOCK)
+    block = min(next_power_of_2(max(num_pairs, MIN_SORT_THREADS)), MAX_SORT_BLOCK)
     # An upper bound: rounding up adds less than one tile for each expert that has pairs.
     num_tiles = num_pairs // rows + min(num_experts + 1, num_pairs)
     order, ends, experts, begins = (
@@ -171,17 +173,17 @@ def _sorted_tiles(ids: Tensor, live: Tensor | None, num_experts: int, rows: int)
     options = {
         "TOP_K": top_k,
         "NUM_EXPERTS": num_experts,
-        "LIVE": live is not None,
+        "HAS_LIVE": live is not None,
         "BLOCK": block,
-        "num_warps": max(MIN_SORT_THREADS, block // PAIRS_PER_THREAD) // WARP,
+        "num_warps": max(MIN_SORT_THREADS, block // PAIRS_PER_THREAD) // WARP_THREADS,
         **pdl_arguments(chip(ids)),
     }
     if num_pairs > MAX_HISTOGRAM_PAIRS:
         counts = torch.empty(num_experts + 1, dtype=torch.int32, device=ids.device)
         _count_pairs_kernel[grid](*pairs, counts, num_pairs, **options)
-    bins = power_of_two(max(num_experts + 2, WARP))
+    bins = next_power_of_2(max(num_experts + 2, WARP_THREADS))
     _sort_pairs_kernel[grid](
-        *pairs, counts, order, ends, experts, begins, num_pairs, num_tiles, BINS=bins, ROWS=rows, **options
+        *pairs, counts, order, ends, experts, begins, num_pairs, num_tiles, NUM_BINS=bins, ROWS=rows, **options
     )
     return ExpertTiles(rows, experts, begins, order, ends, live)
 
@@ -190,7 +192,7 @@ def _sorted_tiles(ids: Tensor, live: Tensor | None, num_experts: int, rows: int)
 PREFETCHED_STEPS = 1
 
 
-def require_shared(shared: SharedExperts, x: Tensor, inner: int, is_plain: bool) -> None:
+def check_shared_experts(shared: SharedExperts, x: Tensor, inner_size: int, is_plain: bool) -> None:
     """Check the shared experts for grouped_experts.
 
     is_plain: whether the routed experts are dense, without biases, and their activation is silu.
@@ -200,28 +202,29 @@ def require_shared(shared: SharedExperts, x: Tensor, inner: int, is_plain: bool)
     require("grouped_experts: shared gate_up", shared.gate_up, (2 * wide, hidden), x.dtype, x)
     require("grouped_experts: shared down", shared.down, (hidden, wide), x.dtype, x)
     is_contiguous = shared.gate_up.is_contiguous() and shared.down.is_contiguous()
-    if not is_plain or not is_contiguous or wide % inner or num_rows > MAX_SHARED_ROWS:
+    if not is_plain or not is_contiguous or wide % inner_size or num_rows > MAX_SHARED_ROWS:
         raise EspalierError(
             f"grouped_experts: shared experts run beside dense ones without biases, with silu, if they are contiguous, "
-            f"a whole number times {inner} wide, and taken by at most {MAX_SHARED_ROWS} rows, but got a width of "
+            f"a whole number times {inner_size} wide, and taken by at most {MAX_SHARED_ROWS} rows, but got a width of "
             f"{wide}, strides {shared.down.stride()} and {num_rows} rows: run them as an MLP of their own"
         )
 
 
 @kernel
 def tile_and_expert(
-    experts_ptr, live_ptr, top_k, num_experts, SHARED: tl.constexpr, SORTED: tl.constexpr, LIVE: tl.constexpr
+    experts_ptr, live_ptr, top_k, num_experts, NUM_PIECES: tl.constexpr, IS_SORTED: tl.constexpr, HAS_LIVE: tl.constexpr
 ):  # fmt: skip
     """Returns (tile, expert) of this program.  For a shared piece, tile < 0 and expert = 0.
 
-    expert: num_experts for pairs without expert, -1 if the tile does not exist.  SHARED: the number of shared pieces.
+    expert: num_experts for pairs without expert, -1 if the tile does not exist.  NUM_PIECES: the number of shared
+    pieces.
     """
-    tile = tl.program_id(1) - SHARED
+    tile = tl.program_id(1) - NUM_PIECES
     routed = tl.maximum(tile, 0)
     expert = tl.load(experts_ptr + routed).to(tl.int64)
-    if LIVE and not SORTED:
+    if HAS_LIVE and not IS_SORTED:
         expert = tl.where(tl.load(live_ptr + routed // top_k) != 0, expert, num_experts)
-    if SHARED > 0:
+    if NUM_PIECES > 0:
         expert = tl.where(tile < 0, 0, expert)
     return tile, expert
 
@@ -229,41 +232,41 @@ def tile_and_expert(
 @kernel
 def rows_of_tile(
     order_ptr, ends_ptr, begins_ptr, tile, expert, num_rows, top_k,
-    SHARED: tl.constexpr, SORTED: tl.constexpr, ROWS: tl.constexpr,
+    NUM_PIECES: tl.constexpr, IS_SORTED: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Returns (place, inside, row, part), each [ROWS].
 
     place: indices into the intermediate results, in the order of sorted pairs.  inside: whether the place exists.
     row: the row of x.  part: the part of out.
-    The places of shared pieces follow those of the pairs, row by row; their parts follow the top_k parts of the pairs.
+    Shared pieces come after the pairs: in `place` row by row, in `part` from top_k on.
     """
-    if SHARED == 0:
-        place, inside, pair = pairs_of_tile(order_ptr, ends_ptr, begins_ptr, tile, expert, SORTED, ROWS)
+    if NUM_PIECES == 0:
+        place, inside, pair = pairs_of_tile(order_ptr, ends_ptr, begins_ptr, tile, expert, IS_SORTED, ROWS)
         row, part = pair // top_k, pair % top_k
     else:
         if tile < 0:
             row = tl.arange(0, ROWS)
-            part = tl.zeros((ROWS,), tl.int32) + top_k + tile + SHARED
+            part = tl.zeros((ROWS,), tl.int32) + top_k + tile + NUM_PIECES
             place, inside = part * num_rows + row, row < num_rows
         else:
-            place, inside, pair = pairs_of_tile(order_ptr, ends_ptr, begins_ptr, tile, expert, SORTED, ROWS)
+            place, inside, pair = pairs_of_tile(order_ptr, ends_ptr, begins_ptr, tile, expert, IS_SORTED, ROWS)
             row, part = pair // top_k, pair % top_k
     return place, inside, row, part
 
 
 @kernel
-def prefetch_piece(
-    w_ptr, column, num_out, num_in, SHARED: tl.constexpr, BLOCK_OUT: tl.constexpr, AHEAD: tl.constexpr
+def prefetch_shared_piece(
+    w_ptr, column, num_out, num_in, NUM_PIECES: tl.constexpr, BLOCK_OUT: tl.constexpr, PREFETCHED_COLUMNS: tl.constexpr
 ):  # fmt: skip
-    """In a program of a shared piece, prefetch the first AHEAD columns of the piece's rows of gate and up."""
+    """In a program of a shared piece, prefetch PREFETCHED_COLUMNS columns of its rows of gate and up."""
     piece = tl.program_id(1)
-    if piece < SHARED:
+    if piece < NUM_PIECES:
         w_row = piece.to(tl.int64) * num_out + tl.minimum(column, num_out - 1)
-        # One prefetch per L2 line: its 128 bytes hold 64 numbers of two bytes.
-        line = tl.minimum(tl.arange(0, AHEAD // 64) * 64, num_in - 1)
+        # One prefetch per L2 line of 128 bytes, which holds 64 two-byte numbers.
+        line = tl.minimum(tl.arange(0, PREFETCHED_COLUMNS // 64) * 64, num_in - 1)
         gate_ptrs = w_ptr + w_row[:, None] * num_in + line[None, :]
         prefetch(gate_ptrs)
-        prefetch(gate_ptrs + num_out.to(tl.int64) * SHARED * num_in)
+        prefetch(gate_ptrs + num_out.to(tl.int64) * NUM_PIECES * num_in)
 
 
 @kernel
@@ -271,18 +274,19 @@ def _route_kernel(
     logits_ptr, bias_ptr, scale_ptr, ids_ptr, weights_ptr, part_stride, row_stride,
     PARTS: tl.constexpr, NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SCORING: tl.constexpr,
     HAS_BIAS: tl.constexpr, LOGIT_BIAS: tl.constexpr,
-    NORM: tl.constexpr, NORM_EPS: tl.constexpr, SCALE: tl.constexpr, N_GROUP: tl.constexpr, TOPK_GROUP: tl.constexpr,
-    TOP2_SUM: tl.constexpr, EXACT: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
+    NORMALIZES_WEIGHTS: tl.constexpr, NORM_EPS: tl.constexpr, SCALE: tl.constexpr, N_GROUP: tl.constexpr,
+    TOPK_GROUP: tl.constexpr, TOP2_SUM: tl.constexpr, ACC_DTYPE: tl.constexpr, BLOCK: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """Chooses the experts of a row.  Grid: one program per row, which holds all logits.  scale_ptr: may be None."""
-    pdl_trigger_and_wait(DEPENDENT)
+    pdl_trigger_and_wait(USE_PDL)
     row = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, BLOCK)
     inside = expert < NUM_EXPERTS
-    logits = load_sum(logits_ptr + row * row_stride + expert, part_stride, inside, PARTS, EXACT, EXACT)
+    logits = load_sum(logits_ptr + row * row_stride + expert, part_stride, inside, PARTS, ACC_DTYPE, ACC_DTYPE)
     logits = tl.where(inside, logits, -float("inf"))
     if HAS_BIAS and LOGIT_BIAS:
-        logits += tl.load(bias_ptr + expert, mask=inside, other=0.0).to(EXACT)
+        logits += tl.load(bias_ptr + expert, mask=inside, other=0.0).to(ACC_DTYPE)
     if SCORING == "softmax":
         exps = tl.exp(logits - tl.max(logits, 0))
         scores = exps / tl.sum(exps, 0)
@@ -292,15 +296,17 @@ def _route_kernel(
         scores = logits
     choosing = scores
     if HAS_BIAS and not LOGIT_BIAS:
-        choosing += tl.load(bias_ptr + expert, mask=inside, other=0.0).to(EXACT)
-    # NaN is above all, as in a sort.  Otherwise every comparison with NaN would be false, and no expert be chosen.
+        choosing += tl.load(bias_ptr + expert, mask=inside, other=0.0).to(ACC_DTYPE)
+    # NaN counts as the largest score, as in a sort.  Else no expert would be chosen: comparisons to NaN are false.
     choosing = tl.where(choosing == choosing, choosing, float("inf"))
     left = inside
     if N_GROUP > 1:
-        left = inside & best_groups(choosing, expert, inside, NUM_EXPERTS // N_GROUP, N_GROUP, TOPK_GROUP, TOP2_SUM)
-    # An integer below all keys.  Adding 0.0 turns -0.0 into 0.0.  A warp finds the largest of 32-bit integers in one
-    # instruction.
-    LEAST: tl.constexpr = -(1 << (EXACT.primitive_bitwidth - 1))
+        left = inside & is_in_best_group(
+            choosing, expert, inside, NUM_EXPERTS // N_GROUP, N_GROUP, TOPK_GROUP, TOP2_SUM
+        )
+    # LEAST is below all keys.  Adding 0.0 turns -0.0 into 0.0.  The keys are integers, because a warp finds the largest
+    # 32-bit integer with one instruction.
+    LEAST: tl.constexpr = -(1 << (ACC_DTYPE.primitive_bitwidth - 1))
     order = tl.where(left, float_to_key(choosing + 0.0), LEAST)
     chosen = expert < 0
     for _ in tl.static_range(TOP_K):
@@ -311,35 +317,36 @@ def _route_kernel(
     if SCORING == "topk_softmax":
         exps = tl.where(chosen, tl.exp(logits - tl.max(tl.where(chosen, logits, -float("inf")), 0)), 0.0)
         weights = exps / tl.sum(exps, 0)
-    if NORM:
+    if NORMALIZES_WEIGHTS:
         weights = weights / (tl.sum(weights, 0) + NORM_EPS)
     place = row * TOP_K + tl.cumsum(chosen.to(tl.int32), 0) - 1
     tl.store(ids_ptr + place, expert.to(tl.int64), mask=chosen)
     weights *= SCALE
     if scale_ptr is not None:
-        weights *= tl.load(scale_ptr + expert, mask=inside, other=0.0).to(EXACT)
+        weights *= tl.load(scale_ptr + expert, mask=inside, other=0.0).to(ACC_DTYPE)
     tl.store(weights_ptr + place, weights, mask=chosen)
 
 
 @kernel
-def best_groups(
-    choosing, expert, inside, SIZE: tl.constexpr, N_GROUP: tl.constexpr, TOPK_GROUP: tl.constexpr,
+def is_in_best_group(
+    selection_scores, expert, is_expert, GROUP_EXPERTS: tl.constexpr, N_GROUP: tl.constexpr, TOPK_GROUP: tl.constexpr,
     TOP2_SUM: tl.constexpr,
 ):  # fmt: skip
-    """[BLOCK] bool: whether each expert's group of SIZE neighbours is one of the best TOPK_GROUP groups."""
-    group = expert // SIZE
-    group_scores = tl.full(choosing.shape, -float("inf"), choosing.dtype)
+    """Returns [BLOCK] bool: whether each expert's group of GROUP_EXPERTS neighbours is one of the best TOPK_GROUP
+    groups."""
+    group = expert // GROUP_EXPERTS
+    group_scores = tl.full(selection_scores.shape, -float("inf"), selection_scores.dtype)
     for one in tl.static_range(N_GROUP):
-        members = inside & (group == one)
-        score = tl.max(tl.where(members, choosing, -float("inf")), 0)
+        members = is_expert & (group == one)
+        score = tl.max(tl.where(members, selection_scores, -float("inf")), 0)
         if TOP2_SUM:
-            first = tl.min(tl.where(members & (choosing == score), expert, choosing.shape[0]), 0)
-            score += tl.max(tl.where(members & (expert != first), choosing, -float("inf")), 0)
+            first = tl.min(tl.where(members & (selection_scores == score), expert, selection_scores.shape[0]), 0)
+            score += tl.max(tl.where(members & (expert != first), selection_scores, -float("inf")), 0)
         # A sum of infinities may be NaN.
         group_scores = tl.where(members, tl.where(score == score, score, float("inf")), group_scores)
     found = expert < 0
     for _ in tl.static_range(TOPK_GROUP):
-        left = inside & ~found
+        left = is_expert & ~found
         best = tl.max(tl.where(left, group_scores, -float("inf")), 0)
         first = tl.min(tl.where(left & (group_scores == best), group, N_GROUP), 0)
         found = found | (group == first)
@@ -355,29 +362,19 @@ def route(logits: Tensor, bias: Tensor | None, routing: Routing, scale: Tensor |
     for name, of_experts in (("bias", bias), ("scale", scale)):
         if of_experts is not None:
             require(f"route: {name}", of_experts, (routing.num_experts,), None, logits)
-    parts, block = parts if parts.stride(2) == 1 else parts.contiguous(), power_of_two(routing.num_experts)
+    parts, block = parts if parts.stride(2) == 1 else parts.contiguous(), next_power_of_2(routing.num_experts)
     ids = torch.empty(num_rows, top_k, dtype=torch.int64, device=logits.device)
     weights = logits.new_empty(num_rows, top_k)
     if num_rows:
+        # A constexpr argument, because a run-time value would be rounded to float32.
         _route_kernel[(num_rows,)](
             *(parts, parts if bias is None else bias.contiguous(), None if scale is None else scale.contiguous()),
             *(ids, weights, *parts.stride()[:2]),
-            PARTS=num_parts,
-            NUM_EXPERTS=routing.num_experts,
-            TOP_K=top_k,
-            SCORING=routing.scoring,
-            HAS_BIAS=bias is not None,
-            LOGIT_BIAS=routing.logit_bias,
-            NORM=routing.norm_topk_prob,
-            # A constexpr argument, because a run-time value would be rounded to float32.
-            NORM_EPS=routing.norm_eps,
-            SCALE=routing.routed_scaling_factor,
-            N_GROUP=routing.n_group,
-            TOPK_GROUP=routing.topk_group,
-            TOP2_SUM=routing.group_score == "top2_sum",
-            EXACT=exact_type(logits.dtype),
-            BLOCK=block,
-            num_warps=max(block // WARP_EXPERTS, 1),
+            PARTS=num_parts, NUM_EXPERTS=routing.num_experts, TOP_K=top_k, SCORING=routing.scoring,
+            HAS_BIAS=bias is not None, LOGIT_BIAS=routing.logit_bias, NORMALIZES_WEIGHTS=routing.norm_topk_prob,
+            NORM_EPS=routing.norm_eps, SCALE=routing.routed_scaling_factor, N_GROUP=routing.n_group,
+            TOPK_GROUP=routing.topk_group, TOP2_SUM=routing.group_score == "top2_sum",
+            ACC_DTYPE=acc_dtype(logits.dtype), BLOCK=block, num_warps=max(block // WARP_EXPERTS, 1),
             **pdl_arguments(chip(logits)),
-        )
+        )  # fmt: skip
     return ids, weights

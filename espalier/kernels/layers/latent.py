@@ -1,13 +1,12 @@
 """Multi-head latent attention (MLA) before attention: norms the latent, applies RoPE, and stores one row per token.
 
 K is the whole row, [normed latent, rotated RoPE part].  V is the latent part of the same row (DeepSeek-AI 2024,
-arXiv:2405.04434, section 2.1).  On a GPU this is one launch, with 1 + blocks of heads programs per row.  The first
-stores the row's latent, the others rotate queries.  For few rows the product with k_up runs in further programs of the
-same launch (write_latents).
+arXiv:2405.04434, section 2.1).  On a GPU this is one launch.  The first program of a row stores the latent, and the
+others rotate blocks of query heads.  For few rows further programs compute the product with k_up (write_latents).
 
 `head_product` multiplies each head's rows with the head's own matrix: v_up, or k_up.  Grid: (blocks of outputs, heads).
-A program multiplies all rows for BLOCK_OUT outputs of one head.  It loads its part of the matrix before it waits for
-the previous kernel (PDL).  The kernel is for few rows: above MAX_HEAD_ROWS, PyTorch's batched product is faster.
+A program multiplies all rows for BLOCK_OUT outputs of one head.  A program loads its part of the matrix before it waits
+for the previous kernel (PDL).  The kernel is for few rows: above MAX_HEAD_ROWS, PyTorch's batched product is faster.
 
 Tolerance: sums are in float32, in another order than in other implementations, and are rounded once.
 """
@@ -27,57 +26,60 @@ from espalier.kernels.ops.rope import (
     MAX_HEAD_INPUTS,
     MAX_HEAD_ROWS,
     LatentDestination,
-    require_latent,
+    check_latent_sizes,
 )
-from espalier.kernels.runtime.jit import kernel, rounded_values
-from espalier.kernels.runtime.launch import chip, exact_type, power_of_two, require
+from espalier.kernels.runtime.jit import divide_and_clamp, kernel
+from espalier.kernels.runtime.launch import acc_dtype, chip, next_power_of_2, require
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger, pdl_trigger_and_wait, pdl_wait
 from espalier.kernels.state.kv_scales import require_kv_rows
 
 # Numbers of a matrix that a program holds in registers.
-TILE = 8192
+TILE_VALUES = 8192
 NUM_WARPS = 4
 
 
 @kernel
 def multiply_head(
-    x_ptr, w_ptr, out_ptr, block, head, num_rows, num_out, num_in, x_n, x_h, w_h, w_in, w_out, out_n, out_h,
-    BLOCK_ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, DEPENDENT: tl.constexpr,
+    x_ptr, w_ptr, out_ptr, block, head, num_rows, num_out, num_in, x_stride_n, x_stride_h, w_stride_h, w_stride_in,
+    w_stride_out, out_stride_n, out_stride_h,
+    BLOCK_ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Compute one block of a head's outputs for all rows.  It loads the matrix, then waits for the previous kernel."""
+    """Compute one block of a head's outputs for all rows.  The matrix is loaded before the PDL wait."""
     head = head.to(tl.int64)
     row, k = tl.arange(0, BLOCK_ROWS), tl.arange(0, BLOCK_IN)
     column = block * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     # The matrix may be loaded before the wait, because no kernel writes weights.
     w = tl.load(
-        w_ptr + head * w_h + column[:, None] * w_out + k[None, :] * w_in,
+        w_ptr + head * w_stride_h + column[:, None] * w_stride_out + k[None, :] * w_stride_in,
         mask=(column[:, None] < num_out) & (k[None, :] < num_in), other=0.0,
     )  # fmt: skip
-    pdl_wait(DEPENDENT)
+    pdl_wait(USE_PDL)
     x = tl.load(
-        x_ptr + row.to(tl.int64)[None, :] * x_n + head * x_h + k[:, None],
+        x_ptr + row.to(tl.int64)[None, :] * x_stride_n + head * x_stride_h + k[:, None],
         mask=(row[None, :] < num_rows) & (k[:, None] < num_in), other=0.0,
     )  # fmt: skip
     acc = tl.dot(w, x, out_dtype=tl.float32)
-    to = out_ptr + row.to(tl.int64)[:, None] * out_n + head * out_h + column[None, :]
+    to = out_ptr + row.to(tl.int64)[:, None] * out_stride_n + head * out_stride_h + column[None, :]
     mask = (row[:, None] < num_rows) & (column[None, :] < num_out)
     tl.store(to, tl.trans(acc).to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @kernel
 def _head_product_kernel(
-    x_ptr, w_ptr, out_ptr, num_rows, num_out, num_in, x_n, x_h, w_h, w_in, w_out, out_n, out_h,
-    BLOCK_ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, DEPENDENT: tl.constexpr,
+    x_ptr, w_ptr, out_ptr, num_rows, num_out, num_in, x_stride_n, x_stride_h, w_stride_h, w_stride_in, w_stride_out,
+    out_stride_n, out_stride_h,
+    BLOCK_ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    pdl_trigger(DEPENDENT)
+    pdl_trigger(USE_PDL)
     multiply_head(
         x_ptr, w_ptr, out_ptr, tl.program_id(0), tl.program_id(1), num_rows, num_out, num_in,
-        x_n, x_h, w_h, w_in, w_out, out_n, out_h, BLOCK_ROWS, BLOCK_OUT, BLOCK_IN, DEPENDENT,
+        x_stride_n, x_stride_h, w_stride_h, w_stride_in, w_stride_out, out_stride_n, out_stride_h, BLOCK_ROWS,
+        BLOCK_OUT, BLOCK_IN, USE_PDL,
     )  # fmt: skip
 
 
 def head_product(x: Tensor, weight: Tensor, out: Tensor) -> None:
-    """See ops/rope.py.  It takes 1 to MAX_HEAD_ROWS rows of bfloat16 or float16, and at most MAX_HEAD_INPUTS inputs.
+    """See ops/rope.py.  Supports 1 to MAX_HEAD_ROWS rows of bfloat16 or float16, and at most MAX_HEAD_INPUTS inputs.
 
     The weight may have any strides; x and out need a contiguous last dimension.  Raises EspalierError otherwise."""
     (rows, heads, num_in), num_out = x.shape, weight.shape[2]
@@ -104,8 +106,8 @@ def require_head_product(x: Tensor, weight: Tensor, out: Tensor) -> tuple[int, d
             f"head_product: the Triton kernel takes 1 to {MAX_HEAD_ROWS} rows of at most {MAX_HEAD_INPUTS} contiguous "
             f"inputs in bfloat16 or float16, but got {list(x.shape)} in {x.dtype}: use the reference"
         )
-    block_in = max(power_of_two(num_in), 16)
-    block_out = min(max(power_of_two(num_out), 16), TILE // block_in, 64)
+    block_in = max(next_power_of_2(num_in), 16)
+    block_out = min(max(next_power_of_2(num_out), 16), TILE_VALUES // block_in, 64)
     return -(-num_out // block_out), {"BLOCK_ROWS": MAX_HEAD_ROWS, "BLOCK_OUT": block_out, "BLOCK_IN": block_in}
 
 
@@ -115,7 +117,7 @@ HEADS_PER_PROGRAM = 16
 
 @kernel
 def rotated_halves(values_ptr, cos_ptr, sin_ptr, mask, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr,
-                    EXACT: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+                    ACC_DTYPE: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """(left, right): the halves of the values at values_ptr [.., 1], rotated.  cos_ptr, sin_ptr: of one position."""
     column = tl.arange(0, BLOCK)
     half: tl.constexpr = ROTARY // 2
@@ -127,12 +129,12 @@ def rotated_halves(values_ptr, cos_ptr, sin_ptr, mask, ROTARY: tl.constexpr, INT
     else:
         left_ptrs = values_ptr + column[None, :]
         right_ptrs = left_ptrs + half
-    left = tl.load(left_ptrs, mask=mask, other=0.0).to(EXACT)
-    right = tl.load(right_ptrs, mask=mask, other=0.0).to(EXACT)
-    left_cos = tl.load(cos_ptr + column, mask=exists, other=0.0).to(EXACT)[None, :]
-    right_cos = tl.load(cos_ptr + half + column, mask=exists, other=0.0).to(EXACT)[None, :]
-    left_sin = tl.load(sin_ptr + column, mask=exists, other=0.0).to(EXACT)[None, :]
-    right_sin = tl.load(sin_ptr + half + column, mask=exists, other=0.0).to(EXACT)[None, :]
+    left = tl.load(left_ptrs, mask=mask, other=0.0).to(ACC_DTYPE)
+    right = tl.load(right_ptrs, mask=mask, other=0.0).to(ACC_DTYPE)
+    left_cos = tl.load(cos_ptr + column, mask=exists, other=0.0).to(ACC_DTYPE)[None, :]
+    right_cos = tl.load(cos_ptr + half + column, mask=exists, other=0.0).to(ACC_DTYPE)[None, :]
+    left_sin = tl.load(sin_ptr + column, mask=exists, other=0.0).to(ACC_DTYPE)[None, :]
+    right_sin = tl.load(sin_ptr + half + column, mask=exists, other=0.0).to(ACC_DTYPE)[None, :]
     return left * left_cos + right * left_sin, right * right_cos + left * right_sin
 
 
@@ -147,15 +149,15 @@ def store_halves(ptrs, left, right, mask, ROTARY: tl.constexpr, BLOCK: tl.conste
 
 
 class LatentConstants(NamedTuple):
-    """Constexpr arguments.  RANK, Q_AT: values of a latent, and of a query, before the rotated part."""
+    """Constexpr arguments.  RANK, Q_ROPE_OFFSET: values of a latent, and of a query, before the rotated part."""
 
     EPS: float
     HEADS: int
     RANK: int
     ROTARY: int
-    Q_AT: int
+    Q_ROPE_OFFSET: int
     INTERLEAVED: bool
-    EXACT: Any
+    ACC_DTYPE: Any
     FP8_MAX: float
     BLOCK_H: int
     BLOCK_RANK: int
@@ -163,119 +165,125 @@ class LatentConstants(NamedTuple):
 
 
 @kernel
-def _store_latent(values, to, cos, sin, norm_ptr, scale_ptr, TYPE: tl.constexpr, CONSTANTS: tl.constexpr):
-    """Norm and rotate the latent at `values`, and store it at `to`.
+def _store_latent(
+    latent_ptr, out_ptr, cos_ptr, sin_ptr, norm_ptr, scale_ptr, DTYPE: tl.constexpr, CONSTANTS: tl.constexpr
+):
+    """Norm and rotate the latent at `latent_ptr`, and store it at `out_ptr`.
 
     norm_ptr: None without a norm.  scale_ptr: the scale of FP8 rows; None for other rows.
     """
     RANK: tl.constexpr = CONSTANTS.RANK
-    EXACT: tl.constexpr = CONSTANTS.EXACT
+    ACC_DTYPE: tl.constexpr = CONSTANTS.ACC_DTYPE
     column = tl.arange(0, CONSTANTS.BLOCK_RANK)
     exists = column < RANK
-    x = tl.load(values + column, mask=exists, other=0.0).to(EXACT)
+    x = tl.load(latent_ptr + column, mask=exists, other=0.0).to(ACC_DTYPE)
     if norm_ptr is not None:
-        weight = tl.load(norm_ptr + column, mask=exists, other=0.0).to(EXACT)
+        weight = tl.load(norm_ptr + column, mask=exists, other=0.0).to(ACC_DTYPE)
         x = x * (1.0 / tl.sqrt(tl.sum(x * x, 0) / RANK + CONSTANTS.EPS)) * weight
     one = tl.zeros([1, 1], tl.int32)
     left, right = rotated_halves(
-        values + RANK + one, cos, sin, one == 0, CONSTANTS.ROTARY, CONSTANTS.INTERLEAVED, EXACT, CONSTANTS.BLOCK
-    )
+        latent_ptr + RANK + one, cos_ptr, sin_ptr, one == 0, CONSTANTS.ROTARY, CONSTANTS.INTERLEAVED, ACC_DTYPE,
+        CONSTANTS.BLOCK,
+    )  # fmt: skip
     if scale_ptr is not None:
-        scale = tl.load(scale_ptr).to(EXACT)
-        x = rounded_values(x.to(TYPE).to(EXACT), scale, CONSTANTS.FP8_MAX)
-        left = rounded_values(left.to(TYPE).to(EXACT), scale, CONSTANTS.FP8_MAX)
-        right = rounded_values(right.to(TYPE).to(EXACT), scale, CONSTANTS.FP8_MAX)
-    tl.store(to + column, x.to(to.dtype.element_ty), mask=exists)
-    store_halves(to + RANK + one, left, right, one == 0, CONSTANTS.ROTARY, CONSTANTS.BLOCK)
+        scale = tl.load(scale_ptr).to(ACC_DTYPE)
+        x = divide_and_clamp(x.to(DTYPE).to(ACC_DTYPE), scale, CONSTANTS.FP8_MAX)
+        left = divide_and_clamp(left.to(DTYPE).to(ACC_DTYPE), scale, CONSTANTS.FP8_MAX)
+        right = divide_and_clamp(right.to(DTYPE).to(ACC_DTYPE), scale, CONSTANTS.FP8_MAX)
+    tl.store(out_ptr + column, x.to(out_ptr.dtype.element_ty), mask=exists)
+    store_halves(out_ptr + RANK + one, left, right, one == 0, CONSTANTS.ROTARY, CONSTANTS.BLOCK)
 
 
 @kernel
-def _rotate_or_store(n, block, operands, CONSTANTS: tl.constexpr):
+def _rotate_or_store(row_index, block, operands, CONSTANTS: tl.constexpr):
     """Store the latent of row n (block 0), or rotate the queries of BLOCK_H heads (blocks from 1 on)."""
     (
         rope_ptr, q_ptr, latent_ptr, cos_ptr, sin_ptr, norm_ptr, row_ptr, plane_ptr, scale_ptr,
-        rope_n, rope_h, q_n, q_h, latent_n, cos_n, sin_n, row_n, plane_row,
+        rope_stride_n, rope_stride_h, q_stride_n, q_stride_h, latent_stride_n, cos_stride_n, sin_stride_n, row_stride_n,
+        plane_stride_row,
     ) = operands  # fmt: skip
     ROTARY: tl.constexpr = CONSTANTS.ROTARY
-    n = n.to(tl.int64)
-    cos, sin = cos_ptr + n * cos_n, sin_ptr + n * sin_n
+    row_index = row_index.to(tl.int64)
+    cos, sin = cos_ptr + row_index * cos_stride_n, sin_ptr + row_index * sin_stride_n
     if block == 0:
-        to = plane_ptr + tl.load(row_ptr + n * row_n) * plane_row
+        to = plane_ptr + tl.load(row_ptr + row_index * row_stride_n) * plane_stride_row
         dtype: tl.constexpr = q_ptr.dtype.element_ty
-        _store_latent(latent_ptr + n * latent_n, to, cos, sin, norm_ptr, scale_ptr, dtype, CONSTANTS)
+        _store_latent(latent_ptr + row_index * latent_stride_n, to, cos, sin, norm_ptr, scale_ptr, dtype, CONSTANTS)
     else:
         head = ((block - 1) * CONSTANTS.BLOCK_H + tl.arange(0, CONSTANTS.BLOCK_H))[:, None]
-        mask, rope = head < CONSTANTS.HEADS, rope_ptr + n * rope_n + head * rope_h
+        mask, rope = head < CONSTANTS.HEADS, rope_ptr + row_index * rope_stride_n + head * rope_stride_h
         left, right = rotated_halves(
-            rope, cos, sin, mask, ROTARY, CONSTANTS.INTERLEAVED, CONSTANTS.EXACT, CONSTANTS.BLOCK
+            rope, cos, sin, mask, ROTARY, CONSTANTS.INTERLEAVED, CONSTANTS.ACC_DTYPE, CONSTANTS.BLOCK
         )
         # q_rope may be a view of q, so all warps must read their values before one of them writes.
         tl.debug_barrier()
-        store_halves(q_ptr + n * q_n + head * q_h + CONSTANTS.Q_AT, left, right, mask, ROTARY, CONSTANTS.BLOCK)
+        store_halves(
+            q_ptr + row_index * q_stride_n + head * q_stride_h + CONSTANTS.Q_ROPE_OFFSET, left, right, mask, ROTARY,
+            CONSTANTS.BLOCK,
+        )  # fmt: skip
 
 
 @kernel
-def _rotate_latent_kernel(operands, CONSTANTS: tl.constexpr, DEPENDENT: tl.constexpr):
+def _rotate_latent_kernel(operands, CONSTANTS: tl.constexpr, USE_PDL: tl.constexpr):
     """Store latents and rotate queries, see _rotate_or_store.  Grid: (rows, 1 + blocks of heads)."""
-    pdl_trigger_and_wait(DEPENDENT)
+    pdl_trigger_and_wait(USE_PDL)
     _rotate_or_store(tl.program_id(0), tl.program_id(1), operands, CONSTANTS)
 
 
 @kernel
 def _write_latents_kernel(
-    x_ptr, w_ptr, q_ptr, num_rows, num_in, num_product, x_n, x_h, w_h, w_in, w_out, q_n, q_h, operands,
+    x_ptr, w_ptr, q_ptr, num_rows, num_in, num_product, x_stride_n, x_stride_h, w_stride_h, w_stride_in, w_stride_out,
+    q_stride_n, q_stride_h, operands,
     CONSTANTS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid: num_product programs for the product with k_up, then the programs of _rotate_latent_kernel, row by row."""
     HEADS: tl.constexpr = CONSTANTS.HEADS
-    pdl_trigger(DEPENDENT)
+    pdl_trigger(USE_PDL)
     program = tl.program_id(0)
     if program < num_product:
         multiply_head(
             x_ptr, w_ptr, q_ptr, program // HEADS, program % HEADS, num_rows, CONSTANTS.RANK, num_in,
-            x_n, x_h, w_h, w_in, w_out, q_n, q_h, BLOCK_ROWS, BLOCK_OUT, BLOCK_IN, DEPENDENT,
+            x_stride_n, x_stride_h, w_stride_h, w_stride_in, w_stride_out, q_stride_n, q_stride_h, BLOCK_ROWS,
+            BLOCK_OUT, BLOCK_IN, USE_PDL,
         )  # fmt: skip
     else:
-        pdl_wait(DEPENDENT)
+        pdl_wait(USE_PDL)
         at, per_row = program - num_product, 1 + (HEADS + CONSTANTS.BLOCK_H - 1) // CONSTANTS.BLOCK_H
         _rotate_or_store(at // per_row, at % per_row, operands, CONSTANTS)
 
 
 def rotate_and_store_latent(q_rope: Tensor, q: Tensor, latent: Tensor, destination: LatentDestination) -> None:
     """See ops/rope.py.  Tolerance: one ulp of the dtype and a few ulps of float32 from the reference."""
-    require_latent(q_rope, q, latent, destination)
-    operands, constants, blocks = _rotation(q_rope, q, latent, destination)
+    check_latent_sizes(q_rope, q, latent, destination)
+    operands, constants, blocks = _rotation_arguments(q_rope, q, latent, destination)
     if len(q):
         _rotate_latent_kernel[len(q), blocks](
             operands, CONSTANTS=constants, num_warps=NUM_WARPS, **pdl_arguments(chip(q))
         )
 
 
-def write_latents(raw: Tensor, k_up: Tensor, q: Tensor, latent: Tensor, destination: LatentDestination) -> None:
+def write_latents(q_inputs: Tensor, k_up: Tensor, q: Tensor, latent: Tensor, destination: LatentDestination) -> None:
     """See ops/rope.py.  q must not be a view of raw.
 
-    The bits and the errors are those of head_product and rotate_and_store_latent.
+    The bits and the errors are the same as from head_product and rotate_and_store_latent.
     """
     nope, rank = k_up.shape[1:]
-    x, q_rope = raw[..., :nope], raw[..., nope:]
-    require_latent(q_rope, q, latent, destination)
+    x, q_rope = q_inputs[..., :nope], q_inputs[..., nope:]
+    check_latent_sizes(q_rope, q, latent, destination)
     num_blocks, sizes = require_head_product(x, k_up, q[..., :rank])
-    operands, constants, blocks = _rotation(q_rope, q, latent, destination)
+    operands, constants, blocks = _rotation_arguments(q_rope, q, latent, destination)
     num_product = num_blocks * x.shape[1]
     _write_latents_kernel[(num_product + len(q) * blocks,)](
         *(x, k_up, q, len(x), x.shape[2], num_product, *x.stride()[:2], *k_up.stride(), *q.stride()[:2], operands),
-        CONSTANTS=constants,
-        num_warps=NUM_WARPS,
-        **sizes,
-        **pdl_arguments(chip(q)),
-    )
+        CONSTANTS=constants, num_warps=NUM_WARPS, **sizes, **pdl_arguments(chip(q)),
+    )  # fmt: skip
 
 
-def _rotation(
+def _rotation_arguments(
     q_rope: Tensor, q: Tensor, latent: Tensor, destination: LatentDestination
 ) -> tuple[tuple[Any, ...], LatentConstants, int]:
-    """(operands, constexpr arguments, blocks per row) of _rotate_or_store.  Raises EspalierError."""
+    """Returns (operands, constexpr arguments, blocks per row) of _rotate_or_store.  Raises EspalierError."""
     rotation, form, rows, plane, scales = destination
     (count, heads, rotary), size = q_rope.shape, plane.shape[2]
     exact = torch.promote_types(q.dtype, torch.float32)
@@ -292,7 +300,7 @@ def _rotation(
     read = (q_rope, q, latent, rotation.cos, rotation.sin, plane, *(() if norm is None else (norm,)))
     if any(tensor.stride(-1) != 1 and tensor.shape[-1] > 1 for tensor in read):
         raise EspalierError("latent rope needs tensors with a contiguous last dimension: pass them contiguous")
-    block_h = min(HEADS_PER_PROGRAM, power_of_two(heads))
+    block_h = min(HEADS_PER_PROGRAM, next_power_of_2(heads))
     operands = (
         *(q_rope, q, latent, rotation.cos, rotation.sin, norm),
         *(rows, plane, None if scales is None else scales.k),
@@ -300,7 +308,7 @@ def _rotation(
         *(rotation.cos.stride(0), rotation.sin.stride(0), rows.stride(0), plane.stride(0)),
     )
     constants = LatentConstants(
-        *(form.eps, heads, size - rotary, rotary, q.shape[2] - rotary, form.interleaved, exact_type(q.dtype), FP8_MAX),
-        *(block_h, power_of_two(max(size - rotary, 1)), power_of_two(rotary // 2)),
+        *(form.eps, heads, size - rotary, rotary, q.shape[2] - rotary, form.interleaved, acc_dtype(q.dtype), FP8_MAX),
+        *(block_h, next_power_of_2(max(size - rotary, 1)), next_power_of_2(rotary // 2)),
     )
     return operands, constants, 1 + -(-heads // block_h)

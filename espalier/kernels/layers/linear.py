@@ -1,25 +1,26 @@
 """A linear layer for few rows: y = x · weightᵀ + bias, limited by the bandwidth of reading the weight once.
 
-Grid: (blocks of weight rows, splits).  A program multiplies BLOCK_OUT rows of the weight with all rows of x.  It covers
-all of `in`, or one of `splits` parts of it (split-K).  Split-K programs write float32 partial sums [splits, rows, out]
-without atomics.  Whoever reads the partial sums adds them in order, so the same input gives the same bits.  `linear`
-adds them with a second kernel; `linear_parts` returns them, and the next kernel adds them while it loads.
+Grid: (blocks of weight rows, splits).  A program multiplies BLOCK_OUT rows of the weight with all rows of x.  A program
+covers all columns, or one of `splits` parts of the columns (split-K).  Split-K programs write float32 partial sums
+[splits, rows, out] without atomics.  The reader of the partial sums adds them in order, so the same input gives the
+same bits.  `linear` adds them with a second kernel; `linear_parts` returns them, and the next kernel adds them while it
+loads.
 
-Above about 100 rows PyTorch's GEMM library is faster.  For some shapes several smaller calls to it are faster than one
-(`LibraryPlan`): a grid of 1.5 waves takes as long as a grid of 2.
+Above about 100 rows PyTorch's GEMM library is faster.  For some shapes several smaller library calls are faster than
+one (`LibraryPlan`), because a grid of 1.5 waves takes as long as a grid of 2.
 
-If one weight stacks gate over up, the epilogue also computes silu(gate) · up, without split-K (`linear_gated`).  So
-does the kernel of hopper/gated.py, for many rows.
+If one weight stacks gate over up, the epilogue also computes silu(gate) · up, without split-K (`linear_gated`).  For
+many rows, hopper/gated.py does the same.
 
 `espalier doctor --tune` measures which plan is fastest; linear_plans.py reads the result, lists the plans
-worth measuring, and has a rule for shapes that nobody measured.
+worth measuring, and has a rule for unmeasured shapes.
 
-Both kernels use PDL where the chip has it (kernels/runtime/pdl.py).  The first one prefetches its first tile of the
-weight into the L2 before it waits.
+Both kernels use PDL where the chip has it (kernels/runtime/pdl.py).  The first kernel prefetches its first tile of
+the weight into the L2 before it waits.
 
-Tolerance: products of 16-bit floats are exact in float32.  They are summed in float32, in a fixed order that other
-implementations do not share, and the result is rounded once.  Against float64 the error is at most half an ulp of the
-result, plus in · 2⁻²⁴ times the sum of the products' magnitudes.
+Tolerance: products of 16-bit floats are exact in float32.  The products are summed in float32, in a fixed order that
+other implementations do not share, and the result is rounded once.  Against float64 the error is at most half an ulp of
+the result, plus in · 2⁻²⁴ times the sum of the products' magnitudes.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ from espalier.kernels.layers.linear_plans import (
     TritonPlan,
     block_rows,
 )
-from espalier.kernels.ops.activation import SILU, Activation, require_halves
-from espalier.kernels.ops.linear import gated_parts, linear_parts_library
+from espalier.kernels.ops.activation import SILU, Activation, num_up_columns
+from espalier.kernels.ops.linear import activate_partial_sums, linear_parts_library
 from espalier.kernels.runtime.jit import kernel, load_sum
 from espalier.kernels.runtime.launch import Chip, chip, is_precompiling, require
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger, pdl_trigger_and_wait, pdl_wait, prefetch
@@ -55,24 +56,25 @@ SUM_BLOCK = 1024
 def _linear_kernel(
     x_ptr, w_ptr, bias_ptr, out_ptr, num_rows, num_out, num_in, x_stride, w_stride,
     BLOCK_ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr,
-    EVEN_OUT: tl.constexpr, EVEN_IN: tl.constexpr, BIAS: tl.constexpr, GATED: tl.constexpr, DEPENDENT: tl.constexpr,
+    EVEN_OUT: tl.constexpr, EVEN_IN: tl.constexpr, HAS_BIAS: tl.constexpr, IS_GATED: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """acc [BLOCK_OUT, BLOCK_ROWS] is a tile of out, transposed.  EVEN_OUT, EVEN_IN: whether tiles divide out and in.
 
-    GATED: the weight has num_out rows of gate, then num_out rows of up; out has num_out columns of silu(gate) * up.
+    IS_GATED: the weight has num_out rows of gate, then num_out rows of up; out has num_out columns of silu(gate) * up.
     """
-    w_rows = weight_rows(num_out, BLOCK_OUT, EVEN_OUT, GATED)
+    w_rows = weight_rows(num_out, BLOCK_OUT, EVEN_OUT, IS_GATED)
     split, num_splits = tl.program_id(1), tl.num_programs(1)
     steps = tl.cdiv(num_in, BLOCK_IN)
     k_begin, k_end = split * steps // num_splits * BLOCK_IN, (split + 1) * steps // num_splits * BLOCK_IN
     rows, ks = tl.arange(0, BLOCK_ROWS), tl.arange(0, BLOCK_IN)
     w_ptrs = w_ptr + w_rows.to(tl.int64)[:, None] * w_stride + (k_begin + ks)[None, :]
-    pdl_trigger(DEPENDENT)
-    if DEPENDENT:
-        # An L2 line of 128 bytes holds 64 numbers: one prefetch each.
+    pdl_trigger(USE_PDL)
+    if USE_PDL:
+        # One prefetch per L2 line of 128 bytes, which holds 64 numbers.
         lines = k_begin + tl.arange(0, BLOCK_IN // 64) * 64
         prefetch(w_ptr + w_rows.to(tl.int64)[:, None] * w_stride + tl.minimum(lines, num_in - 1)[None, :])
-    pdl_wait(DEPENDENT)
+    pdl_wait(USE_PDL)
     x_ptrs = x_ptr + rows.to(tl.int64)[None, :] * x_stride + (k_begin + ks)[:, None]
     acc = tl.zeros((BLOCK_OUT, BLOCK_ROWS), tl.float32)
     for k in range(k_begin, k_end, BLOCK_IN):
@@ -86,17 +88,17 @@ def _linear_kernel(
         acc = tl.dot(w, x, acc)
         w_ptrs += BLOCK_IN
         x_ptrs += BLOCK_IN
-    if BIAS:
+    if HAS_BIAS:
         # Only the first split adds the bias.
         acc += tl.where(split == 0, tl.load(bias_ptr + w_rows).to(tl.float32), 0.0)[:, None]
-    store_tile(acc, out_ptr, split, rows, num_rows, num_out, BLOCK_ROWS, BLOCK_OUT, GATED)
+    store_tile(acc, out_ptr, split, rows, num_rows, num_out, BLOCK_ROWS, BLOCK_OUT, IS_GATED)
 
 
 @kernel
-def weight_rows(num_out, BLOCK_OUT: tl.constexpr, EVEN_OUT: tl.constexpr, GATED: tl.constexpr):
-    """The rows of the weight that a program multiplies with: [BLOCK_OUT]."""
+def weight_rows(num_out, BLOCK_OUT: tl.constexpr, EVEN_OUT: tl.constexpr, IS_GATED: tl.constexpr):
+    """Returns the rows of the weight that a program multiplies with: [BLOCK_OUT]."""
     row = tl.arange(0, BLOCK_OUT)
-    if GATED:
+    if IS_GATED:
         # Interleave 8 rows of gate with their 8 rows of up: in a 16-row MMA tile one thread holds both values.
         w_rows = tl.program_id(0) * (BLOCK_OUT // 2) + row // 16 * 8 + row % 8
         return (w_rows if EVEN_OUT else tl.minimum(w_rows, num_out - 1)) + row % 16 // 8 * num_out
@@ -106,7 +108,7 @@ def weight_rows(num_out, BLOCK_OUT: tl.constexpr, EVEN_OUT: tl.constexpr, GATED:
 
 
 @kernel
-def gate_and_up(tile, BLOCK_ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr):
+def split_gate_and_up(tile, BLOCK_ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr):
     """The two halves, [BLOCK_OUT / 2, BLOCK_ROWS] each, of a tile [BLOCK_OUT, BLOCK_ROWS] of gated `weight_rows`."""
     pairs = tl.reshape(tile, (BLOCK_OUT // 16, 2, 8, BLOCK_ROWS)).permute(0, 2, 3, 1)
     return tl.split(tl.reshape(pairs, (BLOCK_OUT // 2, BLOCK_ROWS, 2)))
@@ -115,13 +117,13 @@ def gate_and_up(tile, BLOCK_ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr):
 @kernel
 def store_tile(
     acc, out_ptr, split, rows, num_rows, num_out,
-    BLOCK_ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, GATED: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, IS_GATED: tl.constexpr,
 ):  # fmt: skip
     """Write acc [BLOCK_OUT, BLOCK_ROWS], or silu(gate) * up of it, to `rows` of part `split` of out."""
-    BLOCK_WRITTEN: tl.constexpr = BLOCK_OUT // 2 if GATED else BLOCK_OUT
+    BLOCK_WRITTEN: tl.constexpr = BLOCK_OUT // 2 if IS_GATED else BLOCK_OUT
     result = acc.to(out_ptr.dtype.element_ty)
-    if GATED:
-        gate, up = gate_and_up(result, BLOCK_ROWS, BLOCK_OUT)
+    if IS_GATED:
+        gate, up = split_gate_and_up(result, BLOCK_ROWS, BLOCK_OUT)
         result = silu_times(gate.to(tl.float32), up.to(tl.float32)).to(out_ptr.dtype.element_ty)
     columns = tl.program_id(0) * BLOCK_WRITTEN + tl.arange(0, BLOCK_WRITTEN)
     offsets = (split.to(tl.int64) * num_rows + rows)[:, None] * num_out + columns[None, :]
@@ -131,10 +133,10 @@ def store_tile(
 
 @kernel
 def _sum_parts_kernel(
-    parts_ptr, out_ptr, count, SPLITS: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
+    parts_ptr, out_ptr, count, SPLITS: tl.constexpr, BLOCK: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """out [count] = sum of parts [SPLITS, count] float32; a program sums BLOCK numbers."""
-    pdl_trigger_and_wait(DEPENDENT)
+    pdl_trigger_and_wait(USE_PDL)
     offset = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = offset < count
     total = load_sum(parts_ptr + offset, count, mask, SPLITS, out_ptr.dtype.element_ty, tl.float32)
@@ -165,7 +167,7 @@ def linear_parts(x: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPla
         return F.linear(x, weight, bias)
     if isinstance(plan, LibraryPlan):
         return linear_parts_library(x, weight, bias, plan)
-    return _launch(x, weight, bias, plan, is_gated=False)
+    return _launch_kernel(x, weight, bias, plan, is_gated=False)
 
 
 def linear_gated(
@@ -174,15 +176,15 @@ def linear_gated(
     """Silu with a TritonPlan runs without split-K: the activation in the epilogue saves two launches.  Without a plan,
     silu of many rows on Hopper has a kernel of its own (hopper/gated.py).
     """
-    require_halves(weight.shape[0], activation)
+    num_up_columns(weight.shape[0], activation)
     if activation.is_silu and isinstance(plan, TritonPlan):
-        return _launch(x, weight, bias, replace(plan, splits=1), is_gated=True)
+        return _launch_kernel(x, weight, bias, replace(plan, splits=1), is_gated=True)
     if activation.is_silu and plan is None and x.is_cuda and supports_hopper_gated(x, weight, bias, chip(x)):
         if fills_chip(len(x), weight.shape[0] // 2, chip(x)):
             return hopper_gated(x, weight)
         if is_precompiling():
             hopper_gated(x, weight)
-    out = gated_parts.triton(linear_parts(x, weight, bias, plan), x.dtype, activation)
+    out = activate_partial_sums.triton(linear_parts(x, weight, bias, plan), x.dtype, activation)
     assert isinstance(out, Tensor)
     return out
 
@@ -191,15 +193,15 @@ def write_parts(x: Tensor, weight: Tensor, bias: Tensor | None, plan: TritonPlan
     require("linear: parts", out, (plan.splits, len(x), weight.shape[0]), torch.float32, x)
     if not out.is_contiguous():
         raise EspalierError(f"linear: parts must be contiguous, but have strides {out.stride()}")
-    _launch(x, weight, bias, plan, is_gated=False, out=out)
+    _launch_kernel(x, weight, bias, plan, is_gated=False, out=out)
 
 
-def _launch(
+def _launch_kernel(
     x: Tensor, weight: Tensor, bias: Tensor | None, plan: TritonPlan, is_gated: bool, out: Tensor | None = None
 ) -> Tensor:
     rows, num_in = x.shape
     splits, gpu = plan.splits, chip(x)
-    _require(x, weight, bias, plan, gpu)
+    _check_arguments(x, weight, bias, plan, gpu)
     num_out, block_written = weight.shape[0], plan.block_out
     if is_gated:
         num_out, block_written = num_out // 2, block_written // 2
@@ -212,13 +214,13 @@ def _launch(
         x, weight, bias, out, rows, num_out, num_in, x.stride(0), weight.stride(0),
         BLOCK_ROWS=block_rows(rows), BLOCK_OUT=plan.block_out, BLOCK_IN=plan.block_in,
         EVEN_OUT=num_out % block_written == 0, EVEN_IN=num_in % plan.block_in == 0,
-        BIAS=bias is not None, GATED=is_gated,
+        HAS_BIAS=bias is not None, IS_GATED=is_gated,
         num_warps=plan.warps, num_stages=plan.stages, **pdl_arguments(gpu),
     )  # fmt: skip
     return out
 
 
-def _require(x: Tensor, weight: Tensor, bias: Tensor | None, plan: TritonPlan, gpu: Chip) -> None:
+def _check_arguments(x: Tensor, weight: Tensor, bias: Tensor | None, plan: TritonPlan, gpu: Chip) -> None:
     rows, num_in = x.shape
     require("weight", weight, (-1, num_in), x.dtype, x)
     if bias is not None:

@@ -1,8 +1,8 @@
 """A linear layer whose weight is in a block format of GGUF files (blocks.py): y = x · weightᵀ + bias.
 
 A program reads the bytes of its rows' blocks as they are in the file.  The integers of a group are exact in bfloat16
-and float16, and tensor cores multiply them with the inputs.  The group's scale multiplies their float32 sum.  A minimum
-multiplies the sum of the group's inputs.  So no weight is rounded, and no dequantised weight is stored.
+and float16, and tensor cores multiply them with the inputs.  The group's scale multiplies their float32 sum.  A group's
+minimum is multiplied by the sum of the group's inputs.  So no weight is rounded, and no dequantised weight is stored.
 
 Tolerance: in · 2⁻²³ times the sum of magnitudes |x| · (|scale · integer| + |minimum|), and the rounding of the output.
 """
@@ -30,16 +30,16 @@ SPLIT_ROWS, PROGRAMS_PER_PROCESSOR, MAX_SPLITS, MIN_COLUMNS = 64, 2, 8, 512
 
 
 def linear_blocks(x: Tensor, weight: BlockMatrix, bias: Tensor | None) -> Tensor:
-    return _launch(x, weight, bias, splits_of(len(x), weight, chip(weight.blocks)))
+    return _launch_kernel(x, weight, bias, num_splits_for(len(x), weight, chip(weight.blocks)))
 
 
-def splits_of(rows: int, weight: BlockMatrix, gpu: Chip) -> int:
-    """The number of programs among which the columns of the weight are split."""
+def num_splits_for(rows: int, weight: BlockMatrix, gpu: Chip) -> int:
+    """Returns the number of programs among which the columns of the weight are split."""
     num_out, num_in = weight.shape
     if rows > SPLIT_ROWS:
         return 1
     wanted = PROGRAMS_PER_PROCESSOR * gpu.processors // -(-num_out // BLOCK_OUT)
-    return max(min(wanted, MAX_SPLITS, num_in // max(MIN_COLUMNS, weight.type.values)), 1)
+    return max(min(wanted, MAX_SPLITS, num_in // max(MIN_COLUMNS, weight.block_type.block_values)), 1)
 
 
 @kernel
@@ -50,23 +50,23 @@ def _load_float16(ptrs):
 
 
 @kernel
-def _load_bits(ptrs, shift, MASK: tl.constexpr):
-    return (tl.load(ptrs).to(tl.int32) >> shift) & MASK
+def _load_bits(ptrs, shift, BIT_MASK: tl.constexpr):
+    return (tl.load(ptrs).to(tl.int32) >> shift) & BIT_MASK
 
 
 @kernel
-def _decode_32(block, TYPE: tl.constexpr):
+def _decode_32(block, GGUF_TYPE: tl.constexpr):
     """(integers [BLOCK_OUT, 32], scales [BLOCK_OUT], minima [BLOCK_OUT]) of blocks of Q4_0, Q4_1, Q5_0, Q5_1 or Q8_0.
 
     block: [BLOCK_OUT], pointers to the blocks' first bytes.
     """
     i = tl.arange(0, 32)[None, :]
     scale, minimum = _load_float16(block), 0.0 * _load_float16(block)
-    if TYPE == 8:
+    if GGUF_TYPE == 8:
         integers = tl.load(block[:, None] + 2 + i).to(tl.int8, bitcast=True).to(tl.int32)
     else:
-        HAS_MINIMUM: tl.constexpr = TYPE % 2 == 1
-        HAS_FIFTH_BIT: tl.constexpr = TYPE >= 6
+        HAS_MINIMUM: tl.constexpr = GGUF_TYPE % 2 == 1
+        HAS_FIFTH_BIT: tl.constexpr = GGUF_TYPE >= 6
         AT: tl.constexpr = 4 if HAS_MINIMUM else 2
         integers = _load_bits(block[:, None] + (AT + (4 if HAS_FIFTH_BIT else 0)) + i % 16, i // 16 * 4, 15)
         if HAS_FIFTH_BIT:
@@ -79,9 +79,9 @@ def _decode_32(block, TYPE: tl.constexpr):
 
 
 @kernel
-def _decode_256(block, group: tl.constexpr, TYPE: tl.constexpr):
+def _decode_256(block, group: tl.constexpr, GGUF_TYPE: tl.constexpr):
     """See _decode_32: one group of blocks of Q4_K (12), Q5_K (13), or Q6_K (14), whose groups have 16 columns."""
-    if TYPE == 14:
+    if GGUF_TYPE == 14:
         first: tl.constexpr = 16 * group % 128
         i = first + tl.arange(0, 16)[None, :]
         half: tl.constexpr = group // 8
@@ -92,9 +92,9 @@ def _decode_256(block, group: tl.constexpr, TYPE: tl.constexpr):
         minimum = 0.0 * scale
     else:
         i = tl.arange(0, 32)[None, :]
-        AT: tl.constexpr = 16 if TYPE == 12 else 48
+        AT: tl.constexpr = 16 if GGUF_TYPE == 12 else 48
         integers = _load_bits(block[:, None] + (AT + group // 2 * 32) + i, group % 2 * 4, 15)
-        if TYPE == 13:
+        if GGUF_TYPE == 13:
             integers |= _load_bits(block[:, None] + 16 + i, group, 1) << 4
         four: tl.constexpr = group % 4
         small, low = _load_bits(block + (4 + four), 0, 255), _load_bits(block + (8 + four), 0, 255)
@@ -110,29 +110,31 @@ def _decode_256(block, group: tl.constexpr, TYPE: tl.constexpr):
 @kernel
 def _linear_blocks_kernel(
     x_ptr, blocks_ptr, bias_ptr, out_ptr, num_rows, num_out, num_blocks, x_stride,
-    TYPE: tl.constexpr, VALUES: tl.constexpr, NBYTES: tl.constexpr, GROUP: tl.constexpr, HAS_MINIMUM: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, EVEN_OUT: tl.constexpr, DEPENDENT: tl.constexpr,
+    GGUF_TYPE: tl.constexpr, BLOCK_VALUES: tl.constexpr, BLOCK_BYTES: tl.constexpr, GROUP_VALUES: tl.constexpr,
+    HAS_MINIMUM: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, EVEN_OUT: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """y = x · weightᵀ + bias.  Grid: (blocks of weight rows, splits, tiles of rows).  Arguments: see _linear_kernel.
 
-    num_blocks: blocks per row.  TYPE: the block format's number; VALUES, NBYTES, GROUP: sizes of a block.
+    num_blocks: blocks per row.  GGUF_TYPE: the block format's number; BLOCK_VALUES, BLOCK_BYTES, GROUP_VALUES: sizes of
+    a block.
     """
-    pdl_trigger_and_wait(DEPENDENT)
+    pdl_trigger_and_wait(USE_PDL)
     w_rows = weight_rows(num_out, BLOCK_OUT, EVEN_OUT, False).to(tl.int64)
     split, num_splits = tl.program_id(1), tl.num_programs(1)
     begin, end = split * num_blocks // num_splits, (split + 1) * num_blocks // num_splits
     rows = tl.program_id(2) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    x_ptrs = x_ptr + rows.to(tl.int64)[:, None] * x_stride + tl.arange(0, GROUP)[None, :]
+    x_ptrs = x_ptr + rows.to(tl.int64)[:, None] * x_stride + tl.arange(0, GROUP_VALUES)[None, :]
     inside = rows[:, None] < num_rows
     acc = tl.zeros((BLOCK_OUT, BLOCK_ROWS), tl.float32)
     for number in range(begin, end):
-        block = blocks_ptr + (w_rows * num_blocks + number) * NBYTES
-        for group in tl.static_range(VALUES // GROUP):
-            x = tl.load(x_ptrs + number * VALUES + group * GROUP, mask=inside, other=0.0)
-            if VALUES == 32:
-                integers, scale, minimum = _decode_32(block, TYPE)
+        block = blocks_ptr + (w_rows * num_blocks + number) * BLOCK_BYTES
+        for group in tl.static_range(BLOCK_VALUES // GROUP_VALUES):
+            x = tl.load(x_ptrs + number * BLOCK_VALUES + group * GROUP_VALUES, mask=inside, other=0.0)
+            if BLOCK_VALUES == 32:
+                integers, scale, minimum = _decode_32(block, GGUF_TYPE)
             else:
-                integers, scale, minimum = _decode_256(block, group, TYPE)
+                integers, scale, minimum = _decode_256(block, group, GGUF_TYPE)
             acc += tl.dot(integers.to(x.dtype), tl.trans(x)) * scale[:, None]
             if HAS_MINIMUM:
                 acc -= minimum[:, None] * tl.sum(x.to(tl.float32), 1)[None, :]
@@ -146,8 +148,8 @@ def _linear_blocks_kernel(
 FORMATS_WITH_MINIMA = ("Q4_1", "Q5_1", "Q4_K", "Q5_K")
 
 
-def _launch(x: Tensor, weight: BlockMatrix, bias: Tensor | None, splits: int) -> Tensor:
-    num_rows, (num_out, num_in), kind = len(x), weight.shape, weight.type
+def _launch_kernel(x: Tensor, weight: BlockMatrix, bias: Tensor | None, splits: int) -> Tensor:
+    num_rows, (num_out, num_in), kind = len(x), weight.shape, weight.block_type
     require("linear_blocks: x", x, (num_rows, num_in), None, weight.blocks)
     if bias is not None:
         require("linear_blocks: bias", bias, (num_out,), x.dtype, weight.blocks)
@@ -163,16 +165,9 @@ def _launch(x: Tensor, weight: BlockMatrix, bias: Tensor | None, splits: int) ->
         return sum_parts.triton(out, x.dtype)
     tile = min(block_rows(num_rows), MAX_BLOCK_ROWS)
     _linear_blocks_kernel[-(-num_out // BLOCK_OUT), splits, -(-num_rows // tile)](
-        *(x, weight.blocks, bias, out, num_rows, num_out, num_in // kind.values, x.stride(0)),
-        TYPE=kind.gguf_type,
-        VALUES=kind.values,
-        NBYTES=kind.nbytes,
-        GROUP=kind.group,
-        HAS_MINIMUM=kind.name in FORMATS_WITH_MINIMA,
-        BLOCK_ROWS=tile,
-        BLOCK_OUT=BLOCK_OUT,
-        EVEN_OUT=num_out % BLOCK_OUT == 0,
-        num_warps=WARPS,
-        **pdl_arguments(chip(x)),
-    )
+        *(x, weight.blocks, bias, out, num_rows, num_out, num_in // kind.block_values, x.stride(0)),
+        GGUF_TYPE=kind.gguf_type, BLOCK_VALUES=kind.block_values, BLOCK_BYTES=kind.block_bytes,
+        GROUP_VALUES=kind.group_values, HAS_MINIMUM=kind.name in FORMATS_WITH_MINIMA, BLOCK_ROWS=tile,
+        BLOCK_OUT=BLOCK_OUT, EVEN_OUT=num_out % BLOCK_OUT == 0, num_warps=WARPS, **pdl_arguments(chip(x)),
+    )  # fmt: skip
     return sum_parts.triton(out, x.dtype)

@@ -21,7 +21,7 @@ from espalier.kernels.layers.linear_plans import DTYPES
 from espalier.kernels.layers.quantised import E2M1_CODES, InputRows, QuantisedMatrix
 from espalier.kernels.layers.quantised_nibbles import numbers_of_words
 from espalier.kernels.layers.quantised_tile import format_constants, kernel_matrix
-from espalier.kernels.ops.activation import Activation, gated
+from espalier.kernels.ops.activation import Activation, gated_activation
 from espalier.kernels.ops.linear import write_product
 from espalier.kernels.runtime.jit import kernel
 from espalier.kernels.runtime.launch import chip, is_precompiling
@@ -60,7 +60,7 @@ def dequantised_gated(x: Tensor, weight: QuantisedMatrix, bias: Tensor | None, a
     """Return the activation of dequantised_product [rows, inner], for a weight that stacks gate over up."""
     if (out := _hopper_gated(x, weight, bias, activation)) is not None and not is_precompiling():
         return out
-    return gated.triton(dequantised_product(x, weight, bias), activation)
+    return gated_activation.triton(dequantised_product(x, weight, bias), activation)
 
 
 def _hopper_gated(x: Tensor, weight: QuantisedMatrix, bias: Tensor | None, activation: Activation) -> Tensor | None:
@@ -93,13 +93,13 @@ def blocks_of(num_rows: int, row_bytes: int) -> list[range]:
 @kernel
 def _write_values_kernel(
     words_ptr, scales_ptr, zeros_ptr, out_ptr, num_rows, num_in,
-    CODE: tl.constexpr, GROUP: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, DEPENDENT: tl.constexpr,
+    CODE: tl.constexpr, GROUP: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """out [num_rows, num_in]: the values of a matrix.  Grid: (blocks of columns, blocks of rows).
 
     Other arguments: see quantised_dot.
     """
-    pdl_trigger_and_wait(DEPENDENT)
+    pdl_trigger_and_wait(USE_PDL)
     # Columns that share a scale, or the 32 of interleaved words.
     UNIT: tl.constexpr = 16 if CODE == 3 else 32
     UNITS: tl.constexpr = BLOCK_IN // UNIT

@@ -3,10 +3,10 @@
 `espalier doctor --tune` measures and writes tables.  Our own measurements ship beside this file.  A user's table is
 read from the path in CHOICES_FILE or, if that is not set, from the user's configuration folder.  Its entries override
 the shipped ones.  A table applies to chips with the same compute capability, number of SMs and shared memory, and to
-the same activation dtype and weight format.  The GPU's name does not matter.  Nothing is measured at startup.
+the same activation dtype and weight format.  Nothing is measured at startup.
 
-A dense shape without an entry takes the rule up to 64 rows and F.linear above, if its chip has a table.  On a chip
-without a table every dense shape takes F.linear, and the log says so.  A quantised shape without an entry takes the
+If the chip has a table, a dense shape without an entry uses the rule up to 64 rows, and F.linear above.  Without a
+table all dense shapes use F.linear, and the log says so.  A quantised shape without an entry takes the
 rule of quantised_plans.py.  A format is "dense", or a name of quantised_plans.py:tuning_name.
 """
 
@@ -26,12 +26,12 @@ import torch
 from torch import Tensor
 
 from espalier.errors import EspalierError
-from espalier.kernels.runtime.launch import Chip, chip, power_of_two
+from espalier.kernels.runtime.launch import Chip, chip, next_power_of_2
 
 # The environment variable with the path of the user's table.
 CHOICES_FILE = "ESPALIER_CHOICES"
 SHIPPED_TUNING_FILE = Path(__file__).with_name("linear_tuning.json")
-# The weight format of a weight that is one tensor in the dtype of the activations.
+# The weight format of unquantised weights.
 DENSE = "dense"
 # The key of a list of tables that every file has.
 REQUIRED_KEY = "tables"
@@ -46,14 +46,14 @@ MAX_ROWS = 256
 MIN_BLOCK_ROWS = 16
 # (most rows, the (block_out, block_in, warps) to measure up to that number of rows): the tiles within 2.5% of the best
 # in a wider search on an H200 (docs/log.md), and one that fits small GPUs.
-TILES = (
+CANDIDATE_TILES = (
     (32, ((32, 256, 4), (64, 64, 4), (64, 128, 4), (64, 256, 4), (128, 64, 4), (128, 128, 4))),
     (64, ((64, 64, 4), (64, 128, 4), (128, 64, 4), (128, 128, 4))),
     (128, ((64, 64, 4), (64, 128, 4), (128, 64, 4), (128, 64, 8))),
     (256, ((64, 64, 4), (128, 64, 8))),
 )
-STAGES = (2, 3, 4, 6, 8)
-SPLITS = (1, 2, 3, 4, 6, 8)
+CANDIDATE_STAGES = (2, 3, 4, 6, 8)
+CANDIDATE_SPLITS = (1, 2, 3, 4, 6, 8)
 # The library's plans are measured from this number of rows on.  For fewer rows its tiles are worse than ours.
 LIBRARY_MIN_ROWS = 65
 LIBRARY_PIECES = (2, 3, 4)
@@ -62,7 +62,7 @@ LIBRARY_SPLITS = (2, 4)
 LIBRARY_TILE = 128
 # The most rows for which `plan_by_rule` has a plan.
 RULE_ROWS = 64
-# (most rows, block_in) if a program has a multiprocessor alone: faster from 17 rows on, on an H100.
+# (most rows, block_in) for one program per multiprocessor, which is faster from 17 rows on (H100).
 RULE_ALONE = ((32, 128), (64, 64))
 # The rule's tile, warps, most splits, and stages by the number of programs that share a multiprocessor.  These values
 # were the fastest for most shapes, up to 16 rows on an H200.
@@ -110,13 +110,13 @@ class TuningSchema(Generic[P]):
     log: Callable[[Key, Mapping[Size, tuple[P, ...]], Sequence[str]], None]
 
     def plan_at(self, plans: Sequence[P], count: float) -> P | None:
-        """The plan of a size for the bucket of `count`; None if count is above the largest bucket."""
+        """Returns the plan of a size for the bucket of `count`; None if count is above the largest bucket."""
         for bound, plan in zip(self.buckets, plans, strict=True):
             if count <= bound:
                 return plan
         return None
 
-    def read(self, path: Path) -> list[TuningTable[P]]:
+    def read_tables(self, path: Path) -> list[TuningTable[P]]:
         """The tables in a file.  Raises EspalierError, naming the file, if it does not have the format of `write`."""
         try:
             return [self._table_from_json(entry) for entry in _read_json(path).get(self.tables_key, [])]
@@ -126,12 +126,12 @@ class TuningSchema(Generic[P]):
                 "--tune"
             ) from None
 
-    def write(self, path: Path, table: TuningTable[P]) -> None:
+    def write_table(self, path: Path, table: TuningTable[P]) -> None:
         """Merge a table into a file.  The file keeps other tables, and sizes of the same table that are not in `table`.
 
         Raises EspalierError.
         """
-        tables = self.read(path) if path.exists() else []
+        tables = self.read_tables(path) if path.exists() else []
         known = {size: plan for old in tables if old.key == table.key for size, plan in old.plans.items()}
         merged = [*(old for old in tables if old.key != table.key), replace(table, plans=known | dict(table.plans))]
         content = _read_json(path) if path.exists() else {REQUIRED_KEY: []}
@@ -174,22 +174,22 @@ class TuningSchema(Generic[P]):
 
 
 @cache
-def active_plans(kind: TuningSchema[P], key: Key, user_path: Path) -> Mapping[Size, tuple[P, ...]]:
-    """The shipped plans and the user's plans, see TunedKind.measured.  The user's file need not exist."""
+def active_plans(schema: TuningSchema[P], key: Key, user_path: Path) -> Mapping[Size, tuple[P, ...]]:
+    """Returns the shipped plans and the user's plans, see TuningSchema.measured.  The user's file need not exist."""
     plans: dict[Size, tuple[P, ...]] = {}
     sources = []
     # pathlib's is_file would raise if the user may not read the folder.
     for path in (path for path in (SHIPPED_TUNING_FILE, user_path) if os.path.isfile(path)):
-        for table in kind.read(path):
+        for table in schema.read_tables(path):
             if table.key == key:
                 plans |= table.plans
                 sources.append(f"{path} ({len(table.plans)} shapes)")
-    kind.log(key, plans, sources)
+    schema.log(key, plans, sources)
     return plans
 
 
 def user_tuning_file() -> Path:
-    """The path of the user's table; the file need not exist."""
+    """Returns the path of the user's table; the file need not exist."""
     # expanduser does not raise if the user has no home; pathlib's version would.
     config = os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")
     return Path(os.environ.get(CHOICES_FILE) or f"{config}/espalier/choices.json")
@@ -229,7 +229,7 @@ class TritonPlan:
     stages: int
 
     def shared_memory(self, rows: int) -> int:
-        """Bytes of shared memory that a program uses for `rows` rows."""
+        """Returns bytes of shared memory that a program uses for `rows` rows."""
         return self.stages * (self.block_out + block_rows(rows)) * self.block_in * 2 + RESERVED_SHARED_MEMORY
 
 
@@ -249,20 +249,20 @@ LinearPlan = TritonPlan | LibraryPlan | None
 
 
 def block_rows(rows: int) -> int:
-    """The tile size along rows: rows padded to a power of two, at least MIN_BLOCK_ROWS."""
-    return max(power_of_two(rows), MIN_BLOCK_ROWS)
+    """Returns the tile size along rows: rows padded to a power of two, at least MIN_BLOCK_ROWS."""
+    return max(next_power_of_2(rows), MIN_BLOCK_ROWS)
 
 
 def candidate_plans(rows: int, num_out: int, num_in: int, gpu: Chip) -> list[TritonPlan | LibraryPlan]:
-    """The plans worth measuring against F.linear."""
+    """Returns the plans worth measuring against F.linear."""
     library = _library_plans(num_out, num_in) if rows >= LIBRARY_MIN_ROWS else []
     return [*_triton_plans(rows, num_out, num_in, gpu), *library]
 
 
 def plan_by_rule(rows: int, num_out: int, num_in: int, gpu: Chip) -> LinearPlan:
-    """The plan of a shape that was not measured, for a bucket of at most `rows` rows; None above RULE_ROWS.
+    """Returns the plan of a shape that was not measured, for a bucket of at most `rows` rows; None above RULE_ROWS.
 
-    It splits `in` as long as all programs run at once and each program fills its pipeline.
+    The rule splits `in` while all programs still run at once and each program fills its pipeline.
     """
     if rows > RULE_ROWS:
         return None
@@ -278,11 +278,11 @@ def plan_by_rule(rows: int, num_out: int, num_in: int, gpu: Chip) -> LinearPlan:
 
 
 def _one_per_processor_plan(rows: int, num_out: int, num_in: int, gpu: Chip) -> TritonPlan:
-    """The rule's plan with at most one program per multiprocessor, and as many stages as fit."""
+    """Returns the rule's plan with at most one program per multiprocessor, and as many stages as fit."""
     block_out, block_in = RULE_TILE[0], next(block_in for most, block_in in RULE_ALONE if rows <= most)
     blocks, steps = -(-num_out // block_out), -(-num_in // block_in)
     splits = max(min(RULE_SPLITS, gpu.processors // blocks, steps // max(RULE_STAGES[1:])), 1)
-    plans = [TritonPlan(block_out, block_in, splits, RULE_WARPS, stages) for stages in reversed(STAGES)]
+    plans = [TritonPlan(block_out, block_in, splits, RULE_WARPS, stages) for stages in reversed(CANDIDATE_STAGES)]
     return next(plan for plan in plans if plan.shared_memory(rows) <= gpu.shared_memory)
 
 
@@ -292,18 +292,18 @@ def _library_plans(num_out: int, num_in: int) -> list[LibraryPlan]:
 
 
 def _triton_plans(rows: int, num_out: int, num_in: int, gpu: Chip) -> list[TritonPlan]:
-    tiles = next(tiles for max_rows, tiles in TILES if rows <= max_rows)
+    tiles = next(tiles for max_rows, tiles in CANDIDATE_TILES if rows <= max_rows)
     plans = (
         TritonPlan(block_out, block_in, splits, warps, stages)
         for block_out, block_in, warps in tiles
-        for stages in STAGES
-        for splits in SPLITS
+        for stages in CANDIDATE_STAGES
+        for splits in CANDIDATE_SPLITS
     )
     return [plan for plan in plans if _worth_measuring(plan, rows, num_out, num_in, gpu)]
 
 
 def _worth_measuring(plan: TritonPlan, rows: int, num_out: int, num_in: int, gpu: Chip) -> bool:
-    """Whether a plan is worth measuring.
+    """Returns whether a plan is worth measuring.
 
     With split-K the grid must have 0.45 to 1 wave; without split-K, any number of waves.  A weight whose rows are too
     short to fill the pipeline gets the fewest stages and no split-K."""
@@ -312,13 +312,13 @@ def _worth_measuring(plan: TritonPlan, rows: int, num_out: int, num_in: int, gpu
     if programs_per_sm == 0 or plan.shared_memory(rows) * min(programs_per_sm, 8) < gpu.shared_memory // 3:
         return False
     if -(-num_in // plan.block_in) < plan.stages * plan.splits:
-        return plan.splits == 1 and plan.stages == STAGES[0]
+        return plan.splits == 1 and plan.stages == CANDIDATE_STAGES[0]
     programs = -(-num_out // plan.block_out) * plan.splits
     return plan.splits == 1 or 0.45 * gpu.processors <= programs <= gpu.processors * programs_per_sm
 
 
-# Upper bounds of the buckets of rows.  A bucket has one plan; above the largest, F.linear runs.  Within a bucket a
-# TritonPlan gives a row the same bits for any number of rows.  Up to 16 rows are padded to 16, so they are one bucket.
+# Upper bounds of the buckets of rows.  A bucket has one plan; above the largest bound, F.linear runs.  Within a bucket,
+# a TritonPlan gives a row the same bits for any number of rows.
 ROWS_BUCKETS = (16, 32, 64, 128, 256)
 
 # The kernel prefetches whole lines of 128 bytes, which are 64 numbers.
@@ -340,10 +340,10 @@ def dense_plans_for(weight: Tensor) -> LinearPlans | None:
     return plans_for_shape(chip(weight), shape, LINEAR_TUNING.measured(chip(weight), weight.dtype))
 
 
-def plans_for_shape(gpu: Chip, shape: Size, measured: Mapping[Size, LinearPlans]) -> LinearPlans | None:
-    """The plans for a weight shape, given the plans measured on this chip; None if there are none."""
-    if shape in measured or not measured:
-        return measured.get(shape)
+def plans_for_shape(gpu: Chip, shape: Size, measured_plans: Mapping[Size, LinearPlans]) -> LinearPlans | None:
+    """Returns the plans for a weight shape, given the plans measured on this chip; None if there are none."""
+    if shape in measured_plans or not measured_plans:
+        return measured_plans.get(shape)
     _log_rule(shape)
     return tuple(plan_by_rule(rows, *shape, gpu) for rows in ROWS_BUCKETS)
 

@@ -37,8 +37,8 @@ from espalier.kernels.layers.quantised_tile import (
     quantised_dot,
 )
 from espalier.kernels.layers.scaled_product import library_supports_product, max_kernel_rows, scaled_product
-from espalier.kernels.ops.activation import SILU, Activation, gated, require_halves
-from espalier.kernels.ops.linear import gated_parts, quantise_rows, rounds_activation, sum_parts
+from espalier.kernels.ops.activation import SILU, Activation, gated_activation, num_up_columns
+from espalier.kernels.ops.linear import activate_partial_sums, can_round_activation, quantise_rows, sum_parts
 from espalier.kernels.runtime.jit import kernel
 from espalier.kernels.runtime.launch import chip, require
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger, pdl_wait
@@ -71,18 +71,18 @@ def linear_quantised_gated(
     activation: Activation = SILU,
     rounding: InputScales | None = None,
 ) -> InputRows:
-    inner = require_halves(weight.shape[0], activation)
+    inner = num_up_columns(weight.shape[0], activation)
     if plan is None and weight.codes.is_cuda and multiplies_dequantised(x, weight):
         return dequantised_gated(kernel_inputs(x, weight)[0], weight, bias, activation)
     if plan is None and (product := _library_product(x, weight, bias)) is not None:
-        return gated.triton(product, activation)
+        return gated_activation.triton(product, activation)
     plan = quantised_plan_for(weight, x) if plan is None else plan
     if activation.is_silu and plan.splits == 1:
         return _launch(x, weight, bias, plan, is_gated=True)
     # The library takes many rows unrounded.
     is_few = rounding is not None and len(x) <= max_kernel_rows(rounding, chip(weight.codes))
-    rounding = rounding if is_few and rounding is not None and rounds_activation(inner, rounding) else None
-    return gated_parts.triton(linear_quantised_parts(x, weight, bias, plan), x.dtype, activation, rounding)
+    rounding = rounding if is_few and rounding is not None and can_round_activation(inner, rounding) else None
+    return activate_partial_sums.triton(linear_quantised_parts(x, weight, bias, plan), x.dtype, activation, rounding)
 
 
 def _library_product(x: InputRows, weight: QuantisedMatrix, bias: Tensor | None) -> Tensor | None:
@@ -99,24 +99,24 @@ def _linear_quantised_kernel(
     x_ptr, x_scales_ptr, codes_ptr, scales_ptr, zeros_ptr, bias_ptr, out_ptr, num_rows, num_out, num_in, x_stride,
     CODE: tl.constexpr, GROUP: tl.constexpr, ROW_BLOCK: tl.constexpr, INPUT_GROUP: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, EVEN_OUT: tl.constexpr,
-    EVEN_IN: tl.constexpr, GATED: tl.constexpr, PREFETCHED_LINES: tl.constexpr, DEPENDENT: tl.constexpr,
+    EVEN_IN: tl.constexpr, IS_GATED: tl.constexpr, PREFETCHED_LINES: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid: (blocks of weight rows, splits, tiles of rows).  Arguments as _linear_kernel and quantised_dot.
 
     PREFETCHED_LINES: L2 lines of a row's codes that are prefetched before the wait, a power of two.
     """
-    w_rows = weight_rows(num_out, BLOCK_OUT, EVEN_OUT, GATED).to(tl.int64)
+    w_rows = weight_rows(num_out, BLOCK_OUT, EVEN_OUT, IS_GATED).to(tl.int64)
     split, num_splits = tl.program_id(1), tl.num_programs(1)
     steps = tl.cdiv(num_in, BLOCK_IN)
     k_begin, k_end = split * steps // num_splits * BLOCK_IN, (split + 1) * steps // num_splits * BLOCK_IN
     rows = tl.program_id(2) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     x_rows = rows.to(tl.int64)
-    pdl_trigger(DEPENDENT)
-    if DEPENDENT:
+    pdl_trigger(USE_PDL)
+    if USE_PDL:
         prefetch_codes(codes_ptr, w_rows, k_begin, k_end, num_in, CODE, PREFETCHED_LINES)
         if CODE == 1:
             prefetch_scales(scales_ptr, zeros_ptr, w_rows, k_begin, k_end, num_in, GROUP)
-    pdl_wait(DEPENDENT)
+    pdl_wait(USE_PDL)
     x_scale_ptrs = None
     if x_scales_ptr is not None:
         x_scale_ptrs = x_scales_ptr + x_rows * (tl.cdiv(num_in, INPUT_GROUP) if INPUT_GROUP > 0 else 1)
@@ -127,7 +127,7 @@ def _linear_quantised_kernel(
     if bias_ptr is not None:
         # Only the first split adds the bias.
         acc += tl.where(split == 0, tl.load(bias_ptr + w_rows).to(tl.float32), 0.0)[:, None]
-    store_tile(acc, out_ptr, split, rows, num_rows, num_out, BLOCK_ROWS, BLOCK_OUT, GATED)
+    store_tile(acc, out_ptr, split, rows, num_rows, num_out, BLOCK_ROWS, BLOCK_OUT, IS_GATED)
 
 
 def _launch(x: InputRows, weight: QuantisedMatrix, bias: Tensor | None, plan: TritonPlan, is_gated: bool) -> Tensor:
@@ -157,7 +157,7 @@ def _launch(x: InputRows, weight: QuantisedMatrix, bias: Tensor | None, plan: Tr
         BLOCK_IN=plan.block_in,
         EVEN_OUT=num_out % block_written == 0,
         EVEN_IN=num_in % plan.block_in == 0,
-        GATED=is_gated,
+        IS_GATED=is_gated,
         PREFETCHED_LINES=prefetched_lines(x, weight.code, plan),
         num_warps=plan.warps,
         num_stages=plan.stages,

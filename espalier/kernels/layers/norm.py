@@ -4,9 +4,9 @@ Grid: one program per row, which holds the whole row in registers.  The kernel c
 and rounds once.
 
 For a few rows, another kernel also multiplies the norm with the router of a mixture of experts.  Grid: (rows, blocks of
-experts).  Each program norms the whole row again and multiplies it with BLOCK_E rows of the router.  It loads these
-rows before it waits for the preceding kernel (PDL).  The norm is repeated num_experts / BLOCK_E times.  So for more
-than MAX_ROUTER_ROWS rows, separate launches for the norm and the product are faster.
+experts).  Each program norms the whole row again and multiplies it with BLOCK_E rows of the router.  A program loads
+these rows before it waits for the preceding kernel (PDL).  So the norm is computed num_experts / BLOCK_E times.  For
+more than MAX_ROUTER_ROWS rows, separate launches for norm and product are faster.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from espalier.kernels.layers.quantise_rows import allocate_rounded_rows, store_r
 from espalier.kernels.layers.quantised import InputRows, InputScales, RoundedRows
 from espalier.kernels.ops.norm import MAX_ROUTER_ROWS, can_round_norm
 from espalier.kernels.runtime.jit import kernel, load_sum
-from espalier.kernels.runtime.launch import chip, exact_type, power_of_two, require, warps_for
+from espalier.kernels.runtime.launch import acc_dtype, chip, next_power_of_2, require, warps_for
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger, pdl_trigger_and_wait, pdl_wait
 
 # The values of a row per warp.  A thread loads few values, because with a single row nothing hides the latency of loads
@@ -31,38 +31,41 @@ NORM_WARP_VALUES = 128
 
 @kernel
 def _rms_norm_kernel(
-    x_ptr, delta_ptr, weight_ptr, sum_ptr, out_ptr, x_row_stride, delta_row_stride, delta_split_stride, values_ptr,
-    scales_ptr, static_ptr,
-    EPS: tl.constexpr, SIZE: tl.constexpr, SPLITS: tl.constexpr, EXACT: tl.constexpr, BLOCK: tl.constexpr,
-    GROUP: tl.constexpr, FP8_MAX: tl.constexpr, DEPENDENT: tl.constexpr,
+    x_ptr, delta_ptr, weight_ptr, sum_ptr, out_ptr, x_row_stride, delta_row_stride, delta_split_stride,
+    rounded_values_ptr, rounded_scales_ptr, static_scale_ptr,
+    EPS: tl.constexpr, ROW_SIZE: tl.constexpr, SPLITS: tl.constexpr, ACC_DTYPE: tl.constexpr, BLOCK: tl.constexpr,
+    GROUP_COLUMNS: tl.constexpr, FP8_MAX: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """SPLITS: the number of delta's partial sums; 1 for a delta without splits, 0 for no delta.
 
-    out_ptr: gets the norm; may be None.  values_ptr: gets the norm rounded to FP8 as in quantise_rows.py, with a scale
-    for each GROUP columns; may be None.
+    out_ptr: gets the norm; may be None.  rounded_values_ptr: gets the norm rounded to FP8 as in quantise_rows.py, with
+    a scale for each GROUP_COLUMNS columns; may be None.
     """
-    pdl_trigger_and_wait(DEPENDENT)
+    pdl_trigger_and_wait(USE_PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
-    mask = column < SIZE
-    # The weight is loaded before the reduction: a later load would wait for memory once more.
-    weight = tl.load(weight_ptr + column, mask=mask, other=0.0).to(EXACT)
-    x = tl.load(x_ptr + row * x_row_stride + column, mask=mask, other=0.0).to(EXACT)
+    mask = column < ROW_SIZE
+    # The weight is loaded before the reduction, so that both loads overlap.
+    weight = tl.load(weight_ptr + column, mask=mask, other=0.0).to(ACC_DTYPE)
+    x = tl.load(x_ptr + row * x_row_stride + column, mask=mask, other=0.0).to(ACC_DTYPE)
     if SPLITS:
         delta = delta_ptr + row * delta_row_stride + column
-        x += load_sum(delta, delta_split_stride, mask, SPLITS, sum_ptr.dtype.element_ty, EXACT)
-        # The sum is rounded before the norm, because the norm is that of the residual stream's rounded values.
+        x += load_sum(delta, delta_split_stride, mask, SPLITS, sum_ptr.dtype.element_ty, ACC_DTYPE)
+        # The sum is rounded before the norm, because the residual stream holds the rounded sum.
         x = x.to(sum_ptr.dtype.element_ty)
         # evict_last: the next norm reads the sum again, after a linear's weights have passed through the L2.
-        tl.store(sum_ptr + row * SIZE + column, x, mask=mask, eviction_policy="evict_last")
-        x = x.to(EXACT)
-    scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / SIZE + EPS)
+        tl.store(sum_ptr + row * ROW_SIZE + column, x, mask=mask, eviction_policy="evict_last")
+        x = x.to(ACC_DTYPE)
+    scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / ROW_SIZE + EPS)
     norm = x * scale * weight
-    if values_ptr is not None:
+    if rounded_values_ptr is not None:
         of_type = norm.to(x_ptr.dtype.element_ty).to(tl.float32)
-        store_rounded(of_type, row, values_ptr, scales_ptr, static_ptr, SIZE, BLOCK, GROUP, FP8_MAX)
+        store_rounded(
+            of_type, row, rounded_values_ptr, rounded_scales_ptr, static_scale_ptr, ROW_SIZE, BLOCK, GROUP_COLUMNS,
+            FP8_MAX,
+        )  # fmt: skip
     if out_ptr is not None:
-        tl.store(out_ptr + row * SIZE + column, norm.to(out_ptr.dtype.element_ty), mask=mask)
+        tl.store(out_ptr + row * ROW_SIZE + column, norm.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -72,7 +75,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """
     flat = x.reshape(-1, x.shape[-1])
     out = torch.empty(flat.shape, dtype=x.dtype, device=x.device)
-    _launch(flat, None, weight, eps, None, out)
+    _launch_kernel(flat, None, weight, eps, None, out)
     return out.view(x.shape)
 
 
@@ -80,23 +83,28 @@ def add_rms_norm(delta: Tensor, residual: Tensor, weight: Tensor, eps: float) ->
     """See ops/norm.py.  The sum equals the reference's to the bit; the norm has the tolerance of rms_norm."""
     _require_delta(delta, residual)
     total, out = (torch.empty(residual.shape, dtype=residual.dtype, device=residual.device) for _ in range(2))
-    _launch(residual, delta, weight, eps, total, out)
+    _launch_kernel(residual, delta, weight, eps, total, out)
     return total, out
 
 
 def rounded_norm(
-    delta: Tensor | None, residual: Tensor, weight: Tensor, eps: float, inputs: InputScales, return_norm: bool = False
+    delta: Tensor | None,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    input_scales: InputScales,
+    return_norm: bool = False,
 ) -> tuple[Tensor, Tensor | None, RoundedRows]:
-    if not can_round_norm(residual.shape[1], inputs):
+    if not can_round_norm(residual.shape[1], input_scales):
         raise EspalierError(
-            f"a norm of {residual.shape[1]} columns is rounded in groups of a power of two, not {inputs.group}"
+            f"a norm of {residual.shape[1]} columns is rounded in groups of a power of two, not {input_scales.group}"
         )
     if delta is not None:
         _require_delta(delta, residual)
     total = None if delta is None else torch.empty_like(residual, memory_format=torch.contiguous_format)
     out = torch.empty(residual.shape, dtype=residual.dtype, device=residual.device) if return_norm else None
-    rounded = allocate_rounded_rows(residual, inputs)
-    _launch(residual, delta, weight, eps, total, out, rounded, inputs)
+    rounded = allocate_rounded_rows(residual, input_scales)
+    _launch_kernel(residual, delta, weight, eps, total, out, rounded, input_scales)
     return residual if total is None else total, out, rounded
 
 
@@ -108,7 +116,7 @@ def _require_delta(delta: Tensor, residual: Tensor) -> None:
         require("add_rms_norm: delta", delta, tuple(residual.shape), residual.dtype, residual)
 
 
-def _launch(
+def _launch_kernel(
     x: Tensor,
     delta: Tensor | None,
     weight: Tensor,
@@ -116,7 +124,7 @@ def _launch(
     total: Tensor | None,
     out: Tensor | None,
     rounded: RoundedRows | None = None,
-    inputs: InputScales | None = None,
+    input_scales: InputScales | None = None,
 ) -> None:
     rows, size = x.shape
     require("rms_norm: weight", weight, (size,), None, x)
@@ -124,61 +132,60 @@ def _launch(
         return
     x = x if x.stride(-1) == 1 else x.contiguous()
     addend = x if delta is None else delta if delta.stride(-1) == 1 else delta.contiguous()
-    block = power_of_two(size)
+    block = next_power_of_2(size)
     _rms_norm_kernel[(rows,)](
         *(x, addend, weight.contiguous(), x if total is None else total, out),
         *(x.stride(0), addend.stride(-2), addend.stride(0)),
-        EPS=eps,
-        SIZE=size,
-        SPLITS=0 if delta is None else delta.shape[0] if delta.ndim == 3 else 1,
-        EXACT=exact_type(x.dtype),
-        BLOCK=block,
-        num_warps=warps_for(block, NORM_WARP_VALUES),
-        **store_rounded_arguments(rounded, inputs, block),
-        **pdl_arguments(chip(x)),
-    )
+        EPS=eps, ROW_SIZE=size, SPLITS=0 if delta is None else delta.shape[0] if delta.ndim == 3 else 1,
+        ACC_DTYPE=acc_dtype(x.dtype), BLOCK=block, num_warps=warps_for(block, NORM_WARP_VALUES),
+        **store_rounded_arguments(rounded, input_scales, block), **pdl_arguments(chip(x)),
+    )  # fmt: skip
 
 
 # The number of the router's values that a program holds in registers.
-TILE = 8192
+TILE_VALUES = 8192
 
 
 @kernel
 def _norm_router_kernel(
     x_ptr, delta_ptr, weight_ptr, router_ptr, sum_ptr, out_ptr, logits_ptr,
-    x_row_stride, delta_row_stride, delta_split_stride, num_experts, values_ptr, scales_ptr, static_ptr,
-    EPS: tl.constexpr, SIZE: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_E: tl.constexpr,
-    GROUP: tl.constexpr, FP8_MAX: tl.constexpr, DEPENDENT: tl.constexpr,
+    x_row_stride, delta_row_stride, delta_split_stride, num_experts, rounded_values_ptr, rounded_scales_ptr,
+    static_scale_ptr,
+    EPS: tl.constexpr, ROW_SIZE: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_E: tl.constexpr,
+    GROUP_COLUMNS: tl.constexpr, FP8_MAX: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """SPLITS: the number of delta's partial sums; 1 for a delta without splits.
 
-    values_ptr: gets the norm rounded to FP8, as in _rms_norm_kernel; may be None.
+    rounded_values_ptr: gets the norm rounded to FP8, as in _rms_norm_kernel; may be None.
     """
-    pdl_trigger(DEPENDENT)
+    pdl_trigger(USE_PDL)
     row = tl.program_id(0).to(tl.int64)
     column, expert = tl.arange(0, BLOCK), tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
-    mask = column < SIZE
+    mask = column < ROW_SIZE
     # The router is loaded before the wait, because no kernel writes weights.
     router = tl.load(
-        router_ptr + expert.to(tl.int64)[:, None] * SIZE + column[None, :],
+        router_ptr + expert.to(tl.int64)[:, None] * ROW_SIZE + column[None, :],
         mask=(expert < num_experts)[:, None] & mask[None, :], other=0.0,
     )  # fmt: skip
     weight = tl.load(weight_ptr + column, mask=mask, other=0.0).to(tl.float32)
-    pdl_wait(DEPENDENT)
+    pdl_wait(USE_PDL)
     x = tl.load(x_ptr + row * x_row_stride + column, mask=mask, other=0.0).to(tl.float32)
     delta = delta_ptr + row * delta_row_stride + column
     x += load_sum(delta, delta_split_stride, mask, SPLITS, sum_ptr.dtype.element_ty, tl.float32)
     # The sum is rounded before the norm, and the norm before the router, as in separate launches.
     total = x.to(sum_ptr.dtype.element_ty)
     x = total.to(tl.float32)
-    scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / SIZE + EPS)
+    scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / ROW_SIZE + EPS)
     normed = (x * scale * weight).to(out_ptr.dtype.element_ty)
     if tl.program_id(1) == 0:
-        tl.store(sum_ptr + row * SIZE + column, total, mask=mask)
-        tl.store(out_ptr + row * SIZE + column, normed, mask=mask)
-        if values_ptr is not None:
+        tl.store(sum_ptr + row * ROW_SIZE + column, total, mask=mask)
+        tl.store(out_ptr + row * ROW_SIZE + column, normed, mask=mask)
+        if rounded_values_ptr is not None:
             of_type = normed.to(tl.float32)
-            store_rounded(of_type, row, values_ptr, scales_ptr, static_ptr, SIZE, BLOCK, GROUP, FP8_MAX)
+            store_rounded(
+                of_type, row, rounded_values_ptr, rounded_scales_ptr, static_scale_ptr, ROW_SIZE, BLOCK, GROUP_COLUMNS,
+                FP8_MAX,
+            )  # fmt: skip
     logits = tl.sum(router.to(tl.float32) * normed.to(tl.float32)[None, :], 1)
     logits = logits.to(logits_ptr.dtype.element_ty)
     tl.store(logits_ptr + row * num_experts + expert, logits, mask=expert < num_experts)
@@ -217,12 +224,12 @@ def norm_router(
     total, out = (torch.empty_like(residual, memory_format=torch.contiguous_format) for _ in range(2))
     rounded = None if rounding is None else allocate_rounded_rows(residual, rounding)
     logits = residual.new_empty(rows, num_experts, dtype=dtype)
-    block = power_of_two(size)
-    block_e = max(min(TILE // block, power_of_two(num_experts)), 1)
+    block = next_power_of_2(size)
+    block_e = max(min(TILE_VALUES // block, next_power_of_2(num_experts)), 1)
     _norm_router_kernel[rows, -(-num_experts // block_e)](
         residual, parts, weight, router, total, out, logits,
         residual.stride(0), parts.stride(1), parts.stride(0), num_experts,
-        EPS=eps, SIZE=size, SPLITS=parts.shape[0], BLOCK=block, BLOCK_E=block_e,
+        EPS=eps, ROW_SIZE=size, SPLITS=parts.shape[0], BLOCK=block, BLOCK_E=block_e,
         num_warps=warps_for(block, NORM_WARP_VALUES),
         **store_rounded_arguments(rounded, rounding, block), **pdl_arguments(chip(residual)),
     )  # fmt: skip

@@ -12,14 +12,13 @@ from torch import Tensor
 
 from espalier.kernels.layers.quantised import FP8, FP8_MAX, InputScales, RoundedRows
 from espalier.kernels.runtime.jit import kernel
-from espalier.kernels.runtime.launch import chip, oversubscribed, power_of_two, require
+from espalier.kernels.runtime.launch import chip, is_oversubscribed, next_power_of_2, require
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 
-# Values that a warp loads: with many programs, and with at most one program per multiprocessor.  In the second case
-# most of the time would be the divisions of a thread.  So up to MAX_PARTS programs load the same group and find its
-# largest value, and each program divides a part of the group.  (These numbers were measured with divisions that run one
-# after another, as those of static scales do.)  A short group has up to FEW_WARPS warps that load the smaller number,
-# with any number of programs.
+# Values that a warp loads: with many programs, and with at most one program per multiprocessor (a small grid).  In a
+# small grid the divisions of a thread take most of the time.  So up to MAX_PARTS programs load the same group and find
+# its largest value, and each program divides a part of the group.  The numbers were measured with static scales.  In
+# any grid, a short group has up to FEW_WARPS warps that load the smaller number.
 VALUES_PER_WARP, VALUES_PER_WARP_SMALL_GRID = 1024, 256
 VALUES_PER_PART, MAX_PARTS = 1024, 8
 FEW_WARPS, MAX_WARPS, MAX_WARPS_SMALL_GRID = 4, 16, 32
@@ -30,28 +29,28 @@ LIBRARY_ROW_MULTIPLE = 16
 
 
 @kernel
-def fp8_scale(largest, static_ptr, FP8_MAX: tl.constexpr):
-    """The FP8 scale of bfloat16 or float16 values, given their largest magnitude in float32.
+def fp8_scale(max_magnitude, static_scale_ptr, FP8_MAX: tl.constexpr):
+    """Returns the FP8 scale of bfloat16 or float16 values, given their largest magnitude in float32.
 
-    static_ptr: pointer to the scale of all rows, or None.
+    static_scale_ptr: pointer to the scale of all rows, or None.
     """
-    if static_ptr is None:
-        scale = _divide_negated(-largest, tl.zeros_like(largest) + FP8_MAX)
-        scale = tl.where(largest == 0, 1.0, tl.where(largest == float("inf"), largest, scale))
+    if static_scale_ptr is None:
+        scale = _divide_negated(-max_magnitude, tl.zeros_like(max_magnitude) + FP8_MAX)
+        scale = tl.where(max_magnitude == 0, 1.0, tl.where(max_magnitude == float("inf"), max_magnitude, scale))
     else:
-        scale = tl.zeros_like(largest) + tl.load(static_ptr)
+        scale = tl.zeros_like(max_magnitude) + tl.load(static_scale_ptr)
     return scale
 
 
 @kernel
-def divide_by_scale(values, scale, static_ptr, FP8_MAX: tl.constexpr):
+def divide_by_scale(values, scale, static_scale_ptr, FP8_MAX: tl.constexpr):
     """Divide float32 values by their scale, see `fp8_scale`.  Static scales: quotients are clamped to FP8's range."""
-    if static_ptr is None:
-        # A power of two makes tiny values larger, so that float32 holds the remainders.  If a value is
-        # infinite, the finite values become 0.
+    if static_scale_ptr is None:
+        # A power of two enlarges tiny values, so that remainders do not underflow.  If a value is infinite, the
+        # finite values become 0.
         is_infinite = scale == float("inf")
         power = tl.where(scale < 2.0**-64, 2.0**64, tl.where(is_infinite, 0.0, 1.0))
-        # No clamp is needed: the largest value is FP8_MAX, or rounds to it.
+        # No clamp is needed, because the largest value rounds to FP8_MAX.
         value = _divide_negated(values * -power, tl.where(is_infinite, 1.0, scale * power))
     else:
         value = tl.div_rn(values, tl.zeros_like(values) + scale)
@@ -61,100 +60,103 @@ def divide_by_scale(values, scale, static_ptr, FP8_MAX: tl.constexpr):
 
 
 @kernel
-def _divide_negated(negated, by):
+def _divide_negated(negated, divisor):
     """Return -negated / by, rounded once (IEEE).  `divide_by_scale` makes tiny numbers larger first.
 
     tl.div_rn has a branch for tiny and huge numbers, so the divisions of a thread run one after another.  This function
     has the same steps without the branch: a reciprocal, which may be wrong by 2 units in the last place, and one
     correction.  The results were compared for every value of bfloat16 and float16 with every scale that it can have.
     """
-    inverse = -1.0 / by
+    inverse = -1.0 / divisor
     value = negated * inverse
-    # The signs are such that -0 stays -0.
-    return tl.fma(tl.fma(value, by, negated), inverse, value)
+    # With these signs, -0 stays -0.
+    return tl.fma(tl.fma(value, divisor, negated), inverse, value)
 
 
 @kernel
 def store_rounded(
-    x, row, values_ptr, scales_ptr, static_ptr,
-    SIZE: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, FP8_MAX: tl.constexpr,
+    x, row, values_ptr, scales_ptr, static_scale_ptr,
+    ROW_SIZE: tl.constexpr, BLOCK: tl.constexpr, GROUP_COLUMNS: tl.constexpr, FP8_MAX: tl.constexpr,
 ):  # fmt: skip
-    """Round one row, x [BLOCK] float32 in registers with zeros from SIZE on, in groups of GROUP columns."""
-    group, column = tl.arange(0, BLOCK // GROUP), tl.arange(0, BLOCK)
-    grouped = tl.reshape(x, (BLOCK // GROUP, GROUP))
-    scale = fp8_scale(tl.max(tl.abs(grouped), 1), static_ptr, FP8_MAX)
-    value = tl.reshape(divide_by_scale(grouped, scale[:, None], static_ptr, FP8_MAX), (BLOCK,))
-    num_groups = tl.cdiv(SIZE, GROUP)
-    tl.store(values_ptr + row * SIZE + column, value.to(values_ptr.dtype.element_ty), mask=column < SIZE)
+    """Round one row, x [BLOCK] float32 in registers with zeros from ROW_SIZE on, in groups of GROUP_COLUMNS columns."""
+    group, column = tl.arange(0, BLOCK // GROUP_COLUMNS), tl.arange(0, BLOCK)
+    grouped = tl.reshape(x, (BLOCK // GROUP_COLUMNS, GROUP_COLUMNS))
+    scale = fp8_scale(tl.max(tl.abs(grouped), 1), static_scale_ptr, FP8_MAX)
+    value = tl.reshape(divide_by_scale(grouped, scale[:, None], static_scale_ptr, FP8_MAX), (BLOCK,))
+    num_groups = tl.cdiv(ROW_SIZE, GROUP_COLUMNS)
+    tl.store(values_ptr + row * ROW_SIZE + column, value.to(values_ptr.dtype.element_ty), mask=column < ROW_SIZE)
     tl.store(scales_ptr + row * num_groups + group, scale, mask=group < num_groups)
 
 
-def store_rounded_arguments(rounded: RoundedRows | None, inputs: InputScales | None, block: int) -> dict[str, object]:
+def store_rounded_arguments(
+    rounded: RoundedRows | None, input_scales: InputScales | None, block: int
+) -> dict[str, object]:
     """The arguments for store_rounded, for rows held in blocks of `block`; placeholders if `rounded` is None."""
-    if rounded is None or inputs is None:
-        return {"values_ptr": None, "scales_ptr": None, "static_ptr": None, "GROUP": block, "FP8_MAX": FP8_MAX}
+    names = ("rounded_values_ptr", "rounded_scales_ptr", "static_scale_ptr")
+    if rounded is None or input_scales is None:
+        return dict.fromkeys(names) | {"GROUP_COLUMNS": block, "FP8_MAX": FP8_MAX}
     size = rounded.values.shape[1]
-    group = inputs.columns(size)
-    pointers = {"values_ptr": rounded.values, "scales_ptr": rounded.scales, "static_ptr": inputs.static}
-    return {**pointers, "GROUP": group if group < size else block, "FP8_MAX": FP8_MAX}
+    group = input_scales.columns(size)
+    pointers = zip(names, (rounded.values, rounded.scales, input_scales.static_scale), strict=True)
+    return dict(pointers) | {"GROUP_COLUMNS": group if group < size else block, "FP8_MAX": FP8_MAX}
 
 
-def allocate_rounded_rows(x: Tensor, inputs: InputScales) -> RoundedRows:
+def allocate_rounded_rows(x: Tensor, input_scales: InputScales) -> RoundedRows:
     """Allocate memory for the rounded rows of x [rows, in]."""
-    groups = -(-x.shape[1] // inputs.columns(x.shape[1]))
+    groups = -(-x.shape[1] // input_scales.columns(x.shape[1]))
     values = torch.empty(x.shape, dtype=FP8, device=x.device)
     return RoundedRows(values, torch.empty(len(x), groups, dtype=torch.float32, device=x.device), x.dtype)
 
 
 @kernel
 def _quantise_rows_kernel(
-    x_ptr, static_ptr, out_ptr, scales_ptr, num_in, x_stride, scale_row, scale_group,
-    GROUP: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr, PART: tl.constexpr, FP8_MAX: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    x_ptr, static_scale_ptr, out_ptr, scales_ptr, num_in, x_stride, scale_row_stride, scale_group_stride,
+    GROUP_COLUMNS: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr, PART_COLUMNS: tl.constexpr,
+    FP8_MAX: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    pdl_trigger_and_wait(DEPENDENT)
+    pdl_trigger_and_wait(USE_PDL)
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(2)
     group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     offset = tl.arange(0, BLOCK)[None, :]
-    column = group[:, None] * GROUP + offset
-    mask = (offset < GROUP) & (column < num_in)
+    column = group[:, None] * GROUP_COLUMNS + offset
+    mask = (offset < GROUP_COLUMNS) & (column < num_in)
     x = tl.load(x_ptr + row * x_stride + column, mask=mask, other=0.0).to(tl.float32)
     own = x
-    if PART < BLOCK:
+    if PART_COLUMNS < BLOCK:
         # Loaded before the reduction, so that both loads overlap.
-        offset = part * PART + tl.arange(0, PART)[None, :]
-        column = group[:, None] * GROUP + offset
-        mask = (offset < GROUP) & (column < num_in)
+        offset = part * PART_COLUMNS + tl.arange(0, PART_COLUMNS)[None, :]
+        column = group[:, None] * GROUP_COLUMNS + offset
+        mask = (offset < GROUP_COLUMNS) & (column < num_in)
         own = tl.load(x_ptr + row * x_stride + column, mask=mask, other=0.0).to(tl.float32)
-    scale = fp8_scale(tl.max(tl.abs(x), 1), static_ptr, FP8_MAX)
-    value = divide_by_scale(own, scale[:, None], static_ptr, FP8_MAX)
+    scale = fp8_scale(tl.max(tl.abs(x), 1), static_scale_ptr, FP8_MAX)
+    value = divide_by_scale(own, scale[:, None], static_scale_ptr, FP8_MAX)
     tl.store(out_ptr + row * num_in + column, value.to(out_ptr.dtype.element_ty), mask=mask)
-    exists = (part == 0) & (group < tl.cdiv(num_in, GROUP))
-    tl.store(scales_ptr + row * scale_row + group * scale_group, scale, mask=exists)
+    exists = (part == 0) & (group < tl.cdiv(num_in, GROUP_COLUMNS))
+    tl.store(scales_ptr + row * scale_row_stride + group * scale_group_stride, scale, mask=exists)
 
 
-def quantise_rows(x: Tensor, inputs: InputScales, for_library: bool = False) -> tuple[Tensor, Tensor]:
+def quantise_rows(x: Tensor, input_scales: InputScales, library_layout: bool = False) -> tuple[Tensor, Tensor]:
     """See ops/linear.py.  x: bfloat16 or float16 with contiguous rows.  Raises EspalierError for other shapes."""
     require("quantise_rows: x", x, (-1, -1), None, x)
     x = x if x.stride(1) == 1 else x.contiguous()
     rows, num_in = x.shape
-    group = inputs.columns(num_in)
+    group = input_scales.columns(num_in)
     groups = -(-num_in // group)
-    all_rows = -(-rows // LIBRARY_ROW_MULTIPLE) * LIBRARY_ROW_MULTIPLE if for_library else rows
+    all_rows = -(-rows // LIBRARY_ROW_MULTIPLE) * LIBRARY_ROW_MULTIPLE if library_layout else rows
     values = torch.empty(all_rows, num_in, dtype=FP8, device=x.device)
-    scales = torch.empty((groups, all_rows) if for_library else (rows, groups), dtype=torch.float32, device=x.device)
-    scales = scales.t() if for_library else scales
+    scales = torch.empty((groups, all_rows) if library_layout else (rows, groups), dtype=torch.float32, device=x.device)
+    scales = scales.t() if library_layout else scales
     if values.numel():
-        block, gpu = power_of_two(group), chip(x)
-        together = min(power_of_two(groups), GROUPS_PER_PROGRAM) if oversubscribed(rows * groups, gpu) else 1
+        block, gpu = next_power_of_2(group), chip(x)
+        together = min(next_power_of_2(groups), GROUPS_PER_PROGRAM) if is_oversubscribed(rows * groups, gpu) else 1
         is_alone = rows * groups <= gpu.processors
         warps = together * block // (VALUES_PER_WARP_SMALL_GRID if is_alone else VALUES_PER_WARP)
         warps = max(warps, min(block // VALUES_PER_WARP_SMALL_GRID, FEW_WARPS), 1)
         parts = min(block // VALUES_PER_PART, MAX_PARTS) if rows * groups * MAX_PARTS <= gpu.processors else 1
         part = block // max(parts, 1)
         _quantise_rows_kernel[rows, -(-groups // together), -(-group // part)](
-            *(x, inputs.static, values, scales, num_in, x.stride(0), *scales.stride()),
-            GROUP=group, GROUPS=together, BLOCK=block, PART=part, FP8_MAX=FP8_MAX, **pdl_arguments(gpu),
+            *(x, input_scales.static_scale, values, scales, num_in, x.stride(0), *scales.stride()),
+            GROUP_COLUMNS=group, GROUPS=together, BLOCK=block, PART_COLUMNS=part, FP8_MAX=FP8_MAX, **pdl_arguments(gpu),
             num_warps=min(warps, MAX_WARPS_SMALL_GRID if is_alone else MAX_WARPS),
         )  # fmt: skip
     return values, scales

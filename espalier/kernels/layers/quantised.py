@@ -31,10 +31,9 @@ E2M1_BIT_MOVES = (
     *((0x00000700, 20), (0x00080008, 12), (0x00070007, 6), (0x00800080, 4), (0x00700070, -2), (0x40004000, -4)),
     *((0x88008800, -6), (0x37003000, -12)),
 )
-# Then the first of these bits change those at their shifted places (exclusive or), then the second, and so on.
-FOLDS = ((0x01000100, -8), (0x00040004, 8), (0x02000000, -8), (0x00020000, -8), (0x00000200, -8))
-# NVFP4's scales are stored as bits 14 to 7 of float16, of the scale times this factor.  So E4M3's subnormal numbers
-# have exponents like the others.
+# After the moves, each pair in turn changes bits by exclusive or: (bits, shift to the bits that are changed).
+E2M1_BIT_FOLDS = ((0x01000100, -8), (0x00040004, 8), (0x02000000, -8), (0x00020000, -8), (0x00000200, -8))
+# An NVFP4 scale is stored as bits 14 to 7 of float16(scale · SCALE_UNIT).  In this form no scale is subnormal.
 SCALE_UNIT, SCALE_SHIFT = 2.0**7, 7
 # Values that the reference dequantises at once: 16 MiB of float32.
 DEQUANTISED_VALUES_PER_STEP = 2**22
@@ -50,15 +49,15 @@ BitMoves = Sequence[tuple[int, int]]
 class InputScales:
     """How the inputs of a product are rounded to FP8.
 
-    group: columns that share a scale; None: the whole row shares one.  static: float32 [1], the scale of every row;
-    None: a scale is the largest magnitude over FP8_MAX.
+    group: columns that share a scale; None: the whole row shares one.  static_scale: float32 [1], the scale of every
+    row; None: a scale is the largest magnitude over FP8_MAX.
     """
 
     group: int | None = None
-    static: Tensor | None = None
+    static_scale: Tensor | None = None
 
     def columns(self, size: int) -> int:
-        """The number of columns that share a scale, in a row of `size` columns."""
+        """Returns the number of columns that share a scale, in a row of `size` columns."""
         return min(self.group or size, size)
 
 
@@ -89,8 +88,8 @@ class QuantisedMatrix:
     order of `interleave_nibbles`; E2M1_BIT_MOVES moves the bits of E2M1.
     scales: [..., ceil(out / row_block), ceil(in / group)], floating point.  "mxfp4": uint8 exponents; "nvfp4": uint8,
     see SCALE_UNIT; both padded to steps of E2M1_SCALE_PADDING columns.  Where a scale of "nvfp4" is 0, codes are 0.
-    row_scales: "nvfp4": float64 [..., out], a factor of each row besides its scales.  A float32 factor or divisor in a
-    file has an inverse in float64 that gives the float32 quotients of the format to the bit.
+    row_scales: "nvfp4": float64 [..., out], a factor of each row besides its scales.  float64, because a file may hold
+    a divisor: multiplying by its float64 inverse gives the format's float32 quotients to the bit.
     zeros: "int4": uint8 [..., out, in / group]; None: 8 everywhere.
     order: [in] int64; column c of codes multiplies input order[c]; None: the columns are in order.
     inputs: how the inputs are rounded; None: they are not.
@@ -113,7 +112,7 @@ class QuantisedMatrix:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        optional = (self.zeros, self.row_scales, self.order, None if self.inputs is None else self.inputs.static)
+        optional = (self.zeros, self.row_scales, self.order, None if self.inputs is None else self.inputs.static_scale)
         return self.codes, self.scales, *(tensor for tensor in optional if tensor is not None)
 
     @property
@@ -128,27 +127,29 @@ class QuantisedMatrix:
         return self.shape[0]
 
     def __getitem__(self, expert: int) -> "QuantisedMatrix":
-        """One expert of a stack."""
-        return self._each(lambda tensor: tensor[expert])
+        """Returns one expert of a stack."""
+        return self._map_rows(lambda tensor: tensor[expert])
 
     def experts(self, count: int) -> "QuantisedMatrix":
-        """The matrix [count · out, in] as a stack [count, out, in].  row_block must divide out."""
-        return self._each(lambda tensor: tensor.unflatten(0, (count, -1)))
+        """Returns the matrix [count · out, in] as a stack [count, out, in].  row_block must divide out."""
+        return self._map_rows(lambda tensor: tensor.unflatten(0, (count, -1)))
 
-    def _each(self, change: Callable[[Tensor], Tensor]) -> "QuantisedMatrix":
-        """Apply `change` to each tensor whose rows are those of the matrix."""
-        zeros, factors = (None if each is None else change(each) for each in (self.zeros, self.row_scales))
-        return replace(self, codes=change(self.codes), scales=change(self.scales), zeros=zeros, row_scales=factors)
+    def _map_rows(self, transform: Callable[[Tensor], Tensor]) -> "QuantisedMatrix":
+        """Apply `transform` to each tensor whose rows are those of the matrix."""
+        zeros, factors = (None if each is None else transform(each) for each in (self.zeros, self.row_scales))
+        return replace(
+            self, codes=transform(self.codes), scales=transform(self.scales), zeros=zeros, row_scales=factors
+        )
 
     def rows_from(self, first: int) -> "QuantisedMatrix":
         """Return rows first .. out-1 of a matrix [out, in] as views.  row_block must divide `first`."""
-        cut = self._each(lambda tensor: tensor[first:])
+        cut = self._map_rows(lambda tensor: tensor[first:])
         return replace(cut, scales=self.scales[first // self.row_block :])
 
     def permute_rows_in_place(self, rows: Tensor) -> "QuantisedMatrix":
         """Reorder the rows of all experts [E, out, in], in place.  row_block must be 1.
 
-        It works expert by expert, so there is never a second copy of all experts.
+        The experts are reordered one by one, so that no second copy of all experts is needed.
         """
         for tensor in (self.codes, self.scales, *(() if self.row_scales is None else (self.row_scales,))):
             for expert in tensor:
@@ -179,7 +180,7 @@ def nibble_matrix(
 
 
 def _without_zero_scales(packed: Tensor, scales: Tensor, group: int) -> Tensor:
-    """Make numbers of groups with a scale of 0 zeros of the same sign, as no kernel has a factor of 0."""
+    """Replace the numbers in groups of scale 0 by zeros of the same sign, because kernels have no factor 0."""
     is_zero = scales.view(torch.uint8) == 0
     if not is_zero.any():
         return packed
@@ -191,7 +192,7 @@ def _stored_scales(scales: Tensor) -> Tensor:
 
 
 def _true_scales(stored: Tensor, dtype: torch.dtype) -> Tensor:
-    """The inverse of _stored_scales."""
+    """Returns the inverse of _stored_scales."""
     return (stored.to(torch.int16) << SCALE_SHIFT).view(torch.float16).to(dtype) / SCALE_UNIT
 
 
@@ -235,7 +236,7 @@ def _fp8_values(codes: Tensor, dtype: torch.dtype) -> Tensor:
 
 @cache
 def _fp8_pairs(dtype: torch.dtype) -> Tensor:
-    """[65536, 2]: the values of the two bytes of every uint16, in memory order."""
+    """Returns [65536, 2]: the values of the two bytes of every uint16, in memory order."""
     numbers = torch.arange(2**16, dtype=torch.int32).to(torch.uint16)
     return numbers.view(FP8).view(-1, 2).to(dtype)
 
@@ -256,42 +257,42 @@ def unpack_nibbles(packed: Tensor, dtype: torch.dtype = torch.uint8) -> Tensor:
 
 
 def pack_nibbles(nibbles: Tensor) -> Tensor:
-    """The inverse of unpack_nibbles."""
+    """Returns the inverse of unpack_nibbles."""
     return nibbles[..., ::2] | nibbles[..., 1::2] << 4
 
 
-def interleave_nibbles(packed: Tensor, spreads: bool = False) -> Tensor:
+def interleave_nibbles(packed: Tensor, is_e2m1: bool = False) -> Tensor:
     """Reorder nibbles from column order to the order in which a kernel unpacks them; uint8 [..., in / 2] both.
 
     Of 32 columns, column 8·p + 2·t + h becomes nibble p + 4·h of the t-th int32 (counted from the low bits).  So one
     shift and one mask give the neighbours h = 0 and 1 in the halves of a word.  Four threads share a row in a tensor
     core, and thread t of them finds all of its columns in its own words.  The last in % 32 columns stay in order.
 
-    spreads: E2M1_BIT_MOVES and FOLDS also move the bits of E2M1 in these words w, so that one mask leaves the bits of
-    two bfloat16 numbers: the sign in bit 15, exponent and mantissa in bits 8 to 6.  The mask is for w, w << 4, w
-    rotated by 10 to the left, and (w >> 2) ^ (w << 6) (p = 0 to 3).  No three shifts of these bits are disjoint from
-    them and from each other; the fourth pair's overlap, hence the exclusive or.
+    is_e2m1: E2M1_BIT_MOVES and E2M1_BIT_FOLDS also move the bits of E2M1 in these words w, so that one mask leaves the
+    bits of two bfloat16 numbers: the sign in bit 15, exponent and mantissa in bits 8 to 6.  The mask is for w, w << 4,
+    w rotated by 10 to the left, and (w >> 2) ^ (w << 6) (p = 0 to 3).  No three shifts of these bits are disjoint from
+    them and from each other, so the fourth pair needs the exclusive or.
     """
     codes = packed.clone(memory_format=torch.contiguous_format)
     rows = codes.view(-1, packed.shape[-1])
     step = max(DEQUANTISED_VALUES_PER_STEP // max(packed.shape[-1], 1), 1)
-    # One block at a time, because the copies that this makes are as large as a block.
+    # The loop takes one block of rows at a time, because the temporary copies are as large as a block.
     for begin in range(0, len(rows), step):
         whole = rows[begin : begin + step, : _interleaved_bytes(packed)]
         pairs = whole.unflatten(1, (-1, 2, 2, 4))
         first, second = pairs[..., 0, :], pairs[..., 1, :]
         halves = torch.stack([first & 15 | second << 4, first >> 4 | second & 0xF0], -1)
         reordered = halves.transpose(-3, -2).transpose(-2, -1).flatten(1)
-        whole.copy_(_folded(_move_bits(reordered, E2M1_BIT_MOVES), FOLDS) if spreads else reordered)
+        whole.copy_(_fold_bits(_move_bits(reordered, E2M1_BIT_MOVES), E2M1_BIT_FOLDS) if is_e2m1 else reordered)
     return codes
 
 
-def deinterleave_nibbles(codes: Tensor, spreads: bool = False) -> Tensor:
-    """The inverse of interleave_nibbles."""
+def deinterleave_nibbles(codes: Tensor, is_e2m1: bool = False) -> Tensor:
+    """Returns the inverse of interleave_nibbles."""
     end, whole = _interleaved_bytes(codes), codes[..., : _interleaved_bytes(codes)]
-    if spreads:
+    if is_e2m1:
         back = [(_shifted(bits, places), -places) for bits, places in E2M1_BIT_MOVES]
-        whole = _move_bits(_folded(whole.clone(memory_format=torch.contiguous_format), FOLDS[::-1]), back)
+        whole = _move_bits(_fold_bits(whole.clone(memory_format=torch.contiguous_format), E2M1_BIT_FOLDS[::-1]), back)
     halves = whole.unflatten(-1, (-1, 4, 2, 2)).transpose(-2, -1).transpose(-3, -2)
     low, high = halves[..., 0], halves[..., 1]
     pairs = torch.stack([low & 15 | high << 4, low >> 4 | high & 0xF0], -2)
@@ -303,20 +304,20 @@ def _move_bits(codes: Tensor, moves: BitMoves) -> Tensor:
     words = codes.contiguous().view(torch.int32)
     moved = torch.zeros_like(words)
     for bits, places in moves:
-        moved |= _bits_of(words, bits, places)
+        moved |= _shifted_bits(words, bits, places)
     return moved.view(torch.uint8)
 
 
-def _folded(codes: Tensor, folds: BitMoves) -> Tensor:
-    """Change bits of the codes' int32 words by others, in place; FOLDS in the other order change them back."""
+def _fold_bits(codes: Tensor, folds: BitMoves) -> Tensor:
+    """Apply `folds` to the codes' int32 words, in place.  The reversed folds undo this."""
     words = codes.view(torch.int32)
     for bits, places in folds:
-        words ^= _bits_of(words, bits, places)
+        words ^= _shifted_bits(words, bits, places)
     return codes
 
 
-def _bits_of(words: Tensor, bits: int, places: int) -> Tensor:
-    """These bits of int32 words, at their shifted places."""
+def _shifted_bits(words: Tensor, bits: int, places: int) -> Tensor:
+    """Returns the selected bits of int32 words, shifted by `places`."""
     # A right shift repeats the highest bit; the mask removes the copies.
     shifted = words << places if places > 0 else words >> -places
     return shifted.bitwise_and_(_to_int32(_shifted(bits, places)))
@@ -327,33 +328,33 @@ def _shifted(bits: int, places: int) -> int:
 
 
 def _to_int32(bits: int) -> int:
-    """The int32 with these 32 bits."""
+    """Returns the int32 with these 32 bits."""
     return bits - (bits >> 31 << 32)
 
 
 def _interleaved_bytes(packed: Tensor) -> int:
-    """The number of bytes of a row that are interleaved."""
+    """Returns the number of bytes of a row that are interleaved."""
     return packed.shape[-1] // INTERLEAVED_BYTES * INTERLEAVED_BYTES
 
 
-def quantise_inputs(x: Tensor, inputs: InputScales) -> tuple[Tensor, Tensor]:
+def quantise_inputs(x: Tensor, input_scales: InputScales) -> tuple[Tensor, Tensor]:
     """Round x [rows, in] to (FP8 values [rows, in], scales [rows, ceil(in / group)], float32 at least)."""
     exact = x.to(torch.promote_types(x.dtype, torch.float32))
     rows, num_in = x.shape
-    group = inputs.columns(num_in)
+    group = input_scales.columns(num_in)
     padded = F.pad(exact, (0, -num_in % group)).unflatten(1, (-1, group))
-    if inputs.static is None:
+    if input_scales.static_scale is None:
         largest = padded.abs().amax(2)
         # The scale of zeros is 1.  The divisor is a tensor: PyTorch on a GPU multiplies by the reciprocal of a number.
         scales = torch.where(largest == 0, 1.0, largest / torch.full_like(largest, FP8_MAX))
     else:
-        scales = inputs.static.to(exact.dtype).expand(rows, padded.shape[1])
+        scales = input_scales.static_scale.to(exact.dtype).expand(rows, padded.shape[1])
     values = (padded / scales[:, :, None]).clamp(-FP8_MAX, FP8_MAX)
     return values.flatten(1)[:, :num_in].to(FP8), scales
 
 
-def fake_quantise_inputs(x: InputRows, inputs: InputScales) -> Tensor:
-    """x after rounding by quantise_inputs, in float32 at least."""
-    values, scales = (x.values, x.scales) if isinstance(x, RoundedRows) else quantise_inputs(x, inputs)
+def fake_quantise_inputs(x: InputRows, input_scales: InputScales) -> Tensor:
+    """Returns x rounded by quantise_inputs and scaled back, in float32 at least."""
+    values, scales = (x.values, x.scales) if isinstance(x, RoundedRows) else quantise_inputs(x, input_scales)
     num_in = values.shape[1]
-    return values.to(scales.dtype) * scales.repeat_interleave(inputs.columns(num_in), 1)[:, :num_in]
+    return values.to(scales.dtype) * scales.repeat_interleave(input_scales.columns(num_in), 1)[:, :num_in]

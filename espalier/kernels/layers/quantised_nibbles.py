@@ -1,9 +1,9 @@
-"""The inner loop of products with 4-bit matrices.  It turns nibbles into numbers in the registers of the tensor cores.
+"""The inner loop of products with 4-bit matrices.  Nibbles become numbers in the registers of the tensor cores.
 
 Decoding may take about two instructions per weight, because memory delivers some 25 weights per cycle to each
-multiprocessor (docs/log.md).  So no instruction is for a single nibble.  A mask leaves two nibbles in the two halves of
-a 32-bit word, where they are the bits of small floating-point numbers.  One multiply-add of pairs then gives both
-values.  The order of interleave_nibbles (quantised.py) puts every pair into the thread that multiplies it.  So no
+multiprocessor (docs/log.md).  So every instruction decodes several nibbles.  A mask leaves two nibbles in the two
+halves of a 32-bit word, where they are the bits of small floating-point numbers.  One multiply-add of pairs then gives
+both values.  The order of interleave_nibbles (quantised.py) puts every pair into the thread that multiplies it.  So no
 decoded weight moves between threads or through shared memory.  The inputs are in shared memory, in column order.
 """
 
@@ -21,11 +21,11 @@ INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 @kernel
 def nibble_dot(
-    words_ptr, scales_ptr, zeros_ptr, w_rows, x_ptrs, inside, num_in, k_begin, k_end,
+    words_ptr, scales_ptr, zeros_ptr, w_rows, x_ptrs, row_exists, num_in, k_begin, k_end,
     CODE: tl.constexpr, GROUP: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, EVEN_IN: tl.constexpr,
 ):  # fmt: skip
-    """The product of quantised_dot for 4-bit codes.  words: int32 [rows, in / 8].  num_in is a multiple of 32.
+    """Returns the product of quantised_dot for 4-bit codes.  words: int32 [rows, in / 8].  num_in is a multiple of 32.
 
     If CODE is 1, one of GROUP and BLOCK_IN divides the other, or GROUP is 0.
     """
@@ -33,14 +33,14 @@ def nibble_dot(
     STEP: tl.constexpr = GROUP if CODE == 1 and GROUP > 0 and GROUP < BLOCK_IN else BLOCK_IN
     WORDS: tl.constexpr = STEP // 8
     DTYPE: tl.constexpr = x_ptrs.dtype.element_ty
-    # The factor that sums lack, because decoded numbers are too small by it (_int4, _factor).
+    # Decoded numbers are too small by this factor (_decode_int4, _scale_factors), so sums are multiplied by it.
     IS_BFLOAT16: tl.constexpr = tl.bfloat16 == DTYPE
     UNITS: tl.constexpr = (2.0**6, 2.0**64, 2.0**39) if IS_BFLOAT16 else (2.0**9, 2.0**10, 2.0**7)
     UNIT: tl.constexpr = UNITS[CODE - 1]
-    # One sum over all steps, in the tensor cores: a large tile then decodes while it multiplies.
+    # Whether the tensor cores hold one sum over all steps.  A large tile can then decode while it multiplies.
     IN_ONE: tl.constexpr = CODE > 1 and ROWS >= 64
     ks = k_begin + tl.arange(0, STEP)
-    # Written in this form so that the compiler sees that rows begin at multiples of 16 bytes.
+    # This form shows the compiler that rows begin at multiples of 16 bytes.
     row_words = num_in // 32 * 4
     words = k_begin // 8 + tl.arange(0, WORDS)
     w_ptrs = words_ptr + w_rows[:, None] * row_words + words[None, :]
@@ -57,20 +57,20 @@ def nibble_dot(
                 next_scale = tl.load(scale_ptrs + _group_of(first + STEP, num_groups, GROUP))
             if EVEN_IN:
                 w = tl.load(w_ptrs)
-                x = tl.load(x_ptrs[:, None] + ks[None, :], mask=inside[:, None], other=0.0)
+                x = tl.load(x_ptrs[:, None] + ks[None, :], mask=row_exists[:, None], other=0.0)
             else:
                 w = tl.load(w_ptrs, mask=words[None, :] < row_words, other=0)
-                x = tl.load(x_ptrs[:, None] + ks[None, :], mask=inside[:, None] & (ks[None, :] < num_in), other=0.0)
+                x = tl.load(x_ptrs[:, None] + ks[None, :], mask=row_exists[:, None] & (ks[None, :] < num_in), other=0.0)
             w = w.to(tl.uint32, bitcast=True)
             if CODE == 1:
-                # Not loaded ahead: registers would then be distributed among threads unlike those of the words.
+                # The offset is not loaded ahead: its registers would get another layout than the words.
                 group = w_rows * num_groups + _group_of(first, num_groups, GROUP)
-                offset = _offsets(zeros_ptr, group, DTYPE, BLOCK_OUT, WORDS)
-                part = tl.dot(_int4(w, offset, DTYPE, BLOCK_OUT, WORDS), tl.trans(x))
+                offset = _zero_point_offsets(zeros_ptr, group, DTYPE, BLOCK_OUT, WORDS)
+                part = tl.dot(_decode_int4(w, offset, DTYPE, BLOCK_OUT, WORDS), tl.trans(x))
             else:
-                # One exponent, or two scales, per 32 columns.
+                # 32 columns have one MXFP4 exponent, or two NVFP4 scales.
                 scales = tl.load(scale_ptrs[:, None] + (first // 32 + tl.arange(0, STEP // 32))[None, :])
-                w = _e2m1(w, _factors(scales, CODE, DTYPE, BLOCK_OUT, WORDS), DTYPE, BLOCK_OUT, WORDS)
+                w = _decode_e2m1(w, _scale_factors(scales, CODE, DTYPE, BLOCK_OUT, WORDS), DTYPE, BLOCK_OUT, WORDS)
                 part = tl.dot(w, tl.trans(x), acc if IN_ONE else None)
             if CODE == 1 and GROUP > 0:
                 acc += part * (scale.to(tl.float32) * UNIT)[:, None]
@@ -92,7 +92,7 @@ def nibble_dot(
 
 @kernel
 def _group_of(k, num_groups, GROUP: tl.constexpr):
-    """The group of column k; the last group if k is past it."""
+    """Returns the group of column k; the last group if k is past it."""
     return tl.minimum(k // GROUP, num_groups - 1) if GROUP > 0 else 0
 
 
@@ -100,7 +100,7 @@ def _group_of(k, num_groups, GROUP: tl.constexpr):
 def prefetch_scales(scales_ptr, zeros_ptr, w_rows, k_begin, k_end, num_in, GROUP: tl.constexpr):
     """Prefetch the first and last int4 scales and zero points of columns k_begin .. k_end into the L2.
 
-    These two cover most of their cache lines.  The loop itself loads scales only where it needs them.
+    The first and the last cover most cache lines of these scales.  The loop loads each scale when a step needs it.
     """
     num_groups = tl.cdiv(num_in, GROUP) if GROUP > 0 else 1
     ends = tl.minimum(tl.where(tl.arange(0, 2) == 0, k_begin, k_end - 1), num_in - 1)
@@ -113,16 +113,16 @@ def prefetch_scales(scales_ptr, zeros_ptr, w_rows, k_begin, k_end, num_in, GROUP
 
 @kernel
 def _num_groups(num_in, CODE: tl.constexpr, GROUP: tl.constexpr):
-    """The number of scales in a row of the matrix."""
+    """Returns the number of scales in a row of the matrix."""
     if CODE >= 2:
-        # A scale is for 32 columns, and rows have whole steps of SCALED_COLUMNS (quantised.py).
+        # A scale covers 32 columns, and rows are padded to E2M1_SCALE_PADDING columns (quantised.py).
         return tl.cdiv(num_in, 256) * 8
     return tl.cdiv(num_in, GROUP) if GROUP > 0 else 1
 
 
 @kernel
-def _offsets(zeros_ptr, group, DTYPE: tl.constexpr, BLOCK_OUT: tl.constexpr, WORDS: tl.constexpr):
-    """The offsets that _int4 adds: minus the zero points of each row's group, in both halves of a uint32.
+def _zero_point_offsets(zeros_ptr, group, DTYPE: tl.constexpr, BLOCK_OUT: tl.constexpr, WORDS: tl.constexpr):
+    """The offsets that _decode_int4 adds: minus the zero points of each row's group, in both halves of a uint32.
 
     zeros_ptr: None: all zero points are 8.
     """
@@ -138,13 +138,14 @@ def _offsets(zeros_ptr, group, DTYPE: tl.constexpr, BLOCK_OUT: tl.constexpr, WOR
 
 
 @kernel
-def _int4(w, offset, DTYPE: tl.constexpr, BLOCK_OUT: tl.constexpr, WORDS: tl.constexpr):
+def _decode_int4(w, offset, DTYPE: tl.constexpr, BLOCK_OUT: tl.constexpr, WORDS: tl.constexpr):
     """(nibbles - zero points) · 2^-6 in bfloat16, · 2^-9 in float16: [BLOCK_OUT, 8 · WORDS].
 
-    As bits, a nibble n is the subnormal number n · 2^-133 (float16: n · 2^-24).  Times the dtype's largest power of
-    two, 2^127 (2^15), it is n · 2^-6 (n · 2^-9).  A nibble four bits higher is 16 times as much.  This also holds in
-    bfloat16, where the nibble's highest bit becomes the lowest exponent bit: numbers with that exponent have the same
-    spacing as subnormal numbers.  So only half of the nibbles need a shift.  Values, products and sums are exact.
+    The bits of a nibble n, read as bfloat16, are the subnormal number n · 2^-133 (float16: n · 2^-24).  Times the
+    dtype's largest power of two, 2^127 (2^15), this is n · 2^-6 (n · 2^-9).  Four bits higher, it is 16 times as much.
+    In bfloat16 the nibble's highest bit becomes the lowest exponent bit.  The value is still right, because numbers
+    with that exponent have the same spacing as subnormal numbers.  So only half of the nibbles need a shift.  Values,
+    products and sums are exact.
     """
     LOW: tl.constexpr = 0x000F000F
     HIGH: tl.constexpr = 0x00F000F0
@@ -152,10 +153,13 @@ def _int4(w, offset, DTYPE: tl.constexpr, BLOCK_OUT: tl.constexpr, WORDS: tl.con
     SIXTEENTH: tl.constexpr = 0x7D007D00 if tl.bfloat16 == DTYPE else 0x68006800
     of_low, of_high = tl.full((BLOCK_OUT, WORDS), FACTOR, tl.uint32), tl.full((BLOCK_OUT, WORDS), SIXTEENTH, tl.uint32)
     shifted = w >> 8
-    first, second = _pair(w & LOW, of_low, offset, "both", DTYPE), _pair(w & HIGH, of_high, offset, "both", DTYPE)
-    third = _pair(shifted & LOW, of_low, offset, "both", DTYPE)
-    fourth = _pair(shifted & HIGH, of_high, offset, "both", DTYPE)
-    return _in_columns(first, second, third, fourth, BLOCK_OUT, WORDS)
+    first, second = (
+        _multiply_add_pair(w & LOW, of_low, offset, "both", DTYPE),
+        _multiply_add_pair(w & HIGH, of_high, offset, "both", DTYPE),
+    )
+    third = _multiply_add_pair(shifted & LOW, of_low, offset, "both", DTYPE)
+    fourth = _multiply_add_pair(shifted & HIGH, of_high, offset, "both", DTYPE)
+    return _in_column_order(first, second, third, fourth, BLOCK_OUT, WORDS)
 
 
 @kernel
@@ -166,41 +170,44 @@ def numbers_of_words(w, CODE: tl.constexpr, DTYPE: tl.constexpr, BLOCK_OUT: tl.c
     """
     IS_BFLOAT16: tl.constexpr = tl.bfloat16 == DTYPE
     if CODE == 1:
-        numbers = _int4(w, tl.full((BLOCK_OUT, WORDS), 0x80008000, tl.uint32), DTYPE, BLOCK_OUT, WORDS)
+        numbers = _decode_int4(w, tl.full((BLOCK_OUT, WORDS), 0x80008000, tl.uint32), DTYPE, BLOCK_OUT, WORDS)
         numbers = numbers.to(tl.float32) * (2.0**6 if IS_BFLOAT16 else 2.0**9)
     else:
         # The exponent of MXFP4 that means a scale of 1.
         factors = _factors_of_exponents(tl.full((BLOCK_OUT, WORDS), 127, tl.uint32), DTYPE)
-        numbers = _e2m1(w, factors, DTYPE, BLOCK_OUT, WORDS).to(tl.float32) * (2.0**64 if IS_BFLOAT16 else 2.0**10)
+        numbers = _decode_e2m1(w, factors, DTYPE, BLOCK_OUT, WORDS).to(tl.float32) * (
+            2.0**64 if IS_BFLOAT16 else 2.0**10
+        )
     return numbers
 
 
 @kernel
-def _factors(scales, CODE: tl.constexpr, DTYPE: tl.constexpr, BLOCK_OUT: tl.constexpr, WORDS: tl.constexpr):
-    """The factors of _e2m1 for words [BLOCK_OUT, WORDS], of scales for their blocks of 32 columns [.., WORDS / 4]."""
+def _scale_factors(scales, CODE: tl.constexpr, DTYPE: tl.constexpr, BLOCK_OUT: tl.constexpr, WORDS: tl.constexpr):
+    """The factors of _decode_e2m1 for words [BLOCK_OUT, WORDS], of scales of 32 columns each [.., WORDS / 4]."""
     factors = _factors_of_exponents(scales, DTYPE) if CODE == 2 else _factors_of_pairs(scales, DTYPE)
     return tl.reshape(tl.broadcast_to(factors[:, :, None], (BLOCK_OUT, WORDS // 4, 4)), (BLOCK_OUT, WORDS))
 
 
 @kernel
 def _factors_of_exponents(exponents, DTYPE: tl.constexpr):
-    """The factor by which _e2m1 multiplies, per exponent, in both halves of a uint32.
+    """Returns the factors of MXFP4's exponents for _decode_e2m1, in both halves of a uint32.
 
-    It is 2^(exponent - 127), times 2^126 (float16: 2^14) for the bits of E2M1, times 2^-64 (2^-10) to stay in range.
-    Values are exact for exponents from 66 to MAX_EXPONENT (quantised_plans.py); smaller exponents mean less than 2^-58.
+    A factor is 2^(exponent - 127), times 2^126 (float16: 2^14) for the bits of E2M1, times 2^-64 (2^-10) to stay in
+    range.  Values are exact for exponents from 66 to MAX_EXPONENT (quantised_plans.py); smaller exponents mean less
+    than 2^-58.
     """
     bits = exponents.to(tl.uint32)
     if tl.bfloat16 == DTYPE:
         return (bits + 62) * 0x800080
-    # float16 runs only in the interpreter.  It has less range, so smaller exponents count as 0.
+    # float16 runs only in the interpreter.  Its range is smaller, so small exponents count as 0.
     return (tl.maximum(bits, 108) - 108) * 0x4000400
 
 
 @kernel
 def _factors_of_pairs(pairs, DTYPE: tl.constexpr):
-    """The factors of NVFP4's two scales in an int16, in the halves of a uint32: times 2^87 (float16: 2^7).
+    """Returns the factors of NVFP4's two scales in an int16, in the halves of a uint32: times 2^87 (float16: 2^7).
 
-    The stored bits (quantised.py) are those of a bfloat16 whose exponents begin 192 lower, or of a float16.
+    The stored bits (quantised.py) are the bits of a float16, or of a bfloat16 with the exponent lowered by 192.
     """
     bits = pairs.to(tl.uint16, bitcast=True).to(tl.uint32)
     if tl.bfloat16 == DTYPE:
@@ -211,7 +218,7 @@ def _factors_of_pairs(pairs, DTYPE: tl.constexpr):
 
 
 @kernel
-def _e2m1(w, factors, DTYPE: tl.constexpr, BLOCK_OUT: tl.constexpr, WORDS: tl.constexpr):
+def _decode_e2m1(w, factors, DTYPE: tl.constexpr, BLOCK_OUT: tl.constexpr, WORDS: tl.constexpr):
     """Decode E2M1 numbers, times 2^-126 (float16: 2^-14) and their factor: [BLOCK_OUT, 8 · WORDS].
 
     factors: per word, the low half for its first and the high half for its last 16 of 32 columns, two pairs each.
@@ -219,24 +226,24 @@ def _e2m1(w, factors, DTYPE: tl.constexpr, BLOCK_OUT: tl.constexpr, WORDS: tl.co
     bit where the dtype has its sign, its lowest exponent bits and its highest mantissa bit.  So an exponent of 0 means
     a subnormal number in E2M1 and in the dtype.  The product is exact.
     """
-    # A rotation, because some bits are in the other half.
+    # The third pair needs a rotation, because some of its bits are in the other half.
     third, fourth = (w << 10) | (w >> 22), (w >> 2) ^ (w << 6)
-    first, second = _e2m1_pair(w, factors, "low", DTYPE), _e2m1_pair(w << 4, factors, "low", DTYPE)
-    third, fourth = _e2m1_pair(third, factors, "high", DTYPE), _e2m1_pair(fourth, factors, "high", DTYPE)
-    return _in_columns(first, second, third, fourth, BLOCK_OUT, WORDS)
+    first, second = _decode_e2m1_pair(w, factors, "low", DTYPE), _decode_e2m1_pair(w << 4, factors, "low", DTYPE)
+    third, fourth = _decode_e2m1_pair(third, factors, "high", DTYPE), _decode_e2m1_pair(fourth, factors, "high", DTYPE)
+    return _in_column_order(first, second, third, fourth, BLOCK_OUT, WORDS)
 
 
 @kernel
-def _e2m1_pair(bits, factors, HALF: tl.constexpr, DTYPE: tl.constexpr):
+def _decode_e2m1_pair(bits, factors, HALF: tl.constexpr, DTYPE: tl.constexpr):
     """Multiply a pair of E2M1 numbers by its factor.  bits: under the mask, those of two bfloat16 numbers."""
     bits = bits & 0x81C081C0
     if tl.bfloat16 != DTYPE:
         bits = (bits & 0x80008000) | ((bits & 0x01C001C0) << 3)
-    return _pair(bits, factors, bits & 0 | 0x80008000, HALF, DTYPE)
+    return _multiply_add_pair(bits, factors, bits & 0 | 0x80008000, HALF, DTYPE)
 
 
 @kernel
-def _in_columns(first, second, third, fourth, BLOCK_OUT: tl.constexpr, WORDS: tl.constexpr):
+def _in_column_order(first, second, third, fourth, BLOCK_OUT: tl.constexpr, WORDS: tl.constexpr):
     """Put the four pairs of each word in column order, see interleave_nibbles."""
     pairs = tl.join(tl.join(first, third), tl.join(second, fourth))
     # [rows, blocks of 32, t, h, p // 2, p % 2] -> [rows, blocks of 32, p // 2, p % 2, t, h]
@@ -245,16 +252,16 @@ def _in_columns(first, second, third, fourth, BLOCK_OUT: tl.constexpr, WORDS: tl
 
 
 @kernel
-def _pair(bits, factors, offset, HALF: tl.constexpr, DTYPE: tl.constexpr):
+def _multiply_add_pair(bits, factors, offset, HALF: tl.constexpr, DTYPE: tl.constexpr):
     """Return number · factor + offset for the numbers in both halves of each uint32: DTYPE [..., 2].
 
     HALF: "both": each number has the factor in its own half; "low" or "high": both numbers have that one.
-    It is written in assembly, because Triton splits a product of pairs into two products.
+    The code is assembly, because Triton would split a product of pairs into two products.
     """
     if INTERPRETED:
         of_low, of_high = factors >> (16 if HALF == "high" else 0), factors >> (0 if HALF == "low" else 16)
-        low = _low(bits, DTYPE) * _low(of_low, DTYPE) + _low(offset, DTYPE)
-        high = _low(bits >> 16, DTYPE) * _low(of_high, DTYPE) + _low(offset >> 16, DTYPE)
+        low = _low_halves(bits, DTYPE) * _low_halves(of_low, DTYPE) + _low_halves(offset, DTYPE)
+        high = _low_halves(bits >> 16, DTYPE) * _low_halves(of_high, DTYPE) + _low_halves(offset >> 16, DTYPE)
     else:
         PAIR: tl.constexpr = "low, high" if HALF == "both" else HALF + ", " + HALF
         OF: tl.constexpr = "bf16x2" if tl.bfloat16 == DTYPE else "f16x2"
@@ -263,11 +270,11 @@ def _pair(bits, factors, offset, HALF: tl.constexpr, DTYPE: tl.constexpr):
             "fma.rn." + OF + " $0, $1, f, $3; }"
         )
         both = tl.inline_asm_elementwise(ASSEMBLY, "=r,r,r,r", [bits, factors, offset], tl.uint32, is_pure=True, pack=1)
-        low, high = _low(both, DTYPE), _low(both >> 16, DTYPE)
+        low, high = _low_halves(both, DTYPE), _low_halves(both >> 16, DTYPE)
     return tl.join(low, high)
 
 
 @kernel
-def _low(words, DTYPE: tl.constexpr):
-    """The low halves of uint32, as numbers of DTYPE."""
+def _low_halves(words, DTYPE: tl.constexpr):
+    """Returns the low halves of uint32, as numbers of DTYPE."""
     return (words & 0xFFFF).to(tl.uint16).to(DTYPE, bitcast=True)

@@ -15,7 +15,7 @@ from itertools import zip_longest
 import torch
 
 from espalier.errors import EspalierError
-from espalier.kernels.hopper.plans import splits_of, takes_format
+from espalier.kernels.hopper.plans import num_splits_for, supports_format
 from espalier.kernels.layers.linear_plans import (
     DTYPES,
     LINEAR_TUNING,
@@ -28,7 +28,7 @@ from espalier.kernels.layers.linear_plans import (
 from espalier.kernels.layers.quantised import E2M1_CODES, E8M0_BIAS, INTERLEAVED_COLUMNS, InputRows, QuantisedMatrix
 from espalier.kernels.runtime.launch import Chip, chip
 
-# The most columns that one FP8 sum may have.  Kernels cannot read this constant, so _fp8_dot repeats it.
+# The most columns of one FP8 sum.  Kernels cannot read this constant, so _fp8_dot repeats the number.
 MAX_FP8_SUM_COLUMNS = 128
 # Rows per tile if there are more rows than this.
 MAX_BLOCK_ROWS = 128
@@ -36,8 +36,7 @@ MAX_BLOCK_ROWS = 128
 MAX_EXPONENT = E8M0_BIAS + 65
 # The oldest compute capability whose compiler supports E4M3.
 FP8_CAPABILITY = (8, 9)
-# The most rows for which the rule assumes that memory limits the time, and for which it splits columns.  More rows give
-# enough programs without splits.
+# The most rows for which memory limits the time, and columns are split.  More rows give enough programs.
 MEMORY_BOUND_ROWS, SPLIT_ROWS = 64, 256
 # Targets of the rule per multiprocessor: programs with split-K if memory limits the time, and warps if products do.
 PROGRAMS_PER_PROCESSOR, WARPS_PER_PROCESSOR = 2, 8
@@ -45,19 +44,19 @@ MAX_SPLITS = 8
 # The fewest steps of a split of FP8 weights: with fewer the pipeline is never full.
 MIN_STEPS_PER_SPLIT = 4
 # Per number of rows, for 4-bit weights: (most rows of a tile, (block_out, most block_in, warps), the most programs
-# whose registers fit a multiprocessor).  Up to 16 rows a step reads 128 bytes of each weight row.  With more rows, more
-# bytes are read of the inputs than of the weight; blocks of 128 weight rows halve the bytes of the inputs.  For MXFP4
+# whose registers fit a multiprocessor).  Up to 16 rows a step reads 128 bytes of each weight row.  With more rows,
+# inputs take more bytes than the weight, and blocks of 128 weight rows read half as many bytes of inputs.  For MXFP4
 # such blocks are slower up to 32 rows (docs/log.md); the other cases are not measured.  A thread needs four MXFP4
 # exponents per step, or the exponents are not copied ahead.
 E2M1_TILES = ((16, (64, 256, 4), 4), (32, (64, 256, 4), 3), (64, (128, 128, 4), 2), (MAX_BLOCK_ROWS, (128, 128, 8), 1))
 NIBBLE_TILES = {
     "int4": ((16, (64, 256, 4), 4), (64, (128, 128, 8), 2), (MAX_BLOCK_ROWS, (128, 128, 8), 1)),
-    # The tiles of NVFP4 are those of MXFP4; they were not measured separately.
+    # NVFP4 has the tiles of MXFP4, because only MXFP4 was measured.
     **dict.fromkeys(E2M1_CODES, E2M1_TILES),
 }
 MAX_STAGES = 6
 # From this number of columns on, the last step may be partly empty.
-RAGGED_IN = 1024
+MIN_RAGGED_COLUMNS = 1024
 
 
 def quantised_plan_for(weight: QuantisedMatrix, x: InputRows) -> TritonPlan:
@@ -69,24 +68,24 @@ def quantised_plan_for(weight: QuantisedMatrix, x: InputRows) -> TritonPlan:
 
 
 def plan_by_rule_for(weight: QuantisedMatrix, x: InputRows) -> TritonPlan:
-    """The plan of `plan_by_rule` for this weight and these inputs."""
+    """Returns the plan of `plan_by_rule` for this weight and these inputs."""
     (num_out, num_in), grouped = weight.shape, weight.group < weight.shape[-1]
     input_bytes, gpu = 1 if weight.inputs is not None else x.dtype.itemsize, chip(weight.codes)
     plan = plan_by_rule(len(x), num_out, num_in, weight.code, max_block_in(weight), grouped, gpu, input_bytes)
-    if plan.splits > 1 and takes_format(weight, x.dtype, len(x), gpu):
-        return replace(plan, splits=splits_of(num_out, num_in, gpu))
+    if plan.splits > 1 and supports_format(weight, x.dtype, len(x), gpu):
+        return replace(plan, splits=num_splits_for(num_out, num_in, gpu))
     return plan
 
 
 def tuning_name(weight: QuantisedMatrix) -> str:
-    """The format's name in tuning tables.  It names everything in the format that changes a kernel's time."""
+    """Returns the format's name in tuning tables, with everything that changes a kernel's time."""
     group = "" if weight.group >= weight.shape[-1] else f"-{weight.row_block}x{weight.group}"
     inputs = "" if weight.inputs is None else f"-inputs{weight.inputs.group or ''}"
     return f"{weight.code}{group}{inputs}"
 
 
 def max_block_in(weight: QuantisedMatrix) -> int:
-    """The most columns of a tile.  For FP8 they are the columns that share a scale, or two sums of them."""
+    """Returns the most columns of a tile.  FP8: the columns that share a scale, or two sums of columns."""
     if weight.code != "fp8":
         return 256
     groups = [weight.group]
@@ -98,18 +97,25 @@ def max_block_in(weight: QuantisedMatrix) -> int:
 
 @cache
 def plan_by_rule(
-    rows: int, num_out: int, num_in: int, code: str, max_block: int, grouped: bool, gpu: Chip, input_bytes: int = 2
+    rows: int,
+    num_out: int,
+    num_in: int,
+    code: str,
+    max_block: int,
+    is_grouped: bool,
+    gpu: Chip,
+    input_bytes: int = 2,
 ) -> TritonPlan:
-    """The plan where nothing is measured.
+    """Returns the plan where nothing is measured.
 
-    grouped: whether groups of columns have their own scales.  input_bytes: bytes of an input, in products with FP8.
+    is_grouped: whether groups of columns have their own scales.  input_bytes: bytes of an input, in products with FP8.
     """
     tile = min(block_rows(rows), MAX_BLOCK_ROWS)
     num_tiles = -(-rows // tile)
     max_splits = MAX_SPLITS if rows <= SPLIT_ROWS else 1
     if code != "fp8":
         return nibble_plan_by_rule(tile, num_tiles, num_out, num_in, code, max_splits, gpu)
-    return fp8_plan_by_rule(tile, num_tiles, num_out, num_in, max_block, grouped, max_splits, gpu, input_bytes)
+    return fp8_plan_by_rule(tile, num_tiles, num_out, num_in, max_block, is_grouped, max_splits, gpu, input_bytes)
 
 
 @cache
@@ -119,21 +125,21 @@ def fp8_plan_by_rule(
     num_out: int,
     num_in: int,
     max_block: int,
-    grouped: bool,
+    is_grouped: bool,
     max_splits: int,
     gpu: Chip,
     input_bytes: int,
 ) -> TritonPlan:
-    """The plan of FP8 weights where nothing is measured, for `num_tiles` tiles of `tile` rows."""
+    """Returns the plan of FP8 weights where nothing is measured, for `num_tiles` tiles of `tile` rows."""
     memory_bound = tile <= MEMORY_BOUND_ROWS
     # For few rounded rows, steps of 256 columns are 3 to 5% faster than steps of 128 (docs/log.md).  Scales of groups
     # were not measured.
-    is_few = memory_bound and tile == MIN_BLOCK_ROWS and input_bytes == 1 and not grouped
-    block_in = min(max_block, 256 if is_few and (num_in % 256 == 0 or num_in >= RAGGED_IN) else 128)
+    is_few = memory_bound and tile == MIN_BLOCK_ROWS and input_bytes == 1 and not is_grouped
+    block_in = min(max_block, 256 if is_few and (num_in % 256 == 0 or num_in >= MIN_RAGGED_COLUMNS) else 128)
     # The scales of groups multiply a tile's sums at every step.  A small tile keeps scales and sums in registers.
-    block_out, warps = (64, 4) if memory_bound or grouped else (128, 8)
+    block_out, warps = (64, 4) if memory_bound or is_grouped else (128, 8)
     programs, sharing, most = num_tiles * -(-num_out // block_out), 1, 4
-    # For few rows, two or three programs share a multiprocessor, whichever number leaves fewer places empty.
+    # For few rows, two or three programs share a multiprocessor: the number that fills the last wave better.
     together = [PROGRAMS_PER_PROCESSOR if memory_bound else WARPS_PER_PROCESSOR // warps]
     if is_few:
         together.append(PROGRAMS_PER_PROCESSOR + 1)
@@ -141,17 +147,17 @@ def fp8_plan_by_rule(
     found = [max(min(count * gpu.processors // programs, most_splits), 1) for count in together]
     splits = max(found, key=lambda splits: _wave_fill(programs * splits, gpu))
     if memory_bound:
-        # If registers allow, all programs run at once, because a second wave would be mostly empty.
-        sharing = min(-(-programs * splits // gpu.processors), 3 if grouped and tile > MIN_BLOCK_ROWS else 4)
+        # All programs run at once if registers allow, because a second wave would be mostly empty.
+        sharing = min(-(-programs * splits // gpu.processors), 3 if is_grouped and tile > MIN_BLOCK_ROWS else 4)
         most = MAX_STAGES
     plan = TritonPlan(block_out, block_in, splits, warps, 1)
     shared = gpu.shared_memory_per_program(sharing)
-    # If products limit the time, one program with deep stages is faster than two on a multiprocessor.
+    # If the tensor cores limit the time, one program with many stages is faster than two per multiprocessor.
     return replace(plan, stages=max(min(shared // (block_in * (block_out + tile * input_bytes)), most), 1))
 
 
 def _wave_fill(programs: int, gpu: Chip) -> float:
-    """The share of the multiprocessors' places that `programs` programs fill."""
+    """Returns the share of the multiprocessors' places that `programs` programs fill."""
     return programs / (-(-programs // gpu.processors) * gpu.processors)
 
 
@@ -159,10 +165,10 @@ def _wave_fill(programs: int, gpu: Chip) -> float:
 def nibble_plan_by_rule(
     tile: int, num_tiles: int, num_out: int, num_in: int, code: str, max_splits: int, gpu: Chip
 ) -> TritonPlan:
-    """The plan of 4-bit weights where nothing is measured, for `num_tiles` tiles of rows."""
+    """Returns the plan of 4-bit weights where nothing is measured, for `num_tiles` tiles of rows."""
     tiles = NIBBLE_TILES[code]
     (block_out, most, warps), together = next((shape, count) for rows, shape, count in tiles if tile <= rows)
-    fitting_in = (size for size in (256, 128, 64, 32) if num_in >= RAGGED_IN or num_in % size == 0)
+    fitting_in = (size for size in (256, 128, 64, 32) if num_in >= MIN_RAGGED_COLUMNS or num_in % size == 0)
     block_in = min(next(fitting_in, 32), most)
     programs = num_tiles * -(-num_out // block_out)
     aim = min(PROGRAMS_PER_PROCESSOR, together) * gpu.processors
@@ -171,18 +177,18 @@ def nibble_plan_by_rule(
     sharing = min(-(-programs * splits // gpu.processors), together)
     shared = gpu.shared_memory_per_program(sharing)
     plan = TritonPlan(block_out, block_in, splits, warps, 1)
-    # The codes have one stage less, because the running step has its codes in registers.
+    # Codes have one stage less than inputs, because the running step holds its codes in registers.
     codes, inputs = codes_bytes(plan, code), tile * plan.block_in * 2
     return replace(plan, stages=max(min((shared + codes) // (codes + inputs), MAX_STAGES), 2))
 
 
 def stage_bytes(plan: TritonPlan, tile: int, weight: QuantisedMatrix) -> int:
-    """Bytes of shared memory per pipeline stage, with `tile` rows of inputs."""
+    """Returns bytes of shared memory per pipeline stage, with `tile` rows of inputs."""
     return codes_bytes(plan, weight.code) + tile * plan.block_in * (1 if weight.inputs is not None else 2)
 
 
 def codes_bytes(plan: TritonPlan, code: str) -> int:
-    """Bytes of the codes of a step, with the E2M1 scales that are loaded together with codes."""
+    """Returns bytes of the codes of a step, with the E2M1 scales that are loaded together with codes."""
     values = plan.block_out * plan.block_in
     return values if code == "fp8" else values // 2 + values // {"int4": values, "mxfp4": 32, "nvfp4": 16}[code]
 
@@ -211,9 +217,9 @@ def require_supported(weight: QuantisedMatrix, dtype: torch.dtype) -> None:
 
 
 def has_split_words(weight: QuantisedMatrix) -> bool:
-    """Whether the kernels cannot take the nibbles: a word has columns of two groups, or is not interleaved.
+    """Whether a word has columns of two groups, or is not interleaved, so that the kernels cannot take the matrix.
 
-    A word of NVFP4 may have columns of two groups, because its kernel has two scales per word."""
+    An NVFP4 word may have columns of two groups, because the kernel reads two scales per word."""
     columns = 2 * weight.group if weight.code == "nvfp4" else min(weight.group, weight.shape[-1])
     return columns % INTERLEAVED_COLUMNS != 0 or weight.shape[-1] % INTERLEAVED_COLUMNS != 0
 
@@ -222,20 +228,20 @@ def has_split_words(weight: QuantisedMatrix) -> bool:
 MEMORY_BOUND_CANDIDATES = (((64, 4), (128, 4), (128, 8), (32, 4), (256, 8)), (4, 5, 6, 3, 8, 2), (1, 2, 3, 4, 6, 8))
 COMPUTE_BOUND_CANDIDATES = (((64, 4), (128, 4), (128, 8)), (2, 3, 4), (1, 2, 4, 3))
 # The most weights of a step, and the most sums, that a thread holds in registers.
-NIBBLES_PER_THREAD, SUMS_PER_THREAD, WARP = 128, 128, 32
+NIBBLES_PER_THREAD, SUMS_PER_THREAD, WARP_THREADS = 128, 128, 32
 # Programs per multiprocessor with split-K.
-MIN_PROGRAMS, MAX_PROGRAMS = 0.5, 4
+MIN_PROGRAMS_PER_PROCESSOR, MAX_PROGRAMS_PER_PROCESSOR = 0.5, 4
 # The assumptions of `_streaming_us` about a multiprocessor: the warps that its registers allow, the bytes that it reads
 # per microsecond, and the microseconds from a request to its bytes.
-WARPS, BYTES_PER_US, LATENCY_US = 16, 33_000, 1.0
+MAX_WARPS, BYTES_PER_US, LATENCY_US = 16, 33_000, 1.0
 # Microseconds to add the partial sums of split-K.
 SUM_SPLITS_US = 1.0
 
 
 def candidate_plans(rows: int, weight: QuantisedMatrix, gpu: Chip) -> list[TritonPlan]:
-    """The plans to measure against the rule's plan.  Groups of less than MIN_BLOCK_IN columns have no plans.
+    """Returns the plans to measure against the rule's plan.  Groups of less than MIN_BLOCK_IN columns have no plans.
 
-    Plans with different tiles take turns, so that the first few plans have the best plan of each tile.
+    The plans of different tiles alternate, so that the first few plans include the best plan of each tile.
     """
     num_in, most, is_fp8 = weight.shape[-1], max_block_in(weight), weight.code == "fp8"
     tile = min(block_rows(rows), MAX_BLOCK_ROWS)
@@ -250,8 +256,8 @@ def candidate_plans(rows: int, weight: QuantisedMatrix, gpu: Chip) -> list[Trito
         for block_in in (256, 128, 64)
         if most % block_in == 0 and block_in >= MIN_BLOCK_IN
         for block_out, warps in tiles
-        if block_out * tile <= SUMS_PER_THREAD * WARP * warps
-        if is_fp8 or (block_out >= 64 and block_out * block_in <= NIBBLES_PER_THREAD * WARP * warps)
+        if block_out * tile <= SUMS_PER_THREAD * WARP_THREADS * warps
+        if is_fp8 or (block_out >= 64 and block_out * block_in <= NIBBLES_PER_THREAD * WARP_THREADS * warps)
     ]
     for plans in by_tile:
         plans[:] = [plan for plan in plans if _fits(plan, tile, weight, gpu)]
@@ -263,15 +269,17 @@ def candidate_plans(rows: int, weight: QuantisedMatrix, gpu: Chip) -> list[Trito
 def _fits(plan: TritonPlan, tile: int, weight: QuantisedMatrix, gpu: Chip) -> bool:
     programs = -(-weight.shape[0] // plan.block_out) * plan.splits
     return stage_bytes(plan, tile, weight) * plan.stages + RESERVED_SHARED_MEMORY <= gpu.shared_memory and (
-        plan.splits == 1 or MIN_PROGRAMS * gpu.processors <= programs <= MAX_PROGRAMS * gpu.processors
+        plan.splits == 1
+        or MIN_PROGRAMS_PER_PROCESSOR * gpu.processors <= programs <= MAX_PROGRAMS_PER_PROCESSOR * gpu.processors
     )
 
 
 def _streaming_us(plan: TritonPlan, tile: int, weight: QuantisedMatrix, gpu: Chip) -> float:
-    """Microseconds in a model that counts memory alone.  The times are far off, but the best plans come first."""
+    """Returns microseconds by a model that counts memory alone.  Only the order of these times is used."""
     num_out, num_in = weight.shape
     programs = -(-num_out // plan.block_out) * plan.splits
-    sharing = min(gpu.programs_per_processor_with(stage_bytes(plan, tile, weight) * plan.stages), WARPS // plan.warps)
+    shared_memory = stage_bytes(plan, tile, weight) * plan.stages
+    sharing = min(gpu.programs_per_processor_with(shared_memory), MAX_WARPS // plan.warps)
     step = codes_bytes(plan, weight.code)
     bytes_of_one = step * num_in / plan.block_in / plan.splits
     waves, rest = divmod(programs, sharing * gpu.processors)

@@ -1,12 +1,13 @@
 """The inner loop of every product with a quantised matrix, for linear layers and experts.
 
-A program multiplies a block of rows of the matrix with a tile of inputs.  It reads codes as they are stored, and
-decodes them in registers.  FP8 values, nibbles minus their zero points, and E2M1 values times powers of two are exact
-in bfloat16, so only the float32 sums round.  The other scales multiply the sum of each group.  quantised_nibbles.py has
-the code for 4 bits.
+A program multiplies a block of matrix rows with a tile of inputs.  The program reads the stored codes and decodes them
+in registers.  FP8 values, nibbles minus their zero points, and E2M1 values times powers of two are exact
+in bfloat16, so only the float32 sums round.  Other scales are multiplied with the sum of each group.
+quantised_nibbles.py has the code for 4 bits.
 
-Inputs that are rounded to FP8 are multiplied with FP8 weights directly, on the chip's FP8 units.  These units add with
-fewer bits than float32.  So a new sum starts after at most SUM_COLUMNS columns, and the sums are added in float32.
+Inputs that are rounded to FP8 are multiplied with FP8 weights directly, on the chip's FP8 units.  FP8 units add with
+fewer bits than float32.  So a new sum starts after at most MAX_FP8_SUM_COLUMNS columns, and the sums are added in
+float32.
 """
 
 from __future__ import annotations
@@ -48,29 +49,29 @@ def format_constants(weight: QuantisedMatrix) -> dict[str, Any]:
 
 @kernel
 def quantised_dot(
-    codes_ptr, scales_ptr, zeros_ptr, w_rows, x_ptrs, x_scale_ptrs, inside, num_in, k_begin, k_end,
+    codes_ptr, scales_ptr, zeros_ptr, w_rows, x_ptrs, x_scale_ptrs, row_exists, num_in, k_begin, k_end,
     CODE: tl.constexpr, GROUP: tl.constexpr, ROW_BLOCK: tl.constexpr, INPUT_GROUP: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, EVEN_IN: tl.constexpr,
 ):  # fmt: skip
-    """[BLOCK_OUT, ROWS] float32: the sum over columns k_begin .. k_end of matrix[w_rows] · x.
+    """Returns [BLOCK_OUT, ROWS] float32: the sum over columns k_begin .. k_end of matrix[w_rows] · x.
 
     codes: [rows, in] FP8, or int32 [rows, in / 8] of nibbles; scales: [rows / ROW_BLOCK, groups], for NVFP4 pairs of
     scales as int16; zeros: [rows, groups] or None, for NVFP4 the rows' factors [rows].
     w_rows: [BLOCK_OUT] int64.  x_ptrs: [ROWS], to the first column of each input; inside: [ROWS], whether it exists.
     x_scale_ptrs: [ROWS], to the scales of each FP8 input; None for other inputs.
-    GROUP, INPUT_GROUP: columns that share a scale, for FP8 a multiple of min(BLOCK_IN, SUM_COLUMNS); 0: all columns do.
+    GROUP, INPUT_GROUP: columns that share a scale, for FP8 a multiple of min(BLOCK_IN, MAX_FP8_SUM_COLUMNS); 0: all.
     k_begin and k_end are multiples of BLOCK_IN.  EVEN_IN: BLOCK_IN divides num_in.
     """
     if CODE > 0:
         acc = nibble_dot(
-            codes_ptr, scales_ptr, zeros_ptr, w_rows, x_ptrs, inside, num_in, k_begin, k_end,
+            codes_ptr, scales_ptr, zeros_ptr, w_rows, x_ptrs, row_exists, num_in, k_begin, k_end,
             CODE, GROUP, ROWS, BLOCK_OUT, BLOCK_IN, EVEN_IN,
         )  # fmt: skip
         if CODE == 3:
             acc *= tl.load(zeros_ptr + w_rows).to(tl.float32)[:, None]
     else:
         acc = _fp8_dot(
-            codes_ptr, scales_ptr, w_rows, x_ptrs, x_scale_ptrs, inside, num_in, k_begin, k_end,
+            codes_ptr, scales_ptr, w_rows, x_ptrs, x_scale_ptrs, row_exists, num_in, k_begin, k_end,
             GROUP, ROW_BLOCK, INPUT_GROUP, ROWS, BLOCK_OUT, BLOCK_IN, EVEN_IN,
         )  # fmt: skip
     return acc
@@ -78,12 +79,12 @@ def quantised_dot(
 
 @kernel
 def _fp8_dot(
-    codes_ptr, scales_ptr, w_rows, x_ptrs, x_scale_ptrs, inside, num_in, k_begin, k_end,
+    codes_ptr, scales_ptr, w_rows, x_ptrs, x_scale_ptrs, row_exists, num_in, k_begin, k_end,
     GROUP: tl.constexpr, ROW_BLOCK: tl.constexpr, INPUT_GROUP: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, EVEN_IN: tl.constexpr,
 ):  # fmt: skip
-    """quantised_dot for FP8 codes.  A step longer than one sum reads longer pieces of rows, which is faster."""
-    # The value of SUM_COLUMNS.
+    """The product of quantised_dot for FP8 codes.  A step may have several sums: longer reads of rows are faster."""
+    # The value of MAX_FP8_SUM_COLUMNS.
     STEP: tl.constexpr = BLOCK_IN if BLOCK_IN < 128 else 128
     ks = k_begin + tl.arange(0, STEP)
     w_ptrs = codes_ptr + w_rows[:, None] * num_in + ks[None, :]
@@ -96,32 +97,32 @@ def _fp8_dot(
             first = tl.minimum(k + step * STEP, num_in - 1)
             if EVEN_IN:
                 w = tl.load(w_ptrs)
-                x = tl.load(x_ptrs[:, None] + ks[None, :], mask=inside[:, None], other=0.0)
+                x = tl.load(x_ptrs[:, None] + ks[None, :], mask=row_exists[:, None], other=0.0)
             else:
                 w = tl.load(w_ptrs, mask=ks[None, :] < num_in, other=0.0)
-                x = tl.load(x_ptrs[:, None] + ks[None, :], mask=inside[:, None] & (ks[None, :] < num_in), other=0.0)
+                x = tl.load(x_ptrs[:, None] + ks[None, :], mask=row_exists[:, None] & (ks[None, :] < num_in), other=0.0)
             part = tl.dot(from_fp8(w, x.dtype), tl.trans(x))
             if GROUP > 0:
                 part *= tl.load(scale_ptrs + first // GROUP).to(tl.float32)[:, None]
             if INPUT_GROUP > 0:
-                part *= tl.load(x_scale_ptrs + first // INPUT_GROUP, mask=inside, other=0.0)[None, :]
+                part *= tl.load(x_scale_ptrs + first // INPUT_GROUP, mask=row_exists, other=0.0)[None, :]
             acc += part
             w_ptrs += STEP
             ks += STEP
     if GROUP == 0:
         acc *= tl.load(scale_ptrs).to(tl.float32)[:, None]
     if INPUT_GROUP == 0 and x_scale_ptrs is not None:
-        acc *= tl.load(x_scale_ptrs, mask=inside, other=0.0)[None, :]
+        acc *= tl.load(x_scale_ptrs, mask=row_exists, other=0.0)[None, :]
     return acc
 
 
 @kernel
-def prefetch_codes(codes_ptr, w_rows, k_begin, k_end, num_in, CODE: tl.constexpr, LINES: tl.constexpr):
-    """Prefetch LINES cache lines of each row's codes into the L2, from column k_begin on, at most up to k_end."""
-    # An element of codes_ptr is one byte of FP8, or a word of 8 nibbles.  A line has LINE_BYTES bytes.
+def prefetch_codes(codes_ptr, w_rows, k_begin, k_end, num_in, CODE: tl.constexpr, NUM_LINES: tl.constexpr):
+    """Prefetch NUM_LINES cache lines of each row's codes into the L2, from column k_begin on, at most up to k_end."""
+    # An element of codes_ptr is an FP8 byte or a word of 8 nibbles.  A line has LINE_BYTES bytes.
     VALUES: tl.constexpr = 8 if CODE > 0 else 1
     LINE: tl.constexpr = 32 if CODE > 0 else 128
     row = num_in // VALUES
     last = tl.maximum(tl.minimum(k_end // VALUES, row) - 1, 0)
-    lines = tl.minimum(k_begin // VALUES + tl.arange(0, LINES) * LINE, last)
+    lines = tl.minimum(k_begin // VALUES + tl.arange(0, NUM_LINES) * LINE, last)
     prefetch(codes_ptr + w_rows[:, None] * row + lines[None, :])

@@ -12,123 +12,125 @@ from torch import Tensor
 
 from espalier.errors import EspalierError
 from espalier.kernels.layers.quantised import FP8_MAX
-from espalier.kernels.ops.rope import HeadNorms, Rotation, q_heads
-from espalier.kernels.runtime.jit import kernel, load_sum, rounded_values
-from espalier.kernels.runtime.launch import chip, exact_type, oversubscribed, power_of_two, require
+from espalier.kernels.ops.rope import HeadNorms, Rotation, num_q_heads
+from espalier.kernels.runtime.jit import divide_and_clamp, kernel, load_sum
+from espalier.kernels.runtime.launch import acc_dtype, chip, is_oversubscribed, next_power_of_2, require
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 from espalier.kernels.state.kv_scales import KVScales, require_kv_rows
 
 # Heads of one block.  One warp computes a block for heads of up to 128 values, two warps above that.
 HEADS_PER_BLOCK = 2
-# Blocks per program if a grid with one block per program would oversubscribe the chip.  Each block keeps its own warps,
-# so no bit of the result changes.
+# Blocks per program if one block each would oversubscribe the chip.  Blocks keep their warps, and so their bits.
 BLOCKS_PER_PROGRAM = 4
 
 
 @kernel
-def _load(pointer, mask, EXACT: tl.constexpr):
-    return tl.load(pointer, mask=mask, other=0.0).to(EXACT)
+def _load_as(pointer, mask, ACC_DTYPE: tl.constexpr):
+    return tl.load(pointer, mask=mask, other=0.0).to(ACC_DTYPE)
 
 
 @kernel
-def _normed(values, scale, is_q_head, q_norm_ptr, k_norm_ptr, column, exists, TYPE: tl.constexpr, EXACT: tl.constexpr):
-    """values [H, C] times their heads' scale [H, 1] and the weight of Q's or K's norm, rounded to TYPE."""
-    q_weight = _load(q_norm_ptr + column, exists, EXACT)
-    k_weight = _load(k_norm_ptr + column, exists, EXACT)
-    return (values * scale * tl.where(is_q_head, q_weight, k_weight)).to(TYPE).to(EXACT)
-
-
-@kernel
-def _store(
-    rows, values, head, column, mask,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, EXACT: tl.constexpr, FP8_MAX: tl.constexpr,
+def _norm_heads(
+    values, scale, is_q_head, q_norm_ptr, k_norm_ptr, column, column_exists,
+    DTYPE: tl.constexpr, ACC_DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Store values [H, C]: those of Q heads in a row of `out`, those of K and V heads in a row of each.
+    """values [H, C] times their heads' scale [H, 1] and the weight of Q's or K's norm, rounded to DTYPE."""
+    q_weight = _load_as(q_norm_ptr + column, column_exists, ACC_DTYPE)
+    k_weight = _load_as(k_norm_ptr + column, column_exists, ACC_DTYPE)
+    return (values * scale * tl.where(is_q_head, q_weight, k_weight)).to(DTYPE).to(ACC_DTYPE)
+
+
+@kernel
+def _store_heads(
+    rows, values, head, column, mask,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, ACC_DTYPE: tl.constexpr, FP8_MAX: tl.constexpr,
+):  # fmt: skip
+    """Store values [H, C]: Q heads in a row of `out`, K and V heads in a row of K and a row of V.
 
     rows: pointers and strides.
     """
-    out_ptr, out_h, k_ptr, v_ptr, k_h, v_h, k_scale_ptr, v_scale_ptr = rows
-    tl.store(out_ptr + head[:, None] * out_h + column[None, :], values, mask=mask & (head < HEADS)[:, None])
+    out_ptr, out_stride_h, k_ptr, v_ptr, k_stride_h, v_stride_h, k_scale_ptr, v_scale_ptr = rows
+    tl.store(out_ptr + head[:, None] * out_stride_h + column[None, :], values, mask=mask & (head < HEADS)[:, None])
     k_head, v_head = head - HEADS, head - HEADS - KV_HEADS
     is_k, is_v = (k_head >= 0) & (v_head < 0), (v_head >= 0) & (v_head < KV_HEADS)
     if k_scale_ptr is not None:
         k_scale = tl.load(k_scale_ptr + k_head, mask=is_k, other=1.0)
         scale = tl.where(is_v, tl.load(v_scale_ptr + v_head, mask=is_v, other=1.0), k_scale)
-        values = rounded_values(values.to(EXACT), scale.to(EXACT)[:, None], FP8_MAX)
-    tl.store(k_ptr + k_head[:, None] * k_h + column[None, :], values, mask=mask & is_k[:, None])
-    tl.store(v_ptr + v_head[:, None] * v_h + column[None, :], values, mask=mask & is_v[:, None])
+        values = divide_and_clamp(values.to(ACC_DTYPE), scale.to(ACC_DTYPE)[:, None], FP8_MAX)
+    tl.store(k_ptr + k_head[:, None] * k_stride_h + column[None, :], values, mask=mask & is_k[:, None])
+    tl.store(v_ptr + v_head[:, None] * v_stride_h + column[None, :], values, mask=mask & is_v[:, None])
 
 
 @kernel
 def _rotate_kernel(
     qkv_ptr, out_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, row_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr,
-    qkv_split, qkv_n, qkv_h, out_n, out_h, cos_n, sin_n, row_n, k_row, k_h, v_row, v_h,
-    EPS: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, SIZE: tl.constexpr, ROTARY: tl.constexpr,
-    SPLITS: tl.constexpr, NORMS: tl.constexpr, NORMS_V: tl.constexpr, V_IS_K: tl.constexpr, GATES: tl.constexpr,
-    EXACT: tl.constexpr, FP8_MAX: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK: tl.constexpr, BLOCK_REST: tl.constexpr, DEPENDENT: tl.constexpr,
+    qkv_stride_split, qkv_stride_n, qkv_stride_h, out_stride_n, out_stride_h, cos_stride_n, sin_stride_n, row_stride_n,
+    k_stride_row, k_stride_h, v_stride_row, v_stride_h,
+    EPS: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr, ROTARY: tl.constexpr,
+    SPLITS: tl.constexpr, HAS_NORMS: tl.constexpr, HAS_V_NORM: tl.constexpr, V_IS_K: tl.constexpr,
+    HAS_GATES: tl.constexpr, ACC_DTYPE: tl.constexpr, FP8_MAX: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK_REST: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """left, right: the halves of a head's rotated values; rest: its unrotated end.  Strides are tensor_dimension.
-
-    V_IS_K: there are no V heads in qkv, and each K head is stored as V too, as it is loaded, or normed (NORMS_V).
-    GATES: qkv has a gate behind each Q head.
-    k_scale_ptr, v_scale_ptr: of FP8 rows, whose largest value is FP8_MAX; else None.
+    """left, right: the halves of a head's rotated values; rest: the unrotated values after them.
+    V_IS_K: qkv has no V heads; each K head is also stored as V, before RoPE, normed if HAS_V_NORM.
+    HAS_GATES: qkv has a gate behind each Q head.  FP8_MAX: the largest value of FP8 rows, which need scales.
     """
-    pdl_trigger_and_wait(DEPENDENT)
+    pdl_trigger_and_wait(USE_PDL)
     n = tl.program_id(0).to(tl.int64)
-    row = tl.load(row_ptr + n * row_n)
-    head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
-    column = tl.arange(0, BLOCK)
+    row = tl.load(row_ptr + n * row_stride_n)
+    head, column = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H), tl.arange(0, BLOCK)
     half: tl.constexpr = ROTARY // 2
     in_half = column < half
-    V_HEADS: tl.constexpr = 0 if V_IS_K else KV_HEADS
-    head_exists = (head < HEADS + KV_HEADS + V_HEADS)[:, None]
+    head_exists = (head < HEADS + (KV_HEADS if V_IS_K else 2 * KV_HEADS))[:, None]
     mask = head_exists & in_half[None, :]
-    TYPE: tl.constexpr = out_ptr.dtype.element_ty
-    head_ptrs = qkv_ptr + n * qkv_n + (head + tl.minimum(head, HEADS) if GATES else head)[:, None] * qkv_h
+    DTYPE: tl.constexpr = out_ptr.dtype.element_ty
+    qkv_head = head + tl.minimum(head, HEADS) if HAS_GATES else head
+    head_ptrs = qkv_ptr + n * qkv_stride_n + qkv_head[:, None] * qkv_stride_h
     left_ptrs = head_ptrs + column[None, :]
-    left = load_sum(left_ptrs, qkv_split, mask, SPLITS, TYPE, EXACT)
-    right = load_sum(left_ptrs + half, qkv_split, mask, SPLITS, TYPE, EXACT)
-    is_q, is_v = head < HEADS, head >= HEADS + KV_HEADS
-    v_left, v_right = left, right
-    if ROTARY < SIZE:
+    left = load_sum(left_ptrs, qkv_stride_split, mask, SPLITS, DTYPE, ACC_DTYPE)
+    right = load_sum(left_ptrs + half, qkv_stride_split, mask, SPLITS, DTYPE, ACC_DTYPE)
+    is_q, is_v, v_left, v_right = head < HEADS, head >= HEADS + KV_HEADS, left, right
+    if ROTARY < HEAD_SIZE:
         rest_column = ROTARY + tl.arange(0, BLOCK_REST)
-        rest_mask = head_exists & (rest_column < SIZE)[None, :]
-        rest = load_sum(head_ptrs + rest_column[None, :], qkv_split, rest_mask, SPLITS, TYPE, EXACT)
+        rest_mask = head_exists & (rest_column < HEAD_SIZE)[None, :]
+        rest = load_sum(head_ptrs + rest_column[None, :], qkv_stride_split, rest_mask, SPLITS, DTYPE, ACC_DTYPE)
         v_rest = rest
-    if NORMS:
+    if HAS_NORMS:
         squares = tl.sum(left * left, 1) + tl.sum(right * right, 1)
-        if ROTARY < SIZE:
+        if ROTARY < HEAD_SIZE:
             squares += tl.sum(rest * rest, 1)
-        scale, is_q_head = (1.0 / tl.sqrt(squares / SIZE + EPS))[:, None], is_q[:, None]
-        if NORMS_V:
+        scale, is_q_head = (1.0 / tl.sqrt(squares / HEAD_SIZE + EPS))[:, None], is_q[:, None]
+        if HAS_V_NORM:
             v_left, v_right = left * scale, right * scale
-        left = _normed(left, scale, is_q_head, q_norm_ptr, k_norm_ptr, column, in_half, TYPE, EXACT)
-        right = _normed(right, scale, is_q_head, q_norm_ptr, k_norm_ptr, half + column, in_half, TYPE, EXACT)
-        if ROTARY < SIZE:
-            if NORMS_V:
+        left = _norm_heads(left, scale, is_q_head, q_norm_ptr, k_norm_ptr, column, in_half, DTYPE, ACC_DTYPE)
+        right = _norm_heads(right, scale, is_q_head, q_norm_ptr, k_norm_ptr, half + column, in_half, DTYPE, ACC_DTYPE)
+        if ROTARY < HEAD_SIZE:
+            if HAS_V_NORM:
                 v_rest = rest * scale
-            in_rest = rest_column < SIZE
-            rest = _normed(rest, scale, is_q_head, q_norm_ptr, k_norm_ptr, rest_column, in_rest, TYPE, EXACT)
-    cos_ptrs, sin_ptrs = cos_ptr + n * cos_n + column, sin_ptr + n * sin_n + column
-    rotated_left = left * _load(cos_ptrs, in_half, EXACT)[None, :] + right * _load(sin_ptrs, in_half, EXACT)[None, :]
-    rotated_right = right * _load(cos_ptrs + half, in_half, EXACT)[None, :]
-    rotated_right += left * _load(sin_ptrs + half, in_half, EXACT)[None, :]
-    left = tl.where(is_v[:, None], v_left, rotated_left).to(TYPE)
-    right = tl.where(is_v[:, None], v_right, rotated_right).to(TYPE)
-    k_row_ptr, v_row_ptr = k_ptr + row * k_row, v_ptr + row * v_row
-    rows = (out_ptr + n * out_n, out_h, k_row_ptr, v_row_ptr, k_h, v_h, k_scale_ptr, v_scale_ptr)
-    _store(rows, left, head, column, mask, HEADS, KV_HEADS, EXACT, FP8_MAX)
-    _store(rows, right, head, half + column, mask, HEADS, KV_HEADS, EXACT, FP8_MAX)
-    if ROTARY < SIZE:
-        rest = tl.where(is_v[:, None], v_rest, rest).to(TYPE)
-        _store(rows, rest, head, rest_column, rest_mask, HEADS, KV_HEADS, EXACT, FP8_MAX)
+            in_rest = rest_column < HEAD_SIZE
+            rest = _norm_heads(rest, scale, is_q_head, q_norm_ptr, k_norm_ptr, rest_column, in_rest, DTYPE, ACC_DTYPE)
+    cos_ptrs, sin_ptrs = cos_ptr + n * cos_stride_n + column, sin_ptr + n * sin_stride_n + column
+    left_cos, left_sin = _load_as(cos_ptrs, in_half, ACC_DTYPE), _load_as(sin_ptrs, in_half, ACC_DTYPE)
+    rotated_left = left * left_cos[None, :] + right * left_sin[None, :]
+    rotated_right = right * _load_as(cos_ptrs + half, in_half, ACC_DTYPE)[None, :]
+    rotated_right += left * _load_as(sin_ptrs + half, in_half, ACC_DTYPE)[None, :]
+    left = tl.where(is_v[:, None], v_left, rotated_left).to(DTYPE)
+    right = tl.where(is_v[:, None], v_right, rotated_right).to(DTYPE)
+    k_row_ptr, v_row_ptr, out_ptr = k_ptr + row * k_stride_row, v_ptr + row * v_stride_row, out_ptr + n * out_stride_n
+    rows = (out_ptr, out_stride_h, k_row_ptr, v_row_ptr, k_stride_h, v_stride_h, k_scale_ptr, v_scale_ptr)
+    _store_heads(rows, left, head, column, mask, HEADS, KV_HEADS, ACC_DTYPE, FP8_MAX)
+    _store_heads(rows, right, head, half + column, mask, HEADS, KV_HEADS, ACC_DTYPE, FP8_MAX)
+    if ROTARY < HEAD_SIZE:
+        rest = tl.where(is_v[:, None], v_rest, rest).to(DTYPE)
+        _store_heads(rows, rest, head, rest_column, rest_mask, HEADS, KV_HEADS, ACC_DTYPE, FP8_MAX)
     if V_IS_K:
         v_head, is_k = head + KV_HEADS, (head >= HEADS)[:, None]
-        _store(rows, v_left.to(TYPE), v_head, column, mask & is_k, HEADS, KV_HEADS, EXACT, FP8_MAX)
-        _store(rows, v_right.to(TYPE), v_head, half + column, mask & is_k, HEADS, KV_HEADS, EXACT, FP8_MAX)
-        if ROTARY < SIZE:
-            _store(rows, v_rest.to(TYPE), v_head, rest_column, rest_mask & is_k, HEADS, KV_HEADS, EXACT, FP8_MAX)
+        mask = mask & is_k
+        _store_heads(rows, v_left.to(DTYPE), v_head, column, mask, HEADS, KV_HEADS, ACC_DTYPE, FP8_MAX)
+        _store_heads(rows, v_right.to(DTYPE), v_head, half + column, mask, HEADS, KV_HEADS, ACC_DTYPE, FP8_MAX)
+        if ROTARY < HEAD_SIZE:
+            mask, v_rest = rest_mask & is_k, v_rest.to(DTYPE)
+            _store_heads(rows, v_rest, v_head, rest_column, mask, HEADS, KV_HEADS, ACC_DTYPE, FP8_MAX)
 
 
 def rotate_and_store(
@@ -142,57 +144,43 @@ def rotate_and_store(
 ) -> Tensor:
     """Norm and rotate Q and K, and write K and V to rows of the KV cache.  See ops/rope.py:rotate_and_store.
 
-    Tolerance: one ulp of the reference.  Both compute in float32 and round once, but the reference's addcmul may use
-    fused multiply-adds.
+    Tolerance: one ulp of the reference.  Kernel and reference compute in float32 and round once, but the
+    reference's addcmul may use fused multiply-adds.
     Raises EspalierError for shapes, dtypes or strides that ops/rope.py:rotate_and_store does not allow.
     """
     parts = qkv[None] if qkv.ndim == 3 else qkv
     dtype = k_buffer.dtype if scales is None else scales.dtype
     count, num_heads, size = parts.shape[-3:]
     kv_heads = k_buffer.shape[1]
-    v_is_k, has_gates = (False, False) if norms is None else (norms.v_is_k, norms.skips_gates)
-    heads, rotary = q_heads(num_heads, kv_heads, norms), rotation.cos.shape[1]
+    v_is_k, has_gates = (False, False) if norms is None else (norms.v_is_k, norms.has_gates)
+    heads, rotary = num_q_heads(num_heads, kv_heads, norms), rotation.cos.shape[1]
     in_place = qkv.ndim == 3 and not has_gates
     out = qkv if in_place else torch.empty(count, max(heads, 0), size, dtype=dtype, device=qkv.device)
     require(
         "rope: qkv's partial sums", parts, (-1, -1, -1, -1), out.dtype if qkv.ndim == 3 else torch.float32, k_buffer
     )
-    _check(parts, out, rotation, norms, rows, k_buffer, v_buffer, scales)
-    # Without norms the kernel gets another pointer, which it does not read.
-    q_norm, k_norm, eps, norms_v, *_ = HeadNorms(rotation.cos, rotation.cos, 0.0) if norms is None else norms
+    _check_arguments(parts, out, rotation, norms, rows, k_buffer, v_buffer, scales)
+    # Without norms the kernel gets placeholder pointers, which it does not read.
+    q_norm, k_norm, eps, norms_v_heads, *_ = HeadNorms(rotation.cos, rotation.cos, 0.0) if norms is None else norms
     num_heads -= heads if has_gates else 0
-    blocks = BLOCKS_PER_PROGRAM if oversubscribed(count * -(-num_heads // HEADS_PER_BLOCK), chip(qkv)) else 1
+    blocks = BLOCKS_PER_PROGRAM if is_oversubscribed(count * -(-num_heads // HEADS_PER_BLOCK), chip(qkv)) else 1
     if count:
+        # With fusion the bits would depend on the block size, because the compiler chooses which product is fused.
         _rotate_kernel[(count, -(-num_heads // (blocks * HEADS_PER_BLOCK)))](
             *(parts, out, rotation.cos, rotation.sin, q_norm, k_norm, rows, k_buffer, v_buffer),
             *((None, None) if scales is None else (scales.k, scales.v)),
             *(*parts.stride()[:3], *out.stride()[:2], rotation.cos.stride(0), rotation.sin.stride(0)),
             *(rows.stride(0), *k_buffer.stride()[:2], *v_buffer.stride()[:2]),
-            EPS=eps,
-            HEADS=heads,
-            KV_HEADS=kv_heads,
-            SIZE=size,
-            ROTARY=rotary,
-            SPLITS=len(parts),
-            NORMS=norms is not None,
-            NORMS_V=norms_v,
-            V_IS_K=v_is_k,
-            GATES=has_gates,
-            EXACT=exact_type(out.dtype),
-            FP8_MAX=FP8_MAX,
-            BLOCK_H=blocks * HEADS_PER_BLOCK,
-            BLOCK=power_of_two(rotary // 2),
-            BLOCK_REST=power_of_two(max(size - rotary, 1)),
-            num_warps=blocks * (1 if size <= 128 else 2),
-            # Fused multiply-adds would make the bits depend on the block size: which of the two products is fused is up
-            # to the compiler.
-            enable_fp_fusion=False,
-            **pdl_arguments(chip(qkv)),
-        )
+            EPS=eps, HEADS=heads, KV_HEADS=kv_heads, HEAD_SIZE=size, ROTARY=rotary, SPLITS=len(parts),
+            HAS_NORMS=norms is not None, HAS_V_NORM=norms_v_heads, V_IS_K=v_is_k, HAS_GATES=has_gates,
+            ACC_DTYPE=acc_dtype(out.dtype), FP8_MAX=FP8_MAX, BLOCK_H=blocks * HEADS_PER_BLOCK,
+            BLOCK=next_power_of_2(rotary // 2), BLOCK_REST=next_power_of_2(max(size - rotary, 1)),
+            num_warps=blocks * (1 if size <= 128 else 2), enable_fp_fusion=False, **pdl_arguments(chip(qkv)),
+        )  # fmt: skip
     return out[:, :heads]
 
 
-def _check(
+def _check_arguments(
     parts: Tensor,
     out: Tensor,
     rotation: Rotation,

@@ -1,8 +1,8 @@
 """The library's product of FP8 inputs with an FP8 matrix, for many rows: torch.nn.functional.scaled_mm.
 
-The library has two such products.  In the first, each row of the inputs and of the matrix has one scale; it needs
-compute capability 8.9.  In the second, 128 columns of an input share a scale, and 128 x 128 values of the matrix do
-(the format of DeepSeek-V3); only Hopper has it.
+The library has two such products.  The first, for compute capability 8.9 and later, has one scale per row of the inputs
+and of the matrix.  The second, for Hopper only, has one scale per 128 columns of an input and per 128 x 128 values of
+the matrix (the format of DeepSeek-V3).
 """
 
 import torch
@@ -15,18 +15,18 @@ from espalier.kernels.runtime.launch import HOPPER, Chip, chip
 
 # The most rows that the kernel of linear_quantised.py multiplies; the second number is for scales of blocks.
 MAX_KERNEL_ROWS, MAX_KERNEL_ROWS_IN_BLOCKS = 256, 64
-# Rows and outputs of the kernel's largest tile.  If a single tile of rows already gives every multiprocessor a tile, a
-# second tile of rows doubles the kernel's time, but not the library's time.
+# Rows and outputs of the kernel's largest tile.  If one tile of rows already occupies all multiprocessors, a second
+# tile of rows doubles the kernel's time, but not the library's.
 TILE_ROWS, TILE_OUTPUTS = 128, 128
 # The library needs the matrix's rows and columns in multiples of 16 bytes.
 ALIGNMENT_BYTES = 16
-# Edge of the scaled blocks in the second product.  It reads the scales of four blocks at once.
+# Edge of the scaled blocks in the second product, and the number of blocks whose scales are read at once.
 SCALE_BLOCK = 128
 SCALE_BLOCKS_PER_READ = 4
 
 
 def max_kernel_rows(inputs: InputScales, gpu: Chip) -> int:
-    """The most rows that the previous norm may round.  The library takes more rows unrounded, if it takes them."""
+    """Returns the most rows that the previous norm may round.  For more rows the library rounds."""
     in_blocks = inputs.group == SCALE_BLOCK and gpu.capability[0] == HOPPER[0]
     return MAX_KERNEL_ROWS_IN_BLOCKS if in_blocks else MAX_KERNEL_ROWS
 
@@ -56,7 +56,7 @@ def scaled_product(x: InputRows, weight: QuantisedMatrix, bias: Tensor | None) -
         kinds = ScalingType.RowWise, ScalingType.RowWise
     else:
         assert isinstance(x, Tensor)
-        rounded = quantise_rows.triton(x, weight.inputs, for_library=True)
+        rounded = quantise_rows.triton(x, weight.inputs, library_layout=True)
         scales = scales.t()
         kinds = ScalingType.BlockWise1x128, ScalingType.BlockWise128x128
     inputs, input_scales = rounded
@@ -67,7 +67,7 @@ def scaled_product(x: InputRows, weight: QuantisedMatrix, bias: Tensor | None) -
 
 
 def _has_row_scales(weight: QuantisedMatrix) -> bool:
-    """Whether each input row has one scale, and each matrix row has one scale, or all rows share one."""
+    """Returns whether each input row has one scale, and each matrix row has one scale, or all rows share one."""
     (num_out, num_in), inputs = weight.shape, weight.inputs
     return (
         inputs is not None
@@ -90,5 +90,5 @@ def _has_block_scales(weight: QuantisedMatrix) -> bool:
 
 
 def _is_fp8(weight: QuantisedMatrix) -> bool:
-    """Whether the matrix has FP8 values in the order of the inputs, in sizes that the library takes."""
+    """Returns whether the matrix has FP8 values in the order of the inputs, in sizes that the library takes."""
     return weight.code == "fp8" and weight.order is None and all(size % ALIGNMENT_BYTES == 0 for size in weight.shape)

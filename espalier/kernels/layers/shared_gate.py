@@ -1,7 +1,7 @@
 """A shared expert's gate and its product with the expert's result, in one launch.
 
-Grid: (rows, blocks of the result).  Each program multiplies the row with the gate's weight again, which it loads before
-it waits for the kernel before (PDL).
+Grid: (rows, blocks of the result).  Each program computes the product of the row and the gate's weight itself, and
+loads the weight before it waits for the previous kernel (PDL).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from espalier.kernels.runtime.jit import kernel, load_sum
-from espalier.kernels.runtime.launch import chip, exact_type, power_of_two, require
+from espalier.kernels.runtime.launch import acc_dtype, chip, next_power_of_2, require
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger, pdl_wait
 
 # Values of the result that a program writes.
@@ -19,20 +19,23 @@ BLOCK = 1024
 
 @kernel
 def _scale_by_gate_kernel(
-    result_ptr, x_ptr, gate_ptr, out_ptr, result_row, result_split, x_row, out_row,
-    IN: tl.constexpr, SIZE: tl.constexpr, SPLITS: tl.constexpr, EXACT: tl.constexpr, BLOCK_IN: tl.constexpr,
-    BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
+    result_ptr, x_ptr, gate_ptr, out_ptr, result_row_stride, result_split_stride, x_row_stride, out_row_stride,
+    NUM_IN: tl.constexpr, ROW_SIZE: tl.constexpr, SPLITS: tl.constexpr, ACC_DTYPE: tl.constexpr, BLOCK_IN: tl.constexpr,
+    BLOCK: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    pdl_trigger(DEPENDENT)
+    pdl_trigger(USE_PDL)
     row, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_IN)
-    gate = tl.load(gate_ptr + column, mask=column < IN, other=0.0).to(EXACT)
-    pdl_wait(DEPENDENT)
-    x = tl.load(x_ptr + row * x_row + column, mask=column < IN, other=0.0).to(EXACT)
-    logit = tl.sum(x * gate, 0).to(x_ptr.dtype.element_ty).to(EXACT)
+    gate = tl.load(gate_ptr + column, mask=column < NUM_IN, other=0.0).to(ACC_DTYPE)
+    pdl_wait(USE_PDL)
+    x = tl.load(x_ptr + row * x_row_stride + column, mask=column < NUM_IN, other=0.0).to(ACC_DTYPE)
+    logit = tl.sum(x * gate, 0).to(x_ptr.dtype.element_ty).to(ACC_DTYPE)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = column < SIZE
-    result = load_sum(result_ptr + row * result_row + column, result_split, mask, SPLITS, x_ptr.dtype.element_ty, EXACT)
-    tl.store(out_ptr + row * out_row + column, result / (1.0 + tl.exp(-logit)), mask=mask)
+    mask = column < ROW_SIZE
+    result = load_sum(
+        result_ptr + row * result_row_stride + column, result_split_stride, mask, SPLITS, x_ptr.dtype.element_ty,
+        ACC_DTYPE,
+    )  # fmt: skip
+    tl.store(out_ptr + row * out_row_stride + column, result / (1.0 + tl.exp(-logit)), mask=mask)
 
 
 def scale_by_gate(result: Tensor, x: Tensor, gate: Tensor, out: Tensor) -> None:
@@ -44,15 +47,9 @@ def scale_by_gate(result: Tensor, x: Tensor, gate: Tensor, out: Tensor) -> None:
     if not out.numel():
         return
     x, parts = x if x.stride(1) == 1 else x.contiguous(), parts if parts.stride(2) == 1 else parts.contiguous()
-    block = min(power_of_two(size), BLOCK)
+    block = min(next_power_of_2(size), BLOCK)
     _scale_by_gate_kernel[rows, -(-size // block)](
         *(parts, x, gate.contiguous(), out, parts.stride(1), parts.stride(0), x.stride(0), out.stride(0)),
-        IN=x.shape[1],
-        SIZE=size,
-        SPLITS=parts.shape[0],
-        EXACT=exact_type(x.dtype),
-        BLOCK_IN=power_of_two(x.shape[1]),
-        BLOCK=block,
-        num_warps=4,
-        **pdl_arguments(chip(x)),
-    )
+        NUM_IN=x.shape[1], ROW_SIZE=size, SPLITS=parts.shape[0], ACC_DTYPE=acc_dtype(x.dtype),
+        BLOCK_IN=next_power_of_2(x.shape[1]), BLOCK=block, num_warps=4, **pdl_arguments(chip(x)),
+    )  # fmt: skip

@@ -17,8 +17,7 @@ from espalier.kernels.runtime.op import op
 class Activation:
     """The activation act(gate) · (up + up_offset).  The defaults are silu(gate) · up.
 
-    limit: gate is first limited to at most `limit`, and up to -limit .. limit, as in GPT-OSS (arXiv:2508.10925); None:
-    no limits.
+    limit: gate is clamped to at most `limit`, and up to -limit .. limit (GPT-OSS, arXiv:2508.10925); None: not.
     kind: silu: act(gate) = gate · sigmoid(alpha · gate).  gelu_tanh: act is GELU in its approximation by tanh.  relu2:
     there is no gate, and the activation is relu(up)².
     """
@@ -30,43 +29,43 @@ class Activation:
 
     @property
     def is_silu(self) -> bool:
-        """Whether the activation is silu(gate) · up.  The kernels of products compute this one in their epilogue."""
+        """Whether the activation is silu(gate) · up, which product kernels can compute in their epilogue."""
         return self is SILU or self == SILU
 
     @property
-    def halves(self) -> int:
+    def num_matrices(self) -> int:
         """The number of matrices before the activation: 2 for gate and up, 1 for up alone."""
         return 1 if self.kind == "relu2" else 2
 
     @property
-    def constants(self) -> dict[str, object]:
+    def constexpr_arguments(self) -> dict[str, object]:
         """The constexpr arguments of a kernel that calls layers/activation.py:apply_activation.
-        As run-time arguments these numbers would be rounded to float32."""
-        return {"KIND": self.kind, "ALPHA": self.alpha, "UP_OFFSET": self.up_offset, "LIMIT": self.limit}
+        Run-time arguments would be rounded to float32."""
+        return {"ACTIVATION_KIND": self.kind, "ALPHA": self.alpha, "UP_OFFSET": self.up_offset, "LIMIT": self.limit}
 
 
 SILU, GELU_TANH, RELU2 = Activation(), Activation(kind="gelu_tanh"), Activation(kind="relu2")
 
 
 @op("espalier.kernels.layers.activation")
-def gated(gate_up: Tensor, activation: Activation = SILU) -> Tensor:
+def gated_activation(gate_up: Tensor, activation: Activation = SILU) -> Tensor:
     """Apply the activation to gate_up [N, 2·I], gate first, or to up [N, I].  Returns [N, I].
 
     Raises EspalierError for an odd number of columns of gate and up.
     """
     if gate_up.shape[1] % 2:
-        require_halves(gate_up.shape[1], activation)
+        num_up_columns(gate_up.shape[1], activation)
     if activation is SILU or activation.is_silu:
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate).mul_(up)
-    return rounded_once(gate_up, activation)
+    return activation_rounded_once(gate_up, activation)
 
 
-def rounded_once(gate_up: Tensor, activation: Activation) -> Tensor:
-    """Returns the result of `gated`, rounded once, at the end, as the kernels do.
-    With PyTorch's silu in x's dtype, silu(gate) would also be rounded."""
+def activation_rounded_once(gate_up: Tensor, activation: Activation) -> Tensor:
+    """Returns the result of `gated_activation`, rounded once, at the end, as in the kernels.
+    PyTorch's silu in x's dtype would also round silu(gate)."""
     exact = gate_up.to(torch.promote_types(gate_up.dtype, torch.float32))
-    if activation.halves == 1:
+    if activation.num_matrices == 1:
         return F.relu(exact).square().to(gate_up.dtype)
     gate, up = exact.chunk(2, dim=-1)
     if activation.limit is not None:
@@ -78,9 +77,9 @@ def rounded_once(gate_up: Tensor, activation: Activation) -> Tensor:
     return (activated * (up + activation.up_offset)).to(gate_up.dtype)
 
 
-def require_halves(size: int, activation: Activation) -> int:
+def num_up_columns(size: int, activation: Activation) -> int:
     """Returns the number of columns of up, from the `size` columns before the activation.
     Raises EspalierError if `size` is odd and there is a gate."""
-    if size % activation.halves:
+    if size % activation.num_matrices:
         raise EspalierError(f"gate_up holds gate and then up, so it needs an even number of columns, but has {size}")
-    return size // activation.halves
+    return size // activation.num_matrices

@@ -12,7 +12,7 @@ from torch import Tensor
 from espalier.kernels.attention.ancestor_bits import causal_bits, visible_mask
 from espalier.kernels.attention.triton_config import TritonConfig
 from espalier.kernels.hopper.config import HopperConfig, HopperLatentConfig, HopperLatentFewConfig
-from espalier.kernels.ops.selection import COLUMNS, KVSplitPolicy, KVSplits
+from espalier.kernels.ops.selection import SPLIT_COLUMNS, KVSplitPolicy, KVSplits
 from espalier.kernels.ops.state import page_rows
 from espalier.kernels.runtime.op import op
 from espalier.kernels.state.kv_scales import KVScales, times_k_scale, times_v_scale
@@ -52,8 +52,8 @@ def masked_attention(
     return out.to(q.dtype), lse.flatten(2, 3)
 
 
-def with_sink(out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
-    """Returns `out` [..., heads, v_size] with attention sinks: each head's softmax gets a logit that has no value.
+def apply_sink(out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
+    """Returns `out` [..., heads, v_size] with sinks.  A sink is one more logit in a head's softmax, without a value.
 
     lse: [..., heads], natural log, of the rows without the sink.  sink: [heads].  `out` is multiplied by
     exp(lse) / (exp(lse) + exp(sink)).
@@ -76,35 +76,35 @@ T = TypeVar("T")
 class Prefix:
     """The committed rows of each request of a pass.
 
-    page_table: [B, table_width] int32.  length: [B] int64.  The rows first .. length-1 exist.  first is 1 for an EAGLE
-    draft, because a row needs the feature of the previous token.
+    page_table: [B, table_width] int32.  length: [B] int64.  The rows first_position .. length-1 exist.  first_position
+    is 1 for an EAGLE draft, because a row needs the feature of the previous token.
     plan_cache: the backend's plan, shared by all passes over this prefix.
     Make a new Prefix whenever a length may have changed.
     """
 
     page_table: Tensor
     length: Tensor
-    first: int = 0
+    first_position: int = 0
     plan_cache: dict[Hashable, Any] = field(default_factory=dict, compare=False, repr=False)
 
-    def cached(self, key: Hashable, make: Callable[[], T]) -> T:
-        """Returns the result of `make`, which is called once per key for all passes over this prefix."""
+    def get_or_make(self, key: Hashable, make_value: Callable[[], T]) -> T:
+        """Returns the result of `make_value`, which is called once per key for all passes over this prefix."""
         if key not in self.plan_cache:
-            self.plan_cache[key] = make()
+            self.plan_cache[key] = make_value()
         made: T = self.plan_cache[key]
         return made
 
     def contains(self, positions: Tensor) -> Tensor:
-        """[B, P] bool: whether a row exists at each position.
+        """Returns [B, P] bool: whether a row exists at each position.
         Rows that do not exist must not be read, because pages are not cleared."""
-        return (positions >= self.first) & (positions < self.length[:, None])
+        return (positions >= self.first_position) & (positions < self.length[:, None])
 
 
 @dataclass(frozen=True)
 class Nodes:
     """The staged rows and the queries of a pass.
 
-    positions: [B, Q], the positions of the queries.  row_positions: [B, R], those of the staged rows.
+    positions: [B, Q], of the queries.  row_positions: [B, R], the positions of the staged rows.
     ancestor_bits: [B, Q, W] int64, the staged rows that a query attends to (its ancestors and itself); None for a
     chain, where each row follows the previous one.  The queries are some of the R rows; in a chain Q = R.
     parents: [B, R], each row's parent row, for layers that keep a state; the root is its own parent.  None for a chain.
@@ -125,7 +125,7 @@ class Nodes:
         positions = self.positions.gather(1, row[:, None])
         return Nodes(positions, self.row_positions, causal_bits(row, self.row_positions.shape[1]))
 
-    def visible(self, window: int | None) -> Tensor:
+    def visible_rows(self, window: int | None) -> Tensor:
         """[B, Q, R] bool: the staged rows that each query attends to, which are its ancestors inside the window.
         Every row attends to itself, padding too, so no softmax is empty."""
         return visible_mask(self.ancestor_bits, self.positions, self.row_positions, window)
@@ -158,8 +158,8 @@ class AttentionInputs(NamedTuple):
     def v_size(self) -> int:
         return self.pages[1].shape[2]
 
-    def buffers(self) -> tuple[Tensor, Tensor]:
-        """Returns buffers for a kernel to write: out [B, Q, heads, v_size] in q's dtype, lse [B, Q, heads] float32."""
+    def output_buffers(self) -> tuple[Tensor, Tensor]:
+        """Returns new buffers for a kernel: out [B, Q, heads, v_size] in q's dtype, lse [B, Q, heads] float32."""
         rows = self.q.shape[:3]
         out = torch.empty(*rows, self.v_size, dtype=self.q.dtype, device=self.q.device)
         return out, torch.empty(*rows, dtype=torch.float32, device=self.q.device)
@@ -169,7 +169,7 @@ class AttentionInputs(NamedTuple):
 class PartialResults:
     """The attention results of each split: out [B * max_splits, Q, heads, v_size] and lse [B * max_splits, Q, heads].
 
-    Both are float32; lse is base 2.  Requests with a single split have no entry here.
+    out and lse are float32; lse is base 2.  Requests with a single split have no entry here.
     """
 
     out: Tensor
@@ -183,18 +183,18 @@ class PartialResults:
 
 
 def empty_prefix(batch: int, device: torch.device) -> tuple[Prefix, KVSplits]:
-    """Returns empty prefixes and their splits, to run the kernel for committed and staged rows on staged rows alone."""
+    """Returns empty prefixes and their splits.  With them, the attention kernel reads staged rows alone."""
     starts = torch.ones(2 * batch + 1, dtype=torch.int32, device=device)
     starts[: batch + 1] = torch.arange(batch + 1, dtype=torch.int32, device=device)
-    table = torch.zeros(batch, COLUMNS, dtype=torch.int32, device=device)
+    table = torch.zeros(batch, SPLIT_COLUMNS, dtype=torch.int32, device=device)
     table[:, 0] = starts[:batch]
-    table[:, COLUMNS - 1] = 1
+    table[:, SPLIT_COLUMNS - 1] = 1
     length = torch.zeros(batch, dtype=torch.int64, device=device)
     return Prefix(table[:, 1:2], length), KVSplits(table, starts, KVSplitPolicy(1, 1))
 
 
 def is_wide_latent(k: Tensor, v: Tensor) -> bool:
-    """Whether staged K and V are views of one latent row that is too wide for tree_attention."""
+    """Returns whether staged K and V are views of one latent row that is too wide for tree_attention."""
     is_latent = k.shape[2] == 1 and k.data_ptr() == v.data_ptr()
     return is_latent and MAX_LATENT_HEAD_SIZE < k.shape[3] <= MAX_ROW_SIZE and v.shape[3] <= MAX_V_SIZE
 
@@ -207,19 +207,20 @@ def has_staged_kernel(inputs: AttentionInputs) -> bool:
     return inputs.q.is_cuda and inputs.q.dtype in KERNEL_DTYPES and fits
 
 
-@op("espalier.kernels.attention.kv_splits", on="page_table")
+@op("espalier.kernels.attention.kv_splits", tensor="page_table")
 def count_contiguous_blocks(
-    splits: KVSplits, page_table: Tensor, page_size: int, first: int, block_rows: int
+    splits: KVSplits, page_table: Tensor, page_size: int, first_position: int, block_rows: int
 ) -> Tensor:
     """[B * max_splits] int32: how many unmasked blocks at each split's beginning are contiguous in the pool.
 
     Counting stops at a split's first block that is not contiguous.  work_items.committed_blocks defines unmasked
     blocks.  Entries past the last split are undefined.
-    page_table: [B, T] int32.  first: rows below it do not exist.  block_rows: rows per block, a divisor of SPLIT_STEP.
+    page_table: [B, T] int32.  first_position: rows below it do not exist.  block_rows: rows per block, a divisor of
+    SPLIT_STEP.
     """
     out = torch.zeros(splits.table.shape[0], dtype=torch.int32)
     for split, (request, begin, end, _request_splits) in enumerate(splits.used.tolist()):
-        low = begin + -(-max(first - begin, 0) // block_rows) * block_rows
+        low = begin + -(-max(first_position - begin, 0) // block_rows) * block_rows
         while low + block_rows <= begin + (end - begin) // block_rows * block_rows:
             position = torch.arange(low, low + block_rows, device=page_table.device)
             [rows] = page_rows(page_table[request][None], position[None], page_size)
@@ -230,14 +231,14 @@ def count_contiguous_blocks(
     return out.to(page_table.device)
 
 
-@op("espalier.kernels.attention.merge", on="a[0]")
-def merge(a: OutAndLse, b: OutAndLse, sink: Tensor | None = None) -> Tensor:
+@op("espalier.kernels.attention.merge", tensor="first_result[0]")
+def merge_results(first_result: OutAndLse, second_result: OutAndLse, sink: Tensor | None = None) -> Tensor:
     """Merges two partial results.  Returns out [..., heads, v_size] over the keys of both, in the dtype of a's out.
 
-    a, b: (out, lse [..., heads] natural log).  An lse may be -inf; if both are, the result is zero.
-    sink: [heads], one extra logit per head, with weight but without a value.
+    first_result, second_result: (out, lse [..., heads] natural log).  An lse may be -inf; if both are, the result is
+    zero.  sink: [heads], one extra logit per head, with weight but without a value.
     """
-    (out_a, lse_a), (out_b, lse_b) = a, b
+    (out_a, lse_a), (out_b, lse_b) = first_result, second_result
     lse = torch.logaddexp(lse_a, lse_b)
     if sink is not None:
         lse = torch.logaddexp(lse, sink.to(lse.dtype))
@@ -246,7 +247,7 @@ def merge(a: OutAndLse, b: OutAndLse, sink: Tensor | None = None) -> Tensor:
     return weighted.to(out_a.dtype)
 
 
-@op("espalier.kernels.attention.merge", on="out")
+@op("espalier.kernels.attention.merge", tensor="out")
 def merge_splits(
     partials: PartialResults, splits: KVSplits, out: Tensor, lse: Tensor, sink: Tensor | None = None
 ) -> None:
@@ -265,11 +266,11 @@ def merge_splits(
         total_weight = torch.logsumexp(partial_lse, 0)
         shift = total_weight.masked_fill(total_weight == -torch.inf, 0)
         merged = (torch.exp(partial_lse - shift)[..., None] * partials.out[of_request]).sum(0)
-        out[request] = merged if sink is None else with_sink(merged, total_weight, sink)
+        out[request] = merged if sink is None else apply_sink(merged, total_weight, sink)
         lse[request] = total_weight
 
 
-@op("espalier.kernels.attention.tree_attention", on="inputs.q")
+@op("espalier.kernels.attention.tree_attention", tensor="inputs.q")
 def tree_attention(
     inputs: AttentionInputs,
     partials: PartialResults | None = None,
@@ -282,8 +283,8 @@ def tree_attention(
     query that attends to no rows gets zeros and lse -inf.  float32 products are IEEE, not TF32.
 
     partials: a buffer to reuse (`PartialResults.allocate`).  config: overrides the launch configuration, for tests and
-    benchmarks.  contiguous: the result of count_contiguous_blocks for these splits.  Without these counts the result
-    is the same, but the launch is slower.
+    benchmarks.  contiguous: the result of count_contiguous_blocks for these splits.  Without these counts the launch is
+    slower, with the same result.
     """
     # The reference is one masked attention over all rows.  Rows that do not exist are read as zeros.
     (batch, queries), table = inputs.nodes.positions.shape, inputs.prefix.page_table
@@ -293,16 +294,16 @@ def tree_attention(
     k, v = (torch.where(exists[..., None, None], pages[row], 0) for pages in inputs.pages)
     seen = exists[:, None].expand(-1, queries, -1)
     if inputs.staged is not None:
-        seen = torch.cat((seen, inputs.nodes.visible(None)), 2)
+        seen = torch.cat((seen, inputs.nodes.visible_rows(None)), 2)
         k, v = (torch.cat(rows, 1) for rows in zip((k, v), inputs.staged, strict=True))
         row_positions = torch.cat((row_positions, inputs.nodes.row_positions), 1)
     if inputs.window is not None:
         seen = seen & (inputs.nodes.positions[:, :, None] - row_positions[:, None, :] < inputs.window)
     out, lse = masked_attention(inputs.q, k, v, seen, inputs.scale, inputs.scales, inputs.softcap)
-    return out if inputs.sink is None else with_sink(out, lse, inputs.sink), lse
+    return out if inputs.sink is None else apply_sink(out, lse, inputs.sink), lse
 
 
-@op("espalier.kernels.attention.latent_attention", on="inputs.q")
+@op("espalier.kernels.attention.latent_attention", tensor="inputs.q")
 def latent_attention(
     inputs: AttentionInputs,
     partials: PartialResults | None = None,
@@ -315,7 +316,7 @@ def latent_attention(
     return tree_attention.reference(inputs)
 
 
-@op("espalier.kernels.attention.tree_attention", when=has_staged_kernel)
+@op("espalier.kernels.attention.tree_attention", condition=has_staged_kernel)
 def staged_attention(inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
     """Attention of each query over its ancestors' staged rows alone.  inputs: prefix and splits are `empty_prefix`'s.
 
@@ -323,5 +324,5 @@ def staged_attention(inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
     gets zeros and lse -inf.
     """
     assert inputs.staged is not None
-    seen = inputs.nodes.visible(inputs.window)
+    seen = inputs.nodes.visible_rows(inputs.window)
     return masked_attention(inputs.q, *inputs.staged, seen, inputs.scale, inputs.scales, inputs.softcap)

@@ -1,4 +1,4 @@
-"""Operations of drafts: the rows that a head reads, the paths and convolutions of block drafts, matches of n-grams."""
+"""Operations of drafts: input rows, the paths and convolutions of block drafts, and n-gram lookup."""
 
 from __future__ import annotations
 
@@ -30,9 +30,8 @@ class Candidates(NamedTuple):
 
     tokens: [B, S, R, K] int64.  scores: [B, S, R, K] float32, log-probabilities, at most 0, best first; -inf: no
     candidate.  next_rows: [B, S, R, K] int32, the row of the next depth that holds a candidate's children; -1: no
-    children.
-    Depth 1 has one row, row 0.  R is 1 for a draft whose scores do not depend on the parent token.  Rows that no
-    candidate points to are undefined.
+    children.  Depth 1 has one row, row 0.  R is 1 for a draft whose scores do not depend on the parent token.  Rows
+    without a parent candidate are undefined.
     """
 
     tokens: Tensor
@@ -81,7 +80,7 @@ def _float32_sum(score: float, logp: float) -> float:
     return float(np.float32(score + logp))
 
 
-def require_paths(root: Tensor, candidates: Candidates, nodes: int) -> tuple[int, int, int, int]:
+def check_path_sizes(root: Tensor, candidates: Candidates, nodes: int) -> tuple[int, int, int, int]:
     """Check the arguments of select_paths.  Returns the sizes B, S, R and K of the candidates."""
     tokens, scores, next_rows = candidates
     require("select_paths: tokens", tokens, (root.shape[0], -1, -1, -1), torch.int64, root)
@@ -97,29 +96,29 @@ def require_paths(root: Tensor, candidates: Candidates, nodes: int) -> tuple[int
 
 
 class NgramMatches(NamedTuple):
-    """The matches of each request, [B, K] int64 each, best first.  Both are 0 for no match.
-    length: the number of matching tokens.  ends: the position of the last matching token."""
+    """The matches of each request, [B, K] int64 each, best first.  For no match, length and ends are 0.
+    lengths: the number of matching tokens.  end_positions: the position of the last matching token."""
 
-    length: Tensor
-    ends: Tensor
+    lengths: Tensor
+    end_positions: Tensor
 
 
-def match_lengths(known: Tensor, root: Tensor) -> Tensor:
-    """[B, W]: the match length at each position of `known` [B, W]."""
-    positions = torch.arange(known.shape[1], device=known.device).expand_as(known)
-    matching = positions < root[:, None]
-    length = torch.zeros_like(known)
+def match_lengths(history: Tensor, root_position: Tensor) -> Tensor:
+    """Returns [B, W]: the match length at each position of `history` [B, W]."""
+    positions = torch.arange(history.shape[1], device=history.device).expand_as(history)
+    matching = positions < root_position[:, None]
+    length = torch.zeros_like(history)
     for back in range(MAX_NGRAM):
-        root_token = known.gather(1, (root - back).clamp(min=0)[:, None])
-        token = torch.roll(known, back, 1)
-        matching = matching & (token == root_token) & (positions >= back) & (root >= back)[:, None]
+        root_token = history.gather(1, (root_position - back).clamp(min=0)[:, None])
+        token = torch.roll(history, back, 1)
+        matching = matching & (token == root_token) & (positions >= back) & (root_position >= back)[:, None]
         length = length + matching
     return length
 
 
-def longest_history(root: Tensor) -> int:
-    """The number of tokens of the longest request.  Only for CPU tensors, because a GPU would have to synchronise."""
-    return int(root.max()) + 1 if root.numel() else 1
+def longest_history(root_position: Tensor) -> int:
+    """Returns the number of tokens of the longest request.  Takes CPU tensors: a GPU tensor would synchronise."""
+    return int(root_position.max()) + 1 if root_position.numel() else 1
 
 
 @op("espalier.kernels.tree.select_paths")
@@ -130,7 +129,7 @@ def select_paths(root: Tensor, candidates: Candidates, nodes: int) -> Tree:
     that comes first in its row.  If there are too few paths, the remaining nodes are void, as in select_tree.select.
     Raises EspalierError if sizes do not agree.  Exact.
     """
-    _, steps, _, _ = require_paths(root, candidates, nodes)
+    _, steps, _, _ = check_path_sizes(root, candidates, nodes)
     tokens, next_rows = candidates.tokens.tolist(), candidates.next_rows.tolist()
     scores = comparable_scores(candidates.scores).tolist()
     trees = [_best_paths(*of_request, nodes) for of_request in zip(tokens, scores, next_rows, strict=True)]
@@ -143,11 +142,13 @@ def select_paths(root: Tensor, candidates: Candidates, nodes: int) -> Tree:
 
 @op("espalier.kernels.tree.ngram")
 def find_matches(history: Tensor, index: Tensor, root: Tensor, topk: int) -> NgramMatches:
-    """Returns the topk best earlier occurrences of each request's last tokens.  No two are followed by the same token.
+    """Returns the topk best earlier occurrences of each request's last tokens.  The tokens after these occurrences are
+    distinct.
 
     history: [slots, W] int64, contiguous rows of tokens; index: [B] int64, each request's row of history; root: [B]
     int64, below W, the position of the last token.  Position j < root matches m tokens if history[j-m+1 .. j] equals
-    history[root-m+1 .. root]; m is at most MAX_NGRAM.  The longest match is first; of equal ones the latest.  Exact.
+    history[root-m+1 .. root]; m is at most MAX_NGRAM.  Longer matches come first; among equal lengths, later positions.
+    Exact.
     """
     width = longest_history(root)
     known = history[:, :width].index_select(0, index)
@@ -164,27 +165,27 @@ def find_matches(history: Tensor, index: Tensor, root: Tensor, topk: int) -> Ngr
     return NgramMatches(keys // width, keys % width)
 
 
-def convolve_block(x: Tensor, delta: Tensor, base: Tensor, width: int) -> Tensor:
-    """Returns x [N, H], in blocks of `width` rows, convolved with base [T, H] + delta [N, T, G].
+def convolve_block(x: Tensor, group_taps: Tensor, base_taps: Tensor, width: int) -> Tensor:
+    """Returns x [N, H], in blocks of `width` rows, convolved with base_taps [T, H] + group_taps [N, T, G].
     Each channel uses the delta of its group of channels."""
     exact = torch.promote_types(x.dtype, torch.float32)
-    group = x.shape[1] // delta.shape[2]
-    coefficients = base.to(exact) + delta.to(exact).repeat_interleave(group, 2)
+    group = x.shape[1] // group_taps.shape[2]
+    coefficients = base_taps.to(exact) + group_taps.to(exact).repeat_interleave(group, 2)
     blocks = x.to(exact).unflatten(0, (-1, width))
     total = torch.zeros_like(blocks)
-    for tap in range(base.shape[0]):
+    for tap in range(base_taps.shape[0]):
         behind = F.pad(blocks, (0, 0, tap, 0))[:, :width]
         total += behind * coefficients[:, tap].unflatten(0, (-1, width))
     return total.flatten(0, 1).to(x.dtype)
 
 
-def require_block_conv(x: Tensor, weight: Tensor, base: Tensor, width: int) -> tuple[int, int]:
+def check_block_conv(x: Tensor, weight: Tensor, base_taps: Tensor, width: int) -> tuple[int, int]:
     """Check the sizes of block_conv's arguments.  Returns (taps, groups)."""
-    taps, size = base.shape
+    taps, size = base_taps.shape
     groups = weight.shape[0] // (2 * taps)
     require("block_conv: x", x, (-1, size), None, x)
     require("block_conv: weight", weight, (2 * taps * groups, size), x.dtype, x)
-    require("block_conv: base", base, (taps, size), x.dtype, x)
+    require("block_conv: base", base_taps, (taps, size), x.dtype, x)
     if not groups or size % groups or width < 1 or len(x) % width:
         raise EspalierError(
             f"block_conv: {size} channels in {groups} groups, and {len(x)} rows in blocks of {width}, do not divide: "
@@ -194,30 +195,30 @@ def require_block_conv(x: Tensor, weight: Tensor, base: Tensor, width: int) -> t
 
 
 @op("espalier.kernels.layers.block_conv")
-def block_conv(x: Tensor, weight: Tensor, base: Tensor, width: int) -> tuple[Tensor, Tensor]:
+def block_conv(x: Tensor, weight: Tensor, base_taps: Tensor, width: int) -> tuple[Tensor, Tensor]:
     """Returns (the convolved rows [N, H], the coefficients [N, T, G] of the output's convolution) in x's dtype.
 
-    x: [N, H], normed rows, in blocks of `width` rows.  weight: [2 · T · G, H] for T taps and G groups, the half for the
-    input first.  base: [T, H].  Raises EspalierError if sizes do not agree.
+    x: [N, H], normed rows, in blocks of `width` rows.  weight: [2 · T · G, H] for T taps and G groups: the rows for the
+    input's convolution, then those for the output's.  base_taps: [T, H].  Raises EspalierError if sizes do not agree.
     """
-    taps, groups = require_block_conv(x, weight, base, width)
+    taps, groups = check_block_conv(x, weight, base_taps, width)
     delta = F.linear(x, weight).view(len(x), 2, taps, groups)
-    return convolve_block(x, delta[:, 0], base, width), delta[:, 1]
+    return convolve_block(x, delta[:, 0], base_taps, width), delta[:, 1]
 
 
-@op("espalier.kernels.layers.block_conv", on="residual")
+@op("espalier.kernels.layers.block_conv", tensor="residual")
 def block_conv_norm(
-    delta: Tensor, coefficients: Tensor, base: Tensor, residual: Tensor, weight: Tensor, eps: float, width: int
+    delta: Tensor, coefficients: Tensor, base_taps: Tensor, residual: Tensor, weight: Tensor, eps: float, width: int
 ) -> tuple[Tensor, Tensor]:
     """Returns (sum, norm of sum) with sum = residual + conv(delta), each [N, H] in residual's dtype.
 
     delta: [N, H] in residual's dtype, or partial sums [parts, N, H] in float32 at least; in blocks of `width` rows.
-    coefficients: [N, T, G], from block_conv.  base: [T, H].  weight: [H], the norm's.
+    coefficients: [N, T, G], from block_conv.  base_taps: [T, H].  weight: [H], the norm's.
     Raises EspalierError if sizes do not agree.
     """
     if delta.ndim == 3:
         delta = sum_parts.reference(delta, residual.dtype)
-    return add_rms_norm.reference(convolve_block(delta, coefficients, base, width), residual, weight, eps)
+    return add_rms_norm.reference(convolve_block(delta, coefficients, base_taps, width), residual, weight, eps)
 
 
 @dataclass(frozen=True)
@@ -256,7 +257,7 @@ def embed_rows(
     x: [N, H], the embeddings; with hidden states [N, 2 · H].  residual: [N, H], the first residual stream.
     rotation: of the positions.  live: [N] bool, whether the token is at least 0.
 
-    A token below 0 (a void node) is replaced by its request's first token, or by 0 if that token is void too.
+    A void node (token below 0) takes its request's first token, or 0 if the first token is void too.
     draft: None for a target model.
     Raises EspalierError if sizes do not agree.  Exact, except for the norms: see kernels/layers/norm.py.
     """

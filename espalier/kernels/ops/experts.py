@@ -13,14 +13,13 @@ from espalier.errors import EspalierError
 from espalier.kernels.layers.experts_plan import ExpertsPlan
 from espalier.kernels.layers.linear_plans import MIN_BLOCK_ROWS
 from espalier.kernels.layers.quantised import InputRows, QuantisedMatrix
-from espalier.kernels.ops.activation import SILU, Activation, rounded_once
+from espalier.kernels.ops.activation import SILU, Activation, activation_rounded_once
 from espalier.kernels.ops.linear import linear_quantised, sum_parts
 from espalier.kernels.runtime.op import op
 
 SCORINGS = ("softmax", "sigmoid", "topk_softmax")
 GROUP_SCORES = ("max", "top2_sum")
-# Up to this many rows, a piece of the shared MLP is one tile.  Linear layers also have one plan up to this many rows.
-# So with more rows, the bits of a row change in both kinds of layers or in none.
+# The most rows for which a piece of the shared MLP is one tile.  Linear layers change their plan at the same number.
 MAX_SHARED_ROWS = MIN_BLOCK_ROWS
 # The matrices of experts, [E, out, in].
 ExpertMatrix = Tensor | QuantisedMatrix
@@ -31,8 +30,8 @@ class Routing:
     """How the router chooses top_k of num_experts experts for a row, and how it weights them.
 
     scoring: softmax or sigmoid of all logits; topk_softmax: logits choose, and softmax is over the chosen ones.
-    norm_topk_prob: divide the weights by (their sum + norm_eps).  norm_eps is needed because sigmoid scores may all be
-    0.  routed_scaling_factor: a factor of the weights, after this division.
+    norm_topk_prob: divide the weights by (their sum + norm_eps), because the sum of sigmoid scores may be 0.
+    routed_scaling_factor: a factor of the weights, after this division.
     n_group, topk_group: the experts are n_group groups of neighbours, and are chosen from the best topk_group groups
     (DeepSeek-V2, V3).  group_score: how a group's score follows from the scores of its experts.
     correction_bias: a bias [E] is added to the scores that choose, not to the weights.
@@ -90,7 +89,7 @@ class Routing:
 
 
 def _in_best_groups(selection_scores: Tensor, routing: Routing) -> Tensor:
-    """[N, E] bool: whether an expert's group is one of the row's best topk_group."""
+    """Returns [N, E] bool: whether an expert's group is one of the row's best topk_group."""
     grouped = selection_scores.unflatten(-1, (routing.n_group, routing.group_size))
     group_scores = grouped.amax(-1) if routing.group_score == "max" else grouped.topk(2, dim=-1).values.sum(-1)
     best = torch.zeros_like(group_scores, dtype=torch.bool)
@@ -99,8 +98,8 @@ def _in_best_groups(selection_scores: Tensor, routing: Routing) -> Tensor:
 
 
 def _stable_topk(scores: Tensor, count: int) -> Tensor:
-    """[N, count] int64, the indices of the largest scores; among equal scores, the lower index.
-    It sorts, because torch.topk is not stable."""
+    """Returns [N, count] int64, the indices of the largest scores; among equal scores, the lower index.
+    The scores are sorted, because torch.topk is not stable."""
     return scores.sort(dim=-1, descending=True, stable=True).indices[:, :count]
 
 
@@ -116,14 +115,14 @@ class SharedExperts:
     gate_up: Tensor
     down: Tensor
 
-    def pieces(self, inner: int) -> int:
-        """The number of pieces S, for routed experts of width `inner`."""
-        return self.down.shape[1] // inner
+    def num_pieces(self, inner_size: int) -> int:
+        """Returns the number of pieces S, for routed experts of width `inner_size`."""
+        return self.down.shape[1] // inner_size
 
 
 @dataclass(frozen=True)
 class ExpertBiases:
-    """Biases of E experts, in x's dtype.  gate_up: [E, 2·I], gate over up, or [E, I].  down: [E, H]."""
+    """Biases of E experts, in x's dtype.  gate_up: [E, 2·I], gate first, or [E, I] without a gate.  down: [E, H]."""
 
     gate_up: Tensor
     down: Tensor
@@ -139,7 +138,7 @@ def route(logits: Tensor, bias: Tensor | None, routing: Routing, scale: Tensor |
 
     logits: [N, E], float32 or float64, or [parts, N, E], which are added in order.  weights have the logits' dtype.
     bias: [E], added as `routing` says, or None.  scale: [E], a factor of each expert's weight, or None.
-    Among equal scores the lower id is chosen.  The order of sums does not depend on the number of rows.
+    Among equal scores the lower id is chosen.  The sums have the same order for any number of rows.
     """
     if logits.ndim == 3:
         logits = sum_parts.reference(logits, logits.dtype)
@@ -164,7 +163,7 @@ def route(logits: Tensor, bias: Tensor | None, routing: Routing, scale: Tensor |
     return ids, weights if scale is None else weights * scale[ids]
 
 
-@op("espalier.kernels.layers.shared_gate", on="x")
+@op("espalier.kernels.layers.shared_gate", tensor="x")
 def scale_by_gate(result: Tensor, x: Tensor, gate: Tensor, out: Tensor) -> None:
     """Write a shared expert's result, times the sigmoid of its gate, to out [N, H], float32 at least.
 
@@ -175,7 +174,7 @@ def scale_by_gate(result: Tensor, x: Tensor, gate: Tensor, out: Tensor) -> None:
     torch.mul(result, F.linear(x, gate).to(out.dtype).sigmoid(), out=out)
 
 
-@op("espalier.kernels.layers.experts", on="ids")
+@op("espalier.kernels.layers.experts", tensor="ids")
 def grouped_experts(
     x: InputRows,
     gate_up: ExpertMatrix,
@@ -185,7 +184,7 @@ def grouped_experts(
     live: Tensor | None = None,
     biases: ExpertBiases | None = None,
     activation: Activation = SILU,
-    extra: int = 0,
+    num_extra_parts: int = 0,
     shared: SharedExperts | None = None,
     plan: ExpertsPlan | None = None,
 ) -> Tensor:
@@ -196,19 +195,19 @@ def grouped_experts(
     ids: [N, K] int64, distinct in each row.
     weights: [N, K], float32 (float64 for float64); the parts have this dtype.  The bias of `down` is weighted too.
     live: [N] bool, the rows that go to experts.  The first K parts of other rows are 0.  None: all rows are live.
-    extra: the number of further parts at the end.  This function allocates them, and the caller writes them.
+    num_extra_parts: the number of further parts at the end.  The caller writes these parts.
     shared: S pieces, for at most MAX_SHARED_ROWS rows and dense experts.  The results of the pieces are the S parts
     after the first K, for all rows, live or not.  All activations must be SILU.
     plan: launch parameters; None: experts_plan.py chooses them.
     """
-    # The reference loops over the experts that have rows.  It reads their number on the host.
+    # The reference loops over the experts that have rows, so the host reads the ids.
     assert isinstance(x, Tensor)
     top_k, inner = ids.shape[1], down.shape[2]
     gate_up_bias, down_bias = (None, None) if biases is None else (biases.gate_up, biases.down)
-    pieces = 0 if shared is None else shared.pieces(inner)
-    parts = x.new_zeros(top_k + pieces + extra, len(x), down.shape[1], dtype=weights.dtype)
+    pieces = 0 if shared is None else shared.num_pieces(inner)
+    parts = x.new_zeros(top_k + pieces + num_extra_parts, len(x), down.shape[1], dtype=weights.dtype)
     if shared is not None:
-        gated = rounded_once(F.linear(x, shared.gate_up), activation)
+        gated = activation_rounded_once(F.linear(x, shared.gate_up), activation)
         for piece, columns in enumerate(gated.split(inner, dim=1)):
             parts[top_k + piece] = F.linear(columns, shared.down[:, piece * inner : (piece + 1) * inner])
     if live is not None:
@@ -219,7 +218,7 @@ def grouped_experts(
         if len(own):
             rows, choices = own // top_k, own % top_k
             gated = _product(x[rows], gate_up[expert], None if gate_up_bias is None else gate_up_bias[expert])
-            gated = rounded_once(gated, activation)
+            gated = activation_rounded_once(gated, activation)
             result = _product(gated, down[expert], None if down_bias is None else down_bias[expert]).to(parts.dtype)
             parts[choices, rows] = result * weights[rows, choices, None]
     return parts

@@ -20,8 +20,8 @@ from espalier.kernels.layers.quantised import (
     fake_quantise_inputs,
     quantise_inputs,
 )
-from espalier.kernels.ops.activation import SILU, Activation, gated
-from espalier.kernels.runtime.launch import power_of_two
+from espalier.kernels.ops.activation import SILU, Activation, gated_activation
+from espalier.kernels.runtime.launch import next_power_of_2
 from espalier.kernels.runtime.op import op
 
 
@@ -29,8 +29,8 @@ from espalier.kernels.runtime.op import op
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPlan) -> Tensor:
     """x · weightᵀ + bias: x [rows, in] -> a new tensor [rows, out] in x's dtype.  plan None: F.linear.
 
-    The bits of a row never depend on the other rows' values.  They depend on the plan and on the number of rows: for a
-    TritonPlan on block_rows(rows), for the library on `rows` itself.
+    The bits of a row never depend on the other rows' values.  The bits depend on the plan and on the number of rows:
+    with a TritonPlan on block_rows(rows), with the library on `rows`.
     """
     return sum_parts.reference(linear_parts.reference(x, weight, bias, plan), x.dtype)
 
@@ -45,7 +45,7 @@ def linear_parts(x: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPla
 
 
 def linear_parts_library(x: Tensor, weight: Tensor, bias: Tensor | None, plan: LibraryPlan) -> Tensor:
-    """Returns the result of linear_parts, by PyTorch's library products on views of x and weight, without copies.
+    """Returns the result of linear_parts, by PyTorch's library, on views of x and weight, without copies.
     Raises RuntimeError if `splits` does not divide `in`."""
     rows, num_out = x.shape[0], weight.shape[0]
     if plan.splits > 1 and rows * num_out > 0:
@@ -85,23 +85,23 @@ def linear_gated(
 
     The weight stacks gate over up.  Raises EspalierError for an odd `out`.
     """
-    return gated.reference(linear.reference(x, weight, bias, plan), activation)
+    return gated_activation.reference(linear.reference(x, weight, bias, plan), activation)
 
 
 @op("espalier.kernels.layers.linear")
 def write_parts(x: Tensor, weight: Tensor, bias: Tensor | None, plan: TritonPlan, out: Tensor) -> None:
     """Write the partial sums of `linear` to out [splits, rows, out] float32, contiguous; one part without splits.
 
-    Raises EspalierError as linear_parts.
+    Raises EspalierError in the same cases as linear_parts.
     """
-    # In the reference, the first part is the whole sum and the others are 0.
+    # The reference writes the whole sum to the first part, and zeros to the others.
     out.zero_()
     out[0] = F.linear(x, weight, bias)
 
 
 @op("espalier.kernels.layers.linear")
 def sum_parts(parts: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns the sum [rows, out] of partial sums [splits, rows, out], in `dtype`; a result [rows, out] unchanged."""
+    """Returns the sum [rows, out] of partial sums [splits, rows, out] in `dtype`; parts [rows, out] are returned."""
     if parts.ndim == 2:
         return parts
     total = parts[0].clone()
@@ -114,35 +114,35 @@ def sum_parts(parts: Tensor, dtype: torch.dtype) -> Tensor:
 MAX_ROUNDED = 8192
 
 
-def rounds_activation(size: int, inputs: InputScales) -> bool:
-    """Whether `gated_parts` can round its result of `size` columns: groups must be powers of two, or short rows."""
-    group, block = inputs.columns(size), power_of_two(size)
-    return block <= MAX_ROUNDED and (group == size or power_of_two(group) == group)
+def can_round_activation(size: int, input_scales: InputScales) -> bool:
+    """Whether `activate_partial_sums` can round `size` columns: groups must be powers of two, or rows short."""
+    group, block = input_scales.columns(size), next_power_of_2(size)
+    return block <= MAX_ROUNDED and (group == size or next_power_of_2(group) == group)
 
 
 @op("espalier.kernels.layers.activation")
-def gated_parts(
+def activate_partial_sums(
     parts: Tensor, dtype: torch.dtype, activation: Activation = SILU, rounding: InputScales | None = None
 ) -> InputRows:
-    """Returns the activation of gate and up, the halves of sum_parts(parts, dtype), with the bits of `gated`.
+    """Returns the activation of gate and up, the halves of sum_parts(parts, dtype), as `gated_activation` does.
 
-    rounding: how the result is rounded to FP8, for sizes that `rounds_activation` accepts; None: not rounded.
+    rounding: how the result is rounded to FP8, for sizes that `can_round_activation` accepts; None: not rounded.
     """
-    out = gated.reference(sum_parts.reference(parts, dtype), activation)
+    out = gated_activation.reference(sum_parts.reference(parts, dtype), activation)
     return out if rounding is None else RoundedRows(*quantise_inputs(out, rounding), dtype)
 
 
 @op("espalier.kernels.layers.quantise_rows")
-def quantise_rows(x: Tensor, inputs: InputScales, for_library: bool = False) -> tuple[Tensor, Tensor]:
+def quantise_rows(x: Tensor, input_scales: InputScales, library_layout: bool = False) -> tuple[Tensor, Tensor]:
     """x [rows, in] -> (FP8 values [rows, in], their scales [rows, ceil(in / group)] float32).
 
-    for_library: on a GPU, return the form of the library's product: the scales of a group are adjacent in memory, and
-    undefined rows fill up the result to a multiple of ROWS_FILLED.
+    library_layout: on a GPU, return the form of the library's product: the scales of a group are adjacent in memory,
+    and undefined rows fill up the result to a multiple of ROWS_FILLED.
     """
-    return quantise_inputs(x, inputs)
+    return quantise_inputs(x, input_scales)
 
 
-@op("espalier.kernels.layers.linear_quantised", on="weight.codes")
+@op("espalier.kernels.layers.linear_quantised", tensor="weight.codes")
 def linear_quantised(
     x: InputRows, weight: QuantisedMatrix, bias: Tensor | None, plan: TritonPlan | None = None
 ) -> Tensor:
@@ -171,7 +171,7 @@ def linear_quantised(
     return out
 
 
-@op("espalier.kernels.layers.linear_quantised", on="weight.codes")
+@op("espalier.kernels.layers.linear_quantised", tensor="weight.codes")
 def linear_quantised_parts(
     x: InputRows, weight: QuantisedMatrix, bias: Tensor | None, plan: TritonPlan | None = None
 ) -> Tensor:
@@ -179,7 +179,7 @@ def linear_quantised_parts(
     return linear_quantised.reference(x, weight, bias)
 
 
-@op("espalier.kernels.layers.linear_quantised", on="weight.codes")
+@op("espalier.kernels.layers.linear_quantised", tensor="weight.codes")
 def linear_quantised_gated(
     x: InputRows,
     weight: QuantisedMatrix,
@@ -190,13 +190,13 @@ def linear_quantised_gated(
 ) -> InputRows:
     """Returns the activation [rows, out / 2] of gate and up, for a weight that stacks gate over up.
 
-    rounding: how the reader of the result rounds it.  If a launch of the activation alone follows the product, it
-    rounds the result where it can.
+    rounding: how the next product rounds its inputs.  If the activation has its own launch, that launch also rounds
+    the result where `can_round_activation` allows.
     """
-    return gated.reference(linear_quantised.reference(x, weight, bias), activation)
+    return gated_activation.reference(linear_quantised.reference(x, weight, bias), activation)
 
 
-@op("espalier.kernels.layers.linear_blocks", on="weight.blocks")
+@op("espalier.kernels.layers.linear_blocks", tensor="weight.blocks")
 def linear_blocks(x: Tensor, weight: BlockMatrix, bias: Tensor | None) -> Tensor:
     """x [rows, in] · weightᵀ + bias -> a new tensor [rows, out] in x's dtype.
 

@@ -11,21 +11,21 @@ from torch import Tensor
 from espalier.kernels.layers.linear_plans import DTYPES
 from espalier.kernels.layers.quantised import InputRows, InputScales, RoundedRows, quantise_inputs
 from espalier.kernels.ops.linear import sum_parts
-from espalier.kernels.runtime.launch import power_of_two
+from espalier.kernels.runtime.launch import next_power_of_2
 from espalier.kernels.runtime.op import op
 
 MAX_ROUTER_ROWS = 4
 
 
 def supports_norm_router(residual: Tensor) -> bool:
-    """Whether the kernel of norm_router supports rows like these."""
+    """Returns whether the kernel of norm_router supports rows like these."""
     return residual.is_cuda and residual.dtype in DTYPES and 0 < len(residual) <= MAX_ROUTER_ROWS
 
 
-def can_round_norm(size: int, inputs: InputScales) -> bool:
-    """Whether the launch of a norm of `size` columns can also round the result, with the scales of `inputs`."""
-    group = inputs.columns(size)
-    return group == size or power_of_two(group) == group
+def can_round_norm(size: int, input_scales: InputScales) -> bool:
+    """Whether the launch of a norm of `size` columns can also round the result, with the scales of `input_scales`."""
+    group = input_scales.columns(size)
+    return group == size or next_power_of_2(group) == group
 
 
 def norm_by_length_constants(weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -34,11 +34,11 @@ def norm_by_length_constants(weight: Tensor, eps: float) -> tuple[Tensor, Tensor
     return weight * size**0.5, weight.new_full((), (size * eps) ** 0.5)
 
 
-def norm_by_length(x: Tensor, scaled_weight: Tensor, floor: Tensor) -> Tensor:
+def norm_by_length(x: Tensor, scaled_weight: Tensor, min_length: Tensor) -> Tensor:
     """RMS norm of x [..., H], computed from the length of x; see norm_by_length_constants for the other arguments.
-    It uses sqrt(sum(x²) + H · eps) = hypot(length of x, floor), so it takes 4 operations; F.rms_norm takes 9."""
+    sqrt(sum(x²) + H · eps) is hypot(length of x, min_length): 4 operations in all, where F.rms_norm takes 9."""
     length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    return (x / torch.hypot(length, floor)).mul_(scaled_weight)
+    return (x / torch.hypot(length, min_length)).mul_(scaled_weight)
 
 
 @op("espalier.kernels.layers.norm")
@@ -50,13 +50,13 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return norm_by_length(x.to(exact), *norm_by_length_constants(weight.to(exact), eps)).to(x.dtype)
 
 
-@op("espalier.kernels.layers.norm", on="residual")
+@op("espalier.kernels.layers.norm", tensor="residual")
 def add_rms_norm(delta: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Returns (sum, norm) with sum = residual + delta and norm = rms_norm(sum), each [N, H] in residual's dtype.
 
     delta: [N, H] in residual's dtype, or partial sums [splits, N, H] in float32 (float64 for float64), as
     kernels/ops/linear.py:linear_parts returns.  Partial sums are first added in order and rounded to residual's dtype.
-    The norm is that of the rounded sum.
+    The rounded sum is normed.
     """
     if delta.ndim == 3:
         delta = sum_parts.reference(delta, residual.dtype)
@@ -74,7 +74,7 @@ class NormWeight(NamedTuple):
 MAX_OUTPUTS, MAX_NORMS = 2, 3
 
 
-@op("espalier.kernels.layers.add_normed", on="residual")
+@op("espalier.kernels.layers.add_normed", tensor="residual")
 def add_normed(
     outputs: tuple[tuple[Tensor, NormWeight], ...],
     norm: NormWeight | None,
@@ -85,7 +85,7 @@ def add_normed(
     """Returns (sum, norms of the sum), each [N, H] in residual's dtype.
 
     sum = residual · scale + norm(sum of the normed outputs).  outputs: the outputs of 1 to MAX_OUTPUTS blocks, each in
-    the form of add_rms_norm's delta, with its norm.  norm: None: the sum of the normed outputs is added as it is.
+    the form of add_rms_norm's delta, with its norm.  norm: None: no norm of that sum.
     norms: at most MAX_NORMS.
     Every product, sum and norm is rounded to residual's dtype, as separate launches would round it.
     """
@@ -97,23 +97,28 @@ def add_normed(
     return total, tuple(rms_norm.reference(total, *each) for each in norms)
 
 
-@op("espalier.kernels.layers.norm", on="residual")
+@op("espalier.kernels.layers.norm", tensor="residual")
 def rounded_norm(
-    delta: Tensor | None, residual: Tensor, weight: Tensor, eps: float, inputs: InputScales, return_norm: bool = False
+    delta: Tensor | None,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    input_scales: InputScales,
+    return_norm: bool = False,
 ) -> tuple[Tensor, Tensor | None, RoundedRows]:
     """Returns (sum, norm, rounded): the results of add_rms_norm, and the norm rounded to FP8 as by quantise_rows.
 
-    delta: None: there is no addition, and sum is `residual`.  return_norm: if false, the returned norm is None.
+    delta: None: no addition; sum is `residual`.  return_norm: if false, the returned norm is None.
     Raises EspalierError for sizes that `can_round_norm` refuses.
     """
     if delta is None:
         total, out = residual, rms_norm.reference(residual, weight, eps)
     else:
         total, out = add_rms_norm.reference(delta, residual, weight, eps)
-    return total, out if return_norm else None, RoundedRows(*quantise_inputs(out, inputs), out.dtype)
+    return total, out if return_norm else None, RoundedRows(*quantise_inputs(out, input_scales), out.dtype)
 
 
-@op("espalier.kernels.layers.norm", on="residual")
+@op("espalier.kernels.layers.norm", tensor="residual")
 def norm_router(
     delta: Tensor,
     residual: Tensor,

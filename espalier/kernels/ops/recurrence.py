@@ -1,7 +1,7 @@
 """Linear recurrences over chains and trees: short convolutions, and the gated delta rule with its relatives.
 
 A row updates the state S [k_size, v_size] of a head: `S = decay · S + k ⊗ new`.  With the delta rule, `new` is
-`beta · (v - decay · Sᵀ k)`; without it, `beta · v`.  The output of the row is `Sᵀ q`.  All is computed in float32
+`beta · (v - decay · Sᵀ k)`; without it, `beta · v`.  The output of the row is `Sᵀ q`.  Sums are in float32
 (float64 for float64).  A row of a tree starts from the state after its parent, so its sums run over its ancestors.
 """
 
@@ -11,16 +11,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# The number of rows of a chain that are solved together.
-CHUNK = 64
-# The eps of `unit`, from the code of the published models.
-UNIT_EPS = 1e-6
+# The number of rows of a chain that are solved as one system.
+CHUNK_ROWS = 64
+# The eps of `l2_normalize`, from the code of the published models.
+L2_NORM_EPS = 1e-6
 
 
 class ShortConv(NamedTuple):
     """A causal convolution of each channel.
 
-    weight: [channels, taps], the tap of the row itself last.  bias: [channels] or None.  silu: whether silu follows.
+    weight: [channels, taps], the tap of the row itself last.  bias: [channels] or None.  silu: whether silu is applied
+    to the result.
     """
 
     weight: Tensor
@@ -39,12 +40,12 @@ class StateRows(NamedTuple):
     v: Tensor
     gates: Tensor
 
-    def part(self, first: int, end: int) -> "StateRows":
-        return StateRows(*(values[:, first:end] for values in self))
+    def slice_rows(self, begin: int, end: int) -> "StateRows":
+        return StateRows(*(values[:, begin:end] for values in self))
 
 
-def convolved(inputs: Tensor, tail: Tensor, parents: Tensor | None, conv: ShortConv) -> Tensor:
-    """Returns the convolution of `inputs` [B, R, C], in their shape and dtype.
+def convolve(inputs: Tensor, tail: Tensor, parents: Tensor | None, conv: ShortConv) -> Tensor:
+    """Returns the convolution of `inputs` [B, R, C], with the same shape and dtype.
 
     tail: [B, taps - 1, C], the inputs before the first row.  parents: [B, R], each row's parent row; the root is its
     own parent.  None for a chain.
@@ -72,107 +73,111 @@ def tail_after(tail: Tensor, inputs: Tensor, count: Tensor) -> Tensor:
     return torch.cat((tail, inputs), 1).gather(1, at[..., None].expand(-1, -1, tail.shape[2]))
 
 
-def unit(x: Tensor) -> Tensor:
+def l2_normalize(x: Tensor) -> Tensor:
     """Returns x [..., size] divided by its L2 norm over the last dimension."""
-    return x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) + UNIT_EPS)
+    return x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) + L2_NORM_EPS)
 
 
-class Solved(NamedTuple):
-    """The updates of rows to a state: row i adds k ⊗ new.
+class StateUpdates(NamedTuple):
+    """The updates of rows to a state: row i adds k ⊗ values.
 
-    new: [B, heads, R, v_size].  k: [B, heads, R, k_size].  decay: [B, heads, R], the logarithm of the decay from the
-    state before all rows to each row, that row's own decay included.
+    values: [B, heads, R, v_size].  k: [B, heads, R, k_size].  log_decay: [B, heads, R], the sum of the log
+    decays of all rows up to and including each row, along its path.
     """
 
-    new: Tensor
-    decay: Tensor
+    values: Tensor
+    log_decay: Tensor
     k: Tensor
 
 
-def solve(rows: StateRows, state: Tensor, seen: Tensor, delta: bool) -> Solved:
+def solve_updates(rows: StateRows, state: Tensor, ancestor_mask: Tensor, is_delta_rule: bool) -> StateUpdates:
     """Computes the updates of rows that follow `state` [B, heads, k_size, v_size].
 
-    seen: [B, R, R] bool, the ancestors of each row and the row itself; an ancestor has a lower index.
-    delta: whether the update is the delta rule's.
+    ancestor_mask: [B, R, R] bool, the ancestors of each row and the row itself; an ancestor has a lower index.
+    is_delta_rule: whether the update is the delta rule's.
     """
     exact = state.dtype
     heads = state.shape[1]
-    k = _by_head(rows.k.to(exact), heads)
+    k = _to_head_major(rows.k.to(exact), heads)
     log_decay, beta = rows.gates.to(exact).permute(2, 0, 3, 1)
-    decay = (seen[:, None].to(exact) @ log_decay[..., None])[..., 0]
-    new = _by_head(rows.v.to(exact), heads)
-    if delta:
+    decay = (ancestor_mask[:, None].to(exact) @ log_decay[..., None])[..., 0]
+    new = _to_head_major(rows.v.to(exact), heads)
+    if is_delta_rule:
         new = new - decay.exp()[..., None] * (k @ state)
     new = beta[..., None] * new
-    if delta and k.shape[2] > 1:
-        system = beta[..., None] * (k @ k.transpose(2, 3)) * _pairwise_decay(decay, seen)
+    if is_delta_rule and k.shape[2] > 1:
+        system = beta[..., None] * (k @ k.transpose(2, 3)) * _pairwise_decay(decay, ancestor_mask)
         new = torch.linalg.solve_triangular(system, new, upper=False, unitriangular=True)
-    return Solved(new, decay, k)
+    return StateUpdates(new, decay, k)
 
 
-def outputs(q: Tensor, solved: Solved, state: Tensor, seen: Tensor) -> Tensor:
+def row_outputs(q: Tensor, updates: StateUpdates, state: Tensor, ancestor_mask: Tensor) -> Tensor:
     """Returns each row's output [B, R, heads, v_size], from the state after that row.  q: [B, R, k_heads, k_size]."""
-    q = _by_head(q.to(state.dtype), state.shape[1])
-    scores = (q @ solved.k.transpose(2, 3)) * _pairwise_decay(solved.decay, seen)
-    out = solved.decay.exp()[..., None] * (q @ state) + scores @ solved.new
+    q = _to_head_major(q.to(state.dtype), state.shape[1])
+    scores = (q @ updates.k.transpose(2, 3)) * _pairwise_decay(updates.log_decay, ancestor_mask)
+    out = updates.log_decay.exp()[..., None] * (q @ state) + scores @ updates.values
     return out.transpose(1, 2)
 
 
-def state_after(rows: StateRows, solved: Solved, state: Tensor, count: Tensor) -> Tensor:
+def state_after(rows: StateRows, updates: StateUpdates, state: Tensor, count: Tensor) -> Tensor:
     """Returns the state [B, heads, k_size, v_size] after the first `count` [B] rows of a chain."""
     taken = torch.arange(rows.k.shape[1], device=count.device) < count[:, None]
     log_decay = rows.gates[:, :, 0].to(state.dtype).transpose(1, 2)
     # Rows past `count` are dropped, not multiplied by zero, because their values may be NaN.
     whole = log_decay.where(taken[:, None], 0).sum(-1)
-    share = (whole[..., None] - solved.decay).exp()[..., None]
-    new = (share * solved.new).where(taken[:, None, :, None], 0)
-    kept = solved.k.where(taken[:, None, :, None], 0)
+    share = (whole[..., None] - updates.log_decay).exp()[..., None]
+    new = (share * updates.values).where(taken[:, None, :, None], 0)
+    kept = updates.k.where(taken[:, None, :, None], 0)
     return whole.exp()[..., None, None] * state + kept.transpose(2, 3) @ new
 
 
-class Scanned(NamedTuple):
+class ScanResult(NamedTuple):
     """The result of `scan`.
 
-    out: [B, R, heads, v_size].  state: the state after the last row.  marked: the snapshot, the state after the first
-    `marked` rows, if a snapshot is requested.
+    out: [B, R, heads, v_size].  state: the state after the last row.  snapshot: the snapshot, the state after the first
+    `snapshot` rows, if a snapshot is requested.
     """
 
     out: Tensor
     state: Tensor
-    marked: Tensor
+    snapshot: Tensor
 
 
-def scan(q: Tensor, rows: StateRows, state: Tensor, count: Tensor, marked: Tensor | None, delta: bool) -> Scanned:
+def scan(
+    q: Tensor, rows: StateRows, state: Tensor, count: Tensor, snapshot_counts: Tensor | None, is_delta_rule: bool
+) -> ScanResult:
     """Computes the outputs and states of a chain of rows that follows `state` [B, heads, k_size, v_size].
 
-    count: [B], how many rows exist.  marked: [B], a snapshot: the state after this many rows is also returned; None: no
-    snapshots.
+    count: [B], how many rows exist.  snapshot_counts: [B], a snapshot: the state after this many rows is also returned;
+    None: no snapshots.
     """
     outs, at_mark = [], state
-    for first in range(0, q.shape[1], CHUNK):
-        end = min(first + CHUNK, q.shape[1])
-        part, seen = rows.part(first, end), causal(end - first, q.device)
-        solved = solve(part, state, seen, delta)
-        outs.append(outputs(q[:, first:end], solved, state, seen))
-        if marked is not None:
-            is_here = (marked > first) & (marked <= end)
-            at_mark = state_after(part, solved, state, marked - first).where(is_here[:, None, None, None], at_mark)
+    for first in range(0, q.shape[1], CHUNK_ROWS):
+        end = min(first + CHUNK_ROWS, q.shape[1])
+        part, seen = rows.slice_rows(first, end), causal_mask(end - first, q.device)
+        solved = solve_updates(part, state, seen, is_delta_rule)
+        outs.append(row_outputs(q[:, first:end], solved, state, seen))
+        if snapshot_counts is not None:
+            is_here = (snapshot_counts > first) & (snapshot_counts <= end)
+            at_mark = state_after(part, solved, state, snapshot_counts - first).where(
+                is_here[:, None, None, None], at_mark
+            )
         state = state_after(part, solved, state, count - first)
     out = torch.cat(outs, 1) if outs else q.new_empty(*rows.v.shape, dtype=state.dtype)
-    return Scanned(out, state, at_mark)
+    return ScanResult(out, state, at_mark)
 
 
-def causal(rows: int, device: torch.device) -> Tensor:
-    """Returns [1, rows, rows] bool: the rows that each row of a chain sees, which are all up to itself."""
+def causal_mask(rows: int, device: torch.device) -> Tensor:
+    """Returns [1, rows, rows] bool: entry [0, i, j] says whether j <= i: row i of a chain sees row j."""
     order = torch.arange(rows, device=device)
     return (order <= order[:, None])[None]
 
 
-def _pairwise_decay(decay: Tensor, seen: Tensor) -> Tensor:
-    """[B, heads, R, R]: for each row and each row that it sees, the decay from the seen row to it; 0 for other rows."""
-    return (decay[..., :, None] - decay[..., None, :]).masked_fill(~seen[:, None], -torch.inf).exp()
+def _pairwise_decay(decay: Tensor, ancestor_mask: Tensor) -> Tensor:
+    """Returns [B, heads, R, R]: the decay from ancestor j to row i at [.., i, j]; 0 if j is no ancestor of i."""
+    return (decay[..., :, None] - decay[..., None, :]).masked_fill(~ancestor_mask[:, None], -torch.inf).exp()
 
 
-def _by_head(values: Tensor, heads: int) -> Tensor:
-    """[B, R, k_heads, size] -> [B, heads, R, size]."""
+def _to_head_major(values: Tensor, heads: int) -> Tensor:
+    """Returns [B, R, k_heads, size] -> [B, heads, R, size]."""
     return values.transpose(1, 2).repeat_interleave(heads // values.shape[2], 1)

@@ -16,7 +16,7 @@ from espalier.kernels.ops.norm import rms_norm
 from espalier.kernels.runtime.op import op
 from espalier.kernels.state.kv_scales import KVScales, round_to_fp8
 
-# The most rows of head_product's kernel.  They are one tile, so a row's bits do not depend on the number of rows.
+# The most rows of head_product's kernel: one tile, so a row's bits do not depend on the number of rows.
 MAX_HEAD_ROWS = MIN_BLOCK_ROWS
 # The most inputs of a head in that kernel.
 MAX_HEAD_INPUTS = 512
@@ -36,24 +36,23 @@ class Rotation(NamedTuple):
 class HeadNorms(NamedTuple):
     """The RMS norms that some families apply to each head before RoPE.
 
-    q, k: [size], the weights.  eps: of all norms.  norms_v: whether V heads are normed too, without a weight.
-    v_is_k: whether there are no projections of V.  The V heads are then the projections of the K heads, before the K
-    heads' norm and RoPE.
-    skips_gates: whether each Q head is followed by a head of its gate, which is neither normed nor rotated.
+    q, k: [size], the weights.  eps: of all norms.  norms_v_heads: whether V heads are normed too, without a weight.
+    v_is_k: whether V has no projection of its own.  The V heads are then the K heads before norm and RoPE.
+    has_gates: whether each Q head is followed by a head of its gate, which is neither normed nor rotated.
     """
 
     q: Tensor
     k: Tensor
     eps: float
-    norms_v: bool = False
+    norms_v_heads: bool = False
     v_is_k: bool = False
-    skips_gates: bool = False
+    has_gates: bool = False
 
 
-def q_heads(num_heads: int, kv_heads: int, norms: HeadNorms | None) -> int:
-    """The number of Q heads among the num_heads heads of rotate_and_store's qkv."""
+def num_q_heads(num_heads: int, kv_heads: int, norms: HeadNorms | None) -> int:
+    """Returns the number of Q heads among the num_heads heads of rotate_and_store's qkv."""
     stored = num_heads - kv_heads * (1 if norms is not None and norms.v_is_k else 2)
-    return stored // 2 if norms is not None and norms.skips_gates else stored
+    return stored // 2 if norms is not None and norms.has_gates else stored
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -78,7 +77,7 @@ def write_rows(planes: Sequence[Tensor], rows: Tensor, values: Sequence[Tensor],
         plane.view(torch.uint8).index_copy_(0, rows, round_to_fp8(value, scale).view(torch.uint8))
 
 
-def _normed(qk: Tensor, heads: int, norms: HeadNorms | None) -> Tensor:
+def _norm_heads(qk: Tensor, heads: int, norms: HeadNorms | None) -> Tensor:
     """Returns the Q and K heads, normed if the model has head norms."""
     if norms is None:
         return qk
@@ -87,17 +86,17 @@ def _normed(qk: Tensor, heads: int, norms: HeadNorms | None) -> Tensor:
 
 
 def supports_head_product(x: Tensor) -> bool:
-    """Whether head_product's kernel supports rows like these."""
+    """Returns whether head_product's kernel supports rows like these."""
     return x.is_cuda and 0 < len(x) <= MAX_HEAD_ROWS and x.shape[2] <= MAX_HEAD_INPUTS and x.dtype in DTYPES
 
 
 @dataclass(frozen=True)
 class LatentFormat:
-    """The form of a layer's latent rows, whose last `rotary` values are rotated.
+    """The format of a layer's latent rows, whose last `rotary` values are rotated.
 
     norm: [size - rotary], the weight of the latent's RMS norm, or None.  eps: of the norm.
-    interleaved: whether the two values of a rotated pair are adjacent in the input (2i and 2i + 1), as in DeepSeek's
-    weights.  If not, they are half a row apart (i and i + rotary / 2).  In the result they always are half a row apart.
+    interleaved: whether a rotated pair is adjacent in the input (2i and 2i + 1), as in DeepSeek's weights.  Otherwise
+    the pair is i and i + rotary / 2.  In the result the pair is always i and i + rotary / 2.
     """
 
     norm: Tensor | None = None
@@ -106,19 +105,19 @@ class LatentFormat:
 
 
 class LatentDestination(NamedTuple):
-    """How latents are computed and where they are stored: in rows [N] int64 of plane [R, 1, size].
+    """How latents are computed and stored.  rows: [N] int64, the rows of plane [R, 1, size] that receive them.
 
     rotation: the rotation of the latents and of the queries.  scales: the scales of an FP8 plane, else None.
     """
 
     rotation: Rotation
-    form: LatentFormat
+    format: LatentFormat
     rows: Tensor
     plane: Tensor
     scales: KVScales | None = None
 
 
-def require_latent(q_rope: Tensor, q: Tensor, latent: Tensor, destination: LatentDestination) -> None:
+def check_latent_sizes(q_rope: Tensor, q: Tensor, latent: Tensor, destination: LatentDestination) -> None:
     """Check the sizes of rotate_and_store_latent's arguments.  Raises EspalierError if they do not agree."""
     rotary, row = destination.rotation.cos.shape[1], destination.plane.shape[1:]
     size = row[1]
@@ -130,9 +129,9 @@ def require_latent(q_rope: Tensor, q: Tensor, latent: Tensor, destination: Laten
         )
 
 
-def _rotated(values: Tensor, rotation: Rotation, form: LatentFormat) -> Tensor:
+def _rotate_values(values: Tensor, rotation: Rotation, format: LatentFormat) -> Tensor:
     """Returns values [N, heads, rotary], rotated."""
-    if form.interleaved:
+    if format.interleaved:
         values = values.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
     return rotate(values, *rotation)
 
@@ -149,62 +148,63 @@ def rotate_and_store(
 ) -> Tensor:
     """Norm and rotate the Q and K heads of qkv [N, heads + 2 · kv_heads, size] (all Q, then all K, then all V).
 
-    With HeadNorms.v_is_k, qkv ends with the K heads; with skips_gates, it also has a gate behind each Q head.  If the
-    buffers have no heads, qkv holds Q heads alone.
-    qkv may also be partial sums [splits, N, ...] float32 (kernels/layers/linear.py).  They are first added in order and
-    rounded to the model's dtype.
+    With HeadNorms.v_is_k, qkv ends with the K heads; with has_gates, it also has a gate behind each Q head.  If the
+    buffers have no heads, qkv holds Q heads alone.  qkv may also be partial sums [splits, N, ...] float32
+    (kernels/layers/linear.py).  Partial sums are first added in order and rounded to the model's dtype.
     rows: [N] int64, the rows of k_buffer and v_buffer [R, kv_heads, size] that receive K and V.
     scales: the scales of FP8 buffers, else None.
-    Returns q [N, heads, size].  On a GPU, a qkv without splits and gates is overwritten.
+    Returns q [N, heads, size].  The kernel overwrites a qkv without splits and gates; the reference does not.
     """
-    # The reference does not overwrite qkv.
     if qkv.ndim == 4:
         qkv = sum_parts.reference(qkv, k_buffer.dtype if scales is None else scales.dtype)
     kv_heads = k_buffer.shape[1]
-    heads = q_heads(qkv.shape[1], kv_heads, norms)
-    if norms is not None and norms.skips_gates:
+    heads = num_q_heads(qkv.shape[1], kv_heads, norms)
+    if norms is not None and norms.has_gates:
         qkv = torch.cat((qkv[:, : 2 * heads : 2], qkv[:, 2 * heads :]), 1)
-    rotated = rotate(_normed(qkv[:, : heads + kv_heads], heads, norms), *rotation)
+    rotated = rotate(_norm_heads(qkv[:, : heads + kv_heads], heads, norms), *rotation)
     v = qkv[:, qkv.shape[1] - kv_heads :]
-    if norms is not None and norms.norms_v:
+    if norms is not None and norms.norms_v_heads:
         v = rms_norm.reference(v, v.new_ones(v.shape[2]), norms.eps)
     write_rows((k_buffer, v_buffer), rows, (rotated[:, heads:], v), scales)
     return rotated[:, :heads]
 
 
-@op("espalier.kernels.layers.latent", when=supports_head_product)
+@op("espalier.kernels.layers.latent", condition=supports_head_product)
 def head_product(x: Tensor, weight: Tensor, out: Tensor) -> None:
     """Write x [N, heads, in] times each head's weight [heads, in, out] to `out` [N, heads, out]."""
     torch.bmm(x.transpose(0, 1), weight, out=out.transpose(0, 1))
 
 
-@op("espalier.kernels.layers.latent", on="q")
+@op("espalier.kernels.layers.latent", tensor="q")
 def rotate_and_store_latent(q_rope: Tensor, q: Tensor, latent: Tensor, destination: LatentDestination) -> None:
     """Rotate the queries, and norm, rotate and store the latents.
 
     q_rope: [N, heads, rotary]; the result becomes the last values of q [N, heads, ...].  q_rope may be a view of q.
     latent: [N, 1, size]; the result goes to the rows of `destination`.  Raises EspalierError if sizes do not agree.
     """
-    require_latent(q_rope, q, latent, destination)
+    check_latent_sizes(q_rope, q, latent, destination)
     (rotation, form), rotary = destination[:2], destination.rotation.cos.shape[1]
     rank = latent.shape[2] - rotary
     latent_part = latent[..., :rank]
     if form.norm is not None:
         latent_part = rms_norm.reference(latent_part, form.norm, form.eps)
-    row = torch.cat((latent_part, _rotated(latent[..., rank:], rotation, form)), -1)
+    row = torch.cat((latent_part, _rotate_values(latent[..., rank:], rotation, form)), -1)
     write_rows((destination.plane,), destination.rows, (row,), destination.scales)
-    q[..., q.shape[2] - rotary :] = _rotated(q_rope, rotation, form)
+    q[..., q.shape[2] - rotary :] = _rotate_values(q_rope, rotation, form)
 
 
-@op("espalier.kernels.layers.latent", when=lambda raw, k_up: supports_head_product(raw[..., : k_up.shape[1]]))
-def write_latents(raw: Tensor, k_up: Tensor, q: Tensor, latent: Tensor, destination: LatentDestination) -> None:
-    """Compute the queries q [N, heads, rank + rotary] from raw [N, heads, nope + rotary], and store the latents.
+@op(
+    "espalier.kernels.layers.latent",
+    condition=lambda q_inputs, k_up: supports_head_product(q_inputs[..., : k_up.shape[1]]),
+)
+def write_latents(q_inputs: Tensor, k_up: Tensor, q: Tensor, latent: Tensor, destination: LatentDestination) -> None:
+    """Compute the queries q [N, heads, rank + rotary] from q_inputs [N, heads, nope + rotary], and store the latents.
 
     The first `rank` values of a query are the first `nope` values in raw times k_up [heads, nope, rank].  The rotated
-    values and the latents are those of rotate_and_store_latent.  Rows of the plane have rank + rotary values.  On a GPU
-    this takes one launch for few rows, two for more.
+    values and the latents are the same as from rotate_and_store_latent.  Rows of the plane have rank + rotary values.
+    A GPU needs one launch for few rows, two for more.
     """
     nope, rank = k_up.shape[1:]
-    x, q_rope = raw[..., :nope], raw[..., nope:]
+    x, q_rope = q_inputs[..., :nope], q_inputs[..., nope:]
     head_product(x, k_up, q[..., :rank])
     rotate_and_store_latent(q_rope, q, latent, destination)

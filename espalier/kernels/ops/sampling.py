@@ -9,10 +9,12 @@ from espalier.kernels.runtime.op import op
 from espalier.logprobs import TOP, row_words
 
 
-def logprob_rows(tokens: Tensor, chosen: Tensor, ranks: Tensor, ids: Tensor, values: Tensor) -> Tensor:
+def logprob_rows(
+    tokens: Tensor, token_logprobs: Tensor, ranks: Tensor, top_ids: Tensor, top_logprobs: Tensor
+) -> Tensor:
     """Returns rows [..., words(n)] in espalier/logprobs.py's layout, from the parts of sampling/pick.py:Logprobs."""
-    head = torch.stack((tokens, ranks, _float64_bits(chosen)), -1)
-    return torch.cat((head, torch.stack((ids, _float64_bits(values)), -1).flatten(-2)), -1)
+    head = torch.stack((tokens, ranks, _float64_bits(token_logprobs)), -1)
+    return torch.cat((head, torch.stack((top_ids, _float64_bits(top_logprobs)), -1).flatten(-2)), -1)
 
 
 def _float64_bits(values: Tensor) -> Tensor:
@@ -22,7 +24,7 @@ def _float64_bits(values: Tensor) -> Tensor:
 def _top_ids(logits: Tensor, count: int) -> Tensor:
     """Returns the ids [N, count] of the largest logits of each row [N, V]; ids of equal logits are in ascending order.
 
-    For a vocabulary it takes half the time of ordered_topk.  But the host must read whether topk left out equal logits.
+    For a vocabulary this takes half the time of ordered_topk, but the host must check for ties at the last place.
     """
     vocab, num_read = logits.shape[1], 2 * count
     values, ids = logits.topk(min(num_read, vocab))
@@ -35,11 +37,11 @@ def _top_ids(logits: Tensor, count: int) -> Tensor:
 
 
 def accumulation_dtype(logits: Tensor) -> torch.dtype:
-    """The dtype of sums over these logits: float32, or float64 for float64."""
+    """Returns the dtype of sums over these logits: float32, or float64 for float64."""
     return torch.promote_types(logits.dtype, torch.float32)
 
 
-@op("espalier.kernels.sampling.logprobs", on="logits")
+@op("espalier.kernels.sampling.logprobs", tensor="logits")
 def write_logprobs(
     ring: Tensor, entry: Tensor, logits: Tensor, rows: Tensor, tokens: Tensor, length: Tensor, num_logprobs: Tensor
 ) -> None:
@@ -49,8 +51,7 @@ def write_logprobs(
     contiguous.  n: the most likeliest tokens that a request may have.  logits: [B, D, V].  rows: [B, W] int64, the row
     of the logits from which each token was picked.  tokens: [B, W] int64.  length: [B], how many of a request's tokens
     were emitted.  num_logprobs: [B] int64, the number of likeliest tokens that each request wants; below 0 for a
-    request without log-probabilities.  Tokens of equal logits are in order of their ids.  Words that no request wants
-    are undefined.
+    request without log-probabilities.  Tokens of equal logits are in order of their ids.  Other words are undefined.
     """
     if not bool((num_logprobs >= 0).any()):
         return

@@ -21,34 +21,33 @@ from espalier.kernels.runtime.op import op
 from espalier.layout import next_bucket
 
 # The most products of queries and keys that the reference holds at once.
-MAX_PRODUCTS = 2**25
+MAX_REFERENCE_PRODUCTS = 2**25
 # Limits of the kernels: the values of a key, and the number of chosen rows.
 MAX_INDEX_SIZE = 256
 MAX_TOPK = 8192
-# Adjacent rows whose highest score the scores hold, so that a selection reads few of the others.
-GROUP = 8
+# Adjacent rows per group.  IndexScores also holds the highest score of each group, so that a selection reads few rows.
+GROUP_ROWS = 8
 # Splits start at multiples of this number.  No kernel has a larger BLOCK_N.
 SPLIT_STEP = 64
-# The least rows of a split: a shorter split costs more to merge than it saves.  MIN_SHORT_SPLIT_ROWS holds for up to
-# SMALL_TILE packed queries, which have few partial results, and MIN_LARGE_TILE_SPLIT_ROWS for large tiles, which have
-# many.  A single tile reads latent rows slowly, so short splits pay for latent rows too.
+# The fewest rows of a split: merging a shorter split costs more than it saves.  MIN_SHORT_SPLIT_ROWS is for up to
+# SMALL_TILE_QUERIES packed queries, which have few partial results, and MIN_LARGE_TILE_SPLIT_ROWS for large tiles,
+# which have many.  A single tile of latent rows also gets short splits, because it reads slowly.
 MIN_SPLIT_ROWS, MIN_SHORT_SPLIT_ROWS, MIN_LARGE_TILE_SPLIT_ROWS = 128, 64, 320
-SMALL_TILE = 16
-# Longer splits are divided further, for any batch.  Otherwise a long request among short ones would run alone at the
-# end.
+SMALL_TILE_QUERIES = 16
+# The most rows of a split in any batch.  With longer splits, a long request would run alone at the end.
 MAX_SPLIT_ROWS = 2048
 # Number of programs that fill a GPU (H200, docs/log.md).  One program reads K and V at about half the bandwidth of a
 # multiprocessor.  With a large tile of packed queries, one program keeps a multiprocessor's tensor cores busy.
-PROGRAMS = 256
-LARGE_TILE, LARGE_TILE_PROGRAMS = 128, 128
-# Rows of the longest split if one request alone has tiles for half of these programs, as a piece of a prompt has.  With
-# shorter splits, its partial results would be large: merging them took 2.5% of a prompt of 8k (docs/log.md).
+TARGET_PROGRAMS = 256
+LARGE_TILE_QUERIES, LARGE_TILE_PROGRAMS = 128, 128
+# The most rows of a split if one request has tiles for half of these programs (a prefill chunk).  Shorter splits would
+# have large partial results: merging them took 2.5% of a prompt of 8k (docs/log.md).
 MAX_MANY_TILES_SPLIT_ROWS = 8192
-# Limits for the kernels of wide latent rows.  Their tiles have 64 packed queries, so one program fills a
-# multiprocessor.  A partial result has up to 512 values, so merging is expensive, and fewer, longer splits pay.
-LATENT_TILE, MAX_LATENT_ROWS_PER_SPLIT = 64, 4096
-# Most splits of one request.  The second limit is for wide latent rows and for few requests with few KV heads: with
-# MAX_SPLITS, these would leave a part of the GPU without a program.
+# Limits for the kernels of wide latent rows.  A tile has 64 packed queries, so one program fills a
+# multiprocessor.  A partial result has up to 512 values, so merging is expensive, and fewer, longer splits are faster.
+LATENT_TILE_QUERIES, MAX_LATENT_ROWS_PER_SPLIT = 64, 4096
+# The most splits of one request.  The second limit is for wide latent rows, and for few requests with few KV heads:
+# with MAX_SPLITS, a part of the GPU would be idle.
 MAX_SPLITS, MAX_SPLITS_OF_FEW_HEADS = 32, 128
 # The most rows of partial results (queries x splits) of one request.
 MAX_PARTIAL_ROWS_PER_REQUEST = 512
@@ -56,7 +55,7 @@ MAX_PARTIAL_ROWS_PER_REQUEST = 512
 MAX_PARTIAL_VALUES = 2**26
 # Columns of the table of splits: request, begin (a multiple of SPLIT_STEP), end (exclusive), number of splits of this
 # request.
-COLUMNS = 4
+SPLIT_COLUMNS = 4
 
 
 class IndexNorm(NamedTuple):
@@ -102,7 +101,7 @@ class IndexKeys:
     page_table: Tensor
     length: Tensor
     page_size: int
-    first: int
+    first_position: int
     staged: Tensor
 
 
@@ -110,8 +109,8 @@ class IndexScores(NamedTuple):
     """Scores of C positions and R staged rows.
 
     rows: [B, Q, C + R] float32, the scores of the page table's positions, then those of the staged rows.
-    groups: [B, Q, ceil(C / GROUP) + ceil(R / GROUP)] float32, the highest of each GROUP positions, then of each GROUP
-    staged rows.
+    groups: [B, Q, ceil(C / GROUP_ROWS) + ceil(R / GROUP_ROWS)] float32, the highest of each GROUP_ROWS positions, then
+    of each GROUP_ROWS staged rows.
     Scores of positions past a request's length, and of groups that begin there, are undefined.
     """
 
@@ -120,8 +119,8 @@ class IndexScores(NamedTuple):
 
     @classmethod
     def empty(cls, batch: int, queries: int, capacity: int, staged: int, device: torch.device) -> IndexScores:
-        """Undefined scores, at strides that let a kernel load four of them at once."""
-        sizes = capacity + staged, -(-capacity // GROUP) + -(-staged // GROUP)
+        """Returns uninitialised scores, with strides that let a kernel load four scores at once."""
+        sizes = capacity + staged, -(-capacity // GROUP_ROWS) + -(-staged // GROUP_ROWS)
         kept = (
             torch.empty(batch, queries, -(-size // 16) * 16, dtype=torch.float32, device=device)[..., :size]
             for size in sizes
@@ -132,9 +131,9 @@ class IndexScores(NamedTuple):
 class SelectedRows(NamedTuple):
     """The rows that each query attends to.
 
-    rows: [B, Q, K] int32, the chosen rows of the pages, in order of position.  counts: [B, Q] int64, how many of them
-    exist; the others are the dummy row.  A count is 0 if a request has at most topk committed and staged rows: its
-    queries then attend to all rows that they see.  bits: [B, Q, W] int64, the chosen staged rows, as ancestor bits.
+    rows: [B, Q, K] int32, the chosen rows of the pages, in order of position.  counts: [B, Q] int64, the number of
+    chosen rows; the entries after them are the dummy row.  The count is 0 for a request of at most topk rows, whose
+    queries attend to all rows.  bits: [B, Q, W] int64, the chosen staged rows, as ancestor bits.
     """
 
     rows: Tensor
@@ -143,7 +142,7 @@ class SelectedRows(NamedTuple):
 
 
 def top_rows(scores: Tensor, topk: int) -> Tensor:
-    """[..., N] bool: the topk highest of scores [..., N]; if fewer scores are above -inf, all of those.
+    """Returns [..., N] bool: the topk highest of scores [..., N]; all scores above -inf if there are fewer.
 
     The columns are in order of position.  Among equal scores, later positions are chosen.
     """
@@ -158,13 +157,13 @@ def top_rows(scores: Tensor, topk: int) -> Tensor:
 
 
 def scores_of(queries: IndexQueries, keys: Tensor) -> Tensor:
-    """[B, Q, N] float32 (float64 for float64): the scores of keys [B, N, size] for queries [B, Q, ...]."""
+    """Returns [B, Q, N] float32 (float64 for float64): the scores of keys [B, N, size] for queries [B, Q, ...]."""
     q, weights = queries
     exact = torch.promote_types(q.dtype, torch.float32)
     batch, rows, heads = q.shape[:3]
     scores = torch.empty(batch, rows, keys.shape[1], dtype=exact, device=q.device)
     keys = keys.to(exact).transpose(1, 2)
-    step = max(MAX_PRODUCTS // max(batch * heads * keys.shape[2], 1), 1)
+    step = max(MAX_REFERENCE_PRODUCTS // max(batch * heads * keys.shape[2], 1), 1)
     for begin in range(0, rows, step):
         some = slice(begin, begin + step)
         products = (q[:, some].to(exact).flatten(1, 2) @ keys).relu_().unflatten(1, (-1, heads))
@@ -172,7 +171,7 @@ def scores_of(queries: IndexQueries, keys: Tensor) -> Tensor:
     return scores
 
 
-@op("espalier.kernels.layers.index_rows", on="index.q")
+@op("espalier.kernels.layers.index_rows", tensor="index.q")
 def rotate_and_store_index(index: IndexRows, rows: Tensor, plane: Tensor) -> Tensor:
     """Norm and rotate the keys, and store them in rows [N] of plane [R, 1, size].  Returns the rotated q."""
     norm, rotary = index.norm, index.rotation.cos.shape[1]
@@ -190,7 +189,7 @@ def _rotated(x: Tensor, rotation: Rotation, rotary: int, interleaved: bool) -> T
     return rotate(x, *rotation)
 
 
-@op("espalier.kernels.attention.index_scores", on="queries.q")
+@op("espalier.kernels.attention.index_scores", tensor="queries.q")
 def index_scores(queries: IndexQueries, keys: IndexKeys, ancestor_bits: Tensor) -> IndexScores:
     """Returns the scores of all rows for each query.
 
@@ -200,7 +199,7 @@ def index_scores(queries: IndexQueries, keys: IndexKeys, ancestor_bits: Tensor) 
     batch, num_staged = keys.staged.shape[:2]
     capacity = keys.page_table.shape[1] * keys.page_size
     positions = torch.arange(capacity, device=keys.length.device).expand(batch, -1)
-    exists = (positions >= keys.first) & (positions < keys.length[:, None])
+    exists = (positions >= keys.first_position) & (positions < keys.length[:, None])
     committed = keys.committed[page_rows(keys.page_table, positions, keys.page_size, exists), 0]
     scores = scores_of(queries, torch.cat((committed, keys.staged[:, :, 0]), 1))
     bits = torch.arange(num_staged, device=scores.device)
@@ -213,11 +212,11 @@ def index_scores(queries: IndexQueries, keys: IndexKeys, ancestor_bits: Tensor) 
 def highest_of_groups(rows: Tensor, capacity: int) -> Tensor:
     """IndexScores.groups, of rows [..., C + R] for C = capacity."""
     parts = [rows[..., :capacity], rows[..., capacity:]]
-    padded = [F.pad(part, (0, -part.shape[-1] % GROUP), value=-torch.inf) for part in parts]
-    return torch.cat(padded, -1).unflatten(-1, (-1, GROUP)).amax(-1)
+    padded = [F.pad(part, (0, -part.shape[-1] % GROUP_ROWS), value=-torch.inf) for part in parts]
+    return torch.cat(padded, -1).unflatten(-1, (-1, GROUP_ROWS)).amax(-1)
 
 
-@op("espalier.kernels.attention.select_rows", on="scores.rows")
+@op("espalier.kernels.attention.select_rows", tensor="scores.rows")
 def select_rows(scores: IndexScores, length: Tensor, page_table: Tensor, page_size: int, topk: int) -> SelectedRows:
     """Chooses the rows with the topk highest scores.  Exact.
 
@@ -271,21 +270,21 @@ class KVSplitPolicy:
         splits.  wide_latent: whether a kernel for wide latent rows runs (latent_attention.py, hopper/latent.py).
         """
         batch, packed_queries = next_bucket(batch), queries * group
-        programs, num_tiles, min_split_rows, max_split_rows = PROGRAMS, 1, MIN_SPLIT_ROWS, MAX_SPLIT_ROWS
+        programs, num_tiles, min_split_rows, max_split_rows = TARGET_PROGRAMS, 1, MIN_SPLIT_ROWS, MAX_SPLIT_ROWS
         if wide_latent:
-            programs, num_tiles = LARGE_TILE_PROGRAMS, -(-packed_queries // LATENT_TILE)
+            programs, num_tiles = LARGE_TILE_PROGRAMS, -(-packed_queries // LATENT_TILE_QUERIES)
             min_split_rows = MIN_SHORT_SPLIT_ROWS if num_tiles == 1 else MIN_SPLIT_ROWS
             max_split_rows = MAX_LATENT_ROWS_PER_SPLIT
-        elif packed_queries > LARGE_TILE // 2:
-            programs, num_tiles = LARGE_TILE_PROGRAMS, -(-packed_queries // LARGE_TILE)
-            # With so few programs, each has one warpgroup (choose_hopper_config).  With two warpgroups, short requests
-            # in a layout for long ones would leave most multiprocessors idle.
+        elif packed_queries > LARGE_TILE_QUERIES // 2:
+            programs, num_tiles = LARGE_TILE_PROGRAMS, -(-packed_queries // LARGE_TILE_QUERIES)
+            # Few programs get one warpgroup each (choose_hopper_config), because with two, short requests would leave
+            # most multiprocessors idle.
             most_splits = -(-max_rows // MIN_LARGE_TILE_SPLIT_ROWS)
             if 4 * batch * kv_heads * num_tiles * most_splits < 3 * programs:
                 min_split_rows = MIN_LARGE_TILE_SPLIT_ROWS
             if 2 * kv_heads * num_tiles >= programs:
                 max_split_rows = MAX_MANY_TILES_SPLIT_ROWS
-        elif packed_queries <= SMALL_TILE:
+        elif packed_queries <= SMALL_TILE_QUERIES:
             min_split_rows = MIN_SHORT_SPLIT_ROWS
         wanted = programs // (batch * kv_heads * num_tiles)
         if wide_latent:
@@ -314,7 +313,7 @@ class KVSplitPolicy:
 class KVSplits:
     """The splits of a batch.  Every request has at least one split, which may be empty.
 
-    table: [B * policy.max_splits, COLUMNS] int32, one row per split; unused rows are undefined.  The splits of a
+    table: [B * policy.max_splits, SPLIT_COLUMNS] int32, one row per split; unused rows are undefined.  The splits of a
     request are neighbours, in the order of their positions.  Requests with longer splits come first; with a window,
     requests keep their order.
     starts: [2 · B + 1] int32: the index of the first split of each request, the number of all splits, then the number
@@ -333,20 +332,20 @@ class KVSplits:
 
 @op("espalier.kernels.attention.kv_splits")
 def kv_splits(
-    length: Tensor, first: int, policy: KVSplitPolicy, positions: Tensor | None = None, window: int = 0
+    length: Tensor, first_position: int, policy: KVSplitPolicy, positions: Tensor | None = None, window: int = 0
 ) -> KVSplits:
     """Split the committed rows [first, length) of each request.
 
-    length: [B] int64.  positions: [B, Q] int64, the queries' positions; rows outside the windows of all queries are
-    left out.  window: 0: no window, and positions may be None.
+    length: [B] int64.  positions: [B, Q] int64, the queries' positions; rows outside the windows of all queries
+    are in no split.  window: 0: no window, and positions may be None.
     """
     batch = length.shape[0]
-    table = torch.zeros(batch * policy.max_splits, COLUMNS, dtype=torch.int32)
+    table = torch.zeros(batch * policy.max_splits, SPLIT_COLUMNS, dtype=torch.int32)
     starts, counts, used, spans = [0] * batch, [0] * batch, 0, []
     for request, rows in enumerate(length.tolist()):
-        begin = first
+        begin = first_position
         if window and positions is not None:
-            begin = max(first, int(positions[request].min()) - window + 1)
+            begin = max(first_position, int(positions[request].min()) - window + 1)
         begin = begin // SPLIT_STEP * SPLIT_STEP
         num_rows = max(rows - begin, 0)
         spans.append((request, begin, max(rows, begin), policy.width(num_rows)))

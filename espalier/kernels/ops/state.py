@@ -17,22 +17,22 @@ from espalier.slots import BatchState, ScatterUpdate, SlotTable
 EMPTY_COLUMN = -1
 
 
-def page_rows(page_table: Tensor, positions: Tensor, page_size: int, keep: Tensor | None = None) -> Tensor:
+def page_rows(page_table: Tensor, positions: Tensor, page_size: int, is_kept: Tensor | None = None) -> Tensor:
     """Returns the row [B, P] int64 of each position [B, P] int64, by page tables [B, T] int32.
 
-    Positions past the table (only padding has them) use the table's last column.  keep: [B, P] bool; False: the dummy
-    row.
+    Positions past the table, which only padding has, use the table's last column.  is_kept: [B, P] bool; False: the
+    dummy row.
     """
     columns = (positions // page_size).clamp(max=page_table.shape[1] - 1)
     rows = page_table.gather(1, columns).long() * page_size + positions % page_size
-    return rows if keep is None else rows.where(keep, DUMMY_ROW)
+    return rows if is_kept is None else rows.where(is_kept, DUMMY_ROW)
 
 
 class AcceptedNodes(NamedTuple):
-    """The accepted nodes of a round.  rows: [B, W], from the root down.  nodes: rows of the staging per request."""
+    """A round's accepted nodes.  rows: [B, W], from the root down.  nodes_per_request: staged rows of each request."""
 
     rows: Tensor
-    nodes: int
+    nodes_per_request: int
 
 
 class RowCopies(NamedTuple):
@@ -48,14 +48,15 @@ class RowCopies(NamedTuple):
 
 class AdvanceResult(NamedTuple):
     """The result of `advance`.
-    num_picked: [B] int64, how many of the decided tokens were not known before.  copies: None without a path."""
+    num_new_tokens: [B] int64, the number of decided tokens that the history did not know.  copies: None without a
+    path."""
 
-    num_picked: Tensor
+    num_new_tokens: Tensor
     copies: RowCopies | None
 
 
 class TokenChain(NamedTuple):
-    """Consecutive known tokens of each request, [B, W] int64 each.  rows: the rows of pages that a commit writes."""
+    """Consecutive known tokens of each request, [B, W] int64 each.  rows: the page row of each token."""
 
     positions: Tensor
     tokens: Tensor
@@ -83,29 +84,28 @@ def check_copies(
     return staged, committed
 
 
-@op("espalier.kernels.state.batch_state", on="picked")
+@op("espalier.kernels.state.batch_state", tensor="picked_tokens")
 def advance(
-    slots: BatchState, length: Tensor, picked: Tensor, count_tokens: bool, path: AcceptedNodes | None = None
+    slots: BatchState, length: Tensor, picked_tokens: Tensor, count_tokens: bool, path: AcceptedNodes | None = None
 ) -> AdvanceResult:
     """Decide `length` [B] more tokens of each slot; the last of them becomes its root.
 
-    picked: [B, W] int64, the last W decided tokens of each request, or all if there are fewer.  Earlier decided tokens
-    are already in the history.  If the history knows a token at a position, that token stays, and the picked one is
-    dropped.
+    picked_tokens: [B, W] int64, the last W decided tokens of each request, or all if there are fewer.  Earlier decided
+    tokens are already in the history.  If the history knows a token at a position, that token stays, and the picked one
+    is dropped.
     count_tokens: whether to count picked tokens, for penalties.  path: the accepted nodes; their rows go to the
-    positions from prefix_len on.  None for a prefill pass, whose rows are already in order.
-    A slot with length 0 is padding and does not change; padding may name a slot twice.  Raises EspalierError if sizes
-    do not agree.  Exact.
+    positions from prefix_len on.  None for a prefill pass, whose rows are already in order.  A slot with length 0 is
+    padding and does not change; padding may name a slot twice.  Raises EspalierError if sizes do not agree.  Exact.
     """
-    table, width = slots.table, picked.shape[1]
-    offsets = torch.arange(width, device=picked.device)
+    table, width = slots.table, picked_tokens.shape[1]
+    offsets = torch.arange(width, device=picked_tokens.device)
     decided = offsets < length[:, None]
     places = slots.prefix_len[:, None] + 1 + (length[:, None] - width).clamp(min=0) + offsets
-    # An undecided entry keeps its present token.
+    # History entries of undecided tokens keep their present token.
     columns = places.clamp(max=table.layout.history_width - 1)
     slot = slots.index[:, None].expand_as(columns)
     new = decided & (places >= table.known_len[slots.index][:, None])
-    tokens = torch.where(new, picked, table.history[slot, columns])
+    tokens = torch.where(new, picked_tokens, table.history[slot, columns])
     table.history[slot, columns] = tokens
     last = tokens.gather(1, (length.clamp(max=width) - 1).clamp(min=0)[:, None])[:, 0]
     table.root[slots.index] = torch.where(length > 0, last, table.root[slots.index])
@@ -118,50 +118,46 @@ def advance(
     positions = slots.prefix_len[:, None] + offsets
     kept = decided & (positions >= slots.commit_from[:, None])
     destination = page_rows(slots.page_table, positions, table.layout.page_size, kept)
-    first = torch.arange(slots.batch, device=picked.device) * path.nodes
+    first = torch.arange(slots.batch, device=picked_tokens.device) * path.nodes_per_request
     return AdvanceResult(num_picked, RowCopies(path.rows + first[:, None], destination))
 
 
-@op("espalier.kernels.state.batch_state", on="index")
-def gather_slots(table: SlotTable, index: Tensor, appended: ScatterUpdate | None = None) -> BatchState:
-    """Write `appended` to the page tables, then return the BatchState of the slots `index` [B] int64.  Exact.
+@op("espalier.kernels.state.batch_state", tensor="index")
+def gather_slots(table: SlotTable, index: Tensor, page_updates: ScatterUpdate | None = None) -> BatchState:
+    """Write `page_updates` to the page tables, then return the BatchState of the slots `index` [B] int64.  Exact.
 
-    appended: an update of any slots; if it has several values for one cell, they must be equal.
+    page_updates: an update of any slots; if it has several values for one cell, they must be equal.
     """
-    if appended is not None:
-        table.write({"page_table": appended})
+    if page_updates is not None:
+        table.write({"page_table": page_updates})
     prefix_len = table.prefix_len[index]
     left = table.layout.max_accept_depth(table.end[index], prefix_len)
     return BatchState(
-        table=table,
-        index=index,
-        prefix_len=prefix_len,
-        root=table.root[index],
-        commit_from=table.commit_from[index],
-        num_tokens=prefix_len + 1,
-        max_accept_depth=torch.minimum(table.depth_limit[index], left).clamp(min=0),
-        num_logprobs=table.num_logprobs[index],
-        is_real=index > 0,
-        page_table=table.page_table[index],
-    )
+        table=table, index=index, prefix_len=prefix_len, root=table.root[index], commit_from=table.commit_from[index],
+        num_tokens=prefix_len + 1, max_accept_depth=torch.minimum(table.depth_limit[index], left).clamp(min=0),
+        num_logprobs=table.num_logprobs[index], is_real=index > 0, page_table=table.page_table[index],
+    )  # fmt: skip
 
 
-@op("espalier.kernels.state.batch_state", on="length")
-def read_chain(slots: BatchState, first: int, length: Tensor, width: int, padding: int | None = None) -> TokenChain:
-    """Returns `length` [B] tokens of each slot's history, from position prefix_len + `first` on, in `width` rows.
+@op("espalier.kernels.state.batch_state", tensor="length")
+def read_chain(
+    slots: BatchState, first_offset: int, length: Tensor, width: int, padding: int | None = None
+) -> TokenChain:
+    """Returns `length` [B] tokens of each slot's history, from position prefix_len + `first_offset` on, in `width`
+    rows.
 
     Rows past length have the token `padding`; None: the root.  Rows past length and rows below commit_from have the
     dummy row as their page row.  Exact.
     """
     offsets = torch.arange(width, device=length.device)
-    positions = slots.prefix_len[:, None] + first + offsets
+    positions = slots.prefix_len[:, None] + first_offset + offsets
     known = offsets < length[:, None]
     tokens = torch.where(known, slots.history_at(positions), slots.root[:, None] if padding is None else padding)
     kept = known & (positions >= slots.commit_from[:, None])
     return TokenChain(positions, tokens, page_rows(slots.page_table, positions, slots.table.layout.page_size, kept))
 
 
-@op("espalier.kernels.state.batch_state", on="length")
+@op("espalier.kernels.state.batch_state", tensor="length")
 def store_carried(slots: BatchState, name: str, values: Tensor, length: Tensor) -> None:
     """Store row length - 1 (row 0 for length 0) of `values` [B, W, H] in each slot, for the slot's next launch.
 
@@ -171,7 +167,7 @@ def store_carried(slots: BatchState, name: str, values: Tensor, length: Tensor) 
     slots.table.carried[name][slots.index] = values.gather(1, last)[:, 0]
 
 
-@op("espalier.kernels.state.commit", on="source")
+@op("espalier.kernels.state.commit", tensor="source")
 def commit_rows(staged: Sequence[Tensor], committed: Sequence[Tensor], source: Tensor, rows: Tensor) -> None:
     """Copy rows `source` [N] of the staged tensors to `rows` [N] of the committed tensors.
 

@@ -1,7 +1,7 @@
 """The operations of a layer that keeps a state: convolve the inputs of rows, compute outputs, update states.
 
-The tables have a row for each slot, and rows for snapshots (cache/states.py).  A *snapshot* (`mark` in names) is a copy
-of a state after a given number of rows.  Everything is computed in float32 (float64 for float64).  On a GPU, float64
+The tables have a row for each slot, and rows for snapshots (cache/states.py).  A *snapshot* is a copy of a state after
+a given number of rows.  Everything is computed in float32 (float64 for float64).  On a GPU, float64
 and trees of more than MAX_TREE_ROWS nodes use the references, which have static shapes too.
 """
 
@@ -18,34 +18,34 @@ from espalier.kernels.layers.quantised import InputRows, InputScales, RoundedRow
 from espalier.kernels.ops.linear import sum_parts
 from espalier.kernels.ops.norm import rms_norm
 from espalier.kernels.ops.recurrence import (
-    Scanned,
+    ScanResult,
     ShortConv,
     StateRows,
-    causal,
-    convolved,
-    outputs,
+    causal_mask,
+    convolve,
+    l2_normalize,
+    row_outputs,
     scan,
-    solve,
+    solve_updates,
     state_after,
     tail_after,
-    unit,
 )
-from espalier.kernels.runtime.launch import power_of_two
+from espalier.kernels.runtime.launch import next_power_of_2
 from espalier.kernels.runtime.op import op
 
 # The most nodes of a tree that one program holds.
 MAX_TREE_ROWS = 64
-# The most values of a row that one program rounds with one scale.
-MAX_ROUNDED = 16384
+# The most values that one program rounds with one scale.
+MAX_ROUNDED_VALUES = 16384
 
 
-class Columns(NamedTuple):
+class ConvColumns(NamedTuple):
     """The columns of a projection's output that hold the channels of a convolution: q's, then k's, then v's.
 
     heads, k_heads, k_size, v_size: see cache/layer_spec.py:RecurrentState; heads is 0 for a convolution without heads.
-    q, k, v: the first column of the first head.  k_step: columns from one head of q or k to the next.  v_step: columns
-    from one group of v's heads to the next.  A group is the heads of v that share a head of k.
-    units: whether q and k are divided by their lengths, and q also by the square root of k_size.
+    q_column, k_column, v_column: the first column of the first head.  k_head_stride: columns from one head of q or k to
+    the next.  v_group_stride: columns from one group of v's heads to the next.  A group is the heads of v that share a
+    head of k.  normalizes_qk: whether q and k are L2-normalised, and q divided by the square root of k_size.
     """
 
     heads: int
@@ -53,51 +53,57 @@ class Columns(NamedTuple):
     k_size: int
     v_size: int
     channels: int
-    q: int
-    k: int
-    v: int
-    k_step: int
-    v_step: int
-    units: bool
+    q_column: int
+    k_column: int
+    v_column: int
+    k_head_stride: int
+    v_group_stride: int
+    normalizes_qk: bool
 
     @property
-    def shared(self) -> int:
-        """The number of channels of q, which is also that of k."""
+    def num_q_channels(self) -> int:
+        """The number of channels of q.  k has the same number."""
         return self.k_heads * self.k_size
 
     @property
-    def of_group(self) -> int:
+    def v_group_channels(self) -> int:
         """The number of channels of the heads of v that share a head of k."""
-        return self.channels - 2 * self.shared if not self.k_heads else self.heads // self.k_heads * self.v_size
+        return self.channels - 2 * self.num_q_channels if not self.k_heads else self.heads // self.k_heads * self.v_size
 
-    def in_order(self, inputs: Tensor) -> Tensor:
+    def in_channel_order(self, inputs: Tensor) -> Tensor:
         """Inputs [N, columns] -> [N, channels], in the order of the convolution's channels."""
-        if self.k_step == self.k_size and self.v_step == self.of_group:
-            if (self.k, self.v) == (self.q + self.shared, self.q + 2 * self.shared):
-                return inputs[:, self.q : self.q + self.channels]
-            sizes = ((self.q, self.shared), (self.k, self.shared), (self.v, self.channels - 2 * self.shared))
-            return torch.cat([inputs[:, at : at + size] for at, size in sizes], 1)
-        parts = [(self.q, self.k_step, self.k_size), (self.k, self.k_step, self.k_size)]
-        parts.append((self.v, self.v_step, self.of_group))
-        return torch.cat([strided(inputs[:, at:], self.k_heads, step, size) for at, step, size in parts], 1)
+        q, k, v, size = self.q_column, self.k_column, self.v_column, self.num_q_channels
+        if self.k_head_stride == self.k_size and self.v_group_stride == self.v_group_channels:
+            if (k, v) == (q + size, q + 2 * size):
+                return inputs[:, q : q + self.channels]
+            v_end = v + self.channels - 2 * size
+            return torch.cat([inputs[:, q : q + size], inputs[:, k : k + size], inputs[:, v:v_end]], 1)
+        parts = [(at, self.k_head_stride, self.k_size) for at in (q, k)]
+        parts.append((v, self.v_group_stride, self.v_group_channels))
+        return torch.cat([strided_columns(inputs[:, at:], self.k_heads, *sizes) for at, *sizes in parts], 1)
 
     @property
-    def of_tail(self) -> tuple[int, ...]:
+    def constexpr_arguments(self) -> dict[str, int]:
         """The constexpr arguments of kernels/recurrence/inputs.py:input_column."""
-        return self.q, self.k, self.v, self.k_step, self.v_step, max(self.k_size, 1), self.shared, self.of_group
+        columns = {"Q_COLUMN": self.q_column, "K_COLUMN": self.k_column, "V_COLUMN": self.v_column}
+        strides = {"K_HEAD_STRIDE": self.k_head_stride, "V_GROUP_STRIDE": self.v_group_stride}
+        channels = {"Q_CHANNELS": self.num_q_channels, "V_GROUP_CHANNELS": self.v_group_channels}
+        return columns | strides | {"K_SIZE": max(self.k_size, 1)} | channels
 
 
-def plain_columns(heads: int, k_heads: int, k_size: int, v_size: int, channels: int, units: bool) -> Columns:
+def channels_in_order(
+    heads: int, k_heads: int, k_size: int, v_size: int, channels: int, normalizes_qk: bool
+) -> ConvColumns:
     """Returns the Columns of inputs whose channels are in order, from column 0 on."""
     shared, of_group = k_heads * k_size, heads // k_heads * v_size if k_heads else channels
-    return Columns(heads, k_heads, k_size, v_size, channels, 0, shared, 2 * shared, k_size, of_group, units)
+    return ConvColumns(heads, k_heads, k_size, v_size, channels, 0, shared, 2 * shared, k_size, of_group, normalizes_qk)
 
 
-def strided(values: Tensor, groups: int, step: int, size: int) -> Tensor:
-    """values [N, columns] -> [N, groups · size]: the groups of `size` columns that begin every `step` columns."""
-    if step == size:
-        return values[:, : groups * size]
-    at = torch.arange(groups, device=values.device)[:, None] * step + torch.arange(size, device=values.device)
+def strided_columns(values: Tensor, num_groups: int, stride: int, size: int) -> Tensor:
+    """values [N, columns] -> [N, groups · size]: the groups of `size` columns that begin every `stride` columns."""
+    if stride == size:
+        return values[:, : num_groups * size]
+    at = torch.arange(num_groups, device=values.device)[:, None] * stride + torch.arange(size, device=values.device)
     return values[:, at.flatten()]
 
 
@@ -105,29 +111,30 @@ class GateInputs(NamedTuple):
     """The inputs of gates: the decay is exp(-exp(A_log) · t) with t = softplus(decay + dt_bias).
 
     decay: [N, columns], or partial sums [parts, N, columns] float32, which are added and rounded to the model's dtype.
-    `share` heads share a head of k; their columns are adjacent, and begin every `step` columns.
+    `group_size` heads share a head of k; their columns are adjacent, and begin every `column_stride` columns.
     beta: the same shape, before its sigmoid; None if t itself is beta (Mamba-2).  A_log, dt_bias: [heads], float32 at
-    least.  bounds: the least and the largest t; None: no bound.
+    least.  dt_bounds: the least and the largest t; None: no bound.
     """
 
     decay: Tensor
     beta: Tensor | None
     A_log: Tensor
     dt_bias: Tensor
-    share: int
-    step: int
-    bounds: tuple[float | None, float | None] = (None, None)
+    group_size: int
+    column_stride: int
+    dt_bounds: tuple[float | None, float | None] = (None, None)
 
-    def computed(self, dtype: torch.dtype) -> Tensor:
+    def compute(self, dtype: torch.dtype) -> Tensor:
         """Returns the gates [N, 2, heads], as in StateRows.  dtype: the model's."""
-        groups, exact = len(self.A_log) // self.share, self.A_log.dtype
-        decay = strided(sum_parts.reference(self.decay, dtype), groups, self.step, self.share).to(exact)
+        sizes = len(self.A_log) // self.group_size, self.column_stride, self.group_size
+        exact = self.A_log.dtype
+        decay = strided_columns(sum_parts.reference(self.decay, dtype), *sizes).to(exact)
         t = F.softplus(decay + self.dt_bias)
-        if self.bounds != (None, None):
-            t = t.clamp(*self.bounds)
+        if self.dt_bounds != (None, None):
+            t = t.clamp(*self.dt_bounds)
         beta = t
         if self.beta is not None:
-            beta = strided(sum_parts.reference(self.beta, dtype), groups, self.step, self.share).to(exact).sigmoid()
+            beta = strided_columns(sum_parts.reference(self.beta, dtype), *sizes).to(exact).sigmoid()
         return torch.stack((-self.A_log.exp() * t, beta), 1)
 
 
@@ -135,22 +142,23 @@ class RowInputs(NamedTuple):
     """The rows of a pass, `width` for each request.
 
     tail: [table rows, taps - 1, channels], the tails of all slots.  slots: [B].  parents: [B, width] for a tree, else
-    None.  follows: [B] bool, whether a batch row continues the request of the batch row before; None: none does.
+    None.  continues_previous: [B] bool, whether a batch row continues the request of the previous batch row; None:
+    always false.
     """
 
     tail: Tensor
     slots: Tensor
     parents: Tensor | None
-    follows: Tensor | None
+    continues_previous: Tensor | None
     width: int
 
 
-class Prepared(NamedTuple):
-    """The buffers that `prepare` fills.
+class PreparedRows(NamedTuple):
+    """The buffers that `prepare_rows` fills.
 
     q: [N, k_heads, k_size].  k, v, gates: as in StateRows, but [N, ...].  For a convolution without heads, v is its
-    output [N, channels], and q, k and gates are None.  inputs: [N, channels], the convolution's inputs in order; None
-    if they are not needed.
+    output [N, channels], and q, k and gates are None.  inputs: [N, channels], a copy of the convolution's inputs;
+    None: no copy.
     """
 
     q: Tensor | None
@@ -160,7 +168,7 @@ class Prepared(NamedTuple):
     inputs: Tensor | None
 
 
-class StateColumns(NamedTuple):
+class SlotStates(NamedTuple):
     """The states of a layer.  table: [table rows, heads, k_size, v_size].  slots: [B], each request's table row."""
 
     table: Tensor
@@ -170,208 +178,217 @@ class StateColumns(NamedTuple):
 class PathRows(NamedTuple):
     """The rows that update the states, and the snapshots to save.
 
-    slots: [B].  source: [B, width], the staged rows of each request, in order; None: the request's own `width` rows.
-    taken: [B], how many rows update the state.
-    marked: [B], a snapshot is saved after this many rows; 0: no snapshot.  mark_row: [B], the table row that gets the
-    snapshot.  Both are None without snapshots.
-    follows, ends: [B] bool, see cache/states.py:StateAccess; None: no request has several batch rows.
-    spare: the table row to which unneeded states are written.
+    slots: [B].  source_rows: [B, width], the staged rows of each request, in order; None: the request's own `width`
+    rows.  row_counts: [B], how many rows update the state.
+    snapshot_counts: [B], a snapshot is saved after this many rows; 0: no snapshot.  snapshot_rows: [B], the table row
+    that gets the snapshot.  Both are None without snapshots.
+    continues_previous, is_last_row: [B] bool, see cache/states.py:StateAccess; None: no request has several batch rows.
+    spare_row: the table row to which unneeded states are written.
     """
 
     slots: Tensor
-    source: Tensor | None
-    taken: Tensor
-    marked: Tensor | None
-    mark_row: Tensor | None
-    follows: Tensor | None
-    ends: Tensor | None
+    source_rows: Tensor | None
+    row_counts: Tensor
+    snapshot_counts: Tensor | None
+    snapshot_rows: Tensor | None
+    continues_previous: Tensor | None
+    is_last_row: Tensor | None
     width: int
-    spare: int
+    spare_row: int
 
     @property
-    def counts(self) -> tuple[Tensor, ...]:
-        return (self.taken,) if self.marked is None else (self.taken, self.marked)
+    def update_counts(self) -> tuple[Tensor, ...]:
+        return (self.row_counts,) if self.snapshot_counts is None else (self.row_counts, self.snapshot_counts)
 
-    def store(self, values: Tensor, made: Tensor, at_mark: Tensor | None = None) -> None:
-        """Write the states after all rows, `made` [B, ...], to the slots, and the snapshots `at_mark` to their rows."""
-        ends = self.taken > 0 if self.ends is None else self.ends
-        values.index_copy_(0, self.slots.where(ends, self.spare), made)
-        if at_mark is not None:
-            assert self.mark_row is not None and self.marked is not None
-            values.index_copy_(0, self.mark_row.where(self.marked > 0, self.spare), at_mark)
+    def store_states(self, table: Tensor, new_states: Tensor, snapshots: Tensor | None = None) -> None:
+        """Write `new_states` [B, ...] to the slots, and `snapshots` to their rows."""
+        ends = self.row_counts > 0 if self.is_last_row is None else self.is_last_row
+        table.index_copy_(0, self.slots.where(ends, self.spare_row), new_states)
+        if snapshots is not None:
+            assert self.snapshot_rows is not None and self.snapshot_counts is not None
+            table.index_copy_(0, self.snapshot_rows.where(self.snapshot_counts > 0, self.spare_row), snapshots)
 
 
-def _has_kernels(values: Tensor) -> bool:
+def _supports_kernels(values: Tensor) -> bool:
     return values.is_cuda and values.dtype != torch.float64
 
 
-@op("espalier.kernels.recurrence.inputs", when=lambda inputs: _has_kernels(inputs))
-def prepare(
-    inputs: Tensor, gates: GateInputs | None, conv: ShortConv, columns: Columns, rows: RowInputs, out: Prepared
+@op("espalier.kernels.recurrence.inputs", condition=lambda inputs: _supports_kernels(inputs))
+def prepare_rows(
+    inputs: Tensor, gates: GateInputs | None, conv: ShortConv, columns: ConvColumns, rows: RowInputs, out: PreparedRows
 ) -> None:
     """Convolve inputs [N, columns], and fill the buffers of `out` that are not None.
 
     inputs: may be partial sums [parts, N, columns] float32, which are added and rounded to the tails' dtype.
     """
     inputs = sum_parts.reference(inputs, rows.tail.dtype)
-    ordered = columns.in_order(inputs)
+    ordered = columns.in_channel_order(inputs)
     tail = tail_before(ordered, rows)
-    convolution = convolved(ordered.unflatten(0, (-1, rows.width)), tail, rows.parents, conv).flatten(0, 1)
+    convolution = convolve(ordered.unflatten(0, (-1, rows.width)), tail, rows.parents, conv).flatten(0, 1)
     if out.inputs is not None:
         out.inputs.copy_(ordered)
     if not columns.heads:
         out.v.copy_(convolution)
         return
     assert out.q is not None and out.k is not None
-    q, k, v = convolution.split((columns.shared, columns.shared, columns.channels - 2 * columns.shared), -1)
+    q, k, v = convolution.split(
+        (columns.num_q_channels, columns.num_q_channels, columns.channels - 2 * columns.num_q_channels), -1
+    )
     q, k = (x.unflatten(-1, (columns.k_heads, columns.k_size)) for x in (q, k))
-    if columns.units:
-        q, k = unit(q.to(out.q.dtype)) * columns.k_size**-0.5, unit(k.to(out.k.dtype))
+    if columns.normalizes_qk:
+        q, k = l2_normalize(q.to(out.q.dtype)) * columns.k_size**-0.5, l2_normalize(k.to(out.k.dtype))
     out.q.copy_(q)
     out.k.copy_(k)
     out.v.copy_(v.view(out.v.shape))
     if gates is not None:
         assert out.gates is not None
-        out.gates.copy_(gates.computed(rows.tail.dtype))
+        out.gates.copy_(gates.compute(rows.tail.dtype))
 
 
-def tail_before(ordered: Tensor, rows: RowInputs) -> Tensor:
-    """Returns the tail [B, taps - 1, channels] before each batch row.  ordered: [N, channels], the inputs in order."""
+def tail_before(ordered_inputs: Tensor, rows: RowInputs) -> Tensor:
+    """Returns the tail [B, taps - 1, channels] before each batch row.  ordered_inputs: [N, channels]."""
     tail = rows.tail[rows.slots]
-    if rows.follows is None or not tail.shape[1]:
+    if rows.continues_previous is None or not tail.shape[1]:
         return tail
     # A batch row that another one continues has `width` existing rows, so its last rows are the tail.
-    last = ordered.unflatten(0, (-1, rows.width))[:, rows.width - tail.shape[1] :].roll(1, 0)
-    return last.where(rows.follows[:, None, None], tail)
+    last = ordered_inputs.unflatten(0, (-1, rows.width))[:, rows.width - tail.shape[1] :].roll(1, 0)
+    return last.where(rows.continues_previous[:, None, None], tail)
 
 
 @op(
     "espalier.kernels.recurrence.tree",
-    when=lambda rows: _has_kernels(rows[1]) and rows[1].shape[1] <= MAX_TREE_ROWS,
+    condition=lambda rows: _supports_kernels(rows[1]) and rows[1].shape[1] <= MAX_TREE_ROWS,
 )
 def tree_outputs(
-    q: Tensor, rows: StateRows, state: StateColumns, bits: Tensor, skip: Tensor | None, delta: bool
+    q: Tensor,
+    rows: StateRows,
+    state: SlotStates,
+    ancestor_bits: Tensor,
+    skip_weight: Tensor | None,
+    is_delta_rule: bool,
 ) -> Tensor:
     """Returns the output of each node, [B, D, heads, v_size] in v's dtype.
 
     The output of a node is computed from the slot's state, updated by the node's ancestors and the node.
-    q: [B, D, k_heads, k_size].  bits: [B, D, W] int64, ancestor bits.  skip: [heads]; skip · v is added to the output.
-    delta: whether the update is the delta rule's.  A node with NaN or infinity spoils the outputs of its descendants on
-    a GPU, and those of its whole tree elsewhere.
+    q: [B, D, k_heads, k_size].  ancestor_bits: [B, D, W] int64, ancestor bits.  skip_weight: [heads]; skip · v is added
+    to the output.  is_delta_rule: whether the update is the delta rule's.  NaN or infinity in a node makes its
+    descendants' outputs NaN on a GPU, and all outputs of the tree on a CPU.
     """
-    before, seen = state.table[state.slots], unpack_bits(bits, q.shape[1])
-    return _in_dtype(outputs(q, solve(rows, before, seen, delta), before, seen), rows, skip)
+    before, seen = state.table[state.slots], unpack_bits(ancestor_bits, q.shape[1])
+    return _add_skip(row_outputs(q, solve_updates(rows, before, seen, is_delta_rule), before, seen), rows, skip_weight)
 
 
-@op("espalier.kernels.recurrence.chain", when=lambda rows: _has_kernels(rows[1]))
+@op("espalier.kernels.recurrence.chain", condition=lambda rows: _supports_kernels(rows[1]))
 def chain_outputs(
-    q: Tensor, rows: StateRows, state: StateColumns, path: PathRows, skip: Tensor | None, delta: bool
+    q: Tensor, rows: StateRows, state: SlotStates, path: PathRows, skip_weight: Tensor | None, is_delta_rule: bool
 ) -> Tensor:
     """Returns the outputs of a chain of rows, [B, R, heads, v_size] in v's dtype, and updates the slots' states."""
     before = state.table[state.slots]
-    scan_rows = scan if path.follows is None or not len(q) else _scan_pieces(path.follows)
-    scanned = scan_rows(q, rows, before, path.taken, path.marked, delta)
-    path.store(state.table, *(scanned.state, scanned.marked)[: len(path.counts)])
-    return _in_dtype(scanned.out, rows, skip)
+    scan_rows = scan if path.continues_previous is None or not len(q) else _make_piecewise_scan(path.continues_previous)
+    scanned = scan_rows(q, rows, before, path.row_counts, path.snapshot_counts, is_delta_rule)
+    path.store_states(state.table, *(scanned.state, scanned.snapshot)[: len(path.update_counts)])
+    return _add_skip(scanned.out, rows, skip_weight)
 
 
-@op("espalier.kernels.recurrence.path", when=lambda state: _has_kernels(state))
-def commit_states(state: Tensor, rows: StateRows, path: PathRows, delta: bool) -> None:
+@op("espalier.kernels.recurrence.path", condition=lambda state: _supports_kernels(state))
+def commit_states(state: Tensor, rows: StateRows, path: PathRows, is_delta_rule: bool) -> None:
     """Update the slots' states by the rows of accepted paths, in every layer.
 
     state: [layers, table rows, heads, k_size, v_size].  rows: the staged rows, [layers, n, ...] each.
     """
-    assert path.source is not None
-    seen = causal(path.width, state.device)
+    assert path.source_rows is not None
+    seen = causal_mask(path.width, state.device)
     for layer, table in enumerate(state):
-        taken, before = StateRows(*(values[layer][path.source] for values in rows)), table[path.slots]
-        solved = solve(taken, before, seen, delta)
-        path.store(table, *(state_after(taken, solved, before, count) for count in path.counts))
+        taken, before = StateRows(*(values[layer][path.source_rows] for values in rows)), table[path.slots]
+        solved = solve_updates(taken, before, seen, is_delta_rule)
+        path.store_states(table, *(state_after(taken, solved, before, count) for count in path.update_counts))
 
 
-@op("espalier.kernels.recurrence.path", when=lambda tail: _has_kernels(tail))
-def commit_tails(tail: Tensor, inputs: Tensor, path: PathRows, columns: Columns) -> None:
+@op("espalier.kernels.recurrence.path", condition=lambda tail: _supports_kernels(tail))
+def commit_tails(tail: Tensor, inputs: Tensor, path: PathRows, columns: ConvColumns) -> None:
     """Shift the last inputs of accepted paths into the tails.
 
     tail: [layers, table rows, taps - 1, channels].  inputs: [layers, n, columns].
     """
     for layer, table in enumerate(tail):
-        ordered = columns.in_order(inputs[layer])
-        rows = RowInputs(table, path.slots, None, path.follows, path.width)
+        ordered = columns.in_channel_order(inputs[layer])
+        rows = RowInputs(table, path.slots, None, path.continues_previous, path.width)
         before = tail_before(ordered, rows)
-        own = ordered.unflatten(0, (-1, path.width)) if path.source is None else ordered[path.source]
-        path.store(table, *(tail_after(before, own, count) for count in path.counts))
+        own = ordered.unflatten(0, (-1, path.width)) if path.source_rows is None else ordered[path.source_rows]
+        path.store_states(table, *(tail_after(before, own, count) for count in path.update_counts))
 
 
 class OutputGate(NamedTuple):
     """The gate of a layer's output.
 
-    values: [N, columns], or partial sums [parts, N, columns] float32.  `share` adjacent groups begin every `step`
-    columns.  is_first: if true, the gate is applied before the norm, and the norm's weight covers all groups; if false,
-    after the norm, and all groups share the weight.
+    values: [N, columns], or partial sums [parts, N, columns] float32.  `adjacent_groups` adjacent groups begin every
+    `column_stride` columns.  before_norm: if true, the gate is applied before the norm, and the norm's weight covers
+    all groups; if false, after the norm, and all groups share the weight.
     """
 
     values: Tensor
-    share: int
-    step: int
-    is_first: bool
+    adjacent_groups: int
+    column_stride: int
+    before_norm: bool
 
 
-def rounds_groups(size: int, groups: int, rounding: InputScales) -> bool:
-    """Whether `gated_norm` can round its result: a scale must cover one group of a power of two, or a short row."""
+def can_round_groups(size: int, groups: int, rounding: InputScales) -> bool:
+    """Whether `gated_norm` can round its result: a scale must cover one power-of-two group, or a short row."""
     columns = rounding.columns(size * groups)
-    is_whole = columns == size * groups and power_of_two(groups) * power_of_two(size) <= MAX_ROUNDED
-    return is_whole or columns == size == power_of_two(size)
+    is_whole = columns == size * groups and next_power_of_2(groups) * next_power_of_2(size) <= MAX_ROUNDED_VALUES
+    return is_whole or columns == size == next_power_of_2(size)
 
 
-@op("espalier.kernels.recurrence.gated_norm", when=lambda read: _has_kernels(read))
+@op("espalier.kernels.recurrence.gated_norm", condition=lambda x: _supports_kernels(x))
 def gated_norm(
-    read: Tensor, gate: OutputGate, weight: Tensor | None, eps: float = 0.0, rounding: InputScales | None = None
+    x: Tensor, gate: OutputGate, weight: Tensor | None, eps: float = 0.0, rounding: InputScales | None = None
 ) -> InputRows:
-    """Returns [N, groups · size]: each group of read [N, groups, size] with its RMS norm and the factor silu(gate).
+    """Returns [N, groups · size]: each group of x [N, groups, size] with its RMS norm and the factor silu(gate).
 
-    gate.is_first decides which of the two is applied first.
-    weight: of the norm.  None: there is no norm, and the factor is sigmoid(gate), rounded to read's dtype.
-    rounding: how the result is rounded to FP8, for sizes that `rounds_groups` accepts; None: not rounded.
+    gate.before_norm decides which of the two is applied first.
+    weight: of the norm.  None: there is no norm, and the factor is sigmoid(gate), rounded to x's dtype.
+    rounding: how the result is rounded to FP8, for sizes that `can_round_groups` accepts; None: not rounded.
     """
     if rounding is not None:
-        whole = gated_norm.reference(read, gate, weight, eps)
+        whole = gated_norm.reference(x, gate, weight, eps)
         assert isinstance(whole, Tensor)
-        return RoundedRows(*quantise_inputs(whole, rounding), read.dtype)
-    groups, size = read.shape[1:]
-    exact = torch.promote_types(read.dtype, torch.float32)
-    values = strided(
-        sum_parts.reference(gate.values, read.dtype), groups // gate.share, gate.step, gate.share * size
-    ).view(read.shape)
+        return RoundedRows(*quantise_inputs(whole, rounding), x.dtype)
+    groups, size = x.shape[1:]
+    exact = torch.promote_types(x.dtype, torch.float32)
+    values = strided_columns(
+        sum_parts.reference(gate.values, x.dtype),
+        groups // gate.adjacent_groups,
+        gate.column_stride,
+        gate.adjacent_groups * size,
+    ).view(x.shape)
     if weight is None:
-        return (read * values.sigmoid()).flatten(1)
+        return (x * values.sigmoid()).flatten(1)
     values = F.silu(values.to(exact))
-    x = read.to(exact)
-    if gate.is_first:
-        x = x * values
-        normed = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
-        return normed.flatten(1).to(read.dtype) * weight
-    return (rms_norm.reference(read, weight, eps).to(exact) * values).to(read.dtype).flatten(1)
+    if gate.before_norm:
+        gated = x.to(exact) * values
+        normed = gated * torch.rsqrt(gated.pow(2).mean(-1, keepdim=True) + eps)
+        return normed.flatten(1).to(x.dtype) * weight
+    return (rms_norm.reference(x, weight, eps).to(exact) * values).to(x.dtype).flatten(1)
 
 
-def _in_dtype(out: Tensor, rows: StateRows, skip: Tensor | None) -> Tensor:
-    out = out if skip is None else torch.addcmul(out, skip[:, None], rows.v.to(out.dtype))
+def _add_skip(out: Tensor, rows: StateRows, skip_weight: Tensor | None) -> Tensor:
+    out = out if skip_weight is None else torch.addcmul(out, skip_weight[:, None], rows.v.to(out.dtype))
     return out.to(rows.v.dtype)
 
 
-def _scan_pieces(follows: Tensor):
-    """Returns a `scan` that runs one batch row after another, so that a piece starts from the state after the last."""
+def _make_piecewise_scan(continues_previous: Tensor):
+    """Returns a function like `scan` that runs one batch row after another; pieces continue their request's state."""
 
     def scan_rows(
         q: Tensor, rows: StateRows, before: Tensor, count: Tensor, marked: Tensor | None, delta: bool
-    ) -> Scanned:
+    ) -> ScanResult:
         made, state = [], before[:1]
         for piece in range(len(q)):
             one = slice(piece, piece + 1)
-            state = state.where(follows[one, None, None, None], before[one])
+            state = state.where(continues_previous[one, None, None, None], before[one])
             own = StateRows(*(values[one] for values in rows))
             made.append(scan(q[one], own, state, count[one], None if marked is None else marked[one], delta))
             state = made[-1].state
-        return Scanned(*(torch.cat(values) for values in zip(*made, strict=True)))
+        return ScanResult(*(torch.cat(values) for values in zip(*made, strict=True)))
 
     return scan_rows

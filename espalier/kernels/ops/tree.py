@@ -15,9 +15,9 @@ from espalier.kernels.runtime.op import op
 from espalier.layout import ANCESTOR_BITS
 
 VOID = -1
-# The values [B, n] of a pool of candidates, as one tensor or as one tensor for each level.
+# A pool's values [B, n]: one tensor, or one tensor for each level.
 Pool = Sequence[Tensor]
-# The most scores that the reference sorts.
+# The most scores that ordered_topk sorts; for more it uses torch.topk.
 MAX_SORTED = 64
 
 
@@ -57,49 +57,51 @@ class Tree(NamedTuple):
     def best_nodes(self, rows: int) -> Tensor:
         """Returns [rows]: the indices of the batch's best nodes among its B · D nodes, in ascending order.
 
-        All roots are among them.  Ties go to the lower index, so a chosen node's ancestors are chosen.  rows: at least
-        B.
+        All roots are among them.  Ties go to the lower index, so the ancestors of a chosen node are chosen too.  rows:
+        at least B.
         """
         scores = comparable_scores(self.scores)
         scores[:, 0] = torch.inf
         return torch.sort(scores.flatten(), descending=True, stable=True).indices[:rows].sort().values
 
-    def keep_nodes(self, places: Tensor) -> Tree:
-        """Returns the trees with all nodes void but those at the indices `places` (see best_nodes).  No node moves."""
-        left_out = torch.ones_like(self.tokens, dtype=torch.bool).flatten().index_fill(0, places, False)
+    def keep_nodes(self, indices: Tensor) -> Tree:
+        """Returns the trees with all nodes void except the nodes at `indices` (see best_nodes).  No node moves."""
+        left_out = torch.ones_like(self.tokens, dtype=torch.bool).flatten().index_fill(0, indices, False)
         return self._void_nodes(left_out.view_as(self.tokens))
 
     def limit_depth(self, max_depth: Tensor) -> Tree:
         """Returns the trees with nodes below `max_depth` [B] void.  The root always stays.  No node moves."""
         return self._void_nodes(self.depths > max_depth.clamp(min=0)[:, None])
 
-    def _void_nodes(self, left_out: Tensor) -> Tree:
+    def _void_nodes(self, is_void: Tensor) -> Tree:
         itself = self_bits(0, self.tokens.shape[1], self.num_words, self.tokens.device)
         return Tree(
-            self.tokens.masked_fill(left_out, VOID),
-            self.parents.masked_fill(left_out, 0),
-            self.depths.masked_fill(left_out, 1),
-            self.scores.masked_fill(left_out, -torch.inf),
-            torch.where(left_out[..., None], itself, self.ancestors),
+            self.tokens.masked_fill(is_void, VOID),
+            self.parents.masked_fill(is_void, 0),
+            self.depths.masked_fill(is_void, 1),
+            self.scores.masked_fill(is_void, -torch.inf),
+            torch.where(is_void[..., None], itself, self.ancestors),
         )
 
     def mask(self) -> Tensor:
-        """[B, D, D] bool: at [i, j], whether node j is an ancestor of node i, or i itself."""
+        """Returns [B, D, D] bool: at [i, j], whether node j is an ancestor of node i, or i itself."""
         return unpack_bits(self.ancestors, self.tokens.shape[1])
 
     def positions(self, prefix_len: Tensor) -> Tensor:
-        """[B, D]: the position of each node in the target."""
+        """Returns [B, D]: the position of each node in the target."""
         # The root's depth is 0.
         return prefix_len[:, None] if self.tokens.shape[1] == 1 else prefix_len[:, None] + self.depths
 
 
-def _level_starts(count: int, topk: int, like: Tensor) -> Tensor:
-    """[count]: for each beam, the pool index of the first candidate of its level."""
-    level = torch.arange(count, device=like.device) // topk
+def _level_starts(count: int, topk: int, beams: Tensor) -> Tensor:
+    """Returns [count]: for each beam, the pool index of the first candidate of its level."""
+    level = torch.arange(count, device=beams.device) // topk
     return torch.where(level > 0, topk + (level - 1) * topk**2, 0)
 
 
-def require_pool(root: Tensor, tokens: Pool, scores: Pool, beams: Pool, topk: int, nodes: int) -> tuple[int, int, int]:
+def check_pool_sizes(
+    root: Tensor, tokens: Pool, scores: Pool, beams: Pool, topk: int, nodes: int
+) -> tuple[int, int, int]:
     """Check the arguments of `select_tree`.  Returns the batch size, the size of the pool and its number of levels."""
     batch, size, in_levels = root.shape[0], sum(part.shape[1] for part in tokens), len(tokens) > 1
     for level, (of_tokens, of_scores) in enumerate(zip(tokens, scores, strict=True)):
@@ -163,8 +165,7 @@ def _topk_of_keys(scores: Tensor, k: int) -> Tensor:
     """Returns the indices of ordered_topk.
     A sort would take 3 to 15 times as long for a vocabulary, but less time for up to MAX_SORTED scores."""
     width, bits = scores.shape[-1], scores.contiguous().view(torch.int32)
-    # Integers in the order of the floats.  They are computed in place, because for a vocabulary allocating new tensors
-    # would take longer than the rest.
+    # Integers in the order of the floats, computed in place: allocating more tensors would take longer than the rest.
     ordered = (bits >> 31).bitwise_and_(0x7FFFFFFF).bitwise_xor_(bits)
     # The low half of a key breaks ties by index.
     keys = torch.arange(width - 1, -1, -1, device=scores.device).add(ordered, alpha=1 << 32)
@@ -186,18 +187,18 @@ class Path(NamedTuple):
     num_finite: Tensor
 
 
-def deepest_node(kept: Tensor, depths: Tensor) -> Tensor:
+def deepest_node(is_kept: Tensor, depths: Tensor) -> Tensor:
     """Returns the index [B] of each request's deepest kept node; among equally deep nodes, the lowest index."""
     nodes = depths.shape[1]
     rank = torch.arange(nodes - 1, -1, -1, device=depths.device)
-    return torch.where(kept, depths * nodes + rank, -1).argmax(1)
+    return torch.where(is_kept, depths * nodes + rank, -1).argmax(1)
 
 
 def path_rows(ancestors: Tensor, depths: Tensor, last: Tensor, steps: int) -> Tensor:
     """Returns the nodes [B, S+1] from the root to node `last` [B], indexed by depth; zeros at greater depths."""
     batch, nodes = depths.shape
     path = ancestors.gather(1, last[:, None, None].expand(-1, 1, ancestors.shape[2]))[:, 0]
-    # Nodes that are not on the path are written to one extra column, which is dropped.
+    # Nodes off the path are written to an extra column, which is dropped.
     dropped = steps + 1
     depth = torch.where(unpack_bits(path, nodes), depths, dropped)
     rows = torch.zeros(batch, dropped + 1, dtype=torch.int64, device=last.device)
@@ -217,7 +218,7 @@ def select_tree(root: Tensor, tokens: Pool, scores: Pool, beams: Pool, topk: int
     the remaining nodes are void: token -1, parent 0, depth 1, no ancestor but themselves.  Raises EspalierError if
     sizes do not agree.  Exact.
     """
-    _, _, steps = require_pool(root, tokens, scores, beams, topk, nodes)
+    _, _, steps = check_pool_sizes(root, tokens, scores, beams, topk, nodes)
     pool, path_scores = torch.cat(list(tokens), 1), comparable_scores(torch.cat(list(scores), 1))
     made_from = torch.cat([pool[:, :0], *beams], 1)
     best = torch.sort(path_scores, dim=1, descending=True, stable=True).indices[:, : nodes - 1].sort(1).values
@@ -240,9 +241,9 @@ def select_tree(root: Tensor, tokens: Pool, scores: Pool, beams: Pool, topk: int
 
 @op("espalier.kernels.tree.select_tree")
 def select_beams(
-    tokens: Tensor, scores: Tensor, ancestor_bits: Tensor | None, path: Tensor, first: int, num_words: int
+    tokens: Tensor, scores: Tensor, ancestor_bits: Tensor | None, path: Tensor, first_row: int, num_words: int
 ) -> SelectedBeams:
-    """Selects the K best of P · K candidates.  They become the draft rows first to first + K - 1.
+    """Selects the K best of P · K candidates.  The new beams become the draft rows first to first + K - 1.
 
     tokens: [B, P, K] int64.  scores: [B, P, K] float32, path scores.  ancestor_bits: [B, P, W] int64, those of the P
     parent rows; None: the parent is the root, which is not a draft row.  path: [B, rows] int64, the tokens of the draft
@@ -251,34 +252,36 @@ def select_beams(
     topk = tokens.shape[2]
     best, index = ordered_topk(scores.flatten(1), topk)
     parents = index // topk
-    bits = self_bits(first, topk, num_words, tokens.device).expand(tokens.shape[0], -1, -1)
+    bits = self_bits(first_row, topk, num_words, tokens.device).expand(tokens.shape[0], -1, -1)
     if ancestor_bits is not None:
         bits = bits | ancestor_bits.gather(1, parents[..., None].expand(-1, -1, num_words))
-    path[:, first : first + topk] = tokens.flatten(1).gather(1, index)
+    path[:, first_row : first_row + topk] = tokens.flatten(1).gather(1, index)
     return SelectedBeams(best, index, parents, bits)
 
 
-@op("espalier.kernels.tree.accept", on="picks")
-def accept(tree: Tree, picks: Tensor, finite: Tensor, max_accept_depth: Tensor, real: Tensor, steps: int) -> Path:
-    """Keep the longest path that the target would have produced itself, for greedy and for sampled requests.
+@op("espalier.kernels.tree.accept", tensor="target_tokens")
+def accept(
+    tree: Tree, target_tokens: Tensor, is_finite: Tensor, max_accept_depth: Tensor, is_real: Tensor, steps: int
+) -> Path:
+    """Returns the longest path that the target would have produced without a draft, for greedy and sampled requests.
 
-    tree: its depths are at most `steps`.  picks: [B, D] int64, the target's token after each node.  finite: [B, D]
-    bool, whether the logits of the pick were finite.  max_accept_depth: [B] int64; deeper nodes are never accepted.
-    real: [B] bool, False for padding.  Siblings have distinct tokens, so at most one child of a node matches.  If two
-    paths are equally deep, the one with the lowest node index wins.  Raises EspalierError if sizes do not agree.
-    Exact.
+    tree: its depths are at most `steps`.  target_tokens: [B, D] int64, the target's token after each node.  is_finite:
+    [B, D] bool, whether the logits of the pick were finite.  max_accept_depth: [B] int64; deeper nodes are never
+    accepted.  is_real: [B] bool, False for padding.  Siblings have distinct tokens, so at most one child of a node
+    matches.  If two paths are equally deep, the one with the lowest node index wins.  Raises EspalierError if sizes do
+    not agree.  Exact.
     """
     tokens, parents, depths, _, ancestors = tree
-    match = (tokens == picks.gather(1, parents)) & (depths <= max_accept_depth[:, None]) | (depths == 0)
+    match = (tokens == target_tokens.gather(1, parents)) & (depths <= max_accept_depth[:, None]) | (depths == 0)
     last = deepest_node(whole_path_holds(ancestors, match), depths)
     rows = path_rows(ancestors, depths, last, steps)
     depth = depths.gather(1, last[:, None])
-    bonus = picks.gather(1, last[:, None])
+    bonus = target_tokens.gather(1, last[:, None])
     level = torch.arange(steps + 1, device=rows.device)
     drafted = torch.nn.functional.pad(tokens.gather(1, rows)[:, 1:], (0, 1))
     emitted = torch.where(level < depth, drafted, torch.where(level == depth, bonus, 0))
-    length = torch.where(real, depth[:, 0] + 1, 0)
-    num_finite = (finite.gather(1, rows) & (level < length[:, None])).cumprod(1).sum(1)
+    length = torch.where(is_real, depth[:, 0] + 1, 0)
+    num_finite = (is_finite.gather(1, rows) & (level < length[:, None])).cumprod(1).sum(1)
     return Path(rows, length, emitted, num_finite)
 
 

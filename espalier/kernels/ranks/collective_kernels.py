@@ -9,8 +9,8 @@ writes its rank's values into its slot, sets a flag on every other rank, and wai
 Sums are in the order of the ranks, in float32 (float64 for float64), rounded once.  So both ways give all ranks the
 bits of espalier/shards/gloo.py.
 
-A program has two slots and uses them in turn.  So it writes a slot again after one other use.  In that use it met the
-other ranks, which had then read the slot.
+A program alternates between two slots.  Before it writes a slot again, it has met the other ranks while using the other
+slot.  At this meeting the other ranks had finished reading the first slot.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import Tensor
 from espalier.kernels.layers.norm import NORM_WARP_VALUES
 from espalier.kernels.ranks.collectives import FLAGS_BYTES, PROGRAMS, PeerMemory
 from espalier.kernels.runtime.jit import kernel, load_sum
-from espalier.kernels.runtime.launch import chip, exact_type, power_of_two, warps_for
+from espalier.kernels.runtime.launch import acc_dtype, chip, next_power_of_2, warps_for
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 
 # Columns that a program gathers at a time.
@@ -61,16 +61,16 @@ SIGNAL, WAIT = tl.constexpr(_SIGNAL), tl.constexpr(_WAIT)
 
 
 @kernel
-def _barrier(memory_ptr, stop_ptr, rank, program, flag_value, WORLD: tl.constexpr, LANES: tl.constexpr):
+def _barrier(memory_ptr, stop_ptr, rank, program, flag_value, WORLD_SIZE: tl.constexpr, NUM_THREADS: tl.constexpr):
     """Wait until the programs of this number on all ranks have set their flag to `flag_value`.
 
-    Then their earlier writes can be read.  LANES: threads of the program; one for each rank sets a flag and waits.
+    Then their earlier writes can be read.  NUM_THREADS: of the program; one per rank sets a flag and waits.
     """
     tl.debug_barrier()
-    peer = tl.arange(0, LANES)
-    live = peer < WORLD
-    theirs = tl.load(memory_ptr + peer, mask=live, other=0) + (program * WORLD + rank) * 4
-    own = tl.load(memory_ptr + rank) + (program * WORLD + peer) * 4
+    peer = tl.arange(0, NUM_THREADS)
+    live = peer < WORLD_SIZE
+    theirs = tl.load(memory_ptr + peer, mask=live, other=0) + (program * WORLD_SIZE + rank) * 4
+    own = tl.load(memory_ptr + rank) + (program * WORLD_SIZE + peer) * 4
     is_live, flag_values = live.to(tl.int32), flag_value + tl.zeros_like(peer)
     tl.inline_asm_elementwise(SIGNAL, "=r,l,r,r", [theirs, flag_values, is_live], tl.int32, is_pure=False, pack=1)
     stops = stop_ptr.to(tl.int64) + tl.zeros_like(own)
@@ -79,76 +79,79 @@ def _barrier(memory_ptr, stop_ptr, rank, program, flag_value, WORLD: tl.constexp
 
 
 @kernel
-def _values_at(address, TYPE: tl.constexpr):
-    """A pointer to values at an address that is a multiple of 16."""
-    return tl.multiple_of(address.to(tl.pointer_type(TYPE)), 16)
+def _pointer_at(address, DTYPE: tl.constexpr):
+    """Returns a pointer to values at an address that is a multiple of 16."""
+    return tl.multiple_of(address.to(tl.pointer_type(DTYPE)), 16)
 
 
 @kernel
 def _sum_of_ranks(
-    memory_ptr, place, column, mask, TYPE: tl.constexpr, EXACT: tl.constexpr, WORLD: tl.constexpr
+    memory_ptr, slot_offset, column, mask, DTYPE: tl.constexpr, ACC_DTYPE: tl.constexpr, WORLD_SIZE: tl.constexpr
 ):  # fmt: skip
-    total = tl.load(_values_at(tl.load(memory_ptr) + place, TYPE) + column, mask=mask, other=0.0).to(EXACT)
-    for peer in tl.static_range(1, WORLD):
-        values = _values_at(tl.load(memory_ptr + peer) + place, TYPE)
-        total += tl.load(values + column, mask=mask, other=0.0).to(EXACT)
-    return total.to(TYPE)
+    total = tl.load(_pointer_at(tl.load(memory_ptr) + slot_offset, DTYPE) + column, mask=mask, other=0.0).to(ACC_DTYPE)
+    for peer in tl.static_range(1, WORLD_SIZE):
+        values = _pointer_at(tl.load(memory_ptr + peer) + slot_offset, DTYPE)
+        total += tl.load(values + column, mask=mask, other=0.0).to(ACC_DTYPE)
+    return total.to(DTYPE)
 
 
 @kernel(do_not_specialize=["rank", "rows"])
 def _sum_kernel(
     parts_ptr, residual_ptr, weight_ptr, sum_ptr, out_ptr, memory_ptr, num_launches_ptr, stop_ptr,
     rank, rows, part_row_stride, part_split_stride, residual_row_stride,
-    EPS: tl.constexpr, SIZE: tl.constexpr, SPLITS: tl.constexpr, EXACT: tl.constexpr, BLOCK: tl.constexpr,
-    OWN: tl.constexpr, BLOCK_OWN: tl.constexpr, ROW_BYTES: tl.constexpr, WORLD: tl.constexpr,
-    FLAGS: tl.constexpr, SLOT: tl.constexpr, SLOTS: tl.constexpr, LANES: tl.constexpr, DEPENDENT: tl.constexpr,
+    EPS: tl.constexpr, ROW_SIZE: tl.constexpr, SPLITS: tl.constexpr, ACC_DTYPE: tl.constexpr, BLOCK: tl.constexpr,
+    OWN_COLUMNS: tl.constexpr, BLOCK_OWN_COLUMNS: tl.constexpr, ROW_BYTES: tl.constexpr, WORLD_SIZE: tl.constexpr,
+    FLAG_BYTES: tl.constexpr, SLOT_BYTES: tl.constexpr, NUM_SLOTS: tl.constexpr, NUM_THREADS: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Without a residual, out is the sum over the ranks.  With one, sum_ptr gets residual + sum, and out its norm.
+    """Without a residual, out is the sum over the ranks.  Else sum_ptr gets residual + sum, and out the norm of it.
 
-    OWN: how many columns each rank sums two-shot; 0: one-shot.
+    OWN_COLUMNS: how many columns each rank sums two-shot; 0: one-shot.
     """
-    pdl_trigger_and_wait(DEPENDENT)
-    TYPE: tl.constexpr = out_ptr.dtype.element_ty
+    pdl_trigger_and_wait(USE_PDL)
+    DTYPE: tl.constexpr = out_ptr.dtype.element_ty
     program = tl.program_id(0)
     num_launches = tl.load(num_launches_ptr + program)
     column = tl.arange(0, BLOCK)
-    mask = column < SIZE
+    mask = column < ROW_SIZE
     own = tl.load(memory_ptr + rank)
-    slot = FLAGS + ((num_launches & 1) * SLOTS + program).to(tl.int64) * SLOT
+    slot = FLAG_BYTES + ((num_launches & 1) * NUM_SLOTS + program).to(tl.int64) * SLOT_BYTES
     place = slot
     for row in range(program, rows, tl.num_programs(0)):
         parts = parts_ptr + tl.cast(row, tl.int64) * part_row_stride + column
-        value = load_sum(parts, part_split_stride, mask, SPLITS, TYPE, EXACT)
-        tl.store(_values_at(own + place, TYPE) + column, value.to(TYPE), mask=mask)
+        value = load_sum(parts, part_split_stride, mask, SPLITS, DTYPE, ACC_DTYPE)
+        tl.store(_pointer_at(own + place, DTYPE) + column, value.to(DTYPE), mask=mask)
         place += ROW_BYTES
-    _barrier(memory_ptr, stop_ptr, rank, program, 2 * num_launches + 1, WORLD, LANES)
-    if OWN:
-        of_own = tl.arange(0, BLOCK_OWN)
+    _barrier(memory_ptr, stop_ptr, rank, program, 2 * num_launches + 1, WORLD_SIZE, NUM_THREADS)
+    if OWN_COLUMNS:
+        of_own = tl.arange(0, BLOCK_OWN_COLUMNS)
         place = slot
         for _ in range(program, rows, tl.num_programs(0)):
-            total = _sum_of_ranks(memory_ptr, place, rank * OWN + of_own, of_own < OWN, TYPE, EXACT, WORLD)
-            for peer in tl.static_range(WORLD):
-                summed = _values_at(tl.load(memory_ptr + peer) + place + 2 * SLOTS * SLOT, TYPE)
-                tl.store(summed + rank * OWN + of_own, total, mask=of_own < OWN)
+            total = _sum_of_ranks(
+                memory_ptr, place, rank * OWN_COLUMNS + of_own, of_own < OWN_COLUMNS, DTYPE, ACC_DTYPE, WORLD_SIZE
+            )
+            for peer in tl.static_range(WORLD_SIZE):
+                summed = _pointer_at(tl.load(memory_ptr + peer) + place + 2 * NUM_SLOTS * SLOT_BYTES, DTYPE)
+                tl.store(summed + rank * OWN_COLUMNS + of_own, total, mask=of_own < OWN_COLUMNS)
             place += ROW_BYTES
-        _barrier(memory_ptr, stop_ptr, rank, program, 2 * num_launches + 2, WORLD, LANES)
+        _barrier(memory_ptr, stop_ptr, rank, program, 2 * num_launches + 2, WORLD_SIZE, NUM_THREADS)
     place = slot
     for row in range(program, rows, tl.num_programs(0)):
-        if OWN:
-            total = tl.load(_values_at(own + place + 2 * SLOTS * SLOT, TYPE) + column, mask=mask, other=0.0)
+        if OWN_COLUMNS:
+            total = tl.load(_pointer_at(own + place + 2 * NUM_SLOTS * SLOT_BYTES, DTYPE) + column, mask=mask, other=0.0)
         else:
-            total = _sum_of_ranks(memory_ptr, place, column, mask, TYPE, EXACT, WORLD)
+            total = _sum_of_ranks(memory_ptr, place, column, mask, DTYPE, ACC_DTYPE, WORLD_SIZE)
         row = tl.cast(row, tl.int64)
-        at = row * SIZE + column
+        at = row * ROW_SIZE + column
         if residual_ptr is not None:
-            weight = tl.load(weight_ptr + column, mask=mask, other=0.0).to(EXACT)
+            weight = tl.load(weight_ptr + column, mask=mask, other=0.0).to(ACC_DTYPE)
             residual = tl.load(residual_ptr + row * residual_row_stride + column, mask=mask, other=0.0)
             # Rounded first, as in norm.py: the norm reads the values that the residual stream holds.
-            x = (residual.to(EXACT) + total.to(EXACT)).to(TYPE)
+            x = (residual.to(ACC_DTYPE) + total.to(ACC_DTYPE)).to(DTYPE)
             tl.store(sum_ptr + at, x, mask=mask, eviction_policy="evict_last")
-            x = x.to(EXACT)
-            scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / SIZE + EPS)
-            tl.store(out_ptr + at, (x * scale * weight).to(TYPE), mask=mask)
+            x = x.to(ACC_DTYPE)
+            scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / ROW_SIZE + EPS)
+            tl.store(out_ptr + at, (x * scale * weight).to(DTYPE), mask=mask)
         else:
             tl.store(out_ptr + at, total, mask=mask)
         place += ROW_BYTES
@@ -172,7 +175,7 @@ def sum_add_norm(
 
 
 def supports_sum(memory: PeerMemory, parts: Tensor, dtype: torch.dtype) -> bool:
-    """Whether the kernel takes parts [rows, H] or [splits, rows, H]."""
+    """Returns whether the kernel takes parts [rows, H] or [splits, rows, H]."""
     rows, size = parts.shape[-2:]
     row_bytes = size * dtype.itemsize
     in_turn = -(-rows // PROGRAMS)
@@ -183,69 +186,73 @@ def _launch_sum(
     memory: PeerMemory, parts: Tensor, out: Tensor, two_shot: bool, norm: Any = (None, None, None), eps: float = 0.0
 ) -> None:
     """norm: the residual, the norm's weight and the output for residual + sum; None without a norm."""
-    (residual, weight, total), warps = norm, warps_for(power_of_two(out.shape[1]), NORM_WARP_VALUES)
+    (residual, weight, total), warps = norm, warps_for(next_power_of_2(out.shape[1]), NORM_WARP_VALUES)
     rows, size = out.shape
-    row_bytes, block = size * out.itemsize, power_of_two(size)
+    row_bytes, block = size * out.itemsize, next_power_of_2(size)
     own = size // memory.num_ranks if two_shot and row_bytes % (16 * memory.num_ranks) == 0 else 0
     _sum_kernel[(min(rows, PROGRAMS),)](
         parts, residual, weight, total, out, memory.addresses, memory.num_launches, memory.stop_flag,
         memory.rank, rows, parts.stride(-2), parts.stride(0), 0 if residual is None else residual.stride(0),
-        EPS=eps, SIZE=size, SPLITS=len(parts) if parts.ndim == 3 else 1, EXACT=exact_type(out.dtype), BLOCK=block,
-        OWN=own, BLOCK_OWN=power_of_two(own), ROW_BYTES=row_bytes, **_barrier_arguments(memory, warps),
+        EPS=eps, ROW_SIZE=size, SPLITS=len(parts) if parts.ndim == 3 else 1, ACC_DTYPE=acc_dtype(out.dtype),
+        BLOCK=block, OWN_COLUMNS=own, BLOCK_OWN_COLUMNS=next_power_of_2(own), ROW_BYTES=row_bytes,
+        **_barrier_arguments(memory, warps),
     )  # fmt: skip
 
 
 @kernel(do_not_specialize=["rank", "rows"])
 def _gather_kernel(
     x_ptr, out_ptr, memory_ptr, num_launches_ptr, stop_ptr, rank, rows, x_row_stride, own_size, size,
-    EACH: tl.constexpr, BLOCK: tl.constexpr, BLOCK_BYTES: tl.constexpr, WORLD: tl.constexpr,
-    FLAGS: tl.constexpr, SLOT: tl.constexpr, SLOTS: tl.constexpr, LANES: tl.constexpr, DEPENDENT: tl.constexpr,
+    COLUMNS_PER_RANK: tl.constexpr, BLOCK: tl.constexpr, BLOCK_BYTES: tl.constexpr, WORLD_SIZE: tl.constexpr,
+    FLAG_BYTES: tl.constexpr, SLOT_BYTES: tl.constexpr, NUM_SLOTS: tl.constexpr, NUM_THREADS: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """out [rows, size]: the columns of all ranks side by side.  Each rank has EACH; the last ones may have fewer."""
-    pdl_trigger_and_wait(DEPENDENT)
-    TYPE: tl.constexpr = out_ptr.dtype.element_ty
-    BLOCKS: tl.constexpr = (EACH + BLOCK - 1) // BLOCK
+    """out [rows, size]: the columns of all ranks, COLUMNS_PER_RANK each.  The last ranks may have fewer."""
+    pdl_trigger_and_wait(USE_PDL)
+    DTYPE: tl.constexpr = out_ptr.dtype.element_ty
+    BLOCKS: tl.constexpr = (COLUMNS_PER_RANK + BLOCK - 1) // BLOCK
     program = tl.program_id(0)
     num_launches = tl.load(num_launches_ptr + program)
     own = tl.load(memory_ptr + rank)
-    slot = FLAGS + ((num_launches & 1) * SLOTS + program).to(tl.int64) * SLOT
+    slot = FLAG_BYTES + ((num_launches & 1) * NUM_SLOTS + program).to(tl.int64) * SLOT_BYTES
     of_block = tl.arange(0, BLOCK)
     place = slot
     for block in range(program, rows * BLOCKS, tl.num_programs(0)):
         row, column = (block // BLOCKS).to(tl.int64), block % BLOCKS * BLOCK + of_block
         value = tl.load(x_ptr + row * x_row_stride + column, mask=column < own_size, other=0.0)
-        tl.store(_values_at(own + place, TYPE) + of_block, value)
+        tl.store(_pointer_at(own + place, DTYPE) + of_block, value)
         place += BLOCK_BYTES
-    _barrier(memory_ptr, stop_ptr, rank, program, 2 * num_launches + 1, WORLD, LANES)
+    _barrier(memory_ptr, stop_ptr, rank, program, 2 * num_launches + 1, WORLD_SIZE, NUM_THREADS)
     place = slot
     for block in range(program, rows * BLOCKS, tl.num_programs(0)):
         row, column = (block // BLOCKS).to(tl.int64), block % BLOCKS * BLOCK + of_block
-        for peer in tl.static_range(WORLD):
-            value = tl.load(_values_at(tl.load(memory_ptr + peer) + place, TYPE) + of_block)
-            mask = (column < EACH) & (peer * EACH + column < size)
-            tl.store(out_ptr + row * size + peer * EACH + column, value, mask=mask)
+        for peer in tl.static_range(WORLD_SIZE):
+            value = tl.load(_pointer_at(tl.load(memory_ptr + peer) + place, DTYPE) + of_block)
+            mask = (column < COLUMNS_PER_RANK) & (peer * COLUMNS_PER_RANK + column < size)
+            tl.store(out_ptr + row * size + peer * COLUMNS_PER_RANK + column, value, mask=mask)
         place += BLOCK_BYTES
     tl.store(num_launches_ptr + program, num_launches + 1)
 
 
-def gather_columns(memory: PeerMemory, x: Tensor, each: int, size: int) -> Tensor:
-    """Collectives.gather_columns of espalier/shards/base.py."""
+def gather_columns(memory: PeerMemory, x: Tensor, columns_per_rank: int, size: int) -> Tensor:
+    """Returns the columns of all ranks side by side, see Collectives.gather_columns in espalier/shards/base.py."""
     rows, own_size = x.shape
     out = x.new_empty(rows, size)
-    _gather_kernel[(min(rows * -(-each // GATHER_BLOCK), PROGRAMS),)](
+    _gather_kernel[(min(rows * -(-columns_per_rank // GATHER_BLOCK), PROGRAMS),)](
         x, out, memory.addresses, memory.num_launches, memory.stop_flag, memory.rank, rows, x.stride(0), own_size, size,
-        EACH=each, BLOCK=GATHER_BLOCK, BLOCK_BYTES=GATHER_BLOCK * x.itemsize, **_barrier_arguments(memory, 8),
+        COLUMNS_PER_RANK=columns_per_rank, BLOCK=GATHER_BLOCK, BLOCK_BYTES=GATHER_BLOCK * x.itemsize,
+        **_barrier_arguments(memory, 8),
     )  # fmt: skip
     return out
 
 
-def supports_gather(memory: PeerMemory, x: Tensor, each: int) -> bool:
-    """Whether `gather_columns` takes x."""
-    in_turn = -(-len(x) * -(-each // GATHER_BLOCK) // PROGRAMS)
+def supports_gather(memory: PeerMemory, x: Tensor, columns_per_rank: int) -> bool:
+    """Returns whether `gather_columns` takes x."""
+    in_turn = -(-len(x) * -(-columns_per_rank // GATHER_BLOCK) // PROGRAMS)
     return len(x) > 0 and in_turn * GATHER_BLOCK * x.itemsize <= memory.slot_bytes and x.stride(-1) == 1
 
 
-def _barrier_arguments(memory: PeerMemory, warps: int) -> dict[str, object]:
-    """The arguments of both kernels that `_barrier` and the slots need."""
-    sizes = {"FLAGS": FLAGS_BYTES, "SLOT": memory.slot_bytes, "SLOTS": PROGRAMS, "WORLD": memory.num_ranks}
-    return {**sizes, "LANES": 32 * warps, "num_warps": warps, **pdl_arguments(chip(memory.addresses))}
+def _barrier_arguments(memory: PeerMemory, num_warps: int) -> dict[str, object]:
+    """Returns the arguments of both kernels that `_barrier` and the slots need."""
+    sizes = {"FLAG_BYTES": FLAGS_BYTES, "SLOT_BYTES": memory.slot_bytes}
+    sizes |= {"NUM_SLOTS": PROGRAMS, "WORLD_SIZE": memory.num_ranks}
+    return {**sizes, "NUM_THREADS": 32 * num_warps, "num_warps": num_warps, **pdl_arguments(chip(memory.addresses))}

@@ -42,26 +42,26 @@ class PeerMemory:
     keep_alive: Any = None
 
     def release_waiters(self) -> None:
-        """Let kernels stop waiting.  Their results are wrong.  It calls no CUDA function, which might wait too."""
+        """Let kernels stop waiting, with wrong results.  Calls no CUDA function, because such a call might wait too."""
         self.stop_flag.numpy()[0] = 1
 
 
 class RestartedStepStore(Store):
     """A store for one rendezvous, which numbers its steps from 0.
 
-    PyTorch counts steps over all rendezvous of a process.  So a process that met other ranks before would have other
-    step numbers than a new process.
+    PyTorch counts steps over all rendezvous of a process.  Without this class, a process after an earlier rendezvous
+    would have other step numbers than a new process.
     """
 
     def __init__(self, store: Store) -> None:
         super().__init__()
         self.store = store
-        self.first: int | None = None
+        self.first_step: int | None = None
 
     def _own_key(self, key: str) -> str:
         name, step, rank = key.rsplit("/", 2)
-        self.first = int(step) if self.first is None else self.first
-        return f"{name}/{int(step) - self.first}/{rank}"
+        self.first_step = int(step) if self.first_step is None else self.first_step
+        return f"{name}/{int(step) - self.first_step}/{rank}"
 
     def set(self, key: str, value: Any) -> None:
         self.store.set(self._own_key(key), value)
@@ -73,7 +73,9 @@ class RestartedStepStore(Store):
         self.store.wait([self._own_key(key) for key in keys], *timeout)
 
 
-def peer_memory(name: str, store: Store, rank: int, count: int, device: torch.device, max_bytes: int) -> PeerMemory:
+def map_peer_memory(
+    name: str, store: Store, rank: int, num_ranks: int, device: torch.device, max_bytes: int
+) -> PeerMemory:
     """Map the memory of all ranks.  Every rank calls it with a store that all ranks share, and with an unused name.
 
     After the call, this rank's flags are zero.  Flags of other ranks may not be zero yet, so ranks must meet before
@@ -81,21 +83,21 @@ def peer_memory(name: str, store: Store, rank: int, count: int, device: torch.de
     """
     from torch.distributed._symmetric_memory import _SymmetricMemory
 
-    others = [each for each in range(count) if each != rank]
+    others = [each for each in range(num_ranks) if each != rank]
     if hidden := [each for each in others if not torch.cuda.can_device_access_peer(device, each)]:
         raise RuntimeError(f"GPU {rank} does not reach the memory of GPU {hidden[0]}")
     os.environ[NO_MULTICAST] = "1"
     slot_bytes = -(-max_bytes // PROGRAMS)
     size = FLAGS_BYTES + 4 * PROGRAMS * slot_bytes
     own_store = RestartedStepStore(store)
-    group = register_process_group(name, own_store, rank, count)
+    group = register_process_group(name, own_store, rank, num_ranks)
     memory = _SymmetricMemory.empty_strided_p2p((size,), (1,), torch.uint8, device)
     memory.zero_()
     handle = _SymmetricMemory.rendezvous(memory, name)
-    ranks = [handle.get_buffer(each, (size,), torch.uint8) for each in range(count)]
+    ranks = [handle.get_buffer(each, (size,), torch.uint8) for each in range(num_ranks)]
     return PeerMemory(
         rank,
-        count,
+        num_ranks,
         slot_bytes,
         torch.tensor([each.data_ptr() for each in ranks], dtype=torch.int64, device=device),
         torch.zeros(PROGRAMS, dtype=torch.int32, device=device),
@@ -104,7 +106,7 @@ def peer_memory(name: str, store: Store, rank: int, count: int, device: torch.de
     )
 
 
-def register_process_group(name: str, store: Store, rank: int, count: int) -> ProcessGroup:
+def register_process_group(name: str, store: Store, rank: int, num_ranks: int) -> ProcessGroup:
     """Register with PyTorch the ranks that meet under this name.  Returns the process group.
 
     Newer versions of PyTorch read the ranks from the process group, which the caller keeps; older ones from a table.
@@ -112,16 +114,16 @@ def register_process_group(name: str, store: Store, rank: int, count: int) -> Pr
     from torch._C._distributed_c10d import _register_process_group
     from torch.distributed._symmetric_memory import _SymmetricMemory
 
-    group = ProcessGroup(store, rank, count)
+    group = ProcessGroup(store, rank, num_ranks)
     _register_process_group(cast(Any, name), group)
-    _SymmetricMemory.set_group_info(name, rank, count, store)
+    _SymmetricMemory.set_group_info(name, rank, num_ranks, store)
     return group
 
 
 # The most bytes of a rank's values that are summed in peer memory.  On two H100s a sum of this size with residual and
 # norm (2,048 rows of 4,096 values in bfloat16) takes 70 µs one-shot and 100 µs by NCCL (`python -m lab ranks`).
 PEER_BYTES = 2**24
-# The same bound for two ranks: the largest prefill pass of an 8B.  Its 4,096 rows take 133 µs, and 182 µs by NCCL.
+# The same for two ranks: an 8B's largest prefill pass.  A sum of 4,096 rows takes 133 µs, and 182 µs by NCCL.
 PEER_BYTES_OF_TWO = 2**25
 # The bytes that a rank reads over NVLink in the time of one meeting of the ranks (3 µs on those H100s).
 MEETING_BYTES = 2**20
@@ -162,35 +164,37 @@ class PeerCollectives:
         return self.kernels.gather_columns(self.memory, x, columns_per_rank, size)
 
     def abort(self) -> None:
-        # This comes first: NCCL waits for its own kernels, which may stand behind a kernel that waits for a rank.
+        # The waiters are released first: NCCL waits for its kernels, which may be queued behind a waiting kernel.
         self.memory.release_waiters()
         self.nccl.abort()
 
 
-def uses_two_shot(parts: Tensor, dtype: torch.dtype, count: int) -> bool:
-    """Whether `count` ranks sum parts [rows, H] or [splits, rows, H] two-shot.
+def uses_two_shot(parts: Tensor, dtype: torch.dtype, num_ranks: int) -> bool:
+    """Returns whether `num_ranks` ranks sum parts [rows, H] or [splits, rows, H] two-shot.
 
     One-shot, a rank reads all values of every other rank.  Two-shot, it reads its share of the values and then the
-    sums.  These are fewer bytes, but the ranks meet once more.
+    sums.  Two-shot reads fewer bytes, but the ranks meet once more.
     """
     rows, size = parts.shape[-2:]
-    saved = (count - 1) * (1 - 2 / count)
+    saved = (num_ranks - 1) * (1 - 2 / num_ranks)
     return rows * size * dtype.itemsize * saved > MEETING_BYTES
 
 
-def connect_gpus(file: Path, rank: int, count: int, device: torch.device, peer_bytes: int = 0) -> Collectives:
-    """Meet the other ranks.  file, device: see NcclCollectives; peer_bytes: the most bytes of a sum in peer memory; 0
-    for the measured bound.
+def connect_gpus(
+    rendezvous_file: Path, rank: int, num_ranks: int, device: torch.device, peer_bytes: int = 0
+) -> Collectives:
+    """Meet the other ranks.  rendezvous_file, device: see NcclCollectives; peer_bytes: the most bytes of a sum in peer
+    memory; 0 for the measured bound.
 
     If a rank cannot map the memory of the others, NCCL does all collectives, and the log says so.
     """
     from espalier.shards.nccl import NcclCollectives
 
-    nccl = NcclCollectives(file, rank, count, device)
-    peer_bytes = peer_bytes or (PEER_BYTES_OF_TWO if count == 2 else PEER_BYTES)
+    nccl = NcclCollectives(rendezvous_file, rank, num_ranks, device)
+    peer_bytes = peer_bytes or (PEER_BYTES_OF_TWO if num_ranks == 2 else PEER_BYTES)
     memory, reason = None, ""
     try:
-        memory = peer_memory(str(file), nccl.store, rank, count, device, peer_bytes)
+        memory = map_peer_memory(str(rendezvous_file), nccl.store, rank, num_ranks, device, peer_bytes)
     except Exception as error:
         reason = f"{error}".partition("\n")[0]
     # After this gather the flags of all ranks are zero, so kernels may set them.

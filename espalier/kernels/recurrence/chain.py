@@ -1,4 +1,4 @@
-"""Computes the outputs and states of prompts, in chunks of CHUNK rows (Yang et al. 2024, arXiv:2406.06484).
+"""Computes the outputs and states of prompts, in chunks of CHUNK_ROWS rows (Yang et al. 2024, arXiv:2406.06484).
 
 There are two kernels, because only the second must run chunk after chunk.  The first computes for each chunk what no
 state is needed for: the inverse of its system, and the scores of its rows among themselves.  In the second, a program
@@ -13,19 +13,19 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from espalier.kernels.ops.recurrence import CHUNK
-from espalier.kernels.ops.states import PathRows, StateColumns
-from espalier.kernels.recurrence.tree import SMALLEST, Products, choose_products
+from espalier.kernels.ops.recurrence import CHUNK_ROWS
+from espalier.kernels.ops.states import PathRows, SlotStates
+from espalier.kernels.recurrence.tree import MIN_BLOCK, ProductPrecision, choose_precision
 from espalier.kernels.runtime.jit import kernel
-from espalier.kernels.runtime.launch import chip, exact_type, power_of_two
+from espalier.kernels.runtime.launch import acc_dtype, chip, next_power_of_2
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 
 # How many columns of keys _solve_kernel multiplies at once.
-STEP = 32
+STEP_COLUMNS = 32
 
 
 @kernel
-def _inverse(system, PRECISION: tl.constexpr, PRODUCT: tl.constexpr, EXACT: tl.constexpr, BITS: tl.constexpr):
+def _inverse(system, PRECISION: tl.constexpr, PRODUCT_DTYPE: tl.constexpr, ACC_DTYPE: tl.constexpr, BITS: tl.constexpr):
     """Returns the inverse of I + system.  `system` is strictly lower triangular and has 2^BITS rows.
 
     The inverse of [[P, 0], [C, R]] is [[P', 0], [-R' C P', R']], with P' and R' the inverses of P and R.  So two
@@ -33,208 +33,211 @@ def _inverse(system, PRECISION: tl.constexpr, PRODUCT: tl.constexpr, EXACT: tl.c
     blocks whose n is the highest bit in which its row and column differ.
     """
     differ = tl.arange(0, 2**BITS)[:, None] ^ tl.arange(0, 2**BITS)[None, :]
-    inverse = tl.where(differ == 0, 1.0, 0.0).to(EXACT) - tl.where(differ == 1, system, 0.0)
+    inverse = tl.where(differ == 0, 1.0, 0.0).to(ACC_DTYPE) - tl.where(differ == 1, system, 0.0)
     for bit in tl.static_range(1, BITS):
-        at_corners = tl.where(differ >> bit == 1, system, 0.0).to(PRODUCT)
-        corner = tl.dot(inverse.to(PRODUCT), at_corners, input_precision=PRECISION, out_dtype=EXACT)
-        inverse -= tl.dot(corner.to(PRODUCT), inverse.to(PRODUCT), input_precision=PRECISION, out_dtype=EXACT)
+        at_corners = tl.where(differ >> bit == 1, system, 0.0).to(PRODUCT_DTYPE)
+        corner = tl.dot(inverse.to(PRODUCT_DTYPE), at_corners, input_precision=PRECISION, out_dtype=ACC_DTYPE)
+        inverse -= tl.dot(
+            corner.to(PRODUCT_DTYPE), inverse.to(PRODUCT_DTYPE), input_precision=PRECISION, out_dtype=ACC_DTYPE
+        )
     return inverse
 
 
 @kernel
 def _solve_kernel(
-    q_ptr, k_ptr, gates_ptr, count_ptr, decay_ptr, q_out_ptr, k_out_ptr, inverse_ptr, scores_ptr, rows,
-    HEADS: tl.constexpr, SHARE: tl.constexpr, K_SIZE: tl.constexpr, DELTA: tl.constexpr, EXACT: tl.constexpr,
-    PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, STEP: tl.constexpr, BITS: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    q_ptr, k_ptr, gates_ptr, row_counts_ptr, decay_ptr, q_out_ptr, k_out_ptr, inverse_ptr, scores_ptr, rows,
+    HEADS: tl.constexpr, GROUP_SIZE: tl.constexpr, K_SIZE: tl.constexpr, DELTA_RULE: tl.constexpr,
+    ACC_DTYPE: tl.constexpr, PRECISION: tl.constexpr, CHUNK_ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
+    STEP_COLUMNS: tl.constexpr, BITS: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """Computes, for each chunk and head: the log-decay from the chunk's start to each row, the scores of the rows with
     their decay, and with the delta rule the inverse of the system times beta.  For each chunk and head of k, it rounds
     q and k for products.  Padding rows get zeros."""
-    pdl_trigger_and_wait(DEPENDENT)
-    PRODUCT: tl.constexpr = k_out_ptr.dtype.element_ty
+    pdl_trigger_and_wait(USE_PDL)
+    PRODUCT_DTYPE: tl.constexpr = k_out_ptr.dtype.element_ty
     head, chunk, request = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    order = tl.arange(0, CHUNK)
-    within = chunk * CHUNK + order
-    first = request * rows + chunk * CHUNK
+    order = tl.arange(0, CHUNK_ROWS)
+    within = chunk * CHUNK_ROWS + order
+    first = request * rows + chunk * CHUNK_ROWS
     is_row = within < rows
-    exists = is_row & (within < tl.load(count_ptr + request))
+    exists = is_row & (within < tl.load(row_counts_ptr + request))
     gate = gates_ptr + first * 2 * HEADS + head + order * 2 * HEADS
-    decay = tl.cumsum(tl.load(gate, mask=exists, other=0.0).to(EXACT), 0)
+    decay = tl.cumsum(tl.load(gate, mask=exists, other=0.0).to(ACC_DTYPE), 0)
     tile = (request * tl.num_programs(1) + chunk) * HEADS + head
-    tl.store(decay_ptr + tile * CHUNK + order, decay)
-    K_HEADS: tl.constexpr = HEADS // SHARE
-    of_chunk = (first * K_HEADS + head // SHARE) * K_SIZE
-    k_tile = ((request * tl.num_programs(1) + chunk) * K_HEADS + head // SHARE) * CHUNK * K_SIZE
-    system, scores = tl.zeros([CHUNK, CHUNK], EXACT), tl.zeros([CHUNK, CHUNK], EXACT)
-    for at in range(0, BLOCK_K, STEP):
-        key = at + tl.arange(0, STEP)
+    tl.store(decay_ptr + tile * CHUNK_ROWS + order, decay)
+    K_HEADS: tl.constexpr = HEADS // GROUP_SIZE
+    of_chunk = (first * K_HEADS + head // GROUP_SIZE) * K_SIZE
+    k_tile = ((request * tl.num_programs(1) + chunk) * K_HEADS + head // GROUP_SIZE) * CHUNK_ROWS * K_SIZE
+    system, scores = tl.zeros([CHUNK_ROWS, CHUNK_ROWS], ACC_DTYPE), tl.zeros([CHUNK_ROWS, CHUNK_ROWS], ACC_DTYPE)
+    for at in range(0, BLOCK_K, STEP_COLUMNS):
+        key = at + tl.arange(0, STEP_COLUMNS)
         is_key = (key < K_SIZE)[None, :]
         place = order[:, None] * (K_HEADS * K_SIZE) + key[None, :]
-        q = tl.load(q_ptr + of_chunk + place, mask=is_row[:, None] & is_key, other=0.0).to(PRODUCT)
-        k = tl.load(k_ptr + of_chunk + place, mask=exists[:, None] & is_key, other=0.0).to(PRODUCT)
-        if head % SHARE == 0:
+        q = tl.load(q_ptr + of_chunk + place, mask=is_row[:, None] & is_key, other=0.0).to(PRODUCT_DTYPE)
+        k = tl.load(k_ptr + of_chunk + place, mask=exists[:, None] & is_key, other=0.0).to(PRODUCT_DTYPE)
+        if head % GROUP_SIZE == 0:
             of_tile = k_tile + order[:, None] * K_SIZE + key[None, :]
             tl.store(q_out_ptr + of_tile, q, mask=is_key)
             tl.store(k_out_ptr + of_tile, k, mask=is_key)
-        scores += tl.dot(q, tl.trans(k), input_precision=PRECISION, out_dtype=EXACT)
-        if DELTA:
-            system += tl.dot(k, tl.trans(k), input_precision=PRECISION, out_dtype=EXACT)
+        scores += tl.dot(q, tl.trans(k), input_precision=PRECISION, out_dtype=ACC_DTYPE)
+        if DELTA_RULE:
+            system += tl.dot(k, tl.trans(k), input_precision=PRECISION, out_dtype=ACC_DTYPE)
     seen = order[None, :] <= order[:, None]
     carry = tl.where(seen, tl.exp(tl.where(seen, decay[:, None] - decay[None, :], 0.0)), 0.0)
-    square = tile * CHUNK * CHUNK + order[:, None] * CHUNK + order[None, :]
-    tl.store(scores_ptr + square, (scores * carry).to(PRODUCT))
-    if DELTA:
-        beta = tl.load(gate + HEADS, mask=exists, other=0.0).to(EXACT)
+    square = tile * CHUNK_ROWS * CHUNK_ROWS + order[:, None] * CHUNK_ROWS + order[None, :]
+    tl.store(scores_ptr + square, (scores * carry).to(PRODUCT_DTYPE))
+    if DELTA_RULE:
+        beta = tl.load(gate + HEADS, mask=exists, other=0.0).to(ACC_DTYPE)
         system = tl.where(order[None, :] < order[:, None], beta[:, None] * system * carry, 0.0)
-        inverse = _inverse(system, PRECISION, PRODUCT, EXACT, BITS)
-        tl.store(inverse_ptr + square, (inverse * beta[None, :]).to(PRODUCT))
+        inverse = _inverse(system, PRECISION, PRODUCT_DTYPE, ACC_DTYPE, BITS)
+        tl.store(inverse_ptr + square, (inverse * beta[None, :]).to(PRODUCT_DTYPE))
 
 
 @kernel
-def _pieces(first, follows_ptr, count_ptr, batch, BLOCK_B: tl.constexpr):
+def _pieces(first, continues_ptr, row_counts_ptr, batch, BLOCK_B: tl.constexpr):
     """Returns (whether batch row `first` begins a prompt, the number of its pieces, the number of their rows)."""
-    is_first, pieces, count = True, 1, tl.load(count_ptr + first)
-    if follows_ptr is not None:
+    is_first, pieces, count = True, 1, tl.load(row_counts_ptr + first)
+    if continues_ptr is not None:
         others = first + 1 + tl.arange(0, BLOCK_B)
-        goes_on = tl.load(follows_ptr + others, mask=others < batch, other=False).to(tl.int1)
+        goes_on = tl.load(continues_ptr + others, mask=others < batch, other=False).to(tl.int1)
         pieces = 1 + tl.min(tl.where(goes_on, BLOCK_B, tl.arange(0, BLOCK_B)), 0)
         # All pieces before the last that has rows are full, so the existing rows come first.
-        count += tl.sum(tl.load(count_ptr + others, mask=others < first + pieces, other=0), 0)
-        is_first = tl.load(follows_ptr + first) == 0
+        count += tl.sum(tl.load(row_counts_ptr + others, mask=others < first + pieces, other=0), 0)
+        is_first = tl.load(continues_ptr + first) == 0
     return is_first, pieces, count
 
 
 @kernel
 def _rows_added(
     k_ptr, v_ptr, gates_ptr, decay_ptr, inverse_ptr, state_t, tile, k_tile, row, value, exists,
-    HEADS: tl.constexpr, K_SIZE: tl.constexpr, V_SIZE: tl.constexpr, DELTA: tl.constexpr, EXACT: tl.constexpr,
-    PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr,
+    HEADS: tl.constexpr, K_SIZE: tl.constexpr, V_SIZE: tl.constexpr, DELTA_RULE: tl.constexpr, ACC_DTYPE: tl.constexpr,
+    PRECISION: tl.constexpr, CHUNK_ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Returns (k, v, the decay, the values that the rows add) of a chunk.  state_t: before the chunk.  row: the first
     row.  The pointers of v and gates are those of the head."""
-    PRODUCT: tl.constexpr = k_ptr.dtype.element_ty
-    order, key = tl.arange(0, CHUNK), tl.arange(0, BLOCK_K)
+    PRODUCT_DTYPE: tl.constexpr = k_ptr.dtype.element_ty
+    order, key = tl.arange(0, CHUNK_ROWS), tl.arange(0, BLOCK_K)
     k = tl.load(k_ptr + k_tile + order[:, None] * K_SIZE + key[None, :], mask=(key < K_SIZE)[None, :], other=0.0)
     of_value = value[:, None] + order[None, :] * (HEADS * V_SIZE)
     v_t = tl.load(
         v_ptr + row * HEADS * V_SIZE + of_value, mask=(value < V_SIZE)[:, None] & exists[None, :], other=0.0
-    ).to(EXACT)
-    decay = tl.load(decay_ptr + tile * CHUNK + order)
-    if DELTA:
-        new_t = tl.dot(state_t.to(PRODUCT), tl.trans(k), input_precision=PRECISION, out_dtype=EXACT)
+    ).to(ACC_DTYPE)
+    decay = tl.load(decay_ptr + tile * CHUNK_ROWS + order)
+    if DELTA_RULE:
+        new_t = tl.dot(state_t.to(PRODUCT_DTYPE), tl.trans(k), input_precision=PRECISION, out_dtype=ACC_DTYPE)
         new_t = v_t - tl.exp(decay)[None, :] * new_t
-        inverse = tl.load(inverse_ptr + tile * CHUNK * CHUNK + order[:, None] * CHUNK + order[None, :])
-        new_t = tl.dot(new_t.to(PRODUCT), tl.trans(inverse), input_precision=PRECISION, out_dtype=EXACT)
+        inverse = tl.load(inverse_ptr + tile * CHUNK_ROWS * CHUNK_ROWS + order[:, None] * CHUNK_ROWS + order[None, :])
+        new_t = tl.dot(new_t.to(PRODUCT_DTYPE), tl.trans(inverse), input_precision=PRECISION, out_dtype=ACC_DTYPE)
     else:
         beta = tl.load(gates_ptr + row * 2 * HEADS + HEADS + order * 2 * HEADS, mask=exists, other=0.0)
-        new_t = beta.to(EXACT)[None, :] * v_t
+        new_t = beta.to(ACC_DTYPE)[None, :] * v_t
     return k, v_t, decay, new_t
 
 
 @kernel
 def _complete_snapshot(
     k_ptr, v_ptr, gates_ptr, decay_ptr, inverse_ptr, mark_ptrs, mask, here, request, head, value, rows, chunks,
-    HEADS: tl.constexpr, SHARE: tl.constexpr, K_SIZE: tl.constexpr, V_SIZE: tl.constexpr, DELTA: tl.constexpr,
-    EXACT: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr,
+    HEADS: tl.constexpr, GROUP_SIZE: tl.constexpr, K_SIZE: tl.constexpr, V_SIZE: tl.constexpr, DELTA_RULE: tl.constexpr,
+    ACC_DTYPE: tl.constexpr, PRECISION: tl.constexpr, CHUNK_ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Moves the state at mark_ptrs from the start of its chunk to the snapshot.  here: the number of rows before it."""
-    at = (here - 1) // CHUNK * CHUNK
-    tile = (request * chunks + at // CHUNK) * HEADS + head
-    row = at + tl.arange(0, CHUNK)
+    at = (here - 1) // CHUNK_ROWS * CHUNK_ROWS
+    tile = (request * chunks + at // CHUNK_ROWS) * HEADS + head
+    row = at + tl.arange(0, CHUNK_ROWS)
     is_taken = row < here
     state_t = tl.load(mark_ptrs, mask=mask, other=0.0)
     k, _, decay, new_t = _rows_added(
-        k_ptr, v_ptr, gates_ptr, decay_ptr, inverse_ptr, state_t, tile, (tile // SHARE) * CHUNK * K_SIZE,
-        request * rows + at, value, is_taken, HEADS, K_SIZE, V_SIZE, DELTA, EXACT, PRECISION, CHUNK, BLOCK_K,
+        k_ptr, v_ptr, gates_ptr, decay_ptr, inverse_ptr, state_t, tile, (tile // GROUP_SIZE) * CHUNK_ROWS * K_SIZE,
+        request * rows + at, value, is_taken, HEADS, K_SIZE, V_SIZE, DELTA_RULE, ACC_DTYPE, PRECISION, CHUNK_ROWS,
+        BLOCK_K,
     )  # fmt: skip
     whole = tl.sum(tl.where(row == here - 1, decay, 0.0), 0)
     share = tl.where(is_taken, tl.exp(tl.where(is_taken, whole - decay, 0.0)), 0.0)
     new_t = (share[None, :] * new_t).to(k.dtype)
     state_t = tl.exp(whole) * state_t
-    state_t += tl.dot(new_t, k, input_precision=PRECISION, out_dtype=EXACT)
+    state_t += tl.dot(new_t, k, input_precision=PRECISION, out_dtype=ACC_DTYPE)
     tl.store(mark_ptrs, state_t, mask=mask)
 
 
 @kernel
 def _scan_kernel(
-    q_ptr, k_ptr, v_ptr, gates_ptr, state_ptr, slot_ptr, count_ptr, marked_ptr, mark_row_ptr, follows_ptr, decay_ptr,
-    inverse_ptr, scores_ptr, skip_ptr, out_ptr, batch, rows, chunks,
-    HEADS: tl.constexpr, SHARE: tl.constexpr, K_SIZE: tl.constexpr, V_SIZE: tl.constexpr, DELTA: tl.constexpr,
-    EXACT: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
-    BLOCK_B: tl.constexpr, STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, gates_ptr, state_ptr, slots_ptr, row_counts_ptr, snapshot_counts_ptr, snapshot_rows_ptr,
+    continues_ptr, decay_ptr, inverse_ptr, scores_ptr, skip_ptr, out_ptr, batch, rows, chunks, HEADS: tl.constexpr,
+    GROUP_SIZE: tl.constexpr, K_SIZE: tl.constexpr, V_SIZE: tl.constexpr, DELTA_RULE: tl.constexpr,
+    ACC_DTYPE: tl.constexpr, PRECISION: tl.constexpr, CHUNK_ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr, BLOCK_B: tl.constexpr, STAGES: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """q_ptr, k_ptr: as _solve_kernel stores them.  Values with names in _t are transposed: they have a column for each
     row of the chunk, so that products take them from registers.
-    follows_ptr: for each batch row, whether it continues the piece of a prompt in the batch row before; may be None."""
-    pdl_trigger_and_wait(DEPENDENT)
-    PRODUCT: tl.constexpr = k_ptr.dtype.element_ty
+    continues_ptr: for each batch row, whether it continues the prompt of the batch row before; may be None."""
+    pdl_trigger_and_wait(USE_PDL)
+    PRODUCT_DTYPE: tl.constexpr = k_ptr.dtype.element_ty
     v_blocks: tl.constexpr = (V_SIZE + BLOCK_V - 1) // BLOCK_V
     head, first = tl.program_id(0) // v_blocks, tl.program_id(1).to(tl.int64)
-    is_first, pieces, count = _pieces(first, follows_ptr, count_ptr, batch, BLOCK_B)
+    is_first, pieces, count = _pieces(first, continues_ptr, row_counts_ptr, batch, BLOCK_B)
     if is_first:
-        order, key = tl.arange(0, CHUNK), tl.arange(0, BLOCK_K)
+        order, key = tl.arange(0, CHUNK_ROWS), tl.arange(0, BLOCK_K)
         value = tl.program_id(0) % v_blocks * BLOCK_V + tl.arange(0, BLOCK_V)
         is_key, is_value = key < K_SIZE, value < V_SIZE
         is_both = is_value[:, None] & is_key[None, :]
         state_ptr += head * K_SIZE * V_SIZE
         place = value[:, None] + key[None, :] * V_SIZE
         v_ptr, out_ptr, gates_ptr = v_ptr + head * V_SIZE, out_ptr + head * V_SIZE, gates_ptr + head
-        own = state_ptr + tl.load(slot_ptr + first) * HEADS * K_SIZE * V_SIZE
+        own = state_ptr + tl.load(slots_ptr + first) * HEADS * K_SIZE * V_SIZE
         state_t = tl.load(own + place, mask=is_both, other=0.0)
         for i in tl.range(0, pieces * chunks, num_stages=STAGES):
-            piece, at = i // chunks, i % chunks * CHUNK
+            piece, at = i // chunks, i % chunks * CHUNK_ROWS
             row = (first + piece) * rows + at
             is_row = at + order < rows
             exists = is_row & (piece * rows + at + order < count)
             tile = (first * chunks + i) * HEADS + head
-            k_tile = (tile // SHARE) * CHUNK * K_SIZE
-            if marked_ptr is not None:
-                here = tl.load(marked_ptr + first + piece) - at
-                if (here > 0) & (here <= CHUNK):
-                    mark = state_ptr + tl.load(mark_row_ptr + first + piece) * HEADS * K_SIZE * V_SIZE
+            k_tile = (tile // GROUP_SIZE) * CHUNK_ROWS * K_SIZE
+            if snapshot_counts_ptr is not None:
+                here = tl.load(snapshot_counts_ptr + first + piece) - at
+                if (here > 0) & (here <= CHUNK_ROWS):
+                    mark = state_ptr + tl.load(snapshot_rows_ptr + first + piece) * HEADS * K_SIZE * V_SIZE
                     tl.store(mark + place, state_t, mask=is_both)
             k, v_t, decay, new_t = _rows_added(
                 k_ptr, v_ptr, gates_ptr, decay_ptr, inverse_ptr, state_t, tile, k_tile, row, value, exists, HEADS,
-                K_SIZE, V_SIZE, DELTA, EXACT, PRECISION, CHUNK, BLOCK_K,
+                K_SIZE, V_SIZE, DELTA_RULE, ACC_DTYPE, PRECISION, CHUNK_ROWS, BLOCK_K,
             )  # fmt: skip
-            whole = tl.load(decay_ptr + tile * CHUNK + CHUNK - 1)
+            whole = tl.load(decay_ptr + tile * CHUNK_ROWS + CHUNK_ROWS - 1)
             q = tl.load(q_ptr + k_tile + order[:, None] * K_SIZE + key[None, :], mask=is_key[None, :], other=0.0)
-            scores = tl.load(scores_ptr + tile * CHUNK * CHUNK + order[:, None] * CHUNK + order[None, :])
-            out_t = tl.dot(state_t.to(PRODUCT), tl.trans(q), input_precision=PRECISION, out_dtype=EXACT)
+            scores = tl.load(scores_ptr + tile * CHUNK_ROWS * CHUNK_ROWS + order[:, None] * CHUNK_ROWS + order[None, :])
+            out_t = tl.dot(state_t.to(PRODUCT_DTYPE), tl.trans(q), input_precision=PRECISION, out_dtype=ACC_DTYPE)
             out_t = tl.exp(decay)[None, :] * out_t
-            out_t += tl.dot(new_t.to(PRODUCT), tl.trans(scores), input_precision=PRECISION, out_dtype=EXACT)
+            out_t += tl.dot(new_t.to(PRODUCT_DTYPE), tl.trans(scores), input_precision=PRECISION, out_dtype=ACC_DTYPE)
             if skip_ptr is not None:
-                out_t += tl.load(skip_ptr + head).to(EXACT) * v_t
+                out_t += tl.load(skip_ptr + head).to(ACC_DTYPE) * v_t
             of_out = row * HEADS * V_SIZE + value[:, None] + order[None, :] * (HEADS * V_SIZE)
             is_out = is_value[:, None] & is_row[None, :]
             tl.store(out_ptr + of_out, out_t.to(out_ptr.dtype.element_ty), mask=is_out)
-            new_t = (tl.exp(whole - decay)[None, :] * new_t).to(PRODUCT)
+            new_t = (tl.exp(whole - decay)[None, :] * new_t).to(PRODUCT_DTYPE)
             state_t = tl.exp(whole) * state_t
-            state_t += tl.dot(new_t, k, input_precision=PRECISION, out_dtype=EXACT)
-        if tl.load(count_ptr + first) > 0:
+            state_t += tl.dot(new_t, k, input_precision=PRECISION, out_dtype=ACC_DTYPE)
+        if tl.load(row_counts_ptr + first) > 0:
             tl.store(own + place, state_t, mask=is_both)
-        if marked_ptr is not None:
+        if snapshot_counts_ptr is not None:
             # A snapshot's table row holds the state before the snapshot's chunk, which other threads have written.
             tl.debug_barrier()
             for piece in range(pieces):
-                here = tl.load(marked_ptr + first + piece)
+                here = tl.load(snapshot_counts_ptr + first + piece)
                 if here > 0:
-                    mark = state_ptr + tl.load(mark_row_ptr + first + piece) * HEADS * K_SIZE * V_SIZE
+                    mark = state_ptr + tl.load(snapshot_rows_ptr + first + piece) * HEADS * K_SIZE * V_SIZE
                     _complete_snapshot(
                         k_ptr, v_ptr, gates_ptr, decay_ptr, inverse_ptr, mark + place, is_both, here, first + piece,
-                        head, value, rows, chunks, HEADS, SHARE, K_SIZE, V_SIZE, DELTA, EXACT, PRECISION, CHUNK,
-                        BLOCK_K,
+                        head, value, rows, chunks, HEADS, GROUP_SIZE, K_SIZE, V_SIZE, DELTA_RULE, ACC_DTYPE, PRECISION,
+                        CHUNK_ROWS, BLOCK_K,
                     )  # fmt: skip
 
 
 def chain_outputs(
     q: Tensor,
     rows: tuple[Tensor, Tensor, Tensor],
-    state: StateColumns,
+    state: SlotStates,
     path: PathRows,
-    skip: Tensor | None,
-    delta: bool,
+    skip_weight: Tensor | None,
+    is_delta_rule: bool,
 ) -> Tensor:
     """See ops/states.py.  Tolerance of outputs and states: tree_outputs' times the condition number of a chunk's
     system."""
@@ -245,37 +248,48 @@ def chain_outputs(
     out = torch.empty_like(v)
     if not batch or not count:
         return out
-    chunks, products = -(-count // CHUNK), choose_products(v, table)
+    chunks, products = -(-count // CHUNK_ROWS), choose_precision(v, table)
     plan = choose_plan(products)
-    kept = table.new_empty(0, dtype=products.kept)
-    decay = table.new_empty(batch, chunks, heads, CHUNK)
-    tiles_q, tiles_k = (kept.new_empty(batch, chunks, k_heads, CHUNK, k_size) for _ in range(2))
-    scores = kept.new_empty(batch, chunks, heads, CHUNK, CHUNK)
-    inverse = torch.empty_like(scores) if delta else None
+    kept = table.new_empty(0, dtype=products.operand_dtype)
+    decay = table.new_empty(batch, chunks, heads, CHUNK_ROWS)
+    tiles_q, tiles_k = (kept.new_empty(batch, chunks, k_heads, CHUNK_ROWS, k_size) for _ in range(2))
+    scores = kept.new_empty(batch, chunks, heads, CHUNK_ROWS, CHUNK_ROWS)
+    inverse = torch.empty_like(scores) if is_delta_rule else None
     constants = {
         "HEADS": heads,
-        "SHARE": heads // k_heads,
+        "GROUP_SIZE": heads // k_heads,
         "K_SIZE": k_size,
-        "DELTA": delta,
-        "EXACT": exact_type(table.dtype),
+        "DELTA_RULE": is_delta_rule,
+        "ACC_DTYPE": acc_dtype(table.dtype),
         "PRECISION": products.precision,
-        "CHUNK": CHUNK,
-        "BLOCK_K": max(power_of_two(k_size), SMALLEST),
+        "CHUNK_ROWS": CHUNK_ROWS,
+        "BLOCK_K": max(next_power_of_2(k_size), MIN_BLOCK),
         **pdl_arguments(chip(v)),
     }
     _solve_kernel[heads, chunks, batch](
-        *(q, k, gates, path.taken, decay, tiles_q, tiles_k, inverse, scores, count),
-        STEP=min(STEP, constants["BLOCK_K"]),
-        BITS=CHUNK.bit_length() - 1,
+        *(q, k, gates, path.row_counts, decay, tiles_q, tiles_k, inverse, scores, count),
+        STEP_COLUMNS=min(STEP_COLUMNS, constants["BLOCK_K"]),
+        BITS=CHUNK_ROWS.bit_length() - 1,
         num_warps=4,
         **constants,
     )
     _scan_kernel[heads * -(-v_size // plan.block_v), batch](
-        *(tiles_q, tiles_k, v, gates, table, slots, path.taken, path.marked, path.mark_row, path.follows),
-        *(decay, inverse, scores, skip, out, batch, count, chunks),
+        *(
+            tiles_q,
+            tiles_k,
+            v,
+            gates,
+            table,
+            slots,
+            path.row_counts,
+            path.snapshot_counts,
+            path.snapshot_rows,
+            path.continues_previous,
+        ),
+        *(decay, inverse, scores, skip_weight, out, batch, count, chunks),
         V_SIZE=v_size,
         BLOCK_V=plan.block_v,
-        BLOCK_B=power_of_two(batch),
+        BLOCK_B=next_power_of_2(batch),
         STAGES=plan.stages,
         num_warps=plan.num_warps,
         **constants,
@@ -283,7 +297,7 @@ def chain_outputs(
     return out
 
 
-class Plan(NamedTuple):
+class ChainPlan(NamedTuple):
     """Launch parameters of _scan_kernel.  block_v: columns of a state per program.  stages: chunks whose loads are in
     flight."""
 
@@ -292,10 +306,10 @@ class Plan(NamedTuple):
     num_warps: int
 
 
-def choose_plan(products: Products) -> Plan:
+def choose_plan(products: ProductPrecision) -> ChainPlan:
     """Chooses the launch parameters.
 
     A program takes 64 columns even if a head is smaller, because wgmma has at least 64 rows, and only wgmma takes
     operands of 16 bits from registers in the layout of its results.
     """
-    return Plan(64, 2, 4) if products.kept.itemsize == 2 else Plan(64, 1, 8)
+    return ChainPlan(64, 2, 4) if products.operand_dtype.itemsize == 2 else ChainPlan(64, 1, 8)

@@ -1,9 +1,9 @@
 """Commits accepted paths: applies their rows to the states, and their inputs to the tails of the convolutions.
 
 A tail holds the last inputs of a convolution.  Rows are applied to a state one after another, in float32 (float64 for
-float64), with the same operations in the same order.  So a state does not depend on how a text was cut into rounds.
-Each program holds a part of a state in registers, and reads and writes that part once.  Grid: (parts of a state,
-requests, layers).
+float64), with the same operations in the same order.  So a state does not depend on the division of a text into
+rounds.  Each program keeps a part of a state in registers, and reads and writes this part of memory once.  Grid: (parts
+of a state, requests, layers).
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import triton.language as tl
 from torch import Tensor
 
 from espalier.errors import EspalierError
-from espalier.kernels.ops.states import Columns, PathRows
+from espalier.kernels.ops.states import ConvColumns, PathRows
 from espalier.kernels.recurrence.inputs import input_column
 from espalier.kernels.runtime.jit import kernel
-from espalier.kernels.runtime.launch import chip, exact_type, power_of_two
+from espalier.kernels.runtime.launch import acc_dtype, chip, next_power_of_2
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 
 # BLOCK_V: columns of a state that a program holds.  BLOCK_C: channels of a tail that a program holds.
@@ -24,79 +24,72 @@ BLOCK_V, BLOCK_C = 32, 256
 
 @kernel
 def _commit_states_kernel(
-    state_ptr, k_ptr, v_ptr, gates_ptr, slot_ptr, source_ptr, count_ptr, marked_ptr, mark_row_ptr,
-    width, state_layer, k_layer, v_layer, gates_layer,
-    HEADS: tl.constexpr, SHARE: tl.constexpr, K_SIZE: tl.constexpr, V_SIZE: tl.constexpr, DELTA: tl.constexpr,
-    EXACT: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, DEPENDENT: tl.constexpr,
+    state_ptr, k_ptr, v_ptr, gates_ptr, slots_ptr, source_rows_ptr, row_counts_ptr, snapshot_counts_ptr,
+    snapshot_rows_ptr, width, state_layer_stride, k_layer_stride, v_layer_stride, gates_layer_stride,
+    HEADS: tl.constexpr, GROUP_SIZE: tl.constexpr, K_SIZE: tl.constexpr, V_SIZE: tl.constexpr, DELTA_RULE: tl.constexpr,
+    ACC_DTYPE: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """count: the accepted rows of each request; `source` holds their row indices.
 
     marked: a snapshot: after this many rows of the request, the state is also saved to the table row `mark_row`.
-    marked_ptr: None if no request has a snapshot.
+    snapshot_counts_ptr: None if no request has a snapshot.
     """
-    pdl_trigger_and_wait(DEPENDENT)
+    pdl_trigger_and_wait(USE_PDL)
     v_blocks: tl.constexpr = (V_SIZE + BLOCK_V - 1) // BLOCK_V
     head = tl.program_id(0) // v_blocks
     request, layer = tl.program_id(1), tl.program_id(2).to(tl.int64)
     key, value = tl.arange(0, BLOCK_K), tl.program_id(0) % v_blocks * BLOCK_V + tl.arange(0, BLOCK_V)
     is_key, is_value = key < K_SIZE, value < V_SIZE
     is_both = is_key[:, None] & is_value[None, :]
-    state_ptr += layer * state_layer
+    state_ptr += layer * state_layer_stride
     place = (head * K_SIZE + key[:, None]) * V_SIZE + value[None, :]
-    count = tl.load(count_ptr + request)
+    count = tl.load(row_counts_ptr + request)
     if count > 0:
-        slot = tl.load(slot_ptr + request)
+        slot = tl.load(slots_ptr + request)
         state = tl.load(state_ptr + slot * HEADS * K_SIZE * V_SIZE + place, mask=is_both, other=0.0)
-        if marked_ptr is not None:
-            marked = tl.load(marked_ptr + request)
+        if snapshot_counts_ptr is not None:
+            marked = tl.load(snapshot_counts_ptr + request)
         for i in range(count):
-            row = tl.load(source_ptr + request * width + i)
-            gates = gates_ptr + layer * gates_layer + row * 2 * HEADS + head
-            k_row = k_ptr + layer * k_layer + row * (HEADS // SHARE) * K_SIZE + head // SHARE * K_SIZE
-            v_row = v_ptr + layer * v_layer + (row * HEADS + head) * V_SIZE
-            log_decay, beta = tl.load(gates).to(EXACT), tl.load(gates + HEADS).to(EXACT)
-            k = tl.load(k_row + key, mask=is_key, other=0.0).to(EXACT)
-            v = tl.load(v_row + value, mask=is_value, other=0.0).to(EXACT)
+            row = tl.load(source_rows_ptr + request * width + i)
+            gates = gates_ptr + layer * gates_layer_stride + row * 2 * HEADS + head
+            k_row = k_ptr + layer * k_layer_stride + row * (HEADS // GROUP_SIZE) * K_SIZE + head // GROUP_SIZE * K_SIZE
+            v_row = v_ptr + layer * v_layer_stride + (row * HEADS + head) * V_SIZE
+            log_decay, beta = tl.load(gates).to(ACC_DTYPE), tl.load(gates + HEADS).to(ACC_DTYPE)
+            k = tl.load(k_row + key, mask=is_key, other=0.0).to(ACC_DTYPE)
+            v = tl.load(v_row + value, mask=is_value, other=0.0).to(ACC_DTYPE)
             state *= tl.exp(log_decay)
-            if DELTA:
+            if DELTA_RULE:
                 v -= tl.sum(state * k[:, None], 0)
             state += k[:, None] * (beta * v)[None, :]
             # With `and`, Triton would compile the second condition even if there are no snapshots.
-            if marked_ptr is not None:  # noqa: SIM102
+            if snapshot_counts_ptr is not None:  # noqa: SIM102
                 if i + 1 == marked:
-                    mark_row = tl.load(mark_row_ptr + request)
+                    mark_row = tl.load(snapshot_rows_ptr + request)
                     tl.store(state_ptr + mark_row * HEADS * K_SIZE * V_SIZE + place, state, mask=is_both)
         tl.store(state_ptr + slot * HEADS * K_SIZE * V_SIZE + place, state, mask=is_both)
 
 
-def commit_states(state: Tensor, rows: tuple[Tensor, Tensor, Tensor], path: PathRows, delta: bool) -> None:
+def commit_states(state: Tensor, rows: tuple[Tensor, Tensor, Tensor], path: PathRows, is_delta_rule: bool) -> None:
     """Apply the accepted rows of each request to its state, in every layer.  Mutates `state`.
 
     state: [layers, table rows, heads, k_size, v_size].  rows: k, v and the gates (log decay and beta) of all rows of
-    the pass, for every layer.  delta: whether the update is the delta rule's.
+    the pass, for every layer.  is_delta_rule: whether the update is the delta rule's.
     Tolerance: an ulp of float32 for each row, times the condition number of the delta rule's system.
     """
     k, v, gates = rows
     layers, _, heads, k_size, v_size = state.shape
     _require_rows_contiguous(state, k, v, gates)
-    assert path.source is not None
-    batch, width = path.source.shape
+    assert path.source_rows is not None
+    batch, width = path.source_rows.shape
     if not batch:
         return
     _commit_states_kernel[heads * -(-v_size // BLOCK_V), batch, layers](
-        *(state, k, v, gates, path.slots, path.source, path.taken, path.marked, path.mark_row),
+        *(state, k, v, gates, path.slots, path.source_rows, path.row_counts, path.snapshot_counts, path.snapshot_rows),
         *(width, state.stride(0), k.stride(0), v.stride(0), gates.stride(0)),
-        HEADS=heads,
-        SHARE=heads // k.shape[2],
-        K_SIZE=k_size,
-        V_SIZE=v_size,
-        DELTA=delta,
-        EXACT=exact_type(state.dtype),
-        BLOCK_K=power_of_two(k_size),
-        BLOCK_V=BLOCK_V,
-        num_warps=4,
+        HEADS=heads, GROUP_SIZE=heads // k.shape[2], K_SIZE=k_size, V_SIZE=v_size, DELTA_RULE=is_delta_rule,
+        ACC_DTYPE=acc_dtype(state.dtype), BLOCK_K=next_power_of_2(k_size), BLOCK_V=BLOCK_V, num_warps=4,
         **pdl_arguments(chip(state)),
-    )
+    )  # fmt: skip
 
 
 def _require_rows_contiguous(*tensors: Tensor) -> None:
@@ -109,47 +102,56 @@ def _require_rows_contiguous(*tensors: Tensor) -> None:
 
 @kernel
 def _commit_tails_kernel(
-    tail_ptr, x_ptr, slot_ptr, source_ptr, count_ptr, marked_ptr, mark_row_ptr, follows_ptr, ends_ptr,
-    width, x_stride, tail_layer, x_layer,
-    CHANNELS: tl.constexpr, TAIL: tl.constexpr, Q_AT: tl.constexpr, K_AT: tl.constexpr, V_AT: tl.constexpr,
-    K_STEP: tl.constexpr, V_STEP: tl.constexpr, K_SIZE: tl.constexpr, SHARED: tl.constexpr, GROUP: tl.constexpr,
-    BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
+    tail_ptr, x_ptr, slots_ptr, source_rows_ptr, row_counts_ptr, snapshot_counts_ptr, snapshot_rows_ptr, continues_ptr,
+    is_last_row_ptr, width, x_stride, tail_layer_stride, x_layer_stride,
+    CHANNELS: tl.constexpr, TAIL_ROWS: tl.constexpr, Q_COLUMN: tl.constexpr, K_COLUMN: tl.constexpr,
+    V_COLUMN: tl.constexpr, K_HEAD_STRIDE: tl.constexpr, V_GROUP_STRIDE: tl.constexpr, K_SIZE: tl.constexpr,
+    Q_CHANNELS: tl.constexpr, V_GROUP_CHANNELS: tl.constexpr, BLOCK: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """source_ptr: None if x has `width` rows for each request, in order.  follows_ptr, ends_ptr: None unless the pass
-    may have several pieces of a request.  marked_ptr: as in _commit_states_kernel."""
-    pdl_trigger_and_wait(DEPENDENT)
+    """source_rows_ptr: None if x has `width` rows for each request, in order.  continues_ptr, is_last_row_ptr: None
+    unless the pass may have several pieces of a request.  snapshot_counts_ptr: as in _commit_states_kernel."""
+    pdl_trigger_and_wait(USE_PDL)
     channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     request, layer = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     is_channel = channel < CHANNELS
-    column = input_column(channel, Q_AT, K_AT, V_AT, K_STEP, V_STEP, K_SIZE, SHARED, GROUP)
-    follows = tl.load(follows_ptr + request) if follows_ptr is not None else False
-    tail_ptr += layer * tail_layer
-    slot = tl.load(slot_ptr + request)
-    before = tail_ptr + slot * TAIL * CHANNELS + channel
+    column = input_column(
+        channel, Q_COLUMN, K_COLUMN, V_COLUMN, K_HEAD_STRIDE, V_GROUP_STRIDE, K_SIZE, Q_CHANNELS, V_GROUP_CHANNELS
+    )
+    follows = tl.load(continues_ptr + request) if continues_ptr is not None else False
+    tail_ptr += layer * tail_layer_stride
+    slot = tl.load(slots_ptr + request)
+    before = tail_ptr + slot * TAIL_ROWS * CHANNELS + channel
     # The snapshot's tail is written first, because writing the slot's tail overwrites the old inputs.
     for turn in tl.static_range(2):
         if turn == 0:
-            count = tl.load(marked_ptr + request) if marked_ptr is not None else 0
-            after = tail_ptr + (tl.load(mark_row_ptr + request) if marked_ptr is not None else 0) * TAIL * CHANNELS
+            count = tl.load(snapshot_counts_ptr + request) if snapshot_counts_ptr is not None else 0
+            after = (
+                tail_ptr
+                + (tl.load(snapshot_rows_ptr + request) if snapshot_counts_ptr is not None else 0)
+                * TAIL_ROWS
+                * CHANNELS
+            )
         else:
-            count = tl.load(count_ptr + request)
-            if ends_ptr is not None:
-                count = tl.where(tl.load(ends_ptr + request), count, 0)
-            after = tail_ptr + slot * TAIL * CHANNELS
+            count = tl.load(row_counts_ptr + request)
+            if is_last_row_ptr is not None:
+                count = tl.where(tl.load(is_last_row_ptr + request), count, 0)
+            after = tail_ptr + slot * TAIL_ROWS * CHANNELS
         if count > 0:
-            # i ascends, so that each input of the old tail is read before its place is overwritten.
-            for i in tl.static_range(TAIL):
-                at = count - TAIL + i
+            # i ascends, so that each old input is read before it is overwritten.
+            for i in tl.static_range(TAIL_ROWS):
+                at = count - TAIL_ROWS + i
                 row = request * width + at
                 is_new = (at >= 0) | follows
-                if source_ptr is not None:
-                    row = tl.load(source_ptr + row, mask=is_new, other=0)
-                new = tl.load(x_ptr + layer * x_layer + row * x_stride + column, mask=is_channel & is_new, other=0.0)
-                old = tl.load(before + (TAIL + at) * CHANNELS, mask=is_channel & ~is_new, other=0.0)
+                if source_rows_ptr is not None:
+                    row = tl.load(source_rows_ptr + row, mask=is_new, other=0)
+                new = tl.load(
+                    x_ptr + layer * x_layer_stride + row * x_stride + column, mask=is_channel & is_new, other=0.0
+                )
+                old = tl.load(before + (TAIL_ROWS + at) * CHANNELS, mask=is_channel & ~is_new, other=0.0)
                 tl.store(after + i * CHANNELS + channel, tl.where(is_new, new, old), mask=is_channel)
 
 
-def commit_tails(tail: Tensor, inputs: Tensor, path: PathRows, columns: Columns) -> None:
+def commit_tails(tail: Tensor, inputs: Tensor, path: PathRows, columns: ConvColumns) -> None:
     """Write the last inputs of each request's convolution to its tail, in every layer.  Mutates `tail`.
     tail: [layers, table rows, taps - 1, channels].  The kernel only copies, so its result equals the reference's."""
     layers, _, kept, channels = tail.shape
@@ -158,14 +160,9 @@ def commit_tails(tail: Tensor, inputs: Tensor, path: PathRows, columns: Columns)
         return
     _require_rows_contiguous(tail)
     _commit_tails_kernel[-(-channels // BLOCK_C), batch, layers](
-        *(tail, inputs, path.slots, path.source, path.taken, path.marked, path.mark_row, path.follows, path.ends),
+        *(tail, inputs, path.slots, path.source_rows, path.row_counts, path.snapshot_counts, path.snapshot_rows),
+        *(path.continues_previous, path.is_last_row),
         *(path.width, inputs.stride(1), tail.stride(0), inputs.stride(0)),
-        CHANNELS=channels,
-        TAIL=kept,
-        **dict(
-            zip(("Q_AT", "K_AT", "V_AT", "K_STEP", "V_STEP", "K_SIZE", "SHARED", "GROUP"), columns.of_tail, strict=True)
-        ),
-        BLOCK=BLOCK_C,
-        num_warps=2,
+        CHANNELS=channels, TAIL_ROWS=kept, **columns.constexpr_arguments, BLOCK=BLOCK_C, num_warps=2,
         **pdl_arguments(chip(tail)),
-    )
+    )  # fmt: skip

@@ -2,14 +2,14 @@
 
 Grid: (parts of a state, requests).  A program holds K_SIZE x BLOCK_V values of a head's state, and all nodes.  The
 nodes' additions to the state are the solution x of (I + A) x = b.  In a node's row, A is nonzero only at ancestors.
-The kernel repeats x = b - A x once for each depth of the tree.  A node is exact one step after its ancestors.  So a
-shallow tree takes few small products, however many nodes it has, and errors do not add up.
+The kernel repeats x = b - A x once for each depth of the tree.  A node's x is exact after as many steps as its depth.
+So a shallow tree takes few small products for any number of nodes, and errors do not add up.
 
 In the products, the state's columns are the rows and the nodes are the columns, because Hopper's tensor cores take at
 least 64 rows and at least 8 columns.  So a tree of 16 nodes fills them.
 
-A single row needs no tensor cores.  Its kernel sums in float32, needs few registers, and loads its whole part of the
-state before it waits for the kernel before.
+A single row needs no tensor cores.  _row_kernel sums in float32, needs few registers, and loads its whole part of
+the state before it waits for the previous kernel.
 """
 
 from __future__ import annotations
@@ -20,68 +20,67 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from espalier.kernels.ops.states import MAX_TREE_ROWS, StateColumns
+from espalier.kernels.ops.states import MAX_TREE_ROWS, SlotStates
 from espalier.kernels.runtime.jit import kernel
-from espalier.kernels.runtime.launch import chip, exact_type, power_of_two, require
+from espalier.kernels.runtime.launch import acc_dtype, chip, next_power_of_2, require
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger, pdl_wait, prefetch
 
 # The smallest size of a block that tensor cores support.
-SMALLEST = 16
+MIN_BLOCK = 16
 # Bytes of a line of the L2 cache.
-LINE = 128
+LINE_VALUES = 128
 # Columns of a state per program for a single row.  [1]: if there are few heads, so that all multiprocessors read.
-ROW_BLOCKS = (64, 32)
+SINGLE_ROW_BLOCKS = (64, 32)
 
 
 @kernel
 def _prefetch_state(
-    state_ptr, first, K_SIZE: tl.constexpr, V_SIZE: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
-    LINE: tl.constexpr,
+    state_ptr, first_column, K_SIZE: tl.constexpr, V_SIZE: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    LINE_VALUES: tl.constexpr,
 ):  # fmt: skip
-    """Prefetches BLOCK_V columns of a head's state, from column `first` on.  LINE: numbers per line of the L2 cache."""
-    line = first + tl.arange(0, (BLOCK_V + LINE - 1) // LINE) * LINE
+    """Prefetches BLOCK_V columns of a head's state from `first_column` on.  LINE_VALUES: per line of the L2 cache."""
+    line = first_column + tl.arange(0, (BLOCK_V + LINE_VALUES - 1) // LINE_VALUES) * LINE_VALUES
     place = tl.arange(0, BLOCK_K)[:, None] * V_SIZE + line[None, :]
     prefetch(state_ptr + tl.minimum(place, K_SIZE * V_SIZE - 1))
 
 
 @kernel
-def _solution(
-    first_t, products, seen_t, beta, carry_t,
-    PRODUCT: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr, BLOCK_R: tl.constexpr,
+def _solve_tree(
+    initial_t, products, seen_t, beta, carry_t,
+    PRODUCT_DTYPE: tl.constexpr, PRECISION: tl.constexpr, ACC_DTYPE: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """Returns what each node adds to the state, [columns of the state, nodes].
 
-    first_t: what each node would add without its ancestors, in the same shape.  products: the products of the nodes'
+    initial_t: what each node would add without its ancestors, in the same shape.  products: the products of the nodes'
     keys.
     """
     node = tl.arange(0, BLOCK_R)
     depth = tl.max(tl.sum(seen_t.to(tl.int32), 0), 0) - 1
-    system_t = tl.where(node[:, None] == node[None, :], 0.0, beta[None, :] * products * carry_t).to(PRODUCT)
-    new_t = first_t
+    system_t = tl.where(node[:, None] == node[None, :], 0.0, beta[None, :] * products * carry_t).to(PRODUCT_DTYPE)
+    new_t = initial_t
     for _ in range(depth):
-        new_t = first_t - tl.dot(new_t.to(PRODUCT), system_t, input_precision=PRECISION, out_dtype=EXACT)
+        new_t = initial_t - tl.dot(new_t.to(PRODUCT_DTYPE), system_t, input_precision=PRECISION, out_dtype=ACC_DTYPE)
     return new_t
 
 
 @kernel
 def _tree_kernel(
-    q_ptr, k_ptr, v_ptr, gates_ptr, state_ptr, slot_ptr, bits_ptr, skip_ptr, out_ptr, rows, words,
-    HEADS: tl.constexpr, SHARE: tl.constexpr, K_SIZE: tl.constexpr, V_SIZE: tl.constexpr, DELTA: tl.constexpr,
-    EXACT: tl.constexpr, PRODUCT: tl.constexpr, PRECISION: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr, LINE: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, gates_ptr, state_ptr, slots_ptr, bits_ptr, skip_ptr, out_ptr, rows, words,
+    HEADS: tl.constexpr, GROUP_SIZE: tl.constexpr, K_SIZE: tl.constexpr, V_SIZE: tl.constexpr, DELTA_RULE: tl.constexpr,
+    ACC_DTYPE: tl.constexpr, PRODUCT_DTYPE: tl.constexpr, PRECISION: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, STEP_COLUMNS: tl.constexpr, STAGES: tl.constexpr,
+    LINE_VALUES: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    pdl_trigger(DEPENDENT)
+    pdl_trigger(USE_PDL)
     v_blocks: tl.constexpr = (V_SIZE + BLOCK_V - 1) // BLOCK_V
     head, request = tl.program_id(0) // v_blocks, tl.program_id(1).to(tl.int64)
     value = tl.program_id(0) % v_blocks * BLOCK_V + tl.arange(0, BLOCK_V)
     is_value = value < V_SIZE
-    # The state can be read before waiting.  The kernel before this one writes no state, and waited for the kernels that
-    # do.
-    state_ptr += (tl.load(slot_ptr + request) * HEADS + head) * K_SIZE * V_SIZE
-    if DEPENDENT:
-        _prefetch_state(state_ptr, tl.program_id(0) % v_blocks * BLOCK_V, K_SIZE, V_SIZE, BLOCK_K, BLOCK_V, LINE)
-    pdl_wait(DEPENDENT)
+    # The state can be read before the wait: the previous kernel has waited for the kernels that write states.
+    state_ptr += (tl.load(slots_ptr + request) * HEADS + head) * K_SIZE * V_SIZE
+    if USE_PDL:
+        _prefetch_state(state_ptr, tl.program_id(0) % v_blocks * BLOCK_V, K_SIZE, V_SIZE, BLOCK_K, BLOCK_V, LINE_VALUES)
+    pdl_wait(USE_PDL)
     # Values with names in _t are transposed: they have a column for each node.
     node = tl.arange(0, BLOCK_R)
     is_node = node < rows
@@ -89,81 +88,82 @@ def _tree_kernel(
     word = tl.load(bits_ptr + row * words, mask=is_node, other=0)
     seen_t = (((word[None, :] >> node[:, None]) & 1) != 0) & is_node[:, None]
     gate = gates_ptr + row * 2 * HEADS + head
-    log_decay = tl.load(gate, mask=is_node, other=0.0).to(EXACT)
-    beta = tl.load(gate + HEADS, mask=is_node, other=0.0).to(EXACT)
+    log_decay = tl.load(gate, mask=is_node, other=0.0).to(ACC_DTYPE)
+    beta = tl.load(gate + HEADS, mask=is_node, other=0.0).to(ACC_DTYPE)
     v_place = (row * HEADS + head)[None, :] * V_SIZE + value[:, None]
     v_t = tl.load(v_ptr + v_place, mask=is_node[None, :] & is_value[:, None], other=0.0)
-    # Products would carry NaN and infinity to nodes that are no descendants.  So such values are replaced by zeros
-    # here, and restored at the end.
+    # Products would carry NaN and infinity to all nodes.  Here zeros replace them; only descendants become NaN later.
     is_bad = (log_decay * 0.0 != 0.0) | (beta * 0.0 != 0.0)
     log_decay, beta = tl.where(log_decay * 0.0 != 0.0, 0.0, log_decay), tl.where(beta * 0.0 != 0.0, 0.0, beta)
-    read_t, out_t = tl.zeros([BLOCK_V, BLOCK_R], EXACT), tl.zeros([BLOCK_V, BLOCK_R], EXACT)
-    system_t, scores_t = tl.zeros([BLOCK_R, BLOCK_R], EXACT), tl.zeros([BLOCK_R, BLOCK_R], EXACT)
-    for first in tl.range(0, BLOCK_K, STEP, num_stages=STAGES):
-        key = first + tl.arange(0, STEP)
+    read_t, out_t = tl.zeros([BLOCK_V, BLOCK_R], ACC_DTYPE), tl.zeros([BLOCK_V, BLOCK_R], ACC_DTYPE)
+    system_t, scores_t = tl.zeros([BLOCK_R, BLOCK_R], ACC_DTYPE), tl.zeros([BLOCK_R, BLOCK_R], ACC_DTYPE)
+    for first in tl.range(0, BLOCK_K, STEP_COLUMNS, num_stages=STAGES):
+        key = first + tl.arange(0, STEP_COLUMNS)
         is_key = key < K_SIZE
-        k_place = (row * (HEADS // SHARE) + head // SHARE)[:, None] * K_SIZE + key[None, :]
+        k_place = (row * (HEADS // GROUP_SIZE) + head // GROUP_SIZE)[:, None] * K_SIZE + key[None, :]
         is_part = is_node[:, None] & is_key[None, :]
         state = tl.load(
             state_ptr + key[:, None] * V_SIZE + value[None, :], mask=is_key[:, None] & is_value[None, :], other=0.0
         )
         k, q = tl.load(k_ptr + k_place, mask=is_part, other=0.0), tl.load(q_ptr + k_place, mask=is_part, other=0.0)
-        state_t, q_t = tl.trans(state.to(PRODUCT)), tl.trans(q.to(PRODUCT))
+        state_t, q_t = tl.trans(state.to(PRODUCT_DTYPE)), tl.trans(q.to(PRODUCT_DTYPE))
         is_bad = is_bad | (tl.max((k * 0.0 != 0.0).to(tl.int32), 1) > 0)
-        k = tl.where(k * 0.0 != 0.0, 0.0, k).to(PRODUCT)
-        if DELTA:
-            read_t += tl.dot(state_t, tl.trans(k), input_precision=PRECISION, out_dtype=EXACT)
-            system_t += tl.dot(k, tl.trans(k), input_precision=PRECISION, out_dtype=EXACT)
-        out_t += tl.dot(state_t, q_t, input_precision=PRECISION, out_dtype=EXACT)
-        scores_t += tl.dot(k, q_t, input_precision=PRECISION, out_dtype=EXACT)
+        k = tl.where(k * 0.0 != 0.0, 0.0, k).to(PRODUCT_DTYPE)
+        if DELTA_RULE:
+            read_t += tl.dot(state_t, tl.trans(k), input_precision=PRECISION, out_dtype=ACC_DTYPE)
+            system_t += tl.dot(k, tl.trans(k), input_precision=PRECISION, out_dtype=ACC_DTYPE)
+        out_t += tl.dot(state_t, q_t, input_precision=PRECISION, out_dtype=ACC_DTYPE)
+        scores_t += tl.dot(k, q_t, input_precision=PRECISION, out_dtype=ACC_DTYPE)
 
-    v_t = v_t.to(EXACT)
+    v_t = v_t.to(ACC_DTYPE)
     is_bad = is_bad | (tl.max((v_t * 0.0 != 0.0).to(tl.int32), 0) > 0)
     v_t = tl.where(v_t * 0.0 != 0.0, 0.0, v_t)
     sees_bad = tl.max((seen_t & is_bad[:, None]).to(tl.int32), 0) > 0
     decay = tl.sum(tl.where(seen_t, log_decay[:, None], 0.0), 0)
     carry_t = tl.where(seen_t, tl.exp(tl.where(seen_t, decay[None, :] - decay[:, None], 0.0)), 0.0)
     new_t = beta[None, :] * v_t
-    if DELTA:
+    if DELTA_RULE:
         new_t -= (beta * tl.exp(decay))[None, :] * read_t
-        new_t = _solution(new_t, system_t, seen_t, beta, carry_t, PRODUCT, PRECISION, EXACT, BLOCK_R)
+        new_t = _solve_tree(new_t, system_t, seen_t, beta, carry_t, PRODUCT_DTYPE, PRECISION, ACC_DTYPE, BLOCK_R)
     out_t = tl.exp(decay)[None, :] * out_t
-    out_t += tl.dot(new_t.to(PRODUCT), (scores_t * carry_t).to(PRODUCT), input_precision=PRECISION, out_dtype=EXACT)
+    out_t += tl.dot(
+        new_t.to(PRODUCT_DTYPE), (scores_t * carry_t).to(PRODUCT_DTYPE), input_precision=PRECISION, out_dtype=ACC_DTYPE
+    )
     if skip_ptr is not None:
-        out_t += tl.load(skip_ptr + head).to(EXACT) * v_t
+        out_t += tl.load(skip_ptr + head).to(ACC_DTYPE) * v_t
     out_t = tl.where(sees_bad[None, :], float("nan"), out_t)
     tl.store(out_ptr + v_place, out_t.to(out_ptr.dtype.element_ty), mask=is_node[None, :] & is_value[:, None])
 
 
 @kernel
 def _row_kernel(
-    q_ptr, k_ptr, v_ptr, gates_ptr, state_ptr, slot_ptr, skip_ptr, out_ptr,
-    HEADS: tl.constexpr, SHARE: tl.constexpr, K_SIZE: tl.constexpr, V_SIZE: tl.constexpr, DELTA: tl.constexpr,
-    EXACT: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, DEPENDENT: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, gates_ptr, state_ptr, slots_ptr, skip_ptr, out_ptr,
+    HEADS: tl.constexpr, GROUP_SIZE: tl.constexpr, K_SIZE: tl.constexpr, V_SIZE: tl.constexpr, DELTA_RULE: tl.constexpr,
+    ACC_DTYPE: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    pdl_trigger(DEPENDENT)
+    pdl_trigger(USE_PDL)
     v_blocks: tl.constexpr = (V_SIZE + BLOCK_V - 1) // BLOCK_V
     head, row = tl.program_id(0) // v_blocks, tl.program_id(1).to(tl.int64)
     value, key = tl.program_id(0) % v_blocks * BLOCK_V + tl.arange(0, BLOCK_V), tl.arange(0, BLOCK_K)
     is_value, is_key = value < V_SIZE, key < K_SIZE
     # The state can be read before waiting, as in _tree_kernel.
-    state_ptr += (tl.load(slot_ptr + row) * HEADS + head) * K_SIZE * V_SIZE
+    state_ptr += (tl.load(slots_ptr + row) * HEADS + head) * K_SIZE * V_SIZE
     of_state = key[:, None] * V_SIZE + value[None, :]
-    state = tl.load(state_ptr + of_state, mask=is_key[:, None] & is_value[None, :], other=0.0).to(EXACT)
-    pdl_wait(DEPENDENT)
-    k_place = (row * (HEADS // SHARE) + head // SHARE) * K_SIZE + key
-    k = tl.load(k_ptr + k_place, mask=is_key, other=0.0).to(EXACT)
-    q = tl.load(q_ptr + k_place, mask=is_key, other=0.0).to(EXACT)
+    state = tl.load(state_ptr + of_state, mask=is_key[:, None] & is_value[None, :], other=0.0).to(ACC_DTYPE)
+    pdl_wait(USE_PDL)
+    k_place = (row * (HEADS // GROUP_SIZE) + head // GROUP_SIZE) * K_SIZE + key
+    k = tl.load(k_ptr + k_place, mask=is_key, other=0.0).to(ACC_DTYPE)
+    q = tl.load(q_ptr + k_place, mask=is_key, other=0.0).to(ACC_DTYPE)
     v_place = (row * HEADS + head) * V_SIZE + value
-    v = tl.load(v_ptr + v_place, mask=is_value, other=0.0).to(EXACT)
+    v = tl.load(v_ptr + v_place, mask=is_value, other=0.0).to(ACC_DTYPE)
     gate = gates_ptr + row * 2 * HEADS + head
-    log_decay, beta = tl.load(gate).to(EXACT), tl.load(gate + HEADS).to(EXACT)
+    log_decay, beta = tl.load(gate).to(ACC_DTYPE), tl.load(gate + HEADS).to(ACC_DTYPE)
     decay, new = tl.exp(log_decay), beta * v
-    if DELTA:
+    if DELTA_RULE:
         new -= beta * decay * tl.sum(state * k[:, None], 0)
     out = decay * tl.sum(state * q[:, None], 0) + new * tl.sum(k * q, 0)
     if skip_ptr is not None:
-        out += tl.load(skip_ptr + head).to(EXACT) * v
+        out += tl.load(skip_ptr + head).to(ACC_DTYPE) * v
     is_bad = (tl.max((k * 0.0 != 0.0).to(tl.int32), 0) > 0) | (tl.max((v * 0.0 != 0.0).to(tl.int32), 0) > 0)
     is_bad = is_bad | (log_decay * 0.0 != 0.0) | (beta * 0.0 != 0.0)
     out = tl.where(is_bad, float("nan"), out)
@@ -171,7 +171,12 @@ def _row_kernel(
 
 
 def tree_outputs(
-    q: Tensor, rows: tuple[Tensor, Tensor, Tensor], state: StateColumns, bits: Tensor, skip: Tensor | None, delta: bool
+    q: Tensor,
+    rows: tuple[Tensor, Tensor, Tensor],
+    state: SlotStates,
+    ancestor_bits: Tensor,
+    skip_weight: Tensor | None,
+    is_delta_rule: bool,
 ) -> Tensor:
     """See ops/states.py.  Tolerance: the rounding of products' operands (Products), times the condition number of the
     tree's system.  No state is computed from these products."""
@@ -179,72 +184,66 @@ def tree_outputs(
     batch, count, heads, v_size = v.shape
     table, slots = state
     require("tree_outputs: state", table, (-1, heads, k.shape[3], v_size), None, v)
-    require("tree_outputs: bits", bits, (batch, count, -1), torch.int64, v)
+    require("tree_outputs: bits", ancestor_bits, (batch, count, -1), torch.int64, v)
     out = torch.empty_like(v, memory_format=torch.contiguous_format)
     if not batch or not count:
         return out
     assert count <= MAX_TREE_ROWS
     q, k, v, gates = (each.contiguous() for each in (q, k, v, gates))
-    sizes = {"HEADS": heads, "SHARE": heads // k.shape[2], "K_SIZE": k.shape[3], "V_SIZE": v_size, "DELTA": delta}
+    sizes = {
+        "HEADS": heads,
+        "GROUP_SIZE": heads // k.shape[2],
+        "K_SIZE": k.shape[3],
+        "V_SIZE": v_size,
+        "DELTA_RULE": is_delta_rule,
+    }
     if count == 1:
         is_few = batch * heads < chip(v).processors
-        block_v = min(power_of_two(v_size), ROW_BLOCKS[is_few])
+        block_v = min(next_power_of_2(v_size), SINGLE_ROW_BLOCKS[is_few])
         _row_kernel[heads * -(-v_size // block_v), batch](
-            *(q, k, v, gates, table, slots, skip, out),
-            **sizes,
-            EXACT=exact_type(table.dtype),
-            BLOCK_K=power_of_two(k.shape[3]),
-            BLOCK_V=block_v,
-            num_warps=4,
-            **pdl_arguments(chip(v)),
-        )
+            *(q, k, v, gates, table, slots, skip_weight, out),
+            **sizes, ACC_DTYPE=acc_dtype(table.dtype), BLOCK_K=next_power_of_2(k.shape[3]), BLOCK_V=block_v,
+            num_warps=4, **pdl_arguments(chip(v)),
+        )  # fmt: skip
         return out
-    block_k = max(power_of_two(k.shape[3]), SMALLEST)
-    block_r, products = max(power_of_two(count), SMALLEST), choose_products(v, table)
+    block_k = max(next_power_of_2(k.shape[3]), MIN_BLOCK)
+    block_r, products = max(next_power_of_2(count), MIN_BLOCK), choose_precision(v, table)
     plan = choose_plan(v_size, batch * heads, block_r, products, chip(v).processors)
     _tree_kernel[heads * -(-v_size // plan.block_v), batch](
-        *(q, k, v, gates, table, slots, bits.contiguous(), skip, out),
-        *(count, bits.shape[2]),
-        **sizes,
-        EXACT=exact_type(table.dtype),
-        PRODUCT=products.operand,
-        PRECISION=products.precision,
-        BLOCK_R=block_r,
-        BLOCK_K=block_k,
-        BLOCK_V=plan.block_v,
-        STEP=min(plan.step, block_k),
-        STAGES=plan.stages,
-        LINE=LINE // table.itemsize,
-        num_warps=plan.num_warps,
+        *(q, k, v, gates, table, slots, ancestor_bits.contiguous(), skip_weight, out),
+        *(count, ancestor_bits.shape[2]),
+        **sizes, ACC_DTYPE=acc_dtype(table.dtype), PRODUCT_DTYPE=products.operand_type, PRECISION=products.precision,
+        BLOCK_R=block_r, BLOCK_K=block_k, BLOCK_V=plan.block_v, STEP_COLUMNS=min(plan.step, block_k),
+        STAGES=plan.stages, LINE_VALUES=LINE_VALUES // table.itemsize, num_warps=plan.num_warps,
         **pdl_arguments(chip(v)),
-    )
+    )  # fmt: skip
     return out
 
 
-class Products(NamedTuple):
-    """How products round their operands.  kept: the dtype of operands.  precision: Triton's name for the way in which
-    32-bit operands are multiplied."""
+class ProductPrecision(NamedTuple):
+    """How products round their operands.  operand_dtype: the dtype of operands.  precision: Triton's name for the way
+    in which 32-bit operands are multiplied."""
 
-    kept: torch.dtype
+    operand_dtype: torch.dtype
     precision: str
 
     @property
-    def operand(self) -> object:
-        return tl.bfloat16 if self.kept == torch.bfloat16 else exact_type(self.kept)
+    def operand_type(self) -> object:
+        return tl.bfloat16 if self.operand_dtype == torch.bfloat16 else acc_dtype(self.operand_dtype)
 
 
-def choose_products(v: Tensor, table: Tensor) -> Products:
+def choose_precision(v: Tensor, table: Tensor) -> ProductPrecision:
     """Chooses operands that are as fine as the model's dtype.
 
-    v: in the model's dtype.  table: the states.  For float16, one term of TF32 has the same mantissa, whereas the range
-    of float16 may be too small for a state.
+    v: in the model's dtype.  table: the states.  float16 models use TF32, which has the same mantissa, because
+    float16's range may be too small for a state.
     """
     if v.dtype == torch.bfloat16 and v.is_cuda:  # Triton's interpreter multiplies bfloat16 as integers.
-        return Products(v.dtype, "tf32")
-    return Products(table.dtype, "tf32x3" if v.dtype.itemsize >= 4 else "tf32")
+        return ProductPrecision(v.dtype, "tf32")
+    return ProductPrecision(table.dtype, "tf32x3" if v.dtype.itemsize >= 4 else "tf32")
 
 
-class Plan(NamedTuple):
+class TreePlan(NamedTuple):
     """Launch parameters.  block_v: columns of a state per program.  step: rows of a state that are multiplied at once.
     stages: how many such steps are in flight."""
 
@@ -254,21 +253,21 @@ class Plan(NamedTuple):
     num_warps: int
 
 
-def choose_plan(v_size: int, heads: int, block_r: int, products: Products, processors: int) -> Plan:
+def choose_plan(v_size: int, heads: int, block_r: int, products: ProductPrecision, processors: int) -> TreePlan:
     """Chooses the launch parameters.  heads: the sum over requests.
 
     If there are few heads, each is cut into more parts, so that all multiprocessors read.  If a tree has many nodes, a
     head is cut into fewer parts, because each part multiplies the keys again.
     """
     is_few = heads < processors
-    if products.kept.itemsize > 2:
-        plan = Plan(32, 64, 2, 8 if block_r == 2 * SMALLEST else 4)
-    elif block_r == SMALLEST and is_few:
-        plan = Plan(32, 128, 1, 4)
+    if products.operand_dtype.itemsize > 2:
+        plan = TreePlan(32, 64, 2, 8 if block_r == 2 * MIN_BLOCK else 4)
+    elif block_r == MIN_BLOCK and is_few:
+        plan = TreePlan(32, 128, 1, 4)
     elif block_r < MAX_TREE_ROWS:
-        plan = Plan(64, 64, 1, 4)
+        plan = TreePlan(64, 64, 1, 4)
     else:
-        plan = Plan(64, 64, 1, 8) if is_few else Plan(128, 32, 2, 8)
-    block_v = max(min(power_of_two(v_size), plan.block_v), SMALLEST)
+        plan = TreePlan(64, 64, 1, 8) if is_few else TreePlan(128, 32, 2, 8)
+    block_v = max(min(next_power_of_2(v_size), plan.block_v), MIN_BLOCK)
     # With 16 columns, a program gets one warpgroup: with two, Triton 3.6's code failed on an H100.
-    return plan._replace(block_v=block_v, num_warps=plan.num_warps if block_v > SMALLEST else 4)
+    return plan._replace(block_v=block_v, num_warps=plan.num_warps if block_v > MIN_BLOCK else 4)

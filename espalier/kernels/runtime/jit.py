@@ -1,7 +1,7 @@
-"""`kernel` and `gluon_kernel`: triton.jit and gluon.jit with a hook.  If a launch hook is set, it takes the launches.
+"""`kernel` and `gluon_kernel`: triton.jit and gluon.jit with a launch hook.  If a hook is set, a launch calls the hook.
 
-A module with kernels imports Triton.  So only other modules with kernels, tests and the dispatch of an op
-(kernels/runtime/op.py) import such modules.
+A module with kernels imports Triton.  So only three kinds of code import such modules: other kernels, tests, and ops
+(kernels/runtime/op.py).
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def kernel(function: Callable[..., Any] | None = None, *, do_not_specialize: Seq
     """A decorator for a function in Triton's language.  With TRITON_INTERPRET set, Triton's interpreter runs it.
 
     do_not_specialize: names of integer arguments for which one compiled kernel serves all values.  For other integers
-    Triton compiles again if a value is 1 or divisible by 16.  That helps addresses and divisions, but not a bound that
-    is read once, such as the batch.  For such a bound it would only compile kernels while requests wait.
+    Triton compiles again if a value is 1 or divisible by 16.  This speeds up addresses and divisions.  It does not
+    speed up a loop bound, such as the batch size: there, requests would only wait for the compilation.
     """
     if function is None:
         return partial(kernel, do_not_specialize=do_not_specialize)
@@ -51,9 +51,10 @@ def kernel(function: Callable[..., Any] | None = None, *, do_not_specialize: Seq
 def gluon_kernel(function: Callable[..., Any] | None = None, *, do_not_specialize: Sequence[str] = ()) -> Any:
     """A decorator for a function in Gluon, Triton's language with explicit layouts, shared memory and warps.
 
-    A Gluon kernel may call a `kernel` that computes with scalars or value by value, because that makes no tensor, which
-    would need a layout.  A `kernel` may not call a Gluon kernel.  Triton's interpreter does not run Gluon.  A `kernel`
-    computes the same result bit for bit; tests/gpu and tests/kernels compare the two.
+    A Gluon kernel may call a `kernel` that computes with scalars or element by element, because such a `kernel` makes
+    no tensor of its own.  A tensor would need a layout.  A `kernel` may not call a Gluon kernel.  Triton's interpreter
+    does not run Gluon.  Each Gluon kernel has a `kernel` with the same bits; tests/gpu and tests/kernels compare the
+    two.
     """
     if function is None:
         return partial(gluon_kernel, do_not_specialize=do_not_specialize)
@@ -61,23 +62,23 @@ def gluon_kernel(function: Callable[..., Any] | None = None, *, do_not_specializ
 
 
 @kernel
-def load_sum(pointer, split_stride, mask, SPLITS: tl.constexpr, TYPE: tl.constexpr, EXACT: tl.constexpr):
-    """Load partial sums and add them in order, in EXACT.  Rounded to TYPE as `linear` rounds, returned as EXACT."""
-    total = tl.load(pointer, mask=mask, other=0.0).to(EXACT)
+def load_sum(pointer, split_stride, mask, SPLITS: tl.constexpr, DTYPE: tl.constexpr, ACC_DTYPE: tl.constexpr):
+    """Load partial sums and add them in order.  The sum is rounded to DTYPE as by `linear`; returned in ACC_DTYPE."""
+    total = tl.load(pointer, mask=mask, other=0.0).to(ACC_DTYPE)
     for _ in tl.static_range(1, SPLITS):
-        # Step by step: the stride times a number of parts may be above 2^31.
+        # The pointer advances by one stride, because the product stride · SPLITS may be above 2^31.
         pointer += split_stride
-        total += tl.load(pointer, mask=mask, other=0.0).to(EXACT)
-    return total.to(TYPE).to(EXACT)
+        total += tl.load(pointer, mask=mask, other=0.0).to(ACC_DTYPE)
+    return total.to(DTYPE).to(ACC_DTYPE)
 
 
 @kernel
 def from_fp8(values, dtype: tl.constexpr):
     """Convert FP8 values to dtype, exactly.  Values that already have dtype stay as they are.
 
-    The way to bfloat16 is over float32.  Triton's own conversion takes one F2F instruction per value, at an eighth of
-    the rate of other instructions: on an H200 that is slower than memory (docs/log.md).  To float16, one instruction
-    converts two values.
+    The conversion to bfloat16 goes through float32.  Triton's direct conversion takes one F2F instruction per value, at
+    an eighth of the rate of other instructions: an H200 reads memory faster than that (docs/log.md).  To float16, one
+    instruction converts two values.
     """
     if values.dtype != dtype and dtype == tl.bfloat16:
         values = values.to(tl.float32)
@@ -85,19 +86,19 @@ def from_fp8(values, dtype: tl.constexpr):
 
 
 @kernel
-def rounded_values(values, scale, FP8_MAX: tl.constexpr):
-    """The clamped quotient, in float32: kv_scales.py:round_to_fp8 without the final conversion to FP8, which rounds.
+def divide_and_clamp(values, scale, FP8_MAX: tl.constexpr):
+    """Returns values / scale, clamped to FP8's range, in float32.  kv_scales.py:round_to_fp8 also converts it to FP8.
 
     values, scale: float32 or float64, of shapes that broadcast.
     """
-    # The quotient is IEEE, so that the bytes equal the reference's.
+    # The division is IEEE, so that the bytes equal the reference's.
     if values.dtype == tl.float32:
         quotient = tl.div_rn(values, tl.zeros_like(values) + scale)
     else:
         quotient = values / scale
     clamped = tl.where(quotient > FP8_MAX, FP8_MAX, tl.where(quotient < -FP8_MAX, -FP8_MAX, quotient))
     # Both comparisons are false for NaN, so it stays NaN.
-    # A GPU has no direct conversion of float64 to FP8.  PyTorch too converts by way of float32.
+    # A GPU cannot convert float64 to FP8 directly.  PyTorch also goes through float32.
     return tl.where(tl.abs(quotient) == float("inf"), float("nan"), clamped).to(tl.float32)
 
 

@@ -1,4 +1,4 @@
-"""Helpers of launchers: the properties of a chip, the checks of arguments, and the hook that takes launches.
+"""Helpers of launchers: the properties of a chip, the checks of arguments, and the launch hook.
 
 `import espalier` and every CPU path work without Triton, so this module does not import Triton.
 """
@@ -24,21 +24,21 @@ SMALLEST_SHARED_MEMORY = 99 * 1024
 DRIVER_SHARED_MEMORY = 1024
 # The compute capability of Hopper, the first chip with PDL, TMA and products of warpgroups.
 HOPPER = (9, 0)
-# Above this many programs per SM, starting the programs takes longer than running them (see `oversubscribed`).
+# Above this many programs per SM, starting the programs takes longer than running them (see `is_oversubscribed`).
 PROGRAMS_PER_PROCESSOR = 12
 
-# If set, launches become calls hook(jit_function, grid, *arguments).  None: kernels are launched.
-# kernels/runtime/precompile.py sets it.
+# If set, a launch calls hook(jit_function, grid, *arguments) instead.  kernels/runtime/precompile.py sets it.
 launch_hook: ContextVar[Callable[..., None] | None] = ContextVar("launch_hook", default=None)
 
 
 def is_precompiling() -> bool:
-    """Whether launches of this thread only compile.  Then a launcher requests each kernel that other rows may need."""
+    """Whether launches of this thread only compile.  If so, launchers compile the kernels for other numbers of rows
+    too."""
     return launch_hook.get() is not None
 
 
 def require_triton() -> Any:
-    """The triton module.  Raises EspalierError if Triton is not installed."""
+    """Returns the triton module.  Raises EspalierError if Triton is not installed."""
     try:
         import triton
         import triton.language.extra.libdevice
@@ -52,24 +52,24 @@ def require_triton() -> Any:
 
 @dataclass(frozen=True)
 class Chip:
-    """The properties of a GPU on which launch parameters depend; the name is not one of them.  shared_memory: bytes
-    that one thread block may use; processors: number of SMs; capability: compute capability, (9, 0) for Hopper."""
+    """The properties of a GPU on which launch parameters depend.  shared_memory: bytes that one thread block may use;
+    processors: number of SMs; capability: compute capability, (9, 0) for Hopper."""
 
     shared_memory: int
     processors: int
     capability: tuple[int, int]
 
     def shared_memory_per_program(self, programs: int) -> int:
-        """Bytes of shared memory for each of `programs` programs that share a multiprocessor."""
+        """Returns bytes of shared memory for each of `programs` programs that share a multiprocessor."""
         return (self.shared_memory + DRIVER_SHARED_MEMORY) // programs - DRIVER_SHARED_MEMORY
 
     def programs_per_processor_with(self, shared_memory: int) -> int:
-        """How many programs share a multiprocessor if each takes `shared_memory` bytes."""
+        """Returns how many programs share a multiprocessor if each takes `shared_memory` bytes."""
         return (self.shared_memory + DRIVER_SHARED_MEMORY) // (shared_memory + DRIVER_SHARED_MEMORY)
 
 
 def chip(tensor: Tensor) -> Chip:
-    """The chip of a tensor's device.  For a CPU tensor (Triton's interpreter): the smallest supported GPU."""
+    """Returns the chip of a tensor's device.  For a CPU tensor (Triton's interpreter): the smallest supported GPU."""
     return _chip(tensor.device)
 
 
@@ -84,66 +84,65 @@ def _chip(device: torch.device) -> Chip:
     return Chip(shared_memory, properties.multi_processor_count, (properties.major, properties.minor))
 
 
-def oversubscribed(programs: int, on: Chip) -> bool:
-    """Whether a grid of `programs` small programs should become fewer and larger programs.
+def is_oversubscribed(num_programs: int, gpu: Chip) -> bool:
+    """Returns whether a grid of `num_programs` small programs should become fewer and larger programs.
 
-    A chip starts about one program per nanosecond, whatever the program does (measured on an H200, docs/log.md)."""
-    return programs > PROGRAMS_PER_PROCESSOR * on.processors
+    A chip starts about one program per nanosecond, however short the program is (an H200, docs/log.md)."""
+    return num_programs > PROGRAMS_PER_PROCESSOR * gpu.processors
 
 
-def split_size(size: int, rows: int, gpu: Chip, least: int, most: int) -> int:
-    """How many of `size` columns a program takes, a power of two times `least`: few, so that programs fill the chip.
+def choose_split_size(size: int, rows: int, gpu: Chip, min_size: int, max_size: int) -> int:
+    """Returns how many of `size` columns a program takes: a power of two times `min_size`: few, so that programs fill
+    the chip.
 
-    Many rows get larger splits, up to `most`, because starting a program takes time even if the program ends at once.
+    Many rows get larger splits, up to `max_size`, because starting a program takes time even if the program ends at
+    once.
     """
-    while least < min(most, size) and oversubscribed(rows * -(-size // least), gpu):
-        least *= 2
-    return least
+    while min_size < min(max_size, size) and is_oversubscribed(rows * -(-size // min_size), gpu):
+        min_size *= 2
+    return min_size
 
 
-def require(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype | None, like: Tensor) -> None:
-    """Check a launcher's argument on the host: shape (-1: any size), dtype (None: any), and the device of `like`.
+def require(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype | None, same_device: Tensor) -> None:
+    """Check a launcher's argument on the host: shape (-1: any size), dtype (None: any), and the device of
+    `same_device`.
 
     name: the argument's name in the error text.  Raises EspalierError with the required and the actual properties.
     """
     have = tensor.shape
     # A prefill pass calls this function hundreds of times, so equal shapes are compared in one step.
-    fits = have == shape or (len(have) == len(shape) and all(map(_fits, shape, have)))
-    if not fits or (dtype is not None and tensor.dtype != dtype) or tensor.device != like.device:
+    fits = have == shape or (len(have) == len(shape) and all(n in (-1, m) for n, m in zip(shape, have, strict=True)))
+    if not fits or (dtype is not None and tensor.dtype != dtype) or tensor.device != same_device.device:
         raise EspalierError(
-            f"{name} needs shape {list(shape)}, {dtype or tensor.dtype} on {like.device}, but has "
+            f"{name} needs shape {list(shape)}, {dtype or tensor.dtype} on {same_device.device}, but has "
             f"{list(tensor.shape)}, {tensor.dtype} on {tensor.device}: allocate and launch from the same layout"
         )
 
 
-def _fits(need: int, have: int) -> bool:
-    return need == have or need == -1
+def warps_for(num_values: int, values_per_warp: int, max_warps: int = 16) -> int:
+    """The number of warps, 1 to `max_warps`, for a program of `num_values` values, `values_per_warp` in each warp."""
+    return min(max(num_values // values_per_warp, 1), max_warps)
 
 
-def warps_for(values: int, per_warp: int, most: int = 16) -> int:
-    """The number of warps, 1 to `most`, for a program that holds `values` values, `per_warp` in each warp."""
-    return min(max(values // per_warp, 1), most)
-
-
-def exact_type(dtype: torch.dtype) -> object:
-    """The Triton dtype that a kernel computes in: float64 for float64, else float32."""
+def acc_dtype(dtype: torch.dtype) -> object:
+    """Returns the Triton dtype that a kernel computes in: float64 for float64, else float32."""
     import triton.language as tl
 
     return tl.float64 if dtype == torch.float64 else tl.float32
 
 
-def power_of_two(count: int) -> int:
-    """The smallest power of two that is at least `count`.  Triton's block sizes are powers of two."""
+def next_power_of_2(count: int) -> int:
+    """Returns the smallest power of two that is at least `count`.  Triton's block sizes are powers of two."""
     return 1 << max(count - 1, 0).bit_length()
 
 
-def aligned_for_copies(tensor: Tensor) -> bool:
-    """Whether a kernel can copy 16 bytes at a time: Triton must see an address and strides divisible by 16."""
+def is_aligned_for_copies(tensor: Tensor) -> bool:
+    """Returns whether a kernel can copy 16 bytes at a time: Triton must see an address and strides divisible by 16."""
     return tensor.data_ptr() % 16 == 0 and all(stride % 16 == 0 for stride in tensor.stride()[:-1])
 
 
 def tma_descriptor(rows: Tensor, block_rows: int, size: int) -> Any:
-    """The TMA descriptor for blocks of `block_rows` rows and `size` columns of rows [R, values].
+    """Returns the TMA descriptor for blocks of `block_rows` rows and `size` columns of rows [R, values].
 
     Elements past the end are read as zeros, and are not written.
     """

@@ -31,12 +31,12 @@ class Op(Protocol[P, R]):
 
 
 def op(
-    module: str, on: str | None = None, when: Callable[..., bool] | None = None
+    module: str, tensor: str | None = None, condition: Callable[..., bool] | None = None
 ) -> Callable[[Callable[P, R]], Op[P, R]]:
     """Decorate a reference.  Its launcher is the function in `module` with the same name and signature.
 
-    The launcher runs if `on`, an expression of the parameters (None: the first parameter), is a tensor on a GPU.  With
-    `when`, a function of some of the parameters, the launcher runs if `when` returns True.
+    The launcher runs if `tensor`, an expression of the parameters (None: the first parameter), is a tensor on a GPU.
+    With `condition`, a function of some of the parameters, the launcher runs if `condition` returns True.
     """
 
     def declare(reference: Callable[P, R]) -> Op[P, R]:
@@ -45,12 +45,12 @@ def op(
             scope["launch"] = made.triton = launcher_of(made)
             return cast(R, made.triton(*args, **kwargs))
 
-        if when is None:
-            on_gpu = f"{on or next(iter(signature(reference).parameters))}.is_cuda"
+        if condition is None:
+            on_gpu = f"{tensor or next(iter(signature(reference).parameters))}.is_cuda"
         else:
-            on_gpu = f"when({', '.join(signature(when).parameters)})"
-        scope: dict[str, Any] = {"launch": first_launch, "reference": reference, "when": when}
-        made = _dispatch(reference, on_gpu, scope)
+            on_gpu = f"when({', '.join(signature(condition).parameters)})"
+        scope: dict[str, Any] = {"launch": first_launch, "reference": reference, "when": condition}
+        made = _make_dispatcher(reference, on_gpu, scope)
         made.reference, made.triton, made.launcher_module = reference, first_launch, module
         return cast(Op[P, R], made)
 
@@ -58,21 +58,21 @@ def op(
 
 
 def launcher_of(op: Op[P, R]) -> Callable[P, R]:
-    """Return the launcher.  It imports the launcher's module, and so Triton."""
+    """Returns the launcher.  This call imports the launcher's module, which imports Triton."""
     return cast(Callable[P, R], getattr(import_module(op.launcher_module), op.__name__))
 
 
-def _dispatch(reference: Callable[..., Any], on_gpu: str, scope: dict[str, Any]) -> Any:
-    """Make a function with the reference's parameters.  It is made from source, because a call of a function with *args
-    takes twice as long, and a prefill pass calls the function for each layer."""
+def _make_dispatcher(reference: Callable[..., Any], gpu_condition: str, namespace: dict[str, Any]) -> Any:
+    """Make a function with the reference's parameters.  The function is compiled from source, because a
+    wrapper with *args would take twice as long, and a prefill pass calls the function for each layer."""
     taken, given = [], []
     for name, parameter in signature(reference).parameters.items():
         star = "*" if parameter.kind is Parameter.VAR_POSITIONAL else ""
         only_named = f"{name}={name}" if parameter.kind is Parameter.KEYWORD_ONLY else star + name
         taken.append(star + name)
         given.append(only_named)
-    source = f"def made({', '.join(taken)}): return (launch if {on_gpu} else reference)({', '.join(given)})"
-    exec(source, scope)
-    made: Any = scope["made"]
+    source = f"def made({', '.join(taken)}): return (launch if {gpu_condition} else reference)({', '.join(given)})"
+    exec(source, namespace)
+    made: Any = namespace["made"]
     made.__defaults__, made.__kwdefaults__ = reference.__defaults__, reference.__kwdefaults__
     return update_wrapper(made, reference)

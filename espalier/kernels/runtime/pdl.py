@@ -6,15 +6,15 @@ launched with PDL does three things:
 - prefetch (optional): before its wait, the kernel may prefetch weights into the L2.  No kernel writes weights.
 - wait: every program waits before it reads or writes anything else.
 
-The wait ends when every program of the predecessor has ended and its writes are visible.  The predecessor itself either
-waited for its own predecessor or, without PDL, started after that kernel's end.  So all earlier kernels have ended as
-well, and kernels with and without PDL can be mixed in any order (tests/kernels/test_pdl.py).
+The wait ends when every program of the predecessor has ended and its writes are visible.  The predecessor has waited in
+the same way for the kernel before it.  So after its wait, a kernel may rely on all earlier kernels.  Kernels with and
+without PDL can be mixed in any order (tests/kernels/test_pdl.py).
 
 If a kernel triggers only after its wait, the next kernel may read the results of earlier kernels before its own wait
 (kernels/layers/experts.py, kernels/attention/merge.py).
 
-The launcher passes `**pdl_arguments(chip(x))`, which sets the constexpr argument DEPENDENT.  Most kernels begin with
-`pdl_trigger_and_wait(DEPENDENT)`.
+The launcher passes `**pdl_arguments(chip(x))`, which sets the constexpr argument USE_PDL.  Most kernels begin with
+`pdl_trigger_and_wait(USE_PDL)`.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from espalier.kernels.runtime.launch import HOPPER, Chip
 
 
 def pdl_arguments(gpu: Chip) -> dict[str, Any]:
-    """Launch arguments that turn PDL on or off: DEPENDENT for the kernel, launch_pdl for Triton."""
-    return {"DEPENDENT": True, "launch_pdl": True} if gpu.capability >= HOPPER else {"DEPENDENT": False}
+    """Launch arguments that turn PDL on or off: USE_PDL for the kernel, launch_pdl for Triton."""
+    return {"USE_PDL": True, "launch_pdl": True} if gpu.capability >= HOPPER else {"USE_PDL": False}
 
 
 @kernel
@@ -41,18 +41,18 @@ def prefetch(pointers):
 
 
 @kernel
-def pdl_trigger(DEPENDENT: tl.constexpr):
-    if DEPENDENT:
+def pdl_trigger(USE_PDL: tl.constexpr):
+    if USE_PDL:
         tl.extra.cuda.gdc_launch_dependents()
 
 
 @kernel
-def pdl_wait(DEPENDENT: tl.constexpr):
-    if DEPENDENT:
+def pdl_wait(USE_PDL: tl.constexpr):
+    if USE_PDL:
         tl.extra.cuda.gdc_wait()
 
 
 @kernel
-def pdl_trigger_and_wait(DEPENDENT: tl.constexpr):
-    pdl_trigger(DEPENDENT)
-    pdl_wait(DEPENDENT)
+def pdl_trigger_and_wait(USE_PDL: tl.constexpr):
+    pdl_trigger(USE_PDL)
+    pdl_wait(USE_PDL)

@@ -1,8 +1,8 @@
 """Compile kernels in parallel before their first launch.
 
 The first startup needs 100 to 200 kernels.  Triton compiles each kernel on a single thread, mostly outside of Python,
-so several threads can compile in parallel.  Inside `precompile()` the launchers run unchanged except for the launch
-itself, so exactly the kernels that will be launched are compiled.
+so several threads can compile in parallel.  Inside `precompile()` the launchers run as usual, but each launch
+only compiles.  So exactly the kernels that later launches need are compiled.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -28,26 +28,26 @@ def precompile() -> Iterator[Sequence[Future[Any]]]:
     """Compile kernels instead of launching them: inside this context `kernel[grid](arguments)` only compiles.  When the
     context ends, every kernel is compiled and loaded.  Yields the compilations of kernels that were not in memory yet.
 
-    PyTorch's operations do run.  Tensors that kernels would have filled hold zeros, so ids and row numbers in them are
-    valid.  Only the calling thread is affected.  Raises the launches' errors, at the latest when the context ends, and
-    RuntimeError if nested.
+    PyTorch's operations do run.  The outputs of kernels are zeros, so ids and row numbers in them are
+    valid.  Only the calling thread is affected.  Raises the errors of launches, at the latest when the context ends.
+    Raises RuntimeError if nested.
     """
     if launch_hook.get() is not None:
         raise RuntimeError("precompile() cannot be nested: this thread is inside a precompile() context already")
     triton = require_triton()
     compiler = KernelCompiler()
-    # With ignore_errors=True we raise errors ourselves, below.  Otherwise Triton 3.6 leaves the mode active after one.
+    # load_kernels raises the errors.  Without ignore_errors=True, Triton 3.6 leaves the mode active after an error.
     mode = triton.AsyncCompileMode(compiler, ignore_errors=True)
-    token = launch_hook.set(compiler.request)
+    token = launch_hook.set(compiler.compile_instead_of_launch)
     try:
-        with compiler.threads, mode, ZeroedAllocations():
+        with compiler.thread_pool, mode, ZeroedAllocations():
             try:
-                yield compiler.submitted
-                compiler.load()
+                yield compiler.futures
+                compiler.load_kernels()
             except BaseException:
-                compiler.cancel()
-                # When it ends, the mode waits for its futures.  Cancelled futures never finish, and a Ctrl-C while it
-                # waits for running ones would leave the mode active.
+                compiler.cancel_compilations()
+                # At its end the mode waits for its futures.  Cancelled futures never finish, and a Ctrl-C during this
+                # wait would leave the mode active.
                 mode.raw_futures.clear()
                 raise
     finally:
@@ -55,17 +55,17 @@ def precompile() -> Iterator[Sequence[Future[Any]]]:
 
 
 class KernelCompiler:
-    """The executor for Triton's AsyncCompileMode.  Its threads compile kernels.
+    """The executor for Triton's AsyncCompileMode, whose threads compile kernels.
 
-    submitted: one future per compilation; jit_functions: the functions whose kernels were requested, by id.
+    futures: one future per compilation; jit_functions: the functions whose kernels were requested, by id.
     """
 
     def __init__(self) -> None:
-        self.threads = ThreadPoolExecutor(min(available_cores(), MAX_THREADS), "espalier-compile")
-        self.submitted: list[Future[Any]] = []
+        self.thread_pool = ThreadPoolExecutor(min(available_cores(), MAX_THREADS), "espalier-compile")
+        self.futures: list[Future[Any]] = []
         self.jit_functions: dict[int, Any] = {}
 
-    def request(self, jit_function: Any, grid: Any, *args: Any, **kwargs: Any) -> None:
+    def compile_instead_of_launch(self, jit_function: Any, grid: Any, *args: Any, **kwargs: Any) -> None:
         """Compile a kernel instead of launching it.  This is the launch hook."""
         self.jit_functions[id(jit_function)] = jit_function
         kernel = jit_function.warmup(*args, grid=grid, **kwargs)
@@ -80,23 +80,23 @@ class KernelCompiler:
         from triton.runtime import driver
 
         active = driver.active
-        future = self.threads.submit(_compile, compile_kernel, active, active.get_current_device())
-        self.submitted.append(future)
+        future = self.thread_pool.submit(_compile_on_device, compile_kernel, active, active.get_current_device())
+        self.futures.append(future)
         return future
 
-    def load(self) -> None:
+    def load_kernels(self) -> None:
         """Wait for every compilation, then load the kernels and their launchers, all on this thread.
 
         Triton 3.6 gives every launcher the same module name.  CPython keeps one module per name, and loading another
         launcher overwrites the module's contents.  With two threads a kernel could get the launcher of another kernel.
         """
-        for kernel in [future.result() for future in self.submitted]:
+        for kernel in [future.result() for future in self.futures]:
             kernel._init_handles()
 
-    def cancel(self) -> None:
+    def cancel_compilations(self) -> None:
         """Start no further compilation.  Remove cancelled compilations from Triton's cache, so that later launches
         compile these kernels."""
-        self.threads.shutdown(wait=False, cancel_futures=True)
+        self.thread_pool.shutdown(wait=False, cancel_futures=True)
         for jit_function in self.jit_functions.values():
             for kernels, *_ in jit_function.device_caches.values():
                 # Since Triton 3.7 the in-memory cache also holds kernels whose compilation has not finished.
@@ -105,11 +105,12 @@ class KernelCompiler:
                         del kernels[key]
 
 
-def _compile(compile_kernel: Callable[[], Any], driver: Any, device: int) -> Any:
+def _compile_on_device(compile_kernel: Callable[[], Any], driver: Any, device: int) -> Any:
     # The current device is a property of the thread.
     driver.set_current_device(device)
     kernel = compile_kernel()
-    # This builds the launcher with a C compiler, into Triton's cache on disk.  The object is dropped (see load).
+    # This builds the launcher with a C compiler, into Triton's cache on disk.  The object is dropped (see
+    # load_kernels).
     driver.launcher_cls(kernel.src, kernel.metadata)
     return kernel
 

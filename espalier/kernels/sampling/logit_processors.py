@@ -16,7 +16,7 @@ from torch import Tensor
 
 from espalier.errors import EspalierError
 from espalier.kernels.runtime.jit import kernel
-from espalier.kernels.runtime.launch import chip, power_of_two, require
+from espalier.kernels.runtime.launch import chip, next_power_of_2, require
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 from espalier.slots import FLOAT_COLUMNS, INT_COLUMNS, Columns, SlotTable
 
@@ -24,8 +24,7 @@ LOGIT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 # The columns of SlotRows, as kernels see them: the slot table's columns, then three more.
 COLUMNS = Columns((*INT_COLUMNS, "slot", "num_bias", "num_stops"), FLOAT_COLUMNS)
 
-# Launches pass ...Arguments as plain tuples in the order of the fields, because named tuples cost more time on the
-# host.  Kernels give the fields their names again.
+# Launches pass ...Arguments as plain tuples, to save time on the host.  Kernels make named tuples of them again.
 
 
 class LogitsArguments(NamedTuple):
@@ -54,14 +53,14 @@ class SlotArguments(NamedTuple):
 
 
 class DraftedArguments(NamedTuple):
-    """Drafted tokens, ancestor bits and masks.  Tokens from `first` to num_tokens - 1 count as output."""
+    """Drafted tokens, ancestor bits and masks.  Tokens from `first_output` to num_tokens - 1 count as output."""
 
     tokens_ptr: Any
     tokens_stride: Any
     bits_ptr: Any
     bits_batch_stride: Any
     bits_query_stride: Any
-    first: Any
+    first_output: Any
     num_tokens: Any
     mask_ptr: Any
     mask_batch_stride: Any
@@ -87,11 +86,11 @@ class RowParams(NamedTuple):
 
 
 class DraftedRow(NamedTuple):
-    """The drafted tokens, ancestor bits and mask of one row.  Fields: see AboveArguments."""
+    """The drafted tokens, ancestor bits and mask of one row.  Fields: see DraftedArguments."""
 
     tokens_ptr: Any
     bits_ptr: Any
-    first: Any
+    first_output: Any
     num_tokens: Any
     mask_ptr: Any
     mask_words: Any
@@ -124,16 +123,11 @@ class SlotRows:
             _gather_kernel[(batch,)](
                 *(ints, floats, index, table.ints, table.floats, table.bias_values, table.stop_ids),
                 *(index.stride(0), table.ints.shape[1], vocab),
-                COLUMNS=COLUMNS,
-                INT_COLUMNS=power_of_two(COLUMNS.num_ints),
-                FLOAT_COLUMNS=power_of_two(COLUMNS.num_floats),
-                NUM_BIAS=num_bias,
-                NUM_STOPS=num_stops,
-                BIAS=power_of_two(num_bias),
-                STOPS=power_of_two(num_stops),
-                num_warps=4,
+                COLUMNS=COLUMNS, INT_COLUMNS=next_power_of_2(COLUMNS.num_ints),
+                FLOAT_COLUMNS=next_power_of_2(COLUMNS.num_floats), NUM_BIAS=num_bias, NUM_STOPS=num_stops,
+                BLOCK_BIAS=next_power_of_2(num_bias), BLOCK_STOPS=next_power_of_2(num_stops), num_warps=4,
                 **pdl_arguments(chip(index)),
-            )
+            )  # fmt: skip
         wide = (table.bias_ids, table.bias_values, table.stop_ids, table.counts, table.seen)
         return cls(table, ints, floats, (ints, floats, *wide, num_bias, num_stops, vocab))
 
@@ -165,30 +159,30 @@ def check_table(table: SlotTable) -> None:
             raise EspalierError(f"table.{name} must be contiguous; allocate it whole")
 
 
-def logits_arguments(logits: Tensor, vocab: int, rows: SlotRows, first: Tensor) -> tuple[Any, ...]:
+def logits_arguments(logits: Tensor, vocab: int, rows: SlotRows, first_positions: Tensor) -> tuple[Any, ...]:
     """Build the kernels' argument `logits`, in the order of LogitsArguments.
 
     logits: [B, Q, vocab], contiguous in the last dimension; first: [B] int64, the position of the first token that the
     launch draws.  Raises EspalierError for other shapes and dtypes.
     """
     require("logits", logits, (rows.batch, -1, vocab), None, rows.ints)
-    require("first", first, (rows.batch,), torch.int64, rows.ints)
+    require("first", first_positions, (rows.batch,), torch.int64, rows.ints)
     if logits.dtype not in LOGIT_DTYPES or (vocab > 1 and logits.stride(2) != 1):
         raise EspalierError(
             f"logits are {logits.dtype} of stride {logits.stride(2)} in the vocabulary; give bfloat16, float16, "
             "float32 or float64 whose last dimension is dense"
         )
-    return (logits, *logits.stride()[:2], first, first.stride(0))
+    return (logits, *logits.stride()[:2], first_positions, first_positions.stride(0))
 
 
 def drafted_arguments(
-    above: tuple[Tensor, Tensor] | None, first: int, queries: int, rows: SlotRows, mask: Tensor | None = None
+    drafted: tuple[Tensor, Tensor] | None, first_output: int, queries: int, rows: SlotRows, mask: Tensor | None = None
 ) -> tuple[Any, ...]:
-    """Build the kernels' argument `above`, in the order of AboveArguments.
+    """Build the kernels' argument `drafted`, in the order of DraftedArguments.
 
-    above: (tokens [B, E], ancestor_bits [B, Q, W]), None for no drafted tokens; tokens from index `first` on count as
-    output.  mask: [B, Q, ceil(V / 32)] int32, bits of allowed tokens, None to allow all.  Raises EspalierError for
-    other shapes and dtypes.
+    drafted: (tokens [B, E], ancestor_bits [B, Q, W]), None for no drafted tokens; tokens from index `first_output` on
+    count as output.  mask: [B, Q, ceil(V / 32)] int32, bits of allowed tokens, None to allow all.  Raises EspalierError
+    for other shapes and dtypes.
     """
     unused = rows.ints
     masks: tuple[Any, ...] = (unused, 0, 0, 0)
@@ -197,15 +191,15 @@ def drafted_arguments(
         if mask.stride(2) != 1:
             raise EspalierError("mask must be dense in its last dimension; allocate it whole")
         masks = (mask, *mask.stride()[:2], mask.shape[2])
-    if above is None:
+    if drafted is None:
         return (unused, 0, unused, 0, 0, 0, 0, *masks)
-    tokens, bits = above
+    tokens, bits = drafted
     require("above.tokens", tokens, (rows.batch, -1), torch.int64, rows.ints)
     require("above.ancestor_bits", bits, (rows.batch, queries, -1), torch.int64, rows.ints)
     num_tokens = tokens.shape[1]
     if num_tokens > 64 * bits.shape[2] or tokens.stride(1) != 1 or bits.stride(2) != 1:
         raise EspalierError(f"above needs a bit for each of {num_tokens} tokens, both dense in their last dimension")
-    return (tokens, tokens.stride(0), bits, *bits.stride()[:2], first, num_tokens, *masks)
+    return (tokens, tokens.stride(0), bits, *bits.stride()[:2], first_output, num_tokens, *masks)
 
 
 @kernel
@@ -213,16 +207,17 @@ def _gather_kernel(
     ints_ptr, floats_ptr, index_ptr, table_ints_ptr, table_floats_ptr, bias_values_ptr, stop_ids_ptr,
     index_stride, table_ints, vocab,
     COLUMNS: tl.constexpr, INT_COLUMNS: tl.constexpr, FLOAT_COLUMNS: tl.constexpr,
-    NUM_BIAS: tl.constexpr, NUM_STOPS: tl.constexpr, BIAS: tl.constexpr, STOPS: tl.constexpr, DEPENDENT: tl.constexpr,
+    NUM_BIAS: tl.constexpr, NUM_STOPS: tl.constexpr, BLOCK_BIAS: tl.constexpr, BLOCK_STOPS: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """Gather SlotRows.  Each program gathers one row.  table_ints: number of columns in the table's `ints`."""
-    pdl_trigger_and_wait(DEPENDENT)
+    pdl_trigger_and_wait(USE_PDL)
     b = tl.program_id(0).to(tl.int64)
     slot = tl.load(index_ptr + b * index_stride)
     real = slot > 0
-    entry = tl.arange(0, BIAS)
+    entry = tl.arange(0, BLOCK_BIAS)
     values = tl.load(bias_values_ptr + slot * NUM_BIAS + entry, mask=real & (entry < NUM_BIAS), other=0.0)
-    stop = tl.arange(0, STOPS)
+    stop = tl.arange(0, BLOCK_STOPS)
     stop_ids = tl.load(stop_ids_ptr + slot * NUM_STOPS + stop, mask=real & (stop < NUM_STOPS), other=-1)
     column = tl.arange(0, INT_COLUMNS)
     ints = tl.load(table_ints_ptr + slot * table_ints + column, mask=real & (column < table_ints), other=0)
@@ -239,52 +234,49 @@ def _gather_kernel(
 
 
 @kernel
-def row_args(out, queries, offset, logits, slots, above, COLUMNS: tl.constexpr):
-    """(row of the batch, pointer to its logits, position of the token, RowParams, RowAbove) of row `out` of a launch.
+def load_row_arguments(out_row, queries, offset, logits, slots, drafted, COLUMNS: tl.constexpr):
+    """(row of the batch, pointer to its logits, position of the token, RowParams, DraftedRow) of row `out_row` of a
+    launch.
 
-    logits, slots, above: LogitsArguments, SlotArguments, AboveArguments.
+    logits, slots, drafted: LogitsArguments, SlotArguments, DraftedArguments.
     """
-    b = out // queries
-    q = out % queries
+    b = out_row // queries
+    q = out_row % queries
     position = tl.load(logits.first_ptr + b * logits.first_stride) + offset
     row_above = DraftedRow(
-        tokens_ptr=above.tokens_ptr + b * above.tokens_stride,
-        bits_ptr=above.bits_ptr + b * above.bits_batch_stride + q * above.bits_query_stride,
-        first=above.first,
-        num_tokens=above.num_tokens,
-        mask_ptr=above.mask_ptr + b * above.mask_batch_stride + q * above.mask_query_stride,
-        mask_words=above.mask_words,
-    )
+        tokens_ptr=drafted.tokens_ptr + b * drafted.tokens_stride,
+        bits_ptr=drafted.bits_ptr + b * drafted.bits_batch_stride + q * drafted.bits_query_stride,
+        first_output=drafted.first_output, num_tokens=drafted.num_tokens,
+        mask_ptr=drafted.mask_ptr + b * drafted.mask_batch_stride + q * drafted.mask_query_stride,
+        mask_words=drafted.mask_words,
+    )  # fmt: skip
     logits_ptr = logits.logits_ptr + b * logits.batch_stride + q * logits.query_stride
-    return b, logits_ptr, position, row_params(b, position, slots, COLUMNS), row_above
+    return b, logits_ptr, position, load_row_params(b, position, slots, COLUMNS), row_above
 
 
 @kernel
-def row_params(b, position, slots, COLUMNS: tl.constexpr):
+def load_row_params(b, position, slots, COLUMNS: tl.constexpr):
     """Return the RowParams for a token drawn at `position` in row b of the batch."""
     ints = slots.ints_ptr + b * COLUMNS.num_ints
     floats = slots.floats_ptr + b * COLUMNS.num_floats
     slot = tl.load(ints + COLUMNS.slot)
     is_early = position < tl.load(ints + COLUMNS.min_position)
     return RowParams(
-        num_bias=tl.load(ints + COLUMNS.num_bias).to(tl.int32),
-        bias_ids_ptr=slots.bias_ids_ptr + slot * slots.num_bias,
+        num_bias=tl.load(ints + COLUMNS.num_bias).to(tl.int32), bias_ids_ptr=slots.bias_ids_ptr + slot * slots.num_bias,
         bias_values_ptr=slots.bias_values_ptr + slot * slots.num_bias,
         num_banned=tl.where(is_early, tl.load(ints + COLUMNS.num_stops), 0).to(tl.int32),
-        stop_ids_ptr=slots.stop_ids_ptr + slot * slots.num_stops,
-        has_penalties=tl.load(ints + COLUMNS.has_penalties),
-        counts_ptr=slots.counts_ptr + slot * slots.vocab,
-        seen_ptr=slots.seen_ptr + slot * slots.vocab,
+        stop_ids_ptr=slots.stop_ids_ptr + slot * slots.num_stops, has_penalties=tl.load(ints + COLUMNS.has_penalties),
+        counts_ptr=slots.counts_ptr + slot * slots.vocab, seen_ptr=slots.seen_ptr + slot * slots.vocab,
         repetition_penalty=tl.load(floats + COLUMNS.repetition_penalty),
         presence_penalty=tl.load(floats + COLUMNS.presence_penalty),
         frequency_penalty=tl.load(floats + COLUMNS.frequency_penalty),
         temperature=tl.load(floats + COLUMNS.temperature),
-    )
+    )  # fmt: skip
 
 
 @kernel
 def keeps_logits(row):
-    """Whether shaped() returns the row's logits unchanged, apart from the mask.  row: RowParams."""
+    """Returns whether process_logits returns the row's logits unchanged, apart from the mask.  row: RowParams."""
     return (row.num_bias == 0) & (row.num_banned == 0) & (row.has_penalties == 0) & ~(row.temperature > 0)
 
 
@@ -299,15 +291,15 @@ def divide_exactly(x, y):
 
 
 @kernel
-def process_logits(x, ids, inside, row, above):
+def process_logits(x, ids, is_token, row, drafted):
     """Apply mask, bias, bans, penalties and temperature to logits x of token ids [BLOCK], in the dtype of x.
 
-    x: [BLOCK], or [BLOCK, n] for n rows with the same parameters.  Lanes that are not `inside` hold -inf and keep it.
-    row, above: RowParams, RowAbove.
+    x: [BLOCK], or [BLOCK, n] for n rows with the same parameters.  Lanes that are not `is_token` hold -inf and keep it.
+    row, drafted: RowParams, DraftedRow.
     """
     exact: tl.constexpr = x.dtype
-    if above.mask_words > 0:
-        word = tl.load(above.mask_ptr + ids // 32, mask=inside, other=0)
+    if drafted.mask_words > 0:
+        word = tl.load(drafted.mask_ptr + ids // 32, mask=is_token, other=0)
         x = tl.where(as_column((word >> (ids % 32)) & 1 != 0, x), x, float("-inf"))
     for e in range(row.num_bias):
         biased = x + tl.load(row.bias_values_ptr + e).to(exact)
@@ -315,11 +307,11 @@ def process_logits(x, ids, inside, row, above):
     for e in range(row.num_banned):
         x = tl.where(as_column(ids == tl.load(row.stop_ids_ptr + e), x), float("-inf"), x)
     if row.has_penalties != 0:
-        counts = tl.load(row.counts_ptr + ids, mask=inside, other=0)
-        for e in range(above.first, above.num_tokens):
-            is_above = (tl.load(above.bits_ptr + e // 64) >> (e % 64)) & 1
-            counts += ((ids == tl.load(above.tokens_ptr + e)) & (is_above != 0)).to(tl.int32)
-        seen = as_column(tl.load(row.seen_ptr + ids, mask=inside, other=0) != 0, x)
+        counts = tl.load(row.counts_ptr + ids, mask=is_token, other=0)
+        for e in range(drafted.first_output, drafted.num_tokens):
+            is_above = (tl.load(drafted.bits_ptr + e // 64) >> (e % 64)) & 1
+            counts += ((ids == tl.load(drafted.tokens_ptr + e)) & (is_above != 0)).to(tl.int32)
+        seen = as_column(tl.load(row.seen_ptr + ids, mask=is_token, other=0) != 0, x)
         counts = as_column(counts, x)
         counted = counts > 0
         factor = tl.zeros_like(x) + row.repetition_penalty.to(exact)
@@ -333,8 +325,8 @@ def process_logits(x, ids, inside, row, above):
 
 @kernel
 def as_column(values, x):
-    """Give `values` [BLOCK] a shape that combines with x [BLOCK] or [BLOCK, n].  Values are loaded with one dimension:
-    the compiler would give x the layout of a two-dimensional load, with which sums over BLOCK are slow."""
+    """Give `values` [BLOCK] a shape that combines with x [BLOCK] or [BLOCK, n].  Values are loaded with one dimension,
+    because a two-dimensional load would give x a layout with which sums over BLOCK are slow."""
     if len(x.shape) == 2:
         values = values[:, None]
     return values

@@ -14,7 +14,7 @@ from torch import Tensor
 from espalier.errors import EspalierError
 from espalier.kernels.ops.sampling import accumulation_dtype
 from espalier.kernels.runtime.jit import kernel
-from espalier.kernels.runtime.launch import chip, power_of_two, require, split_size
+from espalier.kernels.runtime.launch import chip, choose_split_size, next_power_of_2, require
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 from espalier.logprobs import CHOSEN, RANK, TOKEN, TOP, row_words
 
@@ -45,7 +45,7 @@ def write_logprobs(
     if not tokens.numel():
         return
     gpu, places = chip(logits), batch * width
-    split = split_size(vocab, places, gpu, min(SPLIT, power_of_two(vocab)), MAX_SPLIT)
+    split = choose_split_size(vocab, places, gpu, min(SPLIT, next_power_of_2(vocab)), MAX_SPLIT)
     splits = -(-vocab // split)
     exact = accumulation_dtype(logits)
     values = torch.empty(places, splits, most, dtype=exact, device=logits.device)
@@ -57,36 +57,25 @@ def write_logprobs(
     shared = (tokens, length, num_logprobs, width, splits)
     _split_logprobs_kernel[(places, splits)](
         *(values, ids, parts, dense, rows, *shared, vocab, *dense.stride()[:2]),
-        MAX_LOGPROBS=most,
-        SPLIT=split,
-        num_warps=4,
-        **pdl_arguments(gpu),
-    )
-    candidates = power_of_two(splits * most)
+        MAX_LOGPROBS=most, SPLIT=split, num_warps=4, **pdl_arguments(gpu),
+    )  # fmt: skip
+    candidates = next_power_of_2(splits * most)
     _merge_logprobs_kernel[(places,)](
         *(ring, ring.view(torch.float64), entry, values, ids, parts, dense, rows),
         *(*shared, *ring.stride()[:2], *dense.stride()[:2]),
-        TOKEN=TOKEN,
-        RANK=RANK,
-        CHOSEN=CHOSEN,
-        TOP_IDS=TOP,
-        TOP_VALUES=TOP + 1,
-        MAX_LOGPROBS=most,
-        WORDS=num_words,
-        SPLITS=power_of_two(splits),
-        CANDIDATES=candidates,
-        num_warps=min(max(candidates // 256, 1), 4),
+        TOKEN=TOKEN, RANK=RANK, CHOSEN=CHOSEN, TOP_IDS=TOP, TOP_VALUES=TOP + 1, MAX_LOGPROBS=most, WORDS=num_words,
+        SPLITS=next_power_of_2(splits), CANDIDATES=candidates, num_warps=min(max(candidates // 256, 1), 4),
         **pdl_arguments(gpu),
-    )
+    )  # fmt: skip
 
 
 @kernel
 def _split_logprobs_kernel(
     values_ptr, ids_ptr, parts_ptr, logits_ptr, rows_ptr, tokens_ptr, length_ptr, num_logprobs_ptr,
     width, splits, vocab, batch_stride, row_stride,
-    MAX_LOGPROBS: tl.constexpr, SPLIT: tl.constexpr, DEPENDENT: tl.constexpr,
+    MAX_LOGPROBS: tl.constexpr, SPLIT: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    pdl_trigger_and_wait(DEPENDENT)
+    pdl_trigger_and_wait(USE_PDL)
     place = tl.program_id(0).to(tl.int64)
     b, w = place // width, place % width
     num_logprobs = tl.load(num_logprobs_ptr + b)
@@ -118,14 +107,14 @@ def _merge_logprobs_kernel(
     width, splits, ring_entry_stride, ring_batch_stride, batch_stride, row_stride,
     TOKEN: tl.constexpr, RANK: tl.constexpr, CHOSEN: tl.constexpr, TOP_IDS: tl.constexpr, TOP_VALUES: tl.constexpr,
     MAX_LOGPROBS: tl.constexpr, WORDS: tl.constexpr, SPLITS: tl.constexpr, CANDIDATES: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """Merge the splits of a token.  Candidates are in order of ids, so of equal candidates the lowest id comes first.
 
     words_ptr, floats_ptr: the ring, as integers and as floats.  TOKEN to TOP_VALUES: offsets in a row of
     espalier/logprobs.py.
     """
-    pdl_trigger_and_wait(DEPENDENT)
+    pdl_trigger_and_wait(USE_PDL)
     place = tl.program_id(0).to(tl.int64)
     b, w = place // width, place % width
     num_logprobs = tl.load(num_logprobs_ptr + b)
@@ -150,7 +139,7 @@ def _merge_logprobs_kernel(
         left = (candidate < splits * MAX_LOGPROBS) & (candidate % MAX_LOGPROBS < wanted)
         values = tl.load(values_ptr + place * splits * MAX_LOGPROBS + candidate, mask=left, other=float("-inf"))
         ids = tl.load(ids_ptr + place * splits * MAX_LOGPROBS + candidate, mask=left, other=2147483647)
-        # A split with too few ids pads its candidates with this id.
+        # This id pads the candidates of a split with too few ids.
         left = left & (ids != 2147483647)
         for k in range(wanted):
             best = tl.max(tl.where(left, values, float("-inf")), 0)

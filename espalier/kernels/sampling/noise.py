@@ -2,8 +2,8 @@
 
 The random bits equal the reference's exactly.  The logarithms are tl.log, which Triton lowers to libdevice's accurate
 __nv_logf and __nv_log (error of one ulp; not lg2.approx).  So in float32 the noise is within 2**-22 of the reference's.
-This error is relative if the noise is above 1, else absolute, because the outer logarithm turns the inner logarithm's
-relative error into an absolute one.
+The error is relative for noise above 1.  Below 1 it is absolute, because the outer logarithm turns a relative error of
+the inner logarithm into an absolute error.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from espalier.kernels.runtime.jit import kernel
 
 @kernel
 def hash_bits(x):
-    """A bijection of 32-bit patterns.  x: uint32, so shifts bring in zeros and products wrap around."""
+    """Returns a bijection of 32-bit patterns.  x: uint32, so shifts bring in zeros and products wrap around."""
     x = x ^ (x >> 16)
     x = x * 0x7FEB352D
     x = x ^ (x >> 15)
@@ -25,7 +25,7 @@ def hash_bits(x):
 
 @kernel
 def noise_keys(seed, position):
-    """(k0, k1), uint32: the noise keys of a seed and a position, int64 each."""
+    """Returns (k0, k1), uint32: the noise keys of a seed and a position, int64 each."""
     low = seed.to(tl.uint32)
     high = (seed >> 32).to(tl.uint32)
     at = position.to(tl.uint32)
@@ -41,7 +41,7 @@ def random_bits_at(ids, k0, k1):
 
 
 @kernel
-def gumbel_at(ids, k0, k1, exact: tl.constexpr):
-    """Standard Gumbel noise of token ids, in dtype `exact`.  k0, k1: from noise_keys."""
-    uniform = ((random_bits_at(ids, k0, k1) >> 9).to(exact) + 0.5) * 1.1920928955078125e-07  # 2**-23
+def gumbel_at(ids, k0, k1, dtype: tl.constexpr):
+    """Standard Gumbel noise of token ids, in dtype `dtype`.  k0, k1: from noise_keys."""
+    uniform = ((random_bits_at(ids, k0, k1) >> 9).to(dtype) + 0.5) * 1.1920928955078125e-07  # 2**-23
     return -tl.log(-tl.log(uniform))

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from espalier.kernels.runtime.jit import float_to_key, kernel, key_to_float
-from espalier.kernels.runtime.launch import chip, power_of_two, require, split_size
+from espalier.kernels.runtime.launch import chip, choose_split_size, next_power_of_2, require
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 from espalier.kernels.sampling.logit_processors import (
     COLUMNS,
@@ -27,9 +27,9 @@ from espalier.kernels.sampling.logit_processors import (
     SlotRows,
     drafted_arguments,
     keeps_logits,
+    load_row_arguments,
     logits_arguments,
     process_logits,
-    row_args,
 )
 from espalier.kernels.sampling.noise import gumbel_at, noise_keys
 from espalier.kernels.sampling.top_k_top_p import draw_filtered
@@ -37,81 +37,82 @@ from espalier.kernels.sampling.top_k_top_p import draw_filtered
 # Token ids per split: the fewest, and the most, for many rows.
 SPLIT = 2048
 MAX_SPLIT = 32768
-# Token ids read at once in a row with parameters; in a row without parameters, bytes read at once.
+# Token ids per load in a row with parameters, and bytes per load in a row without.
 BLOCK = 1024
-PLAIN_BYTES = 4096
+UNPROCESSED_BYTES = 4096
 
 
 def pick_triton(
     logits: Tensor,
     rows: SlotRows,
-    first: Tensor,
+    first_positions: Tensor,
     offsets: Tensor,
-    above: tuple[Tensor, Tensor] | None = None,
-    first_above: int = 0,
+    drafted: tuple[Tensor, Tensor] | None = None,
+    first_output: int = 0,
     mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Draw tokens [B, Q] int64 at positions first [B] + offsets [B, Q].  Returns (tokens, finite [B, Q] bool).
+    """Draw tokens [B, Q] int64 at positions first_positions [B] + offsets [B, Q].  Returns (tokens, finite [B, Q]
+    bool).
 
     logits: [B, Q, V], bfloat16, float16, float32 or float64 (then computed in float64), contiguous in the last
-    dimension.  above: drafted tokens (tokens [B, E], ancestor_bits [B, Q, W]); tokens from index `first_above` on count
-    as output.  mask: [B, Q, ceil(V / 32)] int32, bits of allowed tokens (sampling/mask.py); None allows all.
+    dimension.  drafted: drafted tokens (tokens [B, E], ancestor_bits [B, Q, W]); tokens from index `first_output` on
+    count as output.  mask: [B, Q, ceil(V / 32)] int32, bits of allowed tokens (sampling/mask.py); None allows all.
     A row with a NaN is not finite, and its token is the first NaN.  A row whose best logit is infinite is not finite.
     """
     batch, queries = logits.shape[:2]
-    given = logits_arguments(logits, rows.vocab, rows, first)
+    given = logits_arguments(logits, rows.vocab, rows, first_positions)
     require("offsets", offsets, (batch, queries), torch.int64, logits)
-    drafted = drafted_arguments(above, first_above, queries, rows, mask)
+    drafted_args = drafted_arguments(drafted, first_output, queries, rows, mask)
     tokens = torch.empty(batch, queries, dtype=torch.int64, device=logits.device)
     finite = torch.empty(batch, queries, dtype=torch.bool, device=logits.device)
     if not tokens.numel():
         return tokens, finite
     gpu, places = chip(logits), batch * queries
-    split = split_size(rows.vocab, places, gpu, SPLIT, MAX_SPLIT)
+    split = choose_split_size(rows.vocab, places, gpu, SPLIT, MAX_SPLIT)
     splits = -(-rows.vocab // split)
     exact = torch.int64 if logits.dtype == torch.float64 else torch.int32
     keys = torch.empty(places, splits, dtype=exact, device=logits.device)
     ids = torch.empty(places, splits, dtype=torch.int32, device=logits.device)
-    shared = ((offsets, *offsets.stride()), given, rows.arguments, drafted, queries, splits)
+    shared = ((offsets, *offsets.stride()), given, rows.arguments, drafted_args, queries, splits)
     exactly = {"COLUMNS": COLUMNS, "enable_fp_fusion": False, **pdl_arguments(gpu)}
     _best_of_split_kernel[(places, splits)](keys, ids, *shared, split, **block_sizes(logits), num_warps=4, **exactly)
     _merge_kernel[(places,)](
-        tokens, finite, keys, ids, splits, SPLITS=power_of_two(splits), num_warps=1, **pdl_arguments(gpu)
+        tokens, finite, keys, ids, splits, SPLITS=next_power_of_2(splits), num_warps=1, **pdl_arguments(gpu)
     )
-    # A program reads a row block by block and waits for each block, so its blocks are few and wide.
-    programs, wide = min(places, gpu.processors), min(4 * BLOCK, power_of_two(rows.vocab))
+    # A program waits for each block of a row, so blocks are few and wide.
+    programs, wide = min(places, gpu.processors), min(4 * BLOCK, next_power_of_2(rows.vocab))
     _draw_filtered_kernel[(programs,)](tokens, finite, keys, *shared, places, BLOCK=wide, num_warps=16, **exactly)
     return tokens, finite
 
 
 def block_sizes(logits: Tensor) -> dict[str, int]:
-    """The constexpr arguments of the first launch.
+    """Returns the constexpr arguments of the first launch.
 
-    BLOCK: token ids of a load.  PLAIN_BLOCK: the same in rows whose logits need no change and no noise.  Both are
-    powers of two, at most the vocabulary's size.  GROUP: neighbouring ids that one thread reads at once; above 1 Triton
-    needs pointers, strides and a vocabulary that are multiples of 16.
+    BLOCK: token ids of a load.  UNPROCESSED_BLOCK: the same in rows whose logits need no change and no noise.  BLOCK
+    and UNPROCESSED_BLOCK are powers of two, at most the vocabulary's size.  IDS_PER_THREAD: neighbouring ids that one
+    thread reads at once; above 1 Triton needs pointers, strides and a vocabulary that are multiples of 16.
     """
     vocab, size = logits.shape[2], logits.element_size()
-    block, plain = (min(most, 1 << vocab.bit_length() - 1) for most in (BLOCK, PLAIN_BYTES // size))
+    block, plain = (min(most, 1 << vocab.bit_length() - 1) for most in (BLOCK, UNPROCESSED_BYTES // size))
     starts = (logits.data_ptr(), *logits.stride()[:2], vocab)
     group = 1 if any(start % 16 for start in starts) else 16 // size
-    return {"BLOCK": block, "PLAIN_BLOCK": plain, "GROUP": group}
+    return {"BLOCK": block, "UNPROCESSED_BLOCK": plain, "IDS_PER_THREAD": group}
 
 
 @kernel
-def offset_of(out, queries, offsets):
+def load_offset(out_row, queries, offsets):
     offsets_ptr, batch_stride, query_stride = offsets
-    return tl.load(offsets_ptr + out // queries * batch_stride + out % queries * query_stride)
+    return tl.load(offsets_ptr + out_row // queries * batch_stride + out_row % queries * query_stride)
 
 
 @kernel
 def nan_max(a, b):
-    """The maximum of a and b; NaN if a or b is NaN."""
+    """Returns the maximum of a and b; NaN if a or b is NaN."""
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @kernel
-def argmax_key(x):
+def key_for_argmax(x):
     """Convert a block of floats to integers in the order of argmax: both zeros are equal, and NaN is above all."""
     not_a_number = float_to_key(tl.full(x.shape, float("nan"), x.dtype))
     return tl.where(x == x, float_to_key(x + 0.0), not_a_number)
@@ -119,106 +120,110 @@ def argmax_key(x):
 
 @kernel
 def first_of_block(start, end, BLOCK: tl.constexpr):
-    """The first id of a whole block from `start` on.  If the block would pass `end`, it is moved back.
+    """Returns the first id of a whole block from `start` on.  If the block would pass `end`, it is moved back.
 
-    A moved block reads again some ids of this split or of the previous one.  That does not change the best id.
+    A moved block reads again some ids of this split or of the previous one.  Reading ids twice does not change the best
+    id.
     """
     return tl.minimum(start, tl.maximum(end - BLOCK, 0))
 
 
 @kernel
-def load_whole_block(logits_ptr, first, BLOCK: tl.constexpr):
-    return tl.load(logits_ptr + first + tl.arange(0, BLOCK))
+def load_whole_block(logits_ptr, first_id, BLOCK: tl.constexpr):
+    return tl.load(logits_ptr + first_id + tl.arange(0, BLOCK))
 
 
 @kernel
-def score_block(x, ids, vocab, row, row_above, noise, exact: tl.constexpr, PLAIN: tl.constexpr):
-    """The scores of a block of ids: the logits x in a PLAIN row, else shaped(x) plus noise."""
-    x = x.to(exact)
-    if not PLAIN:
+def score_block(x, ids, vocab, row, drafted_row, noise, dtype: tl.constexpr, IS_UNPROCESSED: tl.constexpr):
+    """Returns the scores of a block of ids: the logits x if IS_UNPROCESSED, else process_logits(x) plus noise."""
+    x = x.to(dtype)
+    if not IS_UNPROCESSED:
         noisy, k0, k1 = noise
-        x = process_logits(x, ids, ids < vocab, row, row_above)
+        x = process_logits(x, ids, ids < vocab, row, drafted_row)
         if noisy:
-            x = x + gumbel_at(ids, k0, k1, exact)
+            x = x + gumbel_at(ids, k0, k1, dtype)
     return x
 
 
 @kernel
 def find_best(
-    logits_ptr, loaded_block, begin, end, vocab, row, row_above, noise,
-    exact: tl.constexpr, PLAIN: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
+    logits_ptr, loaded_block, begin, end, vocab, row, drafted_row, noise,
+    dtype: tl.constexpr, IS_UNPROCESSED: tl.constexpr, BLOCK: tl.constexpr, IDS_PER_THREAD: tl.constexpr,
 ):  # fmt: skip
-    """(key, lowest id) of the best id in [begin, end) of a row, perhaps also of some earlier ids.
+    """Returns (key, lowest id) of the best id in [begin, end) of a row.  Some earlier ids may be included.
 
-    loaded_block: the first block, already loaded.  For its GROUP of neighbouring ids each thread keeps only the largest
-    score and the first block with that score, because an id per score would cost several times as much.  At the end
-    the thread finds the id within the GROUP.
+    loaded_block: the first block, already loaded.  For its IDS_PER_THREAD of neighbouring ids, each thread keeps only
+    the largest score and the first block with this score, because keeping ids would cost several times as much.  The id
+    within the IDS_PER_THREAD is found at the end.
     """
-    groups = tl.arange(0, BLOCK // GROUP) * GROUP
-    best = tl.full([BLOCK // GROUP], float("-inf"), exact)
-    at = tl.zeros([BLOCK // GROUP], tl.int32) + first_of_block(begin, end, BLOCK)
+    groups = tl.arange(0, BLOCK // IDS_PER_THREAD) * IDS_PER_THREAD
+    best = tl.full([BLOCK // IDS_PER_THREAD], float("-inf"), dtype)
+    at = tl.zeros([BLOCK // IDS_PER_THREAD], tl.int32) + first_of_block(begin, end, BLOCK)
     for start in range(begin, end, BLOCK):
         first = first_of_block(start, end, BLOCK)
         x = loaded_block
         # The next block is loaded while this block is compared.
         loaded_block = load_whole_block(logits_ptr, first_of_block(start + BLOCK, end, BLOCK), BLOCK)
-        x = score_block(x, first + tl.arange(0, BLOCK), vocab, row, row_above, noise, exact, PLAIN)
-        most = tl.reduce(tl.reshape(x, [BLOCK // GROUP, GROUP]), 1, nan_max)
+        x = score_block(x, first + tl.arange(0, BLOCK), vocab, row, drafted_row, noise, dtype, IS_UNPROCESSED)
+        most = tl.reduce(tl.reshape(x, [BLOCK // IDS_PER_THREAD, IDS_PER_THREAD]), 1, nan_max)
         # The first NaN stays the best score.
         at = tl.where((best == best) & ~(most <= best), first, at)
         best = nan_max(best, most)
-    keys = argmax_key(best)
+    keys = key_for_argmax(best)
     key = tl.max(keys, 0)
     index = tl.min(tl.where(keys == key, at + groups, 2147483647), 0)
-    if GROUP > 1:
-        ids = index + tl.arange(0, GROUP)
-        x = score_block(tl.load(logits_ptr + ids), ids, vocab, row, row_above, noise, exact, PLAIN)
-        index = tl.min(tl.where(argmax_key(x) == key, ids, 2147483647), 0)
+    if IDS_PER_THREAD > 1:
+        ids = index + tl.arange(0, IDS_PER_THREAD)
+        x = score_block(tl.load(logits_ptr + ids), ids, vocab, row, drafted_row, noise, dtype, IS_UNPROCESSED)
+        index = tl.min(tl.where(key_for_argmax(x) == key, ids, 2147483647), 0)
     return key, index
 
 
 @kernel(do_not_specialize=["splits"])
 def _best_of_split_kernel(
-    keys_ptr, ids_ptr, offsets, logits, slots, above, queries, splits, split_size,
-    COLUMNS: tl.constexpr, BLOCK: tl.constexpr, PLAIN_BLOCK: tl.constexpr, GROUP: tl.constexpr, DEPENDENT: tl.constexpr,
+    keys_ptr, ids_ptr, offsets, logits, slots, drafted, queries, splits, split_size,
+    COLUMNS: tl.constexpr, BLOCK: tl.constexpr, UNPROCESSED_BLOCK: tl.constexpr, IDS_PER_THREAD: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """Find a split's best (key, lowest id) by logit / T + noise; in a row with filters, without the noise."""
-    pdl_trigger_and_wait(DEPENDENT)
+    pdl_trigger_and_wait(USE_PDL)
     out = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
-    offset = offset_of(out, queries, offsets)
-    logits, slots, above = LogitsArguments(*logits), SlotArguments(*slots), DraftedArguments(*above)
-    b, logits_ptr, position, row, row_above = row_args(out, queries, offset, logits, slots, above, COLUMNS)
+    offset = load_offset(out, queries, offsets)
+    logits, slots, drafted = LogitsArguments(*logits), SlotArguments(*slots), DraftedArguments(*drafted)
+    b, logits_ptr, position, row, row_above = load_row_arguments(out, queries, offset, logits, slots, drafted, COLUMNS)
     ints, vocab = slots.ints_ptr + b * COLUMNS.num_ints, slots.vocab
     exact: tl.constexpr = tl.float32 if keys_ptr.dtype.element_ty == tl.int32 else tl.float64
     begin = split * split_size
     end = tl.minimum(begin + split_size, vocab)
-    # This load starts before the row's parameters are known.  The mask keeps the compiler from moving it.
-    ids = first_of_block(begin, end, PLAIN_BLOCK) + tl.arange(0, PLAIN_BLOCK)
+    # This load starts before the row's parameters are known.  Its mask keeps the compiler from moving the load.
+    ids = first_of_block(begin, end, UNPROCESSED_BLOCK) + tl.arange(0, UNPROCESSED_BLOCK)
     plain = tl.load(logits_ptr + ids, mask=ids < vocab)
-    if keeps_logits(row) & (above.mask_words == 0):
+    if keeps_logits(row) & (drafted.mask_words == 0):
         none = (False, 0, 0)
         key, index = find_best(
-            logits_ptr, plain, begin, end, vocab, row, row_above, none, exact, True, PLAIN_BLOCK, GROUP
+            logits_ptr, plain, begin, end, vocab, row, row_above, none, exact, True, UNPROCESSED_BLOCK, IDS_PER_THREAD
         )
     else:
         k0, k1 = noise_keys(tl.load(ints + COLUMNS.seed), position)
         noise = ((row.temperature > 0) & (tl.load(ints + COLUMNS.has_filters) == 0), k0, k1)
         coming = load_whole_block(logits_ptr, first_of_block(begin, end, BLOCK), BLOCK)
-        key, index = find_best(logits_ptr, coming, begin, end, vocab, row, row_above, noise, exact, False, BLOCK, GROUP)
+        key, index = find_best(
+            logits_ptr, coming, begin, end, vocab, row, row_above, noise, exact, False, BLOCK, IDS_PER_THREAD
+        )
     tl.store(keys_ptr + out * splits + split, key)
     tl.store(ids_ptr + out * splits + split, index)
 
 
 @kernel
-def _merge_kernel(tokens_ptr, finite_ptr, keys_ptr, ids_ptr, splits, SPLITS: tl.constexpr, DEPENDENT: tl.constexpr):
-    """Find the best of a row's splits.  Its key is written to the row's first split."""
-    pdl_trigger_and_wait(DEPENDENT)
+def _merge_kernel(tokens_ptr, finite_ptr, keys_ptr, ids_ptr, splits, SPLITS: tl.constexpr, USE_PDL: tl.constexpr):
+    """Find the best token of a row's splits.  The token's key is written to the row's first split."""
+    pdl_trigger_and_wait(USE_PDL)
     out = tl.program_id(0).to(tl.int64)
     split = tl.arange(0, SPLITS)
     there = split < splits
     ids = tl.load(ids_ptr + out * splits + split, mask=there, other=2147483647)
-    # Past the last split the first split is read again, because no key means "none".
+    # Lanes past the last split read the first split again, because there is no key for "none".
     keys = tl.load(keys_ptr + out * splits + tl.where(there, split, 0))
     best = tl.max(keys, 0)
     token = tl.min(tl.where(keys == best, ids, 2147483647), 0)
@@ -229,16 +234,16 @@ def _merge_kernel(tokens_ptr, finite_ptr, keys_ptr, ids_ptr, splits, SPLITS: tl.
 
 @kernel(do_not_specialize=["splits"])
 def _draw_filtered_kernel(
-    tokens_ptr, finite_ptr, keys_ptr, offsets, logits, slots, above, queries, splits, rows,
-    COLUMNS: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
+    tokens_ptr, finite_ptr, keys_ptr, offsets, logits, slots, drafted, queries, splits, rows,
+    COLUMNS: tl.constexpr, BLOCK: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """Draw again in rows with filters, from the tokens that the filters leave.
 
     Each program covers many rows, and first reads has_filters of 32 rows at once.  Most rows have no filters, so one
-    program or one load per row would cost more.
+    program per row, or one load per row, would cost more.
     """
-    pdl_trigger_and_wait(DEPENDENT)
-    logits, slots, above = LogitsArguments(*logits), SlotArguments(*slots), DraftedArguments(*above)
+    pdl_trigger_and_wait(USE_PDL)
+    logits, slots, drafted = LogitsArguments(*logits), SlotArguments(*slots), DraftedArguments(*drafted)
     program, programs = tl.program_id(0), tl.num_programs(0)
     has_filters = tl.zeros([32], tl.int64)
     for begin in range(program, rows, 32 * programs):
@@ -249,8 +254,10 @@ def _draw_filtered_kernel(
         ints = slots.ints_ptr + out // queries * COLUMNS.num_ints
         floats = slots.floats_ptr + out // queries * COLUMNS.num_floats
         if (tl.load(ints + COLUMNS.has_filters) != 0) & (tl.load(finite_ptr + out) != 0):
-            offset = offset_of(out, queries, offsets)
-            _b, logits_ptr, position, row, row_above = row_args(out, queries, offset, logits, slots, above, COLUMNS)
+            offset = load_offset(out, queries, offsets)
+            _b, logits_ptr, position, row, row_above = load_row_arguments(
+                out, queries, offset, logits, slots, drafted, COLUMNS
+            )
             k0, k1 = noise_keys(tl.load(ints + COLUMNS.seed), position)
             filters = (
                 tl.load(ints + COLUMNS.top_k),

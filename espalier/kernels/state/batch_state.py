@@ -1,7 +1,7 @@
 """A launch's reads and writes of the slot table: BatchState, chains of known tokens, and carried hidden states.
 
-A row of the page pool is page * page_size + offset, with the page from the request's table.  Torch has one copy of this
-arithmetic (kernels/ops/state.py:page_rows), and kernels have one.
+A row of the page pool is page * page_size + offset, with the page from the request's table.
+kernels/ops/state.py:page_rows has this arithmetic for PyTorch, and page_row for kernels.
 """
 
 from __future__ import annotations
@@ -12,65 +12,61 @@ from torch import Tensor
 
 from espalier.kernels.ops.state import AcceptedNodes, AdvanceResult, RowCopies, TokenChain
 from espalier.kernels.runtime.jit import kernel
-from espalier.kernels.runtime.launch import chip, power_of_two, require
+from espalier.kernels.runtime.launch import chip, next_power_of_2, require
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 from espalier.slots import COLUMNS, BatchState, ScatterUpdate, SlotTable
 
 
 @kernel
-def page_row(table_ptr, position, page_size, keep):
-    """int64 pool rows of positions, by one request's page table; the dummy row where `keep` is False."""
-    page = tl.load(table_ptr + position // page_size, mask=keep, other=0).to(tl.int64)
-    return tl.where(keep, page * page_size + position % page_size, 0)
+def page_row(table_ptr, position, page_size, is_kept):
+    """int64 pool rows of positions, by one request's page table; the dummy row where `is_kept` is False."""
+    page = tl.load(table_ptr + position // page_size, mask=is_kept, other=0).to(tl.int64)
+    return tl.where(is_kept, page * page_size + position % page_size, 0)
 
 
 MAX_BLOCK = 1024
 # Appended pages that a program writes at once: one per thread.
-APPENDED_BLOCK = 128
+PAGE_UPDATE_BLOCK = 128
 
 
-def gather_slots(table: SlotTable, index: Tensor, appended: ScatterUpdate | None = None) -> BatchState:
+def gather_slots(table: SlotTable, index: Tensor, page_updates: ScatterUpdate | None = None) -> BatchState:
     (batch,), width = index.shape, table.page_table.shape[1]
     require("gather: index", index, (-1,), torch.int64, table.page_table)
-    at, values = (index[:0], index[:0]) if appended is None else appended
+    at, values = (index[:0], index[:0]) if page_updates is None else page_updates
     for name, cells in (("at", at), ("values", values)):
         require(f"gather: {name}", cells, tuple(at.shape), torch.int64, table.page_table)
     scalars = [torch.empty_like(index) for _ in range(6)]
     real, pages = torch.empty_like(index, dtype=torch.bool), table.page_table.new_empty(batch, width)
     if batch:
-        block = min(power_of_two(width), MAX_BLOCK)
+        block = min(next_power_of_2(width), MAX_BLOCK)
+        # The layout's max_accept_depth is end - prefix_len minus this number.
         _gather_slots_kernel[(batch, -(-width // block))](
             *(index, table.ints, table.page_table, *scalars, real, pages, at, values),
             *(index.stride(0), width, at.shape[0]),
-            # The layout's max_accept_depth is end - prefix_len minus this number.
-            -table.layout.max_accept_depth(0, 0),
-            COLUMNS=COLUMNS,
-            BLOCK=block,
-            APPENDED=APPENDED_BLOCK,
-            num_warps=4,
-            **pdl_arguments(chip(index)),
-        )
+            -table.layout.max_accept_depth(0, 0), COLUMNS=COLUMNS, BLOCK=block, UPDATE_BLOCK=PAGE_UPDATE_BLOCK,
+            num_warps=4, **pdl_arguments(chip(index)),
+        )  # fmt: skip
     prefix_len, root, commit_from, num_tokens, max_accept_depth, num_logprobs = scalars
     return BatchState(
         table, index, prefix_len, root, commit_from, num_tokens, max_accept_depth, num_logprobs, real, pages
     )
 
 
-def read_chain(slots: BatchState, first: int, length: Tensor, width: int, padding: int | None = None) -> TokenChain:
+def read_chain(
+    slots: BatchState, first_offset: int, length: Tensor, width: int, padding: int | None = None
+) -> TokenChain:
     batch, table, page_size = slots.batch, slots.table, slots.table.layout.page_size
     require("chain: length", length, (batch,), torch.int64, slots.prefix_len)
     made = TokenChain(*(length.new_empty(batch, width) for _ in range(3)))
     if batch:
-        block = min(power_of_two(width), MAX_BLOCK)
+        block = min(next_power_of_2(width), MAX_BLOCK)
         _chain_kernel[(batch, -(-width // block))](
             *(slots.index, slots.prefix_len, slots.root, slots.commit_from, slots.page_table, table.history),
             *(length, *made, slots.index.stride(0), length.stride(0)),
-            *(table.history.stride(0), slots.page_table.shape[1], first, width, page_size),
-            -1 if padding is None else padding,
-            BLOCK=block,
-            num_warps=1 if block <= 128 else 4,
+            *(table.history.stride(0), slots.page_table.shape[1], first_offset, width, page_size),
+            -1 if padding is None else padding, BLOCK=block, num_warps=1 if block <= 128 else 4,
             **pdl_arguments(chip(length)),
-        )
+        )  # fmt: skip
     return made
 
 
@@ -81,35 +77,32 @@ def store_carried(slots: BatchState, name: str, values: Tensor, length: Tensor) 
     require("carry: length", length, (batch,), torch.int64, kept)
     values = values.contiguous()
     if batch:
-        block = min(power_of_two(size), MAX_BLOCK)
+        block = min(next_power_of_2(size), MAX_BLOCK)
         _carry_kernel[(batch, -(-size // block))](
             *(slots.index, length, values, kept, slots.index.stride(0), length.stride(0), values.shape[1]),
-            SIZE=size,
-            BLOCK=block,
-            num_warps=4,
-            **pdl_arguments(chip(length)),
-        )
+            HIDDEN_SIZE=size, BLOCK=block, num_warps=4, **pdl_arguments(chip(length)),
+        )  # fmt: skip
 
 
-@kernel(do_not_specialize=["appended"])
+@kernel(do_not_specialize=["num_updates"])
 def _gather_slots_kernel(
     index_ptr, ints_ptr, page_table_ptr,
     prefix_len_ptr, root_ptr, commit_from_ptr, num_tokens_ptr, max_accept_depth_ptr, num_logprobs_ptr, real_ptr,
-    pages_ptr, at_ptr, values_ptr,
-    index_stride, width, appended, depth_margin,
-    COLUMNS: tl.constexpr, BLOCK: tl.constexpr, APPENDED: tl.constexpr, DEPENDENT: tl.constexpr,
+    pages_ptr, update_indices_ptr, update_pages_ptr,
+    index_stride, width, num_updates, depth_margin,
+    COLUMNS: tl.constexpr, BLOCK: tl.constexpr, UPDATE_BLOCK: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Read the slots of a batch.  Each program writes the appended pages of its slot, the first program all of them."""
-    pdl_trigger_and_wait(DEPENDENT)
+    """Read the slots of a batch.  Each program writes new pages of its slot; the first also writes all slots' pages."""
+    pdl_trigger_and_wait(USE_PDL)
     b = tl.program_id(0).to(tl.int64)
     slot = tl.load(index_ptr + b * index_stride)
     is_first = (b == 0) & (tl.program_id(1) == 0)
-    for start in range(0, appended, APPENDED):
-        i = start + tl.arange(0, APPENDED)
-        at = tl.load(at_ptr + i, mask=i < appended, other=0)
-        page = tl.load(values_ptr + i, mask=i < appended, other=0).to(tl.int32)
+    for start in range(0, num_updates, UPDATE_BLOCK):
+        i = start + tl.arange(0, UPDATE_BLOCK)
+        at = tl.load(update_indices_ptr + i, mask=i < num_updates, other=0)
+        page = tl.load(update_pages_ptr + i, mask=i < num_updates, other=0).to(tl.int32)
         own = (at >= slot * width) & (at < (slot + 1) * width)
-        tl.store(page_table_ptr + at, page, mask=(i < appended) & (is_first | own))
+        tl.store(page_table_ptr + at, page, mask=(i < num_updates) & (is_first | own))
     # A thread may read what another thread has written.
     tl.debug_barrier()
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -133,13 +126,13 @@ def _gather_slots_kernel(
 def _chain_kernel(
     index_ptr, prefix_len_ptr, root_ptr, commit_from_ptr, page_table_ptr, history_ptr, length_ptr,
     positions_ptr, tokens_ptr, rows_ptr,
-    index_stride, length_stride, history_stride, table_width, first, width, page_size, padding,
-    BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
+    index_stride, length_stride, history_stride, table_width, first_offset, width, page_size, padding,
+    BLOCK: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    pdl_trigger_and_wait(DEPENDENT)
+    pdl_trigger_and_wait(USE_PDL)
     b = tl.program_id(0).to(tl.int64)
     offset = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    position = tl.load(prefix_len_ptr + b) + first + offset
+    position = tl.load(prefix_len_ptr + b) + first_offset + offset
     known = (offset < tl.load(length_ptr + b * length_stride)) & (offset < width)
     kept = known & (position >= tl.load(commit_from_ptr + b))
     slot = tl.load(index_ptr + b * index_stride)
@@ -155,59 +148,57 @@ def _chain_kernel(
 @kernel
 def _carry_kernel(
     index_ptr, length_ptr, values_ptr, kept_ptr, index_stride, length_stride, rows,
-    SIZE: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
+    HIDDEN_SIZE: tl.constexpr, BLOCK: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    pdl_trigger_and_wait(DEPENDENT)
+    pdl_trigger_and_wait(USE_PDL)
     b = tl.program_id(0).to(tl.int64)
     last = tl.maximum(tl.load(length_ptr + b * length_stride) - 1, 0)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    value = tl.load(values_ptr + (b * rows + last) * SIZE + at, mask=at < SIZE, other=0.0)
+    value = tl.load(values_ptr + (b * rows + last) * HIDDEN_SIZE + at, mask=at < HIDDEN_SIZE, other=0.0)
     slot = tl.load(index_ptr + b * index_stride)
-    tl.store(kept_ptr + slot * SIZE + at, value, mask=at < SIZE)
+    tl.store(kept_ptr + slot * HIDDEN_SIZE + at, value, mask=at < HIDDEN_SIZE)
 
 
 def advance(
-    slots: BatchState, length: Tensor, picked: Tensor, count_tokens: bool, path: AcceptedNodes | None = None
+    slots: BatchState, length: Tensor, picked_tokens: Tensor, count_tokens: bool, path: AcceptedNodes | None = None
 ) -> AdvanceResult:
-    table, (batch, width) = slots.table, picked.shape
-    require("advance: picked", picked, (slots.batch, -1), torch.int64, table.history)
-    require("advance: length", length, (batch,), torch.int64, picked)
+    table, (batch, width) = slots.table, picked_tokens.shape
+    require("advance: picked", picked_tokens, (slots.batch, -1), torch.int64, table.history)
+    require("advance: length", length, (batch,), torch.int64, picked_tokens)
     num_picked, copies = torch.empty_like(length), None
     if path is not None:
-        require("advance: rows", path.rows, (batch, width), torch.int64, picked)
-        copies = RowCopies(*(picked.new_empty(batch, width) for _ in range(2)))
+        require("advance: rows", path.rows, (batch, width), torch.int64, picked_tokens)
+        copies = RowCopies(*(picked_tokens.new_empty(batch, width) for _ in range(2)))
     if batch:
-        rows, nodes = (None, 0) if path is None else (path.rows.contiguous(), path.nodes)
+        rows, nodes = (None, 0) if path is None else (path.rows.contiguous(), path.nodes_per_request)
         source, destination = (None, None) if copies is None else copies
         _advance_kernel[(batch,)](
-            *(slots.index, slots.prefix_len, slots.commit_from, slots.page_table, length, picked.contiguous(), rows),
+            *(slots.index, slots.prefix_len, slots.commit_from, slots.page_table, length, picked_tokens.contiguous()),
+            rows,
             *(table.ints, table.history, table.counts if count_tokens else None, num_picked, source, destination),
             *(slots.index.stride(0), length.stride(0), slots.page_table.shape[1]),
             *(table.history.stride(0), table.counts.stride(0), nodes, table.layout.page_size),
-            COLUMNS=COLUMNS,
-            WIDTH=width,
-            W=power_of_two(width),
-            num_warps=1,
-            **pdl_arguments(chip(picked)),
-        )
+            COLUMNS=COLUMNS, WIDTH=width, BLOCK_WIDTH=next_power_of_2(width), num_warps=1,
+            **pdl_arguments(chip(picked_tokens)),
+        )  # fmt: skip
     return AdvanceResult(num_picked, copies)
 
 
 @kernel
 def _advance_kernel(
-    index_ptr, prefix_len_ptr, commit_from_ptr, page_table_ptr, length_ptr, picked_ptr, row_ptr,
-    ints_ptr, history_ptr, counts_ptr, num_picked_ptr, source_ptr, destination_ptr,
+    index_ptr, prefix_len_ptr, commit_from_ptr, page_table_ptr, length_ptr, picked_tokens_ptr, row_ptr,
+    ints_ptr, history_ptr, counts_ptr, num_new_tokens_ptr, source_ptr, destination_ptr,
     index_stride, length_stride, table_width, history_stride, counts_stride, nodes, page_size,
-    COLUMNS: tl.constexpr, WIDTH: tl.constexpr, W: tl.constexpr, DEPENDENT: tl.constexpr,
+    COLUMNS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """Decide tokens.  Each program handles one request."""
-    pdl_trigger_and_wait(DEPENDENT)
+    pdl_trigger_and_wait(USE_PDL)
     request = tl.program_id(0).to(tl.int64)
     slot = tl.load(index_ptr + request * index_stride)
     ints = ints_ptr + slot * COLUMNS.num_ints
     prefix_len = tl.load(prefix_len_ptr + request)
     length = tl.load(length_ptr + request * length_stride)
-    offset = tl.arange(0, W)
+    offset = tl.arange(0, BLOCK_WIDTH)
     at = request * WIDTH + offset
     held = tl.minimum(length, WIDTH)
     decided = offset < held
@@ -216,7 +207,7 @@ def _advance_kernel(
     known = decided & (place < known_len)
     new = decided & (place >= known_len)
     history_at = history_ptr + slot * history_stride + place
-    token = tl.load(picked_ptr + at, mask=new, other=0) + tl.load(history_at, mask=known, other=0)
+    token = tl.load(picked_tokens_ptr + at, mask=new, other=0) + tl.load(history_at, mask=known, other=0)
 
     tl.store(history_at, token, mask=new)
     tl.store(ints + COLUMNS.root + offset * 0, token, mask=offset == held - 1)
@@ -225,7 +216,7 @@ def _advance_kernel(
     if counts_ptr is not None:
         # The adds are atomic, because a path may have the same token twice.
         tl.atomic_add(counts_ptr + slot * counts_stride + token, new.to(tl.int32), mask=new, sem="relaxed")
-    tl.store(num_picked_ptr + request, tl.sum(new.to(tl.int64), 0))
+    tl.store(num_new_tokens_ptr + request, tl.sum(new.to(tl.int64), 0))
 
     if row_ptr is not None:
         position = prefix_len + offset

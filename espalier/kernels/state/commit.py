@@ -14,40 +14,44 @@ from torch import Tensor
 from espalier.errors import EspalierError
 from espalier.kernels.ops.state import EMPTY_COLUMN, check_copies
 from espalier.kernels.runtime.jit import kernel
-from espalier.kernels.runtime.launch import chip, oversubscribed, power_of_two, require
+from espalier.kernels.runtime.launch import chip, is_oversubscribed, next_power_of_2, require
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 
 MAX_BLOCK = 2048
 # Bytes that a warp copies at once: 16 per thread, the widest access.
 WARP_BYTES = 512
-# Layers per program, if one program per layer would be more programs than the chip can start quickly.
+# Layers per program if one program per layer would oversubscribe the chip.
 LAYERS_PER_PROGRAM = 4
 TENSORS_PER_LAUNCH = 2
 
 
 @kernel
-def _copy(src_ptr, dst_ptr, layer, source, row, src_layer, dst_layer, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+def _copy(
+    src_ptr, dst_ptr, layer, source, row, src_layer_stride, dst_layer_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr
+):
     for begin in tl.static_range(0, SIZE, BLOCK):
         at = begin + tl.arange(0, BLOCK)
-        value = tl.load(src_ptr + layer * src_layer + source * SIZE + at, mask=at < SIZE)
-        tl.store(dst_ptr + layer * dst_layer + row * SIZE + at, value, mask=at < SIZE)
+        value = tl.load(src_ptr + layer * src_layer_stride + source * SIZE + at, mask=at < SIZE)
+        tl.store(dst_ptr + layer * dst_layer_stride + row * SIZE + at, value, mask=at < SIZE)
 
 
 @kernel
 def _commit_kernel(
-    staged, committed, source_ptr, row_ptr, staged_layers, committed_layers, layers,
-    TENSORS: tl.constexpr, LAYERS: tl.constexpr, SIZES: tl.constexpr, BLOCKS: tl.constexpr, DEPENDENT: tl.constexpr,
+    staged, committed, source_ptr, row_ptr, staged_layer_strides, committed_layer_strides, layers,
+    NUM_TENSORS: tl.constexpr, NUM_LAYERS: tl.constexpr, SIZES: tl.constexpr, BLOCKS: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Copy LAYERS layers of one row per program.  staged_layers, committed_layers: strides of a layer, by tensor."""
-    pdl_trigger_and_wait(DEPENDENT)
-    n, first = tl.program_id(0), tl.program_id(1).to(tl.int64) * LAYERS
+    """Copy NUM_LAYERS layers of one row per program.  staged_layer_strides, committed_layer_strides: strides of a
+    layer, by tensor."""
+    pdl_trigger_and_wait(USE_PDL)
+    n, first = tl.program_id(0), tl.program_id(1).to(tl.int64) * NUM_LAYERS
     source, row = tl.load(source_ptr + n), tl.load(row_ptr + n)
     if row != 0:
-        for layer in range(first, tl.minimum(first + LAYERS, layers)):
-            for i in tl.static_range(TENSORS):
+        for layer in range(first, tl.minimum(first + NUM_LAYERS, layers)):
+            for i in tl.static_range(NUM_TENSORS):
                 _copy(
-                    staged[i], committed[i], layer, source, row, staged_layers[i], committed_layers[i], SIZES[i],
-                    BLOCKS[i],
+                    staged[i], committed[i], layer, source, row, staged_layer_strides[i], committed_layer_strides[i],
+                    SIZES[i], BLOCKS[i],
                 )  # fmt: skip
 
 
@@ -70,20 +74,16 @@ def commit_rows(staged: Sequence[Tensor], committed: Sequence[Tensor], source: T
 
 def _launch(staged: Sequence[Tensor], committed: Sequence[Tensor], source: Tensor, rows: Tensor) -> None:
     sizes = tuple(buffer.shape[2] * buffer.shape[3] for buffer in committed)
-    blocks = tuple(min(power_of_two(size), MAX_BLOCK) for size in sizes)
+    blocks = tuple(min(next_power_of_2(size), MAX_BLOCK) for size in sizes)
     count, layers = source.shape[0], committed[0].shape[0]
-    layers_per_program = LAYERS_PER_PROGRAM if oversubscribed(count * layers, chip(source)) else 1
+    layers_per_program = LAYERS_PER_PROGRAM if is_oversubscribed(count * layers, chip(source)) else 1
     _commit_kernel[(count, -(-layers // layers_per_program))](
         *(tuple(staged), tuple(committed), source, rows),
         *(tuple(buffer.stride(0) for buffer in tensors) for tensors in (staged, committed)),
-        layers,
-        TENSORS=len(staged),
-        LAYERS=layers_per_program,
-        SIZES=sizes,
-        BLOCKS=blocks,
+        layers, NUM_TENSORS=len(staged), NUM_LAYERS=layers_per_program, SIZES=sizes, BLOCKS=blocks,
         num_warps=min(max(min(blocks) * committed[0].element_size() // WARP_BYTES, 1), 4),
         **pdl_arguments(chip(source)),
-    )
+    )  # fmt: skip
 
 
 def write_results(ring: Tensor, entry: Tensor, fields: Mapping[int, Tensor]) -> None:
@@ -103,24 +103,19 @@ def write_results(ring: Tensor, entry: Tensor, fields: Mapping[int, Tensor]) -> 
     if ring.stride(2) != 1:
         raise EspalierError(f"write_results: the ring's columns have stride {ring.stride(2)}, not 1")
     if batch:
-        block = power_of_two(width)
+        block = next_power_of_2(width)
         _write_results_kernel[(batch,)](
             *(ring, entry, *ring.stride()[:2], width, tuple(field.contiguous() for field in fields.values())),
-            FIELDS=len(fields),
-            STARTS=tuple(fields),
-            ENDS=tuple(ends),
-            EMPTY=EMPTY_COLUMN,
-            BLOCK=block,
-            num_warps=min(max(block // 128, 1), 8),
-            **pdl_arguments(chip(ring)),
-        )
+            NUM_FIELDS=len(fields), FIRST_COLUMNS=tuple(fields), END_COLUMNS=tuple(ends), EMPTY_VALUE=EMPTY_COLUMN,
+            BLOCK=block, num_warps=min(max(block // 128, 1), 8), **pdl_arguments(chip(ring)),
+        )  # fmt: skip
 
 
 @kernel
-def _with_field(value, at, b, field_ptr, START: tl.constexpr, END: tl.constexpr):
-    """Return the row `value` with columns START to END - 1 replaced by the field."""
-    inside = (at >= START) & (at < END)
-    field = tl.load(field_ptr + b * (END - START) + at - START, mask=inside, other=0)
+def _with_field(value, column, b, field_ptr, FIRST_COLUMN: tl.constexpr, END_COLUMN: tl.constexpr):
+    """Return the row `value` with columns FIRST_COLUMN to END_COLUMN - 1 replaced by the field."""
+    inside = (column >= FIRST_COLUMN) & (column < END_COLUMN)
+    field = tl.load(field_ptr + b * (END_COLUMN - FIRST_COLUMN) + column - FIRST_COLUMN, mask=inside, other=0)
     if field_ptr.dtype.element_ty == tl.float32:
         field = field.to(tl.int32, bitcast=True)
     return tl.where(inside, field.to(tl.int64), value)
@@ -129,16 +124,16 @@ def _with_field(value, at, b, field_ptr, START: tl.constexpr, END: tl.constexpr)
 @kernel
 def _write_results_kernel(
     ring_ptr, entry_ptr, entry_stride, row_stride, width, fields,
-    FIELDS: tl.constexpr, STARTS: tl.constexpr, ENDS: tl.constexpr, EMPTY: tl.constexpr, BLOCK: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    NUM_FIELDS: tl.constexpr, FIRST_COLUMNS: tl.constexpr, END_COLUMNS: tl.constexpr, EMPTY_VALUE: tl.constexpr,
+    BLOCK: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Write one row of the ring entry per program.  Field i fills columns STARTS[i] to ENDS[i] - 1 of the row.  Other
-    columns become EMPTY."""
-    pdl_trigger_and_wait(DEPENDENT)
+    """Write one row of the ring entry per program.  Field i fills columns FIRST_COLUMNS[i] to END_COLUMNS[i] - 1 of the
+    row.  Other columns become EMPTY_VALUE."""
+    pdl_trigger_and_wait(USE_PDL)
     b = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
-    value = tl.full([BLOCK], EMPTY, tl.int64)
-    for i in tl.static_range(FIELDS):
-        value = _with_field(value, at, b, fields[i], STARTS[i], ENDS[i])
+    value = tl.full([BLOCK], EMPTY_VALUE, tl.int64)
+    for i in tl.static_range(NUM_FIELDS):
+        value = _with_field(value, at, b, fields[i], FIRST_COLUMNS[i], END_COLUMNS[i])
     row_ptr = ring_ptr + tl.load(entry_ptr) * entry_stride + b * row_stride
     tl.store(row_ptr + at, value, mask=at < width)

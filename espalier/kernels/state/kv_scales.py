@@ -1,7 +1,7 @@
 """K and V in FP8 (E4M3): a layer's scales, and the rounding.
 
-Rows are rounded only by the kernels that write staging (kernels/layers/rope.py, latent.py).  Staging and pages hold the
-same bytes: a commit copies them, and attention converts them.  K's scale is multiplied into the softmax scale, and V's
+Only the kernels that write staging round rows (kernels/layers/rope.py, latent.py).  A commit copies the bytes of
+staging to pages, and attention converts FP8 values.  K's scale is multiplied into the softmax scale, and V's
 scale into the result, so attention multiplies no row by a scale.
 """
 
@@ -20,9 +20,9 @@ from espalier.kernels.runtime.launch import require
 class KVScales:
     """The scales of a layer's FP8 rows.  k, v: [kv_heads] float32; dtype: the model's.
 
-    A stored value times the scale of its head is K or V.  Scales are constants of a layer.  If they were computed from
-    a batch or from a request's tokens, a row would depend on more than the tokens before it, and a prefix hit or a tree
-    would change the output.  A latent row is both K and V, so its two scales are the same tensor.
+    A stored value times the scale of its head is K or V.  Scales are constants of a layer.  With scales computed
+    from a batch or a request, a row would depend on more than the tokens before it, and a prefix hit would change the
+    output.  A latent row is both K and V, so its two scales are the same tensor.
     """
 
     k: Tensor
@@ -35,15 +35,17 @@ class KVScales:
         return cls(one, one, dtype)
 
 
-def require_kv_rows(name: str, rows: Tensor, shape: tuple[int, ...], scales: KVScales | None, like: Tensor) -> None:
-    """Check rows [.., kv_heads, size] of staging or pages on the host: FP8 with scales, else the dtype of `like`.
+def require_kv_rows(
+    name: str, rows: Tensor, shape: tuple[int, ...], scales: KVScales | None, same_device: Tensor
+) -> None:
+    """Check rows [.., kv_heads, size] on the host: FP8 with scales, else the dtype of `same_device`.
 
     name: the name of the rows in errors.  Raises EspalierError.
     """
-    require(name, rows, shape, like.dtype if scales is None else FP8, like)
+    require(name, rows, shape, same_device.dtype if scales is None else FP8, same_device)
     if scales is not None:
-        require(f"{name}: scales of k", scales.k, (shape[-2],), torch.float32, like)
-        require(f"{name}: scales of v", scales.v, (shape[-2],), torch.float32, like)
+        require(f"{name}: scales of k", scales.k, (shape[-2],), torch.float32, same_device)
+        require(f"{name}: scales of v", scales.v, (shape[-2],), torch.float32, same_device)
 
 
 def times_k_scale(q: Tensor, scales: KVScales) -> Tensor:
@@ -52,12 +54,12 @@ def times_k_scale(q: Tensor, scales: KVScales) -> Tensor:
 
 
 def times_v_scale(out: Tensor, scales: KVScales) -> Tensor:
-    """Turn out [.., heads, size], the weighted sum of stored values, into the weighted sum of V."""
+    """Multiply out [.., heads, size], a weighted sum of stored values, by V's scale."""
     return out * _per_query_head(scales.v, out)
 
 
 def _per_query_head(scale: Tensor, values: Tensor) -> Tensor:
-    """[heads, 1]: the scale of each query head."""
+    """Returns [heads, 1]: the scale of each query head."""
     return scale.to(values.dtype).repeat_interleave(values.shape[-2] // len(scale))[:, None]
 
 

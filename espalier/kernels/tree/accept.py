@@ -3,7 +3,7 @@
 Grid: one program per request, which holds all nodes in registers.  All values are integers or booleans, so kernel and
 reference agree exactly.
 
-Grid of gather_rows: (output rows, blocks of up to MAX_BLOCK columns, parts).
+Grid of gather_rows: (output rows, blocks of up to MAX_BLOCK_COLUMNS columns, parts).
 """
 
 from __future__ import annotations
@@ -15,48 +15,45 @@ from torch import Tensor
 from espalier.errors import EspalierError
 from espalier.kernels.ops.tree import Path, Tree
 from espalier.kernels.runtime.jit import kernel
-from espalier.kernels.runtime.launch import chip, power_of_two, require
+from espalier.kernels.runtime.launch import chip, next_power_of_2, require
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 from espalier.layout import ANCESTOR_BITS
 
 
-def accept(tree: Tree, picks: Tensor, finite: Tensor, max_accept_depth: Tensor, real: Tensor, steps: int) -> Path:
+def accept(
+    tree: Tree, target_tokens: Tensor, is_finite: Tensor, max_accept_depth: Tensor, is_real: Tensor, steps: int
+) -> Path:
     tokens, parents, depths, _, ancestors = tree
     batch, nodes = tokens.shape
     num_words = -(-nodes // ANCESTOR_BITS)
-    for name, value in (("tokens", tokens), ("parents", parents), ("depths", depths), ("picks", picks)):
+    for name, value in (("tokens", tokens), ("parents", parents), ("depths", depths), ("picks", target_tokens)):
         require(f"accept: {name}", value, (batch, nodes), torch.int64, tokens)
     require("accept: ancestors", ancestors, (batch, nodes, num_words), torch.int64, tokens)
-    require("accept: finite", finite, (batch, nodes), torch.bool, tokens)
+    require("accept: finite", is_finite, (batch, nodes), torch.bool, tokens)
     require("accept: max_accept_depth", max_accept_depth, (batch,), torch.int64, tokens)
-    require("accept: real", real, (batch,), torch.bool, tokens)
+    require("accept: real", is_real, (batch,), torch.bool, tokens)
     sizes = ((batch, steps + 1), (batch,), (batch, steps + 1), (batch,))
     path = Path(*(tokens.new_empty(size) for size in sizes))
     if batch:
-        inputs = (tokens, parents, depths, ancestors, picks, finite, max_accept_depth, real)
+        inputs = (tokens, parents, depths, ancestors, target_tokens, is_finite, max_accept_depth, is_real)
         _accept_kernel[(batch,)](
             *(value.contiguous() for value in inputs),
             *path,
-            NODES=nodes,
-            WORDS=num_words,
-            LEVELS=steps + 1,
-            BLOCK_WORDS=power_of_two(num_words),
-            BLOCK_LEVELS=power_of_two(steps + 1),
-            num_warps=4,
-            **pdl_arguments(chip(tokens)),
-        )
+            NODES=nodes, WORDS=num_words, LEVELS=steps + 1, BLOCK_WORDS=next_power_of_2(num_words),
+            BLOCK_LEVELS=next_power_of_2(steps + 1), num_warps=4, **pdl_arguments(chip(tokens)),
+        )  # fmt: skip
     return path
 
 
 @kernel
 def _accept_kernel(
-    tokens_ptr, parents_ptr, depths_ptr, words_ptr, picks_ptr, finite_ptr, limit_ptr, real_ptr,
+    tokens_ptr, parents_ptr, depths_ptr, words_ptr, target_tokens_ptr, is_finite_ptr, max_depth_ptr, is_real_ptr,
     rows_ptr, length_ptr, emitted_ptr, num_finite_ptr,
     NODES: tl.constexpr, WORDS: tl.constexpr, LEVELS: tl.constexpr,
-    BLOCK_WORDS: tl.constexpr, BLOCK_LEVELS: tl.constexpr, DEPENDENT: tl.constexpr,
+    BLOCK_WORDS: tl.constexpr, BLOCK_LEVELS: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """WORDS: int64 words of ancestor bits per node; LEVELS: steps + 1.  BLOCK_...: rounded up to powers of two."""
-    pdl_trigger_and_wait(DEPENDENT)
+    pdl_trigger_and_wait(USE_PDL)
     request = tl.program_id(0).to(tl.int64)
     node = tl.arange(0, BLOCK_WORDS * 64)
     exists = node < NODES
@@ -64,11 +61,11 @@ def _accept_kernel(
     token = tl.load(tokens_ptr + index, mask=exists, other=0)
     parent = tl.load(parents_ptr + index, mask=exists, other=0)
     depth = tl.load(depths_ptr + index, mask=exists, other=0).to(tl.int32)
-    parent_pick = tl.load(picks_ptr + request * NODES + parent, mask=exists, other=0)
-    limit = tl.load(limit_ptr + request)
+    parent_pick = tl.load(target_tokens_ptr + request * NODES + parent, mask=exists, other=0)
+    limit = tl.load(max_depth_ptr + request)
     match = ((token == parent_pick) & (depth <= limit)) | (node == 0)
 
-    # A node is kept if neither the node nor an ancestor is a mismatch.  Both sets are bits in int64 words.
+    # A node is kept if neither the node nor an ancestor is a mismatch.  Sets of nodes are bits in int64 words.
     bit = (match == 0).to(tl.int64) << (node % 64).to(tl.int64)
     mismatches = tl.sum(tl.reshape(bit, [BLOCK_WORDS, 64]), 1)
     word = tl.arange(0, BLOCK_WORDS)
@@ -92,15 +89,15 @@ def _accept_kernel(
     zeros = tl.zeros([BLOCK_LEVELS], tl.int64)
     tl.store(rows_ptr + out + level, zeros, mask=(level > last_depth) & (level < LEVELS))
     tl.store(emitted_ptr + out + level, zeros, mask=(level > last_depth) & (level < LEVELS))
-    tl.store(emitted_ptr + out + last_depth, tl.load(picks_ptr + request * NODES + last))
-    is_real = tl.load(real_ptr + request) != 0
+    tl.store(emitted_ptr + out + last_depth, tl.load(target_tokens_ptr + request * NODES + last))
+    is_real = tl.load(is_real_ptr + request) != 0
     tl.store(length_ptr + request, tl.where(is_real, last_depth + 1, 0).to(tl.int64))
-    finite = tl.load(finite_ptr + index, mask=exists, other=1) != 0
+    finite = tl.load(is_finite_ptr + index, mask=exists, other=1) != 0
     num_finite = tl.min(tl.where(on_path & (finite == 0), depth, last_depth + 1), 0)
     tl.store(num_finite_ptr + request, tl.where(is_real, num_finite, 0).to(tl.int64))
 
 
-MAX_BLOCK = 2048
+MAX_BLOCK_COLUMNS = 2048
 
 
 def gather_rows(rows: Tensor, *parts: Tensor) -> Tensor:
@@ -114,28 +111,25 @@ def gather_rows(rows: Tensor, *parts: Tensor) -> Tensor:
         raise EspalierError("gather_rows: parts must have the same strides, and be contiguous in the last dimension")
     out = values.new_empty(batch, width, len(parts) * size)
     if out.numel():
-        block = min(power_of_two(size), MAX_BLOCK)
+        block = min(next_power_of_2(size), MAX_BLOCK_COLUMNS)
         _gather_rows_kernel[(batch * width, -(-size // block), len(parts))](
             *(parts, rows, out, width, size, *strides[:2], *rows.stride()),
-            PARTS=len(parts),
-            BLOCK=block,
-            num_warps=4,
-            **pdl_arguments(chip(values)),
-        )
+            PARTS=len(parts), BLOCK=block, num_warps=4, **pdl_arguments(chip(values)),
+        )  # fmt: skip
     return out
 
 
 @kernel
 def _gather_rows_kernel(
-    parts, rows_ptr, out_ptr, width, size, values_b, values_r, rows_b, rows_w,
-    PARTS: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
+    parts, rows_ptr, out_ptr, width, size, values_stride_b, values_stride_r, rows_stride_b, rows_stride_w,
+    PARTS: tl.constexpr, BLOCK: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    pdl_trigger_and_wait(DEPENDENT)
+    pdl_trigger_and_wait(USE_PDL)
     out_row = tl.program_id(0).to(tl.int64)
     b = out_row // width
-    row = tl.load(rows_ptr + b * rows_b + out_row % width * rows_w)
+    row = tl.load(rows_ptr + b * rows_stride_b + out_row % width * rows_stride_w)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    at = b * values_b + row * values_r + column
+    at = b * values_stride_b + row * values_stride_r + column
     for part in tl.static_range(PARTS):
         if tl.program_id(2) == part:
             value = tl.load(parts[part] + at, mask=column < size, other=0.0)

@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from espalier.kernels.runtime.jit import kernel
-from espalier.kernels.runtime.launch import chip, power_of_two, require, warps_for
+from espalier.kernels.runtime.launch import chip, next_power_of_2, require, warps_for
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 from espalier.kernels.sampling.logit_processors import (
     COLUMNS,
@@ -34,14 +34,14 @@ from espalier.kernels.sampling.logit_processors import (
     as_column,
     drafted_arguments,
     keeps_logits,
+    load_row_arguments,
     logits_arguments,
     process_logits,
-    row_args,
 )
 from espalier.kernels.sampling.noise import gumbel_at, noise_keys
 
 SPLIT = 2048
-# Splits that a warp merges.  They are many, because each child is one step, which is mostly synchronisation.
+# Splits per warp in the merge.  With few warps, the merge's steps (one per child) need little synchronisation.
 SPLITS_PER_WARP = 512
 
 
@@ -49,40 +49,40 @@ def draft_topk_triton(
     logits: Tensor,
     d2t: Tensor | None,
     rows: SlotRows,
-    first: Tensor,
-    offset: int,
+    first_positions: Tensor,
+    position_offset: int,
     scores: Tensor,
     topk: int,
-    above: tuple[Tensor, Tensor] | None = None,
-    coupled: bool = True,
+    drafted: tuple[Tensor, Tensor] | None = None,
+    adds_noise: bool = True,
     mask: Tensor | None = None,
-    stride: int = 0,
+    position_stride: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """Find each row's topk best children, best first: target ids [B, Q, K] int64, path scores [B, Q, K] float32.
 
     logits: [B, Q, Vd], in the form that pick_triton takes.  d2t: [Vd] int64, the target id of each draft id; None: the
-    vocabularies are the same.  rows: the sampling parameters of each request.  first [B] + offset + row · stride: the
-    position of a row's children.  scores: [B, Q] float32, the path scores of the rows.  above: (tokens [B, E],
-    ancestor_bits [B, Q, W]): drafted tokens and, for each row, the bits of the tokens on its path.  mask: [B, Q,
-    ceil(V / 32)] int32, the bits of target ids that may be drafted (sampling/mask.py); None allows all.
+    vocabularies are the same.  rows: the sampling parameters of each request.  first_positions [B] + offset + row ·
+    stride: the position of a row's children.  scores: [B, Q] float32, the path scores of the rows.  drafted: (tokens
+    [B, E], ancestor_bits [B, Q, W]): drafted tokens and, for each row, the bits of the tokens on its path.  mask: [B,
+    Q, ceil(V / 32)] int32, the bits of target ids that may be drafted (sampling/mask.py); None allows all.
 
     A child's score is its row's score plus the child's log-probability (at most 0), in float32.  The log-probability is
     the log_softmax of the processed logits at temperature 0, of processed logits / T + noise if coupled, and of
     processed logits / T if not coupled.  NaN counts as -inf.
     """
     batch, queries, vocab = logits.shape
-    given = logits_arguments(logits, rows.vocab if d2t is None else d2t.shape[0], rows, first)
+    given = logits_arguments(logits, rows.vocab if d2t is None else d2t.shape[0], rows, first_positions)
     require("draft_topk: scores", scores, (batch, queries), torch.float32, logits)
-    # A placeholder pointer if there is no d2t; the kernel does not read it.
+    # Without d2t, the kernel gets a placeholder pointer, which it does not read.
     of_target = rows.ints if d2t is None else d2t.contiguous()
     if d2t is not None:
         require("draft_topk: d2t", of_target, (vocab,), torch.int64, logits)
-    hanging = drafted_arguments(above, 0, queries, rows, mask)
+    hanging = drafted_arguments(drafted, 0, queries, rows, mask)
     ids = torch.empty(batch, queries, topk, dtype=torch.int64, device=logits.device)
     best = torch.empty(batch, queries, topk, dtype=torch.float32, device=logits.device)
     if not ids.numel():
         return ids, best
-    split = min(SPLIT, power_of_two(vocab))
+    split = min(SPLIT, next_power_of_2(vocab))
     places, splits = batch * queries, -(-vocab // split)
     exact = torch.promote_types(logits.dtype, torch.float32)
     values = torch.empty(places, splits, topk, dtype=exact, device=logits.device)
@@ -92,36 +92,30 @@ def draft_topk_triton(
     options |= pdl_arguments(chip(logits))
     of_splits = (values, indices, sums)
     _block_topk_kernel[(places, splits)](
-        *(*of_splits, vocab, of_target, offset, stride, given, rows.arguments, hanging, queries, splits),
-        COLUMNS=COLUMNS,
-        COUPLED=coupled,
-        SPLIT=split,
-        num_warps=4,
-        **options,
-    )
+        *(*of_splits, vocab, of_target, position_offset, position_stride, given, rows.arguments, hanging, queries),
+        splits, COLUMNS=COLUMNS, ADDS_NOISE=adds_noise, SPLIT=split, num_warps=4, **options,
+    )  # fmt: skip
     _merge_topk_kernel[(places,)](
         *(ids, best, *of_splits, of_target, scores, *scores.stride(), queries, splits),
-        SPLITS=power_of_two(splits),
-        CHILDREN=power_of_two(topk),
-        num_warps=warps_for(power_of_two(splits), SPLITS_PER_WARP),
-        **options,
-    )
+        SPLITS=next_power_of_2(splits), BLOCK_CHILDREN=next_power_of_2(topk),
+        num_warps=warps_for(next_power_of_2(splits), SPLITS_PER_WARP), **options,
+    )  # fmt: skip
     return ids, best
 
 
 @kernel
 def _block_topk_kernel(
-    values_ptr, indices_ptr, sums_ptr, draft_vocab, d2t_ptr, offset, stride, logits, slots, above, queries, splits,
-    COLUMNS: tl.constexpr, COUPLED: tl.constexpr, SPLIT: tl.constexpr,
-    HAS_D2T: tl.constexpr, TOPK: tl.constexpr, DEPENDENT: tl.constexpr,
+    values_ptr, indices_ptr, sums_ptr, draft_vocab, d2t_ptr, offset, stride, logits, slots, drafted, queries, splits,
+    COLUMNS: tl.constexpr, ADDS_NOISE: tl.constexpr, SPLIT: tl.constexpr,
+    HAS_D2T: tl.constexpr, TOPK: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """Find a split's TOPK best (value, draft index), best first, and its sum of exp(value - best value)."""
-    pdl_trigger_and_wait(DEPENDENT)
+    pdl_trigger_and_wait(USE_PDL)
     out = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
-    logits, slots, above = LogitsArguments(*logits), SlotArguments(*slots), DraftedArguments(*above)
-    b, logits_ptr, position, row, row_above = row_args(
-        out, queries, offset + out % queries * stride, logits, slots, above, COLUMNS
+    logits, slots, drafted = LogitsArguments(*logits), SlotArguments(*slots), DraftedArguments(*drafted)
+    b, logits_ptr, position, row, row_above = load_row_arguments(
+        out, queries, offset + out % queries * stride, logits, slots, drafted, COLUMNS
     )
     index = split * SPLIT + tl.arange(0, SPLIT)
     inside = index < draft_vocab
@@ -130,9 +124,9 @@ def _block_topk_kernel(
     ids = index
     if HAS_D2T:
         # A row with unchanged logits needs no token ids, which take more bytes than the logits.
-        needs_ids = ~keeps_logits(row) | (above.mask_words > 0)
+        needs_ids = ~keeps_logits(row) | (drafted.mask_words > 0)
         ids = tl.load(d2t_ptr + index, mask=inside & needs_ids, other=0).to(tl.int32)
-    x = noisy_logits(x, ids, inside, b, position, slots, row, row_above, COLUMNS, COUPLED)
+    x = noisy_logits(x, ids, inside, b, position, slots, row, row_above, COLUMNS, ADDS_NOISE)
     nan = tl.max((x != x).to(tl.int32), 0)
     x = tl.where(x != x, float("-inf"), x)
     top = tl.max(x, 0)
@@ -149,11 +143,11 @@ def _block_topk_kernel(
 
 @kernel
 def noisy_logits(
-    x, ids, inside, b, position, slots, row, above, COLUMNS: tl.constexpr, COUPLED: tl.constexpr,
+    x, ids, is_token, b, position, slots, row, drafted, COLUMNS: tl.constexpr, ADDS_NOISE: tl.constexpr,
 ):  # fmt: skip
-    """`process_logits` logits of row b of the batch.  If COUPLED and the request samples, its noise is added."""
-    x = process_logits(x, ids, inside, row, above)
-    if COUPLED and row.temperature > 0:
+    """`process_logits` logits of row b of the batch.  If ADDS_NOISE and the request samples, its noise is added."""
+    x = process_logits(x, ids, is_token, row, drafted)
+    if ADDS_NOISE and row.temperature > 0:
         k0, k1 = noise_keys(tl.load(slots.ints_ptr + b * COLUMNS.num_ints + COLUMNS.seed), position)
         x = x + as_column(gumbel_at(ids, k0, k1, x.dtype), x)
     return x
@@ -163,15 +157,16 @@ def noisy_logits(
 def _merge_topk_kernel(
     ids_ptr, best_ptr, values_ptr, indices_ptr, sums_ptr, d2t_ptr,
     scores_ptr, scores_batch_stride, scores_query_stride, queries, splits,
-    SPLITS: tl.constexpr, CHILDREN: tl.constexpr, HAS_D2T: tl.constexpr, TOPK: tl.constexpr, DEPENDENT: tl.constexpr,
+    SPLITS: tl.constexpr, BLOCK_CHILDREN: tl.constexpr, HAS_D2T: tl.constexpr, TOPK: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    pdl_trigger_and_wait(DEPENDENT)
+    pdl_trigger_and_wait(USE_PDL)
     out = tl.program_id(0).to(tl.int64)
     row = out + tl.arange(0, 1)
-    columns, logp = merge_splits(
-        values_ptr, indices_ptr, sums_ptr, row, row >= 0, splits, TOPK, 1, SPLITS, CHILDREN, TOPK
+    columns, logp = merge_topk_splits(
+        values_ptr, indices_ptr, sums_ptr, row, row >= 0, splits, TOPK, 1, SPLITS, BLOCK_CHILDREN, TOPK
     )
-    child = tl.arange(0, CHILDREN)[None, :]
+    child = tl.arange(0, BLOCK_CHILDREN)[None, :]
     valid = logp > float("-inf")
     ids = columns.to(tl.int64)
     if HAS_D2T:
@@ -182,40 +177,42 @@ def _merge_topk_kernel(
 
 
 @kernel
-def merge_splits(
-    values_ptr, indices_ptr, sums_ptr, row, row_exists, splits, kept,
-    ROWS: tl.constexpr, SPLITS: tl.constexpr, CHILDREN: tl.constexpr, TOPK: tl.constexpr,
+def merge_topk_splits(
+    values_ptr, indices_ptr, sums_ptr, row, row_exists, splits, kept_per_split,
+    ROWS: tl.constexpr, SPLITS: tl.constexpr, BLOCK_CHILDREN: tl.constexpr, TOPK: tl.constexpr,
 ):  # fmt: skip
-    """The best children of rows [ROWS]: columns, and log-probabilities (float32, at most 0), [ROWS, CHILDREN] each.
+    """The best children of rows [ROWS]: columns, and log-probabilities (float32, at most 0), [ROWS, BLOCK_CHILDREN]
+    each.
 
-    Children that do not exist have -inf.
-    A row has `splits` splits.  A split has its `kept` best values, best first, their columns, and the sum of exp(value
-    - best value).  TOPK times, the best first value of all splits is taken, and the next value of its split moves up.
-    Among equal values the lower split wins, because its columns are lower.
+    Children that do not exist have -inf.  A row has `splits` splits.  A split has its `kept_per_split` best values,
+    best first, their columns, and the sum of exp(value - best value).  TOPK times, the best first value of all splits
+    is taken, and the next value of its split moves up.  Among equal values the lower split wins, because its columns
+    are lower.
     """
-    split, child = tl.arange(0, SPLITS)[None, :], tl.arange(0, CHILDREN)[None, :]
+    split, child = tl.arange(0, SPLITS)[None, :], tl.arange(0, BLOCK_CHILDREN)[None, :]
     exists = row_exists[:, None] & (split < splits)
     of_split = row[:, None] * splits + split
-    heads = tl.load(values_ptr + of_split * kept, mask=exists, other=float("-inf"))
+    heads = tl.load(values_ptr + of_split * kept_per_split, mask=exists, other=float("-inf"))
     totals = tl.load(sums_ptr + of_split, mask=exists, other=0.0)
     top = tl.max(heads, 1)
     total = tl.sum(totals * tl.exp(heads - tl.where(top == float("-inf"), 0.0, top)[:, None]), 1)
     num_taken = tl.zeros([ROWS, SPLITS], tl.int32)
-    values = tl.full([ROWS, CHILDREN], float("-inf"), heads.dtype)
-    places = tl.zeros([ROWS, CHILDREN], tl.int32)
+    values = tl.full([ROWS, BLOCK_CHILDREN], float("-inf"), heads.dtype)
+    places = tl.zeros([ROWS, BLOCK_CHILDREN], tl.int32)
     for k in range(TOPK):
         best, best_split = tl.max(heads, 1, return_indices=True)
         is_best = split == best_split[:, None]
-        place = tl.sum(tl.where(is_best, split * kept + num_taken, 0), 1)
+        place = tl.sum(tl.where(is_best, split * kept_per_split + num_taken, 0), 1)
         num_taken += is_best.to(tl.int32)
         following = tl.load(
-            values_ptr + of_split * kept + num_taken, mask=exists & is_best & (num_taken < kept), other=float("-inf")
-        )
+            values_ptr + of_split * kept_per_split + num_taken, mask=exists & is_best & (num_taken < kept_per_split),
+            other=float("-inf"),
+        )  # fmt: skip
         heads = tl.where(is_best, following, heads)
         values = tl.where(child == k, best[:, None], values)
         places = tl.where(child == k, place[:, None], places)
     logp = (values - top[:, None]) - tl.log(total)[:, None]
     # False for NaN as well.
     valid = logp > float("-inf")
-    columns = tl.load(indices_ptr + row[:, None] * splits * kept + places, mask=valid, other=0)
+    columns = tl.load(indices_ptr + row[:, None] * splits * kept_per_split + places, mask=valid, other=0)
     return columns, tl.where(valid, tl.minimum(logp.to(tl.float32), 0.0), float("-inf"))

@@ -1,8 +1,8 @@
 """The factors of a depth's rows, for edges that read more than the previous token (edges.py:FactorProjection).
 
-One program handles (request, tile of rows, block of the rank).  It multiplies the rows' states and embeddings with its
-part of the projection, adds the hidden state's part, and writes its part of the factors and new states.  The projection
-does not depend on the previous kernel, so its first columns are read before the wait.
+One program handles (request, tile of rows, block of the rank).  A program multiplies the rows' states and embeddings
+with its part of the projection, adds the hidden state's part, and writes its part of the factors and new states.  The
+projection is a weight, so its first columns are read before the wait for the previous kernel.
 
 The reference is LowRankEdges.factors.  Tolerance: products are summed in float32 (float64 for float64), and each result
 is rounded once, to the dtype of `before`; the reference rounds every operation.
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from espalier.errors import EspalierError
 from espalier.kernels.runtime.jit import kernel
-from espalier.kernels.runtime.launch import chip, exact_type, power_of_two, require
+from espalier.kernels.runtime.launch import acc_dtype, chip, next_power_of_2, require
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger, pdl_wait
 from espalier.kernels.tree.edges import DepthRows, LowRankEdges
 
@@ -30,7 +30,7 @@ MIN_TILE_ROWS, MAX_TILE_ROWS = 16, 32
 
 def edge_factors_triton(edges: LowRankEdges, depth: int, rows: DepthRows) -> tuple[Tensor, Tensor | None]:
     """See LowRankEdges.factors, for edges with a projection.  Raises EspalierError for other shapes and dtypes."""
-    projection, before = edges.projection, edges.before
+    projection, before = edges.projection, edges.token_factors
     assert projection is not None
     (batch, num_rows), rank = rows.tokens.shape, before.shape[1]
     parts, inputs = (3, 2) if projection.is_recurrent else (1, 1)
@@ -49,8 +49,8 @@ def edge_factors_triton(edges: LowRankEdges, depth: int, rows: DepthRows) -> tup
     made = before.new_empty(batch, num_rows, rank) if projection.is_recurrent else None
     if not factors.numel():
         return factors, made
-    tile = min(max(power_of_two(num_rows), MIN_TILE_ROWS), MAX_TILE_ROWS)
-    block_rank = max(power_of_two(rank), MIN_RANK)
+    tile = min(max(next_power_of_2(num_rows), MIN_TILE_ROWS), MAX_TILE_ROWS)
+    block_rank = max(next_power_of_2(rank), MIN_RANK)
     # All weights and inputs of a step are in shared memory at the same time.
     bytes_of_one = (parts * inputs * BLOCK_OUT + tile) * before.element_size()
     while block_rank > MIN_RANK and block_rank * bytes_of_one > chip(before).shared_memory // 2:
@@ -60,31 +60,25 @@ def edge_factors_triton(edges: LowRankEdges, depth: int, rows: DepthRows) -> tup
         *(parents, *((0, 0) if parents is None else parents.stride())),
         *(states, 0 if states is None else states.shape[1], hidden_part, hidden_part.stride(0)),
         *(projection.weight, projection.weight.stride(0), num_rows),
-        RANK=rank,
-        ROWS=tile,
-        BLOCK_OUT=BLOCK_OUT,
-        BLOCK_RANK=block_rank,
-        IS_RECURRENT=projection.is_recurrent,
-        EXACT=exact_type(before.dtype),
-        num_warps=4 if rank <= MAX_4_WARP_RANK else 8,
-        **pdl_arguments(chip(before)),
-    )
+        RANK=rank, ROWS=tile, BLOCK_OUT=BLOCK_OUT, BLOCK_RANK=block_rank, IS_RECURRENT=projection.is_recurrent,
+        ACC_DTYPE=acc_dtype(before.dtype), num_warps=4 if rank <= MAX_4_WARP_RANK else 8, **pdl_arguments(chip(before)),
+    )  # fmt: skip
     return factors, made
 
 
 @kernel
 def _edge_factors_kernel(
-    factors_ptr, made_ptr, tokens_ptr, tokens_batch_stride, tokens_row_stride, before_ptr, before_stride,
-    parents_ptr, parents_batch_stride, parents_row_stride, states_ptr, states_rows, of_hidden_ptr, of_hidden_stride,
-    weight_ptr, weight_stride, num_rows,
+    factors_ptr, new_states_ptr, tokens_ptr, tokens_batch_stride, tokens_row_stride, token_factors_ptr,
+    token_factors_stride, parents_ptr, parents_batch_stride, parents_row_stride, states_ptr, states_rows,
+    hidden_part_ptr, hidden_part_stride, weight_ptr, weight_stride, num_rows,
     RANK: tl.constexpr, ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_RANK: tl.constexpr,
-    IS_RECURRENT: tl.constexpr, EXACT: tl.constexpr, DEPENDENT: tl.constexpr,
+    IS_RECURRENT: tl.constexpr, ACC_DTYPE: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """Weights [BLOCK_RANK, BLOCK_OUT] are transposed.  Names in `e_` multiply the embedding, names in `s_` the state.
 
     BLOCK_RANK: numbers of an embedding, or of a state, that one step multiplies.
     """
-    pdl_trigger(DEPENDENT)
+    pdl_trigger(USE_PDL)
     b = tl.program_id(0).to(tl.int64)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     out = tl.program_id(2) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
@@ -101,56 +95,56 @@ def _edge_factors_kernel(
         e_candidate = tl.load(of_weight + part, mask=is_weight, other=0.0)
         e_output = tl.load(of_weight + 2 * part, mask=is_weight, other=0.0)
     e_gate = tl.load(of_weight, mask=is_weight, other=0.0)
-    pdl_wait(DEPENDENT)
+    pdl_wait(USE_PDL)
     tokens = tokens_ptr + b * tokens_batch_stride + row * tokens_row_stride
-    of_row = before_ptr + tl.maximum(tl.load(tokens, mask=exists, other=0), 0) * before_stride
+    of_row = token_factors_ptr + tl.maximum(tl.load(tokens, mask=exists, other=0), 0) * token_factors_stride
     embedded = tl.load(of_row[:, None] + place[None, :], mask=inside[None, :], other=0.0)
-    hidden_part = of_hidden_ptr + b * of_hidden_stride + out
-    gate = tl.load(hidden_part, mask=is_out, other=0.0).to(EXACT)[None, :]
-    gate += tl.dot(embedded, e_gate, input_precision="ieee", out_dtype=EXACT)
-    gate = _add_products(gate, of_row, of_weight, is_out, place, RANK, BLOCK_RANK, EXACT)
+    hidden_part = hidden_part_ptr + b * hidden_part_stride + out
+    gate = tl.load(hidden_part, mask=is_out, other=0.0).to(ACC_DTYPE)[None, :]
+    gate += tl.dot(embedded, e_gate, input_precision="ieee", out_dtype=ACC_DTYPE)
+    gate = _add_products(gate, of_row, of_weight, is_out, place, RANK, BLOCK_RANK, ACC_DTYPE)
     mask = exists[:, None] & is_out[None, :]
     written = (b * num_rows + row)[:, None] * RANK + out[None, :]
     if IS_RECURRENT:
-        candidate = tl.load(hidden_part + RANK, mask=is_out, other=0.0).to(EXACT)[None, :]
-        candidate += tl.dot(embedded, e_candidate, input_precision="ieee", out_dtype=EXACT)
-        candidate = _add_products(candidate, of_row, of_weight + part, is_out, place, RANK, BLOCK_RANK, EXACT)
-        output = tl.load(hidden_part + 2 * RANK, mask=is_out, other=0.0).to(EXACT)[None, :]
-        output += tl.dot(embedded, e_output, input_precision="ieee", out_dtype=EXACT)
-        output = _add_products(output, of_row, of_weight + 2 * part, is_out, place, RANK, BLOCK_RANK, EXACT)
-        own_state = tl.zeros([ROWS, BLOCK_OUT], EXACT)
+        candidate = tl.load(hidden_part + RANK, mask=is_out, other=0.0).to(ACC_DTYPE)[None, :]
+        candidate += tl.dot(embedded, e_candidate, input_precision="ieee", out_dtype=ACC_DTYPE)
+        candidate = _add_products(candidate, of_row, of_weight + part, is_out, place, RANK, BLOCK_RANK, ACC_DTYPE)
+        output = tl.load(hidden_part + 2 * RANK, mask=is_out, other=0.0).to(ACC_DTYPE)[None, :]
+        output += tl.dot(embedded, e_output, input_precision="ieee", out_dtype=ACC_DTYPE)
+        output = _add_products(output, of_row, of_weight + 2 * part, is_out, place, RANK, BLOCK_RANK, ACC_DTYPE)
+        own_state = tl.zeros([ROWS, BLOCK_OUT], ACC_DTYPE)
         if states_ptr is not None:
             parents = parents_ptr + b * parents_batch_stride + row * parents_row_stride
             of_state = states_ptr + (b * states_rows + tl.load(parents, mask=exists, other=0)) * RANK
             state = tl.load(of_state[:, None] + place[None, :], mask=inside[None, :], other=0.0)
-            own_state = tl.load(of_state[:, None] + out[None, :], mask=mask, other=0.0).to(EXACT)
-            gate += tl.dot(state, s_gate, input_precision="ieee", out_dtype=EXACT)
-            candidate += tl.dot(state, s_candidate, input_precision="ieee", out_dtype=EXACT)
-            output += tl.dot(state, s_output, input_precision="ieee", out_dtype=EXACT)
+            own_state = tl.load(of_state[:, None] + out[None, :], mask=mask, other=0.0).to(ACC_DTYPE)
+            gate += tl.dot(state, s_gate, input_precision="ieee", out_dtype=ACC_DTYPE)
+            candidate += tl.dot(state, s_candidate, input_precision="ieee", out_dtype=ACC_DTYPE)
+            output += tl.dot(state, s_output, input_precision="ieee", out_dtype=ACC_DTYPE)
             of_weight -= RANK
-            gate = _add_products(gate, of_state, of_weight, is_out, place, RANK, BLOCK_RANK, EXACT)
-            candidate = _add_products(candidate, of_state, of_weight + part, is_out, place, RANK, BLOCK_RANK, EXACT)
-            output = _add_products(output, of_state, of_weight + 2 * part, is_out, place, RANK, BLOCK_RANK, EXACT)
+            gate = _add_products(gate, of_state, of_weight, is_out, place, RANK, BLOCK_RANK, ACC_DTYPE)
+            candidate = _add_products(candidate, of_state, of_weight + part, is_out, place, RANK, BLOCK_RANK, ACC_DTYPE)
+            output = _add_products(output, of_state, of_weight + 2 * part, is_out, place, RANK, BLOCK_RANK, ACC_DTYPE)
         kept = _sigmoid(gate)
         made = kept * own_state + (1 - kept) * _tanh(candidate)
-        tl.store(made_ptr + written, made.to(made_ptr.dtype.element_ty), mask=mask)
+        tl.store(new_states_ptr + written, made.to(new_states_ptr.dtype.element_ty), mask=mask)
         factor = _tanh(output)
     else:
-        own = tl.load(of_row[:, None] + out[None, :], mask=mask, other=0.0).to(EXACT)
+        own = tl.load(of_row[:, None] + out[None, :], mask=mask, other=0.0).to(ACC_DTYPE)
         factor = _sigmoid(gate) * own
     tl.store(factors_ptr + written, factor.to(factors_ptr.dtype.element_ty), mask=mask)
 
 
 @kernel
 def _add_products(
-    total, of_row, of_weight, is_out, place, RANK: tl.constexpr, BLOCK_RANK: tl.constexpr, EXACT: tl.constexpr,
+    total, row_ptrs, weight_ptrs, is_out, place, RANK: tl.constexpr, BLOCK_RANK: tl.constexpr, ACC_DTYPE: tl.constexpr,
 ):  # fmt: skip
     """Add the products of the inputs from BLOCK_RANK on to total [ROWS, BLOCK_OUT]."""
     for start in range(BLOCK_RANK, RANK, BLOCK_RANK):
         inside = start + place < RANK
-        x = tl.load(of_row[:, None] + (start + place)[None, :], mask=inside[None, :], other=0.0)
-        w = tl.load(of_weight + start, mask=inside[:, None] & is_out[None, :], other=0.0)
-        total += tl.dot(x, w, input_precision="ieee", out_dtype=EXACT)
+        x = tl.load(row_ptrs[:, None] + (start + place)[None, :], mask=inside[None, :], other=0.0)
+        w = tl.load(weight_ptrs + start, mask=inside[:, None] & is_out[None, :], other=0.0)
+        total += tl.dot(x, w, input_precision="ieee", out_dtype=ACC_DTYPE)
     return total
 
 

@@ -2,15 +2,15 @@
 
 A row is a token, because all paths that end in the same token at the same depth have the same continuations.  With
 recurrent edges a row is a path.  There are three kernels.  The first has one program per (requests, tile of rows, split
-of the columns).  It adds the edges, a product of low rank, to the depth's logits, and writes the sums with each split's
-maximum and sum of exponentials.  The second has one program per row.  The best columns are in the splits with the best
-maxima, so it reads only these.  The third ranks the next depth's rows, one program per request.
+of the columns).  This kernel adds the edges, a product of low rank, to the depth's logits.  It writes the logits with
+each split's maximum and sum of exponentials.  The second has one program per row.  The best columns are in the splits
+with the best maxima, so it reads only these.  The third ranks the next depth's rows, one program per request.
 
 The reference is espalier/speculate/sampler.py:TorchSampler.next_depth.  Like draft_topk.py, this file may draft
 other tokens than the reference; the emitted tokens are the same.  Children are ordered by logits in float32, and ties
 go to the lower column.
 
-Tolerance: that of draft_topk.py, plus rank · 2⁻²⁴ times the sum of the products' magnitudes, because logits are summed
+Tolerance: as in draft_topk.py, plus rank · 2⁻²⁴ times the sum of the products' magnitudes, because logits are summed
 in float32 (float64 for float64, then rounded to float32).  The reference rounds product and sum to the logits' dtype.
 """
 
@@ -23,7 +23,7 @@ from torch import Tensor
 from espalier.errors import EspalierError
 from espalier.kernels.ops.drafts import Candidates
 from espalier.kernels.runtime.jit import float_to_key, kernel, key_to_float
-from espalier.kernels.runtime.launch import chip, exact_type, power_of_two, require, warps_for
+from espalier.kernels.runtime.launch import acc_dtype, chip, next_power_of_2, require, warps_for
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger, pdl_trigger_and_wait, pdl_wait
 from espalier.kernels.sampling.logit_processors import (
     COLUMNS,
@@ -33,24 +33,24 @@ from espalier.kernels.sampling.logit_processors import (
     SlotRows,
     drafted_arguments,
     keeps_logits,
+    load_row_arguments,
     logits_arguments,
-    row_args,
 )
 from espalier.kernels.tree.draft_topk import noisy_logits
 from espalier.kernels.tree.edges import DepthRows, LowRankEdges
 from espalier.kernels.tree.select_tree import comparable_score
 
-# Columns per program, and the numbers of the rank that it multiplies in a step.  These take 64 kB of bfloat16, so three
-# programs fit in the shared memory of a multiprocessor.
+# Columns per program, and the numbers of the rank that it multiplies in a step.  Columns of this size take
+# 64 kB of bfloat16, so three programs fit in the shared memory of a multiprocessor.
 SPLIT, BLOCK_RANK = 128, 256
 WARPS = 8
-# Requests per program.  They share the columns that the program has read.
-REQUESTS = 8
+# Requests per program, which share the columns that the program has read.
+REQUESTS_PER_PROGRAM = 8
 # Rows per program: at least what tensor cores need, at most what keeps their logits in registers.
 MIN_TILE_ROWS, MAX_TILE_ROWS = 8, 16
 # The fewest columns, and the smallest rank, that tensor cores take.
 MIN_SPLIT, MIN_RANK = 16, 16
-# Values per warp in the search for the best.  They are many, because a step of several warps is mostly synchronisation.
+# Values per warp in the search for the best.  With few warps, a step needs little synchronisation.
 VALUES_PER_WARP = 1024
 
 
@@ -61,113 +61,105 @@ def edge_topk_triton(
     factors_and_states: tuple[Tensor, Tensor | None] | None,
     d2t: Tensor | None,
     slots: SlotRows,
-    first: Tensor,
+    first_positions: Tensor,
     out: Candidates,
-    coupled: bool = True,
+    adds_noise: bool = True,
     mask: Tensor | None = None,
     forced_tokens: Tensor | None = None,
 ) -> DepthRows:
     """Write the K best children of each row at `depth` (from 0) to `out`, [B, R, K] each, and return the next rows.
 
-    factors_and_states: the rows' factors and states, from edge_factors; None: a row's factor is that of its token.
-    first [B] + depth: the position of the children.  mask: [B, 1, ceil(V / 32)] int32, bits of target ids that may be
-    drafted; forced_tokens: [B, 1] int64, the only token that may be drafted, -1 for several.  d2t, slots, coupled and
-    scores: see draft_topk_triton; penalties count no drafted token.  Raises EspalierError for other shapes and dtypes.
+    factors_and_states: the rows' factors and states, from edge_factors; None: a row has the factor of its token.
+    first_positions [B] + depth: the position of the children.  mask: [B, 1, ceil(V / 32)] int32, bits of target ids
+    that may be drafted; forced_tokens: [B, 1] int64, the only token that may be drafted, -1 for several.  d2t, slots,
+    coupled and scores: see draft_topk_triton; penalties count no drafted token.  Raises EspalierError for other shapes
+    and dtypes.
     """
-    (batch, num_rows, topk), (columns, rank) = out.tokens.shape, edges.after.shape[-2:]
+    (batch, num_rows, topk), (columns, rank) = out.tokens.shape, edges.column_factors.shape[-2:]
     factors, states = factors_and_states or (None, None)
     rows_are_paths = edges.is_recurrent
     made = DepthRows(
-        first.new_empty(batch, topk),
+        first_positions.new_empty(batch, topk),
         rows.scores.new_empty(batch, topk),
-        first.new_empty(batch, topk) if rows_are_paths else None,
+        first_positions.new_empty(batch, topk) if rows_are_paths else None,
         states,
     )
     if not out.tokens.numel():
         return made
     # Expanded tensors have stride 0, so that all requests share the columns.
     own = edges.ids is not None
-    after = (edges.after[:, depth] if own else edges.after).expand(batch, -1, -1)
+    after = (edges.column_factors[:, depth] if own else edges.column_factors).expand(batch, -1, -1)
     ids = edges.ids[:, depth] if edges.ids is not None else None if d2t is None else d2t.expand(batch, -1)
-    _require(edges, rows, factors, after, ids, out)
-    logits = logits_arguments(edges.base[:, depth : depth + 1], columns, slots, first)
-    split = min(SPLIT, max(power_of_two(columns), MIN_SPLIT))
+    _check_arguments(edges, rows, factors, after, ids, out)
+    logits = logits_arguments(edges.base_logits[:, depth : depth + 1], columns, slots, first_positions)
+    split = min(SPLIT, max(next_power_of_2(columns), MIN_SPLIT))
     splits = -(-columns // split)
-    tile = min(max(power_of_two(num_rows), MIN_TILE_ROWS), MAX_TILE_ROWS)
-    x = torch.empty(batch, num_rows, splits, split, dtype=torch.float32, device=edges.base.device)
+    tile = min(max(next_power_of_2(num_rows), MIN_TILE_ROWS), MAX_TILE_ROWS)
+    x = torch.empty(batch, num_rows, splits, split, dtype=torch.float32, device=edges.base_logits.device)
     tops, sums = x.new_empty(2, batch, num_rows, splits)
     id_arguments = (ids, 0 if ids is None else ids.stride(0))
     is_half = after.element_size() == 2
-    requests = 1 if own else min(REQUESTS, batch)
+    requests = 1 if own else min(REQUESTS_PER_PROGRAM, batch)
     groups = -(-batch // requests) * -(-num_rows // tile)
-    before = edges.before if factors is None else factors.view(-1, rank)
+    before = edges.token_factors if factors is None else factors.view(-1, rank)
     _edge_topk_kernel[(groups, splits)](
         *(x, tops, sums, rows.tokens if factors is None else None, *rows.tokens.stride()),
         *(before, before.stride(0), after),
         *(*after.stride()[:2], *id_arguments, depth, logits, slots.arguments),
         *(drafted_arguments(None, 0, 1, slots, mask), batch, requests, num_rows, columns, splits),
-        COLUMNS=COLUMNS,
-        COUPLED=coupled,
-        RANK=rank,
-        BLOCK_RANK=min(max(power_of_two(rank), MIN_RANK), BLOCK_RANK) if is_half else MIN_RANK,
-        ROWS=tile,
-        SPLIT=split,
-        IS_WEIGHT=not own,
-        EXACT=exact_type(edges.base.dtype),
-        num_warps=WARPS,
-        num_stages=1,
-        enable_fp_fusion=False,
-        **pdl_arguments(chip(x)),
-    )
+        COLUMNS=COLUMNS, ADDS_NOISE=adds_noise, RANK=rank,
+        BLOCK_RANK=min(max(next_power_of_2(rank), MIN_RANK), BLOCK_RANK) if is_half else MIN_RANK, ROWS=tile,
+        SPLIT=split, IS_WEIGHT=not own, ACC_DTYPE=acc_dtype(edges.base_logits.dtype), num_warps=WARPS, num_stages=1,
+        enable_fp_fusion=False, **pdl_arguments(chip(x)),
+    )  # fmt: skip
     _merge_and_rank(out, made, (x, tops, sums), id_arguments, rows.scores, forced_tokens)
     return made
 
 
 def _merge_and_rank(
     out: Candidates,
-    made: DepthRows,
+    next_depth: DepthRows,
     of_splits: tuple[Tensor, Tensor, Tensor],
     id_arguments: tuple[Tensor | None, int],
     row_scores: Tensor,
-    only: Tensor | None,
+    forced_tokens: Tensor | None,
 ) -> None:
     (batch, num_rows, topk), (splits, split) = out.tokens.shape, of_splits[0].shape[2:]
-    on, of_splits_block, children = chip(row_scores), power_of_two(splits), power_of_two(topk)
+    on, of_splits_block, children = chip(row_scores), next_power_of_2(splits), next_power_of_2(topk)
     _merge_rows_kernel[(batch, num_rows)](
         *(*out[:2], out.tokens.stride(0), *of_splits, *id_arguments),
-        *(only, 0 if only is None else only.stride(0), num_rows, splits, topk),
-        SPLITS=of_splits_block,
-        SPLIT=split,
-        CHILDREN=children,
-        num_warps=warps_for(max(of_splits_block, children * split), VALUES_PER_WARP),
-        enable_fp_fusion=False,
+        *(forced_tokens, 0 if forced_tokens is None else forced_tokens.stride(0), num_rows, splits, topk),
+        SPLITS=of_splits_block, SPLIT=split, BLOCK_CHILDREN=children,
+        num_warps=warps_for(max(of_splits_block, children * split), VALUES_PER_WARP), enable_fp_fusion=False,
         **pdl_arguments(on),
-    )
-    candidates = power_of_two(num_rows * topk)
+    )  # fmt: skip
+    candidates = next_power_of_2(num_rows * topk)
     _rank_rows_kernel[(batch,)](
-        *(*out, out.tokens.stride(0), *made[:3], row_scores, *row_scores.stride(), num_rows, topk),
-        CANDIDATES=candidates,
-        TOPK=topk,
-        num_warps=warps_for(candidates, VALUES_PER_WARP),
-        **pdl_arguments(on),
-    )
+        *(*out, out.tokens.stride(0), *next_depth[:3], row_scores, *row_scores.stride(), num_rows, topk),
+        CANDIDATES=candidates, TOPK=topk, num_warps=warps_for(candidates, VALUES_PER_WARP), **pdl_arguments(on),
+    )  # fmt: skip
 
 
-def _require(
-    edges: LowRankEdges, rows: DepthRows, factors: Tensor | None, after: Tensor, ids: Tensor | None, out: Candidates
+def _check_arguments(
+    edges: LowRankEdges,
+    rows: DepthRows,
+    factors: Tensor | None,
+    column_factors: Tensor,
+    ids: Tensor | None,
+    out: Candidates,
 ) -> None:
-    (batch, num_rows, topk), (_, columns, rank), base = out.tokens.shape, after.shape, edges.base
+    (batch, num_rows, topk), (_, columns, rank), base = out.tokens.shape, column_factors.shape, edges.base_logits
     if factors is not None:
-        require("edge_topk: factors", factors, (batch, num_rows, rank), after.dtype, base)
+        require("edge_topk: factors", factors, (batch, num_rows, rank), column_factors.dtype, base)
     require("edge_topk: tokens", rows.tokens, (batch, num_rows), torch.int64, base)
     require("edge_topk: scores", rows.scores, (batch, num_rows), torch.float32, base)
-    require("edge_topk: before", edges.before, (-1, rank), after.dtype, base)
-    require("edge_topk: after", after, (batch, columns, rank), base.dtype, base)
+    require("edge_topk: before", edges.token_factors, (-1, rank), column_factors.dtype, base)
+    require("edge_topk: after", column_factors, (batch, columns, rank), base.dtype, base)
     if ids is not None:
         require("edge_topk: ids", ids, (batch, columns), torch.int64, base)
     for value, dtype in zip(out, (torch.int64, torch.float32, torch.int32), strict=True):
         require("edge_topk: out", value, (batch, num_rows, topk), dtype, base)
-    dense = [edges.before, after, *(() if ids is None else (ids,)), *(value[0] for value in out)]
+    dense = [edges.token_factors, column_factors, *(() if ids is None else (ids,)), *(value[0] for value in out)]
     if any(value.stride(-1) != 1 for value in dense[:-3]) or not all(value.is_contiguous() for value in dense[-3:]):
         raise EspalierError(
             "edge_topk: factors, ids and out must be dense in their last dimensions; allocate them whole"
@@ -176,20 +168,19 @@ def _require(
 
 @kernel
 def _edge_topk_kernel(
-    x_ptr, tops_ptr, sums_ptr, tokens_ptr, tokens_batch_stride, tokens_row_stride, before_ptr, before_stride,
-    after_ptr, after_batch_stride, after_stride, ids_ptr, ids_stride, depth, logits, slots, above,
-    batch, requests, num_rows, num_columns, splits,
-    COLUMNS: tl.constexpr, COUPLED: tl.constexpr, RANK: tl.constexpr, BLOCK_RANK: tl.constexpr,
-    ROWS: tl.constexpr, SPLIT: tl.constexpr, IS_WEIGHT: tl.constexpr, EXACT: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    x_ptr, tops_ptr, sums_ptr, tokens_ptr, tokens_batch_stride, tokens_row_stride, token_factors_ptr,
+    token_factors_stride, column_factors_ptr, column_factors_batch_stride, column_factors_stride, ids_ptr, ids_stride,
+    depth, logits, slots, drafted, batch, requests, num_rows, num_columns, splits,
+    COLUMNS: tl.constexpr, ADDS_NOISE: tl.constexpr, RANK: tl.constexpr, BLOCK_RANK: tl.constexpr,
+    ROWS: tl.constexpr, SPLIT: tl.constexpr, IS_WEIGHT: tl.constexpr, ACC_DTYPE: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Write the logits x [SPLIT, ROWS] of one split.  A column is a row of the depth; all have one request and
-    position.
+    """Write the logits x [SPLIT, ROWS] of one split.  Column j is row j of the depth.
 
-    The split's columns are weights, so they are read before the wait.  Every other depth takes the splits in reverse,
+    The split's columns are weights, so they are read before the wait.  Every second depth takes the splits in reverse,
     because the columns that the previous depth read last may still be in the L2.
     """
-    pdl_trigger(DEPENDENT)
+    pdl_trigger(USE_PDL)
     tiles = tl.cdiv(num_rows, ROWS)
     first = (tl.program_id(0) // tiles).to(tl.int64) * requests
     row_index = tl.program_id(0) % tiles * ROWS + tl.arange(0, ROWS)
@@ -199,39 +190,39 @@ def _edge_topk_kernel(
         split = splits - 1 - split
     index = split * SPLIT + place
     inside = index < num_columns
-    # Columns past the end become the last column, and count as -inf.
-    of_column = after_ptr + first * after_batch_stride
-    of_column += tl.minimum(index, num_columns - 1).to(tl.int64) * after_stride
+    # Columns past the end read the last column; their logits become -inf.
+    of_column = column_factors_ptr + first * column_factors_batch_stride
+    of_column += tl.minimum(index, num_columns - 1).to(tl.int64) * column_factors_stride
     if not IS_WEIGHT:
-        pdl_wait(DEPENDENT)
+        pdl_wait(USE_PDL)
     after = tl.load(of_column[:, None] + rank[None, :], mask=rank[None, :] < RANK, other=0.0)
     if IS_WEIGHT:
-        pdl_wait(DEPENDENT)
+        pdl_wait(USE_PDL)
     exists = row_index < num_rows
-    logits, slots, above = LogitsArguments(*logits), SlotArguments(*slots), DraftedArguments(*above)
+    logits, slots, drafted = LogitsArguments(*logits), SlotArguments(*slots), DraftedArguments(*drafted)
     for b in range(first, tl.minimum(first + requests, batch)):
         if tokens_ptr is None:
             factor = b * num_rows + tl.where(exists, row_index, 0)
         else:
             tokens = tokens_ptr + b * tokens_batch_stride + row_index * tokens_row_stride
             factor = tl.maximum(tl.load(tokens, mask=exists, other=0), 0)
-        of_row = before_ptr + factor * before_stride
-        _, base_ptr, position, row, row_above = row_args(b, 1, depth, logits, slots, above, COLUMNS)
-        base = tl.load(base_ptr + index, mask=inside, other=0.0).to(EXACT)
+        of_row = token_factors_ptr + factor * token_factors_stride
+        _, base_ptr, position, row, row_above = load_row_arguments(b, 1, depth, logits, slots, drafted, COLUMNS)
+        base = tl.load(base_ptr + index, mask=inside, other=0.0).to(ACC_DTYPE)
         ids = index
         if ids_ptr is not None:
             # A row whose logits do not change needs no token ids.
-            needs_ids = ~keeps_logits(row) | (above.mask_words > 0)
+            needs_ids = ~keeps_logits(row) | (drafted.mask_words > 0)
             ids = tl.load(ids_ptr + b * ids_stride + index, mask=inside & needs_ids, other=0).to(tl.int32)
         before = tl.load(of_row[None, :] + rank[:, None], mask=rank[:, None] < RANK, other=0.0)
-        x = tl.dot(after, before, input_precision="ieee", out_dtype=EXACT)
+        x = tl.dot(after, before, input_precision="ieee", out_dtype=ACC_DTYPE)
         for start in range(BLOCK_RANK, RANK, BLOCK_RANK):
             more = start + rank < RANK
             after_more = tl.load(of_column[:, None] + (start + rank)[None, :], mask=more[None, :], other=0.0)
             before_more = tl.load(of_row[None, :] + (start + rank)[:, None], mask=more[:, None], other=0.0)
-            x = tl.dot(after_more, before_more, x, input_precision="ieee", out_dtype=EXACT)
+            x = tl.dot(after_more, before_more, x, input_precision="ieee", out_dtype=ACC_DTYPE)
         x = tl.where(inside[:, None], x + base[:, None], float("-inf"))
-        x = noisy_logits(x, ids, inside, b, position, slots, row, row_above, COLUMNS, COUPLED)
+        x = noisy_logits(x, ids, inside, b, position, slots, row, row_above, COLUMNS, ADDS_NOISE)
         out = (b * num_rows + row_index) * splits + split
         tl.store(x_ptr + out[None, :] * SPLIT + place[:, None], x, mask=exists[None, :])
         top, total = _sum_of_exp(x.to(tl.float32))
@@ -249,24 +240,24 @@ def _sum_of_exp(x):
 @kernel
 def _merge_rows_kernel(
     tokens_ptr, scores_ptr, out_stride, x_ptr, tops_ptr, sums_ptr, ids_ptr, ids_stride,
-    only_ptr, only_stride, num_rows, splits, topk,
-    SPLITS: tl.constexpr, SPLIT: tl.constexpr, CHILDREN: tl.constexpr, DEPENDENT: tl.constexpr,
+    forced_tokens_ptr, forced_tokens_stride, num_rows, splits, topk,
+    SPLITS: tl.constexpr, SPLIT: tl.constexpr, BLOCK_CHILDREN: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """Merge the splits of one row.  Only the topk splits with the largest maxima can have its topk best columns."""
-    pdl_trigger_and_wait(DEPENDENT)
+    pdl_trigger_and_wait(USE_PDL)
     b = tl.program_id(0).to(tl.int64)
     row = b * num_rows + tl.program_id(1)
-    split, child = tl.arange(0, SPLITS), tl.arange(0, CHILDREN)
+    split, child = tl.arange(0, SPLITS), tl.arange(0, BLOCK_CHILDREN)
     tops = tl.load(tops_ptr + row * splits + split, mask=split < splits, other=float("-inf"))
     sums = tl.load(sums_ptr + row * splits + split, mask=split < splits, other=0.0)
     top = tl.max(tops, 0)
     total = tl.sum(sums * tl.exp(tops - tl.where(top == float("-inf"), 0.0, top)), 0)
-    split_tops, chosen = _topk_of(tops, split, CHILDREN, topk)
+    split_tops, chosen = _topk_values(tops, split, BLOCK_CHILDREN, topk)
     column = chosen[:, None] * SPLIT + tl.arange(0, SPLIT)[None, :]
     is_chosen = (split_tops > float("-inf"))[:, None] & (column >= 0)
     x = tl.load(x_ptr + row * splits * SPLIT + column, mask=is_chosen, other=float("-inf"))
-    SIZE: tl.constexpr = CHILDREN * SPLIT
-    values, columns = _topk_of(tl.reshape(x, [SIZE]), tl.reshape(column, [SIZE]), CHILDREN, topk)
+    SIZE: tl.constexpr = BLOCK_CHILDREN * SPLIT
+    values, columns = _topk_values(tl.reshape(x, [SIZE]), tl.reshape(column, [SIZE]), BLOCK_CHILDREN, topk)
     scores = (values - top) - tl.log(total)
     # False for NaN as well.
     valid = scores > float("-inf")
@@ -275,8 +266,8 @@ def _merge_rows_kernel(
     if ids_ptr is not None:
         tokens = tl.load(ids_ptr + b * ids_stride + columns, mask=valid, other=0)
     tokens = tl.where(valid, tokens, 0)
-    if only_ptr is not None:
-        only = tl.load(only_ptr + b * only_stride)
+    if forced_tokens_ptr is not None:
+        only = tl.load(forced_tokens_ptr + b * forced_tokens_stride)
         tokens = tl.where(only >= 0, only, tokens)
         scores = tl.where(only >= 0, tl.where(child == 0, 0.0, float("-inf")), scores)
     out = b * out_stride + tl.program_id(1) * topk + child
@@ -285,15 +276,16 @@ def _merge_rows_kernel(
 
 
 @kernel
-def _topk_of(x, index, CHILDREN: tl.constexpr, topk):
-    """The topk best values of x, best first, and their indices, [CHILDREN] each.  Equal values: the lower index first.
+def _topk_values(x, index, BLOCK_CHILDREN: tl.constexpr, topk):
+    """The topk best values of x, best first, and their indices, [BLOCK_CHILDREN] each.  Equal values: the lower index
+    first.
 
     NaN counts as -inf.  If fewer than topk values are above -inf, the rest are -inf, with any index.
     """
-    child = tl.arange(0, CHILDREN)
+    child = tl.arange(0, BLOCK_CHILDREN)
     # The keys are integers, because the maximum of integers over a warp is one instruction.
     keys, none = float_to_key(comparable_score(x)), float_to_key(tl.full([], float("-inf"), tl.float32))
-    best_keys, best_index = tl.zeros([CHILDREN], tl.int32) + none, tl.zeros([CHILDREN], tl.int32)
+    best_keys, best_index = tl.zeros([BLOCK_CHILDREN], tl.int32) + none, tl.zeros([BLOCK_CHILDREN], tl.int32)
     # topk is no constexpr argument, because the unrolled steps would not fit in the instruction cache.
     for k in range(topk):
         best = tl.max(keys, 0)
@@ -308,11 +300,11 @@ def _topk_of(x, index, CHILDREN: tl.constexpr, topk):
 def _rank_rows_kernel(
     tokens_ptr, scores_ptr, next_rows_ptr, out_stride, next_tokens_ptr, next_scores_ptr, next_parents_ptr,
     row_scores_ptr, row_scores_batch_stride, row_scores_stride, num_rows, topk,
-    CANDIDATES: tl.constexpr, TOPK: tl.constexpr, DEPENDENT: tl.constexpr,
+    CANDIDATES: tl.constexpr, TOPK: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """Write each candidate's next row.  TOPK times it takes the best candidate that is left; if rows are tokens, it
     takes all candidates with this token together."""
-    pdl_trigger_and_wait(DEPENDENT)
+    pdl_trigger_and_wait(USE_PDL)
     b = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, CANDIDATES)
     exists = i < num_rows * topk

@@ -1,6 +1,6 @@
 """Edges of a block draft: logits that depend on earlier drafted tokens, as a product of low rank.
 
-A depth is scored row by row.  The rows of depth 1 are the roots, and each depth's candidates give the next depth's rows
+A depth is scored row by row.  Depth 1 has the roots as rows.  Each depth's candidates become the next depth's rows
 (`rank_depth`).  edge_topk.py and edge_factors.py are the kernels; this file has their reference.
 """
 
@@ -32,7 +32,7 @@ class DepthRows(NamedTuple):
 
     @classmethod
     def for_roots(cls, root: Tensor) -> DepthRows:
-        """The rows of depth 1.  root: [B]."""
+        """Returns the rows of depth 1.  root: [B]."""
         return cls(root[:, None], torch.zeros(len(root), 1, device=root.device))
 
 
@@ -71,14 +71,15 @@ class LowRankEdges:
     """Logits of a block that depend on earlier drafted tokens.
 
     At one depth, the logit of column c after a row is base[c] + factor of the row · after[c].
-    base: [B, S, C], by depth; before: [V, rank].  A row's factor is before[token]; with `projection` see there.
-    after: either [C, rank], with ids None: the columns are the draft vocabulary.  Or [B, S, C, rank], with ids
-    [B, S, C] int64, ascending: the columns are these tokens, and no other token is a candidate.
+    base_logits: [B, S, C], by depth; before: [V, rank].  A row's factor is token_factors[token], or with `projection`
+    as FactorProjection says.  column_factors: either [C, rank], with ids None: the columns are the draft vocabulary.
+    Or [B, S, C, rank], with ids [B, S, C] int64, ascending: the columns are these tokens, and no other token is a
+    candidate.
     """
 
-    base: Tensor
-    before: Tensor
-    after: Tensor
+    base_logits: Tensor
+    token_factors: Tensor
+    column_factors: Tensor
     ids: Tensor | None = None
     projection: FactorProjection | None = None
 
@@ -88,8 +89,8 @@ class LowRankEdges:
         return self.projection is not None and self.projection.is_recurrent
 
     def factors(self, depth: int, rows: DepthRows) -> tuple[Tensor, Tensor | None]:
-        """The factors of rows, [B, R, rank], and the states after them, [B, R, rank], None if not recurrent."""
-        embedded = self.before[rows.tokens.clamp(min=0)]
+        """Returns the factors of rows, [B, R, rank], and the states after them, [B, R, rank], None if not recurrent."""
+        embedded = self.token_factors[rows.tokens.clamp(min=0)]
         if self.projection is None:
             return embedded, None
         hidden_part, weight = self.projection.hidden_part[:, depth, None], self.projection.weight
@@ -105,11 +106,11 @@ class LowRankEdges:
 
     def logits(self, depth: int, factors: Tensor) -> Tensor:
         """Return logits [B, R, draft vocabulary], given the rows' factors [B, R, rank]."""
-        after = self.after if self.ids is None else self.after[:, depth]
-        columns = self.base[:, depth, None] + factors @ after.mT
+        after = self.column_factors if self.ids is None else self.column_factors[:, depth]
+        columns = self.base_logits[:, depth, None] + factors @ after.mT
         if self.ids is None:
             return columns
-        logits = columns.new_full((*factors.shape[:2], len(self.before)), -torch.inf)
+        logits = columns.new_full((*factors.shape[:2], len(self.token_factors)), -torch.inf)
         return logits.scatter_(2, self.ids[:, depth, None].expand_as(columns), columns)
 
 

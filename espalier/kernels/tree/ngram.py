@@ -1,7 +1,7 @@
 """The lookup of n-gram drafting: finds where the last tokens of a text occurred before.
 
-Grid of the first kernel: (requests, blocks of BLOCK positions).  It covers the longest possible history, so one CUDA
-graph serves all lengths.  Programs beyond a request's length exit at once, so the work follows the real lengths.  The
+Grid of the first kernel: (requests, blocks of BLOCK positions).  The grid covers the longest possible history,
+so one CUDA graph serves all lengths.  Programs beyond a request's length exit at once.  The
 second kernel merges the matches of all blocks, one program per request.
 """
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from espalier.kernels.ops.drafts import MAX_NGRAM, NgramMatches
 from espalier.kernels.runtime.jit import kernel
-from espalier.kernels.runtime.launch import chip, power_of_two, require
+from espalier.kernels.runtime.launch import chip, next_power_of_2, require
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 
 BLOCK = 1024
@@ -31,20 +31,12 @@ def find_matches(history: Tensor, index: Tensor, root: Tensor, topk: int) -> Ngr
         strides = (index.stride(0), root.stride(0))
         _block_matches_kernel[(batch, blocks)](
             *(history, index, root, keys, next_tokens, *strides, history.stride(0), width, blocks),
-            TOPK=topk,
-            MAX_NGRAM=MAX_NGRAM,
-            BLOCK=BLOCK,
-            num_warps=4,
-            **pdl_arguments(chip(root)),
-        )
+            TOPK=topk, MAX_NGRAM=MAX_NGRAM, BLOCK=BLOCK, num_warps=4, **pdl_arguments(chip(root)),
+        )  # fmt: skip
         _merge_matches_kernel[(batch,)](
             *(root, keys, next_tokens, *matches, root.stride(0), width, blocks * topk),
-            TOPK=topk,
-            BLOCK=BLOCK,
-            CANDIDATES=power_of_two(blocks * topk),
-            num_warps=4,
-            **pdl_arguments(chip(root)),
-        )
+            TOPK=topk, BLOCK=BLOCK, CANDIDATES=next_power_of_2(blocks * topk), num_warps=4, **pdl_arguments(chip(root)),
+        )  # fmt: skip
     return matches
 
 
@@ -52,10 +44,10 @@ def find_matches(history: Tensor, index: Tensor, root: Tensor, topk: int) -> Ngr
 def _block_matches_kernel(
     history_ptr, index_ptr, root_ptr, keys_ptr, next_tokens_ptr,
     index_stride, root_stride, history_stride, width, blocks,
-    TOPK: tl.constexpr, MAX_NGRAM: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
+    TOPK: tl.constexpr, MAX_NGRAM: tl.constexpr, BLOCK: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """Find a block's TOPK best keys, length · width + position, and the tokens after these matches."""
-    pdl_trigger_and_wait(DEPENDENT)
+    pdl_trigger_and_wait(USE_PDL)
     b = tl.program_id(0).to(tl.int64)
     root = tl.load(root_ptr + b * root_stride)
     if tl.program_id(1) * BLOCK < root:
@@ -84,10 +76,10 @@ def _block_matches_kernel(
 @kernel
 def _merge_matches_kernel(
     root_ptr, keys_ptr, next_tokens_ptr, length_ptr, ends_ptr, root_stride, width, candidates,
-    TOPK: tl.constexpr, BLOCK: tl.constexpr, CANDIDATES: tl.constexpr, DEPENDENT: tl.constexpr,
+    TOPK: tl.constexpr, BLOCK: tl.constexpr, CANDIDATES: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """Merge the matches of a request's blocks into its TOPK best.  Blocks beyond its length wrote nothing."""
-    pdl_trigger_and_wait(DEPENDENT)
+    pdl_trigger_and_wait(USE_PDL)
     b = tl.program_id(0).to(tl.int64)
     root = tl.load(root_ptr + b * root_stride)
     candidate = tl.arange(0, CANDIDATES)

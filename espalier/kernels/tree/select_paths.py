@@ -15,10 +15,10 @@ from __future__ import annotations
 import triton.language as tl
 from torch import Tensor
 
-from espalier.kernels.ops.drafts import Candidates, require_paths
+from espalier.kernels.ops.drafts import Candidates, check_path_sizes
 from espalier.kernels.ops.tree import Tree
 from espalier.kernels.runtime.jit import float_to_key, kernel, key_to_float
-from espalier.kernels.runtime.launch import chip, power_of_two
+from espalier.kernels.runtime.launch import chip, next_power_of_2
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 
 # The largest number of keys that one warp holds in registers.
@@ -28,27 +28,20 @@ MAX_PREFETCHED_CANDIDATES = 2048
 
 
 def select_paths(root: Tensor, candidates: Candidates, nodes: int) -> Tree:
-    batch, steps, rows, topk = require_paths(root, candidates, nodes)
+    batch, steps, rows, topk = check_path_sizes(root, candidates, nodes)
     tree = Tree.empty(root, nodes)
     if batch:
         # At least one entry per lane of a warp, because a maximum over fewer lanes takes several instructions.
-        block = max(power_of_two(nodes), 32)
+        block = max(next_power_of_2(nodes), 32)
+        # A path has at most steps + 1 nodes.
         _select_paths_kernel[(batch,)](
             root.contiguous(),
             *(value.contiguous() for value in candidates),
             *tree,
-            NODES=nodes,
-            STEPS=steps,
-            ROWS=rows,
-            TOPK=topk,
-            WORDS=tree.num_words,
-            # A path has at most steps + 1 nodes.
-            DOUBLINGS=steps.bit_length(),
-            BLOCK=block,
-            READ=min(power_of_two(steps * rows * topk), MAX_PREFETCHED_CANDIDATES),
-            num_warps=1 if block <= MAX_ONE_WARP_KEYS else 4,
-            **pdl_arguments(chip(root)),
-        )
+            NODES=nodes, STEPS=steps, ROWS=rows, TOPK=topk, WORDS=tree.num_words, NUM_DOUBLINGS=steps.bit_length(),
+            BLOCK=block, NUM_PREFETCHED=min(next_power_of_2(steps * rows * topk), MAX_PREFETCHED_CANDIDATES),
+            num_warps=1 if block <= MAX_ONE_WARP_KEYS else 4, **pdl_arguments(chip(root)),
+        )  # fmt: skip
     return tree
 
 
@@ -59,19 +52,19 @@ def _pack_tie_break(depth, parent, place, row):
 
 
 @kernel
-def _unpack_tie_break(rest):
-    """(depth, parent, place, row): the inverse of _pack_tie_break."""
-    depth, parent = (rest >> 26).to(tl.int32), ((rest >> 16) & 1023).to(tl.int32)
-    return depth, parent, ((rest >> 8) & 255).to(tl.int32), (rest & 255).to(tl.int32)
+def _unpack_tie_break(tie_break):
+    """Returns (depth, parent, place, row): the inverse of _pack_tie_break."""
+    depth, parent = (tie_break >> 26).to(tl.int32), ((tie_break >> 16) & 1023).to(tl.int32)
+    return depth, parent, ((tie_break >> 8) & 255).to(tl.int32), (tie_break & 255).to(tl.int32)
 
 
 @kernel
-def _path_key(above, logp):
-    """The integer key of a path's score.  If there is no path, it is below the key of -inf.
+def _path_key(parent_score, logp):
+    """Returns the integer key of a path's score; for no path, a key below that of -inf.
 
-    above: the score of the path's parent, which is usable.  So the sum is not -0.0.
+    parent_score: the comparable score of the path's parent, so the sum is not -0.0.
     """
-    score = above + logp
+    score = parent_score + logp
     # False for NaN as well.
     return tl.where(score > float("-inf"), float_to_key(score), -2147483648)
 
@@ -81,17 +74,17 @@ def _select_paths_kernel(
     root_ptr, tokens_ptr, scores_ptr, next_rows_ptr,
     out_tokens_ptr, out_parents_ptr, out_depths_ptr, out_scores_ptr, out_words_ptr,
     NODES: tl.constexpr, STEPS: tl.constexpr, ROWS: tl.constexpr, TOPK: tl.constexpr, WORDS: tl.constexpr,
-    DOUBLINGS: tl.constexpr, BLOCK: tl.constexpr, READ: tl.constexpr, DEPENDENT: tl.constexpr,
+    NUM_DOUBLINGS: tl.constexpr, BLOCK: tl.constexpr, NUM_PREFETCHED: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Select node i in step i.  The place of its entry in the frontier gets its next sibling, place i its first child.
+    """Select node i in step i.  Its next sibling takes its place in the frontier, and its first child takes place i.
 
     above: the score of each entry's parent.  All are integers, whose maximum over a warp is one instruction.
     """
-    pdl_trigger_and_wait(DEPENDENT)
+    pdl_trigger_and_wait(USE_PDL)
     request = tl.program_id(0).to(tl.int64)
     scores_ptr += request * (STEPS * ROWS * TOPK)
     next_rows_ptr += request * (STEPS * ROWS * TOPK)
-    exists, deepest = _prefetch_candidates(scores_ptr, next_rows_ptr, STEPS, STEPS * ROWS * TOPK, READ)
+    exists, deepest = _prefetch_candidates(scores_ptr, next_rows_ptr, STEPS, STEPS * ROWS * TOPK, NUM_PREFETCHED)
     i = tl.arange(0, BLOCK)
     # This key is below the key of every score, -inf included.
     empty = tl.full([], -2147483648, tl.int32)
@@ -123,20 +116,22 @@ def _select_paths_kernel(
         above = tl.where(i == node, score.to(tl.int32, bitcast=True), above)
     _write_tree(
         *(root_ptr, tokens_ptr, out_tokens_ptr, out_parents_ptr, out_depths_ptr, out_scores_ptr, out_words_ptr),
-        *(request, selected, selected_rests, i, NODES, STEPS, ROWS, TOPK, WORDS, DOUBLINGS, BLOCK),
+        *(request, selected, selected_rests, i, NODES, STEPS, ROWS, TOPK, WORDS, NUM_DOUBLINGS, BLOCK),
     )
 
 
 @kernel
-def _prefetch_candidates(scores_ptr, next_rows_ptr, STEPS: tl.constexpr, COUNT: tl.constexpr, READ: tl.constexpr):
-    """Read the first READ candidates into the L1.  All candidates of the first row are among them.
+def _prefetch_candidates(
+    scores_ptr, next_rows_ptr, STEPS: tl.constexpr, NUM_CANDIDATES: tl.constexpr, NUM_PREFETCHED: tl.constexpr
+):
+    """Read the first NUM_PREFETCHED candidates into the L1.  All candidates of the first row are among them.
 
-    The compiler drops a read whose value is not used.  So the function returns two values: whether one of these
-    candidates exists, without which there is no path, and the deepest depth, 1 if no candidate is continued.
+    The compiler would drop a read whose value is not used, so the values are used.  Returns (whether any of these
+    candidates exists, the deepest depth: 1 if no candidate has children).
     """
-    i = tl.arange(0, READ)
-    score = tl.load(scores_ptr + i, mask=i < COUNT, other=float("-inf"))
-    next_row = tl.load(next_rows_ptr + i, mask=i < COUNT, other=-1)
+    i = tl.arange(0, NUM_PREFETCHED)
+    score = tl.load(scores_ptr + i, mask=i < NUM_CANDIDATES, other=float("-inf"))
+    next_row = tl.load(next_rows_ptr + i, mask=i < NUM_CANDIDATES, other=-1)
     exists = tl.max((score > float("-inf")).to(tl.int32), 0) > 0
     return exists, tl.where(tl.max(next_row, 0) >= 0, STEPS, 1)
 
@@ -144,33 +139,33 @@ def _prefetch_candidates(scores_ptr, next_rows_ptr, STEPS: tl.constexpr, COUNT: 
 @kernel
 def _write_tree(
     root_ptr, tokens_ptr, out_tokens_ptr, out_parents_ptr, out_depths_ptr, out_scores_ptr, out_words_ptr,
-    request, selected, rests, i,
+    request, selected_keys, tie_breaks, node,
     NODES: tl.constexpr, STEPS: tl.constexpr, ROWS: tl.constexpr, TOPK: tl.constexpr, WORDS: tl.constexpr,
-    DOUBLINGS: tl.constexpr, BLOCK: tl.constexpr,
+    NUM_DOUBLINGS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Write the tree.  Node i is the path selected[i], rests[i]; without a path it is void, but node 0 is the root."""
-    score = key_to_float(selected)
-    depth, parent, place, row = _unpack_tie_break(rests)
-    is_root = i == 0
-    void = (selected == -2147483648) & (i > 0)
-    drafted = (selected != -2147483648) & (i < NODES)
+    score = key_to_float(selected_keys)
+    depth, parent, place, row = _unpack_tie_break(tie_breaks)
+    is_root = node == 0
+    void = (selected_keys == -2147483648) & (node > 0)
+    drafted = (selected_keys != -2147483648) & (node < NODES)
     at = request * (STEPS * ROWS * TOPK) + ((depth - 1) * ROWS + row) * TOPK + place
     token = tl.load(tokens_ptr + at, mask=drafted, other=-1)
     token = tl.where(is_root, tl.load(root_ptr + request), token)
     parent = tl.where(drafted, parent, 0)
-    out = request * NODES + i
-    exists = i < NODES
+    out = request * NODES + node
+    exists = node < NODES
     tl.store(out_tokens_ptr + out, token, mask=exists)
     tl.store(out_parents_ptr + out, parent.to(tl.int64), mask=exists)
     tl.store(out_depths_ptr + out, tl.where(is_root, 0, tl.where(void, 1, depth)).to(tl.int64), mask=exists)
     tl.store(out_scores_ptr + out, tl.where(is_root, 0.0, tl.where(void, float("-inf"), score)), mask=exists)
     one = tl.full([BLOCK], 1, tl.int64)
     for word in tl.static_range(WORDS):
-        bits = tl.where(i // 64 == word, one << (i % 64).to(tl.int64), 0)
+        bits = tl.where(node // 64 == word, one << (node % 64).to(tl.int64), 0)
         # A void node's ancestor is itself.
-        ancestor = tl.where(void, i, parent)
-        # Each turn doubles the number of known ancestors, counting the node itself.
-        for _ in range(DOUBLINGS):
+        ancestor = tl.where(void, node, parent)
+        # Each iteration doubles the number of known ancestors.
+        for _ in range(NUM_DOUBLINGS):
             bits |= tl.gather(bits, ancestor, 0)
             ancestor = tl.gather(ancestor, ancestor, 0)
         tl.store(out_words_ptr + out * WORDS + word, bits, mask=exists)

@@ -14,18 +14,18 @@ import triton.language as tl
 from torch import Tensor
 
 from espalier.errors import EspalierError
-from espalier.kernels.ops.tree import Pool, SelectedBeams, Tree, require_pool
+from espalier.kernels.ops.tree import Pool, SelectedBeams, Tree, check_pool_sizes
 from espalier.kernels.runtime.jit import float_to_key, kernel
-from espalier.kernels.runtime.launch import chip, power_of_two, require
+from espalier.kernels.runtime.launch import chip, next_power_of_2, require
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 from espalier.layout import ANCESTOR_BITS
 
-# Comparisons per step of the ranking.  Their results are in registers.
+# Comparisons per step of the ranking, whose results stay in registers.
 COMPARISONS_PER_STEP = 16384
 
 
 def select_beams(
-    tokens: Tensor, scores: Tensor, ancestor_bits: Tensor | None, path: Tensor, first: int, num_words: int
+    tokens: Tensor, scores: Tensor, ancestor_bits: Tensor | None, path: Tensor, first_row: int, num_words: int
 ) -> SelectedBeams:
     batch, rows, topk = tokens.shape
     require("select_beams: tokens", tokens, (-1, -1, -1), torch.int64, tokens)
@@ -34,9 +34,9 @@ def select_beams(
         require("select_beams: ancestor_bits", ancestor_bits, (batch, rows, num_words), torch.int64, tokens)
         ancestor_bits = ancestor_bits.contiguous()
     require("select_beams: path", path, (batch, -1), torch.int64, tokens)
-    if first + topk > min(num_words * ANCESTOR_BITS, path.shape[1]) or path.stride(1) != 1:
+    if first_row + topk > min(num_words * ANCESTOR_BITS, path.shape[1]) or path.stride(1) != 1:
         raise EspalierError(
-            f"select_beams: row {first + topk - 1} does not fit into a contiguous path of {path.shape[1]} rows and "
+            f"select_beams: row {first_row + topk - 1} does not fit into a contiguous path of {path.shape[1]} rows and "
             f"{num_words} words of {ANCESTOR_BITS} ancestor bits: take both sizes from the layout"
         )
     beams = SelectedBeams(
@@ -46,24 +46,19 @@ def select_beams(
         tokens.new_empty(batch, topk, num_words),
     )
     if batch:
-        block = power_of_two(rows * topk)
+        block = next_power_of_2(rows * topk)
         _select_beams_kernel[(batch,)](
-            *(tokens.contiguous(), scores.contiguous(), ancestor_bits, path, *beams, path.stride(0), first, topk),
-            ROWS=rows,
-            TOPK=topk,
-            WORDS=num_words,
-            BLOCK=block,
-            CHUNK=max(min(block, COMPARISONS_PER_STEP // block), 1),
-            BLOCK_WORDS=power_of_two(num_words),
-            num_warps=4 if block <= 256 else 8,
-            **pdl_arguments(chip(tokens)),
-        )
+            *(tokens.contiguous(), scores.contiguous(), ancestor_bits, path, *beams, path.stride(0), first_row, topk),
+            ROWS=rows, TOPK=topk, WORDS=num_words, BLOCK=block,
+            COMPARED_CANDIDATES=max(min(block, COMPARISONS_PER_STEP // block), 1),
+            BLOCK_WORDS=next_power_of_2(num_words), num_warps=4 if block <= 256 else 8, **pdl_arguments(chip(tokens)),
+        )  # fmt: skip
     return beams
 
 
 @kernel
 def comparable_score(score):
-    """Do in a kernel what `usable` does."""
+    """Returns scores that can be compared, see ops/tree.py:comparable_scores."""
     score = tl.where(score == score, score, float("-inf"))
     return tl.where(score == 0, 0.0, score)
 
@@ -71,20 +66,20 @@ def comparable_score(score):
 @kernel
 def _select_beams_kernel(
     tokens_ptr, scores_ptr, words_ptr, path_ptr, out_scores_ptr, out_index_ptr, out_parents_ptr, out_words_ptr,
-    path_stride, first, topk,
-    ROWS: tl.constexpr, TOPK: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
-    BLOCK_WORDS: tl.constexpr, DEPENDENT: tl.constexpr,
+    path_stride, first_row, topk,
+    ROWS: tl.constexpr, TOPK: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr, COMPARED_CANDIDATES: tl.constexpr,
+    BLOCK_WORDS: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """Rank candidates.  A rank is the number of better candidates; ranks below TOPK are beams, stored at their rank."""
-    pdl_trigger_and_wait(DEPENDENT)
+    pdl_trigger_and_wait(USE_PDL)
     request = tl.program_id(0).to(tl.int64)
     candidates = request * (ROWS * TOPK)
     i = tl.arange(0, BLOCK)
     score = comparable_score(tl.load(scores_ptr + candidates + i, mask=i < ROWS * TOPK, other=float("-inf")))
     key = float_to_key(score)
     rank = tl.zeros([BLOCK], tl.int32)
-    for start in range(0, BLOCK, CHUNK):
-        j = start + tl.arange(0, CHUNK)
+    for start in range(0, BLOCK, COMPARED_CANDIDATES):
+        j = start + tl.arange(0, COMPARED_CANDIDATES)
         other = tl.load(scores_ptr + candidates + j, mask=j < ROWS * TOPK, other=float("-inf"))
         other = float_to_key(comparable_score(other))
         tied = (other[None, :] == key[:, None]) & (j[None, :] < i[:, None])
@@ -95,12 +90,12 @@ def _select_beams_kernel(
     parent = i // topk
     beam = request * TOPK + rank
     token = tl.load(tokens_ptr + candidates + i, mask=is_beam, other=0)
-    tl.store(path_ptr + request * path_stride + first + rank, token, mask=is_beam)
+    tl.store(path_ptr + request * path_stride + first_row + rank, token, mask=is_beam)
     tl.store(out_scores_ptr + beam, score, mask=is_beam)
     tl.store(out_index_ptr + beam, i.to(tl.int64), mask=is_beam)
     tl.store(out_parents_ptr + beam, parent.to(tl.int64), mask=is_beam)
     word = tl.arange(0, BLOCK_WORDS)[None, :]
-    row = first + rank[:, None]
+    row = first_row + rank[:, None]
     bits = tl.where(word == row // 64, tl.full([BLOCK, BLOCK_WORDS], 1, tl.int64) << (row % 64).to(tl.int64), 0)
     mask = is_beam[:, None] & (word < WORDS)
     if words_ptr is not None:
@@ -116,64 +111,63 @@ MAX_PARTS = 16
 def select_tree(root: Tensor, tokens: Pool, scores: Pool, beams: Pool, topk: int, nodes: int) -> Tree:
     if len(tokens) > MAX_PARTS:
         tokens, scores, beams = ([torch.cat(list(parts), 1)] for parts in (tokens, scores, beams))
-    batch, size, steps = require_pool(root, tokens, scores, beams, topk, nodes)
+    batch, size, steps = check_pool_sizes(root, tokens, scores, beams, topk, nodes)
     tree = Tree.empty(root, nodes)
     if batch:
-        block, word_block = power_of_two(size), power_of_two(tree.num_words)
+        block, word_block = next_power_of_2(size), next_power_of_2(tree.num_words)
+        # Without beams, the kernel gets placeholder tensors, which it does not read.
+        # At most 32 int64 words of ancestor bits per thread.
         _select_tree_kernel[(batch,)](
             root.contiguous(),
-            # Without beams, the kernel gets other tensors, which it does not read.
             *(tuple(part.contiguous() for part in parts) for parts in (tokens, scores, beams or tokens)),
             *tree,
-            topk,
-            SIZE=size,
-            PARTS=len(tokens),
-            TOPK=topk,
-            STEPS=steps,
-            NODES=nodes,
-            WORDS=tree.num_words,
-            BLOCK=block,
-            BLOCK_WORDS=word_block,
-            # At most 32 int64 words of ancestor bits per thread.
-            num_warps=min(max(block * word_block // 1024, 4), 16),
-            **pdl_arguments(chip(root)),
-        )
+            topk, SIZE=size, PARTS=len(tokens), TOPK=topk, STEPS=steps, NODES=nodes, WORDS=tree.num_words, BLOCK=block,
+            BLOCK_WORDS=word_block, num_warps=min(max(block * word_block // 1024, 4), 16), **pdl_arguments(chip(root)),
+        )  # fmt: skip
     return tree
 
 
 @kernel
-def _load_from_pool(parts, PARTS: tl.constexpr, FIRST: tl.constexpr, REST: tl.constexpr, request, i, mask, other):
-    """Load values i of a request's pool.  The first part has FIRST values per request, the other parts REST."""
+def _load_from_pool(
+    parts, PARTS: tl.constexpr, FIRST_PART_SIZE: tl.constexpr, LATER_PART_SIZE: tl.constexpr, request, index, mask,
+    default,
+):  # fmt: skip
+    """Load values i of a request's pool: first FIRST_PART_SIZE values, then LATER_PART_SIZE of each later part."""
     for part in tl.static_range(PARTS):
         if part == 0:
-            value = tl.load(parts[part] + request * FIRST + i, mask=mask & (i < FIRST), other=other)
+            value = tl.load(
+                parts[part] + request * FIRST_PART_SIZE + index, mask=mask & (index < FIRST_PART_SIZE), other=default
+            )
         else:
-            at = i - (FIRST + (part - 1) * REST)
-            inside = mask & (at >= 0) & (at < REST)
-            value = tl.where(inside, tl.load(parts[part] + request * REST + at, mask=inside, other=other), value)
+            at = index - (FIRST_PART_SIZE + (part - 1) * LATER_PART_SIZE)
+            inside = mask & (at >= 0) & (at < LATER_PART_SIZE)
+            value = tl.where(
+                inside, tl.load(parts[part] + request * LATER_PART_SIZE + at, mask=inside, other=default), value
+            )
     return value
 
 
 @kernel
 def _select_tree_kernel(
     root_ptr, tokens, scores, beams,
-    out_tokens_ptr, out_parents_ptr, out_depths_ptr, out_scores_ptr, out_words_ptr,
-    topk,
+    out_tokens_ptr, out_parents_ptr, out_depths_ptr, out_scores_ptr, out_words_ptr, topk,
     SIZE: tl.constexpr, PARTS: tl.constexpr, TOPK: tl.constexpr, STEPS: tl.constexpr, NODES: tl.constexpr,
-    WORDS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_WORDS: tl.constexpr, DEPENDENT: tl.constexpr,
+    WORDS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_WORDS: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """Find the lowest selected score by binary search over its bits, so the work is linear in the pool size.
 
     topk equals TOPK and is the divisor.  Division of a small number by a constant compiles to 16-bit arithmetic, in
     which ptxas 12.8 drops an addition (docs/log.md).
     """
-    pdl_trigger_and_wait(DEPENDENT)
+    pdl_trigger_and_wait(USE_PDL)
     request = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     exists = i < SIZE
-    FIRST: tl.constexpr = SIZE if PARTS == 1 else TOPK
-    REST: tl.constexpr = TOPK * TOPK
-    score = comparable_score(_load_from_pool(scores, PARTS, FIRST, REST, request, i, exists, float("-inf")))
+    FIRST_PART_SIZE: tl.constexpr = SIZE if PARTS == 1 else TOPK
+    LATER_PART_SIZE: tl.constexpr = TOPK * TOPK
+    score = comparable_score(
+        _load_from_pool(scores, PARTS, FIRST_PART_SIZE, LATER_PART_SIZE, request, i, exists, float("-inf"))
+    )
     # Keys are at least 0.  Padding gets 0, below the key of every score, -inf included.
     key = tl.where(exists, float_to_key(score).to(tl.int64) + 2147483648, 0)
     lowest = tl.zeros([], tl.int64)
@@ -197,7 +191,7 @@ def _select_tree_kernel(
     beam += tl.where(has_beam & (beam_index >= TOPK), topk + (beam_index // topk - 1) * (topk * topk), 0)
     parent = tl.where(has_beam & (void == 0), tl.gather(node, beam, 0), 0)
     level = tl.where((i < TOPK) | void, 1, 2 + (i - TOPK) // (topk * topk))
-    token = _load_from_pool(tokens, PARTS, FIRST, REST, request, i, selected, 0)
+    token = _load_from_pool(tokens, PARTS, FIRST_PART_SIZE, LATER_PART_SIZE, request, i, selected, 0)
     out = request * NODES + node
     tl.store(out_tokens_ptr + out, tl.where(void, -1, token), mask=selected)
     tl.store(out_parents_ptr + out, parent.to(tl.int64), mask=selected)

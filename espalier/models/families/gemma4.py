@@ -320,7 +320,9 @@ def _load_attention(weights: Weights, config: ModelConfig, prefix: str, spec: La
     out = weights.linear(prefix, ("o_proj",), (config.hidden_size,), q_rows, config.out_bias)
     q_norm = weights.take(f"{prefix}q_norm.weight", size)
     if spec.shares_with is None:
-        norms = HeadNorms(q_norm, weights.take(f"{prefix}k_norm.weight", size), eps, norms_v=True, v_is_k=spec.v_is_k)
+        norms = HeadNorms(
+            q_norm, weights.take(f"{prefix}k_norm.weight", size), eps, norms_v_heads=True, v_is_k=spec.v_is_k
+        )
     else:
         # Published files hold unused K and V weights for layers that read an earlier layer's K and V.
         weights.ignore_prefixes(tuple(f"{prefix}{name}" for name in ("k_proj.", "v_proj.", "k_norm.")))

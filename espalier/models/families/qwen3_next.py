@@ -98,7 +98,7 @@ def load_gated_attention(weights: Weights, config: ModelConfig, prefix: str, rop
         weights.linear(prefix, ("o_proj",), (hidden,), config.heads * size, config.out_bias),
         size,
         rope,
-        load_head_norms(weights, config, prefix)._replace(skips_gates=True),
+        load_head_norms(weights, config, prefix)._replace(has_gates=True),
     )
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from espalier.cache.layer_spec import KVHeads, LayerSpec
 from espalier.errors import EspalierError
-from espalier.kernels.ops.attention import masked_attention, with_sink
+from espalier.kernels.ops.attention import apply_sink, masked_attention
 from espalier.models.from_transformers.shrink import refusal_reason, tiny_config, tiny_model
 from espalier.models.from_transformers.target import (
     ATTENTION_NAME,
@@ -93,7 +93,7 @@ class TrialAttention:
         if window is not None:
             seen = seen & (at[:, :, None] - at[:, None] < window)
         out, lse = masked_attention(q, k, v, seen, q.shape[3] ** -0.5 if scale is None else scale, softcap=softcap)
-        return (out if sink is None else with_sink(out, lse, sink)).contiguous()
+        return (out if sink is None else apply_sink(out, lse, sink)).contiguous()
 
 
 def require_one_call_each(layers: nn.ModuleList, modules: Sequence[nn.Module]) -> None:

@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from espalier.kernels.layers.quantised import InputRows
-from espalier.kernels.ops.states import OutputGate, gated_norm, rounds_groups
+from espalier.kernels.ops.states import OutputGate, can_round_groups, gated_norm
 from espalier.models.layers.linear import Linear
 from espalier.models.layers.norm import RMSNorm, is_rounded_before
 
@@ -21,6 +21,7 @@ def gated_for(out: Linear, read: Tensor, gate: OutputGate, norm: RMSNorm | None)
     columns = rounding.columns(groups * size)
     if norm is None and size % columns == 0:
         pieces = size // columns
-        read, gate = read.unflatten(2, (pieces, columns)).flatten(1, 2), gate._replace(share=gate.share * pieces)
-    is_rounded = rounds_groups(read.shape[2], read.shape[1], rounding)
+        read = read.unflatten(2, (pieces, columns)).flatten(1, 2)
+        gate = gate._replace(adjacent_groups=gate.adjacent_groups * pieces)
+    is_rounded = can_round_groups(read.shape[2], read.shape[1], rounding)
     return gated_norm(read, gate, weight, eps, rounding if is_rounded else None)

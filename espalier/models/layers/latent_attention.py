@@ -52,7 +52,12 @@ def norm_for_indexer(
 
 def common_rounding(one: InputScales | None, other: InputScales | None) -> InputScales | None:
     """How a norm may round the inputs of two products at once; None if the two products take different roundings."""
-    if one is None or other is None or one.static is not None or other.static is not None or one.group != other.group:
+    if (
+        one is None
+        or other is None
+        or one.group != other.group
+        or (one.static_scale, other.static_scale) != (None, None)
+    ):
         return None
     return one
 

@@ -153,7 +153,9 @@ class MixtureMLP:
             )
         extra = 0 if self.shared is None else 1 if self.shared_gate is not None else self.shared.num_parts(len(x))
         experts = (expert_rows, self.gate_up, self.down, ids, weights)
-        parts = grouped_experts(*experts, live=live, biases=self.biases, activation=self.activation, extra=extra)
+        parts = grouped_experts(
+            *experts, live=live, biases=self.biases, activation=self.activation, num_extra_parts=extra
+        )
         if self.shared is not None and self.shared_gate is not None:
             rows = _shared_mlp_rows(self.shared, self.gate_up, x, expert_rows)
             _write_gated(self.shared, self.shared_gate, x, rows, parts[-1])
@@ -177,7 +179,7 @@ def _shared_mlp_rows(shared: GatedMLP, gate_up: ExpertMatrix, x: Tensor, expert_
     rounding = shared.gate_up.rounding
     if rounding is None or isinstance(gate_up, Tensor) or gate_up.inputs is None:
         return x
-    is_same = rounding.static is gate_up.inputs.static and rounding.group == gate_up.inputs.group
+    is_same = rounding.static_scale is gate_up.inputs.static_scale and rounding.group == gate_up.inputs.group
     return expert_rows if is_same and is_rounded_before(x, x.shape[1], rounding) else x
 
 

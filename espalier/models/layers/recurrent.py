@@ -10,7 +10,7 @@ from espalier.cache.layer_spec import RecurrentState
 from espalier.kernels.layers.quantised import InputRows
 from espalier.kernels.ops.norm import norm_router, supports_norm_router
 from espalier.kernels.ops.recurrence import ShortConv
-from espalier.kernels.ops.states import Columns, GateInputs, OutputGate
+from espalier.kernels.ops.states import ConvColumns, GateInputs, OutputGate
 from espalier.models.layers.decoder import select_kept
 from espalier.models.layers.gated import gated_for
 from espalier.models.layers.linear import Linear
@@ -42,13 +42,13 @@ class Mamba2:
     limits: tuple[float, float]
     norm: RMSNorm
     out: Linear
-    columns: Columns = field(init=False)
+    columns: ConvColumns = field(init=False)
 
     def __post_init__(self) -> None:
         keeps = self.keeps
         inner, shared = keeps.heads * keeps.v_size, keeps.k_heads * keeps.k_size
         # The stored order is the gate, x, B, C, dt.
-        self.columns = keeps.columns._replace(q=2 * inner + shared, k=2 * inner, v=inner)
+        self.columns = keeps.columns._replace(q_column=2 * inner + shared, k_column=2 * inner, v_column=inner)
 
     def norm_input(self, norm: AnyNorm, delta: BlockOutput, x: Tensor) -> tuple[Tensor, InputRows]:
         """Returns (x + delta, the norm of that sum as `inputs` takes it).  See residual.py:NormReader."""
@@ -113,7 +113,7 @@ class DeltaNet:
     norm: RMSNorm
     out: Linear
     share: int = field(init=False)
-    columns: Columns = field(init=False)
+    columns: ConvColumns = field(init=False)
     z_at: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -124,7 +124,9 @@ class DeltaNet:
         if self.is_grouped:
             of_group = self.share * keeps.v_size
             step = 2 * keeps.k_size + 2 * of_group
-            self.columns = keeps.columns._replace(k=keeps.k_size, v=2 * keeps.k_size, k_step=step, v_step=step)
+            self.columns = keeps.columns._replace(
+                k_column=keeps.k_size, v_column=2 * keeps.k_size, k_head_stride=step, v_group_stride=step
+            )
             self.z_at = 2 * keeps.k_size + of_group
 
     def norm_input(self, norm: AnyNorm, delta: BlockOutput, x: Tensor) -> tuple[Tensor, tuple[InputRows, Tensor]]:
@@ -149,7 +151,7 @@ class DeltaNet:
         q = p.write(layer, qkvz, self._gates(ba), self.conv, self.columns)
         s.keep_rows(p.kept_rows(layer))
         read = p.attend(layer, q).flatten(0, 1)
-        gate = OutputGate(select_kept(qkvz, layer, p)[..., self.z_at :], self.share, self.columns.v_step, False)
+        gate = OutputGate(select_kept(qkvz, layer, p)[..., self.z_at :], self.share, self.columns.v_group_stride, False)
         return self.out.for_residual(gated_for(self.out, read, gate, self.norm))
 
     def _gates(self, ba: Tensor) -> GateInputs:

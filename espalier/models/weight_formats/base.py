@@ -16,7 +16,7 @@ from torch import Tensor
 
 from espalier.errors import EspalierError
 from espalier.kernels.layers.quantised import InputScales, QuantisedMatrix
-from espalier.kernels.ops.activation import SILU, Activation, gated
+from espalier.kernels.ops.activation import SILU, Activation, gated_activation
 from espalier.shards import Part
 
 
@@ -24,7 +24,7 @@ class Weight(ABC):
     """A matrix [out, in].  nbytes: bytes of the matrix's tensors in memory.
 
     A subclass implements `apply`.  It overrides the other products if it has faster kernels for them.  If `rounding` is
-    not None, `apply`, `parts` and `gated` also take RoundedRows with this rounding.
+    not None, `apply`, `parts` and `gated_activation` also take RoundedRows with this rounding.
     """
 
     __slots__ = ("shape", "nbytes")
@@ -65,7 +65,7 @@ class Weight(ABC):
         self, x: Any, bias: Tensor | None, activation: Activation = SILU, rounding: InputScales | None = None
     ) -> Any:
         """Returns the activation of the product; see Linear.gated."""
-        return gated(self.apply(x, bias), activation)
+        return gated_activation(self.apply(x, bias), activation)
 
     @property
     def rounding(self) -> InputScales | None:

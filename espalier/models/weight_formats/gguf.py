@@ -30,7 +30,7 @@ class BlockWeight(Weight):
     def __init__(self, matrix: BlockMatrix) -> None:
         super().__init__(matrix.shape, matrix.blocks.nbytes)
         self.matrix = matrix
-        self.format = matrix.type.name
+        self.format = matrix.block_type.name
 
     def require_kernels(self, dtype: torch.dtype) -> None:
         if self.matrix.blocks.is_cuda and dtype not in DTYPES:
@@ -60,9 +60,9 @@ class GGUFFormat(WeightFormat):
 
     def tensors(self, rows: int, columns: int) -> tuple[StoredTensor, ...]:
         kind = BLOCK_TYPES[self.type]
-        require_multiple_of(f"{self.name} ({self.type})", "columns", columns, kind.values)
-        shape = (rows, columns // kind.values, kind.nbytes)
-        return (StoredTensor(".weight", shape, torch.uint8, 0, 1, column_unit=kind.values),)
+        require_multiple_of(f"{self.name} ({self.type})", "columns", columns, kind.block_values)
+        shape = (rows, columns // kind.block_values, kind.block_bytes)
+        return (StoredTensor(".weight", shape, torch.uint8, 0, 1, column_unit=kind.block_values),)
 
     def build(self, tensors: Mapping[str, Tensor], rows: Sequence[int], columns: int) -> BlockWeight:
         return BlockWeight(BlockMatrix(BLOCK_TYPES[self.type], tensors[".weight"].flatten(1)))

@@ -48,14 +48,14 @@ class ModuleRows:
 
 def module_rows(slots: BatchState, modules: int) -> list[ModuleRows]:
     """Returns the rows of each module in a pass.  modules: the number of modules."""
-    rows = [ModuleRows(slots, Prefix(slots.page_table, slots.num_tokens, first=1))]
+    rows = [ModuleRows(slots, Prefix(slots.page_table, slots.num_tokens, first_position=1))]
     if modules > 1:
         # Pages hold the rows below commit_from.  The target ran again from `modules` rows before that, or earlier.
         ahead = (slots.commit_from - modules).clamp(min=0) - slots.prefix_len
     for most in range(1, modules):
         num_missing = (ahead + most).clamp(min=0, max=most)
         moved = replace(slots, prefix_len=slots.prefix_len + num_missing, num_tokens=slots.num_tokens + num_missing)
-        rows.append(ModuleRows(moved, Prefix(moved.page_table, moved.num_tokens, first=most + 1), num_missing))
+        rows.append(ModuleRows(moved, Prefix(moved.page_table, moved.num_tokens, first_position=most + 1), num_missing))
     return rows
 
 

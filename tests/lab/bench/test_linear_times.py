@@ -50,7 +50,7 @@ def test_shares_are_of_the_stored_bytes(small, weights):
 
 def test_only_experts_that_are_touched_count(small, monkeypatch):
     monkeypatch.setattr(grouped_experts, "triton", grouped_experts.reference)
-    sizes = ExpertsShape(num_experts=4, top_k=1, hidden=64, inner=32)
+    sizes = ExpertsShape(num_experts=4, top_k=1, hidden_size=64, inner_size=32)
     shape = ModelShape(64, (LayerSpec(1, KVHeads(1, 64, 64)),), 64, 64, experts=ExpertSizes(1, sizes))
     [time] = timed(linear_times.expert_cases(shape, "mxfp4", [1], CPU), Timer(), 1e9)
     # gate_up [64, 64] and down [64, 32] of one expert, with 8 exponents a row.
