@@ -164,7 +164,7 @@ def compare(found: Found, path: Path, folder: Path, runs: Mapping[str, Sequence[
     tokens, logprobs, found.own = expected(path)
     model_impl = found.runs_by
     config = read_config(path, model_impl=model_impl)
-    can_capture = config.probed is None or config.probed.can_capture
+    can_capture = config.probe_result is None or config.probe_result.can_capture
     draft = make_draft(folder / f"draft-{model_impl}", config) if can_capture else None
     how: dict[str, Any] = {"dtype": torch.float32, "device": "cpu", "position_rows": 128}
     capture = () if draft is None else read_draft(draft, config).spec.capture
@@ -207,7 +207,7 @@ def look_at(name: str, folder: Path) -> Iterator[Found]:
     probed = None
     try:
         make_model(path, name)
-        probed = read_config(path, model_impl="transformers").probed
+        probed = read_config(path, model_impl="transformers").probe_result
     except Exception as error:  # any: it is another's code
         reason = str(error) if isinstance(error, EspalierError) else f"no tiny model can be saved ({one_line(error)})"
         reason = reason.removeprefix(f"{path}: ").removeprefix(f"{class_name} cannot run by transformers: ")

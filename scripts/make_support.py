@@ -23,7 +23,7 @@ from espalier.models.config import NEUTRAL_VALUES, Family
 from espalier.models.draft import MAX_MODULES
 from espalier.models.families import FAMILIES
 from espalier.models.gguf_config import ARCHITECTURES
-from espalier.models.loading import KV_SCALES
+from espalier.models.loading import KV_SCALE_NAMES
 from espalier.models.rope import ROPE_TYPES as ROPE_TYPES
 from espalier.models.weight_formats import FORMATS, QUANTISATION_FIELDS
 from espalier.models.weight_formats.e2m1 import STRATEGIES
@@ -71,7 +71,7 @@ def targets() -> str:
             f"by `{f.qk_norm}`" if isinstance(f.qk_norm, str) else yes(f.qk_norm),
             yes(f.usable_in_drafts),
             yes(f.mtp is not None),
-            codes(f.multimodal) or "-",
+            codes(f.multimodal_architectures) or "-",
             codes(f.supported_fields) or "-",
         ]
 
@@ -128,7 +128,7 @@ def quantised() -> str:
 
 
 def kv_scale_names() -> str:
-    return "; ".join(codes(dict.fromkeys(names)) for names in KV_SCALES)
+    return "; ".join(codes(dict.fromkeys(names)) for names in KV_SCALE_NAMES)
 
 
 def drafters() -> str:

@@ -14,15 +14,15 @@ from espalier.errors import EspalierError, shown
 from espalier.kernels.ops.activation import GELU_TANH, SILU, Activation
 from espalier.model_files import MAX_SIZE
 from espalier.models.config_values import (
-    eos_ids,
     kv_heads_and_head_size,
-    naming_path,
+    path_in_errors,
     positive_integer,
+    read_eos_token_ids,
     require_field_types,
     rotated_size,
     with_overrides,
 )
-from espalier.models.latent_config import LatentConfig, read_latent
+from espalier.models.latent_config import LatentConfig, read_latent_config
 from espalier.models.rope import ATTENTION_FIELDS, ROPE_FIELDS, Json, RopeConfig, RopeTables, read_rope
 from espalier.models.stored_names import (
     DEFAULT_LAYER_NAMES,
@@ -130,7 +130,7 @@ class Family:
     embedding_scale: the factor of the embedding.  softmax_scale: None for head_size ** -0.5.
     residual_scale: the factor of each block's output before it is added to the residual.
     logit_scale: the factor of logits, before they are bounded.
-    ropes: the RoPE fields of each layer, which replace the config's in read_rope; with head_dim, if the size of heads
+    layer_ropes: the RoPE fields of each layer, which replace the config's in read_rope; with head_dim, if the size of heads
     differs by layer.  None in the list: a layer without RoPE.  None for the field: all layers have the config's fields.
     load_embedding: makes the token embedding; None: a table of vocab_size rows.
     load_layer: makes a layer that only this family has; None: the layer of norms, mixer and MLP in layer_loading.py.
@@ -140,7 +140,7 @@ class Family:
     indexed: whether layers attend to the rows that an indexer chooses (espalier/models/latent_config.py).
     supported_fields: the fields of NEUTRAL_VALUES whose other values this family supports, because `experts` reads them
     or because they do not change the output.
-    multimodal: architectures of multimodal checkpoints whose text part may be of this family.
+    multimodal_architectures: architectures of multimodal checkpoints whose text part may be of this family.
     mtp: the multi-token prediction layers of the family's checkpoints; None if they have none.
     mlp_size_field: the field that holds the intermediate size of dense MLPs.
     activation_field: the field that names the activation of dense MLPs, one of ACTIVATIONS.
@@ -148,28 +148,28 @@ class Family:
     A draft builds its first layer itself, so such layers have a norm before each block, attention and a gated MLP.
     normalise_fields: takes config.json as it is stored, and returns its fields under the names that families share.
     extra_layer_types: further names that `layer_types` may hold.
-    stored: how a checkpoint of the family names the weights.  unread: weights that are not part of the text model: the
+    stored: how a checkpoint of the family names the weights.  ignored_weights: weights that are not part of the text model: the
     beginning of their names, and what they are.  final_norm: the name of the last norm.
     """
 
     architecture: str
     model_type: str
     defaults: Mapping[str, Any]
-    qkv_bias: Callable[[Json], bool] = lambda full: bool(full["attention_bias"])
-    out_bias: Callable[[Json], bool] = lambda full: bool(full["attention_bias"])
-    windows: Callable[[Json], LayerWindows] = lambda full: full_attention(full)
+    qkv_bias: Callable[[Json], bool] = lambda fields: bool(fields["attention_bias"])
+    out_bias: Callable[[Json], bool] = lambda fields: bool(fields["attention_bias"])
+    windows: Callable[[Json], LayerWindows] = lambda fields: no_windows(fields)
     qk_norm: bool | str = False
     wide_qk_norm: bool = False
     layer_norms: LayerNorms = DEFAULT_LAYER_NORMS
     names: LayerNames = DEFAULT_LAYER_NAMES
     norm_offset: float = 0.0
     sinks: bool = False
-    experts: Callable[[Json], Experts | None] = lambda full: None
-    embedding_scale: Callable[[Json], float] = lambda full: 1.0
-    softmax_scale: Callable[[Json], float | None] = lambda full: None
-    residual_scale: Callable[[Json], float] = lambda full: 1.0
-    logit_scale: Callable[[Json], float] = lambda full: 1.0
-    ropes: Callable[[Json], Sequence[Json | None]] | None = None
+    experts: Callable[[Json], Experts | None] = lambda fields: None
+    embedding_scale: Callable[[Json], float] = lambda fields: 1.0
+    softmax_scale: Callable[[Json], float | None] = lambda fields: None
+    residual_scale: Callable[[Json], float] = lambda fields: 1.0
+    logit_scale: Callable[[Json], float] = lambda fields: 1.0
+    layer_ropes: Callable[[Json], Sequence[Json | None]] | None = None
     load_embedding: "LoadEmbedding | None" = None
     load_layer: "LoadLayer | None" = None
     load_mixer: "LoadMixer | None" = None
@@ -181,11 +181,11 @@ class Family:
     mlp_size_field: str = "intermediate_size"
     activation_field: str = "hidden_act"
     usable_in_drafts: bool = False
-    multimodal: tuple[str, ...] = ()
+    multimodal_architectures: tuple[str, ...] = ()
     normalise_fields: Callable[[Json], Json] = lambda raw: raw
     extra_layer_types: tuple[str, ...] = ()
     stored: StoredNames = SAME_NAMES
-    unread: Mapping[str, str] = field(default_factory=dict)
+    ignored_weights: Mapping[str, str] = field(default_factory=dict)
     final_norm: str = "model.norm"
 
 
@@ -195,7 +195,7 @@ class ModelConfig:
 
     max_position: the longest context, in tokens, that the checkpoint was trained for (see RopeConfig for its limit on a
     dynamic RoPE).
-    ropes: the RoPE of each layer; rope: that of the first layer.
+    layer_ropes: the RoPE of each layer; rope: that of the first layer.
     logit_cap: a tanh bounds logits to ±logit_cap; None: no bound.  softcap: the same for the logits of attention.
     eos_token_ids: all ids that config.json and generation_config.json name, or the ids of an override.
     latent: the sizes of latent attention; None for layers with K and V heads.  With latent attention, all heads share
@@ -205,8 +205,8 @@ class ModelConfig:
     stored: how the checkpoint names the weights.
     activation: the activation of dense MLPs.
     raw: config.json, completed with the family's defaults, with the overrides applied.  path: the directory.
-    text_part_of: the architecture of the multimodal checkpoint whose text part this is; None for a text model.
-    probed: what was measured of the transformers class that runs the model; None: Espalier's own layers run it.
+    multimodal_architecture: the architecture of the multimodal checkpoint whose text part this is; None for a text model.
+    probe_result: what was measured of the transformers class that runs the model; None: Espalier's own layers run it.
     """
 
     family: Family = field(repr=False)
@@ -220,7 +220,7 @@ class ModelConfig:
     intermediate_size: int
     rms_norm_eps: float
     rope: RopeConfig
-    ropes: tuple[RopeConfig, ...]
+    layer_ropes: tuple[RopeConfig, ...]
     max_position: int
     tie_word_embeddings: bool
     attention_bias: bool
@@ -242,8 +242,8 @@ class ModelConfig:
     stored: StoredNames
     raw: Json = field(repr=False)
     path: Path = field(repr=False, compare=False)
-    text_part_of: str | None = None
-    probed: "ProbeResult | None" = field(default=None, repr=False)
+    multimodal_architecture: str | None = None
+    probe_result: "ProbeResult | None" = field(default=None, repr=False)
 
     @property
     def declared_kv_dtype(self) -> str | None:
@@ -262,7 +262,7 @@ def parse(
     raw: Json, family: Family, path: Path, overrides: Mapping[str, Any] | None = None, generation: Json | None = None
 ) -> ModelConfig:
     """Returns a ModelConfig from config.json.  Raises EspalierError naming a field that is missing or not supported."""
-    with naming_path(path):
+    with path_in_errors(path):
         return _parse(raw, family, path, overrides or {}, generation or {})
 
 
@@ -273,17 +273,17 @@ def _parse(raw: Json, family: Family, path: Path, overrides: Mapping[str, Any], 
     given = with_overrides(raw, overrides, known)
     # As in transformers, the family's default rope_parameters are not used if the config has a rope_scaling.
     replaced = ("rope_parameters",) if given.get("rope_scaling") else ()
-    full = {**{name: value for name, value in defaults.items() if name not in replaced}, **given}
-    require_field_types(full)
-    full = _with_attention_fields(full)
-    refuse_unsupported(full, family.supported_fields)
-    count = partial(positive_integer, full)
+    fields = {**{name: value for name, value in defaults.items() if name not in replaced}, **given}
+    require_field_types(fields)
+    fields = _with_attention_fields(fields)
+    refuse_unsupported(fields, family.supported_fields)
+    count = partial(positive_integer, fields)
     heads, layers, hidden = count("num_attention_heads"), count("num_hidden_layers"), count("hidden_size")
-    latent = read_latent(full, count, family.indexed) if family.latent else None
-    kv_heads, head_size = (1, latent.head_size) if latent else kv_heads_and_head_size(full, heads, hidden)
-    longest = count("max_position_embeddings")
-    windows = _read_windows(full, family, layers)
-    ropes, max_position = _read_ropes(full, family, latent, head_size, longest)
+    latent = read_latent_config(fields, count, family.indexed) if family.latent else None
+    kv_heads, head_size = (1, latent.head_size) if latent else kv_heads_and_head_size(fields, heads, hidden)
+    max_position_embeddings = count("max_position_embeddings")
+    windows = _read_windows(fields, family, layers)
+    ropes, max_position = _read_ropes(fields, family, latent, head_size, max_position_embeddings)
     return ModelConfig(
         family=family,
         architecture=family.architecture,
@@ -294,115 +294,115 @@ def _parse(raw: Json, family: Family, path: Path, overrides: Mapping[str, Any], 
         kv_heads=kv_heads,
         head_size=head_size,
         intermediate_size=count(family.mlp_size_field),
-        rms_norm_eps=float(full["rms_norm_eps"]),
+        rms_norm_eps=float(fields["rms_norm_eps"]),
         rope=ropes[0],
-        ropes=ropes,
+        layer_ropes=ropes,
         max_position=max_position,
-        tie_word_embeddings=bool(full["tie_word_embeddings"]),
-        attention_bias=family.qkv_bias(full),
-        out_bias=family.out_bias(full),
-        mlp_bias=bool(full.get("mlp_bias", False)),
-        qk_norm=family.qk_norm if isinstance(family.qk_norm, bool) else bool(full[family.qk_norm]),
+        tie_word_embeddings=bool(fields["tie_word_embeddings"]),
+        attention_bias=family.qkv_bias(fields),
+        out_bias=family.out_bias(fields),
+        mlp_bias=bool(fields.get("mlp_bias", False)),
+        qk_norm=family.qk_norm if isinstance(family.qk_norm, bool) else bool(fields[family.qk_norm]),
         windows=windows,
-        experts=_read_experts(full, family),
-        embedding_scale=family.embedding_scale(full),
-        softmax_scale=family.softmax_scale(full),
-        residual_scale=family.residual_scale(full),
-        logit_scale=family.logit_scale(full),
-        softcap=float(full.get("attn_logit_softcapping") or 0) or None,
-        logit_cap=float(full.get("final_logit_softcapping") or 0) or None,
-        activation=_read_activation(full, family.activation_field),
+        experts=_read_experts(fields, family),
+        embedding_scale=family.embedding_scale(fields),
+        softmax_scale=family.softmax_scale(fields),
+        residual_scale=family.residual_scale(fields),
+        logit_scale=family.logit_scale(fields),
+        softcap=float(fields.get("attn_logit_softcapping") or 0) or None,
+        logit_cap=float(fields.get("final_logit_softcapping") or 0) or None,
+        activation=_read_activation(fields, family.activation_field),
         # An override also replaces the ids of generation_config.json.
-        eos_token_ids=eos_ids(full, {} if "eos_token_id" in overrides else generation),
+        eos_token_ids=read_eos_token_ids(fields, {} if "eos_token_id" in overrides else generation),
         latent=latent,
-        formats=read_formats(full),
+        formats=read_formats(fields),
         stored=family.stored,
-        raw=full,
+        raw=fields,
         path=path,
     )
 
 
-def refuse_unsupported(full: Json, supported_fields: tuple[str, ...]) -> None:
+def refuse_unsupported(fields: Json, supported_fields: tuple[str, ...]) -> None:
     """Refuse a config with a field that needs a computation which is not implemented.  Raises EspalierError.
 
     supported_fields: the fields of NEUTRAL_VALUES that the model's family supports.
     """
     for name, neutral in NEUTRAL_VALUES.items():
-        if name in full and name not in supported_fields and full[name] not in neutral:
-            value = full[name]
+        if name in fields and name not in supported_fields and fields[name] not in neutral:
+            value = fields[name]
             supported = " or ".join(repr(v) for v in neutral)
             raise EspalierError(f"{name} = {shown(value)} is not supported, only {supported}; use another model")
 
 
-def _read_activation(full: Json, field: str) -> Activation:
+def _read_activation(fields: Json, field: str) -> Activation:
     """The activation that `field` names.  Raises EspalierError for an activation that no kernel computes."""
-    name = full.get(field, "silu")
+    name = fields.get(field, "silu")
     if not isinstance(name, str) or name not in ACTIVATIONS:
         supported = " or ".join(map(repr, ACTIVATIONS))
         raise EspalierError(f"{field} = {shown(name)} is not supported, only {supported}; use another model")
     return ACTIVATIONS[name]
 
 
-def _with_attention_fields(full: Json) -> Json:
+def _with_attention_fields(fields: Json) -> Json:
     """The config with the attention's fields at the top level.  Transformers 5 writes them into rope_parameters."""
-    ropes = [full.get(field) or {} for field in reversed(ROPE_FIELDS)]
-    return full | {name: rope[name] for rope in ropes for name in ATTENTION_FIELDS if name in rope}
+    ropes = [fields.get(field) or {} for field in reversed(ROPE_FIELDS)]
+    return fields | {name: rope[name] for rope in ropes for name in ATTENTION_FIELDS if name in rope}
 
 
 def _read_ropes(
-    full: Json, family: Family, latent: LatentConfig | None, head_size: int, longest: int
+    fields: Json, family: Family, latent: LatentConfig | None, head_size: int, max_position_embeddings: int
 ) -> tuple[tuple[RopeConfig, ...], int]:
     """Returns the RoPE of each layer, and the longest context, in tokens, that all of them support."""
-    own = [{}] * full["num_hidden_layers"] if family.ropes is None else family.ropes(full)
+    own = [{}] * fields["num_hidden_layers"] if family.layer_ropes is None else family.layer_ropes(fields)
     read = []
     for each in own:
         if each is None:
-            read.append((RopeConfig(head_size, 1.0, "none"), longest))
+            read.append((RopeConfig(head_size, 1.0, "none"), max_position_embeddings))
             continue
-        fields = _with_attention_fields({**full, **each})
-        refuse_unsupported(fields, family.supported_fields)
+        merged = _with_attention_fields({**fields, **each})
+        refuse_unsupported(merged, family.supported_fields)
         size = each.get("head_dim", head_size)
-        rotated = latent.rope_size if latent else rotated_size(fields, size)
-        read.append(read_rope(fields, rotated, longest))
+        rotary_dim = latent.rope_size if latent else rotated_size(merged, size)
+        read.append(read_rope(merged, rotary_dim, max_position_embeddings))
     return tuple(rope for rope, _ in read), min(context for _, context in read)
 
 
-def full_attention(full: Json) -> LayerWindows:
-    return (None,) * int(full["num_hidden_layers"])
+def no_windows(fields: Json) -> LayerWindows:
+    return (None,) * int(fields["num_hidden_layers"])
 
 
-def windows_by_layer_type(full: Json, default: Callable[[int], bool]) -> LayerWindows:
+def windows_by_layer_type(fields: Json, default: Callable[[int], bool]) -> LayerWindows:
     """The window of each layer: None, or `sliding_window` if `layer_types` (without it, `default`) says sliding."""
-    window, types = full.get("sliding_window"), full.get("layer_types")
+    window, types = fields.get("sliding_window"), fields.get("layer_types")
     if window is None:
-        return full_attention(full)
-    layers = range(int(full["num_hidden_layers"]))
+        return no_windows(fields)
+    layers = range(int(fields["num_hidden_layers"]))
     slides = [types[i] == "sliding_attention" for i in layers] if types else [default(i) for i in layers]
     return tuple(int(window) if slides[i] else None for i in layers)
 
 
-def windows_in_every_second(full: Json) -> LayerWindows:
+def windows_in_even_layers(fields: Json) -> LayerWindows:
     """The window of each layer (windows_by_layer_type).  Without `layer_types`, layers 0, 2, 4, ... are sliding."""
-    return windows_by_layer_type(full, lambda layer: layer % 2 == 0)
+    return windows_by_layer_type(fields, lambda layer: layer % 2 == 0)
 
 
-def windows_if_used(full: Json, default: Callable[[int], bool]) -> LayerWindows:
+def windows_if_enabled(fields: Json, default: Callable[[int], bool]) -> LayerWindows:
     """The window of each layer (windows_by_layer_type); None for all if `use_sliding_window` is false."""
-    window = full["sliding_window"] if full["use_sliding_window"] else None
-    return windows_by_layer_type({**full, "sliding_window": window}, default)
+    window = fields["sliding_window"] if fields["use_sliding_window"] else None
+    return windows_by_layer_type({**fields, "sliding_window": window}, default)
 
 
-def attention_in_some_layer(full: Json) -> LayerWindows:
+def hybrid_windows(fields: Json) -> LayerWindows:
     """Returns None for each layer: no windows.  Raises EspalierError if no layer has attention."""
-    if "full_attention" not in (full["layer_types"] or ()):
+    if "full_attention" not in (fields["layer_types"] or ()):
         raise EspalierError(
             "layer_types names no 'full_attention'; a model with no layer of attention is not supported"
         )
-    return full_attention(full)
+    return no_windows(fields)
 
 
-def _read_windows(full: Json, family: Family, layers: int) -> LayerWindows:
-    types = full.get("layer_types")
+def _read_windows(fields: Json, family: Family, layers: int) -> LayerWindows:
+    types = fields.get("layer_types")
     if types is not None:
         known = {"full_attention", "sliding_attention", *family.extra_layer_types}
         unknown = sorted({str(t) for t in types} - known)
@@ -416,22 +416,22 @@ def _read_windows(full: Json, family: Family, layers: int) -> LayerWindows:
                 f"layer_types has {len(types)} entries for num_hidden_layers = {layers}; make them agree"
             )
     # Some configs that do not use a window have sliding_window = 0.
-    window = full.get("sliding_window") if full.get("use_sliding_window", True) else None
+    window = fields.get("sliding_window") if fields.get("use_sliding_window", True) else None
     if window is not None and (not isinstance(window, int) or window < 1):
         raise EspalierError(f"sliding_window = {window!r}; a positive integer or null is needed; correct it")
-    windows = family.windows(full)
+    windows = family.windows(fields)
     for layer, kind in enumerate(types or ()):
         if kind == "sliding_attention" and windows[layer] is None:
             raise EspalierError(
                 f"layer_types calls layer {layer} 'sliding_attention', but the layer has no window "
-                f"({family.architecture}, sliding_window = {full.get('sliding_window')!r}, use_sliding_window = "
-                f"{full.get('use_sliding_window')!r}); correct layer_types, or set the window with model_overrides"
+                f"({family.architecture}, sliding_window = {fields.get('sliding_window')!r}, use_sliding_window = "
+                f"{fields.get('use_sliding_window')!r}); correct layer_types, or set the window with model_overrides"
             )
     return windows
 
 
-def _read_experts(full: Json, family: Family) -> Experts | None:
-    experts = family.experts(full)
+def _read_experts(fields: Json, family: Family) -> Experts | None:
+    experts = family.experts(fields)
     if experts is not None:
         for name, value, least in (("size", experts.size, 1), ("shared size", experts.shared_size, 0)):
             if not isinstance(value, int) or not least <= value <= MAX_SIZE:

@@ -19,12 +19,12 @@ from espalier.models.base import CausalLM
 from espalier.models.block import (
     BlockConfig,
     BlockDraft,
-    block_spec,
     load_block_fields,
+    make_block_spec,
     read_dflash_fields,
     read_layer_config,
-    read_speculators,
-    refuse_misfit,
+    read_speculators_config,
+    refuse_mismatch,
 )
 from espalier.models.config import Json, ModelConfig
 from espalier.models.draft_parts import DraftFields
@@ -40,9 +40,9 @@ from espalier.models.weights import Weights
 ARCHITECTURES = ("DFlash2DraftModel",)
 SPECULATORS_TYPES = ("dflash2",)
 # The defaults of the DFlash 2 package.
-SIZES = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 256, "selector_top_k": 16}
-SCALES = ("output_multiplier", "final_logit_softcapping", "input_embedding_scale")
-DFLASH_FIELDS = ("target_layer_ids", "mask_token_id", "block_size", *SIZES, *SCALES)
+SIZE_DEFAULTS = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 256, "selector_top_k": 16}
+SCALE_FIELDS = ("output_multiplier", "final_logit_softcapping", "input_embedding_scale")
+DFLASH_FIELDS = ("target_layer_ids", "mask_token_id", "block_size", *SIZE_DEFAULTS, *SCALE_FIELDS)
 DEFAULT_BLOCK_SIZE = 16
 
 
@@ -70,57 +70,61 @@ def read_dflash2(path: Path, raw: Json, target: ModelConfig) -> DFlash2Config:
 
     Raises EspalierError if the draft does not fit this target, or has a form that is not supported.
     """
-    given = DraftFields(raw, path)
-    is_speculators = given.get("speculators_model_type") is not None
-    config = (_read_speculators if is_speculators else _read_z_lab)(given, target)
-    refuse_misfit(config, target, path)
-    _refuse_sizes(config, given)
+    fields = DraftFields(raw, path)
+    is_speculators = fields.get("speculators_model_type") is not None
+    config = (_read_speculators_config if is_speculators else _read_z_lab_config)(fields, target)
+    refuse_mismatch(config, target, path)
+    _refuse_wrong_sizes(config, fields)
     return config
 
 
-def _read_z_lab(top: DraftFields, target: ModelConfig) -> DFlash2Config:
-    given = read_dflash_fields(top, DFLASH_FIELDS).with_defaults({"block_size": DEFAULT_BLOCK_SIZE, **top.raw})
-    of_layer = {name: value for name, value in top.raw.items() if name not in SCALES}
-    layer, is_causal = read_layer_config(DraftFields(of_layer, top.path), target), top.get("is_causal")
+def _read_z_lab_config(top_fields: DraftFields, target: ModelConfig) -> DFlash2Config:
+    fields = read_dflash_fields(top_fields, DFLASH_FIELDS).with_defaults(
+        {"block_size": DEFAULT_BLOCK_SIZE, **top_fields.raw}
+    )
+    of_layer = {name: value for name, value in top_fields.raw.items() if name not in SCALE_FIELDS}
+    layer, is_causal = read_layer_config(DraftFields(of_layer, top_fields.path), target), top_fields.get("is_causal")
     causal = tuple(window is not None if is_causal is None else bool(is_causal) for window in layer.windows)
-    spec = block_spec(
-        *(given, layer),
-        capture=tuple(k + 1 for k in given.target_layers("target_layer_ids")),
-        first_proposing=1,
+    spec = make_block_spec(
+        *(fields, layer),
+        capture=tuple(k + 1 for k in fields.target_layers("target_layer_ids")),
+        first_proposing_row=1,
         causal=causal,
         algorithm="dflash2",
         windows_from_root=False,
     )
     for window, in_order in zip(layer.windows, causal, strict=True):
         if window is not None and window < spec.block_rows and not in_order:
-            raise given.error(
+            raise fields.error(
                 f"sliding_window = {window} is below block_size = {spec.block_rows} in a layer that is not causal, "
                 "which is not supported; use a draft with a wider window"
             )
-    scale, cap, embedding_scale = map(given.number, SCALES)
+    scale, cap, embedding_scale = map(fields.number, SCALE_FIELDS)
     return DFlash2Config(
         layer=layer,
         spec=spec,
         embedding_scale=1.0 if embedding_scale is None else embedding_scale,
         logit_scale=1.0 if scale is None else scale,
         logit_cap=cap if cap is not None and cap > 0 else None,
-        **_size_fields(given),
+        **_size_fields(fields),
     )
 
 
-def _read_speculators(given: DraftFields, target: ModelConfig) -> DFlash2Config:
-    base = read_speculators(given.with_defaults({"sliding_window_non_causal": True}), target)
+def _read_speculators_config(fields: DraftFields, target: ModelConfig) -> DFlash2Config:
+    base = read_speculators_config(fields.with_defaults({"sliding_window_non_causal": True}), target)
     return DFlash2Config(
-        layer=base.layer, spec=replace(base.spec, algorithm="dflash2"), **_size_fields(given.with_defaults(SIZES))
+        layer=base.layer,
+        spec=replace(base.spec, algorithm="dflash2"),
+        **_size_fields(fields.with_defaults(SIZE_DEFAULTS)),
     )
 
 
-def _size_fields(given: DraftFields) -> dict[str, Any]:
-    taps, group, rank, topk = (given.count(name, least=1) for name in SIZES)
+def _size_fields(fields: DraftFields) -> dict[str, Any]:
+    taps, group, rank, topk = (fields.count(name, min_value=1) for name in SIZE_DEFAULTS)
     return {"conv_taps": taps, "conv_group": group, "selector_rank": rank, "selector_topk": topk}
 
 
-def _refuse_sizes(config: DFlash2Config, given: DraftFields) -> None:
+def _refuse_wrong_sizes(config: DFlash2Config, fields: DraftFields) -> None:
     """Refuse a config whose sizes do not fit one another.  Raises EspalierError."""
     hidden, vocab = config.layer.hidden_size, config.layer.vocab_size
     wrong = {
@@ -135,7 +139,7 @@ def _refuse_sizes(config: DFlash2Config, given: DraftFields) -> None:
     }
     for what, is_wrong in wrong.items():
         if is_wrong:
-            raise given.error(f"{what}; correct the config, or use another draft")
+            raise fields.error(f"{what}; correct the config, or use another draft")
 
 
 @dataclass(frozen=True)
@@ -154,7 +158,7 @@ class BlockConv:
         return block_conv(normed, self.weight, self.base[0], width)
 
 
-class Convolved(NamedTuple):
+class PendingConvolution(NamedTuple):
     """A sublayer's output (as RMSNorm.add_and_norm takes it).  One launch convolves it and adds it to the residual."""
 
     output: Tensor
@@ -183,12 +187,14 @@ class ConvolvedLayer(DecoderLayer):
 
     def __call__(self, s: Residual, p: Pass) -> None:
         width = p.tokens.shape[1]
-        given, coefficients = self.attention_conv.convolve_input(s.add_and_norm(self.attention_norm, PlainNorm), width)
-        q = self.attention.write(self.index, given, p)
+        convolved, coefficients = self.attention_conv.convolve_input(
+            s.add_and_norm(self.attention_norm, PlainNorm), width
+        )
+        q = self.attention.write(self.index, convolved, p)
         output = self.attention.project(p.attend(self.index, q, self.attention.sink))
-        s.add(Convolved(sum_over_ranks(output), coefficients, self.attention_conv.base[1], width))
-        given, coefficients = self.mlp_conv.convolve_input(s.add_and_norm(self.mlp_norm, PlainNorm), width)
-        s.add(Convolved(sum_over_ranks(self.mlp(given)), coefficients, self.mlp_conv.base[1], width))
+        s.add(PendingConvolution(sum_over_ranks(output), coefficients, self.attention_conv.base[1], width))
+        convolved, coefficients = self.mlp_conv.convolve_input(s.add_and_norm(self.mlp_norm, PlainNorm), width)
+        s.add(PendingConvolution(sum_over_ranks(self.mlp(convolved)), coefficients, self.mlp_conv.base[1], width))
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from espalier.model_files import naming_config, read_json
 from espalier.models.config import ModelConfig
 
 # The type of DraftSpec.form.
-FeedForm = Literal["chain", "target"]
+HiddenForm = Literal["chain", "target"]
 # The modules of a piece of a prompt read tokens of the piece before it, so a piece has at least as many tokens as there
 # are modules.
 MAX_MODULES = MIN_CHUNK_WIDTH
@@ -39,7 +39,7 @@ class DraftSpec:
     block_rows: the rows of the pass that proposes all levels; 0 for drafts that propose one level per pass.
     max_steps: how many levels this pass proposes; a tree must not be deeper.  None: no limit.
     mask_token: the token of all rows of this pass but the root's.
-    first_proposing: the row of a block that proposes depth 1: 0, the root's row, or 1, the first mask row.
+    first_proposing_row: the row of a block that proposes depth 1: 0, the root's row, or 1, the first mask row.
     causal: for each layer of a block draft, whether a block row does not attend to later block rows.
     windows_from_root: whether a sliding window is counted from the root, the same for all rows of a block.  If not, it
     is counted from each row's own position.
@@ -61,10 +61,10 @@ class DraftSpec:
     block_rows: int = 0
     max_steps: int | None = None
     mask_token: int = 0
-    first_proposing: int = 0
+    first_proposing_row: int = 0
     causal: tuple[bool, ...] = ()
     windows_from_root: bool = True
-    form: FeedForm = "chain"
+    form: HiddenForm = "chain"
     target_output: Literal["captured", "hidden"] | None = None
     capture: tuple[int, ...] = ()
     hidden_size: int = 0
@@ -222,7 +222,7 @@ class BlockModel(DraftModel, Protocol):
         ...
 
 
-def refuse_sizes(path: Path, target: ModelConfig, hidden: int, vocab: int, draft_vocab: int = 1) -> None:
+def refuse_wrong_sizes(path: Path, target: ModelConfig, hidden: int, vocab: int, draft_vocab: int = 1) -> None:
     """Refuse a draft whose config.json has sizes that do not fit its target.  Raises EspalierError.
 
     hidden: the size of the target's hidden states that the draft reads.  vocab: how many tokens it embeds.

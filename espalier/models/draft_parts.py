@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 def draft_embedding(weights: Weights, shape: Sequence[int], target: CausalLM, name: str = "embed_tokens") -> Embedding:
     """Returns the draft's embedding, or the target's if the draft has none.
     Raises EspalierError if the target's does not fit."""
-    if borrows_matrix(weights, name, "model.embed_tokens", shape, target.embed.shape):
+    if uses_target_matrix(weights, name, "model.embed_tokens", shape, target.embed.shape):
         embed = whole_embedding(target)
         # The embedding gets no scale: if the draft used one, its own config would name it.
         return Embedding(embed.weight)
@@ -55,20 +55,20 @@ def draft_head(weights: Weights, layer: ModelConfig, draft_vocab: int, target: C
     if layer.tie_word_embeddings and tuple(embed.weight.shape) == shape:
         log.info("draft %s: %s is the draft's embedding (tie_word_embeddings)", weights.path, name)
         return Linear(dense_weight(embed.weight))
-    borrows_matrix(weights, name, name, shape, target.head.shape)
+    uses_target_matrix(weights, name, name, shape, target.head.shape)
     return target.head
 
 
-def borrows_matrix(
-    weights: Weights, name: str, original: str, shape: Sequence[int], target_shape: Sequence[int]
+def uses_target_matrix(
+    weights: Weights, name: str, target_name: str, shape: Sequence[int], target_shape: Sequence[int]
 ) -> bool:
-    """Whether the draft uses the target's matrix: it has no matrix `name`, or `name` is a copy of `original`.
+    """Whether the draft uses the target's matrix: it has no matrix `name`, or `name` is a copy of `target_name`.
 
-    original: the name under which `weights` holds the target's matrix, if it does.  A quantised matrix counts as the
+    target_name: the name under which `weights` holds the target's matrix, if it does.  A quantised matrix counts as the
     draft's own.  Raises EspalierError if the target's shape does not fit.
     """
     if weights.has_matrix(name):
-        return name != original and _are_equal(weights, f"{name}.weight", f"{original}.weight")
+        return name != target_name and _have_equal_values(weights, f"{name}.weight", f"{target_name}.weight")
     if tuple(target_shape) != tuple(shape):
         raise EspalierError(
             f"{weights.path} has no {name!r} and cannot use the target's: it needs {list(shape)}, the target's is "
@@ -78,7 +78,7 @@ def borrows_matrix(
     return True
 
 
-def _are_equal(weights: Weights, name: str, other: str) -> bool:
+def _have_equal_values(weights: Weights, name: str, other: str) -> bool:
     """Whether both names are stored, as plain tensors with the same values."""
     if name not in weights or other not in weights or weights.shape(name) != weights.shape(other):
         return False
@@ -147,10 +147,10 @@ class DraftFields:
         It is the object transformer_layer_config, with the fields beside it that describe quantised weights."""
         return {**self.object("transformer_layer_config").raw, **quantisation_of(self.raw)}
 
-    def count(self, name: str, least: int = 2, most: int = MAX_SIZE) -> int:
+    def count(self, name: str, min_value: int = 2, max_value: int = MAX_SIZE) -> int:
         value = self.raw.get(name)
-        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
-            needed = f"an integer of at least {least}" if most == MAX_SIZE else f"{least} to {most}"
+        if not isinstance(value, int) or isinstance(value, bool) or not min_value <= value <= max_value:
+            needed = f"an integer of at least {min_value}" if max_value == MAX_SIZE else f"{min_value} to {max_value}"
             raise self.error(f"{name} = {value!r}; {needed} is needed; correct the config")
         return value
 
@@ -193,4 +193,4 @@ class DraftFields:
     def draft_vocab(self, vocab: int) -> int:
         """The size of a draft's vocabulary: draft_vocab_size, or the target's without it."""
         name = "draft_vocab_size"
-        return vocab if self.raw.get(name) is None else self.count(name, least=1)
+        return vocab if self.raw.get(name) is None else self.count(name, min_value=1)

@@ -22,7 +22,7 @@ from espalier.errors import EspalierError
 from espalier.kernels.ops.drafts import DraftHidden
 from espalier.models.base import CausalLM
 from espalier.models.config import Family, Json, ModelConfig, architecture_of, parse
-from espalier.models.draft import DraftOutput, DraftSpec, refuse_sizes
+from espalier.models.draft import DraftOutput, DraftSpec, refuse_wrong_sizes
 from espalier.models.draft_parts import DraftFields, draft_embedding, draft_head, draft_to_target
 from espalier.models.families import FAMILIES
 from espalier.models.families.deepseek import V2, V3
@@ -45,8 +45,8 @@ ARCHITECTURES = (
 # Values of model_type that name the head's format, not the family of its layer.  The layer is then a Llama layer.
 FORMAT_MODEL_TYPES = ("eagle", "eagle3", "speculators", "speculator_model")
 # Targets whose heads list the captured layers in eagle_config by input, not by output (_captured_layers).
-TARGETS_WITH_INPUT_IDS = (V2.architecture, V3.architecture)
-EAGLE_1_2 = ("LlamaForCausalLMEagle", "EagleLlamaForCausalLM", "EagleSpeculator")
+TARGETS_WITH_IDS_BY_INPUT = (V2.architecture, V3.architecture)
+EAGLE_1_2_ARCHITECTURES = ("LlamaForCausalLMEagle", "EagleLlamaForCausalLM", "EagleSpeculator")
 LEGACY_FC_NORMS = ("aux_norm_low", "aux_norm_mid", "aux_norm_high")
 
 
@@ -74,24 +74,26 @@ def read_eagle3(path: Path, raw: Json, target: ModelConfig) -> Eagle3Config:
 
     Raises EspalierError if the head does not fit this target.
     """
-    config = read_head(path, raw, target, TARGETS_WITH_INPUT_IDS)
+    config = read_eagle_head(path, raw, target, TARGETS_WITH_IDS_BY_INPUT)
     if config.layer.num_layers != 1:
         raise DraftFields(raw, path).error(
             f"num_hidden_layers = {config.layer.num_layers}; only EAGLE-3 heads with one layer are supported; use such "
             "a draft"
         )
-    refuse_misfit(config, target, path)
+    refuse_mismatch(config, target, path)
     return config
 
 
-def read_head(path: Path, raw: Json, target: ModelConfig, targets_with_input_ids: Sequence[str] | None) -> Eagle3Config:
+def read_eagle_head(
+    path: Path, raw: Json, target: ModelConfig, targets_with_ids_by_input: Sequence[str] | None
+) -> Eagle3Config:
     """Returns the config of an EAGLE-3 or P-EAGLE head.  The caller checks it against the target.
 
-    targets_with_input_ids: the target architectures for which ids in eagle_config name layers by input; None: all.
+    targets_with_ids_by_input: the target architectures for which ids in eagle_config name layers by input; None: all.
     """
-    given = DraftFields(raw, path)
-    flat = {"num_hidden_layers": 1, "max_position_embeddings": target.max_position, **raw, **given.layer_config()}
-    eagle = given.object("eagle_config")
+    fields = DraftFields(raw, path)
+    flat = {"num_hidden_layers": 1, "max_position_embeddings": target.max_position, **raw, **fields.layer_config()}
+    eagle = fields.object("eagle_config")
     family = _layer_family(DraftFields(flat, path))
     # A latent head's layer has a dense MLP, even if the head's config repeats the target's experts.
     layer = parse({**flat, "n_routed_experts": None} if family.latent else flat, family, path)
@@ -100,19 +102,19 @@ def read_head(path: Path, raw: Json, target: ModelConfig, targets_with_input_ids
         layers=layer_specs_of(layer),
         modules=1,
         target_output="captured",
-        capture=_captured_layers(given, eagle, target, targets_with_input_ids),
+        capture=_captured_layers(fields, eagle, target, targets_with_ids_by_input),
         hidden_size=layer.hidden_size,
-        vocab_size=given.draft_vocab(layer.vocab_size),
+        vocab_size=fields.draft_vocab(layer.vocab_size),
     )
     return Eagle3Config(
         layer,
         spec,
-        target_hidden=given.get("target_hidden_size") or layer.hidden_size,
-        fc_bias=given.is_set("bias"),
-        norm_before_residual=given.is_set("norm_before_residual"),
-        norm_output=given.is_set("norm_output"),
-        norm_before_fc=given.is_set("norm_before_fc", eagle.is_set("norm_before_fc")),
-        fc_norm=given.is_set("fc_norm"),
+        target_hidden=fields.get("target_hidden_size") or layer.hidden_size,
+        fc_bias=fields.is_set("bias"),
+        norm_before_residual=fields.is_set("norm_before_residual"),
+        norm_output=fields.is_set("norm_output"),
+        norm_before_fc=fields.is_set("norm_before_fc", eagle.is_set("norm_before_fc")),
+        fc_norm=fields.is_set("fc_norm"),
     )
 
 
@@ -129,28 +131,34 @@ def looks_like_eagle3(weights: Weights) -> bool:
     return "midlayer.hidden_norm.weight" in weights or "layers.0.hidden_norm.weight" in weights
 
 
-def _layer_family(flat: DraftFields) -> Family:
+def _layer_family(flat_fields: DraftFields) -> Family:
     """The family of the draft's layer: Llama, unless model_type names another supported family.
 
     A latent head has DeepSeek-V3's attention, unless model_type names another latent family.  Raises EspalierError for
     a model_type that is no family's, unless the architecture says that the layer is DeepSeek's.
     """
-    named_latent = architecture_of(dict(flat.raw)) in LATENT_ARCHITECTURES
-    is_latent = bool(flat.get("kv_lora_rank")) or named_latent
+    named_latent = architecture_of(dict(flat_fields.raw)) in LATENT_ARCHITECTURES
+    is_latent = bool(flat_fields.get("kv_lora_rank")) or named_latent
     able = (family for family in FAMILIES.values() if family.latent == is_latent and family.usable_in_drafts)
     by_type = {family.model_type: family for family in able}
-    declared = flat.get("model_type", "llama")
+    declared = flat_fields.get("model_type", "llama")
     if declared not in (*by_type, *FORMAT_MODEL_TYPES) and not named_latent:
-        raise flat.error(f"a draft layer of model_type {declared!r} is not supported; supported: {', '.join(by_type)}")
+        raise flat_fields.error(
+            f"a draft layer of model_type {declared!r} is not supported; supported: {', '.join(by_type)}"
+        )
     if is_latent:
         return by_type.get(declared, V3)
-    if flat.get("sliding_window") and flat.get("use_sliding_window", True) and declared not in ("qwen2", "qwen3"):
+    if (
+        flat_fields.get("sliding_window")
+        and flat_fields.get("use_sliding_window", True)
+        and declared not in ("qwen2", "qwen3")
+    ):
         return by_type["mistral"]  # a Llama layer with a sliding window
     return by_type.get(declared, by_type["llama"])
 
 
 def _captured_layers(
-    given: DraftFields, eagle: DraftFields, target: ModelConfig, targets_with_input_ids: Sequence[str] | None
+    fields: DraftFields, eagle_fields: DraftFields, target: ModelConfig, targets_with_ids_by_input: Sequence[str] | None
 ) -> tuple[int, ...]:
     """Returns the target layers whose inputs the head fuses.
 
@@ -163,37 +171,39 @@ def _captured_layers(
     """
     num_layers = target.num_layers
     name = "eagle_aux_hidden_state_layer_ids"
-    if eagle.get("use_aux_hidden_state", True) is False:
-        raise given.error("use_aux_hidden_state = False is not supported; use a head that fuses target layers")
-    if given.get(name):
-        ids = given.target_layers(name)
-    elif eagle.get(name):
-        ids = eagle.target_layers(name)
-        is_input = targets_with_input_ids is None or (target.architecture in targets_with_input_ids and ids[0] != 1)
+    if eagle_fields.get("use_aux_hidden_state", True) is False:
+        raise fields.error("use_aux_hidden_state = False is not supported; use a head that fuses target layers")
+    if fields.get(name):
+        ids = fields.target_layers(name)
+    elif eagle_fields.get(name):
+        ids = eagle_fields.target_layers(name)
+        is_input = targets_with_ids_by_input is None or (
+            target.architecture in targets_with_ids_by_input and ids[0] != 1
+        )
         ids = ids if is_input else tuple(i + 1 for i in ids)
     else:
         ids = (2, num_layers // 2, num_layers - 3)
     if any(not 0 <= i <= num_layers for i in ids):
         raise EspalierError(
-            f"{given.path} fuses the inputs of target layers {ids}, but the target has {num_layers} layers; use the "
+            f"{fields.path} fuses the inputs of target layers {ids}, but the target has {num_layers} layers; use the "
             "target that the draft was trained for"
         )
-    expected = given.get("num_aux_hidden_states") or len(ids)
+    expected = fields.get("num_aux_hidden_states") or len(ids)
     if len(ids) != expected:
-        raise given.error(
+        raise fields.error(
             f"num_aux_hidden_states = {expected}, but {len(ids)} layers {ids} are captured; correct one of "
             "num_aux_hidden_states and eagle_aux_hidden_state_layer_ids"
         )
     return ids
 
 
-def refuse_misfit(config: Eagle3Config, target: ModelConfig, path: Path) -> None:
+def refuse_mismatch(config: Eagle3Config, target: ModelConfig, path: Path) -> None:
     if config.layer.experts is not None:
         raise EspalierError(
             f"{path}: a draft layer of {config.layer.architecture} has experts, which is not supported; use a draft "
             "with a dense MLP"
         )
-    refuse_sizes(path, target, config.target_hidden, config.layer.vocab_size, config.spec.vocab_size)
+    refuse_wrong_sizes(path, target, config.target_hidden, config.layer.vocab_size, config.spec.vocab_size)
     if config.norm_before_fc and config.fc_norm:
         raise EspalierError(
             f"{path}: norm_before_fc and fc_norm are both set, but they exclude each other; correct the config"
@@ -212,7 +222,7 @@ class Eagle3Draft:
     config: Eagle3Config
     rope: RopeTables
     embed: Embedding
-    fuse: "Fuser"
+    fuse: "FeatureFuser"
     embed_norm: RMSNorm
     hidden_norm: RMSNorm
     layers: list[DecoderLayer]
@@ -244,19 +254,19 @@ class Eagle3Draft:
 
 
 @dataclass(frozen=True)
-class Fuser:
+class FeatureFuser:
     """captured [..., n·H_target] -> feature [..., H]: fc, after one norm over all, a norm for each part, or no norm."""
 
     fc: Linear
-    whole: RMSNorm | None
-    parts: list[RMSNorm]
+    whole_norm: RMSNorm | None
+    part_norms: list[RMSNorm]
 
     def __call__(self, captured: Tensor) -> Tensor:
-        if self.whole is not None:
-            captured = self.whole(captured)
-        if self.parts:
-            chunks = captured.chunk(len(self.parts), dim=-1)
-            captured = torch.cat([norm(chunk) for norm, chunk in zip(self.parts, chunks, strict=True)], dim=-1)
+        if self.whole_norm is not None:
+            captured = self.whole_norm(captured)
+        if self.part_norms:
+            chunks = captured.chunk(len(self.part_norms), dim=-1)
+            captured = torch.cat([norm(chunk) for norm, chunk in zip(self.part_norms, chunks, strict=True)], dim=-1)
         return self.fc(captured)
 
 
@@ -291,7 +301,7 @@ def load_head_fields(weights: Weights, config: Eagle3Config, target: CausalLM, p
         "config": config,
         "rope": rope,
         "embed": embed,
-        "fuse": _fuser(weights, config, target.config.num_layers),
+        "fuse": _load_fuser(weights, config, target.config.num_layers),
         "embed_norm": weights.norm(f"{prefix}input_layernorm", hidden, eps),
         "hidden_norm": weights.norm(f"{prefix}hidden_norm", hidden, eps),
         "layers": [first, *rest],
@@ -313,7 +323,7 @@ def _refuse_eagle1_and_2(weights: Weights, config: Eagle3Config) -> None:
         )
 
 
-def _fuser(weights: Weights, config: Eagle3Config, target_layers: int) -> Fuser:
+def _load_fuser(weights: Weights, config: Eagle3Config, target_layers: int) -> FeatureFuser:
     hidden, eps, count = config.layer.hidden_size, config.layer.rms_norm_eps, len(config.spec.capture)
     wide = count * config.target_hidden
     _refuse_wrong_fc_width(weights, config, target_layers)
@@ -322,7 +332,7 @@ def _fuser(weights: Weights, config: Eagle3Config, target_layers: int) -> Fuser:
     legacy = f"{LEGACY_FC_NORMS[0]}.weight" in weights
     names = LEGACY_FC_NORMS if legacy else [f"fc_norm.{i}" for i in range(count)]
     parts = [weights.norm(name, config.target_hidden, eps) for name in names] if config.fc_norm or legacy else []
-    return Fuser(fc, whole, parts)
+    return FeatureFuser(fc, whole, parts)
 
 
 def _refuse_wrong_fc_width(weights: Weights, config: Eagle3Config, target_layers: int) -> None:
@@ -374,7 +384,7 @@ def make_peagle(weights: Weights, config: Eagle3Config, target: CausalLM, positi
 PEAGLE_ARCHITECTURES = ("PEagleDraftModel", "PeagleLlamaForCausalLM", "PeagleQwen3ForCausalLM", "PEagleSpeculator")
 # Architectures of EAGLE-3 heads that are P-EAGLE heads if the config names a mask token.
 EAGLE3_ARCHITECTURES = (*ARCHITECTURES, "Eagle3Qwen3ForCausalLM")
-MASK_FIELDS = ("mask_token_id", "pard_token", "ptd_token_id")
+MASK_TOKEN_FIELDS = ("mask_token_id", "pard_token", "ptd_token_id")
 # The number of depths for heads whose config does not say for how many they were trained.
 DEFAULT_STEPS = 16
 
@@ -384,23 +394,23 @@ def read_peagle(path: Path, raw: Json, target: ModelConfig) -> Eagle3Config:
 
     Raises EspalierError if the head does not fit this target.
     """
-    head = read_head(path, raw, target, targets_with_input_ids=None)
+    head = read_eagle_head(path, raw, target, targets_with_ids_by_input=None)
     # The number of tokens that speculators trained the head to propose.
-    given = DraftFields(raw, path)
-    methods = given.object("speculators_config").get("proposal_methods") or [{}]
+    fields = DraftFields(raw, path)
+    methods = fields.object("speculators_config").get("proposal_methods") or [{}]
     if not isinstance(methods, list) or not isinstance(methods[0], dict):
-        raise given.error(f"proposal_methods = {methods!r}; a list of objects is needed; correct the config")
+        raise fields.error(f"proposal_methods = {methods!r}; a list of objects is needed; correct the config")
     steps = DraftFields({"speculative_tokens": DEFAULT_STEPS, **methods[0]}, path).count("speculative_tokens")
-    mask_token = given.mask_token(head.layer.vocab_size, MASK_FIELDS)
+    mask_token = fields.mask_token(head.layer.vocab_size, MASK_TOKEN_FIELDS)
     spec = replace(head.spec, algorithm="peagle", block_rows=steps - 1, max_steps=steps, mask_token=mask_token)
     config = replace(head, spec=spec)
     if config.layer.latent is not None:
-        raise given.error("P-EAGLE heads with latent attention are not supported; use one with K and V heads")
+        raise fields.error("P-EAGLE heads with latent attention are not supported; use one with K and V heads")
     narrow = [window for window in config.layer.windows if window is not None and window < steps]
     if narrow:
-        raise given.error(
+        raise fields.error(
             f"sliding_window = {narrow[0]} is below the {steps} depths of the head, which is not supported; use a head "
             "with a wider window"
         )
-    refuse_misfit(config, target, path)
+    refuse_mismatch(config, target, path)
     return config

@@ -18,7 +18,7 @@ TYPES_FIELD, PATTERN_FIELD, FREQ_FIELD, OFFSET_FIELD = (
 DEFAULT_OFFSET = 2
 # The defaults of families with an indexer.  index_share_for_mtp_iteration is accepted and not used: here each row of an
 # MTP layer chooses for itself.  The target's output does not depend on that.
-INDEX_FIELDS: dict[str, Any] = {
+INDEXER_DEFAULTS: dict[str, Any] = {
     "index_topk": 2048,
     "index_head_dim": 128,
     "index_n_heads": 64,
@@ -28,7 +28,7 @@ INDEX_FIELDS: dict[str, Any] = {
 
 
 @dataclass(frozen=True)
-class IndexConfig:
+class IndexerConfig:
     """The sizes of the indexers of a model's layers (DeepSeek-AI 2025, "DeepSeek-V3.2", section 2.1).
 
     topk: the largest number of rows that a query attends to.  heads: the number of index heads.  size: how many values
@@ -46,43 +46,43 @@ class IndexConfig:
         return self.types[layer] == FULL_INDEXER
 
 
-def read_index(full: dict[str, Any], count: Callable[[str], int]) -> IndexConfig:
-    """Returns the sizes of the indexers.  count: a function that reads a field as a positive integer.
+def read_indexer_config(fields: dict[str, Any], read_count: Callable[[str], int]) -> IndexerConfig:
+    """Returns the sizes of the indexers.  read_count: a function that reads a field as a positive integer.
 
     Raises EspalierError naming a field that is missing or wrong.
     """
-    types = indexer_types(full)
-    if full.get("q_lora_rank") is None:
+    types = indexer_types(fields)
+    if fields.get("q_lora_rank") is None:
         raise EspalierError(
             "q_lora_rank is null, but index queries are made from the queries' latent; use another model"
         )
-    index = IndexConfig(
-        topk=count("index_topk"),
-        heads=count("index_n_heads"),
-        size=count("index_head_dim"),
-        interleaved=bool(full["indexer_rope_interleave"]),
+    index = IndexerConfig(
+        topk=read_count("index_topk"),
+        heads=read_count("index_n_heads"),
+        size=read_count("index_head_dim"),
+        interleaved=bool(fields["indexer_rope_interleave"]),
         types=types,
     )
-    if index.size < full["qk_rope_head_dim"]:
+    if index.size < fields["qk_rope_head_dim"]:
         raise EspalierError(
-            f"index_head_dim = {index.size} is less than qk_rope_head_dim = {full['qk_rope_head_dim']}, the "
+            f"index_head_dim = {index.size} is less than qk_rope_head_dim = {fields['qk_rope_head_dim']}, the "
             "values of it that are rotated; correct the config or pass model_overrides"
         )
     return index
 
 
-def indexer_types(full: dict[str, Any]) -> tuple[str, ...]:
+def indexer_types(fields: dict[str, Any]) -> tuple[str, ...]:
     """FULL_INDEXER or SHARED_INDEXER for each layer.  Raises EspalierError for wrong or contradicting fields."""
-    layers = full["num_hidden_layers"]
+    layers = fields["num_hidden_layers"]
     names = (TYPES_FIELD, PATTERN_FIELD, FREQ_FIELD, OFFSET_FIELD)
-    declared, pattern, freq, offset = (full.get(name) for name in names)
+    declared, pattern, freq, offset = (fields.get(name) for name in names)
     read = [
         _listed_indexer_types(name, value, layers)
         for name, value in ((TYPES_FIELD, declared), (PATTERN_FIELD, pattern))
         if value is not None
     ]
     if pattern is None and (freq is not None or not read):
-        read.append(_scheduled_indexer_types(full, layers))
+        read.append(_scheduled_indexer_types(fields, layers))
     for other in read[1:]:
         if other != read[0]:
             layer = next(i for i, (a, b) in enumerate(zip(read[0], other, strict=True)) if a != b)
@@ -107,8 +107,8 @@ def _listed_indexer_types(name: str, value: Any, layers: int) -> tuple[str, ...]
     return tuple(INDEXER_TYPES[each] for each in value)
 
 
-def _scheduled_indexer_types(full: dict[str, Any], layers: int) -> tuple[str, ...]:
-    freq, offset = full.get(FREQ_FIELD), full.get(OFFSET_FIELD)
+def _scheduled_indexer_types(fields: dict[str, Any], layers: int) -> tuple[str, ...]:
+    freq, offset = fields.get(FREQ_FIELD), fields.get(OFFSET_FIELD)
     freq, offset = 1 if freq is None else freq, DEFAULT_OFFSET if offset is None else offset
     for name, value in ((FREQ_FIELD, freq), (OFFSET_FIELD, offset)):
         if type(value) is not int or value < 0:
@@ -135,7 +135,7 @@ class LatentConfig:
     rope_size: int
     v_size: int
     interleaved: bool
-    index: IndexConfig | None = None
+    index: IndexerConfig | None = None
 
     @property
     def head_size(self) -> int:
@@ -148,20 +148,22 @@ class LatentConfig:
         return self.kv_rank + self.rope_size
 
 
-def read_latent(full: dict[str, Any], count: Callable[[str], int], is_indexed: bool = False) -> LatentConfig:
-    """Returns the sizes of latent attention.  count: a function that reads a field as a positive integer.
+def read_latent_config(
+    fields: dict[str, Any], read_count: Callable[[str], int], is_indexed: bool = False
+) -> LatentConfig:
+    """Returns the sizes of latent attention.  read_count: a function that reads a field as a positive integer.
     Raises EspalierError naming a field that is missing or wrong."""
     latent = LatentConfig(
-        q_rank=None if full.get("q_lora_rank") is None else count("q_lora_rank"),
-        kv_rank=count("kv_lora_rank"),
-        nope_size=count("qk_nope_head_dim"),
-        rope_size=count("qk_rope_head_dim"),
-        v_size=count("v_head_dim"),
-        interleaved=bool(full["rope_interleave"]),
+        q_rank=None if fields.get("q_lora_rank") is None else read_count("q_lora_rank"),
+        kv_rank=read_count("kv_lora_rank"),
+        nope_size=read_count("qk_nope_head_dim"),
+        rope_size=read_count("qk_rope_head_dim"),
+        v_size=read_count("v_head_dim"),
+        interleaved=bool(fields["rope_interleave"]),
     )
     if latent.rope_size % 2:
         raise EspalierError(
             f"qk_rope_head_dim = {latent.rope_size}, but values are rotated in pairs; it must be even: correct "
             "the config or pass model_overrides"
         )
-    return replace(latent, index=read_index(full, count)) if is_indexed else latent
+    return replace(latent, index=read_indexer_config(fields, read_count)) if is_indexed else latent

@@ -16,10 +16,10 @@ from espalier.kernels.ops.recurrence import ShortConv
 from espalier.kernels.ops.rope import HeadNorms, LatentFormat
 from espalier.kernels.ops.selection import IndexNorm
 from espalier.models.config import Experts, ModelConfig
-from espalier.models.latent_config import IndexConfig, LatentConfig
+from espalier.models.latent_config import IndexerConfig, LatentConfig
 from espalier.models.layers.attention import AllHeadsNorms, Attention
 from espalier.models.layers.decoder import DecoderLayer, Mixer
-from espalier.models.layers.latent_attention import INDEX_EPS, NORM_EPS, Indexer, LatentAttention
+from espalier.models.layers.latent_attention import INDEX_NORM_EPS, LATENT_NORM_EPS, Indexer, LatentAttention
 from espalier.models.layers.linear import Embedding, Linear
 from espalier.models.layers.mlp import GatedMLP, MixtureMLP
 from espalier.models.layers.norm import AnyNorm, NoNorm, RMSNorm
@@ -33,7 +33,7 @@ from espalier.shards import Part, Shards, part_of, whole_part
 
 # The matrices of a layer's experts: (gate_up, down, biases).
 ExpertMatrices = tuple[ExpertMatrix, ExpertMatrix, ExpertBiases | None]
-HEADS_TEXT = "number of attention heads"
+HEADS_SIZE_NAME = "number of attention heads"
 FULL_ATTENTION = "full_attention"
 
 
@@ -44,7 +44,9 @@ def load_experts(
     routing = experts.routing
     # The router is read first, because its shape shows a wrong number of experts before the experts are read.
     router = weights.take(f"{prefix}{experts.router_name}.weight", routing.num_experts, hidden)
-    read = {"apart": _load_separate, "stacked": _load_stacked, "joined": _load_joined}[experts.stored]
+    read = {"apart": _load_separate_experts, "stacked": _load_stacked_experts, "joined": _load_joined_experts}[
+        experts.stored
+    ]
     gate_up, down, biases = read(weights, experts, prefix, hidden)
     scale = bias = shared = shared_gate = None
     if routing.correction_bias or routing.logit_bias:
@@ -74,11 +76,11 @@ def load_experts(
     )
 
 
-def _load_joined(weights: Weights, experts: Experts, prefix: str, hidden: int) -> ExpertMatrices:
+def _load_joined_experts(weights: Weights, experts: Experts, prefix: str, hidden: int) -> ExpertMatrices:
     gate_up, down = (f"{prefix}{name}" for name in experts.joined_names)
     count, size = experts.routing.num_experts, experts.size
     if gate_up not in weights:
-        return _load_separate(weights, experts, prefix, hidden)
+        return _load_separate_experts(weights, experts, prefix, hidden)
     own = _rank_part_of_size(weights, experts)
     _, halves = stored_parts([gate_up], (own, own))
     if weights.formats(gate_up).name != DENSE and not weights.is_plain(gate_up):
@@ -94,7 +96,7 @@ def _load_joined(weights: Weights, experts: Experts, prefix: str, hidden: int) -
     )
 
 
-def _load_separate(weights: Weights, experts: Experts, prefix: str, hidden: int) -> ExpertMatrices:
+def _load_separate_experts(weights: Weights, experts: Experts, prefix: str, hidden: int) -> ExpertMatrices:
     if experts.biases:
         raise EspalierError("experts that are stored apart are supported only without biases; use another model")
     count, size = experts.routing.num_experts, _rank_part_of_size(weights, experts)
@@ -110,7 +112,7 @@ def _unstack_experts(matrix: ExpertMatrix, count: int) -> ExpertMatrix:
     return matrix.unflatten(0, (count, -1)) if isinstance(matrix, Tensor) else matrix.experts(count)
 
 
-def _load_stacked(weights: Weights, experts: Experts, prefix: str, hidden: int) -> ExpertMatrices:
+def _load_stacked_experts(weights: Weights, experts: Experts, prefix: str, hidden: int) -> ExpertMatrices:
     count, own, name = experts.routing.num_experts, _rank_part_of_size(weights, experts), f"{prefix}experts."
     size = own.size
     if weights.formats(f"{prefix}experts").name != DENSE:
@@ -160,11 +162,11 @@ def _split_gate_and_up(interleaved: Tensor) -> Tensor:
     return interleaved.unflatten(1, (-1, 2)).transpose(1, 2)
 
 
-def specs_by_type(config: ModelConfig, others: Mapping[str, LayerSpec]) -> tuple[LayerSpec, ...]:
+def specs_by_type(config: ModelConfig, other_specs: Mapping[str, LayerSpec]) -> tuple[LayerSpec, ...]:
     """Returns the spec of each layer, by its entry in `layer_types`.
-    Layers with full attention keep K and V heads.  others: the specs of the other types."""
+    Layers with full attention keep K and V heads.  other_specs: the specs of the other types."""
     keeps = KVHeads(config.kv_heads, config.head_size, config.head_size)
-    of_type = {FULL_ATTENTION: LayerSpec(config.heads, keeps, scale=config.softmax_scale), **others}
+    of_type = {FULL_ATTENTION: LayerSpec(config.heads, keeps, scale=config.softmax_scale), **other_specs}
     return tuple(of_type[kind] for kind in config.raw["layer_types"])
 
 
@@ -213,7 +215,7 @@ def load_attention(
     if config.latent is not None:
         return _load_latent_attention(weights, config, config.latent, prefix, columns, rope, layer)
     size, shards, names = config.head_size, weights.shards, config.family.names
-    heads, kv_heads = shards.part(config.heads, HEADS_TEXT), shards.kv_heads(config.kv_heads)
+    heads, kv_heads = shards.part(config.heads, HEADS_SIZE_NAME), shards.kv_heads(config.kv_heads)
     q_rows, kv_rows = heads.scaled(size), kv_heads.scaled(size)
     stored = stored_parts(names.qkv, (q_rows, kv_rows, kv_rows))
     qkv = weights.linear(prefix, *stored, columns, config.attention_bias)
@@ -256,14 +258,14 @@ def _load_latent_attention(
     layer: int,
 ) -> LatentAttention:
     """Loads the latent attention block under `prefix`.  columns, layer: as in load_attention."""
-    hidden, heads, rank = config.hidden_size, weights.shards.part(config.heads, HEADS_TEXT), latent.q_rank
+    hidden, heads, rank = config.hidden_size, weights.shards.part(config.heads, HEADS_SIZE_NAME), latent.q_rank
     q_rows, bias = heads.scaled(latent.head_size), config.attention_bias
     rows = q_rows if rank is None else whole_part(rank)
     names, row = ("q_proj" if rank is None else "q_a_proj", "kv_a_proj_with_mqa"), latent.row_size
     down = weights.linear(prefix, names, (rows, row), columns, bias=bias and rank is not None)
     q_norm = q = None
     if rank is not None:
-        q_norm = weights.norm(f"{prefix}q_a_layernorm", rank, NORM_EPS)
+        q_norm = weights.norm(f"{prefix}q_a_layernorm", rank, LATENT_NORM_EPS)
         q = weights.linear(prefix, ("q_b_proj",), (q_rows,), rank, bias=False)
     elif bias:
         # Of the two stacked projections, only the one of the row to keep has a bias.
@@ -275,7 +277,9 @@ def _load_latent_attention(
         down=down,
         q_norm=q_norm,
         q=q,
-        form=LatentFormat(weights.take(f"{prefix}kv_a_layernorm.weight", latent.kv_rank), NORM_EPS, latent.interleaved),
+        form=LatentFormat(
+            weights.take(f"{prefix}kv_a_layernorm.weight", latent.kv_rank), LATENT_NORM_EPS, latent.interleaved
+        ),
         k_up=k_up,
         v_up=v_up,
         out=weights.linear(prefix, ("o_proj",), (hidden,), heads.scaled(latent.v_size), config.out_bias),
@@ -286,7 +290,7 @@ def _load_latent_attention(
 
 
 def _load_indexer(
-    weights: Weights, index: IndexConfig | None, prefix: str, rank: int | None, columns: int, layer: int
+    weights: Weights, index: IndexerConfig | None, prefix: str, rank: int | None, columns: int, layer: int
 ) -> Indexer | None:
     """Loads the indexer of a layer, whole on every rank; None for a layer without one."""
     if index is None or rank is None:
@@ -302,7 +306,7 @@ def _load_indexer(
         norm=IndexNorm(
             weights.take(f"{under}k_norm.weight", index.size),
             weights.take(f"{under}k_norm.bias", index.size),
-            INDEX_EPS,
+            INDEX_NORM_EPS,
         ),
         weights=weights.take_matrix(f"{under}weights_proj", whole_part(index.heads), columns),
         interleaved=index.interleaved,
@@ -363,17 +367,17 @@ def load_mamba2(
     *,
     bias: bool,
     conv_bias: bool,
-    limits: Sequence[float],
+    dt_limits: Sequence[float],
 ) -> Mamba2:
     """Loads the Mamba 2 block under `prefix`.
-    bias, conv_bias: whether the projections and the convolution have a bias.  limits: the least and the largest dt."""
+    bias, conv_bias: whether the projections and the convolution have a bias.  dt_limits: the least and the largest dt."""
     inner, shared, channels = keeps.heads * keeps.v_size, keeps.k_heads * keeps.k_size, keeps.channels
     conv = weights.take(f"{prefix}conv1d.weight", channels, 1, keeps.taps)[:, 0]
     # The stored order of the channels is x, B, C.
     x, b, c = torch.arange(channels, device=conv.device).split((inner, shared, shared))
     order = torch.cat((c, b, x))
     of_channels = weights.take(f"{prefix}conv1d.bias", channels)[order] if conv_bias else None
-    low, high = limits
+    low, high = dt_limits
     return Mamba2(
         keeps,
         weights.linear(prefix, ("in_proj",), (inner + channels + keeps.heads,), hidden, bias),

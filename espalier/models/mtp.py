@@ -23,8 +23,8 @@ from espalier.cache.layer_spec import specs_of_rank
 from espalier.kernels.ops.drafts import DraftHidden
 from espalier.models.base import CausalLM, Layer
 from espalier.models.config import Family, Json, ModelConfig, architecture_of, parse
-from espalier.models.draft import MAX_MODULES, DraftOutput, DraftSpec, FeedForm, refuse_sizes
-from espalier.models.draft_parts import DraftFields, borrows_matrix, draft_embedding
+from espalier.models.draft import MAX_MODULES, DraftOutput, DraftSpec, HiddenForm, refuse_wrong_sizes
+from espalier.models.draft_parts import DraftFields, draft_embedding, uses_target_matrix
 from espalier.models.families import FAMILIES
 from espalier.models.latent_config import FREQ_FIELD, FULL_INDEXER, PATTERN_FIELD, TYPES_FIELD, indexer_types
 from espalier.models.layer_loading import layer_specs_of, load_layer
@@ -38,13 +38,13 @@ from espalier.models.weights import Weights
 from espalier.shards import WHOLE, Shards, whole_part
 
 # Targets whose own MTP layers are supported.
-OWN = tuple(family.architecture for family in FAMILIES.values() if family.mtp is not None)
-HEADS = ("MTPDraftModel",)
-ARCHITECTURES = (*HEADS, *OWN)
-COUNT, FORM = "num_nextn_predict_layers", "mtp_form"
-FORMS: tuple[FeedForm, ...] = get_args(FeedForm)
+OWN_ARCHITECTURES = tuple(family.architecture for family in FAMILIES.values() if family.mtp is not None)
+HEAD_ARCHITECTURES = ("MTPDraftModel",)
+ARCHITECTURES = (*HEAD_ARCHITECTURES, *OWN_ARCHITECTURES)
+COUNT_FIELD, FORM_FIELD = "num_nextn_predict_layers", "mtp_form"
+HIDDEN_FORMS: tuple[HiddenForm, ...] = get_args(HiddenForm)
 # The per-layer lists of a config.  The entries of MTP layers are appended to them.
-BY_LAYER = ("layer_types", "mlp_layer_types")
+FIELDS_BY_LAYER = ("layer_types", "mlp_layer_types")
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def read_mtp(path: Path, raw: Json, target: ModelConfig) -> MTPConfig:
     If the config names the target's architecture, the layers are the target's own, and the target's overrides apply.
     Raises EspalierError if the layers do not fit this target.
     """
-    is_head = raw.get("speculators_model_type") is not None or architecture_of(raw) in HEADS
+    is_head = raw.get("speculators_model_type") is not None or architecture_of(raw) in HEAD_ARCHITECTURES
     if is_head:
         base = {"max_position_embeddings": target.max_position, **DraftFields(raw, path).layer_config()}
         mtp, family = SPECULATORS, _family_of(DraftFields(base, path))
@@ -87,10 +87,10 @@ def read_mtp(path: Path, raw: Json, target: ModelConfig) -> MTPConfig:
         family = FAMILIES[raw["architectures"][0]]
         assert family.mtp is not None
         mtp = family.mtp
-    modules = DraftFields({**base, **raw}, path).count(COUNT, 1, MAX_MODULES)
-    form = DraftFields(raw, path).choice(FORM, FORMS, " or ".join(map(repr, FORMS)))
+    modules = DraftFields({**base, **raw}, path).count(COUNT_FIELD, 1, MAX_MODULES)
+    form = DraftFields(raw, path).choice(FORM_FIELD, HIDDEN_FORMS, " or ".join(map(repr, HIDDEN_FORMS)))
     layer = parse(_with_mtp_layers(base, modules, mtp.layer_type), family, path)
-    refuse_sizes(path, target, layer.hidden_size, layer.vocab_size)
+    refuse_wrong_sizes(path, target, layer.hidden_size, layer.vocab_size)
     num_layers = layer.num_layers - modules
     spec = DraftSpec(
         algorithm="mtp",
@@ -109,9 +109,9 @@ def _with_storage_fields(target: Json, raw: Json) -> Json:
     return {name: target[name] for name in target if name not in QUANTISATION_FIELDS} | quantisation_of(raw)
 
 
-def stores_mtp(path: Path, target: ModelConfig) -> bool:
+def holds_mtp_layers(path: Path, target: ModelConfig) -> bool:
     """Whether the target's directory holds MTP layers of its own."""
-    count, mtp = target.raw.get(COUNT), target.family.mtp
+    count, mtp = target.raw.get(COUNT_FIELD), target.family.mtp
     if mtp is None or not isinstance(count, int) or count < 1:
         return False
     weights = Weights(path, torch.float32, "cpu", stored=target.stored)
@@ -134,7 +134,7 @@ def _family_of(base: DraftFields) -> Family:
 def _with_mtp_layers(base: Mapping[str, Any], modules: int, layer_type: str | None) -> Json:
     """The config of a model whose last layers are the MTP layers.
     layer_type: the type of each MTP layer; None: the type of the target's last layer."""
-    longer: Json = {name: [*base[name], *base[name][-1:] * modules] for name in BY_LAYER if base.get(name)}
+    longer: Json = {name: [*base[name], *base[name][-1:] * modules] for name in FIELDS_BY_LAYER if base.get(name)}
     if layer_type is not None and base.get("layer_types"):
         longer["layer_types"][-modules:] = [layer_type] * modules
     if base.get("index_topk") is not None:
@@ -167,7 +167,7 @@ class MTPModule:
         assert joined.first_input is not None
         s = Residual(self.project(joined.first_input), joined.live)
         self.layer(s, p)
-        return handed_on(*s.final_norm(self.norm, p.out_shape))
+        return output_from_normed(*s.final_norm(self.norm, p.out_shape))
 
     def output_from_hidden(self, hidden: Tensor) -> DraftOutput:
         return DraftOutput(hidden, hidden)
@@ -176,7 +176,7 @@ class MTPModule:
         return self.head(out.normed)
 
 
-def handed_on(x: Tensor, normed: Tensor) -> DraftOutput:
+def output_from_normed(x: Tensor, normed: Tensor) -> DraftOutput:
     """Returns the output of a module.  Child rows read its normed stream.
     x, normed: [B, Q, H], the residual stream after the module's layer, before and after the norm."""
     return DraftOutput(normed, normed)
@@ -206,7 +206,7 @@ def make_mtp(weights: Weights, config: MTPConfig, target: CausalLM, position_row
     rope = RopeTables(config.layer.rope, position_rows, weights.dtype, weights.device)
     # Cached by name, because modules may share an embedding and a head, which are then loaded once.
     embed_of = cache(partial(draft_embedding, weights, target.embed.shape, target))
-    head_of = cache(partial(_head, weights, target))
+    head_of = cache(partial(_load_head, weights, target))
     modules = tuple(
         _load_module(weights, config, rope, embed_of, head_of, module) for module in range(config.spec.modules)
     )
@@ -234,7 +234,7 @@ def _load_module(
         rope=rope,
         embed_norm=weights.norm(f"{prefix}{family.embed_norm}", hidden, *eps_and_offset),
         hidden_norm=weights.norm(f"{prefix}{family.hidden_norm}", hidden, *eps_and_offset),
-        project=_projection(weights, f"{prefix}{family.project}", family, hidden),
+        project=_load_projection(weights, f"{prefix}{family.project}", family, hidden),
         layer=load(weights, layer, config.prefix(module), index, rope, 0),
         norm=weights.norm(f"{prefix}{family.norm}", hidden, *eps_and_offset),
         head=head_of(family.head.format(own)),
@@ -242,7 +242,7 @@ def _load_module(
     )
 
 
-def _projection(weights: Weights, name: str, family: MTPFamily, hidden: int) -> Linear:
+def _load_projection(weights: Weights, name: str, family: MTPFamily, hidden: int) -> Linear:
     """Loads the projection [H, 2·H] of embedding and hidden state, with the embedding's columns first."""
     if not family.hidden_first:
         return weights.linear("", (name,), (whole_part(hidden),), 2 * hidden, bias=False)
@@ -250,9 +250,9 @@ def _projection(weights: Weights, name: str, family: MTPFamily, hidden: int) -> 
     return Linear(dense_weight(matrix.roll(hidden, 1).contiguous()))
 
 
-def _head(weights: Weights, target: CausalLM, name: str) -> Linear:
+def _load_head(weights: Weights, target: CausalLM, name: str) -> Linear:
     """Returns the draft's own head `name` in its stored format, or the target's head if the draft has none."""
-    if borrows_matrix(weights, name, "lm_head", target.head.shape, target.head.shape):
+    if uses_target_matrix(weights, name, "lm_head", target.head.shape, target.head.shape):
         return target.head
     rows, columns = target.head.shape
     return weights.linear("", (name,), (whole_part(rows),), columns, bias=False)

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from espalier.errors import EspalierError
 from espalier.kernels.layers.quantised import E2M1_VALUES, E8M0_BIAS, FP8, FP8_MAX, QuantisedMatrix, pack_nibbles
-from espalier.models.loading import read_config, read_raw
+from espalier.models.loading import read_config, read_raw_config
 from espalier.models.weight_files import INDEX_FILE, safetensors_files, write_weights
 from espalier.models.weight_formats import QUANTISATION_FIELDS, FormatOf, read_formats
 from espalier.models.weights import PLAIN_DTYPES
@@ -351,7 +351,7 @@ def quantise(
     Raises EspalierError for a model that is quantised already or not supported, and if `out` is not empty or cannot be
     written.
     """
-    config, quantiser = read_raw(path), QUANTISERS[to]
+    config, quantiser = read_raw_config(path), QUANTISERS[to]
     _refuse(path, out, config, is_draft)
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -397,8 +397,8 @@ def _refuse(path: Path, out: Path, config: Mapping[str, Any], is_draft: bool) ->
         if config.get(name) is not None:
             raise EspalierError(f"{path} is quantised already ({name}); give the unquantised model (bfloat16)")
     target = None if is_draft else read_config(path, model_impl="native")
-    if target is not None and target.text_part_of is not None:
-        raise EspalierError(f"{path} is multimodal ({target.text_part_of}), which quantize does not support")
+    if target is not None and target.multimodal_architecture is not None:
+        raise EspalierError(f"{path} is multimodal ({target.multimodal_architecture}), which quantize does not support")
     experts = None if target is None else target.experts
     is_stacked = experts is not None and experts.stored != "apart"
     if is_stacked or (is_draft and _stacks_experts(path)):

@@ -214,14 +214,14 @@ def type_of_rope(fields: Mapping[str, Any]) -> str:
     return {**new, **old}.get("rope_type") or "default"
 
 
-def read_rope(full: Json, rotated: int, longest: int) -> tuple[RopeConfig, int]:
+def read_rope(fields: Json, rotary_dim: int, max_position_embeddings: int) -> tuple[RopeConfig, int]:
     """Returns the RoPE configuration, and the longest context, in tokens, that it supports.
 
-    rotated: how many values of a head are rotated.  longest: max_position_embeddings.  Two formats are read: rope_theta
+    rotary_dim: how many values of a head are rotated.  max_position_embeddings: max_position_embeddings.  Two formats are read: rope_theta
     with rope_scaling, and rope_parameters of transformers 5, which holds all values.  Raises EspalierError for a type
     or parameter that is not supported.
     """
-    new, old = (with_rope_type(full).get(field) or {} for field in ROPE_FIELDS)
+    new, old = (with_rope_type(fields).get(field) or {} for field in ROPE_FIELDS)
     for name in new:
         # No contradiction: users add rope_scaling to a config whose rope_parameters have the type "default".
         if old.get(name, new[name]) != new[name] and (name, new[name]) != ("rope_type", "default"):
@@ -235,13 +235,13 @@ def read_rope(full: Json, rotated: int, longest: int) -> tuple[RopeConfig, int]:
         raise EspalierError(
             "rope_parameters differ by layer type; only one set for all layers is supported; use another model"
         )
-    _require_values(parameters, kind, longest)
-    theta = parameters.get("rope_theta") or full.get("rope_theta") or 10000.0
+    _require_values(parameters, kind, max_position_embeddings)
+    theta = parameters.get("rope_theta") or fields.get("rope_theta") or 10000.0
     if theta <= 1:
         raise EspalierError(f"rope_theta = {theta!r}; a number above 1 is needed; correct it")
     # As in transformers, the field at the config's top level has priority.
     name = "original_max_position_embeddings"
-    original = int(full.get(name) or parameters.get(name) or longest)
+    original = int(fields.get(name) or parameters.get(name) or max_position_embeddings)
     scaled = kind in TYPES_WITH_FACTOR
     if kind == "default" and parameters.get("factor") not in (None, 1):
         raise EspalierError(
@@ -254,27 +254,27 @@ def read_rope(full: Json, rotated: int, longest: int) -> tuple[RopeConfig, int]:
         if not isinstance(parameters.get(name), int | float):
             raise EspalierError(f"rope type 'llama3' needs a number {name!r}, not {parameters.get(name)!r}")
     rope = RopeConfig(
-        dim=rotated,
+        dim=rotary_dim,
         theta=float(theta),
         type=kind,
         original_max_position=original,
-        attention_factor=_attention_factor(parameters, kind, original, longest),
-        query_beta=float(full.get("llama_4_scaling_beta") or 0),
+        attention_factor=_attention_factor(parameters, kind, original, max_position_embeddings),
+        query_beta=float(fields.get("llama_4_scaling_beta") or 0),
         latent_mscale=_yarn_mscale(parameters["factor"], parameters.get("mscale_all_dim") or 0) if scaled else 1.0,
-        divisors=_divisors(parameters, rotated) if kind == "longrope" else ((), ()),
+        divisors=_divisors(parameters, rotary_dim) if kind == "longrope" else ((), ()),
         rotated_share=_rotated_share(parameters) if kind == "proportional" else 1.0,
         **{name: parameters[name] for name in RAMP_FIELDS if parameters.get(name) is not None},
     )
-    extended = int(original * rope.factor) if kind == "yarn" else longest
-    return rope, max(longest, extended)
+    extended = int(original * rope.factor) if kind == "yarn" else max_position_embeddings
+    return rope, max(max_position_embeddings, extended)
 
 
-def _require_values(parameters: Json, kind: object, longest: int) -> None:
+def _require_values(parameters: Json, rope_type: object, max_position_embeddings: int) -> None:
     """Check the type and the parameters of a RoPE.
     Raises EspalierError for a type or a parameter that is not supported, and for a value of a wrong type."""
     unknown = [name for name in parameters if name not in ROPE_PARAMETERS]
-    if kind not in ROPE_TYPES or unknown:
-        what = f"rope type {kind!r}" if kind not in ROPE_TYPES else f"rope parameter {unknown[0]!r}"
+    if rope_type not in ROPE_TYPES or unknown:
+        what = f"rope type {rope_type!r}" if rope_type not in ROPE_TYPES else f"rope parameter {unknown[0]!r}"
         raise EspalierError(f"{what} is not supported; supported types are {', '.join(ROPE_TYPES)}")
     for name, value in parameters.items():
         is_number = (
@@ -288,36 +288,36 @@ def _require_values(parameters: Json, kind: object, longest: int) -> None:
             raise EspalierError(f"rope parameter {name} = {value!r}; {words} is needed; correct it")
         if name in BOOL_FIELDS and not isinstance(value, bool | None):
             raise EspalierError(f"rope parameter {name} = {value!r}; true or false is needed; correct it")
-    if parameters.get("max_position_embeddings") not in (None, longest):
+    if parameters.get("max_position_embeddings") not in (None, max_position_embeddings):
         raise EspalierError(
             f"rope parameter max_position_embeddings = {parameters['max_position_embeddings']!r}, but the "
-            f"model has max_position_embeddings = {longest}; remove the rope parameter"
+            f"model has max_position_embeddings = {max_position_embeddings}; remove the rope parameter"
         )
 
 
-def _divisors(parameters: Json, rotated: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
+def _divisors(parameters: Json, rotary_dim: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Returns LongRoPE's divisors.  Raises EspalierError if there is not one for each frequency."""
     for name in DIVISOR_FIELDS:
         values = parameters.get(name)
         if (
             not isinstance(values, list)
-            or len(values) != rotated // 2
+            or len(values) != rotary_dim // 2
             or not all(isinstance(value, int | float) and 0 < value <= MAX_NUMBER for value in values)
         ):
             raise EspalierError(
-                f"rope parameter {name} = {shown(values)}; a list of {rotated // 2} positive numbers is "
+                f"rope parameter {name} = {shown(values)}; a list of {rotary_dim // 2} positive numbers is "
                 "needed, half as many as a head has rotated values; correct it"
             )
     short, long = (tuple(map(float, parameters[name])) for name in DIVISOR_FIELDS)
     return short, long
 
 
-def _attention_factor(parameters: Json, kind: str, original: int, longest: int) -> float:
+def _attention_factor(parameters: Json, rope_type: str, original: int, max_position_embeddings: int) -> float:
     """The factor by which cos and sin are multiplied."""
-    if kind == "longrope" and parameters.get("attention_factor") is None:
-        factor = float(parameters.get("factor") or longest / original)
+    if rope_type == "longrope" and parameters.get("attention_factor") is None:
+        factor = float(parameters.get("factor") or max_position_embeddings / original)
         return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
-    return _yarn_attention_factor(parameters) if kind in ("yarn", "longrope") else 1.0
+    return _yarn_attention_factor(parameters) if rope_type in ("yarn", "longrope") else 1.0
 
 
 def _rotated_share(parameters: Json) -> float:

@@ -40,7 +40,7 @@ def require_shards(config: ModelConfig, count: int) -> None:
 def _require_sizes(config: ModelConfig, count: int) -> None:
     if count == 1:
         return
-    if config.probed is not None:
+    if config.probe_result is not None:
         raise EspalierError(
             f"tensor_parallel={count} is not supported for models that transformers runs; use 1, or model_impl='native'"
         )
@@ -53,17 +53,17 @@ def _require_sizes(config: ModelConfig, count: int) -> None:
     declared = DeclaredWeights(config, Shards(0, count))
     specs_of_rank(layer_specs_of(config), declared.shards)
     load = config.family.load_layer or load_layer
-    ropes = {rope: RopeTables(rope, 1, declared.dtype, META) for rope in dict.fromkeys(config.ropes)}
-    for layer, rope in enumerate(config.ropes):
+    ropes = {rope: RopeTables(rope, 1, declared.dtype, META) for rope in dict.fromkeys(config.layer_ropes)}
+    for layer, rope in enumerate(config.layer_ropes):
         load(declared, config, f"model.layers.{layer}.", layer, ropes[rope])
     (config.family.load_embedding or load_embedding)(declared, config, 1.0)
     if not config.tie_word_embeddings:
         declared.weight(["lm_head"], [declared.shards.tokens(config.vocab_size)], config.hidden_size)
 
 
-def possible_rank_counts(config: ModelConfig, most: int) -> list[int]:
-    """The numbers of ranks from 1 to `most` that can divide this model."""
-    return [count for count in range(1, most + 1) if _can_divide(config, count)]
+def possible_rank_counts(config: ModelConfig, max_ranks: int) -> list[int]:
+    """The numbers of ranks from 1 to `max_ranks` that can divide this model."""
+    return [count for count in range(1, max_ranks + 1) if _can_divide(config, count)]
 
 
 def _can_divide(config: ModelConfig, count: int) -> bool:
@@ -106,7 +106,7 @@ class DeclaredWeights(Weights):
     def weight(self, names: Sequence[str], rows: Sequence[Size], columns: Size) -> Weight:
         self.require_parts(names, (*rows, columns))
         for name, size in zip(names, rows, strict=True):
-            with self._naming_matrices([name]):
+            with self._matrix_names_in_errors([name]):
                 self._require_cut(self.formats(name), part_of(size), part_of(columns))
         return DenseWeight(self.empty(sum(len(part_of(size)) for size in rows), len(part_of(columns))))
 
@@ -118,7 +118,7 @@ class DeclaredWeights(Weights):
     def stacked_matrix(
         self, name: str, matrix: str, count: int, rows: Sequence[Size], columns: Size
     ) -> QuantisedMatrix:
-        with self._naming_matrices([name]):
+        with self._matrix_names_in_errors([name]):
             require_format_with_parts(self.formats(name))
         return super().stacked_matrix(name, matrix, count, rows, columns)
 
@@ -132,7 +132,7 @@ class DeclaredWeights(Weights):
         return torch.empty(stored.shape, dtype=dtype or self.dtype, device=META)
 
     @contextmanager
-    def _naming_matrices(self, names: Sequence[str]) -> Iterator[None]:
+    def _matrix_names_in_errors(self, names: Sequence[str]) -> Iterator[None]:
         try:
             yield
         except EspalierError as error:

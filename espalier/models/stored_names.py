@@ -57,7 +57,7 @@ class LayerNorms:
 
 DEFAULT_LAYER_NORMS = LayerNorms()
 # The norms of Gemma's layers.
-FOUR_NORMS = LayerNorms(
+NORMS_AROUND_BLOCKS = LayerNorms(
     before_mlp="pre_feedforward_layernorm",
     after_attention="post_attention_layernorm",
     after_mlp="post_feedforward_layernorm",

@@ -21,9 +21,9 @@ from espalier.errors import EspalierError, one_line, shown
 from espalier.model_files import MAX_BYTES, TensorPlace, file_named, is_gguf, read_gguf, read_json, require_regular
 from espalier.models.gguf_config import (
     BLOCK_TYPES_BY_NUMBER,
-    EMBEDDING,
-    FREQUENCIES,
-    HEAD,
+    EMBEDDING_TENSOR,
+    FREQUENCY_TENSOR,
+    HEAD_TENSOR,
     PLAIN_TYPES,
     architecture_of_gguf,
     gguf_config,
@@ -44,10 +44,10 @@ class GGUFTensors(Mapping[str, Tensor]):
         gguf, config = read_gguf(path), gguf_config(path)
         self.architecture = architecture_of_gguf(gguf)
         self.heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
-        stored = {name: place for name, place in gguf.tensors.items() if name != FREQUENCIES}
-        if HEAD not in stored and not config["tie_word_embeddings"]:
-            stored[HEAD] = stored[EMBEDDING]
-        self.places = {self.architecture.name(name): place for name, place in stored.items()}
+        stored = {name: place for name, place in gguf.tensors.items() if name != FREQUENCY_TENSOR}
+        if HEAD_TENSOR not in stored and not config["tie_word_embeddings"]:
+            stored[HEAD_TENSOR] = stored[EMBEDDING_TENSOR]
+        self.places = {self.architecture.hf_name(name): place for name, place in stored.items()}
         self._content = cache(_map_file)
         for name, place in self.places.items():
             if place.begin + _nbytes(place) > place.file.stat().st_size:
@@ -74,7 +74,7 @@ class GGUFTensors(Mapping[str, Tensor]):
         module = name.rpartition(".")[0].rpartition(".")[2]
         if self.architecture.norm_offset and module.endswith("norm"):
             return tensor - self.architecture.norm_offset
-        if self.architecture.permuted and module in self.heads:
+        if self.architecture.permutes_q_and_k and module in self.heads:
             return rows_in_halves(tensor, self.heads[module])
         return tensor
 

@@ -209,7 +209,7 @@ class Weights:
         for format, alike in groupby(zip(names, rows, strict=True), lambda each: self.format_of(each[0])):
             own_names, own_rows = zip(*alike, strict=True)
             stored = self._read_parts(format, own_names, own_rows, columns)
-            with self._naming_matrices(own_names):
+            with self._matrix_names_in_errors(own_names):
                 parts.append(format.build(*stored))
                 parts[-1].require_kernels(self.dtype)
         return parts[0] if len(parts) == 1 else StackedWeights(parts)
@@ -245,7 +245,7 @@ class Weights:
         """Returns the stacked matrices as one dense or quantised matrix, not as a Weight.  See `weight`."""
         format = self._common_format(names)
         stored = self._read_parts(format, names, rows, columns)
-        with self._naming_matrices(names):
+        with self._matrix_names_in_errors(names):
             matrix = format.matrix(*stored)
             if not isinstance(matrix, Tensor):
                 require_supported(matrix, self.dtype)
@@ -260,7 +260,7 @@ class Weights:
         """
         format, parts, own = self.formats(name), [part_of(each) for each in rows], part_of(columns)
         self.require_parts([f"{name}{matrix}"], (*rows, columns))
-        with self._naming_matrices([f"{name}{matrix}"]):
+        with self._matrix_names_in_errors([f"{name}{matrix}"]):
             tensors = {}
             for stored in format.expert_tensors(count, parts[0].size, own.size):
                 whole = self._read_checked(f"{name}{matrix}{stored.suffix}", stored)
@@ -302,19 +302,19 @@ class Weights:
         tensors: Mapping[str, Tensor] = {}
         self.require_parts(names, (*rows, columns))
         parts, of_columns = [part_of(size) for size in rows], part_of(columns)
-        with self._naming_matrices(names):
+        with self._matrix_names_in_errors(names):
             wanted = [format.tensors(part.size, of_columns.size) for part in parts]
             cuts = [[each.cut(part, of_columns) for each in of] for of, part in zip(wanted, parts, strict=True)]
         for stored, own in zip(zip(*wanted, strict=True), zip(*cuts, strict=True), strict=True):
             suffix = stored[0].suffix
             tensors = {**tensors, suffix: self._stack([f"{name}{suffix}" for name in names], stored, own)}
         if not all(part.is_whole for part in (*parts, of_columns)):
-            with self._naming_matrices(names):
+            with self._matrix_names_in_errors(names):
                 tensors = format.tensors_of_part(tensors, parts, of_columns)
         return tensors, [len(part) for part in parts], len(of_columns)
 
     @contextmanager
-    def _naming_matrices(self, names: Sequence[str]) -> Iterator[None]:
+    def _matrix_names_in_errors(self, names: Sequence[str]) -> Iterator[None]:
         """Prefix the errors of a format with the names of the matrices."""
         try:
             yield

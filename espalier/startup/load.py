@@ -131,7 +131,7 @@ def resolve_config(config: EngineConfig, checkpoint: Checkpoint) -> ResolvedConf
         pass_weights=pass_weights(
             checkpoint.target, checkpoint.draft, weights_of(checkpoint).nbytes(torch.bfloat16)
         ).of_rank(shards.count),
-        model_impl="native" if checkpoint.target.probed is None else "transformers",
+        model_impl="native" if checkpoint.target.probe_result is None else "transformers",
         declared_kv_dtype=checkpoint.target.declared_kv_dtype if is_open(config.kv_dtype) else None,
     )
     draft = str(checkpoint.draft_path) if checkpoint.draft_path else None
@@ -228,7 +228,7 @@ def weights_of(checkpoint: Checkpoint, ranks: int = 1) -> WeightCount:
     read it."""
     # If the target's own MTP layers are the draft, they are counted with the target.
     is_own = checkpoint.draft_path == checkpoint.target_path
-    unread = tuple(checkpoint.target.family.unread) if is_own else unread_prefixes(checkpoint.target)
+    unread = tuple(checkpoint.target.family.ignored_weights) if is_own else unread_prefixes(checkpoint.target)
     target = stored_weights(checkpoint.target_path, checkpoint.target.formats, unread, checkpoint.target.stored)
     if ranks > 1:
         embedding = checkpoint.target.vocab_size * checkpoint.target.hidden_size

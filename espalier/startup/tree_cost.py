@@ -124,7 +124,7 @@ def pass_weights(target: ModelConfig, draft: DraftConfig | None, stored_bytes: i
 
 
 def _counted(target: ModelConfig, draft: DraftConfig | None) -> PassWeights:
-    probed = target.probed
+    probed = target.probe_result
     if probed is not None:
         apart = 0 if target.tie_word_embeddings else target.vocab_size * target.hidden_size
         return replace(

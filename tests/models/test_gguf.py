@@ -16,7 +16,7 @@ from espalier.errors import EspalierError
 from espalier.kernels.layers.blocks import BLOCK_TYPES
 from espalier.model_files import gguf_in, read_gguf
 from espalier.models import load_target, read_config
-from espalier.models.loading import read_raw
+from espalier.models.loading import read_raw_config
 from espalier.models.weight_files import WeightCount, stored_weights
 from espalier.models.weight_formats.base import StackedWeights
 from espalier.models.weight_formats.gguf import BlockWeight
@@ -99,7 +99,7 @@ def test_matrices_of_16_bits_are_dense(tmp_path: Path) -> None:
     meant = convert(path, tmp_path / "model.gguf", lambda name: "BF16" if "attn" in name else "F16")
     expected = logits(dense(path, tmp_path / "dense", meant))
     torch.testing.assert_close(logits(tmp_path / "model.gguf"), expected, rtol=1e-12, atol=1e-12)
-    assert read_raw(tmp_path / "model.gguf")["dtype"] == "bfloat16"
+    assert read_raw_config(tmp_path / "model.gguf")["dtype"] == "bfloat16"
 
 
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}

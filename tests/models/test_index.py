@@ -18,7 +18,7 @@ from espalier.errors import EspalierError
 from espalier.kernels.layers.quantised import FP8, InputScales, dequantise
 from espalier.kernels.ops.selection import MAX_TOPK
 from espalier.models import ModelConfig, load_target, read_config
-from espalier.models.latent_config import FULL_INDEXER, SHARED_INDEXER, IndexConfig
+from espalier.models.latent_config import FULL_INDEXER, SHARED_INDEXER, IndexerConfig
 from espalier.models.layer_loading import layer_specs_of
 from espalier.models.layers.latent_attention import common_rounding
 from espalier.models.mtp import read_mtp
@@ -59,7 +59,7 @@ def read(path: Path, raw: dict[str, Any], overrides: dict[str, Any] | None = Non
     return read_config(path, overrides or {})
 
 
-def index_of(config: ModelConfig) -> IndexConfig:
+def index_of(config: ModelConfig) -> IndexerConfig:
     assert config.latent is not None and config.latent.index is not None
     return config.latent.index
 
@@ -70,7 +70,7 @@ def letters(config: ModelConfig) -> str:
 
 def test_published_configs(tmp_path: Path) -> None:
     config = read(tmp_path, V32)
-    assert index_of(config) == IndexConfig(2048, 64, 128, False, (FULL_INDEXER,) * 61)
+    assert index_of(config) == IndexerConfig(2048, 64, 128, False, (FULL_INDEXER,) * 61)
     # The latent row and the index key of each layer, in bfloat16; and with the latent in FP8.
     specs = layer_specs_of(config)
     assert bytes_per_token(specs, torch.bfloat16) == 61 * 2 * (576 + 128)

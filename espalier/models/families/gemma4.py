@@ -21,10 +21,10 @@ from espalier.kernels.ops.drafts import DraftHidden
 from espalier.kernels.ops.experts import Routing
 from espalier.kernels.ops.rope import HeadNorms
 from espalier.models.config import Experts, Family, Json, LayerWindows, ModelConfig
-from espalier.models.config_values import kv_heads_and_head_size, naming_path
+from espalier.models.config_values import kv_heads_and_head_size, path_in_errors
 from espalier.models.families.by_type import FULL_ATTENTION, SLIDING_ATTENTION, layer_types_of
 from espalier.models.families.gemma3 import FAMILY as GEMMA3
-from espalier.models.layer_loading import HEADS_TEXT, layer_specs_of, load_embedding, load_experts
+from espalier.models.layer_loading import HEADS_SIZE_NAME, layer_specs_of, load_embedding, load_experts
 from espalier.models.layers.attention import Attention
 from espalier.models.layers.linear import Embedding, Linear
 from espalier.models.layers.mlp import GatedMLP, MixtureMLP, RoutedRows, router_logits
@@ -41,7 +41,7 @@ ROPES: Mapping[str, Json] = {
     FULL_ATTENTION: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
 }
 # The fields that may differ by layer in per_layer_config.
-BY_LAYER = ("head_dim", "num_key_value_heads")
+FIELDS_BY_LAYER = ("head_dim", "num_key_value_heads")
 
 
 class PerLayerEmbedding(Embedding):
@@ -152,19 +152,19 @@ class Gemma4Layer:
         s.add(out)
 
 
-def _layer_types(full: Json) -> list[str]:
+def _layer_types(fields: Json) -> list[str]:
     """The type of each layer, from `layer_types`; without it, every sixth and the last layer have full attention."""
-    return layer_types_of(full, lambda layer: layer % 6 == 0 or layer == full["num_hidden_layers"])
+    return layer_types_of(fields, lambda layer: layer % 6 == 0 or layer == fields["num_hidden_layers"])
 
 
-def _windows(full: Json) -> LayerWindows:
-    if full["use_bidirectional_attention"] not in (None, False, "vision"):
-        value = shown(full["use_bidirectional_attention"])
+def _windows(fields: Json) -> LayerWindows:
+    if fields["use_bidirectional_attention"] not in (None, False, "vision"):
+        value = shown(fields["use_bidirectional_attention"])
         raise EspalierError(f"use_bidirectional_attention = {value} is not supported, only null or 'vision'")
-    window = full["sliding_window"]
+    window = fields["sliding_window"]
     if not isinstance(window, int) or window < 1:
         raise EspalierError(f"sliding_window = {shown(window)}; sliding layers need a positive integer; correct it")
-    kinds = _layer_types(full)
+    kinds = _layer_types(fields)
     if kinds and kinds[-1] != FULL_ATTENTION:
         raise EspalierError(
             f"layer_types ends with {shown(kinds[-1])}; Gemma 4 ends with {FULL_ATTENTION!r}; correct it"
@@ -172,39 +172,39 @@ def _windows(full: Json) -> LayerWindows:
     return tuple(window if kind == SLIDING_ATTENTION else None for kind in kinds)
 
 
-def _sizes(full: Json) -> list[Json]:
+def _sizes(fields: Json) -> list[Json]:
     """For each layer, the fields of BY_LAYER whose values differ from the config's.
 
     Transformers writes them into `per_layer_config`.  Published files have global_head_dim and
     num_global_key_value_heads instead.
     """
-    by_layer, kinds = full.get("per_layer_config"), _layer_types(full)
+    by_layer, kinds = fields.get("per_layer_config"), _layer_types(fields)
     if by_layer is None:
-        of_full = {"head_dim": full["global_head_dim"]}
-        if full["attention_k_eq_v"] and full["num_global_key_value_heads"] is not None:
-            of_full["num_key_value_heads"] = full["num_global_key_value_heads"]
+        of_full = {"head_dim": fields["global_head_dim"]}
+        if fields["attention_k_eq_v"] and fields["num_global_key_value_heads"] is not None:
+            of_full["num_key_value_heads"] = fields["num_global_key_value_heads"]
         return [of_full if kind == FULL_ATTENTION else {} for kind in kinds]
     if not isinstance(by_layer, Mapping) or not all(isinstance(own, Mapping) for own in by_layer.values()):
         raise EspalierError(f"per_layer_config = {shown(by_layer)}; an object for each layer is needed; correct it")
-    unknown = [name for own in by_layer.values() for name in own if name not in BY_LAYER]
+    unknown = [name for own in by_layer.values() for name in own if name not in FIELDS_BY_LAYER]
     if unknown:
-        raise EspalierError(f"per_layer_config has {shown(unknown[0])}; supported are {', '.join(BY_LAYER)}")
+        raise EspalierError(f"per_layer_config has {shown(unknown[0])}; supported are {', '.join(FIELDS_BY_LAYER)}")
     return [dict(by_layer.get(str(layer), {})) for layer in range(len(kinds))]
 
 
-def _ropes(full: Json) -> list[Json]:
+def _ropes(fields: Json) -> list[Json]:
     """The RoPE fields of each layer, by the layer's type, with the size of the layer's heads."""
-    kinds, given = _layer_types(full), full.get("rope_parameters") or ROPES
+    kinds, given = _layer_types(fields), fields.get("rope_parameters") or ROPES
     for name in ("rope_theta", "rope_scaling"):
-        if full.get(name) is not None:
-            raise EspalierError(f"{name} = {shown(full[name])} has no effect in Gemma 4; set it in rope_parameters")
+        if fields.get(name) is not None:
+            raise EspalierError(f"{name} = {shown(fields[name])} has no effect in Gemma 4; set it in rope_parameters")
     for kind in kinds:
         if not isinstance(given.get(kind), Mapping):
             raise EspalierError(
                 f"rope_parameters has {shown(given.get(kind))} for {kind!r}; Gemma 4 needs an object for each type of "
                 "layer; correct it"
             )
-    sizes = [own.get("head_dim", full["head_dim"]) for own in _sizes(full)]
+    sizes = [own.get("head_dim", fields["head_dim"]) for own in _sizes(fields)]
     own = {kind: _rotating_all(given[kind]) for kind in set(kinds)}
     return [{"rope_parameters": own[kind], "head_dim": size} for kind, size in zip(kinds, sizes, strict=True)]
 
@@ -215,14 +215,14 @@ def _rotating_all(parameters: Json) -> Json:
     return {name: value for name, value in parameters.items() if not (is_default and name == "partial_rotary_factor")}
 
 
-def _experts(full: Json) -> Experts | None:
-    if not full["enable_moe_block"]:
+def _experts(fields: Json) -> Experts | None:
+    if not fields["enable_moe_block"]:
         return None
     return Experts(
-        frozenset(range(full["num_hidden_layers"])),
-        Routing(full["num_experts"], full["top_k_experts"], norm_topk_prob=True),
-        full["moe_intermediate_size"],
-        full["intermediate_size"],
+        frozenset(range(fields["num_hidden_layers"])),
+        Routing(fields["num_experts"], fields["top_k_experts"], norm_topk_prob=True),
+        fields["moe_intermediate_size"],
+        fields["intermediate_size"],
         "mlp",
         router_name="router.proj",
         scale_name="router.per_expert_scale",
@@ -232,17 +232,17 @@ def _experts(full: Json) -> Experts | None:
 
 
 def _specs(config: ModelConfig) -> tuple[LayerSpec, ...]:
-    full, specs = config.raw, list[LayerSpec]()
-    kinds, shared = _layer_types(full), full["num_kv_shared_layers"] or 0
+    fields, specs = config.raw, list[LayerSpec]()
+    kinds, shared = _layer_types(fields), fields["num_kv_shared_layers"] or 0
     if not isinstance(shared, int) or not 0 <= shared < config.num_layers:
         raise EspalierError(
             f"{config.path}: num_kv_shared_layers = {shown(shared)} of {config.num_layers} layers; fewer than the "
             "layers are needed; correct it"
         )
     first = config.num_layers - shared
-    for layer, own in enumerate(_sizes(full)):
-        with naming_path(config.path):
-            kv_heads, size = kv_heads_and_head_size({**full, **own}, config.heads, config.hidden_size)
+    for layer, own in enumerate(_sizes(fields)):
+        with path_in_errors(config.path):
+            kv_heads, size = kv_heads_and_head_size({**fields, **own}, config.heads, config.hidden_size)
         keeps, source = KVHeads(kv_heads, size, size), None
         if layer >= first:
             source = next((i for i in reversed(range(first)) if kinds[i] == kinds[layer]), None)
@@ -252,7 +252,7 @@ def _specs(config: ModelConfig) -> tuple[LayerSpec, ...]:
                     "type and sizes whose K and V it could read; correct the config"
                 )
         window = config.windows[layer]
-        v_is_k = bool(full["attention_k_eq_v"]) and window is None
+        v_is_k = bool(fields["attention_k_eq_v"]) and window is None
         specs.append(LayerSpec(config.heads, keeps, window, scale=1.0, shares_with=source, v_is_k=v_is_k))
     return tuple(specs)
 
@@ -277,7 +277,7 @@ def _load_embedding(weights: Weights, config: ModelConfig, scale: float) -> Embe
 
 
 def _load_layer(weights: Weights, config: ModelConfig, prefix: str, layer: int, rope: RopeTables) -> Gemma4Layer:
-    full, hidden, eps = config.raw, config.hidden_size, config.rms_norm_eps
+    fields, hidden, eps = config.raw, config.hidden_size, config.rms_norm_eps
     spec = layer_specs_of(config)[layer]
     scale = weights.value(f"{prefix}layer_scalar")
 
@@ -286,8 +286,8 @@ def _load_layer(weights: Weights, config: ModelConfig, prefix: str, layer: int, 
         name = f"{prefix}{name}.weight"
         return RMSNorm(weights.take(name, hidden) if factor == 1 else weights.take_exact(name, hidden) * factor, eps)
 
-    is_wide = full["use_double_wide_mlp"] and spec.shares_with is not None
-    inner, size = config.intermediate_size * (2 if is_wide else 1), full["hidden_size_per_layer_input"]
+    is_wide = fields["use_double_wide_mlp"] and spec.shares_with is not None
+    inner, size = config.intermediate_size * (2 if is_wide else 1), fields["hidden_size_per_layer_input"]
     mlp = weights.mlp(f"{prefix}mlp.", hidden, inner, False, config.activation)
     own_input = None
     if size:
@@ -310,7 +310,7 @@ def _load_layer(weights: Weights, config: ModelConfig, prefix: str, layer: int, 
 def _load_attention(weights: Weights, config: ModelConfig, prefix: str, spec: LayerSpec, rope: RopeTables) -> Attention:
     shards, size, eps = weights.shards, spec.keeps.k_size, config.rms_norm_eps
     q_rows, kv_rows = (
-        shards.part(spec.heads, HEADS_TEXT).scaled(size),
+        shards.part(spec.heads, HEADS_SIZE_NAME).scaled(size),
         shards.kv_heads(spec.keeps.kv_heads).scaled(size),
     )
     [own] = specs_of_rank([spec], shards)
@@ -369,21 +369,21 @@ FAMILY = Family(
     qk_norm=True,
     layer_norms=GEMMA3.layer_norms,
     experts=_experts,
-    embedding_scale=lambda full: float(full["hidden_size"] ** 0.5),
-    ropes=_ropes,
+    embedding_scale=lambda fields: float(fields["hidden_size"] ** 0.5),
+    layer_ropes=_ropes,
     load_embedding=_load_embedding,
     load_layer=_load_layer,
     layer_specs=_specs,
     supported_fields=("final_logit_softcapping", "partial_rotary_factor", "use_bidirectional_attention", "num_experts"),
     activation_field="hidden_activation",
-    multimodal=("Gemma4ForConditionalGeneration",),
+    multimodal_architectures=("Gemma4ForConditionalGeneration",),
 )
 # The 12B model.  Transformers has a separate class for it, with other defaults, without experts and second inputs.
 UNIFIED = replace(
     FAMILY,
     architecture="Gemma4UnifiedForCausalLM",
     model_type="gemma4_unified_text",
-    multimodal=("Gemma4UnifiedForConditionalGeneration",),
+    multimodal_architectures=("Gemma4UnifiedForConditionalGeneration",),
     defaults={
         **FAMILY.defaults,
         "max_position_embeddings": 262144,

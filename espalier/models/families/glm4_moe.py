@@ -11,30 +11,30 @@ from espalier.errors import EspalierError
 from espalier.models.config import Experts, Family, Json, windows_by_layer_type
 from espalier.models.families.deepseek import V3, routed_experts
 from espalier.models.families.qwen import QWEN3 as QWEN3
-from espalier.models.latent_config import INDEX_FIELDS
+from espalier.models.latent_config import INDEXER_DEFAULTS
 from espalier.models.stored_names import NEXTN
 
 # Field values with which experts are chosen from all experts, not from groups.
 UNGROUPED = {"n_group": 1, "topk_group": 1}
 
 
-def sparse_layers(full: Json) -> frozenset[int] | None:
+def sparse_layers(fields: Json) -> frozenset[int] | None:
     """The layers that `mlp_layer_types` calls sparse; None without that field."""
-    types = full.get("mlp_layer_types")
+    types = fields.get("mlp_layer_types")
     if types is None:
         return None
-    if len(types) != full["num_hidden_layers"] or {*types} - {"dense", "sparse"}:
+    if len(types) != fields["num_hidden_layers"] or {*types} - {"dense", "sparse"}:
         raise EspalierError(
             f"mlp_layer_types = {types!r}; 'dense' or 'sparse' is needed for each of "
-            f"{full['num_hidden_layers']} layers; correct the config"
+            f"{fields['num_hidden_layers']} layers; correct the config"
         )
     return frozenset(layer for layer, kind in enumerate(types) if kind == "sparse")
 
 
-def experts_by_type(full: Json) -> Experts | None:
+def experts_by_type(fields: Json) -> Experts | None:
     """The experts of the sparse layers; without `mlp_layer_types`, of the layers that DeepSeek-V3's fields name."""
-    layers = sparse_layers(full)
-    return V3.experts(full) if layers is None else routed_experts(full, ("noaux_tc",), layers)
+    layers = sparse_layers(fields)
+    return V3.experts(fields) if layers is None else routed_experts(fields, ("noaux_tc",), layers)
 
 
 GLM = Family(
@@ -57,7 +57,7 @@ GLM = Family(
         "moe_intermediate_size": 1408,
         "routed_scaling_factor": 1.0,
     },
-    out_bias=lambda full: False,
+    out_bias=lambda fields: False,
     qk_norm="use_qk_norm",
     usable_in_drafts=True,
     supported_fields=(*V3.supported_fields, "partial_rotary_factor"),
@@ -103,7 +103,7 @@ DOTS = replace(
         "norm_topk_prob": False,
         "routed_scaling_factor": 1.0,
     },
-    windows=lambda full: windows_by_layer_type(full, lambda layer: layer >= full["max_window_layers"]),
+    windows=lambda fields: windows_by_layer_type(fields, lambda layer: layer >= fields["max_window_layers"]),
     experts=V3.experts,
     supported_fields=V3.supported_fields,
 )
@@ -113,7 +113,7 @@ DEEPSEEK_V32 = replace(
     V3,
     architecture="DeepseekV32ForCausalLM",
     model_type="deepseek_v32",
-    defaults={**V3.defaults, **INDEX_FIELDS, "max_position_embeddings": 163840, "indexer_rope_interleave": False},
+    defaults={**V3.defaults, **INDEXER_DEFAULTS, "max_position_embeddings": 163840, "indexer_rope_interleave": False},
     supported_fields=(*V3.supported_fields, "index_topk"),
     experts=experts_by_type,
     indexed=True,

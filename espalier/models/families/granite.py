@@ -10,7 +10,7 @@ from typing import Any
 from espalier.cache.layer_spec import LayerSpec, RecurrentState
 from espalier.errors import EspalierError, shown
 from espalier.kernels.ops.experts import Routing
-from espalier.models.config import Experts, Family, Json, LayerWindows, ModelConfig, attention_in_some_layer
+from espalier.models.config import Experts, Family, Json, LayerWindows, ModelConfig, hybrid_windows
 from espalier.models.config_values import positive_number, require_counts, require_multiple
 from espalier.models.families.llama import LLAMA
 from espalier.models.layer_loading import load_attention, load_mamba2, specs_by_type
@@ -23,14 +23,14 @@ FACTOR_FIELDS = ("embedding_multiplier", "residual_multiplier", "attention_multi
 SHARED_MLP = MLPNames(gate_up=("input_linear",), down="output_linear")
 
 
-def _experts(full: Json) -> Experts | None:
-    if full["num_local_experts"] == 0:
+def _experts(fields: Json) -> Experts | None:
+    if fields["num_local_experts"] == 0:
         return None
     return Experts(
-        frozenset(range(int(full["num_hidden_layers"]))),
-        Routing(full["num_local_experts"], full["num_experts_per_tok"], "topk_softmax"),
-        full["intermediate_size"],
-        shared_size=full.get("shared_intermediate_size") or 0,
+        frozenset(range(int(fields["num_hidden_layers"]))),
+        Routing(fields["num_local_experts"], fields["num_experts_per_tok"], "topk_softmax"),
+        fields["intermediate_size"],
+        shared_size=fields.get("shared_intermediate_size") or 0,
         shared_name="shared_mlp",
         shared_prefix="",
         shared_names=SHARED_MLP,
@@ -45,10 +45,10 @@ FAMILY = Family(
     architecture="GraniteForCausalLM",
     model_type="granite",
     defaults={**LLAMA.defaults, **dict.fromkeys(FACTOR_FIELDS, 1.0)},
-    embedding_scale=lambda full: positive_number(full, "embedding_multiplier"),
-    softmax_scale=lambda full: positive_number(full, "attention_multiplier"),
-    residual_scale=lambda full: positive_number(full, "residual_multiplier"),
-    logit_scale=lambda full: 1 / positive_number(full, "logits_scaling"),
+    embedding_scale=lambda fields: positive_number(fields, "embedding_multiplier"),
+    softmax_scale=lambda fields: positive_number(fields, "attention_multiplier"),
+    residual_scale=lambda fields: positive_number(fields, "residual_multiplier"),
+    logit_scale=lambda fields: 1 / positive_number(fields, "logits_scaling"),
     supported_fields=FACTOR_FIELDS,
 )
 MOE = replace(
@@ -98,35 +98,35 @@ def with_numeric_limits(fields: Json) -> Json:
     return {**fields, "time_step_limit": [float("inf") if each == INFINITY else each for each in limits]}
 
 
-def require_mamba_sizes(full: Json, counts: Sequence[str], heads_and_groups: tuple[str, str]) -> None:
+def require_mamba_sizes(fields: Json, counts: Sequence[str], heads_and_groups: tuple[str, str]) -> None:
     """Check the fields of Mamba-2, and that at least one layer has attention.  Raises EspalierError.
 
     counts: the fields that are positive integers.  heads_and_groups: the fields for the number of heads, and for the
     number of groups that share B and C.
     """
-    require_counts(full, counts)
-    require_multiple(full, *heads_and_groups)
-    attention_in_some_layer(full)
-    limits = full["time_step_limit"]
+    require_counts(fields, counts)
+    require_multiple(fields, *heads_and_groups)
+    hybrid_windows(fields)
+    limits = fields["time_step_limit"]
     are_two = isinstance(limits, list | tuple) and len(limits) == 2
     if not are_two or not all(isinstance(each, int | float) for each in limits):
         raise EspalierError(f"time_step_limit = {shown(limits)}; a list of two numbers is needed; correct the config")
 
 
-def _checked_windows(full: Json) -> LayerWindows:
+def _checked_windows(fields: Json) -> LayerWindows:
     """Returns None for each layer: no windows.  Raises EspalierError for sizes that no layer can have."""
-    if LINEAR in (full["layer_types"] or ()):
-        require_mamba_sizes(full, COUNT_FIELDS, ("mamba_n_heads", "mamba_n_groups"))
-    return attention_in_some_layer(full)
+    if LINEAR in (fields["layer_types"] or ()):
+        require_mamba_sizes(fields, COUNT_FIELDS, ("mamba_n_heads", "mamba_n_groups"))
+    return hybrid_windows(fields)
 
 
-def _ropes(full: Json) -> list[Json | None]:
+def _ropes(fields: Json) -> list[Json | None]:
     """The RoPE fields of each layer: all layers have the config's RoPE, or none has a RoPE."""
-    kind = full["position_embedding_type"]
+    kind = fields["position_embedding_type"]
     if kind not in (None, "nope", "rope"):
         value = shown(kind)
         raise EspalierError(f"position_embedding_type = {value} is not supported, only 'rope', 'nope' or null")
-    return [{} if kind == "rope" else None] * full["num_hidden_layers"]
+    return [{} if kind == "rope" else None] * fields["num_hidden_layers"]
 
 
 def _state_of(config: ModelConfig) -> RecurrentState:
@@ -149,7 +149,7 @@ def _load_mixer(weights: Weights, config: ModelConfig, prefix: str, layer: int, 
     raw = config.raw
     biases = {"bias": bool(raw["mamba_proj_bias"]), "conv_bias": bool(raw["mamba_conv_bias"])}
     size, eps, limits = config.hidden_size, config.rms_norm_eps, raw["time_step_limit"]
-    return load_mamba2(weights, f"{prefix}mamba.", _state_of(config), size, eps, limits=limits, **biases)
+    return load_mamba2(weights, f"{prefix}mamba.", _state_of(config), size, eps, dt_limits=limits, **biases)
 
 
 HYBRID = replace(
@@ -172,7 +172,7 @@ HYBRID = replace(
         "layer_types": None,
     },
     windows=_checked_windows,
-    ropes=_ropes,
+    layer_ropes=_ropes,
     names=LayerNames(mlp_prefix="shared_mlp.", mlp=SHARED_MLP),
     mlp_size_field="shared_intermediate_size",
     supported_fields=(*SHARED.supported_fields, "position_embedding_type"),

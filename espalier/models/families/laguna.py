@@ -20,7 +20,7 @@ from espalier.models.families.by_type import (
     windows_by_type,
 )
 from espalier.models.families.glm4_moe import sparse_layers
-from espalier.models.layer_loading import HEADS_TEXT, load_layer
+from espalier.models.layer_loading import HEADS_SIZE_NAME, load_layer
 from espalier.models.layers.attention import Attention, OutputGate
 from espalier.models.layers.decoder import DecoderLayer
 from espalier.models.rope import RopeTables
@@ -30,16 +30,16 @@ ROPE_BASES: RopeBases = {FULL_ATTENTION: ("", 5e5), SLIDING_ATTENTION: ("", 1e4)
 PER_HEAD, PER_VALUE = (True, "per-head"), ("per-element",)
 
 
-def _layer_types(full: Json) -> list[str]:
-    return layer_types_of(full, lambda layer: True)
+def _layer_types(fields: Json) -> list[str]:
+    return layer_types_of(fields, lambda layer: True)
 
 
-def _heads(full: Json) -> list[int]:
+def _heads(fields: Json) -> list[int]:
     """The number of query heads of each layer.  Raises EspalierError for numbers that no layer can have."""
-    layers, given = full["num_hidden_layers"], full.get("num_attention_heads_per_layer")
+    layers, given = fields["num_hidden_layers"], fields.get("num_attention_heads_per_layer")
     if given is None:
-        return [full["num_attention_heads"]] * layers
-    kv_heads = full["num_key_value_heads"]
+        return [fields["num_attention_heads"]] * layers
+    kv_heads = fields["num_key_value_heads"]
     is_list = isinstance(given, list) and len(given) == layers
     if not is_list or any(type(heads) is not int or heads < 1 or heads % kv_heads for heads in given):
         raise EspalierError(
@@ -49,29 +49,29 @@ def _heads(full: Json) -> list[int]:
     return given
 
 
-def _windows(full: Json) -> LayerWindows:
-    _heads(full)
-    if full["gating"] not in (*PER_HEAD, *PER_VALUE):
+def _windows(fields: Json) -> LayerWindows:
+    _heads(fields)
+    if fields["gating"] not in (*PER_HEAD, *PER_VALUE):
         raise EspalierError(
-            f"gating = {shown(full['gating'])} is not supported, only true, 'per-head' or 'per-element'"
+            f"gating = {shown(fields['gating'])} is not supported, only true, 'per-head' or 'per-element'"
         )
-    return windows_by_type(full, _layer_types(full))
+    return windows_by_type(fields, _layer_types(fields))
 
 
-def _experts(full: Json) -> Experts:
-    layers = sparse_layers(full)
+def _experts(fields: Json) -> Experts:
+    layers = sparse_layers(fields)
     return Experts(
-        frozenset(range(1, full["num_hidden_layers"])) if layers is None else layers,
+        frozenset(range(1, fields["num_hidden_layers"])) if layers is None else layers,
         Routing(
-            full["num_experts"],
-            full["num_experts_per_tok"],
+            fields["num_experts"],
+            fields["num_experts_per_tok"],
             "sigmoid",
             norm_topk_prob=True,
-            routed_scaling_factor=positive_number(full, "moe_routed_scaling_factor"),
+            routed_scaling_factor=positive_number(fields, "moe_routed_scaling_factor"),
             correction_bias=True,
         ),
-        full["moe_intermediate_size"],
-        full["shared_expert_intermediate_size"],
+        fields["moe_intermediate_size"],
+        fields["shared_expert_intermediate_size"],
         "shared_expert",
         correction_name="experts.e_score_correction_bias",
     )
@@ -87,7 +87,7 @@ def _load_layer(weights: Weights, config: ModelConfig, prefix: str, layer: int, 
     heads = _heads(config.raw)[layer]
     made = load_layer(weights, replace(config, heads=heads), prefix, layer, rope)
     assert isinstance(made.attention, Attention)
-    own = weights.shards.part(heads, HEADS_TEXT)
+    own = weights.shards.part(heads, HEADS_SIZE_NAME)
     rows = own if config.raw["gating"] in PER_HEAD else own.scaled(config.head_size)
     project = weights.linear(f"{prefix}self_attn.", ("g_proj",), (rows,), config.hidden_size, bias=False)
     made.attention.output_gate = OutputGate(project, _softplus)
@@ -121,7 +121,7 @@ FAMILY = Family(
     },
     windows=_windows,
     qk_norm=True,
-    ropes=lambda full: ropes_by_type(full, _layer_types(full), ROPE_BASES),
+    layer_ropes=lambda fields: ropes_by_type(fields, _layer_types(fields), ROPE_BASES),
     experts=_experts,
     load_layer=_load_layer,
     layer_specs=_layer_specs,

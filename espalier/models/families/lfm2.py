@@ -6,7 +6,7 @@ from espalier.cache.layer_spec import LayerSpec, RecurrentState
 from espalier.errors import EspalierError, shown
 from espalier.kernels.ops.experts import Routing
 from espalier.kernels.ops.recurrence import ShortConv
-from espalier.models.config import Experts, Family, Json, LayerWindows, ModelConfig, attention_in_some_layer
+from espalier.models.config import Experts, Family, Json, LayerWindows, ModelConfig, hybrid_windows
 from espalier.models.config_values import require_counts
 from espalier.models.layer_loading import load_attention, load_layer, specs_by_type
 from espalier.models.layers.decoder import DecoderLayer, Mixer
@@ -31,13 +31,13 @@ def _normalise_fields(raw: Json) -> Json:
     return fields
 
 
-def _checked_windows(full: Json) -> LayerWindows:
+def _checked_windows(fields: Json) -> LayerWindows:
     """Returns None for each layer: no windows.  Raises EspalierError for sizes that no layer can have."""
-    require_counts(full, ("conv_L_cache", "block_multiple_of"))
-    factor = full["block_ffn_dim_multiplier"]
+    require_counts(fields, ("conv_L_cache", "block_multiple_of"))
+    factor = fields["block_ffn_dim_multiplier"]
     if factor is not None and (isinstance(factor, bool) or not isinstance(factor, int | float) or factor <= 0):
         raise EspalierError(f"block_ffn_dim_multiplier = {shown(factor)}; a positive number is needed; correct it")
-    return attention_in_some_layer(full)
+    return hybrid_windows(fields)
 
 
 def _mlp_size(config: ModelConfig) -> int:
@@ -52,24 +52,24 @@ def _mlp_size(config: ModelConfig) -> int:
     return -(-int(raw["block_ffn_dim_multiplier"] * size) // unit) * unit
 
 
-def _experts(full: Json) -> Experts:
-    require_counts(full, ("num_experts",))
+def _experts(fields: Json) -> Experts:
+    require_counts(fields, ("num_experts",))
     routing = Routing(
-        full["num_experts"],
-        full["num_experts_per_tok"],
+        fields["num_experts"],
+        fields["num_experts_per_tok"],
         scoring="sigmoid",
-        norm_topk_prob=bool(full["norm_topk_prob"]),
+        norm_topk_prob=bool(fields["norm_topk_prob"]),
         norm_eps=1e-6,
-        routed_scaling_factor=full["routed_scaling_factor"],
-        correction_bias=bool(full["use_expert_bias"]),
+        routed_scaling_factor=fields["routed_scaling_factor"],
+        correction_bias=bool(fields["use_expert_bias"]),
     )
-    layers, dense = full["num_hidden_layers"], full["num_dense_layers"]
+    layers, dense = fields["num_hidden_layers"], fields["num_dense_layers"]
     if isinstance(dense, bool) or not isinstance(dense, int) or dense < 0:
         raise EspalierError(f"num_dense_layers = {shown(dense)}; a number of layers is needed; correct it")
     return Experts(
         frozenset(range(dense, layers)),
         routing,
-        full["moe_intermediate_size"],
+        fields["moe_intermediate_size"],
         stored="joined",
         prefix="feed_forward.",
         names=MLP_NAMES,
@@ -116,8 +116,8 @@ FAMILY = Family(
         "block_ffn_dim_multiplier": 1.0,
         "block_auto_adjust_ff_dim": True,
     },
-    qkv_bias=lambda full: False,
-    out_bias=lambda full: False,
+    qkv_bias=lambda fields: False,
+    out_bias=lambda fields: False,
     windows=_checked_windows,
     qk_norm=True,
     layer_norms=LayerNorms("operator_norm", "ffn_norm"),

@@ -18,18 +18,18 @@ from espalier.models.stored_names import LayerNames, MLPNames
 OLD_LONGROPE_NAMES = ("su", "yarn")
 
 
-def windows(full: Json) -> LayerWindows:
+def windows(fields: Json) -> LayerWindows:
     """The window of each layer, the same for all.
 
     Transformers ignores `layer_types` for Mistral.  Raises EspalierError if that list names layers with full attention.
     """
-    window = full["sliding_window"]
-    if window is not None and "full_attention" in (full.get("layer_types") or ()):
+    window = fields["sliding_window"]
+    if window is not None and "full_attention" in (fields.get("layer_types") or ()):
         raise EspalierError(
             "layer_types with 'full_attention' and a sliding_window are both set, but this architecture uses the "
             "window in every layer; remove one of them with model_overrides"
         )
-    return (window,) * int(full["num_hidden_layers"])
+    return (window,) * int(fields["num_hidden_layers"])
 
 
 MISTRAL = Family(
@@ -42,18 +42,18 @@ MISTRAL = Family(
         "rms_norm_eps": 1e-6,
         "sliding_window": 4096,
     },
-    qkv_bias=lambda full: False,
-    out_bias=lambda full: False,
+    qkv_bias=lambda fields: False,
+    out_bias=lambda fields: False,
     windows=windows,
     usable_in_drafts=True,
-    multimodal=("Mistral3ForConditionalGeneration",),
+    multimodal_architectures=("Mistral3ForConditionalGeneration",),
 )
 MINISTRAL = replace(
     MISTRAL,
     architecture="MinistralForCausalLM",
     model_type="ministral",
-    windows=lambda full: windows_by_layer_type(full, default=lambda layer: True),
-    multimodal=(),
+    windows=lambda fields: windows_by_layer_type(fields, default=lambda layer: True),
+    multimodal_architectures=(),
 )
 MINISTRAL3 = replace(
     MISTRAL,
@@ -81,11 +81,11 @@ MINISTRAL3 = replace(
 )
 
 
-def _experts(full: Json) -> Experts:
+def _experts(fields: Json) -> Experts:
     return Experts(
-        frozenset(range(int(full["num_hidden_layers"]))),
-        Routing(full["num_local_experts"], full["num_experts_per_tok"], norm_topk_prob=True),
-        full["intermediate_size"],
+        frozenset(range(int(fields["num_hidden_layers"]))),
+        Routing(fields["num_local_experts"], fields["num_experts_per_tok"], norm_topk_prob=True),
+        fields["intermediate_size"],
         prefix="block_sparse_moe.",
         names=MLPNames(("w1", "w3"), "w2"),
     )
@@ -106,16 +106,16 @@ MIXTRAL = replace(
     experts=_experts,
     supported_fields=("num_local_experts",),
     usable_in_drafts=False,
-    multimodal=(),
+    multimodal_architectures=(),
 )
 
 
-def _ropes(full: Json) -> list[Json]:
-    fields = {name: rope for name, rope in with_rope_type(full).items() if name in ROPE_FIELDS}
-    for name, rope in fields.items():
+def _ropes(fields: Json) -> list[Json]:
+    ropes = {name: rope for name, rope in with_rope_type(fields).items() if name in ROPE_FIELDS}
+    for name, rope in ropes.items():
         if isinstance(rope, Mapping) and rope.get("rope_type") in OLD_LONGROPE_NAMES:
-            fields[name] = {**rope, "rope_type": "longrope"}
-    return [fields] * full["num_hidden_layers"]
+            ropes[name] = {**rope, "rope_type": "longrope"}
+    return [ropes] * fields["num_hidden_layers"]
 
 
 PHI3 = replace(
@@ -130,9 +130,9 @@ PHI3 = replace(
         "rms_norm_eps": 1e-5,
         "sliding_window": None,
     },
-    ropes=_ropes,
+    layer_ropes=_ropes,
     names=LayerNames(qkv=("qkv_proj",), mlp=MLPNames(gate_up=("gate_up_proj",))),
     supported_fields=("partial_rotary_factor",),
     usable_in_drafts=False,
-    multimodal=(),
+    multimodal_architectures=(),
 )

@@ -7,7 +7,7 @@ from espalier.cache.layer_spec import NO_MIXING, LayerSpec, RecurrentState
 from espalier.errors import EspalierError, shown
 from espalier.kernels.ops.activation import RELU2
 from espalier.kernels.ops.experts import Routing
-from espalier.models.config import Experts, Family, Json, LayerWindows, ModelConfig, full_attention
+from espalier.models.config import Experts, Family, Json, LayerWindows, ModelConfig, no_windows
 from espalier.models.families.granite import FULL_ATTENTION, LINEAR, require_mamba_sizes, with_numeric_limits
 from espalier.models.layer_loading import load_attention, load_experts, load_mamba2, specs_by_type
 from espalier.models.layers.decoder import BlockLayer
@@ -36,38 +36,38 @@ def _normalise_fields(raw: Json) -> Json:
     return fields
 
 
-def _checked_windows(full: Json) -> LayerWindows:
+def _checked_windows(fields: Json) -> LayerWindows:
     """Returns None for each layer: no windows.  Raises EspalierError for values that no layer supports."""
-    require_mamba_sizes(full, COUNT_FIELDS, ("mamba_num_heads", "n_groups"))
+    require_mamba_sizes(fields, COUNT_FIELDS, ("mamba_num_heads", "n_groups"))
     for name, only in (("mlp_hidden_act", "relu2"), ("mamba_hidden_act", "silu"), ("moe_latent_size", None)):
-        if full[name] != only:
-            raise EspalierError(f"{name} = {shown(full[name])} is not supported, only {only!r}; use another model")
+        if fields[name] != only:
+            raise EspalierError(f"{name} = {shown(fields[name])} is not supported, only {only!r}; use another model")
     for name in ("use_bias", "mlp_bias", "attention_bias"):
-        if full[name]:
-            raise EspalierError(f"{name} = {shown(full[name])} is not supported, only False; use another model")
-    return full_attention(full)
+        if fields[name]:
+            raise EspalierError(f"{name} = {shown(fields[name])} is not supported, only False; use another model")
+    return no_windows(fields)
 
 
-def _experts(full: Json) -> Experts | None:
-    layers = frozenset(layer for layer, kind in enumerate(full["layer_types"] or ()) if kind == MOE)
+def _experts(fields: Json) -> Experts | None:
+    layers = frozenset(layer for layer, kind in enumerate(fields["layer_types"] or ()) if kind == MOE)
     if not layers:
         return None
     routing = Routing(
-        full["n_routed_experts"],
-        full["num_experts_per_tok"],
+        fields["n_routed_experts"],
+        fields["num_experts_per_tok"],
         scoring="sigmoid",
-        norm_topk_prob=bool(full["norm_topk_prob"]),
-        routed_scaling_factor=full["routed_scaling_factor"],
-        n_group=full["n_group"] or 1,
-        topk_group=full["topk_group"] or 1,
+        norm_topk_prob=bool(fields["norm_topk_prob"]),
+        routed_scaling_factor=fields["routed_scaling_factor"],
+        n_group=fields["n_group"] or 1,
+        topk_group=fields["topk_group"] or 1,
         group_score="top2_sum",
         correction_bias=True,
     )
-    shared = full["moe_shared_expert_intermediate_size"] if full["n_shared_experts"] else 0
+    shared = fields["moe_shared_expert_intermediate_size"] if fields["n_shared_experts"] else 0
     return Experts(
         layers,
         routing,
-        full["moe_intermediate_size"],
+        fields["moe_intermediate_size"],
         shared,
         "shared_experts",
         activation=RELU2,
@@ -147,10 +147,10 @@ FAMILY = Family(
         "norm_topk_prob": True,
         "layer_types": None,
     },
-    qkv_bias=lambda full: False,
-    out_bias=lambda full: False,
+    qkv_bias=lambda fields: False,
+    out_bias=lambda fields: False,
     windows=_checked_windows,
-    ropes=lambda full: [None] * full["num_hidden_layers"],
+    layer_ropes=lambda fields: [None] * fields["num_hidden_layers"],
     experts=_experts,
     supported_fields=(
         *("n_routed_experts", "n_shared_experts", "num_local_experts", "routed_scaling_factor"),
@@ -162,6 +162,6 @@ FAMILY = Family(
     load_layer=_load_layer,
     load_embedding=_load_embedding,
     stored=StoredNames((("backbone.", "model."),)),
-    unread={"mtp.": "layers of multi-token prediction"},
+    ignored_weights={"mtp.": "layers of multi-token prediction"},
     final_norm="model.norm_f",
 )

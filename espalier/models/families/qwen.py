@@ -9,7 +9,7 @@ layers have experts except those that the config names.  Qwen2-MoE also has a ga
 from dataclasses import replace
 
 from espalier.kernels.ops.experts import Routing
-from espalier.models.config import Experts, Family, Json, LayerWindows, windows_if_used
+from espalier.models.config import Experts, Family, Json, LayerWindows, windows_if_enabled
 from espalier.models.config_values import require_counts
 from espalier.models.stored_names import SPECULATORS
 
@@ -21,9 +21,9 @@ QWEN_WINDOW_DEFAULTS = {
 }
 
 
-def qwen_windows(full: Json) -> LayerWindows:
+def qwen_windows(fields: Json) -> LayerWindows:
     """The window of each layer, if `use_sliding_window`: by `layer_types`, else from layer `max_window_layers` on."""
-    return windows_if_used(full, lambda layer: layer >= full["max_window_layers"])
+    return windows_if_enabled(fields, lambda layer: layer >= fields["max_window_layers"])
 
 
 QWEN2 = Family(
@@ -36,8 +36,8 @@ QWEN2 = Family(
         "rms_norm_eps": 1e-6,
         **QWEN_WINDOW_DEFAULTS,
     },
-    qkv_bias=lambda full: True,
-    out_bias=lambda full: False,
+    qkv_bias=lambda fields: True,
+    out_bias=lambda fields: False,
     windows=qwen_windows,
     usable_in_drafts=True,
 )
@@ -69,31 +69,31 @@ QWEN3 = Family(
 )
 
 
-def expert_layers(full: Json) -> frozenset[int]:
+def expert_layers(fields: Json) -> frozenset[int]:
     """The layers with experts: every decoder_sparse_step-th layer, counted from 1, except mlp_only_layers."""
-    require_counts(full, ("decoder_sparse_step",))
-    step = full["decoder_sparse_step"]
-    sparse = frozenset(range(step - 1, int(full["num_hidden_layers"]), step))
-    return sparse - {*(full["mlp_only_layers"] or ())}
+    require_counts(fields, ("decoder_sparse_step",))
+    step = fields["decoder_sparse_step"]
+    sparse = frozenset(range(step - 1, int(fields["num_hidden_layers"]), step))
+    return sparse - {*(fields["mlp_only_layers"] or ())}
 
 
-def routing(full: Json, default: int) -> Routing | None:
+def routing(fields: Json, default: int) -> Routing | None:
     """Qwen's routing; None for a model without experts.  default: how many experts if no field says it."""
     # Transformers 5 writes num_local_experts for some of the families.
     names = ("num_experts", "num_local_experts")
-    num_experts = next((full[name] for name in names if full.get(name) is not None), default)
+    num_experts = next((fields[name] for name in names if fields.get(name) is not None), default)
     if num_experts == 0:
         return None
-    return Routing(num_experts, full["num_experts_per_tok"], norm_topk_prob=bool(full["norm_topk_prob"]))
+    return Routing(num_experts, fields["num_experts_per_tok"], norm_topk_prob=bool(fields["norm_topk_prob"]))
 
 
-def experts_with_shared(full: Json, default: int = 60) -> Experts | None:
+def experts_with_shared(fields: Json, default: int = 60) -> Experts | None:
     """Returns the experts of a family with a gated shared expert; None without experts.  default: as in `routing`."""
-    how = routing(full, default)
+    how = routing(fields, default)
     if how is None:
         return None
-    shared, gate = full["shared_expert_intermediate_size"], "shared_expert_gate"
-    return Experts(expert_layers(full), how, full["moe_intermediate_size"], shared, "shared_expert", gate)
+    shared, gate = fields["shared_expert_intermediate_size"], "shared_expert_gate"
+    return Experts(expert_layers(fields), how, fields["moe_intermediate_size"], shared, "shared_expert", gate)
 
 
 QWEN2_MOE = replace(
@@ -111,16 +111,18 @@ QWEN2_MOE = replace(
         "num_experts_per_tok": 4,
         "norm_topk_prob": False,
     },
-    qkv_bias=lambda full: bool(full["qkv_bias"]),
-    windows=lambda full: windows_if_used(full, lambda layer: layer % 2 == 0 and layer < full["max_window_layers"]),
+    qkv_bias=lambda fields: bool(fields["qkv_bias"]),
+    windows=lambda fields: windows_if_enabled(
+        fields, lambda layer: layer % 2 == 0 and layer < fields["max_window_layers"]
+    ),
     experts=experts_with_shared,
     supported_fields=("num_experts", "num_local_experts", "shared_expert_intermediate_size"),
 )
 
 
-def _experts(full: Json) -> Experts | None:
-    how = routing(full, default=128)
-    return None if how is None else Experts(expert_layers(full), how, full["moe_intermediate_size"])
+def _experts(fields: Json) -> Experts | None:
+    how = routing(fields, default=128)
+    return None if how is None else Experts(expert_layers(fields), how, fields["moe_intermediate_size"])
 
 
 QWEN3_MOE = replace(
@@ -137,7 +139,7 @@ QWEN3_MOE = replace(
         "num_experts_per_tok": 8,
         "norm_topk_prob": False,
     },
-    windows=lambda full: windows_if_used(full, lambda layer: True),
+    windows=lambda fields: windows_if_enabled(fields, lambda layer: True),
     experts=_experts,
     supported_fields=("num_experts", "num_local_experts"),
 )

@@ -10,7 +10,7 @@ from espalier.cache.layer_spec import LayerSpec, RecurrentState
 from espalier.errors import EspalierError, shown
 from espalier.kernels.ops.recurrence import ShortConv
 from espalier.model_files import MAX_HEAD_SIZE
-from espalier.models.config import Experts, Json, LayerWindows, ModelConfig, attention_in_some_layer
+from espalier.models.config import Experts, Json, LayerWindows, ModelConfig, hybrid_windows
 from espalier.models.config_values import require_counts, require_multiple
 from espalier.models.families.qwen import QWEN3_MOE, experts_with_shared
 from espalier.models.layer_loading import load_head_norms, specs_by_type
@@ -55,16 +55,16 @@ def normalise_fields(raw: Json) -> Json:
     return {**raw, "layer_types": types, "num_nextn_predict_layers": mtp, **ropes}
 
 
-def checked_windows(full: Json) -> LayerWindows:
+def checked_windows(fields: Json) -> LayerWindows:
     """Returns None for each layer: no windows.  Raises EspalierError for sizes that no layer can have."""
-    require_counts(full, HEAD_SIZE_FIELDS, MAX_HEAD_SIZE)
-    require_counts(full, COUNT_FIELDS)
-    require_multiple(full, "linear_num_value_heads", "linear_num_key_heads")
-    if full.get("attn_output_gate", True) is not True:
+    require_counts(fields, HEAD_SIZE_FIELDS, MAX_HEAD_SIZE)
+    require_counts(fields, COUNT_FIELDS)
+    require_multiple(fields, "linear_num_value_heads", "linear_num_key_heads")
+    if fields.get("attn_output_gate", True) is not True:
         raise EspalierError(
-            f"attn_output_gate = {shown(full['attn_output_gate'])} is not supported, only True; use another model"
+            f"attn_output_gate = {shown(fields['attn_output_gate'])} is not supported, only True; use another model"
         )
-    return attention_in_some_layer(full)
+    return hybrid_windows(fields)
 
 
 def state_of(config: ModelConfig) -> RecurrentState:
@@ -128,8 +128,8 @@ def load_delta_net(weights: Weights, config: ModelConfig, prefix: str) -> DeltaN
     )
 
 
-def experts(full: Json) -> Experts | None:
-    beside_shared = experts_with_shared(full, default=512)
+def experts(fields: Json) -> Experts | None:
+    beside_shared = experts_with_shared(fields, default=512)
     return None if beside_shared is None else replace(beside_shared, stored="joined")
 
 
@@ -182,14 +182,14 @@ QWEN3_5 = replace(
         "num_key_value_heads": 4,
         "intermediate_size": 12288,
     },
-    experts=lambda full: None,
+    experts=lambda fields: None,
     supported_fields=("partial_rotary_factor", "num_nextn_predict_layers", "attn_output_gate"),
-    multimodal=("Qwen3_5ForConditionalGeneration",),
+    multimodal_architectures=("Qwen3_5ForConditionalGeneration",),
 )
 QWEN3_5_MOE = replace(
     FAMILY,
     architecture="Qwen3_5MoeForCausalLM",
     model_type="qwen3_5_moe_text",
     defaults={**FAMILY.defaults, "num_experts": 256, "num_experts_per_tok": 8},
-    multimodal=("Qwen3_5MoeForConditionalGeneration",),
+    multimodal_architectures=("Qwen3_5MoeForConditionalGeneration",),
 )

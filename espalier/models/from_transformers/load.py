@@ -32,12 +32,12 @@ log = logging.getLogger(__name__)
 def load_by_transformers(
     path: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device | str, capture: tuple[int, ...]
 ) -> TransformersTarget:
-    """Load a target whose config is `probed`.
+    """Load a target whose config is `probe_result`.
 
     Raises EspalierError for files that are missing or cut short, weights that are missing, misshapen or not used, and
     layers that cannot be captured.
     """
-    probed = config.probed
+    probed = config.probe_result
     assert probed is not None
     if capture and not probed.can_capture:
         raise EspalierError(
@@ -66,7 +66,7 @@ def build_by_transformers(
     state: the weights by name; None: from_pretrained reads them from the config's directory."""
     from transformers.utils import logging as bars
 
-    probed = config.probed
+    probed = config.probe_result
     assert probed is not None
     # "eager" loops over experts and reads their rows on the host.  A captured pass cannot do that, so only a CPU does.
     options: dict[str, Any] = {"experts_implementation": "eager"} if device.type == "cpu" else {}
@@ -214,7 +214,7 @@ def _config(
         layer_specs=lambda config: probed.specs,
     )
     eos = {name: value for name, value in (overrides or {}).items() if name == "eos_token_id"}
-    return replace(parse(plain, family, path, eos, generation), raw=full, probed=probed)
+    return replace(parse(plain, family, path, eos, generation), raw=full, probe_result=probed)
 
 
 def _longest(hf: Any, path: Path) -> int:

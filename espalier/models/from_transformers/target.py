@@ -166,12 +166,12 @@ def find_replacements(model: nn.Module) -> dict[type, MakeModule]:
     found: dict[type, MakeModule] = {nn.Linear: OurLinear}
     for module in model.modules():
         makes = MAKERS_BY_PARAMETERS.get(tuple(sorted(name for name, _ in module.named_parameters())), ())
-        if type(module) not in found and (equal := [make for make in makes if _are_equal(module, make)]):
+        if type(module) not in found and (equal := [make for make in makes if _have_equal_values(module, make)]):
             found[type(module)] = equal[0]
     return found
 
 
-def _are_equal(module: Any, make: MakeModule) -> bool:
+def _have_equal_values(module: Any, make: MakeModule) -> bool:
     """Whether Espalier's module returns the same as a norm or experts of transformers.
     Both are compared on large rows, and on small rows, for which the norm's eps matters."""
     try:
@@ -304,17 +304,17 @@ class PassRun(AttentionRun):
 
 
 class TransformersTarget:
-    """A CausalLM (espalier/models/base.py), whose config is `probed`."""
+    """A CausalLM (espalier/models/base.py), whose config is `probe_result`."""
 
     def __init__(self, config: ModelConfig, body: TransformersModel, capture: tuple[int, ...]) -> None:
-        assert config.probed is not None
+        assert config.probe_result is not None
         self.config, self.body, self.capture, self.head = config, body, capture, body.head
-        self.layer_specs = config.probed.specs
+        self.layer_specs = config.probe_result.specs
         self.kv_scales: tuple[KVScales | None, ...] = (None,) * len(self.layer_specs)
         # Some embeddings have more rows than the vocabulary, for audio or an unknown token.
         self.embed = Embedding(body.model.get_input_embeddings().weight[: config.vocab_size])
         self._sharing = frozenset(i for i, spec in enumerate(self.layer_specs) if spec.shares_with is not None)
-        self._layers = {body.model.get_submodule(name): i for i, name in enumerate(config.probed.attention)}
+        self._layers = {body.model.get_submodule(name): i for i, name in enumerate(config.probe_result.attention)}
 
     def __call__(self, p: Pass) -> ModelOutput:
         run = PassRun(p, self._layers, self._sharing)

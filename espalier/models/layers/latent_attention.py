@@ -26,7 +26,7 @@ from espalier.models.rope import RopeTables
 from espalier.models.weight_formats.sharded import Unsummed
 
 # The eps of the norm of index keys.  The publishers' code fixes it.
-INDEX_EPS = 1e-6
+INDEX_NORM_EPS = 1e-6
 
 
 class IndexerLayerInput(NamedTuple):
@@ -81,7 +81,7 @@ class Indexer:
 
 
 # The eps of the norms of both latents.  The publishers' code fixes it; rms_norm_eps of config.json is for other norms.
-NORM_EPS = 1e-6
+LATENT_NORM_EPS = 1e-6
 
 
 @dataclass(eq=False, slots=True)

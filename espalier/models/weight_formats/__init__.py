@@ -63,21 +63,21 @@ def quantisation_of(raw: Mapping[str, Any]) -> dict[str, Any]:
     return {name: raw[name] for name in QUANTISATION_FIELDS if raw.get(name) is not None}
 
 
-def declared_kv_dtype(full: Mapping[str, Any]) -> str | None:
+def declared_kv_dtype(fields: Mapping[str, Any]) -> str | None:
     """The kv_dtype that a config.json declares; None if it declares none.
 
     Raises EspalierError for a kv_cache_scheme that is not supported.
     """
-    return kv_scheme(full, QUANTISATION_FIELDS)
+    return kv_scheme(fields, QUANTISATION_FIELDS)
 
 
-def read_formats(full: Mapping[str, Any]) -> FormatOf:
+def read_formats(fields: Mapping[str, Any]) -> FormatOf:
     """Returns the format of each matrix, from a completed config.json.  Names are those in the checkpoint.
 
     Raises EspalierError naming a format that is not in FORMATS.
     """
-    field = next((name for name in QUANTISATION_FIELDS if full.get(name) is not None), QUANTISATION_FIELDS[0])
-    quantisation = full.get(field)
+    field = next((name for name in QUANTISATION_FIELDS if fields.get(name) is not None), QUANTISATION_FIELDS[0])
+    quantisation = fields.get(field)
     method = quantisation.get("quant_method", "?") if isinstance(quantisation, Mapping) else quantisation
     if not isinstance(method, str | None) or method not in FORMATS:
         known = " or ".join(repr(name) for name in FORMATS)

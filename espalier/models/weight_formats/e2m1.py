@@ -205,12 +205,12 @@ def read_hf_quant_config(path: Path) -> dict[str, Any]:
 STRATEGIES = ("tensor", "attn_head")
 
 
-def kv_scheme(full: Mapping[str, Any], fields: tuple[str, ...]) -> str | None:
+def kv_scheme(fields: Mapping[str, Any], names: tuple[str, ...]) -> str | None:
     """The kv_dtype that a config.json declares; None if it declares none.
 
-    fields: the fields that may hold the quantisation.  Raises EspalierError for a scheme that is not supported.
+    names: the fields that may hold the quantisation.  Raises EspalierError for a scheme that is not supported.
     """
-    quantisation: Any = next((full[name] for name in fields if full.get(name) is not None), None)
+    quantisation: Any = next((fields[name] for name in names if fields.get(name) is not None), None)
     if not isinstance(quantisation, Mapping):
         return None
     scheme, algorithm = quantisation.get("kv_cache_scheme"), quantisation.get("kv_cache_quant_algo")
