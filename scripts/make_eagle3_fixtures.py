@@ -130,11 +130,11 @@ def run(path: Path, target: Any) -> tuple[dict[str, Tensor], list[int]]:
     model = Eagle3DraftModel.from_pretrained(path, config=config).eval()
     restore_borrowed(model, path)
     ids = list(model.config.eagle_aux_hidden_state_layer_ids)
-    kept: dict[str, list[Tensor]] = {"logits": [], "output_from_normed": []}
+    kept: dict[str, list[Tensor]] = {"logits": [], "handed_on": []}
     model.lm_head.register_forward_hook(lambda _, inputs, output: kept["logits"].append(output))
     # With norm_output the package passes the normed output on, which its head reads too.
     source = model.norm if model.config.norm_output else model.layers[-1]
-    source.register_forward_hook(lambda _, inputs, output: kept["output_from_normed"].append(output))
+    source.register_forward_hook(lambda _, inputs, output: kept["handed_on"].append(output))
     tokens = torch.randint(0, VOCAB, (1, LENGTH + 1), generator=torch.Generator().manual_seed(5))
     with torch.no_grad():
         captured = torch.cat([target(tokens, output_hidden_states=True).hidden_states[i] for i in ids], dim=-1)

@@ -27,7 +27,7 @@ from tests.harness import directories
 CPU = torch.device("cpu")
 FACTS = StartupFacts(
     free_bytes=4 * 2**30,
-    weights=WeightCount(num_cast=10**7),
+    weights=WeightCount(num_cast_values=10**7),
     stored_dtype="bfloat16",
     max_position=2048,
     layer_specs=(LayerSpec(4, KVHeads(2, 64, 64)),) * 17,
@@ -245,7 +245,7 @@ def test_states_of_slots_take_a_share_of_memory_by_default(left, dtype):
 
 def test_weights_that_do_not_fit_are_named():
     """A smaller max_context would not help."""
-    facts = replace(FACTS, free_bytes=16 * 2**30, weights=WeightCount(num_cast=8 * 10**9))
+    facts = replace(FACTS, free_bytes=16 * 2**30, weights=WeightCount(num_cast_values=8 * 10**9))
     with pytest.raises(
         EspalierError, match=r"weights in float32 \(29.8 GiB\) .* free memory \(16.0 GiB\); use a smaller dtype"
     ):

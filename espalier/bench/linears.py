@@ -18,7 +18,7 @@ from espalier.models.draft import DraftConfig
 from espalier.models.latent_config import LatentConfig
 from espalier.models.layer_loading import layer_specs_of
 from espalier.models.mtp import MTPConfig
-from espalier.models.quantisers import GROUP, MX_BLOCK, NV_GROUP, QUANTISERS
+from espalier.models.quantisers import GROUP_SIZE, MXFP4_BLOCK_SIZE, NVFP4_GROUP_SIZE, QUANTISERS
 
 Shape = tuple[int, int]
 # Fields of a config that stand for products which are not counted here.
@@ -62,7 +62,7 @@ class ProductRun:
 
 def value_bytes(weights: str) -> float:
     """Bytes for one number of a matrix, with its share of a group's scale.  Scales of rows and blocks are left out."""
-    scales = {"int4": 2 / GROUP, "nvfp4": 1 / NV_GROUP, "mxfp4": 1 / MX_BLOCK}
+    scales = {"int4": 2 / GROUP_SIZE, "nvfp4": 1 / NVFP4_GROUP_SIZE, "mxfp4": 1 / MXFP4_BLOCK_SIZE}
     return 0.5 + scales[weights] if weights in scales else 2 if weights == DENSE else 1
 
 

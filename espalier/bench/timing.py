@@ -132,7 +132,7 @@ class Weights:
     def drawn(self, shape: tuple[int, ...], weights: str = DENSE) -> Matrix:
         """A random weight as large as a trained one.  Zeros would be multiplied faster, with less power."""
         dense = torch.empty(shape, dtype=self.dtype, device=self.device).normal_(std=shape[-1] ** -0.5)
-        return dense if weights == DENSE else QUANTISERS[weights].matrix(dense)
+        return dense if weights == DENSE else QUANTISERS[weights].quantise_matrix(dense)
 
     def chain(self, runs: Sequence[ProductRun], multiply: Multiply) -> Callable[[], None]:
         """A function that runs all products of a pass, layer by layer, and then the products outside of layers."""

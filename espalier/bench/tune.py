@@ -199,9 +199,9 @@ def _weights_of(args: Namespace) -> str:
 
 def _shapes(model: ModelShape, weights: str) -> tuple[Shape, ...]:
     """The shapes to measure.  For a format of stacked experts: the shapes of the dense layers, as in `lab linears`."""
-    if weights == DENSE or not QUANTISERS[weights].experts:
+    if weights == DENSE or not QUANTISERS[weights].only_experts:
         return model.shapes(weights)
-    columns = QUANTISERS[weights].groups[0]
+    columns = QUANTISERS[weights].group_sizes[0]
     runs = (run for run in model.target_pass(1)[:-1] if run.heads == 1 and run.shape[1] % columns == 0)
     return tuple(dict.fromkeys(run.shape for run in runs))
 

@@ -333,15 +333,15 @@ def _load_markov_edges(weights: Weights, config: BlockConfig) -> MarkovEdges | N
     rank, hidden, kind = config.edge_rank, config.layer.hidden_size, config.edge_kind
     if not rank:
         return None
-    before = weights.take("markov_head.markov_w1.weight", config.layer.vocab_size, rank)
-    after = weights.take_matrix("markov_head.markov_w2", config.spec.vocab_size, rank)
+    before = weights.load("markov_head.markov_w1.weight", config.layer.vocab_size, rank)
+    after = weights.load_dense_matrix("markov_head.markov_w2", config.spec.vocab_size, rank)
     if kind == "vanilla":
         return MarkovEdges(before, after)
     is_recurrent = kind == "rnn"
     name = "markov_head.joint_proj" if is_recurrent else "markov_head.gate_proj"
     parts, read = EDGE_PROJECTION_SIZES[kind]
-    whole = weights.take_matrix(name, parts * rank, hidden + read * rank)
-    bias = weights.take(f"{name}.bias", parts * rank)
+    whole = weights.load_dense_matrix(name, parts * rank, hidden + read * rank)
+    bias = weights.load(f"{name}.bias", parts * rank)
     hidden_projection, row_projection = split_projection_columns(whole, hidden, is_recurrent)
     return MarkovEdges(
         *(

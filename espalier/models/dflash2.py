@@ -29,7 +29,7 @@ from espalier.models.block import (
 from espalier.models.config import Json, ModelConfig
 from espalier.models.draft_parts import DraftFields
 from espalier.models.layers.attention import Attention
-from espalier.models.layers.decoder import DecoderLayer, PlainNorm, capped
+from espalier.models.layers.decoder import DecoderLayer, PlainNorm, cap_logits
 from espalier.models.layers.linear import Embedding, Linear
 from espalier.models.layers.mlp import GatedMLP
 from espalier.models.layers.norm import AnyNorm, RMSNorm
@@ -220,7 +220,7 @@ class DFlash2Draft(BlockDraft):
     config: DFlash2Config
 
     def block_logits(self, hidden: Tensor) -> Tensor:
-        return capped(super().block_logits(hidden), self.config.logit_cap, self.config.logit_scale)
+        return cap_logits(super().block_logits(hidden), self.config.logit_cap, self.config.logit_scale)
 
 
 def make_dflash2(weights: Weights, config: DFlash2Config, target: CausalLM, position_rows: int) -> DFlash2Draft:
@@ -229,11 +229,11 @@ def make_dflash2(weights: Weights, config: DFlash2Config, target: CausalLM, posi
     rows = 2 * config.conv_taps * (hidden // config.conv_group)
 
     def conv(prefix: str) -> BlockConv:
-        base = weights.take(f"{prefix}.base_kernel", 2, config.conv_taps, hidden)
-        return BlockConv(base, weights.take_matrix(f"{prefix}.kernel_projection", rows, hidden))
+        base = weights.load(f"{prefix}.base_kernel", 2, config.conv_taps, hidden)
+        return BlockConv(base, weights.load_dense_matrix(f"{prefix}.kernel_projection", rows, hidden))
 
     before, after = (
-        weights.take(f"candidate_selector.{name}_codebook", vocab, rank) for name in ("predecessor", "successor")
+        weights.load(f"candidate_selector.{name}_codebook", vocab, rank) for name in ("predecessor", "successor")
     )
     project = weights.linear("", ("candidate_selector.hidden_projection",), (rank,), hidden, bias=False)
     selector = Selector(before, after, project, config.selector_topk)

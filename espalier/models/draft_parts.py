@@ -32,7 +32,7 @@ def draft_embedding(weights: Weights, shape: Sequence[int], target: CausalLM, na
         embed = whole_embedding(target)
         # The embedding gets no scale: if the draft used one, its own config would name it.
         return Embedding(embed.weight)
-    return Embedding(weights.take(f"{name}.weight", *shape))
+    return Embedding(weights.load(f"{name}.weight", *shape))
 
 
 def whole_embedding(target: CausalLM) -> Embedding:
@@ -82,7 +82,7 @@ def _have_equal_values(weights: Weights, name: str, other: str) -> bool:
     """Whether both names are stored, as plain tensors with the same values."""
     if name not in weights or other not in weights or weights.shape(name) != weights.shape(other):
         return False
-    one, two = (weights.take_raw(each, *weights.shape(name)) for each in (name, other))
+    one, two = (weights.load_raw(each, *weights.shape(name)) for each in (name, other))
     return one.dtype in PLAIN_DTYPES and torch.equal(one, two)
 
 
@@ -94,7 +94,7 @@ def draft_to_target(weights: Weights, vocab: int, draft_vocab: int) -> Tensor | 
     """
     if "d2t" not in weights and draft_vocab == vocab:
         return None
-    ids = torch.arange(draft_vocab) + weights.take_raw("d2t", draft_vocab).to(torch.int64)
+    ids = torch.arange(draft_vocab) + weights.load_raw("d2t", draft_vocab).to(torch.int64)
     outside = ids[(ids < 0) | (ids >= vocab)]
     if outside.numel():
         raise EspalierError(

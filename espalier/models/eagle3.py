@@ -316,7 +316,7 @@ def _refuse_eagle1_and_2(weights: Weights, config: Eagle3Config) -> None:
     if looks_like_eagle3(weights):
         return
     hidden = config.layer.hidden_size
-    if weights.has_matrix_of("fc", hidden, 2 * hidden):
+    if weights.has_matrix_of_shape("fc", hidden, 2 * hidden):
         raise EspalierError(
             f"{weights.path} is declared as EAGLE-3 but fc [{hidden}, {2 * hidden}] without hidden_norm is an "
             "EAGLE-1/2 head, not supported yet; use an EAGLE-3 head"
@@ -340,7 +340,7 @@ def _refuse_wrong_fc_width(weights: Weights, config: Eagle3Config, target_layers
     # The input of every layer and the input of the final norm can be captured.
     counts = (len(config.spec.capture), *range(1, target_layers + 2))
     hidden, size = config.layer.hidden_size, config.target_hidden
-    fused = next((count for count in counts if weights.has_matrix_of("fc", hidden, count * size)), None)
+    fused = next((count for count in counts if weights.has_matrix_of_shape("fc", hidden, count * size)), None)
     if fused not in (None, len(config.spec.capture)):
         raise EspalierError(
             f"{weights.path}: fc fuses {fused} layers, {len(config.spec.capture)} are captured "
@@ -375,7 +375,7 @@ def make_peagle(weights: Weights, config: Eagle3Config, target: CausalLM, positi
             f"{weights.path}: {name} has {math.prod(shape)} values, but {len(config.spec.capture)} layers of "
             f"{config.target_hidden} are captured {config.spec.capture}; correct eagle_aux_hidden_state_layer_ids"
         )
-    features = weights.take(name, *shape).view(1, 1, size)
+    features = weights.load(name, *shape).view(1, 1, size)
     draft = PEagleDraft(**load_head_fields(weights, config, target, position_rows), mask_features=features)
     weights.require_all_used()
     return draft

@@ -173,10 +173,10 @@ def make_assistant(weights: Weights, config: AssistantConfig, target: CausalLM, 
     tables = {rope: RopeTables(rope, position_rows, weights.dtype, weights.device) for rope in set(layer.layer_ropes)}
     load = layer.family.load_layer
     assert load is not None
-    embed = weights.take("model.embed_tokens.weight", layer.vocab_size, hidden)
+    embed = weights.load("model.embed_tokens.weight", layer.vocab_size, hidden)
     head = embed
     if "lm_head.weight" in weights:
-        stored = weights.take("lm_head.weight", layer.vocab_size, hidden)
+        stored = weights.load("lm_head.weight", layer.vocab_size, hidden)
         head = embed if layer.tie_word_embeddings else stored
     draft = Assistant(
         config,
@@ -196,7 +196,7 @@ def make_assistant(weights: Weights, config: AssistantConfig, target: CausalLM, 
 
 def _load_clustered_head(weights: Weights, config: AssistantConfig, head: Tensor) -> ClusteredHead:
     vocab, prefix = config.layer.vocab_size, "masked_embedding."
-    order = weights.take_raw(f"{prefix}token_ordering", vocab).to(weights.device, torch.int64)
+    order = weights.load_raw(f"{prefix}token_ordering", vocab).to(weights.device, torch.int64)
     if not torch.equal(order.sort().values, torch.arange(vocab, device=order.device)):
         raise EspalierError(f"{weights.path}: token_ordering does not name each token once; download the draft again")
     centroids = weights.linear(

@@ -25,7 +25,7 @@ from espalier.models.layers.mlp import GatedMLP, MixtureMLP
 from espalier.models.layers.norm import AnyNorm, NoNorm, RMSNorm
 from espalier.models.layers.recurrent import Mamba2
 from espalier.models.rope import RopeTables
-from espalier.models.stored_names import stored_parts
+from espalier.models.stored_names import stored_matrices
 from espalier.models.weight_formats import dense_weight
 from espalier.models.weight_formats.sharded import GatheredWeight
 from espalier.models.weights import Weights
@@ -43,7 +43,7 @@ def load_experts(
     """Loads the mixture-of-experts block under `prefix`.  shared_activation: the activation of shared experts."""
     routing = experts.routing
     # The router is read first, because its shape shows a wrong number of experts before the experts are read.
-    router = weights.take(f"{prefix}{experts.router_name}.weight", routing.num_experts, hidden)
+    router = weights.load(f"{prefix}{experts.router_name}.weight", routing.num_experts, hidden)
     read = {"apart": _load_separate_experts, "stacked": _load_stacked_experts, "joined": _load_joined_experts}[
         experts.stored
     ]
@@ -51,9 +51,9 @@ def load_experts(
     scale = bias = shared = shared_gate = None
     if routing.correction_bias or routing.logit_bias:
         name = f"{experts.router_name}.bias" if routing.logit_bias else experts.correction_name
-        bias = weights.take_exact(f"{prefix}{name}", routing.num_experts)
+        bias = weights.load_exact(f"{prefix}{name}", routing.num_experts)
     if experts.scale_name is not None:
-        scale = weights.take_exact(f"{prefix}{experts.scale_name}", routing.num_experts)
+        scale = weights.load_exact(f"{prefix}{experts.scale_name}", routing.num_experts)
     if experts.shared_size:
         under = prefix if experts.shared_prefix is None else prefix.removesuffix(experts.prefix) + experts.shared_prefix
         sizes, name = (hidden, experts.shared_size), f"{under}{experts.shared_name}."
@@ -82,7 +82,7 @@ def _load_joined_experts(weights: Weights, experts: Experts, prefix: str, hidden
     if gate_up not in weights:
         return _load_separate_experts(weights, experts, prefix, hidden)
     own = _rank_part_of_size(weights, experts)
-    _, halves = stored_parts([gate_up], (own, own))
+    _, halves = stored_matrices([gate_up], (own, own))
     if weights.formats(gate_up).name != DENSE and not weights.is_plain(gate_up):
         return (
             weights.stacked_matrix(gate_up, "", count, halves, hidden),
@@ -90,8 +90,8 @@ def _load_joined_experts(weights: Weights, experts: Experts, prefix: str, hidden
             None,
         )
     return (
-        weights.take_parts(gate_up, (count, 2 * size, hidden), 1, [part_of(half) for half in halves]),
-        weights.take_parts(down, (count, hidden, size), 2, [own]),
+        weights.load_parts(gate_up, (count, 2 * size, hidden), 1, [part_of(half) for half in halves]),
+        weights.load_parts(down, (count, hidden, size), 2, [own]),
         None,
     )
 
@@ -121,11 +121,11 @@ def _load_stacked_experts(weights: Weights, experts: Experts, prefix: str, hidde
     weights.require_shape(f"{name}gate_up_proj", (count, hidden, 2 * size))
     weights.require_shape(f"{name}down_proj", (count, size, hidden))
     gate_up, down = weights.empty(count, 2 * len(own), hidden), weights.empty(count, hidden, len(own))
-    for expert, stored in enumerate(weights.take_entries(f"{name}gate_up_proj", count, hidden, 2 * size)):
+    for expert, stored in enumerate(weights.load_entries(f"{name}gate_up_proj", count, hidden, 2 * size)):
         gate_up[expert].view(2, len(own), hidden).copy_(
             _split_gate_and_up(stored[:, own.scaled(2).slice]).permute(1, 2, 0)
         )
-    for expert, stored in enumerate(weights.take_entries(f"{name}down_proj", count, size, hidden)):
+    for expert, stored in enumerate(weights.load_entries(f"{name}down_proj", count, size, hidden)):
         down[expert].copy_(stored[own.slice].T)
     return gate_up, down, _load_stacked_biases(weights, experts, name, hidden)
 
@@ -134,9 +134,9 @@ def _load_stacked_biases(weights: Weights, experts: Experts, name: str, hidden: 
     if not experts.biases:
         return None
     count, own = experts.routing.num_experts, _rank_part_of_size(weights, experts)
-    stored = weights.take(f"{name}gate_up_proj_bias", count, 2 * own.size)
+    stored = weights.load(f"{name}gate_up_proj_bias", count, 2 * own.size)
     gate_up_bias = _split_gate_and_up(stored[:, own.scaled(2).slice]).flatten(1)
-    down_bias = weights.bias_on_first_rank(weights.take(f"{name}down_proj_bias", count, hidden))
+    down_bias = weights.bias_on_first_rank(weights.load(f"{name}down_proj_bias", count, hidden))
     assert down_bias is not None
     return ExpertBiases(gate_up_bias, down_bias)
 
@@ -217,7 +217,7 @@ def load_attention(
     size, shards, names = config.head_size, weights.shards, config.family.names
     heads, kv_heads = shards.part(config.heads, HEADS_SIZE_NAME), shards.kv_heads(config.kv_heads)
     q_rows, kv_rows = heads.scaled(size), kv_heads.scaled(size)
-    stored = stored_parts(names.qkv, (q_rows, kv_rows, kv_rows))
+    stored = stored_matrices(names.qkv, (q_rows, kv_rows, kv_rows))
     qkv = weights.linear(prefix, *stored, columns, config.attention_bias)
     out = weights.linear(prefix, (names.out,), (config.hidden_size,), q_rows, config.out_bias)
     norms = all_heads_norms = sink = None
@@ -226,7 +226,7 @@ def load_attention(
     elif config.qk_norm:
         norms = load_head_norms(weights, config, prefix)
     if config.family.sinks:
-        sink = weights.take_exact(f"{prefix}sinks", config.heads)[heads.slice]
+        sink = weights.load_exact(f"{prefix}sinks", config.heads)[heads.slice]
     return Attention(qkv, out, len(heads) + 2 * len(kv_heads), rope, norms, sink, all_heads_norms)
 
 
@@ -235,7 +235,7 @@ def _load_all_heads_norms(
 ) -> AllHeadsNorms:
     """Loads the norms of q and k that use the length over all heads.  Each rank holds the weights of its heads."""
     q, k = (
-        RMSNorm(weights.take_parts(f"{prefix}{name}_norm.weight", (rows.size,), 0, [rows]), config.rms_norm_eps)
+        RMSNorm(weights.load_parts(f"{prefix}{name}_norm.weight", (rows.size,), 0, [rows]), config.rms_norm_eps)
         for name, rows in (("q", q_rows), ("k", kv_rows))
     )
     return AllHeadsNorms(q, k, weights.shards)
@@ -269,16 +269,16 @@ def _load_latent_attention(
         q = weights.linear(prefix, ("q_b_proj",), (q_rows,), rank, bias=False)
     elif bias:
         # Of the two stacked projections, only the one of the row to keep has a bias.
-        down.bias = torch.cat((weights.empty(len(q_rows)).zero_(), weights.take(f"{prefix}{names[1]}.bias", row)))
+        down.bias = torch.cat((weights.empty(len(q_rows)).zero_(), weights.load(f"{prefix}{names[1]}.bias", row)))
     kv_rows = heads.scaled(latent.nope_size + latent.v_size)
-    kv_up = weights.take_matrix(f"{prefix}kv_b_proj", kv_rows, latent.kv_rank)
+    kv_up = weights.load_dense_matrix(f"{prefix}kv_b_proj", kv_rows, latent.kv_rank)
     k_up, v_up = kv_up.unflatten(0, (len(heads), -1)).split((latent.nope_size, latent.v_size), 1)
     return LatentAttention(
         down=down,
         q_norm=q_norm,
         q=q,
-        form=LatentFormat(
-            weights.take(f"{prefix}kv_a_layernorm.weight", latent.kv_rank), LATENT_NORM_EPS, latent.interleaved
+        latent_format=LatentFormat(
+            weights.load(f"{prefix}kv_a_layernorm.weight", latent.kv_rank), LATENT_NORM_EPS, latent.interleaved
         ),
         k_up=k_up,
         v_up=v_up,
@@ -304,11 +304,11 @@ def _load_indexer(
         q=weights.linear(under, ("wq_b",), (whole_part(index.heads * index.size),), rank, bias=False),
         k=weights.linear(under, ("wk",), (whole_part(index.size),), columns, bias=False),
         norm=IndexNorm(
-            weights.take(f"{under}k_norm.weight", index.size),
-            weights.take(f"{under}k_norm.bias", index.size),
+            weights.load(f"{under}k_norm.weight", index.size),
+            weights.load(f"{under}k_norm.bias", index.size),
             INDEX_NORM_EPS,
         ),
-        weights=weights.take_matrix(f"{under}weights_proj", whole_part(index.heads), columns),
+        score_weights=weights.load_dense_matrix(f"{under}weights_proj", whole_part(index.heads), columns),
         interleaved=index.interleaved,
     )
 
@@ -372,19 +372,19 @@ def load_mamba2(
     """Loads the Mamba 2 block under `prefix`.
     bias, conv_bias: whether the projections and the convolution have a bias.  dt_limits: the least and the largest dt."""
     inner, shared, channels = keeps.heads * keeps.v_size, keeps.k_heads * keeps.k_size, keeps.channels
-    conv = weights.take(f"{prefix}conv1d.weight", channels, 1, keeps.taps)[:, 0]
+    conv = weights.load(f"{prefix}conv1d.weight", channels, 1, keeps.taps)[:, 0]
     # The stored order of the channels is x, B, C.
     x, b, c = torch.arange(channels, device=conv.device).split((inner, shared, shared))
     order = torch.cat((c, b, x))
-    of_channels = weights.take(f"{prefix}conv1d.bias", channels)[order] if conv_bias else None
+    of_channels = weights.load(f"{prefix}conv1d.bias", channels)[order] if conv_bias else None
     low, high = dt_limits
     return Mamba2(
         keeps,
         weights.linear(prefix, ("in_proj",), (inner + channels + keeps.heads,), hidden, bias),
         ShortConv(conv[order].contiguous(), of_channels),
-        weights.take_exact(f"{prefix}A_log", keeps.heads),
-        weights.take_exact(f"{prefix}dt_bias", keeps.heads),
-        weights.take_exact(f"{prefix}D", keeps.heads),
+        weights.load_exact(f"{prefix}A_log", keeps.heads),
+        weights.load_exact(f"{prefix}dt_bias", keeps.heads),
+        weights.load_exact(f"{prefix}D", keeps.heads),
         (float(low), float(high)),
         weights.norm(f"{prefix}norm", inner, eps),
         weights.linear(prefix, ("out_proj",), (hidden,), inner, bias),

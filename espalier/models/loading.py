@@ -121,7 +121,7 @@ def _load_scale_by_head(weights: Weights, name: str, kv_heads: int) -> Tensor:
     size = kv_heads if prod(shape) == kv_heads else 1
     # In compressed-tensors, scales by head have the shape [kv_heads, 1, 1].
     stored = shape if prod(shape) == kv_heads else (size,)
-    scale = weights.take_exact(name, *stored).to(torch.float32)
+    scale = weights.load_exact(name, *stored).to(torch.float32)
     return scale.reshape(size).expand(kv_heads).contiguous()
 
 
@@ -143,12 +143,12 @@ def read_config(path: Path | str, overrides: Mapping[str, Any] | None = None, mo
         generation = read_json(file) if file.exists() else None
         if _runs_by_transformers(raw, model_impl):
             return read_by_transformers(raw, path, overrides, generation)
-        has_parts = is_multimodal(raw, FAMILIES.values())
-        text = text_config(raw, FAMILIES.values(), path) if has_parts else raw
+        has_other_parts = is_multimodal(raw, FAMILIES.values())
+        text = text_config(raw, FAMILIES.values(), path) if has_other_parts else raw
         config = parse(text, find_family({**text, **(overrides or {})}, FAMILIES, path), path, overrides, generation)
         return (
             replace(config, multimodal_architecture=architecture_of(raw), stored=TEXT_PART_NAMES)
-            if has_parts
+            if has_other_parts
             else config
         )
 
@@ -273,7 +273,7 @@ def _load_head(weights: Weights, config: ModelConfig, embed: Embedding) -> Linea
         head = weights.linear("", ("lm_head",), (own,), config.hidden_size, bias=False)
         return head if own.is_whole else Linear(GatheredWeight(head.weight, shards, config.vocab_size))
     name = "lm_head.weight"
-    if name in weights and not torch.equal(weights.take_parts(name, embed.shape, 0, [own]), embed.weight):
+    if name in weights and not torch.equal(weights.load_parts(name, embed.shape, 0, [own]), embed.weight):
         raise EspalierError(
             f"{weights.path}: tie_word_embeddings is true but {name!r} differs from the embedding; "
             'pass model_overrides={"tie_word_embeddings": False} to use it'

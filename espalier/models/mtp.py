@@ -246,7 +246,7 @@ def _load_projection(weights: Weights, name: str, family: MTPFamily, hidden: int
     """Loads the projection [H, 2·H] of embedding and hidden state, with the embedding's columns first."""
     if not family.hidden_first:
         return weights.linear("", (name,), (whole_part(hidden),), 2 * hidden, bias=False)
-    matrix = weights.take_matrix(name, whole_part(hidden), 2 * hidden)
+    matrix = weights.load_dense_matrix(name, whole_part(hidden), 2 * hidden)
     return Linear(dense_weight(matrix.roll(hidden, 1).contiguous()))
 
 

@@ -111,13 +111,13 @@ class RopeConfig:
     def _positions_per_radian(self) -> Tensor:
         return self.theta ** (torch.arange(0, self.dim, 2, dtype=torch.int64).float() / self.dim)
 
-    def _llama3(self, plain: Tensor) -> Tensor:
+    def _llama3(self, unscaled: Tensor) -> Tensor:
         """Llama 3.1: divide low frequencies by `factor`, keep high ones, interpolate between."""
-        wavelength = 2 * math.pi / plain
+        wavelength = 2 * math.pi / unscaled
         low, high = self.low_freq_factor, self.high_freq_factor
         keep = (self.original_max_position / wavelength - low) / (high - low)
-        between = (1 - keep) * plain / self.factor + keep * plain
-        slow = torch.where(wavelength > self.original_max_position / low, plain / self.factor, plain)
+        between = (1 - keep) * unscaled / self.factor + keep * unscaled
+        slow = torch.where(wavelength > self.original_max_position / low, unscaled / self.factor, unscaled)
         is_between = (wavelength >= self.original_max_position / high) & (
             wavelength <= self.original_max_position / low
         )

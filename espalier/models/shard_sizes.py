@@ -22,22 +22,22 @@ from espalier.models.weights import Weights
 from espalier.shards import Indivisible, Part, Shards, Size, part_of
 
 # The device on which tensors have shapes but no data.
-META = torch.device("meta")
+META_DEVICE = torch.device("meta")
 # The largest number of ranks that an error names.
-MOST_NAMED = 16
+MAX_NAMED_COUNTS = 16
 
 
 def require_shards(config: ModelConfig, count: int) -> None:
     """Refuse a model that `count` ranks cannot divide.
     Raises EspalierError naming a size that is not divisible, and the numbers of ranks that divide all sizes."""
     try:
-        _require_sizes(config, count)
+        _require_divisible_sizes(config, count)
     except Indivisible as error:
-        numbers = possible_rank_counts(config, MOST_NAMED)
+        numbers = possible_rank_counts(config, MAX_NAMED_COUNTS)
         raise EspalierError(f"{error}; use {' or '.join(map(str, numbers))}") from None
 
 
-def _require_sizes(config: ModelConfig, count: int) -> None:
+def _require_divisible_sizes(config: ModelConfig, count: int) -> None:
     if count == 1:
         return
     if config.probe_result is not None:
@@ -53,7 +53,7 @@ def _require_sizes(config: ModelConfig, count: int) -> None:
     declared = DeclaredWeights(config, Shards(0, count))
     specs_of_rank(layer_specs_of(config), declared.shards)
     load = config.family.load_layer or load_layer
-    ropes = {rope: RopeTables(rope, 1, declared.dtype, META) for rope in dict.fromkeys(config.layer_ropes)}
+    ropes = {rope: RopeTables(rope, 1, declared.dtype, META_DEVICE) for rope in dict.fromkeys(config.layer_ropes)}
     for layer, rope in enumerate(config.layer_ropes):
         load(declared, config, f"model.layers.{layer}.", layer, ropes[rope])
     (config.family.load_embedding or load_embedding)(declared, config, 1.0)
@@ -68,7 +68,7 @@ def possible_rank_counts(config: ModelConfig, max_ranks: int) -> list[int]:
 
 def _can_divide(config: ModelConfig, count: int) -> bool:
     try:
-        _require_sizes(config, count)
+        _require_divisible_sizes(config, count)
     except EspalierError:
         return False
     return True
@@ -80,7 +80,7 @@ class DeclaredWeights(Weights):
     dtype = torch.float32
 
     def __init__(self, config: ModelConfig, shards: Shards) -> None:
-        self.path, self.device, self.formats, self.shards = config.path, META, config.formats, shards
+        self.path, self.device, self.formats, self.shards = config.path, META_DEVICE, config.formats, shards
         self._unused = set()
 
     def __contains__(self, name: str) -> bool:
@@ -93,10 +93,10 @@ class DeclaredWeights(Weights):
     def require_shape(self, name: str, shape: tuple[int, ...]) -> None:
         """Accept every shape: the declared shape is the only one."""
 
-    def value(self, name: str) -> float:
+    def load_number(self, name: str) -> float:
         return 1.0
 
-    def take_entries(self, name: str, count: int, *shape: int) -> Iterator[Tensor]:
+    def load_entries(self, name: str, count: int, *shape: int) -> Iterator[Tensor]:
         """Returns no entries: there is nothing to copy."""
         return iter(())
 
@@ -125,11 +125,11 @@ class DeclaredWeights(Weights):
     def _require_cut(self, format: WeightFormat, rows: Part, columns: Part) -> None:
         require_format_with_parts(format)
         for stored in format.tensors(rows.size, columns.size):
-            stored.cut(rows, columns)
+            stored.slices_of_part(rows, columns)
 
     def _read_checked(self, name: str, stored: StoredTensor) -> Tensor:
         dtype = stored.dtype[0] if isinstance(stored.dtype, tuple) else stored.dtype
-        return torch.empty(stored.shape, dtype=dtype or self.dtype, device=META)
+        return torch.empty(stored.shape, dtype=dtype or self.dtype, device=META_DEVICE)
 
     @contextmanager
     def _matrix_names_in_errors(self, names: Sequence[str]) -> Iterator[None]:

@@ -102,7 +102,7 @@ class Experts:
     correction_name: str = "gate.e_score_correction_bias"
 
 
-def stored_parts(names: Sequence[str], rows: Sequence[Size]) -> tuple[Sequence[str], Sequence[Size]]:
+def stored_matrices(names: Sequence[str], rows: Sequence[Size]) -> tuple[Sequence[str], Sequence[Size]]:
     """Returns the names and rows to read for matrices [rows, ...].
 
     The matrices are stored apart, or stacked one over the other in one matrix.  If ranks divide a stacked matrix, the
@@ -123,18 +123,18 @@ class StoredNames:
     """How stored names map to own names.  An *own name* is a weight's name in a checkpoint of the text model alone.
 
     prefixes: pairs (prefix of a stored name, prefix of the own name).
-    has_parts: whether names with any other prefix belong to other parts (vision, audio), which are not read.
+    has_other_parts: whether names with any other prefix belong to other parts (vision, audio), which are not read.
     """
 
     prefixes: tuple[tuple[str, str], ...] = ()
-    has_parts: bool = False
+    has_other_parts: bool = False
 
     def own_name(self, stored: str) -> str | None:
         """The own name of a stored name; None for a weight of another part."""
         for prefix, own in self.prefixes:
             if stored.startswith(prefix):
                 return own + stored.removeprefix(prefix)
-        return None if self.has_parts else stored
+        return None if self.has_other_parts else stored
 
     def formats(self, formats: FormatOf, stored: Iterable[str]) -> FormatOf:
         """Returns `formats`, which takes stored names, as a function of own names.  stored: all stored names."""
@@ -159,7 +159,7 @@ TEXT_PART_NAMES = StoredNames(
         ("lm_head.", "lm_head."),
         ("mtp.", "mtp."),
     ),
-    has_parts=True,
+    has_other_parts=True,
 )
 
 
@@ -169,7 +169,7 @@ class MTPFamily:
 
     prefix: the prefix of the decoder layer's weights; "{}" stands for i, or for the number of target layers + i.
     shared: the prefix of embed_norm, hidden_norm, project and norm if all MTP layers share them; None: `prefix`.
-    after_target: whether "{}" counts from the number of the target's layers.
+    counts_after_target: whether "{}" counts from the number of the target's layers.
     embed_norm, hidden_norm, project, norm: the norms of the two inputs, the projection of both, and the last norm.
     embed, head: the layer's own embedding and head, as whole names; these weights may be missing.
     hidden_first: whether the first columns of `project` take the hidden state; by default they take the embedding.
@@ -185,12 +185,12 @@ class MTPFamily:
     head: str
     shared: str | None = None
     layer_type: str | None = None
-    after_target: bool = False
+    counts_after_target: bool = False
     hidden_first: bool = False
 
     def index(self, layer: int, num_layers: int) -> int:
         """The number that MTP layer `layer` has in names.  num_layers: how many layers the target has."""
-        return num_layers + layer if self.after_target else layer
+        return num_layers + layer if self.counts_after_target else layer
 
     def layer_prefix(self, layer: int, num_layers: int) -> str:
         return self.prefix.format(self.index(layer, num_layers))
@@ -201,7 +201,7 @@ class MTPFamily:
 
 
 # The MTP layers of DeepSeek-V3 and GLM.
-NEXTN = MTPFamily(
+NEXTN_LAYERS = MTPFamily(
     prefix="model.layers.{}.",
     embed_norm="enorm",
     hidden_norm="hnorm",
@@ -209,7 +209,7 @@ NEXTN = MTPFamily(
     norm="shared_head.norm",
     embed="model.layers.{}.embed_tokens",
     head="model.layers.{}.shared_head.head",
-    after_target=True,
+    counts_after_target=True,
 )
 # The format `mtp` of vLLM's speculators 0.9.0.  espalier.train writes its heads in this format.
 SPECULATORS = MTPFamily(

@@ -31,7 +31,7 @@ from espalier.models.gguf_config import (
 from espalier.models.stored_names import SAME_NAMES, StoredNames
 from espalier.models.weight_formats import FormatOf
 
-DTYPES = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}
+PLAIN_TORCH_DTYPES = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}
 
 
 class GGUFTensors(Mapping[str, Tensor]):
@@ -47,25 +47,25 @@ class GGUFTensors(Mapping[str, Tensor]):
         stored = {name: place for name, place in gguf.tensors.items() if name != FREQUENCY_TENSOR}
         if HEAD_TENSOR not in stored and not config["tie_word_embeddings"]:
             stored[HEAD_TENSOR] = stored[EMBEDDING_TENSOR]
-        self.places = {self.architecture.hf_name(name): place for name, place in stored.items()}
-        self._content = cache(_map_file)
-        for name, place in self.places.items():
+        self.tensor_places = {self.architecture.hf_name(name): place for name, place in stored.items()}
+        self._mapped_file = cache(_map_file)
+        for name, place in self.tensor_places.items():
             if place.begin + _nbytes(place) > place.file.stat().st_size:
                 raise EspalierError(f"{place.file} is cut short in tensor {shown(name)}; download the file again")
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self.places)
+        return iter(self.tensor_places)
 
     def __len__(self) -> int:
-        return len(self.places)
+        return len(self.tensor_places)
 
     def __getitem__(self, name: str) -> Tensor:
-        place = self.places[name]
-        content = self._content(place.file)
+        place = self.tensor_places[name]
+        content = self._mapped_file(place.file)
         raw = torch.frombuffer(content, dtype=torch.uint8, count=_nbytes(place), offset=place.begin)
         if place.type in PLAIN_TYPES:
             # The bytes are copied, because a tensor's offset in the file need not be a multiple of its item size.
-            tensor = raw.clone().view(DTYPES[place.type]).reshape(place.shape)
+            tensor = raw.clone().view(PLAIN_TORCH_DTYPES[place.type]).reshape(place.shape)
         else:
             tensor = raw.reshape(*place.shape[:-1], -1, BLOCK_TYPES_BY_NUMBER[place.type].nbytes)
         return self._undo_conversion(name, tensor)
@@ -92,7 +92,7 @@ def rows_in_halves(tensor: Tensor, heads: int) -> Tensor:
 
 def _nbytes(place: TensorPlace) -> int:
     if place.type in PLAIN_TYPES:
-        return prod(place.shape) * DTYPES[place.type].itemsize
+        return prod(place.shape) * PLAIN_TORCH_DTYPES[place.type].itemsize
     return prod(place.shape[:-1]) * BLOCK_TYPES_BY_NUMBER[place.type].row_bytes(place.shape[-1])
 
 
@@ -118,12 +118,12 @@ def safetensors_files(path: Path) -> list[Path]:
     return [whole] if whole.exists() else sorted(path.glob("*.safetensors"))
 
 
-def read_bin(path: Path, allowed: bool) -> Mapping[str, Tensor]:
+def read_bin(path: Path, is_allowed: bool) -> Mapping[str, Tensor]:
     file = path / BIN_FILE
     if not file.exists():
-        kinds = f"*.safetensors or {BIN_FILE}" if allowed else "*.safetensors"
+        kinds = f"*.safetensors or {BIN_FILE}" if is_allowed else "*.safetensors"
         raise EspalierError(f"{path} holds no weights; {kinds} is needed: download the checkpoint again")
-    if not allowed:
+    if not is_allowed:
         raise EspalierError(f"{file}: a target is read from safetensors only; save it with safe_serialization=True")
     require_regular(file)
     try:
@@ -153,26 +153,29 @@ EMBEDDING_NAME = "model.embed_tokens.weight"
 @dataclass(frozen=True)
 class WeightCount:
     """The size of a model's weights in memory.
-    num_cast: how many values are cast to the model's dtype.  kept_bytes: bytes of tensors that keep their dtype."""
+    num_cast_values: how many values are cast to the model's dtype.  kept_bytes: bytes of tensors that keep their dtype."""
 
-    num_cast: int = 0
+    num_cast_values: int = 0
     kept_bytes: int = 0
 
     def nbytes(self, dtype: torch.dtype) -> int:
         """The bytes of the weights in a model of this dtype."""
-        return self.num_cast * dtype.itemsize + self.kept_bytes
+        return self.num_cast_values * dtype.itemsize + self.kept_bytes
 
-    def of_rank(self, count: int, whole: int) -> "WeightCount":
-        """The size of the weights that one of `count` ranks holds.
-        whole: how many values every rank holds; the other values are divided among the ranks."""
-        return WeightCount(whole + -(-max(self.num_cast - whole, 0) // count), -(-self.kept_bytes // count))
+    def of_rank(self, num_ranks: int, replicated_values: int) -> "WeightCount":
+        """The size of the weights that one of `num_ranks` ranks holds.
+        replicated_values: how many values every rank holds; the other values are divided among the ranks."""
+        return WeightCount(
+            replicated_values + -(-max(self.num_cast_values - replicated_values, 0) // num_ranks),
+            -(-self.kept_bytes // num_ranks),
+        )
 
     def __add__(self, other: "WeightCount") -> "WeightCount":
-        return WeightCount(self.num_cast + other.num_cast, self.kept_bytes + other.kept_bytes)
+        return WeightCount(self.num_cast_values + other.num_cast_values, self.kept_bytes + other.kept_bytes)
 
 
-def stored_weights(
-    path: Path, formats: FormatOf, unread: tuple[str, ...] = (), stored: StoredNames = SAME_NAMES
+def count_stored_weights(
+    path: Path, formats: FormatOf, unread: tuple[str, ...] = (), stored_names: StoredNames = SAME_NAMES
 ) -> WeightCount:
     """The size of the weights that `Weights` reads from a directory, without those whose names begin with `unread`.
 
@@ -183,17 +186,17 @@ def stored_weights(
         return _count_gguf(path)
     count, shards = WeightCount(), safetensors_files(path)
     if not shards and (path / BIN_FILE).exists():
-        count = sum((_count(name, tensor, formats) for name, tensor in read_bin(path, True).items()), count)
+        count = sum((_count_tensor(name, tensor, formats) for name, tensor in read_bin(path, True).items()), count)
     for file in shards:
         try:
             require_regular(file)
             with safe_open(file, framework="pt") as tensors:
                 for name in tensors.keys():  # noqa: SIM118
-                    own = stored.own_name(name)
+                    own = stored_names.own_name(name)
                     if own is None or own.startswith(unread):
                         continue
                     # get_tensor maps the file into memory; it reads no data.
-                    count += _count(name, tensors.get_tensor(name), formats)
+                    count += _count_tensor(name, tensors.get_tensor(name), formats)
         except (OSError, SafetensorError):
             continue
     return count
@@ -203,7 +206,7 @@ def _count_gguf(path: Path) -> WeightCount:
     """The size of the weights of a GGUF file.
     Blocks keep their bytes, except that an embedding in blocks becomes a table in the model's dtype."""
     tensors, count = GGUFTensors(path), WeightCount()
-    for name, place in tensors.places.items():
+    for name, place in tensors.tensor_places.items():
         if name == EMBEDDING_NAME or place.type in PLAIN_TYPES:
             count += WeightCount(prod(place.shape), 0)
         else:
@@ -211,6 +214,6 @@ def _count_gguf(path: Path) -> WeightCount:
     return count
 
 
-def _count(name: str, tensor: Tensor, formats: FormatOf) -> WeightCount:
-    keeps = formats(name.rpartition(".")[0]).keeps(name, tensor.dtype)
+def _count_tensor(name: str, tensor: Tensor, formats: FormatOf) -> WeightCount:
+    keeps = formats(name.rpartition(".")[0]).keeps_dtype(name, tensor.dtype)
     return WeightCount(0, tensor.nbytes) if keeps else WeightCount(tensor.numel(), 0)

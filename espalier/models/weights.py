@@ -24,7 +24,7 @@ from espalier.model_files import is_gguf, require_regular
 from espalier.models.layers.linear import Linear
 from espalier.models.layers.mlp import GatedMLP
 from espalier.models.layers.norm import RMSNorm
-from espalier.models.stored_names import GATE_UP_DOWN, SAME_NAMES, MLPNames, StoredNames, stored_parts
+from espalier.models.stored_names import GATE_UP_DOWN, SAME_NAMES, MLPNames, StoredNames, stored_matrices
 from espalier.models.weight_files import GGUFTensors, read_bin, safetensors_files
 from espalier.models.weight_formats import FormatOf, StoredTensor, Weight, WeightFormat, all_dense
 from espalier.models.weight_formats.base import StackedWeights
@@ -82,7 +82,7 @@ class Weights:
         self._files: dict[str, tuple[safe_open, str]] = {}
         files = [] if is_gguf(path) else safetensors_files(path)
         for file in files:
-            self._open(file)
+            self._open_file(file)
         if not files:
             self._loaded = GGUFTensors(path) if is_gguf(path) else read_bin(path, allow_bin)
         self.formats = stored.formats(formats, [name for _, name in self._files.values()])
@@ -100,7 +100,7 @@ class Weights:
         """Whether the name of any stored tensor begins with `prefix`."""
         return any(stored.startswith(prefix) for stored in self._names)
 
-    def has_matrix_of(self, name: str, rows: int, columns: int) -> bool:
+    def has_matrix_of_shape(self, name: str, rows: int, columns: int) -> bool:
         """Whether the matrix `name` is stored in its format with this shape.  Its data is not read.
 
         For a tensor without rows (an input scale, the matrix's shape) only the name is compared, because a single value
@@ -120,28 +120,30 @@ class Weights:
         file, stored = self._files[name]
         return tuple(file.get_slice(stored).get_shape())
 
-    def take(self, name: str, *shape: int) -> Tensor:
-        """Returns a plain tensor, cast to the model's dtype, on the device.  Raises EspalierError as `take_raw`."""
-        return self._stack([name], [StoredTensor("", shape, row_dim=0)])
+    def load(self, name: str, *shape: int) -> Tensor:
+        """Returns a plain tensor, cast to the model's dtype, on the device.  Raises EspalierError as `load_raw`."""
+        return self._stack_tensors([name], [StoredTensor("", shape, row_dim=0)])
 
-    def value(self, name: str) -> float:
+    def load_number(self, name: str) -> float:
         """Returns the number in a plain tensor of one value, rounded to the model's dtype."""
-        return float(self.take(name, 1))
+        return float(self.load(name, 1))
 
-    def take_parts(self, name: str, shape: tuple[int, ...], dim: int, parts: Sequence[Part]) -> Tensor:
-        """Returns `parts` of a plain tensor along dimension `dim`, concatenated.  Otherwise see `take`."""
+    def load_parts(self, name: str, shape: tuple[int, ...], dim: int, parts: Sequence[Part]) -> Tensor:
+        """Returns `parts` of a plain tensor along dimension `dim`, concatenated.  Otherwise see `load`."""
         stored = StoredTensor("", shape, row_dim=dim)
-        return self._stack([name] * len(parts), [stored] * len(parts), [stored.cut(part, part) for part in parts])
+        return self._stack_tensors(
+            [name] * len(parts), [stored] * len(parts), [stored.slices_of_part(part, part) for part in parts]
+        )
 
-    def take_exact(self, name: str, *shape: int) -> Tensor:
+    def load_exact(self, name: str, *shape: int) -> Tensor:
         """Returns a plain tensor, cast to float32 (float64 for a float64 model), on the device."""
         exact = torch.promote_types(self.dtype, torch.float32)
         return self._read_checked(name, StoredTensor("", shape)).to(self.device, exact)
 
-    def take_entries(self, name: str, count: int, *shape: int) -> Iterator[Tensor]:
+    def load_entries(self, name: str, count: int, *shape: int) -> Iterator[Tensor]:
         """Yields the entries of a plain tensor [count, *shape], cast to the model's dtype, on the device.
 
-        Raises EspalierError as `take_raw`.
+        Raises EspalierError as `load_raw`.
         """
         for entry in self._read_checked(name, StoredTensor("", (count, *shape))):
             yield entry.to(self.device, self.dtype)
@@ -150,11 +152,11 @@ class Weights:
         """Returns an uninitialised tensor of the model's dtype, on the device."""
         return torch.empty(shape, dtype=self.dtype, device=self.device)
 
-    def take_raw(self, name: str, *shape: int) -> Tensor:
+    def load_raw(self, name: str, *shape: int) -> Tensor:
         """Returns a weight as it is stored, on the CPU.  Raises EspalierError if it is missing or has another shape."""
         self.require_shape(name, shape)
         self._unused.discard(name)
-        tensor = self._loaded[name] if name in self._loaded else self._read(name)
+        tensor = self._loaded[name] if name in self._loaded else self._read_tensor(name)
         return tensor.reshape(shape)
 
     def require_shape(self, name: str, shape: tuple[int, ...]) -> None:
@@ -178,21 +180,21 @@ class Weights:
         rows: Sequence[Size],
         columns: Size,
         bias: bool,
-        summed: bool = True,
+        sums_over_ranks: bool = True,
     ) -> Linear:
         """Returns a linear layer that stacks the matrices prefix + name, [rows, columns] each, with biases.
 
-        summed: for a Part of the columns, whether the layer sums its results over the ranks; else the caller does.
+        sums_over_ranks: for a Part of the columns, whether the layer sums its results over the ranks; else the caller does.
         """
         weight, biases = self.weight([f"{prefix}{name}" for name in names], rows, columns), None
         if bias:
             parts = [part_of(size) for size in rows]
             stored = [StoredTensor(".bias", (part.size,), row_dim=0) for part in parts]
-            cuts = [each.cut(part, part) for each, part in zip(stored, parts, strict=True)]
-            biases = self._stack([f"{prefix}{name}.bias" for name in names], stored, cuts)
+            cuts = [each.slices_of_part(part, part) for each, part in zip(stored, parts, strict=True)]
+            biases = self._stack_tensors([f"{prefix}{name}.bias" for name in names], stored, cuts)
         if part_of(columns).is_whole:
             return Linear(weight, biases)
-        if summed:
+        if sums_over_ranks:
             return Linear(SummedWeight(weight, self.shards, weight.shape[0]), biases)
         return Linear(weight, self.bias_on_first_rank(biases))
 
@@ -264,23 +266,23 @@ class Weights:
             tensors = {}
             for stored in format.expert_tensors(count, parts[0].size, own.size):
                 whole = self._read_checked(f"{name}{matrix}{stored.suffix}", stored)
-                cuts = [whole[stored.cut(part, own)] for part in parts]
+                cuts = [whole[stored.slices_of_part(part, own)] for part in parts]
                 one = cuts[0] if len(cuts) == 1 else torch.cat(cuts, stored.row_dim or 0)
                 tensors[stored.suffix] = one.to(self.device)
             experts = format.expert_matrix(tensors)
             require_supported(experts, self.dtype)
         return experts
 
-    def table(self, name: str, rows: Part, columns: int) -> Tensor:
-        """Returns `rows` of an embedding [.., columns], in the model's dtype."""
+    def table(self, name: str, part: Part, columns: int) -> Tensor:
+        """Returns `part` of an embedding [.., columns], in the model's dtype."""
         if not self.format_of(name).can_store_embedding:
-            return self.take_parts(f"{name}.weight", (rows.size, columns), 0, [rows])
-        weight, table = self.weight([name], [rows], columns), self.empty(len(rows), columns)
+            return self.load_parts(f"{name}.weight", (part.size, columns), 0, [part])
+        weight, table = self.weight([name], [part], columns), self.empty(len(part), columns)
         assert isinstance(weight, BlockWeight)
-        weight.write_to(table)
+        weight.dequantise_into(table)
         return table
 
-    def take_matrix(self, name: str, rows: Size, columns: int) -> Tensor:
+    def load_dense_matrix(self, name: str, rows: Size, columns: int) -> Tensor:
         """Returns a matrix of any format as a dense tensor [rows, columns] of the model's dtype."""
         matrix = self.matrix([name], [rows], columns)
         return matrix if isinstance(matrix, Tensor) else dequantise(matrix, self.dtype)
@@ -304,10 +306,12 @@ class Weights:
         parts, of_columns = [part_of(size) for size in rows], part_of(columns)
         with self._matrix_names_in_errors(names):
             wanted = [format.tensors(part.size, of_columns.size) for part in parts]
-            cuts = [[each.cut(part, of_columns) for each in of] for of, part in zip(wanted, parts, strict=True)]
+            cuts = [
+                [each.slices_of_part(part, of_columns) for each in of] for of, part in zip(wanted, parts, strict=True)
+            ]
         for stored, own in zip(zip(*wanted, strict=True), zip(*cuts, strict=True), strict=True):
             suffix = stored[0].suffix
-            tensors = {**tensors, suffix: self._stack([f"{name}{suffix}" for name in names], stored, own)}
+            tensors = {**tensors, suffix: self._stack_tensors([f"{name}{suffix}" for name in names], stored, own)}
         if not all(part.is_whole for part in (*parts, of_columns)):
             with self._matrix_names_in_errors(names):
                 tensors = format.tensors_of_part(tensors, parts, of_columns)
@@ -322,7 +326,9 @@ class Weights:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             raise EspalierError(f"{names[0]!r}{more} in {self.path}: {error}") from None
 
-    def _stack(self, names: Sequence[str], stored: Sequence[StoredTensor], cuts: Sequence[Slices] = ()) -> Tensor:
+    def _stack_tensors(
+        self, names: Sequence[str], stored: Sequence[StoredTensor], cuts: Sequence[Slices] = ()
+    ) -> Tensor:
         """Returns stored tensors, or these `cuts` of them, concatenated along row_dim, or stacked if that is None.
 
         Each cut is copied directly to its place in the result, and nothing else of the file is read.
@@ -349,7 +355,7 @@ class Weights:
         return stacked
 
     def _read_checked(self, name: str, stored: StoredTensor) -> Tensor:
-        tensor = self.take_raw(name, *stored.shape)
+        tensor = self.load_raw(name, *stored.shape)
         dtypes = PLAIN_DTYPES if stored.dtype is None else stored.dtype
         expected = dtypes if isinstance(dtypes, tuple) else (dtypes,)
         if tensor.dtype not in expected:
@@ -362,7 +368,7 @@ class Weights:
 
     def norm_weight(self, name: str, size: int, offset: float) -> Tensor:
         """Returns the weight of a norm plus `offset`.  With an offset, the sum has the dtype in which norms compute."""
-        return self.take_exact(name, size) + offset if offset else self.take(name, size)
+        return self.load_exact(name, size) + offset if offset else self.load(name, size)
 
     def norm(self, name: str, size: int, eps: float, offset: float = 0.0) -> RMSNorm:
         return RMSNorm(self.norm_weight(f"{name}.weight", size, offset), eps)
@@ -374,13 +380,13 @@ class Weights:
         inner: int,
         bias: bool,
         activation: Activation = SILU,
-        summed: bool = True,
+        sums_over_ranks: bool = True,
         names: MLPNames = GATE_UP_DOWN,
     ) -> GatedMLP:
-        """Returns the dense MLP under `prefix`.  inner: the intermediate size.  summed: as in `linear`."""
+        """Returns the dense MLP under `prefix`.  inner: the intermediate size.  sums_over_ranks: as in `linear`."""
         own = self.shards.part(inner, "intermediate size")
-        gate_up = self.linear(prefix, *stored_parts(names.gate_up, (own,) * activation.halves), hidden, bias)
-        return GatedMLP(gate_up, self.linear(prefix, (names.down,), (hidden,), own, bias, summed), activation)
+        gate_up = self.linear(prefix, *stored_matrices(names.gate_up, (own,) * activation.halves), hidden, bias)
+        return GatedMLP(gate_up, self.linear(prefix, (names.down,), (hidden,), own, bias, sums_over_ranks), activation)
 
     def ignore(self, names: Iterable[str]) -> None:
         """Allow these weights to stay unused."""
@@ -414,7 +420,7 @@ class Weights:
         for note in sorted({format.load_warning or "" for format in map(self.formats, matrices)} - {""}):
             log.warning("%s %s", self.path, note)
 
-    def _open(self, shard: Path) -> None:
+    def _open_file(self, shard: Path) -> None:
         try:
             require_regular(shard)
             file = safe_open(shard, framework="pt")
@@ -434,7 +440,7 @@ class Weights:
             else:
                 self._files[name] = file, stored
 
-    def _read(self, name: str) -> Tensor:
+    def _read_tensor(self, name: str) -> Tensor:
         file, stored = self._files[name]
         try:
             return file.get_tensor(stored)

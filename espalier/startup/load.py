@@ -28,7 +28,7 @@ from espalier.models import (
 from espalier.models.layer_loading import layer_specs_of
 from espalier.models.loading import unread_prefixes
 from espalier.models.shard_sizes import require_shards
-from espalier.models.weight_files import WeightCount, stored_weights
+from espalier.models.weight_files import WeightCount, count_stored_weights
 from espalier.models.weight_formats.dense import DENSE_FORMAT
 from espalier.shards import WHOLE, Shards
 from espalier.speculate.drafters.registry import (
@@ -229,13 +229,13 @@ def weights_of(checkpoint: Checkpoint, ranks: int = 1) -> WeightCount:
     # If the target's own MTP layers are the draft, they are counted with the target.
     is_own = checkpoint.draft_path == checkpoint.target_path
     unread = tuple(checkpoint.target.family.ignored_weights) if is_own else unread_prefixes(checkpoint.target)
-    target = stored_weights(checkpoint.target_path, checkpoint.target.formats, unread, checkpoint.target.stored)
+    target = count_stored_weights(checkpoint.target_path, checkpoint.target.formats, unread, checkpoint.target.stored)
     if ranks > 1:
         embedding = checkpoint.target.vocab_size * checkpoint.target.hidden_size
         target = target.of_rank(ranks, 0 if checkpoint.draft is None else embedding)
     if is_own or checkpoint.draft is None or checkpoint.draft_path is None:
         return target
-    return target + stored_weights(checkpoint.draft_path, checkpoint.draft.layer.formats)
+    return target + count_stored_weights(checkpoint.draft_path, checkpoint.draft.layer.formats)
 
 
 # A quantised model quantises at least one of these matrices.

@@ -44,9 +44,9 @@ def chained_steps(draft: DraftModel, tokens: Tensor, captured: Tensor, shift: in
     out1 = DraftOutput(both.hidden[:, width:], both.normed[:, width:])
     return {
         "logits.0": draft.logits(out0),
-        "output_from_normed.0": out0.hidden,
+        "handed_on.0": out0.hidden,
         "logits.1": draft.logits(out1),
-        "output_from_normed.1": out1.hidden,
+        "handed_on.1": out1.hidden,
     }
 
 

@@ -151,7 +151,7 @@ def test_logits_are_those_of_transformers(family: str, ordered: bool, length: in
     [output] = run(an_engine(CHAIN.plain(), family), [request(0, prompt, greedy(30))]).tokens
     asked, engine = request(0, prompt, greedy(18)), an_engine(CHAIN, family, ordered)
     draft = engine.executor.runner.drafter.draft
-    draft.score = led = Led(draft.score, asked, output, steps)
+    draft.head = led = Led(draft.head, asked, output, steps)
     assert run(engine, [asked]).stats.accept_length > 2
     rounds = [led.seen[at : at + steps] for at in range(0, len(led.seen), steps)]
     for of_round in rounds:

@@ -198,7 +198,7 @@ def test_indexers_of_an_fp8_checkpoint(tmp_path: Path) -> None:
         under, indexer = f"model.layers.{i}.self_attn.indexer.", layer.attention.indexer
         for linear, name in ((indexer.q, "wq_b"), (indexer.k, "wk")):
             assert torch.equal(dequantise(linear.weight.matrix, torch.float64), meant[f"{under}{name}.weight"])
-        assert torch.equal(indexer.weights, meant[f"{under}weights_proj.weight"])
+        assert torch.equal(indexer.score_weights, meant[f"{under}weights_proj.weight"])
 
 
 def test_a_norm_rounds_for_both_products_only_what_both_take_so() -> None:

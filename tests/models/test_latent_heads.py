@@ -109,8 +109,8 @@ def test_a_head_computes_what_transformers_computes(variant: str, target: Path, 
     tokens = torch.randint(0, 16, (1, WIDTH), generator=generator)
     captured = torch.randn(1, WIDTH, 96, generator=generator, dtype=torch.float64)
     out = draft(DensePass(tokens, draft.layer_specs), draft.fuse(captured))
-    output_from_normed, last = Oracle(head)(model.embed.weight[tokens], captured)
-    torch.testing.assert_close(out.hidden, output_from_normed, rtol=1e-9, atol=1e-9)
+    handed_on, last = Oracle(head)(model.embed.weight[tokens], captured)
+    torch.testing.assert_close(out.hidden, handed_on, rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(out.normed, last, rtol=1e-9, atol=1e-9)
 
 

@@ -268,7 +268,7 @@ def of_layers(layers: Sequence[Any]) -> list[tuple[RMSNorm, Linear]]:
 @pytest.mark.parametrize("algorithm", ["eagle3", "mtp", "block"])
 def test_norms_round_for_the_layers_that_read_them(tmp_path, monkeypatch, algorithm):
     """As in a target, where a layer's format rounds its inputs.  An EAGLE head's qkv reads two norms, which do not."""
-    monkeypatch.setattr(quantised, "for_device", lambda matrix: matrix)
+    monkeypatch.setattr(quantised, "adapt_to_device", lambda matrix: matrix)
     draft, run, read = quantised_draft(algorithm, tmp_path)
     asked, after = [], RMSNorm.add_and_norm
 

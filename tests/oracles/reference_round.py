@@ -127,14 +127,14 @@ class Reference:
         """One plain pass of a module over all tokens that it has a row of, added to `scratch`."""
         specs, tokens = self.specs_of(module), range(module, len(scratch.tokens))
         kept: list[tuple[Tensor, ...]] = [(torch.empty(0),)] * len(specs)
-        output_from_normed = scratch.features[:0]
+        handed_on = scratch.features[:0]
         if tokens:
             fed = torch.stack([self.fed(scratch, module, token) for token in tokens])
             p = DensePass(torch.tensor([scratch.tokens[module:]]), specs, scales=self.scales_of(module))
-            output_from_normed = self.modules[module - 1](p, fed[None]).hidden[0]
+            handed_on = self.modules[module - 1](p, fed[None]).hidden[0]
             kept = [tuple(plane[0] for plane in p.planes[i]) for i in p.layers]
         scratch.draft.append(kept)
-        scratch.outs.append(output_from_normed)
+        scratch.outs.append(handed_on)
 
     def fed(self, scratch: Scratch, module: int, token: int) -> Tensor:
         """[H]: the hidden state that a module reads at a decided token, or at the one after the last."""

@@ -17,16 +17,16 @@ def layer_types_of(fields: Json, is_full: Callable[[int], bool]) -> list[str]:
     return list(given or (FULL_ATTENTION if is_full(layer) else SLIDING_ATTENTION for layer in range(1, count + 1)))
 
 
-def windows_by_type(fields: Json, kinds: Sequence[str]) -> LayerWindows:
+def windows_by_type(fields: Json, layer_types: Sequence[str]) -> LayerWindows:
     """The window of each layer; None for layers with full attention.
     Raises EspalierError for sliding layers without a window."""
     window = fields["sliding_window"]
-    if SLIDING_ATTENTION in kinds and (not isinstance(window, int) or window < 1):
+    if SLIDING_ATTENTION in layer_types and (not isinstance(window, int) or window < 1):
         raise EspalierError(f"sliding_window = {shown(window)}; sliding layers need a positive integer; correct it")
-    return tuple(window if kind == SLIDING_ATTENTION else None for kind in kinds)
+    return tuple(window if kind == SLIDING_ATTENTION else None for kind in layer_types)
 
 
-def ropes_by_type(fields: Json, kinds: Sequence[str], bases: RopeBases) -> list[Json]:
+def ropes_by_type(fields: Json, layer_types: Sequence[str], bases: RopeBases) -> list[Json]:
     """The RoPE fields of each layer, by the layer's type.
     As in transformers, rope_scaling applies to layers with full attention only."""
     given = fields.get("rope_parameters") or {}
@@ -41,15 +41,15 @@ def ropes_by_type(fields: Json, kinds: Sequence[str], bases: RopeBases) -> list[
         for kind in bases
     }
     own[FULL_ATTENTION]["rope_scaling"] = fields.get("rope_scaling")
-    return [own[kind] for kind in kinds]
+    return [own[kind] for kind in layer_types]
 
 
-def _rope_of_type(fields: Json, kind: str, bases: RopeBases, given: Json) -> Json:
+def _rope_of_type(fields: Json, kind: str, bases: RopeBases, parameters: Json) -> Json:
     field, default = bases[kind]
     base = fields.get(field)
-    if base is not None and given.get("rope_theta", base) != base:
+    if base is not None and parameters.get("rope_theta", base) != base:
         raise EspalierError(
-            f"{field} is {shown(base)}, but rope_theta of {kind!r} in rope_parameters is {shown(given['rope_theta'])}; "
+            f"{field} is {shown(base)}, but rope_theta of {kind!r} in rope_parameters is {shown(parameters['rope_theta'])}; "
             "remove one of the two"
         )
-    return {"rope_theta": default if base is None else base, **given}
+    return {"rope_theta": default if base is None else base, **parameters}

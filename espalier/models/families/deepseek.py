@@ -9,7 +9,7 @@ from dataclasses import replace
 from espalier.errors import EspalierError
 from espalier.kernels.ops.experts import Routing
 from espalier.models.config import Experts, Family, Json
-from espalier.models.stored_names import NEXTN
+from espalier.models.stored_names import NEXTN_LAYERS
 
 # The fields of config.json that this file reads, and which may therefore have any value (Family.supported_fields).
 EXPERT_FIELDS = (
@@ -24,18 +24,18 @@ EXPERT_FIELDS = (
 SCORING_OF_METHOD = {"greedy": "softmax", "group_limited_greedy": "softmax", "noaux_tc": "sigmoid"}
 
 
-def routed_experts(fields: Json, methods: tuple[str, ...], layers: frozenset[int]) -> Experts | None:
+def routed_experts(fields: Json, topk_methods: tuple[str, ...], layers: frozenset[int]) -> Experts | None:
     """Returns the experts of `layers`; None if there are none.
 
-    methods: the values of topk_method that the family supports, the default first.  All have the same scoring_func.
+    topk_methods: the values of topk_method that the family supports, the default first.  All have the same scoring_func.
     Raises EspalierError for another topk_method or scoring_func.
     """
     if not fields["n_routed_experts"] or not layers:
         return None
-    method = fields.get("topk_method") or methods[0]
-    scoring = SCORING_OF_METHOD[methods[0]]
+    method = fields.get("topk_method") or topk_methods[0]
+    scoring = SCORING_OF_METHOD[topk_methods[0]]
     for name, value, supported in (
-        ("topk_method", method, methods),
+        ("topk_method", method, topk_methods),
         ("scoring_func", fields.get("scoring_func") or scoring, (scoring,)),
     ):
         if value not in supported:
@@ -135,5 +135,5 @@ V3 = replace(
     },
     supported_fields=(*EXPERT_FIELDS, "num_nextn_predict_layers"),
     experts=lambda fields: routed_experts(fields, ("noaux_tc",), expert_layers_after_dense(fields)),
-    mtp=NEXTN,
+    mtp=NEXTN_LAYERS,
 )

@@ -36,7 +36,7 @@ from espalier.models.weights import Weights
 from espalier.shards import whole_part
 
 # The default RoPE of each layer type, for a config.json without one.
-ROPES: Mapping[str, Json] = {
+DEFAULT_ROPES: Mapping[str, Json] = {
     SLIDING_ATTENTION: {"rope_type": "default", "rope_theta": 10_000.0},
     FULL_ATTENTION: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
 }
@@ -66,12 +66,12 @@ class PerLayerEmbedding(Embedding):
         # The values of void rows are never read, so any token will do.
         of_tokens = F.embedding(p.tokens.flatten().clamp(min=0), self.table).unflatten(1, (-1, size))
         of_rows = self.norm(self.project(s.x).unflatten(1, (-1, size)))
-        s.layer_inputs = torch.add(of_rows, of_tokens, alpha=self.table_scale)
+        s.second_inputs = torch.add(of_rows, of_tokens, alpha=self.table_scale)
         return s
 
 
 @dataclass(eq=False, slots=True)
-class LayerInput:
+class SecondInput:
     """How a layer uses its second input: it adds norm(project(gelu(gate(x)) · input))."""
 
     gate: Linear
@@ -80,10 +80,10 @@ class LayerInput:
 
     def __call__(self, x: Tensor, given: Tensor) -> Tensor | Unsummed:
         """x [N, H] and the second input `given` [N, P] -> [N, H] before the norm, or parts of it."""
-        return self.project.for_residual(F.gelu(self.gate(x), approximate="tanh") * given)
+        return self.project.residual_delta(F.gelu(self.gate(x), approximate="tanh") * given)
 
 
-class BesideRows(NamedTuple):
+class ParallelMLPRows(NamedTuple):
     """The inputs of the dense MLP and of the experts beside it."""
 
     mlp_rows: Tensor
@@ -91,11 +91,11 @@ class BesideRows(NamedTuple):
 
 
 @dataclass(eq=False, slots=True)
-class BesideMLP:
+class ParallelMLP:
     """A dense MLP and, in parallel, routed experts.  Both read the residual, each through its own norm.
 
     router_norm: the norm before the router; its weight includes the router's scale.  mlp_norm: the norm of the dense
-    MLP's output.  norm, after: the norms of the experts' input and output.
+    MLP's output.  norm, experts_output_norm: the norms of the experts' input and output.
     """
 
     mlp: GatedMLP
@@ -103,25 +103,25 @@ class BesideMLP:
     router_norm: RMSNorm
     mlp_norm: RMSNorm
     norm: RMSNorm
-    after: RMSNorm
+    experts_output_norm: RMSNorm
 
-    def norm_input(self, norm: AnyNorm, delta: BlockOutput, x: Tensor) -> tuple[Tensor, BesideRows]:
+    def norm_input(self, norm: AnyNorm, delta: BlockOutput, x: Tensor) -> tuple[Tensor, ParallelMLPRows]:
         """Returns (x + delta, the normed inputs of both blocks).  See residual.py:NormReader."""
         assert isinstance(delta, NormedOutputs) and isinstance(norm, RMSNorm)
-        total, (mlp_rows, rows, of_router) = delta.added(x, (norm, self.norm, self.router_norm))
-        return total, BesideRows(mlp_rows, RoutedRows(rows, rows, router_logits(of_router, self.mixture.router)))
+        total, (mlp_rows, rows, of_router) = delta.add_and_norms(x, (norm, self.norm, self.router_norm))
+        return total, ParallelMLPRows(mlp_rows, RoutedRows(rows, rows, router_logits(of_router, self.mixture.router)))
 
-    def __call__(self, rows: BesideRows, live: Tensor | None) -> tuple[tuple[Tensor | Unsummed, RMSNorm], ...]:
+    def __call__(self, rows: ParallelMLPRows, live: Tensor | None) -> tuple[tuple[Tensor | Unsummed, RMSNorm], ...]:
         """Returns the output of each block, with its norm."""
-        return (self.mlp(rows.mlp_rows), self.mlp_norm), (self.mixture(rows.routed, live), self.after)
+        return (self.mlp(rows.mlp_rows), self.mlp_norm), (self.mixture(rows.routed, live), self.experts_output_norm)
 
 
 @dataclass(eq=False, slots=True)
 class Gemma4Layer:
-    """A layer of Gemma 4: x + norm(attention(norm(x))), then x + norm(mlp(norm(x))), then LayerInput; all times scale.
+    """A layer of Gemma 4: x + norm(attention(norm(x))), then x + norm(mlp(norm(x))), then SecondInput; all times scale.
 
-    index: the layer's index in the pass.  own_input: None without a second input.
-    post_mlp_norm: its weight includes the scale; with own_input, the weight of own_input's norm does instead.
+    index: the layer's index in the pass.  second_input: None without a second input.
+    post_mlp_norm: its weight includes the scale; with second_input, the weight of second_input's norm does instead.
     """
 
     index: int
@@ -129,25 +129,25 @@ class Gemma4Layer:
     attention: Attention
     post_attention_norm: RMSNorm
     mlp_norm: RMSNorm
-    mlp: GatedMLP | BesideMLP
+    mlp: GatedMLP | ParallelMLP
     post_mlp_norm: RMSNorm
-    own_input: LayerInput | None
+    second_input: SecondInput | None
     scale: float
 
     def __call__(self, s: Residual, p: Pass) -> None:
         attended = self.attention(self.index, s.add_and_norm(self.attention_norm, self.attention), s, p)
         s.add(attended, self.post_attention_norm)
         rows = s.add_and_norm(self.mlp_norm, self.mlp)
-        scale = self.scale if self.own_input is None else 1.0
-        if isinstance(self.mlp, BesideMLP):
+        scale = self.scale if self.second_input is None else 1.0
+        if isinstance(self.mlp, ParallelMLP):
             out = NormedOutputs(*self.mlp(rows, s.live), norm=self.post_mlp_norm, scale=scale)
         else:
             out = NormedOutputs((self.mlp(rows, s.live), self.post_mlp_norm), scale=scale)
-        if self.own_input is not None:
-            assert s.layer_inputs is not None
-            s.x, _ = out.added(s.x, ())
+        if self.second_input is not None:
+            assert s.second_inputs is not None
+            s.x, _ = out.add_and_norms(s.x, ())
             out = NormedOutputs(
-                (self.own_input(s.x, s.layer_inputs[:, self.index]), self.own_input.norm), scale=self.scale
+                (self.second_input(s.x, s.second_inputs[:, self.index]), self.second_input.norm), scale=self.scale
             )
         s.add(out)
 
@@ -172,7 +172,7 @@ def _windows(fields: Json) -> LayerWindows:
     return tuple(window if kind == SLIDING_ATTENTION else None for kind in kinds)
 
 
-def _sizes(fields: Json) -> list[Json]:
+def _sizes_by_layer(fields: Json) -> list[Json]:
     """For each layer, the fields of BY_LAYER whose values differ from the config's.
 
     Transformers writes them into `per_layer_config`.  Published files have global_head_dim and
@@ -194,7 +194,7 @@ def _sizes(fields: Json) -> list[Json]:
 
 def _ropes(fields: Json) -> list[Json]:
     """The RoPE fields of each layer, by the layer's type, with the size of the layer's heads."""
-    kinds, given = _layer_types(fields), fields.get("rope_parameters") or ROPES
+    kinds, given = _layer_types(fields), fields.get("rope_parameters") or DEFAULT_ROPES
     for name in ("rope_theta", "rope_scaling"):
         if fields.get(name) is not None:
             raise EspalierError(f"{name} = {shown(fields[name])} has no effect in Gemma 4; set it in rope_parameters")
@@ -204,12 +204,12 @@ def _ropes(fields: Json) -> list[Json]:
                 f"rope_parameters has {shown(given.get(kind))} for {kind!r}; Gemma 4 needs an object for each type of "
                 "layer; correct it"
             )
-    sizes = [own.get("head_dim", fields["head_dim"]) for own in _sizes(fields)]
-    own = {kind: _rotating_all(given[kind]) for kind in set(kinds)}
+    sizes = [own.get("head_dim", fields["head_dim"]) for own in _sizes_by_layer(fields)]
+    own = {kind: _without_ignored_share(given[kind]) for kind in set(kinds)}
     return [{"rope_parameters": own[kind], "head_dim": size} for kind, size in zip(kinds, sizes, strict=True)]
 
 
-def _rotating_all(parameters: Json) -> Json:
+def _without_ignored_share(parameters: Json) -> Json:
     """Returns the parameters, for the type `default` without `partial_rotary_factor`: transformers ignores it there."""
     is_default = parameters.get("rope_type", "default") == "default"
     return {name: value for name, value in parameters.items() if not (is_default and name == "partial_rotary_factor")}
@@ -231,7 +231,7 @@ def _experts(fields: Json) -> Experts | None:
     )
 
 
-def _specs(config: ModelConfig) -> tuple[LayerSpec, ...]:
+def _layer_specs(config: ModelConfig) -> tuple[LayerSpec, ...]:
     fields, specs = config.raw, list[LayerSpec]()
     kinds, shared = _layer_types(fields), fields["num_kv_shared_layers"] or 0
     if not isinstance(shared, int) or not 0 <= shared < config.num_layers:
@@ -240,7 +240,7 @@ def _specs(config: ModelConfig) -> tuple[LayerSpec, ...]:
             "layers are needed; correct it"
         )
     first = config.num_layers - shared
-    for layer, own in enumerate(_sizes(fields)):
+    for layer, own in enumerate(_sizes_by_layer(fields)):
         with path_in_errors(config.path):
             kv_heads, size = kv_heads_and_head_size({**fields, **own}, config.heads, config.hidden_size)
         keeps, source = KVHeads(kv_heads, size, size), None
@@ -267,11 +267,11 @@ def _load_embedding(weights: Weights, config: ModelConfig, scale: float) -> Embe
         raise EspalierError(
             f"{config.path}: vocab_size_per_layer_input = {rows} is below vocab_size = {vocab}; correct the config"
         )
-    table = weights.take("model.embed_tokens_per_layer.weight", rows, columns)
+    table = weights.load("model.embed_tokens_per_layer.weight", rows, columns)
     project = weights.linear("model.", ("per_layer_model_projection",), (whole_part(columns),), hidden, bias=False)
     # The layers' second inputs are (norm(project · H^-½) + table · P^½) · 2^-½.  The factor of the norm's input becomes
     # a factor of the norm's eps.
-    factors = weights.take_exact("model.per_layer_projection_norm.weight", size) * 2**-0.5
+    factors = weights.load_exact("model.per_layer_projection_norm.weight", size) * 2**-0.5
     norm = RMSNorm(factors, config.rms_norm_eps * hidden)
     return PerLayerEmbedding(embed, table, (size / 2) ** 0.5, project, norm)
 
@@ -279,21 +279,21 @@ def _load_embedding(weights: Weights, config: ModelConfig, scale: float) -> Embe
 def _load_layer(weights: Weights, config: ModelConfig, prefix: str, layer: int, rope: RopeTables) -> Gemma4Layer:
     fields, hidden, eps = config.raw, config.hidden_size, config.rms_norm_eps
     spec = layer_specs_of(config)[layer]
-    scale = weights.value(f"{prefix}layer_scalar")
+    scale = weights.load_number(f"{prefix}layer_scalar")
 
     def norm(name: str, factor: float = 1.0) -> RMSNorm:
         # With a factor, the weight has the dtype in which norms compute.
         name = f"{prefix}{name}.weight"
-        return RMSNorm(weights.take(name, hidden) if factor == 1 else weights.take_exact(name, hidden) * factor, eps)
+        return RMSNorm(weights.load(name, hidden) if factor == 1 else weights.load_exact(name, hidden) * factor, eps)
 
     is_wide = fields["use_double_wide_mlp"] and spec.shares_with is not None
     inner, size = config.intermediate_size * (2 if is_wide else 1), fields["hidden_size_per_layer_input"]
     mlp = weights.mlp(f"{prefix}mlp.", hidden, inner, False, config.activation)
-    own_input = None
+    second_input = None
     if size:
         gate = weights.linear(prefix, ("per_layer_input_gate",), (whole_part(size),), hidden, bias=False)
         project = weights.linear(prefix, ("per_layer_projection",), (whole_part(hidden),), size, bias=False)
-        own_input = LayerInput(gate, project, norm("post_per_layer_input_norm", scale))
+        second_input = SecondInput(gate, project, norm("post_per_layer_input_norm", scale))
     return Gemma4Layer(
         index=layer,
         attention_norm=norm("input_layernorm"),
@@ -302,7 +302,7 @@ def _load_layer(weights: Weights, config: ModelConfig, prefix: str, layer: int, 
         mlp_norm=norm("pre_feedforward_layernorm"),
         mlp=mlp if config.experts is None else _load_experts(weights, config, config.experts, prefix, mlp),
         post_mlp_norm=norm("post_feedforward_layernorm", 1.0 if size else scale),
-        own_input=own_input,
+        second_input=second_input,
         scale=scale,
     )
 
@@ -318,9 +318,9 @@ def _load_attention(weights: Weights, config: ModelConfig, prefix: str, spec: La
     rows = (q_rows, kv_rows, kv_rows)[: len(names)]
     qkv = weights.linear(prefix, names, rows, config.hidden_size, config.attention_bias)
     out = weights.linear(prefix, ("o_proj",), (config.hidden_size,), q_rows, config.out_bias)
-    q_norm = weights.take(f"{prefix}q_norm.weight", size)
+    q_norm = weights.load(f"{prefix}q_norm.weight", size)
     if spec.shares_with is None:
-        norms = HeadNorms(q_norm, weights.take(f"{prefix}k_norm.weight", size), eps, norms_v=True, v_is_k=spec.v_is_k)
+        norms = HeadNorms(q_norm, weights.load(f"{prefix}k_norm.weight", size), eps, norms_v=True, v_is_k=spec.v_is_k)
     else:
         # Published files hold unused K and V weights for layers that read an earlier layer's K and V.
         weights.ignore_prefixes(tuple(f"{prefix}{name}" for name in ("k_proj.", "v_proj.", "k_norm.")))
@@ -328,16 +328,16 @@ def _load_attention(weights: Weights, config: ModelConfig, prefix: str, spec: La
     return Attention(qkv, out, own.projected_heads, rope, norms)
 
 
-def _load_experts(weights: Weights, config: ModelConfig, experts: Experts, prefix: str, mlp: GatedMLP) -> BesideMLP:
+def _load_experts(weights: Weights, config: ModelConfig, experts: Experts, prefix: str, mlp: GatedMLP) -> ParallelMLP:
     hidden, eps = config.hidden_size, config.rms_norm_eps
-    return BesideMLP(
+    return ParallelMLP(
         mlp=mlp,
         # The dense MLP is a separate block, not a shared expert in the experts' sum.
         mixture=load_experts(weights, replace(experts, shared_size=0), prefix, hidden),
-        router_norm=RMSNorm(weights.take_exact(f"{prefix}router.scale", hidden) * hidden**-0.5, eps),
+        router_norm=RMSNorm(weights.load_exact(f"{prefix}router.scale", hidden) * hidden**-0.5, eps),
         mlp_norm=weights.norm(f"{prefix}post_feedforward_layernorm_1", hidden, eps),
         norm=weights.norm(f"{prefix}pre_feedforward_layernorm_2", hidden, eps),
-        after=weights.norm(f"{prefix}post_feedforward_layernorm_2", hidden, eps),
+        experts_output_norm=weights.norm(f"{prefix}post_feedforward_layernorm_2", hidden, eps),
     )
 
 
@@ -373,7 +373,7 @@ FAMILY = Family(
     layer_ropes=_ropes,
     load_embedding=_load_embedding,
     load_layer=_load_layer,
-    layer_specs=_specs,
+    layer_specs=_layer_specs,
     supported_fields=("final_logit_softcapping", "partial_rotary_factor", "use_bidirectional_attention", "num_experts"),
     activation_field="hidden_activation",
     multimodal_architectures=("Gemma4ForConditionalGeneration",),

@@ -12,10 +12,10 @@ from espalier.models.config import Experts, Family, Json, windows_by_layer_type
 from espalier.models.families.deepseek import V3, routed_experts
 from espalier.models.families.qwen import QWEN3 as QWEN3
 from espalier.models.latent_config import INDEXER_DEFAULTS
-from espalier.models.stored_names import NEXTN
+from espalier.models.stored_names import NEXTN_LAYERS
 
 # Field values with which experts are chosen from all experts, not from groups.
-UNGROUPED = {"n_group": 1, "topk_group": 1}
+UNGROUPED_ROUTING = {"n_group": 1, "topk_group": 1}
 
 
 def sparse_layers(fields: Json) -> frozenset[int] | None:
@@ -41,7 +41,7 @@ GLM = Family(
     architecture="Glm4MoeForCausalLM",
     model_type="glm4_moe",
     defaults={
-        **UNGROUPED,
+        **UNGROUPED_ROUTING,
         "num_key_value_heads": 8,
         "head_dim": None,
         "max_position_embeddings": 131072,
@@ -62,7 +62,7 @@ GLM = Family(
     usable_in_drafts=True,
     supported_fields=(*V3.supported_fields, "partial_rotary_factor"),
     experts=V3.experts,
-    mtp=NEXTN,
+    mtp=NEXTN_LAYERS,
 )
 GLM_LITE = replace(
     V3,
@@ -70,7 +70,7 @@ GLM_LITE = replace(
     model_type="glm4_moe_lite",
     defaults={
         **V3.defaults,
-        **UNGROUPED,
+        **UNGROUPED_ROUTING,
         "max_position_embeddings": 202752,
         "rms_norm_eps": 1e-5,
         "q_lora_rank": 768,
@@ -90,7 +90,7 @@ DOTS = replace(
     model_type="dots1",
     defaults={
         **QWEN3.defaults,
-        **UNGROUPED,
+        **UNGROUPED_ROUTING,
         "head_dim": None,
         "max_position_embeddings": 2048,
         "sliding_window": 4096,
@@ -129,7 +129,7 @@ GLM_SPARSE = replace(
     model_type="glm_moe_dsa",
     defaults={
         **DEEPSEEK_V32.defaults,
-        **UNGROUPED,
+        **UNGROUPED_ROUTING,
         "max_position_embeddings": 202752,
         "rms_norm_eps": 1e-5,
         "q_lora_rank": 2048,

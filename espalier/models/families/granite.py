@@ -129,7 +129,7 @@ def _ropes(fields: Json) -> list[Json | None]:
     return [{} if kind == "rope" else None] * fields["num_hidden_layers"]
 
 
-def _state_of(config: ModelConfig) -> RecurrentState:
+def _recurrent_state(config: ModelConfig) -> RecurrentState:
     raw = config.raw
     heads, groups, size = raw["mamba_n_heads"], raw["mamba_n_groups"], raw["mamba_d_state"]
     return RecurrentState(raw["mamba_d_conv"], heads, groups, size, raw["mamba_d_head"], delta=False, units=False)
@@ -138,7 +138,7 @@ def _state_of(config: ModelConfig) -> RecurrentState:
 def _layer_specs(config: ModelConfig) -> tuple[LayerSpec, ...]:
     if LINEAR not in config.raw["layer_types"]:
         return specs_by_type(config, {})
-    state = _state_of(config)
+    state = _recurrent_state(config)
     return specs_by_type(config, {LINEAR: LayerSpec(state.heads, state)})
 
 
@@ -149,7 +149,7 @@ def _load_mixer(weights: Weights, config: ModelConfig, prefix: str, layer: int, 
     raw = config.raw
     biases = {"bias": bool(raw["mamba_proj_bias"]), "conv_bias": bool(raw["mamba_conv_bias"])}
     size, eps, limits = config.hidden_size, config.rms_norm_eps, raw["time_step_limit"]
-    return load_mamba2(weights, f"{prefix}mamba.", _state_of(config), size, eps, dt_limits=limits, **biases)
+    return load_mamba2(weights, f"{prefix}mamba.", _recurrent_state(config), size, eps, dt_limits=limits, **biases)
 
 
 HYBRID = replace(

@@ -27,14 +27,14 @@ from espalier.models.rope import RopeTables
 from espalier.models.weights import Weights
 
 ROPE_BASES: RopeBases = {FULL_ATTENTION: ("", 5e5), SLIDING_ATTENTION: ("", 1e4)}
-PER_HEAD, PER_VALUE = (True, "per-head"), ("per-element",)
+PER_HEAD_GATING, PER_VALUE_GATING = (True, "per-head"), ("per-element",)
 
 
 def _layer_types(fields: Json) -> list[str]:
     return layer_types_of(fields, lambda layer: True)
 
 
-def _heads(fields: Json) -> list[int]:
+def _heads_by_layer(fields: Json) -> list[int]:
     """The number of query heads of each layer.  Raises EspalierError for numbers that no layer can have."""
     layers, given = fields["num_hidden_layers"], fields.get("num_attention_heads_per_layer")
     if given is None:
@@ -50,8 +50,8 @@ def _heads(fields: Json) -> list[int]:
 
 
 def _windows(fields: Json) -> LayerWindows:
-    _heads(fields)
-    if fields["gating"] not in (*PER_HEAD, *PER_VALUE):
+    _heads_by_layer(fields)
+    if fields["gating"] not in (*PER_HEAD_GATING, *PER_VALUE_GATING):
         raise EspalierError(
             f"gating = {shown(fields['gating'])} is not supported, only true, 'per-head' or 'per-element'"
         )
@@ -79,16 +79,16 @@ def _experts(fields: Json) -> Experts:
 
 def _layer_specs(config: ModelConfig) -> tuple[LayerSpec, ...]:
     keeps = KVHeads(config.kv_heads, config.head_size, config.head_size)
-    layers = zip(_heads(config.raw), config.windows, strict=True)
+    layers = zip(_heads_by_layer(config.raw), config.windows, strict=True)
     return tuple(LayerSpec(heads, keeps, window) for heads, window in layers)
 
 
 def _load_layer(weights: Weights, config: ModelConfig, prefix: str, layer: int, rope: RopeTables) -> DecoderLayer:
-    heads = _heads(config.raw)[layer]
+    heads = _heads_by_layer(config.raw)[layer]
     made = load_layer(weights, replace(config, heads=heads), prefix, layer, rope)
     assert isinstance(made.attention, Attention)
     own = weights.shards.part(heads, HEADS_SIZE_NAME)
-    rows = own if config.raw["gating"] in PER_HEAD else own.scaled(config.head_size)
+    rows = own if config.raw["gating"] in PER_HEAD_GATING else own.scaled(config.head_size)
     project = weights.linear(f"{prefix}self_attn.", ("g_proj",), (rows,), config.hidden_size, bias=False)
     made.attention.output_gate = OutputGate(project, _softplus)
     return made

@@ -18,12 +18,16 @@ from espalier.models.weights import Weights
 CONV, FULL_ATTENTION = "conv", "full_attention"
 MLP_NAMES = MLPNames(("w1", "w3"), "w2")
 # Published names -> the names that all families share.
-RENAMED = {"norm_eps": "rms_norm_eps", "tie_embedding": "tie_word_embeddings", "block_ff_dim": "intermediate_size"}
+RENAMED_FIELDS = {
+    "norm_eps": "rms_norm_eps",
+    "tie_embedding": "tie_word_embeddings",
+    "block_ff_dim": "intermediate_size",
+}
 
 
 def _normalise_fields(raw: Json) -> Json:
     """Returns the fields under the names of other families, with a type for each layer."""
-    fields = {**raw, **{other: raw[name] for name, other in RENAMED.items() if name in raw}}
+    fields = {**raw, **{other: raw[name] for name, other in RENAMED_FIELDS.items() if name in raw}}
     count, attending = raw.get("num_hidden_layers"), raw.get("full_attn_idxs")
     if fields.get("layer_types") is None and type(count) is int:
         attending = range(count) if attending is None else attending
@@ -92,10 +96,10 @@ def _load_mixer(weights: Weights, config: ModelConfig, prefix: str, layer: int, 
         return load_attention(weights, config, f"{prefix}self_attn.", config.hidden_size, rope)
     prefix += "conv."
     hidden, taps, has_bias = config.hidden_size, config.raw["conv_L_cache"], bool(config.raw["conv_bias"])
-    bias = weights.take(f"{prefix}conv.bias", hidden) if has_bias else None
+    bias = weights.load(f"{prefix}conv.bias", hidden) if has_bias else None
     return GatedConv(
         weights.linear(prefix, ("in_proj",), (3 * hidden,), hidden, has_bias),
-        ShortConv(weights.take(f"{prefix}conv.weight", hidden, 1, taps)[:, 0], bias, silu=False),
+        ShortConv(weights.load(f"{prefix}conv.weight", hidden, 1, taps)[:, 0], bias, silu=False),
         weights.linear(prefix, ("out_proj",), (hidden,), hidden, has_bias),
     )
 

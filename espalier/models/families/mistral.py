@@ -18,7 +18,7 @@ from espalier.models.stored_names import LayerNames, MLPNames
 OLD_LONGROPE_NAMES = ("su", "yarn")
 
 
-def windows(fields: Json) -> LayerWindows:
+def mistral_windows(fields: Json) -> LayerWindows:
     """The window of each layer, the same for all.
 
     Transformers ignores `layer_types` for Mistral.  Raises EspalierError if that list names layers with full attention.
@@ -44,7 +44,7 @@ MISTRAL = Family(
     },
     qkv_bias=lambda fields: False,
     out_bias=lambda fields: False,
-    windows=windows,
+    windows=mistral_windows,
     usable_in_drafts=True,
     multimodal_architectures=("Mistral3ForConditionalGeneration",),
 )

@@ -17,18 +17,25 @@ from espalier.models.rope import RopeTables
 from espalier.models.stored_names import UP_DOWN, StoredNames
 from espalier.models.weights import Weights
 
-MOE, MLP = "moe", "mlp"
+MOE_LAYER, MLP_LAYER = "moe", "mlp"
 # The layer types, by the letters of hybrid_override_pattern and by the names in older configs' lists.
-LAYER_TYPES = {"M": LINEAR, "*": FULL_ATTENTION, "E": MOE, "-": MLP, "mamba": LINEAR, "attention": FULL_ATTENTION}
+LAYER_TYPES = {
+    "M": LINEAR,
+    "*": FULL_ATTENTION,
+    "E": MOE_LAYER,
+    "-": MLP_LAYER,
+    "mamba": LINEAR,
+    "attention": FULL_ATTENTION,
+}
 COUNT_FIELDS = ("mamba_num_heads", "n_groups", "ssm_state_size", "mamba_head_dim", "conv_kernel")
-RENAMED = {"layer_norm_epsilon": "rms_norm_eps", "layers_block_type": "layer_types"}
+RENAMED_FIELDS = {"layer_norm_epsilon": "rms_norm_eps", "layers_block_type": "layer_types"}
 
 
 def _normalise_fields(raw: Json) -> Json:
     """Returns the fields under the names of other families, with a type for each layer.
     rms_norm_eps is left out, because transformers does not read it in this family."""
     own = {name: value for name, value in raw.items() if name != "rms_norm_eps"}
-    fields = with_numeric_limits({**own, **{other: raw[name] for name, other in RENAMED.items() if name in raw}})
+    fields = with_numeric_limits({**own, **{other: raw[name] for name, other in RENAMED_FIELDS.items() if name in raw}})
     types = fields.get("layer_types") or raw.get("hybrid_override_pattern")
     if isinstance(types, list | str):
         fields["layer_types"] = [LAYER_TYPES.get(kind, kind) if isinstance(kind, str) else kind for kind in types]
@@ -49,7 +56,7 @@ def _checked_windows(fields: Json) -> LayerWindows:
 
 
 def _experts(fields: Json) -> Experts | None:
-    layers = frozenset(layer for layer, kind in enumerate(fields["layer_types"] or ()) if kind == MOE)
+    layers = frozenset(layer for layer, kind in enumerate(fields["layer_types"] or ()) if kind == MOE_LAYER)
     if not layers:
         return None
     routing = Routing(
@@ -77,7 +84,7 @@ def _experts(fields: Json) -> Experts | None:
     )
 
 
-def _state_of(config: ModelConfig) -> RecurrentState:
+def _recurrent_state(config: ModelConfig) -> RecurrentState:
     taps, heads, groups, size, v_size = (
         config.raw[name] for name in ("conv_kernel", "mamba_num_heads", "n_groups", "ssm_state_size", "mamba_head_dim")
     )
@@ -85,8 +92,8 @@ def _state_of(config: ModelConfig) -> RecurrentState:
 
 
 def _layer_specs(config: ModelConfig) -> tuple[LayerSpec, ...]:
-    state, nothing = _state_of(config), LayerSpec(0, NO_MIXING)
-    return specs_by_type(config, {LINEAR: LayerSpec(state.heads, state), MOE: nothing, MLP: nothing})
+    state, nothing = _recurrent_state(config), LayerSpec(0, NO_MIXING)
+    return specs_by_type(config, {LINEAR: LayerSpec(state.heads, state), MOE_LAYER: nothing, MLP_LAYER: nothing})
 
 
 def _load_layer(weights: Weights, config: ModelConfig, prefix: str, layer: int, rope: RopeTables) -> BlockLayer:
@@ -97,7 +104,7 @@ def _load_layer(weights: Weights, config: ModelConfig, prefix: str, layer: int, 
         return BlockLayer(layer, norm, mixer=_load_mamba(weights, config, under))
     if kind == FULL_ATTENTION:
         return BlockLayer(layer, norm, mixer=load_attention(weights, config, under, config.hidden_size, rope))
-    if kind == MLP:
+    if kind == MLP_LAYER:
         sizes = config.hidden_size, config.intermediate_size
         return BlockLayer(layer, norm, mlp=weights.mlp(under, *sizes, False, RELU2, names=UP_DOWN))
     assert config.experts is not None
@@ -106,12 +113,12 @@ def _load_layer(weights: Weights, config: ModelConfig, prefix: str, layer: int, 
 
 def _load_mamba(weights: Weights, config: ModelConfig, prefix: str) -> Mamba2:
     raw = config.raw
-    how = {"bias": False, "conv_bias": bool(raw["use_conv_bias"]), "limits": raw["time_step_limit"]}
-    return load_mamba2(weights, prefix, _state_of(config), config.hidden_size, config.rms_norm_eps, **how)
+    how = {"bias": False, "conv_bias": bool(raw["use_conv_bias"]), "dt_limits": raw["time_step_limit"]}
+    return load_mamba2(weights, prefix, _recurrent_state(config), config.hidden_size, config.rms_norm_eps, **how)
 
 
 def _load_embedding(weights: Weights, config: ModelConfig, scale: float) -> Embedding:
-    return Embedding(weights.take("model.embeddings.weight", config.vocab_size, config.hidden_size), scale)
+    return Embedding(weights.load("model.embeddings.weight", config.vocab_size, config.hidden_size), scale)
 
 
 FAMILY = Family(
@@ -157,7 +164,7 @@ FAMILY = Family(
         *("num_nextn_predict_layers", "hidden_act"),
     ),
     normalise_fields=_normalise_fields,
-    extra_layer_types=(LINEAR, MOE, MLP),
+    extra_layer_types=(LINEAR, MOE_LAYER, MLP_LAYER),
     layer_specs=_layer_specs,
     load_layer=_load_layer,
     load_embedding=_load_embedding,

@@ -77,19 +77,19 @@ def expert_layers(fields: Json) -> frozenset[int]:
     return sparse - {*(fields["mlp_only_layers"] or ())}
 
 
-def routing(fields: Json, default: int) -> Routing | None:
-    """Qwen's routing; None for a model without experts.  default: how many experts if no field says it."""
+def read_routing(fields: Json, default_num_experts: int) -> Routing | None:
+    """Qwen's routing; None for a model without experts.  default_num_experts: how many experts if no field says it."""
     # Transformers 5 writes num_local_experts for some of the families.
     names = ("num_experts", "num_local_experts")
-    num_experts = next((fields[name] for name in names if fields.get(name) is not None), default)
+    num_experts = next((fields[name] for name in names if fields.get(name) is not None), default_num_experts)
     if num_experts == 0:
         return None
     return Routing(num_experts, fields["num_experts_per_tok"], norm_topk_prob=bool(fields["norm_topk_prob"]))
 
 
-def experts_with_shared(fields: Json, default: int = 60) -> Experts | None:
-    """Returns the experts of a family with a gated shared expert; None without experts.  default: as in `routing`."""
-    how = routing(fields, default)
+def experts_with_shared(fields: Json, default_num_experts: int = 60) -> Experts | None:
+    """Returns the experts of a family with a gated shared expert; None without experts.  default_num_experts: as in `read_routing`."""
+    how = read_routing(fields, default_num_experts)
     if how is None:
         return None
     shared, gate = fields["shared_expert_intermediate_size"], "shared_expert_gate"
@@ -121,7 +121,7 @@ QWEN2_MOE = replace(
 
 
 def _experts(fields: Json) -> Experts | None:
-    how = routing(fields, default=128)
+    how = read_routing(fields, default_num_experts=128)
     return None if how is None else Experts(expert_layers(fields), how, fields["moe_intermediate_size"])
 
 

@@ -67,7 +67,7 @@ def checked_windows(fields: Json) -> LayerWindows:
     return hybrid_windows(fields)
 
 
-def state_of(config: ModelConfig) -> RecurrentState:
+def recurrent_state(config: ModelConfig) -> RecurrentState:
     raw = config.raw
     return RecurrentState(
         taps=raw["linear_conv_kernel_dim"],
@@ -79,7 +79,7 @@ def state_of(config: ModelConfig) -> RecurrentState:
 
 
 def layer_specs(config: ModelConfig) -> tuple[LayerSpec, ...]:
-    state = state_of(config)
+    state = recurrent_state(config)
     return specs_by_type(config, {LINEAR: LayerSpec(state.heads, state)})
 
 
@@ -108,7 +108,7 @@ def load_delta_net(weights: Weights, config: ModelConfig, prefix: str) -> DeltaN
     Qwen3-Next stores q, k, v and z as one matrix, grouped by head of k, and b and a as another; Qwen3.5 stores them
     separately.
     """
-    keeps, hidden = state_of(config), config.hidden_size
+    keeps, hidden = recurrent_state(config), config.hidden_size
     inner, is_grouped = keeps.heads * keeps.v_size, weights.has_matrix(f"{prefix}in_proj_qkvz")
 
     def joined(whole: str, parts: tuple[str, str], rows: tuple[int, int]) -> Linear:
@@ -120,16 +120,16 @@ def load_delta_net(weights: Weights, config: ModelConfig, prefix: str) -> DeltaN
         joined("in_proj_qkvz", ("in_proj_qkv", "in_proj_z"), (keeps.channels, inner)),
         joined("in_proj_ba", ("in_proj_b", "in_proj_a"), (keeps.heads, keeps.heads)),
         is_grouped,
-        ShortConv(weights.take(f"{prefix}conv1d.weight", keeps.channels, 1, keeps.taps)[:, 0]),
-        weights.take_exact(f"{prefix}A_log", keeps.heads),
-        weights.take_exact(f"{prefix}dt_bias", keeps.heads),
+        ShortConv(weights.load(f"{prefix}conv1d.weight", keeps.channels, 1, keeps.taps)[:, 0]),
+        weights.load_exact(f"{prefix}A_log", keeps.heads),
+        weights.load_exact(f"{prefix}dt_bias", keeps.heads),
         weights.norm(f"{prefix}norm", keeps.v_size, config.rms_norm_eps),
         weights.linear(prefix, ("out_proj",), (hidden,), inner, bias=False),
     )
 
 
 def experts(fields: Json) -> Experts | None:
-    beside_shared = experts_with_shared(fields, default=512)
+    beside_shared = experts_with_shared(fields, default_num_experts=512)
     return None if beside_shared is None else replace(beside_shared, stored="joined")
 
 

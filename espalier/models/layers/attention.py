@@ -11,8 +11,8 @@ from espalier.attention import Pass
 from espalier.kernels.layers.quantised import InputRows
 from espalier.kernels.ops.rope import HeadNorms
 from espalier.kernels.ops.states import OutputGate as HeadGate
-from espalier.models.layers.decoder import select_kept
-from espalier.models.layers.gated import gated_for
+from espalier.models.layers.decoder import select_kept_rows
+from espalier.models.layers.gated import gate_for_projection
 from espalier.models.layers.linear import Linear
 from espalier.models.layers.norm import AnyNorm, BlockOutput, RMSNorm
 from espalier.models.layers.residual import Residual
@@ -37,10 +37,10 @@ class AllHeadsNorms(NamedTuple):
         exact = torch.promote_types(qkv.dtype, torch.float32)
         squares = torch.stack([part.to(exact).square().mean(1) for part in (q, k)], 1)
         of_q, of_k = (self.shards.all_reduce(squares) / self.shards.count).split(1, 1)
-        return torch.cat((_normed(self.q, q, of_q), _normed(self.k, k, of_k), v), 1)
+        return torch.cat((_norm_by_mean_square(self.q, q, of_q), _norm_by_mean_square(self.k, k, of_k), v), 1)
 
 
-def _normed(norm: RMSNorm, x: Tensor, mean_square: Tensor) -> Tensor:
+def _norm_by_mean_square(norm: RMSNorm, x: Tensor, mean_square: Tensor) -> Tensor:
     """Returns the norm of x [N, a part of the columns].  mean_square: [N, 1], the mean of x² over all columns."""
     return (x * (mean_square + norm.eps).rsqrt() * norm.weight).to(x.dtype)
 
@@ -109,7 +109,7 @@ class Attention(AttentionBlock):
 
     def write(self, layer: int, rows: InputRows, p: Pass) -> Tensor:
         qkv = (
-            self.qkv.in_parts(rows)
+            self.qkv.partial_sums(rows)
             if self.all_heads_norms is None
             else self.all_heads_norms.norm_q_and_k(self.qkv(rows))
         )
@@ -124,7 +124,7 @@ class Attention(AttentionBlock):
         return self.output_gate.activation(self.output_gate.project(rows if kept is None else rows[kept]))
 
     def project(self, attended: Tensor) -> Tensor | Unsummed:
-        return self.out.for_residual(attended.reshape(-1, self.out.shape[1]))
+        return self.out.residual_delta(attended.reshape(-1, self.out.shape[1]))
 
 
 @dataclass(eq=False, slots=True)
@@ -143,9 +143,9 @@ class GatedAttention:
 
     def __call__(self, layer: int, rows: InputRows, s: Residual, p: Pass) -> Tensor | Unsummed:
         """Returns the block's output for the rows.  See decoder.py:Mixer."""
-        qkv = self.qkv.in_parts(rows)
+        qkv = self.qkv.partial_sums(rows)
         q = p.write(layer, qkv.unflatten(-1, (-1, self.head_size)), p.rotation(self.rope), self.norms)
         s.keep_rows(p.kept_rows(layer))
         attended = p.attend(layer, q).flatten(0, 1)
-        gate = HeadGate(select_kept(qkv, layer, p)[..., self.head_size :], 1, 2 * self.head_size, False)
-        return self.out.for_residual(gated_for(self.out, attended, gate, None))
+        gate = HeadGate(select_kept_rows(qkv, layer, p)[..., self.head_size :], 1, 2 * self.head_size, False)
+        return self.out.residual_delta(gate_for_projection(self.out, attended, gate, None))

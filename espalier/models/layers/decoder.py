@@ -67,10 +67,10 @@ class BlockLayer:
             return
         rows = s.add_and_norm(self.norm, PlainNorm)[kept]
         s.keep_rows(kept)
-        s.add(mlp(mlp.routed(rows), s.live) if isinstance(mlp, MixtureMLP) else mlp(rows))
+        s.add(mlp(mlp.route_rows(rows), s.live) if isinstance(mlp, MixtureMLP) else mlp(rows))
 
 
-def select_kept(values: Tensor, layer: int, p: Pass) -> Tensor:
+def select_kept_rows(values: Tensor, layer: int, p: Pass) -> Tensor:
     """Returns the rows of values [..., N, columns] with which the layer goes on after its write (Pass.kept_rows)."""
     kept = p.kept_rows(layer)
     return values if kept is None else values[..., kept, :]
@@ -127,10 +127,10 @@ class Decoder:
         return ModelOutput(hidden=hidden, inputs=tuple(inputs[i] for i in self.capture))
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return capped(self.head(hidden), self.config.logit_cap, self.config.logit_scale)
+        return cap_logits(self.head(hidden), self.config.logit_cap, self.config.logit_scale)
 
 
-def capped(logits: Tensor, cap: float | None, scale: float = 1.0) -> Tensor:
+def cap_logits(logits: Tensor, cap: float | None, scale: float = 1.0) -> Tensor:
     """Returns the logits times `scale`, bounded to ±cap; None: not bounded."""
     logits = logits if scale == 1 else logits * scale
     return logits if cap is None else torch.tanh(logits / cap) * cap

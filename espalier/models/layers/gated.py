@@ -5,22 +5,25 @@ from torch import Tensor
 from espalier.kernels.layers.quantised import InputRows
 from espalier.kernels.ops.states import OutputGate, gated_norm, rounds_groups
 from espalier.models.layers.linear import Linear
-from espalier.models.layers.norm import RMSNorm, is_rounded_before
+from espalier.models.layers.norm import RMSNorm, is_rounded_in_launch
 
 
-def gated_for(out: Linear, read: Tensor, gate: OutputGate, norm: RMSNorm | None) -> InputRows:
+def gate_for_projection(out: Linear, head_outputs: Tensor, gate: OutputGate, norm: RMSNorm | None) -> InputRows:
     """Returns the normed and gated rows of read [N, groups, size] in the form that `out` takes.
 
     If `out` takes rounded inputs and the launch of the norm can round them, that launch does it.
     norm: None for the gate alone, see kernels/ops/states.py:gated_norm.  Then a group may have several scales.
     """
     weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
-    rounding, (groups, size) = out.rounding, read.shape[1:]
-    if rounding is None or not is_rounded_before(read, groups * size, rounding):
-        return gated_norm(read, gate, weight, eps)
+    rounding, (groups, size) = out.rounding, head_outputs.shape[1:]
+    if rounding is None or not is_rounded_in_launch(head_outputs, groups * size, rounding):
+        return gated_norm(head_outputs, gate, weight, eps)
     columns = rounding.columns(groups * size)
     if norm is None and size % columns == 0:
         pieces = size // columns
-        read, gate = read.unflatten(2, (pieces, columns)).flatten(1, 2), gate._replace(share=gate.share * pieces)
-    is_rounded = rounds_groups(read.shape[2], read.shape[1], rounding)
-    return gated_norm(read, gate, weight, eps, rounding if is_rounded else None)
+        head_outputs, gate = (
+            head_outputs.unflatten(2, (pieces, columns)).flatten(1, 2),
+            gate._replace(share=gate.share * pieces),
+        )
+    is_rounded = rounds_groups(head_outputs.shape[2], head_outputs.shape[1], rounding)
+    return gated_norm(head_outputs, gate, weight, eps, rounding if is_rounded else None)

@@ -62,21 +62,21 @@ class Indexer:
     """Computes the index queries and keys, by which the rows to attend to are chosen (kernels/ops/selection.py).
 
     q: the queries' latent -> [heads · size].  k: hidden state -> [size].  norm: of k.
-    weights: [heads, hidden].  interleaved: see IndexRows.
+    score_weights: [heads, hidden].  interleaved: see IndexRows.
     """
 
     q: Linear
     k: Linear
     norm: IndexNorm
-    weights: Tensor
+    score_weights: Tensor
     interleaved: bool
 
     def __call__(self, rows: IndexerLayerInput, q_latent: Tensor, rotation: Rotation) -> IndexRows:
         """Returns the indexer's values for new rows.  q_latent: [N, q_rank]."""
-        parts = router_logits(rows.x, self.weights)
+        parts = router_logits(rows.x, self.score_weights)
         # The published scale of scores is left out: it changes no choice.
         weights = sum_parts(parts, parts.dtype)
-        q = self.q(q_latent).unflatten(1, (len(self.weights), self.k.shape[0]))
+        q = self.q(q_latent).unflatten(1, (len(self.score_weights), self.k.shape[0]))
         return IndexRows(q, self.k(rows.projection_rows), weights, self.norm, rotation, self.interleaved)
 
 
@@ -90,7 +90,7 @@ class LatentAttention(AttentionBlock):
 
     down: hidden state -> the queries' latent [q_rank] and the row to keep [kv_rank + rope], in one product.
     q_norm, q: the queries' latent -> [heads · (nope + rope)]; both None if `down` projects the queries themselves.
-    form: the form of the row to keep.  k_up: [heads, nope, kv_rank].  v_up: [heads, v_size, kv_rank].
+    latent_format: the form of the row to keep.  k_up: [heads, nope, kv_rank].  v_up: [heads, v_size, kv_rank].
     row_size: kv_rank + rope.
     indexer: chooses the rows that queries attend to; None: queries attend to all rows, or to an earlier layer's choice.
     """
@@ -98,7 +98,7 @@ class LatentAttention(AttentionBlock):
     down: Linear
     q_norm: RMSNorm | None
     q: Linear | None
-    form: LatentFormat
+    latent_format: LatentFormat
     k_up: Tensor
     v_up: Tensor
     out: Linear
@@ -117,7 +117,7 @@ class LatentAttention(AttentionBlock):
         q_latent = q if self.q_norm is None else self.q_norm(q)
         q = q_latent if self.q is None else self.q(q_latent)
         q, rotation = q.unflatten(1, (self.k_up.shape[0], -1)), p.rotation(self.rope)
-        values = q, latent, rotation, self.form, self.k_up
+        values = q, latent, rotation, self.latent_format, self.k_up
         if self.indexer is None or not isinstance(rows, IndexerLayerInput):
             return p.write(layer, *values)
         return p.write(layer, *values, index=self.indexer(rows, q_latent, rotation))
@@ -127,4 +127,4 @@ class LatentAttention(AttentionBlock):
         latents = attended.flatten(0, 1)
         values = latents.new_empty(*latents.shape[:2], self.v_up.shape[1])
         head_product(latents, self.v_up.transpose(1, 2), values)
-        return self.out.for_residual(values.flatten(1))
+        return self.out.residual_delta(values.flatten(1))

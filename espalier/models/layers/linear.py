@@ -29,9 +29,9 @@ class Linear:
     def shape(self) -> tuple[int, int]:
         return self.weight.shape
 
-    def rows_from(self, first: int) -> "Linear":
+    def rows_from(self, first_row: int) -> "Linear":
         """Returns the layer for the outputs first .. out-1, in the same memory."""
-        return Linear(self.weight.rows_from(first), None if self.bias is None else self.bias[first:])
+        return Linear(self.weight.rows_from(first_row), None if self.bias is None else self.bias[first_row:])
 
     @property
     def rounding(self) -> InputScales | None:
@@ -48,12 +48,12 @@ class Linear:
             return self.weight.apply(x, self.bias)
         return self.weight.apply(x.reshape(-1, x.shape[-1]), self.bias).view(*x.shape[:-1], self.shape[0])
 
-    def for_residual(self, x: InputRows) -> Tensor | Unsummed:
+    def residual_delta(self, x: InputRows) -> Tensor | Unsummed:
         """Returns the result of in_parts; if ranks divide the columns, as Unsummed, which the next norm sums."""
-        product: Tensor | Unsummed = self.weight.for_residual(x, self.bias)
+        product: Tensor | Unsummed = self.weight.residual_delta(x, self.bias)
         return product
 
-    def in_parts(self, x: InputRows) -> Tensor:
+    def partial_sums(self, x: InputRows) -> Tensor:
         """x [rows, in] -> [rows, out], or partial sums [parts, rows, out] float32, which RMSNorm.add_and_norm adds."""
         return self.weight.parts(x, self.bias)
 

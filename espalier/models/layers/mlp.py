@@ -23,7 +23,7 @@ from espalier.kernels.ops.experts import (
 from espalier.kernels.ops.linear import linear_parts
 from espalier.kernels.ops.norm import can_round_norm, norm_router, supports_norm_router
 from espalier.models.layers.linear import Linear
-from espalier.models.layers.norm import AnyNorm, BlockOutput, NormedOutputs, is_rounded_before, summed
+from espalier.models.layers.norm import AnyNorm, BlockOutput, NormedOutputs, is_rounded_in_launch, sum_if_unsummed
 from espalier.models.weight_formats.sharded import Unsummed
 from espalier.shards import WHOLE, Shards
 
@@ -45,11 +45,11 @@ class GatedMLP:
 
         live: not used: a dense MLP computes every row.  MixtureMLP has the same argument.
         """
-        return self.down.for_residual(self._inner(x))
+        return self.down.residual_delta(self._activated_rows(x))
 
-    def in_parts(self, x: InputRows) -> Tensor:
+    def partial_sums(self, x: InputRows) -> Tensor:
         """[B·Q, hidden] -> [B·Q, hidden], or parts whose sum is the result.  Each rank returns its own, not summed."""
-        return self.down.in_parts(self._inner(x))
+        return self.down.partial_sums(self._activated_rows(x))
 
     def num_parts(self, rows: int) -> int:
         """The number of parts that `write_parts` writes."""
@@ -57,13 +57,13 @@ class GatedMLP:
 
     def write_parts(self, x: Tensor, out: Tensor) -> None:
         """[B·Q, hidden] -> out [num_parts, B·Q, hidden], float32 at least.  The sum of the parts is the result."""
-        self.down.write_parts(self._inner(x), out)
+        self.down.write_parts(self._activated_rows(x), out)
 
-    def summed(self, x: Tensor) -> Tensor:
+    def whole_output(self, x: Tensor) -> Tensor:
         """[B·Q, hidden] -> [B·Q, hidden].  The result is never in parts."""
-        return self.down(self._inner(x))
+        return self.down(self._activated_rows(x))
 
-    def _inner(self, x: InputRows) -> InputRows:
+    def _activated_rows(self, x: InputRows) -> InputRows:
         """[B·Q, hidden] -> [B·Q, intermediate], in a form that `down` takes."""
         return self.gate_up.gated(x, self.activation, self.down.rounding)
 
@@ -126,14 +126,14 @@ class MixtureMLP:
         the norm also rounds them.
         """
         rounding = rounding_in_norm(self.gate_up, x)
-        own = summed(delta) if supports_norm_router(x) and not isinstance(delta, NormedOutputs) else None
+        own = sum_if_unsummed(delta) if supports_norm_router(x) and not isinstance(delta, NormedOutputs) else None
         if own is not None and norm.weight is not None:
             total, normed, rounded, logits = norm_router.triton(own, x, norm.weight, norm.eps, self.router, rounding)
             return total, RoutedRows(normed, rounded, logits)
         total, normed, rounded = norm.add_norm_and_round(delta if own is None else own, x, rounding)
         return total, RoutedRows(normed, rounded, router_logits(normed, self.router))
 
-    def routed(self, x: Tensor) -> RoutedRows:
+    def route_rows(self, x: Tensor) -> RoutedRows:
         """Normed rows [N, hidden] -> the same rows with their router's logits."""
         return RoutedRows(x, x, router_logits(x, self.router))
 
@@ -156,19 +156,19 @@ class MixtureMLP:
         parts = grouped_experts(*experts, live=live, biases=self.biases, activation=self.activation, extra=extra)
         if self.shared is not None and self.shared_gate is not None:
             rows = _shared_mlp_rows(self.shared, self.gate_up, x, expert_rows)
-            _write_gated(self.shared, self.shared_gate, x, rows, parts[-1])
+            _write_gated_shared_mlp(self.shared, self.shared_gate, x, rows, parts[-1])
         elif self.shared is not None:
             self.shared.write_parts(x, parts[-extra:])
         return parts
 
 
-def _write_gated(shared: GatedMLP, gate: Linear, x: Tensor, rows: InputRows, out: Tensor) -> None:
+def _write_gated_shared_mlp(shared: GatedMLP, gate: Linear, x: Tensor, rows: InputRows, out: Tensor) -> None:
     """Write the shared MLP's result, scaled by its gate, to out [N, H].  rows: x in the form that the MLP takes."""
     weight = gate.weight.dense_tensor()
     if weight is None:
-        torch.mul(shared.summed(x), gate(x).to(out.dtype).sigmoid(), out=out)
+        torch.mul(shared.whole_output(x), gate(x).to(out.dtype).sigmoid(), out=out)
     else:
-        scale_by_gate(shared.in_parts(rows), x, weight, out)
+        scale_by_gate(shared.partial_sums(rows), x, weight, out)
 
 
 def _shared_mlp_rows(shared: GatedMLP, gate_up: ExpertMatrix, x: Tensor, expert_rows: InputRows) -> InputRows:
@@ -178,7 +178,7 @@ def _shared_mlp_rows(shared: GatedMLP, gate_up: ExpertMatrix, x: Tensor, expert_
     if rounding is None or isinstance(gate_up, Tensor) or gate_up.inputs is None:
         return x
     is_same = rounding.static is gate_up.inputs.static and rounding.group == gate_up.inputs.group
-    return expert_rows if is_same and is_rounded_before(x, x.shape[1], rounding) else x
+    return expert_rows if is_same and is_rounded_in_launch(x, x.shape[1], rounding) else x
 
 
 def rounding_in_norm(gate_up: ExpertMatrix, x: Tensor) -> InputScales | None:

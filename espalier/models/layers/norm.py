@@ -26,7 +26,7 @@ from espalier.models.weight_formats.sharded import Unsummed, sum_over_ranks
 BlockOutput: TypeAlias = "Tensor | Unsummed | NormedOutputs | None"
 
 
-def is_rounded_before(x: Tensor, size: int, rounding: InputScales | None) -> bool:
+def is_rounded_in_launch(x: Tensor, size: int, rounding: InputScales | None) -> bool:
     """Whether the launch that computes rows like x, of `size` columns, also rounds them for a product."""
     if rounding is None or not x.is_cuda or len(x) > max_kernel_rows(rounding, chip(x)):
         return False
@@ -59,9 +59,9 @@ class RMSNorm:
     def add_and_round(self, delta: BlockOutput, residual: Tensor, rounding: InputScales) -> tuple[Tensor, InputRows]:
         """Returns the results of `after`, the norm as RoundedRows if its launch can round it.
         rounding: how the one reader of the norm rounds its input (Linear.rounding)."""
-        if isinstance(delta, NormedOutputs) or not is_rounded_before(residual, residual.shape[1], rounding):
+        if isinstance(delta, NormedOutputs) or not is_rounded_in_launch(residual, residual.shape[1], rounding):
             return self.add_and_norm(delta, residual)
-        total, _, rounded = rounded_norm.triton(summed(delta), residual, self.weight, self.eps, rounding)
+        total, _, rounded = rounded_norm.triton(sum_if_unsummed(delta), residual, self.weight, self.eps, rounding)
         return total, rounded
 
     def add_norm_and_round(
@@ -73,7 +73,7 @@ class RMSNorm:
         width.
         """
         if rounding is not None and not isinstance(delta, NormedOutputs):
-            given = (summed(delta), residual, self.weight, self.eps, rounding)
+            given = (sum_if_unsummed(delta), residual, self.weight, self.eps, rounding)
             total, kept, rounded = rounded_norm.triton(*given, return_norm=True)
             assert kept is not None
             return total, kept, rounded
@@ -88,7 +88,7 @@ class RMSNorm:
         possible in the same launch.  A NormedOutputs delta is first normed, on a GPU in the same launch.
         """
         if isinstance(delta, NormedOutputs):
-            total, [normed] = delta.added(residual, (self,))
+            total, [normed] = delta.add_and_norms(residual, (self,))
             return total, normed
         if isinstance(delta, Unsummed):
             joined = delta.add_norm(residual, self.weight, self.eps)
@@ -102,7 +102,7 @@ class RMSNorm:
 
 
 class NormedOutputs:
-    """Outputs of blocks that are normed before they are added: x · scale + norm(the sum of the normed outputs).
+    """Outputs of blocks that are normed before they are add_and_norms: x · scale + norm(the sum of the normed outputs).
 
     outputs: one or two pairs of an output and its norm; outputs are in a form that RMSNorm.add_and_norm takes.
     norm: None: the sum of the normed outputs is added without another norm.
@@ -117,13 +117,13 @@ class NormedOutputs:
         self.norm = norm
         self.scale = scale
 
-    def added(self, x: Tensor, norms: Sequence[RMSNorm]) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def add_and_norms(self, x: Tensor, norms: Sequence[RMSNorm]) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Returns (the new residual, up to 3 norms of it), [N, H] each.  On a GPU, one launch computes all."""
         outputs = [(sum_over_ranks(output), own) for output, own in self.outputs]
-        if adds_in_one_launch(x):
-            of_outputs = tuple((output, _weight(own)) for output, own in outputs)
-            behind = None if self.norm is None else _weight(self.norm)
-            return add_normed(of_outputs, behind, x, self.scale, tuple(map(_weight, norms)))
+        if has_fused_add_norm(x):
+            of_outputs = tuple((output, _norm_weight(own)) for output, own in outputs)
+            behind = None if self.norm is None else _norm_weight(self.norm)
+            return add_normed(of_outputs, behind, x, self.scale, tuple(map(_norm_weight, norms)))
         normed = [own(sum_parts(output, x.dtype)) for output, own in outputs]
         added = sum(normed[1:], normed[0])
         added = added if self.norm is None else self.norm(added)
@@ -131,12 +131,12 @@ class NormedOutputs:
         return total, tuple(norm(total) for norm in norms)
 
 
-def adds_in_one_launch(x: Tensor) -> bool:
+def has_fused_add_norm(x: Tensor) -> bool:
     """Whether one kernel norms blocks' outputs and adds them to rows like these."""
     return x.is_cuda
 
 
-def _weight(norm: RMSNorm) -> NormWeight:
+def _norm_weight(norm: RMSNorm) -> NormWeight:
     return NormWeight(norm.weight, norm.eps)
 
 
@@ -157,14 +157,14 @@ class NoNorm:
     def add_and_norm(self, delta: BlockOutput, residual: Tensor) -> tuple[Tensor, Tensor]:
         """Returns (residual + delta, the same sum again).  delta: as RMSNorm.add_and_norm takes it."""
         if isinstance(delta, NormedOutputs):
-            total, _ = delta.added(residual, ())
+            total, _ = delta.add_and_norms(residual, ())
             return total, total
-        own = summed(delta)
+        own = sum_if_unsummed(delta)
         total = residual if own is None else residual + sum_parts(own, residual.dtype)
         return total, total
 
 
-def summed(delta: Tensor | Unsummed | None) -> Tensor | None:
+def sum_if_unsummed(delta: Tensor | Unsummed | None) -> Tensor | None:
     """Returns delta, summed over the ranks if it is Unsummed."""
     return None if delta is None else sum_over_ranks(delta)
 

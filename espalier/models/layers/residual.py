@@ -35,20 +35,20 @@ class Residual:
     x: [N, H], the residual.  delta: the last block's output, which the next norm adds to x.
     live: [N] bool, whether a row's token exists.  Void nodes and padding go to no expert.
     first_input: the input of the first block, for draft heads whose embedding makes it.  That block has no norm.
-    layer_inputs: [N, layers, P], a second input of each layer, from the embedding; None for families without it.
+    second_inputs: [N, layers, P], a second input of each layer, from the embedding; None for families without it.
     inputs: the captured inputs of layers, by layer.
     """
 
-    __slots__ = ("x", "delta", "live", "first_input", "layer_inputs", "inputs", "_capturing")
+    __slots__ = ("x", "delta", "live", "first_input", "second_inputs", "inputs", "_captured_layer")
 
     def __init__(self, x: Tensor, live: Tensor | None = None, first_input: Tensor | None = None) -> None:
         self.x = x
         self.delta: BlockOutput | PendingAdd = None
         self.live = live
         self.first_input = first_input
-        self.layer_inputs: Tensor | None = None
+        self.second_inputs: Tensor | None = None
         self.inputs: dict[int, Tensor] = {}
-        self._capturing: int | None = None
+        self._captured_layer: int | None = None
 
     def add_and_norm(self, norm: AnyNorm | None, reader: NormReader) -> Any:
         """Add the last block's output to x.  Returns the norm of the sum in the form that `reader` takes.
@@ -64,8 +64,8 @@ class Residual:
         else:
             self.x, rows = self.delta.add_and_norm(norm, self.x)
         self.delta = None
-        if self._capturing is not None:
-            self.inputs[self._capturing], self._capturing = self.x, None
+        if self._captured_layer is not None:
+            self.inputs[self._captured_layer], self._captured_layer = self.x, None
         return rows
 
     def add(
@@ -85,11 +85,11 @@ class Residual:
         if rows is not None:
             self.x = self.x[rows]
             self.live = None if self.live is None else self.live[rows]
-            self.layer_inputs = None if self.layer_inputs is None else self.layer_inputs[rows]
+            self.second_inputs = None if self.second_inputs is None else self.second_inputs[rows]
 
     def capture(self, layer: int) -> None:
         """Let the next norm store its sum in `inputs`: the input of this layer."""
-        self._capturing = layer
+        self._captured_layer = layer
 
     def final_norm(self, norm: RMSNorm, shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
         """Returns (the residual after the last block, its final norm), [*shape, H] each."""

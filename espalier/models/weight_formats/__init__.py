@@ -15,7 +15,7 @@ from espalier.models.weight_formats.base import (
 )
 from espalier.models.weight_formats.compressed_tensors import read_compressed_tensors
 from espalier.models.weight_formats.dense import DENSE_FORMAT, dense_weight
-from espalier.models.weight_formats.e2m1 import MODELOPT, kv_scheme, read_modelopt, read_mxfp4
+from espalier.models.weight_formats.e2m1 import MODELOPT, read_kv_dtype, read_modelopt, read_mxfp4
 from espalier.models.weight_formats.fp8 import read_fp8
 from espalier.models.weight_formats.gguf import GGUF_METHOD, read_gguf_types
 from espalier.models.weight_formats.gptq import read_awq, read_gptq
@@ -68,7 +68,7 @@ def declared_kv_dtype(fields: Mapping[str, Any]) -> str | None:
 
     Raises EspalierError for a kv_cache_scheme that is not supported.
     """
-    return kv_scheme(fields, QUANTISATION_FIELDS)
+    return read_kv_dtype(fields, QUANTISATION_FIELDS)
 
 
 def read_formats(fields: Mapping[str, Any]) -> FormatOf:

@@ -49,7 +49,7 @@ class Weight(ABC):
         """Returns the result of `apply`, or partial sums of it [parts, rows, out] float32, which the next norm adds."""
         return self.apply(x, bias)
 
-    def for_residual(self, x: Any, bias: Tensor | None) -> Any:
+    def residual_delta(self, x: Any, bias: Tensor | None) -> Any:
         """Returns the result of `parts`, or Unsummed if ranks divide the columns (sharded.py)."""
         return self.parts(x, bias)
 
@@ -72,42 +72,42 @@ class Weight(ABC):
         """The rounding that RoundedRows must have; None: this weight takes no RoundedRows."""
         return None
 
-    def rows_from(self, first: int) -> "Weight":
+    def rows_from(self, first_row: int) -> "Weight":
         """Returns rows first .. out-1 of the matrix as a weight in the same memory."""
-        return LastRows(self, first)
+        return LastRowsWeight(self, first_row)
 
 
-class LastRows(Weight):
+class LastRowsWeight(Weight):
     """The last rows of a weight whose format cannot be cut.  A product computes all rows and drops the first ones."""
 
-    __slots__ = ("whole", "first", "format")
+    __slots__ = ("whole_weight", "first_row", "format")
 
-    def __init__(self, whole: Weight, first: int) -> None:
-        super().__init__((whole.shape[0] - first, whole.shape[1]), 0)
-        self.format = whole.format
-        self.whole = whole
-        self.first = first
+    def __init__(self, whole_weight: Weight, first_row: int) -> None:
+        super().__init__((whole_weight.shape[0] - first_row, whole_weight.shape[1]), 0)
+        self.format = whole_weight.format
+        self.whole_weight = whole_weight
+        self.first_row = first_row
 
     def apply(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        rows = self.whole.apply(x, None)[:, self.first :]
+        rows = self.whole_weight.apply(x, None)[:, self.first_row :]
         return rows.contiguous() if bias is None else rows + bias
 
 
 class StackedWeights(Weight):
     """Weights of several formats, stacked one over the other.  All read the same inputs."""
 
-    __slots__ = ("parts_of_rows", "format")
+    __slots__ = ("stacked_weights", "format")
 
     def __init__(self, weights: Sequence[Weight]) -> None:
         shape = sum(weight.shape[0] for weight in weights), weights[0].shape[1]
         super().__init__(shape, sum(weight.nbytes for weight in weights))
-        self.parts_of_rows = tuple(weights)
+        self.stacked_weights = tuple(weights)
         self.format = " over ".join(weight.format for weight in weights)
 
     def apply(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        rows = [weight.shape[0] for weight in self.parts_of_rows]
+        rows = [weight.shape[0] for weight in self.stacked_weights]
         biases = [None] * len(rows) if bias is None else bias.split(rows)
-        return torch.cat([weight.apply(x, own) for weight, own in zip(self.parts_of_rows, biases, strict=True)], 1)
+        return torch.cat([weight.apply(x, own) for weight, own in zip(self.stacked_weights, biases, strict=True)], 1)
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ class StoredTensor:
     dtype: None for a floating-point tensor, which is cast to the model's dtype.  Otherwise the tensor must have this
     dtype, or one of these dtypes, and keeps it.
     row_dim: the dimension that is the matrix's rows; None if every row of the matrix needs the whole tensor.
-    column_dim: the same for the matrix's columns.  row_unit, column_unit: the rows and columns that one entry covers.
+    column_dim: the same for the matrix's columns.  rows_per_entry, columns_per_entry: the rows and columns that one entry covers.
     """
 
     suffix: str
@@ -126,18 +126,18 @@ class StoredTensor:
     dtype: torch.dtype | tuple[torch.dtype, ...] | None = None
     row_dim: int | None = None
     column_dim: int | None = None
-    row_unit: int = 1
-    column_unit: int = 1
+    rows_per_entry: int = 1
+    columns_per_entry: int = 1
 
-    def cut(self, rows: Part, columns: Part) -> tuple[slice, ...]:
+    def slices_of_part(self, rows: Part, columns: Part) -> tuple[slice, ...]:
         """Returns where a part of the matrix is stored, as a slice for each dimension of the tensor.
 
         Raises EspalierError for a part that begins or ends inside an entry.
         """
         slices = [slice(0, size) for size in self.shape]
         for dim, part, unit in (
-            (self.row_dim, rows, self.row_unit),
-            (self.column_dim, columns, self.column_unit),
+            (self.row_dim, rows, self.rows_per_entry),
+            (self.column_dim, columns, self.columns_per_entry),
         ):
             if dim is not None and not part.is_whole:
                 slices[dim] = part.in_units(unit).slice
@@ -161,8 +161,8 @@ class WeightFormat(ABC):
         It names a property of the format that is not followed.  None: there is no such property."""
         return None
 
-    def with_stored_suffixes(self, stored: Callable[[str], bool]) -> "WeightFormat":
-        """Returns this format with the suffixes that a matrix is stored under.  stored: whether a suffix is stored."""
+    def with_stored_suffixes(self, is_stored: Callable[[str], bool]) -> "WeightFormat":
+        """Returns this format with the suffixes that a matrix is stored under.  is_stored: whether a suffix is stored."""
         return self
 
     @abstractmethod
@@ -196,7 +196,7 @@ class WeightFormat(ABC):
         """Returns the matrix [count, rows, columns].  tensors: those of expert_tensors, by suffix, on the device."""
         raise NotImplementedError
 
-    def keeps(self, name: str, dtype: torch.dtype) -> bool:
+    def keeps_dtype(self, name: str, dtype: torch.dtype) -> bool:
         """Whether a tensor keeps its stored dtype in memory.  Other tensors are cast to the model's dtype."""
         return False
 

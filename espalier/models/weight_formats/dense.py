@@ -45,8 +45,8 @@ class DenseWeight(Weight):
     ) -> Tensor:
         return linear_gated(x, self.tensor, bias, None, activation)
 
-    def rows_from(self, first: int) -> Weight:
-        return dense_weight(self.tensor[first:])
+    def rows_from(self, first_row: int) -> Weight:
+        return dense_weight(self.tensor[first_row:])
 
 
 class TunedWeight(DenseWeight):
@@ -98,7 +98,7 @@ class PackedWeight(Weight):
         return out
 
     # The same results as Weight's methods, without their additional calls: a round has some hundred products.
-    parts = for_residual = apply
+    parts = residual_delta = apply
 
 
 class DenseFormat(WeightFormat):

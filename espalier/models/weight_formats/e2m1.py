@@ -34,11 +34,11 @@ from espalier.models.weight_formats.quantised import (
     require_multiple_of,
 )
 
-BLOCK = 32
+MXFP4_BLOCK_SIZE = 32
 MODELOPT = "modelopt"
 HF_QUANT_CONFIG = "hf_quant_config.json"
 # The quant_algo of a config whose `quantized_layers` name the algorithm of each matrix.
-MIXED = "MIXED_PRECISION"
+MIXED_ALGORITHM = "MIXED_PRECISION"
 
 
 @dataclass(frozen=True)
@@ -56,17 +56,19 @@ class Mxfp4Format(QuantisedFormat):
         raise EspalierError(f"format {self.name} is supported for stacked experts only")
 
     def expert_tensors(self, count: int, rows: int, columns: int) -> tuple[StoredTensor, ...]:
-        require_multiple_of(self.name, "columns", columns, BLOCK)
-        shape = (count, rows, columns // BLOCK)
+        require_multiple_of(self.name, "columns", columns, MXFP4_BLOCK_SIZE)
+        shape = (count, rows, columns // MXFP4_BLOCK_SIZE)
         return (
-            StoredTensor("_blocks", (*shape, BLOCK // 2), torch.uint8, 1, 2, column_unit=BLOCK),
-            StoredTensor("_scales", shape, torch.uint8, 1, 2, column_unit=BLOCK),
+            StoredTensor(
+                "_blocks", (*shape, MXFP4_BLOCK_SIZE // 2), torch.uint8, 1, 2, columns_per_entry=MXFP4_BLOCK_SIZE
+            ),
+            StoredTensor("_scales", shape, torch.uint8, 1, 2, columns_per_entry=MXFP4_BLOCK_SIZE),
         )
 
     def expert_matrix(self, tensors: Mapping[str, Tensor]) -> QuantisedMatrix:
-        return nibble_matrix("mxfp4", tensors["_blocks"].flatten(2), tensors["_scales"], BLOCK)
+        return nibble_matrix("mxfp4", tensors["_blocks"].flatten(2), tensors["_scales"], MXFP4_BLOCK_SIZE)
 
-    def keeps(self, name: str, dtype: torch.dtype) -> bool:
+    def keeps_dtype(self, name: str, dtype: torch.dtype) -> bool:
         return name.endswith(("_blocks", "_scales"))
 
 
@@ -84,11 +86,11 @@ def read_mxfp4(quantisation: Mapping[str, Any]) -> FormatOf:
 
 
 NVFP4_NAME = "nvfp4"
-GROUP = 16
+NVFP4_GROUP_SIZE = 16
 # E4M3 bytes from this value on are NaN or negative.
 FIRST_INVALID_SCALE = 0x7F
 # The log message for a checkpoint that declares 4-bit inputs.  It is logged once.
-W4A4 = (
+W4A4_WARNING = (
     "asks for inputs in 4 bits too (W4A4), which Espalier does not compute: weights stay in NVFP4 and inputs keep the "
     "model's dtype, so results differ from W4A4's; they are closer to the unquantised model's"
 )
@@ -109,7 +111,7 @@ class Nvfp4Suffixes:
     inputs: str
 
 
-COMPRESSED_TENSORS = Nvfp4Suffixes(
+COMPRESSED_TENSORS_NAMES = Nvfp4Suffixes(
     ".weight_packed", ".weight_scale", ".weight_global_scale", "divided", ".input_global_scale"
 )
 MODELOPT_NAMES = Nvfp4Suffixes(".weight", ".weight_scale", ".weight_scale_2", "multiplied", ".input_scale")
@@ -126,16 +128,18 @@ class Nvfp4Format(QuantisedFormat):
 
     @property
     def load_warning(self) -> str | None:
-        return W4A4 if self.has_inputs else None
+        return W4A4_WARNING if self.has_inputs else None
 
     def tensors(self, rows: int, columns: int) -> tuple[StoredTensor, ...]:
-        require_multiple_of(self.name, "columns", columns, GROUP)
+        require_multiple_of(self.name, "columns", columns, NVFP4_GROUP_SIZE)
         names = self.names
         inputs = (StoredTensor(names.inputs, (1,), torch.float32),) if self.has_inputs else ()
         return (
             # Parts consist of whole groups, and a group has eight bytes of codes.
-            StoredTensor(names.codes, (rows, columns // 2), torch.uint8, 0, 1, column_unit=2),
-            StoredTensor(names.scales, (rows, columns // GROUP), FP8, 0, 1, column_unit=GROUP),
+            StoredTensor(names.codes, (rows, columns // 2), torch.uint8, 0, 1, columns_per_entry=2),
+            StoredTensor(
+                names.scales, (rows, columns // NVFP4_GROUP_SIZE), FP8, 0, 1, columns_per_entry=NVFP4_GROUP_SIZE
+            ),
             StoredTensor(names.factor, (1,), torch.float32),
             *inputs,
         )
@@ -156,9 +160,9 @@ class Nvfp4Format(QuantisedFormat):
         each = factor if self.names.factor_use == "multiplied" else 1 / factor
         lengths = torch.tensor(rows, device=scales.device)
         row_scales = each.repeat_interleave(lengths)
-        return nibble_matrix("nvfp4", tensors[self.names.codes], scales, GROUP, row_scales=row_scales)
+        return nibble_matrix("nvfp4", tensors[self.names.codes], scales, NVFP4_GROUP_SIZE, row_scales=row_scales)
 
-    def keeps(self, name: str, dtype: torch.dtype) -> bool:
+    def keeps_dtype(self, name: str, dtype: torch.dtype) -> bool:
         names = self.names
         return dtype.itemsize == 1 or name.endswith((names.scales, names.factor, names.inputs))
 
@@ -173,24 +177,24 @@ MODELOPT_FORMATS: Mapping[str, WeightFormat] = {
 def read_modelopt(quantisation: Mapping[str, Any]) -> FormatOf:
     """Returns the format of each matrix, for quant_method "modelopt".
     Raises EspalierError naming an algorithm that is not supported: W4A8_AWQ, NVFP4_AWQ and others."""
-    if quantisation.get("quant_algo") == MIXED:
+    if quantisation.get("quant_algo") == MIXED_ALGORITHM:
         layers = read_object(quantisation, "quantized_layers")
         if not layers:
             raise EspalierError(
-                f"quantization_config: quant_algo = {MIXED!r} needs quantized_layers; download it again"
+                f"quantization_config: quant_algo = {MIXED_ALGORITHM!r} needs quantized_layers; download it again"
             )
-        formats = {name: _format(read_object(layers, name)) for name in layers}
+        formats = {name: _read_format(read_object(layers, name)) for name in layers}
         return lambda name: formats.get(name, DENSE_FORMAT)
     names = module_names(quantisation, "ignore") + module_names(quantisation, "exclude_modules")
     skipped = [f"re:{fnmatch.translate(name)}" if "*" in name else name for name in names]
     # A head that is not among the skipped names is quantised.
-    return dense_if_skipped(skipped, _format(quantisation), lm_head=True)
+    return dense_if_skipped(skipped, _read_format(quantisation), quantises_head=True)
 
 
-def _format(described: Mapping[str, Any]) -> WeightFormat:
+def _read_format(described: Mapping[str, Any]) -> WeightFormat:
     format = MODELOPT_FORMATS[read_field(described, "quant_algo", tuple(MODELOPT_FORMATS))]
     if isinstance(format, Nvfp4Format):
-        read_field(described, "group_size", (GROUP, None))
+        read_field(described, "group_size", (NVFP4_GROUP_SIZE, None))
     return format
 
 
@@ -202,10 +206,10 @@ def read_hf_quant_config(path: Path) -> dict[str, Any]:
     return {"quantization_config": {"quant_method": MODELOPT, **read_object(read_json(file), "quantization")}}
 
 
-STRATEGIES = ("tensor", "attn_head")
+KV_SCALE_STRATEGIES = ("tensor", "attn_head")
 
 
-def kv_scheme(fields: Mapping[str, Any], names: tuple[str, ...]) -> str | None:
+def read_kv_dtype(fields: Mapping[str, Any], names: tuple[str, ...]) -> str | None:
     """The kv_dtype that a config.json declares; None if it declares none.
 
     names: the fields that may hold the quantisation.  Raises EspalierError for a scheme that is not supported.
@@ -228,9 +232,9 @@ def kv_scheme(fields: Mapping[str, Any], names: tuple[str, ...]) -> str | None:
     wrong = [name for name, values in wanted.items() if read.get(name) not in values]
     # ModelOpt has one scale per layer, but its config does not say so.
     strategy = read.get("strategy", "tensor" if quantisation.get("quant_method") == MODELOPT else None)
-    if wrong or strategy not in STRATEGIES:
+    if wrong or strategy not in KV_SCALE_STRATEGIES:
         raise EspalierError(
             f"quantization_config: kv_cache_scheme {scheme!r} is not supported, only static FP8 by "
-            f"{' or '.join(map(repr, STRATEGIES))}; set kv_dtype to the model's dtype"
+            f"{' or '.join(map(repr, KV_SCALE_STRATEGIES))}; set kv_dtype to the model's dtype"
         )
     return FP8_KV

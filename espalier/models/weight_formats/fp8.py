@@ -17,14 +17,14 @@ from espalier.models.weight_formats.base import FormatOf, StoredTensor
 from espalier.models.weight_formats.quantised import (
     SCALE_DTYPES,
     QuantisedFormat,
+    adapt_to_device,
     dense_if_skipped,
-    for_device,
     module_names,
     read_field,
 )
 
 FP8_NAME = "fp8"
-# The suffixes of a matrix's scale and of its inputs' scale: in most checkpoints, in transformers' copies of Mistral's
+# The suffixes of a matrix's scale and of its inputs' scale_suffix: in most checkpoints, in transformers' copies of Mistral's
 # models, in Mistral's own checkpoints.
 SCALE_SUFFIXES = (
     (".weight_scale", ".input_scale"),
@@ -37,49 +37,57 @@ STACK_SCALE_SUFFIX = "_scale_inv"
 
 @dataclass(frozen=True)
 class Fp8Format(QuantisedFormat):
-    """A matrix in FP8: `.weight` [out, in] E4M3, times the scales in the tensor `scale`.
+    """A matrix in FP8: `.weight` [out, in] E4M3, times the scales in the tensor `scale_suffix`.
 
-    block: the (rows, columns) that share a scale; None for rows: all rows of the matrix; None for columns: all columns.
-    scale: the suffix of the scales [ceil(out / rows), ceil(in / columns)]; [1] if one scale serves a whole matrix.
-    inputs: "static": the inputs' scale is stored, in `input_scale` [1].  "dynamic": it is computed for each row.  None:
-    inputs are not rounded.  group: how many columns of an input row share a dynamic scale; None: all.
+    block_shape: the (rows, columns) that share a scale; None for rows: all rows of the matrix; None for columns: all columns.
+    scale_suffix: the suffix of the scales [ceil(out / rows), ceil(in / columns)]; [1] if one scale serves a whole matrix.
+    inputs: "static": the inputs' scale is stored, in `input_scale_suffix` [1].  "dynamic": it is computed for each row.  None:
+    inputs are not rounded.  group_size: how many columns of an input row share a dynamic scale; None: all.
     """
 
-    block: tuple[int | None, int | None]
-    scale: str = ".weight_scale"
+    block_shape: tuple[int | None, int | None]
+    scale_suffix: str = ".weight_scale"
     inputs: Literal["static", "dynamic"] | None = None
-    group: int | None = None
-    input_scale: str = ".input_scale"
+    group_size: int | None = None
+    input_scale_suffix: str = ".input_scale"
     name = FP8_NAME
     has_shards = True
 
-    def with_stored_suffixes(self, stored: Callable[[str], bool]) -> "Fp8Format":
-        scale = next((pair for pair in SCALE_SUFFIXES if stored(pair[0])), None) if self.block == (None, None) else None
-        return self if scale is None else replace(self, scale=scale[0], input_scale=scale[1])
+    def with_stored_suffixes(self, is_stored: Callable[[str], bool]) -> "Fp8Format":
+        scale = (
+            next((pair for pair in SCALE_SUFFIXES if is_stored(pair[0])), None)
+            if self.block_shape == (None, None)
+            else None
+        )
+        return self if scale is None else replace(self, scale_suffix=scale[0], input_scale_suffix=scale[1])
 
     def tensors(self, rows: int, columns: int) -> tuple[StoredTensor, ...]:
-        row_block, column_block = self.block
+        row_block, column_block = self.block_shape
         if row_block is None:
-            scale = StoredTensor(self.scale, (1,), SCALE_DTYPES)
+            scale = StoredTensor(self.scale_suffix, (1,), SCALE_DTYPES)
         else:
             shape = (-(-rows // row_block), -(-columns // (column_block or columns)))
             of_columns = None if column_block is None else 1
-            scale = StoredTensor(self.scale, shape, SCALE_DTYPES, 0, of_columns, row_block, column_block or columns)
-        static = (StoredTensor(self.input_scale, (1,), SCALE_DTYPES),) if self.inputs == "static" else ()
+            scale = StoredTensor(
+                self.scale_suffix, shape, SCALE_DTYPES, 0, of_columns, row_block, column_block or columns
+            )
+        static = (StoredTensor(self.input_scale_suffix, (1,), SCALE_DTYPES),) if self.inputs == "static" else ()
         return StoredTensor(".weight", (rows, columns), FP8, row_dim=0, column_dim=1), scale, *static
 
     def stored_matrix(self, tensors: Mapping[str, Tensor], rows: Sequence[int], columns: int) -> QuantisedMatrix:
-        scales, row_block = self._scales(tensors[self.scale], rows)
+        scales, row_block = self._stacked_scales(tensors[self.scale_suffix], rows)
         inputs = None
         if self.inputs is not None:
             inputs = InputScales(
-                self.group, _common_scale(tensors[self.input_scale]) if self.inputs == "static" else None
+                self.group_size, _common_scale(tensors[self.input_scale_suffix]) if self.inputs == "static" else None
             )
-        return QuantisedMatrix("fp8", tensors[".weight"], scales, self.block[1] or columns, row_block, inputs=inputs)
+        return QuantisedMatrix(
+            "fp8", tensors[".weight"], scales, self.block_shape[1] or columns, row_block, inputs=inputs
+        )
 
     def expert_tensors(self, count: int, rows: int, columns: int) -> tuple[StoredTensor, ...]:
         """See WeightFormat.  The suffixes follow the name of the stack without `.weight`, as in transformers."""
-        row_block, column_block = self.block
+        row_block, column_block = self.block_shape
         if row_block is None or column_block is None:
             return super().expert_tensors(count, rows, columns)
         shape = (count, -(-rows // row_block), -(-columns // column_block))
@@ -89,17 +97,17 @@ class Fp8Format(QuantisedFormat):
         )
 
     def expert_matrix(self, tensors: Mapping[str, Tensor]) -> QuantisedMatrix:
-        (row_block, column_block), codes, scales = self.block, tensors[""], tensors[STACK_SCALE_SUFFIX]
+        (row_block, column_block), codes, scales = self.block_shape, tensors[""], tensors[STACK_SCALE_SUFFIX]
         assert row_block is not None and column_block is not None
         if codes.shape[1] % row_block:
             # An expert begins inside a block of the stack's rows, so scales are repeated: one for each row.
             scales, row_block = scales.repeat_interleave(row_block, 1)[:, : codes.shape[1]].contiguous(), 1
-        inputs = None if self.inputs is None else InputScales(self.group)
-        return for_device(QuantisedMatrix("fp8", codes, scales, column_block, row_block, inputs=inputs))
+        inputs = None if self.inputs is None else InputScales(self.group_size)
+        return adapt_to_device(QuantisedMatrix("fp8", codes, scales, column_block, row_block, inputs=inputs))
 
-    def _scales(self, scales: Tensor, rows: Sequence[int]) -> tuple[Tensor, int]:
+    def _stacked_scales(self, scales: Tensor, rows: Sequence[int]) -> tuple[Tensor, int]:
         """Returns the scales [blocks of rows, blocks of columns] of the stacked matrices, and the rows per block."""
-        row_block = self.block[0]
+        row_block = self.block_shape[0]
         lengths = torch.tensor(rows, device=scales.device)
         if row_block is None:
             return scales.repeat_interleave(lengths, 0).contiguous(), 1
@@ -112,9 +120,9 @@ class Fp8Format(QuantisedFormat):
         )
         return torch.cat(list(own)), 1
 
-    def keeps(self, name: str, dtype: torch.dtype) -> bool:
+    def keeps_dtype(self, name: str, dtype: torch.dtype) -> bool:
         return dtype == FP8 or name.endswith(
-            (self.scale, STACK_SCALE_SUFFIX, *(each for pair in SCALE_SUFFIXES for each in pair))
+            (self.scale_suffix, STACK_SCALE_SUFFIX, *(each for pair in SCALE_SUFFIXES for each in pair))
         )
 
 

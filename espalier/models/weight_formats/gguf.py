@@ -39,10 +39,10 @@ class BlockWeight(Weight):
     def apply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         return linear_blocks(x, self.matrix, bias)
 
-    def rows_from(self, first: int) -> Weight:
-        return BlockWeight(self.matrix.rows_from(first))
+    def rows_from(self, first_row: int) -> Weight:
+        return BlockWeight(self.matrix.rows_from(first_row))
 
-    def write_to(self, table: Tensor) -> None:
+    def dequantise_into(self, table: Tensor) -> None:
         """Write the values to a dense tensor [out, in] of any floating-point dtype."""
         step = max(DEQUANTISED_VALUES_PER_STEP // table.shape[1], 1)
         for begin in range(0, len(table), step):
@@ -62,12 +62,12 @@ class GGUFFormat(WeightFormat):
         kind = BLOCK_TYPES[self.type]
         require_multiple_of(f"{self.name} ({self.type})", "columns", columns, kind.values)
         shape = (rows, columns // kind.values, kind.nbytes)
-        return (StoredTensor(".weight", shape, torch.uint8, 0, 1, column_unit=kind.values),)
+        return (StoredTensor(".weight", shape, torch.uint8, 0, 1, columns_per_entry=kind.values),)
 
     def build(self, tensors: Mapping[str, Tensor], rows: Sequence[int], columns: int) -> BlockWeight:
         return BlockWeight(BlockMatrix(BLOCK_TYPES[self.type], tensors[".weight"].flatten(1)))
 
-    def keeps(self, name: str, dtype: torch.dtype) -> bool:
+    def keeps_dtype(self, name: str, dtype: torch.dtype) -> bool:
         return dtype == torch.uint8
 
 

@@ -54,10 +54,10 @@ class QuantisedWeight(Weight):
     def rounding(self) -> InputScales | None:
         return self.matrix.inputs if self.matrix.order is None else None
 
-    def rows_from(self, first: int) -> Weight:
-        if first % self.matrix.row_block:
-            return super().rows_from(first)
-        return QuantisedWeight(self.matrix.rows_from(first), self.format)
+    def rows_from(self, first_row: int) -> Weight:
+        if first_row % self.matrix.row_block:
+            return super().rows_from(first_row)
+        return QuantisedWeight(self.matrix.rows_from(first_row), self.format)
 
 
 class QuantisedFormat(WeightFormat):
@@ -68,17 +68,17 @@ class QuantisedFormat(WeightFormat):
         """Returns the matrix with the rounding of inputs that the checkpoint declares, on any device.  See `matrix`."""
 
     def matrix(self, tensors: Mapping[str, Tensor], rows: Sequence[int], columns: int) -> QuantisedMatrix:
-        return for_device(self.stored_matrix(tensors, rows, columns))
+        return adapt_to_device(self.stored_matrix(tensors, rows, columns))
 
     def build(self, tensors: Mapping[str, Tensor], rows: Sequence[int], columns: int) -> Weight:
         return QuantisedWeight(self.matrix(tensors, rows, columns), self.name)
 
-    def keeps(self, name: str, dtype: torch.dtype) -> bool:
+    def keeps_dtype(self, name: str, dtype: torch.dtype) -> bool:
         """Whether a tensor keeps its dtype.  Biases and norms do not: `.bias`, and `.weight` in a wide dtype."""
         return not name.endswith(".bias") and (dtype.itemsize == 1 or not name.endswith(".weight"))
 
 
-def for_device(matrix: QuantisedMatrix) -> QuantisedMatrix:
+def adapt_to_device(matrix: QuantisedMatrix) -> QuantisedMatrix:
     """Returns the matrix in the form in which this device multiplies.  On a CPU, inputs are not rounded to FP8.
 
     A CPU has no FP8 units, so rounding would gain nothing.  Besides, rounding makes results depend on the last bit of
@@ -87,10 +87,12 @@ def for_device(matrix: QuantisedMatrix) -> QuantisedMatrix:
     return replace(matrix, inputs=None) if matrix.device.type == "cpu" else matrix
 
 
-def require_multiple_of(name: str, what: str, size: int, unit: int) -> None:
+def require_multiple_of(format_name: str, size_name: str, size: int, unit: int) -> None:
     """Check that `unit` divides `size`.  Raises EspalierError."""
     if size % unit:
-        raise EspalierError(f"format {name} needs {what} in a multiple of {unit}, but this matrix has {size}")
+        raise EspalierError(
+            f"format {format_name} needs {size_name} in a multiple of {unit}, but this matrix has {size}"
+        )
 
 
 def unpack_int32(packed: Tensor, dim: int, order: Sequence[int] = range(NIBBLES_OF_INT32)) -> Tensor:
@@ -104,21 +106,21 @@ def unpack_int32(packed: Tensor, dim: int, order: Sequence[int] = range(NIBBLES_
     return ((packed.unsqueeze(dim + 1) >> shifts.view(shape)) & 15).to(torch.uint8).flatten(dim, dim + 1)
 
 
-def packed_rows(of_rows: Any, num_rows: int, step: int = 4096) -> Tensor:
+def pack_rows(unpacked_rows: Any, num_rows: int, step: int = 4096) -> Tensor:
     """Returns codes [num_rows, in / 2], computed in blocks of rows: of_rows(begin, end) -> uint8 [end - begin, in]."""
-    blocks = (pack_nibbles(of_rows(begin, min(begin + step, num_rows))) for begin in range(0, num_rows, step))
+    blocks = (pack_nibbles(unpacked_rows(begin, min(begin + step, num_rows))) for begin in range(0, num_rows, step))
     return torch.cat(list(blocks))
 
 
-def dense_if_skipped(skipped: Sequence[str], format: WeightFormat, lm_head: bool = False) -> FormatOf:
+def dense_if_skipped(skipped: Sequence[str], format: WeightFormat, quantises_head: bool = False) -> FormatOf:
     """Returns a function from a matrix's name to its format: `format`, or dense for skipped and ALWAYS_DENSE names.
 
     skipped: module names, parts of module names ("mlp.gate", "layers.61"), or "re:" and a pattern.
-    lm_head: whether the head is quantised too.
+    quantises_head: whether the head is quantised too.
     """
 
     def format_of(name: str) -> WeightFormat:
-        is_dense = (ALWAYS_DENSE.search(name) and not (lm_head and name == "lm_head")) or any(
+        is_dense = (ALWAYS_DENSE.search(name) and not (quantises_head and name == "lm_head")) or any(
             matches_module(name, pattern) for pattern in skipped
         )
         return DENSE_FORMAT if is_dense else format
@@ -174,13 +176,13 @@ def read_object(fields: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     return value or {}
 
 
-def read_group(quantisation: Mapping[str, Any], default: int) -> int | None:
+def read_group_size(quantisation: Mapping[str, Any], default: int) -> int | None:
     """Returns how many columns share a scale; None (-1 in the config): all.  Raises EspalierError for unusual sizes."""
     size = read_field(quantisation, "group_size", (-1, 16, 32, 64, 128, 256, 512, 1024), default)
     return None if size == -1 else int(size)
 
 
-def groups_of_part(groups: Tensor, columns: Part, group: int | None) -> Tensor:
+def column_groups_of_part(groups: Tensor, columns: Part, group: int | None) -> Tensor:
     """Returns the group of each column of a part, counted from the part's first group.
 
     groups: the same, counted from the matrix's first group.  Raises EspalierError for columns that are not in the order
@@ -196,7 +198,7 @@ def groups_of_part(groups: Tensor, columns: Part, group: int | None) -> Tensor:
     return own
 
 
-def common_order(groups: Tensor, group: int) -> Tensor | None:
+def common_column_order(groups: Tensor, group: int) -> Tensor | None:
     """Returns the indices of the columns, sorted by group, [in]; None if the columns already are in this order.
 
     groups: [matrices, in], the group of each column of each stacked matrix.  Raises EspalierError unless all matrices

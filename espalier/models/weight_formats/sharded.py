@@ -15,26 +15,26 @@ from espalier.shards import Shards
 
 
 class ShardedWeight(Weight):
-    """A weight of which this rank holds the part `own`.
+    """A weight of which this rank holds the part `own_part`.
     shape: the number of outputs of the whole product, and the number of inputs on this rank."""
 
-    __slots__ = ("format", "own", "shards")
+    __slots__ = ("format", "own_part", "shards")
 
     def __init__(self, own: Weight, shards: Shards, out: int) -> None:
         super().__init__((out, own.shape[1]), own.nbytes)
         self.format = own.format
-        self.own = own
+        self.own_part = own
         self.shards = shards
 
     @property
     def rounding(self) -> InputScales | None:
-        return self.own.rounding
+        return self.own_part.rounding
 
     def apply(self, x: InputRows, bias: Tensor | None) -> Tensor:
-        return self.join_ranks(self.own.apply(x, None), bias)
+        return self.join_ranks(self.own_part.apply(x, None), bias)
 
     def join_ranks(self, own: Tensor, bias: Tensor | None) -> Tensor:
-        """Returns the whole product [rows, out].  own: this rank's product."""
+        """Returns the whole product [rows, out].  own_part: this rank's product."""
         raise NotImplementedError
 
 
@@ -47,11 +47,11 @@ class SummedWeight(ShardedWeight):
         total = self.shards.all_reduce(own)
         return total if bias is None else total + bias
 
-    def for_residual(self, x: InputRows, bias: Tensor | None) -> "Unsummed":
+    def residual_delta(self, x: InputRows, bias: Tensor | None) -> "Unsummed":
         """Returns the product without the sum over the ranks, which the reader of the result computes.
         The bias is added on one rank alone."""
         once = bias if bias is None or self.shards.rank == 0 else torch.zeros_like(bias)
-        return Unsummed(self.own.parts(x, once), self.shards, x.dtype)
+        return Unsummed(self.own_part.parts(x, once), self.shards, x.dtype)
 
 
 class Unsummed:
