@@ -29,7 +29,7 @@ from espalier.models.families import FAMILIES
 from espalier.models.from_transformers.probe import tiny_config, tiny_model
 from espalier.request import Request, SamplingParams
 from espalier.speculate.drafters.registry import load_draft, read_draft
-from espalier.startup.build import LoadedModels, assemble
+from espalier.startup.build import LoadedModels, assemble_engine
 from tests.builders import make_eagle3
 from tests.harness import VOCAB, Setup, prompts, request, run
 
@@ -176,7 +176,7 @@ def compare(found: Found, path: Path, folder: Path, runs: Mapping[str, Sequence[
             continue
         setup = setup_of(kind, size, draft is not None)
         models = (target, head) if setup.algorithm == "eagle3" else (plain, None)
-        engine = assemble(LoadedModels(setup.config(torch.float32), *models))
+        engine = assemble_engine(LoadedModels(setup.config(torch.float32), *models))
         if kind == "prefix":
             for warming in asked():
                 engine.add(warming)

@@ -34,7 +34,7 @@ FACTS = StartupFacts(
     hidden_size=256,
     num_layers=16,
     chip=None,
-    threads=ThreadFacts(num_cores=4, current=4, from_environment=False),
+    threads=ThreadFacts(num_cores=4, num_current=4, is_set_by_environment=False),
     pass_weights=PassWeights(dense=10**6, draft=10**5),
 )
 HEAD = DraftSpec("eagle3", FACTS.layer_specs[-1:], modules=1)
@@ -268,7 +268,7 @@ def test_free_memory_is_measured():
 def test_a_control_groups_limit_bounds_memory(monkeypatch, tmp_path):
     (tmp_path / "memory.max").write_text("1000\n")
     (tmp_path / "memory.current").write_text("400\n")
-    monkeypatch.setattr(resolve, "CGROUP", tmp_path)
+    monkeypatch.setattr(resolve, "CGROUP_FOLDER", tmp_path)
     assert resolve.free_memory(CPU) == 600
     (tmp_path / "memory.stat").write_text("anon 100\ninactive_file 250\nactive_file 50\n")
     assert resolve.free_memory(CPU) == 850, "cached files make way"

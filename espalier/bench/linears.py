@@ -325,7 +325,7 @@ class ModelShape:
         self, prefix: str, latent: LatentConfig, spec: LayerSpec, count: int, rows: int
     ) -> tuple[ProductRun, ...]:
         """The products of indexers, for layers that keep index keys."""
-        index = latent.index
+        index = latent.indexer
         if index is None or latent.q_rank is None or not spec.keeps.planes.get(INDEX_PLANE):
             return ()
         return (
@@ -396,14 +396,16 @@ def model_sizes(config: ModelConfig) -> ModelShape:
     experts = None
     if config.experts is not None and config.experts.layers:
         own, routing = config.experts, config.experts.routing
-        is_plain = not own.biases and own.activation == SILU and not own.shared_bias and own.shared_gate is None
+        is_plain = (
+            not own.has_biases and own.activation == SILU and not own.shared_has_bias and own.shared_gate_name is None
+        )
         experts = ExpertSizes(
             len(own.layers),
             ExpertsShape(routing.num_experts, routing.top_k, config.hidden_size, own.size, own.activation.halves),
             own.shared_size,
-            own.shared_gate is not None,
+            own.shared_gate_name is not None,
             shared_joins=is_plain and own.shared_size > 0 and own.shared_size % own.size == 0,
-            biases=own.biases,
+            biases=own.has_biases,
             activation=own.activation,
         )
     return ModelShape(

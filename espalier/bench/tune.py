@@ -56,7 +56,7 @@ from espalier.kernels.runtime.launch import chip
 from espalier.kernels.runtime.precompile import precompile
 from espalier.models.mtp import MTPConfig
 from espalier.models.quantisers import QUANTISERS
-from espalier.models.weight_formats import FormatOf
+from espalier.models.weight_formats import FormatLookup
 from espalier.startup.load import Checkpoint, find_checkpoint
 from espalier.startup.resolve import choose_device
 from espalier.terminal.console import print_header, print_table, progress, require_gpu, require_writable, stdout
@@ -234,7 +234,7 @@ def _shape_of(args: Namespace, checkpoint: Checkpoint) -> ModelShape:
     return with_draft(model_sizes(target), draft)
 
 
-def _refuse_quantised(path: Path | None, flag: str, formats: FormatOf, names: Sequence[str]) -> None:
+def _refuse_quantised(path: Path | None, flag: str, formats: FormatLookup, names: Sequence[str]) -> None:
     """Raises EspalierError if one of these matrices is quantised."""
     stored = {formats(name).name for name in names} - {DENSE}
     if stored:

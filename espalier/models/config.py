@@ -34,7 +34,7 @@ from espalier.models.stored_names import (
     MTPFamily,
     StoredNames,
 )
-from espalier.models.weight_formats import QUANTISATION_FIELDS, FormatOf, declared_kv_dtype, read_formats
+from espalier.models.weight_formats import QUANTISATION_FIELDS, FormatLookup, declared_kv_dtype, read_formats
 
 if TYPE_CHECKING:
     from espalier.models.from_transformers.probe import ProbeResult
@@ -124,7 +124,7 @@ class Family:
     wide_qk_norm: whether there is one norm of all of q and one of all of k, instead of norms for each head.
     layer_norms: where a layer has norms.  names: the names of a layer's other weights.
     norm_offset: a number that is added, in float32 at least, to the weight of every RMS norm.
-    sinks: whether each head has an attention sink: a logit in the softmax that has no value vector.
+    has_sinks: whether each head has an attention sink: a logit in the softmax that has no value vector.
     experts: the layers with experts; None for a model without them.  Raises EspalierError for experts that are not
     supported.
     embedding_scale: the factor of the embedding.  softmax_scale: None for head_size ** -0.5.
@@ -136,8 +136,8 @@ class Family:
     load_layer: makes a layer that only this family has; None: the layer of norms, mixer and MLP in layer_loading.py.
     load_mixer: makes the first block of that layer; None: attention, by layer_loading.py:load_attention.
     layer_specs: from the ModelConfig, what each layer keeps; None: K and V heads (layer_loading.py:layer_specs_of).
-    latent: whether layers have latent attention (MLA), whose sizes espalier/models/latent_config.py reads.
-    indexed: whether layers attend to the rows that an indexer chooses (espalier/models/latent_config.py).
+    has_latent_attention: whether layers have latent attention (MLA), whose sizes espalier/models/latent_config.py reads.
+    has_indexer: whether layers attend to the rows that an indexer chooses (espalier/models/latent_config.py).
     supported_fields: the fields of NEUTRAL_VALUES whose other values this family supports, because `experts` reads them
     or because they do not change the output.
     multimodal_architectures: architectures of multimodal checkpoints whose text part may be of this family.
@@ -148,7 +148,7 @@ class Family:
     A draft builds its first layer itself, so such layers have a norm before each block, attention and a gated MLP.
     normalise_fields: takes config.json as it is stored, and returns its fields under the names that families share.
     extra_layer_types: further names that `layer_types` may hold.
-    stored: how a checkpoint of the family names the weights.  ignored_weights: weights that are not part of the text model: the
+    stored_names: how a checkpoint of the family names the weights.  ignored_weights: weights that are not part of the text model: the
     beginning of their names, and what they are.  final_norm: the name of the last norm.
     """
 
@@ -163,7 +163,7 @@ class Family:
     layer_norms: LayerNorms = DEFAULT_LAYER_NORMS
     names: LayerNames = DEFAULT_LAYER_NAMES
     norm_offset: float = 0.0
-    sinks: bool = False
+    has_sinks: bool = False
     experts: Callable[[Json], Experts | None] = lambda fields: None
     embedding_scale: Callable[[Json], float] = lambda fields: 1.0
     softmax_scale: Callable[[Json], float | None] = lambda fields: None
@@ -174,8 +174,8 @@ class Family:
     load_layer: "LoadLayer | None" = None
     load_mixer: "LoadMixer | None" = None
     layer_specs: "MakeLayerSpecs | None" = None
-    latent: bool = False
-    indexed: bool = False
+    has_latent_attention: bool = False
+    has_indexer: bool = False
     supported_fields: tuple[str, ...] = ()
     mtp: MTPFamily | None = None
     mlp_size_field: str = "intermediate_size"
@@ -184,7 +184,7 @@ class Family:
     multimodal_architectures: tuple[str, ...] = ()
     normalise_fields: Callable[[Json], Json] = lambda raw: raw
     extra_layer_types: tuple[str, ...] = ()
-    stored: StoredNames = SAME_NAMES
+    stored_names: StoredNames = SAME_NAMES
     ignored_weights: Mapping[str, str] = field(default_factory=dict)
     final_norm: str = "model.norm"
 
@@ -202,7 +202,7 @@ class ModelConfig:
     one key-value head, and head_size is the size of q and k before the latent is multiplied in.
     formats: the storage format of each matrix.
     embedding_scale, softmax_scale, residual_scale, logit_scale: results of the Family's functions of these names.
-    stored: how the checkpoint names the weights.
+    stored_names: how the checkpoint names the weights.
     activation: the activation of dense MLPs.
     raw: config.json, completed with the family's defaults, with the overrides applied.  path: the directory.
     multimodal_architecture: the architecture of the multimodal checkpoint whose text part this is; None for a text model.
@@ -238,8 +238,8 @@ class ModelConfig:
     activation: Activation
     eos_token_ids: tuple[int, ...]
     latent: LatentConfig | None
-    formats: FormatOf = field(repr=False)
-    stored: StoredNames
+    formats: FormatLookup = field(repr=False)
+    stored_names: StoredNames
     raw: Json = field(repr=False)
     path: Path = field(repr=False, compare=False)
     multimodal_architecture: str | None = None
@@ -279,7 +279,7 @@ def _parse(raw: Json, family: Family, path: Path, overrides: Mapping[str, Any], 
     refuse_unsupported(fields, family.supported_fields)
     count = partial(positive_integer, fields)
     heads, layers, hidden = count("num_attention_heads"), count("num_hidden_layers"), count("hidden_size")
-    latent = read_latent_config(fields, count, family.indexed) if family.latent else None
+    latent = read_latent_config(fields, count, family.has_indexer) if family.has_latent_attention else None
     kv_heads, head_size = (1, latent.head_size) if latent else kv_heads_and_head_size(fields, heads, hidden)
     max_position_embeddings = count("max_position_embeddings")
     windows = _read_windows(fields, family, layers)
@@ -316,7 +316,7 @@ def _parse(raw: Json, family: Family, path: Path, overrides: Mapping[str, Any], 
         eos_token_ids=read_eos_token_ids(fields, {} if "eos_token_id" in overrides else generation),
         latent=latent,
         formats=read_formats(fields),
-        stored=family.stored,
+        stored_names=family.stored_names,
         raw=fields,
         path=path,
     )

@@ -96,7 +96,7 @@ def read_eagle_head(
     eagle = fields.object("eagle_config")
     family = _layer_family(DraftFields(flat, path))
     # A latent head's layer has a dense MLP, even if the head's config repeats the target's experts.
-    layer = parse({**flat, "n_routed_experts": None} if family.latent else flat, family, path)
+    layer = parse({**flat, "n_routed_experts": None} if family.has_latent_attention else flat, family, path)
     spec = DraftSpec(
         algorithm="eagle3",
         layers=layer_specs_of(layer),
@@ -139,7 +139,9 @@ def _layer_family(flat_fields: DraftFields) -> Family:
     """
     named_latent = architecture_of(dict(flat_fields.raw)) in LATENT_ARCHITECTURES
     is_latent = bool(flat_fields.get("kv_lora_rank")) or named_latent
-    able = (family for family in FAMILIES.values() if family.latent == is_latent and family.usable_in_drafts)
+    able = (
+        family for family in FAMILIES.values() if family.has_latent_attention == is_latent and family.usable_in_drafts
+    )
     by_type = {family.model_type: family for family in able}
     declared = flat_fields.get("model_type", "llama")
     if declared not in (*by_type, *FORMAT_MODEL_TYPES) and not named_latent:

@@ -33,17 +33,17 @@ class IndexerConfig:
 
     topk: the largest number of rows that a query attends to.  heads: the number of index heads.  size: how many values
     an index key and a head of an index query have.  interleaved: see espalier/kernels/ops/selection.py:IndexRows.
-    types: FULL_INDEXER (the layer has an indexer) or SHARED_INDEXER (it uses an earlier layer's choice) for each layer.
+    layer_types: FULL_INDEXER (the layer has an indexer) or SHARED_INDEXER (it uses an earlier layer's choice) for each layer.
     """
 
     topk: int
     heads: int
     size: int
     interleaved: bool
-    types: tuple[str, ...]
+    layer_types: tuple[str, ...]
 
-    def is_full(self, layer: int) -> bool:
-        return self.types[layer] == FULL_INDEXER
+    def has_own_indexer(self, layer: int) -> bool:
+        return self.layer_types[layer] == FULL_INDEXER
 
 
 def read_indexer_config(fields: dict[str, Any], read_count: Callable[[str], int]) -> IndexerConfig:
@@ -61,7 +61,7 @@ def read_indexer_config(fields: dict[str, Any], read_count: Callable[[str], int]
         heads=read_count("index_n_heads"),
         size=read_count("index_head_dim"),
         interleaved=bool(fields["indexer_rope_interleave"]),
-        types=types,
+        layer_types=types,
     )
     if index.size < fields["qk_rope_head_dim"]:
         raise EspalierError(
@@ -126,7 +126,7 @@ class LatentConfig:
     nope_size, rope_size: how many values of a q or k head are not rotated, and how many are.
     v_size: the size of a v head.
     interleaved: see espalier/kernels/ops/rope.py:LatentFormat.
-    index: the sizes of the indexers; None: layers attend to all rows.
+    indexer: the sizes of the indexers; None: layers attend to all rows.
     """
 
     q_rank: int | None
@@ -135,7 +135,7 @@ class LatentConfig:
     rope_size: int
     v_size: int
     interleaved: bool
-    index: IndexerConfig | None = None
+    indexer: IndexerConfig | None = None
 
     @property
     def head_size(self) -> int:
@@ -166,4 +166,4 @@ def read_latent_config(
             f"qk_rope_head_dim = {latent.rope_size}, but values are rotated in pairs; it must be even: correct "
             "the config or pass model_overrides"
         )
-    return replace(latent, index=read_indexer_config(fields, read_count)) if is_indexed else latent
+    return replace(latent, indexer=read_indexer_config(fields, read_count)) if is_indexed else latent

@@ -45,7 +45,7 @@ def load_experts(
     # The router is read first, because its shape shows a wrong number of experts before the experts are read.
     router = weights.load(f"{prefix}{experts.router_name}.weight", routing.num_experts, hidden)
     read = {"apart": _load_separate_experts, "stacked": _load_stacked_experts, "joined": _load_joined_experts}[
-        experts.stored
+        experts.storage
     ]
     gate_up, down, biases = read(weights, experts, prefix, hidden)
     scale = bias = shared = shared_gate = None
@@ -58,9 +58,9 @@ def load_experts(
         under = prefix if experts.shared_prefix is None else prefix.removesuffix(experts.prefix) + experts.shared_prefix
         sizes, name = (hidden, experts.shared_size), f"{under}{experts.shared_name}."
         # The mixture sums the shared expert with the routed experts, so it is not summed over the ranks here.
-        shared = weights.mlp(name, *sizes, experts.shared_bias, shared_activation, False, experts.shared_names)
-    if experts.shared_gate is not None:
-        shared_gate = weights.linear(prefix, (experts.shared_gate,), (whole_part(1),), hidden, bias=False)
+        shared = weights.mlp(name, *sizes, experts.shared_has_bias, shared_activation, False, experts.shared_names)
+    if experts.shared_gate_name is not None:
+        shared_gate = weights.linear(prefix, (experts.shared_gate_name,), (whole_part(1),), hidden, bias=False)
     return MixtureMLP(
         routing,
         router,
@@ -97,7 +97,7 @@ def _load_joined_experts(weights: Weights, experts: Experts, prefix: str, hidden
 
 
 def _load_separate_experts(weights: Weights, experts: Experts, prefix: str, hidden: int) -> ExpertMatrices:
-    if experts.biases:
+    if experts.has_biases:
         raise EspalierError("experts that are stored apart are supported only without biases; use another model")
     count, size = experts.routing.num_experts, _rank_part_of_size(weights, experts)
     names = [f"{prefix}experts.{expert}." for expert in range(count)]
@@ -131,7 +131,7 @@ def _load_stacked_experts(weights: Weights, experts: Experts, prefix: str, hidde
 
 
 def _load_stacked_biases(weights: Weights, experts: Experts, name: str, hidden: int) -> ExpertBiases | None:
-    if not experts.biases:
+    if not experts.has_biases:
         return None
     count, own = experts.routing.num_experts, _rank_part_of_size(weights, experts)
     stored = weights.load(f"{name}gate_up_proj_bias", count, 2 * own.size)
@@ -180,10 +180,13 @@ def layer_specs_of(config: ModelConfig) -> tuple[LayerSpec, ...]:
         scale, cap = config.softmax_scale, config.softcap
         return tuple(LayerSpec(config.heads, keeps, window, scale, cap) for window in config.windows)
     scale = config.rope.latent_mscale**2 * size**-0.5
-    row, index = LatentKV(latent.row_size, latent.kv_rank), latent.index
+    row, index = LatentKV(latent.row_size, latent.kv_rank), latent.indexer
     if index is None:
         return tuple(LayerSpec(config.heads, row, window, scale) for window in config.windows)
-    rows = (replace(row, index_size=index.size) if index.is_full(layer) else row for layer in range(config.num_layers))
+    rows = (
+        replace(row, index_size=index.size) if index.has_own_indexer(layer) else row
+        for layer in range(config.num_layers)
+    )
     return tuple(LayerSpec(config.heads, keeps, scale=scale, topk=index.topk) for keeps in rows)
 
 
@@ -225,7 +228,7 @@ def load_attention(
         all_heads_norms = _load_all_heads_norms(weights, config, prefix, q_rows, kv_rows)
     elif config.qk_norm:
         norms = load_head_norms(weights, config, prefix)
-    if config.family.sinks:
+    if config.family.has_sinks:
         sink = weights.load_exact(f"{prefix}sinks", config.heads)[heads.slice]
     return Attention(qkv, out, len(heads) + 2 * len(kv_heads), rope, norms, sink, all_heads_norms)
 
@@ -285,7 +288,7 @@ def _load_latent_attention(
         out=weights.linear(prefix, ("o_proj",), (hidden,), heads.scaled(latent.v_size), config.out_bias),
         row_size=row,
         rope=rope,
-        indexer=_load_indexer(weights, latent.index, prefix, rank, columns, layer),
+        indexer=_load_indexer(weights, latent.indexer, prefix, rank, columns, layer),
     )
 
 
@@ -296,7 +299,7 @@ def _load_indexer(
     if index is None or rank is None:
         return None
     under = f"{prefix}indexer."
-    if not index.is_full(layer):
+    if not index.has_own_indexer(layer):
         # The checkpoint holds such weights if an override lets more layers share a choice.
         weights.ignore_prefixes((under,))
         return None

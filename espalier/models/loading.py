@@ -147,7 +147,7 @@ def read_config(path: Path | str, overrides: Mapping[str, Any] | None = None, mo
         text = text_config(raw, FAMILIES.values(), path) if has_other_parts else raw
         config = parse(text, find_family({**text, **(overrides or {})}, FAMILIES, path), path, overrides, generation)
         return (
-            replace(config, multimodal_architecture=architecture_of(raw), stored=TEXT_PART_NAMES)
+            replace(config, multimodal_architecture=architecture_of(raw), stored_names=TEXT_PART_NAMES)
             if has_other_parts
             else config
         )
@@ -200,7 +200,7 @@ def load_target(
     require_shards(config, shards.count)
     if config.probe_result is not None:
         return load_by_transformers(Path(path), config, dtype, device, tuple(capture))
-    weights = Weights(Path(path), dtype, device, config.formats, stored=config.stored, shards=shards)
+    weights = Weights(Path(path), dtype, device, config.formats, stored_names=config.stored_names, shards=shards)
     if config.multimodal_architecture is not None:
         others = ", ".join(sorted(weights.other_parts)) or "none"
         log.info(

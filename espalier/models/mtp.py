@@ -114,7 +114,7 @@ def holds_mtp_layers(path: Path, target: ModelConfig) -> bool:
     count, mtp = target.raw.get(COUNT_FIELD), target.family.mtp
     if mtp is None or not isinstance(count, int) or count < 1:
         return False
-    weights = Weights(path, torch.float32, "cpu", stored=target.stored)
+    weights = Weights(path, torch.float32, "cpu", stored_names=target.stored_names)
     prefixes = (mtp.weights_prefix(layer, target.num_layers) for layer in range(count))
     return all(weights.has_matrix(f"{prefix}{mtp.project}") for prefix in prefixes)
 

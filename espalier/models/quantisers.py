@@ -30,7 +30,7 @@ from espalier.errors import EspalierError
 from espalier.kernels.layers.quantised import E2M1_VALUES, E8M0_BIAS, FP8, FP8_MAX, QuantisedMatrix, pack_nibbles
 from espalier.models.loading import read_config, read_raw_config
 from espalier.models.weight_files import INDEX_FILE, safetensors_files, write_weights
-from espalier.models.weight_formats import QUANTISATION_FIELDS, FormatOf, read_formats
+from espalier.models.weight_formats import QUANTISATION_FIELDS, FormatLookup, read_formats
 from espalier.models.weights import PLAIN_DTYPES
 
 # GROUP_SIZE, GROUP_SIZES: columns of a group of int4: the first of GROUPS that divides a matrix's columns.  FP8_BLOCK_SIZE: rows and
@@ -118,7 +118,7 @@ class Quantiser:
         """Whether a matrix of this name, without `.weight`, is quantised."""
         return self.group_size_for(columns) is not None and not self.stays_dense(name)
 
-    def storage_formats(self, columns: Mapping[str, int]) -> FormatOf:
+    def storage_formats(self, columns: Mapping[str, int]) -> FormatLookup:
         """The storage format of each matrix that `quantization_config` describes.  columns: as `quantization_config` takes them."""
         return read_formats({"quantization_config": self.quantization_config(columns)})
 
@@ -407,7 +407,7 @@ def _refuse_unsupported(path: Path, out: Path, config: Mapping[str, Any], is_dra
     if target is not None and target.multimodal_architecture is not None:
         raise EspalierError(f"{path} is multimodal ({target.multimodal_architecture}), which quantize does not support")
     experts = None if target is None else target.experts
-    is_stacked = experts is not None and experts.stored != "apart"
+    is_stacked = experts is not None and experts.storage != "apart"
     if is_stacked or (is_draft and _stacks_experts(path)):
         raise EspalierError(f"{path} stores its experts stacked, which quantize does not support; use another model")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):

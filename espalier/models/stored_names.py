@@ -10,7 +10,7 @@ from typing import Literal
 
 from espalier.kernels.ops.activation import SILU, Activation
 from espalier.kernels.ops.experts import Routing
-from espalier.models.weight_formats import FormatOf, WeightFormat
+from espalier.models.weight_formats import FormatLookup, WeightFormat
 from espalier.shards import Part, Size, part_of, whole_part
 
 
@@ -70,14 +70,14 @@ class Experts:
 
     layers: the indices of these layers; other layers have a dense MLP.  size: the intermediate size of an expert.
     shared_size: the intermediate size of the shared expert; 0: there is none.
-    shared_name: the name of the shared expert.  shared_bias: whether its projections have a bias.
-    shared_gate: the name of the weight [1, H] that gates the shared expert; None without a gate.
+    shared_name: the name of the shared expert.  shared_has_bias: whether its projections have a bias.
+    shared_gate_name: the name of the weight [1, H] that gates the shared expert; None without a gate.
     router_name: the name of the router's weight, and of its bias if routing.logit_bias is set.
     scale_name: the name of a tensor [E], a factor of each expert's weight; None without it.
-    stored: how the checkpoint stores the experts (espalier/models/layer_loading.py).
-    biases: whether gate, up and down have biases.
+    storage: how the checkpoint stores the experts (espalier/models/layer_loading.py).
+    has_biases: whether gate, up and down have biases.
     prefix: the prefix of the block's weights in a layer.
-    names: the matrices of an expert, for stored = "apart".  joined_names: the two stacks, for stored = "joined".
+    names: the matrices of an expert, for storage = "apart".  joined_names: the two stacks, for storage = "joined".
     shared_prefix: the prefix of shared_name in a layer; None: `under`.  shared_names: the shared expert's matrices.
     correction_name: the name of the router's bias if routing.correction_bias is set.
     """
@@ -87,12 +87,12 @@ class Experts:
     size: int
     shared_size: int = 0
     shared_name: str = ""
-    shared_gate: str | None = None
-    shared_bias: bool = False
+    shared_gate_name: str | None = None
+    shared_has_bias: bool = False
     router_name: str = "gate"
     scale_name: str | None = None
-    stored: Literal["apart", "stacked", "joined"] = "apart"
-    biases: bool = False
+    storage: Literal["apart", "stacked", "joined"] = "apart"
+    has_biases: bool = False
     activation: Activation = SILU
     prefix: str = "mlp."
     names: MLPNames = GATE_UP_DOWN
@@ -136,7 +136,7 @@ class StoredNames:
                 return own + stored.removeprefix(prefix)
         return None if self.has_other_parts else stored
 
-    def formats(self, formats: FormatOf, stored: Iterable[str]) -> FormatOf:
+    def formats(self, formats: FormatLookup, stored: Iterable[str]) -> FormatLookup:
         """Returns `formats`, which takes stored names, as a function of own names.  stored: all stored names."""
         prefixes = {own: prefix for prefix, own in self.prefixes if any(name.startswith(prefix) for name in stored)}
         if not prefixes:

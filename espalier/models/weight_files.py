@@ -29,7 +29,7 @@ from espalier.models.gguf_config import (
     gguf_config,
 )
 from espalier.models.stored_names import SAME_NAMES, StoredNames
-from espalier.models.weight_formats import FormatOf
+from espalier.models.weight_formats import FormatLookup
 
 PLAIN_TORCH_DTYPES = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}
 
@@ -175,7 +175,7 @@ class WeightCount:
 
 
 def count_stored_weights(
-    path: Path, formats: FormatOf, unread: tuple[str, ...] = (), stored_names: StoredNames = SAME_NAMES
+    path: Path, formats: FormatLookup, unread: tuple[str, ...] = (), stored_names: StoredNames = SAME_NAMES
 ) -> WeightCount:
     """The size of the weights that `Weights` reads from a directory, without those whose names begin with `unread`.
 
@@ -214,6 +214,6 @@ def _count_gguf(path: Path) -> WeightCount:
     return count
 
 
-def _count_tensor(name: str, tensor: Tensor, formats: FormatOf) -> WeightCount:
+def _count_tensor(name: str, tensor: Tensor, formats: FormatLookup) -> WeightCount:
     keeps = formats(name.rpartition(".")[0]).keeps_dtype(name, tensor.dtype)
     return WeightCount(0, tensor.nbytes) if keeps else WeightCount(tensor.numel(), 0)

@@ -26,7 +26,7 @@ from espalier.models.layers.mlp import GatedMLP
 from espalier.models.layers.norm import RMSNorm
 from espalier.models.stored_names import GATE_UP_DOWN, SAME_NAMES, MLPNames, StoredNames, stored_matrices
 from espalier.models.weight_files import GGUFTensors, read_bin, safetensors_files
-from espalier.models.weight_formats import FormatOf, StoredTensor, Weight, WeightFormat, all_dense
+from espalier.models.weight_formats import FormatLookup, StoredTensor, Weight, WeightFormat, all_dense
 from espalier.models.weight_formats.base import StackedWeights
 from espalier.models.weight_formats.dense import DENSE_FORMAT
 from espalier.models.weight_formats.gguf import BlockWeight
@@ -55,7 +55,7 @@ class Weights:
     tensor is dense, whatever `formats` says: some checkpoints have dense layers that their config.json does not name.
     shards: the ranks, and which part of each divided matrix this rank holds.
     allow_bin: also read pytorch_model.bin (with weights_only), which many drafts use.
-    stored: maps the files' names to own names (stored_names.py); all names in this class are own names.
+    stored_names: maps the files' names to own names (stored_names.py); all names in this class are own names.
     other_parts: the names of a multimodal model's parts that are not read.
     """
 
@@ -66,14 +66,14 @@ class Weights:
         path: Path,
         dtype: torch.dtype,
         device: torch.device | str,
-        formats: FormatOf = all_dense,
+        formats: FormatLookup = all_dense,
         allow_bin: bool = False,
-        stored: StoredNames = SAME_NAMES,
+        stored_names: StoredNames = SAME_NAMES,
         shards: Shards = WHOLE,
     ) -> None:
         self.shards = shards
         self.path = path
-        self.stored = stored
+        self.stored_names = stored_names
         self.dtype = dtype
         self.device = device
         self.other_parts: set[str] = set()
@@ -85,7 +85,7 @@ class Weights:
             self._open_file(file)
         if not files:
             self._loaded = GGUFTensors(path) if is_gguf(path) else read_bin(path, allow_bin)
-        self.formats = stored.formats(formats, [name for _, name in self._files.values()])
+        self.formats = stored_names.formats(formats, [name for _, name in self._files.values()])
         self._names = frozenset((*self._files, *self._loaded))
         self._unused = set(self._names)
 
@@ -432,7 +432,7 @@ class Weights:
                 f"{shard} is truncated or corrupt ({one_line(error)}); download the file again"
             ) from None
         for stored in names:
-            name = self.stored.own_name(stored)
+            name = self.stored_names.own_name(stored)
             if name is None:
                 self.other_parts.add(stored.removeprefix("model.").partition(".")[0])
             elif name in self._files:

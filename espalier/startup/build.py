@@ -54,32 +54,42 @@ class LoadedModels:
         """The dtype of the weights."""
         return getattr(torch, self.config.dtype)
 
-    def with_pages(self, num_pages: int) -> "LoadedModels":
+    def with_num_pages(self, num_pages: int) -> "LoadedModels":
         return replace(self, config=replace(self.config, num_pages=num_pages))
 
     @property
-    def specs(self) -> tuple[LayerSpec, ...]:
+    def layer_specs(self) -> tuple[LayerSpec, ...]:
         """The result of cache_specs for target and draft."""
         drafts = () if self.draft is None else self.draft.layer_specs
         return cache_specs(self.target.layer_specs, drafts, self.config.kv_dtype, self.config.draft_kv_dtype)
 
 
-def config_of_layout(
-    layout: RoundLayout, algorithm: str, attention: str, dtype: torch.dtype, device: torch.device, **chosen: Any
+def config_without_files(
+    layout: RoundLayout,
+    algorithm: str,
+    attention: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    **differing_fields: Any,
 ) -> ResolvedConfig:
     """Returns the configuration of an engine whose models have no files.
 
-    By default it has no overlap, no prefix cache and no graphs, and pages for a full batch.  chosen: fields of
+    By default it has no overlap, no prefix cache and no graphs, and pages for a full batch.  differing_fields: fields of
     ResolvedConfig that differ from these defaults.
     """
     name = str(dtype).removeprefix("torch.")
     of_rows = {"kv_dtype": name, "draft_kv_dtype": name, "draft_attention": attention, "num_pages": layout.max_pages}
     off: dict[str, Any] = {"overlap": False, "prefix_cache": False, "graph_batch": 0, "seed": 0}
     off |= {"model_impl": "native", "model_overrides": {}}
-    off |= {"num_snapshots": 4 * layout.max_batch * bool(chosen.get("prefix_cache"))}
+    off |= {"num_snapshots": 4 * layout.max_batch * bool(differing_fields.get("prefix_cache"))}
     fields: dict[str, Any] = {"model": "", "draft": None, "threads": torch.get_num_threads(), **of_rows, **off}
     return ResolvedConfig(
-        layout=layout, algorithm=algorithm, attention=attention, dtype=name, device=str(device), **{**fields, **chosen}
+        layout=layout,
+        algorithm=algorithm,
+        attention=attention,
+        dtype=name,
+        device=str(device),
+        **{**fields, **differing_fields},
     )
 
 
@@ -98,8 +108,8 @@ def cache_specs(
     )
 
 
-def cache_size(config: ResolvedConfig, specs: Sequence[LayerSpec], dtype: torch.dtype) -> str:
-    """Returns a sentence about the sizes of pages and states.  specs: those of all layers; dtype: the model's dtype."""
+def describe_cache_size(config: ResolvedConfig, specs: Sequence[LayerSpec], dtype: torch.dtype) -> str:
+    """Returns a sentence about the sizes of pages and states.  layer_specs: those of all layers; dtype: the model's dtype."""
     tokens, each = config.layout.tokens_in(config.num_pages), bytes_per_token(specs, dtype)
     pages = f"pages hold {tokens} tokens, {each} bytes each: {tokens * each / 2**30:.1f} GiB"
     state, rows = bytes_per_state(specs, dtype), table_rows(config.layout, config.num_snapshots)
@@ -137,7 +147,7 @@ def kv_scales(target: CausalLM) -> dict[int, KVScales]:
     return stored
 
 
-def assemble(loaded: LoadedModels, keep_graphs: bool = False, capture_stages: bool = False) -> Engine:
+def assemble_engine(loaded: LoadedModels, keep_graphs: bool = False, capture_stages: bool = False) -> Engine:
     """Builds an engine that runs these models.
 
     keep_graphs, capture_stages: see CudaExecutor.
@@ -145,11 +155,11 @@ def assemble(loaded: LoadedModels, keep_graphs: bool = False, capture_stages: bo
     """
     config = loaded.config
     graphs = (config.graph_batch, keep_graphs, capture_stages)
-    on = (make_runner(loaded), config.overlap, config.prefix_cache, *graphs, chooser_of(config))
-    return engine_of(*on, host_sources(config.sources, config.index_bytes, config.layout.text_paths == 0))
+    on = (make_runner(loaded), config.overlap, config.prefix_cache, *graphs, make_tree_chooser(config))
+    return make_engine(*on, make_host_sources(config.sources, config.index_bytes, config.layout.text_paths == 0))
 
 
-def engine_of(
+def make_engine(
     runner: ModelRunner,
     overlap: bool,
     prefix_cache: bool,
@@ -160,18 +170,18 @@ def engine_of(
     sources: Sequence[HostSource] = (),
 ) -> Engine:
     """Returns an engine that uses the buffers of `runner`.  No other engine may use them."""
-    executor = executor_of(runner, overlap, graph_batch, keep_graphs, capture_stages)
+    executor = make_executor(runner, overlap, graph_batch, keep_graphs, capture_stages)
     return Engine(executor, overlap, prefix_cache, chooser, sources)
 
 
-def chooser_of(config: ResolvedConfig) -> TreeChooser | None:
+def make_tree_chooser(config: ResolvedConfig) -> TreeChooser | None:
     """Returns the chooser among the layout's trees for a running engine; None if there is nothing to choose."""
     if config.round_costs is None or not config.layout.choices:
         return None
     return TreeChoice(config.layout, config.round_costs, is_lookup=config.algorithm == "ngram")
 
 
-def host_sources(names: Sequence[str], index_bytes: int, searches_text: bool) -> list[HostSource]:
+def make_host_sources(names: Sequence[str], index_bytes: int, searches_text: bool) -> list[HostSource]:
     """Returns the sources that run on the host, in order of preference.
 
     names: the names of all sources; searches_text: whether the source `text` runs on the host too.
@@ -181,7 +191,7 @@ def host_sources(names: Sequence[str], index_bytes: int, searches_text: bool) ->
     return [*made, IndexSource(index_bytes)] if "index" in names else made
 
 
-def executor_of(
+def make_executor(
     runner: ModelRunner,
     overlap: bool,
     graph_batch: int = 0,
@@ -196,7 +206,7 @@ def executor_of(
 def make_runner(loaded: LoadedModels) -> ModelRunner:
     """Allocates all buffers of the configuration, chooses backends, and returns the runner."""
     config, target, device, dtype = loaded.config, loaded.target, loaded.device, loaded.dtype
-    layout, specs, exact_lengths = config.layout, loaded.specs, not config.overlap
+    layout, specs, exact_lengths = config.layout, loaded.layer_specs, not config.overlap
     target_layers, draft_layers = range(len(target.layer_specs)), range(len(target.layer_specs), len(specs))
     setting = (device.type, dtype, layout.page_size, specs)
     backend = grouped_backend(config.attention, *setting, target_layers, exact_lengths=exact_lengths)

@@ -39,10 +39,10 @@ from espalier.speculate.drafters.registry import (
     load_draft,
     read_draft,
 )
-from espalier.startup.build import LoadedModels, assemble, cache_size, chooser_of
+from espalier.startup.build import LoadedModels, assemble_engine, describe_cache_size, make_tree_chooser
 from espalier.startup.checkpoints import BUNDLED, BUNDLED_FILES, find_draft, find_target
 from espalier.startup.measure_memory import measure_pages
-from espalier.startup.ranks import Models, RankWork, starting_ranks
+from espalier.startup.ranks import LoadRankModels, RankWork, starting_ranks
 from espalier.startup.resolve import (
     StartupFacts,
     choose_algorithm,
@@ -117,7 +117,7 @@ def resolve_config(config: EngineConfig, checkpoint: Checkpoint) -> ResolvedConf
     facts = StartupFacts(
         # The ranks on a CPU share its memory.
         free_bytes=free_memory(device) // (shards.count if device.type == "cpu" else 1),
-        weights=weights_of(checkpoint, shards.count),
+        weights=count_weights(checkpoint, shards.count),
         stored_dtype=checkpoint.target.raw.get("dtype") or checkpoint.target.raw.get("torch_dtype"),
         max_position=checkpoint.target.max_position,
         layer_specs=(
@@ -129,7 +129,7 @@ def resolve_config(config: EngineConfig, checkpoint: Checkpoint) -> ResolvedConf
         chip=measure_chip(device) if device.type == "cuda" else None,
         threads=thread_facts(),
         pass_weights=pass_weights(
-            checkpoint.target, checkpoint.draft, weights_of(checkpoint).nbytes(torch.bfloat16)
+            checkpoint.target, checkpoint.draft, count_weights(checkpoint).nbytes(torch.bfloat16)
         ).of_rank(shards.count),
         model_impl="native" if checkpoint.target.probe_result is None else "transformers",
         declared_kv_dtype=checkpoint.target.declared_kv_dtype if is_open(config.kv_dtype) else None,
@@ -173,27 +173,27 @@ def load_models(resolved: ResolvedConfig, checkpoint: Checkpoint, shards: Shards
 
 
 def build_engine_of_ranks(
-    ranks: Ranks, resolved: ResolvedConfig, requested_pages: int | None, models: Models | None = None
+    ranks: Ranks, resolved: ResolvedConfig, requested_pages: int | None, load_rank_models: LoadRankModels | None = None
 ) -> tuple[Engine, ResolvedConfig]:
     """Builds an engine on this rank and on `ranks`, whose processes have been started.  See build_engine.
 
-    models: the function that loads the models of a rank; by default from files.  Raises the errors of build_engine, and
+    load_rank_models: the function that loads the models of a rank; by default from files.  Raises the errors of build_engine, and
     RankFailed.
     """
     ranks.wait_until_loaded()
     joined = Path(ranks.folder.name) / f"joined-{ranks.num_loaded}"
-    work = RankWork(models or models_of_files, resolved, requested_pages, str(joined))
+    work = RankWork(load_rank_models or load_rank_models_from_files, resolved, requested_pages, str(joined))
     with raising_rank_failure(ranks):
         ranks.load(work)
-        loaded = work.models_of(0, ranks.join)
-        executor, loaded = work.executor_of(loaded)
+        loaded = work.load_models_of(0, ranks.join)
+        executor, loaded = work.make_executor(loaded)
     ranks.wait_until_loaded()
-    _log_resolved(loaded)
+    _log_resolved_config(loaded)
     config = loaded.config
-    return Engine(LeadExecutor(executor, ranks), config.overlap, config.prefix_cache, chooser_of(config)), config
+    return Engine(LeadExecutor(executor, ranks), config.overlap, config.prefix_cache, make_tree_chooser(config)), config
 
 
-def models_of_files(resolved: ResolvedConfig, shards: Shards) -> LoadedModels:
+def load_rank_models_from_files(resolved: ResolvedConfig, shards: Shards) -> LoadedModels:
     """Loads one rank's part of the models, from the files that a resolved configuration names.  Runs in any process."""
     target_path = Path(resolved.model)
     target = read_config(target_path, resolved.model_overrides, resolved.model_impl)
@@ -210,26 +210,28 @@ def build_engine_of_models(
     if loaded.config.tensor_parallel > 1:
         raise EspalierError("models that are loaded already are on one rank; use tensor_parallel=1")
     if loaded.device.type == "cuda":
-        loaded = loaded.with_pages(measure_pages(loaded, requested_pages))
-    _log_resolved(loaded)
-    return assemble(loaded, keep_graphs, capture_stages=True), loaded.config
+        loaded = loaded.with_num_pages(measure_pages(loaded, requested_pages))
+    _log_resolved_config(loaded)
+    return assemble_engine(loaded, keep_graphs, capture_stages=True), loaded.config
 
 
-def _log_resolved(loaded: LoadedModels) -> None:
+def _log_resolved_config(loaded: LoadedModels) -> None:
     config = loaded.config
     log.info("resolved configuration\n%s", config.block())
-    log.info("%s", cache_size(config, loaded.specs, loaded.dtype))
+    log.info("%s", describe_cache_size(config, loaded.layer_specs, loaded.dtype))
     if config.kv_dtype == FP8_KV and not any(loaded.target.kv_scales):
         log.warning("kv_dtype=%s: the checkpoint has no K/V scales; 1 is used, so values above 448 are clamped", FP8_KV)
 
 
-def weights_of(checkpoint: Checkpoint, ranks: int = 1) -> WeightCount:
+def count_weights(checkpoint: Checkpoint, ranks: int = 1) -> WeightCount:
     """Counts the weights that each rank holds: the draft, a part of the target, and the whole embedding if a draft may
     read it."""
     # If the target's own MTP layers are the draft, they are counted with the target.
     is_own = checkpoint.draft_path == checkpoint.target_path
     unread = tuple(checkpoint.target.family.ignored_weights) if is_own else unread_prefixes(checkpoint.target)
-    target = count_stored_weights(checkpoint.target_path, checkpoint.target.formats, unread, checkpoint.target.stored)
+    target = count_stored_weights(
+        checkpoint.target_path, checkpoint.target.formats, unread, checkpoint.target.stored_names
+    )
     if ranks > 1:
         embedding = checkpoint.target.vocab_size * checkpoint.target.hidden_size
         target = target.of_rank(ranks, 0 if checkpoint.draft is None else embedding)
@@ -239,8 +241,8 @@ def weights_of(checkpoint: Checkpoint, ranks: int = 1) -> WeightCount:
 
 
 # A quantised model quantises at least one of these matrices.
-TYPICAL_WEIGHTS = ("self_attn.o_proj", "mlp.down_proj", "mlp.experts", "mlp.experts.0.down_proj")
-HALVES = ("bfloat16", "float16")
+TYPICAL_MATRICES = ("self_attn.o_proj", "mlp.down_proj", "mlp.experts", "mlp.experts.0.down_proj")
+HALF_DTYPES = ("bfloat16", "float16")
 
 
 def warn_of_cpu_costs(config: EngineConfig, resolved: ResolvedConfig, checkpoint: Checkpoint) -> None:
@@ -249,7 +251,7 @@ def warn_of_cpu_costs(config: EngineConfig, resolved: ResolvedConfig, checkpoint
         return
     models = {"model": checkpoint.target} | ({} if checkpoint.draft is None else {"draft": checkpoint.draft.layer})
     for what, model in models.items():
-        if stored := _quantised_as(model):
+        if stored := _quantised_format_name(model):
             log.warning(
                 "the %s's weights are stored as %s, which saves memory and gains no speed on a CPU: each use converts "
                 "them, and a pass may take several times as long as with the unquantised model",
@@ -259,7 +261,7 @@ def warn_of_cpu_costs(config: EngineConfig, resolved: ResolvedConfig, checkpoint
             break
     stored = checkpoint.target.raw.get("dtype") or checkpoint.target.raw.get("torch_dtype")
     is_bundled = checkpoint.target_path == BUNDLED_FILES / "target"
-    if is_open(config.dtype) and stored in HALVES and not is_bundled:
+    if is_open(config.dtype) and stored in HALF_DTYPES and not is_bundled:
         log.warning(
             "the model is stored in %s and runs in %s on a CPU, with twice the memory for its weights; set dtype to "
             "choose another",
@@ -268,7 +270,7 @@ def warn_of_cpu_costs(config: EngineConfig, resolved: ResolvedConfig, checkpoint
         )
 
 
-def _quantised_as(model: ModelConfig) -> str | None:
+def _quantised_format_name(model: ModelConfig) -> str | None:
     """Returns the name of the format of a model's quantised weights; None if all weights are dense."""
-    formats = (model.formats(f"model.layers.0.{name}") for name in TYPICAL_WEIGHTS)
+    formats = (model.formats(f"model.layers.0.{name}") for name in TYPICAL_MATRICES)
     return next((each.name for each in formats if each != DENSE_FORMAT), None)

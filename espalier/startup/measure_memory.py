@@ -77,24 +77,24 @@ def passes_of_last_rows(layout: RoundLayout, powers: Sequence[int]) -> Iterator[
         yield dummy_pass(width, layout.max_pieces(width), 1, 0)
 
 
-def dummy_pass(width: int, num_pieces: int, requests: int, reported: int) -> LaunchInput:
+def dummy_pass(width: int, num_pieces: int, num_requests: int, num_reported_rows: int) -> LaunchInput:
     """Returns a pass of dummy slots whose pieces are spread over the requests.
 
-    width: rows of a piece; requests: their number.  reported: the number of rows whose log-probabilities are reported,
+    width: rows of a piece; num_requests: their number.  num_reported_rows: the number of rows whose log-probabilities are reported,
     counted from the first row of the pass.
     """
-    dummies = dummy_launch(requests, width, num_pieces if num_pieces > requests else 0)
+    dummies = dummy_launch(num_requests, width, num_pieces if num_pieces > num_requests else 0)
     rows = None
-    if reported:
-        others = requests - 1
-        rows = PromptRows(((0, reported), *((0, 0),) * others), (MAX_LOGPROBS, *(0,) * others))
+    if num_reported_rows:
+        others = num_requests - 1
+        rows = PromptRows(((0, num_reported_rows), *((0, 0),) * others), (MAX_LOGPROBS, *(0,) * others))
     return replace(dummies, prompt_rows=rows)
 
 
 # Pages of the trial runner: the dummy page, and one page that a request could hold.
 TRIAL_PAGES = 2
 # Share of the GPU's memory that is left free for later growth: library handles, fragmentation, other processes.
-MARGIN = 0.02
+MEMORY_MARGIN = 0.02
 
 
 @dataclass(frozen=True)
@@ -113,33 +113,33 @@ class MemoryNeeds:
     total_bytes: int
 
 
-def measure_pages(loaded: LoadedModels, requested: int | None) -> int:
+def measure_pages(loaded: LoadedModels, requested_pages: int | None) -> int:
     """Returns the number of pages, dummy page included, that fit beside models, buffers and the largest launches.
 
-    requested: the number of pages that the user wants, or None.  If it is given, it is checked and returned.  Raises
+    requested_pages: the number of pages that the user wants, or None.  If it is given, it is checked and returned.  Raises
     EspalierError if the requested pages do not fit, or, without a request, if not even one full context fits.
     """
     layout, device, graph_batch = loaded.config.layout, loaded.device, loaded.config.graph_batch
-    page_bytes = layout.tokens_in(bytes_per_token(loaded.specs, loaded.dtype))
+    page_bytes = layout.tokens_in(bytes_per_token(loaded.layer_specs, loaded.dtype))
     needs = _measure_needs(loaded)
     # CUDA graphs keep the memory of a launch in their own pool, in addition to the memory of eager launches.
-    reserved = needs.eager_bytes + (needs.graph_bytes if graph_batch else 0) + int(needs.total_bytes * MARGIN)
+    reserved = needs.eager_bytes + (needs.graph_bytes if graph_batch else 0) + int(needs.total_bytes * MEMORY_MARGIN)
     affordable = TRIAL_PAGES + (needs.free_bytes - reserved) // page_bytes
     reason = (
-        f"{device} holds {max(affordable, 0)}: of its {_gib(needs.total_bytes)}, models, buffers and other processes "
-        f"leave {_gib(needs.free_bytes)}, and launches need {_gib(reserved)}"
+        f"{device} holds {max(affordable, 0)}: of its {_gib_text(needs.total_bytes)}, models, buffers and other processes "
+        f"leave {_gib_text(needs.free_bytes)}, and launches need {_gib_text(reserved)}"
     )
-    if requested is not None and requested > affordable:
-        raise EspalierError(f"num_pages={requested} do not fit, {reason}; lower it, or leave it to 'auto'")
-    if requested is None and affordable < layout.min_pages:
+    if requested_pages is not None and requested_pages > affordable:
+        raise EspalierError(f"num_pages={requested_pages} do not fit, {reason}; lower it, or leave it to 'auto'")
+    if requested_pages is None and affordable < layout.min_pages:
         raise EspalierError(
             f"max_context={layout.max_context} needs {layout.min_pages} pages of {layout.page_size} tokens, and "
             f"{reason}; lower max_context, or max_batch, num_draft_tokens and chunk_size, which make launches large"
         )
-    return min(affordable, layout.max_pages) if requested is None else requested
+    return min(affordable, layout.max_pages) if requested_pages is None else requested_pages
 
 
-def _gib(count: int) -> str:
+def _gib_text(count: int) -> str:
     return f"{count / 2**30:.1f} GiB"
 
 
@@ -148,8 +148,8 @@ def _measure_needs(loaded: LoadedModels) -> MemoryNeeds:
     layout, device = loaded.config.layout, loaded.device
     try:
         # The runner has no name, so that it is freed before the memory is released below.
-        return measure(
-            CudaExecutor(make_runner(loaded.with_pages(TRIAL_PAGES)), graph_batch=0, capture_stages=True),
+        return measure_launches(
+            CudaExecutor(make_runner(loaded.with_num_pages(TRIAL_PAGES)), graph_batch=0, capture_stages=True),
             layout,
             device,
             loaded.config.graph_batch,
@@ -164,7 +164,9 @@ def _measure_needs(loaded: LoadedModels) -> MemoryNeeds:
         torch.cuda.empty_cache()
 
 
-def measure(executor: CudaExecutor, layout: RoundLayout, device: torch.device, graph_batch: int) -> MemoryNeeds:
+def measure_launches(
+    executor: CudaExecutor, layout: RoundLayout, device: torch.device, graph_batch: int
+) -> MemoryNeeds:
     """Runs the largest prefill pass of each width and the largest round of each tree, and returns the memory needed.
 
     The passes report all log-probabilities.  This function also compiles the kernels of all other prefill passes and of
@@ -201,24 +203,24 @@ def _peak_bytes(executor: CudaExecutor, launch_input: LaunchInput, device: torch
 
 
 # By default the states of all slots take at most 1 / STATES_SHARE of the memory that weights leave.
-STATES_SHARE = 4
+STATES_DIVISOR = 4
 log = logging.getLogger(__name__)
 
 
-def choose_max_batch(config: EngineConfig, facts: "StartupFacts", dtype: torch.dtype, most: int) -> int:
-    """Returns the user's max_batch.  Without one, returns `most`, or fewer if the states of `most` slots would take too
+def choose_max_batch(config: EngineConfig, facts: "StartupFacts", dtype: torch.dtype, default: int) -> int:
+    """Returns the user's max_batch.  Without one, returns `default`, or fewer if the states of `default` slots would take too
     much memory (STATES_SHARE)."""
     if not is_open(config.max_batch):
         return int(config.max_batch)
     state_bytes = bytes_per_state(facts.layer_specs, dtype)
     left = max(facts.free_bytes - facts.weights.nbytes(dtype), 0)
-    if not state_bytes or most * state_bytes <= left // STATES_SHARE:
-        return most
-    chosen = max(left // STATES_SHARE // state_bytes, 1)
+    if not state_bytes or default * state_bytes <= left // STATES_DIVISOR:
+        return default
+    chosen = max(left // STATES_DIVISOR // state_bytes, 1)
     log.info(
         "max_batch=%d, not %d: the states of a request take %.0f MiB, and those of all at most 1/%d of the %.1f GiB "
         "that weights leave",
-        *(chosen, most, state_bytes / 2**20, STATES_SHARE, left / 2**30),
+        *(chosen, default, state_bytes / 2**20, STATES_DIVISOR, left / 2**30),
     )
     return chosen
 
@@ -276,8 +278,10 @@ def pages_and_snapshots(
     return min(affordable, layout.max_pages), num_snapshots
 
 
-def _num_snapshots(config: EngineConfig, layout: RoundLayout, state_bytes: int, share: int, prefix_cache: bool) -> int:
-    """Returns the number of snapshots of states.  share: bytes for pages and snapshots together.
+def _num_snapshots(
+    config: EngineConfig, layout: RoundLayout, state_bytes: int, num_bytes: int, prefix_cache: bool
+) -> int:
+    """Returns the number of snapshots of states.  num_bytes: bytes for pages and snapshots together.
 
     Raises EspalierError if the user sets snapshots, but the model has no states or the prefix cache is off.
     """
@@ -288,4 +292,4 @@ def _num_snapshots(config: EngineConfig, layout: RoundLayout, state_bytes: int, 
         return 0
     if not is_open(config.num_snapshots):
         return int(config.num_snapshots)
-    return min(4 * layout.max_batch, share // 4 // state_bytes)
+    return min(4 * layout.max_batch, num_bytes // 4 // state_bytes)

@@ -22,11 +22,11 @@ from espalier.engine.executor import Executor
 from espalier.engine.ranks import Peer, Ranks
 from espalier.shards import Collectives, Shards
 from espalier.shards.gloo import GlooCollectives
-from espalier.startup.build import LoadedModels, executor_of, make_runner
+from espalier.startup.build import LoadedModels, make_executor, make_runner
 from espalier.startup.measure_memory import measure_pages
 
 # Loads one rank's part of the models.  It is pickled, so it must be a function of a module, or a partial of one.
-Models = Callable[[ResolvedConfig, Shards], LoadedModels]
+LoadRankModels = Callable[[ResolvedConfig, Shards], LoadedModels]
 # Calls a function that connects to the other ranks, and returns the function's result.
 Connector = Callable[[Callable[[], Collectives]], Collectives]
 
@@ -35,20 +35,20 @@ Connector = Callable[[Callable[[], Collectives]], Collectives]
 class RankWork:
     """The work of one rank.
 
-    models: loads the models of a rank; requested_pages: the user's num_pages; joined: the path of a file through which
+    models: loads the models of a rank; requested_pages: the user's num_pages; rendezvous_file: the path of a file through which
     ranks find one another.  The file must not exist yet.
     """
 
-    models: Models
+    models: LoadRankModels
     config: ResolvedConfig
     requested_pages: int | None
-    joined: str
+    rendezvous_file: str
 
     def load(self, rank: int) -> Executor:
         """Loads the models and returns the rank's executor (engine/ranks.py:LoadModels)."""
-        return self.executor_of(self.models_of(rank))[0]
+        return self.make_executor(self.load_models_of(rank))[0]
 
-    def models_of(self, rank: int, connector: Connector = lambda meet: meet()) -> LoadedModels:
+    def load_models_of(self, rank: int, connector: Connector = lambda meet: meet()) -> LoadedModels:
         """Connects to the other ranks and loads the models of a rank.  The models' shards have the collectives.
 
         connector: calls the function that waits for the other ranks.
@@ -57,19 +57,19 @@ class RankWork:
         if torch.device(config.device).type == "cuda":
             config = replace(config, device=f"cuda:{rank}")
             torch.cuda.set_device(rank)
-        joined = connector(lambda: join(torch.device(config.device), Path(self.joined), rank, count))
+        joined = connector(lambda: connect_ranks(torch.device(config.device), Path(self.rendezvous_file), rank, count))
         return self.models(config, Shards(rank, count, joined))
 
-    def executor_of(self, loaded: LoadedModels) -> tuple[Executor, LoadedModels]:
+    def make_executor(self, loaded: LoadedModels) -> tuple[Executor, LoadedModels]:
         """Returns the executor, and the models with the number of pages that fits on every rank."""
         if loaded.device.type == "cuda":
             pages = torch.tensor(measure_pages(loaded, self.requested_pages), device=loaded.device)
-            loaded = loaded.with_pages(int(loaded.shards.all_gather(pages).min()))
+            loaded = loaded.with_num_pages(int(loaded.shards.all_gather(pages).min()))
         config = loaded.config
-        return executor_of(make_runner(loaded), config.overlap, config.graph_batch, capture_stages=True), loaded
+        return make_executor(make_runner(loaded), config.overlap, config.graph_batch, capture_stages=True), loaded
 
 
-def join(device: torch.device, file: Path, rank: int, count: int) -> Collectives:
+def connect_ranks(device: torch.device, file: Path, rank: int, count: int) -> Collectives:
     """Connects to the other ranks and returns the collectives."""
     if device.type == "cpu":
         return GlooCollectives(file, rank, count)
@@ -78,9 +78,9 @@ def join(device: torch.device, file: Path, rank: int, count: int) -> Collectives
     return connect_gpus(file, rank, count, device)
 
 
-MODULE = "espalier.startup.rank_process"
+RANK_MODULE = "espalier.startup.rank_process"
 # Only rank 0 shows progress bars.
-NO_TERMINAL = MappingProxyType({"TERM": "dumb", "TTY_COMPATIBLE": "0"})
+NO_TERMINAL_VARIABLES = MappingProxyType({"TERM": "dumb", "TTY_COMPATIBLE": "0"})
 
 
 @contextmanager
@@ -109,9 +109,9 @@ def start_rank(rank: int) -> Peer:
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ignored)
     try:
         process = subprocess.Popen(
-            (sys.executable, "-m", MODULE, str(rank), str(others.fileno())),
+            (sys.executable, "-m", RANK_MODULE, str(rank), str(others.fileno())),
             stdin=subprocess.DEVNULL,
-            env=environment(**NO_TERMINAL),
+            env=environment(**NO_TERMINAL_VARIABLES),
             pass_fds=(others.fileno(),),
         )
     finally:

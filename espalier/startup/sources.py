@@ -16,7 +16,7 @@ TEXT_PATHS, SENT_PATHS = 2, 2
 INDEX_BYTES = 2**26
 
 
-def shares_rows(layer_specs: Sequence[LayerSpec], model_impl: str, device: torch.device) -> bool:
+def can_share_rows(layer_specs: Sequence[LayerSpec], model_impl: str, device: torch.device) -> bool:
     """Whether the requests of a batch may share the rows of a verify pass.
 
     Layers with states and sparse attention need all rows of a request.  On a GPU such rounds have not been timed yet.
@@ -25,11 +25,11 @@ def shares_rows(layer_specs: Sequence[LayerSpec], model_impl: str, device: torch
     return device.type == "cpu" and model_impl == "native" and not in_order
 
 
-def source_sizes(sources: Sequence[str], on_host: bool) -> dict[str, Any]:
-    """The fields of a RoundLayout for these sources.  on_host: whether the host searches a request's text."""
+def source_sizes(sources: Sequence[str], searches_on_host: bool) -> dict[str, Any]:
+    """The fields of a RoundLayout for these sources.  searches_on_host: whether the host searches a request's text."""
     of_text = TEXT_PATHS * ("text" in sources)
-    sent = SENT_PATHS * ("prediction" in sources or "index" in sources) + of_text * on_host
-    return {"text_paths": of_text * (not on_host), "sent_paths": sent}
+    sent = SENT_PATHS * ("prediction" in sources or "index" in sources) + of_text * searches_on_host
+    return {"text_paths": of_text * (not searches_on_host), "sent_paths": sent}
 
 
 def choose_sources(

@@ -18,7 +18,7 @@ from espalier.errors import EspalierError
 # There is one thread for each of these.  A thread reads them in about 20 ms.  The barriers of a pass take much less:
 # there are hundreds, of a few microseconds each on an idle machine.
 BYTES_PER_THREAD = 256 * 2**20
-VARIABLE = "OMP_NUM_THREADS"
+THREADS_VARIABLE = "OMP_NUM_THREADS"
 log = logging.getLogger(__name__)
 
 
@@ -26,17 +26,17 @@ log = logging.getLogger(__name__)
 class ThreadFacts:
     """Facts about the CPU's threads.
 
-    num_cores: physical cores that this process may use; current: PyTorch's number of threads now; from_environment:
+    num_cores: physical cores that this process may use; num_current: PyTorch's number of threads now; from_environment:
     whether OMP_NUM_THREADS is set, from which PyTorch takes its number of threads.
     """
 
     num_cores: int
-    current: int
-    from_environment: bool
+    num_current: int
+    is_set_by_environment: bool
 
 
 def thread_facts() -> ThreadFacts:
-    return ThreadFacts(physical_cores(), torch.get_num_threads(), bool(os.environ.get(VARIABLE)))
+    return ThreadFacts(physical_cores(), torch.get_num_threads(), bool(os.environ.get(THREADS_VARIABLE)))
 
 
 def choose_threads(requested: int | str, device: str, weight_bytes: int, facts: ThreadFacts) -> int:
@@ -47,12 +47,14 @@ def choose_threads(requested: int | str, device: str, weight_bytes: int, facts: 
     """
     if device != "cpu":
         if not is_open(requested):
-            raise EspalierError(f"threads={requested} needs device=cpu; use 'auto' on {device}, or set {VARIABLE}")
-        return facts.current
+            raise EspalierError(
+                f"threads={requested} needs device=cpu; use 'auto' on {device}, or set {THREADS_VARIABLE}"
+            )
+        return facts.num_current
     if not is_open(requested):
         return int(requested)
-    if facts.from_environment:
-        return facts.current
+    if facts.is_set_by_environment:
+        return facts.num_current
     return max(1, min(weight_bytes // BYTES_PER_THREAD, facts.num_cores))
 
 

@@ -189,7 +189,7 @@ def _attention_weights(config: ModelConfig, spec: LayerSpec) -> int:
     rank = latent.q_rank or hidden
     queries = (hidden * rank if latent.q_rank else 0) + rank * heads * latent.head_size
     up = heads * latent.kv_rank * (latent.nope_size + latent.v_size)
-    chooses, index = 0, latent.index
+    chooses, index = 0, latent.indexer
     if index is not None and spec.keeps.values_per_token > latent.row_size:
         chooses = rank * index.heads * index.size + hidden * (index.size + index.heads)
     return queries + hidden * latent.row_size + up + hidden * heads * latent.v_size + chooses

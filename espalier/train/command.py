@@ -219,7 +219,7 @@ def _evaluate(arguments: argparse.Namespace) -> None:
     require_int("--max-tokens", arguments.max_tokens, 1)
     require_names({"--target": arguments.target, "--draft": arguments.draft})
     require_data(arguments.data)
-    draft, target = find_draft(arguments.draft, what="--draft"), find_target(arguments.target, "--target")
+    draft, target = find_draft(arguments.draft, setting="--draft"), find_target(arguments.target, "--target")
     kind, config = kind_in(draft), read_target(target)
     if kind is None:
         raise EspalierError(f"--draft {draft} is no draft of this trainer; give one of {', '.join(TRAINERS)}")

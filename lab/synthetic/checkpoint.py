@@ -283,7 +283,7 @@ class SyntheticWeights(Weights):
 def build(
     recipe: Recipe, dtype: torch.dtype, device: torch.device | str, position_rows: int, shards: Shards = WHOLE
 ) -> tuple[CausalLM, DraftModel]:
-    """(target, draft): the models that loading the directories of `write` gives, for startup.build.assemble.
+    """(target, draft): the models that loading the directories of `write` gives, for startup.build.assemble_engine.
 
     shards: what a rank holds of the target, and of a draft that is divided too.
     """

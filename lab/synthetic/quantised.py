@@ -13,7 +13,7 @@ from torch import Tensor
 from espalier.errors import EspalierError
 from espalier.models.config import ModelConfig
 from espalier.models.quantisers import QUANTISERS, Quantiser
-from espalier.models.weight_formats import FormatOf, StoredTensor
+from espalier.models.weight_formats import FormatLookup, StoredTensor
 
 EXPERTS = "mlp.experts"
 
@@ -68,7 +68,7 @@ class QuantisedTensors:
         return dict(self.quantiser.quantization_config(self._columns))
 
     @functools.cached_property
-    def formats(self) -> FormatOf:
+    def formats(self) -> FormatLookup:
         return self.quantiser.storage_formats(self._columns)
 
     @functools.cached_property
@@ -121,7 +121,7 @@ class QuantisedTensors:
 
 def require_stored(config: ModelConfig, weights: str, what: str = "weights") -> None:
     """Raises EspalierError for a model that the format does not store.  config: of its layers; what: the setting."""
-    is_stacked = config.experts is not None and config.experts.stored == "stacked"
+    is_stacked = config.experts is not None and config.experts.storage == "stacked"
     if find_quantiser(weights).only_experts != is_stacked:
         use = "stacked experts, of which there are none" if not is_stacked else "linear layers, not stacked experts"
         raise EspalierError(f"{what} {weights!r} are for {use}; use {'mxfp4' if is_stacked else 'fp8 or int4'}")

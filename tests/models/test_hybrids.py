@@ -78,7 +78,7 @@ def test_layers_stay_unquantised_by_the_names_that_the_checkpoint_has(tmp_path):
         "modules_to_not_convert": left,
     }
     (path / "config.json").write_text(json.dumps(raw))
-    formats = Weights(path, torch.float64, "cpu", read_config(path).formats, stored=TEXT_PART_NAMES).formats
+    formats = Weights(path, torch.float64, "cpu", read_config(path).formats, stored_names=TEXT_PART_NAMES).formats
     dense = [
         name for name in ("in_proj_a", "in_proj_qkv") if formats(f"model.layers.0.linear_attn.{name}").name == "dense"
     ]

@@ -60,8 +60,8 @@ def read(path: Path, raw: dict[str, Any], overrides: dict[str, Any] | None = Non
 
 
 def index_of(config: ModelConfig) -> IndexerConfig:
-    assert config.latent is not None and config.latent.index is not None
-    return config.latent.index
+    assert config.latent is not None and config.latent.indexer is not None
+    return config.latent.indexer
 
 
 def letters(config: ModelConfig) -> str:

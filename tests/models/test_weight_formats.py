@@ -22,7 +22,7 @@ from espalier.models.weight_files import WeightCount, count_stored_weights
 from espalier.models.weight_formats import StoredTensor, Weight, WeightFormat, all_dense
 from espalier.models.weights import Weights
 from espalier.speculate.drafters.registry import load_draft, read_draft
-from espalier.startup.build import LoadedModels, assemble, config_of_layout
+from espalier.startup.build import LoadedModels, assemble_engine, config_without_files
 from tests.builders import make_eagle3, make_target
 from tests.harness import request, run
 
@@ -110,8 +110,8 @@ def tokens_of(target_path: Path, draft_path: Path) -> list[list[int]]:
     target = load_target(target_path, capture=capture, **how)
     draft = load_draft(draft_path, target, **how)
     layout = RoundLayout(4, 3, 2, 8, 4, 96, 1, 32)
-    config = config_of_layout(layout, "eagle3", "sdpa", DTYPE, torch.device("cpu"), prefix_cache=True)
-    engine = assemble(LoadedModels(config, target, draft))
+    config = config_without_files(layout, "eagle3", "sdpa", DTYPE, torch.device("cpu"), prefix_cache=True)
+    engine = assemble_engine(LoadedModels(config, target, draft))
     requests = [request(i, [(i * 5 + j * j) % 16 for j in range(4 + i)]) for i in range(3)]
     run(engine, requests)
     return [r.output for r in requests]

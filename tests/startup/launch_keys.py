@@ -44,7 +44,7 @@ from espalier.sampling.mask import mask_words
 from espalier.sampling.prompt import PromptRows
 from espalier.speculate.drafters.registry import DRAFT_FORMATS
 from espalier.speculate.round import ModelRunner
-from espalier.startup.build import LoadedModels, config_of_layout, make_runner
+from espalier.startup.build import LoadedModels, config_without_files, make_runner
 from espalier.startup.measure_memory import dummy_pass, fullest_pass, smaller_passes
 
 META_DEVICE = torch.device("meta")
@@ -170,7 +170,9 @@ def runner_of(name: str, num_layers: int, layout: RoundLayout, stored: str = DEN
     algorithm = spec.algorithm if spec else "none"
     sizes = {"num_pages": 64, "overlap": True}
     return make_runner(
-        LoadedModels(config_of_layout(layout, algorithm, "triton", torch.bfloat16, META_DEVICE, **sizes), model, draft)
+        LoadedModels(
+            config_without_files(layout, algorithm, "triton", torch.bfloat16, META_DEVICE, **sizes), model, draft
+        )
     )
 
 

@@ -50,7 +50,7 @@ def routed_experts(fields: Json, topk_methods: tuple[str, ...], layers: frozense
         size,
         size * num_shared if isinstance(size, int) else 0,
         "shared_experts",
-        shared_bias=bool(fields.get("mlp_bias", False)),
+        shared_has_bias=bool(fields.get("mlp_bias", False)),
     )
 
 
@@ -111,7 +111,7 @@ V2 = Family(
         "n_group": None,
         "topk_group": None,
     },
-    latent=True,
+    has_latent_attention=True,
     usable_in_drafts=True,
     supported_fields=EXPERT_FIELDS,
     experts=_experts_v2,

@@ -226,7 +226,7 @@ def _experts(fields: Json) -> Experts | None:
         "mlp",
         router_name="router.proj",
         scale_name="router.per_expert_scale",
-        stored="joined",
+        storage="joined",
         activation=GELU_TANH,
     )
 

@@ -116,7 +116,7 @@ DEEPSEEK_V32 = replace(
     defaults={**V3.defaults, **INDEXER_DEFAULTS, "max_position_embeddings": 163840, "indexer_rope_interleave": False},
     supported_fields=(*V3.supported_fields, "index_topk"),
     experts=experts_by_type,
-    indexed=True,
+    has_indexer=True,
     usable_in_drafts=False,
     # Two names for the same layers, from different releases of transformers.
     extra_layer_types=("indexed_attention", "deepseek_sparse_attention"),

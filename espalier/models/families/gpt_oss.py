@@ -12,8 +12,8 @@ def _experts(fields: Json) -> Experts:
         Routing(fields["num_local_experts"], fields["num_experts_per_tok"], "topk_softmax", logit_bias=True),
         fields["intermediate_size"],
         router_name="router",
-        stored="stacked",
-        biases=True,
+        storage="stacked",
+        has_biases=True,
         activation=Activation(
             positive_number(fields, "swiglu_alpha"), up_offset=1.0, limit=positive_number(fields, "swiglu_limit")
         ),
@@ -44,7 +44,7 @@ FAMILY = Family(
         },
     },
     windows=windows_in_even_layers,
-    sinks=True,
+    has_sinks=True,
     usable_in_drafts=True,
     experts=_experts,
     supported_fields=("num_experts", "num_local_experts", "swiglu_alpha", "swiglu_limit"),

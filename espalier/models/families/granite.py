@@ -35,7 +35,7 @@ def _experts(fields: Json) -> Experts | None:
         shared_prefix="",
         shared_names=SHARED_MLP,
         router_name="router.layer",
-        stored="joined",
+        storage="joined",
         prefix="block_sparse_moe.",
         joined_names=("input_linear.weight", "output_linear.weight"),
     )

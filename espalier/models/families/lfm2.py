@@ -74,7 +74,7 @@ def _experts(fields: Json) -> Experts:
         frozenset(range(dense, layers)),
         routing,
         fields["moe_intermediate_size"],
-        stored="joined",
+        storage="joined",
         prefix="feed_forward.",
         names=MLP_NAMES,
         correction_name="expert_bias",

@@ -168,7 +168,7 @@ FAMILY = Family(
     layer_specs=_layer_specs,
     load_layer=_load_layer,
     load_embedding=_load_embedding,
-    stored=StoredNames((("backbone.", "model."),)),
+    stored_names=StoredNames((("backbone.", "model."),)),
     ignored_weights={"mtp.": "layers of multi-token prediction"},
     final_norm="model.norm_f",
 )

@@ -130,7 +130,7 @@ def load_delta_net(weights: Weights, config: ModelConfig, prefix: str) -> DeltaN
 
 def experts(fields: Json) -> Experts | None:
     beside_shared = experts_with_shared(fields, default_num_experts=512)
-    return None if beside_shared is None else replace(beside_shared, stored="joined")
+    return None if beside_shared is None else replace(beside_shared, storage="joined")
 
 
 FAMILY = replace(

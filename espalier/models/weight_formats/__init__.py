@@ -8,7 +8,7 @@ from typing import Any
 
 from espalier.errors import EspalierError
 from espalier.models.weight_formats.base import (
-    FormatOf,
+    FormatLookup,
     StoredTensor,
     Weight,
     WeightFormat,
@@ -23,7 +23,7 @@ from espalier.models.weight_formats.gptq import read_awq, read_gptq
 __all__ = [
     "FORMATS",
     "QUANTISATION_FIELDS",
-    "FormatOf",
+    "FormatLookup",
     "StoredTensor",
     "Weight",
     "WeightFormat",
@@ -42,8 +42,8 @@ def all_dense(name: str) -> WeightFormat:
     return DENSE_FORMAT
 
 
-# By quant_method (None: config.json has none), a function from the quantisation field of config.json to a FormatOf.
-FORMATS: Mapping[str | None, Callable[[Mapping[str, Any]], FormatOf]] = {
+# By quant_method (None: config.json has none), a function from the quantisation field of config.json to a FormatLookup.
+FORMATS: Mapping[str | None, Callable[[Mapping[str, Any]], FormatLookup]] = {
     None: lambda quantisation: all_dense,
     "awq": read_awq,
     "compressed-tensors": read_compressed_tensors,
@@ -71,7 +71,7 @@ def declared_kv_dtype(fields: Mapping[str, Any]) -> str | None:
     return read_kv_dtype(fields, QUANTISATION_FIELDS)
 
 
-def read_formats(fields: Mapping[str, Any]) -> FormatOf:
+def read_formats(fields: Mapping[str, Any]) -> FormatLookup:
     """Returns the format of each matrix, from a completed config.json.  Names are those in the checkpoint.
 
     Raises EspalierError naming a format that is not in FORMATS.

@@ -202,4 +202,4 @@ class WeightFormat(ABC):
 
 
 # The name of a matrix in the checkpoint, such as model.layers.0.mlp.up_proj -> its format.
-FormatOf = Callable[[str], WeightFormat]
+FormatLookup = Callable[[str], WeightFormat]

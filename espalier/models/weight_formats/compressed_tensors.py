@@ -13,7 +13,7 @@ from torch import Tensor
 
 from espalier.errors import EspalierError
 from espalier.kernels.layers.quantised import QuantisedMatrix, nibble_matrix, unpack_nibbles
-from espalier.models.weight_formats.base import FormatOf, StoredTensor, WeightFormat
+from espalier.models.weight_formats.base import FormatLookup, StoredTensor, WeightFormat
 from espalier.models.weight_formats.dense import DENSE_FORMAT
 from espalier.models.weight_formats.e2m1 import COMPRESSED_TENSORS_NAMES, NVFP4_GROUP_SIZE, Nvfp4Format
 from espalier.models.weight_formats.fp8 import Fp8Format, read_block
@@ -103,7 +103,7 @@ def _require_shapes(shapes: Tensor, rows: Sequence[int], columns: int) -> None:
             )
 
 
-def read_compressed_tensors(quantisation: Mapping[str, Any]) -> FormatOf:
+def read_compressed_tensors(quantisation: Mapping[str, Any]) -> FormatLookup:
     """Returns the format of each matrix, for quant_method "compressed-tensors".
     Raises EspalierError naming a scheme that is not supported."""
     _refuse_fields(quantisation, "sparsity_config", "transform_config")

@@ -21,7 +21,7 @@ from espalier.config import FP8_KV
 from espalier.errors import EspalierError
 from espalier.kernels.layers.quantised import FP8, QuantisedMatrix, nibble_matrix
 from espalier.model_files import read_json
-from espalier.models.weight_formats.base import FormatOf, StoredTensor, WeightFormat
+from espalier.models.weight_formats.base import FormatLookup, StoredTensor, WeightFormat
 from espalier.models.weight_formats.dense import DENSE_FORMAT
 from espalier.models.weight_formats.fp8 import Fp8Format
 from espalier.models.weight_formats.quantised import (
@@ -72,7 +72,7 @@ class Mxfp4Format(QuantisedFormat):
         return name.endswith(("_blocks", "_scales"))
 
 
-def read_mxfp4(quantisation: Mapping[str, Any]) -> FormatOf:
+def read_mxfp4(quantisation: Mapping[str, Any]) -> FormatLookup:
     """Returns the format of each matrix, for quant_method "mxfp4": only the experts are quantised."""
     skipped, format = module_names(quantisation, "modules_to_not_convert"), Mxfp4Format()
 
@@ -174,7 +174,7 @@ MODELOPT_FORMATS: Mapping[str, WeightFormat] = {
 }
 
 
-def read_modelopt(quantisation: Mapping[str, Any]) -> FormatOf:
+def read_modelopt(quantisation: Mapping[str, Any]) -> FormatLookup:
     """Returns the format of each matrix, for quant_method "modelopt".
     Raises EspalierError naming an algorithm that is not supported: W4A8_AWQ, NVFP4_AWQ and others."""
     if quantisation.get("quant_algo") == MIXED_ALGORITHM:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from espalier.errors import EspalierError
 from espalier.kernels.layers.quantised import FP8, InputScales, QuantisedMatrix
-from espalier.models.weight_formats.base import FormatOf, StoredTensor
+from espalier.models.weight_formats.base import FormatLookup, StoredTensor
 from espalier.models.weight_formats.quantised import (
     SCALE_DTYPES,
     QuantisedFormat,
@@ -137,7 +137,7 @@ def _common_scale(scales: Tensor) -> Tensor:
     return scales[0].float()
 
 
-def read_fp8(quantisation: Mapping[str, Any]) -> FormatOf:
+def read_fp8(quantisation: Mapping[str, Any]) -> FormatLookup:
     """Returns the format of each matrix, for quant_method "fp8".
     Raises EspalierError naming a field that is not supported."""
     read_field(quantisation, "fmt", ("e4m3", None))

@@ -15,7 +15,7 @@ from espalier.kernels.layers.blocks import BLOCK_TYPES, BlockMatrix, dequantise_
 from espalier.kernels.layers.linear_plans import DTYPES
 from espalier.kernels.layers.quantised import DEQUANTISED_VALUES_PER_STEP
 from espalier.kernels.ops.linear import linear_blocks
-from espalier.models.weight_formats.base import FormatOf, StoredTensor, Weight, WeightFormat
+from espalier.models.weight_formats.base import FormatLookup, StoredTensor, Weight, WeightFormat
 from espalier.models.weight_formats.dense import DENSE_FORMAT
 from espalier.models.weight_formats.quantised import read_object, require_multiple_of
 
@@ -71,7 +71,7 @@ class GGUFFormat(WeightFormat):
         return dtype == torch.uint8
 
 
-def read_gguf_types(quantisation: Mapping[str, Any]) -> FormatOf:
+def read_gguf_types(quantisation: Mapping[str, Any]) -> FormatLookup:
     """Returns the format of each matrix, for quant_method "gguf".
     Raises EspalierError naming a block format that is not supported."""
     types = read_object(quantisation, "types")

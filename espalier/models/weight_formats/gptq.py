@@ -15,7 +15,7 @@ from torch import Tensor
 
 from espalier.errors import EspalierError
 from espalier.kernels.layers.quantised import QuantisedMatrix, nibble_matrix
-from espalier.models.weight_formats.base import FormatOf, StoredTensor
+from espalier.models.weight_formats.base import FormatLookup, StoredTensor
 from espalier.models.weight_formats.dense import DENSE_FORMAT
 from espalier.models.weight_formats.quantised import (
     NIBBLES_OF_INT32,
@@ -88,7 +88,7 @@ class GptqFormat(QuantisedFormat):
         return nibble_matrix("int4", pack_rows(block, sum(rows)), scales, group, zeros, order)
 
 
-def read_gptq(quantisation: Mapping[str, Any]) -> FormatOf:
+def read_gptq(quantisation: Mapping[str, Any]) -> FormatLookup:
     """Returns the format of each matrix, for quant_method "gptq".
     Raises EspalierError naming a field that is not supported."""
     read_field(quantisation, "bits", (4,))
@@ -144,7 +144,7 @@ class AwqFormat(QuantisedFormat):
         return nibble_matrix("int4", pack_rows(block, sum(rows)), scales, self.group_size or columns, zeros)
 
 
-def read_awq(quantisation: Mapping[str, Any]) -> FormatOf:
+def read_awq(quantisation: Mapping[str, Any]) -> FormatLookup:
     """Returns the format of each matrix, for quant_method "awq".
     Raises EspalierError naming a field that is not supported."""
     read_field(quantisation, "bits", (4,), quantisation.get("w_bit", 4))

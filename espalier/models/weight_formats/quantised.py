@@ -14,7 +14,7 @@ from espalier.kernels.layers.quantised import InputRows, InputScales, QuantisedM
 from espalier.kernels.layers.quantised_plans import require_supported
 from espalier.kernels.ops.activation import SILU, Activation
 from espalier.kernels.ops.linear import linear_quantised, linear_quantised_gated, linear_quantised_parts
-from espalier.models.weight_formats.base import FormatOf, Weight, WeightFormat
+from espalier.models.weight_formats.base import FormatLookup, Weight, WeightFormat
 from espalier.models.weight_formats.dense import DENSE_FORMAT
 from espalier.shards import Part
 from espalier.tokenizer_files import may_not_end
@@ -112,7 +112,7 @@ def pack_rows(unpacked_rows: Any, num_rows: int, step: int = 4096) -> Tensor:
     return torch.cat(list(blocks))
 
 
-def dense_if_skipped(skipped: Sequence[str], format: WeightFormat, quantises_head: bool = False) -> FormatOf:
+def dense_if_skipped(skipped: Sequence[str], format: WeightFormat, quantises_head: bool = False) -> FormatLookup:
     """Returns a function from a matrix's name to its format: `format`, or dense for skipped and ALWAYS_DENSE names.
 
     skipped: module names, parts of module names ("mlp.gate", "layers.61"), or "re:" and a pattern.
