@@ -32,7 +32,7 @@ def test_values_have_the_bits_of_the_library() -> None:
     """Of each matrix that the library wrote, as it reads it: the largest difference is 0."""
     tensors, types = GGUFTensors(FIXTURE), read_raw_config(FIXTURE)["quantization_config"]["types"]
     expected = json.loads(FIXTURE.with_name("expected.json").read_text())
-    names = {tensors.architecture.name(stored): stored for stored in expected}
+    names = {tensors.architecture.hf_name(stored): stored for stored in expected}
     assert {*types.values()} == {*BLOCK_TYPES} and tensors.keys() - names.keys() == {"lm_head.weight"}
     for name, stored in names.items():
         values = tensors[name]

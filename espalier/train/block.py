@@ -20,14 +20,14 @@ from espalier.kernels.ops.drafts import Candidates, select_paths
 from espalier.kernels.tree.edges import DepthRows, rank_depth
 from espalier.speculate.drafters.one_pass import with_edges, without_edges
 from espalier.train.block_head import BlockHead, BlockShape, block_loss
-from espalier.train.checkpoint import layer_fields, shape_in, write_checkpoint
+from espalier.train.checkpoint import layer_fields, read_shape, write_checkpoint
 from espalier.train.configs import read_config
-from espalier.train.draft_run import Loss
+from espalier.train.draft_run import LossFunction
 from espalier.train.settings import BlockConfig
 from espalier.train.target import Eagle3Target, FrozenTarget
 
 # (topk, num_draft_tokens) of the trees to measure; the first is a chain.
-TREES = {"chain": (1, 0), "tree of 16": (8, 16), "tree of 64": (8, 64)}
+MEASURED_TREES = {"chain": (1, 0), "tree of 16": (8, 16), "tree of 64": (8, 64)}
 
 
 def new_head(target: Eagle3Target, config: BlockConfig) -> BlockHead:
@@ -37,7 +37,7 @@ def new_head(target: Eagle3Target, config: BlockConfig) -> BlockHead:
     shape = BlockShape(
         num_hidden_layers=config.layers,
         block_size=config.block_size,
-        num_features=len(target.captured),
+        num_features=len(target.captured_layers),
         edge_rank=config.edge_rank,
         edge_kind=config.edge_kind,
         mask_token_id=mask,
@@ -48,9 +48,9 @@ def new_head(target: Eagle3Target, config: BlockConfig) -> BlockHead:
     return head
 
 
-def loss_of_batch(
+def make_loss(
     head: BlockHead, target: FrozenTarget, config: BlockConfig, loss: Callable[..., tuple[Tensor, Tensor]] = block_loss
-) -> Loss:
+) -> LossFunction:
     """The loss function for a batch, over blocks at random places."""
     generator = torch.Generator().manual_seed(config.seed)
 
@@ -84,7 +84,7 @@ def save_block(head: BlockHead, target: Eagle3Target, target_dir: Path, out: Pat
         "speculators_config": {"algorithm": "dspark", "verifier": verifier},
         "transformer_layer_config": {**layer, "model_type": "qwen3", "attention_bias": False, "hidden_act": "silu"},
         "draft_vocab_size": shape.vocab_size,
-        "aux_hidden_state_layer_ids": list(target.captured),
+        "aux_hidden_state_layer_ids": list(target.captured_layers),
         "block_size": shape.block_size,
         "mask_token_id": shape.mask_token_id,
         "sample_from_anchor": True,
@@ -103,7 +103,7 @@ OWN_FIELDS = ("block_size", "num_features", "edge_rank", "edge_kind", "mask_toke
 def load_block(directory: Path) -> BlockHead:
     """Load a draft that `save_block` wrote."""
     config = read_config(directory)
-    shape = shape_in(
+    shape = read_shape(
         *(config["transformer_layer_config"], BlockShape),
         block_size=config["block_size"],
         num_features=len(config["aux_hidden_state_layer_ids"]),
@@ -116,22 +116,22 @@ def load_block(directory: Path) -> BlockHead:
     return head
 
 
-def trees_of(head: BlockHead) -> dict[str, tuple[int, int, int]]:
+def trees_to_measure(head: BlockHead) -> dict[str, tuple[int, int, int]]:
     """The trees to measure: (steps, topk, num_draft_tokens) by name."""
     steps, vocab_size = head.shape.block_size, head.shape.vocab_size
-    return {name: (steps, min(topk, vocab_size), nodes or steps + 1) for name, (topk, nodes) in TREES.items()}
+    return {name: (steps, min(topk, vocab_size), nodes or steps + 1) for name, (topk, nodes) in MEASURED_TREES.items()}
 
 
 @torch.no_grad()
 def accept_lengths(
-    head: BlockHead, target: FrozenTarget, tokens: Tensor, first: int, topk: int, num_draft_tokens: int
+    head: BlockHead, target: FrozenTarget, tokens: Tensor, first_root: int, topk: int, num_draft_tokens: int
 ) -> Tensor:
     """The accept length of a tree below every root n, first <= n < T - S.  tokens: [T], greedy text of the target.
 
     num_draft_tokens: 0 for a chain.
     """
     steps, dtype = head.shape.block_size, head.fc.weight.dtype
-    roots = torch.arange(max(first, 1), len(tokens) - steps, device=tokens.device)
+    roots = torch.arange(max(first_root, 1), len(tokens) - steps, device=tokens.device)
     features = target(tokens[None])[0].to(dtype)
     embeds = target.embed(tokens[roots])[None].to(dtype)
     outputs = head(embeds, mask_embedding(target, head).to(dtype), features, roots)[0]

@@ -40,16 +40,16 @@ class BlockAttention(DraftAttention):
         self.q_norm = RMSNorm(shape.head_dim, shape.rms_norm_eps)
         self.k_norm = RMSNorm(shape.head_dim, shape.rms_norm_eps)
 
-    def heads(self, x: Tensor, proj: nn.Linear) -> Tensor:
-        """Project x [..., T, H] to heads: [..., heads, T, head_dim]."""
+    def project_heads(self, x: Tensor, proj: nn.Linear) -> Tensor:
+        """Project x [..., T, H] to project_heads: [..., heads, T, head_dim]."""
         return proj(x).unflatten(-1, (-1, self.head_dim)).transpose(-3, -2)
 
-    def keys(self, x: Tensor, tables: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    def keys_and_values(self, x: Tensor, tables: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """The K and V of rows x [..., T, H], rotated by the tables."""
-        return rotate(self.k_norm(self.heads(x, self.k_proj)), *tables), self.heads(x, self.v_proj)
+        return rotate(self.k_norm(self.project_heads(x, self.k_proj)), *tables), self.project_heads(x, self.v_proj)
 
     def queries(self, x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
-        return rotate(self.q_norm(self.heads(x, self.q_proj)), *tables)
+        return rotate(self.q_norm(self.project_heads(x, self.q_proj)), *tables)
 
 
 class BlockLayer(nn.Module):
@@ -68,12 +68,12 @@ class BlockLayer(nn.Module):
         attention = self.self_attn
         own, before = (rope_tables(at, attention.head_dim, theta) for at in positions)
         normed = self.input_layernorm(x)
-        pairs = zip(attention.keys(context, before), attention.keys(normed, own), strict=True)
+        pairs = zip(attention.keys_and_values(context, before), attention.keys_and_values(normed, own), strict=True)
         k, v = (torch.cat(pair, -2) for pair in pairs)
         q = attention.queries(normed, own)
         repeats = q.shape[-3] // k.shape[-3]
         k, v = k.repeat_interleave(repeats, -3), v.repeat_interleave(repeats, -3)
-        x = x + attention.output(F.scaled_dot_product_attention(q, k, v.to(q.dtype), attn_mask=mask))
+        x = x + attention.project_output(F.scaled_dot_product_attention(q, k, v.to(q.dtype), attn_mask=mask))
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -173,14 +173,14 @@ def block_loss(
     tokens: Tensor,
     features: Tensor,
     target_logits: Tensor,
-    learned: Tensor,
+    loss_mask: Tensor,
     anchors: Tensor,
     decay: float,
 ) -> tuple[Tensor, Tensor]:
     """(loss, top-1 agreement by depth [S]).  The loss is soft cross-entropy with the target's distribution, in nats.
 
     lm_head: the target's, [V, H]; embeds: embeddings of the tokens, and of the mask token; tokens: [B, R], at positions
-    1 .. R; features: [B, R, F], at positions 0 .. R-1; target_logits: [B, R, V], at positions 1 .. R; learned: bool
+    1 .. R; features: [B, R, F], at positions 0 .. R-1; target_logits: [B, R, V], at positions 1 .. R; loss_mask: bool
     [B, R], which of these positions count; anchors: [A], from 1 to R - S + 1.
     With edges, the tokens before a depth are those of the text.
     """
@@ -193,7 +193,7 @@ def block_loss(
         logits = F.linear(outputs[:, :, depth], lm_head.to(outputs.dtype)).float()
         if head.markov_head is not None and factors is not None:
             logits = logits + head.markov_head(factors[:, :, depth]).float()
-        wanted, counts = target_logits[:, at].float(), learned[:, at]
+        wanted, counts = target_logits[:, at].float(), loss_mask[:, at]
         loss = F.cross_entropy(logits.flatten(0, 1), wanted.softmax(-1).flatten(0, 1), reduction="none")
         num_counted = counts.sum().clamp(min=1)
         losses.append(decay**depth * (loss * counts.flatten()).sum() / num_counted)

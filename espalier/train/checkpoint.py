@@ -12,13 +12,13 @@ from torch import nn
 
 from espalier.errors import EspalierError
 from espalier.models.weight_files import write_weights
-from espalier.train.configs import kind_in, read_config
+from espalier.train.configs import read_config, read_draft_kind
 from espalier.train.draft import DraftShape, Eagle3Draft
 from espalier.train.llama import LlamaShape
-from espalier.train.work import whole_file
+from espalier.train.work import replace_file
 
 Shape = TypeVar("Shape", bound=LlamaShape)
-REMEDY = "free some space there, or give another --out"
+DISK_REMEDY = "free some space there, or give another --out"
 
 
 def rope_theta(config: dict[str, Any]) -> float:
@@ -42,13 +42,13 @@ def layer_fields(target: dict[str, Any], intermediate_size: int | None) -> dict[
     }
 
 
-def shape_in(layer: dict[str, Any], shape: type[Shape], **more: Any) -> Shape:
-    """The shape in a config.json, or in its part for the layers.  more: fields of the shape that stand elsewhere."""
+def read_shape(layer: dict[str, Any], shape: type[Shape], **other_fields: Any) -> Shape:
+    """The shape in a config.json, or in its part for the layers.  other_fields: fields of the shape that stand elsewhere."""
     sizes = {name: layer[name] for name in shape.__dataclass_fields__ if name in layer}
-    return shape(**{**sizes, "rope_theta": rope_theta(layer), **more})
+    return shape(**{**sizes, "rope_theta": rope_theta(layer), **other_fields})
 
 
-def draft_shape(target: dict[str, Any], draft_vocab_size: int, intermediate_size: int | None) -> DraftShape:
+def make_draft_shape(target: dict[str, Any], draft_vocab_size: int, intermediate_size: int | None) -> DraftShape:
     fields: dict[str, Any] = layer_fields(target, intermediate_size)
     return DraftShape(draft_vocab_size=draft_vocab_size, target_hidden_size=fields["hidden_size"], **fields)
 
@@ -60,9 +60,9 @@ def write_checkpoint(config: dict[str, Any], module: nn.Module, out: Path) -> No
         name: tensor.detach().cpu().to(torch.bfloat16 if tensor.is_floating_point() else tensor.dtype).contiguous()
         for name, tensor in module.state_dict().items()
     }
-    with whole_file(out / "model.safetensors", REMEDY) as unfinished:
+    with replace_file(out / "model.safetensors", DISK_REMEDY) as unfinished:
         write_weights(unfinished, weights)
-    with whole_file(out / "config.json", REMEDY) as unfinished:
+    with replace_file(out / "config.json", DISK_REMEDY) as unfinished:
         unfinished.write_text(json.dumps(config, indent=2) + "\n")
 
 
@@ -83,10 +83,10 @@ def save_draft(draft: Eagle3Draft, out: Path) -> None:
 
 def load_draft(directory: Path) -> Eagle3Draft:
     config = read_config(directory)
-    if kind_in(directory) != "eagle3":
+    if read_draft_kind(directory) != "eagle3":
         raise EspalierError(
             f"{directory} holds {config.get('architectures')}; give a draft of the architecture LlamaForCausalLMEagle3"
         )
-    draft = Eagle3Draft(shape_in(config, DraftShape))
+    draft = Eagle3Draft(read_shape(config, DraftShape))
     draft.load_state_dict(load_file(directory / "model.safetensors"))
     return draft

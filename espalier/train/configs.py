@@ -10,9 +10,9 @@ from typing import Any
 from espalier.errors import EspalierError
 from espalier.model_files import MAX_LAYERS, MAX_SIZE, is_gguf, read_json
 
-FAMILIES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "MistralForCausalLM")
+TARGET_ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "MistralForCausalLM")
 # The sizes of a target that a draft's layers inherit.
-SIZES = (
+SIZE_FIELDS = (
     "vocab_size",
     "hidden_size",
     "intermediate_size",
@@ -22,7 +22,7 @@ SIZES = (
     "max_position_embeddings",
 )
 # The kinds of drafts, each with the field of config.json that names it.
-KINDS: Mapping[str, tuple[str, Any]] = MappingProxyType(
+KIND_FIELDS: Mapping[str, tuple[str, Any]] = MappingProxyType(
     {
         "eagle3": ("architectures", ["LlamaForCausalLMEagle3"]),
         "mtp": ("speculators_model_type", "mtp"),
@@ -46,11 +46,11 @@ def read_target(directory: Path, min_layers: int = 1) -> dict[str, Any]:
     """The config.json of a model that can be a target.  Raises EspalierError for any other model."""
     config = read_config(directory)
     architecture = (config.get("architectures") or ["an unnamed architecture"])[0]
-    if architecture not in FAMILIES:
+    if architecture not in TARGET_ARCHITECTURES:
         raise EspalierError(
-            f"--target {directory}: {architecture} cannot be a target here; use one of {', '.join(FAMILIES)}"
+            f"--target {directory}: {architecture} cannot be a target here; use one of {', '.join(TARGET_ARCHITECTURES)}"
         )
-    for name in SIZES:
+    for name in SIZE_FIELDS:
         value, most = config.get(name), MAX_LAYERS if name == "num_hidden_layers" else MAX_SIZE
         if not isinstance(value, int | float) or not 0 < value <= most:
             raise EspalierError(f"{directory / 'config.json'} has {name} {value!r}; give a model whose file is whole")
@@ -68,7 +68,7 @@ def captured_layers(config: Mapping[str, Any]) -> tuple[int, int, int]:
     return 2, num_layers // 2, num_layers - 3
 
 
-def kind_in(directory: Path) -> str | None:
+def read_draft_kind(directory: Path) -> str | None:
     """The kind of the draft in a directory; None if the directory holds no draft."""
     config = read_config(directory)
-    return next((kind for kind, (name, value) in KINDS.items() if config.get(name) == value), None)
+    return next((kind for kind, (name, value) in KIND_FIELDS.items() if config.get(name) == value), None)

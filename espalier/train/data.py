@@ -37,7 +37,7 @@ class Conversation:
 
 
 @dataclass(frozen=True)
-class Data:
+class TrainingText:
     """The given text.
 
     stream: the token ids of all documents, one after another, as uint16 or int32; conversations: for the target to
@@ -52,7 +52,7 @@ class Data:
     def all_tokens(self) -> np.ndarray:
         return np.concatenate([self.stream, *(each.tokens for each in self.conversations)])
 
-    def apart(self) -> tuple[Data, list[np.ndarray]]:
+    def split_held_out(self) -> tuple[TrainingText, list[np.ndarray]]:
         """(the data to train on, the prompts to measure).  The prompts are the last conversations of each kind, or cut
         from the end of the documents."""
         if not self.conversations:
@@ -69,29 +69,29 @@ class Data:
         return replace(self, conversations=kept), [self.conversations[number].tokens for number in held]
 
 
-def read_data(path: Path, target: Path) -> Data:
+def read_data(path: Path, target: Path) -> TrainingText:
     """Read the given text, as token ids of the target.  Raises EspalierError."""
     if path.suffix == ".npy":
-        return Data(_read_ids(path, target))
+        return TrainingText(_read_ids(path, target))
     documents, conversations, licenses = [], [], set()
-    for record, tokens in _prompts(path, target):
+    for record, tokens in _read_prompts(path, target):
         licenses |= {str(record[name]) for name in ("license",) if record.get(name)}
         if kind_of("", record) not in (*TEXTS, "token_ids"):
             conversations.append(Conversation(np.array(tokens, np.int32), str(record.get("kind", ""))))
         else:
             documents.append(np.array(tokens, dtype=np.int32))
-    return Data(np.concatenate([np.zeros(0, np.int32), *documents]), conversations, sorted(licenses))
+    return TrainingText(np.concatenate([np.zeros(0, np.int32), *documents]), conversations, sorted(licenses))
 
 
 def read_prompts(path: Path, target: Path) -> list[list[int]]:
     """The token ids of every line.  Raises EspalierError, which names the line."""
-    return [tokens for _, tokens in _prompts(path, target)]
+    return [tokens for _, tokens in _read_prompts(path, target)]
 
 
-def _prompts(path: Path, target: Path) -> Iterator[tuple[dict[str, Any], list[int]]]:
+def _read_prompts(path: Path, target: Path) -> Iterator[tuple[dict[str, Any], list[int]]]:
     """Yields each record with its token ids, see prompt_files.token_ids."""
     config, found = read_target(target), False
-    vocab_size, inputs = int(config["vocab_size"]), cache(lambda: _inputs(target, config))
+    vocab_size, inputs = int(config["vocab_size"]), cache(lambda: _input_processor(target, config))
     for place, record in records("--data", path):
         yield record, token_ids(place, record, vocab_size, inputs)
         found = True
@@ -99,7 +99,7 @@ def _prompts(path: Path, target: Path) -> Iterator[tuple[dict[str, Any], list[in
         raise EspalierError(f'--data {path} is empty; a record is {EXPECTED}, or "token_ids"')
 
 
-def _inputs(target: Path, config: dict[str, Any]) -> InputProcessor:
+def _input_processor(target: Path, config: dict[str, Any]) -> InputProcessor:
     vocab_size, positions = int(config["vocab_size"]), int(config["max_position_embeddings"])
     try:
         inputs = InputProcessor(ModelFacts(str(target), vocab_size, positions), load_tokenizer(target, vocab_size))

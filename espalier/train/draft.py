@@ -38,12 +38,12 @@ class DraftLayer(nn.Module):
         """Join embeddings and features, [..., H] each, to the layer's input [..., 2H]."""
         return torch.cat((self.input_layernorm(embeds), self.hidden_norm(feature)), dim=-1)
 
-    def finish(self, feature: Tensor, attended: Tensor) -> Tensor:
+    def finish_layer(self, feature: Tensor, attended: Tensor) -> Tensor:
         """The layer's output [..., T, H].
 
         attended: [..., heads, T, head_dim].  The residual is the feature before its norm.
         """
-        x = feature + self.self_attn.output(attended)
+        x = feature + self.self_attn.project_output(attended)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -104,9 +104,9 @@ class Eagle3Draft(nn.Module):
             # The last `step` rows have no token.  They run on zeros, so that every step has the same shape.
             tokens = F.pad(embeds[:, step:], (0, 0, 0, step))
             cos, sin = self.rope(torch.arange(step, step + num_rows, device=embeds.device))
-            q, k, v = self.midlayer.self_attn.project(self.midlayer.join(tokens, feature), cos, sin)
+            q, k, v = self.midlayer.self_attn.project_qkv(self.midlayer.join(tokens, feature), cos, sin)
             chain.append((k, v))
-            feature = self.midlayer.finish(feature, attend(q, chain))
+            feature = self.midlayer.finish_layer(feature, attend(q, chain))
             outputs.append(feature[:, : num_rows - step])
         return outputs
 
@@ -116,7 +116,7 @@ def training_loss(
     embeds: Tensor,
     features: Tensor,
     target_logits: Tensor,
-    learned: Tensor,
+    loss_mask: Tensor,
     num_steps: int,
     decay: float,
 ) -> tuple[Tensor, Tensor]:
@@ -124,9 +124,9 @@ def training_loss(
 
     The loss is soft cross-entropy with the target's distribution over the draft vocabulary.  Rows where the target's
     most likely token is not in that vocabulary are left out.
-    target_logits: [B, R, vocab], for the token that each row predicts; learned: see depth_loss.
+    target_logits: [B, R, vocab], for the token that each row predicts; loss_mask: see depth_loss.
     """
     picks = target_logits.argmax(-1)
     choices = torch.where(draft.t2d[picks], draft.t2d.cumsum(0)[picks] - 1, -1)
     logits = (draft.logits(output) for output in draft.unroll(embeds, features, num_steps))
-    return depth_loss(logits, target_logits[..., draft.target_ids], choices, learned, decay)
+    return depth_loss(logits, target_logits[..., draft.target_ids], choices, loss_mask, decay)

@@ -24,7 +24,7 @@ class DraftAttention(nn.Module):
         self.v_proj = nn.Linear(input_size, kv_heads * head_dim, bias=False)
         self.o_proj = nn.Linear(heads * head_dim, hidden_size, bias=False)
 
-    def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def project_qkv(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x [..., T, input_size] -> q, k, v [..., heads, T, head_dim].
 
         q and k are rotated; k and v are repeated so that each query head has its own.
@@ -37,7 +37,7 @@ class DraftAttention(nn.Module):
         k, v = rotate(k, cos, sin).repeat_interleave(repeats, -3), v.repeat_interleave(repeats, -3)
         return rotate(q, cos, sin), k, v
 
-    def output(self, attended: Tensor) -> Tensor:
+    def project_output(self, attended: Tensor) -> Tensor:
         """The output projection: [..., heads, T, head_dim] -> [..., T, hidden_size]."""
         return self.o_proj(attended.transpose(-3, -2).flatten(-2))
 

@@ -20,14 +20,14 @@ from torch import Tensor, nn
 from espalier.errors import EspalierError
 from espalier.train.card import write_card
 from espalier.train.configs import read_target
-from espalier.train.data import Data
-from espalier.train.evaluate import SHORTEST, AcceptReport
-from espalier.train.optim import make_optimizers, schedule, set_rate
+from espalier.train.data import TrainingText
+from espalier.train.evaluate import MIN_MEASURED_TOKENS, AcceptReport
+from espalier.train.optim import learning_rate_factor, make_optimizers, set_learning_rate
 from espalier.train.own_text import (
     OwnText,
+    format_minutes,
     load_own_text,
     longest_text,
-    minutes,
     print_work,
     require_prompts,
     require_unfinished,
@@ -36,41 +36,41 @@ from espalier.train.own_text import (
 from espalier.train.settings import TrainConfig, fixed_settings
 from espalier.train.state import SavedState
 from espalier.train.target import FrozenTarget
-from espalier.train.windows import TextRows, Texts, Windows, require_windows
-from espalier.train.work import origin_of, whole_file
+from espalier.train.windows import JoinedTexts, StreamWindows, TextRows, require_windows
+from espalier.train.work import origin_of, replace_file
 
 # (embeddings [B, R, H], or what DraftRun.rows_of returns instead; the target's features [B, R, F]; the target's logits
 # [B, R, V]; which rows count [B, R]) -> (loss, top-1 agreement by depth)
-Loss = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+LossFunction = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 # (texts, the index in each where its continuation begins) -> accept lengths of several trees, by the trees' names
-Measure = Callable[[list[np.ndarray], list[int]], dict[str, AcceptReport]]
+MeasureFunction = Callable[[list[np.ndarray], list[int]], dict[str, AcceptReport]]
 
 
 @dataclass(frozen=True)
 class RunFiles:
     """The files that a run reads and writes.
 
-    kind: of the draft; data: without the held-out part; own: the target's own text; state: see SavedState.
+    kind: of the draft; data: without the held-out part; own_text: the target's own text; state: see SavedState.
     """
 
     kind: str
     target: Path
     out: Path
-    data: Data
-    own: OwnText
+    data: TrainingText
+    own_text: OwnText
     state: SavedState
 
 
 def prepare_run(
-    kind: str, target: Path, data: Data, out: Path, work: Path, config: TrainConfig, min_layers: int = 1
+    kind: str, target: Path, data: TrainingText, out: Path, work: Path, config: TrainConfig, min_layers: int = 1
 ) -> RunFiles:
     """Refuse settings that do not fit together, before the target is loaded.  Then make the own text if needed.
 
     Raises EspalierError.
     """
     config.require_target(read_target(target, min_layers))
-    origin, (kept, _) = origin_of(target, data.all_tokens), data.apart()
-    num_tokens, own_rows = len(kept.stream), rows_of_own(config, kept)
+    origin, (kept, _) = origin_of(target, data.all_tokens), data.split_held_out()
+    num_tokens, own_rows = len(kept.stream), count_own_rows(config, kept)
     what, remedy = f"--data holds {num_tokens} tokens to train on", "give more text, or a smaller --batch or --length"
     require_windows(what, num_tokens, config.length, config.batch - own_rows, remedy)
     makes_text = not saved_texts(config, work, origin)
@@ -81,12 +81,12 @@ def prepare_run(
         require_own_rows(longest, config, own_rows)
     # Runs that share the work folder have separate states, told apart by the draft's kind and directory.
     state = SavedState(work / f"{kind}-{out.resolve().name}.pt", {**origin, **fixed_settings(config, type(config))})
-    state.require_same()
+    state.require_same_origin()
     print_work(config, makes_text)
     return RunFiles(kind, target, out, kept, load_own_text(target, data, config, work, origin), state)
 
 
-def rows_of_own(config: TrainConfig, data: Data) -> int:
+def count_own_rows(config: TrainConfig, data: TrainingText) -> int:
     """How many rows of a batch are the target's own text: all if the data have no documents."""
     return config.own_rows if len(data.stream) else config.batch
 
@@ -103,7 +103,7 @@ def require_own_rows(num_tokens: int, config: TrainConfig, own_rows: int) -> Non
 
 
 def training_rows(target: FrozenTarget, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The inputs of `Loss` for tokens [B, R + 1].
+    """The inputs of `LossFunction` for tokens [B, R + 1].
 
     Row p pairs the target's feature at p with token p + 1, and learns the target's logits at p + 1.
     """
@@ -115,41 +115,41 @@ def training_rows(target: FrozenTarget, tokens: Tensor) -> tuple[Tensor, Tensor,
 class DraftRun:
     """One run of a trainer.
 
-    loss_of: the loss of a batch; save: writes the draft; measure: the draft's accept lengths, which are printed
-    whenever the state is saved, and at the end; rows_of: makes the inputs of loss_of from tokens [B, R + 1]; depth:
+    loss_function: the loss of a batch; save: writes the draft; measure: the draft's accept lengths, which are printed
+    whenever the state is saved, and at the end; make_rows: makes the inputs of loss_of from tokens [B, R + 1]; depth:
     tokens of the deepest path that is measured.
     """
 
     draft: nn.Module
     target: FrozenTarget
-    loss_of: Loss
+    loss_function: LossFunction
     save: Callable[[], None]
-    measure: Measure
+    measure: MeasureFunction
     files: RunFiles
     config: TrainConfig
-    rows_of: Callable[[FrozenTarget, Tensor], tuple[Tensor, Tensor, Tensor]] = training_rows
-    depth: int = SHORTEST
+    make_rows: Callable[[FrozenTarget, Tensor], tuple[Tensor, Tensor, Tensor]] = training_rows
+    depth: int = MIN_MEASURED_TOKENS
 
     @property
     def num_parameters(self) -> int:
         return sum(p.numel() for p in self.draft.parameters())
 
     @property
-    def held_out(self) -> Texts:
-        return self.files.own.held_out
+    def held_out(self) -> JoinedTexts:
+        return self.files.own_text.held_out
 
 
-def mixed_batches(run: DraftRun, first: int) -> Iterator[tuple[Tensor, Tensor]]:
+def mixed_batches(run: DraftRun, first_batch: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Yields batches [batch, length + 1] of token ids, and for each token whether it is learned.
 
     A share `own_share` of the rows is the target's own text.  In conversations only the target's answers are learned.
     Prompts that are cut from documents are learned too, like any other text.
     """
     config, data, device = run.config, run.files.data, run.target.device
-    own_rows = rows_of_own(config, data)
+    own_rows = count_own_rows(config, data)
     given_rows = config.batch - own_rows
-    own = TextRows(run.files.own.texts, config.length, device, config.seed).batches(own_rows, first)
-    given = Windows(data.stream, config.length, device, config.seed).batches(given_rows, first)
+    own = TextRows(run.files.own_text.texts, config.length, device, config.seed).batches(own_rows, first_batch)
+    given = StreamWindows(data.stream, config.length, device, config.seed).batches(given_rows, first_batch)
     while True:
         parts = []
         if own_rows:
@@ -161,30 +161,30 @@ def mixed_batches(run: DraftRun, first: int) -> Iterator[tuple[Tensor, Tensor]]:
         yield torch.cat([tokens for tokens, _ in parts]), torch.cat([learned for _, learned in parts])
 
 
-def backward(run: DraftRun, tokens: Tensor, learned: Tensor) -> tuple[Tensor, Tensor]:
+def backward(run: DraftRun, tokens: Tensor, loss_mask: Tensor) -> tuple[Tensor, Tensor]:
     """(loss, agreement by depth) of tokens [B, R + 1].  Also computes the gradients."""
-    rows = run.rows_of(run.target, tokens)
+    rows = run.make_rows(run.target, tokens)
     # Logits at positions 1 .. R predict the token after each position.
-    learned = torch.cat((learned[:, 2:], learned[:, -1:]), 1)
+    loss_mask = torch.cat((loss_mask[:, 2:], loss_mask[:, -1:]), 1)
     with torch.autocast(tokens.device.type, torch.bfloat16, enabled=tokens.is_cuda):
-        loss, agreement = run.loss_of(*rows, learned)
+        loss, agreement = run.loss_function(*rows, loss_mask)
     loss.backward()
     torch.nn.utils.clip_grad_norm_(run.draft.parameters(), 1.0)
     return loss.detach(), agreement
 
 
-def train_draft(run: DraftRun, **more: float) -> dict[str, float]:
-    """Train on the target's own text and the given text, save, and return the run's figures.  more: added to these.
+def train_draft(run: DraftRun, **more_figures: float) -> dict[str, float]:
+    """Train on the target's own text and the given text, save, and return the run's figures.  more_figures: added to these.
 
     The figures and the settings are also written to a JSON file in the work folder, and to the draft's card.  The state
     is removed, because a finished run cannot continue.
     """
-    own, state = run.files.own.texts, run.files.state
-    require_own_rows(len(own.tokens), run.config, rows_of_own(run.config, run.files.data))
+    own, state = run.files.own_text.texts, run.files.state
+    require_own_rows(len(own.tokens), run.config, count_own_rows(run.config, run.files.data))
     num_steps, agreement, accept = run_steps(run)
     figures = {
         "parameters": float(run.num_parameters),
-        **more,
+        **more_figures,
         "own_tokens": float(len(own.tokens)),
         "given_tokens": float(len(run.files.data.stream)),
         "seen_tokens": float(num_steps * run.config.batch * run.config.length),
@@ -192,7 +192,7 @@ def train_draft(run: DraftRun, **more: float) -> dict[str, float]:
     figures |= {f"agreement_{depth}": value for depth, value in enumerate(agreement, 1)}
     figures |= {f"accept_length_{name.replace(' ', '_')}": each.every_root for name, each in accept.items()}
     text = json.dumps(figures | {"config": asdict(run.config)}, indent=1)
-    with whole_file(state.path.with_suffix(".json"), "free some space there") as unfinished:
+    with replace_file(state.path.with_suffix(".json"), "free some space there") as unfinished:
         unfinished.write_text(text + "\n")
     write_card(run.files.out, run.files.kind, run.files.target, run.files.data, figures, run.config)
     state.remove()
@@ -216,7 +216,7 @@ def run_steps(run: DraftRun) -> tuple[int, list[float], dict[str, AcceptReport]]
             progress = max(done / num_steps, clock.progress)
             if progress >= 1:
                 break
-            set_rate(optimizers, schedule(progress))
+            set_learning_rate(optimizers, learning_rate_factor(progress))
             loss, agreement = backward(run, tokens, learned)
             for optimizer in optimizers:
                 optimizer.step()
@@ -224,7 +224,7 @@ def run_steps(run: DraftRun) -> tuple[int, list[float], dict[str, AcceptReport]]
             done += 1
             clock.count_step()
             if done % config.log_every == 0 or done == num_steps:
-                log(done, num_steps, float(loss), agreement, config.batch * config.length, clock)
+                print_step(done, num_steps, float(loss), agreement, config.batch * config.length, clock)
                 require_finite(done, math.isfinite(loss))
             if done % config.save_every == 0:
                 save_step(run, optimizers, done)
@@ -272,7 +272,7 @@ def save_finished(run: DraftRun, optimizers: list[torch.optim.Optimizer], done: 
 def print_measure(run: DraftRun) -> dict[str, AcceptReport]:
     """Measure the draft on the held-out continuations, and print.  Returns {} if all are too short."""
     texts, firsts = run.held_out.split(), run.held_out.firsts.tolist()
-    long_enough = [i for i, text in enumerate(texts) if len(text) - firsts[i] > max(SHORTEST, run.depth)]
+    long_enough = [i for i, text in enumerate(texts) if len(text) - firsts[i] > max(MIN_MEASURED_TOKENS, run.depth)]
     if not long_enough:
         print("held out: nothing, as the target's continuations end or repeat at once", flush=True)
         return {}
@@ -319,10 +319,10 @@ class StepClock:
         return of_clock if of_steps is None else min(of_clock, of_steps)
 
 
-def log(step: int, num_steps: int, loss: float, agreement: Tensor, num_tokens: int, clock: StepClock) -> None:
+def print_step(step: int, num_steps: int, loss: float, agreement: Tensor, num_tokens: int, clock: StepClock) -> None:
     """Print a line on a step.  num_tokens: of the step."""
     depths = " ".join(f"{a:.3f}" for a in agreement.tolist())
     rate, left = num_tokens * clock.steps_per_second / 1e6, clock.seconds_left(num_steps - step)
-    end = "" if left is None else f", {minutes(left)} left"
+    end = "" if left is None else f", {format_minutes(left)} left"
     of_all = f"/{num_steps}" if clock.max_seconds is None else ""
     print(f"step {step}{of_all} loss {loss:.3f} top-1 by depth {depths} {rate:.4f} M tokens/s{end}", flush=True)

@@ -1,7 +1,7 @@
 """Measures accept lengths of an EAGLE-3 draft on known text, for the trainer, without the engine.
 
 The text is the target's greedy output, so a round accepts the longest path of its tree that agrees with the text.  A
-tree is grown at every position at once.  Then `report` visits the roots that decoding would have visited.
+tree is grown at every position at once.  Then `make_report` visits the roots that decoding would have visited.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from espalier.errors import EspalierError
 from espalier.terminal.console import print_table
 from espalier.train.draft import Eagle3Draft
 from espalier.train.target import FrozenTarget
-from espalier.train.writer import Writer, repeated
+from espalier.train.writer import TargetWriter, find_repeats
 
 
 @dataclass
@@ -35,24 +35,30 @@ class Beams:
     features: Tensor
     chain: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
-    def pick(self, index: Tensor, values: tuple[Tensor, Tensor, Tensor], parents: Tensor) -> Beams:
+    def select(self, index: Tensor, values: tuple[Tensor, Tensor, Tensor], parents: Tensor) -> Beams:
         tokens, scores, on_path = (v.gather(1, index) for v in values)
-        return Beams(tokens, scores, on_path, rows(self.features, parents), self.chain)
+        return Beams(tokens, scores, on_path, select_rows(self.features, parents), self.chain)
 
 
-def rows(x: Tensor, index: Tensor) -> Tensor:
+def select_rows(x: Tensor, index: Tensor) -> Tensor:
     """Select rows of each batch entry: x [N, K, ...], index [N, M] -> [N, M, ...]."""
     return x[torch.arange(len(x), device=x.device)[:, None], index]
 
 
 @torch.no_grad()
 def accept_lengths(
-    draft: Eagle3Draft, target: FrozenTarget, tokens: Tensor, first: int, steps: int, topk: int, num_draft_tokens: int
+    draft: Eagle3Draft,
+    target: FrozenTarget,
+    tokens: Tensor,
+    first_root: int,
+    steps: int,
+    topk: int,
+    num_draft_tokens: int,
 ) -> Tensor:
     """The accept length at every root position n, first <= n < T - steps.  tokens: [T], greedy text of the target."""
     dtype = draft.fc.weight.dtype
     features, embeds = target(tokens[None])[0][0, :-1].to(dtype), target.embed(tokens[1:]).to(dtype)
-    roots = torch.arange(first, len(tokens) - steps, device=tokens.device)
+    roots = torch.arange(first_root, len(tokens) - steps, device=tokens.device)
     outputs, keys, values = causal_rows(draft, embeds, features)
     at_root = roots[:, None]
     beams = Beams(at_root, torch.zeros_like(at_root, dtype=dtype), at_root > 0, outputs[at_root - 1])
@@ -71,8 +77,8 @@ def accept_lengths(
         pool_paths.append(on_path)
         pool_depths.append(torch.full_like(children, depth))
         index = scores.topk(min(topk, scores.shape[1]), dim=1).indices
-        beams.chain = [(rows(k, parents[index]), rows(v, parents[index])) for k, v in beams.chain]
-        beams = beams.pick(index, (children, scores, on_path), parents[index])
+        beams.chain = [(select_rows(k, parents[index]), select_rows(v, parents[index])) for k, v in beams.chain]
+        beams = beams.select(index, (children, scores, on_path), parents[index])
     all_scores = torch.cat(pool_scores, 1)
     kept = all_scores.topk(min(num_draft_tokens - 1, all_scores.shape[1]), dim=1).indices
     depths = torch.cat(pool_depths, 1) * torch.cat(pool_paths, 1)
@@ -83,9 +89,9 @@ def causal_rows(draft: Eagle3Draft, embeds: Tensor, features: Tensor) -> tuple[T
     """(outputs [R, H], keys, values [heads, R, head_dim]) of the rows whose features come from the target."""
     feature = draft.fc(features)
     cos, sin = draft.rope(torch.arange(len(features), device=features.device))
-    q, k, v = draft.midlayer.self_attn.project(draft.midlayer.join(embeds, feature), cos, sin)
+    q, k, v = draft.midlayer.self_attn.project_qkv(draft.midlayer.join(embeds, feature), cos, sin)
     attended = torch.nn.functional.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True)[0]
-    return draft.midlayer.finish(feature, attended), k, v
+    return draft.midlayer.finish_layer(feature, attended), k, v
 
 
 def run_beams(
@@ -98,7 +104,7 @@ def run_beams(
     layer = draft.midlayer
     cos, sin = (t[:, None, None, None, :] for t in draft.rope(positions))
     joined = layer.join(embeds, beams.features)[..., None, :]
-    q, k, v = (t.squeeze(-2) for t in layer.self_attn.project(joined, cos, sin))
+    q, k, v = (t.squeeze(-2) for t in layer.self_attn.project_qkv(joined, cos, sin))
     beams.chain.append((k, v))
     prefix = torch.einsum("nkhd,hrd->nkhr", q, keys)
     is_later = torch.arange(keys.shape[1], device=q.device) >= roots[:, None]
@@ -108,7 +114,7 @@ def run_beams(
     attended = torch.einsum("nkhr,hrd->nkhd", weights[..., : keys.shape[1]], values)
     for index, (_, v) in enumerate(beams.chain):
         attended = attended + weights[..., keys.shape[1] + index, None] * v
-    return layer.finish(beams.features[..., None, :], attended[..., None, :]).squeeze(-2)
+    return layer.finish_layer(beams.features[..., None, :], attended[..., None, :]).squeeze(-2)
 
 
 @dataclass
@@ -125,12 +131,12 @@ class AcceptReport:
     repeated_share: float
 
 
-def report(lengths: list[Tensor], texts: list[np.ndarray], firsts: list[int]) -> AcceptReport:
+def make_report(lengths: list[Tensor], texts: list[np.ndarray], firsts: list[int]) -> AcceptReport:
     fresh: list[float] = []
     looping: list[float] = []
     every_root: list[float] = []
     for accepted, text, first in zip(lengths, texts, firsts, strict=True):
-        loops, root, values = repeated(text), first, accepted.tolist()
+        loops, root, values = find_repeats(text), first, accepted.tolist()
         every_root += values
         while root - first < len(values):
             length = values[root - first]
@@ -141,27 +147,27 @@ def report(lengths: list[Tensor], texts: list[np.ndarray], firsts: list[int]) ->
 
 
 # A continuation of at most this many tokens is not measured.
-SHORTEST = 8
-SETTINGS = {"tree": (5, 4, 16), "chain": (5, 1, 6), "wide tree": (6, 8, 64)}
+MIN_MEASURED_TOKENS = 8
+MEASURED_TREES = {"tree": (5, 4, 16), "chain": (5, 1, 6), "wide tree": (6, 8, 64)}
 
 
-def require_room(num_tokens: int, steps: int) -> None:
+def require_measurable(num_tokens: int, steps: int) -> None:
     """Raises EspalierError if no continuation of num_tokens tokens has room for a tree of this depth."""
-    if num_tokens <= (shortest := max(SHORTEST, steps)):
+    if num_tokens <= (shortest := max(MIN_MEASURED_TOKENS, steps)):
         raise EspalierError(
             f"--max-tokens={num_tokens} is too few to measure a tree of {steps} steps; use at least {shortest + 1}"
         )
 
 
-def continued(
+def continue_prompts(
     target: Path, prompts: list[list[int]], num_tokens: int, steps: int
 ) -> tuple[list[np.ndarray], list[int]]:
     """(greedy texts, index where each continuation begins), for the prompts whose continuation has room for `steps`.
 
     Prints how many prompts are left out.  Raises EspalierError if all are left out.
     """
-    shortest = max(SHORTEST, steps)
-    with Writer(target, max(map(len, prompts)) + num_tokens, len(prompts)) as writer:
+    shortest = max(MIN_MEASURED_TOKENS, steps)
+    with TargetWriter(target, max(map(len, prompts)) + num_tokens, len(prompts)) as writer:
         texts = writer.continuations(prompts, num_tokens, 0.0)
     long_enough = [i for i, text in enumerate(texts) if len(text) - len(prompts[i]) > shortest]
     if not long_enough:

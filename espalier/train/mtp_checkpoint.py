@@ -22,7 +22,7 @@ from typing import Any
 
 from safetensors.torch import load_file
 
-from espalier.train.checkpoint import shape_in, write_checkpoint
+from espalier.train.checkpoint import read_shape, write_checkpoint
 from espalier.train.configs import read_config
 from espalier.train.llama import LlamaShape
 from espalier.train.mtp_head import MtpHead
@@ -72,6 +72,6 @@ def save_mtp(head: MtpHead, target: Path, out: Path) -> None:
 
 def load_mtp(directory: Path) -> MtpHead:
     config = read_config(directory)
-    head = MtpHead(shape_in(config["transformer_layer_config"], LlamaShape), config.get("mtp_form", "chain"))
+    head = MtpHead(read_shape(config["transformer_layer_config"], LlamaShape), config.get("mtp_form", "chain"))
     head.load_state_dict(load_file(directory / "model.safetensors"))
     return head

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from espalier.train.depth_loss import depth_loss
 from espalier.train.draft_attention import DraftAttention, attend
 from espalier.train.llama import MLP, LlamaShape, RMSNorm, rope_tables
-from espalier.train.settings import Form
+from espalier.train.settings import HiddenForm
 
 
 class MtpLayer(nn.Module):
@@ -43,16 +43,16 @@ class MtpLayer(nn.Module):
         """The decoder layer's input, from embeddings and hidden states [..., H] each."""
         return self.input_proj(torch.cat((self.token_layernorm(embeds), self.hidden_layernorm(hidden)), dim=-1))
 
-    def finish(self, x: Tensor, attended: Tensor) -> Tensor:
+    def finish_layer(self, x: Tensor, attended: Tensor) -> Tensor:
         """The output after final_layernorm: [..., T, H].  attended: [..., heads, T, head_dim]."""
-        x = x + self.self_attn.output(attended)
+        x = x + self.self_attn.project_output(attended)
         return self.final_layernorm(x + self.mlp(self.post_attention_layernorm(x)))
 
 
 class MtpHead(nn.Module):
     """An MTP head.  shape: of its layers; num_hidden_layers is N."""
 
-    def __init__(self, shape: LlamaShape, form: Form) -> None:
+    def __init__(self, shape: LlamaShape, form: HiddenForm) -> None:
         super().__init__()
         self.shape = shape
         self.form = form
@@ -83,9 +83,9 @@ class MtpHead(nn.Module):
             x = layer.join(F.pad(embeds[:, skipped:], (0, 0, 0, skipped)), reads)
             positions = torch.arange(skipped, skipped + num_rows, device=embeds.device)
             tables = rope_tables(positions, self.shape.head_dim, self.shape.rope_theta)
-            q, k, v = layer.self_attn.project(layer.input_layernorm(x), *tables)
+            q, k, v = layer.self_attn.project_qkv(layer.input_layernorm(x), *tables)
             chain = [*chain, (k, v)] if skipped >= num_layers else [(k, v)]
-            output = layer.finish(x, attend(q, chain))
+            output = layer.finish_layer(x, attend(q, chain))
             outputs.append(output[:, : num_rows - skipped])
             reads = hidden if self.form == "target" and skipped + 1 < num_layers else output
         return outputs
@@ -97,13 +97,13 @@ def mtp_loss(
     embeds: Tensor,
     hidden: Tensor,
     target_logits: Tensor,
-    learned: Tensor,
+    loss_mask: Tensor,
     num_depths: int,
     decay: float,
 ) -> tuple[Tensor, Tensor]:
     """(loss, top-1 agreement by depth [num_depths]).  The loss is soft cross-entropy with the target's distribution.
 
-    lm_head: the target's, [V, H].  target_logits: [B, R, V]; row p predicts token p + 2.  learned: see depth_loss.
+    lm_head: the target's, [V, H].  target_logits: [B, R, V]; row p predicts token p + 2.  loss_mask: see depth_loss.
     """
     logits = (F.linear(output, lm_head).float() for output in head.unroll(embeds, hidden, num_depths))
-    return depth_loss(logits, target_logits, target_logits.argmax(-1), learned, decay)
+    return depth_loss(logits, target_logits, target_logits.argmax(-1), loss_mask, decay)

@@ -1,4 +1,4 @@
-"""Muon for hidden matrices and AdamW for the rest, with one schedule of warm-up, hold and decay.
+"""Muon for hidden matrices and AdamW for the rest, with one learning_rate_factor of warm-up, hold and decay.
 
 Muon (Jordan et al., 2024) orthogonalises the momentum of a matrix by a few Newton-Schulz iterations.  Its step is then
 scaled to the root mean square that AdamW's steps usually have (Liu et al., arXiv 2502.16982).
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 # Parts of the names of matrices that have a row for each token of the vocabulary.
-BY_TOKEN = ("embed_tokens", "lm_head", "markov_w")
+TOKEN_MATRIX_NAMES = ("embed_tokens", "lm_head", "markov_w")
 
 
 def orthogonalise(matrices: Tensor, iterations: int = 5) -> Tensor:
@@ -58,7 +58,7 @@ def make_optimizers(
 ) -> list[torch.optim.Optimizer]:
     """[Muon for matrices between hidden states, AdamW for norms, biases and matrices with a row for each token]."""
     trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
-    hidden = [p.ndim == 2 and not any(part in name for part in BY_TOKEN) for name, p in trained]
+    hidden = [p.ndim == 2 and not any(part in name for part in TOKEN_MATRIX_NAMES) for name, p in trained]
     matrices = [p for (_, p), is_hidden in zip(trained, hidden, strict=True) if is_hidden]
     others = [p for (_, p), is_hidden in zip(trained, hidden, strict=True) if not is_hidden]
     fused = others[0].is_cuda
@@ -68,14 +68,14 @@ def make_optimizers(
     ]
 
 
-def schedule(progress: float, warmup: float = 0.01, hold: float = 0.45) -> float:
+def learning_rate_factor(progress: float, warmup: float = 0.01, hold: float = 0.45) -> float:
     """The factor of the learning rate at `progress` in [0, 1]: it rises, holds, then falls linearly to zero."""
     if progress < warmup:
         return progress / warmup
     return min(1.0, max(0.0, (1 - progress) / (1 - hold)))
 
 
-def set_rate(optimizers: list[torch.optim.Optimizer], factor: float) -> None:
+def set_learning_rate(optimizers: list[torch.optim.Optimizer], factor: float) -> None:
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group.setdefault("initial_lr", group["lr"])

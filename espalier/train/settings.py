@@ -12,8 +12,8 @@ from espalier.config import check, option
 from espalier.errors import EspalierError
 from espalier.terminal.flags import flag_of
 
-Form = Literal["chain", "target"]
-FORMS: tuple[str, ...] = get_args(Form)
+HiddenForm = Literal["chain", "target"]
+FORMS: tuple[str, ...] = get_args(HiddenForm)
 # The same values as in espalier/models/block.py, which imports PyTorch.
 EdgeKind = Literal["vanilla", "gated", "rnn"]
 EDGE_KINDS: tuple[str, ...] = get_args(EdgeKind)
@@ -25,7 +25,7 @@ MAX_SEED = 10**8
 MAX_DEPTH = 256
 
 
-def advice_on_room(prompt: int, positions: int) -> str:
+def length_advice(prompt: int, positions: int) -> str:
     """What to do if a prompt of so many tokens leaves too few of the target's positions for the tokens asked for."""
     if prompt >= positions:
         return "use shorter prompts, or another target"
@@ -65,7 +65,7 @@ class OwnTextConfig:
     def __post_init__(self) -> None:
         check(self, flag_of)
 
-    def prompts(self) -> list[tuple[int, int]]:
+    def prompt_batches(self) -> list[tuple[int, int]]:
         """(tokens of a prompt, most prompts at once) for each prompt length in use."""
         left = [self.continuations - self.generate_batch * i for i in range(len(PROMPT_LENGTHS))]
         sizes = [min(self.generate_batch, each) for each in left]
@@ -152,7 +152,7 @@ class MtpConfig(TrainConfig):
     """The settings of `espalier train mtp`."""
 
     layers: int = option("number of MTP layers", 1, low=1, high=MAX_DEPTH)
-    form: Form = field(
+    form: HiddenForm = field(
         default="chain",
         metadata={
             "help": "what layer k reads: chain, the output of layer k - 1; target, the target's hidden state",

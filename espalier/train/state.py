@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from espalier.errors import EspalierError, one_line
-from espalier.train.work import require_same, whole_file
+from espalier.train.work import replace_file, require_same_origin
 
-REMEDY = "give the same flags to go on, or another --out to begin anew"
+SAME_FLAGS_REMEDY = "give the same flags to go on, or another --out to begin anew"
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class SavedState:
         state = {"model": model.state_dict(), "optimizers": [o.state_dict() for o in optimizers], "step": step}
         remedy = "free some space there, or give another --work"
         # PyTorch gets an open file, because errors of a file that Python opened name the cause.
-        with whole_file(self.path, remedy) as unfinished, unfinished.open("wb") as file:
+        with replace_file(self.path, remedy) as unfinished, unfinished.open("wb") as file:
             torch.save({**state, "made_from": dict(self.made_from)}, file)
 
     def load(self, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> int:
@@ -44,7 +44,7 @@ class SavedState:
         print(f"resumed at step {state['step']}")
         return int(state["step"])
 
-    def require_same(self) -> None:
+    def require_same_origin(self) -> None:
         """Raises EspalierError, before the target is loaded, if the state is another run's."""
         self._read(torch.device("cpu"), mmap=True)
 
@@ -58,5 +58,5 @@ class SavedState:
             state = torch.load(self.path, map_location=device, weights_only=True, mmap=mmap)
         except Exception as error:  # a damaged file raises many types
             raise EspalierError(f"{self.path} cannot be read ({one_line(error)}); delete it to begin anew") from None
-        require_same(self.path, state.get("made_from"), self.made_from, REMEDY)
+        require_same_origin(self.path, state.get("made_from"), self.made_from, SAME_FLAGS_REMEDY)
         return state

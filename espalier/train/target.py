@@ -26,7 +26,7 @@ class FrozenTarget:
     def __init__(self, directory: Path, device: torch.device) -> None:
         self.config = read_target(directory, self.min_layers)
         self.device = device
-        self.model = _load(directory, device).eval().requires_grad_(False)
+        self.model = _load_model(directory, device).eval().requires_grad_(False)
 
     @property
     def head(self) -> Tensor:
@@ -53,15 +53,15 @@ class Eagle3Target(FrozenTarget):
 
     def __init__(self, directory: Path, device: torch.device) -> None:
         super().__init__(directory, device)
-        self.captured = captured_layers(self.config)
+        self.captured_layers = captured_layers(self.config)
 
     @torch.no_grad()
     def __call__(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         out = self.model(tokens, output_hidden_states=True, use_cache=False)
-        return torch.cat([out.hidden_states[layer] for layer in self.captured], dim=-1), out.logits
+        return torch.cat([out.hidden_states[layer] for layer in self.captured_layers], dim=-1), out.logits
 
 
-def _load(directory: Path, device: torch.device) -> Any:
+def _load_model(directory: Path, device: torch.device) -> Any:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     disable_progress_bar()
     try:

@@ -18,11 +18,11 @@ import numpy as np
 
 from espalier.batch_jobs.files import open_alone
 from espalier.errors import EspalierError, one_line
-from espalier.train.work import require_same
+from espalier.train.work import require_same_origin
 
 
 @dataclass(frozen=True)
-class Batch:
+class TextBatch:
     """Prompts with their continuations.  firsts: tokens of each prompt; sampled: at temperature 1, else greedy."""
 
     firsts: list[int]
@@ -40,7 +40,7 @@ class UnfinishedText:
 
     def __init__(self, path: Path, made_from: Mapping[str, str | None]) -> None:
         self.path = path
-        self.batches: list[Batch] = []
+        self.batches: list[TextBatch] = []
         self._file = open_alone(path, "trainer", "give another --work")
         try:
             self._recover(made_from)
@@ -58,7 +58,7 @@ class UnfinishedText:
     def num_texts(self) -> int:
         return sum(len(batch.texts) for batch in self.batches)
 
-    def append(self, batch: Batch) -> None:
+    def append(self, batch: TextBatch) -> None:
         """Append a batch.  Raises OSError, which names the file and the remedy; the earlier batches stay."""
         self._write({**vars(batch), "texts": [text.tolist() for text in batch.texts]})
         self.batches.append(batch)
@@ -84,13 +84,13 @@ class UnfinishedText:
         try:
             first, *records = map(json.loads, lines)
             self.batches += [
-                Batch(list(each["firsts"]), each["sampled"], [np.array(text, np.int32) for text in each["texts"]])
+                TextBatch(list(each["firsts"]), each["sampled"], [np.array(text, np.int32) for text in each["texts"]])
                 for each in records
             ]
         except (ValueError, TypeError, KeyError, OverflowError) as error:
             raise EspalierError(f"{self.path} cannot be read ({one_line(error)}); delete it to make it anew") from None
         said = first if isinstance(first, dict) else None
-        require_same(self.path, said, made_from, "go on with the command that began it, or give another --work")
+        require_same_origin(self.path, said, made_from, "go on with the command that began it, or give another --work")
 
 
 def _is_whole(line: bytes) -> bool:

@@ -17,16 +17,18 @@ def num_windows(num_tokens: int, length: int) -> int:
     return max(0, (num_tokens - 1) // length - 1)
 
 
-def require_windows(what: str, num_tokens: int, length: int, size: int, remedy: str) -> None:
-    """Raises EspalierError if a text does not fill a batch of `size` windows.
+def require_windows(text_name: str, num_tokens: int, length: int, num_rows: int, remedy: str) -> None:
+    """Raises EspalierError if a text does not fill a batch of `num_rows` windows.
 
-    what: the text, with its length, for the message.
+    text_name: the text, with its length, for the message.
     """
-    if (found := num_windows(num_tokens, length)) < size:
-        raise EspalierError(f"{what}: {found} rows of {length} tokens, and a batch takes {size} of them; {remedy}")
+    if (found := num_windows(num_tokens, length)) < num_rows:
+        raise EspalierError(
+            f"{text_name}: {found} rows of {length} tokens, and a batch takes {num_rows} of them; {remedy}"
+        )
 
 
-class Windows:
+class StreamWindows:
     """Windows of `length + 1` tokens of a stream on the device, with a new offset and order in every epoch."""
 
     def __init__(self, stream: np.ndarray, length: int, device: torch.device, seed: int) -> None:
@@ -35,23 +37,23 @@ class Windows:
         self.seed = seed
         self.num_windows = num_windows(len(stream), length)
 
-    def epoch(self, number: int) -> tuple[Tensor, int]:
+    def epoch_order(self, number: int) -> tuple[Tensor, int]:
         """(order of the windows, offset of the first window) in an epoch."""
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + number)
         order = torch.randperm(self.num_windows, generator=generator)
         return order, int(torch.randint(self.length, (1,), generator=generator))
 
-    def batches(self, size: int, first: int = 0) -> Iterator[Tensor]:
-        """Yields batches [size, length + 1] int64 without end.  first: batches to skip, for a resumed run."""
+    def batches(self, size: int, first_batch: int = 0) -> Iterator[Tensor]:
+        """Yields batches [size, length + 1] int64 without end.  first_batch: batches to skip, for a resumed run."""
         require_windows(
             f"the text has {len(self.stream)} tokens", len(self.stream), self.length, size, "give more text"
         )
         per_epoch = self.num_windows // size
         reach = torch.arange(self.length + 1, device=self.stream.device)
-        number = first // per_epoch
-        skip = first % per_epoch
+        number = first_batch // per_epoch
+        skip = first_batch % per_epoch
         while True:
-            order, offset = self.epoch(number)
+            order, offset = self.epoch_order(number)
             for step in range(skip, per_epoch):
                 starts = order[step * size : (step + 1) * size] * self.length + offset
                 yield self.stream[starts.to(reach.device)[:, None] + reach].long()
@@ -59,7 +61,7 @@ class Windows:
 
 
 @dataclass(frozen=True)
-class Texts:
+class JoinedTexts:
     """Texts, one after another.  tokens: [N]; lengths: of each text; firsts: the tokens of each text's prompt."""
 
     tokens: np.ndarray
@@ -67,7 +69,7 @@ class Texts:
     firsts: np.ndarray
 
     @classmethod
-    def of(cls, texts: Sequence[np.ndarray], firsts: Sequence[int]) -> Texts:
+    def of(cls, texts: Sequence[np.ndarray], firsts: Sequence[int]) -> JoinedTexts:
         # Not the data's dtype, which may be too small for token ids that the target generates.
         tokens = np.concatenate([np.zeros(0, np.int32), *texts]).astype(np.int32)
         return cls(tokens, np.array([len(text) for text in texts], np.int64), np.array(firsts, np.int64))
@@ -90,11 +92,11 @@ class TextRows:
     epoch.
     """
 
-    def __init__(self, texts: Texts, length: int, device: torch.device, seed: int) -> None:
+    def __init__(self, texts: JoinedTexts, length: int, device: torch.device, seed: int) -> None:
         self.texts, self.length, self.device, self.seed = texts, length, device, seed
         self.starts = np.cumsum(texts.lengths) - texts.lengths
 
-    def epoch(self, number: int) -> tuple[np.ndarray, np.ndarray]:
+    def epoch_order(self, number: int) -> tuple[np.ndarray, np.ndarray]:
         """(indices into texts.tokens in the epoch's order, where each row begins among them)."""
         order = np.random.default_rng((self.seed, number)).permutation(len(self.starts))
         lengths, size = self.texts.lengths[order], self.length + 1
@@ -107,22 +109,22 @@ class TextRows:
             at = at + size if end - at - size >= size else end
         return places, np.array(rows, np.int64)
 
-    def batches(self, size: int, first: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+    def batches(self, size: int, first_batch: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
         """Yields batches [size, length + 1] without end: token ids, and whether each belongs to a continuation.
 
-        first: batches to skip, for a resumed run.  Raises EspalierError if there are fewer rows than `size`.
+        first_batch: batches to skip, for a resumed run.  Raises EspalierError if there are fewer rows than `size`.
         """
         number, reach, answers = 0, np.arange(self.length + 1), self.texts.is_answer
         while True:
-            places, rows = self.epoch(number)
+            places, rows = self.epoch_order(number)
             if len(rows) < size:
                 raise EspalierError(
                     f"the target's own text fills {len(rows)} rows of {self.length} tokens, and a batch takes {size} "
                     "of them; use more --continuations, or a smaller --batch or --length"
                 )
             steps = len(rows) // size
-            for step in range(min(first, steps), steps):
+            for step in range(min(first_batch, steps), steps):
                 at = places[rows[step * size : (step + 1) * size, None] + reach]
                 made = torch.from_numpy(self.texts.tokens[at]).long(), torch.from_numpy(answers[at])
                 yield made[0].to(self.device), made[1].to(self.device)
-            number, first = number + 1, max(0, first - steps)
+            number, first_batch = number + 1, max(0, first_batch - steps)

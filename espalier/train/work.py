@@ -20,12 +20,12 @@ from espalier.errors import EspalierError, one_line
 SAMPLED_BYTES = 2**20
 DIGEST_CHARS = 16
 # Flags whose values are kept as digests, which an error message does not print.
-ORIGIN = ("--target", "--data")
+ORIGIN_FLAGS = ("--target", "--data")
 
 
 def origin_of(target: Path, tokens: np.ndarray) -> dict[str, str]:
     """Digests of a target, wherever its directory is, and of the token ids of the data."""
-    return dict(zip(ORIGIN, (target_digest(target), text_digest(tokens)), strict=True))
+    return dict(zip(ORIGIN_FLAGS, (target_digest(target), text_digest(tokens)), strict=True))
 
 
 def target_digest(directory: Path) -> str:
@@ -44,22 +44,22 @@ def text_digest(stream: np.ndarray) -> str:
     return hashlib.sha256(stream.astype(np.int32).tobytes()).hexdigest()[:DIGEST_CHARS]
 
 
-def require_same(
-    path: Path, made_from: Mapping[str, str | None] | None, now: Mapping[str, str | None], remedy: str
+def require_same_origin(
+    path: Path, made_from: Mapping[str, str | None] | None, expected: Mapping[str, str | None], remedy: str
 ) -> None:
-    """Raises EspalierError, which names the difference if a file was made from something else than `now`."""
+    """Raises EspalierError, which names the difference if a file was made from something else than `expected`."""
     if made_from is None:
         raise EspalierError(f"{path} does not say what it was made from; {remedy}, or delete it")
-    for flag, value in now.items():
+    for flag, value in expected.items():
         before = made_from.get(flag)
         if before != value:
-            how = f"{_said(flag, before)}, now it is {_said(flag, value)}"
-            if flag in ORIGIN:
+            how = f"{_flag_text(flag, before)}, now it is {_flag_text(flag, value)}"
+            if flag in ORIGIN_FLAGS:
                 how = f"from another {flag}"
             raise EspalierError(f"{path} was made {how}; {remedy}, or delete it")
 
 
-def _said(flag: str, value: str | None) -> str:
+def _flag_text(flag: str, value: str | None) -> str:
     return f"with {flag} {value}" if value is not None else f"without {flag}"
 
 
@@ -74,7 +74,7 @@ def require_folder(flag: str, path: Path) -> None:
 
 
 @contextmanager
-def whole_file(path: Path, remedy: str) -> Iterator[Path]:
+def replace_file(path: Path, remedy: str) -> Iterator[Path]:
     """Gives a temporary path to write to.  At the end of the block, the file there replaces `path`.
 
     If the block fails, the old file stays.  Raises OSError, which names the file and the remedy.

@@ -16,18 +16,18 @@ from espalier.llm import LLM
 from espalier.request import SamplingParams
 
 # A text that repeats this many tokens of itself counts as a loop.
-LOOP = 16
+LOOP_TOKENS = 16
 # More requests at the same time do not make a GPU faster.
 MAX_BATCH = 256
 
 
-class Writer:
+class TargetWriter:
     """Runs the target.  longest: tokens of a prompt with its continuation; most: prompts at the same time."""
 
-    def __init__(self, target: Path, longest: int, most: int) -> None:
-        self.llm = LLM(target, speculation=None, max_batch=min(most, MAX_BATCH), max_context=longest, seed=0)
+    def __init__(self, target: Path, max_tokens: int, max_prompts: int) -> None:
+        self.llm = LLM(target, speculation=None, max_batch=min(max_prompts, MAX_BATCH), max_context=max_tokens, seed=0)
 
-    def __enter__(self) -> Writer:
+    def __enter__(self) -> TargetWriter:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -54,18 +54,18 @@ class Writer:
         if wrong := [each.error for each in outputs if each.error]:
             raise EspalierError(f"--target does not continue a prompt ({wrong[0]}); use another target or other --data")
         texts = [np.array([*p, *each.token_ids], np.int32) for p, each in zip(prompts, outputs, strict=True)]
-        return [before_loop(text, len(prompt)) for text, prompt in zip(texts, prompts, strict=True)]
+        return [cut_before_loop(text, len(prompt)) for text, prompt in zip(texts, prompts, strict=True)]
 
 
-def before_loop(text: np.ndarray, prompt_length: int) -> np.ndarray:
+def cut_before_loop(text: np.ndarray, prompt_length: int) -> np.ndarray:
     """The text, cut where its continuation begins to repeat itself."""
-    loops = repeated(text)
+    loops = find_repeats(text)
     loops[:prompt_length] = False
     starts = np.flatnonzero(loops)
     return text[: int(starts[0])] if len(starts) else text
 
 
-def repeated(tokens: np.ndarray, length: int = LOOP) -> np.ndarray:
+def find_repeats(tokens: np.ndarray, length: int = LOOP_TOKENS) -> np.ndarray:
     """For each position, whether the `length` tokens that end there occur earlier in the sequence."""
     flags, seen, row = np.zeros(len(tokens), dtype=bool), set(), tokens.tolist()
     for end in range(length, len(row) + 1):

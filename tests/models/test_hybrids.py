@@ -64,7 +64,7 @@ def test_a_vision_tower_is_left_and_said_so(family, architecture, tmp_path, capl
         assert torch.equal(logits_of(path), logits_of(text))
     assert f"only the text part of {architecture} is loaded (other parts: visual)" in caplog.text
     config = read_config(path)
-    without = count_stored_weights(path, config.formats, unread_prefixes(config), config.stored)
+    without = count_stored_weights(path, config.formats, unread_prefixes(config), config.stored_names)
     assert without == count_stored_weights(text, read_config(text).formats)
 
 

@@ -65,7 +65,7 @@ def index_of(config: ModelConfig) -> IndexerConfig:
 
 
 def letters(config: ModelConfig) -> str:
-    return "".join(kind[0] for kind in index_of(config).types)
+    return "".join(kind[0] for kind in index_of(config).layer_types)
 
 
 def test_published_configs(tmp_path: Path) -> None:
@@ -115,7 +115,7 @@ def test_both_names_that_releases_of_transformers_write(raw: Any, name: str, tmp
 
 def test_an_override_keeps_the_other_fields_of_the_indexer(tmp_path: Path) -> None:
     after = index_of(read(tmp_path, GLM, {"index_topk": 512}))
-    assert (after.topk, after.types) == (512, index_of(read(tmp_path, GLM)).types)
+    assert (after.topk, after.layer_types) == (512, index_of(read(tmp_path, GLM)).layer_types)
     # What contradicts a field that is kept is no silent half.
     with pytest.raises(EspalierError, match=r"indexer_types and index_topk_freq = 2 .* indexer_types=null"):
         read(tmp_path, GLM, {"index_topk_freq": 2})

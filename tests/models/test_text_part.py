@@ -92,7 +92,7 @@ def test_its_text_part_computes_what_transformers_computes(family, as_in_memory,
     assert WHOLES[family][0].__name__ in said and f"(other parts: {others})" in said
     assert load.find_checkpoint(EngineConfig(model=path)).target == model.config and not is_draft(path)
     # Only what is read counts.
-    counted = count_stored_weights(path, model.config.formats, stored_names=model.config.stored)
+    counted = count_stored_weights(path, model.config.formats, stored_names=model.config.stored_names)
     text_only = sum(
         x.numel() for name, x in load_file(path / "model.safetensors").items() if TEXT_PART_NAMES.own_name(name)
     )

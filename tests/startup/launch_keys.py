@@ -68,7 +68,7 @@ class MetaWeights(Weights):
     def __init__(self, fused: tuple[int, int] | None = None, stored: str = DENSE) -> None:
         self.path, self.dtype, self.device = Path("meta"), torch.bfloat16, META_DEVICE
         self.quantiser = None if stored == DENSE else QUANTISERS[stored]
-        self.formats = all_dense if self.quantiser is None else self.quantiser.formats({})
+        self.formats = all_dense if self.quantiser is None else self.quantiser.storage_formats({})
         self.fused = fused
         self._loaded, self._files, self._unused = {}, {}, set()
         self._names = frozenset((FUSED, *DRAFT_WEIGHTS) if fused else ())
