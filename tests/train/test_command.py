@@ -182,7 +182,7 @@ def test_texts_too_short_to_measure_are_refused_before_the_target_is_loaded(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    for module in ("target._load_model", "evaluate.Writer"):
+    for module in ("target._load_model", "evaluate.TargetWriter"):
         monkeypatch.setattr(f"espalier.train.{module}", None)
     data = tmp_path / "p.jsonl"
     data.write_text(json.dumps({"token_ids": tokens}))
