@@ -1,8 +1,8 @@
 """Block drafts (DFlash: Chen et al. 2026, arXiv:2602.06036; JetSpec; DSpark): one pass proposes every depth.
 
-A block is the root, at its position, and mask tokens at the next positions.  In each layer, the rows of a block attend
-to one another and to the context rows.  There is one context row for each token before the root.  It is the K and V of
-the vector norm(fc(features of the target)) of that token; each layer has its own K and V projections.
+A block consists of the root token and of mask tokens at the next positions.  In each layer, the rows of a block attend
+to one another and to the context rows.  Each token before the root has one context row: the K and V of the vector
+norm(fc(features of the target)) of that token.  Each layer has its own K and V projections.
 """
 
 import logging
@@ -33,16 +33,17 @@ from espalier.models.weights import Weights
 Z_LAB_ARCHITECTURE, DEEP_SPEC_ARCHITECTURE = "DFlashDraftModel", "Qwen3DSparkModel"
 ARCHITECTURES = (Z_LAB_ARCHITECTURE, DEEP_SPEC_ARCHITECTURE)
 SPECULATORS_TYPES = ("dflash", "dspark")
-# An edge scores a token given its parent in the tree.  The edges come from DSpark's Markov head, of one of three types
-# with more and more inputs.  vanilla: the parent token; gated: also the block's hidden state at this depth; rnn: also
-# all tokens of the path before the parent.
+# An edge scores a token given its parent in the tree.  DSpark's Markov head computes the edges.  The head has one of
+# three types.  vanilla: it reads the parent token.  gated: it also reads the block's hidden state at this depth.  rnn:
+# it also reads all earlier tokens of the path.
 EdgeKind = Literal["vanilla", "gated", "rnn"]
 EDGE_KINDS: tuple[EdgeKind, ...] = get_args(EdgeKind)
-# The size of each type's projection: its rows, and its columns without the hidden state's, as multiples of the rank.
+# For each type, the projection's number of rows and number of columns, as multiples of the rank.  Columns that read the
+# hidden state are not counted.
 EDGE_PROJECTION_SIZES: Mapping[EdgeKind, tuple[int, int]] = {"vanilla": (0, 0), "gated": (1, 1), "rnn": (3, 2)}
-# The fields of dflash_config that are read.
+# The fields of dflash_config that the reader supports.
 DFLASH_FIELDS = ("target_layer_ids", "mask_token_id", "block_size", "causal_head", "target_hidden_size", "draft_shift")
-# The file of z-lab's drafts whose mask is not a token of the vocabulary.
+# A file in some drafts of z-lab.  Such drafts have a mask that is not a token of the vocabulary.
 MASK_EMBEDDING = "mask_embedding.pt"
 log = logging.getLogger(__name__)
 
@@ -51,8 +52,9 @@ log = logging.getLogger(__name__)
 class BlockConfig:
     """A block draft's config.json, checked against its target's.
 
-    layer: the config of the decoder layers.  With `spec.windows_from_root`, windows count context rows before the root.
-    edge_rank: the rank of the Markov head; 0: no Markov head.  edge_kind: the head's markov_head_type.
+    layer: the config of the decoder layers.  If `spec.windows_from_root` is set, a window counts the context rows
+    before the root.
+    edge_rank: the rank of the Markov head; 0 if there is none.  edge_kind: the head's markov_head_type.
     """
 
     layer: ModelConfig
@@ -70,12 +72,12 @@ def make_block_spec(
 ) -> DraftSpec:
     """Returns the spec of a block draft.
 
-    fields: the fields of config.json, merged from its objects.  spec_fields: further fields of the spec; they replace the
-    algorithm and vocab_size set here.
+    fields: the fields of config.json, merged from its objects.  spec_fields: further fields of the spec; they override
+    the default algorithm and vocab_size.
     """
     rows, layers = fields.count("block_size"), layer_specs_of(layer)
     if windows_from_root:
-        # Counted from the root's position, a window holds the root and the W rows before it.
+        # Relative to the root's position, a window of W rows contains the root and the W rows before the root.
         layers = tuple(spec if spec.window is None else replace(spec, window=spec.window + 1) for spec in layers)
     return DraftSpec(
         **{"algorithm": "block", "vocab_size": layer.vocab_size, **spec_fields},
@@ -93,7 +95,7 @@ def make_block_spec(
 def read_block(path: Path, raw: Json, target: ModelConfig) -> BlockConfig:
     """Read the config.json `raw` of the draft at `path` and check it against its target's config.  Loads no weights.
 
-    Raises EspalierError if the draft does not fit this target, or has a form that is not supported.
+    Raises EspalierError if the draft does not fit this target, or has a format that is not supported.
     """
     read = _read_publisher_config if raw.get("speculators_model_type") is None else read_speculators_config
     config = read(DraftFields(raw, path), target)
@@ -102,7 +104,7 @@ def read_block(path: Path, raw: Json, target: ModelConfig) -> BlockConfig:
 
 
 def _read_publisher_config(fields: DraftFields, target: ModelConfig) -> BlockConfig:
-    """The config of a draft in z-lab's or DeepSpec's form.  The caller checks it against the target."""
+    """Returns the config of a draft in the format of z-lab or of DeepSpec.  The caller checks it against the target."""
     is_deep_spec = architecture_of(dict(fields.raw)) == DEEP_SPEC_ARCHITECTURE
     own = read_dflash_fields(fields, DFLASH_FIELDS)
     layer = read_layer_config(fields, target, own.get("target_hidden_size"))
@@ -132,7 +134,7 @@ def _read_publisher_config(fields: DraftFields, target: ModelConfig) -> BlockCon
 
 
 def read_speculators_config(fields: DraftFields, target: ModelConfig) -> BlockConfig:
-    """The config of a draft in speculators' form.  The caller checks it against the target."""
+    """Returns the config of a draft in the format of speculators.  The caller checks it against the target."""
     layer = read_layer_config(DraftFields(fields.layer_config(), fields.path), target, fields.get("target_hidden_size"))
     is_dspark = fields.get("speculators_model_type") == "dspark"
     slides_causally = not fields.is_set("sliding_window_non_causal")
@@ -147,7 +149,8 @@ def read_speculators_config(fields: DraftFields, target: ModelConfig) -> BlockCo
         return BlockConfig(layer, spec)
     rank, kind = _read_edge_fields(fields.with_defaults({"markov_rank": 256}))
     if rank and kind == "rnn" and spec.first_proposing_row:
-        # The package's training pass feeds the root to the state twice: at its own row, then at depth 1.
+        # In training, speculators updates the recurrent state with the root token twice: at the root's row and at depth
+        # 1.
         raise fields.error(
             "markov_head_type = 'rnn' with sample_from_anchor = False is not supported; use a draft that "
             "samples from the anchor"
@@ -157,7 +160,8 @@ def read_speculators_config(fields: DraftFields, target: ModelConfig) -> BlockCo
 
 def read_layer_config(fields: DraftFields, target: ModelConfig, target_hidden: int | None = None) -> ModelConfig:
     """Returns the config of the draft's decoder layers, which must be Qwen3 layers of the target's hidden size.
-    target_hidden: the target's hidden size as the draft's config states it, if it does.  Raises EspalierError."""
+    target_hidden: the target's hidden size according to the draft's config; None if the config does not have it.
+    Raises EspalierError."""
     declared, supported = fields.get("model_type"), QWEN3.model_type
     if declared != supported:
         raise fields.error(
@@ -173,7 +177,7 @@ def read_layer_config(fields: DraftFields, target: ModelConfig, target_hidden: i
 
 
 def _default_target_layers(num_target_layers: int, num_layers: int) -> list[int]:
-    """The target layers that z-lab's drafts read by default: evenly spaced from layer 1 to layer L - 3 of L."""
+    """Returns the target layers that z-lab's drafts read by default: evenly spaced from layer 1 to layer L - 3 of L."""
     if num_layers == 1:
         return [num_target_layers // 2]
     last = num_target_layers - 3
@@ -181,7 +185,7 @@ def _default_target_layers(num_target_layers: int, num_layers: int) -> list[int]
 
 
 def _read_edge_fields(fields: DraftFields) -> tuple[int, EdgeKind]:
-    """Returns the rank and the type of the Markov head; rank 0 without a head."""
+    """Returns the rank and the type of the Markov head; the rank is 0 if there is no head."""
     rank = fields.count("markov_rank", min_value=0) if fields.get("markov_rank") else 0
     if not rank:
         return 0, "vanilla"
@@ -190,7 +194,7 @@ def _read_edge_fields(fields: DraftFields) -> tuple[int, EdgeKind]:
 
 
 def read_dflash_fields(fields: DraftFields, supported: Sequence[str]) -> DraftFields:
-    """Returns the fields of dflash_config, z-lab's own object.
+    """Returns the fields of `dflash_config`, an object in the config.json of z-lab's drafts.
     Raises EspalierError for a field that is not in `supported`, because such a field may change the results."""
     own, path = fields.object("dflash_config"), fields.path
     for name, value in own.raw.items():
@@ -209,7 +213,8 @@ def read_dflash_fields(fields: DraftFields, supported: Sequence[str]) -> DraftFi
 
 def refuse_mismatch(config: BlockConfig, target: ModelConfig, path: Path) -> None:
     refuse_wrong_sizes(path, target, config.layer.hidden_size, config.layer.vocab_size, config.spec.vocab_size)
-    # The input of the final norm is refused: some public implementations norm that state, others do not.
+    # The input of the final norm is not supported, because public implementations disagree about it: some apply the
+    # norm, others do not.
     outside = [layer for layer in config.spec.capture if not 0 <= layer < target.num_layers]
     if outside:
         raise EspalierError(
@@ -220,11 +225,11 @@ def refuse_mismatch(config: BlockConfig, target: ModelConfig, path: Path) -> Non
 
 @dataclass(frozen=True)
 class MarkovEdges:
-    """DSpark's Markov head: scores of a token given its parent, as a product of low rank.
+    """DSpark's Markov head.  It scores a token given the parent token, by a product of two low-rank matrices.
 
     before: [V, rank], the vectors of parent tokens; after: [draft vocabulary, rank], the vectors of tokens.
-    hidden_projection: the columns of the head's gate, or of its recurrent projection, that read hidden states.
-    row_projection: the other columns (FactorProjection.weight).  Both are None if only the parent token is read.
+    hidden_projection: the columns of the head's gate projection or recurrent projection that read hidden states.
+    row_projection: the other columns (FactorProjection.weight).  Both are None if the head reads only the parent token.
     """
 
     before: Tensor
@@ -244,9 +249,9 @@ class MarkovEdges:
 class BlockDraft:
     """A loaded block draft: a BlockModel (espalier/models/draft.py).
 
-    fc, context_norm: make the vector of a context row.  context_kv: the K and V projections of each layer, which share
-    the memory of the layer's stacked q, k and v.
-    d2t: as in DraftModel.  edges: None without a Markov head.
+    fc, context_norm: compute the vector of a context row.  context_kv: the K and V projections of each layer, as views
+    of the layer's stacked q, k and v weights.
+    d2t: see DraftModel.  edges: None if the draft has no Markov head.
     """
 
     modules = ()
@@ -294,7 +299,8 @@ def _attention_of(layer: DecoderLayer) -> Attention:
 
 
 def make_block(weights: Weights, config: BlockConfig, target: CausalLM, position_rows: int) -> BlockDraft:
-    """Build the draft from its weights.  A draft without an embedding or a head of its own shares the target's.
+    """Build the draft from its weights.  A draft that has no embedding or head uses the embedding or the head of its
+    target.
 
     Raises EspalierError naming a weight that does not fit or is not used.
     """
@@ -311,7 +317,8 @@ def load_block_fields(weights: Weights, config: BlockConfig, target: CausalLM, p
     hidden = layer.hidden_size
     embed = draft_embedding(weights, (layer.vocab_size, hidden), target)
     if weights.has_matrix("confidence_head.proj"):
-        # The confidence head would set a threshold.  A tree ranks its paths by probability and needs none.
+        # The confidence head would decide when to stop drafting.  A tree ranks its paths by probability and needs no
+        # such threshold.
         log.info("draft %s: its confidence head is not used", weights.path)
         weights.ignore_prefixes(("confidence_head.",))
     weights.ignore(["t2d"])

@@ -1,4 +1,5 @@
-"""Reads a model's config.json.  Every field that changes the computation is honoured, or refused by name.
+"""Reads a model's config.json.  Every field that changes the computation is either applied or refused with an error
+that names the field.
 
 All families share this reader.  The defaults of missing fields differ by family, so each family file declares them.
 """
@@ -41,11 +42,11 @@ if TYPE_CHECKING:
 
 LayerWindows = tuple[int | None, ...]
 # (weights, config, prefix of the layer's names, layer number, RoPE tables) -> a models/base.py:Layer.  In a family with
-# MTP layers the function also takes the layer's index in the pass, by default the layer number.
+# MTP layers, the function has one more argument: the layer's index in the pass (default: the layer number).
 LoadLayer = Callable[..., Any]
 # (weights, config, prefix of the layer's names, layer number, RoPE tables) -> a models/layers/decoder.py:Mixer.
 LoadMixer = Callable[[Any, "ModelConfig", str, int, RopeTables], Any]
-# (weights, config, the factor of the embedding's values) -> a models/layers/linear.py:Embedding.
+# (weights, config, the factor by which embeddings are multiplied) -> a models/layers/linear.py:Embedding.
 LoadEmbedding = Callable[[Any, "ModelConfig", float], Any]
 MakeLayerSpecs = Callable[["ModelConfig"], tuple[LayerSpec, ...]]
 
@@ -92,9 +93,9 @@ NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
     "attn_output_gate": (None, False),
     "index_topk": (None,),
 }
-# The activations of a family that supports hidden_act, or names another field (Family.activation_field).
+# The supported activations, by their names in config.json (Family.activation_field).
 ACTIVATIONS: Mapping[str, Activation] = {"silu": SILU, "swish": SILU, "gelu_pytorch_tanh": GELU_TANH}
-# Fields without effect on the forward pass.  An override of such a field is accepted, not refused as misspelled.
+# Fields without effect on the forward pass.  An override of such a field is accepted.
 INERT_FIELDS = (
     "architectures",
     "bos_token_id",
@@ -112,44 +113,48 @@ INERT_FIELDS = (
 
 @dataclass(frozen=True)
 class Family:
-    """The declaration of one model family, made in its family file.  Functions take the completed config, which is
-    config.json with `defaults` for missing fields, unless stated otherwise.
+    """The declaration of one model family.  Each family file makes one or more.  If not stated otherwise, functions
+    take the completed config: config.json with `defaults` for missing fields.
 
     defaults: values of fields that config.json lacks, as in the family's config class of Hugging Face transformers;
     tie_word_embeddings is false by default.
     qkv_bias, out_bias: whether the attention's projections have a bias; by default, the value of attention_bias.
     windows: one entry for each layer: None, or the number of positions that a query attends to, the query's own
     included; by default, None for all layers.
-    qk_norm: whether q and k are normed for each head, or the name of the field that says so.
-    wide_qk_norm: whether there is one norm of all of q and one of all of k, instead of norms for each head.
-    layer_norms: where a layer has norms.  names: the names of a layer's other weights.
-    norm_offset: a number that is added, in float32 at least, to the weight of every RMS norm.
+    qk_norm: whether each head of q and k is normed, or the name of the config field with this flag.
+    wide_qk_norm: whether one norm covers all heads of q, and another all heads of k.
+    layer_norms: the names of a layer's norms.  names: the names of a layer's other weights.
+    norm_offset: a number that is added to the weight of every RMS norm, in float32 or float64.
     has_sinks: whether each head has an attention sink: a logit in the softmax that has no value vector.
-    experts: the layers with experts; None for a model without them.  Raises EspalierError for experts that are not
-    supported.
-    embedding_scale: the factor of the embedding.  softmax_scale: None for head_size ** -0.5.
+    experts: returns the declaration of the expert layers; None for a model without experts.  Raises EspalierError for
+    experts that are not supported.
+    embedding_scale: the factor of embeddings.  softmax_scale: the factor of attention scores; None for head_size **
+    -0.5.
     residual_scale: the factor of each block's output before it is added to the residual.
-    logit_scale: the factor of logits, before they are bounded.
-    layer_ropes: the RoPE fields of each layer, which replace the config's in read_rope; with head_dim, if the size of heads
-    differs by layer.  None in the list: a layer without RoPE.  None for the field: all layers have the config's fields.
-    load_embedding: makes the token embedding; None: a table of vocab_size rows.
-    load_layer: makes a layer that only this family has; None: the layer of norms, mixer and MLP in layer_loading.py.
-    load_mixer: makes the first block of that layer; None: attention, by layer_loading.py:load_attention.
-    layer_specs: from the ModelConfig, what each layer keeps; None: K and V heads (layer_loading.py:layer_specs_of).
-    has_latent_attention: whether layers have latent attention (MLA), whose sizes espalier/models/latent_config.py reads.
-    has_indexer: whether layers attend to the rows that an indexer chooses (espalier/models/latent_config.py).
-    supported_fields: the fields of NEUTRAL_VALUES whose other values this family supports, because `experts` reads them
+    logit_scale: the factor of logits, before the soft cap.
+    layer_ropes: the RoPE fields of each layer, which replace the config's in read_rope; with head_dim, if the size of
+    heads differs by layer.  None in the list: a layer without RoPE.  If this function is None, all layers use the
+    config's fields.
+    load_embedding: loads the token embedding; None for a table of vocab_size rows.
+    load_layer: loads a layer of the family's own class; None for layer_loading.py:load_layer.
+    load_mixer: loads the first block of a layer; None for layer_loading.py:load_attention.
+    layer_specs: takes the ModelConfig, and returns what each layer stores in the cache; None for K and V heads
+    (layer_loading.py:layer_specs_of).
+    has_latent_attention: whether layers have latent attention (MLA), whose sizes espalier/models/latent_config.py
+    reads.
+    has_indexer: whether an indexer chooses the rows that a layer attends to (espalier/models/latent_config.py).
+    supported_fields: the fields of NEUTRAL_VALUES that may have any value in this family, because the family reads them
     or because they do not change the output.
     multimodal_architectures: architectures of multimodal checkpoints whose text part may be of this family.
-    mtp: the multi-token prediction layers of the family's checkpoints; None if they have none.
+    mtp: the multi-token prediction (MTP) layers of the family's checkpoints; None if the family has no MTP layers.
     mlp_size_field: the field that holds the intermediate size of dense MLPs.
     activation_field: the field that names the activation of dense MLPs, one of ACTIVATIONS.
-    usable_in_drafts: whether an EAGLE-3 head, or MTP layers with a config of their own, may have this family's layers.
-    A draft builds its first layer itself, so such layers have a norm before each block, attention and a gated MLP.
-    normalise_fields: takes config.json as it is stored, and returns its fields under the names that families share.
-    extra_layer_types: further names that `layer_types` may hold.
-    stored_names: how a checkpoint of the family names the weights.  ignored_weights: weights that are not part of the text model: the
-    beginning of their names, and what they are.  final_norm: the name of the last norm.
+    usable_in_drafts: whether an EAGLE-3 head, or an MTP head with its own config, may have layers of this family.  Such
+    layers must have a norm before each block, attention and a gated MLP, because a draft builds its first layer itself.
+    normalise_fields: takes the stored config.json, and returns its fields under the names that all families share.
+    extra_layer_types: further values that `layer_types` may contain.
+    stored_names: how the family's checkpoints name the weights.  ignored_weights: prefixes of weights outside the text
+    model, each with a description.  final_norm: the name of the last norm.
     """
 
     architecture: str
@@ -193,20 +198,22 @@ class Family:
 class ModelConfig:
     """A decoder's sizes and options.
 
-    max_position: the longest context, in tokens, that the checkpoint was trained for (see RopeConfig for its limit on a
+    max_position: the longest context, in tokens, that the checkpoint was trained for (RopeConfig limits it for a
     dynamic RoPE).
-    layer_ropes: the RoPE of each layer; rope: that of the first layer.
-    logit_cap: a tanh bounds logits to ±logit_cap; None: no bound.  softcap: the same for the logits of attention.
-    eos_token_ids: all ids that config.json and generation_config.json name, or the ids of an override.
+    layer_ropes: the RoPE of each layer; rope: the RoPE of the first layer.
+    logit_cap: the soft cap of logits: a tanh bounds them to ±logit_cap; None for no cap.  softcap: the soft cap of
+    attention scores.
+    eos_token_ids: all ids in config.json and generation_config.json, or the ids of an override.
     latent: the sizes of latent attention; None for layers with K and V heads.  With latent attention, all heads share
-    one key-value head, and head_size is the size of q and k before the latent is multiplied in.
+    one key-value head, and head_size is the size of a q or k head, before q is projected to the latent.
     formats: the storage format of each matrix.
     embedding_scale, softmax_scale, residual_scale, logit_scale: results of the Family's functions of these names.
     stored_names: how the checkpoint names the weights.
     activation: the activation of dense MLPs.
     raw: config.json, completed with the family's defaults, with the overrides applied.  path: the directory.
-    multimodal_architecture: the architecture of the multimodal checkpoint whose text part this is; None for a text model.
-    probe_result: what was measured of the transformers class that runs the model; None: Espalier's own layers run it.
+    multimodal_architecture: the architecture of the multimodal checkpoint that contains this text model; None for a
+    text checkpoint.
+    probe_result: the properties of the transformers class that runs the model; None if Espalier's own layers run it.
     """
 
     family: Family = field(repr=False)
@@ -247,7 +254,7 @@ class ModelConfig:
 
     @property
     def declared_kv_dtype(self) -> str | None:
-        """The kv_dtype that config.json declares.  Raises EspalierError for a scheme that is not supported."""
+        """The kv_dtype that config.json declares.  Raises EspalierError for a KV cache scheme that is not supported."""
         return declared_kv_dtype(self.raw)
 
 
@@ -271,7 +278,8 @@ def _parse(raw: Json, family: Family, path: Path, overrides: Mapping[str, Any], 
     defaults = {"tie_word_embeddings": False, **family.defaults}
     known = {*raw, *defaults, *NEUTRAL_VALUES, *INERT_FIELDS, *QUANTISATION_FIELDS, "rope_theta", *ROPE_FIELDS}
     given = with_overrides(raw, overrides, known)
-    # As in transformers, the family's default rope_parameters are not used if the config has a rope_scaling.
+    # If the config has rope_scaling, transformers does not use the family's default rope_parameters.  Neither does this
+    # code.
     replaced = ("rope_parameters",) if given.get("rope_scaling") else ()
     fields = {**{name: value for name, value in defaults.items() if name not in replaced}, **given}
     require_field_types(fields)
@@ -312,7 +320,7 @@ def _parse(raw: Json, family: Family, path: Path, overrides: Mapping[str, Any], 
         softcap=float(fields.get("attn_logit_softcapping") or 0) or None,
         logit_cap=float(fields.get("final_logit_softcapping") or 0) or None,
         activation=_read_activation(fields, family.activation_field),
-        # An override also replaces the ids of generation_config.json.
+        # An override of eos_token_id also replaces the ids of generation_config.json.
         eos_token_ids=read_eos_token_ids(fields, {} if "eos_token_id" in overrides else generation),
         latent=latent,
         formats=read_formats(fields),
@@ -323,7 +331,7 @@ def _parse(raw: Json, family: Family, path: Path, overrides: Mapping[str, Any], 
 
 
 def refuse_unsupported(fields: Json, supported_fields: tuple[str, ...]) -> None:
-    """Refuse a config with a field that needs a computation which is not implemented.  Raises EspalierError.
+    """Raises EspalierError for a config with a field whose computation is not implemented.
 
     supported_fields: the fields of NEUTRAL_VALUES that the model's family supports.
     """
@@ -335,7 +343,8 @@ def refuse_unsupported(fields: Json, supported_fields: tuple[str, ...]) -> None:
 
 
 def _read_activation(fields: Json, field: str) -> Activation:
-    """The activation that `field` names.  Raises EspalierError for an activation that no kernel computes."""
+    """Returns the activation whose name is in `field`.  Raises EspalierError for an activation that is not supported.
+    """
     name = fields.get(field, "silu")
     if not isinstance(name, str) or name not in ACTIVATIONS:
         supported = " or ".join(map(repr, ACTIVATIONS))
@@ -344,7 +353,8 @@ def _read_activation(fields: Json, field: str) -> Activation:
 
 
 def _with_attention_fields(fields: Json) -> Json:
-    """The config with the attention's fields at the top level.  Transformers 5 writes them into rope_parameters."""
+    """Returns the config with the fields of attention at the top level.  Transformers 5 writes these into
+    rope_parameters."""
     ropes = [fields.get(field) or {} for field in reversed(ROPE_FIELDS)]
     return fields | {name: rope[name] for rope in ropes for name in ATTENTION_FIELDS if name in rope}
 
@@ -352,7 +362,7 @@ def _with_attention_fields(fields: Json) -> Json:
 def _read_ropes(
     fields: Json, family: Family, latent: LatentConfig | None, head_size: int, max_position_embeddings: int
 ) -> tuple[tuple[RopeConfig, ...], int]:
-    """Returns the RoPE of each layer, and the longest context, in tokens, that all of them support."""
+    """Returns the RoPE of each layer, and the longest context, in tokens, that all layers support."""
     own = [{}] * fields["num_hidden_layers"] if family.layer_ropes is None else family.layer_ropes(fields)
     read = []
     for each in own:
@@ -372,7 +382,8 @@ def no_windows(fields: Json) -> LayerWindows:
 
 
 def windows_by_layer_type(fields: Json, default: Callable[[int], bool]) -> LayerWindows:
-    """The window of each layer: None, or `sliding_window` if `layer_types` (without it, `default`) says sliding."""
+    """Returns the window of each layer: `sliding_window` for sliding layers, else None.  `layer_types` says which
+    layers are sliding; without that field, the function `default` does."""
     window, types = fields.get("sliding_window"), fields.get("layer_types")
     if window is None:
         return no_windows(fields)
@@ -382,18 +393,20 @@ def windows_by_layer_type(fields: Json, default: Callable[[int], bool]) -> Layer
 
 
 def windows_in_even_layers(fields: Json) -> LayerWindows:
-    """The window of each layer (windows_by_layer_type).  Without `layer_types`, layers 0, 2, 4, ... are sliding."""
+    """Returns the window of each layer (windows_by_layer_type).  Without `layer_types`, layers 0, 2, 4, ... are
+    sliding."""
     return windows_by_layer_type(fields, lambda layer: layer % 2 == 0)
 
 
 def windows_if_enabled(fields: Json, default: Callable[[int], bool]) -> LayerWindows:
-    """The window of each layer (windows_by_layer_type); None for all if `use_sliding_window` is false."""
+    """Returns the window of each layer (windows_by_layer_type); None for all layers if `use_sliding_window` is false.
+    """
     window = fields["sliding_window"] if fields["use_sliding_window"] else None
     return windows_by_layer_type({**fields, "sliding_window": window}, default)
 
 
 def hybrid_windows(fields: Json) -> LayerWindows:
-    """Returns None for each layer: no windows.  Raises EspalierError if no layer has attention."""
+    """Returns the windows of a hybrid model: None for each layer.  Raises EspalierError if no layer has attention."""
     if "full_attention" not in (fields["layer_types"] or ()):
         raise EspalierError(
             "layer_types names no 'full_attention'; a model with no layer of attention is not supported"

@@ -29,7 +29,7 @@ COUNT_FIELDS = tuple(
 
 @contextmanager
 def path_in_errors(path: Path) -> Iterator[None]:
-    """Put the path of a model before the text of an EspalierError."""
+    """Adds the path of a model to the beginning of an EspalierError's text."""
     try:
         yield
     except EspalierError as error:
@@ -52,7 +52,8 @@ def _is_instance_of(kind: type) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, kind)
 
 
-# The fields whose values are checked by type: a check, and the type in words.  Each may be null if the words say so.
+# For each field: a function that checks the type of its value, and the type in words.  The value may be null if the
+# words end with "null".
 FIELD_TYPES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "rms_norm_eps": (_is_positive, "a positive number"),
     "rope_theta": (_is_positive, "a positive number or null"),
@@ -70,7 +71,8 @@ FIELD_TYPES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
 
 
 def require_field_types(fields: Json) -> None:
-    """Check the types of all known fields.  Raises EspalierError naming a field whose value has a wrong type."""
+    """Checks the types of all fields in FIELD_TYPES.  Raises EspalierError naming a field whose value has a wrong type.
+    """
     for name, (is_right, words) in FIELD_TYPES.items():
         value = fields.get(name)
         if not (value is None and words.endswith("null")) and not is_right(value):
@@ -78,7 +80,7 @@ def require_field_types(fields: Json) -> None:
 
 
 def positive_number(fields: Json, name: str) -> float:
-    """Returns the value of a field, a positive number.  Raises EspalierError for any other value."""
+    """Returns the value of a field that must be a positive number.  Raises EspalierError for any other value."""
     value = fields.get(name)
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= MAX_NUMBER:
         raise EspalierError(f"{name} = {shown(value)}; a positive number is needed; correct the config")
@@ -86,13 +88,13 @@ def positive_number(fields: Json, name: str) -> float:
 
 
 def require_counts(fields: Json, names: Iterable[str], max_value: int = MAX_SIZE) -> None:
-    """Check that fields are integers from 1 to `max_value`.  Raises EspalierError naming a field."""
+    """Raises EspalierError if a field is not an integer from 1 to `max_value`."""
     for name in names:
         positive_integer(fields, name, max_value)
 
 
 def require_multiple(fields: Json, name: str, divisor_name: str) -> None:
-    """Check that field `name` is a multiple of field `divisor_name`.  Raises EspalierError."""
+    """Raises EspalierError if the field `name` is not a multiple of the field `divisor_name`."""
     if fields[name] % fields[divisor_name]:
         raise EspalierError(
             f"{name} = {fields[name]} is no multiple of {divisor_name} = {fields[divisor_name]}; correct the config"
@@ -100,9 +102,10 @@ def require_multiple(fields: Json, name: str, divisor_name: str) -> None:
 
 
 def rotated_size(fields: Json, head_size: int) -> int:
-    """How many of a head's values are rotated: the first ones.  Raises EspalierError for a wrong factor.
+    """Returns how many values at the beginning of a head are rotated.  Raises EspalierError for an invalid
+    partial_rotary_factor.
 
-    For a proportional RoPE the result is all values: those that it does not rotate have frequency 0.
+    For a proportional RoPE, returns the head size, because values that are not rotated have frequency 0.
     """
     if type_of_rope(fields) == "proportional":
         return head_size
@@ -117,7 +120,7 @@ def rotated_size(fields: Json, head_size: int) -> int:
 
 
 def positive_integer(fields: Json, name: str, max_value: int | None = None) -> int:
-    """Returns the value of a field, a positive integer.  Raises EspalierError naming the field for any other value."""
+    """Returns the value of a field that must be a positive integer.  Raises EspalierError for any other value."""
     value, max_value = fields.get(name), max_value or LARGEST_VALUES.get(name, MAX_SIZE)
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= max_value:
         raise EspalierError(
@@ -149,7 +152,7 @@ def read_eos_token_ids(fields: Json, generation: Json) -> tuple[int, ...]:
     return tuple(dict.fromkeys(ids))
 
 
-# Fields that choose the family.  They are read before overrides apply.
+# Fields that choose the family.  They cannot be overridden.
 FAMILY_FIELDS = ("architectures", "model_type")
 
 

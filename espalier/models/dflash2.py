@@ -1,9 +1,10 @@
-"""DFlash 2 drafts: DFlash (block.py) with convolutions over the rows of the block, and a selector of candidate tokens.
+"""DFlash 2 drafts.  They extend DFlash (block.py) by convolutions over the rows of the block and by a selector of
+candidate tokens.
 
 The normed input and the output of each sublayer are convolved over the rows of the block
-(kernels/layers/block_conv.py).  Context rows are not convolved.  The selector scores the best tokens of each depth,
-given the parent token.  Token v after parent u gets
-logit(v) + sum over r of before[u, r] · project(hidden)[r] · after[v, r].
+(kernels/layers/block_conv.py).  Context rows are not convolved.  The selector scores the likeliest tokens of each
+depth, given the parent token.  The score of token v after parent u is logit(v) + sum over r of before[u, r] ·
+project(hidden)[r] · after[v, r].
 """
 
 from dataclasses import dataclass, replace
@@ -50,10 +51,11 @@ DEFAULT_BLOCK_SIZE = 16
 class DFlash2Config(BlockConfig):
     """A DFlash 2 draft's config.json, checked against its target's.
 
-    conv_taps: how many rows a convolution reads for an output row, that row included.  conv_group: how many adjacent
-    channels share a coefficient.
+    conv_taps: the number of taps: how many input rows a convolution reads for one output row.  conv_group: how many
+    adjacent channels share a coefficient.
     selector_rank: the rank of the codebooks.  selector_topk: how many tokens of a depth the selector scores.
-    embedding_scale, logit_scale: factors.  logit_cap: a logit becomes tanh(logit / cap) · cap; None: it stays.
+    embedding_scale, logit_scale: the factors of embeddings and of logits.  logit_cap: the soft cap of logits,
+    tanh(logit / cap) · cap; None for no cap.
     """
 
     conv_taps: int
@@ -68,7 +70,7 @@ class DFlash2Config(BlockConfig):
 def read_dflash2(path: Path, raw: Json, target: ModelConfig) -> DFlash2Config:
     """Read the config.json `raw` of the draft at `path` and check it against its target's config.  Loads no weights.
 
-    Raises EspalierError if the draft does not fit this target, or has a form that is not supported.
+    Raises EspalierError if the draft does not fit this target, or has a format that is not supported.
     """
     fields = DraftFields(raw, path)
     is_speculators = fields.get("speculators_model_type") is not None
@@ -125,7 +127,7 @@ def _size_fields(fields: DraftFields) -> dict[str, Any]:
 
 
 def _refuse_wrong_sizes(config: DFlash2Config, fields: DraftFields) -> None:
-    """Refuse a config whose sizes do not fit one another.  Raises EspalierError."""
+    """Raises EspalierError for a config whose sizes do not fit together."""
     hidden, vocab = config.layer.hidden_size, config.layer.vocab_size
     wrong = {
         f"conv_group_size = {config.conv_group} does not divide the hidden size {hidden}": hidden % config.conv_group,
@@ -144,22 +146,24 @@ def _refuse_wrong_sizes(config: DFlash2Config, fields: DraftFields) -> None:
 
 @dataclass(frozen=True)
 class BlockConv:
-    """The two convolutions of a sublayer, of its input (first in both tensors) and of its output.
+    """The two convolutions of a sublayer: of its input (first in both tensors) and of its output (second).
 
-    base: [2, T, H], the coefficients of each tap and channel, the same for all rows.  weight: [2 · T · G, H], the
-    projection that makes the further coefficients of each row, one per tap and group of channels.
+    base: [2, T, H], coefficients for each tap and channel, the same for all rows.  weight: [2 · T · G, H], the
+    projection that computes additional coefficients for each row, one for each tap and group of channels.
     """
 
     base: Tensor
     weight: Tensor
 
     def convolve_input(self, normed: Tensor, width: int) -> tuple[Tensor, Tensor]:
-        """normed [N, H], in blocks of `width` rows -> (the convolved input [N, H], the output's coefficients)."""
+        """Convolves normed rows [N, H], in blocks of `width` rows.  Returns (the convolved rows [N, H], the
+        coefficients for the convolution of the sublayer's output)."""
         return block_conv(normed, self.weight, self.base[0], width)
 
 
 class PendingConvolution(NamedTuple):
-    """A sublayer's output (as RMSNorm.add_and_norm takes it).  One launch convolves it and adds it to the residual."""
+    """A sublayer's output that is not yet convolved.  One kernel convolves this output and adds it to the residual.
+    The output is a tensor or partial sums (RMSNorm.add_and_norm)."""
 
     output: Tensor
     coefficients: Tensor
@@ -199,7 +203,8 @@ class ConvolvedLayer(DecoderLayer):
 
 @dataclass(frozen=True)
 class Selector:
-    """The candidate selector.  before, after: the codebooks [V, rank]; topk: how many tokens of a depth it scores."""
+    """The candidate selector.  before, after: the codebooks [V, rank] of parent tokens and of tokens; topk: how many
+    tokens of a depth the selector scores."""
 
     before: Tensor
     after: Tensor
@@ -207,7 +212,7 @@ class Selector:
     topk: int
 
     def block_edges(self, logits: Tensor, hidden: Tensor) -> LowRankEdges:
-        # Any choice among ties is correct, because it decides only which tokens are drafted.
+        # Any choice among equal logits is correct, because the choice only affects which tokens are drafted.
         ids = logits.topk(self.topk, -1).indices.sort(-1).values
         after = self.after[ids] * self.project(hidden)[:, :, None]
         return LowRankEdges(logits.gather(2, ids), self.before, after, ids)
@@ -224,7 +229,7 @@ class DFlash2Draft(BlockDraft):
 
 
 def make_dflash2(weights: Weights, config: DFlash2Config, target: CausalLM, position_rows: int) -> DFlash2Draft:
-    """Build the draft from its weights; see block.py:make_block for shared tensors and errors."""
+    """Builds the draft from its weights.  See block.py:make_block for shared tensors and errors."""
     hidden, vocab, rank = config.layer.hidden_size, config.layer.vocab_size, config.selector_rank
     rows = 2 * config.conv_taps * (hidden // config.conv_group)
 

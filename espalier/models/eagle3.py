@@ -3,9 +3,11 @@
 The head is one decoder layer over cat(norm(embedding of token q), norm(hidden state at q-1)).  The hidden state is the
 fused feature of the target or, inside a tree, the draft's own output at the parent.
 
-P-EAGLE heads propose all depths of a round in one causal pass.  The root's row is an EAGLE-3 row and proposes depth 1.
-The mask rows after it propose depths 2, 3, ...  All mask rows have the same input: a mask token, and a learnt vector in
-place of the target's features.  A mask row attends to all earlier rows.  Mask rows are never kept in pages.
+P-EAGLE heads propose all depths of a round in one causal pass.  The root's row is computed as in EAGLE-3 and proposes
+depth 1.
+The next rows are mask rows, which propose depths 2, 3, ...  All mask rows have the same input: a mask token, and a
+learned vector that replaces the target's features.  A mask row attends to all earlier rows.  Mask rows are never kept
+in pages.
 """
 
 import math
@@ -42,9 +44,9 @@ ARCHITECTURES = (
     "Eagle3DraftModel",
     *LATENT_ARCHITECTURES,
 )
-# Values of model_type that name the head's format, not the family of its layer.  The layer is then a Llama layer.
+# Values of model_type that name the head's format instead of the family of its layer.  Such heads have a Llama layer.
 FORMAT_MODEL_TYPES = ("eagle", "eagle3", "speculators", "speculator_model")
-# Targets whose heads list the captured layers in eagle_config by input, not by output (_captured_layers).
+# Target architectures whose heads list captured layers by their inputs in eagle_config; see _captured_layers.
 TARGETS_WITH_IDS_BY_INPUT = (V2.architecture, V3.architecture)
 EAGLE_1_2_ARCHITECTURES = ("LlamaForCausalLMEagle", "EagleLlamaForCausalLM", "EagleSpeculator")
 LEGACY_FC_NORMS = ("aux_norm_low", "aux_norm_mid", "aux_norm_high")
@@ -52,11 +54,12 @@ LEGACY_FC_NORMS = ("aux_norm_low", "aux_norm_mid", "aux_norm_high")
 
 @dataclass(frozen=True)
 class Eagle3Config:
-    """A draft's config.json, completed from its target's.
+    """The config of an EAGLE-3 or P-EAGLE head, read from its config.json and the target's config.
 
     layer: the config of the draft's decoder layer; `layer.vocab_size` is the target's.
-    target_hidden: the target's hidden size.  norm_output: whether child rows read the normed output.
-    norm_before_fc: whether there is one norm over all captured inputs, before fc.  fc_norm: whether each has a norm.
+    target_hidden: the target's hidden size.  norm_output: whether child rows read the output after the final norm.
+    norm_before_fc: whether one norm over all captured inputs precedes fc.  fc_norm: whether each captured input has a
+    norm.
     """
 
     layer: ModelConfig
@@ -89,13 +92,15 @@ def read_eagle_head(
 ) -> Eagle3Config:
     """Returns the config of an EAGLE-3 or P-EAGLE head.  The caller checks it against the target.
 
-    targets_with_ids_by_input: the target architectures for which ids in eagle_config name layers by input; None: all.
+    targets_with_ids_by_input: the target architectures whose eagle_config lists layers by input; None: all
+    architectures.
     """
     fields = DraftFields(raw, path)
     flat = {"num_hidden_layers": 1, "max_position_embeddings": target.max_position, **raw, **fields.layer_config()}
     eagle = fields.object("eagle_config")
     family = _layer_family(DraftFields(flat, path))
-    # A latent head's layer has a dense MLP, even if the head's config repeats the target's experts.
+    # The layer of a head with latent attention has a dense MLP, even if the head's config has the target's fields for
+    # experts.
     layer = parse({**flat, "n_routed_experts": None} if family.has_latent_attention else flat, family, path)
     spec = DraftSpec(
         algorithm="eagle3",
@@ -119,7 +124,7 @@ def read_eagle_head(
 
 
 def refuse_eagle3_called_eagle(name: str, path: Path) -> None:
-    """Refuse an EAGLE-3 head at `path` whose config names an EAGLE-1/2 architecture, `name`.  Raises EspalierError."""
+    """Raises EspalierError if `path` holds an EAGLE-3 head whose config names the EAGLE-1/2 architecture `name`."""
     if looks_like_eagle3(Weights(path, torch.float32, "cpu", allow_bin=True)):
         raise EspalierError(
             f"{path} is declared as EAGLE ({name}) but holds an EAGLE-3 head (it has hidden_norm); set its "
@@ -132,10 +137,10 @@ def looks_like_eagle3(weights: Weights) -> bool:
 
 
 def _layer_family(flat_fields: DraftFields) -> Family:
-    """The family of the draft's layer: Llama, unless model_type names another supported family.
+    """Returns the family of the draft's layer: Llama, unless model_type names another supported family.
 
-    A latent head has DeepSeek-V3's attention, unless model_type names another latent family.  Raises EspalierError for
-    a model_type that is no family's, unless the architecture says that the layer is DeepSeek's.
+    A head with latent attention has a DeepSeek-V3 layer, unless model_type names another family with latent attention.
+    Raises EspalierError for an unknown model_type, unless the architecture is one of LATENT_ARCHITECTURES.
     """
     named_latent = architecture_of(dict(flat_fields.raw)) in LATENT_ARCHITECTURES
     is_latent = bool(flat_fields.get("kv_lora_rank")) or named_latent
@@ -164,12 +169,13 @@ def _captured_layers(
 ) -> tuple[int, ...]:
     """Returns the target layers whose inputs the head fuses.
 
-    The ids of two formats differ by one.  In speculators' format, top-level ids name layers by their input (the default
-    is [2, L/2, L-3]).  In SafeAILab's and SpecForge's, the ids in eagle_config name layers by their output, which is
-    the input of layer id + 1.
+    The ids of the two formats differ by one.  In the format of speculators, the ids at the top level are the layers
+    whose inputs are captured (by default [2, L/2, L-3]).  In the format of SafeAILab and SpecForge, the ids in
+    eagle_config are the layers whose outputs are captured; the output of layer i is the input of layer i + 1.
 
-    Heads for DeepSeek targets are an exception: the ids in their eagle_config name layers by their input.  But if the
-    first id is 1, all ids name outputs: the output of layer 1 is the input of layer 2, the first default layer.
+    Heads for DeepSeek targets are an exception: the ids in their eagle_config are layers whose inputs are captured,
+    unless the first id is 1.  With a first id of 1, the ids are layers whose outputs are captured, because the output
+    of layer 1 is the input of layer 2, the first default layer.
     """
     num_layers = target.num_layers
     name = "eagle_aux_hidden_state_layer_ids"
@@ -214,9 +220,10 @@ def refuse_mismatch(config: Eagle3Config, target: ModelConfig, path: Path) -> No
 
 @dataclass(eq=False)
 class Eagle3Draft:
-    """A loaded EAGLE-3 head: a DraftModel, and its only module (espalier/models/draft.py).
+    """A loaded EAGLE-3 head.  It is a DraftModel and also the only DraftModule of that model
+    (espalier/models/draft.py).
 
-    layers: the first layer reads the normed embedding and the normed hidden state; the launch of `embed` norms both.
+    layers: the first layer reads the normed embedding and the normed hidden state; the kernel of `embed` norms both.
     """
 
     has_experts = False
@@ -257,7 +264,8 @@ class Eagle3Draft:
 
 @dataclass(frozen=True)
 class FeatureFuser:
-    """captured [..., n·H_target] -> feature [..., H]: fc, after one norm over all, a norm for each part, or no norm."""
+    """Computes the feature [..., H] from n captured inputs [..., n·H_target]: fc, after one norm over all inputs, a
+    norm for each input, or no norm."""
 
     fc: Linear
     whole_norm: RMSNorm | None
@@ -273,7 +281,8 @@ class FeatureFuser:
 
 
 def make_eagle3(weights: Weights, config: Eagle3Config, target: CausalLM, position_rows: int) -> Eagle3Draft:
-    """Build the draft from its weights.  A draft without an embedding or a head of its own shares the target's.
+    """Build the draft from its weights.  A draft that has no embedding or head uses the embedding or the head of its
+    target.
 
     Raises EspalierError naming a weight that does not fit or is not used.
     """
@@ -314,7 +323,7 @@ def load_head_fields(weights: Weights, config: Eagle3Config, target: CausalLM, p
 
 
 def _refuse_eagle1_and_2(weights: Weights, config: Eagle3Config) -> None:
-    """Refuse an EAGLE-1/2 head whose config says EAGLE-3.  Raises EspalierError."""
+    """Raises EspalierError for an EAGLE-1/2 head whose config declares an EAGLE-3 architecture."""
     if looks_like_eagle3(weights):
         return
     hidden = config.layer.hidden_size
@@ -338,7 +347,7 @@ def _load_fuser(weights: Weights, config: Eagle3Config, target_layers: int) -> F
 
 
 def _refuse_wrong_fc_width(weights: Weights, config: Eagle3Config, target_layers: int) -> None:
-    """Check the number of captured layers against the width of fc.  Raises EspalierError."""
+    """Raises EspalierError if the number of captured layers does not match the width of fc."""
     # The input of every layer and the input of the final norm can be captured.
     counts = (len(config.spec.capture), *range(1, target_layers + 2))
     hidden, size = config.layer.hidden_size, config.target_hidden
@@ -353,7 +362,7 @@ def _refuse_wrong_fc_width(weights: Weights, config: Eagle3Config, target_layers
 @dataclass(eq=False)
 class PEagleDraft(Eagle3Draft):
     """A loaded P-EAGLE head.
-    mask_features: [1, 1, F], a learnt vector that mask rows read in place of the target's features."""
+    mask_features: [1, 1, F], a learned vector that mask rows read instead of the target's features."""
 
     mask_features: Tensor
 
@@ -362,7 +371,7 @@ class PEagleDraft(Eagle3Draft):
         self.mask_hidden = self.fuse(self.mask_features)
 
     def run_mask_rows(self, p: Pass) -> DraftOutput:
-        """Run over a pass whose rows are all mask tokens."""
+        """Runs the head on a pass that consists of mask rows only."""
         return self(p, self.mask_hidden.expand(len(p.tokens), -1, -1), torch.zeros_like(p.tokens))
 
 
@@ -384,10 +393,10 @@ def make_peagle(weights: Weights, config: Eagle3Config, target: CausalLM, positi
 
 
 PEAGLE_ARCHITECTURES = ("PEagleDraftModel", "PeagleLlamaForCausalLM", "PeagleQwen3ForCausalLM", "PEagleSpeculator")
-# Architectures of EAGLE-3 heads that are P-EAGLE heads if the config names a mask token.
+# If the config of a head with one of these architectures has a mask token, the head is a P-EAGLE head.
 EAGLE3_ARCHITECTURES = (*ARCHITECTURES, "Eagle3Qwen3ForCausalLM")
 MASK_TOKEN_FIELDS = ("mask_token_id", "pard_token", "ptd_token_id")
-# The number of depths for heads whose config does not say for how many they were trained.
+# The number of depths of a head whose config does not have the number of depths in training.
 DEFAULT_STEPS = 16
 
 
@@ -397,7 +406,7 @@ def read_peagle(path: Path, raw: Json, target: ModelConfig) -> Eagle3Config:
     Raises EspalierError if the head does not fit this target.
     """
     head = read_eagle_head(path, raw, target, targets_with_ids_by_input=None)
-    # The number of tokens that speculators trained the head to propose.
+    # In the format of speculators, the number of tokens that the head was trained to propose.
     fields = DraftFields(raw, path)
     methods = fields.object("speculators_config").get("proposal_methods") or [{}]
     if not isinstance(methods, list) or not isinstance(methods[0], dict):

@@ -1,4 +1,4 @@
-"""Gemma 4's assistants: drafts of a few layers that keep no K and V and read the target's.
+"""Gemma 4's assistants: drafts of a few layers that read the target's K and V and store no K and V of their own.
 
 The input of a row is the target's embedding of the row's token and a hidden state.  For the root's row, it is the
 target's last hidden state at the token before the root.  For every other row, it is the draft's output at the parent.
@@ -33,7 +33,7 @@ from espalier.models.weights import Weights
 from espalier.shards import WHOLE, Shards, whole_part
 
 ARCHITECTURES = ("Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM")
-# Fields that must be off in an assistant's config.  Transformers requires the same.
+# Fields that must be 0 or false in an assistant's config.  Transformers has the same requirement.
 DISABLED_FIELDS = ("hidden_size_per_layer_input", "enable_moe_block", "use_double_wide_mlp")
 
 
@@ -41,8 +41,8 @@ DISABLED_FIELDS = ("hidden_size_per_layer_input", "enable_moe_block", "use_doubl
 class AssistantConfig:
     """An assistant's config.json, checked against its target's.
 
-    layer: the config of the draft's layers.  num_clusters: how many clusters its vocabulary has; 0 without clusters.
-    num_scored_clusters: how many clusters a row scores.
+    layer: the config of the draft's layers.  num_clusters: the number of clusters of its vocabulary; 0 if it has none.
+    num_scored_clusters: the number of clusters whose tokens get scores.
     """
 
     layer: ModelConfig
@@ -52,7 +52,8 @@ class AssistantConfig:
 
 
 def read_assistant(path: Path, raw: Json, target: ModelConfig) -> AssistantConfig:
-    """Read the config.json `raw` of the draft at `path`.  Raises EspalierError if it does not fit this target."""
+    """Read the config.json `raw` of the draft at `path`.  Raises EspalierError if the draft does not fit this target.
+    """
     fields = DraftFields(raw, path)
     text = fields.object("text_config").raw
     family = next((each for each in (FAMILY, UNIFIED) if each.model_type == text.get("model_type")), FAMILY)
@@ -78,9 +79,10 @@ def read_assistant(path: Path, raw: Json, target: ModelConfig) -> AssistantConfi
 
 
 def _spec_reading_target(spec: LayerSpec, target_specs: Sequence[LayerSpec], path: Path) -> LayerSpec:
-    """Returns `spec`, made to read a target layer's rows.
+    """Returns `spec` with the target layer whose rows it reads.
 
-    The target layer is the last one with rows of its own that, like `spec`, has a window or has none.
+    That target layer is the last layer with rows of its own and with a window if `spec` has a window (without a window
+    if it has none).
     Raises EspalierError if the target has no such layer.
     """
     own = [
@@ -94,16 +96,17 @@ def _spec_reading_target(spec: LayerSpec, target_specs: Sequence[LayerSpec], pat
             f"{path} does not fit its target: its layers read {spec.keeps}, the target has {keeps}; use the draft "
             "trained for it"
         )
-    # The layer attends to the last committed row, at the position before the root, and to `window` rows before that.
+    # The layer attends to the last committed row, whose position is one before the root, and to `window` rows before
+    # that row.
     return replace(spec, shares_with=own[-1], window=None if spec.window is None else spec.window + 2)
 
 
 @dataclass(frozen=True)
 class ClusteredHead:
-    """A head that scores only the tokens of the likeliest clusters.
+    """An lm_head that scores only the tokens of the likeliest clusters.
 
-    head: [V, H].  centroids: scores the clusters.  tokens: [clusters, size], the tokens of each cluster.
-    num_scored_clusters: how many clusters a row scores.
+    head: [V, H].  centroids: computes the scores of clusters.  tokens: [clusters, size], the tokens of each cluster.
+    num_scored_clusters: the number of clusters whose tokens get scores.
     """
 
     head: Tensor
@@ -112,7 +115,7 @@ class ClusteredHead:
     num_scored_clusters: int
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x [B, Q, H] -> scores [B, Q, V].  Tokens of clusters that are not read get a score below all others."""
+        """x [B, Q, H] -> scores [B, Q, V].  Tokens of all other clusters get a score below all computed scores."""
         tokens = self.tokens[self.centroids(x).topk(self.num_scored_clusters).indices].flatten(2)
         scores = (self.head[tokens] @ x[..., None])[..., 0]
         below = scores.amin(-1, keepdim=True) - 1
@@ -121,9 +124,10 @@ class ClusteredHead:
 
 @dataclass(eq=False)
 class Assistant:
-    """A loaded assistant: a DraftModel, and its only module (espalier/models/draft.py).
+    """A loaded assistant.  It is a DraftModel and also the only DraftModule of that model (espalier/models/draft.py).
 
-    embed: the target's embedding; input_projection: [embedding, hidden state] -> H; output_projection: H -> the target's hidden size; score:
+    embed: the target's embedding; input_projection: maps (embedding, hidden state) to H; output_projection: maps H to
+    the target's hidden size; score:
     H -> logits.
     """
 
@@ -168,7 +172,7 @@ class Assistant:
 
 
 def make_assistant(weights: Weights, config: AssistantConfig, target: CausalLM, position_rows: int) -> Assistant:
-    """Build the draft from its weights.  Raises EspalierError if a weight does not fit, is missing or is not used."""
+    """Builds the draft from its weights.  Raises EspalierError if a weight does not fit, is missing or is not used."""
     layer, hidden, wide = config.layer, config.layer.hidden_size, config.spec.hidden_size
     tables = {rope: RopeTables(rope, position_rows, weights.dtype, weights.device) for rope in set(layer.layer_ropes)}
     load = layer.family.load_layer

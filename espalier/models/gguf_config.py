@@ -1,7 +1,7 @@
-"""Makes a config.json for a model in a GGUF file, from the file's metadata.
+"""Converts the metadata of a GGUF file to the content of a config.json.
 
-Every field of the model's architecture is honoured, or refused by name.  llama.cpp's converter leaves out some fields
-that can be computed from others; this module computes them.
+Every metadata field of the architecture is either applied or refused with an error that names the field.  llama.cpp's
+converter omits fields that can be computed from others; this module computes them.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,7 +17,7 @@ from espalier.kernels.layers.blocks import BLOCK_TYPES
 from espalier.model_files import GGUF, read_gguf
 from espalier.models.rope import Json
 
-# GGUF's names of a layer's parts, the same in every architecture.
+# GGUF's names of a layer's modules, the same in every architecture.
 LAYER_MODULES = {
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
@@ -38,7 +38,7 @@ NORMS_AROUND_BLOCKS = {
 }
 MODEL_MODULES = {"token_embd": "model.embed_tokens", "output": "lm_head", "output_norm": "model.norm"}
 EMBEDDING_TENSOR, HEAD_TENSOR, FREQUENCY_TENSOR = "token_embd.weight", "output.weight", "rope_freqs.weight"
-# GGUF's fields, without the architecture's name that precedes them -> the fields of config.json with the same meaning.
+# GGUF's metadata fields, without the prefix of the architecture's name -> the equivalent fields of config.json.
 CONFIG_FIELDS = {
     "context_length": "max_position_embeddings",
     "embedding_length": "hidden_size",
@@ -50,9 +50,9 @@ CONFIG_FIELDS = {
     "attention.key_length": "head_dim",
     "rope.freq_base": "rope_theta",
 }
-# Fields that a file may leave out.  They then have GGUF's defaults, not the family's.
+# Fields that a file may omit.  They then have GGUF's defaults instead of the family's.
 OPTIONAL_FIELDS = ("attention.head_count_kv", "attention.key_length", "rope.freq_base")
-# Fields that other code reads, or whose value does not change the computation.
+# Fields that other functions read, or that do not change the computation.
 FIELDS_READ_ELSEWHERE = (
     *("attention.value_length", "rope.dimension_count", "vocab_size", "rope.scaling.type", "rope.scaling.factor"),
     *("rope.scaling.original_context_length", "rope.scaling.finetuned"),
@@ -66,20 +66,22 @@ NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "rope.scaling.attn_factor": (1.0,),
     }
 )
-# The types of plain tensors, by GGUF's number.
+# The types of tensors without quantisation, by GGUF's type number.
 PLAIN_TYPES = {0: "F32", 1: "F16", 30: "BF16"}
 BLOCK_TYPES_BY_NUMBER = {type.gguf_type: type for type in BLOCK_TYPES.values()}
 
 
 @dataclass(frozen=True)
 class GGUFArchitecture:
-    """How llama.cpp stores the models of one family.
+    """How GGUF files of llama.cpp store the models of one family.
 
-    family, model_type: the values for config.json.  norm_modules: the names of a layer's norms besides `attn_norm`.
-    permutes_q_and_k: whether rows of q and k are stored in the order of pairs of rotated values.
+    family, model_type: the values of `architectures` and `model_type` in config.json.  norm_modules: the names of a
+    layer's norms, except `attn_norm`.
+    permutes_q_and_k: whether the two values of each rotated pair are adjacent in the stored rows of q and k.
     norm_offset: a number that the converter added to the weights of norms.
-    further_fields: makes further fields, from the file and a function that reads one field of the architecture.
-    further_field_names: the names of the fields that `further_fields` reads.
+    further_fields: returns additional fields of config.json.  Its arguments are the file and a function that reads a
+    metadata field.
+    further_field_names: the metadata fields that `further_fields` reads.
     """
 
     family: str
@@ -91,7 +93,8 @@ class GGUFArchitecture:
     further_field_names: tuple[str, ...] = ()
 
     def hf_name(self, gguf_name: str) -> str:
-        """The name in a Hugging Face checkpoint of the tensor `gguf_name`; `gguf_name` itself if it is unknown."""
+        """Returns the name that the tensor `gguf_name` has in a Hugging Face checkpoint; an unknown name is returned
+        unchanged."""
         module, _, kind = gguf_name.rpartition(".")
         if module in MODEL_MODULES:
             return f"{MODEL_MODULES[module]}.{kind}"
@@ -101,7 +104,7 @@ class GGUFArchitecture:
         return f"model.layers.{layer}.{known[part]}.{kind}" if block == "blk" and part in known else gguf_name
 
 
-# Fields of Gemma 2 and 3 in GGUF, and their names in config.json.
+# Metadata fields of Gemma 2 and 3 -> the equivalent fields of config.json.
 GEMMA_FIELDS = {
     "attention.sliding_window": "sliding_window",
     "attn_logit_softcapping": "attn_logit_softcapping",
@@ -111,13 +114,13 @@ GEMMA3_FIELDS = {
     "attention.sliding_window_pattern": "sliding_window_pattern",
     "rope.freq_base_swa": "rope_local_base_freq",
 }
-# How many layers the largest model has.  It scales queries by another size than that of their heads.
+# The number of layers of the family's largest model.  That model does not scale queries by the size of its heads.
 LARGEST_NUM_LAYERS = {"gemma2": 46, "gemma3": 62}
 
 
 def _gemma_fields(gguf: GGUF, field: Callable[[str], Any]) -> Json:
     heads, hidden = field("attention.head_count"), field("embedding_length")
-    # The file does not say how queries are scaled.
+    # The file has no field for the scale of queries.
     is_largest = field("block_count") == LARGEST_NUM_LAYERS[gguf.metadata["general.architecture"]]
     is_known = type(heads) is int and type(hidden) is int and heads > 0
     scalar = hidden // heads if is_largest and is_known else field("attention.key_length")
@@ -127,7 +130,7 @@ def _gemma_fields(gguf: GGUF, field: Callable[[str], Any]) -> Json:
 
 ARCHITECTURES: Mapping[str, GGUFArchitecture] = MappingProxyType(
     {
-        # Files of Mistral's models also say "llama".
+        # Files of Mistral's models also have the architecture "llama".
         "llama": GGUFArchitecture(
             *("LlamaForCausalLM", "llama", NORMS_BEFORE_BLOCKS),
             permutes_q_and_k=True,
@@ -152,7 +155,7 @@ ARCHITECTURES: Mapping[str, GGUFArchitecture] = MappingProxyType(
 
 
 def architecture_of_gguf(gguf: GGUF) -> GGUFArchitecture:
-    """Returns the Architecture of a file.  Raises EspalierError for one that is not supported."""
+    """Returns the GGUFArchitecture of a file.  Raises EspalierError for an architecture that is not supported."""
     name = gguf.metadata.get("general.architecture")
     if not isinstance(name, str) or name not in ARCHITECTURES:
         raise EspalierError(
@@ -163,7 +166,7 @@ def architecture_of_gguf(gguf: GGUF) -> GGUFArchitecture:
 
 
 def gguf_config(path: Path) -> Json:
-    """Returns a config.json with the same meaning as the file's metadata.
+    """Returns a config.json that is equivalent to the file's metadata.
     Raises EspalierError naming a field that is not supported."""
     gguf = read_gguf(path)
     architecture, name = architecture_of_gguf(gguf), gguf.metadata["general.architecture"]
@@ -181,7 +184,8 @@ def gguf_config(path: Path) -> Json:
         **architecture.further_fields(gguf, own.get),
         "quantization_config": {"quant_method": "gguf", "types": _block_types(gguf, architecture)},
     }
-    # An embedding in blocks is not tied: it is read once as a table, and once more, as blocks, for the head.
+    # A quantised embedding is not tied to the head: the embedding is dequantised to a table, and the head keeps the
+    # blocks.
     config["tie_word_embeddings"] = (
         HEAD_TENSOR not in gguf.tensors and gguf.tensors[EMBEDDING_TENSOR].type in PLAIN_TYPES
     )
@@ -209,7 +213,7 @@ def _refuse_unknown_fields(gguf_fields: Json, architecture: GGUFArchitecture, pa
 
 
 def _size_fields(gguf: GGUF, gguf_fields: Json) -> Json:
-    """The fields for the size of the vocabulary, and for the part of a head that is rotated."""
+    """Returns the fields for the vocabulary size, the head size and the rotated part of a head."""
     if EMBEDDING_TENSOR not in gguf.tensors:
         raise EspalierError(f"{gguf.path} has no tensor {EMBEDDING_TENSOR!r}; download the file again")
     sizes: Json = {"vocab_size": gguf.tensors[EMBEDDING_TENSOR].shape[0]}
@@ -228,7 +232,7 @@ def _size_fields(gguf: GGUF, gguf_fields: Json) -> Json:
 
 
 def _rope_fields(gguf: GGUF, gguf_fields: Json) -> Json:
-    """The field rope_scaling, from the type that the file names or from the divisors of frequencies that it holds."""
+    """Returns the field rope_scaling, from the file's RoPE type or from its divisors of frequencies."""
     kind, factor = gguf_fields.get("rope.scaling.type", "none"), gguf_fields.get("rope.scaling.factor")
     scaling: Json | None = None
     if kind in ("linear", "yarn"):
@@ -247,7 +251,7 @@ def _rope_fields(gguf: GGUF, gguf_fields: Json) -> Json:
 
 
 def _model_dtype(gguf: GGUF) -> str:
-    """The dtype of the model: float32 or float16 if all matrices are stored in it, else bfloat16."""
+    """Returns the model's dtype: float32 or float16 if all matrices are stored in that dtype, else bfloat16."""
     types = {place.type for place in gguf.tensors.values() if len(place.shape) > 1}
     return {frozenset({0}): "float32", frozenset({1}): "float16"}.get(frozenset(types), "bfloat16")
 
@@ -265,7 +269,8 @@ def _frequency_divisors(gguf: GGUF) -> list[float]:
 
 
 def _special_token_fields(metadata: Mapping[str, Any]) -> Json:
-    """The fields for special tokens.  llama.cpp stops at the end of a text and at the end of a turn."""
+    """Returns the fields for special tokens.  Like llama.cpp, generation stops at the end of a text and at the end of a
+    chat message."""
     ends = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
     found: Json = {"eos_token_id": [end for end in ends if end is not None]}
     for name, field in (("bos_token_id", "bos_token_id"), ("pad_token_id", "padding_token_id")):
@@ -275,7 +280,7 @@ def _special_token_fields(metadata: Mapping[str, Any]) -> Json:
 
 
 def _block_types(gguf: GGUF, architecture: GGUFArchitecture) -> dict[str, str]:
-    """The block format of each matrix that is stored in blocks, by the matrix's name."""
+    """Returns the block format of each quantised matrix, by the matrix's name."""
     types = {}
     for stored, place in gguf.tensors.items():
         if place.type in PLAIN_TYPES:

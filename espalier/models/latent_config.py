@@ -1,4 +1,4 @@
-"""Reads the sizes of latent attention, and of the indexer, which chooses the rows that a layer attends to."""
+"""Reads the sizes of latent attention and of the indexer.  An indexer chooses the rows that a layer attends to."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -14,10 +14,10 @@ TYPES_FIELD, PATTERN_FIELD, FREQ_FIELD, OFFSET_FIELD = (
     "index_topk_freq",
     "index_skip_topk_offset",
 )
-# The value of index_skip_topk_offset if a config does not have the field.
+# The default of index_skip_topk_offset.
 DEFAULT_OFFSET = 2
-# The defaults of families with an indexer.  index_share_for_mtp_iteration is accepted and not used: here each row of an
-# MTP layer chooses for itself.  The target's output does not depend on that.
+# The defaults of families with an indexer.  index_share_for_mtp_iteration is accepted but not used: each row of an MTP
+# layer makes its own choice.  The target's output does not depend on that choice.
 INDEXER_DEFAULTS: dict[str, Any] = {
     "index_topk": 2048,
     "index_head_dim": 128,
@@ -31,9 +31,11 @@ INDEXER_DEFAULTS: dict[str, Any] = {
 class IndexerConfig:
     """The sizes of the indexers of a model's layers (DeepSeek-AI 2025, "DeepSeek-V3.2", section 2.1).
 
-    topk: the largest number of rows that a query attends to.  heads: the number of index heads.  size: how many values
-    an index key and a head of an index query have.  interleaved: see espalier/kernels/ops/selection.py:IndexRows.
-    layer_types: FULL_INDEXER (the layer has an indexer) or SHARED_INDEXER (it uses an earlier layer's choice) for each layer.
+    topk: the largest number of rows that a query attends to.  heads: the number of index heads.  size: the number of
+    values of an index key, and of each head of an index query.  interleaved: see
+    espalier/kernels/ops/selection.py:IndexRows.
+    layer_types: for each layer, FULL_INDEXER (the layer has an indexer) or SHARED_INDEXER (the layer uses the choice of
+    an earlier layer).
     """
 
     topk: int
@@ -72,7 +74,8 @@ def read_indexer_config(fields: dict[str, Any], read_count: Callable[[str], int]
 
 
 def indexer_types(fields: dict[str, Any]) -> tuple[str, ...]:
-    """FULL_INDEXER or SHARED_INDEXER for each layer.  Raises EspalierError for wrong or contradicting fields."""
+    """Returns FULL_INDEXER or SHARED_INDEXER for each layer.  Raises EspalierError for invalid or contradicting fields.
+    """
     layers = fields["num_hidden_layers"]
     names = (TYPES_FIELD, PATTERN_FIELD, FREQ_FIELD, OFFSET_FIELD)
     declared, pattern, freq, offset = (fields.get(name) for name in names)
@@ -123,10 +126,10 @@ class LatentConfig:
 
     q_rank: the size of the queries' latent; None: queries are projected directly from the hidden state.
     kv_rank: the size of the latent from which K and V are computed.
-    nope_size, rope_size: how many values of a q or k head are not rotated, and how many are.
+    nope_size: the number of values of a q or k head without RoPE; rope_size: the number of values with RoPE.
     v_size: the size of a v head.
     interleaved: see espalier/kernels/ops/rope.py:LatentFormat.
-    indexer: the sizes of the indexers; None: layers attend to all rows.
+    indexer: the sizes of the indexers; None if layers attend to all rows.
     """
 
     q_rank: int | None
@@ -144,7 +147,8 @@ class LatentConfig:
 
     @property
     def row_size(self) -> int:
-        """How many values are kept for a token: its latent, and the rotated part of its key, shared by all heads."""
+        """The number of values that the cache stores for a token: the latent, and the rotated part of the key, which
+        all heads share."""
         return self.kv_rank + self.rope_size
 
 

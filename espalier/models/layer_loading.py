@@ -1,4 +1,5 @@
-"""Builds a layer of a target or a draft from its weights.  Families with layers of their own also use this module."""
+"""Builds a layer of a target or a draft from its weights.  Families with their own layer classes also use these
+functions."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -42,7 +43,7 @@ def load_experts(
 ) -> MixtureMLP:
     """Loads the mixture-of-experts block under `prefix`.  shared_activation: the activation of shared experts."""
     routing = experts.routing
-    # The router is read first, because its shape shows a wrong number of experts before the experts are read.
+    # The router is read first: its shape reveals a wrong number of experts before the experts are read.
     router = weights.load(f"{prefix}{experts.router_name}.weight", routing.num_experts, hidden)
     read = {"apart": _load_separate_experts, "stacked": _load_stacked_experts, "joined": _load_joined_experts}[
         experts.storage
@@ -57,7 +58,8 @@ def load_experts(
     if experts.shared_size:
         under = prefix if experts.shared_prefix is None else prefix.removesuffix(experts.prefix) + experts.shared_prefix
         sizes, name = (hidden, experts.shared_size), f"{under}{experts.shared_name}."
-        # The mixture sums the shared expert with the routed experts, so it is not summed over the ranks here.
+        # MixtureMLP adds the shared and routed experts before it sums over the ranks, so the shared MLP does not sum
+        # over the ranks.
         shared = weights.mlp(name, *sizes, experts.shared_has_bias, shared_activation, False, experts.shared_names)
     if experts.shared_gate_name is not None:
         shared_gate = weights.linear(prefix, (experts.shared_gate_name,), (whole_part(1),), hidden, bias=False)
@@ -145,7 +147,7 @@ def _load_stacked_quantised(
     weights: Weights, experts: Experts, name: str, hidden: int
 ) -> tuple[QuantisedMatrix, QuantisedMatrix]:
     """Loads the quantised matrices (gate_up, down) of stacked experts.
-    Rows of gate and of up alternate, as the columns of stacked dense experts do."""
+    Rows of gate and rows of up alternate, like the columns of stacked dense experts."""
     count, own = experts.routing.num_experts, _rank_part_of_size(weights, experts)
     gate_up = weights.stacked_matrix(name, ".gate_up_proj", count, [own.scaled(2)], hidden)
     down = weights.stacked_matrix(name, ".down_proj", count, [hidden], own)
@@ -164,14 +166,14 @@ def _split_gate_and_up(interleaved: Tensor) -> Tensor:
 
 def specs_by_type(config: ModelConfig, other_specs: Mapping[str, LayerSpec]) -> tuple[LayerSpec, ...]:
     """Returns the spec of each layer, by its entry in `layer_types`.
-    Layers with full attention keep K and V heads.  other_specs: the specs of the other types."""
+    Layers with full attention store K and V heads.  other_specs: the specs of all other layer types."""
     keeps = KVHeads(config.kv_heads, config.head_size, config.head_size)
     of_type = {FULL_ATTENTION: LayerSpec(config.heads, keeps, scale=config.softmax_scale), **other_specs}
     return tuple(of_type[kind] for kind in config.raw["layer_types"])
 
 
 def layer_specs_of(config: ModelConfig) -> tuple[LayerSpec, ...]:
-    """The spec of each layer."""
+    """Returns the spec of each layer."""
     if config.family.layer_specs is not None:
         return config.family.layer_specs(config)
     size, latent = config.head_size, config.latent
@@ -191,14 +193,14 @@ def layer_specs_of(config: ModelConfig) -> tuple[LayerSpec, ...]:
 
 
 def load_embedding(weights: Weights, config: ModelConfig, scale: float) -> Embedding:
-    """Loads the token embedding, or the rank's part of it.  scale: the factor of its values."""
+    """Loads the token embedding, or this rank's part of it.  scale: the factor of all embeddings."""
     own = weights.shards.tokens(config.vocab_size)
     table = weights.table("model.embed_tokens", own, config.hidden_size)
     return Embedding(table, scale, None, config.vocab_size, weights.shards)
 
 
 def tied_head(embed: Embedding, shards: Shards) -> Linear:
-    """Returns a head with the embedding's tensor as its weight, in the same memory."""
+    """Returns an lm_head whose weight is the embedding's tensor (in the same memory)."""
     vocab_size, _ = embed.shape
     if shards.count == 1:
         return Linear(dense_weight(embed.weight))
@@ -209,11 +211,11 @@ def tied_head(embed: Embedding, shards: Shards) -> Linear:
 def load_attention(
     weights: Weights, config: ModelConfig, prefix: str, columns: int, rope: RopeTables, layer: int = 0
 ) -> Attention | LatentAttention:
-    """Loads the attention block under `prefix`, with K and V heads or with latent attention, as the config says.
+    """Loads the attention block under `prefix`: latent attention if the config has it, else attention with K and V
+    heads.
 
-    columns: the input size of q, k and v: the hidden size; twice that for a draft whose input is the embedding and the
-    hidden state concatenated.  layer: the layer's number in the checkpoint; by it the config says whether the layer has
-    an indexer.
+    columns: the input size of q, k and v: the hidden size, or twice that for a draft that concatenates embedding and
+    hidden state.  layer: the layer's number in the checkpoint, which decides whether the layer has an indexer.
     """
     if config.latent is not None:
         return _load_latent_attention(weights, config, config.latent, prefix, columns, rope, layer)
@@ -236,7 +238,7 @@ def load_attention(
 def _load_all_heads_norms(
     weights: Weights, config: ModelConfig, prefix: str, q_rows: Part, kv_rows: Part
 ) -> AllHeadsNorms:
-    """Loads the norms of q and k that use the length over all heads.  Each rank holds the weights of its heads."""
+    """Loads the norms of q and of k over all heads.  Each rank loads the norm weights of its own heads."""
     q, k = (
         RMSNorm(weights.load_parts(f"{prefix}{name}_norm.weight", (rows.size,), 0, [rows]), config.rms_norm_eps)
         for name, rows in (("q", q_rows), ("k", kv_rows))
@@ -260,7 +262,7 @@ def _load_latent_attention(
     rope: RopeTables,
     layer: int,
 ) -> LatentAttention:
-    """Loads the latent attention block under `prefix`.  columns, layer: as in load_attention."""
+    """Loads the latent attention block under `prefix`.  columns, layer: see load_attention."""
     hidden, heads, rank = config.hidden_size, weights.shards.part(config.heads, HEADS_SIZE_NAME), latent.q_rank
     q_rows, bias = heads.scaled(latent.head_size), config.attention_bias
     rows = q_rows if rank is None else whole_part(rank)
@@ -271,7 +273,7 @@ def _load_latent_attention(
         q_norm = weights.norm(f"{prefix}q_a_layernorm", rank, LATENT_NORM_EPS)
         q = weights.linear(prefix, ("q_b_proj",), (q_rows,), rank, bias=False)
     elif bias:
-        # Of the two stacked projections, only the one of the row to keep has a bias.
+        # Only the projection of the latent row has a bias, so the bias of the queries is zero.
         down.bias = torch.cat((weights.empty(len(q_rows)).zero_(), weights.load(f"{prefix}{names[1]}.bias", row)))
     kv_rows = heads.scaled(latent.nope_size + latent.v_size)
     kv_up = weights.load_dense_matrix(f"{prefix}kv_b_proj", kv_rows, latent.kv_rank)
@@ -295,12 +297,13 @@ def _load_latent_attention(
 def _load_indexer(
     weights: Weights, index: IndexerConfig | None, prefix: str, rank: int | None, columns: int, layer: int
 ) -> Indexer | None:
-    """Loads the indexer of a layer, whole on every rank; None for a layer without one."""
+    """Loads the indexer of a layer.  Every rank loads the whole indexer.  Returns None for a layer without an indexer.
+    """
     if index is None or rank is None:
         return None
     under = f"{prefix}indexer."
     if not index.has_own_indexer(layer):
-        # The checkpoint holds such weights if an override lets more layers share a choice.
+        # The checkpoint has weights for this layer's indexer if a model override changed the layer to a shared indexer.
         weights.ignore_prefixes((under,))
         return None
     return Indexer(
@@ -321,8 +324,8 @@ def load_layer(
 ) -> DecoderLayer:
     """Loads the layer under `prefix`: norms, mixer and MLP.
 
-    layer: the layer's number in the checkpoint; by it the config says whether the layer has experts.
-    index: the layer's index in a pass; None: `layer`.
+    layer: the layer's number in the checkpoint, which decides whether the layer has experts.
+    index: the layer's index in a pass; by default `layer`.
     """
     experts = config.experts if config.experts is not None and layer in config.experts.layers else None
     hidden, norms = config.hidden_size, config.family.layer_norms
@@ -373,7 +376,8 @@ def load_mamba2(
     dt_limits: Sequence[float],
 ) -> Mamba2:
     """Loads the Mamba 2 block under `prefix`.
-    bias, conv_bias: whether the projections and the convolution have a bias.  dt_limits: the least and the largest dt."""
+    bias, conv_bias: whether the projections and the convolution have a bias.  dt_limits: the minimum and the maximum of
+    dt."""
     inner, shared, channels = keeps.heads * keeps.v_size, keeps.k_heads * keeps.k_size, keeps.channels
     conv = weights.load(f"{prefix}conv1d.weight", channels, 1, keeps.taps)[:, 0]
     # The stored order of the channels is x, B, C.

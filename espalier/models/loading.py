@@ -1,6 +1,6 @@
-"""Loads a target from a directory: finds its family, reads its config, builds the model from its weights.
+"""Loads a target model: finds the family, reads config.json, and builds the model from the weights.
 
-A multimodal checkpoint (`...ForConditionalGeneration`) has the config of its text part in `text_config`.
+Only the text part of a multimodal checkpoint (`...ForConditionalGeneration`) is loaded.  Its config is `text_config`;
 stored_names.py has the names of its weights.
 """
 
@@ -37,19 +37,20 @@ from espalier.models.weights import Weights
 from espalier.shards import WHOLE, Shards, part_of
 
 RECURRENT_NAMES = re.compile("mamba|rwkv|jamba|bamba|recurrent|zamba|retnet|deltanet|lfm|qwen3next|hybrid")
-# Fields of a multimodal config that hold for its text part if `text_config` does not have them.
+# Fields of a multimodal config that also apply to its text part, unless `text_config` has them.
 SHARED_FIELDS = ("dtype", "torch_dtype", "eos_token_id", "bos_token_id", "quantization_config", "compression_config")
 
 
 def _family_or_none(raw: Json, families: Mapping[str, Family]) -> Family | None:
-    """The family of a config.json, by `architectures` or, without that field, by `model_type`; None if unknown."""
+    """Returns the family of a config.json, by `architectures` or, if that field is missing, by `model_type`.  Returns
+    None if the family is unknown."""
     name = architecture_of(raw)
     by_type = {} if raw.get("architectures") else {family.model_type: family for family in families.values()}
     return families.get(str(name)) or by_type.get(str(name))
 
 
 def find_family(raw: Json, families: Mapping[str, Family], path: Path) -> Family:
-    """The family of a config.json.  Raises EspalierError if there is none."""
+    """Returns the family of a config.json.  Raises EspalierError if no family supports it."""
     if (family := _family_or_none(raw, families)) is not None:
         return family
     name, supported = architecture_of(raw), ", ".join(families)
@@ -66,7 +67,7 @@ def find_family(raw: Json, families: Mapping[str, Family], path: Path) -> Family
 
 
 def is_multimodal(raw: Json, families: Iterable[Family]) -> bool:
-    """Whether a config.json belongs to a multimodal checkpoint whose text part may be of one of the families."""
+    """Whether a config.json belongs to a multimodal checkpoint whose text part one of the families supports."""
     return any(architecture_of(raw) in family.multimodal_architectures for family in families)
 
 
@@ -86,13 +87,13 @@ def text_config(raw: Json, families: Iterable[Family], path: Path) -> Json:
             f"{', '.join(known)}"
         )
     shared = {field: raw[field] for field in SHARED_FIELDS if raw.get(field) is not None}
-    # The multimodal config says whether the head is tied, because the head is not part of its text model.
+    # tie_word_embeddings is a field of the multimodal config, because the lm_head is not part of the text model.
     tied = {field: raw[field] for field in ("tie_word_embeddings",) if field in raw}
     return {**shared, **text, **tied, "architectures": [known[kind].architecture], "model_type": kind}
 
 
-# The names, under a layer's attention, of the scales of K and V in FP8: in compressed-tensors, ModelOpt, the first FP8
-# checkpoints, and the first compressed-tensors.
+# The names of the FP8 scales of K and V in a layer's attention.  The first pair is from compressed-tensors, the second
+# from ModelOpt, the third from early FP8 checkpoints, the fourth from early compressed-tensors.
 KV_SCALE_NAMES = (
     ("k_scale", "v_scale"),
     ("k_proj.k_scale", "v_proj.v_scale"),
@@ -102,9 +103,9 @@ KV_SCALE_NAMES = (
 
 
 def load_kv_scales(weights: Weights, prefix: str, keeps: Keeps) -> KVScales | None:
-    """Loads the FP8 scales of K and V under an attention's prefix; None if there are none.
+    """Loads the FP8 scales of K and V under an attention's prefix.  Returns None if the checkpoint has no scales.
 
-    There is one scale for each of this rank's heads, or one for all.  keeps: what the layer keeps, over all ranks.
+    The result has one scale for each head of this rank.  keeps: what the layer stores in the cache, over all ranks.
     Raises EspalierError for a scale of K without one of V (or the reverse), and for a wrong shape.
     """
     own = part_of(1) if isinstance(keeps, LatentKV) else weights.shards.kv_heads(keeps.kv_heads)
@@ -129,10 +130,10 @@ log = logging.getLogger(__name__)
 
 
 def read_config(path: Path | str, overrides: Mapping[str, Any] | None = None, model_impl: str = "auto") -> ModelConfig:
-    """Parse config.json of a target directory, and the eos ids of its generation_config.json.
+    """Reads config.json of a target directory, and the eos ids of its generation_config.json.
 
-    model_impl: "native" for Espalier's own families; "transformers" for the class of transformers; "auto" for an own
-    family if there is one, else the class of transformers.
+    model_impl: the code that runs the model.  "native": Espalier's own layers; "transformers": the model class of
+    transformers; "auto": Espalier's layers if the architecture is supported, else transformers.
     Raises EspalierError for an unknown architecture or override, a weight format that is not supported, recurrent
     state, and any other field that changes the computation in a way that is not supported.
     """
@@ -160,9 +161,9 @@ def _runs_by_transformers(raw: Json, model_impl: str) -> bool:
 
 
 def read_raw_config(path: Path) -> dict[str, Any]:
-    """Returns config.json of a target or a draft, with the quantisation that ModelOpt describes in a separate file.
+    """Returns the config.json of a target or a draft.  ModelOpt's separate quantisation file is merged into the result.
 
-    For a GGUF file, returns a config.json with the same meaning (gguf_config.py).
+    For a GGUF file, returns an equivalent config.json (gguf_config.py).
     """
     if is_gguf(path):
         return gguf_config(path)
@@ -184,11 +185,11 @@ def load_target(
     model_impl: str = "auto",
     shards: Shards = WHOLE,
 ) -> CausalLM:
-    """Load a target, or the part of it that one rank holds.  overrides, model_impl: as read_config takes them.
+    """Loads a target, or one rank's part of a target.  overrides, model_impl: see read_config.
 
     position_rows: the rows of the rotary tables; they cover positions 0 .. position_rows-1.
-    max_context: the tokens of the longest text; None: position_rows.
-    capture: layers whose inputs every pass returns, in this order; num_layers means the input of the final norm.
+    max_context: the number of tokens of the longest text; by default position_rows.
+    capture: indices of layers whose inputs every pass returns; the index num_layers stands for the final norm.
     """
     config = read_config(path, overrides, model_impl)
     missing = [layer for layer in capture if not 0 <= layer <= config.num_layers]
@@ -219,7 +220,7 @@ def make_target(
     position_rows: int,
     max_context: int | None = None,
 ) -> Decoder:
-    """Build the target from its weights; see load_target.
+    """Builds the target from its weights.  See load_target.
 
     Raises EspalierError for a weight that is missing, misshapen or not used.
     """
@@ -247,7 +248,7 @@ def make_target(
 
 
 def _log_longrope(config: ModelConfig, context: int) -> None:
-    """Log which of LongRoPE's frequencies are used, because the text after short prompts depends on them."""
+    """Logs which frequencies of LongRoPE the model uses, because they change the model's output."""
     for original in {rope.original_max_position for rope in config.layer_ropes if rope.type == "longrope"}:
         which, other = ("long", "at most") if context > original else ("short", "more than")
         log.info(
@@ -257,8 +258,8 @@ def _log_longrope(config: ModelConfig, context: int) -> None:
 
 
 def unread_prefixes(config: ModelConfig) -> tuple[str, ...]:
-    """The prefixes of stored weights that the target does not need.
-    They are the weights of its own MTP layers, which are a draft (mtp.py), and those that the family does not read."""
+    """Returns the prefixes of stored weights that the target does not use: its MTP layers, which are a draft (mtp.py),
+    and the weights that the family ignores."""
     count = int(config.raw.get("num_nextn_predict_layers") or 0)
     mtp, layers = config.family.mtp, range(count)
     return *config.family.ignored_weights, *(
@@ -267,7 +268,8 @@ def unread_prefixes(config: ModelConfig) -> tuple[str, ...]:
 
 
 def _load_head(weights: Weights, config: ModelConfig, embed: Embedding) -> Linear:
-    """Loads the lm_head.  A tied head is the embedding's tensor; if a head is stored too, it must equal that tensor."""
+    """Loads the lm_head.  A tied head is the embedding's tensor.  If the checkpoint also stores a tied head, its values
+    must equal the embedding."""
     own, shards = weights.shards.tokens(config.vocab_size), weights.shards
     if not config.tie_word_embeddings:
         head = weights.linear("", ("lm_head",), (own,), config.hidden_size, bias=False)

@@ -1,13 +1,14 @@
-"""Turns dense matrices into the stored tensors of a quantised format, and writes quantised copies of checkpoints.
+"""Quantises dense matrices to the tensors of a storage format, and writes quantised copies of checkpoints.
 
 fp8: E4M3 with a scale for each row of a matrix; inputs are rounded to FP8 token by token.
-int4: groups of 128 columns with a symmetric scale; 64 or 32 columns if 128 does not divide a matrix's columns.  Each
-group tries a few scales and takes the one with the least squared error.  Neither format needs calibration text.
+int4: groups of 128 columns with a symmetric scale; 64 or 32 columns if 128 does not divide a matrix's columns.  For
+each group, a few scales are tried, and the scale with the least squared error is used.  No calibration text is needed.
 
 `espalier quantize` writes a copy of a target or a draft (`quantise`) in the format of compressed-tensors, file by file.
-It quantises linear layers, experts that are stored one by one, and a draft's own head.  The embedding, a target's head,
-routers, the inputs of the delta rule's gates and weights that a family reads as plain tensors stay as they are.
-Synthetic models use the quantised tensors directly, on the matrix's device.
+It quantises linear layers, experts that are stored one by one, and a draft's own head.  All other weights stay dense:
+the embedding, a target's head, routers, the gate projections of the delta rule, and weights that a family reads as
+plain tensors.
+Synthetic models use the quantised tensors directly.
 """
 
 import json
@@ -33,53 +34,58 @@ from espalier.models.weight_files import INDEX_FILE, safetensors_files, write_we
 from espalier.models.weight_formats import QUANTISATION_FIELDS, FormatLookup, read_formats
 from espalier.models.weights import PLAIN_DTYPES
 
-# GROUP_SIZE, GROUP_SIZES: columns of a group of int4: the first of GROUPS that divides a matrix's columns.  FP8_BLOCK_SIZE: rows and
-# columns of a block of FP8.  MXFP4_BLOCK_SIZE: values of a block of MXFP4.
+# GROUP_SIZE, GROUP_SIZES: columns of a group of int4: the first of GROUPS that divides a matrix's columns.
+# FP8_BLOCK_SIZE: rows and columns of a block of FP8.  MXFP4_BLOCK_SIZE: values of a block of MXFP4.
 GROUP_SIZE = 128
 GROUP_SIZES = (GROUP_SIZE, 64, 32)
 FP8_BLOCK_SIZE = 128
 MXFP4_BLOCK_SIZE = 32
 NVFP4_GROUP_SIZE = 16
-# The factors that are tried for a group's scale.  Factor 1 maps the group's largest magnitude to 7.5.
+# The factors by which a group's scale is multiplied when scales are tried.  Factor 1 maps the group's largest magnitude
+# to 7.5.
 SCALE_FACTORS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)
-# The number of values that are quantised at once.
+# The number of values that are quantised in one step.
 VALUES_PER_STEP = 2**24
 NUMBER_PATTERN = re.compile("[0-9]+")
 HEAD_NAME = "lm_head"
-# Matrices that stay dense in targets and in drafts.  weights_proj, of an indexer, is dense in published checkpoints.
+# Matrices that stay dense in targets and in drafts.  An indexer's weights_proj is dense in published checkpoints.
 KEPT_DENSE = (
     *("embed_tokens", "embeddings", "gate", "router", "router.proj", "router.layer", "shared_expert_gate"),
     *("eh_proj", "shared_head.head"),
     "indexer.weights_proj",
-    # The gates of the delta rule are exponentials of these products.  They too are dense in published checkpoints.
+    # The gates of the delta rule are exponentials of these projections, so errors would grow.  Published checkpoints
+    # keep them dense.
     *("in_proj_a", "in_proj_b", "in_proj_ba"),
 )
 # A draft's own head is quantised, because the target decides every token.
 KEPT_IN_TARGETS = (*KEPT_DENSE, HEAD_NAME)
-# Block drafts read these matrices, and kernel_projection, as plain tensors.
+# Block drafts read these matrices as plain tensors, so they stay dense.
 EDGE_MATRICES = ("markov_w1", "markov_w2", "markov_head.gate_proj", "markov_head.joint_proj")
 KEPT_IN_DRAFTS = (*KEPT_DENSE, *EDGE_MATRICES, "kernel_projection")
 # The exponent of the largest value of E2M1, 6 = 1.5 · 2^2.
 E2M1_MAX_EXPONENT = 2
 
-# The stored tensors of one matrix, by the suffix of the matrix's name.
+# The stored tensors of one matrix, by the suffix that is added to the matrix's name.
 StoredTensors = dict[str, Tensor]
 CopyFormat = Literal["fp8", "int4"]
 
 
 def _names_pattern(names: Sequence[str]) -> str:
-    """A pattern for matrices that have one of these names, under any prefix."""
+    """Returns a regular expression for matrix names that end with one of these names."""
     return rf"(.*\.)?({'|'.join(map(re.escape, names))})$"
 
 
 @dataclass(frozen=True)
 class Quantiser:
-    """A quantised format: how matrices are stored in it, and which matrices are quantised.
+    """A quantised format: functions that quantise matrices, and the rules that decide which matrices are quantised.
 
-    quantise: makes the stored tensors of a matrix [out, in] or, with `only_experts`, of experts [count, out, in], on a device.
-    make_config: makes quantization_config, from the pattern `dense_pattern` and the names of further matrices that stay dense.
-    group_sizes: columns that share a scale: the first number that divides a matrix's columns; if none does, it stays dense.
-    only_experts: whether the format quantises stacked experts alone.  dense_pattern: the pattern of names that stay dense.
+    quantise: returns the stored tensors of a matrix [out, in] or, if `only_experts`, of experts [count, out, in].  The
+    work is done on the given device.
+    make_config: returns quantization_config, given `dense_pattern` and the names of other matrices that stay dense.
+    group_sizes: the possible numbers of columns that share a scale.  The first number that divides a matrix's columns
+    is used; a matrix stays dense if no number divides its columns.
+    only_experts: whether the format quantises only stacked experts.  dense_pattern: a regular expression for the names
+    of matrices that stay dense.
     """
 
     quantise: Callable[[Tensor, torch.device], StoredTensors]
@@ -89,11 +95,11 @@ class Quantiser:
     dense_pattern: str = _names_pattern(KEPT_IN_TARGETS)
 
     def for_draft(self, is_draft: bool) -> "Quantiser":
-        """The same format for a target or for a draft, whose head is quantised too."""
+        """Returns this format for a target, or for a draft, in which the lm_head is quantised too."""
         return replace(self, dense_pattern=_names_pattern(KEPT_IN_DRAFTS)) if is_draft else self
 
     def quantization_config(self, columns: Mapping[str, int]) -> Mapping[str, Any]:
-        """Returns quantization_config.  columns: by name, of each matrix that `stays_dense` does not name."""
+        """Returns quantization_config.  columns: the number of columns of each matrix to quantise, by name."""
         groups = {name: self.group_size_for(count) for name, count in columns.items()}
         full = dict(self.make_config(self.dense_pattern, [name for name, group in groups.items() if group is None]))
         for group in self.group_sizes[1:]:
@@ -107,23 +113,24 @@ class Quantiser:
         return full
 
     def stays_dense(self, name: str) -> bool:
-        """Whether a matrix of this name, without `.weight`, stays dense in this format."""
+        """Whether a matrix stays dense in this format.  name: the matrix's name without `.weight`."""
         return re.match(self.dense_pattern, name) is not None
 
     def group_size_for(self, columns: int) -> int | None:
-        """How many columns share a scale in a matrix of `columns` columns; None for a matrix that stays dense."""
+        """Returns how many columns share a scale in a matrix of `columns` columns; None for a matrix that stays dense.
+        """
         return None if self.only_experts else next((group for group in self.group_sizes if columns % group == 0), None)
 
     def quantises(self, name: str, columns: int) -> bool:
-        """Whether a matrix of this name, without `.weight`, is quantised."""
+        """Whether a matrix is quantised.  name: the matrix's name without `.weight`."""
         return self.group_size_for(columns) is not None and not self.stays_dense(name)
 
     def storage_formats(self, columns: Mapping[str, int]) -> FormatLookup:
-        """The storage format of each matrix that `quantization_config` describes.  columns: as `quantization_config` takes them."""
+        """Returns the storage format of each matrix.  columns: see quantization_config."""
         return read_formats({"quantization_config": self.quantization_config(columns)})
 
     def quantise_matrix(self, dense: Tensor) -> QuantisedMatrix:
-        """Quantises a matrix [out, in].  Returns what loading its stored tensors would return."""
+        """Quantises a matrix [out, in].  The result equals the matrix that loading the stored tensors would return."""
         if self.only_experts:
             return self.quantise_experts(dense[None])[0]
         format, stored = self.storage_formats({"layer": dense.shape[1]})("layer"), self.quantise(dense, dense.device)
@@ -134,14 +141,16 @@ class Quantiser:
         return made
 
     def quantise_experts(self, dense: Tensor) -> QuantisedMatrix:
-        """Quantises experts [count, out, in].  Returns what loading their stored tensors would return."""
+        """Quantises experts [count, out, in].  The result equals the matrix that loading the stored tensors would
+        return."""
         if not self.only_experts:
             return self.quantise_matrix(dense.flatten(0, 1)).experts(len(dense))
         return self.storage_formats({})("mlp.experts").expert_matrix(self.quantise(dense, dense.device))
 
 
 def _patterns_of_layers(names: Sequence[str], groups: Mapping[str, int | None]) -> list[str]:
-    """Returns patterns of these names for any layer and expert; whole names where a pattern would match others too."""
+    """Returns patterns that match these names for any layer and expert number.  If a pattern would also match other
+    names, the full names are returned instead."""
     patterns: dict[str, list[str]] = {}
     for name in names:
         patterns.setdefault(_any_number_pattern(name), []).append(name)
@@ -150,12 +159,13 @@ def _patterns_of_layers(names: Sequence[str], groups: Mapping[str, int | None]) 
 
 
 def _any_number_pattern(name: str) -> str:
-    """The pattern of a matrix's name, in which every number matches any number."""
+    """Returns a regular expression for a matrix's name in which every number matches any number."""
     return f"re:{NUMBER_PATTERN.sub('[0-9]+', re.escape(name))}$"
 
 
 def _row_blocks(matrix: Tensor, device: torch.device, row_multiple: int = 1) -> Iterator[Tensor]:
-    """Yields blocks of rows in float32 on the device.  Each but the last has a multiple of `row_multiple` rows."""
+    """Yields blocks of rows in float32 on the device.  The number of rows is a multiple of `row_multiple`, except in
+    the last block."""
     for block in matrix.split(max(VALUES_PER_STEP // matrix.shape[1] // row_multiple, 1) * row_multiple):
         yield block.to(device, torch.float32)
 
@@ -191,7 +201,7 @@ def _fp8_scale(largest: Tensor) -> Tensor:
 
 
 def _join_codes(codes: Sequence[Tensor]) -> Tensor:
-    """The concatenated codes.  They are joined as bytes, because torch.cat may not support FP8 on every device."""
+    """Concatenates codes as bytes, because torch.cat may not support FP8 on every device."""
     return torch.cat([part.view(torch.uint8) for part in codes]).view(FP8)
 
 
@@ -217,7 +227,7 @@ def to_int4(matrix: Tensor, device: torch.device) -> StoredTensors:
 
 
 def _best_scales(groups: Tensor, dtype: torch.dtype) -> Tensor:
-    """groups [rows, n, group] -> scales [rows, n, 1]: those of SCALE_FACTORS' with the least error."""
+    """Returns the scales [rows, n, 1] with the least squared error among SCALE_FACTORS.  groups: [rows, n, group]."""
     largest = groups.abs().amax(2, keepdim=True)
     widest = torch.where(largest == 0, 1.0, largest / 7.5)
     best, least = widest.to(dtype), torch.full_like(largest, torch.inf)
@@ -230,7 +240,8 @@ def _best_scales(groups: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def to_mxfp4(experts: Tensor, device: torch.device) -> StoredTensors:
-    """Quantises experts [count, out, in] to E2M1 with a power of two for each MXFP4_BLOCK_SIZE columns, as GPT-OSS stores them.
+    """Quantises experts [count, out, in] to MXFP4 in the format of GPT-OSS: E2M1 with a power of two for each block of
+    columns.
 
     The power of two comes from the block's largest magnitude (OCP Microscaling Formats 1.0, 6.3).  Each scaled value is
     rounded to the nearest value of E2M1.  Scaled magnitudes above 6, the largest value of E2M1, become 6.
@@ -248,7 +259,8 @@ def to_mxfp4(experts: Tensor, device: torch.device) -> StoredTensors:
 
 
 def to_nvfp4(matrix: Tensor, device: torch.device) -> StoredTensors:
-    """Quantises a matrix to E2M1: an E4M3 scale for each NVFP4_GROUP_SIZE columns, a divisor for the largest to be FP8_MAX."""
+    """Quantises a matrix to NVFP4: E2M1 with an E4M3 scale for each group of columns.  A divisor for the matrix makes
+    the largest scale FP8_MAX."""
     largest = matrix.abs().amax().to(device, torch.float32)
     divisor = torch.where(largest == 0, 1.0, FP8_MAX * E2M1_VALUES[-1] / largest)
     codes, scales = [], []
@@ -274,9 +286,10 @@ def _encode_e2m1(scaled: Tensor) -> Tensor:
 def _compressed_tensors(
     scheme: tuple[str, str, int, str, int | None], dense_pattern: str, dense_names: Sequence[str]
 ) -> dict[str, Any]:
-    """Returns quantization_config as compressed-tensors writes it.  With scales by row, inputs are rounded.
+    """Returns quantization_config in the format of compressed-tensors.  With one scale per row, inputs are quantised
+    too.
 
-    scheme: the format, the type and the bits of weights, the strategy of scales, the columns of a group.
+    scheme: (format, type of weights, bits of weights, strategy of scales, columns of a group).
     """
     stored, kind, bits, strategy, group = scheme
     common: dict[str, Any] = {"symmetric": True, "dynamic": False, "block_structure": None, "actorder": None}
@@ -295,7 +308,8 @@ def _compressed_tensors(
 
 
 def _fp8_block_config(dense_pattern: str, dense_names: Sequence[str]) -> dict[str, Any]:
-    """Returns quantization_config as DeepSeek-V3 has it.  A quantised head adds `lm_head`, a field of GPTQ and AWQ."""
+    """Returns quantization_config in the format of DeepSeek-V3.  If the head is quantised, the field `lm_head` of GPTQ
+    and AWQ is added."""
     head = {} if re.match(dense_pattern, HEAD_NAME) else {HEAD_NAME: True}
     return {
         "quant_method": "fp8",
@@ -330,10 +344,10 @@ QUANTISERS: Mapping[str, Quantiser] = MappingProxyType(
 
 @dataclass
 class QuantiseReport:
-    """What `quantise` has written.
+    """The numbers that `quantise` reports.
 
-    dense: the names of matrices that stay dense because no group size divides their columns.
-    num_small_groups: how many matrices have a smaller group than the format's usual one, by group size.
+    dense: the names of matrices that stay dense because no group size divides their number of columns.
+    num_small_groups: the number of matrices with a group size smaller than the first of `group_sizes`, by group size.
     """
 
     num_matrices: int = 0
@@ -351,11 +365,11 @@ def quantise(
     on_file_done: Callable[[], None],
     is_draft: bool = False,
 ) -> QuantiseReport:
-    """Write a quantised copy of the target or draft at `path` to `out`.
+    """Writes a quantised copy of the target or draft at `path` to `out`.
 
-    It holds one quantised file of the checkpoint in memory.  on_file_done: called after each file.  After an error or Ctrl-C
-    `out` is empty, so the same command can run again.
-    Raises EspalierError for a model that is quantised already or not supported, and if `out` is not empty or cannot be
+    One quantised file at a time is held in memory.  on_file_done: a function that is called after each file.  After an
+    error or Ctrl-C, `out` is emptied, so that the same command can run again.
+    Raises EspalierError for a model that is already quantised or not supported, and if `out` is not empty or cannot be
     written.
     """
     config, quantiser = read_raw_config(path), QUANTISERS[format_name]
@@ -379,7 +393,8 @@ def _write_copy(
     config: Mapping[str, Any],
     on_file_done: Callable[[], None],
 ) -> QuantiseReport:
-    """Write the files of the copy; see quantise.  config.json is last: a directory without it is no model."""
+    """Writes the files of the copy; see quantise.  config.json is written last, because a directory without it is not a
+    model."""
     written, places, columns = QuantiseReport(), dict[str, str](), dict[str, int]()
     for file in safetensors_files(path):
         tensors = dict(_quantised_tensors(file, quantiser, device, written, columns))
@@ -417,7 +432,8 @@ def _refuse_unsupported(path: Path, out: Path, config: Mapping[str, Any], is_dra
 
 
 def _stacks_experts(path: Path) -> bool:
-    """Whether a draft's tensors are stacked experts.  A draft's config.json says so only beside its target's."""
+    """Whether a draft's experts are stacked.  The tensors are inspected, because a draft's config.json is incomplete
+    without its target's."""
     for file in safetensors_files(path):
         with safe_open(file, framework="pt") as stored:
             names = [name for name in stored.keys() if ".experts." in name]  # noqa: SIM118
@@ -429,7 +445,8 @@ def _stacks_experts(path: Path) -> bool:
 def _quantised_tensors(
     file: Path, quantiser: Quantiser, device: torch.device, report: QuantiseReport, columns: dict[str, int]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yields the tensors of a file's quantised copy.  Updates `report`, and adds each matrix's columns by name."""
+    """Yields the tensors of a file's quantised copy.  Updates `report`, and adds the number of columns of each matrix
+    to `columns`."""
     with safe_open(file, framework="pt") as stored:
         for name in stored.keys():  # noqa: SIM118
             tensor = stored.get_tensor(name)
@@ -448,5 +465,5 @@ def _quantised_tensors(
             else:
                 if is_matrix:
                     report.dense.append(module)
-                # The tensor is cloned: a view of the file's memory would keep the whole file in memory.
+                # The tensor is cloned, because a view would keep the whole memory-mapped file in memory.
                 yield name, tensor.clone()

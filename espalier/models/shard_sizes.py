@@ -1,7 +1,7 @@
-"""Refuses a number of ranks that cannot divide a model, from its config.json alone, before weights are read.
+"""Checks, before weights are read, that a number of ranks can divide a model.  Only config.json is needed.
 
-This module loads the layers without data.  The code that loads a weight declares each rank's part of it, and the check
-uses these declarations.  So a family needs no list of divided sizes.
+This module runs the code that loads layers, on weights without data.  That code declares which part of each weight a
+rank holds, and this module checks the parts.  So families need no list of divided sizes.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,15 +21,15 @@ from espalier.models.weight_formats.dense import DENSE_FORMAT, DenseWeight
 from espalier.models.weights import Weights
 from espalier.shards import Indivisible, Part, Shards, Size, part_of
 
-# The device on which tensors have shapes but no data.
+# On the meta device, tensors have shapes but no data.
 META_DEVICE = torch.device("meta")
-# The largest number of ranks that an error names.
+# The largest number of ranks that an error message suggests.
 MAX_NAMED_COUNTS = 16
 
 
 def require_shards(config: ModelConfig, count: int) -> None:
-    """Refuse a model that `count` ranks cannot divide.
-    Raises EspalierError naming a size that is not divisible, and the numbers of ranks that divide all sizes."""
+    """Raises EspalierError if `count` ranks cannot divide a model.  The message names a size that is not divisible, and
+    possible numbers of ranks."""
     try:
         _require_divisible_sizes(config, count)
     except Indivisible as error:
@@ -49,7 +49,7 @@ def _require_divisible_sizes(config: ModelConfig, count: int) -> None:
             f"tensor_parallel={count} is not supported with desc_act, which puts a group's columns anywhere; use 1, or "
             "a checkpoint without it"
         )
-    # All parts are equal, so it is enough to check the first rank's.
+    # All parts have equal sizes, so only the first rank's parts are checked.
     declared = DeclaredWeights(config, Shards(0, count))
     specs_of_rank(layer_specs_of(config), declared.shards)
     load = config.family.load_layer or load_layer
@@ -62,7 +62,7 @@ def _require_divisible_sizes(config: ModelConfig, count: int) -> None:
 
 
 def possible_rank_counts(config: ModelConfig, max_ranks: int) -> list[int]:
-    """The numbers of ranks from 1 to `max_ranks` that can divide this model."""
+    """Returns the numbers of ranks from 1 to `max_ranks` that can divide this model."""
     return [count for count in range(1, max_ranks + 1) if _can_divide(config, count)]
 
 
@@ -75,7 +75,8 @@ def _can_divide(config: ModelConfig, count: int) -> bool:
 
 
 class DeclaredWeights(Weights):
-    """Takes the place of a checkpoint's weights.  It reads no data, and refuses each weight that cannot be divided."""
+    """A substitute for a checkpoint's weights without data.  Its methods raise EspalierError for a weight that cannot
+    be divided."""
 
     dtype = torch.float32
 
@@ -84,20 +85,20 @@ class DeclaredWeights(Weights):
         self._unused = set()
 
     def __contains__(self, name: str) -> bool:
-        """Whether the weight `name` is stored as a plain tensor, by its format."""
+        """Whether the weight `name` is stored as a plain tensor according to its format."""
         return self.formats(name.rpartition(".")[0]) == DENSE_FORMAT
 
     def format_of(self, name: str) -> WeightFormat:
         return self.formats(name)
 
     def require_shape(self, name: str, shape: tuple[int, ...]) -> None:
-        """Accept every shape: the declared shape is the only one."""
+        """Accepts every shape, because there is no stored shape to compare."""
 
     def load_number(self, name: str) -> float:
         return 1.0
 
     def load_entries(self, name: str, count: int, *shape: int) -> Iterator[Tensor]:
-        """Returns no entries: there is nothing to copy."""
+        """Yields no entries, because there is no data."""
         return iter(())
 
     def table(self, name: str, rows: Part, columns: int) -> Tensor:
@@ -111,7 +112,7 @@ class DeclaredWeights(Weights):
         return DenseWeight(self.empty(sum(len(part_of(size)) for size in rows), len(part_of(columns))))
 
     def matrix(self, names: Sequence[str], rows: Sequence[Size], columns: Size) -> Tensor:
-        # All experts of a layer have the same sizes, so it is enough to check the first.
+        # All experts of a layer have the same sizes, so only the first expert is checked.
         self.weight(names[:1], rows[:1], columns)
         return self.empty(sum(len(part_of(size)) for size in rows), len(part_of(columns)))
 
@@ -140,6 +141,6 @@ class DeclaredWeights(Weights):
 
 
 def require_format_with_parts(format: WeightFormat) -> None:
-    """Refuse a format whose matrices cannot be divided.  Raises EspalierError."""
+    """Raises EspalierError for a format whose matrices cannot be divided among ranks."""
     if not format.has_shards:
         raise EspalierError(f"format {format.name} cannot be divided among ranks; use tensor_parallel=1")

@@ -1,8 +1,8 @@
-"""Finds, reads and writes the weight files in a model's directory, and counts the bytes that they take in memory.
+"""Finds, reads and writes the weight files of a model, and computes the memory that the weights take.
 
-The tensors of a GGUF file get the names that they have in a Hugging Face checkpoint.  A tensor in blocks is read as
-bytes [rows, blocks of a row, bytes of a block].  Two changes of llama.cpp's converter are undone: the order of rows of
-q and k, and the 1 that it adds to the weights of Gemma's norms.
+The tensors of a GGUF file get the names that they have in a Hugging Face checkpoint.  A quantised tensor is read as
+bytes [rows, blocks of a row, bytes of a block].  Two changes of llama.cpp's converter are undone: it reorders rows of q
+and k, and it adds 1 to the weights of Gemma's norms.
 """
 
 import mmap
@@ -80,10 +80,10 @@ class GGUFTensors(Mapping[str, Tensor]):
 
 
 def rows_in_halves(tensor: Tensor, heads: int) -> Tensor:
-    """Reorders the rows of each head in tensor [heads · size, ...].
+    """Reorders the rows of each head of a tensor [heads · size, ...].
 
-    In the input, the two values of a rotated pair are neighbours.  In the result, the first values of all pairs come
-    first, then the second values.
+    In the input, the two rows of a rotated pair are adjacent.  In the result, the first rows of all pairs come before
+    the second rows.
     """
     if len(tensor) % (2 * heads):
         return tensor  # its shape is wrong, which loading says
@@ -97,7 +97,7 @@ def _nbytes(place: TensorPlace) -> int:
 
 
 def _map_file(file: Path) -> mmap.mmap:
-    # Copy on write, because PyTorch requires writable memory.
+    # The mapping is copy-on-write, because PyTorch requires writable memory.
     with file.open("rb") as opened:
         return mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
 
@@ -107,7 +107,8 @@ BIN_FILE = "pytorch_model.bin"
 
 
 def safetensors_files(path: Path) -> list[Path]:
-    """The model's safetensors files: those in the index, else model.safetensors, else all in the directory."""
+    """Returns the model's safetensors files: the files in the index, else model.safetensors, else all safetensors files
+    of the directory."""
     index = path / INDEX_FILE
     if index.exists():
         files = read_json(index, MAX_BYTES).get("weight_map")
@@ -134,7 +135,7 @@ def read_bin(path: Path, is_allowed: bool) -> Mapping[str, Tensor]:
 
 
 def write_weights(file: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write a *.safetensors file.  Raises EspalierError, for example if the disk is full."""
+    """Writes a *.safetensors file.  Raises EspalierError, for example if the disk is full."""
     try:
         file.touch()  # with the user's usual permissions: safetensors' own file is for its owner alone
         mode = file.stat().st_mode
@@ -146,25 +147,26 @@ def write_weights(file: Path, tensors: Mapping[str, Tensor]) -> None:
         ) from None
 
 
-# The own name (stored_names.py) of a GGUF file's embedding.
+# The name of the embedding, which is never kept in blocks.
 EMBEDDING_NAME = "model.embed_tokens.weight"
 
 
 @dataclass(frozen=True)
 class WeightCount:
     """The size of a model's weights in memory.
-    num_cast_values: how many values are cast to the model's dtype.  kept_bytes: bytes of tensors that keep their dtype."""
+    num_cast_values: the number of values that are cast to the model's dtype.  kept_bytes: the bytes of tensors that
+    keep their stored dtype."""
 
     num_cast_values: int = 0
     kept_bytes: int = 0
 
     def nbytes(self, dtype: torch.dtype) -> int:
-        """The bytes of the weights in a model of this dtype."""
+        """Returns the bytes of the weights in a model of this dtype."""
         return self.num_cast_values * dtype.itemsize + self.kept_bytes
 
     def of_rank(self, num_ranks: int, replicated_values: int) -> "WeightCount":
-        """The size of the weights that one of `num_ranks` ranks holds.
-        replicated_values: how many values every rank holds; the other values are divided among the ranks."""
+        """Returns the size of the weights on one of `num_ranks` ranks.  replicated_values: the number of values that
+        every rank holds; all other values are divided among the ranks."""
         return WeightCount(
             replicated_values + -(-max(self.num_cast_values - replicated_values, 0) // num_ranks),
             -(-self.kept_bytes // num_ranks),
@@ -177,10 +179,11 @@ class WeightCount:
 def count_stored_weights(
     path: Path, formats: FormatLookup, unread: tuple[str, ...] = (), stored_names: StoredNames = SAME_NAMES
 ) -> WeightCount:
-    """The size of the weights that `Weights` reads from a directory, without those whose names begin with `unread`.
+    """Returns the size of the weights that `Weights` reads from a directory.  Weights whose names begin with `unread`
+    are not counted.
 
-    An unreadable safetensors file counts as 0 here; loading reports it.  Raises EspalierError for an unreadable index
-    or pytorch_model.bin.
+    An unreadable safetensors file is not counted; loading reports the error later.  Raises EspalierError for an
+    unreadable index or pytorch_model.bin.
     """
     if is_gguf(path):
         return _count_gguf(path)
@@ -195,7 +198,7 @@ def count_stored_weights(
                     own = stored_names.own_name(name)
                     if own is None or own.startswith(unread):
                         continue
-                    # get_tensor maps the file into memory; it reads no data.
+                    # get_tensor maps the file into memory without reading data.
                     count += _count_tensor(name, tensors.get_tensor(name), formats)
         except (OSError, SafetensorError):
             continue
@@ -203,8 +206,8 @@ def count_stored_weights(
 
 
 def _count_gguf(path: Path) -> WeightCount:
-    """The size of the weights of a GGUF file.
-    Blocks keep their bytes, except that an embedding in blocks becomes a table in the model's dtype."""
+    """Returns the size of the weights of a GGUF file.  Quantised matrices keep their bytes; a quantised embedding
+    becomes a table in the model's dtype."""
     tensors, count = GGUFTensors(path), WeightCount()
     for name, place in tensors.tensor_places.items():
         if name == EMBEDDING_NAME or place.type in PLAIN_TYPES:

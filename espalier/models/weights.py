@@ -1,7 +1,7 @@
-"""Reads weights from disk, tensor by tensor.
+"""Reads weights from disk, one tensor at a time.
 
-Each weight is checked, cast and copied to its place on the device.  A weight that is missing, unused, misshapen or
-truncated is an error that names the file and the weight.
+Each weight is checked, cast and copied to the device.  For a weight that is missing, unused, truncated or of a wrong
+shape, an error names the file and the weight.
 """
 
 import functools
@@ -33,15 +33,15 @@ from espalier.models.weight_formats.gguf import BlockWeight
 from espalier.models.weight_formats.sharded import SummedWeight
 from espalier.shards import WHOLE, Part, Shards, Size, part_of
 
-# Stored tensors that may stay unused.  Some are buffers that old exporters stored and that the models here compute.
-# The others are scales of queries, which are never quantised, and scales of K and V in drafts.
+# Stored tensors that may stay unused: buffers of old exporters, which Espalier computes; scales of queries, which
+# Espalier never quantises; and scales of K and V in drafts.
 IGNORABLE_NAMES = re.compile(
     r"(rotary_emb\.(inv_freq|cos_cached|sin_cached)|self_attn\.(bias|masked_bias)"
     r"|self_attn\.((k_proj\.)?k_scale|(v_proj\.)?v_scale|(q_proj\.)?q_scale|kv_scale))$"
 )
 # A slice for each dimension of a stored tensor.
 Slices = tuple[slice, ...]
-# Dtypes that may be cast to the model's dtype.  Narrower dtypes may not: they need the scales of their format.
+# Dtypes that may be cast to the model's dtype.  Narrower dtypes need the scales of their storage format.
 PLAIN_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 # The names of these dtypes in safetensors files.
 PLAIN_DTYPE_NAMES = ("F64", "F32", "BF16", "F16")
@@ -51,12 +51,13 @@ log = logging.getLogger(__name__)
 class Weights:
     """The stored tensors of one directory, or of a GGUF file, by name.  `require_all_used` refuses unused weights.
 
-    formats: the storage format of each matrix; all other weights are plain tensors.  A matrix that is stored as a plain
-    tensor is dense, whatever `formats` says: some checkpoints have dense layers that their config.json does not name.
-    shards: the ranks, and which part of each divided matrix this rank holds.
+    formats: the storage format of each matrix; all other weights are plain tensors.  A matrix that is stored as a
+    floating-point tensor is always dense, because some checkpoints have dense layers that their config.json does not
+    name.
+    shards: the number of ranks, and the part of each divided matrix that this rank holds.
     allow_bin: also read pytorch_model.bin (with weights_only), which many drafts use.
-    stored_names: maps the files' names to own names (stored_names.py); all names in this class are own names.
-    other_parts: the names of a multimodal model's parts that are not read.
+    stored_names: maps the names in files to own names (stored_names.py); all methods take own names.
+    other_parts: the names of a multimodal model's parts that are not loaded.
     """
 
     shards: Shards = WHOLE
@@ -93,7 +94,7 @@ class Weights:
         return name in self._names
 
     def has_matrix(self, name: str) -> bool:
-        """Whether any tensor of the matrix `name` is stored, such as its `.weight` or its `.weight_packed`."""
+        """Whether any tensor of the matrix `name` is stored, such as `.weight` or `.weight_packed`."""
         return self.has_prefix(f"{name}.")
 
     def has_prefix(self, prefix: str) -> bool:
@@ -101,10 +102,10 @@ class Weights:
         return any(stored.startswith(prefix) for stored in self._names)
 
     def has_matrix_of_shape(self, name: str, rows: int, columns: int) -> bool:
-        """Whether the matrix `name` is stored in its format with this shape.  Its data is not read.
+        """Whether the matrix `name` is stored in its format with this shape.  No data is read.
 
-        For a tensor without rows (an input scale, the matrix's shape) only the name is compared, because a single value
-        may be stored as [] or as [1].  The tensors with rows determine both sizes.
+        For a tensor without rows (such as an input scale) only the name is checked, because a single value may be
+        stored as [] or as [1].  The other tensors determine both sizes.
         """
         try:
             wanted = self.format_of(name).tensors(rows, columns)
@@ -114,18 +115,18 @@ class Weights:
         return all(tensor in self and shape in (None, self.shape(tensor)) for tensor, shape in stored)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a stored weight.  Its data is not read."""
+        """Returns the shape of a stored weight.  No data is read."""
         if name in self._loaded:
             return tuple(self._loaded[name].shape)
         file, stored = self._files[name]
         return tuple(file.get_slice(stored).get_shape())
 
     def load(self, name: str, *shape: int) -> Tensor:
-        """Returns a plain tensor, cast to the model's dtype, on the device.  Raises EspalierError as `load_raw`."""
+        """Returns a plain tensor, cast to the model's dtype, on the device.  Raises the errors of load_raw."""
         return self._stack_tensors([name], [StoredTensor("", shape, row_dim=0)])
 
     def load_number(self, name: str) -> float:
-        """Returns the number in a plain tensor of one value, rounded to the model's dtype."""
+        """Returns the value of a plain tensor with one value, rounded to the model's dtype."""
         return float(self.load(name, 1))
 
     def load_parts(self, name: str, shape: tuple[int, ...], dim: int, parts: Sequence[Part]) -> Tensor:
@@ -143,7 +144,7 @@ class Weights:
     def load_entries(self, name: str, count: int, *shape: int) -> Iterator[Tensor]:
         """Yields the entries of a plain tensor [count, *shape], cast to the model's dtype, on the device.
 
-        Raises EspalierError as `load_raw`.
+        Raises the errors of load_raw.
         """
         for entry in self._read_checked(name, StoredTensor("", (count, *shape))):
             yield entry.to(self.device, self.dtype)
@@ -160,7 +161,7 @@ class Weights:
         return tensor.reshape(shape)
 
     def require_shape(self, name: str, shape: tuple[int, ...]) -> None:
-        """Refuse a weight that is missing or has another shape.  Its data is not read.  Raises EspalierError."""
+        """Raises EspalierError if a weight is missing or has another shape.  No data is read."""
         if name not in self:
             raise EspalierError(
                 f"weight {name!r} {list(shape)} is missing from {self.path}; the checkpoint is incomplete, or its "
@@ -184,7 +185,8 @@ class Weights:
     ) -> Linear:
         """Returns a linear layer that stacks the matrices prefix + name, [rows, columns] each, with biases.
 
-        sums_over_ranks: for a Part of the columns, whether the layer sums its results over the ranks; else the caller does.
+        sums_over_ranks: if ranks divide the columns, whether the layer sums its results over the ranks; if false, the
+        caller sums them.
         """
         weight, biases = self.weight([f"{prefix}{name}" for name in names], rows, columns), None
         if bias:
@@ -205,7 +207,7 @@ class Weights:
     def weight(self, names: Sequence[str], rows: Sequence[Size], columns: Size) -> Weight:
         """Returns one weight that stacks the matrices `names`, [rows, columns] each, in their storage formats.
 
-        Raises EspalierError if there are several ranks and no size is a Part, as all methods that take matrices do.
+        Raises the errors of require_parts.
         """
         parts = []
         for format, alike in groupby(zip(names, rows, strict=True), lambda each: self.format_of(each[0])):
@@ -217,14 +219,15 @@ class Weights:
         return parts[0] if len(parts) == 1 else StackedWeights(parts)
 
     def require_parts(self, names: Sequence[str], sizes: Sequence[Size]) -> None:
-        """Raises EspalierError if there are several ranks and no size is a Part, which says what each rank holds."""
+        """Raises EspalierError if there are several ranks, but no size is a Part (the part of a size that a rank
+        holds)."""
         if self.shards.count > 1 and not any(isinstance(size, Part) for size in sizes):
             raise EspalierError(
                 f"{names[0]!r} has no part, so ranks cannot divide this architecture; use tensor_parallel=1"
             )
 
     def format_of(self, name: str) -> WeightFormat:
-        """The storage format of a matrix."""
+        """Returns the storage format of a matrix."""
         declared = self.formats(name).with_stored_suffixes(lambda suffix: f"{name}{suffix}" in self)
         if declared == DENSE_FORMAT or name in self._modules_with_scales or not self.is_plain(f"{name}.weight"):
             return declared
@@ -232,19 +235,19 @@ class Weights:
 
     @functools.cached_property
     def _modules_with_scales(self) -> frozenset[str]:
-        """The modules that have more tensors than a weight and a bias."""
+        """The modules with tensors other than a weight and a bias."""
         parts = (name.rpartition(".") for name in self._names)
         return frozenset(module for module, _, kind in parts if kind not in ("weight", "bias"))
 
     def is_plain(self, name: str) -> bool:
-        """Whether a tensor is stored as floating-point numbers that need no scales.  Its data is not read."""
+        """Whether a tensor is stored as floating-point numbers without scales.  No data is read."""
         if name in self._loaded:
             return self._loaded[name].dtype in PLAIN_DTYPES
         file, stored = self._files.get(name, (None, name))
         return file is not None and file.get_slice(stored).get_dtype() in PLAIN_DTYPE_NAMES
 
     def matrix(self, names: Sequence[str], rows: Sequence[Size], columns: Size) -> Tensor | QuantisedMatrix:
-        """Returns the stacked matrices as one dense or quantised matrix, not as a Weight.  See `weight`."""
+        """Returns the stacked matrices as one dense or quantised matrix instead of a Weight.  See `weight`."""
         format = self._common_format(names)
         stored = self._read_parts(format, names, rows, columns)
         with self._matrix_names_in_errors(names):
@@ -256,9 +259,10 @@ class Weights:
     def stacked_matrix(
         self, name: str, matrix: str, count: int, rows: Sequence[Size], columns: Size
     ) -> QuantisedMatrix:
-        """Returns `count` experts [rows, columns], stored in one tensor: name + matrix + each of the format's suffixes.
+        """Returns `count` experts [rows, columns] whose tensors are stacked.  The tensors' names are name + matrix + a
+        suffix of the format.
 
-        rows: one or more parts of an expert's rows to read, one over the other.
+        rows: one or more parts of an expert's rows; the parts are concatenated.
         """
         format, parts, own = self.formats(name), [part_of(each) for each in rows], part_of(columns)
         self.require_parts([f"{name}{matrix}"], (*rows, columns))
@@ -274,7 +278,7 @@ class Weights:
         return experts
 
     def table(self, name: str, part: Part, columns: int) -> Tensor:
-        """Returns `part` of an embedding [.., columns], in the model's dtype."""
+        """Returns the rows `part` of an embedding [.., columns], in the model's dtype."""
         if not self.format_of(name).can_store_embedding:
             return self.load_parts(f"{name}.weight", (part.size, columns), 0, [part])
         weight, table = self.weight([name], [part], columns), self.empty(len(part), columns)
@@ -288,7 +292,7 @@ class Weights:
         return matrix if isinstance(matrix, Tensor) else dequantise(matrix, self.dtype)
 
     def _common_format(self, names: Sequence[str]) -> WeightFormat:
-        """The storage format that all matrices `names` have.  Raises EspalierError if their formats differ."""
+        """Returns the common storage format of the matrices `names`.  Raises EspalierError if their formats differ."""
         format = self.format_of(names[0])
         if other := next((name for name in names if self.format_of(name) != format), None):
             raise EspalierError(
@@ -319,7 +323,7 @@ class Weights:
 
     @contextmanager
     def _matrix_names_in_errors(self, names: Sequence[str]) -> Iterator[None]:
-        """Prefix the errors of a format with the names of the matrices."""
+        """Adds the names of the matrices to the beginning of an EspalierError's text."""
         try:
             yield
         except EspalierError as error:
@@ -329,9 +333,10 @@ class Weights:
     def _stack_tensors(
         self, names: Sequence[str], stored: Sequence[StoredTensor], cuts: Sequence[Slices] = ()
     ) -> Tensor:
-        """Returns stored tensors, or these `cuts` of them, concatenated along row_dim, or stacked if that is None.
+        """Concatenates stored tensors, or their slices `cuts`, along row_dim.  If row_dim is None, the tensors are
+        stacked.
 
-        Each cut is copied directly to its place in the result, and nothing else of the file is read.
+        Each slice is copied directly to its place in the result; the rest of the file is not read.
         """
         cuts = cuts or [tuple(slice(0, size) for size in tensor.shape) for tensor in stored]
         shapes = [[each.stop - each.start for each in cut] for cut in cuts]
@@ -367,7 +372,7 @@ class Weights:
         return tensor
 
     def norm_weight(self, name: str, size: int, offset: float) -> Tensor:
-        """Returns the weight of a norm plus `offset`.  With an offset, the sum has the dtype in which norms compute."""
+        """Returns the weight of a norm plus `offset`.  With an offset, the result is float32 or float64."""
         return self.load_exact(name, size) + offset if offset else self.load(name, size)
 
     def norm(self, name: str, size: int, eps: float, offset: float = 0.0) -> RMSNorm:
@@ -383,25 +388,25 @@ class Weights:
         sums_over_ranks: bool = True,
         names: MLPNames = GATE_UP_DOWN,
     ) -> GatedMLP:
-        """Returns the dense MLP under `prefix`.  inner: the intermediate size.  sums_over_ranks: as in `linear`."""
+        """Returns the dense MLP under `prefix`.  inner: the intermediate size.  sums_over_ranks: see `linear`."""
         own = self.shards.part(inner, "intermediate size")
         gate_up = self.linear(prefix, *stored_matrices(names.gate_up, (own,) * activation.halves), hidden, bias)
         return GatedMLP(gate_up, self.linear(prefix, (names.down,), (hidden,), own, bias, sums_over_ranks), activation)
 
     def ignore(self, names: Iterable[str]) -> None:
-        """Allow these weights to stay unused."""
+        """Allows these weights to stay unused."""
         self._unused.difference_update(names)
 
     def ignore_prefixes(self, prefixes: tuple[str, ...]) -> None:
-        """Allow all weights whose names begin with one of the prefixes to stay unused."""
+        """Allows weights whose names begin with one of the prefixes to stay unused."""
         self.ignore([name for name in self._unused if name.startswith(prefixes)])
 
     def ignore_all_but_prefixes(self, prefixes: tuple[str, ...]) -> None:
-        """Allow all weights whose names begin with none of the prefixes to stay unused."""
+        """Allows all weights to stay unused, except those whose names begin with one of the prefixes."""
         self.ignore([name for name in self._unused if not name.startswith(prefixes)])
 
     def require_all_used(self) -> None:
-        """Raises EspalierError for a weight that was not taken, because leaving a weight out would change the model."""
+        """Raises EspalierError for a weight that was not loaded, because a missing weight would change the model."""
         unused = sorted(name for name in self._unused if not IGNORABLE_NAMES.search(name))
         # Old GPTQ exporters stored a bias of zeros for every layer.
         biases = {name: StoredTensor("", self.shape(name)) for name in unused if name.endswith(".bias")}
@@ -415,7 +420,7 @@ class Weights:
         self._log_warnings()
 
     def _log_warnings(self) -> None:
-        """Log the properties of the matrices' formats that are not followed (WeightFormat.load_warning)."""
+        """Logs the load_warning of each storage format."""
         matrices = {name.rpartition(".")[0] for name in self._names}
         for note in sorted({format.load_warning or "" for format in map(self.formats, matrices)} - {""}):
             log.warning("%s %s", self.path, note)

@@ -1,4 +1,4 @@
-"""Gates the outputs of heads, for the projection behind them."""
+"""Gates the outputs of heads before the output projection."""
 
 from torch import Tensor
 
@@ -9,10 +9,10 @@ from espalier.models.layers.norm import RMSNorm, is_rounded_in_launch
 
 
 def gate_for_projection(out: Linear, head_outputs: Tensor, gate: OutputGate, norm: RMSNorm | None) -> InputRows:
-    """Returns the normed and gated rows of read [N, groups, size] in the form that `out` takes.
+    """Returns the normed and gated rows of head_outputs [N, groups, size], in the form that `out` takes.
 
-    If `out` takes rounded inputs and the launch of the norm can round them, that launch does it.
-    norm: None for the gate alone, see kernels/ops/states.py:gated_norm.  Then a group may have several scales.
+    If `out` takes quantised inputs, the kernel of the norm quantises them if it can.
+    norm: None for a gate without a norm (kernels/ops/states.py:gated_norm); a group may then have several scales.
     """
     weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
     rounding, (groups, size) = out.rounding, head_outputs.shape[1:]

@@ -1,4 +1,4 @@
-"""Blocks that keep a state of a fixed size for each request: Mamba 2, a short convolution, the gated delta rule."""
+"""Blocks that store a state of a fixed size for each request: Mamba 2, short convolutions and the gated delta rule."""
 
 from dataclasses import dataclass, field
 from math import inf
@@ -25,8 +25,8 @@ from espalier.models.layers.norm import (
 from espalier.models.layers.residual import Residual
 from espalier.models.weight_formats.sharded import Unsummed
 
-# The most rows of which a convolution reads the product in parts.  It reads a part once for each tap, so for more rows
-# a launch that adds the parts is faster.
+# The largest number of rows for which a convolution reads partial sums of its input.  The convolution reads each
+# partial sum once for each tap, so for more rows it is faster to add them first.
 MAX_ROWS_IN_PARTS = 32
 
 
@@ -34,10 +34,12 @@ MAX_ROWS_IN_PARTS = 32
 class Mamba2:
     """The Mamba 2 block.
 
-    input_projection: the stacked projections of the gate, x, B, C and dt.  conv: over the channels of C, B and x, in this order.
-    A_log, dt_bias, skip: [heads], float32 at least.  skip · x is added to the output.
-    dt_limits: the bounds of dt.  norm: of the gated output, one for each group of heads that share B and C.
-    columns: the first column of each part in the projections' output.
+    input_projection: the stacked projections of the gate, x, B, C and dt.  conv: the convolution of the channels of C,
+    B and x, in this order.
+    A_log, dt_bias, skip: [heads], float32 or float64.  skip · x is added to the output.
+    dt_limits: the minimum and maximum of dt.  norm: the norm of the gated output, applied to each group of heads that
+    share B and C.
+    columns: the first column of each tensor in the projections' output.
     """
 
     keeps: RecurrentState
@@ -58,11 +60,12 @@ class Mamba2:
         self.columns = keeps.columns._replace(q=2 * inner + shared, k=2 * inner, v=inner)
 
     def norm_input(self, norm: AnyNorm, delta: BlockOutput, x: Tensor) -> tuple[Tensor, InputRows]:
-        """Returns (x + delta, the norm of that sum as `input_projection` takes it).  See residual.py:NormReader."""
+        """Returns (x + delta, the norm of that sum in the form that `input_projection` takes).  See
+        residual.py:NormReader."""
         return self.input_projection.norm_input(norm, delta, x)
 
     def __call__(self, layer: int, rows: InputRows, s: Residual, p: Pass) -> Tensor | Unsummed:
-        """Returns the block's output for the rows [N, H].  See decoder.py:Mixer."""
+        """Returns the block's output for the kept rows.  rows: [N, H].  See decoder.py:Mixer."""
         inputs, keeps = self.input_projection(rows), self.keeps
         low, high = self.dt_limits
         bounds = low if low > 0 else None, high if high < inf else None
@@ -77,7 +80,7 @@ class Mamba2:
 
 @dataclass(eq=False, slots=True)
 class GatedConv:
-    """A short convolution with a gate on its input and a gate on its output.
+    """A short convolution whose input and output are multiplied by gates.
     gates: the stacked projections of the input gate, the output gate and the inputs, [3 · hidden, hidden]."""
 
     gates: Linear
@@ -85,11 +88,11 @@ class GatedConv:
     out: Linear
 
     def norm_input(self, norm: AnyNorm, delta: BlockOutput, x: Tensor) -> tuple[Tensor, InputRows]:
-        """Returns (x + delta, the norm of that sum as `gates` takes it).  See residual.py:NormReader."""
+        """Returns (x + delta, the norm of that sum in the form that `gates` takes).  See residual.py:NormReader."""
         return self.gates.norm_input(norm, delta, x)
 
     def __call__(self, layer: int, rows: InputRows, s: Residual, p: Pass) -> Tensor | Unsummed:
-        """Returns the block's output for the rows [N, H].  See decoder.py:Mixer."""
+        """Returns the block's output for the kept rows.  rows: [N, H].  See decoder.py:Mixer."""
         before, behind, inputs = self.gates(rows).chunk(3, -1)
         convolved = p.write(layer, before * inputs, None, self.conv).flatten(0, 1)
         s.keep_rows(p.kept_rows(layer))
@@ -100,13 +103,14 @@ class GatedConv:
 class DeltaNet:
     """The gated delta rule.
 
-    qkvz: the stacked projections of q, k, v and the output gate z.  ba: those of b and a.
-    is_grouped: if true, the rows of both are grouped by head of k: all parts of head 0, then all of head 1, ...  If
-    false, each part is whole: all of q, then all of k, ...
-    A_log, dt_bias: [heads], float32 at least.  The decay is exp(-exp(A_log) · softplus(a + dt_bias)); beta is
+    qkvz: the stacked projections of q, k, v and the output gate z.  ba: the stacked projections of b and a.
+    is_grouped: whether the rows of qkvz and of ba are grouped by k head: all rows of head 0, then all rows of head 1,
+    ...  If false, all rows of q come first, then all rows of k, ...
+    A_log, dt_bias: [heads], float32 or float64.  The decay is exp(-exp(A_log) · softplus(a + dt_bias)); beta is
     sigmoid(b).
-    norm: of each head's output, which silu(z) then gates.
-    v_heads_per_k_head: heads of v per head of k.  columns: the first column of q, k and v in the output of qkvz.
+    norm: the norm of each head's output, which is then multiplied by silu(z).
+    v_heads_per_k_head: the number of v heads per k head.  columns: the first columns of q, k and v in the output of
+    qkvz.
     z_column: the first column of z in the output of qkvz.
     """
 
@@ -135,10 +139,10 @@ class DeltaNet:
             self.z_column = 2 * keeps.k_size + of_group
 
     def norm_input(self, norm: AnyNorm, delta: BlockOutput, x: Tensor) -> tuple[Tensor, tuple[InputRows, Tensor]]:
-        """Returns (x + delta, (the norm of that sum as qkvz takes it, the product of that norm with ba)).
+        """Returns (x + delta, (the norm of that sum in the form that qkvz takes, the product of that norm with ba)).
 
-        See residual.py:NormReader.  For a few rows one launch computes the norm and the product with ba.  If qkvz takes
-        rounded inputs, the launch of the norm also rounds them.
+        See residual.py:NormReader.  For a few rows, one kernel computes the norm and the product with ba.  If qkvz
+        takes quantised inputs, the kernel of the norm also quantises them.
         """
         rounding = self.qkvz.rounding if is_rounded_in_launch(x, x.shape[1], self.qkvz.rounding) else None
         of_ba = self.ba.weight.dense_tensor() if supports_norm_router(x) else None
@@ -150,7 +154,7 @@ class DeltaNet:
         return total, (of_qkvz, self.ba.partial_sums(normed))
 
     def __call__(self, layer: int, rows: tuple[InputRows, Tensor], s: Residual, p: Pass) -> Tensor | Unsummed:
-        """Returns the block's output for the rows [N, H].  See decoder.py:Mixer."""
+        """Returns the block's output for the kept rows.  rows: [N, H].  See decoder.py:Mixer."""
         qkvz = self.qkvz.partial_sums(rows[0]) if len(rows[0]) <= MAX_ROWS_IN_PARTS else self.qkvz(rows[0])
         ba = rows[1]
         q = p.write(layer, qkvz, self._gate_inputs(ba), self.conv, self.columns)
@@ -162,7 +166,8 @@ class DeltaNet:
         return self.out.residual_delta(gate_for_projection(self.out, read, gate, self.norm))
 
     def _gate_inputs(self, ba: Tensor) -> GateInputs:
-        """The inputs of the decay and of beta.  ba: [..., N, 2 · heads], the product with `ba`, maybe in parts."""
+        """Returns the inputs of the decay and of beta.  ba: [..., N, 2 · heads], the product with `self.ba`, or partial
+        sums of it."""
         apart, step = (
             (self.v_heads_per_k_head, 2 * self.v_heads_per_k_head)
             if self.is_grouped

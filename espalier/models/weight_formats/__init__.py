@@ -42,7 +42,7 @@ def all_dense(name: str) -> WeightFormat:
     return DENSE_FORMAT
 
 
-# By quant_method (None: config.json has none), a function from the quantisation field of config.json to a FormatLookup.
+# For each quant_method (None if config.json has none), the function that reads the quantisation field of config.json.
 FORMATS: Mapping[str | None, Callable[[Mapping[str, Any]], FormatLookup]] = {
     None: lambda quantisation: all_dense,
     "awq": read_awq,
@@ -56,15 +56,15 @@ FORMATS: Mapping[str | None, Callable[[Mapping[str, Any]], FormatLookup]] = {
 
 
 def quantisation_of(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a config.json that describe quantised weights.
+    """Returns the fields of a config.json that describe quantised weights.
 
-    A draft in speculators' format has them beside `transformer_layer_config`, not in it.
+    A draft in the format of speculators has these fields at the top level, not in `transformer_layer_config`.
     """
     return {name: raw[name] for name in QUANTISATION_FIELDS if raw.get(name) is not None}
 
 
 def declared_kv_dtype(fields: Mapping[str, Any]) -> str | None:
-    """The kv_dtype that a config.json declares; None if it declares none.
+    """Returns the kv_dtype that a config.json declares; None if there is no declaration.
 
     Raises EspalierError for a kv_cache_scheme that is not supported.
     """
@@ -72,7 +72,7 @@ def declared_kv_dtype(fields: Mapping[str, Any]) -> str | None:
 
 
 def read_formats(fields: Mapping[str, Any]) -> FormatLookup:
-    """Returns the format of each matrix, from a completed config.json.  Names are those in the checkpoint.
+    """Returns the format of each matrix, from a completed config.json.  The result takes names in the checkpoint.
 
     Raises EspalierError naming a format that is not in FORMATS.
     """

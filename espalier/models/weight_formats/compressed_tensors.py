@@ -1,7 +1,7 @@
-"""quant_method "compressed-tensors", as llm-compressor writes it: FP8, 4-bit integers packed along columns, NVFP4.
+"""Reads quant_method "compressed-tensors" of llm-compressor: FP8, 4-bit integers packed along columns, and NVFP4.
 
 `config_groups` maps module names to schemes.  A module named in `ignore` is dense.  A scheme that is not implemented is
-refused by name when config.json is read.
+refused when config.json is read.
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,7 +34,7 @@ from espalier.models.weight_formats.quantised import (
 from espalier.shards import Part
 
 SUPPORTED_SCHEMES = "float-quantized (FP8), pack-quantized (4 bits) and nvfp4-pack-quantized"
-# The class of every linear layer.  A target of config_groups is this class or a name.
+# The class name that stands for all linear layers in the targets of config_groups.
 LINEAR_CLASS = "Linear"
 
 
@@ -44,8 +44,8 @@ class PackedFormat(QuantisedFormat):
 
     The tensors are weight_packed int32 [out, in / 8] (values + 8, low nibble first), weight_scale [out, in / group] and
     weight_shape.
-    has_zero_points: whether there is weight_zero_point int32 [out / 8, in / group], packed along the rows.
-    has_g_idx: whether there is weight_g_idx int32 [in], the group of each column.
+    has_zero_points: whether the tensor weight_zero_point int32 [out / 8, in / group] exists, packed along the rows.
+    has_g_idx: whether the tensor weight_g_idx int32 [in] exists: the group of each column.
     """
 
     group_size: int | None
@@ -119,7 +119,7 @@ def read_compressed_tensors(quantisation: Mapping[str, Any]) -> FormatLookup:
     def format_of(name: str) -> WeightFormat:
         if any(matches_module(name, pattern) for pattern in ignored):
             return DENSE_FORMAT
-        # A name or a pattern has priority over the class of all linear layers, whatever the order of the groups.
+        # A group that names the module has priority over a group for all linear layers.
         named = (
             format for targets, format in groups if any(t != LINEAR_CLASS and matches_module(name, t) for t in targets)
         )

@@ -1,11 +1,11 @@
-"""Formats whose values are E2M1, FP4: MXFP4 experts as GPT-OSS stores them, and NVFP4.
+"""Storage formats with values in E2M1 (FP4): GPT-OSS's MXFP4 experts, and NVFP4.
 
 MXFP4 has blocks of 32 values, each block with a power of two (OCP Microscaling Formats 1.0).  NVFP4 has groups of 16
 columns, each group with a scale in E4M3, and one more factor in float32 for the whole matrix.
 
-compressed-tensors stores a factor by which NVFP4's scales are divided; ModelOpt stores a factor by which they are
-multiplied.  Most checkpoints also declare 4-bit inputs, for which only Blackwell has units.  On Hopper, as in other
-engines, inputs keep the model's dtype, and loading logs this.
+compressed-tensors divides NVFP4's scales by the stored factor; ModelOpt multiplies scales by it.  Most checkpoints also
+declare 4-bit inputs, which only Blackwell supports.  Here, as in other engines on Hopper, inputs keep the model's
+dtype, and loading logs a warning.
 """
 
 import fnmatch
@@ -37,7 +37,7 @@ from espalier.models.weight_formats.quantised import (
 MXFP4_BLOCK_SIZE = 32
 MODELOPT = "modelopt"
 HF_QUANT_CONFIG = "hf_quant_config.json"
-# The quant_algo of a config whose `quantized_layers` name the algorithm of each matrix.
+# The quant_algo of a config in which `quantized_layers` has the algorithm of each matrix.
 MIXED_ALGORITHM = "MIXED_PRECISION"
 
 
@@ -87,9 +87,9 @@ def read_mxfp4(quantisation: Mapping[str, Any]) -> FormatLookup:
 
 NVFP4_NAME = "nvfp4"
 NVFP4_GROUP_SIZE = 16
-# E4M3 bytes from this value on are NaN or negative.
+# E4M3 bytes of at least this value are NaN or negative.
 FIRST_INVALID_SCALE = 0x7F
-# The log message for a checkpoint that declares 4-bit inputs.  It is logged once.
+# The warning for a checkpoint that declares 4-bit inputs.
 W4A4_WARNING = (
     "asks for inputs in 4 bits too (W4A4), which Espalier does not compute: weights stay in NVFP4 and inputs keep the "
     "model's dtype, so results differ from W4A4's; they are closer to the unquantised model's"
@@ -98,7 +98,7 @@ W4A4_WARNING = (
 
 @dataclass(frozen=True)
 class Nvfp4Suffixes:
-    """The suffixes of a matrix's tensors, in compressed-tensors or in ModelOpt.
+    """The name suffixes of a matrix's tensors, in compressed-tensors or in ModelOpt.
 
     codes: uint8 [out, in / 2], low nibble first.  scales: E4M3 [out, in / 16].  factor: float32 [1].  factor_use:
     whether scales are multiplied or divided by the factor.  inputs: float32 [1], the scale of 4-bit inputs.
@@ -119,7 +119,7 @@ MODELOPT_NAMES = Nvfp4Suffixes(".weight", ".weight_scale", ".weight_scale_2", "m
 
 @dataclass(frozen=True)
 class Nvfp4Format(QuantisedFormat):
-    """A matrix in NVFP4.  has_inputs: whether a scale of 4-bit inputs is stored; it is not used."""
+    """A matrix in NVFP4.  has_inputs: whether the checkpoint stores a scale of 4-bit inputs, which Espalier ignores."""
 
     names: Nvfp4Suffixes
     has_inputs: bool = False
@@ -135,7 +135,7 @@ class Nvfp4Format(QuantisedFormat):
         names = self.names
         inputs = (StoredTensor(names.inputs, (1,), torch.float32),) if self.has_inputs else ()
         return (
-            # Parts consist of whole groups, and a group has eight bytes of codes.
+            # Ranks hold whole groups, and a group has eight bytes of codes.
             StoredTensor(names.codes, (rows, columns // 2), torch.uint8, 0, 1, columns_per_entry=2),
             StoredTensor(
                 names.scales, (rows, columns // NVFP4_GROUP_SIZE), FP8, 0, 1, columns_per_entry=NVFP4_GROUP_SIZE
@@ -187,7 +187,7 @@ def read_modelopt(quantisation: Mapping[str, Any]) -> FormatLookup:
         return lambda name: formats.get(name, DENSE_FORMAT)
     names = module_names(quantisation, "ignore") + module_names(quantisation, "exclude_modules")
     skipped = [f"re:{fnmatch.translate(name)}" if "*" in name else name for name in names]
-    # A head that is not among the skipped names is quantised.
+    # The lm_head is quantised, unless it is among the skipped names.
     return dense_if_skipped(skipped, _read_format(quantisation), quantises_head=True)
 
 
@@ -199,7 +199,8 @@ def _read_format(described: Mapping[str, Any]) -> WeightFormat:
 
 
 def read_hf_quant_config(path: Path) -> dict[str, Any]:
-    """Returns the fields for config.json from a directory's hf_quant_config.json; empty without that file."""
+    """Returns additional fields of config.json from a directory's hf_quant_config.json; no fields if the file does not
+    exist."""
     file = path / HF_QUANT_CONFIG
     if not file.exists():
         return {}
@@ -210,7 +211,7 @@ KV_SCALE_STRATEGIES = ("tensor", "attn_head")
 
 
 def read_kv_dtype(fields: Mapping[str, Any], names: tuple[str, ...]) -> str | None:
-    """The kv_dtype that a config.json declares; None if it declares none.
+    """Returns the kv_dtype that a config.json declares; None if there is no declaration.
 
     names: the fields that may hold the quantisation.  Raises EspalierError for a scheme that is not supported.
     """
@@ -230,7 +231,7 @@ def read_kv_dtype(fields: Mapping[str, Any], names: tuple[str, ...]) -> str | No
     wanted = {"type": ("float",), "num_bits": (8,), "dynamic": (False, None), "symmetric": (True, None)}
     read = scheme if isinstance(scheme, Mapping) else {}
     wrong = [name for name, values in wanted.items() if read.get(name) not in values]
-    # ModelOpt has one scale per layer, but its config does not say so.
+    # ModelOpt's checkpoints have one scale per layer, but their config has no field for this.
     strategy = read.get("strategy", "tensor" if quantisation.get("quant_method") == MODELOPT else None)
     if wrong or strategy not in KV_SCALE_STRATEGIES:
         raise EspalierError(

@@ -1,4 +1,4 @@
-"""FP8 weights (E4M3), with one scale for a matrix, for each row or for each block; reads quant_method "fp8".
+"""FP8 weights (E4M3) with one scale per matrix, row or block.  This module also reads quant_method "fp8".
 
 DeepSeek-V3 and the FP8 checkpoints of Qwen3 have quant_method "fp8" with `weight_block_size`; older checkpoints have no
 `weight_block_size`.  compressed_tensors.py reads the same tensors under other names.
@@ -24,25 +24,27 @@ from espalier.models.weight_formats.quantised import (
 )
 
 FP8_NAME = "fp8"
-# The suffixes of a matrix's scale and of its inputs' scale_suffix: in most checkpoints, in transformers' copies of Mistral's
-# models, in Mistral's own checkpoints.
+# The suffixes of a matrix's scale and of its inputs' scale_suffix: in most checkpoints, in transformers' copies of
+# Mistral's models, in Mistral's own checkpoints.
 SCALE_SUFFIXES = (
     (".weight_scale", ".input_scale"),
     (".weight_scale_inv", ".activation_scale"),
     (".qscale_weight", ".qscale_act"),
 )
-# The suffix of the scales of experts that are stored stacked.
+# The name suffix of the scales of stacked experts.
 STACK_SCALE_SUFFIX = "_scale_inv"
 
 
 @dataclass(frozen=True)
 class Fp8Format(QuantisedFormat):
-    """A matrix in FP8: `.weight` [out, in] E4M3, times the scales in the tensor `scale_suffix`.
+    """A matrix in FP8: `.weight` [out, in] in E4M3, multiplied by scales.
 
-    block_shape: the (rows, columns) that share a scale; None for rows: all rows of the matrix; None for columns: all columns.
-    scale_suffix: the suffix of the scales [ceil(out / rows), ceil(in / columns)]; [1] if one scale serves a whole matrix.
-    inputs: "static": the inputs' scale is stored, in `input_scale_suffix` [1].  "dynamic": it is computed for each row.  None:
-    inputs are not rounded.  group_size: how many columns of an input row share a dynamic scale; None: all.
+    block_shape: the numbers (rows, columns) that share a scale; None stands for all rows or all columns.
+    scale_suffix: the name suffix of the scales [ceil(out / rows), ceil(in / columns)], or [1] if a matrix has one
+    scale.
+    inputs: "static" if the checkpoint stores the scale of inputs, [1]; "dynamic" if it is computed for each row; None
+    if inputs are not quantised.  group_size: the number of columns of an input row that share a dynamic scale; None for
+    all columns.
     """
 
     block_shape: tuple[int | None, int | None]
@@ -86,7 +88,8 @@ class Fp8Format(QuantisedFormat):
         )
 
     def expert_tensors(self, count: int, rows: int, columns: int) -> tuple[StoredTensor, ...]:
-        """See WeightFormat.  The suffixes follow the name of the stack without `.weight`, as in transformers."""
+        """Returns the tensors of stacked experts; see WeightFormat.  As in transformers, names of stacked tensors have
+        no `.weight`."""
         row_block, column_block = self.block_shape
         if row_block is None or column_block is None:
             return super().expert_tensors(count, rows, columns)
@@ -100,7 +103,7 @@ class Fp8Format(QuantisedFormat):
         (row_block, column_block), codes, scales = self.block_shape, tensors[""], tensors[STACK_SCALE_SUFFIX]
         assert row_block is not None and column_block is not None
         if codes.shape[1] % row_block:
-            # An expert begins inside a block of the stack's rows, so scales are repeated: one for each row.
+            # If an expert begins inside a block of the stacked rows, scales are repeated to have one scale per row.
             scales, row_block = scales.repeat_interleave(row_block, 1)[:, : codes.shape[1]].contiguous(), 1
         inputs = None if self.inputs is None else InputScales(self.group_size)
         return adapt_to_device(QuantisedMatrix("fp8", codes, scales, column_block, row_block, inputs=inputs))
@@ -113,7 +116,7 @@ class Fp8Format(QuantisedFormat):
             return scales.repeat_interleave(lengths, 0).contiguous(), 1
         if len(rows) == 1 or not any(count % row_block for count in rows):
             return scales, row_block
-        # A matrix of the stack begins inside a block of rows, so scales are repeated: one for each row.
+        # If a matrix begins inside a block of the stacked rows, scales are repeated to have one scale per row.
         starts = [-(-count // row_block) for count in rows]
         own = (
             part.repeat_interleave(row_block, 0)[:count] for part, count in zip(scales.split(starts), rows, strict=True)
@@ -127,8 +130,8 @@ class Fp8Format(QuantisedFormat):
 
 
 def _common_scale(scales: Tensor) -> Tensor:
-    """Returns the scale that all stacked matrices have for their inputs, [matrices, 1] -> float32 [1].
-    Stacked matrices read the same inputs.  Raises EspalierError if their scales differ."""
+    """Returns the common input scale of stacked matrices, float32 [1].  scales: [matrices, 1].
+    Raises EspalierError if the scales differ, because stacked matrices read the same inputs."""
     if not bool((scales == scales[0]).all()):
         raise EspalierError(
             "the stacked matrices have different values of input_scale; only equal ones are supported: use a "

@@ -1,4 +1,4 @@
-"""Matrices in the block formats of GGUF files.  The file's bytes stay in memory, and products read them.
+"""Matrices in the block formats of GGUF files.  Matrices stay in these formats in memory, and products read the blocks.
 
 The block format of each matrix is in the config.json that gguf_config.py makes from the file's metadata.
 """
@@ -23,7 +23,7 @@ GGUF_METHOD = "gguf"
 
 
 class BlockWeight(Weight):
-    """A weight that is kept in the blocks of its file."""
+    """A weight that is kept in the block format of its file."""
 
     __slots__ = ("matrix", "format")
 
@@ -43,7 +43,7 @@ class BlockWeight(Weight):
         return BlockWeight(self.matrix.rows_from(first_row))
 
     def dequantise_into(self, table: Tensor) -> None:
-        """Write the values to a dense tensor [out, in] of any floating-point dtype."""
+        """Writes the dequantised values to a dense tensor [out, in] of any floating-point dtype."""
         step = max(DEQUANTISED_VALUES_PER_STEP // table.shape[1], 1)
         for begin in range(0, len(table), step):
             table[begin : begin + step].copy_(dequantise_blocks(self.matrix, begin, begin + step))
@@ -51,7 +51,8 @@ class BlockWeight(Weight):
 
 @dataclass(frozen=True)
 class GGUFFormat(WeightFormat):
-    """A matrix in blocks: `.weight` uint8 [out, blocks of a row, bytes of a block].  type: a name of BLOCK_TYPES."""
+    """A matrix in a block format: `.weight` uint8 [out, blocks of a row, bytes of a block].  type: a name of
+    BLOCK_TYPES."""
 
     type: str
     name = GGUF_METHOD

@@ -1,9 +1,9 @@
-"""GPTQ (Frantar et al. 2022, arXiv:2210.17323): 4 bits along the columns, as AutoGPTQ and GPTQModel pack them.
+"""GPTQ (Frantar et al. 2022, arXiv:2210.17323): 4-bit values packed along the columns, as in AutoGPTQ and GPTQModel.
 
-With `desc_act` the columns of a group are not adjacent: `g_idx` has the group of each column.  Loading sorts the
-columns by group, and the product takes its inputs in that order.
+With `desc_act`, the columns of a group are not adjacent, and `g_idx` has the group of each column.  Loading sorts the
+columns by group, and products reorder their inputs in the same way.
 
-AWQ (Lin et al. 2023, arXiv:2306.00978) packs along the rows, as AutoAWQ's "gemm" version does.
+AWQ (Lin et al. 2023, arXiv:2306.00978): 4-bit values packed along the rows, as in AutoAWQ's "gemm" version.
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,7 +34,8 @@ from espalier.models.weight_formats.quantised import (
 )
 from espalier.shards import Part
 
-# Added to an int32, this adds 1 to each nibble.  GPTQModel subtracts this number when it saves, even from nibbles of 0.
+# Adding this number to an int32 adds 1 to each nibble.  GPTQModel subtracts the number before saving, even from nibbles
+# of 0.
 ONE_PER_NIBBLE = 0x11111111
 
 
@@ -44,7 +45,8 @@ class GptqFormat(QuantisedFormat):
 
     The tensors are qweight int32 [in / 8, out], qzeros int32 [in / group, out / 8], scales [in / group, out] and g_idx
     int32 [in].
-    zero_point_offset: a number to add to stored zero points: 1 in checkpoint_format "gptq" (v1), 0 in "gptq_v2".
+    zero_point_offset: the number that is added to stored zero points: 1 in checkpoint_format "gptq" (v1), 0 in
+    "gptq_v2".
     """
 
     group_size: int | None
@@ -98,7 +100,7 @@ def read_gptq(quantisation: Mapping[str, Any]) -> FormatLookup:
     skipped = module_names(quantisation, "modules_to_not_convert")
     format = GptqFormat(read_group_size(quantisation, 128), 0 if version == "gptq_v2" else 1)
     format_of = dense_if_skipped(skipped, format, bool(quantisation.get("lm_head")))
-    # The field holds a list of names for each step of the quantisation, or one list for all.
+    # The field is a list of names, or a list of such lists.
     blocks = quantisation.get("modules_in_block_to_quantize")
     if isinstance(blocks, list) and all(isinstance(block, list) for block in blocks):
         blocks = [name for block in blocks for name in block]
@@ -108,7 +110,7 @@ def read_gptq(quantisation: Mapping[str, Any]) -> FormatLookup:
     return lambda name: format_of(name) if any(matches_module(name, each) for each in chosen) else DENSE_FORMAT
 
 
-# The nibble of an int32 that holds each of its eight rows.
+# For each of the eight rows in an int32, the index of the row's nibble.
 AWQ_NIBBLE_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 
 

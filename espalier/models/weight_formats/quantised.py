@@ -1,4 +1,5 @@
-"""Shared code of the quantised formats: the weight class, the names that stay dense, the layouts of 4-bit values."""
+"""Code that all quantised formats share: the weight class, the rules for dense matrices, and layouts of 4-bit values.
+"""
 
 import re
 from abc import abstractmethod
@@ -19,15 +20,15 @@ from espalier.models.weight_formats.dense import DENSE_FORMAT
 from espalier.shards import Part
 from espalier.tokenizer_files import may_not_end
 
-# The dtypes that scales may have.  Loading keeps the stored dtype.
+# The dtypes that scales may have.  Loading does not cast scales.
 SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# Matrices that are dense unless a config says otherwise: the head, and the projection and head of MTP layers.
+# Matrices that are dense by default: the lm_head, and the projection and head of MTP layers.
 ALWAYS_DENSE = re.compile(r"(^|\.)(lm_head|eh_proj|shared_head\.head)$")
 NIBBLES_OF_INT32 = 8
 
 
 class QuantisedWeight(Weight):
-    """A weight that is kept in 8 or 4 bits per value."""
+    """A weight with 8 or 4 bits per value."""
 
     __slots__ = ("format", "matrix")
 
@@ -61,11 +62,11 @@ class QuantisedWeight(Weight):
 
 
 class QuantisedFormat(WeightFormat):
-    """A format whose matrices become a QuantisedMatrix."""
+    """A format that loads matrices as QuantisedMatrix."""
 
     @abstractmethod
     def stored_matrix(self, tensors: Mapping[str, Tensor], rows: Sequence[int], columns: int) -> QuantisedMatrix:
-        """Returns the matrix with the rounding of inputs that the checkpoint declares, on any device.  See `matrix`."""
+        """Returns the matrix with the input quantisation that the checkpoint declares, on any device.  See `matrix`."""
 
     def matrix(self, tensors: Mapping[str, Tensor], rows: Sequence[int], columns: int) -> QuantisedMatrix:
         return adapt_to_device(self.stored_matrix(tensors, rows, columns))
@@ -74,21 +75,22 @@ class QuantisedFormat(WeightFormat):
         return QuantisedWeight(self.matrix(tensors, rows, columns), self.name)
 
     def keeps_dtype(self, name: str, dtype: torch.dtype) -> bool:
-        """Whether a tensor keeps its dtype.  Biases and norms do not: `.bias`, and `.weight` in a wide dtype."""
+        """Whether a tensor keeps its stored dtype.  Biases (`.bias`) and norms (`.weight` with more than 8 bits) are
+        cast."""
         return not name.endswith(".bias") and (dtype.itemsize == 1 or not name.endswith(".weight"))
 
 
 def adapt_to_device(matrix: QuantisedMatrix) -> QuantisedMatrix:
-    """Returns the matrix in the form in which this device multiplies.  On a CPU, inputs are not rounded to FP8.
+    """Returns the matrix as products on its device need it: on a CPU, without the quantisation of inputs.
 
-    A CPU has no FP8 units, so rounding would gain nothing.  Besides, rounding makes results depend on the last bit of
-    an input.  Tree and plain decoding would then choose different tokens more often (docs/design.md, section 6).
+    A CPU has no FP8 units, so FP8 inputs would gain no speed.  Besides, quantised inputs depend on the last bit of a
+    value, so tree and plain decoding would choose different tokens more often (docs/design.md, section 6).
     """
     return replace(matrix, inputs=None) if matrix.device.type == "cpu" else matrix
 
 
 def require_multiple_of(format_name: str, size_name: str, size: int, unit: int) -> None:
-    """Check that `unit` divides `size`.  Raises EspalierError."""
+    """Raises EspalierError if `size` is not a multiple of `unit`."""
     if size % unit:
         raise EspalierError(
             f"format {format_name} needs {size_name} in a multiple of {unit}, but this matrix has {size}"
@@ -96,9 +98,9 @@ def require_multiple_of(format_name: str, size_name: str, size: int, unit: int) 
 
 
 def unpack_int32(packed: Tensor, dim: int, order: Sequence[int] = range(NIBBLES_OF_INT32)) -> Tensor:
-    """int32 whose nibbles are values along `dim` -> uint8 of 8 times that size.
+    """Unpacks the nibbles of an int32 tensor along `dim`.  Returns uint8 with 8 times that size.
 
-    order: value v of an int32 is in nibble order[v], counted from the low bits.
+    order: order[v] is the index of the nibble with value v, counted from the low bits.
     """
     shifts = torch.tensor(order, dtype=torch.int32, device=packed.device) * 4
     dim %= packed.ndim
@@ -107,16 +109,18 @@ def unpack_int32(packed: Tensor, dim: int, order: Sequence[int] = range(NIBBLES_
 
 
 def pack_rows(unpacked_rows: Any, num_rows: int, step: int = 4096) -> Tensor:
-    """Returns codes [num_rows, in / 2], computed in blocks of rows: of_rows(begin, end) -> uint8 [end - begin, in]."""
+    """Packs rows of nibbles in blocks.  Returns codes [num_rows, in / 2].  unpacked_rows(begin, end): returns uint8
+    [end - begin, in]."""
     blocks = (pack_nibbles(unpacked_rows(begin, min(begin + step, num_rows))) for begin in range(0, num_rows, step))
     return torch.cat(list(blocks))
 
 
 def dense_if_skipped(skipped: Sequence[str], format: WeightFormat, quantises_head: bool = False) -> FormatLookup:
-    """Returns a function from a matrix's name to its format: `format`, or dense for skipped and ALWAYS_DENSE names.
+    """Returns a function from a matrix's name to its format: dense for names in `skipped` and ALWAYS_DENSE, else
+    `format`.
 
-    skipped: module names, parts of module names ("mlp.gate", "layers.61"), or "re:" and a pattern.
-    quantises_head: whether the head is quantised too.
+    skipped: module names, parts of module names ("mlp.gate", "layers.61"), or "re:" and a regular expression.
+    quantises_head: whether the lm_head is quantised too.
     """
 
     def format_of(name: str) -> WeightFormat:
@@ -129,10 +133,10 @@ def dense_if_skipped(skipped: Sequence[str], format: WeightFormat, quantises_hea
 
 
 def matches_module(name: str, pattern: str) -> bool:
-    """Whether a pattern of config.json matches the name of a module, or of a module that contains it.
+    """Whether a pattern in config.json matches the name of a module or of an enclosing module.
 
-    As in transformers, "model.layers.0." with a final dot names the module, and the end of a name matches: "gate"
-    matches "shared_expert_gate".
+    As in transformers, a final dot is ignored ("model.layers.0."), and the end of a name matches: "gate" matches
+    "shared_expert_gate".
     """
     if pattern.startswith("re:"):
         return re.match(pattern[3:], name) is not None
@@ -141,7 +145,8 @@ def matches_module(name: str, pattern: str) -> bool:
 
 
 def read_field(quantisation: Mapping[str, Any], name: str, allowed: Sequence[object], default: object = None) -> Any:
-    """Returns the value of a field of quantization_config.  Raises EspalierError if it is not one of `allowed`."""
+    """Returns the value of a field of quantization_config.  Raises EspalierError if the value is not one of `allowed`.
+    """
     value = quantisation.get(name, default)
     if value not in allowed:
         known = " or ".join(repr(known) for known in allowed)
@@ -150,7 +155,7 @@ def read_field(quantisation: Mapping[str, Any], name: str, allowed: Sequence[obj
 
 
 def module_names(fields: Mapping[str, Any], name: str) -> tuple[str, ...]:
-    """Returns the module names, or patterns of names, in a field; none if it is null.
+    """Returns the module names and patterns in a field; no names if the field is null.
     Raises EspalierError for any other value."""
     value = fields.get(name) or ()
     if not isinstance(value, list | tuple) or not all(isinstance(each, str) and _is_pattern(each) for each in value):
@@ -169,7 +174,8 @@ def _is_pattern(name: str) -> bool:
 
 
 def read_object(fields: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """Returns the object in a field; an empty object if it is null.  Raises EspalierError for any other value."""
+    """Returns the object in a field; an empty object if the field is null.  Raises EspalierError for any other value.
+    """
     value = fields.get(name)
     if value is not None and not isinstance(value, Mapping):
         raise EspalierError(f"quantization_config: {name} = {value!r}; an object is needed; correct it")
@@ -177,16 +183,17 @@ def read_object(fields: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def read_group_size(quantisation: Mapping[str, Any], default: int) -> int | None:
-    """Returns how many columns share a scale; None (-1 in the config): all.  Raises EspalierError for unusual sizes."""
+    """Returns how many columns share a scale; None (-1 in the config) for all columns.  Raises EspalierError for a size
+    that is not supported."""
     size = read_field(quantisation, "group_size", (-1, 16, 32, 64, 128, 256, 512, 1024), default)
     return None if size == -1 else int(size)
 
 
 def column_groups_of_part(groups: Tensor, columns: Part, group: int | None) -> Tensor:
-    """Returns the group of each column of a part, counted from the part's first group.
+    """Returns the group index of each column of a part, relative to the part's first group.
 
-    groups: the same, counted from the matrix's first group.  Raises EspalierError for columns that are not in the order
-    of their groups, because the scales of such columns may lie in any part.
+    groups: the group index of each column, relative to the matrix's first group.  Raises EspalierError if columns are
+    not sorted by group, because their scales may be on another rank.
     """
     own = groups - columns.begin // (group or columns.size)
     expected = torch.arange(len(columns), device=groups.device) // (group or columns.size)
@@ -199,10 +206,10 @@ def column_groups_of_part(groups: Tensor, columns: Part, group: int | None) -> T
 
 
 def common_column_order(groups: Tensor, group: int) -> Tensor | None:
-    """Returns the indices of the columns, sorted by group, [in]; None if the columns already are in this order.
+    """Returns the indices [in] of the columns, sorted by group; None if the columns are already sorted.
 
-    groups: [matrices, in], the group of each column of each stacked matrix.  Raises EspalierError unless all matrices
-    have the same groups and each group has `group` columns.
+    groups: [matrices, in], the group of each column of each stacked matrix.  Raises EspalierError if matrices have
+    different groups, or if a group does not have `group` columns.
     """
     if not bool((groups == groups[0]).all()):
         raise EspalierError(
