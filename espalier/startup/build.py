@@ -1,4 +1,5 @@
-"""Builds an engine from loaded models: chooses backends, allocates buffers, makes drafter and executor."""
+"""Builds an engine from loaded models: chooses attention backends, allocates buffers, and creates drafter and executor.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -37,7 +38,7 @@ from espalier.speculate.sources.prediction import PredictionSource
 class LoadedModels:
     """The models of one engine, and the engine's configuration.
 
-    draft: None for drafters without a model; shards: the part of the target that this rank holds.
+    draft: None if the drafter has no model.  shards: the part of the target that this rank holds.
     """
 
     config: ResolvedConfig
@@ -59,7 +60,7 @@ class LoadedModels:
 
     @property
     def layer_specs(self) -> tuple[LayerSpec, ...]:
-        """The result of cache_specs for target and draft."""
+        """The specs of all layers of target and draft; see cache_specs."""
         drafts = () if self.draft is None else self.draft.layer_specs
         return cache_specs(self.target.layer_specs, drafts, self.config.kv_dtype, self.config.draft_kv_dtype)
 
@@ -72,10 +73,10 @@ def config_without_files(
     device: torch.device,
     **differing_fields: Any,
 ) -> ResolvedConfig:
-    """Returns the configuration of an engine whose models have no files.
+    """Returns the configuration of an engine for models that were not loaded from files.
 
-    By default it has no overlap, no prefix cache and no graphs, and pages for a full batch.  differing_fields: fields of
-    ResolvedConfig that differ from these defaults.
+    By default, overlap, prefix cache and CUDA graphs are off, and there are pages for a full batch.  differing_fields:
+    fields of ResolvedConfig with other values.
     """
     name = str(dtype).removeprefix("torch.")
     of_rows = {"kv_dtype": name, "draft_kv_dtype": name, "draft_attention": attention, "num_pages": layout.max_pages}
@@ -98,18 +99,19 @@ def cache_specs(
 ) -> tuple[LayerSpec, ...]:
     """Returns the specs of all layers, the target's first, with the dtypes in which their rows are stored.
 
-    kv_dtype, draft_kv_dtype: as in a ResolvedConfig.
+    kv_dtype, draft_kv_dtype: the fields of ResolvedConfig.
     """
     stored, draft_stored = (FP8 if name == FP8_KV else None for name in (kv_dtype, draft_kv_dtype))
     specs = (*with_row_dtype(target, stored), *with_row_dtype(draft, draft_stored))
-    # A layer that reads another layer's rows gets that layer's stored dtype.
+    # A layer that reads another layer's rows has the stored dtype of that layer.
     return tuple(
         spec if spec.shares_with is None else replace(spec, keeps=specs[spec.shares_with].keeps) for spec in specs
     )
 
 
 def describe_cache_size(config: ResolvedConfig, specs: Sequence[LayerSpec], dtype: torch.dtype) -> str:
-    """Returns a sentence about the sizes of pages and states.  layer_specs: those of all layers; dtype: the model's dtype."""
+    """Returns a sentence about the sizes of pages and states.  layer_specs: those of all layers; dtype: the model's
+    dtype."""
     tokens, each = config.layout.tokens_in(config.num_pages), bytes_per_token(specs, dtype)
     pages = f"pages hold {tokens} tokens, {each} bytes each: {tokens * each / 2**30:.1f} GiB"
     state, rows = bytes_per_state(specs, dtype), table_rows(config.layout, config.num_snapshots)
@@ -122,7 +124,7 @@ def describe_cache_size(config: ResolvedConfig, specs: Sequence[LayerSpec], dtyp
 
 
 def kv_scales(target: CausalLM) -> dict[int, KVScales]:
-    """Returns the scales of FP8 rows by layer.  A checkpoint has scales for all layers or for none.
+    """Returns the scales of FP8 rows by layer index.  A checkpoint has scales for all layers or for no layer.
 
     The rows of a draft have no scales, because a draft only proposes tokens.  Raises EspalierError if only some layers
     of the target have a scale, or if a scale is not a positive number.
@@ -169,22 +171,23 @@ def make_engine(
     chooser: TreeChooser | None = None,
     sources: Sequence[HostSource] = (),
 ) -> Engine:
-    """Returns an engine that uses the buffers of `runner`.  No other engine may use them."""
+    """Returns an engine that uses the buffers of `runner`.  No other engine may use the same runner."""
     executor = make_executor(runner, overlap, graph_batch, keep_graphs, capture_stages)
     return Engine(executor, overlap, prefix_cache, chooser, sources)
 
 
 def make_tree_chooser(config: ResolvedConfig) -> TreeChooser | None:
-    """Returns the chooser among the layout's trees for a running engine; None if there is nothing to choose."""
+    """Returns the object that chooses among the layout's trees while the engine runs; None if there is only one tree.
+    """
     if config.round_costs is None or not config.layout.choices:
         return None
     return TreeChoice(config.layout, config.round_costs, is_lookup=config.algorithm == "ngram")
 
 
 def make_host_sources(names: Sequence[str], index_bytes: int, searches_text: bool) -> list[HostSource]:
-    """Returns the sources that run on the host, in order of preference.
+    """Returns the sources of draft tokens that run on the host, in order of preference.
 
-    names: the names of all sources; searches_text: whether the source `text` runs on the host too.
+    names: the names of all sources.  searches_text: whether the source `text` also runs on the host.
     """
     made: list[HostSource] = [PredictionSource()] if "prediction" in names else []
     made += [OwnTextSource()] if "text" in names and searches_text else []
@@ -204,7 +207,7 @@ def make_executor(
 
 
 def make_runner(loaded: LoadedModels) -> ModelRunner:
-    """Allocates all buffers of the configuration, chooses backends, and returns the runner."""
+    """Allocates all buffers, chooses attention backends, and returns the runner."""
     config, target, device, dtype = loaded.config, loaded.target, loaded.device, loaded.dtype
     layout, specs, exact_lengths = config.layout, loaded.layer_specs, not config.overlap
     target_layers, draft_layers = range(len(target.layer_specs)), range(len(target.layer_specs), len(specs))
@@ -212,7 +215,7 @@ def make_runner(loaded: LoadedModels) -> ModelRunner:
     backend = grouped_backend(config.attention, *setting, target_layers, exact_lengths=exact_lengths)
     scales = kv_scales(target) if config.kv_dtype == FP8_KV else None
     pages = PagedKV(layout, config.num_pages, specs, len(target_layers), dtype, device, scales)
-    # Draft rows 0 .. reentry-1 do not exist.
+    # The draft has no rows 0 .. reentry-1.
     exact = exact_lengths and layout.reentry <= 1
     draft_backend = grouped_backend(config.draft_attention, *setting, draft_layers, layout.reentry > 0, exact)
     states = None

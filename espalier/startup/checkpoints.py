@@ -1,4 +1,4 @@
-"""Finds a model's files: bundled with the package, in a directory, in a GGUF file, or on the Hugging Face hub."""
+"""Finds the files of a model: bundled with the package, in a directory, in a GGUF file, or on the Hugging Face hub."""
 
 from collections.abc import Mapping
 from os import PathLike
@@ -12,16 +12,16 @@ BUNDLED_FILES = Path(__file__).parents[1] / BUNDLED
 # The bundled model's drafts by algorithm.  If the user sets no algorithm, eagle3's draft is used.
 BUNDLED_DRAFTS = {"eagle3": BUNDLED_FILES / "draft", "mtp": BUNDLED_FILES / "mtp", "block": BUNDLED_FILES / "block"}
 FILE_PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
-# The last file is downloaded to be noticed: a draft that has it is refused (espalier/models/block.py:MASK_EMBEDDING).
+# The last file is downloaded so that a draft with this file can be refused (espalier/models/block.py:MASK_EMBEDDING).
 DRAFT_FILE_PATTERNS = [*FILE_PATTERNS, "pytorch_model*.bin", "mask_embedding.pt"]
-# Folders, and the second copy of all weights, under the publisher's own names, in Mistral's repositories.
+# Files that are not downloaded: folders, and the second copy of all weights in Mistral's repositories.
 IGNORED_FILE_PATTERNS = ["*/*", "consolidated*.safetensors"]
 
 
 def find_target(name: str | PathLike[str], setting: str = "model") -> Path:
     """Returns the directory of a target, or its GGUF file.
 
-    setting: the name of the setting that gives `name`.  Raises EspalierError if the model cannot be found or read.
+    setting: the name of the setting that contains `name`.  Raises EspalierError if the model cannot be found or read.
     """
     return _find_checkpoint(setting, name, BUNDLED_FILES / "target", FILE_PATTERNS)
 
@@ -29,7 +29,7 @@ def find_target(name: str | PathLike[str], setting: str = "model") -> Path:
 def find_draft(name: str | PathLike[str], algorithm: str = "auto", setting: str = "draft") -> Path:
     """Returns the directory of a draft.
 
-    algorithm: the user's algorithm, which chooses among the bundled drafts; setting: the name of the setting that gives
+    algorithm: the user's algorithm, which selects a bundled draft.  setting: the name of the setting that contains
     `name`.  Raises EspalierError if the draft cannot be found or read.
     """
     bundled = BUNDLED_DRAFTS.get(algorithm, BUNDLED_DRAFTS["eagle3"])
@@ -37,9 +37,11 @@ def find_draft(name: str | PathLike[str], algorithm: str = "auto", setting: str 
 
 
 def require_names(names_by_setting: Mapping[str, str | PathLike[str]]) -> None:
-    """Raises EspalierError for a path that find_target or find_draft would refuse.  Does not import PyTorch.
+    """Raises EspalierError for a path that find_target or find_draft would refuse.  This function does not import
+    PyTorch.
 
-    names_by_setting: {setting: path or id}.  Nothing is downloaded, so a name that may be a Hugging Face id is accepted.
+    names_by_setting: {setting: path or id}.  Nothing is downloaded, so every name that looks like a Hugging Face id is
+    accepted.
     """
     for what, name in names_by_setting.items():
         if str(name) != BUNDLED:
@@ -57,9 +59,9 @@ def _find_checkpoint(setting: str, name: str | PathLike[str], bundled: Path, fil
 
 
 def _local_checkpoint(setting: str, name: str | PathLike[str]) -> Path | None:
-    """Returns the directory or GGUF file; None if there is none and the name may be a hub id.
+    """Returns the directory or GGUF file with this name; None if it does not exist and the name may be a hub id.
 
-    Raises EspalierError if the name is neither, or if the path is no checkpoint.
+    Raises EspalierError if the name cannot be a hub id, or if the path is not a checkpoint.
     """
     path = Path(name).expanduser()
     if (gguf := _gguf_file(setting, path)) is not None:
@@ -77,7 +79,7 @@ def _local_checkpoint(setting: str, name: str | PathLike[str]) -> Path | None:
 def _gguf_file(setting: str, path: Path) -> Path | None:
     """Returns the GGUF file `path`, or the GGUF file in the directory `path` if the directory has no other weights.
 
-    Returns None for another path.  Raises EspalierError if the file cannot be read, or is given as a draft.
+    Returns None for any other path.  Raises EspalierError if the file cannot be read or is used as a draft.
     """
     try:
         if path.is_dir() and _holds_gguf(path):
@@ -98,7 +100,8 @@ def _gguf_file(setting: str, path: Path) -> Path | None:
 
 
 def _is_directory(setting: str, path: Path) -> bool:
-    """Returns whether `path` is a directory.  Raises EspalierError for a file, or a directory that is no checkpoint."""
+    """Returns whether `path` is a directory.  Raises EspalierError for a file, and for a directory that is not a
+    checkpoint."""
     files = "a draft's config.json and weights" if setting.endswith("draft") else "config.json and *.safetensors"
     try:
         if path.is_file():
@@ -120,7 +123,7 @@ def _unreadable_error(setting: str, path: Path, error: OSError) -> EspalierError
 
 
 def _holds_gguf(path: Path) -> bool:
-    """Returns whether a directory holds GGUF files and no other weights."""
+    """Returns whether a directory contains GGUF files and no other weights."""
     files = list(path.iterdir())
     return any(map(is_gguf, files)) and not {file.suffix.lower() for file in files} & {".safetensors", ".bin"}
 

@@ -1,7 +1,6 @@
-"""Turns a configuration into a running engine: finds files, resolves each "auto", loads models, builds the engine.
+"""Creates an engine from a configuration: finds files, resolves each "auto", loads models and builds the engine.
 
-On a CPU it warns of two kinds of weights that take more time or memory than their files suggest: quantised weights, and
-weights of 16 bits.
+On a CPU, it logs a warning for quantised weights, which take more time, and for 16-bit weights, which take more memory.
 """
 
 import logging
@@ -59,7 +58,8 @@ log = logging.getLogger("espalier")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The model files of one engine and their parsed configs.  No weights are loaded yet.  spec: the drafter's spec."""
+    """The paths of an engine's models and their parsed configs, before weights are loaded.  spec: the spec of the
+    draft."""
 
     target_path: Path
     target: ModelConfig
@@ -69,7 +69,7 @@ class Checkpoint:
 
 
 def find_checkpoint(config: EngineConfig) -> Checkpoint:
-    """Finds the files of target and draft, and reads their configs.
+    """Finds the files of target and draft, and reads the configs.
 
     Raises EspalierError if files are missing, a model is not supported, or the draft does not fit the target.
     """
@@ -92,7 +92,7 @@ def find_checkpoint(config: EngineConfig) -> Checkpoint:
 
 
 def _model_name(config: EngineConfig, draft_path: Path | None) -> str:
-    """Returns the model that the user names, else the target that the draft names, else the bundled model."""
+    """Returns the user's model, else the target named in the draft's config, else the bundled model."""
     if str(config.model) != "auto":
         return str(config.model)
     if draft_path is None or str(config.draft) == BUNDLED:
@@ -108,14 +108,14 @@ def _model_name(config: EngineConfig, draft_path: Path | None) -> str:
 
 
 def resolve_config(config: EngineConfig, checkpoint: Checkpoint) -> ResolvedConfig:
-    """Resolves each "auto" of `config` for this machine and these files."""
+    """Resolves each "auto" of `config` for this machine and these model files."""
     device, shards = choose_device(config), Shards(0, config.tensor_parallel)
     of_draft = draft_shards(checkpoint.spec.algorithm, shards)
     require_shards(checkpoint.target, shards.count)
     if checkpoint.draft is not None:
         require_shards(checkpoint.draft.layer, of_draft.count)
     facts = StartupFacts(
-        # The ranks on a CPU share its memory.
+        # On a CPU, all ranks share the memory.
         free_bytes=free_memory(device) // (shards.count if device.type == "cpu" else 1),
         weights=count_weights(checkpoint, shards.count),
         stored_dtype=checkpoint.target.raw.get("dtype") or checkpoint.target.raw.get("torch_dtype"),
@@ -143,9 +143,8 @@ def build_engine(
 ) -> tuple[Engine, ResolvedConfig]:
     """Loads the models and builds the engine.  Returns the engine and its final configuration.
 
-    On a GPU, the number of pages that fit beside the loaded models is measured.
-    requested_pages: the user's num_pages, which is checked against that number; None to use as many pages as fit.
-    Raises EspalierError, which names what does not fit.
+    On a GPU, the number of pages that fit beside the loaded models is measured.  requested_pages: the user's num_pages,
+    which must not exceed that number; None to use as many pages as fit.  Raises EspalierError if memory is too small.
     """
     if resolved.tensor_parallel == 1:
         return build_engine_of_models(load_models(resolved, checkpoint), requested_pages)
@@ -175,10 +174,10 @@ def load_models(resolved: ResolvedConfig, checkpoint: Checkpoint, shards: Shards
 def build_engine_of_ranks(
     ranks: Ranks, resolved: ResolvedConfig, requested_pages: int | None, load_rank_models: LoadRankModels | None = None
 ) -> tuple[Engine, ResolvedConfig]:
-    """Builds an engine on this rank and on `ranks`, whose processes have been started.  See build_engine.
+    """Builds an engine on this rank and on `ranks`, whose processes are already running.  See build_engine.
 
-    load_rank_models: the function that loads the models of a rank; by default from files.  Raises the errors of build_engine, and
-    RankFailed.
+    load_rank_models: the function that loads the models of a rank; by default, it loads them from files.  Raises the
+    errors of build_engine, and RankFailed.
     """
     ranks.wait_until_loaded()
     joined = Path(ranks.folder.name) / f"joined-{ranks.num_loaded}"
@@ -194,7 +193,8 @@ def build_engine_of_ranks(
 
 
 def load_rank_models_from_files(resolved: ResolvedConfig, shards: Shards) -> LoadedModels:
-    """Loads one rank's part of the models, from the files that a resolved configuration names.  Runs in any process."""
+    """Loads one rank's part of the models from the files of a resolved configuration.  This function can run in any
+    process."""
     target_path = Path(resolved.model)
     target = read_config(target_path, resolved.model_overrides, resolved.model_impl)
     draft_path = None if resolved.draft is None else Path(resolved.draft)
@@ -206,7 +206,7 @@ def load_rank_models_from_files(resolved: ResolvedConfig, shards: Shards) -> Loa
 def build_engine_of_models(
     loaded: LoadedModels, requested_pages: int | None, keep_graphs: bool = False
 ) -> tuple[Engine, ResolvedConfig]:
-    """Builds an engine of models that are loaded already.  See build_engine.  keep_graphs: see CudaExecutor."""
+    """Builds an engine from loaded models.  See build_engine.  keep_graphs: see CudaExecutor."""
     if loaded.config.tensor_parallel > 1:
         raise EspalierError("models that are loaded already are on one rank; use tensor_parallel=1")
     if loaded.device.type == "cuda":
@@ -224,9 +224,9 @@ def _log_resolved_config(loaded: LoadedModels) -> None:
 
 
 def count_weights(checkpoint: Checkpoint, ranks: int = 1) -> WeightCount:
-    """Counts the weights that each rank holds: the draft, a part of the target, and the whole embedding if a draft may
-    read it."""
-    # If the target's own MTP layers are the draft, they are counted with the target.
+    """Returns the size of the weights on each rank: the draft, a part of the target, and the whole embedding if there
+    is a draft."""
+    # If the draft consists of the target's own MTP layers, these are counted with the target.
     is_own = checkpoint.draft_path == checkpoint.target_path
     unread = tuple(checkpoint.target.family.ignored_weights) if is_own else unread_prefixes(checkpoint.target)
     target = count_stored_weights(
@@ -240,13 +240,13 @@ def count_weights(checkpoint: Checkpoint, ranks: int = 1) -> WeightCount:
     return target + count_stored_weights(checkpoint.draft_path, checkpoint.draft.layer.formats)
 
 
-# A quantised model quantises at least one of these matrices.
+# In a quantised model, at least one of these matrices is quantised.
 TYPICAL_MATRICES = ("self_attn.o_proj", "mlp.down_proj", "mlp.experts", "mlp.experts.0.down_proj")
 HALF_DTYPES = ("bfloat16", "float16")
 
 
 def warn_of_cpu_costs(config: EngineConfig, resolved: ResolvedConfig, checkpoint: Checkpoint) -> None:
-    """Logs at most one warning about stored formats, and one about the dtype.  config: as the user gave it."""
+    """Logs at most one warning about quantised weights, and one about the dtype.  config: the user's configuration."""
     if resolved.device != "cpu":
         return
     models = {"model": checkpoint.target} | ({} if checkpoint.draft is None else {"draft": checkpoint.draft.layer})

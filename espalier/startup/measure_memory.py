@@ -1,7 +1,7 @@
-"""Decides how many requests, pages and snapshots fit into memory.
+"""Determines how many requests, pages and snapshots fit into memory.
 
-On a GPU the number of pages is measured: the largest launches run once on the dummy slot, the memory that these
-launches need is left free, and pages take the rest.
+On a GPU, the number of pages is measured: the largest launches run once on the dummy slot, and pages take all memory
+that these launches do not need.
 """
 
 import gc
@@ -30,18 +30,18 @@ if TYPE_CHECKING:
 
 
 def fullest_pass(layout: RoundLayout, width: int) -> LaunchInput:
-    """Returns the largest pass of this width (rows of a piece): it has as many pieces as fit, as many requests as
-    possible, and reports the log-probabilities of all rows."""
+    """Returns the largest pass of this width (rows of a piece): with the maximum numbers of pieces and requests, and
+    with the log-probabilities of all rows."""
     num_pieces = layout.max_pieces(width)
     return dummy_pass(width, num_pieces, min(layout.max_batch, num_pieces), num_pieces * width)
 
 
 def smaller_passes(layout: RoundLayout, vocab_size: int) -> Iterator[LaunchInput]:
-    """Yields the passes that need kernels which no fullest pass needs.
+    """Yields the passes that use kernels which no fullest pass uses.
 
-    Launchers choose blocks and plans by the number of rows, most of them by that number rounded up to a power of two.
-    So passes of the narrowest width have a power of two of pieces, or one piece more than that.  Triton compiles other
-    code for one row, and for a number of rows that 16 divides.
+    Launchers choose block sizes and plans by the number of rows, usually rounded up to a power of two.  So passes of
+    the smallest width have 2^n or 2^n + 1 pieces.  Triton compiles separate code for one row, and for multiples of 16
+    rows.
     """
     narrowest, *wider = layout.chunk_widths
     most = layout.max_pieces(narrowest)
@@ -55,16 +55,17 @@ def smaller_passes(layout: RoundLayout, vocab_size: int) -> Iterator[LaunchInput
             requests = min(max(num_pieces // 2, 1), layout.max_batch)
             yield dummy_pass(narrowest, num_pieces, requests, (num_pieces - 1) * narrowest + 1)
     yield from passes_of_last_rows(layout, powers)
-    # Attention chooses by the width, and by whether few pieces fill the GPU.
+    # Attention chooses kernels by the width, and by whether the pieces fill the GPU.
     for width in wider:
         for num_pieces in range(1, min(2, layout.max_pieces(width)) + 1):
             yield dummy_pass(width, num_pieces, 1, 0)
 
 
 def passes_of_last_rows(layout: RoundLayout, powers: Sequence[int]) -> Iterator[LaunchInput]:
-    """Yields passes without log-probabilities.  In these, the last layer computes only one row of each piece.
+    """Yields passes without log-probabilities, in which the last layer computes only one row of each piece.
 
-    powers: the powers of two up to the largest number of pieces of a pass.  Rounds cover the powers up to max_batch.
+    powers: the powers of two up to the largest number of pieces of a pass.  Rounds already cover the powers up to
+    max_batch.
     """
     narrowest, *wider = layout.chunk_widths
     most = layout.max_pieces(narrowest)
@@ -80,8 +81,8 @@ def passes_of_last_rows(layout: RoundLayout, powers: Sequence[int]) -> Iterator[
 def dummy_pass(width: int, num_pieces: int, num_requests: int, num_reported_rows: int) -> LaunchInput:
     """Returns a pass of dummy slots whose pieces are spread over the requests.
 
-    width: rows of a piece; num_requests: their number.  num_reported_rows: the number of rows whose log-probabilities are reported,
-    counted from the first row of the pass.
+    width: rows of a piece.  num_reported_rows: the number of rows, from the first row of the pass, whose
+    log-probabilities are reported.
     """
     dummies = dummy_launch(num_requests, width, num_pieces if num_pieces > num_requests else 0)
     rows = None
@@ -91,15 +92,15 @@ def dummy_pass(width: int, num_pieces: int, num_requests: int, num_reported_rows
     return replace(dummies, prompt_rows=rows)
 
 
-# Pages of the trial runner: the dummy page, and one page that a request could hold.
+# Number of pages of the trial runner: the dummy page, and one page for a request.
 TRIAL_PAGES = 2
-# Share of the GPU's memory that is left free for later growth: library handles, fragmentation, other processes.
+# Share of the GPU's memory that stays free for library handles, fragmentation and other processes.
 MEMORY_MARGIN = 0.02
 
 
 @dataclass(frozen=True)
 class MemoryNeeds:
-    """Measured memory in bytes.
+    """Measured memory, in bytes.
 
     eager_bytes: the peak of the largest launch; graph_bytes: the peak of the largest launch that may be captured.
     free_bytes: the free memory between launches, while the models, the layout's buffers and TRIAL_PAGES pages are
@@ -114,15 +115,15 @@ class MemoryNeeds:
 
 
 def measure_pages(loaded: LoadedModels, requested_pages: int | None) -> int:
-    """Returns the number of pages, dummy page included, that fit beside models, buffers and the largest launches.
+    """Returns the number of pages (dummy page included) that fit beside models, buffers and the largest launches.
 
-    requested_pages: the number of pages that the user wants, or None.  If it is given, it is checked and returned.  Raises
-    EspalierError if the requested pages do not fit, or, without a request, if not even one full context fits.
+    requested_pages: the user's number of pages, which is checked and returned; None to return the largest possible
+    number.  Raises EspalierError if the requested pages do not fit, or if not even one full context fits.
     """
     layout, device, graph_batch = loaded.config.layout, loaded.device, loaded.config.graph_batch
     page_bytes = layout.tokens_in(bytes_per_token(loaded.layer_specs, loaded.dtype))
     needs = _measure_needs(loaded)
-    # CUDA graphs keep the memory of a launch in their own pool, in addition to the memory of eager launches.
+    # CUDA graphs hold the memory of a launch in a separate pool, in addition to the memory of eager launches.
     reserved = needs.eager_bytes + (needs.graph_bytes if graph_batch else 0) + int(needs.total_bytes * MEMORY_MARGIN)
     affordable = TRIAL_PAGES + (needs.free_bytes - reserved) // page_bytes
     reason = (
@@ -144,10 +145,10 @@ def _gib_text(count: int) -> str:
 
 
 def _measure_needs(loaded: LoadedModels) -> MemoryNeeds:
-    """Measures the needs with a trial runner.  The runner's memory is freed before this function returns."""
+    """Measures memory with a trial runner.  The memory of the runner is freed before this function returns."""
     layout, device = loaded.config.layout, loaded.device
     try:
-        # The runner has no name, so that it is freed before the memory is released below.
+        # The runner is not assigned to a variable, so that it is freed before the memory is released below.
         return measure_launches(
             CudaExecutor(make_runner(loaded.with_num_pages(TRIAL_PAGES)), graph_batch=0, capture_stages=True),
             layout,
@@ -170,8 +171,8 @@ def measure_launches(
     """Runs the largest prefill pass of each width and the largest round of each tree, and returns the memory needed.
 
     The passes report all log-probabilities.  This function also compiles the kernels of all other prefill passes and of
-    rounds that will run eagerly, so that no kernel is compiled while requests wait.  Kernels of captured launches are
-    compiled when the launches are captured.
+    eager rounds, so that no kernel is compiled while requests wait.  Kernels of captured launches are compiled when the
+    launches are captured.
     """
     passes = [fullest_pass(layout, width) for width in layout.chunk_widths]
     # Batches are in ascending order, so each tree keeps its largest batch.
@@ -188,9 +189,9 @@ def measure_launches(
 
 
 def _peak_bytes(executor: CudaExecutor, launch_input: LaunchInput, device: torch.device) -> int:
-    """Returns the peak of the bytes that PyTorch reserves for a launch.
+    """Returns the peak number of bytes that PyTorch reserves for a launch.
 
-    Reserved bytes count, not allocated ones, because freed memory may stay fragmented.
+    Reserved bytes are measured instead of allocated bytes, because freed memory may stay fragmented.
     """
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
@@ -208,8 +209,8 @@ log = logging.getLogger(__name__)
 
 
 def choose_max_batch(config: EngineConfig, facts: "StartupFacts", dtype: torch.dtype, default: int) -> int:
-    """Returns the user's max_batch.  Without one, returns `default`, or fewer if the states of `default` slots would take too
-    much memory (STATES_SHARE)."""
+    """Returns the user's max_batch.  Without one, returns `default`, or fewer if the states of `default` slots would
+    take too much memory (STATES_SHARE)."""
     if not is_open(config.max_batch):
         return int(config.max_batch)
     state_bytes = bytes_per_state(facts.layer_specs, dtype)
@@ -236,7 +237,7 @@ def pages_and_snapshots(
     """Returns (num_pages, num_snapshots): the user's numbers, else the numbers that fit into `memory_share` of the free
     memory.
 
-    num_pages includes the dummy page.  It is at most the number of pages that a full batch of full contexts needs.
+    num_pages includes the dummy page, and is at most the number of pages for a full batch of full contexts.
     Raises EspalierError if the weights or the user's numbers do not fit, or if not even one full context fits.
     """
     page_bytes = layout.tokens_in(bytes_per_token(facts.layer_specs, dtype))
@@ -281,9 +282,9 @@ def pages_and_snapshots(
 def _num_snapshots(
     config: EngineConfig, layout: RoundLayout, state_bytes: int, num_bytes: int, prefix_cache: bool
 ) -> int:
-    """Returns the number of snapshots of states.  num_bytes: bytes for pages and snapshots together.
+    """Returns the number of snapshots of states.  num_bytes: the bytes for pages and snapshots together.
 
-    Raises EspalierError if the user sets snapshots, but the model has no states or the prefix cache is off.
+    Raises EspalierError if the user sets num_snapshots, but the model has no states or the prefix cache is off.
     """
     if not state_bytes or not prefix_cache:
         if not is_open(config.num_snapshots) and config.num_snapshots:

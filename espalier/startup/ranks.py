@@ -1,4 +1,5 @@
-"""The work of each rank at startup: connect to the other ranks, load its part, measure pages, make its executor.
+"""The startup work of each rank: connects to the other ranks, loads a part of the models, measures pages, creates the
+executor.
 
 Rank 0 sends a RankWork to the other ranks and does the same work itself.
 """
@@ -25,18 +26,19 @@ from espalier.shards.gloo import GlooCollectives
 from espalier.startup.build import LoadedModels, make_executor, make_runner
 from espalier.startup.measure_memory import measure_pages
 
-# Loads one rank's part of the models.  It is pickled, so it must be a function of a module, or a partial of one.
+# Loads one rank's part of the models.  The function is pickled, so it must be a module-level function or a partial of
+# one.
 LoadRankModels = Callable[[ResolvedConfig, Shards], LoadedModels]
-# Calls a function that connects to the other ranks, and returns the function's result.
+# Calls a function that connects to the other ranks, and returns the result of that function.
 Connector = Callable[[Callable[[], Collectives]], Collectives]
 
 
 @dataclass(frozen=True)
 class RankWork:
-    """The work of one rank.
+    """The startup work of one rank.
 
-    models: loads the models of a rank; requested_pages: the user's num_pages; rendezvous_file: the path of a file through which
-    ranks find one another.  The file must not exist yet.
+    models: loads the models of a rank.  requested_pages: the user's num_pages.  rendezvous_file: the path of a file
+    through which ranks connect; the file must not exist yet.
     """
 
     models: LoadRankModels
@@ -49,9 +51,9 @@ class RankWork:
         return self.make_executor(self.load_models_of(rank))[0]
 
     def load_models_of(self, rank: int, connector: Connector = lambda meet: meet()) -> LoadedModels:
-        """Connects to the other ranks and loads the models of a rank.  The models' shards have the collectives.
+        """Connects to the other ranks and loads the models of a rank.
 
-        connector: calls the function that waits for the other ranks.
+        connector: calls a function that waits for the other ranks.
         """
         config, count = self.config, self.config.tensor_parallel
         if torch.device(config.device).type == "cuda":
@@ -61,7 +63,7 @@ class RankWork:
         return self.models(config, Shards(rank, count, joined))
 
     def make_executor(self, loaded: LoadedModels) -> tuple[Executor, LoadedModels]:
-        """Returns the executor, and the models with the number of pages that fits on every rank."""
+        """Returns the executor, and the models with a number of pages that fits on every rank."""
         if loaded.device.type == "cuda":
             pages = torch.tensor(measure_pages(loaded, self.requested_pages), device=loaded.device)
             loaded = loaded.with_num_pages(int(loaded.shards.all_gather(pages).min()))
@@ -70,7 +72,7 @@ class RankWork:
 
 
 def connect_ranks(device: torch.device, file: Path, rank: int, count: int) -> Collectives:
-    """Connects to the other ranks and returns the collectives."""
+    """Connects to the other ranks.  Returns the collective operations."""
     if device.type == "cpu":
         return GlooCollectives(file, rank, count)
     from espalier.kernels.ranks.collectives import connect_gpus
@@ -85,7 +87,7 @@ NO_TERMINAL_VARIABLES = MappingProxyType({"TERM": "dumb", "TTY_COMPATIBLE": "0"}
 
 @contextmanager
 def starting_ranks(count: int) -> Iterator[Ranks]:
-    """Starts ranks 1 to count - 1.  An error inside the block ends them; without an error, closing the engine does."""
+    """Starts ranks 1 to count - 1.  They are ended after an error inside the block, else when the engine is closed."""
     peers: list[Peer] = []
     ranks = None
     try:
@@ -102,9 +104,9 @@ def starting_ranks(count: int) -> Iterator[Ranks]:
 
 
 def start_rank(rank: int) -> Peer:
-    """Starts the process of a rank.  No other process holds the socket, so each side notices when the other ends."""
+    """Starts the process of a rank.  No third process has the socket, so each process notices when the other ends."""
     own, others = socket.socketpair()
-    # Blocked signals stay blocked in the new process.  Ctrl-C reaches the whole process group, and only rank 0 reacts.
+    # The new process inherits blocked signals.  Ctrl-C reaches the whole process group, but only rank 0 must react.
     ignored = {signal.SIGINT, signal.SIGTERM}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ignored)
     try:

@@ -1,4 +1,4 @@
-"""Resolves the user's configuration: decides each "auto", once, from device, model and free memory."""
+"""Resolves the user's configuration: chooses a value for each "auto" by device, model and free memory."""
 
 import gc
 import logging
@@ -35,25 +35,27 @@ from espalier.startup.tree_policy import (
 
 DEFAULT_STEPS, DEFAULT_TOPK, DEFAULT_NUM_DRAFT_TOKENS = 5, 4, 16
 DEFAULT_PAGE_SIZE = 16
-# The tree of a draft whose one pass proposes every depth.  More depth takes no time, and more candidates almost none.
+# The default tree of a draft that proposes all depths in one pass.  Greater depth takes no more time, and more
+# candidates take almost no time.
 BLOCK_STEPS, BLOCK_TOPK = 15, 8
 CGROUP_FOLDER = Path("/sys/fs/cgroup")
-# For control groups v2 and v1: the files with the limit, with the use and with its statistics, and the name of the
-# statistic for memory that the kernel frees when memory runs short: cached files, such as those of an earlier model.
+# For control groups v2 and v1: the files with the memory limit, the memory use and the statistics, and the statistic
+# for cached files, whose memory the kernel frees when necessary.
 CGROUP_FILES = (
     ("memory.max", "memory.current", "memory.stat", "inactive_file"),
     ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"),
 )
-# The least compute capability.  The kernels need bfloat16 on tensor cores, and asynchronous copies to shared memory.
+# The minimum compute capability, because kernels need bfloat16 on tensor cores and asynchronous copies to shared
+# memory.
 MIN_CAPABILITY = (8, 0)
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class DeviceDefaults:
-    """The values of "auto" on one kind of device.
+    """The values of "auto" for one device type.
 
-    context_limit: upper bound of max_context; memory_share: share of the free memory that pages may take.
+    context_limit: the maximum of max_context.  memory_share: the share of the free memory that pages may take.
     """
 
     max_batch: int
@@ -74,13 +76,13 @@ DEFAULTS = {
 
 @dataclass(frozen=True)
 class StartupFacts:
-    """Facts about machine and models, known before weights are loaded.  With several ranks, they are those of
+    """Facts about the machine and the models, known before weights are loaded.  With several ranks, the facts are about
     one rank.
 
-    free_bytes: free memory of the device; weights: counts for target and draft together; stored_dtype: dtype of the
-    target's checkpoint; layer_specs: specs of the target's layers, then of the draft's; hidden_size, num_layers: sizes
-    of the target; chip: the measured speed of the GPU, None on a CPU; threads: facts about the CPU; pass_weights:
-    numbers of weights of target and draft; declared_kv_dtype: the kv_dtype that the target's config.json declares;
+    free_bytes: free memory of the device.  weights: the size of the weights of target and draft.  stored_dtype: dtype
+    of the target's checkpoint.  layer_specs: specs of the target's layers, then of the draft's layers.  hidden_size,
+    num_layers: sizes of the target.  chip: the measured speed of the GPU; None on a CPU.  threads: facts about the CPU.
+    pass_weights: numbers of weights that passes read.  declared_kv_dtype: the kv_dtype in the target's config.json.
     model_impl: "native" or "transformers", the code that runs the target.
     """
 
@@ -135,7 +137,7 @@ def choose_device(config: EngineConfig) -> torch.device:
 
 
 def _require_equal_gpus(config: EngineConfig, device: torch.device) -> None:
-    """Checks the GPUs of several ranks.  Raises EspalierError if there are fewer GPUs than ranks, or if they differ."""
+    """Raises EspalierError if there are fewer GPUs than ranks, or if the GPUs differ."""
     count = config.tensor_parallel
     if count == 1 or device.type != "cuda":
         return
@@ -159,7 +161,7 @@ def _require_equal_gpus(config: EngineConfig, device: torch.device) -> None:
 
 
 def _auto_device() -> torch.device:
-    """Returns the GPU, or the CPU if there is no GPU or the GPU is too old."""
+    """Returns the GPU; the CPU if there is no GPU or if the GPU is too old."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     too_old = _too_old_reason(torch.device("cuda"))
@@ -170,7 +172,7 @@ def _auto_device() -> torch.device:
 
 
 def _too_old_reason(device: torch.device) -> str | None:
-    """Returns the reason why the kernels cannot run on this GPU; None if they can."""
+    """Returns why the kernels cannot run on this GPU; None if they can run."""
     capability = torch.cuda.get_device_capability(device)
     if capability >= MIN_CAPABILITY:
         return None
@@ -183,7 +185,7 @@ def _version_text(capability: tuple[int, int]) -> str:
 
 
 def requested_algorithm(config: EngineConfig) -> str:
-    """Returns the algorithm that the user sets, or "auto".  Raises EspalierError for an unknown algorithm."""
+    """Returns the user's algorithm, or "auto".  Raises EspalierError for an unknown algorithm."""
     if config.speculation is None:
         return "none"
     requested = "auto" if isinstance(config.speculation, str) else config.speculation.algorithm
@@ -193,10 +195,10 @@ def requested_algorithm(config: EngineConfig) -> str:
 
 
 def choose_algorithm(config: EngineConfig, draft_algorithm: str | None) -> str:
-    """Returns the algorithm that the user sets, else the draft's algorithm, else "ngram".
+    """Returns the user's algorithm, else the draft's algorithm, else "ngram".
 
-    draft_algorithm: the algorithm of the format of the given or bundled draft; None without a draft.  Raises
-    EspalierError if the user's algorithm and the draft do not fit together.
+    draft_algorithm: the algorithm for the format of the user's draft or the bundled draft; None if there is no draft.
+    Raises EspalierError if the user's algorithm and the draft do not fit together.
     """
     requested = requested_algorithm(config)
     if requested == "auto":
@@ -221,7 +223,8 @@ def choose_algorithm(config: EngineConfig, draft_algorithm: str | None) -> str:
 def resolve(
     config: EngineConfig, model: str, draft: str | None, spec: DraftSpec, device: torch.device, facts: StartupFacts
 ) -> ResolvedConfig:
-    """Resolves each "auto" and checks all fields together.  Raises EspalierError for values that do not fit."""
+    """Resolves each "auto" and checks that all fields fit together.  Raises EspalierError for values that do not fit.
+    """
     defaults = DEFAULTS[device.type]
     dtype = _value_or_default(config.dtype, _default_dtype(device, facts))
     kv_dtype, draft_kv_dtype = _kv_dtypes(config, dtype, facts)
@@ -304,7 +307,7 @@ def _num_threads(config: EngineConfig, device: torch.device, facts: StartupFacts
 def _attention_backends(
     config: EngineConfig, device: torch.device, dtype: torch.dtype, facts: StartupFacts
 ) -> tuple[str, str]:
-    """Returns the attention backends of target and draft, by default the same.
+    """Returns the attention backends of target and draft.  By default, the draft has the target's backend.
 
     Raises EspalierError if draft_attention is set and the drafter has no layers.
     """
@@ -360,7 +363,7 @@ def _max_context(config: EngineConfig, facts: StartupFacts, defaults: DeviceDefa
 def _configured_tree(speculation: SpeculationConfig, spec: DraftSpec) -> TreeShape:
     """Returns the configured tree.
 
-    Raises EspalierError if a tree is set together with plain decoding, or if the tree is impossible.
+    Raises EspalierError if tree settings are combined with plain decoding, or if the tree is impossible.
     """
     if spec.algorithm == "none":
         _refuse_tree(speculation, "algorithm='none'")
@@ -381,9 +384,9 @@ def _configured_tree(speculation: SpeculationConfig, spec: DraftSpec) -> TreeSha
 
 
 def _refuse_tree(speculation: SpeculationConfig, cause: str) -> None:
-    """Raises EspalierError if a field of a tree is set although another setting asks for plain decoding.
+    """Raises EspalierError if a tree setting is combined with a setting for plain decoding.
 
-    cause: that other setting.
+    cause: the setting for plain decoding.
     """
     for name in TREE_FIELDS:
         if (value := getattr(speculation, name)) not in ("auto", getattr(PLAIN, name)):
@@ -391,7 +394,7 @@ def _refuse_tree(speculation: SpeculationConfig, cause: str) -> None:
 
 
 def _graph_batch(config: EngineConfig, layout: RoundLayout, device: torch.device) -> int:
-    """Returns the largest batch to capture: by default max_batch on a GPU, and 0 on a CPU, which has no CUDA graphs.
+    """Returns the largest batch with CUDA graphs: by default max_batch on a GPU, and 0 on a CPU.
 
     Raises EspalierError if the user's graph_batch is above max_batch, or above 0 on a CPU.
     """
@@ -407,10 +410,10 @@ def _graph_batch(config: EngineConfig, layout: RoundLayout, device: torch.device
 
 
 def free_memory(device: torch.device) -> int:
-    """Returns the free bytes of the GPU; for a CPU, of this machine, within the limit of the process's control
-    group."""
+    """Returns the free bytes of the GPU.  For a CPU, returns the free bytes of the machine, within the limit of the
+    process's control group."""
     if device.type == "cuda":
-        # Memory of a closed LLM may still be in PyTorch's cache, which the driver counts as used.
+        # PyTorch may still cache memory of a closed LLM, which the driver counts as used.
         gc.collect()
         torch.cuda.empty_cache()
         return torch.cuda.mem_get_info(device)[0]
@@ -422,12 +425,13 @@ def _machine_memory() -> int:
         lines = Path("/proc/meminfo").read_text().splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
     except (OSError, StopIteration):
-        # macOS reports only the total memory; assume that half of it is free.
+        # macOS reports only the total memory.  This code assumes that half of it is free.
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
 
 
 def _cgroup_memory() -> list[int]:
-    """Returns the bytes that this process's control group may still use, by v2 and v1 limits; 2**63 without a limit."""
+    """Returns the bytes that this process's control group may still use, by v2 and v1 limits; 2**63 if there is no
+    limit."""
     remaining = [2**63]
     for limit, used, parts, cached in CGROUP_FILES:
         try:

@@ -1,8 +1,8 @@
 """Chooses the number of CPU threads for PyTorch, by the model's size.
 
-A forward pass reads every weight once, and threads share that work.  The threads also wait for one another, several
-times in each layer.  On a machine with other load, one thread that waits for a core delays all others.  The delay is
-longer if the waiting threads spin (espalier/cores.py).  A small model gains too little from more threads to risk that.
+A forward pass reads every weight once, and threads share that work.  All threads synchronise several times in each
+layer.  On a machine with other load, a thread that waits for a core delays all others, especially if waiting threads
+spin (espalier/cores.py).  For a small model, more threads gain less time than such delays may cost.
 """
 
 import logging
@@ -15,8 +15,8 @@ from espalier.config import is_open
 from espalier.cores import SPIN_COUNT, SPINS, physical_cores, spins_briefly
 from espalier.errors import EspalierError
 
-# There is one thread for each of these.  A thread reads them in about 20 ms.  The barriers of a pass take much less:
-# there are hundreds, of a few microseconds each on an idle machine.
+# The bytes of weights per thread.  A thread reads this many bytes in about 20 ms, while all barriers of a pass take
+# about 1 ms on an idle machine.
 BYTES_PER_THREAD = 256 * 2**20
 THREADS_VARIABLE = "OMP_NUM_THREADS"
 log = logging.getLogger(__name__)
@@ -40,10 +40,10 @@ def thread_facts() -> ThreadFacts:
 
 
 def choose_threads(requested: int | str, device: str, weight_bytes: int, facts: ThreadFacts) -> int:
-    """Returns the number of threads for a CPU: the user's number, else that of OMP_NUM_THREADS, else one thread for
-    each BYTES_PER_THREAD of weights, up to num_cores.
+    """Returns the number of threads for a CPU: the user's number, else OMP_NUM_THREADS, else one thread for each
+    BYTES_PER_THREAD of weights, up to num_cores.
 
-    On a GPU PyTorch's number stays.  Raises EspalierError if the user sets threads on a GPU.
+    On a GPU, PyTorch's number of threads is not changed.  Raises EspalierError if the user sets threads on a GPU.
     """
     if device != "cpu":
         if not is_open(requested):
@@ -59,7 +59,7 @@ def choose_threads(requested: int | str, device: str, weight_bytes: int, facts: 
 
 
 def use_threads(threads: int) -> None:
-    """Sets PyTorch's number of threads for the whole process, so for all models in it."""
+    """Sets PyTorch's number of threads, which applies to all models in the process."""
     torch.set_num_threads(threads)
     if threads > 1 and not spins_briefly():
         log.warning(

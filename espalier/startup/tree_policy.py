@@ -1,11 +1,11 @@
-"""Chooses the tree for each batch size: from the user's table, from a table in a file, or by prediction.
+"""Chooses the tree for each batch size: from the user's table, from a file, or by prediction.
 
-A table says "from n requests on, use this tree".  `espalier bench choose` measures and writes such a table.  Without a
-table, tree_cost.py predicts the trees from the speed of the GPU, measured at startup.  Then engine/tree_choice.py
-chooses anew while the engine runs, among the trees of `tree_sets`.
+An entry of a table has the minimum number of requests for a tree.  `espalier bench choose` measures such a table.
+Without a table, tree_cost.py predicts the trees from the measured speed of the GPU.  While the engine runs,
+engine/tree_choice.py then chooses among the trees of `tree_sets`.
 
-This module also bounds the pause of streams while prompts enter: it derives the rows of a prefill pass from the
-predicted time.
+This module also limits how long a prefill pass pauses running streams: it computes the number of rows of a pass from
+the predicted time.
 """
 
 import json
@@ -24,16 +24,17 @@ from espalier.errors import EspalierError, without_duplicate_keys
 from espalier.layout import MIN_CHUNK_WIDTH, PLAIN, TREE_FIELDS, TreeShape, next_bucket
 from espalier.startup.tree_cost import CONTEXT, ChipFigures, PassWeights, smaller_trees, trees_by_cost
 
-# The most trees of a bucket, with plain decoding, but without the tree that has no draft pass.
+# The maximum number of trees of a batch bucket, including plain decoding, but not the tree without a draft pass.
 MAX_TREES = 4
-# Rows for each request in the trees whose rows are shared.  With 8 they gain at most 2%, with 16 nothing (docs/log.md).
+# Rows per request in trees with shared rows.  With 8 rows per request, shared rows gain at most 2%; with 16, nothing
+# (docs/log.md).
 SHARED_ROWS = 4
-# The depth of looked-up guesses in a round without a draft pass on a CPU.  A text that repeats itself often does so for
-# long, and a guess is cut where its rows do not pay.
+# The depth of looked-up tokens in a round without a draft pass on a CPU.  Repeated text is often long, and the tree is
+# cut where more rows would not be worth their time.
 MAX_LOOKUP_STEPS = 12
-# The assumed drafts, each given by how often the first child is accepted at depth 1.
+# The assumed acceptance rates of drafts: how often the first child is accepted at depth 1.
 ACCEPTANCE_LEVELS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
-# Any single tree may be this many times as fast as predicted.
+# The prediction for a single tree may be too low by this factor.
 RATE_UNCERTAINTY = 1.1
 
 ChoicesByBatch = tuple[tuple[int, tuple[TreeShape, ...]], ...]
@@ -41,9 +42,9 @@ ChoicesByBatch = tuple[tuple[int, tuple[TreeShape, ...]], ...]
 
 @dataclass(frozen=True)
 class PredictedCosts:
-    """RoundCosts of a GPU, predicted from the sizes of the models and the chip's figures.
+    """RoundCosts of a GPU, predicted from the sizes of the models and the speed of the chip.
 
-    weights: of target and draft together.
+    weights: the numbers of weights of target and draft together.
     """
 
     weights: PassWeights
@@ -60,9 +61,11 @@ class PredictedCosts:
 def tree_sets(
     configured: TreeShape, costs: PredictedCosts, max_batch: int, max_rows: int, can_share_rows: bool, has_sources: bool
 ) -> ChoicesByBatch:
-    """The value of RoundLayout.choices: (least batch of a bucket, its trees), the trees in order of predicted speed.
+    """Returns the value of RoundLayout.choices: (minimum batch of a bucket, trees of the bucket in order of predicted
+    speed).
 
-    max_rows: the most nodes of all trees of a batch together; can_share_rows: whether requests may share rows; looks_up:
+    max_rows: the most nodes of all trees of a batch together; can_share_rows: whether requests may share rows;
+    looks_up:
     whether there are sources beside a draft.
     """
     trees = [configured, *smaller_trees(configured, costs.weights)]
@@ -86,14 +89,15 @@ def tree_sets(
 
 
 def with_shared_rows(tree: TreeShape) -> list[TreeShape]:
-    """The tree with shared rows, if it has enough nodes for that."""
+    """Returns the tree with shared rows; no tree if it has too few nodes."""
     return [replace(tree, shared_rows=SHARED_ROWS)] if tree.num_draft_tokens >= 2 * SHARED_ROWS else []
 
 
 def best_trees(trees: Sequence[TreeShape], costs: PredictedCosts, batch: int) -> tuple[TreeShape, ...]:
-    """Plain decoding, and the trees that lose the least speed against all trees, in order of predicted speed.
+    """Returns plain decoding and the subset of trees that loses the least speed compared with all trees, in order of
+    predicted speed.
 
-    At most one of them shares its rows, because such trees differ little.
+    At most one of the trees has shared rows, because such trees differ little.
     """
     every = (*trees, PLAIN)
     known, *supposed = (_rates(every, costs, batch, level) for level in (FIRST_CHILD_RATES[0], *ACCEPTANCE_LEVELS))
@@ -113,13 +117,14 @@ def best_trees(trees: Sequence[TreeShape], costs: PredictedCosts, batch: int) ->
 
 
 def _rates(trees: Sequence[TreeShape], costs: PredictedCosts, batch: int, acceptance: float) -> dict[TreeShape, float]:
-    """The tokens a second of a request, by tree.  acceptance: how often the first child is accepted at depth 1."""
+    """Returns the tokens per second of a request, by tree.  acceptance: how often the first child is accepted at depth
+    1."""
     first_child = scaled_first_child_rates(acceptance, max(tree.steps for tree in trees))
     return {tree: (1 + gains(tree, first_child)[-1]) / costs.seconds(tree, batch, CONTEXT) for tree in trees}
 
 
-# The most rows of a verify pass with default trees.  Staging and logits grow with the rows: for 4096 rows of
-# llama-3.1-8b, K and V take 0.54 GB, and logits in bfloat16 take 1.05 GB.
+# The maximum number of rows of a verify pass with default trees.  Staging and logits grow with the rows: for 4096 rows
+# of llama-3.1-8b, K and V take 0.54 GB, and logits in bfloat16 take 1.05 GB.
 MAX_VERIFY_ROWS = 4096
 EXAMPLE_TABLE = '{"8": {"steps": 3, "topk": 2, "num_draft_tokens": 8}, "64": {"steps": 0}}'
 log = logging.getLogger("espalier")
@@ -130,12 +135,12 @@ TreesByBatch = dict[int, TreeShape]
 def choose_trees(
     requested: Any, configured: TreeShape, costs: PredictedCosts | None, is_named: bool = False, max_batch: int = 1
 ) -> TreesByBatch:
-    """The trees that differ from the configured tree, as a table: least number of requests -> tree.
+    """Returns the trees that differ from the configured tree, as a table: minimum number of requests -> tree.
 
-    requested: a table, the path of a table, or "auto"; costs: None if nothing is predicted, as on a CPU.
+    requested: a table, the path of a table, or "auto".  costs: None if there is no prediction, as on a CPU.
     is_named: whether the user set the configured tree; max_batch: the largest batch.
     Logs one line with the trees and the reason; the line is a warning if "auto" may replace the user's tree.
-    Raises EspalierError, which names the fault of a table.  RoundLayout checks that trees fit the configured tree.
+    Raises EspalierError for an invalid table.  RoundLayout checks that trees fit the configured tree.
     """
     if isinstance(requested, Mapping):
         chosen, why = parse_trees(requested, "by_batch"), "set by by_batch"
@@ -172,14 +177,14 @@ def adaptive_tree_choices(
     weights: PassWeights,
     max_steps: int | None = None,
 ) -> tuple[RoundCosts | None, ChoicesByBatch]:
-    """The values of ResolvedConfig.round_costs and RoundLayout.choices.
+    """Returns the values of ResolvedConfig.round_costs and RoundLayout.choices.
 
-    None and () if the engine does not choose trees while it runs.
+    Returns None and () if the engine does not choose trees while it runs.
 
-    speculation: as the user gave it.  On a CPU, a tree that the user names runs in every round, and a draft model
-    pauses only if other sources search texts.
-    can_share_rows: as in tree_sets; sources: beside the drafter; weights: of target and draft together; max_steps: the
-    greatest depth of this drafter, None for no limit.
+    speculation: the user's settings.  On a CPU, a tree that the user sets runs in every round, and rounds without a
+    draft pass are chosen only if other sources search texts.
+    can_share_rows: see tree_sets.  sources: the sources in addition to the drafter.  weights: the numbers of weights of
+    target and draft.  max_steps: the maximum depth of this drafter; None for no limit.
     """
     if speculation.by_batch != "auto" or configured == PLAIN:
         return None, ()
@@ -197,12 +202,13 @@ def adaptive_tree_choices(
 
 
 def with_depth_of(tree: TreeShape, choices: ChoicesByBatch) -> TreeShape:
-    """The tree with as many steps as the deepest choice, so that buffers of its size hold every choice."""
+    """Returns the tree with as many steps as the deepest choice, so that its buffers are large enough for every choice.
+    """
     return replace(tree, steps=max([tree.steps, *(shape.steps for _, shapes in choices for shape in shapes)]))
 
 
 def _predicted_trees(configured: TreeShape, costs: PredictedCosts, max_batch: int) -> tuple[TreesByBatch, str]:
-    """The trees that tree_cost.py predicts, and a sentence with the figures behind the prediction."""
+    """Returns the trees that tree_cost.py predicts, and a text that explains the prediction."""
     chip, routing = costs.chip, "for uniform routing " if costs.weights.expert else ""
     why = (
         f"predicted {routing}from {chip.bandwidth / 1e12:.1f} TB/s and {chip.peak / 1e12:.0f} TFLOP/s, as measured on "
@@ -213,7 +219,8 @@ def _predicted_trees(configured: TreeShape, costs: PredictedCosts, max_batch: in
 
 
 def _limit_trees(trees: TreesByBatch, configured: TreeShape, max_batch: int) -> TreesByBatch:
-    """These trees, and for smaller batches trees with half the nodes, as often as rows would exceed MAX_VERIFY_ROWS."""
+    """Returns these trees, and trees with half the nodes for smaller batches whose rows would exceed MAX_VERIFY_ROWS.
+    """
     halves: TreesByBatch = {}
     shape, end = configured, min([*trees, max_batch + 1])
     while shape.num_draft_tokens > 1 and (least := MAX_VERIFY_ROWS // shape.num_draft_tokens + 1) < end:
@@ -223,9 +230,10 @@ def _limit_trees(trees: TreesByBatch, configured: TreeShape, max_batch: int) -> 
 
 
 def parse_trees(table: Mapping[Any, Any], source: str) -> TreesByBatch:
-    """The trees of a table {requests: TreeShape or the fields of one}.  With steps 0 the other fields may be missing.
+    """Returns the trees of a table {number of requests: TreeShape or its fields}.  With steps 0, the other fields may
+    be missing.
 
-    Raises EspalierError, which names the bad entry.
+    Raises EspalierError for an invalid entry.
     """
     trees: TreesByBatch = {}
     for key, value in table.items():
@@ -266,12 +274,12 @@ def _read_tree(value: Any, source: str) -> TreeShape:
 
 
 def read_trees(path: Path) -> TreesByBatch:
-    """Read a table that `write_trees` wrote.  Raises EspalierError, which names the file."""
+    """Reads a table that `write_trees` wrote.  Raises EspalierError for an invalid file."""
     return parse_trees(_read_object(path, "table of trees; `espalier bench choose` writes one"), str(path))
 
 
 def write_trees(path: Path, trees: Mapping[int, TreeShape]) -> None:
-    """Write a table as JSON.  Raises EspalierError if the file cannot be written."""
+    """Writes a table as JSON.  Raises EspalierError if the file cannot be written."""
     lines = [f"  {json.dumps(str(least))}: {json.dumps(shape.sizes)}" for least, shape in trees.items()]
     try:
         path.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
@@ -291,7 +299,7 @@ def _read_object(path: Path, what: str) -> dict[str, Any]:
     return content
 
 
-# The bound without max_pause_ms.  An 8B on an H100 enters some 640 rows in this time.
+# The default of max_pause_ms.  An 8B model on an H100 computes about 640 rows in this time.
 DEFAULT_PAUSE_MS = 20.0
 # If the smallest pass already takes long, because it reads all weights, a pass may take LEAST_RATE times as long as
 # that.  With fewer rows, prompts would enter at less than half the rate.
@@ -299,9 +307,10 @@ MIN_PASS_FACTOR = 2.0
 
 
 def busy_chunk_size(config: EngineConfig, chunk_size: int, default: int, costs: PredictedCosts | None) -> int:
-    """The most rows of a prefill pass while streams wait.
+    """Returns the maximum number of rows of a prefill pass while streams wait.
 
-    chunk_size: the most rows of any pass; default: the value for a machine whose passes are not predicted.
+    chunk_size: the maximum number of rows of any pass.  default: the value for a machine whose passes are not
+    predicted.
     Raises EspalierError if rows and pause are both set, if the smallest pass takes longer than the pause, and if a
     pause is set for a machine whose passes are not predicted.
     """
@@ -342,6 +351,6 @@ def busy_chunk_size(config: EngineConfig, chunk_size: int, default: int, costs: 
 
 
 def _pass_ms(costs: PredictedCosts, rows: int) -> float:
-    """The predicted time of a prefill pass: a draft runs over its rows too."""
+    """Returns the predicted time of a prefill pass in ms, including the draft's pass over the same rows."""
     weights, chip = costs.weights, costs.chip
     return 1000 * (weights.target_seconds(rows, chip) + (weights.draft_seconds(rows, chip) if weights.draft else 0))

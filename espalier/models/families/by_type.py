@@ -1,4 +1,5 @@
-"""Fields by layer type, for families whose sliding layers and layers with full attention also differ in RoPE."""
+"""Windows and RoPE by layer type, for families in which sliding layers have another RoPE than layers with full
+attention."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -6,19 +7,19 @@ from espalier.errors import EspalierError, shown
 from espalier.models.config import Json, LayerWindows
 
 FULL_ATTENTION, SLIDING_ATTENTION = "full_attention", "sliding_attention"
-# Layer type -> (the field for the base of its RoPE in older configs, the default base).
+# Layer type -> (the field of the RoPE base in older configs, the default base).
 RopeBases = Mapping[str, tuple[str, float]]
 
 
 def layer_types_of(fields: Json, is_full: Callable[[int], bool]) -> list[str]:
-    """The type of each layer, from `layer_types`.
-    Without that field, is_full says whether a layer, counted from 1, has full attention."""
+    """Returns the type of each layer, from `layer_types`.  is_full: if that field is missing, decides whether a layer,
+    counted from 1, has full attention."""
     given, count = fields.get("layer_types"), fields["num_hidden_layers"]
     return list(given or (FULL_ATTENTION if is_full(layer) else SLIDING_ATTENTION for layer in range(1, count + 1)))
 
 
 def windows_by_type(fields: Json, layer_types: Sequence[str]) -> LayerWindows:
-    """The window of each layer; None for layers with full attention.
+    """Returns the window of each layer; None for layers with full attention.
     Raises EspalierError for sliding layers without a window."""
     window = fields["sliding_window"]
     if SLIDING_ATTENTION in layer_types and (not isinstance(window, int) or window < 1):
@@ -27,8 +28,8 @@ def windows_by_type(fields: Json, layer_types: Sequence[str]) -> LayerWindows:
 
 
 def ropes_by_type(fields: Json, layer_types: Sequence[str], bases: RopeBases) -> list[Json]:
-    """The RoPE fields of each layer, by the layer's type.
-    As in transformers, rope_scaling applies to layers with full attention only."""
+    """Returns the RoPE fields of each layer, by the layer's type.  As in transformers, rope_scaling applies only to
+    layers with full attention."""
     given = fields.get("rope_parameters") or {}
     for name, value in given.items():
         if name not in bases or not isinstance(value, Mapping | None):

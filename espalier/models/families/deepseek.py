@@ -11,7 +11,7 @@ from espalier.kernels.ops.experts import Routing
 from espalier.models.config import Experts, Family, Json
 from espalier.models.stored_names import NEXTN_LAYERS
 
-# The fields of config.json that this file reads, and which may therefore have any value (Family.supported_fields).
+# The fields of config.json that this file reads (Family.supported_fields).
 EXPERT_FIELDS = (
     "n_routed_experts",
     "n_shared_experts",
@@ -27,7 +27,8 @@ SCORING_OF_METHOD = {"greedy": "softmax", "group_limited_greedy": "softmax", "no
 def routed_experts(fields: Json, topk_methods: tuple[str, ...], layers: frozenset[int]) -> Experts | None:
     """Returns the experts of `layers`; None if there are none.
 
-    topk_methods: the values of topk_method that the family supports, the default first.  All have the same scoring_func.
+    topk_methods: the values of topk_method that the family supports, the default first.  All these methods have the
+    same scoring_func.
     Raises EspalierError for another topk_method or scoring_func.
     """
     if not fields["n_routed_experts"] or not layers:
@@ -70,7 +71,8 @@ def _routing(fields: Json, method: str) -> Routing:
 
 
 def expert_layers_after_dense(fields: Json) -> frozenset[int]:
-    """The layers with experts: index a multiple of moe_layer_freq, and not below first_k_dense_replace."""
+    """Returns the indices of layers with experts: the multiples of moe_layer_freq that are at least
+    first_k_dense_replace."""
     first, every = fields["first_k_dense_replace"] or 0, fields.get("moe_layer_freq") or 1
     for name, value in (("first_k_dense_replace", first), ("moe_layer_freq", every)):
         if not isinstance(value, int) or value < 0:
@@ -79,8 +81,8 @@ def expert_layers_after_dense(fields: Json) -> frozenset[int]:
 
 
 def _experts_v2(fields: Json) -> Experts | None:
-    # As in the publisher's code, weights are scaled only if they are not normed.  Transformers never norms them.
-    # Published files do not set norm_topk_prob.
+    # As in the publisher's code, routing weights are scaled only if they are not normed.  Transformers never norms
+    # routing weights.  Published configs do not set norm_topk_prob.
     norm = fields["norm_topk_prob"] and fields["num_experts_per_tok"] != 1
     scale = 1.0 if norm else fields["routed_scaling_factor"]
     as_published = {**fields, "norm_topk_prob": norm, "routed_scaling_factor": scale}

@@ -1,6 +1,6 @@
 """Gemma 2 and 3 (text): norms before and after each block, with weight 1 + w; windows by layer.
 
-Gemma 3 has a RoPE for each layer type.  Gemma 2 has one RoPE, and soft caps on attention logits.
+Gemma 3 has one RoPE for each layer type.  Gemma 2 has the same RoPE in all layers, and soft caps on attention scores.
 """
 
 from dataclasses import replace
@@ -24,7 +24,8 @@ ROPE_BASES: RopeBases = {
 
 
 def _layer_types(fields: Json) -> list[str]:
-    """The type of each layer, from `layer_types`; without it, every sliding_window_pattern-th has full attention."""
+    """Returns the type of each layer, from `layer_types`; by default, every sliding_window_pattern-th layer has full
+    attention."""
     if fields.get("layer_types") is None:
         require_counts(fields, ("sliding_window_pattern",))
     return layer_types_of(fields, lambda layer: layer % fields["sliding_window_pattern"] == 0)

@@ -1,8 +1,9 @@
-"""Gemma 4 (text): heads, K/V heads and RoPE by layer type; K as V; K and V of earlier layers; experts beside an MLP.
+"""Gemma 4 (text): head sizes and RoPE by layer type, shared K and V, and experts in parallel with a dense MLP.
 
 Layers with full attention may have one projection for K and V.  V heads are normed without a weight and not rotated, so
-K and V still differ, and both are kept.  In the E sizes, the last layers read the K and V of an earlier layer: the last
-one of the same type that keeps rows.  In these sizes, each layer also has a second input, from the embedding.
+K and V differ, and the cache stores both.  In the E sizes, the last layers read the K and V of an earlier layer: the
+last layer of the same type that stores rows.  In these sizes, each layer also has a second input, which the embedding
+computes.
 """
 
 from collections.abc import Mapping
@@ -35,7 +36,7 @@ from espalier.models.weight_formats.sharded import Unsummed
 from espalier.models.weights import Weights
 from espalier.shards import whole_part
 
-# The default RoPE of each layer type, for a config.json without one.
+# The default RoPE of each layer type.
 DEFAULT_ROPES: Mapping[str, Json] = {
     SLIDING_ATTENTION: {"rope_type": "default", "rope_theta": 10_000.0},
     FULL_ATTENTION: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
@@ -45,10 +46,10 @@ FIELDS_BY_LAYER = ("head_dim", "num_key_value_heads")
 
 
 class PerLayerEmbedding(Embedding):
-    """A token embedding that also makes a second input of P values for each layer (E2B, E4B).
+    """A token embedding that also computes a second input of P values for each layer (E2B, E4B).
 
     The second inputs are table[token] · table_scale + norm(project(embedding)), where `norm` runs over each layer's P
-    values.  table: [vocab, layers · P].  project: [H] -> [layers · P].
+    values.  table: [vocab, layers · P].  project: the projection from [H] to [layers · P].
     """
 
     __slots__ = ("table", "table_scale", "project", "norm")
@@ -63,7 +64,7 @@ class PerLayerEmbedding(Embedding):
     def __call__(self, p: Pass, rope: RopeTables, draft_hidden: DraftHidden | None = None) -> Residual:
         s = super().__call__(p, rope, draft_hidden)
         size = self.norm.weight.shape[0]
-        # The values of void rows are never read, so any token will do.
+        # Outputs of void rows are never read, so the token of such a row does not matter.
         of_tokens = F.embedding(p.tokens.flatten().clamp(min=0), self.table).unflatten(1, (-1, size))
         of_rows = self.norm(self.project(s.x).unflatten(1, (-1, size)))
         s.second_inputs = torch.add(of_rows, of_tokens, alpha=self.table_scale)
@@ -72,19 +73,21 @@ class PerLayerEmbedding(Embedding):
 
 @dataclass(eq=False, slots=True)
 class SecondInput:
-    """How a layer uses its second input: it adds norm(project(gelu(gate(x)) · input))."""
+    """The block of a layer that reads its second input.  The block adds norm(project(gelu(gate(x)) · input)) to the
+    residual."""
 
     gate: Linear
     project: Linear
     norm: RMSNorm
 
     def __call__(self, x: Tensor, given: Tensor) -> Tensor | Unsummed:
-        """x [N, H] and the second input `given` [N, P] -> [N, H] before the norm, or parts of it."""
+        """Returns the block's output before the norm, [N, H] or partial sums of it.  x: [N, H]; given: [N, P], the
+        second input."""
         return self.project.residual_delta(F.gelu(self.gate(x), approximate="tanh") * given)
 
 
 class ParallelMLPRows(NamedTuple):
-    """The inputs of the dense MLP and of the experts beside it."""
+    """The inputs of the dense MLP and of the parallel experts."""
 
     mlp_rows: Tensor
     routed: RoutedRows
@@ -95,7 +98,7 @@ class ParallelMLP:
     """A dense MLP and, in parallel, routed experts.  Both read the residual, each through its own norm.
 
     router_norm: the norm before the router; its weight includes the router's scale.  mlp_norm: the norm of the dense
-    MLP's output.  norm, experts_output_norm: the norms of the experts' input and output.
+    MLP's output.  norm: the norm of the experts' input.  experts_output_norm: the norm of the experts' output.
     """
 
     mlp: GatedMLP
@@ -112,16 +115,18 @@ class ParallelMLP:
         return total, ParallelMLPRows(mlp_rows, RoutedRows(rows, rows, router_logits(of_router, self.mixture.router)))
 
     def __call__(self, rows: ParallelMLPRows, live: Tensor | None) -> tuple[tuple[Tensor | Unsummed, RMSNorm], ...]:
-        """Returns the output of each block, with its norm."""
+        """Returns the outputs of the dense MLP and of the experts, each with the norm to apply."""
         return (self.mlp(rows.mlp_rows), self.mlp_norm), (self.mixture(rows.routed, live), self.experts_output_norm)
 
 
 @dataclass(eq=False, slots=True)
 class Gemma4Layer:
-    """A layer of Gemma 4: x + norm(attention(norm(x))), then x + norm(mlp(norm(x))), then SecondInput; all times scale.
+    """A layer of Gemma 4: x + norm(attention(norm(x))), then x + norm(mlp(norm(x))), then SecondInput.  The result is
+    multiplied by scale.
 
-    index: the layer's index in the pass.  second_input: None without a second input.
-    post_mlp_norm: its weight includes the scale; with second_input, the weight of second_input's norm does instead.
+    index: the layer's index in the pass.  second_input: None if the layer has no second input.  post_mlp_norm: the norm
+    of the MLP's output, whose weight includes `scale`; with a second input, the norm of that block includes `scale`
+    instead.
     """
 
     index: int
@@ -153,7 +158,8 @@ class Gemma4Layer:
 
 
 def _layer_types(fields: Json) -> list[str]:
-    """The type of each layer, from `layer_types`; without it, every sixth and the last layer have full attention."""
+    """Returns the type of each layer, from `layer_types`; by default, every sixth layer and the last layer have full
+    attention."""
     return layer_types_of(fields, lambda layer: layer % 6 == 0 or layer == fields["num_hidden_layers"])
 
 
@@ -175,7 +181,7 @@ def _windows(fields: Json) -> LayerWindows:
 def _sizes_by_layer(fields: Json) -> list[Json]:
     """For each layer, the fields of BY_LAYER whose values differ from the config's.
 
-    Transformers writes them into `per_layer_config`.  Published files have global_head_dim and
+    Transformers writes these values into `per_layer_config`.  Published files have the fields global_head_dim and
     num_global_key_value_heads instead.
     """
     by_layer, kinds = fields.get("per_layer_config"), _layer_types(fields)
@@ -193,7 +199,7 @@ def _sizes_by_layer(fields: Json) -> list[Json]:
 
 
 def _ropes(fields: Json) -> list[Json]:
-    """The RoPE fields of each layer, by the layer's type, with the size of the layer's heads."""
+    """Returns the RoPE fields of each layer, by the layer's type, with the size of the layer's heads."""
     kinds, given = _layer_types(fields), fields.get("rope_parameters") or DEFAULT_ROPES
     for name in ("rope_theta", "rope_scaling"):
         if fields.get(name) is not None:
@@ -210,7 +216,8 @@ def _ropes(fields: Json) -> list[Json]:
 
 
 def _without_ignored_share(parameters: Json) -> Json:
-    """Returns the parameters, for the type `default` without `partial_rotary_factor`: transformers ignores it there."""
+    """Returns the RoPE parameters.  For the type `default`, `partial_rotary_factor` is removed, because transformers
+    ignores it."""
     is_default = parameters.get("rope_type", "default") == "default"
     return {name: value for name, value in parameters.items() if not (is_default and name == "partial_rotary_factor")}
 
@@ -282,7 +289,7 @@ def _load_layer(weights: Weights, config: ModelConfig, prefix: str, layer: int, 
     scale = weights.load_number(f"{prefix}layer_scalar")
 
     def norm(name: str, factor: float = 1.0) -> RMSNorm:
-        # With a factor, the weight has the dtype in which norms compute.
+        # With a factor, the weight is float32 or float64.
         name = f"{prefix}{name}.weight"
         return RMSNorm(weights.load(name, hidden) if factor == 1 else weights.load_exact(name, hidden) * factor, eps)
 
@@ -378,7 +385,7 @@ FAMILY = Family(
     activation_field="hidden_activation",
     multimodal_architectures=("Gemma4ForConditionalGeneration",),
 )
-# The 12B model.  Transformers has a separate class for it, with other defaults, without experts and second inputs.
+# The 12B model.  Transformers has a separate class for this model, without experts and second inputs.
 UNIFIED = replace(
     FAMILY,
     architecture="Gemma4UnifiedForCausalLM",

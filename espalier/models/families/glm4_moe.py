@@ -1,4 +1,4 @@
-"""Families with DeepSeek-V3's experts and other attention: GLM-4.5 to 4.7, 4.7-Flash and 5, dots.llm1, DeepSeek-V3.2.
+"""Families with DeepSeek-V3's experts and another attention: GLM-4.5 to 4.7, 4.7-Flash and 5, dots.llm1, DeepSeek-V3.2.
 
 GLM-4.5, 4.6 and 4.7 have K and V heads, and rotate half of the values of a head.  GLM-4.7-Flash has latent attention.
 dots.llm1 has the attention of Qwen3.  The layers of DeepSeek-V3.2 and GLM-5 attend to the rows that an indexer chooses
@@ -14,12 +14,12 @@ from espalier.models.families.qwen import QWEN3 as QWEN3
 from espalier.models.latent_config import INDEXER_DEFAULTS
 from espalier.models.stored_names import NEXTN_LAYERS
 
-# Field values with which experts are chosen from all experts, not from groups.
+# Field values that turn off the choice of experts by groups.
 UNGROUPED_ROUTING = {"n_group": 1, "topk_group": 1}
 
 
 def sparse_layers(fields: Json) -> frozenset[int] | None:
-    """The layers that `mlp_layer_types` calls sparse; None without that field."""
+    """Returns the indices of the layers whose `mlp_layer_types` is sparse; None if the field is missing."""
     types = fields.get("mlp_layer_types")
     if types is None:
         return None
@@ -32,7 +32,8 @@ def sparse_layers(fields: Json) -> frozenset[int] | None:
 
 
 def experts_by_type(fields: Json) -> Experts | None:
-    """The experts of the sparse layers; without `mlp_layer_types`, of the layers that DeepSeek-V3's fields name."""
+    """Returns the experts of the sparse layers.  If `mlp_layer_types` is missing, DeepSeek-V3's fields decide which
+    layers have experts."""
     layers = sparse_layers(fields)
     return V3.experts(fields) if layers is None else routed_experts(fields, ("noaux_tc",), layers)
 
@@ -118,7 +119,7 @@ DEEPSEEK_V32 = replace(
     experts=experts_by_type,
     has_indexer=True,
     usable_in_drafts=False,
-    # Two names for the same layers, from different releases of transformers.
+    # Two releases of transformers have different names for the same layer type.
     extra_layer_types=("indexed_attention", "deepseek_sparse_attention"),
 )
 

@@ -1,4 +1,5 @@
-"""GPT-OSS (20b, 120b): attention sinks, a window in every second layer, YaRN, experts with biases in every layer."""
+"""GPT-OSS (20b, 120b): attention sinks, a sliding window in every second layer, YaRN, and experts with biases in every
+layer."""
 
 from espalier.kernels.ops.activation import Activation
 from espalier.kernels.ops.experts import Routing

@@ -1,6 +1,7 @@
-"""Granite 3 and 4, dense and with experts: embeddings, blocks' outputs, attention scores and logits have factors.
+"""Granite 3 and 4, dense and with experts.  Embeddings, block outputs, attention scores and logits have constant
+factors.
 
-In Granite 4, each layer has Mamba-2 or attention, then a shared MLP, with experts or without.
+In Granite 4, each layer has Mamba-2 or attention, then a shared MLP and maybe experts.
 """
 
 from collections.abc import Sequence
@@ -74,12 +75,12 @@ COUNT_FIELDS = (
     *("mamba_n_heads", "mamba_n_groups", "mamba_d_state", "mamba_d_head", "mamba_d_conv"),
     "shared_intermediate_size",
 )
-# Infinity as transformers writes it, because JSON has no number for it.
+# Infinity in a config.json of transformers, because JSON has no such number.
 INFINITY = {"__float__": "Infinity"}
 
 
 def _normalise_fields(raw: Json) -> Json:
-    """Returns the fields, with layer types under the names of other families, and with the size of a state's head."""
+    """Returns the fields, with the layer types of other families, and with the size of a Mamba-2 head."""
     fields, types = dict(raw), raw.get("layer_types") or raw.get("layers_block_type")
     if isinstance(types, list):
         fields["layer_types"] = [LAYER_TYPES.get(kind, kind) if isinstance(kind, str) else kind for kind in types]
@@ -91,7 +92,7 @@ def _normalise_fields(raw: Json) -> Json:
 
 
 def with_numeric_limits(fields: Json) -> Json:
-    """Returns the fields, in which time_step_limit holds only numbers (see INFINITY)."""
+    """Returns the fields with INFINITY in time_step_limit replaced by a number."""
     limits = fields.get("time_step_limit")
     if not isinstance(limits, list):
         return fields
@@ -99,10 +100,10 @@ def with_numeric_limits(fields: Json) -> Json:
 
 
 def require_mamba_sizes(fields: Json, counts: Sequence[str], heads_and_groups: tuple[str, str]) -> None:
-    """Check the fields of Mamba-2, and that at least one layer has attention.  Raises EspalierError.
+    """Raises EspalierError for invalid fields of Mamba-2, and if no layer has attention.
 
-    counts: the fields that are positive integers.  heads_and_groups: the fields for the number of heads, and for the
-    number of groups that share B and C.
+    counts: the fields that must be positive integers.  heads_and_groups: the fields for the number of heads and the
+    number of groups; the heads of a group share B and C.
     """
     require_counts(fields, counts)
     require_multiple(fields, *heads_and_groups)
@@ -114,14 +115,14 @@ def require_mamba_sizes(fields: Json, counts: Sequence[str], heads_and_groups: t
 
 
 def _checked_windows(fields: Json) -> LayerWindows:
-    """Returns None for each layer: no windows.  Raises EspalierError for sizes that no layer can have."""
+    """Returns None for each layer, because no layer has a window.  Raises EspalierError for invalid sizes."""
     if LINEAR in (fields["layer_types"] or ()):
         require_mamba_sizes(fields, COUNT_FIELDS, ("mamba_n_heads", "mamba_n_groups"))
     return hybrid_windows(fields)
 
 
 def _ropes(fields: Json) -> list[Json | None]:
-    """The RoPE fields of each layer: all layers have the config's RoPE, or none has a RoPE."""
+    """Returns the RoPE fields of each layer: either all layers have the config's RoPE, or no layer has a RoPE."""
     kind = fields["position_embedding_type"]
     if kind not in (None, "nope", "rope"):
         value = shown(kind)
@@ -143,7 +144,7 @@ def _layer_specs(config: ModelConfig) -> tuple[LayerSpec, ...]:
 
 
 def _load_mixer(weights: Weights, config: ModelConfig, prefix: str, layer: int, rope: RopeTables) -> Mixer:
-    """Loads the first block of a layer, attention or Mamba-2.  See config.py:LoadMixer."""
+    """Loads the first block of a layer: attention or Mamba-2.  See config.py:LoadMixer."""
     if config.raw["layer_types"][layer] == FULL_ATTENTION:
         return load_attention(weights, config, f"{prefix}self_attn.", config.hidden_size, rope)
     raw = config.raw

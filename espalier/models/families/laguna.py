@@ -1,4 +1,5 @@
-"""Laguna: the number of heads and the RoPE differ by layer; heads' outputs have gates; experts and a shared expert."""
+"""Laguna: the number of heads and the RoPE differ by layer, the outputs of heads have gates, and layers have experts.
+"""
 
 from dataclasses import replace
 
@@ -35,7 +36,7 @@ def _layer_types(fields: Json) -> list[str]:
 
 
 def _heads_by_layer(fields: Json) -> list[int]:
-    """The number of query heads of each layer.  Raises EspalierError for numbers that no layer can have."""
+    """Returns the number of query heads of each layer.  Raises EspalierError for invalid numbers."""
     layers, given = fields["num_hidden_layers"], fields.get("num_attention_heads_per_layer")
     if given is None:
         return [fields["num_attention_heads"]] * layers

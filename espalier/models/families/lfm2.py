@@ -1,4 +1,5 @@
-"""LFM2 and LFM2.5, dense and with experts.  Most layers are a short convolution between two gates; others attend."""
+"""LFM2 and LFM2.5, dense and with experts.  Most layers have a short convolution between two gates; the others have
+attention."""
 
 from dataclasses import replace
 
@@ -17,7 +18,7 @@ from espalier.models.weights import Weights
 
 CONV, FULL_ATTENTION = "conv", "full_attention"
 MLP_NAMES = MLPNames(("w1", "w3"), "w2")
-# Published names -> the names that all families share.
+# Published field names -> the names that all families share.
 RENAMED_FIELDS = {
     "norm_eps": "rms_norm_eps",
     "tie_embedding": "tie_word_embeddings",
@@ -26,7 +27,7 @@ RENAMED_FIELDS = {
 
 
 def _normalise_fields(raw: Json) -> Json:
-    """Returns the fields under the names of other families, with a type for each layer."""
+    """Returns the fields under the names of other families, with `layer_types`."""
     fields = {**raw, **{other: raw[name] for name, other in RENAMED_FIELDS.items() if name in raw}}
     count, attending = raw.get("num_hidden_layers"), raw.get("full_attn_idxs")
     if fields.get("layer_types") is None and type(count) is int:
@@ -36,7 +37,7 @@ def _normalise_fields(raw: Json) -> Json:
 
 
 def _checked_windows(fields: Json) -> LayerWindows:
-    """Returns None for each layer: no windows.  Raises EspalierError for sizes that no layer can have."""
+    """Returns None for each layer, because no layer has a window.  Raises EspalierError for invalid sizes."""
     require_counts(fields, ("conv_L_cache", "block_multiple_of"))
     factor = fields["block_ffn_dim_multiplier"]
     if factor is not None and (isinstance(factor, bool) or not isinstance(factor, int | float) or factor <= 0):
@@ -45,7 +46,7 @@ def _checked_windows(fields: Json) -> LayerWindows:
 
 
 def _mlp_size(config: ModelConfig) -> int:
-    """The intermediate size of the MLP.  The config may hold a size that is still to be adjusted."""
+    """Returns the intermediate size of the MLP.  The size in the config may need an adjustment."""
     size, raw = config.intermediate_size, config.raw
     if not raw["block_auto_adjust_ff_dim"]:
         return size
@@ -91,7 +92,7 @@ def _load_layer(weights: Weights, config: ModelConfig, prefix: str, layer: int, 
 
 
 def _load_mixer(weights: Weights, config: ModelConfig, prefix: str, layer: int, rope: RopeTables) -> Mixer:
-    """Loads the first block of a layer, attention or a short convolution.  See config.py:LoadMixer."""
+    """Loads the first block of a layer: attention or a short convolution.  See config.py:LoadMixer."""
     if config.raw["layer_types"][layer] == FULL_ATTENTION:
         return load_attention(weights, config, f"{prefix}self_attn.", config.hidden_size, rope)
     prefix += "conv."

@@ -1,4 +1,4 @@
-"""Llama 2 and 3.x (full attention in every layer, biases only if the config sets them), and similar families.
+"""Llama 2 and 3.x (full attention in every layer, biases only if the config has them), and similar families.
 
 SmolLM3 has layers without RoPE, which may have a sliding window.  OLMo 2 and 3 norm only the outputs of blocks, and
 have one norm for all of q and one for all of k; OLMo 3 has windows and RoPE by layer type.  EXAONE 4 (text) norms only
@@ -37,7 +37,7 @@ ROPE_BASES: RopeBases = {FULL_ATTENTION: ("rope_theta", 5e5), SLIDING_ATTENTION:
 
 
 def _layers_with_rope(fields: Json) -> list[bool]:
-    """Whether each layer has RoPE.  In `no_rope_layers`, 1 means that a layer has RoPE."""
+    """Returns for each layer whether it has RoPE.  In `no_rope_layers`, 1 means that a layer has RoPE."""
     layers, given = fields["num_hidden_layers"], fields["no_rope_layers"]
     if given is None:
         require_counts(fields, ("no_rope_layer_interval",))
@@ -72,7 +72,7 @@ SMOLLM3 = replace(
 
 
 def _layer_types(fields: Json) -> list[str]:
-    """The type of each layer, from `layer_types`; without it, every fourth layer has full attention."""
+    """Returns the type of each layer, from `layer_types`; by default, every fourth layer has full attention."""
     return layer_types_of(fields, lambda layer: layer % 4 == 0)
 
 
@@ -97,7 +97,7 @@ OLMO3 = replace(
 
 
 def _exaone4_windows(fields: Json) -> LayerWindows:
-    """The window of each layer.  Without `layer_types`, every sliding_window_pattern-th layer has full attention."""
+    """Returns the window of each layer.  By default, every sliding_window_pattern-th layer has full attention."""
     every = fields["sliding_window_pattern"]
     is_number = isinstance(every, int) and not isinstance(every, bool) and every > 0
     if fields["sliding_window"] is not None and fields.get("layer_types") is None and not is_number:

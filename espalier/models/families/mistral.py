@@ -1,8 +1,8 @@
-"""Mistral, Ministral, Ministral 3, Mixtral and Phi-3 to 4: no biases, and a sliding window if the config sets one.
+"""Mistral, Ministral, Ministral 3, Mixtral and Phi-3 to 4: no biases, and a sliding window if the config has one.
 
-Ministral has the window in the layers that `layer_types` names, the other families in every layer.  Ministral 3 has
-YaRN and Llama 4's attention temperature.  Mixtral has experts in every layer.  Phi has LongRoPE, and stores q, k and v
-as one matrix, and gate and up as another.
+Ministral's sliding layers are those in `layer_types`; in the other families, every layer has the window.  Ministral 3
+has YaRN and Llama 4's attention temperature.  Mixtral has experts in every layer.  Phi has LongRoPE, and stores q, k
+and v as one matrix, and gate and up as another.
 """
 
 from collections.abc import Mapping
@@ -14,14 +14,14 @@ from espalier.models.config import Experts, Family, Json, LayerWindows, windows_
 from espalier.models.rope import ROPE_FIELDS, with_rope_type
 from espalier.models.stored_names import LayerNames, MLPNames
 
-# Older names of LongRoPE in configs.
+# Older configs have these names for LongRoPE.
 OLD_LONGROPE_NAMES = ("su", "yarn")
 
 
 def mistral_windows(fields: Json) -> LayerWindows:
-    """The window of each layer, the same for all.
+    """Returns the same window for each layer.
 
-    Transformers ignores `layer_types` for Mistral.  Raises EspalierError if that list names layers with full attention.
+    Transformers ignores `layer_types` for Mistral.  Raises EspalierError if `layer_types` contains full attention.
     """
     window = fields["sliding_window"]
     if window is not None and "full_attention" in (fields.get("layer_types") or ()):

@@ -1,4 +1,5 @@
-"""The text part of Muse-Glimmer: normed embeddings, norms before and after each block, q and k normed without weights.
+"""The text part of Muse-Glimmer: normed embeddings, norms before and after each block, and norms of q and k without
+weights.
 
 Each value of the attention's output has a gate.  Layers with full attention have no RoPE.
 """
@@ -23,7 +24,7 @@ from espalier.models.weights import Weights
 
 
 def _has_full_attention(fields: Json, layer: int) -> bool:
-    """Whether a layer is the last, or the fourth, eighth, ... before it."""
+    """Whether a layer has full attention: the last layer, and every fourth layer before it."""
     return (fields["num_hidden_layers"] - 1 - layer) % 4 == 0
 
 
@@ -34,8 +35,8 @@ def _windows(fields: Json) -> LayerWindows:
 
 
 def _ropes(fields: Json) -> list[Json | None]:
-    """The RoPE fields of each layer; None for a layer whose `layer_rope_theta` is 0.
-    As in transformers, all other layers have the base of rope_parameters."""
+    """Returns the RoPE fields of each layer; None for a layer whose `layer_rope_theta` is 0.  As in transformers, all
+    other layers have the base in rope_parameters."""
     layers, given = fields["num_hidden_layers"], fields.get("layer_rope_theta")
     if given is None:
         return [None if _has_full_attention(fields, layer) else {} for layer in range(layers)]
@@ -55,7 +56,7 @@ def _load_embedding(weights: Weights, config: ModelConfig, scale: float) -> Embe
 
 
 def _load_layer(weights: Weights, config: ModelConfig, prefix: str, layer: int, rope: RopeTables) -> DecoderLayer:
-    # The stored weights of the layers' norms are reduced by 1; those of the last norm are not.
+    # The checkpoint stores weight - 1 for the norms of layers, but not for the last norm.
     made = load_layer(weights, replace(config, family=replace(FAMILY, norm_offset=1.0)), prefix, layer, rope)
     eps, size = positive_number(config.raw, "post_norm_eps"), config.head_size
     assert isinstance(made.attention, Attention) and made.post_attention_norm and made.post_mlp_norm

@@ -1,6 +1,6 @@
 """Nemotron-H and Nemotron 3: each layer is one block: Mamba-2, attention without RoPE, an MLP, or experts.
 
-MLPs have no gate: they are down(relu(up)²).
+MLPs have no gate: down(relu(up(x))²).
 """
 
 from espalier.cache.layer_spec import NO_MIXING, LayerSpec, RecurrentState
@@ -18,7 +18,7 @@ from espalier.models.stored_names import UP_DOWN, StoredNames
 from espalier.models.weights import Weights
 
 MOE_LAYER, MLP_LAYER = "moe", "mlp"
-# The layer types, by the letters of hybrid_override_pattern and by the names in older configs' lists.
+# The layer types, by the letters of hybrid_override_pattern and by the names in older configs.
 LAYER_TYPES = {
     "M": LINEAR,
     "*": FULL_ATTENTION,
@@ -32,8 +32,8 @@ RENAMED_FIELDS = {"layer_norm_epsilon": "rms_norm_eps", "layers_block_type": "la
 
 
 def _normalise_fields(raw: Json) -> Json:
-    """Returns the fields under the names of other families, with a type for each layer.
-    rms_norm_eps is left out, because transformers does not read it in this family."""
+    """Returns the fields under the names of other families, with `layer_types`.  rms_norm_eps is removed, because
+    transformers does not read it in this family."""
     own = {name: value for name, value in raw.items() if name != "rms_norm_eps"}
     fields = with_numeric_limits({**own, **{other: raw[name] for name, other in RENAMED_FIELDS.items() if name in raw}})
     types = fields.get("layer_types") or raw.get("hybrid_override_pattern")
@@ -44,7 +44,8 @@ def _normalise_fields(raw: Json) -> Json:
 
 
 def _checked_windows(fields: Json) -> LayerWindows:
-    """Returns None for each layer: no windows.  Raises EspalierError for values that no layer supports."""
+    """Returns None for each layer, because no layer has a window.  Raises EspalierError for values that are not
+    supported."""
     require_mamba_sizes(fields, COUNT_FIELDS, ("mamba_num_heads", "n_groups"))
     for name, only in (("mlp_hidden_act", "relu2"), ("mamba_hidden_act", "silu"), ("moe_latent_size", None)):
         if fields[name] != only:

@@ -2,8 +2,8 @@
 
 In Qwen2, q, k and v always have a bias and the output projection never has one.  Upper layers may have a sliding
 window.  Qwen3 norms each head of q and k before RoPE, and its head_dim is independent of hidden_size.  MiMo-7B is Qwen2
-with multi-token prediction layers, which take the hidden state before the embedding.  In Qwen2-MoE and Qwen3-MoE, all
-layers have experts except those that the config names.  Qwen2-MoE also has a gated shared expert.
+with MTP layers, whose projection reads the hidden state first, then the embedding.  In Qwen2-MoE and Qwen3-MoE, all
+layers have experts, except the layers in mlp_only_layers.  Qwen2-MoE also has a gated shared expert.
 """
 
 from dataclasses import replace
@@ -22,7 +22,8 @@ QWEN_WINDOW_DEFAULTS = {
 
 
 def qwen_windows(fields: Json) -> LayerWindows:
-    """The window of each layer, if `use_sliding_window`: by `layer_types`, else from layer `max_window_layers` on."""
+    """Returns the window of each layer if `use_sliding_window` is set.  Sliding layers: by `layer_types`, else from
+    layer `max_window_layers` on."""
     return windows_if_enabled(fields, lambda layer: layer >= fields["max_window_layers"])
 
 
@@ -70,7 +71,8 @@ QWEN3 = Family(
 
 
 def expert_layers(fields: Json) -> frozenset[int]:
-    """The layers with experts: every decoder_sparse_step-th layer, counted from 1, except mlp_only_layers."""
+    """Returns the indices of layers with experts: every decoder_sparse_step-th layer, counted from 1, except
+    mlp_only_layers."""
     require_counts(fields, ("decoder_sparse_step",))
     step = fields["decoder_sparse_step"]
     sparse = frozenset(range(step - 1, int(fields["num_hidden_layers"]), step))
@@ -78,8 +80,9 @@ def expert_layers(fields: Json) -> frozenset[int]:
 
 
 def read_routing(fields: Json, default_num_experts: int) -> Routing | None:
-    """Qwen's routing; None for a model without experts.  default_num_experts: how many experts if no field says it."""
-    # Transformers 5 writes num_local_experts for some of the families.
+    """Returns the routing; None for a model without experts.  default_num_experts: the number of experts if no field
+    has it."""
+    # For some families, transformers 5 writes num_local_experts.
     names = ("num_experts", "num_local_experts")
     num_experts = next((fields[name] for name in names if fields.get(name) is not None), default_num_experts)
     if num_experts == 0:
@@ -88,7 +91,8 @@ def read_routing(fields: Json, default_num_experts: int) -> Routing | None:
 
 
 def experts_with_shared(fields: Json, default_num_experts: int = 60) -> Experts | None:
-    """Returns the experts of a family with a gated shared expert; None without experts.  default_num_experts: as in `read_routing`."""
+    """Returns the experts of a family with a gated shared expert; None for a model without experts.
+    default_num_experts: see read_routing."""
     how = read_routing(fields, default_num_experts)
     if how is None:
         return None

@@ -1,7 +1,8 @@
-"""Qwen3-Next: three layers of the gated delta rule per layer of gated attention; experts and a gated shared expert.
+"""Qwen3-Next: every fourth layer has gated attention, the others the gated delta rule; experts and a gated shared
+expert.
 
-A quarter of a head's values is rotated, and the stored weights of norms are reduced by 1.  Checkpoints may hold an MTP
-layer, which also has gated attention.  Qwen3.5, 3.6 and 3.8 have the same layers, but store projections separately.
+RoPE rotates a quarter of a head's values, and checkpoints store weight - 1 for norms.  Checkpoints may contain an MTP
+layer with gated attention.  Qwen3.5, 3.6 and 3.8 have the same layers, but store projections separately.
 """
 
 from dataclasses import replace
@@ -25,7 +26,7 @@ from espalier.models.weights import Weights
 LINEAR, FULL_ATTENTION = "linear_attention", "full_attention"
 HEAD_SIZE_FIELDS = ("linear_key_head_dim", "linear_value_head_dim")
 COUNT_FIELDS = ("linear_num_key_heads", "linear_num_value_heads", "linear_conv_kernel_dim")
-# Fields for the positions of images in three directions.  Text has the same position in all three.
+# Fields for the three position ids of images.  In text, all three position ids are equal.
 IMAGE_ROPE_FIELDS = ("mrope_section", "mrope_interleaved")
 QWEN_MTP = MTPFamily(
     prefix="mtp.layers.{}.",
@@ -41,7 +42,8 @@ QWEN_MTP = MTPFamily(
 
 
 def normalise_fields(raw: Json) -> Json:
-    """Returns the fields of a config.json with a type for each layer, the number of MTP layers, and a RoPE for text."""
+    """Returns the fields of a config.json, with `layer_types`, the number of MTP layers, and the RoPE without image
+    fields."""
     count, interval = raw.get("num_hidden_layers"), raw.get("full_attention_interval") or 4
     types = raw.get("layer_types")
     if types is None and type(count) is int and type(interval) is int and interval > 0:
@@ -56,7 +58,7 @@ def normalise_fields(raw: Json) -> Json:
 
 
 def checked_windows(fields: Json) -> LayerWindows:
-    """Returns None for each layer: no windows.  Raises EspalierError for sizes that no layer can have."""
+    """Returns None for each layer, because no layer has a window.  Raises EspalierError for invalid sizes."""
     require_counts(fields, HEAD_SIZE_FIELDS, MAX_HEAD_SIZE)
     require_counts(fields, COUNT_FIELDS)
     require_multiple(fields, "linear_num_value_heads", "linear_num_key_heads")
@@ -84,7 +86,7 @@ def layer_specs(config: ModelConfig) -> tuple[LayerSpec, ...]:
 
 
 def load_mixer(weights: Weights, config: ModelConfig, prefix: str, layer: int, rope: RopeTables) -> Mixer:
-    """Loads the first block of a layer, the gated delta rule or gated attention.  See config.py:LoadMixer."""
+    """Loads the first block of a layer: the gated delta rule or gated attention.  See config.py:LoadMixer."""
     if config.raw["layer_types"][layer] == LINEAR:
         return load_delta_net(weights, config, f"{prefix}linear_attn.")
     return load_gated_attention(weights, config, f"{prefix}self_attn.", rope)
@@ -105,8 +107,8 @@ def load_gated_attention(weights: Weights, config: ModelConfig, prefix: str, rop
 def load_delta_net(weights: Weights, config: ModelConfig, prefix: str) -> DeltaNet:
     """Loads the gated delta rule.
 
-    Qwen3-Next stores q, k, v and z as one matrix, grouped by head of k, and b and a as another; Qwen3.5 stores them
-    separately.
+    Qwen3-Next stores q, k, v and z as one matrix, and b and a as another, both grouped by k head.  Qwen3.5 stores qkv,
+    z, b and a separately.
     """
     keeps, hidden = recurrent_state(config), config.hidden_size
     inner, is_grouped = keeps.heads * keeps.v_size, weights.has_matrix(f"{prefix}in_proj_qkvz")
