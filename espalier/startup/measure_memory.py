@@ -203,14 +203,14 @@ def _peak_bytes(executor: CudaExecutor, launch_input: LaunchInput, device: torch
     return peak - before
 
 
-# By default the states of all slots take at most 1 / STATES_SHARE of the memory that weights leave.
+# By default, the states of all slots take at most 1 / STATES_DIVISOR of the memory that is free after loading weights.
 STATES_DIVISOR = 4
 log = logging.getLogger(__name__)
 
 
 def choose_max_batch(config: EngineConfig, facts: "StartupFacts", dtype: torch.dtype, default: int) -> int:
-    """Returns the user's max_batch.  Without one, returns `default`, or fewer if the states of `default` slots would
-    take too much memory (STATES_SHARE)."""
+    """Returns the user's max_batch.  By default, returns `default`, or fewer if the states of `default` slots would
+    take too much memory (STATES_DIVISOR)."""
     if not is_open(config.max_batch):
         return int(config.max_batch)
     state_bytes = bytes_per_state(facts.layer_specs, dtype)

@@ -26,8 +26,9 @@ log = logging.getLogger(__name__)
 class ThreadFacts:
     """Facts about the CPU's threads.
 
-    num_cores: physical cores that this process may use; num_current: PyTorch's number of threads now; from_environment:
-    whether OMP_NUM_THREADS is set, from which PyTorch takes its number of threads.
+    num_cores: physical cores that this process may use; num_current: PyTorch's current number of threads;
+    from_environment:
+    whether OMP_NUM_THREADS is set.
     """
 
     num_cores: int

@@ -301,8 +301,8 @@ def _read_object(path: Path, what: str) -> dict[str, Any]:
 
 # The default of max_pause_ms.  An 8B model on an H100 computes about 640 rows in this time.
 DEFAULT_PAUSE_MS = 20.0
-# If the smallest pass already takes long, because it reads all weights, a pass may take LEAST_RATE times as long as
-# that.  With fewer rows, prompts would enter at less than half the rate.
+# The smallest pass may already take long, because it reads all weights.  A pass then may take MIN_PASS_FACTOR times as
+# long.  With fewer rows, the prefill speed would be less than half.
 MIN_PASS_FACTOR = 2.0
 
 

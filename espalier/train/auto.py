@@ -1,7 +1,8 @@
 """`espalier train auto`: tries each kind of draft for a short time, trains the fastest kind, and measures the result.
 
-It prints and runs the commands that a user would run, each in a process of its own: the target's text, a trial of each
-kind, the training, and `espalier bench choose`, whose tokens a second decide.  OUT/work keeps finished steps.
+It prints and runs the commands that a user would run, each in a separate process: generating text, a trial of each
+kind, the training, and `espalier bench choose`, which measures tokens per second.  The folder OUT/work stores the
+results of finished steps.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from espalier.train.target import training_device
 from espalier.train.work import require_same_origin, target_digest
 from espalier.train.writer import TargetWriter
 
-# Flags of every training, and for each kind the flags that differ from the defaults.
+# SIZE_FLAGS: flags of all trainings.  RECIPE_FLAGS: flags for one kind of draft.
 SIZE_FLAGS = {
     "cuda": "--length 1024 --save-every 400",
     "cpu": "--length 128 --batch 2 --log-every 5 --save-every 100",
@@ -42,14 +43,14 @@ RECIPE_FLAGS = {
     "block": "--edge-kind rnn",
 }
 BATCH_ROWS = {"eagle3": 16, "mtp": 8, "block": 16}
-# Shares of the time for the questions, the text, and the steps of all trials.  The training gets the rest, without
-# startups and measurements.
+# Shares of the total time for generating questions, for generating text, and for the training steps of all trials.  The
+# final training gets the remaining time.
 QUESTIONS_SHARE, TEXT_SHARE, TRIALS_SHARE = 0.04, 0.12, 0.10
 MAX_QUESTIONS = {"cuda": 20000, "cpu": 64}
 QUESTION_TOKENS, ANSWER_TOKENS = {"cuda": 256, "cpu": 64}, {"cuda": 256, "cpu": 48}
-# Prompts that run before the clock is read again.
+# The number of prompts that run before the time is checked again.
 PROMPTS_PER_BATCH = {"cuda": 512, "cpu": 16}
-# Flags of a measurement: batch sizes for the finished draft, and its tokens and repeats.
+# Flags of `espalier bench choose`: batch sizes for the finished draft, numbers of tokens and of repeats.
 BATCH_SIZE_FLAGS = {"cuda": "1,8,64", "cpu": "1,4"}
 RUN_FLAGS = {"cuda": "--tokens 64 --repeats 8", "cpu": "--tokens 24 --repeats 2"}
 MAX_CONTEXT = 1024
@@ -57,7 +58,8 @@ MAX_CONTEXT = 1024
 
 @dataclass(frozen=True)
 class Speed:
-    """A draft's speed for one request, by `bench choose`: tokens a second of its fastest tree and of plain decoding."""
+    """A draft's speed for one request, measured by `bench choose`: tokens per second with the fastest tree and with
+    plain decoding."""
 
     tokens_per_second: float
     plain_tokens_per_second: float
@@ -69,9 +71,9 @@ class Speed:
 
 
 def train_auto(target: Path, data: Path | None, out: Path, max_minutes: float, kinds: list[str]) -> None:
-    """Run the whole command.  kinds: the draft formats to try, such as "eagle3", "mtp" and "block".
+    """Runs the whole command.  kinds: the kinds of drafts to try: "eagle3", "mtp" or "block".
 
-    Raises EspalierError, and OSError if a command fails.
+    Raises EspalierError for invalid input, and OSError if a command fails.
     """
     device, work, clock = training_device().type, out / "work", Clock(max_minutes * 60)
     work.mkdir(parents=True, exist_ok=True)
@@ -92,7 +94,7 @@ def train_auto(target: Path, data: Path | None, out: Path, max_minutes: float, k
     trials: dict[str, Speed] = {}
     steps, beside = max(1, int(TRIALS_SHARE * clock.seconds / len(kinds))), 0.0
     for kind in kinds:
-        # Another trial takes as long as the longest so far, and so does the training with its measurement.
+        # The next trial, and the time around the training's steps, are assumed to take as long as the longest trial.
         if trials and 2 * (beside + steps) > clock.seconds_left:
             left, needed = format_minutes(clock.seconds_left), format_minutes(2 * (beside + steps))
             print(f"{kind} is not tried: with the training it would take {needed}, and {left} are left", flush=True)
@@ -105,7 +107,8 @@ def train_auto(target: Path, data: Path | None, out: Path, max_minutes: float, k
         print(f"trial of {kind}: {trials[kind]}", flush=True)
     best = max(trials, key=lambda kind: trials[kind].tokens_per_second)
     clock.print_progress(f"training of {best}")
-    # The time beside the steps is that of a trial: more batches are measured, but compiled kernels are kept.
+    # The time around the steps is assumed to be that of a trial: more batch sizes are measured, but compiled kernels
+    # are cached.
     train_kind(best, [*common, *text, "--out", str(out)], device, max(steps, int(clock.seconds_left - beside)))
     trees = out / "trees.json"
     clock.print_progress("measurement")
@@ -129,7 +132,7 @@ def train_auto(target: Path, data: Path | None, out: Path, max_minutes: float, k
 
 
 class Clock:
-    """The clock of the whole command, in seconds."""
+    """A clock that limits the time of the whole command, in seconds."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds, self.begun = seconds, time.perf_counter()
@@ -149,7 +152,8 @@ class Clock:
 
 
 def require_same_run(path: Path, run: dict[str, str | None]) -> None:
-    """Raises EspalierError if the work folder belongs to another run, whose trials would be taken for this run's."""
+    """Raises EspalierError if the work folder belongs to another run, because this run would reuse the other run's
+    trials."""
     if path.exists():
         require_same_origin(path, read_json(path), run, "give another --out")
     else:
@@ -157,7 +161,7 @@ def require_same_run(path: Path, run: dict[str, str | None]) -> None:
 
 
 def run_espalier(*command: str) -> None:
-    """Print a command of espalier, and run it.  Raises OSError if it fails."""
+    """Prints and runs an espalier command.  Raises OSError if the command fails."""
     print("$ " + shlex.join(["espalier", *command]), flush=True)
     status = subprocess.run([sys.executable, "-m", "espalier", *command], env=environment()).returncode
     if status in (-2, 130):
@@ -168,7 +172,7 @@ def run_espalier(*command: str) -> None:
 
 
 def make_own_text(common: list[str], work: Path, device: str, seconds: float) -> list[str]:
-    """Make the target's own text, and return the flags that every training needs for it."""
+    """Generates the target's own text.  Returns the flags that every training needs to use this text."""
     flags = ["--continuation-tokens", str(ANSWER_TOKENS[device]), "--generate-batch", str(PROMPTS_PER_BATCH[device])]
     if not (work / "own_text-0.npz").exists():
         run_espalier("train", "own-text", *common, *flags, "--text-seconds", str(max(1, int(seconds))))
@@ -176,7 +180,7 @@ def make_own_text(common: list[str], work: Path, device: str, seconds: float) ->
 
 
 def train_kind(kind: str, flags: list[str], device: str, seconds: int) -> None:
-    """Run one training.  A finished trial is not run again."""
+    """Runs one training.  A finished trial is not run again."""
     out = Path(flags[flags.index("--out") + 1])
     if (out / "README.md").exists():
         print(f"{out} is finished: kept")
@@ -188,7 +192,8 @@ def train_kind(kind: str, flags: list[str], device: str, seconds: int) -> None:
 
 
 def write_held_out_prompts(target: Path, data: Path, path: Path) -> list[str]:
-    """Write the prompts that no draft is trained on.  Returns the flags that measure drafts on these prompts."""
+    """Writes the held-out prompts, which are not used in training, to a file.  Returns the flags for measuring drafts
+    on these prompts."""
     _, prompts = read_data(data, target).split_held_out()
     path.write_text("".join(json.dumps({"token_ids": prompt.tolist()}) + "\n" for prompt in prompts))
     fitting = [len(prompt) for prompt in prompts if len(prompt) <= MAX_CONTEXT]
@@ -196,7 +201,7 @@ def write_held_out_prompts(target: Path, data: Path, path: Path) -> list[str]:
 
 
 def measure_draft(target: Path, flags: Sequence[str], draft: Path, figures: Path, more_flags: Sequence[str]) -> Speed:
-    """Measure a draft with `bench choose`.  A finished measurement is not run again."""
+    """Measures a draft with `bench choose`.  A finished measurement is not run again."""
     if not figures.exists():
         models = ["--model", str(target), "--draft", str(draft)]
         run_espalier("bench", "choose", *models, *flags, *more_flags, "--json", str(figures))
@@ -207,9 +212,10 @@ def measure_draft(target: Path, flags: Sequence[str], draft: Path, figures: Path
 
 
 def write_own_questions(target: Path, path: Path, device: str, seconds: float) -> Path:
-    """Write questions that the target asks when its chat template opens a user's turn (Magpie, arXiv 2406.08464).
+    """Writes questions to a file.  The target generates them after the beginning of a user message (Magpie, arXiv
+    2406.08464).
 
-    Returns their path.  Raises EspalierError for a target without a chat template.
+    Returns the path of the file.  Raises EspalierError for a target without a chat template.
     """
     if path.exists():
         return path

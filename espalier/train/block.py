@@ -1,8 +1,7 @@
 """Trains a block draft for a frozen target, on given text and on the target's own text.
 
-The file has the
-`dspark` form of vLLM's speculators, with a Markov head of rank `edge_rank` (0: none) and of one of three kinds.  It has
-no confidence head, and it leaves out the embedding and the lm_head, which are the target's.
+The draft is saved in the `dspark` format of vLLM's speculators, with a Markov head of rank `edge_rank` (0: none).  The
+file has no confidence head, no embedding and no lm_head; the last two are the target's.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from espalier.train.draft_run import LossFunction
 from espalier.train.settings import BlockConfig
 from espalier.train.target import Eagle3Target, FrozenTarget
 
-# (topk, num_draft_tokens) of the trees to measure; the first is a chain.
+# (topk, num_draft_tokens) of the trees to measure.  The first tree is a chain.
 MEASURED_TREES = {"chain": (1, 0), "tree of 16": (8, 16), "tree of 64": (8, 64)}
 
 
@@ -51,7 +50,7 @@ def new_head(target: Eagle3Target, config: BlockConfig) -> BlockHead:
 def make_loss(
     head: BlockHead, target: FrozenTarget, config: BlockConfig, loss: Callable[..., tuple[Tensor, Tensor]] = block_loss
 ) -> LossFunction:
-    """The loss function for a batch, over blocks at random places."""
+    """Returns the loss function of a batch, which trains blocks at random positions."""
     generator = torch.Generator().manual_seed(config.seed)
 
     def loss_of(tokens: Tensor, features: Tensor, logits: Tensor, learned: Tensor) -> tuple[Tensor, Tensor]:
@@ -64,7 +63,8 @@ def make_loss(
 
 
 def token_rows(target: FrozenTarget, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Like draft_run.training_rows, but with tokens instead of embeddings, because edges need the tokens."""
+    """Returns the result of draft_run.training_rows with tokens instead of embeddings, because edges need the tokens.
+    """
     reads, logits = target(tokens)
     return tokens[:, 1:], reads[:, :-1], logits[:, 1:]
 
@@ -96,12 +96,12 @@ def save_block(head: BlockHead, target: Eagle3Target, target_dir: Path, out: Pat
     write_checkpoint(config, head, out)
 
 
-# The fields of BlockShape that a config.json has outside transformer_layer_config.
+# The fields of BlockShape that are outside transformer_layer_config in a config.json.
 OWN_FIELDS = ("block_size", "num_features", "edge_rank", "edge_kind", "mask_token_id")
 
 
 def load_block(directory: Path) -> BlockHead:
-    """Load a draft that `save_block` wrote."""
+    """Loads a draft that `save_block` wrote."""
     config = read_config(directory)
     shape = read_shape(
         *(config["transformer_layer_config"], BlockShape),
@@ -117,7 +117,7 @@ def load_block(directory: Path) -> BlockHead:
 
 
 def trees_to_measure(head: BlockHead) -> dict[str, tuple[int, int, int]]:
-    """The trees to measure: (steps, topk, num_draft_tokens) by name."""
+    """Returns the trees to measure: (steps, topk, num_draft_tokens) by name."""
     steps, vocab_size = head.shape.block_size, head.shape.vocab_size
     return {name: (steps, min(topk, vocab_size), nodes or steps + 1) for name, (topk, nodes) in MEASURED_TREES.items()}
 
@@ -126,7 +126,8 @@ def trees_to_measure(head: BlockHead) -> dict[str, tuple[int, int, int]]:
 def accept_lengths(
     head: BlockHead, target: FrozenTarget, tokens: Tensor, first_root: int, topk: int, num_draft_tokens: int
 ) -> Tensor:
-    """The accept length of a tree below every root n, first <= n < T - S.  tokens: [T], greedy text of the target.
+    """Returns the accept length of a tree at every root position n, first_root <= n < T - S.  tokens: [T], greedy text
+    of the target.
 
     num_draft_tokens: 0 for a chain.
     """

@@ -1,4 +1,4 @@
-"""The card of a trained draft: README.md beside its weights, which lists its sources and its measurements."""
+"""Writes the model card of a trained draft: a README.md with the draft's training data and measurements."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads and writes EAGLE-3 drafts in SafeAILab's layout, and writes the files of any draft."""
+"""Reads and writes EAGLE-3 drafts in SafeAILab's format, and writes the files of any draft."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ def rope_theta(config: dict[str, Any]) -> float:
 
 
 def layer_fields(target: dict[str, Any], intermediate_size: int | None) -> dict[str, int | float]:
-    """The sizes of a draft layer like the target's layers.  intermediate_size: None for the target's."""
+    """Returns the sizes of a draft layer, which are those of the target's layers.  intermediate_size: None for the
+    target's size."""
     hidden, heads = int(target["hidden_size"]), int(target["num_attention_heads"])
     return {
         "vocab_size": int(target["vocab_size"]),
@@ -43,7 +44,8 @@ def layer_fields(target: dict[str, Any], intermediate_size: int | None) -> dict[
 
 
 def read_shape(layer: dict[str, Any], shape: type[Shape], **other_fields: Any) -> Shape:
-    """The shape in a config.json, or in its part for the layers.  other_fields: fields of the shape that stand elsewhere."""
+    """Returns the shape in `layer`, a config.json or its object for the layers.  other_fields: fields of the shape that
+    are not in `layer`."""
     sizes = {name: layer[name] for name in shape.__dataclass_fields__ if name in layer}
     return shape(**{**sizes, "rope_theta": rope_theta(layer), **other_fields})
 
@@ -54,7 +56,7 @@ def make_draft_shape(target: dict[str, Any], draft_vocab_size: int, intermediate
 
 
 def write_checkpoint(config: dict[str, Any], module: nn.Module, out: Path) -> None:
-    """Write config.json, and the module's weights as model.safetensors in bfloat16."""
+    """Writes config.json, and the module's weights in bfloat16 as model.safetensors."""
     out.mkdir(parents=True, exist_ok=True)
     weights = {
         name: tensor.detach().cpu().to(torch.bfloat16 if tensor.is_floating_point() else tensor.dtype).contiguous()

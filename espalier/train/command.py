@@ -23,7 +23,7 @@ from espalier.train.work import require_folder
 EXIT_BAD_INPUT = 2
 EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
-# The least value of --minutes of `auto`.
+# The minimum of --minutes of `auto`.
 MIN_MINUTES = 1
 TARGET_HELP = "a Llama, Qwen or Mistral model: a directory, a Hugging Face id, or 'bundled'"
 DATA_HELP = (
@@ -34,7 +34,7 @@ OUT_HELP = "where the draft goes; a finished draft of the same kind there is rep
 
 
 class Trainer(NamedTuple):
-    """A kind of draft: the help of its command, its settings, and the least layers of a target."""
+    """The command of a kind of draft: its help text, its settings, and the minimum number of target layers."""
 
     help: str
     config: type[TrainConfig]
@@ -52,13 +52,13 @@ COMMANDS = (*TRAINERS, "own-text", "evaluate", "auto")
 
 
 def import_function(path: str) -> Callable[..., Any]:
-    """Imports "module:function".  The trainer's modules import PyTorch, so they are imported only for a run."""
+    """Imports "module:function".  The trainer's modules import PyTorch, so they are imported only before a run."""
     module, _, name = path.partition(":")
     return getattr(import_module(module), name)
 
 
 def add_config_flags(parser: argparse.ArgumentParser, config: type) -> None:
-    """Add a flag for each field of a config dataclass, with the field's help text."""
+    """Adds a flag for each field of a config dataclass, with the field's help text."""
     for item in fields(config):
         choices = item.metadata.get("choices")
         about = item.metadata["help"]
@@ -71,7 +71,7 @@ def add_config_flags(parser: argparse.ArgumentParser, config: type) -> None:
 
 
 def number_reader(item: Field) -> Callable[[str], float]:
-    """The argparse type of a number.  The number's range is checked later, together with all other fields."""
+    """Returns the argparse type of a number.  The number's range is checked later, together with all other fields."""
     kind: type[float] = float if item.type is float else int
 
     def read(text: str) -> float:
@@ -88,7 +88,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(*args, **{"formatter_class": HelpText, **settings})
 
     def error(self, message: str) -> NoReturn:
-        """Print one line and exit.  The usage is left out, because that of `eagle3` has twenty lines."""
+        """Prints one line and exits.  The usage is not printed, because the usage of `eagle3` has twenty lines."""
         self.exit(EXIT_BAD_INPUT, f"{self.prog}: {message}; see {self.prog} --help\n")
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
@@ -100,7 +100,8 @@ class Parser(argparse.ArgumentParser):
 
 
 def non_empty_text(text: str) -> str:
-    """The argparse type of a name: `--out "$OUT"` with OUT unset must not mean the working directory."""
+    """The argparse type of a name.  An empty name is refused, so that `--out "$OUT"` with OUT unset does not mean the
+    working directory."""
     if not text:
         raise argparse.ArgumentTypeError("it is empty; give a name")
     return text
@@ -160,7 +161,7 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
 
 
 def make_config(kind: type[Any], arguments: argparse.Namespace) -> Any:
-    """The config that a command's flags describe.  Raises EspalierError."""
+    """Returns the config that a command's flags describe.  Raises EspalierError for invalid values."""
     return kind(**{item.name: getattr(arguments, item.name) for item in fields(kind)})
 
 
@@ -176,7 +177,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _train(arguments: argparse.Namespace) -> None:
-    """Run a training.  Everything that can be refused without PyTorch is refused before PyTorch is imported."""
+    """Runs a training.  Everything that can be checked without PyTorch is checked before PyTorch is imported."""
     trainer, out = TRAINERS[arguments.command], arguments.out
     config, work = make_config(trainer.config, arguments), arguments.work or out / "work"
     require_names({"--target": arguments.target})
@@ -243,7 +244,7 @@ def require_data(path: Path) -> None:
 
 
 def refuse_other_model(out: Path, kind: str) -> None:
-    """Raises EspalierError if `out` holds a draft of another kind or a target, which the run would overwrite."""
+    """Raises EspalierError if `out` contains a target or a draft of another kind, which the run would overwrite."""
     if not (out / "config.json").exists():
         return
     found = read_draft_kind(out)
@@ -253,9 +254,10 @@ def refuse_other_model(out: Path, kind: str) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command.
+    """Runs a command.
 
-    Returns 0: done; 1: the system failed; 2: bad input, with one line on stderr; 130: interrupted.
+    Returns the exit code: 0 for success, 1 for a system error, 2 for bad input (with one line on stderr), 130 after
+    Ctrl-C.
     """
     parser = make_parser()
     arguments = parser.parse_args(argv)

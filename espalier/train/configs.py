@@ -1,4 +1,5 @@
-"""Reads config.json: which draft a directory holds, and whether a model can be a target.  Nothing imports PyTorch."""
+"""Reads config.json files: finds the kind of a draft, and checks whether a model can be a target.  PyTorch is not
+imported."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from espalier.errors import EspalierError
 from espalier.model_files import MAX_LAYERS, MAX_SIZE, is_gguf, read_json
 
 TARGET_ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "MistralForCausalLM")
-# The sizes of a target that a draft's layers inherit.
+# The fields with sizes of a target that a draft's layers inherit.
 SIZE_FIELDS = (
     "vocab_size",
     "hidden_size",
@@ -21,7 +22,7 @@ SIZE_FIELDS = (
     "rms_norm_eps",
     "max_position_embeddings",
 )
-# The kinds of drafts, each with the field of config.json that names it.
+# For each kind of draft, the field of config.json that identifies the kind, and the value of that field.
 KIND_FIELDS: Mapping[str, tuple[str, Any]] = MappingProxyType(
     {
         "eagle3": ("architectures", ["LlamaForCausalLMEagle3"]),
@@ -29,12 +30,12 @@ KIND_FIELDS: Mapping[str, tuple[str, Any]] = MappingProxyType(
         "block": ("speculators_model_type", "dspark"),
     }
 )
-# The least layers of a target whose three captured layers differ.
+# The minimum number of target layers for which the three captured layers differ.
 MIN_CAPTURED_LAYERS = 6
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """The config.json of a model.  Raises EspalierError, which names the file."""
+    """Returns the config.json of a model.  Raises EspalierError if the file cannot be read."""
     if is_gguf(directory):
         raise EspalierError(
             f"{directory} is a GGUF file, from which nothing is trained; give the Hugging Face directory"
@@ -43,7 +44,7 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 
 def read_target(directory: Path, min_layers: int = 1) -> dict[str, Any]:
-    """The config.json of a model that can be a target.  Raises EspalierError for any other model."""
+    """Returns the config.json of a target.  Raises EspalierError for a model that cannot be a target."""
     config = read_config(directory)
     architecture = (config.get("architectures") or ["an unnamed architecture"])[0]
     if architecture not in TARGET_ARCHITECTURES:
@@ -63,12 +64,12 @@ def read_target(directory: Path, min_layers: int = 1) -> dict[str, Any]:
 
 
 def captured_layers(config: Mapping[str, Any]) -> tuple[int, int, int]:
-    """The layers of a target whose inputs a draft reads.  config: the target's config.json."""
+    """Returns the indices of target layers whose inputs a draft reads.  config: the target's config.json."""
     num_layers = int(config["num_hidden_layers"])
     return 2, num_layers // 2, num_layers - 3
 
 
 def read_draft_kind(directory: Path) -> str | None:
-    """The kind of the draft in a directory; None if the directory holds no draft."""
+    """Returns the kind of the draft in a directory; None if the directory contains no draft."""
     config = read_config(directory)
     return next((kind for kind, (name, value) in KIND_FIELDS.items() if config.get(name) == value), None)

@@ -1,7 +1,7 @@
-"""The run of every draft's trainer: the target's text, batches, steps, interruption and the run's settings.
+"""The training run of all kinds of drafts: prepares text and batches, runs the steps, and handles interruptions.
 
-A trainer supplies its draft and the loss of a batch (DraftRun).  An interrupted run continues if it is started again
-with the same flags.  Runs that share a work folder share the target's own text (own_text.py).
+A kind of draft supplies a module and the loss of a batch (DraftRun).  An interrupted run continues when it is started
+again with the same flags.  Runs with the same work folder use the same own text of the target (own_text.py).
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from espalier.train.windows import JoinedTexts, StreamWindows, TextRows, require
 from espalier.train.work import origin_of, replace_file
 
 # (embeddings [B, R, H], or what DraftRun.rows_of returns instead; the target's features [B, R, F]; the target's logits
-# [B, R, V]; which rows count [B, R]) -> (loss, top-1 agreement by depth)
+# [B, R, V]; the loss mask [B, R]) -> (loss, top-1 agreement by depth)
 LossFunction = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-# (texts, the index in each where its continuation begins) -> accept lengths of several trees, by the trees' names
+# (texts, for each text the index where its continuation begins) -> accept lengths by the trees' names
 MeasureFunction = Callable[[list[np.ndarray], list[int]], dict[str, AcceptReport]]
 
 
@@ -50,7 +50,8 @@ MeasureFunction = Callable[[list[np.ndarray], list[int]], dict[str, AcceptReport
 class RunFiles:
     """The files that a run reads and writes.
 
-    kind: of the draft; data: without the held-out part; own_text: the target's own text; state: see SavedState.
+    kind: the kind of the draft.  data: the training text without held-out prompts.  own_text: the target's own text.
+    state: see SavedState.
     """
 
     kind: str
@@ -64,9 +65,9 @@ class RunFiles:
 def prepare_run(
     kind: str, target: Path, data: TrainingText, out: Path, work: Path, config: TrainConfig, min_layers: int = 1
 ) -> RunFiles:
-    """Refuse settings that do not fit together, before the target is loaded.  Then make the own text if needed.
+    """Checks that all settings fit together, before the target is loaded.  Then generates the own text if necessary.
 
-    Raises EspalierError.
+    Raises EspalierError for settings that do not fit.
     """
     config.require_target(read_target(target, min_layers))
     origin, (kept, _) = origin_of(target, data.all_tokens), data.split_held_out()
@@ -79,7 +80,7 @@ def prepare_run(
         require_unfinished(config, work, origin)
         longest = config.continuations * (longest_text(kept, config))
         require_own_rows(longest, config, own_rows)
-    # Runs that share the work folder have separate states, told apart by the draft's kind and directory.
+    # Runs with the same work folder have separate state files, named after the draft's kind and directory.
     state = SavedState(work / f"{kind}-{out.resolve().name}.pt", {**origin, **fixed_settings(config, type(config))})
     state.require_same_origin()
     print_work(config, makes_text)
@@ -87,14 +88,14 @@ def prepare_run(
 
 
 def count_own_rows(config: TrainConfig, data: TrainingText) -> int:
-    """How many rows of a batch are the target's own text: all if the data have no documents."""
+    """Returns the number of rows of a batch with the target's own text: all rows if the data have no documents."""
     return config.own_rows if len(data.stream) else config.batch
 
 
 def require_own_rows(num_tokens: int, config: TrainConfig, own_rows: int) -> None:
-    """Raises EspalierError if the own text does not fill its share of a batch.
+    """Raises EspalierError if the own text is too short for its share of a batch.
 
-    num_tokens: of the text, or its most.
+    num_tokens: the number of tokens of the text, or its maximum.
     """
     remedy = "use more --continuations, or a smaller --own-share, --batch or --length"
     require_windows(
@@ -103,9 +104,9 @@ def require_own_rows(num_tokens: int, config: TrainConfig, own_rows: int) -> Non
 
 
 def training_rows(target: FrozenTarget, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The inputs of `LossFunction` for tokens [B, R + 1].
+    """Returns the inputs of LossFunction for tokens [B, R + 1].
 
-    Row p pairs the target's feature at p with token p + 1, and learns the target's logits at p + 1.
+    Row p combines the target's feature at p with token p + 1, and learns the target's logits at p + 1.
     """
     reads, logits = target(tokens)
     return target.embed(tokens[:, 1:]), reads[:, :-1], logits[:, 1:]
@@ -113,7 +114,7 @@ def training_rows(target: FrozenTarget, tokens: Tensor) -> tuple[Tensor, Tensor,
 
 @dataclass(frozen=True)
 class DraftRun:
-    """One run of a trainer.
+    """One training run.
 
     loss_function: the loss of a batch; save: writes the draft; measure: the draft's accept lengths, which are printed
     whenever the state is saved, and at the end; make_rows: makes the inputs of loss_of from tokens [B, R + 1]; depth:
@@ -140,10 +141,10 @@ class DraftRun:
 
 
 def mixed_batches(run: DraftRun, first_batch: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yields batches [batch, length + 1] of token ids, and for each token whether it is learned.
+    """Yields batches [batch, length + 1] of token ids, and for each token whether it counts in the loss.
 
-    A share `own_share` of the rows is the target's own text.  In conversations only the target's answers are learned.
-    Prompts that are cut from documents are learned too, like any other text.
+    A share `own_share` of the rows is the target's own text.  In conversations, only the target's answers count in the
+    loss.  Prompts that are cut from documents count like all other text.
     """
     config, data, device = run.config, run.files.data, run.target.device
     own_rows = count_own_rows(config, data)
@@ -162,9 +163,9 @@ def mixed_batches(run: DraftRun, first_batch: int) -> Iterator[tuple[Tensor, Ten
 
 
 def backward(run: DraftRun, tokens: Tensor, loss_mask: Tensor) -> tuple[Tensor, Tensor]:
-    """(loss, agreement by depth) of tokens [B, R + 1].  Also computes the gradients."""
+    """Computes the gradients for tokens [B, R + 1].  Returns (loss, agreement by depth)."""
     rows = run.make_rows(run.target, tokens)
-    # Logits at positions 1 .. R predict the token after each position.
+    # The logits at position p predict the token at p + 1, so the mask is shifted.
     loss_mask = torch.cat((loss_mask[:, 2:], loss_mask[:, -1:]), 1)
     with torch.autocast(tokens.device.type, torch.bfloat16, enabled=tokens.is_cuda):
         loss, agreement = run.loss_function(*rows, loss_mask)
@@ -174,7 +175,7 @@ def backward(run: DraftRun, tokens: Tensor, loss_mask: Tensor) -> tuple[Tensor, 
 
 
 def train_draft(run: DraftRun, **more_figures: float) -> dict[str, float]:
-    """Train on the target's own text and the given text, save, and return the run's figures.  more_figures: added to these.
+    """Trains and saves the draft, and returns the run's figures.  more_figures: additional figures for the result.
 
     The figures and the settings are also written to a JSON file in the work folder, and to the draft's card.  The state
     is removed, because a finished run cannot continue.
@@ -200,7 +201,7 @@ def train_draft(run: DraftRun, **more_figures: float) -> dict[str, float]:
 
 
 def run_steps(run: DraftRun) -> tuple[int, list[float], dict[str, AcceptReport]]:
-    """Run the remaining steps, and save the draft, even if the run is interrupted after a step.
+    """Runs the remaining steps and saves the draft, also if the run is interrupted after a step.
 
     Returns the number of steps done, the last top-1 agreement by depth, and the accept lengths.
     """
@@ -249,7 +250,7 @@ def require_finite(step: int, is_finite: bool) -> None:
 
 
 def save_step(run: DraftRun, optimizers: list[torch.optim.Optimizer], done: int) -> None:
-    """Save the state.  If that fails, save the draft, and raise OSError or EspalierError."""
+    """Saves the state.  If saving fails, saves the draft, then raises OSError or EspalierError."""
     require_finite(done, all(bool(p.isfinite().all()) for p in run.draft.parameters()))
     try:
         run.files.state.save(run.draft, optimizers, done)
@@ -259,7 +260,7 @@ def save_step(run: DraftRun, optimizers: list[torch.optim.Optimizer], done: int)
 
 
 def save_finished(run: DraftRun, optimizers: list[torch.optim.Optimizer], done: int) -> None:
-    """Save the draft.  If that fails, save the state: the run, started again, then saves the draft."""
+    """Saves the draft.  If saving fails, saves the state, so that another start of the run can save the draft."""
     require_finite(done, all(bool(p.isfinite().all()) for p in run.draft.parameters()))
     try:
         run.save()
@@ -270,7 +271,8 @@ def save_finished(run: DraftRun, optimizers: list[torch.optim.Optimizer], done: 
 
 
 def print_measure(run: DraftRun) -> dict[str, AcceptReport]:
-    """Measure the draft on the held-out continuations, and print.  Returns {} if all are too short."""
+    """Measures the draft on the held-out continuations and prints the result.  Returns {} if all continuations are too
+    short."""
     texts, firsts = run.held_out.split(), run.held_out.firsts.tolist()
     long_enough = [i for i, text in enumerate(texts) if len(text) - firsts[i] > max(MIN_MEASURED_TOKENS, run.depth)]
     if not long_enough:
@@ -283,9 +285,9 @@ def print_measure(run: DraftRun) -> dict[str, AcceptReport]:
 
 
 class StepClock:
-    """The time of a run's steps.  It starts after the first step, which compiles.
+    """Measures the time of a run's steps.  The clock starts after the first step, which compiles kernels.
 
-    max_seconds: the run's limit; None for no limit.
+    max_seconds: the time limit of the run; None for no limit.
     """
 
     def __init__(self, max_seconds: int | None) -> None:
@@ -300,18 +302,18 @@ class StepClock:
 
     @property
     def progress(self) -> float:
-        """The share of the limit that has passed; 0 without a limit."""
+        """The share of the time limit that has passed; 0 if there is no limit."""
         if self.max_seconds is None or self.num_steps == 0:
             return 0.0
         return (time.perf_counter() - self.begun) / self.max_seconds
 
     @property
     def steps_per_second(self) -> float:
-        """The rate without the first step; 0 before the second step ends."""
+        """The steps per second, without the first step; 0 before the second step ends."""
         return (self.num_steps - 1) / (time.perf_counter() - self.begun)
 
     def seconds_left(self, num_steps: int) -> float | None:
-        """The seconds to the end of a run with num_steps left; None while the rate is unknown."""
+        """Returns the seconds until a run with num_steps remaining steps ends; None while the speed is unknown."""
         of_steps = num_steps / rate if (rate := self.steps_per_second) else None
         if self.max_seconds is None:
             return of_steps
@@ -320,7 +322,7 @@ class StepClock:
 
 
 def print_step(step: int, num_steps: int, loss: float, agreement: Tensor, num_tokens: int, clock: StepClock) -> None:
-    """Print a line on a step.  num_tokens: of the step."""
+    """Prints a line about a step.  num_tokens: the number of tokens of a step."""
     depths = " ".join(f"{a:.3f}" for a in agreement.tolist())
     rate, left = num_tokens * clock.steps_per_second / 1e6, clock.seconds_left(num_steps - step)
     end = "" if left is None else f", {format_minutes(left)} left"

@@ -1,7 +1,8 @@
 """Measures accept lengths of an EAGLE-3 draft on known text, for the trainer, without the engine.
 
-The text is the target's greedy output, so a round accepts the longest path of its tree that agrees with the text.  A
-tree is grown at every position at once.  Then `make_report` visits the roots that decoding would have visited.
+The text is the target's greedy output, so a round accepts the longest path of its tree that agrees with the text.  The
+trees of all positions are computed together.  Then `make_report` visits the roots of the rounds that decoding would
+run.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from espalier.train.writer import TargetWriter, find_repeats
 
 @dataclass
 class Beams:
-    """The draft rows of one level, [N roots, K, ...].
+    """The draft rows of one level of N trees, [N, K, ...] each.
 
     on_path: whether the text agrees with the row's path; chain: the keys and values of the row's ancestors.
     """
@@ -41,7 +42,7 @@ class Beams:
 
 
 def select_rows(x: Tensor, index: Tensor) -> Tensor:
-    """Select rows of each batch entry: x [N, K, ...], index [N, M] -> [N, M, ...]."""
+    """Selects rows of each batch entry.  x: [N, K, ...]; index: [N, M].  Returns [N, M, ...]."""
     return x[torch.arange(len(x), device=x.device)[:, None], index]
 
 
@@ -55,7 +56,8 @@ def accept_lengths(
     topk: int,
     num_draft_tokens: int,
 ) -> Tensor:
-    """The accept length at every root position n, first <= n < T - steps.  tokens: [T], greedy text of the target."""
+    """Returns the accept length at every root position n, first_root <= n < T - steps.  tokens: [T], greedy text of the
+    target."""
     dtype = draft.fc.weight.dtype
     features, embeds = target(tokens[None])[0][0, :-1].to(dtype), target.embed(tokens[1:]).to(dtype)
     roots = torch.arange(first_root, len(tokens) - steps, device=tokens.device)
@@ -86,7 +88,8 @@ def accept_lengths(
 
 
 def causal_rows(draft: Eagle3Draft, embeds: Tensor, features: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(outputs [R, H], keys, values [heads, R, head_dim]) of the rows whose features come from the target."""
+    """Computes the rows whose features come from the target.  Returns (outputs [R, H], keys, values [heads, R,
+    head_dim])."""
     feature = draft.fc(features)
     cos, sin = draft.rope(torch.arange(len(features), device=features.device))
     q, k, v = draft.midlayer.self_attn.project_qkv(draft.midlayer.join(embeds, feature), cos, sin)
@@ -97,7 +100,7 @@ def causal_rows(draft: Eagle3Draft, embeds: Tensor, features: Tensor) -> tuple[T
 def run_beams(
     draft: Eagle3Draft, embeds: Tensor, beams: Beams, positions: Tensor, keys: Tensor, values: Tensor, roots: Tensor
 ) -> Tensor:
-    """The outputs of one draft step over [N, K] beams.  Appends the beams' keys and values to `beams.chain`.
+    """Returns the outputs of one draft step over [N, K] beams.  Appends the beams' keys and values to `beams.chain`.
 
     positions: [N].
     """
@@ -121,8 +124,8 @@ def run_beams(
 class AcceptReport:
     """Mean accept lengths.
 
-    fresh, repeated: over the rounds that decoding would run, in text that is new and in text that occurred before.
-    every_root: with every position as a root.  repeated_share: the share of the rounds that are in repeated text.
+    fresh, repeated: the means over the rounds that decoding would run, in new text and in repeated text.  every_root:
+    the mean with every position as a root.  repeated_share: the share of rounds in repeated text.
     """
 
     fresh: float
@@ -146,13 +149,13 @@ def make_report(lengths: list[Tensor], texts: list[np.ndarray], firsts: list[int
     return AcceptReport(means[0], means[1], means[2], len(looping) / max(1, len(looping) + len(fresh)))
 
 
-# A continuation of at most this many tokens is not measured.
+# Continuations with at most this number of tokens are not measured.
 MIN_MEASURED_TOKENS = 8
 MEASURED_TREES = {"tree": (5, 4, 16), "chain": (5, 1, 6), "wide tree": (6, 8, 64)}
 
 
 def require_measurable(num_tokens: int, steps: int) -> None:
-    """Raises EspalierError if no continuation of num_tokens tokens has room for a tree of this depth."""
+    """Raises EspalierError if continuations of num_tokens tokens are too short for a tree of `steps` levels."""
     if num_tokens <= (shortest := max(MIN_MEASURED_TOKENS, steps)):
         raise EspalierError(
             f"--max-tokens={num_tokens} is too few to measure a tree of {steps} steps; use at least {shortest + 1}"
@@ -162,9 +165,10 @@ def require_measurable(num_tokens: int, steps: int) -> None:
 def continue_prompts(
     target: Path, prompts: list[list[int]], num_tokens: int, steps: int
 ) -> tuple[list[np.ndarray], list[int]]:
-    """(greedy texts, index where each continuation begins), for the prompts whose continuation has room for `steps`.
+    """Generates greedy continuations.  Returns (texts, index where each continuation begins) for all continuations with
+    more than `steps` tokens.
 
-    Prints how many prompts are left out.  Raises EspalierError if all are left out.
+    Prints the number of omitted prompts.  Raises EspalierError if all prompts are omitted.
     """
     shortest = max(MIN_MEASURED_TOKENS, steps)
     with TargetWriter(target, max(map(len, prompts)) + num_tokens, len(prompts)) as writer:
@@ -181,7 +185,7 @@ def continue_prompts(
 
 
 def print_reports(reports: Sequence[tuple[str, int, int, int, AcceptReport]]) -> None:
-    """Print a table with a line for each (name, steps, topk, num_draft_tokens, report)."""
+    """Prints a table with a line for each (name, steps, topk, num_draft_tokens, report)."""
     rows = [["", "steps", "topk", "nodes", "new text", "repeated text", "every position", "rounds in repeated text"]]
     for name, steps, topk, nodes, found in reports:
         numbers = (str(number) for number in (steps, topk, nodes))

@@ -1,6 +1,7 @@
-"""The kinds of drafts, and what is the same for all of them: the training of a new draft, and its measurement.
+"""The kinds of drafts, and the code that all kinds share: training a new draft and measuring a draft.
 
-`espalier train` runs `train` and `evaluate`.  learn/trainer.py trains a served draft further.
+`espalier train` calls `train` and `evaluate`.  learn/trainer.py uses the same kinds to continue the training of a
+served draft.
 """
 
 from __future__ import annotations
@@ -36,16 +37,17 @@ Tree = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class DraftKind:
-    """The functions of a kind of draft.  "draft" is the trainer's module.
+    """The functions of a kind of draft.  In their arguments, `draft` is the training module.
 
     new_draft: (target, files, config) -> (a new draft, its figures).
-    loss: the loss of a batch; make_loss: (draft, target, config, loss) -> the same for given target and settings.
-    accept_lengths: (draft, target, tokens [T], first, *tree) -> the accept length at each root n, first <= n < T -
-    steps.
-    trees: the trees that are measured, by name; depth: (draft, tree) -> tokens of the tree's longest path.
-    save: (draft, target, the target's directory, out).  config: (draft, settings of every run) -> the settings with
-    which a draft is trained further.  print_details: prints what `evaluate` reports beside accept lengths.
-    dtype: of a draft that is evaluated; None: the target's.
+    loss: the loss of a batch.  make_loss: (draft, target, config, loss) -> a LossFunction.
+    accept_lengths: (draft, target, tokens [T], first_root, *tree) -> the accept length at each root n, first_root <= n
+    < T - steps.
+    trees: the trees that are measured, by name.  depth: (draft, tree) -> the number of tokens of the tree's longest
+    path.
+    save: (draft, target, the target's directory, out).  config: (draft, common settings) -> the settings for further
+    training.  print_details: prints results of `evaluate` other than accept lengths.  dtype: the dtype for evaluating a
+    draft; None for the target's dtype.
     """
 
     load: Callable[[Path], Any]
@@ -75,7 +77,7 @@ EAGLE3 = DraftKind(
     config=lambda draft, common: Eagle3Config(**common),
     dtype=torch.float32,
 )
-# MTP heads are measured as chains, because the trainer grows no trees for them.
+# MTP heads are measured with chains, because the trainer does not support trees for MTP heads.
 MTP = DraftKind(
     load=load_mtp,
     target=FrozenTarget,
@@ -113,7 +115,7 @@ DRAFT_KINDS = MappingProxyType({"eagle3": EAGLE3, "mtp": MTP, "block": BLOCK})
 def train(
     name: str, target_dir: Path, data: TrainingText, out: Path, work: Path, config: TrainConfig
 ) -> dict[str, float]:
-    """Train a draft of a kind, save it to `out`, and return the run's figures."""
+    """Trains a draft, saves it to `out`, and returns the run's figures.  name: the kind of the draft."""
     kind = DRAFT_KINDS[name]
     files = prepare_run(name, target_dir, data, out, work, config, kind.target.min_layers)
     target = kind.target(target_dir, training_device())
@@ -132,8 +134,8 @@ def train(
 def measure(
     kind: DraftKind, draft: Any, target: FrozenTarget, texts: list[np.ndarray], firsts: list[int], tree: Tree
 ) -> AcceptReport:
-    """Measure a draft.  texts: prompts with the target's greedy continuations, each with more tokens than the tree has
-    steps; firsts: the index where each continuation begins."""
+    """Measures a draft.  texts: prompts with greedy continuations of the target, which have more tokens than the tree
+    has steps.  firsts: the index where each continuation begins."""
     tokens = (torch.from_numpy(text.astype(np.int64)).to(target.device) for text in texts)
     lengths = [kind.accept_lengths(draft, target, t, f, *tree) for t, f in zip(tokens, firsts, strict=True)]
     return make_report(lengths, texts, firsts)
@@ -142,9 +144,9 @@ def measure(
 def evaluate(
     name: str, draft_dir: Path, target_dir: Path, prompts: list[list[int]], num_tokens: int
 ) -> dict[str, AcceptReport]:
-    """Measure a draft with its kind's trees, without the engine; print and return the accept lengths.
+    """Measures a draft with the trees of its kind, without the engine.  Prints and returns the accept lengths.
 
-    Raises EspalierError if the draft is for a target of other sizes.
+    Raises EspalierError if the draft does not fit the target.
     """
     read_draft(draft_dir, read_config(target_dir))
     kind = DRAFT_KINDS[name]

@@ -1,4 +1,4 @@
-"""New MTP heads of one or several layers for a frozen target, their loss, and what a text shows of a head."""
+"""Creates MTP heads for a frozen target, and computes their loss and their agreement with texts."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def make_loss(
 
 @torch.no_grad()
 def matches_by_depth(head: MtpHead, target: FrozenTarget, tokens: Tensor, first_root: int, steps: int) -> Tensor:
-    """Whether the head's most likely token at every depth equals the text's token, for every root n of a greedy text.
+    """Returns whether the head's likeliest token equals the token of a greedy text, for every depth and every root n.
 
     tokens: [T].  Returns bool [steps, roots], for first <= n < T - steps.
     """
@@ -52,14 +52,15 @@ def matches_by_depth(head: MtpHead, target: FrozenTarget, tokens: Tensor, first_
 
 
 def accept_lengths(head: MtpHead, target: FrozenTarget, tokens: Tensor, first_root: int, steps: int, *_: int) -> Tensor:
-    """The accept lengths of chains of `steps` tokens.  Other arguments: see `matches_by_depth`."""
+    """Returns the accept lengths of chains of `steps` tokens.  For other arguments, see matches_by_depth."""
     return 1 + matches_by_depth(head, target, tokens, first_root, steps).cumprod(0).sum(0)
 
 
 def agreement_by_depth(
     head: MtpHead, target: FrozenTarget, texts: list[np.ndarray], firsts: list[int], steps: int
 ) -> list[float]:
-    """How often the head's most likely token is the target's, by depth, over the target's greedy texts."""
+    """Returns how often the head's likeliest token equals the target's token, by depth, over greedy texts of the
+    target."""
     tokens = [torch.from_numpy(text.astype(np.int64)).to(target.device) for text in texts]
     found = [matches_by_depth(head, target, t, f, steps) for t, f in zip(tokens, firsts, strict=True)]
     return torch.cat(found, 1).float().mean(1).tolist()

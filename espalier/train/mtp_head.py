@@ -1,4 +1,5 @@
-"""An MTP head of N layers as a training module.  Its parameters have the names of the file (mtp_checkpoint.py).
+"""An MTP head of N layers as a training module.  Parameters have the same names as in the saved file
+(mtp_checkpoint.py).
 
 Layer k (DeepSeek-V3, arXiv 2412.19437, section 2.2) is a decoder layer over one projection of two inputs:
 
@@ -6,12 +7,12 @@ Layer k (DeepSeek-V3, arXiv 2412.19437, section 2.2) is a decoder layer over one
     out[p] = final_layernorm(decoder layer k (x)[p])
 
 The target's lm_head reads out[p] and predicts token p + k + 1.  The next layer may read out[p] too.  Row p attends to
-rows 0 .. p of its layer.  Layer 1 reads the target's hidden state at p, after the final norm.  In the form "chain"
-layer k reads out[p] of layer k - 1; in "target" every layer reads the target's h[p].  In both forms, a depth beyond N
-runs layer N again on its own output.
+rows 0 .. p of its layer.  Layer 1 reads the target's hidden state at p, after the final norm.  In the form "chain",
+layer k reads out[p] of layer k - 1; in the form "target", every layer reads the target's h[p].  In both forms, depths
+beyond N run layer N again on its own output.
 
-The rotary position of the row of token q is q - 1.  The layers share no rows, so any other constant offset gives the
-same scores.
+The rotary position of the row of token q is q - 1.  Layers do not attend to rows of other layers, so any other constant
+offset gives the same scores.
 """
 
 from __future__ import annotations
@@ -40,17 +41,17 @@ class MtpLayer(nn.Module):
         self.final_layernorm = RMSNorm(size, eps)
 
     def join(self, embeds: Tensor, hidden: Tensor) -> Tensor:
-        """The decoder layer's input, from embeddings and hidden states [..., H] each."""
+        """Returns the decoder layer's input for embeddings and hidden states, [..., H] each."""
         return self.input_proj(torch.cat((self.token_layernorm(embeds), self.hidden_layernorm(hidden)), dim=-1))
 
     def finish_layer(self, x: Tensor, attended: Tensor) -> Tensor:
-        """The output after final_layernorm: [..., T, H].  attended: [..., heads, T, head_dim]."""
+        """Returns the output after final_layernorm, [..., T, H].  attended: [..., heads, T, head_dim]."""
         x = x + self.self_attn.project_output(attended)
         return self.final_layernorm(x + self.mlp(self.post_attention_layernorm(x)))
 
 
 class MtpHead(nn.Module):
-    """An MTP head.  shape: of its layers; num_hidden_layers is N."""
+    """An MTP head.  shape: the sizes of its layers; num_hidden_layers is N."""
 
     def __init__(self, shape: LlamaShape, form: HiddenForm) -> None:
         super().__init__()
@@ -70,16 +71,17 @@ class MtpHead(nn.Module):
         return [layer for layer in self.mtp_layers if isinstance(layer, MtpLayer)]
 
     def unroll(self, embeds: Tensor, hidden: Tensor, num_depths: int) -> list[Tensor]:
-        """The outputs of all depths, [B, R - j, H] for depth 1 + j.
+        """Returns the outputs of all depths, [B, R - j, H] for depth 1 + j.
 
-        embeds: [B, R, H]; row p has the embedding of token p + 1.  hidden: [B, R, H], the target's state at p.
+        embeds: [B, R, H]; row p has the embedding of token p + 1.  hidden: [B, R, H], the target's hidden state at p.
         """
         reads, outputs = hidden, []
         chain: list[tuple[Tensor, Tensor]] = []
         num_rows, num_layers = embeds.shape[1], len(self.layers)
         for skipped in range(min(num_depths, num_rows)):
             layer = self.layers[min(skipped, num_layers - 1)]
-            # The last `skipped` rows have no token.  They run on zeros, so that every depth has the same shape.
+            # The last `skipped` rows have no token.  Their embeddings are zeros, so that every depth has the same
+            # shape.
             x = layer.join(F.pad(embeds[:, skipped:], (0, 0, 0, skipped)), reads)
             positions = torch.arange(skipped, skipped + num_rows, device=embeds.device)
             tables = rope_tables(positions, self.shape.head_dim, self.shape.rope_theta)
@@ -101,9 +103,11 @@ def mtp_loss(
     num_depths: int,
     decay: float,
 ) -> tuple[Tensor, Tensor]:
-    """(loss, top-1 agreement by depth [num_depths]).  The loss is soft cross-entropy with the target's distribution.
+    """Returns (loss, top-1 agreement by depth [num_depths]).  The loss is soft cross-entropy with the target's
+    distribution.
 
-    lm_head: the target's, [V, H].  target_logits: [B, R, V]; row p predicts token p + 2.  loss_mask: see depth_loss.
+    lm_head: [V, H], the target's lm_head.  target_logits: [B, R, V]; row p predicts token p + 2.  loss_mask: see
+    depth_loss.
     """
     logits = (F.linear(output, lm_head).float() for output in head.unroll(embeds, hidden, num_depths))
     return depth_loss(logits, target_logits, target_logits.argmax(-1), loss_mask, decay)

@@ -1,9 +1,9 @@
 """The target's own text: its answers to conversations, or its continuations of prompts that are cut from documents.
 
-A trainer makes the text once and keeps it in its work folder.  `espalier train own-text` makes it before the training,
-in as many processes as there are seeds.  Runs that share the work folder read the text of all seeds.  Each file states
-what it was made from.  While a seed's text is being made, it is in a file of its own (unfinished_text.py), from which
-an interrupted run goes on.
+A training run generates the text once and saves it in the work folder.  `espalier train own-text` generates the text
+before training, with one process per seed.  Runs with the same work folder read the text of all seeds.  Each file
+records the target, data and settings of its text.  Unfinished text is in a separate file (unfinished_text.py), so that
+an interrupted run can continue.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from espalier.train.windows import JoinedTexts, StreamWindows, require_windows
 from espalier.train.work import origin_of, replace_file, require_same_origin
 from espalier.train.writer import TargetWriter
 
-# Multiplied by the seed, so that two seeds draw different windows.
+# The factor of the seed, so that two seeds draw different windows.
 WINDOW_SEED_FACTOR = 100_003
 TRIAL_FLAGS = "--continuations 64 --continuation-tokens 64"
 TRIAL_TRAINING_FLAGS = " --num-tokens 1e5 --batch 4 --length 256"
@@ -41,8 +41,8 @@ TRIAL_TRAINING_FLAGS = " --num-tokens 1e5 --batch 4 --length 256"
 class OwnText:
     """The own text of a target.
 
-    texts: in random order; greedy_counts: how often the target chose each token id greedily; held_out: its greedy
-    continuations of the held-out prompts.
+    texts: the texts in random order.  greedy_counts: how often the target chose each token id greedily.  held_out: the
+    held-out prompts with greedy continuations.
     """
 
     texts: JoinedTexts
@@ -51,7 +51,7 @@ class OwnText:
 
 
 def print_work(config: OwnTextConfig, makes_text: bool) -> None:
-    """Print the first line of a run: the device, the work ahead, and on a CPU how to reduce the work."""
+    """Prints the first line of a run: the device, the planned work and, on a CPU, flags for a shorter run."""
     device, work, trial = training_device(), [], TRIAL_FLAGS
     if makes_text:
         most = "" if config.text_seconds is None else f" within {format_minutes(config.text_seconds)}"
@@ -73,7 +73,7 @@ def format_minutes(seconds: float) -> str:
 
 
 def require_prompts(data: TrainingText, config: OwnTextConfig, target: Path) -> None:
-    """Raises EspalierError if the data have too few prompts, or if a prompt and its continuation are too long."""
+    """Raises EspalierError if the data have too few prompts, or if a prompt with its continuation is too long."""
     data, prompts = data.split_held_out()
     positions = int(read_target(target)["max_position_embeddings"])
     if (longest := longest_text(data, config, prompts)) > positions:
@@ -96,10 +96,10 @@ def require_prompts(data: TrainingText, config: OwnTextConfig, target: Path) -> 
 
 
 def make_own_text(writer: TargetWriter, data: TrainingText, config: OwnTextConfig, unfinished: UnfinishedText) -> None:
-    """Continue prompts until none is missing, or until text_seconds are over.
+    """Generates continuations until all are complete, or until text_seconds have passed.
 
-    A batch follows from its number, its size and the prompt lengths in use, so an interrupted run goes on to the same
-    text.  With another generate_batch the rest of the text differs, but no batch is made twice.
+    A batch depends only on its number, its size and the prompt lengths, so an interrupted run generates the same text.
+    If generate_batch changes, the remaining text differs, but no batch is generated twice.
     """
     if found := unfinished.num_texts:
         print(f"{unfinished.path} has {found} continuations, {config.continuations - found} are left", flush=True)
@@ -111,7 +111,7 @@ def make_own_text(writer: TargetWriter, data: TrainingText, config: OwnTextConfi
             if not data.conversations
             else _conversation_prompts(data, config, before, size)
         )
-        # A second answer to the same conversation would equal the first.
+        # A second greedy answer to the same conversation would equal the first, so it is sampled.
         is_new = not data.conversations or config.seed * config.continuations + before < len(data.conversations)
         sampled = int((number + 1) * config.sampled_share) > int(number * config.sampled_share) or not is_new
         seed = config.seed * WINDOW_SEED_FACTOR + 1 + number
@@ -124,10 +124,9 @@ def make_own_text(writer: TargetWriter, data: TrainingText, config: OwnTextConfi
 
 
 def _cut_prompts(data: TrainingText, config: OwnTextConfig, number: int, size: int) -> list[np.ndarray]:
-    """Prompts of one length for a batch.
+    """Returns prompts of one length for a batch.
 
-    A large generate_batch leaves out some of PROMPT_LENGTHS, so only the lengths in use are checked against the target
-    and the data.
+    With a large generate_batch, some of PROMPT_LENGTHS are not used.  Only the used lengths are checked.
     """
     lengths = [length for length, _ in config.prompt_batches()]
     length, seed = lengths[number % len(lengths)], config.seed * WINDOW_SEED_FACTOR + 1 + number
@@ -136,14 +135,14 @@ def _cut_prompts(data: TrainingText, config: OwnTextConfig, number: int, size: i
 
 
 def _conversation_prompts(data: TrainingText, config: OwnTextConfig, before: int, size: int) -> list[np.ndarray]:
-    """The conversations of a batch, in an order that all seeds share: seed n begins where seed n - 1 ends."""
+    """Returns the conversations of a batch.  All seeds have the same order: seed n begins where seed n - 1 ends."""
     order = np.random.default_rng(0).permutation(len(data.conversations))
     places = config.seed * config.continuations + before + np.arange(size)
     return [data.conversations[order[place % len(order)]].tokens for place in places]
 
 
 def collect_texts(batches: Sequence[TextBatch], vocab_size: int, seed: int) -> tuple[JoinedTexts, np.ndarray]:
-    """(the texts of the batches in random order, the counts of greedy tokens)."""
+    """Returns (the texts of the batches in random order, the counts of greedy tokens)."""
     texts = [(text, first) for batch in batches for text, first in zip(batch.texts, batch.firsts, strict=True)]
     counts = np.zeros(vocab_size, dtype=np.int64)
     for batch in batches:
@@ -157,7 +156,7 @@ def collect_texts(batches: Sequence[TextBatch], vocab_size: int, seed: int) -> t
 def write_own_text(
     target: Path, data: TrainingText, config: OwnTextConfig, work: Path, origin: Mapping[str, str]
 ) -> None:
-    """Make the own text of this seed, and write it to the work folder.  origin: see work.origin_of."""
+    """Generates the own text of this seed and writes it to the work folder.  origin: see work.origin_of."""
     work.mkdir(parents=True, exist_ok=True)
     path, made_from = _own_text_file(work, config), json.dumps({**origin, **fixed_settings(config, OwnTextConfig)})
     data, prompts = data.split_held_out()
@@ -168,7 +167,7 @@ def write_own_text(
         texts, counts = collect_texts(unfinished.batches, int(read_target(target)["vocab_size"]), config.seed)
         parts = {"texts": texts, "held_out": JoinedTexts.of(held_out, [len(prompt) for prompt in prompts])}
         arrays = {f"{name}_{field}": array for name, part in parts.items() for field, array in vars(part).items()}
-        # A run that starts meanwhile must not read half a file.
+        # The file is replaced at once, because another run may read it.
         remedy = "free some space there, or give another --work"
         with replace_file(path, remedy) as half, half.open("wb") as file:
             np.savez(file, greedy_counts=counts, made_from=np.array(made_from), **arrays)
@@ -179,26 +178,27 @@ def write_own_text(
 
 
 def longest_text(data: TrainingText, config: OwnTextConfig, prompts: Sequence[np.ndarray] = ()) -> int:
-    """The tokens of the longest prompt with its continuation.  prompt_batches: further prompts beside those of `data`."""
+    """The tokens of the longest prompt with its continuation.  prompt_batches: further prompts beside those of `data`.
+    """
     own = [each.tokens for each in data.conversations]
     cut = [] if own else [length for length, _ in config.prompt_batches()]
     return max([*map(len, own), *map(len, prompts), *cut]) + config.continuation_tokens
 
 
 def open_unfinished(config: OwnTextConfig, work: Path, origin: Mapping[str, str]) -> UnfinishedText:
-    """Open the unfinished text of this seed.  Raises EspalierError."""
+    """Opens the unfinished text of this seed.  Raises the errors of UnfinishedText."""
     return UnfinishedText(_unfinished_file(work, config), {**origin, **fixed_settings(config, OwnTextConfig)})
 
 
 def require_unfinished(config: OwnTextConfig, work: Path, origin: Mapping[str, str]) -> None:
-    """Raises EspalierError, before the target is loaded, if this run cannot go on with the unfinished text."""
+    """Raises EspalierError, before the target is loaded, if this run cannot continue the unfinished text."""
     if _unfinished_file(work, config).exists():
         with open_unfinished(config, work, origin):
             pass
 
 
 def own_text_command(target_dir: Path, data: TrainingText, config: OwnTextConfig, work: Path) -> None:
-    """Run `espalier train own-text`.  Raises EspalierError before the target is loaded."""
+    """Runs `espalier train own-text`.  Raises EspalierError before the target is loaded."""
     origin = origin_of(target_dir, data.all_tokens)
     require_prompts(data, config, target_dir)
     saved_texts(config, work, origin)
@@ -210,7 +210,8 @@ def own_text_command(target_dir: Path, data: TrainingText, config: OwnTextConfig
 def load_own_text(
     target: Path, data: TrainingText, config: OwnTextConfig, work: Path, origin: Mapping[str, str]
 ) -> OwnText:
-    """The own text of all seeds in the work folder.  If there is none, this seed's text is made and kept there."""
+    """Returns the own text of all seeds in the work folder.  If there is no text, generates and saves the text of this
+    seed."""
     if not (saved := saved_texts(config, work, origin)):
         write_own_text(target, data, config, work, origin)
         saved = saved_texts(config, work, origin)
@@ -226,7 +227,7 @@ def load_own_text(
 
 
 def saved_texts(config: OwnTextConfig, work: Path, origin: Mapping[str, str]) -> list[Path]:
-    """The files of own text in the work folder.
+    """Returns the files of own text in the work folder.
 
     Raises EspalierError for a file of another target or of other data, and for this seed's file with other settings.
     """

@@ -1,4 +1,4 @@
-"""The state of an unfinished run: weights, optimizers and the number of steps done, in one file."""
+"""The saved state of an unfinished run: weights, optimizers and the number of finished steps."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SAME_FLAGS_REMEDY = "give the same flags to go on, or another --out to begin ane
 class SavedState:
     """The state file of a run.
 
-    made_from: target, data and settings of the run, by flag.  A run that continues must have the same.
+    made_from: target, data and settings of the run, by flag.  A run can only continue with the same values.
     """
 
     path: Path
@@ -29,12 +29,12 @@ class SavedState:
     def save(self, model: nn.Module, optimizers: list[torch.optim.Optimizer], step: int) -> None:
         state = {"model": model.state_dict(), "optimizers": [o.state_dict() for o in optimizers], "step": step}
         remedy = "free some space there, or give another --work"
-        # PyTorch gets an open file, because errors of a file that Python opened name the cause.
+        # The file is opened by Python, because PyTorch's own errors do not name the cause.
         with replace_file(self.path, remedy) as unfinished, unfinished.open("wb") as file:
             torch.save({**state, "made_from": dict(self.made_from)}, file)
 
     def load(self, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> int:
-        """Restore the state in place.  Returns the number of steps done; 0 if there is no state."""
+        """Restores the state in place.  Returns the number of finished steps; 0 if there is no state."""
         state = self._read(next(model.parameters()).device, mmap=False)
         if state is None:
             return 0
@@ -45,7 +45,7 @@ class SavedState:
         return int(state["step"])
 
     def require_same_origin(self) -> None:
-        """Raises EspalierError, before the target is loaded, if the state is another run's."""
+        """Raises EspalierError, before the target is loaded, if the state belongs to another run."""
         self._read(torch.device("cpu"), mmap=True)
 
     def remove(self) -> None:

@@ -1,4 +1,4 @@
-"""The frozen target of a draft: the features that the draft reads, and the target's logits."""
+"""The frozen target of a training: computes the features that a draft reads, and the target's logits."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def training_device() -> torch.device:
 
 
 class FrozenTarget:
-    """A target of which a draft reads the last hidden state, after the final norm."""
+    """A target whose last hidden state (after the final norm) is the draft's feature."""
 
     min_layers = 1
 
@@ -41,13 +41,14 @@ class FrozenTarget:
 
     @torch.no_grad()
     def __call__(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """tokens [B, T] -> (features for the draft [B, T, F], logits [B, T, vocab])."""
+        """Runs the target on tokens [B, T].  Returns (features for the draft [B, T, F], logits [B, T, vocab])."""
         hidden = self.model.get_decoder()(tokens, use_cache=False).last_hidden_state
         return hidden, self.model.get_output_embeddings()(hidden)
 
 
 class Eagle3Target(FrozenTarget):
-    """A target of which a draft reads the inputs of layers 2, L / 2 and L - 3, concatenated: EAGLE-3's default."""
+    """A target whose concatenated inputs of layers 2, L / 2 and L - 3 are the draft's feature, as in EAGLE-3's default.
+    """
 
     min_layers = MIN_CAPTURED_LAYERS
 

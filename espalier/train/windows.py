@@ -1,4 +1,4 @@
-"""Cuts token ids into rows of equal length: windows of a stream, or rows that begin where a text begins."""
+"""Cuts token ids into rows of equal length: windows of a stream, or rows that begin at the beginning of a text."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from espalier.errors import EspalierError
 
 
 def num_windows(num_tokens: int, length: int) -> int:
-    """The number of windows of `length + 1` tokens that a stream has at any offset below `length`."""
+    """Returns the number of windows of `length + 1` tokens that a stream has at every offset below `length`."""
     return max(0, (num_tokens - 1) // length - 1)
 
 
 def require_windows(text_name: str, num_tokens: int, length: int, num_rows: int, remedy: str) -> None:
-    """Raises EspalierError if a text does not fill a batch of `num_rows` windows.
+    """Raises EspalierError if a text is too short for a batch of `num_rows` windows.
 
-    text_name: the text, with its length, for the message.
+    text_name: the description of the text in the error message.
     """
     if (found := num_windows(num_tokens, length)) < num_rows:
         raise EspalierError(
@@ -29,7 +29,7 @@ def require_windows(text_name: str, num_tokens: int, length: int, num_rows: int,
 
 
 class StreamWindows:
-    """Windows of `length + 1` tokens of a stream on the device, with a new offset and order in every epoch."""
+    """Windows of `length + 1` tokens of a stream on the device.  Every epoch has another offset and order."""
 
     def __init__(self, stream: np.ndarray, length: int, device: torch.device, seed: int) -> None:
         self.stream = torch.from_numpy(stream.astype(np.int32)).to(device)
@@ -38,13 +38,14 @@ class StreamWindows:
         self.num_windows = num_windows(len(stream), length)
 
     def epoch_order(self, number: int) -> tuple[Tensor, int]:
-        """(order of the windows, offset of the first window) in an epoch."""
+        """Returns (order of the windows, offset of the first window) of an epoch."""
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + number)
         order = torch.randperm(self.num_windows, generator=generator)
         return order, int(torch.randint(self.length, (1,), generator=generator))
 
     def batches(self, size: int, first_batch: int = 0) -> Iterator[Tensor]:
-        """Yields batches [size, length + 1] int64 without end.  first_batch: batches to skip, for a resumed run."""
+        """Yields an infinite sequence of batches [size, length + 1] int64.  first_batch: the number of batches to skip
+        in a resumed run."""
         require_windows(
             f"the text has {len(self.stream)} tokens", len(self.stream), self.length, size, "give more text"
         )
@@ -62,7 +63,8 @@ class StreamWindows:
 
 @dataclass(frozen=True)
 class JoinedTexts:
-    """Texts, one after another.  tokens: [N]; lengths: of each text; firsts: the tokens of each text's prompt."""
+    """Concatenated texts.  tokens: [N].  lengths: the length of each text.  firsts: the number of tokens of each text's
+    prompt."""
 
     tokens: np.ndarray
     lengths: np.ndarray
@@ -70,7 +72,7 @@ class JoinedTexts:
 
     @classmethod
     def of(cls, texts: Sequence[np.ndarray], firsts: Sequence[int]) -> JoinedTexts:
-        # Not the data's dtype, which may be too small for token ids that the target generates.
+        # The dtype is int32, because the data's dtype may be too small for generated token ids.
         tokens = np.concatenate([np.zeros(0, np.int32), *texts]).astype(np.int32)
         return cls(tokens, np.array([len(text) for text in texts], np.int64), np.array(firsts, np.int64))
 
@@ -79,17 +81,18 @@ class JoinedTexts:
 
     @property
     def is_answer(self) -> np.ndarray:
-        """For each token, whether it belongs to a continuation."""
+        """For each token, whether the token belongs to a continuation."""
         place = np.arange(len(self.tokens)) - np.repeat(np.cumsum(self.lengths) - self.lengths, self.lengths)
         return place >= np.repeat(self.firsts, self.lengths)
 
 
 class TextRows:
-    """Rows of `length + 1` tokens.  A row begins where a text begins, or continues a text that is longer than a row.
+    """Rows of `length + 1` tokens.  A row begins at the beginning of a text, or continues a text that is longer than a
+    row.
 
-    In decoding the target sees its text from the first token on.  In a row that begins elsewhere, its hidden states
-    would differ.  Texts have a new order in every epoch.  The end of a text that a row cuts off waits for another
-    epoch.
+    In decoding, the target reads a text from the first token.  In a row that begins elsewhere, the target's hidden
+    states would differ.  Every epoch has another order of texts.  If the end of a row cuts a text, the rest of the text
+    is not used in this epoch.
     """
 
     def __init__(self, texts: JoinedTexts, length: int, device: torch.device, seed: int) -> None:
@@ -97,7 +100,7 @@ class TextRows:
         self.starts = np.cumsum(texts.lengths) - texts.lengths
 
     def epoch_order(self, number: int) -> tuple[np.ndarray, np.ndarray]:
-        """(indices into texts.tokens in the epoch's order, where each row begins among them)."""
+        """Returns (indices into texts.tokens in the epoch's order, for each row the position of its first index)."""
         order = np.random.default_rng((self.seed, number)).permutation(len(self.starts))
         lengths, size = self.texts.lengths[order], self.length + 1
         ends = np.cumsum(lengths)
@@ -110,9 +113,11 @@ class TextRows:
         return places, np.array(rows, np.int64)
 
     def batches(self, size: int, first_batch: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields batches [size, length + 1] without end: token ids, and whether each belongs to a continuation.
+        """Yields an infinite sequence of batches [size, length + 1]: token ids, and whether each token belongs to a
+        continuation.
 
-        first_batch: batches to skip, for a resumed run.  Raises EspalierError if there are fewer rows than `size`.
+        first_batch: the number of batches to skip in a resumed run.  Raises EspalierError if there are fewer rows than
+        `size`.
         """
         number, reach, answers = 0, np.arange(self.length + 1), self.texts.is_answer
         while True:

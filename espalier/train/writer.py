@@ -1,6 +1,6 @@
-"""The target as the engine runs it: it continues many prompts at a time, greedily or sampled from its own distribution.
+"""Runs the target in the engine, to generate greedy or sampled continuations of many prompts.
 
-The engine's memory is free again at the end of the block, for the training that follows.
+The engine's memory is freed at the end of the block, before the training.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ from espalier.errors import EspalierError
 from espalier.llm import LLM
 from espalier.request import SamplingParams
 
-# A text that repeats this many tokens of itself counts as a loop.
+# The number of repeated tokens in a text that count as a loop.
 LOOP_TOKENS = 16
-# More requests at the same time do not make a GPU faster.
+# The maximum batch.  Larger batches are not faster on a GPU.
 MAX_BATCH = 256
 
 
 class TargetWriter:
-    """Runs the target.  longest: tokens of a prompt with its continuation; most: prompts at the same time."""
+    """Runs the target in the engine.  max_tokens: the maximum number of tokens of a prompt with its continuation.
+    max_prompts: the maximum number of prompts in a batch."""
 
     def __init__(self, target: Path, max_tokens: int, max_prompts: int) -> None:
         self.llm = LLM(target, speculation=None, max_batch=min(max_prompts, MAX_BATCH), max_context=max_tokens, seed=0)
@@ -39,10 +40,10 @@ class TargetWriter:
     def continuations(
         self, prompts: Sequence[Sequence[int] | np.ndarray], num_tokens: int, temperature: float, seed: int = 0
     ) -> list[np.ndarray]:
-        """Each prompt with its continuation, up to the end token or to the beginning of a loop.
+        """Returns each prompt with its continuation, up to the end token or to the beginning of a loop.
 
-        The penalties and cuts of generation_config are not applied: drafts learn, and are measured on, the target's own
-        distribution.
+        Penalties and truncation (top_k, top_p) of generation_config are not applied, because drafts learn the target's
+        own distribution.
         """
         params = [
             SamplingParams(
@@ -58,7 +59,7 @@ class TargetWriter:
 
 
 def cut_before_loop(text: np.ndarray, prompt_length: int) -> np.ndarray:
-    """The text, cut where its continuation begins to repeat itself."""
+    """Returns the text up to the position where the continuation begins to repeat earlier text."""
     loops = find_repeats(text)
     loops[:prompt_length] = False
     starts = np.flatnonzero(loops)
@@ -66,7 +67,7 @@ def cut_before_loop(text: np.ndarray, prompt_length: int) -> np.ndarray:
 
 
 def find_repeats(tokens: np.ndarray, length: int = LOOP_TOKENS) -> np.ndarray:
-    """For each position, whether the `length` tokens that end there occur earlier in the sequence."""
+    """Returns for each position whether the `length` tokens that end there occur earlier in the sequence."""
     flags, seen, row = np.zeros(len(tokens), dtype=bool), set(), tokens.tolist()
     for end in range(length, len(row) + 1):
         gram = tuple(row[end - length : end])
