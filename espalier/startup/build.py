@@ -110,8 +110,7 @@ def cache_specs(
 
 
 def describe_cache_size(config: ResolvedConfig, specs: Sequence[LayerSpec], dtype: torch.dtype) -> str:
-    """Returns a sentence about the sizes of pages and states.  layer_specs: those of all layers; dtype: the model's
-    dtype."""
+    """Returns a text about the sizes of pages and states.  specs: the specs of all layers; dtype: the model's dtype."""
     tokens, each = config.layout.tokens_in(config.num_pages), bytes_per_token(specs, dtype)
     pages = f"pages hold {tokens} tokens, {each} bytes each: {tokens * each / 2**30:.1f} GiB"
     state, rows = bytes_per_state(specs, dtype), table_rows(config.layout, config.num_snapshots)

@@ -64,9 +64,8 @@ def tree_sets(
     """Returns the value of RoundLayout.choices: (minimum batch of a bucket, trees of the bucket in order of predicted
     speed).
 
-    max_rows: the most nodes of all trees of a batch together; can_share_rows: whether requests may share rows;
-    looks_up:
-    whether there are sources beside a draft.
+    max_rows: the maximum number of nodes of all trees of a batch.  can_share_rows: whether requests may share rows.
+    has_sources: whether other sources propose tokens in addition to a draft.
     """
     trees = [configured, *smaller_trees(configured, costs.weights)]
     halved = configured

@@ -42,7 +42,7 @@ class BlockAttention(DraftAttention):
         self.k_norm = RMSNorm(shape.head_dim, shape.rms_norm_eps)
 
     def project_heads(self, x: Tensor, proj: nn.Linear) -> Tensor:
-        """Project x [..., T, H] to project_heads: [..., heads, T, head_dim]."""
+        """Projects x [..., T, H] to heads [..., heads, T, head_dim]."""
         return proj(x).unflatten(-1, (-1, self.head_dim)).transpose(-3, -2)
 
     def keys_and_values(self, x: Tensor, tables: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:

@@ -178,8 +178,8 @@ def write_own_text(
 
 
 def longest_text(data: TrainingText, config: OwnTextConfig, prompts: Sequence[np.ndarray] = ()) -> int:
-    """The tokens of the longest prompt with its continuation.  prompt_batches: further prompts beside those of `data`.
-    """
+    """Returns the number of tokens of the longest prompt with its continuation.  prompts: prompts in addition to those
+    of `data`."""
     own = [each.tokens for each in data.conversations]
     cut = [] if own else [length for length, _ in config.prompt_batches()]
     return max([*map(len, own), *map(len, prompts), *cut]) + config.continuation_tokens

@@ -332,7 +332,7 @@ def test_a_full_disk_keeps_the_batches_before(making: Making, whole: Made, monke
 
 
 def test_a_trainer_that_is_terminated_goes_on(making: Making, whole: Made) -> None:
-    """It waits in the line that says how many prompts are continue_prompts: nobody reads the pipe, which is full."""
+    """It waits in the line that says how many prompts are continued: nobody reads the pipe, which is full."""
     making.work.mkdir()
     np.save(making.work.parent / "ids.npy", making.stream)
     flags = {"target": making.target_dir, "data": making.work.parent / "ids.npy", "work": making.work, **vars(OWN7)}

@@ -179,7 +179,7 @@ def _windows(fields: Json) -> LayerWindows:
 
 
 def _sizes_by_layer(fields: Json) -> list[Json]:
-    """For each layer, the fields of BY_LAYER whose values differ from the config's.
+    """Returns, for each layer, the fields of FIELDS_BY_LAYER whose values differ from those of the config.
 
     Transformers writes these values into `per_layer_config`.  Published files have the fields global_head_dim and
     num_global_key_value_heads instead.

@@ -103,7 +103,7 @@ class RMSNorm:
 
 
 class NormedOutputs:
-    """Outputs of blocks that are normed before they are add_and_norms: x · scale + norm(the sum of the normed outputs).
+    """Outputs of blocks that are normed before they are added to the residual: x · scale + norm(the sum of the normed outputs).
 
     outputs: one or two pairs (block output, norm of that output).
     norm: the norm of the sum; None to add the sum without another norm.
