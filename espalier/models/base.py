@@ -19,27 +19,22 @@ from espalier.models.layers.residual import Residual
 
 
 class Layer(Protocol):
-    """A layer of a decoder (espalier/models/layers/decoder.py:DecoderLayer).  A family may define its own layer class.
-    """
+    """A layer of a decoder (espalier/models/layers/decoder.py:DecoderLayer).  A family may define its own layer class."""
 
     def __call__(self, s: Residual, p: Pass) -> None:
         """Runs the layer on the residual stream of the pass's rows.
-
         The layer calls `p.write` once, keeps only the rows `p.kept_rows`, then calls `p.attend` once.  A layer that
         keeps only a convolution does not call `p.attend`.  A layer must not modify the residual tensor in place,
-        because that tensor may have been captured.
-        """
+        because that tensor may have been captured."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class ModelOutput:
     """The output of a target over the rows of a pass.
-
     hidden: [B, Q, H], the hidden states after the final norm; [B, 1, H] in a pass with `needed`.
     inputs: the inputs of the n captured layers, [B, Q, H] each, in order.  If the input of the final norm is captured,
-    it has as many rows as `hidden`.
-    """
+    it has as many rows as `hidden`."""
 
     hidden: Tensor
     inputs: tuple[Tensor, ...]
@@ -52,10 +47,8 @@ class ModelOutput:
 
 class CausalLM(Protocol):
     """A loaded target model.  A draft that has no embedding or head uses the embedding or the head of its target.
-
     kv_scales: the FP8 scales of each layer's K and V; None for a layer whose scales the checkpoint does not have.
-    capture: the indices of the layers whose inputs each pass returns.
-    """
+    capture: the indices of the layers whose inputs each pass returns."""
 
     config: ModelConfig
     layer_specs: tuple[LayerSpec, ...]

@@ -51,11 +51,9 @@ log = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class BlockConfig:
     """A block draft's config.json, checked against its target's.
-
     layer: the config of the decoder layers.  If `spec.windows_from_root` is set, a window counts the context rows
     before the root.
-    edge_rank: the rank of the Markov head; 0 if there is none.  edge_kind: the head's markov_head_type.
-    """
+    edge_rank: the rank of the Markov head; 0 if there is none.  edge_kind: the head's markov_head_type."""
 
     layer: ModelConfig
     spec: DraftSpec
@@ -71,10 +69,8 @@ def make_block_spec(
     **spec_fields: Any,
 ) -> DraftSpec:
     """Returns the spec of a block draft.
-
     fields: the fields of config.json, merged from its objects.  spec_fields: further fields of the spec; they override
-    the default algorithm and vocab_size.
-    """
+    the default algorithm and vocab_size."""
     rows, layers = fields.count("block_size"), layer_specs_of(layer)
     if windows_from_root:
         # Relative to the root's position, a window of W rows contains the root and the W rows before the root.
@@ -94,9 +90,7 @@ def make_block_spec(
 
 def read_block(path: Path, raw: Json, target: ModelConfig) -> BlockConfig:
     """Read the config.json `raw` of the draft at `path` and check it against its target's config.  Loads no weights.
-
-    Raises EspalierError if the draft does not fit this target, or has a format that is not supported.
-    """
+    Raises EspalierError if the draft does not fit this target, or has a format that is not supported."""
     read = _read_publisher_config if raw.get("speculators_model_type") is None else read_speculators_config
     config = read(DraftFields(raw, path), target)
     refuse_mismatch(config, target, path)
@@ -248,11 +242,9 @@ class MarkovEdges:
 @dataclass(eq=False)
 class BlockDraft:
     """A loaded block draft: a BlockModel (espalier/models/draft.py).
-
     fc, context_norm: compute the vector of a context row.  context_kv: the K and V projections of each layer, as views
     of the layer's stacked q, k and v weights.
-    d2t: see DraftModel.  edges: None if the draft has no Markov head.
-    """
+    d2t: see DraftModel.  edges: None if the draft has no Markov head."""
 
     modules = ()
     has_experts = False

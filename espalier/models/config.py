@@ -332,9 +332,7 @@ def _parse(raw: Json, family: Family, path: Path, overrides: Mapping[str, Any], 
 
 def refuse_unsupported(fields: Json, supported_fields: tuple[str, ...]) -> None:
     """Raises EspalierError for a config with a field whose computation is not implemented.
-
-    supported_fields: the fields of NEUTRAL_VALUES that the model's family supports.
-    """
+    supported_fields: the fields of NEUTRAL_VALUES that the model's family supports."""
     for name, neutral in NEUTRAL_VALUES.items():
         if name in fields and name not in supported_fields and fields[name] not in neutral:
             value = fields[name]
@@ -343,8 +341,7 @@ def refuse_unsupported(fields: Json, supported_fields: tuple[str, ...]) -> None:
 
 
 def _read_activation(fields: Json, field: str) -> Activation:
-    """Returns the activation whose name is in `field`.  Raises EspalierError for an activation that is not supported.
-    """
+    """Returns the activation whose name is in `field`.  Raises EspalierError for an activation that is not supported."""
     name = fields.get(field, "silu")
     if not isinstance(name, str) or name not in ACTIVATIONS:
         supported = " or ".join(map(repr, ACTIVATIONS))
@@ -399,8 +396,7 @@ def windows_in_even_layers(fields: Json) -> LayerWindows:
 
 
 def windows_if_enabled(fields: Json, default: Callable[[int], bool]) -> LayerWindows:
-    """Returns the window of each layer (windows_by_layer_type); None for all layers if `use_sliding_window` is false.
-    """
+    """Returns the window of each layer (windows_by_layer_type); None for all layers if `use_sliding_window` is false."""
     window = fields["sliding_window"] if fields["use_sliding_window"] else None
     return windows_by_layer_type({**fields, "sliding_window": window}, default)
 

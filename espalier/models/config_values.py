@@ -71,8 +71,7 @@ FIELD_TYPES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
 
 
 def require_field_types(fields: Json) -> None:
-    """Checks the types of all fields in FIELD_TYPES.  Raises EspalierError naming a field whose value has a wrong type.
-    """
+    """Checks the types of all fields in FIELD_TYPES.  Raises EspalierError naming a field whose value has a wrong type."""
     for name, (is_right, words) in FIELD_TYPES.items():
         value = fields.get(name)
         if not (value is None and words.endswith("null")) and not is_right(value):

@@ -69,9 +69,7 @@ class DFlash2Config(BlockConfig):
 
 def read_dflash2(path: Path, raw: Json, target: ModelConfig) -> DFlash2Config:
     """Read the config.json `raw` of the draft at `path` and check it against its target's config.  Loads no weights.
-
-    Raises EspalierError if the draft does not fit this target, or has a format that is not supported.
-    """
+    Raises EspalierError if the draft does not fit this target, or has a format that is not supported."""
     fields = DraftFields(raw, path)
     is_speculators = fields.get("speculators_model_type") is not None
     config = (_read_speculators_config if is_speculators else _read_z_lab_config)(fields, target)
@@ -147,10 +145,8 @@ def _refuse_wrong_sizes(config: DFlash2Config, fields: DraftFields) -> None:
 @dataclass(frozen=True)
 class BlockConv:
     """The two convolutions of a sublayer: of its input (first in both tensors) and of its output (second).
-
     base: [2, T, H], coefficients for each tap and channel, the same for all rows.  weight: [2 · T · G, H], the
-    projection that computes additional coefficients for each row, one for each tap and group of channels.
-    """
+    projection that computes additional coefficients for each row, one for each tap and group of channels."""
 
     base: Tensor
     weight: Tensor

@@ -86,29 +86,23 @@ class DraftSpec:
     @property
     def reentry(self) -> int:
         """The number of tokens of a cached prefix that the target computes again.
-
         Row m of the last module depends on hidden states of the target at the tokens before m, and pages hold no hidden
         states.  So after a prefix hit of m tokens, the target computes its rows from m - reentry on.  (Rows 0 .. k-1 of
-        module k do not exist.)  0 for a block draft, whose rows depend only on the target's row of the same token.
-        """
+        module k do not exist.)  0 for a block draft, whose rows depend only on the target's row of the same token."""
         return self.modules
 
     @property
     def root_rows(self) -> int:
         """The number of committed draft rows that belong to the root: 0 or 1.
-
         The number is 1 if the root's row is computed from the feature of the token before the root.  It is 0 for a
-        block draft without modules, because each of its rows is computed from the feature of its own token.
-        """
+        block draft without modules, because each of its rows is computed from the feature of its own token."""
         return 0 if self.block_rows and not self.modules else 1
 
     @property
     def carried(self) -> Mapping[str, tuple[int, ...]]:
         """The shapes, by name, of the draft's tensors that each slot keeps between rounds.
-
         hidden: the output of module 1 at the root.  feedk, for k from 2 to N: the hidden state that module k reads at
-        the token after the root.
-        """
+        the token after the root."""
         names = ["hidden", *(f"feed{k}" for k in range(2, self.modules + 1))] if self.modules else []
         return dict.fromkeys(names, (self.hidden_size,))
 
@@ -147,10 +141,8 @@ class DraftModule(Protocol):
 
     def __call__(self, p: Pass, hidden: Tensor, parents: Tensor | None = None) -> DraftOutput:
         """Computes the module's output for the rows of a pass.
-
         hidden: [B, R, H], fused features or the hidden states of earlier rows.  parents: int64 [B, Q], for each row of
-        the pass, the index of the row of `hidden` that it reads; None if row i reads row i.
-        """
+        the pass, the index of the row of `hidden` that it reads; None if row i reads row i."""
         ...
 
     def output_from_hidden(self, hidden: Tensor) -> DraftOutput:
@@ -164,11 +156,9 @@ class DraftModule(Protocol):
 
 class DraftModel(Protocol):
     """A loaded draft model.  A block draft (BlockModel) has no modules.
-
     modules: the `spec.modules` modules, in order.
     has_experts: whether the model has experts.  If it has, no expert may compute padding rows.
-    d2t: [draft vocabulary] int64, the target id of each draft id; None if both vocabularies are the same.
-    """
+    d2t: [draft vocabulary] int64, the target id of each draft id; None if both vocabularies are the same."""
 
     spec: DraftSpec
     layer_specs: tuple[LayerSpec, ...]
@@ -192,10 +182,8 @@ class Edges(Protocol):
 
     def block_edges(self, logits: Tensor, hidden: Tensor) -> LowRankEdges:
         """Returns the edges of one block.
-
         logits: [B, S, draft vocabulary], the part of the scores that does not depend on the parent token.  hidden: [B,
-        S, H], the inputs of the lm_head.
-        """
+        S, H], the inputs of the lm_head."""
         ...
 
 
@@ -220,18 +208,14 @@ class BlockModel(DraftModel, Protocol):
 
     def write_context(self, features: Tensor, p: Pass) -> None:
         """Writes the context rows of a pass to the cache, in every layer.
-
-        features: [B, W, F], the target's features (`spec.target_output`) at the tokens of the pass.
-        """
+        features: [B, W, F], the target's features (`spec.target_output`) at the tokens of the pass."""
         ...
 
 
 def refuse_wrong_sizes(path: Path, target: ModelConfig, hidden: int, vocab: int, draft_vocab: int = 1) -> None:
     """Raises EspalierError for a draft whose sizes do not fit its target.
-
     hidden: the size of the target's hidden states that the draft reads.  vocab: the number of tokens that the draft
-    embeds.  draft_vocab: the number of tokens that the draft can propose.
-    """
+    embeds.  draft_vocab: the number of tokens that the draft can propose."""
     for what, have, need in (("hidden size", hidden, target.hidden_size), ("vocabulary", vocab, target.vocab_size)):
         if have != need:
             raise EspalierError(

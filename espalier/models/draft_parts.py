@@ -90,10 +90,8 @@ def _have_equal_values(weights: Weights, name: str, other: str) -> bool:
 
 def draft_to_target(weights: Weights, vocab: int, draft_vocab: int) -> Tensor | None:
     """Returns the target id of each draft id; None if both vocabularies are the same.
-
     The tensor d2t of a file contains the differences (target id - draft id).  Raises EspalierError for target ids
-    outside the target's vocabulary, and for target ids that occur twice.
-    """
+    outside the target's vocabulary, and for target ids that occur twice."""
     if "d2t" not in weights and draft_vocab == vocab:
         return None
     ids = torch.arange(draft_vocab) + weights.load_raw("d2t", draft_vocab).to(torch.int64)

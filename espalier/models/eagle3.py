@@ -74,9 +74,7 @@ class Eagle3Config:
 
 def read_eagle3(path: Path, raw: Json, target: ModelConfig) -> Eagle3Config:
     """Read the config.json `raw` of the head at `path` and check it against its target's config.  Loads no weights.
-
-    Raises EspalierError if the head does not fit this target.
-    """
+    Raises EspalierError if the head does not fit this target."""
     config = read_eagle_head(path, raw, target, TARGETS_WITH_IDS_BY_INPUT)
     if config.layer.num_layers != 1:
         raise DraftFields(raw, path).error(
@@ -91,10 +89,8 @@ def read_eagle_head(
     path: Path, raw: Json, target: ModelConfig, targets_with_ids_by_input: Sequence[str] | None
 ) -> Eagle3Config:
     """Returns the config of an EAGLE-3 or P-EAGLE head.  The caller checks it against the target.
-
     targets_with_ids_by_input: the target architectures whose eagle_config lists layers by input; None: all
-    architectures.
-    """
+    architectures."""
     fields = DraftFields(raw, path)
     flat = {"num_hidden_layers": 1, "max_position_embeddings": target.max_position, **raw, **fields.layer_config()}
     eagle = fields.object("eagle_config")
@@ -138,10 +134,8 @@ def looks_like_eagle3(weights: Weights) -> bool:
 
 def _layer_family(flat_fields: DraftFields) -> Family:
     """Returns the family of the draft's layer: Llama, unless model_type names another supported family.
-
     A head with latent attention has a DeepSeek-V3 layer, unless model_type names another family with latent attention.
-    Raises EspalierError for an unknown model_type, unless the architecture is one of LATENT_ARCHITECTURES.
-    """
+    Raises EspalierError for an unknown model_type, unless the architecture is one of LATENT_ARCHITECTURES."""
     named_latent = architecture_of(dict(flat_fields.raw)) in LATENT_ARCHITECTURES
     is_latent = bool(flat_fields.get("kv_lora_rank")) or named_latent
     able = (
@@ -402,9 +396,7 @@ DEFAULT_STEPS = 16
 
 def read_peagle(path: Path, raw: Json, target: ModelConfig) -> Eagle3Config:
     """Read the config.json `raw` of the head at `path` and check it against its target's config.  Loads no weights.
-
-    Raises EspalierError if the head does not fit this target.
-    """
+    Raises EspalierError if the head does not fit this target."""
     head = read_eagle_head(path, raw, target, targets_with_ids_by_input=None)
     # In the format of speculators, the number of tokens that the head was trained to propose.
     fields = DraftFields(raw, path)

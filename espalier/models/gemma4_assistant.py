@@ -40,10 +40,8 @@ DISABLED_FIELDS = ("hidden_size_per_layer_input", "enable_moe_block", "use_doubl
 @dataclass(frozen=True)
 class AssistantConfig:
     """An assistant's config.json, checked against its target's.
-
     layer: the config of the draft's layers.  num_clusters: the number of clusters of its vocabulary; 0 if it has none.
-    num_scored_clusters: the number of clusters whose tokens get scores.
-    """
+    num_scored_clusters: the number of clusters whose tokens get scores."""
 
     layer: ModelConfig
     spec: DraftSpec
@@ -52,8 +50,7 @@ class AssistantConfig:
 
 
 def read_assistant(path: Path, raw: Json, target: ModelConfig) -> AssistantConfig:
-    """Read the config.json `raw` of the draft at `path`.  Raises EspalierError if the draft does not fit this target.
-    """
+    """Read the config.json `raw` of the draft at `path`.  Raises EspalierError if the draft does not fit this target."""
     fields = DraftFields(raw, path)
     text = fields.object("text_config").raw
     family = next((each for each in (FAMILY, UNIFIED) if each.model_type == text.get("model_type")), FAMILY)
@@ -80,11 +77,9 @@ def read_assistant(path: Path, raw: Json, target: ModelConfig) -> AssistantConfi
 
 def _spec_reading_target(spec: LayerSpec, target_specs: Sequence[LayerSpec], path: Path) -> LayerSpec:
     """Returns `spec` with the target layer whose rows it reads.
-
     That target layer is the last layer with rows of its own and with a window if `spec` has a window (without a window
     if it has none).
-    Raises EspalierError if the target has no such layer.
-    """
+    Raises EspalierError if the target has no such layer."""
     own = [
         i
         for i, each in enumerate(target_specs)
@@ -104,10 +99,8 @@ def _spec_reading_target(spec: LayerSpec, target_specs: Sequence[LayerSpec], pat
 @dataclass(frozen=True)
 class ClusteredHead:
     """An lm_head that scores only the tokens of the likeliest clusters.
-
     head: [V, H].  centroids: computes the scores of clusters.  tokens: [clusters, size], the tokens of each cluster.
-    num_scored_clusters: the number of clusters whose tokens get scores.
-    """
+    num_scored_clusters: the number of clusters whose tokens get scores."""
 
     head: Tensor
     centroids: Linear
@@ -125,11 +118,9 @@ class ClusteredHead:
 @dataclass(eq=False)
 class Assistant:
     """A loaded assistant.  It is a DraftModel and also the only DraftModule of that model (espalier/models/draft.py).
-
     embed: the target's embedding; input_projection: maps (embedding, hidden state) to H; output_projection: maps H to
     the target's hidden size; score:
-    H -> logits.
-    """
+    H -> logits."""
 
     has_experts = False
 

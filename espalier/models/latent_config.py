@@ -50,9 +50,7 @@ class IndexerConfig:
 
 def read_indexer_config(fields: dict[str, Any], read_count: Callable[[str], int]) -> IndexerConfig:
     """Returns the sizes of the indexers.  read_count: a function that reads a field as a positive integer.
-
-    Raises EspalierError naming a field that is missing or wrong.
-    """
+    Raises EspalierError naming a field that is missing or wrong."""
     types = indexer_types(fields)
     if fields.get("q_lora_rank") is None:
         raise EspalierError(
@@ -74,8 +72,7 @@ def read_indexer_config(fields: dict[str, Any], read_count: Callable[[str], int]
 
 
 def indexer_types(fields: dict[str, Any]) -> tuple[str, ...]:
-    """Returns FULL_INDEXER or SHARED_INDEXER for each layer.  Raises EspalierError for invalid or contradicting fields.
-    """
+    """Returns FULL_INDEXER or SHARED_INDEXER for each layer.  Raises EspalierError for invalid or contradicting fields."""
     layers = fields["num_hidden_layers"]
     names = (TYPES_FIELD, PATTERN_FIELD, FREQ_FIELD, OFFSET_FIELD)
     declared, pattern, freq, offset = (fields.get(name) for name in names)

@@ -297,8 +297,7 @@ def _load_latent_attention(
 def _load_indexer(
     weights: Weights, index: IndexerConfig | None, prefix: str, rank: int | None, columns: int, layer: int
 ) -> Indexer | None:
-    """Loads the indexer of a layer.  Every rank loads the whole indexer.  Returns None for a layer without an indexer.
-    """
+    """Loads the indexer of a layer.  Every rank loads the whole indexer.  Returns None for a layer without an indexer."""
     if index is None or rank is None:
         return None
     under = f"{prefix}indexer."
@@ -323,10 +322,8 @@ def load_layer(
     weights: Weights, config: ModelConfig, prefix: str, layer: int, rope: RopeTables, index: int | None = None
 ) -> DecoderLayer:
     """Loads the layer under `prefix`: norms, mixer and MLP.
-
     layer: the layer's number in the checkpoint, which decides whether the layer has experts.
-    index: the layer's index in a pass; by default `layer`.
-    """
+    index: the layer's index in a pass; by default `layer`."""
     experts = config.experts if config.experts is not None and layer in config.experts.layers else None
     hidden, norms = config.hidden_size, config.family.layer_norms
 

@@ -73,9 +73,7 @@ def is_multimodal(raw: Json, families: Iterable[Family]) -> bool:
 
 def text_config(raw: Json, families: Iterable[Family], path: Path) -> Json:
     """Returns the config of a multimodal checkpoint's text part, in the form of a text model's config.
-
-    Raises EspalierError if the text part is of another family.
-    """
+    Raises EspalierError if the text part is of another family."""
     name, text = architecture_of(raw), raw.get("text_config")
     if not isinstance(text, Mapping):
         raise EspalierError(f"{path}: {name} needs an object text_config, not {shown(text)}; download the file again")
@@ -104,10 +102,8 @@ KV_SCALE_NAMES = (
 
 def load_kv_scales(weights: Weights, prefix: str, keeps: Keeps) -> KVScales | None:
     """Loads the FP8 scales of K and V under an attention's prefix.  Returns None if the checkpoint has no scales.
-
     The result has one scale for each head of this rank.  keeps: what the layer stores in the cache, over all ranks.
-    Raises EspalierError for a scale of K without one of V (or the reverse), and for a wrong shape.
-    """
+    Raises EspalierError for a scale of K without one of V (or the reverse), and for a wrong shape."""
     own = part_of(1) if isinstance(keeps, LatentKV) else weights.shards.kv_heads(keeps.kv_heads)
     for names in KV_SCALE_NAMES:
         if any(f"{prefix}{name}" in weights for name in names):
@@ -162,9 +158,7 @@ def _runs_by_transformers(raw: Json, model_impl: str) -> bool:
 
 def read_raw_config(path: Path) -> dict[str, Any]:
     """Returns the config.json of a target or a draft.  ModelOpt's separate quantisation file is merged into the result.
-
-    For a GGUF file, returns an equivalent config.json (gguf_config.py).
-    """
+    For a GGUF file, returns an equivalent config.json (gguf_config.py)."""
     if is_gguf(path):
         return gguf_config(path)
     raw = read_json(path / "config.json")
@@ -186,11 +180,9 @@ def load_target(
     shards: Shards = WHOLE,
 ) -> CausalLM:
     """Loads a target, or one rank's part of a target.  overrides, model_impl: see read_config.
-
     position_rows: the rows of the rotary tables; they cover positions 0 .. position_rows-1.
     max_context: the number of tokens of the longest text; by default position_rows.
-    capture: indices of layers whose inputs every pass returns; the index num_layers stands for the final norm.
-    """
+    capture: indices of layers whose inputs every pass returns; the index num_layers stands for the final norm."""
     config = read_config(path, overrides, model_impl)
     missing = [layer for layer in capture if not 0 <= layer <= config.num_layers]
     if missing:
@@ -221,9 +213,7 @@ def make_target(
     max_context: int | None = None,
 ) -> Decoder:
     """Builds the target from its weights.  See load_target.
-
-    Raises EspalierError for a weight that is missing, misshapen or not used.
-    """
+    Raises EspalierError for a weight that is missing, misshapen or not used."""
     layer_specs = layer_specs_of(config)
     scale = float(torch.tensor(config.embedding_scale, dtype=weights.dtype))
     embed = (config.family.load_embedding or load_embedding)(weights, config, scale)

@@ -49,9 +49,7 @@ FIELDS_BY_LAYER = ("layer_types", "mlp_layer_types")
 @dataclass(frozen=True)
 class MTPConfig:
     """The config of MTP layers, checked against their target's.
-
-    layer: the config of a model that consists of the target's layers and of `spec.modules` MTP layers.
-    """
+    layer: the config of a model that consists of the target's layers and of `spec.modules` MTP layers."""
 
     layer: ModelConfig
     family: MTPFamily
@@ -72,10 +70,8 @@ class MTPConfig:
 
 def read_mtp(path: Path, raw: Json, target: ModelConfig) -> MTPConfig:
     """Reads the config.json `raw` of the layers at `path` and checks it against the target's config.  Loads no weights.
-
     If the config names the target's architecture, the layers are the target's own, and the target's overrides apply.
-    Raises EspalierError if the layers do not fit this target.
-    """
+    Raises EspalierError if the layers do not fit this target."""
     is_head = raw.get("speculators_model_type") is not None or architecture_of(raw) in HEAD_ARCHITECTURES
     if is_head:
         base = {"max_position_embeddings": target.max_position, **DraftFields(raw, path).layer_config()}
@@ -200,9 +196,7 @@ class MTPDraft:
 
 def make_mtp(weights: Weights, config: MTPConfig, target: CausalLM, position_rows: int) -> MTPDraft:
     """Builds the draft from the weights of its layers.  Other weights in the directory belong to the target.
-
-    Raises EspalierError naming a weight that is missing or misshapen, or a layer's weight that is not used.
-    """
+    Raises EspalierError naming a weight that is missing or misshapen, or a layer's weight that is not used."""
     rope = RopeTables(config.layer.rope, position_rows, weights.dtype, weights.device)
     # Embeddings and heads are cached by name, because modules may share them.
     embed_of = cache(partial(draft_embedding, weights, target.embed.shape, target))

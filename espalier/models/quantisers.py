@@ -117,8 +117,7 @@ class Quantiser:
         return re.match(self.dense_pattern, name) is not None
 
     def group_size_for(self, columns: int) -> int | None:
-        """Returns how many columns share a scale in a matrix of `columns` columns; None for a matrix that stays dense.
-        """
+        """Returns how many columns share a scale in a matrix of `columns` columns; None for a matrix that stays dense."""
         return None if self.only_experts else next((group for group in self.group_sizes if columns % group == 0), None)
 
     def quantises(self, name: str, columns: int) -> bool:

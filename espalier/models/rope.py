@@ -198,9 +198,7 @@ def with_rope_type(fields: Mapping[str, Any]) -> Json:
 
 def rope_overrides(raw: Json, overrides: Mapping[str, Any]) -> Json:
     """Returns the overrides, with the RoPE parameters moved to the one of ROPE_FIELDS that config.json uses.
-
-    Raises EspalierError for an override that would have no effect.
-    """
+    Raises EspalierError for an override that would have no effect."""
     moved = with_rope_type(overrides)
     for field, other in (ROPE_FIELDS, ROPE_FIELDS[::-1]):
         if field not in moved or not raw.get(other) or raw.get(field):
@@ -223,11 +221,9 @@ def type_of_rope(fields: Mapping[str, Any]) -> str:
 
 def read_rope(fields: Json, rotary_dim: int, max_position_embeddings: int) -> tuple[RopeConfig, int]:
     """Returns the RoPE configuration, and the longest context, in tokens, that it supports.
-
     rotary_dim: the number of rotated values of a head.  Two formats are supported: rope_theta with rope_scaling, and
     rope_parameters of transformers 5, which contains all values.  Raises EspalierError for a type or parameter that is
-    not supported.
-    """
+    not supported."""
     new, old = (with_rope_type(fields).get(field) or {} for field in ROPE_FIELDS)
     for name in new:
         # The type "default" in rope_parameters is no contradiction, because users add rope_scaling to such configs.

@@ -108,10 +108,8 @@ class Experts:
 
 def stored_matrices(names: Sequence[str], rows: Sequence[Size]) -> tuple[Sequence[str], Sequence[Size]]:
     """Returns the names of stored matrices, and the rows of each to read, for matrices that a layer stacks.
-
     rows: the rows of each matrix.  If the checkpoint stores the matrices as one stacked matrix, there is only one name.
-    If ranks divide such a stacked matrix, the rank's part of each of its matrices is read separately.
-    """
+    If ranks divide such a stacked matrix, the rank's part of each of its matrices is read separately."""
     if len(names) == len(rows):
         return names, rows
     parts = [part_of(size) for size in rows]

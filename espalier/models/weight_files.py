@@ -36,9 +36,7 @@ PLAIN_TORCH_DTYPES = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}
 
 class GGUFTensors(Mapping[str, Tensor]):
     """The tensors of a GGUF file, by name.  A tensor is read from the file when it is looked up.
-
-    Raises EspalierError for a file that is cut short, and for a model that `gguf_config` refuses.
-    """
+    Raises EspalierError for a file that is cut short, and for a model that `gguf_config` refuses."""
 
     def __init__(self, path: Path) -> None:
         gguf, config = read_gguf(path), gguf_config(path)
@@ -81,10 +79,8 @@ class GGUFTensors(Mapping[str, Tensor]):
 
 def rows_in_halves(tensor: Tensor, heads: int) -> Tensor:
     """Reorders the rows of each head of a tensor [heads · size, ...].
-
     In the input, the two rows of a rotated pair are adjacent.  In the result, the first rows of all pairs come before
-    the second rows.
-    """
+    the second rows."""
     if len(tensor) % (2 * heads):
         return tensor  # its shape is wrong, which loading says
     return tensor.unflatten(0, (heads, -1, 2)).transpose(1, 2).reshape(tensor.shape)

@@ -103,10 +103,8 @@ class Weights:
 
     def has_matrix_of_shape(self, name: str, rows: int, columns: int) -> bool:
         """Whether the matrix `name` is stored in its format with this shape.  No data is read.
-
         For a tensor without rows (such as an input scale) only the name is checked, because a single value may be
-        stored as [] or as [1].  The other tensors determine both sizes.
-        """
+        stored as [] or as [1].  The other tensors determine both sizes."""
         try:
             wanted = self.format_of(name).tensors(rows, columns)
         except EspalierError:  # the format stores no such shape
@@ -143,9 +141,7 @@ class Weights:
 
     def load_entries(self, name: str, count: int, *shape: int) -> Iterator[Tensor]:
         """Yields the entries of a plain tensor [count, *shape], cast to the model's dtype, on the device.
-
-        Raises the errors of load_raw.
-        """
+        Raises the errors of load_raw."""
         for entry in self._read_checked(name, StoredTensor("", (count, *shape))):
             yield entry.to(self.device, self.dtype)
 
@@ -184,10 +180,8 @@ class Weights:
         sums_over_ranks: bool = True,
     ) -> Linear:
         """Returns a linear layer that stacks the matrices prefix + name, [rows, columns] each, with biases.
-
         sums_over_ranks: if ranks divide the columns, whether the layer sums its results over the ranks; if false, the
-        caller sums them.
-        """
+        caller sums them."""
         weight, biases = self.weight([f"{prefix}{name}" for name in names], rows, columns), None
         if bias:
             parts = [part_of(size) for size in rows]
@@ -206,9 +200,7 @@ class Weights:
 
     def weight(self, names: Sequence[str], rows: Sequence[Size], columns: Size) -> Weight:
         """Returns one weight that stacks the matrices `names`, [rows, columns] each, in their storage formats.
-
-        Raises the errors of require_parts.
-        """
+        Raises the errors of require_parts."""
         parts = []
         for format, alike in groupby(zip(names, rows, strict=True), lambda each: self.format_of(each[0])):
             own_names, own_rows = zip(*alike, strict=True)

@@ -1,5 +1,4 @@
-"""Builds an engine from loaded models: chooses attention backends, allocates buffers, and creates drafter and executor.
-"""
+"""Builds an engine from loaded models: chooses attention backends, allocates buffers, and creates drafter and executor."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -37,9 +36,7 @@ from espalier.speculate.sources.prediction import PredictionSource
 @dataclass(frozen=True)
 class LoadedModels:
     """The models of one engine, and the engine's configuration.
-
-    draft: None if the drafter has no model.  shards: the part of the target that this rank holds.
-    """
+    draft: None if the drafter has no model.  shards: the part of the target that this rank holds."""
 
     config: ResolvedConfig
     target: CausalLM
@@ -74,10 +71,8 @@ def config_without_files(
     **differing_fields: Any,
 ) -> ResolvedConfig:
     """Returns the configuration of an engine for models that were not loaded from files.
-
     By default, overlap, prefix cache and CUDA graphs are off, and there are pages for a full batch.  differing_fields:
-    fields of ResolvedConfig with other values.
-    """
+    fields of ResolvedConfig with other values."""
     name = str(dtype).removeprefix("torch.")
     of_rows = {"kv_dtype": name, "draft_kv_dtype": name, "draft_attention": attention, "num_pages": layout.max_pages}
     off: dict[str, Any] = {"overlap": False, "prefix_cache": False, "graph_batch": 0, "seed": 0}
@@ -98,9 +93,7 @@ def cache_specs(
     target: Sequence[LayerSpec], draft: Sequence[LayerSpec], kv_dtype: str, draft_kv_dtype: str
 ) -> tuple[LayerSpec, ...]:
     """Returns the specs of all layers, the target's first, with the dtypes in which their rows are stored.
-
-    kv_dtype, draft_kv_dtype: the fields of ResolvedConfig.
-    """
+    kv_dtype, draft_kv_dtype: the fields of ResolvedConfig."""
     stored, draft_stored = (FP8 if name == FP8_KV else None for name in (kv_dtype, draft_kv_dtype))
     specs = (*with_row_dtype(target, stored), *with_row_dtype(draft, draft_stored))
     # A layer that reads another layer's rows has the stored dtype of that layer.
@@ -124,10 +117,8 @@ def describe_cache_size(config: ResolvedConfig, specs: Sequence[LayerSpec], dtyp
 
 def kv_scales(target: CausalLM) -> dict[int, KVScales]:
     """Returns the scales of FP8 rows by layer index.  A checkpoint has scales for all layers or for no layer.
-
     The rows of a draft have no scales, because a draft only proposes tokens.  Raises EspalierError if only some layers
-    of the target have a scale, or if a scale is not a positive number.
-    """
+    of the target have a scale, or if a scale is not a positive number."""
     stored = {layer: scales for layer, scales in enumerate(target.kv_scales) if scales is not None}
     instead = "use a complete checkpoint, or set kv_dtype to the model's dtype"
     specs = target.layer_specs
@@ -150,10 +141,8 @@ def kv_scales(target: CausalLM) -> dict[int, KVScales]:
 
 def assemble_engine(loaded: LoadedModels, keep_graphs: bool = False, capture_stages: bool = False) -> Engine:
     """Builds an engine that runs these models.
-
     keep_graphs, capture_stages: see CudaExecutor.
-    Raises EspalierError if a backend cannot run a layer.
-    """
+    Raises EspalierError if a backend cannot run a layer."""
     config = loaded.config
     graphs = (config.graph_batch, keep_graphs, capture_stages)
     on = (make_runner(loaded), config.overlap, config.prefix_cache, *graphs, make_tree_chooser(config))
@@ -176,8 +165,7 @@ def make_engine(
 
 
 def make_tree_chooser(config: ResolvedConfig) -> TreeChooser | None:
-    """Returns the object that chooses among the layout's trees while the engine runs; None if there is only one tree.
-    """
+    """Returns the object that chooses among the layout's trees while the engine runs; None if there is only one tree."""
     if config.round_costs is None or not config.layout.choices:
         return None
     return TreeChoice(config.layout, config.round_costs, is_lookup=config.algorithm == "ngram")
@@ -185,9 +173,7 @@ def make_tree_chooser(config: ResolvedConfig) -> TreeChooser | None:
 
 def make_host_sources(names: Sequence[str], index_bytes: int, searches_text: bool) -> list[HostSource]:
     """Returns the sources of draft tokens that run on the host, in order of preference.
-
-    names: the names of all sources.  searches_text: whether the source `text` also runs on the host.
-    """
+    names: the names of all sources.  searches_text: whether the source `text` also runs on the host."""
     made: list[HostSource] = [PredictionSource()] if "prediction" in names else []
     made += [OwnTextSource()] if "text" in names and searches_text else []
     return [*made, IndexSource(index_bytes)] if "index" in names else made

@@ -28,10 +28,8 @@ def find_target(name: str | PathLike[str], setting: str = "model") -> Path:
 
 def find_draft(name: str | PathLike[str], algorithm: str = "auto", setting: str = "draft") -> Path:
     """Returns the directory of a draft.
-
     algorithm: the user's algorithm, which selects a bundled draft.  setting: the name of the setting that contains
-    `name`.  Raises EspalierError if the draft cannot be found or read.
-    """
+    `name`.  Raises EspalierError if the draft cannot be found or read."""
     bundled = BUNDLED_DRAFTS.get(algorithm, BUNDLED_DRAFTS["eagle3"])
     return _find_checkpoint(setting, name, bundled, DRAFT_FILE_PATTERNS)
 
@@ -60,9 +58,7 @@ def _find_checkpoint(setting: str, name: str | PathLike[str], bundled: Path, fil
 
 def _local_checkpoint(setting: str, name: str | PathLike[str]) -> Path | None:
     """Returns the directory or GGUF file with this name; None if it does not exist and the name may be a hub id.
-
-    Raises EspalierError if the name cannot be a hub id, or if the path is not a checkpoint.
-    """
+    Raises EspalierError if the name cannot be a hub id, or if the path is not a checkpoint."""
     path = Path(name).expanduser()
     if (gguf := _gguf_file(setting, path)) is not None:
         return gguf
@@ -78,9 +74,7 @@ def _local_checkpoint(setting: str, name: str | PathLike[str]) -> Path | None:
 
 def _gguf_file(setting: str, path: Path) -> Path | None:
     """Returns the GGUF file `path`, or the GGUF file in the directory `path` if the directory has no other weights.
-
-    Returns None for any other path.  Raises EspalierError if the file cannot be read or is used as a draft.
-    """
+    Returns None for any other path.  Raises EspalierError if the file cannot be read or is used as a draft."""
     try:
         if path.is_dir() and _holds_gguf(path):
             path = gguf_in(path)

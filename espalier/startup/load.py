@@ -70,9 +70,7 @@ class Checkpoint:
 
 def find_checkpoint(config: EngineConfig) -> Checkpoint:
     """Finds the files of target and draft, and reads the configs.
-
-    Raises EspalierError if files are missing, a model is not supported, or the draft does not fit the target.
-    """
+    Raises EspalierError if files are missing, a model is not supported, or the draft does not fit the target."""
     requested = requested_algorithm(config)  # before the search, which may download
     draft_path = find_draft(config.draft, requested) if config.draft is not None else None
     model = _model_name(config, draft_path)
@@ -175,10 +173,8 @@ def build_engine_of_ranks(
     ranks: Ranks, resolved: ResolvedConfig, requested_pages: int | None, load_rank_models: LoadRankModels | None = None
 ) -> tuple[Engine, ResolvedConfig]:
     """Builds an engine on this rank and on `ranks`, whose processes are already running.  See build_engine.
-
     load_rank_models: the function that loads the models of a rank; by default, it loads them from files.  Raises the
-    errors of build_engine, and RankFailed.
-    """
+    errors of build_engine, and RankFailed."""
     ranks.wait_until_loaded()
     joined = Path(ranks.folder.name) / f"joined-{ranks.num_loaded}"
     work = RankWork(load_rank_models or load_rank_models_from_files, resolved, requested_pages, str(joined))

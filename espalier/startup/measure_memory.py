@@ -38,11 +38,9 @@ def fullest_pass(layout: RoundLayout, width: int) -> LaunchInput:
 
 def smaller_passes(layout: RoundLayout, vocab_size: int) -> Iterator[LaunchInput]:
     """Yields the passes that use kernels which no fullest pass uses.
-
     Launchers choose block sizes and plans by the number of rows, usually rounded up to a power of two.  So passes of
     the smallest width have 2^n or 2^n + 1 pieces.  Triton compiles separate code for one row, and for multiples of 16
-    rows.
-    """
+    rows."""
     narrowest, *wider = layout.chunk_widths
     most = layout.max_pieces(narrowest)
     powers = [1 << i for i in range(most.bit_length())]
@@ -63,10 +61,8 @@ def smaller_passes(layout: RoundLayout, vocab_size: int) -> Iterator[LaunchInput
 
 def passes_of_last_rows(layout: RoundLayout, powers: Sequence[int]) -> Iterator[LaunchInput]:
     """Yields passes without log-probabilities, in which the last layer computes only one row of each piece.
-
     powers: the powers of two up to the largest number of pieces of a pass.  Rounds already cover the powers up to
-    max_batch.
-    """
+    max_batch."""
     narrowest, *wider = layout.chunk_widths
     most = layout.max_pieces(narrowest)
     above = [power for power in powers if power > layout.max_batch]
@@ -80,10 +76,8 @@ def passes_of_last_rows(layout: RoundLayout, powers: Sequence[int]) -> Iterator[
 
 def dummy_pass(width: int, num_pieces: int, num_requests: int, num_reported_rows: int) -> LaunchInput:
     """Returns a pass of dummy slots whose pieces are spread over the requests.
-
     width: rows of a piece.  num_reported_rows: the number of rows, from the first row of the pass, whose
-    log-probabilities are reported.
-    """
+    log-probabilities are reported."""
     dummies = dummy_launch(num_requests, width, num_pieces if num_pieces > num_requests else 0)
     rows = None
     if num_reported_rows:
@@ -116,10 +110,8 @@ class MemoryNeeds:
 
 def measure_pages(loaded: LoadedModels, requested_pages: int | None) -> int:
     """Returns the number of pages (dummy page included) that fit beside models, buffers and the largest launches.
-
     requested_pages: the user's number of pages, which is checked and returned; None to return the largest possible
-    number.  Raises EspalierError if the requested pages do not fit, or if not even one full context fits.
-    """
+    number.  Raises EspalierError if the requested pages do not fit, or if not even one full context fits."""
     layout, device, graph_batch = loaded.config.layout, loaded.device, loaded.config.graph_batch
     page_bytes = layout.tokens_in(bytes_per_token(loaded.layer_specs, loaded.dtype))
     needs = _measure_needs(loaded)
@@ -169,11 +161,9 @@ def measure_launches(
     executor: CudaExecutor, layout: RoundLayout, device: torch.device, graph_batch: int
 ) -> MemoryNeeds:
     """Runs the largest prefill pass of each width and the largest round of each tree, and returns the memory needed.
-
     The passes report all log-probabilities.  This function also compiles the kernels of all other prefill passes and of
     eager rounds, so that no kernel is compiled while requests wait.  Kernels of captured launches are compiled when the
-    launches are captured.
-    """
+    launches are captured."""
     passes = [fullest_pass(layout, width) for width in layout.chunk_widths]
     # Batches are in ascending order, so each tree keeps its largest batch.
     staged = {layout.for_batch(batch).tree: replace(dummy_launch(batch), is_staged=True) for batch in executor.buckets}
@@ -190,9 +180,7 @@ def measure_launches(
 
 def _peak_bytes(executor: CudaExecutor, launch_input: LaunchInput, device: torch.device) -> int:
     """Returns the peak number of bytes that PyTorch reserves for a launch.
-
-    Reserved bytes are measured instead of allocated bytes, because freed memory may stay fragmented.
-    """
+    Reserved bytes are measured instead of allocated bytes, because freed memory may stay fragmented."""
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved(device)
@@ -283,9 +271,7 @@ def _num_snapshots(
     config: EngineConfig, layout: RoundLayout, state_bytes: int, num_bytes: int, prefix_cache: bool
 ) -> int:
     """Returns the number of snapshots of states.  num_bytes: the bytes for pages and snapshots together.
-
-    Raises EspalierError if the user sets num_snapshots, but the model has no states or the prefix cache is off.
-    """
+    Raises EspalierError if the user sets num_snapshots, but the model has no states or the prefix cache is off."""
     if not state_bytes or not prefix_cache:
         if not is_open(config.num_snapshots) and config.num_snapshots:
             why = "the prefix cache is off" if state_bytes else "no layer of this model keeps a recurrent state"

@@ -36,10 +36,8 @@ Connector = Callable[[Callable[[], Collectives]], Collectives]
 @dataclass(frozen=True)
 class RankWork:
     """The startup work of one rank.
-
     models: loads the models of a rank.  requested_pages: the user's num_pages.  rendezvous_file: the path of a file
-    through which ranks connect; the file must not exist yet.
-    """
+    through which ranks connect; the file must not exist yet."""
 
     models: LoadRankModels
     config: ResolvedConfig
@@ -52,9 +50,7 @@ class RankWork:
 
     def load_models_of(self, rank: int, connector: Connector = lambda meet: meet()) -> LoadedModels:
         """Connects to the other ranks and loads the models of a rank.
-
-        connector: calls a function that waits for the other ranks.
-        """
+        connector: calls a function that waits for the other ranks."""
         config, count = self.config, self.config.tensor_parallel
         if torch.device(config.device).type == "cuda":
             config = replace(config, device=f"cuda:{rank}")

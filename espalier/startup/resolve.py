@@ -54,9 +54,7 @@ log = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class DeviceDefaults:
     """The values of "auto" for one device type.
-
-    context_limit: the maximum of max_context.  memory_share: the share of the free memory that pages may take.
-    """
+    context_limit: the maximum of max_context.  memory_share: the share of the free memory that pages may take."""
 
     max_batch: int
     context_limit: int
@@ -196,10 +194,8 @@ def requested_algorithm(config: EngineConfig) -> str:
 
 def choose_algorithm(config: EngineConfig, draft_algorithm: str | None) -> str:
     """Returns the user's algorithm, else the draft's algorithm, else "ngram".
-
     draft_algorithm: the algorithm for the format of the user's draft or the bundled draft; None if there is no draft.
-    Raises EspalierError if the user's algorithm and the draft do not fit together.
-    """
+    Raises EspalierError if the user's algorithm and the draft do not fit together."""
     requested = requested_algorithm(config)
     if requested == "auto":
         return draft_algorithm or "ngram"
@@ -223,8 +219,7 @@ def choose_algorithm(config: EngineConfig, draft_algorithm: str | None) -> str:
 def resolve(
     config: EngineConfig, model: str, draft: str | None, spec: DraftSpec, device: torch.device, facts: StartupFacts
 ) -> ResolvedConfig:
-    """Resolves each "auto" and checks that all fields fit together.  Raises EspalierError for values that do not fit.
-    """
+    """Resolves each "auto" and checks that all fields fit together.  Raises EspalierError for values that do not fit."""
     defaults = DEFAULTS[device.type]
     dtype = _value_or_default(config.dtype, _default_dtype(device, facts))
     kv_dtype, draft_kv_dtype = _kv_dtypes(config, dtype, facts)
@@ -308,9 +303,7 @@ def _attention_backends(
     config: EngineConfig, device: torch.device, dtype: torch.dtype, facts: StartupFacts
 ) -> tuple[str, str]:
     """Returns the attention backends of target and draft.  By default, the draft has the target's backend.
-
-    Raises EspalierError if draft_attention is set and the drafter has no layers.
-    """
+    Raises EspalierError if draft_attention is set and the drafter has no layers."""
     target_backend = None if is_open(config.attention) else config.attention
     draft_backend = target_backend if is_open(config.draft_attention) else config.draft_attention
     target = choose_backends(target_backend, device.type, dtype, facts.layer_specs, facts.target_layers)
@@ -362,9 +355,7 @@ def _max_context(config: EngineConfig, facts: StartupFacts, defaults: DeviceDefa
 
 def _configured_tree(speculation: SpeculationConfig, spec: DraftSpec) -> TreeShape:
     """Returns the configured tree.
-
-    Raises EspalierError if tree settings are combined with plain decoding, or if the tree is impossible.
-    """
+    Raises EspalierError if tree settings are combined with plain decoding, or if the tree is impossible."""
     if spec.algorithm == "none":
         _refuse_tree(speculation, "algorithm='none'")
         return PLAIN
@@ -385,9 +376,7 @@ def _configured_tree(speculation: SpeculationConfig, spec: DraftSpec) -> TreeSha
 
 def _refuse_tree(speculation: SpeculationConfig, cause: str) -> None:
     """Raises EspalierError if a tree setting is combined with a setting for plain decoding.
-
-    cause: the setting for plain decoding.
-    """
+    cause: the setting for plain decoding."""
     for name in TREE_FIELDS:
         if (value := getattr(speculation, name)) not in ("auto", getattr(PLAIN, name)):
             raise EspalierError(f"{cause} is plain decoding, but {name}={value} is set; remove one of them")
@@ -395,9 +384,7 @@ def _refuse_tree(speculation: SpeculationConfig, cause: str) -> None:
 
 def _graph_batch(config: EngineConfig, layout: RoundLayout, device: torch.device) -> int:
     """Returns the largest batch with CUDA graphs: by default max_batch on a GPU, and 0 on a CPU.
-
-    Raises EspalierError if the user's graph_batch is above max_batch, or above 0 on a CPU.
-    """
+    Raises EspalierError if the user's graph_batch is above max_batch, or above 0 on a CPU."""
     if is_open(config.graph_batch):
         return layout.max_batch if device.type == "cuda" else 0
     if device.type != "cuda" and config.graph_batch:

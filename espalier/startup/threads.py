@@ -25,11 +25,9 @@ log = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class ThreadFacts:
     """Facts about the CPU's threads.
-
     num_cores: physical cores that this process may use; num_current: PyTorch's current number of threads;
     from_environment:
-    whether OMP_NUM_THREADS is set.
-    """
+    whether OMP_NUM_THREADS is set."""
 
     num_cores: int
     num_current: int

@@ -43,9 +43,7 @@ ChoicesByBatch = tuple[tuple[int, tuple[TreeShape, ...]], ...]
 @dataclass(frozen=True)
 class PredictedCosts:
     """RoundCosts of a GPU, predicted from the sizes of the models and the speed of the chip.
-
-    weights: the numbers of weights of target and draft together.
-    """
+    weights: the numbers of weights of target and draft together."""
 
     weights: PassWeights
     chip: ChipFigures
@@ -201,8 +199,7 @@ def adaptive_tree_choices(
 
 
 def with_depth_of(tree: TreeShape, choices: ChoicesByBatch) -> TreeShape:
-    """Returns the tree with as many steps as the deepest choice, so that its buffers are large enough for every choice.
-    """
+    """Returns the tree with as many steps as the deepest choice, so that its buffers are large enough for every choice."""
     return replace(tree, steps=max([tree.steps, *(shape.steps for _, shapes in choices for shape in shapes)]))
 
 
@@ -218,8 +215,7 @@ def _predicted_trees(configured: TreeShape, costs: PredictedCosts, max_batch: in
 
 
 def _limit_trees(trees: TreesByBatch, configured: TreeShape, max_batch: int) -> TreesByBatch:
-    """Returns these trees, and trees with half the nodes for smaller batches whose rows would exceed MAX_VERIFY_ROWS.
-    """
+    """Returns these trees, and trees with half the nodes for smaller batches whose rows would exceed MAX_VERIFY_ROWS."""
     halves: TreesByBatch = {}
     shape, end = configured, min([*trees, max_batch + 1])
     while shape.num_draft_tokens > 1 and (least := MAX_VERIFY_ROWS // shape.num_draft_tokens + 1) < end:

@@ -72,9 +72,7 @@ class Speed:
 
 def train_auto(target: Path, data: Path | None, out: Path, max_minutes: float, kinds: list[str]) -> None:
     """Runs the whole command.  kinds: the kinds of drafts to try: "eagle3", "mtp" or "block".
-
-    Raises EspalierError for invalid input, and OSError if a command fails.
-    """
+    Raises EspalierError for invalid input, and OSError if a command fails."""
     device, work, clock = training_device().type, out / "work", Clock(max_minutes * 60)
     work.mkdir(parents=True, exist_ok=True)
     require_same_run(

@@ -81,10 +81,8 @@ class BlockLayer(nn.Module):
 
 class MarkovHead(nn.Module):
     """DSpark's Markov head.  It computes edges: logits of a token that depend on the preceding tokens.
-
     The factors of a depth depend on the preceding token ("vanilla"), also on the block's hidden state ("gated"), or on
-    all preceding tokens and the hidden state ("rnn").
-    """
+    all preceding tokens and the hidden state ("rnn")."""
 
     def __init__(self, shape: BlockShape) -> None:
         super().__init__()
@@ -153,10 +151,8 @@ class BlockHead(nn.Module):
 
     def forward(self, roots: Tensor, mask_embed: Tensor, features: Tensor, anchors: Tensor) -> Tensor:
         """Returns [B, A, S, H], the inputs of the lm_head for A blocks.
-
         roots: [B, A, H], embeddings of the tokens at the positions `anchors` [A].  mask_embed: [H].  features: [B, T,
-        F], the features of tokens 0 .. T-1.
-        """
+        F], the features of tokens 0 .. T-1."""
         size, num_blocks = self.shape.block_size, len(anchors)
         masks = mask_embed.expand(*roots.shape[:2], size - 1, -1)
         x = torch.cat((roots[:, :, None], masks), 2).flatten(1, 2)

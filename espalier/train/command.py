@@ -255,10 +255,8 @@ def refuse_other_model(out: Path, kind: str) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command.
-
     Returns the exit code: 0 for success, 1 for a system error, 2 for bad input (with one line on stderr), 130 after
-    Ctrl-C.
-    """
+    Ctrl-C."""
     parser = make_parser()
     arguments = parser.parse_args(argv)
     if arguments.command is None:

@@ -29,10 +29,8 @@ HELDOUT_PROMPTS, HELDOUT_TOKENS = 16, 64
 @dataclass(frozen=True)
 class Conversation:
     """A conversation that the target answers.
-
     tokens: the token ids of the chat prompt, up to the answer.  kind: the `kind` field of the conversation's line, such
-    as "code".
-    """
+    as "code"."""
 
     tokens: np.ndarray
     kind: str = ""
@@ -41,10 +39,8 @@ class Conversation:
 @dataclass(frozen=True)
 class TrainingText:
     """The user's training text.
-
     stream: the concatenated token ids of all documents, as uint16 or int32.  conversations: the conversations that the
-    target answers.  licenses: the licences that the lines name.
-    """
+    target answers.  licenses: the licences that the lines name."""
 
     stream: np.ndarray
     conversations: Sequence[Conversation] = ()

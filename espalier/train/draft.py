@@ -40,9 +40,7 @@ class DraftLayer(nn.Module):
 
     def finish_layer(self, feature: Tensor, attended: Tensor) -> Tensor:
         """Returns the layer's output [..., T, H].
-
-        attended: [..., heads, T, head_dim].  The residual is the feature before its norm.
-        """
+        attended: [..., heads, T, head_dim].  The residual is the feature before its norm."""
         x = feature + self.self_attn.project_output(attended)
         return x + self.mlp(self.post_attention_layernorm(x))
 
@@ -69,10 +67,8 @@ class Eagle3Draft(nn.Module):
 
     def set_vocabulary(self, target_ids: Tensor, head: Tensor) -> None:
         """Sets the draft vocabulary.
-
         target_ids: the target id of each draft id, ascending.  head: the target's lm_head [vocab, H_target], which
-        initialises the draft's lm_head if the hidden sizes agree.
-        """
+        initialises the draft's lm_head if the hidden sizes agree."""
         self.d2t.copy_(target_ids - torch.arange(len(target_ids), device=target_ids.device))
         self.t2d.zero_()
         self.t2d[target_ids] = True

@@ -27,9 +27,7 @@ class DraftAttention(nn.Module):
 
     def project_qkv(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Projects x [..., T, input_size] to q, k and v, [..., heads, T, head_dim] each.
-
-        q and k are rotated; k and v are repeated so that each query head has its own.
-        """
+        q and k are rotated; k and v are repeated so that each query head has its own."""
         q, k, v = (
             proj(x).unflatten(-1, (-1, self.head_dim)).transpose(-3, -2)
             for proj in (self.q_proj, self.k_proj, self.v_proj)
@@ -44,8 +42,7 @@ class DraftAttention(nn.Module):
 
 
 def attend(q: Tensor, chain: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """Computes attention to the keys of level 0 (causal) and, in each later level, to the key with the query's index.
-    """
+    """Computes attention to the keys of level 0 (causal) and, in each later level, to the key with the query's index."""
     (k0, v0), later = chain[0], chain[1:]
     if not later:
         return F.scaled_dot_product_attention(q, k0, v0, is_causal=True)

@@ -49,10 +49,8 @@ MeasureFunction = Callable[[list[np.ndarray], list[int]], dict[str, AcceptReport
 @dataclass(frozen=True)
 class RunFiles:
     """The files that a run reads and writes.
-
     kind: the kind of the draft.  data: the training text without held-out prompts.  own_text: the target's own text.
-    state: see SavedState.
-    """
+    state: see SavedState."""
 
     kind: str
     target: Path
@@ -66,9 +64,7 @@ def prepare_run(
     kind: str, target: Path, data: TrainingText, out: Path, work: Path, config: TrainConfig, min_layers: int = 1
 ) -> RunFiles:
     """Checks that all settings fit together, before the target is loaded.  Then generates the own text if necessary.
-
-    Raises EspalierError for settings that do not fit.
-    """
+    Raises EspalierError for settings that do not fit."""
     config.require_target(read_target(target, min_layers))
     origin, (kept, _) = origin_of(target, data.all_tokens), data.split_held_out()
     num_tokens, own_rows = len(kept.stream), count_own_rows(config, kept)
@@ -94,9 +90,7 @@ def count_own_rows(config: TrainConfig, data: TrainingText) -> int:
 
 def require_own_rows(num_tokens: int, config: TrainConfig, own_rows: int) -> None:
     """Raises EspalierError if the own text is too short for its share of a batch.
-
-    num_tokens: the number of tokens of the text, or its maximum.
-    """
+    num_tokens: the number of tokens of the text, or its maximum."""
     remedy = "use more --continuations, or a smaller --own-share, --batch or --length"
     require_windows(
         f"the target's own text has {num_tokens} tokens at most", num_tokens, config.length, own_rows, remedy
@@ -105,9 +99,7 @@ def require_own_rows(num_tokens: int, config: TrainConfig, own_rows: int) -> Non
 
 def training_rows(target: FrozenTarget, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the inputs of LossFunction for tokens [B, R + 1].
-
-    Row p combines the target's feature at p with token p + 1, and learns the target's logits at p + 1.
-    """
+    Row p combines the target's feature at p with token p + 1, and learns the target's logits at p + 1."""
     reads, logits = target(tokens)
     return target.embed(tokens[:, 1:]), reads[:, :-1], logits[:, 1:]
 
@@ -115,11 +107,9 @@ def training_rows(target: FrozenTarget, tokens: Tensor) -> tuple[Tensor, Tensor,
 @dataclass(frozen=True)
 class DraftRun:
     """One training run.
-
     loss_function: the loss of a batch; save: writes the draft; measure: the draft's accept lengths, which are printed
     whenever the state is saved, and at the end; make_rows: makes the inputs of loss_of from tokens [B, R + 1]; depth:
-    tokens of the deepest path that is measured.
-    """
+    tokens of the deepest path that is measured."""
 
     draft: nn.Module
     target: FrozenTarget
@@ -142,10 +132,8 @@ class DraftRun:
 
 def mixed_batches(run: DraftRun, first_batch: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Yields batches [batch, length + 1] of token ids, and for each token whether it counts in the loss.
-
     A share `own_share` of the rows is the target's own text.  In conversations, only the target's answers count in the
-    loss.  Prompts that are cut from documents count like all other text.
-    """
+    loss.  Prompts that are cut from documents count like all other text."""
     config, data, device = run.config, run.files.data, run.target.device
     own_rows = count_own_rows(config, data)
     given_rows = config.batch - own_rows
@@ -176,10 +164,8 @@ def backward(run: DraftRun, tokens: Tensor, loss_mask: Tensor) -> tuple[Tensor, 
 
 def train_draft(run: DraftRun, **more_figures: float) -> dict[str, float]:
     """Trains and saves the draft, and returns the run's figures.  more_figures: additional figures for the result.
-
     The figures and the settings are also written to a JSON file in the work folder, and to the draft's card.  The state
-    is removed, because a finished run cannot continue.
-    """
+    is removed, because a finished run cannot continue."""
     own, state = run.files.own_text.texts, run.files.state
     require_own_rows(len(own.tokens), run.config, count_own_rows(run.config, run.files.data))
     num_steps, agreement, accept = run_steps(run)
@@ -202,9 +188,7 @@ def train_draft(run: DraftRun, **more_figures: float) -> dict[str, float]:
 
 def run_steps(run: DraftRun) -> tuple[int, list[float], dict[str, AcceptReport]]:
     """Runs the remaining steps and saves the draft, also if the run is interrupted after a step.
-
-    Returns the number of steps done, the last top-1 agreement by depth, and the accept lengths.
-    """
+    Returns the number of steps done, the last top-1 agreement by depth, and the accept lengths."""
     config, state = run.config, run.files.state
     optimizers = make_optimizers(run.draft, config.matrix_lr, config.other_lr, config.weight_decay)
     num_steps = int(config.num_tokens / (config.batch * config.length))
@@ -286,9 +270,7 @@ def print_measure(run: DraftRun) -> dict[str, AcceptReport]:
 
 class StepClock:
     """Measures the time of a run's steps.  The clock starts after the first step, which compiles kernels.
-
-    max_seconds: the time limit of the run; None for no limit.
-    """
+    max_seconds: the time limit of the run; None for no limit."""
 
     def __init__(self, max_seconds: int | None) -> None:
         self.max_seconds = max_seconds

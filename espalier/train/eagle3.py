@@ -36,8 +36,7 @@ def new_draft(target: Eagle3Target, ids: np.ndarray, config: Eagle3Config) -> Ea
 def new_draft_with_vocabulary(
     target: Eagle3Target, files: RunFiles, config: Eagle3Config
 ) -> tuple[Eagle3Draft, dict[str, float]]:
-    """Returns (a new draft whose vocabulary is the tokens that the target generates most often, the figure `coverage`).
-    """
+    """Returns (a new draft whose vocabulary is the tokens that the target generates most often, the figure `coverage`)."""
     counts = files.own_text.greedy_counts
     seen = files.data.stream if len(files.data.stream) else files.own_text.texts.tokens
     ids, coverage = choose_vocabulary(seen, counts, min(config.draft_vocab, len(counts)))

@@ -26,9 +26,7 @@ from espalier.train.writer import TargetWriter, find_repeats
 @dataclass
 class Beams:
     """The draft rows of one level of N trees, [N, K, ...] each.
-
-    on_path: whether the text agrees with the row's path; chain: the keys and values of the row's ancestors.
-    """
+    on_path: whether the text agrees with the row's path; chain: the keys and values of the row's ancestors."""
 
     tokens: Tensor
     scores: Tensor
@@ -101,9 +99,7 @@ def run_beams(
     draft: Eagle3Draft, embeds: Tensor, beams: Beams, positions: Tensor, keys: Tensor, values: Tensor, roots: Tensor
 ) -> Tensor:
     """Returns the outputs of one draft step over [N, K] beams.  Appends the beams' keys and values to `beams.chain`.
-
-    positions: [N].
-    """
+    positions: [N]."""
     layer = draft.midlayer
     cos, sin = (t[:, None, None, None, :] for t in draft.rope(positions))
     joined = layer.join(embeds, beams.features)[..., None, :]
@@ -123,10 +119,8 @@ def run_beams(
 @dataclass
 class AcceptReport:
     """Mean accept lengths.
-
     fresh, repeated: the means over the rounds that decoding would run, in new text and in repeated text.  every_root:
-    the mean with every position as a root.  repeated_share: the share of rounds in repeated text.
-    """
+    the mean with every position as a root.  repeated_share: the share of rounds in repeated text."""
 
     fresh: float
     repeated: float

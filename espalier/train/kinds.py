@@ -145,9 +145,7 @@ def evaluate(
     name: str, draft_dir: Path, target_dir: Path, prompts: list[list[int]], num_tokens: int
 ) -> dict[str, AcceptReport]:
     """Measures a draft with the trees of its kind, without the engine.  Prints and returns the accept lengths.
-
-    Raises EspalierError if the draft does not fit the target.
-    """
+    Raises EspalierError if the draft does not fit the target."""
     read_draft(draft_dir, read_config(target_dir))
     kind = DRAFT_KINDS[name]
     draft = kind.load(draft_dir)

@@ -40,10 +40,8 @@ TRIAL_TRAINING_FLAGS = " --num-tokens 1e5 --batch 4 --length 256"
 @dataclass
 class OwnText:
     """The own text of a target.
-
     texts: the texts in random order.  greedy_counts: how often the target chose each token id greedily.  held_out: the
-    held-out prompts with greedy continuations.
-    """
+    held-out prompts with greedy continuations."""
 
     texts: JoinedTexts
     greedy_counts: np.ndarray
@@ -97,10 +95,8 @@ def require_prompts(data: TrainingText, config: OwnTextConfig, target: Path) -> 
 
 def make_own_text(writer: TargetWriter, data: TrainingText, config: OwnTextConfig, unfinished: UnfinishedText) -> None:
     """Generates continuations until all are complete, or until text_seconds have passed.
-
     A batch depends only on its number, its size and the prompt lengths, so an interrupted run generates the same text.
-    If generate_batch changes, the remaining text differs, but no batch is generated twice.
-    """
+    If generate_batch changes, the remaining text differs, but no batch is generated twice."""
     if found := unfinished.num_texts:
         print(f"{unfinished.path} has {found} continuations, {config.continuations - found} are left", flush=True)
     begun, made, seconds, most = time.perf_counter(), 0, 0.0, config.text_seconds or math.inf
@@ -125,9 +121,7 @@ def make_own_text(writer: TargetWriter, data: TrainingText, config: OwnTextConfi
 
 def _cut_prompts(data: TrainingText, config: OwnTextConfig, number: int, size: int) -> list[np.ndarray]:
     """Returns prompts of one length for a batch.
-
-    With a large generate_batch, some of PROMPT_LENGTHS are not used.  Only the used lengths are checked.
-    """
+    With a large generate_batch, some of PROMPT_LENGTHS are not used.  Only the used lengths are checked."""
     lengths = [length for length, _ in config.prompt_batches()]
     length, seed = lengths[number % len(lengths)], config.seed * WINDOW_SEED_FACTOR + 1 + number
     windows = StreamWindows(data.stream, length, torch.device("cpu"), seed)
@@ -228,9 +222,7 @@ def load_own_text(
 
 def saved_texts(config: OwnTextConfig, work: Path, origin: Mapping[str, str]) -> list[Path]:
     """Returns the files of own text in the work folder.
-
-    Raises EspalierError for a file of another target or of other data, and for this seed's file with other settings.
-    """
+    Raises EspalierError for a file of another target or of other data, and for this seed's file with other settings."""
     paths = sorted(work.glob("own_text-*.npz"))
     for path in paths:
         try:

@@ -35,9 +35,7 @@ def length_advice(prompt: int, positions: int) -> str:
 @dataclass(frozen=True)
 class OwnTextConfig:
     """The settings of the target's own text.
-
-    A field with the option `free` may change when a run is continued.
-    """
+    A field with the option `free` may change when a run is continued."""
 
     continuations: int = option(
         "number of prompts that the target continues: the data's conversations in turn, or pieces of its documents",

@@ -19,9 +19,7 @@ SAME_FLAGS_REMEDY = "give the same flags to go on, or another --out to begin ane
 @dataclass(frozen=True)
 class SavedState:
     """The state file of a run.
-
-    made_from: target, data and settings of the run, by flag.  A run can only continue with the same values.
-    """
+    made_from: target, data and settings of the run, by flag.  A run can only continue with the same values."""
 
     path: Path
     made_from: Mapping[str, str | None]

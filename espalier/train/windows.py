@@ -19,9 +19,7 @@ def num_windows(num_tokens: int, length: int) -> int:
 
 def require_windows(text_name: str, num_tokens: int, length: int, num_rows: int, remedy: str) -> None:
     """Raises EspalierError if a text is too short for a batch of `num_rows` windows.
-
-    text_name: the description of the text in the error message.
-    """
+    text_name: the description of the text in the error message."""
     if (found := num_windows(num_tokens, length)) < num_rows:
         raise EspalierError(
             f"{text_name}: {found} rows of {length} tokens, and a batch takes {num_rows} of them; {remedy}"

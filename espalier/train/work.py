@@ -77,9 +77,7 @@ def require_folder(flag: str, path: Path) -> None:
 @contextmanager
 def replace_file(path: Path, remedy: str) -> Iterator[Path]:
     """Provides a temporary path.  At the end of the block, the file at the temporary path replaces `path`.
-
-    If the block fails, the old file stays, and OSError is raised.
-    """
+    If the block fails, the old file stays, and OSError is raised."""
     unfinished = path.with_name(f"unfinished-{path.name}")
     try:
         yield unfinished

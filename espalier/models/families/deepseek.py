@@ -26,11 +26,9 @@ SCORING_OF_METHOD = {"greedy": "softmax", "group_limited_greedy": "softmax", "no
 
 def routed_experts(fields: Json, topk_methods: tuple[str, ...], layers: frozenset[int]) -> Experts | None:
     """Returns the experts of `layers`; None if there are none.
-
     topk_methods: the values of topk_method that the family supports, the default first.  All these methods have the
     same scoring_func.
-    Raises EspalierError for another topk_method or scoring_func.
-    """
+    Raises EspalierError for another topk_method or scoring_func."""
     if not fields["n_routed_experts"] or not layers:
         return None
     method = fields.get("topk_method") or topk_methods[0]

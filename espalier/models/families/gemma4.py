@@ -47,10 +47,8 @@ FIELDS_BY_LAYER = ("head_dim", "num_key_value_heads")
 
 class PerLayerEmbedding(Embedding):
     """A token embedding that also computes a second input of P values for each layer (E2B, E4B).
-
     The second inputs are table[token] · table_scale + norm(project(embedding)), where `norm` runs over each layer's P
-    values.  table: [vocab, layers · P].  project: the projection from [H] to [layers · P].
-    """
+    values.  table: [vocab, layers · P].  project: the projection from [H] to [layers · P]."""
 
     __slots__ = ("table", "table_scale", "project", "norm")
 
@@ -96,10 +94,8 @@ class ParallelMLPRows(NamedTuple):
 @dataclass(eq=False, slots=True)
 class ParallelMLP:
     """A dense MLP and, in parallel, routed experts.  Both read the residual, each through its own norm.
-
     router_norm: the norm before the router; its weight includes the router's scale.  mlp_norm: the norm of the dense
-    MLP's output.  norm: the norm of the experts' input.  experts_output_norm: the norm of the experts' output.
-    """
+    MLP's output.  norm: the norm of the experts' input.  experts_output_norm: the norm of the experts' output."""
 
     mlp: GatedMLP
     mixture: MixtureMLP
@@ -180,10 +176,8 @@ def _windows(fields: Json) -> LayerWindows:
 
 def _sizes_by_layer(fields: Json) -> list[Json]:
     """Returns, for each layer, the fields of FIELDS_BY_LAYER whose values differ from those of the config.
-
     Transformers writes these values into `per_layer_config`.  Published files have the fields global_head_dim and
-    num_global_key_value_heads instead.
-    """
+    num_global_key_value_heads instead."""
     by_layer, kinds = fields.get("per_layer_config"), _layer_types(fields)
     if by_layer is None:
         of_full = {"head_dim": fields["global_head_dim"]}

@@ -101,10 +101,8 @@ def with_numeric_limits(fields: Json) -> Json:
 
 def require_mamba_sizes(fields: Json, counts: Sequence[str], heads_and_groups: tuple[str, str]) -> None:
     """Raises EspalierError for invalid fields of Mamba-2, and if no layer has attention.
-
     counts: the fields that must be positive integers.  heads_and_groups: the fields for the number of heads and the
-    number of groups; the heads of a group share B and C.
-    """
+    number of groups; the heads of a group share B and C."""
     require_counts(fields, counts)
     require_multiple(fields, *heads_and_groups)
     hybrid_windows(fields)

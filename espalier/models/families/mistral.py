@@ -20,9 +20,7 @@ OLD_LONGROPE_NAMES = ("su", "yarn")
 
 def mistral_windows(fields: Json) -> LayerWindows:
     """Returns the same window for each layer.
-
-    Transformers ignores `layer_types` for Mistral.  Raises EspalierError if `layer_types` contains full attention.
-    """
+    Transformers ignores `layer_types` for Mistral.  Raises EspalierError if `layer_types` contains full attention."""
     window = fields["sliding_window"]
     if window is not None and "full_attention" in (fields.get("layer_types") or ()):
         raise EspalierError(

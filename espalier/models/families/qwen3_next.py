@@ -106,10 +106,8 @@ def load_gated_attention(weights: Weights, config: ModelConfig, prefix: str, rop
 
 def load_delta_net(weights: Weights, config: ModelConfig, prefix: str) -> DeltaNet:
     """Loads the gated delta rule.
-
     Qwen3-Next stores q, k, v and z as one matrix, and b and a as another, both grouped by k head.  Qwen3.5 stores qkv,
-    z, b and a separately.
-    """
+    z, b and a separately."""
     keeps, hidden = recurrent_state(config), config.hidden_size
     inner, is_grouped = keeps.heads * keeps.v_size, weights.has_matrix(f"{prefix}in_proj_qkvz")
 

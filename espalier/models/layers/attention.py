@@ -56,9 +56,7 @@ class OutputGate(NamedTuple):
 
 class AttentionBlock:
     """The base class of attention blocks: a Mixer (espalier/models/layers/decoder.py) whose rows attend to other rows.
-
-    sink: the logits of the attention sinks; see espalier/attention/base.py:Attention.attend.
-    """
+    sink: the logits of the attention sinks; see espalier/attention/base.py:Attention.attend."""
 
     __slots__ = ()
     sink: Tensor | None = None

@@ -29,10 +29,8 @@ class Mixer(NormReader, Protocol):
 
     def __call__(self, layer: int, rows: Any, s: Residual, p: Pass) -> Tensor | Unsummed:
         """Writes rows to the cache, drops all rows except `p.kept_rows` (`s.keep_rows`), then attends.
-
         layer: the layer's index in the pass.  rows: the result of norm_input.
-        Returns the output [kept rows, hidden], or partial sums of it (RMSNorm.add_and_norm).
-        """
+        Returns the output [kept rows, hidden], or partial sums of it (RMSNorm.add_and_norm)."""
         ...
 
 
@@ -47,9 +45,7 @@ class PlainNorm:
 @dataclass(eq=False, slots=True)
 class BlockLayer:
     """A layer of one block: x + block(norm(x)).  The block is a mixer or an MLP.
-
-    index: the layer's index in the pass, from 0.
-    """
+    index: the layer's index in the pass, from 0."""
 
     index: int
     norm: RMSNorm

@@ -10,10 +10,8 @@ from espalier.models.layers.norm import RMSNorm, is_rounded_in_launch
 
 def gate_for_projection(out: Linear, head_outputs: Tensor, gate: OutputGate, norm: RMSNorm | None) -> InputRows:
     """Returns the normed and gated rows of head_outputs [N, groups, size], in the form that `out` takes.
-
     If `out` takes quantised inputs, the kernel of the norm quantises them if it can.
-    norm: None for a gate without a norm (kernels/ops/states.py:gated_norm); a group may then have several scales.
-    """
+    norm: None for a gate without a norm (kernels/ops/states.py:gated_norm); a group may then have several scales."""
     weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
     rounding, (groups, size) = out.rounding, head_outputs.shape[1:]
     if rounding is None or not is_rounded_in_launch(head_outputs, groups * size, rounding):

@@ -60,16 +60,13 @@ class Linear:
         return self.weight.parts(x, self.bias)
 
     def write_parts(self, x: InputRows, out: Tensor) -> None:
-        """Multiplies x [rows, in].  Writes partial sums to out [weight.num_parts(rows), rows, out], float32 or float64.
-        """
+        """Multiplies x [rows, in].  Writes partial sums to out [weight.num_parts(rows), rows, out], float32 or float64."""
         self.weight.write_parts(x, self.bias, out)
 
     def gated(self, x: InputRows, activation: Activation = SILU, rounding: InputScales | None = None) -> InputRows:
         """Multiplies x [rows, in] and applies the activation.  Returns [rows, inner].
-
         The weight stacks gate and up, [2·inner, in].  If the activation has no gate, the weight is up, [inner, in].
-        rounding: how the next layer quantises its input.  The result is RoundedRows if the kernel can quantise it.
-        """
+        rounding: how the next layer quantises its input.  The result is RoundedRows if the kernel can quantise it."""
         rows: InputRows = self.weight.gated(x, self.bias, activation, rounding)
         return rows
 
@@ -97,10 +94,8 @@ class Embedding:
 
     def __call__(self, p: Pass, rope: RopeTables, draft_hidden: DraftHidden | None = None) -> Residual:
         """Returns the residual stream of the pass's B · Q rows.  rope: the RoPE that most layers use.
-
         draft_hidden: for a draft, the hidden states that are concatenated to the embeddings.  The residual stream then
-        starts with these hidden states, and `first_input` is the concatenation of both norms, [B · Q, 2 · hidden].
-        """
+        starts with these hidden states, and `first_input` is the concatenation of both norms, [B · Q, 2 · hidden]."""
         tokens, table = (p.tokens, self.weight) if self.shards.count == 1 else self._gather_over_ranks(p.tokens)
         tables = EmbeddingTables(table, rope.cos, rope.sin)
         x, residual, rotation, live = embed_rows(tokens, p.positions, tables, draft_hidden)
@@ -124,10 +119,8 @@ class Embedding:
 
     def gather_all_rows(self) -> None:
         """Gathers all rows of the embedding on every rank.
-
         A draft needs all rows, because it reads embeddings at each of its levels, and ranks do not communicate between
-        levels.
-        """
+        levels."""
         vocab_size, _ = self.shape
         if self.shards.count > 1:
             padding = self.shards.max_tokens_per_rank(vocab_size) - len(self.weight)

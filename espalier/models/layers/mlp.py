@@ -77,10 +77,8 @@ ROUTER_PLAN, ROUTER_MAX_ROWS = TritonPlan(block_out=32, block_in=128, splits=8, 
 
 class RoutedRows(NamedTuple):
     """The input of a MixtureMLP.
-
     x: [N, hidden], the normed rows; expert_rows: the same rows in the form that the routed experts take; logits: the
-    router's logits, in the form that `route` takes.
-    """
+    router's logits, in the form that `route` takes."""
 
     x: Tensor
     expert_rows: InputRows
@@ -124,10 +122,8 @@ class MixtureMLP:
 
     def norm_input(self, norm: AnyNorm, delta: BlockOutput, x: Tensor) -> tuple[Tensor, RoutedRows]:
         """Returns (x + delta, the norm of that sum with its router's logits).  See residual.py:NormReader.
-
         For a few rows, one kernel computes the norm and the router.  If the experts take quantised inputs, the kernel
-        of the norm also quantises them.
-        """
+        of the norm also quantises them."""
         rounding = rounding_in_norm(self.gate_up, x)
         own = sum_if_unsummed(delta) if supports_norm_router(x) and not isinstance(delta, NormedOutputs) else None
         if own is not None and norm.weight is not None:
@@ -142,9 +138,7 @@ class MixtureMLP:
 
     def __call__(self, routed: RoutedRows, live: Tensor | None = None) -> Tensor | Unsummed:
         """Returns the output [N, hidden] of N rows, or partial sums of the output (RMSNorm.add_and_norm).
-
-        live: [N] bool, the rows that experts compute; None for all rows.
-        """
+        live: [N] bool, the rows that experts compute; None for all rows."""
         parts = self._sum_of_experts(*routed, live)
         return parts if self.shards.count == 1 else Unsummed(parts, self.shards, routed.x.dtype)
 
@@ -186,8 +180,7 @@ def _shared_mlp_rows(shared: GatedMLP, gate_up: ExpertMatrix, x: Tensor, expert_
 
 
 def rounding_in_norm(gate_up: ExpertMatrix, x: Tensor) -> InputScales | None:
-    """Returns how the kernel of the norm of x quantises rows for the routed experts; None if it does not quantise them.
-    """
+    """Returns how the kernel of the norm of x quantises rows for the routed experts; None if it does not quantise them."""
     if isinstance(gate_up, Tensor) or gate_up.inputs is None or gate_up.order is not None or not x.is_cuda:
         return None
     return gate_up.inputs if can_round_norm(x.shape[1], gate_up.inputs) else None
@@ -195,10 +188,8 @@ def rounding_in_norm(gate_up: ExpertMatrix, x: Tensor) -> InputScales | None:
 
 def _shared_expert_tiles(shared: GatedMLP, gate_up: ExpertMatrix, down: ExpertMatrix) -> SharedExperts | None:
     """Returns the weights of the shared MLP as SharedExperts.
-
     Returns None if the shared MLP or the experts are quantised, if the shared MLP has a bias, or if the intermediate
-    size of the shared MLP is not a multiple of an expert's.
-    """
+    size of the shared MLP is not a multiple of an expert's."""
     layers = (shared.gate_up, shared.down)
     wide, narrow = (layer.weight.dense_tensor() for layer in layers)
     if wide is None or narrow is None or not isinstance(gate_up, Tensor) or not isinstance(down, Tensor):
@@ -211,9 +202,7 @@ def _shared_expert_tiles(shared: GatedMLP, gate_up: ExpertMatrix, down: ExpertMa
 
 def router_logits(x: Tensor, weight: Tensor) -> Tensor:
     """Returns the router's logits [N, E] = x [N, H] · weightᵀ, or partial sums of the logits, which `route` adds.
-
-    The product and the result are in float32 (float64 if x is float64).
-    """
+    The product and the result are in float32 (float64 if x is float64)."""
     exact = torch.promote_types(x.dtype, torch.float32)
     if x.is_cuda and x.dtype != exact:
         if 0 < len(x) <= ROUTER_MAX_ROWS:

@@ -69,10 +69,8 @@ class RMSNorm:
         self, delta: BlockOutput, residual: Tensor, rounding: InputScales | None
     ) -> tuple[Tensor, Tensor, InputRows]:
         """Returns the results of add_and_norm, and the norm quantised by the same kernel.
-
         rounding: how the norm is quantised; None to return the norm itself.  If set, x must be on a GPU with a width
-        that `can_round_norm` accepts.
-        """
+        that `can_round_norm` accepts."""
         if rounding is not None and not isinstance(delta, NormedOutputs):
             given = (sum_if_unsummed(delta), residual, self.weight, self.eps, rounding)
             total, kept, rounded = rounded_norm.triton(*given, return_norm=True)
@@ -83,11 +81,9 @@ class RMSNorm:
 
     def add_and_norm(self, delta: BlockOutput, residual: Tensor) -> tuple[Tensor, Tensor]:
         """Returns (residual + delta, norm of that sum), [N, H] each.
-
         delta: a block's output [N, H], or float32 or float64 partial sums [parts, N, H] (Linear.partial_sums,
         MixtureMLP), which are added in order; None before the first block.  An Unsummed output is first summed over the
-        ranks, if possible by the same kernel.  NormedOutputs are first normed, on a GPU by the same kernel.
-        """
+        ranks, if possible by the same kernel.  NormedOutputs are first normed, on a GPU by the same kernel."""
         if isinstance(delta, NormedOutputs):
             total, [normed] = delta.add_and_norms(residual, (self,))
             return total, normed
@@ -104,10 +100,8 @@ class RMSNorm:
 
 class NormedOutputs:
     """Outputs of blocks that are normed before they are added to the residual: x · scale + norm(the sum of the normed outputs).
-
     outputs: one or two pairs (block output, norm of that output).
-    norm: the norm of the sum; None to add the sum without another norm.
-    """
+    norm: the norm of the sum; None to add the sum without another norm."""
 
     __slots__ = ("outputs", "norm", "scale")
 

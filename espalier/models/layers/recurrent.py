@@ -140,10 +140,8 @@ class DeltaNet:
 
     def norm_input(self, norm: AnyNorm, delta: BlockOutput, x: Tensor) -> tuple[Tensor, tuple[InputRows, Tensor]]:
         """Returns (x + delta, (the norm of that sum in the form that qkvz takes, the product of that norm with ba)).
-
         See residual.py:NormReader.  For a few rows, one kernel computes the norm and the product with ba.  If qkvz
-        takes quantised inputs, the kernel of the norm also quantises them.
-        """
+        takes quantised inputs, the kernel of the norm also quantises them."""
         rounding = self.qkvz.rounding if is_rounded_in_launch(x, x.shape[1], self.qkvz.rounding) else None
         of_ba = self.ba.weight.dense_tensor() if supports_norm_router(x) else None
         own = None if of_ba is None or isinstance(delta, NormedOutputs) else sum_if_unsummed(delta)

@@ -53,9 +53,7 @@ class Residual:
 
     def add_and_norm(self, norm: AnyNorm | None, reader: NormReader) -> Any:
         """Adds the previous block's output to x.  Returns the norm of the sum in the form that `reader` takes.
-
-        norm: None for a first block whose input the embedding computes.
-        """
+        norm: None for a first block whose input the embedding computes."""
         if norm is None:
             rows, self.first_input = self.first_input, None
             assert rows is not None, "only the first block of a draft head reads what the embedding made"
@@ -73,10 +71,8 @@ class Residual:
         self, delta: Tensor | Unsummed | NormedOutputs | PendingAdd, norm: RMSNorm | None = None, scale: float = 1.0
     ) -> None:
         """Stores a block's output, [N, H] or partial sums of it.  The next norm adds this output to x.
-
         norm: the norm of the output, for families with such a norm; scale: the factor of the output.  Only one of the
-        two may be set.
-        """
+        two may be set."""
         if norm is not None or scale != 1:
             assert isinstance(delta, Tensor | Unsummed) and (norm is None or scale == 1)
             delta = sum_over_ranks(delta) * scale if norm is None else NormedOutputs((delta, norm))

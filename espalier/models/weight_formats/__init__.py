@@ -57,25 +57,19 @@ FORMATS: Mapping[str | None, Callable[[Mapping[str, Any]], FormatLookup]] = {
 
 def quantisation_of(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the fields of a config.json that describe quantised weights.
-
-    A draft in the format of speculators has these fields at the top level, not in `transformer_layer_config`.
-    """
+    A draft in the format of speculators has these fields at the top level, not in `transformer_layer_config`."""
     return {name: raw[name] for name in QUANTISATION_FIELDS if raw.get(name) is not None}
 
 
 def declared_kv_dtype(fields: Mapping[str, Any]) -> str | None:
     """Returns the kv_dtype that a config.json declares; None if there is no declaration.
-
-    Raises EspalierError for a kv_cache_scheme that is not supported.
-    """
+    Raises EspalierError for a kv_cache_scheme that is not supported."""
     return read_kv_dtype(fields, QUANTISATION_FIELDS)
 
 
 def read_formats(fields: Mapping[str, Any]) -> FormatLookup:
     """Returns the format of each matrix, from a completed config.json.  The result takes names in the checkpoint.
-
-    Raises EspalierError naming a format that is not in FORMATS.
-    """
+    Raises EspalierError naming a format that is not in FORMATS."""
     field = next((name for name in QUANTISATION_FIELDS if fields.get(name) is not None), QUANTISATION_FIELDS[0])
     quantisation = fields.get(field)
     method = quantisation.get("quant_method", "?") if isinstance(quantisation, Mapping) else quantisation

@@ -22,10 +22,8 @@ from espalier.shards import Part
 
 class Weight(ABC):
     """A matrix [out, in].  nbytes: bytes of the matrix's tensors in memory.
-
     A subclass implements `apply`, and overrides other products for which it has faster kernels.  If `rounding` is not
-    None, `apply`, `parts` and `gated` also take RoundedRows with this rounding.
-    """
+    None, `apply`, `parts` and `gated` also take RoundedRows with this rounding."""
 
     __slots__ = ("shape", "nbytes")
     format: str
@@ -79,8 +77,7 @@ class Weight(ABC):
 
 
 class LastRowsWeight(Weight):
-    """The last rows of a weight whose format cannot be sliced.  A product computes all rows and drops the first rows.
-    """
+    """The last rows of a weight whose format cannot be sliced.  A product computes all rows and drops the first rows."""
 
     __slots__ = ("whole_weight", "first_row", "format")
 
@@ -135,9 +132,7 @@ class StoredTensor:
 
     def slices_of_part(self, rows: Part, columns: Part) -> tuple[slice, ...]:
         """Returns the slices of the tensor, one per dimension, that store a part of the matrix.
-
-        Raises EspalierError for a part that begins or ends inside an entry.
-        """
+        Raises EspalierError for a part that begins or ends inside an entry."""
         slices = [slice(0, size) for size in self.shape]
         for dim, part, unit in (
             (self.row_dim, rows, self.rows_per_entry),
@@ -178,10 +173,8 @@ class WeightFormat(ABC):
     @abstractmethod
     def build(self, tensors: Mapping[str, Tensor], rows: Sequence[int], columns: int) -> Weight:
         """Returns one weight of stacked matrices.  rows: the number of rows of each matrix, in order.
-
         tensors: the tensors on the device, by suffix.  Tensors with a row_dim are concatenated along this dimension.
-        Other tensors are stacked: an additional first dimension has one entry for each matrix.
-        """
+        Other tensors are stacked: an additional first dimension has one entry for each matrix."""
 
     def tensors_of_part(
         self, tensors: Mapping[str, Tensor], rows: Sequence[Part], columns: Part
@@ -199,8 +192,7 @@ class WeightFormat(ABC):
         raise EspalierError(f"experts that are stored stacked are not supported in format {self.name}")
 
     def expert_matrix(self, tensors: Mapping[str, Tensor]) -> QuantisedMatrix:
-        """Returns the matrix [count, rows, columns].  tensors: the tensors of expert_tensors on the device, by suffix.
-        """
+        """Returns the matrix [count, rows, columns].  tensors: the tensors of expert_tensors on the device, by suffix."""
         raise NotImplementedError
 
     def keeps_dtype(self, name: str, dtype: torch.dtype) -> bool:

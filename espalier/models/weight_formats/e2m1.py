@@ -99,10 +99,8 @@ W4A4_WARNING = (
 @dataclass(frozen=True)
 class Nvfp4Suffixes:
     """The name suffixes of a matrix's tensors, in compressed-tensors or in ModelOpt.
-
     codes: uint8 [out, in / 2], low nibble first.  scales: E4M3 [out, in / 16].  factor: float32 [1].  factor_use:
-    whether scales are multiplied or divided by the factor.  inputs: float32 [1], the scale of 4-bit inputs.
-    """
+    whether scales are multiplied or divided by the factor.  inputs: float32 [1], the scale of 4-bit inputs."""
 
     codes: str
     scales: str
@@ -212,9 +210,7 @@ KV_SCALE_STRATEGIES = ("tensor", "attn_head")
 
 def read_kv_dtype(fields: Mapping[str, Any], names: tuple[str, ...]) -> str | None:
     """Returns the kv_dtype that a config.json declares; None if there is no declaration.
-
-    names: the fields that may hold the quantisation.  Raises EspalierError for a scheme that is not supported.
-    """
+    names: the fields that may hold the quantisation.  Raises EspalierError for a scheme that is not supported."""
     quantisation: Any = next((fields[name] for name in names if fields.get(name) is not None), None)
     if not isinstance(quantisation, Mapping):
         return None

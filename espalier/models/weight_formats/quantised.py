@@ -1,5 +1,4 @@
-"""Code that all quantised formats share: the weight class, the rules for dense matrices, and layouts of 4-bit values.
-"""
+"""Code that all quantised formats share: the weight class, the rules for dense matrices, and layouts of 4-bit values."""
 
 import re
 from abc import abstractmethod
@@ -82,10 +81,8 @@ class QuantisedFormat(WeightFormat):
 
 def adapt_to_device(matrix: QuantisedMatrix) -> QuantisedMatrix:
     """Returns the matrix as products on its device need it: on a CPU, without the quantisation of inputs.
-
     A CPU has no FP8 units, so FP8 inputs would gain no speed.  Besides, quantised inputs depend on the last bit of a
-    value, so tree and plain decoding would choose different tokens more often (docs/design.md, section 6).
-    """
+    value, so tree and plain decoding would choose different tokens more often (docs/design.md, section 6)."""
     return replace(matrix, inputs=None) if matrix.device.type == "cpu" else matrix
 
 
@@ -99,9 +96,7 @@ def require_multiple_of(format_name: str, size_name: str, size: int, unit: int) 
 
 def unpack_int32(packed: Tensor, dim: int, order: Sequence[int] = range(NIBBLES_OF_INT32)) -> Tensor:
     """Unpacks the nibbles of an int32 tensor along `dim`.  Returns uint8 with 8 times that size.
-
-    order: order[v] is the index of the nibble with value v, counted from the low bits.
-    """
+    order: order[v] is the index of the nibble with value v, counted from the low bits."""
     shifts = torch.tensor(order, dtype=torch.int32, device=packed.device) * 4
     dim %= packed.ndim
     shape = [1] * (dim + 1) + [NIBBLES_OF_INT32] + [1] * (packed.ndim - dim - 1)
@@ -134,10 +129,8 @@ def dense_if_skipped(skipped: Sequence[str], format: WeightFormat, quantises_hea
 
 def matches_module(name: str, pattern: str) -> bool:
     """Whether a pattern in config.json matches the name of a module or of an enclosing module.
-
     As in transformers, a final dot is ignored ("model.layers.0."), and the end of a name matches: "gate" matches
-    "shared_expert_gate".
-    """
+    "shared_expert_gate"."""
     if pattern.startswith("re:"):
         return re.match(pattern[3:], name) is not None
     parts = ".".join("[^.]+" if part == "*" else re.escape(part) for part in pattern.strip(".").split("."))
@@ -145,8 +138,7 @@ def matches_module(name: str, pattern: str) -> bool:
 
 
 def read_field(quantisation: Mapping[str, Any], name: str, allowed: Sequence[object], default: object = None) -> Any:
-    """Returns the value of a field of quantization_config.  Raises EspalierError if the value is not one of `allowed`.
-    """
+    """Returns the value of a field of quantization_config.  Raises EspalierError if the value is not one of `allowed`."""
     value = quantisation.get(name, default)
     if value not in allowed:
         known = " or ".join(repr(known) for known in allowed)
@@ -174,8 +166,7 @@ def _is_pattern(name: str) -> bool:
 
 
 def read_object(fields: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """Returns the object in a field; an empty object if the field is null.  Raises EspalierError for any other value.
-    """
+    """Returns the object in a field; an empty object if the field is null.  Raises EspalierError for any other value."""
     value = fields.get(name)
     if value is not None and not isinstance(value, Mapping):
         raise EspalierError(f"quantization_config: {name} = {value!r}; an object is needed; correct it")
@@ -191,10 +182,8 @@ def read_group_size(quantisation: Mapping[str, Any], default: int) -> int | None
 
 def column_groups_of_part(groups: Tensor, columns: Part, group: int | None) -> Tensor:
     """Returns the group index of each column of a part, relative to the part's first group.
-
     groups: the group index of each column, relative to the matrix's first group.  Raises EspalierError if columns are
-    not sorted by group, because their scales may be on another rank.
-    """
+    not sorted by group, because their scales may be on another rank."""
     own = groups - columns.begin // (group or columns.size)
     expected = torch.arange(len(columns), device=groups.device) // (group or columns.size)
     if not bool((own == expected).all()):
@@ -207,10 +196,8 @@ def column_groups_of_part(groups: Tensor, columns: Part, group: int | None) -> T
 
 def common_column_order(groups: Tensor, group: int) -> Tensor | None:
     """Returns the indices [in] of the columns, sorted by group; None if the columns are already sorted.
-
     groups: [matrices, in], the group of each column of each stacked matrix.  Raises EspalierError if matrices have
-    different groups, or if a group does not have `group` columns.
-    """
+    different groups, or if a group does not have `group` columns."""
     if not bool((groups == groups[0]).all()):
         raise EspalierError(
             "the stacked matrices have different values of g_idx; only equal ones are supported: use a checkpoint "

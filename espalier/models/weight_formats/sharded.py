@@ -56,9 +56,7 @@ class SummedWeight(ShardedWeight):
 
 class Unsummed:
     """A block's output on one rank, which the next norm must sum over the ranks.
-
-    parts: [N, H] in `dtype`, or partial sums [parts, N, H], float32 at least, which are added in order.
-    """
+    parts: [N, H] in `dtype`, or partial sums [parts, N, H], float32 at least, which are added in order."""
 
     __slots__ = ("parts", "shards", "dtype")
 
