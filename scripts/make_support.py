@@ -63,7 +63,7 @@ def backends() -> str:
 
 def targets() -> str:
     def row(f: Family) -> list[str]:
-        keeps = LatentKV.kind if f.has_latent_attention else KVHeads.kind
+        keeps = LatentKV.kind if f.uses_mla else KVHeads.kind
         return [
             f"`{f.architecture}`",
             f"`{f.model_type}`",

@@ -25,14 +25,14 @@ from transformers.utils.logging import disable_progress_bar
 
 from espalier.errors import EspalierError, one_line
 from espalier.learn.folder import publish, remove, texts_of
-from espalier.train.data import TrainingText
+from espalier.train.data import UserText
 from espalier.train.draft_run import DraftRun, RunFiles, print_measure, run_steps
 from espalier.train.evaluate import AcceptReport
 from espalier.train.kinds import DRAFT_KINDS, DraftKind, measure
 from espalier.train.own_text import OwnText
 from espalier.train.state import SavedState
 from espalier.train.target import FrozenTarget, training_device
-from espalier.train.windows import JoinedTexts
+from espalier.train.windows import TextList
 
 GO, WAIT = b"1", b"0"
 # Tokens of a row, by the device's type; how often the sample is read; and the steps of one reading, if it has enough
@@ -65,14 +65,14 @@ class TrainSignal:
         self._allowed.wait()
 
 
-def texts_in(folder: Path, kind: str, num_texts: int, before: int, behind: int | None = None) -> JoinedTexts:
+def texts_in(folder: Path, kind: str, num_texts: int, before: int, behind: int | None = None) -> TextList:
     """The newest texts of the sample, each cut to `before` and `behind` tokens around the beginning of its output."""
     tokens, firsts = [], []
     for text in islice(texts_of(sorted(folder.glob(f"{kind}.*.npy"))), num_texts):
         begin = max(0, text.first - before)
         tokens.append(text.tokens[begin : None if behind is None else text.first + behind])
         firsts.append(text.first - begin)
-    return JoinedTexts.of(tokens, firsts)
+    return TextList.of(tokens, firsts)
 
 
 def settings_of(num_tokens: int, length: int, device: torch.device, max_seconds: int, seed: int) -> dict[str, Any]:
@@ -122,7 +122,7 @@ def run_of(kind: DraftKind, sample: Path, run: dict[str, Any], out: Path, seed: 
     texts = texts_in(sample, "train", REPLAYED * run["texts"]["train"], side)
     num_measured = min(run["texts"]["held-back"], MOST_MEASURED)
     held_out = texts_in(sample, "held-back", num_measured, MEASURED_SIDE, MEASURED_SIDE)
-    own, nothing = OwnText(texts, np.zeros(0, np.int64), held_out), TrainingText(np.zeros(0, np.int32))
+    own, nothing = OwnText(texts, np.zeros(0, np.int64), held_out), UserText(np.zeros(0, np.int32))
     files = RunFiles(run["kind"], target_dir, out, nothing, own, SavedState(out / "state.pt", {}))
     return of_draft(kind, Path(run["draft"]), target, files, run, seed)
 

@@ -140,7 +140,7 @@ class Family:
     load_mixer: loads the first block of a layer; None for layer_loading.py:load_attention.
     layer_specs: takes the ModelConfig, and returns what each layer stores in the cache; None for K and V heads
     (layer_loading.py:layer_specs_of).
-    has_latent_attention: whether layers have latent attention (MLA), whose sizes espalier/models/latent_config.py
+    uses_mla: whether layers have latent attention (MLA), whose sizes espalier/models/latent_config.py
     reads.
     has_indexer: whether an indexer chooses the rows that a layer attends to (espalier/models/latent_config.py).
     supported_fields: the fields of NEUTRAL_VALUES that may have any value in this family, because the family reads them
@@ -179,7 +179,7 @@ class Family:
     load_layer: "LoadLayer | None" = None
     load_mixer: "LoadMixer | None" = None
     layer_specs: "MakeLayerSpecs | None" = None
-    has_latent_attention: bool = False
+    uses_mla: bool = False
     has_indexer: bool = False
     supported_fields: tuple[str, ...] = ()
     mtp: MTPFamily | None = None
@@ -287,7 +287,7 @@ def _parse(raw: Json, family: Family, path: Path, overrides: Mapping[str, Any], 
     refuse_unsupported(fields, family.supported_fields)
     count = partial(positive_integer, fields)
     heads, layers, hidden = count("num_attention_heads"), count("num_hidden_layers"), count("hidden_size")
-    latent = read_latent_config(fields, count, family.has_indexer) if family.has_latent_attention else None
+    latent = read_latent_config(fields, count, family.has_indexer) if family.uses_mla else None
     kv_heads, head_size = (1, latent.head_size) if latent else kv_heads_and_head_size(fields, heads, hidden)
     max_position_embeddings = count("max_position_embeddings")
     windows = _read_windows(fields, family, layers)

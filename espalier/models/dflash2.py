@@ -187,14 +187,12 @@ class ConvolvedLayer(DecoderLayer):
 
     def __call__(self, s: Residual, p: Pass) -> None:
         width = p.tokens.shape[1]
-        convolved, coefficients = self.attention_conv.convolve_input(
-            s.add_and_norm(self.attention_norm, PlainNorm), width
-        )
-        q = self.attention.write(self.index, convolved, p)
+        rows, coefficients = self.attention_conv.convolve_input(s.add_and_norm(self.attention_norm, PlainNorm), width)
+        q = self.attention.write(self.index, rows, p)
         output = self.attention.project(p.attend(self.index, q, self.attention.sink))
         s.add(PendingConvolution(sum_over_ranks(output), coefficients, self.attention_conv.base[1], width))
-        convolved, coefficients = self.mlp_conv.convolve_input(s.add_and_norm(self.mlp_norm, PlainNorm), width)
-        s.add(PendingConvolution(sum_over_ranks(self.mlp(convolved)), coefficients, self.mlp_conv.base[1], width))
+        rows, coefficients = self.mlp_conv.convolve_input(s.add_and_norm(self.mlp_norm, PlainNorm), width)
+        s.add(PendingConvolution(sum_over_ranks(self.mlp(rows)), coefficients, self.mlp_conv.base[1], width))
 
 
 @dataclass(frozen=True)

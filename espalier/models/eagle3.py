@@ -47,7 +47,7 @@ ARCHITECTURES = (
 # Values of model_type that name the head's format instead of the family of its layer.  Such heads have a Llama layer.
 FORMAT_MODEL_TYPES = ("eagle", "eagle3", "speculators", "speculator_model")
 # Target architectures whose heads list captured layers by their inputs in eagle_config; see _captured_layers.
-TARGETS_WITH_IDS_BY_INPUT = (V2.architecture, V3.architecture)
+INPUT_ID_TARGETS = (V2.architecture, V3.architecture)
 EAGLE_1_2_ARCHITECTURES = ("LlamaForCausalLMEagle", "EagleLlamaForCausalLM", "EagleSpeculator")
 LEGACY_FC_NORMS = ("aux_norm_low", "aux_norm_mid", "aux_norm_high")
 
@@ -75,7 +75,7 @@ class Eagle3Config:
 def read_eagle3(path: Path, raw: Json, target: ModelConfig) -> Eagle3Config:
     """Read the config.json `raw` of the head at `path` and check it against its target's config.  Loads no weights.
     Raises EspalierError if the head does not fit this target."""
-    config = read_eagle_head(path, raw, target, TARGETS_WITH_IDS_BY_INPUT)
+    config = read_eagle_head(path, raw, target, INPUT_ID_TARGETS)
     if config.layer.num_layers != 1:
         raise DraftFields(raw, path).error(
             f"num_hidden_layers = {config.layer.num_layers}; only EAGLE-3 heads with one layer are supported; use such "
@@ -85,11 +85,9 @@ def read_eagle3(path: Path, raw: Json, target: ModelConfig) -> Eagle3Config:
     return config
 
 
-def read_eagle_head(
-    path: Path, raw: Json, target: ModelConfig, targets_with_ids_by_input: Sequence[str] | None
-) -> Eagle3Config:
+def read_eagle_head(path: Path, raw: Json, target: ModelConfig, input_id_targets: Sequence[str] | None) -> Eagle3Config:
     """Returns the config of an EAGLE-3 or P-EAGLE head.  The caller checks it against the target.
-    targets_with_ids_by_input: the target architectures whose eagle_config lists layers by input; None: all
+    input_id_targets: the target architectures whose eagle_config lists layers by input; None: all
     architectures."""
     fields = DraftFields(raw, path)
     flat = {"num_hidden_layers": 1, "max_position_embeddings": target.max_position, **raw, **fields.layer_config()}
@@ -97,13 +95,13 @@ def read_eagle_head(
     family = _layer_family(DraftFields(flat, path))
     # The layer of a head with latent attention has a dense MLP, even if the head's config has the target's fields for
     # experts.
-    layer = parse({**flat, "n_routed_experts": None} if family.has_latent_attention else flat, family, path)
+    layer = parse({**flat, "n_routed_experts": None} if family.uses_mla else flat, family, path)
     spec = DraftSpec(
         algorithm="eagle3",
         layers=layer_specs_of(layer),
         modules=1,
         target_output="captured",
-        capture=_captured_layers(fields, eagle, target, targets_with_ids_by_input),
+        capture=_captured_layers(fields, eagle, target, input_id_targets),
         hidden_size=layer.hidden_size,
         vocab_size=fields.draft_vocab(layer.vocab_size),
     )
@@ -138,9 +136,7 @@ def _layer_family(flat_fields: DraftFields) -> Family:
     Raises EspalierError for an unknown model_type, unless the architecture is one of LATENT_ARCHITECTURES."""
     named_latent = architecture_of(dict(flat_fields.raw)) in LATENT_ARCHITECTURES
     is_latent = bool(flat_fields.get("kv_lora_rank")) or named_latent
-    able = (
-        family for family in FAMILIES.values() if family.has_latent_attention == is_latent and family.usable_in_drafts
-    )
+    able = (family for family in FAMILIES.values() if family.uses_mla == is_latent and family.usable_in_drafts)
     by_type = {family.model_type: family for family in able}
     declared = flat_fields.get("model_type", "llama")
     if declared not in (*by_type, *FORMAT_MODEL_TYPES) and not named_latent:
@@ -159,7 +155,7 @@ def _layer_family(flat_fields: DraftFields) -> Family:
 
 
 def _captured_layers(
-    fields: DraftFields, eagle_fields: DraftFields, target: ModelConfig, targets_with_ids_by_input: Sequence[str] | None
+    fields: DraftFields, eagle_fields: DraftFields, target: ModelConfig, input_id_targets: Sequence[str] | None
 ) -> tuple[int, ...]:
     """Returns the target layers whose inputs the head fuses.
 
@@ -179,9 +175,7 @@ def _captured_layers(
         ids = fields.target_layers(name)
     elif eagle_fields.get(name):
         ids = eagle_fields.target_layers(name)
-        is_input = targets_with_ids_by_input is None or (
-            target.architecture in targets_with_ids_by_input and ids[0] != 1
-        )
+        is_input = input_id_targets is None or (target.architecture in input_id_targets and ids[0] != 1)
         ids = ids if is_input else tuple(i + 1 for i in ids)
     else:
         ids = (2, num_layers // 2, num_layers - 3)
@@ -397,7 +391,7 @@ DEFAULT_STEPS = 16
 def read_peagle(path: Path, raw: Json, target: ModelConfig) -> Eagle3Config:
     """Read the config.json `raw` of the head at `path` and check it against its target's config.  Loads no weights.
     Raises EspalierError if the head does not fit this target."""
-    head = read_eagle_head(path, raw, target, targets_with_ids_by_input=None)
+    head = read_eagle_head(path, raw, target, input_id_targets=None)
     # In the format of speculators, the number of tokens that the head was trained to propose.
     fields = DraftFields(raw, path)
     methods = fields.object("speculators_config").get("proposal_methods") or [{}]

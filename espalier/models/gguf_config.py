@@ -192,19 +192,19 @@ def gguf_config(path: Path) -> Json:
     return config
 
 
-def _default_fields(gguf_fields: Json) -> Json:
-    heads, hidden = gguf_fields["attention.head_count"], gguf_fields["embedding_length"]
+def _default_fields(metadata: Json) -> Json:
+    heads, hidden = metadata["attention.head_count"], metadata["embedding_length"]
     size = hidden // heads if type(heads) is type(hidden) is int and heads > 0 else None
     return {"num_key_value_heads": heads, "head_dim": size, "rope_theta": 10000.0}
 
 
-def _refuse_unknown_fields(gguf_fields: Json, architecture: GGUFArchitecture, path: Path, name: str) -> None:
+def _refuse_unknown_fields(metadata: Json, architecture: GGUFArchitecture, path: Path, name: str) -> None:
     if missing := next(
-        (field for field in CONFIG_FIELDS if field not in gguf_fields and field not in OPTIONAL_FIELDS), None
+        (field for field in CONFIG_FIELDS if field not in metadata and field not in OPTIONAL_FIELDS), None
     ):
         raise EspalierError(f"{path} has no field {f'{name}.{missing}'!r}; download the file again")
     known = (*CONFIG_FIELDS, *FIELDS_READ_ELSEWHERE, *architecture.further_field_names)
-    for field, value in gguf_fields.items():
+    for field, value in metadata.items():
         if field not in known and value not in NEUTRAL_VALUES.get(field, ()):
             raise EspalierError(
                 f"{path}: field {shown(f'{name}.{field}')} = {shown(value)} is not supported; give the Hugging Face "
@@ -212,13 +212,13 @@ def _refuse_unknown_fields(gguf_fields: Json, architecture: GGUFArchitecture, pa
             )
 
 
-def _size_fields(gguf: GGUF, gguf_fields: Json) -> Json:
+def _size_fields(gguf: GGUF, metadata: Json) -> Json:
     """Returns the fields for the vocabulary size, the head size and the rotated part of a head."""
     if EMBEDDING_TENSOR not in gguf.tensors:
         raise EspalierError(f"{gguf.path} has no tensor {EMBEDDING_TENSOR!r}; download the file again")
     sizes: Json = {"vocab_size": gguf.tensors[EMBEDDING_TENSOR].shape[0]}
     key, value, rotated = (
-        gguf_fields.get(f) for f in ("attention.key_length", "attention.value_length", "rope.dimension_count")
+        metadata.get(f) for f in ("attention.key_length", "attention.value_length", "rope.dimension_count")
     )
     if value not in (None, key):
         raise EspalierError(
@@ -231,12 +231,12 @@ def _size_fields(gguf: GGUF, gguf_fields: Json) -> Json:
     return sizes
 
 
-def _rope_fields(gguf: GGUF, gguf_fields: Json) -> Json:
+def _rope_fields(gguf: GGUF, metadata: Json) -> Json:
     """Returns the field rope_scaling, from the file's RoPE type or from its divisors of frequencies."""
-    kind, factor = gguf_fields.get("rope.scaling.type", "none"), gguf_fields.get("rope.scaling.factor")
+    kind, factor = metadata.get("rope.scaling.type", "none"), metadata.get("rope.scaling.factor")
     scaling: Json | None = None
     if kind in ("linear", "yarn"):
-        original = gguf_fields.get("rope.scaling.original_context_length")
+        original = metadata.get("rope.scaling.original_context_length")
         scaling = {"rope_type": kind, "factor": factor}
         if kind == "yarn" and original is not None:
             scaling["original_max_position_embeddings"] = original

@@ -35,10 +35,10 @@ from espalier.models.weight_formats import QUANTISATION_FIELDS, FormatLookup, re
 from espalier.models.weights import PLAIN_DTYPES
 
 # GROUP_SIZE, GROUP_SIZES: columns of a group of int4: the first of GROUPS that divides a matrix's columns.
-# FP8_BLOCK_SIZE: rows and columns of a block of FP8.  MXFP4_BLOCK_SIZE: values of a block of MXFP4.
+# FP8_BLOCK: rows and columns of a block of FP8.  MXFP4_BLOCK_SIZE: values of a block of MXFP4.
 GROUP_SIZE = 128
 GROUP_SIZES = (GROUP_SIZE, 64, 32)
-FP8_BLOCK_SIZE = 128
+FP8_BLOCK = 128
 MXFP4_BLOCK_SIZE = 32
 NVFP4_GROUP_SIZE = 16
 # The factors by which a group's scale is multiplied when scales are tried.  Factor 1 maps the group's largest magnitude
@@ -183,11 +183,9 @@ def to_fp8_block(matrix: Tensor, device: torch.device) -> StoredTensors:
     """Quantises a matrix to E4M3 with a scale for each BLOCK x BLOCK values.  The last blocks may be smaller."""
     columns = matrix.shape[1]
     codes, scales = [], []
-    for block in _row_blocks(matrix, device, FP8_BLOCK_SIZE):
-        tiles = F.pad(block, (0, -columns % FP8_BLOCK_SIZE, 0, -len(block) % FP8_BLOCK_SIZE)).unflatten(
-            1, (-1, FP8_BLOCK_SIZE)
-        )
-        tiles = tiles.unflatten(0, (-1, FP8_BLOCK_SIZE))
+    for block in _row_blocks(matrix, device, FP8_BLOCK):
+        tiles = F.pad(block, (0, -columns % FP8_BLOCK, 0, -len(block) % FP8_BLOCK)).unflatten(1, (-1, FP8_BLOCK))
+        tiles = tiles.unflatten(0, (-1, FP8_BLOCK))
         scale = _fp8_scale(tiles.abs().amax((1, 3)))
         whole = (tiles / scale[:, None, :, None]).flatten(2).flatten(0, 1)
         codes.append(_encode_fp8(whole[: len(block), :columns]).to(matrix.device))
@@ -314,7 +312,7 @@ def _fp8_block_config(dense_pattern: str, dense_names: Sequence[str]) -> dict[st
         "quant_method": "fp8",
         "fmt": "e4m3",
         "activation_scheme": "dynamic",
-        "weight_block_size": [FP8_BLOCK_SIZE, FP8_BLOCK_SIZE],
+        "weight_block_size": [FP8_BLOCK, FP8_BLOCK],
         "modules_to_not_convert": [f"re:{dense_pattern}", *dense_names],
         **head,
     }

@@ -126,7 +126,7 @@ class DeclaredWeights(Weights):
     def _require_cut(self, format: WeightFormat, rows: Part, columns: Part) -> None:
         require_format_with_parts(format)
         for stored in format.tensors(rows.size, columns.size):
-            stored.slices_of_part(rows, columns)
+            stored.part_slices(rows, columns)
 
     def _read_checked(self, name: str, stored: StoredTensor) -> Tensor:
         dtype = stored.dtype[0] if isinstance(stored.dtype, tuple) else stored.dtype

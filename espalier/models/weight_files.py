@@ -172,7 +172,7 @@ class WeightCount:
         return WeightCount(self.num_cast_values + other.num_cast_values, self.kept_bytes + other.kept_bytes)
 
 
-def count_stored_weights(
+def count_weights_in(
     path: Path, formats: FormatLookup, unread: tuple[str, ...] = (), stored_names: StoredNames = SAME_NAMES
 ) -> WeightCount:
     """Returns the size of the weights that `Weights` reads from a directory.  Weights whose names begin with `unread`

@@ -121,7 +121,7 @@ class Weights:
 
     def load(self, name: str, *shape: int) -> Tensor:
         """Returns a plain tensor, cast to the model's dtype, on the device.  Raises the errors of load_raw."""
-        return self._stack_tensors([name], [StoredTensor("", shape, row_dim=0)])
+        return self._cat_tensors([name], [StoredTensor("", shape, row_dim=0)])
 
     def load_number(self, name: str) -> float:
         """Returns the value of a plain tensor with one value, rounded to the model's dtype."""
@@ -130,8 +130,8 @@ class Weights:
     def load_parts(self, name: str, shape: tuple[int, ...], dim: int, parts: Sequence[Part]) -> Tensor:
         """Returns `parts` of a plain tensor along dimension `dim`, concatenated.  Otherwise see `load`."""
         stored = StoredTensor("", shape, row_dim=dim)
-        return self._stack_tensors(
-            [name] * len(parts), [stored] * len(parts), [stored.slices_of_part(part, part) for part in parts]
+        return self._cat_tensors(
+            [name] * len(parts), [stored] * len(parts), [stored.part_slices(part, part) for part in parts]
         )
 
     def load_exact(self, name: str, *shape: int) -> Tensor:
@@ -186,8 +186,8 @@ class Weights:
         if bias:
             parts = [part_of(size) for size in rows]
             stored = [StoredTensor(".bias", (part.size,), row_dim=0) for part in parts]
-            cuts = [each.slices_of_part(part, part) for each, part in zip(stored, parts, strict=True)]
-            biases = self._stack_tensors([f"{prefix}{name}.bias" for name in names], stored, cuts)
+            cuts = [each.part_slices(part, part) for each, part in zip(stored, parts, strict=True)]
+            biases = self._cat_tensors([f"{prefix}{name}.bias" for name in names], stored, cuts)
         if part_of(columns).is_whole:
             return Linear(weight, biases)
         if sums_over_ranks:
@@ -262,7 +262,7 @@ class Weights:
             tensors = {}
             for stored in format.expert_tensors(count, parts[0].size, own.size):
                 whole = self._read_checked(f"{name}{matrix}{stored.suffix}", stored)
-                cuts = [whole[stored.slices_of_part(part, own)] for part in parts]
+                cuts = [whole[stored.part_slices(part, own)] for part in parts]
                 one = cuts[0] if len(cuts) == 1 else torch.cat(cuts, stored.row_dim or 0)
                 tensors[stored.suffix] = one.to(self.device)
             experts = format.expert_matrix(tensors)
@@ -302,12 +302,10 @@ class Weights:
         parts, of_columns = [part_of(size) for size in rows], part_of(columns)
         with self._matrix_names_in_errors(names):
             wanted = [format.tensors(part.size, of_columns.size) for part in parts]
-            cuts = [
-                [each.slices_of_part(part, of_columns) for each in of] for of, part in zip(wanted, parts, strict=True)
-            ]
+            cuts = [[each.part_slices(part, of_columns) for each in of] for of, part in zip(wanted, parts, strict=True)]
         for stored, own in zip(zip(*wanted, strict=True), zip(*cuts, strict=True), strict=True):
             suffix = stored[0].suffix
-            tensors = {**tensors, suffix: self._stack_tensors([f"{name}{suffix}" for name in names], stored, own)}
+            tensors = {**tensors, suffix: self._cat_tensors([f"{name}{suffix}" for name in names], stored, own)}
         if not all(part.is_whole for part in (*parts, of_columns)):
             with self._matrix_names_in_errors(names):
                 tensors = format.tensors_of_part(tensors, parts, of_columns)
@@ -322,9 +320,7 @@ class Weights:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             raise EspalierError(f"{names[0]!r}{more} in {self.path}: {error}") from None
 
-    def _stack_tensors(
-        self, names: Sequence[str], stored: Sequence[StoredTensor], cuts: Sequence[Slices] = ()
-    ) -> Tensor:
+    def _cat_tensors(self, names: Sequence[str], stored: Sequence[StoredTensor], cuts: Sequence[Slices] = ()) -> Tensor:
         """Concatenates stored tensors, or their slices `cuts`, along row_dim.  If row_dim is None, the tensors are
         stacked.
 

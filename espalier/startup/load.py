@@ -27,7 +27,7 @@ from espalier.models import (
 from espalier.models.layer_loading import layer_specs_of
 from espalier.models.loading import unread_prefixes
 from espalier.models.shard_sizes import require_shards
-from espalier.models.weight_files import WeightCount, count_stored_weights
+from espalier.models.weight_files import WeightCount, count_weights_in
 from espalier.models.weight_formats.dense import DENSE_FORMAT
 from espalier.shards import WHOLE, Shards
 from espalier.speculate.drafters.registry import (
@@ -225,15 +225,13 @@ def count_weights(checkpoint: Checkpoint, ranks: int = 1) -> WeightCount:
     # If the draft consists of the target's own MTP layers, these are counted with the target.
     is_own = checkpoint.draft_path == checkpoint.target_path
     unread = tuple(checkpoint.target.family.ignored_weights) if is_own else unread_prefixes(checkpoint.target)
-    target = count_stored_weights(
-        checkpoint.target_path, checkpoint.target.formats, unread, checkpoint.target.stored_names
-    )
+    target = count_weights_in(checkpoint.target_path, checkpoint.target.formats, unread, checkpoint.target.stored_names)
     if ranks > 1:
         embedding = checkpoint.target.vocab_size * checkpoint.target.hidden_size
         target = target.of_rank(ranks, 0 if checkpoint.draft is None else embedding)
     if is_own or checkpoint.draft is None or checkpoint.draft_path is None:
         return target
-    return target + count_stored_weights(checkpoint.draft_path, checkpoint.draft.layer.formats)
+    return target + count_weights_in(checkpoint.draft_path, checkpoint.draft.layer.formats)
 
 
 # In a quantised model, at least one of these matrices is quantised.

@@ -141,7 +141,7 @@ def _measure_needs(loaded: LoadedModels) -> MemoryNeeds:
     layout, device = loaded.config.layout, loaded.device
     try:
         # The runner is not assigned to a variable, so that it is freed before the memory is released below.
-        return measure_launches(
+        return measure_needs(
             CudaExecutor(make_runner(loaded.with_num_pages(TRIAL_PAGES)), graph_batch=0, capture_stages=True),
             layout,
             device,
@@ -157,9 +157,7 @@ def _measure_needs(loaded: LoadedModels) -> MemoryNeeds:
         torch.cuda.empty_cache()
 
 
-def measure_launches(
-    executor: CudaExecutor, layout: RoundLayout, device: torch.device, graph_batch: int
-) -> MemoryNeeds:
+def measure_needs(executor: CudaExecutor, layout: RoundLayout, device: torch.device, graph_batch: int) -> MemoryNeeds:
     """Runs the largest prefill pass of each width and the largest round of each tree, and returns the memory needed.
     The passes report all log-probabilities.  This function also compiles the kernels of all other prefill passes and of
     eager rounds, so that no kernel is compiled while requests wait.  Kernels of captured launches are compiled when the
@@ -267,10 +265,8 @@ def pages_and_snapshots(
     return min(affordable, layout.max_pages), num_snapshots
 
 
-def _num_snapshots(
-    config: EngineConfig, layout: RoundLayout, state_bytes: int, num_bytes: int, prefix_cache: bool
-) -> int:
-    """Returns the number of snapshots of states.  num_bytes: the bytes for pages and snapshots together.
+def _num_snapshots(config: EngineConfig, layout: RoundLayout, state_bytes: int, budget: int, prefix_cache: bool) -> int:
+    """Returns the number of snapshots of states.  budget: the bytes for pages and snapshots together.
     Raises EspalierError if the user sets num_snapshots, but the model has no states or the prefix cache is off."""
     if not state_bytes or not prefix_cache:
         if not is_open(config.num_snapshots) and config.num_snapshots:
@@ -279,4 +275,4 @@ def _num_snapshots(
         return 0
     if not is_open(config.num_snapshots):
         return int(config.num_snapshots)
-    return min(4 * layout.max_batch, num_bytes // 4 // state_bytes)
+    return min(4 * layout.max_batch, budget // 4 // state_bytes)

@@ -227,7 +227,7 @@ def resolve(
         facts.layer_specs[layers.start : layers.stop] for layers in (facts.target_layers, facts.draft_layers)
     )
     facts = replace(facts, layer_specs=cache_specs(own, drafts, kv_dtype, draft_kv_dtype))
-    attention, draft_attention = _attention_backends(config, device, getattr(torch, dtype), facts)
+    attention, draft_attention = _backends(config, device, getattr(torch, dtype), facts)
     speculation = config.speculation if isinstance(config.speculation, SpeculationConfig) else SpeculationConfig()
     tree = _configured_tree(speculation, spec)
     predicted = None if facts.chip is None else PredictedCosts(facts.pass_weights, facts.chip)
@@ -299,9 +299,7 @@ def _num_threads(config: EngineConfig, device: torch.device, facts: StartupFacts
     return max(threads // config.tensor_parallel, 1) if is_open(config.threads) else threads
 
 
-def _attention_backends(
-    config: EngineConfig, device: torch.device, dtype: torch.dtype, facts: StartupFacts
-) -> tuple[str, str]:
+def _backends(config: EngineConfig, device: torch.device, dtype: torch.dtype, facts: StartupFacts) -> tuple[str, str]:
     """Returns the attention backends of target and draft.  By default, the draft has the target's backend.
     Raises EspalierError if draft_attention is set and the drafter has no layers."""
     target_backend = None if is_open(config.attention) else config.attention

@@ -18,7 +18,7 @@ from espalier.errors import EspalierError
 # The bytes of weights per thread.  A thread reads this many bytes in about 20 ms, while all barriers of a pass take
 # about 1 ms on an idle machine.
 BYTES_PER_THREAD = 256 * 2**20
-THREADS_VARIABLE = "OMP_NUM_THREADS"
+OMP_VARIABLE = "OMP_NUM_THREADS"
 log = logging.getLogger(__name__)
 
 
@@ -35,7 +35,7 @@ class ThreadFacts:
 
 
 def thread_facts() -> ThreadFacts:
-    return ThreadFacts(physical_cores(), torch.get_num_threads(), bool(os.environ.get(THREADS_VARIABLE)))
+    return ThreadFacts(physical_cores(), torch.get_num_threads(), bool(os.environ.get(OMP_VARIABLE)))
 
 
 def choose_threads(requested: int | str, device: str, weight_bytes: int, facts: ThreadFacts) -> int:
@@ -46,9 +46,7 @@ def choose_threads(requested: int | str, device: str, weight_bytes: int, facts: 
     """
     if device != "cpu":
         if not is_open(requested):
-            raise EspalierError(
-                f"threads={requested} needs device=cpu; use 'auto' on {device}, or set {THREADS_VARIABLE}"
-            )
+            raise EspalierError(f"threads={requested} needs device=cpu; use 'auto' on {device}, or set {OMP_VARIABLE}")
         return facts.num_current
     if not is_open(requested):
         return int(requested)

@@ -93,27 +93,27 @@ def train_auto(target: Path, data: Path | None, out: Path, max_minutes: float, k
     steps, beside = max(1, int(TRIALS_SHARE * clock.seconds / len(kinds))), 0.0
     for kind in kinds:
         # The next trial, and the time around the training's steps, are assumed to take as long as the longest trial.
-        if trials and 2 * (beside + steps) > clock.seconds_left:
-            left, needed = format_minutes(clock.seconds_left), format_minutes(2 * (beside + steps))
+        if trials and 2 * (beside + steps) > clock.remaining:
+            left, needed = format_minutes(clock.remaining), format_minutes(2 * (beside + steps))
             print(f"{kind} is not tried: with the training it would take {needed}, and {left} are left", flush=True)
             continue
         clock.print_progress(f"trial of {kind}")
-        begun, trial = clock.seconds_passed, work / f"trial-{kind}"
+        begun, trial = clock.elapsed, work / f"trial-{kind}"
         train_kind(kind, [*common, *text, "--out", str(trial)], device, steps)
         trials[kind] = measure(trial, work / f"trial-{kind}-trees.json", ["--batch", "1"])
-        beside = max(beside, clock.seconds_passed - begun - steps)
+        beside = max(beside, clock.elapsed - begun - steps)
         print(f"trial of {kind}: {trials[kind]}", flush=True)
     best = max(trials, key=lambda kind: trials[kind].tokens_per_second)
     clock.print_progress(f"training of {best}")
     # The time around the steps is assumed to be that of a trial: more batch sizes are measured, but compiled kernels
     # are cached.
-    train_kind(best, [*common, *text, "--out", str(out)], device, max(steps, int(clock.seconds_left - beside)))
+    train_kind(best, [*common, *text, "--out", str(out)], device, max(steps, int(clock.remaining - beside)))
     trees = out / "trees.json"
     clock.print_progress("measurement")
     found = measure(out, work / "trees.json", ["--batch", BATCH_SIZE_FLAGS[device], "--out", str(trees)])
     lines = [f"trial of {kind}: {speed}" for kind, speed in trials.items()]
     lines += [f"chosen: {best}", f"predicted: at least {trials[best]}", f"found: {found}"]
-    lines += [f"in {format_minutes(clock.seconds_passed)} on {device}"]
+    lines += [f"in {format_minutes(clock.elapsed)} on {device}"]
     if found.tokens_per_second <= found.plain_tokens_per_second:
         lines.append("plain decoding is faster here: train for longer, or on a GPU, or serve without this draft")
     with (out / "README.md").open("a", encoding="utf-8") as card:
@@ -136,17 +136,15 @@ class Clock:
         self.seconds, self.begun = seconds, time.perf_counter()
 
     @property
-    def seconds_passed(self) -> float:
+    def elapsed(self) -> float:
         return time.perf_counter() - self.begun
 
     @property
-    def seconds_left(self) -> float:
-        return self.seconds - self.seconds_passed
+    def remaining(self) -> float:
+        return self.seconds - self.elapsed
 
     def print_progress(self, what: str) -> None:
-        print(
-            f"{what}: {format_minutes(self.seconds_passed)} of {format_minutes(self.seconds)} have passed", flush=True
-        )
+        print(f"{what}: {format_minutes(self.elapsed)} of {format_minutes(self.seconds)} have passed", flush=True)
 
 
 def require_same_run(path: Path, run: dict[str, str | None]) -> None:

@@ -14,7 +14,7 @@ import torch
 
 from espalier import __version__
 from espalier.terminal.flags import flag_of
-from espalier.train.data import TrainingText
+from espalier.train.data import UserText
 from espalier.train.settings import TrainConfig
 from espalier.train.work import replace_file
 
@@ -43,7 +43,7 @@ held-out prompts; `agreement_n` the share of the draft's likeliest tokens at dep
 
 
 def write_card(
-    out: Path, kind: str, target: Path, data: TrainingText, figures: Mapping[str, float], config: TrainConfig
+    out: Path, kind: str, target: Path, data: UserText, figures: Mapping[str, float], config: TrainConfig
 ) -> None:
     kinds = Counter(each.kind or "conversations" for each in data.conversations)
     parts = [f"{count} {name}" for name, count in kinds.items()]

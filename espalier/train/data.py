@@ -37,7 +37,7 @@ class Conversation:
 
 
 @dataclass(frozen=True)
-class TrainingText:
+class UserText:
     """The user's training text.
     stream: the concatenated token ids of all documents, as uint16 or int32.  conversations: the conversations that the
     target answers.  licenses: the licences that the lines name."""
@@ -50,7 +50,7 @@ class TrainingText:
     def all_tokens(self) -> np.ndarray:
         return np.concatenate([self.stream, *(each.tokens for each in self.conversations)])
 
-    def split_held_out(self) -> tuple[TrainingText, list[np.ndarray]]:
+    def split_held_out(self) -> tuple[UserText, list[np.ndarray]]:
         """Returns (the data to train on, the held-out prompts).  Held-out prompts are the last conversations of each
         kind; without conversations, they are cut from the end of the documents."""
         if not self.conversations:
@@ -67,10 +67,10 @@ class TrainingText:
         return replace(self, conversations=kept), [self.conversations[number].tokens for number in held]
 
 
-def read_data(path: Path, target: Path) -> TrainingText:
+def read_data(path: Path, target: Path) -> UserText:
     """Reads the user's training text as token ids of the target.  Raises EspalierError for invalid text."""
     if path.suffix == ".npy":
-        return TrainingText(_read_ids(path, target))
+        return UserText(_read_ids(path, target))
     documents, conversations, licenses = [], [], set()
     for record, tokens in _read_prompts(path, target):
         licenses |= {str(record[name]) for name in ("license",) if record.get(name)}
@@ -78,7 +78,7 @@ def read_data(path: Path, target: Path) -> TrainingText:
             conversations.append(Conversation(np.array(tokens, np.int32), str(record.get("kind", ""))))
         else:
             documents.append(np.array(tokens, dtype=np.int32))
-    return TrainingText(np.concatenate([np.zeros(0, np.int32), *documents]), conversations, sorted(licenses))
+    return UserText(np.concatenate([np.zeros(0, np.int32), *documents]), conversations, sorted(licenses))
 
 
 def read_prompts(path: Path, target: Path) -> list[list[int]]:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from espalier.errors import EspalierError
 from espalier.train.card import write_card
 from espalier.train.configs import read_target
-from espalier.train.data import TrainingText
+from espalier.train.data import UserText
 from espalier.train.evaluate import MIN_MEASURED_TOKENS, AcceptReport
 from espalier.train.optim import learning_rate_factor, make_optimizers, set_learning_rate
 from espalier.train.own_text import (
@@ -36,7 +36,7 @@ from espalier.train.own_text import (
 from espalier.train.settings import TrainConfig, fixed_settings
 from espalier.train.state import SavedState
 from espalier.train.target import FrozenTarget
-from espalier.train.windows import JoinedTexts, StreamWindows, TextRows, require_windows
+from espalier.train.windows import StreamWindows, TextList, TextRows, require_windows
 from espalier.train.work import origin_of, replace_file
 
 # (embeddings [B, R, H], or what DraftRun.rows_of returns instead; the target's features [B, R, F]; the target's logits
@@ -55,13 +55,13 @@ class RunFiles:
     kind: str
     target: Path
     out: Path
-    data: TrainingText
+    data: UserText
     own_text: OwnText
     state: SavedState
 
 
 def prepare_run(
-    kind: str, target: Path, data: TrainingText, out: Path, work: Path, config: TrainConfig, min_layers: int = 1
+    kind: str, target: Path, data: UserText, out: Path, work: Path, config: TrainConfig, min_layers: int = 1
 ) -> RunFiles:
     """Checks that all settings fit together, before the target is loaded.  Then generates the own text if necessary.
     Raises EspalierError for settings that do not fit."""
@@ -83,7 +83,7 @@ def prepare_run(
     return RunFiles(kind, target, out, kept, load_own_text(target, data, config, work, origin), state)
 
 
-def count_own_rows(config: TrainConfig, data: TrainingText) -> int:
+def count_own_rows(config: TrainConfig, data: UserText) -> int:
     """Returns the number of rows of a batch with the target's own text: all rows if the data have no documents."""
     return config.own_rows if len(data.stream) else config.batch
 
@@ -126,7 +126,7 @@ class DraftRun:
         return sum(p.numel() for p in self.draft.parameters())
 
     @property
-    def held_out(self) -> JoinedTexts:
+    def held_out(self) -> TextList:
         return self.files.own_text.held_out
 
 

@@ -22,7 +22,7 @@ from espalier.train import block, eagle3, mtp
 from espalier.train import evaluate as of_eagle3
 from espalier.train.block_head import block_loss
 from espalier.train.checkpoint import load_draft, save_draft
-from espalier.train.data import TrainingText
+from espalier.train.data import UserText
 from espalier.train.draft import training_loss
 from espalier.train.draft_run import DraftRun, LossFunction, RunFiles, prepare_run, train_draft, training_rows
 from espalier.train.evaluate import AcceptReport, continue_prompts, make_report, print_reports, require_measurable
@@ -112,9 +112,7 @@ BLOCK = DraftKind(
 DRAFT_KINDS = MappingProxyType({"eagle3": EAGLE3, "mtp": MTP, "block": BLOCK})
 
 
-def train(
-    name: str, target_dir: Path, data: TrainingText, out: Path, work: Path, config: TrainConfig
-) -> dict[str, float]:
+def train(name: str, target_dir: Path, data: UserText, out: Path, work: Path, config: TrainConfig) -> dict[str, float]:
     """Trains a draft, saves it to `out`, and returns the run's figures.  name: the kind of the draft."""
     kind = DRAFT_KINDS[name]
     files = prepare_run(name, target_dir, data, out, work, config, kind.target.min_layers)

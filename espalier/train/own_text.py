@@ -23,11 +23,11 @@ import torch
 
 from espalier.errors import EspalierError, one_line
 from espalier.train.configs import read_target
-from espalier.train.data import TrainingText
+from espalier.train.data import UserText
 from espalier.train.settings import OwnTextConfig, TrainConfig, fixed_settings, length_advice
 from espalier.train.target import training_device
 from espalier.train.unfinished_text import TextBatch, UnfinishedText
-from espalier.train.windows import JoinedTexts, StreamWindows, require_windows
+from espalier.train.windows import StreamWindows, TextList, require_windows
 from espalier.train.work import origin_of, replace_file, require_same_origin
 from espalier.train.writer import TargetWriter
 
@@ -43,9 +43,9 @@ class OwnText:
     texts: the texts in random order.  greedy_counts: how often the target chose each token id greedily.  held_out: the
     held-out prompts with greedy continuations."""
 
-    texts: JoinedTexts
+    texts: TextList
     greedy_counts: np.ndarray
-    held_out: JoinedTexts
+    held_out: TextList
 
 
 def print_work(config: OwnTextConfig, makes_text: bool) -> None:
@@ -70,7 +70,7 @@ def format_minutes(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds >= 90 else f"{seconds:.0f} s"
 
 
-def require_prompts(data: TrainingText, config: OwnTextConfig, target: Path) -> None:
+def require_prompts(data: UserText, config: OwnTextConfig, target: Path) -> None:
     """Raises EspalierError if the data have too few prompts, or if a prompt with its continuation is too long."""
     data, prompts = data.split_held_out()
     positions = int(read_target(target)["max_position_embeddings"])
@@ -93,7 +93,7 @@ def require_prompts(data: TrainingText, config: OwnTextConfig, target: Path) -> 
         )
 
 
-def make_own_text(writer: TargetWriter, data: TrainingText, config: OwnTextConfig, unfinished: UnfinishedText) -> None:
+def make_own_text(writer: TargetWriter, data: UserText, config: OwnTextConfig, unfinished: UnfinishedText) -> None:
     """Generates continuations until all are complete, or until text_seconds have passed.
     A batch depends only on its number, its size and the prompt lengths, so an interrupted run generates the same text.
     If generate_batch changes, the remaining text differs, but no batch is generated twice."""
@@ -119,7 +119,7 @@ def make_own_text(writer: TargetWriter, data: TrainingText, config: OwnTextConfi
         print(f"continued {unfinished.num_texts} prompts, {seconds:.0f} s, {format_minutes(left)} left", flush=True)
 
 
-def _cut_prompts(data: TrainingText, config: OwnTextConfig, number: int, size: int) -> list[np.ndarray]:
+def _cut_prompts(data: UserText, config: OwnTextConfig, number: int, size: int) -> list[np.ndarray]:
     """Returns prompts of one length for a batch.
     With a large generate_batch, some of PROMPT_LENGTHS are not used.  Only the used lengths are checked."""
     lengths = [length for length, _ in config.prompt_batches()]
@@ -128,14 +128,14 @@ def _cut_prompts(data: TrainingText, config: OwnTextConfig, number: int, size: i
     return list(next(windows.batches(size))[:, :length].numpy())
 
 
-def _conversation_prompts(data: TrainingText, config: OwnTextConfig, before: int, size: int) -> list[np.ndarray]:
+def _conversation_prompts(data: UserText, config: OwnTextConfig, before: int, size: int) -> list[np.ndarray]:
     """Returns the conversations of a batch.  All seeds have the same order: seed n begins where seed n - 1 ends."""
     order = np.random.default_rng(0).permutation(len(data.conversations))
     places = config.seed * config.continuations + before + np.arange(size)
     return [data.conversations[order[place % len(order)]].tokens for place in places]
 
 
-def collect_texts(batches: Sequence[TextBatch], vocab_size: int, seed: int) -> tuple[JoinedTexts, np.ndarray]:
+def collect_texts(batches: Sequence[TextBatch], vocab_size: int, seed: int) -> tuple[TextList, np.ndarray]:
     """Returns (the texts of the batches in random order, the counts of greedy tokens)."""
     texts = [(text, first) for batch in batches for text, first in zip(batch.texts, batch.firsts, strict=True)]
     counts = np.zeros(vocab_size, dtype=np.int64)
@@ -144,12 +144,10 @@ def collect_texts(batches: Sequence[TextBatch], vocab_size: int, seed: int) -> t
             said = [text[first:] for text, first in zip(batch.texts, batch.firsts, strict=True)]
             counts += np.bincount(np.concatenate(said), minlength=vocab_size)
     order = np.random.default_rng(seed).permutation(len(texts))
-    return JoinedTexts.of([texts[i][0] for i in order], [texts[i][1] for i in order]), counts
+    return TextList.of([texts[i][0] for i in order], [texts[i][1] for i in order]), counts
 
 
-def write_own_text(
-    target: Path, data: TrainingText, config: OwnTextConfig, work: Path, origin: Mapping[str, str]
-) -> None:
+def write_own_text(target: Path, data: UserText, config: OwnTextConfig, work: Path, origin: Mapping[str, str]) -> None:
     """Generates the own text of this seed and writes it to the work folder.  origin: see work.origin_of."""
     work.mkdir(parents=True, exist_ok=True)
     path, made_from = _own_text_file(work, config), json.dumps({**origin, **fixed_settings(config, OwnTextConfig)})
@@ -159,7 +157,7 @@ def write_own_text(
             make_own_text(writer, data, config, unfinished)
             held_out = writer.continuations(prompts, config.continuation_tokens, 0.0) if prompts else []
         texts, counts = collect_texts(unfinished.batches, int(read_target(target)["vocab_size"]), config.seed)
-        parts = {"texts": texts, "held_out": JoinedTexts.of(held_out, [len(prompt) for prompt in prompts])}
+        parts = {"texts": texts, "held_out": TextList.of(held_out, [len(prompt) for prompt in prompts])}
         arrays = {f"{name}_{field}": array for name, part in parts.items() for field, array in vars(part).items()}
         # The file is replaced at once, because another run may read it.
         remedy = "free some space there, or give another --work"
@@ -171,7 +169,7 @@ def write_own_text(
         unfinished.path.unlink()
 
 
-def longest_text(data: TrainingText, config: OwnTextConfig, prompts: Sequence[np.ndarray] = ()) -> int:
+def longest_text(data: UserText, config: OwnTextConfig, prompts: Sequence[np.ndarray] = ()) -> int:
     """Returns the number of tokens of the longest prompt with its continuation.  prompts: prompts in addition to those
     of `data`."""
     own = [each.tokens for each in data.conversations]
@@ -191,7 +189,7 @@ def require_unfinished(config: OwnTextConfig, work: Path, origin: Mapping[str, s
             pass
 
 
-def own_text_command(target_dir: Path, data: TrainingText, config: OwnTextConfig, work: Path) -> None:
+def own_text_command(target_dir: Path, data: UserText, config: OwnTextConfig, work: Path) -> None:
     """Runs `espalier train own-text`.  Raises EspalierError before the target is loaded."""
     origin = origin_of(target_dir, data.all_tokens)
     require_prompts(data, config, target_dir)
@@ -202,7 +200,7 @@ def own_text_command(target_dir: Path, data: TrainingText, config: OwnTextConfig
 
 
 def load_own_text(
-    target: Path, data: TrainingText, config: OwnTextConfig, work: Path, origin: Mapping[str, str]
+    target: Path, data: UserText, config: OwnTextConfig, work: Path, origin: Mapping[str, str]
 ) -> OwnText:
     """Returns the own text of all seeds in the work folder.  If there is no text, generates and saves the text of this
     seed."""
@@ -211,12 +209,10 @@ def load_own_text(
         saved = saved_texts(config, work, origin)
     files = [np.load(path) for path in saved]
 
-    def all_of(name: str) -> JoinedTexts:
-        return JoinedTexts(
-            *(np.concatenate([file[f"{name}_{each.name}"] for file in files]) for each in fields(JoinedTexts))
-        )
+    def all_of(name: str) -> TextList:
+        return TextList(*(np.concatenate([file[f"{name}_{each.name}"] for file in files]) for each in fields(TextList)))
 
-    held_out = JoinedTexts(*(files[0][f"held_out_{each.name}"] for each in fields(JoinedTexts)))
+    held_out = TextList(*(files[0][f"held_out_{each.name}"] for each in fields(TextList)))
     return OwnText(all_of("texts"), np.sum([file["greedy_counts"] for file in files], 0), held_out)
 
 

@@ -17,13 +17,11 @@ def num_windows(num_tokens: int, length: int) -> int:
     return max(0, (num_tokens - 1) // length - 1)
 
 
-def require_windows(text_name: str, num_tokens: int, length: int, num_rows: int, remedy: str) -> None:
+def require_windows(text: str, num_tokens: int, length: int, num_rows: int, remedy: str) -> None:
     """Raises EspalierError if a text is too short for a batch of `num_rows` windows.
-    text_name: the description of the text in the error message."""
+    text: the description of the text in the error message."""
     if (found := num_windows(num_tokens, length)) < num_rows:
-        raise EspalierError(
-            f"{text_name}: {found} rows of {length} tokens, and a batch takes {num_rows} of them; {remedy}"
-        )
+        raise EspalierError(f"{text}: {found} rows of {length} tokens, and a batch takes {num_rows} of them; {remedy}")
 
 
 class StreamWindows:
@@ -60,7 +58,7 @@ class StreamWindows:
 
 
 @dataclass(frozen=True)
-class JoinedTexts:
+class TextList:
     """Concatenated texts.  tokens: [N].  lengths: the length of each text.  firsts: the number of tokens of each text's
     prompt."""
 
@@ -69,7 +67,7 @@ class JoinedTexts:
     firsts: np.ndarray
 
     @classmethod
-    def of(cls, texts: Sequence[np.ndarray], firsts: Sequence[int]) -> JoinedTexts:
+    def of(cls, texts: Sequence[np.ndarray], firsts: Sequence[int]) -> TextList:
         # The dtype is int32, because the data's dtype may be too small for generated token ids.
         tokens = np.concatenate([np.zeros(0, np.int32), *texts]).astype(np.int32)
         return cls(tokens, np.array([len(text) for text in texts], np.int64), np.array(firsts, np.int64))
@@ -93,7 +91,7 @@ class TextRows:
     is not used in this epoch.
     """
 
-    def __init__(self, texts: JoinedTexts, length: int, device: torch.device, seed: int) -> None:
+    def __init__(self, texts: TextList, length: int, device: torch.device, seed: int) -> None:
         self.texts, self.length, self.device, self.seed = texts, length, device, seed
         self.starts = np.cumsum(texts.lengths) - texts.lengths
 

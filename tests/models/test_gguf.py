@@ -17,7 +17,7 @@ from espalier.kernels.layers.blocks import BLOCK_TYPES
 from espalier.model_files import gguf_in, read_gguf
 from espalier.models import load_target, read_config
 from espalier.models.loading import read_raw_config
-from espalier.models.weight_files import WeightCount, count_stored_weights
+from espalier.models.weight_files import WeightCount, count_weights_in
 from espalier.models.weight_formats.base import StackedWeights
 from espalier.models.weight_formats.gguf import BlockWeight
 from espalier.startup.generation_config import end_tokens
@@ -81,7 +81,7 @@ def test_blocks_of_several_formats_stay_blocks(tmp_path: Path, tied: bool) -> No
     assert isinstance(mlp.gate_up.weight, BlockWeight) and isinstance(target.head.weight, BlockWeight)
     weights = [part for layer in target.layers for part in (layer.attention.qkv, layer.attention.out)]
     weights += [part for layer in target.layers for part in (layer.mlp.gate_up, layer.mlp.down)] + [target.head]
-    counted = count_stored_weights(tmp_path / "model.gguf", read_config(tmp_path / "model.gguf").formats)
+    counted = count_weights_in(tmp_path / "model.gguf", read_config(tmp_path / "model.gguf").formats)
     assert counted == WeightCount(16 * 256 + 5 * 256, sum(part.weight.nbytes for part in weights))
 
 

@@ -16,7 +16,7 @@ from espalier.kernels.layers import quantised as kernels
 from espalier.kernels.layers.quantised import QuantisedMatrix, dequantise
 from espalier.models import load_target, read_config
 from espalier.models.layers.mlp import MixtureMLP
-from espalier.models.weight_files import count_stored_weights
+from espalier.models.weight_files import count_weights_in
 from espalier.models.weight_formats import gptq, quantised, read_formats
 from espalier.models.weight_formats.compressed_tensors import read_compressed_tensors
 from espalier.models.weight_formats.fp8 import SCALE_SUFFIXES, Fp8Format
@@ -107,7 +107,7 @@ def test_stored_bytes_are_what_memory_holds(tmp_path, kind):
     path, _ = made(tmp_path, kind)
     config = read_config(path)
     files = load_file(path / "model.safetensors")
-    count = count_stored_weights(path, config.formats)
+    count = count_weights_in(path, config.formats)
     assert count.kept_bytes == sum(t.nbytes for t in files.values() if t.dtype not in (DTYPE,))
     matrix = loaded(path).matrix(*GATE_UP)
     assert isinstance(matrix, QuantisedMatrix) and matrix.codes.nbytes == 128 * 32 // (1 if "fp8" in kind else 2)

@@ -18,7 +18,7 @@ from torch import Tensor
 from espalier.errors import EspalierError
 from espalier.layout import RoundLayout
 from espalier.models import load_target, read_config, weight_formats
-from espalier.models.weight_files import WeightCount, count_stored_weights
+from espalier.models.weight_files import WeightCount, count_weights_in
 from espalier.models.weight_formats import StoredTensor, Weight, WeightFormat, all_dense
 from espalier.models.weights import Weights
 from espalier.speculate.drafters.registry import load_draft, read_draft
@@ -131,7 +131,7 @@ QKV = (["q_proj", "k_proj", "v_proj"], [32, 16, 16], 32, True)
 
 
 def test_memory_is_counted_as_it_is_stored(both):
-    int8, dense = (count_stored_weights(path, read_config(path).formats) for path, _ in both)
+    int8, dense = (count_weights_in(path, read_config(path).formats) for path, _ in both)
     with_shape = [name for name in load_file(both[0][0] / "model.safetensors") if name.endswith("weight_shape")]
     matrices = 4 * (64 * 32 + 32 * 32 + 3 * 64 * 32)
     scales = 4 * (64 + 32 + 64 + 64 + 32)
@@ -144,22 +144,22 @@ def test_memory_counts_the_files_that_are_loaded(tmp_path):
     """Some publishers add a second copy of all weights in a file of another name."""
     path = make_target(tmp_path)
     formats = read_config(path).formats
-    once = count_stored_weights(path, formats)
+    once = count_weights_in(path, formats)
     shutil.copy(path / "model.safetensors", path / "consolidated.safetensors")
-    assert count_stored_weights(path, formats) == once
+    assert count_weights_in(path, formats) == once
     names = load_file(path / "model.safetensors")
     (path / "model.safetensors").rename(path / "model-00001-of-00001.safetensors")
     index = {"weight_map": dict.fromkeys(names, "model-00001-of-00001.safetensors")}
     (path / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert count_stored_weights(path, formats) == once
+    assert count_weights_in(path, formats) == once
 
 
 def test_memory_counts_a_draft_in_pytorchs_format(tmp_path):
     path = make_eagle3(tmp_path / "draft", make_target(tmp_path / "target"))
-    count = count_stored_weights(path, all_dense)
+    count = count_weights_in(path, all_dense)
     torch.save(load_file(path / "model.safetensors"), path / "pytorch_model.bin")
     (path / "model.safetensors").unlink()
-    assert count_stored_weights(path, all_dense) == count != WeightCount()
+    assert count_weights_in(path, all_dense) == count != WeightCount()
 
 
 def edit(path: Path, **tensors: Tensor | None) -> None:

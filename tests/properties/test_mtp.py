@@ -9,7 +9,7 @@ import pytest
 from espalier.config import EngineConfig
 from espalier.engine.launch_input import LaunchInput
 from espalier.layout import TreeShape, max_draft_tokens
-from espalier.models.weight_files import count_stored_weights
+from espalier.models.weight_files import count_weights_in
 from espalier.request import Request
 from espalier.sampling.logit_processors import SamplingNeeds
 from espalier.startup import load
@@ -164,7 +164,7 @@ def test_a_target_brings_its_own_layers(family):
     resolved = load.resolve_config(config, found)
     assert (resolved.algorithm, resolved.layout.reentry, len(found.spec.layers)) == ("mtp", 3, 3)
     # Its layers are counted once, and only as the draft.
-    assert load.count_weights(found) == count_stored_weights(found.target_path, found.target.formats)
+    assert load.count_weights(found) == count_weights_in(found.target_path, found.target.formats)
     assert (
         load.count_weights(found).num_cast_values
         > load.count_weights(replace(found, draft_path=None, draft=None)).num_cast_values

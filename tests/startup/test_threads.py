@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from espalier import LLM, EspalierError, cores
-from espalier.startup.threads import BYTES_PER_THREAD, THREADS_VARIABLE, ThreadFacts, choose_threads, use_threads
+from espalier.startup.threads import BYTES_PER_THREAD, OMP_VARIABLE, ThreadFacts, choose_threads, use_threads
 from tests.harness import directories
 
 SIZE = {"device": "cpu", "max_batch": 1, "max_context": 64}
@@ -51,7 +51,7 @@ def test_threads_are_refused_on_a_gpu():
 @pytest.mark.parametrize(("variable", "settings", "threads"), [("", {}, 1), ("5", {}, 3), ("5", {"threads": 2}, 2)])
 def test_an_engine_takes_what_was_chosen_and_says_so(monkeypatch, variable, settings, threads):
     """A tiny model's own choice is 1.  What PyTorch has is what OMP_NUM_THREADS made of it, or the process since."""
-    monkeypatch.setenv(THREADS_VARIABLE, variable)
+    monkeypatch.setenv(OMP_VARIABLE, variable)
     torch.set_num_threads(3)
     target, draft = directories()
     with LLM(model=target, draft=draft, **SIZE, **settings) as llm:

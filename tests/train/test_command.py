@@ -17,7 +17,7 @@ import torch
 from espalier.cli import start
 from espalier.startup.checkpoints import BUNDLED_DRAFTS, BUNDLED_FILES
 from espalier.train import evaluate
-from espalier.train.command import TRAINERS, make_config, main, make_parser, refuse_other_model
+from espalier.train.command import TRAINERS, main, make_config, make_parser, refuse_other_model
 from espalier.train.configs import read_draft_kind
 from espalier.train.evaluate import continue_prompts, make_report
 from espalier.train.own_text import print_work

@@ -18,8 +18,8 @@ import espalier
 from espalier.startup.checkpoints import find_target
 from espalier.text import load_tokenizer
 from espalier.train.checkpoint import rope_theta
-from espalier.train.data import HELDOUT_PROMPTS, Conversation, TrainingText, read_data
-from espalier.train.windows import JoinedTexts, StreamWindows, TextRows
+from espalier.train.data import HELDOUT_PROMPTS, Conversation, UserText, read_data
+from espalier.train.windows import StreamWindows, TextList, TextRows
 from espalier.train.writer import find_repeats
 from lab.bundle import corpus, packing
 from lab.bundle.corpus import SourceFile
@@ -176,7 +176,7 @@ def test_rows_begin_with_a_text_or_go_on_with_a_long_one(
 ) -> None:
     """Token 100 i + j is token j of text i, so a row says where it comes from."""
     texts = [np.arange(n) + 100 * i for i, n in enumerate(lengths)]
-    rows = TextRows(JoinedTexts.of(texts, [n // 2 for n in lengths]), length, torch.device("cpu"), seed)
+    rows = TextRows(TextList.of(texts, [n // 2 for n in lengths]), length, torch.device("cpu"), seed)
     _, starts = rows.epoch_order(0)
     if len(starts) < size:
         with pytest.raises(ValueError, match=f"fills {len(starts)} rows of {length} tokens"):
@@ -220,10 +220,10 @@ def test_conversations_are_prompts_by_the_chat_template(tmp_path: Path) -> None:
 
 def test_what_is_held_out_is_of_every_kind_and_not_trained_on() -> None:
     told = [Conversation(np.array([n], np.int32), f"kind {n % 3}") for n in range(60)]
-    kept, prompts = TrainingText(np.zeros(0, np.int32), told).split_held_out()
+    kept, prompts = UserText(np.zeros(0, np.int32), told).split_held_out()
     held = [int(prompt[0]) for prompt in prompts]
     assert sorted([*held, *(int(each.tokens[0]) for each in kept.conversations)]) == list(range(60))
     assert [sum(n % 3 == kind for n in held) for kind in range(3)] == [HELDOUT_PROMPTS // 3] * 3
-    kept, prompts = TrainingText(np.arange(5000)).split_held_out()
+    kept, prompts = UserText(np.arange(5000)).split_held_out()
     assert np.array_equal(np.concatenate([kept.stream, *prompts]), np.arange(5000)) and len(prompts) == HELDOUT_PROMPTS
-    assert TrainingText(np.arange(9)).split_held_out()[1] == []
+    assert UserText(np.arange(9)).split_held_out()[1] == []

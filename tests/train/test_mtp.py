@@ -18,7 +18,7 @@ from torch import Tensor
 
 from espalier.train.command import make_parser
 from espalier.train.configs import read_draft_kind
-from espalier.train.data import TrainingText
+from espalier.train.data import UserText
 from espalier.train.kinds import MTP, measure, train
 from espalier.train.llama import LlamaShape, rope_tables, rotate
 from espalier.train.mtp import agreement_by_depth, matches_by_depth
@@ -191,7 +191,7 @@ def target_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @forms
 def test_a_trained_head_predicts_a_chain_text_at_every_depth(form: str, target_dir: Path, tmp_path: Path) -> None:
     config = replace(CONFIG, form=form)
-    train("mtp", target_dir, TrainingText(cycle(3000)), tmp_path / "head", tmp_path / "work", config)
+    train("mtp", target_dir, UserText(cycle(3000)), tmp_path / "head", tmp_path / "work", config)
     head, target = load_mtp(tmp_path / "head"), FrozenTarget(target_dir, torch.device("cpu"))
     text = cycle(40, start=3)
     found = matches_by_depth(head, target, torch.from_numpy(text.astype(np.int64)), 4, 3)

@@ -22,7 +22,7 @@ import torch
 from espalier.errors import EspalierError
 from espalier.train import own_text
 from espalier.train.command import make_parser, run
-from espalier.train.data import TrainingText
+from espalier.train.data import UserText
 from espalier.train.draft_run import StepClock, prepare_run
 from espalier.train.kinds import train
 from espalier.train.llama import LlamaShape
@@ -75,11 +75,11 @@ def test_texts_of_all_seeds_add_up_and_a_run_makes_no_other(
 ) -> None:
     origin = origin_of(target_dir, stream)
     for seed in (1, 2):
-        write_own_text(target_dir, TrainingText(stream), replace(OWN, seed=seed), tmp_path, origin)
+        write_own_text(target_dir, UserText(stream), replace(OWN, seed=seed), tmp_path, origin)
     parts = [np.load(tmp_path / f"own_text-{seed}.npz") for seed in (1, 2)]
     assert not np.array_equal(parts[0]["texts_tokens"], parts[1]["texts_tokens"])
     monkeypatch.setattr(own_text, "make_own_text", None)
-    own = load_own_text(target_dir, TrainingText(stream), OWN, tmp_path, origin)
+    own = load_own_text(target_dir, UserText(stream), OWN, tmp_path, origin)
     assert own.texts.tokens.tolist() == [*parts[0]["texts_tokens"].tolist(), *parts[1]["texts_tokens"].tolist()]
     assert own.greedy_counts.tolist() == (parts[0]["greedy_counts"] + parts[1]["greedy_counts"]).tolist()
     assert own.greedy_counts.sum() > 0
@@ -109,13 +109,13 @@ def test_a_time_limit_ends_a_run_whose_rate_fell_to_zero(
     monkeypatch.setattr(StepClock, "progress", property(lambda clock: max(0, clock.num_steps - 1) / 4))
     monkeypatch.setattr("espalier.train.draft_run.set_learning_rate", lambda _, factor: factors.append(factor))
     figures = train(
-        "mtp", target_dir, TrainingText(stream), tmp_path / "cut", tmp_path, replace(RUN, num_tokens=1e6, max_seconds=4)
+        "mtp", target_dir, UserText(stream), tmp_path / "cut", tmp_path, replace(RUN, num_tokens=1e6, max_seconds=4)
     )
     assert figures["seen_tokens"] == 5 * 2 * 16
     assert factors[-1] == pytest.approx(0.25 / 0.55) and (tmp_path / "cut" / "model.safetensors").exists()
     factors.clear()
     figures = train(
-        "mtp", target_dir, TrainingText(stream), tmp_path / "whole", tmp_path / "2", replace(RUN, num_tokens=3 * 32)
+        "mtp", target_dir, UserText(stream), tmp_path / "whole", tmp_path / "2", replace(RUN, num_tokens=3 * 32)
     )
     assert (figures["seen_tokens"], len(factors)) == (3 * 32, 3)
 
@@ -137,7 +137,7 @@ def test_a_clock_counts_from_the_end_of_the_first_step(monkeypatch: pytest.Monke
 def test_as_many_prompts_are_continued_as_were_asked_for(
     target_dir: Path, stream: np.ndarray, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    write_own_text(target_dir, TrainingText(stream), OWN, tmp_path, origin_of(target_dir, stream))
+    write_own_text(target_dir, UserText(stream), OWN, tmp_path, origin_of(target_dir, stream))
     assert [line.split(",")[0] for line in capsys.readouterr().out.splitlines()] == [
         "continued 2 prompts",
         "continued 4 prompts",
@@ -174,7 +174,7 @@ class Making:
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(TargetWriter, "continuations", counted)
-            write_own_text(self.target_dir, TrainingText(self.stream), config, self.work, self.origin)
+            write_own_text(self.target_dir, UserText(self.stream), config, self.work, self.origin)
 
     def interrupted(self, num_batches: int) -> None:
         with pytest.raises(KeyboardInterrupt):
@@ -270,13 +270,13 @@ def test_unfinished_text_of_something_else_is_refused_before_the_target_is_loade
         ({}, making.stream[1:], "from another --data"),
     ):
         with pytest.raises(EspalierError) as refused:
-            own_text_command(making.target_dir, TrainingText(stream), replace(OWN7, **changed), making.work)
+            own_text_command(making.target_dir, UserText(stream), replace(OWN7, **changed), making.work)
         assert str(refused.value) == f"{making.unfinished} was made {said}; {remedy}"
         with pytest.raises(EspalierError) as refused:
             prepare_run(
                 "mtp",
                 making.target_dir,
-                TrainingText(stream),
+                UserText(stream),
                 making.work / "out",
                 making.work,
                 replace(mtp, **changed),
@@ -294,7 +294,7 @@ def test_unfinished_text_of_something_else_is_refused_before_the_target_is_loade
     ):
         making.unfinished.write_bytes(data)
         with pytest.raises(EspalierError, match=f"own_text-0.unfinished {said}"):
-            own_text_command(making.target_dir, TrainingText(making.stream), OWN7, making.work)
+            own_text_command(making.target_dir, UserText(making.stream), OWN7, making.work)
 
 
 def test_two_trainers_do_not_write_one_text(making: Making, whole: Made) -> None:
@@ -303,7 +303,7 @@ def test_two_trainers_do_not_write_one_text(making: Making, whole: Made) -> None
     with open_unfinished(OWN7, making.work, making.origin):
         for second in (
             making.run,
-            lambda: own_text_command(making.target_dir, TrainingText(making.stream), OWN7, making.work),
+            lambda: own_text_command(making.target_dir, UserText(making.stream), OWN7, making.work),
         ):
             with pytest.raises(EspalierError, match=said):
                 second()

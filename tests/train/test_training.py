@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from espalier.train.checkpoint import load_draft
-from espalier.train.data import TrainingText
+from espalier.train.data import UserText
 from espalier.train.eagle3 import choose_vocabulary
 from espalier.train.kinds import train
 from espalier.train.llama import LlamaShape
@@ -109,7 +109,7 @@ class Stopped(Exception):
 def test_an_interrupted_run_resumes_to_the_same_draft(
     target_dir: Path, stream: np.ndarray, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = train("eagle3", target_dir, TrainingText(stream), tmp_path / "whole", tmp_path / "work1", CONFIG)
+    whole = train("eagle3", target_dir, UserText(stream), tmp_path / "whole", tmp_path / "work1", CONFIG)
 
     save = SavedState.save
 
@@ -119,8 +119,8 @@ def test_an_interrupted_run_resumes_to_the_same_draft(
 
     with monkeypatch.context() as patch, pytest.raises(Stopped):
         patch.setattr(SavedState, "save", save_and_stop)
-        train("eagle3", target_dir, TrainingText(stream), tmp_path / "parts", tmp_path / "work2", CONFIG)
-    resumed = train("eagle3", target_dir, TrainingText(stream), tmp_path / "parts", tmp_path / "work2", CONFIG)
+        train("eagle3", target_dir, UserText(stream), tmp_path / "parts", tmp_path / "work2", CONFIG)
+    resumed = train("eagle3", target_dir, UserText(stream), tmp_path / "parts", tmp_path / "work2", CONFIG)
     assert resumed == whole
     drafts = [load_draft(tmp_path / name) for name in ("whole", "parts")]
     for one, two in zip(*(draft.parameters() for draft in drafts), strict=True):

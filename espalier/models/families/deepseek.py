@@ -111,7 +111,7 @@ V2 = Family(
         "n_group": None,
         "topk_group": None,
     },
-    has_latent_attention=True,
+    uses_mla=True,
     usable_in_drafts=True,
     supported_fields=EXPERT_FIELDS,
     experts=_experts_v2,

@@ -22,7 +22,7 @@ from espalier.model_files import MAX_LAYERS
 from espalier.models.config import INERT_FIELDS, Family, Json, ModelConfig, architecture_of, parse, with_overrides
 from espalier.models.from_transformers.probe import ProbeResult, probe, refusal_reason
 from espalier.models.from_transformers.target import ATTENTION_NAME, TransformersModel, TransformersTarget
-from espalier.models.weight_files import count_stored_weights
+from espalier.models.weight_files import count_weights_in
 from espalier.models.weight_formats import QUANTISATION_FIELDS
 from espalier.models.weights import IGNORABLE_NAMES, Weights
 
@@ -45,7 +45,7 @@ def load_by_transformers(
             "read them; use speculation algorithm 'ngram'"
         )
     Weights(path, dtype, "cpu")  # for its errors, which name file and remedy
-    stored = count_stored_weights(path, config.formats).num_cast_values
+    stored = count_weights_in(path, config.formats).num_cast_values
     # from_pretrained allocates memory for missing weights before it reports them.
     if probed.num_weights > 2 * stored:
         raise EspalierError(

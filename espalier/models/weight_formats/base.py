@@ -118,7 +118,7 @@ class StoredTensor:
     dtype, or one of these dtypes, and is not cast.
     row_dim: the dimension that corresponds to the matrix's rows; None if every row of the matrix needs the whole
     tensor.
-    column_dim: the dimension that corresponds to the matrix's columns.  rows_per_entry, columns_per_entry: the numbers
+    column_dim: the dimension that corresponds to the matrix's columns.  entry_rows, entry_columns: the numbers
     of rows and columns of the matrix that one entry of the tensor covers.
     """
 
@@ -127,16 +127,16 @@ class StoredTensor:
     dtype: torch.dtype | tuple[torch.dtype, ...] | None = None
     row_dim: int | None = None
     column_dim: int | None = None
-    rows_per_entry: int = 1
-    columns_per_entry: int = 1
+    entry_rows: int = 1
+    entry_columns: int = 1
 
-    def slices_of_part(self, rows: Part, columns: Part) -> tuple[slice, ...]:
+    def part_slices(self, rows: Part, columns: Part) -> tuple[slice, ...]:
         """Returns the slices of the tensor, one per dimension, that store a part of the matrix.
         Raises EspalierError for a part that begins or ends inside an entry."""
         slices = [slice(0, size) for size in self.shape]
         for dim, part, unit in (
-            (self.row_dim, rows, self.rows_per_entry),
-            (self.column_dim, columns, self.columns_per_entry),
+            (self.row_dim, rows, self.entry_rows),
+            (self.column_dim, columns, self.entry_columns),
         ):
             if dim is not None and not part.is_whole:
                 slices[dim] = part.in_units(unit).slice

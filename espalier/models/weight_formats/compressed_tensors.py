@@ -61,8 +61,8 @@ class PackedFormat(QuantisedFormat):
         groups, packed = columns // group, columns // NIBBLES_OF_INT32
         of_groups = None if self.group_size is None else 1
         tensors = [
-            StoredTensor(".weight_packed", (rows, packed), torch.int32, 0, 1, columns_per_entry=NIBBLES_OF_INT32),
-            StoredTensor(".weight_scale", (rows, groups), SCALE_DTYPES, 0, of_groups, columns_per_entry=group),
+            StoredTensor(".weight_packed", (rows, packed), torch.int32, 0, 1, entry_columns=NIBBLES_OF_INT32),
+            StoredTensor(".weight_scale", (rows, groups), SCALE_DTYPES, 0, of_groups, entry_columns=group),
             StoredTensor(".weight_shape", (2,), (torch.int64, torch.int32)),
         ]
         if self.has_zero_points:

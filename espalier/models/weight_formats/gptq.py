@@ -63,10 +63,10 @@ class GptqFormat(QuantisedFormat):
         of_groups = None if self.group_size is None else 0
         return (
             StoredTensor(
-                ".qweight", (columns // NIBBLES_OF_INT32, rows), torch.int32, 1, 0, columns_per_entry=NIBBLES_OF_INT32
+                ".qweight", (columns // NIBBLES_OF_INT32, rows), torch.int32, 1, 0, entry_columns=NIBBLES_OF_INT32
             ),
             StoredTensor(".qzeros", (groups, packed), torch.int32, 1, of_groups, NIBBLES_OF_INT32, group),
-            StoredTensor(".scales", (groups, rows), SCALE_DTYPES, 1, of_groups, columns_per_entry=group),
+            StoredTensor(".scales", (groups, rows), SCALE_DTYPES, 1, of_groups, entry_columns=group),
             StoredTensor(".g_idx", (columns,), torch.int32, column_dim=0),
         )
 
@@ -132,7 +132,7 @@ class AwqFormat(QuantisedFormat):
         return (
             StoredTensor(".qweight", (columns, packed), torch.int32, 1, 0, NIBBLES_OF_INT32),
             StoredTensor(".qzeros", (groups, packed), torch.int32, 1, of_groups, NIBBLES_OF_INT32, group),
-            StoredTensor(".scales", (groups, rows), SCALE_DTYPES, 1, of_groups, columns_per_entry=group),
+            StoredTensor(".scales", (groups, rows), SCALE_DTYPES, 1, of_groups, entry_columns=group),
         )
 
     def stored_matrix(self, tensors: Mapping[str, Tensor], rows: Sequence[int], columns: int) -> QuantisedMatrix:

@@ -86,12 +86,10 @@ def adapt_to_device(matrix: QuantisedMatrix) -> QuantisedMatrix:
     return replace(matrix, inputs=None) if matrix.device.type == "cpu" else matrix
 
 
-def require_multiple_of(format_name: str, size_name: str, size: int, unit: int) -> None:
+def require_multiple_of(format_name: str, dim: str, size: int, unit: int) -> None:
     """Raises EspalierError if `size` is not a multiple of `unit`."""
     if size % unit:
-        raise EspalierError(
-            f"format {format_name} needs {size_name} in a multiple of {unit}, but this matrix has {size}"
-        )
+        raise EspalierError(f"format {format_name} needs {dim} in a multiple of {unit}, but this matrix has {size}")
 
 
 def unpack_int32(packed: Tensor, dim: int, order: Sequence[int] = range(NIBBLES_OF_INT32)) -> Tensor:
