@@ -1,5 +1,4 @@
-"""Model families, their layers and their weights.  Other packages only load models; base.py defines the interface of a
-model."""
+"""Model families, their layers and their weights.  base.py defines the interface of a model."""
 
 from espalier.models.base import CausalLM, Layer, ModelOutput
 from espalier.models.config import ModelConfig

@@ -19,7 +19,7 @@ from espalier.models.layers.residual import Residual
 
 
 class Layer(Protocol):
-    """A layer of a decoder (espalier/models/layers/decoder.py:DecoderLayer).  A family may define its own layer class."""
+    """A layer of a decoder (espalier/models/layers/decoder.py:DecoderLayer).  A family may have its own layer class."""
 
     def __call__(self, s: Residual, p: Pass) -> None:
         """Runs the layer on the residual stream of the pass's rows.
@@ -58,8 +58,7 @@ class CausalLM(Protocol):
     head: Linear
 
     def __call__(self, p: Pass) -> ModelOutput:
-        """Computes the hidden states of a pass.  The positions of the rows must be below the `position_rows` of
-        load_target."""
+        """Computes the hidden states of a pass.  Positions must be below `position_rows` of load_target."""
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -291,11 +291,8 @@ def _attention_of(layer: DecoderLayer) -> Attention:
 
 
 def make_block(weights: Weights, config: BlockConfig, target: CausalLM, position_rows: int) -> BlockDraft:
-    """Build the draft from its weights.  A draft that has no embedding or head uses the embedding or the head of its
-    target.
-
-    Raises EspalierError naming a weight that does not fit or is not used.
-    """
+    """Builds the draft from its weights.  A draft without an embedding or a head uses the target's.
+    Raises EspalierError naming a weight that does not fit or is not used."""
     draft = BlockDraft(
         **load_block_fields(weights, config, target, position_rows), edges=_load_markov_edges(weights, config)
     )

@@ -1,5 +1,4 @@
-"""Reads a model's config.json.  Every field that changes the computation is either applied or refused with an error
-that names the field.
+"""Reads a model's config.json.  Every field that changes the computation is either applied or refused with an error.
 
 All families share this reader.  The defaults of missing fields differ by family, so each family file declares them.
 """
@@ -128,20 +127,17 @@ class Family:
     has_sinks: whether each head has an attention sink: a logit in the softmax that has no value vector.
     experts: returns the declaration of the expert layers; None for a model without experts.  Raises EspalierError for
     experts that are not supported.
-    embedding_scale: the factor of embeddings.  softmax_scale: the factor of attention scores; None for head_size **
-    -0.5.
+    embedding_scale: the factor of embeddings.  softmax_scale: the factor of attention scores; None for 1/√head_size.
     residual_scale: the factor of each block's output before it is added to the residual.
     logit_scale: the factor of logits, before the soft cap.
     layer_ropes: the RoPE fields of each layer, which replace the config's in read_rope; with head_dim, if the size of
-    heads differs by layer.  None in the list: a layer without RoPE.  If this function is None, all layers use the
-    config's fields.
+    heads differs by layer.  None in the list: a layer without RoPE.  By default, all layers use the config's.
     load_embedding: loads the token embedding; None for a table of vocab_size rows.
     load_layer: loads a layer of the family's own class; None for layer_loading.py:load_layer.
     load_mixer: loads the first block of a layer; None for layer_loading.py:load_attention.
     layer_specs: takes the ModelConfig, and returns what each layer stores in the cache; None for K and V heads
     (layer_loading.py:layer_specs_of).
-    uses_mla: whether layers have latent attention (MLA), whose sizes espalier/models/latent_config.py
-    reads.
+    uses_mla: whether layers have latent attention (MLA), with the sizes of espalier/models/latent_config.py.
     has_indexer: whether an indexer chooses the rows that a layer attends to (espalier/models/latent_config.py).
     supported_fields: the fields of NEUTRAL_VALUES that may have any value in this family, because the family reads them
     or because they do not change the output.
@@ -198,8 +194,8 @@ class Family:
 class ModelConfig:
     """A decoder's sizes and options.
 
-    max_position: the longest context, in tokens, that the checkpoint was trained for (RopeConfig limits it for a
-    dynamic RoPE).
+    max_position: the longest context, in tokens, that the checkpoint was trained for (see RopeConfig for dynamic
+    RoPEs).
     layer_ropes: the RoPE of each layer; rope: the RoPE of the first layer.
     logit_cap: the soft cap of logits: a tanh bounds them to ±logit_cap; None for no cap.  softcap: the soft cap of
     attention scores.
@@ -341,7 +337,7 @@ def refuse_unsupported(fields: Json, supported_fields: tuple[str, ...]) -> None:
 
 
 def _read_activation(fields: Json, field: str) -> Activation:
-    """Returns the activation whose name is in `field`.  Raises EspalierError for an activation that is not supported."""
+    """Returns the activation that `field` names.  Raises EspalierError for an activation that is not supported."""
     name = fields.get(field, "silu")
     if not isinstance(name, str) or name not in ACTIVATIONS:
         supported = " or ".join(map(repr, ACTIVATIONS))
@@ -350,8 +346,7 @@ def _read_activation(fields: Json, field: str) -> Activation:
 
 
 def _with_attention_fields(fields: Json) -> Json:
-    """Returns the config with the fields of attention at the top level.  Transformers 5 writes these into
-    rope_parameters."""
+    """Moves the fields of attention from rope_parameters, where transformers 5 writes them, to the top level."""
     ropes = [fields.get(field) or {} for field in reversed(ROPE_FIELDS)]
     return fields | {name: rope[name] for rope in ropes for name in ATTENTION_FIELDS if name in rope}
 
@@ -390,13 +385,12 @@ def windows_by_layer_type(fields: Json, default: Callable[[int], bool]) -> Layer
 
 
 def windows_in_even_layers(fields: Json) -> LayerWindows:
-    """Returns the window of each layer (windows_by_layer_type).  Without `layer_types`, layers 0, 2, 4, ... are
-    sliding."""
+    """Returns the window of each layer (windows_by_layer_type).  By default, layers 0, 2, 4, ... are sliding."""
     return windows_by_layer_type(fields, lambda layer: layer % 2 == 0)
 
 
 def windows_if_enabled(fields: Json, default: Callable[[int], bool]) -> LayerWindows:
-    """Returns the window of each layer (windows_by_layer_type); None for all layers if `use_sliding_window` is false."""
+    """Returns the window of each layer (windows_by_layer_type); always None if `use_sliding_window` is false."""
     window = fields["sliding_window"] if fields["use_sliding_window"] else None
     return windows_by_layer_type({**fields, "sliding_window": window}, default)
 

@@ -71,7 +71,7 @@ FIELD_TYPES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
 
 
 def require_field_types(fields: Json) -> None:
-    """Checks the types of all fields in FIELD_TYPES.  Raises EspalierError naming a field whose value has a wrong type."""
+    """Raises EspalierError if a field of FIELD_TYPES has a value of a wrong type."""
     for name, (is_right, words) in FIELD_TYPES.items():
         value = fields.get(name)
         if not (value is None and words.endswith("null")) and not is_right(value):
@@ -123,7 +123,8 @@ def positive_integer(fields: Json, name: str, max_value: int | None = None) -> i
     value, max_value = fields.get(name), max_value or LARGEST_VALUES.get(name, MAX_SIZE)
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= max_value:
         raise EspalierError(
-            f"{name} = {shown(value)}; a positive integer is needed, {max_value} at most; correct it or pass model_overrides"
+            f"{name} = {shown(value)}; a positive integer is needed, {max_value} at most; correct it or pass "
+            "model_overrides"
         )
     return value
 

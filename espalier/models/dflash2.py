@@ -50,13 +50,11 @@ DEFAULT_BLOCK_SIZE = 16
 @dataclass(frozen=True, kw_only=True)
 class DFlash2Config(BlockConfig):
     """A DFlash 2 draft's config.json, checked against its target's.
-
     conv_taps: the number of taps: how many input rows a convolution reads for one output row.  conv_group: how many
     adjacent channels share a coefficient.
     selector_rank: the rank of the codebooks.  selector_topk: how many tokens of a depth the selector scores.
     embedding_scale, logit_scale: the factors of embeddings and of logits.  logit_cap: the soft cap of logits,
-    tanh(logit / cap) · cap; None for no cap.
-    """
+    tanh(logit / cap) · cap; None for no cap."""
 
     conv_taps: int
     conv_group: int

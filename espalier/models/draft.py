@@ -31,8 +31,7 @@ class DraftSpec:
     """A draft's declaration.  Without a draft model (n-gram, plain decoding), all fields but `algorithm` are defaults.
 
     algorithm: the value of the user's setting `algorithm`.
-    layers: the specs of the draft's layers, module after module.  In the pages of the cache, they come after the
-    target's layers.
+    layers: the specs of the draft's layers, module after module.  In pages, they follow the target's layers.
     modules: N, the number of modules (a term of DeepSeek-V3).  All modules have the same number of layers.  Module l
     proposes level l of a tree; module N proposes all levels from N on.  An EAGLE head is one module; an MTP head has
     one module per layer.  A P-EAGLE head is one module, which proposes all levels in one pass.  A block draft has 0
@@ -40,20 +39,17 @@ class DraftSpec:
     block_rows: the rows of the pass that proposes all levels; 0 for drafts that propose one level per pass.
     max_steps: the largest depth of a tree: the number of levels that this pass proposes; None for no limit.
     mask_token: the input token of all rows of this pass, except the root's row.
-    first_proposing_row: the index in a block of the row that proposes depth 1: 0 (the root's row) or 1 (the first mask
-    row).
+    first_proposing_row: the index in a block of the row that proposes depth 1: 0 (the root) or 1 (the first mask row).
     causal: for each layer of a block draft, whether a block row does not attend to later block rows.
     windows_from_root: whether the sliding window of all rows of a block ends at the root.  If false, the window of each
     row ends at that row.
     form: the hidden state that module k (from 1) reads at token q.  "chain": the output of module k - 1 at token q - 1,
-    where module 0 is the target; "target": the target's hidden state at token q - k.  With one module, both are the
-    same.
+    where module 0 is the target; "target": the target's hidden state at token q - k.  With one module, both are equal.
     target_output: the field of the target's ModelOutput that the draft reads.  "captured": the concatenated inputs of
     the layers `capture`; "hidden": the last hidden state after the final norm; None if the draft reads no field.
     capture: indices of target layers whose inputs the draft reads; the index num_layers stands for the final norm.
     hidden_size: H, the size of the hidden states that modules read and return.
-    vocab_size: the size of the draft's vocabulary; smaller than the target's if the draft has a table of target ids
-    (DraftModel.d2t).
+    vocab_size: the size of the draft's vocabulary; smaller than the target's if the draft has DraftModel.d2t.
 
     Raises EspalierError if the number of layers is not a multiple of the number of modules.
     """
@@ -172,8 +168,7 @@ class DraftModel(Protocol):
 
     @property
     def fuse(self) -> Callable[[Tensor], Tensor]:
-        """A function that converts the target's features [..., F] (`spec.target_output`) to hidden states [..., H] for
-        draft rows."""
+        """A function from the target's features [..., F] (`spec.target_output`) to hidden states [..., H]."""
         ...
 
 

@@ -45,11 +45,8 @@ def whole_embedding(target: CausalLM) -> Embedding:
 
 
 def draft_head(weights: Weights, layer: ModelConfig, draft_vocab: int, target: CausalLM, embed: Embedding) -> Linear:
-    """Returns the draft's head.  Without one, returns the draft's embedding if the config ties head and embedding, else
-    the target's head.
-
-    Raises EspalierError if the target's head has another shape.
-    """
+    """Returns the draft's head; without one, the draft's tied embedding or else the target's head.
+    Raises EspalierError if the target's head has another shape."""
     name, shape = "lm_head", (draft_vocab, layer.hidden_size)
     if weights.has_matrix(name):
         return weights.linear("", (name,), shape[:1], shape[1], bias=False)
@@ -191,7 +188,6 @@ class DraftFields:
         return token
 
     def draft_vocab(self, vocab: int) -> int:
-        """Returns the size of a draft's vocabulary: draft_vocab_size, or the size of the target's vocabulary if that
-        field is missing."""
+        """Returns the size of a draft's vocabulary: draft_vocab_size; by default, the size of the target's."""
         name = "draft_vocab_size"
         return vocab if self.raw.get(name) is None else self.count(name, min_value=1)

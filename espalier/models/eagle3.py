@@ -55,12 +55,9 @@ LEGACY_FC_NORMS = ("aux_norm_low", "aux_norm_mid", "aux_norm_high")
 @dataclass(frozen=True)
 class Eagle3Config:
     """The config of an EAGLE-3 or P-EAGLE head, read from its config.json and the target's config.
-
     layer: the config of the draft's decoder layer; `layer.vocab_size` is the target's.
     target_hidden: the target's hidden size.  norm_output: whether child rows read the output after the final norm.
-    norm_before_fc: whether one norm over all captured inputs precedes fc.  fc_norm: whether each captured input has a
-    norm.
-    """
+    norm_before_fc: whether one norm over all captured inputs precedes fc.  fc_norm: whether each input has a norm."""
 
     layer: ModelConfig
     spec: DraftSpec
@@ -87,8 +84,7 @@ def read_eagle3(path: Path, raw: Json, target: ModelConfig) -> Eagle3Config:
 
 def read_eagle_head(path: Path, raw: Json, target: ModelConfig, input_id_targets: Sequence[str] | None) -> Eagle3Config:
     """Returns the config of an EAGLE-3 or P-EAGLE head.  The caller checks it against the target.
-    input_id_targets: the target architectures whose eagle_config lists layers by input; None: all
-    architectures."""
+    input_id_targets: the target architectures whose eagle_config lists layers by input; None for all."""
     fields = DraftFields(raw, path)
     flat = {"num_hidden_layers": 1, "max_position_embeddings": target.max_position, **raw, **fields.layer_config()}
     eagle = fields.object("eagle_config")
@@ -269,11 +265,8 @@ class FeatureFuser:
 
 
 def make_eagle3(weights: Weights, config: Eagle3Config, target: CausalLM, position_rows: int) -> Eagle3Draft:
-    """Build the draft from its weights.  A draft that has no embedding or head uses the embedding or the head of its
-    target.
-
-    Raises EspalierError naming a weight that does not fit or is not used.
-    """
+    """Builds the draft from its weights.  A draft without an embedding or a head uses the target's.
+    Raises EspalierError naming a weight that does not fit or is not used."""
     draft = Eagle3Draft(**load_head_fields(weights, config, target, position_rows))
     weights.require_all_used()
     return draft

@@ -50,7 +50,7 @@ class AssistantConfig:
 
 
 def read_assistant(path: Path, raw: Json, target: ModelConfig) -> AssistantConfig:
-    """Read the config.json `raw` of the draft at `path`.  Raises EspalierError if the draft does not fit this target."""
+    """Reads the config.json `raw` of the draft at `path`.  Raises EspalierError if it does not fit the target."""
     fields = DraftFields(raw, path)
     text = fields.object("text_config").raw
     family = next((each for each in (FAMILY, UNIFIED) if each.model_type == text.get("model_type")), FAMILY)

@@ -93,8 +93,7 @@ class GGUFArchitecture:
     further_field_names: tuple[str, ...] = ()
 
     def hf_name(self, gguf_name: str) -> str:
-        """Returns the name that the tensor `gguf_name` has in a Hugging Face checkpoint; an unknown name is returned
-        unchanged."""
+        """Returns the name that the tensor `gguf_name` has in a Hugging Face checkpoint; unknown names are returned."""
         module, _, kind = gguf_name.rpartition(".")
         if module in MODEL_MODULES:
             return f"{MODEL_MODULES[module]}.{kind}"
@@ -269,8 +268,8 @@ def _frequency_divisors(gguf: GGUF) -> list[float]:
 
 
 def _special_token_fields(metadata: Mapping[str, Any]) -> Json:
-    """Returns the fields for special tokens.  Like llama.cpp, generation stops at the end of a text and at the end of a
-    chat message."""
+    """Returns the fields for special tokens.  Generation stops at the end of texts and of chat messages, as in
+    llama.cpp."""
     ends = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
     found: Json = {"eos_token_id": [end for end in ends if end is not None]}
     for name, field in (("bos_token_id", "bos_token_id"), ("pad_token_id", "padding_token_id")):

@@ -30,13 +30,11 @@ INDEXER_DEFAULTS: dict[str, Any] = {
 @dataclass(frozen=True)
 class IndexerConfig:
     """The sizes of the indexers of a model's layers (DeepSeek-AI 2025, "DeepSeek-V3.2", section 2.1).
-
     topk: the largest number of rows that a query attends to.  heads: the number of index heads.  size: the number of
     values of an index key, and of each head of an index query.  interleaved: see
     espalier/kernels/ops/selection.py:IndexRows.
-    layer_types: for each layer, FULL_INDEXER (the layer has an indexer) or SHARED_INDEXER (the layer uses the choice of
-    an earlier layer).
-    """
+    layer_types: for each layer, FULL_INDEXER (the layer has an indexer) or SHARED_INDEXER (it uses an earlier layer's
+    choice)."""
 
     topk: int
     heads: int
@@ -72,7 +70,7 @@ def read_indexer_config(fields: dict[str, Any], read_count: Callable[[str], int]
 
 
 def indexer_types(fields: dict[str, Any]) -> tuple[str, ...]:
-    """Returns FULL_INDEXER or SHARED_INDEXER for each layer.  Raises EspalierError for invalid or contradicting fields."""
+    """Returns FULL_INDEXER or SHARED_INDEXER for each layer.  Raises EspalierError for contradicting fields."""
     layers = fields["num_hidden_layers"]
     names = (TYPES_FIELD, PATTERN_FIELD, FREQ_FIELD, OFFSET_FIELD)
     declared, pattern, freq, offset = (fields.get(name) for name in names)
@@ -120,14 +118,12 @@ def _scheduled_indexer_types(fields: dict[str, Any], layers: int) -> tuple[str, 
 @dataclass(frozen=True)
 class LatentConfig:
     """The sizes of latent attention (DeepSeek-AI 2024, arXiv:2405.04434, section 2.1).
-
     q_rank: the size of the queries' latent; None: queries are projected directly from the hidden state.
     kv_rank: the size of the latent from which K and V are computed.
     nope_size: the number of values of a q or k head without RoPE; rope_size: the number of values with RoPE.
     v_size: the size of a v head.
     interleaved: see espalier/kernels/ops/rope.py:LatentFormat.
-    indexer: the sizes of the indexers; None if layers attend to all rows.
-    """
+    indexer: the sizes of the indexers; None if layers attend to all rows."""
 
     q_rank: int | None
     kv_rank: int
@@ -144,8 +140,7 @@ class LatentConfig:
 
     @property
     def row_size(self) -> int:
-        """The number of values that the cache stores for a token: the latent, and the rotated part of the key, which
-        all heads share."""
+        """The number of values that the cache stores for a token: the latent and the rotated part of the key."""
         return self.kv_rank + self.rope_size
 
 

@@ -1,5 +1,4 @@
-"""Builds a layer of a target or a draft from its weights.  Families with their own layer classes also use these
-functions."""
+"""Builds a layer of a target or a draft from its weights.  Families with their own layers also use it."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -211,12 +210,9 @@ def tied_head(embed: Embedding, shards: Shards) -> Linear:
 def load_attention(
     weights: Weights, config: ModelConfig, prefix: str, columns: int, rope: RopeTables, layer: int = 0
 ) -> Attention | LatentAttention:
-    """Loads the attention block under `prefix`: latent attention if the config has it, else attention with K and V
-    heads.
-
+    """Loads the attention block under `prefix`: latent attention, or attention with K and V heads.
     columns: the input size of q, k and v: the hidden size, or twice that for a draft that concatenates embedding and
-    hidden state.  layer: the layer's number in the checkpoint, which decides whether the layer has an indexer.
-    """
+    hidden state.  layer: the layer's number in the checkpoint, which decides whether the layer has an indexer."""
     if config.latent is not None:
         return _load_latent_attention(weights, config, config.latent, prefix, columns, rope, layer)
     size, shards, names = config.head_size, weights.shards, config.family.names
@@ -297,7 +293,7 @@ def _load_latent_attention(
 def _load_indexer(
     weights: Weights, index: IndexerConfig | None, prefix: str, rank: int | None, columns: int, layer: int
 ) -> Indexer | None:
-    """Loads the indexer of a layer.  Every rank loads the whole indexer.  Returns None for a layer without an indexer."""
+    """Loads the whole indexer of a layer on every rank.  Returns None for a layer without an indexer."""
     if index is None or rank is None:
         return None
     under = f"{prefix}indexer."
@@ -373,8 +369,7 @@ def load_mamba2(
     dt_limits: Sequence[float],
 ) -> Mamba2:
     """Loads the Mamba 2 block under `prefix`.
-    bias, conv_bias: whether the projections and the convolution have a bias.  dt_limits: the minimum and the maximum of
-    dt."""
+    bias, conv_bias: whether the projections and the convolution have a bias.  dt_limits: the range of dt."""
     inner, shared, channels = keeps.heads * keeps.v_size, keeps.k_heads * keeps.k_size, keeps.channels
     conv = weights.load(f"{prefix}conv1d.weight", channels, 1, keeps.taps)[:, 0]
     # The stored order of the channels is x, B, C.

@@ -127,12 +127,10 @@ log = logging.getLogger(__name__)
 
 def read_config(path: Path | str, overrides: Mapping[str, Any] | None = None, model_impl: str = "auto") -> ModelConfig:
     """Reads config.json of a target directory, and the eos ids of its generation_config.json.
-
     model_impl: the code that runs the model.  "native": Espalier's own layers; "transformers": the model class of
     transformers; "auto": Espalier's layers if the architecture is supported, else transformers.
     Raises EspalierError for an unknown architecture or override, a weight format that is not supported, recurrent
-    state, and any other field that changes the computation in a way that is not supported.
-    """
+    state, and any other field that changes the computation in a way that is not supported."""
     path = Path(path)
     raw = read_raw_config(path)
     file = path / "generation_config.json"

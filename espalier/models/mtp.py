@@ -115,8 +115,7 @@ def holds_mtp_layers(path: Path, target: ModelConfig) -> bool:
 
 
 def _family_of(base: DraftFields) -> Family:
-    """Returns the family of an MTP head's layers, by model_type.  Raises EspalierError for a model_type that is not
-    supported."""
+    """Returns the family of an MTP head's layers, by model_type.  Raises EspalierError for an unsupported one."""
     by_type = {family.model_type: family for family in FAMILIES.values() if family.usable_in_drafts}
     declared = base.get("model_type")
     if declared not in by_type:
@@ -218,8 +217,7 @@ def _load_module(
     head_of: Callable[[str], Linear],
     module: int,
 ) -> MTPModule:
-    """Loads one module.  embed_of, head_of: functions that return an embedding or a head by its name.  module: counted
-    from 0."""
+    """Loads one module.  embed_of, head_of: return an embedding or a head by name.  module: counted from 0."""
     layer, family, prefix = config.layer, config.family, config.weights_prefix(module)
     hidden, index, own = layer.hidden_size, config.num_layers + module, family.index(module, config.num_layers)
     eps_and_offset = layer.rms_norm_eps, layer.family.norm_offset
@@ -238,8 +236,7 @@ def _load_module(
 
 
 def _load_projection(weights: Weights, name: str, family: MTPFamily, hidden: int) -> Linear:
-    """Loads the projection [H, 2·H].  In the result, the first H columns read the embedding, the others the hidden
-    state."""
+    """Loads the projection [H, 2·H].  Its first H columns read the embedding, the others the hidden state."""
     if not family.hidden_first:
         return weights.linear("", (name,), (whole_part(hidden),), 2 * hidden, bias=False)
     matrix = weights.load_dense_matrix(name, whole_part(hidden), 2 * hidden)

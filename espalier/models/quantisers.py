@@ -5,9 +5,7 @@ int4: groups of 128 columns with a symmetric scale; 64 or 32 columns if 128 does
 each group, a few scales are tried, and the scale with the least squared error is used.  No calibration text is needed.
 
 `espalier quantize` writes a copy of a target or a draft (`quantise`) in the format of compressed-tensors, file by file.
-It quantises linear layers, experts that are stored one by one, and a draft's own head.  All other weights stay dense:
-the embedding, a target's head, routers, the gate projections of the delta rule, and weights that a family reads as
-plain tensors.
+It quantises linear layers, experts that are stored one by one, and a draft's own head.  All other weights stay dense.
 Synthetic models use the quantised tensors directly.
 """
 
@@ -34,15 +32,14 @@ from espalier.models.weight_files import INDEX_FILE, safetensors_files, write_we
 from espalier.models.weight_formats import QUANTISATION_FIELDS, FormatLookup, read_formats
 from espalier.models.weights import PLAIN_DTYPES
 
-# GROUP_SIZE, GROUP_SIZES: columns of a group of int4: the first of GROUPS that divides a matrix's columns.
-# FP8_BLOCK: rows and columns of a block of FP8.  MXFP4_BLOCK_SIZE: values of a block of MXFP4.
+# An int4 group has as many columns as the first of GROUP_SIZES that divides the matrix's columns.
+# FP8_BLOCK: rows and columns.
 GROUP_SIZE = 128
 GROUP_SIZES = (GROUP_SIZE, 64, 32)
 FP8_BLOCK = 128
 MXFP4_BLOCK_SIZE = 32
 NVFP4_GROUP_SIZE = 16
-# The factors by which a group's scale is multiplied when scales are tried.  Factor 1 maps the group's largest magnitude
-# to 7.5.
+# The factors that are tried for a group's scale.  Factor 1 maps the group's largest magnitude to 7.5.
 SCALE_FACTORS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)
 # The number of values that are quantised in one step.
 VALUES_PER_STEP = 2**24
@@ -53,8 +50,7 @@ KEPT_DENSE = (
     *("embed_tokens", "embeddings", "gate", "router", "router.proj", "router.layer", "shared_expert_gate"),
     *("eh_proj", "shared_head.head"),
     "indexer.weights_proj",
-    # The gates of the delta rule are exponentials of these projections, so errors would grow.  Published checkpoints
-    # keep them dense.
+    # The gates of the delta rule are exponentials of these products, so errors would grow.
     *("in_proj_a", "in_proj_b", "in_proj_ba"),
 )
 # A draft's own head is quantised, because the target decides every token.
@@ -79,13 +75,10 @@ def _names_pattern(names: Sequence[str]) -> str:
 class Quantiser:
     """A quantised format: functions that quantise matrices, and the rules that decide which matrices are quantised.
 
-    quantise: returns the stored tensors of a matrix [out, in] or, if `only_experts`, of experts [count, out, in].  The
-    work is done on the given device.
+    quantise: returns the stored tensors of a matrix [out, in] or, if `only_experts`, of experts [count, out, in].
     make_config: returns quantization_config, given `dense_pattern` and the names of other matrices that stay dense.
-    group_sizes: the possible numbers of columns that share a scale.  The first number that divides a matrix's columns
-    is used; a matrix stays dense if no number divides its columns.
-    only_experts: whether the format quantises only stacked experts.  dense_pattern: a regular expression for the names
-    of matrices that stay dense.
+    group_sizes: the numbers of columns that may share a scale.  A matrix has the first that divides its columns.
+    only_experts: whether the format is for stacked experts.  dense_pattern: the names of matrices that stay dense.
     """
 
     quantise: Callable[[Tensor, torch.device], StoredTensors]
@@ -117,7 +110,7 @@ class Quantiser:
         return re.match(self.dense_pattern, name) is not None
 
     def group_size_for(self, columns: int) -> int | None:
-        """Returns how many columns share a scale in a matrix of `columns` columns; None for a matrix that stays dense."""
+        """Returns how many columns share a scale; None for a matrix that stays dense."""
         return None if self.only_experts else next((group for group in self.group_sizes if columns % group == 0), None)
 
     def quantises(self, name: str, columns: int) -> bool:
@@ -129,7 +122,7 @@ class Quantiser:
         return read_formats({"quantization_config": self.quantization_config(columns)})
 
     def quantise_matrix(self, dense: Tensor) -> QuantisedMatrix:
-        """Quantises a matrix [out, in].  The result equals the matrix that loading the stored tensors would return."""
+        """Quantises a matrix [out, in].  The result is the same as after storing and loading the matrix."""
         if self.only_experts:
             return self.quantise_experts(dense[None])[0]
         format, stored = self.storage_formats({"layer": dense.shape[1]})("layer"), self.quantise(dense, dense.device)
@@ -140,16 +133,14 @@ class Quantiser:
         return made
 
     def quantise_experts(self, dense: Tensor) -> QuantisedMatrix:
-        """Quantises experts [count, out, in].  The result equals the matrix that loading the stored tensors would
-        return."""
+        """Quantises experts [count, out, in].  The result is the same as after storing and loading the experts."""
         if not self.only_experts:
             return self.quantise_matrix(dense.flatten(0, 1)).experts(len(dense))
         return self.storage_formats({})("mlp.experts").expert_matrix(self.quantise(dense, dense.device))
 
 
 def _patterns_of_layers(names: Sequence[str], groups: Mapping[str, int | None]) -> list[str]:
-    """Returns patterns that match these names for any layer and expert number.  If a pattern would also match other
-    names, the full names are returned instead."""
+    """Returns patterns of these names for any layer and expert; full names if a pattern would match other names too."""
     patterns: dict[str, list[str]] = {}
     for name in names:
         patterns.setdefault(_any_number_pattern(name), []).append(name)
@@ -163,8 +154,7 @@ def _any_number_pattern(name: str) -> str:
 
 
 def _row_blocks(matrix: Tensor, device: torch.device, row_multiple: int = 1) -> Iterator[Tensor]:
-    """Yields blocks of rows in float32 on the device.  The number of rows is a multiple of `row_multiple`, except in
-    the last block."""
+    """Yields blocks of rows in float32 on the device.  All blocks but the last have a multiple of `row_multiple` rows."""
     for block in matrix.split(max(VALUES_PER_STEP // matrix.shape[1] // row_multiple, 1) * row_multiple):
         yield block.to(device, torch.float32)
 
@@ -237,12 +227,9 @@ def _best_scales(groups: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def to_mxfp4(experts: Tensor, device: torch.device) -> StoredTensors:
-    """Quantises experts [count, out, in] to MXFP4 in the format of GPT-OSS: E2M1 with a power of two for each block of
-    columns.
-
+    """Quantises experts [count, out, in] to GPT-OSS's MXFP4: E2M1 with a power of two for each block of columns.
     The power of two comes from the block's largest magnitude (OCP Microscaling Formats 1.0, 6.3).  Each scaled value is
-    rounded to the nearest value of E2M1.  Scaled magnitudes above 6, the largest value of E2M1, become 6.
-    """
+    rounded to the nearest value of E2M1.  Scaled magnitudes above 6, the largest value of E2M1, become 6."""
     codes, scales = [], []
     for matrix in experts:
         values = matrix.to(device, torch.float32).unflatten(1, (-1, MXFP4_BLOCK_SIZE))
@@ -256,8 +243,7 @@ def to_mxfp4(experts: Tensor, device: torch.device) -> StoredTensors:
 
 
 def to_nvfp4(matrix: Tensor, device: torch.device) -> StoredTensors:
-    """Quantises a matrix to NVFP4: E2M1 with an E4M3 scale for each group of columns.  A divisor for the matrix makes
-    the largest scale FP8_MAX."""
+    """Quantises a matrix to NVFP4: E2M1, an E4M3 scale for each group of columns, and a divisor for the matrix."""
     largest = matrix.abs().amax().to(device, torch.float32)
     divisor = torch.where(largest == 0, 1.0, FP8_MAX * E2M1_VALUES[-1] / largest)
     codes, scales = [], []
@@ -283,11 +269,8 @@ def _encode_e2m1(scaled: Tensor) -> Tensor:
 def _compressed_tensors(
     scheme: tuple[str, str, int, str, int | None], dense_pattern: str, dense_names: Sequence[str]
 ) -> dict[str, Any]:
-    """Returns quantization_config in the format of compressed-tensors.  With one scale per row, inputs are quantised
-    too.
-
-    scheme: (format, type of weights, bits of weights, strategy of scales, columns of a group).
-    """
+    """Returns quantization_config of compressed-tensors.  With a scale per row, inputs are quantised too.
+    scheme: (format, type of weights, bits of weights, strategy of scales, columns of a group)."""
     stored, kind, bits, strategy, group = scheme
     common: dict[str, Any] = {"symmetric": True, "dynamic": False, "block_structure": None, "actorder": None}
     common |= {"num_bits": bits, "type": kind}
@@ -305,8 +288,7 @@ def _compressed_tensors(
 
 
 def _fp8_block_config(dense_pattern: str, dense_names: Sequence[str]) -> dict[str, Any]:
-    """Returns quantization_config in the format of DeepSeek-V3.  If the head is quantised, the field `lm_head` of GPTQ
-    and AWQ is added."""
+    """Returns quantization_config in the format of DeepSeek-V3.  A quantised head adds `lm_head`, a field of GPTQ."""
     head = {} if re.match(dense_pattern, HEAD_NAME) else {HEAD_NAME: True}
     return {
         "quant_method": "fp8",
@@ -342,10 +324,8 @@ QUANTISERS: Mapping[str, Quantiser] = MappingProxyType(
 @dataclass
 class QuantiseReport:
     """The numbers that `quantise` reports.
-
     dense: the names of matrices that stay dense because no group size divides their number of columns.
-    num_small_groups: the number of matrices with a group size smaller than the first of `group_sizes`, by group size.
-    """
+    num_small_groups: the number of matrices with a smaller group size than usual, by group size."""
 
     num_matrices: int = 0
     read_bytes: int = 0
@@ -363,12 +343,10 @@ def quantise(
     is_draft: bool = False,
 ) -> QuantiseReport:
     """Writes a quantised copy of the target or draft at `path` to `out`.
-
     One quantised file at a time is held in memory.  on_file_done: a function that is called after each file.  After an
     error or Ctrl-C, `out` is emptied, so that the same command can run again.
     Raises EspalierError for a model that is already quantised or not supported, and if `out` is not empty or cannot be
-    written.
-    """
+    written."""
     config, quantiser = read_raw_config(path), QUANTISERS[format_name]
     _refuse_unsupported(path, out, config, is_draft)
     try:
@@ -390,8 +368,7 @@ def _write_copy(
     config: Mapping[str, Any],
     on_file_done: Callable[[], None],
 ) -> QuantiseReport:
-    """Writes the files of the copy; see quantise.  config.json is written last, because a directory without it is not a
-    model."""
+    """Writes the files of the copy; see quantise.  config.json is last: a directory without it is not a model."""
     written, places, columns = QuantiseReport(), dict[str, str](), dict[str, int]()
     for file in safetensors_files(path):
         tensors = dict(_quantised_tensors(file, quantiser, device, written, columns))
@@ -429,8 +406,7 @@ def _refuse_unsupported(path: Path, out: Path, config: Mapping[str, Any], is_dra
 
 
 def _stacks_experts(path: Path) -> bool:
-    """Whether a draft's experts are stacked.  The tensors are inspected, because a draft's config.json is incomplete
-    without its target's."""
+    """Whether a draft's experts are stacked, by the shapes of its tensors."""
     for file in safetensors_files(path):
         with safe_open(file, framework="pt") as stored:
             names = [name for name in stored.keys() if ".experts." in name]  # noqa: SIM118
@@ -442,8 +418,7 @@ def _stacks_experts(path: Path) -> bool:
 def _quantised_tensors(
     file: Path, quantiser: Quantiser, device: torch.device, report: QuantiseReport, columns: dict[str, int]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yields the tensors of a file's quantised copy.  Updates `report`, and adds the number of columns of each matrix
-    to `columns`."""
+    """Yields the tensors of a file's quantised copy.  Updates `report` and `columns`, the columns of each matrix."""
     with safe_open(file, framework="pt") as stored:
         for name in stored.keys():  # noqa: SIM118
             tensor = stored.get_tensor(name)

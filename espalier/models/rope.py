@@ -1,5 +1,4 @@
-"""Rotary position embeddings (RoPE): reads the fields of config.json, and computes frequencies and tables of cos and
-sin.
+"""Rotary position embeddings (RoPE): reads config.json, and computes frequencies and tables of cos and sin.
 
 RoPE types and parameters that are not supported are refused with an error.
 
@@ -149,8 +148,7 @@ class RopeConfig:
 
 
 class RopeTables:
-    """Tables of cos and sin for positions 0 .. rows-1, [rows, dim] each, in two halves as in Hugging Face's
-    rotate_half.
+    """Tables of cos and sin for positions 0 .. rows-1, [rows, dim] each, as in Hugging Face's rotate_half.
 
     The first half of sin is negated, so RoPE is x·cos + swap_halves(x)·sin (kernels/layers/rope.py).
     context: the number of tokens of the longest text; by default `rows`.
@@ -273,8 +271,7 @@ def read_rope(fields: Json, rotary_dim: int, max_position_embeddings: int) -> tu
 
 
 def _require_values(parameters: Json, rope_type: object, max_position_embeddings: int) -> None:
-    """Raises EspalierError for a RoPE type or parameter that is not supported, and for a parameter value of a wrong
-    type."""
+    """Raises EspalierError for an unsupported RoPE type or parameter, and for a value of a wrong type."""
     unknown = [name for name in parameters if name not in ROPE_PARAMETERS]
     if rope_type not in ROPE_TYPES or unknown:
         what = f"rope type {rope_type!r}" if rope_type not in ROPE_TYPES else f"rope parameter {unknown[0]!r}"
@@ -299,8 +296,7 @@ def _require_values(parameters: Json, rope_type: object, max_position_embeddings
 
 
 def _divisors(parameters: Json, rotary_dim: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Returns LongRoPE's divisors.  Raises EspalierError if a list does not have one positive number for each
-    frequency."""
+    """Returns LongRoPE's divisors.  Raises EspalierError for lists without a positive number per frequency."""
     for name in DIVISOR_FIELDS:
         values = parameters.get(name)
         if (

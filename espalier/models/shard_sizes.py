@@ -75,8 +75,7 @@ def _can_divide(config: ModelConfig, count: int) -> bool:
 
 
 class DeclaredWeights(Weights):
-    """A substitute for a checkpoint's weights without data.  Its methods raise EspalierError for a weight that cannot
-    be divided."""
+    """A substitute for a checkpoint's weights without data.  Methods raise EspalierError for indivisible weights."""
 
     dtype = torch.float32
 

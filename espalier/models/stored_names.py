@@ -29,12 +29,9 @@ GATE_UP_DOWN, UP_DOWN = MLPNames(), MLPNames(("up_proj",))
 @dataclass(frozen=True)
 class LayerNames:
     """Names of a layer's weights.
-
-    qkv: the names of q, k and v; one name if they are stored as one matrix, in this order.  out: the name of the output
-    projection.
+    qkv: the names of q, k and v; one name if they are stored as one matrix, in this order.  out: the output projection.
     head_norms: the names of the norms of q heads and of k heads.
-    mlp_prefix: the prefix of the MLP's weights.  mlp: the names of the MLP's weights.
-    """
+    mlp_prefix: the prefix of the MLP's weights.  mlp: the names of the MLP's weights."""
 
     qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
     out: str = "o_proj"
@@ -122,12 +119,9 @@ def stored_matrices(names: Sequence[str], rows: Sequence[Size]) -> tuple[Sequenc
 
 @dataclass(frozen=True)
 class StoredNames:
-    """The mapping from stored names to own names.  An *own name* is the name that a weight has in a checkpoint of the
-    text model.
-
+    """The mapping from stored names to own names.  An *own name* is a weight's name in a text model's checkpoint.
     prefixes: pairs (prefix of a stored name, prefix of the own name).
-    has_other_parts: whether names with other prefixes belong to parts such as vision or audio, which are not loaded.
-    """
+    has_other_parts: whether names with other prefixes belong to parts such as vision or audio, which are not loaded."""
 
     prefixes: tuple[tuple[str, str], ...] = ()
     has_other_parts: bool = False

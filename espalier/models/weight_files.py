@@ -103,8 +103,7 @@ BIN_FILE = "pytorch_model.bin"
 
 
 def safetensors_files(path: Path) -> list[Path]:
-    """Returns the model's safetensors files: the files in the index, else model.safetensors, else all safetensors files
-    of the directory."""
+    """Returns the model's safetensors files: those of the index, else model.safetensors, else all files."""
     index = path / INDEX_FILE
     if index.exists():
         files = read_json(index, MAX_BYTES).get("weight_map")

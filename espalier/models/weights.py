@@ -180,8 +180,8 @@ class Weights:
         sums_over_ranks: bool = True,
     ) -> Linear:
         """Returns a linear layer that stacks the matrices prefix + name, [rows, columns] each, with biases.
-        sums_over_ranks: if ranks divide the columns, whether the layer sums its results over the ranks; if false, the
-        caller sums them."""
+        sums_over_ranks: if ranks divide the columns, whether the layer sums over the ranks; if false, the caller does.
+        """
         weight, biases = self.weight([f"{prefix}{name}" for name in names], rows, columns), None
         if bias:
             parts = [part_of(size) for size in rows]
@@ -211,8 +211,7 @@ class Weights:
         return parts[0] if len(parts) == 1 else StackedWeights(parts)
 
     def require_parts(self, names: Sequence[str], sizes: Sequence[Size]) -> None:
-        """Raises EspalierError if there are several ranks, but no size is a Part (the part of a size that a rank
-        holds)."""
+        """Raises EspalierError if there are several ranks, but no size is a Part (the rank's part of a size)."""
         if self.shards.count > 1 and not any(isinstance(size, Part) for size in sizes):
             raise EspalierError(
                 f"{names[0]!r} has no part, so ranks cannot divide this architecture; use tensor_parallel=1"

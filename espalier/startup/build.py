@@ -1,4 +1,4 @@
-"""Builds an engine from loaded models: chooses attention backends, allocates buffers, and creates drafter and executor."""
+"""Builds an engine from loaded models: attention backends, buffers, drafter and executor."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -165,7 +165,7 @@ def make_engine(
 
 
 def make_tree_chooser(config: ResolvedConfig) -> TreeChooser | None:
-    """Returns the object that chooses among the layout's trees while the engine runs; None if there is only one tree."""
+    """Returns the object that chooses trees while the engine runs; None if there is only one tree."""
     if config.round_costs is None or not config.layout.choices:
         return None
     return TreeChoice(config.layout, config.round_costs, is_lookup=config.algorithm == "ngram")

@@ -35,12 +35,9 @@ def find_draft(name: str | PathLike[str], algorithm: str = "auto", setting: str 
 
 
 def require_names(names_by_setting: Mapping[str, str | PathLike[str]]) -> None:
-    """Raises EspalierError for a path that find_target or find_draft would refuse.  This function does not import
-    PyTorch.
-
+    """Raises EspalierError for a path that find_target or find_draft would refuse.  It does not import PyTorch.
     names_by_setting: {setting: path or id}.  Nothing is downloaded, so every name that looks like a Hugging Face id is
-    accepted.
-    """
+    accepted."""
     for what, name in names_by_setting.items():
         if str(name) != BUNDLED:
             _local_checkpoint(what, name)
@@ -94,8 +91,7 @@ def _gguf_file(setting: str, path: Path) -> Path | None:
 
 
 def _is_directory(setting: str, path: Path) -> bool:
-    """Returns whether `path` is a directory.  Raises EspalierError for a file, and for a directory that is not a
-    checkpoint."""
+    """Returns whether `path` is a directory.  Raises EspalierError for files and for other directories."""
     files = "a draft's config.json and weights" if setting.endswith("draft") else "config.json and *.safetensors"
     try:
         if path.is_file():

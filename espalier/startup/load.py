@@ -58,8 +58,7 @@ log = logging.getLogger("espalier")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The paths of an engine's models and their parsed configs, before weights are loaded.  spec: the spec of the
-    draft."""
+    """The paths and parsed configs of an engine's models, before weights are loaded.  spec: the draft's spec."""
 
     target_path: Path
     target: ModelConfig
@@ -189,8 +188,7 @@ def build_engine_of_ranks(
 
 
 def load_rank_models_from_files(resolved: ResolvedConfig, shards: Shards) -> LoadedModels:
-    """Loads one rank's part of the models from the files of a resolved configuration.  This function can run in any
-    process."""
+    """Loads one rank's part of the models from the files of a resolved configuration.  It can run in any process."""
     target_path = Path(resolved.model)
     target = read_config(target_path, resolved.model_overrides, resolved.model_impl)
     draft_path = None if resolved.draft is None else Path(resolved.draft)

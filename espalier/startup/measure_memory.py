@@ -95,12 +95,10 @@ MEMORY_MARGIN = 0.02
 @dataclass(frozen=True)
 class MemoryNeeds:
     """Measured memory, in bytes.
-
     eager_bytes: the peak of the largest launch; graph_bytes: the peak of the largest launch that may be captured.
     free_bytes: the free memory between launches, while the models, the layout's buffers and TRIAL_PAGES pages are
     allocated.
-    total_bytes: the memory of the GPU.
-    """
+    total_bytes: the memory of the GPU."""
 
     eager_bytes: int
     graph_bytes: int
@@ -119,8 +117,8 @@ def measure_pages(loaded: LoadedModels, requested_pages: int | None) -> int:
     reserved = needs.eager_bytes + (needs.graph_bytes if graph_batch else 0) + int(needs.total_bytes * MEMORY_MARGIN)
     affordable = TRIAL_PAGES + (needs.free_bytes - reserved) // page_bytes
     reason = (
-        f"{device} holds {max(affordable, 0)}: of its {_gib_text(needs.total_bytes)}, models, buffers and other processes "
-        f"leave {_gib_text(needs.free_bytes)}, and launches need {_gib_text(reserved)}"
+        f"{device} holds {max(affordable, 0)}: of its {_gib(needs.total_bytes)}, models, buffers and other processes "
+        f"leave {_gib(needs.free_bytes)}, and launches need {_gib(reserved)}"
     )
     if requested_pages is not None and requested_pages > affordable:
         raise EspalierError(f"num_pages={requested_pages} do not fit, {reason}; lower it, or leave it to 'auto'")
@@ -132,7 +130,7 @@ def measure_pages(loaded: LoadedModels, requested_pages: int | None) -> int:
     return min(affordable, layout.max_pages) if requested_pages is None else requested_pages
 
 
-def _gib_text(count: int) -> str:
+def _gib(count: int) -> str:
     return f"{count / 2**30:.1f} GiB"
 
 

@@ -1,5 +1,4 @@
-"""The startup work of each rank: connects to the other ranks, loads a part of the models, measures pages, creates the
-executor.
+"""The startup work of each rank: connects the ranks, loads a part of the models, measures pages, creates the executor.
 
 Rank 0 sends a RankWork to the other ranks and does the same work itself.
 """

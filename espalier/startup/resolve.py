@@ -219,7 +219,7 @@ def choose_algorithm(config: EngineConfig, draft_algorithm: str | None) -> str:
 def resolve(
     config: EngineConfig, model: str, draft: str | None, spec: DraftSpec, device: torch.device, facts: StartupFacts
 ) -> ResolvedConfig:
-    """Resolves each "auto" and checks that all fields fit together.  Raises EspalierError for values that do not fit."""
+    """Resolves each "auto".  Raises EspalierError if fields do not fit together."""
     defaults = DEFAULTS[device.type]
     dtype = _value_or_default(config.dtype, _default_dtype(device, facts))
     kv_dtype, draft_kv_dtype = _kv_dtypes(config, dtype, facts)
@@ -415,8 +415,7 @@ def _machine_memory() -> int:
 
 
 def _cgroup_memory() -> list[int]:
-    """Returns the bytes that this process's control group may still use, by v2 and v1 limits; 2**63 if there is no
-    limit."""
+    """Returns the bytes that this process's control group may still use, by v2 and v1 limits; 2**63 without limits."""
     remaining = [2**63]
     for limit, used, parts, cached in CGROUP_FILES:
         try:

@@ -1,5 +1,4 @@
-"""Resolves which sources propose tokens in addition to the draft, and whether requests may share the rows of a verify
-pass."""
+"""Resolves which sources propose tokens in addition to the draft, and whether requests may share rows."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -26,8 +25,7 @@ def can_share_rows(layer_specs: Sequence[LayerSpec], model_impl: str, device: to
 
 
 def source_sizes(sources: Sequence[str], searches_on_host: bool) -> dict[str, Any]:
-    """Returns the fields of a RoundLayout for these sources.  searches_on_host: whether the host searches a request's
-    text."""
+    """Returns the fields of a RoundLayout for these sources.  searches_on_host: whether the host searches texts."""
     of_text = TEXT_PATHS * ("text" in sources)
     sent = SENT_PATHS * ("prediction" in sources or "index" in sources) + of_text * searches_on_host
     return {"text_paths": of_text * (not searches_on_host), "sent_paths": sent}
@@ -36,8 +34,7 @@ def source_sizes(sources: Sequence[str], searches_on_host: bool) -> dict[str, An
 def choose_sources(
     speculation: SpeculationConfig, algorithm: str, tree: TreeShape, device: torch.device
 ) -> tuple[str, ...]:
-    """Returns the sources that propose tokens in addition to the drafter.  Raises EspalierError for an unknown or
-    unusable source."""
+    """Returns the sources that propose tokens in addition to the drafter.  Raises EspalierError for others."""
     if is_open(speculation.sources):
         return ("prediction",) if tree.steps and device.type == "cpu" else ()
     named = [name.strip() for name in speculation.sources.split(",")]

@@ -114,8 +114,7 @@ def best_trees(trees: Sequence[TreeShape], costs: PredictedCosts, batch: int) ->
 
 
 def _rates(trees: Sequence[TreeShape], costs: PredictedCosts, batch: int, acceptance: float) -> dict[TreeShape, float]:
-    """Returns the tokens per second of a request, by tree.  acceptance: how often the first child is accepted at depth
-    1."""
+    """Returns the tokens per second of a request, by tree.  acceptance: of the first child at depth 1."""
     first_child = scaled_first_child_rates(acceptance, max(tree.steps for tree in trees))
     return {tree: (1 + gains(tree, first_child)[-1]) / costs.seconds(tree, batch, CONTEXT) for tree in trees}
 
@@ -133,12 +132,10 @@ def choose_trees(
     requested: Any, configured: TreeShape, costs: PredictedCosts | None, is_named: bool = False, max_batch: int = 1
 ) -> TreesByBatch:
     """Returns the trees that differ from the configured tree, as a table: minimum number of requests -> tree.
-
     requested: a table, the path of a table, or "auto".  costs: None if there is no prediction, as on a CPU.
     is_named: whether the user set the configured tree; max_batch: the largest batch.
     Logs one line with the trees and the reason; the line is a warning if "auto" may replace the user's tree.
-    Raises EspalierError for an invalid table.  RoundLayout checks that trees fit the configured tree.
-    """
+    Raises EspalierError for an invalid table.  RoundLayout checks that trees fit the configured tree."""
     if isinstance(requested, Mapping):
         chosen, why = parse_trees(requested, "by_batch"), "set by by_batch"
     elif requested != "auto":
@@ -199,7 +196,7 @@ def adaptive_tree_choices(
 
 
 def with_depth_of(tree: TreeShape, choices: ChoicesByBatch) -> TreeShape:
-    """Returns the tree with as many steps as the deepest choice, so that its buffers are large enough for every choice."""
+    """Returns the tree with the steps of the deepest choice, so that its buffers fit every choice."""
     return replace(tree, steps=max([tree.steps, *(shape.steps for _, shapes in choices for shape in shapes)]))
 
 
@@ -215,7 +212,7 @@ def _predicted_trees(configured: TreeShape, costs: PredictedCosts, max_batch: in
 
 
 def _limit_trees(trees: TreesByBatch, configured: TreeShape, max_batch: int) -> TreesByBatch:
-    """Returns these trees, and trees with half the nodes for smaller batches whose rows would exceed MAX_VERIFY_ROWS."""
+    """Adds trees with half the nodes for smaller batches whose rows would exceed MAX_VERIFY_ROWS."""
     halves: TreesByBatch = {}
     shape, end = configured, min([*trees, max_batch + 1])
     while shape.num_draft_tokens > 1 and (least := MAX_VERIFY_ROWS // shape.num_draft_tokens + 1) < end:
@@ -303,12 +300,10 @@ MIN_PASS_FACTOR = 2.0
 
 def busy_chunk_size(config: EngineConfig, chunk_size: int, default: int, costs: PredictedCosts | None) -> int:
     """Returns the maximum number of rows of a prefill pass while streams wait.
-
     chunk_size: the maximum number of rows of any pass.  default: the value for a machine whose passes are not
     predicted.
     Raises EspalierError if rows and pause are both set, if the smallest pass takes longer than the pause, and if a
-    pause is set for a machine whose passes are not predicted.
-    """
+    pause is set for a machine whose passes are not predicted."""
     if not is_open(config.busy_chunk_size):
         if not is_open(config.max_pause_ms):
             raise EspalierError(

@@ -58,8 +58,7 @@ MAX_CONTEXT = 1024
 
 @dataclass(frozen=True)
 class Speed:
-    """A draft's speed for one request, measured by `bench choose`: tokens per second with the fastest tree and with
-    plain decoding."""
+    """A draft's speed for one request, measured by `bench choose`, with the fastest tree and with plain decoding."""
 
     tokens_per_second: float
     plain_tokens_per_second: float
@@ -148,8 +147,7 @@ class Clock:
 
 
 def require_same_run(path: Path, run: dict[str, str | None]) -> None:
-    """Raises EspalierError if the work folder belongs to another run, because this run would reuse the other run's
-    trials."""
+    """Raises EspalierError if the work folder belongs to another run, whose trials this run would reuse."""
     if path.exists():
         require_same_origin(path, read_json(path), run, "give another --out")
     else:
@@ -188,8 +186,7 @@ def train_kind(kind: str, flags: list[str], device: str, seconds: int) -> None:
 
 
 def write_held_out_prompts(target: Path, data: Path, path: Path) -> list[str]:
-    """Writes the held-out prompts, which are not used in training, to a file.  Returns the flags for measuring drafts
-    on these prompts."""
+    """Writes the held-out prompts to a file.  Returns the flags for measuring drafts on these prompts."""
     _, prompts = read_data(data, target).split_held_out()
     path.write_text("".join(json.dumps({"token_ids": prompt.tolist()}) + "\n" for prompt in prompts))
     fitting = [len(prompt) for prompt in prompts if len(prompt) <= MAX_CONTEXT]

@@ -63,7 +63,7 @@ def make_loss(
 
 
 def token_rows(target: FrozenTarget, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the result of draft_run.training_rows with tokens instead of embeddings, because edges need the tokens."""
+    """Returns draft_run.training_rows with tokens instead of embeddings, because edges need the tokens."""
     reads, logits = target(tokens)
     return tokens[:, 1:], reads[:, :-1], logits[:, 1:]
 

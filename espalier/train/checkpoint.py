@@ -27,8 +27,7 @@ def rope_theta(config: dict[str, Any]) -> float:
 
 
 def layer_fields(target: dict[str, Any], intermediate_size: int | None) -> dict[str, int | float]:
-    """Returns the sizes of a draft layer, which are those of the target's layers.  intermediate_size: None for the
-    target's size."""
+    """Returns the sizes of a draft layer, by default the target's.  intermediate_size: None for the target's."""
     hidden, heads = int(target["hidden_size"]), int(target["num_attention_heads"])
     return {
         "vocab_size": int(target["vocab_size"]),

@@ -1,5 +1,4 @@
-"""Reads config.json files: finds the kind of a draft, and checks whether a model can be a target.  PyTorch is not
-imported."""
+"""Reads config.json files: the kind of a draft, and whether a model can be a target.  PyTorch is not imported."""
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ from typing import Any
 from espalier.errors import EspalierError
 from espalier.model_files import MAX_LAYERS, MAX_SIZE, is_gguf, read_json
 
-TARGET_ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "MistralForCausalLM")
+ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "MistralForCausalLM")
 # The fields with sizes of a target that a draft's layers inherit.
 SIZE_FIELDS = (
     "vocab_size",
@@ -47,9 +46,9 @@ def read_target(directory: Path, min_layers: int = 1) -> dict[str, Any]:
     """Returns the config.json of a target.  Raises EspalierError for a model that cannot be a target."""
     config = read_config(directory)
     architecture = (config.get("architectures") or ["an unnamed architecture"])[0]
-    if architecture not in TARGET_ARCHITECTURES:
+    if architecture not in ARCHITECTURES:
         raise EspalierError(
-            f"--target {directory}: {architecture} cannot be a target here; use one of {', '.join(TARGET_ARCHITECTURES)}"
+            f"--target {directory}: {architecture} cannot be a target here; use one of {', '.join(ARCHITECTURES)}"
         )
     for name in SIZE_FIELDS:
         value, most = config.get(name), MAX_LAYERS if name == "num_hidden_layers" else MAX_SIZE

@@ -42,7 +42,7 @@ class DraftAttention(nn.Module):
 
 
 def attend(q: Tensor, chain: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """Computes attention to the keys of level 0 (causal) and, in each later level, to the key with the query's index."""
+    """Computes causal attention to level 0 and, in each later level, attention to the key of the same index."""
     (k0, v0), later = chain[0], chain[1:]
     if not later:
         return F.scaled_dot_product_attention(q, k0, v0, is_causal=True)

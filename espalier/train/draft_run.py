@@ -255,8 +255,7 @@ def save_finished(run: DraftRun, optimizers: list[torch.optim.Optimizer], done: 
 
 
 def print_measure(run: DraftRun) -> dict[str, AcceptReport]:
-    """Measures the draft on the held-out continuations and prints the result.  Returns {} if all continuations are too
-    short."""
+    """Measures the draft on the held-out continuations and prints the result.  Returns {} if all are too short."""
     texts, firsts = run.held_out.split(), run.held_out.firsts.tolist()
     long_enough = [i for i, text in enumerate(texts) if len(text) - firsts[i] > max(MIN_MEASURED_TOKENS, run.depth)]
     if not long_enough:

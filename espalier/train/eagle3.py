@@ -16,8 +16,7 @@ from espalier.train.target import Eagle3Target, FrozenTarget
 
 
 def choose_vocabulary(stream: np.ndarray, greedy_counts: np.ndarray, size: int) -> tuple[np.ndarray, float]:
-    """Returns (ascending token ids of the draft vocabulary, the share of the target's greedy tokens in this
-    vocabulary)."""
+    """Returns (ascending token ids of the draft vocabulary, the share of greedy tokens in it)."""
     counts = np.bincount(stream, minlength=len(greedy_counts)) / len(stream)
     own = greedy_counts / max(1, greedy_counts.sum())
     ids = np.sort(np.argsort(-(own + 0.1 * counts), kind="stable")[:size])
@@ -36,7 +35,7 @@ def new_draft(target: Eagle3Target, ids: np.ndarray, config: Eagle3Config) -> Ea
 def new_draft_with_vocabulary(
     target: Eagle3Target, files: RunFiles, config: Eagle3Config
 ) -> tuple[Eagle3Draft, dict[str, float]]:
-    """Returns (a new draft whose vocabulary is the tokens that the target generates most often, the figure `coverage`)."""
+    """Returns (a new draft, the figure `coverage`).  Its vocabulary is the target's most frequent tokens."""
     counts = files.own_text.greedy_counts
     seen = files.data.stream if len(files.data.stream) else files.own_text.texts.tokens
     ids, coverage = choose_vocabulary(seen, counts, min(config.draft_vocab, len(counts)))

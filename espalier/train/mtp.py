@@ -57,8 +57,7 @@ def accept_lengths(head: MtpHead, target: FrozenTarget, tokens: Tensor, first_ro
 def agreement_by_depth(
     head: MtpHead, target: FrozenTarget, texts: list[np.ndarray], firsts: list[int], steps: int
 ) -> list[float]:
-    """Returns how often the head's likeliest token equals the target's token, by depth, over greedy texts of the
-    target."""
+    """Returns how often the head's likeliest token equals the target's token, by depth, over greedy texts."""
     tokens = [torch.from_numpy(text.astype(np.int64)).to(target.device) for text in texts]
     found = [matches_by_depth(head, target, t, f, steps) for t, f in zip(tokens, firsts, strict=True)]
     return torch.cat(found, 1).float().mean(1).tolist()

@@ -17,8 +17,7 @@ TOKEN_MATRIX_NAMES = ("embed_tokens", "lm_head", "markov_w")
 
 
 def orthogonalise(matrices: Tensor, iterations: int = 5) -> Tensor:
-    """Returns approximately the nearest semi-orthogonal matrices, by Newton-Schulz iterations.  matrices: [N, rows,
-    columns]."""
+    """Returns approximately the nearest semi-orthogonal matrices (Newton-Schulz).  matrices: [N, rows, columns]."""
     a, b, c = NEWTON_SCHULZ
     x = matrices.bfloat16() if matrices.is_cuda else matrices.float()
     tall = x.shape[-2] > x.shape[-1]
@@ -31,8 +30,7 @@ def orthogonalise(matrices: Tensor, iterations: int = 5) -> Tensor:
 
 
 class Muon(torch.optim.Optimizer):
-    """The Muon optimizer.  Matrices of the same shape are updated together, because a deep and narrow model has many
-    small matrices."""
+    """The Muon optimizer.  Matrices of the same shape are updated together, because many matrices are small."""
 
     def __init__(self, parameters: list[nn.Parameter], lr: float, momentum: float = 0.95, weight_decay: float = 0.0):
         by_shape: dict[torch.Size, list[nn.Parameter]] = defaultdict(list)

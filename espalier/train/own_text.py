@@ -170,8 +170,7 @@ def write_own_text(target: Path, data: UserText, config: OwnTextConfig, work: Pa
 
 
 def longest_text(data: UserText, config: OwnTextConfig, prompts: Sequence[np.ndarray] = ()) -> int:
-    """Returns the number of tokens of the longest prompt with its continuation.  prompts: prompts in addition to those
-    of `data`."""
+    """Returns the number of tokens of the longest prompt with its continuation.  prompts: additional prompts."""
     own = [each.tokens for each in data.conversations]
     cut = [] if own else [length for length, _ in config.prompt_batches()]
     return max([*map(len, own), *map(len, prompts), *cut]) + config.continuation_tokens
@@ -202,8 +201,7 @@ def own_text_command(target_dir: Path, data: UserText, config: OwnTextConfig, wo
 def load_own_text(
     target: Path, data: UserText, config: OwnTextConfig, work: Path, origin: Mapping[str, str]
 ) -> OwnText:
-    """Returns the own text of all seeds in the work folder.  If there is no text, generates and saves the text of this
-    seed."""
+    """Returns the own text of all seeds in the work folder.  If there is none, generates this seed's text."""
     if not (saved := saved_texts(config, work, origin)):
         write_own_text(target, data, config, work, origin)
         saved = saved_texts(config, work, origin)

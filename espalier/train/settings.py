@@ -225,7 +225,6 @@ def require_depths(ttt_steps: int, length: int) -> None:
 
 
 def fixed_settings(config: OwnTextConfig, kind: type[OwnTextConfig]) -> dict[str, str | None]:
-    """Returns the flags of `kind` that must not change when a run is continued, with their values; None if a flag is
-    not set."""
+    """Returns the flags of `kind` that must not change when a run is continued, with values; None if not set."""
     values = {f.name: getattr(config, f.name) for f in fields(kind) if not f.metadata.get("free")}
     return {flag_of(name): None if value is None else str(value) for name, value in values.items()}

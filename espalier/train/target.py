@@ -47,7 +47,7 @@ class FrozenTarget:
 
 
 class Eagle3Target(FrozenTarget):
-    """A target whose concatenated inputs of layers 2, L / 2 and L - 3 are the draft's feature, as in EAGLE-3's default."""
+    """A target whose concatenated inputs of layers 2, L / 2 and L - 3 are the draft's feature (EAGLE-3)."""
 
     min_layers = MIN_CAPTURED_LAYERS
 

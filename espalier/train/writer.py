@@ -41,8 +41,8 @@ class TargetWriter:
         self, prompts: Sequence[Sequence[int] | np.ndarray], num_tokens: int, temperature: float, seed: int = 0
     ) -> list[np.ndarray]:
         """Returns each prompt with its continuation, up to the end token or to the beginning of a loop.
-        Penalties and truncation (top_k, top_p) of generation_config are not applied, because drafts learn the target's
-        own distribution."""
+        Penalties and truncation (top_k, top_p) of generation_config are not applied, because drafts learn the plain
+        distribution."""
         params = [
             SamplingParams(
                 *(temperature, 0, 1.0, 0.0, 1.0), max_tokens=num_tokens, min_tokens=0, seed=seed * len(prompts) + index

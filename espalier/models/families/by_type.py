@@ -1,5 +1,4 @@
-"""Windows and RoPE by layer type, for families in which sliding layers have another RoPE than layers with full
-attention."""
+"""Windows and RoPE by layer type, for families whose sliding layers have another RoPE."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -45,12 +44,12 @@ def ropes_by_type(fields: Json, layer_types: Sequence[str], bases: RopeBases) ->
     return [own[kind] for kind in layer_types]
 
 
-def _rope_of_type(fields: Json, kind: str, bases: RopeBases, parameters: Json) -> Json:
+def _rope_of_type(fields: Json, kind: str, bases: RopeBases, rope: Json) -> Json:
     field, default = bases[kind]
     base = fields.get(field)
-    if base is not None and parameters.get("rope_theta", base) != base:
+    if base is not None and rope.get("rope_theta", base) != base:
         raise EspalierError(
-            f"{field} is {shown(base)}, but rope_theta of {kind!r} in rope_parameters is {shown(parameters['rope_theta'])}; "
+            f"{field} is {shown(base)}, but rope_theta of {kind!r} in rope_parameters is {shown(rope['rope_theta'])}; "
             "remove one of the two"
         )
-    return {"rope_theta": default if base is None else base, **parameters}
+    return {"rope_theta": default if base is None else base, **rope}

@@ -71,16 +71,14 @@ class PerLayerEmbedding(Embedding):
 
 @dataclass(eq=False, slots=True)
 class SecondInput:
-    """The block of a layer that reads its second input.  The block adds norm(project(gelu(gate(x)) · input)) to the
-    residual."""
+    """The block of a layer that reads its second input: x + norm(project(gelu(gate(x)) · input))."""
 
     gate: Linear
     project: Linear
     norm: RMSNorm
 
     def __call__(self, x: Tensor, given: Tensor) -> Tensor | Unsummed:
-        """Returns the block's output before the norm, [N, H] or partial sums of it.  x: [N, H]; given: [N, P], the
-        second input."""
+        """Returns the block's output before the norm, [N, H] or partial sums of it.  given: [N, P], the second input."""
         return self.project.residual_delta(F.gelu(self.gate(x), approximate="tanh") * given)
 
 
@@ -154,8 +152,7 @@ class Gemma4Layer:
 
 
 def _layer_types(fields: Json) -> list[str]:
-    """Returns the type of each layer, from `layer_types`; by default, every sixth layer and the last layer have full
-    attention."""
+    """Returns the type of each layer, from `layer_types`; by default, every sixth and the last layer are full."""
     return layer_types_of(fields, lambda layer: layer % 6 == 0 or layer == fields["num_hidden_layers"])
 
 
@@ -210,8 +207,7 @@ def _ropes(fields: Json) -> list[Json]:
 
 
 def _without_ignored_share(parameters: Json) -> Json:
-    """Returns the RoPE parameters.  For the type `default`, `partial_rotary_factor` is removed, because transformers
-    ignores it."""
+    """Returns the RoPE parameters.  Transformers ignores `partial_rotary_factor` of the type `default`."""
     is_default = parameters.get("rope_type", "default") == "default"
     return {name: value for name, value in parameters.items() if not (is_default and name == "partial_rotary_factor")}
 

@@ -1,5 +1,4 @@
-"""GPT-OSS (20b, 120b): attention sinks, a sliding window in every second layer, YaRN, and experts with biases in every
-layer."""
+"""GPT-OSS (20b, 120b): attention sinks, a window in every second layer, YaRN, and experts with biases."""
 
 from espalier.kernels.ops.activation import Activation
 from espalier.kernels.ops.experts import Routing

@@ -1,5 +1,4 @@
-"""Granite 3 and 4, dense and with experts.  Embeddings, block outputs, attention scores and logits have constant
-factors.
+"""Granite 3 and 4, dense and with experts.  Embeddings, block outputs, attention scores and logits have factors.
 
 In Granite 4, each layer has Mamba-2 or attention, then a shared MLP and maybe experts.
 """

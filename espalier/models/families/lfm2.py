@@ -1,5 +1,4 @@
-"""LFM2 and LFM2.5, dense and with experts.  Most layers have a short convolution between two gates; the others have
-attention."""
+"""LFM2 and LFM2.5, dense and with experts.  Layers have a short convolution between two gates, or attention."""
 
 from dataclasses import replace
 

@@ -1,5 +1,4 @@
-"""The text part of Muse-Glimmer: normed embeddings, norms before and after each block, and norms of q and k without
-weights.
+"""The text part of Muse-Glimmer: normed embeddings, norms around each block, and norms of q and k without weights.
 
 Each value of the attention's output has a gate.  Layers with full attention have no RoPE.
 """

@@ -44,8 +44,7 @@ def _normalise_fields(raw: Json) -> Json:
 
 
 def _checked_windows(fields: Json) -> LayerWindows:
-    """Returns None for each layer, because no layer has a window.  Raises EspalierError for values that are not
-    supported."""
+    """Returns None for each layer, because no layer has a window.  Raises EspalierError for unsupported values."""
     require_mamba_sizes(fields, COUNT_FIELDS, ("mamba_num_heads", "n_groups"))
     for name, only in (("mlp_hidden_act", "relu2"), ("mamba_hidden_act", "silu"), ("moe_latent_size", None)):
         if fields[name] != only:

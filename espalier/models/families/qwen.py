@@ -71,8 +71,7 @@ QWEN3 = Family(
 
 
 def expert_layers(fields: Json) -> frozenset[int]:
-    """Returns the indices of layers with experts: every decoder_sparse_step-th layer, counted from 1, except
-    mlp_only_layers."""
+    """Returns the layers with experts: every decoder_sparse_step-th layer, counted from 1, except mlp_only_layers."""
     require_counts(fields, ("decoder_sparse_step",))
     step = fields["decoder_sparse_step"]
     sparse = frozenset(range(step - 1, int(fields["num_hidden_layers"]), step))
@@ -80,8 +79,7 @@ def expert_layers(fields: Json) -> frozenset[int]:
 
 
 def read_routing(fields: Json, default_num_experts: int) -> Routing | None:
-    """Returns the routing; None for a model without experts.  default_num_experts: the number of experts if no field
-    has it."""
+    """Returns the routing; None without experts.  default_num_experts: the number of experts if no field has it."""
     # For some families, transformers 5 writes num_local_experts.
     names = ("num_experts", "num_local_experts")
     num_experts = next((fields[name] for name in names if fields.get(name) is not None), default_num_experts)

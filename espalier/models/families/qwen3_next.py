@@ -1,5 +1,4 @@
-"""Qwen3-Next: every fourth layer has gated attention, the others the gated delta rule; experts and a gated shared
-expert.
+"""Qwen3-Next: every fourth layer has gated attention, the others the gated delta rule; layers have experts.
 
 RoPE rotates a quarter of a head's values, and checkpoints store weight - 1 for norms.  Checkpoints may contain an MTP
 layer with gated attention.  Qwen3.5, 3.6 and 3.8 have the same layers, but store projections separately.
@@ -42,8 +41,7 @@ QWEN_MTP = MTPFamily(
 
 
 def normalise_fields(raw: Json) -> Json:
-    """Returns the fields of a config.json, with `layer_types`, the number of MTP layers, and the RoPE without image
-    fields."""
+    """Returns the fields, with `layer_types`, the number of MTP layers, and a RoPE without image fields."""
     count, interval = raw.get("num_hidden_layers"), raw.get("full_attention_interval") or 4
     types = raw.get("layer_types")
     if types is None and type(count) is int and type(interval) is int and interval > 0:

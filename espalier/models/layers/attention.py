@@ -41,8 +41,7 @@ class AllHeadsNorms(NamedTuple):
 
 
 def _norm_by_mean_square(norm: RMSNorm, x: Tensor, mean_square: Tensor) -> Tensor:
-    """Norms x, which has only a part of the columns.  mean_square: [N, 1], the mean of x² over the columns of all
-    ranks."""
+    """Norms x, which has only a part of the columns.  mean_square: [N, 1], the mean over all ranks."""
     return (x * (mean_square + norm.eps).rsqrt() * norm.weight).to(x.dtype)
 
 
@@ -71,8 +70,7 @@ class AttentionBlock:
         return None
 
     def project(self, attended: Tensor) -> Tensor | Unsummed:
-        """Projects the attention's output [B, Q, heads, size].  Returns the block's output, [B · Q, hidden] or partial
-        sums of it."""
+        """Projects the attention's output [B, Q, heads, size].  Returns [B · Q, hidden], or partial sums."""
         raise NotImplementedError
 
     def __call__(self, layer: int, rows: InputRows, s: Residual, p: Pass) -> Tensor | Unsummed:
@@ -88,12 +86,10 @@ class AttentionBlock:
 @dataclass(eq=False, slots=True)
 class Attention(AttentionBlock):
     """The attention block with K and V heads.
-
     qkv: the stacked weights of q, k and v, [num_heads·head_size, in].  num_heads: heads + 2·kv_heads.
     norms: the norms of single q and k heads.  all_heads_norms: the norms over all q heads and over all k heads.  At
     least one of the two is None.
-    output_gate: None if there is no gate.
-    """
+    output_gate: None if there is no gate."""
 
     qkv: Linear
     out: Linear

@@ -75,14 +75,12 @@ def select_kept_rows(values: Tensor, layer: int, p: Pass) -> Tensor:
 @dataclass(eq=False, slots=True)
 class DecoderLayer:
     """A layer of two blocks: x + scale · attention(norm(x)), then x + scale · mlp(norm(x)).
-
     index: the layer's index in the pass, from 0.
     attention: an attention block, or another mixer such as a recurrence or a short convolution.
     attention_norm: None for the first layer of a draft head, because the embedding returns its normed input.
     post_attention_norm, post_mlp_norm: the norm of a block's output, applied before the residual addition; None if
     there is no such norm.
-    residual_scale: the factor of a block's output.
-    """
+    residual_scale: the factor of a block's output."""
 
     index: int
     attention_norm: AnyNorm | None
@@ -101,8 +99,7 @@ class DecoderLayer:
 
 @dataclass(eq=False)
 class Decoder:
-    """The CausalLM of all families (espalier/models/base.py).  layers: DecoderLayers, or layers of the family's own
-    class."""
+    """The CausalLM of all families (espalier/models/base.py).  layers: DecoderLayers, or the family's own layers."""
 
     config: ModelConfig
     layer_specs: tuple[LayerSpec, ...]

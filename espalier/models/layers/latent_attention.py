@@ -1,5 +1,4 @@
-"""The attention block of layers that store a latent row for each token (MLA).  Queries are multiplied with the latents
-directly.
+"""The attention block of layers that store a latent row for each token (MLA).  Queries multiply the latents directly.
 
 The key of a head is k_up · latent, so q · key = (k_upᵀ · q) · latent.  Each query is multiplied by k_up once, and keys
 are never computed.  Likewise, a head's output is v_up · (the weighted sum of latents).  So all heads read the same row
@@ -52,8 +51,7 @@ def norm_for_indexer(
 
 
 def common_rounding(one: InputScales | None, other: InputScales | None) -> InputScales | None:
-    """Returns how a norm quantises the common inputs of two products; None if the two products quantise inputs
-    differently."""
+    """Returns how a norm quantises the common inputs of two products; None if they quantise inputs differently."""
     if one is None or other is None or one.static is not None or other.static is not None or one.group != other.group:
         return None
     return one
@@ -91,14 +89,11 @@ LATENT_NORM_EPS = 1e-6
 @dataclass(eq=False, slots=True)
 class LatentAttention(AttentionBlock):
     """The latent attention block.
-
     down: maps the hidden state to the queries' latent [q_rank] and to the latent row [kv_rank + rope], in one product.
     q_norm, q: map the queries' latent to [heads · (nope + rope)]; None if `down` returns the queries.
     latent_format: the format of the latent row.  k_up: [heads, nope, kv_rank].  v_up: [heads, v_size, kv_rank].
     row_size: kv_rank + rope.
-    indexer: chooses the rows that queries attend to; None if queries attend to all rows or to the choice of an earlier
-    layer.
-    """
+    indexer: chooses the rows that queries attend to; None for all rows, or an earlier layer's choice."""
 
     down: Linear
     q_norm: RMSNorm | None

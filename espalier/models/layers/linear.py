@@ -60,7 +60,7 @@ class Linear:
         return self.weight.parts(x, self.bias)
 
     def write_parts(self, x: InputRows, out: Tensor) -> None:
-        """Multiplies x [rows, in].  Writes partial sums to out [weight.num_parts(rows), rows, out], float32 or float64."""
+        """Multiplies x [rows, in].  Writes partial sums to out [num_parts, rows, out], float32 or float64."""
         self.weight.write_parts(x, self.bias, out)
 
     def gated(self, x: InputRows, activation: Activation = SILU, rounding: InputScales | None = None) -> InputRows:
@@ -74,12 +74,10 @@ class Linear:
 @dataclass(eq=False, slots=True)
 class Embedding:
     """The token embedding.  weight: [vocab, hidden].
-
     scale: the factor of every embedding, a number that is exact in the model's dtype.  row_norm: the norm of every
     embedding, applied before the factor; None if there is no norm.
     vocab_size, shards: set if there are several ranks.  `weight` then holds the rank's part of the vocabulary
-    (Shards.tokens).
-    """
+    (Shards.tokens)."""
 
     weight: Tensor
     scale: float = 1.0
@@ -106,8 +104,7 @@ class Embedding:
         return Residual(x if self.scale == 1 else x * self.scale, live)
 
     def _gather_over_ranks(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Gathers the embeddings of the pass's tokens from all ranks.  Returns (the row of each token in a table, the
-        table)."""
+        """Gathers the embeddings of tokens from all ranks.  Returns (the row of each token in a table, the table)."""
         own = self.shards.tokens(self.shape[0])
         places = torch.arange(tokens.numel(), device=tokens.device).view(tokens.shape)
         rows = self.weight.new_zeros(tokens.numel(), self.shape[1])
@@ -119,8 +116,8 @@ class Embedding:
 
     def gather_all_rows(self) -> None:
         """Gathers all rows of the embedding on every rank.
-        A draft needs all rows, because it reads embeddings at each of its levels, and ranks do not communicate between
-        levels."""
+        A draft needs all rows, because it reads embeddings at each of its levels, without communication between ranks.
+        """
         vocab_size, _ = self.shape
         if self.shards.count > 1:
             padding = self.shards.max_tokens_per_rank(vocab_size) - len(self.weight)

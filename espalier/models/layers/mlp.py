@@ -160,8 +160,7 @@ class MixtureMLP:
 
 
 def _write_gated_shared_mlp(shared: GatedMLP, gate: Linear, x: Tensor, rows: InputRows, out: Tensor) -> None:
-    """Writes the shared MLP's output, multiplied by its gate, to out [N, H].  rows: x in the form that the shared MLP
-    takes."""
+    """Writes the shared MLP's output, multiplied by its gate, to out [N, H].  rows: x in the MLP's form."""
     weight = gate.weight.dense_tensor()
     if weight is None:
         torch.mul(shared.whole_output(x), gate(x).to(out.dtype).sigmoid(), out=out)
@@ -180,7 +179,7 @@ def _shared_mlp_rows(shared: GatedMLP, gate_up: ExpertMatrix, x: Tensor, expert_
 
 
 def rounding_in_norm(gate_up: ExpertMatrix, x: Tensor) -> InputScales | None:
-    """Returns how the kernel of the norm of x quantises rows for the routed experts; None if it does not quantise them."""
+    """Returns how the norm kernel quantises rows x for the routed experts; None if it does not quantise them."""
     if isinstance(gate_up, Tensor) or gate_up.inputs is None or gate_up.order is not None or not x.is_cuda:
         return None
     return gate_up.inputs if can_round_norm(x.shape[1], gate_up.inputs) else None

@@ -1,5 +1,4 @@
-"""RMS norms, which may be fused with the preceding residual addition, and a substitute for layers without a norm
-(NoNorm)."""
+"""RMS norms, alone or fused with the preceding residual addition, and a substitute for no norm (NoNorm)."""
 
 from collections.abc import Sequence
 from typing import ClassVar, TypeAlias
@@ -99,7 +98,7 @@ class RMSNorm:
 
 
 class NormedOutputs:
-    """Outputs of blocks that are normed before they are added to the residual: x · scale + norm(the sum of the normed outputs).
+    """Block outputs that are normed before the residual addition: x · scale + norm(the sum of the normed outputs).
     outputs: one or two pairs (block output, norm of that output).
     norm: the norm of the sum; None to add the sum without another norm."""
 

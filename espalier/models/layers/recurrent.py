@@ -33,14 +33,12 @@ MAX_ROWS_IN_PARTS = 32
 @dataclass(eq=False, slots=True)
 class Mamba2:
     """The Mamba 2 block.
-
     input_projection: the stacked projections of the gate, x, B, C and dt.  conv: the convolution of the channels of C,
     B and x, in this order.
     A_log, dt_bias, skip: [heads], float32 or float64.  skip · x is added to the output.
     dt_limits: the minimum and maximum of dt.  norm: the norm of the gated output, applied to each group of heads that
     share B and C.
-    columns: the first column of each tensor in the projections' output.
-    """
+    columns: the first column of each tensor in the projections' output."""
 
     keeps: RecurrentState
     input_projection: Linear
@@ -164,8 +162,7 @@ class DeltaNet:
         return self.out.residual_delta(gate_for_projection(self.out, read, gate, self.norm))
 
     def _gate_inputs(self, ba: Tensor) -> GateInputs:
-        """Returns the inputs of the decay and of beta.  ba: [..., N, 2 · heads], the product with `self.ba`, or partial
-        sums of it."""
+        """Returns the inputs of the decay and of beta.  ba: [..., N, 2 · heads], from `self.ba`, maybe in partial sums."""
         apart, step = (
             (self.v_heads_per_k_head, 2 * self.v_heads_per_k_head)
             if self.is_grouped

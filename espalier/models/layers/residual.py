@@ -31,14 +31,12 @@ class PendingAdd(Protocol):
 
 class Residual:
     """The residual stream of the N rows of a pass, from the embedding to the final norm.
-
     x: [N, H], the residual.  delta: the previous block's output, which the next norm adds to x.
     live: [N] bool, whether a row has a token.  Experts do not compute void nodes and padding.
     first_input: for draft heads whose first block has no norm, the input of that block, which the embedding computes.
     second_inputs: [N, layers, P], a second input of each layer, which the embedding computes; None for families without
     it.
-    inputs: the captured inputs of layers, by layer index.
-    """
+    inputs: the captured inputs of layers, by layer index."""
 
     __slots__ = ("x", "delta", "live", "first_input", "second_inputs", "inputs", "_captured_layer")
 
@@ -71,8 +69,8 @@ class Residual:
         self, delta: Tensor | Unsummed | NormedOutputs | PendingAdd, norm: RMSNorm | None = None, scale: float = 1.0
     ) -> None:
         """Stores a block's output, [N, H] or partial sums of it.  The next norm adds this output to x.
-        norm: the norm of the output, for families with such a norm; scale: the factor of the output.  Only one of the
-        two may be set."""
+        norm: the norm of the output, for families with such a norm; scale: its factor.  Only one of the two may be set.
+        """
         if norm is not None or scale != 1:
             assert isinstance(delta, Tensor | Unsummed) and (norm is None or scale == 1)
             delta = sum_over_ranks(delta) * scale if norm is None else NormedOutputs((delta, norm))

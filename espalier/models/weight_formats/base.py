@@ -44,8 +44,7 @@ class Weight(ABC):
         """Raises EspalierError if no kernel supports inputs of this dtype on the weight's device."""
 
     def parts(self, x: Any, bias: Tensor | None) -> Tensor:
-        """Returns the result of `apply`, or float32 partial sums [parts, rows, out] of the result, which the next norm
-        adds."""
+        """Returns the result of `apply`, or its float32 partial sums [parts, rows, out], which the next norm adds."""
         return self.apply(x, bias)
 
     def residual_delta(self, x: Any, bias: Tensor | None) -> Any:
@@ -77,7 +76,7 @@ class Weight(ABC):
 
 
 class LastRowsWeight(Weight):
-    """The last rows of a weight whose format cannot be sliced.  A product computes all rows and drops the first rows."""
+    """The last rows of a weight whose format cannot be sliced.  A product computes all rows."""
 
     __slots__ = ("whole_weight", "first_row", "format")
 
@@ -161,8 +160,7 @@ class WeightFormat(ABC):
         return None
 
     def with_stored_suffixes(self, is_stored: Callable[[str], bool]) -> "WeightFormat":
-        """Returns this format with the name suffixes of a stored matrix.  is_stored: a function that returns whether a
-        suffix is stored."""
+        """Returns this format with the name suffixes of a stored matrix.  is_stored: whether a suffix is stored."""
         return self
 
     @abstractmethod
@@ -192,7 +190,7 @@ class WeightFormat(ABC):
         raise EspalierError(f"experts that are stored stacked are not supported in format {self.name}")
 
     def expert_matrix(self, tensors: Mapping[str, Tensor]) -> QuantisedMatrix:
-        """Returns the matrix [count, rows, columns].  tensors: the tensors of expert_tensors on the device, by suffix."""
+        """Returns the matrix [count, rows, columns].  tensors: by suffix, on the device."""
         raise NotImplementedError
 
     def keeps_dtype(self, name: str, dtype: torch.dtype) -> bool:

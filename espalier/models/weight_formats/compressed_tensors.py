@@ -41,12 +41,10 @@ LINEAR_CLASS = "Linear"
 @dataclass(frozen=True)
 class PackedFormat(QuantisedFormat):
     """4-bit integers packed into int32.
-
     The tensors are weight_packed int32 [out, in / 8] (values + 8, low nibble first), weight_scale [out, in / group] and
     weight_shape.
     has_zero_points: whether the tensor weight_zero_point int32 [out / 8, in / group] exists, packed along the rows.
-    has_g_idx: whether the tensor weight_g_idx int32 [in] exists: the group of each column.
-    """
+    has_g_idx: whether the tensor weight_g_idx int32 [in] exists: the group of each column."""
 
     group_size: int | None
     has_zero_points: bool = False
@@ -150,8 +148,8 @@ def _read_scheme(group: Mapping[str, Any], format_name: str | None) -> WeightFor
     if format_name == "nvfp4-pack-quantized" and kind == ("float", 4):
         return _read_nvfp4(weights, inputs)
     raise EspalierError(
-        f"quantization_config: format {format_name!r} with weights of {kind[1]} bits ({kind[0]}) is not supported, only "
-        f"{SUPPORTED_SCHEMES}; use another copy of the model"
+        f"quantization_config: format {format_name!r} with weights of {kind[1]} bits ({kind[0]}) is not supported, "
+        f"only {SUPPORTED_SCHEMES}; use another copy of the model"
     )
 
 

@@ -193,8 +193,7 @@ def _read_format(described: Mapping[str, Any]) -> WeightFormat:
 
 
 def read_hf_quant_config(path: Path) -> dict[str, Any]:
-    """Returns additional fields of config.json from a directory's hf_quant_config.json; no fields if the file does not
-    exist."""
+    """Returns additional fields of config.json from a directory's hf_quant_config.json; {} without the file."""
     file = path / HF_QUANT_CONFIG
     if not file.exists():
         return {}

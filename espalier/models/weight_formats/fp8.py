@@ -38,14 +38,12 @@ STACK_SCALE_SUFFIX = "_scale_inv"
 @dataclass(frozen=True)
 class Fp8Format(QuantisedFormat):
     """A matrix in FP8: `.weight` [out, in] in E4M3, multiplied by scales.
-
     block_shape: the numbers (rows, columns) that share a scale; None stands for all rows or all columns.
     scale_suffix: the name suffix of the scales [ceil(out / rows), ceil(in / columns)], or [1] if a matrix has one
     scale.
     inputs: "static" if the checkpoint stores the scale of inputs, [1]; "dynamic" if it is computed for each row; None
     if inputs are not quantised.  group_size: the number of columns of an input row that share a dynamic scale; None for
-    all columns.
-    """
+    all columns."""
 
     block_shape: tuple[int | None, int | None]
     scale_suffix: str = ".weight_scale"
@@ -88,8 +86,7 @@ class Fp8Format(QuantisedFormat):
         )
 
     def expert_tensors(self, count: int, rows: int, columns: int) -> tuple[StoredTensor, ...]:
-        """Returns the tensors of stacked experts; see WeightFormat.  As in transformers, names of stacked tensors have
-        no `.weight`."""
+        """Returns the tensors of stacked experts; see WeightFormat.  Their names have no `.weight`."""
         row_block, column_block = self.block_shape
         if row_block is None or column_block is None:
             return super().expert_tensors(count, rows, columns)

@@ -1,4 +1,4 @@
-"""Code that all quantised formats share: the weight class, the rules for dense matrices, and layouts of 4-bit values."""
+"""Code that all quantised formats share: the weight class, rules for dense matrices, and 4-bit layouts."""
 
 import re
 from abc import abstractmethod
@@ -74,8 +74,7 @@ class QuantisedFormat(WeightFormat):
         return QuantisedWeight(self.matrix(tensors, rows, columns), self.name)
 
     def keeps_dtype(self, name: str, dtype: torch.dtype) -> bool:
-        """Whether a tensor keeps its stored dtype.  Biases (`.bias`) and norms (`.weight` with more than 8 bits) are
-        cast."""
+        """Whether a tensor keeps its stored dtype.  Biases and norms (`.weight` of 16 bits or more) are cast."""
         return not name.endswith(".bias") and (dtype.itemsize == 1 or not name.endswith(".weight"))
 
 
@@ -136,7 +135,7 @@ def matches_module(name: str, pattern: str) -> bool:
 
 
 def read_field(quantisation: Mapping[str, Any], name: str, allowed: Sequence[object], default: object = None) -> Any:
-    """Returns the value of a field of quantization_config.  Raises EspalierError if the value is not one of `allowed`."""
+    """Returns the value of a field of quantization_config.  Raises EspalierError for other values than `allowed`."""
     value = quantisation.get(name, default)
     if value not in allowed:
         known = " or ".join(repr(known) for known in allowed)
@@ -164,7 +163,7 @@ def _is_pattern(name: str) -> bool:
 
 
 def read_object(fields: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """Returns the object in a field; an empty object if the field is null.  Raises EspalierError for any other value."""
+    """Returns the object in a field; empty if the field is null.  Raises EspalierError for any other value."""
     value = fields.get(name)
     if value is not None and not isinstance(value, Mapping):
         raise EspalierError(f"quantization_config: {name} = {value!r}; an object is needed; correct it")
