@@ -154,7 +154,7 @@ def _any_number_pattern(name: str) -> str:
 
 
 def _row_blocks(matrix: Tensor, device: torch.device, row_multiple: int = 1) -> Iterator[Tensor]:
-    """Yields blocks of rows in float32 on the device.  All blocks but the last have a multiple of `row_multiple` rows."""
+    """Yields blocks of rows in float32 on the device.  All but the last have a multiple of `row_multiple` rows."""
     for block in matrix.split(max(VALUES_PER_STEP // matrix.shape[1] // row_multiple, 1) * row_multiple):
         yield block.to(device, torch.float32)
 

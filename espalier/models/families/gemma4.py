@@ -78,7 +78,7 @@ class SecondInput:
     norm: RMSNorm
 
     def __call__(self, x: Tensor, given: Tensor) -> Tensor | Unsummed:
-        """Returns the block's output before the norm, [N, H] or partial sums of it.  given: [N, P], the second input."""
+        """Returns the block's output before the norm, [N, H] or partial sums of it.  given: [N, P], its input."""
         return self.project.residual_delta(F.gelu(self.gate(x), approximate="tanh") * given)
 
 

@@ -162,7 +162,7 @@ class DeltaNet:
         return self.out.residual_delta(gate_for_projection(self.out, read, gate, self.norm))
 
     def _gate_inputs(self, ba: Tensor) -> GateInputs:
-        """Returns the inputs of the decay and of beta.  ba: [..., N, 2 · heads], from `self.ba`, maybe in partial sums."""
+        """Returns the inputs of decay and beta.  ba: [..., N, 2 · heads], from `self.ba`, or partial sums."""
         apart, step = (
             (self.v_heads_per_k_head, 2 * self.v_heads_per_k_head)
             if self.is_grouped
