@@ -17,7 +17,7 @@ from espalier.cache.kv import PagedKV
 from espalier.cache.layer_spec import KVHeads, LatentKV, LayerSpec
 from espalier.errors import EspalierError
 from espalier.kernels.attention.ancestor_bits import causal_bits
-from espalier.kernels.attention.choose import needs_contiguous_counts
+from espalier.kernels.attention.choose import counted_block_rows
 from espalier.kernels.ops.attention import (
     KERNEL_DTYPES,
     MAX_HEAD_SIZE,
@@ -131,12 +131,13 @@ class TritonAttention(Attention):
         """Counts of contiguous blocks, kept in the prefix; None where the kernel does not use them."""
         key = (spec, inputs.staged is None)
         if key not in self.contiguous_of:
-            self.contiguous_of[key] = self._count_contiguous(inputs) if needs_contiguous_counts(inputs) else None
+            rows = counted_block_rows(inputs)
+            self.contiguous_of[key] = None if rows is None else self._count_contiguous(inputs, rows)
         return self.contiguous_of[key]
 
-    def _count_contiguous(self, inputs: AttentionInputs) -> Tensor:
-        pages = inputs.prefix.page_table, inputs.page_size, inputs.prefix.first
-        key = (inputs.splits.policy, count_contiguous_blocks)
+    def _count_contiguous(self, inputs: AttentionInputs, block_rows: int) -> Tensor:
+        pages = inputs.prefix.page_table, inputs.page_size, inputs.prefix.first, block_rows
+        key = (inputs.splits.policy, count_contiguous_blocks, block_rows)
         return self.prefix.cached(key, partial(count_contiguous_blocks, inputs.splits, *pages))
 
     def _partials(self, splits: KVSplits, spec: LayerSpec, queries: int) -> PartialResults:

@@ -284,7 +284,7 @@ def test_blocks_are_counted_once_for_a_prefix(kernel_device, monkeypatch):
         given.append((inputs.splits, contiguous))
         return launch(inputs, partials, contiguous=contiguous)
 
-    monkeypatch.setattr(triton, "needs_contiguous_counts", lambda *_: True)
+    monkeypatch.setattr(triton, "counted_block_rows", lambda *_: 64)
     monkeypatch.setattr(tree_attention, "triton", seen)
     for broken in (False, True):
         if broken:
@@ -296,7 +296,8 @@ def test_blocks_are_counted_once_for_a_prefix(kernel_device, monkeypatch):
         assert all(counts is given[0][1] for _, counts in given)
         splits, counts = given[0]
         used = len(splits.used)
-        assert torch.equal(counts[:used], count_contiguous_blocks.reference(splits, table, pages.page_size, 0)[:used])
+        expected = count_contiguous_blocks.reference(splits, table, pages.page_size, 0, 64)
+        assert torch.equal(counts[:used], expected[:used])
         # 300 rows in splits of 128, 128 and 44 rows have four whole blocks.  The broken page is in the second of them.
         assert int(counts[:used].sum()) == (3 if broken else 4)
 

@@ -108,12 +108,13 @@ def compiled_hopper(
     constants = problem_constants(nodes, page_size, window, group_size, nodes == 1, sink)
     constants |= {} if fp8 else dict.fromkeys(("k_scale_ptr", "v_scale_ptr"))
     constants |= hopper_constants(config, size, True)
-    kind = UNKNOWN if window or config.warpgroups == 1 else COUNTED if page_size % 64 else ALL_CONTIGUOUS
+    rows_of_block = constants["BLOCK_N"]
+    kind = UNKNOWN if window or config.warpgroups == 1 else COUNTED if page_size % rows_of_block else ALL_CONTIGUOUS
     constants |= {"CONTIGUOUS": kind}
     constants |= {} if kind else dict.fromkeys(("k_descriptor", "v_descriptor", "contiguous_ptr"))
     options = {name: constants.pop(name) for name in ("num_warps", "maxnreg")}
-    layout = gl.NVMMASharedLayout.get_default_for([64, size], gl.float8e4nv if fp8 else gl.bfloat16)
-    rows = f"tensordesc<{'fp8e4nv' if fp8 else 'bf16'}[64, {size}],{layout!r}>"
+    layout = gl.NVMMASharedLayout.get_default_for([rows_of_block, size], gl.float8e4nv if fp8 else gl.bfloat16)
+    rows = f"tensordesc<{'fp8e4nv' if fp8 else 'bf16'}[{rows_of_block}, {size}],{layout!r}>"
     kinds = {"k_descriptor": rows, "v_descriptor": rows, "contiguous_ptr": "*i32"} if kind else {}
     kinds |= {name: of_rows for name, of_rows in FP8_ROWS.items() if fp8 and name in BFLOAT16}
     made = compile_for_hopper(hopper_attention_kernel, GluonASTSource, constants, options, kinds)
@@ -121,6 +122,7 @@ def compiled_hopper(
     return {
         "config": vars(config),
         "window": window,
+        "exponentials": rows_of_block // 2,
         "shared": made.metadata.shared,
         "expected_shared": config.shared_bytes(size),
         "overlapping": list(overlapping(lines)),
@@ -418,7 +420,7 @@ ONE, TWO = HopperConfig(1, 3, 2), HopperConfig(2, 6, 1)
 # GPT-OSS: 64 heads of 64 over 8 KV heads, a sink, and a window in every second layer.
 PLAIN = [(1, 1, 16, 0), (2048, 1, 256, 0), (8, 2, 16, 128, 64, 8, True)]
 PLAIN += [(8, 2, 16, 1024, 256, 2, False, False, 50.0)]
-HOPPER = [(TWO, 1, 16), (TWO, 2, 64), (ONE, 2, 16, 128, 64, 8, True)]
+HOPPER = [(TWO, 1, 16), (TWO, 2, 64), (ONE, 2, 16, 128, 64, 8, True), (HopperConfig(2, 5, 1), 1, 64, 0, 256, 8)]
 # FP8 rows.
 PLAIN += [(64, 2, 1, 0, 128, 4, False, True)]
 ONE_FP8, TWO_FP8 = (HopperConfig(warpgroups, FP8_STAGES, 1, FP8_RAW_STAGES) for warpgroups in (1, 2))
@@ -438,6 +440,7 @@ MORE_PLAIN += [
     (64, 2, 16, 0, 128, 4, False, True),
 ]
 MORE_HOPPER = [(ONE, 2, 48), (TWO, 2, 256), (TWO, 2, 1), (ONE, 2, 16, 0, 64, 8, True), (TWO, 2, 16, 4096)]
+MORE_HOPPER += [(HopperConfig(2, 4, 1), 2, 16, 0, 256, 6), (HopperConfig(1, 6, 1), 2, 16, 1024, 256, 2)]
 MORE_HOPPER += [(HopperConfig(1, 6, 1), 0, 64, 0, 64), (ONE_FP8, 2, 64, 128, 64, 8, True), (TWO_FP8, 2, 16)]
 MORE_LATENT = [(128, 64, 2, 256), (16, 1, 1, 64), (16, 16, 2, 16), (128, 1, 2, 64), (128, 512, 1, 64)]
 MORE_HOPPER_LATENT = [((2, 4), (16, 1, 1)), ((3,), (16, 0, 64))]

@@ -11,7 +11,15 @@ from espalier.kernels.attention.choose import choose_config
 from espalier.kernels.attention.triton_config import choose_triton_config
 from espalier.kernels.attention.work_items import ALL_CONTIGUOUS, COUNTED, UNKNOWN
 from espalier.kernels.hopper.attention import tma_arguments
-from espalier.kernels.hopper.config import MIN_STAGES, REGISTERS, HopperConfig, choose_hopper_config
+from espalier.kernels.hopper.config import (
+    HEAD_SIZES,
+    MAX_REGISTER_HEAD_SIZE,
+    MIN_STAGES,
+    REGISTERS,
+    HopperConfig,
+    block_rows,
+    choose_hopper_config,
+)
 from espalier.kernels.runtime.launch import Chip, chip
 from tests.kernels.attending import Case, difference, draw, poison_empty, run
 
@@ -19,12 +27,15 @@ HOPPER = Chip(227 * 1024, 132, (9, 0))
 
 
 def test_choices_fit_the_chip():
-    for packed_queries, num_work_items, size in product((17, 32, 64, 65, 256, 8192), (1, 40, 70, 132, 5000), (64, 128)):
+    queries, work_items = (17, 32, 64, 65, 256, 8192), (1, 40, 70, 132, 5000)
+    for packed_queries, num_work_items, size in product(queries, work_items, HEAD_SIZES):
+        if size > MAX_REGISTER_HEAD_SIZE and packed_queries <= 128:
+            continue
         config = choose_hopper_config(HOPPER, packed_queries, num_work_items, size, 64)
         assert config is not None and config.stages >= MIN_STAGES
         assert config.shared_bytes(size) * config.programs_per_processor <= HOPPER.shared_memory
-        start, attend_registers = config.registers
-        load_warps, load_registers = config.load_warps
+        start, attend_registers = config.registers(size)
+        load_warps, load_registers = config.load_warps(size)
         warps = 4 * config.warpgroups + load_warps
         assert start * warps * 32 * config.programs_per_processor <= REGISTERS and attend_registers <= 240
         assert attend_registers * 4 * config.warpgroups + load_registers * load_warps <= start * warps
@@ -35,8 +46,8 @@ def test_choices_for_fp8_rows_fit_the_chip():
         config = choose_hopper_config(HOPPER, packed_queries, num_work_items, size, 64, fp8=True)
         assert config is not None and config.raw_stages and config.stages >= MIN_STAGES
         assert config.shared_bytes(size) <= HOPPER.shared_memory
-        start, attend_registers = config.registers
-        others = (config.load_warps, config.convert_warps)
+        start, attend_registers = config.registers(size)
+        others = (config.load_warps(size), config.convert_warps)
         warps = 4 * config.warpgroups + sum(count for count, _ in others)
         assert start * warps * 32 <= REGISTERS and 184 <= attend_registers <= 240
         of_others = sum(count * registers for count, registers in others)
@@ -53,13 +64,15 @@ def test_no_configuration_for_an_unsupported_chip_or_shape():
 
 
 def test_what_the_kernel_lacks_is_not_its(monkeypatch, kernel_device):
-    """Soft-caps, and heads of 256 and 512 values."""
+    """Soft-caps, heads of 512 values, and with heads of 256 values FP8 rows and few queries."""
     monkeypatch.setattr("espalier.kernels.attention.choose.chip", lambda tensor: HOPPER)
     plain = Case((300,), queries=64, page_size=64, k_size=128, v_size=128, dtype=torch.float16)
     for case, is_hopper in (
         (plain, True),
         (replace(plain, softcap=20.0), False),
         (replace(plain, k_size=256, v_size=256), False),
+        (replace(plain, k_size=256, v_size=256, queries=65), True),
+        (replace(plain, k_size=256, v_size=256, queries=65, fp8=True), False),
         (replace(plain, k_size=512, v_size=512), False),
     ):
         inputs = draw(case, kernel_device)
@@ -155,6 +168,13 @@ SHAPES += [
 ]
 SHAPES += [Case((700,), 1, None, 16, 71, 1, 64, 64, dtype=torch.bfloat16, max_splits=4)]
 SHAPES += [replace(case, fp8=True) for case in SHAPES[::3]]
+# Heads of 256 values, whose blocks have 32 rows.
+SHAPES += [
+    Case((0, 1, 64, 127, 1000, 4096), queries, rows, page_size, 24, 4, 256, 256, window, first, dtype, 8, in_order=n)
+    for page_size, n in [(1, 700), (16, 0), (16, 5000), (48, 9), (64, 0)]
+    for queries, rows in [(8, 40), (64, 64), (300, None)]
+    for window, first, dtype in [(None, 0, torch.bfloat16), (100, 1, torch.float16)]
+]
 
 
 @pytest.mark.gpu
@@ -164,18 +184,23 @@ def test_same_bits_as_the_triton_kernel(kernel_device, monkeypatch, case):
     inputs = draw(case, kernel_device)
     poison_empty(monkeypatch)
     on = chip(inputs.q)
-    if choose_hopper_config(on, 64, 1, case.k_size, 64) is None:
+    if choose_hopper_config(on, 8192, 1, case.k_size, 64) is None:
         pytest.skip("needs a Hopper GPU with enough shared memory")
     packed_queries = case.queries * case.heads // case.kv_heads
     plain = choose_triton_config(on, packed_queries, case.rows or case.queries, case.k_size, case.v_size, case.dtype)
     configs = HopperConfig(1, 3, 2), HopperConfig(1, 6, 1), HopperConfig(2, 5, 1)
+    if case.k_size == 256:
+        configs = HopperConfig(1, 3, 1), HopperConfig(1, 6, 1), HopperConfig(2, 3, 1), HopperConfig(2, 5, 1)
     if case.fp8:
         configs = HopperConfig(1, 3, 1, 6), HopperConfig(1, 3, 1, 2), HopperConfig(2, 3, 1, 6)
-    for staged in (True, False):
+    for staged, config in product((True, False), configs):
+        if case.k_size == 256:
+            # A block that a query does not see changes its bits a little, so both kernels need the same tiles.
+            plain = replace(plain, block_m=config.block_m, warps=4 * config.warpgroups)
         out, lse = run(inputs, case.max_splits, staged, config=plain)
-        for config in configs:
-            # Counts change only a launch with two warpgroups on pages that do not hold whole blocks.
-            for contiguous in (False, True) if config.warpgroups == 2 and case.page_size % 64 else (False,):
-                hopper_out, hopper_lse = run(inputs, case.max_splits, staged, contiguous, config=config)
-                same = torch.equal(hopper_out, out) and torch.equal(hopper_lse, lse)
-                assert same, f"{config}, contiguous {contiguous}: {difference(hopper_out, out)}"
+        # Counts change only a launch with two warpgroups on pages that do not hold whole blocks.
+        counted = config.warpgroups == 2 and case.page_size % block_rows(case.k_size) > 0
+        for contiguous in (False, True) if counted else (False,):
+            hopper_out, hopper_lse = run(inputs, case.max_splits, staged, contiguous, config=config)
+            same = torch.equal(hopper_out, out) and torch.equal(hopper_lse, lse)
+            assert same, f"{config}, contiguous {contiguous}: {difference(hopper_out, out)}"

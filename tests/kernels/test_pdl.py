@@ -102,7 +102,7 @@ class Attended:
         q = self._stored(0, self.rows, *self.kv)
         contiguous = None
         if self.page_size % 64:
-            contiguous = count_contiguous_blocks.triton(self.splits, self.prefix.page_table, self.page_size, 0)
+            contiguous = count_contiguous_blocks.triton(self.splits, self.prefix.page_table, self.page_size, 0, 64)
         self._stored(1, self.page_size + self.rows, *self.pages)
         rows = (self.pages, self.page_size, self.prefix, self.nodes, self.splits)
         inputs = AttentionInputs(q[None], *rows, SIZE**-0.5, (self.kv[0][None], self.kv[1][None]))

@@ -9,10 +9,12 @@ from espalier.kernels.attention.triton_config import TritonConfig, choose_triton
 from espalier.kernels.hopper.config import DTYPES as HOPPER_DTYPES
 from espalier.kernels.hopper.config import (
     HEAD_SIZES,
+    MAX_REGISTER_HEAD_SIZE,
     WARPGROUP_QUERIES,
     HopperConfig,
     HopperLatentConfig,
     HopperLatentFewConfig,
+    block_rows,
     choose_hopper_config,
     choose_hopper_latent_config,
     choose_hopper_latent_few_config,
@@ -45,8 +47,11 @@ def choose_config(inputs: AttentionInputs) -> TritonConfig | HopperConfig:
 
 
 def hopper_supports(inputs: AttentionInputs) -> bool:
-    """Whether the Hopper kernel takes these dtypes, sizes and strides; it has no soft-cap."""
-    if inputs.softcap is not None:
+    """Whether the Hopper kernel takes these dtypes, sizes and strides.
+
+    It has no soft-cap, and no FP8 rows if the queries are not in registers: they must be converted to float16.
+    """
+    if inputs.softcap is not None or (inputs.scales is not None and inputs.q.shape[3] > MAX_REGISTER_HEAD_SIZE):
         return False
     q, staged = inputs.q, inputs.staged
     sizes = (q.shape[3], inputs.v_size)
@@ -55,12 +60,13 @@ def hopper_supports(inputs: AttentionInputs) -> bool:
     return fits and (staged is None or staged[0].shape[1] > 0)
 
 
-def needs_contiguous_counts(inputs: AttentionInputs) -> bool:
-    """Whether tree_attention is faster if it gets `contiguous`."""
-    if not needs_block_counts(inputs.page_size, inputs.window or 0):
-        return False
+def counted_block_rows(inputs: AttentionInputs) -> int | None:
+    """Return the rows of the blocks that `contiguous` counts; None if tree_attention does not use these counts."""
+    size = inputs.q.shape[3]
+    if not needs_block_counts(inputs.page_size, inputs.window or 0, size):
+        return None
     config = choose_config(inputs)
-    return isinstance(config, HopperConfig) and uses_tma(config)
+    return block_rows(size) if isinstance(config, HopperConfig) and uses_tma(config) else None
 
 
 def choose_latent_config(inputs: AttentionInputs) -> LatentConfig:

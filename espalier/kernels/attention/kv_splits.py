@@ -6,8 +6,8 @@ batch bucket of the pass.  In the table the requests with the longest splits com
 splits in turns have equally much to do (work_items.py:work_item_of).
 
 TMA copies a block of committed rows with one instruction if the block is contiguous in the pool.  Contiguous blocks are
-counted once a round, for all layers with the same splits.  If the page size is a multiple of the block, every block is
-contiguous, and nothing is counted.
+counted once a round, for all layers with the same splits and rows per block.  If the page size is a multiple of these
+rows, every block is contiguous, and nothing is counted.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from torch import Tensor
 
 from espalier.errors import EspalierError
 from espalier.kernels.attention.work_items import committed_blocks, load_split
-from espalier.kernels.hopper.config import BLOCK_N
 from espalier.kernels.ops.selection import COLUMNS, SPLIT_STEP, KVSplitPolicy, KVSplits
 from espalier.kernels.runtime.jit import kernel
 from espalier.kernels.runtime.launch import chip, power_of_two, require
@@ -148,7 +147,9 @@ def _contiguous_blocks_kernel(
     tl.store(out_ptr + split, count, mask=exists)
 
 
-def count_contiguous_blocks(splits: KVSplits, page_table: Tensor, page_size: int, first: int) -> Tensor:
+def count_contiguous_blocks(
+    splits: KVSplits, page_table: Tensor, page_size: int, first: int, block_rows: int
+) -> Tensor:
     capacity = splits.table.shape[0]
     require("contiguous blocks' splits", splits.table, (-1, COLUMNS), torch.int32, page_table)
     require("contiguous blocks' page_table", page_table, (splits.starts.shape[0] // 2, -1), torch.int32, page_table)
@@ -158,7 +159,7 @@ def count_contiguous_blocks(splits: KVSplits, page_table: Tensor, page_size: int
     if capacity:
         _contiguous_blocks_kernel[(capacity,)](
             splits.table, splits.starts, page_table, out, page_table.shape[0], first, page_table.stride(0),
-            PAGE_SIZE=page_size, BLOCK_N=BLOCK_N, STEP_BLOCKS=STEP_BLOCKS, num_warps=16,
+            PAGE_SIZE=page_size, BLOCK_N=block_rows, STEP_BLOCKS=STEP_BLOCKS, num_warps=16,
             **pdl_arguments(chip(page_table)),
         )  # fmt: skip
     return out

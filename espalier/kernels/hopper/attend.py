@@ -14,8 +14,12 @@ from triton.experimental.gluon.language.nvidia import hopper
 
 from espalier.kernels.attention.attention_blocks import lse_of, shift_exponent, sink_share
 from espalier.kernels.attention.work_items import block_index, load_work_item, trigger_merge, work_item_of
+from espalier.kernels.hopper.config import MAX_REGISTER_HEAD_SIZE
 from espalier.kernels.hopper.work import stage_of, wait_until_empty, wait_until_full, work_item_extent
 from espalier.kernels.runtime.jit import gluon_kernel
+
+# In the form that kernels can read.
+REGISTER_HEAD_SIZE = gl.constexpr(MAX_REGISTER_HEAD_SIZE)
 
 
 class Queries(NamedTuple):
@@ -360,8 +364,10 @@ def attend_work_items(
             if not AHEAD:
                 _copy_queries(q_tile, q_rows, plan, work_item, WARPGROUP, SIZE, CONSTANTS)
             hopper.async_copy.wait_group(0)
-            # The queries stay in registers, because K and V need the bandwidth of shared memory.
-            q = q_tile.load(gl.DotOperandLayout(operand_index=0, parent=SCORES, k_width=2))
+            q = q_tile
+            if SIZE <= REGISTER_HEAD_SIZE:
+                # The queries stay in registers, because K and V need the bandwidth of shared memory.
+                q = q_tile.load(gl.DotOperandLayout(operand_index=0, parent=SCORES, k_width=2))
             if q.dtype != stages.tiles[0].dtype:
                 # Too large queries become NaN, as in kernels/attention/tree_attention.py:_queries.
                 values = q.to(gl.float32)

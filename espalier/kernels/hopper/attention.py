@@ -1,7 +1,7 @@
 """Warp-specialized tree attention for Hopper: some warps load rows, the others attend.
 
 The kernel has the work items, splits, blocks and order of sums of kernels/attention/tree_attention.py, and gives the
-same bits.  It takes two-byte types and head sizes 64 and 128, if the packed queries of a KV head fill more than a
+same bits.  It takes two-byte types and head sizes 64, 128 and 256, if the packed queries of a KV head fill more than a
 fourth of a 64-row tensor core tile.
 """
 
@@ -14,7 +14,7 @@ from triton.experimental.gluon import language as gl
 
 from espalier.kernels.attention.work_items import ALL_CONTIGUOUS, COUNTED, UNKNOWN, WorkPlan, wait_and_count_splits
 from espalier.kernels.hopper.attend import attend_work_items
-from espalier.kernels.hopper.config import BLOCK_N, HopperConfig, needs_block_counts, uses_tma
+from espalier.kernels.hopper.config import HopperConfig, block_rows, needs_block_counts, uses_tma
 from espalier.kernels.hopper.load import convert_work_items, load_work_items
 from espalier.kernels.hopper.work import Constants, RowPtrs, make_stages
 from espalier.kernels.runtime.jit import gluon_kernel
@@ -96,14 +96,13 @@ def tma_arguments(
     config: HopperConfig, k: torch.Tensor, v: torch.Tensor, page_size: int, window: int, contiguous: torch.Tensor | None
 ) -> dict[str, Any]:
     """The launch arguments that decide which blocks TMA copies.  k, v: [R, heads, size]."""
-    kind = UNKNOWN
+    kind, size = UNKNOWN, k.shape[2]
     # The TMA descriptor is [R, heads · size], so the heads of a row must be adjacent in memory.
     if uses_tma(config) and not window and all(rows.stride(1) == rows.shape[2] for rows in (k, v)):
-        kind = (
-            ALL_CONTIGUOUS if not needs_block_counts(page_size, window) else UNKNOWN if contiguous is None else COUNTED
-        )
-    size = k.shape[2]
-    descriptors = [None if kind == UNKNOWN else tma_descriptor(rows.flatten(1), BLOCK_N, size) for rows in (k, v)]
+        not_all = UNKNOWN if contiguous is None else COUNTED
+        kind = not_all if needs_block_counts(page_size, window, size) else ALL_CONTIGUOUS
+    block = block_rows(size), size
+    descriptors = [None if kind == UNKNOWN else tma_descriptor(rows.flatten(1), *block) for rows in (k, v)]
     return {
         "k_descriptor": descriptors[0],
         "v_descriptor": descriptors[1],
@@ -114,14 +113,14 @@ def tma_arguments(
 
 def hopper_constants(config: HopperConfig, size: int, same_strides: bool) -> dict[str, Any]:
     """Constexpr arguments and options of a launch.  same_strides: whether rows of K and V have the same stride."""
-    at_launch, attend_registers = config.registers
-    load_warps, load_registers = config.load_warps
+    at_launch, attend_registers = config.registers(size)
+    load_warps, load_registers = config.load_warps(size)
     convert_warps, convert_registers = config.convert_warps
     return {
         "SIZE": size,
         "SAME_STRIDES": same_strides,
         "WARPGROUPS": config.warpgroups,
-        "BLOCK_N": BLOCK_N,
+        "BLOCK_N": block_rows(size),
         "STAGES": config.stages,
         "ATTEND_REGISTERS": attend_registers,
         "LOAD_REGISTERS": load_registers,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import product
 from typing import ClassVar
 
 import torch
@@ -12,10 +13,11 @@ from espalier.kernels.layers.quantised import FP8
 from espalier.kernels.runtime.launch import HOPPER, Chip, aligned_for_copies
 
 DTYPES = (torch.bfloat16, torch.float16)
-HEAD_SIZES = (64, 128)
+HEAD_SIZES = (64, 128, 256)
+# The largest head size whose queries fit in registers.  Products read larger queries from shared memory.
+MAX_REGISTER_HEAD_SIZE = 128
 # Packed queries of one attending warpgroup (four warps).
 WARPGROUP_QUERIES = 64
-BLOCK_N = 64
 # An attending warpgroup holds one stage and waits for the next two.
 MIN_STAGES = 3
 MAX_STAGES = 6
@@ -27,6 +29,8 @@ RESERVED_SHARED_MEMORY = 1024
 REGISTERS = 2**16
 # The most registers per thread.
 MAX_REGISTERS = 240
+# Registers per thread at launch that ptxas needs for a product with 256 columns.
+WIDE_PRODUCT_REGISTERS = 160
 V_SIZE, ROPE_SIZE = 512, 64
 # Packed queries per tile.
 BLOCK_M = 64
@@ -46,6 +50,11 @@ FEW_BLOCK_N = 64
 FEW_STAGES = 2
 
 
+def block_rows(size: int) -> int:
+    """Return the rows of K and V per block, for heads of `size`.  Shared memory holds at least MIN_STAGES blocks."""
+    return 64 if size <= MAX_REGISTER_HEAD_SIZE else 32
+
+
 @dataclass(frozen=True)
 class HopperConfig:
     """Launch configuration.
@@ -62,20 +71,19 @@ class HopperConfig:
 
     def shared_bytes(self, size: int) -> int:
         """Shared memory of a program, in bytes, for heads of `size`."""
-        two_byte_rows = self.block_m + 2 * self.stages * BLOCK_N
-        return size * (2 * two_byte_rows + 2 * self.raw_stages * BLOCK_N) + RESERVED_SHARED_MEMORY
+        two_byte_rows = self.block_m + 2 * self.stages * block_rows(size)
+        return size * (2 * two_byte_rows + 2 * self.raw_stages * block_rows(size)) + RESERVED_SHARED_MEMORY
 
     @property
     def block_m(self) -> int:
         """Packed queries of a tile."""
         return self.warpgroups * WARPGROUP_QUERIES
 
-    @property
-    def load_warps(self) -> tuple[int, int]:
-        """(number of loading warps, registers per thread in these warps)."""
+    def load_warps(self, size: int) -> tuple[int, int]:
+        """(number of loading warps, registers per thread in these warps), for heads of `size`."""
         if self.raw_stages:
             return 4, 56
-        return (8, 40) if self.programs_per_processor == 1 else (4, 72)
+        return (8, 40) if self.programs_per_processor == 1 and size <= MAX_REGISTER_HEAD_SIZE else (4, 72)
 
     @property
     def convert_warps(self) -> tuple[int, int]:
@@ -84,18 +92,19 @@ class HopperConfig:
             return 0, 0
         return (8, 64) if self.warpgroups == 1 else (4, 80)
 
-    @property
-    def registers(self) -> tuple[int, int]:
+    def registers(self, size: int) -> tuple[int, int]:
         """Registers per thread: (at launch, in attending warps after the other warps have released registers).
 
         At launch the programs use all registers of the multiprocessor, up to the limit per thread.
         """
-        attend_warps, others = 4 * self.warpgroups, (self.load_warps, self.convert_warps)
+        attend_warps, others = 4 * self.warpgroups, (self.load_warps(size), self.convert_warps)
         warps = attend_warps + sum(count for count, _ in others)
         of_others = sum(count * registers for count, registers in others)
         launch_limit = (attend_warps * MAX_REGISTERS + of_others) // warps
+        if size > MAX_REGISTER_HEAD_SIZE:
+            launch_limit = max(launch_limit, WIDE_PRODUCT_REGISTERS)
         at_launch = min(REGISTERS // (32 * warps * self.programs_per_processor), launch_limit) // 8 * 8
-        return at_launch, (at_launch * warps - of_others) // attend_warps // 8 * 8
+        return at_launch, min((at_launch * warps - of_others) // attend_warps // 8 * 8, MAX_REGISTERS)
 
 
 def choose_hopper_config(
@@ -109,30 +118,34 @@ def choose_hopper_config(
     there are enough such programs, each multiprocessor runs two: one works while the other finishes.
     With few queries and small pages the Triton kernel is faster, because all of its warps gather rows (docs/log.md).
     """
-    if gpu.capability != HOPPER or size not in HEAD_SIZES or packed_queries <= WARPGROUP_QUERIES // 4:
+    # For trees over heads of 256 values, only the Triton kernel's time is known.
+    most_of_triton = WARPGROUP_QUERIES // 4 if size <= MAX_REGISTER_HEAD_SIZE else 2 * WARPGROUP_QUERIES
+    if gpu.capability != HOPPER or size not in HEAD_SIZES or packed_queries <= most_of_triton:
         return None
-    if packed_queries <= WARPGROUP_QUERIES // 2 and page_size < BLOCK_N:
+    if packed_queries <= WARPGROUP_QUERIES // 2 and page_size < block_rows(size):
         return None
     warpgroups = 2 if packed_queries > WARPGROUP_QUERIES and 4 * num_work_items >= 3 * gpu.processors else 1
     if fp8:
+        if size > MAX_REGISTER_HEAD_SIZE:
+            return None
         # The stages of both dtypes fill a multiprocessor's shared memory.
         config = HopperConfig(warpgroups, FP8_STAGES, 1, FP8_RAW_STAGES)
         return config if config.shared_bytes(size) <= gpu.shared_memory else None
     num_programs = num_work_items * (1 if packed_queries <= WARPGROUP_QUERIES else 2)
-    programs_per_processor = 2 if warpgroups == 1 and num_programs > gpu.processors else 1
-    for stages in range(MAX_STAGES, MIN_STAGES - 1, -1):
-        config = HopperConfig(warpgroups, stages, programs_per_processor)
-        if config.shared_bytes(size) * programs_per_processor <= gpu.shared_memory:
+    wants_two = warpgroups == 1 and num_programs > gpu.processors
+    for programs, stages in product((2, 1) if wants_two else (1,), range(MAX_STAGES, MIN_STAGES - 1, -1)):
+        config = HopperConfig(warpgroups, stages, programs)
+        if config.shared_bytes(size) * programs <= gpu.shared_memory:
             return config
     return None
 
 
-def needs_block_counts(page_size: int, window: int) -> bool:
+def needs_block_counts(page_size: int, window: int, size: int) -> bool:
     """Whether contiguous blocks must be counted (kernels/attention/kv_splits.py).
 
     If a page holds whole blocks, all blocks are contiguous.  With a window, counts cannot be used.
     """
-    return not window and page_size % BLOCK_N > 0
+    return not window and page_size % block_rows(size) > 0
 
 
 def uses_tma(config: HopperConfig) -> bool:

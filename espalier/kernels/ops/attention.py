@@ -11,7 +11,7 @@ from torch import Tensor
 
 from espalier.kernels.attention.ancestor_bits import causal_bits, visible_mask
 from espalier.kernels.attention.triton_config import TritonConfig
-from espalier.kernels.hopper.config import BLOCK_N, HopperConfig, HopperLatentConfig, HopperLatentFewConfig
+from espalier.kernels.hopper.config import HopperConfig, HopperLatentConfig, HopperLatentFewConfig
 from espalier.kernels.ops.selection import COLUMNS, KVSplitPolicy, KVSplits
 from espalier.kernels.ops.state import page_rows
 from espalier.kernels.runtime.op import op
@@ -208,23 +208,25 @@ def has_staged_kernel(inputs: AttentionInputs) -> bool:
 
 
 @op("espalier.kernels.attention.kv_splits", on="page_table")
-def count_contiguous_blocks(splits: KVSplits, page_table: Tensor, page_size: int, first: int) -> Tensor:
+def count_contiguous_blocks(
+    splits: KVSplits, page_table: Tensor, page_size: int, first: int, block_rows: int
+) -> Tensor:
     """[B * max_splits] int32: how many unmasked blocks at each split's beginning are contiguous in the pool.
 
     Counting stops at a split's first block that is not contiguous.  work_items.committed_blocks defines unmasked
     blocks.  Entries past the last split are undefined.
-    page_table: [B, T] int32.  first: rows below it do not exist.
+    page_table: [B, T] int32.  first: rows below it do not exist.  block_rows: rows per block, a divisor of SPLIT_STEP.
     """
     out = torch.zeros(splits.table.shape[0], dtype=torch.int32)
     for split, (request, begin, end, _request_splits) in enumerate(splits.used.tolist()):
-        low = begin + -(-max(first - begin, 0) // BLOCK_N) * BLOCK_N
-        while low + BLOCK_N <= begin + (end - begin) // BLOCK_N * BLOCK_N:
-            position = torch.arange(low, low + BLOCK_N, device=page_table.device)
+        low = begin + -(-max(first - begin, 0) // block_rows) * block_rows
+        while low + block_rows <= begin + (end - begin) // block_rows * block_rows:
+            position = torch.arange(low, low + block_rows, device=page_table.device)
             [rows] = page_rows(page_table[request][None], position[None], page_size)
             if not torch.equal(rows, rows[0] + position - low):
                 break
             out[split] += 1
-            low += BLOCK_N
+            low += block_rows
     return out.to(page_table.device)
 
 
