@@ -350,7 +350,7 @@ class ModelShape:
         if self.weights == DENSE:
             return False
         quantiser = QUANTISERS[self.weights]
-        return quantiser.for_draft(self.is_draft).quantises(name.split()[-1], columns)
+        return quantiser.for_draft(self.is_draft).is_quantised(name.split()[-1], columns)
 
     def _routed(self, prefix: str, count: int, rows: int) -> tuple[ProductRun, ...]:
         """The router with its routed experts, and then the linear layers beside the experts."""
@@ -396,9 +396,7 @@ def model_sizes(config: ModelConfig) -> ModelShape:
     experts = None
     if config.experts is not None and config.experts.layers:
         own, routing = config.experts, config.experts.routing
-        is_plain = (
-            not own.has_biases and own.activation == SILU and not own.shared_has_bias and own.shared_gate_name is None
-        )
+        is_plain = own.activation == SILU and not (own.has_biases or own.shared_has_bias or own.shared_gate_name)
         experts = ExpertSizes(
             len(own.layers),
             ExpertsShape(routing.num_experts, routing.top_k, config.hidden_size, own.size, own.activation.halves),

@@ -71,7 +71,7 @@ def make_block_spec(
     """Returns the spec of a block draft.
     fields: the fields of config.json, merged from its objects.  spec_fields: further fields of the spec; they override
     the default algorithm and vocab_size."""
-    rows, layers = fields.count("block_size"), layer_specs_of(layer)
+    rows, layers = fields.integer("block_size"), layer_specs_of(layer)
     if windows_from_root:
         # Relative to the root's position, a window of W rows contains the root and the W rows before the root.
         layers = tuple(spec if spec.window is None else replace(spec, window=spec.window + 1) for spec in layers)
@@ -180,7 +180,7 @@ def _default_target_layers(num_target_layers: int, num_layers: int) -> list[int]
 
 def _read_edge_fields(fields: DraftFields) -> tuple[int, EdgeKind]:
     """Returns the rank and the type of the Markov head; the rank is 0 if there is no head."""
-    rank = fields.count("markov_rank", min_value=0) if fields.get("markov_rank") else 0
+    rank = fields.integer("markov_rank", min_value=0) if fields.get("markov_rank") else 0
     if not rank:
         return 0, "vanilla"
     remedy = f"a draft whose Markov head is one of {', '.join(EDGE_KINDS)}"
@@ -221,13 +221,13 @@ def refuse_mismatch(config: BlockConfig, target: ModelConfig, path: Path) -> Non
 class MarkovEdges:
     """DSpark's Markov head.  It scores a token given the parent token, by a product of two low-rank matrices.
 
-    before: [V, rank], the vectors of parent tokens; after: [draft vocabulary, rank], the vectors of tokens.
+    parent_vectors: [V, rank]; token_vectors: [draft vocabulary, rank].
     hidden_projection: the columns of the head's gate projection or recurrent projection that read hidden states.
     row_projection: the other columns (FactorProjection.weight).  Both are None if the head reads only the parent token.
     """
 
-    before: Tensor
-    after: Tensor
+    parent_vectors: Tensor
+    token_vectors: Tensor
     hidden_projection: Linear | None = None
     row_projection: Tensor | None = None
     is_recurrent: bool = False
@@ -236,7 +236,7 @@ class MarkovEdges:
         projection = None
         if self.hidden_projection is not None and self.row_projection is not None:
             projection = FactorProjection(self.hidden_projection(hidden), self.row_projection, self.is_recurrent)
-        return LowRankEdges(logits, self.before, self.after, projection=projection)
+        return LowRankEdges(logits, self.parent_vectors, self.token_vectors, projection=projection)
 
 
 @dataclass(eq=False)

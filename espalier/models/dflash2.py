@@ -3,8 +3,8 @@ candidate tokens.
 
 The normed input and the output of each sublayer are convolved over the rows of the block
 (kernels/layers/block_conv.py).  Context rows are not convolved.  The selector scores the likeliest tokens of each
-depth, given the parent token.  The score of token v after parent u is logit(v) + sum over r of before[u, r] ·
-project(hidden)[r] · after[v, r].
+depth, given the parent token.  The score of token v after parent u is logit(v) + sum over r of
+parent_codebook[u, r] · project(hidden)[r] · token_codebook[v, r].
 """
 
 from dataclasses import dataclass, replace
@@ -118,7 +118,7 @@ def _read_speculators_config(fields: DraftFields, target: ModelConfig) -> DFlash
 
 
 def _size_fields(fields: DraftFields) -> dict[str, Any]:
-    taps, group, rank, topk = (fields.count(name, min_value=1) for name in SIZE_DEFAULTS)
+    taps, group, rank, topk = (fields.integer(name, min_value=1) for name in SIZE_DEFAULTS)
     return {"conv_taps": taps, "conv_group": group, "selector_rank": rank, "selector_topk": topk}
 
 
@@ -195,19 +195,19 @@ class ConvolvedLayer(DecoderLayer):
 
 @dataclass(frozen=True)
 class Selector:
-    """The candidate selector.  before, after: the codebooks [V, rank] of parent tokens and of tokens; topk: how many
-    tokens of a depth the selector scores."""
+    """The candidate selector.  parent_codebook, token_codebook: [V, rank]; topk: how many tokens of a depth the
+    selector scores."""
 
-    before: Tensor
-    after: Tensor
+    parent_codebook: Tensor
+    token_codebook: Tensor
     project: Linear
     topk: int
 
     def block_edges(self, logits: Tensor, hidden: Tensor) -> LowRankEdges:
         # Any choice among equal logits is correct, because the choice only affects which tokens are drafted.
         ids = logits.topk(self.topk, -1).indices.sort(-1).values
-        after = self.after[ids] * self.project(hidden)[:, :, None]
-        return LowRankEdges(logits.gather(2, ids), self.before, after, ids)
+        after = self.token_codebook[ids] * self.project(hidden)[:, :, None]
+        return LowRankEdges(logits.gather(2, ids), self.parent_codebook, after, ids)
 
 
 @dataclass(eq=False)

@@ -95,7 +95,7 @@ class DraftSpec:
         return 0 if self.block_rows and not self.modules else 1
 
     @property
-    def carried(self) -> Mapping[str, tuple[int, ...]]:
+    def carried_shapes(self) -> Mapping[str, tuple[int, ...]]:
         """The shapes, by name, of the draft's tensors that each slot keeps between rounds.
         hidden: the output of module 1 at the root.  feedk, for k from 2 to N: the hidden state that module k reads at
         the token after the root."""

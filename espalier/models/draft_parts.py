@@ -144,7 +144,7 @@ class DraftFields:
         and the fields at the top level that describe quantised weights."""
         return {**self.object("transformer_layer_config").raw, **quantisation_of(self.raw)}
 
-    def count(self, name: str, min_value: int = 2, max_value: int = MAX_SIZE) -> int:
+    def integer(self, name: str, min_value: int = 2, max_value: int = MAX_SIZE) -> int:
         value = self.raw.get(name)
         if not isinstance(value, int) or isinstance(value, bool) or not min_value <= value <= max_value:
             needed = f"an integer of at least {min_value}" if max_value == MAX_SIZE else f"{min_value} to {max_value}"
@@ -190,4 +190,4 @@ class DraftFields:
     def draft_vocab(self, vocab: int) -> int:
         """Returns the size of a draft's vocabulary: draft_vocab_size; by default, the size of the target's."""
         name = "draft_vocab_size"
-        return vocab if self.raw.get(name) is None else self.count(name, min_value=1)
+        return vocab if self.raw.get(name) is None else self.integer(name, min_value=1)

@@ -390,7 +390,7 @@ def read_peagle(path: Path, raw: Json, target: ModelConfig) -> Eagle3Config:
     methods = fields.object("speculators_config").get("proposal_methods") or [{}]
     if not isinstance(methods, list) or not isinstance(methods[0], dict):
         raise fields.error(f"proposal_methods = {methods!r}; a list of objects is needed; correct the config")
-    steps = DraftFields({"speculative_tokens": DEFAULT_STEPS, **methods[0]}, path).count("speculative_tokens")
+    steps = DraftFields({"speculative_tokens": DEFAULT_STEPS, **methods[0]}, path).integer("speculative_tokens")
     mask_token = fields.mask_token(head.layer.vocab_size, MASK_TOKEN_FIELDS)
     spec = replace(head.spec, algorithm="peagle", block_rows=steps - 1, max_steps=steps, mask_token=mask_token)
     config = replace(head, spec=spec)

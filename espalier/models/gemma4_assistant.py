@@ -59,7 +59,7 @@ def read_assistant(path: Path, raw: Json, target: ModelConfig) -> AssistantConfi
     if named := [name for name in DISABLED_FIELDS if text.get(name)]:
         raise fields.error(f"{named[0]} = {shown(text[named[0]])} is not supported in an assistant; use 0")
     layer = parse({**text, **without, **quantisation_of(raw)}, family, path)
-    hidden = fields.count("backbone_hidden_size")
+    hidden = fields.integer("backbone_hidden_size")
     refuse_wrong_sizes(path, target, hidden, layer.vocab_size)
     of_target = layer_specs_of(target)
     specs = tuple(_spec_reading_target(spec, of_target, path) for spec in layer_specs_of(layer))
@@ -69,10 +69,10 @@ def read_assistant(path: Path, raw: Json, target: ModelConfig) -> AssistantConfi
     layer = replace(layer, family=replace(layer.family, layer_specs=lambda config: specs))
     if not fields.is_set("use_ordered_embeddings"):
         return AssistantConfig(layer, spec)
-    clusters = fields.count("num_centroids", min_value=1, max_value=layer.vocab_size)
+    clusters = fields.integer("num_centroids", min_value=1, max_value=layer.vocab_size)
     if layer.vocab_size % clusters:
         raise fields.error(f"num_centroids = {clusters} does not divide {layer.vocab_size} tokens; correct it")
-    return AssistantConfig(layer, spec, clusters, fields.count("centroid_intermediate_top_k", 1, clusters))
+    return AssistantConfig(layer, spec, clusters, fields.integer("centroid_intermediate_top_k", 1, clusters))
 
 
 def _spec_reading_target(spec: LayerSpec, target_specs: Sequence[LayerSpec], path: Path) -> LayerSpec:

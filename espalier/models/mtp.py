@@ -82,7 +82,7 @@ def read_mtp(path: Path, raw: Json, target: ModelConfig) -> MTPConfig:
         family = FAMILIES[raw["architectures"][0]]
         assert family.mtp is not None
         mtp = family.mtp
-    modules = DraftFields({**base, **raw}, path).count(COUNT_FIELD, 1, MAX_MODULES)
+    modules = DraftFields({**base, **raw}, path).integer(COUNT_FIELD, 1, MAX_MODULES)
     form = DraftFields(raw, path).choice(FORM_FIELD, HIDDEN_FORMS, " or ".join(map(repr, HIDDEN_FORMS)))
     layer = parse(_with_mtp_layers(base, modules, mtp.layer_type), family, path)
     refuse_wrong_sizes(path, target, layer.hidden_size, layer.vocab_size)

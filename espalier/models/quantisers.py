@@ -113,7 +113,7 @@ class Quantiser:
         """Returns how many columns share a scale; None for a matrix that stays dense."""
         return None if self.only_experts else next((group for group in self.group_sizes if columns % group == 0), None)
 
-    def quantises(self, name: str, columns: int) -> bool:
+    def is_quantised(self, name: str, columns: int) -> bool:
         """Whether a matrix is quantised.  name: the matrix's name without `.weight`."""
         return self.group_size_for(columns) is not None and not self.stays_dense(name)
 

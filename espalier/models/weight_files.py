@@ -172,10 +172,9 @@ class WeightCount:
 
 
 def count_weights_in(
-    path: Path, formats: FormatLookup, unread: tuple[str, ...] = (), stored_names: StoredNames = SAME_NAMES
+    path: Path, formats: FormatLookup, ignored_prefixes: tuple[str, ...] = (), stored_names: StoredNames = SAME_NAMES
 ) -> WeightCount:
-    """Returns the size of the weights that `Weights` reads from a directory.  Weights whose names begin with `unread`
-    are not counted.
+    """Returns the size of the weights that `Weights` reads from a directory, without `ignored_prefixes`.
 
     An unreadable safetensors file is not counted; loading reports the error later.  Raises EspalierError for an
     unreadable index or pytorch_model.bin.
@@ -191,7 +190,7 @@ def count_weights_in(
             with safe_open(file, framework="pt") as tensors:
                 for name in tensors.keys():  # noqa: SIM118
                     own = stored_names.own_name(name)
-                    if own is None or own.startswith(unread):
+                    if own is None or own.startswith(ignored_prefixes):
                         continue
                     # get_tensor maps the file into memory without reading data.
                     count += _count_tensor(name, tensors.get_tensor(name), formats)

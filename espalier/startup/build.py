@@ -216,5 +216,5 @@ def make_runner(loaded: LoadedModels) -> ModelRunner:
     drafter: Drafter = make_drafter(config.algorithm, loaded.draft, layout, draft_cache)
     if layout.calibrates_scores:
         drafter = GraftedDrafter(drafter, layout)
-    table = SlotTable(layout, target.config.vocab_size, drafter.spec.carried, dtype, device)
+    table = SlotTable(layout, target.config.vocab_size, drafter.spec.carried_shapes, dtype, device)
     return ModelRunner(layout, table, cache, target, drafter)

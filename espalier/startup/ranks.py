@@ -34,11 +34,10 @@ Connector = Callable[[Callable[[], Collectives]], Collectives]
 
 @dataclass(frozen=True)
 class RankWork:
-    """The startup work of one rank.
-    models: loads the models of a rank.  requested_pages: the user's num_pages.  rendezvous_file: the path of a file
-    through which ranks connect; the file must not exist yet."""
+    """The startup work of one rank.  load_models: loads the models of a rank.  requested_pages: the user's num_pages.
+    rendezvous_file: the path of a file through which ranks connect; it must not exist yet."""
 
-    models: LoadRankModels
+    load_models: LoadRankModels
     config: ResolvedConfig
     requested_pages: int | None
     rendezvous_file: str
@@ -55,7 +54,7 @@ class RankWork:
             config = replace(config, device=f"cuda:{rank}")
             torch.cuda.set_device(rank)
         joined = connector(lambda: connect_ranks(torch.device(config.device), Path(self.rendezvous_file), rank, count))
-        return self.models(config, Shards(rank, count, joined))
+        return self.load_models(config, Shards(rank, count, joined))
 
     def make_executor(self, loaded: LoadedModels) -> tuple[Executor, LoadedModels]:
         """Returns the executor, and the models with a number of pages that fits on every rank."""

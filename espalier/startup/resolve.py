@@ -220,28 +220,24 @@ def resolve(
     config: EngineConfig, model: str, draft: str | None, spec: DraftSpec, device: torch.device, facts: StartupFacts
 ) -> ResolvedConfig:
     """Resolves each "auto".  Raises EspalierError if fields do not fit together."""
-    defaults = DEFAULTS[device.type]
-    dtype = _value_or_default(config.dtype, _default_dtype(device, facts))
+    defaults, dtype = DEFAULTS[device.type], _value_or_default(config.dtype, _default_dtype(device, facts))
     kv_dtype, draft_kv_dtype = _kv_dtypes(config, dtype, facts)
     own, drafts = (
         facts.layer_specs[layers.start : layers.stop] for layers in (facts.target_layers, facts.draft_layers)
     )
     facts = replace(facts, layer_specs=cache_specs(own, drafts, kv_dtype, draft_kv_dtype))
-    attention, draft_attention = _backends(config, device, getattr(torch, dtype), facts)
+    in_dtype = getattr(torch, dtype)
+    attention, draft_attention = _backends(config, device, in_dtype, facts)
     speculation = config.speculation if isinstance(config.speculation, SpeculationConfig) else SpeculationConfig()
     tree = _configured_tree(speculation, spec)
     predicted = None if facts.chip is None else PredictedCosts(facts.pass_weights, facts.chip)
-    max_batch = choose_max_batch(config, facts, getattr(torch, dtype), defaults.max_batch)
+    max_batch = choose_max_batch(config, facts, in_dtype, defaults.max_batch)
     trees = choose_trees(speculation.by_batch, tree, predicted, has_tree_settings(speculation), max_batch)
     chunk_size = _value_or_default(config.chunk_size, defaults.chunk_size)
     overlap = _value_or_default(config.overlap, defaults.overlap)
     sources = choose_sources(speculation, spec.algorithm, tree, device)
-    of_engine = (
-        spec.algorithm,
-        can_share_rows(facts.layer_specs, facts.model_impl, device),
-        sources,
-        facts.pass_weights,
-    )
+    shares = can_share_rows(facts.layer_specs, facts.model_impl, device)
+    of_engine = (spec.algorithm, shares, sources, facts.pass_weights)
     costs, choices = adaptive_tree_choices(speculation, tree, predicted, max_batch, *of_engine, spec.max_steps)
     layout = RoundLayout(
         max_batch=max_batch,
@@ -258,13 +254,12 @@ def resolve(
     )
     if device.type == "cuda":
         require_triton()
-    setting = (device.type, getattr(torch, dtype), layout.page_size, facts.layer_specs)
+    setting = (device.type, in_dtype, layout.page_size, facts.layer_specs)
     grouped_backend(attention, *setting, facts.target_layers, exact_lengths=not overlap)
     if facts.draft_layers:
         exact, left_bound = not overlap and spec.reentry <= 1, spec.reentry > 0
         grouped_backend(draft_attention, *setting, facts.draft_layers, left_bound=left_bound, exact_lengths=exact)
     prefix_cache = _value_or_default(config.prefix_cache, True)
-    in_dtype = getattr(torch, dtype)
     num_pages, num_snapshots = pages_and_snapshots(config, layout, facts, in_dtype, defaults.memory_share, prefix_cache)
     return ResolvedConfig(
         model=model,
@@ -275,7 +270,7 @@ def resolve(
         dtype=dtype,
         kv_dtype=kv_dtype,
         draft_kv_dtype=draft_kv_dtype,
-        threads=_num_threads(config, device, facts, getattr(torch, dtype)),
+        threads=_num_threads(config, device, facts, in_dtype),
         attention=attention,
         draft_attention=draft_attention,
         num_pages=num_pages,

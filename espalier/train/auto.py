@@ -165,11 +165,11 @@ def run_espalier(*command: str) -> None:
         raise OSError(f"espalier {command[0]} {command[1]} {why}")
 
 
-def make_own_text(common: list[str], work: Path, device: str, seconds: float) -> list[str]:
+def make_own_text(common_flags: list[str], work: Path, device: str, seconds: float) -> list[str]:
     """Generates the target's own text.  Returns the flags that every training needs to use this text."""
     flags = ["--continuation-tokens", str(ANSWER_TOKENS[device]), "--generate-batch", str(PROMPTS_PER_BATCH[device])]
     if not (work / "own_text-0.npz").exists():
-        run_espalier("train", "own-text", *common, *flags, "--text-seconds", str(max(1, int(seconds))))
+        run_espalier("train", "own-text", *common_flags, *flags, "--text-seconds", str(max(1, int(seconds))))
     return [*flags, *SIZE_FLAGS[device].split()]
 
 

@@ -53,11 +53,11 @@ def make_loss(
     """Returns the loss function of a batch, which trains blocks at random positions."""
     generator = torch.Generator().manual_seed(config.seed)
 
-    def loss_of(tokens: Tensor, features: Tensor, logits: Tensor, learned: Tensor) -> tuple[Tensor, Tensor]:
+    def loss_of(tokens: Tensor, features: Tensor, logits: Tensor, loss_mask: Tensor) -> tuple[Tensor, Tensor]:
         roots = torch.randperm(tokens.shape[1] - config.block_size + 1, generator=generator)[: config.anchors] + 1
         embeds = target.embed(tokens), mask_embedding(target, head)
         anchors = roots.sort().values.to(tokens.device)
-        return loss(head, target.head, embeds, tokens, features, logits, learned, anchors, config.decay)
+        return loss(head, target.head, embeds, tokens, features, logits, loss_mask, anchors, config.decay)
 
     return loss_of
 

@@ -147,7 +147,7 @@ def mixed_batches(run: DraftRun, first_batch: int) -> Iterator[tuple[Tensor, Ten
         if given_rows:
             tokens = next(given)
             parts.append((tokens, torch.ones_like(tokens, dtype=torch.bool)))
-        yield torch.cat([tokens for tokens, _ in parts]), torch.cat([learned for _, learned in parts])
+        yield torch.cat([tokens for tokens, _ in parts]), torch.cat([loss_mask for _, loss_mask in parts])
 
 
 def backward(run: DraftRun, tokens: Tensor, loss_mask: Tensor) -> tuple[Tensor, Tensor]:
@@ -197,12 +197,12 @@ def run_steps(run: DraftRun) -> tuple[int, list[float], dict[str, AcceptReport]]
     print(f"{run.num_parameters:,} parameters, step {first} comes first", flush=True)
     clock = StepClock(config.max_seconds)
     try:
-        for tokens, learned in mixed_batches(run, first):
+        for tokens, loss_mask in mixed_batches(run, first):
             progress = max(done / num_steps, clock.progress)
             if progress >= 1:
                 break
             set_learning_rate(optimizers, learning_rate_factor(progress))
-            loss, agreement = backward(run, tokens, learned)
+            loss, agreement = backward(run, tokens, loss_mask)
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
@@ -233,24 +233,24 @@ def require_finite(step: int, is_finite: bool) -> None:
         )
 
 
-def save_step(run: DraftRun, optimizers: list[torch.optim.Optimizer], done: int) -> None:
+def save_step(run: DraftRun, optimizers: list[torch.optim.Optimizer], num_done: int) -> None:
     """Saves the state.  If saving fails, saves the draft, then raises OSError or EspalierError."""
-    require_finite(done, all(bool(p.isfinite().all()) for p in run.draft.parameters()))
+    require_finite(num_done, all(bool(p.isfinite().all()) for p in run.draft.parameters()))
     try:
-        run.files.state.save(run.draft, optimizers, done)
+        run.files.state.save(run.draft, optimizers, num_done)
     except OSError:
         run.save()
         raise
 
 
-def save_finished(run: DraftRun, optimizers: list[torch.optim.Optimizer], done: int) -> None:
+def save_finished(run: DraftRun, optimizers: list[torch.optim.Optimizer], num_done: int) -> None:
     """Saves the draft.  If saving fails, saves the state, so that another start of the run can save the draft."""
-    require_finite(done, all(bool(p.isfinite().all()) for p in run.draft.parameters()))
+    require_finite(num_done, all(bool(p.isfinite().all()) for p in run.draft.parameters()))
     try:
         run.save()
     except (OSError, EspalierError):
-        run.files.state.save(run.draft, optimizers, done)
-        print(f"{run.files.state.path} holds step {done}: start again to save the draft")
+        run.files.state.save(run.draft, optimizers, num_done)
+        print(f"{run.files.state.path} holds step {num_done}: start again to save the draft")
         raise
 
 

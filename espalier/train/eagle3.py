@@ -49,6 +49,6 @@ def make_loss(
     config: Eagle3Config,
     loss: Callable[..., tuple[Tensor, Tensor]] = training_loss,
 ) -> LossFunction:
-    return lambda embeds, features, logits, learned: loss(
-        draft, embeds, features, logits, learned, config.ttt_steps, config.decay
+    return lambda embeds, features, logits, loss_mask: loss(
+        draft, embeds, features, logits, loss_mask, config.ttt_steps, config.decay
     )

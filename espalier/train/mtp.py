@@ -30,8 +30,8 @@ def new_head(target: FrozenTarget, config: MtpConfig) -> MtpHead:
 def make_loss(
     head: MtpHead, target: FrozenTarget, config: MtpConfig, loss: Callable[..., tuple[Tensor, Tensor]] = mtp_loss
 ) -> LossFunction:
-    return lambda embeds, hidden, logits, learned: loss(
-        head, target.head, embeds, hidden, logits, learned, config.ttt_steps, config.decay
+    return lambda embeds, hidden, logits, loss_mask: loss(
+        head, target.head, embeds, hidden, logits, loss_mask, config.ttt_steps, config.decay
     )
 
 

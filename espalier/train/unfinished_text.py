@@ -52,7 +52,9 @@ class UnfinishedText:
     def __enter__(self) -> UnfinishedText:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
         os.close(self._file)
 
     @property

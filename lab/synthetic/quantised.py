@@ -85,7 +85,7 @@ class QuantisedTensors:
         if self.quantiser.only_experts and len(size) == 3:
             experts, num_in, num_out = size
             return self.formats(module.rpartition(".")[0]).expert_tensors(experts, num_out, num_in)
-        if _is_matrix(name, size) and self.quantiser.quantises(module, size[1]):
+        if _is_matrix(name, size) and self.quantiser.is_quantised(module, size[1]):
             return self.formats(module).tensors(*size)
         return ()
 

@@ -52,8 +52,8 @@ class PerLayerEmbedding(Embedding):
 
     __slots__ = ("table", "table_scale", "project", "norm")
 
-    def __init__(self, own: Embedding, table: Tensor, table_scale: float, project: Linear, norm: RMSNorm) -> None:
-        super().__init__(own.weight, own.scale, None, own.shape[0], own.shards)
+    def __init__(self, embedding: Embedding, table: Tensor, table_scale: float, project: Linear, norm: RMSNorm) -> None:
+        super().__init__(embedding.weight, embedding.scale, None, embedding.shape[0], embedding.shards)
         self.table = table
         self.table_scale = table_scale
         self.project = project
@@ -77,9 +77,9 @@ class SecondInput:
     project: Linear
     norm: RMSNorm
 
-    def __call__(self, x: Tensor, given: Tensor) -> Tensor | Unsummed:
-        """Returns the block's output before the norm, [N, H] or partial sums of it.  given: [N, P], its input."""
-        return self.project.residual_delta(F.gelu(self.gate(x), approximate="tanh") * given)
+    def __call__(self, x: Tensor, second_input: Tensor) -> Tensor | Unsummed:
+        """Returns the block's output before the norm, [N, H] or partial sums.  second_input: [N, P]."""
+        return self.project.residual_delta(F.gelu(self.gate(x), approximate="tanh") * second_input)
 
 
 class ParallelMLPRows(NamedTuple):

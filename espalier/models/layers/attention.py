@@ -64,9 +64,9 @@ class AttentionBlock:
         """Writes K and V, or latents, of rows [N, in] to the cache.  Returns the result of Pass.write."""
         raise NotImplementedError
 
-    def gate(self, rows: InputRows, kept: Tensor | None) -> Tensor | None:
+    def gate(self, rows: InputRows, kept_rows: Tensor | None) -> Tensor | None:
         """Returns the gates of the attention's output, [N, heads] or [N, heads · size]; None if the block has no gates.
-        rows: [N, in].  kept: the indices of the rows that the layer keeps; None if it keeps all rows."""
+        rows: [N, in].  kept_rows: the indices of the rows that the layer keeps; None if it keeps all rows."""
         return None
 
     def project(self, attended: Tensor) -> Tensor | Unsummed:
@@ -114,11 +114,11 @@ class Attention(AttentionBlock):
         q, scales = p.write(layer, heads, p.rotation(self.rope), self.norms), self.rope.query_scales
         return q if scales is None else q * p.at_positions(layer, scales)
 
-    def gate(self, rows: InputRows, kept: Tensor | None) -> Tensor | None:
+    def gate(self, rows: InputRows, kept_rows: Tensor | None) -> Tensor | None:
         if self.output_gate is None:
             return None
         assert isinstance(rows, Tensor)
-        return self.output_gate.activation(self.output_gate.project(rows if kept is None else rows[kept]))
+        return self.output_gate.activation(self.output_gate.project(rows if kept_rows is None else rows[kept_rows]))
 
     def project(self, attended: Tensor) -> Tensor | Unsummed:
         return self.out.residual_delta(attended.reshape(-1, self.out.shape[1]))

@@ -185,10 +185,10 @@ def read_modelopt(quantisation: Mapping[str, Any]) -> FormatLookup:
     return dense_if_skipped(skipped, _read_format(quantisation), quantises_head=True)
 
 
-def _read_format(described: Mapping[str, Any]) -> WeightFormat:
-    format = MODELOPT_FORMATS[read_field(described, "quant_algo", tuple(MODELOPT_FORMATS))]
+def _read_format(scheme: Mapping[str, Any]) -> WeightFormat:
+    format = MODELOPT_FORMATS[read_field(scheme, "quant_algo", tuple(MODELOPT_FORMATS))]
     if isinstance(format, Nvfp4Format):
-        read_field(described, "group_size", (NVFP4_GROUP_SIZE, None))
+        read_field(scheme, "group_size", (NVFP4_GROUP_SIZE, None))
     return format
 
 

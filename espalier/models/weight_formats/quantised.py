@@ -107,17 +107,17 @@ def pack_rows(unpacked_rows: Any, num_rows: int, step: int = 4096) -> Tensor:
     return torch.cat(list(blocks))
 
 
-def dense_if_skipped(skipped: Sequence[str], format: WeightFormat, quantises_head: bool = False) -> FormatLookup:
-    """Returns a function from a matrix's name to its format: dense for names in `skipped` and ALWAYS_DENSE, else
+def dense_if_skipped(skipped_names: Sequence[str], format: WeightFormat, quantises_head: bool = False) -> FormatLookup:
+    """Returns a function from a matrix's name to its format: dense for names in `skipped_names` and ALWAYS_DENSE, else
     `format`.
 
-    skipped: module names, parts of module names ("mlp.gate", "layers.61"), or "re:" and a regular expression.
+    skipped_names: module names, parts of module names ("mlp.gate", "layers.61"), or "re:" and a regular expression.
     quantises_head: whether the lm_head is quantised too.
     """
 
     def format_of(name: str) -> WeightFormat:
         is_dense = (ALWAYS_DENSE.search(name) and not (quantises_head and name == "lm_head")) or any(
-            matches_module(name, pattern) for pattern in skipped
+            matches_module(name, pattern) for pattern in skipped_names
         )
         return DENSE_FORMAT if is_dense else format
 

@@ -145,7 +145,7 @@ def feeds_class(form: str) -> type[ModuleFeeds]:
 
 
 def feed_name(module: int) -> str:
-    """The name in DraftSpec.carried of the hidden state that a module (2 to N) reads at the token after the root."""
+    """The name in DraftSpec.carried_shapes of the hidden state that a module (2 to N) reads after the root."""
     return f"feed{module}"
 
 
