@@ -276,7 +276,7 @@ class SyntheticWeights(Weights):
     def shape(self, name: str) -> tuple[int, ...]:
         return self.tensors.shapes[name]
 
-    def _read(self, name: str) -> Tensor:
+    def _read_tensor(self, name: str) -> Tensor:
         return self.tensors.tensor(name)
 
 

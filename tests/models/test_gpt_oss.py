@@ -46,7 +46,7 @@ def test_the_published_config(tmp_path: Path) -> None:
         (tmp_path / "config.json").write_text(json.dumps(fields))
         configs.append(read_config(tmp_path))
     routing = Routing(32, 4, "topk_softmax", logit_bias=True)
-    how = {"router_name": "router", "stored": "stacked", "biases": True, "activation": Activation(1.702, 1.0, 7.0)}
+    how = {"router_name": "router", "storage": "stacked", "has_biases": True, "activation": Activation(1.702, 1.0, 7.0)}
     for config in configs:
         assert config.experts == Experts(frozenset(range(24)), routing, 2880, **how)
         assert config.windows == (128, None) * 12 and config.family.has_sinks
