@@ -112,13 +112,14 @@ class TextRows:
         """Yields an infinite sequence of batches [size, length + 1]: token ids, and whether each token belongs to a
         continuation.
 
-        first_batch: the number of batches to skip in a resumed run.  Raises EspalierError if there are fewer rows than
-        `size`.
+        first_batch: the number of batches to skip in a resumed run.  Raises EspalierError if the first
+        epoch has fewer rows than `size`.
         """
         number, reach, answers = 0, np.arange(self.length + 1), self.texts.is_answer
         while True:
             places, rows = self.epoch_order(number)
-            if len(rows) < size:
+            # In another order, texts may fill fewer rows.  Such an epoch has no batch.
+            if number == 0 and len(rows) < size:
                 raise EspalierError(
                     f"the target's own text fills {len(rows)} rows of {self.length} tokens, and a batch takes {size} "
                     "of them; use more --continuations, or a smaller --batch or --length"

@@ -89,7 +89,7 @@ class MetaWeights(Weights):
         dtype, module = self.dtype, name.removesuffix(".weight")
         if self.quantiser is not None and name.endswith(".weight_scale"):
             dtype = torch.float32
-        elif self.quantiser is not None and len(shape) == 2 and self.quantiser.quantises(module, shape[1]):
+        elif self.quantiser is not None and len(shape) == 2 and self.quantiser.is_quantised(module, shape[1]):
             dtype = FP8
         return torch.empty(shape, dtype=dtype, device=META_DEVICE)
 
