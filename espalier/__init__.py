@@ -33,7 +33,7 @@ __all__ = [
 
 limit_spinning()
 
-MODULES = {
+PUBLIC_NAMES = {
     "LLM": "llm",
     "EngineConfig": "config",
     "EspalierError": "errors",
@@ -48,14 +48,14 @@ MODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Imports a name at its first use: the command line then starts at once, and Ctrl-C ends it with one line."""
+    """Imports a public name at its first use.  So the command line starts at once, and Ctrl-C prints no traceback."""
     if name == "Piece":
         warnings.warn("espalier.Piece is now espalier.OutputChunk", DeprecationWarning, stacklevel=2)
         name = "OutputChunk"
     if name == "__version__":
         value = _version()
-    elif name in MODULES:
-        value = getattr(import_module(f"espalier.{MODULES[name]}"), name)
+    elif name in PUBLIC_NAMES:
+        value = getattr(import_module(f"espalier.{PUBLIC_NAMES[name]}"), name)
     else:
         raise AttributeError(f"module 'espalier' has no attribute {name!r}")
     globals()[name] = value

@@ -1,10 +1,10 @@
 """Turns a conversation into a prompt with the chat template, and protects special tokens against injection.
 
-Only the template may write special tokens.  If a message contains the text of a special token, it stays text, so that a
-user cannot end a turn and forge the assistant's turn.  To tell the two apart, the conversation is rendered twice.  The
-second rendering has a mark inside every part of a message that could become part of a special token, after the part's
-first character.  So a special token with a mark inside comes from a message.  If there is such a token, the template's
-special tokens get random names, and a copy of the tokenizer that knows only these names encodes the prompt.
+Only the template may write special tokens.  The text of a special token in a message stays text.  Otherwise a user
+could end the user's turn and forge the assistant's turn.  To find special tokens that come from messages, the
+conversation is rendered twice.  In the second rendering, each part of a message that could become part of a special
+token has a random mark after its first character.  So a special token with a mark inside comes from a message.  If
+there is one, the template's special tokens get random names, and a tokenizer that knows only these encodes the prompt.
 """
 
 import inspect
@@ -17,12 +17,12 @@ from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, TypedDict
 
-from espalier.errors import EspalierError, one_line, tokenizer_errors
+from espalier.errors import EspalierError, convert_tokenizer_panics, one_line
 
 # Some tokenizers do not declare their turn tokens as special; their names match this pattern.
-CONTROL = re.compile(r"<[|｜].*[|｜]>")
+CONTROL_TOKEN_PATTERN = re.compile(r"<[|｜].*[|｜]>")
 Messages = Sequence[Mapping[str, Any]]
-WITHOUT_1_AND_2 = str.maketrans("12", "89")
+REPLACE_1_AND_2 = str.maketrans("12", "89")
 
 
 class ChatOptions(TypedDict, total=False):
@@ -30,10 +30,10 @@ class ChatOptions(TypedDict, total=False):
 
     chat_template_kwargs: variables of the chat template, such as Qwen3's enable_thinking.  A variable that the template
     does not read is refused.  continue_final_message: the output continues the last message.  add_generation_prompt:
-    end the prompt with the start of an assistant turn; None means true unless continue_final_message.  tools:
-    definitions for the template, ignored if it reads no tools.  add_special_tokens: beside the template's special
-    tokens, add those that the tokenizer adds to plain text.  allow_special_tokens_in_messages: the text of a special
-    token in a message becomes that token.
+    end the prompt with the start of an assistant turn; None means true unless continue_final_message.  tools: tool
+    definitions for the template; ignored if the template reads no tools.  add_special_tokens: beside the template's
+    special tokens, add those that the tokenizer adds to plain text.  allow_special_tokens_in_messages: the text of a
+    special token in a message becomes that token.
     """
 
     chat_template_kwargs: Mapping[str, Any] | None
@@ -44,23 +44,23 @@ class ChatOptions(TypedDict, total=False):
     allow_special_tokens_in_messages: bool | None
 
 
-FLAGS = ("add_generation_prompt", "continue_final_message", "add_special_tokens", "allow_special_tokens_in_messages")
+BOOLEANS = ("add_generation_prompt", "continue_final_message", "add_special_tokens", "allow_special_tokens_in_messages")
 
 
 class Rendering(NamedTuple):
-    """The arguments of one rendering of a chat template.  They are plain values, which JSON can carry."""
+    """The arguments of one rendering of a chat template.  The values are plain, so that JSON can carry them."""
 
     messages: list[dict[str, Any]]
     tools: list[Any] | None
     variables: dict[str, Any]
 
 
-# A generator that makes token ids of a conversation.  It yields each Rendering, is sent the rendered text, and returns
-# the token ids.  So its caller chooses in which process a template is rendered.
-Steps = Generator[Rendering, str, list[int]]
+# A generator that makes token ids of a conversation.  The generator yields each Rendering, is sent the rendered text,
+# and returns the token ids.  So the caller chooses the process that renders the template.
+RenderLoop = Generator[Rendering, str, list[int]]
 
 
-def finish(steps: Steps, render: Callable[[Rendering], str]) -> list[int]:
+def run_steps(steps: RenderLoop, render: Callable[[Rendering], str]) -> list[int]:
     """Runs `steps`, with `render` for each rendering.  Returns the token ids.  Raises EspalierError."""
     try:
         rendering = next(steps)
@@ -82,7 +82,7 @@ class ChatTemplate:
 
     @property
     def text(self) -> str:
-        """Returns the template, "" if there is none.  If there are several, the one for conversations with tools."""
+        """Returns the template, or "" without one.  Of several templates, returns the template for tool calls."""
         return self.hf.get_chat_template(tools=[{}]) if getattr(self.hf, "chat_template", None) else ""
 
     def reads(self, variable: str) -> bool:
@@ -92,8 +92,8 @@ class ChatTemplate:
         except Exception:  # the template cannot be parsed; `render` reports it
             return False
 
-    def steps(self, messages: Messages, options: ChatOptions, check: Callable[[str], None] | None = None) -> Steps:
-        """Turns a conversation into token ids, one step for each rendering (see Steps).
+    def steps(self, messages: Messages, options: ChatOptions, check: Callable[[str], None] | None = None) -> RenderLoop:
+        """Turns a conversation into token ids, one step for each rendering (see RenderLoop).
 
         check: called with the rendered text before tokenization.  The steps raise EspalierError.
         """
@@ -108,21 +108,21 @@ class ChatTemplate:
         text, mark = (yield Rendering(plain, tools, variables)), _random_digits()
         if check is not None:
             check(text)
-        # Roles are not marked: some templates build special tokens from them.
+        # Roles get no marks, because some templates build special tokens from roles.
         marked = [
-            self.special.marked(each, mark) | ({"role": each["role"]} if "role" in each else {}) for each in plain
+            self.special.with_marks(each, mark) | ({"role": each["role"]} if "role" in each else {}) for each in plain
         ]
-        marked_tools = self.special.marked(tools, mark)
+        marked_tools = self.special.with_marks(tools, mark)
         if options.get("allow_special_tokens_in_messages") or (marked, marked_tools) == (plain, tools):
             return self._encode(text, adds)
         prompt = self.special.without_marks((yield Rendering(marked, marked_tools, variables)), mark)
-        if prompt.names == self.special.names_in(text):
+        if prompt.names == self.special.special_tokens_in(text):
             return self._encode(text, adds)
         return self.special.encode(prompt, adds)
 
     def _variables(self, options: ChatOptions) -> dict[str, Any]:
         """Returns the variables for apply_chat_template, beside messages and tools.  Raises EspalierError."""
-        for name in FLAGS:
+        for name in BOOLEANS:
             if not isinstance(value := options.get(name), bool | None):
                 raise EspalierError(f"{name}={value!r} is not supported; use True or False")
         continues, generates = bool(options.get("continue_final_message")), options.get("add_generation_prompt")
@@ -135,7 +135,7 @@ class ChatTemplate:
         except EspalierError:
             raise
         except Exception as error:  # the template cannot be parsed
-            raise _refused(error) from None
+            raise _template_error(error) from None
         generates = not continues if generates is None else generates
         return {**kwargs, "add_generation_prompt": generates, "continue_final_message": continues}
 
@@ -147,12 +147,12 @@ class ChatTemplate:
         except MemoryError:
             raise
         except Exception as error:  # a template may raise anything
-            raise _refused(error) from None
-        # The JSON of a call's arguments may have half of a surrogate pair.  The text has the half as JSON's escape.
+            raise _template_error(error) from None
+        # The JSON of a call's arguments may contain half of a surrogate pair, which the text has as JSON's escape.
         return text.encode(errors="backslashreplace").decode()
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        with tokenizer_errors():
+        with convert_tokenizer_panics():
             return list(self.hf.encode(text, add_special_tokens=add_special_tokens))
 
     def _check_template_kwargs(self, kwargs: Mapping[str, Any]) -> None:
@@ -180,7 +180,7 @@ class ChatTemplate:
                 )
 
 
-def _refused(error: Exception) -> EspalierError:
+def _template_error(error: Exception) -> EspalierError:
     from jinja2 import TemplateSyntaxError
 
     if isinstance(error, TemplateSyntaxError):
@@ -202,49 +202,49 @@ class RenderedPrompt:
 
 
 class SpecialTokens:
-    """A tokenizer's special tokens, and added tokens that look like turn tokens (CONTROL)."""
+    """A tokenizer's special tokens, and added tokens that look like turn tokens (CONTROL_TOKEN_PATTERN)."""
 
     def __init__(self, hf: Any):
         self.backend = getattr(hf, "backend_tokenizer", None)
         added = list(getattr(hf, "added_tokens_decoder", {}).values())
-        self.names = {each.content for each in added if each.special or CONTROL.fullmatch(each.content)}
-        # This pattern has all added tokens: if one contains a special token, the tokenizer takes the longer one.
-        self._any = _one_of(each.content for each in added)
-        self._first = _one_of(name[0] for name in self.names)
+        self.names = {each.content for each in added if each.special or CONTROL_TOKEN_PATTERN.fullmatch(each.content)}
+        # The pattern has all added tokens: the tokenizer prefers an added token to a special token inside it.
+        self._any_token = _pattern_of(each.content for each in added)
+        self._first_char = _pattern_of(name[0] for name in self.names)
         # The second character is in a lookahead, since it may also be the first character of another match.
-        self._first_two = re.compile(f"(?={_one_of(name[:2] for name in self.names).pattern}).", re.DOTALL)
-        self._last = re.compile(rf"{self._first.pattern}(?=\s*\Z)")
-        self._rest = _one_of(name[1:] for name in self.names if name[1:])
-        self._joined = "\n".join(self.names)
+        self._two_chars = re.compile(f"(?={_pattern_of(name[:2] for name in self.names).pattern}).", re.DOTALL)
+        self._last_char = re.compile(rf"{self._first_char.pattern}(?=\s*\Z)")
+        self._rest_chars = _pattern_of(name[1:] for name in self.names if name[1:])
+        self._joined_names = "\n".join(self.names)
 
-    def marked(self, value: Any, mark: str) -> Any:
-        """Returns a message, or a value in it, with marks in everything that may become part of a special token."""
+    def with_marks(self, value: Any, mark: str) -> Any:
+        """Returns a message, or a value in it, with marks in each text that may become part of a special token."""
         if isinstance(value, str):
-            return self._marked(value, mark)
+            return self._text_with_marks(value, mark)
         if isinstance(value, Mapping):
-            return {self.marked(name, mark): self.marked(each, mark) for name, each in value.items()}
+            return {self.with_marks(name, mark): self.with_marks(each, mark) for name, each in value.items()}
         if isinstance(value, list | tuple):
-            return [self.marked(each, mark) for each in value]
+            return [self.with_marks(each, mark) for each in value]
         return value
 
-    def _marked(self, text: str, mark: str) -> str:
-        """Mark special tokens and parts of special tokens: a template may join texts, or remove part of a text."""
-        first_pattern = self._first if self._first.search(text) and self._rest.search(text) else self._first_two
-        places = {match.start() + 1 for pattern in (first_pattern, self._last) for match in pattern.finditer(text)}
+    def _text_with_marks(self, text: str, mark: str) -> str:
+        """Marks special tokens, and parts of them, because a template may join texts, or remove part of a text."""
+        first = self._first_char if self._first_char.search(text) and self._rest_chars.search(text) else self._two_chars
+        places = {match.start() + 1 for pattern in (first, self._last_char) for match in pattern.finditer(text)}
         head = text.strip()
-        if self._rest.match(head) or (len(head) > 1 and head in self._joined):
+        if self._rest_chars.match(head) or (len(head) > 1 and head in self._joined_names):
             places.add(text.index(head[0]))
         edges = [0, *sorted(places), len(text)]
         return mark.join(text[start:end] for start, end in pairwise(edges)) if places else text
 
-    def names_in(self, text: str) -> list[str]:
-        return [match[0] for match in self._any.finditer(text) if match[0] in self.names]
+    def special_tokens_in(self, text: str) -> list[str]:
+        return [match[0] for match in self._any_token.finditer(text) if match[0] in self.names]
 
     def without_marks(self, rendered: str, mark: str) -> RenderedPrompt:
         """Returns the text without marks, and the spans of the special tokens that had no mark inside."""
         parts = rendered.split(mark)
         marks, text = list(accumulate(len(part) for part in parts[:-1])), "".join(parts)
-        spans = [match.span() for match in self._any.finditer(text) if match[0] in self.names]
+        spans = [match.span() for match in self._any_token.finditer(text) if match[0] in self.names]
         return RenderedPrompt(text, [(start, end) for start, end in spans if not _any_between(marks, start, end)])
 
     def encode(self, prompt: RenderedPrompt, add_special_tokens: bool) -> list[int]:
@@ -260,16 +260,16 @@ class SpecialTokens:
             done = end
         text = "".join([*parts, prompt.text[done:]])
         # Unlike `encode`, encode_batch releases the GIL.
-        with tokenizer_errors():
+        with convert_tokenizer_panics():
             [encoded] = renamed.backend.encode_batch([text], add_special_tokens=add_special_tokens)
         return list(encoded.ids)
 
     @cached_property
-    def _renamed(self) -> "Renamed":
-        return Renamed(self.backend, sorted(self.names))
+    def _renamed(self) -> "RenamedTokenizer":
+        return RenamedTokenizer(self.backend, sorted(self.names))
 
 
-class Renamed:
+class RenamedTokenizer:
     """A copy of a tokenizer (of the tokenizers library) in which the special tokens have random names.
 
     names: new name by old name.  Token ids, and the tokenization of all other text, are unchanged.
@@ -300,7 +300,7 @@ class Renamed:
             model["merges"] = [merge for merge, (one, two) in pairs if not {one, two, one + two} & self.names.keys()]
 
 
-def _one_of(texts: Iterable[str]) -> re.Pattern[str]:
+def _pattern_of(texts: Iterable[str]) -> re.Pattern[str]:
     """Returns a pattern that matches the longest of the texts, or nothing if there are none."""
     each = sorted(set(texts), key=lambda text: (-len(text), text))
     return re.compile("(?:" + "|".join(map(re.escape, each)) + ")" if each else "(?!)")
@@ -312,18 +312,18 @@ def _any_between(places: Sequence[int], start: int, end: int) -> bool:
 
 
 def _random_digits() -> str:
-    """Returns a random number as a mark.  Digits survive a template that trims, splits, quotes or changes case.
+    """Returns a random number, to use as a mark.  Digits survive a template that trims, splits, quotes or changes case.
 
     Two marks cannot overlap: 1 is only the first digit of a mark, and 2 only the last.
     """
     octal = f"{secrets.randbits(3 * 24):024o}"
-    return f"1{octal.translate(WITHOUT_1_AND_2)}2"
+    return f"1{octal.translate(REPLACE_1_AND_2)}2"
 
 
 def require_template(text: str, what: str) -> None:
     """Refuse a chat template that is empty or cannot be parsed.
 
-    what: names it in the message.  Raises EspalierError.
+    what: the template's name in the message.  Raises EspalierError.
     """
     if not text.strip():
         raise EspalierError(f"{what} is empty; give a Jinja template, or leave it out")

@@ -1,4 +1,4 @@
-"""The environment of processes that run other modules of this package: they import what their parent imports."""
+"""Makes the environment variables of child processes, so that they import the same espalier as their parent."""
 
 import os
 from pathlib import Path
@@ -7,8 +7,8 @@ from pathlib import Path
 def environment(**changes: str) -> dict[str, str]:
     """Returns a copy of os.environ with changes.
 
-    `python -m` imports from the working directory first, which may hold another espalier, such as a clone beside an
-    installed release.
+    `python -m` imports from the working directory first.  That directory may hold another espalier, such as a clone
+    beside an installed release.
     """
     is_here = Path(__file__).parents[1] == Path.cwd()
     return {**os.environ, **({} if is_here else {"PYTHONSAFEPATH": "1"}), **changes}

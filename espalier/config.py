@@ -12,7 +12,7 @@ from dataclasses import Field, asdict, dataclass, field, fields
 from os import PathLike
 from typing import Any, Literal, Protocol, Union, get_args, get_origin
 
-from espalier.errors import EspalierError, refuses_unknown, shown
+from espalier.errors import EspalierError, refuse_unknown_fields, shown
 from espalier.layout import RoundLayout, TreeShape
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
@@ -22,11 +22,11 @@ KV_DTYPES = (FP8_KV, *DTYPES)
 
 
 def option(text: str, default: Any = "auto", **limits: Any) -> Any:
-    """A dataclass field with its help text.  limits: low and high, both included; above, excluded; choices."""
+    """Returns a dataclass field with a help text.  limits: low and high (inclusive), above (exclusive), or choices."""
     return field(default=default, metadata={"help": text, **limits})
 
 
-@refuses_unknown
+@refuse_unknown_fields
 @dataclass(frozen=True)
 class SpeculationConfig:
     """The draft tree.  In the terms of SafeAILab's EAGLE: steps is depth + 1, num_draft_tokens is total_token."""
@@ -55,12 +55,12 @@ class SpeculationConfig:
     index_bytes: int | Literal["auto"] = option("memory of the index; by default 64 MiB", low=4096)
 
     def __post_init__(self) -> None:
-        check(self)
+        check_fields(self)
         if isinstance(self.by_batch, Mapping):
             object.__setattr__(self, "by_batch", dict(self.by_batch))
 
 
-@refuses_unknown
+@refuse_unknown_fields
 @dataclass(frozen=True)
 class EngineConfig:
     """The settings of LLM.
@@ -140,25 +140,25 @@ class EngineConfig:
     )
 
     def __post_init__(self) -> None:
-        check(self)
+        check_fields(self)
         object.__setattr__(self, "model_overrides", dict(self.model_overrides))
 
 
 class RoundCosts(Protocol):
-    """Predicts the times of rounds.  It is a plain value, so it can be sent to another process.
+    """Predicts the times of rounds.  The object is a plain value, so that another process can get it.
 
-    uses_clock: whether a clock corrects the prediction.  Then the prediction must be in seconds.
+    uses_clock: whether a clock corrects the prediction.  With a clock, the prediction must be in seconds.
     """
 
     @property
     def uses_clock(self) -> bool: ...
 
     def seconds(self, tree: TreeShape, batch: int, context: float) -> float:
-        """The predicted time of a round.  context: the mean number of tokens of a request."""
+        """Returns the predicted time of a round.  context: the mean number of tokens of a request."""
         ...
 
     def seconds_for_rows(self, tree: TreeShape, batch: int, rows: int) -> float:
-        """The time of a round that verified `rows` rows in all.  Called only if `uses_clock` is False."""
+        """Returns the predicted time of a round that verifies `rows` rows in total.  For `uses_clock` False."""
         ...
 
 
@@ -197,10 +197,10 @@ class ResolvedConfig:
     tensor_parallel: int = 1
 
     def as_dict(self) -> dict[str, Any]:
-        """All fields by name, those of the layout included, but without round_costs.
+        """Returns all fields and all fields of the layout, by name, except round_costs.
 
-        by_batch, choices: by the smallest batch to which they apply, the fields of the tree, or of the trees to choose
-        from.
+        by_batch maps a batch size to the fields of the tree that applies from this size on. choices maps it to the
+        fields of several trees.
         """
         sizes = asdict(self.layout)
         del sizes["trees"]
@@ -213,35 +213,35 @@ class ResolvedConfig:
             values |= sizes if f.name == "layout" else {f.name: getattr(self, f.name)}
         return values
 
-    def block(self) -> str:
-        """All fields as text, one per line."""
+    def as_text(self) -> str:
+        """Returns all fields as text, one per line."""
         values = self.as_dict()
         width = max(map(len, values))
-        return "\n".join(f"  {name:<{width}}  {_plain(value)}" for name, value in values.items())
+        return "\n".join(f"  {name:<{width}}  {_value_text(value)}" for name, value in values.items())
 
 
-def is_open(value: Any) -> bool:
+def is_unresolved(value: Any) -> bool:
     """Whether startup still has to choose the value."""
     return value is None or (isinstance(value, str) and value == "auto")
 
 
-def check(config: Any, spelled: Callable[[str], str] = str) -> None:
+def check_fields(config: Any, user_name: Callable[[str], str] = str) -> None:
     """Check every field's type and limits.  Raises EspalierError, which names field, value and supported values.
 
-    spelled: returns the name of a field as the user knows it, such as the flag.
+    user_name: returns the name of a field as the user knows it, such as the flag.
     """
     for f in fields(config):
         value = getattr(config, f.name)
-        if not (_fits_type(value, f.type) and _within(value, f.metadata)):
-            raise EspalierError(f"{spelled(f.name)}={shown(value)} is not supported; use {supported(f)}")
+        if not (_fits_type(value, f.type) and _is_within_limits(value, f.metadata)):
+            raise EspalierError(f"{user_name(f.name)}={shown(value)} is not supported; use {supported_values(f)}")
 
 
-def supported(f: Field) -> str:
-    """The supported values of a field, in words."""
-    kinds = kinds_of(f.type)
+def supported_values(f: Field) -> str:
+    """Returns the supported values of a field, in words."""
+    kinds = annotation_kinds(f.type)
     words = list(f.metadata.get("choices", ()))
     if not words and kinds & {int, float}:
-        words.append(("a whole number" if int in kinds else "a number") + _range(f.metadata))
+        words.append(("a whole number" if int in kinds else "a number") + _range_text(f.metadata))
     if bool in kinds:
         words += ["True", "False"]
     if SpeculationConfig in kinds:
@@ -257,24 +257,24 @@ def supported(f: Field) -> str:
     return ", ".join(words[:-1]) + " or " + words[-1] if len(words) > 1 else words[0]
 
 
-def _range(limits: Mapping[str, Any]) -> str:
+def _range_text(limits: Mapping[str, Any]) -> str:
     low, high = limits.get("low"), limits.get("high")
     if low is None:
         return f" above {limits['above']}" + ("" if high is None else f", up to {high}")
     return f", {low} or more" if high is None else f", {low} to {high}"
 
 
-def kinds_of(annotation: Any) -> set[Any]:
-    """The classes and literal values of an annotation."""
+def annotation_kinds(annotation: Any) -> set[Any]:
+    """Returns the classes and literal values of an annotation."""
     if get_origin(annotation) in (Union, types.UnionType):
-        return set().union(*(kinds_of(part) for part in get_args(annotation)))
+        return set().union(*(annotation_kinds(part) for part in get_args(annotation)))
     if get_origin(annotation) is Literal:
         return set(get_args(annotation))
     return {get_origin(annotation) or annotation}
 
 
 def _fits_type(value: Any, annotation: Any) -> bool:
-    kinds = kinds_of(annotation)
+    kinds = annotation_kinds(annotation)
     if isinstance(value, bool):
         return bool in kinds
     if isinstance(value, str):
@@ -284,8 +284,8 @@ def _fits_type(value: Any, annotation: Any) -> bool:
     return any(isinstance(value, kind) for kind in kinds if isinstance(kind, type))
 
 
-def _within(value: Any, limits: Mapping[str, Any]) -> bool:
-    if is_open(value):
+def _is_within_limits(value: Any, limits: Mapping[str, Any]) -> bool:
+    if is_unresolved(value):
         return True
     if "choices" in limits:
         return value in limits["choices"]
@@ -295,7 +295,7 @@ def _within(value: Any, limits: Mapping[str, Any]) -> bool:
     return value != ""
 
 
-def _plain(value: Any) -> str:
+def _value_text(value: Any) -> str:
     if isinstance(value, dict):
         return json.dumps(value) if value else "none"
     if isinstance(value, bool):

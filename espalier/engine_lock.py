@@ -1,7 +1,7 @@
-"""A lock that gives one thread at a time its turn at an engine, and keeps parts of a turn from being interrupted.
+"""A lock that lets one thread at a time use an engine, and protects parts of its work from interruption.
 
-Ctrl-C may come at any line.  So may the end of a stream that nobody reads any more: Python's garbage collector closes
-the stream in the middle of whatever a thread does.  That thread may be running a launch for another thread.
+Ctrl-C may come at any line.  Python's garbage collector may also close an abandoned stream at any line, in any thread.
+That thread may be running a launch for another thread.
 """
 
 import signal
@@ -13,7 +13,8 @@ from typing import Any
 
 
 class EngineLock:
-    """`with turn.postponing(), turn.lock:` is a turn.  A thread that has a turn may take another one inside it.
+    """`with turn.run_postponed_after(), turn.lock:` is a turn, in which only this thread uses the engine.  Turns may
+    nest.
 
     lock: the `with` statement takes and releases this lock in C.  In a method written in Python, Ctrl-C could come
     after the lock is taken or before it is released, and every other thread would wait forever.
@@ -25,17 +26,17 @@ class EngineLock:
         self._postponed: deque[Callable[[], None]] = deque()
 
     @contextmanager
-    def postponing(self) -> Iterator[None]:
-        """Actions that `run` postpones within the block run after the block.  Does not take the lock."""
+    def run_postponed_after(self) -> Iterator[None]:
+        """Runs, after the block, the actions that `run` postponed during the block.  Does not take the lock."""
         try:
             yield
         finally:
             self._run_postponed()
 
     @contextmanager
-    def uninterrupted(self) -> Iterator[None]:
-        """A turn that nothing interrupts; Ctrl-C takes effect after it.  Must not be nested."""
-        with self.postponing(), self.lock, _interrupt_deferred():
+    def uninterrupted_turn(self) -> Iterator[None]:
+        """Takes a turn that nothing interrupts.  Ctrl-C takes effect after the turn.  Must not be nested."""
+        with self.run_postponed_after(), self.lock, _defer_interrupts():
             assert not self._is_uninterrupted
             self._is_uninterrupted = True
             try:
@@ -44,15 +45,15 @@ class EngineLock:
                 self._is_uninterrupted = False
 
     def run(self, action: Callable[[], None]) -> None:
-        """Run `action` in a turn: now, or once this thread's `uninterrupted` or another thread's turn is over.  Never
-        waits."""
+        """Runs `action` in a turn, without waiting: now, or after another thread's turn or this thread's uninterrupted
+        turn."""
         self._postponed.append(action)
         self._run_postponed()
 
     def _run_postponed(self) -> None:
         # A thread that fails to take the lock leaves its action to the lock's owner, which comes here after its turn.
         while self._postponed:
-            with _interrupt_deferred():
+            with _defer_interrupts():
                 if not self.lock.acquire(blocking=False):
                     return
                 try:
@@ -66,25 +67,25 @@ class EngineLock:
 
 
 @contextmanager
-def _interrupt_deferred() -> Iterator[None]:
+def _defer_interrupts() -> Iterator[None]:
     """Delay Ctrl-C to the end of the block.  A second Ctrl-C takes effect at once."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    pressed = []
+    interrupts = []
     before = signal.getsignal(signal.SIGINT)
 
-    def press(number: int, frame: Any) -> None:
-        pressed.append(number)
+    def record_interrupt(signal_number: int, frame: Any) -> None:
+        interrupts.append(signal_number)
         signal.signal(signal.SIGINT, before)
 
     if not callable(before):
         yield
         return
-    signal.signal(signal.SIGINT, press)
+    signal.signal(signal.SIGINT, record_interrupt)
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
-    if pressed:
-        before(pressed[0], None)
+    if interrupts:
+        before(interrupts[0], None)

@@ -1,6 +1,6 @@
 """EspalierError, the exception for bad input, and the checks that raise it.
 
-Its message is one line with the value, the supported values and what to do.
+The error's message is one line with the value, the supported values and what to do.
 """
 
 import difflib
@@ -18,8 +18,8 @@ from espalier import other_engines
 
 T = TypeVar("T")
 P = ParamSpec("P")
-MAX_SHOWN = 160
-# A name less similar than this is another setting: presence_penalty is not length_penalty.
+MAX_REPR = 160
+# Less similar names belong to different settings, such as presence_penalty and length_penalty.
 MIN_SIMILARITY = 0.8
 
 
@@ -28,10 +28,10 @@ class EspalierError(ValueError):
 
 
 @contextmanager
-def clearing_frames() -> Iterator[None]:
-    """Clears the frames of an EspalierError that leaves this block, so that it keeps no local variables alive.
+def clear_frames_on_error() -> Iterator[None]:
+    """Clears the frames of an EspalierError that leaves this block, so that the error keeps no local variables alive.
 
-    These variables may be models on a GPU.  Whoever handles the error needs their memory for the next try.
+    Such variables may be models on a GPU.  The handler of the error needs their memory for the next try.
     """
     try:
         yield
@@ -46,24 +46,24 @@ def clearing_frames() -> Iterator[None]:
 def shown(value: Any) -> str:
     """Returns a value's repr in one line; a long repr is shortened in the middle."""
     text = " ".join(line.strip() for line in repr(value).splitlines())
-    return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN // 2]} ... {text[-MAX_SHOWN // 2 :]}"
+    return text if len(text) <= MAX_REPR else f"{text[: MAX_REPR // 2]} ... {text[-MAX_REPR // 2 :]}"
 
 
 def install_command(extra: str) -> str:
-    """Returns the command that installs an extra of pyproject.toml from the clone: the package is on no index."""
+    """Returns the command that installs an extra of pyproject.toml from the clone.  The package is on no index."""
     return f"pip install -e '.[{extra}]'"
 
 
 class ContextOverflow(EspalierError):
-    """A prompt that leaves no token of max_context for the output, or fewer than max_tokens."""
+    """The prompt leaves no token of max_context for the output, or fewer tokens than max_tokens."""
 
 
 def prompt_too_long(size: str, max_context: int, max_position: int | None = None) -> ContextOverflow:
-    """Returns the error for a prompt of `size`.  langchain and litellm look for "maximum context length is" in it.
+    """Returns the error for a prompt of `size`.  Langchain and litellm search it for "maximum context length is".
 
-    max_position: the positions that the model has, which max_context cannot exceed; None if the caller does not know.
+    max_position: the model's number of positions, which max_context cannot exceed; None if the caller does not know it.
     """
-    limit, or_raise = _limit(max_context, max_position)
+    limit, or_raise = _context_limit(max_context, max_position)
     return ContextOverflow(
         f"the prompt is too long: it has {size}; {limit}; shorten the prompt to {max_context - 1} tokens{or_raise}"
     )
@@ -76,17 +76,17 @@ def output_too_long(
 
     Clients look for the same words as in `prompt_too_long`.  max_position: see `prompt_too_long`.
     """
-    limit, or_raise = _limit(max_context, max_position)
+    limit, or_raise = _context_limit(max_context, max_position)
     return ContextOverflow(
         f"{name}={value} is more than fits behind the prompt of {prompt_tokens} tokens; {limit}; use at most "
         f"{max_context - prompt_tokens}, or leave it out{or_raise}"
     )
 
 
-def _limit(max_context: int, max_position: int | None) -> tuple[str, str]:
-    """Returns (the limit, the advice to raise it).
+def _context_limit(max_context: int, max_position: int | None) -> tuple[str, str]:
+    """Returns (a text with the limit, the advice to raise the limit).
 
-    The limit has the words that clients look for, even if it is the engine's limit.  The advice is empty if the model
+    The text has the words that clients search for, even if the engine sets the limit.  The advice is empty if the model
     has no more positions.
     """
     length = f"this model's maximum context length is {max_context} tokens for prompt and output"
@@ -97,7 +97,7 @@ def _limit(max_context: int, max_position: int | None) -> tuple[str, str]:
 
 
 def without_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A json object_pairs_hook that raises EspalierError for two equal names.  json itself would keep the last one."""
+    """A json object_pairs_hook that raises EspalierError if an object has a name twice. json keeps the last value."""
     value = dict(pairs)
     if len(value) < len(pairs):
         [(name, _)] = Counter(name for name, _ in pairs).most_common(1)
@@ -106,14 +106,14 @@ def without_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 @contextmanager
-def tokenizer_errors() -> Iterator[None]:
-    """Turns the panic of the tokenizers library when a match takes too long, no Exception, into an EspalierError."""
+def convert_tokenizer_panics() -> Iterator[None]:
+    """Turns a panic of the tokenizers library, which is no Exception, into an EspalierError.  Slow matches panic."""
     try:
         yield
     except BaseException as error:
         if type(error).__name__ != "PanicException":
             raise
-        why = " ".join(str(error).split())[:MAX_SHOWN]
+        why = " ".join(str(error).split())[:MAX_REPR]
         raise EspalierError(f"the text cannot be tokenized ({why}); give token ids, or another text") from None
 
 
@@ -124,33 +124,33 @@ def one_line(error: Exception) -> str:
 
 
 def unknown_name(
-    what: str, name: str, known: Collection[str], listed: str | None = None, python: bool = True
+    owner: str, name: str, known: Collection[str], listed: str | None = None, python: bool = True
 ) -> EspalierError:
     """Returns the error for a name that is not in `known`.
 
     The error gives Espalier's name for another engine's setting, else the most similar name, else all names.  listed:
-    where the names are listed, given in place of all names.  python: whether the advice may be Python.
+    says where the names are listed, in place of all names.  python: whether the advice may contain Python code.
     """
     near = difflib.get_close_matches(name, known, n=1, cutoff=MIN_SIMILARITY)
     nearest = (
         f"did you mean {near[0]!r}?" if near else listed or f"use {'one of ' * (len(known) > 1)}{', '.join(known)}"
     )
-    return EspalierError(f"{what} has no {name!r}; {other_engines.keyword(name, known, python) or nearest}")
+    return EspalierError(f"{owner} has no {name!r}; {other_engines.keyword_advice(name, known, python) or nearest}")
 
 
 def require_number(
-    name: str, value: Any, inside: Callable[[Any], bool], supported: str, *, optional: bool = False
+    name: str, value: Any, is_supported: Callable[[Any], bool], supported_values: str, *, optional: bool = False
 ) -> None:
     """Refuse a value unless it is a finite number and inside(value) is true.  `optional` allows None.
 
-    supported: the supported values in words, which end the message.  Raises EspalierError.
+    supported_values: the supported values in words, which end the message.  Raises EspalierError.
     """
     if optional and value is None:
         return
     # math.isfinite would raise for an integer that no float can hold.
     number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < math.inf
-    if not (number and inside(value)):
-        raise EspalierError(f"{name}={shown(value)} is not supported; use {supported}")
+    if not (number and is_supported(value)):
+        raise EspalierError(f"{name}={shown(value)} is not supported; use {supported_values}")
 
 
 def require_int(
@@ -168,36 +168,36 @@ def require_int(
         raise EspalierError(f"{name}={shown(value)} is not supported; use {allowed}{remedy}")
 
 
-def require_text(what: str, text: str) -> None:
-    """Refuse text with a lone surrogate, which UTF-8 cannot encode.  what: names the text.  Raises EspalierError."""
+def require_text(subject: str, text: str) -> None:
+    """Refuse text with a lone surrogate, which UTF-8 cannot encode.  subject: names the text.  Raises EspalierError."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise EspalierError(
-            f"{what} contains a lone surrogate ({text[error.start]!r} at character {error.start}), which is not "
+            f"{subject} contains a lone surrogate ({text[error.start]!r} at character {error.start}), which is not "
             "valid text; decode its bytes with errors='replace'"
         ) from None
 
 
-def require_fields(what: str, cls: type, names: Iterable[str]) -> None:
-    """Refuse a name that is no field of a dataclass's constructor.  Raises EspalierError.
+def require_fields(subject: str, cls: type, names: Iterable[str]) -> None:
+    """Refuse a name that is not a field of a dataclass's constructor.  Raises EspalierError.
 
-    what: names the function or class that takes the fields as keywords.
+    subject: names the function or class that takes the fields as keywords.
     """
     known = [f.name for f in fields(cls) if f.init]
     for name in names:
         if name not in known:
-            raise unknown_name(what, name, known)
+            raise unknown_name(subject, name, known)
 
 
-def refuses_unknown(cls: type[T]) -> type[T]:
+def refuse_unknown_fields(cls: type[T]) -> type[T]:
     """Class decorator for dataclasses: an unknown keyword raises EspalierError (require_fields)."""
     init: Any = cls.__init__
     known = {f.name for f in fields(cls) if f.init}  # type: ignore[arg-type]
 
     @wraps(init)
     def checked(self: T, *args: Any, **kwargs: Any) -> None:
-        if not kwargs.keys() <= known:  # each request has SamplingParams, so the usual case is fast
+        if not kwargs.keys() <= known:  # every request makes SamplingParams, so this test must be fast
             require_fields(cls.__name__, cls, kwargs)
         init(self, *args, **kwargs)
 
@@ -205,10 +205,10 @@ def refuses_unknown(cls: type[T]) -> type[T]:
     return cls
 
 
-def refuses_unknown_keywords(what: str, options: type) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Decorator for the method `what`: an unknown keyword raises EspalierError with the most similar one.
+def refuse_unknown_keywords(method_name: str, options: type) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Decorator for the method `method_name`: an unknown keyword raises EspalierError with the most similar one.
 
-    options: a dataclass.  Its fields belong to an argument of the method, so the method refuses them as keywords.
+    options: a dataclass.  The method takes an object of this class, so it refuses the class's fields as keywords.
     """
 
     def decorated(method: Callable[P, T]) -> Callable[P, T]:
@@ -219,9 +219,9 @@ def refuses_unknown_keywords(what: str, options: type) -> Callable[[Callable[P, 
         def checked(*args: P.args, **kwargs: P.kwargs) -> T:
             for name in kwargs:
                 if name in inner:
-                    raise EspalierError(f"{what} has no {name!r}; put it into {options.__name__}")
+                    raise EspalierError(f"{method_name} has no {name!r}; put it into {options.__name__}")
                 if name not in known:
-                    raise unknown_name(what, name, known[1:])
+                    raise unknown_name(method_name, name, known[1:])
             return method(*args, **kwargs)
 
         return checked

@@ -12,7 +12,7 @@ from typing import Any, Unpack
 
 from tokenizers import pre_tokenizers
 
-from espalier.chat import ChatOptions, Steps, finish
+from espalier.chat import ChatOptions, RenderLoop, run_steps
 from espalier.errors import EspalierError, output_too_long, prompt_too_long, require_text, shown, unknown_name
 from espalier.grammar.tag import check_grammar
 from espalier.request import ResolvedParams, SamplingParams, check_prompt
@@ -24,10 +24,10 @@ from espalier.tool_calls.parser import OutputParser
 from espalier.tool_calls.plan import ChatPlan
 
 Step = Mapping[str, Any]
-# The largest ratio of characters before a normalization step to those after it.  A canonical decomposition has 1 to 4
-# characters for each original one (Unicode Standard Annex 15), so NFC leaves at least a quarter.
-SHRINKING_STEPS: Mapping[str, int] = MappingProxyType({"NFC": 4, "NFD": 1, "Prepend": 1, "ByteLevel": 1})
-KEEPING_STEPS = frozenset({"ByteLevel", "Metaspace", "Digits"})
+# The largest ratio of the text's lengths before and after a normalization step.  A canonical decomposition has 1 to 4
+# characters for each original one (Unicode Standard Annex 15), so NFC leaves at least a quarter of the length.
+MAX_SHRINK_BY_STEP: Mapping[str, int] = MappingProxyType({"NFC": 4, "NFD": 1, "Prepend": 1, "ByteLevel": 1})
+LOSSLESS_STEPS = frozenset({"ByteLevel", "Metaspace", "Digits"})
 # These steps keep all characters unless their behavior is "Removed".
 SPLITTING_STEPS = frozenset({"Split", "Punctuation"})
 Prompt = str | Sequence[int]
@@ -35,54 +35,54 @@ Messages = Sequence[Mapping[str, str]]
 
 
 class TextLimit:
-    """An upper bound on how many characters one token covers, to refuse a long text before it is tokenized.
+    """An upper bound on the number of characters of a token, to refuse a long text before it is tokenized.
 
-    characters_a_token: the bound, None if unknown.  drops_text: added tokens that also match any number of adjacent
-    spaces.  A text with one of them has no bound.
+    max_chars_per_token: the bound; None if unknown.  space_matching_tokens: added tokens that also match any number of
+    adjacent spaces; for a text with such a token, there is no bound.
     """
 
     def __init__(self, backend: Any):
         """backend: a tokenizer of the tokenizers library, None for any other tokenizer."""
-        self.characters_a_token: int | None = None
-        self.drops_text: tuple[str, ...] = ()
+        self.max_chars_per_token: int | None = None
+        self.space_matching_tokens: tuple[str, ...] = ()
         if backend is None:
             return
-        normalizer, pre_tokenizer = (_steps_of(step) for step in (backend.normalizer, backend.pre_tokenizer))
+        normalizer, splitter = (_serialized_steps(step) for step in (backend.normalizer, backend.pre_tokenizer))
         added = list(backend.get_added_tokens_decoder().values())
-        drops_text = [token for token in added if token.lstrip or token.rstrip]
+        space_matching_tokens = [token for token in added if token.lstrip or token.rstrip]
         # Added tokens that are matched after normalization may match a text that does not contain them literally.
-        hidden = bool(normalizer) and any(token.normalized for token in drops_text)
-        shrink = _shrink(normalizer)
-        if shrink is None or hidden or not _keeps(pre_tokenizer) or not _knows_all(backend, normalizer + pre_tokenizer):
+        hidden = bool(normalizer) and any(token.normalized for token in space_matching_tokens)
+        shrink = _max_shrink(normalizer)
+        if shrink is None or hidden or not _keeps_text(splitter) or not _covers_text(backend, normalizer + splitter):
             return
         normalized = backend.normalizer.normalize_str if normalizer else str
         pieces = [*backend.get_vocab(with_added_tokens=True), *(normalized(token.content) for token in added)]
-        self.characters_a_token = shrink * max(map(len, pieces), default=1)
-        self.drops_text = tuple(token.content for token in drops_text)
+        self.max_chars_per_token = shrink * max(map(len, pieces), default=1)
+        self.space_matching_tokens = tuple(token.content for token in space_matching_tokens)
 
     def exceeds(self, text: str, num_tokens: int) -> bool:
         """Whether a text certainly has more than num_tokens tokens."""
-        if self.characters_a_token is None or len(text) <= num_tokens * self.characters_a_token:
+        if self.max_chars_per_token is None or len(text) <= num_tokens * self.max_chars_per_token:
             return False
-        return not any(token in text for token in self.drops_text)
+        return not any(token in text for token in self.space_matching_tokens)
 
 
-def _steps_of(component: Any) -> list[Step]:
+def _serialized_steps(component: Any) -> list[Step]:
     """Returns the steps of a normalizer or pre-tokenizer as a list.  A step written in Python has unknown type."""
     if component is None:
         return []
     try:
-        return _flat(json.loads(component.__getstate__()))
+        return _flat_steps(json.loads(component.__getstate__()))
     except Exception:  # a custom component in Python has no serialized state
         return [{"type": "unknown"}]
 
 
-def _flat(step: Step) -> list[Step]:
+def _flat_steps(step: Step) -> list[Step]:
     inner = step.get("normalizers") or step.get("pretokenizers") or []
-    return [each for part in inner for each in _flat(part)] if step["type"] == "Sequence" else [step]
+    return [each for part in inner for each in _flat_steps(part)] if step["type"] == "Sequence" else [step]
 
 
-def _shrink(normalizer: Sequence[Step]) -> int | None:
+def _max_shrink(normalizer: Sequence[Step]) -> int | None:
     """Returns the largest ratio of characters before normalization to characters after it, None if unknown."""
     shrink = 1
     for step in normalizer:
@@ -90,22 +90,22 @@ def _shrink(normalizer: Sequence[Step]) -> int | None:
             pattern = step["pattern"].get("String")
             if pattern is None or len(step["content"]) < len(pattern):
                 return None
-        elif step["type"] not in SHRINKING_STEPS:
+        elif step["type"] not in MAX_SHRINK_BY_STEP:
             return None
         else:
-            shrink *= SHRINKING_STEPS[step["type"]]
+            shrink *= MAX_SHRINK_BY_STEP[step["type"]]
     return shrink
 
 
-def _keeps(pre_tokenizer: Sequence[Step]) -> bool:
+def _keeps_text(pre_tokenizer: Sequence[Step]) -> bool:
     return all(
-        step["type"] in KEEPING_STEPS or (step["type"] in SPLITTING_STEPS and step["behavior"] != "Removed")
+        step["type"] in LOSSLESS_STEPS or (step["type"] in SPLITTING_STEPS and step["behavior"] != "Removed")
         for step in pre_tokenizer
     )
 
 
-def _knows_all(backend: Any, steps: Sequence[Step]) -> bool:
-    """Whether every character has tokens.  If not, the model drops characters, or fuses several into one token."""
+def _covers_text(backend: Any, steps: Sequence[Step]) -> bool:
+    """Whether every character has tokens.  A model drops other characters, or fuses several into one token."""
     model = backend.model
     if type(model).__name__ != "BPE":
         return False
@@ -133,8 +133,8 @@ class ModelFacts:
     """The properties of a model and engine that requests are checked against.  Plain values, sent between processes.
 
     model: the model's directory.  max_context: tokens of one request, prompt and output.  generation_config: the
-    content of the model's generation_config.json, {} without this file.  max_position: the positions that the model
-    has, None if unknown.  sources: the sources that propose tokens beside the draft (SpeculationConfig).
+    content of the model's generation_config.json, {} without this file.  max_position: the model's number of positions;
+    None if unknown.  sources: the sources that propose tokens beside the draft (SpeculationConfig).
     """
 
     model: str
@@ -157,7 +157,7 @@ class InputProcessor:
         self.facts = facts
         self.allow_special_tokens_in_messages = allow_special_tokens_in_messages
         self.tokenizer = tokenizer
-        self.bound = TextLimit(None if tokenizer is None else tokenizer.backend)
+        self.text_limit = TextLimit(None if tokenizer is None else tokenizer.backend)
 
     def for_another_thread(self) -> "InputProcessor":
         """Returns a copy with its own tokenizer, since only one thread at a time may use a tokenizer."""
@@ -165,7 +165,7 @@ class InputProcessor:
         other.tokenizer = copy.deepcopy(self.tokenizer)
         return other
 
-    def tokens(self, prompt: Prompt, add_special_tokens: bool = True, keep_last: int | None = None) -> list[int]:
+    def prompt_tokens(self, prompt: Prompt, add_special_tokens: bool = True, keep_last: int | None = None) -> list[int]:
         """Returns the prompt's token ids, checked against the vocabulary and max_context.
 
         add_special_tokens: add the tokenizer's special tokens, such as BOS, to a text.  keep_last: keep only this many
@@ -175,7 +175,7 @@ class InputProcessor:
             require_text("the prompt", prompt)
             tokenizer = self.require_tokenizer("a text prompt")
             if keep_last is None:
-                self.require_fit(prompt)
+                self.require_text_fits(prompt)
             tokens = tokenizer.encode(prompt, add_special_tokens)
         else:
             tokens = list(prompt)
@@ -183,19 +183,19 @@ class InputProcessor:
         check_prompt(tokens, self.facts.vocab_size, self.facts.max_context, self.facts.max_position)
         return tokens
 
-    def require_fit(self, text: str) -> None:
+    def require_text_fits(self, text: str) -> None:
         """Refuse a text that certainly has more tokens than fit max_context.  Raises EspalierError."""
-        if self.bound.exceeds(text, self.facts.max_context - 1):
+        if self.text_limit.exceeds(text, self.facts.max_context - 1):
             raise prompt_too_long(f"{len(text)} characters", self.facts.max_context, self.facts.max_position)
 
-    def chat(self, messages: Messages, **options: Unpack[ChatOptions]) -> list[int]:
+    def chat_tokens(self, messages: Messages, **options: Unpack[ChatOptions]) -> list[int]:
         """Returns the token ids of a conversation.  options: see chat.ChatOptions.  Raises EspalierError."""
-        return finish(self.chat_steps(messages, **options), self.require_tokenizer("a conversation").template.render)
+        return run_steps(self.chat_steps(messages, **options), self.require_tokenizer("a conversation").template.render)
 
     def chat_steps(
         self, messages: Messages, check: Callable[[str], None] | None = None, **options: Unpack[ChatOptions]
-    ) -> Steps:
-        """Turns a conversation into token ids, one step for each rendering of the chat template (see chat.Steps).
+    ) -> RenderLoop:
+        """Turns a conversation into token ids, one step for each rendering of the chat template (see chat.RenderLoop).
 
         check: called with the rendered text.  options: see chat.ChatOptions.  Raises EspalierError during a step.
         """
@@ -217,15 +217,15 @@ class InputProcessor:
         names = options.get("tool_format", AUTO), options.get("reasoning_format", AUTO)
         plan = ChatPlan(tokenizer, find_formats(tokenizer.template.text, *names), tools)
         of_template: Any = {name: each for name, each in options.items() if name in ChatOptions.__annotations__}
-        prompt = self.tokens(self.chat(plan.messages(messages), **of_template))
+        prompt = self.prompt_tokens(self.chat_tokens(plan.messages(messages), **of_template))
         self.require_room(prompt, params)
         return prompt, self.apply_plan(plan, self.resolve(params or SamplingParams()), prompt), plan
 
     def require_room(self, prompt: Sequence[int], params: SamplingParams | None, name: str = "max_tokens") -> None:
         """Refuse a max_tokens that does not fit behind the prompt.  Raises EspalierError.
 
-        params: as the user gave them.  The max_tokens of resolved parameters is not checked: it was checked before, or
-        is the model's default, which only limits the output, like the context.  name: the user's word for max_tokens.
+        params: the user's parameters.  The max_tokens of ResolvedParams is not checked: it was checked before, or is
+        the model's default, which only limits the output.  name: the user's name for max_tokens.
         """
         limit = None if params is None or isinstance(params, ResolvedParams) else params.max_tokens
         if limit is not None and len(prompt) + limit > self.facts.max_context:
@@ -245,8 +245,8 @@ class InputProcessor:
         resolved = self.checked(params.resolve(self.facts.generation_config, self.facts.eos_token_ids))
         return self.with_prediction(resolved, params.prediction) if params.prediction else resolved
 
-    def with_prediction(self, params: ResolvedParams, guessed: str | Sequence[int]) -> ResolvedParams:
-        """Returns the parameters with the prediction `guessed`.
+    def with_prediction(self, params: ResolvedParams, prediction: str | Sequence[int]) -> ResolvedParams:
+        """Returns the parameters with this prediction.
 
         Raises EspalierError if the engine takes no prediction, or if the prediction is too long.
         """
@@ -256,15 +256,15 @@ class InputProcessor:
                 f"{', '.join(self.facts.sources) or 'none'}; leave it out, or start the engine with sources=prediction"
             )
         most = self.facts.max_context
-        if isinstance(guessed, str):
+        if isinstance(prediction, str):
             tokenizer = self.require_tokenizer("a prediction")
-            is_long = self.bound.exceeds(guessed, most)
-            size, guessed = f"{len(guessed)} characters", [] if is_long else tokenizer.encode(guessed, False)
+            is_long = self.text_limit.exceeds(prediction, most)
+            size, prediction = f"{len(prediction)} characters", [] if is_long else tokenizer.encode(prediction, False)
         else:
-            size, is_long = f"{len(guessed)} tokens", False
-        if is_long or len(guessed) > most:
+            size, is_long = f"{len(prediction)} tokens", False
+        if is_long or len(prediction) > most:
             raise EspalierError(f"a prediction of {size} is not supported: max_context is {most} tokens; shorten it")
-        return replace(params, prediction=tuple(guessed))
+        return replace(params, prediction=tuple(prediction))
 
     def checked(self, params: ResolvedParams) -> ResolvedParams:
         """Returns the same parameters.  Raises EspalierError for values that this model does not support."""
@@ -273,11 +273,12 @@ class InputProcessor:
             check_grammar(params.grammar)
         return params
 
-    def require_tokenizer(self, what: str) -> Tokenizer:
-        """Returns the tokenizer.  what: the use of the tokenizer, for the EspalierError raised if there is none."""
+    def require_tokenizer(self, purpose: str) -> Tokenizer:
+        """Returns the tokenizer.  purpose: the use of the tokenizer, for the EspalierError if there is none."""
         if self.tokenizer is None:
             raise EspalierError(
-                f"{what} needs a tokenizer, and {self.facts.model} has none; add its tokenizer.json, or give token ids"
+                f"{purpose} needs a tokenizer, and {self.facts.model} has none; add its tokenizer.json, or give "
+                "token ids"
             )
         return self.tokenizer
 
@@ -329,5 +330,5 @@ def text_stream(tokenizer: Tokenizer, prompt: Sequence[int], params: ResolvedPar
         params.min_tokens,
         keep_stop=keep,
         skip_special_tokens=skip,
-        shown=params.shown_special_tokens,
+        visible_ids=params.shown_special_tokens,
     )

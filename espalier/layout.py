@@ -18,19 +18,19 @@ ANCESTOR_BITS = 64
 MAX_PAGE_SIZE = 512
 MIN_CHUNK_WIDTH = 16
 ROUNDS_IN_FLIGHT = 2
-# Limits of captured prefill passes: the widths of their pieces, and the most pieces and rows.  To launch a pass of an
-# 8B in FP8, a slow host needs some 60 ms; to run one of 2,048 rows, an H100 needs 37 ms (docs/log.md).
+# Limits of captured prefill passes: the widths of their pieces, and the most pieces and rows.  For an 8B model in FP8,
+# a slow host needs some 60 ms to launch an eager pass, and an H100 needs 37 ms to run 2,048 rows (docs/log.md).
 CAPTURED_WIDTHS = (16, 64, 256)
 CAPTURED_PIECES = 16
 CAPTURED_ROWS = 2048
-# The row of the page buffers that padding uses.  It stays zero, so that a masked read of the row is finite.
+# The row of the page buffers that padding uses.  The row stays zero, so that a masked read of it is finite.
 DUMMY_ROW = 0
 
 Number = TypeVar("Number", int, "Tensor")
 
 
 def max_draft_tokens(steps: int, topk: int) -> int:
-    """The most nodes of a tree with `steps` levels of `topk` beams, root included."""
+    """Returns the largest number of nodes of a tree with `steps` levels of `topk` beams, root included."""
     return 1 + topk + (steps - 1) * topk**2 if steps else 1
 
 
@@ -46,10 +46,10 @@ class TreeShape:
     """The shape of a tree.
 
     steps: depth; topk: branches kept at each level; num_draft_tokens: nodes verified per round, root included.
-    shared_rows: rows of a verify pass for each request of the batch, which the nodes with the best scores get; 0: each
-    request has num_draft_tokens rows.  drafts: whether the draft proposes; if not, other sources' paths make the tree.
-    extends: whether the draft runs over the decided tokens, so that it can propose in a later round.
-    Raises EspalierError if the levels cannot propose that many nodes.
+    shared_rows: if not 0, a verify pass has this many rows times the number of requests, and the nodes with the best
+    scores of the batch get them; 0: each request has num_draft_tokens rows.  drafts: whether the draft proposes nodes;
+    if False, the paths of other sources make the tree.  extends: whether the draft runs over the decided tokens, so
+    that it can propose in a later round.  Raises EspalierError if the levels cannot propose num_draft_tokens nodes.
     """
 
     steps: int
@@ -89,7 +89,7 @@ class TreeShape:
         undrafted = "" if self.drafts else ", without a draft pass"
         return ", ".join(f"{name} {size}" for name, size in self.sizes.items()) + shared + undrafted
 
-    def require(self, other: "TreeShape") -> None:
+    def require_fits(self, other: "TreeShape") -> None:
         """Check that buffers sized for this tree can hold `other`.  Raises EspalierError."""
         for name in TREE_FIELDS:
             size, configured = getattr(other, name), getattr(self, name)
@@ -101,12 +101,12 @@ class TreeShape:
 
 
 TREE_FIELDS = ("steps", "topk", "num_draft_tokens")
-PLAIN = TreeShape(steps=0, topk=1, num_draft_tokens=1)
-TARGET_ALONE = replace(PLAIN, extends=False)
+PLAIN_TREE = TreeShape(steps=0, topk=1, num_draft_tokens=1)
+TARGET_ALONE = replace(PLAIN_TREE, extends=False)
 
 
 def bucket_of(batch: int, buckets: Iterable[int]) -> int:
-    """The padded size of a round of `batch` requests: the smallest bucket that holds them.
+    """Returns the padded size of a round of `batch` requests: the smallest bucket that holds them.
 
     buckets: ascending.  A batch above the largest bucket is not padded.
     """
@@ -114,17 +114,17 @@ def bucket_of(batch: int, buckets: Iterable[int]) -> int:
 
 
 def next_bucket(batch: int) -> int:
-    """The smallest number >= batch that is a power of two or halfway between two powers of two."""
+    """Returns the smallest number >= batch that is a power of two or halfway between two powers of two."""
     power = 1 << max(batch - 1, 0).bit_length()
     middle = power - power // 4
     return middle if power > 2 and middle >= batch else power
 
 
 class LaunchForm(NamedTuple):
-    """The numbers from which all shapes of a launch follow, with padding.
+    """The numbers that determine all tensor shapes of a launch, padding included.
 
-    batch: requests; width: rows of each piece of a prefill pass, 0 for a round; pieces: of the pass, 0 if each request
-    has one; tree: as in LaunchInput, but None for a captured prefill pass, which always runs the draft.
+    batch: number of requests; width: rows of each piece of a prefill pass, 0 for a round; pieces: number of pieces, 0
+    if each request has one; tree: as in LaunchInput, but None for a captured prefill pass, which always runs the draft.
     """
 
     batch: int
@@ -145,7 +145,7 @@ class LaunchForm(NamedTuple):
 
 
 def captured_form(captured: Sequence[LaunchForm], width: int, pieces: int) -> LaunchForm | None:
-    """The form that a prefill pass is padded to: the first captured form that holds the pass; None if none does.
+    """Returns the form that a prefill pass is padded to: the first captured form that holds the pass, or None.
 
     captured: in the order of RoundLayout.captured_passes.
     """
@@ -157,18 +157,15 @@ class RoundLayout:
     """Sizes of rounds and prefill passes.
 
     max_batch: requests per round; steps, topk, num_draft_tokens: the configured tree (0, 1, 1: plain decoding);
-    page_size: rows per page; max_context: prompt and output of one request, in tokens;
-    reentry: rows of a prefix hit that are computed again, for the draft; chunk_size: rows of one prefill pass;
-    trees: (n, shape), n ascending: rounds of n or more requests use this shape, up to the next n; smaller rounds use
-    the configured tree.  The configured tree is the largest, and sets the size of the buffers;
-    busy_chunk_size: rows of a prefill pass while running requests wait for it; None: chunk_size;
-    block_rows: rows of the one pass of a block draft; 0 for other drafts.
-    choices: (n, shapes), n ascending from 1.  Rounds of n or more requests, up to the next n, use one of these shapes
-    instead of `trees`, the first shape to begin with.  All batches of a bucket have the same shapes.  Empty if the
-    engine does not choose.
-    text_paths, sent_paths: how many paths are grafted onto each tree, from the request's own text and from the host's
-    guesses.
-    shared_rows, drafts, extends: as in TreeShape.
+    page_size: rows per page; max_context: prompt and output of one request, in tokens; reentry: rows of a prefix hit
+    that are computed again, for the draft; chunk_size: rows of one prefill pass; trees: (n, shape), n ascending: rounds
+    of n or more requests use this shape, up to the next n; smaller rounds use the configured tree.  The configured tree
+    is the largest, and sets the size of the buffers; busy_chunk_size: rows of a prefill pass while running requests
+    wait for it; None for chunk_size; block_rows: rows of the one pass of a block draft; 0 for other drafts.  choices:
+    (n, shapes), n ascending from 1. Rounds of n or more requests, up to the next n, use one of these shapes instead of
+    `trees`, the first shape to begin with.  All batches of a bucket have the same shapes.  Empty if the engine does not
+    choose. text_paths, sent_paths: how many paths are grafted onto each tree, from the request's own text and from the
+    host's guesses. shared_rows, drafts, extends: as in TreeShape.
     """
 
     max_batch: int
@@ -204,7 +201,7 @@ class RoundLayout:
             ),
         )
         for shape in (*(shape for _, shape in self.trees), *(shape for _, shapes in self.choices for shape in shapes)):
-            configured.require(shape)
+            configured.require_fits(shape)
         sizes = [batch for batch, _ in self.trees]
         if any(size <= before for before, size in zip([0, *sizes], sizes, strict=False)):
             raise EspalierError(f"batch sizes {sizes} of `trees` are not supported; use 1 or more, ascending")
@@ -219,37 +216,37 @@ class RoundLayout:
 
     @property
     def without_draft(self) -> TreeShape:
-        """The tree for rounds without a request that speculates, now or later."""
-        return TARGET_ALONE if self.has_draft_model else PLAIN
+        """The tree of rounds in which no request speculates, now or in a later round."""
+        return TARGET_ALONE if self.has_draft_model else PLAIN_TREE
 
     @property
     def calibrates_scores(self) -> bool:
-        """Whether nodes' scores are compared with those of other sources or requests, so must be calibrated."""
+        """Whether scores of nodes are compared across sources or requests, so that they must be calibrated."""
         shapes = (self.tree, *(shape for _, of_bucket in self.choices for shape in of_bucket))
         return bool(self.text_paths or self.sent_paths) or any(shape.shared_rows for shape in shapes)
 
     @lru_cache(256)  # noqa: B019 (layouts are few and small, and each round asks)
     def with_tree(self, shape: TreeShape) -> "RoundLayout":
-        """The layout of rounds with this shape, in the buffers of this layout.  Raises EspalierError if it is larger.
+        """Returns the layout of rounds with this tree.  Raises EspalierError if it is larger than the configured tree.
 
-        Use it only for the sizes of a launch: page tables and pages follow from this layout.
+        The result serves only for the sizes of a launch.  Page tables and pages follow from this layout.
         """
-        self.tree.require(shape)
+        self.tree.require_fits(shape)
         return replace(self, **asdict(shape), trees=(), choices=())
 
     def for_batch(self, batch: int) -> "RoundLayout":
-        """The layout of a round with `batch` requests, padding included."""
+        """Returns the layout of a round with `batch` requests, padding included."""
         shape = next((shape for least, shape in reversed(self.trees) if least <= batch), self.tree)
         return self if shape == self.tree else self.with_tree(shape)
 
-    def choices_for(self, batch: int) -> tuple[TreeShape, ...]:
-        """The trees that a round of `batch` requests may choose from; empty if the engine does not choose."""
+    def tree_choices_for(self, batch: int) -> tuple[TreeShape, ...]:
+        """Returns the trees that a round of `batch` requests may choose from; empty if the engine does not choose."""
         return next((shapes for least, shapes in reversed(self.choices) if least <= batch), ())
 
     def round_forms(self, buckets: Sequence[int]) -> list[LaunchForm]:
-        """The forms of rounds in these buckets, in descending order of their rows."""
+        """Returns the forms of rounds in these buckets, in descending order of their rows."""
         alone = (self.without_draft,) if self.steps else ()
-        trees = {batch: dict.fromkeys((*(self.choices_for(batch) or (None,)), *alone)) for batch in buckets}
+        trees = {batch: dict.fromkeys((*(self.tree_choices_for(batch) or (None,)), *alone)) for batch in buckets}
         forms = [LaunchForm(batch, tree=tree) for batch in buckets for tree in trees[batch]]
         rows = {form: form.batch * (form.tree or self.for_batch(form.batch).tree).rows for form in forms}
         return sorted(forms, key=lambda form: (rows[form], form.batch), reverse=True)
@@ -285,15 +282,15 @@ class RoundLayout:
     @property
     def beam_rows(self) -> int:
         """Draft rows staged while a tree grows: topk for every level except the last."""
-        return self.beams_above(max(self.steps, 1))
+        return self.draft_rows_above(max(self.steps, 1))
 
     @property
-    def beam_words(self) -> int:
+    def beam_ancestor_words(self) -> int:
         """How many words the ancestor bits of a draft row take."""
         return -(-self.beam_rows // ANCESTOR_BITS)
 
-    def beams_above(self, level: int) -> int:
-        """Draft rows of the levels above `level`; the first level is 1."""
+    def draft_rows_above(self, level: int) -> int:
+        """Returns the draft rows of the levels above `level`; the first level is 1."""
         return (level - 1) * self.topk
 
     @property
@@ -324,7 +321,7 @@ class RoundLayout:
         return (*sorted(width for width in doublings + middles if width < self.chunk_size), self.chunk_size)
 
     def max_pieces(self, width: int) -> int:
-        """The number of pieces of this width that one prefill pass holds."""
+        """Returns the number of pieces of this width that one prefill pass holds."""
         return self.chunk_size // width
 
     @property
@@ -343,59 +340,60 @@ class RoundLayout:
         return tuple(sorted(fitting, key=lambda form: (form.pass_rows, -form.width)))
 
     def max_pass_rows(self, decoding: bool) -> int:
-        """The most rows of a prefill pass.  decoding: whether running requests wait for the pass."""
+        """Returns the most rows of a prefill pass.  decoding: whether running requests wait for the pass."""
         return (decoding and self.busy_chunk_size) or self.chunk_size
 
-    def tokens_ahead(self, rounds: int) -> int:
-        """The most tokens from the last root that the host has seen: the root and the tokens that the rounds decide.
+    def max_tokens_ahead(self, rounds: int) -> int:
+        """Returns the largest number of tokens from the last root that the host knows: the root, and what rounds
+        decide.
 
-        rounds: rounds in flight, including the one about to be launched.
+        rounds: rounds in flight, the next launch included.
         """
         return rounds * self.extend_width + 1
 
-    def committed_at_most(self, num_known: int, rounds_in_flight: int) -> int:
-        """The most target rows that can be committed before a launch.
+    def max_committed_rows(self, num_known: int, rounds_in_flight: int) -> int:
+        """Returns the largest number of target rows that can be committed before a launch.
 
         num_known: index of the last root that the host has seen; rounds_in_flight: without this launch.
         """
         return num_known + rounds_in_flight * self.extend_width
 
-    def pages_for(self, tokens: int) -> int:
-        return -(-tokens // self.page_size)
+    def pages_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.page_size)
 
-    def whole_pages(self, tokens: int) -> int:
-        """Pages that `tokens` rows fill completely."""
-        return tokens // self.page_size
+    def num_full_pages(self, num_tokens: int) -> int:
+        """Returns how many pages `num_tokens` rows fill completely."""
+        return num_tokens // self.page_size
 
-    def tokens_in(self, pages: int) -> int:
-        return pages * self.page_size
+    def tokens_in(self, num_pages: int) -> int:
+        return num_pages * self.page_size
 
-    def reserve(self, num_known: int, rounds: int, end: int) -> int:
-        """Pages that a request must hold before a launch.
+    def pages_needed(self, num_known: int, rounds: int, end: int) -> int:
+        """Returns the number of pages that a request must hold before a launch.
 
-        num_known: index of the last root that the host has seen; rounds: rounds in flight, this one included;
-        end: number of tokens at which the request finishes; past it, a round decides at most one token.
+        num_known: index of the last root that the host has seen; rounds: rounds in flight, the next launch included;
+        end: number of tokens at which the request finishes.  Past `end`, a round decides at most one token.
         """
-        return self.pages_for(min(num_known + self.tokens_ahead(rounds), end + rounds - 1))
+        return self.pages_for(min(num_known + self.max_tokens_ahead(rounds), end + rounds - 1))
 
     def max_accept_depth(self, end: Number, prefix_len: Number) -> Number:
-        """The deepest node that a round may accept: tokens left before `end`, minus the root and the target's token.
+        """Returns the greatest depth that a round may accept: tokens before `end`, without root and target's token.
 
         Negative if the request is finished.  Takes integers or integer tensors.
         """
         return end - 2 - prefix_len
 
     def max_appended_pages(self, batch: int) -> int:
-        """The most entries that the page tables of a batch gain from one round to the next."""
-        return batch * (1 + self.pages_for(self.tokens_ahead(ROUNDS_IN_FLIGHT)))
+        """Returns the most entries that the page tables of a batch gain from one round to the next."""
+        return batch * (1 + self.pages_for(self.max_tokens_ahead(ROUNDS_IN_FLIGHT)))
 
-    def batch_buckets(self, largest: int) -> tuple[int, ...]:
-        """Padded batch sizes of rounds, up to `largest` (see next_bucket)."""
-        return tuple(sorted({min(next_bucket(batch), largest) for batch in range(1, largest + 1)}))
+    def batch_buckets(self, max_batch_size: int) -> tuple[int, ...]:
+        """Returns the padded batch sizes of rounds, up to `max_batch_size` (see next_bucket)."""
+        return tuple(sorted({min(next_bucket(batch), max_batch_size) for batch in range(1, max_batch_size + 1)}))
 
     @property
     def history_width(self) -> int:
-        return self.max_context + self.tokens_ahead(ROUNDS_IN_FLIGHT)
+        return self.max_context + self.max_tokens_ahead(ROUNDS_IN_FLIGHT)
 
     @property
     def table_width(self) -> int:
@@ -433,7 +431,7 @@ class RoundLayout:
                 f"both follow from {self}: launch fewer or narrower chunks, or raise chunk_size"
             )
 
-    def require(self, name: str, tensor: "Tensor", *shape: int) -> None:
+    def require_shape(self, name: str, tensor: "Tensor", *shape: int) -> None:
         """Check a buffer's shape on the host; -1 accepts any size.
 
         Raises EspalierError with the buffer's name, both shapes, and this layout.

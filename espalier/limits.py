@@ -9,7 +9,7 @@ from typing import Any
 
 from espalier.errors import EspalierError, require_int, require_number, require_text, shown
 
-# Takes (name, value), and refuses a value that no model supports.
+# A function of (name, value) that refuses a value that no model supports.
 Check = Callable[[str, Any], None]
 
 MAX_BIAS = 512
@@ -19,30 +19,30 @@ MAX_STOP_STRINGS = 64
 MAX_LOGPROBS = 20
 MAX_SAMPLES = 1024
 MAX_COUNT = 2**31 - 1
-# Within these limits, scaled logits stay finite and nonzero in float32.  A temperature below the first one is greedy.
-TEMPERATURES = (1e-4, 1e30)
+# Within these limits, scaled logits stay finite and nonzero in float32.  A temperature below the lower limit is greedy.
+TEMPERATURE_RANGE = (1e-4, 1e30)
 REPETITION_PENALTIES = (0.01, 100.0)
 MAX_ABS_BIAS = 10_000
 MAX_SEED = 2**63 - 1
 
 
-def number(inside: Callable[[float], bool], supported: str) -> Check:
-    """Returns a check for finite numbers.  supported: the range in words, for the error text."""
-    return lambda name, value: require_number(name, value, inside, supported)
+def number_check(is_supported: Callable[[float], bool], supported_values: str) -> Check:
+    """Returns a check for finite numbers.  supported_values: the range in words, for the error text."""
+    return lambda name, value: require_number(name, value, is_supported, supported_values)
 
 
-def number_between(low: float, high: float, remark: str) -> Check:
+def range_check(low: float, high: float, remark: str) -> Check:
     """Returns a check for finite numbers from low to high, both included.  remark: follows the range in the error."""
-    return number(lambda value: low <= value <= high, f"{low} to {high} ({remark})")
+    return number_check(lambda value: low <= value <= high, f"{low} to {high} ({remark})")
 
 
-def whole_number(low: int, high: int = MAX_COUNT, remark: str = "") -> Check:
+def int_check(low: int, high: int = MAX_COUNT, remark: str = "") -> Check:
     """Returns a check for integers from low to high, both included.  remark: follows the range in the error text."""
     remedy = f" ({remark})" if remark else ""
     return lambda name, value: require_int(name, value, low, high, remedy=remedy)
 
 
-def true_or_false(name: str, value: Any) -> None:
+def check_bool(name: str, value: Any) -> None:
     if not isinstance(value, bool):
         raise EspalierError(f"{name}={shown(value)} is not supported; use True or False")
 
@@ -71,7 +71,7 @@ def check_for_model(params: Any, vocab_size: int, has_tokenizer: bool) -> None:
         if getattr(params, name) != value and not has_tokenizer:
             raise EspalierError(f"{name}={not value} needs text and this model has no tokenizer; leave it out")
     if params.grammar is not None:
-        check_beside_grammar(params, has_tokenizer)
+        check_with_grammar(params, has_tokenizer)
     for token in params.stop_token_ids:
         require_int("stop_token_ids entry", token, 0, vocab_size - 1, remedy=" (the vocabulary)")
     for token in params.prediction:
@@ -80,7 +80,7 @@ def check_for_model(params: Any, vocab_size: int, has_tokenizer: bool) -> None:
         require_int("logit_bias token", token, 0, vocab_size - 1, remedy=" (the vocabulary)")
 
 
-def check_beside_grammar(params: Any, has_tokenizer: bool) -> None:
+def check_with_grammar(params: Any, has_tokenizer: bool) -> None:
     """Refuse parameters that cannot be combined with a grammar.  params: ResolvedParams."""
     if not has_tokenizer:
         raise EspalierError("a grammar needs text and this model has no tokenizer; leave it out")
@@ -95,15 +95,15 @@ def check_beside_grammar(params: Any, has_tokenizer: bool) -> None:
         raise EspalierError("a grammar needs an end token and this model has none; give one as stop_token_ids")
 
 
-def texts_of(stop: str | Sequence[str]) -> tuple[str, ...]:
+def as_stop_tuple(stop: str | Sequence[str]) -> tuple[str, ...]:
     """Returns stop strings as a tuple; a single string gives a tuple of one."""
     return (stop,) if isinstance(stop, str) else tuple(stop)
 
 
-def stop_strings(name: str, stop: Any) -> None:
+def check_stop_strings(name: str, stop: Any) -> None:
     if not isinstance(stop, str):
         _require_list(name, stop, "a string or a list of strings")
-    texts = texts_of(stop)
+    texts = as_stop_tuple(stop)
     if len(texts) > MAX_STOP_STRINGS:
         raise EspalierError(f"{name} with {len(texts)} strings is not supported; use {MAX_STOP_STRINGS} at most")
     if not all(isinstance(text, str) and text for text in texts):
@@ -112,7 +112,7 @@ def stop_strings(name: str, stop: Any) -> None:
         require_text(name, text)
 
 
-def stop_ids(name: str, tokens: Any) -> None:
+def check_stop_ids(name: str, tokens: Any) -> None:
     _require_list(name, tokens, "a list of token ids")
     if len(tokens) > MAX_STOP_IDS:
         raise EspalierError(
@@ -122,7 +122,7 @@ def stop_ids(name: str, tokens: Any) -> None:
         require_int(f"{name} entry", token, 0, MAX_COUNT)
 
 
-def bias_values(name: str, bias: Any) -> None:
+def check_bias_values(name: str, bias: Any) -> None:
     if not isinstance(bias, Mapping):
         raise EspalierError(f"{name}={shown(bias)} is not supported; use a dict from token id to number")
     if len(bias) > MAX_BIAS:
@@ -137,12 +137,12 @@ def bias_values(name: str, bias: Any) -> None:
         )
 
 
-def prediction(name: str, guessed: Any) -> None:
-    if isinstance(guessed, str):
-        require_text(name, guessed)
+def check_prediction(name: str, prediction: Any) -> None:
+    if isinstance(prediction, str):
+        require_text(name, prediction)
         return
-    _require_list(name, guessed, "text, or a list of token ids")
-    for token in guessed:
+    _require_list(name, prediction, "text, or a list of token ids")
+    for token in prediction:
         require_int(f"{name} token id", token, 0, MAX_COUNT)
 
 

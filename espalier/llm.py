@@ -1,4 +1,4 @@
-"""LLM: the offline interface.  It returns outputs in the order of the prompts, or streams output chunks."""
+"""LLM: the offline interface, which returns outputs in the order of the prompts, or streams output chunks."""
 
 import logging
 from collections import deque
@@ -15,13 +15,13 @@ from espalier.config import EngineConfig, ResolvedConfig
 from espalier.engine.engine import Engine
 from espalier.engine.mask_threads import MAX_ABANDONED
 from espalier.engine_lock import EngineLock
-from espalier.errors import EspalierError, clearing_frames, refuses_unknown_keywords, require_fields, shown
+from espalier.errors import EspalierError, clear_frames_on_error, refuse_unknown_keywords, require_fields, shown
 from espalier.grammar.spec import Grammar
 from espalier.grammar.token_masker import TokenMasker
 from espalier.inputs import ConversationOptions, InputProcessor, Messages, ModelFacts, Prompt, text_sink
 from espalier.masking.compile import CompiledGrammar, CompilerBusy, GrammarCompiler
 from espalier.request import Output, OutputChunk, Request, ResolvedParams, SamplingParams, sample_seed
-from espalier.speculate.drafters.registry import what_to_check
+from espalier.speculate.drafters.registry import low_acceptance_advice
 from espalier.startup.generation_config import end_tokens, generation_config
 from espalier.startup.load import Checkpoint, build_engine, find_checkpoint, resolve_config, warn_of_cpu_costs
 from espalier.stats import SpeculationStats
@@ -30,7 +30,7 @@ from espalier.tool_calls.message_stream import ChatOutput, chat_output
 
 ROUNDS_BEFORE_WARNING = 256
 LOWEST_ACCEPTANCE = 0.05
-BYTES = bytes | bytearray | memoryview
+BYTES_TYPES = bytes | bytearray | memoryview
 log = logging.getLogger("espalier")
 
 
@@ -58,16 +58,16 @@ class LLM:
         config: the configuration that `engine` was built from.  close() also closes `engine`.
         """
         llm = cls.__new__(cls)
-        llm._use(engine, config, inputs)
+        llm._set_engine(engine, config, inputs)
         return llm
 
     def _load(self, prepared: "Prepared") -> None:
         num_pages = prepared.config.num_pages if isinstance(prepared.config.num_pages, int) else None
         warn_of_cpu_costs(prepared.config, prepared.resolved, prepared.checkpoint)
-        with clearing_frames():
-            self._use(*build_engine(prepared.resolved, prepared.checkpoint, num_pages), prepared.inputs)
+        with clear_frames_on_error():
+            self._set_engine(*build_engine(prepared.resolved, prepared.checkpoint, num_pages), prepared.inputs)
 
-    def _use(self, engine: Engine, config: ResolvedConfig, inputs: InputProcessor) -> None:
+    def _set_engine(self, engine: Engine, config: ResolvedConfig, inputs: InputProcessor) -> None:
         self.engine, self.config, self.inputs = engine, config, inputs
         self.model_config = engine.executor.runner.target.config
         self.tokenizer = inputs.tokenizer
@@ -83,7 +83,7 @@ class LLM:
         self._warned = False
         self._closed = False
 
-    @refuses_unknown_keywords("LLM.generate", SamplingParams)
+    @refuse_unknown_keywords("LLM.generate", SamplingParams)
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -98,11 +98,11 @@ class LLM:
         """
         if on_chunk is not None and not callable(on_chunk):
             raise EspalierError(f"on_chunk={shown(on_chunk)} is not supported; use a function that takes a chunk")
-        with self._engine_lock.postponing(), self._engine_lock.lock:
-            groups = self._requests(_as_list(prompts), params, streamed=on_chunk is not None)
+        with self._engine_lock.run_postponed_after(), self._engine_lock.lock:
+            groups = self._make_requests(_as_list(prompts), params, streamed=on_chunk is not None)
             requests = [request for group in groups for request in group]
             texts: dict[str, list[str]] = {request.id: [] for request in requests}
-            # Closed at once: whoever keeps an error of on_chunk would keep the requests running.
+            # Close the generator at once: a caller that keeps an error of on_chunk would keep the requests running.
             with closing(self._run(requests)) as chunks:
                 for chunk in chunks:
                     texts[chunk.request_id].append(chunk.text)
@@ -110,7 +110,7 @@ class LLM:
                         on_chunk(chunk)
         return [_with_choices([_output(r, "".join(texts[r.id])) for r in group]) for group in groups]
 
-    @refuses_unknown_keywords("LLM.stream", SamplingParams)
+    @refuse_unknown_keywords("LLM.stream", SamplingParams)
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[OutputChunk]:
         """Yield the output of one prompt as it is generated.  With n > 1, OutputChunk.index tells the samples apart.
 
@@ -119,8 +119,8 @@ class LLM:
         _require_prompt("the prompt", prompt)
         if not isinstance(prompt, str) and any(isinstance(part, str | list) for part in prompt):
             raise EspalierError("LLM.stream takes one prompt; for several use LLM.generate, or a stream for each")
-        with self._engine_lock.postponing(), self._engine_lock.lock:
-            [group] = self._requests([prompt], params, streamed=True)
+        with self._engine_lock.run_postponed_after(), self._engine_lock.lock:
+            [group] = self._make_requests([prompt], params, streamed=True)
         return self._run(group)
 
     def chat(
@@ -135,21 +135,21 @@ class LLM:
         messages: {"role", "content"} mappings.  The text of a special token inside a message stays text.  options:
         tools, tool_choice and others (espalier/inputs.py:ConversationOptions, espalier/chat.py:ChatOptions).
         """
-        with self._engine_lock.postponing(), self._engine_lock.lock:
+        with self._engine_lock.run_postponed_after(), self._engine_lock.lock:
             prompt, resolved, plan = self.inputs.conversation(messages, params, **options)
         output = self.generate([prompt], resolved, on_chunk)[0]
-        with self._engine_lock.postponing(), self._engine_lock.lock:
+        with self._engine_lock.run_postponed_after(), self._engine_lock.lock:
             new_stream: Any = None if resolved.form is None else partial(text_sink, self.tokenizer, prompt, resolved)
             return chat_output(plan, prompt, output, new_stream)
 
     def chat_prompt(self, messages: Messages, **options: Unpack[ChatOptions]) -> list[int]:
         """Returns the token ids of a conversation.  options: see chat.ChatOptions.  Raises EspalierError."""
-        with self._engine_lock.postponing(), self._engine_lock.lock:
-            return self.inputs.chat(messages, **options)
+        with self._engine_lock.run_postponed_after(), self._engine_lock.lock:
+            return self.inputs.chat_tokens(messages, **options)
 
     def close(self) -> None:
         """Free the engine's memory, once the calls of other threads have ended.  A second call does nothing."""
-        with self._engine_lock.postponing(), self._engine_lock.lock:
+        with self._engine_lock.run_postponed_after(), self._engine_lock.lock:
             if not self._closed:
                 self._closed = True
                 self.engine.close()
@@ -172,7 +172,7 @@ class LLM:
 
     # From prompts to requests
 
-    def _requests(
+    def _make_requests(
         self,
         prompts: Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None,
@@ -183,15 +183,15 @@ class LLM:
         each = _params_per_prompt(params, len(prompts))
         checked: list[tuple[list[int], ResolvedParams]] = []
         for i, (prompt, prompt_params) in enumerate(zip(prompts, each, strict=True)):
-            with naming(i, len(prompts)):
-                tokens = self.inputs.tokens(prompt)
+            with add_prompt_index(i, len(prompts)):
+                tokens = self.inputs.prompt_tokens(prompt)
                 self.inputs.require_room(tokens, prompt_params)
                 checked.append((tokens, self.inputs.resolve(prompt_params)))
         # All grammars compile at the same time.
         compiling = [self.start_compile(resolved.grammar) for _, resolved in checked]
         groups = []
         for i, ((tokens, resolved), grammar) in enumerate(zip(checked, compiling, strict=True)):
-            with naming(i, len(prompts)):
+            with add_prompt_index(i, len(prompts)):
                 compiled = None if grammar is None else grammar.result()
                 groups.append(self.new_requests(tokens, resolved, grammar=compiled, streamed=streamed))
         return groups
@@ -252,19 +252,19 @@ class LLM:
 
     # From requests to chunks
 
-    def _add(self, requests: list[Request], unread: deque[OutputChunk]) -> None:
-        prompts = requests[-1].arrival - requests[0].arrival + 1 if requests else 0
+    def _queue_requests(self, requests: list[Request], unread: deque[OutputChunk]) -> None:
+        count = requests[-1].arrival - requests[0].arrival + 1 if requests else 0
         for request in requests:
             self._unread[request.id] = unread
-            with naming(request.arrival - requests[0].arrival, prompts), self._engine_lock.uninterrupted():
+            with add_prompt_index(request.arrival - requests[0].arrival, count), self._engine_lock.uninterrupted_turn():
                 self.engine.add(request)
 
     def _run(self, requests: list[Request]) -> Generator[OutputChunk, None, None]:
-        """Queue the requests and yield their chunks until all have ended.  An early close aborts the requests left."""
+        """Queue the requests and yield their chunks until all have ended.  Closing the generator early aborts them."""
         unread: deque[OutputChunk] = deque()
         try:
-            with self._engine_lock.postponing(), self._engine_lock.lock:
-                self._add(requests, unread)
+            with self._engine_lock.run_postponed_after(), self._engine_lock.lock:
+                self._queue_requests(requests, unread)
             # Count last chunks, not request.done: another stream's step may end a request whose chunks are unread.
             num_left = len(requests)
             while num_left:
@@ -282,7 +282,7 @@ class LLM:
 
         Ctrl-C waits until the end of the step: a result that is half read would be lost.
         """
-        with self._engine_lock.uninterrupted():
+        with self._engine_lock.uninterrupted_turn():
             if unread:
                 return
             self._require_open()
@@ -316,7 +316,7 @@ class LLM:
             "speculation=None",
             totals.accept_length,
             totals.reached[0],
-            what_to_check(self.config.algorithm),
+            low_acceptance_advice(self.config.algorithm),
         )
 
 
@@ -324,7 +324,7 @@ class LLM:
 class Prepared:
     """The parts of an LLM that need no weights.
 
-    config: as the user gave it.  resolved: the configuration with every "auto" decided.  inputs: checks requests.
+    config: the user's configuration.  resolved: the configuration with every "auto" decided.  inputs: checks requests.
     """
 
     config: EngineConfig
@@ -367,10 +367,10 @@ def _require_settings(settings: Mapping[str, Any]) -> None:
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """The prompts as a list.  prompts: one text, one list of token ids, or a list of either."""
+    """Returns the prompts as a list.  prompts: one text, one list of token ids, or a list of either."""
     if isinstance(prompts, str):
         return [prompts]
-    if isinstance(prompts, BYTES) or not isinstance(prompts, Sequence):
+    if isinstance(prompts, BYTES_TYPES) or not isinstance(prompts, Sequence):
         raise EspalierError(
             f"prompts={shown(prompts)} is not supported; use text, a list of texts or lists of token ids"
         )
@@ -383,7 +383,7 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 def _require_prompt(name: str, prompt: Any) -> None:
     """Refuse bytes, and a prompt that is neither text nor a sequence.  Raises EspalierError."""
-    if isinstance(prompt, BYTES) or not isinstance(prompt, str | Sequence):
+    if isinstance(prompt, BYTES_TYPES) or not isinstance(prompt, str | Sequence):
         raise EspalierError(f"{name} is {shown(prompt)}; use text or a list of token ids")
 
 
@@ -400,14 +400,14 @@ def _params_per_prompt(params: SamplingParams | Sequence[SamplingParams] | None,
 
 
 @contextmanager
-def naming(index: int, count: int) -> Iterator[None]:
+def add_prompt_index(index: int, num_prompts: int) -> Iterator[None]:
     """Add the prompt's number to errors if there are several prompts."""
     try:
         yield
     except EspalierError as error:
-        if count == 1:
+        if num_prompts == 1:
             raise
-        raise EspalierError(f"prompt {index} of {count}: {error}") from None
+        raise EspalierError(f"prompt {index} of {num_prompts}: {error}") from None
 
 
 def _output(request: Request, text: str) -> Output:

@@ -4,7 +4,7 @@ A round may emit hundreds of tokens, and an object costs more than a row.  So ro
 the user reads them.
 
 A row is int64 words: token id, rank, log-probability; then, for each of the likeliest tokens, its id and its
-log-probability.  Each log-probability is the bits of a float64.
+log-probability.  A log-probability is stored as the bits of a float64.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,9 +16,9 @@ import numpy as np
 TOKEN, RANK, CHOSEN, TOP = range(4)
 
 
-def words(count: int) -> int:
-    """Returns the length, in int64 words, of a row with `count` likeliest tokens."""
-    return TOP + 2 * count
+def row_words(num_top: int) -> int:
+    """Returns the length, in int64 words, of a row with `num_top` likeliest tokens."""
+    return TOP + 2 * num_top
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class TokenLogprobs(Sequence[Entry], Generic[Entry]):
         """Returns all rows as one array [n, words]."""
         return np.concatenate(self.rows) if self.rows else np.zeros((0, TOP), np.int64)
 
-    def _read(self) -> list[Any]:
+    def _read_entries(self) -> list[Any]:
         entries = self._entries
         if entries is None:
             entries = self._entries = [None] * self.of_prompt + _entries(self.joined())
@@ -83,10 +83,10 @@ class TokenLogprobs(Sequence[Entry], Generic[Entry]):
     @overload
     def __getitem__(self, index: slice) -> list[Entry]: ...
     def __getitem__(self, index: int | slice) -> Entry | list[Entry]:
-        return self._read()[index]
+        return self._read_entries()[index]
 
     def __iter__(self) -> Iterator[Entry]:
-        return iter(self._read())
+        return iter(self._read_entries())
 
     def __add__(self, other: Sequence[Entry]) -> list[Entry]:
         return [*self, *other]
@@ -95,10 +95,10 @@ class TokenLogprobs(Sequence[Entry], Generic[Entry]):
         return [*other, *self]
 
     def __eq__(self, other: object) -> bool:
-        return self._read() == list(other) if isinstance(other, TokenLogprobs | list) else NotImplemented
+        return self._read_entries() == list(other) if isinstance(other, TokenLogprobs | list) else NotImplemented
 
     def __repr__(self) -> str:
-        return repr(self._read())
+        return repr(self._read_entries())
 
 
 # One entry per prompt token.  No token comes before the first one, so the first entry is None.

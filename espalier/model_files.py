@@ -22,34 +22,34 @@ from espalier.errors import EspalierError, one_line, shown
 
 # Published files have at most 1 MB (config.json), 10 MB (an index) and 40 MB (tokenizer.json).
 MAX_CONFIG_BYTES = 8 * 2**20
-MAX_BYTES = 128 * 2**20
+MAX_FILE_BYTES = 128 * 2**20
 # The most levels of nested objects and lists.  Published files have at most 10.
 MAX_DEPTH = 64
 # The largest sizes in a config: number of layers, size of an attention head, and any other size.
 MAX_LAYERS = 1024
 MAX_HEAD_SIZE = 2**14
 MAX_SIZE = 2**31 - 1
-# The largest other number: float32 can hold this number and its square.
+# The largest number in other fields. float32 can hold this number and its square.
 MAX_NUMBER = 1e15
-WEIGHTS = (".safetensors", ".bin", ".pt")
-# Suffixes of the files that libraries read.  Their size is checked; of weights, only that the file is regular.
-READ_BY_LIBRARIES = (".json", ".jinja", ".model", ".txt", *WEIGHTS)
-TEMPLATES = "additional_chat_templates"
-KINDS = (
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt")
+# Suffixes of the files that libraries read.  Their size is limited, except for weights.  All must be regular files.
+LIBRARY_FILE_SUFFIXES = (".json", ".jinja", ".model", ".txt", *WEIGHT_SUFFIXES)
+TEMPLATE_DIRECTORY = "additional_chat_templates"
+IRREGULAR_FILE_KINDS = (
     (stat.S_ISDIR, "a directory"),
     (stat.S_ISFIFO, "a FIFO"),
     (stat.S_ISSOCK, "a socket"),
     (lambda mode: stat.S_ISCHR(mode) or stat.S_ISBLK(mode), "a device"),
 )
-SUFFIX = ".gguf"
-MAGIC, VERSIONS = b"GGUF", (2, 3)
-# The struct format of each GGUF value type, by the type's number.  The types below have no such format.
-VALUES = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
-FLOAT32, STRING, ARRAY = 6, 8, 9
-MAX_DIMENSIONS, ALIGNMENT = 4, 32
+GGUF_SUFFIX = ".gguf"
+GGUF_MAGIC, GGUF_VERSIONS = b"GGUF", (2, 3)
+# The struct format of each numeric GGUF value type, by the type's number.
+NUMBER_FORMATS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
+GGUF_FLOAT32, GGUF_STRING, GGUF_ARRAY = 6, 8, 9
+MAX_DIMENSIONS, ALIGN_BYTES = 4, 32
 # Matches a file of a model that is split into several files, as llama.cpp names them.
-SPLIT = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.IGNORECASE)
-DOWNLOAD = "download the file again"
+SPLIT_NAME = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.IGNORECASE)
+FETCH_AGAIN = "download the file again"
 
 
 def require_regular(path: Path, max_bytes: int | None = None) -> None:
@@ -58,7 +58,7 @@ def require_regular(path: Path, max_bytes: int | None = None) -> None:
         found = path.stat()
     except FileNotFoundError:
         return
-    kind = next((name for is_kind, name in KINDS if is_kind(found.st_mode)), None)
+    kind = next((name for is_kind, name in IRREGULAR_FILE_KINDS if is_kind(found.st_mode)), None)
     if kind is not None:
         raise EspalierError(f"{path} is {kind}, not a regular file; download the model again")
     if max_bytes is not None and found.st_size > max_bytes:
@@ -67,11 +67,11 @@ def require_regular(path: Path, max_bytes: int | None = None) -> None:
 
 def require_files(directory: Path) -> None:
     """Check all files of a model's directory that this package or a library reads.  Raises EspalierError."""
-    for folder in (directory, directory / TEMPLATES):
+    for folder in (directory, directory / TEMPLATE_DIRECTORY):
         try:
             names = os.listdir(folder) if folder.is_dir() else []
-            for path in (folder / name for name in names if name.endswith(READ_BY_LIBRARIES)):
-                require_regular(path, None if path.suffix in WEIGHTS else MAX_BYTES)
+            for path in (folder / name for name in names if name.endswith(LIBRARY_FILE_SUFFIXES)):
+                require_regular(path, None if path.suffix in WEIGHT_SUFFIXES else MAX_FILE_BYTES)
         except OSError as error:
             raise EspalierError(f"{folder} cannot be read ({error.strerror}); make its files readable") from None
 
@@ -87,7 +87,7 @@ def read_json(path: Path, max_bytes: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
             content = file.read(max_bytes + 1)
         if len(content) > max_bytes:
             raise _too_large(path, max_bytes)
-        value = json.loads(content.decode("utf-8"), parse_constant=_constant)
+        value = json.loads(content.decode("utf-8"), parse_constant=_parse_constant)
     except FileNotFoundError:
         raise EspalierError(
             f"{path} does not exist; give the path of a Hugging Face model directory with config.json and *.safetensors"
@@ -119,14 +119,14 @@ def naming_config(path: Path) -> Iterator[None]:
         ) from None
 
 
-def file_named(directory: Path, name: Any, by: Path) -> Path:
-    """Returns the path of the file `name` that the file `by` names.  Raises EspalierError unless it is a file name."""
+def file_named(directory: Path, name: Any, source: Path) -> Path:
+    """Returns the path of the file `name`, as the file `source` calls it.  Raises EspalierError for a bad name."""
     if not isinstance(name, str) or name in ("", ".", "..") or "/" in name or "\\" in name or "\0" in name:
-        raise EspalierError(f"{by} names {name!r}, which is no file of its directory; download {by.name} again")
+        raise EspalierError(f"{source} names {name!r}, which is no file of its directory; download {source.name} again")
     return directory / name
 
 
-def _constant(name: str) -> float:
+def _parse_constant(name: str) -> float:
     if name == "NaN":
         raise ValueError("NaN is no value")
     return float(name)
@@ -151,7 +151,7 @@ def _too_deep(path: Path) -> EspalierError:
 
 @dataclass(frozen=True)
 class TensorPlace:
-    """Where a tensor is in a file.
+    """The place of a tensor in a file.
 
     shape: values along the last dimension are neighbours.  type: GGUF's number of the type.  begin: offset in bytes.
     """
@@ -176,13 +176,13 @@ class GGUF:
 
 def is_gguf(path: Path) -> bool:
     """Whether a path has the name of a GGUF file, whose header `read_gguf` reads."""
-    return path.suffix.lower() == SUFFIX
+    return path.suffix.lower() == GGUF_SUFFIX
 
 
-def gguf_in(directory: Path) -> Path:
+def find_gguf(directory: Path) -> Path:
     """Returns a directory's GGUF file, or the first file of a split model.  Raises EspalierError for several models."""
     files = sorted(file for file in directory.iterdir() if is_gguf(file))
-    first = [file for file in files if not (split := SPLIT.fullmatch(file.name)) or int(split["number"]) == 1]
+    first = [file for file in files if not (split := SPLIT_NAME.fullmatch(file.name)) or int(split["number"]) == 1]
     if len(first) != 1:
         names = ", ".join(file.name for file in first or files)
         raise EspalierError(f"{directory} holds {len(first)} models in GGUF ({names}); give the path of one file")
@@ -191,15 +191,15 @@ def gguf_in(directory: Path) -> Path:
 
 def read_gguf(path: Path) -> GGUF:
     """Returns a model's header, read from all files of a split model.  Raises EspalierError naming the fault."""
-    files = _files_of(path)
+    files = _split_model_files(path)
     headers = []
     for file in files:
         try:
             require_regular(file)
             found = file.stat()
-            headers.append(_read(file, found.st_mtime_ns, found.st_size))
+            headers.append(_read_header(file, found.st_mtime_ns, found.st_size))
         except OSError as error:
-            raise EspalierError(f"{file} cannot be read ({error.strerror}); {DOWNLOAD}") from None
+            raise EspalierError(f"{file} cannot be read ({error.strerror}); {FETCH_AGAIN}") from None
     count = headers[0].metadata.get("split.count", 1)
     if count != len(files):
         raise EspalierError(
@@ -208,13 +208,13 @@ def read_gguf(path: Path) -> GGUF:
     tensors: dict[str, TensorPlace] = {}
     for header in headers:
         if twice := next((name for name in header.tensors if name in tensors), None):
-            raise EspalierError(f"tensor {shown(twice)} is in two files of {path}; {DOWNLOAD}")
+            raise EspalierError(f"tensor {shown(twice)} is in two files of {path}; {FETCH_AGAIN}")
         tensors |= header.tensors
     return GGUF(path, headers[0].metadata, tensors)
 
 
-def _files_of(path: Path) -> list[Path]:
-    split = SPLIT.fullmatch(path.name)
+def _split_model_files(path: Path) -> list[Path]:
+    split = SPLIT_NAME.fullmatch(path.name)
     if split is None:
         return [path]
     if int(split["number"]) != 1:
@@ -227,97 +227,97 @@ def _files_of(path: Path) -> list[Path]:
 
 
 @lru_cache(maxsize=8)
-def _read(path: Path, changed: int, size: int) -> GGUF:
+def _read_header(path: Path, changed_ns: int, size: int) -> GGUF:
     """Returns the header of one file.  The cache's key includes changed and size, so a changed file is read again."""
-    if size < len(MAGIC):
-        raise EspalierError(f"{path} is no GGUF file: it has {size} bytes; {DOWNLOAD}")
+    if size < len(GGUF_MAGIC):
+        raise EspalierError(f"{path} is no GGUF file: it has {size} bytes; {FETCH_AGAIN}")
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
         try:
             return _Reader(path, content).header()
         except (UnicodeDecodeError, struct.error, OverflowError):
-            raise EspalierError(f"{path} has a header that cannot be read; {DOWNLOAD}") from None
+            raise EspalierError(f"{path} has a header that cannot be read; {FETCH_AGAIN}") from None
 
 
 class _Reader:
     """Reads a file's header from start to end."""
 
     def __init__(self, path: Path, content: mmap.mmap) -> None:
-        self.path, self.content, self.at = path, content, 0
+        self.path, self.content, self.offset = path, content, 0
 
     def header(self) -> GGUF:
-        if (magic := self._bytes(4)) != MAGIC:
-            raise EspalierError(f"{self.path} is no GGUF file: it begins with {magic!r}; {DOWNLOAD}")
-        [version] = self._numbers("I")
-        if version not in VERSIONS:
+        if (magic := self._take_bytes(4)) != GGUF_MAGIC:
+            raise EspalierError(f"{self.path} is no GGUF file: it begins with {magic!r}; {FETCH_AGAIN}")
+        [version] = self._take_numbers("I")
+        if version not in GGUF_VERSIONS:
             raise EspalierError(
-                f"{self.path} is of GGUF version {version}; supported are {' and '.join(map(str, VERSIONS))}, in "
+                f"{self.path} is of GGUF version {version}; supported are {' and '.join(map(str, GGUF_VERSIONS))}, in "
                 "little-endian bytes: convert the model again"
             )
-        num_tensors, num_fields = self._numbers("QQ")
+        num_tensors, num_fields = self._take_numbers("QQ")
         metadata: dict[str, Any] = {}
         for _ in range(num_fields):
-            name = self._string()
+            name = self._take_string()
             if name in metadata:
-                raise EspalierError(f"{self.path} has field {shown(name)} twice; {DOWNLOAD}")
-            [kind] = self._numbers("I")
-            metadata[name] = self._value(name, kind)
-        return GGUF(self.path, metadata, self._tensors(num_tensors, metadata.get("general.alignment", ALIGNMENT)))
+                raise EspalierError(f"{self.path} has field {shown(name)} twice; {FETCH_AGAIN}")
+            [kind] = self._take_numbers("I")
+            metadata[name] = self._take_value(name, kind)
+        return GGUF(self.path, metadata, self._tensors(num_tensors, metadata.get("general.alignment", ALIGN_BYTES)))
 
     def _tensors(self, count: int, alignment: Any) -> dict[str, TensorPlace]:
         if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
             raise EspalierError(f"{self.path}: general.alignment = {shown(alignment)}; a power of two is needed")
         found: dict[str, tuple[tuple[int, ...], int, int]] = {}
         for _ in range(count):
-            name = self._string()
-            [dimensions] = self._numbers("I")
+            name = self._take_string()
+            [dimensions] = self._take_numbers("I")
             if name in found or not 1 <= dimensions <= MAX_DIMENSIONS:
                 raise EspalierError(
-                    f"{self.path}: tensor {shown(name)} is there twice or has {dimensions} dimensions; {DOWNLOAD}"
+                    f"{self.path}: tensor {shown(name)} is there twice or has {dimensions} dimensions; {FETCH_AGAIN}"
                 )
-            shape = self._numbers(f"{dimensions}Q")
+            shape = self._take_numbers(f"{dimensions}Q")
             if not 0 < prod(shape) <= MAX_SIZE**2:
-                raise EspalierError(f"{self.path}: tensor {shown(name)} has the shape {list(shape)}; {DOWNLOAD}")
-            type, begin = self._numbers("IQ")
+                raise EspalierError(f"{self.path}: tensor {shown(name)} has the shape {list(shape)}; {FETCH_AGAIN}")
+            type, begin = self._take_numbers("IQ")
             found[name] = shape[::-1], type, begin
-        data = -(-self.at // alignment) * alignment
+        data = -(-self.offset // alignment) * alignment
         return {name: TensorPlace(self.path, shape, type, data + begin) for name, (shape, type, begin) in found.items()}
 
-    def _value(self, name: str, kind: int) -> Any:
-        if kind in VALUES:
-            [value] = self._numbers(VALUES[kind])
+    def _take_value(self, name: str, kind: int) -> Any:
+        if kind in NUMBER_FORMATS:
+            [value] = self._take_numbers(NUMBER_FORMATS[kind])
             # The shortest decimal that rounds to this float32 is the decimal that the model's author wrote.
-            return _shortest(value) if kind == FLOAT32 else value
-        if kind == STRING:
-            return self._string()
-        if kind == ARRAY:
-            return self._array(name)
-        raise EspalierError(f"{self.path}: field {shown(name)} is of the unknown type {kind}; {DOWNLOAD}")
+            return _shortest_decimal(value) if kind == GGUF_FLOAT32 else value
+        if kind == GGUF_STRING:
+            return self._take_string()
+        if kind == GGUF_ARRAY:
+            return self._take_array(name)
+        raise EspalierError(f"{self.path}: field {shown(name)} is of the unknown type {kind}; {FETCH_AGAIN}")
 
-    def _array(self, name: str) -> Any:
-        kind, count = self._numbers("IQ")
-        if kind in VALUES:
-            numbers = self._bytes(count * struct.calcsize(f"<{VALUES[kind]}"))
-            return list(struct.unpack(f"<{count}{VALUES[kind]}", numbers))
-        if kind != STRING:
-            raise EspalierError(f"{self.path}: field {shown(name)} is an array of type {kind}; {DOWNLOAD}")
+    def _take_array(self, name: str) -> Any:
+        kind, count = self._take_numbers("IQ")
+        if kind in NUMBER_FORMATS:
+            numbers = self._take_bytes(count * struct.calcsize(f"<{NUMBER_FORMATS[kind]}"))
+            return list(struct.unpack(f"<{count}{NUMBER_FORMATS[kind]}", numbers))
+        if kind != GGUF_STRING:
+            raise EspalierError(f"{self.path}: field {shown(name)} is an array of type {kind}; {FETCH_AGAIN}")
         for _ in range(count):
-            self._bytes(*self._numbers("Q"))
+            self._take_bytes(*self._take_numbers("Q"))
         return count
 
-    def _string(self) -> str:
-        return self._bytes(*self._numbers("Q")).decode("utf-8")
+    def _take_string(self) -> str:
+        return self._take_bytes(*self._take_numbers("Q")).decode("utf-8")
 
-    def _numbers(self, form: str) -> tuple[Any, ...]:
-        return struct.unpack(f"<{form}", self._bytes(struct.calcsize(f"<{form}")))
+    def _take_numbers(self, struct_format: str) -> tuple[Any, ...]:
+        return struct.unpack(f"<{struct_format}", self._take_bytes(struct.calcsize(f"<{struct_format}")))
 
-    def _bytes(self, count: int) -> bytes:
-        begin, self.at = self.at, self.at + count
-        if self.at > len(self.content):
-            raise EspalierError(f"{self.path} is cut short: its header is longer than the file; {DOWNLOAD}")
-        return self.content[begin : self.at]
+    def _take_bytes(self, num_bytes: int) -> bytes:
+        begin, self.offset = self.offset, self.offset + num_bytes
+        if self.offset > len(self.content):
+            raise EspalierError(f"{self.path} is cut short: its header is longer than the file; {FETCH_AGAIN}")
+        return self.content[begin : self.offset]
 
 
-def _shortest(value: float) -> float:
+def _shortest_decimal(value: float) -> float:
     """Returns the float with the fewest digits that is `value` in float32."""
     for digits in range(1, 9):
         short = float(f"{value:.{digits}g}")

@@ -6,8 +6,8 @@ The tables serve keywords in Python and flags on the command line, where a flag 
 from collections.abc import Collection
 from types import MappingProxyType
 
-# Key: Espalier's setting (with "=value" if the other name implies a value).  Value: the other engines' names for it.
-TABLE = MappingProxyType(
+# Keys are Espalier's settings (with "=value" if the other name implies a value), values are other engines' names.
+OTHER_NAMES = MappingProxyType(
     {
         "EngineConfig.model": "model_path model_name model_name_or_path pretrained_model_name_or_path",
         "EngineConfig.model_overrides": "hf_overrides json_model_override_args",
@@ -46,7 +46,7 @@ TABLE = MappingProxyType(
         "serve.cors_origin": "allowed_origins",
         "serve.log_level": "uvicorn_log_level log_level_http",
         "serve.max_queue": "max_queued_requests",
-        # Also Espalier's name, but a request has no such field.
+        # Espalier has a flag of this name, but a request has no such field.
         "serve.chat_template": "",
         "serve.api_key": "admin_api_key",
         "serve.tool_format": "tool_call_parser",
@@ -54,8 +54,8 @@ TABLE = MappingProxyType(
         "serve.replicas": "data_parallel_size dp_size dp",
     }
 )
-# Key: the reason why Espalier has no such setting.  Value: the other engines' names for it.
-NONE = MappingProxyType(
+# Keys are reasons why Espalier lacks a setting, values are other engines' names for the setting.
+UNSUPPORTED_SETTINGS = MappingProxyType(
     {
         "the KV cache takes a share of the free memory, or as many pages as num_pages says": "gpu_memory_utilization "
         "mem_fraction_static kv_cache_memory_bytes",
@@ -76,30 +76,30 @@ NONE = MappingProxyType(
         "temperature=0 is greedy decoding, and any other value samples": "do_sample",
     }
 )
-# Key: the other engines' name.  Value: the argument of LLM.generate and LLM.stream.
-ARGUMENTS = MappingProxyType({"sampling_params": "params"})
-# The kind of Grammar: the names for it.
-_KINDS = MappingProxyType(
+# Maps other engines' names to arguments of LLM.generate and LLM.stream.
+ARGUMENT_NAMES = MappingProxyType({"sampling_params": "params"})
+# Maps other engines' names to kinds of Grammar.
+_GRAMMAR_KINDS = MappingProxyType(
     {"guided_json": "json_schema", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "ebnf"}
     | {kind: kind for kind in ("json_schema", "regex", "choice", "ebnf", "structural_tag", "json_object")}
 )
-_OURS = MappingProxyType({name: ours for ours, names in TABLE.items() for name in names.split()})
-_REASONS = MappingProxyType({name: why for why, names in NONE.items() for name in names.split()})
+_OUR_NAMES = MappingProxyType({name: ours for ours, names in OTHER_NAMES.items() for name in names.split()})
+_REASONS = MappingProxyType({name: why for why, names in UNSUPPORTED_SETTINGS.items() for name in names.split()})
 
 
-def keyword(name: str, known: Collection[str], python: bool = True) -> str | None:
-    """Returns the advice for an unknown keyword: Espalier's name for it, or why it has none; None if no table has it.
+def keyword_advice(name: str, known: Collection[str], python: bool = True) -> str | None:
+    """Returns the advice for an unknown keyword: Espalier's name, or why Espalier has none; None if no table has it.
 
-    python: False gives no advice to write Python, for a client of the server.
+    python: whether the advice may contain Python code; False for clients of the server.
     """
-    if name in _KINDS and {"kind", "spec"} <= set(known):
-        return f'use Grammar("{_KINDS[name]}", "...")'
+    if name in _GRAMMAR_KINDS and {"kind", "spec"} <= set(known):
+        return f'use Grammar("{_GRAMMAR_KINDS[name]}", "...")'
     if name in _REASONS:
         return f"{_REASONS[name]}; leave it out"
-    if ARGUMENTS.get(name) in known:
-        return f"use {ARGUMENTS[name]}"
+    if ARGUMENT_NAMES.get(name) in known:
+        return f"use {ARGUMENT_NAMES[name]}"
     # The name may also be Espalier's own, in another class.
-    ours = _OURS.get(name) or next((each for each in TABLE if each.partition(".")[2] == name), None)
+    ours = _OUR_NAMES.get(name) or next((each for each in OTHER_NAMES if each.partition(".")[2] == name), None)
     if ours is None:
         return None
     owner, _, setting = ours.partition(".")
@@ -120,7 +120,7 @@ def flag(name: str, flags: Collection[str], arguments: Collection[str] = ()) -> 
     """
     if name in _REASONS:
         return f"{_REASONS[name]}; leave it out"
-    owner, _, setting = _OURS.get(name, "").partition(".")
+    owner, _, setting = _OUR_NAMES.get(name, "").partition(".")
     ours, _, value = setting.partition("=")
     if name == "speculative_config":
         return "use --draft, --steps, --topk and --num-draft-tokens"

@@ -1,7 +1,7 @@
 """Reads the records of a file of prompts: JSON lines, a JSON list or a Parquet file, recognised by its content.
 
 A record is SPEED-Bench's ({"turns"}), ShareGPT's ({"conversations"}), a conversation ({"messages"}), a text ({"prompt"}
-or {"text"}) or {"token_ids"}.  This module checks the texts of the speakers and leaves their use to the callers.
+or {"text"}) or {"token_ids"}.  This module checks the texts of a record.  The callers decide how texts are used.
 """
 
 import json
@@ -14,8 +14,8 @@ from espalier.errors import EspalierError, one_line
 from espalier.inputs import InputProcessor
 from espalier.terminal.console import read_text
 
-PARQUET = b"PAR1"
-# SPEED-Bench's public file has this in place of a text that only its owner may give out.
+PARQUET_MAGIC = b"PAR1"
+# SPEED-Bench's public file has this text in place of a text that only its owner may publish.
 PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"
 ROLES = {
     **dict.fromkeys(("user", "human"), "user"),
@@ -23,9 +23,9 @@ ROLES = {
     **dict.fromkeys(("assistant", "gpt", "chatgpt", "bing", "bard", "tool", "function"), "assistant"),
 }
 # The fields of a message that hold its speaker and its text, by the field that holds the messages.
-FIELDS: Mapping[str, tuple[str, str]] = {"conversations": ("from", "value"), "messages": ("role", "content")}
-TEXTS = ("prompt", "text")
-EXPECTED = (
+MESSAGE_FIELDS: Mapping[str, tuple[str, str]] = {"conversations": ("from", "value"), "messages": ("role", "content")}
+TEXT_FIELDS = ("prompt", "text")
+EXPECTED_RECORD = (
     'an object with "turns" (texts, as SPEED-Bench has them), "conversations" (objects with "from" and "value", as '
     'ShareGPT has them), "messages" (objects with "role" and "content"), "prompt" or "text" (a text)'
 )
@@ -34,16 +34,16 @@ Record = tuple[str, dict[str, Any]]
 
 def records(flag: str, path: Path) -> Iterator[Record]:
     """Yields (place, record) in the file's order; the place begins with the flag.  Raises EspalierError."""
-    for place, value in _values(flag, path):
+    for place, value in _file_values(flag, path):
         if not isinstance(value, dict):
-            raise unexpected(place, "not an object")
+            raise unexpected_record(place, "not an object")
         yield place, value
 
 
-def _values(flag: str, path: Path) -> Iterator[tuple[str, Any]]:
+def _file_values(flag: str, path: Path) -> Iterator[tuple[str, Any]]:
     try:
         with path.open("rb") as file:
-            is_parquet = file.read(len(PARQUET)) == PARQUET
+            is_parquet = file.read(len(PARQUET_MAGIC)) == PARQUET_MAGIC
     except OSError as error:
         raise EspalierError(f"{flag} {path} cannot be read ({error.strerror}); use a file of prompts") from None
     if is_parquet:
@@ -51,13 +51,13 @@ def _values(flag: str, path: Path) -> Iterator[tuple[str, Any]]:
         return
     text = read_text(flag, path)
     if text.lstrip().startswith("["):
-        for i, value in enumerate(_parsed(flag, path, 1, text), 1):
+        for i, value in enumerate(_parse_json(flag, path, 1, text), 1):
             yield f"{flag} {path}, record {i}", value
         return
     # Not splitlines(), which also splits at line separators inside JSON strings.
     for i, line in enumerate(text.split("\n"), 1):
         if line.strip():
-            yield f"{flag} {path}:{i}", _parsed(flag, path, i, line)
+            yield f"{flag} {path}:{i}", _parse_json(flag, path, i, line)
 
 
 def _parquet_values(flag: str, path: Path) -> Iterator[tuple[str, Any]]:
@@ -72,95 +72,96 @@ def _parquet_values(flag: str, path: Path) -> Iterator[tuple[str, Any]]:
     yield from ((f"{flag} {path}, row {i}", row) for i, row in enumerate(rows, 1))
 
 
-def _parsed(flag: str, path: Path, line: int, text: str) -> Any:
+def _parse_json(flag: str, path: Path, line: int, text: str) -> Any:
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
-        raise unexpected(f"{flag} {path}:{line + error.lineno - 1}", f"not JSON ({error.msg})") from None
+        raise unexpected_record(f"{flag} {path}:{line + error.lineno - 1}", f"not JSON ({error.msg})") from None
     except (ValueError, RecursionError):
-        raise unexpected(f"{flag} {path}:{line}", "not JSON that can be read") from None
+        raise unexpected_record(f"{flag} {path}:{line}", "not JSON that can be read") from None
 
 
-def kind_of(place: str, record: Mapping[str, Any]) -> str:
-    """The field that decides how a record is read.  Raises EspalierError if it has none."""
-    kind = next((name for name in ("turns", *FIELDS, "token_ids", *TEXTS) if name in record), None)
+def record_kind(location: str, record: Mapping[str, Any]) -> str:
+    """Returns the field that decides how a record is read.  Raises EspalierError for a record without such a field."""
+    kind = next((name for name in ("turns", *MESSAGE_FIELDS, "token_ids", *TEXT_FIELDS) if name in record), None)
     if kind is None:
-        raise unexpected(place, "an object without a prompt")
-    if kind not in TEXTS and not isinstance(record[kind], list):
-        raise unexpected(place, f'"{kind}" that is no list')
+        raise unexpected_record(location, "an object without a prompt")
+    if kind not in TEXT_FIELDS and not isinstance(record[kind], list):
+        raise unexpected_record(location, f'"{kind}" that is no list')
     return kind
 
 
-def messages_of(place: str, record: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The messages of a conversation, with the roles user, system and assistant.  Raises EspalierError."""
-    kind = kind_of(place, record)
-    if kind not in FIELDS:
-        said: list[Any] = record[kind] if kind == "turns" else [record[kind]]
-        return [{"role": "user", "content": require_text(place, text)} for text in said]
-    who, what = FIELDS[kind]
+def messages_of(location: str, record: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Returns the messages of a conversation, with the roles user, system and assistant.  Raises EspalierError."""
+    kind = record_kind(location, record)
+    if kind not in MESSAGE_FIELDS:
+        texts: list[Any] = record[kind] if kind == "turns" else [record[kind]]
+        return [{"role": "user", "content": require_text(location, text)} for text in texts]
+    role_field, what = MESSAGE_FIELDS[kind]
     found: list[dict[str, Any]] = []
     for message in record[kind]:
-        role = ROLES.get(speaker) if isinstance(speaker := _get(message, who), str) else None
+        role = ROLES.get(speaker) if isinstance(speaker := _get_field(message, role_field), str) else None
         if role is None:
-            raise unexpected(place, f'a message whose "{who}" is none of {", ".join(ROLES)}')
+            raise unexpected_record(location, f'a message whose "{role_field}" is none of {", ".join(ROLES)}')
         content = message.get(what)
         if role != "assistant" and not (kind == "conversations" and content == ""):
-            require_text(place, content)
+            require_text(location, content)
         found.append({"role": role, "content": content})
     return found
 
 
-def _get(message: Any, name: str) -> Any:
+def _get_field(message: Any, name: str) -> Any:
     return message.get(name) if isinstance(message, dict) else None
 
 
-def require_text(place: str, text: Any) -> str:
-    """Returns the text of a message.  Raises EspalierError if it is no valid text, is empty or is a placeholder."""
+def require_text(location: str, text: Any) -> str:
+    """Returns the text of a message.  Raises EspalierError for text that is not valid, is empty or is a placeholder."""
     if not isinstance(text, str) or not text.strip():
-        raise unexpected(place, "a text that is empty or none")
+        raise unexpected_record(location, "a text that is empty or none")
     if PLACEHOLDER in text:
         raise EspalierError(
-            f"{place} has no text but where to fetch it; prepare the file with SPEED-Bench's prepare_data.py"
+            f"{location} has no text but where to fetch it; prepare the file with SPEED-Bench's prepare_data.py"
         )
     if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
-        raise unexpected(place, "half of a UTF-16 pair, which is no text")
+        raise unexpected_record(location, "half of a UTF-16 pair, which is no text")
     return text
 
 
-def unexpected(place: str, found: str) -> EspalierError:
-    return EspalierError(f"{place}: expected {EXPECTED}, but found {found}")
+def unexpected_record(location: str, found: str) -> EspalierError:
+    return EspalierError(f"{location}: expected {EXPECTED_RECORD}, but found {found}")
 
 
 def token_ids(
-    place: str, record: Mapping[str, Any], vocab_size: int, inputs: Callable[[], InputProcessor]
+    location: str, record: Mapping[str, Any], vocab_size: int, inputs: Callable[[], InputProcessor]
 ) -> list[int]:
-    """The prompt of a record: its text, its conversation by the chat template up to the last answer, or its token ids.
+    """Returns a record's prompt: its text, its conversation without the last answer (by the template), or its token
+    ids.
 
-    Only the first of "turns" is used, because the model would answer before the second.  inputs: not called for token
-    ids.  Raises EspalierError.
+    Only the first of "turns" is used, because the model would answer before the second.  inputs: returns the
+    InputProcessor; not called for token ids.  Raises EspalierError.
     """
-    kind = kind_of(place, record)
-    if kind in TEXTS:
+    kind = record_kind(location, record)
+    if kind in TEXT_FIELDS:
         text = record[kind]
-        return inputs().require_tokenizer("a text").encode(text if text == "" else require_text(place, text))
+        return inputs().require_tokenizer("a text").encode(text if text == "" else require_text(location, text))
     if kind != "token_ids":
-        return _conversation_tokens(place, record, kind, inputs())
+        return _conversation_tokens(location, record, kind, inputs())
     given: list[Any] = record[kind]
     if not all(type(token) is int for token in given):
-        raise unexpected(place, '"token_ids" that are no list of whole numbers')
+        raise unexpected_record(location, '"token_ids" that are no list of whole numbers')
     if outside := [token for token in given if not 0 <= token < vocab_size]:
         raise EspalierError(
-            f"{place}: token id {outside[0]}, and the target has {vocab_size}; give ids of its own tokenizer"
+            f"{location}: token id {outside[0]}, and the target has {vocab_size}; give ids of its own tokenizer"
         )
     return given
 
 
-def _conversation_tokens(place: str, record: Mapping[str, Any], kind: str, inputs: InputProcessor) -> list[int]:
-    messages: Any = record[kind] if kind == "messages" else messages_of(place, record)
-    messages = messages[:1] if kind == "turns" else messages
-    if messages and _get(messages[-1], "role") == "assistant":
+def _conversation_tokens(location: str, record: Mapping[str, Any], field: str, inputs: InputProcessor) -> list[int]:
+    messages: Any = record[field] if field == "messages" else messages_of(location, record)
+    messages = messages[:1] if field == "turns" else messages
+    if messages and _get_field(messages[-1], "role") == "assistant":
         messages = messages[:-1]
     try:
-        return inputs.chat(messages)
+        return inputs.chat_tokens(messages)
     except EspalierError as error:
-        raise EspalierError(f"{place}: {error}") from None
+        raise EspalierError(f"{location}: {error}") from None

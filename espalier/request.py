@@ -2,9 +2,8 @@
 
 This module holds values only and knows of no tokenizer, device or model.  A TextSink makes a request's text.
 
-SamplingParams and ResolvedParams are the only declaration of the sampling parameters.  All else is derived from these
-two classes: command-line flags, the server's fields, docs, checks of values, the slot table's columns, offsets in
-kernels.
+SamplingParams and ResolvedParams are the only declaration of the sampling parameters.  Derived from them are
+command-line flags, the server's fields, docs, checks of values, the slot table's columns, and offsets in kernels.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,16 +12,16 @@ from functools import cached_property
 from typing import Any, Protocol
 
 from espalier import limits
-from espalier.errors import EspalierError, prompt_too_long, refuses_unknown, require_int
+from espalier.errors import EspalierError, prompt_too_long, refuse_unknown_fields, require_int
 from espalier.grammar.spec import Grammar, require_grammar
 from espalier.grammar.token_masker import TokenMasker
-from espalier.limits import MAX_BIAS, MAX_LOGPROBS, MAX_SAMPLES, MAX_SEED, TEMPERATURES, number, whole_number
+from espalier.limits import MAX_BIAS, MAX_LOGPROBS, MAX_SAMPLES, MAX_SEED, TEMPERATURE_RANGE, int_check, number_check
 from espalier.logprobs import PromptLogprobs, TokenLogprob, TokenLogprobs
 from espalier.stats import SpeculationStats, Usage
 
 
 def _param(help: str, check: limits.Check, generation_config: str | None = None, has_own_spelling: bool = False) -> Any:
-    """A field that is unset by default.
+    """Returns a field that is unset by default.
 
     help: for the command line, the server and docs.  check: refuses values that no model supports.
     generation_config: the key of its default in generation_config.json.  has_own_spelling: no flag and no field of a
@@ -32,7 +31,7 @@ def _param(help: str, check: limits.Check, generation_config: str | None = None,
     return field(default=None, metadata={**metadata, "has_own_spelling": has_own_spelling})
 
 
-@refuses_unknown
+@refuse_unknown_fields
 @dataclass(frozen=True)
 class SamplingParams:
     """How to continue one prompt.
@@ -42,82 +41,82 @@ class SamplingParams:
     """
 
     temperature: float | None = _param(
-        f"0 is greedy, as is any value below {TEMPERATURES[0]}; higher is more varied",
-        limits.number_between(0, TEMPERATURES[1], "0 is greedy"),
+        f"0 is greedy, as is any value below {TEMPERATURE_RANGE[0]}; higher is more varied",
+        limits.range_check(0, TEMPERATURE_RANGE[1], "0 is greedy"),
         generation_config="temperature",
     )
     top_k: int | None = _param(
         "keep the k likeliest tokens; 0 or -1 keeps all",
-        whole_number(-1, remark="0 or -1 keeps all tokens"),
+        int_check(-1, remark="0 or -1 keeps all tokens"),
         generation_config="top_k",
     )
     top_p: float | None = _param(
         "keep the likeliest tokens that make up this share",
-        number(lambda p: 0 < p <= 1, "more than 0 and up to 1 (1 keeps all tokens)"),
+        number_check(lambda p: 0 < p <= 1, "more than 0 and up to 1 (1 keeps all tokens)"),
         generation_config="top_p",
     )
     min_p: float | None = _param(
         "keep tokens at least this share as likely as the likeliest",
-        limits.number_between(0, 1, "0 keeps all tokens"),
+        limits.range_check(0, 1, "0 keeps all tokens"),
         generation_config="min_p",
     )
     repetition_penalty: float | None = _param(
         "above 1 discourages tokens of the prompt and the output",
-        limits.number_between(*limits.REPETITION_PENALTIES, "1 is no penalty"),
+        limits.range_check(*limits.REPETITION_PENALTIES, "1 is no penalty"),
         generation_config="repetition_penalty",
     )
     presence_penalty: float | None = _param(
         "subtracted once from a token that is in the output",
-        limits.number_between(-2, 2, "0 is no penalty"),
+        limits.range_check(-2, 2, "0 is no penalty"),
     )
     frequency_penalty: float | None = _param(
         "subtracted from a token once for each time it is in the output",
-        limits.number_between(-2, 2, "0 is no penalty"),
+        limits.range_check(-2, 2, "0 is no penalty"),
     )
     logit_bias: Mapping[int, float] | None = _param(
-        f"token id to added logit, at most {MAX_BIAS} of them", limits.bias_values
+        f"token id to added logit, at most {MAX_BIAS} of them", limits.check_bias_values
     )
     seed: int | None = _param(
         "same seed, same text; unset: drawn from the engine's seed and the order of requests",
-        whole_number(0, MAX_SEED),
+        int_check(0, MAX_SEED),
     )
     max_tokens: int | None = _param(
         "tokens to generate at most, which must fit behind the prompt; unset: up to the context's end",
-        whole_number(0, remark="0 only with prompt_logprobs"),
+        int_check(0, remark="0 only with prompt_logprobs"),
         generation_config="max_new_tokens",
     )
     min_tokens: int | None = _param(
-        "no stop token is generated before this many tokens", whole_number(0), generation_config="min_new_tokens"
+        "no stop token is generated before this many tokens", int_check(0), generation_config="min_new_tokens"
     )
     stop: str | Sequence[str] | None = _param(
         f"text that ends the output, of a chat its content, and is left out; at most {limits.MAX_STOP_STRINGS} strings",
-        limits.stop_strings,
+        limits.check_stop_strings,
     )
     stop_token_ids: Sequence[int] | None = _param(
-        "token ids that end the output, in addition to the model's own", limits.stop_ids
+        "token ids that end the output, in addition to the model's own", limits.check_stop_ids
     )
     include_stop_str_in_output: bool | None = _param(
-        "true: keep the stop string or token in the text", limits.true_or_false
+        "true: keep the stop string or token in the text", limits.check_bool
     )
     skip_special_tokens: bool | None = _param(
-        "false: special tokens appear in the text by name; by default true", limits.true_or_false
+        "false: special tokens appear in the text by name; by default true", limits.check_bool
     )
-    ignore_eos: bool | None = _param("go on after the model's own end tokens", limits.true_or_false)
+    ignore_eos: bool | None = _param("go on after the model's own end tokens", limits.check_bool)
     logprobs: int | None = _param(
         f"log-probabilities of the chosen token and of this many of the likeliest, 0 to {MAX_LOGPROBS}",
-        whole_number(0, MAX_LOGPROBS),
+        int_check(0, MAX_LOGPROBS),
     )
     prompt_logprobs: int | None = _param(
         f"log-probabilities of the prompt's tokens except the first, and of this many of the likeliest, 0 to "
         f"{MAX_LOGPROBS}; max_tokens may then be 0",
-        whole_number(0, MAX_LOGPROBS),
+        int_check(0, MAX_LOGPROBS),
     )
-    n: int | None = _param("outputs per prompt", whole_number(1, MAX_SAMPLES))
-    speculation: bool | None = _param("false: plain decoding for this request", limits.true_or_false)
-    max_draft_depth: int | None = _param("accept at most this many draft tokens per round", whole_number(0))
+    n: int | None = _param("outputs per prompt", int_check(1, MAX_SAMPLES))
+    speculation: bool | None = _param("false: plain decoding for this request", limits.check_bool)
+    max_draft_depth: int | None = _param("accept at most this many draft tokens per round", int_check(0))
     prediction: str | Sequence[int] | None = _param(
         "text or token ids that the output is likely to be: where they agree, more of it is verified at once",
-        limits.prediction,
+        limits.check_prediction,
         has_own_spelling=True,
     )
     grammar: Grammar | None = _param(  # noqa: RUF009  (it is a field)
@@ -132,10 +131,10 @@ class SamplingParams:
         return f"SamplingParams({', '.join(f'{name}={value!r}' for name, value in given if value is not None)})"
 
     def __post_init__(self) -> None:
-        for name, check in CHECKS.items():
+        for name, check in PARAM_CHECKS.items():
             if (value := getattr(self, name)) is not None:
                 check(name, value)
-        if self.temperature is not None and 0 < self.temperature < TEMPERATURES[0]:
+        if self.temperature is not None and 0 < self.temperature < TEMPERATURE_RANGE[0]:
             object.__setattr__(self, "temperature", 0.0)
         limits.check_token_limits(self)
 
@@ -152,12 +151,12 @@ class SamplingParams:
         }
         if defaults.get("do_sample") is False:
             values["temperature"] = 0.0
-        values |= {name: value for name in CHECKS if (value := getattr(self, name)) is not None}
+        values |= {name: value for name in PARAM_CHECKS if (value := getattr(self, name)) is not None}
         top_k = values.get("top_k")
-        # -1.0 stays: the check refuses it like every float.
+        # -1.0 is kept, because the check refuses every float.
         if isinstance(top_k, int) and top_k == -1:
             values["top_k"] = 0
-        values["stop"] = limits.texts_of(values.get("stop", ()))
+        values["stop"] = limits.as_stop_tuple(values.get("stop", ()))
         # A prediction that is text is encoded later, by InputProcessor.with_prediction, which has the tokenizer.
         values["prediction"] = () if isinstance(self.prediction, str) else tuple(self.prediction or ())
         eos = values["eos_token_ids"] = () if values.get("ignore_eos") else tuple(eos_token_ids)
@@ -167,10 +166,10 @@ class SamplingParams:
         return ResolvedParams(**values)
 
 
-# The check of each field.  Every request runs all checks; calling `fields` each time would build this mapping anew.
-CHECKS: Mapping[str, limits.Check] = {f.name: f.metadata["check"] for f in fields(SamplingParams)}
-# The fields that flags and request bodies are made from.
-SPELLED_ALIKE: tuple[Field, ...] = tuple(f for f in fields(SamplingParams) if not f.metadata["has_own_spelling"])
+# The check of each field.  Every request runs all checks, so this mapping is built once.
+PARAM_CHECKS: Mapping[str, limits.Check] = {f.name: f.metadata["check"] for f in fields(SamplingParams)}
+# The fields for which flags and fields of request bodies are generated.
+PARAMS_WITH_FLAGS: tuple[Field, ...] = tuple(f for f in fields(SamplingParams) if not f.metadata["has_own_spelling"])
 GENERATION_CONFIG_NAMES = {
     f.metadata["generation_config"]: f.name for f in fields(SamplingParams) if f.metadata["generation_config"]
 }
@@ -187,7 +186,7 @@ def _slot_param(neutral: float, part_of: str | None = None) -> Any:
 
 @dataclass(frozen=True)
 class OutputForm:
-    """How to read an output as a message.  Formats: names of parsers or "".  answer_start: its part in the prompt."""
+    """How to parse an output.  Formats: names of parsers or "".  answer_start: the part of the answer in the prompt."""
 
     tool_format: str
     reasoning_format: str
@@ -195,7 +194,7 @@ class OutputForm:
     answer_start: str
 
 
-@refuses_unknown
+@refuse_unknown_fields
 @dataclass(frozen=True)
 class ResolvedParams(SamplingParams):
     """SamplingParams with every field decided.
@@ -265,13 +264,13 @@ SLOT_PARAMS: tuple[Field, ...] = tuple(f for f in fields(ResolvedParams) if "in_
 def check_prompt(prompt: Sequence[int], vocab_size: int, max_context: int, max_position: int | None = None) -> None:
     """Refuse a prompt that is empty, too long or has tokens outside the vocabulary.  Raises EspalierError.
 
-    max_position: the positions that the model has, for the message (errors.prompt_too_long).
+    max_position: the model's number of positions, for the message (errors.prompt_too_long).
     """
     if len(prompt) == 0:
         raise EspalierError("the prompt is empty; give it at least one token (the bos token, if the model has one)")
     if len(prompt) >= max_context:
         raise prompt_too_long(f"{len(prompt)} tokens", max_context, max_position)
-    # A prompt may have a million tokens.  They are checked one by one only if the whole prompt fails this fast check.
+    # A prompt may have a million tokens.  Tokens are checked one by one only if the whole prompt fails this fast check.
     if {*map(type, prompt)} == {int} and min(prompt) >= 0 and max(prompt) < vocab_size:
         return
     for token in prompt:
@@ -297,7 +296,7 @@ class TextSink(Protocol):
         ...
 
     def take(self, final: bool) -> str:
-        """New text since the last take.
+        """Returns the new text since the last take.
 
         The text never ends inside a character, and ends before a stop string.  Unless final, text that may begin a
         stop string is held back.
@@ -309,15 +308,16 @@ class TextSink(Protocol):
 class Request:
     """One sequence that the engine runs, from arrival to its last token.  Mutable: only the scheduler writes it.
 
-    prompt: token ids.  seed: of this sample.  arrival: number in the order of requests.  priority: a lower number runs
-    first and is preempted last; equal priorities go by arrival, and several clients take turns (engine/queue.py).
-    stop_ids: tokens that end the request.  text: None if nobody reads text.  masker: None if every token is allowed.
-    index: which of n samples.  after: a sibling with the same prompt; this request waits for the sibling's prefill, to
-    share its pages.  streamed: whether the user reads tokens as they come.  prompt_logprobs: from the second token on,
-    when read.  num_predicted: how many tokens of params.prediction are in output.  generation: how often the request
-    has left a slot.  In a slot: prefill_len, rows to prefill before rounds begin; num_prefilled, how many of these rows
-    are launched so far; num_known, index of the last root that the host knows, which is also the number of rows
-    committed before this root; rounds_in_flight, rounds launched and not yet read.
+    prompt: token ids.  seed: the sample's seed.  arrival: number in the order of arrival.  priority: a lower number
+    runs first and is preempted last; equal priorities go by arrival, and several clients take turns (engine/queue.py).
+    stop_ids: tokens that end the request.  text: None if no text is wanted.  masker: None if every token is allowed.
+    index: the sample's number among n samples.  after: a sibling with the same prompt; this request waits for the
+    sibling's prefill, to share its pages.  streamed: whether the user reads tokens as they come.  prompt_logprobs: of
+    the prompt's tokens from the second on, as far as they were read.  num_predicted: how many tokens of
+    params.prediction are in output.  generation: how often the request has left a slot.  In a slot: prefill_len, rows
+    to prefill before rounds begin; num_prefilled, how many of these rows are launched so far; num_known, index of the
+    last root that the host knows, and number of rows committed before it; rounds_in_flight, rounds launched and not yet
+    read.
     """
 
     id: str
@@ -377,7 +377,7 @@ class Request:
         return Usage(len(self.prompt), len(self.output), self.cached_tokens, self.num_predicted, rejected)
 
     def end(self, max_context: int) -> int:
-        """The number of tokens, prompt included, after which the request is finished.
+        """Returns the number of tokens, prompt included, after which the request is finished.
 
         A prefill always picks a token.  With max_tokens=0 that token still counts here, and is dropped later.
         """
@@ -390,7 +390,7 @@ class Request:
 
     @property
     def num_prompt_logprobs(self) -> int | None:
-        """Likeliest tokens to report beside each prompt token; None: report nothing.  Sample 0 reports for all."""
+        """Likeliest tokens to report beside each prompt token; None to report nothing.  Sample 0 reports for all."""
         return None if self.index else self.params.prompt_logprobs
 
     @property
@@ -407,10 +407,10 @@ class Request:
 class OutputChunk:
     """The output of one engine step for one request.
 
-    index: which of n samples.  text may lag behind token_ids, because the last characters can still change.
-    from_draft: for each token, whether the draft proposed it.  A request's last chunk has finish_reason, stop_reason
-    and error.  prompt_logprobs: of the whole prompt, in the chunk of the first token.  If the request ends without a
-    token, its last chunk has the log-probabilities that were read.
+    index: the sample's number among n samples. text may lag behind token_ids, because the last characters can still
+    change.  from_draft: for each token, whether the draft proposed it.  A request's last chunk has finish_reason,
+    stop_reason and error.  prompt_logprobs: of the whole prompt, in the chunk of the first token.  If the request ends
+    without a token, its last chunk has the log-probabilities that were read.
     """
 
     request_id: str

@@ -19,7 +19,7 @@ from espalier.limits import MAX_BIAS, MAX_STOP_IDS
 from espalier.request import SLOT_PARAMS
 
 # The int64 numbers of a slot, in the order of their columns: state, then sampling parameters.
-INTS = (
+INT_COLUMNS = (
     "prefix_len",
     "root",
     "known_len",
@@ -34,28 +34,28 @@ INTS = (
     *(f.name for f in SLOT_PARAMS if f.type is int),
 )
 # The float32 numbers of a slot.
-FLOATS = tuple(f.name for f in SLOT_PARAMS if f.type is float)
+FLOAT_COLUMNS = tuple(f.name for f in SLOT_PARAMS if f.type is float)
 
-# The sources of paths beside a draft.  A path's kind is its source and its strength.  The strength is how well the path
-# matches the text, from 1 to MATCH_STRENGTHS.  Kind 0 is no path.  A node of a path that the draft does not propose too
-# is right less often, so it has its own kind, higher by ALONE_OFFSET.
+# The sources of paths beside a draft.  A path's kind is a number for its source and its strength.  The strength is how
+# well the path matches the text, from 1 to MATCH_STRENGTHS.  Kind 0 means no path.  A node that a path proposes and the
+# draft does not is right less often, so it has its own kind, higher by ALONE_OFFSET.
 SOURCES = ("text", "prediction", "index")
 ALL_SOURCES = (*SOURCES, "draft")
 MATCH_STRENGTHS = 4
 ALONE_OFFSET = len(SOURCES) * MATCH_STRENGTHS
 PATH_KINDS = 1 + 2 * ALONE_OFFSET
-# The kinds of a draft's nodes follow the kinds of paths.  They differ by whether tokens are sampled, by rank among
-# siblings (the last rank stands for all later ranks), and by level: how sure the draft was of the node's last step.
-RANKS, LEVELS = 3, 8
-NODE_KINDS = PATH_KINDS + 2 * RANKS * LEVELS
+# The numbers after PATH_KINDS are the kinds of a draft's nodes.  Such a kind depends on whether tokens are sampled, on
+# the rank among siblings (the last rank stands for all later ranks), and on the level: how sure the draft was.
+NUM_RANKS, NUM_LEVELS = 3, 8
+NODE_KINDS = PATH_KINDS + 2 * NUM_RANKS * NUM_LEVELS
 # The columns of a guess before its tokens: start and kind.
-GUESS_HEAD = 2
+GUESS_HEAD_COLUMNS = 2
 # Stands for a missing token of a guess.
 NO_TOKEN = -1
 
 
 class Columns:
-    """Maps each number's name to its column, such as `columns.top_k`.  Kernels take it as a tl.constexpr.
+    """Maps each number's name to its column, such as `columns.top_k`.  Kernels take this object as a tl.constexpr.
 
     num_ints, num_floats: how many columns each type has.  Triton compiles a kernel for each value of repr().
     """
@@ -72,12 +72,12 @@ class Columns:
         return "Columns(" + ", ".join(f"{name}={column}" for name, column in vars(self).items()) + ")"
 
 
-COLUMNS = Columns(INTS, FLOATS)
+COLUMNS = Columns(INT_COLUMNS, FLOAT_COLUMNS)
 
 
 @dataclass(frozen=True)
 class SlotInit:
-    """A request that enters a slot, as plain values, so that a launch input can be sent to another process.
+    """The values of a request that enters a slot.  The values are plain, so that another process can get them.
 
     tokens: all known tokens, prompt first.  start: the first row to compute.  commit_from: rows below this index are in
     shared pages and are never written.  end: the number of tokens after which the request is finished.  sampling: the
@@ -120,23 +120,23 @@ class Guess:
     tokens: tuple[int, ...]
 
 
-def guess_width(layout: RoundLayout) -> int:
+def max_guess_length(layout: RoundLayout) -> int:
     """Returns the length of a guess: the most tokens that rounds in flight may decide, and a path after them."""
     return (ROUNDS_IN_FLIGHT - 1) * layout.extend_width + layout.steps
 
 
-def guess_cells(layout: RoundLayout) -> int:
+def guess_numbers_per_slot(layout: RoundLayout) -> int:
     """Returns how many int64 numbers the guesses of one slot take."""
-    return layout.sent_paths * (GUESS_HEAD + guess_width(layout))
+    return layout.sent_paths * (GUESS_HEAD_COLUMNS + max_guess_length(layout))
 
 
 class ScatterUpdate(NamedTuple):
-    """New values for some cells of one field of the slot table.  Both arrays are [n] int64, of numpy or torch.
+    """New values for some cells of one field of the slot table.  Two [n] int64 arrays, of numpy or torch.
 
-    at: indices into the flattened field.  values: a float32 value is carried as its bits.
+    indices: into the flattened field.  values: a float32 value is carried as its bits.
     """
 
-    at: Any
+    indices: Any
     values: Any
 
 
@@ -146,12 +146,12 @@ NO_UPDATE = ScatterUpdate(*np.zeros((2, 0), dtype=np.int64))
 class SlotTable:
     """The table of all requests on the device: every field is [num_slots, ...].
 
-    Numbers are columns of `ints` (int64, INTS) and `floats` (float32, FLOATS).  Each column is also an attribute, a
-    view [num_slots].  Page tables are int32; row numbers of pages are computed in int64.  carried: what the drafter
-    hands from round to round, by name, shaped per slot.  guesses: [num_slots, P, GUESS_HEAD + W], the host's guesses.
-    survival: [NODE_KINDS, S], over all requests: the log-probability that a node of a kind at a depth is right if its
-    parent is.  skill: [num_slots, 1], added to this logarithm for the draft's nodes of one request.  own_paths:
-    [num_slots, P, 1 + S], kind and tokens of the paths that the last round found in the request's own text.
+    Numbers are columns of `ints` (int64, INT_COLUMNS) and `floats` (float32, FLOAT_COLUMNS).  Each column is also an
+    attribute, a view [num_slots].  Page tables are int32; row numbers of pages are computed in int64.  carried: the
+    tensors that the drafter passes from round to round, by name.  guesses: [num_slots, P, GUESS_HEAD_COLUMNS + W], the
+    host's guesses.  survival: [NODE_KINDS, S], over all requests: the log-probability that a node of a kind at a depth
+    is right if its parent is.  skill: [num_slots, 1], added to this logarithm for the draft's nodes of one request.
+    own_paths: [num_slots, P, 1 + S], kind and tokens of the paths that the last round found in the request's own text.
     candidates: [num_slots, D], the nodes of the request's tree before rows were shared out
     (speculate/sources/calibrate.py).
     """
@@ -174,9 +174,9 @@ class SlotTable:
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(n, *shape, dtype=dtype, device=device)
 
-        self.ints = zeros(len(INTS))
-        self.floats = zeros(len(FLOATS), dtype=torch.float32)
-        for names, columns in ((INTS, self.ints), (FLOATS, self.floats)):
+        self.ints = zeros(len(INT_COLUMNS))
+        self.floats = zeros(len(FLOAT_COLUMNS), dtype=torch.float32)
+        for names, columns in ((INT_COLUMNS, self.ints), (FLOAT_COLUMNS, self.floats)):
             vars(self).update(zip(names, columns.unbind(1), strict=True))
         self.page_table = zeros(layout.table_width, dtype=torch.int32)
         self.history = zeros(layout.history_width)
@@ -184,7 +184,7 @@ class SlotTable:
         self.bias_ids = zeros(MAX_BIAS)
         self.bias_values = zeros(MAX_BIAS, dtype=torch.float32)
         self.stop_ids = zeros(MAX_STOP_IDS)
-        self.guesses = zeros(layout.sent_paths, GUESS_HEAD + guess_width(layout))
+        self.guesses = zeros(layout.sent_paths, GUESS_HEAD_COLUMNS + max_guess_length(layout))
         self.own_paths = zeros(layout.text_paths, 1 + layout.steps)
         self.candidates = zeros(layout.num_draft_tokens if layout.calibrates_scores else 0)
         self.skill = zeros(1, dtype=torch.float32)
@@ -193,14 +193,14 @@ class SlotTable:
         self.seen = zeros(vocab_size, dtype=torch.bool)
 
     def init_updates(self, slot_inits: Sequence[SlotInit]) -> dict[str, ScatterUpdate]:
-        """Returns the updates that fill these slots, by field.  Their other cells must be cleared before."""
+        """Returns the updates that fill these slots, by field.  The slots' other cells must be cleared before."""
         fields: dict[str, list[ScatterUpdate]] = {}
         for init in slot_inits:
-            for name, values in _row(init).items():
+            for name, values in _slot_rows(init).items():
                 if not isinstance(values, ScatterUpdate):
                     values = ScatterUpdate(np.arange(len(values)), np.asarray(values, dtype=np.int64))
                 first = init.slot * getattr(self, name).shape[1]
-                fields.setdefault(name, []).append(ScatterUpdate(first + values.at, values.values))
+                fields.setdefault(name, []).append(ScatterUpdate(first + values.indices, values.values))
         return {name: ScatterUpdate(*map(np.concatenate, zip(*rows, strict=True))) for name, rows in fields.items()}
 
     def page_table_updates(self, appended_pages: Sequence[tuple[int, int, int]]) -> ScatterUpdate:
@@ -214,7 +214,7 @@ class SlotTable:
             if not (slot < self.layout.num_slots and column < self.layout.table_width):
                 raise EspalierError(
                     f"page table holds {self.layout.num_slots} slots of {self.layout.table_width} pages, and slot "
-                    f"{slot} asks for page {column}; both follow from {self.layout}: reserve pages by layout.reserve"
+                    f"{slot} asks for page {column}; both follow from {self.layout}: use layout.pages_needed"
                 )
         slots, columns, pages = np.array(appended_pages, dtype=np.int64).T
         return ScatterUpdate(slots * self.layout.table_width + columns, pages)
@@ -224,18 +224,18 @@ class SlotTable:
 
         guesses: (slot, its guesses, the best first).  The slot's whole row is written, with the first guesses that fit.
         """
-        size = guess_cells(self.layout)
+        size = guess_numbers_per_slot(self.layout)
         values = np.full((len(guesses), *self.guesses.shape[1:]), NO_TOKEN, dtype=np.int64)
-        values[..., :GUESS_HEAD] = 0
+        values[..., :GUESS_HEAD_COLUMNS] = 0
         for row, (_, of_slot) in zip(values, guesses, strict=True):
             for cells, guess in zip(row, of_slot, strict=False):
-                cells[:GUESS_HEAD] = guess.start, guess.kind
-                cells[GUESS_HEAD : GUESS_HEAD + len(guess.tokens)] = guess.tokens
+                cells[:GUESS_HEAD_COLUMNS] = guess.start, guess.kind
+                cells[GUESS_HEAD_COLUMNS : GUESS_HEAD_COLUMNS + len(guess.tokens)] = guess.tokens
         slots = np.array([slot for slot, _ in guesses], dtype=np.int64)
         return ScatterUpdate((slots[:, None] * size + np.arange(size)).reshape(-1), values.reshape(-1))
 
     def clear(self, slots: Tensor) -> None:
-        """Clear what the last requests left in slots [A], except `ints` and `floats`, which init_updates overwrites."""
+        """Clears earlier requests' data in slots [A], except `ints` and `floats`, which init_updates overwrites."""
         zeroed = (self.history, self.page_table, self.guesses, self.bias_ids, self.bias_values, self.counts, self.seen)
         for rows in (*zeroed, *self.carried.values()):
             rows.index_fill_(0, slots, 0)
@@ -250,12 +250,12 @@ class SlotTable:
             rows.view(-1).index_copy_(0, at, narrowed)
 
 
-def _row(init: SlotInit) -> dict[str, Any]:
+def _slot_rows(init: SlotInit) -> dict[str, Any]:
     """Returns the first values of each field's row, or a ScatterUpdate of columns and values."""
     numbers = init.numbers
     row: dict[str, Any] = {
-        "ints": [numbers[name] for name in INTS],
-        "floats": float_bits([numbers[name] for name in FLOATS]),
+        "ints": [numbers[name] for name in INT_COLUMNS],
+        "floats": float_bits([numbers[name] for name in FLOAT_COLUMNS]),
         "history": init.tokens,
         "page_table": init.pages,
         "bias_ids": list(init.bias),
@@ -292,7 +292,7 @@ class BatchState:
     num_tokens: Tensor
     max_accept_depth: Tensor
     num_logprobs: Tensor
-    real: Tensor
+    is_real: Tensor
     page_table: Tensor
 
     @property

@@ -26,7 +26,7 @@ class LearnFigures:
     """The figures of online learning.
 
     given, before, after: accept lengths on held-back traffic, of the draft given at startup, of the draft served before
-    the last training, and of the draft from that training; 0 before the first.
+    the last training, and of the draft from that training; 0 before the first training.
     """
 
     swaps: int = 0
@@ -95,7 +95,7 @@ class SpeculationStats:
             setattr(self, name, [mine + theirs for mine, theirs in pairs])
 
     def as_dict(self) -> dict[str, Any]:
-        """The counts and the values derived from them, for JSON."""
+        """Returns the counts and the values derived from them, for JSON."""
         names = ("rounds", "drafted", "accepted", "accept_length", "histogram", "acceptance_by_depth")
         return {name: getattr(self, name) for name in names}
 

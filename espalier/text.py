@@ -1,6 +1,6 @@
 """The tokenizer, and the stream that turns output tokens into text.
 
-The stream gives out no incomplete characters and no parts of stop strings.
+The stream never gives out an incomplete character or a part of a stop string.
 
 
 A byte-level tokenizer's tokens are bytes of UTF-8, so new tokens are decoded alone (ByteDetokenizer).  Other tokens are
@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from espalier.chat import ChatTemplate
-from espalier.errors import tokenizer_errors
+from espalier.errors import convert_tokenizer_panics
 from espalier.model_files import is_gguf, read_gguf
 from espalier.tokenizer_files import hugging_face_tokenizer
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
-INCOMPLETE = "\ufffd"
+INCOMPLETE_CHAR = "\ufffd"
 # UTF-8 has at most 4 bytes per character, so an incomplete character has at most 3 tokens.
 MAX_TOKENS_PER_CHARACTER = 4
 CONTEXT_TOKENS = 6
@@ -40,7 +40,7 @@ Utf8Decoder = codecs.getincrementaldecoder("utf-8")
 class StopFinder:
     """Finds the first stop string in a growing text, and cuts the text there.
 
-    stop: the stop strings.  keep_stop: the text includes the stop string.  stopped: the one that was found, or None.
+    stop: the stop strings.  keep_stop: the text includes the stop string.  stopped: the found stop string, or None.
     """
 
     def __init__(self, stop: Sequence[str], keep_stop: bool = False):
@@ -50,30 +50,30 @@ class StopFinder:
         self._ready = ""
         self._held = ""
 
-    def add(self, text: str, counts: bool = True, ahead: str = "") -> None:
-        """Add text.  counts: search stop strings in the text.  ahead: text after it, where a stop string may end."""
-        if not counts:
+    def add(self, text: str, is_searched: bool = True, next_text: str = "") -> None:
+        """Adds text.  is_searched: whether stop strings count in it.  next_text: the next text, where one may end."""
+        if not is_searched:
             self._ready += text
             return
         self._held += text
-        self._end_at_stop(ahead if self.stop else "")
+        self._end_at_stop(next_text if self.stop else "")
 
     def take(self, final: bool) -> str:
         """Returns the new text since the last take.  final: hold nothing back."""
-        keep = 0 if final or self.stopped or not self.stop else self._may_begin_stop()
+        keep = 0 if final or self.stopped or not self.stop else self._possible_stop_length()
         text = self._ready + self._held[: len(self._held) - keep]
         self._ready, self._held = "", self._held[len(self._held) - keep :]
         return text
 
-    def _end_at_stop(self, ahead: str) -> None:
+    def _end_at_stop(self, next_text: str) -> None:
         """End the text at its first stop string, if any.  If several stop strings begin there, the shortest counts."""
-        text = self._held + ahead
+        text = self._held + next_text
         matches = [(start, len(stop), stop) for stop in self.stop if (start := text.find(stop)) >= 0]
         if matches:
             start, size, self.stopped = min(matches)
             self._held = text[: start + size if self.keep_stop else start]
 
-    def _may_begin_stop(self) -> int:
+    def _possible_stop_length(self) -> int:
         """Returns how many characters at the end of the held text may begin a stop string."""
         longest = max(len(text) for text in self.stop)
         for size in range(min(longest - 1, len(self._held)), 0, -1):
@@ -98,20 +98,20 @@ class Tokenizer:
         self.size = len(tokenizer)
         self.backend = getattr(tokenizer, "backend_tokenizer", None)
         self._added = dict(getattr(tokenizer, "added_tokens_decoder", {}))
-        self._alphabet = _byte_alphabet() if self._decodes_by("ByteLevel") else None
+        self._alphabet = _byte_alphabet() if self._has_decoder_step("ByteLevel") else None
         self._is_byte_level = self._decoder_types()[:1] == ["ByteLevel"]
-        self._has_byte_pieces = self._decodes_by("ByteFallback")
-        self._has_space_pieces = self._has_byte_pieces or self._decodes_by("Metaspace")
+        self._has_byte_pieces = self._has_decoder_step("ByteFallback")
+        self._has_space_pieces = self._has_byte_pieces or self._has_decoder_step("Metaspace")
         self._bytes: dict[int, TokenBytes] = {}
         self.template = ChatTemplate(tokenizer)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leaves out the cache.  A copy gets its own: the thread that decodes may be writing to this cache."""
+        """Leaves out the cache, because another thread may be writing to it.  A copy gets a cache of its own."""
         return {**vars(self), "_bytes": {}}
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Returns the token ids of a text.  add_special_tokens: add the tokenizer's special tokens, such as BOS."""
-        with tokenizer_errors():
+        with convert_tokenizer_panics():
             return list(self.hf.encode(text, add_special_tokens=add_special_tokens))
 
     def decode(self, tokens: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -128,10 +128,10 @@ class Tokenizer:
         """Returns the bytes that a token adds to a text, or a special token's name.  The result is cached."""
         cached = self._bytes.get(token)
         if cached is None:
-            cached = self._bytes[token] = self._look_up(token)
+            cached = self._bytes[token] = self._token_bytes(token)
         return cached
 
-    def _look_up(self, token: int) -> TokenBytes:
+    def _token_bytes(self, token: int) -> TokenBytes:
         # For the decoder, added tokens that are not special are ordinary pieces.
         if (added := self._added.get(token)) is not None and added.special:
             return TokenBytes(added.content.encode(), False)
@@ -145,12 +145,12 @@ class Tokenizer:
             return TokenBytes(piece.replace("\u2581", " ").encode(), True)
         return TokenBytes(self.name(token).encode(), True)
 
-    def _decodes_by(self, kind: str) -> bool:
+    def _has_decoder_step(self, kind: str) -> bool:
         """Whether the backend's decoder has this type, or a step of this type."""
         return kind in self._decoder_types()
 
     def _decoder_types(self) -> list[str]:
-        """The type of the backend's decoder, then the types of its steps."""
+        """Returns the type of the backend's decoder, then the types of its steps."""
         if self.backend is None or self.backend.decoder is None:
             return []
         decoder = json.loads(self.backend.decoder.__getstate__())
@@ -164,45 +164,45 @@ class Tokenizer:
         *,
         keep_stop: bool = False,
         skip_special_tokens: bool = True,
-        shown: Sequence[int] = (),
+        visible_ids: Sequence[int] = (),
     ) -> "TextStream":
         """Returns a stream that turns a request's tokens into text.
 
-        keep_stop: the text includes the stop string.  shown: special tokens that are never skipped.
+        keep_stop: the text includes the stop string.  visible_ids: special tokens that are never skipped.
         """
-        return TextStream(self._detokenizer(prompt, skip_special_tokens, shown), stop, min_tokens, keep_stop)
+        return TextStream(self._detokenizer(prompt, skip_special_tokens, visible_ids), stop, min_tokens, keep_stop)
 
     def special_ids(self, names: Collection[str]) -> tuple[int, ...]:
         """Returns the ids of the special tokens with these names.  Names that the tokenizer lacks are left out."""
         return tuple(sorted(id for id, each in self._added.items() if each.special and each.content in names))
 
-    def last_turn(self, prompt: Sequence[int], marks: Collection[str]) -> str | None:
+    def last_turn(self, prompt: Sequence[int], ignored_tokens: Collection[str]) -> str | None:
         """Returns the prompt's text from its last special token on.
 
         Returns None if the prompt has no special token, or only special tokens that begin or end a text.
-        marks: special tokens that do not count.
+        ignored_tokens: special tokens that do not count.
         """
         names = self.template.special.names
-        ids = {id for id, each in self._added.items() if each.content in names and each.content not in marks}
+        ids = {id for id, each in self._added.items() if each.content in names and each.content not in ignored_tokens}
         at = next((i for i in range(len(prompt) - 1, -1, -1) if prompt[i] in ids), None)
         if at is None or prompt[at] in (self.hf.bos_token_id, self.hf.eos_token_id):
             return None
         return self.decode(prompt[at:], skip_special_tokens=False)
 
     def _detokenizer(
-        self, prompt: Sequence[int], skip_special_tokens: bool, shown: Sequence[int]
+        self, prompt: Sequence[int], skip_special_tokens: bool, visible_ids: Sequence[int]
     ) -> "Detokenizer | ByteDetokenizer":
         if self._is_byte_level and skip_special_tokens:
-            # An output that continues the prompt's last character needs the window.
-            detokenizer = ByteDetokenizer(self.bytes_of, shown)
+            # If the output continues the prompt's last character, a Detokenizer with its window is needed.
+            detokenizer = ByteDetokenizer(self.bytes_of, visible_ids)
             for token in prompt[-CONTEXT_TOKENS:]:
                 detokenizer.push(token)
             detokenizer.take(final=False)
             if detokenizer.is_between_characters:
                 return detokenizer
-        if not (skip_special_tokens and shown):
+        if not (skip_special_tokens and visible_ids):
             return Detokenizer(partial(self.decode, skip_special_tokens=skip_special_tokens), prompt)
-        skipped = {id for id, each in self._added.items() if each.special and id not in shown}
+        skipped = {id for id, each in self._added.items() if each.special and id not in visible_ids}
         return Detokenizer(partial(self._decode_without, skipped), prompt)
 
     def _decode_without(self, skipped: Set[int], tokens: Sequence[int]) -> str:
@@ -238,7 +238,7 @@ def _has_tokenizer(path: Path) -> bool:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's byte alphabet: a printable Latin-1 byte is its own character, other bytes are the characters from 256."""
+    """Returns GPT-2's byte alphabet: printable Latin-1 bytes as themselves, other bytes as characters from 256 on."""
     shown = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     hidden = [byte for byte in range(256) if byte not in shown]
     return {chr(byte): byte for byte in shown} | {chr(256 + i): byte for i, byte in enumerate(hidden)}
@@ -261,11 +261,11 @@ class TextStream:
         self.decoder = decoder
         self.finder = StopFinder(stop, keep_stop)
         self.min_tokens = min_tokens
-        self.pushed = 0
+        self.num_pushed = 0
 
     def push(self, token_id: int) -> str | None:
         """Add a token.  Returns the stop string once one is complete, else None."""
-        self.pushed += 1
+        self.num_pushed += 1
         self.decoder.push(token_id)
         if self.finder.stop and not self.finder.stopped:
             self._read(final=False)
@@ -273,7 +273,7 @@ class TextStream:
 
     def push_all(self, token_ids: Sequence[int]) -> None:
         """Add tokens without a search for stop strings in between."""
-        self.pushed += len(token_ids)
+        self.num_pushed += len(token_ids)
         self.decoder.push_all(token_ids)
 
     def take(self, final: bool) -> str:
@@ -283,20 +283,20 @@ class TextStream:
         return self.finder.take(final)
 
     def _read(self, final: bool) -> None:
-        text, counts = self.decoder.take(final), self.pushed > self.min_tokens
-        # These are complete characters of tokens that take() has not given out: a stop string may end in them.
-        self.finder.add(text, counts, self.decoder.ahead() if counts and self.finder.stop else "")
+        text, counts = self.decoder.take(final), self.num_pushed > self.min_tokens
+        # withheld_text() has complete characters that take() has not given out.  A stop string may end in them.
+        self.finder.add(text, counts, self.decoder.withheld_text() if counts and self.finder.stop else "")
 
 
 class ByteDetokenizer:
     """Detokenizer for tokens that are bytes of UTF-8, after a prompt that ends with a whole character.
 
-    Special tokens are skipped, except those in `shown`.
+    Special tokens are skipped, except those in `visible_ids`.
     """
 
-    def __init__(self, bytes_of: Callable[[int], TokenBytes], shown: Collection[int] = ()):
+    def __init__(self, bytes_of: Callable[[int], TokenBytes], visible_ids: Collection[int] = ()):
         self.bytes_of = bytes_of
-        self.shown = frozenset(shown)
+        self.visible_ids = frozenset(visible_ids)
         self.utf8 = Utf8Decoder("replace")
         self._pending_tokens: list[int] = []
 
@@ -316,12 +316,12 @@ class ByteDetokenizer:
         parts = [
             part.bytes
             for token in self._pending_tokens
-            if (part := self.bytes_of(token)).is_text or token in self.shown
+            if (part := self.bytes_of(token)).is_text or token in self.visible_ids
         ]
         self._pending_tokens.clear()
         return self.utf8.decode(b"".join(parts), final)
 
-    def ahead(self) -> str:
+    def withheld_text(self) -> str:
         """Returns "": take withholds no complete character."""
         return ""
 
@@ -332,13 +332,13 @@ class Detokenizer:
     def __init__(self, decode: Decode, prompt: Sequence[int] = ()):
         self.decode = decode
         self.window = self._context(list(prompt))
-        self.read = len(self.window)
+        self.num_read = len(self.window)
 
     def _context(self, prompt: list[int]) -> list[int]:
-        """Returns the prompt's last tokens from a character's first byte on: without it, later bytes decode wrongly."""
+        """Returns the prompt's last tokens, from a character's first byte on, or later bytes would decode wrongly."""
         for size in range(CONTEXT_TOKENS, CONTEXT_TOKENS - MAX_TOKENS_PER_CHARACTER, -1):
             context = prompt[-size:]
-            if not self.decode(context).startswith(INCOMPLETE):
+            if not self.decode(context).startswith(INCOMPLETE_CHAR):
                 break
         return context
 
@@ -350,48 +350,48 @@ class Detokenizer:
 
     def take(self, final: bool) -> str:
         """Returns the text of the tokens since the last take; unless final, only up to the last complete character."""
-        if self.read == len(self.window):
+        if self.num_read == len(self.window):
             return ""
         end, whole = (len(self.window), self.decode(self.window)) if final else self._whole_characters()
-        text = _added(self.decode(self.window[: self.read]), whole)
-        # If the tokens just taken have text, they become the next context.  Otherwise the old context stays.
-        drop = self.read if text else max(0, end - MAX_CONTEXT_TOKENS)
+        text = _new_text(self.decode(self.window[: self.num_read]), whole)
+        # If the tokens just taken have text, they become the next context.  Tokens without text keep the old context.
+        drop = self.num_read if text else max(0, end - MAX_CONTEXT_TOKENS)
         self.window = self.window[drop:]
-        self.read = end - drop
+        self.num_read = end - drop
         return text
 
-    def ahead(self) -> str:
+    def withheld_text(self) -> str:
         """Returns the complete characters that take withholds because their last token begins an incomplete one."""
-        if self.read == len(self.window):
+        if self.num_read == len(self.window):
             return ""
-        return _added(self.decode(self.window[: self.read]), self.decode(self.window).rstrip(INCOMPLETE))
+        return _new_text(self.decode(self.window[: self.num_read]), self.decode(self.window).rstrip(INCOMPLETE_CHAR))
 
     def _whole_characters(self) -> tuple[int, str]:
         """Returns (number of tokens, their text) up to the last complete character.
 
         An incomplete character decodes to U+FFFD and has at most 3 tokens.  So the token before the last 3 ends with a
-        complete character, or begins the character that the last 3 continue.  Then the text ends inside that token.
+        complete character, or begins the character that the last 3 continue: then the text ends inside it.
         """
-        first = max(self.read, len(self.window) - MAX_TOKENS_PER_CHARACTER + 1)
+        first = max(self.num_read, len(self.window) - MAX_TOKENS_PER_CHARACTER + 1)
         text = whole = self.decode(self.window)
-        if not whole.endswith(INCOMPLETE):
+        if not whole.endswith(INCOMPLETE_CHAR):
             return len(self.window), whole
         for end in range(len(self.window) - 1, first - 1, -1):
             text = self.decode(self.window[:end])
-            if not text.endswith(INCOMPLETE):
+            if not text.endswith(INCOMPLETE_CHAR):
                 return end, text
-        return first, text[: _common_prefix(text, whole)]
+        return first, text[: _common_prefix_length(text, whole)]
 
 
-def _added(before: str, whole: str) -> str:
-    """Returns the text that `whole` adds to `before`.  An incomplete last character of `before` may now be complete."""
-    if whole.startswith(before):
-        return whole[len(before) :]
+def _new_text(old_text: str, full_text: str) -> str:
+    """Returns the text that `full_text` adds to `old_text`, whose last character may have been incomplete."""
+    if full_text.startswith(old_text):
+        return full_text[len(old_text) :]
     # The window may begin inside a character.  The U+FFFD of that character's bytes are the same in both texts.
-    return whole[max(_common_prefix(before, whole), len(before.rstrip(INCOMPLETE))) :]
+    return full_text[max(_common_prefix_length(old_text, full_text), len(old_text.rstrip(INCOMPLETE_CHAR))) :]
 
 
-def _common_prefix(one: str, other: str) -> int:
+def _common_prefix_length(one: str, other: str) -> int:
     """Length of the common prefix of two texts."""
     differ = (i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
     return next(differ, min(len(one), len(other)))

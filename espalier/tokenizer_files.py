@@ -1,4 +1,5 @@
-"""Loads transformers' tokenizer from a model's directory.  Refuses one that is code, or that may never finish a text.
+"""Loads transformers' tokenizer from a model's directory.  Refuses a tokenizer that is code, or that may hang on a
+text.
 
 Nothing here depends on the architecture: a tokenizer loads even if transformers does not know the model's type.
 """
@@ -16,37 +17,37 @@ from espalier.errors import EspalierError, one_line, shown
 from espalier.model_files import is_gguf, read_gguf, read_json, require_files
 
 # Transformers has no tokenizer class for these model types, so it takes the class that tokenizer_config.json names.
-# Those classes add nothing to tokenizer.json.
-PLAIN_MODEL_TYPES = ("llama", "gpt_oss")
-PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
+# GENERIC_CLASSES add nothing to tokenizer.json.
+GENERIC_MODEL_TYPES = ("llama", "gpt_oss")
+GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 # A pattern that may repeat a part more often than this counts as one that repeats it without end.
-FEW_REPEATS = 10
+MAX_SAFE_REPEATS = 10
 # In published tokenizers, the replacement texts of a step have at most this many characters.
-FEW_CHARACTERS = 4
+MAX_SHORT_REPLACEMENT = 4
 MAX_GROWTH = 1000
-STEPS = ("normalizer", "pre_tokenizer", "decoder")
+PIPELINE_STEPS = ("normalizer", "pre_tokenizer", "decoder")
 # The fields whose text a step writes into the text that it processes.
-WRITTEN = ("content", "prepend")
+REPLACEMENT_FIELDS = ("content", "prepend")
 log = logging.getLogger("espalier")
-QUANTIFIER = re.compile(r"(?:(?P<sign>[*+?])|\{(?P<low>\d*)(?P<comma>,?)(?P<high>\d*)\})(?P<suffix>[?+]?)")
+QUANTIFIER_PATTERN = re.compile(r"(?:(?P<sign>[*+?])|\{(?P<low>\d*)(?P<comma>,?)(?P<high>\d*)\})(?P<suffix>[?+]?)")
 
 
 def hugging_face_tokenizer(path: Path) -> Any:
-    """The tokenizer of transformers in a directory or a GGUF file.  Code of the directory never runs.
+    """Returns the tokenizer of transformers in a directory or a GGUF file.  Code of the directory never runs.
 
     Raises EspalierError for files that cannot be loaded, that name code, or whose patterns may not end.
     """
     if is_gguf(path):
-        return _of_gguf(path)
+        return _load_from_gguf(path)
     require_files(path)
     _refuse_code(path)
     kind = tokenizer_class(path)
     given = {"config": _config_of_type(path)} if kind.__name__ == "AutoTokenizer" else {}
-    return _loaded(path, partial(kind.from_pretrained, str(path), trust_remote_code=False, **given))
+    return _load_checked(path, partial(kind.from_pretrained, str(path), trust_remote_code=False, **given))
 
 
-def _of_gguf(path: Path) -> Any:
-    """The tokenizer that a GGUF file describes, with its chat template.
+def _load_from_gguf(path: Path) -> Any:
+    """Returns the tokenizer that a GGUF file describes, with its chat template.
 
     If transformers does not know the file's kind of splits by name, it takes GPT-2's splits, and a warning is logged.
     """
@@ -54,7 +55,7 @@ def _of_gguf(path: Path) -> Any:
 
     metadata = read_gguf(path).metadata
     split = metadata.get("tokenizer.ggml.pre")
-    if metadata["tokenizer.ggml.model"] == "gpt2" and str(split) not in _splits():
+    if metadata["tokenizer.ggml.model"] == "gpt2" and str(split) not in _known_splits():
         log.warning(
             "%s: transformers does not know the tokenizer's splits %s and takes GPT-2's, so some texts, as of numbers, "
             "may have other tokens than the model was trained with; use the Hugging Face directory, or token ids",
@@ -62,11 +63,11 @@ def _of_gguf(path: Path) -> Any:
             shown(split),
         )
     load = partial(PreTrainedTokenizerFast.from_pretrained, str(path.parent), gguf_file=path.name)
-    return _loaded(path, load)
+    return _load_checked(path, load)
 
 
-def _splits() -> Set[str]:
-    """The names of splits in GGUF files that transformers knows, and the names that mean GPT-2's splits."""
+def _known_splits() -> Set[str]:
+    """Returns the names of splits in GGUF files that transformers knows, and the names that mean GPT-2's splits."""
     try:
         from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
     except ImportError:
@@ -76,7 +77,7 @@ def _splits() -> Set[str]:
     return {str(None), "default", "gpt-2", *GGUF_PRE_TOKENIZER_SPLITS}
 
 
-def _loaded(path: Path, load: Callable[..., Any]) -> Any:
+def _load_checked(path: Path, load: Callable[..., Any]) -> Any:
     """Returns the tokenizer that `load` makes.  Raises EspalierError, see hugging_face_tokenizer."""
     try:
         hf = load(local_files_only=True)
@@ -113,8 +114,8 @@ def _refuse_code(path: Path) -> None:
 def _config_of_type(path: Path) -> Any:
     """A transformers config with the model's type, which alone decides the tokenizer's class.
 
-    It leaves out the fields of config.json: transformers may not know the type, or may refuse fields that Espalier
-    reads.
+    The fields of config.json are left out, because transformers may not know the type, or may refuse fields that
+    Espalier reads.
     """
     from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
@@ -128,7 +129,7 @@ def _config_of_type(path: Path) -> Any:
 
 
 def tokenizer_class(path: Path) -> Any:
-    """The class of transformers that loads the tokenizer in a directory; for any other path, AutoTokenizer.
+    """Returns the class of transformers that loads the tokenizer in a directory; for any other path, AutoTokenizer.
 
     If the files name no class, tokenizer.json is loaded as it stands: AutoTokenizer would guess by the model's type,
     and some classes replace what the file defines.  AutoTokenizer takes two seconds to import, most of it for PyTorch's
@@ -137,7 +138,7 @@ def tokenizer_class(path: Path) -> Any:
     config = _fields(path / "config.json")
     named = _fields(path / "tokenizer_config.json").get("tokenizer_class") or config.get("tokenizer_class")
     is_whole = named is None and (path / "tokenizer.json").is_file()
-    if is_whole or (named in PLAIN_CLASSES and config.get("model_type") in PLAIN_MODEL_TYPES):
+    if is_whole or (named in GENERIC_CLASSES and config.get("model_type") in GENERIC_MODEL_TYPES):
         from transformers import PreTrainedTokenizerFast
 
         return PreTrainedTokenizerFast
@@ -147,7 +148,7 @@ def tokenizer_class(path: Path) -> Any:
 
 
 def _fields(path: Path) -> dict[str, Any]:
-    """The fields of a JSON file; empty if it cannot be read."""
+    """Returns the fields of a JSON file; empty if it cannot be read."""
     try:
         return read_json(path)
     except EspalierError:
@@ -155,23 +156,23 @@ def _fields(path: Path) -> dict[str, Any]:
 
 
 def unbounded_pattern(backend: Any) -> str | None:
-    """The first pattern of a tokenizer that may take exponential time; None if there is none.  backend: a tokenizer of
-    the tokenizers library.
+    """Returns the first pattern of a tokenizer that may take exponential time, or None.  backend: a tokenizer of the
+    tokenizers library.
 
     The library bounds the time of each match, but a text has a match at each of its characters.
     """
-    patterns = (part.get("Regex") for name in STEPS for part in _parts(getattr(backend, name, None)))
-    return next((pattern for pattern in patterns if isinstance(pattern, str) and may_not_end(pattern)), None)
+    patterns = (part.get("Regex") for name in PIPELINE_STEPS for part in _step_objects(getattr(backend, name, None)))
+    return next((pattern for pattern in patterns if isinstance(pattern, str) and may_be_exponential(pattern)), None)
 
 
 def max_growth(backend: Any) -> int:
-    """The most characters that long replacements can make of one, since each may apply to the text of those before."""
-    parts = (part for name in STEPS for part in _parts(getattr(backend, name, None)))
-    sizes = [len(str(part[name])) for part in parts for name in WRITTEN if name in part]
-    return prod(size for size in sizes if size > FEW_CHARACTERS)
+    """Returns the most characters that replacements can make of one.  Later ones may apply to text of earlier ones."""
+    parts = (part for name in PIPELINE_STEPS for part in _step_objects(getattr(backend, name, None)))
+    sizes = [len(str(part[name])) for part in parts for name in REPLACEMENT_FIELDS if name in part]
+    return prod(size for size in sizes if size > MAX_SHORT_REPLACEMENT)
 
 
-def _parts(step: Any) -> Iterator[dict[str, Any]]:
+def _step_objects(step: Any) -> Iterator[dict[str, Any]]:
     """The JSON objects that a step of a tokenizer consists of."""
     try:
         left = [json.loads(step.__getstate__())]
@@ -185,16 +186,16 @@ def _parts(step: Any) -> Iterator[dict[str, Any]]:
             left += part
 
 
-def may_not_end(pattern: str) -> bool:
+def may_be_exponential(pattern: str) -> bool:
     """Whether a pattern repeats a part that contains a repetition or alternatives: (a+)+, (a|aa)*.
 
     Such a part can match one text in exponentially many ways.  Possessive and atomic repetitions try only one way.  The
     syntax is Oniguruma's.  Patterns of published tokenizers have no such part.
     """
     # For each open group: whether it is atomic, and whether it contains a repetition or alternatives.
-    groups, at = [[False, False]], 0
-    while at < len(pattern):
-        at, kind, is_atomic = _atom(pattern, at)
+    groups, index = [[False, False]], 0
+    while index < len(pattern):
+        index, kind, is_atomic = _read_atom(pattern, index)
         if kind == "(":
             groups.append([is_atomic, False])
             continue
@@ -205,8 +206,8 @@ def may_not_end(pattern: str) -> bool:
         if kind == ")" and len(groups) > 1:
             atomic, inside = groups.pop()
             varies = inside and not atomic
-        at, most, is_possessive = _repeats(pattern, at)
-        if most >= FEW_REPEATS and not is_possessive:
+        index, most, is_possessive = _read_quantifiers(pattern, index)
+        if most >= MAX_SAFE_REPEATS and not is_possessive:
             if varies:
                 return True
             varies = True
@@ -214,41 +215,41 @@ def may_not_end(pattern: str) -> bool:
     return False
 
 
-def _atom(pattern: str, at: int) -> tuple[int, str, bool]:
-    """(end, first character, whether it opens an atomic group) of the atom, or part of a group, at index `at`."""
-    first = pattern[at]
+def _read_atom(pattern: str, index: int) -> tuple[int, str, bool]:
+    """Returns (end, first character, whether it opens an atomic group) of the atom, or part of a group, at `index`."""
+    first = pattern[index]
     if first == "\\":
-        end = at + 2
-        if pattern[at + 1 : at + 2] in tuple("pPxuogk") and pattern[end : end + 1] == "{":
+        end = index + 2
+        if pattern[index + 1 : index + 2] in tuple("pPxuogk") and pattern[end : end + 1] == "{":
             end = pattern.find("}", end) + 1 or len(pattern)
         return end, first, False
     if first == "[":
-        return _end_of_class(pattern, at), first, False
-    if first == "(" and pattern[at + 1 : at + 2] == "?":
-        return at + 2, first, pattern[at + 2 : at + 3] == ">"
-    return at + 1, first, False
+        return _end_of_class(pattern, index), first, False
+    if first == "(" and pattern[index + 1 : index + 2] == "?":
+        return index + 2, first, pattern[index + 2 : index + 3] == ">"
+    return index + 1, first, False
 
 
-def _end_of_class(pattern: str, at: int) -> int:
-    """The end of a character class, which may contain other classes.  A ] in the first place is a character."""
-    depth, at = 1, at + 1
-    if pattern[at : at + 1] == "^":
-        at += 1
-    if pattern[at : at + 1] == "]":
-        at += 1
-    while at < len(pattern) and depth:
-        depth += {"[": 1, "]": -1}.get(pattern[at], 0)
-        at += 2 if pattern[at] == "\\" else 1
-    return at
+def _end_of_class(pattern: str, index: int) -> int:
+    """Returns the end of a character class, which may contain other classes.  A ] in the first place is a character."""
+    depth, index = 1, index + 1
+    if pattern[index : index + 1] == "^":
+        index += 1
+    if pattern[index : index + 1] == "]":
+        index += 1
+    while index < len(pattern) and depth:
+        depth += {"[": 1, "]": -1}.get(pattern[index], 0)
+        index += 2 if pattern[index] == "\\" else 1
+    return index
 
 
-def _repeats(pattern: str, at: int) -> tuple[int, float, bool]:
-    """(end, most repetitions, whether possessive) of the quantifiers at index `at`; most is 1 without a quantifier."""
+def _read_quantifiers(pattern: str, index: int) -> tuple[int, float, bool]:
+    """Returns (end, most repetitions, whether possessive) of the quantifiers at `index`; most is 1 without any."""
     most, is_possessive = 1.0, False
-    while found := QUANTIFIER.match(pattern, at):
+    while found := QUANTIFIER_PATTERN.match(pattern, index):
         low, comma, high = found["low"], found["comma"], found["high"]
         bounded = 1.0 if found["sign"] == "?" else float(high or "inf") if comma or not low else float(low)
         most = max(most, most * bounded)
         is_possessive |= found["suffix"] == "+" and found["sign"] is not None
-        at = found.end()
-    return at, most, is_possessive
+        index = found.end()
+    return index, most, is_possessive

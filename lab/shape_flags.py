@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from espalier.bench.flags import DRAFT_WEIGHTS, SHAPE_WEIGHTS
-from espalier.config import is_open
+from espalier.config import is_unresolved
 from espalier.errors import EspalierError
 from espalier.terminal.flags import flag_of
 
@@ -115,7 +115,7 @@ def acceptance_by_depth(path: Path) -> list[float]:
 def seed_of(settings: Mapping[str, Any]) -> int:
     """The seed of what a command makes: --seed, or the same each time.  settings: of the engine."""
     seed: Any = settings.get("seed")
-    return 0 if is_open(seed) else seed
+    return 0 if is_unresolved(seed) else seed
 
 
 def shape_settings(args: Namespace, settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from espalier.models.weight_formats import FORMATS, QUANTISATION_FIELDS
 from espalier.models.weight_formats.e2m1 import KV_SCALE_STRATEGIES
 from espalier.request import SamplingParams
 from espalier.speculate.drafters.base import DraftFormat
-from espalier.speculate.drafters.registry import DRAFT_FORMATS, MTP_NOT_BUILT, NOT_BUILT, WITHOUT_FILES
+from espalier.speculate.drafters.registry import DRAFT_FORMATS, UNSUPPORTED_DRAFTS, UNSUPPORTED_MTP, WITHOUT_FILES
 
 PAGE = Path(__file__).parents[1] / "docs" / "support.md"
 BY_LIBRARIES = """\
@@ -146,11 +146,11 @@ def drafters() -> str:
 
 
 def drafts_not_built() -> str:
-    return ", ".join(sorted({*NOT_BUILT.values()}))
+    return ", ".join(sorted({*UNSUPPORTED_DRAFTS.values()}))
 
 
 def not_built() -> str:
-    return ", ".join(sorted({*MTP_NOT_BUILT.values()}))
+    return ", ".join(sorted({*UNSUPPORTED_MTP.values()}))
 
 
 def sampling() -> str:

@@ -31,7 +31,7 @@ from espalier.kernels.layers.linear_plans import DENSE, LinearPlan, TritonPlan, 
 from espalier.kernels.layers.quantised import InputRows, QuantisedMatrix
 from espalier.kernels.runtime.launch import Chip, chip
 from espalier.kernels.runtime.precompile import precompile
-from espalier.layout import PLAIN, LaunchForm
+from espalier.layout import PLAIN_TREE, LaunchForm
 from espalier.models.weight_formats import dense
 from espalier.terminal.console import print_header, require_gpu
 from lab.bench.engines import OfShape, way_with
@@ -121,7 +121,7 @@ def rounds_of(executor: CudaExecutor, variants: Mapping[str, Plans], batch: int,
                 executor.run_eagerly(dummies)
     for name, plans in variants.items():
         with chosen(plans, rows):
-            graphs[name] = executor.captured(LaunchForm(batch), pool)
+            graphs[name] = executor.capture_graph(LaunchForm(batch), pool)
     return graphs
 
 
@@ -184,7 +184,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--shape", default="llama-3.1-8b", help="a named shape (llama-3.1-8b)")
     parser.add_argument("--weights", choices=SHAPE_WEIGHTS, help="quantised matrices (dense)")
     parser.add_argument("--draft-weights", choices=DRAFT_WEIGHTS, help="quantised matrices of the draft (dense)")
-    parser.add_argument("--tree", type=tree_shape, default=PLAIN, help="such as 5,8,64 (plain decoding)")
+    parser.add_argument("--tree", type=tree_shape, default=PLAIN_TREE, help="such as 5,8,64 (plain decoding)")
     parser.add_argument("--batch", type=int, default=1, help="requests of the round (1)")
     parser.add_argument("--rows", type=int, required=True, help="the products that are varied have so many rows")
     parser.add_argument("--seconds", type=float, default=30, help="for the turns of all variants (30)")

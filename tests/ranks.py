@@ -115,7 +115,7 @@ class KeptRanks(Ranks):
         """What function(follower) returns on each of the other ranks."""
         self.num_called += 1
         self.send(Called(self.num_called, function))
-        return [answer.value for answer in self.expect(Returned, self.num_called)]
+        return [answer.value for answer in self.wait_for_messages(Returned, self.num_called)]
 
 
 @dataclass

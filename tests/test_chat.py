@@ -7,7 +7,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
-from espalier.chat import finish
+from espalier.chat import run_steps
 from espalier.errors import EspalierError
 from espalier.text import Tokenizer
 
@@ -58,7 +58,7 @@ def family(make, template, special, others=(), **flags):
 
 
 def chat(tokenizer, messages, **options):
-    return finish(tokenizer.template.steps(messages, options), tokenizer.template.render)
+    return run_steps(tokenizer.template.steps(messages, options), tokenizer.template.render)
 
 
 # What families do with a message, one trait each: headers of several tokens, thoughts that are cut out, trimming, a

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from espalier.cache.layer_spec import KVHeads, LayerSpec, RecurrentState
 from espalier.cache.states import bytes_per_state
-from espalier.config import EngineConfig, SpeculationConfig, is_open
+from espalier.config import EngineConfig, SpeculationConfig, is_unresolved
 from espalier.errors import EspalierError, one_line
-from espalier.layout import PLAIN, TreeShape, max_draft_tokens
+from espalier.layout import PLAIN_TREE, TreeShape, max_draft_tokens
 from espalier.models import DraftSpec
 from espalier.models.block import MASK_EMBEDDING
 from espalier.models.weight_files import WeightCount
@@ -117,20 +117,20 @@ def test_every_field_says_what_it_is():
 
 def test_every_default_is_open_but_ranks_and_overrides():
     config = EngineConfig()
-    set_already = [f.name for f in fields(config) if not is_open(getattr(config, f.name))]
+    set_already = [f.name for f in fields(config) if not is_unresolved(getattr(config, f.name))]
     assert set_already == ["tensor_parallel", "model_overrides"]
 
 
 def test_a_seed_is_random_unless_it_is_given():
     """Engines without one draw apart, and each says its own; --seed fixes it."""
     assert len({resolved().seed for _ in range(8)}) == 8
-    assert {resolved(seed=7).seed for _ in range(2)} == {7} and "seed" in resolved().block()
+    assert {resolved(seed=7).seed for _ in range(2)} == {7} and "seed" in resolved().as_text()
 
 
 def test_nothing_is_left_open():
     config = resolved()
     values = config.as_dict()
-    assert not [name for name, value in values.items() if is_open(value)]
+    assert not [name for name, value in values.items() if is_unresolved(value)]
     layout = config.layout
     assert layout.max_context == 2048
     assert (config.algorithm, layout.tree) == ("eagle3", TreeShape(5, 4, 16))
@@ -138,7 +138,7 @@ def test_nothing_is_left_open():
     # What is logged, sent and written names the sizes as EngineConfig does.  max_pause_ms becomes busy_chunk_size.
     assert {f.name for f in fields(EngineConfig)} - {"speculation", "max_pause_ms"} <= set(values)
     assert {"algorithm", "by_batch", "reentry", "block_rows", *asdict(layout.tree)} <= set(values)
-    assert [line.split()[0] for line in config.block().splitlines()] == list(values)
+    assert [line.split()[0] for line in config.as_text().splitlines()] == list(values)
 
 
 def test_what_is_set_stays_and_the_rest_follows():
@@ -189,7 +189,7 @@ def test_more_nodes_than_the_bound_are_refused_with_the_bound():
 def test_without_speculation_the_tree_is_its_root():
     for plain in (None, SpeculationConfig(algorithm="none")):
         config = resolved(speculation=plain)
-        assert (config.algorithm, config.layout.tree) == ("none", PLAIN)
+        assert (config.algorithm, config.layout.tree) == ("none", PLAIN_TREE)
     with pytest.raises(EspalierError, match="steps=3"):
         resolved(speculation=SpeculationConfig(algorithm="none", steps=3))
     with pytest.raises(EspalierError, match="steps=0 is plain decoding, but topk=4 is set"):

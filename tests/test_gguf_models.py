@@ -10,7 +10,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from espalier import LLM, SamplingParams
-from espalier.chat import finish
+from espalier.chat import run_steps
 from espalier.cli.main import main
 from espalier.errors import EspalierError
 from espalier.kernels.layers.blocks import BLOCK_TYPES, BlockMatrix, dequantise_blocks
@@ -56,7 +56,7 @@ def test_the_tokenizer_and_the_template_are_the_files() -> None:
     end, user, assistant = (vocab_size for vocab_size in range(265, 268))
     assert config.eos_token_ids == (end, user)
     conversation = [{"role": "user", "content": "hello world"}]
-    assert finish(tokenizer.template.steps(conversation, {}), tokenizer.template.render) == [
+    assert run_steps(tokenizer.template.steps(conversation, {}), tokenizer.template.render) == [
         user,
         *made.encode("hello world").ids,
         assistant,

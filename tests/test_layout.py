@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from espalier.errors import EspalierError
-from espalier.layout import PLAIN, RoundLayout, TreeShape, bucket_of, max_draft_tokens
+from espalier.layout import PLAIN_TREE, RoundLayout, TreeShape, bucket_of, max_draft_tokens
 
 SIZES = {
     "max_batch": 4,
@@ -25,8 +25,8 @@ def layout(**change) -> RoundLayout:
 
 
 def test_tokens_ahead_at_steps_5_are_13_with_overlap_and_7_in_lock_step():
-    assert (layout().tokens_ahead(2), layout().tokens_ahead(1)) == (13, 7)
-    assert layout(steps=0, num_draft_tokens=1).tokens_ahead(2) == 3
+    assert (layout().max_tokens_ahead(2), layout().max_tokens_ahead(1)) == (13, 7)
+    assert layout(steps=0, num_draft_tokens=1).max_tokens_ahead(2) == 3
 
 
 @pytest.mark.parametrize(
@@ -65,11 +65,11 @@ def test_tables_hold_the_context_and_what_is_ahead(page_size):
 
 def test_a_reserve_is_what_is_ahead_in_pages_and_ends_with_the_request():
     made = layout(page_size=16)
-    assert made.reserve(num_known=100, rounds=2, end=4096) == -(-113 // 16)
-    assert made.reserve(num_known=100, rounds=1, end=4096) == -(-107 // 16)
+    assert made.pages_needed(num_known=100, rounds=2, end=4096) == -(-113 // 16)
+    assert made.pages_needed(num_known=100, rounds=1, end=4096) == -(-107 // 16)
     # A round launched past the end decides one token more, for nobody.
-    assert layout(page_size=1).reserve(num_known=100, rounds=1, end=103) == 103
-    assert layout(page_size=1).reserve(num_known=100, rounds=2, end=103) == 104
+    assert layout(page_size=1).pages_needed(num_known=100, rounds=1, end=103) == 103
+    assert layout(page_size=1).pages_needed(num_known=100, rounds=2, end=103) == 104
 
 
 def test_prefill_widths_are_doublings_up_to_the_chunk_and_their_middles():
@@ -106,11 +106,11 @@ def test_a_size_that_cannot_be_is_refused(change, message):
 
 def test_a_buffer_of_another_layout_is_refused_naming_all_there_is_to_know():
     made = layout()
-    made.require("tree.tokens", torch.zeros(4, 64), 4, 64)
-    made.require("tree.tokens", torch.zeros(4, 64), -1, 64)
+    made.require_shape("tree.tokens", torch.zeros(4, 64), 4, 64)
+    made.require_shape("tree.tokens", torch.zeros(4, 64), -1, 64)
     for wrong in (torch.zeros(4, 63), torch.zeros(4), torch.zeros(4, 64, 1)):
         with pytest.raises(EspalierError) as refused:
-            made.require("tree.tokens", wrong, 4, 64)
+            made.require_shape("tree.tokens", wrong, 4, 64)
         for part in ("tree.tokens", "[4, 64]", str(list(wrong.shape)), "topk=8", "page_size=256", "same layout"):
             assert part in str(refused.value)
         assert "\n" not in str(refused.value)
@@ -122,25 +122,31 @@ def test_a_buffer_of_another_layout_is_refused_naming_all_there_is_to_know():
 
 def test_each_batch_has_the_tree_of_the_greatest_number_up_to_its_own():
     small = TreeShape(3, 2, 8)
-    made = layout(max_batch=64, trees=((8, small), (64, PLAIN)))
-    assert [made.for_batch(batch).tree for batch in (1, 7, 8, 63, 64)] == [made.tree, made.tree, small, small, PLAIN]
+    made = layout(max_batch=64, trees=((8, small), (64, PLAIN_TREE)))
+    assert [made.for_batch(batch).tree for batch in (1, 7, 8, 63, 64)] == [
+        made.tree,
+        made.tree,
+        small,
+        small,
+        PLAIN_TREE,
+    ]
     assert made.for_batch(7) is made and made.for_batch(8).trees == ()
     of_8 = made.for_batch(8)
     assert (of_8.extend_width, of_8.beam_rows, of_8.page_size) == (4, 4, made.page_size)
 
 
 def test_staging_holds_the_fullest_batch_of_any_tree():
-    trees = ((8, TreeShape(3, 2, 8)), (64, PLAIN))
+    trees = ((8, TreeShape(3, 2, 8)), (64, PLAIN_TREE))
     made = layout(max_batch=64, trees=trees)
     assert [(batch, each.tree) for batch, each in made.largest_rounds] == [
         (7, made.tree),
         (63, trees[0][1]),
-        (64, PLAIN),
+        (64, PLAIN_TREE),
     ]
     assert (made.verify_rows, made.draft_rows) == (63 * 8, 512)
     assert replace(made, chunk_size=16).draft_rows == 63 * 4
     assert layout(max_batch=6, trees=trees).largest_rounds == ((6, layout(max_batch=6, trees=trees)),)
-    assert layout(trees=((1, PLAIN),)).verify_rows == 4
+    assert layout(trees=((1, PLAIN_TREE),)).verify_rows == 4
     assert made.history_width == layout().history_width
 
 
@@ -152,7 +158,7 @@ def test_no_batch_has_a_tree_above_the_configured_one():
             layout().with_tree(shape)
     for sizes in ((0,), (2, 2), (3, 2)):
         with pytest.raises(EspalierError, match="ascending"):
-            layout(trees=tuple((size, PLAIN) for size in sizes))
+            layout(trees=tuple((size, PLAIN_TREE) for size in sizes))
 
 
 @pytest.mark.parametrize(("batch", "bucket"), [(1, 1), (4, 4), (5, 6), (12, 12), (13, 13)])

@@ -18,7 +18,7 @@ from espalier import LLM, EspalierError, Grammar, SamplingParams, SpeculationCon
 from espalier.config import EngineConfig
 from espalier.llm import prepare
 from espalier.request import Output
-from espalier.speculate.drafters.registry import what_to_check
+from espalier.speculate.drafters.registry import low_acceptance_advice
 from espalier.startup import load
 from tests.harness import VOCAB, directories
 
@@ -405,9 +405,9 @@ def test_a_larger_max_context_is_advised_only_where_the_model_has_more_positions
     inputs = prepare(EngineConfig(model=paths[0], max_context=4096)).inputs
     whose = r"is 4096 tokens for prompt and output \(it has no more positions\)"
     with pytest.raises(EspalierError, match=rf"{whose}; shorten the prompt to 4095 tokens$"):
-        inputs.tokens([1] * 4096)
+        inputs.prompt_tokens([1] * 4096)
     with pytest.raises(EspalierError, match=rf"{whose}; shorten the prompt to 4095 tokens$"):
-        inputs.tokens("a" * 4096)
+        inputs.prompt_tokens("a" * 4096)
     with pytest.raises(EspalierError, match=rf"{whose}; use at most 4094, or leave it out$"):
         inputs.require_room([1, 2], SamplingParams(max_tokens=4095))
 
@@ -596,7 +596,7 @@ def test_acceptance_that_stays_near_nothing_is_warned_of_once(llm, monkeypatch, 
     ],
 )
 def test_the_alarm_names_the_checks_to_make(algorithm, checks):
-    assert checks in what_to_check(algorithm)
+    assert checks in low_acceptance_advice(algorithm)
 
 
 def test_the_resolved_configuration_is_logged_once_and_whole(paths, caplog):
@@ -604,4 +604,4 @@ def test_the_resolved_configuration_is_logged_once_and_whole(paths, caplog):
     with caplog.at_level(logging.INFO, "espalier"), LLM(model=target, draft=draft, **SETTINGS) as llm:
         logged = [record.getMessage() for record in caplog.records if "resolved configuration" in record.getMessage()]
     assert len(logged) == 1
-    assert llm.config.block() in logged[0]
+    assert llm.config.as_text() in logged[0]

@@ -76,8 +76,8 @@ def test_a_stream_that_python_drops_in_the_middle_of_a_step_changes_no_token(llm
 
 def test_what_comes_in_the_middle_of_a_step_runs_behind_it():
     turn, events = EngineLock(), []
-    with turn.postponing(), turn.lock:
-        with turn.uninterrupted():
+    with turn.run_postponed_after(), turn.lock:
+        with turn.uninterrupted_turn():
             turn.run(lambda: events.append("later"))
             events.append("step")
         assert events == ["step", "later"]
@@ -88,7 +88,7 @@ def test_what_comes_in_the_middle_of_a_step_runs_behind_it():
 def test_a_thread_leaves_what_it_has_to_do_to_the_thread_whose_turn_it_is():
     """It never waits: that thread may wait for it, as for the thread that runs launches."""
     turn, events = EngineLock(), []
-    with turn.postponing(), turn.lock:
+    with turn.run_postponed_after(), turn.lock:
         other = threading.Thread(target=turn.run, args=(lambda: events.append("other"),), daemon=True)
         other.start()
         other.join(60)
@@ -138,7 +138,7 @@ def interrupt(turn: EngineLock, moment: int) -> bool:
 
     sys.settrace(press)
     try:
-        with turn.postponing(), turn.lock, turn.uninterrupted():
+        with turn.run_postponed_after(), turn.lock, turn.uninterrupted_turn():
             turn.run(list)
     except KeyboardInterrupt:
         pass

@@ -6,7 +6,7 @@ import pickle
 import numpy as np
 import pytest
 
-from espalier.logprobs import TokenLogprob, TokenLogprobs, words
+from espalier.logprobs import TokenLogprob, TokenLogprobs, row_words
 from espalier.request import OutputChunk
 from espalier.server import protocol
 from espalier.server.protocol import Harvest, Part
@@ -16,7 +16,7 @@ CUT = [TokenLogprob(e.token_id, e.logprob, e.top[:1], e.rank) for e in ENTRIES]
 
 
 def rows_of(entries):
-    rows = np.zeros((len(entries), words(2)), np.int64)
+    rows = np.zeros((len(entries), row_words(2)), np.int64)
     floats = rows.view(np.float64)
     for row, numbers, entry in zip(rows, floats, entries, strict=True):
         row[[0, 1]], numbers[2] = (entry.token_id, entry.rank), entry.logprob
@@ -27,7 +27,7 @@ def rows_of(entries):
 def kept(count=2, of_prompt=False):
     made = TokenLogprobs(of_prompt=of_prompt)
     for at in (slice(0, 2), slice(2, 2), slice(2, 5)):
-        assert made.add(rows_of(ENTRIES[at])[:, : words(count)]) == (CUT if count == 1 else ENTRIES)[at]
+        assert made.add(rows_of(ENTRIES[at])[:, : row_words(count)]) == (CUT if count == 1 else ENTRIES)[at]
     return made
 
 

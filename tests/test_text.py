@@ -22,7 +22,7 @@ from espalier.text import (
     Tokenizer,
     load_tokenizer,
 )
-from espalier.tokenizer_files import PLAIN_MODEL_TYPES, tokenizer_class
+from espalier.tokenizer_files import GENERIC_MODEL_TYPES, tokenizer_class
 
 BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
 MERGES = [("a", "b"), ("Ã", "©")]
@@ -196,7 +196,7 @@ def test_special_tokens_that_a_parser_reads_are_shown_and_the_others_not(name, t
     ids = {mark: tokenizer.hf.convert_tokens_to_ids(mark) for mark in ("<call>", "</call>", "<end>")}
     prompt = spelled(name, "a")
     tokens = [token for part in parts for token in ([ids[part]] if part in ids else spelled(name, part))]
-    sink, found = tokenizer.sink(prompt, shown=shown), ""
+    sink, found = tokenizer.sink(prompt, visible_ids=shown), ""
     for token in tokens:
         sink.push(token)
         if data.draw(st.booleans()):
@@ -312,7 +312,7 @@ def test_a_broken_tokenizer_is_refused_in_one_line(tmp_path):
 PLAIN = {"tokenizer_class": "PreTrainedTokenizerFast"}
 
 
-@pytest.mark.parametrize("model_type", PLAIN_MODEL_TYPES)
+@pytest.mark.parametrize("model_type", GENERIC_MODEL_TYPES)
 @pytest.mark.parametrize(
     "declared", [PLAIN, {"tokenizer_class": "TokenizersBackend"}], ids=lambda d: d["tokenizer_class"]
 )

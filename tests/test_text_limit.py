@@ -94,7 +94,7 @@ def test_what_is_far_too_long_exceeds_it(name):
 
 @pytest.mark.parametrize("name", UNBOUNDED)
 def test_where_text_may_vanish_there_is_no_bound(name):
-    assert TextLimit(UNBOUNDED[name]).characters_a_token is None
+    assert TextLimit(UNBOUNDED[name]).max_chars_per_token is None
 
 
 def test_a_tokenizer_of_another_kind_has_no_bound():

@@ -16,7 +16,7 @@ from espalier.errors import EspalierError
 from espalier.models.families import FAMILIES
 from espalier.startup.checkpoints import BUNDLED_FILES
 from espalier.text import Tokenizer, load_tokenizer
-from espalier.tokenizer_files import may_not_end, unbounded_pattern
+from espalier.tokenizer_files import may_be_exponential, unbounded_pattern
 from espalier.train.data import read_prompts
 from tests.pairwise import in_turn_params
 from tests.test_text import BYTE_LEVEL
@@ -154,7 +154,7 @@ ENDLESS = [
 
 @pytest.mark.parametrize(("patterns", "refused"), [(END, False), (ENDLESS, True)])
 def test_patterns_that_may_not_end_are_told_from_those_that_do(patterns: list[str], refused: bool) -> None:
-    assert [pattern for pattern in patterns if may_not_end(pattern) != refused] == []
+    assert [pattern for pattern in patterns if may_be_exponential(pattern) != refused] == []
 
 
 @pytest.mark.parametrize("where", ["normalizer", "pre_tokenizer", "decoder"])
@@ -209,7 +209,7 @@ some_pattern = st.recursive(
 
 @given(pattern=some_pattern)
 def test_what_is_not_refused_ends_soon(pattern: str) -> None:
-    if not may_not_end(pattern):
+    if not may_be_exponential(pattern):
         backend = splitting_by(f"{pattern}c").backend
         begun = time.thread_time()
         backend.pre_tokenizer.pre_tokenize_str("ab" * 12 + "a" * 24 + "b" * 24)

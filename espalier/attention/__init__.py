@@ -14,7 +14,7 @@ from espalier.attention.sdpa import SdpaBackend
 from espalier.attention.support import Library, Provider, Support
 from espalier.attention.triton import TritonBackend
 from espalier.attention.trtllm import TrtllmBackend
-from espalier.cache.layer_spec import Keeps, LayerSpec, groups_of, layers_with_rows
+from espalier.cache.layer_spec import Keeps, LayerSpec, group_layers, layers_with_rows
 from espalier.errors import EspalierError
 from espalier.kernels.ops.attention import Nodes, Prefix
 
@@ -31,7 +31,7 @@ BACKENDS: dict[str, type[AttentionBackend]] = {
     )
 }
 # Separates the names if the groups of a model have different backends.
-SEPARATOR = ", "
+NAME_SEPARATOR = ", "
 
 
 def backend(name: str) -> AttentionBackend:
@@ -63,9 +63,9 @@ def choose_backends(
 
     configured: the name that the user set, None for auto.  Layers that keep a state need no backend.
     """
-    groups = groups_of(specs, layers_with_rows(specs, layers)) or (None,)
+    groups = group_layers(specs, layers_with_rows(specs, layers)) or (None,)
     names = [configured or default_backend(device, dtype, keeps) for keeps in groups]
-    return names[0] if len(set(names)) == 1 else SEPARATOR.join(names)
+    return names[0] if len(set(names)) == 1 else NAME_SEPARATOR.join(names)
 
 
 def grouped_backend(
@@ -82,8 +82,8 @@ def grouped_backend(
 
     Raises EspalierError if a backend cannot run its layers.
     """
-    groups = groups_of(specs, layers_with_rows(specs, layers))
-    group_names = names.split(SEPARATOR)
+    groups = group_layers(specs, layers_with_rows(specs, layers))
+    group_names = names.split(NAME_SEPARATOR)
     group_names *= len(groups) if len(group_names) == 1 else 1
     if len(group_names) != len(groups):
         raise EspalierError(
@@ -92,13 +92,13 @@ def grouped_backend(
             "each group"
         )
     backends = []
-    for name, group_layers in zip(group_names, groups.values(), strict=True):
+    for name, members in zip(group_names, groups.values(), strict=True):
         group_backend = backend(name)
-        group_specs = [specs[layer] for layer in group_layers]
+        group_specs = [specs[layer] for layer in members]
         support = group_backend.support
         support.require(device, dtype, page_size, group_specs, left_bound, exact_lengths)
         require_our_kernels(support, device, dtype, page_size, group_specs, left_bound)
-        backends.append((group_layers, group_backend))
+        backends.append((members, group_backend))
     return GroupedBackend(backends)
 
 

@@ -1,9 +1,9 @@
 """The contract of attention backends.
 
-Every forward pass (a prompt chunk, a draft level, a verify tree, a draft extend) has queries [B, Q].  They attend to
-committed rows in pages and to staged rows [B, R].  A backend must supply attention over the committed rows, with its
-log-sum-exp.  Attention over the staged rows (kernels/ops/attention.py:staged_attention) and the merge are then shared
-code.  A backend may override `attend` to do both in one kernel.
+Every forward pass (a prompt chunk, a draft level, a verify tree, a draft extend) has queries [B, Q].  The queries
+attend to committed rows in pages and to staged rows [B, R].  A backend must supply attention over the committed rows,
+with its log-sum-exp.  Attention over the staged rows (kernels/ops/attention.py:staged_attention) and the merge are then
+shared code.  A backend may override `attend` to do both in one kernel.
 """
 
 from collections.abc import Sequence
@@ -25,58 +25,57 @@ from espalier.kernels.state.kv_scales import KVScales
 
 @dataclass(frozen=True)
 class CommittedLengths:
-    """What the host knows about the committed lengths before a launch.
+    """The committed lengths of a launch's requests, as far as the host knows them.
 
-    at_most: upper bound per request (per piece in a prefill pass), in batch order; 0 for padding at the end.
-    exact: the bounds are the lengths, as where no round is in flight.  A capture says True only if every replay of its
-    graph will.
-    in_graph: whether the launch is a CUDA graph: its capture, the eager run before the capture, or a replay.
+    max_lengths: upper bound per request (per piece in a prefill pass), in batch order; 0 for padding at the end.
+    exact: whether the bounds are the lengths, as in lock-step.  A capture sets True only if every replay of its graph
+    has exact bounds.  in_graph: whether the launch is a CUDA graph: its capture, the eager run before the capture, or a
+    replay.
     """
 
-    at_most: tuple[int, ...]
+    max_lengths: tuple[int, ...]
     exact: bool
     in_graph: bool = False
 
     @property
-    def longest(self) -> int:
-        return max(self.at_most, default=0)
+    def max_length(self) -> int:
+        return max(self.max_lengths, default=0)
 
-    def padded(self, batch: int) -> "CommittedLengths":
-        """With padding requests up to `batch`."""
-        return replace(self, at_most=self.at_most + (0,) * (batch - len(self.at_most)))
+    def padded_to(self, batch: int) -> "CommittedLengths":
+        """Returns the lengths with padding requests up to `batch`."""
+        return replace(self, max_lengths=self.max_lengths + (0,) * (batch - len(self.max_lengths)))
 
-    def with_more_rows(self, rows: int) -> "CommittedLengths":
-        """With `rows` more rows for each request."""
-        return replace(self, at_most=tuple(length + rows for length in self.at_most))
+    def with_more_rows(self, num_rows: int) -> "CommittedLengths":
+        """Returns the lengths with `num_rows` more rows for each request."""
+        return replace(self, max_lengths=tuple(length + num_rows for length in self.max_lengths))
 
 
 class SelectedMask(NamedTuple):
-    """mask: [B, Q, P + R] bool, whether a query attends to the row at each of the first P positions, and to each staged
-    row."""
+    """mask: [B, Q, P + R] bool, whether a query attends to each of the first P positions, and to each staged row."""
 
     mask: Tensor
 
 
-# The chosen rows of a layer's queries, in the form of its backend.
+# The rows that a layer's queries attend to.  Each backend uses one of the two types.
 Selection = SelectedMask | SelectedRows
 
 
-def narrow_selection(selection: Selection, kept: Tensor) -> Selection:
-    """The selection [B, 1, ...] of the rows `kept` [B] of the B · Q rows."""
-    return type(selection)(*(values.flatten(0, 1)[kept][:, None] for values in selection))
+def narrow_selection(selection: Selection, kept_rows: Tensor) -> Selection:
+    """Returns the selection [B, 1, ...] of the query rows `kept_rows` [B] among the B · Q rows."""
+    return type(selection)(*(values.flatten(0, 1)[kept_rows][:, None] for values in selection))
 
 
 @dataclass(eq=False)
 class Attention:
-    """The plan of one pass.  Subclasses implement over_prefix, and may override attend."""
+    """The attention plan of one pass.  Subclasses implement attend_prefix, and may override attend."""
 
     pages: PagedKV
     specs: Sequence[LayerSpec]
     prefix: Prefix
     nodes: Nodes
 
-    def over_prefix(self, q: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-        """Attention of q [B, Q, heads, k_size] over the committed rows inside the layer's window.
+    def attend_prefix(self, q: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        """Computes attention of q [B, Q, heads, k_size] over the committed rows inside the layer's window.
 
         Returns out [B, Q, heads, v_size] and lse [B, Q, heads] float32 (float64 for float64), natural log.  An empty
         prefix gives zeros and lse -inf.
@@ -86,35 +85,34 @@ class Attention:
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None = None, selected: Selection | None = None
     ) -> Tensor:
-        """Attention of q [B, Q, heads, k_size] over the committed rows and the staged k, v [B, R, kv_heads, size].
+        """Computes attention of q [B, Q, heads, k_size] over committed rows and the staged k, v [B, R, kv_heads, size].
 
-        k, v: as the layer's `keeps.read` gives them.
-        sink: [heads] float32 (float64 for float64), one extra logit per head that joins the softmax and has no value.
-        selected: the only rows that the queries attend to, of a layer without sinks; None: all that they see.
-        Returns out [B, Q, heads, v_size].
+        k, v: as the layer's `keeps.read` gives them.  sink: [heads] float32 (float64 for float64), one extra logit per
+        head that joins the softmax and has no value.  selected: the rows that the queries attend to, for a layer
+        without sinks; None for all visible rows.  Returns out [B, Q, heads, v_size].
         """
         assert selected is None, "a backend that selects attends to its selections"
         over_staged = staged_attention(self.inputs(layer, q, (k, v), *self._no_prefix))
-        return merge(self.over_prefix(q, layer), over_staged, sink)
+        return merge(self.attend_prefix(q, layer), over_staged, sink)
 
-    def over_committed(self, layer: int, q: Tensor) -> Tensor:
-        """As `attend` where there are no staged rows; zeros for an empty prefix."""
-        return self.over_prefix(q, layer)[0]
+    def attend_committed(self, layer: int, q: Tensor) -> Tensor:
+        """Returns `attend` over the committed rows alone; zeros for an empty prefix."""
+        return self.attend_prefix(q, layer)[0]
 
     def select(self, layer: int, queries: IndexQueries, keys: Tensor) -> Selection | None:
-        """The rows that each query attends to, the layer's topk at most; None: all that it sees.
+        """Returns the rows that each query attends to, at most the layer's topk; None for all visible rows.
 
         queries: [B, Q, ...]; keys: [B, R, 1, size], the index keys of the staged rows.
         """
         raise EspalierError("this attention backend does not attend to chosen rows; use another one")
 
     def select_by_mask(
-        self, layer: int, queries: IndexQueries, keys: Tensor, rows: Tensor, held: Tensor
+        self, layer: int, queries: IndexQueries, keys: Tensor, rows: Tensor, exists: Tensor
     ) -> SelectedMask:
-        """`select` in plain torch.  rows [B, P]: rows of the pages; held [B, P]: whether they exist."""
+        """Implements `select` in plain torch. rows [B, P]: rows of the pages; held [B, P]: whether they exist."""
         committed = self.pages.layers[layer][1].index_select(0, rows.flatten()).view(*rows.shape, keys.shape[3])
         scores = scores_of(queries, torch.cat((committed, keys[:, :, 0]), 1))
-        seen = torch.cat((held[:, None].expand(-1, scores.shape[1], -1), self.nodes.visible(None)), 2)
+        seen = torch.cat((exists[:, None].expand(-1, scores.shape[1], -1), self.nodes.visible(None)), 2)
         topk = self.specs[layer].topk
         assert topk is not None
         return SelectedMask(top_rows(scores.masked_fill_(~seen, -torch.inf), topk))
@@ -128,7 +126,7 @@ class Attention:
         splits: KVSplits,
         sink: Tensor | None = None,
     ) -> AttentionInputs:
-        """The arguments of one of our attention kernels in a layer."""
+        """Returns the arguments of our attention kernels for a layer."""
         spec, pages, page_size = self.specs[layer], self.committed(layer), self.pages.page_size
         rows = (q, pages, page_size, prefix, self.nodes, splits, spec.softmax_scale, staged)
         return AttentionInputs(*rows, spec.window, sink, spec.softcap, self.scales(layer))
@@ -138,16 +136,16 @@ class Attention:
         return empty_prefix(self.nodes.positions.shape[0], self.nodes.positions.device)
 
     def scales(self, layer: int) -> KVScales | None:
-        """The scales of a layer whose rows are FP8."""
+        """Returns the scales of a layer with FP8 rows, else None."""
         return self.pages.scales.get(layer)
 
     def committed(self, layer: int) -> tuple[Tensor, Tensor]:
-        """K and V [rows, kv_heads, size] of all pages of a layer, as they are stored."""
+        """Returns K and V [rows, kv_heads, size] of all pages of a layer, as they are stored."""
         return self.specs[layer].rows.read(self.pages.layers[layer])
 
 
 class AttentionBackend:
-    """A backend plans each pass.  attention: the class of its plans.
+    """An attention backend makes a plan for each pass.  attention: the class of its plans.
 
     `plan` and the Attention it returns may run inside a captured CUDA graph: they must not read lengths on the host.
     """
@@ -159,16 +157,16 @@ class AttentionBackend:
         """Called on the host before every launch: eager, capture and replay, on the stream of the launch."""
 
     def plan(self, pages: PagedKV, specs: Sequence[LayerSpec], prefix: Prefix, nodes: Nodes) -> Attention:
-        """The plan for some queries of a pass, shared by all layers that have these queries."""
+        """Returns the plan for some queries of a pass.  All layers with these queries share the plan."""
         return self.attention(pages, specs, prefix, nodes)
 
 
 class GroupedBackend:
-    """groups: for each group its layers and its backend.  of_layer: the backend of each layer."""
+    """The backends of a model's layer groups.  groups: (layers, backend) each.  by_layer: each layer's backend."""
 
     def __init__(self, groups: Sequence[tuple[tuple[int, ...], AttentionBackend]]):
         self.groups = tuple(groups)
-        self.of_layer = {layer: backend for layers, backend in self.groups for layer in layers}
+        self.by_layer = {layer: backend for layers, backend in self.groups for layer in layers}
 
     @property
     def captures_prefill(self) -> bool:

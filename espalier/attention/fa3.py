@@ -1,8 +1,8 @@
 """FlashAttention-3: Hopper, K and V heads and latent rows.
 
 The kernels come with the FlashAttention-3 package or inside the sglang-kernel wheel; the functions of both have the
-same arguments.  They read page tables and lengths on the device and split long requests among programs there.  The
-largest number of splits follows from shapes alone, so the host plans nothing.  The log-sum-exp is in natural log.
+same arguments.  The kernels read page tables and lengths on the device and split long requests among programs there.
+The largest number of splits follows from shapes alone, so the host plans nothing.  The log-sum-exp is in natural log.
 
 On pages of 64 rows and more the kernels multiply the rows past a request's length by zero, so these rows must be
 finite.  Therefore the engine clears the pages of a request whose logits were not finite (LaunchInput.cleared_pages).
@@ -35,9 +35,9 @@ def flash_attn_with_kvcache() -> Callable[..., tuple[Tensor, ...]]:
 
 
 class FA3Attention(LibraryAttention):
-    def attend_rest(self, q: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+    def attend_by_library(self, q: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         spec = self.specs[layer]
-        k, v = self.paged(layer)
+        k, v = self.paged_rows(layer)
         of_latent = {}
         if isinstance(spec.keeps, LatentKV):
             # The library takes the latent part of queries and rows apart from the rotated part.

@@ -30,7 +30,7 @@ from espalier.errors import EspalierError
 from espalier.kernels.ops.attention import Nodes, Prefix
 
 # FA3 is used from this number of queries per request on, if lengths are exact: chunks of prompts, and large trees.
-FA3_QUERIES = 256
+MIN_FA3_QUERIES = 256
 # Bytes of scratch memory that the library needs, and the most bytes of the splits' partial results.
 WORKSPACE_BYTES, MAX_WORKSPACE_BYTES = 2**27, 2**29
 # The most plans that are kept for eager passes.  A prefill pass needs two for the target: one for all rows, and one for
@@ -57,7 +57,7 @@ class PassShape:
 
     @property
     def uses_fa3(self) -> bool:
-        return self.is_hopper and self.exact and self.queries >= FA3_QUERIES
+        return self.is_hopper and self.exact and self.queries >= MIN_FA3_QUERIES
 
     @property
     def is_split(self) -> bool:
@@ -78,29 +78,29 @@ class Plan:
     """A wrapper of the library for one shape of pass, and the wrapper's int32 device buffers.  Every launch writes the
     buffers.
 
-    queries: [B + 1] on the host, the index of each request's first query; starts: [B + 1], the index of its first page
-    in `pages` [B · width]; last: [B], rows in its last page (for latent rows: all rows of the request).
+    queries: [B + 1] on the host, the index of each request's first query; page_starts: [B + 1], the index of its first
+    page in `pages` [B · width]; last_rows: [B], rows in its last page (for latent rows, all rows of the request).
     """
 
     def __init__(self, shape: PassShape, workspace: Tensor):
         self.shape, device = shape, workspace.device
         sizes = shape.batch + 1, shape.batch * shape.width, shape.batch
-        self.starts, self.pages, self.last = (torch.zeros(n, dtype=torch.int32, device=device) for n in sizes)
+        self.page_starts, self.pages, self.last_rows = (torch.zeros(n, dtype=torch.int32, device=device) for n in sizes)
         self.queries = torch.arange(shape.batch + 1, dtype=torch.int32) * shape.queries
         # The library stages a plan in pinned memory.  The host must not overwrite it before the copy has ended.
         self.copy_event = torch.cuda.Event() if device.type == "cuda" else None
         self.lengths: CommittedLengths | None = None
         self.located_prefix: Prefix | None = None
-        self.wrapper = self._wrapper(workspace, (self.queries.to(device), self.starts, self.pages, self.last))
+        self.wrapper = self._wrapper(workspace, (self.queries.to(device), self.page_starts, self.pages, self.last_rows))
 
     def make(self, lengths: CommittedLengths) -> None:
-        """Plan for these lengths.  Raises EspalierError if the plan needs exact lengths and these are upper bounds."""
+        """Plan for these lengths.  Raises EspalierError if the plan needs exact lengths and gets upper bounds."""
         if self.lengths is not None and (lengths == self.lengths or not self.needs_lengths):
             return
         if self.needs_lengths and not lengths.exact:
             raise EspalierError("attention=flashinfer planned a pass with exact lengths, and now has only bounds")
         self.wait()
-        rows = torch.tensor(lengths.at_most, dtype=torch.int32) - self.shape.skipped * self.shape.page_size
+        rows = torch.tensor(lengths.max_lengths, dtype=torch.int32) - self.shape.skipped * self.shape.page_size
         self._plan(rows.clamp(min=0))
         self.lengths = lengths
         if self.copy_event is not None:
@@ -111,17 +111,17 @@ class Plan:
         if self.copy_event is not None:
             self.copy_event.synchronize()
 
-    def locate(self, rest: Prefix) -> None:
+    def write_pages(self, rest: Prefix) -> None:
         """Write the pages of all requests, request after request, for the lengths on the device."""
         if self.located_prefix is rest:
             return
         self.located_prefix = rest
         ends = num_pages(rest.length, self.shape.page_size).cumsum(0)
-        self.starts[1:].copy_(ends)
-        self.last.copy_(self._last(rest.length))
+        self.page_starts[1:].copy_(ends)
+        self.last_rows.copy_(self._last_page_rows(rest.length))
         place = torch.arange(self.pages.shape[0], device=ends.device)
         request = torch.searchsorted(ends, place, right=True).clamp(max=self.shape.batch - 1)
-        column = (place - self.starts[request]).clamp(0, self.shape.width - 1)
+        column = (place - self.page_starts[request]).clamp(0, self.shape.width - 1)
         self.pages.copy_(rest.page_table[request, column])
 
     @property
@@ -141,20 +141,20 @@ class Plan:
         shape, kept = self.shape, self.shape.spec.keeps
         starts = pad(num_pages(rows, shape.page_size).cumsum(0), (1, 0)).int()
         self.wrapper.plan(
-            *(self.queries, starts, self.pages[:0], self._last(rows)),
+            *(self.queries, starts, self.pages[:0], self._last_page_rows(rows)),
             *(shape.spec.heads, *self._sizes(kept), shape.page_size),
             causal=False,
             sm_scale=shape.spec.softmax_scale,
             **{"q_data_type": shape.dtype, "kv_data_type": shape.dtype, **self._options()},
         )
 
-    def _sizes(self, kept: Keeps) -> tuple[int, ...]:
-        return kept.kv_heads, kept.k_size
+    def _sizes(self, keeps: Keeps) -> tuple[int, ...]:
+        return keeps.kv_heads, keeps.k_size
 
     def _options(self) -> dict[str, bool]:
         return {"disable_split_kv": not self.shape.is_split}
 
-    def _last(self, rows: Tensor) -> Tensor:
+    def _last_page_rows(self, rows: Tensor) -> Tensor:
         """Rows in each request's last page; 0 for a request without rows."""
         return rows - (num_pages(rows, self.shape.page_size) - 1).clamp(min=0) * self.shape.page_size
 
@@ -173,13 +173,13 @@ class LatentPlan(Plan):
     def _wrapper(self, workspace: Tensor, buffers: tuple[Tensor, ...]) -> Any:
         return import_module("flashinfer").mla.BatchMLAPagedAttentionWrapper(workspace, True, *buffers)
 
-    def _sizes(self, kept: Keeps) -> tuple[int, ...]:
-        return kept.v_size, kept.k_size - kept.v_size
+    def _sizes(self, keeps: Keeps) -> tuple[int, ...]:
+        return keeps.v_size, keeps.k_size - keeps.v_size
 
     def _options(self) -> dict[str, bool]:
         return {}
 
-    def _last(self, rows: Tensor) -> Tensor:
+    def _last_page_rows(self, rows: Tensor) -> Tensor:
         return rows
 
     def run(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -194,12 +194,12 @@ class FlashInferAttention(LibraryAttention):
         super().__init__(*pass_arguments)
         self.backend = backend
 
-    def attend_rest(self, q: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+    def attend_by_library(self, q: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         spec, (batch, width) = self.specs[layer], self.rest.page_table.shape
         place = self.skipped, width, self.pages.page_size, self.pages.dtype, self.backend.lengths.exact
         plan = self.backend.plan_of(PassShape(batch, q.shape[1], spec, *place, *device_facts(q.device)), q.device)
-        plan.locate(self.rest)
-        out, lse = plan.run(q.flatten(0, 1), *self.paged(layer))
+        plan.write_pages(self.rest)
+        out, lse = plan.run(q.flatten(0, 1), *self.paged_rows(layer))
         return out.view(*q.shape[:3], -1), lse.view(q.shape[:3]) * LN_2
 
 
@@ -225,26 +225,26 @@ class FlashInferBackend(AttentionBackend):
     def __init__(self) -> None:
         self.lengths = CommittedLengths((), exact=True)
         self.workspace: Tensor | None = None
-        self.captured: dict[int, dict[PassShape, Plan]] = {}
-        self.kept: dict[PassShape, Plan] = {}
+        self.captured_plans: dict[int, dict[PassShape, Plan]] = {}
+        self.eager_plans: dict[PassShape, Plan] = {}
 
     def prepare(self, lengths: CommittedLengths) -> None:
         self.lengths = lengths
         if lengths.in_graph:
-            for plan in self.captured.get(len(lengths.at_most), {}).values():
+            for plan in self.captured_plans.get(len(lengths.max_lengths), {}).values():
                 plan.make(lengths)
 
     def plan(self, pages: PagedKV, specs: Sequence[LayerSpec], prefix: Prefix, nodes: Nodes) -> FlashInferAttention:
         return FlashInferAttention(self, pages, specs, prefix, nodes)
 
     def plan_of(self, shape: PassShape, device: torch.device) -> Plan:
-        """The plan of this shape for the lengths of the last `prepare`.  The eager run before a capture makes the plans
-        of a graph."""
-        assert len(self.lengths.at_most) == shape.batch, "a launch of other requests than were announced"
-        plans = self.captured.setdefault(shape.batch, {}) if self.lengths.in_graph else self.kept
+        """Returns the plan of this shape for the lengths of the last `prepare`.  The eager run before a capture makes
+        the plans of a graph."""
+        assert len(self.lengths.max_lengths) == shape.batch, "a launch of other requests than were announced"
+        plans = self.captured_plans.setdefault(shape.batch, {}) if self.lengths.in_graph else self.eager_plans
         if shape not in plans:
-            if plans is self.kept and len(plans) == MAX_EAGER_PLANS:
-                self.kept.pop(next(iter(self.kept))).wait()
+            if plans is self.eager_plans and len(plans) == MAX_EAGER_PLANS:
+                self.eager_plans.pop(next(iter(self.eager_plans))).wait()
             plan_class = LatentPlan if isinstance(shape.spec.keeps, LatentKV) else Plan
             plans[shape] = plan_class(shape, self._workspace(shape, device))
         plans[shape].make(self.lengths)
@@ -259,7 +259,7 @@ class FlashInferBackend(AttentionBackend):
 
 
 def device_facts(device: torch.device) -> tuple[int, bool]:
-    """(programs that fill the device: two per multiprocessor; whether the device has FA3)."""
+    """Returns (programs that fill the device, two per multiprocessor; whether the device has FA3)."""
     facts = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
     return (264, True) if facts is None else (2 * facts.multi_processor_count, facts.major == 9)
 

@@ -1,4 +1,4 @@
-"""One forward pass as an object: the rows that a model runs, the rows that they see, and where its layers keep theirs.
+"""One forward pass as an object: the rows that run, the rows that these attend to, and the buffers of the layers.
 
 `ModelCache.begin` makes every pass, for rounds and for drafters.  A layer calls `write`, then `attend`.
 """
@@ -31,10 +31,10 @@ class Rope(Hashable, Protocol):
 
 @dataclass(frozen=True)
 class ModelCache:
-    """Where the layers of one model keep their rows, and the backends that attend to them.
+    """The buffers in which the layers of one model keep rows, and the attention backends of these layers.
 
-    specs: of all layers in the pages, the target's first, the draft's last; layers: this model's.
-    states: of the layers that keep one; None without such layers.
+    specs: of all layers in the pages, the target's first, the draft's last; layers: the layers of this model.  states:
+    of the layers that keep one; None without such layers.
     """
 
     specs: Sequence[LayerSpec]
@@ -60,17 +60,16 @@ class ModelCache:
         access: StateAccess | None = None,
         chosen: "ChosenRows | None" = None,
     ) -> "Pass":
-        """A pass of the model over new rows behind a committed prefix.
+        """Returns a pass of the model over new rows behind a committed prefix.
 
-        nodes: what the rows see, or one Nodes for each layer where layers see different rows.
-        tokens, positions: as in Pass; positions: by default those of the nodes.
-        width: staged rows of each request, by default those of this pass; first_staged: its first row among them.
-        layers: those that run, by default all of this model.
-        page_rows: [B · Q], where `Pass.commit` copies each row, 0 for padding; None: the caller commits, or nobody.
-        commits_by_layer: each layer commits before it attends, because pieces read one another through the pages, or
-        because draft modules fill different rows.
-        access: the states that the layers read; None: no layer of the pass keeps one.
-        chosen: the rows that run; None: all B · Q.  tokens and positions are [B, Q] all the same.
+        nodes: the staged rows that the new rows attend to; a list with one Nodes per layer if layers differ. tokens,
+        positions: as in Pass; positions: by default those of the nodes.  width: staged rows of each request, by default
+        the rows of this pass; first_staged: the index of the pass's first row among them.  layers: the layers that run,
+        by default all of this model.  page_rows: [B · Q], the page rows to which `Pass.commit` copies, 0 for padding;
+        None if `Pass.commit` copies nothing.  commits_by_layer: each layer commits before it attends, because pieces
+        read one another through the pages, or because draft modules fill different rows.  access: the states that the
+        layers read; None if no layer of the pass keeps a state.  chosen: the rows that run; None for all B · Q. tokens
+        and positions are [B, Q] in both cases.
         """
         first = nodes if isinstance(nodes, Nodes) else nodes[0]
         positions, of_each = first.positions if positions is None else positions, tokens.shape[1]
@@ -96,15 +95,15 @@ class ModelCache:
         return None if self.states is None else self.states.snapshot_rows
 
     def before_launch(self, cleared_pages: Sequence[int], state_copies: Sequence[tuple[int, int]]) -> None:
-        """Zero these pages, then copy rows of the states, (source, destination) each, in this order."""
+        """Zeroes these pages, then copies rows of the states in order.  state_copies: (source, destination) each."""
         self.pages.clear(cleared_pages)
         if self.states is not None:
-            self.states.copy(state_copies)
+            self.states.copy_rows(state_copies)
 
     def commit(self, source: Tensor, rows: Tensor, path: StateAccess | None = None) -> None:
         """Copy staging rows `source` [N] of all layers to page rows `rows` [N].
 
-        path: of a round: the slots whose accepted paths are these rows, [B, W] in order, and how many are decided.
+        path: for a round, the slots and the lengths of their accepted paths, whose rows are `source` viewed as [B, W].
         """
         self.pages.commit(self.staging, source, rows)
         if self.states is not None and path is not None:
@@ -113,11 +112,11 @@ class ModelCache:
 
 @dataclass(frozen=True)
 class ChosenRows:
-    """The rows of a pass, if not all B · Q run: one batch of R rows, in which each request has as many as it has.
+    """The rows of a pass that runs only R of the B · Q rows, as one batch of R rows.
 
-    places: [R] int64, distinct and ascending, of the B · Q rows, the first of each request among them; rows: [B, Q]
-    int64, the row that stands at each place.  At a place that was not chosen, it is the request's first row: nobody
-    reads what is computed there, and what is not finite stays with its request.
+    places: [R] int64, ascending indices of the chosen rows among B · Q rows, with the first row of each request; rows:
+    [B, Q] int64, the index in the batch of R rows for each place.  A place that was not chosen has the index of its
+    request's first row, and its results are not used.
     """
 
     places: Tensor
@@ -125,21 +124,21 @@ class ChosenRows:
 
     @classmethod
     def from_places(cls, places: Tensor, batch: int, width: int) -> "ChosenRows":
-        """places: [R], as above, of batch · width rows."""
+        """Makes the object from places [R] among batch · width rows."""
         order = torch.arange(len(places), device=places.device)
         rows = torch.full((batch * width,), -1, device=places.device).scatter(0, places, order).view(batch, width)
         return cls(places, torch.where(rows < 0, rows[:, :1], rows))
 
     def select(self, values: Tensor) -> Tensor:
-        """[1, R, ...] of values [B, Q, ...]."""
+        """Returns the chosen rows [1, R, ...] of values [B, Q, ...]."""
         return values.flatten(0, 1)[self.places][None]
 
     def to_tree_rows(self, values: Tensor) -> Tensor:
-        """[B, Q, ...] of values [1, R, ...]."""
+        """Returns values [1, R, ...] at their places, as [B, Q, ...]."""
         return values[0][self.rows]
 
     def fill(self, planes: Sequence[Tensor]) -> None:
-        """Write the first row of each request to its places in staging that were not chosen: they may hold anything."""
+        """Copies each request's first row to its staging places that were not chosen, which would hold stale data."""
         for plane in planes:
             plane[: self.rows.numel()] = plane[self.places[self.rows.flatten()]]
 
@@ -148,12 +147,11 @@ class ChosenRows:
 class Pass:
     """One forward pass of a model, made by `ModelCache.begin`, which describes the other fields.
 
-    tokens: [B, Q] int64.  A negative one is a void node or padding: its row runs with the token of its request's first
-    row, or with token 0 if that is negative too, and goes to no expert.
-    positions: [B, Q] int64, for RoPE.
-    needed: [B] int64, of each request's Q rows the one whose output is read; None: all are.  The last layer writes all
-    rows and computes only these.
-    chosen: the rows that run, where they are not all; then tokens, positions and all that layers see are [1, R, ...].
+    tokens: [B, Q] int64.  A negative token marks a void node or padding.  Such a row runs with the token of its
+    request's first row, or with token 0 if that token is negative too, and uses no expert.  positions: [B, Q] int64,
+    for RoPE.  needed: [B] int64, the row of each request whose output is read; None for all rows.  The last layer
+    writes all rows and computes only the needed rows.  chosen: the rows that run; None for all.  With chosen rows,
+    tokens, positions and the layers' tensors are [1, R, ...].
     """
 
     cache: ModelCache
@@ -171,9 +169,9 @@ class Pass:
     chosen: ChosenRows | None = None
 
     def __post_init__(self) -> None:
-        self._looked_up: dict[Hashable, Any] = {}
+        self._lookups: dict[Hashable, Any] = {}
         self._plans: dict[tuple[int, int], Attention] = {}
-        # The queries of a layer that chooses rows, until it attends, and what the last such layer chose.
+        # The index queries of a layer that chooses rows, until it attends, and the choice of the last such layer.
         self._index_queries: IndexQueries | None = None
         self._selection: Selection | None = None
 
@@ -181,12 +179,12 @@ class Pass:
         """Write the new rows that a layer keeps (K/V or inputs of a state) to staging.  A layer that reads the rows of
         another layer writes nothing.
 
-        layer: its place among those that run; values: as the layer's `keeps.write` takes them.
-        index: of a layer that keeps index keys.  Its queries choose the rows that they attend to, in this layer and in
-        those behind it that attend to chosen rows and keep no keys.
-        Returns the queries of the rows that the layer computes: [B, Q, heads, k_size], or [B, 1, ...] of those needed.
-        A layer that keeps a state gives what PassStates.write takes, and gets the queries of all rows; one without
-        heads gets the convolution's output [B, Q, channels], or [B, 1, channels].
+        layer: the layer's index among the layers that run; values: the arguments of the layer's `keeps.write`.  index:
+        for a layer that keeps index keys.  Its queries choose rows for this layer, and for later layers that attend to
+        chosen rows without keeping keys.  Returns the queries of the rows that the layer computes: [B, Q, heads,
+        k_size], or [B, 1, ...] of those needed.  A layer that keeps a state passes the arguments of PassStates.write,
+        and gets the queries of all rows.  Without heads it gets the convolution's output [B, Q, channels], or [B, 1,
+        channels].
         """
         place, pages, staging = self.layers[layer], self.cache.pages, self.cache.staging
         spec = self.cache.specs[place]
@@ -209,29 +207,29 @@ class Pass:
         return q.view(*self.tokens.shape, *q.shape[1:]) if kept is None else q[kept][:, None]
 
     def attend(self, layer: int, q: Tensor, sink: Tensor | None = None) -> Tensor:
-        """Attention of the queries that `write` returned over the committed rows and the staged rows that they see.
+        """Computes attention of the queries that `write` returned, over the committed and staged rows that they see.
 
-        sink: as Attention.attend takes it; of a layer that keeps a state, the factor [heads] of v that is added to each
-        row's output.  Returns [B, Q, heads, v_size], or [B, 1, ...] of the rows that are needed.
+        sink: see Attention.attend; for a layer that keeps a state, the factor [heads] of v that is added to each row's
+        output.  Returns [B, Q, heads, v_size], or [B, 1, ...] for the needed rows.
         """
         index = self.layers[layer]
         batch, queries = self.tokens.shape if self.chosen is None else self.chosen.rows.shape
         if self.cache.states is not None and isinstance(self.cache.specs[index].keeps, RecurrentState):
             return self._select_kept(layer, self._states.read(index, q, sink))
         if index not in self.cache.staging.layers:
-            # A draft's layer that reads a target's rows: no row of the pass has any.
-            return self._plan_of_layer(layer).over_committed(index, q)
+            # A draft layer that reads the target's rows has no staged rows.
+            return self._plan_of_layer(layer).attend_committed(index, q)
         spec, plan = self.cache.specs[index], self._plan_of_layer(layer)
         planes = self.cache.staging.staged_planes(index, batch, queries, self.width, self.first_staged)
         k, v = spec.rows.read(planes)
         if self.chosen is not None:
             return self.chosen.select(plan.attend(index, self.chosen.to_tree_rows(q), k, v, sink))
-        selection = None if spec.topk is None else self._selected(layer, plan, planes)
+        selection = None if spec.topk is None else self._selection_of(layer, plan, planes)
         return plan.attend(index, q, k, v, sink, selection)
 
-    def _selected(self, layer: int, plan: Attention, planes: tuple[Tensor, ...]) -> Selection | None:
-        """The rows that the layer's queries attend to, chosen by this layer or by the last layer that chose; None: all
-        rows."""
+    def _selection_of(self, layer: int, plan: Attention, planes: tuple[Tensor, ...]) -> Selection | None:
+        """Returns the rows that the layer's queries attend to, chosen by this layer or by an earlier layer; None for
+        all rows."""
         kept = self.kept_rows(layer)
         if self._index_queries is not None:
             q, weights = (
@@ -244,44 +242,44 @@ class Pass:
         return self._selection
 
     def _select_kept(self, layer: int, values: Tensor) -> Tensor:
-        """The rows of values [B, Q, ...] that the layer computes."""
+        """Returns the rows of values [B, Q, ...] that the layer computes."""
         kept = self.kept_rows(layer)
         return values if kept is None else values.flatten(0, 1)[kept][:, None]
 
     def commit(self) -> None:
-        """After the last layer: copy the new rows to pages, unless each layer did."""
+        """Copies the new rows to pages after the last layer, unless each layer did."""
         if self.page_rows is not None and not self.commits_by_layer:
             self.cache.commit(self.rows, self.page_rows)
 
     def kept_rows(self, layer: int) -> Tensor | None:
-        """[B]: of the B · Q rows, those that the layer computes after its write; None: all."""
+        """Returns [B]: the rows, among B · Q, that the layer computes after its write; None for all."""
         return self._needed_rows if self.needed is not None and layer == len(self.layers) - 1 else None
 
     @property
     def out_shape(self) -> tuple[int, int]:
-        """(B, Q), or (B, 1) of the rows that are needed: the rows behind the last layer."""
+        """The shape of the rows behind the last layer: (B, Q), or (B, 1) with `needed`."""
         batch, queries = self.tokens.shape
         return batch, queries if self.needed is None else 1
 
     def rotation(self, rope: Rope) -> Rotation:
-        """cos and sin of the rows' positions, looked up once a pass."""
-        if rope not in self._looked_up:
+        """Returns cos and sin of the rows' positions.  The tables are read once a pass."""
+        if rope not in self._lookups:
             self.keep_rotation(rope, rope.rows(self.positions))
-        return self._looked_up[rope]
+        return self._lookups[rope]
 
     def at_positions(self, layer: int, table: Tensor) -> Tensor:
-        """The entries of `table` [position_rows] at the positions of the rows that the layer computes, [B, Q, 1, 1].
+        """Returns `table` [position_rows] at the positions of the rows that the layer computes, [B, Q, 1, 1].
 
-        They are looked up once a pass.
+        The table is read once a pass.
         """
-        if table not in self._looked_up:
-            self._looked_up[table] = gather_rows(self.positions.reshape(1, -1), table[None, :, None])
-        found, kept = self._looked_up[table].view(-1), self.kept_rows(layer)
+        if table not in self._lookups:
+            self._lookups[table] = gather_rows(self.positions.reshape(1, -1), table[None, :, None])
+        found, kept = self._lookups[table].view(-1), self.kept_rows(layer)
         return (found if kept is None else found[kept]).view(len(self.tokens), -1, 1, 1)
 
     def keep_rotation(self, rope: Rope, rotation: Rotation) -> None:
-        """Keep what a launch for another purpose has looked up (espalier/models/layers/linear.py)."""
-        self._looked_up[rope] = rotation
+        """Stores a rotation that another launch has looked up (espalier/models/layers/linear.py)."""
+        self._lookups[rope] = rotation
 
     @cached_property
     def rows(self) -> Tensor:
@@ -309,12 +307,12 @@ class Pass:
         return self.nodes.single_query(self.needed)
 
     def _plan_of_layer(self, layer: int) -> Attention:
-        """The backend's plan, shared by the layers of a group whose queries see the same rows."""
+        """Returns the backend's plan, which layers of a group share if their queries see the same rows."""
         if self.needed is not None and self.kept_rows(layer) is not None:
             nodes = self._needed_nodes
         else:
             nodes = self.nodes if isinstance(self.nodes, Nodes) else self.nodes[layer]
-        backend = self.cache.backend.of_layer[self.layers[layer]]
+        backend = self.cache.backend.by_layer[self.layers[layer]]
         key = (id(backend), id(nodes))
         if key not in self._plans:
             self._plans[key] = backend.plan(self.cache.pages, self.cache.specs, self.prefix, nodes)

@@ -1,9 +1,9 @@
-"""The common part of backends that call a library: our own kernels attend to the rows that the library cannot take.
+"""The common part of backends that call a library.  Our own kernels attend to the rows that a library does not support.
 
 A library attends to all rows of a request, from the start of a page on.  Rows of a draft begin at 1 or later, so our
 kernels attend to the pages with rows below `first`, and the library attends to the later pages.  Our kernels alone
-attend in layers with a sliding window: in a tree, a node's depth decides which rows it sees, and no library takes a
-depth.
+attend in layers with a sliding window: in a tree, a node's depth decides which rows it sees, and no library has an
+argument for depths.
 """
 
 from collections.abc import Sequence
@@ -37,7 +37,7 @@ library_support = partial(
 
 
 class LibraryAttention(Attention):
-    """Attention of one pass, by a library and our kernels.  Subclasses implement attend_rest.
+    """The attention plan of one pass, for a library and our kernels.  Subclasses implement attend_by_library.
 
     rest: the pages that the library attends to.
     """
@@ -49,36 +49,36 @@ class LibraryAttention(Attention):
         self.rest = prefix.cached("rest", self._rest_prefix) if self.skipped else prefix
         self.our_plans: dict[str, Attention] = {}
 
-    def attend_rest(self, q: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+    def attend_by_library(self, q: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         """Attend with q [B, Q, heads, k_size] to all rows of `rest`, in every one of its requests.
 
         Returns out [B, Q, heads, v_size] and lse [B, Q, heads], natural log.  For a request without rows, out must be
-        finite and lse may be anything.  It is not called for an empty batch, or if no request can have rows.
+        finite and lse may be anything.  Not called for an empty batch, or if no request can have rows.
         """
         raise NotImplementedError
 
-    def over_prefix(self, q: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+    def attend_prefix(self, q: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         spec, page_size = self.specs[layer], self.pages.page_size
         if spec.window is not None:
-            return self._our_plan("all").over_prefix(q, layer)
+            return self._our_plan("all").attend_prefix(q, layer)
         if q.shape[0] and self.rest.page_table.shape[1]:
-            out, lse = self.attend_rest(q, layer)
+            out, lse = self.attend_by_library(q, layer)
             rest = out, torch.where(self.rest.length[:, None, None] > 0, lse, -torch.inf)
         else:
             exact = torch.promote_types(q.dtype, torch.float32)
             rest = q.new_zeros(*q.shape[:3], spec.keeps.v_size), q.new_full(q.shape[:3], -torch.inf, dtype=exact)
         if self.prefix.first == self.skipped * page_size:
             return rest
-        head = self._our_plan("head").over_prefix(q, layer)
+        head = self._our_plan("head").attend_prefix(q, layer)
         return merge(rest, head), torch.logaddexp(rest[1], head[1])
 
-    def paged(self, layer: int) -> tuple[Tensor, Tensor]:
-        """K and V [pages, page_size, kv_heads, size] of all pages of a layer: views."""
+    def paged_rows(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Returns K and V [pages, page_size, kv_heads, size] of all pages of a layer: views."""
         k, v = (rows.unflatten(0, (-1, self.pages.page_size)) for rows in self.committed(layer))
         return k, v
 
     def int_lengths(self) -> Tensor:
-        """[B] int32: each request's rows in `rest`.  They are computed once per prefix."""
+        """Returns [B] int32: each request's rows in `rest`.  The lengths are computed once per prefix."""
         return self.prefix.cached("lengths", self.rest.length.int)
 
     def _rest_prefix(self) -> Prefix:
@@ -89,13 +89,13 @@ class LibraryAttention(Attention):
         rows = self.skipped * self.pages.page_size
         return Prefix(self.prefix.page_table[:, : self.skipped], self.prefix.length.clamp(max=rows), self.prefix.first)
 
-    def _our_plan(self, part: str) -> Attention:
-        """The attention of our kernels over a part of the prefix: "all", or "head", the pages before `rest`."""
-        if part not in self.our_plans:
-            prefix = self.prefix.cached("head", self._head_prefix) if part == "head" else self.prefix
+    def _our_plan(self, prefix_part: str) -> Attention:
+        """Returns the plan of our kernels for a part of the prefix: "all", or "head", the pages before `rest`."""
+        if prefix_part not in self.our_plans:
+            prefix = self.prefix.cached("head", self._head_prefix) if prefix_part == "head" else self.prefix
             our_plans = TritonAttention if prefix.length.is_cuda else ReferenceAttention
-            self.our_plans[part] = our_plans(self.pages, self.specs, prefix, self.nodes)
-        return self.our_plans[part]
+            self.our_plans[prefix_part] = our_plans(self.pages, self.specs, prefix, self.nodes)
+        return self.our_plans[prefix_part]
 
 
 def require_our_kernels(

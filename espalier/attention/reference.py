@@ -11,7 +11,7 @@ from espalier.kernels.ops.selection import IndexQueries
 
 
 class ReferenceAttention(Attention):
-    def over_prefix(self, q: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+    def attend_prefix(self, q: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         spec = self.specs[layer]
         positions, exists, _ = self._held_rows()
         mask = exists[:, None, :].expand(-1, q.shape[1], -1)
@@ -41,7 +41,7 @@ class ReferenceAttention(Attention):
         return masked_attention(q, k, v, mask, spec.softmax_scale, self.scales(layer), spec.softcap)
 
     def _held_rows(self) -> tuple[Tensor, Tensor, Tensor]:
-        """All positions of the page tables, whether they hold a row, and the rows of the pages, [B, P] each."""
+        """Returns all positions of the page tables, whether they hold a row, and the rows of the pages, [B, P] each."""
         return self.prefix.cached("held", self._find_held)
 
     def _find_held(self) -> tuple[Tensor, Tensor, Tensor]:

@@ -22,12 +22,12 @@ from espalier.kernels.state.kv_scales import times_k_scale, times_v_scale
 
 @dataclass
 class CommittedRows:
-    """What all passes over a prefix read of it.
+    """The committed rows of a prefix, as all passes over the prefix read them.
 
     positions: [B, longest]; held: [B, longest], whether a row exists there; rows: [B, longest], rows of the pages.
-    gathered: the layer that was gathered last, and its planes [B, longest + R, heads, size].  Only the first `longest`
-    rows of each are read again: by a draft with one layer, for every level.  The others are staged rows of one pass.
-    rows_with_room: [B · (longest + R)], by R: `rows` and, for each request, R rows of the dummy page.
+    gathered: the layer that was gathered last, and its planes [B, longest + R, heads, size].  A draft with one layer
+    reads the first `longest` rows again for every level.  The other rows are staged rows of one pass.  rows_with_room:
+    [B · (longest + R)], by R: `rows` and, for each request, R rows of the dummy page.
     """
 
     positions: Tensor
@@ -37,7 +37,7 @@ class CommittedRows:
     rows_with_room: dict[int, Tensor] = field(default_factory=dict)
 
     def gather_with(self, staged: Sequence[Tensor], layer: int, planes: Sequence[Tensor]) -> Sequence[Tensor]:
-        """The rows of each plane of a layer, [B, longest + R, heads, size], with `staged` [B, R, heads, size] last."""
+        """Returns a layer's rows of each plane, [B, longest + R, heads, size]; `staged` [B, R, heads, size] last."""
         batch, longest = self.rows.shape
         if self.gathered is not None and self.gathered[0] == layer:
             committed = (plane[:, :longest] for plane in self.gathered[1])
@@ -45,7 +45,7 @@ class CommittedRows:
         new = staged[0].shape[1]
         if new not in self.rows_with_room:
             self.rows_with_room[new] = F.pad(self.rows, (0, new)).flatten()
-        # Gathered with room for the staged rows, which are written over it: nothing is copied twice.
+        # The gather leaves room for the staged rows, which are then written there, so nothing is copied twice.
         rows, taken = self.rows_with_room[new], []
         for plane, values in zip(planes, staged, strict=True):
             read = plane.index_select(0, rows).view(batch, longest + new, *plane.shape[1:])
@@ -57,7 +57,7 @@ class CommittedRows:
 
 class SdpaAttention(Attention):
     def __init__(self, pages: PagedKV, specs: Sequence[LayerSpec], prefix: Prefix, nodes: Nodes, longest: int | None):
-        """longest: committed rows of the longest request, or more; None: unknown, use the width of the page table."""
+        """longest: an upper bound of a request's committed rows; None for the width of the page table."""
         super().__init__(pages, specs, prefix, nodes)
         batch, width = prefix.page_table.shape
         self.longest = (pages.layout.tokens_in(width) if longest is None else longest) if batch else 0
@@ -83,8 +83,8 @@ class SdpaAttention(Attention):
         kv_heads = spec.keeps.kv_heads
         groups = heads // kv_heads
         if self.longest:
-            # Of a latent row V is a part of K, which is the whole row.
-            planes = self.pages.layers[layer][: spec.rows.attended]
+            # In a latent row, V is a part of K, which is the whole row.
+            planes = self.pages.layers[layer][: spec.rows.num_read_planes]
             k, v = spec.rows.read(self.committed_rows.gather_with((k, v)[: len(planes)], layer, planes))
         scales = self.scales(layer)
         if scales is not None:
@@ -94,7 +94,7 @@ class SdpaAttention(Attention):
             assert isinstance(selected, SelectedMask)
             bias = _additive_mask(selected.mask, groups, q.dtype)
         if sink is not None:
-            # One more key, all zeros, whose bias is the sink.  Its value is zero.
+            # The sink is the bias of one more key.  The key and its value are zero.
             k, v = (F.pad(rows, (0, 0, 0, 0, 0, 1)) for rows in (k, v))
             column = sink.to(q.dtype).repeat_interleave(queries).view(1, kv_heads, -1, 1)
             bias = torch.cat((bias.expand(-1, kv_heads, -1, -1), column.expand(len(bias), -1, -1, -1)), 3)
@@ -107,7 +107,7 @@ class SdpaAttention(Attention):
         out = out.view(batch, kv_heads, groups, queries, out.shape[3]).permute(0, 3, 1, 2, 4).flatten(2, 3)
         return out if scales is None else times_v_scale(out, scales)
 
-    def over_committed(self, layer: int, q: Tensor) -> Tensor:
+    def attend_committed(self, layer: int, q: Tensor) -> Tensor:
         if not self.longest:
             return q.new_zeros(*q.shape[:3], self.specs[layer].rows.v_size)
         planes = [plane[:0].expand(len(q), -1, -1, -1) for plane in self.pages.layers[layer]]
@@ -124,7 +124,7 @@ class SdpaAttention(Attention):
         return self.bias[key]
 
     def _visible_rows(self, window: int | None) -> Tensor:
-        """[B, Q, longest] bool: the committed rows that each query sees."""
+        """Returns [B, Q, longest] bool: the committed rows that each query sees."""
         rows = self.committed_rows
         seen = rows.held[:, None].expand(-1, self.nodes.positions.shape[1], -1)
         if window is not None:
@@ -133,13 +133,13 @@ class SdpaAttention(Attention):
 
 
 def _additive_mask(seen: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
-    """The additive mask [B, 1, groups * Q, rows] of seen [B, Q, rows]."""
+    """Returns the additive mask [B, 1, groups * Q, rows] of seen [B, Q, rows]."""
     bias = torch.where(seen, 0.0, -torch.inf).to(dtype)
     return bias[:, None].expand(-1, groups, -1, -1).flatten(1, 2)[:, None]
 
 
 def _capped_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float, softcap: float) -> Tensor:
-    """As SDPA of q [B, kv_heads, N, size] over k, v [B, R, kv_heads, size], with logits that end at ±softcap.
+    """Returns SDPA of q [B, kv_heads, N, size] over k, v [B, R, kv_heads, size], with logits limited to ±softcap.
 
     PyTorch's function has no such bound.
     """
@@ -169,7 +169,7 @@ class SdpaBackend(AttentionBackend):
 
     def prepare(self, lengths: CommittedLengths) -> None:
         """Keep the bound of the longest request: the gather needs no more rows."""
-        self.longest = lengths.longest
+        self.longest = lengths.max_length
 
     def plan(self, pages: PagedKV, specs: Sequence[LayerSpec], prefix: Prefix, nodes: Nodes) -> SdpaAttention:
         return SdpaAttention(pages, specs, prefix, nodes, self.longest)

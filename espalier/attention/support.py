@@ -41,18 +41,18 @@ class Library:
 
 @dataclass(frozen=True)
 class Support:
-    """What a backend can run.
+    """The properties of layers, passes and devices that a backend supports.
 
-    keeps: what layers may keep; page_sizes, head_sizes (of K and V): a range or a list, None for any size.
-    latent_page_sizes: page sizes for layers that keep a latent row, None: page_sizes.  largest_latent: the largest
-    latent row, None: head_sizes limits latent rows too.  latents: if not empty, the only supported latent rows.
-    window_on_chain, window_on_tree: who computes sliding windows over chains and over trees; left_bound: who attends to
-    prefixes without rows below `first`; sinks: see Attention.attend; fp8: FP8 rows (kv_dtype); softcap: of logits.
-    selection: who runs layers that attend to chosen rows (LayerSpec.topk); most_selected: the most chosen rows;
-    largest_index: the most values of an index key; None: any number.
-    needs_exact_lengths: the `keeps` of layers for which `prepare` must announce exact lengths; prefill_graph: whether
-    prefill passes are captured, as rounds are; majors: supported major compute capabilities, None for any; tested_on:
-    hardware that its tests have passed on; limits: the library's reason for a limit, by the property's name.
+    keeps: the classes of `keeps` that layers may have; page_sizes, head_sizes (of K and V): a range or a list, None for
+    any size.  latent_page_sizes: page sizes for layers that keep a latent row, None: page_sizes.  max_latent: the
+    largest latent row, None: head_sizes limits latent rows too.  latents: if not empty, the only supported latent rows.
+    window_on_chain, window_on_tree: the provider of sliding windows over chains and over trees; left_bound: the
+    provider of attention to prefixes without rows below `first`; sinks: see Attention.attend; fp8: FP8 rows (kv_dtype);
+    softcap: of logits.  selection: the provider of layers that attend to chosen rows (LayerSpec.topk); max_selected:
+    the most chosen rows; max_index_size: the most values of an index key; None for any number.  needs_exact_lengths:
+    the `keeps` of layers for which `prepare` must announce exact lengths; prefill_graph: whether prefill passes are
+    captured, as rounds are; majors: supported major compute capabilities, None for any; tested_on: hardware that its
+    tests have passed on; limits: the library's reason for a limit, by the property's name.
     """
 
     name: str
@@ -67,12 +67,12 @@ class Support:
     fp8: Provider = Provider.NOTHING
     softcap: Provider = Provider.NOTHING
     selection: Provider = Provider.NOTHING
-    most_selected: int | None = None
-    largest_index: int | None = None
+    max_selected: int | None = None
+    max_index_size: int | None = None
     page_sizes: Sequence[int] = range(1, MAX_PAGE_SIZE + 1)
     latent_page_sizes: Sequence[int] | None = None
     head_sizes: Sequence[int] | None = None
-    largest_latent: LatentKV | None = None
+    max_latent: LatentKV | None = None
     latents: tuple[LatentKV, ...] = ()
     needs_exact_lengths: tuple[type[Keeps], ...] = ()
     prefill_graph: bool = False
@@ -96,8 +96,8 @@ class Support:
     ) -> None:
         """Check, before anything is allocated, that this backend can run the layers.  Raises EspalierError.
 
-        left_bound: whether these layers have no rows below the prefix's `first`.
-        exact_lengths: whether every launch of a round knows exact lengths, as in lock-step with at most one MTP layer.
+        left_bound: whether the layers' prefixes lack rows below `first`.  exact_lengths: whether every launch of a
+        round knows exact lengths, as in lock-step with at most one MTP layer.
         """
         if device in self.devices and self.library is not None and not self.is_installed:
             raise EspalierError(
@@ -142,8 +142,8 @@ class Support:
             yield too_old, f"kv_dtype=fp8_e4m3 on {have}", f"it from compute capability {first} on", "fp8"
 
     def _unsupported_sizes(self, keeps: Keeps) -> list[int]:
-        """The sizes of K and V that the backend does not support."""
-        sizes, largest = (keeps.k_size, keeps.v_size), self.largest_latent
+        """Returns the sizes of K and V that the backend does not support."""
+        sizes, largest = (keeps.k_size, keeps.v_size), self.max_latent
         if isinstance(keeps, LatentKV) and self.latents:
             return [] if replace(keeps, dtype=None, index_size=0) in self.latents else [keeps.size]
         if isinstance(keeps, LatentKV) and largest is not None:
@@ -174,10 +174,10 @@ class Support:
         chooses = spec.topk is not None
         no_selection = self.selection is Provider.NOTHING
         yield chooses and no_selection, "layers that attend to chosen rows (index_topk)", "layers without an index", ""
-        most = self.most_selected
+        most = self.max_selected
         too_many = most is not None and spec.topk is not None and spec.topk > most
         yield too_many, f"index_topk = {spec.topk}", f"{most} at most", "selection"
-        index_size, limit = keeps.index_size if isinstance(keeps, LatentKV) else 0, self.largest_index
+        index_size, limit = keeps.index_size if isinstance(keeps, LatentKV) else 0, self.max_index_size
         wide_index = limit is not None and index_size > limit
         yield wide_index, f"index_head_dim = {index_size}", f"{limit} at most", "selection"
         differ = isinstance(keeps, KVHeads) and keeps.k_size != keeps.v_size
@@ -189,15 +189,15 @@ class Support:
         inexact = f"rounds whose lengths are not known exactly, of layers that keep {keeps.kind}"
         yield is_inexact, inexact, "overlap=False, with at most one MTP layer", "lengths"
 
-    def page_sizes_for(self, kind: type[Keeps]) -> Sequence[int]:
-        """The page sizes for layers whose `keeps` has this class."""
-        is_apart = issubclass(kind, LatentKV) and self.latent_page_sizes is not None
+    def page_sizes_for(self, keeps_class: type[Keeps]) -> Sequence[int]:
+        """Returns the page sizes for layers whose `keeps` has this class."""
+        is_apart = issubclass(keeps_class, LatentKV) and self.latent_page_sizes is not None
         return self.latent_page_sizes or () if is_apart else self.page_sizes
 
     @property
     def head_sizes_text(self) -> str:
         """The supported head sizes as text."""
-        text, latent = sizes_text(self.head_sizes), self.largest_latent
+        text, latent = sizes_text(self.head_sizes), self.max_latent
         if self.latents:
             return f"{text}; latent rows of " + ", ".join(
                 f"{row.size} ({row.v_size} of them V)" for row in self.latents
@@ -226,17 +226,17 @@ def sizes_text(sizes: Sequence[int] | None) -> str:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The name of a dtype, without "torch."."""
+    """Returns the name of a dtype, without "torch."."""
     return str(dtype).removeprefix("torch.")
 
 
-def _pages(support: Support) -> str:
+def _pages_text(support: Support) -> str:
     text = sizes_text(support.page_sizes)
     latent = support.latent_page_sizes
     return text if latent is None else f"{text}; latent rows: {sizes_text(latent)}"
 
 
-def _overlap(support: Support) -> str:
+def _overlap_text(support: Support) -> str:
     refused = ", ".join(kind.kind for kind in support.needs_exact_lengths)
     return f"not for layers that keep {refused}" if refused else Provider.ITSELF
 
@@ -246,7 +246,7 @@ PROPERTIES: dict[str, Callable[[Support], str]] = {
     "compute capability": lambda s: s.capability_text.removeprefix("compute capability "),
     "library": lambda s: "none" if s.library is None else install_command(s.library.extra),
     "dtypes": lambda s: ", ".join(map(dtype_name, s.dtypes)),
-    "page_size": _pages,
+    "page_size": _pages_text,
     "layers that keep": lambda s: ", ".join(kind.kind for kind in s.keeps),
     "head sizes": lambda s: s.head_sizes_text,
     "k and v of different sizes": lambda s: Provider.ITSELF if s.different_v_size else Provider.NOTHING,
@@ -257,13 +257,13 @@ PROPERTIES: dict[str, Callable[[Support], str]] = {
     "soft-cap of logits": lambda s: s.softcap,
     "rows chosen by an indexer": lambda s: s.selection,
     "draft's left bound": lambda s: s.left_bound,
-    "overlap": _overlap,
+    "overlap": _overlap_text,
     "CUDA graph": lambda s: Provider.ITSELF if "cuda" in s.devices else Provider.NOTHING,
     "tests have run on": lambda s: ", ".join(s.tested_on) or "not run on hardware",
 }
 
 
 def support_matrix(supports: Sequence[Support]) -> tuple[list[str], list[list[str]]]:
-    """(head, rows) of the support matrix.  A row has a property's name and each backend's value."""
+    """Returns (head, rows) of the support matrix.  A row has a property's name and each backend's value."""
     head = ["", *(support.name for support in supports)]
     return head, [[name, *map(value, supports)] for name, value in PROPERTIES.items()]

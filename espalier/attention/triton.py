@@ -1,7 +1,7 @@
 """The GPU backend: one kernel attends to committed and staged rows, over splits computed on the device.
 
 Nothing here reads a length on the host.  Splits are computed once for each Prefix, for all layers and passes over it;
-with a window, once a pass.  Buffers of partial results are kept in the plan of a pass, for its layers.
+with a window, once a pass.  The plan of a pass keeps the buffers of partial results for all layers of the pass.
 """
 
 from collections.abc import Callable, Sequence
@@ -46,8 +46,8 @@ from espalier.kernels.ops.selection import (
     select_rows,
 )
 
-# The most scores in memory at once (256 MiB); a selection lists rows in at most as much memory.  Long prompts need more
-# scores, so their queries are taken in turn.
+# The most index scores in memory at once (256 MiB).  A long prompt needs more, so its queries are processed in several
+# steps.
 MAX_SCORES = 2**26
 
 
@@ -62,9 +62,9 @@ class TritonAttention(Attention):
         self.splits_of: dict[tuple[KVSplitPolicy, int | None], KVSplits] = {}
         self.contiguous_of: dict[tuple[LayerSpec, bool], Tensor | None] = {}
 
-    def over_prefix(self, q: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+    def attend_prefix(self, q: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         spec = self.specs[layer]
-        return self._run(spec, self.inputs(layer, q, None, self.prefix, self.splits(spec)))
+        return self._run_kernel(spec, self.inputs(layer, q, None, self.prefix, self.splits(spec)))
 
     def select(self, layer: int, queries: IndexQueries, keys: Tensor) -> SelectedRows | None:
         return _select(self.pages, self.specs[layer], layer, self.prefix, self.nodes, queries, keys)
@@ -74,7 +74,7 @@ class TritonAttention(Attention):
     ) -> Tensor:
         spec = self.specs[layer]
         if selected is None:
-            return self._run(spec, self.inputs(layer, q, (k, v), self.prefix, self.splits(spec), sink))[0]
+            return self._run_kernel(spec, self.inputs(layer, q, (k, v), self.prefix, self.splits(spec), sink))[0]
         assert isinstance(selected, SelectedRows)
         policy = self._policy(spec)
         batch, queries, width = selected.rows.shape
@@ -83,16 +83,16 @@ class TritonAttention(Attention):
         )
         inputs = self.inputs(layer, q, (k, v), *rest)
         of_choice = self._policy_of(spec, batch * queries, 1, width)
-        return _attend_chosen(partial(self._run, spec), inputs, selected, of_choice)
+        return _attend_chosen(partial(self._run_kernel, spec), inputs, selected, of_choice)
 
-    def _short_prefixes(self, spec: LayerSpec, policy: KVSplitPolicy, staged: int) -> tuple[Prefix, KVSplits]:
-        """The prefixes, which are empty for requests with more than topk rows (committed and staged together)."""
+    def _short_prefixes(self, spec: LayerSpec, policy: KVSplitPolicy, num_staged: int) -> tuple[Prefix, KVSplits]:
+        """Returns the prefixes, empty for requests with more than topk rows (committed and staged together)."""
         assert spec.topk is not None
         prefix = self.prefix
-        length = prefix.length.where(prefix.length + staged <= spec.topk, 0)
+        length = prefix.length.where(prefix.length + num_staged <= spec.topk, 0)
         return Prefix(prefix.page_table, length, prefix.first), kv_splits.triton(length, prefix.first, policy)
 
-    def _run(self, spec: LayerSpec, inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
+    def _run_kernel(self, spec: LayerSpec, inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
         splits, queries = inputs.splits, inputs.q.shape[1]
         if _is_wide_latent(spec):
             if inputs.sink is not None:
@@ -103,7 +103,7 @@ class TritonAttention(Attention):
         return tree_attention.triton(inputs, self._partials(splits, spec, queries), contiguous=contiguous)
 
     def splits(self, spec: LayerSpec) -> KVSplits:
-        """The splits for layers with this spec.
+        """Returns the splits for layers with this spec.
 
         Splits without a window are kept in the prefix, for all passes over it with the same policy.
         """
@@ -155,7 +155,7 @@ def _is_wide_latent(spec: LayerSpec) -> bool:
 def _select(
     pages: PagedKV, spec: LayerSpec, layer: int, prefix: Prefix, nodes: Nodes, queries: IndexQueries, keys: Tensor
 ) -> SelectedRows | None:
-    """Attention.select, by kernels.  None if no request can have more rows than the layer's topk."""
+    """Implements Attention.select with kernels.  Returns None if no request can have more rows than topk."""
     table, (batch, staged) = prefix.page_table, keys.shape[:2]
     columns = table.shape[1] * pages.page_size + staged
     assert spec.topk is not None
@@ -174,7 +174,7 @@ def _select(
 
 
 def _ancestor_bits(nodes: Nodes) -> Tensor:
-    """[B, Q, W] int64: the staged rows that each query sees."""
+    """Returns [B, Q, W] int64: the staged rows that each query sees."""
     if nodes.ancestor_bits is not None:
         return nodes.ancestor_bits
     batch, rows = nodes.row_positions.shape
@@ -183,11 +183,11 @@ def _ancestor_bits(nodes: Nodes) -> Tensor:
 
 
 def _attend_chosen(run: AttentionKernel, rest: AttentionInputs, chosen: SelectedRows, policy: KVSplitPolicy) -> Tensor:
-    """Attention.attend over chosen rows, by kernels: the kernel of a layer runs twice.
+    """Implements Attention.attend over chosen rows with kernels.  The kernel of a layer runs twice.
 
-    The first launch attends to committed rows.  It treats each query as a request, whose pages are the chosen rows, one
-    row a page.  The second launch attends to the chosen staged rows.  A request with at most topk rows has no rows in
-    the first launch.  The second attends to all of its rows, so it has the bits of full attention.
+    The first launch attends to committed rows.  In this launch each query is a request, whose pages are the chosen
+    rows, one row a page.  The second launch attends to the chosen staged rows.  A request with at most topk rows has no
+    rows in the first launch.  The second launch attends to all its rows, so the result has the bits of full attention.
 
     rest: the staged rows of all requests, and the prefixes of requests with at most topk rows (others are empty here).
     policy: how the chosen rows are split over programs.
@@ -219,11 +219,11 @@ class TritonBackend(AttentionBackend):
         fp8=Provider.ITSELF,
         softcap=Provider.ITSELF,
         selection=Provider.ITSELF,
-        most_selected=MAX_TOPK,
-        largest_index=MAX_INDEX_SIZE,
+        max_selected=MAX_TOPK,
+        max_index_size=MAX_INDEX_SIZE,
         different_v_size=True,
         head_sizes=range(1, MAX_HEAD_SIZE + 1),
-        largest_latent=LatentKV(MAX_ROW_SIZE, MAX_V_SIZE),
+        max_latent=LatentKV(MAX_ROW_SIZE, MAX_V_SIZE),
         prefill_graph=True,
         tested_on=("H100", "H200"),
     )

@@ -20,7 +20,7 @@ from espalier.cache.kv import PagedKV
 from espalier.cache.layer_spec import LatentKV, LayerSpec
 from espalier.kernels.ops.attention import Nodes, Prefix
 
-# Bytes of the library's workspace.  It starts as zeros, and all launches on a stream share it.
+# Bytes of the library's workspace.  The workspace starts as zeros, and all launches on a stream share it.
 WORKSPACE_BYTES = 2**27
 
 
@@ -30,7 +30,7 @@ class TrtllmAttention(LibraryAttention):
         self.workspace = workspace
         self.queries = nodes.positions.shape[1]
 
-    def attend_rest(self, q: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+    def attend_by_library(self, q: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         spec, flat = self.specs[layer], q.flatten(0, 1)
         run = self._attend_latent if isinstance(spec.keeps, LatentKV) else self._attend_heads
         out, lse = run(flat, layer, spec)
@@ -40,12 +40,12 @@ class TrtllmAttention(LibraryAttention):
         batch = self.rest.length.shape[0]
         out: tuple[Tensor, Tensor] = _flashinfer().prefill.trtllm_batch_context_with_kv_cache(
             q.contiguous(),
-            self.paged(layer),
+            self.paged_rows(layer),
             self.workspace,
             self.prefix.cached("table", self.rest.page_table.contiguous),
             self.int_lengths(),
             self.queries,
-            self._most_rows,
+            self._max_rows,
             spec.softmax_scale,
             1.0,
             batch,
@@ -58,7 +58,7 @@ class TrtllmAttention(LibraryAttention):
         return out
 
     def _attend_latent(self, q: Tensor, layer: int, spec: LayerSpec) -> tuple[Tensor, Tensor]:
-        latent, _ = self.paged(layer)
+        latent, _ = self.paged_rows(layer)
         v_size = spec.keeps.v_size
         table = self.prefix.cached(
             ("tables", self.queries), lambda: self.rest.page_table.repeat_interleave(self.queries, 0)
@@ -75,7 +75,7 @@ class TrtllmAttention(LibraryAttention):
             spec.keeps.k_size - v_size,
             table,
             lengths,
-            self._most_rows,
+            self._max_rows,
             bmm1_scale=spec.softmax_scale,
             backend="trtllm-gen",
             return_lse=True,
@@ -83,7 +83,7 @@ class TrtllmAttention(LibraryAttention):
         return out
 
     @property
-    def _most_rows(self) -> int:
+    def _max_rows(self) -> int:
         """The most rows that a request can have, from shapes alone."""
         return self.rest.page_table.shape[1] * self.pages.page_size
 

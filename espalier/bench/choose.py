@@ -18,7 +18,7 @@ from espalier.bench.drive import BenchEngine, BenchEngines, ModelEngines, drive,
 from espalier.config import SpeculationConfig
 from espalier.engine.engine import Engine
 from espalier.errors import EspalierError
-from espalier.layout import PLAIN, TreeShape
+from espalier.layout import PLAIN_TREE, TreeShape
 from espalier.prompt_files import records, token_ids
 from espalier.request import SamplingParams
 from espalier.startup import tree_policy
@@ -144,13 +144,13 @@ def candidates_of(configured: TreeShape, given: Sequence[TreeShape], is_block: b
     Raises EspalierError for a tree that is larger than the configured tree.
     """
     for shape in given:
-        configured.require(shape)
+        configured.require_fits(shape)
     if is_block:
         sizes = [nodes for nodes in BLOCK_NODES if nodes < configured.num_draft_tokens]
         fitting = [replace(configured, num_draft_tokens=nodes) for nodes in sizes]
     else:
         fitting = [shape for shape in CANDIDATES if fits_in(configured, shape)]
-    return list(dict.fromkeys(given or (configured, *fitting, PLAIN)))
+    return list(dict.fromkeys(given or (configured, *fitting, PLAIN_TREE)))
 
 
 def _prompts_of(path: Path, bench: BenchEngine, context: int) -> list[list[int]]:

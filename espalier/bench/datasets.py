@@ -13,7 +13,7 @@ from typing import Any
 from espalier.bench.flags import OF_DATASET, OF_DRAWN
 from espalier.bench.traffic import Conversation, Turn
 from espalier.errors import EspalierError, require_number
-from espalier.prompt_files import EXPECTED, kind_of, messages_of, records, unexpected
+from espalier.prompt_files import EXPECTED_RECORD, messages_of, record_kind, records, unexpected_record
 from espalier.terminal.console import stdout
 from espalier.terminal.flags import flag_of, require_at_least_one
 
@@ -56,7 +56,7 @@ def conversations_of(
     said = [_said(place, record) for place, record in records("--dataset", path)]
     spoken = [each for each in said if each[2]]
     if not spoken:
-        raise EspalierError(f"--dataset {path} holds no prompt; each record is {EXPECTED}")
+        raise EspalierError(f"--dataset {path} holds no prompt; each record is {EXPECTED_RECORD}")
     chosen = spoken if limit is None else _sampled(path, spoken, limit, chance)
     talks = [
         Conversation(i, system, tuple(Turn(text, chance.randint(*outputs)) for text in texts), category)
@@ -78,11 +78,11 @@ def _sampled(path: Path, records: Sequence[Any], limit: int, chance: random.Rand
 
 def _said(place: str, record: Mapping[str, Any]) -> tuple[str, str, list[str]]:
     """(category, system message, messages of the user) of a record."""
-    if kind_of(place, record) == "token_ids":
-        raise unexpected(place, "token ids, which are no text")
+    if record_kind(place, record) == "token_ids":
+        raise unexpected_record(place, "token ids, which are no text")
     said = messages_of(place, record)
     system, texts = ([each["content"] for each in said if each["role"] == who] for who in ("system", "user"))
     category = record.get("category") or ""
     if not isinstance(category, str):
-        raise unexpected(place, '"category" that is no text')
+        raise unexpected_record(place, '"category" that is no text')
     return category, "\n\n".join(system), [text for text in texts if text]

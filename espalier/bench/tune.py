@@ -25,7 +25,7 @@ from espalier.bench.flags import EXPERTS
 from espalier.bench.linears import ModelShape, ProductRun, Shape, model_sizes, shape_named, with_draft
 from espalier.bench.timing import GraphTimer, Matrix, Multiply, Weights, as_engine
 from espalier.bench.tune_experts import versions
-from espalier.config import EngineConfig, is_open
+from espalier.config import EngineConfig, is_unresolved
 from espalier.errors import EspalierError
 from espalier.kernels.layers import quantised_plans
 from espalier.kernels.layers.experts_plan import EXPERTS_TUNING as EXPERT_TABLES
@@ -210,7 +210,7 @@ def _dtype(config: EngineConfig, checkpoint: Checkpoint | None) -> str:
     """The dtype that the engine would run in: the configured dtype, else the checkpoint's.  Raises EspalierError."""
     raw = {} if checkpoint is None else checkpoint.target.raw
     stored = raw.get("dtype") or raw.get("torch_dtype") or "bfloat16"
-    dtype = stored if is_open(config.dtype) else config.dtype
+    dtype = stored if is_unresolved(config.dtype) else config.dtype
     if dtype not in DTYPES:
         raise EspalierError(f"--tune measures bfloat16 and float16, not {dtype}; other dtypes take F.linear")
     return dtype

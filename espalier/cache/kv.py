@@ -1,8 +1,8 @@
 """The tensors of the KV cache: pages hold committed rows, staging holds the rows of the current pass.
 
-Rows get from staging to pages only by `commit` and `commit_layer`.  A page row is `page * page_size + offset`
-(kernels/ops/state.py); cache/pages.py tracks who holds which page.  Destination 0, a row of the dummy page, means
-that a row is not kept.  Row 0 stays zero, so a masked read of it is finite.
+Only `commit` and `commit_layer` copy rows from staging to pages.  A page row is `page * page_size + offset`
+(kernels/ops/state.py); cache/pages.py tracks who holds which page.  A row whose destination is 0, a row of the dummy
+page, is not kept.  Row 0 stays zero, so a masked read of row 0 is finite.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from espalier.cache.layer_spec import LayerSpec, groups_of, plane_dtype
+from espalier.cache.layer_spec import LayerSpec, group_layers, plane_dtype
 from espalier.cache.states import bytes_of_staged_node, bytes_per_state, table_rows
 from espalier.errors import EspalierError
 from espalier.kernels.layers.quantised import FP8
@@ -32,17 +32,17 @@ class LayerStack:
 
 
 def allocate_stacks(
-    specs: Sequence[LayerSpec], layers: range, rows: int, dtype: torch.dtype, device: torch.device
+    specs: Sequence[LayerSpec], layers: range, num_rows: int, dtype: torch.dtype, device: torch.device
 ) -> list[LayerStack]:
     """Allocate one zeroed stack for each group of `layers` that keeps rows.  So one launch commits a whole group.
 
     Layers that share another layer's rows have no stack.  dtype: the model's.
     """
     result = []
-    for keeps, members in groups_of(specs, [layer for layer in layers if specs[layer].shares_with is None]).items():
+    for keeps, members in group_layers(specs, [layer for layer in layers if specs[layer].shares_with is None]).items():
         if keeps.planes:
             stacked = tuple(
-                torch.zeros(len(members), rows, *row, dtype=plane_dtype(keeps, name, dtype), device=device)
+                torch.zeros(len(members), num_rows, *row, dtype=plane_dtype(keeps, name, dtype), device=device)
                 for name, row in keeps.planes.items()
             )
             result.append(LayerStack(members, stacked))
@@ -50,13 +50,13 @@ def allocate_stacks(
 
 
 def planes_by_layer(stacks: list[LayerStack], specs: Sequence[LayerSpec]) -> dict[int, tuple[Tensor, ...]]:
-    """Views of each layer's planes [rows, heads, size].  A layer that shares rows has the planes of the other layer."""
+    """Returns views of each layer's planes [rows, heads, size].  Layers that share rows share planes."""
     own = {layer: tuple(each[i] for each in s.stacked) for s in stacks for i, layer in enumerate(s.layers)}
     return own | {layer: own[spec.shares_with] for layer, spec in enumerate(specs) if spec.shares_with in own}
 
 
 class StagedKV:
-    """Staging: the rows of one pass for a range of layers.  Dense: `width` rows for each request of the batch.
+    """Staging: the rows of one pass for a range of layers, with `width` rows for each request of the batch.
 
     layers: planes [rows, heads, size] by layer.
     """
@@ -70,43 +70,43 @@ class StagedKV:
         # CPU, making views in each round would take 3% of a small model's round.
         self._views: dict[int, tuple[tuple[int, int, int], tuple[Tensor, ...]]] = {}
 
-    def staging_rows(self, positions: Tensor, width: int, first: int) -> Tensor:
-        """[B · Q]: the staging rows of a pass with `positions` [B, Q].
+    def staging_rows(self, positions: Tensor, width: int, first_row: int) -> Tensor:
+        """Returns [B · Q]: the staging rows of a pass with `positions` [B, Q].
 
-        Each request has `width` rows; the pass writes its rows first .. first+Q-1.
-        Raises EspalierError if the buffer is too small.
+        Each request has `width` rows; the pass writes the request's rows first_row .. first_row+Q-1.  Raises
+        EspalierError if the buffer is too small.
         """
         batch, queries = positions.shape
-        self._require_room(batch, queries, width, first)
-        return self.row_indices[: batch * width].view(batch, width)[:, first : first + queries].flatten()
+        self._require_room(batch, queries, width, first_row)
+        return self.row_indices[: batch * width].view(batch, width)[:, first_row : first_row + queries].flatten()
 
-    def staged_planes(self, layer: int, batch: int, queries: int, width: int, first: int) -> tuple[Tensor, ...]:
-        """A layer's staged rows up to this pass: for each plane [B, first+Q, heads, size].
+    def staged_planes(self, layer: int, batch: int, queries: int, width: int, first_row: int) -> tuple[Tensor, ...]:
+        """A layer's staged rows up to this pass: for each plane [B, first_row+Q, heads, size].
 
         Raises EspalierError if the buffer is too small.
         """
-        sizes = batch, width, first + queries
+        sizes = batch, width, first_row + queries
         made_for, views = self._views.get(layer, (None, ()))
         if made_for != sizes:
-            self._require_room(batch, queries, width, first)
+            self._require_room(batch, queries, width, first_row)
             planes = (plane[: batch * width].view(batch, width, *plane.shape[1:]) for plane in self.layers[layer])
-            views = tuple(plane[:, : first + queries] for plane in planes)
+            views = tuple(plane[:, : first_row + queries] for plane in planes)
             self._views[layer] = sizes, views
         return views
 
-    def _require_room(self, batch: int, queries: int, width: int, first: int) -> None:
-        if first + queries > width or batch * width > self.rows:
+    def _require_room(self, batch: int, queries: int, width: int, first_row: int) -> None:
+        if first_row + queries > width or batch * width > self.rows:
             raise EspalierError(
-                f"staging holds {self.rows} rows and this launch needs {batch} requests of {width} rows (rows {first} "
-                f"to {first + queries - 1} of each): allocate staging and launch from the same layout"
+                f"staging holds {self.rows} rows and this launch needs {batch} requests of {width} rows (rows "
+                f"{first_row} to {first_row + queries - 1} of each): allocate staging and launch from the same layout"
             )
 
 
 class PagedKV:
     """The pages: committed rows of the target's layers, then of the draft's layers.
 
-    layers: planes [rows, heads, size] by layer.  scales: for layers with FP8 rows, in pages and staging; 1 for an FP8
-    layer that has none.
+    layers: planes [rows, heads, size] by layer.  scales: by layer, for layers with FP8 rows; 1 for an FP8 layer without
+    scales in the checkpoint.
     """
 
     def __init__(
@@ -137,9 +137,9 @@ class PagedKV:
             layer: own[spec.shares_with] for layer, spec in enumerate(specs) if spec.shares_with in own
         }
 
-    def rows(self, page_table: Tensor, positions: Tensor, keep: Tensor | None = None) -> Tensor:
-        """[B, P]: the page rows of `positions` [B, P] in a page table [B, T]; row 0 where `keep` is False."""
-        return page_rows(page_table, positions, self.page_size, keep)
+    def rows(self, page_table: Tensor, positions: Tensor, is_kept: Tensor | None = None) -> Tensor:
+        """Returns [B, P]: the page rows of `positions` [B, P] in a page table [B, T]; row 0 unless `is_kept`."""
+        return page_rows(page_table, positions, self.page_size, is_kept)
 
     def clear(self, pages: Sequence[int]) -> None:
         """Zero the rows of these pages, in every layer."""
@@ -147,7 +147,7 @@ class PagedKV:
             return
         index = torch.tensor(pages, device=self.device)
         for stacked in (each for stack in (*self.target, *self.draft) for each in stack.stacked):
-            # Filled as bytes, because PyTorch cannot fill FP8 tensors.
+            # The tensor is filled as bytes, because PyTorch cannot fill FP8 tensors.
             stacked.view(torch.uint8).unflatten(1, (self.num_pages, self.page_size)).index_fill_(1, index, 0)
 
     def commit(self, staged: StagedKV, source: Tensor, rows: Tensor) -> None:
@@ -163,7 +163,7 @@ class PagedKV:
 
 
 def bytes_per_token(specs: Sequence[LayerSpec], dtype: torch.dtype) -> int:
-    """Bytes that one position takes in the pages of all layers together.  dtype: the model's."""
+    """Returns the bytes that one position takes in the pages of all layers together.  dtype: the model's."""
     return sum(spec.bytes_per_token(dtype) for spec in specs)
 
 

@@ -44,11 +44,11 @@ class ReadyHeads(NamedTuple):
 class KVHeads:
     """K and V of each KV head, in two planes.  The sizes of K and V may differ.
 
-    dtype: of the planes, None: the model's.  attended: how many planes attention reads, from the first on.
+    dtype: of the planes; None for the model's dtype.  num_read_planes: attention reads so many of the first planes.
     """
 
     kind: ClassVar[str] = "K and V heads"
-    attended: ClassVar[int] = 2
+    num_read_planes: ClassVar[int] = 2
 
     kv_heads: int
     k_size: int
@@ -64,7 +64,7 @@ class KVHeads:
         return _num_values(self.planes)
 
     def read(self, planes: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """K and V, [..., kv_heads, size] each, from the layer's planes."""
+        """Returns K and V, [..., kv_heads, size] each, from the layer's planes."""
         k, v = planes
         return k, v
 
@@ -95,14 +95,14 @@ class KVHeads:
 class LatentKV:
     """One latent row [1, size] for each token, shared by all heads.  K is the whole row, V its first v_size values.
 
-    dtype: of the latent's plane; None: the model's.
-    index_size: values of the index key that the layer also keeps, in the model's dtype; 0: no index key.  A query
-    attends to the rows whose index keys have the highest scores (kernels/ops/selection.py).
+    dtype: of the latent's plane; None for the model's dtype.  index_size: values of the index key that the layer also
+    keeps, in the model's dtype; 0: no index key.  A query attends to the rows whose index keys have the highest scores
+    (kernels/ops/selection.py).
     """
 
     kind: ClassVar[str] = "a latent row"
     kv_heads: ClassVar[int] = 1
-    attended: ClassVar[int] = 1
+    num_read_planes: ClassVar[int] = 1
 
     size: int
     v_size: int
@@ -123,7 +123,7 @@ class LatentKV:
         return _num_values(self.planes)
 
     def read(self, planes: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """K and V, [..., 1, size] each: views of the same plane."""
+        """Returns K and V, [..., 1, size] each: views of the same plane."""
         latent = planes[0]
         return latent, latent[..., : self.v_size]
 
@@ -157,11 +157,10 @@ class LatentKV:
 class RecurrentState:
     """The state of each head, [k_size, v_size], and the last taps - 1 input rows of a short convolution.
 
-    The convolution's channels are those of q and k [k_heads · k_size] and of v [heads · v_size], in this order.
-    heads: 0 for a layer that has a convolution alone.  taps: 1 for a layer without convolution.
-    delta: whether a new row corrects the value that its key reads (the delta rule), or only adds.
-    units: whether q and k are divided by their lengths, and q by the root of k_size.
-    conv_channels: channels of the convolution if heads is 0.
+    The convolution's channels are those of q and k [k_heads · k_size] and of v [heads · v_size], in this order.  heads:
+    0 for a layer that has a convolution alone.  taps: 1 for a layer without convolution.  delta: whether a new row
+    corrects the value that its key reads (the delta rule), or only adds.  units: whether q and k are scaled to unit
+    length, and q is divided by the root of k_size.  conv_channels: channels of the convolution if heads is 0.
     """
 
     kind: ClassVar[str] = "a state"
@@ -188,7 +187,7 @@ class RecurrentState:
 
     @property
     def columns(self) -> Columns:
-        """The columns of the channels in inputs that have all channels in order."""
+        """The channels' columns in inputs that have all channels in order."""
         return plain_columns(self.heads, self.k_heads, self.k_size, self.v_size, self.channels, self.units)
 
 
@@ -201,14 +200,12 @@ NO_MIXING = RecurrentState(taps=1)
 class LayerSpec:
     """The attention or recurrence of one layer.
 
-    heads: query heads; keeps: the data that the layer keeps between passes.
-    window: a query at position p attends to positions > p - window; None: to all positions.
-    scale: factor of q·k; None means k_size ** -0.5.
-    softcap: a logit s of attention, scale included, becomes softcap · tanh(s / softcap); None: it stays.
-    shares_with: the earlier layer whose rows this layer reads instead of own rows.  Both have the same `keeps`.
-    topk: the most rows that a query attends to, None for all rows.  The rows are those with the highest index scores.
-    The index keys are the layer's own, or else of the last layer before it that has index keys.
-    v_is_k: whether V is made from K's projection.
+    heads: query heads; keeps: the data that the layer keeps between passes.  window: a query at position p attends to
+    positions > p - window; None for all positions.  scale: factor of q·k; None means k_size ** -0.5.  softcap: a logit
+    s of attention, scale included, becomes softcap · tanh(s / softcap); None for no cap.  shares_with: the earlier
+    layer whose rows this layer reads instead of own rows.  Both layers have the same `keeps`.  topk: the most rows that
+    a query attends to, None for all rows.  The rows are those with the highest index scores.  The index keys are the
+    layer's own, or those of the last earlier layer with index keys.  v_is_k: whether V is made from K's projection.
     """
 
     heads: int
@@ -248,14 +245,14 @@ class LayerSpec:
         return self.keeps.values_per_token if self.shares_with is None else 0
 
     def bytes_per_token(self, dtype: torch.dtype) -> int:
-        """Bytes that one token takes in pages.  dtype: the model's."""
+        """Returns bytes that one token takes in pages.  dtype: the model's."""
         planes = {} if self.shares_with is not None else self.keeps.planes
         return sum(
             _num_values({name: row}) * plane_dtype(self.keeps, name, dtype).itemsize for name, row in planes.items()
         )
 
 
-def groups_of(specs: Sequence[LayerSpec], layers: Sequence[int]) -> dict[Keeps, tuple[int, ...]]:
+def group_layers(specs: Sequence[LayerSpec], layers: Sequence[int]) -> dict[Keeps, tuple[int, ...]]:
     """Group layers with equal `keeps`, in order of appearance.  A group shares buffers and an attention backend."""
     groups: dict[Keeps, tuple[int, ...]] = {}
     for layer in layers:
@@ -265,7 +262,7 @@ def groups_of(specs: Sequence[LayerSpec], layers: Sequence[int]) -> dict[Keeps, 
 
 
 def with_row_dtype(specs: Sequence[LayerSpec], dtype: torch.dtype | None) -> tuple[LayerSpec, ...]:
-    """Return the specs with rows of this dtype; None: the model's dtype.  Specs of states stay as they are."""
+    """Returns the specs with rows of this dtype; None for the model's dtype.  Specs of states stay as they are."""
     return tuple(
         spec if isinstance(spec.keeps, RecurrentState) else replace(spec, keeps=replace(spec.keeps, dtype=dtype))
         for spec in specs
@@ -273,7 +270,7 @@ def with_row_dtype(specs: Sequence[LayerSpec], dtype: torch.dtype | None) -> tup
 
 
 def layers_with_rows(specs: Sequence[LayerSpec], layers: Sequence[int]) -> list[int]:
-    """Return those of `layers` that keep rows.  These layers need an attention backend."""
+    """Returns the layers, among `layers`, that keep rows.  These layers need an attention backend."""
     return [layer for layer in layers if not isinstance(specs[layer].keeps, RecurrentState)]
 
 
@@ -294,7 +291,7 @@ def specs_of_rank(specs: Sequence[LayerSpec], shards: Shards) -> tuple[LayerSpec
 
 
 def plane_dtype(keeps: Keeps, plane: str, dtype: torch.dtype) -> torch.dtype:
-    """The dtype of a plane.  dtype: the model's."""
+    """Returns the dtype of a plane.  dtype: the model's."""
     return dtype if plane == INDEX_PLANE else keeps.dtype or dtype
 
 

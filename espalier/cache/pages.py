@@ -22,8 +22,8 @@ class PagePool:
     """Reference counts of pages 1 .. num_pages - 1.  Page 0 is the dummy page of padding: never written, never free.
 
     `allocate` takes the pages that were freed last, in the order in which they were held.  Before any page was freed it
-    takes the lowest ids.  An allocation costs O(1) per page and is deterministic.  It leaves unused memory untouched,
-    and keeps consecutive pages together: attention copies their rows as one block (kernels/attention/kv_splits.py).
+    takes the lowest ids.  An allocation costs O(1) per page and is deterministic.  Unused memory stays untouched, and
+    consecutive pages stay together, so that attention copies their rows as one block (kernels/attention/kv_splits.py).
 
     on_shared: called with (page, True) when a page gets its second holder, and with (page, False) when only one holder
     is left.
@@ -37,15 +37,15 @@ class PagePool:
         self._free = list(range(num_pages - 1, DUMMY_PAGE, -1))
 
     @property
-    def free(self) -> int:
+    def num_free(self) -> int:
         """Number of free pages."""
         return len(self._free)
 
-    def allocate(self, count: int) -> list[int]:
-        """Take `count` free pages, with one reference each.  Raises OutOfPages, and takes none, if fewer are free."""
-        if count > self.free:
-            raise OutOfPages(f"{count} pages requested, {self.free} of {self.num_pages - 1} are free")
-        pages = [self._free.pop() for _ in range(count)]
+    def allocate(self, num_pages: int) -> list[int]:
+        """Take free pages, with one reference each.  Raises OutOfPages, and takes none, if too few are free."""
+        if num_pages > self.num_free:
+            raise OutOfPages(f"{num_pages} pages requested, {self.num_free} of {self.num_pages - 1} are free")
+        pages = [self._free.pop() for _ in range(num_pages)]
         for page in pages:
             self._references[page] = 1
         return pages
@@ -73,7 +73,7 @@ class PagePool:
                 self.on_shared(page, False)
 
     def references(self, page: int) -> int:
-        """Number of holders of a page; 0 for a free page and for the dummy page."""
+        """Returns number of holders of a page; 0 for a free page and for the dummy page."""
         return self._references[page]
 
     def is_free(self, page: int) -> bool:
@@ -96,15 +96,13 @@ class PagePool:
         for page in (*holders, *free):
             raise PageDefect(f"page {page} does not exist: pages are 0 to {self.num_pages - 1}")
 
-    def _check_page(self, page: int, holders: int, times_free: int) -> None:
-        if self._references[page] != holders:
-            raise PageDefect(f"page {page} has {self._references[page]} references and {holders} holders")
-        if page == DUMMY_PAGE and (holders or times_free):
-            raise PageDefect(
-                f"page {page} is the dummy page, but has {holders} holders and is {times_free} times in the free list"
-            )
-        if page != DUMMY_PAGE and (holders > 0) + times_free != 1:
-            raise PageDefect(f"page {page} has {holders} holders and is {times_free} times in the free list")
+    def _check_page(self, page: int, num_holders: int, times_free: int) -> None:
+        if self._references[page] != num_holders:
+            raise PageDefect(f"page {page} has {self._references[page]} references and {num_holders} holders")
+        if page == DUMMY_PAGE and (num_holders or times_free):
+            raise PageDefect(f"page {page} is the dummy: {num_holders} holders, {times_free} times in the free list")
+        if page != DUMMY_PAGE and (num_holders > 0) + times_free != 1:
+            raise PageDefect(f"page {page} has {num_holders} holders and is {times_free} times in the free list")
 
     def _require_held(self, page: int, verb: str) -> None:
         if not DUMMY_PAGE < page < self.num_pages:
@@ -114,7 +112,7 @@ class PagePool:
 
 
 class Snapshots:
-    """Which rows of the state table hold snapshots, and which page of the prefix tree each snapshot belongs to.
+    """Tracks the rows of the state table that hold snapshots, and the page of the prefix tree of each snapshot.
 
     rows: the table rows that may hold snapshots.
     """
@@ -126,7 +124,8 @@ class Snapshots:
         self._row_of_page: OrderedDict[int, int] = OrderedDict()
 
     def allocate(self) -> int | None:
-        """Take a free row, or the least recently used snapshot's.  None if running requests hold all rows."""
+        """Take a free row, or that of the least recently used snapshot.  Returns None if running requests hold all
+        rows."""
         if self._free:
             return self._free.pop()
         return self._row_of_page.popitem(last=False)[1] if self._row_of_page else None
@@ -143,7 +142,7 @@ class Snapshots:
             self._row_of_page[page] = row
 
     def last_with_snapshot(self, pages: Sequence[int]) -> int | None:
-        """The index in `pages` of the last page with a snapshot; None if no page has one."""
+        """Returns the index in `pages` of the last page with a snapshot; None if no page has one."""
         return next((i for i in reversed(range(len(pages))) if pages[i] in self._row_of_page), None)
 
     def mark_used(self, page: int) -> int:
@@ -158,16 +157,16 @@ class Snapshots:
             self.release(row)
 
     def __len__(self) -> int:
-        """The number of all snapshots that are attached to pages."""
+        """Returns the number of all snapshots that are attached to pages."""
         return len(self._row_of_page)
 
-    def check(self, held: Iterable[int], cached: Iterable[int]) -> None:
+    def check(self, held_rows: Iterable[int], cached_pages: Iterable[int]) -> None:
         """Check that every row is exactly one of free, held or a page's snapshot, and that these pages are cached.
 
-        held: rows of running requests; cached: pages of the tree.  Raises PageDefect.
+        held_rows: rows of running requests; cached_pages: pages of the tree.  Raises PageDefect.
         """
-        found = sorted((*held, *self._free, *self._row_of_page.values()))
+        found = sorted((*held_rows, *self._free, *self._row_of_page.values()))
         if found != sorted(self._rows):
             raise PageDefect(f"rows of snapshots are {list(self._rows)}; free, held and filed are {found}")
-        if lost := set(self._row_of_page) - set(cached):
+        if lost := set(self._row_of_page) - set(cached_pages):
             raise PageDefect(f"pages {sorted(lost)} have snapshots and are not in the prefix tree")

@@ -1,8 +1,8 @@
 """The prefix cache: a radix tree over full pages, so that requests with equal prefixes share pages.
 
-A node is one page.  Its key holds the tokens of the page; the path from the root holds the tokens before it.  The tree
-only compares keys.  It holds a reference to each of its pages, so a page stays cached after its request has finished.
-The least recently used leaf is evicted first.  The scheduler decides when to share and when to evict.
+A node is one page.  A node's key holds the tokens of the page; the path from the root holds the tokens before the page.
+The tree only compares keys.  The tree holds a reference to each of its pages, so a page stays cached after its request
+has finished.  The least recently used leaf is evicted first.  The scheduler decides when to share and when to evict.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -13,27 +13,26 @@ from espalier.cache.pages import DUMMY_PAGE, PageDefect, PagePool
 
 
 @dataclass(eq=False, slots=True)
-class Node:
+class PageNode:
     """One cached page.
 
-    used: the clock at its last use; at least the clock of each node below it.
-    has_draft_rows: whether a draft ran over its tokens.  Then one ran over the tokens of its ancestors.
-    num_keepers: reasons why the node cannot be evicted: one for each child that cannot, and one if a request holds the
-    page.
+    last_used: the clock at the page's last use; at least the clock of each node below.  has_draft_rows: whether a draft
+    ran over the page's tokens, and so over those of all ancestors.  num_keepers: the number of children that cannot be
+    evicted, plus one if a request holds the page; only a node with 0 can be evicted.
     """
 
     page: int
     key: Hashable = ()
-    parent: "Node | None" = None
-    used: int = 0
+    parent: "PageNode | None" = None
+    last_used: int = 0
     has_draft_rows: bool = False
     num_keepers: int = 0
-    children: dict[Hashable, "Node"] = field(default_factory=dict)
+    children: dict[Hashable, "PageNode"] = field(default_factory=dict)
 
 
-def page_keys(tokens: Sequence[int], count: int, page_size: int) -> Iterator[Hashable]:
-    """Keys of the first `count` pages of these tokens."""
-    for start in range(0, count * page_size, page_size):
+def page_keys(tokens: Sequence[int], num_pages: int, page_size: int) -> Iterator[Hashable]:
+    """Keys of the first `num_pages` pages of these tokens."""
+    for start in range(0, num_pages * page_size, page_size):
         yield tuple(tokens[start : start + page_size])
 
 
@@ -47,21 +46,21 @@ class PrefixTree:
         self.pool = pool
         self.page_size = page_size
         self.on_removed: Callable[[int], None] = lambda page: None
-        self._root = Node(DUMMY_PAGE)
-        self._nodes: dict[int, Node] = {}
+        self._root = PageNode(DUMMY_PAGE)
+        self._nodes: dict[int, PageNode] = {}
         # A heap of (used, page): one entry for each leaf, and some for pages that are no leaves any more.  `used` may
-        # be older than the node's; it is corrected when the entry is popped, so a match does not touch the heap.
+        # be older than the node's `last_used`.  A popped entry is corrected, so a match does not touch the heap.
         self._leaves: list[tuple[int, int]] = []
-        self._queued: set[int] = set()
+        self._queued_pages: set[int] = set()
         self._clock = 0
         self._num_kept = 0
-        pool.on_shared = self._page_shared
+        pool.on_shared = self._on_page_shared
 
     def match(self, tokens: Sequence[int], needs_draft_rows: bool = False) -> list[int]:
-        """The cached pages of the longest cached prefix of `tokens`, in order.  SnapshotTargets them as used now.
+        """Returns the cached pages of the longest cached prefix of `tokens`, in order.  Marks these pages as used now.
 
-        needs_draft_rows: only pages that have them.
-        Takes no reference: the caller shares the pages before anything can evict them.
+        needs_draft_rows: match only pages that have draft rows.  The caller must share the pages before an eviction,
+        because this method takes no reference.
         """
         self._clock += 1
         node = self._root
@@ -71,56 +70,55 @@ class PrefixTree:
             if child is None or (needs_draft_rows and not child.has_draft_rows):
                 return pages
             node = child
-            node.used = self._clock
+            node.last_used = self._clock
             pages.append(node.page)
         return pages
 
     def insert(self, tokens: Sequence[int], pages: Sequence[int], has_draft_rows: bool = True) -> None:
-        """Add `pages`, which hold tokens[: len(pages) * page_size].  SnapshotTargets them as used now.
+        """Add `pages`, which hold tokens[: len(pages) * page_size].  Marks these pages as used now.
 
-        has_draft_rows: whether a draft ran over all of these tokens.
-        The tree takes a reference to each page that is new to it.  If another page with equal tokens is cached already,
-        the tree keeps that one, unless only the new one has draft rows.  The caller keeps its references and releases
-        them as usual.
+        has_draft_rows: whether a draft ran over all of these tokens.  The tree takes a reference to each page that is
+        new to it.  If another page with equal tokens is cached already, the tree keeps the cached page, unless only the
+        new page has draft rows.  The caller keeps its references and releases them as usual.
         """
         if len(tokens) < len(pages) * self.page_size:
             raise ValueError(f"{len(pages)} pages of {self.page_size} tokens need more than the {len(tokens)} given")
         self._clock += 1
         node = self._root
         for key, page in zip(page_keys(tokens, len(pages), self.page_size), pages, strict=True):
-            node = node.children.get(key) or self._add(node, key, page)
+            node = node.children.get(key) or self._add_node(node, key, page)
             if has_draft_rows and not node.has_draft_rows:
                 node.has_draft_rows = True
                 if node.page != page:
-                    self._replace(node, page)
-            node.used = self._clock
+                    self._replace_page(node, page)
+            node.last_used = self._clock
         if pages and not node.children:
-            self._queue(node)
+            self._queue_leaf(node)
 
-    def evict(self, count: int) -> int:
-        """Free up to `count` pages that only the tree holds, least recently used leaf first.  Returns how many.
+    def evict(self, num_pages: int) -> int:
+        """Free up to `num_pages` pages that only the tree holds, least recently used leaf first.  Returns how many.
 
         A leaf that a request holds is skipped and stays, with its ancestors.  Each request has at most one such leaf.
         """
         evicted = 0
         skipped = []
-        while evicted < count and (leaf := self._pop_oldest_leaf()) is not None:
+        while evicted < num_pages and (leaf := self._pop_oldest_leaf()) is not None:
             if self.pool.references(leaf.page) > 1:
                 skipped.append(leaf)
                 continue
-            self._remove(leaf)
+            self._remove_leaf(leaf)
             evicted += 1
         for leaf in skipped:
-            self._queue(leaf)
+            self._queue_leaf(leaf)
         return evicted
 
     @property
-    def evictable(self) -> int:
+    def num_evictable(self) -> int:
         """Number of pages that `evict` could free now.
 
-        The ancestors of a held page cannot be freed, even if no request holds them.  This occurs when a request
-        computed a prefix that was cached already: it holds its own copy, and its next page is inserted below the cached
-        one.
+        The ancestors of a held page cannot be freed, even if no request holds them.  Such ancestors occur if a request
+        computed a prefix that was cached already.  The request holds its own copy, and its next page is inserted below
+        the cached page.
         """
         return len(self._nodes) - self._num_kept
 
@@ -137,39 +135,39 @@ class PrefixTree:
         self._root.children.clear()
         self._nodes.clear()
         self._leaves.clear()
-        self._queued.clear()
+        self._queued_pages.clear()
         self._num_kept = 0
         for page in pages:
             self.on_removed(page)
         self.pool.release(pages)
 
-    def _add(self, parent: Node, key: Hashable, page: int) -> Node:
-        node = parent.children[key] = Node(page, key, parent)
+    def _add_node(self, parent: PageNode, key: Hashable, page: int) -> PageNode:
+        node = parent.children[key] = PageNode(page, key, parent)
         self._attach_page(node, page)
         return node
 
-    def _attach_page(self, node: Node, page: int) -> None:
+    def _attach_page(self, node: PageNode, page: int) -> None:
         if page in self._nodes:
             raise PageDefect(f"page {page} is cached already with other tokens")
         self.pool.share([page])
         node.page, self._nodes[page] = page, node
         if self.pool.references(page) > 1:
-            self._page_shared(page, True)
+            self._on_page_shared(page, True)
 
     def _release_page(self, page: int) -> None:
         del self._nodes[page]
         self.on_removed(page)
         self.pool.release([page])
 
-    def _replace(self, node: Node, page: int) -> None:
+    def _replace_page(self, node: PageNode, page: int) -> None:
         old = node.page
         if self.pool.references(old) > 1:
-            self._page_shared(old, False)
+            self._on_page_shared(old, False)
         self._attach_page(node, page)
         self._release_page(old)
 
-    def _page_shared(self, page: int, shared: bool) -> None:
-        """Update `evictable`: a first request now holds a page of the tree (shared), or no request holds it any more.
+    def _on_page_shared(self, page: int, shared: bool) -> None:
+        """Update `num_evictable`: a first request now holds a page of the tree (shared), or none holds it any more.
 
         Walks up while nodes change between evictable and kept.  On average O(1) for each page of a prefix.
         """
@@ -182,30 +180,30 @@ class PrefixTree:
             self._num_kept += change
             node = node.parent
 
-    def _remove(self, leaf: Node) -> None:
+    def _remove_leaf(self, leaf: PageNode) -> None:
         parent = leaf.parent
         assert parent is not None
         del parent.children[leaf.key]
         self._release_page(leaf.page)
         if parent is not self._root and not parent.children:
-            self._queue(parent)
+            self._queue_leaf(parent)
 
-    def _queue(self, leaf: Node) -> None:
-        if leaf.page not in self._queued:
-            self._queued.add(leaf.page)
-            heappush(self._leaves, (leaf.used, leaf.page))
+    def _queue_leaf(self, leaf: PageNode) -> None:
+        if leaf.page not in self._queued_pages:
+            self._queued_pages.add(leaf.page)
+            heappush(self._leaves, (leaf.last_used, leaf.page))
 
-    def _pop_oldest_leaf(self) -> Node | None:
+    def _pop_oldest_leaf(self) -> PageNode | None:
         """Pop the least recently used leaf from the heap.  The caller evicts it or queues it again."""
         while self._leaves:
             used, page = heappop(self._leaves)
-            self._queued.remove(page)
+            self._queued_pages.remove(page)
             node = self._nodes.get(page)
             if node is None or node.children:
                 continue
-            if node.used == used:
+            if node.last_used == used:
                 return node
-            self._queue(node)
+            self._queue_leaf(node)
         return None
 
 
@@ -216,14 +214,14 @@ class PageBudget:
     pool: PagePool
     prefixes: PrefixTree | None
 
-    def free_up_to(self, count: int) -> bool:
-        """Evict cached pages that no running request uses until `count` pages are free.  False if too few are free."""
-        missing = count - self.pool.free
+    def free_up_to(self, num_pages: int) -> bool:
+        """Evict cached pages that no request uses until num_pages are free.  Returns False if too few are free."""
+        missing = num_pages - self.pool.num_free
         if missing > 0 and self.prefixes is not None:
             self.prefixes.evict(missing)
-        return self.pool.free >= count
+        return self.pool.num_free >= num_pages
 
-    def could_free(self, count: int) -> bool:
-        """Whether `count` pages could be free after eviction.  Nothing is evicted."""
-        missing = count - self.pool.free
-        return missing <= 0 or (self.prefixes is not None and missing <= self.prefixes.evictable)
+    def could_free(self, num_pages: int) -> bool:
+        """Whether `num_pages` pages could be free after eviction.  Nothing is evicted."""
+        missing = num_pages - self.pool.num_free
+        return missing <= 0 or (self.prefixes is not None and missing <= self.prefixes.num_evictable)

@@ -1,8 +1,8 @@
 """The recurrent states of layers: one per slot, the staged nodes of trees, and the commit of an accepted path.
 
-Row s of a state table belongs to slot s.  Row 0, the dummy slot's, stays zero.  Then come the snapshots of the prefix
-cache, and one spare row.  cache/pages.py tracks the owner of each snapshot.  A verify pass stages the inputs of its
-nodes, and `commit` applies those of the accepted path.  A pass of known tokens applies its rows at once.
+Row s of a state table belongs to slot s.  Row 0, the dummy slot's, stays zero.  The last rows hold the snapshots of the
+prefix cache, and one row is spare. cache/pages.py tracks the owner of each snapshot.  A verify pass stages the inputs
+of its nodes, and `commit` applies the inputs of the accepted path.  A pass of known tokens applies its rows at once.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from espalier.cache.layer_spec import NO_MIXING, LayerSpec, RecurrentState, groups_of
+from espalier.cache.layer_spec import NO_MIXING, LayerSpec, RecurrentState, group_layers
 from espalier.kernels.ops.linear import sum_parts
 from espalier.kernels.ops.recurrence import ShortConv, StateRows
 from espalier.kernels.ops.states import (
@@ -35,11 +35,11 @@ ZERO_ROW = 0
 
 
 class SnapshotTargets(NamedTuple):
-    """The snapshots that a launch writes.  at: [B], the number of tokens after which the state is copied; row: [B], the
-    table row that gets the copy, 0 for no snapshot.  A request gets a snapshot only if this launch takes it from fewer
-    than `at` tokens to `at` or more."""
+    """The snapshots that a launch writes.  num_tokens: [B], the number of tokens after which the state is copied; row:
+    [B], the table row that gets the copy, 0 for no snapshot.  A request gets a snapshot only if this launch takes it
+    from fewer than num_tokens tokens to num_tokens or more."""
 
-    at: Tensor
+    num_tokens: Tensor
     row: Tensor
 
 
@@ -47,9 +47,9 @@ class SnapshotTargets(NamedTuple):
 class StateAccess:
     """Which states a pass reads, and how many of its rows change them.
 
-    slots: [B]; length: [B], rows that exist; None for a tree, whose path is committed later.
-    prefix_len: [B], tokens before the first row; snapshots: None for no snapshots.
-    is_split: whether several rows of the batch may hold consecutive pieces of one request (speculate/pieces.py).
+    slots: [B]; length: [B], how many rows exist; None for a tree, whose path is committed later.  prefix_len: [B],
+    tokens before the first row; snapshots: to take in this pass, or None.  is_split: whether several rows of the batch
+    may hold consecutive pieces of one request (speculate/pieces.py).
     """
 
     slots: Tensor
@@ -63,7 +63,7 @@ class StateAccess:
         """[B]: how many rows of this pass come before the snapshot; 0 if this pass does not reach it."""
         if self.snapshots is None or self.length is None:
             return None
-        rows = self.snapshots.at - self.prefix_len
+        rows = self.snapshots.num_tokens - self.prefix_len
         return rows.where((rows > 0) & (rows <= self.length) & (self.snapshots.row > 0), 0)
 
     @cached_property
@@ -81,8 +81,8 @@ class StateAccess:
             (self.continues_previous[1:] & has_rows[1:], has_rows.new_zeros(min(len(has_rows), 1)))
         )
 
-    def path(self, source: Tensor | None, width: int, spare: int) -> PathRows:
-        """The PathRows (kernels/ops/states.py) of this pass."""
+    def path_rows(self, source: Tensor | None, width: int, spare: int) -> PathRows:
+        """Returns the PathRows (kernels/ops/states.py) of this pass."""
         assert self.length is not None
         continues_previous, ends = (self.continues_previous, self.is_last_row) if self.is_split else (None, None)
         mark_row = None if self.snapshots is None else self.snapshots.row
@@ -136,7 +136,7 @@ class StateTable:
         ]
         self.stacks: list[LayerStates] = []
         self.states: dict[int, LayerStates] = {}
-        for keeps, layers in groups_of(specs, keeping).items():
+        for keeps, layers in group_layers(specs, keeping).items():
             assert isinstance(keeps, RecurrentState)
             stack = _allocate_states(keeps, len(layers), self.num_rows, layout.verify_rows, dtype, device)
             self.stacks.append(stack)
@@ -146,16 +146,16 @@ class StateTable:
     def snapshot_rows(self) -> range:
         return range(self.first_snapshot, self.spare_row)
 
-    def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy state rows one pair after another.  pairs: (source row, destination row)."""
+    def copy_rows(self, row_pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy state rows one pair after another.  row_pairs: (source row, destination row)."""
         for stack in self.stacks:
             for values in (stack.tail,) if stack.recurrent is None else (stack.recurrent, stack.tail):
-                for source, destination in pairs:
+                for source, destination in row_pairs:
                     values[:, destination].copy_(values[:, source])
 
     def commit(self, access: StateAccess, source: Tensor) -> None:
         """Apply the staged rows `source` [B, W] of accepted paths.  Only the first `access.length` [B] count."""
-        path = access.path(source.contiguous(), source.shape[1], self.spare_row)
+        path = access.path_rows(source.contiguous(), source.shape[1], self.spare_row)
         for stack in self.stacks:
             commit_tails(stack.tail, stack.inputs, path, stack.keeps.columns)
             if stack.recurrent is not None and stack.rows is not None:
@@ -189,14 +189,14 @@ class PassStates:
         """
         states, is_tree = self.table.states[layer], self.access.length is None
         columns = states.keeps.columns if columns is None else columns
-        # A tail is made of whole inputs.
+        # A tail holds sums of the partial inputs.
         inputs = inputs if is_tree else sum_parts(inputs, states.tail.dtype)
         out = _buffers_for(states, inputs.shape[-2], is_tree)
         follows = self.access.continues_previous if self.access.is_split else None
         rows = RowInputs(states.tail, self.access.slots, self.parents, follows, width)
         prepare(inputs, gates if isinstance(gates, GateInputs) else None, conv, columns, rows, out)
         if not is_tree:
-            path = self.access.path(None, width, self.table.spare_row)
+            path = self.access.path_rows(None, width, self.table.spare_row)
             commit_tails(states.tail[None], inputs[None], path, columns)
         if out.q is None or out.k is None or out.gates is None:
             return out.v.unflatten(0, (-1, width))
@@ -206,7 +206,7 @@ class PassStates:
         return out.q.unflatten(0, (-1, width))
 
     def read(self, layer: int, q: Tensor, skip: Tensor | None = None) -> Tensor:
-        """[B, R, heads, v_size]: the rows' outputs.  A pass of known tokens also moves the slots' states on.
+        """Returns [B, R, heads, v_size]: the rows' outputs.  A pass of known tokens also advances the slots' states.
 
         skip: [heads], the factor of a row's v that is added to its output.
         """
@@ -216,27 +216,27 @@ class PassStates:
         if self.access.length is None:
             assert self.bits is not None
             return tree_outputs(q, rows, state, self.bits, skip, states.keeps.delta)
-        path = self.access.path(None, q.shape[1], self.table.spare_row)
+        path = self.access.path_rows(None, q.shape[1], self.table.spare_row)
         return chain_outputs(q, rows, state, path, skip, states.keeps.delta)
 
 
 def table_rows(layout: RoundLayout, num_snapshots: int) -> int:
-    """The number of rows of a StateTable."""
+    """Returns the number of rows of a StateTable."""
     return layout.num_slots + num_snapshots + 1
 
 
 def bytes_per_state(specs: Sequence[LayerSpec], dtype: torch.dtype) -> int:
-    """Bytes of one row of the state table, for all layers together.  dtype: the model's."""
+    """Returns bytes of one row of the state table, for all layers together.  dtype: the model's."""
     return sum(_num_bytes(states.recurrent, states.tail) for states in _single_rows(specs, dtype))
 
 
 def bytes_of_staged_node(specs: Sequence[LayerSpec], dtype: torch.dtype) -> int:
-    """Bytes that one node of a tree takes in staging, for all layers together.  dtype: the model's."""
+    """Returns bytes that one node of a tree takes in staging, for all layers together.  dtype: the model's."""
     return sum(_num_bytes(states.inputs, *(states.rows or ())) for states in _single_rows(specs, dtype))
 
 
 def _single_rows(specs: Sequence[LayerSpec], dtype: torch.dtype) -> list[LayerStates]:
-    """The states of each layer without data: one row of the table, and one staged node."""
+    """Returns the states of each layer without data: one row of the table, and one staged node."""
     kept = [spec.keeps for spec in specs if isinstance(spec.keeps, RecurrentState)]
     return [_allocate_states(keeps, 1, 1, 1, dtype, torch.device("meta")) for keeps in kept]
 
@@ -246,34 +246,34 @@ def _num_bytes(*tensors: Tensor | None) -> int:
 
 
 def _allocate_states(
-    keeps: RecurrentState, layers: int, num_rows: int, staged: int, dtype: torch.dtype, device: torch.device
+    keeps: RecurrentState, num_layers: int, num_rows: int, num_staged: int, dtype: torch.dtype, device: torch.device
 ) -> LayerStates:
     exact = torch.promote_types(dtype, torch.float32)
 
     def zeros(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
-        return torch.zeros(layers, *shape, dtype=dtype, device=device)
+        return torch.zeros(num_layers, *shape, dtype=dtype, device=device)
 
     recurrent = rows = None
     if keeps.heads:
         recurrent = zeros(num_rows, keeps.heads, keeps.k_size, keeps.v_size, dtype=exact)
         rows = StateRows(
-            zeros(staged, keeps.k_heads, keeps.k_size, dtype=exact),
-            zeros(staged, keeps.heads, keeps.v_size),
-            zeros(staged, 2, keeps.heads, dtype=exact),
+            zeros(num_staged, keeps.k_heads, keeps.k_size, dtype=exact),
+            zeros(num_staged, keeps.heads, keeps.v_size),
+            zeros(num_staged, 2, keeps.heads, dtype=exact),
         )
     tail = zeros(num_rows, keeps.taps - 1, keeps.channels)
-    return LayerStates(keeps, recurrent, tail, zeros(staged, keeps.channels), rows)
+    return LayerStates(keeps, recurrent, tail, zeros(num_staged, keeps.channels), rows)
 
 
-def _buffers_for(states: LayerStates, count: int, is_tree: bool) -> Prepared:
-    """The buffers for `count` prepared rows of a layer: staging if is_tree, else new memory."""
+def _buffers_for(states: LayerStates, num_rows: int, is_tree: bool) -> Prepared:
+    """Returns the buffers for `num_rows` prepared rows of a layer: staging if is_tree, else new memory."""
     keeps, inputs = states.keeps, states.inputs
-    staged_inputs = inputs[:count] if is_tree else None
+    staged_inputs = inputs[:num_rows] if is_tree else None
     if states.rows is None:
-        return Prepared(None, None, inputs.new_empty(count, keeps.channels), None, staged_inputs)
+        return Prepared(None, None, inputs.new_empty(num_rows, keeps.channels), None, staged_inputs)
     if is_tree:
-        k, v, gates = (values[:count] for values in states.rows)
+        k, v, gates = (values[:num_rows] for values in states.rows)
     else:
-        k, v, gates = (values.new_empty(count, *values.shape[1:]) for values in states.rows)
+        k, v, gates = (values.new_empty(num_rows, *values.shape[1:]) for values in states.rows)
     q_dtype = k.dtype if keeps.units else inputs.dtype
     return Prepared(k.new_empty(k.shape, dtype=q_dtype), k, v, gates, staged_inputs)

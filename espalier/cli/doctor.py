@@ -12,7 +12,7 @@ from espalier.attention import BACKENDS
 from espalier.attention.support import support_matrix
 from espalier.bench import tune
 from espalier.cache.layer_spec import specs_of_rank
-from espalier.config import EngineConfig, is_open
+from espalier.config import EngineConfig, is_unresolved
 from espalier.errors import EspalierError
 from espalier.models.layer_loading import layer_specs_of
 from espalier.models.shard_sizes import possible_rank_counts
@@ -48,8 +48,8 @@ def run(args: Namespace) -> int:
     checkpoint = find_checkpoint(config)
     resolved = resolve_config(config, checkpoint)
     console.print(Text("resolved configuration", "bold"))
-    console.print(Text(resolved.block()))
-    if resolved.device != "cpu" and is_open(config.num_pages):
+    console.print(Text(resolved.as_text()))
+    if resolved.device != "cpu" and is_unresolved(config.num_pages):
         console.print(Text("  num_pages is an estimate; it is measured when the models are loaded", QUIET))
     target = checkpoint.target
     layout = resolved.layout

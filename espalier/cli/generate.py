@@ -74,11 +74,11 @@ def _checked(
     inputs: InputProcessor, i: int, prompts: list[Any], params: SamplingParams, chat: bool
 ) -> tuple[list[int], SamplingParams]:
     """Returns a prompt's tokens and parameters.  If max_tokens is unset, it is this command's default or what fits."""
-    from espalier.llm import naming
+    from espalier.llm import add_prompt_index
 
-    with naming(i, len(prompts)):
-        prompt = inputs.chat([{"role": "user", "content": prompts[i]}]) if chat else prompts[i]
-        tokens = inputs.tokens(prompt)
+    with add_prompt_index(i, len(prompts)):
+        prompt = inputs.chat_tokens([{"role": "user", "content": prompts[i]}]) if chat else prompts[i]
+        tokens = inputs.prompt_tokens(prompt)
         inputs.require_room(tokens, params)
         if params.max_tokens is None and "max_new_tokens" not in inputs.facts.generation_config:
             params = replace(params, max_tokens=min(MAX_TOKENS, inputs.facts.max_context - len(tokens)))

@@ -1,9 +1,9 @@
 """Estimates how many tokens a round of any tree emits, from the rounds that the host has read.
 
 Trees of every form (TreeShape) show how often the first child is accepted at each depth, along paths of first children.
-These rates predict the gain of a form: its tokens beyond the first.  A form that ran also has a factor, its real gain
-over the predicted gain.  For the other children of a node, two things are assumed: they are accepted in proportion to
-the first child (FIRST_CHILD_RATES), and ACCEPT_LENGTHS says how much they add.
+These rates predict the gain of a form: its tokens beyond the first.  A form that ran also has a factor: its real gain
+divided by the predicted gain.  For the other children of a node, two things are assumed: they are accepted in
+proportion to the first child (FIRST_CHILD_RATES), and ACCEPT_LENGTHS says how much they add.
 """
 
 import math
@@ -23,7 +23,7 @@ MEASURED_DRAFT = "an EAGLE-3 head of llama-3.1-8b"
 FIRST_CHILD_RATES = (0.76, 0.64, 0.63)
 # The highest estimate of a rate: even if every guess at a depth was accepted, later guesses may fail.
 MAX_RATE = 0.98
-# The gain of a tree whose rows are shared over the batch, over that of a tree with as many rows for each request
+# The gain of a tree with rows shared over the batch, divided by the gain of a tree with as many rows for each request
 # (`python -m lab sharing`).
 SHARED_ROWS_GAIN = 1.07
 # Assumptions count as samples until rounds replace them: FIRST_CHILD_RATES as PRIOR_SAMPLES samples (one request in one
@@ -51,7 +51,7 @@ class AcceptSample(NamedTuple):
 
 
 def assumed_accept_length(tree: TreeShape) -> float:
-    """The assumed accept length of a tree: ACCEPT_LENGTHS, interpolated over the logarithm of the number of nodes."""
+    """Returns a tree's assumed accept length: ACCEPT_LENGTHS, interpolated over the logarithm of the nodes."""
     nodes = min(tree.rows, ACCEPT_LENGTHS[-1][0])
     low, high = next((low, high) for low, high in pairwise(ACCEPT_LENGTHS) if nodes <= high[0])
     share = math.log2(nodes / low[0]) / math.log2(high[0] / low[0])
@@ -59,7 +59,7 @@ def assumed_accept_length(tree: TreeShape) -> float:
 
 
 def assumed_rate(depth: int) -> float:
-    """The value of FIRST_CHILD_RATES for a depth, from 1 on."""
+    """Returns the value of FIRST_CHILD_RATES for a depth.  The first depth is 1."""
     return FIRST_CHILD_RATES[min(depth, len(FIRST_CHILD_RATES)) - 1]
 
 
@@ -67,15 +67,15 @@ def depth_of(tree: TreeShape) -> int:
     return min(tree.steps, tree.num_draft_tokens - 1)
 
 
-def gains(tree: TreeShape, first_child: Sequence[float]) -> list[float]:
-    """[depth + 1]: the tokens beyond the first that a round emits if it may accept nodes down to depth 0, 1, 2, ...
+def gains(tree: TreeShape, first_child_rates: Sequence[float]) -> list[float]:
+    """Returns, for each greatest depth 0, 1, 2, ... of accepted nodes, the tokens beyond the first that a round emits.
 
-    first_child: how often the first child is accepted, by depth from 1 on.
+    first_child_rates: how often the first child is accepted, by depth from 1 on.
     """
     others = _other_child_rate(tree)
     reached, summed = 1.0, [0.0]
     for depth in range(1, depth_of(tree) + 1):
-        first = first_child[depth - 1]
+        first = first_child_rates[depth - 1]
         reached *= first + (1 - first) * min(others * first / assumed_rate(depth), 1.0)
         summed.append(summed[-1] + reached)
     return [SHARED_ROWS_GAIN * gain for gain in summed] if tree.shared_rows else summed
@@ -83,7 +83,7 @@ def gains(tree: TreeShape, first_child: Sequence[float]) -> list[float]:
 
 @cache
 def _other_child_rate(tree: TreeShape) -> float:
-    """How often another child is accepted if the first child is not: the rate that gives `assumed_accept_length`."""
+    """Returns how often another child is accepted if the first is not, by `assumed_accept_length`."""
     if tree.topk == 1:
         return 0.0
     low, high = 0.0, 1.0
@@ -97,9 +97,9 @@ def _other_child_rate(tree: TreeShape) -> float:
     return low
 
 
-def scaled_first_child_rates(level: float, steps: int) -> list[float]:
-    """How often first children are accepted, by depth: FIRST_CHILD_RATES, scaled to the rate `level` at depth 1."""
-    return [min(level * assumed_rate(depth) / assumed_rate(1), MAX_RATE) for depth in range(1, steps + 1)]
+def scaled_first_child_rates(rate_at_depth_1: float, steps: int) -> list[float]:
+    """Returns FIRST_CHILD_RATES by depth, scaled so that the rate at depth 1 is `rate_at_depth_1`."""
+    return [min(rate_at_depth_1 * assumed_rate(depth) / assumed_rate(1), MAX_RATE) for depth in range(1, steps + 1)]
 
 
 @dataclass
@@ -109,12 +109,12 @@ class DecayingRate:
     trials: float = 0.0
     successes: float = 0.0
 
-    def fade(self, factor: float) -> None:
+    def decay(self, factor: float) -> None:
         self.trials *= factor
         self.successes *= factor
 
-    def rate(self, prior: float, weight: float) -> float:
-        return (self.successes + weight * prior) / (self.trials + weight)
+    def rate(self, prior_rate: float, prior_weight: float) -> float:
+        return (self.successes + prior_weight * prior_rate) / (self.trials + prior_weight)
 
 
 @dataclass
@@ -131,22 +131,22 @@ class Acceptance:
     min_prior: float = PRIOR_SAMPLES
     depths: list[DecayingRate] = field(init=False)
     forms: dict[TreeShape, DecayingRate] = field(default_factory=dict)
-    recent: DecayingRate = field(default_factory=DecayingRate)
-    prior: float = PRIOR_SAMPLES
+    recent_gain: DecayingRate = field(default_factory=DecayingRate)
+    prior_weight: float = PRIOR_SAMPLES
 
     def __post_init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
         self.depths = [DecayingRate() for _ in range(self.steps)]
-        self.forms, self.recent, self.prior = {}, DecayingRate(), PRIOR_SAMPLES
+        self.forms, self.recent_gain, self.prior_weight = {}, DecayingRate(), PRIOR_SAMPLES
 
-    def cap_weight(self, samples: float) -> None:
+    def cap_weight(self, max_samples: float) -> None:
         """Reduce the weight of all rounds so far to at most this many samples."""
-        if self.steps and self.depths[0].trials > samples:
-            factor = samples / self.depths[0].trials
+        if self.steps and self.depths[0].trials > max_samples:
+            factor = max_samples / self.depths[0].trials
             for each in (*self.depths, *self.forms.values()):
-                each.fade(factor)
+                each.decay(factor)
 
     @property
     def first_child(self) -> list[float]:
@@ -157,16 +157,16 @@ class Acceptance:
         found: list[float] = []
         follows = 1.0
         for depth, count in enumerate(self.depths, 1):
-            found.append(min(count.rate(min(assumed_rate(depth) * follows, MAX_RATE), self.prior), MAX_RATE))
+            found.append(min(count.rate(min(assumed_rate(depth) * follows, MAX_RATE), self.prior_weight), MAX_RATE))
             follows = found[-1] / assumed_rate(depth)
         return found
 
     def accept_length(self, tree: TreeShape) -> float:
-        """The expected tokens of a round of this tree, for a request that may accept nodes at any depth."""
+        """Returns the expected tokens of a round of this tree, for a request that may accept nodes at any depth."""
         return 1 + gains(tree, self.first_child)[-1] * self._form_factor(tree)
 
     def _form_factor(self, tree: TreeShape) -> float:
-        """The real gain of the form, divided by the predicted gain."""
+        """Returns the real gain of the form, divided by the predicted gain."""
         count = self.forms.get(tree)
         return 1.0 if count is None else (count.successes + FORM_PRIOR_TOKENS) / (count.trials + FORM_PRIOR_TOKENS)
 
@@ -180,24 +180,24 @@ class Acceptance:
         expected = gains(tree, self.first_child)
         predicted = sum(expected[min(sample.max_depth, depth)] for sample in samples)
         self._cap_weight_if_text_changed(predicted * self._form_factor(tree), samples)
-        self.prior = max(PRIOR_DECAY * self.prior, self.min_prior)
+        self.prior_weight = max(PRIOR_DECAY * self.prior_weight, self.min_prior)
         for count in (*self.depths, *self.forms.values()):
-            count.fade(factor)
+            count.decay(factor)
         # In a large batch, many samples are equal.
         for sample, weight in Counter(samples).items():
             self._count_first_children(sample, min(sample.max_depth, depth), weight)
             form.trials += weight * expected[min(sample.max_depth, depth)]
             form.successes += weight * len(sample.ranks)
 
-    def _cap_weight_if_text_changed(self, expected: float, samples: Sequence[AcceptSample]) -> None:
+    def _cap_weight_if_text_changed(self, expected_gain: float, samples: Sequence[AcceptSample]) -> None:
         """Reduce the weight of older rounds if the latest rounds gain much more or less than expected."""
-        self.recent.fade(1 - 1 / max(2, RECENT_SAMPLES / len(samples)))
-        self.recent.trials += expected
-        self.recent.successes += sum(len(sample.ranks) for sample in samples)
-        expected, gained = self.recent.trials, self.recent.successes
-        if abs(gained - expected) > MAX_DEVIATIONS * math.sqrt(VARIANCE_PER_TOKEN * expected + 1):
+        self.recent_gain.decay(1 - 1 / max(2, RECENT_SAMPLES / len(samples)))
+        self.recent_gain.trials += expected_gain
+        self.recent_gain.successes += sum(len(sample.ranks) for sample in samples)
+        expected_gain, gained = self.recent_gain.trials, self.recent_gain.successes
+        if abs(gained - expected_gain) > MAX_DEVIATIONS * math.sqrt(VARIANCE_PER_TOKEN * expected_gain + 1):
             self.cap_weight(max(RECENT_SAMPLES / 4, len(samples)))
-            self.recent = DecayingRate()
+            self.recent_gain = DecayingRate()
 
     def _count_first_children(self, sample: AcceptSample, max_depth: int, weight: int) -> None:
         """Count at each depth whether the first child was accepted, as long as the path follows first children."""
@@ -205,7 +205,7 @@ class Acceptance:
         for depth in range(min(max_depth, len(ranks) + 1)):
             count = self.depths[depth]
             if depth == len(ranks):
-                # A leaf may have no child because other nodes were more probable.  Then the count learns nothing.
+                # A leaf may have no child because other nodes were more probable.  Such a round is no trial.
                 count.trials += weight * (not sample.is_leaf or sample.is_short)
                 return
             count.trials += weight

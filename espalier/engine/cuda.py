@@ -57,20 +57,20 @@ class Graph:
 class HostEntry:
     """The pinned host buffers of one ring entry.
 
-    written: the event after which the device has written the entry; copied: the event after which the buffers may be
-    used again.
+    written_event: recorded when the device has written the entry; copied_event: recorded when the buffers may be used
+    again.
     """
 
     entry: int
     vector: Tensor
     results: Tensor
-    written: torch.cuda.Event = field(default_factory=torch.cuda.Event)
-    copied: torch.cuda.Event = field(default_factory=torch.cuda.Event)
+    written_event: torch.cuda.Event = field(default_factory=torch.cuda.Event)
+    copied_event: torch.cuda.Event = field(default_factory=torch.cuda.Event)
 
 
 @dataclass(frozen=True)
 class CudaHandle:
-    """A launch in flight.  prompt_logprobs: see read_results; pinned, valid after the event `host.copied`."""
+    """A launch in flight.  prompt_logprobs: see read_results; pinned, valid after the event `host.copied_event`."""
 
     results: ResultsRing
     host: HostEntry
@@ -78,7 +78,7 @@ class CudaHandle:
     prompt_logprobs: Tensor | None
 
     def wait(self) -> None:
-        self.host.copied.synchronize()
+        self.host.copied_event.synchronize()
 
     def result(self) -> list[RequestResult]:
         self.wait()
@@ -88,7 +88,7 @@ class CudaHandle:
 
 @dataclass
 class CudaStagedHandle:
-    """A staged round in flight.  After the event `host.copied` its trees are on the host, while the GPU verifies.
+    """A staged round in flight.  After the event `host.copied_event` its trees are on the host, while the GPU verifies.
 
     stages: the stages for this batch size; None once the round is settled.
     """
@@ -100,22 +100,23 @@ class CudaStagedHandle:
     settled: CudaHandle | None = None
 
     @torch.inference_mode()
-    def resume(self, guide: GuideRows | None, ask: AskBeamMasks) -> None:
+    def resume(self, guide: GuideRows | None, ask_beam_masks: AskBeamMasks) -> None:
         """Runs propose, then runs verify while the trees are copied to the host.
 
-        The draft asks the host only if at least half of the requests have a grammar, because all wait for the answers.
+        The draft asks the host only if half of the requests or more have a grammar, because all requests wait for
+        answers.
         """
         assert self.stages is not None
         batch = len(self.launch_input.slots)
         asks = guide is not None and 2 * len(guide.rows) >= batch
         with torch.cuda.stream(self.executor.stream):
             self.stages.set_guide(guide)
-            self.stages.propose(ask if asks else None)
+            self.stages.propose(ask_beam_masks if asks else None)
             self.executor.copy_entry(self.host, batch)
             self.stages.verify()
 
     def trees(self) -> Trees:
-        self.host.copied.synchronize()
+        self.host.copied_event.synchronize()
         return read_trees(self.executor.results.columns, self.host.results[: len(self.launch_input.slots)].numpy())
 
     @torch.inference_mode()
@@ -124,7 +125,7 @@ class CudaStagedHandle:
         with torch.cuda.stream(self.executor.stream):
             self.stages.set_masks(masks)
             self.stages.settle()
-        # This frees an eager round's tensors for the next round, which may be launched before this one is read.
+        # Free an eager round's tensors for the next round, which may be launched before this round is read.
         self.stages = None
         self.settled = self.executor.start_readback(self.host, self.launch_input, None)
 
@@ -141,13 +142,12 @@ class CudaExecutor:
     """Runs launches on one GPU.
 
     graph_batch: the largest batch whose rounds are captured; 0: every launch runs eagerly.  Larger rounds are padded to
-    batch buckets too, so that they have few forms.
-    captured_passes: forms of the captured prefill passes; empty without captured rounds or Support.prefill_graph.
-    keep_graphs: whether PyTorch keeps CUDAGraph.raw_cuda_graph, so that the kernels of graphs can be counted.
-    overlap: whether a round may be launched before the previous round is read.  Then attention is captured for lengths
-    that the host does not know exactly.
-    capture_stages: whether staged rounds (rounds with grammars) are captured too.  They run eagerly otherwise.
-    replay_events: for measurements; if it is a list, each replay appends its (start, end) events.
+    batch buckets too, so that they have few forms.  captured_passes: forms of the captured prefill passes; empty
+    without captured rounds or Support.prefill_graph.  keep_graphs: whether PyTorch keeps CUDAGraph.raw_cuda_graph, so
+    that the kernels of graphs can be counted.  overlap: whether a round may be launched before the previous round is
+    read.  With overlap, attention is captured for lengths that the host does not know exactly.  capture_stages: whether
+    staged rounds (rounds with grammars) are captured too.  If False, they run eagerly.  replay_events: for
+    measurements; if it is a list, each replay appends its (start, end) events.
     """
 
     failure: Exception | None = None
@@ -195,17 +195,17 @@ class CudaExecutor:
         with torch.cuda.stream(self.stream):
             self._prepare(launch_input, form, graph is not None)
             if graph is None:
-                output = self._eager(launch_input, packed, form)
+                output = self._run_eager_launch(launch_input, packed, form)
             else:
-                self._send(launch_input, packed, host, graph)
+                self._copy_to_graph(launch_input, packed, host, graph)
                 self._replay(graph.graph)
         return self.start_readback(host, launch_input, output)
 
-    def _send(self, launch_input: LaunchInput, packed: LaunchBuffer, host: HostEntry, graph: Graph) -> None:
+    def _copy_to_graph(self, launch_input: LaunchInput, packed: LaunchBuffer, host: HostEntry, graph: Graph) -> None:
         """Copies a launch to the vector that its graph reads.  The updates of a prefill pass have any length, so the
         slot table is updated before the graph runs."""
         if not launch_input.is_prefill:
-            graph.vector.copy_(_pinned(host.vector, packed), non_blocking=True)
+            graph.vector.copy_(_copy_to_pinned(host.vector, packed), non_blocking=True)
             return
         device_launch = self._to_device(packed)
         device_launch.apply(self.runner.table)
@@ -225,7 +225,7 @@ class CudaExecutor:
         """Waits for the next buffers of the ring.  Returns these buffers, the padded form and the packed launch."""
         host = self.ring[self.num_launched % RING_ENTRIES]
         self.num_launched += 1
-        host.copied.synchronize()
+        host.copied_event.synchronize()
         form = self.form(launch_input)
         return host, form, self._pack(launch_input, host.entry, form)
 
@@ -238,7 +238,7 @@ class CudaExecutor:
         """Gives the launch's lengths to the backends, clears its pages, copies its states.  Called on its stream."""
         self.runner.cache.before_launch(launch_input.cleared_pages, launch_input.state_copies)
         # A prefill pass has one length for each piece.
-        lengths = launch_input.committed.padded(form.pieces or form.batch)
+        lengths = launch_input.committed.padded_to(form.pieces or form.batch)
         self.runner.prepare(replace(lengths, in_graph=in_graph))
 
     def _prepare_capture(self, dummies: LaunchInput, form: LaunchForm) -> None:
@@ -255,24 +255,24 @@ class CudaExecutor:
                 stages = self._eager_stages(packed, form.batch).stages
             else:
                 stages = captured
-                stages.vector.copy_(_pinned(host.vector, packed), non_blocking=True)
+                stages.vector.copy_(_copy_to_pinned(host.vector, packed), non_blocking=True)
             stages.begin()
         return CudaStagedHandle(self, host, launch_input, stages)
 
     def _eager_stages(self, packed: LaunchBuffer, batch: int) -> EagerStages:
         return EagerStages(self.runner, self.results, packed, ALL_SAMPLING, batch, self.stage_memory)
 
-    def copy_entry(self, host: HostEntry, batch: int, prompt_logprobs: Tensor | None = None) -> Tensor | None:
+    def copy_entry(self, host_entry: HostEntry, batch: int, prompt_logprobs: Tensor | None = None) -> Tensor | None:
         """Copies a ring entry to the host on the copy stream, while the compute stream goes on.
 
-        Returns a pinned copy of prompt_logprobs.  Both copies are complete after the event `host.copied`.
+        Returns a pinned copy of prompt_logprobs.  Both copies are complete after the event `host.copied_event`.
         """
-        host.written.record(self.stream)
-        self.copy_stream.wait_event(host.written)
+        host_entry.written_event.record(self.stream)
+        self.copy_stream.wait_event(host_entry.written_event)
         with torch.cuda.stream(self.copy_stream):
             on_host = None if prompt_logprobs is None else self._to_host(prompt_logprobs)
-            host.results[:batch].copy_(self.results.ring[host.entry, :batch], non_blocking=True)
-            host.copied.record(self.copy_stream)
+            host_entry.results[:batch].copy_(self.results.ring[host_entry.entry, :batch], non_blocking=True)
+            host_entry.copied_event.record(self.copy_stream)
         return on_host
 
     @torch.inference_mode()
@@ -315,7 +315,7 @@ class CudaExecutor:
             if launch_input.is_staged:
                 self._eager_stages(packed, form.batch).run()
             else:
-                self._eager(launch_input, packed, form)
+                self._run_eager_launch(launch_input, packed, form)
 
     def bucket(self, batch: int) -> int:
         """Returns the batch size that a round of `batch` requests is padded to, eager or captured.  A batch above
@@ -332,7 +332,7 @@ class CudaExecutor:
         """Returns the graph that a launch replays; None for an eager launch, even if a graph has the same form."""
         return None if launch_input.is_eager_only else self.graphs.get(self.form(launch_input))
 
-    def _eager(self, launch_input: LaunchInput, packed: LaunchBuffer, form: LaunchForm) -> RoundOutput:
+    def _run_eager_launch(self, launch_input: LaunchInput, packed: LaunchBuffer, form: LaunchForm) -> RoundOutput:
         masks = None
         if launch_input.masks is not None:
             masks = torch.from_numpy(launch_input.masks).pin_memory().to(self.device, non_blocking=True)
@@ -342,7 +342,7 @@ class CudaExecutor:
 
     def _to_device(self, packed: LaunchBuffer) -> LaunchBuffer:
         vector = torch.from_numpy(packed.vector).pin_memory().to(self.device, non_blocking=True)
-        return packed.on(vector)
+        return packed.with_vector(vector)
 
     def start_readback(self, host: HostEntry, launch_input: LaunchInput, output: RoundOutput | None) -> CudaHandle:
         """Starts copying the results and the prompt's log-probabilities to the host.
@@ -373,7 +373,7 @@ class CudaExecutor:
             self.compile([*self.dummy_rounds, *(dummy_launch(*form) for form in passes)])
             for form in track(forms, "capturing CUDA graphs", console=Console(stderr=True), transient=True):
                 what = f"the CUDA graph of {form.name}"
-                self.graphs[form] = self.captured(form, pool)
+                self.graphs[form] = self.capture_graph(form, pool)
         except torch.OutOfMemoryError:
             raise EspalierError(
                 f"{what} does not fit into the memory of {self.device}; lower num_pages, graph_batch or max_batch"
@@ -389,20 +389,20 @@ class CudaExecutor:
         staged = self.buckets[::-1] if self.capture_stages else ()
         return [*rounds, *(replace(dummy_launch(batch), is_staged=True) for batch in staged)]
 
-    def _log_captured(self, what: str, began: float, reserved: int) -> None:
+    def _log_captured(self, subject: str, began: float, reserved: int) -> None:
         mib = (torch.cuda.memory_reserved(self.device) - reserved) / 2**20
         seconds, batches = time.perf_counter() - began, list(self.captured_buckets)
-        log.info("captured CUDA graphs of %s, batches %s: %.1f s, %.0f MiB", what, batches, seconds, mib)
+        log.info("captured CUDA graphs of %s, batches %s: %.1f s, %.0f MiB", subject, batches, seconds, mib)
 
     @torch.inference_mode()
-    def captured(self, form: LaunchForm, pool: Any) -> Graph:
+    def capture_graph(self, form: LaunchForm, pool: Any) -> Graph:
         """Captures the launches of a form with dummy slots, and returns the graph.  pool: the graph's memory."""
         dummies, runner = dummy_launch(*form), self.runner.for_tree(form.tree)
         packed = self._pack(dummies, 0, form)
         with torch.cuda.stream(self.stream):
             self._prepare_capture(dummies, form)
             vector = torch.from_numpy(packed.vector).to(self.device)
-            device_launch = packed.on(vector)
+            device_launch = packed.with_vector(vector)
             # Run once eagerly: libraries load kernels and allocate workspaces, which is not allowed in a capture.
             execute(runner, self.results, device_launch, form.width, ALL_SAMPLING)
             self.stream.synchronize()
@@ -419,19 +419,19 @@ class CudaExecutor:
         buckets = self.captured_buckets[::-1]
         for batch in track(buckets, "capturing staged rounds", console=Console(stderr=True), transient=True):
             try:
-                self.stage_graphs[batch] = self._captured_stages(batch, pool)
+                self.stage_graphs[batch] = self._capture_stages_of(batch, pool)
             except torch.OutOfMemoryError:
                 log.warning("staged rounds of %d requests run without CUDA graphs, which do not fit into memory", batch)
         self._log_captured("staged rounds", began, before)
 
     @torch.inference_mode()
-    def _captured_stages(self, batch: int, pool: Any) -> Stages:
+    def _capture_stages_of(self, batch: int, pool: Any) -> Stages:
         dummies, form = dummy_launch(batch), LaunchForm(batch)
         packed = self._pack(dummies, 0, form)
         with torch.cuda.stream(self.stream):
             self._prepare_capture(dummies, form)
             eager = self._eager_stages(packed, batch)
-        return eager.captured(pool, self.stream)
+        return eager.capture_stages(pool, self.stream)
 
     def close(self) -> None:
         """Waits for the launches in flight, then frees the graphs and their memory."""
@@ -443,7 +443,7 @@ class CudaExecutor:
             self._give_streams_back()
 
 
-def _pinned(buffer: Tensor, packed: LaunchBuffer) -> Tensor:
+def _copy_to_pinned(buffer: Tensor, packed: LaunchBuffer) -> Tensor:
     """Copies the packed vector to the start of a pinned buffer.  Returns that part of the buffer."""
     used = buffer[: len(packed.vector)]
     np.copyto(used.numpy(), packed.vector)

@@ -54,52 +54,52 @@ def no_garbage_collection() -> Iterator[None]:
 class RowMemory:
     """The memory that GrammarRows of all batch sizes share.
 
-    values: [n] on the device; pinned: [n] on the host; user: the GrammarRows whose values the memory holds now.
+    values: [n] on the device; pinned: [n] on the host; current_rows: the GrammarRows whose values the memory holds now.
     """
 
     values: Tensor
     pinned: Tensor
-    user: "GrammarRows | None" = None
+    current_rows: "GrammarRows | None" = None
 
 
 class GrammarRows:
     """A tensor on the device with one row for each request, such as its mask.
 
-    values: [B, ...]; rows: the rows of requests with a grammar, ascending; free: one row, or a number, that all other
-    rows hold, and that allows everything.
+    values: [B, ...]; rows: the rows of requests with a grammar, ascending; unmasked_row: the row, or the number, in the
+    rows of the other requests; it allows all tokens.
 
     The same pinned buffer is filled again and again, because getting a new buffer each time takes longer.  NumPy fills
     it, because PyTorch would use several threads, which wait for one another on a busy host.
     """
 
-    def __init__(self, memory: RowMemory, shape: tuple[int, ...], free: Tensor | int):
+    def __init__(self, memory: RowMemory, shape: tuple[int, ...], unmasked_row: Tensor | int):
         self.memory = memory
         self.values, self.pinned = (flat[: prod(shape)].view(shape) for flat in (memory.values, memory.pinned))
-        self.free = free
+        self.unmasked_row = unmasked_row
         self.rows: tuple[int, ...] = ()
         self._clear()
 
     def _clear(self) -> None:
-        self.memory.user = self
-        if isinstance(self.free, int):
-            self.values.fill_(self.free)
+        self.memory.current_rows = self
+        if isinstance(self.unmasked_row, int):
+            self.values.fill_(self.unmasked_row)
         else:
-            self.values.copy_(self.free.expand_as(self.values))
+            self.values.copy_(self.unmasked_row.expand_as(self.values))
 
-    def set(self, rows: tuple[int, ...], own: np.ndarray | None) -> None:
-        """Sets these rows to `own` and all others to `free`, on the current stream.
+    def set_rows(self, rows: tuple[int, ...], row_values: np.ndarray | None) -> None:
+        """Sets these rows to `row_values` and all others to `unmasked_row`, on the current stream.
 
-        own: [len(rows), ...]; None without rows.
+        row_values: [len(rows), ...]; None without rows.
 
-        The copies of the previous call must have ended.  This holds, because the host has waited for the trees or the
-        results of that round.
+        The copies of the previous call must have ended.  They have ended, because the host has waited for the trees or
+        the results of that round.
         """
-        if rows != self.rows or self.memory.user is not self:
+        if rows != self.rows or self.memory.current_rows is not self:
             self._clear()
             self.rows = rows
-        if own is None or not rows:
+        if row_values is None or not rows:
             return
-        self.pinned.numpy()[: len(rows)] = own
+        self.pinned.numpy()[: len(rows)] = row_values
         for begin, end in runs_of_rows(rows):
             first = rows[begin]
             self.values[first : first + end - begin].copy_(self.pinned[begin:end], non_blocking=True)
@@ -113,35 +113,35 @@ class StageMemory:
         self.device = device
         self.memories: dict[str, RowMemory] = {}
 
-    def rows(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, free: Tensor | int) -> GrammarRows:
+    def rows(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, unmasked_row: Tensor | int) -> GrammarRows:
         memory, count = self.memories.get(name), prod(shape)
         if memory is None or len(memory.values) < count:
             pinned = torch.empty(count, dtype=dtype, pin_memory=self.device.type == "cuda")
             memory = self.memories[name] = RowMemory(torch.empty(count, dtype=dtype, device=self.device), pinned)
-        return GrammarRows(memory, shape, free)
+        return GrammarRows(memory, shape, unmasked_row)
 
 
 def runs_of_rows(rows: tuple[int, ...]) -> list[tuple[int, int]]:
-    """Returns (begin, end) for each run of consecutive numbers in `rows`, which ascend.  Both are indices in `rows`."""
+    """Returns (begin, end), indices in `rows`, for each run of consecutive numbers in `rows`, which ascend."""
     cuts = [place for place in range(1, len(rows)) if rows[place] != rows[place - 1] + 1]
     return list(pairwise([0, *cuts, len(rows)])) if rows else []
 
 
-def packed_words(words: int) -> int:
-    """Returns the number of int64 values that hold `words` int32 words."""
-    return -(-words // 2)
+def packed_row_length(num_words: int) -> int:
+    """Returns the number of int64 values that hold `num_words` int32 words."""
+    return -(-num_words // 2)
 
 
-def pack(values: np.ndarray, words: np.ndarray) -> np.ndarray:
-    """Returns int64 values [..., n] and int32 words [..., w] side by side, in the form that `unpack` reads."""
-    packed = np.full((*values.shape[:-1], values.shape[-1] + packed_words(words.shape[-1])), ALL_ALLOWED, np.int64)
+def pack_side_by_side(values: np.ndarray, words: np.ndarray) -> np.ndarray:
+    """Returns int64 values [..., n] and int32 words [..., w] side by side, for `unpack_side_by_side`."""
+    packed = np.full((*values.shape[:-1], values.shape[-1] + packed_row_length(words.shape[-1])), ALL_ALLOWED, np.int64)
     packed[..., : values.shape[-1]] = values
     packed[..., values.shape[-1] :].view(np.int32)[..., : words.shape[-1]] = words
     return packed
 
 
-def unpack(packed: Tensor, num_values: int, num_words: int) -> tuple[Tensor, Tensor]:
-    """Returns views of the values and of the words that `pack` put side by side."""
+def unpack_side_by_side(packed: Tensor, num_values: int, num_words: int) -> tuple[Tensor, Tensor]:
+    """Returns views of the values and of the words that `pack_side_by_side` put side by side."""
     return packed[..., :num_values], packed[..., num_values:].view(torch.int32)[..., :num_words]
 
 
@@ -150,8 +150,8 @@ class BeamQuestion:
     """The draft's question at one level and its answer, on the device.
 
     packed: [B, E + Q * W] int64, tokens and ancestor bits (sampling.mask.HostQuery) side by side, so that one copy
-    brings both to the host.  answer: [B, Q, 1 + packed_words(words)] int64; for each row its forced token and its mask
-    (`pack`).
+    brings both to the host.  answer: [B, Q, 1 + packed_row_length(words)] int64; each row's forced token and mask
+    (`pack_side_by_side`).
     """
 
     packed: Tensor
@@ -160,10 +160,10 @@ class BeamQuestion:
     answer: GrammarRows
 
     @classmethod
-    def of(cls, packed: Tensor, beams: int, num_tokens: int, num_words: int, memory: StageMemory) -> "BeamQuestion":
-        """Returns a question without an answer yet: every token may follow."""
+    def new(cls, packed: Tensor, beams: int, num_tokens: int, num_words: int, memory: StageMemory) -> "BeamQuestion":
+        """Returns a question without an answer.  Until it has one, every token may follow."""
         # -1 in an answer says both: several tokens may follow, and the mask allows all.
-        shape = (len(packed), beams, 1 + packed_words(num_words))
+        shape = (len(packed), beams, 1 + packed_row_length(num_words))
         # The levels of a tree ask about different numbers of tokens.
         answer = memory.rows(f"answer to {num_tokens} tokens", shape, packed.dtype, ALL_ALLOWED)
         return cls(packed, num_tokens, num_words, answer)
@@ -171,18 +171,18 @@ class BeamQuestion:
     @property
     def answer_tensors(self) -> tuple[Tensor, Tensor]:
         """The answer in HostQuery's form: forced tokens [B, Q] and masks [B, Q, words]."""
-        only, masks = unpack(self.answer.values, 1, self.num_words)
+        only, masks = unpack_side_by_side(self.answer.values, 1, self.num_words)
         return only[..., 0], masks
 
-    def ask_host(self, ask: AskBeamMasks | None) -> None:
-        """Waits for the device, asks the host, and writes its answer to the device.  ask: None if every token may
-        follow."""
-        if ask is None:
-            self.answer.set((), None)
+    def ask_host(self, ask_beam_masks: AskBeamMasks | None) -> None:
+        """Waits for the device, asks the host, and writes the answer to the device.  ask_beam_masks: None if every
+        token may follow."""
+        if ask_beam_masks is None:
+            self.answer.set_rows((), None)
             return
         tokens, bits = self.packed.cpu().split((self.num_tokens, self.packed.shape[1] - self.num_tokens), 1)
-        answer = ask(tokens, bits.unflatten(1, (self.answer.values.shape[1], -1)))
-        self.answer.set(answer.rows, pack(answer.forced[..., None], answer.masks))
+        answer = ask_beam_masks(tokens, bits.unflatten(1, (self.answer.values.shape[1], -1)))
+        self.answer.set_rows(answer.rows, pack_side_by_side(answer.forced[..., None], answer.masks))
 
 
 def packed_question(tokens: Tensor, ancestor_bits: Tensor) -> Tensor:
@@ -202,26 +202,26 @@ class ProposeGraphs:
         self.graphs: list[torch.cuda.CUDAGraph] = []
         self.questions: list[BeamQuestion] = []
 
-    def begin(self) -> None:
+    def begin_graph(self) -> None:
         self.graphs.append(torch.cuda.CUDAGraph())
         self.graphs[-1].capture_begin(pool=self.pool, capture_error_mode=CAPTURE_ERROR_MODE)
 
-    def end(self) -> None:
+    def end_graph(self) -> None:
         self.graphs[-1].capture_end()
 
-    def split(self, tokens: Tensor, ancestor_bits: Tensor) -> tuple[Tensor, Tensor]:
+    def split_graph(self, tokens: Tensor, ancestor_bits: Tensor) -> tuple[Tensor, Tensor]:
         """Ends this graph and begins the next one, which reads the answer.  See sampling.mask.HostQuery."""
         packed = packed_question(tokens, ancestor_bits)
-        self.end()
-        question = BeamQuestion.of(packed, ancestor_bits.shape[1], tokens.shape[1], self.num_words, self.memory)
+        self.end_graph()
+        question = BeamQuestion.new(packed, ancestor_bits.shape[1], tokens.shape[1], self.num_words, self.memory)
         self.questions.append(question)
-        self.begin()
+        self.begin_graph()
         return question.answer_tensors
 
-    def replay(self, ask: AskBeamMasks | None) -> None:
+    def replay(self, ask_beam_masks: AskBeamMasks | None) -> None:
         for graph, question in zip(self.graphs, self.questions, strict=False):
             graph.replay()
-            question.ask_host(ask)
+            question.ask_host(ask_beam_masks)
         self.graphs[-1].replay()
 
 
@@ -234,15 +234,15 @@ class BeamQuestionAsker:
     def __init__(self, num_words: int, memory: StageMemory):
         self.num_words = num_words
         self.memory = memory
-        self.host: AskBeamMasks | None = None
-        self.capture: ProposeGraphs | None = None
+        self.ask_beam_masks: AskBeamMasks | None = None
+        self.graphs: ProposeGraphs | None = None
 
     def __call__(self, tokens: Tensor, ancestor_bits: Tensor) -> tuple[Tensor, Tensor]:
-        if self.capture is not None:
-            return self.capture.split(tokens, ancestor_bits)
+        if self.graphs is not None:
+            return self.graphs.split_graph(tokens, ancestor_bits)
         packed = packed_question(tokens, ancestor_bits)
-        question = BeamQuestion.of(packed, ancestor_bits.shape[1], tokens.shape[1], self.num_words, self.memory)
-        question.ask_host(self.host)
+        question = BeamQuestion.new(packed, ancestor_bits.shape[1], tokens.shape[1], self.num_words, self.memory)
+        question.ask_host(self.ask_beam_masks)
         return question.answer_tensors
 
 
@@ -250,9 +250,9 @@ class BeamQuestionAsker:
 class Stages:
     """The four stages of a round, for one batch size.  No data passes through this object from one round to the next.
 
-    The stages read these tensors on the device.  vector: [n] int64, the packed launch; guide: [batch, S + 1 +
-    packed_words(words)] int64, the forced tokens, the level and the mask of a DraftGuide (`pack`); masks: [batch, D,
-    words] int32.
+    The stages read three tensors on the device.  vector: [n] int64, the packed launch; guide: [batch, S + 1 +
+    packed_row_length(words)] int64, the forced tokens, the level and the mask of a DraftGuide (`pack_side_by_side`);
+    masks: [batch, D, words] int32.
     """
 
     vector: Tensor
@@ -265,16 +265,16 @@ class Stages:
 
     def set_guide(self, rows: GuideRows | None) -> None:
         if rows is None:
-            self.guide.set((), None)
+            self.guide.set_rows((), None)
         else:
-            self.guide.set(rows.rows, pack(np.column_stack((rows.forced, rows.levels)), rows.masks))
+            self.guide.set_rows(rows.rows, pack_side_by_side(np.column_stack((rows.forced, rows.levels)), rows.masks))
 
     def set_masks(self, masks: RowMasks) -> None:
         """Sets the masks of the nodes.  Requests without a grammar allow all tokens.
 
         masks: has a row for each node of the largest tree.
         """
-        self.masks.set(masks.rows, masks.masks[:, : self.masks.values.shape[1]])
+        self.masks.set_rows(masks.rows, masks.masks[:, : self.masks.values.shape[1]])
 
 
 class EagerStages:
@@ -293,26 +293,26 @@ class EagerStages:
         self.vector = torch.from_numpy(packed.vector).pin_memory().to(device, non_blocking=True)
         words, steps = mask_words(runner.target.config.vocab_size), runner.layout.steps
         self.ask = BeamQuestionAsker(words, memory)
-        unmasked = torch.full((steps + 1 + packed_words(words),), ALL_ALLOWED, dtype=torch.int64)
+        unmasked = torch.full((steps + 1 + packed_row_length(words),), ALL_ALLOWED, dtype=torch.int64)
         # No level is known yet.
         unmasked[steps] = 0
-        free = unmasked.pin_memory().to(device, non_blocking=True)
-        self.guide_rows = memory.rows("guide", (batch, len(unmasked)), unmasked.dtype, free)
-        forced_and_level, mask = unpack(self.guide_rows.values, steps + 1, words)
+        unmasked_row = unmasked.pin_memory().to(device, non_blocking=True)
+        self.guide_rows = memory.rows("guide", (batch, len(unmasked)), unmasked.dtype, unmasked_row)
+        forced_and_level, mask = unpack_side_by_side(self.guide_rows.values, steps + 1, words)
         self.guide = DraftGuide(forced_and_level[:, :steps], mask, forced_and_level[:, steps], self.ask)
         nodes = runner.layout.for_batch(batch).num_draft_tokens
         self.masks = memory.rows("masks", (batch, nodes, words), torch.int32, ALL_ALLOWED)
-        self.staged = StagedRound(runner, results, packed.on(self.vector), needs)
+        self.staged = StagedRound(runner, results, packed.with_vector(self.vector), needs)
 
     @property
     def stages(self) -> Stages:
-        """The stages of this object.  They are made anew at each access, because they refer to this object: a kept
-        reference would be a cycle, and would keep the tensors of a round until garbage is collected."""
+        """The stages of this object.  Each access makes a new object.  A stored one would form a reference cycle, and
+        would keep the tensors of a round until garbage is collected."""
         buffers = self.vector, self.guide_rows, self.masks
         return Stages(*buffers, self.staged.begin, self._propose, self.staged.verify, self._settle)
 
-    def _propose(self, ask: AskBeamMasks | None) -> None:
-        self.ask.host = ask
+    def _propose(self, ask_beam_masks: AskBeamMasks | None) -> None:
+        self.ask.ask_beam_masks = ask_beam_masks
         self.staged.propose(self.guide)
 
     def _settle(self) -> None:
@@ -326,7 +326,7 @@ class EagerStages:
         stages.verify()
         stages.settle()
 
-    def captured(self, pool: Any, stream: torch.cuda.Stream) -> Stages:
+    def capture_stages(self, pool: Any, stream: torch.cuda.Stream) -> Stages:
         """Captures the stages as CUDA graphs and returns them.  The launch input must be one of dummy slots.
 
         Raises torch.OutOfMemoryError if the graphs do not fit into memory.
@@ -335,29 +335,29 @@ class EagerStages:
             # Run once eagerly: libraries load kernels and allocate workspaces, which is not allowed in a capture.
             self.run()
         stages = self.stages
-        begin = _captured(stages.begin, pool, stream)
+        begin = _capture_stage(stages.begin, pool, stream)
         with torch.cuda.stream(stream):
             propose = self._captured_propose(pool).replay
-        verify, settle = (_captured(stage, pool, stream) for stage in (stages.verify, stages.settle))
+        verify, settle = (_capture_stage(stage, pool, stream) for stage in (stages.verify, stages.settle))
         return replace(stages, begin=begin, propose=propose, verify=verify, settle=settle)
 
     def _captured_propose(self, pool: Any) -> ProposeGraphs:
         torch.cuda.synchronize()
-        self.ask.capture = graphs = ProposeGraphs(pool, self.ask.num_words, self.ask.memory)
-        graphs.begin()
+        self.ask.graphs = graphs = ProposeGraphs(pool, self.ask.num_words, self.ask.memory)
+        graphs.begin_graph()
         try:
             self.staged.propose(self.guide)
         except BaseException:
             with suppress(RuntimeError):
-                graphs.end()
+                graphs.end_graph()
             raise
         finally:
-            self.ask.capture = None
-        graphs.end()
+            self.ask.graphs = None
+        graphs.end_graph()
         return graphs
 
 
-def _captured(stage: Callable[[], None], pool: Any, stream: torch.cuda.Stream) -> Callable[[], None]:
+def _capture_stage(stage: Callable[[], None], pool: Any, stream: torch.cuda.Stream) -> Callable[[], None]:
     """Captures a stage as a CUDA graph.  Returns the function that replays the graph."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode=CAPTURE_ERROR_MODE):

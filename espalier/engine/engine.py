@@ -1,10 +1,10 @@
-"""The engine: `Engine.step` is one turn of the main loop.  It starts a launch and reads a launch.
+"""The engine: `Engine.step` is one iteration of the main loop.  A step starts a launch and reads a launch's result.
 
-A round with a grammar runs in stages.  It is started like every other round: with overlap, before the host has read the
-previous round.  Its first stage, begin, needs no mask.  Once the host has read the previous round, the host knows the
-grammars' states and resumes the new round.  The host makes the masks of the trees' nodes while the target verifies
-these nodes.  Then it settles the round with the masks: with overlap at the start of the next step, in lock-step in the
-same step.
+A round with a grammar runs in stages.  Such a round is started like every other round: with overlap, before the host
+has read the previous round.  The first stage, begin, needs no mask.  Once the host has read the previous round, the
+host knows the grammars' states and resumes the new round.  The host makes the masks of the trees' nodes while the
+target verifies these nodes.  The host settles the round with the masks: with overlap at the start of the next step, in
+lock-step in the same step.
 
 scheduler.py decides which of the waiting requests run.  executor.py (CPU) and cuda.py (GPU) run the launches.
 """
@@ -46,7 +46,7 @@ class StartedLaunch:
 
 
 @dataclass
-class InFlight:
+class LaunchesInFlight:
     """The launches that the host has started and not read yet.
 
     unread: with overlap, the launch that the last step started; the host works while the device runs it.  None in
@@ -88,7 +88,7 @@ class Engine:
         self.executor = executor
         self.pool = PagePool(runner.pages.num_pages)
         self.prefixes = PrefixTree(self.pool, self.layout.page_size) if prefix_cache else None
-        self.in_flight = InFlight(overlap)
+        self.in_flight = LaunchesInFlight(overlap)
         self.scheduler = Scheduler(
             self.layout,
             self.pool,
@@ -122,9 +122,9 @@ class Engine:
             return self._forget_finished(self.scheduler.take_chunks())
 
     def drain(self) -> None:
-        """Reads the launch in flight.  After that, nothing uses the models until the next step.
+        """Reads the launch in flight.  No launch uses the models until the next step.
 
-        The next step returns the output chunks of this launch.  Requests continue where they are.
+        The next step returns the output chunks of that launch.  Running requests keep their state.
         """
         with self._stop_on_error():
             self._settle_round()
@@ -132,7 +132,7 @@ class Engine:
             self._read_result(previous)
 
     def raise_rank_failure(self) -> None:
-        """Raises the error of another rank that has failed, as `step` would, also while no request runs."""
+        """Raises the error of a failed rank, as `step` does.  Called while no request runs."""
         if self.executor.failure is not None:
             with self._stop_on_error():
                 raise self.executor.failure
@@ -158,7 +158,7 @@ class Engine:
         if started is None or started.stages is None:
             return
         masks, started.maskers = self.scheduler.masks, self.scheduler.maskers_of(started.launch)
-        started.stages.resume(masks.guide(started.maskers), partial(masks.beam_masks, started.maskers))
+        started.stages.resume(masks.guide_rows(started.maskers), partial(masks.beam_masks, started.maskers))
         self.in_flight.unsettled = started
 
     def _settle_round(self) -> None:

@@ -51,11 +51,11 @@ class Handle(Protocol):
 class StagedHandle(Handle, Protocol):
     """A round whose begin stage was started.  No other launch may be started before `settle`."""
 
-    def resume(self, guide: GuideRows | None, ask: AskBeamMasks) -> None:
+    def resume(self, guide: GuideRows | None, ask_beam_masks: AskBeamMasks) -> None:
         """Starts the propose and the verify stage.
 
-        guide: the forced tokens and masks that grammars give to the draft; None without grammars.  ask: a function that
-        returns the tokens that may follow draft rows, for an executor that can call it while it drafts.
+        guide: the forced tokens and masks that grammars give to the draft; None without grammars.  ask_beam_masks:
+        returns the tokens that may follow draft rows.  An executor may call it while it drafts.
         """
         ...
 
@@ -81,7 +81,7 @@ class LaunchObserver(Protocol):
 
 
 class Executor(Protocol):
-    """Owns all state on the device, and the order in which it is written."""
+    """Owns all device state, and the order of all writes to the device."""
 
     @property
     def runner(self) -> ModelRunner: ...
@@ -95,7 +95,7 @@ class Executor(Protocol):
     def runs_any_tree(self) -> bool:
         """Whether a round may have any tree up to the configured one, and takes time only for the rows that it runs.
 
-        If not, a round has a tree of the layout, and a staged round has the first tree of its bucket.
+        If False, a round has a tree of the layout, and a staged round has the first tree of its bucket.
         """
         ...
 
@@ -138,8 +138,8 @@ def execute(
 ) -> RoundOutput:
     """Runs one launch: updates the slot table, runs a round or a prefill pass, and writes the results.
 
-    width: rows of a piece of the prefill pass; 0 for a round.  prompt_rows: as in LaunchInput; masks: those of
-    LaunchInput, on the device.
+    width: rows of a piece of the prefill pass; 0 for a round.  prompt_rows: as in LaunchInput; masks: LaunchInput.masks
+    on the device.
     """
     device_launch.apply(runner.table)
     launch, snapshots = device_launch, device_launch.snapshots
@@ -155,8 +155,8 @@ def execute(
 class StagedRound:
     """A round in four stages: `begin`, `propose`, `verify`, then `settle` with masks that the host made from the trees.
 
-    The stages are the same as in `decode_round`.  They run eagerly or as CUDA graphs.  This object holds the tensors
-    that one stage passes to the next.
+    The stages are the same as in `decode_round`.  The stages run eagerly or as CUDA graphs.  This object holds the
+    tensors that one stage passes to the next.
     """
 
     def __init__(self, runner: ModelRunner, results: ResultsRing, device_launch: LaunchBuffer, needs: SamplingNeeds):
@@ -187,12 +187,12 @@ class StagedRound:
         self.results.write(self.device_launch.entry, settle(self.verified, masks))
 
 
-def draft_guide(rows: GuideRows, batch: int, ask: AskBeamMasks) -> DraftGuide:
-    """Returns the draft's guide for a batch, with tensors on the host.  ask: answers about draft rows."""
+def draft_guide(rows: GuideRows, batch: int, ask_beam_masks: AskBeamMasks) -> DraftGuide:
+    """Returns the draft's guide for a batch, with tensors on the host.  ask_beam_masks: gives masks of draft rows."""
     forced, masks, levels = map(torch.from_numpy, rows.full_batch(batch))
 
     def ask_host(tokens: Tensor, ancestor_bits: Tensor) -> tuple[Tensor, Tensor]:
-        only, masks = ask(tokens, ancestor_bits).full_batch(batch)
+        only, masks = ask_beam_masks(tokens, ancestor_bits).full_batch(batch)
         return torch.from_numpy(only), torch.from_numpy(masks)
 
     return DraftGuide(forced, masks, levels, ask_host)
@@ -247,8 +247,8 @@ class CpuExecutor:
         return staged
 
     @torch.inference_mode()
-    def propose(self, staged: StagedRound, batch: int, guide: GuideRows | None, ask: AskBeamMasks) -> Trees:
-        staged.propose(None if guide is None else draft_guide(guide, batch, ask))
+    def propose(self, staged: StagedRound, batch: int, guide: GuideRows | None, ask_beam_masks: AskBeamMasks) -> Trees:
+        staged.propose(None if guide is None else draft_guide(guide, batch, ask_beam_masks))
         return read_trees(self.results.columns, self.results.ring[0, :batch].numpy())
 
     @torch.inference_mode()
@@ -267,10 +267,10 @@ class CpuExecutor:
 
     def _to_device(self, launch_input: LaunchInput) -> LaunchBuffer:
         form = launch_input.form(self.captured_passes)
-        self.runner.prepare(launch_input.committed.padded(form.pieces or form.batch))
+        self.runner.prepare(launch_input.committed.padded_to(form.pieces or form.batch))
         self.runner.cache.before_launch(launch_input.cleared_pages, launch_input.state_copies)
         packed = pack_launch(self.runner.table, launch_input, entry=0, form=form)
-        return packed.on(torch.from_numpy(packed.vector))
+        return packed.with_vector(torch.from_numpy(packed.vector))
 
     def _read_rows(self, launch_input: LaunchInput, output: RoundOutput | None) -> list[RequestResult]:
         batch = len(launch_input.slots)
@@ -303,8 +303,8 @@ class CpuStagedHandle(CpuHandle):
         self.launch_input = launch_input
         self.begun: Future[StagedRound] = executor.submit(executor.begin, launch_input)
 
-    def resume(self, guide: GuideRows | None, ask: AskBeamMasks) -> None:
-        self.proposed: Future[Trees] = self.executor.submit(self._propose, guide, ask)
+    def resume(self, guide: GuideRows | None, ask_beam_masks: AskBeamMasks) -> None:
+        self.proposed: Future[Trees] = self.executor.submit(self._propose, guide, ask_beam_masks)
         self.verified: Future[None] = self.executor.submit(self._verify)
 
     def trees(self) -> Trees:
@@ -315,8 +315,8 @@ class CpuStagedHandle(CpuHandle):
 
     # Tasks run in order.  So inside a task, `result` of an earlier task returns at once, or raises that task's error.
 
-    def _propose(self, guide: GuideRows | None, ask: AskBeamMasks) -> Trees:
-        return self.executor.propose(self.begun.result(), len(self.launch_input.slots), guide, ask)
+    def _propose(self, guide: GuideRows | None, ask_beam_masks: AskBeamMasks) -> Trees:
+        return self.executor.propose(self.begun.result(), len(self.launch_input.slots), guide, ask_beam_masks)
 
     def _verify(self) -> None:
         self.proposed.result()

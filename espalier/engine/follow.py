@@ -1,6 +1,6 @@
 """The process of a rank other than 0: it runs the launches that rank 0 sends (engine/ranks.py).
 
-It makes the same calls of its executor as rank 0's engine, in the same order.
+The process calls its executor as rank 0's engine calls its own, in the same order.
 """
 
 import os
@@ -32,11 +32,11 @@ from espalier.engine.ranks import (
 )
 from espalier.errors import EspalierError
 
-FAILED = 1
+FAILED_EXIT_CODE = 1
 
 
 class Follower:
-    """One rank.  connection: the connection to rank 0.  When the connection is closed, the process ends at once."""
+    """The process of one rank.  connection: the connection to rank 0. When it is closed, the process ends at once."""
 
     def __init__(self, connection: Connection, rank: int) -> None:
         self.connection = connection
@@ -63,7 +63,7 @@ class Follower:
             text = f"{error}" if refused else f"{type(error).__name__}: {error}"
             with suppress(OSError):
                 self.send(FailureReport(f"out of memory: {text}" if is_memory else text, refused, is_memory))
-            return FAILED
+            return FAILED_EXIT_CODE
 
     def handle(self, message: Any) -> None:
         """Handles one message."""

@@ -12,14 +12,14 @@ from espalier.engine.launch_input import Launch, RequestResult
 from espalier.engine.tree_choice import LookupGain
 from espalier.layout import RoundLayout, TreeShape
 from espalier.request import Request
-from espalier.slots import ALL_SOURCES, Guess, guess_width
+from espalier.slots import ALL_SOURCES, Guess, max_guess_length
 from espalier.speculate.sources.base import HostSource
 from espalier.speculate.sources.calibrate import Candidates
 from espalier.speculate.sources.survival import Survival
 
 # In a round with a draft, a guess is sent if its first token is right at least this often.  Other guesses seldom add to
 # the tree.
-MIN_REACH_BESIDE_DRAFT = 0.6
+MIN_REACH_WITH_DRAFT = 0.6
 # In a round without a draft, a token is sent if it is reached at least this often.  A row costs about this share of the
 # time of a token.
 MIN_REACH = 0.06
@@ -63,22 +63,22 @@ class GuessSources:
         self.by_source = np.zeros((len(ALL_SOURCES), 3))
         self.num_counted_rounds = 0
 
-    def enter(self, request: Request) -> None:
+    def add_request(self, request: Request) -> None:
         for source in self.sources:
-            source.enter(request)
+            source.add_request(request)
 
-    def read(self, request: Request, tokens: Sequence[int]) -> None:
+    def add_tokens(self, request: Request, tokens: Sequence[int]) -> None:
         """Called when tokens were appended to the request."""
         for source in self.sources:
-            source.read(request, tokens)
+            source.add_tokens(request, tokens)
 
-    def leave(self, request: Request) -> None:
+    def remove_request(self, request: Request) -> None:
         for source in self.sources:
-            source.leave(request)
+            source.remove_request(request)
         if self.survival is not None:
             self.survival.counts_of_request.pop(request.id, None)
 
-    def ask(self, batch: Sequence[Request]) -> SourceGuesses:
+    def ask_sources(self, batch: Sequence[Request]) -> SourceGuesses:
         """Ask the sources for guesses for the next round of these requests."""
         if self.survival is None or not self.sources:
             return SourceGuesses()
@@ -89,7 +89,7 @@ class GuessSources:
     def _guesses_of(self, request: Request) -> tuple[Guess, ...]:
         if not request.params.depth_limit(self.layout.steps):
             return ()
-        width = guess_width(self.layout) if request.rounds_in_flight else self.layout.steps
+        width = max_guess_length(self.layout) if request.rounds_in_flight else self.layout.steps
         guesses = chain.from_iterable(source.guesses(request, width) for source in self.sources)
         by_token: dict[int, Guess] = {}
         for guess in guesses:
@@ -97,7 +97,7 @@ class GuessSources:
         return tuple(by_token.values())[: self.layout.sent_paths]
 
     def _lookup_gain(self, batch: Sequence[Request], guesses: GuessesBySlot) -> LookupGain | None:
-        """The expected gain of these guesses alone in the next round.
+        """Returns the expected gain of the next round if it verifies these guesses alone.
 
         None if the host does not know the gain: a round is in flight, or the device has a source too.
         """
@@ -115,14 +115,14 @@ class GuessSources:
         return LookupGain(gained / len(batch), rows)
 
     def _reach_worth_sending(self, guess: Guess, is_sampled: bool) -> list[float]:
-        """The probability that each token of a guess is reached, for the tokens that are worth a row."""
+        """Returns the probability that each token of a guess is reached, for the tokens that are worth a row."""
         assert self.survival is not None
         reached = self.survival.path_probabilities(guess.kind, is_sampled)[: len(guess.tokens)]
         return [reach for reach in reached if reach >= MIN_REACH]
 
-    def of_round(self, batch: Sequence[Request], asked: SourceGuesses, tree: TreeShape | None) -> RoundGuesses:
-        """The part of a LaunchInput for a round with this tree.  If `lookup_gain` chose the tree, only guesses that are
-        worth their rows are sent."""
+    def fields_for(self, batch: Sequence[Request], asked: SourceGuesses, tree: TreeShape | None) -> RoundGuesses:
+        """Returns the LaunchInput fields of the guesses, for a round with this tree.  If `lookup_gain` chose the tree,
+        only guesses that are worth their rows are sent."""
         if self.survival is None or asked is NO_GUESSES or (tree is not None and not tree.steps):
             return RoundGuesses()
         guesses = asked.by_slot
@@ -138,38 +138,38 @@ class GuessSources:
         made = []
         for guess in guesses:
             reach = self._reach_worth_sending(guess, is_sampled)
-            if reach and (not tree.drafts or reach[0] >= MIN_REACH_BESIDE_DRAFT):
+            if reach and (not tree.drafts or reach[0] >= MIN_REACH_WITH_DRAFT):
                 made.append(replace(guess, tokens=guess.tokens[: len(reach)]))
         return tuple(made)
 
-    def count(self, launch: Launch, rows: Sequence[RequestResult]) -> list[int]:
+    def count_right(self, launch: Launch, results: Sequence[RequestResult]) -> list[int]:
         """Count the guesses of a launch that came true, before the launch's tokens are appended to the requests.
 
-        rows: the launch's results.  Returns for each row the greatest number of tokens that one guess of a source
-        beside the draft had right.
+        results: the launch's results.  Returns for each request the largest number of right tokens in one guess of a
+        source beside the draft.
         """
         if self.survival is None:
-            return [0] * len(rows)
+            return [0] * len(results)
         by_slot = dict(launch.guesses)
-        followed = [0] * len(rows)
+        num_right = [0] * len(results)
         requests: list[str] = []
         candidates: list[np.ndarray] = []
         emitted: list[Sequence[int]] = []
-        for place, ((request, generation, _), row) in enumerate(zip(launch.members, rows, strict=True)):
+        for place, ((request, generation, _), result) in enumerate(zip(launch.members, results, strict=True)):
             if generation != request.generation or request.slot is None:
                 continue
-            followed[place] = self._count(by_slot.get(request.slot, ()), request, row)
+            num_right[place] = self._count_right(by_slot.get(request.slot, ()), request, result)
             # The draft skips tokens of a request that never speculates, so its guesses for that request are noise.
             speculates = request.params.depth_limit(self.layout.steps) > 0
-            if speculates and row.candidates is not None and row.by_source is not None:
+            if speculates and result.candidates is not None and result.by_source is not None:
                 requests.append(request.id)
-                candidates.append(row.candidates)
-                emitted.append(row.tokens)
-                self.by_source += row.by_source
+                candidates.append(result.candidates)
+                emitted.append(result.tokens)
+                self.by_source += result.by_source
         if requests:
             self._log_if_due()
             self.survival.add_draft(requests, np.stack(candidates), emitted)
-        return followed
+        return num_right
 
     def _log_if_due(self) -> None:
         self.num_counted_rounds += 1
@@ -182,24 +182,24 @@ class GuessSources:
         )
         log.info("guesses of %d rounds: %s", self.num_counted_rounds, "; ".join(said))
 
-    def _count(self, guesses: Sequence[Guess], request: Request, row: RequestResult) -> int:
+    def _count_right(self, guesses: Sequence[Guess], request: Request, result: RequestResult) -> int:
         assert self.survival is not None
-        drafted = None if row.candidates is None else Candidates.unpack(row.candidates).draft_sequences
-        paths = list(row.own_paths)
+        drafted = None if result.candidates is None else Candidates.unpack(result.candidates).draft_sequences
+        paths = list(result.own_paths)
         for guess in guesses:
             known = tuple(request.output[guess.start + 1 - len(request.prompt) :])
             if guess.tokens[: len(known)] == known:
                 paths.append((guess.kind, guess.tokens[len(known) :]))
         samples = request.params.temperature > 0
-        followed = [
-            self.survival.add(kind, tokens, row.tokens, _shared_length(tokens, drafted), samples)
+        num_right = [
+            self.survival.add_path(kind, tokens, result.tokens, _shared_length(tokens, drafted), samples)
             for kind, tokens in paths
         ]
-        return max(followed, default=0)
+        return max(num_right, default=0)
 
 
 def _shared_length(path: Sequence[int], drafted: set[tuple[int, ...]] | None) -> int | None:
-    """How many tokens at the start of a path the draft proposed too.  drafted: Candidates.draft_sequences."""
+    """Returns how many tokens at the start of a path the draft proposed too.  drafted: Candidates.draft_sequences."""
     if not drafted:
         return None
     return next((at for at in range(len(path)) if tuple(path[: at + 1]) not in drafted), len(path))

@@ -18,12 +18,12 @@ from espalier.cache.states import SnapshotTargets
 from espalier.engine.launch_input import LaunchInput
 from espalier.errors import EspalierError
 from espalier.layout import LaunchForm, RoundLayout
-from espalier.slots import NODE_KINDS, ScatterUpdate, SlotTable, float_bits, guess_cells
+from espalier.slots import NODE_KINDS, ScatterUpdate, SlotTable, float_bits, guess_numbers_per_slot
 from espalier.speculate.pieces import Pieces
 
 Parts = tuple[tuple[str, int], ...]
-# In int64 numbers (16 bytes).  Each part begins at a multiple of this.  Triton compiles another kernel for an address
-# that is not aligned to 16 bytes, and without this the number of requests would decide which parts are aligned.
+# Each part begins at a multiple of this many int64 numbers (16 bytes).  Triton compiles another kernel for an address
+# that is not aligned to 16 bytes.  Without padding, the number of requests would decide which parts are aligned.
 ALIGNMENT = 2
 
 
@@ -38,7 +38,7 @@ class LaunchBuffer:
     vector: Any
     sizes: Parts
 
-    def on(self, vector: Tensor) -> "LaunchBuffer":
+    def with_vector(self, vector: Tensor) -> "LaunchBuffer":
         """Returns the same launch, whose vector is this tensor.  vector: a copy of the launch's vector."""
         return LaunchBuffer(vector, self.sizes)
 
@@ -52,7 +52,7 @@ class LaunchBuffer:
         cache/states.py:SnapshotTargets, empty without snapshots; cleared: slots that get a new request; FIELD.at,
         FIELD.values: the indices and the new values in a field of the slot table.
         """
-        parts = self.vector.split([_aligned(size) for _, size in self.sizes])
+        parts = self.vector.split([_aligned_size(size) for _, size in self.sizes])
         return {name: part[:size] for (name, size), part in zip(self.sizes, parts, strict=True)}
 
     @property
@@ -77,7 +77,7 @@ class LaunchBuffer:
     def snapshots(self) -> SnapshotTargets | None:
         """The snapshots of states that the launch takes; None in a launch without snapshots."""
         made = SnapshotTargets(self.parts["snapshot_at"], self.parts["snapshot_row"])
-        return made if made.at.shape[0] else None
+        return made if made.num_tokens.shape[0] else None
 
     @property
     def appended(self) -> ScatterUpdate | None:
@@ -114,12 +114,12 @@ def pack_launch(
         appended = ScatterUpdate(*map(np.concatenate, zip(updates["page_table"], appended, strict=True)))
     updates["page_table"] = appended
     if not launch_input.is_prefill:
-        updates |= _of_sources(table, launch_input)
+        updates |= _source_updates(table, launch_input)
     parts: dict[str, Sequence[int] | np.ndarray] = {
         "entry": (entry,),
         "slots": launch_input.slots,
         "lengths": launch_input.lengths,
-        **_pieces(launch_input, form),
+        **_piece_parts(launch_input, form),
         "snapshot_at": [at for at, _ in launch_input.snapshots],
         "snapshot_row": [row for _, row in launch_input.snapshots],
         "cleared": [slot_init.slot for slot_init in launch_input.slot_inits],
@@ -131,7 +131,7 @@ def pack_launch(
     sizes |= {"snapshot_at": num_snapshots, "snapshot_row": num_snapshots}
     # The vector is filled in place.  A round has few numbers, and one more array would take as long as writing them
     # all.
-    begins = list(accumulate(map(_aligned, sizes.values()), initial=0))
+    begins = list(accumulate(map(_aligned_size, sizes.values()), initial=0))
     vector = np.zeros(begins[-1], dtype=np.int64)
     for begin, (name, size) in zip(begins, sizes.items(), strict=False):
         part = parts[name]
@@ -151,19 +151,19 @@ def _padded_sizes(layout: RoundLayout, launch_input: LaunchInput, form: LaunchFo
     if count > capacity:
         raise EspalierError(
             f"a round of {form.batch} requests appends {count} pages and its launch input holds {capacity}; both "
-            f"follow from {layout}: reserve pages with layout.reserve"
+            f"follow from {layout}: reserve pages with layout.pages_needed"
         )
     sizes = {"page_table": capacity}
     if layout.calibrates_scores:
         sizes |= {
-            "guesses": form.batch * guess_cells(layout),
+            "guesses": form.batch * guess_numbers_per_slot(layout),
             "survival": NODE_KINDS * layout.steps,
             "skill": form.batch,
         }
     return {"slots": form.batch} | {f"{name}.{part}": size for name, size in sizes.items() for part in ("at", "values")}
 
 
-def _of_sources(table: SlotTable, launch_input: LaunchInput) -> dict[str, ScatterUpdate]:
+def _source_updates(table: SlotTable, launch_input: LaunchInput) -> dict[str, ScatterUpdate]:
     """Returns the updates with a round's guesses, survival table and skills.
 
     A padding zero in `survival` is written to kind 0, which no guess has; in `skill` it is written to the dummy slot.
@@ -179,7 +179,7 @@ def _of_sources(table: SlotTable, launch_input: LaunchInput) -> dict[str, Scatte
     }
 
 
-def _pieces(launch_input: LaunchInput, form: LaunchForm) -> dict[str, np.ndarray]:
+def _piece_parts(launch_input: LaunchInput, form: LaunchForm) -> dict[str, np.ndarray]:
     request = offset = last = np.zeros(0, dtype=np.int64)
     if form.pieces:
         pieces = launch_input.pieces or tuple((row, 0) for row in range(len(launch_input.slots)))
@@ -192,5 +192,5 @@ def _pieces(launch_input: LaunchInput, form: LaunchForm) -> dict[str, np.ndarray
     return {"piece_request": request, "piece_offset": offset, "piece_last": last}
 
 
-def _aligned(count: int) -> int:
-    return -(-count // ALIGNMENT) * ALIGNMENT
+def _aligned_size(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT

@@ -30,31 +30,25 @@ NOT_FINITE = (
 class LaunchInput:
     """One launch: a prefill pass or a round.
 
-    slots: the slots of the batch, in order.  Below, "by slot" means in this order.
-    needs: the kinds of sampling work in this batch.
-    num_logprobs: by slot, how many of the likeliest tokens are reported beside each emitted token; None for a request
-    that wants no log-probabilities; empty for dummies.
-    lengths: by slot, the number of tokens that a prefill pass enters; empty for a round.
-    width: width of the prefill pass; 0 for a round.
-    pieces: for each piece of a prefill pass (speculate/pieces.py), the row of the batch that it belongs to and the
-    offset of its first token; empty if each slot has one piece.
-    slot_inits: requests that get a slot; only in a prefill pass, because a round's launch input has a fixed form.
-    appended_pages: (slot, column, page) for requests that already have their slot.
+    slots: the slots of the batch, in order.  Below, "by slot" means in this order.  needs: the kinds of sampling work
+    in this batch.  num_logprobs: by slot, how many of the likeliest tokens are reported beside each emitted token; None
+    for a request that wants no log-probabilities; empty for dummies.  lengths: by slot, the number of tokens that a
+    prefill pass enters; empty for a round.  width: width of the prefill pass; 0 for a round.  pieces: for each piece of
+    a prefill pass (speculate/pieces.py), the row of the batch that it belongs to and the offset of its first token;
+    empty if each slot has one piece.  slot_inits: requests that get a slot; only in a prefill pass, because a round's
+    launch input has a fixed form.  appended_pages: (slot, column, page) for requests that already have their slot.
     cleared_pages: free pages of requests whose logits were not finite: their rows become zero before the launch.
-    reports_trees: whether results carry the trees.
-    prompt_rows: rows of a prefill pass whose log-probabilities are wanted; None if no row's are.
-    tree: the tree of a round; None for the tree of the layout.  For a prefill pass of requests that never speculate it
-    is RoundLayout.without_draft.
-    is_staged: whether the launch is a round that runs in stages, because one of its requests has a grammar.
-    masks: [B, 1, words] int32, the tokens that a prefill pass may pick; None if it may pick all.
-    state_copies: (source, destination) rows of the states, which are copied in this order before the launch.
-    snapshots: by slot, (number of tokens, row of the states) of the snapshot that the launch takes of the request's
-    state (cache/states.py:SnapshotTargets); row 0 for no snapshot; empty if the launch takes none.
-    guesses: (slot, guesses of the host's sources) for requests of a round (speculate/sources).
-    survival: [NODE_KINDS, S], as in SlotTable; None if it has not changed.
-    skill: by slot, as in SlotTable, for a round of an engine with sources.
-    committed: upper bounds of the committed lengths, in tokens: by slot for a round, by piece for a prefill pass; empty
-    for dummy slots.
+    reports_trees: whether results carry the trees.  prompt_rows: rows of a prefill pass whose log-probabilities are
+    wanted; None if none are wanted.  tree: the tree of a round; None for the tree of the layout.  A prefill pass of
+    requests that never speculate has RoundLayout.without_draft.  is_staged: whether the launch is a round that runs in
+    stages, because one of its requests has a grammar.  masks: [B, 1, words] int32, the tokens that a prefill pass may
+    pick; None if it may pick all.  state_copies: (source, destination) rows of the states, which are copied in this
+    order before the launch.  snapshots: by slot, (number of tokens, row of the states) of the snapshot that the launch
+    takes of the request's state (cache/states.py:SnapshotTargets); row 0 for no snapshot; empty if the launch takes
+    none.  guesses: (slot, guesses of the host's sources) for requests of a round (speculate/sources).  survival:
+    [NODE_KINDS, S], as in SlotTable; None if it has not changed.  skill: by slot, as in SlotTable, for a round of an
+    engine with sources.  committed: upper bounds of the committed lengths, in tokens: by slot for a round, by piece for
+    a prefill pass; empty for dummy slots.
     """
 
     slots: tuple[int, ...]
@@ -88,7 +82,7 @@ class LaunchInput:
         return self.masks is not None or self.prompt_rows is not None
 
     def form(self, captured: Sequence[LaunchForm] = ()) -> LaunchForm:
-        """The form of the launch.  For a prefill pass, it is the first captured form that the pass fits into.
+        """Returns the form of the launch.  For a prefill pass, it is the first captured form that the pass fits into.
 
         captured: the forms of prefill passes that are CUDA graphs.  If the pass fits none, its own form is returned.
         """
@@ -142,35 +136,32 @@ class RoundTrace:
 
 @dataclass(frozen=True)
 class TreeSize:
-    """The size of a tree.  at_depth: the number of draft tokens at depths 1, 2, ..."""
+    """The size of a tree.  tokens_by_depth: the number of draft tokens at depths 1, 2, ..."""
 
-    at_depth: tuple[int, ...] = ()
+    tokens_by_depth: tuple[int, ...] = ()
 
     @property
     def depth(self) -> int:
         """The depth of the deepest draft token."""
-        return len(self.at_depth)
+        return len(self.tokens_by_depth)
 
-    def drafted(self, depth: int) -> int:
+    def num_tokens_to_depth(self, depth: int) -> int:
         """Returns the number of draft tokens at depths 1 to `depth`."""
-        return sum(self.at_depth[:depth])
+        return sum(self.tokens_by_depth[:depth])
 
 
 @dataclass(frozen=True)
 class RequestResult:
     """The result of a launch for one request.
 
-    tokens: the emitted tokens; empty after a prefill pass that does not end the prompt.
-    finite: False if the token after `tokens` was picked from logits that were not finite.
-    logprobs: rows as in espalier/logprobs.py, one for each token; None if the request wants none.
-    prompt_logprobs: for each row of LaunchInput.prompt_rows, the log-probabilities of the next prompt token; None if no
-    request of the launch wants them.
-    tree_sum: a number that almost surely differs if trees differ.
-    ranks, is_leaf: as in acceptance.py:AcceptSample, if LaunchInput.tree is set.
-    own_paths: (kind, tokens) of the paths from the request's own text.
-    candidates: [D] int64, as in SlotTable; None if there are none.
-    by_source: [ALL_SOURCES, 3]: for each source, how many of its nodes were verified, how many of these should have
-    been accepted by their scores, and how many were accepted; None if there are no candidates.
+    tokens: the emitted tokens; empty after a prefill pass that does not end the prompt.  finite: False if the token
+    after `tokens` was picked from logits that were not finite.  logprobs: rows as in espalier/logprobs.py, one for each
+    token; None if the request wants none.  prompt_logprobs: for each row of LaunchInput.prompt_rows, the
+    log-probabilities of the next prompt token; None if no request of the launch wants them.  tree_sum: a number that
+    almost surely differs if trees differ. ranks, is_leaf: as in acceptance.py:AcceptSample, if LaunchInput.tree is set.
+    own_paths: (kind, tokens) of the paths from the request's own text.  candidates: [D] int64, as in SlotTable; None if
+    there are none.  by_source: [ALL_SOURCES, 3]: for each source, how many of its nodes were verified, how many
+    acceptances their scores predict, and how many were accepted; None if there are no candidates.
     """
 
     tokens: list[int]
@@ -188,7 +179,7 @@ class RequestResult:
 
 
 def dummy_launch(batch: int, width: int = 0, pieces: int = 0, tree: TreeShape | None = None) -> LaunchInput:
-    """Returns a launch of dummy slots in the form LaunchForm(batch, width, pieces, tree).  It changes no request.
+    """Returns a launch of dummy slots in the form LaunchForm(batch, width, pieces, tree).  No request changes.
 
     The pieces are spread evenly over the dummy requests.
     """
@@ -212,7 +203,7 @@ def sampling_needs_of(requests: list[Request]) -> SamplingNeeds:
 def prompt_rows_of(batch: list[Request], prefill: PrefillPass) -> PromptRows | None:
     """Returns the rows of a prefill pass whose prompt log-probabilities are still missing; None if there are none.
 
-    made: the pass; batch: its requests.  A row is included if the next token belongs to the prompt and its
+    prefill: the pass; batch: its requests.  A row is included if the next token belongs to the prompt and its
     log-probabilities were not read yet.  A preempted request enters its rows again, but log-probabilities that were
     read before the preemption are kept and not computed again.
     """

@@ -1,4 +1,4 @@
-"""Rank 0's executor.  It passes each call to the other ranks, and then to rank 0's own executor."""
+"""The executor of rank 0, which passes each call to the other ranks, and then to rank 0's own executor."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -15,40 +15,40 @@ from espalier.speculate.round import ModelRunner
 
 
 class LeadExecutor:
-    """An Executor (executor.py) for several ranks.  own: the executor of this rank.  `close` ends the other ranks.
+    """An Executor (executor.py) for several ranks.  own_executor: this rank's executor.  `close` ends the other ranks.
 
     Every method raises RankFailed if a rank has failed.
     """
 
-    def __init__(self, own: Executor, ranks: Ranks) -> None:
-        self.own = own
+    def __init__(self, own_executor: Executor, ranks: Ranks) -> None:
+        self.own_executor = own_executor
         self.ranks = ranks
 
     @property
     def runner(self) -> ModelRunner:
-        return self.own.runner
+        return self.own_executor.runner
 
     @property
     def captured_passes(self) -> tuple[LaunchForm, ...]:
-        return self.own.captured_passes
+        return self.own_executor.captured_passes
 
     @property
     def runs_any_tree(self) -> bool:
-        return self.own.runs_any_tree
+        return self.own_executor.runs_any_tree
 
     @property
     def failure(self) -> Exception | None:
         return self.ranks.failure
 
     def launch(self, launch_input: LaunchInput) -> Handle:
-        with raising_rank_failure(self.ranks):
+        with replace_by_rank_failure(self.ranks):
             number = self.ranks.launch(launch_input)
-            return LeadHandle(self.ranks, number, self.own.launch(launch_input))
+            return LeadHandle(self.ranks, number, self.own_executor.launch(launch_input))
 
     def launch_staged(self, launch_input: LaunchInput) -> StagedHandle:
-        with raising_rank_failure(self.ranks):
+        with replace_by_rank_failure(self.ranks):
             number = self.ranks.launch(launch_input)
-            return LeadStagedHandle(self.ranks, number, self.own.launch_staged(launch_input))
+            return LeadStagedHandle(self.ranks, number, self.own_executor.launch_staged(launch_input))
 
     def close(self) -> None:
         if self.ranks.failure is not None:
@@ -56,61 +56,61 @@ class LeadExecutor:
             # failure.
             self.ranks.end()
             with suppress(Exception):
-                self.own.close()
+                self.own_executor.close()
             return
         try:
-            self.own.close()
+            self.own_executor.close()
         finally:
             self.ranks.end()
 
 
 class LeadHandle:
-    def __init__(self, ranks: Ranks, number: int, own: Handle) -> None:
+    def __init__(self, ranks: Ranks, launch_number: int, own_handle: Handle) -> None:
         self.ranks = ranks
-        self.number = number
-        self.own = own
+        self.launch_number = launch_number
+        self.own_handle = own_handle
 
     def wait(self) -> None:
-        with raising_rank_failure(self.ranks):
-            self.own.wait()
+        with replace_by_rank_failure(self.ranks):
+            self.own_handle.wait()
 
     def result(self) -> list[RequestResult]:
-        with raising_rank_failure(self.ranks):
-            self.ranks.send(SendDecisions(self.number))
-            results = self.own.result()
-            self.ranks.require_equal(self.number, results)
+        with replace_by_rank_failure(self.ranks):
+            self.ranks.send(SendDecisions(self.launch_number))
+            results = self.own_handle.result()
+            self.ranks.require_equal(self.launch_number, results)
             return results
 
 
 class LeadStagedHandle(LeadHandle):
-    own: Any  # a StagedHandle
+    own_handle: Any  # a StagedHandle
 
-    def resume(self, guide: GuideRows | None, ask: AskBeamMasks) -> None:
+    def resume(self, guide: GuideRows | None, ask_beam_masks: AskBeamMasks) -> None:
         def ask_for_all(tokens: Tensor, ancestor_bits: Tensor) -> BeamRows:
-            answer = ask(tokens, ancestor_bits)
+            answer = ask_beam_masks(tokens, ancestor_bits)
             self.ranks.send(BeamAnswer(answer))
             return answer
 
-        with raising_rank_failure(self.ranks):
+        with replace_by_rank_failure(self.ranks):
             self.ranks.send(ResumeRound(guide))
-            self.own.resume(guide, ask_for_all)
+            self.own_handle.resume(guide, ask_for_all)
 
     def trees(self) -> Trees:
-        with raising_rank_failure(self.ranks):
-            return self.own.trees()
+        with replace_by_rank_failure(self.ranks):
+            return self.own_handle.trees()
 
     def settle(self, masks: RowMasks) -> None:
-        with raising_rank_failure(self.ranks):
+        with replace_by_rank_failure(self.ranks):
             self.ranks.send(SettleRound(masks))
-            self.own.settle(masks)
+            self.own_handle.settle(masks)
 
 
 @contextmanager
-def raising_rank_failure(ranks: Ranks) -> Iterator[None]:
+def replace_by_rank_failure(ranks: Ranks) -> Iterator[None]:
     """Replaces an error inside the block by the failure of another rank, if that failure caused the error."""
     try:
         yield
     except RankFailed:
         raise
     except Exception as error:
-        raise ranks.failure_behind(error) from error
+        raise ranks.failure_that_caused(error) from error

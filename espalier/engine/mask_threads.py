@@ -19,9 +19,9 @@ from typing import Any
 from espalier.cores import available_cores, lower_priority, wait_at_exit
 
 # The processor time that all grammars of a round may take together.  Half of the time that they took in the previous
-# round counts too.  After that the engine goes on without the grammars that took more than their share.  Ordinary
-# grammars take less than a fiftieth of this.  Another request may wait for two such rounds: the round that runs when
-# the request arrives, and its own.
+# round counts too.  Once the time is used up, the engine goes on without the grammars that took more than their share.
+# Ordinary grammars take less than a fiftieth of this.  Another request may wait for two such rounds: the round that
+# runs when the request arrives, and its own.
 GRAMMAR_LIMIT_S = 0.125
 # Half of the time is divided among the grammars.  A share is never less than 1 / MAX_SHARES of that half.
 MAX_SHARES = 8
@@ -43,7 +43,7 @@ class MaskThreads:
         self.limit_s = limit_s
         self.threads: set[_MaskThread] = set()
         self.queue = _Queue()
-        self._end = weakref.finalize(self, self.queue.end)
+        self._end = weakref.finalize(self, self.queue.end_threads)
 
     @property
     def num_abandoned(self) -> int:
@@ -53,7 +53,7 @@ class MaskThreads:
     def run(
         self,
         work: Work,
-        count: int,
+        num_pieces: int,
         *,
         all_threads: bool = False,
         used_s: list[float] | None = None,
@@ -61,23 +61,21 @@ class MaskThreads:
     ) -> list[Any]:
         """Runs work(0) to work(count - 1) and returns their results; TOO_SLOW for work that was abandoned.
 
-        Raises the error of a piece of work.
-        used_s: for each piece, the processor seconds that it has used earlier in this round; this call adds its own.
-        overrun_s: returns the seconds that other work of this round has used beyond its shares, given the share in
-        seconds.
-        all_threads: whether several threads begin at once.  Else one thread begins, and others help if it does not end
-        soon.
+        Raises the error of a piece of work.  used_s: for each piece, the processor seconds that it has used earlier in
+        this round; this call adds its own.  overrun_s: returns the seconds that other work of this round has used
+        beyond its shares, given the share in seconds.  all_threads: whether several threads begin at once.  If False,
+        one thread begins, and others help if the first does not end soon.
         """
-        share_s = self.limit_s / 2 / min(max(count, 1), MAX_SHARES)
-        call = _Call(work, count, share_s, [0.0] * count if used_s is None else used_s, has_help=all_threads)
-        self._send(call, min(count, available_cores()) if all_threads else min(count, 1))
+        share_s = self.limit_s / 2 / min(max(num_pieces, 1), MAX_SHARES)
+        call = _Call(work, num_pieces, share_s, [0.0] * num_pieces if used_s is None else used_s, has_help=all_threads)
+        self._queue_call(call, min(num_pieces, available_cores()) if all_threads else min(num_pieces, 1))
         while call.num_unfinished and not call.all_done.acquire(timeout=self.limit_s / 2 / MAX_SHARES):
             self._handle_slow(call, overrun_s)
         if call.error is not None:
             raise call.error
         return call.results
 
-    def _send(self, call: "_Call", num_threads: int) -> None:
+    def _queue_call(self, call: "_Call", num_threads: int) -> None:
         for _ in range(min(num_threads, MAX_THREADS)):
             self.queue.put(call)
         while len(self.threads) < min(num_threads, MAX_THREADS):
@@ -102,7 +100,7 @@ class MaskThreads:
                 return
             for _, job in slow:
                 job.is_slow = True
-        self._send(call, call.num_unfinished if slow else min(call.num_unfinished, available_cores()))
+        self._queue_call(call, call.num_unfinished if slow else min(call.num_unfinished, available_cores()))
         call.has_help = True
 
     def _abandon(self, thread: "_MaskThread") -> None:
@@ -128,36 +126,36 @@ class _Queue:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.waiting: deque[_Call | None] = deque()
-        self.ends: tuple[int, int] | None = None
+        self.pipe_ends: tuple[int, int] | None = None
         self.num_threads = self.num_abandoned = 0
 
     def put(self, call: "_Call | None") -> None:
-        """Gives a call to one thread.  None ends the thread."""
-        if self.ends is None:
-            self.ends = os.pipe()
+        """Gives a call to one thread.  None pipe_ends the thread."""
+        if self.pipe_ends is None:
+            self.pipe_ends = os.pipe()
         self.waiting.append(call)
-        os.write(self.ends[1], b".")
+        os.write(self.pipe_ends[1], b".")
 
     def get(self) -> "_Call | None":
-        assert self.ends is not None
-        os.read(self.ends[0], 1)
+        assert self.pipe_ends is not None
+        os.read(self.pipe_ends[0], 1)
         return self.waiting.popleft()
 
-    def enter(self) -> None:
+    def add_thread(self) -> None:
         with self.lock:
             self.num_threads += 1
 
-    def leave(self) -> None:
-        """Called when a thread ends.  The last thread closes the pipe."""
+    def remove_thread(self) -> None:
+        """Called when a thread pipe_ends.  The last thread closes the pipe."""
         with self.lock:
             self.num_threads -= 1
             if not self.num_threads:
                 self._close()
 
     def _close(self) -> None:
-        for end in self.ends or ():
+        for end in self.pipe_ends or ():
             os.close(end)
-        self.ends = None
+        self.pipe_ends = None
 
     def abandon(self, thread: "_MaskThread") -> None:
         thread.is_abandoned = True
@@ -165,12 +163,12 @@ class _Queue:
             self.num_threads -= 1
             self.num_abandoned += 1
 
-    def forget(self) -> None:
-        """Called when an abandoned thread ends."""
+    def forget_thread(self) -> None:
+        """Called when an abandoned thread pipe_ends."""
         with self.lock:
             self.num_abandoned -= 1
 
-    def end(self) -> None:
+    def end_threads(self) -> None:
         """Ends the threads that take calls."""
         if not self.num_threads:
             self._close()
@@ -194,7 +192,7 @@ class _Call:
         self.used_s = used_s
         self.finished_s: list[float] = []
         self.indices = itertools.count()
-        self.count = count
+        self.num_pieces = count
         self.num_unfinished = count
         self.results: list[Any] = [TOO_SLOW] * count
         self.error: BaseException | None = None
@@ -231,7 +229,7 @@ class _MaskThread(threading.Thread):
         self.is_abandoned = False
         self.job: _Job | None = None
         self.clock: int | None = None
-        queue.enter()
+        queue.add_thread()
 
     def run(self) -> None:
         if hasattr(time, "pthread_getcpuclockid"):
@@ -240,17 +238,17 @@ class _MaskThread(threading.Thread):
         while call is not None:
             # The time is read once for each piece of work, because reading it is a system call.
             now_s = _thread_time(self)
-            while not self.is_abandoned and (index := next(call.indices)) < call.count:
-                now_s = self._do(_Job(call, index, now_s))
+            while not self.is_abandoned and (index := next(call.indices)) < call.num_pieces:
+                now_s = self._do_job(_Job(call, index, now_s))
             if self.is_abandoned:
-                self.queue.forget()
+                self.queue.forget_thread()
                 return
             # Drop the reference, so that the objects of the call are freed while this thread waits.
             del call
             call = self.queue.get()
-        self.queue.leave()
+        self.queue.remove_thread()
 
-    def _do(self, job: _Job) -> float:
+    def _do_job(self, job: _Job) -> float:
         """Does a piece of work.  Returns the thread's processor time after it, in seconds."""
         call, index, result, error = job.call, job.index, None, None
         self.job = job

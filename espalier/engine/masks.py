@@ -21,11 +21,11 @@ from espalier.sampling.mask import ALL_ALLOWED, mask_words, only_token
 Trees = list[tuple[list[int], list[int]]]
 # One masker for each row of a batch; None for a row without a grammar.
 Maskers = Sequence[TokenMasker | None]
-NO_TOKEN_LEFT = (
+NO_TOKEN_LEFT_ERROR = (
     "the grammar leaves no token that may follow the output so far: this model's tokens cannot spell what it asks for; "
     "change the grammar"
 )
-TOOK_TOO_LONG = (
+TOOK_TOO_LONG_ERROR = (
     f"the grammar took more than its share of {GRAMMAR_LIMIT_S:g} s to find the tokens that may follow the output so "
     "far; write it so that each text can be read in one way only, or make it smaller"
 )
@@ -92,10 +92,9 @@ AskBeamMasks = Callable[[Tensor, Tensor], BeamRows]
 class MaskBuilder:
     """Calls the requests' maskers (TokenMasker) in threads, because a call may never return.
 
-    steps: levels of the largest tree.
-    guides_forced, guides_mask: whether the draft gets the forced tokens, and the allowed tokens; guides_all_levels:
-    whether it gets both at deeper levels too (beam_masks).  False serves to measure the gain of each.
-    too_slow: maskers that took too long.  They are never called again.
+    steps: levels of the largest tree. guides_forced, guides_mask: whether the draft gets the forced tokens, and the
+    allowed tokens; guides_all_levels: whether it gets both at deeper levels too (beam_masks).  False serves to measure
+    the gain of each.  too_slow: maskers that took too long.  Such maskers are never called again.
     """
 
     def __init__(self, vocab_size: int, steps: int):
@@ -104,7 +103,7 @@ class MaskBuilder:
         self.steps = steps
         self.threads = MaskThreads()
         self.too_slow: WeakSet[TokenMasker] = WeakSet()
-        # Seconds of processor time: those of this round, and half of the value before this round.
+        # Processor seconds of each masker: the time of this round, plus half of the value before this round.
         self._used_s: WeakKeyDictionary[TokenMasker, float] = WeakKeyDictionary()
 
     def node_masks(self, maskers: Maskers, trees: Trees) -> RowMasks:
@@ -137,7 +136,7 @@ class MaskBuilder:
         masks = [np.zeros(self.num_words, np.int32) if mask is TOO_SLOW else mask for mask in answers]
         return RowMasks(rows, np.stack(masks)[:, None]).full_batch(len(batch))
 
-    def guide(self, maskers: Maskers) -> GuideRows | None:
+    def guide_rows(self, maskers: Maskers) -> GuideRows | None:
         """Returns the draft's guide before a tree is drafted; None without a tree or a grammar."""
         rows = _rows_with_masker(maskers)
         self._halve_used_time()
@@ -177,13 +176,13 @@ class MaskBuilder:
                     self._write_beam(found, place, beam, mask)
         return found
 
-    def _write_beam(self, found: BeamRows, place: int, beam: int, mask: np.ndarray | None) -> None:
+    def _write_beam(self, found: BeamRows, row: int, beam: int, mask: np.ndarray | None) -> None:
         if mask is None:
             return
         if self.guides_mask:
-            found.masks[place, beam] = mask
+            found.masks[row, beam] = mask
         only = only_token(mask) if self.guides_forced else None
-        found.forced[place, beam] = -1 if only is None else only
+        found.forced[row, beam] = -1 if only is None else only
 
     def why_no_token(self, masker: TokenMasker | None) -> str | None:
         """Returns the reason why the grammar allows no token; None if it allows one, or if there is no grammar."""
@@ -191,8 +190,8 @@ class MaskBuilder:
             return None
         [is_stuck] = self._call_each([masker], lambda _, masker: masker.is_stuck)
         if is_stuck is TOO_SLOW:
-            return TOOK_TOO_LONG
-        return NO_TOKEN_LEFT if is_stuck else None
+            return TOOK_TOO_LONG_ERROR
+        return NO_TOKEN_LEFT_ERROR if is_stuck else None
 
     def _call_each(
         self, maskers: Maskers, question: Callable[[int, TokenMasker], Any], *, all_threads: bool = False
@@ -238,5 +237,5 @@ def _rows_with_masker(maskers: Maskers) -> tuple[int, ...]:
     return tuple(row for row, masker in enumerate(maskers) if masker is not None)
 
 
-def _has_bit(words: Sequence[int], place: int) -> bool:
-    return bool(words[place // ANCESTOR_BITS] >> place % ANCESTOR_BITS & 1)
+def _has_bit(words: Sequence[int], bit: int) -> bool:
+    return bool(words[bit // ANCESTOR_BITS] >> bit % ANCESTOR_BITS & 1)

@@ -14,7 +14,7 @@ from espalier.request import Request
 # bandwidth, in bfloat16), and a round may run before the next pass.
 PASS_OVERHEAD_ROWS = 256
 # An eager pass of fewer rows takes the host longer than it takes an H200 to run it, for an 8B model (docs/log.md).
-EAGER_ROWS = 1024
+MIN_EAGER_ROWS = 1024
 # The largest width that enters at least this share of the best width's tokens a second is used, because it makes few
 # pieces.
 NEAR_BEST_RATE = 0.98
@@ -49,9 +49,9 @@ def is_prefill_next(
 ) -> bool:
     """Returns whether the next launch is a prefill pass.
 
-    If a decoding request is streamed (is_streamed), passes and rounds alternate.  Else prompts come first, because a
-    full batch makes a round most efficient.  But a small pass waits for more prompts, until the idle slots have cost as
-    much as a pass of its own.  idle_rows: that cost, the rows that these slots could have run since the last pass.
+    If a decoding request is streamed (is_streamed), passes and rounds alternate.  Without a stream, prompts come first,
+    because a full batch makes a round most efficient.  But a small pass waits for more prompts, until idle_rows reaches
+    the fixed cost of a pass.  idle_rows: the rows that idle slots could have run since the last pass.
     """
     if not prefilling or not decoding:
         return bool(prefilling)
@@ -66,23 +66,23 @@ def next_pass(
 ) -> PrefillPass:
     """Returns the pass that enters the most tokens a second, or the smallest captured pass that enters as many tokens.
 
-    The captured pass is taken if it has nearly as few rows as the other pass, whose rows count as at least EAGER_ROWS.
-    If there is no such captured pass, and the other pass has fewer than EAGER_ROWS rows, the captured pass that enters
-    the most tokens a second is taken.
+    A captured pass is chosen if it has nearly as few rows as the fastest pass, whose rows count as at least
+    MIN_EAGER_ROWS.  If none has, and the fastest pass has fewer than MIN_EAGER_ROWS rows, the fastest captured pass is
+    chosen.
 
-    left: for each request, in order of place, the number of tokens that it still has to enter; max_rows: the most rows
-    of the pass, at most chunk_size; captured: forms of passes that are CUDA graphs (Executor.captured_passes).
+    tokens_left: for each request, in order of place, the tokens that it still has to enter; max_rows: the most rows of
+    the pass, at most chunk_size; captured: forms of passes that are CUDA graphs (Executor.captured_passes).
     """
     passes = [_pass_of(tokens_left, width, max_rows) for width in layout.chunk_widths if width <= max_rows]
-    fastest, rows = _fastest([(prefill, _padded_rows(prefill, captured)) for prefill in passes])
+    fastest, rows = _fastest_pass([(prefill, _padded_rows(prefill, captured)) for prefill in passes])
     fitting = [form for form in captured if form.pass_rows <= max_rows]
     graphs = [(_pass_of(tokens_left, form.width, form.pass_rows), form.pass_rows) for form in fitting]
-    most_rows = (PASS_OVERHEAD_ROWS + max(rows, EAGER_ROWS)) / NEAR_BEST_RATE - PASS_OVERHEAD_ROWS
+    most_rows = (PASS_OVERHEAD_ROWS + max(rows, MIN_EAGER_ROWS)) / NEAR_BEST_RATE - PASS_OVERHEAD_ROWS
     for prefill, graph_rows in graphs:
         if graph_rows <= most_rows and sum(prefill.lengths) >= sum(fastest.lengths):
             return prefill
-    if graphs and rows < EAGER_ROWS:
-        return _fastest(graphs)[0]
+    if graphs and rows < MIN_EAGER_ROWS:
+        return _fastest_pass(graphs)[0]
     return fastest
 
 
@@ -92,18 +92,18 @@ def _padded_rows(prefill: PrefillPass, captured: Sequence[LaunchForm]) -> int:
     return prefill.rows if form is None else form.pass_rows
 
 
-def _fastest(passes: Sequence[tuple[PrefillPass, int]]) -> tuple[PrefillPass, int]:
+def _fastest_pass(padded_passes: Sequence[tuple[PrefillPass, int]]) -> tuple[PrefillPass, int]:
     """Returns the widest of the passes that enter nearly the most tokens a second, and its padded rows.
 
-    passes: (pass, the number of rows that it is padded to).
+    padded_passes: (pass, the number of rows that it is padded to).
     """
-    rates = [sum(prefill.lengths) / (PASS_OVERHEAD_ROWS + rows) for prefill, rows in passes]
-    nearly = [each for each, rate in zip(passes, rates, strict=True) if rate >= NEAR_BEST_RATE * max(rates)]
+    rates = [sum(prefill.lengths) / (PASS_OVERHEAD_ROWS + rows) for prefill, rows in padded_passes]
+    nearly = [each for each, rate in zip(padded_passes, rates, strict=True) if rate >= NEAR_BEST_RATE * max(rates)]
     return max(nearly, key=lambda each: each[0].width)
 
 
 def _pass_of(tokens_left: Sequence[int], width: int, max_rows: int) -> PrefillPass:
-    """Returns a pass of pieces of this width.  It takes whole pieces of each request in turn, as long as they fit."""
+    """Returns a pass of pieces of this width.  The pass takes whole pieces of each request in turn, while they fit."""
     lengths, pieces_left = [], max_rows // width
     for tokens in tokens_left:
         if not pieces_left:

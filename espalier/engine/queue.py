@@ -1,5 +1,5 @@
-"""The queue of waiting requests.  It is ordered by priority.  Within a priority, clients take turns; the requests of
-one client run in the order of arrival.
+"""The queue of waiting requests.  The queue is ordered by priority.  Within a priority, clients take turns; the
+requests of one client run in the order of arrival.
 
 A client's next turn comes after its last turn.  The first turn of a new client is the turn that is being served.  So a
 client with a thousand requests and a client with two are served alternately (start-time fair queueing).  With one
@@ -16,7 +16,7 @@ from espalier.request import Request
 MAX_STALE_ENTRIES = 4
 
 
-class Entry(NamedTuple):
+class QueueEntry(NamedTuple):
     """A request in the queue.
 
     number: counts the entries, so that requests with equal arrivals leave in the order in which they were added.
@@ -36,11 +36,11 @@ class ClientQueue:
     def __init__(self, start_tag: int):
         self.start_tag = start_tag
         self.num_waiting = 0
-        self.heap: list[Entry] = []
+        self.heap: list[QueueEntry] = []
 
 
-# The key of the queue of requests that had a slot before.  They go first, and do not use up a client's turn.
-PREEMPTED = None
+# The key of the queue of requests that had a slot before.  These requests go first, and do not use up a client's turn.
+PREEMPTED_KEY = None
 
 
 class FairQueue:
@@ -49,27 +49,27 @@ class FairQueue:
     is_valid: returns whether an entry still waits; invalid entries are dropped when they reach the front.
     """
 
-    def __init__(self, is_valid: Callable[[Entry], bool]):
+    def __init__(self, is_valid: Callable[[QueueEntry], bool]):
         self.is_valid = is_valid
         self.virtual_time = 0
         self._queues: dict[str | None, ClientQueue] = {}
-        self._next: ClientQueue | None = None
+        self._next_queue: ClientQueue | None = None
 
     @property
     def num_waiting(self) -> int:
         return sum(queue.num_waiting for queue in self._queues.values())
 
-    def add(self, entry: Entry) -> None:
+    def add(self, entry: QueueEntry) -> None:
         client = _client_of(entry.request)
         queue = self._queues.get(client)
         if queue is None:
-            queue = self._queues[client] = ClientQueue(self.virtual_time if client is not PREEMPTED else -1)
+            queue = self._queues[client] = ClientQueue(self.virtual_time if client is not PREEMPTED_KEY else -1)
         queue.num_waiting += 1
         heappush(queue.heap, entry)
-        self._next = None
+        self._next_queue = None
 
-    def first(self) -> Entry | None:
-        if self._next is None:
+    def peek(self) -> QueueEntry | None:
+        if self._next_queue is None:
             waiting = []
             for client, queue in list(self._queues.items()):
                 while queue.heap and not self.is_valid(queue.heap[0]):
@@ -81,19 +81,19 @@ class FairQueue:
                     del self._queues[client]
             if not waiting:
                 return None
-            self._next = min(waiting)[2]
-        return self._next.heap[0]
+            self._next_queue = min(waiting)[2]
+        return self._next_queue.heap[0]
 
-    def pop(self, gets_slot: bool) -> Entry:
-        """Removes and returns the entry that `first` returned.  gets_slot: whether it leaves to get a slot."""
-        queue = self._next
+    def pop(self, gets_slot: bool) -> QueueEntry:
+        """Removes and returns the entry that `peek` returned.  gets_slot: whether it leaves to get a slot."""
+        queue = self._next_queue
         assert queue is not None
         entry = heappop(queue.heap)
         queue.num_waiting -= 1
         if gets_slot and queue.start_tag >= 0:
             self.virtual_time = queue.start_tag
             queue.start_tag += 1
-        self._next = None
+        self._next_queue = None
         return entry
 
     def remove(self, request: Request) -> None:
@@ -104,14 +104,14 @@ class FairQueue:
         if len(queue.heap) > 2 * queue.num_waiting + MAX_STALE_ENTRIES:
             queue.heap = list(filter(self.is_valid, queue.heap))
             heapify(queue.heap)
-        self._next = None
+        self._next_queue = None
 
-    def __iter__(self) -> Iterator[Entry]:
+    def __iter__(self) -> Iterator[QueueEntry]:
         return (entry for queue in self._queues.values() for entry in queue.heap if self.is_valid(entry))
 
 
 def _client_of(request: Request) -> str | None:
-    return PREEMPTED if request.generation else request.client
+    return PREEMPTED_KEY if request.generation else request.client
 
 
 class WaitingQueue:
@@ -120,35 +120,35 @@ class WaitingQueue:
     def __init__(self) -> None:
         self._by_priority: dict[int, FairQueue] = {}
         # The valid entry of each request.  An entry with another number was removed.
-        self._numbers: dict[Request, int] = {}
+        self._valid_numbers: dict[Request, int] = {}
         self._next_number = 0
 
     def add(self, request: Request) -> None:
-        self.put_back(Entry(request.arrival, self._next_number, request))
+        self.put_back(QueueEntry(request.arrival, self._next_number, request))
         self._next_number += 1
 
-    def first(self) -> Request | None:
-        entry = None if not self._numbers else self._by_priority[self._first_priority].first()
+    def peek(self) -> Request | None:
+        entry = None if not self._valid_numbers else self._by_priority[self._first_priority].peek()
         return None if entry is None else entry.request
 
-    def take(self) -> Entry:
-        """Removes and returns the entry of the request that `first` returned.  The request gets a slot."""
+    def take(self) -> QueueEntry:
+        """Removes and returns the entry of the request that `peek` returned.  The request gets a slot."""
         return self._pop(True)
 
-    def set_aside(self) -> Entry:
+    def set_aside(self) -> QueueEntry:
         """Removes and returns the same entry as `take`, but the entry will be put back (`put_back`)."""
         return self._pop(False)
 
-    def put_back(self, entry: Entry) -> None:
+    def put_back(self, entry: QueueEntry) -> None:
         """Puts an entry that was set aside back into its old place in the queue."""
-        self._numbers[entry.request] = entry.number
+        self._valid_numbers[entry.request] = entry.number
         priority = entry.request.priority
         if priority not in self._by_priority:
             self._by_priority[priority] = FairQueue(self._is_valid)
         self._by_priority[priority].add(entry)
 
     def remove(self, request: Request) -> None:
-        del self._numbers[request]
+        del self._valid_numbers[request]
         self._by_priority[request.priority].remove(request)
         self._drop_if_empty(request.priority)
 
@@ -156,10 +156,10 @@ class WaitingQueue:
     def _first_priority(self) -> int:
         return min(self._by_priority)
 
-    def _pop(self, gets_slot: bool) -> Entry:
+    def _pop(self, gets_slot: bool) -> QueueEntry:
         priority = self._first_priority
         entry = self._by_priority[priority].pop(gets_slot)
-        del self._numbers[entry.request]
+        del self._valid_numbers[entry.request]
         self._drop_if_empty(priority)
         return entry
 
@@ -167,14 +167,14 @@ class WaitingQueue:
         if not self._by_priority[priority].num_waiting:
             del self._by_priority[priority]
 
-    def _is_valid(self, entry: Entry) -> bool:
-        return self._numbers.get(entry.request) == entry.number
+    def _is_valid(self, entry: QueueEntry) -> bool:
+        return self._valid_numbers.get(entry.request) == entry.number
 
     def __len__(self) -> int:
-        return len(self._numbers)
+        return len(self._valid_numbers)
 
     def __iter__(self) -> Iterator[Request]:
-        """Yields requests by priority and arrival, in O(n log n).  This is not the order of service, in which clients
-        take turns."""
+        """Yields requests by priority and arrival, in O(n log n).  The order of service differs, because clients take
+        turns."""
         for _, queue in sorted(self._by_priority.items()):
             yield from (entry.request for entry in sorted(queue))

@@ -1,12 +1,12 @@
 """Rank 0's side of the other ranks: its messages to them, their answers, and their failures.
 
-Rank 0 schedules.  It sends each launch as plain values, and the masks and answers that the host gives during a launch.
-Every rank runs the same launches and picks the same tokens, so rank 0 sends no decision.  Each rank answers with its
-own decisions.  It is an error if they differ from rank 0's.
+Rank 0 schedules.  Rank 0 sends each launch as plain values, and the masks and answers that the host gives during a
+launch.  Every rank runs the same launches and picks the same tokens, so rank 0 sends no decision.  Each rank answers
+with its own decisions.  A difference from rank 0's decisions is an error.
 
 A thread watches the other ranks.  If one of them fails, all are ended, and one reason is reported.  A rank has failed
-if - its process has ended, which is noticed at once; - it is stopped or hangs: it has sent no heartbeat for
-MAX_SILENCE_S; - it has not taken up the last launch for MAX_LAG_S.
+if its process has ended, if it has sent no heartbeat for MAX_SILENCE_S (it is stopped, or hangs), or if it has not
+started the last launch for MAX_LAG_S.
 """
 
 import threading
@@ -187,7 +187,7 @@ class Ranks:
         self.failure: Exception | None = None
         self.num_launched = self.num_loaded = self.num_answered = 0
         self.folder = TemporaryDirectory(prefix="espalier-ranks-")
-        self._changed = threading.Condition()
+        self._condition = threading.Condition()
         self._is_ending = threading.Event()
         self._wake_receiver, self._wake_sender = Pipe(duplex=False)
         self._watcher = threading.Thread(target=self._watch, name="espalier-ranks", daemon=True)
@@ -199,7 +199,7 @@ class Ranks:
             try:
                 peer.connection.send(message)
             except OSError as error:
-                raise self.failure_behind(error) from None
+                raise self.failure_that_caused(error) from None
 
     def load(self, source: Any) -> None:
         """Starts loading on every rank, and does not wait."""
@@ -218,26 +218,26 @@ class Ranks:
                 connected.append(connect())
             except BaseException as error:
                 connected.append(error)
-            with self._changed:
-                self._changed.notify_all()
+            with self._condition:
+                self._condition.notify_all()
 
         connected: list[Any] = []
         threading.Thread(target=work, name="espalier-join", daemon=True).start()
         self._wait_for(lambda: bool(connected))
         if isinstance(connected[0], BaseException):
             raise connected[0]
-        with self._changed:
+        with self._condition:
             self.collectives = connected[0]
             if self.failure is None:
                 return self.collectives
-        self._abort()
+        self._abort_collectives()
         raise self.failure
 
     def wait_until_loaded(self) -> None:
         """Waits until every rank has loaded, or until every rank has started if no load was sent.  Raises the errors of
-        `expect`."""
+        `wait_for_messages`."""
         if self.num_answered <= self.num_loaded:
-            self.expect(ModelsLoaded, self.num_loaded)
+            self.wait_for_messages(ModelsLoaded, self.num_loaded)
             self.num_answered = self.num_loaded + 1
 
     def launch(self, launch_input: LaunchInput) -> int:
@@ -246,38 +246,38 @@ class Ranks:
         self.send(StartLaunch(self.num_launched, launch_input))
         return self.num_launched
 
-    def expect(self, kind: type, number: int = 0) -> list[Any]:
+    def wait_for_messages(self, message_type: type, number: int = 0) -> list[Any]:
         """Waits until every rank has sent this kind of message with this number.  Returns the messages in rank order.
 
         Raises RankFailed, or the EspalierError of a rank.
         """
 
-        self._wait_for(lambda: all((kind, number) in peer.answers for peer in self.peers))
-        return [peer.answers.pop((kind, number)) for peer in self.peers]
+        self._wait_for(lambda: all((message_type, number) in peer.answers for peer in self.peers))
+        return [peer.answers.pop((message_type, number)) for peer in self.peers]
 
-    def _wait_for(self, is_there: Callable[[], bool]) -> None:
+    def _wait_for(self, is_met: Callable[[], bool]) -> None:
         """Waits until is_there() is true.  Raises the failure of a rank, if one fails first."""
-        with self._changed:
-            self._changed.wait_for(lambda: self.failure is not None or is_there())
+        with self._condition:
+            self._condition.wait_for(lambda: self.failure is not None or is_met())
             if self.failure is not None:
                 raise self.failure
 
     def require_equal(self, number: int, results: Sequence[RequestResult]) -> None:
         """Compares the decisions of all ranks for a launch.  Raises RankFailed if a rank's differ from rank 0's."""
         own = decisions_of(results)
-        for peer, answer in zip(self.peers, self.expect(Decisions, number), strict=True):
+        for peer, answer in zip(self.peers, self.wait_for_messages(Decisions, number), strict=True):
             if answer.decisions != own:
                 self._fail(RankFailed(f"{peer.name} has decided otherwise than rank 0 in launch {number}"))
                 assert self.failure is not None
                 raise self.failure
 
-    def failure_behind(self, error: BaseException) -> BaseException:
+    def failure_that_caused(self, error: BaseException) -> BaseException:
         """Returns the failure of another rank if that failure caused this error of rank 0; else returns the error.
 
         All ranks are ended in both cases.
         """
-        with self._changed:
-            self._changed.wait_for(lambda: self.failure is not None, 2 * GRACE_S)
+        with self._condition:
+            self._condition.wait_for(lambda: self.failure is not None, 2 * GRACE_S)
         if self.failure is None:
             self._fail(RankFailed(f"rank 0 has failed: {error}"))
             return error
@@ -300,7 +300,7 @@ class Ranks:
                 peer.kill()
                 peer.exit_code(SHUTDOWN_S)
         if self.failure is None:
-            self._abort()
+            self._abort_collectives()
         self.folder.cleanup()
 
     # The watch
@@ -308,14 +308,14 @@ class Ranks:
     def _watch(self) -> None:
         last = time.monotonic()
         while not self._is_ending.is_set() and self.failure is None:
-            self._read(HEARTBEAT_S)
+            self._read_messages(HEARTBEAT_S)
             now = time.monotonic()
             # If the machine or the job was suspended, only the time of two heartbeats counts.
             passed, last = min(now - last, 2 * HEARTBEAT_S), now
             if not self._is_ending.is_set():
                 self._check_peers(passed)
 
-    def _read(self, seconds: float) -> None:
+    def _read_messages(self, seconds: float) -> None:
         """Processes the messages that arrive within this time."""
         open_peers = {peer.connection: peer for peer in self.peers if not peer.is_disconnected}
         for ready in wait([*open_peers, self._wake_receiver], seconds):
@@ -334,21 +334,21 @@ class Ranks:
         elif isinstance(message, FailureReport):
             peer.failed = message
         else:
-            with self._changed:
+            with self._condition:
                 peer.answers[type(message), message.number] = message
-                self._changed.notify_all()
+                self._condition.notify_all()
 
-    def _check_peers(self, passed: float) -> None:
+    def _check_peers(self, passed_s: float) -> None:
         if any(peer.is_disconnected or peer.failed is not None for peer in self.peers):
             deadline = time.monotonic() + GRACE_S
             while (left := deadline - time.monotonic()) > 0 and not all(peer.is_disconnected for peer in self.peers):
-                self._read(left)
+                self._read_messages(left)
             if not self._is_ending.is_set():
                 self._fail(self._first_cause())
             return
         for peer in self.peers:
-            peer.silent_s += passed
-            peer.behind_s = peer.behind_s + passed if peer.last_launch < self.num_launched else 0.0
+            peer.silent_s += passed_s
+            peer.behind_s = peer.behind_s + passed_s if peer.last_launch < self.num_launched else 0.0
             limit = MAX_SILENCE_S if peer.has_reported else STARTUP_S
             if peer.silent_s > limit:
                 self._fail(RankFailed(f"{peer.name} does not answer for {limit:g} s: it is stopped, or hangs"))
@@ -369,15 +369,15 @@ class Ranks:
         return min(causes, key=lambda cause: cause[0])[1]
 
     def _fail(self, failure: Exception) -> None:
-        with self._changed:
+        with self._condition:
             if self.failure is None:
                 self.failure = failure
-            self._changed.notify_all()
+            self._condition.notify_all()
         for peer in self.peers:
             peer.kill()
-        self._abort()
+        self._abort_collectives()
 
-    def _abort(self) -> None:
+    def _abort_collectives(self) -> None:
         """Aborts the collectives, so that this rank stops waiting for the others."""
         if self.collectives is not None:
             # An error of `abort` would tell less than the failure.

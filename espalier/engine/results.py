@@ -17,7 +17,7 @@ from espalier.kernels.ops.sampling import write_logprobs
 from espalier.kernels.ops.state import write_results
 from espalier.layout import RoundLayout
 from espalier.limits import MAX_LOGPROBS
-from espalier.logprobs import words
+from espalier.logprobs import row_words
 from espalier.sampling.prompt import PromptRows
 from espalier.slots import ALL_SOURCES
 from espalier.speculate.round import RoundOutput
@@ -30,10 +30,9 @@ class ResultColumns:
     """The columns of a row of the ring: for each field a slice of [0, width).
 
     logprobs: for each emitted token a row as in espalier/logprobs.py.  The values are undefined if the request wants no
-    log-probabilities.
-    own_paths, candidates: as in RoundOutput.
-    max_top_logprobs: the most likeliest tokens in a row of log-probabilities; the vocabulary's size limits it too.
-    weights: int64, the factors of tokens and parents in RequestResult.tree_sum.
+    log-probabilities. own_paths, candidates: as in RoundOutput.  max_top_logprobs: how many likeliest tokens a row of
+    log-probabilities has at most, also by the vocabulary's size.  weights: int64, the factors of tokens and parents in
+    RequestResult.tree_sum.
     """
 
     length: slice
@@ -52,13 +51,13 @@ class ResultColumns:
     weights: np.ndarray = field(compare=False)
 
     @classmethod
-    def of(cls, layout: RoundLayout, vocab_size: int) -> "ResultColumns":
+    def for_layout(cls, layout: RoundLayout, vocab_size: int) -> "ResultColumns":
         width, nodes = layout.extend_width, layout.num_draft_tokens
         sizes = {"length": 1, "num_finite": 1, "emitted": width, "path": width}
         sizes |= dict.fromkeys(("tokens", "parents", "depths", "scores"), nodes)
         sizes |= {"own_paths": layout.text_paths * (1 + layout.steps), "candidates": nodes * layout.calibrates_scores}
         # The log-probabilities are last, so that all other fields are one view.
-        sizes["logprobs"] = width * words(MAX_LOGPROBS)
+        sizes["logprobs"] = width * row_words(MAX_LOGPROBS)
         ends = np.cumsum(list(sizes.values())).tolist()
         return cls(
             **{name: slice(end - size, end) for (name, size), end in zip(sizes.items(), ends, strict=True)},
@@ -73,15 +72,15 @@ class ResultsRing:
     """The results ring.  ring: [entries, max_batch, width] int64 on the device.
 
     without_logprobs: a view of all fields except log-probabilities.  logprobs: a view of the log-probabilities,
-    [entries, max_batch, W, words(MAX_LOGPROBS)].
+    [entries, max_batch, W, row_words(MAX_LOGPROBS)].
     """
 
-    def __init__(self, layout: RoundLayout, vocab_size: int, entries: int, device: torch.device):
+    def __init__(self, layout: RoundLayout, vocab_size: int, num_entries: int, device: torch.device):
         self.layout = layout
-        self.columns = ResultColumns.of(layout, vocab_size)
-        self.ring = torch.zeros(entries, layout.max_batch, self.columns.width, dtype=torch.int64, device=device)
+        self.columns = ResultColumns.for_layout(layout, vocab_size)
+        self.ring = torch.zeros(num_entries, layout.max_batch, self.columns.width, dtype=torch.int64, device=device)
         self.without_logprobs = self.ring[..., : self.columns.logprobs.start]
-        self.logprobs = self.ring[..., self.columns.logprobs].unflatten(-1, (-1, words(MAX_LOGPROBS)))
+        self.logprobs = self.ring[..., self.columns.logprobs].unflatten(-1, (-1, row_words(MAX_LOGPROBS)))
 
     def write(self, entry: Tensor, output: RoundOutput) -> None:
         """Writes the output of a launch to ring entry `entry` [1]."""
@@ -96,16 +95,16 @@ class ResultsRing:
             for name, part in (("own_paths", output.own_paths), ("candidates", output.candidates))
             if part is not None
         }
-        self._write_decided(entry, parts)
+        self._write_columns(entry, parts)
         picked = (output.logits, output.rows, path.tokens, path.length)
         write_logprobs(self.logprobs, entry, *picked, output.num_logprobs)
 
     def write_trees(self, entry: Tensor, tree: Tree) -> None:
-        """Writes the trees of a round, which is not settled yet, to ring entry `entry` [1]."""
-        self._write_decided(entry, {"tokens": tree.tokens, "parents": tree.parents})
+        """Writes the trees of a round that is not settled yet to ring entry `entry` [1]."""
+        self._write_columns(entry, {"tokens": tree.tokens, "parents": tree.parents})
 
-    def _write_decided(self, entry: Tensor, parts: dict[str, Tensor]) -> None:
-        by_column = {getattr(self.columns, name).start: part for name, part in parts.items()}
+    def _write_columns(self, entry: Tensor, fields: dict[str, Tensor]) -> None:
+        by_column = {getattr(self.columns, name).start: part for name, part in fields.items()}
         write_results(self.without_logprobs, entry, by_column)
 
 
@@ -121,9 +120,9 @@ def read_results(
     is_node = entry[:, columns.tokens] != VOID
     depths = entry[:, columns.depths] * is_node
     sums = (entry[:, columns.tokens.start : columns.parents.stop] @ columns.weights).tolist()
-    logprobs = _logprobs(columns, entry, launch_input.num_logprobs, num_finite)
-    candidates, by_source = _candidates(columns, entry, is_node)
-    of_prompts = _prompt_logprobs(prompt_logprobs, launch_input.prompt_rows, len(length))
+    logprobs = _read_logprobs(columns, entry, launch_input.num_logprobs, num_finite)
+    candidates, by_source = _read_candidates(columns, entry, is_node)
+    of_prompts = _read_prompt_logprobs(prompt_logprobs, launch_input.prompt_rows, len(length))
     ranks, is_leaf = (
         _ranks(columns, entry, is_node) if launch_input.tree and launch_input.tree.steps else ([], [True] * len(length))
     )
@@ -132,7 +131,7 @@ def read_results(
             emitted[b][: num_finite[b]],
             num_finite[b] == length[b],
             TreeSize(tuple(np.bincount(depths[b])[1:].tolist())),
-            _tree(columns, entry[b], length[b]) if launch_input.reports_trees and is_node[b].any() else None,
+            _read_tree(columns, entry[b], length[b]) if launch_input.reports_trees and is_node[b].any() else None,
             logprobs[b],
             of_prompts[b],
             sums[b],
@@ -152,7 +151,7 @@ def _own_text_paths(row: np.ndarray, width: int) -> tuple[tuple[int, tuple[int, 
     return tuple((kind, tuple(token for token in tokens if token != VOID)) for kind, *tokens in paths if kind > 0)
 
 
-def _candidates(
+def _read_candidates(
     columns: ResultColumns, entry: np.ndarray, is_node: np.ndarray
 ) -> tuple[Sequence[np.ndarray | None], Sequence[np.ndarray | None]]:
     """Returns RequestResult.candidates and RequestResult.by_source of each request."""
@@ -175,9 +174,9 @@ def _candidates(
 def _ranks(columns: ResultColumns, entry: np.ndarray, is_node: np.ndarray) -> tuple[list[list[int]], list[bool]]:
     """Returns two lists with an entry for each request.
 
-    The first has, for each node of the path below the root, its rank among its siblings; numbers past the path's end
-    have no meaning.  The second says whether the path's last node has no child.  Nodes are in the order of their
-    scores, so a node's rank is the number of siblings before it.
+    The first list has, for each node of the path below the root, the node's rank among its siblings; numbers past the
+    path's end have no meaning.  The second list says whether the path's last node has no child.  Nodes are in the order
+    of their scores, so a node's rank is the number of siblings before it.
     """
     parents = np.where(is_node, entry[:, columns.parents], VOID)
     parents[:, 0] = VOID  # the root is its own parent
@@ -189,7 +188,7 @@ def _ranks(columns: ResultColumns, entry: np.ndarray, is_node: np.ndarray) -> tu
     return (before & siblings).sum(-1).tolist(), (parents != last[:, None]).all(1).tolist()
 
 
-def _tree(columns: ResultColumns, row: np.ndarray, length: int) -> DraftTree:
+def _read_tree(columns: ResultColumns, row: np.ndarray, length: int) -> DraftTree:
     tokens, parents, depths = (row[part].tolist() for part in (columns.tokens, columns.parents, columns.depths))
     scores = row[columns.scores].astype(np.int32).view(np.float32)
     # The ring has columns for the largest tree.  Columns past this tree hold no score bits, so void nodes get -inf.
@@ -206,26 +205,26 @@ def read_trees(columns: ResultColumns, entry: np.ndarray) -> list[tuple[list[int
 # ring entry overwrites its buffer.
 
 
-def _logprobs(
+def _read_logprobs(
     columns: ResultColumns, entry: np.ndarray, wanted: tuple[int | None, ...], num_emitted: list[int]
 ) -> Sequence[np.ndarray | None]:
     """Returns the log-probability rows of each request's emitted tokens, with as many likeliest tokens as the request
     wants; None if it wants none."""
     if wanted.count(None) == len(wanted):
         return (None,) * len(num_emitted)
-    rows = entry[:, columns.logprobs].reshape(len(entry), -1, words(MAX_LOGPROBS))
+    rows = entry[:, columns.logprobs].reshape(len(entry), -1, row_words(MAX_LOGPROBS))
     return [
-        None if most is None else rows[b, :emitted, : words(min(most, columns.max_top_logprobs))].copy()
+        None if most is None else rows[b, :emitted, : row_words(min(most, columns.max_top_logprobs))].copy()
         for b, (most, emitted) in enumerate(zip(wanted, num_emitted, strict=True))
     ]
 
 
-def _prompt_logprobs(rows: Tensor | None, asked: PromptRows | None, batch: int) -> Sequence[np.ndarray | None]:
+def _read_prompt_logprobs(rows: Tensor | None, asked: PromptRows | None, batch: int) -> Sequence[np.ndarray | None]:
     """Returns the log-probability rows of each request's prompt tokens; None if it has none in this launch."""
     if rows is None or asked is None:
         return (None,) * batch
     every = rows.numpy()
     return [
-        every[end - size : end, : words(count)].copy() if size else None
+        every[end - size : end, : row_words(count)].copy() if size else None
         for size, end, count in zip(asked.sizes, accumulate(asked.sizes), asked.counts, strict=True)
     ]

@@ -26,7 +26,7 @@ class RoundTrees:
         self.has_lookup_trees = any(not tree.drafts for _, trees in layout.choices for tree in trees)
 
     def next_tree(self, batch: Sequence[Request], lookup_gain: LookupGain | None = None) -> TreeShape | None:
-        """The tree of the next round of these requests; None for the layout's tree.  lookup_gain: as in TreeChooser."""
+        """Returns the tree of these requests' next round; None for the layout's tree.  lookup_gain: see TreeChooser."""
         tree = self._chosen_tree(batch, lookup_gain)
         self.num_rounds[tree or self.layout.for_batch(len(batch)).tree] += 1
         return tree
@@ -35,7 +35,7 @@ class RoundTrees:
         if not self.layout.steps:
             return None
         if not self.runs_any_tree and any(request.masker for request in batch):
-            # Rounds with a grammar run in stages, and only the layout's tree can do so.
+            # Rounds with a grammar run in stages, and only the layout's tree has stages.
             return None
         drafting = self._num_drafting(batch)
         context = sum(request.num_known for request in batch) / len(batch)
@@ -43,7 +43,7 @@ class RoundTrees:
         return self.layout.without_draft if tree is None and not drafting else tree
 
     def tree_of_pass(self, batch: Sequence[Request]) -> TreeShape | None:
-        """The value of LaunchInput.tree for a prefill pass of these requests."""
+        """Returns the value of LaunchInput.tree for a prefill pass of these requests."""
         return self.layout.without_draft if self.layout.steps and not self._num_drafting(batch) else None
 
     def _num_drafting(self, batch: Sequence[Request]) -> int:
@@ -54,36 +54,36 @@ class RoundTrees:
         return not self.layout.has_draft_model or request.params.depth_limit(self.layout.steps) > 0
 
     def rows(self, tree: TreeShape | None, batch: int) -> int:
-        """How many nodes a round of this tree verifies."""
+        """Returns how many nodes a round of this tree verifies."""
         return batch * (tree or self.layout.for_batch(batch).tree).rows
 
     def read(
         self,
         launch_input: LaunchInput,
-        rows: Sequence[RequestResult],
+        results: Sequence[RequestResult],
         max_depths: Sequence[int],
-        followed: Sequence[int],
+        num_right: Sequence[int],
     ) -> None:
         """Count the results of a launch.
 
-        rows: the results; max_depths: for each row, the greatest depth that the row could accept; followed: from
-        GuessSources.count.
+        results: the results; max_depths: for each row, the greatest depth that the row could accept; num_right: from
+        GuessSources.count_right.
         """
         tree = launch_input.tree
         if launch_input.is_prefill:
             self.chooser.restart()
         if launch_input.is_prefill or tree is None:
             return
-        guesses = [sum(row.tree_size.at_depth) for row in rows]
-        verified = len(rows) + sum(guesses) if tree.shared_rows else len(rows) * (1 + max(guesses))
+        guesses = [sum(row.tree_size.tokens_by_depth) for row in results]
+        verified = len(results) + sum(guesses) if tree.shared_rows else len(results) * (1 + max(guesses))
         is_short = [
-            verified < len(rows) * tree.rows if tree.shared_rows else found < tree.num_draft_tokens - 1
+            verified < len(results) * tree.rows if tree.shared_rows else found < tree.num_draft_tokens - 1
             for found in guesses
         ]
-        counted = [at for at, row in enumerate(rows) if max_depths[at] > 0 and row.finite]
-        samples = [AcceptSample(max_depths[at], rows[at].ranks, rows[at].is_leaf, is_short[at]) for at in counted]
+        counted = [at for at, row in enumerate(results) if max_depths[at] > 0 and row.finite]
+        samples = [AcceptSample(max_depths[at], results[at].ranks, results[at].is_leaf, is_short[at]) for at in counted]
         with_lookup = counted if self.has_lookup_trees else ()
-        lookup_samples = [_lookup_sample(max_depths[at], followed[at], len(rows[at].tokens)) for at in with_lookup]
+        lookup_samples = [_lookup_sample(max_depths[at], num_right[at], len(results[at].tokens)) for at in with_lookup]
         self.chooser.read(samples, verified, lookup_samples)
 
 
@@ -93,9 +93,9 @@ def tree_label(tree: TreeShape) -> str:
     return ",".join(map(str, tree.sizes.values())) + shared + ("" if tree.drafts and tree.extends else " without draft")
 
 
-def _lookup_sample(max_depth: int, followed: int, emitted: int) -> AcceptSample:
-    """The sample that the guesses of the other sources alone would have given.
+def _lookup_sample(max_depth: int, num_right: int, emitted: int) -> AcceptSample:
+    """Returns the sample that the guesses of the other sources would have given without the draft.
 
-    If a guess agrees with all emitted tokens, how far it would have gone on is not known.
+    If a guess agrees with all emitted tokens, its later tokens might have been accepted too, so they do not count.
     """
-    return AcceptSample(followed if followed == emitted else max_depth, (0,) * min(max_depth, followed), True, True)
+    return AcceptSample(num_right if num_right == emitted else max_depth, (0,) * min(max_depth, num_right), True, True)

@@ -1,8 +1,8 @@
 """The scheduler chooses the next launch, assigns slots and pages, and processes the results of launches.
 
 The scheduler works on the host alone.  A request leaves its slot (ends or is preempted) only at harvest, or when no
-launch is in flight.  Its slot and pages are released once.  Each time a request leaves its slot, its generation grows.
-Results of an older generation are dropped.
+launch is in flight.  The request's slot and pages are released once.  Each time a request leaves its slot, its
+generation grows.  Results of an older generation are dropped.
 """
 
 from bisect import insort
@@ -44,11 +44,11 @@ from espalier.stats import SpeculationStats
 
 
 class Scheduler:
-    """num_rounds: the number of rounds launched so far, for each number of requests in the batch.
+    """Chooses launches and processes their results.  num_rounds: how many rounds were launched, by batch size.
 
-    on_round: a function that gets a RoundTrace for each request of each round; set it to trace trees.
-    captured_passes: see Executor; trees: the trees of rounds, by default the layout's; states: None for a model without
-    states; guesses: the guesses of the host's sources, by default without sources.
+    on_round: gets a RoundTrace for each request of each round; set it to trace trees.  captured_passes: see Executor;
+    trees: the trees of rounds, by default the layout's; states: None for a model without states; guesses: the guesses
+    of the host's sources, by default without sources.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Scheduler:
         self.num_rounds: Counter[int] = Counter()
         self._in_flight = 0
         self._last_was_prefill = False
-        # What waiting for a prefill pass has cost: the rows that idle slots could have run since the last pass.
+        # The rows that idle slots could have run since the last prefill pass: the cost of delaying the next pass.
         self._idle_rows = 0.0
         self._chunks: list[OutputChunk] = []
         self._aborted: list[Request] = []
@@ -110,7 +110,7 @@ class Scheduler:
         is_streamed = any(request.streamed for request in decoding)
         if is_prefill_next(self.layout, prefilling, decoding, is_streamed, self._last_was_prefill, self._idle_rows):
             return self._launch_prefill(prefilling, self.layout.max_pass_rows(is_streamed))
-        batch = self._reserve(decoding)
+        batch = self._reserve_pages(decoding)
         return self._launch_round(batch) if batch else None
 
     def maskers_of(self, launch: Launch) -> Maskers:
@@ -120,21 +120,21 @@ class Scheduler:
         """
         return tuple(r.masker if generation == r.generation else None for r, generation, _ in launch.members)
 
-    def harvest(self, launch: Launch, rows: list[RequestResult]) -> None:
+    def harvest(self, launch: Launch, results: list[RequestResult]) -> None:
         """Processes the results of a launch.  Launches are harvested in the order in which they were started."""
         self._in_flight -= 1
-        followed = self.guesses.count(launch, rows)
-        allowed = [0] * len(rows)
-        for place, ((request, generation, is_prefilled), row) in enumerate(zip(launch.members, rows, strict=True)):
+        num_right = self.guesses.count_right(launch, results)
+        allowed = [0] * len(results)
+        for i, ((request, generation, is_prefilled), result) in enumerate(zip(launch.members, results, strict=True)):
             if generation != request.generation:
                 continue
             if not launch.launch_input.is_prefill:
-                allowed[place] = self._read_round(request, row)
-            elif self._read_prompt_logprobs(request, row) and is_prefilled:
-                self._read_prompt(request, row)
+                allowed[i] = self._read_round(request, result)
+            elif self._read_prompt_logprobs(request, result) and is_prefilled:
+                self._read_prompt(request, result)
             if request.aborted and not request.done:
                 self._finish(request, "abort")
-        self.trees.read(launch.launch_input, rows, allowed, followed)
+        self.trees.read(launch.launch_input, results, allowed, num_right)
 
     def stop(self, error: str) -> None:
         """Aborts every request and forgets the launches in flight."""
@@ -158,7 +158,7 @@ class Scheduler:
         """Gives free slots to waiting requests, in queue order, until one does not fit."""
         skipped = []
         try:
-            while self.free_slots and (request := self.waiting.first()) is not None:
+            while self.free_slots and (request := self.waiting.peek()) is not None:
                 if self._waits_for_sibling(request):
                     skipped.append(self.waiting.set_aside())
                 elif self._enter_slot(request):
@@ -175,7 +175,8 @@ class Scheduler:
         return self.prefixes is not None and leader is not None and not (leader.prompt_cached or leader.done)
 
     def _enter_slot(self, request: Request) -> bool:
-        """Gives a waiting request a slot, and pages for its prompt and first rounds.  False if they do not fit."""
+        """Gives a waiting request a slot, and pages for its prompt and first rounds.  Returns False if pages are
+        missing."""
         if self._last_misfit == (request, self.pool.num_released):
             # No page was released since the last try.
             return False
@@ -186,7 +187,7 @@ class Scheduler:
         shared = [] if self.prefixes is None else self.prefixes.match(tokens[:prefill_len], drafted)
         self.pool.share(shared)
         end = request.end(self.layout.max_context)
-        need = self.layout.reserve(prefill_len, self.rounds_in_flight, end) - len(shared)
+        need = self.layout.pages_needed(prefill_len, self.rounds_in_flight, end) - len(shared)
         # Evict only if eviction frees enough pages.  Else cached pages would be lost and the request would still wait.
         if not (self._page_budget.could_free(need) and self._page_budget.free_up_to(need)):
             self.pool.release(shared)
@@ -202,9 +203,9 @@ class Scheduler:
             # Cached pages hold no logits.  Rows whose log-probabilities are still missing are computed again.
             start = min(start, len(request.prompt_logprobs))
         request.prefill_len = request.num_known = prefill_len
-        request.num_prefilled, hit = self.states.enter(request, start, cached)
+        request.num_prefilled, hit = self.states.enter_slot(request, start, cached)
         request.rounds_in_flight = 0
-        self.guesses.enter(request)
+        self.guesses.add_request(request)
         if not request.output:
             request.cached_tokens = hit
         insort(self.running, request, key=lambda r: r.place)
@@ -213,7 +214,7 @@ class Scheduler:
 
     # Pages
 
-    def _reserve(self, decoding: list[Request]) -> list[Request]:
+    def _reserve_pages(self, decoding: list[Request]) -> list[Request]:
         """Reserves pages for the tokens of one round, in order of place; if pages run out, preempts the last request.
 
         Returns the requests that can run; none if launches in flight must be read before a request can be preempted.
@@ -231,7 +232,7 @@ class Scheduler:
     def _extend_pages(self, request: Request) -> bool:
         """Allocates the pages that one more round may need.  Returns False if too few pages can be freed."""
         end = request.end(self.layout.max_context)
-        missing = self.layout.reserve(request.num_known, request.rounds_in_flight + 1, end) - len(request.pages)
+        missing = self.layout.pages_needed(request.num_known, request.rounds_in_flight + 1, end) - len(request.pages)
         if missing <= 0:
             return True
         if not self._page_budget.free_up_to(missing):
@@ -258,9 +259,9 @@ class Scheduler:
         return self._launch(batch, committed, snapshots, self.trees.tree_of_pass(batch), prefill, pieces, prompt_rows)
 
     def _launch_round(self, batch: list[Request]) -> Launch:
-        max_committed = tuple(self.layout.committed_at_most(r.num_known, r.rounds_in_flight) for r in batch)
+        max_committed = tuple(self.layout.max_committed_rows(r.num_known, r.rounds_in_flight) for r in batch)
         committed = CommittedLengths(max_committed, exact=not any(r.rounds_in_flight for r in batch))
-        snapshots, guesses = self.states.snapshots_of_round(batch), self.guesses.ask(batch)
+        snapshots, guesses = self.states.snapshots_of_round(batch), self.guesses.ask_sources(batch)
         for request in batch:
             request.rounds_in_flight += 1
         self._last_was_prefill = False
@@ -300,7 +301,7 @@ class Scheduler:
             masks=self.masks.prompt_masks(batch) if prefill.width else None,
             state_copies=self.states.take_copies(),
             snapshots=snapshots,
-            **self.guesses.of_round(batch, guesses, tree)._asdict(),
+            **self.guesses.fields_for(batch, guesses, tree)._asdict(),
             committed=committed,
         )
         self._appended_pages, self._pages_to_clear = [], []
@@ -310,69 +311,69 @@ class Scheduler:
 
     # Harvest
 
-    def _read_prompt_logprobs(self, request: Request, row: RequestResult) -> bool:
+    def _read_prompt_logprobs(self, request: Request, result: RequestResult) -> bool:
         """Appends the prompt log-probabilities of a pass.  Returns False if one is NaN, which ends the request."""
-        rows = row.prompt_logprobs
+        rows = result.prompt_logprobs
         if rows is not None and request.prompt_logprobs.add(rows).has_nan:
             self._finish(request, "abort", NOT_FINITE)
         return not request.done
 
-    def _read_prompt(self, request: Request, row: RequestResult) -> None:
-        if row.finite:
+    def _read_prompt(self, request: Request, result: RequestResult) -> None:
+        if result.finite:
             self._cache_pages(request, request.prefill_len)
             request.prompt_cached = True
             if request.params.max_tokens == 0:
                 self._finish(request, "length")
-            elif row.tokens:
-                self._append(request, row, [False])
+            elif result.tokens:
+                self._append_tokens(request, result, [False])
         else:
             self._finish(request, "abort", self.masks.why_no_token(request.masker) or NOT_FINITE)
 
-    def _read_round(self, request: Request, row: RequestResult) -> int:
+    def _read_round(self, request: Request, result: RequestResult) -> int:
         """Returns the depth down to which the request could accept guesses."""
         request.rounds_in_flight -= 1
         before = request.num_known
-        request.num_known += len(row.tokens)
+        request.num_known += len(result.tokens)
         pages = request.pages
         # The target picked the last token, and the draft the others.  Without finite logits, the last is missing.
-        num_accepted = len(row.tokens) - 1 if row.finite else len(row.tokens)
-        kept = self._append(request, row, [at < num_accepted for at in range(len(row.tokens))])
+        num_accepted = len(result.tokens) - 1 if result.finite else len(result.tokens)
+        kept = self._append_tokens(request, result, [at < num_accepted for at in range(len(result.tokens))])
         if not request.done:
             self.states.on_decoded(request)
-        if not row.finite and not request.done:
+        if not result.finite and not request.done:
             self._finish(request, "abort", self.masks.why_no_token(request.masker) or NOT_FINITE)
         max_accept_depth = self.layout.max_accept_depth(request.end(self.layout.max_context), before)
         allowed = min(request.params.depth_limit(self.layout.steps), max(max_accept_depth, 0))
-        depth = min(allowed, row.tree_size.depth)
+        depth = min(allowed, result.tree_size.depth)
         if kept:
             for stats in (request.stats, self.totals):
                 # The tree may have nodes deeper than this request allows, because the batch has one shape.
-                stats.add(kept, min(kept, num_accepted), row.tree_size.drafted(depth), depth)
-        if self.on_round is not None and row.tree is not None:
-            self.on_round(RoundTrace(request.id, row.tree, before, row.tokens, [*pages], self.layout.page_size))
+                stats.add(kept, min(kept, num_accepted), result.tree_size.num_tokens_to_depth(depth), depth)
+        if self.on_round is not None and result.tree is not None:
+            self.on_round(RoundTrace(request.id, result.tree, before, result.tokens, [*pages], self.layout.page_size))
         return allowed
 
-    def _append(self, request: Request, row: RequestResult, from_draft: list[bool]) -> int:
+    def _append_tokens(self, request: Request, result: RequestResult, from_draft: list[bool]) -> int:
         """Appends decided tokens to the request until one ends it.  Returns the number of tokens appended."""
         reason, kept = None, 0
         prompt_logprobs = None if request.output else request.prompt_report
-        for token in row.tokens:
-            reason = self._push(request, token)
+        for token in result.tokens:
+            reason = self._push_token(request, token)
             kept += 1
             if reason:
                 break
         request.from_draft += from_draft[:kept]
-        self.guesses.read(request, row.tokens[:kept])
-        logprobs = None if row.logprobs is None else request.logprobs.add(row.logprobs[:kept])
+        self.guesses.add_tokens(request, result.tokens[:kept])
+        logprobs = None if result.logprobs is None else request.logprobs.add(result.logprobs[:kept])
         text = request.text.take(final=reason is not None) if request.text else ""
         if reason:
             self._set_finished(request, reason)
         if kept:
-            content = (row.tokens[:kept], text, from_draft[:kept], logprobs, prompt_logprobs)
+            content = (result.tokens[:kept], text, from_draft[:kept], logprobs, prompt_logprobs)
             self._chunks.append(OutputChunk(request.id, request.index, *content, reason, request.stop_reason))
         return kept
 
-    def _push(self, request: Request, token: int) -> str | None:
+    def _push_token(self, request: Request, token: int) -> str | None:
         """Appends one token.  Returns the finish reason if this token ends the request, else None."""
         request.output.append(token)
         if request.masker is not None:
@@ -390,7 +391,7 @@ class Scheduler:
 
     def _drop_aborted(self) -> None:
         """Finishes aborted requests that have no slot.  If no launch is in flight, finishes those with a slot too."""
-        # The list is replaced before it is read, so an abort that interrupts this goes to the new list and is not lost.
+        # The list is replaced before it is read, so an abort that interrupts this method goes to the new list.
         aborted, self._aborted = self._aborted, []
         for request in aborted:
             if request.done:
@@ -414,10 +415,10 @@ class Scheduler:
         request.finish_reason = reason
         if request.slot is not None:
             self._release(request)
-        self.guesses.leave(request)
+        self.guesses.remove_request(request)
 
     def _preempt(self, request: Request) -> None:
-        """Puts a running request back into the queue.  It keeps its tokens; its full pages go to the prefix cache."""
+        """Puts a running request back into the queue.  The request keeps its tokens, the prefix cache its pages."""
         self.num_preempted += 1
         self._release(request)
         self.waiting.add(request)
@@ -430,7 +431,7 @@ class Scheduler:
         self.states.on_slot_released(request)
         self.pool.release(request.pages)
         if request.error == NOT_FINITE:
-            # A library may multiply stale rows by zero, and NaN stays NaN.
+            # A library may multiply stale rows by zero, and zero times NaN is NaN.
             self._pages_to_clear += filter(self.pool.is_free, request.pages)
         # Updates that were not launched yet must not reach the next owner of the slot.
         self._slot_inits = [slot_init for slot_init in self._slot_inits if slot_init.slot != request.slot]
@@ -440,10 +441,10 @@ class Scheduler:
         request.slot, request.pages = None, []
         request.generation += 1
 
-    def _cache_pages(self, request: Request, rows: int) -> None:
-        """Inserts the full pages of the first `rows` rows into the prefix tree.  Later rows may be written still."""
+    def _cache_pages(self, request: Request, num_rows: int) -> None:
+        """Inserts the full pages of the first `num_rows` rows into the prefix tree.  Later rows may still change."""
         if self.prefixes is not None:
-            num_full = self.layout.whole_pages(rows)
+            num_full = self.layout.num_full_pages(num_rows)
             tokens = request.tokens[: self.layout.tokens_in(num_full)]
             self.prefixes.insert(tokens, request.pages[:num_full], self.trees.has_draft_rows(request))
             self.states.on_pages_cached(request, len(tokens))

@@ -15,8 +15,8 @@ from espalier.layout import RoundLayout
 from espalier.request import Request
 
 # Tokens between two snapshots: of a long prompt, and of a text that is being decoded.
-PROMPT_INTERVAL, DECODE_INTERVAL = 2048, 64
-# As in LaunchInput: (number of tokens, row) of snapshots, (source, destination) of copies.
+PROMPT_SNAPSHOT_INTERVAL, DECODE_SNAPSHOT_INTERVAL = 2048, 64
+# Pairs of numbers as in LaunchInput: (number of tokens, row) of snapshots, (source, destination) of copies.
 IntPairs = tuple[tuple[int, int], ...]
 NO_SNAPSHOT = (0, ZERO_ROW)
 
@@ -24,12 +24,12 @@ NO_SNAPSHOT = (0, ZERO_ROW)
 class NoStates:
     """The keeper of a model without states.  A request begins where its cached rows end."""
 
-    def enter(self, request: Request, start: int, cached: int) -> tuple[int, int]:
+    def enter_slot(self, request: Request, first_row: int, num_cached: int) -> tuple[int, int]:
         """Returns (the first row to compute, the tokens that count as cached) of a request that got its slot and pages.
 
-        start: the first row to compute in a model without states; cached: tokens whose rows are in shared pages.
+        first_row: the first row to compute in a model without states; num_cached: tokens with rows in shared pages.
         """
-        return start, cached
+        return first_row, num_cached
 
     def max_prefill_tokens(self, request: Request) -> int:
         """Returns the most tokens of the request that the next pass may enter."""
@@ -65,17 +65,17 @@ class NoStates:
 class RequestSnapshots:
     """The snapshots of a running request, as (tokens up to the end of the page, row).
 
-    planned: the page ends of the prompt that will get a snapshot, ascending, in tokens.  taken: snapshots that prefill
-    passes take.  pending: the snapshot that rounds will take next; last: the last snapshot that rounds took.
+    planned_ends: the page ends of the prompt that will get a snapshot, ascending, in tokens.  taken: snapshots that
+    prefill passes take.  pending: the snapshot that rounds will take next; last: the last snapshot that rounds took.
     """
 
-    planned: list[int]
+    planned_ends: list[int]
     taken: list[tuple[int, int]] = field(default_factory=list)
     pending: tuple[int, int] | None = None
     last: tuple[int, int] | None = None
 
     @property
-    def all(self) -> list[tuple[int, int]]:
+    def all_snapshots(self) -> list[tuple[int, int]]:
         return [*self.taken, *(each for each in (self.last, self.pending) if each is not None)]
 
 
@@ -83,7 +83,7 @@ class StateKeeper(NoStates):
     """The keeper of a model with states.
 
     snapshots: the rows for snapshots.  prefixes: None without a prefix cache; then no snapshots are taken.
-    decode_interval, prompt_interval: DECODE_INTERVAL and PROMPT_INTERVAL; they are rounded up to whole pages.
+    decode_interval, prompt_interval: tokens between two snapshots, which are rounded up to whole pages.
     """
 
     def __init__(self, layout: RoundLayout, prefixes: PrefixTree | None, snapshots: Snapshots):
@@ -91,37 +91,37 @@ class StateKeeper(NoStates):
         self.prefixes = prefixes
         self.snapshots = snapshots
         self.tokens_before_end = max(layout.reentry, 1)
-        self.decode_interval, self.prompt_interval = DECODE_INTERVAL, PROMPT_INTERVAL
-        self._held: dict[Request, RequestSnapshots] = {}
-        self._copies: list[tuple[int, int]] = []
+        self.decode_interval, self.prompt_interval = DECODE_SNAPSHOT_INTERVAL, PROMPT_SNAPSHOT_INTERVAL
+        self._by_request: dict[Request, RequestSnapshots] = {}
+        self._pending_copies: list[tuple[int, int]] = []
         if prefixes is not None:
             prefixes.on_removed = snapshots.detach
 
-    def enter(self, request: Request, start: int, cached: int) -> tuple[int, int]:
+    def enter_slot(self, request: Request, first_row: int, num_cached: int) -> tuple[int, int]:
         assert request.slot is not None
         # The page ends whose snapshots are at or before `start`.
-        reached = self.layout.whole_pages(min(cached, start + self.tokens_before_end))
+        reached = self.layout.num_full_pages(min(num_cached, first_row + self.tokens_before_end))
         hit = self.snapshots.last_with_snapshot(request.pages[:reached])
         row, end = ZERO_ROW, 0
         if hit is not None:
             row, end = self.snapshots.mark_used(request.pages[hit]), self.layout.tokens_in(hit + 1)
-        self._copies.append((row, request.slot))
+        self._pending_copies.append((row, request.slot))
         begin = max(0, end - self.tokens_before_end)
-        self._held[request] = RequestSnapshots(self._planned(request.prefill_len, begin, cached))
+        self._by_request[request] = RequestSnapshots(self._planned_page_ends(request.prefill_len, begin, num_cached))
         return begin, end
 
-    def _planned(self, prefill_len: int, begin: int, cached: int) -> list[int]:
+    def _planned_page_ends(self, prefill_len: int, begin: int, num_cached: int) -> list[int]:
         """Returns the page ends of a prompt that get a snapshot: where the prompt leaves the cached text, every
         `prompt_interval`, and the last page end."""
         if self.prefixes is None:
             return []
         every = self._rounded_to_pages(self.prompt_interval)
-        last = self.layout.tokens_in(self.layout.whole_pages(prefill_len))
-        ends = {cached, last, *range(every, last, every)}
+        last = self.layout.tokens_in(self.layout.num_full_pages(prefill_len))
+        ends = {num_cached, last, *range(every, last, every)}
         return sorted(end for end in ends if begin < end - self.tokens_before_end and end <= last)
 
     def max_prefill_tokens(self, request: Request) -> int:
-        left, planned = super().max_prefill_tokens(request), self._held[request].planned
+        left, planned = super().max_prefill_tokens(request), self._by_request[request].planned_ends
         # A pass takes at most one snapshot of a request.  So if several are planned, the pass ends at the first.
         return left if len(planned) < 2 else min(left, planned[0] - self.tokens_before_end - request.num_prefilled)
 
@@ -129,10 +129,10 @@ class StateKeeper(NoStates):
         return self._launch_snapshots([*map(self._snapshot_of_pass, batch, lengths)])
 
     def _snapshot_of_pass(self, request: Request, length: int) -> tuple[int, int] | None:
-        held = self._held[request]
-        if not held.planned or held.planned[0] - self.tokens_before_end > request.num_prefilled + length:
+        held = self._by_request[request]
+        if not held.planned_ends or held.planned_ends[0] - self.tokens_before_end > request.num_prefilled + length:
             return None
-        end, row = held.planned.pop(0), self.snapshots.allocate()
+        end, row = held.planned_ends.pop(0), self.snapshots.allocate()
         if row is None:
             return None
         held.taken.append((end, row))
@@ -142,10 +142,10 @@ class StateKeeper(NoStates):
         return self._launch_snapshots([*map(self._snapshot_of_round, batch)])
 
     def _snapshot_of_round(self, request: Request) -> tuple[int, int] | None:
-        held = self._held[request]
+        held = self._by_request[request]
         if held.pending is None and self.prefixes is not None:
             # The next snapshot is past every length that the slot can have after the rounds in flight.
-            at_most = self.layout.committed_at_most(request.num_known, request.rounds_in_flight)
+            at_most = self.layout.max_committed_rows(request.num_known, request.rounds_in_flight)
             every = self._rounded_to_pages(self.decode_interval)
             end = ((at_most + self.tokens_before_end) // every + 1) * every
             if end - self.tokens_before_end <= at_most + self.layout.extend_width:
@@ -159,18 +159,18 @@ class StateKeeper(NoStates):
         return tuple(NO_SNAPSHOT if each is None else (each[0] - self.tokens_before_end, each[1]) for each in snapshots)
 
     def take_copies(self) -> IntPairs:
-        copies, self._copies = tuple(self._copies), []
+        copies, self._pending_copies = tuple(self._pending_copies), []
         return copies
 
     def on_decoded(self, request: Request) -> None:
-        held = self._held[request]
+        held = self._by_request[request]
         if held.pending is not None and held.pending[0] <= min(request.num_known, request.num_tokens):
             if held.last is not None:
                 self.snapshots.release(held.last[1])
             held.last, held.pending = held.pending, None
 
     def on_pages_cached(self, request: Request, rows: int) -> None:
-        held = self._held[request]
+        held = self._by_request[request]
         self.on_decoded(request)
         taken, held.taken, held.last = [*held.taken, *([held.last] if held.last else [])], [], None
         for end, row in taken:
@@ -181,11 +181,11 @@ class StateKeeper(NoStates):
                 self.snapshots.release(row)
 
     def on_slot_released(self, request: Request) -> None:
-        for _, row in self._held.pop(request).all:
+        for _, row in self._by_request.pop(request).all_snapshots:
             self.snapshots.release(row)
 
     def check(self) -> None:
-        held = [row for each in self._held.values() for _, row in each.all]
+        held = [row for each in self._by_request.values() for _, row in each.all_snapshots]
         self.snapshots.check(held, () if self.prefixes is None else self.prefixes.pages())
 
     def _rounded_to_pages(self, tokens: int) -> int:

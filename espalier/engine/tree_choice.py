@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 from espalier.config import RoundCosts
 from espalier.engine.acceptance import Acceptance, AcceptSample, DecayingRate
 from espalier.engine.round_times import RoundTimes
-from espalier.layout import PLAIN, RoundLayout, TreeShape, next_bucket
+from espalier.layout import PLAIN_TREE, RoundLayout, TreeShape, next_bucket
 
 # A form replaces the current one if its expected tokens a second are at least MIN_SPEEDUP times as many.
 MIN_SPEEDUP = 1.02
@@ -215,7 +215,7 @@ class TreeChoice:
         picked = self._in_flight.popleft()
         self._count_time(picked, rows)
         if picked.knows_guesses:
-            self.recent_yield.fade(1 - 1 / YIELD_ROUNDS)
+            self.recent_yield.decay(1 - 1 / YIELD_ROUNDS)
             self.recent_yield.trials += self.costs.seconds_for_rows(picked.tree, picked.batch, rows)
             self.recent_yield.successes += 1 + sum(len(sample.ranks) for sample in samples) / picked.batch
             if picked.tree.drafts:
@@ -243,7 +243,7 @@ class TreeChoice:
 
     def _bucket(self, size: int) -> BucketState:
         if size not in self.buckets:
-            forms = self.layout.choices_for(size)
+            forms = self.layout.tree_choices_for(size)
             self.buckets[size] = BucketState(size, forms, forms[0])
         return self.buckets[size]
 
@@ -271,11 +271,11 @@ class TreeChoice:
         bucket.rounds_held += 1
         best = max(rates, key=lambda form: rates[form])
         if bucket.rounds_held > self.pace.rounds_before_change and rates[best] > MIN_SPEEDUP * rates[bucket.current]:
-            if best == PLAIN:
+            if best == PLAIN_TREE:
                 # Guesses that paid for a while may soon pay again.
                 was_lasting = bucket.rounds_held > LASTING_ROUNDS
                 bucket.plain_pause = MIN_PAUSE if was_lasting else min(2 * bucket.plain_pause, MAX_PAUSE)
-            bucket.pause_length = bucket.pause_left = bucket.plain_pause if best == PLAIN else MIN_PAUSE
+            bucket.pause_length = bucket.pause_left = bucket.plain_pause if best == PLAIN_TREE else MIN_PAUSE
             bucket.current, bucket.rounds_held, bucket.switches = best, 0, bucket.switches + 1
             self.num_changes += 1
 
@@ -285,12 +285,12 @@ class TreeChoice:
         if bucket.pause_left > 0:
             return None
         bucket.pause_length = bucket.pause_left = min(2 * bucket.pause_length, MAX_PAUSE)
-        bucket.plain_pause = bucket.pause_length if bucket.current == PLAIN else bucket.plain_pause
+        bucket.plain_pause = bucket.pause_length if bucket.current == PLAIN_TREE else bucket.plain_pause
         # Without a clock, the time of plain decoding is computed, so it needs no trial.
-        others = [form for form in rates if form != bucket.current and (self.costs.uses_clock or form != PLAIN)]
+        others = [form for form in rates if form != bucket.current and (self.costs.uses_clock or form != PLAIN_TREE)]
         rivals = [form for form in others if rates[form] >= MIN_RIVAL_RATE * max(rates.values())]
-        if (bucket.current == PLAIN or not bucket.current.drafts) and others:
-            for acceptance in (self.acceptance, self.lookup_acceptance)[: 2 if bucket.current == PLAIN else 1]:
+        if (bucket.current == PLAIN_TREE or not bucket.current.drafts) and others:
+            for acceptance in (self.acceptance, self.lookup_acceptance)[: 2 if bucket.current == PLAIN_TREE else 1]:
                 acceptance.cap_weight(OLD_ROUNDS_WEIGHT * self.pace.trial_rounds * max(share * bucket.size, 1.0))
             rivals = rivals or [max(others, key=lambda form: rates[form])]
         if not rivals:

@@ -5,7 +5,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from espalier.errors import EspalierError, refuses_unknown, require_text, shown, without_duplicate_keys
+from espalier.errors import EspalierError, refuse_unknown_fields, require_text, shown, without_duplicate_keys
 
 Kind = Literal["json_object", "json_schema", "regex", "ebnf", "choice", "structural_tag"]
 KINDS: tuple[str, ...] = get_args(Kind)
@@ -13,7 +13,7 @@ KINDS: tuple[str, ...] = get_args(Kind)
 MAX_SPEC_CHARS = 64 * 1024
 
 
-@refuses_unknown
+@refuse_unknown_fields
 @dataclass(frozen=True)
 class Grammar:
     """The form that an output must have.

@@ -18,19 +18,19 @@ from typing import IO
 
 import numpy as np
 
-from espalier.config import check, option
+from espalier.config import check_fields, option
 from espalier.errors import EspalierError
 from espalier.train.work import replace_file, require_folder
 
-SPACE = "free some space there"
-# One prompt in HELD_BACK is held back with all its outputs.  The held-back part gets the same share of the bytes.
-HELD_BACK = 8
-KINDS = ("train", "held-back")
+FREE_SPACE = "free some space there"
+# One of HELD_BACK_EVERY prompts is held back with all its outputs.  Held-back texts get the same share of the bytes.
+HELD_BACK_EVERY = 8
+TEXT_KINDS = ("train", "held-back")
 # The texts of a kind fill about this many files.  The oldest file is dropped for a new one.
-SEGMENTS = 16
+NUM_FILES = 16
 # Shorter outputs, in tokens, are not kept, because they say little about a draft.
-LEAST_OUTPUT = 16
-HEADER = 2
+MIN_OUTPUT_TOKENS = 16
+HEADER_LENGTH = 2
 MANIFEST = "manifest.json"
 
 
@@ -48,7 +48,7 @@ class LearnConfig:
     seconds: int = option("longest time of the steps of a training", 600, low=1)
 
     def __post_init__(self) -> None:
-        check(self, flag_of)
+        check_fields(self, flag_of)
 
 
 @dataclass(frozen=True)
@@ -59,43 +59,43 @@ class Text:
     first: int
 
 
-class Sample:
+class KeptTexts:
     """The kept texts, in files of int32.  A text is (length of the prompt, length of the text, tokens).
 
-    `add` only queues; `flush` writes.  The two may be called from different threads.
-    max_bytes: of all files and of the queue.  Counted since startup: counts, the texts by kind; num_tokens, their
-    tokens; num_held_back, the output tokens of held-back texts.
+    `add` only queues; `flush` writes.  Different threads may call `add` and `flush`.  max_bytes: by kind, the limit of
+    its files and queue.  These count since startup: counts, the texts by kind; num_tokens, their tokens; num_held_back,
+    the output tokens of held-back texts.
     """
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
         self.folder = folder
-        self.part = {"train": max_bytes - max_bytes // HELD_BACK, "held-back": max_bytes // HELD_BACK}
-        self.counts, self.num_tokens, self.num_held_back = dict.fromkeys(KINDS, 0), 0, 0
-        self._queued: dict[str, list[np.ndarray]] = {kind: [] for kind in KINDS}
+        self.max_bytes = {"train": max_bytes - max_bytes // HELD_BACK_EVERY, "held-back": max_bytes // HELD_BACK_EVERY}
+        self.counts, self.num_tokens, self.num_held_back = dict.fromkeys(TEXT_KINDS, 0), 0, 0
+        self._queued: dict[str, list[np.ndarray]] = {kind: [] for kind in TEXT_KINDS}
         self._lock = threading.Lock()
         folder.mkdir(mode=0o700, exist_ok=True)
 
     def add(self, prompt: Sequence[int], output: Sequence[int]) -> None:
         """Queue a text.  A text with too short an output, or without room in the queue, is left out."""
-        if len(output) < LEAST_OUTPUT:
+        if len(output) < MIN_OUTPUT_TOKENS:
             return
         row = np.array([len(prompt), len(prompt) + len(output), *prompt, *output], dtype=np.int32)
         # The prompt decides the kind, so a repeated prompt is never in both parts.
-        digest = hashlib.blake2b(row[HEADER : HEADER + len(prompt)].tobytes(), digest_size=1).digest()
-        kind = KINDS[digest[0] % HELD_BACK == 0]
+        digest = hashlib.blake2b(row[HEADER_LENGTH : HEADER_LENGTH + len(prompt)].tobytes(), digest_size=1).digest()
+        kind = TEXT_KINDS[digest[0] % HELD_BACK_EVERY == 0]
         with self._lock:
-            if self._queued_bytes(kind) + row.nbytes <= self.part[kind] // SEGMENTS:
+            if self._queued_bytes(kind) + row.nbytes <= self.max_bytes[kind] // NUM_FILES:
                 self._queued[kind].append(row)
                 self._count(kind, [row], 1)
 
     def is_full(self) -> bool:
         """Whether the queue of a kind would fill half a file."""
-        return any(self._queued_bytes(kind) * 2 * SEGMENTS >= self.part[kind] for kind in KINDS)
+        return any(self._queued_bytes(kind) * 2 * NUM_FILES >= self.max_bytes[kind] for kind in TEXT_KINDS)
 
     def flush(self) -> None:
         """Write the queued texts, and drop the oldest files beyond the limit.  If it raises OSError, the texts of a
         kind are lost and no longer counted."""
-        for kind in KINDS:
+        for kind in TEXT_KINDS:
             with self._lock:
                 rows, self._queued[kind] = self._queued[kind], []
             try:
@@ -109,10 +109,10 @@ class Sample:
         files = self.files(kind)
         if rows:
             number = int(files[-1].stem.rpartition(".")[2]) + 1 if files else 0
-            room = self.part[kind] * (SEGMENTS - 1) // SEGMENTS - sum(row.nbytes for row in rows) - 256
+            room = self.max_bytes[kind] * (NUM_FILES - 1) // NUM_FILES - sum(row.nbytes for row in rows) - 256
             while files and sum(file.stat().st_size for file in files) > room:
                 files.pop(0).unlink()
-            with replace_file(self.folder / f"{kind}.{number:08}.npy", SPACE) as half, half.open("wb") as file:
+            with replace_file(self.folder / f"{kind}.{number:08}.npy", FREE_SPACE) as half, half.open("wb") as file:
                 np.save(file, np.concatenate(rows))
 
     def _count(self, kind: str, rows: Sequence[np.ndarray], sign: int) -> None:
@@ -127,21 +127,21 @@ class Sample:
     @property
     def num_bytes(self) -> int:
         """Bytes of all files and of the queued texts."""
-        files = sum(file.stat().st_size for kind in KINDS for file in self.files(kind))
-        return files + sum(self._queued_bytes(kind) for kind in KINDS)
+        files = sum(file.stat().st_size for kind in TEXT_KINDS for file in self.files(kind))
+        return files + sum(self._queued_bytes(kind) for kind in TEXT_KINDS)
 
     def _queued_bytes(self, kind: str) -> int:
         return sum(row.nbytes for row in self._queued[kind])
 
 
-def texts_of(files: Sequence[Path]) -> Iterator[Text]:
+def read_texts(files: Sequence[Path]) -> Iterator[Text]:
     """The texts of a sample's files, the newest first."""
     for file in reversed(files):
         rows, at, found = np.load(file), 0, []
         while at < len(rows):
             first, length = int(rows[at]), int(rows[at + 1])
-            found.append(Text(rows[at + HEADER : at + HEADER + length], first))
-            at += HEADER + length
+            found.append(Text(rows[at + HEADER_LENGTH : at + HEADER_LENGTH + length], first))
+            at += HEADER_LENGTH + length
         yield from reversed(found)
 
 
@@ -161,7 +161,7 @@ class Manifest:
     seconds: float
 
 
-class Folder:
+class LearnFolder:
     """The folder of --learn, locked for this process.
 
     origin: digests of the target and of the draft given at startup.
@@ -174,7 +174,7 @@ class Folder:
         made_for, others = path / "learn.json", {each.name for each in path.iterdir()}
         if "learn.json" not in others and others - {"lock"}:
             raise EspalierError(f"--learn {path} holds other files; give a new folder")
-        self._lock = _locked(path)
+        self._lock = _lock_folder(path)
         try:
             _require_origin(made_for, origin)
         except BaseException:
@@ -187,7 +187,7 @@ class Folder:
         self._lock.close()
 
     def served(self) -> Path | None:
-        """The learned draft that was swapped in last; None before the first.  Raises EspalierError if it is damaged."""
+        """Returns the learned draft that was swapped in last, or None.  Raises EspalierError if it is damaged."""
         try:
             name = json.loads((self.path / "served.json").read_text())["draft"]
         except FileNotFoundError:
@@ -198,26 +198,26 @@ class Folder:
         return self.drafts / str(name)
 
     def next_draft(self) -> Path:
-        """The path for the next draft."""
+        """Returns the path for the next draft."""
         numbers = [int(each.name) for each in self.drafts.iterdir() if each.name.isdecimal()]
         return self.drafts / str(max(numbers, default=0) + 1)
 
     def serve(self, draft: Path) -> None:
-        """Remember the draft to serve, and remove all learned drafts but it.  Raises OSError.
+        """Records the draft to serve, and removes all other learned drafts.  Raises OSError.
 
         A draft outside this folder is the draft given at startup.
         """
         if draft.parent == self.drafts:
-            with replace_file(self.path / "served.json", SPACE) as half:
+            with replace_file(self.path / "served.json", FREE_SPACE) as half:
                 half.write_text(json.dumps({"draft": draft.name}))
         else:
             (self.path / "served.json").unlink(missing_ok=True)
         for other in self.drafts.iterdir():
             if other != draft:
-                remove(other)
+                remove_draft(other)
 
 
-def _locked(path: Path) -> IO[str]:
+def _lock_folder(path: Path) -> IO[str]:
     lock = (path / "lock").open("a")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -229,7 +229,7 @@ def _locked(path: Path) -> IO[str]:
 
 def _require_origin(made_for: Path, origin: Mapping[str, str]) -> None:
     if not made_for.exists():
-        with replace_file(made_for, SPACE) as half:
+        with replace_file(made_for, FREE_SPACE) as half:
             half.write_text(json.dumps(dict(origin)))
         return
     try:
@@ -241,12 +241,12 @@ def _require_origin(made_for: Path, origin: Mapping[str, str]) -> None:
             raise EspalierError(f"--learn {made_for.parent} was made with another {what}; give another folder")
 
 
-def remove(draft: Path) -> None:
+def remove_draft(draft: Path) -> None:
     with suppress(OSError):
         shutil.rmtree(draft)
 
 
-def publish(
+def publish_draft(
     unfinished: Path, draft: Path, lengths: tuple[float, float, float], num_tokens: int, seconds: float
 ) -> None:
     """Write the manifest of a complete draft, and move the draft to its name.
@@ -271,7 +271,7 @@ def read_manifest(draft: Path) -> Manifest:
 
 
 def _digest(draft: Path) -> str:
-    """The digest of the names and bytes of all files but the manifest."""
+    """Returns the digest of the names and bytes of all files but the manifest."""
     whole = hashlib.sha256()
     for file in sorted(draft.iterdir()):
         if file.name != MANIFEST:

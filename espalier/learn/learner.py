@@ -25,9 +25,9 @@ import torch
 from espalier.child_process import environment
 from espalier.engine.engine import Engine
 from espalier.errors import EspalierError, one_line
-from espalier.learn.folder import Folder, LearnConfig, Manifest, Sample, read_manifest, remove
+from espalier.learn.folder import KeptTexts, LearnConfig, LearnFolder, Manifest, read_manifest, remove_draft
 from espalier.learn.swap import Swap
-from espalier.learn.trainer import GO, WAIT
+from espalier.learn.trainer import GO_SIGNAL, WAIT_SIGNAL
 from espalier.llm import LLM, Prepared
 from espalier.models.draft import DraftModel
 from espalier.request import Request
@@ -38,30 +38,30 @@ from espalier.train.kinds import DRAFT_KINDS
 from espalier.train.work import target_digest
 
 log = logging.getLogger("espalier")
-LOOK_S = 0.5
+POLL_S = 0.5
 # The pause after a failed training, in seconds; it doubles after each failure, up to the longest.
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 10.0, 600.0
-# A draft is swapped in if it accepts LEAST_GAIN more tokens a round.  A smaller gain may be chance.
-LEAST_GAIN = 0.02
+# A draft is swapped in if it accepts MIN_GAIN more tokens a round.  A smaller gain may be chance.
+MIN_GAIN = 0.02
 # The least number of held-back output tokens to compare drafts on.
-LEAST_HELD_BACK = 512
+MIN_HELD_BACK_TOKENS = 512
 TRAINER = (sys.executable, "-m", "espalier.learn.trainer")
 
 
 @dataclass(frozen=True)
-class Machine:
-    """Where the trainer runs.
+class TrainerMachine:
+    """The device on which the trainer runs.
 
-    waits: the trainer computes only while the engine has no work, because both share a GPU.
+    idle_only: the trainer computes only while the engine has no work, because both share a GPU.
     """
 
     name: str
     environment: Mapping[str, str]
-    waits: bool = False
+    idle_only: bool = False
 
 
 def require_learnable(prepared: Prepared) -> str:
-    """The kind of the draft.  Called before weights are loaded.
+    """Returns the kind of the draft.  Called before weights are loaded.
 
     Raises EspalierError, which names the part that cannot be trained further or swapped in.
     """
@@ -102,32 +102,32 @@ def _require_trainer_form(kind: str, draft: Path) -> None:
         raise EspalierError(f"--learn cannot train {draft} further ({one_line(error)})") from None
 
 
-def trainers_machine(device: torch.device, num_pages: int | str | None) -> Machine:
-    """The second GPU if there is one, else the engine's device.  Raises EspalierError for a GPU without room."""
+def trainers_machine(device: torch.device, num_pages: int | str | None) -> TrainerMachine:
+    """Returns the second GPU if there is one, else the engine's device.  Raises EspalierError without room on a GPU."""
     if device.type == "cpu":
-        return Machine("the CPU, with one thread", {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"})
+        return TrainerMachine("the CPU, with one thread", {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"})
     own, count = device.index or 0, torch.cuda.device_count()
-    names = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count)))).split(",")
+    ids = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count)))).split(",")
     if count > 1:
         other = next(i for i in range(count) if i != own)
-        return Machine(f"cuda:{other}", {"CUDA_VISIBLE_DEVICES": names[other]})
+        return TrainerMachine(f"cuda:{other}", {"CUDA_VISIBLE_DEVICES": ids[other]})
     if not isinstance(num_pages, int):
         raise EspalierError(
             "--learn beside the engine's only GPU needs memory for the trainer, and by default the pages take all; "
             "give --num-pages, or make a second GPU visible"
         )
-    return Machine("the engine's GPU, while no request runs", {"CUDA_VISIBLE_DEVICES": names[own]}, waits=True)
+    return TrainerMachine("the engine's GPU, while no request runs", {"CUDA_VISIBLE_DEVICES": ids[own]}, idle_only=True)
 
 
 @dataclass(frozen=True)
-class Counts:
+class SampleCounts:
     """The sample's size when a training begins: texts by kind, and output tokens of held-back texts."""
 
     texts: Mapping[str, int]
     num_held_back: int
 
     @classmethod
-    def of(cls, sample: Sample) -> Counts:
+    def of(cls, sample: KeptTexts) -> SampleCounts:
         return cls(dict(sample.counts), sample.num_held_back)
 
 
@@ -143,23 +143,23 @@ class Candidate:
 class Learner:
     """Keeps the texts that one engine serves, and trains its draft on them.
 
-    It is made before the weights are loaded, and attached to the engine after that.
-    figures: for metrics.  trainer: the command of the training process, without the folder.
+    A Learner is made before the weights are loaded, and attached to the engine afterwards.  figures: for metrics.
+    trainer: the command of the training process, without the folder.
     """
 
     def __init__(self, config: LearnConfig, prepared: Prepared, trainer: Sequence[str] = TRAINER) -> None:
-        """Raises EspalierError, and then leaves the folder as it was."""
+        """Raises EspalierError without changing the folder."""
         self.config, self.trainer, self.resolved = config, trainer, prepared.resolved
         self.kind, found = require_learnable(prepared), prepared.checkpoint
         assert found.draft_path is not None
         self.machine = trainers_machine(torch.device(prepared.resolved.device), prepared.config.num_pages)
         self.target, self.draft, self.given = found.target_path, found.draft_path, found.draft_path
         origin = {"target": target_digest(found.target_path), "draft": target_digest(found.draft_path)}
-        self.folder = Folder(Path(config.folder).expanduser(), origin)
-        self.sample = Sample(self.folder.path / "sample", config.bytes)
+        self.folder = LearnFolder(Path(config.folder).expanduser(), origin)
+        self.kept_texts = KeptTexts(self.folder.path / "sample", config.bytes)
         self.figures = LearnFigures()
         self._trained_at = self._num_failed = 0
-        self._judged = self._starts = Counts.of(self.sample)
+        self._judged_counts = self._start_counts = SampleCounts.of(self.kept_texts)
         self._may_start_at = 0.0
         self._process: subprocess.Popen[bytes] | None = None
         self._last_signal = b""
@@ -167,7 +167,7 @@ class Learner:
         # The learner's thread sets _candidate and takes _swapped; the engine's thread does the reverse.
         self._candidate: Candidate | None = None
         self._swapped: Candidate | None = None
-        self._over = threading.Event()
+        self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="learner", daemon=True)
 
     def attach(self, llm: LLM) -> None:
@@ -205,7 +205,7 @@ class Learner:
 
     def close(self) -> None:
         """End the training process and the thread.  Idempotent."""
-        self._over.set()
+        self._closing.set()
         if self._thread.ident is not None:
             self._thread.join()
         self._end_process()
@@ -216,12 +216,12 @@ class Learner:
     def keep(self, request: Request) -> None:
         """Keep the text of a request that has ended by itself."""
         if request.finish_reason in ("stop", "length"):
-            self.sample.add(request.prompt, request.output)
+            self.kept_texts.add(request.prompt, request.output)
 
     def between_steps(self, engine: Engine) -> None:
-        """Swap the draft in that waits, if any.
+        """Swaps in the waiting draft, if any.
 
-        The draft's rows of open requests are then stale, but only guesses follow from them.
+        The draft's rows of running requests are stale afterwards, which affects only guesses.
         """
         self._is_busy = engine.has_work
         if self._candidate is not None:
@@ -232,43 +232,43 @@ class Learner:
     # The thread
 
     def _run(self) -> None:
-        while not self._over.wait(LOOK_S):
+        while not self._closing.wait(POLL_S):
             try:
-                self._turn()
+                self._poll()
             except (OSError, ValueError, RuntimeError) as error:
                 self._fail(one_line(error))
         with suppress(OSError):
             self._remember_swap()
 
-    def _turn(self) -> None:
+    def _poll(self) -> None:
         self._remember_swap()
-        self.figures.texts, self.figures.bytes = sum(self.sample.counts.values()), self.sample.num_bytes
+        self.figures.texts, self.figures.bytes = sum(self.kept_texts.counts.values()), self.kept_texts.num_bytes
         if self._process is not None:
-            self._watch(self._process)
+            self._check_process(self._process)
         elif self._candidate is None and time.monotonic() >= self._may_start_at:
-            if self.sample.is_full():
-                self.sample.flush()
-            is_due = self.sample.num_tokens - self._trained_at >= self.config.tokens
-            if is_due and self.sample.num_held_back - self._judged.num_held_back >= LEAST_HELD_BACK:
-                self.sample.flush()
+            if self.kept_texts.is_full():
+                self.kept_texts.flush()
+            is_due = self.kept_texts.num_tokens - self._trained_at >= self.config.tokens
+            if is_due and self.kept_texts.num_held_back - self._judged_counts.num_held_back >= MIN_HELD_BACK_TOKENS:
+                self.kept_texts.flush()
                 self._start()
 
     def _start(self) -> None:
         tree = self.resolved.layout.tree
-        self._out, self._starts = self.folder.next_draft(), Counts.of(self.sample)
-        new = {kind: count - self._judged.texts[kind] for kind, count in self._starts.texts.items()}
+        self._out_directory, self._start_counts = self.folder.next_draft(), SampleCounts.of(self.kept_texts)
+        new = {kind: count - self._judged_counts.texts[kind] for kind, count in self._start_counts.texts.items()}
         run = {
             "kind": self.kind,
             "target": str(self.target),
             "draft": str(self.draft),
             "given": str(self.given),
             "tree": [tree.steps, tree.topk, tree.num_draft_tokens],
-            "out": str(self._out),
+            "out": str(self._out_directory),
             "seconds": self.config.seconds,
             "texts": new,
         }
         (self.folder.path / "run.json").write_text(json.dumps(run))
-        num_tokens = self.sample.num_tokens
+        num_tokens = self.kept_texts.num_tokens
         with (self.folder.path / "trainer.log").open("wb") as output:
             self._process = subprocess.Popen(
                 [*self.trainer, str(self.folder.path)],
@@ -279,32 +279,32 @@ class Learner:
                 env=environment(**self.machine.environment),
             )
         self._trained_at, self._last_signal = num_tokens, b""
-        self._tell(self._process)
+        self._send_signal(self._process)
         log.info("learning: process %d trains the draft further on %s", self._process.pid, self.machine.name)
 
-    def _tell(self, process: subprocess.Popen[bytes]) -> None:
+    def _send_signal(self, process: subprocess.Popen[bytes]) -> None:
         """Tell the trainer whether it may compute.  The trainer ends when its stdin is closed."""
-        signal = WAIT if self.machine.waits and self._is_busy else GO
+        signal = WAIT_SIGNAL if self.machine.idle_only and self._is_busy else GO_SIGNAL
         if signal != self._last_signal and process.stdin is not None:
             with suppress(BrokenPipeError):
                 process.stdin.write(signal)
             self._last_signal = signal
 
-    def _watch(self, process: subprocess.Popen[bytes]) -> None:
+    def _check_process(self, process: subprocess.Popen[bytes]) -> None:
         status = process.poll()
         if status is None:
-            self._tell(process)
+            self._send_signal(process)
             return
         self._end_process()
         if status:
             how = f"was ended by signal {-status}" if status < 0 else f"ended: {self._last_line()}"
             self._fail(f"the training process {process.pid} {how}")
             return
-        self._judge(self._out)
-        self._judged, self._num_failed = self._starts, 0
+        self._judge_draft(self._out_directory)
+        self._judged_counts, self._num_failed = self._start_counts, 0
         self.figures.trainings += 1
 
-    def _judge(self, draft: Path) -> None:
+    def _judge_draft(self, draft: Path) -> None:
         """Make a Candidate of the best draft, the new or the given one, if it accepts more than the served draft.
 
         Raises EspalierError if the new draft is damaged.
@@ -312,12 +312,12 @@ class Learner:
         manifest = read_manifest(draft)
         self.figures.given, self.figures.before, self.figures.after = manifest.given, manifest.before, manifest.after
         best, length = (draft, manifest.after) if manifest.after > manifest.given else (self.given, manifest.given)
-        if not length >= manifest.before + LEAST_GAIN:  # true if `length` is not a number
+        if not length >= manifest.before + MIN_GAIN:  # true if `length` is not a number
             log.info(
                 "learning: the new draft is not used: accept length %.3f on held-back traffic, the served one's %.3f",
                 *(manifest.after, manifest.before),
             )
-            remove(draft)
+            remove_draft(draft)
             return
         self._candidate = Candidate(best, manifest, Swap(self._served, self._load(best)))
 
@@ -351,7 +351,7 @@ class Learner:
         self.figures.failures += 1
         pause = min(FIRST_PAUSE_S * 2 ** (self._num_failed - 1), LONGEST_PAUSE_S)
         self._may_start_at = time.monotonic() + pause
-        self._trained_at = self.sample.num_tokens - self.config.tokens  # due again after the pause
+        self._trained_at = self.kept_texts.num_tokens - self.config.tokens  # due again after the pause
         log.warning("learning: %s; serving goes on, and the next try is in %g s", why, pause)
 
     def _last_line(self) -> str:

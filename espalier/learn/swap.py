@@ -16,12 +16,12 @@ from torch import Tensor
 from espalier.errors import EspalierError
 from espalier.models.draft import DraftModel
 
-HOUSE = "espalier."
+PACKAGE_PREFIX = "espalier."
 
 
 @dataclass(frozen=True)
 class TensorPlace:
-    """A tensor of a model, and the object or list that holds it under `key`.  path: for messages."""
+    """A tensor of a model, and the object or list that holds the tensor under `key`.  path: for messages."""
 
     path: str
     holder: Any
@@ -29,29 +29,29 @@ class TensorPlace:
     tensor: Tensor
 
 
-def places(value: Any, path: str = "draft") -> Iterator[TensorPlace]:
+def tensor_places(value: Any, path: str = "draft") -> Iterator[TensorPlace]:
     """Yields every tensor that a model's objects hold, in the order of their fields, each object once."""
-    return _walk(value, path, set())
+    return _walk_tensors(value, path, set())
 
 
-def _walk(value: Any, path: str, seen: set[int]) -> Iterator[TensorPlace]:
+def _walk_tensors(value: Any, path: str, seen: set[int]) -> Iterator[TensorPlace]:
     if id(value) in seen:
         return
     seen.add(id(value))
-    for key, part in _parts(value):
+    for key, part in _members(value):
         inner = f"{path}.{key}"
         if isinstance(part, Tensor):
             yield TensorPlace(inner, value, key, part)
         else:
-            yield from _walk(part, inner, seen)
+            yield from _walk_tensors(part, inner, seen)
 
 
-def _parts(value: Any) -> Iterator[tuple[Any, Any]]:
+def _members(value: Any) -> Iterator[tuple[Any, Any]]:
     if isinstance(value, list | tuple):
         yield from enumerate(value)
     elif isinstance(value, dict):
         yield from value.items()
-    elif type(value).__module__.startswith(HOUSE) and not isinstance(value, type):
+    elif type(value).__module__.startswith(PACKAGE_PREFIX) and not isinstance(value, type):
         slots = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]
         for name in dict.fromkeys([*getattr(value, "__dict__", ()), *slots]):
             if hasattr(value, name):
@@ -62,7 +62,7 @@ class Swap:
     """The pairs (place in the served draft, new tensor).  Raises EspalierError, which names the first misfit."""
 
     def __init__(self, served: DraftModel, learned: DraftModel) -> None:
-        old, new = list(places(served)), list(places(learned))
+        old, new = list(tensor_places(served)), list(tensor_places(learned))
         if [place.path for place in old] != [place.path for place in new]:
             raise EspalierError("a draft with other parts than the served one cannot be swapped in")
         self.pairs = [(one, two.tensor) for one, two in zip(old, new, strict=True) if one.tensor is not two.tensor]

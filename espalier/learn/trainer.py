@@ -1,8 +1,8 @@
 """The training process: `python -m espalier.learn.trainer DIR` trains the served draft further once, and ends.
 
-It reads DIR/run.json and the sample, measures both drafts on held-back traffic, and writes the new draft with its
-manifest.  The server says on stdin when this process may compute.  When stdin is closed, the server has ended, and this
-process ends too.
+The process reads DIR/run.json and the sample, measures both drafts on held-back traffic, and writes the new draft with
+its manifest.  The server signals on stdin when this process may compute.  When stdin is closed, the server has ended,
+and this process ends too.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 from transformers.utils.logging import disable_progress_bar
 
 from espalier.errors import EspalierError, one_line
-from espalier.learn.folder import publish, remove, texts_of
+from espalier.learn.folder import publish_draft, read_texts, remove_draft
 from espalier.train.data import UserText
 from espalier.train.draft_run import DraftRun, RunFiles, print_measure, run_steps
 from espalier.train.evaluate import AcceptReport
@@ -34,19 +34,19 @@ from espalier.train.state import SavedState
 from espalier.train.target import FrozenTarget, training_device
 from espalier.train.windows import TextList
 
-GO, WAIT = b"1", b"0"
-# Tokens of a row, by the device's type; how often the sample is read; and the steps of one reading, if it has enough
-# rows: a few large batches teach nothing.
-LENGTHS, PASSES, STEPS = MappingProxyType({"cpu": 256, "cuda": 1024}), 3, 50
-# How many texts are measured, and how many tokens of each before and after the beginning of the output.
-MEASURED_SIDE, MOST_MEASURED = 256, 64
-# A training reads the newest texts with older ones, REPLAYED times as many in all, so that older topics stay.
-REPLAYED = 2
-# Far lower than the rates of a new draft, which would first undo what the draft has learned.
-RATES = MappingProxyType({"matrix_lr": 1e-3, "other_lr": 5e-4})
-FAILED = 1
+GO_SIGNAL, WAIT_SIGNAL = b"1", b"0"
+# The tokens of a row by the device's type, how often the sample is read, and the optimizer steps of one reading if it
+# has enough rows, because a few large batches teach nothing.
+ROW_LENGTHS, SAMPLE_PASSES, STEPS_PER_PASS = MappingProxyType({"cpu": 256, "cuda": 1024}), 3, 50
+# The tokens that are measured on each side of an output's beginning, and the number of measured texts.
+MEASURED_SIDE, MAX_MEASURED_TEXTS = 256, 64
+# A training reads REPLAY_FACTOR times as many texts as are new, so that older topics stay.
+REPLAY_FACTOR = 2
+# These rates are far lower than for a new draft.  Higher rates would first undo what the draft has learned.
+LEARNING_RATES = MappingProxyType({"matrix_lr": 1e-3, "other_lr": 5e-4})
+FAILED_EXIT_CODE = 1
 # The process's niceness: it gets a tenth of a core while requests use all cores.
-NICE = 10
+NICENESS = 10
 
 
 class TrainSignal:
@@ -58,31 +58,31 @@ class TrainSignal:
 
     def _listen(self, stdin: Any) -> None:
         while signal := os.read(stdin.fileno(), 1):
-            self._allowed.set() if signal == GO else self._allowed.clear()
-        os._exit(FAILED)
+            self._allowed.set() if signal == GO_SIGNAL else self._allowed.clear()
+        os._exit(FAILED_EXIT_CODE)
 
     def wait(self) -> None:
         self._allowed.wait()
 
 
-def texts_in(folder: Path, kind: str, num_texts: int, before: int, behind: int | None = None) -> TextList:
-    """The newest texts of the sample, each cut to `before` and `behind` tokens around the beginning of its output."""
+def newest_texts(folder: Path, kind: str, num_texts: int, num_before: int, num_behind: int | None = None) -> TextList:
+    """Returns the newest texts, each cut to num_before and num_behind tokens around its output's beginning."""
     tokens, firsts = [], []
-    for text in islice(texts_of(sorted(folder.glob(f"{kind}.*.npy"))), num_texts):
-        begin = max(0, text.first - before)
-        tokens.append(text.tokens[begin : None if behind is None else text.first + behind])
+    for text in islice(read_texts(sorted(folder.glob(f"{kind}.*.npy"))), num_texts):
+        begin = max(0, text.first - num_before)
+        tokens.append(text.tokens[begin : None if num_behind is None else text.first + num_behind])
         firsts.append(text.first - begin)
     return TextList.of(tokens, firsts)
 
 
-def settings_of(num_tokens: int, length: int, device: torch.device, max_seconds: int, seed: int) -> dict[str, Any]:
-    """The settings of a run over a sample of num_tokens tokens.  Raises EspalierError if these are too few."""
+def run_settings(num_tokens: int, length: int, device: torch.device, max_seconds: int, seed: int) -> dict[str, Any]:
+    """Returns the settings of a run over a sample of num_tokens tokens.  Raises EspalierError if these are too few."""
     # A row uses up fewer tokens than two rows hold: the rest of its last text is left out.
-    batch = min(32 if device.type == "cuda" else 4, max(1, num_tokens // (STEPS * length)))
+    batch = min(32 if device.type == "cuda" else 4, max(1, num_tokens // (STEPS_PER_PASS * length)))
     if num_tokens < 2 * length + 2:
         raise EspalierError(f"the sample has {num_tokens} tokens to train on; {2 * length + 2} are needed")
-    common = {"length": length, "batch": batch, "num_tokens": max(PASSES * num_tokens, batch * length)}
-    return {**common, **RATES, "save_every": 10**9, "max_seconds": max_seconds, "seed": seed}
+    common = {"length": length, "batch": batch, "num_tokens": max(SAMPLE_PASSES * num_tokens, batch * length)}
+    return {**common, **LEARNING_RATES, "save_every": 10**9, "max_seconds": max_seconds, "seed": seed}
 
 
 def train_once(folder: Path, train_signal: TrainSignal) -> Path:
@@ -93,51 +93,51 @@ def train_once(folder: Path, train_signal: TrainSignal) -> Path:
     """
     begun, run = time.monotonic(), json.loads((folder / "run.json").read_text())
     kind, out, unfinished = DRAFT_KINDS[run["kind"]], Path(run["out"]), folder / "drafts" / "unfinished"
-    remove(unfinished)
-    served = run_of(kind, folder / "sample", run, unfinished, int(out.name))
+    remove_draft(unfinished)
+    served = make_run(kind, folder / "sample", run, unfinished, int(out.name))
     served.target.model.get_decoder().register_forward_pre_hook(lambda *_: train_signal.wait())
     before = given = accept_length(served)
     training = served
     if run["given"] != run["draft"]:
-        of_given = of_draft(kind, Path(run["given"]), served.target, served.files, run, int(out.name))
+        of_given = make_draft_run(kind, Path(run["given"]), served.target, served.files, run, int(out.name))
         given = accept_length(of_given)
         training = of_given if given > before else served
     after, num_tokens = run_steps(training)[2]["tree"].every_root, len(training.files.own_text.texts.tokens)
-    publish(unfinished, out, (given, before, after), num_tokens, time.monotonic() - begun)
+    publish_draft(unfinished, out, (given, before, after), num_tokens, time.monotonic() - begun)
     return out
 
 
 def accept_length(run: DraftRun) -> float:
-    """The accept length of a run's draft on the held-back traffic.  Raises EspalierError if no text is long enough."""
+    """Returns the accept length of a run's draft on held-back texts.  Raises EspalierError if all are too short."""
     if not (found := print_measure(run)):
         raise EspalierError("the held-back traffic has no outputs long enough to measure a draft")
     return found["tree"].every_root
 
 
-def run_of(kind: DraftKind, sample: Path, run: dict[str, Any], out: Path, seed: int) -> DraftRun:
-    """A run that trains the served draft on the newest texts and as many before these, prompts and outputs."""
+def make_run(kind: DraftKind, sample: Path, run: dict[str, Any], out_directory: Path, seed: int) -> DraftRun:
+    """Returns a run that trains the served draft on the newest texts and on as many older texts, with prompts."""
     target_dir, device = Path(run["target"]), training_device()
     target = kind.target(target_dir, device)
-    side = length_of(target) // 2
-    texts = texts_in(sample, "train", REPLAYED * run["texts"]["train"], side)
-    num_measured = min(run["texts"]["held-back"], MOST_MEASURED)
-    held_out = texts_in(sample, "held-back", num_measured, MEASURED_SIDE, MEASURED_SIDE)
+    side = row_length(target) // 2
+    texts = newest_texts(sample, "train", REPLAY_FACTOR * run["texts"]["train"], side)
+    num_measured = min(run["texts"]["held-back"], MAX_MEASURED_TEXTS)
+    held_out = newest_texts(sample, "held-back", num_measured, MEASURED_SIDE, MEASURED_SIDE)
     own, nothing = OwnText(texts, np.zeros(0, np.int64), held_out), UserText(np.zeros(0, np.int32))
-    files = RunFiles(run["kind"], target_dir, out, nothing, own, SavedState(out / "state.pt", {}))
-    return of_draft(kind, Path(run["draft"]), target, files, run, seed)
+    files = RunFiles(run["kind"], target_dir, out_directory, nothing, own, SavedState(out_directory / "state.pt", {}))
+    return make_draft_run(kind, Path(run["draft"]), target, files, run, seed)
 
 
-def length_of(target: FrozenTarget) -> int:
-    """The tokens of a row of this target's batches."""
-    return min(LENGTHS[target.device.type], int(target.config["max_position_embeddings"]))
+def row_length(target: FrozenTarget) -> int:
+    """Returns the tokens of a row of this target's batches."""
+    return min(ROW_LENGTHS[target.device.type], int(target.config["max_position_embeddings"]))
 
 
-def of_draft(
+def make_draft_run(
     kind: DraftKind, directory: Path, target: FrozenTarget, files: RunFiles, run: dict[str, Any], seed: int
 ) -> DraftRun:
     draft, tree = kind.load(directory).to(target.device), tuple(run["tree"])
     num_tokens = len(files.own_text.texts.tokens)
-    config = kind.config(draft, settings_of(num_tokens, length_of(target), target.device, run["seconds"], seed))
+    config = kind.config(draft, run_settings(num_tokens, row_length(target), target.device, run["seconds"], seed))
 
     def measured(texts: list[np.ndarray], firsts: list[int]) -> dict[str, AcceptReport]:
         written = deepcopy(draft).bfloat16().to(target.head.dtype)
@@ -149,7 +149,7 @@ def of_draft(
 
 
 def main(folder: Path) -> int:
-    os.nice(NICE)
+    os.nice(NICENESS)
     disable_progress_bar()  # its lines would hide the last line of the log, which says why a training failed
     if training_device().type == "cpu":
         torch.set_num_threads(1)
@@ -157,7 +157,7 @@ def main(folder: Path) -> int:
         train_once(folder, TrainSignal(sys.stdin.buffer))
     except (OSError, ValueError, RuntimeError) as error:
         print(one_line(error), flush=True)
-        return FAILED
+        return FAILED_EXIT_CODE
     return 0
 
 

@@ -32,18 +32,18 @@ if TYPE_CHECKING:
 
 WAIT_S = 10.0
 COMPILE_S = 60.0
-# Compilations at the same time, including those that were given up.
+# The most compilations at the same time, including abandoned compilations.
 MAX_RUNNING = 4
 MAX_THREADS = 8
 # Memory limits, in bytes: of one grammar, and of all grammars that are kept.
 MAX_GRAMMAR_BYTES = 256 * 2**20
 MAX_KEPT_BYTES = 1024 * 2**20
-MAX_KEPT = 1024
+MAX_KEPT_GRAMMARS = 1024
 THREAD_NAME = "espalier-grammar"
 # The time and the source location at the start of xgrammar's errors.
 ERROR_LOCATION = re.compile(r"^\[?[\d:]*\]? ?/\S+: (?:Check failed: \S+ is false: )?")
 
-Key = tuple[str, str, bool]
+CacheKey = tuple[str, str, bool]
 
 
 class CompilerBusy(EspalierError):
@@ -60,15 +60,15 @@ class CompiledGrammar:
         self.num_bytes = int(form.memory_size_bytes)
 
     def masker(self, end_tokens: Sequence[int], after: str | None = None) -> GrammarMasker:
-        """The masker of one output.  end_tokens: allowed only where the grammar ends; after: as in Grammar."""
+        """Returns the masker of one output.  end_tokens: allowed only where the grammar ends; after: as in Grammar."""
         return GrammarMasker(self.form, self.vocab_size, end_tokens, after, self.tokenizer.bytes_of)
 
 
 class GrammarCompiler:
     """Compiles grammars for one model.  Thread-safe.
 
-    wait_s: how long a request waits for one compilation; time_limit_s: how long a compilation may take.  Both count
-    from its begin.  num_given_up: compilations that were given up and still run.
+    wait_s: how long a request waits for one compilation; time_limit_s: how long a compilation may take.  Both times
+    count from the compilation's begin.  num_given_up: compilations that were given up and still run.
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, wait_s: float = WAIT_S, time_limit_s: float = COMPILE_S):
@@ -77,14 +77,14 @@ class GrammarCompiler:
         self.wait_s = wait_s
         self.time_limit_s = time_limit_s
         self.num_given_up = 0
-        self._cached: OrderedDict[Key, Future[CompiledGrammar]] = OrderedDict()
+        self._cached: OrderedDict[CacheKey, Future[CompiledGrammar]] = OrderedDict()
         self._lock = threading.Lock()
         self._vocabulary_lock = threading.Lock()
         self._running = threading.BoundedSemaphore(MAX_RUNNING)
         self._compilers: dict[bool, tuple[xgrammar.GrammarCompiler, np.ndarray]] = {}
 
     def submit(self, grammar: Grammar) -> "Future[CompiledGrammar]":
-        """Start to compile a grammar, or take the earlier result.
+        """Starts to compile a grammar, or returns the earlier result.
 
         The future raises EspalierError with the reason, which is CompilerBusy if a retry may succeed.
         """
@@ -95,7 +95,7 @@ class GrammarCompiler:
                 return known
             made: Future[CompiledGrammar] = Future()
             if self.num_given_up == MAX_RUNNING:
-                made.set_exception(_busy())
+                made.set_exception(_busy_error())
                 return made
             self._cached[key] = made
         threading.Thread(target=self._run, args=(key, grammar, made), name=THREAD_NAME, daemon=True).start()
@@ -105,14 +105,14 @@ class GrammarCompiler:
         """Compile a grammar and wait for it.  Raises EspalierError with the reason."""
         return self.submit(grammar).result()
 
-    def _run(self, key: Key, grammar: Grammar, made: "Future[CompiledGrammar]") -> None:
+    def _run(self, key: CacheKey, grammar: Grammar, future: "Future[CompiledGrammar]") -> None:
         with self._running:
-            if made.done():  # refused while it waited
+            if future.done():  # refused while it waited
                 return
             lower_priority(threading.get_native_id())  # running streams come first
-            timer = _call_after(self.wait_s, self._give_up, key, made)
+            timer = _call_after(self.wait_s, self._give_up, key, future)
             try:
-                compiled: CompiledGrammar | EspalierError = self._compiled(grammar)
+                compiled: CompiledGrammar | EspalierError = self._compile_and_try(grammar)
             except EspalierError as error:
                 compiled = error
             except Exception as error:  # xgrammar raises RuntimeError, and types of its own
@@ -120,21 +120,21 @@ class GrammarCompiler:
                 compiled = EspalierError(f"the grammar cannot be compiled ({reason}); correct it")
             timer.cancel()
             with self._lock:
-                if made.done():
+                if future.done():
                     self.num_given_up -= 1
-                    made = self._cached[key] = Future()
+                    future = self._cached[key] = Future()
                 if isinstance(compiled, EspalierError):
-                    made.set_exception(compiled)
+                    future.set_exception(compiled)
                 else:
-                    made.set_result(compiled)
+                    future.set_result(compiled)
                 self._drop_oldest()
 
-    def _give_up(self, key: Key, made: "Future[CompiledGrammar]") -> None:
+    def _give_up(self, key: CacheKey, future: "Future[CompiledGrammar]") -> None:
         with self._lock:
-            if made.done():
+            if future.done():
                 return
             self.num_given_up += 1
-            made.set_exception(
+            future.set_exception(
                 CompilerBusy(
                     f"the grammar is not compiled after {self.wait_s:g} s, and its compilation goes on; retry later, "
                     "or use a simpler one"
@@ -142,9 +142,9 @@ class GrammarCompiler:
             )
             if self.num_given_up == MAX_RUNNING:
                 self._refuse_waiting()
-        _call_after(self.time_limit_s - self.wait_s, self._refuse, key, made)
+        _call_after(self.time_limit_s - self.wait_s, self._refuse, key, future)
 
-    def _refuse(self, key: Key, given_up: "Future[CompiledGrammar]") -> None:
+    def _refuse(self, key: CacheKey, given_up: "Future[CompiledGrammar]") -> None:
         """Refuse a grammar for good, unless its compilation has ended after it was given up."""
         with self._lock:
             if self._cached.get(key) is given_up:
@@ -153,9 +153,9 @@ class GrammarCompiler:
                 self._cached[key].set_exception(EspalierError(why))
 
     def _refuse_waiting(self) -> None:
-        """Refuse the grammars that still wait: none can begin before a thread ends, which may never happen."""
+        """Refuses the grammars that still wait.  None can begin before a thread ends, which may never happen."""
         for key, waiting in [(key, future) for key, future in self._cached.items() if not future.done()]:
-            waiting.set_exception(_busy())
+            waiting.set_exception(_busy_error())
             del self._cached[key]
 
     def _drop_oldest(self) -> None:
@@ -163,14 +163,14 @@ class GrammarCompiler:
         sizes = {key: 0 if future.exception() else future.result().num_bytes for key, future in done.items()}
         total = sum(sizes.values())
         for key, size in sizes.items():
-            if total <= MAX_KEPT_BYTES and len(self._cached) <= MAX_KEPT:
+            if total <= MAX_KEPT_BYTES and len(self._cached) <= MAX_KEPT_GRAMMARS:
                 return
             del self._cached[key]
             total -= size
 
     # With xgrammar
 
-    def _compiled(self, grammar: Grammar) -> CompiledGrammar:
+    def _compile_and_try(self, grammar: Grammar) -> CompiledGrammar:
         # Compile for single bytes first: to compile an ambiguous grammar for all tokens may take hours.
         try_with_byte_tokens(lambda compiler: compile_form(compiler, grammar))
         compiler, num_bytes = self._compiler(grammar.kind == "structural_tag")
@@ -188,7 +188,7 @@ class GrammarCompiler:
         return compiled
 
     def _compiler(self, spells_special_tokens: bool) -> "tuple[xgrammar.GrammarCompiler, np.ndarray]":
-        """The compiler, and the number of bytes of each token.
+        """Returns the compiler, and the number of bytes of each token.
 
         spells_special_tokens: whether the grammar may spell special tokens, as structural tags do.
         """
@@ -197,7 +197,7 @@ class GrammarCompiler:
                 import xgrammar
 
                 vocabulary = token_bytes(copy.deepcopy(self.tokenizer), self.vocab_size, spells_special_tokens)
-                # Stop tokens are set for each output.  One that is set here could not be written as text.
+                # Stop tokens are set for each output.  A stop token that is set here could not be written as text.
                 info = xgrammar.TokenizerInfo(vocabulary, xgrammar.VocabType.RAW, stop_token_ids=[])
                 threads = min(physical_cores(), MAX_THREADS)
                 compiler = xgrammar.GrammarCompiler(info, max_threads=threads, cache_enabled=False)
@@ -209,7 +209,7 @@ def compile_form(compiler: "xgrammar.GrammarCompiler", grammar: Grammar) -> "xgr
     """Compile a grammar with xgrammar.  Raises EspalierError, or an error of xgrammar."""
     text = ENFORCEABLE[grammar.kind](grammar)
     if grammar.kind in ("json_object", "json_schema"):
-        # One form of spaces: with several, a model may write spaces without end, and fewer tokens are forced.
+        # Only one form of spaces is allowed.  With several, a model may write endless spaces.
         return compiler.compile_json_schema(text, any_whitespace=False, strict_mode=False)
     is_tag = grammar.kind == "structural_tag"
     for part in ebnf_parts(json.loads(text)) if is_tag else [text] if grammar.kind == "ebnf" else []:
@@ -218,10 +218,10 @@ def compile_form(compiler: "xgrammar.GrammarCompiler", grammar: Grammar) -> "xgr
 
 
 def token_bytes(tokenizer: Tokenizer, vocab_size: int, spells_special_tokens: bool) -> list[bytes]:
-    """The bytes of each token id; b"" for an id that a grammar never allows.
+    """Returns the bytes of each token id; b"" for an id that a grammar never allows.
 
-    spells_special_tokens: special tokens count as their names.  Otherwise no grammar allows them, because the text
-    omits them.
+    spells_special_tokens: special tokens count as their names.  If False, no grammar allows special tokens, because the
+    text omits them.
     """
     vocabulary = []
     for token in range(vocab_size):
@@ -240,5 +240,5 @@ def _call_after(seconds: float, call: Callable[..., None], *arguments: Any) -> t
     return timer
 
 
-def _busy() -> CompilerBusy:
+def _busy_error() -> CompilerBusy:
     return CompilerBusy("earlier grammars still compile; retry later")

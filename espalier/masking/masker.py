@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from espalier.grammar.token_masker import ForcedTokens
-from espalier.sampling.mask import ALL_ALLOWED, BITS, mask_words, only_token
+from espalier.sampling.mask import ALL_ALLOWED, WORD_BITS, mask_words, only_token
 from espalier.text import TokenBytes
 
 if TYPE_CHECKING:
@@ -23,9 +23,9 @@ class GrammarMasker:
 
     A pushed token is matched only at the next call that needs it, since matching may take long.
 
-    end_tokens: allowed only where the grammar ends.
-    after: the marker.  Before it, every token is allowed except end tokens; behind it, the grammar begins.  If the
-    marker's last token has more text, that text is not checked.  None: the grammar begins with the first token.
+    end_tokens: allowed only where the grammar ends.  after: the marker, a text.  Before the marker, every token is
+    allowed except end tokens; behind it, the grammar begins.  If the marker's last token has more text, that text is
+    not checked.  None if the grammar begins at the first token.
     """
 
     def __init__(
@@ -44,31 +44,31 @@ class GrammarMasker:
         self.special_tokens = frozenset(form.tokenizer_info.special_token_ids).difference(end_tokens)
         self.num_words = mask_words(vocab_size)
         # xgrammar may set bits beyond the vocabulary.
-        self.last_word = (1 << vocab_size % BITS) - 1 if vocab_size % BITS else ALL_ALLOWED
+        self.last_word_mask = (1 << vocab_size % WORD_BITS) - 1 if vocab_size % WORD_BITS else ALL_ALLOWED
         self.marker = None if after is None else after.encode()
         self.tail = b""
-        self.unmatched: list[int] = []
+        self.unmatched_tokens: list[int] = []
         self._has_rejected = False
         self.mask_before_marker = np.full(self.num_words, ALL_ALLOWED, dtype=np.int32)
-        self.mask_before_marker[-1] &= self.last_word
+        self.mask_before_marker[-1] &= self.last_word_mask
         for token in end_tokens:
-            self.mask_before_marker[token // BITS] &= ~np.int32(np.uint32(1 << token % BITS).view(np.int32))
+            self.mask_before_marker[token // WORD_BITS] &= ~np.int32(np.uint32(1 << token % WORD_BITS).view(np.int32))
 
     def push(self, token_id: int) -> None:
-        self.unmatched.append(token_id)
+        self.unmatched_tokens.append(token_id)
 
     def _match(self, token_id: int) -> None:
         if self.marker is not None:
             tail = self._tail_after(self.tail, token_id)
             self.marker, self.tail = (None, b"") if tail is None else (self.marker, tail)
         elif not self.matcher.is_terminated() and not self._accept(token_id):
-            # Correct masks never lead here.  If it happens, only this request ends with an error.
+            # Correct masks never lead here.  A wrong mask ends only this request with an error.
             self._has_rejected = True
 
     @property
     def has_rejected(self) -> bool:
         """Whether a token was pushed that the grammar does not allow."""
-        pushed, self.unmatched = self.unmatched, []
+        pushed, self.unmatched_tokens = self.unmatched_tokens, []
         for token in pushed:
             self._match(token)
         return self._has_rejected
@@ -77,7 +77,7 @@ class GrammarMasker:
         return token_id >= 0 and token_id not in self.special_tokens and self.matcher.accept_token(token_id)
 
     def _tail_after(self, tail: bytes, token_id: int) -> bytes | None:
-        """The last bytes of the output after this token; None if the marker is complete.  tail: those before it."""
+        """Returns the output's last bytes after this token; None if the marker is complete.  tail: the bytes before."""
         assert self.marker is not None
         text = tail + self.bytes_of(token_id).bytes
         return None if self.marker in text else text[max(0, len(text) - len(self.marker) + 1) :]
@@ -89,7 +89,7 @@ class GrammarMasker:
         mask = np.zeros((1, self.num_words), dtype=np.int32)
         if not has_rejected and not self.matcher.is_terminated():
             self.matcher.fill_next_token_bitmask(mask)
-            mask[0, -1] &= self.last_word
+            mask[0, -1] &= self.last_word_mask
         return mask[0]
 
     @property
@@ -182,5 +182,5 @@ class GrammarMasker:
 
 
 def allowed_tokens(mask: np.ndarray) -> np.ndarray:
-    """The tokens that a mask [words] allows, ascending."""
+    """Returns the tokens that a mask [words] allows, ascending."""
     return np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))

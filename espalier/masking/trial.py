@@ -26,11 +26,11 @@ MAX_S_PER_BYTE = 0.001
 # The number of sample texts, and the tokens of each.
 NUM_SAMPLES = 4
 NUM_TOKENS = 96
-# Longer tokens are not preferred over tokens of this many bytes: the masks behind them might already take too long.
+# Longer tokens are not preferred over tokens of this many bytes, because the masks behind them may take too long.
 MAX_TOKEN_BYTES = 8
 # The processor time in seconds after which no further sample begins.
-TRIAL_S = 0.25
-# A matcher needs an end token.  The text of that token cannot be tried.
+MAX_TRIAL_S = 0.25
+# A matcher needs an end token.  The text of this end token cannot be tried.
 END_TOKEN = 0
 
 
@@ -52,7 +52,7 @@ def _byte_compiler() -> "xgrammar.GrammarCompiler":
     return xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
 
 
-def try_masks(form: "xgrammar.CompiledGrammar", num_bytes: np.ndarray) -> None:
+def try_masks(compiled: "xgrammar.CompiledGrammar", num_bytes: np.ndarray) -> None:
     """Generate texts from the masks alone.  Raises EspalierError if a mask, or reading a token, takes too long.
 
     num_bytes: [vocab_size] int, the bytes of each token.
@@ -62,8 +62,8 @@ def try_masks(form: "xgrammar.CompiledGrammar", num_bytes: np.ndarray) -> None:
     num_bytes = np.where(np.arange(len(num_bytes)) == END_TOKEN, 0, num_bytes)
     begun = time.thread_time()
     for seed in range(NUM_SAMPLES):
-        if time.thread_time() - begun < TRIAL_S:
-            matcher = xgrammar.GrammarMatcher(form, override_stop_tokens=[END_TOKEN])
+        if time.thread_time() - begun < MAX_TRIAL_S:
+            matcher = xgrammar.GrammarMatcher(compiled, override_stop_tokens=[END_TOKEN])
             _try_one_text(matcher, num_bytes, random.Random(seed), repeats=seed == 0, prefers_long=seed < 2)
 
 
@@ -97,7 +97,8 @@ def _try_one_text(matcher: Any, num_bytes: np.ndarray, rng: random.Random, repea
 
 
 def _first_index(is_candidate: np.ndarray, start: int) -> int:
-    """The first liked index from `start` on, else from 0 on.  Listing all would take longer than making the mask."""
+    """Returns the first candidate index from `start` on, else from 0 on.  A list of all would take longer than the
+    mask."""
     behind = start + int(is_candidate[start:].argmax())
     return behind if is_candidate[behind] else int(is_candidate.argmax())
 

@@ -19,7 +19,7 @@ from espalier.models.rope import RopeTables
 from espalier.models.weight_formats import StoredTensor, Weight, WeightFormat, quantisation_of
 from espalier.models.weight_formats.dense import DENSE_FORMAT, DenseWeight
 from espalier.models.weights import Weights
-from espalier.shards import Indivisible, Part, Shards, Size, part_of
+from espalier.shards import IndivisibleError, Part, Shards, Size, part_of
 
 # On the meta device, tensors have shapes but no data.
 META_DEVICE = torch.device("meta")
@@ -32,7 +32,7 @@ def require_shards(config: ModelConfig, count: int) -> None:
     possible numbers of ranks."""
     try:
         _require_divisible_sizes(config, count)
-    except Indivisible as error:
+    except IndivisibleError as error:
         numbers = possible_rank_counts(config, MAX_NAMED_COUNTS)
         raise EspalierError(f"{error}; use {' or '.join(map(str, numbers))}") from None
 

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from espalier.errors import EspalierError, one_line, shown
-from espalier.model_files import MAX_BYTES, TensorPlace, file_named, is_gguf, read_gguf, read_json, require_regular
+from espalier.model_files import MAX_FILE_BYTES, TensorPlace, file_named, is_gguf, read_gguf, read_json, require_regular
 from espalier.models.gguf_config import (
     BLOCK_TYPES_BY_NUMBER,
     EMBEDDING_TENSOR,
@@ -106,7 +106,7 @@ def safetensors_files(path: Path) -> list[Path]:
     """Returns the model's safetensors files: those of the index, else model.safetensors, else all files."""
     index = path / INDEX_FILE
     if index.exists():
-        files = read_json(index, MAX_BYTES).get("weight_map")
+        files = read_json(index, MAX_FILE_BYTES).get("weight_map")
         if not isinstance(files, dict):
             raise EspalierError(f"{index} has no weight_map; download the file again")
         return sorted({file_named(path, file, index) for file in files.values()})

@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 
 from espalier.kernels.attention.ancestor_bits import unpack_bits
-from espalier.slots import FLOATS, INTS, BatchState
+from espalier.slots import FLOAT_COLUMNS, INT_COLUMNS, BatchState
 
 
 @dataclass(frozen=True)
 class SamplingNeeds:
-    """The sampling features that a batch's requests need, known to the host at launch.  All False: plain argmax.
+    """The sampling features that a batch's requests need, known to the host at launch.  With none, it is argmax.
 
     sampled: a temperature above 0; filtered: top-k, top-p or min-p; penalised: a penalty; biased: logit_bias or
     min_tokens.
@@ -38,7 +38,7 @@ class DraftedAncestors(NamedTuple):
     ancestor_bits: Tensor
 
     def mask(self) -> Tensor:
-        """[B, Q, E] bool: the drafted tokens on each row's path."""
+        """Returns [B, Q, E] bool: the drafted tokens on each row's path."""
         return unpack_bits(self.ancestor_bits, self.tokens.shape[1])
 
 
@@ -46,8 +46,8 @@ class DraftedAncestors(NamedTuple):
 class SamplingRows:
     """Sampling parameters of a batch: the rows of its slots in the slot table.
 
-    ints: [B, INTS] int64 and floats: [B, FLOATS] float32; each column is also an attribute, a view [B].  bias_ids,
-    bias_values: [B, NB], padded with 0 and 0; stop_ids: [B, NS], padded with -1, banned at positions below
+    ints: [B, INT_COLUMNS] int64 and floats: [B, FLOAT_COLUMNS] float32; each column is also an attribute, a view [B].
+    bias_ids, bias_values: [B, NB], padded with 0 and 0; stop_ids: [B, NS], padded with -1, banned at positions below
     min_position; counts: [B, V], output tokens up to the root; seen: [B, V] bool, tokens of the prompt.  Fields that
     only bias or penalties read are None if the batch has no bias or no penalties.
     """
@@ -65,7 +65,7 @@ class SamplingRows:
         def __getattr__(self, column: str) -> Tensor: ...
 
     def __post_init__(self) -> None:
-        for names, columns in ((INTS, self.ints), (FLOATS, self.floats)):
+        for names, columns in ((INT_COLUMNS, self.ints), (FLOAT_COLUMNS, self.floats)):
             vars(self).update(zip(names, columns.unbind(1), strict=True))
 
     @classmethod
@@ -97,19 +97,19 @@ def process_logits(
     """
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if needs.biased:
-        logits = _banned(_biased(logits, rows), rows, positions)
+        logits = _ban_stops(_add_bias(logits, rows), rows, positions)
     if needs.penalised:
-        logits = _penalised(logits, rows, _counts(rows, logits.shape[1], above))
+        logits = _penalise(logits, rows, _output_counts(rows, logits.shape[1], above))
     return logits
 
 
-def _biased(logits: Tensor, rows: SamplingRows) -> Tensor:
+def _add_bias(logits: Tensor, rows: SamplingRows) -> Tensor:
     assert rows.bias_ids is not None and rows.bias_values is not None
     bias = logits.new_zeros(logits.shape[0], logits.shape[2])
     return logits + bias.scatter_add_(1, rows.bias_ids, rows.bias_values.to(bias.dtype))[:, None]
 
 
-def _banned(logits: Tensor, rows: SamplingRows, positions: Tensor) -> Tensor:
+def _ban_stops(logits: Tensor, rows: SamplingRows, positions: Tensor) -> Tensor:
     assert rows.stop_ids is not None
     # One extra column receives the padding.
     stops = torch.zeros(logits.shape[0], logits.shape[2] + 1, dtype=torch.bool, device=logits.device)
@@ -118,8 +118,8 @@ def _banned(logits: Tensor, rows: SamplingRows, positions: Tensor) -> Tensor:
     return logits.masked_fill(stops[:, None, :-1] & early[..., None], -torch.inf)
 
 
-def _counts(rows: SamplingRows, queries: int, above: DraftedAncestors | None) -> Tensor:
-    """[B, Q or 1, V]: how often each token is in the output before each row."""
+def _output_counts(rows: SamplingRows, queries: int, above: DraftedAncestors | None) -> Tensor:
+    """Returns [B, Q or 1, V]: how often each token is in the output before each row."""
     assert rows.counts is not None
     if above is None:
         return rows.counts[:, None]
@@ -129,7 +129,7 @@ def _counts(rows: SamplingRows, queries: int, above: DraftedAncestors | None) ->
     return counts.scatter_add_(2, ids, counted.to(counts.dtype))
 
 
-def _penalised(logits: Tensor, rows: SamplingRows, counts: Tensor) -> Tensor:
+def _penalise(logits: Tensor, rows: SamplingRows, counts: Tensor) -> Tensor:
     assert rows.seen is not None
     repetition, presence, frequency = (
         value.to(logits.dtype)[:, None, None]

@@ -11,54 +11,53 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# Called with the draft rows' (tokens [B, E], ancestor_bits [B, Q, W]).  It returns, for each of Q rows, the only token
-# [B, Q] that may follow, -1 for several, and the masks [B, Q, words].
+# A function of the draft rows' (tokens [B, E], ancestor_bits [B, Q, W]).  The function returns for each of Q rows the
+# only token [B, Q] that may follow, -1 for several, and the masks [B, Q, words].
 HostQuery = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-BITS = 32
+WORD_BITS = 32
 ALL_ALLOWED = -1
 
 
 def mask_words(vocab_size: int) -> int:
-    """The number of int32 words in a mask."""
-    return -(-vocab_size // BITS)
+    """Returns the number of int32 words in a mask."""
+    return -(-vocab_size // WORD_BITS)
 
 
 def unpack_mask(mask: Tensor, vocab_size: int) -> Tensor:
-    """Unpack mask [..., words] int32 into [..., vocab_size] bool, True for allowed tokens."""
-    bits = (mask[..., None] >> torch.arange(BITS, device=mask.device, dtype=torch.int32)) & 1
+    """Unpacks mask [..., words] int32 into [..., vocab_size] bool, True for allowed tokens."""
+    bits = (mask[..., None] >> torch.arange(WORD_BITS, device=mask.device, dtype=torch.int32)) & 1
     return bits.flatten(-2)[..., :vocab_size].bool()
 
 
-def masked(logits: Tensor, mask: Tensor | None) -> Tensor:
-    """Logits [..., V] with -inf for tokens that the mask [..., words] does not allow; None allows all tokens."""
+def apply_mask(logits: Tensor, mask: Tensor | None) -> Tensor:
+    """Returns logits [..., V] with -inf for tokens that the mask [..., words] forbids; None allows all tokens."""
     if mask is None:
         return logits
     return logits.masked_fill(~unpack_mask(mask, logits.shape[-1]), -torch.inf)
 
 
 def only_token(mask: np.ndarray) -> int | None:
-    """The one token that a mask [words] allows; None if it allows several or none."""
+    """Returns the one token that a mask [words] allows; None if it allows several or none."""
     if np.count_nonzero(mask) != 1:
         return None
     word = int(mask.nonzero()[0][0])
     bits = int(mask[word]) & 0xFFFFFFFF
-    return None if bits & (bits - 1) else word * BITS + bits.bit_length() - 1
+    return None if bits & (bits - 1) else word * WORD_BITS + bits.bit_length() - 1
 
 
 def allows(mask: Tensor, tokens: Tensor) -> Tensor:
-    """[B, K] bool: whether the mask [B, words] allows each of the tokens [B, K]."""
-    return (mask.gather(1, tokens // BITS) >> (tokens % BITS).int()) & 1 != 0
+    """Returns [B, K] bool: whether the mask [B, words] allows each of the tokens [B, K]."""
+    return (mask.gather(1, tokens // WORD_BITS) >> (tokens % WORD_BITS).int()) & 1 != 0
 
 
 @dataclass(frozen=True)
 class DraftGuide:
-    """What grammars allow for a batch's next tokens, known before they are drafted.  It changes what is drafted, never
-    what is emitted.
+    """The next tokens that grammars allow in a batch, known before the tokens are drafted.  The guide changes the
+    drafted tokens, never the emitted tokens.
 
     forced: [B, S] int64, the only token allowed at each level, from level 1 on; -1 from the first level that is not
-    forced.
-    mask: [B, words] int32, the tokens allowed at level `level` [B] int64, after the forced tokens; level 0: not known.
-    ask: queries the host at each deeper level; None: no query.
+    forced.  mask: [B, words] int32, the tokens allowed at level `level` [B] int64, after the forced tokens; level 0:
+    not known.  ask: queries the host at each deeper level; None for no queries.
     """
 
     forced: Tensor
@@ -72,10 +71,10 @@ class DraftGuide:
         return (self.forced >= 0).sum(1)
 
     def for_children(self, level: int, tokens: Tensor | None, ancestor_bits: Tensor | None) -> tuple[Tensor, Tensor]:
-        """For the children of each row: the only allowed token [B, Q], -1 for several, and masks [B, Q, words].
+        """Returns for the children of each row: the only allowed token [B, Q], -1 for several, and masks [B, Q, words].
 
-        tokens [B, E]: of the rows above `level`; ancestor_bits [B, Q, W]: the ones on the path of each of the level's
-        rows.  Both are None at level 1.  Q may be 1 for all rows.
+        tokens [B, E]: of the rows above `level`; ancestor_bits [B, Q, W]: the ancestors of each row of the level.
+        tokens and ancestor_bits are None at level 1. Q may be 1 for all rows.
         """
         only = self.forced[:, level - 1, None]
         mask = torch.where((self.level == level)[:, None], self.mask, ALL_ALLOWED)[:, None]
@@ -84,20 +83,20 @@ class DraftGuide:
         only_asked, mask_asked = self.ask(tokens, ancestor_bits)
         return torch.where(only_asked >= 0, only_asked, only), mask_asked & mask
 
-    def for_levels(self, first: int, count: int) -> tuple[Tensor, Tensor]:
-        """For one row at each level first .. first + count - 1: as `for_children`, but without a query to the host."""
-        levels = torch.arange(first, first + count, device=self.level.device)
+    def for_levels(self, first_level: int, num_levels: int) -> tuple[Tensor, Tensor]:
+        """Returns `for_children` of one row at each level first .. first + count - 1, without a query to the host."""
+        levels = torch.arange(first_level, first_level + num_levels, device=self.level.device)
         mask = torch.where((self.level[:, None] == levels)[..., None], self.mask[:, None], ALL_ALLOWED)
-        return self.forced[:, first - 1 : first - 1 + count], mask
+        return self.forced[:, first_level - 1 : first_level - 1 + num_levels], mask
 
 
-def force_only_children(only: Tensor, tokens: Tensor, scores: Tensor, above: Tensor) -> tuple[Tensor, Tensor]:
+def force_only_children(only: Tensor, tokens: Tensor, scores: Tensor, row_scores: Tensor) -> tuple[Tensor, Tensor]:
     """If only one token is allowed after a row, make it the row's first child, with the row's own score.
 
-    only: [B, Q] int64, -1 for several; tokens, scores: [B, Q, K], the drafted children; above: [B, Q], path scores of
-    the rows.
+    only: [B, Q] int64, the only token, -1 for several; tokens, scores: [B, Q, K], the drafted children; row_scores: [B,
+    Q], the rows' path scores.
     """
     sure = torch.full_like(scores, -torch.inf)
-    sure[..., 0] = above
+    sure[..., 0] = row_scores
     is_forced = (only >= 0)[..., None]
     return torch.where(is_forced, only[..., None], tokens), torch.where(is_forced, sure, scores)

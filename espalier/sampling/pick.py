@@ -13,15 +13,15 @@ from espalier.sampling.logit_processors import DraftedAncestors, SamplingNeeds, 
 
 
 class SampledTokens(NamedTuple):
-    """tokens [B, Q] int64; finite [B, Q] bool: whether the row's best logit is finite (neither NaN nor infinite)."""
+    """tokens: [B, Q] int64, the sampled tokens; finite: [B, Q] bool, False if a row's best logit is NaN or infinite."""
 
     tokens: Tensor
     finite: Tensor
 
 
 class Logprobs(NamedTuple):
-    """tokens [...], their log-probabilities `chosen` [...] and ranks [...], 1 is the likeliest; ids [..., n] of the
-    likeliest tokens and their log-probabilities `values` [..., n]."""
+    """Log-probabilities of tokens. tokens, chosen, ranks: [...], each token, its log-probability and its rank (1 is the
+    likeliest); ids, values: [..., n], the likeliest tokens and their log-probabilities."""
 
     tokens: Tensor
     chosen: Tensor
@@ -41,23 +41,22 @@ def pick(
     """Pick the token of each row of logits [B, Q, V], drawn at positions [B, Q].
 
     The order of operations: bias, bans and penalties; temperature; top-k; top-p; min-p; argmax(logits / T + noise).
-    They are computed in float32, or float64 for float64.  Ties go to the lower id.  Temperature 0 is plain argmax
-    without filters.
-    noise: [B, Q, V], None if no row samples; above: drafted tokens that count as output.
+    All steps compute in float32, or in float64 for float64 logits.  Ties go to the lower id.  Temperature 0 is plain
+    argmax without filters.  noise: [B, Q, V], None if no row samples; above: drafted tokens that count as output.
     """
     if rows is not None:
         logits = process_logits(logits, rows, needs, positions, above)
     if rows is not None and noise is not None:
         greedy = (rows.temperature == 0)[:, None, None]
         scaled = over_temperature(logits, rows)
-        kept = filtered(scaled, rows) if needs.filtered else scaled
+        kept = mask_filtered(scaled, rows) if needs.filtered else scaled
         logits = torch.where(greedy, logits, kept + noise)
     best = logits.max(-1)
     return SampledTokens(best.indices, best.values.isfinite())
 
 
-def filtered(logits: Tensor, rows: SamplingRows) -> Tensor:
-    """Logits [B, Q, V] with -inf for tokens that top-k, then top-p of the rest, then min-p remove.
+def mask_filtered(logits: Tensor, rows: SamplingRows) -> Tensor:
+    """Returns logits [B, Q, V] with -inf for tokens that top-k, then top-p of the rest, then min-p remove.
 
     Among equal logits the lower id stays.  At least one token stays.  Probabilities are summed as integers, in units of
     2**-40 of the likeliest token's, so that the cut does not depend on batch, device or order of summation.
@@ -77,7 +76,7 @@ def filtered(logits: Tensor, rows: SamplingRows) -> Tensor:
 
 
 def over_temperature(logits: Tensor, rows: SamplingRows) -> Tensor:
-    """Logits [B, Q, V] divided by each row's temperature; rows with temperature 0 do not change."""
+    """Returns logits [B, Q, V] divided by each row's temperature; rows with temperature 0 do not change."""
     return logits / rows.temperature.masked_fill(rows.temperature == 0, 1.0).to(logits.dtype)[:, None, None]
 
 
@@ -91,22 +90,22 @@ def coupled_scores(logits: Tensor, rows: SamplingRows, noise: Tensor) -> Tensor:
     return torch.log_softmax(torch.where(greedy, logits, over_temperature(logits, rows) + noise), -1)
 
 
-def logprobs(logits: Tensor, tokens: Tensor, count: int) -> Logprobs:
+def logprobs(logits: Tensor, tokens: Tensor, num_top: int) -> Logprobs:
     """Compute the target's log-probabilities of tokens [...], before temperature and masks.  logits: [..., V].
 
-    count: how many of the likeliest tokens to report besides each token.
+    num_top: how many of the likeliest tokens to report besides each token.
     """
     logits = torch.log_softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)), -1)
-    values, ids = logits.topk(min(count, logits.shape[-1]), -1)
+    values, ids = logits.topk(min(num_top, logits.shape[-1]), -1)
     chosen = logits.gather(-1, tokens[..., None])
     return Logprobs(tokens, chosen[..., 0], 1 + (logits > chosen).sum(-1), ids, values)
 
 
-def mix(x: Tensor) -> Tensor:
+def mix_bits(x: Tensor) -> Tensor:
     """A bijection of 32-bit patterns; every output bit depends on every input bit.  x: int32, overwritten.
 
-    int32 needs half the memory traffic of int64, and its products wrap around.  Its >> copies the sign bit; the masks
-    remove the copies.
+    int32 needs half the memory traffic of int64, and its products wrap around.  The >> of int32 copies the sign bit;
+    the masks remove the copies.
     """
     x ^= (x >> 16).bitwise_and_(0xFFFF)
     x *= 0x7FEB352D
@@ -117,18 +116,18 @@ def mix(x: Tensor) -> Tensor:
 
 
 def random_bits(seeds: Tensor, positions: Tensor, vocab: int) -> Tensor:
-    """Random bits [B, P, vocab] int32, 32 per token id.  seeds: [B], positions: [B, P], both int64."""
+    """Returns random bits [B, P, vocab] int32, 32 per token id.  seeds: [B], positions: [B, P], both int64."""
     halves = torch.stack((seeds, seeds >> 32)).to(torch.int32)[..., None]
     position = positions.to(torch.int32)
-    # The start values of both keys are computed together: [2, B, P].
-    begun = mix(torch.stack((position + (0x9E3779B9 - 2**32), position + (0x85EBCA6B - 2**32))))
-    k0, k1 = mix(halves ^ mix(halves.flip(0) ^ begun))
+    # The first hashes of both key halves are computed together: [2, B, P].
+    begun = mix_bits(torch.stack((position + (0x9E3779B9 - 2**32), position + (0x85EBCA6B - 2**32))))
+    k0, k1 = mix_bits(halves ^ mix_bits(halves.flip(0) ^ begun))
     ids = torch.arange(vocab, dtype=torch.int32, device=seeds.device)
-    return mix(mix(ids ^ k0[..., None]).add_(k1[..., None]))
+    return mix_bits(mix_bits(ids ^ k0[..., None]).add_(k1[..., None]))
 
 
 def gumbel(seeds: Tensor, positions: Tensor, vocab: int, dtype: torch.dtype) -> Tensor:
-    """Standard Gumbel noise [B, P, vocab] for tokens drawn at positions [B, P] with seeds [B], both int64.
+    """Returns standard Gumbel noise [B, P, vocab] for tokens drawn at positions [B, P] with seeds [B], both int64.
 
     The noise is -log(-log(u)) with u = ((r >> 9) + 0.5) * 2**-23.  With 24 bits or more, the largest u would round to
     1.0 in float32, and its noise would be infinite: a large vocabulary would now and then draw a random token.

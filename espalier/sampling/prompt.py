@@ -38,12 +38,12 @@ class PromptRows:
 
 
 def prompt_logprobs(
-    head: Callable[[Tensor], Tensor], hidden: Tensor, tokens: Tensor, max_rows: int, count: int
+    head: Callable[[Tensor], Tensor], hidden: Tensor, tokens: Tensor, max_rows: int, num_top: int
 ) -> Logprobs:
     """Compute log-probabilities of the tokens [N] that follow rows `hidden` [N, H], N > 0.
 
-    max_rows: the most rows with logits in memory at once; count: how many likeliest tokens to report besides each.
+    max_rows: the most rows with logits in memory at once; num_top: how many likeliest tokens to report besides each.
     """
     pieces = zip(hidden.split(max_rows), tokens.split(max_rows), strict=True)
-    reported = [logprobs(head(rows), following, count) for rows, following in pieces]
+    reported = [logprobs(head(rows), following, num_top) for rows, following in pieces]
     return Logprobs(*map(torch.cat, zip(*reported, strict=True)))

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from espalier.config import is_open
+from espalier.config import is_unresolved
 from espalier.errors import EspalierError
 from espalier.request import sample_seed
 from espalier.server import logs, protocol
@@ -112,7 +112,7 @@ class EngineReplica:
 def with_own_seed(settings: Mapping[str, Any], name: str) -> dict[str, Any]:
     """Returns the settings of the replica of this name: replicas with one --seed must not draw the same texts."""
     seed: Any = settings.get("seed")
-    if is_open(seed):
+    if is_unresolved(seed):
         return dict(settings)
     return {**settings, "seed": sample_seed(seed, 1 + zlib.crc32(name.encode()))}
 

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from espalier import __version__
-from espalier.chat import ChatOptions, Steps
+from espalier.chat import ChatOptions, RenderLoop
 from espalier.errors import EspalierError
 from espalier.inputs import InputProcessor
 from espalier.request import ResolvedParams, SamplingParams
@@ -87,15 +87,15 @@ async def prepare_chat(front: Front, body: ChatRequest) -> Conversation:
     return Conversation(ignored, prompt, params, plan)
 
 
-def _prompt(inputs: InputProcessor, body: ChatRequest, plan: ChatPlan, check: Callable[[str], None]) -> Steps:
+def _prompt(inputs: InputProcessor, body: ChatRequest, plan: ChatPlan, check: Callable[[str], None]) -> RenderLoop:
     """Returns a generator that makes the token ids of a conversation.
 
-    It yields each rendering of the template, which the caller runs and sends back (chat.Steps).  Raises EspalierError.
+    The generator yields each rendering, and the caller sends back the text (chat.RenderLoop).  Raises EspalierError.
     """
     keep = body.truncate_prompt_tokens
-    check = inputs.require_fit if keep is None else check
+    check = inputs.require_text_fits if keep is None else check
     tokens = yield from chat_steps(inputs, body.messages, body.options(), check, plan)
-    return inputs.tokens(tokens, keep_last=keep)
+    return inputs.prompt_tokens(tokens, keep_last=keep)
 
 
 def chat_steps(
@@ -104,8 +104,8 @@ def chat_steps(
     options: ChatOptions,
     check: Callable[[str], None],
     plan: ChatPlan,
-) -> Steps:
-    """Returns a generator that makes the token ids of messages (chat.Steps).  Raises EspalierError."""
+) -> RenderLoop:
+    """Returns a generator that makes the token ids of messages (chat.RenderLoop).  Raises EspalierError."""
     return inputs.chat_steps(plan.messages([message.for_template() for message in messages]), check=check, **options)
 
 
@@ -258,7 +258,7 @@ def _prompts(
     for prompt in prompts:
         if keep is not None and isinstance(prompt, str):
             check(prompt)
-        found.append(inputs.tokens(prompt, body.add_special_tokens is not False, keep))
+        found.append(inputs.prompt_tokens(prompt, body.add_special_tokens is not False, keep))
         inputs.require_room(found[-1], asked, body.output_limit_field)
     return found
 
@@ -310,8 +310,8 @@ def _tokenize_text(inputs: InputProcessor, body: TokenizeRequest, check: Callabl
 
 def _tokenize_conversation(
     inputs: InputProcessor, body: TokenizeRequest, formats: Formats, check: Callable[[str], None]
-) -> Steps:
-    """Returns a generator that makes the token ids of a conversation for /tokenize (chat.Steps)."""
+) -> RenderLoop:
+    """Returns a generator that makes the token ids of a conversation for /tokenize (chat.RenderLoop)."""
     assert body.messages is not None
     options: ChatOptions = {**body.options(), "add_special_tokens": body.add_special_tokens}
     return chat_steps(inputs, body.messages, options, check, ChatPlan(inputs.tokenizer, formats, Tools()))

@@ -145,7 +145,7 @@ def validation_error(errors: Sequence[Mapping[str, Any]], model: type[BaseModel]
 
 def _unknown_field(model: type[BaseModel], name: str) -> str:
     """Returns the message for a field that the body does not have.  Another endpoint may have the field."""
-    if model in ENDPOINTS.values() and other_engines.keyword(name, model.model_fields, python=False) is None:
+    if model in ENDPOINTS.values() and other_engines.keyword_advice(name, model.model_fields, python=False) is None:
         for path, other in ENDPOINTS.items():
             if name in other.model_fields and _refused(other, name) is None:
                 return f"the body has no {name!r}; send it to {path}"

@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from espalier.chat import Steps, finish
+from espalier.chat import RenderLoop, run_steps
 from espalier.errors import EspalierError
 from espalier.inputs import InputProcessor
 from espalier.request import ResolvedParams, SamplingParams
@@ -178,14 +178,14 @@ class Front:
         if getattr(hf, "chat_template", None):
             self.templates = Templates(hf)
 
-    async def conversation_tokens(self, work: Callable[..., Steps], *values: Any, size: int) -> list[int]:
+    async def conversation_tokens(self, work: Callable[..., RenderLoop], *values: Any, size: int) -> list[int]:
         """Returns the token ids of a conversation.  See Lanes.run_steps.  Raises ApiError."""
         if self.templates is not None:
             render = self.templates.render
             return await self.lanes.run_steps(work, *values, render=render, size=size, field="messages")
 
         def whole(inputs: InputProcessor) -> list[int]:
-            return finish(work(inputs, *values), inputs.require_tokenizer("a conversation").template.render)
+            return run_steps(work(inputs, *values), inputs.require_tokenizer("a conversation").template.render)
 
         return await self.lanes.run(whole, size=size, field="messages")
 

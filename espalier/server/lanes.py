@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from espalier.chat import Rendering, Steps
+from espalier.chat import Rendering, RenderLoop
 from espalier.errors import EspalierError
 from espalier.inputs import InputProcessor
 from espalier.server.errors import bad_request, queue_full
@@ -48,8 +48,8 @@ class Lanes:
     """Runs work in the short or the long lane.  inputs: used by the short lane; the long lane uses a copy."""
 
     def __init__(self, inputs: InputProcessor):
-        self._short = Lane(inputs, ThreadPoolExecutor(1, "tokenizer_errors-short"))
-        self._long = Lane(inputs.for_another_thread(), ThreadPoolExecutor(1, "tokenizer_errors-long"))
+        self._short = Lane(inputs, ThreadPoolExecutor(1, "convert_tokenizer_panics-short"))
+        self._long = Lane(inputs.for_another_thread(), ThreadPoolExecutor(1, "convert_tokenizer_panics-long"))
 
     async def run(self, work: Callable[..., T], *values: Any, size: int, field: str | None = None) -> T:
         """Run work(InputProcessor, *values) in a lane.
@@ -71,7 +71,7 @@ class Lanes:
 
     async def run_steps(
         self,
-        work: Callable[..., Steps],
+        work: Callable[..., RenderLoop],
         *values: Any,
         render: Callable[[Rendering], Awaitable[str]],
         size: int,
@@ -81,7 +81,7 @@ class Lanes:
 
         Other arguments and errors: see `run`.
         """
-        steps: Steps | None = None
+        steps: RenderLoop | None = None
 
         def advance(inputs: InputProcessor, text: Any) -> tuple[Rendering | None, list[int]]:
             nonlocal steps

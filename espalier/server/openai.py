@@ -13,7 +13,7 @@ from pydantic import Field, PrivateAttr, create_model, model_validator
 from espalier.chat import ChatOptions
 from espalier.errors import EspalierError, require_int
 from espalier.limits import MAX_BIAS, MAX_COUNT, MAX_LOGPROBS
-from espalier.request import SPELLED_ALIKE, SamplingParams
+from espalier.request import PARAMS_WITH_FLAGS, SamplingParams
 from espalier.server.fields import (
     CACHE,
     CACHE_MARKS,
@@ -152,7 +152,7 @@ def _json_type(annotation: Any) -> Any:
 
 # The engine honours these fields.  Their descriptions are the help texts in espalier/request.py.
 SAMPLING_FIELDS: Mapping[str, Any] = {
-    f.name: (_json_type(f.type), Field(None, description=f.metadata["help"])) for f in SPELLED_ALIKE
+    f.name: (_json_type(f.type), Field(None, description=f.metadata["help"])) for f in PARAMS_WITH_FLAGS
 }
 Sampling: Any = create_model("Sampling", __base__=Body, **SAMPLING_FIELDS)
 HINT_FIELDS: Mapping[str, Any] = {name: (Annotated[Any, NoEffect(why)], None) for name, why in NO_EFFECT_HINTS.items()}

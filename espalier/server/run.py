@@ -21,7 +21,7 @@ from typing import Any
 from starlette.types import ASGIApp
 
 from espalier.errors import EspalierError, require_int, require_number
-from espalier.limits import true_or_false
+from espalier.limits import check_bool
 from espalier.server.api import ApiOptions, make_app
 from espalier.server.batches import Batches
 from espalier.server.client import ClientOptions, EngineClient
@@ -87,7 +87,7 @@ def check_options(options: Mapping[str, Any], name_in_errors: Callable[[str], st
             require_int(name_in_errors(name), options.get(name), low, optional=True)
     for name in BOOLEAN_OPTIONS:
         if (value := options.get(name)) is not None:
-            true_or_false(name_in_errors(name), value)
+            check_bool(name_in_errors(name), value)
 
 
 @dataclass(eq=False)

@@ -33,11 +33,12 @@ class Part:
         return slice(self.begin, self.end)
 
     def scaled(self, entries: int) -> "Part":
-        """The part of a tensor that has `entries` entries for each of these entries."""
+        """Returns the part of a tensor that has `entries` entries for each of these entries."""
         return Part(self.begin * entries, self.end * entries, self.size * entries)
 
     def in_units(self, unit: int) -> "Part":
-        """The part of a tensor that has one entry for every `unit` of these entries; the last one may cover fewer.
+        """Returns the part of a tensor with one entry for every `unit` of these entries; the last entry may cover
+        fewer.
 
         Raises EspalierError for a part that begins or ends inside an entry.
         """
@@ -54,12 +55,12 @@ Size = int | Part
 
 
 def whole_part(size: int) -> Part:
-    """All entries, declared as a Part: each of several ranks holds all of them."""
+    """Returns a Part of all entries, for a tensor that every rank holds whole."""
     return Part(0, size, size)
 
 
 def part_of(size: Size) -> Part:
-    """The Part of a size; for an int, the part with all entries."""
+    """Returns the Part of a size; for an int, the part with all entries."""
     return size if isinstance(size, Part) else Part(0, size, size)
 
 
@@ -74,13 +75,13 @@ class Collectives(Protocol):
         ...
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Sum x over the ranks.  It may overwrite x."""
+        """Sum x over the ranks.  The sum may overwrite x."""
         ...
 
     def all_reduce_add_norm(
         self, parts: Tensor, residual: Tensor, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor] | None:
-        """Return (total, its RMS norm), [N, H] each, in one step; None if `all_reduce` and a norm are as fast.
+        """Returns (total, its RMS norm), [N, H] each, from one kernel; None if `all_reduce` and a norm are as fast.
 
         total: residual + the sum of parts over the ranks.  parts: [N, H], or [parts, N, H], which is summed in order.
         """
@@ -91,17 +92,17 @@ class Collectives(Protocol):
         ...
 
     def abort(self) -> None:
-        """End operations that wait for other ranks, with an error or a wrong result.  Another thread calls it."""
+        """Ends operations that wait for other ranks, with an error or a wrong result.  Another thread calls `abort`."""
         ...
 
 
 def gather_columns_by_all_gather(collectives: Collectives, x: Tensor, columns_per_rank: int, size: int) -> Tensor:
-    """Do what Collectives.gather_columns does, by all_gather."""
+    """Implements Collectives.gather_columns by all_gather."""
     padded = F.pad(x, (0, columns_per_rank - x.shape[1]))
     return collectives.all_gather(padded).transpose(0, 1).flatten(1)[:, :size].contiguous()
 
 
-class Indivisible(EspalierError):
+class IndivisibleError(EspalierError):
     """A number of ranks that does not divide a size.  models/shard_sizes.py adds the numbers that divide the model."""
 
 
@@ -118,29 +119,29 @@ class Shards:
     count: int = 1
     collectives: Collectives | None = None
 
-    def part(self, size: int, what: str) -> Part:
-        """The rank's part of `size` entries.  what: the entries' name in errors.  Raises Indivisible."""
+    def part(self, size: int, size_name: str) -> Part:
+        """Returns the rank's part of `size` entries.  size_name: names the size in errors.  Raises IndivisibleError."""
         if size % self.count:
-            raise Indivisible(f"tensor_parallel={self.count} does not divide this model's {what} ({size})")
+            raise IndivisibleError(f"tensor_parallel={self.count} does not divide this model's {size_name} ({size})")
         own = size // self.count
         return Part(self.rank * own, (self.rank + 1) * own, size)
 
-    def kv_heads(self, count: int) -> Part:
-        """The rank's K/V heads: a part, or one head that several ranks share.  Raises Indivisible."""
-        if self.count % count:
-            return self.part(count, "number of K/V heads")
-        head = self.rank * count // self.count
-        return Part(head, head + 1, count)
+    def kv_heads(self, num_kv_heads: int) -> Part:
+        """Returns the rank's K/V heads: a part, or one head that several ranks share.  Raises IndivisibleError."""
+        if self.count % num_kv_heads:
+            return self.part(num_kv_heads, "number of K/V heads")
+        head = self.rank * num_kv_heads // self.count
+        return Part(head, head + 1, num_kv_heads)
 
     def tokens(self, vocab_size: int) -> Part:
-        """The rank's part of the vocabulary.  The parts of the last ranks may be shorter, or empty."""
+        """Returns the rank's part of the vocabulary.  The parts of the last ranks may be shorter, or empty."""
         begin, end = (
             min(rank * self.max_tokens_per_rank(vocab_size), vocab_size) for rank in (self.rank, self.rank + 1)
         )
         return Part(begin, end, vocab_size)
 
     def max_tokens_per_rank(self, vocab_size: int) -> int:
-        """The length of the longest part of the vocabulary."""
+        """Returns the length of the longest part of the vocabulary."""
         return -(-vocab_size // self.count)
 
     def all_gather(self, x: Tensor) -> Tensor:

@@ -22,19 +22,19 @@ OPERATION_TIMEOUT = timedelta(days=1)
 class GlooCollectives:
     """Collectives (shards/base.py) through gloo.  file: the same for all ranks, on a disk that they all see."""
 
-    def __init__(self, file: Path, rank: int, count: int) -> None:
+    def __init__(self, file: Path, rank: int, num_ranks: int) -> None:
         gloo: Any = ProcessGroupGloo  # whose stub lacks most of it
         options = gloo._Options()
         options._timeout = CONNECT_TIMEOUT
         # Only the loopback interface is used, with a free port.  The file tells the port to the other ranks.
         options._devices = [gloo.create_device(hostname="127.0.0.1")]
-        store = FileStore(str(file), count)
-        self.count = count
-        self.group = gloo(store, rank, count, options)
+        store = FileStore(str(file), num_ranks)
+        self.num_ranks = num_ranks
+        self.group = gloo(store, rank, num_ranks, options)
         self.group._set_default_timeout(OPERATION_TIMEOUT)
 
     def all_gather(self, x: Tensor) -> Tensor:
-        gathered = x.new_empty(self.count, *x.shape)
+        gathered = x.new_empty(self.num_ranks, *x.shape)
         if x.numel():
             # Gathered as bytes, because gloo supports few dtypes.
             own, all_ranks = (each.reshape(-1).view(torch.uint8) for each in (x.contiguous(), gathered))
@@ -55,4 +55,4 @@ class GlooCollectives:
         return gather_columns_by_all_gather(self, x, columns_per_rank, size)
 
     def abort(self) -> None:
-        """Do nothing: an operation ends with an error when another rank's process has ended."""
+        """Does nothing, because an operation ends with an error when another rank's process has ended."""

@@ -29,36 +29,36 @@ NCCL_ENVIRONMENT = MappingProxyType(
 
 
 class NcclCollectives:
-    """Collectives (shards/base.py) through NCCL.  file: see GlooCollectives; device: used by no other rank.
+    """Collectives (shards/base.py) through NCCL.  file: see GlooCollectives; device: the rank's own GPU.
 
     store: the key-value store of all ranks.
     """
 
-    def __init__(self, file: Path, rank: int, count: int, device: torch.device) -> None:
+    def __init__(self, file: Path, rank: int, num_ranks: int, device: torch.device) -> None:
         os.environ.update(NCCL_ENVIRONMENT)
         nccl: Any = ProcessGroupNCCL  # whose stub lacks most of it
         options = nccl.Options()
         options._timeout = OPERATION_TIMEOUT
-        self.store = FileStore(str(file), count)
+        self.store = FileStore(str(file), num_ranks)
         self.store.set_timeout(CONNECT_TIMEOUT)
-        self.count = count
+        self.num_ranks = num_ranks
         # NCCL would wait for missing ranks forever, so all ranks must be there first.
         self.store.set(f"rank {rank}", "is there")
-        self.store.wait([f"rank {each}" for each in range(count)])
-        self.group = nccl(self.store, rank, count, options)
+        self.store.wait([f"rank {each}" for each in range(num_ranks)])
+        self.group = nccl(self.store, rank, num_ranks, options)
         # Operations run on the caller's stream: otherwise that stream and another would have to wait for each other.
         self.sum_options, self.gather_options = AllreduceOptions(), AllgatherOptions()
         for each in (self.sum_options, self.gather_options):
             each.asyncOp = False
-        # The first operation joins the ranks.  It runs here, because a capture does not allow that.
+        # The first operation joins the ranks.  It must run before a capture, which does not allow joining.
         self.all_reduce(torch.zeros(1, device=device))
         torch.cuda.synchronize(device)
 
     def all_gather(self, x: Tensor) -> Tensor:
-        gathered = x.new_empty(self.count * x.numel())
+        gathered = x.new_empty(self.num_ranks * x.numel())
         if x.numel():
             wait_on_stream(self.group._allgather_base(gathered, x.reshape(-1), self.gather_options))
-        return gathered.view(self.count, *x.shape)
+        return gathered.view(self.num_ranks, *x.shape)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         total = x.contiguous()
@@ -77,6 +77,6 @@ class NcclCollectives:
 
 
 def wait_on_stream(work: Any) -> None:
-    """Make the current stream wait for an operation.  None: the operation is on that stream."""
+    """Make the current stream wait for an operation.  work: None if the operation is on that stream."""
     if work is not None:
         work.wait()

@@ -2,21 +2,21 @@
 
 # For prompt log-probabilities: the most bytes of float32 logits that are computed at a time.  With a vocabulary of
 # 128,256 that is 261 rows, which take about as long to compute as the head's weight takes to read.
-LOGITS_BYTES = 2**27
+MAX_PROMPT_LOGIT_BYTES = 2**27
 # For a verify pass: the most bytes of float32 logits that are computed at a time.  With the same vocabulary that is
 # 4185 rows, more than all trees of a batch have by default (startup/tree_policy.py).
-NODE_LOGITS_BYTES = 2**31
+MAX_NODE_LOGIT_BYTES = 2**31
 
 
-def logit_rows(vocab_size: int) -> int:
+def max_logit_rows(vocab_size: int) -> int:
     """Returns the number of rows of a prompt whose logits are computed at a time."""
-    return max(1, LOGITS_BYTES // (4 * vocab_size))
+    return max(1, MAX_PROMPT_LOGIT_BYTES // (4 * vocab_size))
 
 
-def node_slices(batch: int, nodes: int, vocab_size: int) -> list[slice]:
+def node_slices(batch: int, num_nodes: int, vocab_size: int) -> list[slice]:
     """Returns slices of a tree's nodes, in order; the logits of one slice of all trees are computed at a time.
 
     Returns one slice if all logits fit.
     """
-    width = max(1, NODE_LOGITS_BYTES // (4 * vocab_size * max(batch, 1)))
-    return [slice(first, min(first + width, nodes)) for first in range(0, nodes, width)]
+    width = max(1, MAX_NODE_LOGIT_BYTES // (4 * vocab_size * max(batch, 1)))
+    return [slice(first, min(first + width, num_nodes)) for first in range(0, num_nodes, width)]

@@ -46,7 +46,7 @@ class LastTokens(NamedTuple):
 class PieceRows:
     """The rows of a prefill pass, one batch row for each piece.
 
-    slots: [P], with prefix_len and num_tokens as after the request's earlier pieces; length: [P], tokens of a piece;
+    slots: [P], whose prefix_len and num_tokens count the request's earlier pieces; length: [P], tokens of a piece;
     last: [B], the last piece of each request, None if each request has one piece; requests: [B], the requests' slots.
     """
 

@@ -30,7 +30,7 @@ from espalier.sampling.pick import Logprobs, SampledTokens
 from espalier.sampling.prompt import PromptRows, prompt_logprobs
 from espalier.slots import BatchState, ScatterUpdate, SlotTable
 from espalier.speculate.drafters.base import Drafter, GrowTree
-from espalier.speculate.logit_slices import logit_rows, node_slices
+from espalier.speculate.logit_slices import max_logit_rows, node_slices
 from espalier.speculate.pieces import PieceRows, Pieces
 from espalier.speculate.sampler import Sampler, make_sampler
 from espalier.speculate.tree import VOID, Tree
@@ -40,11 +40,10 @@ from espalier.speculate.tree import VOID, Tree
 class ModelRunner:
     """Everything that a launch runs on: layout, slot table, target, drafter.
 
-    cache: the rows that the target's layers keep.
-    coupled_scores: whether the draft scores children with the same noise that the target samples with.  Without this,
-    fewer sampled tokens are accepted; False serves to measure how many.
-    trims_trees: whether a round runs no more nodes than it has guesses.  Then the host waits for the tree, and shapes
-    differ from round to round, which a CUDA graph does not allow.
+    cache: the rows that the target's layers keep.  coupled_scores: whether the draft scores children with the noise
+    that the target samples with, so that more sampled tokens are accepted.  False serves for measurements.
+    trims_trees: whether a round runs no more nodes than it has guesses.  In that case the host waits for the tree, and
+    shapes differ from round to round, which a CUDA graph does not allow.
     """
 
     layout: RoundLayout
@@ -72,8 +71,8 @@ class ModelRunner:
         return self.cache.backend.captures_prefill and self.drafter.captures_prefill
 
     def for_tree(self, tree: TreeShape | None) -> "ModelRunner":
-        """Returns the runner for rounds with this tree at every batch size; None for the layout's trees.  Models and
-        buffers are shared."""
+        """Returns the runner for rounds with this tree at every batch size.  tree: None for the layout's trees.  Models
+        and buffers are shared."""
         return self if tree is None else self._for_layout(self.layout.with_tree(tree))
 
     def _for_layout(self, layout: RoundLayout) -> "ModelRunner":
@@ -93,13 +92,13 @@ class ModelRunner:
         return self.drafter.spec.target_output == "hidden" or self.target.config.num_layers in self.target.capture
 
     def shared_rows(self, batch: int) -> int:
-        """Returns the number of rows of a verify pass that are shared out over the batch; 0 if they are not."""
+        """Returns how many rows of a verify pass all requests share; 0 if each request has rows of its own."""
         shared = self.layout.shared_rows
         return batch * shared if batch and shared < self.layout.num_draft_tokens else 0
 
     def node_slices(self, batch: int) -> list[slice]:
-        """Returns slices of each tree's nodes; the logits of one slice are computed at a time.  Call this on the runner
-        for this batch (`for_batch`)."""
+        """Returns slices of each tree's nodes.  The logits of one slice are computed at a time.  Call this on the
+        runner for this batch (`for_batch`)."""
         return node_slices(batch, self.layout.num_draft_tokens, self.target.config.vocab_size)
 
     def sampler(self, slots: BatchState, needs: SamplingNeeds, first: Tensor, width: int) -> Sampler:
@@ -146,7 +145,7 @@ class RoundStage:
 
 @dataclass(frozen=True)
 class BegunRound(RoundStage):
-    """The state after the begin stage.  grow: the function that does the rest of the proposal."""
+    """The state after the begin stage.  grow: the function that proposes the tree."""
 
     grow: GrowTree
 
@@ -173,30 +172,30 @@ class VerifiedRound:
 
 def decode_round(
     runner: ModelRunner,
-    index: Tensor,
+    slot_ids: Tensor,
     needs: SamplingNeeds,
-    appended: ScatterUpdate | None = None,
+    appended_pages: ScatterUpdate | None = None,
     snapshots: SnapshotTargets | None = None,
 ) -> RoundOutput:
     """Runs a whole round.
 
-    index: [B] int64, the slots of the batch; appended: new entries of the page table; snapshots: for each request, the
-    snapshot of its state that the commit takes.
+    slot_ids: [B] int64, the slots of the batch; appended_pages: new entries of the page table; snapshots: for each
+    request, the snapshot of its state that the commit takes.
     """
-    return settle(verify(propose(begin(runner, index, needs, appended, snapshots))))
+    return settle(verify(propose(begin(runner, slot_ids, needs, appended_pages, snapshots))))
 
 
 def begin(
     runner: ModelRunner,
-    index: Tensor,
+    slot_ids: Tensor,
     needs: SamplingNeeds,
-    appended: ScatterUpdate | None = None,
+    appended_pages: ScatterUpdate | None = None,
     snapshots: SnapshotTargets | None = None,
 ) -> BegunRound:
     """Runs the first stage: computes the draft's first logits for each slot.  Arguments: see `decode_round`."""
-    runner = runner.for_batch(index.shape[0])
+    runner = runner.for_batch(slot_ids.shape[0])
     drafter = runner.drafter
-    slots = gather_slots(runner.table, index, appended)
+    slots = gather_slots(runner.table, slot_ids, appended_pages)
     sampler = runner.sampler(slots, needs, slots.num_tokens, runner.layout.extend_width)
     is_plain = runner.layout.num_draft_tokens == 1
     grow = (lambda sampler: drafter.root_trees(slots.root)) if is_plain else drafter.begin(slots)
@@ -228,8 +227,8 @@ def verify(proposed: ProposedRound) -> VerifiedRound:
     runner, slots, tree = proposed.runner, proposed.slots, proposed.tree
     positions = tree.positions(slots.prefix_len)
     nodes = Nodes(positions, positions, tree.ancestors, tree.parents)
-    # A void node has token -1.  For it the model reads the embedding of its request's root.
-    tokens = void_padding(runner, tree.tokens, slots.real[:, None])
+    # A void node has token -1.  The model reads the embedding of its request's root instead.
+    tokens = void_padding(runner, tree.tokens, slots.is_real[:, None])
     access = StateAccess(slots.index, slots.prefix_len)
     chosen, prefix = chosen_rows(proposed), Prefix(slots.page_table, slots.prefix_len)
     out = runner.target(runner.cache.begin(prefix, nodes, tokens, access=access, chosen=chosen))
@@ -258,7 +257,7 @@ def settle(verified: VerifiedRound, mask: Tensor | None = None) -> RoundOutput:
     proposed, out = verified.proposed, verified.out
     runner, slots, tree = proposed.runner, proposed.slots, proposed.tree
     sampled = sample_nodes(verified, mask)
-    path = accept(tree, *sampled, slots.max_accept_depth, slots.real, runner.layout.steps)
+    path = accept(tree, *sampled, slots.max_accept_depth, slots.is_real, runner.layout.steps)
     commit(runner, slots, path, proposed.sampler.needs.penalised, proposed.snapshots)
     if runner.layout.extends:
         runner.drafter.extend(slots, path_features(runner.drafter, out, path), path.length)
@@ -290,7 +289,7 @@ def sample_nodes(verified: VerifiedRound, mask: Tensor | None) -> SampledTokens:
 
 def prefill(
     runner: ModelRunner,
-    index: Tensor,
+    slot_ids: Tensor,
     length: Tensor,
     width: int,
     needs: SamplingNeeds,
@@ -299,14 +298,14 @@ def prefill(
     mask: Tensor | None = None,
     snapshots: SnapshotTargets | None = None,
 ) -> RoundOutput:
-    """Enters `length` [B] known tokens of each slot of `index` [B], from the root on, in pieces of `width` rows.
+    """Enters `length` [B] known tokens of each slot of `slot_ids` [B], from the root on, in pieces of `width` rows.
 
     If a request's known tokens end in this pass, its next token is sampled and emitted.
     pieces: None if each request has one piece.  mask: [B, 1, ceil(V / 32)] int32, as in `settle`, for the sampled
     token.
     prompt_rows: the rows whose log-probabilities are wanted.  snapshots: as in `decode_round`.
     """
-    slots = gather_slots(runner.table, index)
+    slots = gather_slots(runner.table, slot_ids)
     rows = PieceRows.of_pass(slots, length, width, pieces)
     if snapshots is not None and pieces is not None:
         snapshots = SnapshotTargets(*(values[pieces.request] for values in snapshots))
@@ -342,7 +341,7 @@ def prefill(
 def void_padding(runner: ModelRunner, tokens: Tensor, exists: Tensor) -> Tensor:
     """Returns the tokens [B, Q] that the target runs.  exists: [B, Q] or [B, 1] bool, False for padding.
 
-    For a target with experts, padding gets token -1, so that no expert's weights are read for padding.
+    For a target with experts, padding gets token -1, so that padding reads no expert's weights.
     """
     if runner.target.config.experts is None:
         return tokens
@@ -357,7 +356,7 @@ def compute_prompt_logprobs(
     The last of these tokens may be the first token of the next pass.
     """
     following = rows.select(slots.history_at(positions + 1))
-    max_rows = logit_rows(runner.target.config.vocab_size)
+    max_rows = max_logit_rows(runner.target.config.vocab_size)
     return prompt_logprobs(runner.target.logits, rows.select(hidden), following, max_rows, rows.count)
 
 
@@ -372,8 +371,8 @@ def num_nodes_to_run(tree: Tree, max_accept_depth: Tensor) -> int:
 def check_tree(layout: RoundLayout, tree: Tree, batch: int) -> None:
     """Checks that a drafter's tree fits the buffers of the layout.  Raises EspalierError."""
     for name in ("tokens", "parents", "depths", "scores"):
-        layout.require(f"tree.{name}", getattr(tree, name), batch, layout.num_draft_tokens)
-    layout.require("tree.ancestors", tree.ancestors, batch, layout.num_draft_tokens, layout.ancestor_words)
+        layout.require_shape(f"tree.{name}", getattr(tree, name), batch, layout.num_draft_tokens)
+    layout.require_shape("tree.ancestors", tree.ancestors, batch, layout.num_draft_tokens, layout.ancestor_words)
 
 
 def commit(
@@ -401,7 +400,7 @@ def draft_features(drafter: Drafter, out: ModelOutput) -> Tensor | None:
 def path_features(drafter: Drafter, out: ModelOutput, path: Path) -> Tensor | None:
     """Returns [B, W, F]: `draft_features` at the nodes of the accepted path.
 
-    Only the features of these nodes are concatenated.
+    Only the features of the path's nodes are concatenated.
     """
     if drafter.spec.target_output is None:
         return None

@@ -19,7 +19,7 @@ from torch import Tensor
 from espalier.kernels.ops.drafts import Candidates
 from espalier.kernels.tree.edges import DepthRows, LowRankEdges, rank_depth
 from espalier.sampling.logit_processors import DraftedAncestors, SamplingNeeds, SamplingRows, process_logits
-from espalier.sampling.mask import DraftGuide, force_only_children, masked, unpack_mask
+from espalier.sampling.mask import DraftGuide, apply_mask, force_only_children, unpack_mask
 from espalier.sampling.pick import SampledTokens, coupled_scores, gumbel, over_temperature, pick
 from espalier.slots import BatchState
 from espalier.speculate.tree import VOID, Tree, ordered_topk
@@ -121,11 +121,11 @@ class Sampler(ABC):
 class TorchSampler(Sampler):
     """The sampler in plain torch.
 
-    vocab: size of the target's vocabulary.  rows: the parameters of each request; noise: [B, width, V], for positions
-    first .. first + width - 1.  Both are None if no request of the batch needs them.
+    vocab_size: size of the target's vocabulary.  rows: the parameters of each request; noise: [B, width, V], for
+    positions first .. first + width - 1. `rows` and `noise` are None if no request of the batch needs them.
     """
 
-    vocab: int
+    vocab_size: int
     rows: SamplingRows | None
     noise: Tensor | None
 
@@ -137,7 +137,7 @@ class TorchSampler(Sampler):
         elif above is not None:
             above = above._replace(tokens=above.tokens.index_fill(1, above.tokens.new_zeros(1), VOID))
         positions = self.first[:, None] + offsets
-        return pick(masked(logits, mask), self.rows, self.needs, positions, self._noise(offsets), above)
+        return pick(apply_mask(logits, mask), self.rows, self.needs, positions, self._noise(offsets), above)
 
     def _best_children(self, rows: DraftRows, topk: int, mask: Tensor | None) -> tuple[Tensor, Tensor]:
         logp, ids = self._child_scores(rows, mask)
@@ -155,17 +155,17 @@ class TorchSampler(Sampler):
     def _child_scores(self, rows: DraftRows, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Returns the scores of all children, [B, Q, columns], and the target id of each column.
 
-        mask: [B, Q, words], the target ids that may be drafted.  If a column's index is its target id, the ids are
-        None; with sampling parameters this is always so.
+        mask: [B, Q, words], the target ids that may be drafted.  The ids are None if a column's index is its target id,
+        as always with sampling parameters.
         """
         d2t, precise = rows.d2t, rows.logits.to(torch.promote_types(rows.logits.dtype, torch.float32))
         if mask is not None:
-            allowed = unpack_mask(mask, self.vocab)
+            allowed = unpack_mask(mask, self.vocab_size)
             precise = precise.masked_fill(~(allowed if d2t is None else allowed[..., d2t]), -torch.inf)
         if self.rows is None:
             return torch.log_softmax(precise, -1), d2t
         if d2t is not None:
-            precise = precise.new_full((*precise.shape[:-1], self.vocab), -torch.inf).index_copy_(-1, d2t, precise)
+            precise = precise.new_full((*precise.shape[:-1], self.vocab_size), -torch.inf).index_copy_(-1, d2t, precise)
         offsets = (rows.offset + rows.stride * torch.arange(rows.num_rows, device=precise.device)).expand(
             precise.shape[:2]
         )
@@ -227,22 +227,22 @@ class KernelSampler(Sampler):
 def make_sampler(
     slots: BatchState,
     needs: SamplingNeeds,
-    first: Tensor,
+    first_position: Tensor,
     width: int,
-    vocab: int,
+    vocab_size: int,
     dtype: torch.dtype,
     coupled: bool = True,
 ) -> Sampler:
-    """Returns the sampler for tokens at positions first .. first + width - 1.  first: [B]; dtype: dtype of the
+    """Returns the sampler for tokens at positions first .. first + width - 1.  first_position: [B]; dtype: dtype of the
     noise."""
-    if first.is_cuda:
-        return kernel_sampler(slots, needs, first, coupled)
+    if first_position.is_cuda:
+        return kernel_sampler(slots, needs, first_position, coupled)
     if not needs.any:
-        return TorchSampler(first, needs, coupled, None, vocab, None, None)
+        return TorchSampler(first_position, needs, coupled, None, vocab_size, None, None)
     rows = SamplingRows.gather(slots, needs)
-    positions = first[:, None] + torch.arange(width, device=first.device)
-    noise = gumbel(rows.seed, positions, vocab, dtype) if needs.sampled else None
-    return TorchSampler(first, needs, coupled, None, vocab, rows, noise)
+    positions = first_position[:, None] + torch.arange(width, device=first_position.device)
+    noise = gumbel(rows.seed, positions, vocab_size, dtype) if needs.sampled else None
+    return TorchSampler(first_position, needs, coupled, None, vocab_size, rows, noise)
 
 
 def kernel_sampler(slots: BatchState, needs: SamplingNeeds, first: Tensor, coupled: bool = True) -> KernelSampler:
@@ -254,6 +254,6 @@ def kernel_sampler(slots: BatchState, needs: SamplingNeeds, first: Tensor, coupl
 def noise_offsets(tree: Tree) -> Tensor:
     """Returns [B, D]: the position of the token that follows each node, counted from `first`.
 
-    `first` is the position after the root, so the result is the node's depth.
+    `first` is the position after the root, so the offset is the node's depth.
     """
     return tree.depths

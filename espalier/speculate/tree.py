@@ -11,7 +11,7 @@ from torch import Tensor
 
 from espalier.kernels.ops.tree import VOID, Tree, ordered_topk, select_tree
 
-__all__ = ["VOID", "Pool", "RootTrees", "Tree", "ordered_topk"]
+__all__ = ["VOID", "CandidatePool", "RootTrees", "Tree", "ordered_topk"]
 
 
 class RootTrees:
@@ -31,8 +31,8 @@ class RootTrees:
         return Tree(root[:, None], zeros, zeros, scores, ancestors)
 
 
-class Pool:
-    """The candidates of a batch, level by level, so a parent precedes its children.
+class CandidatePool:
+    """The candidates of a batch, level by level.  So a parent precedes its children.
 
     Level 1 has topk candidates.  Each later level has topk candidates for each of its topk beams, in beam order.
     """
@@ -48,11 +48,11 @@ class Pool:
         self.tokens.append(tokens.flatten(1))
         self.scores.append(scores.flatten(1))
 
-    def keep(self, places: Tensor) -> None:
+    def set_beams(self, places: Tensor) -> None:
         """Sets the beams of the next level.  places: [B, topk], indices of candidates in the level added last."""
         self.beams.append(places)
 
-    def select(self, root: Tensor, nodes: int) -> Tree:
+    def select(self, root: Tensor, num_nodes: int) -> Tree:
         """Returns the tree of the root [B] and the best nodes - 1 candidates, sorted by (score, level, index in the
         level)."""
-        return select_tree(root, self.tokens, self.scores, self.beams, self.topk, nodes)
+        return select_tree(root, self.tokens, self.scores, self.beams, self.topk, num_nodes)

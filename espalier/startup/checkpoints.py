@@ -5,7 +5,7 @@ from os import PathLike
 from pathlib import Path
 
 from espalier.errors import EspalierError, one_line
-from espalier.model_files import gguf_in, is_gguf, require_files, require_regular
+from espalier.model_files import find_gguf, is_gguf, require_files, require_regular
 
 BUNDLED = "bundled"
 BUNDLED_FILES = Path(__file__).parents[1] / BUNDLED
@@ -74,7 +74,7 @@ def _gguf_file(setting: str, path: Path) -> Path | None:
     Returns None for any other path.  Raises EspalierError if the file cannot be read or is used as a draft."""
     try:
         if path.is_dir() and _holds_gguf(path):
-            path = gguf_in(path)
+            path = find_gguf(path)
         if not is_gguf(path):
             return None
         if setting.endswith("draft"):

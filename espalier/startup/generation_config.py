@@ -8,7 +8,7 @@ from typing import Any
 from espalier.errors import EspalierError
 from espalier.model_files import read_json
 from espalier.models.config import ModelConfig
-from espalier.request import CHECKS, GENERATION_CONFIG_NAMES
+from espalier.request import GENERATION_CONFIG_NAMES, PARAM_CHECKS
 
 # Fields of generation_config.json that transformers supports and Espalier does not, each with the values that have no
 # effect.
@@ -51,7 +51,7 @@ def generation_config(path: Path) -> dict[str, Any]:
     for theirs, ours in GENERATION_CONFIG_NAMES.items():
         if (value := read.get(theirs)) is not None:
             try:
-                CHECKS[ours](theirs, value)
+                PARAM_CHECKS[ours](theirs, value)
             except EspalierError as error:
                 raise EspalierError(f"{file}: {error}; correct the file, or remove this field from it") from None
     dropped = [

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from espalier.cache.layer_spec import specs_of_rank
-from espalier.config import FP8_KV, EngineConfig, ResolvedConfig, is_open
+from espalier.config import FP8_KV, EngineConfig, ResolvedConfig, is_unresolved
 from espalier.engine.engine import Engine
-from espalier.engine.lead import LeadExecutor, raising_rank_failure
+from espalier.engine.lead import LeadExecutor, replace_by_rank_failure
 from espalier.engine.ranks import Ranks
 from espalier.errors import EspalierError
 from espalier.models import (
@@ -129,7 +129,7 @@ def resolve_config(config: EngineConfig, checkpoint: Checkpoint) -> ResolvedConf
             checkpoint.target, checkpoint.draft, count_weights(checkpoint).nbytes(torch.bfloat16)
         ).of_rank(shards.count),
         model_impl="native" if checkpoint.target.probe_result is None else "transformers",
-        declared_kv_dtype=checkpoint.target.declared_kv_dtype if is_open(config.kv_dtype) else None,
+        declared_kv_dtype=checkpoint.target.declared_kv_dtype if is_unresolved(config.kv_dtype) else None,
     )
     draft = str(checkpoint.draft_path) if checkpoint.draft_path else None
     return resolve(config, str(checkpoint.target_path), draft, checkpoint.spec, device, facts)
@@ -177,7 +177,7 @@ def build_engine_of_ranks(
     ranks.wait_until_loaded()
     joined = Path(ranks.folder.name) / f"joined-{ranks.num_loaded}"
     work = RankWork(load_rank_models or load_rank_models_from_files, resolved, requested_pages, str(joined))
-    with raising_rank_failure(ranks):
+    with replace_by_rank_failure(ranks):
         ranks.load(work)
         loaded = work.load_models_of(0, ranks.join)
         executor, loaded = work.make_executor(loaded)
@@ -211,7 +211,7 @@ def build_engine_of_models(
 
 def _log_resolved_config(loaded: LoadedModels) -> None:
     config = loaded.config
-    log.info("resolved configuration\n%s", config.block())
+    log.info("resolved configuration\n%s", config.as_text())
     log.info("%s", describe_cache_size(config, loaded.layer_specs, loaded.dtype))
     if config.kv_dtype == FP8_KV and not any(loaded.target.kv_scales):
         log.warning("kv_dtype=%s: the checkpoint has no K/V scales; 1 is used, so values above 448 are clamped", FP8_KV)
@@ -253,7 +253,7 @@ def warn_of_cpu_costs(config: EngineConfig, resolved: ResolvedConfig, checkpoint
             break
     stored = checkpoint.target.raw.get("dtype") or checkpoint.target.raw.get("torch_dtype")
     is_bundled = checkpoint.target_path == BUNDLED_FILES / "target"
-    if is_open(config.dtype) and stored in HALF_DTYPES and not is_bundled:
+    if is_unresolved(config.dtype) and stored in HALF_DTYPES and not is_bundled:
         log.warning(
             "the model is stored in %s and runs in %s on a CPU, with twice the memory for its weights; set dtype to "
             "choose another",

@@ -15,7 +15,7 @@ import torch
 
 from espalier.cache.kv import bytes_beside_pages, bytes_per_token
 from espalier.cache.states import bytes_per_state
-from espalier.config import EngineConfig, is_open
+from espalier.config import EngineConfig, is_unresolved
 from espalier.engine.cuda import CudaExecutor
 from espalier.engine.launch_input import LaunchInput, dummy_launch
 from espalier.errors import EspalierError
@@ -195,7 +195,7 @@ log = logging.getLogger(__name__)
 def choose_max_batch(config: EngineConfig, facts: "StartupFacts", dtype: torch.dtype, default: int) -> int:
     """Returns the user's max_batch.  By default, returns `default`, or fewer if the states of `default` slots would
     take too much memory (STATES_DIVISOR)."""
-    if not is_open(config.max_batch):
+    if not is_unresolved(config.max_batch):
         return int(config.max_batch)
     state_bytes = bytes_per_state(facts.layer_specs, dtype)
     left = max(facts.free_bytes - facts.weights.nbytes(dtype), 0)
@@ -267,10 +267,10 @@ def _num_snapshots(config: EngineConfig, layout: RoundLayout, state_bytes: int, 
     """Returns the number of snapshots of states.  budget: the bytes for pages and snapshots together.
     Raises EspalierError if the user sets num_snapshots, but the model has no states or the prefix cache is off."""
     if not state_bytes or not prefix_cache:
-        if not is_open(config.num_snapshots) and config.num_snapshots:
+        if not is_unresolved(config.num_snapshots) and config.num_snapshots:
             why = "the prefix cache is off" if state_bytes else "no layer of this model keeps a recurrent state"
             raise EspalierError(f"num_snapshots={config.num_snapshots} is set, but {why}; leave it out")
         return 0
-    if not is_open(config.num_snapshots):
+    if not is_unresolved(config.num_snapshots):
         return int(config.num_snapshots)
     return min(4 * layout.max_batch, budget // 4 // state_bytes)

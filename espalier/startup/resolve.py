@@ -12,10 +12,10 @@ import torch
 
 from espalier.attention import choose_backends, grouped_backend
 from espalier.cache.layer_spec import LayerSpec
-from espalier.config import DTYPES, FP8_KV, EngineConfig, ResolvedConfig, SpeculationConfig, is_open
+from espalier.config import DTYPES, FP8_KV, EngineConfig, ResolvedConfig, SpeculationConfig, is_unresolved
 from espalier.errors import EspalierError
 from espalier.kernels.runtime.launch import require_triton
-from espalier.layout import PLAIN, TREE_FIELDS, RoundLayout, TreeShape, max_draft_tokens
+from espalier.layout import PLAIN_TREE, TREE_FIELDS, RoundLayout, TreeShape, max_draft_tokens
 from espalier.models.draft import DraftSpec
 from espalier.models.weight_files import WeightCount
 from espalier.speculate.drafters.registry import algorithms, drafter_without_files
@@ -109,7 +109,7 @@ class StartupFacts:
 def choose_device(config: EngineConfig) -> torch.device:
     """Returns the device of a configuration.  Raises EspalierError if the device does not exist or is too old."""
     has_cuda = torch.cuda.is_available()
-    if is_open(config.device):
+    if is_unresolved(config.device):
         device = _auto_device()
         _require_equal_gpus(config, device)
         return device
@@ -291,17 +291,17 @@ def resolve(
 def _num_threads(config: EngineConfig, device: torch.device, facts: StartupFacts, dtype: torch.dtype) -> int:
     """Returns the number of threads of each rank.  On a CPU all ranks share the cores."""
     threads = choose_threads(config.threads, device.type, facts.weights.nbytes(dtype), facts.threads)
-    return max(threads // config.tensor_parallel, 1) if is_open(config.threads) else threads
+    return max(threads // config.tensor_parallel, 1) if is_unresolved(config.threads) else threads
 
 
 def _backends(config: EngineConfig, device: torch.device, dtype: torch.dtype, facts: StartupFacts) -> tuple[str, str]:
     """Returns the attention backends of target and draft.  By default, the draft has the target's backend.
     Raises EspalierError if draft_attention is set and the drafter has no layers."""
-    target_backend = None if is_open(config.attention) else config.attention
-    draft_backend = target_backend if is_open(config.draft_attention) else config.draft_attention
+    target_backend = None if is_unresolved(config.attention) else config.attention
+    draft_backend = target_backend if is_unresolved(config.draft_attention) else config.draft_attention
     target = choose_backends(target_backend, device.type, dtype, facts.layer_specs, facts.target_layers)
     if not facts.draft_layers:
-        if not is_open(config.draft_attention):
+        if not is_unresolved(config.draft_attention):
             raise EspalierError(
                 f"draft_attention={config.draft_attention!r} is set, but the drafter has no layers; leave it out"
             )
@@ -312,9 +312,9 @@ def _backends(config: EngineConfig, device: torch.device, dtype: torch.dtype, fa
 def _kv_dtypes(config: EngineConfig, dtype: str, facts: StartupFacts) -> tuple[str, str]:
     """Returns kv_dtype and draft_kv_dtype.  Raises EspalierError for a dtype that is neither FP8 nor the model's."""
     kv_dtype = _value_or_default(config.kv_dtype, facts.declared_kv_dtype or dtype)
-    if is_open(config.kv_dtype) and facts.declared_kv_dtype:
+    if is_unresolved(config.kv_dtype) and facts.declared_kv_dtype:
         log.info("kv_dtype=%s, as the checkpoint's kv_cache_scheme declares", kv_dtype)
-    if not is_open(config.draft_kv_dtype) and not facts.draft_layers:
+    if not is_unresolved(config.draft_kv_dtype) and not facts.draft_layers:
         raise EspalierError(
             f"draft_kv_dtype={config.draft_kv_dtype!r} is set, but the drafter has no layers; leave it out"
         )
@@ -326,7 +326,7 @@ def _kv_dtypes(config: EngineConfig, dtype: str, facts: StartupFacts) -> tuple[s
 
 
 def _value_or_default(setting: Any, default: Any) -> Any:
-    return default if is_open(setting) else setting
+    return default if is_unresolved(setting) else setting
 
 
 def _default_dtype(device: torch.device, facts: StartupFacts) -> str:
@@ -336,7 +336,7 @@ def _default_dtype(device: torch.device, facts: StartupFacts) -> str:
 
 
 def _max_context(config: EngineConfig, facts: StartupFacts, defaults: DeviceDefaults) -> int:
-    if is_open(config.max_context):
+    if is_unresolved(config.max_context):
         return min(facts.max_position, defaults.context_limit)
     if int(config.max_context) > facts.max_position:
         raise EspalierError(
@@ -351,7 +351,7 @@ def _configured_tree(speculation: SpeculationConfig, spec: DraftSpec) -> TreeSha
     Raises EspalierError if tree settings are combined with plain decoding, or if the tree is impossible."""
     if spec.algorithm == "none":
         _refuse_tree(speculation, "algorithm='none'")
-        return PLAIN
+        return PLAIN_TREE
     limit = BLOCK_STEPS if spec.max_steps is None else spec.max_steps
     default_steps, default_topk = (
         (min(BLOCK_STEPS, limit), BLOCK_TOPK) if spec.block_rows else (DEFAULT_STEPS, DEFAULT_TOPK)
@@ -371,14 +371,14 @@ def _refuse_tree(speculation: SpeculationConfig, cause: str) -> None:
     """Raises EspalierError if a tree setting is combined with a setting for plain decoding.
     cause: the setting for plain decoding."""
     for name in TREE_FIELDS:
-        if (value := getattr(speculation, name)) not in ("auto", getattr(PLAIN, name)):
+        if (value := getattr(speculation, name)) not in ("auto", getattr(PLAIN_TREE, name)):
             raise EspalierError(f"{cause} is plain decoding, but {name}={value} is set; remove one of them")
 
 
 def _graph_batch(config: EngineConfig, layout: RoundLayout, device: torch.device) -> int:
     """Returns the largest batch with CUDA graphs: by default max_batch on a GPU, and 0 on a CPU.
     Raises EspalierError if the user's graph_batch is above max_batch, or above 0 on a CPU."""
-    if is_open(config.graph_batch):
+    if is_unresolved(config.graph_batch):
         return layout.max_batch if device.type == "cuda" else 0
     if device.type != "cuda" and config.graph_batch:
         raise EspalierError(f"graph_batch={config.graph_batch} needs device=cuda; use 0 or 'auto' on {device.type}")

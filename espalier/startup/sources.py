@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from espalier.cache.layer_spec import LayerSpec, RecurrentState
-from espalier.config import SpeculationConfig, is_open
+from espalier.config import SpeculationConfig, is_unresolved
 from espalier.errors import EspalierError
 from espalier.layout import TreeShape
 from espalier.slots import SOURCES
@@ -35,7 +35,7 @@ def choose_sources(
     speculation: SpeculationConfig, algorithm: str, tree: TreeShape, device: torch.device
 ) -> tuple[str, ...]:
     """Returns the sources that propose tokens in addition to the drafter.  Raises EspalierError for others."""
-    if is_open(speculation.sources):
+    if is_unresolved(speculation.sources):
         return ("prediction",) if tree.steps and device.type == "cpu" else ()
     named = [name.strip() for name in speculation.sources.split(",")]
     if named == ["none"]:

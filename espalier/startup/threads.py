@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from espalier.config import is_open
-from espalier.cores import SPIN_COUNT, SPINS, physical_cores, spins_briefly
+from espalier.config import is_unresolved
+from espalier.cores import SHORT_SPIN_COUNT, SPIN_COUNT_VARIABLE, is_wait_policy_set, physical_cores
 from espalier.errors import EspalierError
 
 # The bytes of weights per thread.  A thread reads this many bytes in about 20 ms, while all barriers of a pass take
@@ -45,10 +45,10 @@ def choose_threads(requested: int | str, device: str, weight_bytes: int, facts: 
     On a GPU, PyTorch's number of threads is not changed.  Raises EspalierError if the user sets threads on a GPU.
     """
     if device != "cpu":
-        if not is_open(requested):
+        if not is_unresolved(requested):
             raise EspalierError(f"threads={requested} needs device=cpu; use 'auto' on {device}, or set {OMP_VARIABLE}")
         return facts.num_current
-    if not is_open(requested):
+    if not is_unresolved(requested):
         return int(requested)
     if facts.is_set_by_environment:
         return facts.num_current
@@ -58,12 +58,12 @@ def choose_threads(requested: int | str, device: str, weight_bytes: int, facts: 
 def use_threads(threads: int) -> None:
     """Sets PyTorch's number of threads, which applies to all models in the process."""
     torch.set_num_threads(threads)
-    if threads > 1 and not spins_briefly():
+    if threads > 1 and not is_wait_policy_set():
         log.warning(
             "CPU threads: %d, which are slow where other programs use the cores, as PyTorch was imported before "
             "espalier; import espalier first, set %s=%s, or use threads=1",
             threads,
-            SPIN_COUNT,
-            SPINS,
+            SPIN_COUNT_VARIABLE,
+            SHORT_SPIN_COUNT,
         )
     log.info("CPU threads: %d; PyTorch's setting for the whole process", threads)

@@ -23,7 +23,7 @@ from espalier.cache.layer_spec import LayerSpec, RecurrentState
 from espalier.cache.states import bytes_per_state
 from espalier.engine.acceptance import assumed_accept_length
 from espalier.kernels.layers.experts_plan import expected_active_experts
-from espalier.layout import PLAIN, TreeShape, next_bucket
+from espalier.layout import PLAIN_TREE, TreeShape, next_bucket
 from espalier.models.config import ModelConfig
 from espalier.models.draft import DraftConfig
 from espalier.models.layer_loading import layer_specs_of
@@ -202,7 +202,7 @@ def trees_by_cost(
 
     Empty if the configured tree is predicted to be fastest at every batch size.
     """
-    trees = [configured, *smaller_trees(configured, weights), PLAIN]
+    trees = [configured, *smaller_trees(configured, weights), PLAIN_TREE]
     chosen: dict[int, TreeShape] = {}
     current = configured
     for batch in _buckets(max_batch):

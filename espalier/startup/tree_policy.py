@@ -17,11 +17,11 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from espalier.config import EngineConfig, RoundCosts, SpeculationConfig, is_open
+from espalier.config import EngineConfig, RoundCosts, SpeculationConfig, is_unresolved
 from espalier.engine.acceptance import FIRST_CHILD_RATES, MEASURED_DRAFT, gains, scaled_first_child_rates
 from espalier.engine.round_times import CpuCosts
 from espalier.errors import EspalierError, without_duplicate_keys
-from espalier.layout import MIN_CHUNK_WIDTH, PLAIN, TREE_FIELDS, TreeShape, next_bucket
+from espalier.layout import MIN_CHUNK_WIDTH, PLAIN_TREE, TREE_FIELDS, TreeShape, next_bucket
 from espalier.startup.tree_cost import CONTEXT, ChipFigures, PassWeights, smaller_trees, trees_by_cost
 
 # The maximum number of trees of a batch bucket, including plain decoding, but not the tree without a draft pass.
@@ -73,7 +73,7 @@ def tree_sets(
         while halved.num_draft_tokens * min(bucket, max_batch) > max_rows:
             halved = replace(halved, num_draft_tokens=halved.num_draft_tokens // 2)
         fitting = [tree for tree in dict.fromkeys((halved, *trees)) if tree.num_draft_tokens <= halved.num_draft_tokens]
-        trees_of_bucket = [tree for tree in fitting if tree != PLAIN]
+        trees_of_bucket = [tree for tree in fitting if tree != PLAIN_TREE]
         if can_share_rows and bucket > 1:
             trees_of_bucket += [shared for tree in trees_of_bucket for shared in with_shared_rows(tree)]
         shapes = best_trees(trees_of_bucket, costs, bucket)
@@ -96,12 +96,12 @@ def best_trees(trees: Sequence[TreeShape], costs: PredictedCosts, batch: int) ->
 
     At most one of the trees has shared rows, because such trees differ little.
     """
-    every = (*trees, PLAIN)
+    every = (*trees, PLAIN_TREE)
     known, *supposed = (_rates(every, costs, batch, level) for level in (FIRST_CHILD_RATES[0], *ACCEPTANCE_LEVELS))
     supposed += [{**rates, tree: rates[tree] * RATE_UNCERTAINTY} for rates in supposed for tree in trees]
 
     def shares(kept: Sequence[TreeShape]) -> list[float]:
-        return [max(rates[tree] for tree in (*kept, PLAIN)) / max(rates.values()) for rates in supposed]
+        return [max(rates[tree] for tree in (*kept, PLAIN_TREE)) / max(rates.values()) for rates in supposed]
 
     fixed = sum(not tree.shared_rows for tree in trees)
     sets = (
@@ -110,7 +110,7 @@ def best_trees(trees: Sequence[TreeShape], costs: PredictedCosts, batch: int) ->
         if sum(tree.shared_rows > 0 for tree in each) <= 1
     )
     kept = max(sets, key=lambda each: (min(shares(each)), sum(shares(each))))
-    return tuple(sorted((*kept, PLAIN), key=lambda tree: -known[tree]))
+    return tuple(sorted((*kept, PLAIN_TREE), key=lambda tree: -known[tree]))
 
 
 def _rates(trees: Sequence[TreeShape], costs: PredictedCosts, batch: int, acceptance: float) -> dict[TreeShape, float]:
@@ -140,7 +140,7 @@ def choose_trees(
         chosen, why = parse_trees(requested, "by_batch"), "set by by_batch"
     elif requested != "auto":
         chosen, why = read_trees(Path(requested)), f"read from {requested}"
-    elif configured == PLAIN:
+    elif configured == PLAIN_TREE:
         return {}
     elif costs is None:
         chosen, why = {}, "trees of smaller batches are not predicted for this device"
@@ -157,7 +157,7 @@ def choose_trees(
 
 def has_tree_settings(speculation: SpeculationConfig) -> bool:
     """Whether the user set any size of the tree."""
-    return any(not is_open(getattr(speculation, name)) for name in TREE_FIELDS)
+    return any(not is_unresolved(getattr(speculation, name)) for name in TREE_FIELDS)
 
 
 def adaptive_tree_choices(
@@ -180,16 +180,16 @@ def adaptive_tree_choices(
     can_share_rows: see tree_sets.  sources: the sources in addition to the drafter.  weights: the numbers of weights of
     target and draft.  max_steps: the maximum depth of this drafter; None for no limit.
     """
-    if speculation.by_batch != "auto" or configured == PLAIN:
+    if speculation.by_batch != "auto" or configured == PLAIN_TREE:
         return None, ()
     looks_up = algorithm != "ngram" and bool(sources)
     if costs is not None:
         return costs, tree_sets(configured, costs, max_batch, MAX_VERIFY_ROWS, can_share_rows, looks_up)
     if algorithm == "ngram" and speculation == SpeculationConfig():
-        return CpuCosts(), ((1, (configured, PLAIN)),)
+        return CpuCosts(), ((1, (configured, PLAIN_TREE)),)
     if looks_up and {*sources} != {"prediction"} and not has_tree_settings(speculation):
         deepest = max(configured.steps, min(MAX_LOOKUP_STEPS, max_steps or MAX_LOOKUP_STEPS))
-        lone = (configured, replace(configured, steps=deepest, drafts=False), PLAIN)
+        lone = (configured, replace(configured, steps=deepest, drafts=False), PLAIN_TREE)
         shared = tuple(with_shared_rows(configured)) if can_share_rows else ()
         return CpuCosts(draft=weights.draft / weights.dense), ((1, lone), (2, (*lone, *shared)))
     return None, ()
@@ -253,7 +253,7 @@ def _read_tree(value: Any, source: str) -> TreeShape:
     for name in value:
         if name not in TREE_FIELDS:
             raise EspalierError(f"{source}: unknown {name!r}; a tree has {', '.join(TREE_FIELDS)}")
-    sizes = PLAIN.sizes | dict(value) if value.get("steps") == 0 else dict(value)
+    sizes = PLAIN_TREE.sizes | dict(value) if value.get("steps") == 0 else dict(value)
     for name in TREE_FIELDS:
         if name not in sizes:
             raise EspalierError(f"{source}: {name} is missing; a tree has {', '.join(TREE_FIELDS)}")
@@ -304,15 +304,15 @@ def busy_chunk_size(config: EngineConfig, chunk_size: int, default: int, costs: 
     predicted.
     Raises EspalierError if rows and pause are both set, if the smallest pass takes longer than the pause, and if a
     pause is set for a machine whose passes are not predicted."""
-    if not is_open(config.busy_chunk_size):
-        if not is_open(config.max_pause_ms):
+    if not is_unresolved(config.busy_chunk_size):
+        if not is_unresolved(config.max_pause_ms):
             raise EspalierError(
                 f"max_pause_ms={config.max_pause_ms} and busy_chunk_size={config.busy_chunk_size} both bound the "
                 "passes that streams wait for; remove one of them"
             )
         return int(config.busy_chunk_size)
     if costs is None:
-        if not is_open(config.max_pause_ms):
+        if not is_unresolved(config.max_pause_ms):
             raise EspalierError(
                 f"max_pause_ms={config.max_pause_ms} needs the predicted time of a pass, and a CPU has none; set "
                 "busy_chunk_size, the rows of a pass, instead"
@@ -320,7 +320,9 @@ def busy_chunk_size(config: EngineConfig, chunk_size: int, default: int, costs: 
         return min(default, chunk_size)
     least = _pass_ms(costs, MIN_CHUNK_WIDTH)
     bound_ms = (
-        max(DEFAULT_PAUSE_MS, MIN_PASS_FACTOR * least) if is_open(config.max_pause_ms) else float(config.max_pause_ms)
+        max(DEFAULT_PAUSE_MS, MIN_PASS_FACTOR * least)
+        if is_unresolved(config.max_pause_ms)
+        else float(config.max_pause_ms)
     )
     if bound_ms < least:
         raise EspalierError(
@@ -335,7 +337,7 @@ def busy_chunk_size(config: EngineConfig, chunk_size: int, default: int, costs: 
         rows,
         _pass_ms(costs, rows),
         bound_ms,
-        "" if not is_open(config.max_pause_ms) else ", by default",
+        "" if not is_unresolved(config.max_pause_ms) else ", by default",
     )
     return rows
 

@@ -10,9 +10,9 @@ from dataclasses import Field, fields
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
-from espalier.config import EngineConfig, SpeculationConfig, is_open, kinds_of
+from espalier.config import EngineConfig, SpeculationConfig, annotation_kinds, is_unresolved
 from espalier.errors import EspalierError
-from espalier.request import SPELLED_ALIKE, ResolvedParams, SamplingParams
+from espalier.request import PARAMS_WITH_FLAGS, ResolvedParams, SamplingParams
 
 NOT_GIVEN = None
 # The alternative to --api-key, whose value every user of the machine can see in the list of processes.
@@ -80,7 +80,7 @@ def add_sampling_flags(parser: ArgumentParser, max_tokens: int) -> None:
     """Add the flags of SamplingParams.  max_tokens: the command's default."""
     sampling = parser.add_argument_group("sampling (in brackets: defaults, unless generation_config.json has others)")
     defaults = {f.name: f.default for f in fields(ResolvedParams) if type(f.default) in (int, float)}
-    for f in SPELLED_ALIKE:
+    for f in PARAMS_WITH_FLAGS:
         about = f.metadata["help"]
         if f.name == "max_tokens":
             about = f"{about.partition(';')[0]} ({max_tokens})"
@@ -117,7 +117,7 @@ def named_models(args: Namespace) -> dict[str, str]:
         name: getattr(args, _destination(EngineConfig, name), None) or getattr(args, name, None)
         for name in ("model", "draft")
     }
-    return {name: value for name, value in given.items() if value and not is_open(value)}
+    return {name: value for name, value in given.items() if value and not is_unresolved(value)}
 
 
 def with_minimum(settings: Mapping[str, Any], defaults: Mapping[str, Any], **minimum: int) -> dict[str, Any]:
@@ -127,13 +127,13 @@ def with_minimum(settings: Mapping[str, Any], defaults: Mapping[str, Any], **min
     """
     for name, low in minimum.items():
         given: Any = settings.get(name)
-        if not is_open(given) and given < low:
+        if not is_unresolved(given) and given < low:
             raise EspalierError(
                 f"{flag_of(name)}={given} is too small for this measurement; use {low} or more, or leave it out"
             )
     return {
         **defaults,
-        **{name: value for name, value in settings.items() if name not in defaults or not is_open(value)},
+        **{name: value for name, value in settings.items() if name not in defaults or not is_unresolved(value)},
     }
 
 
@@ -195,7 +195,7 @@ def _destination(config: type, name: str) -> str:
 
 def _add(group: _ArgumentGroup, f: Field, about: str | None = None) -> None:
     """Add the flag of a field.  about: its help, by default the field's help."""
-    kinds = kinds_of(f.type)
+    kinds = annotation_kinds(f.type)
     config = next(c for c in (EngineConfig, SpeculationConfig, SamplingParams) if f in fields(c))
     about = about or f.metadata["help"]
     how: dict[str, Any] = {"dest": _destination(config, f.name), "default": NOT_GIVEN, "help": about}

@@ -83,7 +83,7 @@ class MessageStream:
             if self.finder.stopped:
                 return
             if delta.kind == "content":
-                self.finder.add(delta.text, counts=self.text.pushed > self.min_tokens)
+                self.finder.add(delta.text, is_searched=self.text.num_pushed > self.min_tokens)
                 self._put(self.finder.take(final=False))
                 continue
             if delta.kind == "call":

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from espalier.kernels.ops.drafts import Candidates, select_paths
 from espalier.kernels.tree.edges import DepthRows, rank_depth
-from espalier.speculate.drafters.one_pass import with_edges, without_edges
+from espalier.speculate.drafters.one_pass import edge_candidates, plain_candidates
 from espalier.train.block_head import BlockHead, BlockShape, block_loss
 from espalier.train.checkpoint import layer_fields, read_shape, write_checkpoint
 from espalier.train.configs import read_config
@@ -149,9 +149,9 @@ def accept_lengths(
         return rank_depth(*found, rows, out, edges.is_recurrent)._replace(states=states)
 
     if edges is None:
-        candidates = without_edges(*children(logits))
+        candidates = plain_candidates(*children(logits))
     else:
-        candidates = with_edges(DepthRows.for_roots(tokens[roots]), steps, topk, next_depth)
+        candidates = edge_candidates(DepthRows.for_roots(tokens[roots]), steps, topk, next_depth)
     tree = select_paths(tokens[roots], candidates, num_draft_tokens or steps + 1)
     follows = tree.tokens == tokens[roots[:, None] + tree.depths]
     on_path = follows.clone()

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn
 
-from espalier.config import supported
+from espalier.config import supported_values
 from espalier.errors import EspalierError, one_line, require_int
 from espalier.startup.checkpoints import find_draft, find_target, require_names
 from espalier.terminal.console import HelpText
@@ -78,7 +78,7 @@ def number_reader(item: Field) -> Callable[[str], float]:
         try:
             return kind(text)
         except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is not supported; use {supported(item)}") from None
+            raise argparse.ArgumentTypeError(f"{text!r} is not supported; use {supported_values(item)}") from None
 
     return read
 

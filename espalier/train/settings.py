@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args
 
-from espalier.config import check, option
+from espalier.config import check_fields, option
 from espalier.errors import EspalierError
 from espalier.terminal.flags import flag_of
 
@@ -61,7 +61,7 @@ class OwnTextConfig:
     )
 
     def __post_init__(self) -> None:
-        check(self, flag_of)
+        check_fields(self, flag_of)
 
     def prompt_batches(self) -> list[tuple[int, int]]:
         """Returns (tokens of a prompt, maximum number of prompts in a batch) for each prompt length in use."""

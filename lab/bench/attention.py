@@ -94,7 +94,7 @@ def cases(
     The note: what a plan costs on the host, for each launch, and the largest difference from our kernels' result.
     """
     made = inputs(shape, page_size, layers_beyond_cache(shape, device), device)
-    ours = BACKENDS["triton"]().plan(*made.of_plan).over_prefix(made.q, 0)[0].float()
+    ours = BACKENDS["triton"]().plan(*made.of_plan).attend_prefix(made.q, 0)[0].float()
     for name in backends:
         for exact in (True, False) if BACKENDS[name].support.needs_exact_lengths else (True,):
             # A prompt's chunk is eager, and its lengths are always exact.
@@ -118,8 +118,8 @@ def _case(
     backend.prepare(CommittedLengths(lengths, exact, in_graph=True))
     made.of_plan[2].plan_cache.clear()
     attention = backend.plan(*made.of_plan)
-    error = float((attention.over_prefix(made.q, 0)[0].float() - ours).abs().max())
-    run_layers = in_turn([partial(attention.over_prefix, made.q, layer) for layer in range(layers)])
+    error = float((attention.attend_prefix(made.q, 0)[0].float() - ours).abs().max())
+    run_layers = in_turn([partial(attention.attend_prefix, made.q, layer) for layer in range(layers)])
     flops = replace(shape, chain=False).flops  # without the chunk's own rows
     note = f"host {host_us:.0f} us, differs by {error:.1g}"
     return Case(names, shape.kv_bytes, flops, run_layers, layers, note=note)

@@ -31,7 +31,7 @@ def require_pages(engine: Engine, what: str, batch: int, num_tokens: int) -> Non
     what: names the measurement in the EspalierError that is raised if they do not.
     """
     layout, usable = engine.layout, engine.pool.num_pages - 1
-    needed = batch * layout.pages_for(num_tokens + layout.tokens_ahead(ROUNDS_IN_FLIGHT))
+    needed = batch * layout.pages_for(num_tokens + layout.max_tokens_ahead(ROUNDS_IN_FLIGHT))
     if needed > usable:
         raise EspalierError(
             f"{what} needs {needed} pages of {layout.page_size} tokens, and the engine has {usable}; measure a smaller "

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
-from espalier.config import ResolvedConfig, SpeculationConfig, is_open
+from espalier.config import ResolvedConfig, SpeculationConfig, is_unresolved
 from espalier.engine.engine import Engine
 from espalier.layout import RoundLayout
 from espalier.models.draft import DraftSpec
@@ -86,7 +86,7 @@ class OwnSize:
         return cell.own_layout(self.chunk_size, rounds, self.draft)
 
     def open(self, models: SyntheticModels, cell: Cell, rounds: int) -> AbstractContextManager[RunningEngine]:
-        draft = self.kv_dtype if is_open(self.draft_kv_dtype) else self.draft_kv_dtype
+        draft = self.kv_dtype if is_unresolved(self.draft_kv_dtype) else self.draft_kv_dtype
         stored = {"kv_dtype": self.kv_dtype, "draft_kv_dtype": draft}
         layout = self.layout(cell, rounds)
         return models.engine(layout, self.attention, self.overlap, self.all_buckets, **stored)

@@ -16,7 +16,7 @@ from espalier.config import EngineConfig, ResolvedConfig, SpeculationConfig
 from espalier.engine.engine import Engine
 from espalier.errors import EspalierError
 from espalier.inputs import InputProcessor, ModelFacts
-from espalier.layout import PLAIN, TreeShape
+from espalier.layout import PLAIN_TREE, TreeShape
 from espalier.llm import LLM
 from espalier.models.draft import DraftSpec
 from espalier.models.layer_loading import layer_specs_of
@@ -48,7 +48,7 @@ def load_sizes(batch: int, context: int) -> dict[str, Any]:
 
 def way_with(tree: TreeShape) -> EngineVariant:
     """Decoding with this tree at every batch, or plain."""
-    return PLAIN_DECODING if tree == PLAIN else {"speculation": SpeculationConfig(**tree.sizes, by_batch={})}
+    return PLAIN_DECODING if tree == PLAIN_TREE else {"speculation": SpeculationConfig(**tree.sizes, by_batch={})}
 
 
 class OfShape:

@@ -7,7 +7,7 @@ from pathlib import Path
 from espalier.bench import flags
 from espalier.bench.flags import SHAPE_WEIGHTS, tree_shape
 from espalier.config import DTYPES
-from espalier.layout import PLAIN, TreeShape
+from espalier.layout import PLAIN_TREE, TreeShape
 from espalier.terminal.flags import add_engine_flags, add_json_flag, whole_numbers
 from lab.shape_flags import SHAPE_NAMES, add_shape_flags
 
@@ -322,7 +322,7 @@ def _prompt_group(text: str) -> tuple[int, int]:
 
 def _tree(text: str) -> TreeShape:
     try:
-        return PLAIN if text == "plain" else tree_shape(text)
+        return PLAIN_TREE if text == "plain" else tree_shape(text)
     except ArgumentTypeError as error:
         raise ArgumentTypeError(f"{error}, or plain") from None
 

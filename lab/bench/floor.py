@@ -22,7 +22,7 @@ from rich.text import Text
 from espalier.bench.linears import ModelShape, ProductRun, shape_named
 from espalier.bench.timing import SECONDS, TURNS, GraphTimer, as_engine, plain
 from espalier.cache.layer_spec import INDEX_PLANE, RecurrentState
-from espalier.config import FP8_KV, is_open
+from espalier.config import FP8_KV, is_unresolved
 from espalier.layout import TreeShape
 from espalier.terminal.console import print_header, print_table, require_gpu, require_writable, stdout, write_json
 from lab.bench.ceilings import Ceilings, measured_ceilings
@@ -138,7 +138,7 @@ def round_runs(shape: ModelShape, size: RoundSize) -> tuple[tuple[ProductRun, ..
 
 def kv_value_bytes(kv_dtype: str, draft_kv_dtype: str) -> tuple[int, int]:
     """Bytes that a number of K or V takes, of the target and of the draft.  A draft's "auto" is the target's."""
-    draft_kv_dtype = kv_dtype if is_open(draft_kv_dtype) else draft_kv_dtype
+    draft_kv_dtype = kv_dtype if is_unresolved(draft_kv_dtype) else draft_kv_dtype
     return (1 if kv_dtype == FP8_KV else 2), (1 if draft_kv_dtype == FP8_KV else 2)
 
 

@@ -20,7 +20,7 @@ from espalier.config import ResolvedConfig
 from espalier.engine.executor import Handle
 from espalier.engine.launch_input import LaunchInput
 from espalier.errors import EspalierError
-from espalier.layout import PLAIN, TreeShape
+from espalier.layout import PLAIN_TREE, TreeShape
 from espalier.llm import LLM
 from espalier.request import Output, SamplingParams
 from espalier.speculate.drafters.registry import drafter_without_files
@@ -137,7 +137,7 @@ def run(args: Namespace) -> int:
 
 def _ways_with(trees: Sequence[TreeShape]) -> list[EngineVariant]:
     """Each tree, then plain decoding.  Raises EspalierError if one would be measured twice."""
-    named = trees if trees == [PLAIN] else [*trees, PLAIN]
+    named = trees if trees == [PLAIN_TREE] else [*trees, PLAIN_TREE]
     twice = [tree for place, tree in enumerate(named) if tree in named[:place]]
     if twice:
         beside = "plain decoding is measured beside every tree"

@@ -68,7 +68,7 @@ def record_launches(engine: Engine) -> LaunchRecord:
     record = LaunchRecord(engine.executor.captured_passes)
     engine.observer = record
     executor = engine.executor
-    executor = executor.own if isinstance(executor, LeadExecutor) else executor
+    executor = executor.own_executor if isinstance(executor, LeadExecutor) else executor
     if isinstance(executor, CudaExecutor):
         executor.replay_events = record.replays
     return record

@@ -58,7 +58,7 @@ class Traffic:
     compared: int = 0
 
     def answer(self, prompt: str, keep: bool = True) -> Request:
-        tokens = self.llm.inputs.tokens(prompt)
+        tokens = self.llm.inputs.prompt_tokens(prompt)
         [request] = self.llm.new_requests(tokens, self.llm.inputs.resolve(PARAMS), detokenize=False)
         self.llm.engine.add(request)
         while self.llm.engine.has_work:

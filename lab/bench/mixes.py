@@ -18,7 +18,7 @@ from espalier.engine.acceptance import AcceptSample
 from espalier.engine.engine import Engine
 from espalier.engine.round_trees import tree_label
 from espalier.engine.tree_choice import LookupGain, TreeChoice, TreeChooser
-from espalier.layout import PLAIN, RoundLayout, TreeShape, bucket_of, next_bucket
+from espalier.layout import PLAIN_TREE, RoundLayout, TreeShape, bucket_of, next_bucket
 from espalier.startup.resolve import DEFAULT_NUM_DRAFT_TOKENS, DEFAULT_PAGE_SIZE, DEFAULT_STEPS, DEFAULT_TOPK
 from espalier.startup.tree_cost import measure_chip, pass_weights, smaller_trees
 from espalier.startup.tree_policy import MAX_VERIFY_ROWS, PredictedCosts, tree_sets
@@ -56,8 +56,8 @@ class FewBuckets(RoundLayout):
 
     batches: tuple[int, ...] = ()
 
-    def batch_buckets(self, largest: int) -> tuple[int, ...]:
-        return self.batches if largest else ()
+    def batch_buckets(self, max_batch_size: int) -> tuple[int, ...]:
+        return self.batches if max_batch_size else ()
 
 
 @dataclass
@@ -69,8 +69,8 @@ class OneTree:
     num_changes: int = 0
 
     def pick(self, batch: int, drafting: int, context: float, lookup: LookupGain | None = None) -> TreeShape | None:
-        has = self.layout.choices_for(bucket_of(batch, self.layout.batch_buckets(self.layout.max_batch)))
-        return self.tree if self.tree in has else PLAIN
+        has = self.layout.tree_choices_for(bucket_of(batch, self.layout.batch_buckets(self.layout.max_batch)))
+        return self.tree if self.tree in has else PLAIN_TREE
 
     def read(self, samples: Sequence[AcceptSample], rows: int, lookup_samples: Sequence[AcceptSample]) -> None:
         pass
@@ -148,7 +148,7 @@ def measure(
         for batch in order:
             for mix in MIXES if batch > 1 else ("all 0.8", "bursts"):
                 fixed: dict[str, TreeChooser] = {
-                    tree_label(tree): OneTree(layout, tree) for tree in layout.choices_for(batch)
+                    tree_label(tree): OneTree(layout, tree) for tree in layout.tree_choices_for(batch)
                 }
                 # A lone request shares rows with nobody.
                 choosers: dict[str, TreeChooser] = {
@@ -250,7 +250,7 @@ def figures(found: Mapping[str, Timed], fixed: Sequence[str], adaptive: Sequence
     """The figures of a cell.  fixed, adaptive: names in `found`.  The best fixed tree shares no rows out."""
     rates = {name: each.tokens_per_second for name, each in found.items()}
     unshared = [name for name in fixed if "sharing" not in name]
-    plain, best = rates[tree_label(PLAIN)], max(unshared, key=lambda name: rates[name])
+    plain, best = rates[tree_label(PLAIN_TREE)], max(unshared, key=lambda name: rates[name])
     shared = [name for name in fixed if name not in unshared]
     return {
         "plain tokens/s": round(plain, 1),

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from espalier.engine.lead import raising_rank_failure
+from espalier.engine.lead import replace_by_rank_failure
 from espalier.errors import EspalierError
 from espalier.kernels.ops.norm import add_rms_norm
 from espalier.startup.ranks import Connector, starting_ranks
@@ -155,7 +155,7 @@ def run(args: Namespace) -> int:
         joined = str(Path(ranks.folder.name) / "joined")
         work = JoinWork(args.ranks, joined, tuple(rows), args.hidden, args.vocab)
         ranks.load(work)
-        with raising_rank_failure(ranks):
+        with replace_by_rank_failure(ranks):
             times = work.run(0, ranks.join)
         ranks.wait_until_loaded()
         ranks.end()

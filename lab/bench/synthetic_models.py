@@ -14,7 +14,7 @@ import torch
 from espalier.attention import default_backend
 from espalier.bench.shapes import find_shape
 from espalier.cache.kv import LayerStack
-from espalier.config import ResolvedConfig, is_open
+from espalier.config import ResolvedConfig, is_unresolved
 from espalier.engine.cuda import CudaExecutor
 from espalier.engine.engine import Engine
 from espalier.errors import EspalierError
@@ -55,8 +55,8 @@ RunningEngine = tuple[Engine, Start]
 class OneBucket(RoundLayout):
     """A layout that pads all rounds to the largest batch, so that one graph is captured."""
 
-    def batch_buckets(self, largest: int) -> tuple[int, ...]:
-        return (largest,) if largest else ()
+    def batch_buckets(self, max_batch_size: int) -> tuple[int, ...]:
+        return (max_batch_size,) if max_batch_size else ()
 
 
 def recipe_of(shape: str, seed: int, accept_length: float | None = None, **fields: Any) -> Recipe:
@@ -168,7 +168,7 @@ class SyntheticModels:
             self.device,
             overlap=overlap,
             graph_batch=layout.max_batch if self.device.type == "cuda" else 0,
-            **{name: value for name, value in chosen.items() if not is_open(value)},
+            **{name: value for name, value in chosen.items() if not is_unresolved(value)},
         )
         return self._running(partial(assemble_engine, LoadedModels(config, *self._models(algorithm)), keep_graphs=True))
 

@@ -291,7 +291,7 @@ FAULTS = {
         Fault(
             "per-branch-reserve",
             "a round reserves pages for every branch of the tree, twice",
-            "espalier.layout:RoundLayout.reserve",
+            "espalier.layout:RoundLayout.pages_needed",
             _per_branch_reserve,
             ("26972",),
         ),
@@ -346,13 +346,13 @@ FAULTS = {
         Fault(
             "edge-of-wrong-parent",
             "the edges of a block draft are those of another token of the depth before",
-            "espalier.speculate.drafters.one_pass:with_edges",
+            "espalier.speculate.drafters.one_pass:edge_candidates",
             _of_row_before("tokens"),
         ),
         Fault(
             "state-of-wrong-path",
             "a path's recurrent edges have the state of another path",
-            "espalier.speculate.drafters.one_pass:with_edges",
+            "espalier.speculate.drafters.one_pass:edge_candidates",
             _of_row_before("parents"),
         ),
         Fault(

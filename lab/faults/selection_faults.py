@@ -83,13 +83,13 @@ SELECTION_FAULTS = (
     Fault(
         "shared-selection-one-off",
         "a layer that shares a selection takes that of the layer before the last one that chose",
-        "espalier.attention.forward:Pass._selected",
+        "espalier.attention.forward:Pass._selection_of",
         _one_off,
     ),
     Fault(
         "index-row-without-topk",
         "the row of a beam's index key lacks the factor topk, so branches choose by each other's keys",
-        "espalier.attention.forward:Pass._selected",
+        "espalier.attention.forward:Pass._selection_of",
         _index_rows_without_topk,
     ),
 )

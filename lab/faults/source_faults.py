@@ -40,7 +40,7 @@ SOURCE_FAULTS = (
     Fault(
         "path-counted-twice",
         "what became of a path is counted twice",
-        "espalier.engine.guesses:GuessSources._count",
+        "espalier.engine.guesses:GuessSources._count_right",
         _twice,
     ),
     Fault(

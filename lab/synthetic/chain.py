@@ -21,8 +21,8 @@ from espalier.kernels.ops.drafts import Candidates, select_paths
 from espalier.kernels.ops.tree import accept
 from espalier.kernels.tree.edges import DepthRows, rank_depth
 from espalier.sampling.pick import SampledTokens
-from espalier.speculate.drafters.one_pass import with_edges
-from espalier.speculate.tree import Pool, Tree, ordered_topk
+from espalier.speculate.drafters.one_pass import edge_candidates
+from espalier.speculate.tree import CandidatePool, Tree, ordered_topk
 from lab.synthetic.fading import Fading, fading_of
 
 MODES = ("chain", "copy")
@@ -34,7 +34,7 @@ NUM_CANDIDATES = 8
 MISS = 1 / 2
 # The draft's error rate at a place is one of these times its mean error rate, 1 - skill.
 SPREAD = (0.25, 0.75, 1.25, 1.75)
-LEAST_SKILL, MOST_SKILL = 0.05, 0.99
+LEAST_SKILL, MAX_SKILL = 0.05, 0.99
 # What an MTP head adds to the logit of the successor that it favours, and of the one that it buries.  Favoured, the
 # second successor overtakes the first; buried, the first falls behind random tokens.
 FAVOUR, BURY = 3.0, -30.0
@@ -177,7 +177,7 @@ def make_chain(
             profile = _profile_by_place(num_hot, int(shifts[0]), stretches, generator)
         else:
             spread = torch.tensor(SPREAD)[torch.randint(0, len(SPREAD), (num_hot,), generator=generator)]
-            profile = _profile((1 - (1 - skill) * spread).clamp(LEAST_SKILL, MOST_SKILL))
+            profile = _profile((1 - (1 - skill) * spread).clamp(LEAST_SKILL, MAX_SKILL))
         draft_logp = _guesses(profile, generator)
     chain = Chain(mode, hot, ring, place, is_hot, shifts, draft_logp, kind, lag_of, lags, topic, nudge)
     if not block_size:
@@ -191,8 +191,8 @@ def make_chain(
 def _check(num_plain: int, num_hot: int, mode: str, skill: float, reach: int) -> None:
     if mode not in MODES:
         raise EspalierError(f"mode {mode!r} is not supported; use one of {', '.join(MODES)}")
-    if not LEAST_SKILL <= skill <= MOST_SKILL:
-        raise EspalierError(f"skill={skill} is not supported; use {LEAST_SKILL} to {MOST_SKILL}")
+    if not LEAST_SKILL <= skill <= MAX_SKILL:
+        raise EspalierError(f"skill={skill} is not supported; use {LEAST_SKILL} to {MAX_SKILL}")
     if reach < 1:
         raise EspalierError(f"reach={reach} is not supported; use 1 or more")
     if num_hot % NUM_SUCCESSORS or not 4 * NUM_CANDIDATES <= num_hot <= num_plain:
@@ -304,7 +304,7 @@ def predicted_accept_length(
 
 def _grow(chain: Chain, roots: Tensor, steps: int, topk: int, num_draft_tokens: int) -> Tree:
     """The tree over places that speculate/drafters/autoregressive.py would propose from draft_logp."""
-    pool = Pool(topk)
+    pool = CandidatePool(topk)
     places, scores = roots[:, None], torch.zeros(len(roots), 1)
     for level in range(1, steps + 1):
         best, shift = ordered_topk(chain.draft_logp[places], topk)
@@ -313,7 +313,7 @@ def _grow(chain: Chain, roots: Tensor, steps: int, topk: int, num_draft_tokens: 
         pool.add(children, paths)
         if level < steps:
             scores, kept = ordered_topk(paths.flatten(1), topk)
-            pool.keep(kept)
+            pool.set_beams(kept)
             places = children.flatten(1).gather(1, kept)
     return pool.select(roots, num_draft_tokens)
 
@@ -328,5 +328,5 @@ def _grow_paths(chain: Chain, roots: Tensor, steps: int, topk: int, num_draft_to
         children = (places.tokens[..., None] + chain.shifts[shift]) % chain.size
         return rank_depth(children, best, places, out)
 
-    candidates = with_edges(DepthRows.for_roots(roots), steps, topk, next_depth)
+    candidates = edge_candidates(DepthRows.for_roots(roots), steps, topk, next_depth)
     return select_paths(roots, candidates, num_draft_tokens)

@@ -31,7 +31,7 @@ from espalier.shards import WHOLE, Shards
 from espalier.speculate.drafters.base import DraftFormat
 from espalier.speculate.drafters.registry import draft_shards, format_of
 from lab.synthetic.block import BlockTensors
-from lab.synthetic.chain import LEAST_SKILL, MOST_SKILL, Chain, make_chain, predicted_accept_length
+from lab.synthetic.chain import LEAST_SKILL, MAX_SKILL, Chain, make_chain, predicted_accept_length
 from lab.synthetic.draft import DraftTensors
 from lab.synthetic.draft_json import block_json, mtp_json
 from lab.synthetic.eagle3 import Eagle3Tensors
@@ -167,7 +167,7 @@ class Recipe:
         def length(skill: float) -> float:
             return predicted_accept_length(replace(self, skill=skill).chain(), steps, topk, num_draft_tokens)
 
-        low, high = LEAST_SKILL, MOST_SKILL
+        low, high = LEAST_SKILL, MAX_SKILL
         least, most = length(low), length(high)
         if not least <= wanted <= most:
             raise EspalierError(

@@ -16,7 +16,7 @@ from espalier.cache.layer_spec import KVHeads, LatentKV, LayerSpec
 class LibraryAttention(Attention):
     longest = 0
 
-    def over_prefix(self, q: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+    def attend_prefix(self, q: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         spec, positions = self.specs[layer], torch.arange(self.longest)
         page_table, page_size = self.prefix.page_table, self.pages.page_size
         out = q.new_zeros(*q.shape[:3], spec.keeps.v_size)
@@ -50,12 +50,12 @@ class LibraryBackend(AttentionBackend):
 
     def plan(self, pages: PagedKV, specs: Sequence[LayerSpec], prefix: Prefix, nodes: Nodes) -> Attention:
         real = int(prefix.length.max()) if len(prefix.length) else 0
-        assert real <= self.lengths.longest, "a launch has more committed rows than prepare announced"
-        assert real == self.lengths.longest or not self.lengths.exact, (
+        assert real <= self.lengths.max_length, "a launch has more committed rows than prepare announced"
+        assert real == self.lengths.max_length or not self.lengths.exact, (
             "prepare announced exact lengths, and they are not"
         )
         made = LibraryAttention(pages, specs, prefix, nodes)
-        made.longest = min(self.lengths.longest, pages.layout.tokens_in(prefix.page_table.shape[1]))
+        made.longest = min(self.lengths.max_length, pages.layout.tokens_in(prefix.page_table.shape[1]))
         return made
 
 

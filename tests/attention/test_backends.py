@@ -141,7 +141,7 @@ def test_over_prefix_gives_the_log_sum_exp_and_zeros_for_an_empty_prefix():
     prefix = Prefix(table, torch.tensor([1, 9, 0, 2]), first=1)
     nodes = tree_nodes(prefix.length, 2, 2, seed=1)
     q, _, _ = drawn(0, 4, 2, 2, seed=2)
-    out, lse = backend("reference").plan(pages, GEOMETRY, prefix, nodes).over_prefix(q, 0)
+    out, lse = backend("reference").plan(pages, GEOMETRY, prefix, nodes).attend_prefix(q, 0)
     for b in (0, 2):
         assert (out[b] == 0).all() and (lse[b] == -torch.inf).all()
     held = pages.layers[0][0][pages.rows(table[1:2], torch.arange(1, 9)[None])[0]]

@@ -39,7 +39,7 @@ def attends_as_the_reference(name: str, cell: Cell, queries: int, lengths: list[
         sink = None if isinstance(spec.keeps, LatentKV) else torch.randn(spec.heads).double()
         out, expected = (made.attend(layer, q, k, v, sink) for made in (plan, reference))
         torch.testing.assert_close(out, expected, rtol=0, atol=TOLERANCE)
-        for part, expected in zip(plan.over_prefix(q, layer), reference.over_prefix(q, layer), strict=True):
+        for part, expected in zip(plan.attend_prefix(q, layer), reference.attend_prefix(q, layer), strict=True):
             torch.testing.assert_close(part, expected, rtol=0, atol=TOLERANCE)
 
 
@@ -107,8 +107,8 @@ def test_plans_of_a_graph_are_made_again_before_each_replay():
         out = made.plan(pages, cell.specs, prefix, nodes).attend(0, q, k, v)
         expected = backend("reference").plan(pages, cell.specs, prefix, nodes).attend(0, q, k, v)
         torch.testing.assert_close(out, expected, rtol=0, atol=TOLERANCE)
-        plans = plans or dict(made.captured[3])
-        assert made.captured == {3: plans} and len(plans) == 1 and not made.kept
+        plans = plans or dict(made.captured_plans[3])
+        assert made.captured_plans == {3: plans} and len(plans) == 1 and not made.eager_plans
 
 
 def test_a_graph_without_exact_lengths_is_planned_once(monkeypatch):
@@ -120,7 +120,7 @@ def test_a_graph_without_exact_lengths_is_planned_once(monkeypatch):
         prefix, nodes, (q, k, v) = pass_of(cell, pages, table, lengths, 4)
         made.prepare(CommittedLengths((700, 700), exact=False, in_graph=True))
         if turn == 1:
-            [plan] = made.captured[2].values()
+            [plan] = made.captured_plans[2].values()
             monkeypatch.setattr(plan, "_plan", lambda rows: pytest.fail("planned again"))
         out = made.plan(pages, cell.specs, prefix, nodes).attend(0, q, k, v)
         expected = backend("reference").plan(pages, cell.specs, prefix, nodes).attend(0, q, k, v)
@@ -145,4 +145,4 @@ def test_long_passes_run_on_fa3_and_do_not_depend_on_the_batch_before():
         out = made.plan(pages, cell.specs, Prefix(table, length), nodes).attend(0, q, k, v)
         expected = backend("reference").plan(pages, cell.specs, Prefix(table, length), nodes).attend(0, q, k, v)
         torch.testing.assert_close(out, expected, rtol=0, atol=TOLERANCE)
-    assert [plan.wrapper.backend for plan in made.kept.values()] == ["fa3"] * 3
+    assert [plan.wrapper.backend for plan in made.eager_plans.values()] == ["fa3"] * 3

@@ -118,7 +118,7 @@ def test_layers_of_one_pass(kernel_device, shape, first):
                 exact.attend(layer, *(x.double() for x in (q, k, v)), sink),
             )
             torch.testing.assert_close(out.double(), expected, rtol=0, atol=TOLERANCE)
-        (out, lse), (expected, expected_lse) = made.over_prefix(q, layer), exact.over_prefix(q.double(), layer)
+        (out, lse), (expected, expected_lse) = made.attend_prefix(q, layer), exact.attend_prefix(q.double(), layer)
         torch.testing.assert_close(out.double(), expected, rtol=0, atol=TOLERANCE)
         torch.testing.assert_close(lse.double(), expected_lse, rtol=0, atol=TOLERANCE)
 

@@ -9,7 +9,7 @@ from espalier.bench import choose
 from espalier.bench.choose import TreeTime, best, candidates_of, table
 from espalier.cli.main import parse
 from espalier.errors import EspalierError
-from espalier.layout import PLAIN, TreeShape
+from espalier.layout import PLAIN_TREE, TreeShape
 from espalier.startup import tree_policy as trees
 from tests.cli.test_cli import instead, run, tiny, tiny_heldout  # noqa: F401  (fixtures)
 from tests.test_llm import paths  # noqa: F401  (a fixture)
@@ -21,17 +21,17 @@ def test_the_fastest_of_each_batch_becomes_the_table():
     timed = [
         *(TreeTime(batch, WIDE, ms, 4.0) for batch, ms in ((1, 4.0), (2, 8.0), (4, 32.0), (8, 64.0))),
         *(TreeTime(batch, NARROW, ms, 2.0) for batch, ms in ((1, 3.0), (2, 4.0), (4, 8.0), (8, 64.0))),
-        *(TreeTime(batch, PLAIN, ms, 1.0) for batch, ms in ((1, 2.0), (2, 2.0), (4, 4.0), (8, 8.0))),
+        *(TreeTime(batch, PLAIN_TREE, ms, 1.0) for batch, ms in ((1, 2.0), (2, 2.0), (4, 4.0), (8, 8.0))),
     ]
     assert TreeTime(2, NARROW, 4.0, 2.0).tokens_per_second == 1000
-    assert {batch: one.shape for batch, one in best(timed).items()} == {1: WIDE, 2: WIDE, 4: NARROW, 8: PLAIN}
-    assert table(timed) == {1: WIDE, 4: NARROW, 8: PLAIN}
+    assert {batch: one.shape for batch, one in best(timed).items()} == {1: WIDE, 2: WIDE, 4: NARROW, 8: PLAIN_TREE}
+    assert table(timed) == {1: WIDE, 4: NARROW, 8: PLAIN_TREE}
 
 
 def test_candidates_are_those_that_the_buffers_hold():
-    assert candidates_of(WIDE, []) == [WIDE, MIDDLE, NARROW, PLAIN]
-    assert candidates_of(TreeShape(5, 4, 12), []) == [TreeShape(5, 4, 12), NARROW, PLAIN]
-    assert candidates_of(WIDE, [NARROW, PLAIN, NARROW]) == [NARROW, PLAIN]
+    assert candidates_of(WIDE, []) == [WIDE, MIDDLE, NARROW, PLAIN_TREE]
+    assert candidates_of(TreeShape(5, 4, 12), []) == [TreeShape(5, 4, 12), NARROW, PLAIN_TREE]
+    assert candidates_of(WIDE, [NARROW, PLAIN_TREE, NARROW]) == [NARROW, PLAIN_TREE]
     with pytest.raises(EspalierError, match="above the configured"):
         candidates_of(MIDDLE, [WIDE])
 
@@ -40,8 +40,12 @@ def test_a_block_drafts_candidates_keep_its_depth():
     """Depth is free for it, and nodes are not."""
     deep = TreeShape(15, 8, 256)
     trees = [TreeShape(15, 8, nodes) for nodes in (256, 64, 32, 16, 8)]
-    assert candidates_of(deep, [], is_block=True) == [*trees, PLAIN]
-    assert candidates_of(TreeShape(7, 4, 16), [], is_block=True) == [TreeShape(7, 4, 16), TreeShape(7, 4, 8), PLAIN]
+    assert candidates_of(deep, [], is_block=True) == [*trees, PLAIN_TREE]
+    assert candidates_of(TreeShape(7, 4, 16), [], is_block=True) == [
+        TreeShape(7, 4, 16),
+        TreeShape(7, 4, 8),
+        PLAIN_TREE,
+    ]
     assert candidates_of(deep, [WIDE], is_block=True) == [WIDE]
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from espalier.cache.kv import PagedKV, StagedKV, bytes_beside_pages, bytes_per_token
-from espalier.cache.layer_spec import KVHeads, LatentKV, LayerSpec, groups_of, with_row_dtype
+from espalier.cache.layer_spec import KVHeads, LatentKV, LayerSpec, group_layers, with_row_dtype
 from espalier.errors import EspalierError
 from espalier.kernels.layers.quantised import FP8
 from espalier.kernels.state.kv_scales import KVScales
@@ -29,7 +29,7 @@ def test_planes_are_read_as_k_and_v():
 
 def test_layers_that_keep_the_same_are_a_group():
     windowed = replace(HEADS, window=3)
-    groups = groups_of((HEADS, LATENT, windowed), range(3))
+    groups = group_layers((HEADS, LATENT, windowed), range(3))
     assert list(groups.items()) == [(HEADS.keeps, (0, 2)), (LATENT.keeps, (1,))]
 
 

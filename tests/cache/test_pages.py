@@ -9,9 +9,9 @@ from espalier.cache.pages import OutOfPages, PageDefect, PagePool
 
 def test_the_dummy_is_never_handed_out():
     pool = PagePool(5)
-    assert pool.free == 4
+    assert pool.num_free == 4
     assert pool.allocate(4) == [1, 2, 3, 4]
-    assert pool.free == 0
+    assert pool.num_free == 0
     assert pool.references(0) == 0
 
 
@@ -27,7 +27,7 @@ def test_too_many_pages_are_refused_whole(num_pages):
     pool = PagePool(num_pages)
     with pytest.raises(OutOfPages, match=f"{num_pages} pages requested, {num_pages - 1} of {num_pages - 1}"):
         pool.allocate(num_pages)
-    assert pool.free == num_pages - 1
+    assert pool.num_free == num_pages - 1
     assert pool.allocate(0) == []
 
 
@@ -36,9 +36,9 @@ def test_a_page_is_free_when_its_last_holder_leaves():
     pages = pool.allocate(1)
     pool.share(pages)
     pool.release(pages)
-    assert (pool.references(1), pool.free) == (1, 1)
+    assert (pool.references(1), pool.num_free) == (1, 1)
     pool.release(pages)
-    assert (pool.references(1), pool.free) == (0, 2)
+    assert (pool.references(1), pool.num_free) == (0, 2)
 
 
 @pytest.mark.parametrize("verb", ["share", "release"])
@@ -124,7 +124,7 @@ def test_counts_equal_holders_after_any_calls(calls):
     pool = PagePool(8)
     owned: list[list[int]] = []
     for verb, number in calls:
-        if verb == "allocate" and number <= pool.free:
+        if verb == "allocate" and number <= pool.num_free:
             owned.append(pool.allocate(number))
         elif verb == "share" and owned:
             pool.share(owned[number % len(owned)])
@@ -133,5 +133,5 @@ def test_counts_equal_holders_after_any_calls(calls):
             pool.release(owned.pop(number % len(owned)))
         pool.check(owned, [])
         held = {page for pages in owned for page in pages}
-        assert pool.free == 7 - len(held)
+        assert pool.num_free == 7 - len(held)
         assert all(pool.references(page) == sum(page in pages for pages in owned) for page in range(8))

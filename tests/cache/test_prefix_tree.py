@@ -64,7 +64,7 @@ class NaiveCache:
             gone.append(self.entries.pop(oldest).page)
         return gone
 
-    def evictable(self, held):
+    def num_evictable(self, held):
         kept = [run for run, entry in self.entries.items() if entry.page in held]
         return sum(not any(other[: len(run)] == run for other in kept) for run in self.entries)
 
@@ -117,7 +117,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     def evict_both(self, count):
         self.pool.freed.clear()
-        evictable = self.tree.evictable
+        evictable = self.tree.num_evictable
         gone = self.naive.evict(count, self.held())
         assert self.tree.evict(count) == len(gone) == min(count, evictable)
         assert self.pool.freed == gone
@@ -134,8 +134,8 @@ class CacheMachine(RuleBasedStateMachine):
 
     def grow(self, request):
         missing = -(-len(request.tokens) // self.page_size) - len(request.pages)
-        self.evict_both(max(0, missing - self.pool.free))
-        if missing > self.pool.free:
+        self.evict_both(max(0, missing - self.pool.num_free))
+        if missing > self.pool.num_free:
             return False
         request.pages += self.pool.allocate(missing)
         return True
@@ -211,13 +211,13 @@ class CacheMachine(RuleBasedStateMachine):
     def every_page_is_exactly_one_of_free_cached_owned(self):
         self.pool.check([request.pages for request in self.running], self.tree.pages())
         kept = self.held() | set(self.tree.pages())
-        assert self.pool.free + len(kept) + 1 == self.pool.num_pages
+        assert self.pool.num_free + len(kept) + 1 == self.pool.num_pages
 
     @invariant()
     def the_tree_holds_what_the_naive_cache_holds(self):
         assert sorted(self.tree.pages()) == self.naive.pages()
         assert len(self.tree) == len(self.naive.entries)
-        assert self.tree.evictable == self.naive.evictable(self.held())
+        assert self.tree.num_evictable == self.naive.num_evictable(self.held())
 
 
 TestCache = CacheMachine.TestCase
@@ -249,10 +249,10 @@ def test_a_duplicate_is_not_taken_and_its_successor_is_filed_below_the_first():
     tree.insert([5, 6, 7], second)
     assert tree.match([5, 6, 7]) == [*first, second[2]]
     # The second request holds none of the first two pages itself, and they are not to be evicted from above the third.
-    assert (tree.evictable, tree.evict(9)) == (0, 0)
+    assert (tree.num_evictable, tree.evict(9)) == (0, 0)
     pool.release(second)
-    assert (tree.evictable, tree.evict(9)) == (3, 3)
-    assert pool.free == 8
+    assert (tree.num_evictable, tree.evict(9)) == (3, 3)
+    assert pool.num_free == 8
 
 
 def test_least_recently_used_leaves_go_first_and_a_match_is_a_use():
@@ -303,11 +303,11 @@ def test_a_hundred_thousand_pages_cost_no_scan_a_page():
     cached(pool, tree, range(50_000))
     for token in range(50_000):
         cached(pool, tree, [-1 - token])
-    assert pool.free == 0
+    assert pool.num_free == 0
     for _ in range(100_000):
         assert tree.evict(1) == 1
         assert time.perf_counter() < deadline
-    assert pool.free == 100_000
+    assert pool.num_free == 100_000
 
 
 def test_keys_of_pages_are_their_tokens():

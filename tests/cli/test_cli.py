@@ -22,7 +22,7 @@ from espalier.config import EngineConfig, SpeculationConfig
 from espalier.engine.launch_input import DraftTree, RoundTrace
 from espalier.errors import EspalierError
 from espalier.llm import LLM
-from espalier.request import SPELLED_ALIKE, Output, SamplingParams
+from espalier.request import PARAMS_WITH_FLAGS, Output, SamplingParams
 from espalier.terminal.console import ASCII, aligned, has_colour, stdout, waiting
 from espalier.terminal.flags import api_keys, engine_settings, sampling_params
 from lab import __main__ as lab
@@ -127,7 +127,7 @@ def test_every_config_field_is_a_flag(command, capsys):
     fields = {*EngineConfig.__dataclass_fields__, *SpeculationConfig.__dataclass_fields__}
     fields -= {"speculation"}
     if command == ["generate"]:
-        fields |= {f.name for f in SPELLED_ALIKE}
+        fields |= {f.name for f in PARAMS_WITH_FLAGS}
         assert "(128)" in helped and "more varied (1)" in helped, "the defaults"
     assert [name for name in sorted(fields) if f"--{name.replace('_', '-')}" not in helped] == []
 

@@ -94,21 +94,21 @@ def test_a_list_grows_and_a_switch_may_come_twice():
     assert getattr(args, "SamplingParams.stop") == ["a", "b"] and args.json
 
 
-@pytest.mark.parametrize("ours", other_engines.TABLE)
+@pytest.mark.parametrize("ours", other_engines.OTHER_NAMES)
 def test_a_counterpart_is_a_setting_and_a_flag(ours, capsys):
     owner, _, setting = ours.partition("=")[0].partition(".")
-    for theirs in other_engines.TABLE[ours].split():
+    for theirs in other_engines.OTHER_NAMES[ours].split():
         assert not any(theirs in fields for fields in FIELDS.values()), "a name of its own"
         if owner != "serve":
             assert setting in FIELDS[owner]
-            assert setting in other_engines.keyword(theirs, FIELDS[owner])
+            assert setting in other_engines.keyword_advice(theirs, FIELDS[owner])
         if setting not in ("speculation", "grammar"):  # several flags, and none
             run("serve" if owner == "serve" else "generate", flag_of(theirs))
             assert f"use {flag_of(setting)}" in capsys.readouterr().err.replace("--no-", "--")
 
 
 def test_a_name_stands_once():
-    names = " ".join([*other_engines.TABLE.values(), *other_engines.NONE.values()]).split()
+    names = " ".join([*other_engines.OTHER_NAMES.values(), *other_engines.UNSUPPORTED_SETTINGS.values()]).split()
     assert sorted(set(names)) == sorted(names)
 
 

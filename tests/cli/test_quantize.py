@@ -15,7 +15,7 @@ from espalier.bench.drive import texts
 from espalier.bench.quantised import compare, kl_divergence
 from espalier.cli.main import main
 from espalier.errors import EspalierError
-from espalier.layout import PLAIN
+from espalier.layout import PLAIN_TREE
 from espalier.llm import LLM
 from espalier.models import read_config
 from espalier.models.weight_formats.quantised import QuantisedWeight
@@ -151,7 +151,7 @@ def test_a_model_of_a_short_context_is_compared(tmp_path, positions):
 @pytest.mark.parametrize("model", ["bundled", pytest.param(EAGLE3, marks=pytest.mark.full)], ids=["target", "draft"])
 def test_accept_lengths_are_those_of_the_tree_where_plain_decoding_is_as_fast(tmp_path, monkeypatch, model):
     """With plain decoding both would be 1, whatever the copy lost."""
-    monkeypatch.setattr("espalier.startup.tree_policy._limit_trees", lambda *_: {1: PLAIN})
+    monkeypatch.setattr("espalier.startup.tree_policy._limit_trees", lambda *_: {1: PLAIN_TREE})
     report = tmp_path / "report.json"
     flags = ["--to", "fp8", "--out", str(tmp_path / "out"), "--texts", "1", "--device", "cpu", "--json", str(report)]
     other = ["--draft", "bundled"] if model == "bundled" else ["--target", "bundled"]

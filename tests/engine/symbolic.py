@@ -17,7 +17,7 @@ from espalier.engine.executor import StagedHandle
 from espalier.engine.launch_input import DraftTree, LaunchInput, RequestResult, TreeSize
 from espalier.engine.prefill_policy import PrefillPass, pieces_of
 from espalier.layout import RoundLayout
-from espalier.logprobs import CHOSEN, TOKEN, words
+from espalier.logprobs import CHOSEN, TOKEN, row_words
 from espalier.request import Request
 from espalier.slots import SlotInit
 from espalier.speculate.round import ModelRunner
@@ -178,7 +178,7 @@ class SymbolicDevice:
         begin, end = (first + at for at in span)
         assert begin == end or first <= begin < end < slot.slot_init.prompt_len
         values = [-1.0 if self._sound(slot, row + 1) else nan for row in range(begin, end)]
-        rows = np.ones((len(values), words(0)), np.int64)
+        rows = np.ones((len(values), row_words(0)), np.int64)
         rows[:, TOKEN] = slot.tokens[begin + 1 : end + 1]
         rows.view(np.float64)[:, CHOSEN] = values
         return rows

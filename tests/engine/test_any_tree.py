@@ -12,7 +12,7 @@ from espalier.engine.acceptance import AcceptSample
 from espalier.engine.engine import Engine
 from espalier.engine.launch_input import LaunchInput, RequestResult
 from espalier.kernels.ops import drafts
-from espalier.layout import PLAIN, TARGET_ALONE, LaunchForm, TreeShape
+from espalier.layout import PLAIN_TREE, TARGET_ALONE, LaunchForm, TreeShape
 from espalier.speculate.drafters import grafted
 from tests.engine.alone import plainly
 from tests.engine.fake_cuda import FakeGraph, engine_on_fake_cuda, fake_cuda
@@ -28,7 +28,7 @@ from tests.properties.watch import INCREMENTAL, READY, Watch, run_watched
 from tests.ranks import Group
 
 TREE: dict[str, Any] = {"steps": 4, "topk": 3, "num_draft_tokens": 14, "max_batch": 4, "page_size": 4}
-SMALL = (PLAIN, TreeShape(1, 1, 2), TreeShape(3, 1, 4), TreeShape(2, 3, 7))
+SMALL = (PLAIN_TREE, TreeShape(1, 1, 2), TreeShape(3, 1, 4), TreeShape(2, 3, 7))
 # Rows that are shared out, and rounds without a draft pass.
 SHARED, ALONE = TreeShape(4, 3, 14, shared_rows=3), TreeShape(4, 3, 14, drafts=False)
 SOURCED = (*SMALL, SHARED, ALONE, TreeShape(2, 3, 7, shared_rows=2, drafts=False))
@@ -85,7 +85,11 @@ def test_any_tree_gives_the_tokens_of_plain_decoding_in_grammars() -> None:
     assert run(engine, asked(2, 1.2)).tokens == plain.tokens
 
 
-STAYING = [(Setup(**TREE), PLAIN), (MTPSetup(form=(2, "chain"), **TREE), PLAIN), (Setup(text_paths=2, **TREE), ALONE)]
+STAYING = [
+    (Setup(**TREE), PLAIN_TREE),
+    (MTPSetup(form=(2, "chain"), **TREE), PLAIN_TREE),
+    (Setup(text_paths=2, **TREE), ALONE),
+]
 
 
 @pytest.mark.parametrize(("setup", "without"), STAYING, ids=["eagle3", "mtp", "sources"])
@@ -99,7 +103,7 @@ def test_the_draft_stays_ready_over_rounds_without_it(setup: Setup, without: Tre
 def test_any_tree_crosses_to_every_rank() -> None:
     case, group = Case("trees", setup=(("overlap", True),)), Group(2)
     setup = case.made()
-    chooser = AnyTree((PLAIN, TreeShape(1, 1, 2), setup.layout.tree))
+    chooser = AnyTree((PLAIN_TREE, TreeShape(1, 1, 2), setup.layout.tree))
     requests = [mixed(4, max_tokens=8), mixed(4, max_tokens=8)]
     for trees, dataset_of_flags in zip((None, chooser), requests, strict=True):
         engine = group.engine(setup, case.files)
@@ -113,7 +117,7 @@ def test_any_tree_crosses_to_every_rank() -> None:
 
 def test_on_a_gpu_every_tree_of_a_bucket_is_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     setup = Setup(**TREE, attention="reference", overlap=True, text_paths=1)
-    requests, sets = mixed(6, max_tokens=6), ((1, (setup.layout.tree, PLAIN)), (3, (SHARED, ALONE, PLAIN)))
+    requests, sets = mixed(6, max_tokens=6), ((1, (setup.layout.tree, PLAIN_TREE)), (3, (SHARED, ALONE, PLAIN_TREE)))
     wanted = [plainly(setup, r).tokens for r in requests]
     fake_cuda(monkeypatch)
     # What only a CPU's path reads, as in test_no_sync.py.
@@ -128,7 +132,7 @@ def test_on_a_gpu_every_tree_of_a_bucket_is_a_graph(monkeypatch: pytest.MonkeyPa
 
     class OfBucket(AnyTree):
         def pick(self, batch: int, drafting: int, context: float, lookup: Any = None) -> TreeShape:
-            self.forms = engine.layout.choices_for(batch)
+            self.forms = engine.layout.tree_choices_for(batch)
             return super().pick(batch, drafting, context)
 
     chooser = OfBucket(())
@@ -156,7 +160,7 @@ def test_on_a_gpu_rounds_of_which_nobody_speculates_are_graphs_without_a_draft(
     FakeGraph.replayed = 0
     run_staggered(engine, requests, every=2)
     assert [r.output for r in requests] == wanted
-    without_draft = TARGET_ALONE if algorithm == "eagle3" else PLAIN
+    without_draft = TARGET_ALONE if algorithm == "eagle3" else PLAIN_TREE
     rounds = engine.scheduler.trees.num_rounds
     assert list(rounds) == [without_draft] and FakeGraph.replayed >= rounds[without_draft] > 6
 
@@ -184,7 +188,7 @@ def test_samples_are_what_the_trees_say() -> None:
 def check_row(row: RequestResult, form: TreeShape) -> int:
     """Returns how many accepted nodes are not first children."""
     assert row.tree is not None and row.tree_size.depth <= form.steps
-    assert sum(row.tree_size.at_depth) < form.num_draft_tokens
+    assert sum(row.tree_size.tokens_by_depth) < form.num_draft_tokens
     tree, path = row.tree, row.tree.path_rows
     children = {
         node: [i for i in range(1, len(tree.tokens)) if tree.parents[i] == node and tree.tokens[i] >= 0]

@@ -11,7 +11,7 @@ import torch
 
 from espalier.engine.engine import Engine
 from espalier.engine.launch_input import LaunchInput, RoundTrace
-from espalier.layout import PLAIN, TreeShape
+from espalier.layout import PLAIN_TREE, TreeShape
 from espalier.request import Request, SamplingParams
 from tests.engine.alone import plainly
 from tests.gpu.traffic import mixed, run_staggered
@@ -19,7 +19,7 @@ from tests.harness import Setup, prompts, request, run
 from tests.pairwise import fewer, in_turn_params
 
 # Rounds of 1 have the configured tree; those of 2, of 4 and of 6 are small ones of several forms.
-TREES = ((2, TreeShape(2, 2, 5)), (3, PLAIN), (4, TreeShape(3, 1, 4)), (5, PLAIN), (6, TreeShape(1, 3, 3)))
+TREES = ((2, TreeShape(2, 2, 5)), (3, PLAIN_TREE), (4, TreeShape(3, 1, 4)), (5, PLAIN_TREE), (6, TreeShape(1, 3, 3)))
 SETUP = Setup(topk=3, steps=4, num_draft_tokens=14, max_batch=6, page_size=4, trees=TREES)
 
 
@@ -135,7 +135,7 @@ def drafted_state(engine: Engine, r: Request) -> tuple[torch.Tensor, list[torch.
 @pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.full), 2.0])
 def test_a_draft_that_paused_goes_on_as_if_it_never_had(temperature):
     always, states = paused((), temperature)
-    rounds, paused_states = paused(((2, PLAIN),), temperature)
+    rounds, paused_states = paused(((2, PLAIN_TREE),), temperature)
     # The last rounds may accept no guess, and have none.
     end = 7 + 60 - 2
     single = [t for t in rounds if sum(token >= 0 for token in t.tree.tokens) == 1 and t.prefix_len < end]

@@ -57,7 +57,7 @@ def test_a_capture_that_runs_out_of_memory_names_its_graph(captured_before, monk
     setup = setup_of("eagle3", 4, 16, overlap=True, attention="reference", max_batch=2, chunk_size=64)
     fake_cuda(monkeypatch)
     monkeypatch.setattr(GroupedBackend, "captures_prefill", True)
-    captured, forms = CudaExecutor.captured, []
+    captured, forms = CudaExecutor.capture_graph, []
 
     def capturing(executor, form, pool):
         forms.append(form)
@@ -65,7 +65,7 @@ def test_a_capture_that_runs_out_of_memory_names_its_graph(captured_before, monk
             raise torch.OutOfMemoryError
         return captured(executor, form, pool)
 
-    monkeypatch.setattr(CudaExecutor, "captured", capturing)
+    monkeypatch.setattr(CudaExecutor, "capture_graph", capturing)
     with pytest.raises(EspalierError) as raised:
         engine_on_fake_cuda(setup, graph_batch=2)
     batch, width, pieces, _ = forms[-1]

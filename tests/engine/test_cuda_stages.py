@@ -10,7 +10,13 @@ import pytest
 import torch
 
 from espalier.engine import cuda_stages
-from espalier.engine.cuda_stages import StageMemory, no_garbage_collection, pack, runs_of_rows, unpack
+from espalier.engine.cuda_stages import (
+    StageMemory,
+    no_garbage_collection,
+    pack_side_by_side,
+    runs_of_rows,
+    unpack_side_by_side,
+)
 from espalier.engine.launch_input import dummy_launch
 from espalier.kernels.ops import drafts
 from espalier.request import Request
@@ -98,7 +104,7 @@ def test_adjacent_rows():
 def test_values_and_words_of_a_row_are_one_copy(words):
     values = np.array([[3, -1], [-1, 7]])
     masks = np.arange(2 * words, dtype=np.int32).reshape(2, words) - 3
-    found = unpack(torch.from_numpy(pack(values, masks)), 2, words)
+    found = unpack_side_by_side(torch.from_numpy(pack_side_by_side(values, masks)), 2, words)
     assert found[0].tolist() == values.tolist() and found[1].tolist() == masks.tolist()
 
 
@@ -108,25 +114,25 @@ def test_rows_that_are_not_named_are_free(free, monkeypatch):
     rows = memory.rows("guide", (4, 2), torch.int64, free)
     nothing = [-1, -1] if isinstance(free, int) else free.tolist()
     assert rows.values.tolist() == [nothing] * 4
-    rows.set((0, 2, 3), np.array([[1, 2], [3, 4], [5, 6]]))
+    rows.set_rows((0, 2, 3), np.array([[1, 2], [3, 4], [5, 6]]))
     assert rows.values.tolist() == [[1, 2], nothing, [3, 4], [5, 6]]
-    rows.set((0, 2, 3), np.array([[7, 7], [8, 8], [9, 9]]))
+    rows.set_rows((0, 2, 3), np.array([[7, 7], [8, 8], [9, 9]]))
     assert rows.values.tolist() == [[7, 7], nothing, [8, 8], [9, 9]]
-    rows.set((1,), np.array([[4, 4]]))
+    rows.set_rows((1,), np.array([[4, 4]]))
     assert rows.values.tolist() == [nothing, [4, 4], nothing, nothing]
-    rows.set((), None)
+    rows.set_rows((), None)
     assert rows.values.tolist() == [nothing] * 4
 
 
 def test_batch_sizes_that_share_memory_leave_nothing_behind():
     memory = StageMemory(torch.device("cpu"))
     large, small = (memory.rows("masks", (batch, 2), torch.int64, -1) for batch in (3, 2))
-    large.set((1,), np.array([[5, 6]]))
-    small.set((0,), np.array([[7, 8]]))
+    large.set_rows((1,), np.array([[5, 6]]))
+    small.set_rows((0,), np.array([[7, 8]]))
     assert small.values.tolist() == [[7, 8], [-1, -1]]
-    large.set((1,), np.array([[5, 6]]))
+    large.set_rows((1,), np.array([[5, 6]]))
     assert large.values.tolist() == [[-1, -1], [5, 6], [-1, -1]]
-    small.set((0,), None)
+    small.set_rows((0,), None)
     assert small.values.tolist() == [[-1, -1]] * 2
     assert small.values.data_ptr() == large.values.data_ptr()
 
@@ -134,7 +140,7 @@ def test_batch_sizes_that_share_memory_leave_nothing_behind():
 def test_a_larger_batch_that_asks_later_gets_memory_of_its_own():
     memory = StageMemory(torch.device("cpu"))
     small, large = (memory.rows("masks", (batch, 2), torch.int64, -1) for batch in (2, 3))
-    large.set((1,), np.array([[5, 6]]))
-    small.set((0,), np.array([[7, 8]]))
+    large.set_rows((1,), np.array([[5, 6]]))
+    small.set_rows((0,), np.array([[7, 8]]))
     assert large.values.tolist() == [[-1, -1], [5, 6], [-1, -1]]
     assert small.values.tolist() == [[7, 8], [-1, -1]]

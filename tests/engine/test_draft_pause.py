@@ -9,7 +9,7 @@ import pytest
 
 from espalier.config import EngineConfig, SpeculationConfig
 from espalier.engine.round_times import CpuCosts
-from espalier.layout import PLAIN
+from espalier.layout import PLAIN_TREE
 from espalier.request import SamplingParams
 from espalier.speculate import round as of_round
 from espalier.speculate.round import ProposedRound, VerifiedRound
@@ -85,7 +85,7 @@ def test_an_engine_pauses_guesses_that_do_not_pay(pauses: bool, verified: list[P
     """
     setup = Setup(steps=5, topk=4, num_draft_tokens=16, algorithm="ngram", max_context=128)
     config = setup.config(round_costs=CpuCosts() if pauses else None)
-    config = replace(config, layout=replace(config.layout, choices=((1, (config.layout.tree, PLAIN)),)))
+    config = replace(config, layout=replace(config.layout, choices=((1, (config.layout.tree, PLAIN_TREE)),)))
     engine = assemble_engine(LoadedModels(config, *setup.models(setup.layout.position_rows)))
     r = request(0, prompts(3, (40,))[0], SamplingParams(max_tokens=80, temperature=6.0))
     engine.add(r)

@@ -13,7 +13,7 @@ from espalier.kernels.ops.state import gather_slots
 from espalier.layout import LaunchForm
 from espalier.request import SamplingParams
 from espalier.sampling.logit_processors import SamplingNeeds
-from espalier.slots import FLOATS, INTS, Guess, SlotTable
+from espalier.slots import FLOAT_COLUMNS, INT_COLUMNS, Guess, SlotTable
 from tests.harness import Setup, request
 
 SETUP = Setup(page_size=4, max_batch=3)
@@ -52,7 +52,7 @@ def device_launch(
     into: SlotTable, launch_input: LaunchInput, batch: int, entry: int = 0, pieces: int = 0
 ) -> LaunchBuffer:
     packed = pack_launch(into, launch_input, entry, LaunchForm(batch, launch_input.width, pieces))
-    arrived = packed.on(torch.from_numpy(packed.vector))
+    arrived = packed.with_vector(torch.from_numpy(packed.vector))
     arrived.apply(into)
     return arrived
 
@@ -65,7 +65,7 @@ def test_an_admission_fills_its_slot_and_no_other():
     )
     arrived = device_launch(into, launch_input, batch=2, entry=1)
     assert (arrived.entry.tolist(), arrived.slots.tolist(), arrived.lengths.tolist()) == ([1], [2, 3], [3, 2])
-    ints = dict(zip(INTS, into.ints[2].tolist(), strict=True))
+    ints = dict(zip(INT_COLUMNS, into.ints[2].tolist(), strict=True))
     assert ints == {
         "prefix_len": 1,
         "root": 1,
@@ -82,7 +82,7 @@ def test_an_admission_fills_its_slot_and_no_other():
     }
     floats = {"temperature": 0.7, "top_p": 0.8, "min_p": 0.1}
     floats |= {"repetition_penalty": 1.2, "presence_penalty": 0.3, "frequency_penalty": -0.4}
-    assert dict(zip(FLOATS, into.floats[2].tolist(), strict=True)) == pytest.approx(floats)
+    assert dict(zip(FLOAT_COLUMNS, into.floats[2].tolist(), strict=True)) == pytest.approx(floats)
     assert into.history[2].tolist()[:7] == [3, 1, 3, 8, 5, 5, 0] and not into.history[2, 6:].any()
     assert into.page_table[2].tolist()[:4] == [4, 2, 6, 0] and not into.page_table[2, 3:].any()
     assert into.page_table[3].tolist()[:3] == [1, 9, 1]
@@ -98,8 +98,8 @@ def test_an_admission_fills_its_slot_and_no_other():
 def test_numbers_are_read_under_their_names():
     into = table()
     into.seed[1], into.min_p[1] = 2**62, 0.25
-    assert into.ints[1, INTS.index("seed")] == 2**62
-    assert into.floats[1, FLOATS.index("min_p")] == 0.25
+    assert into.ints[1, INT_COLUMNS.index("seed")] == 2**62
+    assert into.floats[1, FLOAT_COLUMNS.index("min_p")] == 0.25
 
 
 @pytest.mark.parametrize("batch", [1, 2, 3])
@@ -135,7 +135,7 @@ def test_what_sources_send_has_one_form_and_padding_changes_no_path(batch):
     sizes = set()
     for launch_input in made:
         packed = pack_launch(into, launch_input, 0, LaunchForm(batch))
-        packed.on(torch.from_numpy(packed.vector)).apply(into)
+        packed.with_vector(torch.from_numpy(packed.vector)).apply(into)
         sizes.add(packed.sizes)
         assert torch.equal(into.survival, torch.from_numpy(sent)), "sent once, and kept"
     assert len(sizes) == 1
@@ -191,7 +191,7 @@ def test_what_grows_between_two_launches_fits_a_launch_input():
     for page_size in (1, 2, 3, 16, 64, 512):
         layout = replace(SETUP, page_size=page_size, max_context=4000).layout
         for seen in range(1, 200):
-            grown = layout.reserve(seen + layout.extend_width, 2, 10**6) - layout.reserve(seen, 1, 10**6)
+            grown = layout.pages_needed(seen + layout.extend_width, 2, 10**6) - layout.pages_needed(seen, 1, 10**6)
             assert grown <= layout.max_appended_pages(1)
 
 

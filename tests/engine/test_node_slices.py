@@ -7,7 +7,7 @@ import torch
 
 from espalier.request import SamplingParams
 from espalier.speculate import logit_slices
-from espalier.speculate.logit_slices import NODE_LOGITS_BYTES, node_slices
+from espalier.speculate.logit_slices import MAX_NODE_LOGIT_BYTES, node_slices
 from espalier.startup.tree_policy import MAX_VERIFY_ROWS
 from tests.grammar.test_lossless import END, GRAMMARS, masker_of
 from tests.harness import VOCAB, Ran, Setup, prompts, request, run
@@ -40,7 +40,7 @@ def test_slices_of_a_trees_logits_equal_the_whole(setup, with_grammar, monkeypat
     logits = type(target).logits
     monkeypatch.setattr(type(target), "logits", lambda model, x: rows.append(x[..., 0].numel()) or logits(model, x))
     # Seven rows: two nodes of each of three requests, three of two, all seven of one.
-    monkeypatch.setattr(logit_slices, "NODE_LOGITS_BYTES", 7 * 4 * VOCAB)
+    monkeypatch.setattr(logit_slices, "MAX_NODE_LOGIT_BYTES", 7 * 4 * VOCAB)
     sliced = ran(setup, with_grammar)
     # Besides slices, the rows of accepted paths; a whole tree has twenty.
     assert 7 in rows and max(rows) <= 3 * setup.layout.extend_width < 3 * setup.layout.num_draft_tokens
@@ -57,7 +57,7 @@ def test_slices_hold_what_the_bytes_say_and_default_trees_need_one():
         slices = node_slices(batch, nodes, vocab)
         assert torch.cat([torch.arange(nodes)[each] for each in slices]).tolist() == list(range(nodes))
         assert all(
-            (each.stop - each.start) * batch * vocab * 4 <= NODE_LOGITS_BYTES or each.stop == each.start + 1
+            (each.stop - each.start) * batch * vocab * 4 <= MAX_NODE_LOGIT_BYTES or each.stop == each.start + 1
             for each in slices
         )
     assert len(node_slices(64, 256, 128_256)) > 1

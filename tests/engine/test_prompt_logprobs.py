@@ -16,7 +16,7 @@ from espalier.logprobs import CHOSEN, TokenLogprob
 from espalier.request import OutputChunk, Request, SamplingParams
 from espalier.sampling import prompt as sampling_prompt
 from espalier.speculate import round
-from espalier.speculate.logit_slices import LOGITS_BYTES, logit_rows
+from espalier.speculate.logit_slices import MAX_PROMPT_LOGIT_BYTES, max_logit_rows
 from tests.engine.watching import SharedPages, run_watched
 from tests.harness import DTYPE, VOCAB, Setup, directories, prompts, request
 from tests.models.reference import load_reference, reference_logits
@@ -341,7 +341,7 @@ def test_pieces_of_the_head_equal_the_whole(monkeypatch: pytest.MonkeyPatch) -> 
         asked: list[int] = []
         requests, engine = wishing(16), replace(SETUP, chunk_size=512).engine()
         right = sampling_prompt.logprobs
-        monkeypatch.setattr(round, "logit_rows", lambda vocab: most)
+        monkeypatch.setattr(round, "max_logit_rows", lambda vocab: most)
         monkeypatch.setattr(
             sampling_prompt, "logprobs", lambda rows, *others: asked.append(len(rows)) or right(rows, *others)
         )
@@ -360,6 +360,6 @@ def test_pieces_of_the_head_equal_the_whole(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_the_bound_is_in_bytes() -> None:
-    for vocab in (VOCAB, 32_000, 128_256, 2 * LOGITS_BYTES):
-        rows = logit_rows(vocab)
-        assert rows >= 1 and (rows == 1 or rows * vocab * 4 <= LOGITS_BYTES < (rows + 1) * vocab * 4)
+    for vocab in (VOCAB, 32_000, 128_256, 2 * MAX_PROMPT_LOGIT_BYTES):
+        rows = max_logit_rows(vocab)
+        assert rows >= 1 and (rows == 1 or rows * vocab * 4 <= MAX_PROMPT_LOGIT_BYTES < (rows + 1) * vocab * 4)

@@ -23,12 +23,12 @@ def test_requests_stand_by_priority_then_arrival_then_as_they_came(calls):
         elif verb == "take" and expected:
             assert queue.take().request is expected.pop(0)
         elif verb == "pass over" and expected:
-            passed_over = [queue.set_aside() for _ in range(min(value, len(expected))) if queue.first() is not None]
+            passed_over = [queue.set_aside() for _ in range(min(value, len(expected))) if queue.peek() is not None]
             assert [entry.request for entry in passed_over] == expected[: len(passed_over)]
             for entry in passed_over:
                 queue.put_back(entry)
         assert list(queue) == expected and len(queue) == len(expected)
-        assert queue.first() is (expected[0] if expected else None)
+        assert queue.peek() is (expected[0] if expected else None)
 
 
 def test_removed_entries_do_not_stay_behind_a_request_that_waits():
@@ -42,7 +42,7 @@ def test_removed_entries_do_not_stay_behind_a_request_that_waits():
         queue.remove(added)
     [of_priority] = queue._by_priority.values()
     [of_client] = of_priority._queues.values()
-    assert len(of_client.heap) < 10 and queue.first() is first
+    assert len(of_client.heap) < 10 and queue.peek() is first
 
 
 # (verb, client, priority, whether it had a slot before)
@@ -69,7 +69,7 @@ def test_clients_that_wait_are_served_in_turns(calls):
         elif verb == "remove" and waiting:
             queue.remove(waiting.pop(number % len(waiting)))
         elif verb == "take" and waiting:
-            first = queue.first()
+            first = queue.peek()
             assert queue.take().request is first
             assert first.priority == min(each.priority for each in waiting)
             alike = [each for each in waiting if each.priority == first.priority]
@@ -98,7 +98,7 @@ def test_a_client_that_comes_back_one_at_a_time_takes_no_more_than_its_turn():
         added = request(number, [1])
         added.client, added.arrival = "one", number
         queue.add(added)
-        while queue.first() is not None and "one" not in (taken := queue.take().request.client):
+        while queue.peek() is not None and "one" not in (taken := queue.take().request.client):
             order += taken[0]
         order += "o"
     assert "oo" not in order and "mmm" not in order

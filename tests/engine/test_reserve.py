@@ -58,7 +58,7 @@ def test_mixed_requests_at_any_page_size(page_size: int, overlap: bool) -> None:
 def test_thirteen_tokens_ahead() -> None:
     """The figure of the design at steps 5, against 2 · max(ceil((page - 1 + steps) / page) · page · topk, D)."""
     layout = BIG.layout
-    assert (layout.tokens_ahead(1), layout.tokens_ahead(2)) == (7, 13)
+    assert (layout.max_tokens_ahead(1), layout.max_tokens_ahead(2)) == (7, 13)
     per_branch = 2 * max(-(-(256 - 1 + 5) // 256) * 256 * 8, 64)
     assert per_branch == 8192
 

@@ -9,7 +9,7 @@ from espalier.engine.launch_input import DraftTree, LaunchInput, RequestResult, 
 from espalier.engine.results import ResultsRing, read_results
 from espalier.kernels.ops.sampling import logprob_rows
 from espalier.kernels.ops.tree import Path
-from espalier.logprobs import TokenLogprob, TokenLogprobs, words
+from espalier.logprobs import TokenLogprob, TokenLogprobs, row_words
 from espalier.sampling.logit_processors import SamplingNeeds
 from espalier.sampling.prompt import PromptRows
 from espalier.speculate.round import RoundOutput
@@ -106,7 +106,7 @@ def test_logprobs_stay_with_their_tokens():
     values = torch.arange(12.0).view(2, 3, 2)
     chosen, ranks = torch.tensor([[-0.5, -0.25, -1.0], [-2.0, 0.0, 0.0]]), torch.tensor([[1, 2, 3], [4, 5, 6]])
     results = written(ROUND, 1)
-    results.logprobs[1, :2, :, : words(2)] = logprob_rows(PATH.tokens, chosen, ranks, values.long(), -values)
+    results.logprobs[1, :2, :, : row_words(2)] = logprob_rows(PATH.tokens, chosen, ranks, values.long(), -values)
     read_rows = rows_of(results, 1, 2, wanted=(0, 2))
     results.ring.zero_()  # The next launch overwrites it.
     first, second = (TokenLogprobs([row.logprobs]) for row in read_rows)
@@ -118,7 +118,7 @@ def test_logprobs_stay_with_their_tokens():
 def test_only_who_asked_gets_logprobs():
     asked = RoundOutput(PATH, LOGITS, torch.tensor([-1, 1]), PATH.rows, TREE)
     none, one = (row.logprobs for row in rows_of(written(asked, 0), 0, 2, wanted=(None, 1)))
-    assert none is None and one is not None and one.shape == (1, words(1))
+    assert none is None and one is not None and one.shape == (1, row_words(1))
     assert TokenLogprobs([one])[0].logprob == pytest.approx(LOGITS[1, 0].log_softmax(-1)[8].item(), abs=1e-6)
 
 

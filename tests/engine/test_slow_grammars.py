@@ -17,7 +17,7 @@ from espalier import LLM, EspalierError, Grammar, SamplingParams
 from espalier.engine import mask_threads
 from espalier.engine.engine import Engine
 from espalier.engine.mask_threads import MAX_ABANDONED, MAX_SHARES, TOO_SLOW, MaskThreads
-from espalier.engine.masks import TOOK_TOO_LONG
+from espalier.engine.masks import TOOK_TOO_LONG_ERROR
 from espalier.kernels.ops import drafts
 from espalier.masking.compile import CompilerBusy, GrammarCompiler
 from espalier.masking.masker import GrammarMasker, allowed_tokens
@@ -111,7 +111,7 @@ def test_others_get_every_token_that_they_get_alone(question, number, where, ove
     ran = run(engine, requests).requests
     for i, (each, right) in enumerate(zip(ran, expected, strict=True)):
         if i in (0, 4):
-            assert (each.finish_reason, each.error) == ("abort", TOOK_TOO_LONG)
+            assert (each.finish_reason, each.error) == ("abort", TOOK_TOO_LONG_ERROR)
             assert each.output == right.output[: len(each.output)] != right.output
         else:
             assert (each.output, each.finish_reason, each.error) == (right.output, right.finish_reason, None)

@@ -64,7 +64,7 @@ def watch(engine: Engine) -> None:
                 if not launch.launch_input.is_prefill:
                     certain = r.num_known + r.rounds_in_flight  # this round not included
                     assert certain < r.end(layout.max_context), "a round for a request that is sure to have ended"
-                assert layout.reserve(r.num_known, rounds, r.end(layout.max_context)) <= len(r.pages)
+                assert layout.pages_needed(r.num_known, rounds, r.end(layout.max_context)) <= len(r.pages)
         return launch
 
     scheduler.next_launch = next_launch  # type: ignore[method-assign]
@@ -92,7 +92,7 @@ def storm(seed: int) -> int:
         if turn > 60 and not engine.has_work:
             break
     assert not engine.has_work, "the engine goes nowhere"
-    assert engine.pool.free + len(engine.prefixes or ()) + 1 == pages
+    assert engine.pool.num_free + len(engine.prefixes or ()) + 1 == pages
     for r in requests:
         tokens, reason = continuation(r, layout.max_context)
         if r.finish_reason == "abort":

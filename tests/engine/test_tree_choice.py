@@ -20,7 +20,7 @@ from espalier.engine.acceptance import (
 )
 from espalier.engine.round_times import CORRECTION_ROUNDS, CpuCosts, RoundTimes
 from espalier.engine.tree_choice import MAX_PAUSE, LookupGain, TreeChoice
-from espalier.layout import PLAIN, TARGET_ALONE, RoundLayout, TreeShape, next_bucket
+from espalier.layout import PLAIN_TREE, TARGET_ALONE, RoundLayout, TreeShape, next_bucket
 from espalier.startup.tree_cost import CONTEXT
 from espalier.startup.tree_policy import tree_sets
 from tests.startup.test_tree_policy import BIG
@@ -101,10 +101,10 @@ class World:
         tokens = seconds = 0.0
         for number in range(rounds):
             tree = self.choice.pick(batch, drafting, 1024)
-            assert tree in self.choice.layout.choices_for(batch)
+            assert tree in self.choice.layout.tree_choices_for(batch)
             taken = self.seconds(tree, batch)
             self.now += taken * self.random.uniform(0.98, 1.02) * (10 if self.random.random() < 0.03 else 1)
-            samples = [self.sample(tree) for _ in range(drafting)] if tree != PLAIN else []
+            samples = [self.sample(tree) for _ in range(drafting)] if tree != PLAIN_TREE else []
             lookup_samples = [self.lookup_sample(tree, len(s.ranks) + 1) for s in samples if self.found is not None]
             self.choice.read(samples, batch * tree.rows, lookup_samples)
             if number % 50 == 49:
@@ -118,7 +118,7 @@ class World:
 
     def best(self, batch: int, drafting: int | None = None) -> float:
         share = 1.0 if drafting is None else drafting / batch
-        forms = self.choice.layout.choices_for(batch)
+        forms = self.choice.layout.tree_choices_for(batch)
         return max(self.mean_length(tree, share) / self.seconds(tree, batch) for tree in forms)
 
 
@@ -132,7 +132,7 @@ def test_the_best_form_is_found_and_kept(level: float, more: dict[str, float], b
         world = World(batch, level, **more)
         world.run(batch, 400)
         bucket = world.choice.buckets[next_bucket(batch)]
-        rate, plain = world.run(batch, 400), 1 / world.seconds(PLAIN, batch)
+        rate, plain = world.run(batch, 400), 1 / world.seconds(PLAIN_TREE, batch)
         assert rate >= 0.97 * world.best(batch), batch
         assert rate >= 0.985 * plain, batch
         assert bucket.switches <= 15, batch
@@ -179,11 +179,11 @@ def test_a_deep_tree_says_what_a_chain_would_accept() -> None:
         found.add(TREE, [world.sample(TREE) for _ in range(32)])
     for tree in (TREE, TreeShape(3, 1, 4), TreeShape(1, 1, 2)):
         assert found.accept_length(tree) == pytest.approx(world.accept_length(tree), rel=0.03)
-    assert found.accept_length(PLAIN) == 1
+    assert found.accept_length(PLAIN_TREE) == 1
 
 
 def test_what_is_assumed_is_the_table() -> None:
-    for tree in (TREE, TreeShape(3, 2, 8), TreeShape(3, 1, 4), TreeShape(1, 1, 2), TreeShape(5, 8, 64), PLAIN):
+    for tree in (TREE, TreeShape(3, 2, 8), TreeShape(3, 1, 4), TreeShape(1, 1, 2), TreeShape(5, 8, 64), PLAIN_TREE):
         assert Acceptance(5, 1, 1).accept_length(tree) == pytest.approx(assumed_accept_length(tree), abs=0.01)
     assert gains(TREE, [0.0] * 5) == [0.0] * 6
 
@@ -196,24 +196,24 @@ def paced(accepts: bool, rounds: int, choice: TreeChoice) -> list[TreeShape]:
         assert tree is not None
         picked.append(tree)
         ranks = (0,) * depth_of(tree) if accepts else ()
-        samples = [AcceptSample(depth_of(tree), ranks, accepts, False)] if tree != PLAIN else []
+        samples = [AcceptSample(depth_of(tree), ranks, accepts, False)] if tree != PLAIN_TREE else []
         choice.read(samples, tree.num_draft_tokens, samples)
     return picked
 
 
 def test_on_a_cpu_guesses_that_find_nothing_are_tried_more_and_more_seldom() -> None:
-    choices = [TreeChoice(layout_of(((1, (TREE, PLAIN)),)), CpuCosts(), is_lookup=True) for _ in range(2)]
+    choices = [TreeChoice(layout_of(((1, (TREE, PLAIN_TREE)),)), CpuCosts(), is_lookup=True) for _ in range(2)]
     picked = paced(False, 2000, choices[0])
-    drafted = [number for number, tree in enumerate(picked) if tree != PLAIN]
+    drafted = [number for number, tree in enumerate(picked) if tree != PLAIN_TREE]
     # All of a trial's rows cost half a round.
-    assert len(drafted) * 0.5 < 0.015 * 2000 and sum(tree != PLAIN for tree in picked[:128]) * 0.5 < 0.04 * 128
+    assert len(drafted) * 0.5 < 0.015 * 2000 and sum(tree != PLAIN_TREE for tree in picked[:128]) * 0.5 < 0.04 * 128
     pauses = [after - before for before, after in pairwise(drafted) if after - before > 1]
     assert pauses == sorted(pauses) and MAX_PAUSE - 8 < max(pauses) <= MAX_PAUSE
     assert paced(False, 2000, choices[1]) == picked, "equal requests run equal rounds"
     assert set(paced(True, MAX_PAUSE + 30, choices[0])[-10:]) == {TREE}, "a text that repeats itself is noticed"
     choices[0].restart()
     assert set(paced(True, 100, choices[0])) == {TREE}
-    assert PLAIN in paced(False, 60, choices[0])
+    assert PLAIN_TREE in paced(False, 60, choices[0])
 
 
 def by_guesses(choice: TreeChoice, rounds: int, tokens: Sequence[float], accepted: int) -> list[TreeShape]:
@@ -225,14 +225,14 @@ def by_guesses(choice: TreeChoice, rounds: int, tokens: Sequence[float], accepte
         tree = choice.pick(1, 1, 100, LookupGain(gained, 6 if gained else 1))
         assert tree is not None
         picked.append(tree)
-        samples = [AcceptSample(5, (0,) * accepted, accepted == 5, False)] if tree.drafts and tree != PLAIN else []
+        samples = [AcceptSample(5, (0,) * accepted, accepted == 5, False)] if tree.drafts and tree != PLAIN_TREE else []
         choice.read(samples, tree.num_draft_tokens, [])
     return picked
 
 
 def test_a_round_whose_guesses_are_known_runs_without_a_draft_where_they_are_worth_more() -> None:
     alone = TreeShape(5, 4, 16, drafts=False)
-    choice = TreeChoice(layout_of(((1, (TREE, alone, PLAIN)),)), CpuCosts(draft=0.15), is_lookup=False)
+    choice = TreeChoice(layout_of(((1, (TREE, alone, PLAIN_TREE)),)), CpuCosts(draft=0.15), is_lookup=False)
     assert by_guesses(choice, 60, (4.0, 0.2), 3) == [alone, TREE] * 30
     known = choice.acceptance.accept_length(TREE)
     choice.restart()
@@ -267,7 +267,7 @@ def test_where_nobody_can_use_guesses_nothing_is_drafted() -> None:
     for _ in range(20):
         assert world.choice.pick(8, 0, 1024) == TARGET_ALONE
         world.choice.read([], 8, [])
-    assert world.choice.buckets[8].current == before != PLAIN, "nothing was found out"
+    assert world.choice.buckets[8].current == before != PLAIN_TREE, "nothing was found out"
 
 
 def test_rounds_in_flight_are_read_in_order() -> None:
@@ -350,7 +350,7 @@ def test_sets_are_few_alike_in_a_bucket_and_fit() -> None:
             looks_up = configured.num_draft_tokens < 64
             assert sum(not shape.drafts for shape in shapes) == looks_up
             shapes = tuple(shape for shape in shapes if shape.drafts)
-            assert PLAIN in shapes and len(set(shapes)) == len(shapes) <= 4
+            assert PLAIN_TREE in shapes and len(set(shapes)) == len(shapes) <= 4
             assert all(batch * shape.num_draft_tokens <= 4096 for shape in shapes)
             bucket = min(next_bucket(batch), 90)
             of_bucket = next(shapes for least, shapes in reversed(sets) if least <= bucket)
@@ -362,4 +362,4 @@ def test_sets_are_few_alike_in_a_bucket_and_fit() -> None:
             ]
             assert rates[0] == pytest.approx(max(rates), rel=0.01), "the one that is predicted to be fastest is first"
             for shape in shapes:
-                layout.tree.require(shape)
+                layout.tree.require_fits(shape)

@@ -97,7 +97,7 @@ class Traffic(RuleBasedStateMachine):
     @rule(count=st.integers(1, 30))
     def take_pages(self, count: int) -> None:
         """Somebody else holds pages for a while: the engine must evict, wait and preempt by itself."""
-        self.held += self.engine.pool.allocate(min(count, self.engine.pool.free))
+        self.held += self.engine.pool.allocate(min(count, self.engine.pool.num_free))
 
     @rule()
     def give_pages_back(self) -> None:
@@ -140,7 +140,7 @@ class Traffic(RuleBasedStateMachine):
     def check_end(self) -> None:
         self.engine.check_pages()
         pool, prefixes = self.engine.pool, self.engine.prefixes
-        assert pool.free + (0 if prefixes is None else len(prefixes)) + 1 == pool.num_pages
+        assert pool.num_free + (0 if prefixes is None else len(prefixes)) + 1 == pool.num_pages
         assert sorted(self.engine.scheduler.free_slots) == list(range(1, self.engine.layout.num_slots))
         for r in self.requests:
             self.check_answer(r)

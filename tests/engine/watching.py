@@ -77,6 +77,6 @@ def run_watched(
         step += 1
         assert step < 5000, "the engine goes nowhere"
     cached = 0 if engine.prefixes is None else len(engine.prefixes)
-    assert engine.pool.free + cached + 1 == engine.pool.num_pages
+    assert engine.pool.num_free + cached + 1 == engine.pool.num_pages
     engine.close()
     return step

@@ -15,7 +15,7 @@ import triton
 
 from espalier.engine.cuda import CudaExecutor
 from espalier.engine.engine import Engine
-from espalier.layout import PLAIN, TreeShape
+from espalier.layout import PLAIN_TREE, TreeShape
 from espalier.request import Request
 from espalier.startup.build import make_runner
 from espalier.startup.measure_memory import TRIAL_PAGES, measure_needs
@@ -26,7 +26,7 @@ from tests.grammar.test_lossless import check_all_in_grammar
 from tests.harness import prompts
 
 DTYPES = {"bf16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
-TREES = ((2, TreeShape(2, 2, 5)), (4, PLAIN))
+TREES = ((2, TreeShape(2, 2, 5)), (4, PLAIN_TREE))
 
 
 def setup_of(algorithm: str, dtype: torch.dtype) -> DeviceSetup:

@@ -33,7 +33,7 @@ def right() -> list[list[int]]:
         return said(llm)
 
 
-@pytest.mark.parametrize("where", ["launch", "graph", "_send", "_eager", "start_readback"])
+@pytest.mark.parametrize("where", ["launch", "graph", "_copy_to_graph", "_run_eager_launch", "start_readback"])
 def test_an_error_inside_a_launch_stops_the_engine_by_name(where, right, monkeypatch):
     def broken(*_):
         raise RuntimeError("the device is broken")
@@ -42,11 +42,11 @@ def test_an_error_inside_a_launch_stops_the_engine_by_name(where, right, monkeyp
         executor = make_executor(llm.engine)
         if where == "graph":
             # The same as a graph that cannot be launched.
-            monkeypatch.setattr("espalier.engine.cuda._pinned", broken)
+            monkeypatch.setattr("espalier.engine.cuda._copy_to_pinned", broken)
         else:
             monkeypatch.setattr(executor, where, broken)
         # A pass that reports the prompt's log-probabilities is not captured.
-        params = replace(SHORT, prompt_logprobs=1) if where == "_eager" else SHORT
+        params = replace(SHORT, prompt_logprobs=1) if where == "_run_eager_launch" else SHORT
         with pytest.raises(RuntimeError, match="the device is broken"):
             llm.generate(PROMPTS, params)
         monkeypatch.undo()

@@ -8,7 +8,7 @@ import torch
 
 from espalier import LLM, SamplingParams
 from espalier.engine.engine import Engine
-from espalier.layout import PLAIN, TreeShape
+from espalier.layout import PLAIN_TREE, TreeShape
 from espalier.speculate import logit_slices
 from tests.gpu.conftest import BATCHES
 from tests.gpu.engines import DeviceSetup
@@ -22,7 +22,7 @@ DTYPES = {"bf16": torch.bfloat16, "float32": torch.float32}
 # (algorithm, page size): every page size under a draft, and the other drafters at two.
 PAGES = [*product(["eagle3"], [1, 3, 16, 64, 256]), ("ngram", 3), ("ngram", 64), ("none", 1), ("none", 16)]
 
-TREES = ((2, TreeShape(2, 3, 9)), (3, PLAIN), (4, TreeShape(3, 1, 4)), (5, TreeShape(1, 3, 3)))
+TREES = ((2, TreeShape(2, 3, 9)), (3, PLAIN_TREE), (4, TreeShape(3, 1, 4)), (5, TreeShape(1, 3, 3)))
 
 
 def setup_of(algorithm: str, page_size: int, dtype: torch.dtype, **changes) -> DeviceSetup:
@@ -116,7 +116,7 @@ def test_logits_of_nodes_in_pieces(algorithm, put_on_record, monkeypatch):
         return [request.output for request in requests]
 
     whole = outputs()
-    monkeypatch.setattr(logit_slices, "NODE_LOGITS_BYTES", 7 * 4 * VOCAB)
+    monkeypatch.setattr(logit_slices, "MAX_NODE_LOGIT_BYTES", 7 * 4 * VOCAB)
     twin = check(setup.engine(), setup.engine(), put_on_record)
     assert set(twin.replayed) == {1, 2, 3, 4, 5} and twin.num_passes > 0
     assert outputs() == whole

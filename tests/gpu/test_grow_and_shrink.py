@@ -11,7 +11,7 @@ import torch
 from espalier.engine.engine import Engine
 from espalier.engine.executor import Handle
 from espalier.engine.launch_input import LaunchInput
-from espalier.layout import PLAIN, TreeShape
+from espalier.layout import PLAIN_TREE, TreeShape
 from espalier.request import Request
 from tests.engine.alone import plainly, replace_request
 from tests.gpu.conftest import FIGURES, NEAR_TIES
@@ -39,11 +39,11 @@ KINDS = 52
 # The configured tree for one request; the last two forms run eagerly.
 TREES = (
     (2, TreeShape(2, 2, 5)),
-    (3, PLAIN),
+    (3, PLAIN_TREE),
     (4, TreeShape(3, 1, 4)),
     (8, TreeShape(2, 3, 9)),
     (9, TreeShape(1, 3, 3)),
-    (11, PLAIN),
+    (11, PLAIN_TREE),
 )
 
 

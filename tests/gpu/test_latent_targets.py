@@ -72,7 +72,7 @@ def talk(watch: Watch, turns: int, told: int, said: int) -> dict[str, object]:
         assert r.cached_tokens >= known // engine.layout.page_size * engine.layout.page_size
         so_far = so_far + r.output
     assert engine.prefixes is not None and len(engine.prefixes) == (len(so_far) - 1) // engine.layout.page_size
-    assert engine.pool.free + len(engine.prefixes) + 1 == engine.pool.num_pages, "a page has leaked"
+    assert engine.pool.num_free + len(engine.prefixes) + 1 == engine.pool.num_pages, "a page has leaked"
     return figures
 
 

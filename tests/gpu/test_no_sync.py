@@ -136,7 +136,7 @@ def profiled_rounds(llm: LLM, path: Path) -> Trace:
             return launch(launch_input)
 
     greedy = SamplingParams(temperature=0.0, ignore_eos=True)
-    for group in llm._requests([[5 + 7 * i, 9, 11, 4] for i in range(4)], greedy, streamed=False):
+    for group in llm._make_requests([[5 + 7 * i, 9, 11, 4] for i in range(4)], greedy, streamed=False):
         engine.add(group[0])
     for _ in range(24):
         engine.step()

@@ -97,14 +97,14 @@ Check = Callable[[Patch, Plant], None]
 
 def stale_launch_input(patch: Patch, executor: CudaExecutor) -> None:
     """Every third replay reads the launch input of the replay before it."""
-    right, replays = cuda._pinned, []
+    right, replays = cuda._copy_to_pinned, []
 
     def pinned(buffer: Any, packed: Any) -> Any:
         replays.append(right(buffer, packed).clone())
         same = len(replays) > 1 and replays[-1].shape == replays[-2].shape
         return replays[-2] if len(replays) % 3 == 0 and same else replays[-1]
 
-    patch.setattr(cuda, "_pinned", pinned)
+    patch.setattr(cuda, "_copy_to_pinned", pinned)
 
 
 def copies_that_do_not_wait(patch: Patch, executor: CudaExecutor) -> None:
@@ -146,13 +146,13 @@ def a_buffer_allocated_anew(patch: Patch, executor: CudaExecutor) -> None:
 
 def a_stream_of_its_own(patch: Patch, executor: CudaExecutor) -> None:
     """Eager launches no longer run behind the graphs."""
-    right, other = executor._eager, torch.cuda.Stream()
+    right, other = executor._run_eager_launch, torch.cuda.Stream()
 
     def eager(*args: Any) -> Any:
         with torch.cuda.stream(other):
             return right(*args)
 
-    patch.setattr(executor, "_eager", eager)
+    patch.setattr(executor, "_run_eager_launch", eager)
 
 
 def a_length_read_on_the_host(patch: Patch, executor: CudaExecutor) -> None:

@@ -42,7 +42,7 @@ def test_graphs_replay_on_both_ranks():
     how: dict[str, Any] = {"dtype": "bfloat16", "max_batch": 4, "max_context": 512, "tensor_parallel": 2}
     with LLM("bundled", device="cuda", **how) as llm:
         captured = [output.token_ids for output in llm.generate(PROMPTS * 3, PARAMS * 3)]
-        assert llm.engine.executor.own.graphs  # type: ignore[attr-defined]
+        assert llm.engine.executor.own_executor.graphs  # type: ignore[attr-defined]
     assert all(captured)
 
 

@@ -21,7 +21,7 @@ from espalier.masking import compile as of_compile
 from espalier.masking import trial as of_trial
 from espalier.masking.compile import CompilerBusy, GrammarCompiler, compile_form, token_bytes
 from espalier.masking.masker import allowed_tokens
-from espalier.masking.trial import TRIAL_S, try_masks
+from espalier.masking.trial import MAX_TRIAL_S, try_masks
 from espalier.sampling.mask import mask_words
 from espalier.startup.checkpoints import BUNDLED_FILES
 from espalier.text import TokenBytes, load_tokenizer
@@ -234,7 +234,7 @@ def test_a_grammar_that_holds_too_much_is_refused(compiler, monkeypatch):
 
 
 def test_the_oldest_is_dropped(compiler, monkeypatch):
-    monkeypatch.setattr(of_compile, "MAX_KEPT", 2)
+    monkeypatch.setattr(of_compile, "MAX_KEPT_GRAMMARS", 2)
     first = compiler.submit(Grammar("regex", "a"))
     first.result()
     for text in "bc":
@@ -339,7 +339,7 @@ def test_a_trial_with_a_large_vocabulary_takes_a_small_part_of_its_time():
     form = compile_form(xgrammar.GrammarCompiler(info, max_threads=1), Grammar("regex", "[0-9a-f]*"))
     begun = time.thread_time()
     try_masks(form, np.array([len(each) for each in vocabulary]))
-    assert time.thread_time() - begun < TRIAL_S / 2
+    assert time.thread_time() - begun < MAX_TRIAL_S / 2
 
 
 @pytest.mark.parametrize("slow", [1, 2])

@@ -188,7 +188,7 @@ def test_wrong_masks_are_seen(monkeypatch, fault):
 def test_the_guide_raises_the_accept_length(monkeypatch, algorithm):
     setup = setup_of(algorithm, 4, 16)
     with_guide = run(setup.engine(), asked(2, 0.0)).stats.accept_length
-    monkeypatch.setattr(MaskBuilder, "guide", lambda self, batch: None)
+    monkeypatch.setattr(MaskBuilder, "guide_rows", lambda self, batch: None)
     assert with_guide > run(setup.engine(), asked(2, 0.0)).stats.accept_length
 
 

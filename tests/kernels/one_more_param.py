@@ -49,7 +49,9 @@ def admitted(table: SlotTable) -> tuple[float, float]:
     """The value in the slot table, and the value that a kernel reads from the rows of a batch."""
     request = Request("r", [1], ResolvedParams(top_a=0.75), 0, 0, slot=2)
     update = table.init_updates([slot_init(request, [1], 0, 0, 9, 3)])["floats"]
-    table.write({"floats": update._replace(at=torch.from_numpy(update.at), values=torch.from_numpy(update.values))})
+    table.write(
+        {"floats": update._replace(indices=torch.from_numpy(update.indices), values=torch.from_numpy(update.values))}
+    )
     out, rows = torch.zeros(2), SlotRows.gather(table, torch.tensor([1, 2]))
     _read_kernel[(2,)](out, rows.floats, COLUMNS=COLUMNS)
     return table.top_a[2].item(), out[1].item()

@@ -11,7 +11,7 @@ from espalier.slots import BatchState, ScatterUpdate, SlotTable
 from tests.kernels.treeing import poisoned, random, same
 
 LAYOUT = RoundLayout(6, 2, 2, 4, 3, 40, 1, 32)
-FIELDS = ("prefix_len", "root", "commit_from", "num_tokens", "max_accept_depth", "real", "page_table")
+FIELDS = ("prefix_len", "root", "commit_from", "num_tokens", "max_accept_depth", "is_real", "page_table")
 HIDDEN = 5
 
 
@@ -70,7 +70,7 @@ def test_the_references_are_what_loops_find():
             for b, slot in enumerate(index.tolist()):
                 n = int(table.prefix_len[slot])
                 max_accept_depth = min(int(table.depth_limit[slot]), int(table.end[slot]) - 2 - n)
-                assert (int(slots.max_accept_depth[b]), bool(slots.real[b])) == (max(max_accept_depth, 0), slot > 0)
+                assert (int(slots.max_accept_depth[b]), bool(slots.is_real[b])) == (max(max_accept_depth, 0), slot > 0)
                 assert int(slots.num_tokens[b]) == n + 1
                 for i, at in enumerate(range(n + first, n + first + 5)):
                     known = i < length[b]
@@ -127,7 +127,7 @@ def test_appended_pages_are_written_before_they_are_read(kernel_device, batch, c
             slots = gather_slots.triton(theirs, index.to(kernel_device), on_device)
         same_slots(slots, gather_slots.reference(table, index, appended))
         assert torch.equal(theirs.page_table.cpu(), table.page_table)
-        assert torch.equal(table.page_table.view(-1)[appended.at].long(), appended.values)
+        assert torch.equal(table.page_table.view(-1)[appended.indices].long(), appended.values)
 
 
 def test_tables_are_wider_than_a_block(kernel_device):

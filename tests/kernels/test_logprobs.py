@@ -6,7 +6,7 @@ import torch
 from espalier.errors import EspalierError
 from espalier.kernels.ops.sampling import write_logprobs
 from espalier.kernels.sampling import logprobs as kernel
-from espalier.logprobs import CHOSEN, RANK, TOKEN, TOP, words
+from espalier.logprobs import CHOSEN, RANK, TOKEN, TOP, row_words
 
 # Of log-probabilities up to some 20: a sum over the vocabulary in another order, and Triton's exp and log.
 TOLERANCE = {torch.float32: 2.0**-16, torch.float64: 2.0**-40}
@@ -40,7 +40,7 @@ def launched(batch, width, nodes, vocab, dtype, seed, device):
 
 def ring_of(batch, width, device):
     """The last columns of a ring."""
-    columns = (width + 1) * words(MOST)
+    columns = (width + 1) * row_words(MOST)
     whole = torch.full((3, batch + 1, OTHERS + columns), UNTOUCHED, device=device)
     return whole[..., OTHERS:].unflatten(-1, (width + 1, -1))
 
@@ -57,14 +57,14 @@ def agree(parts, dtype, device):
         count = min(int(asked[b]), logits.shape[2])
         for w in range(int(length[b]) if count >= 0 else 0):
             untouched[1, b, w] = False
-            found, wanted = (ring[1, b, w, : words(count)] for ring in (ours, reference))
-            whole = [TOKEN, RANK, *range(TOP, words(count), 2)]
+            found, wanted = (ring[1, b, w, : row_words(count)] for ring in (ours, reference))
+            whole = [TOKEN, RANK, *range(TOP, row_words(count), 2)]
             assert torch.equal(found[whole], wanted[whole])
-            floats = [CHOSEN, *range(TOP + 1, words(count), 2)]
+            floats = [CHOSEN, *range(TOP + 1, row_words(count), 2)]
             near = {"rtol": 0, "atol": TOLERANCE[torch.promote_types(dtype, torch.float32)]}
             torch.testing.assert_close(found.view(torch.float64)[floats], wanted.view(torch.float64)[floats], **near)
             assert found[TOKEN] == tokens[b, w]
-            assert (ours[1, b, w, words(count) :] == UNTOUCHED).all()
+            assert (ours[1, b, w, row_words(count) :] == UNTOUCHED).all()
     for ring in (ours, reference):
         assert (ring[untouched] == UNTOUCHED).all()
         assert (ring._base[..., :OTHERS] == UNTOUCHED).all(), "columns of something else"

@@ -54,8 +54,8 @@ def test_no_prefix_equals_splits_of_empty_requests(kernel_device):
 def test_merged_parts_equal_the_fused_kernel(case, sink, kernel_device):
     inputs = draw(replace(case, sink=sink), kernel_device)
     alone = inputs._replace(sink=None)
-    over_prefix = run(alone, case.max_splits, staged=False)
-    merged = merge.triton(over_prefix, staged_attention.triton(over_staged(alone)), inputs.sink)
+    attend_prefix = run(alone, case.max_splits, staged=False)
+    merged = merge.triton(attend_prefix, staged_attention.triton(over_staged(alone)), inputs.sink)
     for expected_part in (expected(inputs)[0], run(inputs, case.max_splits)[0].double()):
         torch.testing.assert_close(merged.double(), expected_part, rtol=0, atol=2 * TOLERANCE[case.dtype])
 

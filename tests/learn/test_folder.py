@@ -10,7 +10,15 @@ from hypothesis import strategies as st
 
 from espalier.errors import EspalierError
 from espalier.learn import folder as of_folder
-from espalier.learn.folder import KINDS, Folder, LearnConfig, Sample, publish, read_manifest, texts_of
+from espalier.learn.folder import (
+    TEXT_KINDS,
+    KeptTexts,
+    LearnConfig,
+    LearnFolder,
+    publish_draft,
+    read_manifest,
+    read_texts,
+)
 
 ORIGIN = {"target": "a", "draft": "b"}
 TEXTS = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 300), st.booleans()), max_size=60)
@@ -19,11 +27,11 @@ TEXTS = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 300), st.booleans(
 @given(texts=TEXTS, max_bytes=st.integers(2**13, 2**15))
 def test_the_sample_is_bounded_and_keeps_the_newest_texts_as_they_were(texts, max_bytes, tmp_path_factory):
     folder = tmp_path_factory.mktemp("sample")
-    sample, added = Sample(folder / "sample", max_bytes), []
+    sample, added = KeptTexts(folder / "sample", max_bytes), []
     for number, (prompt_length, length, flushes) in enumerate(texts):
         prompt, before = [number + i for i in range(prompt_length)], sum(sample.counts.values())
         sample.add(prompt, output := [7 + i for i in range(length)])
-        assert length >= of_folder.LEAST_OUTPUT or sum(sample.counts.values()) == before
+        assert length >= of_folder.MIN_OUTPUT_TOKENS or sum(sample.counts.values()) == before
         if sum(sample.counts.values()) > before:
             added.append((prompt, output))
         if flushes or sample.is_full():
@@ -32,36 +40,36 @@ def test_the_sample_is_bounded_and_keeps_the_newest_texts_as_they_were(texts, ma
     sample.flush()
     assert sample.num_bytes <= max_bytes
     found = {
-        kind: [(t.tokens[: t.first].tolist(), t.tokens[t.first :].tolist()) for t in texts_of(sample.files(kind))]
-        for kind in KINDS
+        kind: [(t.tokens[: t.first].tolist(), t.tokens[t.first :].tolist()) for t in read_texts(sample.files(kind))]
+        for kind in TEXT_KINDS
     }
     both = found["train"] + found["held-back"]
     assert all(text in added for text in both)
-    for kind in KINDS:
+    for kind in TEXT_KINDS:
         # The newest first, none left out between.
         own = [text for text in reversed(added) if text in found[kind]]
         assert own == found[kind]
-    again = Sample(folder / "sample", max_bytes)
+    again = KeptTexts(folder / "sample", max_bytes)
     assert again.files("train") == sample.files("train") and again.num_bytes == sample.num_bytes
 
 
 def test_the_oldest_texts_go_and_the_newest_stay(tmp_path):
-    sample = Sample(tmp_path / "sample", max_bytes := 2**14)
+    sample = KeptTexts(tmp_path / "sample", max_bytes := 2**14)
     for number in range(900):
         sample.add([number], [number] * 20)
         sample.flush()
         assert sample.num_bytes <= max_bytes
-    kept = [[int(text.tokens[0]) for text in texts_of(sample.files(kind))] for kind in KINDS]
+    kept = [[int(text.tokens[0]) for text in read_texts(sample.files(kind))] for kind in TEXT_KINDS]
     assert max(map(max, kept)) == 899 and min(map(min, kept)) > 300
     assert sample.num_bytes > max_bytes // 2
 
 
 def test_a_prompt_that_comes_again_stays_in_its_part(tmp_path):
-    sample = Sample(tmp_path / "sample", 2**20)
+    sample = KeptTexts(tmp_path / "sample", 2**20)
     for number in range(200):
         sample.add([number % 20, 1, 2], [number % 39] * 20)
     sample.flush()
-    prompts = [{int(text.tokens[0]) for text in texts_of(sample.files(kind))} for kind in KINDS]
+    prompts = [{int(text.tokens[0]) for text in read_texts(sample.files(kind))} for kind in TEXT_KINDS]
     assert prompts[0] and prompts[1] and not prompts[0] & prompts[1]
 
 
@@ -69,28 +77,28 @@ def test_texts_that_a_full_disk_loses_do_not_count(tmp_path, monkeypatch):
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    sample = Sample(tmp_path / "sample", 2**20)
+    sample = KeptTexts(tmp_path / "sample", 2**20)
     for number in range(80):
-        sample.add([number, 1], [2] * of_folder.LEAST_OUTPUT)
+        sample.add([number, 1], [2] * of_folder.MIN_OUTPUT_TOKENS)
     assert all(sample.counts.values()) and sample.num_held_back
     with monkeypatch.context() as patched:
         patched.setattr(np, "save", full)
-        for _ in of_folder.KINDS:
+        for _ in of_folder.TEXT_KINDS:
             with pytest.raises(OSError, match="No space"):
                 sample.flush()
     assert (sum(sample.counts.values()), sample.num_tokens, sample.num_held_back) == (0, 0, 0)
-    sample.add([0, 1], [2] * of_folder.LEAST_OUTPUT)
+    sample.add([0, 1], [2] * of_folder.MIN_OUTPUT_TOKENS)
     sample.flush()
-    assert (sum(sample.counts.values()), sample.num_tokens) == (1, 2 + of_folder.LEAST_OUTPUT)
+    assert (sum(sample.counts.values()), sample.num_tokens) == (1, 2 + of_folder.MIN_OUTPUT_TOKENS)
 
 
 def learned(tmp_path, name="1"):
-    folder = Folder(tmp_path / "learn", ORIGIN)
+    folder = LearnFolder(tmp_path / "learn", ORIGIN)
     unfinished = folder.drafts / "unfinished"
     unfinished.mkdir()
     (unfinished / "model.safetensors").write_bytes(np.arange(1000).tobytes())
     (unfinished / "config.json").write_text("{}")
-    publish(unfinished, folder.drafts / name, (2.0, 2.0, 2.5), 100, 1.0)
+    publish_draft(unfinished, folder.drafts / name, (2.0, 2.0, 2.5), 100, 1.0)
     return folder
 
 
@@ -143,22 +151,22 @@ def test_only_the_draft_that_is_served_is_kept(tmp_path):
 
 @pytest.mark.parametrize("what", ORIGIN)
 def test_the_folder_of_another_model_and_one_in_use_are_refused(what, tmp_path):
-    folder = Folder(tmp_path / "learn", ORIGIN)
+    folder = LearnFolder(tmp_path / "learn", ORIGIN)
     with pytest.raises(EspalierError, match="in use by another server"):
-        Folder(tmp_path / "learn", ORIGIN)
+        LearnFolder(tmp_path / "learn", ORIGIN)
     folder.close()
-    Folder(tmp_path / "learn", ORIGIN).close()
+    LearnFolder(tmp_path / "learn", ORIGIN).close()
     with pytest.raises(EspalierError, match=f"another {what}"):
-        Folder(tmp_path / "learn", {**ORIGIN, what: "c"})
+        LearnFolder(tmp_path / "learn", {**ORIGIN, what: "c"})
     (tmp_path / "learn" / "learn.json").write_text("[1")
     with pytest.raises(EspalierError, match="another folder"):
-        Folder(tmp_path / "learn", ORIGIN)
+        LearnFolder(tmp_path / "learn", ORIGIN)
 
 
 def test_a_folder_with_other_files_is_refused_and_left_as_it_was(tmp_path):
     (tmp_path / "thesis.tex").write_text("x")
     with pytest.raises(EspalierError, match="other files"):
-        Folder(tmp_path, ORIGIN)
+        LearnFolder(tmp_path, ORIGIN)
     assert [each.name for each in tmp_path.iterdir()] == ["thesis.tex"]
 
 

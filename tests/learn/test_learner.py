@@ -18,9 +18,9 @@ from safetensors.torch import load_file
 from espalier.errors import EspalierError
 from espalier.learn import learner as of_learner
 from espalier.learn import trainer as of_trainer
-from espalier.learn.folder import LearnConfig, Sample, publish, read_manifest
+from espalier.learn.folder import KeptTexts, LearnConfig, publish_draft, read_manifest
 from espalier.learn.learner import Learner
-from espalier.learn.trainer import GO, WAIT, TrainSignal, run_of, train_once
+from espalier.learn.trainer import GO_SIGNAL, WAIT_SIGNAL, TrainSignal, make_run, train_once
 from espalier.llm import LLM
 from espalier.request import SamplingParams
 from espalier.train import block, mtp
@@ -59,7 +59,7 @@ def texts():
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr(of_learner, "LOOK_S", 0.02)
+    monkeypatch.setattr(of_learner, "POLL_S", 0.02)
     monkeypatch.setattr(of_learner, "FIRST_PAUSE_S", 0.1)
 
 
@@ -99,7 +99,7 @@ class Learning:
         end = time.monotonic() + seconds
         while not holds():
             for prompt, output in texts():
-                self.learner.sample.add(prompt, output)
+                self.learner.kept_texts.add(prompt, output)
             self.learner.between_steps(self.llm.engine)
             time.sleep(0.01)
             assert time.monotonic() < end, self.figures
@@ -112,7 +112,7 @@ def made(tmp_path, before, after, seed=2, given=None):
     unfinished.mkdir()
     for file in draft(seed).iterdir():
         (unfinished / file.name).write_bytes(file.read_bytes())
-    publish(unfinished, tmp_path / "made", (before if given is None else given, before, after), 1000, 1.0)
+    publish_draft(unfinished, tmp_path / "made", (before if given is None else given, before, after), 1000, 1.0)
     return tmp_path / "made"
 
 
@@ -225,9 +225,9 @@ def test_the_trainer_computes_only_in_its_turn_and_ends_with_the_server():
         turn = TrainSignal(stdin)
         worked = threading.Event()
         threading.Thread(target=lambda: (turn.wait(), worked.set()), daemon=True).start()
-        os.write(said, WAIT)
+        os.write(said, WAIT_SIGNAL)
         assert not worked.wait(0.05)
-        os.write(said, GO)
+        os.write(said, GO_SIGNAL)
         assert worked.wait(10) and not ended.is_set()
         os.close(said)
         assert ended.wait(10)
@@ -241,7 +241,7 @@ class Always:
 def test_a_training_writes_a_whole_draft_that_accepts_more_of_this_traffic(tmp_path, monkeypatch):
     """The trainer's work itself, in this process, on the text of a target that repeats itself."""
     # A random draft has nothing to lose.
-    monkeypatch.setattr(of_trainer, "RATES", {"matrix_lr": 2e-2, "other_lr": 2e-2})
+    monkeypatch.setattr(of_trainer, "LEARNING_RATES", {"matrix_lr": 2e-2, "other_lr": 2e-2})
     with Learning(tmp_path / "learn", SLEEPS) as learning:
         learning.serve_until(lambda: learning.learner.training_pid is not None)
         folder = learning.learner.folder.path
@@ -252,7 +252,7 @@ def test_a_training_writes_a_whole_draft_that_accepts_more_of_this_traffic(tmp_p
     assert manifest.after > manifest.before >= 1 and manifest.num_tokens > 500
     assert [each.name for each in out.parent.iterdir()] == [out.name], "nothing unfinished stays"
     # A given draft that accepts more than the served one is the start; a single step, the first, changes nothing.
-    monkeypatch.setattr(of_trainer, "PASSES", 0)
+    monkeypatch.setattr(of_trainer, "SAMPLE_PASSES", 0)
     (folder / "run.json").write_text(json.dumps(run | {"given": str(out), "out": str(out.parent / "2")}))
     again = read_manifest(train_once(folder, Always()))
     assert again.after == again.given == manifest.after > again.before == manifest.before
@@ -270,7 +270,7 @@ def other_kind(kind, directory):
 
 @pytest.mark.parametrize("kind", DRAFT_KINDS)
 def test_every_kind_learns_the_newest_texts_in_rows_that_begin_with_one(kind, tmp_path):
-    sample = Sample(tmp_path / "sample", 2**20)
+    sample = KeptTexts(tmp_path / "sample", 2**20)
     for number in range(240):  # token 1 begins a prompt; the older half have outputs of token 8 alone
         output = [8] * 30 if number < 120 else [9 + (number + i) % 7 for i in range(30)]
         sample.add([1, 2 + number % 6, 2 + number // 40], output)
@@ -287,7 +287,7 @@ def test_every_kind_learns_the_newest_texts_in_rows_that_begin_with_one(kind, tm
         "seconds": 60,
         "texts": {"train": 50, "held-back": 10},
     }
-    training = run_of(DRAFT_KINDS[kind], tmp_path / "sample", run, tmp_path / "unused", 1)
+    training = make_run(DRAFT_KINDS[kind], tmp_path / "sample", run, tmp_path / "unused", 1)
     for tokens, learned in islice(mixed_batches(training, 0), 5):
         assert bool(learned.all()) and bool((tokens[:, 0] == 1).all()) and not bool((tokens == 8).any())
     (tmp_path / "run.json").write_text(json.dumps(run))

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from espalier.errors import EspalierError
 from espalier.kernels.layers.blocks import BLOCK_TYPES
-from espalier.model_files import gguf_in, read_gguf
+from espalier.model_files import find_gguf, read_gguf
 from espalier.models import load_target, read_config
 from espalier.models.loading import read_raw_config
 from espalier.models.weight_files import WeightCount, count_weights_in
@@ -133,7 +133,7 @@ def test_a_model_in_several_files(tmp_path: Path) -> None:
     path = make_target(tmp_path / "target")
     (tmp_path / "split").mkdir()
     meant = convert(path, tmp_path / "split" / "m.gguf", files=3)
-    first = gguf_in(tmp_path / "split")
+    first = find_gguf(tmp_path / "split")
     assert first.name == "m-00001-of-00003.gguf"
     assert torch.equal(logits(first), logits(dense(path, tmp_path / "dense", meant)))
     with pytest.raises(EspalierError, match="is not the first file of its model"):
@@ -142,7 +142,7 @@ def test_a_model_in_several_files(tmp_path: Path) -> None:
     with pytest.raises(EspalierError, match="is one of 3 files of a model"):
         read_gguf(first.with_name("alone.gguf"))
     with pytest.raises(EspalierError, match=r"holds 2 models in GGUF \(alone.gguf, m-00001-of-00003.gguf\)"):
-        gguf_in(first.parent)
+        find_gguf(first.parent)
     first.with_name("m-00003-of-00003.gguf").unlink()
     with pytest.raises(EspalierError, match=r"m-00003-of-00003.gguf is missing"):
         read_gguf(first)

@@ -37,7 +37,7 @@ def conversation_of(setup: Setup, turns: int, told: int, said: int) -> None:
             engine.step()
             engine.check_pages()
         assert r.cached_tokens >= max(0, known) // setup.page_size * setup.page_size
-        assert engine.pool.free + len(engine.prefixes) + 1 == engine.pool.num_pages
+        assert engine.pool.num_free + len(engine.prefixes) + 1 == engine.pool.num_pages
         assert r.output == plainly(setup, r).tokens
         talk = talk + r.output
     assert len(engine.prefixes) == (len(talk) - 1) // setup.page_size, "one copy of the talk, and nothing leaked"
@@ -118,7 +118,7 @@ class TestPage256LongPrompt:
         setup = Setup(page_size=256, overlap=overlap, max_context=context, chunk_size=512, max_batch=2, **TREE)
         for r in ragged(setup, (context - 20, context - 21, 7), most=40):
             assert r.finish_reason == "length"
-        assert setup.layout.table_width * 256 >= context + setup.layout.tokens_ahead(2)
+        assert setup.layout.table_width * 256 >= context + setup.layout.max_tokens_ahead(2)
 
 
 class TestLastPositionOfTheContext:

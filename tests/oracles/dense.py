@@ -49,7 +49,7 @@ class DensePass(Pass):
         self.k_up: dict[int, Tensor] = {}
         self.chosen: Tensor | None = None
         self.values: dict[int, Tensor | None] = {}
-        self._looked_up = {}
+        self._lookups = {}
 
     def write(self, layer: int, *values: Any, index: IndexRows | None = None) -> Tensor:
         spec = self.specs[layer]
@@ -128,7 +128,7 @@ class DensePass(Pass):
                 torch.cat((old.expand(len(new), *old.shape), new), 1)
                 for old, new in zip(self.past[layer], held, strict=True)
             )
-        held = held[: self.specs[layer].rows.attended]
+        held = held[: self.specs[layer].rows.num_read_planes]
         meant = held if self.scales is None else self.scales[layer].meant(held)
         if layer not in self.k_up:
             k, v = meant

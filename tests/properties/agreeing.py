@@ -50,7 +50,9 @@ def agree(engine: Engine, reference: Reference) -> None:
         return begin(slots)
 
     def agreeing(out, rows, level):
-        answer(DraftedAncestors(rows.tokens[:, : drafter.layout.beams_above(level)], rows.levels[-1].ancestor_bits))
+        answer(
+            DraftedAncestors(rows.tokens[:, : drafter.layout.draft_rows_above(level)], rows.levels[-1].ancestor_bits)
+        )
         return forward(out, rows, level)
 
     drafter.draft = draft  # type: ignore[assignment]

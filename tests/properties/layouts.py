@@ -312,14 +312,16 @@ def reference(
     scales = draft_scales = None
     if kv_dtype == FP8_KV:
         scales = [
-            scales_in(stored, layer, rows.kv_heads, rows.attended) if kv_scales else ones(rows.kv_heads, rows.attended)
+            scales_in(stored, layer, rows.kv_heads, rows.num_read_planes)
+            if kv_scales
+            else ones(rows.kv_heads, rows.num_read_planes)
             for layer, rows in (
                 (i if spec.shares_with is None else spec.shares_with, spec.keeps)
                 for i, spec in enumerate(target.layer_specs)
             )
         ]
     if draft_kv_dtype == FP8_KV and draft is not None:
-        draft_scales = [ones(spec.keeps.kv_heads, spec.keeps.attended) for spec in draft.layer_specs]
+        draft_scales = [ones(spec.keeps.kv_heads, spec.keeps.num_read_planes) for spec in draft.layer_specs]
     return Reference(target, draft, scales=scales, draft_scales=draft_scales)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from espalier.engine.launch_input import LaunchInput, RequestResult
 from espalier.slots import ALONE_OFFSET, PATH_KINDS
-from espalier.speculate.sources.survival import HALF_LIFE, Survival
+from espalier.speculate.sources.survival import GUESS_HALF_LIFE, Survival
 
 # Sums of at most a hundred terms, none above 1.
 EXACT = 1e-9
@@ -63,7 +63,7 @@ class PathCounts:
         if kind >= PATH_KINDS:
             return self._due_of_draft(kind, depth + 1)
         paths = self.by_kind[kind]
-        weights = [0.5 ** (age / HALF_LIFE) for age in reversed(range(len(paths)))]
+        weights = [0.5 ** (age / GUESS_HALF_LIFE) for age in reversed(range(len(paths)))]
         weighed = [(weight, *path) for weight, path in zip(weights, paths, strict=True)]
         tried = sum(weight for weight, begin, _, end in weighed if begin <= depth < end)
         return tried, sum(weight for weight, begin, followed, _ in weighed if begin <= depth < followed)
@@ -72,7 +72,7 @@ class PathCounts:
         tried = found = 0.0
         for nodes in self.drafted:
             of_kind = {at: count for at, count in nodes.items() if at[0] == kind}
-            fades = 0.5 ** (sum(of_kind.values()) / HALF_LIFE)
+            fades = 0.5 ** (sum(of_kind.values()) / GUESS_HALF_LIFE)
             found = found * fades + of_kind.get((kind, depth, True), 0)
             tried = tried * fades + sum(of_kind.get((kind, depth, is_true), 0) for is_true in (True, False))
         return tried, found

@@ -47,7 +47,7 @@ def layout_lines(cells: list[dict[str, Any]], extra: list[dict[str, Any]], refus
     excess = max((cell["excess"] for cell in cells), default=0)
     return [
         f"{len(cells)} cells held every property, {refused} refused by the layout; {rounds} rounds of a request",
-        f"mean accept length {mean:.2f}; largest excess of pages held over tokens_ahead: {excess}",
+        f"mean accept length {mean:.2f}; largest excess of pages held over max_tokens_ahead: {excess}",
         f"accepted by depth: {spelled(depths)}",
         f"accepted by rank among siblings: {spelled(ranks)}",
     ]

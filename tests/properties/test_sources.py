@@ -8,7 +8,7 @@ import pytest
 
 from espalier.engine.guesses import GuessSources
 from espalier.engine.round_times import CpuCosts
-from espalier.layout import PLAIN
+from espalier.layout import PLAIN_TREE
 from espalier.request import Request, SamplingParams
 from espalier.slots import ALONE_OFFSET, Guess
 from espalier.speculate import round as of_round
@@ -29,13 +29,13 @@ class Told:
     def __init__(self, outputs: dict[str, list[int]], says: str) -> None:
         self.outputs, self.says, self.random = outputs, says, Random(0)
 
-    def enter(self, request: Request) -> None:
+    def add_request(self, request: Request) -> None:
         pass
 
-    def read(self, request: Request, tokens: Sequence[int]) -> None:
+    def add_tokens(self, request: Request, tokens: Sequence[int]) -> None:
         pass
 
-    def leave(self, request: Request) -> None:
+    def remove_request(self, request: Request) -> None:
         pass
 
     def guesses(self, request: Request, width: int) -> list[Guess]:
@@ -99,7 +99,7 @@ def test_without_a_prediction_rounds_are_those_of_an_engine_without_sources(algo
     for sources in (("prediction",), ()):
         setup = replace(TREE, algorithm=algorithm, overlap=True, text_paths=0, sent_paths=2 * len(sources))
         config = setup.config(sources=sources, round_costs=CpuCosts() if algorithm == "ngram" else None)
-        config = replace(config, layout=replace(config.layout, choices=((1, (config.layout.tree, PLAIN)),)))
+        config = replace(config, layout=replace(config.layout, choices=((1, (config.layout.tree, PLAIN_TREE)),)))
         engine, launches = assemble_engine(LoadedModels(config, *setup.models(setup.layout.position_rows))), []
         launch = engine.executor.launch
         engine.executor.launch = lambda sent, to=launch, noted=launches: (noted.append(sent), to(sent))[1]
@@ -117,7 +117,7 @@ def test_rounds_whose_form_follows_from_their_guesses_say_the_same(temperature):
     setup = replace(TREE, text_paths=0, sent_paths=4)
     config = setup.config(sources=("text", "index"), round_costs=CpuCosts(draft=0.15), index_bytes=2**12)
     tree = config.layout.tree
-    choices = ((1, (tree, replace(tree, drafts=False), PLAIN)),)
+    choices = ((1, (tree, replace(tree, drafts=False), PLAIN_TREE)),)
     engine = assemble_engine(
         LoadedModels(
             replace(config, layout=replace(config.layout, choices=choices)), *setup.models(setup.layout.position_rows)
@@ -148,7 +148,7 @@ def test_a_text_that_repeats_itself_is_grafted_onto_a_draft():
 def test_each_path_is_counted_once(overlap, monkeypatch):
     """What was sent with a round and what the device found for it, when its result is read."""
     counted, sent, found = [], [], []
-    add, ask, count = Survival.add, GuessSources.ask, GuessSources.count
+    add, ask, count = Survival.add_path, GuessSources.ask_sources, GuessSources.count_right
 
     def noted_ask(guesses, batch):
         made = ask(guesses, batch)
@@ -159,9 +159,9 @@ def test_each_path_is_counted_once(overlap, monkeypatch):
         found.extend(kind for row in rows for kind, _ in row.own_paths)
         count(guesses, launch, rows)
 
-    monkeypatch.setattr(Survival, "add", lambda to, kind, *of: (counted.append(kind), add(to, kind, *of)))
-    monkeypatch.setattr(GuessSources, "ask", noted_ask)
-    monkeypatch.setattr(GuessSources, "count", noted_count)
+    monkeypatch.setattr(Survival, "add_path", lambda to, kind, *of: (counted.append(kind), add(to, kind, *of)))
+    monkeypatch.setattr(GuessSources, "ask_sources", noted_ask)
+    monkeypatch.setattr(GuessSources, "count_right", noted_count)
     plain = run(replace(TREE, text_paths=0, sent_paths=0).plain().engine(), traffic(0.0))
     counted.clear()
     told(replace(TREE, overlap=overlap), "true", {r.id: r.output for r in plain.requests}, 0.0)

@@ -9,7 +9,7 @@ from espalier.engine.launch_input import slot_init
 from espalier.limits import MAX_STOP_IDS
 from espalier.request import Request, ResolvedParams
 from espalier.sampling.logit_processors import SamplingRows
-from espalier.slots import FLOATS, INTS
+from espalier.slots import FLOAT_COLUMNS, INT_COLUMNS
 
 NUM_BIAS = 6
 
@@ -30,8 +30,8 @@ def rows_of(requests: Sequence[Request], vocab: int) -> SamplingRows:
         return torch.tensor([[*row, *[rest] * (width - len(row))] for row in values], dtype=dtype)
 
     return SamplingRows(
-        ints=torch.tensor([[row[name] for name in INTS] for row in numbers]),
-        floats=torch.tensor([[row[name] for name in FLOATS] for row in numbers], dtype=torch.float32),
+        ints=torch.tensor([[row[name] for name in INT_COLUMNS] for row in numbers]),
+        floats=torch.tensor([[row[name] for name in FLOAT_COLUMNS] for row in numbers], dtype=torch.float32),
         counts=torch.tensor([[r.output.count(t) for t in range(vocab)] for r in requests], dtype=torch.int32),
         seen=torch.tensor([[t in r.prompt for t in range(vocab)] for r in requests]),
         bias_ids=padded([r.params.logit_bias.keys() for r in requests], NUM_BIAS, 0),

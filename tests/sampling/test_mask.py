@@ -10,7 +10,7 @@ import torch
 from espalier.grammar.token_masker import ForcedTokens
 from espalier.kernels.sampling.pick import pick_triton
 from espalier.request import SamplingParams
-from espalier.sampling.mask import DraftGuide, mask_words, masked, unpack_mask
+from espalier.sampling.mask import DraftGuide, apply_mask, mask_words, unpack_mask
 from tests.harness import VOCAB, Setup, prompts, request, run
 from tests.kernels.sampled import ASKED, kernel_rows, random_logits, slots_of, table_of
 from tests.masks import pack_mask
@@ -54,7 +54,7 @@ def test_packing(vocab):
     mask = pack_mask(allowed)
     assert mask.dtype == torch.int32 and mask.shape[-1] == mask_words(vocab)
     assert torch.equal(unpack_mask(mask, vocab), allowed)
-    assert torch.equal(masked(torch.ones(3, 2, vocab), mask).isfinite(), allowed)
+    assert torch.equal(apply_mask(torch.ones(3, 2, vocab), mask).isfinite(), allowed)
 
 
 @pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
@@ -69,7 +69,7 @@ def test_the_kernel_picks_as_from_logits_without_them(dtype, kernel_device):
     first = torch.full((len(ASKED),), 9, device=kernel_device)
     offsets = torch.arange(queries, device=kernel_device).expand(len(ASKED), -1).contiguous()
     ours, finite = pick_triton(logits, kernel_rows(slots), first, offsets, mask=mask)
-    expected, _ = pick_triton(masked(logits, mask), kernel_rows(slots), first, offsets)
+    expected, _ = pick_triton(apply_mask(logits, mask), kernel_rows(slots), first, offsets)
     assert finite.all() and torch.equal(ours, expected)
     assert allowed.to(kernel_device).gather(2, ours[..., None]).all()
 

@@ -11,7 +11,7 @@ from espalier.engine.launch_input import sampling_needs_of
 from espalier.kernels.attention.ancestor_bits import pack_bits
 from espalier.request import Request
 from espalier.sampling.logit_processors import DraftedAncestors, SamplingNeeds, SamplingRows
-from espalier.sampling.pick import SampledTokens, coupled_scores, filtered, gumbel, logprobs, pick
+from espalier.sampling.pick import SampledTokens, coupled_scores, gumbel, logprobs, mask_filtered, pick
 from tests.oracles.plain_sampling import plain_law, plain_pick
 from tests.sampling.batch import chi_square_z, request, rows_of
 
@@ -99,7 +99,7 @@ def test_a_row_does_not_depend_on_its_batch(batch, seed):
     logits = random_logits(seed, len(batch), 3, 101, dtype=torch.float32)
     for i, r in enumerate(batch):
         alone = rows_of([r], 101)
-        assert torch.equal(filtered(logits[i : i + 1], alone)[0], filtered(logits, rows_of(batch, 101))[i])
+        assert torch.equal(mask_filtered(logits[i : i + 1], alone)[0], mask_filtered(logits, rows_of(batch, 101))[i])
         noise = random_logits(seed + 1, len(batch), 3, 101, dtype=torch.float32)
         scores = coupled_scores(logits, rows_of(batch, 101), noise)
         assert torch.equal(coupled_scores(logits[i : i + 1], alone, noise[i : i + 1])[0], scores[i])
@@ -108,7 +108,7 @@ def test_a_row_does_not_depend_on_its_batch(batch, seed):
 
 
 def kept_ids(logits: list[float], **params) -> list[int]:
-    left = filtered(torch.tensor([[logits]]), rows_of([request(**params)], len(logits)))
+    left = mask_filtered(torch.tensor([[logits]]), rows_of([request(**params)], len(logits)))
     return torch.nonzero(left[0, 0] > -torch.inf)[:, 0].tolist()
 
 

@@ -95,7 +95,7 @@ def test_the_engine_of_a_replica_dies(llm):
 
     async def run():
         async with Group("a", "b") as group:
-            prompt = llm.inputs.tokens("def f(x):\n")
+            prompt = llm.inputs.prompt_tokens("def f(x):\n")
             params = ResolvedParams(temperature=0.0, max_tokens=400, ignore_eos=True)
             streamed = group.pool.submit([prompt], Submit("long", [], params, 0, False))
             parts = streamed.parts(None)

@@ -175,7 +175,7 @@ def test_tokens_that_read_alike_stay_apart():
 def test_a_token_is_looked_up_once(monkeypatch):
     tokenizer, asked = byte_level(), []
     monkeypatch.setattr(
-        tokenizer, "_look_up", lambda token: asked.append(token) or Tokenizer._look_up(tokenizer, token)
+        tokenizer, "_token_bytes", lambda token: asked.append(token) or Tokenizer._token_bytes(tokenizer, token)
     )
     assert tokenizer.bytes_of(5) == tokenizer.bytes_of(5) and asked == [5]
 

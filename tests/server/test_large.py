@@ -205,13 +205,13 @@ class Recording:
 
 def test_a_text_that_cannot_fit_is_never_tokenized():
     inputs = InputProcessor(ModelFacts("m", 10, 64), Recording())
-    inputs.bound = TextLimit(load_tokenizer(TOKENIZER, 6144).backend)
+    inputs.text_limit = TextLimit(load_tokenizer(TOKENIZER, 6144).backend)
     with pytest.raises(EspalierError, match="the prompt is too long: it has 4000000 characters"):
-        inputs.tokens("a " * 2_000_000)
+        inputs.prompt_tokens("a " * 2_000_000)
     assert inputs.tokenizer.encoded == []
-    assert len(inputs.tokens("a " * 30)) == 60 and inputs.tokenizer.encoded == [60]
+    assert len(inputs.prompt_tokens("a " * 30)) == 60 and inputs.tokenizer.encoded == [60]
     # Its last tokens may fit, whatever comes before them.
-    assert len(inputs.tokens("a " * 2_000_000, keep_last=9)) == 9 and inputs.tokenizer.encoded == [60, 4_000_000]
+    assert len(inputs.prompt_tokens("a " * 2_000_000, keep_last=9)) == 9 and inputs.tokenizer.encoded == [60, 4_000_000]
 
 
 def test_a_conversation_that_cannot_fit_is_never_tokenized(monkeypatch):
@@ -221,9 +221,12 @@ def test_a_conversation_that_cannot_fit_is_never_tokenized(monkeypatch):
     monkeypatch.setattr(tokenizer.hf, "encode", lambda text, **_: encoded.append(text) or [1])
     messages = [{"role": "user", "content": "a " * 100_000}]
     with pytest.raises(EspalierError, match=r"the prompt is too long: it has 2000\d\d characters"):
-        inputs.chat(messages, check=inputs.require_fit)
+        inputs.chat_tokens(messages, check=inputs.require_text_fits)
     assert encoded == []
-    assert inputs.chat([{"role": "user", "content": "a"}], check=inputs.require_fit) == [1] and len(encoded) == 1
+    assert (
+        inputs.chat_tokens([{"role": "user", "content": "a"}], check=inputs.require_text_fits) == [1]
+        and len(encoded) == 1
+    )
 
 
 def test_a_conversation_is_as_long_as_all_its_texts():
@@ -262,7 +265,7 @@ def test_a_short_prompt_does_not_wait_behind_long_ones(two_lanes):
     async def run():
         long = [asyncio.create_task(two_lanes.run(lambda _: go_on.wait(60), size=MAX_SHORT + 1)) for _ in range(3)]
         await asyncio.sleep(0)
-        short = await two_lanes.run(lambda inputs: inputs.tokens("ab"), size=2)
+        short = await two_lanes.run(lambda inputs: inputs.prompt_tokens("ab"), size=2)
         waited = not any(each.done() for each in long)
         go_on.set()
         return short, waited, await asyncio.gather(*long)

@@ -8,7 +8,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from espalier import SamplingParams, __version__
-from espalier.request import SPELLED_ALIKE, Output
+from espalier.request import PARAMS_WITH_FLAGS, Output
 from tests.pairwise import pairwise_params
 
 PROMPT = "def mean(xs):\n    "
@@ -121,7 +121,7 @@ def test_every_field_of_sampling_params_is_tried():
     tried = {field for field, _, _ in FIELDS} | {"logit_bias", "logprobs", "prompt_logprobs", "n"}
     tried |= {"include_stop_str_in_output", "skip_special_tokens"}  # of the text alone: below
     # Grammars have fields of their own: tests/server/test_grammars.py.
-    assert tried == {field.name for field in SPELLED_ALIKE}
+    assert tried == {field.name for field in PARAMS_WITH_FLAGS}
 
 
 def test_a_top_k_of_minus_one_keeps_all_tokens(client):

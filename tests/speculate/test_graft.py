@@ -106,7 +106,7 @@ def test_a_guess_goes_on_behind_what_was_decided_since(text, data):
     table = RUNNER.table
     launch = LaunchInput(slots=(2,), needs=SamplingNeeds(), guesses=((2, (Guess(start, 5, tuple(ahead)),)),))
     packed = pack_launch(table, launch, 0, LaunchForm(1))
-    packed.on(torch.from_numpy(packed.vector)).apply(table)
+    packed.with_vector(torch.from_numpy(packed.vector)).apply(table)
     table.history[2, : len(text)] = torch.tensor(text)
     table.prefix_len[2] = len(text) - 1
     paths = paths_of_guesses(gather_slots(table, torch.tensor([2])), layout.steps)

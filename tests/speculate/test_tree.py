@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from espalier.errors import EspalierError
 from espalier.kernels.attention.ancestor_bits import whole_path_holds
 from espalier.kernels.ops import tree as tree_ops
-from espalier.speculate.tree import VOID, Pool, RootTrees, ordered_topk
+from espalier.speculate.tree import VOID, CandidatePool, RootTrees, ordered_topk
 
 # Few values, so that most are tied.
 SCORES = st.sampled_from([0.0, -0.0, -0.25, -1.0, -1.5, -7.0, -math.inf, math.nan])
@@ -81,11 +81,11 @@ def best_of(level, topk):
     return sorted(range(len(level)), key=lambda i: (-level[i][1], i))[:topk]
 
 
-def pool_of(levels, topk) -> Pool:
-    pool = Pool(topk)
+def pool_of(levels, topk) -> CandidatePool:
+    pool = CandidatePool(topk)
     for number, candidates in enumerate(levels):
         if number:
-            pool.keep(torch.tensor([best_of(levels[number - 1], topk)]))
+            pool.set_beams(torch.tensor([best_of(levels[number - 1], topk)]))
         tokens, scores, _ = zip(*candidates, strict=True)
         pool.add(torch.tensor(tokens).view(1, -1, topk), torch.tensor(scores).view(1, -1, topk))
     return pool
@@ -138,9 +138,9 @@ def check_invariants(tree):
 
 
 def test_a_sure_child_comes_after_its_parent():
-    pool = Pool(topk=2)
+    pool = CandidatePool(topk=2)
     pool.add(torch.tensor([[[3, 4]]]), torch.tensor([[[-0.5, -0.5]]]))
-    pool.keep(torch.tensor([[0, 1]]))
+    pool.set_beams(torch.tensor([[0, 1]]))
     pool.add(torch.tensor([[[5, 6], [7, 8]]]), torch.tensor([[[-0.5, -9.0], [-0.5, -9.0]]]))
     assert pool.select(torch.tensor([1]), 3).tokens.tolist() == [[1, 3, 4]]
     assert pool.select(torch.tensor([1]), 4).tokens.tolist() == [[1, 3, 4, 5]]
@@ -148,10 +148,10 @@ def test_a_sure_child_comes_after_its_parent():
 
 @pytest.mark.parametrize("nodes", [64, 65, 129])
 def test_a_chain_beyond_a_word_has_every_ancestor(nodes):
-    pool = Pool(topk=1)
+    pool = CandidatePool(topk=1)
     for level in range(nodes - 1):
         if level:
-            pool.keep(torch.tensor([[0]]))
+            pool.set_beams(torch.tensor([[0]]))
         pool.add(torch.tensor([[[level % 7]]]), torch.tensor([[[-float(level)]]]))
     tree = pool.select(torch.tensor([0]), nodes)
     assert torch.equal(tree.mask()[0], torch.ones(nodes, nodes).tril().bool())
@@ -162,7 +162,7 @@ def test_a_chain_beyond_a_word_has_every_ancestor(nodes):
 
 
 def test_an_empty_batch_has_a_tree():
-    pool = Pool(topk=2)
+    pool = CandidatePool(topk=2)
     none = torch.zeros(0, 1, 2, dtype=torch.int64)
     pool.add(none, none.float())
     assert pool.select(none[:, 0, 0], 3).ancestors.shape == (0, 3, 1)
@@ -170,7 +170,7 @@ def test_an_empty_batch_has_a_tree():
 
 
 def test_a_pool_smaller_than_the_tree_is_refused():
-    pool = Pool(topk=2)
+    pool = CandidatePool(topk=2)
     pool.add(torch.tensor([[[3, 4]]]), torch.tensor([[[-0.5, -0.5]]]))
     with pytest.raises(EspalierError, match="too few for 4 nodes"):
         pool.select(torch.tensor([1]), 4)

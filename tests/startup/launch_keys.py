@@ -269,7 +269,7 @@ def run_without_data(runner: ModelRunner, results: ResultsRing, memory: StageMem
     if launch_input.is_staged:
         EagerStages(runner, results, packed, ALL_SAMPLING, len(launch_input.slots), memory).run()
         return
-    on_device = packed.on(torch.empty(len(packed.vector), dtype=torch.int64, device=META_DEVICE))
+    on_device = packed.with_vector(torch.empty(len(packed.vector), dtype=torch.int64, device=META_DEVICE))
     masks = (
         None
         if launch_input.masks is None

@@ -5,7 +5,7 @@ import torch
 
 from espalier.config import SpeculationConfig
 from espalier.errors import EspalierError
-from espalier.layout import PLAIN, TreeShape
+from espalier.layout import PLAIN_TREE, TreeShape
 from espalier.startup.sources import can_share_rows, choose_sources, source_sizes
 from tests.harness import Setup
 
@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
     [
         ({}, TREE, "cpu", ("prediction",), (0, 2)),
         ({}, TREE, "cuda", (), (0, 0)),
-        ({}, PLAIN, "cpu", (), (0, 0)),
+        ({}, PLAIN_TREE, "cpu", (), (0, 0)),
         ({"sources": "none"}, TREE, "cpu", (), (0, 0)),
         ({"sources": "index, text"}, TREE, "cuda", ("text", "index"), (2, 2)),
         ({"sources": "text"}, TREE, "cpu", ("text",), (0, 2)),
@@ -41,7 +41,7 @@ def test_by_default_predictions_on_a_cpu(asked, tree, device, sources, sizes):
     [
         ("text,psychic", "eagle3", TREE, r"^sources='psychic' is not supported; use text, "),
         ("none,text", "eagle3", TREE, r"^sources='none' is not supported; use text, .*, or none alone$"),
-        ("text", "eagle3", PLAIN, "^sources='text' needs a tree"),
+        ("text", "eagle3", PLAIN_TREE, "^sources='text' needs a tree"),
         ("text", "ngram", TREE, "^sources='text' is what algorithm='ngram' drafts with; leave it out"),
     ],
 )

@@ -56,33 +56,35 @@ def test_an_engine_takes_what_was_chosen_and_says_so(monkeypatch, variable, sett
     target, draft = directories()
     with LLM(model=target, draft=draft, **SIZE, **settings) as llm:
         assert (llm.config.threads, torch.get_num_threads()) == (threads, threads)
-        assert f"threads           {threads}\n" in llm.config.block()
+        assert f"threads           {threads}\n" in llm.config.as_text()
 
 
 @pytest.mark.parametrize(
     ("first", "given", "spins"),
     [
-        ("", {}, cores.SPINS),
-        ("", {cores.SPIN_COUNT: "7"}, "7"),
-        ("", {cores.WAIT_POLICY: "active"}, None),
+        ("", {}, cores.SHORT_SPIN_COUNT),
+        ("", {cores.SPIN_COUNT_VARIABLE: "7"}, "7"),
+        ("", {cores.WAIT_POLICY_VARIABLE: "active"}, None),
         ("import torch", {}, None),
     ],
     ids=["default", "own count", "own policy", "PyTorch before"],
 )
 def test_threads_wait_shortly_unless_the_user_says_how(first, given, spins):
     """The library reads the variable when PyTorch is imported."""
-    code = f"import os; {first or 'pass'}; import espalier; print(os.environ.get({cores.SPIN_COUNT!r}))"
-    environment = {k: v for k, v in os.environ.items() if k not in (cores.SPIN_COUNT, cores.WAIT_POLICY)}
+    code = f"import os; {first or 'pass'}; import espalier; print(os.environ.get({cores.SPIN_COUNT_VARIABLE!r}))"
+    environment = {
+        k: v for k, v in os.environ.items() if k not in (cores.SPIN_COUNT_VARIABLE, cores.WAIT_POLICY_VARIABLE)
+    }
     ran = subprocess.run([sys.executable, "-c", code], env=environment | given, capture_output=True, text=True)
     assert ran.stdout.strip() == str(spins)
 
 
 @pytest.mark.parametrize("is_set", [False, True])
 def test_where_it_is_too_late_several_threads_are_warned_of(monkeypatch, caplog, is_set):
-    monkeypatch.delenv(cores.WAIT_POLICY, raising=False)
-    monkeypatch.delenv(cores.SPIN_COUNT, raising=False)
+    monkeypatch.delenv(cores.WAIT_POLICY_VARIABLE, raising=False)
+    monkeypatch.delenv(cores.SPIN_COUNT_VARIABLE, raising=False)
     if is_set:
-        monkeypatch.setenv(cores.SPIN_COUNT, "1")
+        monkeypatch.setenv(cores.SPIN_COUNT_VARIABLE, "1")
     for threads, warned in ((1, 0), (2, 1 - is_set)):
         caplog.clear()
         use_threads(threads)
@@ -113,8 +115,8 @@ def test_physical_cores(tmp_path, monkeypatch, siblings, quota, num):
         (topology / "thread_siblings_list").write_text(line + "\n")
     if quota is not None:
         (tmp_path / "cpu.max").write_text(quota + "\n")
-    monkeypatch.setattr(cores, "CPUS", tmp_path)
-    monkeypatch.setattr(cores, "QUOTA", tmp_path / "cpu.max")
+    monkeypatch.setattr(cores, "CPU_DIRECTORY", tmp_path)
+    monkeypatch.setattr(cores, "CPU_QUOTA_FILE", tmp_path / "cpu.max")
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1, 2, 3}, raising=False)
     monkeypatch.setattr("os.cpu_count", lambda: 4)
     assert cores.physical_cores() == num

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from espalier.bench.shapes import find_shape
-from espalier.layout import PLAIN, TreeShape
+from espalier.layout import PLAIN_TREE, TreeShape
 from espalier.models import read_config
 from espalier.speculate.drafters.registry import read_draft
 from espalier.startup import tree_cost
@@ -31,7 +31,7 @@ from tests.startup.test_tree_policy import BIG, H100
 
 H200 = ChipFigures("NVIDIA H200", 4.4e12, 6.9e14)
 WIDE, MIDDLE, NARROW, CHAIN = TreeShape(5, 8, 64), TreeShape(5, 4, 16), TreeShape(3, 2, 8), TreeShape(3, 1, 4)
-ALL = (WIDE, MIDDLE, NARROW, CHAIN, TreeShape(1, 1, 2), PLAIN)
+ALL = (WIDE, MIDDLE, NARROW, CHAIN, TreeShape(1, 1, 2), PLAIN_TREE)
 QWEN = find_shape("qwen3-30b-a3b")
 WEIGHTS = pass_weights(QWEN.target, QWEN.draft_config)
 
@@ -54,11 +54,12 @@ def test_weights_are_those_of_the_checkpoint(shape):
 
 # ms of a round of Llama-3.1-8B with an EAGLE-3 head on an H100, contexts of 1,024 (docs/log.md, 2026-11-27).
 MEASURED = {
-    (PLAIN, 1): 5.55, (PLAIN, 2): 5.63, (PLAIN, 4): 5.73, (PLAIN, 8): 5.97, (PLAIN, 16): 6.38, (PLAIN, 32): 7.24,
-    (PLAIN, 48): 8.48, (PLAIN, 64): 9.11, (PLAIN, 96): 11.39, (WIDE, 1): 7.91, (MIDDLE, 1): 7.19, (MIDDLE, 2): 7.44,
-    (MIDDLE, 4): 7.88, (MIDDLE, 8): 8.74, (MIDDLE, 16): 10.03, (NARROW, 4): 6.98, (NARROW, 8): 7.50,
-    (NARROW, 16): 8.57, (NARROW, 32): 10.85, (CHAIN, 16): 7.87, (CHAIN, 32): 9.41, (CHAIN, 48): 11.00,
-    (CHAIN, 64): 12.33, (CHAIN, 96): 17.09, (TreeShape(1, 1, 2), 96): 12.69,
+    (PLAIN_TREE, 1): 5.55, (PLAIN_TREE, 2): 5.63, (PLAIN_TREE, 4): 5.73, (PLAIN_TREE, 8): 5.97,
+    (PLAIN_TREE, 16): 6.38, (PLAIN_TREE, 32): 7.24, (PLAIN_TREE, 48): 8.48, (PLAIN_TREE, 64): 9.11,
+    (PLAIN_TREE, 96): 11.39, (WIDE, 1): 7.91, (MIDDLE, 1): 7.19, (MIDDLE, 2): 7.44, (MIDDLE, 4): 7.88,
+    (MIDDLE, 8): 8.74, (MIDDLE, 16): 10.03, (NARROW, 4): 6.98, (NARROW, 8): 7.50, (NARROW, 16): 8.57,
+    (NARROW, 32): 10.85, (CHAIN, 16): 7.87, (CHAIN, 32): 9.41, (CHAIN, 48): 11.00, (CHAIN, 64): 12.33,
+    (CHAIN, 96): 17.09,
 }  # fmt: skip
 
 
@@ -69,7 +70,7 @@ def test_rounds_are_predicted_as_they_were_measured():
     assert weights == BIG.weights
     for (tree, batch), ms in MEASURED.items():
         predicted = 1e3 * weights.round_seconds(tree, batch, H100, context=1045)
-        assert predicted == pytest.approx(ms, rel=0.03 if tree == PLAIN else 0.06)
+        assert predicted == pytest.approx(ms, rel=0.03 if tree == PLAIN_TREE else 0.06)
 
 
 @pytest.mark.parametrize("weights", [WEIGHTS, BIG.weights], ids=["mixture", "dense"])
@@ -100,7 +101,7 @@ def test_a_pass_reads_multiplies_and_launches():
     reading, multiplying = 2e9 / 4.4e12, 150 * 2e9 / 6.9e14
     assert max(reading, multiplying) < both.target_seconds(150, H200) - fixed < reading + multiplying
     cache = 2 * 7 * 1024 / (CACHE_SHARE * 4.4e12)
-    assert weights.round_seconds(PLAIN, 3, H200) == pytest.approx(weights.target_seconds(3, H200) + 3 * cache)
+    assert weights.round_seconds(PLAIN_TREE, 3, H200) == pytest.approx(weights.target_seconds(3, H200) + 3 * cache)
     # Four levels and the extend.
     levels = 4 * weights.draft_seconds(8, H200) + weights.draft_seconds(6, H200)
     assert weights.round_seconds(WIDE, 1, H200) == pytest.approx(weights.target_seconds(64, H200) + cache + levels)
@@ -153,7 +154,7 @@ def test_a_block_draft_pays_for_nodes_and_not_for_depth():
         < replace(weights, extends=True).round_seconds(deep, 4, H200)
         < replace(weights, block_rows=0).round_seconds(deep, 4, H200)
     )
-    chosen = [tree for tree in trees_by_cost(deep, weights, 1024, H200).values() if tree != PLAIN]
+    chosen = [tree for tree in trees_by_cost(deep, weights, 1024, H200).values() if tree != PLAIN_TREE]
     assert chosen and {tree.steps for tree in chosen} == {15}
     assert {tree.num_draft_tokens for tree in chosen} <= {2, 4, 8, 16, 64}
 
@@ -171,7 +172,7 @@ def test_the_weights_of_a_block_draft_are_those_of_its_layers(tmp_path):
 
 
 def test_accept_lengths_are_those_known_and_between_them():
-    assert [assumed_accept_length(tree) for tree in (PLAIN, NARROW, MIDDLE, WIDE)] == [1.0, 2.85, 3.5, 4.0]
+    assert [assumed_accept_length(tree) for tree in (PLAIN_TREE, NARROW, MIDDLE, WIDE)] == [1.0, 2.85, 3.5, 4.0]
     assert (
         assumed_accept_length(TreeShape(5, 8, 32)) == pytest.approx(3.75)
         and assumed_accept_length(TreeShape(1, 8, 8)) == 2
@@ -185,4 +186,4 @@ def test_a_mixture_takes_predicted_trees_and_a_table_comes_first(caplog):
         assert choose_trees("auto", WIDE, costs, max_batch=64) == trees_by_cost(WIDE, WEIGHTS, 64, H200)
     assert "predicted for uniform routing from 4.4 TB/s and 690 TFLOP/s, as measured on NVIDIA H200" in caplog.text
     assert choose_trees({}, WIDE, costs, max_batch=64) == {}
-    assert choose_trees("auto", PLAIN, costs, max_batch=64) == {}
+    assert choose_trees("auto", PLAIN_TREE, costs, max_batch=64) == {}

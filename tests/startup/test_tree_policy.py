@@ -8,7 +8,7 @@ import pytest
 
 from espalier.config import EngineConfig, SpeculationConfig
 from espalier.errors import EspalierError
-from espalier.layout import PLAIN, TreeShape
+from espalier.layout import PLAIN_TREE, TreeShape
 from espalier.models import DraftSpec
 from espalier.startup import resolve
 from espalier.startup import tree_policy as trees
@@ -44,7 +44,7 @@ def test_by_default_wide_trees_are_halved_where_a_batch_would_have_too_many_node
 
 
 def test_a_table_comes_back_as_it_was_written(tmp_path):
-    table = {1: WIDE, 8: TreeShape(5, 4, 16), 32: NARROW, 64: PLAIN}
+    table = {1: WIDE, 8: TreeShape(5, 4, 16), 32: NARROW, 64: PLAIN_TREE}
     write_trees(tmp_path / "table.json", table)
     assert read_trees(tmp_path / "table.json") == table
     assert list(json.loads((tmp_path / "table.json").read_text())) == ["1", "8", "32", "64"]
@@ -53,11 +53,11 @@ def test_a_table_comes_back_as_it_was_written(tmp_path):
 
 
 def test_a_table_becomes_the_layouts_trees(tmp_path):
-    write_trees(tmp_path / "table.json", {2: NARROW, 5: PLAIN})
-    for given in (tmp_path / "table.json", {2: NARROW.sizes, "5": {"steps": 0}}, {2: NARROW, 5: PLAIN}):
+    write_trees(tmp_path / "table.json", {2: NARROW, 5: PLAIN_TREE})
+    for given in (tmp_path / "table.json", {2: NARROW.sizes, "5": {"steps": 0}}, {2: NARROW, 5: PLAIN_TREE}):
         config = resolved(given)
-        assert config.layout.trees == ((2, NARROW), (5, PLAIN))
-        assert '{"2": {"steps": 3, "topk": 2, "num_draft_tokens": 8}, "5":' in config.block()
+        assert config.layout.trees == ((2, NARROW), (5, PLAIN_TREE))
+        assert '{"2": {"steps": 3, "topk": 2, "num_draft_tokens": 8}, "5":' in config.as_text()
     assert resolved({}).layout.trees == ()
 
 
@@ -65,8 +65,8 @@ REFUSED = [
     ({0: {"steps": 0}}, "0 is not a number of requests"),
     ({"x": {"steps": 0}}, "'x' is not a number of requests"),
     ({True: {"steps": 0}}, "True is not a number of requests"),
-    ({8: PLAIN, 4: PLAIN}, "4 comes after 8"),
-    ({8: PLAIN, "8": PLAIN}, "8 comes after 8"),
+    ({8: PLAIN_TREE, 4: PLAIN_TREE}, "4 comes after 8"),
+    ({8: PLAIN_TREE, "8": PLAIN_TREE}, "8 comes after 8"),
     ({8: 3}, "from 8 requests on: 3 is not a tree"),
     ({8: {"steps": 0, "depth": 1}}, "unknown 'depth'; a tree has steps, topk, num_draft_tokens"),
     ({8: {"steps": 2, "topk": 1}}, "num_draft_tokens is missing"),
@@ -115,7 +115,7 @@ def test_trees_get_smaller_with_the_batch_and_the_log_says_why(caplog):
     found = choose_trees("auto", WIDE, BIG, max_batch=64)
     assert list(found.values()) == [TreeShape(5, 4, 16), TreeShape(3, 2, 8), TreeShape(3, 1, 4)]
     assert "predicted from 3.0 TB/s and 690 TFLOP/s, as measured on an H100, and from the accept lengths" in caplog.text
-    assert choose_trees({}, WIDE, BIG) == choose_trees("auto", PLAIN, BIG) == {}
+    assert choose_trees({}, WIDE, BIG) == choose_trees("auto", PLAIN_TREE, BIG) == {}
     caplog.clear()
     assert choose_trees("auto", WIDE, None) == {}
     assert "at every batch (trees of smaller batches are not predicted for this device" in caplog.text

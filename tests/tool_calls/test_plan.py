@@ -39,7 +39,7 @@ def test_the_parser_sees_the_special_tokens_of_its_format(name, cut):
     assert plan._is_in_reasoning(prompt) == family.opens
     tokenizer = inputs.tokenizer
     tokens = [*tokens_of(tokenizer, family.output), tokenizer.hf.eos_token_id]
-    sink = tokenizer.sink(prompt, shown=params.shown_special_tokens)
+    sink = tokenizer.sink(prompt, visible_ids=params.shown_special_tokens)
     text = ""
     for start in range(0, len(tokens), cut):
         sink.push_all(tokens[start : start + cut])

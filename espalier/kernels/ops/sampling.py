@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from espalier.kernels.runtime.op import op
-from espalier.logprobs import TOP, words
+from espalier.logprobs import TOP, row_words
 
 
 def logprob_rows(tokens: Tensor, chosen: Tensor, ranks: Tensor, ids: Tensor, values: Tensor) -> Tensor:
@@ -65,4 +65,4 @@ def write_logprobs(
     ids = _top_ids(picked, count)
     ranks = 1 + (picked > picked.gather(-1, tokens)).sum(-1)
     written = logprob_rows(tokens[:, 0], logp.gather(-1, tokens)[:, 0], ranks, ids, logp.gather(-1, ids))
-    ring[int(entry), b, w, : words(count)] = written
+    ring[int(entry), b, w, : row_words(count)] = written

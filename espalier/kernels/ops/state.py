@@ -141,7 +141,7 @@ def gather_slots(table: SlotTable, index: Tensor, appended: ScatterUpdate | None
         num_tokens=prefix_len + 1,
         max_accept_depth=torch.minimum(table.depth_limit[index], left).clamp(min=0),
         num_logprobs=table.num_logprobs[index],
-        real=index > 0,
+        is_real=index > 0,
         page_table=table.page_table[index],
     )
 

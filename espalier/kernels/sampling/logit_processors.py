@@ -18,11 +18,11 @@ from espalier.errors import EspalierError
 from espalier.kernels.runtime.jit import kernel
 from espalier.kernels.runtime.launch import chip, power_of_two, require
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
-from espalier.slots import FLOATS, INTS, Columns, SlotTable
+from espalier.slots import FLOAT_COLUMNS, INT_COLUMNS, Columns, SlotTable
 
 LOGIT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 # The columns of SlotRows, as kernels see them: the slot table's columns, then three more.
-COLUMNS = Columns((*INTS, "slot", "num_bias", "num_stops"), FLOATS)
+COLUMNS = Columns((*INT_COLUMNS, "slot", "num_bias", "num_stops"), FLOAT_COLUMNS)
 
 # Launches pass ...Arguments as plain tuples in the order of the fields, because named tuples cost more time on the
 # host.  Kernels give the fields their names again.
@@ -150,8 +150,8 @@ def check_table(table: SlotTable) -> None:
     """Check that the table's fields are contiguous, with the kernels' shapes and dtypes.  Raises EspalierError."""
     slots, vocab = table.ints.shape[0], table.counts.shape[1]
     expected: dict[str, tuple[int, torch.dtype]] = {
-        "ints": (len(INTS), torch.int64),
-        "floats": (len(FLOATS), torch.float32),
+        "ints": (len(INT_COLUMNS), torch.int64),
+        "floats": (len(FLOAT_COLUMNS), torch.float32),
         "bias_ids": (-1, torch.int64),
         "bias_values": (table.bias_ids.shape[1], torch.float32),
         "stop_ids": (-1, torch.int64),

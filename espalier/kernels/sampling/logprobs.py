@@ -16,7 +16,7 @@ from espalier.kernels.ops.sampling import accumulation_dtype
 from espalier.kernels.runtime.jit import kernel
 from espalier.kernels.runtime.launch import chip, power_of_two, require, split_size
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
-from espalier.logprobs import CHOSEN, RANK, TOKEN, TOP, words
+from espalier.logprobs import CHOSEN, RANK, TOKEN, TOP, row_words
 
 # Token ids per program of the first launch: the fewest, and the most, for many rows.
 SPLIT = 2048
@@ -39,7 +39,7 @@ def write_logprobs(
     require("logprobs: num_logprobs", num_logprobs, (batch,), torch.int64, logits)
     for name, value in (("rows", rows), ("tokens", tokens)):
         require(f"logprobs: {name}", value, (batch, width), torch.int64, logits)
-    require("logprobs: ring", ring[:, :batch, :width], (-1, batch, width, words(most)), torch.int64, logits)
+    require("logprobs: ring", ring[:, :batch, :width], (-1, batch, width, row_words(most)), torch.int64, logits)
     if ring.stride()[2:] != (num_words, 1):
         raise EspalierError(f"logprobs: the ring's rows have strides {ring.stride()[2:]}, not {(num_words, 1)}")
     if not tokens.numel():

@@ -17,7 +17,7 @@ from espalier.kernels.ops.linear import linear_quantised, linear_quantised_gated
 from espalier.models.weight_formats.base import FormatLookup, Weight, WeightFormat
 from espalier.models.weight_formats.dense import DENSE_FORMAT
 from espalier.shards import Part
-from espalier.tokenizer_files import may_not_end
+from espalier.tokenizer_files import may_be_exponential
 
 # The dtypes that scales may have.  Loading does not cast scales.
 SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -159,7 +159,7 @@ def _is_pattern(name: str) -> bool:
         re.compile(name[3:])
     except re.error:
         return False
-    return not may_not_end(name[3:])
+    return not may_be_exponential(name[3:])
 
 
 def read_object(fields: Mapping[str, Any], name: str) -> Mapping[str, Any]:

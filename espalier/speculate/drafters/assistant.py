@@ -33,7 +33,7 @@ class AssistantDrafter(AutoregressiveDrafter):
         return partial(self._grow, rows, out, self._logits(out, 1))
 
     def _forward(self, out: DraftOutput, rows: TreeRows, level: int) -> DraftOutput:
-        tokens = rows.tokens[:, self.layout.beams_above(level - 1) : self.layout.beams_above(level)]
+        tokens = rows.tokens[:, self.layout.draft_rows_above(level - 1) : self.layout.draft_rows_above(level)]
         return self._run(rows, tokens, out.last_rows(self.layout.topk).hidden, rows.levels[-1].parents)
 
     def _run(self, rows: TreeRows, tokens: Tensor, hidden: Tensor, parents: Tensor | None) -> DraftOutput:

@@ -1,11 +1,11 @@
 """A drafter whose draft model grows the tree level by level, one forward pass over beams for each level (EAGLE, MTP).
 
-Row q of every module belongs to token q.  Its inputs are token q and a hidden state (feeds.py says which).  In module k
-its RoPE position is q - k, as trained, and rows 0 .. k-1 do not exist.  Inside a tree, a beam attends to its true
-ancestors.
+Row q of every module belongs to token q.  The row's inputs are token q and a hidden state (see feeds.py).  In module k
+the row's RoPE position is q - k, as in training, and rows 0 .. k-1 do not exist.  Inside a tree, a beam attends to its
+true ancestors.
 
-Module l proposes level l.  So it runs over the beams of all levels before, [B, (l-1) · K], none of which it has seen.
-The last module also proposes all deeper levels.  At those levels the hidden state that a beam reads is the last
+Module l proposes level l.  So module l runs over the beams of all earlier levels, [B, (l-1) · K], none of which it has
+seen.  The last module also proposes all deeper levels.  At those levels the hidden state that a beam reads is the last
 module's own output at the beam's parent.
 """
 
@@ -27,7 +27,7 @@ from espalier.speculate.drafters.feeds import Feed, ModuleRows, feed_name, feeds
 from espalier.speculate.drafters.model_drafter import ModelDrafter
 from espalier.speculate.pieces import LastTokens
 from espalier.speculate.sampler import DraftRows, Sampler
-from espalier.speculate.tree import VOID, Pool, Tree
+from espalier.speculate.tree import VOID, CandidatePool, Tree
 
 
 @dataclass(frozen=True)
@@ -66,10 +66,10 @@ class AutoregressiveDrafter(ModelDrafter[DraftModel]):
         # The depth of each draft row of a tree, after `topk` entries of depth 0.
         self.depths = torch.arange(layout.topk + layout.beam_rows, device=device) // layout.topk
         # The bit of each draft row among ancestor bits.
-        self.own_bits = self_bits(0, layout.beam_rows, layout.beam_words, device)
+        self.own_bits = self_bits(0, layout.beam_rows, layout.beam_ancestor_words, device)
         # Entry d: the bits of all rows deeper than d.
         depths = range(self.spec.modules)
-        self.bits_below = torch.stack([self.own_bits[layout.beams_above(depth + 1) :].sum(0) for depth in depths])
+        self.bits_below = torch.stack([self.own_bits[layout.draft_rows_above(depth + 1) :].sum(0) for depth in depths])
 
     def prepare(self, lengths: CommittedLengths) -> None:
         # After a prefix hit, module k attends to k - 1 more cached rows than module 1.
@@ -85,7 +85,7 @@ class AutoregressiveDrafter(ModelDrafter[DraftModel]):
 
     def _grow(self, rows: TreeRows, out: DraftOutput, logits: Tensor, sampler: Sampler) -> Tree:
         """Grow the tree level by level.  out, logits: the output and the logits of level 1."""
-        pool, path_scores = Pool(self.layout.topk), self.root_trees.scores[: logits.shape[0]]
+        pool, path_scores = CandidatePool(self.layout.topk), self.root_trees.scores[: logits.shape[0]]
         above: DraftedAncestors | None = None
         for level in range(1, self.layout.steps + 1):
             tokens, scores = sampler.children(
@@ -93,10 +93,10 @@ class AutoregressiveDrafter(ModelDrafter[DraftModel]):
             )
             pool.add(tokens, scores)
             if level < self.layout.steps:
-                first, end = self.layout.beams_above(level), self.layout.beams_above(level + 1)
+                first, end = self.layout.draft_rows_above(level), self.layout.draft_rows_above(level + 1)
                 bits = None if above is None else above.ancestor_bits
-                beams = select_beams(tokens, scores, bits, rows.tokens, first, self.layout.beam_words)
-                pool.keep(beams.places)
+                beams = select_beams(tokens, scores, bits, rows.tokens, first, self.layout.beam_ancestor_words)
+                pool.set_beams(beams.places)
                 rows.levels.append(beams)
                 path_scores, above = beams.scores, DraftedAncestors(rows.tokens[:, :end], beams.ancestor_bits)
                 out = self._forward(out, rows, level + 1)
@@ -104,29 +104,29 @@ class AutoregressiveDrafter(ModelDrafter[DraftModel]):
         return pool.select(rows.slots.root, self.layout.num_draft_tokens)
 
     def _module(self, level: int) -> DraftModule:
-        """The module that proposes this level."""
+        """Returns the module that proposes this level."""
         return self.draft.modules[self._module_index(level) - 1]
 
     def _module_index(self, level: int) -> int:
         return min(level, self.spec.modules)
 
     def _logits(self, out: DraftOutput, level: int) -> Tensor:
-        """[B, Q, draft vocabulary]: the logits of the children at this level, from the last rows of `out`."""
+        """Returns [B, Q, draft vocabulary]: the logits of the children at this level, from the last rows of `out`."""
         return self._module(level).logits(out.last_rows(self.layout.topk))
 
     def _forward(self, out: DraftOutput, rows: TreeRows, level: int) -> DraftOutput:
-        """One forward pass, which gives the children at `level`.  It runs over the beams that the module has not seen.
+        """Runs the forward pass that proposes `level`, over the beams that the module has not seen.
 
-        out: the output of the level before.  Returns the output [B, Q], whose last rows are the beams of that level.
+        out: the output of the level before.  Returns [B, Q]; the last rows are the beams of the level before.
         """
-        module, end = self._module_index(level), self.layout.beams_above(level)
-        first = 0 if level <= self.spec.modules else self.layout.beams_above(level - 1)
+        module, end = self._module_index(level), self.layout.draft_rows_above(level)
+        first = 0 if level <= self.spec.modules else self.layout.draft_rows_above(level - 1)
         feed, bits = self._tree_feed(out, rows, level)
         nodes = Nodes(rows.positions[:, first:end], rows.positions[:, :end], bits)
         tokens = rows.tokens[:, first:end]
         if self.draft.has_experts:
-            tokens = tokens.masked_fill(~rows.slots.real[:, None], VOID)
-        # Module 1's positions are known already, which saves a launch for each level.
+            tokens = tokens.masked_fill(~rows.slots.is_real[:, None], VOID)
+        # Module 1's positions are computed already, which saves a launch for each level.
         rope = rows.positions_above[:, first:end] if module == 1 else rope_positions(nodes.positions, module)
         p = self.cache.begin(
             rows.modules[module - 1].prefix,
@@ -140,15 +140,15 @@ class AutoregressiveDrafter(ModelDrafter[DraftModel]):
         return self._module(level)(p, *feed)
 
     def _tree_feed(self, out: DraftOutput, rows: TreeRows, level: int) -> tuple[Feed, Tensor]:
-        """The hidden states that feed the beams of a pass, and the ancestor bits of the beams."""
+        """Returns the hidden states that feed the beams of a pass, and the ancestor bits of the beams."""
         beams, module, topk = rows.levels[-1], self._module_index(level), self.layout.topk
         feed: Feed = out.last_rows(topk).hidden, beams.parents
-        bits, end = beams.ancestor_bits, self.layout.beams_above(level)
+        bits, end = beams.ancestor_bits, self.layout.draft_rows_above(level)
         if level <= self.spec.modules:
             feed = self.feeds.tree_feed(rows.slots, self.spec.modules, level, out.hidden, rows.parents, topk)
             bits = rows.ancestor_bits
         if module > 2:
-            # After a prompt shorter than the number of modules, the first rows do not exist.  A row still sees itself.
+            # After a prompt shorter than the number of modules, the first rows do not exist, but attend to themselves.
             num_missing = rows.modules[module - 1].num_missing
             assert num_missing is not None
             bits = bits & self.bits_below[num_missing][:, None] | self.own_bits[end - bits.shape[1] : end]
@@ -161,7 +161,7 @@ class AutoregressiveDrafter(ModelDrafter[DraftModel]):
         features, modules = self.draft.fuse(target_features), module_rows(slots, self.spec.modules)
         is_split = last is not None and last.piece is not None
         feeds = self.feeds(slots, modules, features, length, is_split) if self.spec.modules > 1 else None
-        # Only the output at the last token is kept.  But a next module would read all rows.
+        # Only the output at the last token is kept, unless a next module reads all rows.
         needed = None if last is None or feeds is not None else last.row
         hidden = self._extend_module(1, modules[0], (features, None), length, is_split, needed)
         kept = {"hidden": (hidden, length if needed is None else torch.ones_like(length))}
@@ -215,16 +215,16 @@ class AutoregressiveDrafter(ModelDrafter[DraftModel]):
         return out.hidden
 
     def _layers(self, module: int) -> range:
-        """The layers of a module."""
+        """Returns the layers of a module."""
         first, count = self.cache.layers.start, self.spec.layers_per_module
         return range(first + (module - 1) * count, first + module * count)
 
 
 def rope_positions(positions: Tensor, module: int) -> Tensor:
-    """The RoPE positions of a module's rows.  Rows that do not exist get 0."""
+    """Returns the RoPE positions of a module's rows.  Rows that do not exist get 0."""
     return positions - 1 if module == 1 else (positions - module).clamp(min=0)
 
 
 def extend_rows(slots: BatchState, length: Tensor, width: int) -> TokenChain:
-    """The draft rows of tokens n+1 .. n+length, padded to `width`.  The padding is not committed."""
+    """Returns the draft rows of tokens n+1 .. n+length, padded to `width`.  The padding is not committed."""
     return read_chain(slots, 1, length, width)

@@ -19,15 +19,15 @@ from espalier.speculate.pieces import LastTokens
 from espalier.speculate.sampler import Sampler
 from espalier.speculate.tree import RootTrees, Tree
 
-# Grows the tree from its first logits, once the sampler is known.
+# A function that grows the tree from the draft's first logits, with the launch's sampler.
 GrowTree = Callable[[Sampler], Tree]
 
 
 class Drafter(Protocol):
     """Proposes token trees, and runs its model over the tokens that were decided.
 
-    spec: what the draft needs (DraftSpec); root_trees: trees of the roots alone, without a proposal; captures_prefill:
-    whether a CUDA graph can capture the drafter's part of a prefill pass.
+    spec: the inputs and layers that the draft declares (DraftSpec); root_trees: trees of the roots alone, without a
+    proposal; captures_prefill: whether a CUDA graph can capture the drafter's part of a prefill pass.
     """
 
     spec: DraftSpec
@@ -37,7 +37,7 @@ class Drafter(Protocol):
     def captures_prefill(self) -> bool: ...
 
     def for_layout(self, layout: RoundLayout) -> Self:
-        """The same drafter with the same buffers, for the tree of a smaller layout (RoundLayout.for_batch)."""
+        """Returns the same drafter with the same buffers, for the tree of a smaller layout (RoundLayout.for_batch)."""
         ...
 
     def prepare(self, lengths: CommittedLengths) -> None:
@@ -47,8 +47,8 @@ class Drafter(Protocol):
     def begin(self, slots: BatchState) -> GrowTree:
         """Begin to propose a tree under the root of each slot: run the model up to the first logits.
 
-        No mask of a grammar changes this part.  The function that it returns grows the rest of the tree, of
-        layout.num_draft_tokens nodes, at least two.
+        No mask of a grammar changes this part.  Returns the function that grows the tree of layout.num_draft_tokens
+        nodes, at least two.
         """
         ...
 
@@ -57,10 +57,9 @@ class Drafter(Protocol):
     ) -> None:
         """Run the draft over the new tokens n+1 .. n+length.  The slots' history already holds these tokens.
 
-        target_features: [B, W, F], the features in `spec.target_output` at tokens n .. n+W-1; None if that is None.
-        length: [B], at most W.
-        last: in a prefill pass, the place of each request's last token; `slots` then has one row for each piece
-        (speculate/pieces.py).  None in a round, where each row is a request.
+        target_features: [B, W, F], the features in `spec.target_output` at tokens n .. n+W-1; None if target_output is
+        None.  length: [B], at most W.  last: in a prefill pass, the place of each request's last token; `slots` then
+        has one row for each piece (speculate/pieces.py).  None in a round, where each row is a request.
         """
         ...
 
@@ -90,8 +89,8 @@ class DrafterWithoutFiles:
     def propose(self, slots: BatchState, sampler: Sampler) -> Tree:
         """Returns a tree of layout.num_draft_tokens nodes under the root of each slot.
 
-        A CUDA graph captures this: sizes follow from the layout alone, and nothing waits for the device.
-        sampler.guide: which next tokens a grammar allows or forces; a drafter may ignore it.
+        A CUDA graph captures this method, so sizes must follow from the layout alone, and nothing may wait for the
+        device. sampler.guide: which next tokens a grammar allows or forces; a drafter may ignore it.
         """
         raise NotImplementedError
 
@@ -107,7 +106,7 @@ class NoDrafter(DrafterWithoutFiles):
     spec = DraftSpec("none")
 
 
-# Makes a drafter.  Arguments: the draft, the layout, and the cache of the draft's layers.
+# A function that makes a drafter.  Arguments: the draft, the layout, and the cache of the draft's layers.
 MakeDrafter = Callable[[Any, RoundLayout, ModelCache], Drafter]
 
 
@@ -115,19 +114,17 @@ MakeDrafter = Callable[[Any, RoundLayout, ModelCache], Drafter]
 class DraftFormat:
     """A checkpoint format of drafts: how to recognise it, read it, load it and run it.
 
-    algorithm: the name that users give; equal to `DraftSpec.algorithm`.
-    title: the name of such drafts in error texts, in the plural.
-    architectures: names in `architectures` of config.json (or `model_type`, if that is missing) that mean this format.
-    marked_architectures: further such names, which mean this format only if config.json has one of `marker_fields`.
-    excluding_fields: fields that rule this format out if config.json has one of them.
+    algorithm: the name that users give; equal to `DraftSpec.algorithm`.  title: the name of such drafts in error texts,
+    in the plural.  architectures: names in `architectures` of config.json (or `model_type`, if that is missing) that
+    mean this format.  marked_architectures: further such names, which mean this format only if config.json has one of
+    `marker_fields`.  excluding_fields: fields that rule this format out if config.json has one of them.
     speculators_types: values of `speculators_model_type` of this format; if a config has that field, it alone decides.
-    read: (directory, config.json, the target's config) -> a config that fits this target.  Raises EspalierError.
-    make: (weights, config, the target, rows of position tables) -> a DraftModel that uses every weight.
-    drafter: makes the drafter that runs the model.
-    in_target: (directory of a target, its config) -> whether the directory also holds a draft of this format; None: no
-    target's directory does.
-    checks: the fields of the draft's config.json to check if almost none of its tokens is accepted.
-    is_divided: whether the ranks split the draft's layers as they split the target's; else each rank holds all layers.
+    read: (directory, config.json, the target's config) -> a config that fits this target.  Raises EspalierError.  make:
+    (weights, config, the target, rows of position tables) -> a DraftModel that uses every weight.  drafter: makes the
+    drafter that runs the model.  in_target: (directory of a target, its config) -> whether the directory also holds a
+    draft of this format; None if no target's directory does.  checks: the fields of the draft's config.json to check if
+    almost none of its tokens is accepted.  is_divided: whether the ranks split the draft's layers as they split the
+    target's; else each rank holds all layers.
     """
 
     algorithm: str
@@ -145,7 +142,7 @@ class DraftFormat:
     is_divided: bool = False
 
     def format_names(self, by_speculators: bool) -> str:
-        """The names in a config.json that mean this format.  by_speculators: whether speculators wrote the file."""
+        """Returns the names in a config.json that mean this format.  by_speculators: whether speculators wrote it."""
         if not by_speculators:
             return ", ".join(self.architectures)
         return f"speculators' {', '.join(self.speculators_types)}" if self.speculators_types else ""

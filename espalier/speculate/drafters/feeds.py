@@ -24,7 +24,7 @@ from espalier.kernels.ops.state import load_carried
 from espalier.kernels.ops.tree import gather_rows
 from espalier.slots import BatchState
 
-# hidden states [B, R, H], and for each row the index [B, Q] of the one that it reads; None: row i reads index i.
+# Hidden states [B, R, H], and for each row the index [B, Q] of the state that it reads; None if row i reads index i.
 Feed = tuple[Tensor, Tensor | None]
 
 
@@ -32,9 +32,9 @@ Feed = tuple[Tensor, Tensor | None]
 class ModuleRows:
     """The rows of one module in a pass.
 
-    slots: advanced by `num_missing`, so that the module's first row belongs to token prefix_len + 1.
-    prefix: the module's committed rows.  Module k has those of tokens k .. n, where token n is the root.
-    num_missing: [B], how many rows at the start of the pass the module cannot compute; None for module 1: none.
+    slots: advanced by `num_missing`, so that the module's first row belongs to token prefix_len + 1. prefix: the
+    module's committed rows.  Module k has the rows of tokens k .. n, where token n is the root.  num_missing: [B], how
+    many rows at the start of the pass the module cannot compute; None for module 1, which computes all.
     """
 
     slots: BatchState
@@ -42,12 +42,12 @@ class ModuleRows:
     num_missing: Tensor | None = None
 
     def length(self, length: Tensor) -> Tensor:
-        """[B]: how many rows the module has in a pass with `length` [B] rows; below 1 if it has none."""
+        """Returns [B]: how many rows the module has in a pass with `length` [B] rows; below 1 if it has none."""
         return length if self.num_missing is None else length - self.num_missing
 
 
 def module_rows(slots: BatchState, modules: int) -> list[ModuleRows]:
-    """The rows of each module in a pass.  modules: their number."""
+    """Returns the rows of each module in a pass.  modules: the number of modules."""
     rows = [ModuleRows(slots, Prefix(slots.page_table, slots.num_tokens, first=1))]
     if modules > 1:
         # Pages hold the rows below commit_from.  The target ran again from `modules` rows before that, or earlier.
@@ -75,18 +75,18 @@ class ModuleFeeds(ABC):
 
     @abstractmethod
     def feed_of(self, module: int) -> Feed:
-        """The feed of a module (2 to N) in this pass."""
+        """Returns the feed of a module (2 to N) in this pass."""
         ...
 
     @abstractmethod
     def state_to_carry(self, module: int) -> tuple[Tensor, Tensor]:
-        """(values [B, R, H], count [B]): the module (2 to N) reads row count - 1 of values first in the next launch."""
+        """Returns (values [B, R, H], count [B]).  The module (2 to N) first reads row count - 1 in the next launch."""
         ...
 
     @staticmethod
     @abstractmethod
     def tree_feed(slots: BatchState, modules: int, module: int, above: Tensor, parents: Tensor, topk: int) -> Feed:
-        """The feed of a module (2 to N) over the beams [B, (module-1)·topk] of all levels so far.
+        """Returns the feed of a module (2 to N) over the beams [B, (module-1)·topk] of all levels so far.
 
         above: [B, R, H], the output of the module before, over the beams of all levels but the last, or at the root.
         parents: [B, (module-1)·topk], each beam's parent: 0 for the root, 1 + the parent's index among all beams.
@@ -118,7 +118,7 @@ class ChainFeeds(ModuleFeeds):
 class TargetFeeds(ModuleFeeds):
     @cached_property
     def hidden(self) -> Tensor:
-        """The hidden states that the slots carry, then the features."""
+        """The hidden states that the slots carry, followed by the features."""
         first = _carried_features(self.slots, len(self.rows))
         if self.is_split:
             first = _from_previous_piece(self.slots, first, self.features[:, self.features.shape[1] - first.shape[1] :])
@@ -134,27 +134,27 @@ class TargetFeeds(ModuleFeeds):
 
     @staticmethod
     def tree_feed(slots: BatchState, modules: int, module: int, above: Tensor, parents: Tensor, topk: int) -> Feed:
-        # A beam of depth d reads the feature of the token module - d before the root's successor: feed{module - d + 1}.
+        # A beam of depth d reads feed{module - d + 1}, the feature `module - d` tokens before the root's successor.
         depths = torch.arange(parents.shape[1], device=parents.device) // topk
         return _carried_features(slots, modules), (depths + (modules - module)).expand_as(parents)
 
 
-def feeds_class(form: str) -> type[ModuleFeeds]:
-    """The class of a form (DraftSpec.form)."""
-    return {"chain": ChainFeeds, "target": TargetFeeds}[form]
+def feeds_class(form_name: str) -> type[ModuleFeeds]:
+    """Returns the class of a form (DraftSpec.form)."""
+    return {"chain": ChainFeeds, "target": TargetFeeds}[form_name]
 
 
 def feed_name(module: int) -> str:
-    """The name in DraftSpec.carried_shapes of the hidden state that a module (2 to N) reads after the root."""
+    """Returns the name in DraftSpec.carried_shapes of the state that a module (2 to N) reads after the root."""
     return f"feed{module}"
 
 
 def _carried_features(slots: BatchState, modules: int) -> Tensor:
-    """[B, N-1, H]: feedN, ..., feed2."""
+    """Returns [B, N-1, H]: feedN, ..., feed2."""
     return torch.cat([load_carried(slots, feed_name(module)) for module in range(modules, 1, -1)], 1)
 
 
 def _from_previous_piece(slots: BatchState, carried: Tensor, last: Tensor) -> Tensor:
-    """[P, R, H]: `carried` for the first piece of each request, `last` of the piece before for the other pieces."""
+    """Returns [P, R, H]: `carried` for each request's first piece, and `last` of the piece before for other pieces."""
     follows = slots.index[1:] == slots.index[:-1]
     return torch.cat((carried[:1], torch.where(follows[:, None, None], last[:-1], carried[1:])))

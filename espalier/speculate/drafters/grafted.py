@@ -1,7 +1,7 @@
 """Adds other sources to a drafter: the paths of the sources are grafted onto the drafter's trees.
 
-The drafter itself does not change.  Its scores become survival probabilities, like the scores of the paths.  A drafter
-without files may have sources too.  In a round without a draft pass, the tree is made of the paths alone.
+The drafter itself does not change.  The drafter's scores become survival probabilities, like the scores of the paths.
+A drafter without files may have sources too.  In a round without a draft pass, the tree is made of the paths alone.
 """
 
 from functools import partial
@@ -32,7 +32,7 @@ from espalier.speculate.tree import VOID, Tree
 
 
 class GraftedDrafter:
-    """A Drafter that joins the trees of `drafter` with the sources' paths.  layout: of the rounds."""
+    """A Drafter that joins the trees of `drafter` with the sources' paths.  layout: the rounds' layout."""
 
     def __init__(self, drafter: Drafter, layout: RoundLayout):
         self.drafter = drafter
@@ -99,10 +99,10 @@ class GraftedDrafter:
 
 
 def _padded(values: Tensor, field: Tensor) -> Tensor:
-    """Values [..., n] of a round, padded to the width of a field of the slot table, which fits the largest tree."""
+    """Returns values [..., n] of a round, padded to the width of a slot-table field, which fits the largest tree."""
     return torch.nn.functional.pad(values, (0, field.shape[-1] - values.shape[-1]), value=VOID)
 
 
 def have_no_paths(paths: Paths | None) -> bool:
-    """Whether there are no paths.  Always False on a GPU if `paths` is not None, as a look at the values would wait."""
+    """Whether there are no paths.  False on a GPU if `paths` is not None, because a check would wait for the GPU."""
     return paths is None or (not paths.kinds.is_cuda and not bool(paths.kinds.any()))

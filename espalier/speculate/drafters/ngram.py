@@ -1,6 +1,6 @@
 """N-gram lookup on the device (prompt lookup decoding, Saxena 2023): proposes tokens that followed the same text.
 
-It needs no model and no K/V, because candidates come from the slot's history.  Each branch follows an earlier
+The drafter needs no model and no K/V, because candidates come from the slot's history.  Each branch follows an earlier
 occurrence of the history's suffix: the longest occurrences first, then the latest.  Branches start with distinct
 tokens, so siblings are distinct.
 """
@@ -14,7 +14,7 @@ from espalier.sampling.mask import DraftGuide, allows, force_only_children
 from espalier.slots import BatchState
 from espalier.speculate.drafters.base import DrafterWithoutFiles
 from espalier.speculate.sampler import Sampler
-from espalier.speculate.tree import Pool, Tree
+from espalier.speculate.tree import CandidatePool, Tree
 
 
 class NgramDrafter(DrafterWithoutFiles):
@@ -26,18 +26,18 @@ class NgramDrafter(DrafterWithoutFiles):
             return self._propose_guided(slots, sampler.guide)
         length, ends = find_matches(slots.table.history, slots.index, slots.prefix_len, topk)
         logp = match_log_probability(length)
-        pool = Pool(topk)
+        pool = CandidatePool(topk)
         branches = torch.arange(topk, device=ends.device).expand_as(ends)
         pool.add(slots.history_at(continuation_positions(ends, slots.prefix_len, 1))[:, None], logp[:, None])
         for level in range(2, self.layout.steps + 1):
             # Branches keep their order.  From level 2 on, a branch is the first of its beam's topk candidates.
-            pool.keep(branches if level == 2 else branches * topk)
+            pool.set_beams(branches if level == 2 else branches * topk)
             tokens = slots.history_at(continuation_positions(ends, slots.prefix_len, level))
             pool.add(*only_children(tokens, logp * level))
         return pool.select(slots.root, self.layout.num_draft_tokens)
 
     def _propose_guided(self, slots: BatchState, guide: DraftGuide) -> Tree:
-        """The tree after forced tokens of a grammar: a chain of these, then branches that follow them in the text."""
+        """Returns the tree with a grammar: a chain of forced tokens, then branches that follow them in the text."""
         steps, topk, count = self.layout.steps, self.layout.topk, guide.num_forced[:, None]
         forced = guide.forced[:, :steps]
         # Behind the root, history holds nothing until tokens are decided.
@@ -49,13 +49,13 @@ class NgramDrafter(DrafterWithoutFiles):
         logp = match_log_probability(length)
         allowed = allows(guide.mask, slots.history_at(continuation_positions(ends, end, 1)).clamp(min=0))
         logp = logp.masked_fill(~(allowed | (guide.level == 0)[:, None]), -torch.inf)
-        pool, branches = Pool(topk), torch.arange(topk, device=ends.device).expand_as(ends)
+        pool, branches = CandidatePool(topk), torch.arange(topk, device=ends.device).expand_as(ends)
         for level in range(1, steps + 1):
             # The depth below the last forced token; 0 or less for a forced token.
             depth = level - count
             if level > 1:
-                # The branches begin as children of one beam.  Then each branch is the first child of its own beam.
-                pool.keep(torch.where(depth <= 2, branches, branches * topk))
+                # The branches begin as children of one beam.  Later, each branch is the first child of its own beam.
+                pool.set_beams(torch.where(depth <= 2, branches, branches * topk))
             tokens = slots.history_at(continuation_positions(ends, end, depth.clamp(min=1)))
             tokens, scores = only_children(tokens, logp * depth) if level > 1 else (tokens[:, None], logp[:, None])
             if level > 1:
@@ -71,7 +71,7 @@ class NgramDrafter(DrafterWithoutFiles):
 
 
 def match_log_probability(length: Tensor) -> Tensor:
-    """[B, K] float32: after a match of m tokens each proposed token has probability m / (m + 1).
+    """Returns Returns [B, K] float32: after a match of m tokens each proposed token has probability m / (m + 1).
 
     Without a match the value is -inf, which makes a void node.
     """
@@ -79,7 +79,7 @@ def match_log_probability(length: Tensor) -> Tensor:
 
 
 def only_children(tokens: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
-    """Candidates [B, K, K] from tokens and scores [B, K]: one child for each branch.  Its other children get -inf."""
+    """Returns candidates [B, K, K] from tokens and scores [B, K]: one child for each branch.  Others get -inf."""
     batch, topk = tokens.shape
     padded = scores.new_full((batch, topk, topk), -torch.inf)
     padded[..., 0] = scores
@@ -87,7 +87,7 @@ def only_children(tokens: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def continuation_positions(ends: Tensor, root: Tensor, level: int | Tensor) -> Tensor:
-    """[B, K]: the position of the token that comes `level` tokens after `ends` [B, K].  level: a number or [B, 1].
+    """Returns [B, K]: the position of the token that comes `level` tokens after `ends` [B, K].  level: int or [B, 1].
 
     Beyond the root's position `root` [B], the text between match and root is repeated.
     """

@@ -36,7 +36,7 @@ class OnePassDrafter(ModelDrafter[BlockModel]):
         # A row that is not causal sees the whole block, as in training, also the rows beyond `steps`.
         spec, layout, device = self.spec, self.layout, self.device
         self.width = spec.first_proposing_row + layout.steps if all(spec.causal) else layout.block_rows
-        self.known = torch.ones(layout.max_batch, dtype=torch.int64, device=device)
+        self.num_known = torch.ones(layout.max_batch, dtype=torch.int64, device=device)
         everything = torch.ones(self.width, self.width, dtype=torch.bool, device=device)
         self.ancestor_bits = {
             is_causal: pack_bits(everything.tril() if is_causal else everything) for is_causal in (False, True)
@@ -50,16 +50,16 @@ class OnePassDrafter(ModelDrafter[BlockModel]):
         return partial(best_paths, roots, logits, edges, self.draft.d2t, self.layout)
 
     def _run_block(self, slots: BatchState) -> Tensor:
-        """Run the block.  Returns the hidden states of the rows that propose depths 1 to steps: [B, steps, H]."""
+        """Runs the block.  Returns the hidden states of the rows that propose depths 1 to steps: [B, steps, H]."""
         first = self.spec.first_proposing_row
-        rows = block_rows(slots, 0, self.known[: slots.batch], self.width, self.spec.mask_token)
+        rows = block_rows(slots, 0, self.num_known[: slots.batch], self.width, self.spec.mask_token)
         prefix = Prefix(slots.page_table, slots.prefix_len)
         nodes = self._nodes(slots, rows.positions)
         hidden = self.draft(self.cache.begin(prefix, nodes, rows.tokens, rows.positions))
         return hidden[:, first : first + self.layout.steps]
 
     def _nodes(self, slots: BatchState, positions: Tensor) -> list[Nodes]:
-        """The Nodes of each layer: which rows the rows of a block attend to."""
+        """Returns the Nodes of each layer: which rows the rows of a block attend to."""
         # Attention uses positions for windows only.
         at = slots.prefix_len[:, None].expand(-1, self.width) if self.spec.windows_from_root else positions
         nodes = {
@@ -91,21 +91,21 @@ def best_paths(
     """Returns the tree of the best paths.  roots: [B, 1]; logits: [B, steps, draft vocabulary], without edges."""
     if edges is None:
         no_scores = roots.scores.expand(-1, logits.shape[1])
-        candidates = without_edges(*sampler.children(DraftRows(logits, d2t, 0, no_scores, stride=1), layout.topk))
+        candidates = plain_candidates(*sampler.children(DraftRows(logits, d2t, 0, no_scores, stride=1), layout.topk))
     else:
-        candidates = with_edges(roots, layout.steps, layout.topk, partial(sampler.next_depth, edges, d2t))
+        candidates = edge_candidates(roots, layout.steps, layout.topk, partial(sampler.next_depth, edges, d2t))
     return select_paths(roots.tokens[:, 0], candidates, layout.num_draft_tokens)
 
 
-def without_edges(tokens: Tensor, scores: Tensor) -> Candidates:
-    """Candidates [B, S, K] without edges: the same row of the next depth follows every candidate of a depth."""
+def plain_candidates(tokens: Tensor, scores: Tensor) -> Candidates:
+    """Returns candidates [B, S, K] without edges: the same row of the next depth follows every candidate of a depth."""
     return Candidates(tokens[:, :, None], scores[:, :, None], torch.zeros_like(tokens, dtype=torch.int32)[:, :, None])
 
 
-def with_edges(
+def edge_candidates(
     rows: DepthRows, steps: int, topk: int, next_depth: Callable[[int, DepthRows, Candidates], DepthRows]
 ) -> Candidates:
-    """Candidates whose scores depend on the tokens before.
+    """Returns candidates whose scores depend on the tokens before.
 
     rows: the roots.  next_depth: like fill_depth, called with (a depth from 0, its rows, the candidates to fill).
     """
@@ -115,9 +115,9 @@ def with_edges(
     return candidates
 
 
-def block_rows(slots: BatchState, first: int, known: Tensor, width: int, mask: int) -> TokenChain:
-    """`width` rows of a block, from position prefix_len + `first` on.
+def block_rows(slots: BatchState, offset: int, num_known: Tensor, width: int, mask_token: int) -> TokenChain:
+    """Returns `width` rows of a block, from position prefix_len + `offset` on.
 
-    known: [B], how many of a request's first rows hold tokens that its history has; the other rows hold `mask`.
+    num_known: [B], how many of a request's first rows hold tokens of its history; the others hold `mask_token`.
     """
-    return read_chain(slots, first, known, width, mask)
+    return read_chain(slots, offset, num_known, width, mask_token)

@@ -1,7 +1,7 @@
 """A drafter for P-EAGLE heads, in the forms of vLLM's speculators and of vLLM.
 
-`extend` is that of EAGLE-3: it commits the rows of decided tokens up to the root, and the slot carries the root's
-output.  `begin` runs one pass over the mask rows, one for each depth from 2 on, and selects the best paths.
+`extend` is the method of EAGLE-3.  `extend` commits the rows of decided tokens up to the root, and the slot carries the
+root's output.  `begin` runs one pass over the mask rows, one for each depth from 2 on, and selects the best paths.
 """
 
 from functools import partial
@@ -24,7 +24,7 @@ class PEagleDrafter(AutoregressiveDrafter):
 
     def allocate(self) -> None:
         super().allocate()
-        self.known = torch.zeros(self.layout.max_batch, dtype=torch.int64, device=self.device)
+        self.num_known = torch.zeros(self.layout.max_batch, dtype=torch.int64, device=self.device)
 
     def begin(self, slots: BatchState) -> GrowTree:
         out = self.draft.output_from_hidden(load_carried(slots, "hidden"))
@@ -36,7 +36,7 @@ class PEagleDrafter(AutoregressiveDrafter):
 
     def _mask_rows(self, slots: BatchState) -> DraftOutput:
         width = self.layout.steps - 1
-        rows = one_pass.block_rows(slots, 1, self.known[: slots.batch], width, self.spec.mask_token)
+        rows = one_pass.block_rows(slots, 1, self.num_known[: slots.batch], width, self.spec.mask_token)
         # The rows of tokens 1 .. n are committed; token n is the root.
         prefix = Prefix(slots.page_table, slots.num_tokens, first=1)
         p = self.cache.begin(prefix, Nodes.chain(rows.positions), rows.tokens, rope_positions(rows.positions, 1))

@@ -33,14 +33,14 @@ from espalier.speculate.drafters.peagle import PEagleDrafter
 from espalier.speculate.tree import RootTrees
 
 # A weight in the first layer of every target.
-FIRST_LAYER = "model.layers.0.input_layernorm.weight"
+FIRST_LAYER_WEIGHT = "model.layers.0.input_layernorm.weight"
 CAPTURED = "eagle_aux_hidden_state_layer_ids (top-level ids name layers' inputs, those in eagle_config their outputs)"
 # Two mistakes leave an accept length near 1: layer ids off by one, and the wrong row for depth 1.
 BLOCK_CHECKS = (
     "the target layers that it reads (target_layer_ids name their outputs, aux_hidden_state_layer_ids their "
     "inputs), mask_token_id and sample_from_anchor"
 )
-FORMATS = (
+BUILT_IN_FORMATS = (
     DraftFormat(
         algorithm="eagle3",
         title="EAGLE-3 heads",
@@ -108,20 +108,20 @@ FORMATS = (
     ),
 )
 # The formats, by algorithm.  To add a format from outside this package: DRAFT_FORMATS[FORMAT.algorithm] = FORMAT.
-DRAFT_FORMATS: dict[str, DraftFormat] = {known.algorithm: known for known in FORMATS}
-# Drafts, models and MTP layers that are not built, by architecture or speculators_model_type, with a name for each.
-NOT_BUILT = {
+DRAFT_FORMATS: dict[str, DraftFormat] = {known.algorithm: known for known in BUILT_IN_FORMATS}
+# Names of unsupported drafts, by architecture or speculators_model_type.
+UNSUPPORTED_DRAFTS = {
     "xpress": "XPress",
     "Gemma4DSparkModel": "DSpark with Gemma 4's layers",
     **dict.fromkeys(("eagle", *eagle3.EAGLE_1_2_ARCHITECTURES), "EAGLE-1/2 heads"),
 }
-MTP_NOT_BUILT = {
+UNSUPPORTED_MTP = {
     **dict.fromkeys(("MiMoV2FlashForCausalLM", "MiMoV2MTP"), "MiMo-V2"),
     **dict.fromkeys(("Step3p5ForCausalLM", "Step3p5MTP"), "Step-3.5"),
     **dict.fromkeys(("Qwen3NextForCausalLM", "Qwen3NextMTP"), "Qwen3-Next"),
 }
 # Drafters that need no files, by algorithm.  To add one from outside this package: WITHOUT_FILES["name"] = ITS_CLASS.
-# Child processes do not see such an entry.  They see the entry points of installed packages in the group ENTRY_POINTS.
+# Child processes see only entry points of installed packages, in the group ENTRY_POINTS.
 WITHOUT_FILES: dict[str, type[DrafterWithoutFiles]] = {
     drafter.spec.algorithm: drafter for drafter in (NgramDrafter, NoDrafter)
 }
@@ -129,14 +129,14 @@ ENTRY_POINTS = "espalier.drafters"
 
 
 def algorithms() -> tuple[str, ...]:
-    """The algorithm names that users may give."""
+    """Returns the algorithm names that users may give."""
     return (*DRAFT_FORMATS, *WITHOUT_FILES, *sorted(entry_points(group=ENTRY_POINTS).names))
 
 
 def drafter_without_files(algorithm: str) -> type[DrafterWithoutFiles] | None:
-    """The drafter class of an algorithm that needs no files; None for other algorithms.
+    """Returns the drafter class of an algorithm that needs no files; None for other algorithms.
 
-    Raises EspalierError if the class's `spec` is not that of an algorithm without files.
+    Raises EspalierError if the class's `spec` declares files.
     """
     drafter = WITHOUT_FILES.get(algorithm)
     if drafter is None and algorithm not in DRAFT_FORMATS:
@@ -150,8 +150,8 @@ def drafter_without_files(algorithm: str) -> type[DrafterWithoutFiles] | None:
     return drafter
 
 
-def what_to_check(algorithm: str) -> str:
-    """What a user should check or do if almost no draft token of this algorithm is accepted."""
+def low_acceptance_advice(algorithm: str) -> str:
+    """Returns what a user should check if almost no draft token of this algorithm is accepted."""
     if algorithm == NgramDrafter.spec.algorithm:
         return "this text has few repetitions: use a trained draft"
     if algorithm not in DRAFT_FORMATS:
@@ -165,7 +165,7 @@ def what_to_check(algorithm: str) -> str:
 
 
 def format_of(raw: Json, path: Path) -> DraftFormat:
-    """The format of the draft at `path`, by its config.json.  Raises EspalierError if no known format has it."""
+    """Returns the format of the draft at `path`, by its config.json.  Raises EspalierError for an unknown format."""
     for known in DRAFT_FORMATS.values():
         if known.matches(raw):
             return known
@@ -180,10 +180,10 @@ def _why_unknown(raw: Json, path: Path) -> str:
     name = architecture_of(raw) if declared is None else str(declared)
     if name in eagle3.EAGLE_1_2_ARCHITECTURES:
         eagle3.refuse_eagle3_called_eagle(name, path)
-    if name in NOT_BUILT:
-        return f"{name!r} ({NOT_BUILT[name]}) is not supported yet"
-    if name in MTP_NOT_BUILT:
-        return f"{name!r} (the MTP layers of {MTP_NOT_BUILT[name]}) is not supported yet"
+    if name in UNSUPPORTED_DRAFTS:
+        return f"{name!r} ({UNSUPPORTED_DRAFTS[name]}) is not supported yet"
+    if name in UNSUPPORTED_MTP:
+        return f"{name!r} (the MTP layers of {UNSUPPORTED_MTP[name]}) is not supported yet"
     if declared is not None:
         return f"speculators_model_type {shown(declared)} is not supported"
     remedy = " (it is a whole model: pass it as model=)" if name in FAMILIES else ""
@@ -204,7 +204,7 @@ def is_draft(path: Path, is_expected: bool = False) -> bool:
         return False
     is_family = raw.get("speculators_model_type") is None and architecture_of(raw) in FAMILIES
     # Without safetensors files, the weights are in files that are not read here.
-    if is_family and (not safetensors_files(path) or FIRST_LAYER in Weights(path, torch.float32, "cpu")):
+    if is_family and (not safetensors_files(path) or FIRST_LAYER_WEIGHT in Weights(path, torch.float32, "cpu")):
         return False
     if is_expected:
         format_of(raw, path)
@@ -212,12 +212,12 @@ def is_draft(path: Path, is_expected: bool = False) -> bool:
 
 
 def draft_algorithm(path: Path) -> str:
-    """The algorithm that runs the draft in this directory.  Raises EspalierError for an unknown format."""
+    """Returns the algorithm that runs the draft in this directory.  Raises EspalierError for an unknown format."""
     return format_of(read_json(path / "config.json"), path).algorithm
 
 
 def draft_of_target(path: Path, target: ModelConfig, algorithm: str) -> Path | None:
-    """The directory of the target at `path`, if it holds a draft beside the target; else None.
+    """Returns the directory of the target at `path`, if it holds a draft beside the target; else None.
 
     algorithm: the algorithm that must be able to run the draft, or "auto" for any.
     """
@@ -237,7 +237,7 @@ def read_draft(path: Path | str, target: ModelConfig) -> DraftConfig:
 
 
 def draft_shards(algorithm: str, shards: Shards) -> Shards:
-    """The part of a draft of this algorithm that a rank holds, if it holds `shards` of the target; WHOLE for all."""
+    """Returns the part of an algorithm's draft for a rank that holds `shards` of the target; WHOLE for all parts."""
     return shards if algorithm in DRAFT_FORMATS and DRAFT_FORMATS[algorithm].is_divided else WHOLE
 
 

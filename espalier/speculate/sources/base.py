@@ -1,4 +1,4 @@
-"""The contract of a source: it proposes paths of tokens that may follow a request's text, and says how well each
+"""The contract of a source: it proposes paths of tokens that may follow a request's text, and rates how well each path
 matches the text.
 
 A source on the device makes Paths from the slot table (text.py).  A source on the host makes Guesses.  Each launch
@@ -15,14 +15,14 @@ from espalier.request import Request
 from espalier.slots import MATCH_STRENGTHS, SOURCES, Guess
 
 
-def kind_of(source: str, strength: int) -> int:
-    """The number that stands for a source and a strength, from 1 on.  strength: from 1 to MATCH_STRENGTHS."""
+def path_kind(source: str, strength: int) -> int:
+    """Returns the number that stands for a source and a strength, from 1 on.  strength: from 1 to MATCH_STRENGTHS."""
     return 1 + SOURCES.index(source) * MATCH_STRENGTHS + strength - 1
 
 
-def strength_of(matching: int) -> int:
-    """The strength of a guess.  matching: how many tokens before it equal the text's last tokens."""
-    return min(MATCH_STRENGTHS, max(matching, 1).bit_length())
+def match_strength(num_matching: int) -> int:
+    """Returns the strength of a guess.  num_matching: how many tokens before the guess equal the text's last tokens."""
+    return min(MATCH_STRENGTHS, max(num_matching, 1).bit_length())
 
 
 class Paths(NamedTuple):
@@ -43,11 +43,11 @@ class Paths(NamedTuple):
 class HostSource(Protocol):
     """A source on the host.  The target checks every guess, so a source may guess anything."""
 
-    def enter(self, request: Request) -> None:
+    def add_request(self, request: Request) -> None:
         """Called when a request has got a slot."""
         ...
 
-    def read(self, request: Request, tokens: Sequence[int]) -> None:
+    def add_tokens(self, request: Request, tokens: Sequence[int]) -> None:
         """Called when tokens were appended to a request."""
         ...
 
@@ -55,6 +55,6 @@ class HostSource(Protocol):
         """Guesses for the tokens after the request's last known one, at most `width` tokens each, the best first."""
         ...
 
-    def leave(self, request: Request) -> None:
+    def remove_request(self, request: Request) -> None:
         """Called when a request has ended."""
         ...

@@ -1,4 +1,4 @@
-"""Replaces the draft's own scores by the share of such nodes that were right lately.
+"""Replaces the draft's own scores by the share of recent nodes of the same kind that were right.
 
 The draft counts as one more source.  The kind of a node is made of its rank among its siblings, the draft's probability
 for its last step, and whether the request samples.  The score of a step is the survival of the node's kind at its
@@ -14,32 +14,32 @@ from torch import Tensor
 
 from espalier.kernels.attention.ancestor_bits import self_bits, unpack_bits
 from espalier.kernels.ops.tree import VOID, Tree
-from espalier.slots import ALONE_OFFSET, LEVELS, MATCH_STRENGTHS, PATH_KINDS, RANKS, SOURCES, BatchState
+from espalier.slots import ALONE_OFFSET, MATCH_STRENGTHS, NUM_LEVELS, NUM_RANKS, PATH_KINDS, SOURCES, BatchState
 
 # No step has a higher probability, so a child never scores as high as its parent.
 MAX_STEP_PROBABILITY = 0.98
-# A level is a root of -log p, so levels are narrow where p is near 1: 0.92, 0.72, 0.48, 0.27, 0.13, 0.05, 0.02.
+# The level is this times the square root of -log p.  The bounds of p are 0.92, 0.72, 0.48, 0.27, 0.13, 0.05, 0.02.
 LEVELS_A_ROOT = 3.5
 # The weight of the draft's own score, which decides between nodes of the same kind.
 TIE_WEIGHT = 1e-3
 # The bits of a candidate packed into one number: the kind from bit 0, then depth, parent and token.
-DEPTH_BIT, PARENT_BIT, TOKEN_BIT = 12, 24, 40
+DEPTH_SHIFT, PARENT_SHIFT, TOKEN_SHIFT = 12, 24, 40
 
 
 def draft_node_kinds(tree: Tree, is_sampled: Tensor) -> Tensor:
-    """[B, D] int64: the kinds of a draft's nodes; 0 for roots and void nodes.  is_sampled: [B] bool."""
+    """Returns [B, D] int64: the kinds of a draft's nodes; 0 for roots and void nodes.  is_sampled: [B] bool."""
     own = _step_log_probability(tree)
-    level = (LEVELS_A_ROOT * (-own).clamp(min=0).sqrt()).clamp(max=LEVELS - 1).long()
+    level = (LEVELS_A_ROOT * (-own).clamp(min=0).sqrt()).clamp(max=NUM_LEVELS - 1).long()
     is_sibling = tree.parents[:, :, None] == tree.parents[:, None]
     # The root is its own parent, but no sibling of its children.
     is_sibling[:, :, 0] = False
-    rank = is_sibling.tril(-1).sum(-1).clamp(max=RANKS - 1)
-    kinds = PATH_KINDS + (is_sampled[:, None] * RANKS + rank) * LEVELS + level
+    rank = is_sibling.tril(-1).sum(-1).clamp(max=NUM_RANKS - 1)
+    kinds = PATH_KINDS + (is_sampled[:, None] * NUM_RANKS + rank) * NUM_LEVELS + level
     return kinds.masked_fill(_is_root_or_void(tree), 0)
 
 
 def middle_of_level(level: int) -> float:
-    """The probability, in the draft's own scores, at the middle of a level."""
+    """Returns the probability, in the draft's own scores, at the middle of a level."""
     return math.exp(-(((level + 0.5) / LEVELS_A_ROOT) ** 2))
 
 
@@ -56,8 +56,8 @@ def calibrate_scores(tree: Tree, kinds: Tensor, survival: Tensor, skill: Tensor)
 
 
 def pack_nodes(tree: Tree, kinds: Tensor) -> Tensor:
-    """[B, D] int64: each node packed into one number, which the host reads; VOID for roots and void nodes."""
-    made = (tree.tokens << TOKEN_BIT) + (tree.parents << PARENT_BIT) + (tree.depths << DEPTH_BIT) + kinds
+    """Returns [B, D] int64: each node packed into one number, which the host reads; VOID for roots and void nodes."""
+    made = (tree.tokens << TOKEN_SHIFT) + (tree.parents << PARENT_SHIFT) + (tree.depths << DEPTH_SHIFT) + kinds
     return made.masked_fill(_is_root_or_void(tree), VOID)
 
 
@@ -77,7 +77,7 @@ class Candidates(NamedTuple):
     def unpack(cls, packed: np.ndarray) -> Self:
         exists = packed != VOID
         cells = np.where(exists, packed, 0)
-        ends = ((0, DEPTH_BIT), (DEPTH_BIT, PARENT_BIT), (PARENT_BIT, TOKEN_BIT), (TOKEN_BIT, 63))
+        ends = ((0, DEPTH_SHIFT), (DEPTH_SHIFT, PARENT_SHIFT), (PARENT_SHIFT, TOKEN_SHIFT), (TOKEN_SHIFT, 63))
         parts = [cells >> first & (1 << end - first) - 1 for first, end in ends]
         return cls(exists, *parts)
 
@@ -96,22 +96,22 @@ class Candidates(NamedTuple):
 
 
 def is_sampled(slots: BatchState) -> Tensor:
-    """[B] bool: whether the draft's scores for a request contain noise, because it samples."""
+    """Returns [B] bool: whether the draft's scores for a request contain noise, because it samples."""
     return slots.table.temperature.index_select(0, slots.index) > 0
 
 
-def root_only_trees(root: Tensor, nodes: int, num_words: int) -> Tree:
-    """Trees [B, nodes] that hold the roots [B] and otherwise void nodes."""
-    blank = root.new_zeros(root.shape[0], nodes)
+def root_only_trees(root: Tensor, num_nodes: int, num_words: int) -> Tree:
+    """Returns trees [B, nodes] that hold the roots [B] and otherwise void nodes."""
+    blank = root.new_zeros(root.shape[0], num_nodes)
     tokens, depths = blank.masked_fill(blank == 0, VOID), blank + 1
     scores = torch.full_like(blank, -torch.inf, dtype=torch.float32)
     tokens[:, 0], depths[:, 0], scores[:, 0] = root, 0, 0
-    itself = self_bits(0, nodes, num_words, root.device)
+    itself = self_bits(0, num_nodes, num_words, root.device)
     return Tree(tokens, blank, depths, scores, itself.expand(root.shape[0], -1, -1).contiguous())
 
 
 def _step_log_probability(tree: Tree) -> Tensor:
-    """[B, D]: the draft's own log-probability of a node's last step, at most 0; -inf for a void node."""
+    """Returns [B, D]: the draft's own log-probability of a node's last step, at most 0; -inf for a void node."""
     return (tree.scores - tree.scores.gather(1, tree.parents)).clamp(max=0)
 
 

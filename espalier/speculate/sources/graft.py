@@ -12,26 +12,26 @@ from espalier.kernels.ops.tree import VOID, Tree, comparable_scores
 from espalier.slots import ALONE_OFFSET
 from espalier.speculate.sources.base import Paths
 
-# Fills a node's sequence of tokens beyond the node's depth.  It differs from every token and from VOID.
+# Fills a node's sequence of tokens beyond the node's depth.  This number differs from every token and from VOID.
 SEQUENCE_PADDING = -2
 
 
 def graft(
     tree: Tree, kinds: Tensor, paths: Paths, survival: Tensor, steps: int, is_drafted: bool = True
 ) -> tuple[Tree, Tensor]:
-    """Make trees of the same size from the best nodes of the draft's trees and of the paths.  Returns their kinds too.
+    """Makes trees of the same size from the best nodes of the draft's trees and of the paths.  Returns (trees, kinds).
 
     kinds: [B, D], of the draft's nodes; survival: [NODE_KINDS, S] float32, the log-probability that a node of a kind is
     right at a depth if its parent is right; steps: the greatest depth; is_drafted: whether a draft made the trees.
 
-    Nodes are ordered by score.  Of equal scores the draft's node comes first, then the first path's node.  So a parent
-    comes before its children.
+    Nodes are ordered by score.  Among equal scores, the draft's node comes first, then the first path's node.  So a
+    parent comes before its children.
     """
     sequences = torch.cat((tree_sequences(tree, steps), path_sequences(paths.tokens[..., :steps])), 1)
-    exists = _exists(tree, paths, steps)
+    exists = _existing_nodes(tree, paths, steps)
     size = exists.shape[1]
     same = (sequences[:, :, None] == sequences[:, None]).all(-1) & exists[:, :, None] & exists[:, None]
-    # Nodes with the same tokens become one: the first of them.
+    # Among nodes with the same tokens, only the first stays.
     order = torch.arange(size, device=exists.device)
     first = torch.where(same, order, size - 1).amin(-1)
     num_drafted = tree.tokens.shape[1]
@@ -52,7 +52,7 @@ def graft(
 
 
 def tree_sequences(tree: Tree, steps: int) -> Tensor:
-    """[B, D, S]: for each node the tokens from depth 1 down to it, then SEQUENCE_PADDING."""
+    """Returns [B, D, S]: for each node the tokens from depth 1 down to it, then SEQUENCE_PADDING."""
     nodes = tree.tokens.shape[1]
     lineage = unpack_bits(tree.ancestors, nodes)
     at = torch.where(lineage, tree.depths[:, None], 0)
@@ -61,14 +61,14 @@ def tree_sequences(tree: Tree, steps: int) -> Tensor:
 
 
 def path_sequences(tokens: Tensor) -> Tensor:
-    """[B, P · S, S]: for each node of paths [B, P, S] the tokens from depth 1 down to it, then SEQUENCE_PADDING."""
+    """Returns [B, P · S, S]: for each node of paths [B, P, S] its tokens from depth 1 on, then SEQUENCE_PADDING."""
     steps = tokens.shape[2]
     above = torch.ones(steps, steps, dtype=torch.bool, device=tokens.device).tril()
     return torch.where(above, tokens[:, :, None], SEQUENCE_PADDING).flatten(1, 2)
 
 
-def _exists(tree: Tree, paths: Paths, steps: int) -> Tensor:
-    """[B, D + P · S] bool: whether a node is not void.  A path of kind 0 is void, although it has tokens."""
+def _existing_nodes(tree: Tree, paths: Paths, steps: int) -> Tensor:
+    """Returns [B, D + P · S] bool: whether a node is not void.  A path of kind 0 is void, although it has tokens."""
     drafted = tree.tokens != VOID
     # The root exists, whatever its token.
     drafted[:, 0] = True
@@ -77,7 +77,7 @@ def _exists(tree: Tree, paths: Paths, steps: int) -> Tensor:
 
 
 def _build_tree(tree: Tree, paths: Paths, chosen: Tensor, first: Tensor, best: Tensor, steps: int) -> Tree:
-    """The tree of the nodes `chosen` [B, D], in this order.  Parents come before their children."""
+    """Returns the tree of the nodes `chosen` [B, D], in this order.  Parents come before their children."""
     (batch, size), drafted = best.shape, tree.tokens.shape[1]
     device = best.device
     order = torch.arange(size - drafted, device=device)

@@ -12,38 +12,38 @@ import numpy as np
 
 from espalier.request import Request
 from espalier.slots import Guess
-from espalier.speculate.sources.base import kind_of, strength_of
+from espalier.speculate.sources.base import match_strength, path_kind
 
 # The lengths of the runs that are looked up, the longest first.
-RUNS = (12, 6, 3)
-# Bytes for one token: its id, the number of its text, and a place in each table.
-BYTES_A_TOKEN = 4 + 8 + 8 * len(RUNS)
+RUN_LENGTHS = (12, 6, 3)
+# The memory of one token: its id, the number of its text, and a place in each table.
+BYTES_PER_TOKEN = 4 + 8 + 8 * len(RUN_LENGTHS)
 # At most this many tokens are compared to find how well a place matches.
-MOST_MATCHING = 16
-ODD = np.uint64(0x9E3779B97F4A7C15)
+MAX_MATCHING = 16
+HASH_FACTOR = np.uint64(0x9E3779B97F4A7C15)
 
 
 class IndexSource:
     """A HostSource over the served texts.  num_bytes: the size of the ring and its tables together."""
 
     def __init__(self, num_bytes: int) -> None:
-        self.size = max(num_bytes // BYTES_A_TOKEN, 1)
+        self.size = max(num_bytes // BYTES_PER_TOKEN, 1)
         self.tokens = np.full(self.size, -1, dtype=np.int32)
-        # For each token, the salt and the number of its text (NUMBER_BITS).
+        # For each token, the salt and the number of its text (TEXT_NUMBER_BITS).
         self.texts = np.zeros(self.size, dtype=np.int64)
-        self.tables = {run: np.full(self.size, -1, dtype=np.int64) for run in RUNS}
+        self.tables = {run: np.full(self.size, -1, dtype=np.int64) for run in RUN_LENGTHS}
         self.end = 0
         self.num_texts = 0
 
-    def enter(self, request: Request) -> None:
+    def add_request(self, request: Request) -> None:
         pass
 
-    def read(self, request: Request, tokens: Sequence[int]) -> None:
+    def add_tokens(self, request: Request, tokens: Sequence[int]) -> None:
         pass
 
-    def leave(self, request: Request) -> None:
+    def remove_request(self, request: Request) -> None:
         if request.error is None and request.output:
-            self.add(request.tokens, salt_of(request.client))
+            self.add(request.tokens, client_salt(request.client))
 
     def add(self, tokens: Sequence[int], salt: int) -> None:
         """Append a text.  If the text is longer than the ring, only its last tokens stay."""
@@ -52,30 +52,30 @@ class IndexSource:
         self.num_texts += 1
         self.tokens[places] = text
         # Salt and number tell neighbouring texts apart, so that no run crosses from one text to the next.
-        self.texts[places] = salt << NUMBER_BITS | self.num_texts % (1 << NUMBER_BITS)
+        self.texts[places] = salt << TEXT_NUMBER_BITS | self.num_texts % (1 << TEXT_NUMBER_BITS)
         self.end = (self.end + len(text)) % self.size
         for run, table in self.tables.items():
             if len(text) >= run:
-                table[_hashes(text, run, salt) % np.uint64(self.size)] = places[run - 1 :]
+                table[_run_hashes(text, run, salt) % np.uint64(self.size)] = places[run - 1 :]
 
     def guesses(self, request: Request, width: int) -> list[Guess]:
-        last = (request.prompt[-MOST_MATCHING:] + request.output[-MOST_MATCHING:])[-MOST_MATCHING:]
+        last = (request.prompt[-MAX_MATCHING:] + request.output[-MAX_MATCHING:])[-MAX_MATCHING:]
         start = request.num_tokens - 1
         return [
-            Guess(start, kind_of("index", strength_of(matching // 2)), ahead)
-            for matching, ahead in self.find(last, salt_of(request.client), width)
+            Guess(start, path_kind("index", match_strength(matching // 2)), ahead)
+            for matching, ahead in self.find(last, client_salt(request.client), width)
         ]
 
-    def find(self, last: Sequence[int], salt: int, width: int) -> list[tuple[int, tuple[int, ...]]]:
-        """(number of matching tokens, the tokens that followed) for each place with the same last tokens.
+    def find(self, last_tokens: Sequence[int], salt: int, width: int) -> list[tuple[int, tuple[int, ...]]]:
+        """Returns (number of matching tokens, the tokens that followed) for each place with the same last tokens.
 
-        Places of longer runs come first.
+        The places of longer runs come first.
         """
-        text, made, seen = np.array(last, dtype=np.int64), [], set()
+        text, made, seen = np.array(last_tokens, dtype=np.int64), [], set()
         for run, table in self.tables.items():
-            if len(last) < run:
+            if len(last_tokens) < run:
                 continue
-            place = int(table[_hash(last[-run:], salt) % self.size])
+            place = int(table[_run_hash(last_tokens[-run:], salt) % self.size])
             if place < 0 or place in seen:
                 continue
             seen.add(place)
@@ -86,41 +86,43 @@ class IndexSource:
         return made
 
     def _num_matching(self, text: np.ndarray, place: int, salt: int) -> int:
-        """How many tokens up to `place` equal the last tokens of `text`, within one text of this salt."""
-        if self.texts[place] >> NUMBER_BITS != salt:
+        """Returns how many tokens up to `place` equal the last tokens of `text`, within one text of this salt."""
+        if self.texts[place] >> TEXT_NUMBER_BITS != salt:
             return 0
+        # Behind the oldest token of the ring comes the newest, which may belong to the same text.
+        text = text[-((place - self.end) % self.size + 1) :]
         places = (place - np.arange(len(text))) % self.size
         equal = (self.tokens[places] == text[::-1]) & (self.texts[places] == self.texts[place])
         return int(equal.cumprod().sum())
 
     def _tokens_after(self, place: int, width: int) -> tuple[int, ...]:
-        places = (place + 1 + np.arange(min(width, self.size - 1))) % self.size
+        places = (place + 1 + np.arange(min(width, (self.end - place - 1) % self.size))) % self.size
         inside = (self.texts[places] == self.texts[place]).cumprod().sum()
         return tuple(self.tokens[places[:inside]].tolist())
 
 
 # The low bits hold a text's number, which tells texts of one client apart.  The high bits hold the client's salt.
-NUMBER_BITS = 16
+TEXT_NUMBER_BITS = 16
 
 
-def salt_of(client: str) -> int:
-    """A hash of the client's name, of 47 bits."""
-    return int.from_bytes(blake2b(client.encode(), digest_size=8).digest()) >> (NUMBER_BITS + 1)
+def client_salt(client: str) -> int:
+    """Returns a hash of the client's name, of 47 bits."""
+    return int.from_bytes(blake2b(client.encode(), digest_size=8).digest()) >> (TEXT_NUMBER_BITS + 1)
 
 
-def _hash(run: Sequence[int], salt: int) -> int:
-    """The hash of one run, as `_hashes` gives it.  For a single run plain integers are faster than NumPy."""
+def _run_hash(run_tokens: Sequence[int], salt: int) -> int:
+    """Returns the hash of one run, as `_run_hashes` does.  For a single run, plain integers are faster than NumPy."""
     made = salt
-    for token in run:
-        made = (made ^ token) * int(ODD) & (1 << 64) - 1
+    for token in run_tokens:
+        made = (made ^ token) * int(HASH_FACTOR) & (1 << 64) - 1
         made ^= made >> 29
     return made
 
 
-def _hashes(text: np.ndarray, run: int, salt: int) -> np.ndarray:
-    """[n - run + 1] uint64: the hashes of all runs of `run` tokens, in order."""
-    made = np.full(len(text) - run + 1, salt, dtype=np.uint64)
-    for at in range(run):
-        made = (made ^ text[at : at + len(made)].astype(np.uint64)) * ODD
+def _run_hashes(text: np.ndarray, run_length: int, salt: int) -> np.ndarray:
+    """Returns [n - run + 1] uint64: the hashes of all runs of `run_length` tokens, in order."""
+    made = np.full(len(text) - run_length + 1, salt, dtype=np.uint64)
+    for at in range(run_length):
+        made = (made ^ text[at : at + len(made)].astype(np.uint64)) * HASH_FACTOR
         made ^= made >> np.uint64(29)
     return made

@@ -1,30 +1,30 @@
 """The source `text` on the host, which searches a request's own text.
 
-It is used where the host knows all tokens of a request before each round.  Tables map each run of tokens to the place
-after its last occurrence.  Each new token enters the tables once, so the cost of a round does not grow with the text.
+The source is used if the host knows all tokens of a request before each round.  Tables map each run of tokens to the
+place after its last occurrence.  Each token enters the tables once, so the cost of a round is constant.
 """
 
 from collections.abc import Sequence
 
 from espalier.request import Request
 from espalier.slots import Guess
-from espalier.speculate.sources.base import kind_of, strength_of
+from espalier.speculate.sources.base import match_strength, path_kind
 
 # The lengths of the runs that are looked up, the longest first.
-RUNS = (4, 2, 1)
+RUN_LENGTHS = (4, 2, 1)
 # At most this many tokens are compared to find how well a place matches.
-MOST_MATCHING = 16
+MAX_MATCHING = 16
 
 
 class IndexedText:
     """A request's tokens.
 
-    next_positions: for each length of RUNS, a map from a run to the position of the token that followed it last.
+    next_positions: for each length of RUN_LENGTHS, a map from a run to the position of the token that followed it last.
     """
 
     def __init__(self, tokens: Sequence[int]) -> None:
         self.tokens: list[int] = []
-        self.next_positions: dict[int, dict[tuple[int, ...], int]] = {run: {} for run in RUNS}
+        self.next_positions: dict[int, dict[tuple[int, ...], int]] = {run: {} for run in RUN_LENGTHS}
         self.push(tokens)
 
     def push(self, tokens: Sequence[int]) -> None:
@@ -36,7 +36,7 @@ class IndexedText:
             self.tokens.append(token)
 
     def find(self, width: int) -> list[tuple[int, tuple[int, ...]]]:
-        """(number of matching tokens, `width` tokens that followed) for each place found, places of longer runs first.
+        """Returns (number of matching tokens, `width` tokens that followed) for each place, longest runs first.
 
         If the text ends before `width` tokens, the text from the place on is repeated.
         """
@@ -44,7 +44,7 @@ class IndexedText:
         for run, next_positions in self.next_positions.items():
             place = next_positions.get(tuple(tokens[-run:])) if end >= run else None
             if place is not None and place not in found:
-                most = min(MOST_MATCHING, place)
+                most = min(MAX_MATCHING, place)
                 matching = next((n for n in range(run, most) if tokens[place - 1 - n] != tokens[-1 - n]), most)
                 ahead = tuple(tokens[place + at % (end - place)] for at in range(width))
                 found[place] = (matching, ahead)
@@ -55,20 +55,20 @@ class OwnTextSource:
     def __init__(self) -> None:
         self.texts: dict[str, IndexedText] = {}
 
-    def enter(self, request: Request) -> None:
+    def add_request(self, request: Request) -> None:
         if request.id not in self.texts:
             self.texts[request.id] = IndexedText(request.tokens)
 
-    def read(self, request: Request, tokens: Sequence[int]) -> None:
+    def add_tokens(self, request: Request, tokens: Sequence[int]) -> None:
         if request.id in self.texts:
             self.texts[request.id].push(tokens)
 
     def guesses(self, request: Request, width: int) -> list[Guess]:
         start = request.num_tokens - 1
         return [
-            Guess(start, kind_of("text", strength_of(matching)), ahead)
+            Guess(start, path_kind("text", match_strength(matching)), ahead)
             for matching, ahead in self.texts[request.id].find(width)
         ]
 
-    def leave(self, request: Request) -> None:
+    def remove_request(self, request: Request) -> None:
         self.texts.pop(request.id, None)

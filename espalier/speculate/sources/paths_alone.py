@@ -14,26 +14,26 @@ from espalier.layout import ANCESTOR_BITS
 from espalier.slots import NO_TOKEN, BatchState
 
 # A node's token, parent, depth, score, kind, and the bits of its ancestors, which are set once the node has its place.
-Node = tuple[int, int, int, float, int, int]
+GuessNode = tuple[int, int, int, float, int, int]
 VOID_NODE = (VOID, 0, 1, -math.inf, 0)
 
 
-def trees_of_guesses(slots: BatchState, nodes: int, steps: int, num_words: int) -> tuple[Tree, Tensor]:
-    """Trees [B, nodes] of the guesses in the slot table for a batch, and the kinds [B, nodes] of their nodes."""
+def trees_of_guesses(slots: BatchState, num_nodes: int, steps: int, num_words: int) -> tuple[Tree, Tensor]:
+    """Returns trees [B, nodes] of the slot table's guesses for a batch, and the nodes' kinds [B, nodes]."""
     table, survival = slots.table, slots.table.survival.tolist()
     rows = table.guesses.index_select(0, slots.index).tolist()
     trees = []
     for slot, guesses, root, length in zip(
         slots.index.tolist(), rows, slots.root.tolist(), slots.prefix_len.tolist(), strict=True
     ):
-        tree_nodes: list[Node] = [(root, 0, 0, 0.0, 0, 0)]
+        tree_nodes: list[GuessNode] = [(root, 0, 0, 0.0, 0, 0)]
         places: dict[tuple[int, int], int] = {}
         for start, kind, *tokens in guesses:
             decided = length - start
             since = table.history[slot, start + 1 : length + 1].tolist() if decided > 0 else []
             if kind and decided >= 0 and tokens[:decided] == since:
                 _add_path(tree_nodes, places, tokens[decided : decided + steps], kind, survival[kind])
-        trees.append(_best_nodes(tree_nodes, nodes))
+        trees.append(_best_nodes(tree_nodes, num_nodes))
     tokens, parents, depths, scores, kinds = (
         torch.tensor([[node[part] for node in tree] for tree in trees]) for part in range(5)
     )
@@ -44,7 +44,7 @@ def trees_of_guesses(slots: BatchState, nodes: int, steps: int, num_words: int) 
 
 
 def _add_path(
-    tree_nodes: list[Node], places: dict[tuple[int, int], int], tokens: list[int], kind: int, survival: list[float]
+    tree_nodes: list[GuessNode], places: dict[tuple[int, int], int], tokens: list[int], kind: int, survival: list[float]
 ) -> None:
     """Add a path.  Nodes with the same tokens from the root down become one node, with the higher of their scores.
 
@@ -63,19 +63,19 @@ def _add_path(
         parent = same
 
 
-def _best_nodes(tree_nodes: list[Node], nodes: int) -> list[Node]:
-    """The root and the best other nodes, in the order of their scores, padded with void nodes."""
-    order = [0, *sorted(range(1, len(tree_nodes)), key=lambda at: -tree_nodes[at][3])][:nodes]
+def _best_nodes(tree_nodes: list[GuessNode], num_nodes: int) -> list[GuessNode]:
+    """Returns the root and the best other nodes, in the order of their scores, padded with void nodes."""
+    order = [0, *sorted(range(1, len(tree_nodes)), key=lambda at: -tree_nodes[at][3])][:num_nodes]
     place = {at: i for i, at in enumerate(order)}
-    made: list[Node] = []
+    made: list[GuessNode] = []
     for at in order:
         token, parent, depth, score, kind, _ = tree_nodes[at]
         above = made[place[parent]][5] if at else 0
         made.append((token, place[parent], depth, score, kind, above | 1 << place[at]))
-    return made + [(*VOID_NODE, 1 << at) for at in range(len(made), nodes)]
+    return made + [(*VOID_NODE, 1 << at) for at in range(len(made), num_nodes)]
 
 
 def _ancestor_word(bits: int, word: int) -> int:
-    """Word `word` of a node's ancestor bits, as a signed 64-bit number."""
+    """Returns word `word` of a node's ancestor bits, as a signed 64-bit number."""
     unsigned = bits >> word * ANCESTOR_BITS & (1 << ANCESTOR_BITS) - 1
     return unsigned - (unsigned >> ANCESTOR_BITS - 1 << ANCESTOR_BITS)

@@ -2,19 +2,19 @@
 
 The host does not know the tokens that rounds in flight decide.  So a guess begins behind the last token that the host
 knew.  The device compares the start of the guess with the tokens decided since.  If they are equal, the rest of the
-guess is a path; otherwise the guess gives no path.  This also holds for guesses of an earlier launch.
+guess is a path; otherwise the guess gives no path.  The same rule applies to guesses of an earlier launch.
 """
 
 import torch
 
-from espalier.slots import GUESS_HEAD, NO_TOKEN, BatchState
+from espalier.slots import GUESS_HEAD_COLUMNS, NO_TOKEN, BatchState
 from espalier.speculate.sources.base import Paths
 
 
 def paths_of_guesses(slots: BatchState, steps: int) -> Paths:
-    """The paths of the guesses that the slot table holds for a batch.  steps: the greatest depth."""
+    """Returns the paths of the guesses that the slot table holds for a batch.  steps: the greatest depth."""
     rows = slots.table.guesses.index_select(0, slots.index)
-    start, kind, tokens = rows[..., 0], rows[..., 1], rows[..., GUESS_HEAD:]
+    start, kind, tokens = rows[..., 0], rows[..., 1], rows[..., GUESS_HEAD_COLUMNS:]
     width = tokens.shape[2]
     decided = slots.prefix_len[:, None, None] - start[..., None]
     place = torch.arange(width, device=tokens.device)

@@ -1,7 +1,8 @@
 """Counts how often guesses are right, by kind and depth, over all requests, and how much each request's draft differs.
 
 The counts come from results that the host reads anyway.  Each guess is counted once, when the host reads the result of
-its round, whether or not it was verified.  So equal requests in equal order give equal numbers.  Older counts fade.
+its round, whether or not the guess was verified.  So equal requests in equal order give equal numbers.  Old counts lose
+weight.
 """
 
 import math
@@ -11,7 +12,7 @@ from operator import mul
 
 import numpy as np
 
-from espalier.slots import ALONE_OFFSET, LEVELS, MATCH_STRENGTHS, NODE_KINDS, PATH_KINDS, RANKS, SOURCES
+from espalier.slots import ALONE_OFFSET, MATCH_STRENGTHS, NODE_KINDS, NUM_LEVELS, NUM_RANKS, PATH_KINDS, SOURCES
 from espalier.speculate.sources.calibrate import Candidates, middle_of_level
 
 # The assumed survival of each source's guesses (the share that is right), by strength.  A match of m tokens in "text"
@@ -21,28 +22,28 @@ INITIAL_SURVIVAL = {
     "prediction": (0.6, 0.8, 0.9, 0.95),
     "index": (0.5, 0.7, 0.85, 0.92),
 }
-# INITIAL_SURVIVAL is multiplied by this where the draft of the same round proposes other tokens.
+# INITIAL_SURVIVAL is multiplied by this for nodes that the draft of the same round does not propose.
 ALONE_FACTOR = 0.4
 # INITIAL_SURVIVAL is multiplied by this for a request that samples.
 SAMPLED_FACTOR = 0.5
-# The assumption weighs PRIOR_WEIGHT guesses.  A guess's weight is halved after HALF_LIFE more guesses of its kind.
+# The assumption has the weight of PRIOR_WEIGHT guesses.  A guess's weight is halved after HALF_LIFE guesses of its
+# kind.
 PRIOR_WEIGHT = 4.0
-HALF_LIFE = 256.0
-# The table is sent again once a probability has changed by WORTH_SENDING, checked after every LEAST_COUNTED counts.
-WORTH_SENDING, LEAST_COUNTED = 0.02, 8
-# A request's own share starts with the weight of OWN_PRIOR nodes that were as right as the nodes of all requests.  Its
-# weight is halved after OWN_HALF_LIFE rounds.  No request's skill exceeds MOST_SKILL, nor falls below 1 / MOST_SKILL.
-OWN_PRIOR, OWN_HALF_LIFE, MOST_SKILL = 2.0, 8.0, 50.0
+GUESS_HALF_LIFE = 256.0
+# The table is sent again once a probability has changed by MIN_CHANGE, checked after every MIN_COUNTS counts.
+MIN_CHANGE, MIN_COUNTS = 0.02, 8
+# A request's own count starts with REQUEST_PRIOR_WEIGHT nodes that were right as often as expected.  A node's weight is
+# halved after REQUEST_HALF_LIFE rounds.  A request's skill is limited to 1 / MAX_SKILL ..  MAX_SKILL.
+REQUEST_PRIOR_WEIGHT, REQUEST_HALF_LIFE, MAX_SKILL = 2.0, 8.0, 50.0
 
 
 class Survival:
     """The counts of right guesses.
 
     num_tried: [NODE_KINDS, S], how many guesses were right at all depths above; num_right: how many of these were right
-    at this depth too.
-    path_counts: [2, 2, 1 + ALONE_OFFSET, S], both counts again, by whether the request samples, for whole paths of the
-    sources: also the tokens that a draft proposed too.
-    counts_of_request: by request, how many nodes of its draft were expected to be right by these counts, and are.
+    at this depth too.  path_counts: [2, 2, 1 + ALONE_OFFSET, S], both counts for whole paths of the sources, by whether
+    the request samples. path_counts include tokens that a draft proposed too.  counts_of_request: by request, how many
+    nodes of its draft were expected to be right, and how many were.
     """
 
     def __init__(self, steps: int) -> None:
@@ -51,14 +52,14 @@ class Survival:
             *(INITIAL_SURVIVAL[source][strength] for source in SOURCES for strength in range(MATCH_STRENGTHS)),
         ]
         by_kind += [ALONE_FACTOR * first for first in by_kind[1:]]
-        by_kind += [middle_of_level(level) for level in range(LEVELS)] * (2 * RANKS)
+        by_kind += [middle_of_level(level) for level in range(NUM_LEVELS)] * (2 * NUM_RANKS)
         self.initial = np.array(by_kind)
         self.num_tried = np.zeros((NODE_KINDS, steps))
         self.num_right = np.zeros((NODE_KINDS, steps))
         self.path_counts = np.zeros((2, 2, 1 + ALONE_OFFSET, steps))
         self.counts_of_request: dict[str, tuple[float, float]] = {}
         self._sent: np.ndarray | None = None
-        self._counted = 0
+        self._num_counted = 0
 
     @property
     def probabilities(self) -> np.ndarray:
@@ -74,24 +75,24 @@ class Survival:
             made[:, depth] = above
         return made
 
-    def add(
+    def add_path(
         self,
         kind: int,
         path: Sequence[int],
         emitted: Sequence[int],
-        shared: int | None = None,
+        num_shared: int | None = None,
         is_sampled: bool = False,
     ) -> int:
         """Count a path of a source.  Returns how many of its tokens the target picked too.
 
-        emitted: the tokens that the target picked at the depths of the path; shared: how many of the path's tokens the
-        draft proposed too, None in a round without a draft.
+        emitted: the tokens that the target picked at the depths of the path; num_shared: how many of the path's tokens
+        the draft proposed too; None without a draft.
         """
-        self._counted += 1
+        self._num_counted += 1
         pairs = list(zip(path, emitted, strict=False))[: self.num_tried.shape[1]]
         followed = next((at for at, (predicted, got) in enumerate(pairs) if predicted != got), len(pairs))
-        fades = 0.5 ** (1 / HALF_LIFE)
-        first_alone = len(pairs) if shared is None else min(shared, len(pairs))
+        fades = 0.5 ** (1 / GUESS_HALF_LIFE)
+        first_alone = len(pairs) if num_shared is None else min(num_shared, len(pairs))
         for of_kind, begin, end in ((kind, 0, first_alone), (kind + ALONE_OFFSET, first_alone, len(pairs))):
             tried = min(followed + 1, end)
             if begin < tried:
@@ -105,22 +106,22 @@ class Survival:
         return followed
 
     def path_probabilities(self, kind: int, is_sampled: bool = False) -> list[float]:
-        """For each depth, the probability that a path of this kind is right down to it, whatever a draft proposes."""
+        """Returns for each depth the probability that a path of this kind is right down to it, beside any draft."""
         above, steps = float(self.initial[kind]) * (SAMPLED_FACTOR if is_sampled else 1.0), []
         for tried, followed in self.path_counts[int(is_sampled), :, kind].T.tolist():
             above = (followed + PRIOR_WEIGHT * above) / (tried + PRIOR_WEIGHT)
             steps.append(above)
         return list(accumulate(steps, mul))
 
-    def add_draft(self, requests: Sequence[str], candidates: np.ndarray, emitted: Sequence[Sequence[int]]) -> None:
+    def add_draft(self, request_ids: Sequence[str], candidates: np.ndarray, emitted: Sequence[Sequence[int]]) -> None:
         """Update the acceptance counts with the draft's nodes of a round.
 
-        requests: their ids; candidates: [B, D], as in SlotTable; emitted: the emitted tokens of each request.
+        request_ids: their ids; candidates: [B, D], as in SlotTable; emitted: the emitted tokens of each request.
         """
         exists, kinds, depths, parents, tokens = Candidates.unpack(candidates)
         if not (kinds >= PATH_KINDS).any():
             return
-        known = np.full((len(requests), self.num_tried.shape[1]), -2)
+        known = np.full((len(request_ids), self.num_tried.shape[1]), -2)
         for row, of_request in zip(known, emitted, strict=True):
             row[: len(of_request)] = of_request[: len(row)]
         due = np.take_along_axis(known, depths - exists, 1)
@@ -133,35 +134,36 @@ class Survival:
             tried &= ~at_depth | np.take_along_axis(came_true, parents, 1)
             came_true &= ~at_depth | tried
         tried &= kinds >= PATH_KINDS
-        self._add_own(requests, tried, came_true, self.probabilities[kinds, depths - exists])
+        self._add_own(request_ids, tried, came_true, self.probabilities[kinds, depths - exists])
         at = kinds[tried], depths[tried] - 1
-        fades = 0.5 ** (np.bincount(at[0], minlength=NODE_KINDS) / HALF_LIFE)[:, None]
+        fades = 0.5 ** (np.bincount(at[0], minlength=NODE_KINDS) / GUESS_HALF_LIFE)[:, None]
         self.num_tried *= fades
         self.num_right *= fades
         np.add.at(self.num_tried, at, 1)
         np.add.at(self.num_right, at, came_true[tried])
-        self._counted += 1
+        self._num_counted += 1
 
     def _add_own(self, requests: Sequence[str], tried: np.ndarray, right: np.ndarray, predicted: np.ndarray) -> None:
-        fades = 0.5 ** (1 / OWN_HALF_LIFE)
+        fades = 0.5 ** (1 / REQUEST_HALF_LIFE)
         expected, found = (predicted * tried).sum(1).tolist(), (right & tried).sum(1).tolist()
         for request, more, came_true in zip(requests, expected, found, strict=True):
             old, was_true = self.counts_of_request.get(request, (0.0, 0.0))
             self.counts_of_request[request] = old * fades + more, was_true * fades + came_true
 
-    def skill(self, request: str) -> float:
-        """The logarithm of a ratio: how often nodes of this request's draft are right, over the share expected."""
-        expected, found = self.counts_of_request.get(request, (0.0, 0.0))
-        ratio = (found + OWN_PRIOR) / (expected + OWN_PRIOR)
-        return math.log(min(max(ratio, 1 / MOST_SKILL), MOST_SKILL))
+    def skill(self, request_id: str) -> float:
+        """Returns the log-ratio of how often nodes of this request's draft are right to how often they are expected to
+        be."""
+        expected, found = self.counts_of_request.get(request_id, (0.0, 0.0))
+        ratio = (found + REQUEST_PRIOR_WEIGHT) / (expected + REQUEST_PRIOR_WEIGHT)
+        return math.log(min(max(ratio, 1 / MAX_SKILL), MAX_SKILL))
 
     def changed_table(self) -> np.ndarray | None:
-        """[NODE_KINDS, S] float32: the log-probabilities to send.  None if they have hardly changed since the last
-        time."""
-        if self._sent is not None and self._counted < LEAST_COUNTED:
+        """Returns [NODE_KINDS, S] float32: the log-probabilities to send; None if they have hardly changed since they
+        were sent."""
+        if self._sent is not None and self._num_counted < MIN_COUNTS:
             return None
-        now, self._counted = self.probabilities, 0
-        if self._sent is not None and np.abs(now - self._sent).max() < WORTH_SENDING:
+        now, self._num_counted = self.probabilities, 0
+        if self._sent is not None and np.abs(now - self._sent).max() < MIN_CHANGE:
             return None
         self._sent = now
         return np.log(now).astype(np.float32)

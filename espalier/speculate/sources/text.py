@@ -4,16 +4,16 @@ import torch
 
 from espalier.kernels.ops.drafts import find_matches
 from espalier.slots import BatchState
-from espalier.speculate.sources.base import Paths, kind_of
+from espalier.speculate.sources.base import Paths, path_kind
 
 
-def paths_of_text(slots: BatchState, count: int, steps: int) -> Paths:
-    """`count` paths for each slot, with distinct first tokens: of longer matches first, then of later matches."""
-    matches = find_matches(slots.table.history, slots.index, slots.prefix_len, count)
+def paths_of_text(slots: BatchState, num_paths: int, steps: int) -> Paths:
+    """Returns `num_paths` paths for each slot, with distinct first tokens: longer matches first, then later ones."""
+    matches = find_matches(slots.table.history, slots.index, slots.prefix_len, num_paths)
     depths = torch.arange(steps, device=matches.ends.device)
     period = (slots.prefix_len[:, None] - matches.ends).clamp(min=1)
     # Where a path would go beyond the known text, it repeats the text between match and root.
     positions = matches.ends[..., None] + 1 + depths % period[..., None]
     tokens = slots.history_at(positions.flatten(1)).view(positions.shape)
-    kinds = torch.where(matches.length > 0, matches.length + (kind_of("text", 1) - 1), 0)
+    kinds = torch.where(matches.length > 0, matches.length + (path_kind("text", 1) - 1), 0)
     return Paths(tokens, kinds)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from espalier.errors import EspalierError
-from espalier.layout import PLAIN, TreeShape
+from espalier.layout import PLAIN_TREE, TreeShape
 from lab.bench import engines, synthetic_models
 from lab.bench.choose import predicted_accept_lengths
 from tests.cli.test_cli import run, tiny, tiny_heldout  # noqa: F401  (fixtures)
@@ -19,15 +19,15 @@ WIDE, MIDDLE, NARROW = TreeShape(5, 8, 64), TreeShape(5, 4, 16), TreeShape(3, 2,
 
 def test_a_block_drafts_shallower_tree_is_foretold_to_accept_less():
     large, small, shallow = TreeShape(7, 4, 16), TreeShape(7, 4, 8), TreeShape(3, 4, 16)
-    lengths = predicted_accept_lengths(3.0, large, [large, small, shallow, PLAIN], is_block=True)
-    assert lengths[large] == 3.0 > lengths[small] > lengths[PLAIN] == 1.0
+    lengths = predicted_accept_lengths(3.0, large, [large, small, shallow, PLAIN_TREE], is_block=True)
+    assert lengths[large] == 3.0 > lengths[small] > lengths[PLAIN_TREE] == 1.0
     # A shallower tree of as many nodes accepts less and costs as much.
     assert lengths[shallow] < 3.0
 
 
 def test_a_larger_tree_is_foretold_to_accept_more():
-    lengths = predicted_accept_lengths(4.0, WIDE, [WIDE, MIDDLE, NARROW, PLAIN])
-    assert lengths[WIDE] == 4.0 > lengths[MIDDLE] > lengths[NARROW] > lengths[PLAIN] == 1.0
+    lengths = predicted_accept_lengths(4.0, WIDE, [WIDE, MIDDLE, NARROW, PLAIN_TREE])
+    assert lengths[WIDE] == 4.0 > lengths[MIDDLE] > lengths[NARROW] > lengths[PLAIN_TREE] == 1.0
     assert lengths[NARROW] > 2
     with pytest.raises(EspalierError, match="out of reach"):
         predicted_accept_lengths(9.0, WIDE, [WIDE])

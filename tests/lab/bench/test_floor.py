@@ -16,7 +16,7 @@ from espalier.cache.states import bytes_per_state
 from espalier.cli.main import main
 from espalier.errors import EspalierError
 from espalier.kernels.layers.quantised import dequantise
-from espalier.layout import PLAIN, TreeShape
+from espalier.layout import PLAIN_TREE, TreeShape
 from espalier.models import read_config
 from espalier.models.layer_loading import layer_specs_of
 from espalier.request import SamplingParams
@@ -209,7 +209,7 @@ def test_layers_of_several_sizes_run_and_read_what_each_has():
     }
     assert [run.shape for run in shape.target_pass(2)[:2]] == [(64 * 256, 5376), (5376, 32 * 256)]
     for context, read in ((4096, 1024), (100, 100)):
-        cost = round_attention(shape, RoundSize(3, PLAIN, context, has_draft=False))
+        cost = round_attention(shape, RoundSize(3, PLAIN_TREE, context, has_draft=False))
         assert cost.num_bytes == 3 * 2 * 2 * (50 * read * 16 * 256 + 10 * context * 4 * 512)
         assert cost.flops == 3 * 4 * 32 * (50 * read * 256 + 10 * context * 512)
 
@@ -224,7 +224,7 @@ def test_layers_of_other_layers_rows_read_them_again_and_project_queries_alone()
     own = LayerSpec(4, KVHeads(2, 8, 8), window=16)
     shape = replace(LLAMA, specs=(own, replace(own, shares_with=0)))
     assert [(run.name, run.shape[0]) for run in shape.target_pass(1) if run.name == "qkv"] == [("qkv", 64), ("qkv", 32)]
-    assert round_attention(shape, RoundSize(1, PLAIN, 100, has_draft=False)).num_bytes == 2 * 16 * 32 * 2
+    assert round_attention(shape, RoundSize(1, PLAIN_TREE, 100, has_draft=False)).num_bytes == 2 * 16 * 32 * 2
 
 
 def count_weights(*shapes):
@@ -277,7 +277,7 @@ def test_experts_count_the_bytes_of_those_touched():
 
 def test_latent_attention_reads_one_row_for_all_heads():
     shape = recipe_sizes(Recipe(mixture("v3-dense")))
-    plain_cost = round_attention(shape, RoundSize(2, PLAIN, 1000, has_draft=False))
+    plain_cost = round_attention(shape, RoundSize(2, PLAIN_TREE, 1000, has_draft=False))
     assert plain_cost.num_bytes == 4 * 2 * 1000 * (64 + 32) * 2  # layers, batch, context, values, bytes
     assert plain_cost.flops == 4 * 2 * 1000 * 8 * 2 * (96 + 64)  # a product with the row, one with the latent
     batched = {run.name: (run.shape, run.heads) for run in shape.target_pass(3) if run.heads > 1}
@@ -291,7 +291,7 @@ def test_chosen_rows_are_read_once_and_every_index_key():
     assert cost.num_bytes == 4 * 2 * (of_keys + of_rows) * 2  # layers, batch, values, bytes
     assert cost.flops == 5 * 4 * 2 * (1000 * 2 * 24 * 48 + 24 * 8 * 2 * (96 + 64))  # nodes, layers, batch
     # No more rows than are chosen: no key is scored.
-    assert round_attention(shape, RoundSize(2, PLAIN, 20, has_draft=False)).num_bytes == 4 * 2 * 20 * (64 + 32) * 2
+    assert round_attention(shape, RoundSize(2, PLAIN_TREE, 20, has_draft=False)).num_bytes == 4 * 2 * 20 * (64 + 32) * 2
 
 
 def test_a_window_limits_what_a_layer_reads():
@@ -325,9 +325,9 @@ def test_rows_are_numbers(rows, capsys):
 
 
 def test_plain_decoding_without_a_draft_has_no_extend():
-    target, draft = round_runs(LLAMA, RoundSize(2, PLAIN, has_draft=False))
+    target, draft = round_runs(LLAMA, RoundSize(2, PLAIN_TREE, has_draft=False))
     assert (target, draft) == (LLAMA.target_pass(2), ())
-    cost = round_attention(LLAMA, RoundSize(2, PLAIN, 1000, has_draft=False))
+    cost = round_attention(LLAMA, RoundSize(2, PLAIN_TREE, 1000, has_draft=False))
     assert cost.num_bytes == 2 * 1000 * 2 * 8 * 128 * 2 * 32
 
 
@@ -386,9 +386,9 @@ def test_edges_of_more_than_a_token_are_projected_too(form, vanilla, parts, inpu
 
 
 def test_without_a_tree_a_block_draft_only_projects_context():
-    _, draft = round_runs(BLOCK, RoundSize(3, PLAIN))
+    _, draft = round_runs(BLOCK, RoundSize(3, PLAIN_TREE))
     assert [run.name for run in draft] == ["draft fc", "draft context"] == [r.name for r in BLOCK.extend_passes(3)]
-    assert round_runs(BLOCK, RoundSize(3, PLAIN, has_draft=False))[1] == ()
+    assert round_runs(BLOCK, RoundSize(3, PLAIN_TREE, has_draft=False))[1] == ()
 
 
 def test_the_weights_of_a_block_draft_are_read_once():
@@ -518,7 +518,7 @@ def test_attention_and_experts_of_modules_are_of_their_own_rows_and_layers():
     # What is measured is of the target; the levels 2 and 3 and two extends, of one layer each, route uniformly.
     assert verify == [(18, target.num_layers - 1, 5.0)]
     assert drafted == [(6, 1, None), (6, 1, None), (12, 1, None), (12, 1, None)] and layer.experts.layers == 1
-    assert not round_runs(sizes, RoundSize(3, PLAIN, has_draft=False))[1]
+    assert not round_runs(sizes, RoundSize(3, PLAIN_TREE, has_draft=False))[1]
 
 
 def test_a_chain_of_passes_has_weights_for_each_module_and_one_shared_head():

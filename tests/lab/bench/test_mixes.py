@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from espalier.engine.round_trees import tree_label
-from espalier.layout import PLAIN, TreeShape
+from espalier.layout import PLAIN_TREE, TreeShape
 from espalier.startup.tree_cost import ChipFigures, pass_weights
 from espalier.startup.tree_policy import PredictedCosts
 from lab.bench import mixes
@@ -41,11 +41,11 @@ def test_every_tree_of_a_chooser_has_a_graph_and_rows_are_shared_by_several_alon
     layout, chosen = layouts(RECIPE, SIZES, COSTS)
     assert [least for least, _ in layout.choices] == [1, 2, 5]
     for batch in range(1, 9):
-        every = set(layout.choices_for(batch))
-        assert PLAIN in every and len(every) > 3
-        assert not any(tree.shared_rows for tree in chosen[ADAPTIVE].choices_for(batch))
-        assert any(tree.shared_rows for tree in chosen[SHARED].choices_for(batch)) == (batch > 1)
-        assert all(set(of_name.choices_for(batch)) <= every for of_name in chosen.values())
+        every = set(layout.tree_choices_for(batch))
+        assert PLAIN_TREE in every and len(every) > 3
+        assert not any(tree.shared_rows for tree in chosen[ADAPTIVE].tree_choices_for(batch))
+        assert any(tree.shared_rows for tree in chosen[SHARED].tree_choices_for(batch)) == (batch > 1)
+        assert all(set(of_name.tree_choices_for(batch)) <= every for of_name in chosen.values())
 
 
 def test_ways_run_the_same_requests_with_the_same_tokens(monkeypatch):
@@ -62,15 +62,15 @@ def test_ways_run_the_same_requests_with_the_same_tokens(monkeypatch):
     [cell] = measure(RECIPE, replace(SIZES, batches=(4,)), COSTS, CPU, [4])
     assert cell["same tokens"] == "4" and cell["trees"][ADAPTIVE]
     assert cell["accept length"][tree_label(mixes.SHARING[0])] > 1.2
-    assert set(cell["tokens/s"]) > {tree_label(PLAIN), ADAPTIVE, SHARED}
+    assert set(cell["tokens/s"]) > {tree_label(PLAIN_TREE), ADAPTIVE, SHARED}
     # Fixed trees begin where the chosen trees were timed, so that all ways run the same text.
     assert begun[0][0] == [SIZES.context] * 4 and all(prompts == begun[0][1] for prompts, _ in begun[2:])
 
 
 def test_the_best_fixed_tree_shares_no_rows():
     shared = TreeShape(5, 4, 16, shared_rows=4)
-    rates = {tree_label(PLAIN): 10.0, "3,1,4": 20.0, tree_label(shared): 30.0, ADAPTIVE: 25.0}
-    found = {name: Timed(rate, 2.0, 4, [16], Counter({PLAIN: 1})) for name, rate in rates.items()}
+    rates = {tree_label(PLAIN_TREE): 10.0, "3,1,4": 20.0, tree_label(shared): 30.0, ADAPTIVE: 25.0}
+    found = {name: Timed(rate, 2.0, 4, [16], Counter({PLAIN_TREE: 1})) for name, rate in rates.items()}
     cell = figures(found, list(rates)[:-1], [ADAPTIVE])
     assert (cell["best fixed"], cell["best over plain"]) == ("3,1,4", 2.0)
     assert cell["over best"] == {tree_label(shared): 1.5, ADAPTIVE: 1.25}
