@@ -10,7 +10,7 @@ from espalier.cli.parser import Command, Parser
 
 def bench(name: str, about: str, flags: str = "") -> Command:
     """A command whose work is in a module of lab/bench, and its flags a function of lab/bench/flags.py."""
-    return Command(about, flags=f"lab.bench.flags:{flags or name}", work=f"lab.bench.{name}")
+    return Command(about, flags=f"lab.bench.flags:{flags or name}", run_module=f"lab.bench.{name}")
 
 
 COMMANDS = MappingProxyType(
@@ -30,14 +30,16 @@ COMMANDS = MappingProxyType(
         "loading": bench("loading", "load a target from disk: GB/s and peak memory"),
         "grammar": bench("grammar", "grammars: time of masks, other requests, many JSON schemas"),
         "serve": bench("serve", "a server beside LLM.generate, a soak test, a bad host"),
-        "server": Command("espalier serve with a synthetic model", flags="lab.server", work="lab.server"),
-        "fault": Command("run espalier with a planted fault", flags="lab.faults.command", work="lab.faults.command"),
+        "server": Command("espalier serve with a synthetic model", flags="lab.server", run_module="lab.server"),
+        "fault": Command(
+            "run espalier with a planted fault", flags="lab.faults.command", run_module="lab.faults.command"
+        ),
         "sharing": bench("sharing", "on paper: rows of a batch shared out by the draft's scores"),
         "mixes": bench("mixes", "requests whose drafts differ in skill: chosen trees over fixed ones"),
         "defaults": bench("defaults", "an engine without a flag on a CPU, over one without speculation"),
         "sources": bench("sources", "a draft with other sources beside it, against each alone"),
         "learn": bench("learn", "online learning: the topic of the traffic shifts, and the draft follows"),
-        "bundled": Command("make the bundled model again", flags="lab.bundle.command", work="lab.bundle.command"),
+        "bundled": Command("make the bundled model again", flags="lab.bundle.command", run_module="lab.bundle.command"),
     }
 )
 

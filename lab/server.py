@@ -36,4 +36,4 @@ def _shape(args: Namespace) -> tuple[dict[str, Any], str]:
     refuse_decided(settings if args.model == "auto" else {"model": args.model})
     recipe = shape_settings(args, settings)
     recipe_of(**recipe)
-    return {"recipe": recipe, "settings": serve.sendable(settings)}, args.shape
+    return {"recipe": recipe, "settings": serve.plain_settings(settings)}, args.shape

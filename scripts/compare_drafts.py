@@ -17,8 +17,8 @@ from statistics import median
 from typing import Any
 
 from espalier import LLM, SamplingParams, SpeculationConfig
-from espalier.bench.drive import heldout
-from espalier.bench.report import require_plot, save
+from espalier.bench.drive import heldout_json
+from espalier.bench.report import require_plot, save_plot
 from espalier.stats import SpeculationStats
 from espalier.terminal.console import print_table, write_json
 
@@ -84,7 +84,7 @@ def measure(llm: LLM, row: Row, prompts: Sequence[tuple[str, Any]], params: Samp
 
 def read_prompts(path: Path | None) -> list[tuple[str, Any]]:
     """(kind, text or messages) of each line; by default of the bundled prompts."""
-    lines = heldout() if path is None else map(json.loads, path.read_text(encoding="utf-8").splitlines())
+    lines = heldout_json() if path is None else map(json.loads, path.read_text(encoding="utf-8").splitlines())
     return [(line.get("kind", "code"), line.get("messages") or line["prompt"]) for line in lines]
 
 
@@ -189,7 +189,7 @@ def plot(found: Sequence[dict[str, Any]], path: Path) -> None:
         for axis, label in zip(column, ("accept length", "tokens/s over plain decoding's"), strict=True):
             axis.set(xlabel="nodes", ylabel=label, ylim=(0, None))
         column[0].legend()
-    save(figure, path)
+    save_plot(figure, path)
 
 
 def main() -> None:

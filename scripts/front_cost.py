@@ -30,7 +30,7 @@ from espalier.server import logs, protocol
 from espalier.server.api import ApiOptions
 from espalier.server.client import ClientOptions
 from espalier.server.front import FrontOptions
-from espalier.server.protocol import Harvest, Part, Ready, Shutdown, Submit, SubmitMany
+from espalier.server.protocol import EngineReady, OutputPart, Shutdown, StepOutput, SubmitPrompts, SubmittedPrompt
 from espalier.server.run import ServeOptions, serve
 from espalier.server.worker import EXIT_DONE, EXIT_FAILED, wait_for_start
 from espalier.stats import SpeculationStats
@@ -53,32 +53,34 @@ def stand_in(address: str, front_pid: int) -> int:
         if wait_for_start(pair, front_pid) is None:
             return EXIT_FAILED
         facts = prepare(EngineConfig(model="bundled")).inputs.facts
-        pair.send(protocol.encode(Ready(facts, {"max_batch": MAX_STREAMS, "chunk_size": CHUNK_SIZE, "page_size": 16})))
-        left: dict[str, Submit] = {}
+        pair.send(
+            protocol.encode(EngineReady(facts, {"max_batch": MAX_STREAMS, "chunk_size": CHUNK_SIZE, "page_size": 16}))
+        )
+        left: dict[str, SubmittedPrompt] = {}
         sent: dict[str, int] = {}
         while os.getppid() == front_pid:
             while pair.poll(0 if left else 1000):
                 message = protocol.decode_to_engine(pair.recv())
                 if isinstance(message, Shutdown):
                     return EXIT_DONE
-                for submit in message.prompts if isinstance(message, SubmitMany) else ():
+                for submit in message.prompts if isinstance(message, SubmitPrompts) else ():
                     left[submit.name], sent[submit.name] = submit, 0
             parts = [step_of(submit, sent) for submit in left.values()]
             left = {name: submit for name, submit in left.items() if sent[name] < (submit.params.max_tokens or 0)}
-            pair.send(protocol.encode(Harvest(parts)))
+            pair.send(protocol.encode(StepOutput(parts)))
             time.sleep(STEP_S)
     return EXIT_DONE
 
 
-def step_of(submit: Submit, sent: dict[str, int]) -> Part:
+def step_of(submit: SubmittedPrompt, sent: dict[str, int]) -> OutputPart:
     limit = submit.params.max_tokens or 0
     tokens = [300 + (sent[submit.name] + i) % 500 for i in range(min(TOKENS, limit - sent[submit.name]))]
     sent[submit.name] += len(tokens)
     piece = OutputChunk(f"{submit.name}.0", 0, tokens, from_draft=[True] * len(tokens))
     if sent[submit.name] < limit:
-        return Part(submit.name, piece)
+        return OutputPart(submit.name, piece)
     ended = OutputChunk(f"{submit.name}.0", 0, tokens, from_draft=[True] * len(tokens), finish_reason="length")
-    return Part(submit.name, ended, Usage(len(submit.prompt), limit), SpeculationStats())
+    return OutputPart(submit.name, ended, Usage(len(submit.prompt), limit), SpeculationStats())
 
 
 def front(port: int, profile: str | None) -> None:

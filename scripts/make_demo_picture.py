@@ -40,7 +40,7 @@ def main() -> None:
         record=True, file=io.StringIO(), force_terminal=True, width=WIDTH, highlight=False, legacy_windows=False
     )
     console.print(f"$ {COMMAND}", style="bold")
-    demo.show(parse(COMMAND.split()[1:]), console)
+    demo.show_demo(parse(COMMAND.split()[1:]), console)
     lines = console.export_text(clear=False).count("\n")
     view = f"-12 -12 {WIDTH * CHARACTER[0] + 24:.0f} {lines * CHARACTER[1] + 24:.0f}"
     made = FORMAT.replace("VIEW", view)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from espalier.server.fields import NoEffect, Refused
+from espalier.server.fields import NoEffect, RefusedField
 from espalier.server.openai import ChatRequest, CompletionRequest, Message
 from espalier.server.responses import ResponsesRequest
 
@@ -21,11 +21,11 @@ def field_rows(model: type[BaseModel]) -> list[tuple[str, str, str]]:
     """(field, "honoured" / "no effect" / "refused", description or reason), in the order of the model."""
     rows = []
     for name, info in model.model_fields.items():
-        notes = [note for note in info.metadata if isinstance(note, Refused | NoEffect)]
+        notes = [note for note in info.metadata if isinstance(note, RefusedField | NoEffect)]
         if not notes:
             rows.append((name, "honoured", info.description or ""))
         else:
-            rows.append((name, "refused" if isinstance(notes[0], Refused) else "no effect", notes[0].reason))
+            rows.append((name, "refused" if isinstance(notes[0], RefusedField) else "no effect", notes[0].reason))
     return rows
 
 

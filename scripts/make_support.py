@@ -12,10 +12,10 @@ from espalier.attention import BACKENDS
 from espalier.attention.support import support_matrix
 from espalier.cache.layer_spec import KVHeads, LatentKV
 from espalier.grammar import KINDS
-from espalier.grammar.formats import ANNOTATING, INTEGERS
+from espalier.grammar.formats import ANNOTATION_FORMATS, INTEGER_BOUNDS
 from espalier.grammar.formats import FORMATS as STRING_FORMATS
-from espalier.grammar.schema import ANNOTATIONS, COMBINING, KEYWORDS
-from espalier.grammar.schema_values import MAX_MULTIPLE, MAX_VALUES
+from espalier.grammar.schema import ANNOTATION_KEYWORDS, COMBINATORS, KEYWORDS_OF
+from espalier.grammar.schema_values import MAX_ENUM_SIZE, MAX_MULTIPLE_OF
 from espalier.kernels.layers.blocks import BLOCK_TYPES
 from espalier.layout import MAX_PAGE_SIZE
 from espalier.models.block import EDGE_KINDS
@@ -158,12 +158,12 @@ def sampling() -> str:
 
 
 def schemas() -> str:
-    rows = ([f"`{name}`", codes(sorted(known)) or "-"] for name, known in KEYWORDS.items())
+    rows = ([f"`{name}`", codes(sorted(known)) or "-"] for name, known in KEYWORDS_OF.items())
     return table(["type", "enforced"], rows)
 
 
 def annotating() -> str:
-    return "; ".join(f"for `{name}`, {codes(sorted(formats))}" for name, formats in ANNOTATING.items())
+    return "; ".join(f"for `{name}`, {codes(sorted(formats))}" for name, formats in ANNOTATION_FORMATS.items())
 
 
 def neutral() -> str:
@@ -305,7 +305,7 @@ by name.
 
 {schemas()}
 
-Also {codes(COMBINING)}. No other keyword may stand beside one of them, except `type` beside `enum` and `const`.
+Also {codes(COMBINATORS)}. No other keyword may stand beside one of them, except `type` beside `enum` and `const`.
 
 - `$ref` refers to a place in the same schema. `allOf` has one schema.
 - The schemas of `oneOf` must exclude each other: by type, or by the constant texts of a property that all of them
@@ -319,20 +319,20 @@ Also {codes(COMBINING)}. No other keyword may stand beside one of them, except `
 - Lengths of up to 1000 characters in a string cost about 20 ms a character to compile, once. Above, masks take
   long: with a large vocabulary such a schema is refused.
 - `uniqueItems` is for items whose values can be listed (enums, constants, booleans, integers between bounds), with at
-  most {MAX_VALUES} possible arrays, or `maxItems` 1. Elsewhere leave it out (in pydantic, a list for a set) and drop
+  most {MAX_ENUM_SIZE} possible arrays, or `maxItems` 1. Elsewhere leave it out (in pydantic, a list for a set) and drop
   equal items of the output.
 - A schema is refused if a part of it has no finite value, because it always needs itself again.
 - Integers have 64 bits. A number with a bound has at most six decimals.
-- `multipleOf` is for integers: with two bounds, or with none and at most {MAX_MULTIPLE}.
+- `multipleOf` is for integers: with two bounds, or with none and at most {MAX_MULTIPLE_OF}.
 - `minProperties` above 1 needs named properties.
 - Formats of strings: {codes(sorted(STRING_FORMATS))}. They are
   exact. A time has a zone and no second 60. `email` and `hostname` bound no
   length, because bounded parts take a second to compile. Beside `maxLength`, labels have at most 23 characters, host
   names four labels, mail addresses two parts of 24 characters before `@`, two labels and a last one of 2 to 10 letters;
   a `uri` has `//`, and a path and a query of bounded length.
-- Formats of integers: {codes(INTEGERS)}, as bounds.
+- Formats of integers: {codes(INTEGER_BOUNDS)}, as bounds.
 - Formats without effect: {annotating()}.
-- Without effect: {codes(sorted(ANNOTATIONS))}, and `uniqueItems` false.
+- Without effect: {codes(sorted(ANNOTATION_KEYWORDS))}, and `uniqueItems` false.
 
 ## Refused in a config.json
 

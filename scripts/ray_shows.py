@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 from front_cost import CHAT, LENGTHS, cpu_seconds, post
 
-from espalier.serve_ray.build import Replicas, Service, application, service_of
+from espalier.serve_ray.build import ReplicaOptions, Service, application, parse_service
 from espalier.server.client import ClientOptions
 from lab.bench.server import free_port, wait_until_served
 
@@ -104,7 +104,7 @@ def deploy(service: Service) -> None:
 
 
 def service(replicas: Any, **more: Any) -> Service:
-    return service_of(
+    return parse_service(
         {"model": "bundled", "device": "cpu", "replicas": replicas, "log_level": "warning", **ENGINE, **more}
     )
 
@@ -278,7 +278,7 @@ def show_cost(counts: Sequence[int], repeats: int) -> None:
         model = replace(
             plain.models[0],
             client=ClientOptions(worker="scripts.front_cost", log_level="warning"),
-            replicas=Replicas(count, count),
+            replicas=ReplicaOptions(count, count),
         )
         with cluster() as port:
             deploy(replace(plain, models=(model,)))

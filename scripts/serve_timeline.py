@@ -22,9 +22,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from espalier.bench.clients import request_of
+from espalier.bench.clients import post_request
 from espalier.bench.drive import BenchEngine
-from espalier.cli.serve import sendable
+from espalier.cli.serve import plain_settings
 from espalier.engine.engine import Engine
 from espalier.engine.executor import Handle, StagedHandle
 from espalier.engine.launch_input import LaunchInput, RequestResult, TreeSize
@@ -35,7 +35,7 @@ from espalier.server.api import ApiOptions
 from espalier.server.bodies import BodyReader
 from espalier.server.client import ClientOptions, EngineClient
 from espalier.server.front import FrontOptions
-from espalier.server.protocol import Generation, Submit
+from espalier.server.protocol import Generation, SubmittedPrompt
 from espalier.server.run import ServeOptions, serve
 from espalier.speculate.round import ModelRunner
 from espalier.terminal.console import print_table
@@ -215,7 +215,7 @@ def note_front(note: Note) -> None:
         note("parsed", logs.request_id.get())
         return body
 
-    def noted_submit(self: EngineClient, prompts: Any, asked: Submit) -> Generation:
+    def noted_submit(self: EngineClient, prompts: Any, asked: SubmittedPrompt) -> Generation:
         note("submitted", asked.name)
         return submit(self, prompts, asked)
 
@@ -286,7 +286,7 @@ class Timeline:
         same["return_token_ids"] = self.llm.tokenizer is None
         names = [f"{name}r{i}" for i in range(len(prompts))]
         requests = [
-            request_of("/v1/completions", {**same, "prompt": prompt}, {"x-request-id": each})
+            post_request("/v1/completions", {**same, "prompt": prompt}, {"x-request-id": each})
             for each, prompt in zip(names, prompts, strict=True)
         ]
         exchanges = exchange_all(self.port, requests)
@@ -355,11 +355,11 @@ def run(args: Namespace) -> None:
     longest = args.context + args.tokens
     on_gpu = args.shape is not None or getattr(args, "device", None) is not None
     made = engines_of(args, load_sizes(max(sizes), longest + 1) | ({} if on_gpu else GPU_SIZES), max_context=longest)
-    loaded = sendable(dict(made.settings))
+    loaded = plain_settings(dict(made.settings))
     if isinstance(made, OfShape):
         made = sharing_the_gpu(made)
         recipe = shape_settings(args, made.settings.get("seed", 0))
-        loaded = {"recipe": recipe, "settings": sendable(dict(made.settings))}
+        loaded = {"recipe": recipe, "settings": plain_settings(dict(made.settings))}
     pace = None if on_gpu else [float(part) for part in args.paced.split(",")]
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         port = free_port()

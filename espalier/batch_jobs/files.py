@@ -1,8 +1,8 @@
-"""The files of a batch: OpenAI's lines, the scan of an input, and the journal, which is the output.
+"""The files of a batch: parses OpenAI's lines, checks an input file, and writes the output file, the journal.
 
 Input: {"custom_id", "method", "url", "body"}.  Output: {"id", "custom_id", "response", "error"}, where `response` is
-{"status_code", "request_id", "body"}.  The id has the input's digest and the line's number, so each answer identifies
-its input file and line.
+{"status_code", "request_id", "body"}.  The id consists of the input's digest and the line's number, so each answer
+identifies its input file and line.
 """
 
 import errno
@@ -24,7 +24,7 @@ import numpy as np
 
 from espalier.errors import EspalierError, shown, without_duplicate_keys
 
-URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+DEFAULT_URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 LINE_FIELDS = ("custom_id", "method", "url", "body")
 MAX_LINE_BYTES = 64 * 2**20
 MAX_ID_CHARS = 512
@@ -34,7 +34,7 @@ STATUS_OK = 200
 
 @dataclass(frozen=True)
 class Line:
-    """One request.  number: of the request's line in the input, from 1."""
+    """One request of a batch.  number: the line's number in the input, from 1."""
 
     number: int
     custom_id: str
@@ -49,7 +49,7 @@ class Response(NamedTuple):
 
 
 class LineError(Exception):
-    """Why one line has no response.  code: for programs.  custom_id: None if the line has none."""
+    """The error of a line that gets no response.  code: OpenAI's error code.  custom_id: None if the line has none."""
 
     def __init__(self, code: str, message: str, custom_id: str | None = None):
         super().__init__(message)
@@ -58,10 +58,8 @@ class LineError(Exception):
 
 
 def numbered_lines(file: BinaryIO, name: Path) -> Iterator[tuple[int, bytes]]:
-    """Yields (number, bytes) of each line that is not blank, without the byte order mark that some editors put first.
-
-    Raises EspalierError for a line that is too long.
-    """
+    """Yields (number, bytes) of each line that is not blank.  A byte order mark at the start of the file is skipped.
+    Raises EspalierError for a line that is too long."""
     number = 0
     while data := file.readline(MAX_LINE_BYTES + 1):
         number += 1
@@ -75,8 +73,8 @@ def numbered_lines(file: BinaryIO, name: Path) -> Iterator[tuple[int, bytes]]:
             yield number, data
 
 
-def parse(number: int, data: bytes, urls: Collection[str] = URLS) -> Line:
-    """Returns the request of a line.  urls: the endpoints that it may name.  Raises LineError."""
+def parse_line(number: int, data: bytes, urls: Collection[str] = DEFAULT_URLS) -> Line:
+    """Parses a line.  urls: the allowed endpoints.  Raises LineError."""
     try:
         value = msgspec.json.decode(data)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
@@ -87,7 +85,7 @@ def parse(number: int, data: bytes, urls: Collection[str] = URLS) -> Line:
     known_id = custom_id if isinstance(custom_id, str) else None
     _require_once_each(data, known_id)
     try:
-        _check(value, urls)
+        _check_fields(value, urls)
     except LineError as error:
         raise LineError(error.code, str(error), known_id) from None
     return Line(number, value["custom_id"], value["url"], value["body"])
@@ -98,10 +96,10 @@ def _not_json(error: Exception, custom_id: str | None = None) -> LineError:
 
 
 def _require_once_each(data: bytes, custom_id: str | None) -> None:
-    """Refuse a name that comes twice in an object: msgspec would keep only the last value.
+    """Refuse an object with a repeated name, of which msgspec would keep only the last value.
 
-    custom_id: as msgspec reads it.  Raises LineError with this custom_id.  If the line has two custom_ids, the error
-    has none, because the user may mean either one.
+    custom_id: the value that msgspec reads.  Raises LineError with this custom_id, or without it if the line has two,
+    because the user may mean either.
     """
     errors: list[EspalierError] = []
     custom_ids: list[Any] = []
@@ -125,8 +123,8 @@ def _require_once_each(data: bytes, custom_id: str | None) -> None:
         raise LineError("invalid_json_line", str(errors[0]), custom_id)
 
 
-def _check(value: Mapping[str, Any], urls: Collection[str]) -> None:
-    """Refuse a line with a missing, unknown or wrong field.  Raises LineError."""
+def _check_fields(value: Mapping[str, Any], urls: Collection[str]) -> None:
+    """Refuse a line with a missing, unknown or invalid field.  Raises LineError."""
     for name in LINE_FIELDS:
         if value.get(name) is None:
             raise LineError("missing_required_parameter", f"{name} is missing; a line has {', '.join(LINE_FIELDS)}")
@@ -148,7 +146,7 @@ def _check(value: Mapping[str, Any], urls: Collection[str]) -> None:
 
 
 def custom_id_of(data: bytes) -> str | None:
-    """Returns the custom_id of a line, None if it has none that can be read."""
+    """Returns the custom_id of a line; None if it cannot be parsed."""
     try:
         value = msgspec.json.decode(data)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
@@ -162,7 +160,7 @@ def id_prefix(digest: str) -> str:
 
 
 def answer_line(digest: str, number: int, custom_id: str | None, answer: Response | LineError) -> bytes:
-    """Returns the output line that answers line `number` of the input with this digest."""
+    """Returns the output line with the answer of line `number`.  digest: the input's."""
     response, error = None, None
     if isinstance(answer, LineError):
         error = {"code": answer.code, "message": str(answer)}
@@ -174,7 +172,7 @@ def answer_line(digest: str, number: int, custom_id: str | None, answer: Respons
 
 @dataclass(frozen=True)
 class InputScan:
-    """A checked input.  digest: of its lines, in hex digits; num_lines: not blank; last: the last's number, from 1."""
+    """A checked input file.  digest: of its lines, in hex; num_lines: not blank; last: the last line's number."""
 
     path: Path
     digest: str
@@ -185,7 +183,7 @@ class InputScan:
 def scan_input(path: Path) -> InputScan:
     """Read and check a whole input file.  Raises EspalierError if it cannot be read, is empty, or repeats a custom_id.
 
-    Memory: eight bytes a line, for the hash of its custom_id.  A second pass compares custom_ids with equal hashes.
+    The memory is eight bytes a line, for the hash of a custom_id.  A second pass compares custom_ids with equal hashes.
     """
     if not path.is_file():
         raise EspalierError(f"{path} is not a file; name a file with one request on each line")
@@ -198,7 +196,7 @@ def scan_input(path: Path) -> InputScan:
                 num_lines, last = num_lines + 1, number
                 custom_id = custom_id_of(data)
                 if custom_id is not None:
-                    hashes.append(_hash(custom_id))
+                    hashes.append(_hash_of_id(custom_id))
         _refuse_equal_ids(path, hashes)
     except OSError as error:
         raise EspalierError(f"{path} cannot be read ({error.strerror}); use a text file") from None
@@ -207,13 +205,13 @@ def scan_input(path: Path) -> InputScan:
     return InputScan(path, whole.hexdigest()[:DIGEST_CHARS], num_lines, last)
 
 
-def _hash(custom_id: str) -> int:
+def _hash_of_id(custom_id: str) -> int:
     return int.from_bytes(hashlib.blake2b(custom_id.encode(), digest_size=8).digest())
 
 
 def _refuse_equal_ids(path: Path, hashes: array) -> None:
-    """Raises EspalierError with the two line numbers of the first custom_id that comes twice."""
-    # The hashes are sorted in place: a copy would double the memory.
+    """Raises EspalierError for a repeated custom_id, with both line numbers."""
+    # Sorted in place, because a copy would double the memory.
     order = np.frombuffer(hashes, dtype=np.uint64)
     order.sort()
     repeated = set(order[1:][order[1:] == order[:-1]].tolist())
@@ -226,7 +224,7 @@ def _refuse_first_repeated(path: Path, repeated: Collection[int]) -> None:
     with path.open("rb") as file:
         for number, data in numbered_lines(file, path):
             custom_id = custom_id_of(data)
-            if custom_id is None or _hash(custom_id) not in repeated:
+            if custom_id is None or _hash_of_id(custom_id) not in repeated:
                 continue
             if custom_id in seen:
                 raise EspalierError(
@@ -237,10 +235,10 @@ def _refuse_first_repeated(path: Path, repeated: Collection[int]) -> None:
 
 
 class Journal:
-    """The output file of a batch, which records which lines are answered.
+    """The output file of a batch, which also records which lines are answered.
 
-    num_answered: input lines with an answer.  num_failed: input lines whose answer is an error or a status other than
-    200.  Raises EspalierError if the file cannot be written, or is not the output of this input.
+    num_answered: the number of answered input lines.  num_failed: the number of lines whose answer is an error or has
+    another status than 200.  Raises EspalierError if the file cannot be written, or is not the output of this input.
     """
 
     def __init__(self, path: Path, scan: InputScan):
@@ -251,9 +249,9 @@ class Journal:
         self._prefix = id_prefix(scan.digest)
         self._is_answered = bytearray(scan.last + 1)
         self._unsynced = False
-        # A thread may run `sync` while the journal is closed.
+        # `sync` may run in a thread while `close` is called.
         self._syncing = threading.Lock()
-        self._file = open_alone(path, "batch", "name another file")
+        self._file = open_locked(path, "batch", "name another file")
         try:
             self._sync_folder_entry()
             self._recover()
@@ -268,21 +266,21 @@ class Journal:
     def num_left(self) -> int:
         return self.input.num_lines - self.num_answered
 
-    def unanswered(self) -> Generator[tuple[int, bytes]]:
-        """Yields (number, bytes) of the input's lines without an answer.  Lines are read as they are needed."""
+    def unanswered_lines(self) -> Generator[tuple[int, bytes]]:
+        """Yields (number, bytes) of each unanswered input line.  A line is read when it is needed."""
         with self.input.path.open("rb") as file:
             for number, data in numbered_lines(file, self.input.path):
                 if not self.is_answered(number):
                     yield number, data
 
     def append(self, number: int, custom_id: str | None, answer: Response | LineError) -> None:
-        """Write the answer of a line.  Raises EspalierError if it cannot be written."""
+        """Write the answer of a line.  Raises EspalierError if the file cannot be written."""
         data = whole = answer_line(self.input.digest, number, custom_id, answer)
         try:
             while data:
                 data = data[os.write(self._file, data) :]
         except OSError as error:
-            # A part of the line may be written.  It is cut off: more lines may follow, and only the last may be torn.
+            # Remove a partly written line: more lines may follow, and only the last line may be incomplete.
             with suppress(OSError):
                 os.ftruncate(self._file, os.fstat(self._file).st_size - (len(whole) - len(data)))
             raise EspalierError(
@@ -292,7 +290,7 @@ class Journal:
         self._count(number, isinstance(answer, LineError) or answer.status_code != STATUS_OK)
 
     def sync(self) -> None:
-        """Wait until the lines are on the disk.  May run in a thread.  Raises EspalierError if storing them fails."""
+        """Sync the written lines to the disk.  May run in a thread.  Raises EspalierError if that fails."""
         with self._syncing:
             if not self._unsynced:
                 return
@@ -322,7 +320,7 @@ class Journal:
         self.num_failed += failed
 
     def _recover(self) -> None:
-        """Read the answers that an earlier run wrote, and cut off a torn last line."""
+        """Read the answers of an earlier run, and remove an incomplete last line."""
         with self.path.open("rb") as file:
             offset = 0
             for count, data in enumerate(file, 1):
@@ -333,7 +331,7 @@ class Journal:
                 offset += len(data)
 
     def _is_torn(self, data: bytes) -> bool:
-        """Whether bytes without a line end are the start of an output line.  A lost disk block reads as zeros."""
+        """Returns whether bytes without line end begin an output line.  A lost disk block consists of zeros."""
         start, written = f'{{"id":"{self._prefix}'.encode(), data.rstrip(b"\0")
         return written.startswith(start) or start.startswith(written)
 
@@ -356,10 +354,10 @@ class Journal:
             self._count(number, failed)
 
 
-def open_alone(path: Path, writer: str, remedy: str) -> int:
-    """Returns a descriptor of the file, open for appending and locked against other processes.  Raises EspalierError.
+def open_locked(path: Path, writer: str, remedy: str) -> int:
+    """Opens a file for appending, locked against other processes, and returns its descriptor.  Raises EspalierError.
 
-    writer: what the other process is, for the message.  remedy: what to do if the file cannot be opened.
+    writer: a noun for the other process in messages.  remedy: the advice if the file cannot be opened.
     """
     try:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
@@ -376,7 +374,7 @@ def open_alone(path: Path, writer: str, remedy: str) -> int:
 
 
 def sync_folder(folder: Path) -> None:
-    """Wait until the names in a folder are on the disk: a file's fsync does not cover its name.  Raises OSError."""
+    """Sync a folder's entries to the disk, because a file's fsync does not include its name.  Raises OSError."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(handle)

@@ -1,6 +1,6 @@
-"""Runs a batch: sends every line that has no answer in the journal, over HTTP or to an application in this process.
+"""Runs a batch: sends every unanswered line over HTTP, or to an ASGI application in this process.
 
-A failure that does not depend on the line is retried: a full queue, a restarting server, a lost connection.  At most
+Failures that do not depend on the line are retried: a full queue, a restarting server, a lost connection.  At most
 `concurrency` lines are in memory, so a file may have any number of lines.
 """
 
@@ -14,35 +14,35 @@ from urllib.parse import SplitResult, urlsplit
 import httpx
 import msgspec
 
-from espalier.batch_jobs.files import URLS, Journal, Line, LineError, Response, id_prefix, parse
+from espalier.batch_jobs.files import DEFAULT_URLS, Journal, Line, LineError, Response, id_prefix, parse_line
 from espalier.errors import EspalierError, one_line, shown
 
-# A connection may be silent for this many seconds: some answers take many minutes.
+# The longest time without data on a connection: some answers take many minutes.
 ANSWER_TIMEOUT_S = 3600.0
 CONNECT_TIMEOUT_S = 10.0
-FIRST_PAUSE_S, MAX_PAUSE_S = 0.25, 10.0
-# A line that the server lost this often may be the cause of the server's crashes.
+FIRST_RETRY_PAUSE_S, MAX_RETRY_PAUSE_S = 0.25, 10.0
+# A line that the server accepted and lost this often may be the cause of crashes, and is not sent again.
 MAX_TIMES_LOST = 5
 RETRIED_STATUSES = (429, 502, 503)
-NOT_FOUND = 404
-App = Callable[..., Awaitable[None]]
-SYNC_S = 1.0
+STATUS_NOT_FOUND = 404
+AsgiApp = Callable[..., Awaitable[None]]
+SYNC_INTERVAL_S = 1.0
 
 
 class NotAnswered(Exception):
-    """The line was not answered.  final: a retry would fail too.  lost: the server had accepted the line."""
+    """A line got no answer.  final: a retry would fail too.  lost: the server had accepted the line."""
 
-    def __init__(self, why: str, retry_after_s: float = 0.0, final: bool = False, lost: bool = False):
+    def __init__(self, why: str, retry_after_s: float = 0.0, is_final: bool = False, was_lost: bool = False):
         super().__init__(why)
         self.retry_after_s = retry_after_s
-        self.final = final
-        self.lost = lost
+        self.is_final = is_final
+        self.was_lost = was_lost
 
 
 class Sender:
-    """Sends lines to servers.  clients: one for each server, used in turn; all servers have the same models.
+    """Sends lines to servers.  clients: one client for each server, used in turn; all servers have the same models.
 
-    give_up_s: how long to go on without any answer, None for no limit.  priority: for bodies that name no priority.
+    give_up_s: the longest time without any answer, None for no limit.  priority: for bodies without one.
     """
 
     def __init__(
@@ -55,46 +55,48 @@ class Sender:
         self._answered_at = asyncio.get_running_loop().time()
 
     async def answer(self, name: str, line: Line) -> Response:
-        """Returns the response to a line.  name: sent as the request's id.
+        """Returns the response to a line.  name: the request id to send.
 
-        Raises LineError if this line cannot be answered, EspalierError if the server does not answer any more.
+        Raises LineError if only this line gets no answer, and EspalierError if the server does not answer any more.
         """
         body = line.body
         if self.priority is not None and "priority" not in body:
             body = {**body, "priority": self.priority}
-        data, pause, num_lost = msgspec.json.encode(body), FIRST_PAUSE_S, 0
+        data, pause, num_lost = msgspec.json.encode(body), FIRST_RETRY_PAUSE_S, 0
         while True:
             try:
                 response = await self._send_once(next(self._next_clients), name, line, data)
             except NotAnswered as why:
                 self._give_up(why)
-                num_lost += why.lost
+                num_lost += why.was_lost
                 if num_lost == MAX_TIMES_LOST:
                     message = f"the line was lost {num_lost} times ({why}); send it alone to see why"
                     raise LineError("no_answer", message, line.custom_id) from None
                 await asyncio.sleep(max(why.retry_after_s, pause * (0.5 + random.random())))
-                pause = min(2 * pause, MAX_PAUSE_S)
+                pause = min(2 * pause, MAX_RETRY_PAUSE_S)
             else:
                 self._answered_at = asyncio.get_running_loop().time()
                 return response
 
     def _give_up(self, why: NotAnswered) -> None:
-        """Stop if a retry is useless: raises EspalierError."""
+        """Raises EspalierError if a retry is useless."""
         silent_s = asyncio.get_running_loop().time() - self._answered_at
-        if why.final:
+        if why.is_final:
             raise EspalierError(str(why))
         if self.give_up_s is not None and silent_s > self.give_up_s:
             raise EspalierError(f"no line was answered for {silent_s:.0f} s ({why}); see the server's log")
 
     async def _send_once(self, client: httpx.AsyncClient, name: str, line: Line, data: bytes) -> Response:
-        """Send a line once and return the response.  Raises NotAnswered or LineError."""
+        """Send a line without retries.  Returns the response.  Raises NotAnswered or LineError."""
         headers = {"content-type": "application/json", "x-request-id": name}
         try:
             got = await client.post(line.url, content=data, headers=headers)
         except (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout) as error:
             raise NotAnswered(f"{client.base_url} cannot be reached: {one_line(error)}") from None
         except httpx.TransportError as error:
-            raise NotAnswered(f"the connection to {client.base_url} was lost: {one_line(error)}", lost=True) from None
+            raise NotAnswered(
+                f"the connection to {client.base_url} was lost: {one_line(error)}", was_lost=True
+            ) from None
         try:
             body = msgspec.json.decode(got.content)
         except msgspec.DecodeError:
@@ -107,32 +109,32 @@ class Sender:
 
 
 def _require_answer(got: httpx.Response, body: Any) -> None:
-    """Raises NotAnswered for a status that does not depend on the line."""
+    """Raises NotAnswered for an error status that does not depend on the line."""
     body = body if isinstance(body, dict) else {}
     error = body.get("error") or {}
     error = error if isinstance(error, dict) else {"message": str(error)}
     why = f"status {got.status_code}: {error.get('message') or 'no message'}"
     if got.status_code in (401, 403):
-        raise NotAnswered(f"the server refuses the API key ({why}); give the right one with --api-key", final=True)
-    # Some servers put the fields of an error at the top level, without "error".
-    if got.status_code == NOT_FOUND and not error and "message" not in body:
-        here = f"{got.request.url} answers {NOT_FOUND} without an error of OpenAI's form, {shown(got.text)}"
-        raise NotAnswered(f"{here}: nothing is served there; correct --url, or url in the lines", final=True)
+        raise NotAnswered(f"the server refuses the API key ({why}); give the right one with --api-key", is_final=True)
+    # Some servers send the fields of an error without the object "error" around them.
+    if got.status_code == STATUS_NOT_FOUND and not error and "message" not in body:
+        here = f"{got.request.url} answers {STATUS_NOT_FOUND} without an error of OpenAI's form, {shown(got.text)}"
+        raise NotAnswered(f"{here}: nothing is served there; correct --url, or url in the lines", is_final=True)
     if got.status_code in RETRIED_STATUSES:
         after = got.headers.get("retry-after", "")
         raise NotAnswered(
             why,
-            min(float(after), MAX_PAUSE_S) if after.isdecimal() else 0.0,
-            final=got.headers.get("x-should-retry") == "false",
-            lost=error.get("code") == "engine_gone" and not after,
+            min(float(after), MAX_RETRY_PAUSE_S) if after.isdecimal() else 0.0,
+            is_final=got.headers.get("x-should-retry") == "false",
+            was_lost=error.get("code") == "engine_gone" and not after,
         )
 
 
 def split_url(url: str) -> SplitResult:
-    """Returns the parts of a server's address.  Raises EspalierError for any other URL."""
+    """Returns the parts of a server's URL.  Raises EspalierError for other text."""
     try:
         parts = urlsplit(url)
-        # httpx refuses some hosts that urlsplit accepts.
+        # Some hosts that urlsplit accepts are refused by httpx.
         known = parts.scheme in ("http", "https") and httpx.URL(url).host and parts.port != 0
     except (ValueError, httpx.InvalidURL):
         known = False
@@ -142,7 +144,7 @@ def split_url(url: str) -> SplitResult:
 
 
 def http_client(url: str, api_key: str | None, concurrency: int) -> httpx.AsyncClient:
-    """Returns a client of a server.  url: with or without /v1.  Raises EspalierError."""
+    """Returns an HTTP client of a server.  url: with or without /v1.  Raises EspalierError."""
     split_url(url)
     limits = httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency)
     base = url.rstrip("/").removesuffix("/v1")
@@ -150,19 +152,19 @@ def http_client(url: str, api_key: str | None, concurrency: int) -> httpx.AsyncC
     return httpx.AsyncClient(base_url=base, headers=_headers(api_key), timeout=timeout, limits=limits)
 
 
-def app_client(app: App, api_key: str | None = None) -> httpx.AsyncClient:
-    """Returns a client of an application in this process."""
+def app_client(app: AsgiApp, api_key: str | None = None) -> httpx.AsyncClient:
+    """Returns an HTTP client of an ASGI application in this process."""
     transport = httpx.ASGITransport(app)
     return httpx.AsyncClient(transport=transport, base_url="http://batch", headers=_headers(api_key), timeout=None)
 
 
 def _headers(api_key: str | None) -> dict[bytes, bytes]:
-    # The key is given as bytes: httpx accepts only ASCII text, and the server compares UTF-8.
+    # The key is sent as UTF-8 bytes, because httpx accepts only ASCII text.
     return {} if api_key is None else {b"authorization": f"Bearer {api_key}".encode()}
 
 
 async def require_reachable(clients: Sequence[httpx.AsyncClient]) -> None:
-    """Check each server.  Raises EspalierError if it cannot be reached, or if its path is not a server's."""
+    """Raises EspalierError if a server cannot be reached, or if its path has no /v1/models."""
     for client in clients:
         try:
             response = await client.get("/v1/models")
@@ -170,7 +172,7 @@ async def require_reachable(clients: Sequence[httpx.AsyncClient]) -> None:
             raise EspalierError(
                 f"--url {client.base_url} cannot be reached ({one_line(error)}); start a server there, or correct it"
             ) from None
-        if response.status_code == NOT_FOUND:
+        if response.status_code == STATUS_NOT_FOUND:
             raise EspalierError(
                 f"--url {client.base_url} has no /v1/models: no OpenAI server is there; correct the path"
             )
@@ -181,15 +183,15 @@ async def run_batch(
     sender: Sender,
     concurrency: int,
     on_answer: Callable[[], object] = lambda: None,
-    urls: Collection[str] = URLS,
+    urls: Collection[str] = DEFAULT_URLS,
 ) -> None:
-    """Answer all lines of the journal's input that have no answer.
+    """Send all unanswered lines of the journal's input, and write the answers.
 
-    on_answer: called after each line that is written.  urls: the endpoints that a line may name.
-    Raises EspalierError if the server does not answer any more or the output cannot be written.  The journal always has
-    the answers so far, and a later run continues with the other lines.
+    on_answer: called after each written answer.  urls: the allowed endpoints.  Raises EspalierError if the server does
+    not answer any more, or the output cannot be written.  The journal keeps the answers so far, and a later run sends
+    the other lines.
     """
-    lines = journal.unanswered()
+    lines = journal.unanswered_lines()
     try:
         async with asyncio.TaskGroup() as group:
             syncing = group.create_task(_sync_periodically(journal))
@@ -210,12 +212,12 @@ async def _answer_lines(
     on_answer: Callable[[], object],
     urls: Collection[str],
 ) -> None:
-    """Answer one line after another.  Several workers share the iterator `lines`."""
+    """Send one line after another.  Several tasks share the iterator `lines`."""
     for number, data in lines:
         custom_id: str | None = None
         answer: Response | LineError
         try:
-            line = parse(number, data, urls)
+            line = parse_line(number, data, urls)
             custom_id = line.custom_id
             answer = await sender.answer(f"{id_prefix(journal.input.digest)}{number}", line)
         except LineError as error:
@@ -226,8 +228,8 @@ async def _answer_lines(
 
 async def _sync_periodically(journal: Journal) -> None:
     while True:
-        await asyncio.sleep(SYNC_S)
-        # A slow disk must not hold up other work on this event loop.
+        await asyncio.sleep(SYNC_INTERVAL_S)
+        # In a thread, because a slow disk must not block the event loop.
         await asyncio.to_thread(journal.sync)
 
 

@@ -1,6 +1,6 @@
 """`espalier bench choose`: measures the fastest tree at each batch size, and writes a table for --by-batch.
 
-The engine's own launches run every bucket with every candidate tree.  Accept lengths are measured in the same runs.
+Every batch bucket runs with every candidate tree, in the engine's own launches.  The same runs give the accept lengths.
 """
 
 from argparse import Namespace
@@ -25,16 +25,24 @@ from espalier.startup import tree_policy
 from espalier.startup.build import make_engine
 from espalier.startup.tree_cost import fits_in
 from espalier.stats import SpeculationStats
-from espalier.terminal.console import QUIET, print_header, print_table, progress, require_writable, stdout, write_json
-from espalier.terminal.flags import engine_settings, flag_of, require_at_least_one, with_minimum, written
+from espalier.terminal.console import (
+    DIM_STYLE,
+    print_header,
+    print_table,
+    progress,
+    require_writable,
+    stdout,
+    write_json,
+)
+from espalier.terminal.flags import engine_settings, flag_of, flag_text, require_at_least_one, with_minimum
 
-CANDIDATES = (TreeShape(5, 8, 64), TreeShape(5, 4, 16), TreeShape(3, 2, 8))
-# Node counts of a block draft's candidates.  Its one pass costs the same at any depth, so they keep the depth.
-BLOCK_NODES = (64, 32, 16, 8)
-DEFAULTS = MappingProxyType({"context": 128, "tokens": 96, "repeats": 5})
+CANDIDATE_TREES = (TreeShape(5, 8, 64), TreeShape(5, 4, 16), TreeShape(3, 2, 8))
+# Node counts of a block draft's candidate trees.  They have the full depth: its one pass costs the same at any depth.
+BLOCK_NODE_COUNTS = (64, 32, 16, 8)
+DEFAULT_FLAGS = MappingProxyType({"context": 128, "tokens": 96, "repeats": 5})
 
 # (the configured tree, candidates, whether the draft is a block draft) -> the accept length of each tree
-Predict = Callable[[TreeShape, Sequence[TreeShape], bool], Mapping[TreeShape, float]]
+PredictAcceptLengths = Callable[[TreeShape, Sequence[TreeShape], bool], Mapping[TreeShape, float]]
 
 
 @dataclass(frozen=True)
@@ -56,18 +64,18 @@ class TreeTime:
 
 
 def run(args: Namespace) -> int:
-    """Run `espalier bench choose`."""
-    fill_in(args)
+    """Run the command `espalier bench choose`."""
+    fill_and_check_flags(args)
     print_header()
     choose(args, engine_settings(args), ModelEngines)
     return 0
 
 
-def fill_in(args: Namespace) -> None:
-    """Set the defaults of missing flags, and check all flags.  Raises EspalierError."""
-    for name, value in DEFAULTS.items():
+def fill_and_check_flags(args: Namespace) -> None:
+    """Set the defaults of flags that were not given, and check all flags.  Raises EspalierError."""
+    for name, value in DEFAULT_FLAGS.items():
         setattr(args, name, value if getattr(args, name) is None else getattr(args, name))
-    require_at_least_one(args, "batch", *DEFAULTS)
+    require_at_least_one(args, "batch", *DEFAULT_FLAGS)
     if args.tokens < 2:
         raise EspalierError(f"--tokens={args.tokens} is not supported: the first comes of no round; use 2 or more")
     for name in ("json", "out"):
@@ -78,16 +86,14 @@ def choose(
     args: Namespace,
     settings: dict[str, Any],
     engines_with: Callable[[Mapping[str, Any]], BenchEngines],
-    predict: Predict | None = None,
+    predict: PredictAcceptLengths | None = None,
 ) -> None:
-    """Measure, print and write the table.
-
-    predict: gives accept lengths instead of measuring.  Raises EspalierError.
-    """
+    """Measure the trees; print and write the table.  predict: returns accept lengths, which are then not measured.
+    Raises EspalierError."""
     _refuse_unused(settings)
     context, longest = args.context, args.context + args.tokens
     largest = {"max_batch": max(args.batch)} if args.batch else {}
-    settings = without_table(
+    settings = without_by_batch(
         with_minimum(settings, {"max_context": longest + 1, **largest}, max_context=longest, **largest)
     )
     made = engines_with(settings)
@@ -99,27 +105,29 @@ def choose(
                 "bench choose measures trees up to the configured one, which is plain decoding; set a tree"
             )
         is_block = bench.engine.layout.block_rows > 0
-        shapes = candidates_of(configured, args.candidates, is_block)
+        shapes = trees_to_measure(configured, args.candidates, is_block)
         lengths = None if predict is None else predict(configured, shapes, is_block)
         source = "measured" if lengths is None else f"predicted from {lengths[configured]:g} of {configured}"
-        stdout().print(Text(f"{config.algorithm}, {config.dtype}, context {context}; accept lengths {source}", QUIET))
-        given = None if getattr(args, "dataset", None) is None else _prompts_of(args.dataset, bench, context)
+        stdout().print(
+            Text(f"{config.algorithm}, {config.dtype}, context {context}; accept lengths {source}", DIM_STYLE)
+        )
+        given = None if getattr(args, "dataset", None) is None else _read_prompts(args.dataset, bench, context)
         runs = TimedRuns.of(bench, args.batch or (), context, args.tokens, args.repeats, given)
         with progress("measuring", len(shapes) * len(runs.prompts)) as advance:
-            timed = measure(bench.engine, config.graph_batch, runs, shapes, lengths, advance)
-    by_batch = table(timed)
-    # Write before printing: printing fails if the reader of stdout has closed it.
+            timed = measure_trees(bench.engine, config.graph_batch, runs, shapes, lengths, advance)
+    by_batch = by_batch_table(timed)
+    # Write the files before printing, because printing fails if stdout is closed.
     if args.out is not None:
         tree_policy.write_trees(args.out, by_batch)
     figures = {"config": config.as_dict(), "cells": [one.as_dict() for one in timed]}
     write_json(args.json, figures | {"by_batch": {least: shape.sizes for least, shape in by_batch.items()}})
-    print_table(_rows(timed))
+    print_table(_table_rows(timed))
     if args.out is not None:
-        stdout().print(Text(f"written: {args.out}; use it by --by-batch {args.out}", QUIET))
+        stdout().print(Text(f"written: {args.out}; use it by --by-batch {args.out}", DIM_STYLE))
 
 
 def _refuse_unused(settings: Mapping[str, Any]) -> None:
-    """Raises EspalierError for engine settings that would have no effect here."""
+    """Raises EspalierError for engine settings without effect in this command."""
     tree = settings.get("speculation")
     if tree is not None and tree.by_batch not in ("auto", {}):
         raise EspalierError("--by-batch is not for bench choose, which measures such a table; leave one out")
@@ -129,32 +137,34 @@ def _refuse_unused(settings: Mapping[str, Any]) -> None:
         )
 
 
-def without_table(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings, but with the configured tree at every batch size."""
+def without_by_batch(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the settings with the configured tree at every batch size."""
     speculation = settings.get("speculation")
     speculation = speculation if isinstance(speculation, SpeculationConfig) else SpeculationConfig()
     return {**settings, "speculation": replace(speculation, by_batch={})}
 
 
-def candidates_of(configured: TreeShape, given: Sequence[TreeShape], is_block: bool = False) -> list[TreeShape]:
-    """The trees to measure, each once.
+def trees_to_measure(
+    configured: TreeShape, given_trees: Sequence[TreeShape], is_block: bool = False
+) -> list[TreeShape]:
+    """Returns the trees to measure, without duplicates.
 
-    If no tree is given: the configured tree, the CANDIDATES that fit in it, and plain decoding.  A block draft has the
-    configured tree with fewer nodes (BLOCK_NODES) instead of CANDIDATES.
-    Raises EspalierError for a tree that is larger than the configured tree.
+    If no tree is given: the configured tree, the smaller CANDIDATE_TREES, and plain decoding.  For a block draft, the
+    configured tree with fewer nodes (BLOCK_NODE_COUNTS) replaces CANDIDATE_TREES. Raises EspalierError for a tree that
+    is larger than the configured tree.
     """
-    for shape in given:
+    for shape in given_trees:
         configured.require_fits(shape)
     if is_block:
-        sizes = [nodes for nodes in BLOCK_NODES if nodes < configured.num_draft_tokens]
+        sizes = [nodes for nodes in BLOCK_NODE_COUNTS if nodes < configured.num_draft_tokens]
         fitting = [replace(configured, num_draft_tokens=nodes) for nodes in sizes]
     else:
-        fitting = [shape for shape in CANDIDATES if fits_in(configured, shape)]
-    return list(dict.fromkeys(given or (configured, *fitting, PLAIN_TREE)))
+        fitting = [shape for shape in CANDIDATE_TREES if fits_in(configured, shape)]
+    return list(dict.fromkeys(given_trees or (configured, *fitting, PLAIN_TREE)))
 
 
-def _prompts_of(path: Path, bench: BenchEngine, context: int) -> list[list[int]]:
-    """The prompts of a file, of at most `context` tokens each.  Raises EspalierError if there are none."""
+def _read_prompts(path: Path, bench: BenchEngine, context: int) -> list[list[int]]:
+    """Returns a file's prompts of at most `context` tokens.  Raises EspalierError if there are none."""
     inputs = bench.llm.inputs
     found = [
         token_ids(place, record, inputs.facts.vocab_size, lambda: inputs)
@@ -170,10 +180,8 @@ def _prompts_of(path: Path, bench: BenchEngine, context: int) -> list[list[int]]
 
 @dataclass(frozen=True)
 class TimedRuns:
-    """The prompts of each batch size, used in turn.
-
-    A run continues a batch of prompts by num_tokens greedy tokens.  One run warms up, then `repeats` runs are timed.
-    """
+    """The prompts of the timed runs, by batch size.  A run generates num_tokens greedy tokens for a batch of prompts.
+    One run warms up, then `repeats` runs are timed."""
 
     prompts: Mapping[int, Sequence[Sequence[int]]]
     num_tokens: int
@@ -189,26 +197,26 @@ class TimedRuns:
         repeats: int,
         given: Sequence[Sequence[int]] | None = None,
     ) -> "TimedRuns":
-        """The runs for these batch sizes, or for every bucket if `batches` is empty.  Prompts are drawn with
-        `context` tokens, unless they are given.  A CPU uses the buckets of a GPU.
+        """Returns the runs for these batch sizes; for every bucket if `batches` is empty.  given: the prompts; None for
+        random prompts of `context` tokens.  A CPU uses the buckets of a GPU.
 
-        Raises EspalierError for a batch size that is no bucket.
+        Raises EspalierError for a batch size that is not a bucket.
         """
         buckets = bench.engine.layout.batch_buckets(bench.config.graph_batch or bench.config.layout.max_batch)
         if other := [batch for batch in batches if batch not in buckets]:
             raise EspalierError(
-                f"--batch={other[0]} is not measured, as rounds are padded; use some of {written(buckets)}"
+                f"--batch={other[0]} is not measured, as rounds are padded; use some of {flag_text(buckets)}"
             )
         chosen = sorted(set(batches)) or buckets
         return cls({batch: given or bench.prompts([context] * batch) for batch in chosen}, num_tokens, repeats)
 
     def batches(self, batch: int) -> Iterator[list[Sequence[int]]]:
-        """Yields the prompts of each run."""
+        """Yields the prompts of each run with this batch size."""
         prompts = cycle(self.prompts[batch])
         return (list(islice(prompts, batch)) for _ in range(self.repeats + 1))
 
 
-def measure(
+def measure_trees(
     engine: Engine,
     graph_batch: int,
     runs: TimedRuns,
@@ -216,13 +224,13 @@ def measure(
     accept_lengths: Mapping[TreeShape, float] | None,
     advance: Callable[[], None],
 ) -> list[TreeTime]:
-    """Time every batch size with every tree.
+    """Measure the round time of every tree at every batch size.
 
-    Each tree has a new engine on the models and buffers of `engine`, which is closed.  In the new engine, the prefix
-    cache lets prompts that ran once enter together, however long they are.
+    Each tree has a new engine on the models and buffers of `engine`, which is closed.  With the prefix cache of the new
+    engine, long prompts can start in one step.
 
-    graph_batch: of `engine`; accept_lengths: by tree; None: they are measured in these runs, over all batch sizes.
-    Raises EspalierError if no round ever runs the whole batch.
+    graph_batch: the setting of `engine`.  accept_lengths: by tree; None: measured in these runs, over all batch sizes.
+    Raises EspalierError if no round runs the whole batch.
     """
     runner, overlap = engine.executor.runner, engine.in_flight.overlap
     engine.close()
@@ -242,7 +250,7 @@ def measure(
 
 
 def _round_ms(engine: Engine, batch: int, runs: TimedRuns, stats: SpeculationStats) -> float:
-    """The median ms of the rounds that ran the whole batch.  The runs' statistics are added to `stats`."""
+    """Returns the median ms of the rounds with the whole batch.  Adds the runs' statistics to `stats`."""
     params = SamplingParams(temperature=0.0, max_tokens=runs.num_tokens)
     driven = [drive(engine, prompts, params) for prompts in runs.batches(batch)][1:]
     for each in driven:
@@ -250,36 +258,36 @@ def _round_ms(engine: Engine, batch: int, runs: TimedRuns, stats: SpeculationSta
     return 1000 * median(full_steps(driven))
 
 
-def best(timed: Sequence[TreeTime]) -> dict[int, TreeTime]:
-    """The fastest tree at each batch size; of equally fast trees, the first."""
+def fastest_trees(tree_times: Sequence[TreeTime]) -> dict[int, TreeTime]:
+    """Returns the fastest tree at each batch size; the first of equally fast trees."""
     found: dict[int, TreeTime] = {}
-    for one in timed:
+    for one in tree_times:
         if one.batch not in found or one.tokens_per_second > found[one.batch].tokens_per_second:
             found[one.batch] = one
     return dict(sorted(found.items()))
 
 
-def table(timed: Sequence[TreeTime]) -> dict[int, TreeShape]:
-    """A table for SpeculationConfig.by_batch: the least batch size of each range -> the fastest tree in that range."""
+def by_batch_table(tree_times: Sequence[TreeTime]) -> dict[int, TreeShape]:
+    """Returns a table for SpeculationConfig.by_batch: the first batch size of a range -> the range's fastest tree."""
     trees: dict[int, TreeShape] = {}
-    for batch, fastest in best(timed).items():
+    for batch, fastest in fastest_trees(tree_times).items():
         if not trees or next(reversed(trees.values())) != fastest.shape:
             trees[batch] = fastest.shape
     return trees
 
 
-def _rows(timed: Sequence[TreeTime]) -> list[list[str]]:
-    """The lines of the printed table, one for each batch size, with a column for each candidate.  A star marks the
-    fastest tree of a line."""
-    shapes = list(dict.fromkeys(one.shape for one in timed))
-    fastest, by_cell = best(timed), {(one.batch, one.shape): one for one in timed}
+def _table_rows(tree_times: Sequence[TreeTime]) -> list[list[str]]:
+    """Returns the rows of the printed table: a row for each batch size, with a column for each tree.  A star marks a
+    row's fastest tree."""
+    shapes = list(dict.fromkeys(one.shape for one in tree_times))
+    fastest, by_cell = fastest_trees(tree_times), {(one.batch, one.shape): one for one in tree_times}
     rows = [["batch", *(str(shape) for shape in shapes)]]
     rows.append(["accept length", *(f"{by_cell[next(iter(fastest)), shape].accept_length:.2f}" for shape in shapes)])
     for batch, winner in fastest.items():
         cells = [by_cell[batch, shape] for shape in shapes]
-        rows.append([str(batch), *(f"{_cell(one)} {'*' if one == winner else ' '}" for one in cells)])
+        rows.append([str(batch), *(f"{_table_cell(one)} {'*' if one == winner else ' '}" for one in cells)])
     return rows
 
 
-def _cell(one: TreeTime) -> str:
+def _table_cell(one: TreeTime) -> str:
     return f"{one.round_ms:.2f} ms, {one.tokens_per_second:.0f} tokens/s"

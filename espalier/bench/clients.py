@@ -1,7 +1,7 @@
-"""Clients of a server, all on one event loop.  They record when each part of a response arrives, and parse it later.
+"""Clients of a server, all on one event loop.  They record when response data arrives, and parse the response later.
 
-With a thread for each client, or with parsing while responses arrive, the clients would wait for each other.  The
-measurement would then show the delay of the clients and not that of the server.
+Threads, or parsing while responses arrive, would make the clients wait for each other.  The measurement would then show
+the delay of the clients instead of the server's delay.
 """
 
 import asyncio
@@ -17,21 +17,21 @@ from typing import Any
 
 from espalier.batch_jobs.sender import split_url
 from espalier.bench.load import Timeline
-from espalier.bench.traffic import PATHS, Conversation, bodies
+from espalier.bench.traffic import ENDPOINT_PATHS, Conversation, request_bodies
 from espalier.errors import EspalierError, one_line
 
 HEAD_END, LAST_CHUNK = b"\r\n\r\n", b"\r\n0\r\n\r\n"
-LENGTH, CHUNKED = b"content-length:", b"transfer-encoding: chunked"
-OK = 200
-METRICS_S = 10.0
-ROUNDS = re.compile(r'^espalier_rounds_by_accept_length_total\{length="(\d+)"\} (\S+)$', re.MULTILINE)
-# What the user should do if /v1/models answers with this status.
-REMEDIES = {401: "give the server's key, with --api-key", 404: "correct the path of --url"}
+LENGTH_HEADER, CHUNKED_HEADER = b"content-length:", b"transfer-encoding: chunked"
+STATUS_OK = 200
+METRICS_TIMEOUT_S = 10.0
+ROUNDS_METRIC_PATTERN = re.compile(r'^espalier_rounds_by_accept_length_total\{length="(\d+)"\} (\S+)$', re.MULTILINE)
+# The advice for the user, by the status of /v1/models.
+REMEDY_BY_STATUS = {401: "give the server's key, with --api-key", 404: "correct the path of --url"}
 
 
 @dataclass(frozen=True)
 class Address:
-    """The address of a server.  prefix: of every path, without /v1."""
+    """The address of a server.  prefix: the path before /v1."""
 
     host: str
     port: int
@@ -50,11 +50,11 @@ def address_of(url: str) -> Address:
 
 
 @dataclass
-class Exchange:
-    """A response as it arrives.  Times are those of perf_counter, in seconds.
+class HttpResponse:
+    """A response, with the time at which each part arrived.  Times are values of perf_counter, in seconds.
 
-    sent_at: of the request; first_at: when the first bytes arrived; ended_at: when the response was complete.
-    arrivals: (time, number of bytes received until that time).
+    sent_at: when the request was sent; first_at: when the first bytes arrived; ended_at: when the response was
+    complete. arrivals: (time, number of bytes received so far).
     """
 
     sent_at: float
@@ -73,8 +73,9 @@ class Exchange:
 
     @property
     def length(self) -> int | None:
-        """The number of bytes of the whole response; None if the response's head does not state it."""
-        lengths = [int(line[len(LENGTH) :]) for line in self.head.split(b"\r\n") if line.startswith(LENGTH)]
+        """The length of the whole response in bytes; None if the response has no content-length."""
+        lines = self.head.split(b"\r\n")
+        lengths = [int(line[len(LENGTH_HEADER) :]) for line in lines if line.startswith(LENGTH_HEADER)]
         return len(self.head) + len(HEAD_END) + lengths[0] if lengths else None
 
     @property
@@ -85,16 +86,16 @@ class Exchange:
         return b"".join(data for _, data in self._pieces())
 
     def events(self) -> Iterator[tuple[float, bytes]]:
-        """Yields (time at which it was complete, data) for each server-sent event of the response."""
+        """Yields (arrival time of the last byte, data) of each server-sent event."""
         rest = b""
         for time, data in self._pieces():
             *lines, rest = (rest + data).split(b"\n")
             yield from ((time, line[5:].strip()) for line in lines if line.startswith(b"data:"))
 
     def _pieces(self) -> Iterator[tuple[float, bytes]]:
-        """Yields (time at which it was complete, bytes) for each chunk, or each arrival if there are no chunks."""
+        """Yields (arrival time of the last byte, bytes) of each chunk, or of each arrival without chunks."""
         start, ends = len(self.head) + len(HEAD_END), [size for _, size in self.arrivals]
-        if CHUNKED not in self.head:
+        if CHUNKED_HEADER not in self.head:
             for time, end in self.arrivals:
                 yield time, bytes(self.received[start:end])
                 start = max(start, end)
@@ -109,22 +110,20 @@ class Exchange:
 
 
 class Connection(asyncio.Protocol):
-    """An open connection that carries one request after another."""
+    """A client's connection, which sends one request after another."""
 
     transport: asyncio.Transport
-    exchange: Exchange
-    ended: asyncio.Future[Exchange]
+    exchange: HttpResponse
+    ended: asyncio.Future[HttpResponse]
 
     def connection_made(self, transport: Any) -> None:
         self.transport = transport
 
-    def send(self, request: bytes) -> asyncio.Future[Exchange]:
-        """Send a request now.  The future is done at the last byte of the response.
-
-        Raises EspalierError if the connection ends before that byte.
-        """
+    def send(self, request: bytes) -> asyncio.Future[HttpResponse]:
+        """Send a request.  The returned future completes at the last byte of the response.  Raises EspalierError if the
+        connection ends before that byte."""
         self.ended = asyncio.get_running_loop().create_future()
-        self.exchange = Exchange(perf_counter())
+        self.exchange = HttpResponse(perf_counter())
         self.transport.write(request)
         return self.ended
 
@@ -140,8 +139,8 @@ class Connection(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         if not hasattr(self, "ended") or self.ended.done():
             return
-        # A response without a length and without chunks ends when the connection ends.
-        if self.exchange.head and CHUNKED not in self.exchange.head and self.exchange.length is None:
+        # A response without content-length and chunks ends when the connection ends.
+        if self.exchange.head and CHUNKED_HEADER not in self.exchange.head and self.exchange.length is None:
             self.ended.set_result(self.exchange)
         else:
             message = "the server closed a connection before the response was complete; see its log"
@@ -155,8 +154,8 @@ async def connect(address: Address) -> Connection:
     return connection
 
 
-def request_of(path: str, body: Mapping[str, Any], headers: Mapping[str, str] | None = None) -> bytes:
-    """A POST request with a JSON body."""
+def post_request(path: str, body: Mapping[str, Any], headers: Mapping[str, str] | None = None) -> bytes:
+    """Returns the bytes of a POST request with a JSON body."""
     data = json.dumps(body).encode()
     head = {"host": "127.0.0.1", "content-type": "application/json", "content-length": len(data), **(headers or {})}
     lines = [f"POST {path} HTTP/1.1", *(f"{name}: {value}" for name, value in head.items()), "", ""]
@@ -165,7 +164,7 @@ def request_of(path: str, body: Mapping[str, Any], headers: Mapping[str, str] | 
 
 @dataclass
 class SentRequest:
-    """One request and its result.  error: why the answer is incomplete, "" if it is whole; text: of the answer."""
+    """One request and its result.  error: the reason for an incomplete answer, else "".  text: the answer's text."""
 
     timeline: Timeline
     error: str = ""
@@ -175,14 +174,14 @@ class SentRequest:
     num_output: int = 0
 
     @property
-    def later(self) -> int:
+    def num_later_tokens(self) -> int:
         """The number of tokens that came after the first chunk."""
         return self.num_output - self.timeline.chunks[0][1]
 
 
 @dataclass(frozen=True)
-class Target:
-    """A server to measure.  same: the fields that every request has."""
+class LoadTarget:
+    """A server that is measured.  same: the body fields that all requests share."""
 
     address: Address
     headers: Mapping[str, str]
@@ -191,15 +190,15 @@ class Target:
     timeout_s: float
     think_s: float
 
-    async def ask(self, body: Mapping[str, Any], due: float) -> SentRequest:
-        """Send a request now.  due: the planned time of sending, on perf_counter's clock."""
+    async def send_request(self, body: Mapping[str, Any], due: float) -> SentRequest:
+        """Send a request and await its answer.  due: the planned time of sending, on perf_counter's clock."""
         asked = SentRequest(Timeline(due))
-        request = request_of(self.address.prefix + PATHS[self.endpoint], body, self.headers)
+        request = post_request(self.address.prefix + ENDPOINT_PATHS[self.endpoint], body, self.headers)
         try:
             async with asyncio.timeout(self.timeout_s):
                 connection = await connect(self.address)
                 try:
-                    take(await connection.send(request), asked)
+                    parse_response(await connection.send(request), asked)
                 finally:
                     connection.transport.abort()
         except TimeoutError:
@@ -208,13 +207,13 @@ class Target:
             asked.error = one_line(error)
         return asked
 
-    async def converse(self, talk: Conversation, due: float) -> list[SentRequest]:
-        """Send the turns of a conversation, the first at `due`.  The conversation ends at a turn without an answer."""
+    async def run_conversation(self, talk: Conversation, due: float) -> list[SentRequest]:
+        """Send the turns of a conversation, the first turn at `due`.  Stops after a turn without an answer."""
         results: list[SentRequest] = []
         answers: list[str] = []
-        for body in bodies(talk, self.endpoint, answers, self.same):
+        for body in request_bodies(talk, self.endpoint, answers, self.same):
             await asyncio.sleep(due - perf_counter())
-            results.append(await self.ask(body, due))
+            results.append(await self.send_request(body, due))
             results[-1].category = talk.category
             if results[-1].error:
                 break
@@ -223,14 +222,14 @@ class Target:
         return results
 
 
-def take(exchange: Exchange, asked: SentRequest) -> None:
-    """Parse a response into `asked`.
+def parse_response(exchange: HttpResponse, asked: SentRequest) -> None:
+    """Parse a response into the fields of `asked`.
 
-    A chunk counts as many tokens as it has token ids, or one token without ids.  The last chunk counts the tokens that
-    `usage` reports beyond these.
+    A chunk counts as the number of its token ids, or as one token if the server sends no ids.  Tokens that only `usage`
+    reports are added to the last chunk.
     """
-    if exchange.status != OK:
-        asked.error = f"status {exchange.status}: {_message(exchange.body())}"
+    if exchange.status != STATUS_OK:
+        asked.error = f"status {exchange.status}: {_error_message(exchange.body())}"
         return
     texts, is_ended = [], False
     for time, data in exchange.events():
@@ -239,12 +238,12 @@ def take(exchange: Exchange, asked: SentRequest) -> None:
             break
         event = json.loads(data)
         if "error" in event:
-            asked.error = f"the stream ended early: {_message(data)}"
+            asked.error = f"the stream ended early: {_error_message(data)}"
             return
         usage = event.get("usage") or {}
         asked.num_prompt = usage.get("prompt_tokens", asked.num_prompt)
         asked.num_output = usage.get("completion_tokens", asked.num_output)
-        text, num_ids = _text(event), _num_ids(event)
+        text, num_ids = _text_of_event(event), _num_ids(event)
         if text or num_ids:
             texts.append(text)
             asked.timeline.chunks.append((time, num_ids or 1))
@@ -257,8 +256,8 @@ def take(exchange: Exchange, asked: SentRequest) -> None:
     chunks[-1] = chunks[-1][0], max(1, asked.num_output - before)
 
 
-def _text(event: Mapping[str, Any]) -> str:
-    """The text that an event adds to the answer: content, reasoning, or the arguments of a call."""
+def _text_of_event(event: Mapping[str, Any]) -> str:
+    """Returns the text that an event adds to the answer: content, reasoning, or arguments of a tool call."""
     parts: list[str] = []
     for choice in event.get("choices") or ():
         delta = choice.get("delta") or {}
@@ -269,11 +268,11 @@ def _text(event: Mapping[str, Any]) -> str:
 
 
 def _num_ids(event: Mapping[str, Any]) -> int:
-    """The number of token ids in an event; 0 if the server does not send them."""
+    """Returns the number of token ids in an event; 0 if the server sends no ids."""
     return sum(len(choice.get("token_ids") or ()) for choice in event.get("choices") or ())
 
 
-def _message(data: bytes) -> str:
+def _error_message(data: bytes) -> str:
     try:
         return str(json.loads(data)["error"]["message"])[:200]
     except (ValueError, KeyError, TypeError):
@@ -281,7 +280,7 @@ def _message(data: bytes) -> str:
 
 
 async def require_reachable(address: Address) -> None:
-    """Check that the server accepts a connection.  Raises EspalierError if it does not."""
+    """Check that the server accepts connections.  Raises EspalierError."""
     try:
         connection = await connect(address)
     except (OSError, EspalierError) as error:
@@ -293,7 +292,7 @@ def _unreachable(address: Address, error: Exception) -> EspalierError:
     return EspalierError(f"--url {address} cannot be reached ({one_line(error)}); start a server there, or correct it")
 
 
-async def _get(address: Address, headers: Mapping[str, str], path: str) -> Exchange:
+async def _get(address: Address, headers: Mapping[str, str], path: str) -> HttpResponse:
     lines = [f"GET {address.prefix}{path} HTTP/1.1", *(f"{name}: {value}" for name, value in headers.items())]
     try:
         connection = await connect(address)
@@ -305,20 +304,20 @@ async def _get(address: Address, headers: Mapping[str, str], path: str) -> Excha
 
 
 async def rounds_by_length(address: Address, headers: Mapping[str, str]) -> Counter[int] | None:
-    """How many rounds the server has run, by accept length; None for a server that does not have Espalier's metric."""
+    """Returns the server's number of rounds by accept length; None for a server without Espalier's metric."""
     try:
-        exchange = await asyncio.wait_for(_get(address, headers, "/metrics"), METRICS_S)
-        found = ROUNDS.findall(exchange.body().decode()) if exchange.status == OK else []
+        exchange = await asyncio.wait_for(_get(address, headers, "/metrics"), METRICS_TIMEOUT_S)
+        found = ROUNDS_METRIC_PATTERN.findall(exchange.body().decode()) if exchange.status == STATUS_OK else []
     except (EspalierError, TimeoutError, UnicodeDecodeError):
         return None
     return Counter({int(length): int(float(count)) for length, count in found}) if found else None
 
 
 async def first_model(address: Address, headers: Mapping[str, str]) -> str:
-    """The name of the server's first model.  Raises EspalierError."""
+    """Returns the name of the server's first model.  Raises EspalierError."""
     exchange = await _get(address, headers, "/v1/models")
-    if exchange.status != OK:
-        remedy = REMEDIES.get(exchange.status, "look at the server's log")
+    if exchange.status != STATUS_OK:
+        remedy = REMEDY_BY_STATUS.get(exchange.status, "look at the server's log")
         raise EspalierError(f"--url {address}/v1/models answers {exchange.status}; {remedy}")
     try:
         return str(json.loads(exchange.body())["data"][0]["id"])

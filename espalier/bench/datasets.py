@@ -1,6 +1,6 @@
 """Conversations from a file of prompts (espalier/prompt_files.py), read before any model is loaded.
 
-Only the users' messages are sent.  The model's own answers replace the answers in the file.
+Only the file's user messages are sent.  The model's own answers replace the answers of the file.
 """
 
 import random
@@ -10,34 +10,36 @@ from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
 
-from espalier.bench.flags import OF_DATASET, OF_DRAWN
+from espalier.bench.flags import DATASET_FLAGS, DRAWN_PROMPT_FLAGS
 from espalier.bench.traffic import Conversation, Turn
 from espalier.errors import EspalierError, require_number
 from espalier.prompt_files import EXPECTED_RECORD, messages_of, record_kind, records, unexpected_record
 from espalier.terminal.console import stdout
 from espalier.terminal.flags import flag_of, require_at_least_one
 
-# The default for the fewest and most tokens of an answer.
-OUTPUTS = (256, 256)
+# The default smallest and largest max_tokens of an answer.
+DEFAULT_OUTPUTS = (256, 256)
 MAX_TEMPERATURE = 2.0
 
 
 def dataset_of_flags(args: Namespace) -> list[Conversation] | None:
-    """The conversations of --dataset; None without it.  Sets the defaults of its flags.  Raises EspalierError."""
-    names = OF_DATASET if getattr(args, "dataset", None) is None else OF_DRAWN
+    """Returns the conversations of --dataset, if given.  Sets its flags' defaults.  Raises EspalierError."""
+    names = DATASET_FLAGS if getattr(args, "dataset", None) is None else DRAWN_PROMPT_FLAGS
     if given := [name for name in names if getattr(args, name, None) is not None]:
         remedy = (
-            "is for --dataset; give a file too" if names is OF_DATASET else "draws prompts, and --dataset has its own"
+            "is for --dataset; give a file too"
+            if names is DATASET_FLAGS
+            else "draws prompts, and --dataset has its own"
         )
         raise EspalierError(f"{flag_of(given[0])} {remedy}")
-    if names is OF_DATASET:
+    if names is DATASET_FLAGS:
         args.temperature = [0.0]
         return None
     require_at_least_one(args, "limit")
     args.temperature = args.temperature or [0.0]
     for temperature in args.temperature:
         require_number("--temperature", temperature, lambda value: 0 <= value <= MAX_TEMPERATURE, "0 to 2")
-    args.output, args.sample_seed = args.output or OUTPUTS, args.sample_seed or 0
+    args.output, args.sample_seed = args.output or DEFAULT_OUTPUTS, args.sample_seed or 0
     talks, num_silent = conversations_of(args.dataset, args.output, args.limit, args.sample_seed)
     if num_silent:
         stdout().print(f"{num_silent} records of {args.dataset} are left out: no user speaks in them")
@@ -47,17 +49,17 @@ def dataset_of_flags(args: Namespace) -> list[Conversation] | None:
 def conversations_of(
     path: Path, outputs: tuple[int, int], limit: int | None, seed: int
 ) -> tuple[list[Conversation], int]:
-    """(conversations of a file, number of its records in which no user speaks; ShareGPT's file has some).
+    """Returns (conversations of a file, number of skipped records).  A record without a user message is skipped.
 
-    limit: take so many, in equal parts from the categories as far as these last, in the file's order; None: all.
-    outputs: fewest and most max_tokens of an answer, drawn by the seed.  Raises EspalierError.
+    limit: the number of conversations, taken equally from all categories, in the file's order; None for all.  outputs:
+    the smallest and largest max_tokens of an answer, drawn by the seed.  Raises EspalierError.
     """
     chance = random.Random(seed)
-    said = [_said(place, record) for place, record in records("--dataset", path)]
+    said = [_messages_of_record(place, record) for place, record in records("--dataset", path)]
     spoken = [each for each in said if each[2]]
     if not spoken:
         raise EspalierError(f"--dataset {path} holds no prompt; each record is {EXPECTED_RECORD}")
-    chosen = spoken if limit is None else _sampled(path, spoken, limit, chance)
+    chosen = spoken if limit is None else _sampled_records(path, spoken, limit, chance)
     talks = [
         Conversation(i, system, tuple(Turn(text, chance.randint(*outputs)) for text in texts), category)
         for i, (category, system, texts) in enumerate(chosen)
@@ -65,19 +67,19 @@ def conversations_of(
     return talks, len(said) - len(spoken)
 
 
-def _sampled(path: Path, records: Sequence[Any], limit: int, chance: random.Random) -> list[Any]:
+def _sampled_records(path: Path, records: Sequence[Any], limit: int, rng: random.Random) -> list[Any]:
     if limit > len(records):
         raise EspalierError(f"--limit={limit} is above the {len(records)} conversations of {path}; lower it")
     by_category: dict[str, list[int]] = {}
     for i, (category, *_) in enumerate(records):
         by_category.setdefault(category, []).append(i)
-    drawn = [chance.sample(places, len(places)) for places in by_category.values()]
+    drawn = [rng.sample(places, len(places)) for places in by_category.values()]
     in_turns = [place for place in chain.from_iterable(zip_longest(*drawn)) if place is not None]
     return [records[place] for place in sorted(in_turns[:limit])]
 
 
-def _said(place: str, record: Mapping[str, Any]) -> tuple[str, str, list[str]]:
-    """(category, system message, messages of the user) of a record."""
+def _messages_of_record(place: str, record: Mapping[str, Any]) -> tuple[str, str, list[str]]:
+    """Returns (category, system message, messages of the user) of a record."""
     if record_kind(place, record) == "token_ids":
         raise unexpected_record(place, "token ids, which are no text")
     said = messages_of(place, record)

@@ -1,4 +1,4 @@
-"""Steps an engine directly, so that every step can be timed and every round counted."""
+"""Runs an engine step by step, so that every step can be timed and every round counted."""
 
 import json
 from argparse import Namespace
@@ -23,16 +23,16 @@ from espalier.stats import SpeculationStats
 from espalier.terminal.console import print_header, require_writable
 from espalier.terminal.flags import engine_settings, with_minimum
 
-# The number of random texts for a model without a tokenizer.  Longer prompts repeat these texts.
+# The number of random texts for a model without a tokenizer.  Long prompts repeat these texts.
 RANDOM_TEXTS = 64
-# A way to decode, given by the settings of LLM that it changes.
+# The settings of LLM that differ from the configured engine, such as those for plain decoding.
 EngineVariant = Mapping[str, Any]
 AS_CONFIGURED: EngineVariant = {}
 PLAIN_DECODING: EngineVariant = {"speculation": None}
 
 
 class Timer(Protocol):
-    """Sums the time of the work that it measures, in seconds."""
+    """Adds up the time of the measured work.  seconds: the sum so far."""
 
     seconds: float
 
@@ -41,8 +41,8 @@ class Timer(Protocol):
 class DriveResult:
     """The measurements of one batch, from arrival to end.
 
-    full_steps: seconds of each step that harvested a round of every request; forward_seconds: the time that the models'
-    forward passes took in those steps; traces: by request id, in order.
+    full_steps: the seconds of each step whose round had all requests.  forward_seconds: the time of the models' forward
+    passes in these steps.  traces: the rounds' traces by request id.
     """
 
     requests: list[Request]
@@ -67,8 +67,8 @@ class DriveResult:
         return total
 
 
-def rebuilt(engine: Engine, graph_batch: int, **changes: Any) -> Engine:
-    """A new engine on the models and buffers of `engine`, which is closed.  changes: fields of ModelRunner."""
+def rebuilt_engine(engine: Engine, graph_batch: int, **changes: Any) -> Engine:
+    """Returns a new engine on the models and buffers of `engine`, which is closed.  changes: fields of ModelRunner."""
     runner, overlap, has_cache = engine.executor.runner, engine.in_flight.overlap, engine.prefixes is not None
     engine.close()
     return make_engine(replace(runner, **changes), overlap, has_cache, graph_batch)
@@ -82,7 +82,7 @@ def drive(
     roots: Sequence[int] = (),
     after_step: Callable[[], None] | None = None,
 ) -> DriveResult:
-    """Run prompts as one batch.  roots: the first token of each output, if it is given instead of sampled."""
+    """Run prompts as one batch.  roots: the first token of each output; () to sample it."""
     requests = _requests(prompts, params, roots)
     driven = DriveResult(requests, 0.0, traces={request.id: [] for request in requests})
     harvested: list[RoundTrace] = []
@@ -108,13 +108,13 @@ def drive(
 
 
 def empty_prefix_cache(engine: Engine) -> None:
-    """Drop all cached prefixes that no request uses, so that the next prompts are computed whole."""
+    """Drop all cached prefixes that no request uses, so that the next prompts are computed completely."""
     if engine.prefixes is not None:
         engine.prefixes.evict(engine.pool.num_pages)
 
 
 def full_steps(runs: Sequence[DriveResult]) -> list[float]:
-    """The full_steps of all runs of one batch, in seconds.  Raises EspalierError if there are none."""
+    """Returns the full_steps of all runs of one batch, in seconds.  Raises EspalierError if there are no full steps."""
     steps = [seconds for run in runs for seconds in run.full_steps]
     if not steps:
         requests = runs[0].requests
@@ -126,7 +126,7 @@ def full_steps(runs: Sequence[DriveResult]) -> list[float]:
 
 
 def greedy_request(name: str, arrival: int, prompt: Sequence[int], num_tokens: int) -> Request:
-    """A greedy request for num_tokens tokens.  arrival: its index in the order of arrival, and its seed."""
+    """Returns a greedy request for num_tokens tokens.  arrival: index in the order of arrival, also the seed."""
     params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True).resolve({}, ())
     return Request(name, list(prompt), params, seed=arrival, arrival=arrival)
 
@@ -148,33 +148,35 @@ def _requests(prompts: Sequence[Sequence[int]], params: SamplingParams, roots: S
     ]
 
 
-def heldout() -> list[dict[str, str]]:
-    """{"prompt", "reference"} pairs from files that the bundled model was not trained on.  Raises EspalierError."""
+def heldout_json() -> list[dict[str, str]]:
+    """Returns {"prompt", "reference"} pairs that the bundled model was not trained on.  Raises EspalierError."""
     path = BUNDLED_FILES / "heldout.jsonl"
     if not path.exists():
         raise EspalierError(f"{path} is not in this installation; install espalier again")
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def texts(llm: LLM, count: int | None = None) -> list[tuple[list[int], list[int]]]:
-    """(prompt, reference) of the first `count` held-out texts (None: all), as the tokens of the text in two parts.
+def heldout_tokens(llm: LLM, count: int | None = None) -> list[tuple[list[int], list[int]]]:
+    """Returns (prompt, reference) of the first `count` held-out texts, as token ids; None for all texts.
 
-    A model without a tokenizer gets random tokens.  Raises EspalierError if there are fewer texts than `count`.
+    For a model without a tokenizer, the tokens are random.  Raises EspalierError if there are fewer texts than `count`.
     """
     if llm.tokenizer is not None:
-        if count is not None and count > len(heldout()):
-            raise EspalierError(f"--prompts={count} is not supported; there are {len(heldout())} held-out texts")
-        return [parts_of(llm.tokenizer.encode, entry["prompt"], entry["reference"]) for entry in heldout()[:count]]
+        if count is not None and count > len(heldout_json()):
+            raise EspalierError(f"--prompts={count} is not supported; there are {len(heldout_json())} held-out texts")
+        return [
+            token_parts(llm.tokenizer.encode, entry["prompt"], entry["reference"]) for entry in heldout_json()[:count]
+        ]
     generator = torch.Generator().manual_seed(0)
     draw = torch.randint(0, llm.model_config.vocab_size, (count or RANDOM_TEXTS, 192), generator=generator).tolist()
     return [(tokens[:128], tokens[128:]) for tokens in draw]
 
 
-def parts_of(encode: Callable[[str], list[int]], prompt: str, reference: str) -> tuple[list[int], list[int]]:
-    """The tokens of a text in two parts.  The first part, of at least one token, is what the tokens of the text have in
-    common with those of the prompt alone.
+def token_parts(encode: Callable[[str], list[int]], prompt: str, reference: str) -> tuple[list[int], list[int]]:
+    """Returns the tokens of prompt + reference, split into two parts.  The first part, of at least one token, is the
+    longest common prefix with the tokens of the prompt alone.
 
-    A token may cross the border, so the prompt's own tokens may not be the first tokens of the text.
+    A token may cross the border between prompt and reference, so the whole text is tokenized.
     """
     alone, whole = encode(prompt), encode(prompt + reference)
     shared = next((i for i, (one, other) in enumerate(zip(alone, whole, strict=False)) if one != other), len(alone))
@@ -182,9 +184,9 @@ def parts_of(encode: Callable[[str], list[int]], prompt: str, reference: str) ->
     return whole[:border], whole[border:]
 
 
-def contexts(llm: LLM, batch: int, length: int) -> list[list[int]]:
-    """`batch` prompts of `length` tokens, cut from the joined held-out texts at evenly spaced places."""
-    joined = [token for prompt, reference in texts(llm) for token in prompt + reference]
+def heldout_contexts(llm: LLM, batch: int, length: int) -> list[list[int]]:
+    """Returns `batch` prompts of `length` tokens, cut from the joined held-out texts at evenly spaced offsets."""
+    joined = [token for prompt, reference in heldout_tokens(llm) for token in prompt + reference]
     while len(joined) < 2 * length:
         joined += joined
     stride = (len(joined) - length) // batch
@@ -193,7 +195,7 @@ def contexts(llm: LLM, batch: int, length: int) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class BenchEngine:
-    """An LLM with its running engine.  prompts: draws prompts of the given lengths, as token ids."""
+    """An LLM with its running engine.  prompts: returns prompts of the given lengths, as token ids."""
 
     llm: LLM
     prompts: Callable[[Sequence[int]], list[list[int]]]
@@ -208,7 +210,7 @@ class BenchEngine:
 
 
 class BenchEngines(Protocol):
-    """Opens engines of one model.  settings: of LLM.  positions: the most tokens of a request in this model."""
+    """Opens engines of one model.  settings: the keywords of LLM.  positions: the most tokens of a request."""
 
     settings: Mapping[str, Any]
 
@@ -216,19 +218,19 @@ class BenchEngines(Protocol):
     def positions(self) -> int: ...
 
     def config(self, way: EngineVariant = AS_CONFIGURED) -> ResolvedConfig:
-        """The configuration that `open(way)` would have, before anything is loaded.  num_pages is an estimate."""
+        """Returns the configuration of `open(way)` without loading the model.  num_pages is an estimate."""
         ...
 
     def open(self, way: EngineVariant = AS_CONFIGURED) -> AbstractContextManager[BenchEngine]:
-        """An engine that decodes this way.  It closes at the end of the block.
+        """Opens an engine with the settings of `way`, and closes it at the end of the block.
 
-        Its memory becomes free only when the caller has dropped the BenchEngine too.
+        The engine's memory is released only when the caller has dropped the BenchEngine too.
         """
         ...
 
 
 class ModelEngines:
-    """The BenchEngines of a model with files.  settings: of LLM."""
+    """The BenchEngines of a model with files.  settings: the keywords of LLM."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         self.settings = settings
@@ -245,22 +247,20 @@ class ModelEngines:
         with LLM(**{**self.settings, **way}) as llm:
 
             def prompts(lengths: Sequence[int]) -> list[list[int]]:
-                longest = contexts(llm, len(lengths), max(lengths))
+                longest = heldout_contexts(llm, len(lengths), max(lengths))
                 return [prompt[:length] for prompt, length in zip(longest, lengths, strict=True)]
 
             yield BenchEngine(llm, prompts)
 
 
-def compared_ways(made: BenchEngines) -> dict[str, EngineVariant]:
-    """The ways to decode that are compared, by name.  Without a tree, plain decoding is the only one."""
+def variants_to_compare(made: BenchEngines) -> dict[str, EngineVariant]:
+    """Returns the engine variants to compare, by name: with the tree, and plain decoding."""
     return {"tree": AS_CONFIGURED, "plain": PLAIN_DECODING} if made.config().layout.steps else {"plain": PLAIN_DECODING}
 
 
 def require_positions(positions: int, needed: int, *asked: str) -> None:
-    """Raises EspalierError if a request of `needed` tokens exceeds the model's positions.
-
-    asked: the flags with their values, as the user gave them.
-    """
+    """Raises EspalierError if a request of `needed` tokens exceeds the model's `positions`.  asked: the flags with
+    their values, for the error message."""
     if needed > positions:
         raise EspalierError(
             f"{' and '.join(asked)} need {needed} tokens a request, and the model takes at most {positions}; "
@@ -269,10 +269,10 @@ def require_positions(positions: int, needed: int, *asked: str) -> None:
 
 
 def engines_of(args: Namespace, defaults: Mapping[str, Any], **least: int) -> BenchEngines:
-    """Engines of the model that the flags name.
+    """Returns engines of the model that the flags name.
 
-    defaults: for settings without a flag; least: the smallest allowed value of each size.
-    Raises EspalierError for a size that is too small.
+    defaults: for settings that are "auto".  least: the smallest allowed value by setting.  Raises EspalierError for a
+    smaller value.
     """
     require_writable("--json", args.json)
     made = ModelEngines(with_minimum(engine_settings(args), defaults, **least))

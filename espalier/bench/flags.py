@@ -1,4 +1,4 @@
-"""The flags of `espalier bench` and of `espalier doctor`, one function for each command.  Nothing imports PyTorch."""
+"""The flags of `espalier bench` and `espalier doctor`, a function for each command.  It does not import PyTorch."""
 
 import json
 from argparse import ArgumentParser, ArgumentTypeError, BooleanOptionalAction
@@ -9,17 +9,17 @@ from espalier.errors import EspalierError
 from espalier.layout import TreeShape
 from espalier.terminal.flags import add_engine_flags, add_json_flag, add_key_flag, whole_numbers
 
-# The tokens of the shortest and of the longest prompt and output.
-INPUTS, OUTPUTS = (16, 128), (16, 64)
-REQUESTS = 8
+# The default (smallest, largest) number of tokens of a prompt, and of an output.
+DEFAULT_INPUTS, DEFAULT_OUTPUTS = (16, 128), (16, 64)
+DEFAULT_REQUESTS = 8
 POISSON, FIXED, BURSTS = "poisson", "fixed", "bursts"
 CHAT, COMPLETIONS = "chat", "completions"
 # Flags of `bench load` that need a --url.
-OF_SERVERS = ("endpoint", "token_ids", "ttft_limit", "itl_limit", "timeout", "extra_body", "api_key", "plot")
-# Flags of drawn prompts, which --dataset excludes, and flags that need --dataset.
-OF_DRAWN = ("requests", "input", "token_ids", "prefixes", "prefix_length", "turns")
-OF_DATASET = ("limit", "sample_seed", "thinking", "temperature")
-# Formats of a synthetic target, from espalier/models/quantisers.py, and of its draft, which has no stacked experts.
+SERVER_FLAGS = ("endpoint", "token_ids", "ttft_limit", "itl_limit", "timeout", "extra_body", "api_key", "plot")
+# Flags for random prompts, which --dataset excludes, and flags that need --dataset.
+DRAWN_PROMPT_FLAGS = ("requests", "input", "token_ids", "prefixes", "prefix_length", "turns")
+DATASET_FLAGS = ("limit", "sample_seed", "thinking", "temperature")
+# Weight formats of a synthetic target (espalier/models/quantisers.py) and of its draft, which has no stacked experts.
 SHAPE_WEIGHTS = ("fp8", "fp8-block", "int4", "nvfp4", "mxfp4")
 DRAFT_WEIGHTS = SHAPE_WEIGHTS[:4]
 LINEARS, EXPERTS = "linears", "experts"
@@ -34,11 +34,11 @@ def load(parser: ArgumentParser) -> None:
 
 
 def add_load_flags(parser: ArgumentParser, requests: str = "8", inputs: str = "16,128", outputs: str = "16,64") -> None:
-    """Add the flags of a load and of its arrivals.  The other arguments are defaults that the help states."""
+    """Add the flags of a load and of its arrivals.  requests, inputs, outputs: the default values in the help texts."""
     add = parser.add_argument
     add("--requests", type=int, metavar="N", help=f"requests, or conversations ({requests}; of a server 64)")
-    add("--input", type=bounds, metavar="N,N", help=f"shortest and longest prompt ({inputs}; of a server 16,64)")
-    add("--output", type=bounds, metavar="N,N", help=f"tokens of the shortest and longest output ({outputs})")
+    add("--input", type=length_bounds, metavar="N,N", help=f"shortest and longest prompt ({inputs}; of a server 16,64)")
+    add("--output", type=length_bounds, metavar="N,N", help=f"tokens of the shortest and longest output ({outputs})")
     add("--prefixes", type=int, metavar="N", help="prompts begin with one of N shared texts (0)")
     add("--prefix-length", type=int, metavar="N", help="length of a shared text (64)")
     add("--turns", type=int, metavar="N", help="turns of a conversation; each sends all that was said before (1)")
@@ -59,7 +59,7 @@ def add_load_flags(parser: ArgumentParser, requests: str = "8", inputs: str = "1
 
 
 def _add_dataset_flags(parser: ArgumentParser) -> None:
-    """Add the flags of a load whose prompts are in a file."""
+    """Add the flags of a load with prompts from a file."""
     add = parser.add_argument_group("prompts of a file, in place of drawn ones").add_argument
     add(
         "--dataset",
@@ -80,7 +80,7 @@ def _add_dataset_flags(parser: ArgumentParser) -> None:
 
 
 def add_server_flags(group: Any) -> None:
-    """Add the flags of OF_SERVERS, and --url."""
+    """Add --url and the flags in SERVER_FLAGS."""
     add = group.add_argument
     add("--url", action="append", metavar="X", help="a running server, any with OpenAI's API; may be repeated")
     add("--endpoint", choices=(CHAT, COMPLETIONS), help="endpoint that is called (chat; with --token-ids completions)")
@@ -100,7 +100,7 @@ def add_server_flags(group: Any) -> None:
     )
     add(
         "--extra-body",
-        type=_object,
+        type=_json_object,
         metavar="JSON",
         help='further fields of every request, such as {"ignore_eos": true}',
     )
@@ -168,7 +168,7 @@ def doctor(parser: ArgumentParser) -> None:
 
 
 def tree_shape(text: str) -> TreeShape:
-    """The argparse type of a flag that takes S,K,D."""
+    """Parses the value S,K,D of a flag; the argparse type."""
     try:
         steps, topk, num_draft_tokens = map(int, text.split(","))
         return TreeShape(steps, topk, num_draft_tokens)
@@ -178,15 +178,15 @@ def tree_shape(text: str) -> TreeShape:
         raise ArgumentTypeError(f"{text!r} is no tree; use steps,topk,num_draft_tokens, such as 5,4,16") from None
 
 
-def bounds(text: str) -> tuple[int, int]:
-    """The argparse type of a flag that takes the shortest and the longest length."""
+def length_bounds(text: str) -> tuple[int, int]:
+    """Parses the value SHORTEST,LONGEST of a flag; the argparse type."""
     low, high = (int(part) for part in text.split(","))
     if not 1 <= low <= high:
         raise ValueError
     return low, high
 
 
-bounds.__name__ = "pair of whole numbers, the smaller first, such as 16,64"
+length_bounds.__name__ = "pair of whole numbers, the smaller first, such as 16,64"
 
 
 def _rates(text: str) -> list[float]:
@@ -196,7 +196,7 @@ def _rates(text: str) -> list[float]:
 _rates.__name__ = "list of numbers, such as 1,2,4"
 
 
-def _object(text: str) -> dict[str, Any]:
+def _json_object(text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
     except ValueError:

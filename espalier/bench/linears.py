@@ -1,6 +1,6 @@
-"""The products of a model's passes as a list of shapes: linear layers, and the experts behind routers.
+"""Lists the matrix products of a model's passes by their shapes: linear layers, and experts behind routers.
 
-timing.py runs them on a GPU.
+timing.py runs these products on a GPU.
 """
 
 from collections import Counter
@@ -21,18 +21,18 @@ from espalier.models.mtp import MTPConfig
 from espalier.models.quantisers import GROUP_SIZE, MXFP4_BLOCK_SIZE, NVFP4_GROUP_SIZE, QUANTISERS
 
 Shape = tuple[int, int]
-# Fields of a config that stand for products which are not counted here.
-UNCOUNTED = ("hidden_size_per_layer_input", "use_double_wide_mlp", "gating")
+# Config fields of models with products that this module does not count.
+UNCOUNTED_FIELDS = ("hidden_size_per_layer_input", "use_double_wide_mlp", "gating")
 
 
 @dataclass(frozen=True)
 class ProductRun:
-    """`count` weights [out, in] of a pass, each multiplied with `rows` rows.
+    """A run of equal products: `count` weights [out, in], each multiplied with `rows` rows.
 
-    heads: if above 1, each weight is [heads, out, in], and one batched product multiplies each head with its own rows.
-    weights: how the weights are stored, "dense" or a name of espalier/models/quantisers.py:QUANTISERS.
-    experts: for a router, the experts that follow each of its products; None for other layers.
-    first: index of the first weight among the weights of this name and shape.
+    heads: if above 1, a weight is [heads, out, in], and a batched product multiplies each head with its own rows.
+    weights: the weights' format, "dense" or a name of espalier/models/quantisers.py:QUANTISERS.  experts: for a router,
+    the experts behind it; None for other layers.  first: index of the run's first weight among all weights of this name
+    and shape.
     """
 
     name: str
@@ -46,7 +46,7 @@ class ProductRun:
 
     @property
     def weight_bytes(self) -> float:
-        """Bytes of the weights; dense weights have two bytes a number."""
+        """The bytes of all weights of the run.  Dense weights have two bytes a number."""
         return value_bytes(self.weights) * self.count * self.heads * self.shape[0] * self.shape[1]
 
     @property
@@ -55,13 +55,13 @@ class ProductRun:
 
     @property
     def expert_bytes(self) -> float:
-        """Bytes of the experts that get rows from this router, in all its layers together."""
+        """The bytes of all experts that get rows from the routers of this run."""
         experts = self.experts
         return 0 if experts is None else self.count * experts.touched_by(self.rows) * experts.expert_bytes
 
 
 def value_bytes(weights: str) -> float:
-    """Bytes for one number of a matrix, with its share of a group's scale.  Scales of rows and blocks are left out."""
+    """Returns the bytes of a matrix's number, with its share of a group's scale, without row and block scales."""
     scales = {"int4": 2 / GROUP_SIZE, "nvfp4": 1 / NVFP4_GROUP_SIZE, "mxfp4": 1 / MXFP4_BLOCK_SIZE}
     return 0.5 + scales[weights] if weights in scales else 2 if weights == DENSE else 1
 
@@ -70,11 +70,10 @@ def value_bytes(weights: str) -> float:
 class ExpertSizes:
     """The sizes of a model's mixture-of-experts layers.
 
-    layers: the number of such layers.  shape: of the experts of one layer.
-    shared: intermediate size of the shared expert, 0: none.  shared_gate: whether the shared expert has a gate.
-    shared_joins: whether passes of few rows compute the shared expert in the launches of the routed experts, where the
-    weights of both are unquantised (espalier/models/layers/mlp.py).
-    biases, activation: of the routed experts.
+    layers: the number of these layers.  shape: the experts' sizes in one layer.  shared: the shared expert's
+    intermediate size, 0 for no shared expert.  shared_gate: whether the shared expert has a gate.  shared_joins:
+    whether passes of few rows compute an unquantised shared expert in the launches of the routed experts
+    (espalier/models/layers/mlp.py). biases, activation: of the routed experts.
     """
 
     layers: int
@@ -90,8 +89,8 @@ class ExpertSizes:
 class RoutedExperts:
     """The experts behind a router.
 
-    weights: how the experts are stored, as in ProductRun.  touched: how many experts of a layer get rows, the mean over
-    layers; None: as many as with uniform routing.
+    weights: the experts' format, see ProductRun.  touched: the mean number of a layer's experts that get rows; None for
+    the number with uniform routing.
     """
 
     sizes: ExpertSizes
@@ -100,7 +99,7 @@ class RoutedExperts:
 
     @property
     def expert_bytes(self) -> float:
-        """Bytes of one expert as stored."""
+        """The bytes of one stored expert."""
         return self.sizes.shape.expert_bytes * value_bytes(self.weights) / value_bytes(DENSE)
 
     def touched_by(self, rows: int) -> float:
@@ -109,10 +108,10 @@ class RoutedExperts:
 
 @dataclass(frozen=True)
 class MTPSizes:
-    """The modules of an MTP draft.
+    """The sizes of the modules of an MTP draft.
 
-    layer: sizes of one module's decoder layer.  own_heads: whether each module has its own lm_head; otherwise all share
-    the target's.  Embeddings are not counted: a pass reads only the embeddings of its rows.
+    layer: sizes of one module's decoder layer.  own_heads: whether each module has its own lm_head; False if all
+    modules use the target's lm_head.  Embeddings are not counted, because a pass reads only the embeddings of its rows.
     """
 
     modules: int
@@ -122,10 +121,8 @@ class MTPSizes:
 
 @dataclass(frozen=True)
 class BlockSizes:
-    """The sizes of a block draft.
-
-    layers: of all its layers; rows: of its one pass over a block; edge_rank, edge_kind: as in BlockConfig.
-    """
+    """The sizes of a block draft.  layers: the sizes of all its layers.  rows: of its one pass over a block.
+    edge_rank, edge_kind: see BlockConfig."""
 
     layers: "ModelShape"
     rows: int
@@ -133,8 +130,8 @@ class BlockSizes:
     edge_kind: EdgeKind = "vanilla"
 
     def edge_products(self, batch: int, steps: int, topk: int, draft_vocab: int) -> "tuple[ProductRun, ...]":
-        """The products of a block draft's edges: one for the block's hidden states, then one for each depth, of the
-        root and then of topk rows.  All depths read the same weights."""
+        """Returns the products of a block draft's edges: first the block's hidden states, then one product for each
+        depth. The first depth has one row, the root; other depths have topk rows.  All depths read the same weights."""
         rank, (parts, inputs) = self.edge_rank, EDGE_PROJECTION_SIZES[self.edge_kind]
         runs = [ProductRun("draft edge hidden", (parts * rank, self.layers.hidden), 1, batch * steps)]
         # The first depth reads no state.
@@ -144,25 +141,22 @@ class BlockSizes:
         return tuple(run for run in runs if run.weight_bytes)
 
     def context(self, rows: int) -> "tuple[ProductRun, ...]":
-        """The K and V projections of `rows` context rows."""
+        """Returns the K and V projections of `rows` context rows."""
         layers = self.layers
         columns = layers.specs[0].keeps.values_per_token
-        return (layers._run("draft context", (columns, layers.hidden), layers.layers, rows),)
+        return (layers._product_run("draft context", (columns, layers.hidden), layers.layers, rows),)
 
 
 @dataclass(frozen=True)
 class ModelShape:
     """The sizes of a decoder's linear layers and attention, and of a draft for it.
 
-    specs: the heads and cache rows of each layer.  latent: of layers with latent attention; None: there are none.
-    experts: of the last layers; None for a dense model.
-    draft_vocab: rows of the draft's lm_head.  captured: number of target features that the draft fuses.
-    draft: sizes of an EAGLE head's layer; None if it is like the target's.  mtp, block: None for an EAGLE head.
-    weights: how the matrices of layers are stored, as in ProductRun.  A draft's sizes have their own value, for its
-    head too.
-    is_draft: whether these are the sizes of a draft's layers.
-    gated: whether attention also has a gate, as wide as its queries.
-    one_block: whether each layer is one block, a mixer or experts; layers of experts keep no K/V (Nemotron-H).
+    specs: the heads and cache rows of each layer.  latent: for latent attention, else None.  experts: of the last
+    layers; None for a dense model.  draft_vocab: rows of the draft's lm_head.  captured: the number of target features
+    that the draft fuses.  draft: sizes of an EAGLE head's layer; None if they equal the target's.  mtp, block: None for
+    an EAGLE head.  weights: the format of the layers' matrices, see ProductRun; a draft has its own format, for its
+    head too. is_draft: whether these are a draft's layers.  gated: whether attention has a gate as wide as its queries.
+    one_block: whether a layer is only a mixer or only experts (Nemotron-H).
     """
 
     hidden: int
@@ -187,7 +181,7 @@ class ModelShape:
 
     @property
     def dense_layers(self) -> int:
-        """The number of the first layers that have no experts; 0 if each layer is one block."""
+        """The number of dense layers before the layers with experts; 0 if one_block."""
         return (
             0
             if self.one_block
@@ -195,46 +189,45 @@ class ModelShape:
         )
 
     def part(self, first: int, end: int | None = None) -> "ModelShape":
-        """The sizes of the layers from `first` up to `end` alone."""
+        """Returns the sizes of a model with only the layers `first` to `end`."""
         specs = self.specs[first:end]
         dense = min(max(self.dense_layers - first, 0), len(specs))
         return replace(self, specs=specs, experts=self.experts and replace(self.experts, layers=len(specs) - dense))
 
     def target_pass(self, rows: int, head_rows: int | None = None) -> tuple[ProductRun, ...]:
-        """The products of a verify pass: every layer over `rows` rows, and the lm_head over `head_rows` (None: all).
-
-        Routed experts have no run of their own: the run of their router names them.
-        """
-        return (*self._layers("", self.hidden, rows), self._head("lm_head", self.vocab, rows, head_rows))
+        """Returns a verify pass's products: all layers over `rows` rows, the lm_head over `head_rows` (None: `rows`).
+        Routed experts have no run of their own.  The run of their router has them as `experts`."""
+        return (*self._layer_runs("", self.hidden, rows), self._head_run("lm_head", self.vocab, rows, head_rows))
 
     def draft_pass(
         self, rows: int, head_rows: int | None = None, fused_rows: int = 0, module: int = 1
     ) -> tuple[ProductRun, ...]:
-        """The products of one module (from 1) over `rows` rows, and of its head over `head_rows` (None: all).
+        """Returns a draft module's products (module 1 is the first): `rows` rows, `head_rows` for the head (None:
+        `rows`).
 
         fused_rows: rows of captured features that an EAGLE head fuses before the pass; MTP modules fuse none.
         """
         head_rows = rows if head_rows is None else head_rows
-        head = (self._draft_head(module, head_rows),) if head_rows else ()
+        head = (self._draft_head_run(module, head_rows),) if head_rows else ()
         if self.mtp is not None:
             name, layer = f"draft {module} ", self.mtp.layer
-            joined = layer._run(f"{name}project", (layer.hidden, 2 * layer.hidden), 1, rows)
-            return (joined, *layer._layers(name, layer.hidden, rows), *head)
+            joined = layer._product_run(f"{name}project", (layer.hidden, 2 * layer.hidden), 1, rows)
+            return (joined, *layer._layer_runs(name, layer.hidden, rows), *head)
         draft = self.draft_sizes
-        fuse = (self._fuse(draft, fused_rows),) if fused_rows else ()
-        return (*fuse, *draft.part(0, 1)._layers("draft ", 2 * draft.hidden, rows), *head)
+        fuse = (self._fusion_run(draft, fused_rows),) if fused_rows else ()
+        return (*fuse, *draft.part(0, 1)._layer_runs("draft ", 2 * draft.hidden, rows), *head)
 
     def block_pass(self, batch: int, steps: int, topk: int) -> tuple[ProductRun, ...]:
-        """The products of a block draft's one pass: layers over the block, the head over one row a depth, and edges."""
+        """Returns a block draft pass's products: layers over the block, the head over one row a depth, and edges."""
         block = self.block
         assert block is not None
-        layers = block.layers._layers("draft ", block.layers.hidden, batch * block.rows)
-        return (*layers, self._own_head(batch * steps), *block.edge_products(batch, steps, topk, self.draft_vocab))
+        layers = block.layers._layer_runs("draft ", block.layers.hidden, batch * block.rows)
+        return (*layers, self._own_head_run(batch * steps), *block.edge_products(batch, steps, topk, self.draft_vocab))
 
     def extend_passes(self, rows: int) -> tuple[ProductRun, ...]:
-        """The products of the draft's extend: every module over `rows` rows, no heads, or a block draft's context."""
+        """Returns a draft's extend products: modules over `rows` rows without heads, or a block draft's context."""
         if self.block is not None:
-            return (self._fuse(self.block.layers, rows), *self.block.context(rows))
+            return (self._fusion_run(self.block.layers, rows), *self.block.context(rows))
         passes = [self.draft_pass(rows, 0, rows, module) for module in range(1, self.modules + 1)]
         return tuple(run for of_module in passes for run in of_module)
 
@@ -244,7 +237,7 @@ class ModelShape:
 
     @property
     def draft_sizes(self) -> "ModelShape":
-        """The sizes of a module's decoder layer, or of all layers of a block draft."""
+        """The sizes of a draft module's decoder layer, or of all layers of a block draft."""
         if self.mtp is not None:
             return self.mtp.layer
         if self.block is not None:
@@ -253,9 +246,9 @@ class ModelShape:
         return self.draft or replace(self, specs=whole, experts=None, weights=DENSE, is_draft=True)
 
     def shapes(self, weights: str = DENSE) -> tuple[Shape, ...]:
-        """The shapes of all linear layers whose weights are stored as `weights`, each shape once, in a round's order.
+        """Returns the different shapes of all linear layers with the weight format `weights`, in the order of a round.
 
-        Batched products are left out, and the factors of edges, which have a kernel of their own.
+        Not included are batched products, and the factors of edges, which have their own kernel.
         """
         draft = self.draft_pass(1, fused_rows=1)
         if self.block is not None:
@@ -263,24 +256,28 @@ class ModelShape:
         runs = (run for run in (*self.target_pass(1), *draft) if run.name != "draft edge factors")
         return tuple(dict.fromkeys(run.shape for run in runs if run.heads == 1 and run.weights == weights))
 
-    def _layers(self, prefix: str, wide: int, rows: int) -> tuple[ProductRun, ...]:
-        """The products of all layers, dense layers first; equal layers share a run.
-
-        wide: the first product's inputs.
-        """
-        # A window changes no product.
+    def _layer_runs(self, prefix: str, input_columns: int, rows: int) -> tuple[ProductRun, ...]:
+        """Returns the products of all layers, dense layers first.  Equal layers share a run.  input_columns: of the
+        first product."""
+        # A sliding window does not change a layer's products.
         kinds = Counter((at < self.dense_layers, replace(spec, window=None)) for at, spec in enumerate(self.specs))
         runs, taken = list[ProductRun](), Counter[tuple[str, Shape]]()
         for (is_dense, spec), count in kinds.items():
-            mlp = self._mlp(prefix, self.intermediate, count, rows) if is_dense else self._routed(prefix, count, rows)
+            mlp = (
+                self._mlp_runs(prefix, self.intermediate, count, rows)
+                if is_dense
+                else self._expert_runs(prefix, count, rows)
+            )
             if self.one_block and spec.keeps != NO_MIXING:
                 mlp = ()
-            for run in (*self._attention(prefix, wide, spec, count, rows), *mlp):
+            for run in (*self._attention_runs(prefix, input_columns, spec, count, rows), *mlp):
                 runs.append(replace(run, first=taken[run.name, run.shape]))
                 taken[run.name, run.shape] += count
         return tuple(runs)
 
-    def _attention(self, prefix: str, wide: int, spec: LayerSpec, count: int, rows: int) -> tuple[ProductRun, ...]:
+    def _attention_runs(
+        self, prefix: str, input_columns: int, spec: LayerSpec, count: int, rows: int
+    ) -> tuple[ProductRun, ...]:
         if self.latent is not None:
             own = self._latent_attention(prefix, self.latent, spec.heads, count, rows)
             return (*self._indexer(prefix, self.latent, spec, count, rows), *own)
@@ -289,12 +286,12 @@ class ModelShape:
         size = spec.keeps.k_size
         heads = spec.projected_heads + (spec.heads if self.gated else 0)
         return (
-            self._run(f"{prefix}qkv", (heads * size, wide), count, rows),
-            self._run(f"{prefix}o", (self.hidden, spec.heads * size), count, rows),
+            self._product_run(f"{prefix}qkv", (heads * size, input_columns), count, rows),
+            self._product_run(f"{prefix}o", (self.hidden, spec.heads * size), count, rows),
         )
 
     def _recurrence(self, prefix: str, keeps: RecurrentState, count: int, rows: int) -> tuple[ProductRun, ...]:
-        """The products of a recurrent layer: the inputs with their gate, the inputs of decays and betas, the output."""
+        """Returns the products of a recurrent layer: inputs with gate, inputs of decays and betas, output."""
         if keeps == NO_MIXING:
             return ()
         inner = keeps.heads * keeps.v_size or keeps.channels
@@ -304,56 +301,59 @@ class ModelShape:
             gates = (ProductRun(f"{prefix}gates", (2 * keeps.heads, self.hidden), count, rows),)
         else:
             columns += keeps.heads
-        inputs = self._run(f"{prefix}inputs", (columns, self.hidden), count, rows)
-        return (inputs, *gates, self._run(f"{prefix}out", (self.hidden, inner), count, rows))
+        inputs = self._product_run(f"{prefix}inputs", (columns, self.hidden), count, rows)
+        return (inputs, *gates, self._product_run(f"{prefix}out", (self.hidden, inner), count, rows))
 
     def _latent_attention(
         self, prefix: str, latent: LatentConfig, heads: int, count: int, rows: int
     ) -> tuple[ProductRun, ...]:
         queries = heads * latent.head_size
         rows_of_down = (latent.q_rank or queries) + latent.row_size
-        up = () if latent.q_rank is None else (self._run(f"{prefix}q up", (queries, latent.q_rank), count, rows),)
+        up = (
+            ()
+            if latent.q_rank is None
+            else (self._product_run(f"{prefix}q up", (queries, latent.q_rank), count, rows),)
+        )
         return (
-            self._run(f"{prefix}q and kv", (rows_of_down, self.hidden), count, rows),
+            self._product_run(f"{prefix}q and kv", (rows_of_down, self.hidden), count, rows),
             *up,
             ProductRun(f"{prefix}k up", (latent.kv_rank, latent.nope_size), count, rows, heads),
             ProductRun(f"{prefix}v up", (latent.v_size, latent.kv_rank), count, rows, heads),
-            self._run(f"{prefix}o", (self.hidden, heads * latent.v_size), count, rows),
+            self._product_run(f"{prefix}o", (self.hidden, heads * latent.v_size), count, rows),
         )
 
     def _indexer(
         self, prefix: str, latent: LatentConfig, spec: LayerSpec, count: int, rows: int
     ) -> tuple[ProductRun, ...]:
-        """The products of indexers, for layers that keep index keys."""
+        """Returns the products of the indexers of layers that keep index keys."""
         index = latent.indexer
         if index is None or latent.q_rank is None or not spec.keeps.planes.get(INDEX_PLANE):
             return ()
         return (
-            self._run(f"{prefix}index up", (index.heads * index.size, latent.q_rank), count, rows),
-            self._run(f"{prefix}index key", (index.size, self.hidden), count, rows),
+            self._product_run(f"{prefix}index up", (index.heads * index.size, latent.q_rank), count, rows),
+            self._product_run(f"{prefix}index key", (index.size, self.hidden), count, rows),
             ProductRun(f"{prefix}index weights", (index.heads, self.hidden), count, rows),
         )
 
-    def _mlp(self, prefix: str, inner: int, count: int, rows: int, halves: int = 2) -> tuple[ProductRun, ...]:
+    def _mlp_runs(self, prefix: str, inner: int, count: int, rows: int, halves: int = 2) -> tuple[ProductRun, ...]:
         return (
-            self._run(f"{prefix}gate_up", (halves * inner, self.hidden), count, rows),
-            self._run(f"{prefix}down", (self.hidden, inner), count, rows),
+            self._product_run(f"{prefix}gate_up", (halves * inner, self.hidden), count, rows),
+            self._product_run(f"{prefix}down", (self.hidden, inner), count, rows),
         )
 
-    def _run(self, name: str, shape: Shape, count: int, rows: int) -> ProductRun:
-        """A run with quantised weights if the format takes a matrix of this name and these sizes, else with
-        dense."""
+    def _product_run(self, name: str, shape: Shape, count: int, rows: int) -> ProductRun:
+        """Returns a run with quantised weights if the format can store this matrix, else with dense weights."""
         return ProductRun(name, shape, count, rows, weights=self.weights if self._quantises(name, shape[1]) else DENSE)
 
     def _quantises(self, name: str, columns: int) -> bool:
-        """Whether the format takes a matrix.  name: of a ProductRun; its last word is the matrix's name."""
+        """Returns whether the format can store a matrix.  name: of a ProductRun; its last word names the matrix."""
         if self.weights == DENSE:
             return False
         quantiser = QUANTISERS[self.weights]
         return quantiser.for_draft(self.is_draft).is_quantised(name.split()[-1], columns)
 
-    def _routed(self, prefix: str, count: int, rows: int) -> tuple[ProductRun, ...]:
-        """The router with its routed experts, and then the linear layers beside the experts."""
+    def _expert_runs(self, prefix: str, count: int, rows: int) -> tuple[ProductRun, ...]:
+        """Returns the router with its routed experts, and then the linear layers beside the experts."""
         experts = self.experts
         if experts is None:
             return ()
@@ -361,33 +361,33 @@ class ModelShape:
         router = ProductRun(f"{prefix}router", (experts.shape.num_experts, self.hidden), count, rows, experts=routed)
         gate = (ProductRun(f"{prefix}shared gate", (1, self.hidden), count, rows),) if experts.shared_gate else ()
         halves = experts.activation.halves
-        shared = self._mlp(f"{prefix}shared ", experts.shared, count, rows, halves) if experts.shared else ()
+        shared = self._mlp_runs(f"{prefix}shared ", experts.shared, count, rows, halves) if experts.shared else ()
         return router, *gate, *shared
 
-    def _fuse(self, draft: "ModelShape", rows: int) -> ProductRun:
-        return draft._run("draft fc", (draft.hidden, self.captured * self.hidden), 1, rows)
+    def _fusion_run(self, draft: "ModelShape", rows: int) -> ProductRun:
+        return draft._product_run("draft fc", (draft.hidden, self.captured * self.hidden), 1, rows)
 
-    def _own_head(self, rows: int) -> ProductRun:
-        """The product of the head of an EAGLE head or of a block draft."""
+    def _own_head_run(self, rows: int) -> ProductRun:
+        """Returns the product of the lm_head of an EAGLE head or of a block draft."""
         draft = self.draft_sizes
-        return draft._run("draft lm_head", (self.draft_vocab, draft.hidden), 1, rows)
+        return draft._product_run("draft lm_head", (self.draft_vocab, draft.hidden), 1, rows)
 
-    def _draft_head(self, module: int, rows: int) -> ProductRun:
+    def _draft_head_run(self, module: int, rows: int) -> ProductRun:
         if self.mtp is None:
-            return self._own_head(rows)
+            return self._own_head_run(rows)
         if self.mtp.own_heads:
-            return self.mtp.layer._run(f"draft {module} lm_head", (self.vocab, self.hidden), 1, rows)
-        # A shared head has the same name as the target's head, so a chain of passes uses the same weight.
-        return self._head("lm_head", self.vocab, rows, None)
+            return self.mtp.layer._product_run(f"draft {module} lm_head", (self.vocab, self.hidden), 1, rows)
+        # A shared head has the target head's name, so a chain of passes uses the same weight.
+        return self._head_run("lm_head", self.vocab, rows, None)
 
-    def _head(self, name: str, vocab: int, rows: int, head_rows: int | None) -> ProductRun:
+    def _head_run(self, name: str, vocab: int, rows: int, head_rows: int | None) -> ProductRun:
         return ProductRun(name, (vocab, self.hidden), 1, rows if head_rows is None else head_rows)
 
 
 def model_sizes(config: ModelConfig) -> ModelShape:
-    """The sizes of a target, or of a draft's layers.  Raises EspalierError for a model with uncounted products."""
+    """Returns the sizes of a target or a draft's layers.  Raises EspalierError for a model with uncounted products."""
     specs = layer_specs_of(config)
-    uncounted = [name for name in UNCOUNTED if config.raw.get(name)]
+    uncounted = [name for name in UNCOUNTED_FIELDS if config.raw.get(name)]
     if uncounted:
         raise EspalierError(
             f"layers of {config.architecture} have products of {uncounted[0]}, which the benches do not count; "
@@ -419,7 +419,7 @@ def model_sizes(config: ModelConfig) -> ModelShape:
 
 
 def module_sizes(config: MTPConfig) -> ModelShape:
-    """The sizes of one MTP module's decoder layer."""
+    """Returns the sizes of one MTP module's decoder layer."""
     whole, index, experts = model_sizes(config.layer), config.num_layers, config.layer.experts
     has_experts = experts is not None and index in experts.layers
     return replace(
@@ -430,7 +430,7 @@ def module_sizes(config: MTPConfig) -> ModelShape:
 
 
 def with_draft(target: ModelShape, draft: DraftConfig, weights: str = DENSE) -> ModelShape:
-    """The sizes of the target, with those of its draft.  weights: how the draft's weights are stored (ProductRun)."""
+    """Returns the target's sizes with the draft's sizes.  weights: the format of the draft's weights (ProductRun)."""
     spec = draft.spec
     if isinstance(draft, MTPConfig):
         return replace(target, mtp=MTPSizes(spec.modules, replace(module_sizes(draft), weights=weights, is_draft=True)))
@@ -442,9 +442,8 @@ def with_draft(target: ModelShape, draft: DraftConfig, weights: str = DENSE) -> 
 
 
 def shape_named(name: str, weights: str = DENSE, draft_weights: str = DENSE) -> ModelShape:
-    """The sizes of a named shape and of an EAGLE-3 head.  weights, draft_weights: of target and draft.
-
-    Raises EspalierError for an unknown name.
+    """Returns the sizes of a named shape with an EAGLE-3 head.  weights, draft_weights: the formats of target and
+    draft. Raises EspalierError for an unknown name.
     """
     shape = find_shape(name)
     return with_draft(replace(model_sizes(shape.target), weights=weights), shape.draft_config, draft_weights)

@@ -1,6 +1,6 @@
-"""Runs a load on an engine, and records when each token arrived and how the time was spent.
+"""Runs a load of requests on an engine.  Records when each token arrived, and how the engine's time was spent.
 
-Requests arrive all at once, at a rate, or each as another finishes.  `espalier bench load` prints it (load_report.py).
+Requests arrive all at once, at a rate, or when earlier ones finish.  load_report.py prints the results.
 """
 
 import hashlib
@@ -21,17 +21,17 @@ from espalier.engine.launch_input import LaunchInput
 from espalier.request import Request
 
 PERCENTILES = (50, 90, 99)
-# The times of which latency_of gives percentiles.
-TIMES = ("ttft_ms", "between_pieces_ms", "per_token_ms", "end_to_end_ms")
+# The times for which latency_figures returns percentiles.
+LATENCY_TIMES = ("ttft_ms", "between_pieces_ms", "per_token_ms", "end_to_end_ms")
 
 
 @dataclass(frozen=True)
 class Load:
-    """Conversations of `turns` requests each, in order of arrival.
+    """A load: conversations of `turns` requests each, in order of arrival.
 
-    inputs, outputs: for each request, conversation after conversation, the tokens that its user adds and the tokens of
-    its output.  prefixes: number of different beginnings, of prefix_tokens tokens each, which conversations use in
-    turn; 0 for none.  think: seconds from an answer to the next turn.
+    inputs, outputs: the number of tokens that a user adds, and of the output, for each request of the first
+    conversation, then of the second, and so on.  prefixes: the number of different shared beginnings, of prefix_tokens
+    tokens each; 0 for no shared beginnings.  think: seconds from an answer to the next turn.
     """
 
     inputs: tuple[int, ...]
@@ -47,37 +47,35 @@ class Load:
         return len(self.inputs) // self.turns
 
     @property
-    def longest(self) -> int:
-        """The tokens of the longest conversation at its end."""
-        return self.beginning + max(sum(each.inputs + each.outputs) for each in map(self.of, range(self.count)))
+    def max_tokens(self) -> int:
+        """The tokens of the longest conversation, outputs included."""
+        return self.beginning_tokens + max(sum(each.inputs + each.outputs) for each in map(self.of, range(self.count)))
 
     @property
-    def beginning(self) -> int:
-        """The tokens of a shared beginning."""
+    def beginning_tokens(self) -> int:
+        """The number of tokens of a shared beginning; 0 without."""
         return self.prefix_tokens if self.prefixes else 0
 
     def of(self, conversation: int) -> "Load":
-        """The load that is only this conversation."""
+        """Returns a load with only this conversation."""
         places = slice(conversation * self.turns, (conversation + 1) * self.turns)
         return Load(self.inputs[places], self.outputs[places], self.turns)
 
     def texts(self, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
-        """The users' tokens in each conversation, beginnings included, cut from prompts of `lengths` tokens."""
+        """Returns the users' tokens of each conversation, with shared beginnings.  prompts: of `lengths` tokens."""
         beginnings = [list(prompt[: self.prefix_tokens]) for prompt in prompts[: self.prefixes]]
         rest = prompts[self.prefixes :]
         return [[*beginnings[i % self.prefixes], *text] if beginnings else list(text) for i, text in enumerate(rest)]
 
     @property
     def lengths(self) -> list[int]:
-        """The lengths in tokens of the prompts that `texts` needs."""
+        """Returns the lengths of the prompts that `texts` takes, in tokens."""
         return [self.prefix_tokens] * self.prefixes + [sum(self.of(i).inputs) for i in range(self.count)]
 
 
-def mixed(count: int, inputs: tuple[int, int], outputs: tuple[int, int], turns: int = 1, **more: Any) -> Load:
-    """A load of `count` conversations with lengths drawn uniformly between the bounds, both included.
-
-    more: further fields of Load.
-    """
+def random_load(count: int, inputs: tuple[int, int], outputs: tuple[int, int], turns: int = 1, **more: Any) -> Load:
+    """Returns a load of `count` conversations.  Lengths are drawn uniformly between the bounds, both included.  more:
+    further fields of Load."""
     generator = torch.Generator().manual_seed(0)
 
     def drawn(low: int, high: int) -> tuple[int, ...]:
@@ -88,18 +86,18 @@ def mixed(count: int, inputs: tuple[int, int], outputs: tuple[int, int], turns: 
 
 @dataclass(frozen=True)
 class Arrivals:
-    """When requests arrive.
+    """Defines when requests arrive.
 
-    concurrency: requests at the same time; the next one arrives when one finishes.  rate: requests a second, as a
-    Poisson process; with `burst`, that many arrive at once, in evenly spaced bursts.  Neither: all arrive at once.
+    concurrency: the number of requests in progress; when one finishes, the next arrives.  rate: requests a second, as a
+    Poisson process; with `burst`, evenly spaced bursts of `burst` requests.  Without both, all requests arrive at once.
     """
 
     concurrency: int | None = None
     rate: float | None = None
     burst: int | None = None
 
-    def due(self, count: int) -> list[float]:
-        """The arrival time of each request, in seconds from the beginning of the load."""
+    def arrival_times(self, count: int) -> list[float]:
+        """Returns the arrival time of each request, in seconds from the start of the load."""
         if self.rate is None:
             return [0.0] * count
         if self.burst is not None:
@@ -111,7 +109,7 @@ class Arrivals:
 
 @dataclass
 class Timeline:
-    """The times of one request.  due: its arrival; chunks: (time, number of tokens) of each output chunk."""
+    """The times of one request.  due: the arrival time.  chunks: (time, number of tokens) of each output chunk."""
 
     due: float
     chunks: list[tuple[float, int]] = field(default_factory=list)
@@ -123,12 +121,12 @@ class Timeline:
 
     @property
     def gaps(self) -> list[float]:
-        """Seconds between each chunk and the next, as a reader sees them."""
+        """The seconds between consecutive chunks."""
         return [after[0] - before[0] for before, after in pairwise(self.chunks)]
 
     @property
     def per_token(self) -> float | None:
-        """The mean seconds of a token after the first chunk; None if there is only one chunk."""
+        """The mean seconds a token after the first chunk; None for only one chunk."""
         later = sum(count for _, count in self.chunks[1:])
         return (self.chunks[-1][0] - self.chunks[0][0]) / later if later else None
 
@@ -139,16 +137,16 @@ class Timeline:
 
 
 class LaunchTimes:
-    """Counts how the time of a load is spent, as the engine's observer.  It also calls the engine's former observer.
+    """An observer of the engine that measures how a load's time is spent.  It also calls the engine's former observer.
 
-    seconds: by "prefill", "rounds" and "idle"; the time of a launch ends when its result is read.
-    rows: the rows that the target ran, with the padding of passes, but without that of a round to its graph's batch.
+    seconds: by "prefill", "rounds" and "idle"; the time of a launch ends when its result is read.  rows: the number of
+    rows that the target ran, with the padding of passes, but without the padding of rounds to a graph's batch size.
     """
 
     def __init__(self, engine: Engine) -> None:
         self.layout = engine.layout
         self.captured_passes = engine.executor.captured_passes
-        self.other: LaunchObserver | None = engine.observer
+        self.former_observer: LaunchObserver | None = engine.observer
         self.seconds = {"prefill": 0.0, "rounds": 0.0, "idle": 0.0}
         self.rows = 0
         self._unread: deque[str] = deque()
@@ -161,23 +159,23 @@ class LaunchTimes:
         else:
             batch = len(launch_input.slots)
             self.rows += batch * (launch_input.tree or self.layout.for_batch(batch).tree).num_draft_tokens
-        if self.other is not None:
-            self.other.on_launch(launch_input)
+        if self.former_observer is not None:
+            self.former_observer.on_launch(launch_input)
 
     def before_result(self, handle: Handle) -> None:
         self._kind = self._unread.popleft()
-        if self.other is not None:
-            self.other.before_result(handle)
+        if self.former_observer is not None:
+            self.former_observer.before_result(handle)
 
     def add(self, seconds: float) -> None:
-        """Count the time of a step, or of a wait for requests."""
+        """Add the seconds of a step, or of a wait for requests."""
         kind = self._kind or (self._unread[0] if self._unread else "idle")
         self.seconds[kind] += seconds
         self._kind = None
 
 
 class AnsweredRequest(NamedTuple):
-    """An answer.  tokens: their number; rounds: None if their number is not known."""
+    """The figures of one answered request.  tokens: the number of output tokens.  rounds: None if not known."""
 
     category: str
     timeline: Timeline
@@ -185,19 +183,19 @@ class AnsweredRequest(NamedTuple):
     rounds: float | None
 
 
-def by_category(answers: Sequence[AnsweredRequest]) -> dict[str, dict[str, Any]]:
-    """The figures of each category.
+def figures_by_category(answers: Sequence[AnsweredRequest]) -> dict[str, dict[str, Any]]:
+    """Returns the figures of each category of requests.
 
-    step_ms: the time from one round of a request to its next round.  tokens_per_second: of one request after its first
-    token, which is accept_length over step_ms.
+    step_ms: the time from one round of a request to its next round.  tokens_per_second: the rate of one request after
+    its first token, which is accept_length / step_ms.
     """
     groups: dict[str, list[AnsweredRequest]] = {}
     for each in answers:
         groups.setdefault(each.category, []).append(each)
-    return {category: _of_category(each) for category, each in groups.items()}
+    return {category: _figures_of_category(each) for category, each in groups.items()}
 
 
-def _of_category(answers: Sequence[AnsweredRequest]) -> dict[str, Any]:
+def _figures_of_category(answers: Sequence[AnsweredRequest]) -> dict[str, Any]:
     later = [each for each in answers if len(each.timeline.chunks) > 1]
     seconds = sum(each.timeline.chunks[-1][0] - each.timeline.chunks[0][0] for each in later)
     tokens = sum(each.tokens - each.timeline.chunks[0][1] for each in later)
@@ -208,18 +206,18 @@ def _of_category(answers: Sequence[AnsweredRequest]) -> dict[str, Any]:
         "accept_length": tokens / rounds if rounds else None,
         "step_ms": 1e3 * seconds / rounds if rounds else None,
         "tokens_per_second": tokens / seconds if seconds else None,
-        **latency_of([each.timeline for each in answers]),
+        **latency_figures([each.timeline for each in answers]),
     }
 
 
 @dataclass(frozen=True)
 class LoadResult:
-    """The results of a load.  seconds: from the first arrival to the last token; categories: of its requests."""
+    """The results of a load.  seconds: from the first arrival to the last token.  categories: one for each request."""
 
     seconds: float
     requests: list[Request]
     timelines: list[Timeline]
-    spent: LaunchTimes
+    launch_times: LaunchTimes
     categories: list[str]
 
     @property
@@ -236,16 +234,16 @@ class LoadResult:
         ]
 
     def figures(self) -> dict[str, Any]:
-        """The figures of the report.
+        """Returns the figures of the report.
 
-        cached_share: the share of the prompts' tokens that came from the prefix cache.
-        outputs_hash: of all outputs; equal texts have equal hashes, in whatever order they came.
-        wasted_rows: the share of the target's rows that neither entered a token of a prompt nor emitted a token.
+        cached_share: the share of the prompt tokens that came from the prefix cache.  outputs_hash: a hash of all
+        outputs, which does not depend on the order of arrival.  wasted_rows: the share of the target's rows that
+        neither processed a prompt token nor emitted a token.
         """
         tokens_out = sum(len(request.output) for request in self.requests)
         tokens_in = sum(len(request.prompt) for request in self.requests)
         computed = tokens_in - sum(request.cached_tokens for request in self.requests)
-        busy = sum(self.spent.seconds.values())
+        busy = sum(self.launch_times.seconds.values())
         return {
             "requests": len(self.requests),
             "seconds": self.seconds,
@@ -257,10 +255,10 @@ class LoadResult:
             "tokens_in_per_second": tokens_in / self.seconds,
             "tokens_out_per_second": tokens_out / self.seconds,
             "accept_length": self.accept_length,
-            "time_shares": {kind: seconds / busy for kind, seconds in self.spent.seconds.items()},
-            "wasted_rows": max(0.0, 1 - (computed + tokens_out) / self.spent.rows),
-            **latency_of(self.timelines),
-            "categories": by_category(self.answers),
+            "time_shares": {kind: seconds / busy for kind, seconds in self.launch_times.seconds.items()},
+            "wasted_rows": max(0.0, 1 - (computed + tokens_out) / self.launch_times.rows),
+            **latency_figures(self.timelines),
+            "categories": figures_by_category(self.answers),
         }
 
     def _outputs_hash(self) -> str:
@@ -268,28 +266,28 @@ class LoadResult:
         return hashlib.sha256(repr(outputs).encode()).hexdigest()[:12]
 
 
-def latency_of(timelines: Sequence[Timeline]) -> dict[str, Any]:
-    """Percentiles in ms of TIMES: to the first token, between chunks, a token of a request, to the last token."""
+def latency_figures(timelines: Sequence[Timeline]) -> dict[str, Any]:
+    """Returns percentiles in ms: to the first token, between chunks, a token of a request, to the last token."""
     per_token = [each.per_token for each in timelines if each.per_token is not None]
     gaps = [gap for each in timelines for gap in each.gaps]
     values = [each.first for each in timelines], gaps, per_token, [each.whole for each in timelines]
-    return {name: percentiles(each) for name, each in zip(TIMES, values, strict=True)}
+    return {name: percentiles(each) for name, each in zip(LATENCY_TIMES, values, strict=True)}
 
 
-def title_of(times: str) -> str:
-    """The name of one of TIMES for a table."""
+def time_title(times: str) -> str:
+    """Returns the title of one of LATENCY_TIMES, for a table."""
     return times.removesuffix("_ms").replace("_", " ")
 
 
 def percentiles(seconds: Sequence[float]) -> dict[str, float] | None:
-    """Nearest-rank percentiles in ms; None if there are no values."""
+    """Returns nearest-rank percentiles in ms; None for no values."""
     if not seconds:
         return None
     order = sorted(seconds)
     return {f"p{p}": 1e3 * order[-(-len(order) * p // 100) - 1] for p in PERCENTILES}
 
 
-class Talks(Protocol):
+class LoadConversations(Protocol):
     """The conversations of a load.  think: seconds from an answer to the next turn."""
 
     @property
@@ -303,13 +301,13 @@ class Talks(Protocol):
     def turns(self, number: int) -> int: ...
 
     def next(self, number: int, before: Sequence[Request]) -> Request:
-        """The next request of a conversation.  before: the conversation's earlier requests."""
+        """Returns the next request of a conversation.  before: its earlier requests."""
         ...
 
 
 @dataclass(frozen=True)
-class RandomTalks:
-    """The conversations of a Load: greedy, with answers of full length.  texts: from Load.texts."""
+class RandomConversations:
+    """The conversations of a Load.  Requests are greedy, with answers of full length.  texts: from Load.texts."""
 
     load: Load
     texts: Sequence[Sequence[int]]
@@ -330,22 +328,22 @@ class RandomTalks:
 
     def next(self, number: int, before: Sequence[Request]) -> Request:
         turn, own = len(before), self.load.of(number)
-        begin = self.load.beginning + sum(own.inputs[:turn]) if turn else 0
-        end = self.load.beginning + sum(own.inputs[: turn + 1])
+        begin = self.load.beginning_tokens + sum(own.inputs[:turn]) if turn else 0
+        end = self.load.beginning_tokens + sum(own.inputs[: turn + 1])
         said = before[-1].prompt + before[-1].output if before else []
         place = number * self.load.turns + turn
         return greedy_request(str(place), place, [*said, *self.texts[number][begin:end]], own.outputs[turn])
 
 
-def serve(engine: Engine, prompts: Sequence[Sequence[int]], load: Load, arrivals: Arrivals) -> LoadResult:
-    """Run a load: greedy, each request to its full output length.  prompts: of load.lengths tokens."""
-    return serve_talks(engine, RandomTalks(load, load.texts(prompts)), arrivals)
+def serve_random(engine: Engine, prompts: Sequence[Sequence[int]], load: Load, arrivals: Arrivals) -> LoadResult:
+    """Run a load with greedy requests of full output length.  prompts: of load.lengths tokens."""
+    return serve_conversations(engine, RandomConversations(load, load.texts(prompts)), arrivals)
 
 
-def serve_talks(engine: Engine, talks: Talks, arrivals: Arrivals) -> LoadResult:
-    """Run conversations to their end."""
+def serve_conversations(engine: Engine, talks: LoadConversations, arrivals: Arrivals) -> LoadResult:
+    """Run conversations until all have ended."""
     spent, begun = LaunchTimes(engine), perf_counter()
-    due = [begun + at for at in arrivals.due(talks.count)]
+    due = [begun + at for at in arrivals.arrival_times(talks.count)]
     timelines: list[Timeline] = []
     requests: list[Request] = []
     categories: list[str] = []
@@ -385,5 +383,5 @@ def serve_talks(engine: Engine, talks: Talks, arrivals: Arrivals) -> LoadResult:
                 if len(said[number]) < talks.turns(number):
                     heapq.heappush(waiting, (perf_counter() + talks.think, number))
         spend()
-    engine.observer = spent.other
+    engine.observer = spent.former_observer
     return LoadResult(perf_counter() - timelines[0].due, requests, timelines, spent, categories)

@@ -1,6 +1,6 @@
-"""`espalier bench load`: a mixed load on an engine as a user starts it, with the tree and without, or on servers.
+"""`espalier bench load`: runs a load on an engine with the tree and on one without, or on servers.
 
-It reports tokens a second, the times that a reader waits, how the time was spent, and the share of wasted rows.
+It reports tokens a second, latencies, how the time was spent, and the share of wasted rows.
 """
 
 from argparse import Namespace
@@ -11,24 +11,24 @@ from espalier.bench import datasets, open_loop
 from espalier.bench.drive import (
     BenchEngine,
     BenchEngines,
-    compared_ways,
     empty_prefix_cache,
     engines_of,
     require_positions,
+    variants_to_compare,
 )
-from espalier.bench.flags import INPUTS, OF_DATASET, OF_SERVERS, OUTPUTS, REQUESTS
+from espalier.bench.flags import DATASET_FLAGS, DEFAULT_INPUTS, DEFAULT_OUTPUTS, DEFAULT_REQUESTS, SERVER_FLAGS
 from espalier.bench.load import (
     Arrivals,
     Load,
+    LoadConversations,
     LoadResult,
-    RandomTalks,
-    Talks,
-    mixed,
-    serve,
-    serve_talks,
+    RandomConversations,
+    random_load,
+    serve_conversations,
+    serve_random,
 )
-from espalier.bench.report import category_table, command_line, rows_of_times, shown, write_markdown
-from espalier.bench.traffic import SWITCHES, Conversation, messages, plain_prompt
+from espalier.bench.report import category_table, command_line, json_value, rows_of_times, write_markdown
+from espalier.bench.traffic import REASONING_SWITCHES, Conversation, messages_until_turn, plain_prompt
 from espalier.config import ResolvedConfig
 from espalier.errors import EspalierError, require_number
 from espalier.llm import LLM
@@ -36,9 +36,9 @@ from espalier.request import Request, SamplingParams
 from espalier.terminal.console import print_table, require_writable, write_json
 from espalier.terminal.flags import flag_of, given_flags, require_at_least_one
 
-# The tokens of each output in the load that warms an engine up.
+# The output tokens of a request that warms an engine up.
 WARM_UP_TOKENS = 8
-FORMATS = (
+NUMBER_FORMATS = (
     ("seconds", "{:.2f}"),
     ("tokens_in_per_second", "{:.0f}"),
     ("tokens_out_per_second", "{:.0f}"),
@@ -50,11 +50,8 @@ FORMATS = (
 )
 
 
-class DatasetTalks:
-    """The conversations of a dataset, as load.py:Talks.
-
-    thinking: the switch of the chat template; None: its default.
-    """
+class DatasetConversations:
+    """The LoadConversations of a dataset.  thinking: the chat template's switch for reasoning; None for its default."""
 
     def __init__(
         self, llm: LLM, talks: Sequence[Conversation], temperature: float, thinking: bool | None, think: float
@@ -65,12 +62,12 @@ class DatasetTalks:
         self.llm, self.tokenizer, self.talks = llm, llm.tokenizer, talks
         self.temperature, self.think = temperature, think
         self.has_template = bool(llm.tokenizer.template.text)
-        shown = [name for name in SWITCHES if llm.tokenizer.template.reads(name)]
-        if thinking is not None and not shown:
+        read_switches = [name for name in REASONING_SWITCHES if llm.tokenizer.template.reads(name)]
+        if thinking is not None and not read_switches:
             raise EspalierError(
-                f"--thinking: this model's chat template reads none of {', '.join(SWITCHES)}; leave it out"
+                f"--thinking: this model's chat template reads none of {', '.join(REASONING_SWITCHES)}; leave it out"
             )
-        self.variables = None if thinking is None else {shown[0]: thinking}
+        self.variables = None if thinking is None else {read_switches[0]: thinking}
         for talk in talks:
             self._require_room(talk)
 
@@ -96,7 +93,7 @@ class DatasetTalks:
     def _prompt(self, talk: Conversation, answers: Sequence[str]) -> list[int]:
         if not self.has_template:
             return self.tokenizer.encode(plain_prompt(talk, answers))
-        return self.llm.chat_prompt(messages(talk, answers), chat_template_kwargs=self.variables)
+        return self.llm.chat_prompt(messages_until_turn(talk, answers), chat_template_kwargs=self.variables)
 
     def _require_room(self, talk: Conversation) -> None:
         room = self.llm.config.layout.max_context
@@ -110,27 +107,27 @@ class DatasetTalks:
 
 
 def run(args: Namespace, engines_of: Callable[..., BenchEngines] = engines_of) -> int:
-    """Run the command.  engines_of: like espalier/bench/drive.py:engines_of."""
+    """Run the command.  engines_of: see espalier/bench/drive.py:engines_of."""
     if args.url:
         if given := [name for name in given_flags(args) if name != "model"]:
             raise EspalierError(f"{flag_of(given[0])} is not for --url: its server runs already; leave one out")
         require_at_least_one(args, "concurrency")
         return open_loop.run(args)
-    if given := [name for name in OF_SERVERS if getattr(args, name) is not None]:
+    if given := [name for name in SERVER_FLAGS if getattr(args, name) is not None]:
         raise EspalierError(f"{flag_of(given[0])} is for a running server; give its --url too")
     talks = datasets.dataset_of_flags(args)
-    load = _load(args) if talks is None else None
+    load = _load_of_flags(args) if talks is None else None
     require_writable("--markdown", args.markdown)
     served, config = {}, None
-    for name, cells in _each_way(args, load, talks, engines_of):
+    for name, cells in _results_by_variant(args, load, talks, engines_of):
         served[name], config = cells, config or cells[0][1]
     assert config is not None
     figures = {name: [each.figures() for each, _ in cells] for name, cells in served.items()}
-    chosen = _cells(args)
+    chosen = _rates_and_temperatures(args)
     cells = [{name: each[i] for name, each in figures.items()} for i in range(len(chosen))]
     about = {"command": command_line(), "config": config.as_dict(), "concurrency": args.concurrency}
     if talks is not None:
-        about["dataset"] = {name: shown(getattr(args, name)) for name in ("dataset", "output", *OF_DATASET)}
+        about["dataset"] = {name: json_value(getattr(args, name)) for name in ("dataset", "output", *DATASET_FLAGS)}
     named = [{"rate": rate, "temperature": temperature} for rate, temperature in chosen]
     write_json(args.json, {**about, "cells": [{**name, **cell} for name, cell in zip(named, cells, strict=True)]})
     tables = []
@@ -138,7 +135,7 @@ def run(args: Namespace, engines_of: Callable[..., BenchEngines] = engines_of) -
         title = "" if rate is None else f"{rate:g} a second"
         if talks is not None:
             title = f"{title}, temperature {temperature:g}".removeprefix(", ")
-        tables.append(_table(title, cell))
+        tables.append(_table_rows(title, cell))
         if talks is not None:
             tables += [category_table(f"{title}, {name}", each["categories"]) for name, each in cell.items()]
     write_markdown(args.markdown, tables)
@@ -147,71 +144,75 @@ def run(args: Namespace, engines_of: Callable[..., BenchEngines] = engines_of) -
     return 0
 
 
-def _cells(args: Namespace) -> list[tuple[float | None, float]]:
-    """The (rate, temperature) pairs to measure, one after another."""
+def _rates_and_temperatures(args: Namespace) -> list[tuple[float | None, float]]:
+    """Returns the (rate, temperature) pairs to measure, one after another."""
     return [(rate, temperature) for temperature in args.temperature for rate in args.rate or [None]]
 
 
-def _load(args: Namespace) -> Load:
-    """The load that the flags describe.  Raises EspalierError."""
+def _load_of_flags(args: Namespace) -> Load:
+    """Returns the load that the flags describe.  Raises EspalierError."""
     require_at_least_one(args, "requests", "concurrency", "burst", "turns", "prefix_length")
     for rate in args.rate or ():
         require_number("--rate", rate, lambda rate: rate > 0, "more than 0")
     for name in ("prefixes", "think"):
         require_number(flag_of(name), getattr(args, name), lambda value: value >= 0, "0 or more", optional=True)
-    return mixed(
-        args.requests or REQUESTS,
-        args.input or INPUTS,
-        args.output or OUTPUTS,
+    return random_load(
+        args.requests or DEFAULT_REQUESTS,
+        args.input or DEFAULT_INPUTS,
+        args.output or DEFAULT_OUTPUTS,
         args.turns or 1,
         prefixes=args.prefixes or 0,
-        prefix_tokens=args.prefix_length or open_loop.DEFAULTS["prefix_length"],
-        think=open_loop.DEFAULTS["think"] if args.think is None else args.think,
+        prefix_tokens=args.prefix_length or open_loop.DEFAULT_FLAGS["prefix_length"],
+        think=open_loop.DEFAULT_FLAGS["think"] if args.think is None else args.think,
     )
 
 
-def _each_way(
+def _results_by_variant(
     args: Namespace,
     load: Load | None,
     talks: Sequence[Conversation] | None,
     engines_of: Callable[..., BenchEngines],
 ) -> Any:
-    """Yields (name of a way to decode, (results, config) of each cell), after a warm-up."""
-    made = engines_of(args, {}, **({} if load is None else {"max_context": load.longest}))
+    """Yields (name of an engine variant, (result, config) of each cell).  Each variant is warmed up first."""
+    made = engines_of(args, {}, **({} if load is None else {"max_context": load.max_tokens}))
     if load is not None:
-        asked = ("--input {},{}".format(*(args.input or INPUTS)), "--output {},{}".format(*(args.output or OUTPUTS)))
-        require_positions(made.positions, load.longest, *asked)
-    think = open_loop.DEFAULTS["think"] if args.think is None else args.think
-    for name, way in compared_ways(made).items():
+        asked = (
+            "--input {},{}".format(*(args.input or DEFAULT_INPUTS)),
+            "--output {},{}".format(*(args.output or DEFAULT_OUTPUTS)),
+        )
+        require_positions(made.positions, load.max_tokens, *asked)
+    think = open_loop.DEFAULT_FLAGS["think"] if args.think is None else args.think
+    for name, way in variants_to_compare(made).items():
         with made.open(way) as bench:
 
-            def conversations(temperature: float, bench: BenchEngine = bench) -> Talks:
+            def conversations(temperature: float, bench: BenchEngine = bench) -> LoadConversations:
                 if load is not None:
-                    return RandomTalks(load, load.texts(bench.prompts(load.lengths)))
-                return DatasetTalks(bench.llm, talks or (), temperature, args.thinking, think)
+                    return RandomConversations(load, load.texts(bench.prompts(load.lengths)))
+                return DatasetConversations(bench.llm, talks or (), temperature, args.thinking, think)
 
             asked_by = {temperature: conversations(temperature) for temperature in args.temperature}
             _warm_up(bench, load, args.concurrency or next(iter(asked_by.values())).count)
             cells: list[tuple[LoadResult, ResolvedConfig]] = []
-            for rate, temperature in _cells(args):
+            for rate, temperature in _rates_and_temperatures(args):
                 empty_prefix_cache(bench.engine)
                 arrivals = open_loop.arrivals_of(args, rate)
-                cells.append((serve_talks(bench.engine, asked_by[temperature], arrivals), bench.config))
+                cells.append((serve_conversations(bench.engine, asked_by[temperature], arrivals), bench.config))
             yield name, cells
 
 
 def _warm_up(bench: BenchEngine, load: Load | None, batch: int) -> None:
     some = min(batch, bench.config.layout.max_batch)
     some = some if load is None else min(some, load.count)
-    first = [INPUTS[0] if load is None else load.of(i).inputs[0] for i in range(some)]
-    serve(bench.engine, bench.prompts(first), Load(tuple(first), (WARM_UP_TOKENS,) * some), Arrivals())
+    first = [DEFAULT_INPUTS[0] if load is None else load.of(i).inputs[0] for i in range(some)]
+    serve_random(bench.engine, bench.prompts(first), Load(tuple(first), (WARM_UP_TOKENS,) * some), Arrivals())
 
 
-def _table(title: str, figures: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
-    """The lines of the table.  figures: by the way to decode."""
+def _table_rows(title: str, figures: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
+    """Returns the rows of the table.  figures: by engine variant."""
     rows = [[title, *figures]]
     rows += [
-        [name.replace("_", " "), *(form.format(each[name]) for each in figures.values())] for name, form in FORMATS
+        [name.replace("_", " "), *(form.format(each[name]) for each in figures.values())]
+        for name, form in NUMBER_FORMATS
     ]
     kinds = next(iter(figures.values()))["time_shares"]
     shares = [" / ".join(f"{share:.0%}" for share in each["time_shares"].values()) for each in figures.values()]

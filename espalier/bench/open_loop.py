@@ -1,8 +1,8 @@
 """`espalier bench load --url`: a load on running servers with OpenAI's API, whatever engine they run.
 
-Requests arrive at their times, however slow the answers are.  All servers get the same requests, one server after
-another.  Each rate and temperature has its own drawn prompts.  Times count from the moment at which a request was due.
-Each request has a connection of its own.
+Each request is sent at its planned time, however slow the answers are.  Latencies count from the planned time.  The
+servers are measured one after another, with the same requests.  Each rate and temperature has other random prompts.
+Each request has its own connection.
 """
 
 import asyncio
@@ -16,26 +16,26 @@ from time import perf_counter
 from types import MappingProxyType
 from typing import Any
 
-from espalier.bench.clients import SentRequest, Target, address_of, first_model, require_reachable, rounds_by_length
+from espalier.bench.clients import LoadTarget, SentRequest, address_of, first_model, require_reachable, rounds_by_length
 from espalier.bench.datasets import dataset_of_flags
-from espalier.bench.flags import BURSTS, CHAT, COMPLETIONS, FIXED, OF_DATASET, POISSON
-from espalier.bench.load import TIMES, AnsweredRequest, Arrivals, Timeline, by_category, latency_of
+from espalier.bench.flags import BURSTS, CHAT, COMPLETIONS, DATASET_FLAGS, FIXED, POISSON
+from espalier.bench.load import LATENCY_TIMES, AnsweredRequest, Arrivals, Timeline, figures_by_category, latency_figures
 from espalier.bench.report import (
     LoadPoint,
     category_table,
     command_line,
+    json_value,
     plot_load,
     require_plot,
     rows_of_times,
-    shown,
     write_markdown,
 )
-from espalier.bench.traffic import SWITCHES, Conversation, Traffic
+from espalier.bench.traffic import REASONING_SWITCHES, Conversation, Traffic
 from espalier.errors import EspalierError, require_number
 from espalier.terminal.console import print_header, print_table, progress, require_writable, write_json
 from espalier.terminal.flags import api_key, engine_settings, flag_of, require_at_least_one
 
-DEFAULTS: Mapping[str, Any] = MappingProxyType(
+DEFAULT_FLAGS: Mapping[str, Any] = MappingProxyType(
     {
         "rate": [2.0],
         "arrivals": POISSON,
@@ -54,102 +54,102 @@ DEFAULTS: Mapping[str, Any] = MappingProxyType(
 
 
 @dataclass(frozen=True)
-class Limits:
+class LatencyLimits:
     """Limits of latency in ms; None for no limit."""
 
     ttft: float | None
     itl: float | None
 
-    def hold(self, timeline: Timeline) -> bool:
+    def are_met_by(self, timeline: Timeline) -> bool:
         is_late = self.ttft is not None and 1e3 * timeline.first > self.ttft
         return not is_late and (self.itl is None or 1e3 * (timeline.per_token or 0.0) <= self.itl)
 
 
 @dataclass(frozen=True)
 class OpenLoopResult:
-    """The results of one server at one rate, or with a number of requests at the same time (rate: None).
+    """The results of one server at one rate; rate is None for a fixed number of requests in progress.
 
-    seconds: from the first arrival to the last answer; rounds: how many the server ran meanwhile, by accept length;
-    None if the server does not report them.
+    seconds: from the first arrival to the last answer.  rounds: the number of rounds in this time, by accept length;
+    None if the server does not report it.
     """
 
     server: str
     rate: float | None
     temperature: float
     seconds: float
-    asked: list[SentRequest] = field(repr=False)
-    limits: Limits
+    requests: list[SentRequest] = field(repr=False)
+    limits: LatencyLimits
     rounds: Counter[int] | None
 
     @property
-    def answered(self) -> list[SentRequest]:
-        return [each for each in self.asked if not each.error]
+    def answered_requests(self) -> list[SentRequest]:
+        return [each for each in self.requests if not each.error]
 
     @property
     def accept_length(self) -> float | None:
-        """The server's mean accept length; None if the server does not report it, or ran no round."""
+        """The server's mean accept length; None if it is not reported, or if no round ran."""
         return sum(self.rounds.elements()) / self.rounds.total() if self.rounds else None
 
     def figures(self) -> dict[str, Any]:
         length = self.accept_length
-        # The server's accept length is a mean over all its requests, so it says nothing of a single category.
-        of_each = length if len({each.category for each in self.asked}) == 1 else None
+        # A server reports one accept length for all its requests, so several categories do not show it.
+        of_each = length if len({each.category for each in self.requests}) == 1 else None
         answers = [
-            AnsweredRequest(each.category, each.timeline, each.num_output, of_each and each.later / of_each)
-            for each in self.answered
+            AnsweredRequest(each.category, each.timeline, each.num_output, of_each and each.num_later_tokens / of_each)
+            for each in self.answered_requests
         ]
-        good = sum(self.limits.hold(each.timeline) for each in self.answered)
-        tokens = sum(each.num_output for each in self.answered)
+        good = sum(self.limits.are_met_by(each.timeline) for each in self.answered_requests)
+        tokens = sum(each.num_output for each in self.answered_requests)
         return {
             "server": self.server,
             "rate": self.rate,
             "temperature": self.temperature,
-            "requests": len(self.asked),
-            "answered": len(self.answered),
-            "errors": dict(Counter(each.error for each in self.asked if each.error)),
+            "requests": len(self.requests),
+            "answered": len(self.answered_requests),
+            "errors": dict(Counter(each.error for each in self.requests if each.error)),
             "seconds": self.seconds,
-            "tokens_in": sum(each.num_prompt for each in self.answered),
+            "tokens_in": sum(each.num_prompt for each in self.answered_requests),
             "tokens_out": tokens,
-            "requests_per_second": len(self.answered) / self.seconds,
+            "requests_per_second": len(self.answered_requests) / self.seconds,
             "tokens_out_per_second": tokens / self.seconds,
             "goodput_per_second": good / self.seconds,
-            "good_share": good / len(self.asked),
+            "good_share": good / len(self.requests),
             "accept_length": length,
-            **latency_of([each.timeline for each in self.answered]),
-            "categories": by_category(answers),
+            **latency_figures([each.timeline for each in self.answered_requests]),
+            "categories": figures_by_category(answers),
         }
 
 
 def run(args: Namespace) -> int:
-    """Run the command.  Raises EspalierError if a server does not answer the first request."""
+    """Run `espalier bench load --url`.  Raises EspalierError if a server does not answer the first request."""
     read = dataset_of_flags(args)
-    _check(args)
+    _fill_and_check_flags(args)
     traffic = Traffic(args.input, args.output, args.turns, args.prefixes, args.prefix_length, args.token_ids)
-    limits = Limits(args.ttft_limit, args.itl_limit)
+    limits = LatencyLimits(args.ttft_limit, args.itl_limit)
     measured, models = [], {}
     cells = [(temperature, rate) for temperature in args.temperature for rate in args.rate]
-    # Each cell has other prompts, because a server keeps the prompts of the cell before in its prefix cache.
+    # Each cell has other prompts, because the server's prefix cache has the prompts of earlier cells.
     talks = [read or traffic.conversations(args.requests, seed) for seed in range(len(cells))]
     with progress("measuring", len(args.url) * sum(map(len, talks))) as advance:
         for url in args.url:
-            target = asyncio.run(_target(args, url))
+            target = asyncio.run(_reached_server(args, url))
             models[str(target.address)] = target.same["model"]
             for (temperature, rate), sent in zip(cells, talks, strict=True):
                 at = replace(target, same={"temperature": temperature, **target.same})
                 before = asyncio.run(rounds_by_length(at.address, at.headers))
-                seconds, asked = asyncio.run(_measure(at, sent, arrivals_of(args, rate), advance))
+                seconds, asked = asyncio.run(_measure_server(at, sent, arrivals_of(args, rate), advance))
                 after = asyncio.run(rounds_by_length(at.address, at.headers))
                 rounds = None if before is None or after is None else after - before
                 measured.append(OpenLoopResult(str(at.address), rate, temperature, seconds, asked, limits, rounds))
     figures = [each.figures() for each in measured]
-    named = (*DEFAULTS, "concurrency", "token_ids", "extra_body", "dataset", *OF_DATASET)
-    about = {name: shown(getattr(args, name)) for name in named} | asdict(limits)
+    named = (*DEFAULT_FLAGS, "concurrency", "token_ids", "extra_body", "dataset", *DATASET_FLAGS)
+    about = {name: json_value(getattr(args, name)) for name in named} | asdict(limits)
     write_json(args.json, {"command": command_line(), "models": models, "load": about, "cells": figures})
-    tables = [_table(figures, limits)]
+    tables = [_table_rows(figures, limits)]
     if read is not None:
         tables += [
             category_table(
-                f"{each['server']}{_at(each['rate'])}, temperature {each['temperature']:g}", each["categories"]
+                f"{each['server']}{_rate_text(each['rate'])}, temperature {each['temperature']:g}", each["categories"]
             )
             for each in figures
         ]
@@ -159,19 +159,19 @@ def run(args: Namespace) -> int:
         print_table(table)
     for each in figures:
         for error, count in each["errors"].items():
-            print(f"  {each['server']}{_at(each['rate'])}: {count} requests without an answer: {error}")
-    points = [_point(each) for each in figures if each["rate"] is not None]
+            print(f"  {each['server']}{_rate_text(each['rate'])}: {count} requests without an answer: {error}")
+    points = [_load_point(each) for each in figures if each["rate"] is not None]
     plot_load(points, {"ttft_ms": limits.ttft, "per_token_ms": limits.itl}, args.plot)
     return 0
 
 
-def _check(args: Namespace) -> None:
-    """Set the defaults of flags, and check them.  Raises EspalierError."""
+def _fill_and_check_flags(args: Namespace) -> None:
+    """Set the defaults of flags that were not given, and check the flags.  Raises EspalierError."""
     if args.concurrency is not None:
         args.rate = [None]
     if args.token_ids is not None:
         _check_token_ids(args)
-    for name, value in DEFAULTS.items():
+    for name, value in DEFAULT_FLAGS.items():
         if getattr(args, name) is None:
             setattr(args, name, value)
     require_at_least_one(args, "burst", "requests", "turns", "prefix_length")
@@ -189,7 +189,7 @@ def _check(args: Namespace) -> None:
 
 
 def _check_token_ids(args: Namespace) -> None:
-    """Raises EspalierError for flags that need text prompts, if --token-ids is given."""
+    """Refuse flags for text prompts beside --token-ids.  Raises EspalierError."""
     require_at_least_one(args, "token_ids")
     if args.endpoint == CHAT or (args.turns or 1) > 1:
         other = "--endpoint chat" if args.endpoint == CHAT else "--turns"
@@ -198,40 +198,40 @@ def _check_token_ids(args: Namespace) -> None:
 
 
 def arrivals_of(args: Namespace, rate: float | None) -> Arrivals:
-    """The arrivals at one rate by the flags; rate None: with --concurrency, or all at once."""
+    """Returns the arrivals at one rate; for rate None, those with --concurrency, or all at once."""
     if rate is None:
         return Arrivals(args.concurrency)
-    burst = {POISSON: None, FIXED: 1, BURSTS: args.burst or DEFAULTS["burst"]}[args.arrivals or POISSON]
+    burst = {POISSON: None, FIXED: 1, BURSTS: args.burst or DEFAULT_FLAGS["burst"]}[args.arrivals or POISSON]
     return Arrivals(rate=rate, burst=burst)
 
 
-async def _target(args: Namespace, url: str) -> Target:
-    """The server at a URL, after it has answered one request.  Raises EspalierError."""
+async def _reached_server(args: Namespace, url: str) -> LoadTarget:
+    """Returns the server at a URL after one answered request.  Raises EspalierError."""
     key = api_key(args)
     address = address_of(url)
     headers = {"host": address.host} | ({"authorization": f"Bearer {key}"} if key else {})
     await require_reachable(address)
     model = engine_settings(args).get("model") or await first_model(address, headers)
-    switch = {} if args.thinking is None else {"chat_template_kwargs": {SWITCHES[0]: args.thinking}}
+    switch = {} if args.thinking is None else {"chat_template_kwargs": {REASONING_SWITCHES[0]: args.thinking}}
     same = {"model": model, **switch, **(args.extra_body or {})}
-    target = Target(address, headers, same, args.endpoint, args.timeout, args.think)
+    target = LoadTarget(address, headers, same, args.endpoint, args.timeout, args.think)
     [first] = Traffic((2, 2), (4, 4), token_ids=args.token_ids).conversations(1, seed=-1)
-    [asked] = await target.converse(first, perf_counter())
+    [asked] = await target.run_conversation(first, perf_counter())
     if asked.error:
         raise EspalierError(f"--url {url} does not answer a first request: {asked.error}")
     return target
 
 
-async def _measure(
-    target: Target, talks: Sequence[Conversation], arrivals: Arrivals, advance: Any
+async def _measure_server(
+    target: LoadTarget, talks: Sequence[Conversation], arrivals: Arrivals, advance: Any
 ) -> tuple[float, list[SentRequest]]:
-    """(seconds, requests) of all conversations.  Each begins when it is due, or when another has ended."""
-    begun, due = perf_counter(), arrivals.due(len(talks))
+    """Run all conversations and return (seconds, requests).  Each starts at its time, or when another ends."""
+    begun, due = perf_counter(), arrivals.arrival_times(len(talks))
     free = asyncio.Semaphore(arrivals.concurrency or len(talks))
 
     async def one(talk: Conversation) -> list[SentRequest]:
         async with free:
-            asked = await target.converse(talk, begun + due[talk.number] if arrivals.rate else perf_counter())
+            asked = await target.run_conversation(talk, begun + due[talk.number] if arrivals.rate else perf_counter())
         advance()
         return asked
 
@@ -239,7 +239,7 @@ async def _measure(
     return perf_counter() - begun - due[0], [asked for each in results for asked in each]
 
 
-def _table(figures: Sequence[Mapping[str, Any]], limits: Limits) -> list[list[str]]:
+def _table_rows(figures: Sequence[Mapping[str, Any]], limits: LatencyLimits) -> list[list[str]]:
     held = [f"{name} {ms:g} ms" for name, ms in (("ttft", limits.ttft), ("per token", limits.itl)) if ms is not None]
     rows = [
         ["", *(each["server"] for each in figures)],
@@ -257,10 +257,10 @@ def _table(figures: Sequence[Mapping[str, Any]], limits: Limits) -> list[list[st
     return rows
 
 
-def _at(rate: float | None) -> str:
+def _rate_text(rate: float | None) -> str:
     return "" if rate is None else f" at {rate:g}/s"
 
 
-def _point(each: Mapping[str, Any]) -> LoadPoint:
-    times = {name: each[name] for name in TIMES}
+def _load_point(each: Mapping[str, Any]) -> LoadPoint:
+    times = {name: each[name] for name in LATENCY_TIMES}
     return LoadPoint(each["server"], each["rate"], times, each["goodput_per_second"], each["requests_per_second"])

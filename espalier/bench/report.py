@@ -1,4 +1,4 @@
-"""The report of a load: its command, its tables in Markdown, the table of categories, and plots."""
+"""Writes the report of a load: command line, Markdown tables, the table of categories, and plots."""
 
 import shlex
 import sys
@@ -8,60 +8,60 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-from espalier.bench.load import TIMES, title_of
+from espalier.bench.load import LATENCY_TIMES, time_title
 from espalier.errors import EspalierError, install_command
-from espalier.terminal.console import header
+from espalier.terminal.console import machine_line
 
-COLUMNS = ("requests", "tokens out", "accept length", "ms a round", "tokens/s of a request")
-KEY = "--api-key"
-FORMATS = (".png", ".svg", ".pdf")
+CATEGORY_COLUMNS = ("requests", "tokens out", "accept length", "ms a round", "tokens/s of a request")
+KEY_FLAG = "--api-key"
+SUFFIXES = (".png", ".svg", ".pdf")
 COLOURS = ("tab:blue", "tab:orange", "tab:green", "tab:red")
 
 
 def command_line() -> str:
-    """The command of this process, without the value of --api-key."""
-    words = [word if not word.startswith(f"{KEY}=") else f"{KEY}=..." for word in sys.argv[1:]]
-    hidden = ["..." if before == KEY else word for before, word in zip(["", *words], words, strict=False)]
+    """Returns the command line of this process, without the value of --api-key."""
+    words = [word if not word.startswith(f"{KEY_FLAG}=") else f"{KEY_FLAG}=..." for word in sys.argv[1:]]
+    hidden = ["..." if before == KEY_FLAG else word for before, word in zip(["", *words], words, strict=False)]
     return shlex.join(["espalier", *hidden])
 
 
-def shown(value: Any) -> Any:
-    """A flag's value in a form that JSON can hold."""
+def json_value(value: Any) -> Any:
+    """Returns a flag's value as a JSON value."""
     return str(value) if isinstance(value, Path) else value
 
 
 def category_table(title: str, categories: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
-    """The lines of a table with the figures of each category.  categories: as from load.py:by_category."""
+    """Returns the rows of a table with the figures of each category.  categories: from load.py:figures_by_category."""
     waits = [f"{name}, p50 / p99 ms" for name in ("ttft", "between pieces")]
-    rows = [[title, *COLUMNS, *waits]]
+    rows = [[title, *CATEGORY_COLUMNS, *waits]]
     for name, each in categories.items():
         numbers = (each["accept_length"], each["step_ms"], each["tokens_per_second"])
         cells = ["-" if number is None else f"{number:.2f}" for number in numbers]
-        times = [each[key] and f"{each[key]['p50']:.1f} / {each[key]['p99']:.1f}" for key in WAITS]
+        times = [each[key] and f"{each[key]['p50']:.1f} / {each[key]['p99']:.1f}" for key in WAIT_TIMES]
         rows.append([name or "-", str(each["requests"]), str(each["tokens_out"]), *cells, *(t or "-" for t in times)])
     return rows
 
 
-WAITS = ("ttft_ms", "between_pieces_ms")
+WAIT_TIMES = ("ttft_ms", "between_pieces_ms")
 
 
 def rows_of_times(figures: Iterable[Mapping[str, Any]]) -> list[list[str]]:
-    """A line of a table for each of TIMES.  figures: of each column.  For few requests, p90 and p99 are the slowest."""
+    """Returns a table row for each of LATENCY_TIMES.  figures: of each column.  Few requests have p99 = maximum."""
     columns = list(figures)
     return [
         [
-            f"{title_of(name)}, p50 / p90 / p99 ms",
+            f"{time_title(name)}, p50 / p90 / p99 ms",
             *(" / ".join(f"{ms:.1f}" for ms in (each[name] or {}).values()) or "-" for each in columns),
         ]
-        for name in TIMES
+        for name in LATENCY_TIMES
     ]
 
 
 def write_markdown(path: Path | None, tables: Sequence[Sequence[Sequence[str]]]) -> None:
-    """Write the tables below the command and the machine, if a path is given.  Raises EspalierError."""
+    """Write the command line, the machine and the tables to `path`, if it is given.  Raises EspalierError."""
     if path is None:
         return
-    parts = [f"`{command_line()}`", header()]
+    parts = [f"`{command_line()}`", machine_line()]
     for first, *rows in tables:
         lines = [first, ["---"] * len(first), *rows]
         parts.append("\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines))
@@ -72,11 +72,11 @@ def write_markdown(path: Path | None, tables: Sequence[Sequence[Sequence[str]]])
 
 
 def require_plot(path: Path | None) -> None:
-    """Check, before any measurement, that the plot can be drawn.  Raises EspalierError."""
+    """Check before the measurements that the plot can be drawn and saved.  Raises EspalierError."""
     if path is None:
         return
-    if path.suffix not in FORMATS:
-        raise EspalierError(f"--plot {path} is not a kind of picture; name a file that ends in {', '.join(FORMATS)}")
+    if path.suffix not in SUFFIXES:
+        raise EspalierError(f"--plot {path} is not a kind of picture; name a file that ends in {', '.join(SUFFIXES)}")
     try:
         import matplotlib  # noqa: F401
     except ImportError:
@@ -85,10 +85,8 @@ def require_plot(path: Path | None) -> None:
 
 @dataclass(frozen=True)
 class LoadPoint:
-    """The figures of a server at one rate of arrivals.
-
-    times: percentiles in ms, by the name of a time; goodput, answered: requests a second, within the limits and in all.
-    """
+    """The figures of a server at one rate of arrivals.  times: percentiles in ms, by the name of a time.  answered:
+    requests a second; goodput: those within the limits."""
 
     server: str
     rate: float
@@ -98,7 +96,7 @@ class LoadPoint:
 
 
 def plot_load(points: Sequence[LoadPoint], limits: Mapping[str, float | None], path: Path | None) -> None:
-    """Write the plot, if a path is given: p50 and p99 of each time, and requests a second, over the rate.
+    """Plot p50 and p99 of each time, and requests a second, over the rate.  Write the plot to `path`, if it is given.
 
     limits: in ms, by the name of a time.  Raises EspalierError.
     """
@@ -109,13 +107,13 @@ def plot_load(points: Sequence[LoadPoint], limits: Mapping[str, float | None], p
     figure = Figure(figsize=(13.0, 7.5), layout="constrained")
     *times, requests, legend = figure.subplots(2, 3).flat
     for name, axis in zip(points[0].times, times, strict=True):
-        axis.set_title(f"{title_of(name)}, ms")
+        axis.set_title(f"{time_title(name)}, ms")
         if limits.get(name) is not None:
             axis.axhline(limits[name], color="tab:gray", linestyle=":")
     requests.set_title("requests/s: within the limits, answered")
     for colour, server in zip(cycle(COLOURS), dict.fromkeys(point.server for point in points), strict=False):
         own = sorted((point for point in points if point.server == server), key=lambda point: point.rate)
-        _lines(own, colour, times, requests)
+        _plot_lines(own, colour, times, requests)
         legend.plot([], [], "o-", color=colour, label=f"{server}: p50, within the limits")
         legend.plot([], [], "^--", color=colour, label=f"{server}: p99, answered")
     legend.axis("off")
@@ -123,11 +121,11 @@ def plot_load(points: Sequence[LoadPoint], limits: Mapping[str, float | None], p
     for axis in (*times, requests):
         axis.set_xlabel("arrivals a second")
         axis.set_ylim(bottom=0)
-    save(figure, path)
+    save_plot(figure, path)
 
 
-def _lines(own: Sequence[LoadPoint], colour: str, times: Sequence[Any], requests: Any) -> None:
-    """Draw one server's lines.  A rate without answered requests has no times."""
+def _plot_lines(own: Sequence[LoadPoint], colour: str, times: Sequence[Any], requests: Any) -> None:
+    """Plot one server's lines.  Rates without answered requests have no times."""
     for i, axis in enumerate(times):
         for percentile, style in (("p50", "o-"), ("p99", "^--")):
             known = [(point.rate, found[percentile]) for point in own if (found := list(point.times.values())[i])]
@@ -137,7 +135,7 @@ def _lines(own: Sequence[LoadPoint], colour: str, times: Sequence[Any], requests
     requests.plot(rates, [point.answered for point in own], "^--", color=colour)
 
 
-def save(figure: Any, path: Path) -> None:
+def save_plot(figure: Any, path: Path) -> None:
     """Save a figure.  Raises EspalierError if the file cannot be written."""
     try:
         figure.savefig(path)

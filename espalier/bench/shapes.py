@@ -1,7 +1,7 @@
-"""Sizes of published models by name, as in their config.json files, for tuning without a checkpoint.
+"""The sizes of published models by name, from their config.json files, for tuning without a checkpoint.
 
-One thing differs: an lm_head that is tied to the embedding cannot hold the token chain of the lab's models, so each
-head is stored apart.  A pass costs the same, since a tied head also reads the whole embedding.
+Unlike the published models, each model here has an untied lm_head, because the lab's synthetic models need one.  A pass
+costs the same, because a tied head also reads the whole embedding.
 """
 
 from collections.abc import Mapping
@@ -17,27 +17,26 @@ from espalier.models.families import FAMILIES
 from espalier.models.loading import find_family
 from espalier.speculate.drafters.registry import format_of
 
-LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "attention_bias": False, "mlp_bias": False}
-QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "attention_bias": False}
-QWEN3_MOE = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "attention_bias": False}
-DEEPSEEK_V2 = {"architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "attention_bias": False}
-DEEPSEEK_V3 = {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "attention_bias": False}
-GEMMA4 = {"architectures": ["Gemma4ForCausalLM"], "model_type": "gemma4_text", "attention_bias": False}
-GPT_OSS = {"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "attention_bias": True}
-MINISTRAL3 = {"architectures": ["Ministral3ForCausalLM"], "model_type": "ministral3"}
-PHI3 = {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3", "attention_bias": False}
-# The size of a draft's heads if the target has latent attention.
+LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+LLAMA_FIELDS = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "attention_bias": False}
+QWEN3_FIELDS = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "attention_bias": False}
+QWEN3_MOE_FIELDS = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "attention_bias": False}
+DEEPSEEK_V2_FIELDS = {"architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "attention_bias": False}
+DEEPSEEK_V3_FIELDS = {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "attention_bias": False}
+GEMMA4_FIELDS = {"architectures": ["Gemma4ForCausalLM"], "model_type": "gemma4_text", "attention_bias": False}
+GPT_OSS_FIELDS = {"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "attention_bias": True}
+MINISTRAL3_FIELDS = {"architectures": ["Ministral3ForCausalLM"], "model_type": "ministral3"}
+PHI3_FIELDS = {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3", "attention_bias": False}
+# The head size of a draft for a target with latent attention.
 DRAFT_HEAD_SIZE = 128
 
 
 @dataclass(frozen=True, eq=False)
 class Shape:
-    """The sizes of a production model.
+    """The sizes of a published model, and of a draft for it.
 
-    source: the model with this config.json; fields: of that config.json; num_plain: ids from here on are special and
-    never emitted, nor are ids below first_plain; draft_vocab: how many tokens the draft knows; the target emits only
-    these tokens.
+    source: the model's Hugging Face id.  fields: of its config.json.  The target emits ids from first_plain up to
+    num_plain, if they are in the draft's vocabulary of draft_vocab tokens.
     """
 
     name: str
@@ -47,8 +46,8 @@ class Shape:
     fields: Mapping[str, Any]
     first_plain: int = 0
 
-    def cut(self, layers: int) -> "Shape":
-        """The same model with only its first layers.  Raises EspalierError if it has fewer."""
+    def with_layers(self, layers: int) -> "Shape":
+        """Returns the model with only its first `layers` layers.  Raises EspalierError for more layers than it has."""
         count = self.fields["num_hidden_layers"]
         if not 1 <= layers <= count:
             raise EspalierError(f"--layers={layers} is not supported: {self.name} has {count} layers; use 1 to {count}")
@@ -72,10 +71,10 @@ class Shape:
 
     @property
     def draft_layer(self) -> dict[str, Any]:
-        """The config of a draft's layer: a Llama layer of the target's shape.
+        """The config.json fields of a draft's layer: a Llama layer with the target's sizes.
 
-        The heads of latent attention keep no K and V.  So a draft for such a target has heads of 128 values, and at
-        most a quarter as many key-value heads.
+        Latent attention has no K and V heads.  So a draft for such a target has heads of 128 values, and at most a
+        quarter as many key-value heads as heads.
         """
         config = self.target
         heads, kv_heads, head_size = config.heads, config.kv_heads, config.head_size
@@ -104,7 +103,7 @@ class Shape:
 
     @property
     def draft_json(self) -> dict[str, Any]:
-        """The config.json of an EAGLE-3 head, in SafeAILab's form."""
+        """The config.json of an EAGLE-3 head in SafeAILab's format."""
         return {
             **self.draft_layer,
             "architectures": ["LlamaForCausalLMEagle3"],
@@ -114,14 +113,15 @@ class Shape:
 
     @property
     def draft_config(self) -> DraftConfig:
-        """The DraftConfig of the EAGLE-3 head."""
+        """The parsed config of the EAGLE-3 head."""
         path = Path(f"{self.name} draft")
         return format_of(self.draft_json, path).read(path, self.draft_json, self.target)
 
 
 def _llama(hidden: int, inner: int, layers: int, head: int, factor: float, heads: int = 32) -> dict[str, Any]:
     return {
-        **LLAMA,
+        **LLAMA_FIELDS,
+        "mlp_bias": False,
         "vocab_size": 128256,
         "hidden_size": hidden,
         "intermediate_size": inner,
@@ -132,14 +132,14 @@ def _llama(hidden: int, inner: int, layers: int, head: int, factor: float, heads
         "max_position_embeddings": 131072,
         "rms_norm_eps": 1e-5,
         "rope_theta": 500000.0,
-        "rope_scaling": {"rope_type": "llama3", "factor": factor, **LLAMA3},
+        "rope_scaling": {"rope_type": "llama3", "factor": factor, **LLAMA3_ROPE},
         "bos_token_id": 128000,
         "eos_token_id": 128001,
     }
 
 
 QWEN3_8B = {
-    **QWEN3,
+    **QWEN3_FIELDS,
     "vocab_size": 151936,
     "hidden_size": 4096,
     "intermediate_size": 12288,
@@ -158,7 +158,7 @@ QWEN3_8B = {
 }
 QWEN3_30B_A3B = {
     **QWEN3_8B,
-    **QWEN3_MOE,
+    **QWEN3_MOE_FIELDS,
     "hidden_size": 2048,
     "intermediate_size": 6144,
     "num_hidden_layers": 48,
@@ -170,7 +170,7 @@ QWEN3_30B_A3B = {
     "decoder_sparse_step": 1,
     "mlp_only_layers": [],
 }
-LATENT = {
+LATENT_FIELDS = {
     "kv_lora_rank": 512,
     "qk_nope_head_dim": 128,
     "qk_rope_head_dim": 64,
@@ -179,10 +179,10 @@ LATENT = {
     "rms_norm_eps": 1e-6,
     "rope_theta": 10000,
 }
-YARN = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1}
+YARN_ROPE = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1}
 DEEPSEEK_V2_LITE = {
-    **DEEPSEEK_V2,
-    **LATENT,
+    **DEEPSEEK_V2_FIELDS,
+    **LATENT_FIELDS,
     "vocab_size": 102400,
     "hidden_size": 2048,
     "intermediate_size": 10944,
@@ -190,7 +190,7 @@ DEEPSEEK_V2_LITE = {
     "num_attention_heads": 16,
     "num_key_value_heads": 16,
     "q_lora_rank": None,
-    "rope_scaling": {**YARN, "mscale": 0.707, "mscale_all_dim": 0.707},
+    "rope_scaling": {**YARN_ROPE, "mscale": 0.707, "mscale_all_dim": 0.707},
     "first_k_dense_replace": 1,
     "moe_layer_freq": 1,
     "n_routed_experts": 64,
@@ -206,10 +206,10 @@ DEEPSEEK_V2_LITE = {
     "bos_token_id": 100000,
     "eos_token_id": 100001,
 }
-# Five of 61 layers, one of them dense instead of three: in bfloat16 they take 97 GB.  The MTP layer is left out.
+# Five of 61 layers, of which one is dense instead of three.  They take 97 GB in bfloat16.  The MTP layer is left out.
 DEEPSEEK_V3_1GPU = {
-    **DEEPSEEK_V3,
-    **LATENT,
+    **DEEPSEEK_V3_FIELDS,
+    **LATENT_FIELDS,
     "vocab_size": 129280,
     "hidden_size": 7168,
     "intermediate_size": 18432,
@@ -217,7 +217,7 @@ DEEPSEEK_V3_1GPU = {
     "num_attention_heads": 128,
     "num_key_value_heads": 128,
     "q_lora_rank": 1536,
-    "rope_scaling": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
+    "rope_scaling": {**YARN_ROPE, "mscale": 1.0, "mscale_all_dim": 1.0},
     "first_k_dense_replace": 1,
     "moe_layer_freq": 1,
     "n_routed_experts": 256,
@@ -233,15 +233,15 @@ DEEPSEEK_V3_1GPU = {
     "bos_token_id": 0,
     "eos_token_id": 1,
 }
-# Eight of 61 layers, six of them dense instead of three, so that one GPU holds them (57 GB) and long contexts show.
-# DEEPSEEK_V32_CUT selects rows.  DEEPSEEK_V3_CUT attends to all rows, for comparison.
+# Eight of 61 layers, of which six are dense instead of three.  They take 57 GB, so one GPU has room for long contexts.
+# DEEPSEEK_V32_CUT has sparse attention; DEEPSEEK_V3_CUT has full attention, for comparison.
 DEEPSEEK_V3_CUT = {**DEEPSEEK_V3_1GPU, "num_hidden_layers": 8, "first_k_dense_replace": 6}
-DEEPSEEK_V32 = {"architectures": ["DeepseekV32ForCausalLM"], "model_type": "deepseek_v32"}
-INDEX = {"index_topk": 2048, "index_head_dim": 128, "index_n_heads": 64}
-DEEPSEEK_V32_CUT = {**DEEPSEEK_V3_CUT, **DEEPSEEK_V32, **INDEX}
-# Sizes for weights in bfloat16, although the published experts are in MXFP4.
+DEEPSEEK_V32_FIELDS = {"architectures": ["DeepseekV32ForCausalLM"], "model_type": "deepseek_v32"}
+INDEXER_FIELDS = {"index_topk": 2048, "index_head_dim": 128, "index_n_heads": 64}
+DEEPSEEK_V32_CUT = {**DEEPSEEK_V3_CUT, **DEEPSEEK_V32_FIELDS, **INDEXER_FIELDS}
+# For weights in bfloat16; the published experts are in MXFP4.
 GPT_OSS_20B = {
-    **GPT_OSS,
+    **GPT_OSS_FIELDS,
     "vocab_size": 201088,
     "hidden_size": 2880,
     "intermediate_size": 2880,
@@ -272,7 +272,7 @@ GPT_OSS_20B = {
 # public loaders check the published files against: 50 sliding and 10 full layers (31B), 25 and 5 with 128 experts of
 # 704 (26B-A4B).
 GEMMA4_31B = {
-    **GEMMA4,
+    **GEMMA4_FIELDS,
     "vocab_size": 262144,
     "hidden_size": 5376,
     "intermediate_size": 21504,
@@ -308,7 +308,7 @@ GEMMA4_26B_A4B = {
 # The defaults of Transformers 5.24 are the 8B (34 layers, 4096, 14336); heads, YaRN and vocabulary are the same.  With
 # the sizes here, the text model has 13.5 billion parameters, as its model card states.
 MINISTRAL3_14B = {
-    **MINISTRAL3,
+    **MINISTRAL3_FIELDS,
     "vocab_size": 131072,
     "hidden_size": 5120,
     "intermediate_size": 16384,
@@ -371,7 +371,7 @@ QWEN3_6_35B_A3B = {
     "moe_intermediate_size": 512,
     "shared_expert_intermediate_size": 512,
 }
-NEMOTRON3 = "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16"
+NEMOTRON3_SOURCE = "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16"
 NEMOTRON3_30B_A3B = {
     "architectures": ["NemotronHForCausalLM"],
     "model_type": "nemotron_h",
@@ -400,7 +400,7 @@ NEMOTRON3_30B_A3B = {
 }
 # The defaults of Transformers 5.24 are Phi-3-mini.  These sizes are from Phi-4's config.json: 14.7 billion parameters.
 PHI_4 = {
-    **PHI3,
+    **PHI3_FIELDS,
     "vocab_size": 100352,
     "hidden_size": 5120,
     "intermediate_size": 17920,
@@ -436,7 +436,7 @@ SHAPES: Mapping[str, Shape] = MappingProxyType(
             Shape("ministral3-14b", "mistralai/Ministral-3-14B-Instruct-2512", 131072, 32000, MINISTRAL3_14B, 1000),
             Shape("qwen3.6-27b", "Qwen/Qwen3.6-27B", 248044, 32000, QWEN3_6_27B),
             Shape("qwen3.6-35b-a3b", "Qwen/Qwen3.6-35B-A3B", 248044, 32000, QWEN3_6_35B_A3B),
-            Shape("nemotron-30b-a3b", NEMOTRON3, 131072, 32000, NEMOTRON3_30B_A3B, 1000),
+            Shape("nemotron-30b-a3b", NEMOTRON3_SOURCE, 131072, 32000, NEMOTRON3_30B_A3B, 1000),
             Shape("phi-4", "microsoft/phi-4", 100256, 32000, PHI_4),
         )
     }
@@ -444,7 +444,7 @@ SHAPES: Mapping[str, Shape] = MappingProxyType(
 
 
 def find_shape(name: str) -> Shape:
-    """The entry of SHAPES with this name.  Raises EspalierError for an unknown name."""
+    """Returns the entry of SHAPES with this name.  Raises EspalierError for an unknown name."""
     if name not in SHAPES:
         raise EspalierError(f"shape {name!r} is not known; use one of {', '.join(SHAPES)}")
     return SHAPES[name]

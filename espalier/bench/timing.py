@@ -1,7 +1,7 @@
-"""Measures GPU times with CUDA graphs: the times of bodies, the bandwidth, and chains of the products of a pass.
+"""Measures GPU times with CUDA graphs: of functions, of the memory bandwidth, and of chains of a pass's products.
 
-A timed body should find in the L2 cache only the data that it would find there in use.  So in a chain, each layer of a
-pass has its own weights.  A single shape is measured over more copies of its weight than the cache holds.
+A timed function should find only those data in the L2 cache that it finds there in real use.  So each layer of a chain
+has its own weights.  A single shape is measured with more copies of its weight than fit in the cache.
 """
 
 import math
@@ -25,52 +25,52 @@ from espalier.kernels.runtime.launch import chip
 from espalier.models.layers.mlp import rounding_in_norm
 from espalier.models.quantisers import QUANTISERS
 
-# Several times the size of any L2 cache.
+# The bytes that the bandwidth test reads: several times the size of any L2 cache.
 BANDWIDTH_BYTES = 4 * 2**30
-# Seconds of a measurement: long enough for the GPU's clocks to settle under load.  At its power limit a GPU slows down
-# after 0.2 s, and recovers after 0.4 s (docs/log.md).
-SECONDS = 1.0
-TURNS = 8
-# A shorter body is replayed several times between two events, so that the time of an event does not count.
-MIN_MS = 0.2
+# A measurement lasts long enough for the GPU's clocks to settle under load.  At its power limit a GPU slows down after
+# 0.2 s, and recovers after 0.4 s (docs/log.md).
+MEASUREMENT_SECONDS = 1.0
+DEFAULT_TURNS = 8
+# A shorter graph is replayed several times between two CUDA events, whose own time then hardly counts.
+MIN_TIMED_MS = 0.2
 MAX_REPLAYS = 50
-# Suffixes of the names of layers that read a norm's output.  Up to `max_kernel_rows`, the norm's launch rounds for
-# them.  The qkv of an EAGLE head reads two norms in one launch, which does not round, but the floor leaves out the
-# rounding there too.
-BEHIND_A_NORM = ("qkv", "q and kv", "gate_up")
+# Suffixes of the names of layers that read a norm's output.  Up to `max_kernel_rows`, the norm's launch quantises their
+# input.  The qkv of an EAGLE head reads two norms, whose launch does not quantise, but its quantisation is not measured
+# either.
+LAYERS_AFTER_NORM = ("qkv", "q and kv", "gate_up")
 
-# The least copies of a weight (one name and shape), and the least bytes of all its copies.
+# The fewest copies of a weight of one name and shape, and the fewest bytes of all copies.
 MIN_COPIES, MIN_BYTES = 4, 2**30
 
 Matrix = Tensor | QuantisedMatrix
 Multiply = Callable[[InputRows, Matrix], Tensor]
 Product = Callable[[], object]
-# Random inputs, by (heads, rows, columns).
-Inputs = dict[tuple[int, int, int], Tensor]
+# Random inputs by (heads, rows, columns).
+InputsBySize = dict[tuple[int, int, int], Tensor]
 
 
 class GraphTimer:
-    """Times bodies as CUDA graphs.  The graphs share one memory pool, which the first graph keeps alive."""
+    """Times functions as CUDA graphs.  All graphs share a memory pool, which the first graph keeps alive."""
 
     def __init__(self) -> None:
         self._first: torch.cuda.CUDAGraph | None = None
 
-    def ms(self, bodies: Sequence[Callable[[], Any]], turns: int = TURNS, seconds: float = 0.0) -> list[float]:
-        """The median ms of each body.  The bodies take turns, so that none runs on a cooler GPU.
+    def ms(self, bodies: Sequence[Callable[[], Any]], turns: int = DEFAULT_TURNS, seconds: float = 0.0) -> list[float]:
+        """Returns the median ms of each function.  The functions take turns, so that all run on an equally warm GPU.
 
-        They run for `seconds`, and at least `turns` times.  Only the later half counts: a GPU at its power limit slows
-        down within tenths of a second, and a server runs much longer than that.
+        They run for `seconds`, and at least `turns` times.  Only the second half counts: a GPU at its power limit slows
+        down within tenths of a second, and a server runs much longer.
         """
-        return timed([self.capture(body) for body in bodies], turns, seconds)
+        return median_graph_ms([self.capture(body) for body in bodies], turns, seconds)
 
     def bandwidth(self, device: torch.device) -> float:
-        """The bytes a second of a kernel that reads each byte once and writes almost nothing."""
+        """Returns the bandwidth, in bytes a second, of a kernel that reads each byte once and writes almost nothing."""
         data = torch.randn(BANDWIDTH_BYTES // torch.float32.itemsize, device=device)
-        (read,) = self.ms([data.sum], seconds=SECONDS)
+        (read,) = self.ms([data.sum], seconds=MEASUREMENT_SECONDS)
         return BANDWIDTH_BYTES / read * 1e3
 
     def capture(self, body: Callable[[], Any]) -> torch.cuda.CUDAGraph:
-        # The first call of a body may set up libraries, which a capture does not allow.
+        # The first call may set up libraries, which is not allowed during a capture.
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -78,17 +78,17 @@ class GraphTimer:
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         pool = self._first.pool() if self._first else None
-        # With another mode, a query of events by NCCL's threads would break the capture.
+        # In other modes, event queries of NCCL's threads would break the capture.
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             body()
         self._first = self._first or graph
         return graph
 
 
-def timed(graphs: Sequence[torch.cuda.CUDAGraph], turns: int, seconds: float) -> list[float]:
-    """The median ms of each graph, as in `GraphTimer.ms`."""
+def median_graph_ms(graphs: Sequence[torch.cuda.CUDAGraph], turns: int, seconds: float) -> list[float]:
+    """Returns the median ms of each graph.  See GraphTimer.ms."""
     first_ms = [times[-1] for times in _replay_times(graphs, 2, [1] * len(graphs))]
-    num_replays = [max(1, min(MAX_REPLAYS, int(MIN_MS / max(ms, 1e-3)))) for ms in first_ms]
+    num_replays = [max(1, min(MAX_REPLAYS, int(MIN_TIMED_MS / max(ms, 1e-3)))) for ms in first_ms]
     times_of: list[list[float]] = [[] for _ in graphs]
     begun = time.perf_counter()
     while not times_of[0] or time.perf_counter() - begun < seconds:
@@ -98,7 +98,7 @@ def timed(graphs: Sequence[torch.cuda.CUDAGraph], turns: int, seconds: float) ->
 
 
 def _replay_times(graphs: Sequence[torch.cuda.CUDAGraph], turns: int, num_replays: Sequence[int]) -> list[list[float]]:
-    """The ms of one replay, [graphs][turns].  num_replays: replays of each graph in a turn.  Waits only at the end."""
+    """Returns the ms of a replay: [graphs][turns].  num_replays: a turn's replays by graph.  Syncs only at the end."""
     events = [torch.cuda.Event(enable_timing=True) for _ in range(turns * len(graphs) + 1)]
     graphs[-1].replay()
     events[0].record()
@@ -112,10 +112,10 @@ def _replay_times(graphs: Sequence[torch.cuda.CUDAGraph], turns: int, num_replay
 
 
 class Weights:
-    """Random weights on a GPU: for each name and shape, one weight for each layer.  All passes share them.
+    """Random weights on a GPU.  Each name and shape has a weight for each layer, which all passes share.
 
-    Layers share weights too, as long as MIN_COPIES weights of MIN_BYTES in all remain, which no cache holds.  So a
-    model and its floor fit in memory together.
+    Layers share weights too, but MIN_COPIES weights of MIN_BYTES in total remain, which fit in no cache.  So two chains
+    of a model fit in memory together.
     """
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
@@ -126,22 +126,22 @@ class Weights:
         made = self._made.setdefault((run.name, run.shape), [])
         copies = max(MIN_COPIES, math.ceil(MIN_BYTES * run.count / run.weight_bytes))
         while len(made) < min(run.first + run.count, copies):
-            made.append(self.drawn(run.shape if run.heads == 1 else (run.heads, *run.shape), run.weights))
+            made.append(self.random_weight(run.shape if run.heads == 1 else (run.heads, *run.shape), run.weights))
         return [made[at % copies] for at in range(run.first, run.first + run.count)]
 
-    def drawn(self, shape: tuple[int, ...], weights: str = DENSE) -> Matrix:
-        """A random weight as large as a trained one.  Zeros would be multiplied faster, with less power."""
+    def random_weight(self, shape: tuple[int, ...], weights: str = DENSE) -> Matrix:
+        """Returns a random weight with a trained weight's magnitude: products with zeros would be faster."""
         dense = torch.empty(shape, dtype=self.dtype, device=self.device).normal_(std=shape[-1] ** -0.5)
         return dense if weights == DENSE else QUANTISERS[weights].quantise_matrix(dense)
 
     def chain(self, runs: Sequence[ProductRun], multiply: Multiply) -> Callable[[], None]:
-        """A function that runs all products of a pass, layer by layer, and then the products outside of layers."""
-        inputs: Inputs = {}
-        steps = [(run, layer) for group in by_layer(runs) for layer in range(group[0].count) for run in group]
-        return in_turn([self.product(run, layer, inputs, multiply) for run, layer in steps])
+        """Returns a function that runs all products of a pass: layer by layer, then those outside of layers."""
+        inputs: InputsBySize = {}
+        steps = [(run, layer) for group in group_by_count(runs) for layer in range(group[0].count) for run in group]
+        return run_in_order([self.product(run, layer, inputs, multiply) for run, layer in steps])
 
-    def product(self, run: ProductRun, layer: int, inputs: Inputs, multiply: Multiply) -> Product:
-        """The product with weight `layer` of a run.  inputs: of the chain; runs of the same size share an input."""
+    def product(self, run: ProductRun, layer: int, inputs: InputsBySize, multiply: Multiply) -> Product:
+        """Returns the product with a run's weight of this layer.  inputs: of the chain; equal sizes share an input."""
         key = run.heads, run.rows, run.shape[1]
         if key not in inputs:
             # [rows, in], or [heads, rows, in] for a batched product.
@@ -149,7 +149,7 @@ class Weights:
         return _product(run, inputs[key], self.of(run)[layer], multiply)
 
 
-def in_turn(products: Sequence[Product]) -> Callable[[], None]:
+def run_in_order(products: Sequence[Product]) -> Callable[[], None]:
     def body() -> None:
         for product in products:
             product()
@@ -161,13 +161,13 @@ def _product(run: ProductRun, x: Tensor, weight: Matrix, multiply: Multiply) -> 
     if isinstance(weight, Tensor):
         return partial(torch.bmm, x, weight.transpose(1, 2)) if weight.ndim == 3 else partial(multiply, x, weight)
     rounding = rounding_in_norm(weight, x)
-    if rounding is not None and run.name.endswith(BEHIND_A_NORM) and len(x) <= max_kernel_rows(rounding, chip(x)):
+    if rounding is not None and run.name.endswith(LAYERS_AFTER_NORM) and len(x) <= max_kernel_rows(rounding, chip(x)):
         return partial(multiply, RoundedRows(*quantise_rows(x, rounding), x.dtype), weight)
     return partial(multiply, x, weight)
 
 
-def by_layer(runs: Sequence[ProductRun]) -> list[list[ProductRun]]:
-    """The runs in groups of neighbours with the same count."""
+def group_by_count(runs: Sequence[ProductRun]) -> list[list[ProductRun]]:
+    """Returns the runs in groups of neighbours with equal counts."""
     groups: list[list[ProductRun]] = []
     for run in runs:
         if groups and groups[-1][0].count == run.count:
@@ -177,11 +177,9 @@ def by_layer(runs: Sequence[ProductRun]) -> list[list[ProductRun]]:
     return groups
 
 
-def plain(x: InputRows, weight: Matrix) -> Tensor:
-    """Multiply with the library's product, if it takes the weight: a dense one, or FP8 with scales of whole rows.
-
-    Other quantised weights are multiplied by our kernels.
-    """
+def multiply_by_library(x: InputRows, weight: Matrix) -> Tensor:
+    """Multiply with PyTorch's product if it supports the weight: dense weights, and FP8 with scales of whole rows.  Our
+    kernels multiply other quantised weights."""
     if isinstance(weight, Tensor):
         assert isinstance(x, Tensor)
         return F.linear(x, weight)
@@ -192,10 +190,14 @@ def plain(x: InputRows, weight: Matrix) -> Tensor:
     return linear_quantised(x, weight, None)
 
 
-def as_engine(x: InputRows, weight: Matrix) -> Tensor:
+def multiply_like_engine(x: InputRows, weight: Matrix) -> Tensor:
     """Multiply as the engine does on this GPU."""
     if not isinstance(weight, Tensor):
         return linear_quantised(x, weight, None)
     assert isinstance(x, Tensor)
     plans = dense_plans_for(weight)
-    return plain(x, weight) if plans is None else linear(x, weight, None, LINEAR_TUNING.plan_at(plans, len(x)))
+    return (
+        multiply_by_library(x, weight)
+        if plans is None
+        else linear(x, weight, None, LINEAR_TUNING.plan_at(plans, len(x)))
+    )

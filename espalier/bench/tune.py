@@ -1,12 +1,12 @@
-"""`espalier doctor --tune`: measure the linear layers on this GPU, and write the fastest plans for the engine to read.
+"""`espalier doctor --tune`: measures the linear layers on this GPU, and writes the fastest kernel plans for the engine.
 
-For each shape and bucket of rows, F.linear is measured against the candidates of our kernel.  With --weights the shapes
-are those of quantised matrices, and the plan by the rule of kernels/layers/linear_quantised.py replaces F.linear.
+For each shape and bucket of rows, F.linear is compared with the candidate plans of our kernel.  With --weights, the
+shapes are of quantised matrices, and the plan by the rule of kernels/layers/linear_quantised.py replaces F.linear.
 
-First each shape is measured alone: a chain of products, over so many weights that none is still in the L2 cache,
-replayed as a CUDA graph.  Then the best plans of a shape are measured among their neighbours, in the passes of a model.
-There a kernel with programmatic dependent launch gains from the kernel before it, and F.linear keeps the next kernel
-from starting early (docs/log.md).  With --seconds only the first candidates are measured, few rows first.
+First, each shape is measured alone: a CUDA graph of products with so many weights that none is still in the L2 cache.
+Then a shape's best plans are measured among neighbours, in passes of a model.  In a pass, a kernel with programmatic
+dependent launch gains from the kernel before it, and F.linear keeps the next kernel from starting early (docs/log.md).
+With --seconds only the first candidates are measured, few rows first.
 """
 
 from argparse import Namespace
@@ -23,8 +23,8 @@ from torch import Tensor
 from espalier.bench import tune_experts
 from espalier.bench.flags import EXPERTS
 from espalier.bench.linears import ModelShape, ProductRun, Shape, model_sizes, shape_named, with_draft
-from espalier.bench.timing import GraphTimer, Matrix, Multiply, Weights, as_engine
-from espalier.bench.tune_experts import versions
+from espalier.bench.timing import GraphTimer, Matrix, Multiply, Weights, multiply_like_engine
+from espalier.bench.tune_experts import gpu_versions
 from espalier.config import EngineConfig, is_unresolved
 from espalier.errors import EspalierError
 from espalier.kernels.layers import quantised_plans
@@ -62,46 +62,46 @@ from espalier.startup.resolve import choose_device
 from espalier.terminal.console import print_header, print_table, progress, require_gpu, require_writable, stdout
 from espalier.terminal.flags import flag_of, given_flags
 
-# Bytes of weights that one chain reads, which makes it long enough to time.
+# The bytes of weights that one chain reads, so that its time can be measured.
 CHAIN_BYTES = 600 * 10**6
-# Bytes of the different weights of a shape: more than the L2 cache holds.
+# The bytes of a shape's different weights: more than fit in the L2 cache.
 COPIES_BYTES = 300 * 10**6
-# How many candidates are measured a second time alone, and how many of these are measured among neighbours.
-FINALISTS = 6
-CONTENDERS = 3
-LAYERS = 8
-SWEEPS = 2
-# A smaller relative gain is noise.
-LEAST_GAIN = 0.002
-# With --seconds: the candidates of a shape and bucket, the share of the time for measurements alone, and the seconds
-# that it takes to draw the weights of a pass.
-FEW_CANDIDATES, SHARE_ALONE, SECONDS_TO_DRAW = 24, 0.75, 5
-# The first bucket spans the most rows, so both of its ends are measured.
-FEWEST_ROWS = 1
+# How many candidates are measured again alone, and how many of those are then measured among neighbours.
+NUM_REMEASURED = 6
+NUM_MEASURED_IN_PASSES = 3
+MEASURED_LAYERS = 8
+NUM_SWEEPS = 2
+# Smaller relative gains are noise.
+MIN_RELATIVE_GAIN = 0.002
+# For --seconds: the most candidates of a shape and bucket, the share of the time for measurements alone, and the
+# seconds that the random weights of a pass take.
+MAX_CANDIDATES_IN_LIMIT, TIME_SHARE_ALONE, SECONDS_TO_DRAW = 24, 0.75, 5
+# The first bucket is measured at its fewest rows too, because it spans the most rows.
+MIN_ROWS = 1
 
-# Layers whose output may stay in parts, which the next kernel adds up, and layers that a gate follows.
-IN_PARTS, GATED = ("qkv", "o", "down"), ("gate_up",)
+# Layers whose output may stay in parts that the next kernel adds up, and layers before a gate.
+SUMMED_LAYERS, GATED_LAYERS = ("qkv", "o", "down"), ("gate_up",)
 
-# The contender that is not our kernel: {True: for dense weights, False: for quantised weights}.
-OTHER = {True: "F.linear", False: "by rule"}
-# The sides of the smallest matrix that every format can store.
-LEAST_SIDE = 256
-# The names of one matrix of an EAGLE head and of a block draft, whose format stands for the whole draft.
-OF_DRAFTS = ("midlayer.self_attn.o_proj", "layers.0.self_attn.o_proj")
+# The name of the baseline: {True: for dense weights, False: for quantised weights}.
+BASELINE_NAME = {True: "F.linear", False: "by rule"}
+# The smallest side of a matrix that every format can store.
+MIN_MATRIX_SIDE = 256
+# One matrix of an EAGLE head and of a block draft.  A draft with this matrix quantised counts as quantised.
+DRAFT_MATRICES = ("midlayer.self_attn.o_proj", "layers.0.self_attn.o_proj")
 
 # Values of --tune.
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-# The engine flags that --tune --shapes uses, and the further flags that --tune of a model uses.
-FLAGS_OF_SHAPES, FLAGS_OF_MODEL = ("device", "dtype"), ("model", "draft", "model_overrides")
+# The engine flags that --tune --shapes uses, and the further flags that tuning a model uses.
+SHAPE_FLAGS, MODEL_FLAGS = ("device", "dtype"), ("model", "draft", "model_overrides")
 
-# A shape and a bucket of rows.
-Cell = tuple[Shape, int]
-PlanTable = dict[Cell, LinearPlan]
+# (shape, bucket of rows)
+PlanKey = tuple[Shape, int]
+PlanTable = dict[PlanKey, LinearPlan]
 
 
 @dataclass(frozen=True)
 class MeasuredPlans:
-    """One shape and bucket, measured alone: µs of OTHER and of our fastest plan; ours: our plans, the fastest first."""
+    """One shape and bucket, measured alone.  other_us: the baseline; ours_us: our fastest plan; ours: fastest first."""
 
     shape: Shape
     rows: int
@@ -115,15 +115,15 @@ class MeasuredPlans:
 
 
 def run(args: Namespace, config: EngineConfig) -> int:
-    """Measure, write the table and print the results.  Raises EspalierError."""
-    used = FLAGS_OF_SHAPES if args.shapes else (*FLAGS_OF_SHAPES, *FLAGS_OF_MODEL)
+    """Measure the plans, write the table and print the results.  Raises EspalierError."""
+    used = SHAPE_FLAGS if args.shapes else (*SHAPE_FLAGS, *MODEL_FLAGS)
     if refused := [flag_of(name) for name in given_flags(args) if name not in used]:
         raise EspalierError(f"{refused[0]} is not for --tune{' --shapes' if args.shapes else ''}; leave one out")
     path = args.choices or user_tuning_file()
     if path.parent.is_dir():  # else `write` makes it
         require_writable("--choices", path)
     if path.exists():
-        # These raise if `write` could not add to the file.
+        # Both raise an error if the file is not a table that `write` can extend.
         LINEAR_TUNING.read(path)
         EXPERT_TABLES.read(path)
     if args.seconds is not None and not args.seconds > 0:
@@ -138,14 +138,14 @@ def run(args: Namespace, config: EngineConfig) -> int:
 
 def _run(args: Namespace, config: EngineConfig) -> int:
     checkpoint = None if args.shapes else find_checkpoint(config)
-    dtype = _dtype(config, checkpoint)
-    weights = _weights_of(args)
+    dtype = _engine_dtype(config, checkpoint)
+    weights = _weight_format(args)
     if checkpoint is None:
         of_target, of_draft = args.weights or DENSE, args.draft_weights or DENSE
         names = args.shapes.split(",")
         models = [shape_named(name, weights=of_target, draft_weights=of_draft) for name in names]
     else:
-        models = [_shape_of(args, checkpoint)]
+        models = [_sizes_of_checkpoint(args, checkpoint)]
     path = args.choices or user_tuning_file()
     if args.tune == EXPERTS:
         if args.seconds is not None:
@@ -155,40 +155,41 @@ def _run(args: Namespace, config: EngineConfig) -> int:
             raise EspalierError(f"{flag} is not for --tune experts: their plans serve all formats; leave it out")
         tune_experts.run(models, DTYPES[dtype], path)
         return 0
-    shapes = tuple(dict.fromkeys(shape for model in models for shape in _shapes(model, weights)))
-    tuner = Tuner(DTYPES[dtype], weights, inf if args.seconds is None else args.seconds)
+    shapes = tuple(dict.fromkeys(shape for model in models for shape in _shapes_to_measure(model, weights)))
+    tuner = LinearTuner(DTYPES[dtype], weights, inf if args.seconds is None else args.seconds)
     print_header()
-    alone: dict[Cell, MeasuredPlans] = {}
+    alone: dict[PlanKey, MeasuredPlans] = {}
     table: PlanTable = {}
 
     def keep(found: PlanTable) -> None:
-        LINEAR_TUNING.write(path, TuningTable(tuner.chip, dtype, plans_by_shape(found, kept), versions(), tuner.format))
+        plans = plans_by_shape(found, kept)
+        LINEAR_TUNING.write(path, TuningTable(tuner.chip, dtype, plans, gpu_versions(), tuner.format))
 
-    # The plans of buckets that are not measured now stay in the table.
+    # The table keeps the plans of buckets that are not measured now.
     kept = dict(LINEAR_TUNING.measured(tuner.chip, DTYPES[dtype], tuner.format))
     for known in LINEAR_TUNING.read(path) if path.exists() else ():
         kept |= known.plans if known.key == (tuner.chip, dtype, tuner.format) else {}
     with progress("measuring", len(ROWS_BUCKETS) + len(models)) as advance:
         for rows in ROWS_BUCKETS:
-            alone |= tuner.alone(shapes, rows)
-            # These plans are kept if the tuning is interrupted.  The plans found among neighbours replace them.
+            alone |= tuner.measure_alone(shapes, rows)
+            # Stored in case the tuning is interrupted.  The plans measured among neighbours replace them.
             keep({cell: measured.fastest for cell, measured in alone.items()})
             advance()
         for model in models:
             tuner.among_neighbours(model, alone, table)
             advance()
-    # Add the shapes that no pass has, such as matrices that only experts use in this format.
+    # Add the plans of shapes that no pass has, such as matrices that only experts use in this format.
     table = {cell: measured.fastest for cell, measured in alone.items()} | table
     keep(table)
-    print_table(_rows(alone.values(), table, OTHER[weights == DENSE]))
+    print_table(_table_rows(alone.values(), table, BASELINE_NAME[weights == DENSE]))
     if left_out := len(shapes) * len(ROWS_BUCKETS) - len(alone):
         stdout().print(Text(f"the time was over: {left_out} shapes and numbers of rows are as they were"))
     stdout().print(Text(f"written to {path}"))
     return 0
 
 
-def _weights_of(args: Namespace) -> str:
-    """The format to measure, shared by target and draft.  Raises EspalierError if the flags name two formats."""
+def _weight_format(args: Namespace) -> str:
+    """Returns the weight format of target and draft.  Raises EspalierError if the flags name two formats."""
     if args.weights and args.draft_weights not in (None, args.weights):
         raise EspalierError(
             f"--weights={args.weights} and --draft-weights={args.draft_weights} are two formats, and --tune measures "
@@ -197,8 +198,8 @@ def _weights_of(args: Namespace) -> str:
     return args.weights or args.draft_weights or DENSE
 
 
-def _shapes(model: ModelShape, weights: str) -> tuple[Shape, ...]:
-    """The shapes to measure.  For a format of stacked experts: the shapes of the dense layers, as in `lab linears`."""
+def _shapes_to_measure(model: ModelShape, weights: str) -> tuple[Shape, ...]:
+    """Returns the shapes to measure.  For a format of stacked experts, these are the shapes of the dense layers."""
     if weights == DENSE or not QUANTISERS[weights].only_experts:
         return model.shapes(weights)
     columns = QUANTISERS[weights].group_sizes[0]
@@ -206,8 +207,8 @@ def _shapes(model: ModelShape, weights: str) -> tuple[Shape, ...]:
     return tuple(dict.fromkeys(run.shape for run in runs))
 
 
-def _dtype(config: EngineConfig, checkpoint: Checkpoint | None) -> str:
-    """The dtype that the engine would run in: the configured dtype, else the checkpoint's.  Raises EspalierError."""
+def _engine_dtype(config: EngineConfig, checkpoint: Checkpoint | None) -> str:
+    """Returns the engine's dtype: the configured dtype, else the checkpoint's.  Raises EspalierError."""
     raw = {} if checkpoint is None else checkpoint.target.raw
     stored = raw.get("dtype") or raw.get("torch_dtype") or "bfloat16"
     dtype = stored if is_unresolved(config.dtype) else config.dtype
@@ -216,8 +217,8 @@ def _dtype(config: EngineConfig, checkpoint: Checkpoint | None) -> str:
     return dtype
 
 
-def _shape_of(args: Namespace, checkpoint: Checkpoint) -> ModelShape:
-    """The sizes of a checkpoint and of its draft.  Raises EspalierError if target or draft is quantised."""
+def _sizes_of_checkpoint(args: Namespace, checkpoint: Checkpoint) -> ModelShape:
+    """Returns the sizes of a checkpoint and of its draft.  Raises EspalierError if target or draft is quantised."""
     for name in ("weights", "draft_weights"):
         if given := getattr(args, name):
             flag = flag_of(name)
@@ -229,13 +230,13 @@ def _shape_of(args: Namespace, checkpoint: Checkpoint) -> ModelShape:
     _refuse_quantised(checkpoint.target_path, "--weights", target.formats, ("model.layers.0.self_attn.o_proj",))
     if draft is None:
         return model_sizes(target)
-    names = (f"{draft.prefix(0)}self_attn.o_proj",) if isinstance(draft, MTPConfig) else OF_DRAFTS
+    names = (f"{draft.prefix(0)}self_attn.o_proj",) if isinstance(draft, MTPConfig) else DRAFT_MATRICES
     _refuse_quantised(checkpoint.draft_path, "--draft-weights", draft.layer.formats, names)
     return with_draft(model_sizes(target), draft)
 
 
 def _refuse_quantised(path: Path | None, flag: str, formats: FormatLookup, names: Sequence[str]) -> None:
-    """Raises EspalierError if one of these matrices is quantised."""
+    """Raises EspalierError if any matrix of `names` is quantised."""
     stored = {formats(name).name for name in names} - {DENSE}
     if stored:
         raise EspalierError(
@@ -244,12 +245,9 @@ def _refuse_quantised(path: Path | None, flag: str, formats: FormatLookup, names
         )
 
 
-class Tuner:
-    """Measures plans on the GPU of this machine, in one dtype.
-
-    weights, of_format: how the weights are stored, a name as in ProductRun.weights.
-    seconds: after this time no further measurement starts.
-    """
+class LinearTuner:
+    """Measures plans on the GPU of this machine, in one dtype.  weights: the weight format, a name of
+    ProductRun.weights.  seconds: after this time no further measurement starts."""
 
     def __init__(self, dtype: torch.dtype, weights: str = DENSE, seconds: float = inf) -> None:
         begun = perf_counter()
@@ -259,20 +257,20 @@ class Tuner:
         self.timer = GraphTimer()
         self.chip = chip(torch.empty(0, device=self.device))
         self.is_limited = seconds < inf
-        self.end, self.end_alone = begun + seconds, begun + SHARE_ALONE * seconds
+        self.end, self.end_alone = begun + seconds, begun + TIME_SHARE_ALONE * seconds
         self._copies: dict[Shape, list[Matrix]] = {}
 
     @property
     def format(self) -> str:
-        """The name under which the table stores plans for this format of weights."""
+        """The name of this weight format in the table."""
         if self.of_format == DENSE:
             return DENSE
-        any_matrix = self.weights.drawn((LEAST_SIDE, LEAST_SIDE), self.of_format)
+        any_matrix = self.weights.random_weight((MIN_MATRIX_SIDE, MIN_MATRIX_SIDE), self.of_format)
         assert isinstance(any_matrix, QuantisedMatrix)
         return quantised_plans.tuning_name(any_matrix)
 
-    def alone(self, shapes: Sequence[Shape], rows: int) -> dict[Cell, MeasuredPlans]:
-        """Measure the shapes in a bucket, each alone.  Shapes for which no time is left are missing from the result."""
+    def measure_alone(self, shapes: Sequence[Shape], rows: int) -> dict[PlanKey, MeasuredPlans]:
+        """Measure each shape alone in the bucket of `rows`.  Shapes for which no time is left are not in the result."""
         if perf_counter() > self.end_alone:
             return {}
         plans = {shape: self._candidates(shape, rows) for shape in shapes}
@@ -282,23 +280,23 @@ class Tuner:
                 for shape, x in inputs.items():
                     for plan in (None, *plans[shape]):
                         _repeated_products(x, self.copies(shape), plan, 1)()
-        found: dict[Cell, MeasuredPlans] = {}
+        found: dict[PlanKey, MeasuredPlans] = {}
         buckets = len(ROWS_BUCKETS) - ROWS_BUCKETS.index(rows)
         for i, (shape, x) in enumerate(inputs.items()):
             now = perf_counter()
             if now > self.end_alone:
                 break
-            # Later buckets get the rest of the time: few rows matter more, and take longer to compile.
+            # Later buckets get the rest of the time, because few rows matter more, and compile more slowly.
             share = (self.end_alone - now) / (len(shapes) - i) / (1 if buckets == 1 else 2)
             found[shape, rows] = self._measure_bucket(shape, x, plans[shape], now + share)
         return found
 
     def copies(self, shape: Shape) -> list[Matrix]:
-        """Different weights of the same shape, together larger than the L2 cache."""
+        """Returns different weights of the same shape, together larger than the L2 cache."""
         if shape not in self._copies:
-            one = self.weights.drawn(shape, self.of_format)
+            one = self.weights.random_weight(shape, self.of_format)
             more = max(2, -(-COPIES_BYTES // one.nbytes)) - 1
-            self._copies[shape] = [one, *(self.weights.drawn(shape, self.of_format) for _ in range(more))]
+            self._copies[shape] = [one, *(self.weights.random_weight(shape, self.of_format) for _ in range(more))]
         return self._copies[shape]
 
     def _candidates(self, shape: Shape, rows: int) -> Sequence[TritonPlan | LibraryPlan]:
@@ -307,34 +305,34 @@ class Tuner:
             plans: Sequence[TritonPlan | LibraryPlan] = quantised_plans.candidate_plans(rows, weight, self.chip)
         else:
             plans = candidate_plans(rows, *shape, self.chip)
-        return plans[:FEW_CANDIDATES] if self.is_limited else plans
+        return plans[:MAX_CANDIDATES_IN_LIMIT] if self.is_limited else plans
 
     def _measure_bucket(
         self, shape: Shape, x: Tensor, plans: Sequence[TritonPlan | LibraryPlan], end: float = inf
     ) -> MeasuredPlans:
-        """Measure the plans until `end`, and then the fastest plans again."""
+        """Measure the plans, but start none after `end`.  Then measure the fastest plans again."""
         weights, rows = self.copies(shape), len(x)
-        ends = (x[:FEWEST_ROWS], x) if rows == ROWS_BUCKETS[0] else (x,)
+        ends = (x[:MIN_ROWS], x) if rows == ROWS_BUCKETS[0] else (x,)
         first: dict[TritonPlan | LibraryPlan, float] = {}
         for plan in plans:
             first[plan] = self._us(x, weights, [plan], 3)[0]
             if perf_counter() > end:
                 break
-        finalists = sorted(first, key=lambda plan: first[plan])[:FINALISTS]
+        finalists = sorted(first, key=lambda plan: first[plan])[:NUM_REMEASURED]
         times = [self._us(few, weights, [None, *finalists], 12) for few in ends]
         cublas, *ours = (sum(each) / len(ends) for each in zip(*times, strict=True))
         order = sorted(range(len(ours)), key=lambda i: ours[i])
         return MeasuredPlans(shape, rows, cublas, min(ours, default=inf), tuple(finalists[i] for i in order))
 
     def _us(self, x: Tensor, weights: Sequence[Matrix], contenders: Sequence[LinearPlan], turns: int) -> list[float]:
-        """The µs of a call of each contender.  The contenders take turns."""
+        """Returns the µs of one product by each plan.  The plans take turns."""
         calls = max(2, -(-CHAIN_BYTES // weights[0].nbytes))
         bodies = [_repeated_products(x, weights, plan, calls) for plan in contenders]
         return [1e3 * ms / calls for ms in self.timer.ms(bodies, turns)]
 
-    def among_neighbours(self, model: ModelShape, alone: Mapping[Cell, MeasuredPlans], table: PlanTable) -> None:
-        """Add to `table`, shape by shape, the plans with the fastest passes of the model.  Plans already in it stay."""
-        model = model.part(0, LAYERS)
+    def among_neighbours(self, model: ModelShape, alone: Mapping[PlanKey, MeasuredPlans], table: PlanTable) -> None:
+        """Add to `table`, shape by shape, the plan with the fastest passes of the model.  Plans in `table` stay."""
+        model = model.part(0, MEASURED_LAYERS)
         weights = Weights(self.weights.dtype, self.device)
         for rows in ROWS_BUCKETS:
             for runs in (model.target_pass(rows), model.draft_pass(rows, fused_rows=rows)):
@@ -346,9 +344,9 @@ class Tuner:
                 if self.device.type == "cuda":
                     with precompile():
                         for measured in undecided.values():
-                            for plan in (None, *measured.ours[:CONTENDERS]):
+                            for plan in (None, *measured.ours[:NUM_MEASURED_IN_PASSES]):
                                 self._pass(runs, weights, measured, plan, table)()
-                for measured in SWEEPS * [*undecided.values()]:
+                for measured in NUM_SWEEPS * [*undecided.values()]:
                     if perf_counter() > self.end:
                         break
                     table[measured.shape, rows] = self._fastest_among(runs, weights, measured, table)
@@ -356,22 +354,23 @@ class Tuner:
     def _pass(
         self, runs: Sequence[ProductRun], weights: Weights, measured: MeasuredPlans, plan: LinearPlan, table: PlanTable
     ) -> Callable[[], None]:
-        return weights.chain(runs, _by_table(runs, {**table, (measured.shape, measured.rows): plan}, measured.rows))
+        plans = {**table, (measured.shape, measured.rows): plan}
+        return weights.chain(runs, _table_product(runs, plans, measured.rows))
 
     def _fastest_among(
         self, runs: Sequence[ProductRun], weights: Weights, measured: MeasuredPlans, table: PlanTable
     ) -> LinearPlan:
         key = (measured.shape, measured.rows)
-        others = [plan for plan in (None, *measured.ours[:CONTENDERS]) if plan != table[key]]
+        others = [plan for plan in (None, *measured.ours[:NUM_MEASURED_IN_PASSES]) if plan != table[key]]
         contenders = [table[key], *others]
         bodies = [self._pass(runs, weights, measured, plan, table) for plan in contenders]
         times = self.timer.ms(bodies, 12)
         best = min(range(len(times)), key=lambda i: times[i])
-        return contenders[best if times[best] < times[0] * (1 - LEAST_GAIN) else 0]
+        return contenders[best if times[best] < times[0] * (1 - MIN_RELATIVE_GAIN) else 0]
 
 
-def _product(x: InputRows, weight: Matrix, plan: LinearPlan, gated: bool = False, parts: bool = False) -> Tensor:
-    """x · weightᵀ with the plan: summed, gated, or in parts.  None: F.linear, or for quantised weights the rule."""
+def _plan_product(x: InputRows, weight: Matrix, plan: LinearPlan, gated: bool = False, parts: bool = False) -> Tensor:
+    """Returns x · weightᵀ by the plan: summed, gated, or in parts.  plan: None for F.linear or the quantised rule."""
     if not isinstance(weight, QuantisedMatrix):
         assert isinstance(x, Tensor)
         return (linear_gated if gated else linear_parts if parts else linear)(x, weight, None, plan)
@@ -388,39 +387,40 @@ def _product(x: InputRows, weight: Matrix, plan: LinearPlan, gated: bool = False
 def _repeated_products(x: Tensor, weights: Sequence[Matrix], plan: LinearPlan, calls: int) -> Callable[[], None]:
     def body() -> None:
         for call in range(calls):
-            _product(x, weights[call % len(weights)], plan)
+            _plan_product(x, weights[call % len(weights)], plan)
 
     return body
 
 
-def _by_table(runs: Sequence[ProductRun], table: PlanTable, rows: int) -> Multiply:
-    """A function that multiplies as a model runs its layers.
+def _table_product(runs: Sequence[ProductRun], table: PlanTable, rows: int) -> Multiply:
+    """Returns a function that multiplies like a model's layers.
 
-    After a layer of IN_PARTS an add and norm adds up the parts.  After qkv this stands in for the rotation.  A gate
-    follows the GATED layers, and some plans fuse the gate.
+    After a layer of SUMMED_LAYERS, an add-and-norm kernel adds up the parts; after qkv it replaces the rotation.  A
+    gate follows the GATED_LAYERS, and some plans fuse the gate.
     """
-    in_parts, gated = ({run.shape for run in runs if run.name.split()[-1] in names} for names in (IN_PARTS, GATED))
+    groups = SUMMED_LAYERS, GATED_LAYERS
+    in_parts, gated = ({run.shape for run in runs if run.name.split()[-1] in names} for names in groups)
     norm_inputs: dict[Shape, tuple[Tensor, Tensor]] = {}
 
     def multiply(x: InputRows, weight: Matrix) -> Tensor:
         shape = (weight.shape[0], weight.shape[1])
         if (shape, rows) not in table:
-            return as_engine(x, weight)
+            return multiply_like_engine(x, weight)
         if shape in gated:
-            return _product(x, weight, table[shape, rows], gated=True)
+            return _plan_product(x, weight, table[shape, rows], gated=True)
         if shape not in in_parts:
-            return _product(x, weight, table[shape, rows])
+            return _plan_product(x, weight, table[shape, rows])
         if shape not in norm_inputs:
             norm = torch.ones(shape[0], dtype=x.dtype, device=weight.device)
             norm_inputs[shape] = norm.new_zeros(len(x), shape[0]), norm
         residual, norm = norm_inputs[shape]
-        return add_rms_norm(_product(x, weight, table[shape, rows], parts=True), residual, norm, 1.0)[1]
+        return add_rms_norm(_plan_product(x, weight, table[shape, rows], parts=True), residual, norm, 1.0)[1]
 
     return multiply
 
 
 def plans_by_shape(table: PlanTable, kept: Mapping[Shape, LinearPlans]) -> dict[Shape, LinearPlans]:
-    """The plans of each shape: those of `table`, and those of `kept` for buckets that are not in the table."""
+    """Returns the plans of each shape: from `table`, and for buckets that `table` lacks from `kept`."""
     shapes = dict.fromkeys(shape for shape, _ in table)
     return {
         shape: tuple(
@@ -430,17 +430,17 @@ def plans_by_shape(table: PlanTable, kept: Mapping[Shape, LinearPlans]) -> dict[
     }
 
 
-def _rows(measured: Iterable[MeasuredPlans], table: PlanTable, other: str) -> list[list[str]]:
-    """The lines of the printed table.  other: the text in the place of a plan where F.linear or the rule is fastest."""
+def _table_rows(measured: Iterable[MeasuredPlans], table: PlanTable, other: str) -> list[list[str]]:
+    """Returns the rows of the printed table.  other: the text in place of a plan if the baseline is fastest."""
     rows = [["weight", "rows", f"{other}, µs", "ours, µs", "taken among its neighbours"]]
     for bucket in sorted(measured, key=lambda each: (each.shape, each.rows)):
         shape = f"{bucket.shape[0]} x {bucket.shape[1]}"
-        taken = _name_of(table[bucket.shape, bucket.rows], other)
+        taken = _plan_name(table[bucket.shape, bucket.rows], other)
         rows.append([shape, f"{bucket.rows}", f"{bucket.other_us:.1f}", f"{bucket.ours_us:.1f}", taken])
     return rows
 
 
-def _name_of(plan: LinearPlan, other: str) -> str:
+def _plan_name(plan: LinearPlan, other: str) -> str:
     if plan is None:
         return other
     if isinstance(plan, LibraryPlan):

@@ -1,6 +1,6 @@
-"""`espalier doctor --tune experts`: measure the experts' products on this GPU, and write the fastest plans.
+"""`espalier doctor --tune experts`: measures the experts' products on this GPU, and writes the fastest kernel plans.
 
-Each of the two products is measured alone.  Then the fastest plans of both are measured together, with the sort.
+First, each of the two products is measured alone.  Then their fastest plans are measured together with the sort.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,38 +29,36 @@ from espalier.kernels.layers.linear_plans import TuningTable
 from espalier.kernels.ops.experts import grouped_experts
 from espalier.kernels.runtime.launch import Chip, chip
 from espalier.kernels.runtime.precompile import precompile
-from espalier.terminal.console import installed, print_header, print_table, progress, require_gpu, stdout
+from espalier.terminal.console import installed_version, print_header, print_table, progress, require_gpu, stdout
 
-# The most and the least number of calls in a chain.
+# The most and the fewest calls in a chain.
 MAX_CALLS = 16
 MIN_CALLS = 3
-# A chain that reads this many bytes and computes this many FLOPs is long enough to time.
+# The bytes and FLOPs of a chain whose time can be measured.
 CHAIN_BYTES = 500 * 10**6
 CHAIN_FLOPS = 200 * 10**9
-ROWS = (1, 4, 8, 16, 32, 64, 128, 512, 2048)
-# How many of each product's fastest plans are measured together with those of the other product.
-FINALISTS = 2
-# How many times each plan is timed: alone, and together with the other product.
-QUICK_TURNS, TURNS = 3, 10
-COLUMNS = ["experts", "rows", "touched", "tile", "gate and up", "down", "us", "by rule, us", "of memory's", "TFLOP/s"]
+MEASURED_ROWS = (1, 4, 8, 16, 32, 64, 128, 512, 2048)
+# How many of a product's fastest plans are measured together with the other product's.
+NUM_COMBINED = 2
+# How many times a plan is timed: alone, and together with the other product.
+TURNS_ALONE, TURNS_TOGETHER = 3, 10
+TABLE_COLUMNS = "experts|rows|touched|tile|gate and up|down|us|by rule, us|of memory's|TFLOP/s".split("|")
 
 Plan = TypeVar("Plan", ProductPlan, ExpertsPlan)
-# Makes a function that runs the first num_calls calls with a plan.  Arguments: calls, plan, num_calls.
-Chain = Callable[["ChainInputs", Plan, int], Callable[[], None]]
+# (calls, plan, num_calls) -> a function that runs the first num_calls calls with the plan
+MakeChain = Callable[["ChainInputs", Plan, int], Callable[[], None]]
 
 
 def random_experts(shape: ExpertsShape, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Random (gate_up, down) weights of one layer, in the form that grouped_experts takes."""
+    """Returns random (gate_up, down) weights of one layer, as grouped_experts takes them."""
     gate_up = torch.empty(shape.num_experts, shape.halves * shape.inner, shape.hidden, dtype=dtype, device=device)
     down = torch.empty(shape.num_experts, shape.hidden, shape.inner, dtype=dtype, device=device)
     return gate_up.normal_(std=shape.hidden**-0.5), down.normal_(std=shape.inner**-0.5)
 
 
 class ChainInputs:
-    """Inputs of a chain of `num` calls with `rows` rows each.  Each call uses other experts.
-
-    num: None for as many calls as take long enough to time.  touched: as in random_ids.
-    """
+    """The inputs of a chain of `num` calls with `rows` rows each.  Each call uses other experts.  num: None for as many
+    calls as can be timed.  touched: see random_expert_ids."""
 
     def __init__(
         self,
@@ -76,11 +74,11 @@ class ChainInputs:
         self.x = torch.randn(rows, shape.hidden, dtype=dtype, device=device)
         self.gated = torch.randn(rows * shape.top_k, shape.inner, dtype=dtype, device=device)
         self.weights = torch.rand(rows, shape.top_k, device=device)
-        self.ids = [ids.to(device) for ids in random_ids(shape, rows, self.num, touched)]
+        self.ids = [ids.to(device) for ids in random_expert_ids(shape, rows, self.num, touched)]
 
     @property
     def touched(self) -> float:
-        """The number of experts with rows, the mean over calls."""
+        """The mean number of experts with rows in a call."""
         return sum(len(ids.unique()) for ids in self.ids) / self.num
 
 
@@ -90,22 +88,21 @@ def _enough_calls(shape: ExpertsShape, rows: int) -> int:
     return max(MIN_CALLS, min(MAX_CALLS, enough)) if rows > 1 else MAX_CALLS
 
 
-def random_ids(shape: ExpertsShape, rows: int, num_calls: int, touched: int | None = None) -> list[Tensor]:
-    """The expert ids [rows, K] of each call.
+def random_expert_ids(shape: ExpertsShape, rows: int, num_calls: int, touched: int | None = None) -> list[Tensor]:
+    """Returns the expert ids [rows, K] of each call.
 
-    touched: how many experts have rows in each call.  Calls use different experts as long as there are unused ones.
-    None: routing is uniform.  Then rows are independent, and a row meets an expert again only after all others (but for
-    a rest below K).
+    touched: how many experts get rows in each call.  Calls use different experts while unused experts remain.  None:
+    uniform routing.  Then rows are independent, and a row gets an expert again only after (almost) all others.
     """
     generator = torch.Generator().manual_seed(rows)
     if touched is None:
-        return _dealt(rows, shape.num_experts, shape.top_k, num_calls, generator)
-    of_calls = _dealt(1, shape.num_experts, touched, num_calls, generator)
-    return [_spread(experts, rows, shape.top_k, generator) for [experts] in of_calls]
+        return _dealt_experts(rows, shape.num_experts, shape.top_k, num_calls, generator)
+    of_calls = _dealt_experts(1, shape.num_experts, touched, num_calls, generator)
+    return [_spread_over_rows(experts, rows, shape.top_k, generator) for [experts] in of_calls]
 
 
-def _dealt(rows: int, num_experts: int, size: int, num_calls: int, generator: torch.Generator) -> list[Tensor]:
-    """For each call, each row's experts [rows, size].  They differ from call to call while unused experts remain."""
+def _dealt_experts(rows: int, num_experts: int, size: int, num_calls: int, generator: torch.Generator) -> list[Tensor]:
+    """Returns each row's experts [rows, size] by call.  Calls use different experts while unused experts remain."""
     calls_per_deal = num_experts // size
     calls: list[Tensor] = []
     while len(calls) < num_calls:
@@ -114,10 +111,10 @@ def _dealt(rows: int, num_experts: int, size: int, num_calls: int, generator: to
     return [ids.contiguous() for ids in calls[:num_calls]]
 
 
-def _spread(experts: Tensor, rows: int, top_k: int, generator: torch.Generator) -> Tensor:
-    """ids [rows, K] for one call: each row gets random ones of `experts`, and each expert gets a row."""
+def _spread_over_rows(experts: Tensor, rows: int, top_k: int, generator: torch.Generator) -> Tensor:
+    """Returns the expert ids [rows, K] of one call.  Each row gets random experts, and each expert gets a row."""
     choices = torch.rand(rows, len(experts), generator=generator).argsort(1)[:, :top_k]
-    # The first rows get all experts in turn.
+    # The first rows together get each expert once.
     in_turn = torch.arange(-(-len(experts) // top_k) * top_k) % len(experts)
     choices[: len(in_turn) // top_k] = in_turn.view(-1, top_k)
     return experts[choices].sort(-1).values
@@ -125,9 +122,9 @@ def _spread(experts: Tensor, rows: int, top_k: int, generator: torch.Generator) 
 
 @dataclass(frozen=True)
 class MeasuredExperts:
-    """The measurement of one layer's experts at a number of rows.
+    """The measured times of one layer's experts at a number of rows.
 
-    touched: experts with rows, the mean over calls.  us: of all launches, with `plan`; rule_us: with the rule's plan.
+    touched: the mean number of experts with rows.  us: of all launches, with `plan`; rule_us: with the rule's plan.
     """
 
     shape: ExpertsShape
@@ -139,7 +136,7 @@ class MeasuredExperts:
 
     @property
     def bytes_per_second(self) -> float:
-        """Bytes a second, if each touched expert is read once."""
+        """Bytes a second, if each expert with rows is read once."""
         return self.touched * self.shape.expert_bytes / self.us * 1e6
 
     @property
@@ -156,29 +153,29 @@ class ExpertsTuner:
         self.timer = timer or GraphTimer()
         self.chip: Chip = chip(torch.empty(0, device=self.device))
 
-    def measure(self, shape: ExpertsShape, rows: Sequence[int] = ROWS) -> Iterator[list[MeasuredExperts]]:
-        """Measure at each number of rows.  Yields the figures of one bucket (ExpertsShape.bucket) at a time."""
+    def measure(self, shape: ExpertsShape, rows: Sequence[int] = MEASURED_ROWS) -> Iterator[list[MeasuredExperts]]:
+        """Measure at each number of rows.  Yields the measurements of one bucket (ExpertsShape.bucket) at a time."""
         gate_up, down = random_experts(shape, self.dtype, self.device)
         for bucket, group in groupby(rows, shape.bucket):
             calls = [ChainInputs(shape, count, self.dtype, self.device) for count in group]
-            yield self._bucket(bucket, calls, gate_up, down)
+            yield self._measure_bucket(bucket, calls, gate_up, down)
 
-    def _bucket(
+    def _measure_bucket(
         self, bucket: int, calls: Sequence[ChainInputs], gate_up: Tensor, down: Tensor
     ) -> list[MeasuredExperts]:
-        """The figures of one bucket, with the plan that is fastest over all its numbers of rows (`relative_time`)."""
+        """Returns the measurements of one bucket, with the plan that is fastest over all its numbers of rows."""
         [shape] = {each.shape for each in calls}
         plans: list[ExpertsPlan] = []
         for tile_rows in TILE_ROWS_BY_PAIRS[bucket][1]:
             best = []
             for matrices in (2, 1):
                 of_product = candidate_plans(tile_rows, matrices, self.chip)
-                times = self._alone(calls, tile_rows, matrices, of_product, gate_up if matrices == 2 else down)
-                best.append(sorted(times, key=lambda plan: relative_time(times, plan))[:FINALISTS])
+                times = self._measure_alone(calls, tile_rows, matrices, of_product, gate_up if matrices == 2 else down)
+                best.append(sorted(times, key=lambda plan: sum_of_relative_times(times, plan))[:NUM_COMBINED])
             plans += [ExpertsPlan(tile_rows, *pair) for pair in product(*best)]
-        whole = self._whole(calls, plans, gate_up, down)
-        plan = min(whole, key=lambda each: relative_time(whole, each))
-        rules = self._whole(
+        whole = self._measure_together(calls, plans, gate_up, down)
+        plan = min(whole, key=lambda each: sum_of_relative_times(whole, each))
+        rules = self._measure_together(
             calls, [experts_plan_by_rule(shape, each.rows, self.dtype, self.chip) for each in calls], gate_up, down
         )
         return [
@@ -193,10 +190,10 @@ class ExpertsTuner:
             for i, each in enumerate(calls)
         ]
 
-    def _alone(
+    def _measure_alone(
         self, calls: Sequence[ChainInputs], tile_rows: int, matrices: int, plans: Sequence[ProductPlan], weight: Tensor
     ) -> dict[ProductPlan, list[float]]:
-        """The µs of one product at each number of rows, without the sort.  matrices: 2 for gate and up, 1 for down."""
+        """Returns the µs of one product by plan, at each number of rows.  matrices: 2 for gate and up, 1 for down."""
         from espalier.kernels.layers.experts import down_triton, gated_triton
         from espalier.kernels.layers.experts_tiles import make_tiles
 
@@ -214,12 +211,12 @@ class ExpertsTuner:
 
             return body
 
-        return self._us(calls, plans, chain, QUICK_TURNS)
+        return self._us_by_plan(calls, plans, chain, TURNS_ALONE)
 
-    def _whole(
+    def _measure_together(
         self, calls: Sequence[ChainInputs], plans: Sequence[ExpertsPlan], gate_up: Tensor, down: Tensor
     ) -> dict[ExpertsPlan, list[float]]:
-        """The µs of all three launches at each number of rows."""
+        """Returns the µs of all three launches at each number of rows."""
 
         def chain(each: ChainInputs, plan: ExpertsPlan, num_calls: int) -> Callable[[], None]:
             def body() -> None:
@@ -228,12 +225,12 @@ class ExpertsTuner:
 
             return body
 
-        return self._us(calls, list(dict.fromkeys(plans)), chain, TURNS)
+        return self._us_by_plan(calls, list(dict.fromkeys(plans)), chain, TURNS_TOGETHER)
 
-    def _us(
-        self, calls: Sequence[ChainInputs], plans: Sequence[Plan], chain: Chain[Plan], turns: int
+    def _us_by_plan(
+        self, calls: Sequence[ChainInputs], plans: Sequence[Plan], chain: MakeChain[Plan], turns: int
     ) -> dict[Plan, list[float]]:
-        """The µs of a call with each plan, at each number of rows.  The plans take turns."""
+        """Returns the µs of a call by plan, at each number of rows.  The plans take turns."""
         with precompile():
             for each in calls:
                 for plan in plans:
@@ -245,39 +242,39 @@ class ExpertsTuner:
         return {plan: list(of_plan) for plan, of_plan in zip(plans, zip(*times, strict=True), strict=True)}
 
 
-def relative_time(times: Mapping[Plan, Sequence[float]], plan: Plan) -> float:
-    """The sum over numbers of rows of a plan's time divided by the fastest plan's time."""
+def sum_of_relative_times(times: Mapping[Plan, Sequence[float]], plan: Plan) -> float:
+    """Returns the plan's time divided by the fastest plan's time, summed over the numbers of rows."""
     fastest = [min(of_count) for of_count in zip(*times.values(), strict=True)]
     return sum(mine / least for mine, least in zip(times[plan], fastest, strict=True))
 
 
-def versions() -> dict[str, str]:
-    """The GPU and the versions that a table is measured with."""
-    return {"gpu": torch.cuda.get_device_name(), "torch": str(torch.__version__), "triton": installed("triton")}
+def gpu_versions() -> dict[str, str]:
+    """Returns the GPU and the library versions with which a table is measured."""
+    return {"gpu": torch.cuda.get_device_name(), "torch": str(torch.__version__), "triton": installed_version("triton")}
 
 
 def run(models: Sequence[ModelShape], dtype: torch.dtype, path: Path) -> None:
-    """Measure the experts of models, write and print the plans.  Raises EspalierError for a model without experts."""
+    """Measure the models' experts; write and print the plans.  Raises EspalierError for a model without experts."""
     if any(model.experts is None for model in models):
         raise EspalierError("--tune experts is for mixtures of experts, but a given model is dense; leave it out")
     shapes = tuple(dict.fromkeys(model.experts.shape for model in models if model.experts is not None))
     print_header()
     tuner = ExpertsTuner(dtype)
     bandwidth = tuner.timer.bandwidth(tuner.device)
-    rows = [COLUMNS]
+    rows = [TABLE_COLUMNS]
     with progress("measuring", len(shapes)) as advance:
         for shape in shapes:
             measured = list(tuner.measure(shape))
             plans = tuple(bucket[0].plan for bucket in measured)
-            table = TuningTable(tuner.chip, str(dtype).removeprefix("torch."), {shape.size: plans}, versions())
+            table = TuningTable(tuner.chip, str(dtype).removeprefix("torch."), {shape.size: plans}, gpu_versions())
             EXPERTS_TUNING.write(path, table)
-            rows += [_row(each, bandwidth) for bucket in measured for each in bucket]
+            rows += [_table_row(each, bandwidth) for bucket in measured for each in bucket]
             advance()
     print_table(rows)
     stdout().print(Text(f"written to {path}"))
 
 
-def _row(measured: MeasuredExperts, bandwidth: float) -> list[str]:
+def _table_row(measured: MeasuredExperts, bandwidth: float) -> list[str]:
     shape, plan = measured.shape, measured.plan
     return [
         f"{shape.num_experts} x {shape.hidden} x {shape.inner}, {shape.top_k}",

@@ -1,4 +1,4 @@
-"""The command line.  Each command has an `add_flags` and a `run`; most flags come from the config fields."""
+"""The command line.  Each command has functions `add_flags` and `run`; most flags are generated from config fields."""
 
 import signal
 import sys
@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from espalier.cli.parser import Parser
 
-INTERRUPTED = 130
+INTERRUPTED_STATUS = 130
 
 
 def start(arguments: Sequence[str] | None = None, make_parser: "Callable[[], Parser] | None" = None) -> int:
-    """Runs the command line `espalier`.  Returns the exit status.
+    """Runs a command line of `espalier`.  Returns the exit status.
 
-    Ctrl-C during the imports, which take seconds, also gives one line.  make_parser: makes the parser of another
-    command line; None: the parser of `espalier`.
+    Ctrl-C prints only one line, even during the imports, which take seconds.  make_parser: makes the parser of another
+    command line; None for the parser of `espalier`.
     """
     with _terminating_as_interrupting():
         given = sys.argv[1:] if arguments is None else list(arguments)
@@ -35,12 +35,12 @@ def start(arguments: Sequence[str] | None = None, make_parser: "Callable[[], Par
 
 def interrupted() -> int:
     print("espalier: interrupted", file=sys.stderr)
-    return INTERRUPTED
+    return INTERRUPTED_STATUS
 
 
 @contextmanager
 def _terminating_as_interrupting() -> Iterator[None]:
-    """Makes SIGTERM act like Ctrl-C, so that a command ends the processes it started.  A server has its own handler."""
+    """Makes SIGTERM act like Ctrl-C, so that a command ends its child processes.  A server has its own handler."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -53,7 +53,7 @@ def _terminating_as_interrupting() -> Iterator[None]:
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
     on_ctrl_c = signal.getsignal(signal.SIGINT)
-    # A shell's background job ignores SIGINT, but must end at SIGTERM.
+    # A background job of a shell ignores SIGINT, but must end at SIGTERM.
     if not callable(on_ctrl_c):
         raise KeyboardInterrupt
     on_ctrl_c(signal.SIGINT, frame)

@@ -1,6 +1,6 @@
-"""`espalier batch IN OUT`: answers a file of requests in OpenAI's batch format, with its own engine or running servers.
+"""`espalier batch IN OUT`: answers a file of requests in OpenAI's batch format, by an engine or running servers.
 
-The output grows line by line.  So if a run is killed or interrupted, the same command continues where the run stopped.
+The output is written line by line.  After an interruption, the same command continues where it stopped.
 """
 
 import asyncio
@@ -13,8 +13,8 @@ from time import perf_counter
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from espalier.cli import INTERRUPTED
-from espalier.cli.serve import add_chat_flags, front_options, sendable
+from espalier.cli import INTERRUPTED_STATUS
+from espalier.cli.serve import add_chat_flags, front_options, plain_settings
 from espalier.errors import EspalierError, require_int, require_number
 from espalier.terminal.console import progress, waiting
 from espalier.terminal.flags import (
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from espalier.batch_jobs.files import Journal
     from espalier.batch_jobs.sender import Sender
 
-FOR_URL = ("api_key", "priority")
-# Flags for the front of the command's own engine, with their defaults.
-FOR_ENGINE = MappingProxyType(
+URL_FLAGS = ("api_key", "priority")
+# Flags for the command's own engine, with their defaults.
+ENGINE_FLAG_DEFAULTS = MappingProxyType(
     {
         "no_speculation": False,
         "served_model_name": None,
@@ -45,10 +45,10 @@ FOR_ENGINE = MappingProxyType(
 )
 BUNDLED = "bundled"
 URL_CONCURRENCY = 64
-# With this many lines for each slot of the engine, a line is waiting when another one ends.
+# The number of lines in progress for each slot of the engine: when a line ends, the next is already waiting.
 LINES_PER_SLOT = 2
-# A queue length that a local batch never reaches.
-ENDLESS_QUEUE = 2**30
+# The queue length of a local batch, which never reaches it.
+UNREACHED_QUEUE_LENGTH = 2**30
 
 
 def add_flags(parser: ArgumentParser) -> None:
@@ -90,40 +90,44 @@ def add_flags(parser: ArgumentParser) -> None:
 
 def run(args: Namespace) -> int:
     """Runs the batch.  Returns 0 if every line has an answer with status 200, and 1 if some lines have an error."""
-    _check(args)
-    # Imported here, so that other commands start without these modules.
+    _check_flags(args)
+    # These imports are slow, and other commands do not need them.
     from espalier.batch_jobs.files import Journal, scan_input
 
     began = perf_counter()
     journal = Journal(args.output, scan_input(args.input))
     try:
         if journal.num_left:
-            _say(
+            _print_line(
                 f"{journal.num_answered} of {journal.input.num_lines} lines are already answered", journal.num_answered
             )
-            asyncio.run(_answer(args, journal))
+            asyncio.run(_answer_lines(args, journal))
     except KeyboardInterrupt:
-        _say(f"interrupted: {_so_far(journal)}; run the same command again to go on")
-        return INTERRUPTED
+        _print_line(f"interrupted: {_progress_text(journal)}; run the same command again to go on")
+        return INTERRUPTED_STATUS
     except EspalierError as error:
         if not journal.num_answered:  # the cause may be a wrong flag; the same command would then fail again
             raise
-        raise EspalierError(f"{error}; {_so_far(journal)}; run the same command again to go on") from None
+        raise EspalierError(f"{error}; {_progress_text(journal)}; run the same command again to go on") from None
     finally:
         journal.close()
     again = "; to ask all lines again, delete this file" if journal.num_failed else ""
     seconds = f"{perf_counter() - began:.1f} s"
-    _say(f"{_so_far(journal)}, {journal.num_failed} with an error, after {seconds}, in {args.output}{again}")
+    _print_line(
+        f"{_progress_text(journal)}, {journal.num_failed} with an error, after {seconds}, in {args.output}{again}"
+    )
     return int(journal.num_failed > 0)
 
 
-def _check(args: Namespace) -> None:
-    """Refuse flags that do not go together.  Raises EspalierError."""
+def _check_flags(args: Namespace) -> None:
+    """Refuse flags that cannot be combined.  Raises EspalierError."""
     if args.url is None:
-        for name in FOR_URL:
+        for name in URL_FLAGS:
             if getattr(args, name) is not None:
                 raise EspalierError(f"{flag_of(name)} is for a running server; give --url, or leave it out")
-    elif given := given_flags(args) + [name for name, unset in FOR_ENGINE.items() if getattr(args, name) != unset]:
+    elif given := given_flags(args) + [
+        name for name, unset in ENGINE_FLAG_DEFAULTS.items() if getattr(args, name) != unset
+    ]:
         raise EspalierError(f"{flag_of(given[0])} is not for --url, where the server has its engine; leave one out")
     if args.url is not None:
         from espalier.batch_jobs.sender import split_url
@@ -133,25 +137,25 @@ def _check(args: Namespace) -> None:
         api_key(args)
     require_int("--concurrency", args.concurrency, 1, optional=True)
     require_number("--give-up-after", args.give_up_after, lambda s: s >= 0, "seconds, 0 or more")
-    # A batch reads its output file before it continues.
+    # The output must be a regular file, because a batch reads it before it continues.
     if str(args.output) == "-" or (args.output.exists() and not args.output.is_file()):
         raise EspalierError(f"{args.output} is not a regular file; name another file for the output")
     if args.output.exists() and args.input.exists() and args.output.samefile(args.input):
         raise EspalierError(f"{args.output} is the input; name another file for the output")
 
 
-async def _answer(args: Namespace, journal: "Journal") -> None:
+async def _answer_lines(args: Namespace, journal: "Journal") -> None:
     from espalier.batch_jobs.sender import run_batch as run_batch
 
-    # A sender, and the number of lines to send at once.
-    async with _to_engine(args) if args.url is None else _to_servers(args) as (sender, concurrency):
+    # concurrency: the number of lines to send at once.
+    async with _sender_to_engine(args) if args.url is None else _sender_to_servers(args) as (sender, concurrency):
         with progress("answering", journal.input.num_lines) as advance:
             advance(journal.num_answered)
             await run_batch(journal, sender, concurrency, advance)
 
 
 @asynccontextmanager
-async def _to_servers(args: Namespace) -> AsyncIterator[tuple["Sender", int]]:
+async def _sender_to_servers(args: Namespace) -> AsyncIterator[tuple["Sender", int]]:
     from espalier.batch_jobs.sender import Sender, http_client, require_reachable
 
     concurrency = args.concurrency or URL_CONCURRENCY
@@ -162,7 +166,7 @@ async def _to_servers(args: Namespace) -> AsyncIterator[tuple["Sender", int]]:
 
 
 @asynccontextmanager
-async def _to_engine(args: Namespace) -> AsyncIterator[tuple["Sender", int]]:
+async def _sender_to_engine(args: Namespace) -> AsyncIterator[tuple["Sender", int]]:
     from espalier.batch_jobs.files import MAX_LINE_BYTES
     from espalier.batch_jobs.sender import Sender, app_client
     from espalier.server.api import ApiOptions
@@ -174,10 +178,10 @@ async def _to_engine(args: Namespace) -> AsyncIterator[tuple["Sender", int]]:
         settings = {"model": BUNDLED, **settings}
     names = args.served_model_name or [name for name in [settings.get("model", "auto")] if name != "auto"]
     running = local_app(
-        sendable(settings),
-        # An engine that dies is replaced, and its lines are sent again.
+        plain_settings(settings),
+        # If the engine process crashes, it is replaced, and its lines are sent again.
         ClientOptions(restart=True, log_level="info" if args.verbose else "warning"),
-        front_options(args, names, max_queue=ENDLESS_QUEUE, request_timeout_s=None),
+        front_options(args, names, max_queue=UNREACHED_QUEUE_LENGTH, request_timeout_s=None),
         ApiOptions(max_body_bytes=MAX_LINE_BYTES, body_timeout_s=None),
     )
     async with AsyncExitStack() as stack:
@@ -188,10 +192,10 @@ async def _to_engine(args: Namespace) -> AsyncIterator[tuple["Sender", int]]:
         yield Sender([client], args.give_up_after), args.concurrency or LINES_PER_SLOT * slots
 
 
-def _so_far(journal: "Journal") -> str:
+def _progress_text(journal: "Journal") -> str:
     return f"{journal.num_answered} of {journal.input.num_lines} lines are answered"
 
 
-def _say(text: str, when: object = True) -> None:
+def _print_line(text: str, when: object = True) -> None:
     if when:
         print(f"espalier: {text}", file=sys.stderr)

@@ -1,6 +1,6 @@
 """`espalier demo`: completes held-out prompts with plain decoding and with the tree, and draws one round.
 
-The drawing has the accepted nodes and where they were committed, the rejected nodes, and the scores.
+The drawing shows each node's score, the accepted nodes with the pages of their K/V, and the rejected nodes.
 """
 
 import sys
@@ -16,7 +16,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from espalier.bench.drive import heldout
+from espalier.bench.drive import heldout_json
 from espalier.engine.launch_input import RoundTrace
 from espalier.errors import EspalierError
 from espalier.limits import MAX_LOGPROBS
@@ -24,69 +24,78 @@ from espalier.llm import LLM
 from espalier.request import Output, SamplingParams
 from espalier.stats import SpeculationStats
 from espalier.terminal.console import (
-    FROM_DRAFT,
-    QUIET,
-    UNICODE,
-    Signs,
-    coloured,
+    DIM_STYLE,
+    DRAFT_STYLE,
+    UNICODE_SIGNS,
+    DrawingSigns,
+    colour_by_source,
+    drawing_signs,
     has_colour,
-    header,
+    machine_line,
     progress,
-    signs,
     stdout,
     waiting,
 )
 from espalier.terminal.flags import engine_settings, require_at_least_one
 
-VOID = -1
-Name = Callable[[int], str]
+VOID_NODE = -1
+TokenName = Callable[[int], str]
 
 
-def round_tree(trace: RoundTrace, name: Name, signs: Signs) -> Text:
+def round_tree(trace: RoundTrace, name: TokenName, signs: DrawingSigns) -> Text:
     """Returns a drawing of one round's tree.
 
-    name: returns a token's text.  A node's score is the sum of log-probabilities along its branch.  The tree keeps the
-    nodes with the highest scores.
+    name: returns a token's text.  A node's score is the sum of the log-probabilities along its branch.  The tree has
+    the nodes with the highest scores.
     """
     drawing = Text()
-    _node(drawing, trace, 0, "", "", name, signs)
+    _draw_node(drawing, trace, 0, "", "", name, signs)
     bonus = trace.emitted[-1]
     position = trace.prefix_len + len(trace.emitted)
     drawing.append(f"next root: {name(bonus)}, picked by the target, at position {position}\n")
-    drawing.append(_summary(trace), QUIET)
+    drawing.append(_summary(trace), DIM_STYLE)
     return drawing
 
 
-def _node(drawing: Text, trace: RoundTrace, node: int, lead: str, fork: str, name: Name, signs: Signs) -> None:
+def _draw_node(
+    drawing: Text,
+    trace: RoundTrace,
+    node: int,
+    line_prefix: str,
+    branch_sign: str,
+    name: TokenName,
+    signs: DrawingSigns,
+) -> None:
     accepted = node in trace.tree.path_rows
     label = name(trace.tree.tokens[node])
     if node == 0:
         drawing.append(f"{label}  root", "bold")
     else:
-        drawing.append(lead + fork, QUIET)
-        drawing.append(f"{signs.accepted if accepted else signs.rejected} {label}", FROM_DRAFT if accepted else QUIET)
+        drawing.append(line_prefix + branch_sign, DIM_STYLE)
+        sign, style = (signs.accepted, DRAFT_STYLE) if accepted else (signs.rejected, DIM_STYLE)
+        drawing.append(f"{sign} {label}", style)
         score = trace.tree.scores[node]
-        drawing.append(f"  {score:.2f}" if isfinite(score) else "", QUIET)
+        drawing.append(f"  {score:.2f}" if isfinite(score) else "", DIM_STYLE)
     if accepted:
-        drawing.append(f"  {signs.dot} {_place(trace, node)}", "cyan")
+        drawing.append(f"  {signs.dot} {_place_of_node(trace, node)}", "cyan")
     drawing.append("\n")
     children = [
-        i for i, parent in enumerate(trace.tree.parents) if i and parent == node and trace.tree.tokens[i] != VOID
+        i for i, parent in enumerate(trace.tree.parents) if i and parent == node and trace.tree.tokens[i] != VOID_NODE
     ]
-    below = lead if node == 0 else lead + (signs.down if fork == signs.branch else "  ")
+    below = line_prefix if node == 0 else line_prefix + (signs.vertical if branch_sign == signs.branch else "  ")
     for child in children:
-        _node(drawing, trace, child, below, signs.last if child == children[-1] else signs.branch, name, signs)
+        _draw_node(drawing, trace, child, below, signs.last if child == children[-1] else signs.branch, name, signs)
 
 
-def _place(trace: RoundTrace, node: int) -> str:
-    """Returns the position, page and row of an accepted node's K/V, as text."""
+def _place_of_node(trace: RoundTrace, node: int) -> str:
+    """Returns a text with the position, page and row of an accepted node's K/V."""
     position = trace.prefix_len + trace.tree.depths[node]
     page = trace.pages[position // trace.page_size]
     return f"position {position}, page {page} row {position % trace.page_size}"
 
 
 def _summary(trace: RoundTrace) -> str:
-    drafted = sum(token != VOID for token in trace.tree.tokens) - 1
+    drafted = sum(token != VOID_NODE for token in trace.tree.tokens) - 1
     accepted = len(trace.tree.path_rows) - 1
     return (
         f"{drafted} draft tokens verified in one pass, {accepted} accepted; {accepted + 1} rows committed, "
@@ -96,7 +105,7 @@ def _summary(trace: RoundTrace) -> str:
 
 PROMPT_LINES = 6
 BAR_WIDTH = 40
-NEXT = (
+NEXT_STEPS = (
     'espalier generate "def fibonacci(n):" --max-tokens 80',
     'espalier generate "class Stack:" --temperature 0.7 --seed 1 --steps 3 --topk 2 --num-draft-tokens 8',
     "espalier bench load",
@@ -104,8 +113,8 @@ NEXT = (
 
 
 @dataclass
-class Run:
-    """The results of plain decoding, or of the tree, over all prompts."""
+class DecodingResult:
+    """The results of one engine, plain or with the tree, for all prompts."""
 
     outputs: list[Output] = field(default_factory=list)
     seconds: float = 0.0
@@ -117,21 +126,21 @@ class Run:
 
 
 def run(args: Namespace) -> int:
-    return show(args, stdout(wrap=True))
+    return show_demo(args, stdout(wrap=True))
 
 
-def show(args: Namespace, console: Console) -> int:
-    """Show the demo on a console.  Returns 1 if the two ways to decode gave different tokens.  Raises EspalierError."""
-    # max_batch 1: two engines share the device, and each runs one request at a time.  float32: in bfloat16, rounding
-    # sometimes changes the order of two tokens that are nearly tied.
+def show_demo(args: Namespace, console: Console) -> int:
+    """Print the demo.  Returns 1 if plain decoding and the tree differ in tokens, else 0.  Raises EspalierError."""
+    # max_batch is 1, because two engines share the device, and each runs one request at a time.  dtype is float32,
+    # because rounding in bfloat16 sometimes changes the order of two nearly tied tokens.
     require_at_least_one(args, "max_tokens")
     settings = {"max_batch": 1, "dtype": "float32", **engine_settings(args)}
     params = SamplingParams(temperature=0.0, max_tokens=args.max_tokens)
-    prompts = [entry["prompt"] for entry in heldout()]
+    prompts = [entry["prompt"] for entry in heldout_json()]
     if not 1 <= args.prompts <= len(prompts):
         raise EspalierError(f"--prompts={args.prompts} is not supported; use 1 to {len(prompts)}")
     prompts = prompts[: args.prompts]
-    console.print(Text(header(), QUIET))
+    console.print(Text(machine_line(), DIM_STYLE))
     with waiting("loading the model twice, with and without speculation"):
         tree_llm = LLM(**settings)
         _require_tree(tree_llm)
@@ -141,18 +150,18 @@ def show(args: Namespace, console: Console) -> int:
     with tree_llm, plain_llm:
         _warm_up(plain_llm, tree_llm, prompts[0])
         traces.clear()
-        plain, tree = _complete(console, plain_llm, tree_llm, prompts, params)
-        same = _compare(console, plain_llm, prompts, plain, tree)
+        plain, tree = _complete_prompts(console, plain_llm, tree_llm, prompts, params)
+        same = _print_comparison(console, plain_llm, prompts, plain, tree)
         _draw_round(console, tree_llm, traces)
-    _figures(console, plain, tree)
+    _print_figures(console, plain, tree)
     console.print(Text("\ntry next", "bold"))
-    for command in NEXT:
-        console.print(Text("  " + command.replace("espalier", _started_as(), 1)))
+    for command in NEXT_STEPS:
+        console.print(Text("  " + command.replace("espalier", _start_command(), 1)))
     return 0 if same else 1
 
 
 def _require_tree(llm: LLM) -> None:
-    """Refuse an LLM that decodes plainly, and close it.  Raises EspalierError."""
+    """Close an LLM without a tree, and raise EspalierError."""
     if not llm.engine.layout.steps:
         llm.close()
         raise EspalierError(
@@ -160,8 +169,8 @@ def _require_tree(llm: LLM) -> None:
         )
 
 
-def _started_as() -> str:
-    """Returns the command that starts espalier again: its path if it is not on PATH."""
+def _start_command() -> str:
+    """Returns the command that runs espalier: a path if `espalier` is not on PATH."""
     if which("espalier") or Path(sys.argv[0]).name != "espalier":
         return "espalier"
     path = Path(sys.argv[0]).absolute()
@@ -173,11 +182,11 @@ def _warm_up(plain: LLM, tree: LLM, prompt: str) -> None:
         llm.generate(prompt, SamplingParams(temperature=0.0, max_tokens=8))
 
 
-def _complete(
+def _complete_prompts(
     console: Console, plain_llm: LLM, tree_llm: LLM, prompts: list[str], params: SamplingParams
-) -> tuple[Run, Run]:
-    """Complete each prompt plainly and then with the tree.  Alternating spreads other load on the machine over both."""
-    plain, tree = Run(), Run()
+) -> tuple[DecodingResult, DecodingResult]:
+    """Complete each prompt plainly, then with the tree.  The engines alternate, so other load slows both equally."""
+    plain, tree = DecodingResult(), DecodingResult()
     with progress("completing", 2 * len(prompts)) as advance:
         for prompt in prompts:
             for llm, run in ((plain_llm, plain), (tree_llm, tree)):
@@ -188,48 +197,51 @@ def _complete(
                 run.stats.merge(output.speculation)
                 advance()
     for i, (prompt, output) in enumerate(zip(prompts, tree.outputs, strict=True), 1):
-        _rule(console, f"prompt {i} of {len(prompts)}")
+        _print_rule(console, f"prompt {i} of {len(prompts)}")
         console.print(_prompt_and_output(console, tree_llm, prompt, output))
     return plain, tree
 
 
-def _rule(console: Console, title: str = "") -> None:
-    console.rule(Text(title, QUIET), style=QUIET, align="left", characters="─" if signs(console) is UNICODE else "-")
+def _print_rule(console: Console, title: str = "") -> None:
+    dash = "─" if drawing_signs(console) is UNICODE_SIGNS else "-"
+    console.rule(Text(title, DIM_STYLE), style=DIM_STYLE, align="left", characters=dash)
 
 
 def _prompt_and_output(console: Console, llm: LLM, prompt: str, output: Output) -> Text:
-    """Returns the prompt's last lines, dimmed, and the output.  Without colours, a sign separates them."""
+    """Returns the prompt's last lines, dimmed, and the output.  Without colours, a sign is between them."""
     assert llm.tokenizer is not None
     last_lines = prompt.splitlines(keepends=True)[-PROMPT_LINES:]
-    end = "" if has_colour(console) else signs(console).prompt_end
-    text = coloured(llm.tokenizer, llm.tokenizer.encode(prompt), output.token_ids, output.from_draft)
-    return Text.assemble(("".join(last_lines), QUIET), end, text)
+    end = "" if has_colour(console) else drawing_signs(console).prompt_end
+    text = colour_by_source(llm.tokenizer, llm.tokenizer.encode(prompt), output.token_ids, output.from_draft)
+    return Text.assemble(("".join(last_lines), DIM_STYLE), end, text)
 
 
-def _compare(console: Console, plain_llm: LLM, prompts: list[str], plain: Run, tree: Run) -> bool:
-    """Print whether the tokens are identical, else where they differ and how near a tie is.  Returns if identical."""
-    _rule(console)
+def _print_comparison(
+    console: Console, plain_llm: LLM, prompts: list[str], plain: DecodingResult, tree: DecodingResult
+) -> bool:
+    """Print whether the tokens are identical, and where they differ.  Returns whether they are identical."""
+    _print_rule(console)
     for i, (prompt, a, b) in enumerate(zip(prompts, plain.outputs, tree.outputs, strict=True), 1):
         if a.token_ids != b.token_ids:
             pairs = zip(a.token_ids, b.token_ids, strict=False)
             first = next((j for j, (x, y) in enumerate(pairs) if x != y), min(len(a.token_ids), len(b.token_ids)))
             console.print(Text(f"prompt {i}: plain and tree differ from token {first} on", "bold red"))
             both = [output.token_ids[first] for output in (a, b) if first < len(output.token_ids)]
-            console.print(Text(_likelihoods(plain_llm, prompt, a.token_ids[:first], both)))
+            console.print(Text(_logprobs_text(plain_llm, prompt, a.token_ids[:first], both)))
             return False
     tokens = sum(len(output.token_ids) for output in tree.outputs)
     drafted = sum(sum(output.from_draft) for output in tree.outputs)
     same = f"plain decoding gave the same {tokens} tokens, one by one"
     console.print(Text.assemble(("identical: ", "bold green"), same))
-    legend: list[Any] = [f"{signs(console).prompt_end}: end of a prompt; tokens that"]
+    legend: list[Any] = [f"{drawing_signs(console).prompt_end}: end of a prompt; tokens that"]
     if has_colour(console):
-        legend = [("dim", QUIET), ": the prompts; ", ("tokens like this", FROM_DRAFT)]
+        legend = [("dim", DIM_STYLE), ": the prompts; ", ("tokens like this", DRAFT_STYLE)]
     console.print(Text.assemble(*legend, f" came from the draft: {drafted} of {tokens}\n"))
     return True
 
 
-def _likelihoods(llm: LLM, prompt: str, before: list[int], tokens: list[int]) -> str:
-    """Returns the tokens' log-probabilities by plain decoding, as text.  Rounding decides between nearly equal ones."""
+def _logprobs_text(llm: LLM, prompt: str, before: list[int], tokens: list[int]) -> str:
+    """Returns a text with the tokens' log-probabilities by plain decoding.  Nearly equal ones are a near tie."""
     assert llm.tokenizer is not None
     params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=MAX_LOGPROBS)
     [output] = llm.generate([[*llm.tokenizer.encode(prompt), *before]], params)
@@ -241,18 +253,18 @@ def _likelihoods(llm: LLM, prompt: str, before: list[int], tokens: list[int]) ->
 
 
 def _draw_round(console: Console, llm: LLM, traces: list[RoundTrace]) -> None:
-    """Draw the first of the rounds that accepted the most tokens.  A path of the tree's full depth counts one less."""
+    """Draw the first round that accepted the most tokens.  A path of the tree's full depth counts as one token less."""
     if not traces or llm.tokenizer is None:
         return
     deepest = max(trace.tree.depths[-1] if trace.tree.depths else 0 for trace in traces)
     best = max(traces, key=lambda trace: min(len(trace.emitted), max(deepest, 2)))
     about = ", score = log-probability of the branch by the draft"
-    console.print(Text.assemble(("one round", "bold"), (about, QUIET)))
+    console.print(Text.assemble(("one round", "bold"), (about, DIM_STYLE)))
     decode = llm.tokenizer.decode
-    console.print(round_tree(best, lambda token: repr(decode([token])), signs(console)))
+    console.print(round_tree(best, lambda token: repr(decode([token])), drawing_signs(console)))
 
 
-def _figures(console: Console, plain: Run, tree: Run) -> None:
+def _print_figures(console: Console, plain: DecodingResult, tree: DecodingResult) -> None:
     console.print(Text("figures", "bold"))
     ratio = tree.tokens_per_second / plain.tokens_per_second
     console.print(Text(f"  plain          {plain.tokens_per_second:7.1f} tokens/s"))
@@ -260,12 +272,12 @@ def _figures(console: Console, plain: Run, tree: Run) -> None:
     console.print(
         Text(f"  accept length  {tree.stats.accept_length:7.2f} tokens a round, over {tree.stats.rounds} rounds")
     )
-    for line in _histogram(tree.stats, signs(console), console.width):
+    for line in _histogram(tree.stats, drawing_signs(console), console.width):
         console.print(Text(line))
 
 
-def _histogram(stats: SpeculationStats, signs: Signs, width: int) -> Iterator[str]:
-    """Yields a line for each accept length, within `width` columns unless the longest bar needs more."""
+def _histogram(stats: SpeculationStats, signs: DrawingSigns, width: int) -> Iterator[str]:
+    """Yields a bar for each accept length.  Lines fit into `width` columns if possible."""
     max_rounds = max(stats.histogram, default=0)
     for length, rounds in enumerate(stats.histogram):
         if length:

@@ -1,6 +1,6 @@
 """`espalier doctor`: prints the machine, the versions and the resolved configuration, without loading a model.
 
-With --matrix it prints what each attention backend supports.
+With --matrix, it prints the supported features of each attention backend.
 """
 
 from argparse import Namespace
@@ -20,12 +20,12 @@ from espalier.shards import Shards
 from espalier.speculate.drafters.registry import draft_shards
 from espalier.startup.build import cache_specs, describe_cache_size
 from espalier.startup.load import Checkpoint, count_weights, find_checkpoint, resolve_config
-from espalier.terminal.console import QUIET, describe, installed, stdout
+from espalier.terminal.console import DIM_STYLE, describe_machine, installed_version, stdout
 from espalier.terminal.flags import engine_settings, flag_of, given_flags
 
-# The most GPUs of one machine that the report considers.
-MOST_RANKS = 8
-OPTIONAL = ("triton", "flashinfer-python", "sglang-kernel", "flash-attn-3", "accelerate")
+# The most ranks in the report: the GPUs of one machine.
+MAX_RANKS = 8
+OPTIONAL_PACKAGES = ("triton", "flashinfer-python", "sglang-kernel", "flash-attn-3", "accelerate")
 
 
 def run(args: Namespace) -> int:
@@ -33,7 +33,7 @@ def run(args: Namespace) -> int:
         if args.tune or (given := given_flags(args)):
             flag = "--tune" if args.tune else flag_of(given[0])
             raise EspalierError(f"{flag} is not for --matrix, which lists every backend; leave one out")
-        return _matrix()
+        return _print_matrix()
     if args.tune:
         return tune.run(args, EngineConfig(**engine_settings(args)))
     for name in ("shapes", "weights", "draft_weights", "seconds", "choices"):
@@ -42,7 +42,7 @@ def run(args: Namespace) -> int:
     config = EngineConfig(**engine_settings(args))
     console = stdout()
     console.print(Text("machine", "bold"))
-    about = describe() | {package: installed(package) for package in OPTIONAL}
+    about = describe_machine() | {package: installed_version(package) for package in OPTIONAL_PACKAGES}
     for name, value in about.items():
         console.print(Text(f"  {name:<18} {value}"))
     checkpoint = find_checkpoint(config)
@@ -50,7 +50,7 @@ def run(args: Namespace) -> int:
     console.print(Text("resolved configuration", "bold"))
     console.print(Text(resolved.as_text()))
     if resolved.device != "cpu" and is_unresolved(config.num_pages):
-        console.print(Text("  num_pages is an estimate; it is measured when the models are loaded", QUIET))
+        console.print(Text("  num_pages is an estimate; it is measured when the models are loaded", DIM_STYLE))
     target = checkpoint.target
     layout = resolved.layout
     shards = Shards(0, resolved.tensor_parallel)
@@ -62,7 +62,7 @@ def run(args: Namespace) -> int:
     longest = (resolved.num_pages - 1) // layout.table_width
     most = f"{min(longest, layout.max_batch)} of {layout.max_batch}"
     if resolved.tensor_parallel > 1:
-        console.print(Text(_by_ranks(checkpoint, getattr(torch, resolved.dtype))))
+        console.print(Text(_ranks_text(checkpoint, getattr(torch, resolved.dtype))))
     console.print(Text(f"  {held}; requests of max_context that fit at once: {most}"))
     if not longest:
         console.print(Text("  a request of max_context does not fit: raise num_pages, or lower max_context"))
@@ -79,27 +79,27 @@ def run(args: Namespace) -> int:
         )
     else:
         console.print(Text("  it runs by Espalier's own layers (native)"))
-    console.print(Text("this configuration is supported and fits here", QUIET))
+    console.print(Text("this configuration is supported and fits here", DIM_STYLE))
     return 0
 
 
-def _by_ranks(checkpoint: Checkpoint, dtype: torch.dtype) -> str:
-    """A line with the numbers of ranks that divide the models, and the weights that each rank then holds."""
-    counts = possible_rank_counts(checkpoint.target, MOST_RANKS)
+def _ranks_text(checkpoint: Checkpoint, dtype: torch.dtype) -> str:
+    """Returns a line with the possible numbers of ranks, and the bytes of weights that each rank then has."""
+    counts = possible_rank_counts(checkpoint.target, MAX_RANKS)
     if checkpoint.draft is not None and draft_shards(checkpoint.spec.algorithm, Shards(0, 2)).count > 1:
-        counts = [count for count in counts if count in possible_rank_counts(checkpoint.draft.layer, MOST_RANKS)]
+        counts = [count for count in counts if count in possible_rank_counts(checkpoint.draft.layer, MAX_RANKS)]
     held = (f"{count}: {count_weights(checkpoint, count).nbytes(dtype) / 2**30:.2f} GiB" for count in counts)
     return f"  weights of each rank, by the number of ranks that divide these models: {', '.join(held)}"
 
 
-def _matrix() -> int:
-    """Print one line for each property of each backend, because a table of sixteen columns fits no terminal."""
+def _print_matrix() -> int:
+    """Print a line for each feature of each backend, because a table of sixteen columns would be too wide."""
     console, (head, rows) = stdout(), support_matrix([made.support for made in BACKENDS.values()])
     for column, name in enumerate(head[1:], start=1):
         support = BACKENDS[name].support
-        console.print(Text(name, "bold") + Text("" if support.is_installed else "  not installed", QUIET))
+        console.print(Text(name, "bold") + Text("" if support.is_installed else "  not installed", DIM_STYLE))
         for row in rows:
             console.print(Text(f"  {row[0]:<28} {row[column]}"))
         for limit, why in support.limits.items():
-            console.print(Text(f"  limit of {limit}: {why}", QUIET))
+            console.print(Text(f"  limit of {limit}: {why}", DIM_STYLE))
     return 0

@@ -1,6 +1,6 @@
-"""`espalier generate`: completes prompts, or answers them as chat messages.
+"""`espalier generate`: completes prompts, or answers prompts as chat messages.
 
-Generated text is streamed to stdout; everything else goes to stderr.
+Generated text is streamed to stdout.  Other output goes to stderr.
 """
 
 import json
@@ -17,20 +17,20 @@ from espalier.config import EngineConfig
 from espalier.errors import EspalierError, without_duplicate_keys
 from espalier.inputs import InputProcessor
 from espalier.request import Output, OutputChunk, SamplingParams
-from espalier.terminal.console import FROM_DRAFT, FROM_TARGET, QUIET, progress, read_text, stderr, stdout, waiting
+from espalier.terminal.console import DIM_STYLE, DRAFT_STYLE, TARGET_STYLE, progress, read_text, stderr, stdout, waiting
 from espalier.terminal.flags import (
     add_engine_flags,
     add_sampling_flags,
     engine_settings,
     flag_of,
-    readable,
+    require_readable,
     sampling_params,
 )
 
 if TYPE_CHECKING:
     from espalier.llm import LLM
 
-MAX_TOKENS = 128
+DEFAULT_MAX_TOKENS = 128
 
 
 def add_flags(parser: ArgumentParser) -> None:
@@ -41,18 +41,18 @@ def add_flags(parser: ArgumentParser) -> None:
     )
     parser.add_argument("--json", action="store_true", help="print a JSON object per prompt, after all are done")
     add_engine_flags(parser, leave_out=("seed",))
-    add_sampling_flags(parser, MAX_TOKENS)
+    add_sampling_flags(parser, DEFAULT_MAX_TOKENS)
 
 
 def run(args: Namespace) -> int:
-    prompts = _prompts(args)
+    prompts = _read_prompts(args)
     params = sampling_params(args)
     for name in ("logprobs", "prompt_logprobs"):
         if getattr(params, name) is not None and not args.json:
             raise EspalierError(f"{flag_of(name)} is printed by --json alone; add that, or leave {flag_of(name)} out")
     if args.chat and not all(isinstance(prompt, str) for prompt in prompts):
         raise EspalierError("--chat is for messages, and --file holds token ids; write text, or leave --chat out")
-    # Imported here, so that neither the help nor an error in the prompts waits for PyTorch.
+    # Imported here, so that help texts and errors in prompts do not wait for PyTorch.
     from espalier.llm import LLM, prepare
 
     # Check prompts and parameters before the weights are loaded, which may take minutes.
@@ -60,20 +60,20 @@ def run(args: Namespace) -> int:
         prepared = prepare(EngineConfig(**engine_settings(args)))
     inputs = prepared.inputs
     inputs.resolve(params)
-    checked = [_checked(inputs, i, prompts, params, args.chat) for i in range(len(prompts))]
+    checked = [_checked_prompt(inputs, i, prompts, params, args.chat) for i in range(len(prompts))]
     token_lists, each_params = [tokens for tokens, _ in checked], [limited for _, limited in checked]
     with waiting("loading the model"):
         llm = LLM.from_prepared(prepared)
     with llm:
         if len(token_lists) == 1 and not args.json and params.n in (None, 1):
-            return _stream(llm, token_lists[0], each_params[0])
-        return _all(llm, token_lists, each_params, args.json)
+            return _print_stream(llm, token_lists[0], each_params[0])
+        return _print_outputs(llm, token_lists, each_params, args.json)
 
 
-def _checked(
+def _checked_prompt(
     inputs: InputProcessor, i: int, prompts: list[Any], params: SamplingParams, chat: bool
 ) -> tuple[list[int], SamplingParams]:
-    """Returns a prompt's tokens and parameters.  If max_tokens is unset, it is this command's default or what fits."""
+    """Returns a prompt's tokens and parameters.  The default max_tokens is DEFAULT_MAX_TOKENS, or what fits."""
     from espalier.llm import add_prompt_index
 
     with add_prompt_index(i, len(prompts)):
@@ -81,13 +81,13 @@ def _checked(
         tokens = inputs.prompt_tokens(prompt)
         inputs.require_room(tokens, params)
         if params.max_tokens is None and "max_new_tokens" not in inputs.facts.generation_config:
-            params = replace(params, max_tokens=min(MAX_TOKENS, inputs.facts.max_context - len(tokens)))
+            params = replace(params, max_tokens=min(DEFAULT_MAX_TOKENS, inputs.facts.max_context - len(tokens)))
         return tokens, params
 
 
-def _prompts(args: Namespace) -> list[Any]:
+def _read_prompts(args: Namespace) -> list[Any]:
     prompts: list[Any] = [
-        _read_stdin() if prompt == "-" else readable(prompt, "a prompt", sys.getfilesystemencoding())
+        _read_stdin() if prompt == "-" else require_readable(prompt, "a prompt", sys.getfilesystemencoding())
         for prompt in args.prompts
     ]
     if args.file is not None:
@@ -105,7 +105,7 @@ def _read_stdin() -> str:
     if sys.stdin is None:
         raise EspalierError("stdin is closed; write a prompt after the command, pipe one in, or use --file")
     try:
-        text = readable(sys.stdin.read(), "the text from stdin", sys.stdin.encoding)
+        text = require_readable(sys.stdin.read(), "the text from stdin", sys.stdin.encoding)
     except UnicodeDecodeError as error:
         raise EspalierError(f"stdin cannot be read ({error}); use text in {sys.stdin.encoding}") from None
     if not text:
@@ -114,7 +114,7 @@ def _read_stdin() -> str:
 
 
 def _read_file(path: Path) -> list[Any]:
-    # splitlines() would also split at line separators inside JSON strings.
+    # Not splitlines(), which would also split at line separators inside JSON strings.
     lines = read_text("--file", path).split("\n")
     prompts: list[Any] = []
     for number, line in enumerate(lines, 1):
@@ -142,22 +142,22 @@ def _read_file(path: Path) -> list[Any]:
     return prompts
 
 
-def _stream(llm: "LLM", prompt: Any, params: SamplingParams) -> int:
-    """Print the text while it is generated.  On a terminal, text from the draft is coloured."""
+def _print_stream(llm: "LLM", prompt: Any, params: SamplingParams) -> int:
+    """Print the text while it is generated.  On a terminal, tokens from the draft are coloured."""
     console = stdout()
     start = perf_counter()
     count = 0
     last = OutputChunk("")
     for last in llm.stream(prompt, params):
         count += len(last.token_ids)
-        # A chunk's text does not map to its tokens one by one, so a chunk with any token from the draft is coloured.
-        console.print(Text(last.text, FROM_DRAFT if any(last.from_draft) else FROM_TARGET), end="")
+        # A chunk with any token from the draft is coloured, because a chunk's text cannot be divided into its tokens.
+        console.print(Text(last.text, DRAFT_STYLE if any(last.from_draft) else TARGET_STYLE), end="")
     console.print()
-    _figures(llm, count, perf_counter() - start)
-    return _failed(last.error)
+    _print_figures(llm, count, perf_counter() - start)
+    return _print_failure(last.error)
 
 
-def _all(llm: "LLM", prompts: list[Any], params: list[SamplingParams], as_json: bool) -> int:
+def _print_outputs(llm: "LLM", prompts: list[Any], params: list[SamplingParams], as_json: bool) -> int:
     start = perf_counter()
     with progress("generating", len(prompts) * (params[0].n or 1)) as advance:
         outputs = llm.generate(prompts, params, lambda chunk: advance() if chunk.finish_reason else None)
@@ -170,15 +170,15 @@ def _all(llm: "LLM", prompts: list[Any], params: list[SamplingParams], as_json: 
         samples = output.choices or [output]
         for number, sample in enumerate(samples, 1):
             sample_label = f" sample {number} of {len(samples)}" if output.choices else ""
-            console.print(Text(f"[{i}]{sample_label}", QUIET))
+            console.print(Text(f"[{i}]{sample_label}", DIM_STYLE))
             console.print(Text(sample.text))
     samples = [sample for output in outputs for sample in (output.choices or [output])]
-    _figures(llm, sum(len(sample.token_ids) for sample in samples), seconds)
-    return max((_failed(sample.error) for sample in samples), default=0)
+    _print_figures(llm, sum(len(sample.token_ids) for sample in samples), seconds)
+    return max((_print_failure(sample.error) for sample in samples), default=0)
 
 
 def as_dict(output: Output) -> dict[str, Any]:
-    """Returns an output as a dict for JSON."""
+    """Returns the output as a dict for --json."""
     return {
         "text": output.text,
         "token_ids": output.token_ids,
@@ -196,15 +196,15 @@ def as_dict(output: Output) -> dict[str, Any]:
     }
 
 
-def _figures(llm: "LLM", tokens: int, seconds: float) -> None:
+def _print_figures(llm: "LLM", tokens: int, seconds: float) -> None:
     totals = llm.engine.totals
     line = f"{tokens} token{'s' * (tokens != 1)} in {seconds:.2f} s, {tokens / max(seconds, 1e-9):.0f} tokens/s"
     if totals.rounds:
         line += f", accept length {totals.accept_length:.2f} over {totals.rounds} round{'s' * (totals.rounds != 1)}"
-    stderr().print(Text(line, QUIET))
+    stderr().print(Text(line, DIM_STYLE))
 
 
-def _failed(error: str | None) -> int:
+def _print_failure(error: str | None) -> int:
     if error is None:
         return 0
     print(f"espalier: {error}", file=sys.stderr)

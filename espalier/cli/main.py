@@ -11,58 +11,62 @@ from types import MappingProxyType
 
 from espalier import __version__
 from espalier.cli import interrupted
-from espalier.cli.parser import BAD_INPUT, Command, Parser
+from espalier.cli.parser import BAD_INPUT_STATUS, Command, Parser
 from espalier.errors import EspalierError
 from espalier.terminal.flags import add_engine_flags
 
-FAILED = 1
+FAILED_STATUS = 1
 COMMANDS = MappingProxyType(
     {
         "demo": Command(
             "complete held-out prompts, plain and by tree, and draw a round",
             flags="espalier.cli.main:demo",
-            work="espalier.cli.demo",
+            run_module="espalier.cli.demo",
         ),
         "generate": Command(
             "complete prompts, from the command line, a file or stdin",
             flags="espalier.cli.generate",
-            work="espalier.cli.generate",
+            run_module="espalier.cli.generate",
         ),
-        "serve": Command("run an OpenAI-compatible server", flags="espalier.cli.serve", work="espalier.cli.serve"),
+        "serve": Command(
+            "run an OpenAI-compatible server", flags="espalier.cli.serve", run_module="espalier.cli.serve"
+        ),
         "batch": Command(
             "answer a file of requests in OpenAI's batch format",
             flags="espalier.cli.batch",
-            work="espalier.cli.batch",
+            run_module="espalier.cli.batch",
         ),
         "quantize": Command(
-            "write an FP8 or 4-bit copy of a model", flags="espalier.cli.main:quantize", work="espalier.cli.quantize"
+            "write an FP8 or 4-bit copy of a model",
+            flags="espalier.cli.main:quantize",
+            run_module="espalier.cli.quantize",
         ),
-        # This entry is only for the help: cli.start passes the arguments to the trainer's own parser.
+        # This entry is only for the help text.  cli.start passes the arguments to the trainer's own parser.
         "train": Command(
             "train a draft for a model, or choose and train one (auto)",
             flags="espalier.train.command:add_commands",
-            work=None,
+            run_module=None,
         ),
-        "bench": Command("measure loads and servers, choose trees", flags="espalier.cli.main:bench", work=None),
+        "bench": Command("measure loads and servers, choose trees", flags="espalier.cli.main:bench", run_module=None),
         "doctor": Command(
             "show the machine, the versions and the resolved configuration",
             flags="espalier.bench.flags:doctor",
-            work="espalier.cli.doctor",
+            run_module="espalier.cli.doctor",
         ),
     }
 )
 
-BENCH = MappingProxyType(
+BENCH_COMMANDS = MappingProxyType(
     {
         "load": Command(
             "tokens a second and waits under a mixed load",
             flags="espalier.bench.flags:load",
-            work="espalier.bench.load_report",
+            run_module="espalier.bench.load_report",
         ),
         "choose": Command(
             "the fastest tree at each batch, for --by-batch",
             flags="espalier.bench.flags:choose",
-            work="espalier.bench.choose",
+            run_module="espalier.bench.choose",
         ),
     }
 )
@@ -108,46 +112,43 @@ def quantize(parser: ArgumentParser) -> None:
 
 
 def bench(parser: Parser) -> None:
-    parser.add_commands("measured", "what", BENCH)
+    parser.add_commands("measured", "what", BENCH_COMMANDS)
 
 
 def main(arguments: Sequence[str] | None = None, make_parser: Callable[[], Parser] = make_parser) -> int:
-    """Run one command.  Returns the exit status.
-
-    0: success; 1: a check or the system failed; 2: bad input, with one line on stderr; 130: interrupted, by Ctrl-C or
-    SIGTERM.
-    """
+    """Run one command.  Returns the exit status.  0: success.  1: a check or the system failed.  2: bad input, with one
+    line on stderr.  130: interrupted by Ctrl-C or SIGTERM."""
     try:
-        status = _run(make_parser().parse(arguments))  # parse imports the module of the flags
+        status = _run_command(make_parser().parse(arguments))  # parse imports the module of the flags
         if sys.stdout is not None:
             sys.stdout.flush()
         return status
     except EspalierError as error:
         print(f"espalier: {error}", file=sys.stderr)
-        return BAD_INPUT
+        return BAD_INPUT_STATUS
     except KeyboardInterrupt:
         return interrupted()
     except BrokenPipeError:  # the reader of stdout, such as `head`, has exited
-        _leave_stdout()
+        _discard_stdout()
         return 0
     except OSError as error:
         logging.getLogger("espalier").info("traceback:", exc_info=True)
         print(f"espalier: {error}", file=sys.stderr)
-        _leave_stdout()
-        return FAILED
+        _discard_stdout()
+        return FAILED_STATUS
 
 
-def _run(args: Namespace) -> int:
+def _run_command(args: Namespace) -> int:
     logging.basicConfig(
         level=logging.INFO if args.verbose else logging.WARNING, format="%(message)s", stream=sys.stderr
     )
     if isinstance(sys.stdout, TextIOWrapper):
-        # Generated text may contain characters that stdout's encoding does not have: escape them.
+        # Escape characters of generated text that stdout's encoding does not have.
         sys.stdout.reconfigure(errors="backslashreplace")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     return args.run(args)
 
 
-def _leave_stdout() -> None:
+def _discard_stdout() -> None:
     """Redirect stdout to /dev/null, so that Python's flush at exit does not fail."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,5 +1,5 @@
-"""A parser based on argparse.  Its errors are one line and suggest the right command or flag, also for names of other
-engines and for commands that moved."""
+"""A parser based on argparse.  Its errors are one line, and suggest the right command or flag, also for names of other
+engines and for moved commands."""
 
 import difflib
 import sys
@@ -23,8 +23,8 @@ from espalier.startup.checkpoints import require_names
 from espalier.terminal.console import HelpText
 from espalier.terminal.flags import named_models
 
-# Key: a command of `espalier`.  Value: the names that it had, each with its command of the laboratory now.
-MOVED = MappingProxyType(
+# By command of `espalier`: its former subcommands, with their commands in the laboratory now.
+MOVED_COMMANDS = MappingProxyType(
     {
         "espalier bench": {
             name: name
@@ -40,8 +40,8 @@ MOVED = MappingProxyType(
 )
 
 
-# Old commands whose work another command does now.
-RENAMED = MappingProxyType(
+# Former commands, with the commands that replace them.
+RENAMED_COMMANDS = MappingProxyType(
     {
         ("espalier bench", "throughput"): "espalier bench load",
         ("espalier bench", "latency"): "espalier bench load",
@@ -55,21 +55,21 @@ RENAMED = MappingProxyType(
 
 
 def moved_to(prog: str, name: str) -> str | None:
-    """Returns how a command or a flag is run now; None if it did not move.  prog: of the parser that lacks it."""
-    if renamed := RENAMED.get((prog, name)):
+    """Returns the advice for a moved command or flag; None for other names.  prog: of the parser that lacks it."""
+    if renamed := RENAMED_COMMANDS.get((prog, name)):
         return f"it is now `{renamed}`"
-    found = MOVED.get(prog, {}).get(name)
+    found = MOVED_COMMANDS.get(prog, {}).get(name)
     if found is None:
         return None
     also = "; to choose trees, `espalier bench choose`" if found == "round" else ""
     return f"it is now in the clone's laboratory: run `python -m lab {found}`{also}"
 
 
-BAD_INPUT = 2
-# The kind of value that a flag of a plain type takes, for messages.  A function that reads a flag has it as __name__.
-KINDS = MappingProxyType({int: "whole number", float: "number"})
-# Other engines' names of commands, and likely guesses.
-COMMANDS = MappingProxyType(
+BAD_INPUT_STATUS = 2
+# Nouns for the values of flags, for messages.  A function that parses a flag's value has the noun as __name__.
+VALUE_KINDS = MappingProxyType({int: "whole number", float: "number"})
+# Names of commands in other engines, and likely guesses, with the right commands.
+GUESSED_COMMANDS = MappingProxyType(
     {
         "chat": "generate --chat",
         "complete": "generate",
@@ -91,22 +91,21 @@ COMMANDS = MappingProxyType(
 
 
 class Command(NamedTuple):
-    """Where the code of a command is.
+    """A command's help text, and the modules of its code.
 
-    about: its help.  flags: the module of add_flags(parser), or "module:function".  work: the module of
-    run(args) -> status, imported only to run the command, or None if the command only adds subcommands.  Most `work`
-    modules import PyTorch.  The flags and the check of the models' directories do not, so help and errors about
-    misspelt words come at once.
+    about: the help text.  flags: the module with add_flags(parser), or "module:function".  work: the module with
+    run(args) -> status, imported only to run the command; None for a command with subcommands.  Most `work` modules
+    import PyTorch, but `flags` modules do not, so help and errors about misspelt words appear at once.
     """
 
     about: str
     flags: str
-    work: str | None
+    run_module: str | None
 
     def run(self, args: Namespace) -> int:
-        assert self.work is not None
+        assert self.run_module is not None
         require_names(named_models(args))
-        module: Any = import_module(self.work)
+        module: Any = import_module(self.run_module)
         return module.run(args)
 
 
@@ -115,10 +114,10 @@ class Parser(ArgumentParser):
         super().__init__(*args, **{"formatter_class": HelpText, **settings})
 
     def error(self, message: str) -> NoReturn:
-        self.exit(BAD_INPUT, f"{self.prog}: {' '.join(message.split())}\n")
+        self.exit(BAD_INPUT_STATUS, f"{self.prog}: {' '.join(message.split())}\n")
 
     def _print_message(self, message: str, file: Any = None) -> None:
-        """Print as argparse does, but raise OSError if stdout does not take help or version."""
+        """Print like argparse, but raise OSError if help or version cannot be written to stdout."""
         if file is None or file is not sys.stdout:
             super()._print_message(message, file)
             return
@@ -155,7 +154,7 @@ class Parser(ArgumentParser):
         return [flag for action in self._actions for flag in action.option_strings]
 
     def _deepest(self, known: Namespace) -> "Parser":
-        """Returns the parser of the command that was given without its subcommand."""
+        """Returns the parser of the command whose subcommand is missing."""
         return self.commands().get(known.command or "", self)
 
     def _unknown(self, given: str, parser: "Parser") -> str:
@@ -164,7 +163,7 @@ class Parser(ArgumentParser):
         arguments = [action.dest for action in parser._actions if not action.option_strings]
         advice = moved_to(parser.prog, flag) or other_engines.flag(flag.lstrip("-").replace("-", "_"), flags, arguments)
         near = difflib.get_close_matches(flag, flags, n=1)
-        if advice is None and (others := [each.prog for each in _all(self) if flag in each.all_flags()]):
+        if advice is None and (others := [each.prog for each in _all_parsers(self) if flag in each.all_flags()]):
             advice = f"it is a flag of {' and '.join(others[:2])}"
         if advice is None and near:
             advice = f"did you mean {near[0]}?"
@@ -184,24 +183,24 @@ class Parser(ArgumentParser):
         return super()._get_values(action, arg_strings)
 
     def _named(self, action: Action) -> str:
-        """Returns how a flag that was given twice was written: --x and --no-x are one flag."""
+        """Returns the spellings of a flag that was given twice, such as --x and --no-x."""
         arguments = (each.partition("=")[0] for each in self._arguments)
         written = list(dict.fromkeys(flag for flag in arguments if flag in action.option_strings))
         return f"{' and '.join(written)} are both given" if len(written) > 1 else f"{written[0]} is given twice"
 
     def _get_value(self, action: Action, arg_string: str) -> Any:
-        """Read a value as argparse does, with an error message that says what to use."""
+        """Parse a value like argparse, with an error message that tells what to use."""
         try:
             return super()._get_value(action, arg_string)
         except ArgumentError as error:
             if isinstance(error.__context__, ArgumentTypeError):
                 raise
             kind: Any = action.type
-            use = KINDS.get(kind) or getattr(kind, "__name__", repr(kind))
+            use = VALUE_KINDS.get(kind) or getattr(kind, "__name__", repr(kind))
             raise ArgumentError(action, f"{arg_string!r} is not supported; use a {use}") from None
 
     def _check_value(self, action: Action, value: Any) -> None:
-        """Refuse an unknown command, with a suggestion."""
+        """Refuse an unknown command, and suggest a known one."""
         if not isinstance(action, _SubParsersAction) or value in action.choices:
             super()._check_value(action, value)
             return
@@ -211,7 +210,7 @@ class Parser(ArgumentParser):
 
 
 class LazyParser(Parser):
-    """A command's parser, which imports the module of its flags when they are first needed."""
+    """A command's parser, which imports the module of its flags only when needed."""
 
     command: Command | None = None
 
@@ -231,7 +230,7 @@ class LazyParser(Parser):
         if self.command is None:
             return
         command, self.command = self.command, None
-        if command.work is not None:
+        if command.run_module is not None:
             about = "log the resolved configuration and what is loaded"
             self.add_argument("-v", "--verbose", action="store_true", help=about)
             self.set_defaults(run=command.run, parser=self)
@@ -240,13 +239,13 @@ class LazyParser(Parser):
 
 
 def _suggestion(command: str, commands: Collection[str]) -> str:
-    if (near := COMMANDS.get(command)) and (near.startswith("--") or near.split()[0] in commands):
+    if (near := GUESSED_COMMANDS.get(command)) and (near.startswith("--") or near.split()[0] in commands):
         return f"use {near}"
     nearest = difflib.get_close_matches(command, commands, n=1)
     return f"did you mean {nearest[0]}?" if nearest else f"use one of {', '.join(commands)}"
 
 
-def _all(parser: Parser) -> Iterator[Parser]:
+def _all_parsers(parser: Parser) -> Iterator[Parser]:
     yield parser
     for command in parser.commands().values():
-        yield from _all(command)
+        yield from _all_parsers(command)

@@ -10,7 +10,7 @@ from typing import Any
 from rich.text import Text
 
 from espalier.bench import quantised
-from espalier.bench.drive import heldout
+from espalier.bench.drive import heldout_json
 from espalier.config import EngineConfig
 from espalier.errors import EspalierError
 from espalier.llm import prepare
@@ -20,32 +20,32 @@ from espalier.models.weight_files import safetensors_files
 from espalier.speculate.drafters.registry import is_draft
 from espalier.startup.checkpoints import find_target
 from espalier.startup.resolve import choose_device
-from espalier.terminal.console import QUIET, print_table, progress, require_writable, stderr, write_json
+from espalier.terminal.console import DIM_STYLE, print_table, progress, require_writable, stderr, write_json
 
 # Number of tokens generated from each prompt to measure the accept length.
-GENERATED = 64
-OWN_TEXT = ", of the original's own text: it has no tokenizer"
+GENERATED_TOKENS = 64
+OWN_TEXT_NOTE = ", of the original's own text: it has no tokenizer"
 
-Rows = list[list[str]]
-Compare = Callable[[Callable[[], None]], tuple[dict[str, Any], Rows]]
+TableRows = list[list[str]]
+Compare = Callable[[Callable[[], None]], tuple[dict[str, Any], TableRows]]
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """A comparison of the copy with the original.
+    """A comparison of a quantised copy with its original.
 
     run(advance): compares them, calls `advance` after each step, and returns (results for --json, rows of the table).
-    steps: how many there are.  what: names the texts that it reads, for the user.
+    steps: the number of steps.  what: a description of the texts, for the user.
     """
 
     run: Compare
     steps: int
-    what: str
+    texts_name: str
 
 
 def run(args: Namespace) -> int:
-    if not 0 <= args.texts <= len(heldout()):
-        raise EspalierError(f"--texts={args.texts} is not supported; use 0 to {len(heldout())}")
+    if not 0 <= args.texts <= len(heldout_json()):
+        raise EspalierError(f"--texts={args.texts} is not supported; use 0 to {len(heldout_json())}")
     for flag, value in (("--draft", args.draft), ("--target", args.target)):
         if value is not None and not args.texts:
             raise EspalierError(f"{flag} is for the comparison, which --texts 0 leaves out; leave one out")
@@ -54,16 +54,16 @@ def run(args: Namespace) -> int:
     settings = {"device": device.type}
     path = find_target(args.model)
     of_draft = is_draft(path, is_expected=args.target is not None)
-    # The copy may take an hour, so settings that the comparison would refuse are refused before it.
-    compare = _of_draft(args, path, settings) if of_draft else _of_target(args, settings)
+    # Check the comparison's settings first, because the copy may take an hour.
+    compare = _comparison_of_draft(args, path, settings) if of_draft else _comparison_of_target(args, settings)
     begin = perf_counter()
     with progress("quantising", len(safetensors_files(path))) as advance:
         written = quantise(path, args.out, args.to, device, advance, of_draft)
     seconds = perf_counter() - begin
     results: dict[str, Any] = {"seconds": seconds, **asdict(written)}
-    rows = _rows_of(written, seconds)
+    rows = _rows_of_report(written, seconds)
     if compare is not None:
-        found, more = _compared(compare, args.out)
+        found, more = _run_comparison(compare, args.out)
         results |= found
         rows += more
     write_json(args.json, results)
@@ -71,11 +71,11 @@ def run(args: Namespace) -> int:
     return 0
 
 
-def _compared(compare: Comparison, out: Path) -> tuple[dict[str, Any], Rows]:
-    """Returns the results of the comparison.  It may take longer than the copy, so the user is told what exists."""
+def _run_comparison(compare: Comparison, out: Path) -> tuple[dict[str, Any], TableRows]:
+    """Returns the comparison's results.  It may take long, so messages tell that the copy is complete."""
     whole = f"{out} is whole"
     stderr().print(
-        Text(f"{whole}; comparing it with the original on {compare.what} (--texts 0 leaves this out)", QUIET)
+        Text(f"{whole}; comparing it with the original on {compare.texts_name} (--texts 0 leaves this out)", DIM_STYLE)
     )
     try:
         with progress("comparing", compare.steps) as advance:
@@ -87,24 +87,26 @@ def _compared(compare: Comparison, out: Path) -> tuple[dict[str, Any], Rows]:
         raise EspalierError(f"{whole}, but the comparison failed: {error}") from None
 
 
-def _of_target(args: Namespace, settings: dict[str, Any]) -> Comparison | None:
-    """Returns the comparison of a target with its copy, with --draft if given; None for none.  Raises EspalierError."""
+def _comparison_of_target(args: Namespace, settings: dict[str, Any]) -> Comparison | None:
+    """Returns the comparison of a target and its copy, with --draft; None for --texts 0.  Raises EspalierError."""
     if args.target is not None:
         raise EspalierError(f"--target is for a draft, and {args.model} is a target; leave it out")
     if not args.texts:
         return None
     settings = settings | ({} if args.draft is None else {"draft": args.draft})
-    _require_engine(EngineConfig(model=args.model, **settings))
+    _require_runnable(EngineConfig(model=args.model, **settings))
 
-    def compare(advance: Callable[[], None]) -> tuple[dict[str, Any], Rows]:
-        accuracy = quantised.compare(args.model, str(args.out), settings, args.texts, GENERATED, advance)
+    def compare(advance: Callable[[], None]) -> tuple[dict[str, Any], TableRows]:
+        accuracy = quantised.compare_accuracy(
+            args.model, str(args.out), settings, args.texts, GENERATED_TOKENS, advance
+        )
         return {"accuracy": asdict(accuracy)}, _rows_of_accuracy(accuracy)
 
     return Comparison(compare, 2 * args.texts, f"{args.texts} texts")
 
 
-def _of_draft(args: Namespace, path: Path, settings: dict[str, Any]) -> Comparison | None:
-    """Returns the comparison of a draft's accept lengths with its copy's; None for none.  Raises EspalierError."""
+def _comparison_of_draft(args: Namespace, path: Path, settings: dict[str, Any]) -> Comparison | None:
+    """Returns the comparison of a draft's and its copy's accept lengths; None for --texts 0.  Raises EspalierError."""
     if args.draft is not None:
         raise EspalierError(f"--draft is for a target, and {args.model} is a draft; give its target with --target")
     if not args.texts:
@@ -116,25 +118,25 @@ def _of_draft(args: Namespace, path: Path, settings: dict[str, Any]) -> Comparis
             "--texts 0 to compare nothing"
         )
     find_target(target, "target")
-    _require_engine(EngineConfig(model=target, draft=str(path), **settings))
+    _require_runnable(EngineConfig(model=target, draft=str(path), **settings))
 
-    def compare(advance: Callable[[], None]) -> tuple[dict[str, Any], Rows]:
+    def compare(advance: Callable[[], None]) -> tuple[dict[str, Any], TableRows]:
         drafts = str(path), str(args.out)
-        lengths = quantised.accept_lengths(target, drafts, settings, args.texts, GENERATED, advance)
+        lengths = quantised.accept_lengths(target, drafts, settings, args.texts, GENERATED_TOKENS, advance)
         return {"accuracy": {"accept_length": lengths}}, [_row_of_lengths(lengths)]
 
     return Comparison(compare, 2, f"{args.texts} prompts")
 
 
-def _require_engine(config: EngineConfig) -> None:
-    """Check, without weights, that an engine can run the comparison.  Raises EspalierError."""
+def _require_runnable(config: EngineConfig) -> None:
+    """Check, without loading weights, that an engine can run the comparison.  Raises EspalierError."""
     try:
         prepare(config)
     except EspalierError as error:
         raise EspalierError(f"no comparison with the original: {error}; --texts 0 leaves it out") from None
 
 
-def _rows_of(written: QuantiseReport, seconds: float) -> Rows:
+def _rows_of_report(written: QuantiseReport, seconds: float) -> TableRows:
     share = written.written_bytes / max(written.read_bytes, 1)
     rows = [
         ["matrices quantised", str(written.num_matrices)],
@@ -150,10 +152,10 @@ def _rows_of(written: QuantiseReport, seconds: float) -> Rows:
     return rows
 
 
-def _rows_of_accuracy(accuracy: quantised.Accuracy) -> Rows:
+def _rows_of_accuracy(accuracy: quantised.Accuracy) -> TableRows:
     before, after = accuracy.perplexity
     rows = [
-        ["positions compared", f"{accuracy.positions}{OWN_TEXT if accuracy.is_own_text else ''}"],
+        ["positions compared", f"{accuracy.positions}{OWN_TEXT_NOTE if accuracy.is_own_text else ''}"],
         ["same likeliest token", f"{accuracy.agreement:.2%}"],
         ["KL over the vocabulary, nats", f"{accuracy.kl:.5f}"],
         ["perplexity", f"{before:.3f} -> {after:.3f}"],

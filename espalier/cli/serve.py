@@ -25,7 +25,7 @@ SEND_TIMEOUT_S = 60.0
 
 
 def add_chat_flags(group: _ArgumentGroup) -> None:
-    """Add flags for how messages become a prompt, and an output an answer.  front_options reads them."""
+    """Add the flags about chat templates, tool calls and reasoning, which front_options reads."""
     group.add_argument("--chat-template", type=Path, metavar="FILE", help="replaces the tokenizer's chat template")
     group.add_argument(
         "--allow-special-tokens-in-messages",
@@ -71,7 +71,7 @@ def _add_learn_flags(parser: ArgumentParser) -> None:
 
 
 def _learn_settings(args: Namespace, num_keys: int) -> dict[str, Any] | None:
-    """Returns the fields of LearnConfig, None without --learn.  Raises EspalierError."""
+    """Returns the fields of LearnConfig; None without --learn.  Raises EspalierError."""
     names = [f.name for f in fields(LearnConfig)[1:]]
     given = {name: value for name in names if (value := getattr(args, f"learn_{name}")) is not None}
     if args.learn is None:
@@ -196,30 +196,30 @@ def _add_replica_flags(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace) -> int:
-    return serve_worker(args, *_model(args))
+    return serve_worker(args, *_model_settings(args))
 
 
 def serve_worker(args: Namespace, settings: dict[str, Any], name: str, worker: str | None = None) -> int:
-    """Serve an engine process that loads `settings`.  Returns the exit status.
+    """Run a server with an engine process that loads `settings`.  Returns the exit status.
 
-    name: the model's name.  worker: the module that the engine process runs; None: the module that loads a model.
+    name: the model's name.  worker: the module that the engine process runs; None for the module that loads a model.
     Raises EspalierError.
     """
-    # Imported here, so that other commands start without the server's modules.
+    # These imports are slow, and other commands do not need them.
     from espalier.server.api import ApiOptions
-    from espalier.server.client import MODEL_WORKER, ClientOptions
+    from espalier.server.client import MODEL_WORKER_MODULE, ClientOptions
     from espalier.server.run import ServeOptions, check_options, serve
 
     check_options(vars(args), flag_of)
     if not args.host:  # an empty address means all: `--host "$HOST"` with HOST unset must not open the server to others
         raise EspalierError("--host is empty; give an address, such as 127.0.0.1, or 0.0.0.0 for all, or leave it out")
     if args.batch_dir is None:
-        _refuse_beside(args, ("max_file_bytes",), "is for --batch-dir; give that too, or leave it out")
+        _refuse_flags(args, ("max_file_bytes",), "is for --batch-dir; give that too, or leave it out")
     keys = api_keys(args)
     learn = _learn_settings(args, len(keys))
     if learn is not None and worker is not None:
         raise EspalierError("--learn trains from a model's files; a synthetic model has none: leave it out")
-    # If the model is "auto" with a draft, the served name is the name of the target's directory.
+    # For the model "auto" with a draft, the default name is that of the target's directory.
     names = args.served_model_name or [name for name in [name] if name != "auto"]
     options = ServeOptions(
         host=args.host,
@@ -227,13 +227,13 @@ def serve_worker(args: Namespace, settings: dict[str, Any], name: str, worker: s
         drain_timeout_s=args.drain_timeout,
         send_timeout_s=SEND_TIMEOUT_S if args.send_timeout is None else args.send_timeout or None,
         client=ClientOptions(
-            # A replica must end with its engine: Ray Serve starts the next replica.
+            # A replica ends with its engine, and Ray Serve starts the next replica.
             restart=args.replicas is None and args.restart_engine is not False,
             engine_timeout_s=args.engine_timeout,
             load_timeout_s=args.load_timeout or None,
             log_level=args.log_level,
             log_json=args.log_json,
-            worker=worker or MODEL_WORKER,
+            worker=worker or MODEL_WORKER_MODULE,
             learn=learn,
         ),
         front=front_options(args, names, args.max_queue, args.request_timeout or None, args.strict_fields),
@@ -251,7 +251,7 @@ def serve_worker(args: Namespace, settings: dict[str, Any], name: str, worker: s
     if args.replicas is not None:
         _serve_replicas(args, settings, options)
         return 0
-    _refuse_beside(args, ("tokens_per_replica", "fronts"), "is for several engines; give --replicas, or leave it out")
+    _refuse_flags(args, ("tokens_per_replica", "fronts"), "is for several engines; give --replicas, or leave it out")
     try:
         return int(not asyncio.run(serve(settings, options)))
     except asyncio.CancelledError:  # SIGTERM while the model was being loaded
@@ -261,7 +261,7 @@ def serve_worker(args: Namespace, settings: dict[str, Any], name: str, worker: s
 def front_options(
     args: Namespace, names: Sequence[str], max_queue: int, request_timeout_s: float | None, strict_fields: bool = False
 ) -> "FrontOptions":
-    """Returns FrontOptions from the flags of add_chat_flags.  Raises EspalierError before the model is loaded."""
+    """Returns FrontOptions from the flags of add_chat_flags.  Raises EspalierError."""
     from espalier.server.front import FrontOptions
 
     template = None if args.chat_template is None else read_text("--chat-template", args.chat_template)
@@ -280,15 +280,15 @@ def front_options(
 
 
 def _serve_replicas(args: Namespace, settings: dict[str, Any], options: "ServeOptions") -> None:
-    """Serve with Ray Serve.  Raises EspalierError."""
-    from espalier.serve_ray.build import TOKENS_PER_REPLICA, ServedModel, Service, checked_settings, replicas_of
+    """Run engine replicas behind Ray Serve.  Raises EspalierError."""
+    from espalier.serve_ray.build import TOKENS_PER_REPLICA, ServedModel, Service, check_settings, parse_replicas
     from espalier.serve_ray.cluster import serve_replicas
 
-    _refuse_beside(args, ("restart_engine",), "has no effect with --replicas: Ray Serve replaces engines; leave it out")
-    _refuse_beside(args, ("send_timeout",), "is not supported with --replicas: Ray's proxy sends; leave it out")
-    _refuse_beside(args, ("batch_dir",), "is for one engine; leave out --replicas")
-    checked_settings(settings)
-    replicas = replicas_of(args.replicas, tokens_per_replica=args.tokens_per_replica or TOKENS_PER_REPLICA)
+    _refuse_flags(args, ("restart_engine",), "has no effect with --replicas: Ray Serve replaces engines; leave it out")
+    _refuse_flags(args, ("send_timeout",), "is not supported with --replicas: Ray's proxy sends; leave it out")
+    _refuse_flags(args, ("batch_dir",), "is for one engine; leave out --replicas")
+    check_settings(settings)
+    replicas = parse_replicas(args.replicas, tokens_per_replica=args.tokens_per_replica or TOKENS_PER_REPLICA)
     service = Service(
         (ServedModel(settings, options.front, options.client, replicas),),
         options.api,
@@ -300,23 +300,23 @@ def _serve_replicas(args: Namespace, settings: dict[str, Any], options: "ServeOp
     serve_replicas(service, options.host, options.port)
 
 
-def _refuse_beside(args: Namespace, names: Sequence[str], why: str) -> None:
-    """Refuse the flags `names` if any was given.  why: the rest of the message.  Raises EspalierError."""
+def _refuse_flags(args: Namespace, names: Sequence[str], why: str) -> None:
+    """Raises EspalierError if one of the flags `names` was given.  why: the rest of the message."""
     for name in names:
         if getattr(args, name) is not None:
             raise EspalierError(f"{flag_of(name)} {why}")
 
 
-def _model(args: Namespace) -> tuple[dict[str, Any], str]:
-    """Returns (settings for the engine process, the model's name).  Raises EspalierError."""
+def _model_settings(args: Namespace) -> tuple[dict[str, Any], str]:
+    """Returns (the engine process's settings, the model's name).  Raises EspalierError."""
     settings = engine_settings(args) | {"model": args.model}
     if args.model == "auto" and "draft" not in settings:
         settings["model"] = "bundled"
-    return sendable(settings), settings["model"]
+    return plain_settings(settings), settings["model"]
 
 
-def sendable(settings: dict[str, Any]) -> dict[str, Any]:
-    """Check the engine's settings and return them as plain values for the engine process.  Raises EspalierError."""
+def plain_settings(settings: dict[str, Any]) -> dict[str, Any]:
+    """Check the engine's settings, and return them as plain values that can be sent.  Raises EspalierError."""
     EngineConfig(**settings)
     tree = settings.get("speculation")
     if tree is None or isinstance(tree, str):

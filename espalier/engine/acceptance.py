@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import pairwise
+from operator import mul
 from typing import NamedTuple
 
 from espalier.layout import TreeShape
@@ -118,11 +119,37 @@ class DecayingRate:
 
 
 @dataclass
+class FormCounts:
+    """What the rounds of one form showed.
+
+    depths: how often the first child was accepted, by depth; samples: [depth + 1], by the depth that they may accept;
+    gained: tokens beyond the first.
+    """
+
+    depths: list[DecayingRate]
+    samples: list[float]
+    gained: float = 0.0
+
+    def add(self, sample: AcceptSample, max_depth: int, weight: int) -> None:
+        _count_first_children(self.depths, sample, max_depth, weight)
+        self.samples[max_depth] += weight
+        self.gained += weight * len(sample.ranks)
+
+    def decay(self, factor: float) -> None:
+        for count in self.depths:
+            count.decay(factor)
+        self.samples = [factor * count for count in self.samples]
+        self.gained *= factor
+
+
+@dataclass
 class Acceptance:
     """Estimates acceptance from the rounds so far.
 
     steps: depth of the deepest tree; min_rounds, min_samples: an estimate remembers so many rounds and so many
     samples, whichever takes longer; min_prior: the least weight of the assumptions.
+    first_child: how often the first child is accepted, by depth.  A depth that was rarely tried has the assumed rate,
+    corrected as much as the depth above was.
     """
 
     steps: int
@@ -130,7 +157,8 @@ class Acceptance:
     min_samples: int
     min_prior: float = PRIOR_SAMPLES
     depths: list[DecayingRate] = field(init=False)
-    forms: dict[TreeShape, DecayingRate] = field(default_factory=dict)
+    first_child: list[float] = field(init=False)
+    forms: dict[TreeShape, FormCounts] = field(default_factory=dict)
     recent_gain: DecayingRate = field(default_factory=DecayingRate)
     prior_weight: float = PRIOR_SAMPLES
 
@@ -140,75 +168,82 @@ class Acceptance:
     def reset(self) -> None:
         self.depths = [DecayingRate() for _ in range(self.steps)]
         self.forms, self.recent_gain, self.prior_weight = {}, DecayingRate(), PRIOR_SAMPLES
+        self.first_child = [0.0] * self.steps
+        self._update_first_child()
 
     def cap_weight(self, max_samples: float) -> None:
         """Reduce the weight of all rounds so far to at most this many samples."""
         if self.steps and self.depths[0].trials > max_samples:
-            factor = max_samples / self.depths[0].trials
-            for each in (*self.depths, *self.forms.values()):
-                each.decay(factor)
+            self._decay(max_samples / self.depths[0].trials)
+            self._update_first_child()
 
-    @property
-    def first_child(self) -> list[float]:
-        """How often the first child is accepted, by depth.
+    def _decay(self, factor: float) -> None:
+        for count in self.depths:
+            count.decay(factor)
+        for form in self.forms.values():
+            form.decay(factor)
 
-        A depth that was rarely tried has the assumed rate, corrected as much as the depth above was.
-        """
-        found: list[float] = []
+    def _update_first_child(self) -> None:
         follows = 1.0
-        for depth, count in enumerate(self.depths, 1):
-            found.append(min(count.rate(min(assumed_rate(depth) * follows, MAX_RATE), self.prior_weight), MAX_RATE))
-            follows = found[-1] / assumed_rate(depth)
-        return found
+        for i, count in enumerate(self.depths):
+            assumed = assumed_rate(i + 1)
+            rate = min(count.rate(min(assumed * follows, MAX_RATE), self.prior_weight), MAX_RATE)
+            self.first_child[i], follows = rate, rate / assumed
 
     def accept_length(self, tree: TreeShape) -> float:
         """Returns the expected tokens of a round of this tree, for a request that may accept nodes at any depth."""
         return 1 + gains(tree, self.first_child)[-1] * self._form_factor(tree)
 
     def _form_factor(self, tree: TreeShape) -> float:
-        """Returns the real gain of the form, divided by the predicted gain."""
-        count = self.forms.get(tree)
-        return 1.0 if count is None else (count.successes + FORM_PRIOR_TOKENS) / (count.trials + FORM_PRIOR_TOKENS)
+        """Returns the real gain of the form, divided by the gain that its own rounds' first children predict."""
+        form = self.forms.get(tree)
+        if form is None:
+            return 1.0
+        own = [count.rate(rate, self.prior_weight) for count, rate in zip(form.depths, self.first_child, strict=False)]
+        predicted = sum(map(mul, form.samples, gains(tree, own)))
+        return (form.gained + FORM_PRIOR_TOKENS) / (predicted + FORM_PRIOR_TOKENS)
 
     def add(self, tree: TreeShape, samples: Sequence[AcceptSample]) -> None:
         """Count a round of this tree."""
         depth = depth_of(tree)
         if not samples or not depth:
             return
-        factor = 1 - 1 / max(self.min_rounds, self.min_samples / len(samples))
-        form = self.forms.setdefault(tree, DecayingRate())
-        expected = gains(tree, self.first_child)
-        predicted = sum(expected[min(sample.max_depth, depth)] for sample in samples)
-        self._cap_weight_if_text_changed(predicted * self._form_factor(tree), samples)
+        self._cap_weight_if_text_changed(tree, samples)
         self.prior_weight = max(PRIOR_DECAY * self.prior_weight, self.min_prior)
-        for count in (*self.depths, *self.forms.values()):
-            count.decay(factor)
+        self._decay(1 - 1 / max(self.min_rounds, self.min_samples / len(samples)))
+        if tree not in self.forms:
+            self.forms[tree] = FormCounts([DecayingRate() for _ in range(depth)], [0.0] * (depth + 1))
+        form = self.forms[tree]
         # In a large batch, many samples are equal.
         for sample, weight in Counter(samples).items():
-            self._count_first_children(sample, min(sample.max_depth, depth), weight)
-            form.trials += weight * expected[min(sample.max_depth, depth)]
-            form.successes += weight * len(sample.ranks)
+            max_depth = min(sample.max_depth, depth)
+            _count_first_children(self.depths, sample, max_depth, weight)
+            form.add(sample, max_depth, weight)
+        self._update_first_child()
 
-    def _cap_weight_if_text_changed(self, expected_gain: float, samples: Sequence[AcceptSample]) -> None:
+    def _cap_weight_if_text_changed(self, tree: TreeShape, samples: Sequence[AcceptSample]) -> None:
         """Reduce the weight of older rounds if the latest rounds gain much more or less than expected."""
+        depth = depth_of(tree)
+        by_depth, factor = gains(tree, self.first_child), self._form_factor(tree)
         self.recent_gain.decay(1 - 1 / max(2, RECENT_SAMPLES / len(samples)))
-        self.recent_gain.trials += expected_gain
+        self.recent_gain.trials += factor * sum(by_depth[min(sample.max_depth, depth)] for sample in samples)
         self.recent_gain.successes += sum(len(sample.ranks) for sample in samples)
-        expected_gain, gained = self.recent_gain.trials, self.recent_gain.successes
-        if abs(gained - expected_gain) > MAX_DEVIATIONS * math.sqrt(VARIANCE_PER_TOKEN * expected_gain + 1):
+        expected, gained = self.recent_gain.trials, self.recent_gain.successes
+        if abs(gained - expected) > MAX_DEVIATIONS * math.sqrt(VARIANCE_PER_TOKEN * expected + 1):
             self.cap_weight(max(RECENT_SAMPLES / 4, len(samples)))
             self.recent_gain = DecayingRate()
 
-    def _count_first_children(self, sample: AcceptSample, max_depth: int, weight: int) -> None:
-        """Count at each depth whether the first child was accepted, as long as the path follows first children."""
-        ranks = sample.ranks
-        for depth in range(min(max_depth, len(ranks) + 1)):
-            count = self.depths[depth]
-            if depth == len(ranks):
-                # A leaf may have no child because other nodes were more probable.  Such a round is no trial.
-                count.trials += weight * (not sample.is_leaf or sample.is_short)
-                return
-            count.trials += weight
-            if ranks[depth]:
-                return
-            count.successes += weight
+
+def _count_first_children(depths: Sequence[DecayingRate], sample: AcceptSample, max_depth: int, weight: int) -> None:
+    """Count at each depth whether the first child was accepted, as long as the path follows first children."""
+    ranks = sample.ranks
+    for depth in range(min(max_depth, len(ranks) + 1)):
+        count = depths[depth]
+        if depth == len(ranks):
+            # A leaf may have no child because other nodes were more probable.  Then the count learns nothing.
+            count.trials += weight * (not sample.is_leaf or sample.is_short)
+            return
+        count.trials += weight
+        if ranks[depth]:
+            return
+        count.successes += weight

@@ -75,7 +75,12 @@ class RoundTimes:
 
     def add(self, tree: TreeShape, batch: int, context: float, seconds: float) -> None:
         """Count the time of a round."""
-        latest = self.latest.setdefault((batch, tree), deque(maxlen=CORRECTION_ROUNDS))
-        latest.append(seconds / self.costs.seconds(tree, batch, context))
+        predicted = self.costs.seconds(tree, batch, context)
+        if (batch, tree) not in self.latest:
+            # What was expected counts as two rounds, so that one late round does not rule the form out.
+            expected = self.seconds(tree, batch, context) / predicted
+            self.latest[batch, tree] = deque([expected] * 2, CORRECTION_ROUNDS)
+        latest = self.latest[batch, tree]
+        latest.append(seconds / predicted)
         # A pause of the host makes a clocked round several times as long, so clocked rounds need the median.
         self.corrections[batch, tree] = median(latest) if self.costs.uses_clock else fmean(latest)

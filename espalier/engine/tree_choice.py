@@ -21,9 +21,10 @@ from espalier.layout import PLAIN_TREE, RoundLayout, TreeShape, next_bucket
 MIN_SPEEDUP = 1.02
 # The first pause before a trial, in rounds.  Each later pause is twice as long as the one before, up to MAX_PAUSE.
 MIN_PAUSE, MAX_PAUSE = 16, 256
-# A form is tried if its expected tokens a second are at least this share of the best form's.  Predicted times have
-# errors of up to 15% (tree_cost.py).
-MIN_RIVAL_RATE = 0.75
+# A form is tried if its expected tokens a second are at least this share of the best form's.  MIN_UNKNOWN_RATE holds
+# for forms that have not run, because predicted times have errors of up to 15% (tree_cost.py), and for forms deeper
+# than the current one, because no round shows what their depths accept now.
+MIN_RIVAL_RATE, MIN_UNKNOWN_RATE = 0.85, 0.75
 # Plain decoding and trees without a draft pass do not measure acceptance.  So at a trial, all older rounds together
 # weigh OLD_ROUNDS_WEIGHT times as much as the trial.
 OLD_ROUNDS_WEIGHT = 0.5
@@ -54,7 +55,7 @@ class ChoicePace(NamedTuple):
 
 # Guesses of a draft model succeed about equally everywhere.  The success of guesses looked up in the text varies with
 # the place in the text.
-DRAFT_PACE = ChoicePace(48, 400, trial_rounds=4, single_request_rounds=4, rounds_before_change=8, min_prior=0.25)
+DRAFT_PACE = ChoicePace(24, 400, trial_rounds=4, single_request_rounds=4, rounds_before_change=8, min_prior=0.25)
 LOOKUP_PACE = ChoicePace(16, 24, trial_rounds=2, single_request_rounds=0, rounds_before_change=2, min_prior=1.0)
 
 
@@ -288,7 +289,8 @@ class TreeChoice:
         bucket.plain_pause = bucket.pause_length if bucket.current == PLAIN_TREE else bucket.plain_pause
         # Without a clock, the time of plain decoding is computed, so it needs no trial.
         others = [form for form in rates if form != bucket.current and (self.costs.uses_clock or form != PLAIN_TREE)]
-        rivals = [form for form in others if rates[form] >= MIN_RIVAL_RATE * max(rates.values())]
+        best = max(rates.values())
+        rivals = [form for form in others if rates[form] >= best * self._min_rival_rate(bucket, form)]
         if (bucket.current == PLAIN_TREE or not bucket.current.drafts) and others:
             for acceptance in (self.acceptance, self.lookup_acceptance)[: 2 if bucket.current == PLAIN_TREE else 1]:
                 acceptance.cap_weight(OLD_ROUNDS_WEIGHT * self.pace.trial_rounds * max(share * bucket.size, 1.0))
@@ -298,6 +300,11 @@ class TreeChoice:
         bucket.trial_tree = min(rivals, key=lambda form: bucket.last_round.get(form, 0))
         bucket.trial_rounds_left = self.pace.trial_rounds + self.pace.single_request_rounds // bucket.size - 1
         return bucket.trial_tree
+
+    def _min_rival_rate(self, bucket: BucketState, form: TreeShape) -> float:
+        """The least expected tokens a second of a form that is tried, over the best form's."""
+        is_known = (bucket.size, form) in self.times.corrections and form.steps <= bucket.current.steps
+        return MIN_RIVAL_RATE if is_known else MIN_UNKNOWN_RATE
 
     def _log_if_settled(self, bucket: BucketState, context: float) -> None:
         tree = bucket.current

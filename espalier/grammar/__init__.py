@@ -1,4 +1,4 @@
-"""Grammars that restrict a request's output, as plain values: what a user may ask for, and what xgrammar enforces."""
+"""Grammars that restrict a request's output: checks and rewrites them, so that xgrammar enforces them."""
 
 from espalier.grammar.spec import KINDS, Grammar
 

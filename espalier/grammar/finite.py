@@ -1,4 +1,4 @@
-"""Refuses schemas and grammars with a part that can never end, because the output would run to its limit."""
+"""Refuses schemas and grammars with a part that has no finite text: the output would run to its token limit."""
 
 import json
 import re
@@ -6,22 +6,22 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from espalier.errors import EspalierError, shown
-from espalier.grammar.regex_tree import LAST, SURROGATES
+from espalier.grammar.regex_tree import LAST_CODE_POINT, SURROGATES
 from espalier.grammar.schema_values import schema_error
 
-# Escapes of xgrammar's EBNF: \x reads all hex digits that follow.
-ESCAPE = re.compile(r"\\(?:x([0-9A-Fa-f]+)|u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8})|.)", re.DOTALL)
-# xgrammar's numbers for the kinds of expressions, in a grammar that it has parsed.
-RULE, SEQUENCE, CHOICES, REPEAT = 4, 5, 6, 8
+# Matches an escape of xgrammar's EBNF.  There, \x reads all hex digits that follow.
+EBNF_ESCAPE_PATTERN = re.compile(r"\\(?:x([0-9A-Fa-f]+)|u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8})|.)", re.DOTALL)
+# xgrammar's numbers of expression kinds, in the JSON form of a parsed grammar.
+RULE_KIND, SEQUENCE_KIND, CHOICES_KIND, REPEAT_KIND = 4, 5, 6, 8
 
 
 def require_finite_values(made: Mapping[str, Any]) -> None:
-    """Refuse a schema whose values never end.  Raises EspalierError for the innermost such place.
+    """Refuse a schema without finite values.  Raises EspalierError, which names the innermost such place.
 
-    made: by place, the enforceable schemas; every reference leads to one of these places.
+    made: the enforceable schemas by place.  Every reference refers to one of these places.
     """
     ends = _least_fixpoint(made, _can_end, _references)
-    # The user must change the innermost place.
+    # The innermost place first: the user must change the schema there.
     endless = sorted(made.keys() - ends, key=lambda place: (-place.count("/"), place))
     if endless:
         what = "no value ends, because the schema always needs itself again"
@@ -31,10 +31,8 @@ def require_finite_values(made: Mapping[str, Any]) -> None:
 def _least_fixpoint(
     parts: Mapping[Any, Any], ends: Callable[[Any, set[Any]], bool], needs: Callable[[Any], Iterable[Any]]
 ) -> set[Any]:
-    """Return the names of the parts that end.
-
-    ends: whether a part ends, given the names that are known to end; needs: the names that a part refers to.
-    """
+    """Returns the names of the parts that have a finite text.  ends(part, known): whether a part is finite if the parts
+    `known` are.  needs: the names that a part refers to."""
     waiting: dict[Any, list[Any]] = {}
     for name, part in parts.items():
         for needed in needs(part):
@@ -85,12 +83,12 @@ def _object_can_end(schema: dict[str, Any], known: set[str]) -> bool:
     return ending >= set(schema.get("required", ())) and len(ending) >= schema.get("minProperties", 0)
 
 
-def checked_ebnf(ebnf: str) -> str:
-    """Return the grammar.  Raise EspalierError for an escape that stands for no character."""
-    for escape in ESCAPE.finditer(ebnf):
+def check_ebnf_escapes(ebnf: str) -> str:
+    """Returns the grammar unchanged.  Raises EspalierError for an escape that stands for no character."""
+    for escape in EBNF_ESCAPE_PATTERN.finditer(ebnf):
         digits = escape[1] or escape[2] or escape[3]
-        if digits and ((code := int(digits, 16)) > LAST or SURROGATES[0] <= code <= SURROGATES[1]):
-            what = "half of a surrogate pair" if code <= LAST else "no character"
+        if digits and ((code := int(digits, 16)) > LAST_CODE_POINT or SURROGATES[0] <= code <= SURROGATES[1]):
+            what = "half of a surrogate pair" if code <= LAST_CODE_POINT else "no character"
             raise EspalierError(
                 f"the grammar has {escape[0]!r} at position {escape.start()}, which is {what}; write the character, "
                 r"or \U and its 8 hex digits"
@@ -99,10 +97,8 @@ def checked_ebnf(ebnf: str) -> str:
 
 
 def require_finite_rules(ebnf: str) -> None:
-    """Refuse reachable rules that no finite text matches.
-
-    Raises EspalierError.  xgrammar reads the grammar, and raises its own RuntimeError if it cannot.
-    """
+    """Refuse a grammar with a reachable rule that no finite text matches.  Raises EspalierError.  xgrammar parses the
+    grammar, and raises RuntimeError for a syntax error."""
     import xgrammar
 
     for name in _endless_rules(json.loads(xgrammar.Grammar.from_ebnf(ebnf).serialize_json())):
@@ -110,20 +106,20 @@ def require_finite_rules(ebnf: str) -> None:
 
 
 def _endless_rules(read: dict[str, Any]) -> list[str]:
-    """Return the names of the reachable rules that never end.  read: a grammar in xgrammar's JSON form."""
+    """Returns the names of the reachable rules without finite text.  read: a grammar in xgrammar's JSON form."""
     data, starts = read["grammar_expr_data"], read["grammar_expr_indptr"]
     parts = [(data[at], data[at + 2 : at + 2 + data[at + 1]]) for at in starts]
     bodies = {i: rule[1] for i, rule in enumerate(read["rules"])}
 
     def ends(body: int, known: set[int]) -> bool:
         kind, inside = parts[body]
-        if kind == RULE:
+        if kind == RULE_KIND:
             return inside[0] in known
-        if kind == REPEAT:
+        if kind == REPEAT_KIND:
             return inside[0] in known or inside[1] == 0
-        if kind in (SEQUENCE, CHOICES):
+        if kind in (SEQUENCE_KIND, CHOICES_KIND):
             each = (ends(part, known) for part in inside)
-            return all(each) if kind == SEQUENCE else any(each)
+            return all(each) if kind == SEQUENCE_KIND else any(each)
         return True
 
     known = _least_fixpoint(bodies, ends, lambda body: _rules_in(body, parts))
@@ -136,6 +132,6 @@ def _endless_rules(read: dict[str, Any]) -> list[str]:
 
 def _rules_in(body: int, parts: list[tuple[int, list[int]]]) -> set[int]:
     kind, inside = parts[body]
-    if kind in (RULE, REPEAT):
+    if kind in (RULE_KIND, REPEAT_KIND):
         return {inside[0]}
-    return set().union(*(_rules_in(part, parts) for part in inside)) if kind in (SEQUENCE, CHOICES) else set()
+    return set().union(*(_rules_in(part, parts) for part in inside)) if kind in (SEQUENCE_KIND, CHOICES_KIND) else set()

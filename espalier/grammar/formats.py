@@ -1,7 +1,7 @@
-"""The formats of JSON strings, each as a regular expression of the allowed texts.
+"""The "format" values of JSON Schema strings, each as a regular expression.
 
 The expressions are exact: dates follow the calendar, and addresses have no leading zeros.  Some allow less than their
-standard, so that every reader accepts the text: no leap second, no quoted mail address.  Only the schema limits the
+standard, so that every parser accepts the text: no leap second, no quoted mail address.  Only the schema limits the
 length.
 """
 
@@ -12,7 +12,7 @@ from espalier.grammar.regex import format_node
 from espalier.grammar.regex_tree import Node
 
 _YEAR = "(?:000[1-9]|00[1-9][0-9]|0[1-9][0-9]{2}|[1-9][0-9]{3})"
-# Two digits from 04 to 96 that 4 divides: the last two of a leap year, or the first two of one that ends in 00.
+# Multiples of 4 from 04 to 96: the last two digits of a leap year, or the first two of a leap year that ends in 00.
 _LEAP_TWO_DIGITS = "(?:0[48]|[2468][048]|[13579][26])"
 _LEAP_YEAR = f"(?:[0-9]{{2}}{_LEAP_TWO_DIGITS}|{_LEAP_TWO_DIGITS}00)"
 _DAY = "(?:0[1-9]|1[0-9]|2[0-8])"
@@ -22,21 +22,21 @@ _DATE = (
 )
 _HOUR_AND_MINUTE = "(?:[01][0-9]|2[0-3]):[0-5][0-9]"
 _TIME = rf"{_HOUR_AND_MINUTE}:[0-5][0-9](?:\.[0-9]{{1,6}})?(?:Z|[+\-]{_HOUR_AND_MINUTE})"
-_COUNT = "[0-9]{1,9}"
-_SPAN_OF_DAY = f"T(?:{_COUNT}H(?:{_COUNT}M(?:{_COUNT}S)?)?|{_COUNT}M(?:{_COUNT}S)?|{_COUNT}S)"
-_SPAN_OF_DAYS = f"(?:{_COUNT}Y(?:{_COUNT}M(?:{_COUNT}D)?)?|{_COUNT}M(?:{_COUNT}D)?|{_COUNT}D)"
-_BYTE = "(?:25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
-_IPV4 = rf"{_BYTE}(?:\.{_BYTE}){{3}}"
-_GROUP = "[0-9a-fA-F]{1,4}"
+_DIGITS = "[0-9]{1,9}"
+_DURATION_TIME = f"T(?:{_DIGITS}H(?:{_DIGITS}M(?:{_DIGITS}S)?)?|{_DIGITS}M(?:{_DIGITS}S)?|{_DIGITS}S)"
+_DURATION_DATE = f"(?:{_DIGITS}Y(?:{_DIGITS}M(?:{_DIGITS}D)?)?|{_DIGITS}M(?:{_DIGITS}D)?|{_DIGITS}D)"
+_IPV4_BYTE = "(?:25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
+_IPV4 = rf"{_IPV4_BYTE}(?:\.{_IPV4_BYTE}){{3}}"
+_IPV6_GROUP = "[0-9a-fA-F]{1,4}"
 
 
 def _ipv6() -> str:
-    """An IPv6 address: eight groups, or fewer around one "::".  The last two groups may be an IPv4 address."""
-    tails = [f"{_GROUP}(?::{_GROUP}){{{count - 1}}}" for count in range(1, 8)]
-    dotted = [f"(?:{_GROUP}:){{{count}}}{_IPV4}" for count in range(6)]
-    made = [f"{_GROUP}(?::{_GROUP}){{7}}", f"(?:{_GROUP}:){{6}}{_IPV4}"]
+    """Returns an IPv6 address's regex: eight groups, or fewer with one "::".  The last two may be an IPv4 address."""
+    tails = [f"{_IPV6_GROUP}(?::{_IPV6_GROUP}){{{count - 1}}}" for count in range(1, 8)]
+    dotted = [f"(?:{_IPV6_GROUP}:){{{count}}}{_IPV4}" for count in range(6)]
+    made = [f"{_IPV6_GROUP}(?::{_IPV6_GROUP}){{7}}", f"(?:{_IPV6_GROUP}:){{6}}{_IPV4}"]
     for before in range(8):
-        head = f"{_GROUP}(?::{_GROUP}){{{before - 1}}}" if before else ""
+        head = f"{_IPV6_GROUP}(?::{_IPV6_GROUP}){{{before - 1}}}" if before else ""
         behind = [*tails[: 7 - before], *dotted[: max(0, 6 - before)]]
         made.append(f"{head}::" + (f"(?:{'|'.join(behind)})?" if behind else ""))
     return f"(?:{'|'.join(made)})"
@@ -48,54 +48,56 @@ def _uuid(version: str = "[0-9a-fA-F]", variant: str = "[0-9a-fA-F]") -> str:
 
 
 def _base64(signs: str) -> str:
-    """Base64 text: four characters for three bytes.  Bits of the last character that belong to no byte are 0."""
+    """Returns the regex of Base64 text: four characters for three bytes.  Unused bits of the last character are 0."""
     char = f"[A-Za-z0-9{signs}]"
     return f"(?:{char}{{4}})*(?:{char}[AQgw]==|{char}{{2}}[AEIMQUYcgkosw048]=)?"
 
 
-# These parts have no length bound: each character of a bounded part is one more state, and takes some 10 ms to compile.
-_LABEL = "[A-Za-z0-9](?:-?[A-Za-z0-9])*"
-_HOST = rf"{_LABEL}(?:\.{_LABEL})*"
+# The lengths are not bounded here: each character of a bounded part is a further state, which compiles in some 10 ms.
+_HOST_LABEL = "[A-Za-z0-9](?:-?[A-Za-z0-9])*"
+_HOST = rf"{_HOST_LABEL}(?:\.{_HOST_LABEL})*"
 _MAIL_CHAR = r"[A-Za-z0-9!#$%&'*+/=?^_`{|}~\-]"
-_MAIL = rf"{_MAIL_CHAR}(?:\.?{_MAIL_CHAR})*@(?:{_LABEL}\.)+[A-Za-z]{{2,}}"
+_MAIL = rf"{_MAIL_CHAR}(?:\.?{_MAIL_CHAR})*@(?:{_HOST_LABEL}\.)+[A-Za-z]{{2,}}"
 
-_HEX = "%[0-9A-Fa-f]{2}"
+_PERCENT_HEX = "%[0-9A-Fa-f]{2}"
 _UNRESERVED = r"A-Za-z0-9._~\-"
 _DELIMITERS = "!$&'()*+,;="
-_SEGMENT_CHAR = f"(?:[{_UNRESERVED}{_DELIMITERS}:@]|{_HEX})"
+_SEGMENT_CHAR = f"(?:[{_UNRESERVED}{_DELIMITERS}:@]|{_PERCENT_HEX})"
 _AUTHORITY = (
-    rf"(?:(?:[{_UNRESERVED}{_DELIMITERS}:]|{_HEX})*@)?"
-    rf"(?:\[(?:{_GROUP}(?::{_GROUP}){{7}}|::(?:{_GROUP}(?::{_GROUP}){{0,5}})?)\]|(?:[{_UNRESERVED}{_DELIMITERS}]|{_HEX})*)(?::[0-9]*)?"
+    rf"(?:(?:[{_UNRESERVED}{_DELIMITERS}:]|{_PERCENT_HEX})*@)?"
+    rf"(?:\[(?:{_IPV6_GROUP}(?::{_IPV6_GROUP}){{7}}|::(?:{_IPV6_GROUP}(?::{_IPV6_GROUP}){{0,5}})?)\]|(?:[{_UNRESERVED}{_DELIMITERS}]|{_PERCENT_HEX})*)(?::[0-9]*)?"
 )
 _PATH = f"(?:/{_SEGMENT_CHAR}*)*"
-_ENDING = rf"(?:\?(?:{_SEGMENT_CHAR}|[/?])*)?(?:#(?:{_SEGMENT_CHAR}|[/?])*)?"
-_ROOTED = f"(?://{_AUTHORITY}{_PATH}|/(?:{_SEGMENT_CHAR}+{_PATH})?)"
-_URI = rf"[A-Za-z][A-Za-z0-9+.\-]*:(?:{_ROOTED}|{_SEGMENT_CHAR}+{_PATH})?{_ENDING}"
-_NO_COLON = f"(?:[{_UNRESERVED}{_DELIMITERS}@]|{_HEX})"
-_URI_REFERENCE = rf"(?:{_URI}|(?:{_ROOTED}|{_NO_COLON}+{_PATH})?{_ENDING})"
-_VARIABLE = rf"(?:[A-Za-z0-9_]|{_HEX})(?:\.?(?:[A-Za-z0-9_]|{_HEX}))*(?::[1-9][0-9]{{0,3}}|\*)?"
-_TEMPLATE_CHAR = f"(?:[{_UNRESERVED}{_DELIMITERS}:@/?#\\[\\]]|{_HEX})"
-_URI_TEMPLATE = rf"(?:{_TEMPLATE_CHAR}|\{{[+#./;?&]?{_VARIABLE}(?:,{_VARIABLE})*\}})*"
+_QUERY_AND_FRAGMENT = rf"(?:\?(?:{_SEGMENT_CHAR}|[/?])*)?(?:#(?:{_SEGMENT_CHAR}|[/?])*)?"
+_PATH_FROM_ROOT = f"(?://{_AUTHORITY}{_PATH}|/(?:{_SEGMENT_CHAR}+{_PATH})?)"
+_URI = rf"[A-Za-z][A-Za-z0-9+.\-]*:(?:{_PATH_FROM_ROOT}|{_SEGMENT_CHAR}+{_PATH})?{_QUERY_AND_FRAGMENT}"
+_NO_COLON_CHAR = f"(?:[{_UNRESERVED}{_DELIMITERS}@]|{_PERCENT_HEX})"
+_URI_REFERENCE = rf"(?:{_URI}|(?:{_PATH_FROM_ROOT}|{_NO_COLON_CHAR}+{_PATH})?{_QUERY_AND_FRAGMENT})"
+_TEMPLATE_VARIABLE = (
+    rf"(?:[A-Za-z0-9_]|{_PERCENT_HEX})(?:\.?(?:[A-Za-z0-9_]|{_PERCENT_HEX}))*(?::[1-9][0-9]{{0,3}}|\*)?"
+)
+_TEMPLATE_CHAR = f"(?:[{_UNRESERVED}{_DELIMITERS}:@/?#\\[\\]]|{_PERCENT_HEX})"
+_URI_TEMPLATE = rf"(?:{_TEMPLATE_CHAR}|\{{[+#./;?&]?{_TEMPLATE_VARIABLE}(?:,{_TEMPLATE_VARIABLE})*\}})*"
 _SHORT_URI = (
     rf"[A-Za-z][A-Za-z0-9+.\-]{{0,9}}://[{_UNRESERVED}]{{1,40}}(?::[0-9]{{1,5}})?"
     rf"(?:/(?:{_SEGMENT_CHAR}|/){{0,80}})?(?:\?(?:{_SEGMENT_CHAR}|[/?]){{0,40}})?"
 )
 _SHORT_LABEL = "[A-Za-z0-9](?:-?[A-Za-z0-9]){0,11}"
 _SHORT_ATOM = f"{_MAIL_CHAR}{{1,24}}"
-# Variants of formats for strings with a maxLength: their parts have bounded lengths.
-_SHORT: Mapping[str, str] = {
+# Variants of formats with bounded lengths, for strings with a maxLength.
+_SHORT_FORMATS: Mapping[str, str] = {
     "uri": _SHORT_URI,
     "uri-reference": _SHORT_URI,
     "hostname": rf"{_SHORT_LABEL}(?:\.{_SHORT_LABEL}){{0,3}}",
     "email": rf"{_SHORT_ATOM}(?:\.{_SHORT_ATOM})?@(?:{_SHORT_LABEL}\.){{1,2}}[A-Za-z]{{2,10}}",
 }
-_POINTER = "(?:/(?:[^/~]|~[01])*)*"
+_JSON_POINTER = "(?:/(?:[^/~]|~[01])*)*"
 
 FORMATS: Mapping[str, str] = {
     "date": _DATE,
     "time": _TIME,
     "date-time": f"{_DATE}T{_TIME}",
-    "duration": f"P(?:{_COUNT}W|{_SPAN_OF_DAYS}(?:{_SPAN_OF_DAY})?|{_SPAN_OF_DAY})",
+    "duration": f"P(?:{_DIGITS}W|{_DURATION_DATE}(?:{_DURATION_TIME})?|{_DURATION_TIME})",
     "email": _MAIL,
     "hostname": _HOST,
     "ipv4": _IPV4,
@@ -111,17 +113,17 @@ FORMATS: Mapping[str, str] = {
     "uri": _URI,
     "uri-reference": _URI_REFERENCE,
     "uri-template": _URI_TEMPLATE,
-    "json-pointer": _POINTER,
-    "relative-json-pointer": f"(?:0|[1-9][0-9]{{0,8}})(?:#|{_POINTER})",
+    "json-pointer": _JSON_POINTER,
+    "relative-json-pointer": f"(?:0|[1-9][0-9]{{0,8}})(?:#|{_JSON_POINTER})",
 }
-# Formats that only say how a value is used.  They do not limit the value.
-ANNOTATING: Mapping[str, frozenset[str]] = {
+# Formats that do not limit a value, but only describe its use.
+ANNOTATION_FORMATS: Mapping[str, frozenset[str]] = {
     "string": frozenset("binary password path file-path directory-path".split()),
     "integer": frozenset(("time-delta",)),
     "number": frozenset("float double decimal time-delta".split()),
 }
 # (lowest, highest) value of each integer format.
-INTEGERS: Mapping[str, tuple[int, int]] = {
+INTEGER_BOUNDS: Mapping[str, tuple[int, int]] = {
     **{f"int{bits}": (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) for bits in (8, 16, 32, 64)},
     **{f"uint{bits}": (0, 2**bits - 1) for bits in (8, 16, 32)},
 }
@@ -129,5 +131,5 @@ INTEGERS: Mapping[str, tuple[int, int]] = {
 
 @lru_cache
 def node_of_format(name: str, is_short: bool = False) -> Node:
-    """The texts of a format in FORMATS.  is_short: use the variant for a maxLength, if the format has one."""
-    return format_node(_SHORT.get(name, FORMATS[name]) if is_short else FORMATS[name])
+    """Returns the parsed regex of a format in FORMATS.  is_short: use the variant in _SHORT_FORMATS, if any."""
+    return format_node(_SHORT_FORMATS.get(name, FORMATS[name]) if is_short else FORMATS[name])

@@ -1,20 +1,20 @@
-"""Reads regular expressions of our own dialect (docs/server.md has its table), and refuses all other syntax by name.
+"""Parses regular expressions of Espalier's dialect (docs/server.md has its table), and refuses other syntax by name.
 
-An accepted expression means the same in Python's re, and in ECMAScript where ECMAScript has the syntax.  The pattern of
-a JSON schema is a search, as JSON Schema says: any text may stand before or after a pattern without an anchor there.  A
-JSON string holds only characters that JSON does not escape.
+An accepted expression has the same meaning in Python's re, and in ECMAScript if ECMAScript has the syntax.  The pattern
+of a JSON schema is a search, as JSON Schema defines: any text may be on a side of the pattern without anchor.
+Generated JSON strings have only characters that JSON need not escape.
 """
 
 import re
 
 from espalier.errors import EspalierError, shown
 from espalier.grammar.regex_tree import (
-    ALL,
-    EMPTY,
+    ALL_CHARACTERS,
+    EMPTY_TEXT,
+    JSON_CHARACTERS,
     NEWLINE,
     NEWLINES,
-    NOTHING,
-    PLAIN,
+    NO_TEXT,
     SURROGATES,
     Alt,
     Anchor,
@@ -25,8 +25,8 @@ from espalier.grammar.regex_tree import (
     Repeat,
     Seq,
     alt,
+    characters_of_class,
     children,
-    class_of,
     complement,
     num_ranges,
     num_states,
@@ -42,11 +42,11 @@ MAX_DEPTH = 64
 MAX_STATES = 100_000
 MAX_RANGES = 100_000
 HEX_DIGITS = {"x": 2, "u": 4, "U": 8}
-COUNTS = re.compile(r"\{([0-9]{1,9})(?:(,)([0-9]{0,9}))?\}")
-NAME = re.compile(r"([A-Za-z_][A-Za-z0-9_]{0,63})>")
-POSIX_CLASS = re.compile(r"\[([:.=])[a-z]*\1\]")
-CONTROLS = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "v": "\v"}
-# Escapes of other dialects, and what the user should write instead.
+COUNTS_PATTERN = re.compile(r"\{([0-9]{1,9})(?:(,)([0-9]{0,9}))?\}")
+GROUP_NAME_PATTERN = re.compile(r"([A-Za-z_][A-Za-z0-9_]{0,63})>")
+POSIX_CLASS_PATTERN = re.compile(r"\[([:.=])[a-z]*\1\]")
+CONTROL_ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "v": "\v"}
+# Escapes of other dialects, with the advice what to write instead.
 REFUSED_ESCAPES = {
     "A": ("the start of the text", "leave it out, or write ^"),
     "Z": ("the end of the text", "leave it out, or write $"),
@@ -86,31 +86,32 @@ REFUSED_GROUPS = (
 
 
 def ebnf_of_regex(regex: str) -> str:
-    """Return a grammar in xgrammar's EBNF for the texts that the whole regular expression matches.
-
-    Raises EspalierError if the expression is not in the dialect.
-    """
-    node = _without_anchors(_RegexParser(regex, "regex", NEWLINE).read(), EMPTY, regex, "regex")
-    text = regex_of(_checked(node, regex, "regex", "write one that allows a text"))
-    return 'root ::= ""' if node == EMPTY else 'root ::= Regex("' + text.replace("\\", "\\\\") + '")'
+    """Returns a grammar in xgrammar's EBNF for the texts that match the whole regular expression.  Raises EspalierError
+    if the expression is not in the dialect."""
+    node = _without_anchors(_RegexParser(regex, "regex", NEWLINE).read(), EMPTY_TEXT, regex, "regex")
+    text = regex_of(_checked_size(node, regex, "regex", "write one that allows a text"))
+    return 'root ::= ""' if node == EMPTY_TEXT else 'root ::= Regex("' + text.replace("\\", "\\\\") + '")'
 
 
 def pattern_node(pattern: str) -> Node:
-    """Return the texts that a JSON string with this pattern may hold.  Raises EspalierError."""
-    any_text = Repeat(Chars(ALL), 0, None)
+    """Returns the regex tree of the JSON strings that match a pattern.  Raises EspalierError."""
+    any_text = Repeat(Chars(ALL_CHARACTERS), 0, None)
     node = _without_anchors(_RegexParser(pattern, "pattern", NEWLINES).read(), any_text, pattern, "pattern")
-    return _checked(
-        restrict_to(node, PLAIN), pattern, "pattern", "write one that allows a text that JSON needs not escape"
+    return _checked_size(
+        restrict_to(node, JSON_CHARACTERS),
+        pattern,
+        "pattern",
+        "write one that allows a text that JSON needs not escape",
     )
 
 
 def format_node(regex: str) -> Node:
-    """Parse a regular expression that must match a whole JSON string."""
-    return restrict_to(_RegexParser(regex, "format", NEWLINES).read(), PLAIN)
+    """Returns the regex tree of a regular expression that must match a whole JSON string."""
+    return restrict_to(_RegexParser(regex, "format", NEWLINES).read(), JSON_CHARACTERS)
 
 
-def _checked(node: Node, regex: str, kind: str, remedy: str) -> Node:
-    if node == NOTHING:
+def _checked_size(node: Node, regex: str, kind: str, remedy: str) -> Node:
+    if node == NO_TEXT:
         raise EspalierError(f"{kind} {shown(regex)} allows no text; {remedy}")
     if num_states(node) > MAX_STATES:
         raise EspalierError(f"{kind} {shown(regex)} has repetitions of more than {MAX_STATES} characters; lower them")
@@ -130,12 +131,12 @@ def _refusal(kind: str, regex: str, what: str, position: int, remedy: str) -> Es
 
 
 def _without_anchors(node: Node, outside: Node, regex: str, kind: str) -> Node:
-    """Return the node with its anchors resolved.  outside: the text that may stand on a side without an anchor."""
+    """Returns the node with its anchors resolved.  outside: the texts that are allowed on a side without an anchor."""
     return _resolve_anchors(_resolve_anchors(node, True, outside, regex, kind), False, outside, regex, kind)
 
 
 def _resolve_anchors(node: Node, is_start: bool, other: Node, regex: str, kind: str) -> Node:
-    """Resolve the anchors of one side.  other: the text that may stand on this side if there is no anchor."""
+    """Resolve the anchors of one side.  other: the texts that are allowed on this side without an anchor."""
     if isinstance(node, Alt):
         return alt([_resolve_anchors(branch, is_start, other, regex, kind) for branch in node.branches])
     parts: list[Node] = list(node.parts) if isinstance(node, Seq) else [node]
@@ -170,7 +171,7 @@ def _require_no_anchor(node: Node, is_start: bool, regex: str, kind: str) -> Non
 
 
 class _RegexParser:
-    """A parser of one regex.  kind: the word for the regex in errors.  newlines: the characters that "." excludes."""
+    """A parser of one regex.  kind: the regex's noun in errors.  newlines: the characters that "." excludes."""
 
     def __init__(self, regex: str, kind: str, newlines: Ranges):
         if not isinstance(regex, str):
@@ -182,101 +183,101 @@ class _RegexParser:
         self.names: set[str] = set()
 
     def read(self) -> Node:
-        node = self._branches(0)
+        node = self._read_branches(0)
         if self.position < len(self.regex):
-            raise self._refuse("')' without '('", r"write \) for the character")
+            raise self._refusal_at("')' without '('", r"write \) for the character")
         return node
 
-    def _refuse(self, what: str, remedy: str, at: int | None = None) -> EspalierError:
+    def _refusal_at(self, what: str, remedy: str, at: int | None = None) -> EspalierError:
         return _refusal(self.kind, self.regex, what, self.position if at is None else at, remedy)
 
     def _peek(self) -> str:
         return self.regex[self.position : self.position + 1]
 
-    def _take(self, text: str) -> bool:
+    def _skip_if_next(self, text: str) -> bool:
         found = self.regex.startswith(text, self.position)
         self.position += len(text) if found else 0
         return found
 
-    def _branches(self, depth: int) -> Node:
+    def _read_branches(self, depth: int) -> Node:
         if depth > MAX_DEPTH:
-            raise self._refuse(f"more than {MAX_DEPTH} groups within each other", "flatten it")
-        branches = [self._sequence(depth)]
-        while self._take("|"):
-            branches.append(self._sequence(depth))
+            raise self._refusal_at(f"more than {MAX_DEPTH} groups within each other", "flatten it")
+        branches = [self._read_sequence(depth)]
+        while self._skip_if_next("|"):
+            branches.append(self._read_sequence(depth))
         if len(branches) == 1:
             return branches[0]
-        # Anchors are resolved per branch, so branches with anchors stay apart.
+        # Anchors are resolved in each branch, so branches with anchors are not merged.
         return Alt(tuple(branches)) if any(map(_has_anchor, branches)) else alt(branches)
 
-    def _sequence(self, depth: int) -> Node:
+    def _read_sequence(self, depth: int) -> Node:
         parts: list[Node] = []
         while self._peek() not in ("", "|", ")"):
-            parts.append(self._repeated(self._atom(depth)))
+            parts.append(self._read_repetition(self._read_atom(depth)))
         return seq(parts)
 
-    def _atom(self, depth: int) -> Node:
+    def _read_atom(self, depth: int) -> Node:
         at, char = self.position, self._peek()
         if char == "(":
-            return self._group(depth)
+            return self._read_group(depth)
         if char == "[":
-            return _chars_node(self._class())
+            return _node_of_characters(self._read_class())
         if char == "\\":
-            return _chars_node(self._escape())
-        if char in "*+?" or (char == "{" and self._counts() is not None):
-            raise self._refuse(f"{char!r} with nothing to repeat", rf"write \{char} for the character")
+            return _node_of_characters(self._read_escape())
+        if char in "*+?" or (char == "{" and self._read_counts() is not None):
+            raise self._refusal_at(f"{char!r} with nothing to repeat", rf"write \{char} for the character")
         if char == "{":
-            raise self._refuse("'{' without counts", r"write \{ for the character, or {0,3} to repeat")
+            raise self._refusal_at("'{' without counts", r"write \{ for the character, or {0,3} to repeat")
         self.position += 1
         if char in "^$":
             return Anchor(char == "^", at)
-        return Chars(complement(self.newlines)) if char == "." else _chars_node(self._literal(char, at))
+        return Chars(complement(self.newlines)) if char == "." else _node_of_characters(self._read_literal(char, at))
 
-    def _literal(self, char: str, at: int) -> Characters:
+    def _read_literal(self, char: str, at: int) -> Characters:
         if SURROGATES[0] <= ord(char) <= SURROGATES[1]:
-            raise self._refuse(
+            raise self._refusal_at(
                 f"half of a surrogate pair, {char!r}", r"write the character, or \U and 8 hex digits", at
             )
         return same_in_all_dialects([(ord(char), ord(char))])
 
-    def _group(self, depth: int) -> Node:
+    def _read_group(self, depth: int) -> Node:
         at = self.position
         self.position += 1
-        if self._peek() == "?" and not self._take("?:"):
-            self._named_group()
-        node = self._branches(depth + 1)
-        if not self._take(")"):
-            raise self._refuse("'(' that is not closed", r"add ')', or write \( for the character", at)
+        if self._peek() == "?" and not self._skip_if_next("?:"):
+            self._check_group_kind()
+        node = self._read_branches(depth + 1)
+        if not self._skip_if_next(")"):
+            raise self._refusal_at("'(' that is not closed", r"add ')', or write \( for the character", at)
         return node
 
-    def _named_group(self) -> None:
+    def _check_group_kind(self) -> None:
         at = self.position - 1
         for sign, what, remedy in REFUSED_GROUPS:
             if self.regex.startswith(sign, self.position):
-                raise self._refuse(f"a {what} ({'(' + sign!r})", remedy, at)
-        if not (self._take("?P<") or self._take("?<")):
-            raise self._refuse("a flag in a group", "write both cases in a class, and groups as (?:...)", at)
-        found = NAME.match(self.regex, self.position)
+                raise self._refusal_at(f"a {what} ({'(' + sign!r})", remedy, at)
+        if not (self._skip_if_next("?P<") or self._skip_if_next("?<")):
+            raise self._refusal_at("a flag in a group", "write both cases in a class, and groups as (?:...)", at)
+        found = GROUP_NAME_PATTERN.match(self.regex, self.position)
         if found is None or found[1] in self.names:
             what = "a group without a name" if found is None else f"a second group with the name {found[1]!r}"
-            raise self._refuse(what, "use (...) without a name", at)
+            raise self._refusal_at(what, "use (...) without a name", at)
         self.names.add(found[1])
         self.position = found.end()
 
     # Repetitions
 
-    def _counts(self) -> tuple[int, int | None, int] | None:
-        """(least count, most count, position after the braces); None if no count in braces stands here."""
-        found = COUNTS.match(self.regex, self.position)
+    def _read_counts(self) -> tuple[int, int | None, int] | None:
+        """Returns (least count, most count, position after the braces); None if no count in braces comes next."""
+        found = COUNTS_PATTERN.match(self.regex, self.position)
         if found is None:
             return None
         least, comma, most = int(found[1]), found[2], found[3]
         return least, int(most) if most else None if comma else least, found.end()
 
-    def _repeated(self, part: Node) -> Node:
+    def _read_repetition(self, part: Node) -> Node:
         at, char = self.position, self._peek()
         counts: tuple[int, int | None]
-        if char == "{" and (found := self._counts()) is not None:
+        if char == "{" and (found := self._read_counts()) is not None:
             counts, self.position = found[:2], found[2]
         elif char and char in "*+?":
             counts = {"*": (0, None), "+": (1, None), "?": (0, 1)}[char]
@@ -284,104 +285,104 @@ class _RegexParser:
         else:
             return part
         if counts[1] is not None and counts[0] > counts[1]:
-            raise self._refuse("a repetition whose least is above its most", "swap them", at)
+            raise self._refusal_at("a repetition whose least is above its most", "swap them", at)
         if max(counts[0], counts[1] or 0) > MAX_STATES:
-            raise self._refuse(f"a repetition of more than {MAX_STATES}", "lower it", at)
+            raise self._refusal_at(f"a repetition of more than {MAX_STATES}", "lower it", at)
         if _has_anchor(part):
-            raise self._refuse("a repetition of '^' or '$'", "repeat a part without them", at)
-        self._take("?")  # how eagerly it matches changes no text
-        if (self._peek() and self._peek() in "*+?") or (self._peek() == "{" and self._counts() is not None):
+            raise self._refusal_at("a repetition of '^' or '$'", "repeat a part without them", at)
+        self._skip_if_next("?")  # a lazy repetition matches the same texts
+        if (self._peek() and self._peek() in "*+?") or (self._peek() == "{" and self._read_counts() is not None):
             what = f"{self.regex[self.position - 1] + self._peek()!r}, a second or possessive repetition"
-            raise self._refuse(what, "write one, or a group around the first", self.position - 1)
+            raise self._refusal_at(what, "write one, or a group around the first", self.position - 1)
         return repeat(part, *counts)
 
     # Classes
 
-    def _escape(self, within_class: bool = False) -> Characters:
+    def _read_escape(self, within_class: bool = False) -> Characters:
         at = self.position
         self.position += 2
         char = self.regex[at + 1 : at + 2]
         if char in HEX_DIGITS:
-            return self._number(char, at)
-        if char in CONTROLS:
-            return same_in_all_dialects([(ord(CONTROLS[char]),) * 2])
+            return self._read_code_point(char, at)
+        if char in CONTROL_ESCAPES:
+            return same_in_all_dialects([(ord(CONTROL_ESCAPES[char]),) * 2])
         if char and char in "dDwWsS":
-            return class_of(char)
+            return characters_of_class(char)
         if char and not (char.isascii() and char.isalnum()):
-            return self._literal(char, at)
+            return self._read_literal(char, at)
         if char and char in "123456789":
-            raise self._refuse(f"'\\{char}', a back reference", "write the group again", at)
+            raise self._refusal_at(f"'\\{char}', a back reference", "write the group again", at)
         if within_class and char == "b":
-            raise self._refuse(r"'\b' in a class", r"write \x08 for a backspace", at)
+            raise self._refusal_at(r"'\b' in a class", r"write \x08 for a backspace", at)
         if char == "p" or char == "P":
             self._skip_property_name()
         written = self.regex[at : max(self.position, at + 1)]
         what, remedy = REFUSED_ESCAPES.get(char, ("an unknown escape", r"write \\ for a backslash"))
-        raise self._refuse(f"'{written}', {what}", remedy, at)
+        raise self._refusal_at(f"'{written}', {what}", remedy, at)
 
     def _skip_property_name(self) -> None:
         inside, found, _ = self.regex[self.position :].partition("}")
         if found and inside.startswith("{") and inside[1:].replace("_", "").replace("=", "").isalnum():
             self.position += len(inside) + 1
 
-    def _number(self, kind: str, at: int) -> Characters:
+    def _read_code_point(self, kind: str, at: int) -> Characters:
         digits = self.regex[self.position : self.position + HEX_DIGITS[kind]]
         if len(digits) < HEX_DIGITS[kind] or not all(each in "0123456789abcdefABCDEF" for each in digits):
             what = f"'\\{kind}' without {HEX_DIGITS[kind]} hex digits"
-            raise self._refuse(what, r"write \x41, \u0041 or \U00000041", at)
+            raise self._refusal_at(what, r"write \x41, \u0041 or \U00000041", at)
         code = int(digits, 16)
-        if code > ALL[-1][1]:
-            raise self._refuse(f"'\\{kind}{digits}', which is no character", "use 0010ffff at most", at)
+        if code > ALL_CHARACTERS[-1][1]:
+            raise self._refusal_at(f"'\\{kind}{digits}', which is no character", "use 0010ffff at most", at)
         self.position += HEX_DIGITS[kind]
-        return self._literal(chr(code), at)
+        return self._read_literal(chr(code), at)
 
-    def _class(self) -> Characters:
+    def _read_class(self) -> Characters:
         start = self.position
         self.position += 1
-        is_negated = self._take("^")
+        is_negated = self._skip_if_next("^")
         if self._peek() == "]":
             what = f"'{'[^]' if is_negated else '[]'}'"
-            raise self._refuse(what, r"write \] for the character, or [\s\S] for any", start)
+            raise self._refusal_at(what, r"write \] for the character, or [\s\S] for any", start)
         found: list[Characters] = []
-        while not self._take("]"):
+        while not self._skip_if_next("]"):
             if not self._peek():
-                raise self._refuse("'[' that is not closed", r"add ']', or write \[ for the character", start)
-            found.append(self._range())
+                raise self._refusal_at("'[' that is not closed", r"add ']', or write \[ for the character", start)
+            found.append(self._read_range())
         made = Characters(*(union(each for part in side for each in part) for side in zip(*found, strict=True)))
         return made.negated() if is_negated else made
 
-    def _range(self) -> Characters:
+    def _read_range(self) -> Characters:
         at = self.position
-        first = self._range_end()
+        first = self._read_range_end()
         if self._peek() != "-" or self.regex[self.position + 1 : self.position + 2] in ("]", ""):
             return first
         self.position += 1
-        last = self._range_end()
+        last = self._read_range_end()
         ends = [side.in_every_dialect for side in (first, last)]
         written = self.regex[at : self.position]
         if any(
             side.in_every_dialect != side.in_some_dialect or len(side.in_every_dialect) != 1 for side in (first, last)
         ) or any(low != high for [(low, high)] in ends):
-            raise self._refuse(f"{written!r}, a range with a class at its end", r"write \- for the character", at)
+            raise self._refusal_at(f"{written!r}, a range with a class at its end", r"write \- for the character", at)
         if ends[0][0][0] > ends[1][0][0]:
-            raise self._refuse(f"{written!r}, a range whose first is above its last", "swap them", at)
+            raise self._refusal_at(f"{written!r}, a range whose first is above its last", "swap them", at)
         return same_in_all_dialects([(ends[0][0][0], ends[1][0][0])])
 
-    def _range_end(self) -> Characters:
+    def _read_range_end(self) -> Characters:
         at, char = self.position, self._peek()
         if char == "\\":
-            return self._escape(within_class=True)
-        if found := POSIX_CLASS.match(self.regex, at):
-            raise self._refuse(f"{found[0]!r}, a class in a class", "write its characters, such as a-z", at)
+            return self._read_escape(within_class=True)
+        if found := POSIX_CLASS_PATTERN.match(self.regex, at):
+            raise self._refusal_at(f"{found[0]!r}, a class in a class", "write its characters, such as a-z", at)
         following = self.regex[at + 1 : at + 2]
         if char in "-&~|" and char == following:
-            raise self._refuse(f"{char * 2!r} in a class", rf"write \{char} for the character", at)
+            raise self._refusal_at(f"{char * 2!r} in a class", rf"write \{char} for the character", at)
         self.position += 1
-        return self._literal(char, at)
+        return self._read_literal(char, at)
 
 
-def _chars_node(found: Characters) -> Node:
-    return Chars(found.in_every_dialect) if found.in_every_dialect else NOTHING
+def _node_of_characters(found: Characters) -> Node:
+    return Chars(found.in_every_dialect) if found.in_every_dialect else NO_TEXT
 
 
 def _has_anchor(node: Node) -> bool:

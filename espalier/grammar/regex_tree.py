@@ -1,8 +1,8 @@
-"""A regular expression as a tree, and its text in a form that xgrammar can read in only one way.
+"""A regular expression as a tree, and as a text that all parts of xgrammar interpret correctly.
 
-A set of characters is a tuple of sorted ranges of code points that do not touch, without surrogates.  \\d, \\w and \\s
-mean ASCII in some dialects and all of Unicode in others.  So each of them has two sets: the characters that every
-dialect accepts, and the characters that at least one dialect accepts.
+A set of characters is a tuple of sorted, separate ranges of code points, without surrogates.  \\d, \\w and \\s mean
+ASCII in some dialects and all of Unicode in others.  So each class has two sets: the characters that every dialect
+accepts, and the characters that at least one dialect accepts.
 """
 
 import re
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-LAST = 0x10FFFF
+LAST_CODE_POINT = 0x10FFFF
 SURROGATES = (0xD800, 0xDFFF)
 
 # (first, last) code points.
@@ -19,7 +19,7 @@ Ranges = tuple[tuple[int, int], ...]
 
 
 class Characters(NamedTuple):
-    """The characters that a class accepts in every dialect, and in at least one dialect."""
+    """The characters of a class: those that every dialect accepts, and those that at least one dialect accepts."""
 
     in_every_dialect: Ranges
     in_some_dialect: Ranges
@@ -34,7 +34,7 @@ def same_in_all_dialects(ranges: Iterable[tuple[int, int]]) -> Characters:
 
 
 def union(ranges: Iterable[tuple[int, int]]) -> Ranges:
-    """Return the characters that are in at least one of the ranges."""
+    """Returns the sorted, separate ranges of all given characters."""
     made: list[tuple[int, int]] = []
     for first, last in sorted(ranges):
         if made and first <= made[-1][1] + 1:
@@ -50,51 +50,51 @@ def complement(ranges: Ranges) -> Ranges:
         if at < first:
             made.append((at, first - 1))
         at = last + 1
-    return (*made, (at, LAST)) if at <= LAST else tuple(made)
+    return (*made, (at, LAST_CODE_POINT)) if at <= LAST_CODE_POINT else tuple(made)
 
 
 def intersection(one: Ranges, other: Ranges) -> Ranges:
     return complement(union((*complement(one), *complement(other))))
 
 
-def of_text(characters: str) -> Ranges:
+def ranges_of_text(characters: str) -> Ranges:
     return union((ord(each), ord(each)) for each in characters)
 
 
 @lru_cache
-def _of_python(escape: str) -> Ranges:
-    text = "".join(map(chr, (*range(SURROGATES[0]), *range(SURROGATES[1] + 1, LAST + 1))))
+def _ranges_of_python_class(escape: str) -> Ranges:
+    text = "".join(map(chr, (*range(SURROGATES[0]), *range(SURROGATES[1] + 1, LAST_CODE_POINT + 1))))
     return union((ord(found[0][0]), ord(found[0][-1])) for found in re.finditer(f"{escape}+", text))
 
 
 @lru_cache
-def class_of(escape: str) -> Characters:
-    r"""The class \d, \w, \s, \D, \W or \S, given its letter."""
+def characters_of_class(escape: str) -> Characters:
+    r"""Returns the class \d, \w, \s, \D, \W or \S for its letter."""
     if escape in "DWS":
-        return class_of(escape.lower()).negated()
+        return characters_of_class(escape.lower()).negated()
     ascii_part = {"d": ((48, 57),), "w": ((48, 57), (65, 90), (95, 95), (97, 122)), "s": ((9, 13), (32, 32))}[escape]
-    # ECMAScript counts the byte order mark as space.
-    others = of_text("\ufeff") if escape == "s" else ()
-    return Characters(ascii_part, union((*_of_python("\\" + escape), *others)))
+    # In ECMAScript, the byte order mark is white space.
+    others = ranges_of_text("\ufeff") if escape == "s" else ()
+    return Characters(ascii_part, union((*_ranges_of_python_class("\\" + escape), *others)))
 
 
-ALL: Ranges = complement(())
-# The characters that a JSON string holds without an escape.
-PLAIN: Ranges = complement(union(((0, 0x1F), *of_text('"\\'))))
-NEWLINE: Ranges = of_text("\n")
-# ECMAScript's "." leaves out more than Python's.
-NEWLINES: Ranges = of_text("\n\r\u2028\u2029")
+ALL_CHARACTERS: Ranges = complement(())
+# The characters that a JSON string may have without an escape.
+JSON_CHARACTERS: Ranges = complement(union(((0, 0x1F), *ranges_of_text('"\\'))))
+NEWLINE: Ranges = ranges_of_text("\n")
+# ECMAScript's "." excludes more characters than Python's.
+NEWLINES: Ranges = ranges_of_text("\n\r\u2028\u2029")
 
 
-CARET = of_text("^")
-# The last code points that UTF-8 writes in two and in three bytes.
+CARET_RANGES = ranges_of_text("^")
+# The last code points with two and with three bytes in UTF-8.
 UTF8_GAPS = (0x7FF, 0xFFFF)
-# The most times that xgrammar unrolls a repeated part.
+# The largest repetition count that xgrammar unrolls.
 MAX_UNROLLED = 128
-# A character repeated more often is written in blocks of about BLOCK if the regex has at most MAX_IN_BLOCKS characters.
-# A longer regex in blocks would take xgrammar too long to compile.
-BLOCK = 100
-MAX_IN_BLOCKS = 1000
+# A larger repetition of a character is written in blocks of about BLOCK_CHARS, if the regex has at most
+# MAX_CHARS_IN_BLOCKS characters.  xgrammar would compile longer regexes in blocks too slowly.
+BLOCK_CHARS = 100
+MAX_CHARS_IN_BLOCKS = 1000
 
 
 @dataclass(frozen=True)
@@ -106,21 +106,21 @@ class Chars:
 
 @dataclass(frozen=True)
 class Seq:
-    """All parts, one after another.  A Seq without parts is the empty text."""
+    """A sequence of parts.  A Seq without parts is the empty text."""
 
     parts: tuple["Node", ...]
 
 
 @dataclass(frozen=True)
 class Alt:
-    """One of the branches.  An Alt without branches matches no text."""
+    """An alternative of branches.  An Alt without branches matches no text."""
 
     branches: tuple["Node", ...]
 
 
 @dataclass(frozen=True)
 class Repeat:
-    """The part, repeated `least` to `most` times; None: no upper bound."""
+    """A part, repeated `least` to `most` times.  most: None for no upper bound."""
 
     part: "Node"
     least: int
@@ -129,44 +129,44 @@ class Repeat:
 
 @dataclass(frozen=True)
 class Anchor:
-    """The start or the end of the text.  position: its index in the regex, for errors."""
+    """The anchor ^ or $.  position: its index in the regex, for errors."""
 
     is_start: bool
     position: int
 
 
 Node = Chars | Seq | Alt | Repeat | Anchor
-EMPTY = Seq(())
-NOTHING = Alt(())
+EMPTY_TEXT = Seq(())
+NO_TEXT = Alt(())
 
 
 def seq(parts: list[Node]) -> Node:
     made: list[Node] = []
     for part in parts:
-        if part == NOTHING:
-            return NOTHING
+        if part == NO_TEXT:
+            return NO_TEXT
         made += part.parts if isinstance(part, Seq) else [part]
     return made[0] if len(made) == 1 else Seq(tuple(made))
 
 
 def alt(branches: list[Node]) -> Node:
-    """Join branches.  An empty branch becomes an optional repetition of the others, so no text matches twice."""
-    made = tuple(branch for branch in dict.fromkeys(branches) if branch not in (EMPTY, NOTHING))
+    """Join branches.  If a branch is empty, the other branches become optional, so no text matches in two ways."""
+    made = tuple(branch for branch in dict.fromkeys(branches) if branch not in (EMPTY_TEXT, NO_TEXT))
     node = made[0] if len(made) == 1 else Alt(made)
-    return repeat(node, 0, 1) if EMPTY in branches else node
+    return repeat(node, 0, 1) if EMPTY_TEXT in branches else node
 
 
 def repeat(part: Node, least: int, most: int | None) -> Node:
-    if part == EMPTY or most == 0 or (part == NOTHING and least == 0):
-        return EMPTY
-    return part if part == NOTHING or (least, most) == (1, 1) else Repeat(part, least, most)
+    if part == EMPTY_TEXT or most == 0 or (part == NO_TEXT and least == 0):
+        return EMPTY_TEXT
+    return part if part == NO_TEXT or (least, most) == (1, 1) else Repeat(part, least, most)
 
 
 def restrict_to(node: Node, allowed: Ranges) -> Node:
-    """Return the node limited to texts of allowed characters; NOTHING if no text is left."""
+    """Returns the node, limited to texts of allowed characters; NO_TEXT if no text is left."""
     if isinstance(node, Chars):
         kept = intersection(node.ranges, allowed)
-        return Chars(kept) if kept else NOTHING
+        return Chars(kept) if kept else NO_TEXT
     if isinstance(node, Seq):
         return seq([restrict_to(part, allowed) for part in node.parts])
     if isinstance(node, Alt):
@@ -183,7 +183,7 @@ def children(node: Node) -> tuple[Node, ...]:
 
 
 def num_states(node: Node) -> int:
-    """The number of characters in the node, with each repetition written out."""
+    """Returns the number of characters in the node, with each repetition written out."""
     if isinstance(node, Seq):
         return sum(map(num_states, node.parts))
     if isinstance(node, Alt):
@@ -194,23 +194,22 @@ def num_states(node: Node) -> int:
 
 
 def num_ranges(node: Node) -> int:
-    """The number of character ranges in all classes of the node, repetitions written out."""
+    """Returns the number of character ranges in all classes of the node, with each repetition written out."""
     return len(node.ranges) if isinstance(node, Chars) else sum(map(num_ranges, children(node)))
 
 
 def regex_of(node: Node) -> str:
-    """Write the regex in ASCII.  It has only classes, groups and repetitions, which all parts of xgrammar read alike.
+    """Returns the regex in ASCII, with only classes, groups and repetitions, which all parts of xgrammar read alike.
 
-    xgrammar merges states of a rule that the same texts reach, and states at which a text ends.  The merge is wrong
-    where a text can end in several states, or come back to the first state.  The empty groups add a first and a last
-    state of their own.
+    xgrammar merges states that the same texts reach, and states in which a text ends.  This is wrong if a text can end
+    in several states, or return to the first state.  The empty groups add a separate first and last state.
     """
-    return f"(){{0,1}}({_text_of(node, num_states(node) <= MAX_IN_BLOCKS)})()"
+    return f"(){{0,1}}({_text_of(node, num_states(node) <= MAX_CHARS_IN_BLOCKS)})()"
 
 
 def _text_of(node: Node, in_blocks: bool) -> str:
     if isinstance(node, Chars):
-        return _class(node.ranges)
+        return _class_text(node.ranges)
     if isinstance(node, Seq):
         texts = (_text_of(part, in_blocks) for part in node.parts)
         return "".join(
@@ -219,19 +218,19 @@ def _text_of(node: Node, in_blocks: bool) -> str:
     if isinstance(node, Alt):
         return "|".join(_text_of(branch, in_blocks) for branch in node.branches)
     assert isinstance(node, Repeat), "anchors are resolved before"
-    return _repeated(node, in_blocks)
+    return _repetition_text(node, in_blocks)
 
 
-def _repeated(node: Repeat, in_blocks: bool) -> str:
-    """Write a repetition.  xgrammar misreads "?" and {2,} after a part that may end or go on, so neither is written."""
+def _repetition_text(node: Repeat, in_blocks: bool) -> str:
+    """Returns a repetition's text without "?" and {2,}, which xgrammar misreads after a part of variable length."""
     least, most = node.least, node.most
     is_often = max(least, most or 0) > MAX_UNROLLED
     if isinstance(node.part, Chars):
         part = _text_of(node.part, in_blocks)
         if is_often and in_blocks:
-            return _blocks(part, least, most)
+            return _repeat_in_blocks(part, least, most)
     else:
-        # A part that is repeated often becomes a rule of its own in xgrammar.
+        # xgrammar makes a separate rule of a part that is repeated often.
         part = f"({regex_of(node.part) if is_often else _text_of(node.part, in_blocks)})"
     if most is None:
         return part + ("*" if least == 0 else "+" if least == 1 else f"{{{least}}}{part}*")
@@ -240,38 +239,38 @@ def _repeated(node: Repeat, in_blocks: bool) -> str:
     return part + (f"{{{least}}}" if least == most else f"{{{least},{most}}}")
 
 
-def _blocks(char: str, least: int, most: int | None) -> str:
-    """Write a character `least` to `most` times, without a count above MAX_UNROLLED.
+def _repeat_in_blocks(char: str, least: int, most: int | None) -> str:
+    """Returns the text of a character, repeated `least` to `most` times, without a count above MAX_UNROLLED.
 
-    xgrammar counts larger counts at run time.  Then a mask takes a thousand times as long, since it tries each token.
+    xgrammar evaluates larger counts at run time.  A mask then takes a thousand times as long: it tries each token.
     """
-    times, rest = divmod(least, BLOCK)
-    text = (f"({char}{{{BLOCK}}}){{{times}}}" if times else "") + (f"{char}{{{rest}}}" if rest else "")
+    times, rest = divmod(least, BLOCK_CHARS)
+    text = (f"({char}{{{BLOCK_CHARS}}}){{{times}}}" if times else "") + (f"{char}{{{rest}}}" if rest else "")
     if most is None:
         return f"{text}{char}*"
     if not (left := most - least):
         return text
-    # The last part is at least as long as a block, so every count up to `left` can be written.
-    blocks = -(-left // BLOCK) - 1
+    # The last part is at least as long as a block, so that every count up to `left` is possible.
+    blocks = -(-left // BLOCK_CHARS) - 1
     size = left // (blocks + 1)
     return text + (f"({char}{{{size}}}){{0,{blocks}}}" if blocks else "") + f"{char}{{0,{left - blocks * size}}}"
 
 
-def _class(ranges: Ranges) -> str:
-    if ranges == CARET:
+def _class_text(ranges: Ranges) -> str:
+    if ranges == CARET_RANGES:
         return r"\^"
     if len(ranges) == 1 and ranges[0][0] == ranges[0][1] and _is_plain(ranges[0][0]):
         return chr(ranges[0][0])
     ranges = _split_at_utf8_gaps(ranges)
-    # A caret at the start of a class would negate it, where xgrammar rewrites the regex.
-    is_first = ranges[0] == CARET[0]
-    return "[" + "".join(map(_range, ranges[is_first:] + ranges[:is_first])) + "]"
+    # A first caret would negate the class.
+    is_first = ranges[0] == CARET_RANGES[0]
+    return "[" + "".join(map(_range_text, ranges[is_first:] + ranges[:is_first])) + "]"
 
 
 def _split_at_utf8_gaps(ranges: Ranges) -> Ranges:
-    """Cut ranges at characters whose UTF-8 bytes have all payload bits set, if their neighbours are in the range.
+    """Split ranges after the code points UTF8_GAPS, whose UTF-8 bytes have all payload bits set.
 
-    From a range across such a character xgrammar makes bytes that are not UTF-8.
+    From a range across such a code point, xgrammar would make bytes that are not UTF-8.
     """
     made = []
     for first, last in ranges:
@@ -283,12 +282,12 @@ def _split_at_utf8_gaps(ranges: Ranges) -> Ranges:
     return tuple(made)
 
 
-def _range(ends: tuple[int, int]) -> str:
+def _range_text(ends: tuple[int, int]) -> str:
     first, last = ends
-    return _code(first) if first == last else f"{_code(first)}-{_code(last)}"
+    return _code_point_text(first) if first == last else f"{_code_point_text(first)}-{_code_point_text(last)}"
 
 
-def _code(code: int) -> str:
+def _code_point_text(code: int) -> str:
     return chr(code) if _is_plain(code) else f"\\u{{{code:x}}}"
 
 

@@ -1,8 +1,8 @@
-"""Rewrites a JSON schema into one that xgrammar enforces completely, or refuses it, naming the keyword and its place.
+"""Rewrites a JSON schema into one that xgrammar enforces completely.  Refuses other schemas by keyword and place.
 
-xgrammar ignores some keywords and enforces others only in part.  A keyword that would let an invalid value through is
-refused, or rewritten into other keywords.  A schema may become narrower (closed objects, strings without escapes),
-never wider.  tests/grammar/test_schema.py compares each keyword with the jsonschema package.
+xgrammar ignores some keywords, and enforces others only in part.  A keyword that would allow an invalid value is
+refused, or rewritten into other keywords.  The new schema may allow fewer values (closed objects, strings without
+escapes), never more.  tests/grammar/test_schema.py compares each keyword with the jsonschema package.
 """
 
 import json
@@ -14,35 +14,35 @@ from typing import Any
 from espalier.errors import EspalierError, shown
 from espalier.grammar.finite import require_finite_values
 from espalier.grammar.schema_values import (
-    check_counts,
+    check_count_keywords,
     is_known_format,
-    listed_values,
+    list_unique_arrays,
+    list_values,
     number_rules,
     schema_error,
     string_rules,
-    unique_arrays,
 )
 from espalier.grammar.spec import read_json
 
 MAX_DEPTH = 64
-ANNOTATIONS = frozenset(
+ANNOTATION_KEYWORDS = frozenset(
     "title description default examples $comment deprecated readOnly writeOnly $schema $id discriminator "
     "contentMediaType contentEncoding contentSchema".split()
 )
-DEFINITIONS = frozenset(("$defs", "definitions"))
-NUMERIC = frozenset(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "format"))
-# The keywords that this module enforces, by type.
-KEYWORDS: Mapping[str, frozenset[str]] = {
+DEFINITION_KEYWORDS = frozenset(("$defs", "definitions"))
+NUMERIC_KEYWORDS = frozenset(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "format"))
+# The enforced keywords by type.
+KEYWORDS_OF: Mapping[str, frozenset[str]] = {
     "object": frozenset(("properties", "required", "additionalProperties", "minProperties", "maxProperties")),
     "array": frozenset(("items", "prefixItems", "minItems", "maxItems", "uniqueItems")),
     "string": frozenset(("minLength", "maxLength", "pattern", "format")),
-    "integer": NUMERIC,
-    "number": NUMERIC - {"multipleOf"},
+    "integer": NUMERIC_KEYWORDS,
+    "number": NUMERIC_KEYWORDS - {"multipleOf"},
     "boolean": frozenset(),
     "null": frozenset(),
 }
-COMBINING = ("$ref", "enum", "const", "anyOf", "oneOf", "allOf")
-IS_TYPE: Mapping[str, Callable[[Any], bool]] = {
+COMBINATORS = ("$ref", "enum", "const", "anyOf", "oneOf", "allOf")
+IS_OF_TYPE: Mapping[str, Callable[[Any], bool]] = {
     "object": lambda value: isinstance(value, dict),
     "array": lambda value: isinstance(value, list),
     "string": lambda value: isinstance(value, str),
@@ -53,23 +53,23 @@ IS_TYPE: Mapping[str, Callable[[Any], bool]] = {
 }
 
 
-def enforceable(text: str, strict: bool = True) -> str:
-    """Returns the JSON text of a schema that xgrammar enforces.  All its values are valid under the schema `text`.
+def enforceable_schema(text: str, strict: bool = True) -> str:
+    """Returns a schema that xgrammar enforces, as JSON text.  All its values are valid under the schema `text`.
 
-    strict: see Grammar.strict.  Raises EspalierError, which names the keyword and its place.
+    strict: see Grammar.strict.  Raises EspalierError, whose message names the keyword and its place.
     """
     schema = read_json("JSON schema", text)
     rewriter = _SchemaRewriter(schema, strict)
-    made = rewriter.schema(schema, "#", 0)
+    made = rewriter.rewrite(schema, "#", 0)
     rewriter.check_references()
     rewriter.check_disjoint()
-    require_finite_values(rewriter.rewritten_at)
+    require_finite_values(rewriter.rewritten_schemas)
     _deduplicate_patterns(made)
     return json.dumps(made)
 
 
 def _deduplicate_patterns(made: dict[str, Any]) -> None:
-    """Move each repeated string pattern into a definition, because xgrammar compiles a definition only once."""
+    """Replace equal string patterns by references to one definition, which xgrammar compiles only once."""
     strings = [
         part for part in _subschemas(made) if part.keys() == {"type", "pattern"} and isinstance(part["pattern"], str)
     ]
@@ -86,7 +86,7 @@ def _deduplicate_patterns(made: dict[str, Any]) -> None:
 
 
 def _subschemas(schema: Any) -> Iterator[dict[str, Any]]:
-    """The objects of an enforceable schema, without the values of an enum."""
+    """Yields all subschemas of an enforceable schema that are objects, without the values of enums."""
     if isinstance(schema, dict) and not isinstance(schema.get("enum"), list):
         yield schema
         schema = list(schema.values())
@@ -97,19 +97,19 @@ def _subschemas(schema: Any) -> Iterator[dict[str, Any]]:
 
 class _SchemaRewriter:
     def __init__(self, root: Any, strict: bool):
-        self.root = root
+        self.root_schema = root
         self.strict = strict
-        self.original_at: dict[str, Any] = {}
-        # The enforceable form of each reference or place.
-        self.rewritten_at: dict[str, Any] = {}
-        # The values behind each reference, None if they cannot be listed.
+        self.original_schemas: dict[str, Any] = {}
+        # The enforceable schemas, by reference or place.
+        self.rewritten_schemas: dict[str, Any] = {}
+        # The possible values by reference; None if they cannot be listed.
         self.values_of_reference: dict[str, list[Any] | None] = {}
-        self.target_at: dict[str, str] = {}
-        # The schemas of each oneOf, by the place of the oneOf.
-        self.one_of_at: dict[str, list[Any]] = {}
+        self.reference_targets: dict[str, str] = {}
+        # The schemas of each oneOf, by the oneOf's place.
+        self.one_of_schemas: dict[str, list[Any]] = {}
 
-    def schema(self, schema: Any, place: str, depth: int) -> Any:
-        """The enforceable form of the schema at `place`, a JSON pointer."""
+    def rewrite(self, schema: Any, place: str, depth: int) -> Any:
+        """Returns the enforceable form of a schema.  place: its JSON pointer."""
         if depth > MAX_DEPTH:
             raise EspalierError(f"the JSON schema is nested more than {MAX_DEPTH} levels deep; flatten it")
         if schema is True:
@@ -120,17 +120,17 @@ class _SchemaRewriter:
             raise schema_error(
                 place, "'$id' inside a schema is not supported: it changes what '$ref' means", "leave it out"
             )
-        self.original_at[place] = schema
-        rules = {name: value for name, value in schema.items() if name not in ANNOTATIONS | DEFINITIONS}
+        self.original_schemas[place] = schema
+        rules = {name: value for name, value in schema.items() if name not in ANNOTATION_KEYWORDS | DEFINITION_KEYWORDS}
         if rules.get("uniqueItems") is False:  # the default
             del rules["uniqueItems"]
-        made = self.rewritten_at[place] = self._rules(rules, place, depth)
-        for name in DEFINITIONS & schema.keys():
+        made = self.rewritten_schemas[place] = self._rewritten_rules(rules, place, depth)
+        for name in DEFINITION_KEYWORDS & schema.keys():
             made = {**made, name: self._schemas_by_name(schema[name], f"{place}/{name}", depth)}
         return made
 
-    def _rules(self, rules: dict[str, Any], place: str, depth: int) -> dict[str, Any]:
-        combining = [name for name in COMBINING if name in rules]
+    def _rewritten_rules(self, rules: dict[str, Any], place: str, depth: int) -> dict[str, Any]:
+        combining = [name for name in COMBINATORS if name in rules]
         if not combining:
             return self._typed_schema(rules, place, depth)
         name = combining[0]
@@ -138,65 +138,61 @@ class _SchemaRewriter:
         if beside:
             raise schema_error(place, f"{name!r} beside {beside[0]!r} is not supported", f"put them into one {name!r}")
         if name in ("enum", "const"):
-            return self._values(rules, name, place)
+            return self._rewritten_values(rules, name, place)
         if name == "$ref":
-            return self._reference(rules[name], place)
+            return self._rewritten_reference(rules[name], place)
         branches = self._branches(rules[name], name, place, depth)
         if name == "allOf" and len(branches) > 1:
             raise schema_error(place, "'allOf' with several schemas is not supported", "merge them into one")
         if name == "oneOf":
-            self.one_of_at[place] = rules[name]
+            self.one_of_schemas[place] = rules[name]
         return branches[0] if len(branches) == 1 else {"anyOf": branches}
 
     def _branches(self, value: Any, name: str, place: str, depth: int) -> list[Any]:
         if not isinstance(value, list) or not value:
             raise schema_error(place, f"{name!r} is {shown(value)}", "use a list of schemas")
-        return [self.schema(each, f"{place}/{name}/{i}", depth + 1) for i, each in enumerate(value)]
+        return [self.rewrite(each, f"{place}/{name}/{i}", depth + 1) for i, each in enumerate(value)]
 
     def _schemas_by_name(self, value: Any, place: str, depth: int) -> dict[str, Any]:
         if not isinstance(value, dict):
             raise schema_error(place, f"{shown(value)} is no object", "use an object of schemas")
-        return {name: self.schema(each, f"{place}/{_escaped(name)}", depth + 1) for name, each in value.items()}
+        return {name: self.rewrite(each, f"{place}/{_pointer_part(name)}", depth + 1) for name, each in value.items()}
 
-    def _values(self, rules: dict[str, Any], name: str, place: str) -> dict[str, Any]:
-        """The form of enum or const.
-
-        xgrammar ignores a type beside these, so values of other types are removed here.
-        """
+    def _rewritten_values(self, rules: dict[str, Any], name: str, place: str) -> dict[str, Any]:
+        """Returns the enforceable form of enum or const.  xgrammar ignores a type beside these keywords, so values of
+        other types are removed here."""
         values = rules[name] if name == "enum" else [rules[name]]
         if not isinstance(values, list):
             raise schema_error(place, f"'enum' is {shown(values)}", "use a list of values")
         if "type" in rules:
-            types = self._types(rules["type"], place)
-            values = [value for value in values if any(IS_TYPE[each](value) for each in types)]
+            types = self._checked_types(rules["type"], place)
+            values = [value for value in values if any(IS_OF_TYPE[each](value) for each in types)]
         if not values:
             raise schema_error(place, f"{name!r} allows no value", "add a value of the type")
         return {"enum": values}
 
-    def _reference(self, target: Any, place: str) -> dict[str, Any]:
+    def _rewritten_reference(self, target: Any, place: str) -> dict[str, Any]:
         if not isinstance(target, str) or not target.startswith("#"):
             raise schema_error(place, f"'$ref' to {shown(target)} is not supported", "refer to '#/$defs/...'")
-        self.target_at[place] = target
+        self.reference_targets[place] = target
         return {"$ref": target}
 
     def check_references(self) -> None:
-        """Raises EspalierError if a reference has no schema that was read, whose keywords were checked."""
-        for place, target in self.target_at.items():
-            if target not in self.original_at:
+        """Raises EspalierError if a reference refers to no checked schema, or to itself."""
+        for place, target in self.reference_targets.items():
+            if target not in self.original_schemas:
                 raise schema_error(place, f"'$ref' finds no schema at {shown(target)}", "refer to '#/$defs/...'")
             passed = {place}
-            while target in self.target_at:
+            while target in self.reference_targets:
                 if target in passed:
                     raise schema_error(place, "'$ref' leads back to itself", "refer to a schema with a type")
                 passed.add(target)
-                target = self.target_at[target]
+                target = self.reference_targets[target]
 
     def check_disjoint(self) -> None:
-        """Raises EspalierError if a value may be valid under two schemas of a oneOf.
-
-        Their types must differ, or the constant texts of a property that both require.  Call check_references first.
-        """
-        for place, branches in self.one_of_at.items():
+        """Raises EspalierError if a value may match two schemas of a oneOf.  They must differ in type, or in a required
+        property's constant texts.  Call check_references first."""
+        for place, branches in self.one_of_schemas.items():
             kinds = [self._resolve_references(branch) for branch in branches]
             if not all(self._are_disjoint(kinds[i], kinds[j]) for i in range(len(kinds)) for j in range(i)):
                 raise schema_error(
@@ -207,7 +203,7 @@ class _SchemaRewriter:
 
     def _typed_schema(self, rules: dict[str, Any], place: str, depth: int) -> dict[str, Any]:
         for name in rules:
-            if name != "type" and not any(name in known for known in KEYWORDS.values()):
+            if name != "type" and not any(name in known for known in KEYWORDS_OF.values()):
                 raise schema_error(
                     place, f"{name!r} is not supported", "leave it out, and check its rule on the output"
                 )
@@ -215,16 +211,16 @@ class _SchemaRewriter:
             rules = {"type": self._infer_type(rules, place), **rules} if rules else {}
         if not rules:
             return {}
-        types = self._types(rules.pop("type"), place)
+        types = self._checked_types(rules.pop("type"), place)
         for name in rules:
-            if not any(name in KEYWORDS[each] for each in types):
+            if not any(name in KEYWORDS_OF[each] for each in types):
                 raise schema_error(place, f"{name!r} is not supported with type {shown(types)}", "leave it out")
-        made = [self._of_type(each, rules, place, depth, len(types) > 1) for each in types]
+        made = [self._rewritten_type(each, rules, place, depth, len(types) > 1) for each in types]
         return made[0] if len(made) == 1 else {"anyOf": made}
 
     def _infer_type(self, rules: dict[str, Any], place: str) -> str:
-        """The type that the keywords apply to.  A schema without a type would allow any value of other types."""
-        fitting = [each for each, known in KEYWORDS.items() if rules.keys() <= known]
+        """Returns the type of the keywords.  A schema without a type would allow any value of other types."""
+        fitting = [each for each, known in KEYWORDS_OF.items() if rules.keys() <= known]
         numeric = [each for each in fitting if each in ("integer", "number")]
         if "format" in rules:
             fitting = [each for each in fitting if is_known_format(each, rules["format"])] or ["string"]
@@ -235,27 +231,29 @@ class _SchemaRewriter:
             raise schema_error(place, f"{min(rules)!r} needs a type", 'add "type"')
         return fitting[0]
 
-    def _types(self, value: Any, place: str) -> list[str]:
+    def _checked_types(self, value: Any, place: str) -> list[str]:
         types = value if isinstance(value, list) else [value]
-        if not types or not all(isinstance(each, str) and each in KEYWORDS for each in types):
-            raise schema_error(place, f"type {shown(value)} is not supported", f"use one of {', '.join(KEYWORDS)}")
+        if not types or not all(isinstance(each, str) and each in KEYWORDS_OF for each in types):
+            raise schema_error(place, f"type {shown(value)} is not supported", f"use one of {', '.join(KEYWORDS_OF)}")
         return types
 
-    def _of_type(self, name: str, rules: dict[str, Any], place: str, depth: int, is_one_of: bool) -> dict[str, Any]:
-        own = {rule: value for rule, value in rules.items() if rule in KEYWORDS[name]}
+    def _rewritten_type(
+        self, name: str, rules: dict[str, Any], place: str, depth: int, is_one_of: bool
+    ) -> dict[str, Any]:
+        own = {rule: value for rule, value in rules.items() if rule in KEYWORDS_OF[name]}
         if is_one_of and name != "string" and not is_known_format(name, own.get("format")):
             own.pop("format", None)
         if name not in ("integer", "number"):
-            check_counts(own, place)
+            check_count_keywords(own, place)
         if name == "object":
-            return self._object(own, place, depth)
+            return self._rewritten_object(own, place, depth)
         if name == "array":
-            return self._array(own, place, depth)
+            return self._rewritten_array(own, place, depth)
         if name == "string":
             return string_rules(own, place)
         return number_rules(own, name, place)
 
-    def _object(self, rules: dict[str, Any], place: str, depth: int) -> dict[str, Any]:
+    def _rewritten_object(self, rules: dict[str, Any], place: str, depth: int) -> dict[str, Any]:
         properties = self._schemas_by_name(rules.pop("properties", {}), f"{place}/properties", depth)
         required = rules.pop("required", [])
         if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
@@ -264,7 +262,7 @@ class _SchemaRewriter:
         closed = extra is False or (extra is None and bool(properties))
         opens = extra is not None and extra is not False
         if opens:
-            extra = self.schema(extra, f"{place}/additionalProperties", depth + 1)
+            extra = self.rewrite(extra, f"{place}/additionalProperties", depth + 1)
         for name in required:
             if name not in properties:
                 if closed:
@@ -274,11 +272,11 @@ class _SchemaRewriter:
                 properties[name] = {} if extra is None else extra
         if not properties and not closed:
             if rules.get("minProperties", 0) > 1:
-                # The output may repeat a name, and repeated names count once.
+                # The output may repeat a name, which counts only once.
                 raise schema_error(place, "'minProperties' above 1 needs named properties", "leave it out")
             return {"type": "object", "additionalProperties": True if extra is None else extra, **rules}
-        if opens and self.strict and "properties" in self.original_at[place]:
-            # xgrammar would allow a property's name again if it is written with an escape, and then with any value.
+        if opens and self.strict and "properties" in self.original_schemas[place]:
+            # xgrammar would allow a named property again with any value, if its name is written with an escape.
             raise schema_error(
                 place,
                 "'additionalProperties' beside 'properties' is not supported",
@@ -292,7 +290,7 @@ class _SchemaRewriter:
             **rules,
         }
 
-    def _array(self, rules: dict[str, Any], place: str, depth: int) -> dict[str, Any]:
+    def _rewritten_array(self, rules: dict[str, Any], place: str, depth: int) -> dict[str, Any]:
         made = {name: value for name, value in rules.items() if name in ("minItems", "maxItems")}
         items = rules.get("items")
         if "prefixItems" in rules:
@@ -301,17 +299,15 @@ class _SchemaRewriter:
         if isinstance(items, list):
             raise schema_error(place, "'items' as a list is not supported", "use 'prefixItems'")
         made["items"] = (
-            False if items is False else self.schema({} if items is None else items, f"{place}/items", depth + 1)
+            False if items is False else self.rewrite({} if items is None else items, f"{place}/items", depth + 1)
         )
         if "uniqueItems" in rules and made.get("maxItems", 2) > 1:
-            return self._unique(rules["uniqueItems"], made, place, depth)
+            return self._rewritten_unique_array(rules["uniqueItems"], made, place, depth)
         return {"type": "array", **made}
 
-    def _unique(self, value: Any, made: dict[str, Any], place: str, depth: int) -> dict[str, Any]:
-        """The form of an array without equal items, if the values of items can be listed.
-
-        Else raises EspalierError.
-        """
+    def _rewritten_unique_array(self, value: Any, made: dict[str, Any], place: str, depth: int) -> dict[str, Any]:
+        """Returns the enforceable form of an array without equal items.  Its items must have a finite list of values.
+        Raises EspalierError."""
         if value is not True:
             raise schema_error(place, f"'uniqueItems' is {shown(value)}", "use true or false")
         values = None if "prefixItems" in made else self._all_values(made["items"], depth)
@@ -321,10 +317,10 @@ class _SchemaRewriter:
                 "'uniqueItems' is not supported for items without a list of values",
                 "give 'items' an enum, or leave 'uniqueItems' out (in pydantic a list for a set) and drop equal items",
             )
-        return unique_arrays(values, made.get("minItems", 0), made.get("maxItems"), place)
+        return list_unique_arrays(values, made.get("minItems", 0), made.get("maxItems"), place)
 
     def _all_values(self, made: Any, depth: int) -> list[Any] | None:
-        """The values of an enforceable schema; None if they cannot be listed."""
+        """Returns all values of an enforceable schema; None if they cannot be listed."""
         if not isinstance(made, dict) or depth > MAX_DEPTH:
             return None
         if "$ref" in made:
@@ -333,22 +329,24 @@ class _SchemaRewriter:
                 self.values_of_reference[place] = None  # during the call below, because the schema may refer to itself
                 target = self._schema_at(place)
                 if target is not None:
-                    self.values_of_reference[place] = self._all_values(self.schema(target, place, depth + 1), depth + 1)
+                    self.values_of_reference[place] = self._all_values(
+                        self.rewrite(target, place, depth + 1), depth + 1
+                    )
             return self.values_of_reference[place]
         if "anyOf" in made:
             lists = [self._all_values(branch, depth + 1) for branch in made["anyOf"]]
             return None if None in lists else [value for each in lists if each for value in each]
-        return listed_values(made)
+        return list_values(made)
 
     def _resolve_references(self, schema: Any) -> dict[str, Any]:
-        """The schema behind references; {} if there is no schema."""
+        """Returns the schema to which references lead; {} if no schema is there."""
         for _ in range(MAX_DEPTH):
             if isinstance(schema, dict) and isinstance(schema.get("$ref"), str):
                 schema = self._schema_at(schema["$ref"])
         return schema if isinstance(schema, dict) else {}
 
     def _schema_at(self, pointer: str) -> Any:
-        value = self.root
+        value = self.root_schema
         for part in pointer.split("/")[1:]:
             part = part.replace("~1", "/").replace("~0", "~")
             value = value.get(part) if isinstance(value, dict) else None
@@ -361,7 +359,7 @@ class _SchemaRewriter:
         if types != [{"object"}, {"object"}]:
             return False
         for name in set(one.get("required", ())) & set(other.get("required", ())):
-            first, second = (_constants(each.get("properties", {}).get(name)) for each in (one, other))
+            first, second = (_constant_texts(each.get("properties", {}).get(name)) for each in (one, other))
             if first and second and not first & second:
                 return True
         return False
@@ -373,13 +371,13 @@ class _SchemaRewriter:
         return types | {"integer"} if "number" in types else types
 
 
-def _constants(schema: Any) -> set[str]:
-    """The constant texts that a property may have; empty if it may have other values too."""
+def _constant_texts(schema: Any) -> set[str]:
+    """Returns the constant texts of a property; empty if the property may have other values."""
     if not isinstance(schema, dict):
         return set()
     values = [schema["const"]] if "const" in schema else schema.get("enum", [])
     return set(values) if all(isinstance(value, str) for value in values) else set()
 
 
-def _escaped(name: str) -> str:
+def _pointer_part(name: str) -> str:
     return name.replace("~", "~0").replace("/", "~1")

@@ -1,7 +1,7 @@
-"""Writes the rules of one JSON schema value so that xgrammar enforces them: lengths, formats, bounds, enums.
+"""Rewrites the rules of a single JSON value for xgrammar: lengths, formats, bounds, enums.
 
-If several parts of a regular expression can vary in length, they share the bound on the whole length.  So the result
-may allow fewer texts than the regex and the bounds do, but never more.
+If several parts of a regular expression have variable lengths, the bound on the whole length is divided among them. So
+the result may allow fewer texts than the regex and the bounds, but never more.
 """
 
 import json
@@ -13,12 +13,12 @@ from math import inf
 from typing import Any
 
 from espalier.errors import EspalierError, shown
-from espalier.grammar.formats import ANNOTATING, FORMATS, INTEGERS, node_of_format
+from espalier.grammar.formats import ANNOTATION_FORMATS, FORMATS, INTEGER_BOUNDS, node_of_format
 from espalier.grammar.regex import MAX_STATES, pattern_node
 from espalier.grammar.regex_tree import (
-    EMPTY,
-    NOTHING,
-    PLAIN,
+    EMPTY_TEXT,
+    JSON_CHARACTERS,
+    NO_TEXT,
     Alt,
     Chars,
     Node,
@@ -34,75 +34,75 @@ from espalier.grammar.regex_tree import (
 REPEAT_CHARS = 10
 
 
-def with_length(node: Node, least: int, most: int | None) -> Node:
-    """Limit a node to texts of `least` to `most` characters; NOTHING if none is found.  The node has no anchors."""
+def limit_length(node: Node, least: int, most: int | None) -> Node:
+    """Returns the node limited to `least` to `most` characters; NO_TEXT if none remain.  node: without anchors."""
     if most is not None:
-        node = _at_most(node, most)
-    return node if node == NOTHING else _at_least(node, least)
+        node = _limit_to_most(node, most)
+    return node if node == NO_TEXT else _limit_to_least(node, least)
 
 
-def bounds(node: Node) -> tuple[int, float]:
-    """(fewest, most) characters of a text; infinity if there is no upper bound."""
+def length_bounds(node: Node) -> tuple[int, float]:
+    """Returns the (fewest, most) characters of a node's texts; infinity for no upper bound."""
     if isinstance(node, Chars):
         return 1, 1
     if isinstance(node, Seq):
-        found = [bounds(part) for part in node.parts]
+        found = [length_bounds(part) for part in node.parts]
         return sum(low for low, _ in found), sum(high for _, high in found)
     if isinstance(node, Alt):
-        found = [bounds(branch) for branch in node.branches]
+        found = [length_bounds(branch) for branch in node.branches]
         return min(low for low, _ in found), max(high for _, high in found)
     assert isinstance(node, Repeat)
-    low, high = bounds(node.part)
+    low, high = length_bounds(node.part)
     return low * node.least, high * (inf if node.most is None else node.most) if high else 0
 
 
-def _at_most(node: Node, most: int) -> Node:
-    low, high = bounds(node)
+def _limit_to_most(node: Node, most: int) -> Node:
+    low, high = length_bounds(node)
     if high <= most:
         return node
     if low > most or isinstance(node, Chars):
-        return NOTHING
+        return NO_TEXT
     if isinstance(node, Alt):
-        return alt([_at_most(branch, most) for branch in node.branches])
+        return alt([_limit_to_most(branch, most) for branch in node.branches])
     if isinstance(node, Seq):
         return _limit_parts(node.parts, most - low)
     assert isinstance(node, Repeat)
-    low, high = bounds(node.part)
+    low, high = length_bounds(node.part)
     if low == high:
         return repeat(node.part, node.least, most // low)
     limit = most // max(low, 1) if node.most is None else min(node.most, most // max(low, 1))
-    # Repetitions of about REPEAT_CHARS characters each.  xgrammar would misread a choice of several shapes.
+    # The repeated part gets about REPEAT_CHARS characters.  xgrammar would misread alternatives of repetitions.
     size = int(min(high, max(low, REPEAT_CHARS)))
     times = max(node.least, min(limit, most // size or 1))
-    return repeat(_at_most(node.part, most // times), node.least, times) if times else EMPTY
+    return repeat(_limit_to_most(node.part, most // times), node.least, times) if times else EMPTY_TEXT
 
 
 def _limit_parts(parts: tuple[Node, ...], spare_chars: int) -> Node:
-    """Limit the parts together to `spare_chars` characters more than their fewest."""
+    """Limit the total length of the parts to `spare_chars` characters more than their fewest."""
     made = []
-    found = [bounds(part) for part in parts]
+    found = [length_bounds(part) for part in parts]
     for i, (part, (low, high)) in enumerate(zip(parts, found, strict=True)):
-        # This part may take the characters that the parts after it cannot use.
+        # This part may use the characters that later parts cannot use.
         behind = [above - below for below, above in found[i + 1 :] if above > below]
         share = max(spare_chars // (1 + len(behind)), spare_chars - sum(behind) if inf not in behind else 0)
-        made.append(_at_most(part, low + int(share)) if high > low + share else part)
-        spare_chars -= int(min(bounds(made[-1])[1], low + share)) - low
+        made.append(_limit_to_most(part, low + int(share)) if high > low + share else part)
+        spare_chars -= int(min(length_bounds(made[-1])[1], low + share)) - low
     return seq(made)
 
 
-def _at_least(node: Node, least: int) -> Node:
-    """Limit a node to texts of at least this many characters.  In a sequence, parts that vary must provide them."""
-    low, high = bounds(node)
+def _limit_to_least(node: Node, least: int) -> Node:
+    """Returns the node limited to at least `least` characters.  In a sequence, the variable parts become longer."""
+    low, high = length_bounds(node)
     if low >= least:
         return node
     if high < least:
-        return NOTHING
+        return NO_TEXT
     if isinstance(node, Alt):
-        return alt([_at_least(branch, least) for branch in node.branches])
+        return alt([_limit_to_least(branch, least) for branch in node.branches])
     if isinstance(node, Seq):
         return _extend_parts(node.parts, least - low)
     assert isinstance(node, Repeat)
-    part, (low, high) = node.part, bounds(node.part)
+    part, (low, high) = node.part, length_bounds(node.part)
     if low == high:
         return repeat(part, -(-least // low), node.most)
     if low:
@@ -111,30 +111,30 @@ def _at_least(node: Node, least: int) -> Node:
             return repeat(part, times, node.most)
     times = node.least if node.most is None else node.most
     times = max(times, 1)
-    return repeat(_at_least(part, -(-least // times)), times, node.most)
+    return repeat(_limit_to_least(part, -(-least // times)), times, node.most)
 
 
 def _extend_parts(parts: tuple[Node, ...], missing_chars: int) -> Node:
-    """Require `missing_chars` more characters than the parts' fewest, first from the part that can grow most."""
+    """Require `missing_chars` characters more than the parts' fewest, first from the part that can grow most."""
     made = list(parts)
-    for i in sorted(range(len(parts)), key=lambda i: bounds(parts[i])[0] - bounds(parts[i])[1]):
-        low, high = bounds(parts[i])
+    for i in sorted(range(len(parts)), key=lambda i: length_bounds(parts[i])[0] - length_bounds(parts[i])[1]):
+        low, high = length_bounds(parts[i])
         more = int(min(missing_chars, high - low))
-        made[i] = _at_least(parts[i], low + more) if more else parts[i]
+        made[i] = _limit_to_least(parts[i], low + more) if more else parts[i]
         missing_chars -= more
     return seq(made)
 
 
 # xgrammar ignores a larger multipleOf, and any multipleOf with exactly one bound.
-MAX_MULTIPLE = 1024
-# The most values in an enum that we generate: multiples between two bounds, arrays with unique items.
-MAX_VALUES = 4096
-# xgrammar writes a number with bounds in at most six decimals.
+MAX_MULTIPLE_OF = 1024
+# The most values in a generated enum, for multiples between two bounds, or arrays with unique items.
+MAX_ENUM_SIZE = 4096
+# xgrammar generates bounded numbers with at most six decimals.
 DECIMAL_UNITS = 10**6
 
 
-def check_counts(rules: dict[str, Any], place: str) -> None:
-    """Check minLength, maxItems and the like: whole numbers, the minimum not above the maximum."""
+def check_count_keywords(rules: dict[str, Any], place: str) -> None:
+    """Check minLength, maxItems and the like: they must be whole numbers, and the minimum at most the maximum."""
     for what in ("Length", "Items", "Properties"):
         least, most = (rules.get(f"{side}{what}") for side in ("min", "max"))
         for side, count in (("min", least), ("max", most)):
@@ -150,14 +150,14 @@ def check_counts(rules: dict[str, Any], place: str) -> None:
 
 
 def string_rules(rules: dict[str, Any], place: str) -> dict[str, Any]:
-    """Write a string's rules as one pattern of the text between its quotes, without characters that JSON escapes."""
-    if "format" in rules and rules["format"] in ANNOTATING["string"]:
+    """Returns a string's rules as one pattern for the text between the quotes, without characters that JSON escapes."""
+    if "format" in rules and rules["format"] in ANNOTATION_FORMATS["string"]:
         del rules["format"]
     if not rules:
         return {"type": "string"}
     if "pattern" in rules and "format" in rules:
         raise schema_error(place, "'format' beside 'pattern' is not supported", "put both into one 'pattern'")
-    node: Any = Repeat(Chars(PLAIN), 0, None)
+    node: Any = Repeat(Chars(JSON_CHARACTERS), 0, None)
     if "format" in rules:
         if rules["format"] not in FORMATS:
             known = ", ".join(sorted(FORMATS))
@@ -168,8 +168,8 @@ def string_rules(rules: dict[str, Any], place: str) -> dict[str, Any]:
             node = pattern_node(rules["pattern"])
         except EspalierError as error:
             raise schema_error(place, str(error), "rewrite the pattern") from None
-    node = with_length(node, rules.get("minLength", 0), rules.get("maxLength"))
-    if node == NOTHING:
+    node = limit_length(node, rules.get("minLength", 0), rules.get("maxLength"))
+    if node == NO_TEXT:
         what = next(name for name in ("pattern", "format") if name in rules)
         raise schema_error(place, f"{what!r} allows no text of this length", "change 'minLength' or 'maxLength'")
     if num_states(node) > MAX_STATES:
@@ -178,9 +178,9 @@ def string_rules(rules: dict[str, Any], place: str) -> dict[str, Any]:
 
 
 def number_rules(rules: dict[str, Any], name: str, place: str) -> dict[str, Any]:
-    """Write the bounds of a number or an integer.  Bounds of an integer become integers."""
+    """Returns the rules of a number or an integer.  Bounds of an integer become integers."""
     made: dict[str, Any] = {}
-    rules = _with_format(rules, name, place)
+    rules = _apply_integer_format(rules, name, place)
     for rule, value in rules.items():
         if not isinstance(value, int | float) or isinstance(value, bool):
             raise schema_error(place, f"{rule!r} is {shown(value)}", "use a number")
@@ -191,7 +191,7 @@ def number_rules(rules: dict[str, Any], name: str, place: str) -> dict[str, Any]
             value = math.ceil(value) if up else math.floor(value)
         made[rule] = value
     if "multipleOf" in made:
-        return _multiples(made, place)
+        return _multiples_schema(made, place)
     unit = 1 if name == "integer" else DECIMAL_UNITS
     least, most = _first_and_last(made, unit)
     if least is not None and most is not None and least > most:
@@ -200,17 +200,17 @@ def number_rules(rules: dict[str, Any], name: str, place: str) -> dict[str, Any]
     return {"type": name, **made}
 
 
-def _with_format(rules: dict[str, Any], name: str, place: str) -> dict[str, Any]:
-    """Replace an integer's format by the bounds of that format."""
+def _apply_integer_format(rules: dict[str, Any], name: str, place: str) -> dict[str, Any]:
+    """Returns the rules with an integer's format replaced by bounds."""
     made = {rule: value for rule, value in rules.items() if rule != "format"}
-    if "format" not in rules or rules["format"] in ANNOTATING[name]:
+    if "format" not in rules or rules["format"] in ANNOTATION_FORMATS[name]:
         return made
-    if name != "integer" or rules["format"] not in INTEGERS:
-        known = ", ".join(sorted(ANNOTATING[name] | (INTEGERS.keys() if name == "integer" else set())))
+    if name != "integer" or rules["format"] not in INTEGER_BOUNDS:
+        known = ", ".join(sorted(ANNOTATION_FORMATS[name] | (INTEGER_BOUNDS.keys() if name == "integer" else set())))
         raise schema_error(
             place, f"format {shown(rules['format'])} of type {name!r} is not supported", f"use one of {known}"
         )
-    least, most = INTEGERS[rules["format"]]
+    least, most = INTEGER_BOUNDS[rules["format"]]
     given = {rule: value for rule, value in made.items() if isinstance(value, int | float)}
     return {
         **made,
@@ -220,41 +220,44 @@ def _with_format(rules: dict[str, Any], name: str, place: str) -> dict[str, Any]
 
 
 def is_known_format(name: str, format: Any) -> bool:
-    """Whether this format is known for values of this type."""
-    known = {*(FORMATS if name == "string" else INTEGERS if name == "integer" else ()), *ANNOTATING.get(name, ())}
+    """Returns whether a format is known for the type `name`."""
+    known = {
+        *(FORMATS if name == "string" else INTEGER_BOUNDS if name == "integer" else ()),
+        *ANNOTATION_FORMATS.get(name, ()),
+    }
     return isinstance(format, str) and format in known
 
 
-def listed_values(made: dict[str, Any]) -> list[Any] | None:
-    """Return all values of an enforceable schema without references; None if they are too many or cannot be listed."""
+def list_values(made: dict[str, Any]) -> list[Any] | None:
+    """Returns all values of an enforceable schema without references; None if they are too many or cannot be listed."""
     if "enum" in made or made.get("type") in ("boolean", "null"):
         return made.get("enum") or ([True, False] if made["type"] == "boolean" else [None])
     if made.get("type") != "integer":
         return None
     least, most = _first_and_last(made, 1)
-    if least is None or most is None or most - least >= MAX_VALUES:
+    if least is None or most is None or most - least >= MAX_ENUM_SIZE:
         return None
     return list(range(least, most + 1))
 
 
-def unique_arrays(items: Iterable[Any], least: int, most: int | None, place: str) -> dict[str, Any]:
-    """List all arrays of `least` to `most` different items.  Raises EspalierError if they are too many."""
+def list_unique_arrays(items: Iterable[Any], least: int, most: int | None, place: str) -> dict[str, Any]:
+    """Returns an enum of all arrays of `least` to `most` different items.  Raises EspalierError for too many arrays."""
     values = list({json.dumps(_json_equality_key(item), sort_keys=True): item for item in items}.values())
     most = len(values) if most is None else min(most, len(values))
     if least > most:
         raise schema_error(place, f"'minItems' is {least}, and 'uniqueItems' allows {most}", "lower it")
     count = sum(math.perm(len(values), size) for size in range(least, most + 1))
-    if count > MAX_VALUES:
+    if count > MAX_ENUM_SIZE:
         raise schema_error(
             place,
             f"'uniqueItems' with {count} possible arrays is not supported",
-            f"use fewer values or a lower 'maxItems', for {MAX_VALUES} arrays at most",
+            f"use fewer values or a lower 'maxItems', for {MAX_ENUM_SIZE} arrays at most",
         )
     return {"enum": [list(each) for size in range(least, most + 1) for each in permutations(values, size)]}
 
 
 def _json_equality_key(value: Any) -> Any:
-    """Return a value that is equal for values that JSON Schema calls equal: 1.0 is 1, and True is not."""
+    """Returns a key that is equal for JSON values that are equal by JSON Schema: 1.0 equals 1, but True does not."""
     if isinstance(value, list):
         return [_json_equality_key(each) for each in value]
     if isinstance(value, dict):
@@ -263,7 +266,7 @@ def _json_equality_key(value: Any) -> Any:
 
 
 def _first_and_last(bounds: dict[str, Any], unit: int) -> tuple[int | None, int | None]:
-    """The first and the last multiple of 1 / unit that the bounds allow, times unit; None without a bound."""
+    """Returns the first and the last allowed multiple of 1 / unit, times unit; None without a bound."""
     least = [math.ceil(_scaled_bound(bounds, "minimum", unit))] if "minimum" in bounds else []
     most = [math.floor(_scaled_bound(bounds, "maximum", unit))] if "maximum" in bounds else []
     if "exclusiveMinimum" in bounds:
@@ -274,18 +277,18 @@ def _first_and_last(bounds: dict[str, Any], unit: int) -> tuple[int | None, int 
 
 
 def _scaled_bound(bounds: dict[str, Any], rule: str, unit: int) -> Fraction:
-    """Return a bound times unit, as the decimal number that was written and not its binary fraction."""
+    """Returns a bound times unit, computed from the bound's decimal text instead of its binary float."""
     return Fraction(repr(bounds[rule])) * unit
 
 
-def _multiples(rules: dict[str, Any], place: str) -> dict[str, Any]:
-    """Write integers with a multipleOf: listed if they have bounds."""
+def _multiples_schema(rules: dict[str, Any], place: str) -> dict[str, Any]:
+    """Returns the rules of integers with a multipleOf.  Bounded integers become an enum."""
     step = rules["multipleOf"]
     least, most = _first_and_last(rules, 1)
     if least is None and most is None:
-        if step > MAX_MULTIPLE:
+        if step > MAX_MULTIPLE_OF:
             raise schema_error(
-                place, f"'multipleOf' {step} is not supported", f"use {MAX_MULTIPLE} at most, or give bounds"
+                place, f"'multipleOf' {step} is not supported", f"use {MAX_MULTIPLE_OF} at most, or give bounds"
             )
         return {"type": "integer", "multipleOf": step}
     if least is None or most is None:
@@ -296,11 +299,11 @@ def _multiples(rules: dict[str, Any], place: str) -> dict[str, Any]:
     count = (most - first) // step + 1
     if count < 1:
         raise schema_error(place, "the bounds allow no multiple", "widen them")
-    if count > MAX_VALUES:
+    if count > MAX_ENUM_SIZE:
         raise schema_error(
             place,
             f"'multipleOf' with {count} multiples between its bounds is not supported",
-            f"use bounds with {MAX_VALUES} at most",
+            f"use bounds with {MAX_ENUM_SIZE} at most",
         )
     return {"enum": [first + i * step for i in range(count)]}
 

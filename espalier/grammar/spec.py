@@ -1,4 +1,4 @@
-"""The output form that a user asks for, as plain values.  espalier/masking turns them into masks."""
+"""The grammar of a request as plain values.  espalier/masking makes token masks from it."""
 
 import json
 import math
@@ -9,7 +9,7 @@ from espalier.errors import EspalierError, refuse_unknown_fields, require_text, 
 
 Kind = Literal["json_object", "json_schema", "regex", "ebnf", "choice", "structural_tag"]
 KINDS: tuple[str, ...] = get_args(Kind)
-# The most characters of a spec.  A larger one is refused before it is parsed.
+# The most characters of a spec.  Longer specs are refused before they are parsed.
 MAX_SPEC_CHARS = 64 * 1024
 
 
@@ -18,13 +18,11 @@ MAX_SPEC_CHARS = 64 * 1024
 class Grammar:
     """The form that an output must have.
 
-    kind: which form.  spec: JSON text for json_schema and structural_tag, a JSON array of strings for choice, a regular
-    expression, a grammar in xgrammar's EBNF, "" for json_object.
-    strict: True refuses a JSON schema whose objects may have more properties than it names.  False accepts it, and the
-    output has only the named ones.
-    after: text that ends the model's reasoning, such as "</think>".  The form begins after this text; None: it begins
-    with the first token.
-    Raises EspalierError for a value that no model supports.
+    kind: one of KINDS.  spec: JSON text for json_schema and structural_tag, a JSON array of strings for choice, a
+    regular expression, a grammar in xgrammar's EBNF, "" for json_object. strict: True refuses a JSON schema whose
+    objects may have unnamed properties.  False accepts the schema, and the output has only named properties. after:
+    text that ends the model's reasoning, such as "</think>".  The grammar applies after this text; None: from the first
+    token. Raises EspalierError for a wrong value.
     """
 
     kind: Kind = ""  # type: ignore[assignment]  # refused below, with the kinds
@@ -51,13 +49,13 @@ class Grammar:
 
     @classmethod
     def of_json_schema(cls, schema: Any, *, strict: bool = True, after: str | None = None) -> "Grammar":
-        """Make the grammar of a JSON schema.  schema: a value (dict or bool) or JSON text."""
+        """Returns the grammar of a JSON schema.  schema: a dict, a bool or JSON text."""
         text = schema if isinstance(schema, str) else json.dumps(schema)
         return cls("json_schema", text, strict, after)
 
     @classmethod
     def of_choices(cls, choices: list[str], *, after: str | None = None) -> "Grammar":
-        """The grammar that allows exactly these texts."""
+        """Returns the grammar that allows exactly the texts `choices`."""
         return cls("choice", json.dumps(choices), after=after)
 
 
@@ -66,20 +64,18 @@ def require_grammar(name: str, value: Any) -> None:
         raise EspalierError(f"{name}={shown(value)} is not supported; use espalier.Grammar(...)")
 
 
-# Integers that xgrammar reads exactly.
-INTEGERS = range(-(2**63), 2**63)
+# The integers that xgrammar can represent.
+EXACT_INTEGERS = range(-(2**63), 2**63)
 
 
 def read_json(what: str, text: str) -> Any:
-    """Parse JSON text.  xgrammar must read its numbers and texts exactly.
-
-    what: the name of the text in errors.  Raises EspalierError for any other text.
-    """
+    """Parse JSON text whose numbers and texts xgrammar can represent.  what: the noun for the text in errors.  Raises
+    EspalierError for other text."""
     try:
         value = json.loads(
             text,
-            parse_int=_whole,
-            parse_float=_finite,
+            parse_int=_parse_integer,
+            parse_float=_parse_float,
             parse_constant=refuse_constant,
             object_pairs_hook=without_duplicate_keys,
         )
@@ -94,14 +90,14 @@ def read_json(what: str, text: str) -> Any:
     raise EspalierError(f"the {what} cannot be read: {reason}; send other JSON")
 
 
-def _whole(digits: str) -> int:
-    # Python takes long to read very long numbers.
-    if len(digits) > 20 or int(digits) not in INTEGERS:
+def _parse_integer(digits: str) -> int:
+    # int() is slow for very long numbers.
+    if len(digits) > 20 or int(digits) not in EXACT_INTEGERS:
         raise ValueError(f"{shown(digits)} has more than 64 bits")
     return int(digits)
 
 
-def _finite(digits: str) -> float:
+def _parse_float(digits: str) -> float:
     if not math.isfinite(value := float(digits)):
         raise ValueError(f"{shown(digits)} is too large")
     return value

@@ -1,4 +1,4 @@
-"""Structural tags (free text in which a trigger starts a grammar), choices, and the check of grammars of any kind."""
+"""Checks grammars of all kinds; rewrites choices and structural tags (free text in which triggers start grammars)."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping
@@ -6,18 +6,18 @@ from functools import lru_cache
 from typing import Any
 
 from espalier.errors import EspalierError, shown
-from espalier.grammar.finite import checked_ebnf
+from espalier.grammar.finite import check_ebnf_escapes
 from espalier.grammar.regex import ebnf_of_regex
-from espalier.grammar.schema import enforceable
+from espalier.grammar.schema import enforceable_schema
 from espalier.grammar.spec import Grammar, read_json
 
 MAX_DEPTH = 64
-# Types of parts with a JSON schema.  The second is xgrammar's older name for one style of the first.
+# The types of parts with a JSON schema.  qwen_xml_parameter is xgrammar's older name for a style of json_schema.
 SCHEMA_TYPES = ("json_schema", "qwen_xml_parameter")
 
 
 def rewrite_tag_for_xgrammar(text: str, strict: bool) -> str:
-    """Rewrite a structural tag in xgrammar's form, so that its JSON schemas and regular expressions are enforced whole.
+    """Returns a structural tag in xgrammar's form, with JSON schemas and regexes that xgrammar enforces completely.
 
     text: {"type": "structural_tag", "format": ...}, or SGLang's {"structures": [...], "triggers": [...]}.
     Raises EspalierError.
@@ -26,7 +26,7 @@ def rewrite_tag_for_xgrammar(text: str, strict: bool) -> str:
 
 
 def format_of_tag(text: str) -> Any:
-    """Return the "format" of a structural tag in either spelling.  Raises EspalierError."""
+    """Returns the "format" object of a structural tag, also for SGLang's form of the tag.  Raises EspalierError."""
     tag = read_json("structural tag", text)
     if not isinstance(tag, dict):
         raise EspalierError(f"structural tag {shown(tag)} is not supported; use an object")
@@ -66,17 +66,17 @@ def _enforceable_part(value: Any, strict: bool, depth: int) -> Any:
     if not isinstance(value, dict):
         return value
     if value.get("type") in SCHEMA_TYPES and "json_schema" in value:
-        schema = json.loads(enforceable(json.dumps(value["json_schema"]), strict))
+        schema = json.loads(enforceable_schema(json.dumps(value["json_schema"]), strict))
         return {**value, "json_schema": schema}
     if value.get("type") == "regex" and isinstance(value.get("pattern"), str):
         return {"type": "grammar", "grammar": ebnf_of_regex(value["pattern"])}
     if value.get("type") == "grammar" and isinstance(value.get("grammar"), str):
-        checked_ebnf(value["grammar"])
+        check_ebnf_escapes(value["grammar"])
     return {name: _enforceable_part(each, strict, depth + 1) for name, each in value.items()}
 
 
 def ebnf_parts(value: Any) -> Iterator[str]:
-    """Yield the EBNF grammars inside a structural tag in xgrammar's form."""
+    """Yields the EBNF grammars inside a structural tag in xgrammar's form."""
     if isinstance(value, dict) and value.get("type") == "grammar" and isinstance(value.get("grammar"), str):
         yield value["grammar"]
     elif isinstance(value, dict | list):
@@ -88,36 +88,36 @@ MAX_CHOICES = 4096
 
 
 def ebnf_of_choices(spec: str) -> str:
-    """Return a grammar in xgrammar's EBNF for exactly the texts in a JSON array.  Raises EspalierError."""
+    """Returns a grammar in xgrammar's EBNF for exactly the texts in a JSON array.  Raises EspalierError."""
     choices = read_json("list of choices", spec)
     if not isinstance(choices, list) or not choices or not all(isinstance(text, str) and text for text in choices):
         raise EspalierError(f"choices {shown(choices)} are not supported; use a list of non-empty strings")
     if len(choices) > MAX_CHOICES:
         raise EspalierError(f"{len(choices)} choices are not supported; use {MAX_CHOICES} at most")
-    return "root ::= " + " | ".join(_quoted(text) for text in choices)
+    return "root ::= " + " | ".join(_ebnf_literal(text) for text in choices)
 
 
-def _quoted(text: str) -> str:
-    # xgrammar's \x takes all hex digits that follow, \u takes four.
+def _ebnf_literal(text: str) -> str:
+    # Not \x: in xgrammar it takes all hex digits that follow; \u takes four.
     special = {'"': '\\"', "\\": "\\\\"}
     return '"' + "".join(special.get(c, c if c >= " " else f"\\u{ord(c):04x}") for c in text) + '"'
 
 
-# For each kind of grammar: returns the text that xgrammar compiles.  Raises EspalierError.
-ENFORCEABLE: Mapping[str, Callable[[Grammar], str]] = {
+# By kind of grammar: a function that returns the text for xgrammar, or raises EspalierError.
+REWRITE_BY_KIND: Mapping[str, Callable[[Grammar], str]] = {
     "json_object": lambda grammar: '{"type": "object"}',
-    "json_schema": lambda grammar: enforceable(grammar.spec, grammar.strict),
+    "json_schema": lambda grammar: enforceable_schema(grammar.spec, grammar.strict),
     "structural_tag": lambda grammar: rewrite_tag_for_xgrammar(grammar.spec, grammar.strict),
     "regex": lambda grammar: ebnf_of_regex(grammar.spec),
-    "ebnf": lambda grammar: checked_ebnf(grammar.spec),
+    "ebnf": lambda grammar: check_ebnf_escapes(grammar.spec),
     "choice": lambda grammar: ebnf_of_choices(grammar.spec),
 }
 
 
-# A server gets the same grammars again and again, and checking a large grammar takes many milliseconds.
+# Cached, because servers get the same grammars repeatedly, and checking a large grammar takes many milliseconds.
 @lru_cache(256)
 def check_grammar(grammar: Grammar) -> None:
-    """Raise EspalierError, with the reason, for a grammar that cannot be enforced."""
+    """Raises EspalierError with the reason if xgrammar cannot enforce the grammar."""
     if not grammar.spec and grammar.kind != "json_object":
         raise EspalierError(f"a grammar of kind {grammar.kind!r} is empty; give its text")
-    ENFORCEABLE[grammar.kind](grammar)
+    REWRITE_BY_KIND[grammar.kind](grammar)

@@ -1,4 +1,4 @@
-"""The interface between the engine and a request's grammar, token by token."""
+"""The interface by which the engine asks a request's grammar which tokens may follow."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,10 +9,10 @@ import numpy as np
 
 @dataclass(frozen=True)
 class ForcedTokens:
-    """What a grammar allows for the next tokens, known before they are drafted.
+    """The tokens that a grammar forces next, and the mask of the token after them.
 
-    forced: tokens that must come next, one after another.  mask: [words] int32, the tokens that may follow the forced
-    ones (espalier/sampling/mask.py); None if not known.
+    forced: the tokens that must come next, in order.  mask: [words] int32, the tokens that may follow the forced tokens
+    (espalier/sampling/mask.py); None if unknown.
     """
 
     forced: list[int]
@@ -20,31 +20,31 @@ class ForcedTokens:
 
 
 class TokenMasker(Protocol):
-    """Decides which tokens may follow in one request, token by token: a grammar (espalier/masking/masker.py).
+    """Returns the masks of the tokens that may follow in one request, by its grammar (espalier/masking/masker.py).
 
-    All methods but `push` may take long.  The engine calls them in threads, one at a time, and gives up slow calls.
+    All methods except `push` may take long.  The engine calls them in threads, one at a time, and abandons slow calls.
     """
 
     def push(self, token_id: int) -> None:
-        """Record that the request has emitted this token.  It returns at once; the grammar reads the token later."""
+        """Record an emitted token.  Returns at once; the grammar processes the token later."""
 
     def root_mask(self) -> np.ndarray:
-        """[words] int32: the tokens that may follow the last token that was pushed; all zero if none may."""
+        """Returns the mask after the last pushed token: [words] int32, all zero if no token may follow."""
 
     def node_masks(self, tokens: Sequence[int], parents: Sequence[int], out: np.ndarray) -> None:
-        """Write the tokens that may follow each node of a tree to `out` [D, words] int32, which allows all tokens.
+        """Write the mask after each node of a tree to `out` [D, words] int32, which must allow all tokens before.
 
-        Node 0 is the root, the last token that was pushed.  A parent comes before its children.  Void nodes have token
-        -1.  Rows of void nodes, and of nodes at or below a token that is not allowed, are never read: they may hold
-        anything.
+        Node 0 is the root, the last pushed token.  A parent comes before its children.  Void nodes have token -1.  The
+        rows of void nodes, of forbidden tokens, and of nodes below forbidden tokens are never read, and may have any
+        value.
         """
 
     def forced_tokens(self, max_tokens: int) -> ForcedTokens:
-        """The tokens that must follow the root, `max_tokens` at most, and the mask after them."""
+        """Returns the tokens that must follow the root, `max_tokens` at most, and the mask after them."""
 
     def mask_after(self, path: Sequence[int]) -> np.ndarray | None:
-        """[words] int32: the tokens that may follow the root and `path`; None if `path` is not allowed or ends."""
+        """Returns the mask after the root and `path`, [words] int32; None if `path` is forbidden or ends the text."""
 
     @property
     def is_stuck(self) -> bool:
-        """Whether no token may follow."""
+        """Returns whether the grammar allows no further token."""

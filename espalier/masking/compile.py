@@ -22,7 +22,7 @@ from espalier.cores import lower_priority, physical_cores, wait_at_exit
 from espalier.errors import EspalierError, one_line
 from espalier.grammar.finite import require_finite_rules
 from espalier.grammar.spec import Grammar
-from espalier.grammar.tag import ENFORCEABLE, ebnf_parts
+from espalier.grammar.tag import REWRITE_BY_KIND, ebnf_parts
 from espalier.masking.masker import GrammarMasker, allowed_tokens
 from espalier.masking.trial import try_masks, try_with_byte_tokens
 from espalier.text import Tokenizer
@@ -207,7 +207,7 @@ class GrammarCompiler:
 
 def compile_form(compiler: "xgrammar.GrammarCompiler", grammar: Grammar) -> "xgrammar.CompiledGrammar":
     """Compile a grammar with xgrammar.  Raises EspalierError, or an error of xgrammar."""
-    text = ENFORCEABLE[grammar.kind](grammar)
+    text = REWRITE_BY_KIND[grammar.kind](grammar)
     if grammar.kind in ("json_object", "json_schema"):
         # Only one form of spaces is allowed.  With several, a model may write endless spaces.
         return compiler.compile_json_schema(text, any_whitespace=False, strict_mode=False)

@@ -22,7 +22,7 @@ from espalier.model_files import is_gguf, naming_config, read_json
 from espalier.models.base import CausalLM
 from espalier.models.config import Family, Json, ModelConfig, architecture_of, parse
 from espalier.models.families import FAMILIES
-from espalier.models.from_transformers.load import has_causal_class, load_by_transformers, read_by_transformers
+from espalier.models.from_transformers.load import causal_class, load_by_transformers, read_by_transformers
 from espalier.models.gguf_config import gguf_config
 from espalier.models.layer_loading import layer_specs_of, load_embedding, load_layer, tied_head
 from espalier.models.layers.decoder import Decoder
@@ -41,7 +41,7 @@ RECURRENT_NAMES = re.compile("mamba|rwkv|jamba|bamba|recurrent|zamba|retnet|delt
 SHARED_FIELDS = ("dtype", "torch_dtype", "eos_token_id", "bos_token_id", "quantization_config", "compression_config")
 
 
-def _family_or_none(raw: Json, families: Mapping[str, Family]) -> Family | None:
+def _known_family(raw: Json, families: Mapping[str, Family]) -> Family | None:
     """Returns the family of a config.json, by `architectures` or, if that field is missing, by `model_type`.  Returns
     None if the family is unknown."""
     name = architecture_of(raw)
@@ -51,7 +51,7 @@ def _family_or_none(raw: Json, families: Mapping[str, Family]) -> Family | None:
 
 def find_family(raw: Json, families: Mapping[str, Family], path: Path) -> Family:
     """Returns the family of a config.json.  Raises EspalierError if no family supports it."""
-    if (family := _family_or_none(raw, families)) is not None:
+    if (family := _known_family(raw, families)) is not None:
         return family
     name, supported = architecture_of(raw), ", ".join(families)
     if name is None and not raw.get("architectures") and "speculators_model_type" not in raw:
@@ -151,7 +151,7 @@ def read_config(path: Path | str, overrides: Mapping[str, Any] | None = None, mo
 def _runs_by_transformers(raw: Json, model_impl: str) -> bool:
     if model_impl != "auto":
         return model_impl == "transformers"
-    return not (_family_or_none(raw, FAMILIES) or is_multimodal(raw, FAMILIES.values())) and has_causal_class(raw)
+    return not (_known_family(raw, FAMILIES) or is_multimodal(raw, FAMILIES.values())) and causal_class(raw) is not None
 
 
 def read_raw_config(path: Path) -> dict[str, Any]:

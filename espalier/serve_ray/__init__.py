@@ -1,8 +1,8 @@
-"""Several engines behind Ray Serve, with the server's own front.  `app` is for a Serve config file (docs/deploy.md).
+"""Engine replicas behind Ray Serve, with the server's own front.  `app` is for a Serve config file (docs/deploy.md).
 
 Ray provides deployments, the router's interface, autoscaling, health checks and rolling updates.  This package provides
-an engine replica (replica.py), the front that calls replicas (ingress.py, pool.py), the choice of a replica for a
-prompt (replica_chooser.py, router.py), and the number of replicas that the open tokens need.
+the engine replica (replica.py), the front that calls replicas (ingress.py, pool.py), the choice of a replica for a
+prompt (replica_chooser.py, router.py), and an autoscaling policy by open tokens.
 """
 
 from espalier.serve_ray.build import app

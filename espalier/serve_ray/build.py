@@ -1,6 +1,6 @@
-"""Ray Serve's deployments: one for the front, and one for the engine replicas of each model.
+"""Builds Ray Serve's deployments: one for the front, and one for the engine replicas of each model.
 
-Ray is imported only when something is built, so a server without --replicas does not need it.
+Ray is imported only to build deployments, so a server without --replicas does not need Ray.
 """
 
 import re
@@ -19,10 +19,10 @@ from espalier.server.front import FrontOptions
 from espalier.server.logs import LEVELS
 from espalier.server.run import check_options
 
-# How many open tokens (replica.open_tokens) one replica can take, on average.
+# The open tokens (replica.open_tokens) for one replica, on average.
 TOKENS_PER_REPLICA = 16384
-ROUTER = "espalier.serve_ray.router.PrefixRouter"
-# Names in `args`.  The fields of the server's options have the same names; those in seconds end with _s.
+DEFAULT_ROUTER = "espalier.serve_ray.router.PrefixRouter"
+# Keys of `args`.  The fields of the server's options have the same names, but times end with _s.
 FRONT_FIELDS = (
     *("max_queue", "request_timeout", "strict_fields", "allow_special_tokens_in_messages"),
     *("tool_format", "reasoning_format"),
@@ -33,23 +33,22 @@ REPLICA_OPTIONS = ("tokens_per_replica", "resources", "autoscaling", "router")
 MODEL_OPTIONS = (*FRONT_FIELDS, *CLIENT_FIELDS, *REPLICA_OPTIONS, "served_model_name", "chat_template", "replicas")
 SERVICE_OPTIONS = (*API_FIELDS, "cors_origin", "fronts", "drain_timeout", "log_level", "log_json")
 RAY_VERSION = "2.60"
-# Larger than any queue, because the front limits open requests, not Ray Serve.
-MAX_ONGOING = 65536
-# Seconds between health checks, which find a replica that hangs.  A replica whose engine ended exits by itself.
+# Larger than any queue, because the front limits the open requests instead of Ray Serve.
+MAX_ONGOING_REQUESTS = 65536
+# Health checks find a replica that hangs.  A replica whose engine has ended exits without a check.
 HEALTH_PERIOD_S = 5.0
 HEALTH_TIMEOUT_S = 30.0
-# Ray Serve logs no line for each request, because the front logs one with the request's id.
+# Ray Serve logs no requests, because the front logs each request with its id.
 NO_ACCESS_LOG = MappingProxyType({"enable_access_log": False})
 
 
 @dataclass(frozen=True)
-class Replicas:
-    """How many engine replicas a model has: from `min_count` to `max_count`.
+class ReplicaOptions:
+    """The number of engine replicas of a model, from `min_count` to `max_count`, and their options.
 
-    tokens_per_replica: how many open tokens one replica can take, on average.
-    resources: what Ray reserves for a replica (ray_actor_options); None: a GPU for each rank, or nothing on a CPU.
-    autoscaling: further fields of Ray Serve's AutoscalingConfig, such as its delays.
-    router: the import path of a subclass of Ray Serve's RequestRouter.
+    tokens_per_replica: the open tokens for one replica, on average. resources: reserved by Ray for a replica
+    (ray_actor_options); None: a GPU for each rank, or nothing on a CPU. autoscaling: further fields of Ray Serve's
+    AutoscalingConfig, such as its delays. router: the import path of a subclass of Ray Serve's RequestRouter.
     """
 
     min_count: int
@@ -57,7 +56,7 @@ class Replicas:
     tokens_per_replica: int = TOKENS_PER_REPLICA
     resources: Mapping[str, Any] | None = None
     autoscaling: Mapping[str, Any] = field(default_factory=dict)
-    router: str = ROUTER
+    router: str = DEFAULT_ROUTER
 
     @property
     def is_autoscaled(self) -> bool:
@@ -66,23 +65,23 @@ class Replicas:
 
 @dataclass(frozen=True)
 class ServedModel:
-    """One model of a service.  settings: keywords of EngineConfig, as plain values."""
+    """One model of a service.  settings: the keywords of EngineConfig, as plain values."""
 
     settings: dict[str, Any]
     front: FrontOptions
     client: ClientOptions
-    replicas: Replicas
+    replicas: ReplicaOptions
 
     @property
     def name(self) -> str:
-        """The first of the model's names; without a model, the draft that names its target."""
+        """The model's first served name; if it has no name, the draft's."""
         return self.front.names[0] if self.front.names else str(self.settings["draft"])
 
 
 @dataclass(frozen=True)
 class Service:
-    """A whole service.  models: at least one.  num_fronts: replicas of the front.  drain_timeout_s: how long requests
-    may still run on a replica that must end."""
+    """The parsed options of a service.  models: at least one.  num_fronts: the replicas of the front.  drain_timeout_s:
+    how long requests may still run on a replica that must end."""
 
     models: tuple[ServedModel, ...]
     api: ApiOptions
@@ -92,18 +91,18 @@ class Service:
     log_json: bool = False
 
 
-def replicas_of(text: int | str, **more: Any) -> Replicas:
-    """Returns the Replicas for N or "MIN:MAX".  Raises EspalierError."""
+def parse_replicas(text: int | str, **more: Any) -> ReplicaOptions:
+    """Parses N or "MIN:MAX".  more: further fields of ReplicaOptions.  Raises EspalierError."""
     low, _, high = str(text).partition(":")
     if not (low.isdecimal() and (high or low).isdecimal() and 1 <= int(low) <= int(high or low)):
         raise EspalierError(
             f"replicas={shown(text)} is not supported; use a whole number, 1 or more, or MIN:MAX such as 1:4"
         )
-    return Replicas(int(low), int(high or low), **more)
+    return ReplicaOptions(int(low), int(high or low), **more)
 
 
-def service_of(args: Mapping[str, Any]) -> Service:
-    """Returns the Service for the `args` of a Serve config file.  Raises EspalierError.
+def parse_service(args: Mapping[str, Any]) -> Service:
+    """Parses the `args` of a Serve config file.  Raises EspalierError.
 
     `args` has either one `model` with its settings, or `models`, a list of such objects.  Settings beside `models`
     apply to each model.
@@ -123,15 +122,15 @@ def service_of(args: Mapping[str, Any]) -> Service:
         raise EspalierError("api_key is empty, or is no text; give the key, or leave it out")
     logged = {"log_level": level, "log_json": _option_or(args, "log_json", False)}
     return Service(
-        tuple(_model({**shared, **model}, logged) for model in models),
-        ApiOptions(**_by_field_name(args, API_FIELDS), cors_origins=tuple(_list_of_texts(args, "cors_origin"))),
+        tuple(_parse_model({**shared, **model}, logged) for model in models),
+        ApiOptions(**_option_fields(args, API_FIELDS), cors_origins=tuple(_list_of_texts(args, "cors_origin"))),
         _option_or(args, "fronts", 1),
         _option_or(args, "drain_timeout", 60.0),
         **logged,
     )
 
 
-def _model(args: dict[str, Any], logged: dict[str, Any]) -> ServedModel:
+def _parse_model(args: dict[str, Any], logged: dict[str, Any]) -> ServedModel:
     engine = [f.name for f in fields(EngineConfig)]
     for name in args:
         if name not in (*engine, *MODEL_OPTIONS):
@@ -140,22 +139,22 @@ def _model(args: dict[str, Any], logged: dict[str, Any]) -> ServedModel:
     settings = {name: args[name] for name in engine if name in args}
     if settings.setdefault("model", "auto") == "auto" and "draft" not in settings:
         raise EspalierError("model is missing in args; name a directory, a Hugging Face id or 'bundled'")
-    checked_settings(settings)
+    check_settings(settings)
     names = _list_of_texts(args, "served_model_name", *(() if settings["model"] == "auto" else (settings["model"],)))
-    front = _by_field_name(args, FRONT_FIELDS)
+    front = _option_fields(args, FRONT_FIELDS)
     if args.get("chat_template") is not None:
-        front["chat_template"] = _template(args["chat_template"])
+        front["chat_template"] = _read_template(args["chat_template"])
     of_replicas = {name: args[name] for name in REPLICA_OPTIONS if args.get(name) is not None}
     return ServedModel(
         settings,
         FrontOptions(tuple(names), **front),
-        ClientOptions(**_by_field_name(args, CLIENT_FIELDS), **logged),
-        replicas_of(_option_or(args, "replicas", 1), **of_replicas),
+        ClientOptions(**_option_fields(args, CLIENT_FIELDS), **logged),
+        parse_replicas(_option_or(args, "replicas", 1), **of_replicas),
     )
 
 
-def checked_settings(settings: Mapping[str, Any]) -> None:
-    """Check the engine's settings, plain values, before a replica starts.  Raises EspalierError."""
+def check_settings(settings: Mapping[str, Any]) -> None:
+    """Check the engine's settings, which are plain values, before a replica starts.  Raises EspalierError."""
     tree = settings.get("speculation")
     EngineConfig(**{**settings, "speculation": SpeculationConfig(**tree)} if isinstance(tree, Mapping) else settings)
     if (device := str(settings.get("device", "auto"))).startswith("cuda:"):
@@ -167,8 +166,8 @@ def _option_or(args: Mapping[str, Any], name: str, default: Any) -> Any:
     return default if args.get(name) is None else args[name]
 
 
-def _by_field_name(args: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    """Returns the given options by their fields.  null counts as not given; a limit of 0 seconds means no limit."""
+def _option_fields(args: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """Returns the given options by field name.  null means not given; a limit of 0 seconds means no limit."""
     given = {name: args[name] for name in names if args.get(name) is not None}
     return {
         f"{name}_s" if name.endswith("_timeout") else name: None if name.endswith("_timeout") and value == 0 else value
@@ -177,7 +176,7 @@ def _by_field_name(args: Mapping[str, Any], names: Sequence[str]) -> dict[str, A
 
 
 def _list_of_texts(args: Mapping[str, Any], name: str, *default: str) -> list[str]:
-    """Returns a text or a list of texts as a list.  Raises EspalierError."""
+    """Returns an option, a text or a list of texts, as a list.  Raises EspalierError."""
     value = _option_or(args, name, list(default))
     texts = [value] if isinstance(value, str) else value
     if not (isinstance(texts, list) and all(isinstance(each, str) for each in texts)):
@@ -185,7 +184,7 @@ def _list_of_texts(args: Mapping[str, Any], name: str, *default: str) -> list[st
     return texts
 
 
-def _template(path: Any) -> str:
+def _read_template(path: Any) -> str:
     try:
         text = Path(path).read_text()
     except (OSError, ValueError, TypeError) as error:
@@ -195,7 +194,7 @@ def _template(path: Any) -> str:
 
 
 def require_ray() -> Any:
-    """Imports and returns the module ray.serve.  Raises EspalierError if Ray is missing or has another version."""
+    """Imports and returns the module ray.serve.  Raises EspalierError if Ray is missing or not RAY_VERSION."""
     remedy = f"in the clone, run {install_command('ray')}"
     try:
         import ray
@@ -208,22 +207,22 @@ def require_ray() -> Any:
 
 
 def app(args: dict[str, Any]) -> Any:
-    """Returns the application of a Serve config file (`import_path: espalier.serve_ray:app`).  args: see service_of."""
-    return application(service_of(args))
+    """The application of a Serve config file (`import_path: espalier.serve_ray:app`).  args: see parse_service."""
+    return application(parse_service(args))
 
 
 def application(service: Service) -> Any:
     """Returns Ray Serve's Application for a service.  Raises EspalierError."""
     serve = require_ray()
-    from espalier.serve_ray.ingress import Ingress
+    from espalier.serve_ray.ingress import FrontIngress
 
-    front = serve.deployment(serve.ingress()(Ingress)).options(
+    front = serve.deployment(serve.ingress()(FrontIngress)).options(
         name="front",
         num_replicas=service.num_fronts,
         ray_actor_options={"num_cpus": 0},
-        max_ongoing_requests=MAX_ONGOING,
+        max_ongoing_requests=MAX_ONGOING_REQUESTS,
         graceful_shutdown_timeout_s=service.drain_timeout_s,
-        # A new front starts before the old one ends.
+        # A new front must start before the old front ends.
         max_surge_percent=100,
         logging_config=dict(NO_ACCESS_LOG),
     )
@@ -243,12 +242,12 @@ def _replica_deployment(serve: Any, model: ServedModel, service: Service, name: 
         name=name,
         **_scaling_options(model),
         ray_actor_options=resources_of(model),
-        max_ongoing_requests=MAX_ONGOING,
+        max_ongoing_requests=MAX_ONGOING_REQUESTS,
         graceful_shutdown_timeout_s=service.drain_timeout_s,
         health_check_period_s=HEALTH_PERIOD_S,
         health_check_timeout_s=HEALTH_TIMEOUT_S,
         request_router_config=RequestRouterConfig(request_router_class=model.replicas.router),
-        # If a replica refuses a configuration, every retry would refuse it again.
+        # No retries, because a replica refuses the same configuration each time.
         max_constructor_retry_count=1,
         logging_config=dict(NO_ACCESS_LOG),
     )
@@ -276,10 +275,10 @@ def _scaling_options(model: ServedModel) -> dict[str, Any]:
 def resources_of(model: ServedModel) -> dict[str, Any]:
     """Returns the resources that Ray reserves for a replica.
 
-    This is a GPU for each rank.  For the CPU it is nothing: replicas may share cores.  Ray takes an actor's resources
-    from one machine.  Raises EspalierError for fewer GPUs than ranks.
+    The default is a GPU for each rank, and nothing on a CPU, whose cores replicas may share.  All resources of a
+    replica are on one machine.  Raises EspalierError for fewer GPUs than ranks.
     """
-    wanted = gpus_of(model.settings)
+    wanted = num_gpus_of(model.settings)
     if model.replicas.resources is None:
         return {"num_cpus": 0, "num_gpus": wanted}
     given = dict(model.replicas.resources)
@@ -291,8 +290,8 @@ def resources_of(model: ServedModel) -> dict[str, Any]:
     return given
 
 
-def gpus_of(settings: Mapping[str, Any]) -> int:
-    """Returns how many GPUs a replica needs, all of one machine.  device "auto" uses them if the cluster has one."""
+def num_gpus_of(settings: Mapping[str, Any]) -> int:
+    """Returns the number of GPUs for a replica, all on one machine.  device "auto" uses GPUs if the cluster has any."""
     import ray
 
     device = settings.get("device", "auto")

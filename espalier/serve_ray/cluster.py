@@ -1,4 +1,4 @@
-"""`espalier serve --replicas`: joins a Ray cluster or starts one on this machine, deploys, and ends on a signal."""
+"""`espalier serve --replicas`: joins or starts a Ray cluster, deploys a service, and ends at a signal."""
 
 import logging
 import os
@@ -12,48 +12,48 @@ from types import MappingProxyType
 from typing import Any
 
 from espalier.errors import EspalierError, one_line
-from espalier.serve_ray.build import Service, application, gpus_of, require_ray
+from espalier.serve_ray.build import Service, application, num_gpus_of, require_ray
 from espalier.server.run import bound_listener
 
 log = logging.getLogger("espalier.server")
-APP = "espalier"
-# Bytes of the object store in a cluster that this command starts.  Few: messages of replicas do not use the store.
+APP_NAME = "espalier"
+# Bytes of Ray's object store in a new cluster.  It is small, because replicas' messages do not use the store.
 OBJECT_STORE_BYTES = 2**28
-# The environment of a cluster that this command starts.  gRPC between Serve's processes halves the cost of a streamed
-# token (docs/deploy.md); RAY_worker_niceness=0 gives them normal priority.
+# The environment of a new cluster.  gRPC between Serve's processes halves the cost of a streamed token
+# (docs/deploy.md).  RAY_worker_niceness=0 gives the processes normal priority.
 OWN_CLUSTER_ENV = MappingProxyType(
     {
         "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
         "RAY_SERVE_ENABLE_DIRECT_INGRESS": "0",
-        # Without this variable, replicas log only to files.
+        # Otherwise replicas log only to files.
         "RAY_SERVE_LOG_TO_STDERR": "1",
         "RAY_worker_niceness": "0",
     }
 )
-CONNECT_S = 10.0
-# After drain_timeout, Ray Serve has this long to kill the replicas that still run.
-KILL_S = 20.0
-# Finds the reason in a replica's traceback, as Ray Serve reports it.
-REFUSED = re.compile(r"EspalierError: (.+)")
+CONNECT_TIMEOUT_S = 10.0
+# The time for Ray Serve to kill replicas that still run after drain_timeout_s.
+KILL_TIMEOUT_S = 20.0
+# Matches the reason in a replica's traceback, which Ray Serve reports.
+REFUSAL_PATTERN = re.compile(r"EspalierError: (.+)")
 
 
 def serve_replicas(service: Service, host: str, port: int) -> None:
-    """Serve until SIGINT or SIGTERM.  port: 0 chooses a free one.  Raises EspalierError before anything is served."""
+    """Serve until SIGINT or SIGTERM.  port: 0 for a free port.  Raises EspalierError if the service cannot start."""
     serve = require_ray()
     import ray
 
     ending = threading.Event()
     is_own = _connect(ray, host, port)
-    # These handlers are set after ray.init: Ray's own handlers end the process with a stack trace.
+    # Set after ray.init, whose own handlers would end the process with a stack trace.
     for each in (signal.SIGINT, signal.SIGTERM):
         signal.signal(each, lambda *_: ending.set())
     try:
         _require_gpus(ray, service)
         port = _start_proxy(serve, host, port)
-        if APP in serve.status().applications:
+        if APP_NAME in serve.status().applications:
             raise EspalierError(
-                f"another `espalier serve --replicas` runs on this Ray cluster; end it (or `serve delete {APP}`), or "
-                "serve several models with one Serve config file (docs/deploy.md)"
+                f"another `espalier serve --replicas` runs on this Ray cluster; end it (or `serve delete {APP_NAME}`), "
+                "or serve several models with one Serve config file (docs/deploy.md)"
             )
         try:
             _deploy(serve, service, ending)
@@ -74,8 +74,8 @@ def serve_replicas(service: Service, host: str, port: int) -> None:
 def _connect(ray: Any, host: str, port: int) -> bool:
     """Connect to the cluster of RAY_ADDRESS, else to the cluster on this machine, else start one.
 
-    RAY_ADDRESS=local always starts a cluster.  Returns whether a cluster was started.  Raises EspalierError.  A port in
-    use is found before a cluster is started, which takes ten seconds.
+    RAY_ADDRESS=local always starts a cluster.  Returns whether a cluster was started.  Raises EspalierError, for a used
+    port before a cluster is started, which takes ten seconds.
     """
     quiet = {"logging_level": logging.WARNING}
     address = os.environ.get("RAY_ADDRESS")
@@ -88,7 +88,7 @@ def _connect(ray: Any, host: str, port: int) -> bool:
             return False
         except (ConnectionError, ValueError, RuntimeError) as error:
             if address is not None:
-                raise _no_cluster(address, error) from None
+                raise _no_cluster_error(address, error) from None
     _bindable_port(host, port)
     for name, value in OWN_CLUSTER_ENV.items():
         os.environ.setdefault(name, value)
@@ -98,17 +98,17 @@ def _connect(ray: Any, host: str, port: int) -> bool:
 
 
 def _require_listening(address: str) -> None:
-    """Refuse an address HOST:PORT on which nothing listens: Ray would wait for minutes.  Raises EspalierError."""
+    """Refuse an address HOST:PORT without a listener, for which Ray would wait for minutes.  Raises EspalierError."""
     host, _, port = address.rpartition(":")
     if not (host and port.isdecimal()) or "/" in host:
         return
     try:
-        socket.create_connection((host, int(port)), CONNECT_S).close()
+        socket.create_connection((host, int(port)), CONNECT_TIMEOUT_S).close()
     except (OSError, OverflowError) as error:
-        raise _no_cluster(address, error) from None
+        raise _no_cluster_error(address, error) from None
 
 
-def _no_cluster(address: str, error: Exception) -> EspalierError:
+def _no_cluster_error(address: str, error: Exception) -> EspalierError:
     return EspalierError(
         f"there is no Ray cluster at RAY_ADDRESS={address} ({one_line(error)}); correct it, or unset it to start a "
         "cluster on this machine"
@@ -116,8 +116,8 @@ def _no_cluster(address: str, error: Exception) -> EspalierError:
 
 
 def _require_gpus(ray: Any, service: Service) -> None:
-    """Refuse a cluster with too few GPUs.  A replica's GPUs must be of one machine.  Raises EspalierError."""
-    each = [gpus_of(model.settings) for model in service.models for _ in range(model.replicas.max_count)]
+    """Refuse a cluster with too few GPUs.  All GPUs of a replica must be on one machine.  Raises EspalierError."""
+    each = [num_gpus_of(model.settings) for model in service.models for _ in range(model.replicas.max_count)]
     wanted = sorted(filter(None, each), reverse=True)
     free = [int(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"]] or [0]
     total, fitting = sum(free), 0
@@ -136,7 +136,7 @@ def _require_gpus(ray: Any, service: Service) -> None:
 
 
 def _start_proxy(serve: Any, host: str, port: int) -> int:
-    """Start Ray Serve's proxy.  Returns its port.  Raises EspalierError if the port cannot be used."""
+    """Start Ray Serve's HTTP proxy and return its port.  Raises EspalierError if the port cannot be used."""
     from ray.serve.config import HTTPOptions
     from ray.serve.context import _get_global_client
 
@@ -155,18 +155,18 @@ def _start_proxy(serve: Any, host: str, port: int) -> int:
 
 
 def _bindable_port(host: str, port: int) -> int:
-    """Returns the port (a free one for 0).  Raises EspalierError if this machine cannot listen there."""
+    """Returns the port, or a free port for 0.  Raises EspalierError if this machine cannot listen on it."""
     with bound_listener(host, port) as probe:
         return int(probe.getsockname()[1])
 
 
 def _delete_app(serve: Any, drain_timeout_s: float) -> None:
-    """End the application.  Its replicas finish their requests, for drain_timeout_s at most."""
-    end = time.monotonic() + drain_timeout_s + KILL_S
-    # `delete` waits one minute at most, and drain_timeout_s may be longer.
+    """Delete the application.  Its replicas may finish their requests within drain_timeout_s."""
+    end = time.monotonic() + drain_timeout_s + KILL_TIMEOUT_S
+    # `delete` waits only one minute, but drain_timeout_s may be longer.
     with suppress(TimeoutError):
-        serve.delete(APP)
-    while APP in serve.status().applications:
+        serve.delete(APP_NAME)
+    while APP_NAME in serve.status().applications:
         if time.monotonic() > end:
             log.warning("requests did not finish within %g s: ending them", drain_timeout_s)
             return
@@ -174,24 +174,24 @@ def _delete_app(serve: Any, drain_timeout_s: float) -> None:
 
 
 def _deploy(serve: Any, service: Service, ending: threading.Event) -> None:
-    """Deploy, and return when every replica is ready or `ending` is set.  Raises EspalierError if one cannot load."""
+    """Deploy, and wait until every replica is ready or `ending` is set.  Raises EspalierError if one cannot load."""
     try:
-        target = serve.RunTarget(application(service), name=APP, route_prefix="/")
+        target = serve.RunTarget(application(service), name=APP_NAME, route_prefix="/")
         serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
     except Exception as error:
-        raise EspalierError(_reason(str(error))) from None
+        raise EspalierError(_reason_of_failure(str(error))) from None
     while not ending.wait(0.2):
-        found = serve.status().applications[APP]
+        found = serve.status().applications[APP_NAME]
         if found.status == "RUNNING":
             return
         if found.status in ("DEPLOY_FAILED", "UNHEALTHY"):
             messages = [found.message, *(each.message for each in found.deployments.values())]
-            raise EspalierError(_reason("\n".join(messages)))
+            raise EspalierError(_reason_of_failure("\n".join(messages)))
 
 
-def _reason(message: str) -> str:
-    """Returns one line of Ray Serve's message about a deployment that failed."""
-    found = REFUSED.findall(message)
+def _reason_of_failure(message: str) -> str:
+    """Returns the reason of a failed deployment, one line of Ray Serve's message."""
+    found = REFUSAL_PATTERN.findall(message)
     return (
         f"a replica cannot load: {found[-1]}" if found else f"Ray Serve cannot deploy: {one_line(Exception(message))}"
     )

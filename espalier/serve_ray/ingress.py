@@ -1,7 +1,7 @@
-"""The front as Ray Serve's ingress: the server's endpoints over pools of replicas.
+"""The front as Ray Serve's ingress deployment: the server's endpoints, with pools of engine replicas.
 
-Ray Serve's proxy reads HTTP and passes each request on as ASGI messages.  The server's own code does everything above
-that: bodies, fields, errors, streams, the queue's limit, metrics.
+Ray Serve's proxy handles HTTP, and passes each request as ASGI messages.  The server's own code does the rest: bodies,
+fields, errors, streams, the queue's limit, metrics.
 """
 
 import asyncio
@@ -24,8 +24,8 @@ from espalier.server.metrics import Metrics
 log = logging.getLogger("espalier.server")
 
 
-class Ingress:
-    """The front as a Ray Serve deployment.  service: what is served; handles: each model's deployment of replicas."""
+class FrontIngress:
+    """The deployment of the front.  handles: the handle of each model's replica deployment."""
 
     def __init__(self, service: Service, handles: Sequence[Any]):
         logs.set_up(service.log_level, service.log_json)
@@ -35,15 +35,15 @@ class Ingress:
         self.fronts: Fronts | None = None
 
     async def __serve_build_asgi_app__(self) -> ASGIApp:
-        """Returns the ASGI application, once each model has a replica.  Ray Serve calls this hook."""
+        """Returns the ASGI application when each model has a replica.  Ray Serve calls this hook."""
         service, num_fronts = self.service, self.service.num_fronts
         for model, handle in zip(service.models, self.handles, strict=True):
-            self.pools.append(EnginePool(handle, model.name, model.replicas.max_count, 1 / num_fronts, is_lost))
+            self.pools.append(EnginePool(handle, model.name, model.replicas.max_count, 1 / num_fronts, is_replica_lost))
         await asyncio.gather(*(pool.start() for pool in self.pools))
         metrics = Metrics(self.pools)
         fronts = []
         for pool, model in zip(self.pools, service.models, strict=True):
-            # Each of several fronts gets an equal part of the queue.
+            # Each front gets an equal part of the queue.
             options = replace(model.front, max_queue=-(-model.front.max_queue // num_fronts))
             fronts.append(await asyncio.to_thread(Front, pool, options, metrics))
             fronts[-1].render_in_helper_process()
@@ -59,19 +59,17 @@ class Ingress:
             await self.fronts.close()
 
 
-def is_lost(error: BaseException) -> bool:
-    """Whether an exception of a call to a replica means that the replica is gone.
-
-    A RayTaskError does not mean that: the replica's own code raised it, which is a bug.
-    """
+def is_replica_lost(error: BaseException) -> bool:
+    """Returns whether an exception of a call to a replica means that the replica has ended.  A RayTaskError is a bug in
+    the replica's own code, so the replica still runs."""
     return isinstance(error, RayError | RayServeException) and not isinstance(error, RayTaskError)
 
 
 class BehindProxy:
-    """Wraps an app as Ray Serve's proxy expects it.
+    """Adapts the app to Ray Serve's proxy.
 
-    The proxy adds the request's id to the response, so the app's own header is left out.  Paths are relative to the
-    application's route_prefix.
+    The proxy adds the request id to the response, so the app's own header is removed.  The application's route_prefix
+    is removed from paths.
     """
 
     def __init__(self, app: ASGIApp):

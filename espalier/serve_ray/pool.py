@@ -1,7 +1,7 @@
-"""The engine replicas of a front: the front submits prompts, and Ray Serve's router chooses a replica for each prompt.
+"""The pool of engine replicas of a front.  Ray Serve's router chooses a replica for each submitted prompt.
 
-If a replica is lost before a request's first token, the request is submitted again, to another replica.  If it is lost
-later, the request ends with EngineGone.  Prompts of one HTTP request are routed one by one.
+If a replica ends before a prompt's first token, the prompt is sent to another replica.  If the replica ends later, the
+request fails with EngineGone.  Each prompt of an HTTP request is routed separately.
 """
 
 import asyncio
@@ -18,22 +18,22 @@ from espalier.errors import EspalierError
 from espalier.inputs import ModelFacts
 from espalier.serve_ray.replica_chooser import RoutingHint, prefix_hashes
 from espalier.server import protocol
-from espalier.server.protocol import SHUTTING_DOWN, EngineFigures, EngineGone, Generation, Part, Submit
+from espalier.server.protocol import SHUTTING_DOWN, EngineFigures, EngineGone, Generation, OutputPart, SubmittedPrompt
 
 log = logging.getLogger("espalier.server")
-# The most replicas that one prompt is sent to.
-MAX_TRIES = 3
-# Seconds between two reads of the replicas' figures, and the time limit of one read.
-POLL_S = 1.0
+# The most replicas to which one prompt is sent.
+MAX_REPLICAS_TRIED = 3
+# Seconds between two reads of the replicas' metrics, and the time limit of a read.
+POLL_INTERVAL_S = 1.0
 POLL_TIMEOUT_S = 5.0
-NO_REPLICA = "no replica is ready; Ray Serve is starting one"
+NO_REPLICA_REASON = "no replica is ready; Ray Serve is starting one"
 
 
 @dataclass
-class Prompt:
-    """A submitted prompt.  has_begun: its first output token has arrived."""
+class PooledPrompt:
+    """A submitted prompt.  has_begun: whether its first output token has arrived."""
 
-    submit: Submit
+    submit: SubmittedPrompt
     generation: Generation
     has_begun: bool = False
 
@@ -41,7 +41,7 @@ class Prompt:
     def is_done(self) -> bool:
         return self.generation.num_running[self.submit.name] == 0
 
-    def add_parts(self, parts: Sequence[Part]) -> None:
+    def add_parts(self, parts: Sequence[OutputPart]) -> None:
         self.has_begun = True
         for part in parts:
             self.generation.add(part)
@@ -49,25 +49,25 @@ class Prompt:
 
 @dataclass(eq=False)
 class EnginePool:
-    """The replicas of one model.
+    """The engine replicas of one model, as protocol.Engines.
 
     handle: Ray Serve's DeploymentHandle of replica.EngineReplica.  name: the model's name, a label in the metrics.
-    max_replicas: the upper limit of autoscaling.  share: 1 / number of fronts, the part of the slots that this front
-    may fill.  is_lost: whether an exception of a call means that the replica is gone.
+    max_replicas: the upper limit of autoscaling.  share: 1 / number of fronts, this front's share of the slots.
+    is_lost: returns whether an exception of a call means that the replica has ended.
     """
 
     handle: Any
     name: str
     max_replicas: int
-    share: float
+    slot_share: float
     is_lost: Callable[[BaseException], bool]
     facts: ModelFacts | None = None
     config: Mapping[str, Any] = field(default_factory=dict)
     _figures: list[EngineFigures] = field(default_factory=list)
     _closed: bool = False
     _num_submitted: int = 0
-    _open: dict[str, tuple[Generation, asyncio.Task[None]]] = field(default_factory=dict)
-    _polling: asyncio.Task[None] | None = None
+    _open_prompts: dict[str, tuple[Generation, asyncio.Task[None]]] = field(default_factory=dict)
+    _poll_task: asyncio.Task[None] | None = None
 
     def __post_init__(self) -> None:
         self.streams = self.handle.options(method_name="generate", stream=True)
@@ -75,15 +75,15 @@ class EnginePool:
     async def start(self) -> None:
         """Wait until a replica is ready."""
         ready = protocol.decode_from_engine(await self.handle.about.remote())
-        assert isinstance(ready, protocol.Ready)
+        assert isinstance(ready, protocol.EngineReady)
         self.facts, self.config = ready.facts, ready.config
         await self._poll_figures()
-        self._polling = asyncio.create_task(self._keep_polling())
+        self._poll_task = asyncio.create_task(self._keep_polling())
 
     @property
     def num_replicas(self) -> int:
-        """How many replicas were ready when their figures were last read."""
-        return sum(figures.up for figures in self._figures)
+        """The number of ready replicas at the last read of the metrics."""
+        return sum(figures.is_ready for figures in self._figures)
 
     @property
     def state(self) -> str:
@@ -91,7 +91,7 @@ class EnginePool:
 
     @property
     def unavailable_reason(self) -> str:
-        return SHUTTING_DOWN if self._closed else "" if self.num_replicas else NO_REPLICA
+        return SHUTTING_DOWN if self._closed else "" if self.num_replicas else NO_REPLICA_REASON
 
     @property
     def num_slots(self) -> int:
@@ -102,32 +102,32 @@ class EnginePool:
         return self._slots(self.max_replicas)
 
     def _slots(self, num_replicas: int) -> int:
-        return max(1, int(num_replicas * int(self.config["max_batch"]) * self.share))
+        return max(1, int(num_replicas * int(self.config["max_batch"]) * self.slot_share))
 
     @property
     def open_samples(self) -> int:
-        return sum(generation.num_running[name] for name, (generation, _) in self._open.items())
+        return sum(generation.num_running[name] for name, (generation, _) in self._open_prompts.items())
 
-    def require_up(self) -> None:
-        """Raises EngineGone if the pool is closed.  Without a replica, requests wait for one."""
+    def require_running(self) -> None:
+        """Raises EngineGone if the pool is closed.  If no replica is ready, requests wait."""
         if self._closed:
             raise EngineGone(SHUTTING_DOWN)
 
-    def submit(self, prompts: Sequence[list[int]], template: Submit) -> Generation:
-        self.require_up()
+    def submit(self, prompts: Sequence[list[int]], template: SubmittedPrompt) -> Generation:
+        self.require_running()
         submits = template.for_prompts(prompts, self._num_submitted)
         self._num_submitted += len(prompts)
         generation = Generation(self, [each.name for each in submits], template.params.n)
         for each in submits:
-            self._open[each.name] = generation, asyncio.create_task(self._run(Prompt(each, generation)))
+            self._open_prompts[each.name] = generation, asyncio.create_task(self._run(PooledPrompt(each, generation)))
         return generation
 
-    async def wait_sent(self) -> None:
+    async def wait_until_sent(self) -> None:
         await asyncio.sleep(0)
 
     def abort(self, generation: Generation) -> None:
         for name in generation.num_running:
-            if (found := self._open.pop(name, None)) is not None:
+            if (found := self._open_prompts.pop(name, None)) is not None:
                 found[1].cancel()
 
     def figures(self) -> list[EngineFigures]:
@@ -135,60 +135,60 @@ class EnginePool:
 
     async def close(self) -> None:
         self._closed = True
-        if self._polling is not None:
-            self._polling.cancel()
-        for generation, _ in list(self._open.values()):
+        if self._poll_task is not None:
+            self._poll_task.cancel()
+        for generation, _ in list(self._open_prompts.values()):
             self.abort(generation)
             generation.fail(EngineGone(SHUTTING_DOWN))
 
     # One prompt
 
-    async def _run(self, prompt: "Prompt") -> None:
-        """Run a prompt to its end, or fail its generation."""
+    async def _run(self, prompt: "PooledPrompt") -> None:
+        """Run a prompt until its output is complete, or fail its generation."""
         try:
             await self._try_replicas(prompt)
         except Exception as error:
             if not isinstance(error, EngineGone | EspalierError):
                 log.exception("a prompt failed in the front")
-            self._open.pop(prompt.submit.name, None)
+            self._open_prompts.pop(prompt.submit.name, None)
             self.abort(prompt.generation)
             prompt.generation.fail(error)
 
-    async def _try_replicas(self, prompt: "Prompt") -> None:
+    async def _try_replicas(self, prompt: "PooledPrompt") -> None:
         submit = prompt.submit
         message = msgspec.msgpack.encode(submit)
         hint = RoutingHint(prefix_hashes(submit.prompt, int(self.config["page_size"])), submit.params.n)
-        for num_tries in range(1, MAX_TRIES + 1):
+        for num_tries in range(1, MAX_REPLICAS_TRIED + 1):
             lost = await self._stream_from_replica(prompt, message, hint)
             if lost is None:
                 return
-            if num_tries == MAX_TRIES or prompt.has_begun:
+            if num_tries == MAX_REPLICAS_TRIED or prompt.has_begun:
                 raise EngineGone(lost)
             log.warning("%s before the first token: trying another replica", lost)
 
-    async def _stream_from_replica(self, prompt: "Prompt", message: bytes, hint: RoutingHint) -> str | None:
-        """Send a prompt to a replica and pass on its output.  Returns why the replica is lost, None at the end."""
-        # Serve's router identifies a call by the HTTP request of its context.  With an empty context, each prompt
-        # counts as a request of its own.
+    async def _stream_from_replica(self, prompt: "PooledPrompt", message: bytes, hint: RoutingHint) -> str | None:
+        """Send a prompt to a replica and distribute the output.  Returns why the replica was lost, else None."""
+        # Serve's router identifies a call by the HTTP request in its context.  With an empty context, each prompt is a
+        # separate request.
         stream = Context().run(self.streams.remote, message, hint)
         try:
             async for data in stream:
                 sent = protocol.decode_from_engine(data)
-                if isinstance(sent, protocol.Failed):
+                if isinstance(sent, protocol.EngineFailed):
                     return sent.error
-                if isinstance(sent, protocol.Refused):
+                if isinstance(sent, protocol.PromptRefused):
                     raise protocol.refusal_error(sent)
-                assert isinstance(sent, protocol.Harvest)
+                assert isinstance(sent, protocol.StepOutput)
                 prompt.add_parts(sent.parts)
                 if prompt.is_done:
-                    self._open.pop(prompt.submit.name, None)
+                    self._open_prompts.pop(prompt.submit.name, None)
         except asyncio.CancelledError:
             stream.cancel()
             raise
         except Exception as error:
             if not self.is_lost(error):
                 raise
-            # The output may be complete even if the replica died before it ended the call.
+            # The output may be complete although the replica ended before the call did.
             return None if prompt.is_done else f"the replica is gone ({type(error).__name__})"
         return None if prompt.is_done else "the replica ended the stream early"
 
@@ -196,13 +196,13 @@ class EnginePool:
 
     async def _keep_polling(self) -> None:
         while True:
-            await asyncio.sleep(POLL_S)
+            await asyncio.sleep(POLL_INTERVAL_S)
             await self._poll_figures()
 
     async def _poll_figures(self) -> None:
-        """Read each replica's figures.  A replica that gives no answer, or another version's form, is left out."""
+        """Read each replica's metrics.  Replicas without an answer, or with another version's format, are left out."""
         found: list[Any] = []
-        # The call raises if there is no replica.
+        # The call raises an error if no replica is ready.
         with suppress(Exception):
             answers = self.handle.broadcast("figures")
             found = await answers.results_async(timeout_s=POLL_TIMEOUT_S, return_exceptions=True)

@@ -1,7 +1,7 @@
-"""An engine replica: an actor of Ray Serve that holds one engine process, as the server's front does.
+"""An engine replica: an actor of Ray Serve with one engine process.
 
-The engine has its own process, so Ray's threads and the messages of many streams do not delay its steps.  If the
-engine process ends, the actor exits at once.  Ray Serve then starts another actor and sends no request to this one.
+The engine has its own process, so that Ray's threads and the messages of many streams do not delay its steps.  If the
+engine process ends, the actor exits at once.  Ray Serve then starts another actor.
 """
 
 import asyncio
@@ -19,45 +19,45 @@ from espalier.errors import EspalierError
 from espalier.request import sample_seed
 from espalier.server import logs, protocol
 from espalier.server.client import ClientOptions, EngineClient
-from espalier.server.protocol import EngineBusy, EngineGone, Failed, Harvest, Ready, Refused, Submit
+from espalier.server.protocol import EngineBusy, EngineGone, SubmittedPrompt
 
 log = logging.getLogger("espalier.server")
-# Seconds in which a replica whose engine is gone may send its last messages.
-FLUSH_S = 0.5
+# The time for the last messages of a replica whose engine has ended.
+LAST_MESSAGES_S = 0.5
 EXIT_CODE = 1
 
 
 class EngineReplica:
-    """Ray's actor of one engine.  settings: keywords of EngineConfig.  name: of the replica.  leave: ends the actor."""
+    """The actor of one engine.  settings: keywords of EngineConfig.  name: of the replica.  leave: ends the actor."""
 
-    # Ray Serve awaits this constructor, and calls nothing else before.
+    # Ray Serve awaits this constructor before it calls other methods.
     async def __init__(  # type: ignore[misc]
         self, settings: Mapping[str, Any], options: ClientOptions, name: str = "", leave: Any = os._exit
     ):
         logs.set_up(options.log_level, options.log_json)
         self.name = name or _name_in_serve()
-        self.leave = leave
+        self.exit_actor = leave
         self.client = EngineClient(with_own_seed(settings, self.name), options)
-        # By prompt: its tokens until the first output token, and the most output tokens to come.
+        # By prompt: the prompt's tokens until its first output token, and the most output tokens that may follow.
         self._open_tokens: dict[str, int] = {}
         await self.client.start()
-        self._watch = asyncio.create_task(self._exit_with_engine())
+        self._exit_task = asyncio.create_task(self._exit_with_engine())
 
     async def about(self) -> bytes:
-        """Returns a Ready message: facts of the model, and the resolved configuration."""
+        """Returns an EngineReady message: facts of the model, and the resolved configuration."""
         assert self.client.facts is not None
-        return protocol.encode(Ready(self.client.facts, self.client.config))
+        return protocol.encode(protocol.EngineReady(self.client.facts, self.client.config))
 
     async def generate(self, message: bytes, _hint: Any = None) -> AsyncIterator[bytes]:
-        """Run a Submit.  Yields messages of the engine's protocol: Harvest; Refused or Failed if the request fails.
+        """Run a SubmittedPrompt.  Yields protocol messages: StepOutput, and PromptRefused or EngineFailed for an error.
 
-        _hint: only the router reads it.  Closing the iterator early aborts the request.
+        _hint: for the router.  Closing the iterator early aborts the request.
         """
-        submit = msgspec.msgpack.decode(message, type=Submit)
+        submit = msgspec.msgpack.decode(message, type=SubmittedPrompt)
         try:
             generation = self.client.submit([submit.prompt], submit)
         except EngineGone as error:
-            yield protocol.encode(Failed(str(error), refused=False))
+            yield protocol.encode(protocol.EngineFailed(str(error), refused=False))
             return
         log.debug("%s has the prompt", self.name, extra=logs.log_extra(submit.name))
         assert self.client.facts is not None
@@ -70,21 +70,21 @@ class EngineReplica:
                     part.name = submit.name
                     to_come -= len(part.output.token_ids)
                 self._open_tokens[submit.name] = max(to_come, 0)
-                yield protocol.encode(Harvest(parts))
+                yield protocol.encode(protocol.StepOutput(parts))
         except EngineGone as error:
-            yield protocol.encode(Failed(str(error), refused=False))
+            yield protocol.encode(protocol.EngineFailed(str(error), refused=False))
         except EspalierError as error:
-            yield protocol.encode(Refused(submit.name, str(error), isinstance(error, EngineBusy)))
+            yield protocol.encode(protocol.PromptRefused(submit.name, str(error), isinstance(error, EngineBusy)))
         finally:
             self._open_tokens.pop(submit.name, None)
             generation.close()
 
     def open_tokens(self) -> int:
-        """Returns the open tokens: prompts that have no output token yet, and outputs up to their limit."""
+        """Returns the open tokens: of prompts before their first output token, and of outputs up to their limit."""
         return sum(self._open_tokens.values())
 
     async def figures(self) -> bytes:
-        """Returns the engine's EngineFigures, with the replica's name as a label."""
+        """Returns the engine's metrics (EngineFigures), with the replica's name as a label."""
         [figures] = self.client.figures()
         return msgspec.msgpack.encode(replace(figures, labels={"replica": self.name}))
 
@@ -94,23 +94,23 @@ class EngineReplica:
         return {"open_tokens": self.open_tokens()}
 
     async def check_health(self) -> None:
-        """Raises an error if the engine is gone.  Ray Serve calls this hook."""
-        self.client.require_up()
+        """Raises an error if the engine process has ended.  Ray Serve calls this hook."""
+        self.client.require_running()
 
     async def __del__(self) -> None:
         await self.client.close()
 
     async def _exit_with_engine(self) -> None:
-        why = await self.client.ended()
+        why = await self.client.wait_until_ended()
         if why is not None:
             log.error("replica %s ends with its engine: %s", self.name, why)
-            await asyncio.sleep(FLUSH_S)
+            await asyncio.sleep(LAST_MESSAGES_S)
             await self.client.close()
-            self.leave(EXIT_CODE)
+            self.exit_actor(EXIT_CODE)
 
 
 def with_own_seed(settings: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Returns the settings of the replica of this name: replicas with one --seed must not draw the same texts."""
+    """Returns the settings with a replica-specific seed: replicas with one --seed must not sample the same texts."""
     seed: Any = settings.get("seed")
     if is_unresolved(seed):
         return dict(settings)

@@ -1,7 +1,7 @@
-"""Chooses the replica of a prompt: the replica that was sent the longest prefix of it, unless that replica is too busy.
+"""Chooses the replica for a prompt: the replica that got the longest prefix of the prompt, unless it is too busy.
 
-Each front decides alone, without messages.  It remembers to which replica it sent a prefix, and counts its samples that
-have not ended.  Replicas are identified by name.
+Each front chooses alone, without messages.  It remembers to which replica it sent a prefix, and counts its open
+samples.  Replicas are identified by name.
 """
 
 from collections import Counter, OrderedDict
@@ -9,24 +9,24 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-# The most pages of a prompt that are hashed, from the prompt's start.
-MAX_PAGES = 512
-# The most prefixes that are remembered.  A prompt has one prefix for each whole page.
+# The most pages that are hashed, from the start of a prompt.
+MAX_HASHED_PAGES = 512
+# The most prefixes that are remembered.  A prompt has a prefix for each whole page.
 MAX_PREFIXES = 2**18
 
 
 class RoutingHint(NamedTuple):
-    """The facts of a prompt that the router needs.  keys: its prefix_hashes.  samples: outputs of the prompt (n)."""
+    """The data of a prompt for the router.  keys: the prompt's prefix_hashes.  samples: the number of outputs (n)."""
 
-    keys: tuple[int, ...]
-    samples: int
+    prefix_hashes: tuple[int, ...]
+    num_samples: int
 
 
 def prefix_hashes(prompt: Sequence[int], page_size: int) -> tuple[int, ...]:
-    """Returns one hash for each prefix of whole pages, shortest first.  The hashes are equal in every process."""
+    """Returns a hash of each prefix of whole pages, shortest first.  All processes compute equal hashes."""
     keys: list[int] = []
     key = 0
-    for start in range(0, min(len(prompt), MAX_PAGES * page_size) - page_size + 1, page_size):
+    for start in range(0, min(len(prompt), MAX_HASHED_PAGES * page_size) - page_size + 1, page_size):
         # Python's hash of integers does not depend on the process.
         key = hash((key, *prompt[start : start + page_size]))
         keys.append(key)
@@ -36,7 +36,7 @@ def prefix_hashes(prompt: Sequence[int], page_size: int) -> tuple[int, ...]:
 class ReplicaChooser:
     """Ranks replicas for prompts.
 
-    imbalance: a replica that has more open samples than the least busy one by over `imbalance` is not chosen for its
+    imbalance: a replica with over `imbalance` more open samples than the least busy replica is not preferred for its
     pages.  max_prefixes: how many prefixes are remembered.  The least recently used prefix is forgotten first, and of
     one prompt the longest.
     """
@@ -44,13 +44,13 @@ class ReplicaChooser:
     def __init__(self, imbalance: int = 8, max_prefixes: int = MAX_PREFIXES):
         self.imbalance = imbalance
         self.max_prefixes = max_prefixes
-        # By the prefix's hash: the replica that last got a prompt with this prefix.
+        # By prefix hash: the replica that last got a prompt with this prefix.
         self._replica_of_prefix: OrderedDict[int, str] = OrderedDict()
         # The number of open samples by replica, and by (replica, request).
         self.load: Counter[str] = Counter()
         self._open_samples: dict[tuple[str, str], list[int]] = {}
 
-    def ranked(self, keys: Sequence[int], replicas: Collection[str]) -> list[str]:
+    def rank_replicas(self, keys: Sequence[int], replicas: Collection[str]) -> list[str]:
         """Returns the replicas, best first.  keys: the prompt's prefix_hashes."""
         if not replicas:
             return []
@@ -60,14 +60,14 @@ class ReplicaChooser:
         def rank(replica: str) -> tuple[int, int, int, str]:
             is_free = self.load[replica] - fewest <= self.imbalance
             pages = held.get(replica, 0) if is_free else 0
-            # The hash is equal in every front, so all fronts send a new prefix to the same of equally busy replicas.
+            # All fronts compute the same hash, so they send a new prefix to the same one of equally busy replicas.
             tie_break = hash((keys[0], *replica.encode())) if keys else 0
             return -pages, self.load[replica], tie_break, replica
 
         return sorted(replicas, key=rank)
 
     def _pages_held(self, keys: Sequence[int], replicas: Collection[str]) -> dict[str, int]:
-        """Returns, by replica, how many pages the prompt's longest prefix has that the replica is known to hold."""
+        """Returns the number of the prompt's first pages that each replica is known to have, by replica."""
         held: dict[str, int] = {}
         for count, key in enumerate(keys, 1):
             replica = self._replica_of_prefix.get(key)
@@ -78,13 +78,11 @@ class ReplicaChooser:
         return held
 
     def record_sent(self, keys: Sequence[int], samples: int, replica: str, request: str) -> None:
-        """Record a prompt that was sent to a replica.
-
-        samples: how many outputs the prompt has.  request: the name of the call, as record_ended gets it.
-        """
+        """Record a prompt that was sent to a replica.  samples: the number of the prompt's outputs.  request: the name
+        of the call, also passed to record_ended."""
         self._open_samples.setdefault((replica, request), []).append(samples)
         self.load[replica] += samples
-        # The shortest prefix is recorded last, so that it is forgotten last: without it, longer ones are never found.
+        # The shortest prefix is recorded last and so forgotten last, because longer prefixes are found through it.
         for key in reversed(keys):
             self._replica_of_prefix[key] = replica
             self._replica_of_prefix.move_to_end(key)
@@ -92,13 +90,13 @@ class ReplicaChooser:
             self._replica_of_prefix.popitem(last=False)
 
     def record_ended(self, replica: str, request: str) -> None:
-        """Record that one prompt of this request ended.  Unknown calls are ignored."""
+        """Record that one prompt of this request has ended.  Unknown calls are ignored."""
         if open_samples := self._open_samples.get((replica, request)):
             self.load[replica] -= open_samples.pop()
             if not open_samples:
                 del self._open_samples[replica, request]
 
-    def keep_only(self, replicas: Collection[str]) -> None:
+    def forget_other_replicas(self, replicas: Collection[str]) -> None:
         """Forget the open samples of all replicas except `replicas`."""
         for replica, request in [key for key in self._open_samples if key[0] not in replicas]:
             del self._open_samples[replica, request]
@@ -108,12 +106,12 @@ class ReplicaChooser:
 
 @dataclass(frozen=True)
 class OpenTokensPolicy:
-    """An autoscaling policy of Ray Serve.  tokens_per_replica: the open tokens of one replica, on average."""
+    """An autoscaling policy of Ray Serve.  tokens_per_replica: the open tokens for one replica, on average."""
 
     tokens_per_replica: int
 
     def __call__(self, context: Any) -> tuple[float, dict[str, Any]]:
-        """Returns (number of replicas wanted, state).  Without figures, the number of replicas does not change."""
+        """Returns (wanted number of replicas, state).  Without metrics, the number of replicas does not change."""
         figures = (context.aggregated_metrics or {}).get("open_tokens")
         if not figures:
             return context.target_num_replicas, {}

@@ -1,4 +1,4 @@
-"""Builds OpenAI's responses from parts: whole responses and stream chunks, for completions and for chats."""
+"""Builds whole responses and stream chunks in OpenAI's format from the engine's output."""
 
 import codecs
 import time
@@ -13,22 +13,22 @@ from espalier.inputs import text_stream
 from espalier.logprobs import PromptLogprobs, TokenLogprob
 from espalier.request import OutputChunk, ResolvedParams
 from espalier.server.openai import GenerationRequest
-from espalier.server.protocol import Part
+from espalier.server.protocol import OutputPart
 from espalier.stats import SpeculationStats, Usage
 from espalier.text import TextStream, Tokenizer
 
 to_json = msgspec.json.Encoder().encode
-# Stands for the text in an event until the text is known.
-PLACEHOLDER = "\0"
+# The text of an event until the real text is known.
+TEXT_PLACEHOLDER = "\0"
 
 
-def event(chunk: dict[str, Any]) -> bytes:
+def sse_event(chunk: dict[str, Any]) -> bytes:
     """Returns one server-sent event."""
     return b"data: " + to_json(chunk) + b"\n\n"
 
 
 def engine_detokenizes(params: ResolvedParams) -> bool:
-    """Whether the engine process makes the text.  It must if there are stop strings, since they end a request there."""
+    """Returns whether the engine process makes the text.  The engine process needs the text to find stop strings."""
     return bool(params.stop)
 
 
@@ -37,10 +37,10 @@ class Choice:
     """One sample of one prompt.
 
     prompt: token ids.  make_text_stream: returns the stream that makes the text, None if the engine process makes it.
-    keep_stop: the text includes the stop token's text.  chunks: for the whole response.  event_affixes: the bytes
-    before and after the text in an event, built at the first event.  For the text offsets of log-probabilities:
-    text_length, characters of the tokens so far; character_decoder, a decoder that keeps the bytes of an incomplete
-    character; has_text, whether a token had text.
+    keep_stop: the text includes the stop token's text.  chunks: kept for a whole response.  event_affixes: the bytes
+    before and after the text in an event.  Three fields serve the text offsets of log-probabilities.  text_length:
+    characters of the tokens so far.  character_decoder: keeps the bytes of an incomplete character.  has_text: whether
+    a token had text.
     """
 
     index: int
@@ -58,11 +58,11 @@ class Choice:
 
     @cached_property
     def text_stream(self) -> TextStream | None:
-        """The stream that makes the text.  Made when the first part arrives, so that the request starts sooner."""
+        """The stream that makes the text.  It is created with the first chunk, so that the request starts sooner."""
         return self.make_text_stream()
 
     def add_chunk(self, output: OutputChunk, accumulate: bool) -> OutputChunk:
-        """Returns the chunk with its text and reasons.  accumulate: keep it for the whole response too."""
+        """Returns the chunk with its text and finish reasons.  accumulate: keep it for `output`."""
         self.num_tokens += len(output.token_ids)
         text = self.new_text(output)
         finish_reason, stop_reason = self.finish_reasons(output)
@@ -73,7 +73,7 @@ class Choice:
 
     @cached_property
     def output(self) -> OutputChunk:
-        """All accumulated chunks as one, once the last has come."""
+        """The kept chunks, joined into one.  Read this attribute only after the last chunk."""
         logprobs = [each.logprobs for each in self.chunks if each.logprobs is not None]
         entries: Any = [entry for part in logprobs for entry in part] if logprobs else None
         return replace(
@@ -86,11 +86,11 @@ class Choice:
         )
 
     def finish_reasons(self, output: OutputChunk) -> tuple[str | None, int | str | None]:
-        """Returns (finish_reason, stop_reason) of a chunk whose text was read."""
+        """Returns (finish_reason, stop_reason) of a chunk.  Call new_text for the chunk before."""
         return output.finish_reason, output.stop_reason
 
     def new_text(self, output: OutputChunk) -> str:
-        """Returns the text that a chunk adds.  Like the engine process, leaves out the stop token unless keep_stop."""
+        """Returns the text that a chunk adds, without the text of the stop token unless keep_stop is set."""
         if self.text_stream is None:
             return output.text
         ends_by_token = output.finish_reason == "stop" and not self.keep_stop
@@ -101,7 +101,7 @@ class Choice:
 class Answer:
     """The choices of one HTTP request: n for each prompt, in the order of the prompts.
 
-    tokenizer: None if the model has none; the texts are then empty.  echo: the text of each prompt, or empty.
+    tokenizer: None if the model has no tokenizer; all texts are then empty.  echo: the text of each prompt, or empty.
     """
 
     response_object = ""
@@ -123,19 +123,19 @@ class Answer:
         self.echo = echo
         self.include_usage = bool(body.stream_options and body.stream_options.include_usage)
         self.usage_in_chunks = bool(body.stream_options and body.stream_options.continuous_usage_stats)
-        # Whether events differ only in their text, except a choice's last event and events with log-probabilities.
+        # True if all events but the last one of a choice, and those with log-probabilities, differ only in their text.
         self.events_differ_only_in_text = not (self.usage_in_chunks or body.return_token_ids or body.from_draft)
         self.num_prompt_tokens = sum(len(prompt) for prompt in prompts)
         self.common_fields = {"id": id, "created": int(time.time()), "model": body.model}
         self.choices = [
-            self._choice(number * params.n + i, prompt)
+            self._new_choice(number * params.n + i, prompt)
             for number, prompt in enumerate(prompts)
             for i in range(params.n)
         ]
         self.usages: list[Usage] = []
         self.stats = SpeculationStats()
 
-    def _choice(self, index: int, prompt: list[int]) -> Choice:
+    def _new_choice(self, index: int, prompt: list[int]) -> Choice:
         return Choice(index, prompt, partial(self._make_text_stream, prompt), self.params.include_stop_str_in_output)
 
     def _make_text_stream(self, prompt: list[int]) -> TextStream | None:
@@ -143,7 +143,7 @@ class Answer:
             return None
         return text_stream(self.tokenizer, prompt, self.params, ())
 
-    def add_part(self, prompt_index: int, part: Part) -> tuple[Choice, OutputChunk]:
+    def add_part(self, prompt_index: int, part: OutputPart) -> tuple[Choice, OutputChunk]:
         """Add a part of a prompt's output.  Returns its choice and the chunk with its text."""
         choice = self.choices[prompt_index * self.params.n + part.output.index]
         if part.usage is not None:
@@ -154,8 +154,8 @@ class Answer:
             self.stats.merge(part.speculation)
         return choice, choice.add_chunk(part.output, accumulate=not self.body.stream)
 
-    def event(self, prompt_index: int, part: Part) -> bytes:
-        """Add a part of a prompt's output.  Returns its stream event; b"" if the event would say nothing."""
+    def event(self, prompt_index: int, part: OutputPart) -> bytes:
+        """Add a part of a prompt's output.  Returns the part's stream event; b"" for an empty part."""
         output = part.output
         has_more = output.finish_reason or output.logprobs is not None or output.prompt_logprobs is not None
         if self.events_differ_only_in_text and not has_more:
@@ -163,33 +163,33 @@ class Answer:
             text = choice.new_text(output)
             return self._text_event(choice, text) if text else b""
         chunk = self.chunk(*self.add_part(prompt_index, part))
-        return b"" if chunk is None else event(chunk)
+        return b"" if chunk is None else sse_event(chunk)
 
     def _text_event(self, choice: Choice, text: str) -> bytes:
-        """Returns the event of a chunk that has only text.  The bytes around the text never change, and are kept."""
+        """Returns the event of a chunk that has only text.  The bytes around the text are built only once."""
         if choice.event_affixes is None:
-            chunk = self.chunk(choice, OutputChunk("", text=PLACEHOLDER))
+            chunk = self.chunk(choice, OutputChunk("", text=TEXT_PLACEHOLDER))
             assert chunk is not None
             # Values that the client chose come before the text, so the last placeholder is the text's.
-            before, _, after = event(chunk).rpartition(to_json(PLACEHOLDER))
+            before, _, after = sse_event(chunk).rpartition(to_json(TEXT_PLACEHOLDER))
             choice.event_affixes = before, after
         before, after = choice.event_affixes
         return before + to_json(text) + after
 
     def chunk(self, choice: Choice, output: OutputChunk) -> dict[str, Any] | None:
-        """Returns the stream chunk for what `add_part` returned, None if the chunk would be empty."""
+        """Returns the stream chunk of an output chunk from `add_part`; None if the stream chunk would be empty."""
         quiet = not (output.text or output.finish_reason or output.logprobs or output.prompt_logprobs)
         if quiet and not (self.body.return_token_ids or self.body.from_draft):
             return None
-        return self._chunk([self._chunk_choice(choice, output) | self._extra_fields(output)])
+        return self._chunk_object([self._chunk_choice(choice, output) | self._extra_fields(output)])
 
     def encode(self, chunk: dict[str, Any]) -> bytes:
         """Returns the event of a chunk that `opening_chunks` or `closing_chunks` returned."""
-        return event(chunk)
+        return sse_event(chunk)
 
     def error_event(self, error: dict[str, Any]) -> bytes:
-        """Returns the event of an error after the stream has begun.  error: the body of an error response."""
-        return event(error)
+        """Returns the event of an error in a stream that has begun.  error: the body of an error response."""
+        return sse_event(error)
 
     def opening_chunks(self) -> list[dict[str, Any]]:
         """Returns the chunks that come before the first token."""
@@ -197,7 +197,7 @@ class Answer:
 
     def closing_chunks(self) -> list[dict[str, Any]]:
         """Returns the chunks that come after the last token."""
-        return [{**self._chunk([]), "usage": self.usage()}] if self.include_usage else []
+        return [{**self._chunk_object([]), "usage": self.usage()}] if self.include_usage else []
 
     def whole_response(self) -> dict[str, Any]:
         """Returns the whole response, after all choices have ended."""
@@ -209,7 +209,7 @@ class Answer:
         return self.choices[choice.index // self.params.n * self.params.n]
 
     def _prompt_logprobs_field(self, choice: Choice) -> dict[str, Any]:
-        """Returns prompt_logprobs, if requested, as vLLM does: null, then an object by token id for each token."""
+        """Returns the field prompt_logprobs in vLLM's form: null, then for each token an object by token id."""
         count, entries = self.body.prompt_logprobs, self._first_choice_of_same_prompt(choice).output.prompt_logprobs
         if count is None or entries is None:
             return {}
@@ -218,7 +218,7 @@ class Answer:
         }
 
     def _ranked_logprobs(self, entry: TokenLogprob, count: int) -> dict[int, dict[str, Any]]:
-        """Returns the prompt's token first, then the likeliest tokens in order."""
+        """Returns log-probabilities by token id: the prompt's token first, then the `count` likeliest tokens."""
         ranked = {entry.token_id: (entry.logprob, entry.rank)}
         for rank, (token, value) in enumerate(entry.top[:count], 1):
             ranked.setdefault(token, (value, rank))
@@ -241,23 +241,23 @@ class Answer:
         }
 
     def completion_details(self) -> dict[str, int]:
-        """Returns completion_tokens_details; empty if there is nothing to report."""
+        """Returns the field completion_tokens_details, which may be empty."""
         if not self.params.prediction:
             return {}
         names = ("accepted_prediction_tokens", "rejected_prediction_tokens")
         return {name: sum(getattr(usage, name) for usage in self.usages) for name in names}
 
-    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+    def _chunk_object(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         chunk = {**self.common_fields, "object": self.chunk_object, "choices": choices}
         if not self.usage_in_chunks:
             return {**chunk, "usage": None} if self.include_usage else chunk
-        # Cached tokens and speculation are known only at the end.
+        # Only the last usage has cached tokens and speculation.
         prompt, completion = self.num_prompt_tokens, sum(choice.num_tokens for choice in self.choices)
         usage = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
         return {**chunk, "usage": usage}
 
     def _extra_fields(self, source: OutputChunk) -> dict[str, Any]:
-        """Returns the fields of a choice that OpenAI's API does not have."""
+        """Returns Espalier's own fields of a choice, which OpenAI's API does not have."""
         extra: dict[str, Any] = {"stop_reason": source.stop_reason}
         if self.body.return_token_ids:
             extra["token_ids"] = source.token_ids
@@ -274,7 +274,7 @@ class Answer:
     def _token_text(self, token: int) -> str:
         """Returns the text of one token, a special token's name, or the id if the model has no tokenizer.
 
-        Bytes of an incomplete character are written as at OpenAI: bytes:\\xe6\\x97.
+        Bytes of an incomplete character are written in OpenAI's form: bytes:\\xe6\\x97.
         """
         if self.tokenizer is None:
             return f"token_id:{token}"
@@ -292,22 +292,25 @@ class TextAnswer(Answer):
 
     @property
     def echoes_logprobs(self) -> bool:
-        """Whether the prompt's tokens have log-probabilities.  A stream then sends the prompt's text with them."""
+        """Whether the echoed prompt has log-probabilities.  A stream sends the text together with them."""
         return bool(self.body.echoes_logprobs)
 
     def opening_chunks(self) -> list[dict[str, Any]]:
         if not self.echo or self.echoes_logprobs:
             return []
-        echoes = [(choice, OutputChunk("", text=self._echo(choice))) for choice in self.choices]
-        return [self._chunk([self._chunk_choice(choice, echo) | self._extra_fields(echo)]) for choice, echo in echoes]
+        echoes = [(choice, OutputChunk("", text=self._echoed_prompt(choice))) for choice in self.choices]
+        return [
+            self._chunk_object([self._chunk_choice(choice, echo) | self._extra_fields(echo)]) for choice, echo in echoes
+        ]
 
-    def _echo(self, choice: Choice) -> str:
+    def _echoed_prompt(self, choice: Choice) -> str:
         return self.echo[choice.index // self.params.n] if self.echo else ""
 
     def _chunk_choice(self, choice: Choice, output: OutputChunk) -> dict[str, Any]:
         return {
             "index": choice.index,
-            "text": (self._echo(choice) if output.prompt_logprobs and self.echoes_logprobs else "") + output.text,
+            "text": (self._echoed_prompt(choice) if output.prompt_logprobs and self.echoes_logprobs else "")
+            + output.text,
             "logprobs": self._logprobs(choice, output.prompt_logprobs, output.logprobs),
             "finish_reason": output.finish_reason,
         }
@@ -316,7 +319,7 @@ class TextAnswer(Answer):
         output = replace(
             choice.output, prompt_logprobs=self._first_choice_of_same_prompt(choice).output.prompt_logprobs
         )
-        text = self._echo(choice) + output.text
+        text = self._echoed_prompt(choice) + output.text
         return {**self._chunk_choice(choice, output), "text": text, **self._prompt_logprobs_field(choice)}
 
     def _logprobs(
@@ -336,7 +339,7 @@ class TextAnswer(Answer):
         }
 
     def _top_logprobs(self, entry: TokenLogprob) -> dict[str, float]:
-        """Returns log-probabilities by token text.  Of tokens with one text, all but the likeliest are keyed by id."""
+        """Returns log-probabilities by token text.  Of equal texts, only the likeliest has its text as key."""
         by_text: dict[str, float] = {}
         for token, value in entry.top[: self.body.logprobs]:
             text = self._token_text(token)
@@ -355,7 +358,7 @@ class TextAnswer(Answer):
         if part.is_text or not skip:
             length = len(choice.character_decoder.decode(part.bytes))
             if not choice.has_text:
-                # If no text precedes the output, some decoders strip its leading space.
+                # Some tokenizers strip the leading space of a text that begins with the output.
                 before = () if self.echoes_logprobs else choice.prompt
                 alone = self.tokenizer.sink(before, skip_special_tokens=skip)
                 alone.push(token)

@@ -1,4 +1,4 @@
-"""The HTTP endpoints.  Each endpoint checks its request, makes the prompts and passes them to the model's front."""
+"""The HTTP endpoints.  Each endpoint checks a request, makes its prompts and passes them to the model's front."""
 
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -28,24 +28,24 @@ from espalier.server.logs import request_id
 from espalier.server.openai import ChatRequest, CompletionRequest, DetokenizeRequest, Message, TokenizeRequest
 from espalier.server.responses import RESPONSES_FIELD_NAMES, ResponsesRequest, renaming_error_fields
 from espalier.server.routes import JSON, Endpoint, Server, make_router, page_endpoints
-from espalier.tool_calls.definitions import Tools
+from espalier.tool_calls.definitions import RequestTools
 from espalier.tool_calls.formats import Formats
 from espalier.tool_calls.plan import ChatPlan
 
 NO_EFFECT_HEADER = "x-espalier-no-effect"
 # The schema of a stream's event.  The event's data is a chunk as JSON, or [DONE].
-EVENT = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
-STREAMING_RESPONSES = {200: {**JSON, "text/event-stream": {"schema": EVENT}}}
+EVENT_SCHEMA = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
+STREAM_RESPONSES = {200: {**JSON, "text/event-stream": {"schema": EVENT_SCHEMA}}}
 COMMON_ERRORS = (401, 500)
 BODY_ERRORS = (400, 404, 408, 413, 503, *COMMON_ERRORS)
 GENERATION_ERRORS = (*BODY_ERRORS, 429, 504)
 # Matches an origin as a browser sends it: no path, and no slash at the end.
-ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]+")
+ORIGIN_PATTERN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]+")
 
 
 @dataclass(frozen=True)
-class Conversation:
-    """A conversation that is checked and may start.  ignored: names of the request's fields without effect."""
+class PreparedChat:
+    """A chat request after its checks, with its prompt.  ignored: names of the request's fields without effect."""
 
     ignored: list[str]
     prompt: list[int]
@@ -62,13 +62,13 @@ def as_api_errors() -> Iterator[None]:
         raise bad_request(error) from None
 
 
-async def prepare_chat(front: Front, body: ChatRequest) -> Conversation:
+async def prepare_chat(front: Front, body: ChatRequest) -> PreparedChat:
     """Check a conversation and make its prompt.  Raises ApiError."""
     with as_api_errors():
         body.check()
         asked = body.params()
         params = front.resolve(asked)
-        plan = ChatPlan(front.inputs.tokenizer, front.formats, body.tool_use())
+        plan = ChatPlan(front.inputs.tokenizer, front.formats, body.checked_tool_use())
     unread = [name for name in ("reasoning_effort", "tools") if getattr(body, name) and not plan.template_reads(name)]
     front.report_no_effect(ignored := body.fields_without_effect() + unread)
     if body.prediction is not None:
@@ -80,37 +80,37 @@ async def prepare_chat(front: Front, body: ChatRequest) -> Conversation:
     with front.reserve_capacity(params.n):
         check = front.require_tokenizable
         size = num_characters([body.messages, body.tools, body.chat_template_kwargs])
-        prompt = await front.conversation_tokens(_prompt, body, plan, check, size=size)
+        prompt = await front.conversation_tokens(_chat_steps, body, plan, check, size=size)
     with as_api_errors():
         front.inputs.require_room(prompt, asked, body.output_limit_field)
         params = front.inputs.apply_plan(plan, params, prompt)
-    return Conversation(ignored, prompt, params, plan)
+    return PreparedChat(ignored, prompt, params, plan)
 
 
-def _prompt(inputs: InputProcessor, body: ChatRequest, plan: ChatPlan, check: Callable[[str], None]) -> RenderLoop:
+def _chat_steps(inputs: InputProcessor, body: ChatRequest, plan: ChatPlan, check: Callable[[str], None]) -> RenderLoop:
     """Returns a generator that makes the token ids of a conversation.
 
-    The generator yields each rendering, and the caller sends back the text (chat.RenderLoop).  Raises EspalierError.
+    The generator yields renderings of the chat template, and gets their texts (chat.RenderLoop).  Raises EspalierError.
     """
     keep = body.truncate_prompt_tokens
     check = inputs.require_text_fits if keep is None else check
-    tokens = yield from chat_steps(inputs, body.messages, body.options(), check, plan)
+    tokens = yield from message_steps(inputs, body.messages, body.options(), check, plan)
     return inputs.prompt_tokens(tokens, keep_last=keep)
 
 
-def chat_steps(
+def message_steps(
     inputs: InputProcessor,
     messages: Sequence[Message],
     options: ChatOptions,
     check: Callable[[str], None],
     plan: ChatPlan,
 ) -> RenderLoop:
-    """Returns a generator that makes the token ids of messages (chat.RenderLoop).  Raises EspalierError."""
+    """Returns a generator that tokenizes messages by the chat template (chat.RenderLoop).  Raises EspalierError."""
     return inputs.chat_steps(plan.messages([message.for_template() for message in messages]), check=check, **options)
 
 
 def num_characters(value: Any) -> int:
-    """Returns how many characters all texts in a value have.  value: read from a request body."""
+    """Returns the number of characters of all texts in a value of a request body."""
     count, open_values = 0, [value]
     while open_values:
         inner = open_values.pop()
@@ -130,8 +130,8 @@ class ApiOptions:
     """Settings of the HTTP API.
 
     api_key: None if clients need no key.  additional_keys: further valid keys, one for each further client.
-    cors_origins: origins whose pages may call the server.  body_timeout_s: limit for reading the headers, and for
-    reading the body; None for no limit.  max_file_bytes: limit for one uploaded file.
+    cors_origins: origins of web pages that may call the server.  body_timeout_s: time limit for a request's headers,
+    and for its body; None for no limit.  max_file_bytes: limit for one uploaded file.
     """
 
     api_key: str | None = None
@@ -142,9 +142,9 @@ class ApiOptions:
     additional_keys: Sequence[str] = ()
 
     def __post_init__(self) -> None:
-        """Refuse an origin that no browser sends.  Raises EspalierError."""
+        """Refuse a value that is no origin of a web page.  Raises EspalierError."""
         for origin in self.cors_origins:
-            if origin not in ("*", "null") and not ORIGIN.fullmatch(origin):
+            if origin not in ("*", "null") and not ORIGIN_PATTERN.fullmatch(origin):
                 raise EspalierError(
                     f"--cors-origin={origin!r} is no origin of a page; use a scheme and a host, such as "
                     "https://page.example or http://localhost:3000, or *"
@@ -191,12 +191,12 @@ def _generation_endpoints(server: Server) -> list[Endpoint]:
         front.report_no_effect(ignored := body.fields_without_effect())
         with front.reserve_capacity(len(sent_prompts) * params.n):
             size, check = sum(map(len, sent_prompts)), front.require_tokenizable
-            prompts = await front.lanes.run(_prompts, body, sent_prompts, asked, check, size=size, field="prompt")
+            prompts = await front.lanes.run(_prompt_ids, body, sent_prompts, asked, check, size=size, field="prompt")
             echo: list[str] = []
             if body.echo:
                 shown = sent_prompts if body.truncate_prompt_tokens is None else prompts
                 size = sum(len(prompt) for prompt in shown if not isinstance(prompt, str))
-                echo = await front.lanes.run(_echo, shown, params.skip_special_tokens, size=size)
+                echo = await front.lanes.run(_prompt_texts, shown, params.skip_special_tokens, size=size)
 
         def answer() -> TextAnswer:
             return TextAnswer(f"cmpl-{request_id.get()}", body, params, prompts, front.inputs.tokenizer, echo)
@@ -216,7 +216,7 @@ def _generation_endpoints(server: Server) -> list[Endpoint]:
         front = server.front_of(body.model)
         front.report_no_effect(ignored := body.fields_without_effect())
         with renaming_error_fields(), as_api_errors():
-            chat = body.as_chat()
+            chat = body.as_chat_request()
             talk = await prepare_chat(front, chat)
 
         def answer() -> ResponsesAnswer:
@@ -227,7 +227,7 @@ def _generation_endpoints(server: Server) -> list[Endpoint]:
 
     as_response = "Answer a conversation, in the form of OpenAI's Responses API"
     return [
-        Endpoint("POST", path, handle, about, body, GENERATION_ERRORS, STREAMING_RESPONSES)
+        Endpoint("POST", path, handle, about, body, GENERATION_ERRORS, STREAM_RESPONSES)
         for path, handle, about, body in (
             ("/v1/completions", complete, "Continue a text", CompletionRequest),
             ("/v1/chat/completions", chat, "Answer a conversation", ChatRequest),
@@ -237,23 +237,21 @@ def _generation_endpoints(server: Server) -> list[Endpoint]:
 
 
 def _with_no_effect_header(ignored: Sequence[str], answer: Response) -> Response:
-    """Returns the response with a header that lists the fields without effect."""
+    """Returns the response with a header that lists the request's fields without effect."""
     if ignored:
         answer.headers[NO_EFFECT_HEADER] = ", ".join(ignored)
     return answer
 
 
-def _prompts(
+def _prompt_ids(
     inputs: InputProcessor,
     body: CompletionRequest,
     prompts: Sequence[str | list[int]],
     asked: SamplingParams,
     check: Callable[[str], None],
 ) -> list[list[int]]:
-    """Returns the prompts' token ids.
-
-    check: limits the length of a text that will be truncated; max_context limits any other text.  Raises EspalierError.
-    """
+    """Returns the prompts' token ids.  check: raises for a too long text that will be truncated; max_context limits
+    other texts.  Raises EspalierError."""
     keep, found = body.truncate_prompt_tokens, []
     for prompt in prompts:
         if keep is not None and isinstance(prompt, str):
@@ -263,7 +261,7 @@ def _prompts(
     return found
 
 
-def _echo(inputs: InputProcessor, prompts: Sequence[str | list[int]], skip_special_tokens: bool) -> list[str]:
+def _prompt_texts(inputs: InputProcessor, prompts: Sequence[str | list[int]], skip_special_tokens: bool) -> list[str]:
     """Returns the text of each prompt.  Raises EspalierError."""
     return [
         prompt if isinstance(prompt, str) else inputs.require_tokenizer("echo").decode(prompt, skip_special_tokens)
@@ -314,7 +312,7 @@ def _tokenize_conversation(
     """Returns a generator that makes the token ids of a conversation for /tokenize (chat.RenderLoop)."""
     assert body.messages is not None
     options: ChatOptions = {**body.options(), "add_special_tokens": body.add_special_tokens}
-    return chat_steps(inputs, body.messages, options, check, ChatPlan(inputs.tokenizer, formats, Tools()))
+    return message_steps(inputs, body.messages, options, check, ChatPlan(inputs.tokenizer, formats, RequestTools()))
 
 
 def _detokenize(inputs: InputProcessor, tokens: list[int]) -> Response:

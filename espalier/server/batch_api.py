@@ -25,10 +25,10 @@ from espalier.server.stored import INPUT_PURPOSE, Batch, BatchRequest, StoredFil
 
 T = TypeVar("T", StoredFile, Batch)
 BATCHES_PATH = "/v1/batches"
-MAX_LISTED = {FILES_PATH: 10_000, BATCHES_PATH: 100}
-DEFAULT_LISTED = {FILES_PATH: 10_000, BATCHES_PATH: 20}
-JSONL = "application/jsonl"
-REFUSED_RANGE = {
+MAX_LIST_ITEMS = {FILES_PATH: 10_000, BATCHES_PATH: 100}
+DEFAULT_LIST_ITEMS = {FILES_PATH: 10_000, BATCHES_PATH: 20}
+JSONL_CONTENT_TYPE = "application/jsonl"
+RANGE_ERRORS = {
     400: "the range is not supported; use bytes=FIRST-LAST, bytes=FIRST- or bytes=-COUNT",
     416: "the range begins behind the file's end",
 }
@@ -36,17 +36,17 @@ log = logging.getLogger("espalier.server")
 
 
 class Transfers:
-    """Counts the uploads and downloads in progress, because each has files open.  most: the most at the same time."""
+    """Limits the uploads and downloads in progress, because each transfer has files open.  most: the limit."""
 
     def __init__(self, most: int = MAX_TRANSFERS):
-        self.most = most
+        self.max_open = most
         self.num_open = 0
 
     @contextmanager
     def reserve(self) -> Iterator[None]:
-        """Counts a transfer for the length of a block.  Raises ApiError if too many are in progress."""
-        if self.num_open >= self.most:
-            raise queue_full(f"{self.most} files are being sent or received already")
+        """Counts a transfer as in progress during the block.  Raises ApiError if too many are in progress."""
+        if self.num_open >= self.max_open:
+            raise queue_full(f"{self.max_open} files are being sent or received already")
         self.num_open += 1
         try:
             yield
@@ -55,20 +55,20 @@ class Transfers:
 
 
 class Download(FileResponse):
-    """A stored file, or the part that a Range header asks for."""
+    """The response with a stored file, or with the part of the file that a Range header requests."""
 
     def __init__(self, path: Path, transfers: Transfers):
-        super().__init__(path, media_type=JSONL)
+        super().__init__(path, media_type=JSONL_CONTENT_TYPE)
         self.transfers = transfers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the file.  Raises ApiError for a bad range, and if too many transfers are in progress."""
 
         async def checked(message: Message) -> None:
-            if message["type"] == "http.response.start" and message["status"] in REFUSED_RANGE:
+            if message["type"] == "http.response.start" and message["status"] in RANGE_ERRORS:
                 size = Headers(raw=message["headers"]).get("content-range")
                 headers = {} if size is None else {"content-range": size}
-                raise ApiError(message["status"], REFUSED_RANGE[message["status"]], "range", headers=headers)
+                raise ApiError(message["status"], RANGE_ERRORS[message["status"]], "range", headers=headers)
             await send(message)
 
         with self.transfers.reserve():
@@ -77,7 +77,7 @@ class Download(FileResponse):
 
 @contextmanager
 def _disk_errors_as_api_errors() -> Iterator[None]:
-    """Turns an OSError of the block into an ApiError: the disk cannot be written."""
+    """Turns an OSError that leaves the block into an ApiError about the disk."""
     try:
         yield
     except OSError as error:
@@ -88,8 +88,8 @@ def _disk_errors_as_api_errors() -> Iterator[None]:
         raise ApiError(500, f"{why}; its log has the details", retry=False) from None
 
 
-def _require_plain(file: UploadFile) -> None:
-    """Raises ApiError if the part's header declares another encoding than UTF-8: bytes are stored as they came."""
+def _require_no_transfer_encoding(file: UploadFile) -> None:
+    """Raises ApiError for a file in another encoding than binary, because the server stores the bytes unchanged."""
     require_utf8(file.headers.get("content-type", ""))
     encoding = file.headers.get("content-transfer-encoding", "binary")
     if encoding.lower() not in ("7bit", "8bit", "binary"):
@@ -117,7 +117,7 @@ def _file_endpoints(batches: Batches) -> list[Endpoint]:
             with transfers.reserve(), _disk_errors_as_api_errors():
                 return await stored(http)
         except (ApiError, MultiPartException) as error:
-            # Read the rest, or a client that sends all before it reads would find its connection closed.
+            # Read the rest: a client that sends the whole body before it reads would find its connection closed.
             await http.scope["state"]["upload"].finish()
             if isinstance(error, MultiPartException):
                 raise ApiError(400, error.message) from None
@@ -132,14 +132,14 @@ def _file_endpoints(batches: Batches) -> list[Endpoint]:
                 raise ApiError(400, f"purpose={shown(purpose)} is not supported; use {INPUT_PURPOSE!r}", "purpose")
             if not isinstance(file, UploadFile):
                 raise ApiError(400, "file is missing; send it as a part of multipart/form-data", "file")
-            _require_plain(file)
+            _require_no_transfer_encoding(file)
             name = file.filename or "batch.jsonl"
             return json_response(await asyncio.to_thread(store.add, file.file, name, INPUT_PURPOSE))
 
     async def files(http: Request) -> Response:
-        query = _query(http, "purpose", "order")
+        query = _query_parameters(http, "purpose", "order")
         chosen = [each for each in store.list_files() if query.get("purpose", each.purpose) == each.purpose]
-        return _page(FILES_PATH, chosen, query)
+        return _list_page(FILES_PATH, chosen, query)
 
     async def file(http: Request) -> Response:
         return json_response(found(http))
@@ -184,7 +184,8 @@ def _batch_endpoints(batches: Batches) -> list[Endpoint]:
             return json_response(batches.create(body))
 
     async def listed(http: Request) -> Response:
-        return _page(BATCHES_PATH, [batches.with_current_counts(each) for each in store.batches.values()], _query(http))
+        counted = [batches.with_current_counts(each) for each in store.batches.values()]
+        return _list_page(BATCHES_PATH, counted, _query_parameters(http))
 
     async def batch(http: Request) -> Response:
         return json_response(found(http))
@@ -202,8 +203,8 @@ def _batch_endpoints(batches: Batches) -> list[Endpoint]:
     ]
 
 
-def _query(http: Request, *names: str) -> Mapping[str, str]:
-    """The query's parameters.  Raises ApiError for an unsupported parameter."""
+def _query_parameters(http: Request, *names: str) -> Mapping[str, str]:
+    """Returns the parameters of the URL's query.  Raises ApiError for an unsupported parameter."""
     known = ("limit", "after", *names)
     for name in http.query_params:
         if name not in known:
@@ -211,10 +212,10 @@ def _query(http: Request, *names: str) -> Mapping[str, str]:
     return http.query_params
 
 
-def _page(path: str, items: Sequence[T], query: Mapping[str, str]) -> Response:
-    """A page of a list, newest first unless `order` is asc.  items: oldest first.  Raises ApiError."""
-    most = MAX_LISTED[path]
-    limit = query.get("limit", str(DEFAULT_LISTED[path]))
+def _list_page(path: str, items: Sequence[T], query: Mapping[str, str]) -> Response:
+    """Returns one page of a list, newest items first unless `order` is asc.  items: oldest first.  Raises ApiError."""
+    most = MAX_LIST_ITEMS[path]
+    limit = query.get("limit", str(DEFAULT_LIST_ITEMS[path]))
     # The check of the length comes first, because int() refuses a number of thousands of digits.
     if not (limit.isdecimal() and len(limit) <= len(str(most)) and 1 <= int(limit) <= most):
         raise ApiError(400, f"limit={shown(limit)} is not supported; use 1 to {most}", "limit")

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from espalier.batch_jobs.files import InputScan, Journal, LineError, custom_id_of, scan_input
-from espalier.batch_jobs.sender import App, Sender, app_client, run_batch
+from espalier.batch_jobs.sender import AsgiApp, Sender, app_client, run_batch
 from espalier.errors import EspalierError
 from espalier.server.front import without_timeout
 from espalier.server.stored import (
@@ -25,18 +25,18 @@ from espalier.server.stored import (
     BatchError,
     BatchErrors,
     BatchRequest,
-    Counts,
+    LineCounts,
     Store,
     new_id,
     split_answers,
 )
 
 log = logging.getLogger("espalier.server")
-# The priority of a batch's requests that name none.  A lower value starts first, and other requests have 0.
-PRIORITY = 2**20
-# How many batches may have their input read at the same time.
-MAX_SCANS = 2
-LINE_NUMBER = re.compile(r", line (\d+): ")
+# The default priority of a batch's requests.  A lower value starts first; other requests have 0 by default.
+BATCH_PRIORITY = 2**20
+# The most batches whose input files are read at the same time.
+MAX_INPUT_SCANS = 2
+LINE_NUMBER_PATTERN = re.compile(r", line (\d+): ")
 UNANSWERED_ERRORS = {
     "cancelled": ("batch_cancelled", "the batch was cancelled before this line was answered"),
     "expired": ("batch_expired", "the batch's completion_window ended before this line was answered"),
@@ -44,10 +44,10 @@ UNANSWERED_ERRORS = {
 
 
 class LiveBatch:
-    """The state of one batch that has not ended.  earlier_ended: set when all batches before it have ended."""
+    """The state of one batch that has not ended.  earlier_batches_ended: set when all batches before it have ended."""
 
     def __init__(self) -> None:
-        self.earlier_ended = asyncio.Event()
+        self.earlier_batches_ended = asyncio.Event()
         self.cancelled = asyncio.Event()
         self.task: asyncio.Task[None]
 
@@ -55,22 +55,23 @@ class LiveBatch:
 class Batches:
     """Runs batches.  concurrency: how many requests of a batch run at once.  Call start() before everything else.
 
-    A batch opens its files only at its turn, or when it ends before its turn: thousands of batches may wait.
+    A batch opens its files only when it runs or ends, because thousands of batches may wait.
     """
 
     def __init__(self, store: Store, concurrency: int):
         self.store = store
         self.concurrency = concurrency
-        # By batch id, in the order of their turns.
+        # By batch id.  Batches run in this order.
         self._live_batches: dict[str, LiveBatch] = {}
         self._journals: dict[str, Journal] = {}
-        self._scanning = asyncio.Semaphore(MAX_SCANS)
+        self._scan_slots = asyncio.Semaphore(MAX_INPUT_SCANS)
         self._early_end_lock = asyncio.Lock()
 
-    def start(self, app: App, api_key: str | None) -> None:
-        """Continue the batches that have not ended.  app: answers their requests.
+    def start(self, app: AsgiApp, api_key: str | None) -> None:
+        """Continue the batches that have not ended.  app: the application that answers their requests.
 
-        These requests have no --request-timeout, since other requests go first.  The batch's window is their limit.
+        A batch's requests have no --request-timeout, because other requests run first.  The batch's 24 hours are their
+        limit.
         """
         self._client = app_client(without_timeout(app), api_key)
         for batch in self.store.batches.values():
@@ -86,7 +87,7 @@ class Batches:
         return batch
 
     def cancel(self, batch: Batch) -> None:
-        """Stop a batch.  The answers so far become its output."""
+        """Cancel a batch.  The answers so far become its output."""
         if batch.status not in (*ENDED_STATUSES, "cancelling"):
             batch.status, batch.cancelling_at = "cancelling", int(time.time())
             self.store.save(batch)
@@ -102,14 +103,14 @@ class Batches:
         return batch
 
     def unfinished_batch_of(self, file_id: str) -> str | None:
-        """Returns the id of a batch that has not ended and whose input is this file; None if there is none."""
+        """Returns the id of an unfinished batch whose input is this file; None if no batch reads the file."""
         batches = self.store.batches.values()
         return next(
             (each.id for each in batches if each.input_file_id == file_id and each.status not in ENDED_STATUSES), None
         )
 
     def stop(self) -> None:
-        """Stop all work and leave the batches as they are, for the server's next start."""
+        """Stop all work.  The unfinished batches continue when the server starts again."""
         for live in self._live_batches.values():
             live.task.cancel()
 
@@ -123,17 +124,17 @@ class Batches:
         live = self._live_batches[batch.id] = LiveBatch()
         if batch.status == "cancelling":
             live.cancelled.set()
-        self._admit_oldest()
+        self._admit_oldest_batch()
         live.task = asyncio.create_task(self._run_and_log(batch, live))
-        live.task.add_done_callback(lambda _: self._remove_live(batch.id))
+        live.task.add_done_callback(lambda _: self._remove_live_batch(batch.id))
 
-    def _remove_live(self, id: str) -> None:
+    def _remove_live_batch(self, id: str) -> None:
         del self._live_batches[id]
-        self._admit_oldest()
+        self._admit_oldest_batch()
 
-    def _admit_oldest(self) -> None:
+    def _admit_oldest_batch(self) -> None:
         if (oldest := next(iter(self._live_batches.values()), None)) is not None:
-            oldest.earlier_ended.set()
+            oldest.earlier_batches_ended.set()
 
     async def _run_and_log(self, batch: Batch, live: LiveBatch) -> None:
         try:
@@ -144,18 +145,18 @@ class Batches:
             log.exception("%s goes on when the server starts again", batch.id)
 
     async def _run_to_end(self, batch: Batch, live: LiveBatch) -> None:
-        """Run a batch to its end.  Raises EspalierError or OSError if that is not possible now."""
+        """Run a batch until it has ended.  Raises EspalierError or OSError if the engine or the disk fails."""
         try:
-            async with self._scanning:
+            async with self._scan_slots:
                 found = await asyncio.to_thread(scan_input, self.store.content_path(batch.input_file_id))
         except EspalierError as error:
-            self._fail(batch, error)
+            self._mark_failed(batch, error)
             return
         batch.request_counts.total = found.num_lines
         end = (
             "cancelled"
             if live.cancelled.is_set()
-            else await self._run_unless_ended(batch, live, live.earlier_ended.wait())
+            else await self._run_unless_ended(batch, live, live.earlier_batches_ended.wait())
         )
         if end is None:
             await self._answer_and_make_files(batch, live, found)
@@ -164,7 +165,7 @@ class Batches:
                 await self._answer_and_make_files(batch, live, found, end)
 
     async def _run_unless_ended(self, batch: Batch, live: LiveBatch, work: Coroutine[Any, Any, Any]) -> str | None:
-        """Await the work.  Returns "cancelled" or "expired" if the batch ends first; None otherwise."""
+        """Await `work`.  Returns "cancelled" or "expired" if the batch ends before the work does, else None."""
         running = asyncio.create_task(work)
         cancelled = asyncio.create_task(live.cancelled.wait())
         try:
@@ -186,7 +187,7 @@ class Batches:
         try:
             return await asyncio.shield(opening)
         except asyncio.CancelledError:
-            # The thread still runs, and its journal would keep the file locked.
+            # The thread still runs, and the journal that it opens would keep the file locked.
             with suppress(EspalierError):
                 (await opening).close()
             raise
@@ -194,47 +195,45 @@ class Batches:
     async def _answer_and_make_files(
         self, batch: Batch, live: LiveBatch, found: InputScan, end: str | None = None
     ) -> None:
-        """Answer a batch's lines and make its output files.  Raises EspalierError if the engine is gone.
-
-        end: "cancelled" or "expired" if the batch ends before its turn.
-        """
+        """Answer a batch's lines and make its output files.  Raises EspalierError if the engine is gone.  end:
+        "cancelled" or "expired" if the batch ends before its turn."""
         journal = self._journals[batch.id] = await self._open_journal(self.store.answers_path(batch.id), found)
         try:
             if journal.num_left and end is None:
-                end = await self._run_unless_ended(batch, live, self._answer(batch, journal))
-            # With all answers the batch is completed, even if it expired meanwhile.
+                end = await self._run_unless_ended(batch, live, self._answer_lines(batch, journal))
+            # A batch with all answers is completed, even if its time is over.
             end = "completed" if end is None or (end == "expired" and not journal.num_left) else end
             if end == "completed":
                 batch.status, batch.finalizing_at = "finalizing", int(time.time())
                 self.store.save(batch)
-            await asyncio.to_thread(_answer_rest, journal, end)
+            await asyncio.to_thread(_answer_rest_with_errors, journal, end)
         finally:
             _update_counts(batch, journal)
             del self._journals[batch.id]
             journal.close()
-        await asyncio.to_thread(self._make_files, batch)
+        await asyncio.to_thread(self._make_output_files, batch)
         batch.status = end
         setattr(batch, f"{end}_at", int(time.time()))
         self.store.save(batch)
         self.store.answers_path(batch.id).unlink()  # its lines are in the files now, which the user may delete
         log.info("%s: %s, %d of %d lines answered", batch.id, end, batch.request_counts.completed, found.num_lines)
 
-    async def _answer(self, batch: Batch, journal: Journal) -> None:
-        """Answer the lines that have no answer yet."""
+    async def _answer_lines(self, batch: Batch, journal: Journal) -> None:
+        """Run the requests of all lines that have no answer yet."""
         if batch.status == "validating":
             batch.status, batch.in_progress_at = "in_progress", int(time.time())
             self.store.save(batch)
-        sender = Sender([self._client], priority=PRIORITY)
+        sender = Sender([self._client], priority=BATCH_PRIORITY)
         await run_batch(journal, sender, self.concurrency, urls=(batch.endpoint,))
 
-    def _make_files(self, batch: Batch) -> None:
-        """Store the answers as the batch's output file and error file.  A file without lines is not made."""
+    def _make_output_files(self, batch: Batch) -> None:
+        """Store the answers as the batch's output file and error file.  No file is made for zero lines."""
         made: dict[str, str | None] = {"output": None, "error": None}
         parts = split_answers(self.store.answers_path(batch.id), self.store.folder / "batches")
         try:
             for (path, num_lines), kind in zip(parts, made, strict=True):
                 if num_lines:
-                    # The id is always the same: after a crash here, the next start makes the files again.
+                    # A fixed id: if the server crashes here, its next start replaces the file.
                     id = f"file-{batch.id.removeprefix('batch_')}-{kind}"
                     with path.open("rb") as lines:
                         made[kind] = self.store.add(lines, f"{batch.id}_{kind}.jsonl", OUTPUT_PURPOSE, id).id
@@ -243,10 +242,10 @@ class Batches:
                 path.unlink(missing_ok=True)
         batch.output_file_id, batch.error_file_id = made["output"], made["error"]
 
-    def _fail(self, batch: Batch, error: EspalierError) -> None:
+    def _mark_failed(self, batch: Batch, error: EspalierError) -> None:
         batch.status, batch.failed_at = "failed", int(time.time())
         message = str(error).replace(str(self.store.content_path(batch.input_file_id)), "the file")
-        line = LINE_NUMBER.search(message)
+        line = LINE_NUMBER_PATTERN.search(message)
         fault = BatchError("invalid_input_file", message, None if line is None else int(line[1]))
         batch.errors = BatchErrors([fault])
         self.store.save(batch)
@@ -254,12 +253,12 @@ class Batches:
 
 def _update_counts(batch: Batch, journal: Journal) -> None:
     num_ok = journal.num_answered - journal.num_failed
-    batch.request_counts = Counts(journal.input.num_lines, num_ok, journal.num_failed)
+    batch.request_counts = LineCounts(journal.input.num_lines, num_ok, journal.num_failed)
 
 
-def _answer_rest(journal: Journal, end: str) -> None:
-    """Give an error to each line without an answer, if the batch was cancelled or expired."""
-    for number, data in journal.unanswered():
+def _answer_rest_with_errors(journal: Journal, end: str) -> None:
+    """Write an error as the answer of each unanswered line of a cancelled or expired batch."""
+    for number, data in journal.unanswered_lines():
         code, message = UNANSWERED_ERRORS[end]
         journal.append(number, custom_id_of(data), LineError(code, message))
     journal.sync()

@@ -1,8 +1,8 @@
-"""Reads request bodies: small bodies in the front, large bodies in the body process, one at a time.
+"""Reads request bodies: small bodies in the front, and large bodies one by one in a separate process, the body process.
 
 Parsing a large body holds the GIL for up to a second, so a thread that parses would stop every stream.  This module is
-also the program of the body process, which exits when the front exits.  A frame in either direction is a length and a
-pickle.  Pickle is safe here: only the front has the other ends of the pipes.
+also the program of the body process, which exits when the front exits.  Front and body process exchange frames: a
+length and a pickle.  Pickle is safe here, because nobody else can write to the pipes.
 """
 
 import json
@@ -29,21 +29,21 @@ UNREADABLE_JSON = (
 )
 MAX_MESSAGES = 4096
 MAX_CONTENT_TYPE = 1024
-# Limit on the entries of all lists and objects in one field; prompt and tokens have their own limits (BodyLimits).  A
-# body of SMALL_BYTES has fewer entries.
+# The most entries of all lists and objects in one field.  The fields prompt and tokens have their own limits
+# (BodyLimits).
 MAX_ENTRIES = 65536
-# The front reads any body of this size in a few milliseconds.
-SMALL_BYTES = 65536
-MAX_WAITING = 32
-# The content-encoding of a body that is sent as it is.
-IDENTITY = "identity"
+# The largest body that the front reads itself.  Reading takes a few milliseconds.
+MAX_INLINE_BYTES = 65536
+MAX_WAITING_BODIES = 32
+# The content-encoding of an uncompressed body.
+IDENTITY_ENCODING = "identity"
 
 
 class BodyLimits(msgspec.Struct, frozen=True):
-    """The limits that a body is checked against.  Plain values, because they are sent to the body process.
+    """The limits of a request body.  All fields are plain values, because they are sent to the body process.
 
-    prompts: the most prompts in one request.  tokens: the most token ids for /detokenize.  max_position: the positions
-    that the model has, for an error message (errors.prompt_too_long).
+    prompts: the most prompts in one request.  tokens: the most token ids for /detokenize.  max_position: the model's
+    positions, for an error message (errors.prompt_too_long).
     """
 
     vocab_size: int
@@ -58,12 +58,12 @@ def read_body(model: type[BaseModel], content_type: str, data: bytes, limits: Bo
     value = _parse_json(content_type, data)
     if not isinstance(value, dict):
         raise _not_an_object_error()
-    _check_counts(value, limits)
+    _check_entry_counts(value, limits)
     try:
         body = model.model_validate(value)
     except ValidationError as error:
         if model is CompletionRequest:
-            _refuse_several_kinds(value.get("prompt"))
+            _refuse_mixed_types(value.get("prompt"))
         raise validation_error(error.errors(include_url=False, include_input=False), model) from None
     if isinstance(body, CompletionRequest):
         _check_prompts(body, limits)
@@ -75,7 +75,7 @@ def read_body(model: type[BaseModel], content_type: str, data: bytes, limits: Bo
 def require_utf8(content_type: str) -> None:
     """Refuse a content type that names another charset, before anything is decoded.  Raises ApiError.
 
-    A client may name any of Python's codecs.  For some codecs, the time grows with the square of the text's length.
+    Otherwise a client could choose a codec of Python that takes time quadratic in the body's length.
     """
     if len(content_type) > MAX_CONTENT_TYPE:
         raise ApiError(415, f"a content-type of {len(content_type)} characters is not supported; send a shorter one")
@@ -115,8 +115,8 @@ def _is_json(content_type: str) -> bool:
     return headers.get_content_maintype() == "application" and (subtype == "json" or subtype.endswith("+json"))
 
 
-def _check_counts(value: dict[str, Any], limits: BodyLimits) -> None:
-    """Refuse a field with too many entries before pydantic makes objects of them.  Raises ApiError."""
+def _check_entry_counts(value: dict[str, Any], limits: BodyLimits) -> None:
+    """Refuse a field with too many entries before pydantic builds objects from the entries.  Raises ApiError."""
     prompt, rest = value.get("prompt"), {name: each for name, each in value.items() if name not in ("prompt", "tokens")}
     if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
         _require_at_most("prompt", len(prompt), limits.prompts)
@@ -147,8 +147,8 @@ def _num_entries(value: Any, limit: int) -> int:
     return count
 
 
-def _refuse_several_kinds(prompt: Any) -> None:
-    """Refuse a list whose entries have several types: pydantic's error names only one type.  Raises ApiError."""
+def _refuse_mixed_types(prompt: Any) -> None:
+    """Refuse a prompt list with entries of several types: pydantic's error would name only one.  Raises ApiError."""
     for i, entry in enumerate(prompt if isinstance(prompt, list) else ()):
         if type(entry) is not type(prompt[0]):
             allowed = "send a text, texts, token ids, or lists of token ids"
@@ -168,46 +168,44 @@ def _check_prompts(body: CompletionRequest, limits: BodyLimits) -> None:
 
 
 class BodyReader:
-    """Reads bodies, and starts the body process with the first large body.
-
-    num_read_in_helper: how many bodies a body process has read so far.
-    """
+    """Reads request bodies.  Starts the body process when the first large body arrives.  num_large_bodies_read: how
+    many bodies the body process has read so far."""
 
     def __init__(self, limits: BodyLimits):
         self.limits = limits
-        self.num_read_in_helper = 0
+        self.num_large_bodies_read = 0
         program = "espalier.server.bodies", msgspec.json.encode(limits).decode()
-        self.helper = HelperProcess("body", MAX_WAITING, "large bodies are already waiting to be read", *program)
+        self.helper = HelperProcess("body", MAX_WAITING_BODIES, "large bodies are already waiting to be read", *program)
 
     async def read(self, http: Request, model: type[BaseModel]) -> Any:
         """Returns the body as a record of `model`.  Raises ApiError or ClientDisconnect."""
-        # http.body() would keep the bytes as long as the request.
+        # Not http.body(), which keeps the bytes until the request ends.
         data, content_type = b"".join([part async for part in http.stream()]), http.headers.get("content-type", "")
-        if (encoding := http.headers.get("content-encoding", IDENTITY)) != IDENTITY:
+        if (encoding := http.headers.get("content-encoding", IDENTITY_ENCODING)) != IDENTITY_ENCODING:
             raise ApiError(400, f"content-encoding {encoding} is not supported; send the body as plain JSON")
-        if len(data) <= SMALL_BYTES:
+        if len(data) <= MAX_INLINE_BYTES:
             return read_body(model, content_type, data, self.limits)
         try:
-            body, refused = pickle.loads(await self.helper.exchange(pickled((model, content_type, data))))
+            body, refused = pickle.loads(await self.helper.exchange(pickle_bytes((model, content_type, data))))
         except HelperProcessFailed:
             raise ApiError(500, INTERNAL_ERROR) from None
-        self.num_read_in_helper += 1
+        self.num_large_bodies_read += 1
         if refused is not None:
             raise ApiError(*refused)
         return body
 
 
-def pickled(value: Any) -> bytes:
+def pickle_bytes(value: Any) -> bytes:
     return pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
 
 
 def answer_frame(frame: bytes, limits: BodyLimits) -> bytes:
-    """Reads (model, content type, bytes); returns (body, None), or (None, arguments of the ApiError)."""
+    """Reads a frame (model, content type, bytes).  Returns a frame (body, None), or (None, ApiError's arguments)."""
     model, content_type, data = pickle.loads(frame)
     try:
-        return pickled((read_body(model, content_type, data, limits), None))
+        return pickle_bytes((read_body(model, content_type, data, limits), None))
     except ApiError as error:
-        return pickled((None, (error.status_code, error.detail, error.param, error.code)))
+        return pickle_bytes((None, (error.status_code, error.detail, error.param, error.code)))
 
 
 if __name__ == "__main__":

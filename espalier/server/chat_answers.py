@@ -1,6 +1,6 @@
-"""Builds the answers to conversations, with tool calls and reasoning read from the tokens.
+"""Builds the answers of the chat endpoints.  Tool calls and reasoning are parsed from the output tokens.
 
-/v1/chat/completions answers with a message, /v1/responses with a list of items: whole, or as events in OpenAI's order.
+/v1/chat/completions returns a message; /v1/responses returns a list of items.  Both can be streamed as events.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ from espalier.request import OutputChunk, ResolvedParams
 from espalier.server.answers import Answer, Choice, to_json
 from espalier.server.errors import bad_request
 from espalier.server.openai import ChatRequest
-from espalier.server.protocol import Part
+from espalier.server.protocol import OutputPart
 from espalier.server.responses import ResponsesRequest
 from espalier.text import Tokenizer
 from espalier.tool_calls import base
@@ -28,49 +28,49 @@ Event = dict[str, Any]
 
 @dataclass
 class ChatChoice(Choice):
-    """A choice whose tokens are read as a message.
+    """A choice whose tokens are parsed into a chat message.
 
-    make_stream: returns the stream that reads the tokens, None if all text is content.  new_deltas: the deltas of the
-    last chunk.  deltas: all deltas so far, if the response is whole.  calls: indices of the unbroken calls so far.
+    new_stream: returns the stream that parses the tokens; None if all text is content.  new_deltas: of the
+    last chunk.  deltas: all so far, if keeps_deltas.  valid_calls: indices of the calls without errors so far.
     """
 
-    make_stream: Callable[[], MessageStream] | None = None
-    is_whole: bool = True
+    new_stream: Callable[[], MessageStream] | None = None
+    keeps_deltas: bool = True
     new_deltas: list[base.Delta] = field(default_factory=list)
     deltas: list[base.Delta] = field(default_factory=list)
-    calls: set[int] = field(default_factory=set)
+    valid_calls: set[int] = field(default_factory=set)
 
     @cached_property
     def stream(self) -> MessageStream:
-        """The stream that reads the tokens.  Made with the first part, so that the request starts sooner."""
-        assert self.make_stream is not None
-        return self.make_stream()
+        """The stream that parses the tokens.  It is created with the first chunk, so that the request starts sooner."""
+        assert self.new_stream is not None
+        return self.new_stream()
 
     @property
     def num_reasoning_tokens(self) -> int:
         """The number of reasoning tokens."""
-        return 0 if self.make_stream is None else self.stream.num_reasoning_tokens
+        return 0 if self.new_stream is None else self.stream.num_reasoning_tokens
 
     def new_text(self, output: OutputChunk) -> str:
-        """Returns the text of a chunk, "" if the chunk is read as parts."""
-        if self.make_stream is None:
+        """Returns the text of a chunk; "" if the chunk is parsed into deltas."""
+        if self.new_stream is None:
             return super().new_text(output)
         self.new_deltas = self.stream.read(output)
         for part in self.new_deltas:
             if part.kind == "call":
-                self.calls.add(part.index)
+                self.valid_calls.add(part.index)
             elif part.kind == "broken":
-                self.calls.discard(part.index)
-        if self.is_whole:
+                self.valid_calls.discard(part.index)
+        if self.keeps_deltas:
             self.deltas += self.new_deltas
         return ""
 
     def finish_reasons(self, output: OutputChunk) -> tuple[str | None, int | str | None]:
-        return super().finish_reasons(output) if self.make_stream is None else self.stream.finish_reasons(output)
+        return super().finish_reasons(output) if self.new_stream is None else self.stream.finish_reasons(output)
 
     def finish_reason_with_calls(self, reason: str | None) -> str | None:
-        """Returns the finish_reason: "tool_calls" for an output that ended by itself and has calls."""
-        return "tool_calls" if reason == "stop" and self.calls else reason
+        """Returns "tool_calls" for an output with tool calls and finish_reason "stop"; else `reason`."""
+        return "tool_calls" if reason == "stop" and self.valid_calls else reason
 
 
 class ChatAnswer(Answer):
@@ -85,49 +85,49 @@ class ChatAnswer(Answer):
         self.shows_reasoning = body.include_reasoning is not False
         self.events_differ_only_in_text = self.events_differ_only_in_text and not plan.has_parser
 
-    def _choice(self, index: int, prompt: list[int]) -> Choice:
+    def _new_choice(self, index: int, prompt: list[int]) -> Choice:
         choice = ChatChoice(
             index, prompt, partial(self._make_text_stream, prompt), self.params.include_stop_str_in_output
         )
         if self.plan.has_parser and self.tokenizer is not None:
-            choice.make_stream = partial(self._stream, self.tokenizer, prompt)
-        choice.is_whole = not self.body.stream
+            choice.new_stream = partial(self._new_message_stream, self.tokenizer, prompt)
+        choice.keeps_deltas = not self.body.stream
         return choice
 
-    def _stream(self, tokenizer: Tokenizer, prompt: list[int]) -> MessageStream:
+    def _new_message_stream(self, tokenizer: Tokenizer, prompt: list[int]) -> MessageStream:
         parser = self.plan.parser(prompt)
         assert parser is not None
         return message_stream(tokenizer, prompt, self.params, parser)
 
-    def add_part(self, prompt_index: int, part: Part) -> tuple[Choice, OutputChunk]:
+    def add_part(self, prompt_index: int, part: OutputPart) -> tuple[Choice, OutputChunk]:
         choice, output = super().add_part(prompt_index, part)
-        if isinstance(choice, ChatChoice) and choice.make_stream is not None:
+        if isinstance(choice, ChatChoice) and choice.new_stream is not None:
             text = "".join(part.text for part in choice.new_deltas if self._is_shown(part))
             output = replace(output, text=text, finish_reason=choice.finish_reason_with_calls(output.finish_reason))
         return choice, output
 
     def _is_shown(self, part: base.Delta) -> bool:
-        """Whether a chunk of the stream shows a part."""
+        """Whether the stream sends this delta to the client."""
         return part.kind != "called" and (part.kind != "reasoning" or self.shows_reasoning)
 
     def opening_chunks(self) -> list[dict[str, Any]]:
         first_delta = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
         first_delta |= self._extra_fields(OutputChunk(""))
-        return [self._chunk([{"index": choice.index, **first_delta}]) for choice in self.choices]
+        return [self._chunk_object([{"index": choice.index, **first_delta}]) for choice in self.choices]
 
     def _chunk_choice(self, choice: Choice, output: OutputChunk) -> dict[str, Any]:
         assert isinstance(choice, ChatChoice)
-        has_parser = choice.make_stream is not None
+        has_parser = choice.new_stream is not None
         chunk = {
             "index": choice.index,
-            "delta": self._parts(choice.new_deltas) if has_parser else {"content": output.text} if output.text else {},
+            "delta": self._delta(choice.new_deltas) if has_parser else {"content": output.text} if output.text else {},
             "logprobs": self._logprobs(output.logprobs),
             "finish_reason": output.finish_reason,
         }
         errors = [{"index": part.index, "message": part.text} for part in choice.new_deltas if part.kind == "broken"]
         return {**chunk, "tool_call_errors": errors} if errors else chunk
 
-    def _parts(self, parts: Sequence[base.Delta]) -> dict[str, Any]:
+    def _delta(self, parts: Sequence[base.Delta]) -> dict[str, Any]:
         """Returns the `delta` field of a chunk."""
         delta: dict[str, Any] = {}
         calls: dict[int, dict[str, Any]] = {}
@@ -152,7 +152,7 @@ class ChatAnswer(Answer):
             "logprobs": self._logprobs(choice.output.logprobs),
             "finish_reason": choice.finish_reason_with_calls(choice.output.finish_reason),
         }
-        if choice.make_stream is None:
+        if choice.new_stream is None:
             return whole
         message = message_of(choice.deltas)
         whole["message"]["content"] = message.content or (None if message.tool_calls else "")
@@ -183,17 +183,17 @@ class ChatAnswer(Answer):
             return None
         content = []
         for entry in entries:
-            top = [self._token(token, value) for token, value in entry.top]
-            content.append(self._token(entry.token_id, entry.logprob) | {"top_logprobs": top})
+            top = [self._token_logprob(token, value) for token, value in entry.top]
+            content.append(self._token_logprob(entry.token_id, entry.logprob) | {"top_logprobs": top})
         return {"content": content, "refusal": None}
 
-    def _token(self, token: int, logprob: float) -> dict[str, Any]:
+    def _token_logprob(self, token: int, logprob: float) -> dict[str, Any]:
         part = None if self.tokenizer is None else list(self.tokenizer.bytes_of(token).bytes)
         return {"token": self._token_text(token), "logprob": logprob, "bytes": part}
 
 
 class OutputItems:
-    """The items of one answer, and the events that report how they grow.  At most one item, the last, is open."""
+    """The output items of one answer, and the events about their changes.  Only the last item can be open."""
 
     def __init__(self, id: str):
         self.id = id
@@ -201,8 +201,8 @@ class OutputItems:
         self.events: list[Event] = []
         self.num_events = 0
         self.is_open = False
-        # The pieces of the open item's text.
-        self._texts: list[str] = []
+        # The text of the open item, in pieces.
+        self._text_pieces: list[str] = []
 
     def pop_events(self) -> list[Event]:
         events, self.events = self.events, []
@@ -212,19 +212,19 @@ class OutputItems:
         self.events.append({"type": f"response.{kind}", "sequence_number": self.num_events, **fields})
         self.num_events += 1
 
-    def add(self, delta: base.Delta, logprobs: list[dict[str, Any]]) -> None:
-        """Add a delta to the open item, or to a new item.  logprobs: the tokens' log-probabilities, for content."""
+    def add_delta(self, delta: base.Delta, logprobs: list[dict[str, Any]]) -> None:
+        """Add a delta to the open item, or to a new item.  logprobs: log-probabilities of the content's tokens."""
         if delta.kind == "content":
-            self._open_text("message", {"role": "assistant"}, _output_text)
+            self._open_text_item("message", {"role": "assistant"}, _empty_output_text)
             self._append_text(delta.text, logprobs)
         elif delta.kind == "reasoning":
-            self._open_text("reasoning", {"summary": []}, _reasoning_text)
+            self._open_text_item("reasoning", {"summary": []}, _empty_reasoning_text)
             self._append_text(delta.text, None)
         elif delta.kind == "call":
             call = {"call_id": delta.id, "name": delta.text, "arguments": ""}
-            self._open("function_call", call)
+            self._open_item("function_call", call)
         elif delta.kind == "arguments":
-            self._texts.append(delta.text)
+            self._text_pieces.append(delta.text)
             self._item_event("function_call_arguments.delta", delta=delta.text)
         elif delta.kind == "called":
             self.close("completed")
@@ -236,8 +236,8 @@ class OutputItems:
         if not self.is_open:
             return
         item, self.is_open = self.items[-1], False
-        item["status"], text = status, "".join(self._texts)
-        self._texts = []
+        item["status"], text = status, "".join(self._text_pieces)
+        self._text_pieces = []
         if item["type"] == "function_call":
             item["arguments"] = text
             self._item_event("function_call_arguments.done", name=item["name"], arguments=item["arguments"])
@@ -248,26 +248,26 @@ class OutputItems:
             logprobs = {"logprobs": part["logprobs"]} if item["type"] == "message" else {}
             self._item_event(f"{name}.done", content_index=0, text=part["text"], **logprobs)
             self._item_event("content_part.done", content_index=0, part=dict(part))
-        self.event("output_item.done", output_index=len(self.items) - 1, item=_copied(item))
+        self.event("output_item.done", output_index=len(self.items) - 1, item=_copy_of_item(item))
 
-    def _open(self, kind: str, fields: dict[str, Any]) -> None:
+    def _open_item(self, kind: str, fields: dict[str, Any]) -> None:
         self.close("completed")
         prefix = {"message": "msg", "reasoning": "rs", "function_call": "fc"}[kind]
         item = {"id": f"{prefix}_{self.id}_{len(self.items)}", "type": kind, "status": "in_progress", **fields}
         self.items.append(item)
         self.is_open = True
-        self.event("output_item.added", output_index=len(self.items) - 1, item=_copied(item))
+        self.event("output_item.added", output_index=len(self.items) - 1, item=_copy_of_item(item))
 
-    def _open_text(self, kind: str, fields: dict[str, Any], new_part: Callable[[], dict[str, Any]]) -> None:
-        """Open an item of this type, unless one is open already.  new_part: returns the item's part, without text."""
+    def _open_text_item(self, kind: str, fields: dict[str, Any], new_part: Callable[[], dict[str, Any]]) -> None:
+        """Open an item of this type, unless such an item is open.  new_part: returns the item's empty content part."""
         if self.is_open and self.items[-1]["type"] == kind:
             return
-        self._open(kind, {**fields, "content": []})
+        self._open_item(kind, {**fields, "content": []})
         self.items[-1]["content"].append(new_part())
         self._item_event("content_part.added", content_index=0, part=new_part())
 
     def _append_text(self, text: str, logprobs: list[dict[str, Any]] | None) -> None:
-        self._texts.append(text)
+        self._text_pieces.append(text)
         if logprobs is None:
             self._item_event("reasoning_text.delta", content_index=0, delta=text)
             return
@@ -278,26 +278,26 @@ class OutputItems:
         self.event(kind, item_id=self.items[-1]["id"], output_index=len(self.items) - 1, **fields)
 
 
-def _output_text() -> dict[str, Any]:
+def _empty_output_text() -> dict[str, Any]:
     return {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
 
 
-def _reasoning_text() -> dict[str, Any]:
+def _empty_reasoning_text() -> dict[str, Any]:
     return {"type": "reasoning_text", "text": ""}
 
 
-def _copied(item: dict[str, Any]) -> dict[str, Any]:
-    """Returns a copy of the item as it is now."""
+def _copy_of_item(item: dict[str, Any]) -> dict[str, Any]:
+    """Returns a copy of the item.  Later changes of the item do not change the copy."""
     return {**item, "content": [dict(part) for part in item["content"]]} if "content" in item else dict(item)
 
 
 class ResponsesAnswer(ChatAnswer):
-    """Builds the answer of /v1/responses.  request: as it was sent.  Other arguments: of ChatAnswer."""
+    """Builds the answer of /v1/responses.  request: the client's body.  chat, chat_arguments: see ChatAnswer."""
 
     end_event = b""
 
-    def __init__(self, request: ResponsesRequest, id: str, chat: ChatRequest, *of_chat: Any):
-        super().__init__(f"resp_{id}", chat, *of_chat)
+    def __init__(self, request: ResponsesRequest, id: str, chat: ChatRequest, *chat_arguments: Any):
+        super().__init__(f"resp_{id}", chat, *chat_arguments)
         if chat.logprobs and self.plan.has_parser:
             reason = "include message.output_text.logprobs is not supported where reasoning or tool calls are read"
             raise bad_request(EspalierError(f"{reason}; use /v1/chat/completions, or leave it out"), "include")
@@ -305,25 +305,25 @@ class ResponsesAnswer(ChatAnswer):
         self.events_differ_only_in_text = False
         self.items = OutputItems(id)
         self.finish_reason: str | None = None
-        # The reasons why calls were broken.
-        self.errors: list[str] = []
+        # The reasons why tool calls could not be parsed.
+        self.call_errors: list[str] = []
 
-    def add_part(self, prompt_index: int, part: Part) -> tuple[Choice, OutputChunk]:
+    def add_part(self, prompt_index: int, part: OutputPart) -> tuple[Choice, OutputChunk]:
         choice, output = super().add_part(prompt_index, part)
         assert isinstance(choice, ChatChoice)
         logprobs = [] if output.logprobs is None else self._logprobs(output.logprobs)["content"]
-        if choice.make_stream is not None:
+        if choice.new_stream is not None:
             for each in choice.new_deltas:
-                self.items.add(each, [])
-            self.errors += [each.text for each in choice.new_deltas if each.kind == "broken"]
+                self.items.add_delta(each, [])
+            self.call_errors += [each.text for each in choice.new_deltas if each.kind == "broken"]
         elif output.text or logprobs:
-            self.items.add(base.Delta("content", output.text), logprobs)
+            self.items.add_delta(base.Delta("content", output.text), logprobs)
         if output.finish_reason is not None:
             self.finish_reason = output.finish_reason
             self.items.close("incomplete" if self.finish_reason == "length" else "completed")
         return choice, output
 
-    def event(self, prompt_index: int, part: Part) -> bytes:
+    def event(self, prompt_index: int, part: OutputPart) -> bytes:
         self.add_part(prompt_index, part)
         return b"".join(map(self.encode, self.items.pop_events()))
 
@@ -331,13 +331,13 @@ class ResponsesAnswer(ChatAnswer):
         return f"event: {chunk['type']}\n".encode() + b"data: " + to_json(chunk) + b"\n\n"
 
     def error_event(self, error: dict[str, Any]) -> bytes:
-        """Returns OpenAI's event, with the whole error added: OpenAI's clients look for that error in any stream."""
+        """Returns OpenAI's error event with a field `error`, which OpenAI's clients look for in every stream."""
         fields = {name: error["error"][name] for name in ("code", "message", "param")}
         return self.encode({"type": "error", "sequence_number": self.items.num_events, **fields, **error})
 
     def opening_chunks(self) -> list[dict[str, Any]]:
         for kind in ("created", "in_progress"):
-            self.items.event(kind, response=self._response("in_progress"))
+            self.items.event(kind, response=self._response_object("in_progress"))
         return self.items.pop_events()
 
     def closing_chunks(self) -> list[dict[str, Any]]:
@@ -347,12 +347,12 @@ class ResponsesAnswer(ChatAnswer):
 
     def whole_response(self) -> dict[str, Any]:
         is_cut = self.finish_reason == "length"
-        whole = self._response("incomplete" if is_cut else "completed") | {"usage": self.usage()}
-        if self.errors:
-            whole["tool_call_errors"] = [{"message": error} for error in self.errors]
+        whole = self._response_object("incomplete" if is_cut else "completed") | {"usage": self.usage()}
+        if self.call_errors:
+            whole["tool_call_errors"] = [{"message": error} for error in self.call_errors]
         return whole
 
-    def _response(self, status: str) -> dict[str, Any]:
+    def _response_object(self, status: str) -> dict[str, Any]:
         request, chat = self.request, self.body
         return {
             "id": self.common_fields["id"],
@@ -362,7 +362,7 @@ class ResponsesAnswer(ChatAnswer):
             "status": status,
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
-            "output": [_copied(item) for item in self.items.items],
+            "output": [_copy_of_item(item) for item in self.items.items],
             "instructions": request.instructions,
             "metadata": request.metadata or {},
             "temperature": self.params.temperature,

@@ -1,7 +1,7 @@
-"""The front's client of the engine process: starts it, submits prompts, distributes its output, notices its end.
+"""The front's client of the engine process.  Starts the process, submits prompts, and distributes its output.
 
-All code runs on one event loop.  If the process exits or sends nothing for engine_timeout_s, every generation in flight
-fails with EngineGone.  With `restart`, a new process is then started, until several in a row cannot load.
+All code runs on one event loop.  If the process exits or is silent for engine_timeout_s, every generation in flight
+fails with EngineGone.  With `restart`, a new process is then started, until several processes in a row fail to load.
 """
 
 import asyncio
@@ -26,56 +26,56 @@ from espalier.child_process import environment
 from espalier.errors import EspalierError
 from espalier.inputs import ModelFacts
 from espalier.server import logs, protocol
-from espalier.server.protocol import SHUTTING_DOWN, EngineFigures, EngineGone, Generation, Part, Report, Submit
+from espalier.server.protocol import SHUTTING_DOWN, EngineFigures, EngineGone, Generation, OutputPart, SubmittedPrompt
 
-# After this many turns of the event loop without a new prompt, the waiting prompts are sent.  A request on a new
-# connection needs five turns: accept, make its transport, watch it, read, handle.
-MAX_QUIET_TURNS = 6
-MAX_WAIT_S = 0.01
+# The waiting prompts are sent after this many iterations of the event loop without a new prompt.  A request on a new
+# connection needs five iterations: accept, make its transport, watch it, read, handle.
+MAX_IDLE_LOOP_TURNS = 6
+MAX_SEND_DELAY_S = 0.01
 log = logging.getLogger("espalier.server")
-MODEL_WORKER = "espalier.server.worker"
+MODEL_WORKER_MODULE = "espalier.server.worker"
 SHUTDOWN_TIMEOUT_S = 10.0
-# After this many failed starts in a row, no further process is started.  Each pause is twice the pause before.
+# The most failed starts in a row.  The pause between two starts doubles each time.
 MAX_FAILED_STARTS = 5
-FIRST_PAUSE_S = 1.0
+FIRST_RESTART_PAUSE_S = 1.0
 LOADING_LOG_INTERVAL_S = 30.0
 
 
 class Outbox:
-    """Prompts on their way to the engine.
+    """Collects prompts, and sends them to the engine together.
 
-    The prompts are sent when no other request waits to be read, when they fill a prefill pass, or after MAX_WAIT_S.
+    The prompts are sent when no new request arrives, when they fill a prefill pass, or after MAX_SEND_DELAY_S.
 
     send: sends prompts in one message.  tokens_per_prefill: how many tokens fill a prefill pass.
     """
 
-    def __init__(self, send: Callable[[list[Submit]], None]):
+    def __init__(self, send: Callable[[list[SubmittedPrompt]], None]):
         self.send = send
         self.tokens_per_prefill = 0
-        self._waiting: list[Submit] = []
-        self._num_tokens = 0
-        self._send_at = 0.0
-        self._num_quiet = 0
-        self._turn: asyncio.Handle | None = None
-        # Set once the waiting prompts are sent.  None until the first prompt comes.
-        self._flushed: asyncio.Event | None = None
+        self._unsent: list[SubmittedPrompt] = []
+        self._num_unsent_tokens = 0
+        self._send_deadline = 0.0
+        self._num_idle_turns = 0
+        self._next_check: asyncio.Handle | None = None
+        # Set when the waiting prompts are sent.  None before the first prompt.
+        self._flush_event: asyncio.Event | None = None
 
-    def add(self, submit: Submit) -> None:
+    def add(self, submit: SubmittedPrompt) -> None:
         loop = asyncio.get_running_loop()
-        if not self._waiting:
-            self._send_at, self._flushed = loop.time() + MAX_WAIT_S, asyncio.Event()
-        self._waiting.append(submit)
-        self._num_tokens += len(submit.prompt)
-        self._num_quiet = 0
-        if self._num_tokens >= self.tokens_per_prefill or loop.time() >= self._send_at:
+        if not self._unsent:
+            self._send_deadline, self._flush_event = loop.time() + MAX_SEND_DELAY_S, asyncio.Event()
+        self._unsent.append(submit)
+        self._num_unsent_tokens += len(submit.prompt)
+        self._num_idle_turns = 0
+        if self._num_unsent_tokens >= self.tokens_per_prefill or loop.time() >= self._send_deadline:
             self.flush()
-        elif self._turn is None:
-            self._turn = loop.call_soon(self._flush_if_quiet)
+        elif self._next_check is None:
+            self._next_check = loop.call_soon(self._flush_if_idle)
 
-    async def wait_sent(self) -> None:
-        """Return when the waiting prompts are sent, after at least one turn of the event loop."""
-        if self._waiting and self._flushed is not None:
-            await self._flushed.wait()
+    async def wait_until_sent(self) -> None:
+        """Wait until the waiting prompts are sent, and for at least one iteration of the event loop."""
+        if self._unsent and self._flush_event is not None:
+            await self._flush_event.wait()
         else:
             await asyncio.sleep(0)
 
@@ -84,33 +84,33 @@ class Outbox:
         if waiting := self.clear():
             self.send(waiting)
 
-    def clear(self) -> list[Submit]:
+    def clear(self) -> list[SubmittedPrompt]:
         """Remove and return the waiting prompts."""
-        if self._turn is not None:
-            self._turn.cancel()
-            self._turn = None
-        if self._flushed is not None:
-            self._flushed.set()
-        waiting, self._waiting, self._num_tokens = self._waiting, [], 0
+        if self._next_check is not None:
+            self._next_check.cancel()
+            self._next_check = None
+        if self._flush_event is not None:
+            self._flush_event.set()
+        waiting, self._unsent, self._num_unsent_tokens = self._unsent, [], 0
         return waiting
 
-    def _flush_if_quiet(self) -> None:
-        """Send the waiting prompts if no more come, or look again in the next turn of the event loop."""
+    def _flush_if_idle(self) -> None:
+        """Send the waiting prompts if no new prompts arrive, else check again in the loop's next iteration."""
         loop = asyncio.get_running_loop()
-        if self._num_quiet == MAX_QUIET_TURNS or loop.time() >= self._send_at:
+        if self._num_idle_turns == MAX_IDLE_LOOP_TURNS or loop.time() >= self._send_deadline:
             self.flush()
             return
-        self._num_quiet += 1
-        self._turn = loop.call_soon(self._flush_if_quiet)
+        self._num_idle_turns += 1
+        self._next_check = loop.call_soon(self._flush_if_idle)
 
 
 @dataclass(frozen=True)
 class ClientOptions:
     """Settings of an EngineClient.
 
-    heartbeat_s: seconds between messages of an idle engine.  engine_timeout_s: after this many seconds without a
-    message, once the model is loaded, the engine is ended.  load_timeout_s: limit for loading the model, None for no
-    limit.  worker: the module that the engine process runs.  learn: see protocol.Start.
+    heartbeat_s: seconds between messages of an idle engine.  engine_timeout_s: a loaded engine without messages for
+    this many seconds is killed.  load_timeout_s: limit for loading the model, None for no limit.  worker: the module
+    that the engine process runs.  learn: see protocol.Start.
     """
 
     restart: bool = False
@@ -119,15 +119,15 @@ class ClientOptions:
     load_timeout_s: float | None = 1800.0
     log_level: str = "info"
     log_json: bool = False
-    worker: str = MODEL_WORKER
+    worker: str = MODEL_WORKER_MODULE
     learn: dict[str, Any] | None = None
 
 
 class EngineClient:
-    """Runs one engine process, or with `restart` one after another.  settings: what its worker loads, as plain values.
+    """Runs one engine process; with `restart`, replaces a process that ended.  settings: see protocol.Start.
 
     state: "starting", "ready", "gone" or "closed".  unavailable_reason: the reason for a state other than "ready".
-    abort_steps: how many aborts took each number of engine steps.
+    abort_steps: for each number of engine steps, how many aborts took so many steps.
     """
 
     def __init__(self, settings: Mapping[str, Any], options: ClientOptions):
@@ -137,20 +137,20 @@ class EngineClient:
         self.unavailable_reason = "the model is being loaded"
         self.facts: ModelFacts | None = None
         self.config: dict[str, Any] = {}
-        self.report = Report()
+        self.report = protocol.EngineReport()
         self.abort_steps: Counter[int] = Counter()
         self.num_restarts = 0
         self.process: asyncio.subprocess.Process | None = None
         self._generations: dict[str, Generation] = {}
         self._context = zmq.asyncio.Context()
         self._socket: zmq.asyncio.Socket | None = None
-        self._outbox = Outbox(lambda prompts: self._send(protocol.SubmitMany(prompts)))
-        # The folder of the sockets, readable by this user alone.  None before `start`.
-        self._folder: Path | None = None
+        self._outbox = Outbox(lambda prompts: self._send(protocol.SubmitPrompts(prompts)))
+        # The folder of the sockets, which only this user can read.  None before `start`.
+        self._socket_folder: Path | None = None
         self._last_message_at = 0.0
         self._num_submitted = 0
         self._supervisor: asyncio.Task[None] | None = None
-        self._closing: asyncio.Task[None] | None = None
+        self._close_task: asyncio.Task[None] | None = None
 
     @property
     def open_samples(self) -> int:
@@ -169,7 +169,7 @@ class EngineClient:
 
     async def start(self) -> None:
         """Start the process and wait until its model is loaded.  Raises EspalierError if that fails."""
-        self._folder = Path(tempfile.mkdtemp(prefix="espalier-"))
+        self._socket_folder = Path(tempfile.mkdtemp(prefix="espalier-"))
         try:
             await self._start()
         except BaseException:
@@ -181,12 +181,12 @@ class EngineClient:
             raise
         self._supervisor = asyncio.create_task(self._supervise())
 
-    def require_up(self) -> None:
+    def require_running(self) -> None:
         if self.state != "ready":
             raise EngineGone(self.unavailable_reason)
 
-    def submit(self, prompts: Sequence[list[int]], template: Submit) -> Generation:
-        self.require_up()
+    def submit(self, prompts: Sequence[list[int]], template: SubmittedPrompt) -> Generation:
+        self.require_running()
         submits = template.for_prompts(prompts, self._num_submitted)
         self._num_submitted += len(prompts)
         generation = Generation(self, [each.name for each in submits], template.params.n)
@@ -195,29 +195,29 @@ class EngineClient:
             self._outbox.add(each)
         return generation
 
-    async def wait_sent(self) -> None:
-        await self._outbox.wait_sent()
+    async def wait_until_sent(self) -> None:
+        await self._outbox.wait_until_sent()
 
     def abort(self, generation: Generation) -> None:
-        """Abort the samples that still run, and drop their output."""
+        """Abort the running samples and drop their output."""
         for name in generation.num_running:
             if self._generations.pop(name, None) is not None and self.state == "ready":
                 self._outbox.flush()
-                self._send(protocol.Abort(name))
+                self._send(protocol.AbortPrompt(name))
 
-    async def ended(self) -> str | None:
-        """Wait until there will be no further engine process.  Returns the reason, None after `close`."""
+    async def wait_until_ended(self) -> str | None:
+        """Wait until no engine process runs or will be started.  Returns the reason; None after `close`."""
         assert self._supervisor is not None
         await asyncio.wait({self._supervisor})
         return None if self.state == "closed" else self.unavailable_reason
 
     async def close(self) -> None:
-        """End the process; kill it if it does not exit.  Later calls wait for the first call."""
-        if self._closing is None:
+        """End the process; kill it if it does not exit.  A second call waits for the first call."""
+        if self._close_task is None:
             self.state, self.unavailable_reason = "closed", SHUTTING_DOWN
             self._fail_all(SHUTTING_DOWN)
-            self._closing = asyncio.create_task(self._close())
-        await asyncio.shield(self._closing)
+            self._close_task = asyncio.create_task(self._close())
+        await asyncio.shield(self._close_task)
 
     async def _close(self) -> None:
         if self._supervisor is not None:
@@ -232,19 +232,19 @@ class EngineClient:
             self._remove_folder()
 
     def _remove_folder(self) -> None:
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+        if self._socket_folder is not None:
+            shutil.rmtree(self._socket_folder, ignore_errors=True)
 
     # The process
 
     async def _start(self) -> None:
-        address = f"ipc://{self._folder}/{self.num_restarts}"
+        address = f"ipc://{self._socket_folder}/{self.num_restarts}"
         socket: zmq.asyncio.Socket = self._context.socket(zmq.PAIR)
         socket.set_hwm(0)
         socket.linger = 0
         socket.bind(address)
         self._socket = socket
-        # Blocked signals stay blocked in the new process: Ctrl-C during its imports would print a traceback.
+        # The new process inherits the blocked signal: Ctrl-C during its imports would print a traceback.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
         try:
             self.process = await asyncio.create_subprocess_exec(
@@ -259,17 +259,17 @@ class EngineClient:
             protocol.Start(self.settings, options.heartbeat_s, options.log_level, options.log_json, options.learn)
         )
         first = await self._first_message(socket, self.process)
-        if not isinstance(first, protocol.Ready):
+        if not isinstance(first, protocol.EngineReady):
             raise EspalierError(
-                first.error if isinstance(first, protocol.Failed) else "the engine process broke the protocol"
+                first.error if isinstance(first, protocol.EngineFailed) else "the engine process broke the protocol"
             )
-        self.facts, self.config, self.report = first.facts, first.config, Report()
+        self.facts, self.config, self.report = first.facts, first.config, protocol.EngineReport()
         self._outbox.tokens_per_prefill = int(self.config["chunk_size"])
         self._last_message_at = asyncio.get_running_loop().time()
         self.state, self.unavailable_reason = "ready", ""
 
     async def _first_message(self, socket: zmq.asyncio.Socket, process: asyncio.subprocess.Process) -> Any:
-        """Returns the first message, Ready or Failed.  Raises EspalierError if the process exits or times out first."""
+        """Returns EngineReady or EngineFailed.  Raises EspalierError if the process exits or is too slow."""
         message = asyncio.ensure_future(socket.recv())
         exited = asyncio.create_task(process.wait())
         limit, loop = self.options.load_timeout_s, asyncio.get_running_loop()
@@ -290,14 +290,14 @@ class EngineClient:
                 # The last message may still be in transit.
                 await asyncio.wait({message}, timeout=1.0)
             if not message.done():
-                raise EspalierError(f"the engine process {_exit_text(process)} while it was loading")
+                raise EspalierError(f"the engine process {_exit_description(process)} while it was loading")
             return protocol.decode_from_engine(message.result())
         finally:
             message.cancel()
             exited.cancel()
 
     async def _supervise(self) -> None:
-        """Read from the process until it is gone; with `restart`, start the next process and continue."""
+        """Read messages until the process has ended.  With `restart`, start the next process and read on."""
         num_failed = 0
         while True:
             if self.state == "ready":
@@ -316,12 +316,12 @@ class EngineClient:
                 self.unavailable_reason = f"the engine process cannot be restarted: {error}"
                 log.error("%s; this was try %d of %d", self.unavailable_reason, num_failed, MAX_FAILED_STARTS)
                 if num_failed < MAX_FAILED_STARTS:
-                    await asyncio.sleep(FIRST_PAUSE_S * 2 ** (num_failed - 1))
+                    await asyncio.sleep(FIRST_RESTART_PAUSE_S * 2 ** (num_failed - 1))
 
     async def _wait_until_gone(self) -> str:
-        """Read messages until the process is gone.  Returns the reason."""
+        """Read messages until the process has ended or is silent too long.  Returns the reason."""
         assert self.process is not None
-        reading = asyncio.create_task(self._read())
+        reading = asyncio.create_task(self._read_messages())
         exited = asyncio.create_task(self.process.wait())
         try:
             while True:
@@ -330,9 +330,9 @@ class EngineClient:
                     # Messages that the process sent before its exit are still unread.
                     await asyncio.wait({reading}, timeout=1.0)
                 if reading.done():
-                    return _reason_of(reading)
+                    return _end_reason(reading)
                 if exited.done():
-                    return f"the engine process {_exit_text(self.process)}"
+                    return f"the engine process {_exit_description(self.process)}"
                 silence = asyncio.get_running_loop().time() - self._last_message_at
                 if silence > self.options.engine_timeout_s:
                     return f"the engine process sent nothing for {silence:.0f} s and was ended"
@@ -340,24 +340,24 @@ class EngineClient:
             reading.cancel()
             exited.cancel()
 
-    async def _read(self) -> str:
-        """Distribute messages until the process sends Failed.  Returns its reason."""
+    async def _read_messages(self) -> str:
+        """Distribute messages until the process sends EngineFailed.  Returns the error."""
         assert self._socket is not None
         while True:
             message = protocol.decode_from_engine(await self._socket.recv())
             self._last_message_at = asyncio.get_running_loop().time()
-            if isinstance(message, protocol.Harvest):
+            if isinstance(message, protocol.StepOutput):
                 if message.report is not None:
                     self.report = message.report
                     self.abort_steps.update(message.report.abort_steps)
                 for part in message.parts:
                     self._deliver(part)
-            elif isinstance(message, protocol.Refused):
+            elif isinstance(message, protocol.PromptRefused):
                 self._fail_request(message.name, protocol.refusal_error(message))
-            elif isinstance(message, protocol.Failed):
+            elif isinstance(message, protocol.EngineFailed):
                 return f"the engine stopped: {message.error}"
 
-    def _deliver(self, part: Part) -> None:
+    def _deliver(self, part: OutputPart) -> None:
         generation = self._generations.get(part.name)
         if generation is None:  # the front has closed it
             return
@@ -398,7 +398,7 @@ class EngineClient:
                 await process.wait()
 
     def _send(self, message: protocol.ToEngine) -> None:
-        """Send without waiting: the socket's queue has no size limit."""
+        """Send a message.  This never blocks, because the socket's queue has no size limit."""
         assert self._socket is not None
         self._socket.send(protocol.encode(message))
 
@@ -408,15 +408,15 @@ class EngineClient:
             self._socket = None
 
 
-def _reason_of(reading: asyncio.Task[str]) -> str:
-    """Returns why `_read` ended.  A message that cannot be decoded also ends it, so that no request waits forever."""
+def _end_reason(reading: asyncio.Task[str]) -> str:
+    """Returns why `_read_messages` ended.  A message that cannot be decoded ends the reading too."""
     if (error := reading.exception()) is None:
         return reading.result()
     log.error("the engine process sent an unreadable message", exc_info=error)
     return f"the engine process sent an unreadable message ({type(error).__name__}: {error}) and was ended"
 
 
-def _exit_text(process: asyncio.subprocess.Process) -> str:
+def _exit_description(process: asyncio.subprocess.Process) -> str:
     code = process.returncode
     if code is not None and code < 0:
         return f"(pid {process.pid}) was killed by signal {-code}"

@@ -1,10 +1,10 @@
-"""All open connections.  A connection with a stalled client is closed; if too many are open, the oldest idle one too.
+"""Keeps all open connections.  Closes those of stalled clients, and the oldest idle connection if too many are open.
 
 A stalled client does not read its response, or does not send a whole request.  asyncio keeps a closed transport until
-its last byte is sent, forever if the client does not read.  So all connections are checked periodically.
+its last byte is sent.  If the client does not read, that is forever.  So all connections are checked periodically.
 
-A connection that takes the last file descriptor would leave none for a journal, an upload or the next engine process.
-So the process's limit on descriptors decides how many connections may be open.
+A journal, an upload or a new engine process needs file descriptors too.  So the process's limit on file descriptors
+decides how many connections may be open.
 """
 
 import asyncio
@@ -16,52 +16,53 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from espalier.errors import EspalierError
-from espalier.server.logs import NO_REQUEST, LogLimiter, log_extra
+from espalier.server.logs import NO_REQUEST_ID, LogLimiter, log_extra
 from espalier.server.metrics import Metrics
 
 if TYPE_CHECKING:
     from espalier.server.http1 import Connection
 
 log = logging.getLogger("espalier.server")
-# A connection is closed if nothing comes for this long after its last response.
+# A connection is closed if no data arrives for this long after its last response.
 KEEP_ALIVE_S = 5.0
-# How many connections asyncio accepts in one turn of its loop, before any can be closed.
-MAX_ACCEPTED = 16
-# A closed connection holds its descriptor for two more turns of the loop.
+# The most connections that asyncio accepts in one iteration of its loop, before any can be closed.
+MAX_ACCEPTS_PER_TURN = 16
+# A closed connection holds its descriptor for two more iterations of the loop.
 TURNS_TO_CLOSE = 3
-# How many files may be uploaded or downloaded at once; then the descriptors that one transfer has open.
+# The most uploads and downloads at once, and the file descriptors that each of them has open.
 MAX_TRANSFERS = 8
 FILES_PER_TRANSFER = 3
-# Descriptors for journals and their inputs, the next engine process with its socket, and the processes that read bodies
-# and templates.
-FILES_OF_SERVER = 40
-RESERVED_DESCRIPTORS = MAX_ACCEPTED * TURNS_TO_CLOSE + MAX_TRANSFERS * FILES_PER_TRANSFER + FILES_OF_SERVER
+# File descriptors for journals and their inputs, a new engine process with its socket, and the helper processes.
+SERVER_FILES = 40
+RESERVED_DESCRIPTORS = MAX_ACCEPTS_PER_TURN * TURNS_TO_CLOSE + MAX_TRANSFERS * FILES_PER_TRANSFER + SERVER_FILES
 MIN_CONNECTIONS = 16
-OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+OUT_OF_RESOURCES_ERRNOS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 class Connections:
     """The open connections of one server.
 
-    limit: how many may be open (max_connections), None for no limit.  Above the limit, the connection that has been
-    idle longest is closed.  Idle means no request in progress and no pending output: a client without a key is never in
-    a request for long.  If none is idle, the oldest connection is closed that waits for its client: the client has not
-    sent its whole request, or has not read its response.  If there is none either, the new connection is closed.
+    max_open: the most open connections (max_connections), None for no limit.  Above the limit, the connection is closed
+    that has been idle longest.  An idle connection has no request in progress and no pending output.  If no connection
+    is idle, the oldest connection is closed whose client has not sent its whole request, or has not read its response.
+    If there is no such connection, the new connection is closed.
 
-    send_timeout_s: how long a client may read no byte of pending output.  body_timeout_s: how long a connection may
-    have no request in progress once anything came, None for no limit.  A request whose body is still being read is in
-    progress; gate.LimitedReceive limits that time.
+    send_timeout_s: how long a client may read nothing of pending output.  body_timeout_s: after the first byte of a
+    request, its headers must arrive within this time; None for no limit.  gate.LimitedReceive limits the time of the
+    body.
     """
 
-    def __init__(self, metrics: Metrics, limit: int | None, send_timeout_s: float | None, body_timeout_s: float | None):
+    def __init__(
+        self, metrics: Metrics, max_open: int | None, send_timeout_s: float | None, body_timeout_s: float | None
+    ):
         self.metrics = metrics
-        self.limit = limit
+        self.max_open = max_open
         self.send_timeout_s = send_timeout_s
         self.body_timeout_s = body_timeout_s
-        # Ordered by the time at which they were made or became idle.
+        # Ordered by the time at which a connection was opened or last became idle.
         self._open: dict[Connection, None] = {}
-        # For connections with pending output: bytes that the system has taken so far, and since when it took no more.
-        self._progress: dict[Connection, tuple[int, float]] = {}
+        # By connection with pending output: bytes sent to the system so far, and the time since which it took no more.
+        self._send_progress: dict[Connection, tuple[int, float]] = {}
         self._log_limiter = LogLimiter()
 
     def __len__(self) -> int:
@@ -73,86 +74,86 @@ class Connections:
     def add(self, connection: "Connection", now: float) -> None:
         """Count a new connection.  now: in seconds."""
         self._open[connection] = None
-        if self.limit is None or len(self._open) <= self.limit:
+        if self.max_open is None or len(self._open) <= self.max_open:
             return
-        # The new connection comes last in the order, and is idle itself.
+        # The new connection is idle too, and last in the order.
         before = [each for each in self._open if each is not connection]
-        quiet = (each for each in before if each.is_idle and not _pending(each))
+        quiet = (each for each in before if each.is_idle and not _num_unsent_bytes(each))
         waiting = (each for each in before if each.waits_for_client)
         chosen = next(quiet, None) or next(waiting, connection)
         del self._open[chosen]
         if count := self._log_limiter.num_to_report(now):
             message = "more than %d connections (ulimit -n): those idle longest are closed, %d since the last such line"
-            log.warning(message, self.limit, count)
+            log.warning(message, self.max_open, count)
         chosen.transport.abort()
 
     def mark_idle(self, connection: "Connection") -> None:
-        """Move a connection to the end of the order, because its request has ended."""
+        """Move a connection to the end of the order when its request has ended."""
         if connection in self._open:
             del self._open[connection]
             self._open[connection] = None
 
     def remove(self, connection: "Connection") -> None:
         self._open.pop(connection, None)
-        self._progress.pop(connection, None)
+        self._send_progress.pop(connection, None)
 
-    def close_stalled(self, now: float, at_most_s: float | None = None) -> None:
-        """Close connections with a stalled client.  now: in seconds.  at_most_s: a limit beside send_timeout_s."""
-        limits = [each for each in (self.send_timeout_s, at_most_s) if each is not None]
+    def close_stalled(self, now: float, max_stall_s: float | None = None) -> None:
+        """Close connections with a stalled client.  now: in seconds.  max_stall_s: replaces a larger send_timeout_s."""
+        limits = [each for each in (self.send_timeout_s, max_stall_s) if each is not None]
         for connection in self:
-            if size := _pending(connection):
-                self._check_reader(connection, size, now, min(limits, default=None))
+            if size := _num_unsent_bytes(connection):
+                self._abort_if_not_reading(connection, size, now, min(limits, default=None))
             else:
-                self._progress.pop(connection, None)
-                self._check_sender(connection, now)
+                self._send_progress.pop(connection, None)
+                self._abort_if_not_sending(connection, now)
 
-    def _check_reader(self, connection: "Connection", size: int, now: float, limit: float | None) -> None:
-        # The connection counts as idle from the moment when all output is sent.
+    def _abort_if_not_reading(self, connection: "Connection", size: int, now: float, limit: float | None) -> None:
+        # The idle time begins when all output is sent.
         connection.idle_since = now
         taken = connection.num_written - size
-        before, since = self._progress.get(connection, (taken, now))
+        before, since = self._send_progress.get(connection, (taken, now))
         since = now if taken > before else since
-        self._progress[connection] = taken, since
+        self._send_progress[connection] = taken, since
         if limit is not None and now - since >= limit:
             message = "the client read nothing for %.0f s: the connection is closed, %d bytes were not sent"
-            _abort(connection, message, now - since, size)
+            _log_and_abort(connection, message, now - since, size)
             self.metrics.stalled_readers.inc()
 
-    def _check_sender(self, connection: "Connection", now: float) -> None:
+    def _abort_if_not_sending(self, connection: "Connection", now: float) -> None:
         if not connection.is_idle:
             return
         seconds = now - connection.idle_since
-        if connection.is_silent:
+        if connection.got_no_data_since_response:
             if seconds >= KEEP_ALIVE_S:
                 connection.transport.close()
         elif self.body_timeout_s is not None and seconds >= self.body_timeout_s:
             message = "no whole request arrived in %.0f s: the connection from %s is closed"
-            _abort(connection, message, seconds, address_of(connection.transport))
+            _log_and_abort(connection, message, seconds, address_of(connection.transport))
             self.metrics.stalled_senders.inc()
 
 
-def _pending(connection: "Connection") -> int:
+def _num_unsent_bytes(connection: "Connection") -> int:
     return connection.transport.get_write_buffer_size()
 
 
-def _abort(connection: "Connection", message: str, *values: Any) -> None:
+def _log_and_abort(connection: "Connection", message: str, *values: Any) -> None:
     scope = {} if connection.exchange is None else connection.exchange.scope
-    log.warning(message, *values, extra=log_extra(scope.get("state", {}).get("request_id", NO_REQUEST)))
+    log.warning(message, *values, extra=log_extra(scope.get("state", {}).get("request_id", NO_REQUEST_ID)))
     # close() would wait for the client.
     connection.transport.abort()
 
 
 def address_of(transport: Any) -> str:
-    """Returns the client's address.  A Unix socket has none."""
+    """Returns the client's address; "" for a Unix socket."""
     peer = transport.get_extra_info("peername")
     return f"{peer[0]} port {peer[1]}" if isinstance(peer, tuple) else "a Unix socket"
 
 
 def max_connections() -> int | None:
-    """Returns how many connections may be open; None without a limit.
+    """Returns how many connections may be open; None for no limit.
 
-    RESERVED_DESCRIPTORS and the descriptors that are open now are left out.
-    Raises EspalierError if the limit leaves room for too few.
+    That is the limit on file descriptors less RESERVED_DESCRIPTORS and those open now.  Raises EspalierError if that is
+    too few.
     """
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if limit == resource.RLIM_INFINITY:
@@ -166,12 +167,12 @@ def max_connections() -> int | None:
 
 
 def log_failed_accepts_rarely(loop: asyncio.AbstractEventLoop) -> None:
-    """Logs once a minute, without tracebacks, that accepts fail because descriptors or memory are missing."""
+    """Logs at most once a minute, without tracebacks, that accepts fail for want of descriptors or memory."""
     log_limiter = LogLimiter()
 
     def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         error = context.get("exception")
-        if not (isinstance(error, OSError) and error.errno in OUT_OF_RESOURCES):
+        if not (isinstance(error, OSError) and error.errno in OUT_OF_RESOURCES_ERRNOS):
             loop.default_exception_handler(context)
         elif count := log_limiter.num_to_report(loop.time()):
             log.error("a connection cannot be accepted (%s), %d times since the last such line", error.strerror, count)

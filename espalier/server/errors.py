@@ -13,12 +13,12 @@ from starlette.responses import Response
 from espalier import other_engines
 from espalier.errors import ContextOverflow, EspalierError, unknown_name
 from espalier.server.logs import request_id
-from espalier.server.openai import ChatRequest, CompletionRequest, Refused
+from espalier.server.openai import ChatRequest, CompletionRequest, RefusedField
 
 ERROR_TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
-    # OpenAI sends this type with the code model_not_found, and clients check type and code.
+    # OpenAI's type for the code model_not_found.  Clients check type and code.
     404: "invalid_request_error",
     405: "invalid_request_error",
     408: "timeout_error",
@@ -28,11 +28,11 @@ ERROR_TYPES = {
     503: "overloaded_error",
     504: "timeout_error",
 }
-ENDPOINTS: dict[str, type[BaseModel]] = {"/v1/completions": CompletionRequest, "/v1/chat/completions": ChatRequest}
+BODY_MODELS: dict[str, type[BaseModel]] = {"/v1/completions": CompletionRequest, "/v1/chat/completions": ChatRequest}
 INTERNAL_ERROR = "internal server error; the server's log has the details under this request_id"
 RETRY_AFTER_S = 1
-LEADING_FIELD = re.compile(r"^([a-z_]+)(?:\[|=| entry=| token=| (?:and|are|excludes|is|needs|with) )")
-# A message quotes the client's value, which may be as long as a body.
+LEADING_FIELD_PATTERN = re.compile(r"^([a-z_]+)(?:\[|=| entry=| token=| (?:and|are|excludes|is|needs|with) )")
+# Messages quote the client's values, which may be very long.
 MAX_MESSAGE_CHARS = 1000
 MAX_PARAM_CHARS = 100
 
@@ -40,8 +40,8 @@ MAX_PARAM_CHARS = 100
 class ApiError(HTTPException):
     """An error response.  A message or param that is too long is shortened.
 
-    retry_after_s: when a retry may succeed, None if a retry does not help; retry: False tells OpenAI's clients not to
-    retry automatically.
+    retry_after_s: after this time a retry may succeed; None if a retry cannot help.  retry: False tells OpenAI's
+    clients not to retry automatically.
     """
 
     def __init__(
@@ -56,8 +56,8 @@ class ApiError(HTTPException):
     ):
         retrying = {} if retry_after_s is None else {"retry-after": str(retry_after_s)}
         retrying |= {} if retry else {"x-should-retry": "false"}
-        super().__init__(status, _shortened(message, MAX_MESSAGE_CHARS), {**headers, **retrying})
-        self.param = None if param is None else _shortened(param, MAX_PARAM_CHARS)
+        super().__init__(status, _shorten_middle(message, MAX_MESSAGE_CHARS), {**headers, **retrying})
+        self.param = None if param is None else _shorten_middle(param, MAX_PARAM_CHARS)
         self.code = code
 
     def body(self) -> dict[str, Any]:
@@ -75,8 +75,8 @@ def queue_full(message: str) -> ApiError:
     return ApiError(429, f"{message}; retry later", code=code, retry_after_s=RETRY_AFTER_S)
 
 
-def _shortened(text: str, limit: int) -> str:
-    """Leaves out the middle of a long text: the start names the problem and the end tells what to do."""
+def _shorten_middle(text: str, limit: int) -> str:
+    """Cuts the middle out of a long message.  The start names the problem, and the end tells what to do."""
     return text if len(text) <= limit else f"{text[: limit // 2]} ... {text[-limit // 2 :]}"
 
 
@@ -99,17 +99,17 @@ class ErrorBody(BaseModel):
 
 
 def bad_request(error: EspalierError, field: str | None = None) -> ApiError:
-    """Returns the 400 response for an EspalierError.  param: the field that the message begins with, else `field`."""
-    match = LEADING_FIELD.match(str(error))
+    """Returns status 400 for an EspalierError.  Its `param`: the field that begins the message, else `field`."""
+    match = LEADING_FIELD_PATTERN.match(str(error))
     code = "context_length_exceeded" if isinstance(error, ContextOverflow) else None
     return ApiError(400, str(error), param=match.group(1) if match else field, code=code)
 
 
 def validation_error(errors: Sequence[Mapping[str, Any]], model: type[BaseModel] | None) -> ApiError:
-    """Returns the 400 response for a body that pydantic refused.  It reports one error, in one line."""
+    """Returns status 400 for a body that pydantic refused.  The message reports one error, in one line."""
     first = errors[0]
     if first["type"] == "missing":
-        # An unknown field tells more than other errors: the client meant another endpoint, or misspelt the name.
+        # An unknown field is reported first: it shows that the client meant another endpoint, or misspelt a name.
         first = next((e for e in errors if e["type"] == "extra_forbidden" and len(_location(e)) == 1), first)
     where = _location(first)
     if first["type"] == "json_invalid":
@@ -118,45 +118,45 @@ def validation_error(errors: Sequence[Mapping[str, Any]], model: type[BaseModel]
     if not where and first["type"] in ("missing", "model_attributes_type"):
         return ApiError(400, "the body is not a JSON object; send one with content-type application/json")
     if not where or model is None:
-        return ApiError(400, f"the body is invalid: {_reason(first)}")
+        return ApiError(400, f"the body is invalid: {_reason_of_error(first)}")
     if first["type"] == "extra_forbidden" and len(where) == 1:
         name = str(where[0])
         return ApiError(400, _unknown_field(model, name), param=name)
-    # For a field with several types, pydantic reports an error for each type.  The client meant the type whose error is
-    # nested deepest.
-    path = _place(model, where).path
-    places = [(each, _place(model, _location(each))) for each in errors]
+    # For a union field, pydantic reports an error for each type.  The client meant the type whose error is nested
+    # deepest.
+    path = _place_of_error(model, where).path
+    places = [(each, _place_of_error(model, _location(each))) for each in errors]
     first, place = max(
         ((each, place) for each, place in places if place.path[: len(path)] == path), key=lambda pair: len(pair[1].path)
     )
-    refused = _refused(place.owner, place.name)
+    refused = _refused_field(place.owner_model, place.name)
     if refused is not None:
         why = f"{place.name} is not supported with this value: {refused.reason}"
         return ApiError(400, why, param=place.name, code="unsupported")
     if first["type"] == "extra_forbidden":
-        known = _fields_around(model, _location(first))
+        known = _sibling_fields(model, _location(first))
         unknown = unknown_name(".".join(place.path[:-1]), place.path[-1], known, python=False)
         return ApiError(400, str(unknown), param=str(where[0]))
-    of_field = place.owner.model_fields.get(place.name)
+    of_field = place.owner_model.model_fields.get(place.name)
     takes = None if of_field is None else of_field.description
-    what = f"{'.'.join(place.path)}: {_reason(first)}"
+    what = f"{'.'.join(place.path)}: {_reason_of_error(first)}"
     return ApiError(400, f"{what} ({takes})" if takes else what, param=str(where[0]))
 
 
 def _unknown_field(model: type[BaseModel], name: str) -> str:
-    """Returns the message for a field that the body does not have.  Another endpoint may have the field."""
-    if model in ENDPOINTS.values() and other_engines.keyword_advice(name, model.model_fields, python=False) is None:
-        for path, other in ENDPOINTS.items():
-            if name in other.model_fields and _refused(other, name) is None:
+    """Returns the message for an unknown field, which another endpoint may have."""
+    if model in BODY_MODELS.values() and other_engines.keyword_advice(name, model.model_fields, python=False) is None:
+        for path, other in BODY_MODELS.items():
+            if name in other.model_fields and _refused_field(other, name) is None:
                 return f"the body has no {name!r}; send it to {path}"
     return str(unknown_name("the body", name, model.model_fields, "/openapi.json lists its fields", python=False))
 
 
-def _fields_around(model: type[BaseModel], where: Sequence[Any]) -> list[str]:
-    """Returns the fields, as a client writes them, of the object that has the unknown field `where`."""
-    place = _place(model, where[:-1])
-    inner = _models(place.owner.model_fields[place.name].annotation)
-    # If the field `type` chose the model, pydantic's location has its value before the unknown field.
+def _sibling_fields(model: type[BaseModel], where: Sequence[Any]) -> list[str]:
+    """Returns the valid fields, as clients name them, of the object that has the unknown field at location `where`."""
+    place = _place_of_error(model, where[:-1])
+    inner = _models_in(place.owner_model.model_fields[place.name].annotation)
+    # If the field `type` selects the model, pydantic's location has the type before the unknown field.
     typed = [m for m in inner if "type" in m.model_fields and where[-2] in get_args(m.model_fields["type"].annotation)]
     return list(dict.fromkeys(f.alias or name for m in typed or inner for name, f in m.model_fields.items()))
 
@@ -165,7 +165,7 @@ def _location(error: Mapping[str, Any]) -> list[Any]:
     return [part for part in error["loc"] if part != "body"]
 
 
-def _reason(error: Mapping[str, Any]) -> str:
+def _reason_of_error(error: Mapping[str, Any]) -> str:
     if error["type"] in ("model_attributes_type", "model_type", "dict_type"):
         return "Input should be an object"
     if error["type"] == "union_tag_not_found":
@@ -175,53 +175,53 @@ def _reason(error: Mapping[str, Any]) -> str:
     return str(error["msg"]).removeprefix("Value error, ")
 
 
-class Place(NamedTuple):
-    """The place of an error.  owner: the innermost model around it.  name: the field of that model.  path: to the
-    field, as the client wrote it."""
+class ErrorPlace(NamedTuple):
+    """The place of an error in a body.  owner: the innermost model around the error.  name: the model's field.  path:
+    the names on the way to the field, as the client wrote them."""
 
-    owner: type[BaseModel]
+    owner_model: type[BaseModel]
     name: str
     path: list[str]
 
 
-def _place(model: type[BaseModel], where: Sequence[Any]) -> Place:
+def _place_of_error(model: type[BaseModel], where: Sequence[Any]) -> ErrorPlace:
     owner, name, path = model, str(where[0]), [str(where[0])]
-    names_type = _is_one_of_several(owner, name)
+    names_type = _is_union(owner, name)
     for part in where[1:]:
         if names_type:
             names_type = False
             continue
         path.append(str(part))
-        inner = _models(owner.model_fields[name].annotation) if name in owner.model_fields else []
+        inner = _models_in(owner.model_fields[name].annotation) if name in owner.model_fields else []
         nested = next((m for m in inner if isinstance(part, str) and part in m.model_fields), None)
-        if nested is not None and _refused(owner, name) is None:
+        if nested is not None and _refused_field(owner, name) is None:
             owner, name = nested, str(part)
-            names_type = _is_one_of_several(owner, name)
-    return Place(owner, name, path)
+            names_type = _is_union(owner, name)
+    return ErrorPlace(owner, name, path)
 
 
-def _is_one_of_several(model: type[BaseModel], name: str) -> bool:
-    """Whether a field is a union.  pydantic then adds the name of the type to the error's location."""
+def _is_union(model: type[BaseModel], name: str) -> bool:
+    """Returns whether a field is a union, for which pydantic adds the type's name to an error's location."""
     annotation = model.model_fields[name].annotation if name in model.model_fields else None
-    return sum(kind is not type(None) for kind in _kinds(annotation)) > 1
+    return sum(kind is not type(None) for kind in _union_members(annotation)) > 1
 
 
-def _kinds(annotation: Any) -> list[Any]:
-    """Returns the members of a union, and of a union with a discriminator inside it."""
+def _union_members(annotation: Any) -> list[Any]:
+    """Returns the members of a union.  Members of a nested union with a discriminator are included."""
     if get_origin(annotation) is Annotated:
-        return _kinds(get_args(annotation)[0])
+        return _union_members(get_args(annotation)[0])
     if get_origin(annotation) in (Union, UnionType):
-        return [kind for part in get_args(annotation) for kind in _kinds(part)]
+        return [kind for part in get_args(annotation) for kind in _union_members(part)]
     return [annotation]
 
 
-def _models(annotation: Any) -> list[type[BaseModel]]:
+def _models_in(annotation: Any) -> list[type[BaseModel]]:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
-    return [model for part in get_args(annotation) for model in _models(part)]
+    return [model for part in get_args(annotation) for model in _models_in(part)]
 
 
-def _refused(model: type[BaseModel], name: str) -> Refused | None:
+def _refused_field(model: type[BaseModel], name: str) -> RefusedField | None:
     if name not in model.model_fields:
         return None
-    return next((note for note in model.model_fields[name].metadata if isinstance(note, Refused)), None)
+    return next((note for note in model.model_fields[name].metadata if isinstance(note, RefusedField)), None)

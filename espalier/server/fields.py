@@ -1,8 +1,8 @@
-"""Shared parts of the models of request bodies: how a field is declared, and the checks of a whole body.
+"""Shared parts of the pydantic models of request bodies: how fields are declared, and the checks of a whole body.
 
-The fields that ask for a form of the output are here too: OpenAI's, vLLM's and SGLang's all become one Grammar.
-A field is honoured, accepted without effect, or refused.  A refused field accepts only its neutral values, for clients
-that always send it.  Any other value is an error that gives the reason.
+The fields for structured outputs are here too: OpenAI's, vLLM's and SGLang's all become one Grammar.  A field is
+honoured, accepted without effect, or refused.  A refused field accepts only its neutral values, because some clients
+always send the field.  Another value is an error that gives the reason.
 """
 
 import json
@@ -16,70 +16,70 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 from espalier.errors import EspalierError
 from espalier.grammar.spec import Grammar, Kind
 
-_SENDER = "describes the sender; the server does not use it"
-CACHE = "the prefix cache always shares equal prompt prefixes"
-# Fields that mark a message, an item, a part or a tool for caching: Anthropic's name, and OpenAI's.
-CACHE_MARKS = ("cache_control", "prompt_cache_breakpoint")
-_ROUTING = "the server chooses the engine"
+_SENDER_REASON = "describes the sender; the server does not use it"
+CACHE_REASON = "the prefix cache always shares equal prompt prefixes"
+# Fields by which a client requests caching of a message, part or tool: Anthropic's name, and OpenAI's name.
+CACHE_FIELDS = ("cache_control", "prompt_cache_breakpoint")
+_ROUTING_REASON = "the server chooses the engine"
 
-# Fields of other servers and clients that are accepted without effect and named in a response header.  A field belongs
-# here if the response is the same without it.  A field does not belong here, and is refused by name, if it changes
-# tokens, adds something to the response, or separates users (such as vLLM's cache_salt).
+# Fields of other servers and clients that are accepted without effect, and named in a response header.  The response
+# must be the same without the field.  A field that changes tokens, extends the response or separates users (such as
+# vLLM's cache_salt) must be refused by name.
 NO_EFFECT_HINTS: Mapping[str, str] = {
     # OpenAI
-    "user": _SENDER,
-    "safety_identifier": _SENDER,
-    "prompt_cache_key": CACHE,
-    "prompt_cache_retention": CACHE,
+    "user": _SENDER_REASON,
+    "safety_identifier": _SENDER_REASON,
+    "prompt_cache_key": CACHE_REASON,
+    "prompt_cache_retention": CACHE_REASON,
     "service_tier": "there is only one tier; use priority",
     # Ollama
     "keep_alive": "the model stays loaded while the server runs",
     # llama.cpp
-    "cache_prompt": CACHE,
+    "cache_prompt": CACHE_REASON,
     "id_slot": "the engine chooses the slot",
     # vLLM and SGLang
     "request_id": "send the id as the header x-request-id",
     "rid": "send the id as the header x-request-id",
-    "data_parallel_rank": _ROUTING,
+    "data_parallel_rank": _ROUTING_REASON,
     # LiteLLM
-    "litellm_call_id": _SENDER,
-    "litellm_session_id": _SENDER,
-    "litellm_trace_id": _SENDER,
-    "litellm_metadata": _SENDER,
+    "litellm_call_id": _SENDER_REASON,
+    "litellm_session_id": _SENDER_REASON,
+    "litellm_trace_id": _SENDER_REASON,
+    "litellm_metadata": _SENDER_REASON,
     "num_retries": "retries are the client's; the server makes none",
-    "tags": _SENDER,
+    "tags": _SENDER_REASON,
     # OpenRouter
-    "provider": _ROUTING,
-    "session_id": _SENDER,
-    "trace": _SENDER,
+    "provider": _ROUTING_REASON,
+    "session_id": _SENDER_REASON,
+    "trace": _SENDER_REASON,
     "usage": "a response always has it; for a stream use stream_options",
 }
 
 
 @dataclass(frozen=True)
-class Refused:
-    """Marks a field that is refused.  reason: the end of the error message, which tells what to do."""
+class RefusedField:
+    """Declares that a field is refused.  reason: the end of the error message, which tells what to do."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class NoEffect:
-    """Marks a field without effect.  neutral: a value that requests nothing; the answer's header does not name it."""
+    """Declares that a field has no effect.  neutral: a value that requests nothing, and is not reported."""
 
     reason: str
     neutral: Any = None
 
 
 EmptyList = Annotated[list[Any], Field(max_length=0)]
-# Checking stops at the first wrong entry: to report an error for each of a million entries would block the server.
+# The check of a list stops at the first wrong entry.  A million errors would block the server.
 FAIL_FAST: Any = Field(fail_fast=True)
-NUMBERS = frozenset((int, float))
-PLAIN = frozenset((int, float, bool, type(None)))
+NUMBER_TYPES = frozenset((int, float))
+SCALAR_TYPES = frozenset((int, float, bool, type(None)))
 
 
-def max_entries(most: int) -> BeforeValidator:
-    """Returns a check that refuses too many entries of an object at once: pydantic has no fail_fast for objects."""
+def entry_limit(most: int) -> BeforeValidator:
+    """Returns a check that refuses an object with too many entries.  pydantic has no fail_fast for objects."""
 
     def count(value: Any) -> Any:
         if isinstance(value, dict) and len(value) > most:
@@ -89,21 +89,21 @@ def max_entries(most: int) -> BeforeValidator:
     return BeforeValidator(count)
 
 
-FUNCTIONS = Refused("OpenAI replaced it by tools; use tools and tool_choice, or leave it out")
-TEXT_ONLY = Refused("this server supports only text; leave it out")
-STATELESS = Refused(
+REFUSED_FUNCTIONS = RefusedField("OpenAI replaced it by tools; use tools and tool_choice, or leave it out")
+REFUSED_NON_TEXT = RefusedField("this server supports only text; leave it out")
+REFUSED_STATE = RefusedField(
     "the server stores nothing between requests; leave it out, and send the whole conversation each time"
 )
-NOT_STORED = NoEffect(
+NO_EFFECT_STORE = NoEffect(
     "the server stores nothing between requests: send the whole conversation each time; with --learn, false keeps a "
     "request out of the sample",
     neutral=False,
 )
-VERBOSITY = NoEffect("ask for short or long answers in the messages")
+NO_EFFECT_VERBOSITY = NoEffect("ask for short or long answers in the messages")
 
 
 def _refuse_lone_surrogates(value: Any) -> None:
-    """Refuse a lone surrogate anywhere in a value: JSON can hold one, but UTF-8 cannot encode it."""
+    """Refuse a lone surrogate anywhere in a value.  JSON can contain it, but UTF-8 cannot encode it."""
     if isinstance(value, str):
         try:
             value.encode()
@@ -111,24 +111,24 @@ def _refuse_lone_surrogates(value: Any) -> None:
             raise ValueError("text contains a lone surrogate (\\ud800 to \\udfff); send whole characters") from None
     elif isinstance(value, dict):
         for name, inner in value.items():
-            # A logit_bias that was parsed before has token ids, which are ints, as names.
+            # The names of a parsed logit_bias are token ids.
             if not (isinstance(name, int) or name.isascii()):
                 _refuse_lone_surrogates(name)
-            if type(inner) not in PLAIN:
+            if type(inner) not in SCALAR_TYPES:
                 _refuse_lone_surrogates(inner)
-    elif isinstance(value, list) and not {*map(type, value)} <= NUMBERS:
+    elif isinstance(value, list) and not {*map(type, value)} <= NUMBER_TYPES:
         for inner in value:
             _refuse_lone_surrogates(inner)
 
 
 class _Strict(BaseModel):
-    """Types are strict ("1" is not a number), and unknown fields are errors."""
+    """A model with strict types ("1" is not a number), which refuses unknown fields."""
 
     model_config = ConfigDict(strict=True, extra="forbid", protected_namespaces=())
 
 
 class Body(_Strict):
-    """A body, or an object in a body."""
+    """The base class of request bodies, and of objects inside them."""
 
     @model_validator(mode="before")
     @classmethod
@@ -143,11 +143,11 @@ class Body(_Strict):
         unknown = [name for name in value if name not in known]
         if not unknown:
             return value
-        # One unknown field is enough for the error.
+        # Keep only one unknown field, because the error names only one.
         return {name: each for name, each in value.items() if name in known or name == unknown[0]}
 
     def fields_without_effect(self) -> list[str]:
-        """Returns the names of the fields that were sent and have no effect, in the order of the model."""
+        """Returns the names of the sent fields that have no effect, in the model's order."""
         given = self.model_fields_set
         return [
             name
@@ -157,7 +157,7 @@ class Body(_Strict):
 
 
 def no_effect_inside(name: str, bodies: Iterable[Body]) -> list[str]:
-    """Returns the names of fields without effect in the bodies that field `name` holds, each name once."""
+    """Returns the names of fields without effect in the objects of field `name`, each name once."""
     return [
         f"{name}.{each}" for each in dict.fromkeys(each for body in bodies for each in body.fields_without_effect())
     ]
@@ -189,7 +189,7 @@ class JsonObjectFormat(_Strict):
 
 
 class NamedSchema(_Strict):
-    # The name "schema" is a method of pydantic's models.
+    # Not named "schema", which is a method of pydantic's models.
     schema_: dict[str, Any] | bool = Field(alias="schema")
     name: str | None = None
     description: str | None = None
@@ -219,9 +219,9 @@ Schema = dict[str, Any] | str
 
 
 class StructuredOutputs(_Strict):
-    """vLLM's.  Exactly one field."""
+    """vLLM's object for structured outputs.  Exactly one field must be set."""
 
-    # The name "json" is a method of pydantic's models.
+    # Not named "json", which is a method of pydantic's models.
     json_: Schema | None = Field(None, alias="json")
     regex: str | None = None
     choice: list[str] | None = None
@@ -237,7 +237,7 @@ class StructuredOutputs(_Strict):
 
 
 class GrammarFields(_Strict):
-    """The fields that ask for a form.  At most one may be sent."""
+    """The fields for structured outputs.  At most one may be sent."""
 
     response_format: Format | None = Field(
         None,
@@ -257,7 +257,7 @@ class GrammarFields(_Strict):
     structural_tag: str | None = Field(None, description="SGLang's form: a structural tag, as JSON text")
 
     def requested_grammar(self) -> Grammar | None:
-        """Returns the form that the body asks for.  Raises EspalierError if it asks for two."""
+        """Returns the grammar of the output, None for free text.  Raises EspalierError if two fields are sent."""
         found = list(self._requested_grammars())
         if len(found) > 1:
             names = " and ".join(name for name, _ in found)
@@ -275,11 +275,11 @@ class GrammarFields(_Strict):
                 yield name, _grammar_of(name, value)
 
 
-# The kinds of Grammar that vLLM's fields name differently.
+# The kinds of Grammar for which vLLM's fields have other names.
 KINDS_AT_VLLM: Mapping[str, Kind] = {"json": "json_schema", "grammar": "ebnf"}
 
 
 def _grammar_of(field: str, value: Any) -> Grammar:
-    """Returns the grammar of a field that holds one value.  A JSON schema is not strict: no field `strict` says so."""
+    """Returns the grammar of a field.  A JSON schema is not strict: these fields cannot set `strict`."""
     name: Any = field.removeprefix("guided_").removesuffix("_")
     return Grammar(KINDS_AT_VLLM.get(name, name), value if isinstance(value, str) else json.dumps(value), strict=False)

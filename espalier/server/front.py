@@ -1,6 +1,6 @@
-"""The layer between the endpoints and the engine process: admission, tokenization and time limits, for each model.
+"""The layer between the endpoints and the engine process of a model: admission, tokenization and time limits.
 
-Clients share the queue: a client that fills it leaves room for other clients.
+Clients share the queue: one client cannot fill it, because room is kept for other clients.
 """
 
 import asyncio
@@ -28,18 +28,18 @@ from espalier.server.lanes import Lanes
 from espalier.server.logs import client_name, request_id
 from espalier.server.metrics import Metrics
 from espalier.server.openai import GenerationRequest
-from espalier.server.protocol import SHUTTING_DOWN, EngineGone, Engines, Generation, Submit
+from espalier.server.protocol import SHUTTING_DOWN, EngineGone, Engines, Generation, SubmittedPrompt
 from espalier.server.request_runs import EventStream, RequestRun
 from espalier.server.templates import Templates
 from espalier.text import load_tokenizer
 from espalier.tool_calls.formats import AUTO, find_formats
 
 log = logging.getLogger("espalier.server")
-# Limit in characters for /tokenize and for a prompt that will be truncated: the larger of MAX_TEXT_CHARS and
-# CHARS_PER_TOKEN * max_context.
+# The limit in characters of a text for /tokenize, and of a prompt that will be truncated, is the larger of
+# MAX_TEXT_CHARS and CHARS_PER_TOKEN * max_context.
 MAX_TEXT_CHARS = 2**20
 CHARS_PER_TOKEN = 8
-# Limit in token ids for /detokenize: the larger of this and max_context.
+# The limit in token ids for /detokenize is the larger of this number and max_context.
 MAX_DETOKENIZED = 2**18
 MAX_CACHED_PARAMS = 256
 
@@ -48,10 +48,10 @@ MAX_CACHED_PARAMS = 256
 class FrontOptions:
     """Settings of a front.
 
-    names: the model's names in the API; if empty, its directory's name.  chat_template: replaces the tokenizer's.
+    names: the model's names in the API; if empty, the name of its directory.  chat_template: replaces the tokenizer's.
     max_queue: how many samples may wait for a slot.  request_timeout_s: limit for one request, None for no limit.
-    strict_fields: refuse fields without effect.  tool_format, reasoning_format: names of espalier/tool_calls/formats;
-    "auto" chooses the formats of the chat template.
+    strict_fields: refuse fields without effect.  tool_format, reasoning_format: names from espalier/tool_calls/formats;
+    "auto" chooses the formats by the chat template.
     """
 
     names: tuple[str, ...]
@@ -69,26 +69,26 @@ class FrontOptions:
         find_formats("", self.tool_format, self.reasoning_format)
 
 
-# The client's name of requests of the server's own batches.
+# The client name of the requests of batches.
 BATCH_CLIENT = "batches"
-# Beside the queue, a SHARE_DIVISOR-th of its length is reserved for clients that hold no more than that many samples.
+# 1/SHARE_DIVISOR of the queue's length is added to the queue, for clients that have at most that many samples.
 SHARE_DIVISOR = 4
-# A key in the state of a request's scope.  It means that the request has no time limit.
+# A key in the state of an ASGI scope.  It marks a request without time limit.
 NO_TIMEOUT = "unlimited"
 
 
 class ClientShares:
-    """Counts the samples that each client has in the server."""
+    """Counts the samples of each client in the server, and decides whether a client may submit more."""
 
     def __init__(self) -> None:
         self._generations: dict[str, set[Generation]] = {}
         self._entering: Counter[str] = Counter()
 
-    def admits(self, num_samples: int, num_held: int, capacity: int, max_queue: int) -> bool:
-        """Whether samples of the current client may enter.
+    def may_submit(self, num_samples: int, num_held: int, capacity: int, max_queue: int) -> bool:
+        """Returns whether the current client may submit `num_samples` more samples.
 
-        num_held: samples of all clients in the server.  capacity: how many samples all clients together may have; one
-        client alone may have as many.  Above capacity, a client may enter only if it holds few samples.
+        num_held: samples of all clients in the server.  capacity: the most samples of all clients together.  Above the
+        capacity, only clients with few samples may submit (SHARE_DIVISOR).
         """
         if num_held + num_samples <= capacity:
             return True
@@ -97,7 +97,7 @@ class ClientShares:
         return is_small and name != BATCH_CLIENT and num_held + num_samples <= capacity + share
 
     def num_samples_of(self, name: str) -> int:
-        """Returns how many samples of a client are being tokenized, wait or run."""
+        """Returns the number of a client's samples that are being tokenized, wait or run."""
         running = sum(sum(each.num_running.values()) for each in self._generations.get(name, ()))
         return running + self._entering[name]
 
@@ -105,7 +105,7 @@ class ClientShares:
         self._entering[client_name.get()] += num_samples
 
     def remove_entering(self, num_samples: int) -> None:
-        """Undo `add_entering`, once the samples are submitted or refused."""
+        """Undo `add_entering` when the samples are submitted or refused."""
         name = client_name.get()
         self._entering[name] -= num_samples
         if not self._entering[name]:
@@ -126,7 +126,7 @@ class ClientShares:
 
 
 def without_timeout(app: ASGIApp) -> ASGIApp:
-    """Wraps the app for callers whose requests have no --request-timeout."""
+    """Returns the app without --request-timeout."""
 
     async def call(scope: Scope, receive: Receive, send: Send) -> None:
         await app({**scope, "state": {NO_TIMEOUT: True}}, receive, send)
@@ -143,8 +143,8 @@ def unknown_model(name: str, served: Sequence[str]) -> ApiError:
 class Front:
     """The front of one model.
 
-    engines: must be ready.  metrics: the server's metrics, by default those of a server with only this model.
-    draining: new requests are refused, and running requests finish.
+    engines: must be ready.  metrics: shared by all models of the server; None for a server with one model.  draining:
+    new requests are refused, and running requests finish.
     """
 
     def __init__(self, engines: Engines, options: FrontOptions, metrics: Metrics | None = None):
@@ -173,13 +173,13 @@ class Front:
         self._resolved: dict[int, tuple[SamplingParams, ResolvedParams]] = {}
 
     def render_in_helper_process(self) -> None:
-        """From now on, render chat templates in a separate process.  Otherwise the lanes render them."""
+        """From now on, render chat templates in a separate process.  By default the tokenizer threads render them."""
         hf = None if self.inputs.tokenizer is None else self.inputs.tokenizer.hf
         if getattr(hf, "chat_template", None):
             self.templates = Templates(hf)
 
     async def conversation_tokens(self, work: Callable[..., RenderLoop], *values: Any, size: int) -> list[int]:
-        """Returns the token ids of a conversation.  See Lanes.run_steps.  Raises ApiError."""
+        """Returns the token ids of a conversation.  work, size: see Lanes.run_steps.  Raises ApiError."""
         if self.templates is not None:
             render = self.templates.render
             return await self.lanes.run_steps(work, *values, render=render, size=size, field="messages")
@@ -196,24 +196,24 @@ class Front:
 
     @property
     def status(self) -> str:
-        """ "ok", or the state in which requests are refused."""
+        """ "ok" if requests are accepted, else the state of the server, such as "draining"."""
         return "draining" if self.draining else "ok" if self.engines.state == "ready" else self.engines.state
 
     @property
     def unavailable_reason(self) -> str:
-        """The reason for a status that is not "ok", else ""."""
+        """The reason why requests are refused; "" if the status is "ok"."""
         if self.draining:
             return f"{SHUTTING_DOWN}, and finishes the requests that run"
         return "" if self.engines.state == "ready" else self.engines.unavailable_reason
 
     def front_of(self, model: str | None) -> "Front":
-        """Returns this front if it serves `model`.  Raises ApiError if it does not."""
+        """Returns this front.  Raises ApiError if this front does not serve `model`."""
         if model is not None and model not in self.names:
             raise unknown_model(model, self.names)
         return self
 
     def report_no_effect(self, names: Sequence[str]) -> None:
-        """Log each field without effect once.  With strict_fields, refuse them: raises ApiError."""
+        """Log each field without effect once.  With strict_fields, raises ApiError instead."""
         if names and self.options.strict_fields:
             why = f"{names[0]} has no effect, and this server runs with --strict-fields; leave it out"
             raise ApiError(400, why, names[0], "unsupported")
@@ -223,7 +223,7 @@ class Front:
                 log.info("the field %s is accepted but has no effect (logged once)", name)
 
     def resolve(self, params: SamplingParams) -> ResolvedParams:
-        """Returns InputProcessor.resolve(params), computed once for params that bodies share.  Raises EspalierError."""
+        """Returns InputProcessor.resolve(params), from a cache if possible.  Raises EspalierError."""
         known, resolved = self._resolved.get(id(params), (None, None))
         if resolved is None or known is not params:
             resolved = self.inputs.resolve(params)
@@ -233,7 +233,7 @@ class Front:
         return resolved
 
     def require_tokenizable(self, text: str) -> None:
-        """Refuse a too long text if max_context does not limit its length.  Raises EspalierError."""
+        """Refuse a too long text of a request that max_context does not limit.  Raises EspalierError."""
         limit = max(MAX_TEXT_CHARS, CHARS_PER_TOKEN * self.inputs.facts.max_context)
         if len(text) > limit:
             raise EspalierError(f"a text of {len(text)} characters is not supported; use at most {limit}")
@@ -246,22 +246,22 @@ class Front:
         params: ResolvedParams,
         make_answer: Callable[[], Answer],
     ) -> Response:
-        """RequestRun a request.  Raises ApiError or ClientDisconnect; for a stream only before its first event.
+        """Returns the response.  Raises ApiError or ClientDisconnect; a stream raises only before its first event.
 
-        make_answer: called once the prompts are sent to the engine.
+        make_answer: called when the prompts have been sent to the engine.
         """
         loop = asyncio.get_running_loop()
         limit = None if NO_TIMEOUT in http.scope["state"] else self.options.request_timeout_s
         generation = self._submit(body, prompts, params)
         run = RequestRun(self, make_answer, generation, None if limit is None else loop.time() + limit)
         try:
-            # The answer is made while the engine computes.
-            await self.engines.wait_sent()
+            # Build the answer while the engine computes.
+            await self.engines.wait_until_sent()
             run.watch(http)
             if not body.stream:
                 return await run.whole_response()
             events = run.events()
-            # The status is sent before the first event, so wait until the request has started or is refused.
+            # Wait for the first event before the status is sent, because the engine may refuse the request.
             first = await anext(events)
         except BaseException:
             run.close()
@@ -270,7 +270,7 @@ class Front:
 
     @contextmanager
     def reserve_capacity(self, num_samples: int) -> Iterator[None]:
-        """Count samples against the queue while their prompts are tokenized.  Raises ApiError if the queue is full."""
+        """Counts samples as queued while the block tokenizes their prompts.  Raises ApiError if the queue is full."""
         self._require_capacity(num_samples)
         self.shares.add_entering(num_samples)
         try:
@@ -279,12 +279,12 @@ class Front:
             self.shares.remove_entering(num_samples)
 
     def _require_capacity(self, num_samples: int) -> None:
-        """Refuse samples that do not fit into the slots and the queue.  Raises ApiError."""
+        """Refuse samples for which neither slots nor the queue have room.  Raises ApiError."""
         if self.draining:
             message = f"{SHUTTING_DOWN}; retry on another server"
             raise ApiError(503, message, retry_after_s=RETRY_AFTER_S)
         try:
-            self.engines.require_up()
+            self.engines.require_running()
         except EngineGone as error:
             raise _engine_gone_error(error) from None
         capacity = self.engines.num_slots + self.options.max_queue
@@ -292,7 +292,7 @@ class Front:
             message = f"the request has {num_samples} samples and the server holds {capacity} at most; send fewer"
             raise ApiError(400, message, "n")
         num_held = self.engines.open_samples + self.shares.num_entering
-        if not self.shares.admits(num_samples, num_held, capacity, self.options.max_queue):
+        if not self.shares.may_submit(num_samples, num_held, capacity, self.options.max_queue):
             raise queue_full(f"the queue is full ({num_held} of {capacity} samples are running or waiting)")
 
     def _submit(self, body: GenerationRequest, prompts: Sequence[list[int]], params: ResolvedParams) -> Generation:
@@ -300,7 +300,7 @@ class Front:
         waits = body.priority or 0, engine_detokenizes(params), client_name.get(), bool(body.stream)
         private = getattr(body, "store", None) is False
         try:
-            return self.engines.submit(prompts, Submit(request_id.get(), [], params, *waits, private))
+            return self.engines.submit(prompts, SubmittedPrompt(request_id.get(), [], params, *waits, private))
         except EngineGone as error:
             raise _engine_gone_error(error) from None
 
@@ -316,10 +316,10 @@ def _engine_gone_error(error: EngineGone) -> ApiError:
 
 
 class Fronts:
-    """Several models behind one server.  It has the attributes of a Front that the endpoints use.
+    """The fronts of several models behind one server.  The class has the attributes of a Front that the endpoints use.
 
-    fronts: at least one, all with the same metrics.  A body is read before its model is known, so the body's limits are
-    those of the largest model.  The front of its model then checks the body against its own limits.
+    fronts: at least one, all with the same metrics.  A body is read before its model is known.  So the largest model's
+    limits are checked first, and then the limits of the body's own model.
     """
 
     def __init__(self, fronts: Sequence[Front], metrics: Metrics):
@@ -335,7 +335,7 @@ class Fronts:
         self.bodies = BodyReader(msgspec.structs.replace(longest, **largest))
 
     def front_of(self, model: str | None) -> Front:
-        """Returns the front of a request's model.  Raises ApiError."""
+        """Returns the front that serves `model`.  Raises ApiError."""
         if model is None and len(self.fronts) > 1:
             raise ApiError(400, f"model is missing; use one of {', '.join(self.names)}", "model")
         if model is None:
@@ -346,7 +346,7 @@ class Fronts:
 
     @property
     def status(self) -> str:
-        """ "ok", or the status of a model that is not."""
+        """ "ok" if all models are "ok", else the status of the first other model."""
         return next((front.status for front in self.fronts if front.status != "ok"), "ok")
 
     @property

@@ -1,6 +1,6 @@
 """The middleware around all endpoints: request ids, the API key, limits on the body's size and time, the access log.
 
-It is plain ASGI, so that endpoints receive the client's disconnect directly from the server.
+The middleware is plain ASGI, so that endpoints receive the client's disconnect directly from the server.
 """
 
 import asyncio
@@ -21,27 +21,27 @@ from espalier.server.logs import client_name, new_request_id, request_id
 from espalier.server.protocol import SHUTTING_DOWN
 
 log = logging.getLogger("espalier.server")
-CLIENT_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
-# nginx's status for a client that disconnected.  It appears only in the log; no client receives it.
+CLIENT_REQUEST_ID_PATTERN = re.compile(r"[\w.:-]{1,128}", re.ASCII)
+# nginx's status for a client that disconnected.  Only the log has this status.
 STATUS_CLIENT_LEFT = 499
-# The largest length, 2**63, has this many digits.
+# The number of digits of 2**63, the largest content-length.
 MAX_LENGTH_DIGITS = 19
-# A too large body is read and dropped up to this multiple of max_body_bytes.
-MAX_DROPPED = 4
-# Uploads to this path have their own size limit.
+# The most bytes of a too large body that are read and dropped, as a multiple of max_body_bytes.
+MAX_DROPPED_BODIES = 4
+# Uploads to this path have a size limit of their own.
 FILES_PATH = "/v1/files"
-# Load balancers and Prometheus read these paths without a key.  So do browsers, which cannot send a key (routes.py).
-OPEN_PATHS = ("/health", "/metrics", "/", "/docs")
+# Paths that need no API key: load balancers, Prometheus and browsers (routes.py) read them.
+PATHS_WITHOUT_KEY = ("/health", "/metrics", "/", "/docs")
 
 
 @dataclass(eq=False)
 class Gate:
-    """Wraps an app with the checks and the log of every request.
+    """The ASGI middleware that checks and logs every request.
 
     on_response_end(path, status): called at the end of each response.  body_timeout_s: limit for reading one body, None
-    for no limit.  max_file_bytes: limit for one uploaded file, None for a server that takes no files.  additional_keys:
-    keys that are valid beside api_key.  If there are several keys, a client is identified by its key.  num_open: how
-    many requests are in progress.
+    for no limit.  max_file_bytes: limit for one uploaded file, None for a server without files.  additional_keys: keys
+    that are valid beside api_key; a server with several keys identifies a client by its key.  num_open: the number of
+    requests in progress.
     """
 
     app: ASGIApp
@@ -59,7 +59,7 @@ class Gate:
         self.keys = [key.encode() for key in (self.api_key, *self.additional_keys) if key is not None]
 
     def drain(self) -> None:
-        """From now on, refuse requests whose body has not arrived whole."""
+        """From now on, refuse requests whose body has not completely arrived."""
         self.draining = True
         for timeout in self.body_timeouts:
             if not timeout.expired():
@@ -68,11 +68,11 @@ class Gate:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         method = scope["method"]
         if method == "HEAD":
-            # Serve HEAD as GET; the HTTP server leaves out the body.
+            # A HEAD request is answered as GET; the HTTP server leaves out the body.
             scope = {**scope, "method": "GET"}
         headers = Headers(scope=scope)
         client_id = headers.get("x-request-id", "")
-        request_id.set(client_id if CLIENT_ID.fullmatch(client_id) else new_request_id())
+        request_id.set(client_id if CLIENT_REQUEST_ID_PATTERN.fullmatch(client_id) else new_request_id())
         # connections.py reads the id from the scope.
         scope.setdefault("state", {})["request_id"] = request_id.get()
         client_name.set(BATCH_CLIENT if NO_TIMEOUT in scope["state"] else (scope.get("client") or ("",))[0])
@@ -99,15 +99,15 @@ class Gate:
         finally:
             self.num_open -= 1
             seconds = time.perf_counter() - began
-            # No status was sent if the client left, or if the batch was stopped.
+            # No status was sent if the client disconnected, or if the batch was stopped.
             status = answer.status or STATUS_CLIENT_LEFT
-            # At level INFO, probes would fill the log.
-            level = logging.DEBUG if scope["path"] in OPEN_PATHS and answer.status == 200 else logging.INFO
-            log.log(level, "%s %s %d %.3f s%s", method, _quoted_path(scope), status, seconds, _reason(refused))
+            # Health probes are logged at DEBUG, because they would fill the log.
+            level = logging.DEBUG if scope["path"] in PATHS_WITHOUT_KEY and answer.status == 200 else logging.INFO
+            log.log(level, "%s %s %d %.3f s%s", method, _quoted_path(scope), status, seconds, _log_reason(refused))
             self.on_response_end(scope["state"].get("route", "other"), status)
 
     def _check_key(self, path: str, headers: Headers) -> None:
-        if self.keys and path not in OPEN_PATHS:
+        if self.keys and path not in PATHS_WITHOUT_KEY:
             # Starlette decodes header bytes as latin-1.
             scheme, _, key = headers.get("authorization", "").partition(" ")
             matches = [hmac.compare_digest(key.encode("latin-1"), each) for each in self.keys]
@@ -119,12 +119,12 @@ class Gate:
 
 
 def _quoted_path(scope: Scope) -> str:
-    """Returns the path in a log line, quoted, so that a line break in the path cannot forge another line."""
+    """Returns the quoted path for a log line: a line break in the path must not forge a log line."""
     return quote(scope["path"])
 
 
-def _reason(refused: ApiError | None) -> str:
-    """Returns the end of the log line of a failed request.  Line breaks that the client sent are escaped."""
+def _log_reason(refused: ApiError | None) -> str:
+    """Returns the end of a failed request's log line.  Line breaks from the client are escaped."""
     if refused is None:
         return ""
     message = "".join(c if c.isprintable() else repr(c)[1:-1] for c in str(refused.detail))
@@ -132,10 +132,8 @@ def _reason(refused: ApiError | None) -> str:
 
 
 class LimitedReceive:
-    """An ASGI receive that limits the size and the time of one request's body.
-
-    Raises ApiError if the body is too large or too slow.
-    """
+    """An ASGI `receive` that limits the size and the time of one request's body.  Raises ApiError if the body is too
+    large or too slow."""
 
     def __init__(self, gate: Gate, receive: Receive, path: str):
         self.gate = gate
@@ -144,41 +142,41 @@ class LimitedReceive:
         if path == FILES_PATH and gate.max_file_bytes is not None:
             self.max_bytes, self.limit_flag = gate.max_file_bytes, "--max-file-bytes"
         self.num_received = 0
-        self.complete = False
+        self.has_arrived = False
         limit = gate.body_timeout_s
         self.deadline = None if limit is None else asyncio.get_running_loop().time() + limit
 
     async def __call__(self) -> Message:
-        message = await self._next()
+        message = await self._next_message()
         if self.num_received > self.max_bytes:
             await self._refuse_too_large()
         return message
 
     async def check_length(self, headers: Headers) -> None:
-        """Refuse a too large body by its Content-Length.  Raises ApiError."""
+        """Refuse a body whose Content-Length is too large.  Raises ApiError."""
         length = headers.get("content-length", "0")
-        # Python refuses to read a number of thousands of digits.
+        # int() raises for thousands of digits, so only the first digits are read.
         if length.isdecimal() and (number := int(length.lstrip("0")[:MAX_LENGTH_DIGITS] or "0")) > self.max_bytes:
             await self._refuse_too_large(number)
 
     async def finish(self) -> None:
-        """Read the rest of the body and drop it: a client does not read while it sends.  Raises ApiError."""
-        while not self.complete:
+        """Read and drop the rest of the body, because a client does not read while it sends.  Raises ApiError."""
+        while not self.has_arrived:
             await self()
 
     async def _refuse_too_large(self, length: int = 0) -> None:
-        """Refuse a too large body, after reading a moderately large one: a client does not read while it sends."""
+        """Raises ApiError, after dropping a moderately large body, because a client does not read while it sends."""
         limit = self.max_bytes
-        while not self.complete and max(self.num_received, length) <= MAX_DROPPED * limit:
-            await self._next()
+        while not self.has_arrived and max(self.num_received, length) <= MAX_DROPPED_BODIES * limit:
+            await self._next_message()
         raise ApiError(413, f"the body is larger than {limit} bytes; send less, or raise {self.limit_flag}")
 
-    async def _next(self) -> Message:
-        if self.complete:  # the next message reports the client's disconnect, and may come at any time
+    async def _next_message(self) -> Message:
+        if self.has_arrived:  # the next message reports the client's disconnect, and may come at any time
             return await self.receive()
         deadline = asyncio.get_running_loop().time() if self.gate.draining else self.deadline
         try:
-            # A message that has already arrived is returned even after the deadline: the timeout only ends a wait.
+            # After the deadline, a message that has already arrived is still returned.
             async with asyncio.timeout_at(deadline) as timeout:
                 self.gate.body_timeouts.add(timeout)
                 try:
@@ -188,11 +186,11 @@ class LimitedReceive:
         except TimeoutError:
             raise self._body_too_slow_error() from None
         self.num_received += len(message.get("body", b""))
-        self.complete = not message.get("more_body", False)
+        self.has_arrived = not message.get("more_body", False)
         return message
 
     def _body_too_slow_error(self) -> ApiError:
-        # The rest of the body may still arrive on this connection, so no further request can be read from it.
+        # No further request can be read from this connection, because the rest of the body may still arrive.
         headers = {"connection": "close"}
         if self.gate.draining:
             message = f"{SHUTTING_DOWN} and the body had not arrived; retry on another server"
@@ -205,7 +203,7 @@ class LimitedReceive:
 
 @dataclass
 class SendWithRequestId:
-    """An ASGI send that adds the request's id and keeps the status.  status: 0 if nothing was sent."""
+    """An ASGI `send` that adds the request id to the headers, and keeps the status.  status: 0 before the response."""
 
     send: Send
     status: int = 0

@@ -1,6 +1,6 @@
-"""A process beside the front, for work that would hold up the event loop.  It answers each frame with one frame.
+"""A helper process of the front, for work that would block the event loop.  It answers each frame with one frame.
 
-A frame is a length and bytes.  The process starts with the first frame, and after a failure.  It exits with the front.
+A frame is a length and bytes.  A frame starts the process if none runs.  The process exits when the front exits.
 """
 
 import asyncio
@@ -14,22 +14,22 @@ from espalier.child_process import environment
 from espalier.server.errors import queue_full
 
 log = logging.getLogger("espalier.server")
-LENGTH = struct.Struct("<I")
+LENGTH_PREFIX = struct.Struct("<I")
 
 
-def framed(data: bytes) -> bytes:
-    return LENGTH.pack(len(data)) + data
+def with_length_prefix(data: bytes) -> bytes:
+    return LENGTH_PREFIX.pack(len(data)) + data
 
 
 class HelperProcessFailed(Exception):
-    """The process ended or did not answer in time.  The next frame starts another process."""
+    """The helper process ended, or did not answer in time.  The next frame starts another process."""
 
 
 class HelperProcess:
-    """Sends frames to a process beside the front, one at a time.
+    """Sends frames to a helper process, one at a time.
 
-    process_name: its name in the log.  max_waiting: how many frames may wait; further ones are refused with
-    `refusal_reason`.  program: a module that calls serve_frames, and its arguments.
+    process_name: the process's name in the log.  max_waiting: the most frames that may wait; further frames are refused
+    with `refusal_reason`.  program: a module that calls serve_frames, and its command-line arguments.
     """
 
     def __init__(self, process_name: str, max_waiting: int, refusal_reason: str, *program: str):
@@ -42,7 +42,7 @@ class HelperProcess:
         self._process: asyncio.subprocess.Process | None = None
 
     async def exchange(self, data: bytes, limit_s: float | None = None) -> bytes:
-        """Send a frame and receive its answer.  Raises HelperProcessFailed, or ApiError if too many wait."""
+        """Send a frame and return the answer.  Raises HelperProcessFailed, or ApiError if too many frames wait."""
         if self._num_open > self.max_waiting:
             raise queue_full(f"{self.max_waiting} {self.refusal_reason}")
         self._num_open += 1
@@ -53,29 +53,29 @@ class HelperProcess:
             self._num_open -= 1
 
     async def _exchange(self, data: bytes, limit_s: float | None) -> bytes:
-        """Exchange one frame.  The caller holds `_lock`.  A failure ends the process."""
+        """Send a frame and return the answer.  The caller holds `_lock`.  A failure ends the process."""
         try:
             async with asyncio.timeout(limit_s):
                 process = await self.start()
                 assert process.stdin is not None and process.stdout is not None
-                process.stdin.write(framed(data))
+                process.stdin.write(with_length_prefix(data))
                 await process.stdin.drain()
-                (length,) = LENGTH.unpack(await process.stdout.readexactly(LENGTH.size))
+                (length,) = LENGTH_PREFIX.unpack(await process.stdout.readexactly(LENGTH_PREFIX.size))
                 return await process.stdout.readexactly(length)
         except (OSError, EOFError, TimeoutError) as error:
             log.error("the %s process ended or is ended: %r", self.process_name, error)
-            self._end()
+            self._end_process()
             raise HelperProcessFailed from error
         except BaseException:
-            self._end()
+            self._end_process()
             raise
 
     async def start(self) -> asyncio.subprocess.Process:
-        """Returns the process.  Starts it if it does not run."""
+        """Returns the running process, and starts it if necessary."""
         process = self._process
         if process is None or process.returncode is not None:
             pipe = asyncio.subprocess.PIPE
-            # With asyncio's default limit of 64 KB a large frame would wake the event loop many times.
+            # With asyncio's default buffer of 64 KB, a large frame would wake the event loop many times.
             process = await asyncio.create_subprocess_exec(
                 sys.executable, "-m", *self.program, stdin=pipe, stdout=pipe, limit=2**22, env=environment()
             )
@@ -85,21 +85,21 @@ class HelperProcess:
 
     async def close(self) -> None:
         process = self._process
-        self._end()
+        self._end_process()
         if process is not None:
             await process.wait()
 
-    def _end(self) -> None:
+    def _end_process(self) -> None:
         if self._process is not None and self._process.returncode is None:
             self._process.kill()
         self._process = None
 
 
 def serve_frames(answer: Callable[[bytes], bytes]) -> None:
-    """Answers frames from stdin until the front is gone.  The program of an HelperProcess calls this function."""
-    # Ctrl-C reaches the whole process group, but the front decides when this process ends.
+    """Answers frames from stdin until the front has exited.  The main function of a helper process."""
+    # Ctrl-C reaches the whole process group, but only the front ends this process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     frames, answers = sys.stdin.buffer, sys.stdout.buffer
-    while head := frames.read(LENGTH.size):
-        answers.write(framed(answer(frames.read(*LENGTH.unpack(head)))))
+    while head := frames.read(LENGTH_PREFIX.size):
+        answers.write(with_length_prefix(answer(frames.read(*LENGTH_PREFIX.unpack(head)))))
         answers.flush()

@@ -1,7 +1,7 @@
 """One HTTP/1 connection: h11 reads requests, and the ASGI application runs once for each request.
 
-A request's head is checked before h11 reads it: h11 accepts more than this server, and is slow for many lines.
-`Upgrade` is ignored (RFC 9110, section 7.8).  Data that is refused before it becomes a request gets one log line.
+A request's head is checked before h11 parses it, because h11 accepts more than this server, and is slow for many lines.
+`Upgrade` is ignored (RFC 9110, section 7.8).  Data that is no request gets one log line.
 """
 
 import asyncio
@@ -29,35 +29,35 @@ MALFORMED_HTTP = (
     "send plain HTTP/1.1 (http://, not https://)"
 )
 HEAD_END = b"\r\n\r\n"
-# Matches the beginning of a request, as much of it as has arrived.
+# Matches the beginning of a request, of which only a part may have arrived.
 REQUEST_START = re.compile(rb"[A-Z-]{0,24}(?:\Z| (?:\Z|[^ \r\n]+(?:\Z| (?:HTTP/1\.[01]\r\n|[HTP/1.0\r]{0,9}\Z))))")
-# Matches a line feed alone, or a line that continues the line before.
+# Matches a line feed without carriage return, or a line that continues the line before.
 BAD_LINE = re.compile(rb"(?<!\r)\n|\r\n[ \t]")
 log = logging.getLogger("espalier.server")
-# Limit for the first line of a chunk, and for the trailers.  Chunked bodies are passed to h11 in pieces of this size.
+# The limit of a chunk's first line, and of the trailers.  h11 gets chunked bodies in pieces of this size.
 MAX_LINE_BYTES = 4096
-# If a body has more chunks, they must have MIN_CHUNK_BYTES on average: each costs the event loop 0.01 ms.
+# The chunks of a body with more chunks must have MIN_CHUNK_BYTES on average: each costs the event loop 0.01 ms.
 MAX_SMALL_CHUNKS = 4096
 MIN_CHUNK_BYTES = 32
-# Limit for one body.  More bytes wait in the socket until the application has read some.
+# The most unread bytes of one body.  More bytes wait in the socket until the application reads.
 MAX_UNREAD_BYTES = 65536
 STATUS_LINES = MappingProxyType(
     {each.value: f"HTTP/1.1 {each.value} {each.phrase}\r\n".encode() for each in HTTPStatus}
 )
 LAST_CHUNK = b"0\r\n\r\n"
 CONTINUE_RESPONSE = STATUS_LINES[100] + b"\r\n"
-# A half-closed connection is checked every HALF_CLOSED_CHECK_S.  Check FIRST_PROBE, and every CHECKS_PER_PROBE after
-# it, sends an interim response.
+# A half-closed connection is checked every HALF_CLOSED_CHECK_S seconds.  The FIRST_PROBE-th check sends an interim
+# response, and then every CHECKS_PER_PROBE-th check.
 HALF_CLOSED_CHECK_S = 0.1
 FIRST_PROBE = 3
 CHECKS_PER_PROBE = 100
 LINGER_S = 2.0
-# The key of the ASGI extension that holds the HttpExchange.  With it the application may write response parts at once.
+# The key of the ASGI extension that holds the HttpExchange, by which the application writes events at once.
 EXCHANGE_EXTENSION = "espalier.exchange"
 
 
 def check_head(data: bytes) -> int | None:
-    """Returns the length of the head at the start of the data, None if the head is not whole.  Raises ApiError."""
+    """Returns the length of the head at the start of the data; None if the head is incomplete.  Raises ApiError."""
     end = data.find(HEAD_END)
     head = data if end < 0 else data[: end + len(HEAD_END)]
     if len(head) > MAX_HEAD_BYTES:
@@ -86,12 +86,12 @@ def check_head(data: bytes) -> int | None:
 
 
 class Connection(asyncio.Protocol):
-    """One connection.  app: answers its requests.  connections: all open connections of the server.
+    """One HTTP/1 connection.  app: the ASGI application.  connections: all open connections of the server.
 
     A client that sends FIN after a whole request still gets its response.  FIN does not tell whether the client still
-    reads.  If the client is gone, data written to it causes a TCP reset.  So the connection writes the stream's events
-    or, before the response starts, interim responses.  FIN counts as a disconnect inside a request, on HTTP/1.0, which
-    has no interim responses, and if several requests are pipelined.
+    reads.  Data for a client that has gone causes a TCP reset.  So the connection writes the stream's events or, before
+    the response starts, interim responses.  In three cases FIN counts as a disconnect: inside a request, on HTTP/1.0,
+    which has no interim responses, and if several requests are pipelined.
     """
 
     transport: asyncio.Transport
@@ -100,22 +100,22 @@ class Connection(asyncio.Protocol):
         self.app = app
         self.connections = connections
         self.loop = asyncio.get_running_loop()
-        # The part of a request's head that has arrived.  Once the head is whole, h11 reads it.
+        # The part of a request's head that has arrived.  h11 parses the complete head.
         self.head = b""
         self.http: h11.Connection | None = None
         # The last request.
         self.exchange: HttpExchange | None = None
         self.task: asyncio.Task[None] | None = None
-        self.writable = asyncio.Event()
-        self.writable.set()
+        self.can_write = asyncio.Event()
+        self.can_write.set()
         self.is_half_closed = False
-        # True after an error for data that is not HTTP.  Nothing more is read then.
-        self.is_refused = False
-        # True if the response in progress is the last one.
-        self.is_ending = False
-        # For Connections: since when no request is in progress; whether nothing came since the last response.
+        # True after the error response to data that is not HTTP.  Further data is not read.
+        self.is_closing_after_error = False
+        # True if the connection ends after the response in progress.
+        self.ends_after_response = False
+        # For Connections: since when no request is in progress, and whether no data arrived since the last response.
         self.idle_since = self.loop.time()
-        self.is_silent = False
+        self.got_no_data_since_response = False
         self.num_written = 0
 
     # Methods that asyncio calls
@@ -127,19 +127,19 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.connections.remove(self)
-        self.writable.set()
+        self.can_write.set()
         self._disconnect()
 
     def pause_writing(self) -> None:
-        self.writable.clear()
+        self.can_write.clear()
 
     def resume_writing(self) -> None:
-        self.writable.set()
+        self.can_write.set()
 
     def data_received(self, data: bytes) -> None:
-        if self.is_silent:
-            self.is_silent, self.idle_since = False, self.loop.time()
-        self._receive(data)
+        if self.got_no_data_since_response:
+            self.got_no_data_since_response, self.idle_since = False, self.loop.time()
+        self._receive_data(data)
 
     def eof_received(self) -> bool:
         """Returns whether the connection stays open."""
@@ -147,7 +147,7 @@ class Connection(asyncio.Protocol):
         self.is_half_closed = (
             exchange is not None
             and http is not None
-            and not (self.is_refused or exchange.more_body or exchange.is_ended)
+            and not (self.is_closing_after_error or exchange.more_body or exchange.is_ended)
             and exchange.scope["http_version"] != "1.0"
             and not http.trailing_data[0]
         )
@@ -157,20 +157,20 @@ class Connection(asyncio.Protocol):
 
     # Reading
 
-    def _receive(self, data: bytes) -> None:
-        """Read data that has come.  Send an error if it is not HTTP."""
+    def _receive_data(self, data: bytes) -> None:
+        """Handle received data.  Sends an error response to data that is not HTTP."""
         try:
-            if not self.is_refused:
-                self._feed(data)
+            if not self.is_closing_after_error:
+                self._pass_to_h11(data)
         except ApiError as error:
-            self._refuse(error)
+            self._send_error_and_close(error)
         except h11.RemoteProtocolError as error:
             too_large = error.error_status_hint == 431
             why = f"a chunk's line or the trailers are larger than {MAX_LINE_BYTES} bytes; send less"
-            self._refuse(ApiError(431, why) if too_large else ApiError(400, MALFORMED_HTTP))
+            self._send_error_and_close(ApiError(431, why) if too_large else ApiError(400, MALFORMED_HTTP))
 
-    def _feed(self, data: bytes) -> None:
-        """Pass data to h11.  h11 limits only a line whose end has not arrived, so chunked data is passed in pieces."""
+    def _pass_to_h11(self, data: bytes) -> None:
+        """Pass data to h11.  Chunked data is passed in pieces, because h11 limits only incomplete lines."""
         while True:
             is_chunked = self.http is not None and self.exchange is not None and self.exchange.is_chunked
             size = MAX_LINE_BYTES if is_chunked else len(data)
@@ -179,13 +179,13 @@ class Connection(asyncio.Protocol):
                 self.head += part
             elif part:
                 self.http.receive_data(part)
-            self._read()
+            self._handle_arrived_requests()
             if not data:
                 return
 
-    def _read(self) -> None:
-        """Handle the requests and body parts that have arrived.  Raises ApiError, or h11's errors."""
-        while not (self.is_refused or self.transport.is_closing()):
+    def _handle_arrived_requests(self) -> None:
+        """Handle the requests and body parts that h11 has parsed.  Raises ApiError, or h11's errors."""
+        while not (self.is_closing_after_error or self.transport.is_closing()):
             if self.http is None and not self._begin_request():
                 return
             assert self.http is not None
@@ -204,7 +204,7 @@ class Connection(asyncio.Protocol):
                     self._reset_for_next_request()
 
     def _begin_request(self) -> bool:
-        """Start a request if its whole head has arrived.  Returns whether it has.  Raises ApiError."""
+        """Start a request if its complete head has arrived, and return whether it was started.  Raises ApiError."""
         self.head = self.head.lstrip(b"\r\n")
         end = check_head(self.head)
         if end is None:
@@ -217,7 +217,7 @@ class Connection(asyncio.Protocol):
         self.exchange = HttpExchange(self, request)
         self.task = self.loop.create_task(self._run(self.exchange))
         if rest:
-            self._feed(rest)
+            self._pass_to_h11(rest)
         return self.http is not None
 
     async def _run(self, exchange: "HttpExchange") -> None:
@@ -243,7 +243,7 @@ class Connection(asyncio.Protocol):
         return self.exchange is None or self.exchange.is_ended or self.exchange.more_body
 
     def _disconnect(self) -> None:
-        """Tell the application that the client will read nothing more of its response."""
+        """Tell the application that the client does not read any more."""
         if self.exchange is not None and not self.exchange.is_ended:
             self.exchange.is_disconnected = True
             self.exchange.state_changed.set()
@@ -255,20 +255,20 @@ class Connection(asyncio.Protocol):
         self.transport.write(data)
 
     def response_ended(self, exchange: "HttpExchange") -> None:
-        self.idle_since, self.is_silent = self.loop.time(), True
+        self.idle_since, self.got_no_data_since_response = self.loop.time(), True
         self.connections.mark_idle(self)
-        # After FIN the client sends no further request.
-        if self.is_ending or self.is_half_closed or not exchange.keeps_alive:
+        # A client that has sent FIN sends no further request.
+        if self.ends_after_response or self.is_half_closed or not exchange.keeps_alive:
             self.transport.close()
             return
         self.transport.resume_reading()
         if not exchange.more_body:
             self._reset_for_next_request()
-            self._receive(b"")
+            self._receive_data(b"")
 
     def end(self) -> None:
-        """Close the connection after the response in progress, or now if there is none."""
-        self.is_ending = True
+        """Close the connection after the response in progress, or now if no response is in progress."""
+        self.ends_after_response = True
         if self.is_idle:
             self.transport.close()
 
@@ -281,25 +281,24 @@ class Connection(asyncio.Protocol):
             self.transport.abort()
             return
         if not exchange.is_started and count % CHECKS_PER_PROBE == FIRST_PROBE:
-            # RFC 9110, section 15.2: a client ignores interim responses that it did not ask for, whatever their number.
+            # A client ignores any number of interim responses that it did not request (RFC 9110, section 15.2).
             self.write(CONTINUE_RESPONSE)
         self.loop.call_later(HALF_CLOSED_CHECK_S, self._check_half_closed, count + 1)
 
-    def _refuse(self, error: ApiError) -> None:
-        """Send an error and close, unless a response to an unfinished request has started on this connection.
-
-        The client would read a second response as the next request's.
+    def _send_error_and_close(self, error: ApiError) -> None:
+        """Send an error and close.  If a response has started, only close: the client would take the error for its next
+        response.
         """
         exchange = self.exchange
         if exchange is None or not exchange.is_started or (exchange.is_ended and not exchange.more_body):
             self.write(_error_bytes(error, self.transport))
-            self._linger()
+            self._close_after_error()
         else:
             self.transport.close()
 
-    def _linger(self) -> None:
-        """Close for writing, but read for LINGER_S: if a client still sends, a TCP reset would destroy the response."""
-        self.is_refused = True
+    def _close_after_error(self) -> None:
+        """Close for writing, and read for LINGER_S: a TCP reset while the client sends would destroy the response."""
+        self.is_closing_after_error = True
         # Nothing may be written after the error.
         self._disconnect()
         self.transport.write_eof()
@@ -307,16 +306,16 @@ class Connection(asyncio.Protocol):
 
 
 class HttpExchange:
-    """One request and its response: what the application receives and sends.
+    """One request and its response, with the `receive` and `send` of the ASGI application.
 
-    more_body: the request has not arrived whole.  is_started, is_ended: whether the response has.  keeps_alive: another
-    request may follow on the connection.
+    more_body: a part of the request's body is still missing.  is_started, is_ended: the state of the response.
+    keeps_alive: another request may follow on the connection.
     """
 
     def __init__(self, connection: Connection, request: h11.Request):
         headers = dict(request.headers)
         if b"content-length" in headers and b"transfer-encoding" in headers:
-            # The two headers may disagree: a proxy may find the body's end by the other one.
+            # The two headers may disagree about the body's end, and a proxy may trust the other header.
             raise ApiError(400, MALFORMED_HTTP)
         self.connection = connection
         self.scope = _scope_of(request, connection.transport)
@@ -340,7 +339,7 @@ class HttpExchange:
         self.awaits_continue = False
         if self.num_chunks > MAX_SMALL_CHUNKS and self.num_body_bytes < MIN_CHUNK_BYTES * self.num_chunks:
             raise ApiError(400, f"{MAX_SMALL_CHUNKS} chunks of less than {MIN_CHUNK_BYTES} bytes; send larger ones")
-        # The rest of a body that was refused is read and dropped.
+        # After the response, the rest of the body is dropped.
         if not self.is_ended:
             self.body += data.data
             self.state_changed.set()
@@ -364,15 +363,15 @@ class HttpExchange:
         return {"type": "http.disconnect"}
 
     async def send(self, message: Message) -> None:
-        """Sends a message, as ASGI defines.  Waits until the client has read enough to be sent more, or is gone."""
-        await self.connection.writable.wait()
+        """Sends a message, as ASGI defines.  Waits until the client has read enough, or has disconnected."""
+        await self.connection.can_write.wait()
         if self.is_disconnected or self.is_ended:
             return
         if message["type"] == "http.response.start":
-            # The head is kept for the first part of the body, so that both leave in one packet.
+            # The head is sent with the body's first part, so that both are one packet.
             self.head, self.is_started = self._head_of(message), True
             return
-        data, self.head = self.head + self._framed(message.get("body", b"")), b""
+        data, self.head = self.head + self._as_chunk(message.get("body", b"")), b""
         self.is_ended = not message.get("more_body", False)
         self.connection.write(data + LAST_CHUNK if self.is_ended and self.sends_chunked else data)
         if self.is_ended:
@@ -393,15 +392,15 @@ class HttpExchange:
 
     @property
     def client_keeps_up(self) -> bool:
-        """Whether data that is written now leaves at once, or soon."""
+        """Whether written data is sent at once or soon, because the client reads."""
         connection = self.connection
-        return not self.is_disconnected and connection.writable.is_set() and not connection.transport.is_closing()
+        return not self.is_disconnected and connection.can_write.is_set() and not connection.transport.is_closing()
 
     def write(self, data: bytes) -> None:
-        """Write a middle part of a body: `send` has sent the first part, and will send the last."""
-        self.connection.write(self._framed(data))
+        """Write a part of the body.  `send` must send the first part and the last part."""
+        self.connection.write(self._as_chunk(data))
 
-    def _framed(self, data: bytes) -> bytes:
+    def _as_chunk(self, data: bytes) -> bytes:
         if not (data and self.sends_body):
             return b""
         return b"%x\r\n%b\r\n" % (len(data), data) if self.sends_chunked else data
@@ -410,7 +409,7 @@ class HttpExchange:
 def _scope_of(request: h11.Request, transport: asyncio.Transport) -> Scope:
     target = request.target
     if not target.startswith((b"/", b"*")):
-        # A client of a proxy sends the whole URL (RFC 9112, section 3.2.2).
+        # The target of a request for a proxy is a whole URL (RFC 9112, section 3.2.2).
         url = urlsplit(target)
         target = (url.path or b"/") + (b"?" + url.query if url.query else b"")
     raw_path, _, query = target.partition(b"?")
@@ -425,14 +424,14 @@ def _scope_of(request: h11.Request, transport: asyncio.Transport) -> Scope:
         "query_string": query,
         "root_path": "",
         "headers": list(request.headers),
-        "client": _address(transport.get_extra_info("peername")),
-        "server": _address(transport.get_extra_info("sockname")),
+        "client": _host_and_port(transport.get_extra_info("peername")),
+        "server": _host_and_port(transport.get_extra_info("sockname")),
         "state": {},
     }
 
 
-def _address(name: Any) -> tuple[str, int] | None:
-    """Returns host and port; None for a Unix socket."""
+def _host_and_port(name: Any) -> tuple[str, int] | None:
+    """Returns (host, port) of a socket's name; None for a Unix socket."""
     return (name[0], name[1]) if isinstance(name, tuple) else None
 
 
@@ -441,7 +440,7 @@ def _head_bytes(status: int, headers: Iterable[tuple[bytes, bytes]]) -> bytes:
 
 
 def _error_bytes(error: ApiError, transport: asyncio.Transport) -> bytes:
-    """Returns the whole response, with a new request id.  Restores the id of a request that ends in this context."""
+    """Returns the whole error response, with a new request id.  The context's own request id is restored."""
     before = request_id.set(new_request_id())
     log.info("refused HTTP from %s: %d: %s", address_of(transport), error.status_code, error.detail)
     response, own = error.response(), [(b"x-request-id", request_id.get().encode()), (b"connection", b"close")]

@@ -1,7 +1,7 @@
-"""Tokenization in threads, in two lanes, so that a short prompt never waits for a long one.
+"""Tokenizes prompts in two threads, the lanes: one for short prompts, so that they never wait for a long prompt.
 
-Each lane is a thread with its own tokenizer.  transformers calls encode_batch of the tokenizers library, which releases
-the GIL, so a long prompt does not block the event loop.
+Each lane has its own tokenizer.  transformers calls encode_batch of the tokenizers library, which releases the GIL.  So
+a long prompt does not block the event loop.
 """
 
 import asyncio
@@ -16,19 +16,17 @@ from espalier.inputs import InputProcessor
 from espalier.server.errors import bad_request, queue_full
 
 T = TypeVar("T")
-# The most characters or tokens for the short lane: a few milliseconds of work.
-MAX_SHORT = 16384
-MAX_WAITING = 32
-# Below this size, the work takes less time than switching to a thread and back.
-MAX_INLINE = 2048
+# The most characters or tokens for the short lane.  They take a few milliseconds.
+MAX_SHORT_SIZE = 16384
+MAX_WAITING_PROMPTS = 32
+# Work of at most this size runs on the event loop, because switching to a thread and back takes longer.
+MAX_INLINE_SIZE = 2048
 
 
 @dataclass
 class Lane:
-    """One thread with its tokenizer.
-
-    num_open: pieces of work that wait or run.  Cancelled requests count too: a thread cannot be stopped.
-    """
+    """One thread with its tokenizer.  num_open: the number of calls that wait or run.  Cancelled calls count, because a
+    thread cannot be stopped."""
 
     inputs: InputProcessor
     thread: ThreadPoolExecutor
@@ -45,7 +43,7 @@ class Lane:
 
 
 class Lanes:
-    """Runs work in the short or the long lane.  inputs: used by the short lane; the long lane uses a copy."""
+    """Runs tokenization in the short or the long lane.  inputs: for the short lane; the long lane gets a copy."""
 
     def __init__(self, inputs: InputProcessor):
         self._short = Lane(inputs, ThreadPoolExecutor(1, "convert_tokenizer_panics-short"))
@@ -54,17 +52,17 @@ class Lanes:
     async def run(self, work: Callable[..., T], *values: Any, size: int, field: str | None = None) -> T:
         """Run work(InputProcessor, *values) in a lane.
 
-        size: characters or tokens to process.  field: the field of the body that errors name.  Raises ApiError if
+        size: the number of characters or tokens.  field: the body's field, for error messages.  Raises ApiError if
         `work` raises EspalierError, or if too many long prompts wait.
         """
         try:
-            if size <= MAX_INLINE and not self._short.num_open:
-                # No thread uses this lane's tokenizer now.
+            if size <= MAX_INLINE_SIZE and not self._short.num_open:
+                # The lane is idle, so no thread uses its tokenizer.
                 return work(self._short.inputs, *values)
-            if size <= MAX_SHORT:
+            if size <= MAX_SHORT_SIZE:
                 return await self._short.run(work, *values)
-            if self._long.num_open > MAX_WAITING:
-                raise queue_full(f"{MAX_WAITING} long prompts are already waiting to be tokenized")
+            if self._long.num_open > MAX_WAITING_PROMPTS:
+                raise queue_full(f"{MAX_WAITING_PROMPTS} long prompts are already waiting to be tokenized")
             return await self._long.run(work, *values)
         except EspalierError as error:
             raise bad_request(error, field) from None
@@ -77,9 +75,10 @@ class Lanes:
         size: int,
         field: str | None = None,
     ) -> list[int]:
-        """Run the steps of work(InputProcessor, *values) in a lane, with `render` between them.  Returns the token ids.
+        """Returns the token ids of the generator work(InputProcessor, *values) (chat.Steps).  Its steps run in a lane,
+        with `render` between them.
 
-        Other arguments and errors: see `run`.
+        size, field, errors: see `run`.
         """
         steps: RenderLoop | None = None
 

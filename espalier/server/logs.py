@@ -1,4 +1,4 @@
-"""Log lines of the server: text or JSON, each with its request's id."""
+"""Formats the server's log lines as text or JSON, each line with its request id."""
 
 import json
 import logging
@@ -7,10 +7,10 @@ import sys
 from contextvars import ContextVar
 
 LEVELS = ("debug", "info", "warning", "error")
-NO_REQUEST = "-"
-request_id: ContextVar[str] = ContextVar("request_id", default=NO_REQUEST)
-# The client's API key if the server has several keys, else the client's address.  A key that nobody checks is not used
-# as a name: a client that sends many keys would have many shares of the queue (front.ClientShares).
+NO_REQUEST_ID = "-"
+request_id: ContextVar[str] = ContextVar("request_id", default=NO_REQUEST_ID)
+# The client's API key if the server has several keys, else the client's address.  An unchecked key is not used: a
+# client could send many keys, and get many shares of the queue (front.ClientShares).
 client_name: ContextVar[str] = ContextVar("client_name", default="")
 
 
@@ -25,13 +25,13 @@ def _add_request_id(record: logging.LogRecord) -> bool:
     return True
 
 
-class _Json(logging.Formatter):
+class _JsonFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         line = {
             "time": self.formatTime(record, "%Y-%m-%dT%H:%M:%S%z"),
             "level": record.levelname.lower(),
             "logger": record.name,
-            "request_id": getattr(record, "request_id", NO_REQUEST),
+            "request_id": getattr(record, "request_id", NO_REQUEST_ID),
             "message": record.getMessage(),
         }
         if record.exc_info:
@@ -40,10 +40,10 @@ class _Json(logging.Formatter):
 
 
 def set_up(level: str, as_json: bool) -> None:
-    """Send all log lines of this process to stderr, in one format."""
+    """Configure logging: all log lines of this process go to stderr in one format."""
     handler = logging.StreamHandler(sys.stderr)
     text = logging.Formatter("%(asctime)s %(levelname)s %(name)s [%(request_id)s] %(message)s")
-    handler.setFormatter(_Json() if as_json else text)
+    handler.setFormatter(_JsonFormatter() if as_json else text)
     handler.addFilter(_add_request_id)
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     # httpx would log a line for each request to the model hub.
@@ -53,19 +53,19 @@ def set_up(level: str, as_json: bool) -> None:
 
 
 def log_extra(name: str) -> dict[str, str]:
-    """Returns the `extra` argument of a log call outside a request's context."""
+    """Returns the `extra` argument of a log call for request `name`, outside the request's context."""
     return {"request_id": name}
 
 
 class LogLimiter:
-    """Limits the log lines of an event that may come thousands of times a second to one a minute."""
+    """Limits the log lines of a frequent event to one line a minute."""
 
     def __init__(self) -> None:
         self._next_at = float("-inf")
         self._count = 0
 
     def num_to_report(self, now: float) -> int:
-        """Count one event.  Returns the number of events since the last line if a line is due now, else 0."""
+        """Count an event.  Returns the number of events since the last log line if a new line is due, else 0."""
         self._count += 1
         if now < self._next_at:
             return 0

@@ -1,4 +1,4 @@
-"""Prometheus metrics: counters of the front, and the engine process's values from its last report."""
+"""Prometheus metrics: the front's counters, and the values in the engine process's last report."""
 
 import time
 from bisect import bisect_left
@@ -13,18 +13,16 @@ from prometheus_client.registry import Collector
 from espalier.server.protocol import EngineFigures, Engines
 from espalier.stats import LearnFigures, SpeculationStats
 
-SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
-TOKEN_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
-Family = CounterMetricFamily | GaugeMetricFamily
+LATENCY_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+TOKEN_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
+MetricFamily = CounterMetricFamily | GaugeMetricFamily
 LabelledValue = tuple[object, float]
-ABORT_STEPS = (1, 2, 3, 4, 8)
+ABORT_BUCKETS = (1, 2, 3, 4, 8)
 
 
 class Metrics:
-    """The metrics of one server.  Each server has its own registry, so that one process can hold several servers.
-
-    engines: the engine of each model.
-    """
+    """The metrics of one server.  Each server has its own registry, because one process may have several servers.
+    engines: the engine of each model."""
 
     def __init__(self, engines: Sequence[Engines]):
         self.started_at = time.time()
@@ -44,13 +42,15 @@ class Metrics:
         self.registry.register(self.generated_tokens)
         self.finished_samples = self._counter("finished_samples", "samples that ended, by finish_reason", "reason")
         self.time_to_first_token = self._histogram(
-            "time_to_first_token_seconds", "from arrival to a prompt's first token", SECONDS
+            "time_to_first_token_seconds", "from arrival to a prompt's first token", LATENCY_BUCKETS
         )
         self.inter_token_time = WeightedHistogram(
-            "inter_token_seconds", "time between tokens; the tokens of one round share its time equally", TOKEN_SECONDS
+            "inter_token_seconds", "time between tokens; the tokens of one round share its time equally", TOKEN_BUCKETS
         )
         self.registry.register(self.inter_token_time)
-        self.duration = self._histogram("request_seconds", "from arrival to the end of a generating request", SECONDS)
+        self.duration = self._histogram(
+            "request_seconds", "from arrival to the end of a generating request", LATENCY_BUCKETS
+        )
 
     def _counter(self, name: str, about: str, *labels: str) -> Counter:
         return Counter(f"espalier_{name}", about, labels, registry=self.registry)
@@ -65,7 +65,7 @@ class Metrics:
 
 @dataclass(eq=False)
 class SingleThreadCounter(Collector):
-    """A counter for one thread.  The counter of prometheus_client takes a lock at each call."""
+    """A counter without a lock, for use by one thread.  The counter of prometheus_client takes a lock at each call."""
 
     name: str
     about: str
@@ -76,25 +76,23 @@ class SingleThreadCounter(Collector):
 
 
 class WeightedHistogram(Collector):
-    """A histogram that counts equal values in one call.  That of prometheus_client needs one call for each value.
-
-    limits: upper limits of the buckets, in order.
-    """
+    """A histogram that counts many equal values in one call.  prometheus_client's histogram counts one value a call.
+    limits: upper limits of the buckets, in order."""
 
     def __init__(self, name: str, about: str, limits: Sequence[float]):
         self.name = name
         self.about = about
-        self.limits = limits
+        self.upper_limits = limits
         self.counts = [0] * (len(limits) + 1)
         self.total = 0.0
 
     def observe(self, value: float, count: int) -> None:
         """Count `count` occurrences of a value."""
-        self.counts[bisect_left(self.limits, value)] += count
+        self.counts[bisect_left(self.upper_limits, value)] += count
         self.total += value * count
 
     def collect(self) -> Iterator[Metric]:
-        yield _histogram(self.name, self.about, self.limits, self.counts, self.total)
+        yield _histogram(self.name, self.about, self.upper_limits, self.counts, self.total)
 
 
 @dataclass(eq=False)
@@ -117,13 +115,13 @@ class EngineCollector(Collector):
 def _engine_metrics(figures: EngineFigures) -> Iterator[Metric]:
     report = figures.report
     pages = (("free", report.pages_free), ("cached", report.pages_cached), ("owned", report.pages_owned))
-    yield _gauge("engine_up", "1 while the engine process is ready", figures.up)
+    yield _gauge("engine_up", "1 while the engine process is ready", figures.is_ready)
     yield _counter("engine_restarts", "engine processes started after the first", figures.num_restarts)
     yield _gauge("waiting_requests", "samples queued in the engine", report.waiting)
     yield _gauge("running_requests", "samples in a slot", report.running)
-    yield _labelled(GaugeMetricFamily, "pages", "pages of the cache", "state", pages)
-    yield _counter("preemptions", "samples put back into the queue because pages ran out", report.preempted)
-    yield _counter("harvests", "engine steps", report.harvests)
+    yield _with_label(GaugeMetricFamily, "pages", "pages of the cache", "state", pages)
+    yield _counter("preemptions", "samples put back into the queue because pages ran out", report.num_preempted)
+    yield _counter("harvests", "engine steps", report.num_steps)
     yield from _speculation_metrics(report.totals)
     yield _gauge("acceptance_alarm", "1 if almost no draft token is accepted: check the draft", report.low_acceptance)
     rounds = CounterMetricFamily("espalier_rounds", "rounds by batch bucket", labels=["bucket", "run"])
@@ -131,10 +129,10 @@ def _engine_metrics(figures: EngineFigures) -> Iterator[Metric]:
         rounds.add_metric([str(bucket), "graph" if graph else "eager"], count)
     yield rounds
     about = "rounds by tree: steps,topk,num_draft_tokens"
-    yield _labelled(CounterMetricFamily, "rounds_by_tree", about, "tree", report.trees)
+    yield _with_label(CounterMetricFamily, "rounds_by_tree", about, "tree", report.trees)
     yield _counter("tree_changes", "times that another tree was chosen", report.tree_changes)
     yield from _source_metrics(report.by_source)
-    yield _abort_steps(figures.abort_steps)
+    yield _abort_steps_metric(figures.abort_steps)
     if report.learning is not None:
         yield from _learning_metrics(report.learning)
 
@@ -148,7 +146,7 @@ def _speculation_metrics(totals: SpeculationStats) -> Iterator[Metric]:
         ("depth_tried", "rounds in which a depth was tried", "depth", enumerate(totals.reached, 1)),
         ("depth_accepted", "rounds in which a depth was accepted", "depth", enumerate(totals.taken, 1)),
     ):
-        yield _labelled(CounterMetricFamily, name, about, label, counts)
+        yield _with_label(CounterMetricFamily, name, about, label, counts)
 
 
 def _learning_metrics(figures: LearnFigures) -> Iterator[Metric]:
@@ -157,7 +155,7 @@ def _learning_metrics(figures: LearnFigures) -> Iterator[Metric]:
     yield _counter("learn_failures", "trainings that failed, and failures to write", figures.failures)
     lengths = ("given", figures.given), ("served", figures.before), ("trained", figures.after)
     about = "accept length on held-back traffic, at the last training"
-    yield _labelled(GaugeMetricFamily, "learn_accept_length", about, "draft", lengths)
+    yield _with_label(GaugeMetricFamily, "learn_accept_length", about, "draft", lengths)
     yield _counter("learn_texts", "texts kept", figures.texts)
     yield _gauge("learn_bytes", "size of the kept sample", figures.bytes)
 
@@ -167,7 +165,7 @@ def _source_metrics(by_source: Mapping[str, Sequence[float]]) -> Iterator[Metric
     for place, (name, what) in enumerate(zip(("rows", "rows_expected", "rows_accepted"), about, strict=True)):
         rows = [(source, counts[place]) for source, counts in by_source.items()]
         what = f"{what}, where scores are compared"
-        yield _labelled(CounterMetricFamily, f"{name}_by_source", what, "source", rows)
+        yield _with_label(CounterMetricFamily, f"{name}_by_source", what, "source", rows)
 
 
 def _gauge(name: str, about: str, value: float) -> Metric:
@@ -178,24 +176,24 @@ def _counter(name: str, about: str, value: float) -> Metric:
     return CounterMetricFamily(f"espalier_{name}", about, value=value)
 
 
-def _labelled(kind: type[Family], name: str, about: str, label: str, values: Iterable[LabelledValue]) -> Metric:
+def _with_label(kind: type[MetricFamily], name: str, about: str, label: str, values: Iterable[LabelledValue]) -> Metric:
     family = kind(f"espalier_{name}", about, labels=[label])
     for each, value in values:
         family.add_metric([str(each)], value)
     return family
 
 
-def _abort_steps(steps: Mapping[int, int]) -> Metric:
-    counts = [0] * (len(ABORT_STEPS) + 1)
+def _abort_steps_metric(steps: Mapping[int, int]) -> Metric:
+    counts = [0] * (len(ABORT_BUCKETS) + 1)
     for step, count in steps.items():
-        counts[bisect_left(ABORT_STEPS, step)] += count
+        counts[bisect_left(ABORT_BUCKETS, step)] += count
     about = "engine steps from an abort's arrival to the release of its pages"
-    return _histogram("abort_steps", about, ABORT_STEPS, counts, sum(step * count for step, count in steps.items()))
+    return _histogram("abort_steps", about, ABORT_BUCKETS, counts, sum(step * count for step, count in steps.items()))
 
 
 def _histogram(name: str, about: str, limits: Sequence[float], counts: Sequence[int], total: float) -> Metric:
-    """A histogram metric.  limits: upper limits of all buckets but the last, which has none; counts: the values in each
-    bucket; total: the sum of all values."""
+    """Returns a histogram metric.  limits: the upper limit of each bucket except the last, which has no limit.  counts:
+    the number of values in each bucket.  total: the sum of all values."""
     labels = [*(str(float(limit)) for limit in limits), "+Inf"]
     buckets = list(zip(labels, accumulate(counts), strict=True))
     return HistogramMetricFamily(f"espalier_{name}", about, buckets=buckets, sum_value=total)

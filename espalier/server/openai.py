@@ -1,6 +1,6 @@
-"""The request bodies: OpenAI's fields with the messages of a conversation, and the fields of SamplingParams.
+"""The request bodies of completions, chats and tokenization: OpenAI's fields, and the fields of SamplingParams.
 
-fields.py defines how a field is declared, and which fields have no effect.  These models make docs/server.md's tables.
+fields.py declares which fields have no effect.  docs/server.md's tables are made from these models.
 """
 
 import types
@@ -15,55 +15,55 @@ from espalier.errors import EspalierError, require_int
 from espalier.limits import MAX_BIAS, MAX_COUNT, MAX_LOGPROBS
 from espalier.request import PARAMS_WITH_FLAGS, SamplingParams
 from espalier.server.fields import (
-    CACHE,
-    CACHE_MARKS,
+    CACHE_FIELDS,
+    CACHE_REASON,
     FAIL_FAST,
-    FUNCTIONS,
     NO_EFFECT_HINTS,
-    NOT_STORED,
-    PLAIN,
-    TEXT_ONLY,
-    VERBOSITY,
+    NO_EFFECT_STORE,
+    NO_EFFECT_VERBOSITY,
+    REFUSED_FUNCTIONS,
+    REFUSED_NON_TEXT,
+    SCALAR_TYPES,
     Body,
     EmptyList,
     GrammarFields,
     NoEffect,
-    Refused,
-    max_entries,
+    RefusedField,
+    entry_limit,
     no_effect_inside,
 )
-from espalier.tool_calls.definitions import MAX_TOOLS, Tools, checked_tools
+from espalier.tool_calls.definitions import MAX_TOOLS, RequestTools, checked_tools
 
-CACHE_CONTROL: Any = Annotated[Any, NoEffect(CACHE)]
-COPIED_REASONING = NoEffect("the text of the reasoning is read from reasoning_content")
-Tokens = Annotated[list[int], FAIL_FAST]
+CacheControl: Any = Annotated[Any, NoEffect(CACHE_REASON)]
+NO_EFFECT_REASONING = NoEffect("the text of the reasoning is read from reasoning_content")
+TokenIds = Annotated[list[int], FAIL_FAST]
 MAX_METADATA = 16
 MAX_TEMPLATE_KWARGS = 64
-TemplateKwargs = Annotated[dict[str, Any], max_entries(MAX_TEMPLATE_KWARGS)]
-# JSON keys are strings, so the key's type is not strict.
-Bias = Annotated[dict[Annotated[int, Field(strict=False)], float], max_entries(MAX_BIAS)]
+TemplateKwargs = Annotated[dict[str, Any], entry_limit(MAX_TEMPLATE_KWARGS)]
+# The key's type is not strict, because JSON keys are strings.
+LogitBias = Annotated[dict[Annotated[int, Field(strict=False)], float], entry_limit(MAX_BIAS)]
 
 
 class TextPart(Body):
     type: Literal["text"] = Field(description="this server supports only text")
     text: str
-    cache_control: CACHE_CONTROL = None
-    prompt_cache_breakpoint: CACHE_CONTROL = None
+    cache_control: CacheControl = None
+    prompt_cache_breakpoint: CacheControl = None
 
 
-def _joined(content: str | list[TextPart]) -> str:
+def _join_text_parts(content: str | list[TextPart]) -> str:
     return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
 class FunctionCall(Body):
-    """arguments: JSON as text.  Those of a call that was cut off are no JSON, and come back all the same."""
+    """The called function.  arguments: JSON text.  The text of a call that was cut off is accepted too."""
 
     name: str
     arguments: str | None = None
 
 
 class ToolCall(Body):
-    """A tool call in an earlier assistant message."""
+    """A tool call in an assistant message of the conversation."""
 
     id: str | None = None
     type: Literal["function"] = "function"
@@ -95,19 +95,19 @@ class Message(Body):
     )
     reasoning: str | None = Field(None, description="another name of reasoning_content")
     refusal: str | None = Field(None, description="an earlier refusal; the text of a message without content")
-    cache_control: CACHE_CONTROL = None
-    prompt_cache_breakpoint: CACHE_CONTROL = None
-    reasoning_details: Annotated[Any, COPIED_REASONING] = None
-    thinking_blocks: Annotated[Any, COPIED_REASONING] = None
+    cache_control: CacheControl = None
+    prompt_cache_breakpoint: CacheControl = None
+    reasoning_details: Annotated[Any, NO_EFFECT_REASONING] = None
+    thinking_blocks: Annotated[Any, NO_EFFECT_REASONING] = None
     provider_specific_fields: Annotated[Any, NoEffect("describes the answer of another server")] = None
-    function_call: Annotated[None, FUNCTIONS] = None
-    audio: Annotated[None, TEXT_ONLY] = None
-    annotations: Annotated[EmptyList | None, TEXT_ONLY] = None
+    function_call: Annotated[None, REFUSED_FUNCTIONS] = None
+    audio: Annotated[None, REFUSED_NON_TEXT] = None
+    annotations: Annotated[EmptyList | None, REFUSED_NON_TEXT] = None
 
     @model_validator(mode="before")
     @classmethod
     def _check_content(cls, value: Any) -> Any:
-        """Refuse a message without content, unless it has tool_calls."""
+        """Refuse a message that has neither content nor tool_calls."""
         if isinstance(value, dict) and "content" not in value and not value.get("tool_calls"):
             raise ValueError("content is missing; give text, or null for none")
         return value
@@ -120,19 +120,19 @@ class Message(Body):
 
     @property
     def text(self) -> str:
-        return _joined(self.content or self.refusal or "")
+        return _join_text_parts(self.content or self.refusal or "")
 
     def join_parts(self) -> None:
-        """Replace the parts of the content by their text."""
+        """Replace a list of text parts by the joined text."""
         if isinstance(self.content, list):
-            for name in CACHE_MARKS:
+            for name in CACHE_FIELDS:
                 marks = [mark for part in self.content if (mark := getattr(part, name)) is not None]
                 if marks and getattr(self, name) is None:
                     setattr(self, name, marks[0])
             self.content = self.text
 
     def for_template(self) -> dict[str, Any]:
-        """Returns the message in the form that chat templates read.  Arguments of calls are text."""
+        """Returns the message as a dict for chat templates.  The arguments of calls stay JSON text."""
         turn: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": self.text}
         if self.tool_calls:
             turn["tool_calls"] = [call.for_template() for call in self.tool_calls]
@@ -147,10 +147,10 @@ def _json_type(annotation: Any) -> Any:
         return Union[tuple(_json_type(part) for part in get_args(annotation))]  # noqa: UP007
     if get_origin(annotation) is Sequence:
         return Annotated[list[get_args(annotation)[0]], FAIL_FAST]  # type: ignore[misc]
-    return Bias if get_origin(annotation) is Mapping else annotation
+    return LogitBias if get_origin(annotation) is Mapping else annotation
 
 
-# The engine honours these fields.  Their descriptions are the help texts in espalier/request.py.
+# The fields of SamplingParams.  Their descriptions are the help texts in espalier/request.py.
 SAMPLING_FIELDS: Mapping[str, Any] = {
     f.name: (_json_type(f.type), Field(None, description=f.metadata["help"])) for f in PARAMS_WITH_FLAGS
 }
@@ -160,10 +160,10 @@ SamplingAndHints: Any = create_model("SamplingAndHints", __base__=Sampling, **HI
 
 
 @lru_cache(maxsize=256)
-def _params_of(values: frozenset[tuple[str, Any]]) -> SamplingParams:
-    """Returns one shared object for equal values: checking a new object takes as long as reading the body.
+def _shared_params(values: frozenset[tuple[str, Any]]) -> SamplingParams:
+    """Returns one shared object for equal values, because checking a new object takes as long as parsing the body.
 
-    Each field has values of one type, so values that compare equal are the same value.
+    Each field has only one type, so equal values have the same meaning.
     """
     return SamplingParams(**dict(values))
 
@@ -173,11 +173,11 @@ class StreamOptions(Body):
     continuous_usage_stats: bool | None = Field(
         None, description="add the usage so far, over all choices, to each chunk"
     )
-    include_obfuscation: Annotated[Literal[False] | None, Refused("chunks are never padded; leave it out")] = None
+    include_obfuscation: Annotated[Literal[False] | None, RefusedField("chunks are never padded; leave it out")] = None
 
 
 class CommonFields(Body):
-    """The fields that all endpoints share which generate."""
+    """The fields that all generating endpoints share."""
 
     model: str = Field(description="a name from /v1/models")
     stream: bool | None = Field(None, description="send tokens as server-sent events while they are generated")
@@ -190,7 +190,7 @@ class CommonFields(Body):
 
 
 class ToolFields(Body):
-    """The fields of tools, in chat completions and responses."""
+    """The fields about tools that chat completions and responses share."""
 
     tools: Annotated[list[dict[str, Any]], FAIL_FAST, Field(max_length=MAX_TOOLS)] | None = Field(
         None, description="functions that the model may call, passed to the chat template"
@@ -220,24 +220,24 @@ class GenerationRequest(SamplingAndHints, GrammarFields, CommonFields):
     return_token_ids: bool | None = Field(None, description="return the token ids of each choice")
 
     metadata: Annotated[
-        Annotated[dict[str, Any], max_entries(MAX_METADATA)] | None,
+        Annotated[dict[str, Any], entry_limit(MAX_METADATA)] | None,
         NoEffect("the server stores no responses, so there is nothing to look up by it"),
     ] = None
 
     @property
     def output_limit_field(self) -> str:
-        """The name of the output limit that the client sent."""
+        """The name of the field with which the client limits the output."""
         return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
 
     def sampling(self, **values: Any) -> SamplingParams:
-        """Returns SamplingParams from the fields of the same names.  values: fields that the endpoint renames."""
+        """Returns SamplingParams from the body's fields.  values: fields with other names at this endpoint."""
         given = {name: getattr(self, name) for name in self.model_fields_set if name in SAMPLING_FIELDS}
         if self.max_completion_tokens is not None:
             given["max_tokens"] = self.max_completion_tokens
         given |= values
         grammar = self.requested_grammar()
-        if grammar is None and all(type(value) in PLAIN for value in given.values()):
-            return _params_of(frozenset(given.items()))
+        if grammar is None and all(type(value) in SCALAR_TYPES for value in given.values()):
+            return _shared_params(frozenset(given.items()))
         return SamplingParams(**given, grammar=grammar)
 
     def check(self) -> None:
@@ -246,7 +246,7 @@ class GenerationRequest(SamplingAndHints, GrammarFields, CommonFields):
             raise EspalierError("stream_options needs stream=true; set it, or leave stream_options out")
         if self.prompt_logprobs is not None and self.stream:
             raise EspalierError("prompt_logprobs are not streamed; leave stream out")
-        # Checked here so that the error has the name that the client sent; resolve checks the value as max_tokens.
+        # This check names the client's field in errors.  Without it, resolve would name max_tokens.
         require_int("max_completion_tokens", self.max_completion_tokens, 1, MAX_COUNT, optional=True)
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
             raise EspalierError("max_tokens and max_completion_tokens are the same limit but differ; send only one")
@@ -255,14 +255,16 @@ class GenerationRequest(SamplingAndHints, GrammarFields, CommonFields):
 class CompletionRequest(GenerationRequest):
     """POST /v1/completions"""
 
-    prompt: str | Tokens | Annotated[list[str], FAIL_FAST] | Annotated[list[Tokens], FAIL_FAST] = Field(
+    prompt: str | TokenIds | Annotated[list[str], FAIL_FAST] | Annotated[list[TokenIds], FAIL_FAST] = Field(
         description="text or token ids, one or several"
     )
     echo: bool | None = Field(
         None, description="begin the text with the prompt; with logprobs, also return logprobs of the prompt's tokens"
     )
-    best_of: Annotated[Literal[1] | None, Refused("the server does not rank outputs; use n and choose one")] = None
-    suffix: Annotated[Literal[""] | None, Refused("insertion is not supported; put all text into the prompt")] = None
+    best_of: Annotated[Literal[1] | None, RefusedField("the server does not rank outputs; use n and choose one")] = None
+    suffix: Annotated[Literal[""] | None, RefusedField("insertion is not supported; put all text into the prompt")] = (
+        None
+    )
 
     @property
     def echoes_logprobs(self) -> bool:
@@ -279,7 +281,7 @@ class CompletionRequest(GenerationRequest):
         return self.sampling(prompt_logprobs=max(self.logprobs, self.prompt_logprobs or 0))
 
     def prompts(self) -> list[str | list[int]]:
-        """Returns one entry per prompt.  Raises EspalierError if there is none."""
+        """Returns the prompts.  Raises EspalierError for an empty list."""
         if isinstance(self.prompt, str) or (self.prompt and isinstance(self.prompt[0], int)):
             return [self.prompt]
         if not self.prompt:
@@ -288,7 +290,7 @@ class CompletionRequest(GenerationRequest):
 
 
 class ChatTemplateFields(Body):
-    """The fields of ChatOptions that say how a conversation becomes a prompt."""
+    """The fields of ChatOptions, which define how the chat template turns messages into a prompt."""
 
     chat_template_kwargs: TemplateKwargs | None = Field(
         None,
@@ -308,14 +310,14 @@ class ChatTemplateFields(Body):
 
 
 class Prediction(Body):
-    """A client's guess of the answer."""
+    """The client's prediction of the answer, for speculative decoding."""
 
     type: Literal["content"]
     content: str | Annotated[list[TextPart], FAIL_FAST] = Field(description="text, or a list of text parts, joined")
 
     @property
     def text(self) -> str:
-        return _joined(self.content)
+        return _join_text_parts(self.content)
 
     def fields_without_effect(self) -> list[str]:
         return [] if isinstance(self.content, str) else no_effect_inside("content", self.content)
@@ -340,29 +342,29 @@ class ChatRequest(ToolFields, ChatTemplateFields, GenerationRequest):
         description="the likely answer, such as the file that is edited: while answer and prediction agree, more "
         "tokens are verified at once; needs the engine's source prediction, as on a CPU by default",
     )
-    functions: Annotated[EmptyList | None, FUNCTIONS] = None
-    function_call: Annotated[Literal["none", "auto"] | None, FUNCTIONS] = None
-    modalities: Annotated[Annotated[list[Literal["text"]], FAIL_FAST] | None, TEXT_ONLY] = None
-    audio: Annotated[None, TEXT_ONLY] = None
-    verbosity: Annotated[str | None, VERBOSITY] = None
-    web_search_options: Annotated[None, Refused("the server has no web search; leave it out")] = None
-    store: Annotated[bool | None, NOT_STORED] = None
-    _removed_marks: list[str] = PrivateAttr(default=[])
+    functions: Annotated[EmptyList | None, REFUSED_FUNCTIONS] = None
+    function_call: Annotated[Literal["none", "auto"] | None, REFUSED_FUNCTIONS] = None
+    modalities: Annotated[Annotated[list[Literal["text"]], FAIL_FAST] | None, REFUSED_NON_TEXT] = None
+    audio: Annotated[None, REFUSED_NON_TEXT] = None
+    verbosity: Annotated[str | None, NO_EFFECT_VERBOSITY] = None
+    web_search_options: Annotated[None, RefusedField("the server has no web search; leave it out")] = None
+    store: Annotated[bool | None, NO_EFFECT_STORE] = None
+    _removed_names: list[str] = PrivateAttr(default=[])
 
     @model_validator(mode="after")
-    def _remove_cache_marks(self) -> "ChatRequest":
-        """Remove cache marks from the tools, because the chat template would show them."""
+    def _remove_cache_fields(self) -> "ChatRequest":
+        """Remove fields about caching from the tools, because the chat template would show them to the model."""
         tools = self.tools or []
-        self._removed_marks = [name for name in CACHE_MARKS if any(_has_cache_mark(tool, name) for tool in tools)]
-        if self._removed_marks:
-            self.tools = [_without_cache_marks(tool) for tool in tools]
+        self._removed_fields = [name for name in CACHE_FIELDS if any(_has_cache_field(tool, name) for tool in tools)]
+        if self._removed_fields:
+            self.tools = [_without_cache_fields(tool) for tool in tools]
         return self
 
     def check(self) -> None:
         super().check()
         if self.top_logprobs and not self.logprobs:
             raise EspalierError("top_logprobs needs logprobs=true; set it, or leave top_logprobs out")
-        # Checked here so that the error has the name that the client sent; resolve checks the value as logprobs.
+        # This check names the client's field in errors.  Without it, resolve would name logprobs.
         require_int("top_logprobs", self.top_logprobs, 0, MAX_LOGPROBS, optional=True)
 
     def params(self) -> SamplingParams:
@@ -375,26 +377,26 @@ class ChatRequest(ToolFields, ChatTemplateFields, GenerationRequest):
             options["chat_template_kwargs"] = {"reasoning_effort": self.reasoning_effort, **variables}
         return {**options, "tools": self.tools, "add_special_tokens": self.add_special_tokens}
 
-    def tool_use(self) -> Tools:
-        """Returns the tools that the model may call.  Raises EspalierError."""
+    def checked_tool_use(self) -> RequestTools:
+        """Returns the request's checked tools and tool_choice.  Raises EspalierError."""
         return checked_tools(self.tools, self.tool_choice, self.parallel_tool_calls)
 
     def fields_without_effect(self) -> list[str]:
-        marks = [f"tools.{name}" for name in self._removed_marks]
+        marks = [f"tools.{name}" for name in self._removed_fields]
         predicted = [] if self.prediction is None else no_effect_inside("prediction", [self.prediction])
         return super().fields_without_effect() + no_effect_inside("messages", self.messages) + marks + predicted
 
 
-def _has_cache_mark(tool: dict[str, Any], mark: str) -> bool:
+def _has_cache_field(tool: dict[str, Any], mark: str) -> bool:
     return mark in tool or (isinstance(tool.get("function"), dict) and mark in tool["function"])
 
 
-def _without_cache_marks(tool: dict[str, Any]) -> dict[str, Any]:
-    """Returns a copy of a tool without cache marks, which may stand beside its function or inside it."""
+def _without_cache_fields(tool: dict[str, Any]) -> dict[str, Any]:
+    """Returns a copy of a tool without the fields about caching, which may be beside `function` or inside it."""
     return {
-        name: _without_cache_marks(value) if name == "function" and isinstance(value, dict) else value
+        name: _without_cache_fields(value) if name == "function" and isinstance(value, dict) else value
         for name, value in tool.items()
-        if name not in CACHE_MARKS
+        if name not in CACHE_FIELDS
     }
 
 
@@ -413,4 +415,4 @@ class DetokenizeRequest(Body):
     """POST /detokenize"""
 
     model: str | None = Field(None, description="a name from /v1/models")
-    tokens: Tokens = Field(description="token ids; special tokens are left out of the text")
+    tokens: TokenIds = Field(description="token ids; special tokens are left out of the text")

@@ -1,10 +1,10 @@
-"""The interface of a front to the engines of one model, and the messages between a front and an engine process.
+"""The interface `Engines` of a front to a model's engines, and the messages between front and engine process.
 
 The messages are typed structs, encoded with msgpack, one per ZeroMQ frame.  ResolvedParams, OutputChunk, Usage and
-SpeculationStats are sent as they are, so no field is declared twice.  Log-probabilities are sent as rows of numbers
+SpeculationStats are parts of messages, so no field is declared twice.  Log-probabilities are sent as rows of numbers
 (espalier/logprobs.py).  The front binds a PAIR socket and starts the engine process, which connects to the socket.
 
-client.EngineClient is one engine in its own process; serve_ray/pool.py:EnginePool is several engines behind Ray Serve.
+Two classes implement Engines: client.EngineClient with one engine process, and serve_ray/pool.py:EnginePool.
 """
 
 import asyncio
@@ -28,8 +28,8 @@ SHUTTING_DOWN = "the server is shutting down"
 class Start(msgspec.Struct, tag=True):
     """The first message from the front.
 
-    settings: what the worker loads; for a model, the keywords of EngineConfig.  heartbeat_s: seconds between messages
-    of an idle engine.  learn: the fields of LearnConfig, None for an engine that does not learn.
+    settings: plain values of what the worker loads; for a model, the keywords of EngineConfig.  heartbeat_s: seconds
+    between messages of an idle engine.  learn: the fields of LearnConfig; None for an engine without online learning.
     """
 
     settings: dict[str, Any]
@@ -39,12 +39,12 @@ class Start(msgspec.Struct, tag=True):
     learn: dict[str, Any] | None = None
 
 
-class Submit(msgspec.Struct):
-    """A prompt with n samples.
+class SubmittedPrompt(msgspec.Struct):
+    """A prompt, of which the engine generates n samples.
 
-    detokenize: the engine process makes the text, which stop strings need.  client: the client's name; the prompts of
-    several clients take turns.  streamed: whether the client reads tokens as they come.  private: the engine does not
-    learn from this prompt and its output.
+    detokenize: the engine process makes the text, as stop strings need it.  client: the client's name, for fair order
+    among clients.  streamed: whether the client gets a stream.  private: online learning must not use this prompt and
+    its output.
     """
 
     name: str
@@ -56,51 +56,49 @@ class Submit(msgspec.Struct):
     streamed: bool = False
     private: bool = False
 
-    def for_prompts(self, prompts: Sequence[list[int]], first: int) -> "list[Submit]":
-        """Returns a copy for each prompt.  Its name ends with the prompt's number, counted from `first`."""
+    def for_prompts(self, prompts: Sequence[list[int]], first: int) -> "list[SubmittedPrompt]":
+        """Returns a copy for each prompt.  The copy's name ends with the prompt's number, counted from `first`."""
         named = ((f"{self.name}-{number}", prompt) for number, prompt in enumerate(prompts, first))
         return [msgspec.structs.replace(self, name=name, prompt=prompt) for name, prompt in named]
 
 
-class SubmitMany(msgspec.Struct, tag=True):
+class SubmitPrompts(msgspec.Struct, tag=True):
     """Prompts that arrived together."""
 
-    prompts: list[Submit]
+    prompts: list[SubmittedPrompt]
 
 
-class Abort(msgspec.Struct, tag=True):
-    """End all samples of one prompt.  name: of its Submit.  Ignored if they have ended: the messages may cross."""
+class AbortPrompt(msgspec.Struct, tag=True):
+    """Ends all samples of a prompt, by the name of its SubmittedPrompt.  Ignored if the samples have ended."""
 
     name: str
 
 
 class Shutdown(msgspec.Struct, tag=True):
-    """Makes the engine process exit at once.  The front has drained before, or does not wait."""
+    """Makes the engine process exit at once, without waiting for running requests."""
 
 
-ToEngine = Start | SubmitMany | Abort | Shutdown
+ToEngine = Start | SubmitPrompts | AbortPrompt | Shutdown
 
 
-class Ready(msgspec.Struct, tag=True):
+class EngineReady(msgspec.Struct, tag=True):
     """Reports that the engine is loaded.  config: the resolved configuration."""
 
     facts: ModelFacts
     config: dict[str, Any]
 
 
-class Refused(msgspec.Struct, tag=True):
-    """Reports a prompt that the engine refused.
-
-    name: of its Submit.  error: the reason.  busy: the prompt may run if the front submits it again later.
-    """
+class PromptRefused(msgspec.Struct, tag=True):
+    """Reports a prompt that the engine refused.  name: the name of the SubmittedPrompt.  error: the reason.  busy: the
+    engine may accept the same prompt later."""
 
     name: str
     error: str
     busy: bool = False
 
 
-class Part(msgspec.Struct, array_like=True):
-    """An output chunk of one sample.  usage, speculation: the sample's totals, set only with its last chunk."""
+class OutputPart(msgspec.Struct, array_like=True):
+    """An output chunk of one sample.  usage, speculation: the sample's totals, set only in its last chunk."""
 
     name: str
     output: OutputChunk
@@ -108,23 +106,23 @@ class Part(msgspec.Struct, array_like=True):
     speculation: SpeculationStats | None = None
 
 
-class Report(msgspec.Struct):
-    """The engine's state.
+class EngineReport(msgspec.Struct):
+    """The engine's counters and gauges for /metrics.
 
     harvests: engine steps so far.  pages_owned: pages of running requests that are not in the prefix cache.  rounds:
-    (bucket, whether a CUDA graph ran them, number of rounds).  trees: (sizes of a tree, number of rounds).
+    (batch bucket, whether a CUDA graph was used, number of rounds).  trees: (sizes of a tree, number of rounds).
     tree_changes: TreeChooser.num_changes.  by_source: rows of GuessSources.by_source by name.  abort_steps: for each
-    abort that was completed since the last report, the engine steps from its arrival to the release of its pages.
-    learning: None if the engine does not learn.
+    abort since the last report, the engine steps from the abort's arrival to the release of the pages.  learning: None
+    without online learning.
     """
 
-    harvests: int = 0
+    num_steps: int = 0
     waiting: int = 0
     running: int = 0
     pages_free: int = 0
     pages_cached: int = 0
     pages_owned: int = 0
-    preempted: int = 0
+    num_preempted: int = 0
     rounds: list[tuple[int, bool, int]] = []
     trees: list[tuple[str, int]] = []
     tree_changes: int = 0
@@ -135,31 +133,27 @@ class Report(msgspec.Struct):
     learning: LearnFigures | None = None
 
 
-class Harvest(msgspec.Struct, tag=True):
-    """The output of one engine step.  Without parts, the message is a heartbeat.
+class StepOutput(msgspec.Struct, tag=True):
+    """The output of one engine step.  A message without parts is a heartbeat.  report: None if the engine is busy and
+    the last report is younger than worker.REPORT_S."""
 
-    report: None if the engine is busy and the last report is younger than worker.REPORT_S.
-    """
-
-    parts: list[Part]
-    report: Report | None = None
+    parts: list[OutputPart]
+    report: EngineReport | None = None
 
 
-class Failed(msgspec.Struct, tag=True):
-    """The last message of an engine process that cannot go on.
-
-    refused: the cause is wrong settings, not the engine.
-    """
+class EngineFailed(msgspec.Struct, tag=True):
+    """The last message of an engine process that cannot go on.  refused: the engine refused its settings; a new process
+    would refuse them too."""
 
     error: str
     refused: bool
 
 
-FromEngine = Ready | Refused | Harvest | Failed
+FromEngine = EngineReady | PromptRefused | StepOutput | EngineFailed
 
 
 def _encode_logprobs(value: Any) -> Any:
-    """Returns log-probabilities as bytes: the front builds the objects, not the engine process."""
+    """Returns the rows of log-probabilities as bytes.  The front, not the engine process, builds objects from them."""
     if isinstance(value, TokenLogprobs):
         rows = value.joined()
         return value.of_prompt, rows.shape[1], rows.tobytes()
@@ -177,39 +171,39 @@ decode_from_engine = msgspec.msgpack.Decoder(FromEngine, dec_hook=_decode_logpro
 
 
 class EngineGone(Exception):
-    """There is no engine process.  Raised to requests in flight and to new requests."""
+    """The engine process has ended.  Requests in flight and new requests raise this error."""
 
 
 class EngineBusy(EspalierError):
-    """An engine does not take a prompt now.  It may take the same prompt later."""
+    """The engine refuses a prompt now, but may accept the same prompt later."""
 
 
-def refusal_error(refused: Refused) -> EspalierError:
+def refusal_error(refused: PromptRefused) -> EspalierError:
     return EngineBusy(refused.error) if refused.busy else EspalierError(refused.error)
 
 
 @dataclass
 class EngineFigures:
-    """The figures of one engine for /metrics.
+    """The metrics of one engine process, for /metrics.
 
-    labels: distinguish the engine from other engines; {} if there is one.  up: whether the engine is ready.
-    num_restarts: engine processes started after the first.  abort_steps: how many aborts took each number of steps.
+    labels: distinguish the engine from others; {} for a single engine.  up: whether the engine is ready.  num_restarts:
+    processes started after the first.  abort_steps: for each number of engine steps, how many aborts took so many.
     """
 
     labels: Mapping[str, str]
-    up: bool
+    is_ready: bool
     num_restarts: int
-    report: Report
+    report: EngineReport
     abort_steps: Mapping[int, int] = field(default_factory=Counter)
 
 
 class Engines(Protocol):
     """The engines of one model.
 
-    facts: None until `start` has returned.  state: "ready", or one word that tells why no engine is ready.
-    unavailable_reason: the same as a sentence, "" if an engine is ready.  num_slots: how many samples all engines
-    together can run now.  max_slots: the same for the largest number of engines.  open_samples: queued or running, as
-    the front knows.
+    facts: None before `start` has returned.  state: "ready", or why no engine is ready, in one word.
+    unavailable_reason: the reason as a sentence; "" if an engine is ready.  num_slots: the most samples that all
+    engines together can run now.  max_slots: num_slots with the largest number of engines.  open_samples: the front's
+    samples that are queued or running.
     """
 
     @property
@@ -225,17 +219,17 @@ class Engines(Protocol):
     @property
     def open_samples(self) -> int: ...
 
-    def require_up(self) -> None:
-        """Raises EngineGone if a prompt submitted now could not run."""
+    def require_running(self) -> None:
+        """Raises EngineGone if the engines cannot run prompts."""
 
-    def submit(self, prompts: Sequence[list[int]], template: Submit) -> "Generation":
-        """Queue prompts.  template: settings of all prompts; its name begins each prompt's name.  Raises EngineGone."""
+    def submit(self, prompts: Sequence[list[int]], template: SubmittedPrompt) -> "Generation":
+        """Queue prompts.  template: their other fields; its name begins each prompt's name.  Raises EngineGone."""
 
-    async def wait_sent(self) -> None:
-        """Return when all prompts queued so far are sent, after at least one turn of the event loop."""
+    async def wait_until_sent(self) -> None:
+        """Wait until all queued prompts are sent, and for at least one iteration of the event loop."""
 
     def abort(self, generation: "Generation") -> None:
-        """Abort the samples that still run, and drop their output."""
+        """Abort the running samples and drop their output."""
 
     def figures(self) -> list[EngineFigures]: ...
 
@@ -246,36 +240,35 @@ class Engines(Protocol):
 class Generation:
     """The output of one HTTP request's prompts.
 
-    num_running: how many samples still run, by prompt name, in the order of the prompts.
+    num_running: the number of running samples by prompt name, in the order of the prompts.  The generation buffers
+    unread parts, at most max_tokens for each sample, so a slow reader does not block other requests.  The caller must
+    always call `close`, which aborts the running samples.
 
-    Unread parts are buffered here, at most max_tokens for each sample, so a slow reader does not block other requests.
-    The caller must close the generation in every case; that aborts the samples that still run.
-
-    listener: gets new parts while the reader of `parts` waits.  The reader is not woken, which would cost as much as
-    sending the parts.  The listener returns whether it took the parts; if not, the reader gets them.  The reader also
-    gets the last parts.
+    listener: called with new parts while the reader of `parts` waits, because waking the reader costs as much as
+    sending the parts.  The listener returns whether it took the parts.  The reader gets parts that it did not take, and
+    always the last parts.
     """
 
-    def __init__(self, engines: "Engines", names: Sequence[str], samples: int):
+    def __init__(self, engines: "Engines", names: Sequence[str], num_samples: int):
         self.engines = engines
-        self.num_running = dict.fromkeys(names, samples)
-        self.unread: list[Part] = []
+        self.num_running = dict.fromkeys(names, num_samples)
+        self.unread_parts: list[OutputPart] = []
         self.error: Exception | None = None
         self.new_parts = asyncio.Event()
-        self.listener: Callable[[list[Part]], bool] | None = None
+        self.listener: Callable[[list[OutputPart]], bool] | None = None
         self._is_waiting = False
 
     @property
-    def done(self) -> bool:
+    def has_ended(self) -> bool:
         return not any(self.num_running.values())
 
-    async def parts(self, deadline: float | None) -> AsyncIterator[list[Part]]:
+    async def parts(self, deadline: float | None) -> AsyncIterator[list[OutputPart]]:
         """Yield the new parts, until all samples have ended.
 
-        deadline: a time on the event loop's clock.  Raises TimeoutError, EngineGone, or EspalierError if the engine
-        refuses a prompt (EngineBusy if a retry may succeed).
+        deadline: on the event loop's clock.  Raises TimeoutError, EngineGone, or EspalierError if the engine refuses a
+        prompt (EngineBusy if a retry may succeed).
         """
-        # One timer serves all waits: asyncio.timeout_at for each wait costs more than the rest of the loop.
+        # One timer for all waits, because asyncio.timeout_at for each wait would cost more than the rest of the loop.
         timer = None if deadline is None else asyncio.get_running_loop().call_at(deadline, self._expire)
         try:
             ended = False
@@ -286,8 +279,8 @@ class Generation:
                 finally:
                     self._is_waiting = False
                 self.new_parts.clear()
-                parts, ended = self.unread, self.done
-                self.unread = []
+                parts, ended = self.unread_parts, self.has_ended
+                self.unread_parts = []
                 if parts:
                     yield parts
                 if self.error is not None:
@@ -297,37 +290,37 @@ class Generation:
                 timer.cancel()
 
     def _expire(self) -> None:
-        if self.error is None and not self.done:
+        if self.error is None and not self.has_ended:
             self.fail(TimeoutError())
 
-    def add(self, part: Part) -> None:
+    def add(self, part: OutputPart) -> None:
         if part.output.finish_reason is not None:
             self.num_running[part.name] -= 1
         if self.error is not None:
-            # Earlier parts of this sample may be lost, so this part is useless.
+            # After an error, earlier parts may be missing, so this part is dropped.
             return
-        self.unread.append(part)
-        if self.listener is None or self.done:
+        self.unread_parts.append(part)
+        if self.listener is None or self.has_ended:
             self.new_parts.set()
-        elif len(self.unread) == 1:
-            # Parts of one message arrive in one turn of the event loop.  The next turn offers them together.
+        elif len(self.unread_parts) == 1:
+            # All parts of a message arrive in one iteration of the event loop, and are offered together in the next.
             asyncio.get_running_loop().call_soon(self._offer_to_listener, self.listener)
 
-    def _offer_to_listener(self, listener: Callable[[list[Part]], bool]) -> None:
-        """Give the unread parts to the listener, or wake the reader."""
-        parts, self.unread = self.unread, []
+    def _offer_to_listener(self, listener: Callable[[list[OutputPart]], bool]) -> None:
+        """Call the listener with the unread parts.  If the listener does not take them, wake the reader."""
+        parts, self.unread_parts = self.unread_parts, []
         try:
-            is_taken = self._is_waiting and not self.done and listener(parts)
+            is_taken = self._is_waiting and not self.has_ended and listener(parts)
         except Exception as error:
             self.fail(error)
             return
         if not is_taken:
-            self.unread = parts
-        if self.unread or self.done:
+            self.unread_parts = parts
+        if self.unread_parts or self.has_ended:
             self.new_parts.set()
 
     def fail(self, error: Exception) -> None:
-        """End the reading with an error.  The samples run until `close`, so num_running still counts them."""
+        """Make the reader raise an error.  num_running still counts the samples, which run until `close`."""
         self.error = error
         self.new_parts.set()
 

@@ -1,6 +1,6 @@
-"""One request in progress: the engine's output becomes a whole response, or a stream of server-sent events.
+"""Runs one request: turns the engine's output into a whole response, or into a stream of server-sent events.
 
-When the request or the response ends, for any reason, samples that still run are aborted.
+When the request or the response ends, for any reason, running samples are aborted.
 """
 
 import asyncio
@@ -19,18 +19,18 @@ from espalier.server.answers import Answer
 from espalier.server.errors import INTERNAL_ERROR, RETRY_AFTER_S, ApiError, bad_request, json_response
 from espalier.server.http1 import EXCHANGE_EXTENSION, HttpExchange
 from espalier.server.logs import client_name
-from espalier.server.protocol import EngineBusy, EngineGone, Generation, Part
+from espalier.server.protocol import EngineBusy, EngineGone, Generation, OutputPart
 
 if TYPE_CHECKING:
     from espalier.server.front import Front
 
 log = logging.getLogger("espalier.server")
-# A stream whose client does not read is ended this long after its deadline.
+# After the deadline, a stream whose client does not read is ended after this time.
 SEND_GRACE_S = 10.0
 
 
 class RequestRun:
-    """One request in progress.  deadline: a time on the event loop's clock."""
+    """One request in progress.  deadline: the request's time limit, on the event loop's clock; None for no limit."""
 
     def __init__(
         self, front: "Front", make_answer: Callable[[], Answer], generation: Generation, deadline: float | None
@@ -39,8 +39,8 @@ class RequestRun:
         self.timeout_s = front.options.request_timeout_s
         self.make_answer = make_answer
         self.generation = generation
-        self.shares, self.client = front.shares, client_name.get()
-        self.shares.add(self.client, generation)
+        self.client_shares, self.client = front.shares, client_name.get()
+        self.client_shares.add(self.client, generation)
         self.deadline = deadline
         self.prompt_index = {name: i for i, name in enumerate(generation.num_running)}
         self.started_at = asyncio.get_running_loop().time()
@@ -53,7 +53,7 @@ class RequestRun:
         return self.make_answer()
 
     def watch(self, http: Request) -> None:
-        """From now on, the client's disconnect ends the request with ClientDisconnect."""
+        """From now on, a disconnect of the client ends the request with ClientDisconnect."""
         self.disconnect_watch = asyncio.create_task(_wait_for_disconnect(http))
         self.disconnect_watch.add_done_callback(self._fail_if_client_left)
 
@@ -81,25 +81,25 @@ class RequestRun:
 
     @property
     def has_ended(self) -> bool:
-        """Whether all parts have come, without an error."""
-        return self.generation.done and self.generation.error is None
+        """Whether the output is complete, and no error occurred."""
+        return self.generation.has_ended and self.generation.error is None
 
-    def _events_of(self, parts: list[Part]) -> bytes:
-        """Returns the events of the next parts.  Raises ApiError."""
+    def _events_of(self, parts: list[OutputPart]) -> bytes:
+        """Returns the stream events of new parts.  Raises ApiError."""
         self._record_metrics(parts)
         events = self._unsent_opening + b"".join(
             [self.answer.event(self.prompt_index[part.name], part) for part in parts]
         )
         self._unsent_opening = b""
         if self.has_ended:
-            # The end is sent with the last tokens: a message to the client costs as much as many tokens.
+            # The closing events are sent with the last tokens, because each write to the client is expensive.
             events += b"".join([*map(self.answer.encode, self.answer.closing_chunks()), self.answer.end_event])
         return events
 
     def write_directly_to(self, exchange: HttpExchange) -> None:
-        """From now on, write events to the client as soon as they exist, as long as the client reads."""
+        """From now on, write each event to the connection at once, as long as the client reads."""
 
-        def write(parts: list[Part]) -> bool:
+        def write(parts: list[OutputPart]) -> bool:
             if not exchange.client_keeps_up:
                 return False
             if events := self._events_of(parts):
@@ -125,8 +125,8 @@ class RequestRun:
         except EspalierError as error:
             raise bad_request(error) from None
 
-    def _record_metrics(self, parts: list[Part]) -> None:
-        """Measure the parts for /metrics.  Raises ApiError if a part has an error."""
+    def _record_metrics(self, parts: list[OutputPart]) -> None:
+        """Count the parts in the metrics.  Raises ApiError if a part has an error."""
         metrics, now = self.metrics, asyncio.get_running_loop().time()
         for part in parts:
             output = part.output
@@ -151,7 +151,7 @@ class RequestRun:
         if self.disconnect_watch is not None:
             self.disconnect_watch.cancel()
         self.generation.close()
-        self.shares.remove(self.client, self.generation)
+        self.client_shares.remove(self.client, self.generation)
         self.metrics.duration.observe(asyncio.get_running_loop().time() - self.started_at)
 
 
@@ -161,47 +161,47 @@ async def _wait_for_disconnect(http: Request) -> None:
 
 
 class EventStream(StreamingResponse):
-    """The response of a run as server-sent events.  The first event exists already.  A later error is sent as an event.
+    """The streaming response of a run.  first: the first event.  A later error is sent as an event.
 
-    Waking this task for each event costs as much as the event.  So after the first event, the run writes events as soon
-    as they exist, if the HTTP server supports it (http1.EXCHANGE_EXTENSION) and the client reads.
+    Waking this task for each event costs as much as the event.  So after the first event, the run writes events
+    directly, if the HTTP server supports this (http1.EXCHANGE_EXTENSION) and the client reads.
     """
 
     def __init__(self, run: RequestRun, first: bytes, rest: AsyncIterator[bytes]):
         super().__init__(rest, media_type="text/event-stream", headers={"cache-control": "no-cache"})
         self.run = run
-        self.first = first
-        self.rest = rest
-        self.ended = False
+        self.first_event = first
+        self.later_events = rest
+        self.has_ended = False
 
     async def _send_all(self, send: Send, exchange: HttpExchange | None) -> None:
-        """Send the response.  If the client leaves, the rest is dropped."""
+        """Send the response.  If the client disconnects, the rest is dropped."""
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        await send(_body_message(self.first))
+        await send(_body_message(self.first_event))
         if exchange is not None:
             self.run.write_directly_to(exchange)
         is_last = False
         try:
-            async for events in self.rest:
-                # The last events and the end of the response are one message.
+            async for events in self.later_events:
+                # The last events and the end of the response are sent as one message.
                 is_last = self.run.has_ended
                 await send(_body_message(events, not is_last))
         except ClientDisconnect:
             return
         except ApiError as error:
             log.warning("the stream ended early: %s", error.detail)
-            await send(_body_message(self._failed(error)))
+            await send(_body_message(self._failure_event(error)))
         except Exception:
-            # Status 200 is already sent: without an error event, the client would think that the text is complete.
+            # Status 200 is already sent, so only an error event tells the client that the text is incomplete.
             log.exception("the stream failed")
-            await send(_body_message(self._failed(ApiError(500, INTERNAL_ERROR))))
-        self.ended = True
+            await send(_body_message(self._failure_event(ApiError(500, INTERNAL_ERROR))))
+        self.has_ended = True
         if not is_last:
             await send(_body_message(b"", False))
-        # If several streams end together, all of them end before the first one is logged and counted.
+        # If several streams end together, end all of them before any is logged and counted.
         await asyncio.sleep(0)
 
-    def _failed(self, error: ApiError) -> bytes:
+    def _failure_event(self, error: ApiError) -> bytes:
         body = error.body()
         self.run.metrics.stream_errors.labels(body["error"]["type"]).inc()
         return self.run.answer.error_event(body)
@@ -214,7 +214,7 @@ class EventStream(StreamingResponse):
         except TimeoutError:
             log.warning("the client did not read the stream before its deadline: the connection is closed")
         finally:
-            if not self.ended:
+            if not self.has_ended:
                 self.run.metrics.disconnects.inc()
             self.run.close()
 

@@ -1,4 +1,4 @@
-"""The body of POST /v1/responses, in its stateless form, and its conversion to the body of a chat completion."""
+"""The body of POST /v1/responses without stored state, and its conversion to the body of a chat completion."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -9,22 +9,22 @@ from pydantic import Field, ValidationError, create_model
 from espalier.errors import EspalierError, shown, unknown_name
 from espalier.server.errors import ApiError, validation_error
 from espalier.server.fields import (
-    CACHE_MARKS,
+    CACHE_FIELDS,
     FAIL_FAST,
-    NOT_STORED,
-    STATELESS,
-    TEXT_ONLY,
-    VERBOSITY,
+    NO_EFFECT_STORE,
+    NO_EFFECT_VERBOSITY,
+    REFUSED_NON_TEXT,
+    REFUSED_STATE,
     Body,
     EmptyList,
-    Refused,
-    max_entries,
+    RefusedField,
+    entry_limit,
     no_effect_inside,
 )
 from espalier.server.openai import HINT_FIELDS, MAX_METADATA, SAMPLING_FIELDS, ChatRequest, CommonFields, ToolFields
 
-LOGPROBS, ENCRYPTED = "message.output_text.logprobs", "reasoning.encrypted_content"
-# Fields of SamplingParams that this endpoint names differently, or does not have.
+INCLUDE_LOGPROBS, ENCRYPTED_REASONING = "message.output_text.logprobs", "reasoning.encrypted_content"
+# Fields of SamplingParams that have another name at this endpoint, or do not exist there.
 NOT_SHARED_FIELDS = ("n", "max_tokens", "logprobs", "prompt_logprobs")
 _sampling = {name: each for name, each in SAMPLING_FIELDS.items() if name not in NOT_SHARED_FIELDS}
 _Sampling: Any = create_model("ResponsesSampling", __base__=Body, **_sampling, **HINT_FIELDS)
@@ -32,7 +32,7 @@ SHARED_FIELDS = (
     *(*_sampling, *CommonFields.model_fields, "chat_template_kwargs", "top_logprobs"),
     *("tool_choice", "parallel_tool_calls"),
 )
-# Fields of a chat completion that this endpoint names differently.
+# Fields of a chat completion that have another name at this endpoint.
 RESPONSES_FIELD_NAMES: Mapping[str, str] = {
     "messages": "input",
     "max_completion_tokens": "max_output_tokens",
@@ -43,7 +43,7 @@ RESPONSES_FIELD_NAMES: Mapping[str, str] = {
 
 @contextmanager
 def renaming_error_fields() -> Iterator[None]:
-    """Makes errors of the chat completion name the fields as the client sent them to this endpoint."""
+    """Renames fields in errors of the chat completion to this endpoint's names."""
     try:
         yield
     except ApiError as error:
@@ -63,11 +63,11 @@ class Reasoning(Body):
 
 class TextOptions(Body):
     format: dict[str, Any] | None = Field(None, description="text, json_schema or json_object")
-    verbosity: Annotated[str | None, VERBOSITY] = None
+    verbosity: Annotated[str | None, NO_EFFECT_VERBOSITY] = None
 
 
 class StreamOptions(Body):
-    include_obfuscation: Annotated[Literal[False] | None, Refused("events are never padded; leave it out")] = None
+    include_obfuscation: Annotated[Literal[False] | None, RefusedField("events are never padded; leave it out")] = None
 
 
 class ResponsesRequest(_Sampling, ToolFields, CommonFields):
@@ -82,31 +82,33 @@ class ResponsesRequest(_Sampling, ToolFields, CommonFields):
     reasoning: Reasoning | None = Field(None, description="effort, for the chat template")
     text: TextOptions | None = Field(None, description="format: the form of the answer")
     top_logprobs: int | None = Field(
-        None, description=f"number of likeliest tokens to return; needs include {LOGPROBS}"
+        None, description=f"number of likeliest tokens to return; needs include {INCLUDE_LOGPROBS}"
     )
     include: (
         Annotated[list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]], FAIL_FAST] | None
-    ) = Field(None, description=f"{LOGPROBS}; {ENCRYPTED} is accepted, and reasoning items have their text")
-    metadata: Annotated[dict[str, Any], max_entries(MAX_METADATA)] | None = Field(None, description="returned as it is")
+    ) = Field(
+        None, description=f"{INCLUDE_LOGPROBS}; {ENCRYPTED_REASONING} is accepted, and reasoning items have their text"
+    )
+    metadata: Annotated[dict[str, Any], entry_limit(MAX_METADATA)] | None = Field(None, description="returned as it is")
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="variables of the chat template")
-    truncation: Annotated[Literal["disabled"] | None, Refused("send a shorter input, or leave it out")] = None
-    store: Annotated[bool | None, NOT_STORED] = None
-    previous_response_id: Annotated[None, STATELESS] = None
-    conversation: Annotated[None, STATELESS] = None
-    prompt: Annotated[None, STATELESS] = None
-    background: Annotated[Literal[False] | None, STATELESS] = None
-    max_tool_calls: Annotated[None, Refused("the server has no tools of its own; leave it out")] = None
-    max_tokens: Annotated[None, Refused("use max_output_tokens")] = None
-    messages: Annotated[None, Refused("use input")] = None
-    response_format: Annotated[None, Refused("use text.format")] = None
-    modalities: Annotated[EmptyList | None, TEXT_ONLY] = None
+    truncation: Annotated[Literal["disabled"] | None, RefusedField("send a shorter input, or leave it out")] = None
+    store: Annotated[bool | None, NO_EFFECT_STORE] = None
+    previous_response_id: Annotated[None, REFUSED_STATE] = None
+    conversation: Annotated[None, REFUSED_STATE] = None
+    prompt: Annotated[None, REFUSED_STATE] = None
+    background: Annotated[Literal[False] | None, REFUSED_STATE] = None
+    max_tool_calls: Annotated[None, RefusedField("the server has no tools of its own; leave it out")] = None
+    max_tokens: Annotated[None, RefusedField("use max_output_tokens")] = None
+    messages: Annotated[None, RefusedField("use input")] = None
+    response_format: Annotated[None, RefusedField("use text.format")] = None
+    modalities: Annotated[EmptyList | None, REFUSED_NON_TEXT] = None
 
     def fields_without_effect(self) -> list[str]:
         in_text = no_effect_inside("text", [self.text] if self.text else [])
         return super().fields_without_effect() + in_text + [f"input.{name}" for name in _no_effect_names(self.input)]
 
-    def as_chat(self) -> ChatRequest:
-        """Returns the same request as a chat completion.  Raises EspalierError or ApiError."""
+    def as_chat_request(self) -> ChatRequest:
+        """Returns the request as the body of a chat completion.  Raises EspalierError or ApiError."""
         fields = {name: value for name in SHARED_FIELDS if (value := getattr(self, name)) is not None}
         fields["messages"] = messages_of(self.input, self.instructions)
         fields["max_completion_tokens"] = self.max_output_tokens
@@ -117,11 +119,11 @@ class ResponsesRequest(_Sampling, ToolFields, CommonFields):
         fields["reasoning_effort"] = None if self.reasoning is None else self.reasoning.effort
         if self.text is not None and (form := self.text.format) is not None:
             is_schema = form.get("type") == "json_schema"
-            fields["response_format"] = {"type": "json_schema", "json_schema": _untyped(form)} if is_schema else form
-        if LOGPROBS in (self.include or ()):
+            fields["response_format"] = {"type": "json_schema", "json_schema": _drop_type(form)} if is_schema else form
+        if INCLUDE_LOGPROBS in (self.include or ()):
             fields["logprobs"] = True
         elif self.top_logprobs:
-            raise EspalierError(f'top_logprobs needs include=["{LOGPROBS}"]; set it, or leave top_logprobs out')
+            raise EspalierError(f'top_logprobs needs include=["{INCLUDE_LOGPROBS}"]; set it, or leave top_logprobs out')
         try:
             return ChatRequest.model_validate(fields)
         except ValidationError as error:
@@ -129,56 +131,56 @@ class ResponsesRequest(_Sampling, ToolFields, CommonFields):
 
 
 def _chat_tool(place: str, tool: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a tool in the form of chat completions, where the tool's fields are inside `function`."""
+    """Returns a tool in the form of chat completions, which have a tool's fields inside `function`."""
     if tool.get("type") != "function":
         raise EspalierError(f"{place}.type={shown(tool.get('type'))} is not supported; use 'function'")
-    return {"type": "function", "function": _untyped(tool)}
+    return {"type": "function", "function": _drop_type(tool)}
 
 
-def _untyped(value: Mapping[str, Any]) -> dict[str, Any]:
+def _drop_type(value: Mapping[str, Any]) -> dict[str, Any]:
     return {name: each for name, each in value.items() if name != "type"}
 
 
-# For each type of item: its required fields and its optional fields.
+# By item type: (required fields, optional fields).
 ITEM_FIELDS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "message": (("role", "content"), ("id", "status", "phase")),
     "function_call": (("call_id", "name", "arguments"), ("id", "status")),
     "function_call_output": (("call_id", "output"), ("id", "status", "name")),
     "reasoning": ((), ("id", "summary", "content", "encrypted_content", "status")),
 }
-# Fields without effect of an item, or of a part.  phase: whether a message came before the answer or is the answer.
-NO_EFFECT = (*CACHE_MARKS, "phase")
-ROLES = ("user", "assistant", "system", "developer")
-TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
+# Fields without effect in an item or a content part.  phase: whether a message was commentary or the final answer.
+NO_EFFECT_ITEM_FIELDS = (*CACHE_FIELDS, "phase")
+MESSAGE_ROLES = ("user", "assistant", "system", "developer")
+TEXT_PART_TYPES = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 
 
 def _no_effect_names(given: str | Sequence[Mapping[str, Any]]) -> list[str]:
-    """Returns the names of the fields without effect in items or their parts."""
+    """Returns the names of the fields without effect in items or their content parts."""
     items = [] if isinstance(given, str) else given
-    parts = [part for item in items for part in _parts_of(item)]
-    return [name for name in NO_EFFECT if any(each.get(name) is not None for each in (*items, *parts))]
+    parts = [part for item in items for part in _text_parts_of(item)]
+    return [name for name in NO_EFFECT_ITEM_FIELDS if any(each.get(name) is not None for each in (*items, *parts))]
 
 
-def _parts_of(item: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+def _text_parts_of(item: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     lists = [parts for name in ("content", "output", "summary") if isinstance(parts := item.get(name), list)]
     return [part for parts in lists for part in parts if isinstance(part, Mapping)]
 
 
 def messages_of(given: str | Sequence[Mapping[str, Any]], instructions: str | None) -> list[dict[str, Any]]:
-    """Returns the messages of an input.  Items of one answer become one message.  Raises EspalierError."""
+    """Returns the input as chat messages.  Items of one answer become one message.  Raises EspalierError."""
     messages: list[dict[str, Any]] = [{"role": "system", "content": instructions}] if instructions else []
     if isinstance(given, str):
         return [*messages, {"role": "user", "content": given}]
     names: dict[str, str] = {}
     for i, item in enumerate(given):
         place = f"input[{i}]"
-        kind = _kind_of(place, item)
+        kind = _checked_item_type(place, item)
         if kind == "function_call_output":
-            output = _text_of(f"{place}.output", item["output"])
+            output = _joined_text(f"{place}.output", item["output"])
             name = {"name": names[item["call_id"]]} if item["call_id"] in names else {}
             messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": output, **name})
         elif kind == "message" and item["role"] != "assistant":
-            messages.append({"role": item["role"], "content": _text_of(f"{place}.content", item["content"])})
+            messages.append({"role": item["role"], "content": _joined_text(f"{place}.content", item["content"])})
         else:
             if kind == "function_call":
                 names[item["call_id"]] = item["name"]
@@ -187,58 +189,58 @@ def messages_of(given: str | Sequence[Mapping[str, Any]], instructions: str | No
     return messages
 
 
-def _kind_of(place: str, item: Mapping[str, Any]) -> str:
-    """Returns an item's type, after checking that the item's fields belong to the type.  Raises EspalierError."""
+def _checked_item_type(place: str, item: Mapping[str, Any]) -> str:
+    """Check an item's fields and return its type.  Raises EspalierError."""
     kind = item.get("type", "message" if "role" in item else None)
     if not isinstance(kind, str) or kind not in ITEM_FIELDS:
         raise EspalierError(f"{place}.type={shown(kind)} is not supported; use {', '.join(ITEM_FIELDS)}")
     needed, optional = ITEM_FIELDS[kind]
     for name in item:
-        # If OpenAI's client sends an item back, it writes all fields of the item, most of them null.
-        if item[name] is not None and name not in ("type", *needed, *optional, *CACHE_MARKS):
+        # OpenAI's client sends items of earlier answers with all fields, most of them null.
+        if item[name] is not None and name not in ("type", *needed, *optional, *CACHE_FIELDS):
             raise unknown_name(place, name, (*needed, *optional))
     for name in needed:
         if item.get(name) is None:
             raise EspalierError(f"{place}.{name} is missing; a {kind} item needs it")
         if name not in ("content", "output") and not isinstance(item[name], str):
             raise EspalierError(f"{place}.{name}={shown(item[name])} is not supported; use text")
-    if kind == "message" and item["role"] not in ROLES:
-        raise EspalierError(f"{place}.role={shown(item['role'])} is not supported; use {', '.join(ROLES)}")
+    if kind == "message" and item["role"] not in MESSAGE_ROLES:
+        raise EspalierError(f"{place}.role={shown(item['role'])} is not supported; use {', '.join(MESSAGE_ROLES)}")
     return kind
 
 
 def _add_to_answer(messages: list[dict[str, Any]], place: str, kind: str, item: Mapping[str, Any]) -> None:
-    """Add an item of the assistant to its last message, or to a new message if the order requires it."""
+    """Add an assistant's item to the last message, or to a new message if the order of items requires a new message."""
     last = messages[-1] if messages and messages[-1]["role"] == "assistant" else None
     if last is None or _begins_message(last, kind):
         messages.append(last := {"role": "assistant", "content": None})
     if kind == "message":
-        last["content"] = _text_of(f"{place}.content", item["content"])
+        last["content"] = _joined_text(f"{place}.content", item["content"])
     elif kind == "reasoning":
-        last["reasoning_content"] = _text_of(f"{place}.content", item.get("content") or item.get("summary") or "")
+        last["reasoning_content"] = _joined_text(f"{place}.content", item.get("content") or item.get("summary") or "")
     else:
         function = {"name": item["name"], "arguments": item["arguments"]}
         last.setdefault("tool_calls", []).append({"id": item["call_id"], "type": "function", "function": function})
 
 
 def _is_repeated_by_next(item: Mapping[str, Any], place: str, following: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether an item is a call that was cut off and the next item has its text.  place: where the item is."""
+    """Returns whether an item is a cut-off call whose text is in the next item too.  place: the item's, for errors."""
     if item.get("type") != "function_call" or item.get("status") != "incomplete":
         return False
     messages = (each for each in following if each.get("role") == "assistant")
-    return any(item["arguments"] in _text_of(f"{place}.content", each.get("content") or "") for each in messages)
+    return any(item["arguments"] in _joined_text(f"{place}.content", each.get("content") or "") for each in messages)
 
 
 def _begins_message(message: Mapping[str, Any], kind: str) -> bool:
-    """Whether an item of this type begins a new message: if `message` has such an item already, or a later one."""
+    """Returns whether an item of this type begins a new message, because `message` has such an item or a later one."""
     has_content = message["content"] is not None or "tool_calls" in message
     return (kind == "message" and has_content) or (
         kind == "reasoning" and (has_content or "reasoning_content" in message)
     )
 
 
-def _text_of(place: str, content: Any) -> str:
-    """Returns text, or the joined text parts.  Raises EspalierError."""
+def _joined_text(place: str, content: Any) -> str:
+    """Returns an item's content as one text: text parts are joined.  Raises EspalierError."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -246,7 +248,7 @@ def _text_of(place: str, content: Any) -> str:
     texts = []
     for i, part in enumerate(content):
         kind = part.get("type") if isinstance(part, Mapping) else None
-        if kind not in TEXT_PARTS or not isinstance(part.get("text"), str):
+        if kind not in TEXT_PART_TYPES or not isinstance(part.get("text"), str):
             raise EspalierError(f"{place}[{i}]={shown(part)} is not supported; this server supports only text parts")
         texts.append(part["text"])
     return "".join(texts)

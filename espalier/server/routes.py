@@ -1,8 +1,8 @@
-"""Endpoints by path and method, the errors for any other path, and the pages that describe the endpoints.
+"""Routes requests to endpoints by path and method, and serves the pages that describe the endpoints.
 
-/openapi.json is for programs.  / shows people how to call the endpoints, and /docs lists endpoints and fields.  The
-pages fetch nothing, so they work offline.  A browser cannot send an API key, so the pages need no key.  If the server
-has a key, the pages name no model.
+/openapi.json is for programs.  The page / shows how to call the endpoints, and the page /docs lists endpoints and
+fields.  The pages fetch nothing, so they work offline.  They need no API key, because a browser cannot send one.  If
+the server has a key, the pages name no model.
 """
 
 import json
@@ -27,47 +27,47 @@ from espalier.server.errors import ApiError, ErrorBody, json_response
 from espalier.server.front import Front, Fronts
 
 Server = Front | Fronts
-_TEXT_ONLY = "this server only generates text"
-_STATELESS = "the server stores nothing between requests"
-_BATCH_DIR = "this server has no place for files and batches; start it with --batch-dir DIR"
-# OpenAI's paths that are not served, each with the reason that its error gives.
+_TEXT_ONLY_REASON = "this server only generates text"
+_STATELESS_REASON = "the server stores nothing between requests"
+_NO_BATCH_DIR = "this server has no place for files and batches; start it with --batch-dir DIR"
+# OpenAI's paths that are not served, each with the reason for the error message.
 REFUSED_PATHS = {
-    "/v1/embeddings": _TEXT_ONLY,
+    "/v1/embeddings": _TEXT_ONLY_REASON,
     "/v1/responses/": "the server does not store responses",
-    "/v1/moderations": _TEXT_ONLY,
-    "/v1/audio": _TEXT_ONLY,
-    "/v1/images": _TEXT_ONLY,
-    "/v1/videos": _TEXT_ONLY,
+    "/v1/moderations": _TEXT_ONLY_REASON,
+    "/v1/audio": _TEXT_ONLY_REASON,
+    "/v1/images": _TEXT_ONLY_REASON,
+    "/v1/videos": _TEXT_ONLY_REASON,
     "/v1/realtime": "use /v1/chat/completions with stream",
-    "/v1/files": _BATCH_DIR,
-    "/v1/uploads": _STATELESS,
-    "/v1/batches": _BATCH_DIR,
+    "/v1/files": _NO_BATCH_DIR,
+    "/v1/uploads": _STATELESS_REASON,
+    "/v1/batches": _NO_BATCH_DIR,
     "/v1/fine_tuning": "espalier train trains drafts",
     "/v1/assistants": "use /v1/chat/completions",
     "/v1/threads": "use /v1/chat/completions",
     "/v1/conversations": "use /v1/chat/completions",
-    "/v1/vector_stores": _STATELESS,
+    "/v1/vector_stores": _STATELESS_REASON,
     "/v1/containers": "the server runs no code",
-    "/v1/evals": _STATELESS,
+    "/v1/evals": _STATELESS_REASON,
     "/v1/chat/completions/": "the server does not store completions",
 }
-OBJECT: dict[str, Any] = {"type": "object", "additionalProperties": True}
-JSON: Mapping[str, Any] = {"application/json": {"schema": OBJECT}}
-TEMPLATES = "server/html"
-# Forbids the browser to fetch anything, whatever a page contains.
-HEADERS = {"content-security-policy": "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"}
+OBJECT_SCHEMA: dict[str, Any] = {"type": "object", "additionalProperties": True}
+JSON: Mapping[str, Any] = {"application/json": {"schema": OBJECT_SCHEMA}}
+TEMPLATE_FOLDER = "server/html"
+# These headers forbid the browser to fetch anything.
+PAGE_HEADERS = {"content-security-policy": "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"}
 KEY_ARGUMENT = '-H "authorization: Bearer $ESPALIER_API_KEY"'
-MAX_TOKENS = 64
-PARAMETER = re.compile(r"\{(\w+)(?::\w+)?\}")
+EXAMPLE_MAX_TOKENS = 64
+PATH_PARAMETER_PATTERN = re.compile(r"\{(\w+)(?::\w+)?\}")
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """One method of one path.
+    """An HTTP endpoint: one method of one path.
 
-    handle: takes the request, and the record of its body if it has one; returns the response.  body: the record's
-    model.  The other fields are for the OpenAPI page.  about: one line; "" leaves the endpoint out.  answers: the
-    statuses without an error, with content types and schemas of each status.  errors: the other statuses.
+    handle: takes the request and, if `body` is set, the parsed body; returns the response.  body: the body's model. The
+    other fields are for the OpenAPI page.  about: one line; "" leaves the endpoint out.  answers: by success status,
+    the content types and their schemas.  errors: the error statuses.
     """
 
     method: str
@@ -80,17 +80,17 @@ class Endpoint:
 
 
 def make_router(server: Server, endpoints: Sequence[Endpoint]) -> Router:
-    """Returns the application without its gate.  It raises ApiErrors, which the gate answers."""
+    """Returns the ASGI application inside the gate, which turns the application's ApiErrors into responses."""
     by_path: dict[str, dict[str, Endpoint]] = {}
     for endpoint in endpoints:
         by_path.setdefault(endpoint.path, {})[endpoint.method] = endpoint
 
-    async def default(scope: Scope, receive: Receive, send: Send) -> None:
+    async def raise_not_served(scope: Scope, receive: Receive, send: Send) -> None:
         raise path_not_served(scope["path"], by_path)
 
-    # No redirects for a trailing slash: behind a proxy their http:// URL with this host would be wrong.
+    # No redirects for a trailing slash, because their URL would be wrong behind a proxy.
     routes = [Route(path, PathEndpoints(server, path, by_method)) for path, by_method in by_path.items()]
-    return Router(routes, redirect_slashes=False, default=default)
+    return Router(routes, redirect_slashes=False, default=raise_not_served)
 
 
 @dataclass(frozen=True)
@@ -102,11 +102,11 @@ class PathEndpoints:
     by_method: Mapping[str, Endpoint]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request by its method.  Raises ApiError."""
+        """Call the endpoint of the request's method.  Raises ApiError."""
         endpoint = self.by_method.get(scope["method"])
         if endpoint is None:
             raise self._wrong_method(scope)
-        # The gate counts requests by route.
+        # The gate counts requests by this route.
         scope["state"]["route"] = self.path
         http = Request(scope, receive)
         try:
@@ -125,7 +125,7 @@ class PathEndpoints:
 
 
 def path_not_served(path: str, served: Collection[str]) -> ApiError:
-    """Returns the error for a path that is not served.  served: the paths that are."""
+    """Returns the error for an unknown path.  served: the known paths."""
     if (meant := path.rstrip("/")) != path and meant in served:
         return ApiError(404, f"{path} is not served; use {meant}, without the slash at the end")
     refused = ((prefix, why) for prefix, why in REFUSED_PATHS.items() if prefix not in served)
@@ -137,14 +137,14 @@ def path_not_served(path: str, served: Collection[str]) -> ApiError:
         f"use /v1/models, /v1/completions, /v1/chat/completions, /v1/responses, {batches}/tokenize, /detokenize, "
         "/health, /metrics, /version, /openapi.json or /docs"
     )
-    # The client's base URL may lack /v1, or may have it although the client adds it too.
+    # The client's base URL may lack /v1, or /v1 may be doubled.
     near = [one for one in served if one.strip("/") and (one == f"/v1{path}" or path.endswith(one))]
     if near:
         use = f"use {max(near, key=len)}, and check the client's base URL"
     return ApiError(404, f"{path} is not served; {use}")
 
 
-class Field(NamedTuple):
+class FieldRow(NamedTuple):
     name: str
     kind: str
     about: str
@@ -152,7 +152,7 @@ class Field(NamedTuple):
 
 
 class Operation(NamedTuple):
-    """One operation of the OpenAPI page.  body: the name of its schema, "" without a body."""
+    """One operation of the page /docs.  body: the name of the body's schema; "" for no body."""
 
     method: str
     path: str
@@ -163,11 +163,11 @@ class Operation(NamedTuple):
 
 def page_endpoints(server: Server, endpoints: Sequence[Endpoint], needs_key: bool) -> list[Endpoint]:
     """Returns the endpoints of the pages that describe `endpoints`."""
-    environment = Environment(loader=PackageLoader("espalier", TEMPLATES), autoescape=True, trim_blocks=True)
+    environment = Environment(loader=PackageLoader("espalier", TEMPLATE_FOLDER), autoescape=True, trim_blocks=True)
 
     def page(name: str, **values: Any) -> HTMLResponse:
         text = environment.get_template(name).render(version=__version__, **values)
-        return HTMLResponse(text, headers=HEADERS)
+        return HTMLResponse(text, headers=PAGE_HEADERS)
 
     @cache
     def described() -> dict[str, Any]:
@@ -186,7 +186,7 @@ def page_endpoints(server: Server, endpoints: Sequence[Endpoint], needs_key: boo
     async def start(http: Request) -> Response:
         names = () if needs_key else server.names
         models = [(name, server.front_of(name).inputs.facts.max_context) for name in names]
-        # The address is as the browser wrote it.  Characters that no host has are escaped, because a shell reads them.
+        # The browser's address of this server.  Special characters are escaped, because a shell reads the address.
         origin = f"http://{quote(http.headers.get('host', 'localhost'), safe='.:[]-_')}"
         asks = list(example_requests(server, needs_key))
         return page("start.html", models=models, operations=operations_of(described()), origin=origin, asks=asks)
@@ -196,7 +196,7 @@ def page_endpoints(server: Server, endpoints: Sequence[Endpoint], needs_key: boo
 
 
 def openapi(endpoints: Sequence[Endpoint], names: Sequence[str]) -> dict[str, Any]:
-    """Returns the OpenAPI description.  names: of the served models."""
+    """Returns the OpenAPI description.  names: the names of the served models."""
     shown = [each for each in endpoints if each.about]
     bodies = [each.body for each in shown if each.body is not None]
     models: list[type[BaseModel]] = [*bodies, ErrorBody]
@@ -219,19 +219,19 @@ def openapi(endpoints: Sequence[Endpoint], names: Sequence[str]) -> dict[str, An
                 for status, (about, content) in (dict.fromkeys(each.errors, ("an error", of_error)) | answers).items()
             },
         }
-        if parameters := PARAMETER.findall(each.path):
+        if parameters := PATH_PARAMETER_PATTERN.findall(each.path):
             about = {"in": "path", "required": True, "schema": {"type": "string"}}
             operation["parameters"] = [{"name": name, **about} for name in parameters]
         if each.body is not None:
             content = {"application/json": {"schema": refs[each.body, "validation"]}}
             operation["requestBody"] = {"required": True, "content": content}
-        paths.setdefault(PARAMETER.sub(r"{\1}", each.path), {})[each.method.lower()] = operation
+        paths.setdefault(PATH_PARAMETER_PATTERN.sub(r"{\1}", each.path), {})[each.method.lower()] = operation
     about = {"title": "Espalier", "version": __version__}
     return {"openapi": "3.1.0", "info": about, "paths": paths, "components": {"schemas": schemas}}
 
 
 def example_requests(server: Server, needs_key: bool) -> Iterator[tuple[str, str]]:
-    """Yields (path, the rest of a curl command), which works unchanged in a shell whose environment has the key."""
+    """Yields (path, the rest of a curl command).  The command works in a shell whose environment has the key."""
     yield "/v1/models", KEY_ARGUMENT if needs_key else ""
     if needs_key:  # a generation request names its model, and this page must not
         return
@@ -241,7 +241,7 @@ def example_requests(server: Server, needs_key: bool) -> Iterator[tuple[str, str
         asked = {"prompt": [1]}
     elif front.inputs.tokenizer.template.text:
         path, asked = "/v1/chat/completions", {"messages": [{"role": "user", "content": "Hello!"}]}
-    body = json.dumps({"model": server.names[0], **asked, "max_tokens": MAX_TOKENS}, ensure_ascii=False)
+    body = json.dumps({"model": server.names[0], **asked, "max_tokens": EXAMPLE_MAX_TOKENS}, ensure_ascii=False)
     yield path, f'-H "content-type: application/json" -d {shlex.quote(body)}'
 
 
@@ -249,36 +249,36 @@ def operations_of(described: dict[str, Any]) -> Iterator[Operation]:
     for path, methods in described["paths"].items():
         for method, operation in methods.items():
             content = operation.get("requestBody", {}).get("content", {})
-            body = next((_kind(kind["schema"]) for kind in content.values()), "")
+            body = next((_type_text(kind["schema"]) for kind in content.values()), "")
             statuses = ", ".join(sorted(operation["responses"]))
             yield Operation(method.upper(), path, operation["summary"], body, statuses)
 
 
-def schemas_of(described: dict[str, Any]) -> dict[str, list[Field]]:
+def schemas_of(described: dict[str, Any]) -> dict[str, list[FieldRow]]:
     """Returns the fields of each schema by the schema's name."""
     schemas = described.get("components", {}).get("schemas", {})
     return {
-        _name(name): [
-            Field(field, _kind(given), given.get("description", ""), field in schema.get("required", ()))
+        _short_schema_name(name): [
+            FieldRow(field, _type_text(given), given.get("description", ""), field in schema.get("required", ()))
             for field, given in schema.get("properties", {}).items()
         ]
         for name, schema in schemas.items()
     }
 
 
-def _kind(schema: dict[str, Any]) -> str:
-    """Returns the type that a JSON schema accepts, in a few words."""
+def _type_text(schema: dict[str, Any]) -> str:
+    """Returns a short text with the type that a JSON schema accepts."""
     if ref := schema.get("$ref"):
-        return _name(ref.rpartition("/")[2])
+        return _short_schema_name(ref.rpartition("/")[2])
     if options := schema.get("anyOf") or schema.get("oneOf"):
-        return " or ".join(dict.fromkeys(_kind(each) for each in options))
+        return " or ".join(dict.fromkeys(_type_text(each) for each in options))
     if "const" in schema:
         return json.dumps(schema["const"])
     if schema.get("type") == "array":
-        return f"list of {_kind(schema.get('items', {}))}"
+        return f"list of {_type_text(schema.get('items', {}))}"
     return str(schema.get("type", "any"))
 
 
-def _name(schema: str) -> str:
-    """Returns a schema's name without its module, which pydantic adds if two schemas have equal names."""
+def _short_schema_name(schema: str) -> str:
+    """Returns a schema's name without the module, which pydantic adds if two schemas have equal names."""
     return ": ".join(schema.split("__")[-2:])

@@ -1,7 +1,7 @@
-"""Starts the server, and ends it on a signal.
+"""Starts the server, and stops it after a signal.
 
-SIGTERM drains: running requests finish, for at most drain_timeout_s, and new requests are refused.  SIGINT ends running
-requests with an error.  A second signal of either kind, or the end of the last engine process, ends draining at once.
+SIGTERM drains: running requests finish within drain_timeout_s, and new requests are refused.  SIGINT ends running
+requests with an error.  A second signal, or the end of the last engine process, ends draining at once.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ from espalier.limits import check_bool
 from espalier.server.api import ApiOptions, make_app
 from espalier.server.batches import Batches
 from espalier.server.client import ClientOptions, EngineClient
-from espalier.server.connections import MAX_ACCEPTED, Connections, log_failed_accepts_rarely, max_connections
+from espalier.server.connections import MAX_ACCEPTS_PER_TURN, Connections, log_failed_accepts_rarely, max_connections
 from espalier.server.front import Front, FrontOptions
 from espalier.server.gate import Gate
 from espalier.server.http1 import Connection
@@ -34,18 +34,18 @@ from espalier.startup.checkpoints import BUNDLED, BUNDLED_FILES
 from espalier.tokenizer_files import tokenizer_class
 
 log = logging.getLogger("espalier.server")
-# Limit, in seconds, for sending pending output to clients at shutdown.
+# The time limit for sending pending output to clients at shutdown.
 CLOSE_TIMEOUT_S = 5
-# A client that reads nothing for this many seconds loses its connection, at shutdown and while draining.
-STALLED_AT_CLOSE_S = 1.0
-STALLED_AT_DRAIN_S = 5.0
+# A client that reads nothing for this time is disconnected: at shutdown, and while draining.
+MAX_STALL_AT_CLOSE_S = 1.0
+MAX_STALL_AT_DRAIN_S = 5.0
 GC_THRESHOLD = 20_000
-# Whether the template process starts before the first conversation.
-STARTS_TEMPLATES = True
-# Bytes that the system may buffer for a client that has not read them.
+# Whether the template process starts before the first chat request.
+PRESTARTS_TEMPLATE_PROCESS = True
+# The most bytes that the system buffers for a slow client.
 MAX_UNSENT_BYTES = 65536
-# How many connections may wait to be accepted.
-BACKLOG = 2048
+# The most connections that may wait to be accepted.
+ACCEPT_BACKLOG = 2048
 
 
 MIN_OPTION_VALUES: Mapping[str, int] = MappingProxyType(
@@ -59,8 +59,8 @@ BOOLEAN_OPTIONS = ("strict_fields", "allow_special_tokens_in_messages", "log_jso
 class ServeOptions:
     """Settings of a server process.
 
-    port: 0 chooses a free port, which the log shows.  send_timeout_s: how long a client may read nothing, None for no
-    limit.  batch_dir: the directory for files and batches, None for a server without them.
+    port: 0 for a free port, which the log shows.  send_timeout_s: a client that reads nothing for this time is
+    disconnected; None for no limit.  batch_dir: the directory for files and batches; None for a server without batches.
     """
 
     host: str
@@ -76,8 +76,8 @@ class ServeOptions:
 def check_options(options: Mapping[str, Any], name_in_errors: Callable[[str], str] = str) -> None:
     """Refuse options with wrong values.  Raises EspalierError.
 
-    options: values by the name of the flag; None for a flag that was not given.  name_in_errors: returns what errors
-    call it.
+    options: values by option name; None for an option that was not given.  name_in_errors: returns the option's name
+    for error messages.
     """
     for name, low in MIN_OPTION_VALUES.items():
         if name.endswith("_timeout"):
@@ -92,7 +92,7 @@ def check_options(options: Mapping[str, Any], name_in_errors: Callable[[str], st
 
 @dataclass(eq=False)
 class Server:
-    """Accepts connections until a signal.  The module's docstring describes the shutdown."""
+    """Accepts connections until a signal arrives.  The module's docstring describes the shutdown."""
 
     app: ASGIApp
     front: Front
@@ -102,7 +102,7 @@ class Server:
     batches: Batches | None = None
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
     should_exit: asyncio.Event = field(default_factory=asyncio.Event)
-    ending: asyncio.Task[None] | None = None
+    shutdown_task: asyncio.Task[None] | None = None
 
     def begin_shutdown(self, at_once: bool) -> None:
         again, self.front.draining = self.front.draining, True
@@ -112,11 +112,11 @@ class Server:
                 self.batches.stop()
         if again or at_once:
             self.should_exit.set()
-            # The task is kept in an attribute: the event loop alone would not keep it alive.
-            self.ending = self.loop.create_task(self.front.engines.close())
+            # The attribute keeps the task alive; the event loop alone would not.
+            self.shutdown_task = self.loop.create_task(self.front.engines.close())
             return
         log.info("draining: %d requests are in progress", self.gate.num_open)
-        self.ending = self.loop.create_task(self._drain())
+        self.shutdown_task = self.loop.create_task(self._drain())
 
     async def _drain(self) -> None:
         with suppress(TimeoutError):
@@ -129,14 +129,14 @@ class Server:
         self.should_exit.set()
 
     async def serve(self, listener: socket.socket) -> None:
-        """Accept connections and answer their requests until a signal, and then until all output is sent."""
+        """Answer requests until a signal arrives, and then until all output is sent."""
         log_failed_accepts_rarely(self.loop)
         for number in (signal.SIGTERM, signal.SIGINT):
             self.loop.add_signal_handler(number, self.begin_shutdown, number == signal.SIGINT)
         connect = partial(Connection, self.app, self.connections)
-        # asyncio accepts MAX_ACCEPTED connections in one turn of the event loop.  `listener` lets more of them wait.
-        accepting = await self.loop.create_server(connect, sock=listener, backlog=MAX_ACCEPTED)
-        listener.listen(BACKLOG)
+        # asyncio accepts MAX_ACCEPTS_PER_TURN connections at once.  `listener` lets more connections wait.
+        accepting = await self.loop.create_server(connect, sock=listener, backlog=MAX_ACCEPTS_PER_TURN)
+        listener.listen(ACCEPT_BACKLOG)
         sweeping = self.loop.create_task(self._close_stalled_often())
         try:
             await self.should_exit.wait()
@@ -150,7 +150,7 @@ class Server:
     async def _close_stalled_often(self) -> None:
         while True:
             await asyncio.sleep(1.0)
-            self.connections.close_stalled(self.loop.time(), STALLED_AT_DRAIN_S if self.front.draining else None)
+            self.connections.close_stalled(self.loop.time(), MAX_STALL_AT_DRAIN_S if self.front.draining else None)
 
     async def _close_connections(self) -> None:
         """Send pending output, for at most CLOSE_TIMEOUT_S, and close connections whose client does not read."""
@@ -159,7 +159,7 @@ class Server:
         with suppress(TimeoutError):
             async with asyncio.timeout(CLOSE_TIMEOUT_S):
                 while self.connections:
-                    self.connections.close_stalled(self.loop.time(), STALLED_AT_CLOSE_S)
+                    self.connections.close_stalled(self.loop.time(), MAX_STALL_AT_CLOSE_S)
                     await asyncio.sleep(0.05)
         for connection in self.connections:
             connection.transport.abort()
@@ -171,7 +171,7 @@ def url_of(host: str, port: int) -> str:
 
 
 async def serve(settings: Mapping[str, Any], options: ServeOptions) -> bool:
-    """Serve until a signal, or until no engine process is left to serve.  Returns whether a signal ended it.
+    """Serve until a signal, or until the last engine process has ended.  Returns whether a signal ended the server.
 
     settings: keywords of EngineConfig.  Raises EspalierError before anything is served.
     """
@@ -183,13 +183,13 @@ async def serve(settings: Mapping[str, Any], options: ServeOptions) -> bool:
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, loading.cancel)
     try:
-        # Import the slow module of the front while the engine process loads.
+        # The front's tokenizer module is slow to import, so it is imported while the engine process loads.
         await asyncio.gather(client.start(), asyncio.to_thread(_import_tokenizer, settings.get("model")))
         front = await asyncio.to_thread(Front, client, options.front)
         loop.remove_signal_handler(signal.SIGTERM)
         front.render_in_helper_process()
-        if STARTS_TEMPLATES and front.templates is not None:
-            # Before the first conversation needs it: its imports take a second or two.
+        if PRESTARTS_TEMPLATE_PROCESS and front.templates is not None:
+            # Started early, because its imports take a second or two.
             await front.templates.helper.start()
         batches = None if store is None else Batches(store, _batch_concurrency(front))
         app, gate = make_app(front, options.api, batches)
@@ -197,15 +197,15 @@ async def serve(settings: Mapping[str, Any], options: ServeOptions) -> bool:
         connections = Connections(front.metrics, *limits)
         server = Server(app, front, gate, connections, options.drain_timeout_s, batches)
         log.info("serving %s at %s/v1", ", ".join(front.names), url_of(*listener.getsockname()[:2]))
-        # The application lives as long as the process, so garbage collections need not search it.
+        # The application lives as long as the process, so the garbage collector need not search it.
         gc.collect()
         gc.freeze()
-        # The default threshold, 700 objects, is a few requests: many requests at once would wait for collections.
+        # The default threshold is 700 objects, a few requests.  Under load, garbage collections would delay requests.
         gc.set_threshold(GC_THRESHOLD)
         if batches is not None:
             batches.start(gate, options.api.api_key)
         _allow_reuse(listener)
-        ending = asyncio.create_task(_leave_without_engine(client, server))
+        ending = asyncio.create_task(_shut_down_without_engine(client, server))
         await server.serve(listener)
         if batches is not None:
             await batches.close()
@@ -220,7 +220,7 @@ async def serve(settings: Mapping[str, Any], options: ServeOptions) -> bool:
 async def local_app(
     settings: Mapping[str, Any], client_options: ClientOptions, front_options: FrontOptions, api_options: ApiOptions
 ) -> AsyncIterator[tuple[Front, ASGIApp]]:
-    """Yields a front and an application without sockets, for callers in this process.
+    """Yields a front and its ASGI application, for requests from this process without sockets.
 
     settings: keywords of EngineConfig.  Raises EspalierError if the model cannot be loaded.
     """
@@ -237,9 +237,9 @@ async def local_app(
         await client.close()
 
 
-async def _leave_without_engine(client: EngineClient, server: Server) -> str | None:
-    """End the server once no further engine process will start.  Returns the reason, None after a signal."""
-    why = await client.ended()
+async def _shut_down_without_engine(client: EngineClient, server: Server) -> str | None:
+    """Shut the server down when the last engine process has ended.  Returns the reason; None after a signal."""
+    why = await client.wait_until_ended()
     if why is not None:
         log.error("the server ends without an engine: %s", why)
         server.begin_shutdown(at_once=True)
@@ -249,26 +249,26 @@ async def _leave_without_engine(client: EngineClient, server: Server) -> str | N
 def _batch_concurrency(front: Front) -> int:
     """Returns how many requests of a batch run at once: 3/4 of the slots, and at most half of what the server holds.
 
-    A running request does not make way for a new one, so without free slots every other request would wait.
+    A batch must not fill all slots, because other requests would wait for the end of running requests.
     """
     slots = front.engines.num_slots
     return max(1, min(slots - slots // 4, (slots + front.options.max_queue) // 2))
 
 
 def _import_tokenizer(model: str | None) -> None:
-    """Import the class that will load the tokenizer.
+    """Import the module that will load the tokenizer.
 
-    model: as the user names it; None for a model without a tokenizer.  The files of a Hugging Face hub id are not known
-    yet, so AutoTokenizer is imported for it.
+    model: the user's name of the model; None for a model without a tokenizer.  For a Hugging Face id, whose files are
+    not known yet, AutoTokenizer is imported.
     """
     if model is not None:
         tokenizer_class(BUNDLED_FILES / "target" if model == BUNDLED else Path(model).expanduser())
 
 
 def bound_listener(host: str, port: int) -> socket.socket:
-    """Returns the listening socket.  It is bound before the model is loaded, so that a used port fails at once."""
-    # The first try is without SO_REUSEADDR: with it, two servers that load at the same time could both bind.  The
-    # second try is with it: the connections of a server that has ended keep its port for a minute.
+    """Returns the bound socket.  Call this before the model is loaded, so that a used port fails at once."""
+    # The first try is without SO_REUSEADDR, because two loading servers could both bind with it.  The second try is
+    # with it, because the old connections of a server that has ended keep its port for a minute.
     with suppress(OSError, OverflowError):
         return _bind(host, port, reuse=False)
     try:
@@ -278,18 +278,18 @@ def bound_listener(host: str, port: int) -> socket.socket:
 
 
 def _allow_reuse(listener: socket.socket) -> None:
-    """Let the next server bind the port while this server's connections keep it.  For a socket that listens soon."""
+    """Let a later server bind the port while connections of this server still use the port."""
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
 
 
 def _bind(host: str, port: int, reuse: bool) -> socket.socket:
     """Returns a bound socket.  Raises OSError, or OverflowError for a port that does not exist."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # asyncio sets TCP_NODELAY only on sockets that name their protocol.  Without TCP_NODELAY, an event waits until the
-    # client acknowledges the event before, up to 40 ms.
+    # The protocol is named because asyncio sets TCP_NODELAY only on such sockets.  Without TCP_NODELAY, an event waits
+    # up to 40 ms for the acknowledgement of the event before.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, reuse)
-    # Connections inherit this option.  The system then buffers little, so the bytes it takes show that a client reads.
+    # Connections inherit this option.  The system then buffers little, so bytes that it takes are read by the client.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, MAX_UNSENT_BYTES)
     try:
         listener.bind((host, port))

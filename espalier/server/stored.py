@@ -1,4 +1,4 @@
-"""OpenAI's objects of files and batches, and the directory that holds them (--batch-dir) after the server ends.
+"""OpenAI's objects of files and batches, and the directory that stores them (--batch-dir).
 
 `files/ID.json` describes a file and `files/ID` is its content.  `batches/ID.json` describes a batch and
 `batches/ID.jsonl` holds its answers so far.
@@ -20,7 +20,7 @@ from pydantic import Field
 
 from espalier.batch_jobs.files import sync_folder
 from espalier.errors import EspalierError
-from espalier.server.openai import MAX_METADATA, Body, Refused, max_entries
+from espalier.server.openai import MAX_METADATA, Body, RefusedField, entry_limit
 
 log = logging.getLogger("espalier.server")
 UNFINISHED_SUFFIX = ".new"
@@ -31,12 +31,12 @@ ENDED_STATUSES = ("failed", "completed", "expired", "cancelled")
 
 
 Metadata = Annotated[
-    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], max_entries(MAX_METADATA)
+    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], entry_limit(MAX_METADATA)
 ]
 
 
 class StoredFile(msgspec.Struct):
-    """OpenAI's object of a file.  purpose: INPUT_PURPOSE or OUTPUT_PURPOSE.  created_at: in seconds since 1970."""
+    """OpenAI's file object.  purpose: INPUT_PURPOSE or OUTPUT_PURPOSE.  created_at: in seconds since 1970."""
 
     id: str
     bytes: int
@@ -48,8 +48,8 @@ class StoredFile(msgspec.Struct):
     expires_at: int | None = None
 
 
-class Counts(msgspec.Struct):
-    """Counts of a batch's lines.  total: of the input; completed: answered with status 200; failed: with an error."""
+class LineCounts(msgspec.Struct):
+    """Counts of a batch's lines.  total: all lines; completed: with status 200; failed: with an error."""
 
     total: int = 0
     completed: int = 0
@@ -57,7 +57,7 @@ class Counts(msgspec.Struct):
 
 
 class BatchError(msgspec.Struct):
-    """Why a batch failed before its start."""
+    """The reason why a batch's input was refused."""
 
     code: str
     message: str
@@ -71,7 +71,7 @@ class BatchErrors(msgspec.Struct):
 
 
 class Batch(msgspec.Struct):
-    """OpenAI's object of a batch.  Times are in seconds since 1970."""
+    """OpenAI's batch object.  Times are in seconds since 1970."""
 
     id: str
     endpoint: str
@@ -92,7 +92,7 @@ class Batch(msgspec.Struct):
     expired_at: int | None = None
     cancelling_at: int | None = None
     cancelled_at: int | None = None
-    request_counts: Counts = msgspec.field(default_factory=Counts)
+    request_counts: LineCounts = msgspec.field(default_factory=LineCounts)
 
 
 class BatchRequest(Body):
@@ -106,22 +106,20 @@ class BatchRequest(Body):
     metadata: Metadata | None = Field(
         None, description=f"returned as it is; {MAX_METADATA} names of 64 characters with values of 512 at most"
     )
-    output_expires_after: Annotated[Any, Refused("files stay until they are deleted; leave it out")] = None
+    output_expires_after: Annotated[Any, RefusedField("files stay until they are deleted; leave it out")] = None
 
 
 T = TypeVar("T", StoredFile, Batch)
 
 
 def new_id(kind: str) -> str:
-    """Returns a new id.  Ids sort by the time at which they were made."""
+    """Returns a new id.  Ids sort by time."""
     return f"{kind}{time.time_ns():016x}{uuid.uuid4().hex[:16]}"
 
 
 class Store:
-    """The files and batches of a directory.
-
-    files, batches: by id, the oldest first.  Raises EspalierError if the directory cannot be used.
-    """
+    """The files and batches of a directory.  files, batches: by id, oldest first.  Raises EspalierError if the
+    directory cannot be used."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -150,7 +148,7 @@ class Store:
         return {each.id: each for each in sorted(found, key=lambda each: (each.created_at, each.id))}
 
     def _remove_orphans(self) -> None:
-        """Remove contents without a description, which a killed server left: nothing lists or removes them."""
+        """Remove the contents without a description that a killed server left.  No client could list or delete them."""
         kept = set(self.files) | {f"{id}.jsonl" for id in self.batches}
         for path in (*self.folder.glob("files/file-*"), *self.folder.glob("batches/batch_*")):
             if path.suffix != ".json" and path.name not in kept:
@@ -159,7 +157,7 @@ class Store:
                     path.unlink()
 
     def list_files(self) -> list[StoredFile]:
-        """Returns the files.  The list is copied in one step, since a thread may add a file."""
+        """Returns a copy of the list of files.  The copy is one atomic step, because a thread may add a file."""
         return list(self.files.values())
 
     def content_path(self, id: str) -> Path:
@@ -169,9 +167,9 @@ class Store:
         return self.folder / "batches" / f"{id}.jsonl"
 
     def add(self, source: BinaryIO, filename: str, purpose: str, id: str | None = None) -> StoredFile:
-        """Copy a file into the store, whole or not at all.  May run beside the event loop, in a thread.
+        """Copy a file into the store, completely or not at all.  May run in a thread.
 
-        id: None for a new id; the id of an existing file replaces that file.  Raises OSError.
+        id: None for a new id; with the id of a stored file, that file is replaced.  Raises OSError.
         """
         id = id or new_id("file-")
         with _atomic_file(self.content_path(id)) as copy:
@@ -188,7 +186,7 @@ class Store:
         return file
 
     def remove(self, id: str) -> None:
-        """Delete a file.  Its description is deleted first: `_remove_orphans` removes contents without one."""
+        """Delete a file: first its description, because `_remove_orphans` removes contents without a description."""
         del self.files[id]
         (self.folder / "files" / f"{id}.json").unlink()
         self.content_path(id).unlink()
@@ -208,10 +206,8 @@ def _write_atomically(path: Path, data: bytes) -> None:
 
 @contextmanager
 def _atomic_file(path: Path) -> Iterator[BinaryIO]:
-    """Opens a file that becomes `path` at the end of the block.  The file is then on the disk.
-
-    If the block fails, `path` stays as it was.
-    """
+    """Opens a temporary file, which becomes `path` and is synced to the disk at the end of the block.  If the block
+    fails, `path` stays as it was."""
     unfinished = path.with_name(path.name + UNFINISHED_SUFFIX)
     try:
         with unfinished.open("wb") as file:
@@ -226,7 +222,7 @@ def _atomic_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def split_answers(answers: Path, folder: Path) -> list[tuple[Path, int]]:
-    """Copy a batch's answers into two new files: status 200, and all others.  Returns (file, line count) of each."""
+    """Copy a batch's answers into two files: with status 200, and with errors.  Returns (file, line count) of each."""
     names = [folder / f"{answers.stem}.{kind}" for kind in ("ok", "failed")]
     counts = [0, 0]
     with answers.open("rb") as lines, names[0].open("wb") as ok, names[1].open("wb") as failed:

@@ -1,8 +1,8 @@
-"""Renders chat templates in the template process, one at a time, within limits of time and memory.
+"""Renders chat templates in a helper process, one at a time, within limits of time and memory.
 
 A chat template is a program of the checkpoint's author, and its input comes from the client.  It may run forever, or
-make more text than the machine can hold, so it never runs on the event loop.  This module is also the program of the
-template process.  Frames are JSON: a template that breaks this process must not be able to send pickles.
+exhaust the memory, so it never runs on the event loop.  This module is also the program of the helper process.  Frames
+are JSON, not pickles: a malicious template could send a pickle that runs code in the front.
 """
 
 import json
@@ -20,27 +20,27 @@ from espalier.errors import EspalierError
 from espalier.server.helper_process import HelperProcess, HelperProcessFailed, serve_frames
 
 MAX_CPU_S = 1.0
-MAX_MEMORY = 2**30
-MAX_CHARS = 2**24
+MAX_MEMORY_BYTES = 2**30
+MAX_RENDERED_CHARS = 2**24
 LIMIT_REACHED = (
     "the chat template is not finished within {} for these messages; send fewer or shorter ones, or correct it"
 )
-# Limit on the wall time of one rendering, in seconds.  The process limits its own CPU time, except for work that Python
-# cannot interrupt.
+# The wall-time limit of one rendering.  The helper process limits its own CPU time (MAX_CPU_S), but cannot interrupt
+# some work.
 MAX_WALL_S = 30.0
-MAX_WAITING = 64
+MAX_WAITING_RENDERINGS = 64
 
 
 class Templates:
-    """Renders chat templates in the template process.  hf: a Hugging Face tokenizer with a chat template."""
+    """Renders chat templates in a helper process.  hf: a Hugging Face tokenizer with a chat template."""
 
     def __init__(self, hf: Any):
         self.source = hf.chat_template, dict(hf.special_tokens_map)
         waiting = "conversations are already waiting for the chat template"
-        self.helper = HelperProcess("template", MAX_WAITING, waiting, "espalier.server.templates")
+        self.helper = HelperProcess("template", MAX_WAITING_RENDERINGS, waiting, "espalier.server.templates")
 
     async def render(self, rendering: Rendering) -> str:
-        """Returns the text.  Raises EspalierError if the template fails or does not end, ApiError if too many wait."""
+        """Returns the text.  Raises EspalierError if the template fails or exceeds a limit, ApiError for too many."""
         data = json.dumps({"source": self.source, "rendering": rendering}).encode()
         try:
             answer = json.loads(await self.helper.exchange(data, MAX_WALL_S))
@@ -52,11 +52,11 @@ class Templates:
 
 
 class CpuTimeExceeded(BaseException):
-    """The time limit was reached.  It is no Exception, so that no handler in between catches it as its own error."""
+    """The CPU time limit was reached.  A BaseException, because handlers of Exception in between must not catch it."""
 
 
 class TemplateOnlyTokenizer(PreTrainedTokenizerBase):
-    """A tokenizer with nothing but a chat template."""
+    """A Hugging Face tokenizer that has only a chat template."""
 
     def __init__(self, chat_template: Any, special_tokens: dict[str, Any]):
         self.chat_template = chat_template
@@ -68,21 +68,21 @@ class TemplateOnlyTokenizer(PreTrainedTokenizerBase):
 
 
 def render_within_limits(template: ChatTemplate, rendering: Rendering) -> str:
-    """Returns the rendered text.  Raises EspalierError, also if a limit is reached."""
+    """Returns the rendered text.  Raises EspalierError if the template fails or reaches a limit."""
     try:
-        with _limited_time():
+        with _cpu_time_limit():
             text = template.render(rendering)
     except CpuTimeExceeded:
         raise EspalierError(LIMIT_REACHED.format(f"{MAX_CPU_S:g} s of CPU time")) from None
     except MemoryError:
-        raise EspalierError(LIMIT_REACHED.format(f"{MAX_MEMORY >> 20} MB of memory")) from None
-    if len(text) > MAX_CHARS:
-        raise EspalierError(LIMIT_REACHED.format(f"{MAX_CHARS} characters"))
+        raise EspalierError(LIMIT_REACHED.format(f"{MAX_MEMORY_BYTES >> 20} MB of memory")) from None
+    if len(text) > MAX_RENDERED_CHARS:
+        raise EspalierError(LIMIT_REACHED.format(f"{MAX_RENDERED_CHARS} characters"))
     return text
 
 
 @contextmanager
-def _limited_time() -> Iterator[None]:
+def _cpu_time_limit() -> Iterator[None]:
     signal.setitimer(signal.ITIMER_PROF, MAX_CPU_S)
     try:
         yield
@@ -90,12 +90,12 @@ def _limited_time() -> Iterator[None]:
         signal.setitimer(signal.ITIMER_PROF, 0)
 
 
-def _expire(number: int, frame: FrameType | None) -> None:
+def _raise_cpu_time_exceeded(number: int, frame: FrameType | None) -> None:
     raise CpuTimeExceeded
 
 
 class Renderer:
-    """Answers frames.  It makes the template anew only if the template's source differs from the last one."""
+    """Answers frames in the helper process.  The compiled template is kept until another template's source arrives."""
 
     def __init__(self) -> None:
         self._source: Any = None
@@ -114,6 +114,6 @@ class Renderer:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGPROF, _expire)
-    resource.setrlimit(resource.RLIMIT_DATA, (MAX_MEMORY, MAX_MEMORY))
+    signal.signal(signal.SIGPROF, _raise_cpu_time_exceeded)
+    resource.setrlimit(resource.RLIMIT_DATA, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
     serve_frames(Renderer().answer)

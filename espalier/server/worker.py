@@ -1,7 +1,7 @@
-"""The engine process: reads messages, steps the engine, and sends its output.  It has no HTTP code.
+"""The engine process: receives messages from the front, runs the engine's steps, and sends the output.
 
-The process ends on Shutdown, or when the front has ended.  It ignores SIGINT, which reaches the whole process group,
-and, once the model is loaded, SIGTERM: the front handles both signals and drains first.
+The process ends on Shutdown, or when the front has ended.  It ignores SIGINT, and SIGTERM once the model is loaded. The
+front handles both signals, and drains first.
 """
 
 import gc
@@ -29,7 +29,7 @@ from espalier.llm import LLM, low_acceptance, prepare
 from espalier.masking.compile import CompiledGrammar, CompilerBusy
 from espalier.request import OutputChunk, Request
 from espalier.server import logs, protocol
-from espalier.server.protocol import Abort, Failed, Harvest, Part, Ready, Refused, Report, Start, Submit, SubmitMany
+from espalier.server.protocol import EngineFailed, OutputPart, PromptRefused, Start, SubmittedPrompt
 from espalier.slots import ALL_SOURCES
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("espalier.server")
 WAIT_FOR_START_MS = 60_000
 FRONT_CHECK_MS = 500
-# Seconds between the reports of a busy engine.  A report with each step would cost as much as the step's output.
+# Seconds between two reports of a busy engine.  A report after each step would cost as much as the step's output.
 REPORT_S = 0.1
 GRAMMAR_CHECK_MS = 5
 EXIT_DONE, EXIT_REFUSED, EXIT_FAILED = 0, 2, 1
@@ -48,8 +48,8 @@ EXIT_DONE, EXIT_REFUSED, EXIT_FAILED = 0, 2, 1
 class RunningPrompt:
     """The samples of one submitted prompt.
 
-    private: nothing of the prompt or output is kept; num_left: requests that still run; abort_step: the number of
-    engine steps when an abort arrived, None if none did.
+    num_left: requests that still run.  private: no part of the prompt or output is stored.  abort_step: the engine step
+    at which an abort arrived, None without an abort.
     """
 
     requests: list[Request]
@@ -61,8 +61,8 @@ class RunningPrompt:
 class Worker:
     """Runs the engine for a front.
 
-    socket: a connected PAIR.  start: the front's first message.  front_pid: the process of the front; the worker ends
-    when that ends.  learner: attached to the engine; None without online learning.
+    socket: a connected PAIR socket.  start: the front's first message.  front_pid: the front's process; the worker ends
+    when the front ends.  learner: attached to the engine; None without online learning.
     """
 
     def __init__(self, socket: zmq.Socket, llm: LLM, start: Start, front_pid: int, learner: "Learner | None" = None):
@@ -71,16 +71,16 @@ class Worker:
         self.heartbeat_ms = int(1000 * start.heartbeat_s)
         self.front_pid = front_pid
         self.learner = learner
-        self.running: dict[str, RunningPrompt] = {}
-        # Prompts that wait for their grammars, which compile in threads.
-        self.compiling: dict[str, tuple[Submit, Future[CompiledGrammar]]] = {}
-        self.steps = 0
+        self.running_prompts: dict[str, RunningPrompt] = {}
+        # Prompts whose grammars are being compiled in threads.
+        self.compiling_prompts: dict[str, tuple[SubmittedPrompt, Future[CompiledGrammar]]] = {}
+        self.num_steps = 0
         self.abort_steps: list[int] = []
         self.next_report_at = 0.0
-        self.buckets = llm.engine.layout.batch_buckets(llm.config.graph_batch)
+        self.batch_buckets = llm.engine.layout.batch_buckets(llm.config.graph_batch)
 
     def run(self) -> None:
-        """Serve until Shutdown.  If the engine raises, send each request's last part and raise the error again."""
+        """Run until Shutdown.  If the engine raises, send each request's last part and raise the error again."""
         while os.getppid() == self.front_pid and self._receive_messages():
             if self.learner is not None:
                 self.learner.between_steps(self.llm.engine)
@@ -89,22 +89,22 @@ class Worker:
                 self.llm.engine.raise_rank_failure()
                 if self.llm.engine.has_work:
                     chunks = self.llm.step()
-                    self.steps += 1
+                    self.num_steps += 1
             except Exception:
                 self._send(self.llm.engine.scheduler.take_chunks())
                 raise
             self._send(chunks)
 
     def _receive_messages(self) -> bool:
-        """Handle all messages that have arrived.  If nothing runs, wait for one.  Returns False at Shutdown."""
-        wait_ms = min(self.heartbeat_ms, GRAMMAR_CHECK_MS) if self.compiling else self.heartbeat_ms
+        """Handle all received messages.  If no request runs, wait for a message.  Returns False at Shutdown."""
+        wait_ms = min(self.heartbeat_ms, GRAMMAR_CHECK_MS) if self.compiling_prompts else self.heartbeat_ms
         wait_ms = 0 if self.llm.engine.has_work else wait_ms
         while self.socket.poll(wait_ms):
             message = protocol.decode_to_engine(self.socket.recv())
-            if isinstance(message, SubmitMany):
+            if isinstance(message, protocol.SubmitPrompts):
                 for submit in message.prompts:
                     self._submit(submit)
-            elif isinstance(message, Abort):
+            elif isinstance(message, protocol.AbortPrompt):
                 self._abort(message.name)
             else:
                 return False
@@ -112,55 +112,55 @@ class Worker:
         self._start_compiled()
         return True
 
-    def _submit(self, submit: Submit) -> None:
+    def _submit(self, submit: SubmittedPrompt) -> None:
         compiling = self.llm.start_compile(submit.params.grammar)
         if compiling is None:
             self._start(submit, None)
         else:
-            self.compiling[submit.name] = (submit, compiling)
+            self.compiling_prompts[submit.name] = (submit, compiling)
 
     def _start_compiled(self) -> None:
-        """Start or refuse the submitted prompts whose grammars have finished compiling."""
-        for name, (submit, compiling) in list(self.compiling.items()):
+        """Start or refuse the prompts whose grammars have been compiled."""
+        for name, (submit, compiling) in list(self.compiling_prompts.items()):
             if not compiling.done():
                 continue
-            del self.compiling[name]
+            del self.compiling_prompts[name]
             try:
                 grammar = compiling.result()
             except EspalierError as error:
-                self.socket.send(protocol.encode(Refused(name, str(error), isinstance(error, CompilerBusy))))
+                self.socket.send(protocol.encode(PromptRefused(name, str(error), isinstance(error, CompilerBusy))))
             else:
                 self._start(submit, grammar)
 
-    def _start(self, submit: Submit, grammar: CompiledGrammar | None) -> None:
+    def _start(self, submit: SubmittedPrompt, grammar: CompiledGrammar | None) -> None:
         asked = (submit.prompt, submit.params, submit.name, submit.priority, submit.detokenize)
         try:
             group = self.llm.new_requests(*asked, grammar, submit.client, submit.streamed)
             for request in group:
                 self.llm.engine.add(request)
         except EspalierError as error:
-            # The samples of a prompt are alike: if any is refused, the first is refused, and none has been added.
-            self.socket.send(protocol.encode(Refused(submit.name, str(error))))
+            # The engine refuses all samples of a prompt or none, so the first sample is refused before any is added.
+            self.socket.send(protocol.encode(PromptRefused(submit.name, str(error))))
             return
-        self.running[submit.name] = RunningPrompt(group, len(group), submit.private)
+        self.running_prompts[submit.name] = RunningPrompt(group, len(group), submit.private)
 
     def _abort(self, name: str) -> None:
-        self.compiling.pop(name, None)
-        if name in self.running:
-            self.running[name].abort_step = self.steps
-            for request in self.running[name].requests:
+        self.compiling_prompts.pop(name, None)
+        if name in self.running_prompts:
+            self.running_prompts[name].abort_step = self.num_steps
+            for request in self.running_prompts[name].requests:
                 self.llm.engine.abort(request.id)
 
     def _send(self, chunks: list[OutputChunk]) -> None:
         parts = [self._part(chunk) for chunk in chunks]
         is_due = self.abort_steps or not self.llm.engine.has_work or time.monotonic() >= self.next_report_at
-        self.socket.send(protocol.encode(Harvest(parts, self._report() if is_due else None)))
+        self.socket.send(protocol.encode(protocol.StepOutput(parts, self._report() if is_due else None)))
 
-    def _part(self, chunk: OutputChunk) -> Part:
+    def _part(self, chunk: OutputChunk) -> OutputPart:
         name = chunk.request_id.rpartition(".")[0]
         if chunk.finish_reason is None:
-            return Part(name, chunk)
-        entry = self.running[name]
+            return OutputPart(name, chunk)
+        entry = self.running_prompts[name]
         request = entry.requests[chunk.index]
         if chunk.error is not None:
             log.error("%s", chunk.error, extra=logs.log_extra(chunk.request_id))
@@ -168,26 +168,26 @@ class Worker:
             self.learner.keep(request)
         entry.num_left -= 1
         if not entry.num_left:
-            del self.running[name]
+            del self.running_prompts[name]
             if entry.abort_step is not None:
-                self.abort_steps.append(self.steps - entry.abort_step)
-        return Part(name, chunk, request.usage, request.stats)
+                self.abort_steps.append(self.num_steps - entry.abort_step)
+        return OutputPart(name, chunk, request.usage, request.stats)
 
-    def _report(self) -> Report:
+    def _report(self) -> protocol.EngineReport:
         self.next_report_at = time.monotonic() + REPORT_S
         engine = self.llm.engine
         scheduler, pool = engine.scheduler, engine.pool
         abort_steps, self.abort_steps = self.abort_steps, []
         cached = 0 if engine.prefixes is None else len(engine.prefixes)
-        return Report(
-            harvests=self.steps,
-            waiting=len(scheduler.waiting) + len(self.compiling),
+        return protocol.EngineReport(
+            num_steps=self.num_steps,
+            waiting=len(scheduler.waiting) + len(self.compiling_prompts),
             running=len(scheduler.running),
             pages_free=pool.num_free,
             pages_cached=cached,
             pages_owned=pool.num_pages - 1 - pool.num_free - cached,
-            preempted=scheduler.num_preempted,
-            rounds=self._rounds(),
+            num_preempted=scheduler.num_preempted,
+            rounds=self._rounds_by_bucket(),
             trees=[(tree_label(tree), count) for tree, count in scheduler.trees.num_rounds.items()],
             tree_changes=scheduler.trees.chooser.num_changes,
             by_source=dict(zip(ALL_SOURCES, scheduler.guesses.by_source.tolist(), strict=True)),
@@ -197,16 +197,16 @@ class Worker:
             learning=None if self.learner is None else self.learner.figures,
         )
 
-    def _rounds(self) -> list[tuple[int, bool, int]]:
-        """(bucket, whether CUDA graphs of the bucket were captured, number of rounds) for each bucket."""
+    def _rounds_by_bucket(self) -> list[tuple[int, bool, int]]:
+        """Returns (batch bucket, whether the bucket has CUDA graphs, number of rounds) for each bucket."""
         counts: Counter[int] = Counter()
         for batch, count in self.llm.engine.scheduler.num_rounds.items():
-            counts[bucket_of(batch, self.buckets)] += count
-        return [(bucket, bucket in self.buckets, count) for bucket, count in sorted(counts.items())]
+            counts[bucket_of(batch, self.batch_buckets)] += count
+        return [(bucket, bucket in self.batch_buckets, count) for bucket, count in sorted(counts.items())]
 
 
 def settings_of(sent: dict[str, Any]) -> dict[str, Any]:
-    """The keyword arguments of LLM, made from the plain values of Start.settings."""
+    """Returns the keyword arguments of LLM for the plain values of Start.settings."""
     tree = sent.get("speculation")
     return {**sent, "speculation": SpeculationConfig(**tree)} if isinstance(tree, dict) else sent
 
@@ -216,8 +216,8 @@ def load_model(settings: dict[str, Any]) -> LLM:
 
 
 def _load_learning(settings: dict[str, Any], learn: dict[str, Any], stack: ExitStack) -> "tuple[LLM, Learner]":
-    """Load the model with an attached learner.  Raises EspalierError; for a bad folder, before weights are loaded."""
-    # Imported here, because the trainer's modules take seconds to import.
+    """Load the model with an attached learner.  Raises EspalierError, for a bad folder before weights are loaded."""
+    # The trainer's modules take seconds to import.
     from espalier.learn.folder import LearnConfig
     from espalier.learn.learner import Learner
 
@@ -225,7 +225,7 @@ def _load_learning(settings: dict[str, Any], learn: dict[str, Any], stack: ExitS
     learner = Learner(LearnConfig(**learn), prepared)
     stack.callback(learner.close)
     llm = stack.enter_context(LLM.from_prepared(prepared))
-    # The learner is closed before the engine, because it uses the engine's thread.
+    # The learner uses the engine's thread, so it is closed before the engine.
     stack.callback(learner.close)
     learner.attach(llm)
     return llm, learner
@@ -235,15 +235,14 @@ Load = Callable[[dict[str, Any]], AbstractContextManager[LLM]]
 
 
 def main(address: str, front_pid: int, load: Load = load_model) -> int:
-    """Connect, load and serve.  Sends Failed with the reason if the engine cannot go on.
+    """Connect to the front, load the model and serve.  Sends EngineFailed with the reason if loading or serving fails.
 
-    front_pid: the front's process.  It is an argument, not a field of Start, because the front may end before Start is
-    sent.
+    front_pid: the front's process.  Not a field of Start, because the front may end before it sends Start.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with zmq.Context() as context, context.socket(zmq.PAIR) as socket:
-        # No limit on unread output: a slow front must not block the engine.  linger: do not wait long for a front that
-        # is gone.
+        # No limit on unread output, because a slow front must not block the engine.  The short linger time is for a
+        # front that has ended.
         socket.set_hwm(0)
         socket.linger = 1000
         socket.connect(address)
@@ -257,7 +256,9 @@ def main(address: str, front_pid: int, load: Load = load_model) -> int:
             refused = isinstance(error, EspalierError)
             if not refused:
                 log.exception("the engine stopped")
-            socket.send(protocol.encode(Failed(f"{error}" if refused else f"{type(error).__name__}: {error}", refused)))
+            socket.send(
+                protocol.encode(EngineFailed(f"{error}" if refused else f"{type(error).__name__}: {error}", refused))
+            )
             return EXIT_REFUSED if refused else EXIT_FAILED
         finally:
             if os.getppid() != front_pid:
@@ -266,10 +267,8 @@ def main(address: str, front_pid: int, load: Load = load_model) -> int:
 
 
 def wait_for_start(socket: zmq.Socket, front_pid: int) -> Start | None:
-    """The front's first message.
-
-    None if the front has ended, is silent for WAIT_FOR_START_MS, or sends another message than Start.
-    """
+    """Returns the front's first message.  Returns None if the front has ended, is silent for WAIT_FOR_START_MS, or
+    sends another message than Start."""
     for _ in range(WAIT_FOR_START_MS // FRONT_CHECK_MS):
         if socket.poll(FRONT_CHECK_MS):
             start = protocol.decode_to_engine(socket.recv())
@@ -280,7 +279,7 @@ def wait_for_start(socket: zmq.Socket, front_pid: int) -> Start | None:
 
 
 def _remove_socket(path: Path) -> None:
-    """Remove the socket of a front that was killed, and the socket's folder if it holds nothing else."""
+    """Remove the socket that a killed front left, and its folder if the folder is then empty."""
     with suppress(OSError):
         path.unlink(missing_ok=True)
         path.parent.rmdir()
@@ -288,7 +287,7 @@ def _remove_socket(path: Path) -> None:
 
 @contextmanager
 def _exit_with_front(front_pid: int, address: Path) -> Iterator[None]:
-    """End this process as soon as the front has ended, even during a load, which may take many minutes."""
+    """Ends this process as soon as the front has ended, even while the block loads a model for minutes."""
     is_over = threading.Event()
 
     def watch() -> None:
@@ -313,12 +312,12 @@ def _serve(socket: zmq.Socket, start: Start, front_pid: int, load: Load, address
                 llm = stack.enter_context(load(start.settings))
             else:
                 llm, learner = _load_learning(start.settings, start.learn, stack)
-        # Before the model was loaded, there was nothing to drain.
+        # From now on, the front drains at SIGTERM.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         log.info("engine process %d: %s loaded in %.1f s", os.getpid(), llm.config.model, time.perf_counter() - began)
-        socket.send(protocol.encode(Ready(llm.inputs.facts, llm.config.as_dict())))
+        socket.send(protocol.encode(protocol.EngineReady(llm.inputs.facts, llm.config.as_dict())))
         worker = Worker(socket, llm, start, front_pid, learner)
-        # The loaded model lives as long as the process: garbage collections must not search it.
+        # The loaded model lives as long as the process, so the garbage collector need not search it.
         gc.collect()
         gc.freeze()
         worker.run()

@@ -1,1 +1,1 @@
-"""Shared parts of all commands: flags made from the config fields, tables and progress on the terminal, the machine."""
+"""Shared parts of all commands: flags generated from config fields, tables, progress bars, the machine."""

@@ -1,4 +1,4 @@
-"""Console output: colours and progress on a terminal, plain text elsewhere; the machine; the layout of help texts."""
+"""Console output: colours and progress bars on a terminal, else plain text; the machine; the layout of help texts."""
 
 import json
 import os
@@ -21,18 +21,18 @@ from espalier.cores import available_cores
 from espalier.errors import EspalierError
 from espalier.text import Tokenizer
 
-FROM_DRAFT = "bold green"
-FROM_TARGET = "white"
-QUIET = "dim"
+DRAFT_STYLE = "bold green"
+TARGET_STYLE = "white"
+DIM_STYLE = "dim"
 
 
 if TYPE_CHECKING:
     import torch
 
 
-def describe() -> dict[str, str]:
-    """Returns texts by name: the machine, the interpreter and the versions that figures depend on."""
-    import torch  # here, so that `--help` does not wait for it
+def describe_machine() -> dict[str, str]:
+    """Returns the machine and the versions on which measurements depend, as texts by name."""
+    import torch  # imported here, so that `--help` does not wait for PyTorch
 
     machine = {
         "machine": f"{_processor()}, {available_cores()} cores, {_memory_gib():.0f} GiB",
@@ -40,22 +40,22 @@ def describe() -> dict[str, str]:
         "python": platform.python_version(),
         "espalier": espalier.__version__,
         "torch": str(torch.__version__),
-        "transformers": installed("transformers"),
+        "transformers": installed_version("transformers"),
     }
     if torch.cuda.is_available():
         machine["cuda"] = ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
     return machine
 
 
-def header() -> str:
-    """Returns one line to print above a table: the machine and the versions."""
-    about = describe()
+def machine_line() -> str:
+    """Returns one line with the machine and the versions, to print above a table."""
+    about = describe_machine()
     gpu = f"{about['cuda']}; " if "cuda" in about else ""
     return f"{gpu}{about['machine']}; torch {about['torch']}; python {about['python']}"
 
 
 def require_gpu(what: str) -> "torch.device":
-    """Returns the GPU that the command `what` measures.  Raises EspalierError if there is none."""
+    """Returns the GPU for the command `what`.  Raises EspalierError if no GPU is available."""
     import torch
 
     if not torch.cuda.is_available():
@@ -63,7 +63,7 @@ def require_gpu(what: str) -> "torch.device":
     return torch.device("cuda")
 
 
-def installed(package: str) -> str:
+def installed_version(package: str) -> str:
     try:
         return version(package)
     except PackageNotFoundError:
@@ -84,12 +84,12 @@ def _memory_gib() -> float:
 
 class _Console(Console):
     def on_broken_pipe(self) -> NoReturn:
-        """Raise the error.  main.py handles it and exits with status 0; rich would exit with 1."""
+        """Raise the error, which main.py handles with exit status 0.  rich would exit with status 1."""
         raise BrokenPipeError
 
 
 def stdout(wrap: bool = False) -> Console:
-    """Returns a console for stdout.  wrap: on a terminal, break lines between words instead of at the last column."""
+    """Returns a console for stdout.  wrap: on a terminal, break long lines between words."""
     console = _Console(highlight=False, soft_wrap=True)
     console.soft_wrap = not (wrap and console.is_terminal)
     return console
@@ -100,12 +100,12 @@ def stderr() -> Console:
 
 
 @dataclass(frozen=True)
-class Signs:
-    """The characters for drawings: UNICODE, or ASCII if the terminal's encoding is not Unicode."""
+class DrawingSigns:
+    """The characters for drawings: UNICODE_SIGNS, or ASCII_SIGNS if the terminal's encoding is not Unicode."""
 
     branch: str
     last: str
-    down: str
+    vertical: str
     accepted: str
     rejected: str
     bar: str
@@ -113,36 +113,34 @@ class Signs:
     prompt_end: str
 
 
-UNICODE = Signs("├─", "└─", "│ ", "✓", "×", "█", "·", "▸")
-ASCII = Signs("|-", "`-", "| ", "+", "x", "#", "-", ">>")
+UNICODE_SIGNS = DrawingSigns("├─", "└─", "│ ", "✓", "×", "█", "·", "▸")
+ASCII_SIGNS = DrawingSigns("|-", "`-", "| ", "+", "x", "#", "-", ">>")
 
 
-def signs(console: Console) -> Signs:
-    return UNICODE if console.encoding.lower().startswith("utf") else ASCII
+def drawing_signs(console: Console) -> DrawingSigns:
+    return UNICODE_SIGNS if console.encoding.lower().startswith("utf") else ASCII_SIGNS
 
 
-def aligned(rows: Sequence[Sequence[str]]) -> str:
-    """Returns a table as text: the first column left-aligned, other columns right-aligned, no line truncated."""
+def align_table(rows: Sequence[Sequence[str]]) -> str:
+    """Returns a table as text.  The first column is left-aligned, the others right-aligned.  No line is cut."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = [[cell.rjust(width) for cell, width in zip(row, widths, strict=True)] for row in rows]
     return "\n".join("  ".join(["", row[0].ljust(widths[0]), *line[1:]]) for row, line in zip(rows, lines, strict=True))
 
 
 def print_header() -> None:
-    """Print the machine and the versions, in one line above a table."""
-    stdout().print(Text(header(), QUIET))
+    """Print one line with the machine and the versions, above a table."""
+    stdout().print(Text(machine_line(), DIM_STYLE))
 
 
 def print_table(rows: Sequence[Sequence[str]]) -> None:
-    stdout().print(Text(aligned(rows)))
+    stdout().print(Text(align_table(rows)))
 
 
 @contextmanager
 def progress(what: str, total: int) -> Iterator[Callable[..., None]]:
-    """Show a progress bar on stderr if it is a terminal, and remove it at the end.
-
-    Yields a function that advances the bar by one, or by a number.
-    """
+    """Show a progress bar on stderr if it is a terminal, and remove it at the end.  Yields a function that advances the
+    bar by one step, or by a number of steps."""
     console = stderr()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
@@ -152,30 +150,32 @@ def progress(what: str, total: int) -> Iterator[Callable[..., None]]:
 
 @contextmanager
 def waiting(what: str) -> Iterator[None]:
-    """Show a line on stderr, if it is a terminal, while the block runs.
+    """Show the line `what` on stderr while the block runs, if stderr is a terminal.
 
-    The line is static, because the block may show a progress bar in its place.  On a narrow terminal the line is cut
-    before it breaks, as only one line can be removed.
+    The line is not animated, because the block may show a progress bar in its place.  It is truncated to one line,
+    because only one line can be removed.
     """
     console = stderr()
     if not console.is_terminal:
         yield
         return
     line = f"{what} ..."[: console.width - 1]
-    console.print(Text(line, QUIET), end="\r")
+    console.print(Text(line, DIM_STYLE), end="\r")
     try:
         yield
     finally:
         console.print(" " * len(line), end="\r")
 
 
-def coloured(tokenizer: Tokenizer, prompt: Sequence[int], tokens: Sequence[int], from_draft: Sequence[bool]) -> Text:
-    """Returns the text of tokens, with the tokens from the draft in colour."""
+def colour_by_source(
+    tokenizer: Tokenizer, prompt: Sequence[int], tokens: Sequence[int], from_draft: Sequence[bool]
+) -> Text:
+    """Returns the text of tokens, in which tokens from the draft are coloured."""
     sink = tokenizer.sink(prompt)
     text = Text()
     for i, (token, drafted) in enumerate(zip(tokens, from_draft, strict=True)):
         sink.push(token)
-        text.append(sink.take(final=i + 1 == len(tokens)), FROM_DRAFT if drafted else FROM_TARGET)
+        text.append(sink.take(final=i + 1 == len(tokens)), DRAFT_STYLE if drafted else TARGET_STYLE)
     return text
 
 
@@ -184,7 +184,7 @@ def has_colour(console: Console) -> bool:
 
 
 def read_text(flag: str, path: Path) -> str:
-    """Returns a file's text without the byte order mark that some editors put first.  Raises EspalierError."""
+    """Returns a file's text without byte order mark.  Raises EspalierError."""
     try:
         return path.read_text(encoding="utf-8-sig")
     except OSError as error:
@@ -194,7 +194,7 @@ def read_text(flag: str, path: Path) -> str:
 
 
 def require_writable(flag: str, path: Path | None) -> None:
-    """Check that a file can be written, before anything is measured.  Raises EspalierError."""
+    """Check, before any measurement, that a file can be written.  Raises EspalierError."""
     if path is None:
         return
     folder = path.parent
@@ -210,37 +210,37 @@ def require_writable(flag: str, path: Path | None) -> None:
 
 
 def write_json(path: Path | None, figures: dict[str, Any]) -> None:
-    """Write figures and the machine they were measured on, if a path is given.  Raises EspalierError.
+    """Write measurements and the machine to a file, if `path` is given.  Raises EspalierError.
 
-    Call it before the table is printed: printing fails if the reader of stdout has left.
+    Call this before the table is printed, because printing fails if stdout is closed.
     """
     if path is None:
         return
-    import torch  # here, so that `--help` does not wait for it
+    import torch  # imported here, so that `--help` does not wait for PyTorch
 
     try:
-        # The engine sets the number of threads at startup, so this is the number that was measured.
-        machine = describe() | {"threads": str(torch.get_num_threads())}
+        # The engine has set the number of threads at startup.
+        machine = describe_machine() | {"threads": str(torch.get_num_threads())}
         path.write_text(json.dumps({"machine": machine, **figures}, indent=1) + "\n")
     except OSError as error:
         raise EspalierError(f"--json {path} cannot be written ({error.strerror}); use another file") from None
 
 
-# A usage line with more flags would be long, and the list of flags follows it anyway.
+# A usage line with more flags would be too long; the list of flags follows anyway.
 MAX_FLAGS_IN_USAGE = 10
-FLAGS = "[flags]"
+FLAGS_PLACEHOLDER = "[flags]"
 
 
 class HelpText(HelpFormatter):
     def add_argument(self, action: Action) -> None:
-        """Add an action as argparse does, but make the column of names as wide as the longest command's name."""
+        """Add an action like argparse, but make the first column as wide as the longest command name."""
         super().add_argument(action)
         for command in self._iter_indented_subactions(action):
             length = len(str(command.metavar)) + self._current_indent
             self._action_max_length = max(self._action_max_length, length)
 
     def _format_usage(self, usage: str | None, actions: Iterable[Action], groups: Any, prefix: str | None) -> str:
-        """Format the usage as argparse does, but show only required arguments of a command with many flags."""
+        """Format the usage like argparse, but show only required arguments of a command with many flags."""
         actions = list(actions)
         flags = [action for action in actions if action.option_strings]
         if usage is not None or len(flags) <= MAX_FLAGS_IN_USAGE:
@@ -250,8 +250,8 @@ class HelpText(HelpFormatter):
         ]
         start = f"{'usage: ' if prefix is None else prefix}{self._prog} "
         places = [self._format_args(action, action.dest) for action in actions if not action.option_strings]
-        # A flag and its value stay on one line.
-        words = " ".join(part.replace(" ", "\0") for part in [FLAGS, *needed, *places])
+        # NUL keeps a flag and its value on one line.
+        words = " ".join(part.replace(" ", "\0") for part in [FLAGS_PLACEHOLDER, *needed, *places])
         indent = " " * len(start)
         return (
             textwrap.fill(start + words, self._width, subsequent_indent=indent, break_on_hyphens=False).replace(
@@ -261,5 +261,5 @@ class HelpText(HelpFormatter):
         )
 
     def _split_lines(self, text: str, width: int) -> list[str]:
-        """Break lines as argparse does, but never inside a name such as --by-batch."""
+        """Break lines like argparse, but never inside a name such as --by-batch."""
         return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)

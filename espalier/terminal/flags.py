@@ -1,4 +1,4 @@
-"""Generates flags from the fields of EngineConfig, SpeculationConfig and SamplingParams."""
+"""Generates command-line flags from the fields of EngineConfig, SpeculationConfig and SamplingParams."""
 
 import codecs
 import json
@@ -15,24 +15,24 @@ from espalier.errors import EspalierError
 from espalier.request import PARAMS_WITH_FLAGS, ResolvedParams, SamplingParams
 
 NOT_GIVEN = None
-# The alternative to --api-key, whose value every user of the machine can see in the list of processes.
+# The alternative to --api-key, whose value all users of the machine can see in the list of processes.
 KEY_VARIABLE = "ESPALIER_API_KEY"
 PLAIN_FLAG = "--no-speculation"
 
 
 def add_engine_flags(parser: ArgumentParser, leave_out: Collection[str] = ()) -> None:
-    """Add the flags of EngineConfig, and those of SpeculationConfig in place of the field `speculation`."""
+    """Add the flags of EngineConfig, with those of SpeculationConfig instead of its field `speculation`."""
     engine = parser.add_argument_group("engine (by default the engine chooses; `espalier doctor` shows what)")
     for f in fields(EngineConfig):
         if f.name not in ("speculation", *leave_out):
-            _add(engine, f)
+            _add_flag(engine, f)
     tree = parser.add_argument_group("speculation")
     for f in fields(SpeculationConfig):
-        _add(tree, f)
+        _add_flag(tree, f)
 
 
 def add_plain_flag(parser: ArgumentParser) -> None:
-    """Add the flag of EngineConfig.speculation=None, for a command whose requests have flags of their own or none."""
+    """Add the flag --no-speculation, which sets EngineConfig.speculation=None."""
     parser.add_argument(
         PLAIN_FLAG,
         action="store_true",
@@ -46,23 +46,23 @@ def add_json_flag(parser: ArgumentParser) -> None:
 
 
 def add_key_flag(parser: ArgumentParser | _ArgumentGroup, about: str, several: bool = False) -> None:
-    """Add the flag --api-key.  about: its help.  several: the flag may be repeated.  See api_key and api_keys."""
+    """Add the flag --api-key.  about: its help text.  several: whether the flag may be repeated (api_keys, api_key)."""
     action = "append" if several else "store"
     parser.add_argument("--api-key", metavar="X", action=action, help=f"{about} (${KEY_VARIABLE})")
 
 
 def api_keys(args: Namespace) -> tuple[str, ...]:
-    """Returns the keys of a flag that may be repeated, or the environment's key.  Raises EspalierError: see api_key."""
+    """Returns the keys of the repeated flag, or the key of the environment.  Raises EspalierError: see api_key."""
     given = args.api_key or [None]
     keys = [api_key(Namespace(api_key=each)) for each in given]
     return tuple(key for key in dict.fromkeys(keys) if key is not None)
 
 
 def api_key(args: Namespace) -> str | None:
-    """Returns the key of the flag or of the environment; None if there is none.
+    """Returns the key of the flag or of the environment; None without a key.
 
-    Raises EspalierError for an empty flag: `--api-key "$KEY"` with KEY unset must not start a server without a key.
-    Also raises it for a key that no client can send, such as a key that was read from a file with its end of line.
+    Raises EspalierError for an empty value: `--api-key "$KEY"` with KEY unset must not start a server without a key.
+    Also for a key that no HTTP header can have, such as a key with the line end of its file.
     """
     if args.api_key == "":
         raise EspalierError(f"--api-key is empty; give the key, set {KEY_VARIABLE}, or leave the flag out")
@@ -77,7 +77,7 @@ def api_key(args: Namespace) -> str | None:
 
 
 def add_sampling_flags(parser: ArgumentParser, max_tokens: int) -> None:
-    """Add the flags of SamplingParams.  max_tokens: the command's default."""
+    """Add the flags of SamplingParams.  max_tokens: the command's default, for the help text."""
     sampling = parser.add_argument_group("sampling (in brackets: defaults, unless generation_config.json has others)")
     defaults = {f.name: f.default for f in fields(ResolvedParams) if type(f.default) in (int, float)}
     for f in PARAMS_WITH_FLAGS:
@@ -86,13 +86,13 @@ def add_sampling_flags(parser: ArgumentParser, max_tokens: int) -> None:
             about = f"{about.partition(';')[0]} ({max_tokens})"
         elif f.name in defaults:
             about = f"{about} ({defaults[f.name]:g})"
-        _add(sampling, f, about)
+        _add_flag(sampling, f, about)
 
 
 def engine_settings(args: Namespace) -> dict[str, Any]:
-    """Returns the keywords of LLM from the flags that were given."""
-    given = _given(args, EngineConfig)
-    tree = _given(args, SpeculationConfig)
+    """Returns the keywords of LLM for the given flags."""
+    given = _given_fields(args, EngineConfig)
+    tree = _given_fields(args, SpeculationConfig)
     if getattr(args, "no_speculation", False):
         if tree or "draft" in given:
             named = next(iter(tree), "draft")
@@ -102,14 +102,14 @@ def engine_settings(args: Namespace) -> dict[str, Any]:
 
 
 def given_flags(args: Namespace) -> list[str]:
-    """Returns the names of the fields of EngineConfig and SpeculationConfig whose flags were given."""
-    return [*_given(args, EngineConfig), *_given(args, SpeculationConfig)]
+    """Returns the field names of EngineConfig and SpeculationConfig whose flags were given."""
+    return [*_given_fields(args, EngineConfig), *_given_fields(args, SpeculationConfig)]
 
 
 def named_models(args: Namespace) -> dict[str, str]:
-    """Returns the model and the draft that a command loads, by the name of the setting.
+    """Returns the model and the draft that a command loads, by setting name.
 
-    The flags are EngineConfig's or the command's own.  With --url the result is empty: a running server has the model.
+    The flags are EngineConfig's or the command's own.  With --url, the result is empty: the server has the model.
     """
     if getattr(args, "url", None):
         return {}
@@ -121,10 +121,8 @@ def named_models(args: Namespace) -> dict[str, str]:
 
 
 def with_minimum(settings: Mapping[str, Any], defaults: Mapping[str, Any], **minimum: int) -> dict[str, Any]:
-    """Returns the settings, with `defaults` for settings that are "auto".
-
-    minimum: the smallest value of each setting.  Raises EspalierError for a smaller value.
-    """
+    """Returns the settings, in which `defaults` replace "auto".  minimum: the smallest allowed value by setting.
+    Raises EspalierError for a smaller value."""
     for name, low in minimum.items():
         given: Any = settings.get(name)
         if not is_unresolved(given) and given < low:
@@ -138,15 +136,15 @@ def with_minimum(settings: Mapping[str, Any], defaults: Mapping[str, Any], **min
 
 
 def sampling_params(args: Namespace) -> SamplingParams:
-    """Returns SamplingParams from the flags that were given.  Raises EspalierError."""
-    given = _given(args, SamplingParams)
+    """Returns the SamplingParams of the given flags.  Raises EspalierError."""
+    given = _given_fields(args, SamplingParams)
     for text in given.get("stop", ()):
-        readable(text, "--stop", sys.getfilesystemencoding())
+        require_readable(text, "--stop", sys.getfilesystemencoding())
     return SamplingParams(**given)
 
 
-def readable(text: str, what: str, encoding: str) -> str:
-    """Returns the same text.  Raises EspalierError for lone surrogates, which Python makes from undecodable bytes."""
+def require_readable(text: str, what: str, encoding: str) -> str:
+    """Returns the text.  Raises EspalierError for lone surrogates, which Python makes from undecodable bytes."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -157,7 +155,7 @@ def readable(text: str, what: str, encoding: str) -> str:
 
 
 def whole_numbers(text: str) -> list[int]:
-    """Reads the value of a flag that takes N,N."""
+    """Parses the value N,N of a flag."""
     return [int(part) for part in text.split(",")]
 
 
@@ -165,15 +163,15 @@ whole_numbers.__name__ = "list of whole numbers, such as 1,8"
 
 
 def require_at_least_one(asked: Namespace, *names: str) -> None:
-    """Refuse a flag that was given with a number below 1, or with a list that has one.  Raises EspalierError."""
+    """Raises EspalierError if a flag of `names` has a number below 1, alone or in a list."""
     for name in names:
         value = getattr(asked, name)
         if value is not None and min(value if isinstance(value, list) else [value]) < 1:
-            raise EspalierError(f"{flag_of(name)}={written(value)} is not supported; use 1 or more")
+            raise EspalierError(f"{flag_of(name)}={flag_text(value)} is not supported; use 1 or more")
 
 
-def written(value: Any) -> str:
-    """Returns the value of a flag as it is written on the command line: N,N for a list."""
+def flag_text(value: Any) -> str:
+    """Returns a flag's value in the form of the command line: N,N for a list."""
     return ",".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
@@ -181,7 +179,7 @@ def flag_of(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def _given(args: Namespace, config: type) -> dict[str, Any]:
+def _given_fields(args: Namespace, config: type) -> dict[str, Any]:
     names = [f.name for f in fields(config)]
     return {
         name: value for name in names if (value := getattr(args, _destination(config, name), None)) is not NOT_GIVEN
@@ -189,25 +187,25 @@ def _given(args: Namespace, config: type) -> dict[str, Any]:
 
 
 def _destination(config: type, name: str) -> str:
-    """Returns the name of a flag's value, with the class: two classes may have fields of the same name."""
+    """Returns argparse's `dest` of a flag.  It has the class's name, because two classes may have equal field names."""
     return f"{config.__name__}.{name}"
 
 
-def _add(group: _ArgumentGroup, f: Field, about: str | None = None) -> None:
-    """Add the flag of a field.  about: its help, by default the field's help."""
+def _add_flag(group: _ArgumentGroup, f: Field, about: str | None = None) -> None:
+    """Add the flag of a field.  about: the help text; None for the field's help."""
     kinds = annotation_kinds(f.type)
     config = next(c for c in (EngineConfig, SpeculationConfig, SamplingParams) if f in fields(c))
     about = about or f.metadata["help"]
     how: dict[str, Any] = {"dest": _destination(config, f.name), "default": NOT_GIVEN, "help": about}
     if bool in kinds:
-        # The help is also that of an API field, which is true or false; a switch has a name for each of the two values.
+        # The help text also describes an API field with the values true and false; a switch has two names instead.
         how["help"] = about.replace("true: ", f"{flag_of(f.name)}: ").replace("false: ", f"{flag_of('no_' + f.name)}: ")
         group.add_argument(flag_of(f.name), action=BooleanOptionalAction, **how)
     elif Sequence in kinds:
         how["help"] += "; may be repeated"
-        group.add_argument(flag_of(f.name), action="append", type=_element(f.type), metavar="X", **how)
+        group.add_argument(flag_of(f.name), action="append", type=_element_type(f.type), metavar="X", **how)
     else:
-        group.add_argument(flag_of(f.name), type=_reader(f, kinds), metavar=_metavar(f, kinds), **how)
+        group.add_argument(flag_of(f.name), type=_value_reader(f, kinds), metavar=_metavar(f, kinds), **how)
 
 
 def _metavar(f: Field, kinds: set[Any]) -> str:
@@ -218,18 +216,18 @@ def _metavar(f: Field, kinds: set[Any]) -> str:
     return "JSON" if Mapping in kinds else "N" if int in kinds else "X"
 
 
-def _reader(f: Field, kinds: set[Any]) -> Callable[[str], Any]:
+def _value_reader(f: Field, kinds: set[Any]) -> Callable[[str], Any]:
     if Mapping in kinds:
         read = _mapping_reader(int if f.name == "logit_bias" else str)
-        return _either(read) if str in kinds else read
+        return _json_or_text(read) if str in kinds else read
     if int in kinds:
-        return _number(int, f.default == "auto")
+        return _number_reader(int, f.default == "auto")
     if float in kinds:
-        return _number(float, False)
+        return _number_reader(float, False)
     return str
 
 
-def _number(kind: type, auto: bool) -> Callable[[str], Any]:
+def _number_reader(kind: type, auto: bool) -> Callable[[str], Any]:
     def read(text: str) -> Any:
         return text if auto and text == "auto" else kind(text)
 
@@ -249,13 +247,13 @@ def _mapping_reader(key: type) -> Callable[[str], dict[Any, Any]]:
     return read
 
 
-def _either(read: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Returns a reader that parses a JSON object with `read`, and keeps other text: a file's name or "auto"."""
+def _json_or_text(read: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Returns a function that parses a JSON object by `read`, and keeps other text: a file name or "auto"."""
     return lambda text: read(text) if text.lstrip().startswith("{") else text
 
 
-def _element(annotation: Any) -> type:
-    """Returns the type of a list field's items."""
+def _element_type(annotation: Any) -> type:
+    """Returns the type of the items of a list field."""
     for part in get_args(annotation):
         if get_origin(part) is Sequence:
             return get_args(part)[0]

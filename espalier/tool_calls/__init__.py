@@ -1,2 +1,2 @@
-"""Tool calls and reasoning: the formats in which models write them, and how a request's tools change its prompt, its
-parameters and its output."""
+"""Tool calls and reasoning: parsers of the formats in which models write them, and the changes of a request's prompt,
+parameters and output by its tools."""

@@ -1,4 +1,4 @@
-"""Reads the arguments of a call: a JSON object, or plain text between tags, whose types are in the tool's schema."""
+"""Parses a call's arguments: a JSON object, or plain text between tags with types from the tool's schema."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from espalier.tool_calls.base import CallWriter
-from espalier.tool_calls.reader import CUT_OFF_REASON, BrokenCall, Markers, Reader, Steps, decode_json, is_utf8
+from espalier.tool_calls.reader import CUT_OFF_REASON, BrokenCall, Markers, Steps, TextReader, decode_json, is_utf8
 
-# Constants as Python writes them, as some models do, and as JSON writes them.
-PYTHON = {"True": "true", "False": "false", "None": "null"}
-TYPES: Mapping[type, str] = {
+# Python's constants, which some models write, and JSON's.
+JSON_OF_PYTHON_CONSTANT = {"True": "true", "False": "false", "None": "null"}
+JSON_TYPE_NAMES: Mapping[type, str] = {
     str: "string",
     bool: "boolean",
     int: "integer",
@@ -21,57 +21,57 @@ TYPES: Mapping[type, str] = {
 }
 
 
-# Schema keywords that a text may fail because of white space around it.
+# Schema keywords that a text may violate only because of white space around it.
 LIMITING_KEYWORDS = frozenset(("enum", "const", "pattern", "format", "maxLength"))
 MAX_DEPTH = 16
 Schema = Mapping[str, Any]
 
 
-def alternatives(schema: Schema, name: str) -> list[Schema]:
-    """Returns the schemas of a property, which has one of them; {} allows all.  References and unions are resolved."""
+def property_schemas(schema: Schema, name: str) -> list[Schema]:
+    """Returns the alternative schemas of a property; {} allows all values.  References and unions are resolved."""
     properties = schema.get("properties")
-    return _alternatives(properties.get(name) if isinstance(properties, Mapping) else None, schema, 0)
+    return _resolved_schemas(properties.get(name) if isinstance(properties, Mapping) else None, schema, 0)
 
 
-def _alternatives(schema: Any, root: Schema, depth: int) -> list[Schema]:
+def _resolved_schemas(schema: Any, root: Schema, depth: int) -> list[Schema]:
     if not isinstance(schema, Mapping) or depth > MAX_DEPTH:
         return [{}]
     if isinstance(schema.get("$ref"), str):
         target: Any = root
         for part in schema["$ref"].split("/")[1:]:
             target = target.get(part) if isinstance(target, Mapping) else None
-        return _alternatives(target, root, depth + 1)
+        return _resolved_schemas(target, root, depth + 1)
     for word in ("anyOf", "oneOf"):
         if isinstance(schema.get(word), list) and "type" not in schema:
-            return [found for each in schema[word] for found in _alternatives(each, root, depth + 1)]
+            return [found for each in schema[word] for found in _resolved_schemas(each, root, depth + 1)]
     return [schema]
 
 
-def types_of(schemas: Sequence[Schema]) -> set[str]:
-    """Returns the JSON types that the schemas allow together; empty if one of them names no type."""
-    found = [_types(schema) for schema in schemas]
+def allowed_types(schemas: Sequence[Schema]) -> set[str]:
+    """Returns the JSON types that the schemas allow; empty if any schema names no type."""
+    found = [_allowed_types(schema) for schema in schemas]
     return set().union(*found) if all(found) else set()
 
 
-def _types(schema: Schema) -> set[str]:
+def _allowed_types(schema: Schema) -> set[str]:
     kind = schema.get("type")
     if kind is not None:
         kinds = kind if isinstance(kind, list | tuple) else [kind]
         return {each for each in kinds if isinstance(each, str)}
     if "const" in schema:
-        return {TYPES[type(schema["const"])]}
+        return {JSON_TYPE_NAMES[type(schema["const"])]}
     if isinstance(schema.get("enum"), list):
-        return {TYPES[type(each)] for each in schema["enum"]}
+        return {JSON_TYPE_NAMES[type(each)] for each in schema["enum"]}
     return set()
 
 
-def _limits(schemas: Sequence[Schema]) -> set[str]:
+def _limiting_keywords(schemas: Sequence[Schema]) -> set[str]:
     return {name for schema in schemas for name in schema if name in LIMITING_KEYWORDS}
 
 
 def _trim_to_limits(text: str, schemas: Sequence[Schema]) -> str:
-    """Returns a text as its schemas limit it: white space around it belongs to the tags, unless a length allows it."""
-    limits = _limits(schemas)
+    """Returns the text, without the white space around it if that may violate the schemas."""
+    limits = _limiting_keywords(schemas)
     lengths = [most for schema in schemas if isinstance(most := schema.get("maxLength"), int)]
     fits = limits == {"maxLength"} and len(text) <= max(lengths, default=0)
     return text if fits or not limits else text.strip()
@@ -79,36 +79,36 @@ def _trim_to_limits(text: str, schemas: Sequence[Schema]) -> str:
 
 @dataclass
 class XmlArguments:
-    """Writes a call's arguments as a JSON object, one value after another."""
+    """Writes tagged arguments as a JSON object, one value after another."""
 
     call: CallWriter
     num_values: int = 0
 
-    def read(self, reader: Reader, name: str, end: str, trim: str = "") -> Steps[None]:
-        """Read a value up to its closing tag.  A text is written as it comes.  Raises BrokenCall.
+    def read(self, reader: TextReader, name: str, end: str, trim: str = "") -> Steps[None]:
+        """Read a value up to its closing tag.  A string is written while it arrives.  Raises BrokenCall.
 
-        trim: characters that belong to the tags if they are next to the value, at most one on each side.
+        trim: characters that belong to a tag if next to the value, at most one character on each side.
         """
-        schemas = alternatives(self.call.schema, name)
-        types = types_of(schemas)
+        schemas = property_schemas(self.call.schema, name)
+        types = allowed_types(schemas)
         key = json.dumps(name, ensure_ascii=False)
-        self.call.arguments(f"{', ' if self.num_values else '{'}{key}: ")
+        self.call.write_arguments(f"{', ' if self.num_values else '{'}{key}: ")
         self.num_values += 1
         if trim:
-            yield from reader.literal(trim)
-        if types == {"string"} and not _limits(schemas):
-            self.call.arguments('"')
+            yield from reader.read_literal(trim)
+        if types == {"string"} and not _limiting_keywords(schemas):
+            self.call.write_arguments('"')
             yield from self._until(
-                reader, end, trim, lambda text: self.call.arguments(json.dumps(text, ensure_ascii=False)[1:-1])
+                reader, end, trim, lambda text: self.call.write_arguments(json.dumps(text, ensure_ascii=False)[1:-1])
             )
-            self.call.arguments('"')
+            self.call.write_arguments('"')
             return
         parts: list[str] = []
         yield from self._until(reader, end, trim, parts.append)
         text = "".join(parts)
-        self.call.arguments(_value(name, _trim_to_limits(text, schemas), types))
+        self.call.write_arguments(_json_value(name, _trim_to_limits(text, schemas), types))
 
-    def _until(self, reader: Reader, end: str, trim: str, put: Any) -> Steps[None]:
+    def _until(self, reader: TextReader, end: str, trim: str, put: Any) -> Steps[None]:
         held = ""
 
         def pass_on(text: str) -> None:
@@ -119,88 +119,86 @@ class XmlArguments:
             if text:
                 put(text)
 
-        if (yield from reader.until(Markers(end), pass_on)) is None:
+        if (yield from reader.read_until(Markers(end), pass_on)) is None:
             raise BrokenCall("the output ends inside the tool call")
 
     def end(self) -> None:
-        self.call.arguments("}" if self.num_values else "{}")
+        self.call.write_arguments("}" if self.num_values else "{}")
 
 
-def _value(name: str, text: str, types: set[str]) -> str:
-    """Returns the JSON text of a value.  Raises BrokenCall if the value has no type that the schema allows."""
-    written = PYTHON.get(text.strip(), text.strip())
+def _json_value(name: str, text: str, types: set[str]) -> str:
+    """Returns the JSON text of a value.  Raises BrokenCall for a type that the schema does not allow."""
+    written = JSON_OF_PYTHON_CONSTANT.get(text.strip(), text.strip())
     try:
         value = decode_json(written)
     except BrokenCall:
         value = None
         written = "" if written != "null" else written
-    if written and (not types or _is_one_of(value, types)):
+    if written and (not types or _has_type(value, types)):
         return written
     if not types or "string" in types:
         return json.dumps(text, ensure_ascii=False)
     raise BrokenCall(f"the argument {name!r} of the tool call is not of type {' or '.join(sorted(types))}")
 
 
-def _is_one_of(value: Any, types: set[str]) -> bool:
-    kind = TYPES[type(value)]
+def _has_type(value: Any, types: set[str]) -> bool:
+    kind = JSON_TYPE_NAMES[type(value)]
     if kind == "integer" or (isinstance(value, float) and value.is_integer()):
         return bool(types & {"integer", "number"})
     return kind in types
 
 
-ARGUMENTS = ("arguments", "parameters")
+ARGUMENTS_KEYS = ("arguments", "parameters")
 
 
-def read_call_object(reader: Reader, call: CallWriter) -> Steps[None]:
-    """Read a call that is one JSON object.  Arguments that are an object are written as they come.
-
-    Other keys are read and not used.  Raises BrokenCall.
-    """
+def read_call_object(reader: TextReader, call: CallWriter) -> Steps[None]:
+    """Read a call that is one JSON object with name and arguments.  Arguments are written while they arrive.  Other
+    keys are skipped.  Raises BrokenCall."""
     yield from reader.expect("{")
-    yield from reader.space()
-    if (yield from reader.literal("}")):
+    yield from reader.read_space()
+    if (yield from reader.read_literal("}")):
         return
     while True:
-        yield from reader.space()
-        key = yield from reader.json_of()
-        yield from reader.space()
+        yield from reader.read_space()
+        key = yield from reader.decoded_json_value()
+        yield from reader.read_space()
         yield from reader.expect(":")
-        yield from reader.space()
+        yield from reader.read_space()
         if key == "name":
-            call.name((yield from reader.json_of()))
-        elif key in ARGUMENTS:
+            call.write_name((yield from reader.decoded_json_value()))
+        elif key in ARGUMENTS_KEYS:
             yield from read_arguments(reader, call)
         else:
-            yield from reader.json_of()
-        yield from reader.space()
-        if (yield from reader.literal("}")):
+            yield from reader.decoded_json_value()
+        yield from reader.read_space()
+        if (yield from reader.read_literal("}")):
             return
         yield from reader.expect(",")
 
 
-def read_arguments(reader: Reader, call: CallWriter, *ends: str) -> Steps[None]:
-    """Read arguments: a JSON object, or a JSON object as a string, which some models write.  Raises BrokenCall.
+def read_arguments(reader: TextReader, call: CallWriter, *ends: str) -> Steps[None]:
+    """Read arguments: a JSON object, or a JSON object inside a string, which some models write.  Raises BrokenCall.
 
-    ends: marks that end the call.  If a mark or the output's end comes before any argument, the call has no arguments.
+    ends: marks that end the call.  If such a mark or the output's end comes first, the call has no arguments.
     """
     if call.has_arguments:
         raise BrokenCall("the tool call has arguments twice")
-    if ends and ((yield from call_ends_here(reader, *ends)) or (yield from reader.literal("null"))):
+    if ends and ((yield from call_ends_here(reader, *ends)) or (yield from reader.read_literal("null"))):
         return
     if (yield from reader.peek()) == "{":
-        yield from reader.json_value(call.arguments)
+        yield from reader.read_json_value(call.write_arguments)
         return
-    value = yield from reader.json_of()
+    value = yield from reader.decoded_json_value()
     if isinstance(value, str):
         value = decode_json(value) if value.strip() else None
     if value is not None:
         text = json.dumps(value, ensure_ascii=False)
-        # Text cannot hold half of a surrogate pair, so JSON's escape is written.
-        call.arguments(text if is_utf8(text) else json.dumps(value))
+        # A lone surrogate is written as a JSON escape, because UTF-8 cannot encode it.
+        call.write_arguments(text if is_utf8(text) else json.dumps(value))
 
 
-def call_ends_here(reader: Reader, *ends: str) -> Steps[bool]:
-    """Whether a call ends here, before its arguments.  Raises BrokenCall if the output is cut off here."""
+def call_ends_here(reader: TextReader, *ends: str) -> Steps[bool]:
+    """Returns whether a call ends without arguments.  Raises BrokenCall if the output is cut off."""
     if (yield from reader.peek()):
         return (yield from reader.peek_literal(*ends)) is not None
     if reader.is_cut:

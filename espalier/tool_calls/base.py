@@ -1,5 +1,5 @@
-"""Shared parts of the parsers of tool calls and reasoning: the deltas that they make, the declaration of a format, and
-the reader of reasoning between two marks."""
+"""Shared parts of the parsers of tool calls and reasoning: deltas, declarations of formats, and the parser of reasoning
+between two marks."""
 
 import secrets
 import string
@@ -7,20 +7,19 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from espalier.tool_calls.reader import BrokenCall, Markers, Reader, Steps, decode_json
+from espalier.tool_calls.reader import BrokenCall, Markers, Steps, TextReader, decode_json
 
-# The kinds of deltas: text of the answer; text of the reasoning; the name of a new call; text of the call's arguments;
-# the call's end; the reason why a call is broken.  The whole text of a broken call follows as content.
+# The kinds of deltas.  content: text of the answer.  reasoning: text of the reasoning.  call: the name of a new call.
+# arguments: text of its arguments.  called: the call's end.  broken: the reason why a call is broken.  The whole text
+# of a broken call follows as content.
 Kind = Literal["content", "reasoning", "call", "arguments", "called", "broken"]
 ALPHANUMERIC = string.ascii_letters + string.digits
 
 
 @dataclass(frozen=True)
 class Delta:
-    """A part of a message.
-
-    index: of the call, in the order of the calls; -1 for a broken call whose name was not sent.  id: of a new call.
-    """
+    """A part of a streamed message.  index: the call's number; -1 for a broken call whose name was not sent.  id: the
+    id of a new call."""
 
     kind: Kind
     text: str = ""
@@ -32,17 +31,15 @@ def call_id() -> str:
     return f"call_{secrets.token_hex(12)}"
 
 
-def short_id() -> str:
-    """Returns a new call id in the only form that Mistral's chat templates accept."""
+def new_short_call_id() -> str:
+    """Returns a new call id of nine characters, the only form that Mistral's chat templates accept."""
     return "".join(secrets.choice(ALPHANUMERIC) for _ in range(9))
 
 
 @dataclass
-class Writer:
-    """Collects the deltas that a parser makes.
-
-    schemas: for each tool that may be called, the parameters' JSON schema.  in_reasoning, may_reason: the parser's.
-    """
+class DeltaWriter:
+    """Collects the deltas that a parser makes.  schemas: the parameters' JSON schema of each callable tool.
+    in_reasoning, may_reason: see OutputParser."""
 
     schemas: Mapping[str, Mapping[str, Any]]
     make_id: Callable[[], str]
@@ -58,14 +55,14 @@ class Writer:
         else:
             self._deltas.append(Delta(kind, text, index, id))
 
-    def content(self, text: str) -> None:
+    def add_content(self, text: str) -> None:
         self.add("content", text)
 
-    def reasoning(self, text: str) -> None:
+    def add_reasoning(self, text: str) -> None:
         self.add("reasoning", text)
 
     def resume(self, deltas: Sequence[Delta]) -> None:
-        """Continue after the deltas of a prompt that begins the answer.  Only a call that is open in them is kept."""
+        """Continue after the deltas of a prompt that begins the answer.  Only an open call's deltas are kept."""
         open_call = self.num_calls - 1
         if any(delta.kind in ("called", "broken") and delta.index == open_call for delta in deltas):
             return
@@ -77,9 +74,9 @@ class Writer:
 
 
 class CallWriter:
-    """Writes one tool call.  Its arguments are held back until its name is known."""
+    """Writes the deltas of one tool call.  The arguments are held back until the name is known."""
 
-    def __init__(self, writer: Writer):
+    def __init__(self, writer: DeltaWriter):
         self.writer = writer
         self.index = -1
         self._parts: list[str] = []
@@ -88,8 +85,8 @@ class CallWriter:
     def schema(self) -> Mapping[str, Any]:
         return self.writer.schemas[self._name]
 
-    def name(self, name: Any) -> None:
-        """Write the name of the call.  Raises BrokenCall if there is no such tool."""
+    def write_name(self, name: Any) -> None:
+        """Write the call's name.  Raises BrokenCall for an unknown tool."""
         if self.index >= 0:
             raise BrokenCall("the tool call has two names")
         if not isinstance(name, str) or name not in self.writer.schemas:
@@ -102,7 +99,7 @@ class CallWriter:
         if self._parts:
             self.writer.add("arguments", "".join(self._parts), self.index)
 
-    def arguments(self, text: str) -> None:
+    def write_arguments(self, text: str) -> None:
         self._parts.append(text)
         if self.index >= 0:
             self.writer.add("arguments", text, self.index)
@@ -111,44 +108,46 @@ class CallWriter:
     def has_arguments(self) -> bool:
         return bool(self._parts)
 
-    def end(self) -> None:
-        """End the call.  Raises BrokenCall if the name is missing, or if the arguments are not a JSON object."""
+    def end_call(self) -> None:
+        """Write the call's end.  Raises BrokenCall if it has no name, or if the arguments are not a JSON object."""
         if self.index < 0:
             raise BrokenCall("the tool call has no name")
         if not self._parts:
-            self.arguments("{}")
+            self.write_arguments("{}")
         if not isinstance(decode_json("".join(self._parts)), dict):
             raise BrokenCall("the tool call's arguments are not a JSON object")
         self.writer.add("called", "", self.index)
 
 
-def read_call(reader: Reader, writer: Writer, opening: str, read: Callable[[CallWriter], Steps[None]]) -> Steps[bool]:
-    """Read one call.  Returns False if the call is broken; its whole text is then content.
+def read_call(
+    reader: TextReader, writer: DeltaWriter, opening: str, read: Callable[[CallWriter], Steps[None]]
+) -> Steps[bool]:
+    """Read one call.  If the call is broken, write its whole text as content and return False.
 
-    opening: the text of the call that was already read.  read: reads the rest.
+    opening: the beginning of the call, which is already read.  read: reads the rest of the call.
     """
     reader.start_recording(opening)
     call = CallWriter(writer)
     try:
         yield from read(call)
-        call.end()
+        call.end_call()
     except BrokenCall as broken:
         writer.add("broken", str(broken), call.index)
-        writer.content(reader.stop_recording())
+        writer.add_content(reader.stop_recording())
         return False
     reader.stop_recording()
     return True
 
 
-Parse = Callable[[Reader, Writer], Generator[None, None, None]]
+ParseOutput = Callable[[TextReader, DeltaWriter], Generator[None, None, None]]
 
 
 @dataclass(frozen=True)
 class CallSyntax:
-    """How a call is written, for a grammar that forces a call: before_name, name, after_name, arguments, end.
+    """The syntax of a call, for a grammar that forces one: before_name, name, after_name, arguments, end.
 
-    separator: the text between calls.  opening, closing: the text around all calls.  style: of the arguments, one of
-    xgrammar's styles of a JSON schema.
+    separator: the text between calls.  opening, closing: the text before and after all calls.  style: xgrammar's style
+    of the arguments' JSON schema.
     """
 
     before_name: str
@@ -162,18 +161,18 @@ class CallSyntax:
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """How a family of models writes tool calls.
+    """The format in which a family of models writes tool calls.
 
-    template_signs: texts that all stand in a chat template of this family.  special_tokens: the special tokens that the
-    parser reads; they appear in its text if the tokenizer has them.  parse: reads an answer to its end.
-    call_ends_output: a call ends the output.  make_id: returns the id of a new call.  arguments_as_text: the chat
-    template takes the arguments of earlier calls as text, not as an object.
+    template_signs: texts that every chat template of this family has.  special_tokens: the special tokens that the
+    parser needs in its text.  parse: parses a whole answer.  call_ends_output: the output ends after a call.  make_id:
+    returns the id of a new call.  arguments_as_text: the chat template takes the arguments of earlier calls as text,
+    not as an object.
     """
 
     name: str
     template_signs: tuple[str, ...]
     special_tokens: tuple[str, ...]
-    parse: Parse
+    parse: ParseOutput
     syntax: CallSyntax
     call_ends_output: bool = False
     make_id: Callable[[], str] = call_id
@@ -182,12 +181,12 @@ class ToolFormat:
 
 @dataclass(frozen=True)
 class ReasoningFormat:
-    """How a family of models separates its reasoning.
+    """The format in which a family of models separates its reasoning from the answer.
 
-    begin, end: the marks around the reasoning.  answer: text between the reasoning and an answer that is no call.
-    template_switches: variables of a chat template.  A model whose template reads one of them reasons even if its
-    prompt does not open the reasoning.  includes_calls: the tool format of this name also reads the reasoning, and such
-    a model may always reason.  message_start: the text with which each message of such a model begins.
+    begin, end: the marks around the reasoning.  answer: text between the reasoning and an answer without call.
+    template_switches: variables of chat templates.  If the template reads such a variable, the model may reason even if
+    the prompt does not open the reasoning.  includes_calls: the tool format of this name also parses the reasoning, and
+    the model may always reason.  message_start: the text that begins each message of such a model.
     """
 
     name: str
@@ -201,29 +200,27 @@ class ReasoningFormat:
     message_start: str = ""
 
 
-NEWLINES = "\n"
+NEWLINE_CHARS = "\n"
 
 
-def parse_reasoning(reader: Reader, writer: Writer, format: ReasoningFormat) -> Steps[None]:
-    """Read the reasoning, if there is any, up to its end, and again if more follows directly.
-
-    Newlines beside the marks belong to the marks.  A begin mark inside reasoning, or an end mark outside, is left out.
-    """
-    marks = Markers(format.end, format.begin, strip_before=NEWLINES)
+def parse_reasoning(reader: TextReader, writer: DeltaWriter, format: ReasoningFormat) -> Steps[None]:
+    """Read all reasoning that comes next.  Newlines beside the marks belong to the marks.  A begin mark inside
+    reasoning or an end mark outside is dropped."""
+    marks = Markers(format.end, format.begin, strip_before=NEWLINE_CHARS)
     while (marker := (yield from _first_marker(reader, format))) is not None:
         writer.in_reasoning = marker == format.begin
         while marker == format.begin:
-            yield from reader.space(NEWLINES)
-            marker = yield from reader.until(marks, writer.reasoning)
+            yield from reader.read_space(NEWLINE_CHARS)
+            marker = yield from reader.read_until(marks, writer.add_reasoning)
         writer.in_reasoning = False
         if marker is not None:
-            yield from reader.space(NEWLINES)
+            yield from reader.read_space(NEWLINE_CHARS)
 
 
-def _first_marker(reader: Reader, format: ReasoningFormat) -> Steps[str | None]:
-    """Read the white space and the reasoning mark that come next.  Returns the mark, None if no mark comes next."""
-    space = yield from reader.space()
-    marker = yield from reader.literal(format.begin, format.end)
+def _first_marker(reader: TextReader, format: ReasoningFormat) -> Steps[str | None]:
+    """Read white space and the reasoning mark that comes next.  Returns the mark; None if no mark comes next."""
+    space = yield from reader.read_space()
+    marker = yield from reader.read_literal(format.begin, format.end)
     if marker is None:
         reader.put_back(space)
     return marker

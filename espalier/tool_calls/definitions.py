@@ -1,4 +1,4 @@
-"""Checks the tools of a request, and which tools the model may or must call."""
+"""Checks a request's tools and tool_choice: which tools the model may or must call."""
 
 import json
 import re
@@ -8,21 +8,21 @@ from typing import Any, NoReturn
 
 from espalier.errors import EspalierError, shown, unknown_name
 
-NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
+FUNCTION_NAME_PATTERN = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 MAX_TOOLS = 1024
-# The most characters of one tool's parameters as JSON.
-MAX_PARAMETERS = 64 * 1024
+# The most characters of one tool's parameters schema as JSON.
+MAX_SCHEMA_CHARS = 64 * 1024
 FUNCTION_FIELDS = ("name", "description", "parameters", "strict")
-CHOICES = ("auto", "none", "required")
+TOOL_CHOICES = ("auto", "none", "required")
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 
 
 @dataclass(frozen=True)
-class Tools:
-    """The tools of a request, checked.
+class RequestTools:
+    """The checked tools and tool_choice of a request.
 
-    definitions: as the client sent them.  choice: "auto", "none", "required", or a tool's name.  is_named: choice is
-    the name of the tool that must be called.  parallel: whether one answer may have several calls.
+    definitions: the client's tools.  choice: "auto", "none", "required", or a tool's name.  is_named: choice is the
+    name of the tool that must be called.  parallel: whether one answer may have several calls.
     """
 
     definitions: tuple[Mapping[str, Any], ...] = ()
@@ -32,7 +32,7 @@ class Tools:
 
     @property
     def callable_functions(self) -> list[Mapping[str, Any]]:
-        """The definitions of the functions that may be called."""
+        """The definitions of the functions that the model may call."""
         functions = [each["function"] for each in self.definitions]
         if self.is_named:
             return [each for each in functions if each["name"] == self.choice]
@@ -40,7 +40,7 @@ class Tools:
 
     @property
     def is_forced(self) -> bool:
-        """Whether the answer must be a call."""
+        """True if the answer must be a call."""
         return self.is_named or self.choice == "required"
 
     @property
@@ -48,32 +48,30 @@ class Tools:
         return {each["name"]: each.get("parameters") or ANY_OBJECT for each in self.callable_functions}
 
 
-def checked_tools(tools: Any, choice: Any = None, parallel: bool | None = None) -> Tools:
-    """Returns a request's tools in OpenAI's form.  choice: may be {"type": "function", "function": {"name": ...}} too.
-
-    Raises EspalierError, whose message begins with the field.
-    """
+def checked_tools(tools: Any, choice: Any = None, parallel: bool | None = None) -> RequestTools:
+    """Check a request's tools in OpenAI's form.  choice: also {"type": "function", "function": {"name": ...}}.  Raises
+    EspalierError, whose message begins with the field's name."""
     if not isinstance(parallel, bool | None):
         raise EspalierError(f"parallel_tool_calls={shown(parallel)} is not supported; use True or False")
     definitions = _checked_definitions(tools)
     name = _named_tool(choice)
     if name is None:
         choice = ("auto" if definitions else "none") if choice is None else choice
-        if choice not in CHOICES:
+        if choice not in TOOL_CHOICES:
             _refuse_choice(choice)
         if choice == "required" and not definitions:
             raise EspalierError("tool_choice='required' needs tools; send tools, or leave tool_choice out")
-        # Without tools there is nothing to choose from.
-        return Tools(definitions, choice if definitions else "none", False, parallel is not False)
+        # Without tools, "auto" means "none".
+        return RequestTools(definitions, choice if definitions else "none", False, parallel is not False)
     names = [each["function"]["name"] for each in definitions]
     if name not in names:
         known = ", ".join(names)[:200] or "none"
         raise EspalierError(f"tool_choice={shown(name)} is not the name of a tool; use one of: {known}")
-    return Tools(definitions, name, True, parallel is not False)
+    return RequestTools(definitions, name, True, parallel is not False)
 
 
 def _named_tool(choice: Any) -> str | None:
-    """Returns the tool that a tool_choice names, None if it names none.  Raises EspalierError."""
+    """Returns the name of the tool in a tool_choice; None without a name.  Raises EspalierError."""
     if not isinstance(choice, Mapping):
         return None
     if choice.get("type") != "function":
@@ -87,7 +85,7 @@ def _named_tool(choice: Any) -> str | None:
 
 def _refuse_choice(choice: Any) -> NoReturn:
     raise EspalierError(
-        f"tool_choice={shown(choice)} is not supported; use {', '.join(CHOICES)} or "
+        f"tool_choice={shown(choice)} is not supported; use {', '.join(TOOL_CHOICES)} or "
         '{"type": "function", "function": {"name": ...}}'
     )
 
@@ -121,7 +119,7 @@ def _checked_tool(place: str, tool: Any) -> str:
         if name not in FUNCTION_FIELDS:
             raise unknown_name(place, str(name), FUNCTION_FIELDS)
     name = function.get("name")
-    if not isinstance(name, str) or not NAME.fullmatch(name):
+    if not isinstance(name, str) or not FUNCTION_NAME_PATTERN.fullmatch(name):
         raise EspalierError(
             f"{place}.name={shown(name)} is not supported; use 1 to 128 of the letters a to z, digits, _, - and ."
         )
@@ -132,7 +130,7 @@ def _checked_tool(place: str, tool: Any) -> str:
 
 
 def _check_parameters(place: str, parameters: Any) -> None:
-    """Refuse parameters that are not the JSON schema of an object.  Raises EspalierError."""
+    """Refuse parameters that are no JSON schema of an object.  Raises EspalierError."""
     _require_type(place, parameters, Mapping | None, "a JSON schema, an object")
     if parameters is None:
         return
@@ -140,8 +138,8 @@ def _check_parameters(place: str, parameters: Any) -> None:
         size = len(json.dumps(parameters))
     except (TypeError, ValueError, RecursionError):
         raise EspalierError(f"{place} is not JSON; use a JSON schema") from None
-    if size > MAX_PARAMETERS:
-        raise EspalierError(f"{place} has {size} characters, which is not supported; use at most {MAX_PARAMETERS}")
+    if size > MAX_SCHEMA_CHARS:
+        raise EspalierError(f"{place} has {size} characters, which is not supported; use at most {MAX_SCHEMA_CHARS}")
     if parameters.get("type", "object") != "object":
         raise EspalierError(f"{place}.type={shown(parameters['type'])} is not supported; use 'object'")
     properties, required = parameters.get("properties"), parameters.get("required")

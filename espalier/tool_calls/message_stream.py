@@ -1,7 +1,7 @@
-"""Turns a request's tokens into the deltas of a message, and finds stop strings in its content.
+"""Parses a request's tokens into the deltas of a message, and finds stop strings in the content.
 
-The engine process and the front run the same stream over the same tokens.  The engine process ends the request at the
-token that completes a stop string.  The front ends the content before that stop string.
+The engine process and the front run equal streams over the same tokens.  The engine process ends the request at the
+token that completes a stop string.  The front ends the content before the stop string.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,16 +16,15 @@ from espalier.tool_calls.plan import ChatPlan
 
 
 class MessageStream:
-    """A request.TextSink that finds stop strings only in the content.  Its text is what the model wrote.
+    """A request.TextSink that finds stop strings only in the content.  Its text is the model's whole text.
 
-    text: makes text from tokens, and looks for no stop string.  num_reasoning_tokens: the number of reasoning tokens so
-    far.
+    text: makes text from tokens, without stop strings.  num_reasoning_tokens: the number of reasoning tokens so far.
     """
 
     def __init__(self, text: TextStream, parser: OutputParser, params: ResolvedParams):
         self.text = text
         self.parser = parser
-        self.finder = StopFinder(params.stop, params.include_stop_str_in_output)
+        self.stop_finder = StopFinder(params.stop, params.include_stop_str_in_output)
         self.min_tokens = params.min_tokens
         self.keep_stop = params.include_stop_str_in_output
         self.num_reasoning_tokens = 0
@@ -33,25 +32,25 @@ class MessageStream:
         self._deltas: list[Delta] = []
 
     def push(self, token_id: int) -> str | None:
-        """Add a token.  Returns the stop string once it is complete in the content, else None."""
+        """Add a token.  Returns the stop string that it completes in the content, else None."""
         was_reasoning = self.parser.in_reasoning
         self.text.push(token_id)
         self._read(final=False)
         self.num_reasoning_tokens += was_reasoning or self.parser.in_reasoning
-        return self.finder.stopped
+        return self.stop_finder.stopped
 
     def take(self, final: bool) -> str:
-        """Returns the new text since the last take, with the marks of calls and reasoning, and with the stop string."""
+        """Returns the text since the last call, with the marks of calls and reasoning, and with the stop string."""
         self._read(final)
         text, self._texts, self._deltas = "".join(self._texts), [], []
         return text
 
     def read(self, output: OutputChunk | Output) -> list[Delta]:
-        """Returns the deltas that an output adds, up to a stop string in the content.  A stop token has no text."""
+        """Returns the deltas of an output, up to a stop string in the content.  A stop token has no text."""
         is_last = output.finish_reason is not None
         ends_by_token = output.finish_reason == "stop" and not isinstance(output.stop_reason, str)
         tokens = output.token_ids[:-1] if ends_by_token and not self.keep_stop else output.token_ids
-        if self.finder.stop or self.parser.may_reason:
+        if self.stop_finder.stop or self.parser.may_reason:
             for token in tokens:
                 self.push(token)
             self.num_reasoning_tokens += len(output.token_ids[len(tokens) :]) * self.parser.in_reasoning
@@ -65,12 +64,12 @@ class MessageStream:
         return deltas
 
     def finish_reasons(self, output: OutputChunk | Output) -> tuple[str | None, int | str | None]:
-        """Returns (finish_reason, stop_reason) of an output that was read.
+        """Returns (finish_reason, stop_reason) of an output after `read`.
 
-        The text of a broken call becomes content, and may have a stop string that the output's own reasons lack.
+        They may differ from the output's own: the text of a broken call becomes content, which may have a stop string.
         """
-        if self.finder.stopped and output.finish_reason in ("stop", "length"):
-            return "stop", self.finder.stopped
+        if self.stop_finder.stopped and output.finish_reason in ("stop", "length"):
+            return "stop", self.stop_finder.stopped
         return output.finish_reason, output.stop_reason
 
     def _read(self, final: bool) -> None:
@@ -80,19 +79,19 @@ class MessageStream:
 
     def _add(self, deltas: Sequence[Delta]) -> None:
         for delta in deltas:
-            if self.finder.stopped:
+            if self.stop_finder.stopped:
                 return
             if delta.kind == "content":
-                self.finder.add(delta.text, is_searched=self.text.num_pushed > self.min_tokens)
-                self._put(self.finder.take(final=False))
+                self.stop_finder.add(delta.text, is_searched=self.text.num_pushed > self.min_tokens)
+                self._put(self.stop_finder.take(final=False))
                 continue
             if delta.kind == "call":
-                # A call ends a piece of content.
+                # Content before a call and content after it are separate.
                 self._flush()
             self._deltas.append(delta)
 
     def _flush(self) -> None:
-        self._put(self.finder.take(final=True))
+        self._put(self.stop_finder.take(final=True))
 
     def _put(self, content: str) -> None:
         if content:
@@ -108,9 +107,8 @@ def parser_for_form(form: OutputForm) -> OutputParser:
 class ChatOutput(Output):
     """The answer to a conversation.
 
-    text: the whole text as the model wrote it, with the special tokens of calls and reasoning, and with a stop string
-    that ended the content.  message: the parts of the answer.
-    finish_reason: may also be "tool_calls", for an answer that ended by itself and has calls.
+    text: the model's whole text, with the special tokens of calls and reasoning, and with a stop string that ended the
+    content.  message: the parsed answer.  finish_reason: also "tool_calls", instead of "stop" for an answer with calls.
     """
 
     message: Message = field(default_factory=Message)
@@ -119,9 +117,9 @@ class ChatOutput(Output):
 def chat_output(
     plan: ChatPlan, prompt: Sequence[int], output: Output, new_stream: Callable[[], MessageStream] | None = None
 ) -> ChatOutput:
-    """Returns the output with its message; each of the output's choices gets its message too.
+    """Returns the output with its parsed message.  The output's choices get messages too.
 
-    new_stream: makes a stream that reads the output's tokens, up to a stop string; None: the output's text is read.
+    new_stream: makes a stream that parses the output's tokens up to a stop string; None to parse the output's text.
     """
     values = {f.name: getattr(output, f.name) for f in fields(Output)}
     choices = [chat_output(plan, prompt, each, new_stream) for each in output.choices]

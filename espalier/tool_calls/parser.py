@@ -1,18 +1,18 @@
-"""Reads the output of one sample: takes text and returns deltas of a message."""
+"""Parses the output text of one sample into the deltas of a message."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from espalier.tool_calls.base import Delta, Writer, call_id, parse_reasoning
+from espalier.tool_calls.base import Delta, DeltaWriter, call_id, parse_reasoning
 from espalier.tool_calls.formats import Formats, harmony
-from espalier.tool_calls.reader import Reader, Steps
+from espalier.tool_calls.reader import Steps, TextReader
 
 
 class OutputParser:
-    """Parses the text of one output.  The joined deltas do not depend on how the text was cut into parts.
+    """Parses the text of one output.  The joined deltas do not depend on how the text was divided into parts.
 
-    schemas: by the name of each tool that may be called.  answer_start: the start of the answer that is in the prompt.
+    schemas: the parameters' JSON schemas, by callable tool.  answer_start: the answer's start, if in the prompt.
     """
 
     def __init__(
@@ -21,10 +21,10 @@ class OutputParser:
         schemas: Mapping[str, Mapping[str, Any]],
         answer_start: str = "",
     ):
-        self._reader = Reader()
-        self._writer = Writer(schemas, formats.tools.make_id if formats.tools is not None else call_id)
-        self._steps = _parse(self._reader, self._writer, formats)
-        # The end of the prompt's text, which may begin a mark.
+        self._reader = TextReader()
+        self._writer = DeltaWriter(schemas, formats.tools.make_id if formats.tools is not None else call_id)
+        self._steps = _parse_output(self._reader, self._writer, formats)
+        # Text of answer_start that was held back, because it may begin a mark.
         self._prompt_text_held = ""
         self._read()
         if answer_start:
@@ -33,24 +33,24 @@ class OutputParser:
 
     @property
     def in_reasoning(self) -> bool:
-        """Whether the text so far ends inside the reasoning."""
+        """True if the text so far ends inside the reasoning."""
         return self._writer.in_reasoning
 
     @property
     def may_reason(self) -> bool:
-        """Whether reasoning may still begin or continue."""
+        """True if reasoning may still begin or continue."""
         return self._writer.may_reason
 
     def feed(self, text: str) -> list[Delta]:
-        """Returns the deltas that a text adds.  Text that may become a part of a mark is held back."""
+        """Returns the deltas of new text.  Text that may begin a mark is held back."""
         if not text:
             return []
         self._reader.buffer += text
         return self._read()
 
     def finish(self, is_cut: bool = False) -> list[Delta]:
-        """Returns the deltas of the text that was held back.  is_cut: the output did not end by itself."""
-        self._reader.ended, self._reader.is_cut = True, is_cut
+        """Returns the deltas of the held-back text.  is_cut: the output did not end with a stop token."""
+        self._reader.has_ended, self._reader.is_cut = True, is_cut
         return self._read()
 
     def _read(self) -> list[Delta]:
@@ -59,7 +59,7 @@ class OutputParser:
         return self._without_held(deltas) if self._prompt_text_held and deltas else deltas
 
     def _without_held(self, deltas: list[Delta]) -> list[Delta]:
-        """Returns the deltas without the prompt's text at their beginning."""
+        """Returns the deltas without the text of answer_start at their beginning."""
         first = deltas[0]
         size = min(len(self._prompt_text_held), len(first.text))
         if first.kind not in ("content", "reasoning") or first.text[:size] != self._prompt_text_held[:size]:
@@ -69,7 +69,7 @@ class OutputParser:
         return [Delta(first.kind, rest), *deltas[1:]] if rest else deltas[1:]
 
 
-def _parse(reader: Reader, writer: Writer, formats: Formats) -> Steps[None]:
+def _parse_output(reader: TextReader, writer: DeltaWriter, formats: Formats) -> Steps[None]:
     reasoning, tools = formats.reasoning, formats.tools
     if reasoning is not None and reasoning.includes_calls:
         yield from harmony.parse(reader, writer)
@@ -81,12 +81,12 @@ def _parse(reader: Reader, writer: Writer, formats: Formats) -> Steps[None]:
         yield from tools.parse(reader, writer)
         return
     while (yield from reader.peek()):
-        writer.content(reader.take(len(reader.buffer)))
+        writer.add_content(reader.take(len(reader.buffer)))
 
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call of a tool.  arguments: a JSON object, as text."""
+    """A parsed tool call.  arguments: a JSON object as text."""
 
     id: str
     name: str
@@ -99,7 +99,7 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class Message:
-    """An assistant's message.  errors: the reasons why calls were broken; the text of such calls is in the content."""
+    """A parsed assistant message.  errors: the reasons why calls are broken; their text is in the content."""
 
     content: str = ""
     reasoning: str = ""
@@ -108,11 +108,11 @@ class Message:
 
 
 def message_of(deltas: Iterable[Delta]) -> Message:
-    """Returns the message that the deltas add up to."""
+    """Returns the message of all its deltas."""
     content: list[str] = []
     reasoning: list[str] = []
     errors: list[str] = []
-    # By the call's index: the first delta of the call, and its arguments.
+    # By call index: (the call's first delta, pieces of its arguments).
     calls: dict[int, tuple[Delta, list[str]]] = {}
     for delta in deltas:
         if delta.kind == "content":

@@ -1,4 +1,4 @@
-"""How the tools and the formats of one conversation change its prompt, its parameters and its output.
+"""Plans a chat request: how tools and formats change its prompt, its parameters and the parsing of its output.
 
 LLM.chat and the server's endpoints share this module.
 """
@@ -14,7 +14,7 @@ from espalier.grammar.tag import format_of_tag
 from espalier.request import OutputForm, ResolvedParams
 from espalier.text import Tokenizer
 from espalier.tool_calls.base import ReasoningFormat, ToolFormat
-from espalier.tool_calls.definitions import ANY_OBJECT, Tools
+from espalier.tool_calls.definitions import ANY_OBJECT, RequestTools
 from espalier.tool_calls.formats import TOOL_FORMATS, Formats
 from espalier.tool_calls.parser import OutputParser
 from espalier.tool_calls.reader import BrokenCall, decode_json
@@ -23,20 +23,20 @@ GrammarNode = dict[str, Any]
 
 
 def output_grammar(
-    tools: Tools,
+    tools: RequestTools,
     format: ToolFormat | None,
     answer: Grammar | None,
     reasoning: ReasoningFormat | None = None,
     after: str | None = None,
 ) -> Grammar | None:
-    """Returns the grammar of an output that may or must have calls; None if the output is free.
+    """Returns the grammar of an output that may or must have tool calls; None for an unrestricted output.
 
-    answer: the form of an answer without calls.  reasoning: reasoning that may come first, for a model that decides
-    itself whether to reason.  after: the text after which the grammar begins.  Raises EspalierError.
+    answer: the grammar of an answer without calls.  reasoning: the format of optional reasoning before the answer; None
+    if no reasoning may come.  after: the text after which the grammar applies.  Raises EspalierError.
     """
     node = None if answer is None else _answer_node(answer, reasoning)
     if format is not None and tools.callable_functions:
-        # A named tool is called exactly once.
+        # A named tool must be called exactly once.
         is_single = tools.is_named or not tools.parallel or format.call_ends_output
         if tools.is_forced and answer is not None:
             raise EspalierError("tool_choice with response_format or another grammar is not supported; use one of them")
@@ -47,7 +47,7 @@ def output_grammar(
         elif any(each.get("strict") for each in tools.callable_functions) or not (
             tools.parallel or format.call_ends_output
         ):
-            # In such a format, the free text may be reasoning.
+            # In this format, the free text may be reasoning.
             return _structural_tag(_free_text_with_calls(tools, format, is_single), True, after)
     if node is None:
         return None
@@ -58,7 +58,7 @@ def output_grammar(
 
 
 def _answer_node(grammar: Grammar, reasoning: ReasoningFormat | None) -> GrammarNode:
-    node = _node_of(grammar)
+    node = _grammar_node(grammar)
     if reasoning is None or not reasoning.answer:
         return node
     return {"type": "sequence", "elements": [{"type": "const_string", "value": reasoning.answer}, node]}
@@ -69,7 +69,7 @@ def _structural_tag(node: GrammarNode, strict: bool, after: str | None) -> Gramm
     return Grammar("structural_tag", text, strict=strict, after=after)
 
 
-def _call_tags(tools: Tools, format: ToolFormat) -> list[GrammarNode]:
+def _call_tags(tools: RequestTools, format: ToolFormat) -> list[GrammarNode]:
     syntax = format.syntax
     return [
         {
@@ -84,18 +84,18 @@ def _call_tags(tools: Tools, format: ToolFormat) -> list[GrammarNode]:
 
 def _arguments_node(schema: Mapping[str, Any], style: str) -> GrammarNode:
     node = {"type": "json_schema", "json_schema": schema, "style": style}
-    # xgrammar allows any white space between tags, and a model may write white space without end.
+    # xgrammar allows any white space between tags, which a model might write without end.
     return node if style == "json" else {**node, "max_whitespace_cnt": 2}
 
 
-def _arguments_schema(tools: Tools, function: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the schema of a call's arguments.  If the call is not forced, only a strict tool's schema is enforced."""
+def _arguments_schema(tools: RequestTools, function: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the schema of a call's arguments.  For an optional call, only a strict tool's schema is enforced."""
     is_enforced = function.get("strict") is not False if tools.is_forced else function.get("strict")
     return function.get("parameters") or ANY_OBJECT if is_enforced else ANY_OBJECT
 
 
-def _calls_node(tools: Tools, format: ToolFormat, is_single: bool) -> GrammarNode:
-    """Returns a grammar node for one call or several, and nothing else."""
+def _calls_node(tools: RequestTools, format: ToolFormat, is_single: bool) -> GrammarNode:
+    """Returns a grammar node for one or several calls without other text."""
     syntax = format.syntax
     calls = {
         "type": "tags_with_separator",
@@ -110,8 +110,8 @@ def _calls_node(tools: Tools, format: ToolFormat, is_single: bool) -> GrammarNod
     return {"type": "sequence", "elements": [texts[0], calls, texts[1]]}
 
 
-def _free_text_with_calls(tools: Tools, format: ToolFormat, is_single: bool) -> GrammarNode:
-    """Returns a grammar node for free text in which each call has its form."""
+def _free_text_with_calls(tools: RequestTools, format: ToolFormat, is_single: bool) -> GrammarNode:
+    """Returns a grammar node for free text with optional calls."""
     syntax = format.syntax
     tags = _call_tags(tools, format)
     if syntax.opening:
@@ -125,8 +125,8 @@ def _free_text_with_calls(tools: Tools, format: ToolFormat, is_single: bool) -> 
     }
 
 
-def _node_of(grammar: Grammar) -> GrammarNode:
-    """Returns a checked grammar as a node of a structural tag."""
+def _grammar_node(grammar: Grammar) -> GrammarNode:
+    """Checks a grammar and returns it as a node of a structural tag."""
     spec = grammar.spec
     if grammar.kind == "regex":
         return {"type": "regex", "pattern": spec}
@@ -140,10 +140,10 @@ def _node_of(grammar: Grammar) -> GrammarNode:
 
 
 def with_decoded_arguments(message: Mapping[str, Any], arguments_as_text: bool) -> dict[str, Any]:
-    """Returns a message whose tool_calls have arguments as objects, or as JSON text if the template takes text.
+    """Returns a message whose calls have arguments as objects, or as JSON text if the chat template takes text.
 
-    If a call's arguments are no JSON object, because the call was cut off, the call becomes content, as it was in the
-    answer.  Raises EspalierError for an entry that is no call.
+    If a call was cut off, so that its arguments are no JSON object, it becomes content, as in the answer.  Raises
+    EspalierError for an entry that is no call.
     """
     calls, texts, content = [], [], message.get("content") or ""
     for call in message["tool_calls"]:
@@ -175,7 +175,7 @@ def _called_function(call: Any) -> Mapping[str, Any]:
 
 
 def _decoded_object(arguments: Any) -> Mapping[str, Any] | None:
-    """Returns the arguments of a call, which may be JSON text; None if they are no object."""
+    """Returns a call's arguments as an object; None if they are no object.  arguments: an object or JSON text."""
     if isinstance(arguments, str):
         try:
             arguments = decode_json(arguments) if arguments.strip() else None
@@ -186,17 +186,17 @@ def _decoded_object(arguments: Any) -> Mapping[str, Any] | None:
     return arguments if isinstance(arguments, Mapping) else None
 
 
-# How many tokens at the prompt's end are searched for an open reasoning mark.
-NUM_TAIL_TOKENS = 16
+# The most tokens at the prompt's end in which an open reasoning mark is searched.
+MAX_SEARCHED_TOKENS = 16
 
 
 class ChatPlan:
-    """The plan of one conversation.  Raises EspalierError if the model cannot call the tools."""
+    """The plan of one chat request.  Raises EspalierError if the model cannot call tools."""
 
-    def __init__(self, tokenizer: Tokenizer | None, formats: Formats, tools: Tools):
+    def __init__(self, tokenizer: Tokenizer | None, formats: Formats, tools: RequestTools):
         self.tokenizer = tokenizer
         self.tools = tools
-        # The prompt of the last call of _last_turn, and the turn that was found.
+        # A cache of _last_turn: (prompt, turn).
         self._turn: tuple[Sequence[int], str] | None = None
         self._arguments_as_text = formats.tools is not None and formats.tools.arguments_as_text
         calls = bool(tools.callable_functions)
@@ -214,15 +214,15 @@ class ChatPlan:
 
     @property
     def has_parser(self) -> bool:
-        """Whether the output has parts that are not content."""
+        """True if the output may have tool calls or reasoning."""
         return self.formats.tools is not None or self.formats.reasoning is not None
 
     def template_reads(self, variable: str) -> bool:
-        """Whether the chat template reads a variable."""
+        """Returns whether the chat template reads a variable."""
         return self.tokenizer is not None and self.tokenizer.template.reads(variable)
 
     def messages(self, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-        """Returns the messages in the form that this model's chat template takes."""
+        """Returns the messages in the form for this model's chat template."""
         return [self._message(each) for each in messages]
 
     def _message(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -234,8 +234,7 @@ class ChatPlan:
         return message
 
     def params(self, params: ResolvedParams, prompt: Sequence[int]) -> ResolvedParams:
-        """Returns the parameters with the grammar of the calls, and with the special tokens that the parser reads.
-
+        """Returns the parameters with the grammar of the calls, and with the special tokens that the parser needs.
         Raises EspalierError.
         """
         if not self.has_parser or self.tokenizer is None:
@@ -252,18 +251,18 @@ class ChatPlan:
 
     def _grammar(self, params: ResolvedParams, prompt: Sequence[int]) -> Any:
         reasoning, tools, answer = self.formats.reasoning, self.formats.tools, params.grammar
-        # If the user's grammar names the text after which it begins, it begins there.
+        # The user's choice of the text after which the grammar applies goes first.
         after = None if answer is None else answer.after
         reasons = reasoning is not None and after is None and self._will_reason(prompt)
         if reasoning is not None and reasons and self._is_in_reasoning(prompt):
-            # In a format with includes_calls, another reasoning message may come before the answer.
+            # With includes_calls, further reasoning messages may come before the answer.
             after, reasons = reasoning.end, reasoning.includes_calls
         if tools is None and not reasons:
             return None if answer is None else replace(answer, after=after)
         return output_grammar(self.tools, tools, answer, reasoning if reasons else None, after)
 
     def _will_reason(self, prompt: Sequence[int]) -> bool:
-        """Whether the model is expected to reason before its answer."""
+        """Returns whether the model is expected to reason before its answer."""
         reasoning = self.formats.reasoning
         if reasoning is None or self.tokenizer is None:
             return False
@@ -275,12 +274,12 @@ class ChatPlan:
         return not is_closed and any(map(self.tokenizer.template.reads, reasoning.template_switches))
 
     def _is_in_reasoning(self, prompt: Sequence[int]) -> bool:
-        """Whether the prompt ends inside the reasoning."""
+        """Returns whether the prompt ends inside the reasoning."""
         parser = self.parser(prompt)
         return parser is not None and parser.in_reasoning
 
     def answer_start(self, prompt: Sequence[int]) -> str:
-        """Returns the answer's start in the prompt: open reasoning, or a message of a format with includes_calls."""
+        """Returns the prompt's text that begins the answer: open reasoning, or a message if includes_calls."""
         reasoning = self.formats.reasoning
         if reasoning is None or not reasoning.begin or self.tokenizer is None:
             return ""
@@ -291,10 +290,9 @@ class ChatPlan:
         return "" if start < 0 or reasoning.end in turn[start:] else turn[start:]
 
     def _last_turn(self, prompt: Sequence[int]) -> str:
-        """Returns the prompt's text from its last turn token on: a special token that is no mark of the formats.
+        """Returns the prompt's text from its last turn token: the last special token that is no mark of the formats.
 
-        If the prompt has no such token, only a reasoning mark at the prompt's very end counts: the user may have
-        written marks before.
+        Without a turn token, only a reasoning mark at the prompt's end counts, because earlier marks may be the user's.
         """
         if self._turn is None or self._turn[0] is not prompt:
             self._turn = prompt, self._find_turn(prompt)
@@ -307,10 +305,10 @@ class ChatPlan:
         found = tokenizer.last_turn(prompt, {mark for mark in marks if not reasoning.message_start.startswith(mark)})
         if found is not None:
             return found
-        tail = tokenizer.decode(prompt[-NUM_TAIL_TOKENS:], skip_special_tokens=False)
+        tail = tokenizer.decode(prompt[-MAX_SEARCHED_TOKENS:], skip_special_tokens=False)
         at_end = (mark for mark in (reasoning.begin, reasoning.end) if tail.rstrip().endswith(mark))
         return next((tail[tail.rindex(mark) :] for mark in at_end), "")
 
     def parser(self, prompt: Sequence[int]) -> OutputParser | None:
-        """Returns a parser for one output, None if all of the output is content."""
+        """Returns a parser for one output; None if the whole output is content."""
         return OutputParser(self.formats, self.tools.schemas, self.answer_start(prompt)) if self.has_parser else None

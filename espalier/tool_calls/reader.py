@@ -1,7 +1,7 @@
-"""Reads the text of an output that arrives in parts.  Parsers are written as if the text were whole.
+"""Lets parsers read an output that arrives in parts as if the whole text were there.
 
-A parser is a generator.  It reads the text from start to end, and yields when it needs more text.  Its results depend
-only on the text, never on where the text was cut.
+A parser is a generator.  It reads the text from start to end, and yields when it needs more text.  Its results do not
+depend on how the text is divided into parts.
 """
 
 import json
@@ -15,23 +15,21 @@ from espalier.grammar.spec import refuse_constant
 T = TypeVar("T")
 Steps = Generator[None, None, T]
 TextCallback = Callable[[str], None]
-SPACE = " \t\r\n"
-# The most characters of a name.
-MAX_WORD = 256
+WHITE_SPACE = " \t\r\n"
+# The most characters of a tool's name.
+MAX_NAME_CHARS = 256
 
 
 class BrokenCall(Exception):
-    """A tool call that is broken off or misspelled.  Its message is the reason, for the user."""
+    """A tool call cannot be parsed.  The message is the reason, for the user."""
 
 
 CUT_OFF_REASON = "the output ends inside the tool call"
 
 
 class Markers:
-    """Texts that end a part of the output.  None may be inside another.
-
-    strip_before: characters that belong to a marker if they stand directly before it.
-    """
+    """Marker texts at which reading stops.  No marker may be inside another.  strip_before: characters that belong to a
+    marker if they stand directly before it."""
 
     def __init__(self, *texts: str, strip_before: str = ""):
         self.texts = texts
@@ -40,7 +38,7 @@ class Markers:
         self.pattern = re.compile("|".join(map(re.escape, texts)))
 
     def num_held(self, text: str) -> int:
-        """Returns how many characters at the end of a text without a marker may belong to a marker."""
+        """Returns how many characters at the end of a text may begin a marker.  text: has no whole marker."""
         held = 0
         for marker in self.texts:
             for size in range(min(len(marker) - 1, len(text)), held, -1):
@@ -53,23 +51,21 @@ class Markers:
 
 
 @dataclass
-class Reader:
-    """The text that a parser reads.
-
-    buffer: text that has arrived and is not read yet.  is_cut: the output did not end by itself.
-    """
+class TextReader:
+    """The text of an output, with the methods of a parser.  buffer: text that has arrived and is not yet read.  is_cut:
+    the output did not end with a stop token."""
 
     buffer: str = ""
-    ended: bool = False
+    has_ended: bool = False
     is_cut: bool = False
     _recorded: list[str] | None = None
 
     def start_recording(self, text: str) -> None:
-        """From now on, keep the text that is read, for `stop_recording`.  text: the text that was read just before."""
+        """From now on, record the text that is read.  text: the beginning of the record, which was already read."""
         self._recorded = [text]
 
     def stop_recording(self) -> str:
-        """Returns the text that was read since `start_recording`, and stops keeping text."""
+        """Stop recording, and return the text that was read since `start_recording`."""
         kept, self._recorded = self._recorded or [], None
         return "".join(kept)
 
@@ -81,20 +77,20 @@ class Reader:
         return text
 
     def put_back(self, text: str) -> None:
-        """Undo a `take`.  Must not be called while text is recorded."""
+        """Undo a `take`.  Not allowed while recording."""
         self.buffer = text + self.buffer
 
-    def more(self) -> Steps[bool]:
-        """Wait for text.  Returns False if there is no more text."""
+    def wait_for_text(self) -> Steps[bool]:
+        """Wait for more text.  Returns False at the end of the output."""
         size = len(self.buffer)
-        while len(self.buffer) == size and not self.ended:
+        while len(self.buffer) == size and not self.has_ended:
             yield
         return len(self.buffer) > size
 
-    def until(self, markers: Markers, put: TextCallback) -> Steps[str | None]:
-        """Read up to the first marker and past it.  Returns the marker, None at the end of the text.
+    def read_until(self, markers: Markers, put: TextCallback) -> Steps[str | None]:
+        """Read the text up to and including the first marker.  Returns the marker; None at the end of the output.
 
-        put: called with the text before the marker, as soon as that text is known to be no part of a marker.
+        put: called with the pieces of text before the marker, as soon as they cannot be part of a marker.
         """
         start = 0
         while True:
@@ -107,87 +103,87 @@ class Reader:
             held = markers.num_held(self.buffer)
             if text := self.take(len(self.buffer) - held):
                 put(text)
-            # A model may write such characters without end.  They are held back, but not searched again.
+            # A model may write strip_before characters without end.  They are held back, but searched only once.
             start = max(0, held - markers.longest + 1)
-            if not (yield from self.more()):
+            if not (yield from self.wait_for_text()):
                 if rest := self.take(len(self.buffer)):
                     put(rest)
                 return None
 
-    def text_before(self, *markers: str) -> Steps[tuple[str, str]]:
-        """Returns (text, marker): a short text and the marker that ends it.  Raises BrokenCall if no marker comes."""
+    def read_text_before(self, *markers: str) -> Steps[tuple[str, str]]:
+        """Read a short text up to a marker.  Returns (text, marker).  Raises BrokenCall if no marker comes."""
         parts: list[str] = []
 
         def put(text: str) -> None:
             parts.append(text)
-            if sum(map(len, parts)) > MAX_WORD:
+            if sum(map(len, parts)) > MAX_NAME_CHARS:
                 raise BrokenCall(f"{' or '.join(markers)} is missing in the tool call")
 
-        marker = yield from self.until(Markers(*markers), put)
+        marker = yield from self.read_until(Markers(*markers), put)
         if marker is None:
             raise BrokenCall(CUT_OFF_REASON)
         return "".join(parts), marker
 
-    def word(self, stops: str) -> Steps[str]:
-        """Returns a short text up to one of the characters `stops`, or to the end.  Raises BrokenCall if it is long."""
+    def read_word(self, stops: str) -> Steps[str]:
+        """Read a short text up to one of the characters `stops`, or to the end.  Raises BrokenCall for a long text."""
         parts: list[str] = []
         while (char := (yield from self.peek())) and char not in stops:
             parts.append(self.take(1))
-            if len(parts) > MAX_WORD:
+            if len(parts) > MAX_NAME_CHARS:
                 raise BrokenCall(f"{' or '.join(stops)} is missing in the tool call")
         return "".join(parts)
 
     def peek(self) -> Steps[str]:
-        """Returns the next character without reading it, "" at the end."""
+        """Returns the next character without reading it; "" at the end of the output."""
         if not self.buffer:
-            yield from self.more()
+            yield from self.wait_for_text()
         return self.buffer[:1]
 
-    def space(self, characters: str = SPACE) -> Steps[str]:
-        """Read white space."""
+    def read_space(self, characters: str = WHITE_SPACE) -> Steps[str]:
+        """Read and return the white space that comes next."""
         parts: list[str] = []
         while (char := (yield from self.peek())) and char in characters:
             parts.append(self.take(len(self.buffer) - len(self.buffer.lstrip(characters))))
         return "".join(parts)
 
     def peek_literal(self, *texts: str) -> Steps[str | None]:
-        """Returns which of the texts comes next, without reading it.  No text may begin with another one."""
+        """Like `read_literal`, but does not read the text."""
         while True:
             for text in texts:
                 if self.buffer.startswith(text):
                     return text
-            if not any(text.startswith(self.buffer) for text in texts) or not (yield from self.more()):
+            if not any(text.startswith(self.buffer) for text in texts) or not (yield from self.wait_for_text()):
                 return None
 
-    def literal(self, *texts: str) -> Steps[str | None]:
-        """Read one of the texts, if it comes next, and return it.  No text may begin with another one."""
+    def read_literal(self, *texts: str) -> Steps[str | None]:
+        """Read and return one of the texts if it comes next; None for other text.  No text may begin with another."""
         found = yield from self.peek_literal(*texts)
         return None if found is None else self.take(len(found))
 
     def expect(self, text: str) -> Steps[None]:
-        """Read this text.  Raises BrokenCall if other text comes next."""
-        if (yield from self.literal(text)) is None:
-            at_end = self.ended and text.startswith(self.buffer)
+        """Read `text`.  Raises BrokenCall if other text comes next."""
+        if (yield from self.read_literal(text)) is None:
+            at_end = self.has_ended and text.startswith(self.buffer)
             raise BrokenCall(CUT_OFF_REASON if at_end else f"{text} is missing in the tool call")
 
-    def json_value(self, put: TextCallback) -> Steps[None]:
-        """Read one JSON value.  put: called with the parts of its text.  Raises BrokenCall if the value is cut off.
+    def read_json_value(self, put: TextCallback) -> Steps[None]:
+        """Read one JSON value.  put: called with the pieces of its text.  Raises BrokenCall if the value is cut off.
 
-        Only brackets and strings are checked.
+        Only brackets and quotes are interpreted, so the value may be invalid JSON.
         """
         end = _JsonEndFinder()
         while True:
             if size := end.scan(self.buffer):
                 put(self.take(size))
-            if end.found:
+            if end.is_found:
                 return
-            if not (yield from self.more()):
+            if not (yield from self.wait_for_text()):
                 raise BrokenCall(CUT_OFF_REASON)
 
-    def json_of(self) -> Steps[Any]:
+    def decoded_json_value(self) -> Steps[Any]:
         """Read one JSON value and decode it.  Raises BrokenCall."""
         parts: list[str] = []
-        yield from self.json_value(parts.append)
+        yield from self.read_json_value(parts.append)
         return decode_json("".join(parts))
 
 
@@ -200,7 +196,7 @@ def decode_json(text: str) -> Any:
 
 
 def is_utf8(text: str) -> bool:
-    """Whether UTF-8 can hold the text: it cannot hold half of a surrogate pair."""
+    """Returns whether UTF-8 can encode the text, because it has no lone surrogates."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -210,22 +206,22 @@ def is_utf8(text: str) -> bool:
 
 @dataclass
 class _JsonEndFinder:
-    """Finds the end of a JSON value in a text that arrives in parts."""
+    """Finds the end of a JSON value that arrives in parts."""
 
-    found: bool = False
+    is_found: bool = False
     _depth: int = 0
     _in_string: bool = False
     _escaped: bool = False
     _in_scalar: bool = False
 
     def scan(self, text: str) -> int:
-        """Returns how many characters of this part belong to the value."""
+        """Returns how many characters of the next part belong to the value."""
         for i, char in enumerate(text):
             if self._in_string:
                 self._in_string = self._escaped or char != '"'
                 self._escaped = char == "\\" and not self._escaped
-            elif self._in_scalar and char in ",]}" + SPACE:
-                self.found = True
+            elif self._in_scalar and char in ",]}" + WHITE_SPACE:
+                self.is_found = True
                 return i
             elif char == '"':
                 self._in_string = True
@@ -236,6 +232,6 @@ class _JsonEndFinder:
             elif not self._depth:
                 self._in_scalar = True
             if not (self._depth > 0 or self._in_string or self._in_scalar):
-                self.found = True
+                self.is_found = True
                 return i + 1
         return len(text)

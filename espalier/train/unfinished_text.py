@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from espalier.batch_jobs.files import open_alone
+from espalier.batch_jobs.files import open_locked
 from espalier.errors import EspalierError, one_line
 from espalier.train.work import require_same_origin
 
@@ -42,7 +42,7 @@ class UnfinishedText:
     def __init__(self, path: Path, made_from: Mapping[str, str | None]) -> None:
         self.path = path
         self.batches: list[TextBatch] = []
-        self._file = open_alone(path, "trainer", "give another --work")
+        self._file = open_locked(path, "trainer", "give another --work")
         try:
             self._recover(made_from)
         except BaseException:

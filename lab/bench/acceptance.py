@@ -12,7 +12,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any
 
-from espalier.bench.drive import DriveResult, drive, rebuilt, texts
+from espalier.bench.drive import DriveResult, drive, heldout_tokens, rebuilt_engine
 from espalier.config import SpeculationConfig
 from espalier.engine.engine import Engine
 from espalier.engine.launch_input import RoundTrace
@@ -122,7 +122,7 @@ def measure(
         steps, algorithm, draft = llm.config.layout.steps, llm.config.algorithm, llm.config.draft
         if not steps:
             raise EspalierError("--acceptance is of what is drafted, and steps=0 drafts nothing; leave one out")
-        texts(llm, num_prompts)  # raises, before anything is measured, if there are too few
+        heldout_tokens(llm, num_prompts)  # raises, before anything is measured, if there are too few
         form = form_of(llm.engine)
     chosen = tree_variants(trees, algorithm, form) if trees else variants(steps, algorithm, draft is not None)
     rows: list[Acceptance] = []
@@ -132,7 +132,7 @@ def measure(
         with variant.planted(), LLM(**_settings_of(variant, settings)) as llm:
             engine = llm.engine
             if not variant.coupled_scores:
-                engine = rebuilt(engine, llm.config.graph_batch, coupled_scores=False)
+                engine = rebuilt_engine(engine, llm.config.graph_batch, coupled_scores=False)
             driven = _generated(llm, engine, variant, num_prompts, num_tokens)
             expected = reference.setdefault(variant.temperature, driven.tokens)
             same = sum(a == b for a, b in zip(driven.tokens, expected, strict=True))
@@ -162,7 +162,7 @@ def _settings_of(variant: Variant, settings: dict[str, Any]) -> dict[str, Any]:
 
 def _generated(llm: LLM, engine: Engine, variant: Variant, num_prompts: int, num_tokens: int) -> DriveResult:
     """Continue every prompt by num_tokens tokens on this engine.  Raises EspalierError if the context is too small."""
-    prompts = [prompt for prompt, _ in texts(llm, num_prompts)]
+    prompts = [prompt for prompt, _ in heldout_tokens(llm, num_prompts)]
     longest, max_context = max(map(len, prompts)), llm.config.layout.max_context
     if longest + num_tokens > max_context:
         raise EspalierError(
@@ -179,7 +179,7 @@ def _params(variant: Variant, num_tokens: int) -> SamplingParams:
 def _teacher_forced(llm: LLM, name: str, num_prompts: int) -> Acceptance:
     """One round from every TEACHER_FORCED_STRIDE-th token of the held-out text, with that token as the root."""
     contexts, roots = [], []
-    for prompt, reference in texts(llm, num_prompts):
+    for prompt, reference in heldout_tokens(llm, num_prompts):
         whole = (prompt + reference)[: llm.config.layout.max_context - llm.config.layout.steps - 2]
         for position in range(len(prompt), len(whole), TEACHER_FORCED_STRIDE):
             contexts.append(whole[:position])

@@ -17,10 +17,10 @@ import torch
 from rich.text import Text
 
 from espalier.attention import BACKENDS, AttentionBackend, CommittedLengths, grouped_backend
-from espalier.bench.timing import GraphTimer, in_turn
+from espalier.bench.timing import GraphTimer, run_in_order
 from espalier.errors import EspalierError
 from espalier.terminal.console import (
-    QUIET,
+    DIM_STYLE,
     print_header,
     print_table,
     progress,
@@ -70,7 +70,7 @@ def run(args: Namespace) -> int:
             advance()
     cells = {"cells": [one.as_dict(HEADS) for one in times], "refused": [asdict(one) for one in refused]}
     write_json(args.json, cells)
-    stdout().print(Text("bfloat16, pages in no order; attention over the prefix alone, one layer", QUIET))
+    stdout().print(Text("bfloat16, pages in no order; attention over the prefix alone, one layer", DIM_STYLE))
     print_table(table(HEADS, times))
     for one in refused:
         print(f"  refused: {', '.join(one.names)}: {one.why}")
@@ -119,7 +119,7 @@ def _case(
     made.of_plan[2].plan_cache.clear()
     attention = backend.plan(*made.of_plan)
     error = float((attention.attend_prefix(made.q, 0)[0].float() - ours).abs().max())
-    run_layers = in_turn([partial(attention.attend_prefix, made.q, layer) for layer in range(layers)])
+    run_layers = run_in_order([partial(attention.attend_prefix, made.q, layer) for layer in range(layers)])
     flops = replace(shape, chain=False).flops  # without the chunk's own rows
     note = f"host {host_us:.0f} us, differs by {error:.1g}"
     return Case(names, shape.kv_bytes, flops, run_layers, layers, note=note)

@@ -9,7 +9,7 @@ from rich.text import Text
 from espalier.config import EngineConfig
 from espalier.errors import EspalierError
 from espalier.startup.resolve import choose_device
-from espalier.terminal.console import QUIET, print_table, stdout, waiting
+from espalier.terminal.console import DIM_STYLE, print_table, stdout, waiting
 from lab.bench.synthetic_models import recipe_with
 from lab.shape_flags import SHAPE_FLAGS, shape_flag
 from lab.synthetic.chain import predicted_accept_length
@@ -34,7 +34,7 @@ def run(args: Namespace) -> int:
             continue
         rows.append([", ".join(map(str, tree)), f"{predicted_accept_length(chain, *tree):.2f}"])
     print_table(rows)
-    stdout().print(Text(json.dumps({"model": str(target), "draft": str(draft), "skill": recipe.skill}), QUIET))
+    stdout().print(Text(json.dumps({"model": str(target), "draft": str(draft), "skill": recipe.skill}), DIM_STYLE))
     return 0
 
 

@@ -4,7 +4,7 @@ from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from functools import partial
 
-from espalier.bench.choose import choose, fill_in
+from espalier.bench.choose import choose, fill_and_check_flags
 from espalier.bench.shapes import find_shape
 from espalier.layout import TreeShape
 from espalier.terminal.console import print_header
@@ -19,7 +19,7 @@ PREDICTED_WITH = "llama-3.1-8b"
 
 
 def run(args: Namespace) -> int:
-    fill_in(args)
+    fill_and_check_flags(args)
     if args.shape is None:
         refuse_shape_flags(args, but=("accept_length",))
     predict = None

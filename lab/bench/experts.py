@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from espalier.bench.linears import ProductRun, RoutedExperts
-from espalier.bench.timing import Inputs, Matrix, Multiply, Product, Weights, by_layer, in_turn
+from espalier.bench.timing import InputsBySize, Matrix, Multiply, Product, Weights, group_by_count, run_in_order
 from espalier.bench.tune_experts import ChainInputs, random_experts
 from espalier.kernels.layers.experts_plan import ExpertsShape
 from espalier.kernels.layers.linear_plans import DENSE
@@ -84,7 +84,7 @@ def steps_of(runs: Sequence[ProductRun], experts: bool) -> list[Step]:
     experts: with those behind routers, at the place where the engine launches them.
     """
     steps = []
-    for group in by_layer(runs):
+    for group in group_by_count(runs):
         for layer in range(group[0].count):
             of_layer = iter(group)
             for run in of_layer:
@@ -167,7 +167,7 @@ class ExpertWeights(Weights):
     def chain(self, runs: Sequence[ProductRun], multiply: Multiply, experts: bool = False) -> Callable[[], None]:
         """A function that runs all products of `steps_of`.  Experts are multiplied as the engine does."""
         calls = {run: ExpertCalls(run, self.experts_of(run)) for run in runs if experts and run.experts is not None}
-        inputs: Inputs = {}
+        inputs: InputsBySize = {}
         products = []
         for step in steps_of(runs, experts):
             if step.is_experts:
@@ -175,7 +175,7 @@ class ExpertWeights(Weights):
                 products.append(calls[step.run].product(step.layer, shared))
             else:
                 products.append(self.product(step.run, step.layer, inputs, multiply))
-        return in_turn(products)
+        return run_in_order(products)
 
 
 def expert_case(
@@ -194,4 +194,4 @@ def expert_case(
     calls = [partial(grouped_experts.triton, inputs.x, gate_up, down, ids, inputs.weights) for ids in inputs.ids]
     num_bytes = inputs.touched * (gate_up.nbytes + down.nbytes) / shape.num_experts
     note = f"{inputs.touched:.1f} of them touched"
-    return Case(names, num_bytes, shape.flops(rows), in_turn(calls), inputs.num, note=note)
+    return Case(names, num_bytes, shape.flops(rows), run_in_order(calls), inputs.num, note=note)

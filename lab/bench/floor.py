@@ -20,7 +20,13 @@ import torch
 from rich.text import Text
 
 from espalier.bench.linears import ModelShape, ProductRun, shape_named
-from espalier.bench.timing import SECONDS, TURNS, GraphTimer, as_engine, plain
+from espalier.bench.timing import (
+    DEFAULT_TURNS,
+    MEASUREMENT_SECONDS,
+    GraphTimer,
+    multiply_by_library,
+    multiply_like_engine,
+)
 from espalier.cache.layer_spec import INDEX_PLANE, RecurrentState
 from espalier.config import FP8_KV, is_unresolved
 from espalier.layout import TreeShape
@@ -214,8 +220,12 @@ class Floors:
             # The memory of a closed engine first: new weights among its pages would keep these in PyTorch's cache.
             gc.collect()
             torch.cuda.empty_cache()
-        chains = [self.weights.chain(runs, multiply, each) for each in with_experts for multiply in (plain, as_engine)]
-        cublas, ours, *whole = self.timer.ms(chains, TURNS, SECONDS)
+        chains = [
+            self.weights.chain(runs, multiply, each)
+            for each in with_experts
+            for multiply in (multiply_by_library, multiply_like_engine)
+        ]
+        cublas, ours, *whole = self.timer.ms(chains, DEFAULT_TURNS, MEASUREMENT_SECONDS)
         linears = LinearTimes(rows, cublas, min(cublas, ours), sum(run.weight_bytes for run in runs))
         if not whole:
             return linears, None

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import Any
 
-from espalier.bench.drive import rebuilt
+from espalier.bench.drive import rebuilt_engine
 from espalier.engine.engine import Engine
 from espalier.speculate.drafters.autoregressive import AutoregressiveDrafter
 from espalier.speculate.drafters.grafted import GraftedDrafter
@@ -40,9 +40,9 @@ def timed_engine(engine: Engine) -> tuple[Engine, list[ForwardTimer]]:
     grafted = runner.drafter if isinstance(runner.drafter, GraftedDrafter) else None
     drafter = runner.drafter if grafted is None else grafted.drafter
     if not isinstance(drafter, AutoregressiveDrafter):
-        return rebuilt(engine, 0, target=target), [target]
+        return rebuilt_engine(engine, 0, target=target), [target]
     draft: Any = ForwardTimer(drafter.draft, ("fuse",))
     draft.modules = [ForwardTimer(module, ("logits", "output_from_hidden")) for module in drafter.draft.modules]
     timed: Any = type(drafter)(draft, drafter.layout, drafter.cache)
     timed = timed if grafted is None else GraftedDrafter(timed, grafted.layout)
-    return rebuilt(engine, 0, target=target, drafter=timed), [target, draft, *draft.modules]
+    return rebuilt_engine(engine, 0, target=target, drafter=timed), [target, draft, *draft.modules]

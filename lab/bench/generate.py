@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from rich.text import Text
 
-from espalier.bench.drive import BenchEngines, EngineVariant, compared_ways, empty_prefix_cache, require_positions
+from espalier.bench.drive import BenchEngines, EngineVariant, empty_prefix_cache, require_positions, variants_to_compare
 from espalier.config import ResolvedConfig
 from espalier.engine.executor import Handle
 from espalier.engine.launch_input import LaunchInput
@@ -24,7 +24,7 @@ from espalier.layout import PLAIN_TREE, TreeShape
 from espalier.llm import LLM
 from espalier.request import Output, SamplingParams
 from espalier.speculate.drafters.registry import drafter_without_files
-from espalier.terminal.console import QUIET, print_table, progress, stdout, write_json
+from espalier.terminal.console import DIM_STYLE, print_table, progress, stdout, write_json
 from espalier.terminal.flags import require_at_least_one
 from lab.bench.checks import refuse_tree_flags, require_pages, require_success
 from lab.bench.engines import about, engines_of, shape_of, way_with
@@ -109,7 +109,7 @@ def run(args: Namespace) -> int:
     require_at_least_one(args, "tokens", "repeats")
     if args.tree is None:
         made = engines_of(args, {})
-        ways = list(compared_ways(made).values())
+        ways = list(variants_to_compare(made).values())
     else:
         refuse_tree_flags(args, "--tree")
         ways = _ways_with(args.tree)
@@ -130,7 +130,7 @@ def run(args: Namespace) -> int:
     write_json(args.json, {**about(args, config), "tokens": args.tokens, "cells": _cells(measured)})
     layout = config.layout
     sizes = f"max_batch {layout.max_batch}, max_context {layout.max_context}, page_size {layout.page_size}"
-    stdout().print(Text(f"{config.algorithm}; {sizes}; {config.dtype}", QUIET))
+    stdout().print(Text(f"{config.algorithm}; {sizes}; {config.dtype}", DIM_STYLE))
     print_table(_table(measured))
     return 0
 

@@ -16,7 +16,7 @@ from statistics import median
 from time import perf_counter
 from typing import Any
 
-from espalier.bench.drive import BenchEngine, compared_ways
+from espalier.bench.drive import BenchEngine, variants_to_compare
 from espalier.engine.masks import MaskBuilder
 from espalier.errors import EspalierError
 from espalier.grammar import Grammar
@@ -87,7 +87,7 @@ def run(args: Namespace) -> int:
         print_table([["", ""], *([name, str(value)] for name, value in figures.items())])
         return 0
     measured: dict[str, Any] = {}
-    ways = compared_ways(made)
+    ways = variants_to_compare(made)
     for name, way in ways.items():
         with made.open(way) as bench:
             config, vocabulary = bench.config, vocabulary_of_model(bench.llm)

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from espalier.attention import Attention, Nodes, Prefix
 from espalier.attention.triton import TritonAttention, TritonBackend
-from espalier.bench.timing import SECONDS, GraphTimer
+from espalier.bench.timing import MEASUREMENT_SECONDS, GraphTimer
 from espalier.bench.tune_experts import random_experts
 from espalier.cache.kv import PagedKV
 from espalier.cache.layer_spec import KVHeads, LatentKV, LayerSpec, with_row_dtype
@@ -29,7 +29,7 @@ from espalier.kernels.ops.attention import count_contiguous_blocks
 from espalier.kernels.ops.selection import kv_splits
 from espalier.layout import MAX_PAGE_SIZE, RoundLayout
 from espalier.terminal.console import (
-    QUIET,
+    DIM_STYLE,
     print_header,
     print_table,
     progress,
@@ -38,7 +38,7 @@ from espalier.terminal.console import (
     stdout,
     write_json,
 )
-from espalier.terminal.flags import written
+from espalier.terminal.flags import flag_text
 from lab.bench.cases import Case, Timed, about, table, timed
 from lab.bench.ceilings import measured_ceilings
 from lab.bench.experts import expert_case
@@ -133,7 +133,7 @@ def run(args: Namespace) -> int:
     order = "in order" if args.in_order else "in no order"
     cells = {name: [one.as_dict(sources[name][0]) for one in rows] for name, rows in measured.items()}
     write_json(args.json, {"ceilings": asdict(ceilings), "in_order": args.in_order, **cells})
-    stdout().print(Text(f"bfloat16, pages {order}; {about(ceilings)}", QUIET))
+    stdout().print(Text(f"bfloat16, pages {order}; {about(ceilings)}", DIM_STYLE))
     for name, rows in measured.items():
         print_table(table(sources[name][0], rows))
         stdout().print()
@@ -143,7 +143,7 @@ def run(args: Namespace) -> int:
 def require_page_sizes(sizes: Sequence[int]) -> None:
     """Raises EspalierError."""
     if not all(1 <= size <= MAX_PAGE_SIZE for size in sizes):
-        raise EspalierError(f"--page-size={written(list(sizes))} is not supported; use 1 to {MAX_PAGE_SIZE}")
+        raise EspalierError(f"--page-size={flag_text(list(sizes))} is not supported; use 1 to {MAX_PAGE_SIZE}")
 
 
 def attention_cases(page_sizes: Sequence[int], device: torch.device, in_order: bool = False) -> Iterator[Case]:
@@ -157,7 +157,7 @@ def attention_cases(page_sizes: Sequence[int], device: torch.device, in_order: b
         names = str(shape), shape.heads, str(page_size)
         # A chain's committed rows are not all that it reads.  The shape before may have left the clocks low.
         num_bytes = 0 if shape.chain else shape.kv_bytes
-        yield Case(("attention", *names), num_bytes, shape.flops, run_layers, layers, SECONDS)
+        yield Case(("attention", *names), num_bytes, shape.flops, run_layers, layers, MEASUREMENT_SECONDS)
         yield Case(("plan", *names), 0, 0, _plan(attention, shape))
 
 

@@ -12,7 +12,8 @@ import torch
 from rich.text import Text
 
 from espalier.bench.linears import ModelShape, shape_named
-from espalier.bench.timing import GraphTimer, Matrix, Weights, in_turn
+from espalier.bench.timing import GraphTimer, Matrix, Weights, run_in_order
+from espalier.kernels.layers.linear_dequantised import multiplies_dequantised
 from espalier.kernels.layers.linear_plans import DENSE, LINEAR_TUNING, dense_plans_for
 from espalier.kernels.layers.quantised import InputRows, QuantisedMatrix
 from espalier.kernels.layers.quantised_plans import quantised_plan_for
@@ -20,7 +21,7 @@ from espalier.kernels.layers.scaled_product import library_supports_product
 from espalier.kernels.ops.linear import linear, linear_gated, linear_quantised, linear_quantised_gated
 from espalier.models.quantisers import QUANTISERS
 from espalier.terminal.console import (
-    QUIET,
+    DIM_STYLE,
     print_header,
     print_table,
     require_gpu,
@@ -59,7 +60,7 @@ def run(args: Namespace) -> int:
         times += timed(layer_cases(shape, name, all_rows, device), timer, bandwidth)
         times += timed(expert_cases(shape, name, all_rows, device), timer, bandwidth)
     write_json(args.json, {"bytes_per_second": bandwidth, "layers": [time.as_dict(HEADS) for time in times]})
-    stdout().print(Text(f"bfloat16 inputs; memory reads {bandwidth / 1e12:.2f} TB/s", QUIET))
+    stdout().print(Text(f"bfloat16 inputs; memory reads {bandwidth / 1e12:.2f} TB/s", DIM_STYLE))
     print_table(table(HEADS, times))
     return 0
 
@@ -76,11 +77,11 @@ def layer_cases(shape: ModelShape, weights: str, all_rows: Sequence[int], device
             continue
         if weights != DENSE and run.shape[1] % QUANTISERS[weights].group_sizes[0]:
             continue
-        first = made.drawn(run.shape, weights)
-        copies = [first, *(made.drawn(run.shape, weights) for _ in range(CHAIN_BYTES // first.nbytes))]
+        first = made.random_weight(run.shape, weights)
+        copies = [first, *(made.random_weight(run.shape, weights) for _ in range(CHAIN_BYTES // first.nbytes))]
         for rows in all_rows:
             x = torch.randn(rows, run.shape[1], dtype=DTYPE, device=device)
-            calls = in_turn([partial(product, x, weight, run.name == GATED) for weight in copies])
+            calls = run_in_order([partial(product, x, weight, run.name == GATED) for weight in copies])
             names = run.name, f"{run.shape[0]} x {run.shape[1]}", weights, f"{rows}"
             flops = 2 * rows * run.shape[0] * run.shape[1]
             yield Case(names, first.nbytes, flops, calls, len(copies), note=_plan(first, x))
@@ -109,6 +110,7 @@ def product(x: torch.Tensor, weight: Matrix, gated: bool) -> InputRows:
 
 def _plan(weight: Matrix, x: torch.Tensor) -> str:
     if isinstance(weight, QuantisedMatrix):
-        return str(None if library_supports_product(x, weight) else quantised_plan_for(weight, x))
+        is_library = library_supports_product(x, weight) or multiplies_dequantised(x, weight)
+        return str(None if is_library else quantised_plan_for(weight, x))
     plans = dense_plans_for(weight)
     return str(None if plans is None else LINEAR_TUNING.plan_at(plans, len(x)))

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from espalier.bench.report import save
+from espalier.bench.report import save_plot
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ def plot(bars: Sequence[Bars], title: str, path: Path | None) -> None:
     _pairs(rates, [(each.tokens_per_second, each.plain) for each in bars], "tokens/s", ("this layout", "plain"))
     rates.set_xticks(range(len(bars)), [each.name for each in bars], rotation=60, ha="right")
     figure.suptitle(title)
-    save(figure, path)
+    save_plot(figure, path)
 
 
 def _pairs(axes: Any, pairs: Sequence[tuple[float, float | None]], unit: str, labels: tuple[str, str]) -> None:

@@ -12,7 +12,7 @@ from espalier.bench.report import require_plot
 from espalier.errors import EspalierError
 from espalier.startup.resolve import DEFAULT_PAGE_SIZE
 from espalier.terminal.console import print_header, require_writable
-from espalier.terminal.flags import engine_settings, flag_of, given_flags, require_at_least_one, written
+from espalier.terminal.flags import engine_settings, flag_of, flag_text, given_flags, require_at_least_one
 from lab.bench import acceptance, shaped, tree_vs_plain
 from lab.shape_flags import SHAPE_FLAGS
 
@@ -85,6 +85,6 @@ def _fill_in(args: Namespace, settings: dict[str, Any], mode: str | None) -> Non
     if args.page_size is not None:
         if len(args.page_size) > 1:
             raise EspalierError(
-                f"--page-size={written(args.page_size)}: a model is measured at one; several are for --shape"
+                f"--page-size={flag_text(args.page_size)}: a model is measured at one; several are for --shape"
             )
         settings["page_size"] = args.page_size[0]

@@ -19,7 +19,7 @@ from statistics import median
 from types import MappingProxyType
 from typing import Any
 
-from espalier.bench.clients import Exchange, request_of
+from espalier.bench.clients import HttpResponse, post_request
 from espalier.bench.drive import BenchEngine, require_positions
 from espalier.errors import EspalierError
 from espalier.request import SamplingParams
@@ -176,7 +176,7 @@ class ServeBench:
         same = {"model": NAME, "max_tokens": num_tokens, "temperature": 0, "ignore_eos": True, "stream": stream}
         # Without text, a stream's events would be empty.
         same["return_token_ids"] = self.llm.tokenizer is None
-        requests = [request_of("/v1/completions", {**same, "prompt": prompt}) for prompt in prompts]
+        requests = [post_request("/v1/completions", {**same, "prompt": prompt}) for prompt in prompts]
         before = self._rounds_of_server()
         exchanges = exchange_all(self.server.port, requests)
         for exchange in exchanges:
@@ -205,7 +205,7 @@ class Run:
     answers: list[Any]
 
 
-def streamed_answer(exchange: Exchange) -> Any:
+def streamed_answer(exchange: HttpResponse) -> Any:
     """The text of a stream, or its token ids if its events have them."""
     chunks = [json.loads(data)["choices"][0] for _, data in exchange.events() if data != b"[DONE]"]
     if chunks and "token_ids" in chunks[0]:

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from espalier.bench.clients import Address, Exchange, connect
+from espalier.bench.clients import Address, HttpResponse, connect
 from espalier.config import SpeculationConfig
 from espalier.errors import EspalierError
 
@@ -149,12 +149,12 @@ def exists(pid: int) -> bool:
         return False
 
 
-def exchange_all(port: int, requests: Sequence[bytes]) -> list[Exchange]:
+def exchange_all(port: int, requests: Sequence[bytes]) -> list[HttpResponse]:
     """Send the requests, each on an open connection of its own, and read the responses.  Raises EspalierError."""
     return asyncio.run(_exchange_all(Address("127.0.0.1", port), requests))
 
 
-async def _exchange_all(address: Address, requests: Sequence[bytes]) -> list[Exchange]:
+async def _exchange_all(address: Address, requests: Sequence[bytes]) -> list[HttpResponse]:
     connections = [await connect(address) for _ in requests]
     try:
         # The server has accepted a connection once it has answered on it.
@@ -166,7 +166,7 @@ async def _exchange_all(address: Address, requests: Sequence[bytes]) -> list[Exc
             connection.transport.abort()
 
 
-async def _answered(ended: Sequence[asyncio.Future[Exchange]]) -> list[Exchange]:
+async def _answered(ended: Sequence[asyncio.Future[HttpResponse]]) -> list[HttpResponse]:
     try:
         async with asyncio.timeout(START_S):
             return await asyncio.gather(*ended)

@@ -18,7 +18,7 @@ from rich.text import Text
 from espalier.config import SpeculationConfig
 from espalier.errors import EspalierError
 from espalier.layout import TreeShape
-from espalier.terminal.console import QUIET, print_table, progress, require_gpu, stdout, write_json
+from espalier.terminal.console import DIM_STYLE, print_table, progress, require_gpu, stdout, write_json
 from espalier.terminal.flags import flag_of, given_flags
 from lab.bench.ceilings import Ceilings
 from lab.bench.cells import Cell, parse_cells, with_plain
@@ -91,7 +91,7 @@ def run(args: Namespace, settings: dict[str, Any], page_sizes: list[int]) -> Non
     sizes = _sizes(args, settings, recipe, device)
     rows = max(sizes.layout(cell, rounds).position_rows for cell in cells)
     models = synthetic_models(recipe, settings, dtype_on(device), device, rows)
-    stdout().print(Text(models.title, QUIET))
+    stdout().print(Text(models.title, DIM_STYLE))
     floors = None
     if device.type == "cuda":
         value_bytes = kv_value_bytes(settings.get("kv_dtype", "auto"), settings.get("draft_kv_dtype", "auto"))

@@ -16,7 +16,7 @@ from unittest.mock import patch
 
 import torch
 
-from espalier.bench.drive import heldout
+from espalier.bench.drive import heldout_json
 from espalier.config import SpeculationConfig
 from espalier.engine.guesses import GuessSources
 from espalier.llm import LLM
@@ -135,7 +135,7 @@ def _llm(variant: dict[str, Any]) -> LLM:
 
 
 def code(count: int) -> list[str]:
-    return [entry["prompt"] for entry in heldout()[:count]]
+    return [entry["prompt"] for entry in heldout_json()[:count]]
 
 
 def prose(count: int) -> list[str]:
@@ -145,7 +145,7 @@ def prose(count: int) -> list[str]:
 
 def edited(count: int) -> list[str]:
     """A file that is edited again and again, and continued each time: what an agent's loop asks for."""
-    files = [entry["prompt"] + entry["reference"] for entry in heldout()[: max(1, count // 4)]]
+    files = [entry["prompt"] + entry["reference"] for entry in heldout_json()[: max(1, count // 4)]]
     return [edit for text in files for edit in _edits(text)]
 
 

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from espalier.bench.timing import in_turn
+from espalier.bench.timing import run_in_order
 from espalier.cache.layer_spec import RecurrentState
 from espalier.kernels.attention.ancestor_bits import ancestor_mask, pack_bits
 from espalier.kernels.ops.recurrence import ShortConv, StateRows
@@ -65,7 +65,7 @@ def tree_cases(name: str, keeps: RecurrentState, batch: int, nodes: int, device:
     shape = name, f"{batch} x {nodes}"
     read = batch * state_bytes(keeps)
     calls = [partial(tree_outputs, q, rows, StateColumns(each, slots), bits, None, keeps.delta) for each in table]
-    yield Case(("read", *shape), read, 0, in_turn(calls), layers)
+    yield Case(("read", *shape), read, 0, run_in_order(calls), layers)
     if nodes == 16:
         yield from small_cases(shape, keeps, batch, nodes, parents, device)
 

@@ -100,7 +100,7 @@ def recipe_with(shape: str, seed: int, **fields: Any) -> Recipe:
         raise EspalierError("--accept-lengths sets how good the draft is; leave out --skill and --block-fade")
     found, layers = find_shape(shape), given.pop("layers", None)
     if layers is not None:
-        found = found.cut(layers)
+        found = found.with_layers(layers)
     if "weights" in given:
         require_stored(found.target, given["weights"])
     recipe = Recipe(found, seed, **given)

@@ -16,17 +16,17 @@ from rich.text import Text
 from espalier.bench.drive import (
     DriveResult,
     ModelEngines,
-    contexts,
     drive,
     empty_prefix_cache,
     full_steps,
+    heldout_contexts,
     require_positions,
 )
 from espalier.engine.engine import Engine
 from espalier.layout import TreeShape
 from espalier.llm import LLM
 from espalier.request import SamplingParams
-from espalier.terminal.console import QUIET, print_table, progress, stdout, write_json
+from espalier.terminal.console import DIM_STYLE, print_table, progress, stdout, write_json
 from espalier.terminal.flags import with_minimum
 from lab.bench.forward_timer import ForwardTimer, timed_engine
 from lab.bench.plot import Bars, plot
@@ -71,7 +71,7 @@ class RoundBench:
 
     def measure(self, batch: int, context: int, num_tokens: int, repeats: int) -> Cell:
         """Medians over repeats, after one warm-up of each.  Plain decoding, the tree and transformers take turns."""
-        prompts = contexts(self.tree, batch, context)
+        prompts = heldout_contexts(self.tree, batch, context)
         params = SamplingParams(temperature=0.0, max_tokens=num_tokens)
         plain: list[DriveResult] = []
         tree: list[DriveResult] = []
@@ -173,7 +173,7 @@ def run(args: Namespace, settings: dict[str, Any]) -> None:
     bench = RoundBench(settings, args.compare is not None)
     config = bench.tree.config
     tree = f"{config.layout.tree}, {config.dtype}"
-    stdout().print(Text(f"{config.algorithm} tree, {tree}; {args.tokens} tokens a prompt", QUIET))
+    stdout().print(Text(f"{config.algorithm} tree, {tree}; {args.tokens} tokens a prompt", DIM_STYLE))
     with progress("measuring", len(args.batch) * len(args.context)) as advance:
         for batch in args.batch:
             for context in args.context:

@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 
 from espalier.batch_jobs import files
-from espalier.batch_jobs.files import Journal, LineError, Response, parse, scan_input
+from espalier.batch_jobs.files import Journal, LineError, Response, parse_line, scan_input
 from espalier.errors import EspalierError
 from tests.batch_jobs.sample import line, outcomes, write
 
@@ -32,7 +32,7 @@ def test_a_survey_counts_lines_and_changes_with_every_byte(tmp_path):
 @pytest.mark.parametrize("colliding", [False, True], ids=["", "every hash is equal"])
 def test_a_custom_id_that_comes_twice_is_refused_by_line(tmp_path, monkeypatch, colliding):
     if colliding:
-        monkeypatch.setattr(files, "_hash", lambda custom_id: 7)
+        monkeypatch.setattr(files, "_hash_of_id", lambda custom_id: 7)
     path = write(tmp_path / "in.jsonl", [line(i) for i in range(1, 9)])
     assert scan_input(path).num_lines == 8
     write(path, [line(1), line(2), "", line(3, custom_id="r2"), line(4)])
@@ -68,7 +68,7 @@ def test_an_input_without_lines_is_refused(tmp_path):
 def test_a_line_that_asks_nothing_has_an_error_of_its_own(data, code):
     text = data if isinstance(data, str) else json.dumps(data)
     with pytest.raises(LineError) as refused:
-        parse(1, text.encode())
+        parse_line(1, text.encode())
     assert refused.value.code == code
     custom_id = data.get("custom_id") if isinstance(data, dict) else None
     assert refused.value.custom_id == (custom_id if isinstance(custom_id, str) else None)
@@ -78,7 +78,7 @@ def test_a_line_that_asks_nothing_has_an_error_of_its_own(data, code):
 def test_a_name_that_comes_twice_in_a_line_is_an_error_and_not_dropped(name):
     text = json.dumps(line(1, body={"prompt": "x"})).replace(f'"{name}"', f'"{name}": 1, "{name}"')
     with pytest.raises(LineError, match=f"'{name}' comes twice in one object; leave one out") as refused:
-        parse(1, text.encode())
+        parse_line(1, text.encode())
     assert (refused.value.code, refused.value.custom_id) == ("invalid_json_line", "r1")
 
 
@@ -86,7 +86,7 @@ def test_a_name_that_comes_twice_in_a_line_is_an_error_and_not_dropped(name):
 def test_a_line_with_two_custom_ids_is_filed_under_neither(inner):
     text = json.dumps(line(1, body={"prompt": "x"})).replace('"custom_id"', '"custom_id": "r9", "custom_id"')
     with pytest.raises(LineError, match="the line has 'r9' and 'r1' as custom_id; leave one out") as refused:
-        parse(1, text.replace('"prompt"', f'{inner}"prompt"').encode())
+        parse_line(1, text.replace('"prompt"', f'{inner}"prompt"').encode())
     assert (refused.value.code, refused.value.custom_id) == ("invalid_json_line", None)
 
 
@@ -98,7 +98,7 @@ def test_a_line_with_two_custom_ids_is_filed_under_neither(inner):
 def test_what_msgspec_does_not_read_is_an_error_of_the_line(value):
     data = value if isinstance(value, bytes) else value.encode()
     with pytest.raises(LineError, match=r"^the line is not JSON \(.*\); write a JSON object$") as refused:
-        parse(1, b'{"custom_id": "r1", "body": ' + data + b"}")
+        parse_line(1, b'{"custom_id": "r1", "body": ' + data + b"}")
     assert (refused.value.code, refused.value.custom_id) == ("invalid_json_line", None)
 
 
@@ -108,7 +108,7 @@ def test_a_line_that_one_parser_reads_and_the_other_does_not_is_an_error_of_the_
     for depth in (*range(2, 3000), 100_000):
         text = json.dumps(line(1)).replace('"def f1("', "[" * depth + "]" * depth)
         try:
-            parse(1, text.encode())
+            parse_line(1, text.encode())
         except LineError as refused:
             codes.append((refused.code, refused.custom_id))
     assert codes and set(codes) <= {("invalid_json_line", None), ("invalid_json_line", "r1")}
@@ -133,8 +133,10 @@ def test_wherever_an_output_is_cut_off_its_whole_lines_stay(tmp_path):
             answered = [4, 1, 3][:num_whole]
             assert [journal.is_answered(number) for number in (1, 2, 3, 4)] == [n in answered for n in (1, 2, 3, 4)]
             assert (journal.num_answered, journal.num_failed) == (num_whole, 1 in answered)
-            assert [number for number, _ in journal.unanswered()] == [n for n in (1, 2, 3, 4) if n not in answered]
-            for number, _ in journal.unanswered():
+            assert [number for number, _ in journal.unanswered_lines()] == [
+                n for n in (1, 2, 3, 4) if n not in answered
+            ]
+            for number, _ in journal.unanswered_lines():
                 journal.append(number, f"r{number}", ANSWER)
             journal.close()
             assert sorted(outcomes(path)) == [1, 2, 3, 4]
@@ -151,7 +153,7 @@ def test_a_line_that_is_answered_twice_counts_once(tmp_path):
     path.write_bytes(path.read_bytes() * 3)
     journal = Journal(path, found)
     assert (journal.num_answered, journal.num_failed, journal.num_left) == (2, 1, 1)
-    assert [number for number, _ in journal.unanswered()] == [3]
+    assert [number for number, _ in journal.unanswered_lines()] == [3]
     journal.close()
 
 

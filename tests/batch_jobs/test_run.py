@@ -17,8 +17,8 @@ from tests.batch_jobs.sample import line, outcomes, write
 
 @pytest.fixture(autouse=True)
 def without_pauses(monkeypatch):
-    monkeypatch.setattr(sender_module, "FIRST_PAUSE_S", 1e-4)
-    monkeypatch.setattr(sender_module, "MAX_PAUSE_S", 1e-3)
+    monkeypatch.setattr(sender_module, "FIRST_RETRY_PAUSE_S", 1e-4)
+    monkeypatch.setattr(sender_module, "MAX_RETRY_PAUSE_S", 1e-3)
 
 
 def batch(tmp_path, lines, answer, concurrency=4, **options):
@@ -176,7 +176,7 @@ def test_a_disk_that_fails_ends_the_batch(tmp_path, monkeypatch):
         return ok(body)
 
     asked: list = []
-    monkeypatch.setattr(sender_module, "SYNC_S", 1e-3)
+    monkeypatch.setattr(sender_module, "SYNC_INTERVAL_S", 1e-3)
     with pytest.raises(EspalierError, match=r"cannot be written \(Input/output error\)"):
         batch(tmp_path, [line(i) for i in range(1, 101)], answer, concurrency=1)
     assert len(asked) < 50

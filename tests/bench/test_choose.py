@@ -6,7 +6,7 @@ import pytest
 
 from espalier import LLM, SpeculationConfig
 from espalier.bench import choose
-from espalier.bench.choose import TreeTime, best, candidates_of, table
+from espalier.bench.choose import TreeTime, by_batch_table, fastest_trees, trees_to_measure
 from espalier.cli.main import parse
 from espalier.errors import EspalierError
 from espalier.layout import PLAIN_TREE, TreeShape
@@ -14,7 +14,7 @@ from espalier.startup import tree_policy as trees
 from tests.cli.test_cli import instead, run, tiny, tiny_heldout  # noqa: F401  (fixtures)
 from tests.test_llm import paths  # noqa: F401  (a fixture)
 
-WIDE, MIDDLE, NARROW = choose.CANDIDATES
+WIDE, MIDDLE, NARROW = choose.CANDIDATE_TREES
 
 
 def test_the_fastest_of_each_batch_becomes_the_table():
@@ -24,29 +24,34 @@ def test_the_fastest_of_each_batch_becomes_the_table():
         *(TreeTime(batch, PLAIN_TREE, ms, 1.0) for batch, ms in ((1, 2.0), (2, 2.0), (4, 4.0), (8, 8.0))),
     ]
     assert TreeTime(2, NARROW, 4.0, 2.0).tokens_per_second == 1000
-    assert {batch: one.shape for batch, one in best(timed).items()} == {1: WIDE, 2: WIDE, 4: NARROW, 8: PLAIN_TREE}
-    assert table(timed) == {1: WIDE, 4: NARROW, 8: PLAIN_TREE}
+    assert {batch: one.shape for batch, one in fastest_trees(timed).items()} == {
+        1: WIDE,
+        2: WIDE,
+        4: NARROW,
+        8: PLAIN_TREE,
+    }
+    assert by_batch_table(timed) == {1: WIDE, 4: NARROW, 8: PLAIN_TREE}
 
 
 def test_candidates_are_those_that_the_buffers_hold():
-    assert candidates_of(WIDE, []) == [WIDE, MIDDLE, NARROW, PLAIN_TREE]
-    assert candidates_of(TreeShape(5, 4, 12), []) == [TreeShape(5, 4, 12), NARROW, PLAIN_TREE]
-    assert candidates_of(WIDE, [NARROW, PLAIN_TREE, NARROW]) == [NARROW, PLAIN_TREE]
+    assert trees_to_measure(WIDE, []) == [WIDE, MIDDLE, NARROW, PLAIN_TREE]
+    assert trees_to_measure(TreeShape(5, 4, 12), []) == [TreeShape(5, 4, 12), NARROW, PLAIN_TREE]
+    assert trees_to_measure(WIDE, [NARROW, PLAIN_TREE, NARROW]) == [NARROW, PLAIN_TREE]
     with pytest.raises(EspalierError, match="above the configured"):
-        candidates_of(MIDDLE, [WIDE])
+        trees_to_measure(MIDDLE, [WIDE])
 
 
 def test_a_block_drafts_candidates_keep_its_depth():
     """Depth is free for it, and nodes are not."""
     deep = TreeShape(15, 8, 256)
     trees = [TreeShape(15, 8, nodes) for nodes in (256, 64, 32, 16, 8)]
-    assert candidates_of(deep, [], is_block=True) == [*trees, PLAIN_TREE]
-    assert candidates_of(TreeShape(7, 4, 16), [], is_block=True) == [
+    assert trees_to_measure(deep, [], is_block=True) == [*trees, PLAIN_TREE]
+    assert trees_to_measure(TreeShape(7, 4, 16), [], is_block=True) == [
         TreeShape(7, 4, 16),
         TreeShape(7, 4, 8),
         PLAIN_TREE,
     ]
-    assert candidates_of(deep, [WIDE], is_block=True) == [WIDE]
+    assert trees_to_measure(deep, [WIDE], is_block=True) == [WIDE]
 
 
 def test_every_bucket_is_measured_with_every_candidate(tiny, tiny_heldout, paths, capsys, tmp_path):  # noqa: F811

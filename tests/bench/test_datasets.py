@@ -7,7 +7,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from espalier.bench.datasets import conversations_of
-from espalier.bench.load import AnsweredRequest, Timeline, by_category
+from espalier.bench.load import AnsweredRequest, Timeline, figures_by_category
 from espalier.cli.main import main
 from espalier.errors import EspalierError
 
@@ -133,13 +133,13 @@ def test_no_file_gives_more_than_a_refusal(tmp_path_factory, content):
 
 def test_speed_is_accept_length_over_the_time_of_a_round():
     first, second = Timeline(0.0, [(1.0, 1), (1.5, 3), (2.0, 2)]), Timeline(0.0, [(1.0, 1), (1.25, 1)])
-    found = by_category(
+    found = figures_by_category(
         [AnsweredRequest("a", first, 6, 2), AnsweredRequest("a", second, 2, 1), AnsweredRequest("b", second, 2, None)]
     )
     assert (found["a"]["accept_length"], found["a"]["step_ms"]) == (2.0, pytest.approx(1250 / 3))
     assert found["a"]["tokens_per_second"] == pytest.approx(1e3 * 2.0 / found["a"]["step_ms"])
     assert (found["b"]["accept_length"], found["b"]["step_ms"], found["b"]["tokens_per_second"]) == (None, None, 4.0)
-    assert by_category([AnsweredRequest("", Timeline(0.0, [(1.0, 1)]), 1, 0)])[""]["tokens_per_second"] is None
+    assert figures_by_category([AnsweredRequest("", Timeline(0.0, [(1.0, 1)]), 1, 0)])[""]["tokens_per_second"] is None
 
 
 def test_a_dataset_is_reported_by_category(written, tmp_path, capsys, monkeypatch):

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from espalier.bench import open_loop
-from espalier.bench.clients import Address, Exchange, SentRequest, address_of, take
+from espalier.bench.clients import Address, HttpResponse, SentRequest, address_of, parse_response
 from espalier.bench.load import Arrivals, Timeline
-from espalier.bench.open_loop import Limits
-from espalier.bench.traffic import CHAT, COMPLETIONS, Traffic, bodies
+from espalier.bench.open_loop import LatencyLimits
+from espalier.bench.traffic import CHAT, COMPLETIONS, Traffic, request_bodies
 from espalier.cli.main import main
 from espalier.errors import EspalierError
 
@@ -29,7 +29,7 @@ def chunked(*parts):
 def received(data, cuts=()):
     """A response that came in these pieces, the first at 1.0 s, the next at 2.0 s."""
     ends = sorted({*cuts, len(data)})
-    return Exchange(0.0, received=bytearray(data), arrivals=[(1.0 + i, end) for i, end in enumerate(ends)])
+    return HttpResponse(0.0, received=bytearray(data), arrivals=[(1.0 + i, end) for i, end in enumerate(ends)])
 
 
 def events_of(*texts, usage=None, end=True):
@@ -78,7 +78,7 @@ def asked(*events):
         at += len(chunked(event)) - len(chunked())
         cuts.append(at)
     result = SentRequest(Timeline(0.5))
-    take(received(parts, cuts), result)
+    parse_response(received(parts, cuts), result)
     return result
 
 
@@ -106,7 +106,7 @@ def test_chunks_with_token_ids_count_them_though_they_have_no_text():
 
 def test_a_prompt_may_be_token_ids():
     talks = Traffic((2, 5), (3, 9), prefixes=1, prefix_words=6, token_ids=7).conversations(12, seed=0)
-    prompts = [next(bodies(talk, COMPLETIONS, [], {}))["prompt"] for talk in talks]
+    prompts = [next(request_bodies(talk, COMPLETIONS, [], {}))["prompt"] for talk in talks]
     assert {len(prompt) for prompt in prompts} == {8, 9, 10, 11} and {each for ids in prompts for each in ids} == set(
         range(7)
     )
@@ -128,16 +128,16 @@ def test_half_an_answer_is_none(events, why):
 def test_goodput_counts_who_is_within_every_limit():
     slow_start, slow_tokens = Timeline(0.0, [(2.0, 1), (2.1, 1)]), Timeline(0.0, [(0.1, 1), (4.1, 2)])
     held = [
-        [Limits(ttft, itl).hold(each) for each in (slow_start, slow_tokens)]
+        [LatencyLimits(ttft, itl).are_met_by(each) for each in (slow_start, slow_tokens)]
         for ttft, itl in ((None, None), (1000, None), (None, 1000), (1000, 1000), (2000, 2000))
     ]
     assert held == [[True, True], [False, True], [True, False], [False, False], [True, True]]
-    assert Limits(None, 1).hold(Timeline(0.0, [(9.0, 1)]))
+    assert LatencyLimits(None, 1).are_met_by(Timeline(0.0, [(9.0, 1)]))
 
 
 def test_arrivals_may_be_even_or_in_bursts():
-    assert Arrivals(rate=4.0, burst=1).due(4) == [0.0, 0.25, 0.5, 0.75]
-    assert Arrivals(rate=4.0, burst=3).due(7) == [0.0] * 3 + [0.75] * 3 + [1.5]
+    assert Arrivals(rate=4.0, burst=1).arrival_times(4) == [0.0, 0.25, 0.5, 0.75]
+    assert Arrivals(rate=4.0, burst=3).arrival_times(7) == [0.0] * 3 + [0.75] * 3 + [1.5]
 
 
 @pytest.mark.parametrize("endpoint", [CHAT, COMPLETIONS])
@@ -147,7 +147,7 @@ def test_a_turn_sends_all_that_was_said(endpoint):
     assert talks == traffic.conversations(12, seed=0) != traffic.conversations(12, seed=1)
     assert len({talk.prefix for talk in talks}) == 2 and all(len(talk.prefix.split()) == 6 for talk in talks)
     answers = []
-    for i, body in enumerate(bodies(talks[0], endpoint, answers, {"model": "m", "extra": 1})):
+    for i, body in enumerate(request_bodies(talks[0], endpoint, answers, {"model": "m", "extra": 1})):
         turn = talks[0].turns[i]
         assert 2 <= len(turn.text.split()) <= 5 and body["max_tokens"] == turn.max_tokens and 3 <= turn.max_tokens <= 9
         texts = [
@@ -245,9 +245,11 @@ def test_the_time_before_the_first_arrival_does_not_count(monkeypatch):
 
     monkeypatch.setattr(open_loop, "perf_counter", lambda: now[0])
     talks = Traffic((1, 1), (1, 1)).conversations(1, seed=0)
-    monkeypatch.setattr(Arrivals, "due", lambda self, count: [5.0])
+    monkeypatch.setattr(Arrivals, "arrival_times", lambda self, count: [5.0])
     [seconds, _] = asyncio.run(
-        open_loop._measure(SimpleNamespace(converse=converse), talks, Arrivals(rate=0.2, burst=1), lambda: None)
+        open_loop._measure_server(
+            SimpleNamespace(run_conversation=converse), talks, Arrivals(rate=0.2, burst=1), lambda: None
+        )
     )
     assert seconds == 2
 
@@ -284,7 +286,7 @@ def test_a_dataset_is_sent_and_accept_length_is_the_servers(scripted, tmp_path, 
 
 def test_so_many_requests_at_once_follow_one_another(scripted, tmp_path, monkeypatch):
     out, at_once, most = tmp_path / "out.json", [0], [0]
-    converse = open_loop.Target.converse
+    converse = open_loop.LoadTarget.run_conversation
 
     async def counted(self, talk, due):
         at_once[0] += 1
@@ -293,7 +295,7 @@ def test_so_many_requests_at_once_follow_one_another(scripted, tmp_path, monkeyp
         at_once[0] -= 1
         return asked
 
-    monkeypatch.setattr(open_loop.Target, "converse", counted)
+    monkeypatch.setattr(open_loop.LoadTarget, "run_conversation", counted)
     assert (
         main(["bench", "load", "--url", scripted.url, "--concurrency", "3", "--requests", "7", "--json", str(out)]) == 0
     )

@@ -8,7 +8,7 @@ import torch
 
 from espalier.bench import tune
 from espalier.bench.linears import ModelShape
-from espalier.bench.tune import MeasuredPlans, Tuner, plans_by_shape
+from espalier.bench.tune import LinearTuner, MeasuredPlans, plans_by_shape
 from espalier.cache.layer_spec import KVHeads, LayerSpec
 from espalier.config import EngineConfig
 from espalier.errors import EspalierError
@@ -40,13 +40,13 @@ def tuner(monkeypatch):
     monkeypatch.setattr(tune, "require_gpu", lambda what: torch.device("cpu"))
     monkeypatch.setattr(tune, "COPIES_BYTES", 1)
     monkeypatch.setattr(tune, "CHAIN_BYTES", 1)
-    return Tuner(torch.bfloat16)
+    return LinearTuner(torch.bfloat16)
 
 
 def test_every_bucket_is_measured_and_the_fastest_is_first(tuner):
     # Of a bucket's last measurement, F.linear comes first and takes longest.
     tuner.timer = Told(5.0, 4.0, 3.0)
-    found = [tuner.alone([(4096, 64)], rows)[(4096, 64), rows] for rows in ROWS_BUCKETS]
+    found = [tuner.measure_alone([(4096, 64)], rows)[(4096, 64), rows] for rows in ROWS_BUCKETS]
     assert [each.rows for each in found] == list(ROWS_BUCKETS)
     assert all(each.fastest is not None and each.fastest == each.ours[0] for each in found if len(each.ours) > 1)
     assert all(each.ours_us < each.other_us for each in found if each.ours)
@@ -73,7 +73,7 @@ def test_what_comes_in_parts_is_read(tuner, monkeypatch):
     runs = TINY.target_pass(16)
     table = dict.fromkeys(((run.shape, 16) for run in runs), LibraryPlan(1, 2))
     table[TINY.target_pass(1)[-1].shape, 16] = table[(192, 64), 16] = None
-    tuner.weights.chain(runs, tune._by_table(runs, table, 16))()
+    tuner.weights.chain(runs, tune._table_product(runs, table, 16))()
     assert read == [(2, 16, 128), (2, 16, 64), (2, 16, 64)] * TINY.layers
 
 
@@ -83,7 +83,7 @@ def test_a_gate_belongs_to_the_time_of_what_is_in_front_of_it(tuner, monkeypatch
     monkeypatch.setattr(tune, "linear_gated", lambda x, weight, bias, plan: gated.append((weight.shape, plan)))
     runs = TINY.target_pass(16)
     table = dict.fromkeys(((run.shape, 16) for run in runs), None) | {((192, 64), 16): FIRST}
-    tuner.weights.chain(runs, tune._by_table(runs, table, 16))()
+    tuner.weights.chain(runs, tune._table_product(runs, table, 16))()
     assert gated == [((192, 64), FIRST)] * TINY.layers
 
 
@@ -104,15 +104,15 @@ def test_quantised_shapes_are_measured_and_written_under_their_format(tuner, mon
     """Head and draft stay dense: they are neither measured nor in the table."""
     monkeypatch.setattr(tune, "shape_named", lambda name, weights, draft_weights: replace(WIDE, weights=weights))
     monkeypatch.setattr(tune, "print_header", lambda: None)
-    monkeypatch.setattr(tune, "versions", dict)
-    monkeypatch.setattr(Tuner, "among_neighbours", kept := Kept())
+    monkeypatch.setattr(tune, "gpu_versions", dict)
+    monkeypatch.setattr(LinearTuner, "among_neighbours", kept := Kept())
     monkeypatch.setattr(tune, "GraphTimer", lambda: Told(5.0, 4.0, 3.0))
     path = tmp_path / "choices.json"
     args = Namespace(shapes="wide", choices=path, tune="linears", weights=weights, draft_weights=None, seconds=None)
     tune._run(args, EngineConfig(dtype="bfloat16"))
     [table] = LINEAR_TUNING.read(path)
     assert (table.format, set(table.plans)) == (format, {(768, 256), (256, 256), (2048, 256), (256, 1024)})
-    own = kept.tuner.weights.drawn((2048, 256), weights)
+    own = kept.tuner.weights.random_weight((2048, 256), weights)
     plans = [plan for plans in table.plans.values() for plan in plans]
     assert all(isinstance(plan, TritonPlan) and max_block_in(own) % plan.block_in == 0 for plan in plans)
 
@@ -143,13 +143,13 @@ def test_a_limit_ends_the_measurement_and_keeps_what_was_known(tuner, monkeypatc
     """Few rows are measured, with few candidates; other buckets keep the plans of the file."""
     monkeypatch.setattr(tune, "shape_named", lambda name, weights, draft_weights: replace(WIDE, weights=weights))
     monkeypatch.setattr(tune, "print_header", lambda: None)
-    monkeypatch.setattr(tune, "versions", dict)
+    monkeypatch.setattr(tune, "gpu_versions", dict)
     monkeypatch.setattr(tune, "GraphTimer", lambda: Told(5.0, 4.0, 3.0))
     monkeypatch.setattr(tune, "perf_counter", Clock())
-    monkeypatch.setattr(tune, "FEW_CANDIDATES", 2)
-    asked, us = [], Tuner._us
+    monkeypatch.setattr(tune, "MAX_CANDIDATES_IN_LIMIT", 2)
+    asked, us = [], LinearTuner._us
     monkeypatch.setattr(
-        Tuner, "_us", lambda self, x, w, plans, turns: asked.append(len(plans)) or us(self, x, w, plans, 1)
+        LinearTuner, "_us", lambda self, x, w, plans, turns: asked.append(len(plans)) or us(self, x, w, plans, 1)
     )
     path, known = tmp_path / "choices.json", (None, None, None, None, FIRST)
     LINEAR_TUNING.write(path, TuningTable(tuner.chip, "bfloat16", {(768, 256): known}, {}, "int4-1x128"))
@@ -168,10 +168,12 @@ def test_a_limit_ends_the_measurement_and_keeps_what_was_known(tuner, monkeypatc
 def test_in_a_pass_only_quantised_matrices_take_plans(tuner, monkeypatch, weights):
     model, taken = replace(WIDE, weights=weights), []
     monkeypatch.setattr(tune, "add_rms_norm", lambda made, *given: (made, made))
-    monkeypatch.setattr(tune, "_product", lambda x, weight, plan, **how: taken.append((weight.shape, plan, how)) or x)
+    monkeypatch.setattr(
+        tune, "_plan_product", lambda x, weight, plan, **how: taken.append((weight.shape, plan, how)) or x
+    )
     runs = model.target_pass(16)
     table = dict.fromkeys(((shape, 16) for shape in model.shapes(weights)), FIRST)
-    tuner.weights.chain(runs, tune._by_table(runs, table, 16))()
+    tuner.weights.chain(runs, tune._table_product(runs, table, 16))()
     parts = {(768, 256): "parts", (256, 256): "parts", (2048, 256): "gated", (256, 1024): "parts"}
     assert taken[:4] == [(shape, FIRST, {how: True}) for shape, how in parts.items()] and len(taken) == 4 * WIDE.layers
 

@@ -23,7 +23,7 @@ from espalier.engine.launch_input import DraftTree, RoundTrace
 from espalier.errors import EspalierError
 from espalier.llm import LLM
 from espalier.request import PARAMS_WITH_FLAGS, Output, SamplingParams
-from espalier.terminal.console import ASCII, aligned, has_colour, stdout, waiting
+from espalier.terminal.console import ASCII_SIGNS, align_table, has_colour, stdout, waiting
 from espalier.terminal.flags import api_keys, engine_settings, sampling_params
 from lab import __main__ as lab
 from tests.test_llm import paths  # noqa: F401  (a fixture)
@@ -264,7 +264,7 @@ def test_a_closed_stdin_is_no_prompt(capsys, monkeypatch):
 def test_a_full_disk_is_one_line_and_status_1(say, capsys, monkeypatch):
     with open("/dev/full", "w") as full:
         monkeypatch.setattr("sys.stdout", full)
-        monkeypatch.setattr(generate, "_prompts", lambda _asked: say("text"))
+        monkeypatch.setattr(generate, "_read_prompts", lambda _asked: say("text"))
         monkeypatch.setattr(generate, "sampling_params", lambda _asked: sys.stdout.flush())
         assert run("generate", "x") == 1
     err = capsys.readouterr().err
@@ -309,7 +309,7 @@ def test_bytes_that_are_no_text_are_refused(encoding, errors, remedy, capsys, mo
 def test_text_that_the_encoding_has_no_character_for_is_escaped(tiny, monkeypatch):
     shown = io.BytesIO()
     monkeypatch.setattr("sys.stdout", io.TextIOWrapper(shown, encoding="ascii", write_through=True))
-    monkeypatch.setattr(generate, "_stream", lambda *_: print("\u00e9") or 0)
+    monkeypatch.setattr(generate, "_print_stream", lambda *_: print("\u00e9") or 0)
     assert run("generate", "abc", *tiny) == 0
     assert shown.getvalue() == b"\\xe9\n"
 
@@ -318,7 +318,7 @@ def test_an_interrupt_is_one_line_and_status_130(monkeypatch, capsys):
     def press(_asked):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(generate, "_prompts", press)
+    monkeypatch.setattr(generate, "_read_prompts", press)
     assert run("generate", "x") == 130
     assert capsys.readouterr().err == "espalier: interrupted\n"
 
@@ -372,8 +372,8 @@ def test_doctor_says_that_a_request_of_max_context_does_not_fit(tiny, capsys):
 @pytest.fixture
 def tiny_heldout(monkeypatch):
     entries = [{"prompt": "abcabc\nabc"[:6], "reference": "defdefdefdef"}, {"prompt": "ddd", "reference": "abcabcabc"}]
-    monkeypatch.setattr("espalier.bench.drive.heldout", lambda: entries)
-    monkeypatch.setattr(demo, "heldout", lambda: entries)
+    monkeypatch.setattr("espalier.bench.drive.heldout_json", lambda: entries)
+    monkeypatch.setattr(demo, "heldout_json", lambda: entries)
 
 
 CHOOSE = ["bench", "choose", "--context", "8", "--tokens", "12", "--repeats", "1"]
@@ -407,7 +407,7 @@ def test_demo_compares_draws_and_counts(tiny, tiny_heldout, capsys):
 
 def test_on_a_terminal_the_demo_shows_prompts_dim_and_draft_tokens_not(tiny, tiny_heldout):
     shown = Console(file=io.StringIO(), force_terminal=True, color_system="standard", width=40)
-    assert demo.show(parse(["demo", "--prompts", "2", "--max-tokens", "16", *tiny]), shown) == 0
+    assert demo.show_demo(parse(["demo", "--prompts", "2", "--max-tokens", "16", *tiny]), shown) == 0
     out = shown.file.getvalue()
     assert "\x1b[2mabcabc\x1b[0m" in out and "\x1b[2mddd\x1b[0m" in out
     assert re.search(r"\x1b\[1;32m[a-o]", out) and "1;2;32m" not in out
@@ -446,14 +446,14 @@ def test_on_a_terminal_lines_break_between_words(monkeypatch):
 
 
 def test_demo_fails_where_outputs_differ(tiny, tiny_heldout, capsys, monkeypatch):
-    complete = demo._complete
+    complete = demo._complete_prompts
 
     def spoiled(*arguments):
         plain, tree = complete(*arguments)
         tree.outputs[1].token_ids[3] ^= 1
         return plain, tree
 
-    monkeypatch.setattr(demo, "_complete", spoiled)
+    monkeypatch.setattr(demo, "_complete_prompts", spoiled)
     assert run("demo", "--prompts", "2", "--max-tokens", "16", *tiny) == 1
     out = capsys.readouterr().out
     assert "prompt 2: plain and tree differ from token 3 on" in out
@@ -524,11 +524,11 @@ next root: h, picked by the target, at position 9
 
 def test_a_round_is_drawn_with_what_was_committed_where():
     trace = RoundTrace("r", TREE, prefix_len=6, emitted=[2, 4, 7], pages=[3, 9, 4], page_size=4)
-    assert round_tree(trace, lambda token: "abcdefgh"[token], ASCII).plain == DRAWN
+    assert round_tree(trace, lambda token: "abcdefgh"[token], ASCII_SIGNS).plain == DRAWN
 
 
 def test_columns_are_as_wide_as_what_stands_in_them():
-    assert aligned([["a", "1"], ["long", "234"]]) == "  a       1\n  long  234"
+    assert align_table([["a", "1"], ["long", "234"]]) == "  a       1\n  long  234"
 
 
 @pytest.mark.parametrize("module", ["espalier.cli.main", "espalier.cli.demo", "lab.bench.round"])
@@ -554,7 +554,7 @@ def test_sigterm_ends_a_command_like_ctrl_c(in_background, monkeypatch, capsys):
         finally:
             ended.append("what it started")
 
-    monkeypatch.setattr(demo, "show", show)
+    monkeypatch.setattr(demo, "show_demo", show)
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     signal.signal(signal.SIGINT, signal.SIG_IGN if in_background else signal.default_int_handler)
     try:

@@ -4,8 +4,8 @@ import pytest
 
 from espalier import other_engines
 from espalier.cli import parser
-from espalier.cli.main import BENCH, COMMANDS, parse
-from espalier.cli.parser import MOVED
+from espalier.cli.main import BENCH_COMMANDS, COMMANDS, parse
+from espalier.cli.parser import MOVED_COMMANDS
 from espalier.config import EngineConfig, SpeculationConfig
 from espalier.request import SamplingParams
 from espalier.terminal.flags import flag_of
@@ -56,7 +56,7 @@ SAID = [
     ("bench serve --dtype x", "it is now `espalier bench load --url URL`"),
     *(
         (f"{prog.removeprefix('espalier ')} {name}", f"it is now in the clone's laboratory: run `python -m lab {to}`")
-        for prog, names in MOVED.items()
+        for prog, names in MOVED_COMMANDS.items()
         for name, to in names.items()
     ),
     ("bench round --choose", "; to choose trees, `espalier bench choose`"),
@@ -71,7 +71,7 @@ def test_the_right_name_is_said(line, said, capsys):
 
 
 @pytest.mark.parametrize(
-    "line", ["", *COMMANDS, *(f"bench {name}" for name in BENCH), "lab", *(f"lab {name}" for name in LAB)]
+    "line", ["", *COMMANDS, *(f"bench {name}" for name in BENCH_COMMANDS), "lab", *(f"lab {name}" for name in LAB)]
 )
 def test_help_fits_eighty_columns(line, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
@@ -86,7 +86,7 @@ def test_commands_and_what_they_do_stand_in_one_line(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     assert run("bench", "--help") == 0
     shown = {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if line.startswith("    ")}
-    assert [name for name, command in BENCH.items() if not shown[name].endswith(f"  {command.about}")] == []
+    assert [name for name, command in BENCH_COMMANDS.items() if not shown[name].endswith(f"  {command.about}")] == []
 
 
 def test_a_list_grows_and_a_switch_may_come_twice():
@@ -113,4 +113,4 @@ def test_a_name_stands_once():
 
 
 def test_what_others_call_a_command_is_one():
-    assert {near.split()[0] for near in parser.COMMANDS.values()} <= {*COMMANDS, "--help", "--version"}
+    assert {near.split()[0] for near in parser.GUESSED_COMMANDS.values()} <= {*COMMANDS, "--help", "--version"}

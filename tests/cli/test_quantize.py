@@ -11,8 +11,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from espalier.bench.drive import texts
-from espalier.bench.quantised import compare, kl_divergence
+from espalier.bench.drive import heldout_tokens
+from espalier.bench.quantised import compare_accuracy, kl_divergence
 from espalier.cli.main import main
 from espalier.errors import EspalierError
 from espalier.layout import PLAIN_TREE
@@ -54,9 +54,9 @@ def test_the_figures_are_those_of_whole_distributions(tmp_path):
     save_file(weights, paths[1] / "model.safetensors", metadata={"format": "pt"})
     advanced = []
     settings = {"device": "cpu", "dtype": "float32"}
-    found = compare(str(paths[0]), str(paths[1]), settings, 1, 8, lambda: advanced.append(1))
+    found = compare_accuracy(str(paths[0]), str(paths[1]), settings, 1, 8, lambda: advanced.append(1))
     with LLM(paths[0], **settings) as llm:
-        read = texts(llm, 1)
+        read = heldout_tokens(llm, 1)
     pairs = list(zip(*(distributions(path, read) for path in paths), strict=True))
     kl = [float((one.exp() * (one - other)).sum()) for (one, _), (other, _) in pairs]
     losses = [[-float(logprobs[token]) for logprobs, token in each] for each in zip(*pairs, strict=True)]
@@ -71,7 +71,7 @@ EAGLE3 = str(BUNDLED_DRAFTS["eagle3"])
 
 @pytest.fixture(autouse=True)
 def few_tokens(monkeypatch):
-    monkeypatch.setattr("espalier.cli.quantize.GENERATED", 24)
+    monkeypatch.setattr("espalier.cli.quantize.GENERATED_TOKENS", 24)
 
 
 def test_a_copy_of_the_bundled_model(tmp_path, capsys):
@@ -101,7 +101,7 @@ def test_a_comparison_that_ends_early_leaves_a_whole_copy(tmp_path, capsys, monk
     def compare(*_):
         raise error
 
-    monkeypatch.setattr("espalier.bench.quantised.compare", compare)
+    monkeypatch.setattr("espalier.bench.quantised.compare_accuracy", compare)
     out = tmp_path / "out"
     assert main(["quantize", "bundled", "--to", "fp8", "--out", str(out), "--device", "cpu"]) == status
     said = capsys.readouterr().err
@@ -121,7 +121,7 @@ def test_a_machine_too_small_for_the_comparison_is_told_before_the_copy(tmp_path
 @pytest.mark.full
 def test_a_model_without_a_tokenizer_is_compared_on_its_own_text(tmp_path, capsys, monkeypatch):
     """A synthetic chain, which FP8 keeps: both agree everywhere, and accept as many tokens."""
-    monkeypatch.setattr("espalier.bench.quantised.OWN_TOKENS", 96)
+    monkeypatch.setattr("espalier.bench.quantised.OWN_TEXT_TOKENS", 96)
     recipe = Recipe(tiny(), skill=0.8)
     target, draft = write(recipe, tmp_path / "made", torch.bfloat16)
     report = tmp_path / "report.json"

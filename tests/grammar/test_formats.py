@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from espalier.grammar import Grammar
-from espalier.grammar.formats import ANNOTATING, FORMATS, INTEGERS, node_of_format
+from espalier.grammar.formats import ANNOTATION_FORMATS, FORMATS, INTEGER_BOUNDS, node_of_format
 from espalier.grammar.regex_tree import Chars, Repeat, Seq
 from tests.grammar.vocabulary import TooLong, accepts, compiled, random_text
 
@@ -224,7 +224,7 @@ def test_a_single_part_that_varies_loses_nothing():
 
 
 @pytest.mark.parametrize(
-    ("kind", "name"), [(kind, name) for kind in sorted(ANNOTATING) for name in sorted(ANNOTATING[kind])]
+    ("kind", "name"), [(kind, name) for kind in sorted(ANNOTATION_FORMATS) for name in sorted(ANNOTATION_FORMATS[kind])]
 )
 def test_a_format_that_only_annotates_changes_nothing(kind, name):
     text = {"string": '"a\\"b"', "integer": "12", "number": "1.5"}[kind]
@@ -232,9 +232,9 @@ def test_a_format_that_only_annotates_changes_nothing(kind, name):
         assert accepts(compiled(Grammar.of_json_schema(schema)), text)
 
 
-@pytest.mark.parametrize("name", sorted(INTEGERS))
+@pytest.mark.parametrize("name", sorted(INTEGER_BOUNDS))
 def test_an_integer_of_a_format_has_its_bits(name):
-    least, most = INTEGERS[name]
+    least, most = INTEGER_BOUNDS[name]
     form = compiled(Grammar.of_json_schema({"type": "integer", "format": name}))
     for value in (least, most, 0):
         assert accepts(form, str(value))

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from espalier.errors import EspalierError
 from espalier.grammar import Grammar, regex_tree
 from espalier.grammar.regex import REFUSED_ESCAPES, pattern_node
-from espalier.grammar.regex_tree import MAX_IN_BLOCKS, MAX_UNROLLED, Chars, regex_of, repeat
+from espalier.grammar.regex_tree import MAX_CHARS_IN_BLOCKS, MAX_UNROLLED, Chars, regex_of, repeat
 from espalier.grammar.tag import check_grammar
 from tests.grammar.vocabulary import TooLong, accepts, compiled, random_text
 from tests.pairwise import fewer
@@ -169,12 +169,12 @@ def test_all_short_texts_of_what_was_found_wrong_are_those_of_python():
     check_short_texts(FOUND, "abcd")
 
 
-@given(st.integers(0, MAX_IN_BLOCKS), st.one_of(st.none(), st.integers(0, MAX_IN_BLOCKS)))
+@given(st.integers(0, MAX_CHARS_IN_BLOCKS), st.one_of(st.none(), st.integers(0, MAX_CHARS_IN_BLOCKS)))
 def test_no_character_has_a_count_that_makes_masks_slow(least, most):
     least, most = (least, None) if most is None else sorted((least, most))
     text = regex_of(repeat(Chars(((97, 97),)), least, most))
     assert max(map(int, re.findall(r"\d+", text))) <= MAX_UNROLLED
-    last = 3 * MAX_IN_BLOCKS if most is None else most
+    last = 3 * MAX_CHARS_IN_BLOCKS if most is None else most
     lengths = {least - 1, least, (least + last) // 2, last, last + 1} - {-1}
     assert {size for size in lengths if re.fullmatch(text, "a" * size)} == {
         size for size in lengths if least <= size and (most is None or size <= most)
@@ -183,7 +183,7 @@ def test_no_character_has_a_count_that_makes_masks_slow(least, most):
 
 def test_blocks_of_a_character_mean_what_the_character_means(monkeypatch):
     monkeypatch.setattr(regex_tree, "MAX_UNROLLED", 3)
-    monkeypatch.setattr(regex_tree, "BLOCK", 2)
+    monkeypatch.setattr(regex_tree, "BLOCK_CHARS", 2)
     regexes = [blocks_regex(random.Random(seed)) for seed in range(150)]
     texts = ["".join(text) for size in range(9) for text in product("ab", repeat=size)]
     for regex in regexes:

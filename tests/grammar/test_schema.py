@@ -10,7 +10,7 @@ import xgrammar
 
 from espalier.errors import EspalierError
 from espalier.grammar import Grammar, tag
-from espalier.grammar.schema import ANNOTATIONS, KEYWORDS, enforceable
+from espalier.grammar.schema import ANNOTATION_KEYWORDS, KEYWORDS_OF, enforceable_schema
 from espalier.grammar.tag import check_grammar
 from lab.bench.schemas import random_schema
 from tests.grammar.vocabulary import TooLong, compiled, random_text
@@ -180,7 +180,7 @@ REFUSED = [
 
 def accepts(schema, value) -> bool:
     grammar = xgrammar.Grammar.from_json_schema(
-        enforceable(json.dumps(schema)), any_whitespace=False, strict_mode=False
+        enforceable_schema(json.dumps(schema)), any_whitespace=False, strict_mode=False
     )
     # Values of enum and const are written without spaces.
     texts = (json.dumps(value, ensure_ascii=False), json.dumps(value, ensure_ascii=False, separators=(",", ":")))
@@ -196,7 +196,7 @@ def test_what_a_keyword_forbids_is_not_generated(schema, valid, invalid):
 
 def test_every_keyword_that_is_enforced_has_a_case():
     tried = json.dumps([schema for schema, _, _ in ENFORCED])
-    assert all(f'"{name}"' in tried for known in KEYWORDS.values() for name in known)
+    assert all(f'"{name}"' in tried for known in KEYWORDS_OF.values() for name in known)
 
 
 @pytest.mark.parametrize(("schema", "named"), REFUSED, ids=lambda value: json.dumps(value)[:60])
@@ -209,7 +209,7 @@ def test_what_is_not_enforced_is_refused_by_name(schema, named):
 
 def test_a_grammar_is_checked_once(monkeypatch):
     checked = []
-    monkeypatch.setitem(tag.ENFORCEABLE, "choice", checked.append)
+    monkeypatch.setitem(tag.REWRITE_BY_KIND, "choice", checked.append)
     for _ in range(2):
         check_grammar(Grammar.of_choices(["checked", "once"]))
     assert len(checked) == 1
@@ -278,13 +278,13 @@ def test_a_keyword_that_comes_twice_is_refused(kind, text):
 
 def test_a_schema_that_is_not_strict_gets_the_named_properties_alone():
     schema = {"type": "object", "properties": {"a": INTEGER}, "additionalProperties": True}
-    made = json.loads(enforceable(json.dumps(schema), strict=False))
+    made = json.loads(enforceable_schema(json.dumps(schema), strict=False))
     assert made["additionalProperties"] is False
 
 
 def test_annotations_change_nothing():
-    notes = dict.fromkeys(ANNOTATIONS, "x")
-    assert enforceable(json.dumps({**INTEGER, **notes})) == enforceable(json.dumps(INTEGER))
+    notes = dict.fromkeys(ANNOTATION_KEYWORDS, "x")
+    assert enforceable_schema(json.dumps({**INTEGER, **notes})) == enforceable_schema(json.dumps(INTEGER))
 
 
 UNICODE = "aé€😀中\u2028\x7f~ 0"

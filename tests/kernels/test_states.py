@@ -203,7 +203,7 @@ def test_a_state_does_not_depend_on_how_a_text_was_cut(keeps, kernel_device):
     assert torch.equal(whole, cut)
 
 
-CHAINS = [(2, 1, False), (1, 64, True), (3, 70, True), (2, 130, False)]
+CHAINS = [(2, 1, False), (1, 64, True), (3, 70, False), (2, 130, True)]
 
 
 @kinds

@@ -44,9 +44,9 @@ class Handle:
         return self
 
     def remote(self, message, route):
-        name = self.chooser.ranked(route.keys, self.replicas)[0]
+        name = self.chooser.rank_replicas(route.prefix_hashes, self.replicas)[0]
         request = str(next(self._requests))
-        self.chooser.record_sent(route.keys, route.samples, name, request)
+        self.chooser.record_sent(route.prefix_hashes, route.num_samples, name, request)
 
         async def parts():
             try:

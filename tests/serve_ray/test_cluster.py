@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from espalier.errors import EspalierError
-from espalier.serve_ray.build import resources_of, service_of
+from espalier.serve_ray.build import parse_service, resources_of
 from espalier.serve_ray.cluster import _connect, _require_gpus
 
 
@@ -47,7 +47,7 @@ def cluster(monkeypatch, *gpus):
 
 def service(ranks, replicas, device="auto", **more):
     args = {"model": "bundled", "tensor_parallel": ranks, "replicas": replicas, "device": device, **more}
-    return service_of(args)
+    return parse_service(args)
 
 
 @pytest.mark.parametrize(

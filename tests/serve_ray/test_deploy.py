@@ -9,7 +9,7 @@ import yaml
 
 from espalier import serve_ray
 from espalier.cli.main import parse
-from espalier.serve_ray.build import service_of
+from espalier.serve_ray.build import parse_service
 from espalier.server.api import ApiOptions
 from espalier.server.connections import KEEP_ALIVE_S
 
@@ -22,7 +22,7 @@ def test_a_config_can_be_served(name):
     config = file if "applications" in file else yaml.safe_load(file["spec"]["serveConfigV2"])
     [application] = config["applications"]
     assert application["import_path"] == "espalier.serve_ray:app" and callable(serve_ray.app)
-    service = service_of(application["args"])
+    service = parse_service(application["args"])
     assert all(model.front.names for model in service.models)
 
 
@@ -32,7 +32,7 @@ def test_pods_outlive_the_requests_that_they_drain():
     [workers] = spec["rayClusterConfig"]["workerGroupSpecs"]
     assert workers["template"]["spec"]["terminationGracePeriodSeconds"] > args["drain_timeout"]
     # A replica takes one GPU, and so does a worker.
-    assert service_of(args).models[0].replicas.max_count <= workers["maxReplicas"]
+    assert parse_service(args).models[0].replicas.max_count <= workers["maxReplicas"]
 
 
 def test_images_have_the_version_of_ray_that_is_supported():

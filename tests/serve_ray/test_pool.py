@@ -9,20 +9,20 @@ from espalier.errors import EspalierError
 from espalier.inputs import ModelFacts
 from espalier.request import OutputChunk, ResolvedParams
 from espalier.serve_ray import pool as pools
-from espalier.serve_ray.pool import MAX_TRIES, NO_REPLICA, EnginePool
+from espalier.serve_ray.pool import MAX_REPLICAS_TRIED, NO_REPLICA_REASON, EnginePool
 from espalier.server import protocol
 from espalier.server.metrics import Metrics
 from espalier.server.protocol import (
     SHUTTING_DOWN,
+    EngineFailed,
     EngineFigures,
     EngineGone,
-    Failed,
-    Harvest,
-    Part,
-    Ready,
-    Refused,
-    Report,
-    Submit,
+    EngineReady,
+    EngineReport,
+    OutputPart,
+    PromptRefused,
+    StepOutput,
+    SubmittedPrompt,
 )
 from espalier.stats import Usage
 from tests.serve_ray.handles import Handle, Lost
@@ -40,13 +40,13 @@ class Scripted:
         self.go_on.set()
 
     async def about(self):
-        return protocol.encode(Ready(ModelFacts("m", 100, 64), {"max_batch": self.slots, "page_size": 16}))
+        return protocol.encode(EngineReady(ModelFacts("m", 100, 64), {"max_batch": self.slots, "page_size": 16}))
 
     async def figures(self):
-        return msgspec.msgpack.encode(EngineFigures({"replica": self.name}, True, 0, Report(waiting=3), {1: 2}))
+        return msgspec.msgpack.encode(EngineFigures({"replica": self.name}, True, 0, EngineReport(waiting=3), {1: 2}))
 
     async def generate(self, message, route):
-        submit = msgspec.msgpack.decode(message, type=Submit)
+        submit = msgspec.msgpack.decode(message, type=SubmittedPrompt)
         self.asked.append(submit)
         for item in self.script:
             await self.go_on.wait()
@@ -61,7 +61,7 @@ class Scripted:
 
 def harvest(name, tokens, usage=None):
     reason = None if usage is None else "stop"
-    return protocol.encode(Harvest([Part(name, OutputChunk(name, 0, tokens, finish_reason=reason), usage)]))
+    return protocol.encode(StepOutput([OutputPart(name, OutputChunk(name, 0, tokens, finish_reason=reason), usage)]))
 
 
 def pooled(*replicas, **more):
@@ -79,7 +79,7 @@ async def started(*replicas, **more):
 
 
 async def tokens_of(pool, prompt=PROMPT):
-    generation = pool.submit([prompt], Submit("req", [], ResolvedParams(), 0, False))
+    generation = pool.submit([prompt], SubmittedPrompt("req", [], ResolvedParams(), 0, False))
     try:
         return [part.output.token_ids async for parts in generation.parts(None) for part in parts]
     finally:
@@ -88,7 +88,7 @@ async def tokens_of(pool, prompt=PROMPT):
 
 def test_a_prompt_whose_replica_is_lost_before_its_first_token_is_tried_elsewhere():
     async def run():
-        for end in (Lost("died"), Failed("the engine stopped", refused=False)):
+        for end in (Lost("died"), EngineFailed("the engine stopped", refused=False)):
             bad, good = Scripted("a", end), Scripted("b", [1])
             pool = await started(bad, good)
             # The bad one has the pages, so it is asked first.
@@ -111,11 +111,11 @@ def test_a_prompt_whose_replica_is_lost_before_its_first_token_is_tried_elsewher
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("end", [Lost("died"), Failed("the engine stopped", refused=False)])
+@pytest.mark.parametrize("end", [Lost("died"), EngineFailed("the engine stopped", refused=False)])
 def test_a_prompt_with_a_token_ends_with_an_error(end):
     async def run():
         pool = await started(Scripted("a", [1], end))
-        generation = pool.submit([PROMPT], Submit("req", [], ResolvedParams(), 0, False))
+        generation = pool.submit([PROMPT], SubmittedPrompt("req", [], ResolvedParams(), 0, False))
         found = []
         with pytest.raises(EngineGone, match=r"gone|stopped"):
             async for parts in generation.parts(None):
@@ -133,7 +133,7 @@ def test_it_is_tried_only_so_often():
         pool = await started(bad)
         with pytest.raises(EngineGone, match="the replica is gone"):
             await tokens_of(pool)
-        assert len(bad.asked) == MAX_TRIES
+        assert len(bad.asked) == MAX_REPLICAS_TRIED
         await pool.close()
 
     asyncio.run(run())
@@ -144,7 +144,7 @@ def test_a_replica_that_dies_behind_the_last_token_has_answered():
         replica = Scripted("a")
 
         async def generate(message, route):
-            name = msgspec.msgpack.decode(message, type=Submit).name
+            name = msgspec.msgpack.decode(message, type=SubmittedPrompt).name
             yield harvest(name, [9], Usage(1, 1))
             raise Lost("died")
 
@@ -161,7 +161,7 @@ def test_a_stream_that_ends_early_is_a_loss():
         replica = Scripted("a")
 
         async def generate(message, route):
-            yield harvest(msgspec.msgpack.decode(message, type=Submit).name, [1])
+            yield harvest(msgspec.msgpack.decode(message, type=SubmittedPrompt).name, [1])
 
         replica.generate = generate
         pool = await started(replica)
@@ -174,8 +174,8 @@ def test_a_stream_that_ends_early_is_a_loss():
 
 def test_a_refusal_is_not_tried_elsewhere():
     async def run():
-        replica = Scripted("a", Refused("req-0", "the prompt can never run"))
-        pool = await started(replica, Scripted("b", Refused("req-0", "the prompt can never run")))
+        replica = Scripted("a", PromptRefused("req-0", "the prompt can never run"))
+        pool = await started(replica, Scripted("b", PromptRefused("req-0", "the prompt can never run")))
         with pytest.raises(EspalierError, match="can never run"):
             await tokens_of(pool)
         assert len(pool.handle.calls) == 1
@@ -200,10 +200,10 @@ def test_closing_a_generation_cancels_its_calls():
         replica = Scripted("a", [1], [2])
         replica.go_on.clear()
         pool = await started(replica)
-        generation = pool.submit([PROMPT, PROMPT], Submit("req", [], ResolvedParams(n=2), 0, False))
+        generation = pool.submit([PROMPT, PROMPT], SubmittedPrompt("req", [], ResolvedParams(n=2), 0, False))
         await asyncio.sleep(0.01)
         assert pool.open_samples == 4 and len(replica.asked) == 2
-        assert {call[1].samples for call in pool.handle.calls} == {2}
+        assert {call[1].num_samples for call in pool.handle.calls} == {2}
         generation.close()
         await asyncio.sleep(0.01)
         assert pool.open_samples == 0 and all(call[2].cancelled for call in pool.handle.calls)
@@ -214,7 +214,7 @@ def test_closing_a_generation_cancels_its_calls():
 
 def test_figures_of_another_version_do_not_end_the_reading(monkeypatch):
     """While a cluster is upgraded, a front may meet replicas of the version before."""
-    monkeypatch.setattr(pools, "POLL_S", 0.01)
+    monkeypatch.setattr(pools, "POLL_INTERVAL_S", 0.01)
 
     async def run():
         other = Scripted("b")
@@ -235,7 +235,7 @@ def test_figures_of_another_version_do_not_end_the_reading(monkeypatch):
 
 
 def test_the_replicas_are_known_by_their_figures(monkeypatch):
-    monkeypatch.setattr(pools, "POLL_S", 0.01)
+    monkeypatch.setattr(pools, "POLL_INTERVAL_S", 0.01)
 
     async def run():
         pool = await started(Scripted("a"), Scripted("b"), share=0.5)
@@ -247,14 +247,14 @@ def test_the_replicas_are_known_by_their_figures(monkeypatch):
         replicas, pool.handle.replicas = pool.handle.replicas, {}
         await asyncio.sleep(0.05)
         # Requests wait for a replica; the health check says that there is none.
-        assert (pool.state, pool.unavailable_reason, pool.num_slots) == ("starting", NO_REPLICA, 2)
-        pool.require_up()
+        assert (pool.state, pool.unavailable_reason, pool.num_slots) == ("starting", NO_REPLICA_REASON, 2)
+        pool.require_running()
         pool.handle.replicas = replicas
         await asyncio.sleep(0.05)
         assert pool.state == "ready"
         await pool.close()
         assert (pool.state, pool.unavailable_reason) == ("closed", SHUTTING_DOWN)
         with pytest.raises(EngineGone, match="shutting down"):
-            pool.submit([PROMPT], Submit("req", [], ResolvedParams(), 0, False))
+            pool.submit([PROMPT], SubmittedPrompt("req", [], ResolvedParams(), 0, False))
 
     asyncio.run(run())

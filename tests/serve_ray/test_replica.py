@@ -13,7 +13,7 @@ from espalier.serve_ray.replica import EngineReplica, with_own_seed
 from espalier.server.api import ApiOptions, make_app
 from espalier.server.client import ClientOptions
 from espalier.server.front import Front, FrontOptions
-from espalier.server.protocol import EngineGone, Submit
+from espalier.server.protocol import EngineGone, SubmittedPrompt
 from tests.serve_ray.handles import Handle
 from tests.server.serving import ENGINE, TREE
 from tests.worded import worded
@@ -97,7 +97,7 @@ def test_the_engine_of_a_replica_dies(llm):
         async with Group("a", "b") as group:
             prompt = llm.inputs.prompt_tokens("def f(x):\n")
             params = ResolvedParams(temperature=0.0, max_tokens=400, ignore_eos=True)
-            streamed = group.pool.submit([prompt], Submit("long", [], params, 0, False))
+            streamed = group.pool.submit([prompt], SubmittedPrompt("long", [], params, 0, False))
             parts = streamed.parts(None)
             await anext(parts)
             name = group.handle.calls[0][0]
@@ -112,13 +112,13 @@ def test_the_engine_of_a_replica_dies(llm):
                 await replica.check_health()
             # It has this prompt's pages, so it is asked first, until Ray takes it away.
             few = ResolvedParams(temperature=0.0, max_tokens=4)
-            waiting = group.pool.submit([prompt], Submit("next", [], few, 0, False))
+            waiting = group.pool.submit([prompt], SubmittedPrompt("next", [], few, 0, False))
             del group.handle.replicas[name]
             tokens = [
                 t for parts in [p async for p in waiting.parts(None)] for part in parts for t in part.output.token_ids
             ]
             await asyncio.sleep(0.6)
-            assert not replica.client._folder.exists()
+            assert not replica.client._socket_folder.exists()
             return tokens, group.left, replica.open_tokens()
 
     tokens, left, queued = asyncio.run(run())

@@ -8,7 +8,7 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from espalier.serve_ray.replica_chooser import MAX_PAGES, ReplicaChooser, prefix_hashes
+from espalier.serve_ray.replica_chooser import MAX_HASHED_PAGES, ReplicaChooser, prefix_hashes
 
 REPLICAS = ("a", "b", "c")
 PROMPT = list(range(100, 180))
@@ -22,7 +22,7 @@ def test_a_key_stands_for_a_start_of_whole_pages():
     assert prefix_hashes(other, 16)[0] == KEYS[0] and not set(prefix_hashes(other, 16)[1:]) & set(KEYS)
     # The same page behind another start is another key.
     assert prefix_hashes([*PROMPT[16:32], *PROMPT[16:32]], 16)[1] not in KEYS
-    assert len(prefix_hashes(range(16 * MAX_PAGES + 64), 16)) == MAX_PAGES
+    assert len(prefix_hashes(range(16 * MAX_HASHED_PAGES + 64), 16)) == MAX_HASHED_PAGES
 
 
 def test_keys_are_equal_in_every_process():
@@ -43,28 +43,28 @@ def test_a_prompt_goes_where_the_longest_start_of_it_went():
         chooser.record_sent(KEYS[:2], 1, shorter, "r2")
         chooser.record_ended(longer, "r1")
         chooser.record_ended(shorter, "r2")
-        assert chooser.ranked(KEYS, REPLICAS)[:2] == [longer, shorter]
+        assert chooser.rank_replicas(KEYS, REPLICAS)[:2] == [longer, shorter]
         # The replica with most of it is gone.
-        chooser.keep_only({"a", shorter})
-        assert chooser.ranked(KEYS, ("a", shorter)) == [shorter, "a"]
+        chooser.forget_other_replicas({"a", shorter})
+        assert chooser.rank_replicas(KEYS, ("a", shorter)) == [shorter, "a"]
 
 
 def test_load_comes_before_pages_beyond_the_bound():
     chooser = ReplicaChooser(imbalance=2)
     for number in range(2):
         chooser.record_sent(KEYS, 1, "a", f"r{number}")
-    assert chooser.ranked(KEYS, REPLICAS)[0] == "a"
+    assert chooser.rank_replicas(KEYS, REPLICAS)[0] == "a"
     chooser.record_sent(KEYS, 1, "a", "r2")
-    assert chooser.ranked(KEYS, REPLICAS)[0] != "a"
+    assert chooser.rank_replicas(KEYS, REPLICAS)[0] != "a"
     chooser.record_ended("a", "r0")
-    assert chooser.ranked(KEYS, REPLICAS)[0] == "a"
+    assert chooser.rank_replicas(KEYS, REPLICAS)[0] == "a"
 
 
 def test_fronts_that_know_nothing_agree_and_spread():
     chosen = Counter()
     for start in range(64):
         keys = prefix_hashes(range(start, start + 32), 16)
-        [first] = {ReplicaChooser().ranked(keys, order)[0] for order in (REPLICAS, REPLICAS[::-1])}
+        [first] = {ReplicaChooser().rank_replicas(keys, order)[0] for order in (REPLICAS, REPLICAS[::-1])}
         chosen[first] += 1
     assert set(chosen) == set(REPLICAS)
 
@@ -108,10 +108,10 @@ def test_the_books_balance(steps):
                 open_samples[key].pop()
         else:
             there = {replica}
-            chooser.keep_only(there)
+            chooser.forget_other_replicas(there)
             open_samples = {key: each for key, each in open_samples.items() if key[0] in there}
         wanted = {each: sum(sum(v) for k, v in open_samples.items() if k[0] == each) for each in REPLICAS}
         assert {each: chooser.load[each] for each in REPLICAS} == wanted
-        ranked = chooser.ranked(KEYS, REPLICAS)
+        ranked = chooser.rank_replicas(KEYS, REPLICAS)
         assert sorted(ranked) == list(REPLICAS)
         assert wanted[ranked[0]] - min(wanted.values()) <= chooser.imbalance

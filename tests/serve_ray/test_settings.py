@@ -6,12 +6,19 @@ import pytest
 
 import espalier.chat
 from espalier.errors import EspalierError
-from espalier.serve_ray.build import MODEL_OPTIONS, SERVICE_OPTIONS, Replicas, _deployment_name, replicas_of, service_of
+from espalier.serve_ray.build import (
+    MODEL_OPTIONS,
+    SERVICE_OPTIONS,
+    ReplicaOptions,
+    _deployment_name,
+    parse_replicas,
+    parse_service,
+)
 from espalier.serve_ray.replica_chooser import OpenTokensPolicy
 
 
 def test_the_names_are_the_flags_of_the_server():
-    service = service_of(
+    service = parse_service(
         {
             "model": "bundled",
             "served_model_name": "code",
@@ -31,7 +38,7 @@ def test_the_names_are_the_flags_of_the_server():
     )
     [model] = service.models
     assert model.settings == {"model": "bundled", "max_batch": 4, "speculation": {"steps": 3}}
-    assert model.replicas == Replicas(1, 4, 99) and model.replicas.is_autoscaled
+    assert model.replicas == ReplicaOptions(1, 4, 99) and model.replicas.is_autoscaled
     assert model.front.names == ("code",) and model.front.max_queue == 7 and model.front.request_timeout_s is None
     assert model.client.engine_timeout_s == 9 and model.client.log_level == "debug"
     assert (service.api.api_key, service.api.cors_origins, service.api.body_timeout_s) == ("k", ("http://x",), 5)
@@ -41,11 +48,11 @@ def test_the_names_are_the_flags_of_the_server():
 @pytest.mark.parametrize("name", [*SERVICE_OPTIONS, *MODEL_OPTIONS])
 def test_an_option_that_is_null_is_not_given(name):
     args = {"model": "bundled"}
-    assert service_of({**args, name: None}) == service_of(args)
+    assert parse_service({**args, name: None}) == parse_service(args)
 
 
 def test_what_stands_beside_the_models_holds_for_each():
-    service = service_of({"device": "cpu", "models": [{"model": "bundled"}, {"model": "b/c", "device": "cuda"}]})
+    service = parse_service({"device": "cpu", "models": [{"model": "bundled"}, {"model": "b/c", "device": "cuda"}]})
     assert [model.settings["device"] for model in service.models] == ["cpu", "cuda"]
     assert [model.front.names for model in service.models] == [("bundled",), ("b/c",)]
     assert [_deployment_name(model, 2) for model in service.models] == ["engine-bundled", "engine-b-c"]
@@ -81,13 +88,13 @@ def test_what_stands_beside_the_models_holds_for_each():
 )
 def test_what_is_wrong_is_said_before_anything_starts(args, says):
     with pytest.raises(EspalierError) as caught:
-        service_of(args)
+        parse_service(args)
     assert says in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_a_number_of_replicas():
-    assert replicas_of(3) == replicas_of("3") == Replicas(3, 3) and not replicas_of(3).is_autoscaled
-    assert replicas_of("2:8") == Replicas(2, 8)
+    assert parse_replicas(3) == parse_replicas("3") == ReplicaOptions(3, 3) and not parse_replicas(3).is_autoscaled
+    assert parse_replicas("2:8") == ReplicaOptions(2, 8)
 
 
 def test_replicas_follow_the_open_tokens():

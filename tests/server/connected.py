@@ -29,7 +29,7 @@ class Transport(asyncio.Transport):
 
     def write(self, data):
         self.data += data
-        if data and self.pauses and self.connection.writable.is_set():
+        if data and self.pauses and self.connection.can_write.is_set():
             self.connection.pause_writing()
             self.resume(3)
 

@@ -21,7 +21,7 @@ from espalier.server.client import ClientOptions, EngineClient
 from espalier.server.connections import Connections
 from espalier.server.front import Front, FrontOptions
 from espalier.server.http1 import Connection
-from espalier.server.protocol import Part, Submit, SubmitMany
+from espalier.server.protocol import OutputPart, SubmitPrompts, SubmittedPrompt
 from espalier.stats import SpeculationStats, Usage
 from espalier.text import Tokenizer
 from tests.server.serving import Served
@@ -42,11 +42,11 @@ class ScriptedClient(EngineClient):
         self.config, self.state = {"max_batch": 8}, "ready"
 
     def _send(self, message: protocol.ToEngine) -> None:
-        for submit in message.prompts if isinstance(message, SubmitMany) else ():
+        for submit in message.prompts if isinstance(message, SubmitPrompts) else ():
             self.submitted.append(submit.params)
             asyncio.get_running_loop().create_task(self._answer(submit))
 
-    async def _answer(self, submit: Submit) -> None:
+    async def _answer(self, submit: SubmittedPrompt) -> None:
         params = submit.params
         text = self.script(self.tokenizer.decode(submit.prompt, skip_special_tokens=False), params)
         tokens = self.tokenizer.encode(text, add_special_tokens=False)
@@ -77,11 +77,11 @@ class ScriptedClient(EngineClient):
                     stop_reason=stopped,
                 )
                 if reason is None:
-                    self._deliver(Part(submit.name, piece))
+                    self._deliver(OutputPart(submit.name, piece))
                     await asyncio.sleep(0)
                     continue
                 usage = Usage(len(submit.prompt), start + len(part), 0)
-                self._deliver(Part(submit.name, piece, usage, SpeculationStats()))
+                self._deliver(OutputPart(submit.name, piece, usage, SpeculationStats()))
                 break
 
 

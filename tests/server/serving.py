@@ -171,7 +171,7 @@ def serving(folder: Path, *flags: str, copied: bool = False, **constants: float)
     with log.open("w") as lines:
         if copied:
             # Most servers render no template, and its process would take a second of CPU time.
-            constants = {"STARTS_TEMPLATES": 0, **constants}
+            constants = {"PRESTARTS_TEMPLATE_PROCESS": 0, **constants}
             values = {f"espalier.server.run.{name}": value for name, value in constants.items()}
             process = warm.server().start("espalier", arguments, environment, lines, lines, values)
         else:

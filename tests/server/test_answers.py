@@ -9,12 +9,12 @@ from transformers import PreTrainedTokenizerFast
 
 from espalier.logprobs import TokenLogprob
 from espalier.request import OutputChunk, ResolvedParams
-from espalier.server.answers import PLACEHOLDER, TextAnswer, event
+from espalier.server.answers import TEXT_PLACEHOLDER, TextAnswer, sse_event
 from espalier.server.chat_answers import ChatAnswer
 from espalier.server.openai import ChatRequest, CompletionRequest
-from espalier.server.protocol import Part
+from espalier.server.protocol import OutputPart
 from espalier.text import Tokenizer
-from espalier.tool_calls.definitions import Tools
+from espalier.tool_calls.definitions import RequestTools
 from espalier.tool_calls.formats import Formats
 from espalier.tool_calls.plan import ChatPlan
 from tests.pairwise import pairwise_params
@@ -41,7 +41,7 @@ def sentencepiece():
 
 def new_answer(kind, body, params, prompt, tokenizer):
     if kind is ChatAnswer:
-        return kind("id", body, params, prompt, ChatPlan(tokenizer, Formats(), Tools()))
+        return kind("id", body, params, prompt, ChatPlan(tokenizer, Formats(), RequestTools()))
     return kind("id", body, params, [prompt], tokenizer)
 
 
@@ -52,8 +52,8 @@ def answered(kind, body, tokenizer, entries, finish_reason="stop", prompt=(), **
     for i, (token, entry) in enumerate(zip(tokens, entries, strict=True)):
         last = finish_reason if i == len(tokens) - 1 else None
         piece = OutputChunk("x.0", token_ids=[token], from_draft=[False], logprobs=[entry], finish_reason=last)
-        chunks.append(answer.chunk(*answer.add_part(0, Part("x", piece))))
-        whole.add_part(0, Part("x", piece))
+        chunks.append(answer.chunk(*answer.add_part(0, OutputPart("x", piece))))
+        whole.add_part(0, OutputPart("x", piece))
     return whole.whole_response()["choices"][0], [chunk["choices"][0] for chunk in chunks]
 
 
@@ -152,8 +152,8 @@ def test_offsets_of_an_echo_are_places_of_the_prompts_text_too(make, text):
         known = [None, *(TokenLogprob(token, -2.0, [], 1) for token in prompt[1:])]
         own = [TokenLogprob(token, -1.0, [], 1) for token in said]
         whole = OutputChunk("x.0", token_ids=said, logprobs=own, prompt_logprobs=known, finish_reason="length")
-        chunk = streamed.chunk(*streamed.add_part(0, Part("x", whole)))["choices"][0]
-        answer.add_part(0, Part("x", whole))
+        chunk = streamed.chunk(*streamed.add_part(0, OutputPart("x", whole)))["choices"][0]
+        answer.add_part(0, OutputPart("x", whole))
         [found] = answer.whole_response()["choices"]
         assert (chunk["text"], chunk["logprobs"]) == (found["text"], found["logprobs"])
         assert found["logprobs"]["token_logprobs"] == [None, *[-2.0] * (cut - 1), *[-1.0] * len(said)]
@@ -193,7 +193,7 @@ ODD_TEXTS = [
     "lines\n\r\t",
     "\u2028\u2029\x85",
     "\x00\x1f\x7f",
-    PLACEHOLDER,
+    TEXT_PLACEHOLDER,
     "\ufffd\ue000",
     "日本\U0001f642",
 ]
@@ -202,7 +202,7 @@ ODD_TEXTS = [
 @pytest.mark.parametrize("options", [None, {"include_usage": True}, {"continuous_usage_stats": True}], ids=str)
 @pytest.mark.parametrize("kind", [TextAnswer, ChatAnswer])
 def test_events_are_the_general_encoders_bytes(kind, options):
-    fields = {"model": PLACEHOLDER, "stream": True, "stream_options": options}
+    fields = {"model": TEXT_PLACEHOLDER, "stream": True, "stream_options": options}
     body = CompletionRequest(prompt="", **fields) if kind is TextAnswer else ChatRequest(messages=MESSAGES, **fields)
     # With a stop string the text comes from the engine process, so any text can be given.
     answer, general = (new_answer(kind, body, ResolvedParams(stop=("never",), n=2), [1], None) for _ in range(2))
@@ -211,6 +211,6 @@ def test_events_are_the_general_encoders_bytes(kind, options):
         for i, text in enumerate((*ODD_TEXTS, "", "end")):
             ends = i == len(ODD_TEXTS) + 1
             piece = OutputChunk("x.0", index, [i, i], text, [False, True], finish_reason="stop" if ends else None)
-            chunk = general.chunk(*general.add_part(0, Part("x", piece)))
-            assert answer.event(0, Part("x", piece)) == (b"" if chunk is None else event(chunk)), text
+            chunk = general.chunk(*general.add_part(0, OutputPart("x", piece)))
+            assert answer.event(0, OutputPart("x", piece)) == (b"" if chunk is None else sse_event(chunk)), text
             assert (chunk is None) == (text == "")

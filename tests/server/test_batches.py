@@ -15,7 +15,7 @@ import openai
 import pytest
 
 from espalier import SpeculationConfig
-from espalier.batch_jobs.files import MAX_LINE_BYTES, URLS, Journal, scan_input
+from espalier.batch_jobs.files import DEFAULT_URLS, MAX_LINE_BYTES, Journal, scan_input
 from espalier.cli.main import main
 from espalier.server.batches import Batches
 from espalier.server.routes import path_not_served
@@ -55,8 +55,8 @@ def test_a_killed_batch_goes_on_without_losing_or_repeating_a_line(served, tmp_p
     lines = [line(i, body=TEXT | {"prompt": f"def f{i}("}) for i in range(1, 25)]
     lines[7], lines[8] = "{bad", line(9, url="/v1/embeddings")
     lines[9:12] = [
-        line(10, url=URLS[0], body=CHAT),
-        line(11, url=URLS[2], body=RESPONSE),
+        line(10, url=DEFAULT_URLS[0], body=CHAT),
+        line(11, url=DEFAULT_URLS[2], body=RESPONSE),
         line(32, body={"model": "x"}),
     ]
     given, out, log = write(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl", tmp_path / "log"
@@ -81,10 +81,10 @@ def test_a_killed_batch_goes_on_without_losing_or_repeating_a_line(served, tmp_p
     # The answers are the server's own.
     bodies = [json.loads(each)["response"] for each in out.read_text().splitlines()]
     texts = {answer["request_id"].rpartition("_")[2]: answer["body"] for answer in bodies if answer}
-    _, _, direct = served.request(URLS[1], lines[0]["body"])
+    _, _, direct = served.request(DEFAULT_URLS[1], lines[0]["body"])
     assert texts["1"]["choices"] == direct["choices"] and texts["1"]["usage"].keys() == direct["usage"].keys()
-    assert texts["10"]["choices"][0]["message"] == served.request(URLS[0], CHAT)[2]["choices"][0]["message"]
-    assert texts["11"]["output"][0]["content"] == served.request(URLS[2], RESPONSE)[2]["output"][0]["content"]
+    assert texts["10"]["choices"][0]["message"] == served.request(DEFAULT_URLS[0], CHAT)[2]["choices"][0]["message"]
+    assert texts["11"]["output"][0]["content"] == served.request(DEFAULT_URLS[2], RESPONSE)[2]["output"][0]["content"]
     # What is answered is not asked again.
     before = out.read_bytes()
     assert main(["batch", str(given), str(out), "--url", "http://127.0.0.1:1"]) == 1
@@ -155,11 +155,11 @@ def results(client, file_id):
 
 def test_openais_client_runs_batches(served, client):
     file, data = upload(
-        client, [line(1), line(2), "{bad", line(4, url=URLS[0], body=CHAT), line(5, body={"model": "x"})]
+        client, [line(1), line(2), "{bad", line(4, url=DEFAULT_URLS[0], body=CHAT), line(5, body={"model": "x"})]
     )
     assert (file.bytes, file.filename, file.purpose) == (len(data), "mine.jsonl", "batch")
     assert client.files.content(file.id).content == data and client.files.retrieve(file.id) == file
-    asked = {"endpoint": URLS[1], "completion_window": "24h"}
+    asked = {"endpoint": DEFAULT_URLS[1], "completion_window": "24h"}
     batch = client.batches.create(input_file_id=file.id, metadata={"a": "b"}, **asked)
     assert batch.metadata == {"a": "b"} and batch.status not in ENDED
     done = ended(client, batch)
@@ -184,17 +184,19 @@ def test_openais_client_runs_batches(served, client):
 
 def test_a_line_may_wait_longer_than_another_request(tmp_path):
     with serving(tmp_path, "--request-timeout", "0.2", "--batch-dir", str(tmp_path / "kept"), copied=True) as served:
-        assert served.request(URLS[1], LONG)[0] == 504
+        assert served.request(DEFAULT_URLS[1], LONG)[0] == 504
         client = openai.OpenAI(base_url=f"{served.base}/v1", api_key="none")
         file, _ = upload(client, [line(1, body=LONG)])
-        done = ended(client, client.batches.create(input_file_id=file.id, endpoint=URLS[1], completion_window="24h"))
+        done = ended(
+            client, client.batches.create(input_file_id=file.id, endpoint=DEFAULT_URLS[1], completion_window="24h")
+        )
         assert (done.status, done.request_counts.completed) == ("completed", 1)
 
 
 def test_a_cancelled_batch_answers_every_line(served, client):
     file, _ = upload(client, [line(i, body=TEXT | {"max_tokens": 200}) for i in range(200)])
-    batch = client.batches.create(input_file_id=file.id, endpoint=URLS[1], completion_window="24h")
-    waiting = client.batches.create(input_file_id=file.id, endpoint=URLS[1], completion_window="24h")
+    batch = client.batches.create(input_file_id=file.id, endpoint=DEFAULT_URLS[1], completion_window="24h")
+    waiting = client.batches.create(input_file_id=file.id, endpoint=DEFAULT_URLS[1], completion_window="24h")
     with pytest.raises(openai.BadRequestError, match="cancel it first"):
         client.files.delete(file.id)
     for each in (waiting, batch):
@@ -209,12 +211,14 @@ def test_a_cancelled_batch_answers_every_line(served, client):
         assert any(each["error"] and each["error"]["code"] == "batch_cancelled" for each in answers)
     # Nothing of it runs on.
     served.until(lambda: not served.metric("open_samples"))
-    assert not served.metric("http_requests_total", path=URLS[1], status="0")
+    assert not served.metric("http_requests_total", path=DEFAULT_URLS[1], status="0")
 
 
 def test_a_file_that_cannot_be_a_batch_fails_it_with_the_line(served, client):
     file, _ = upload(client, [line(1), line(2), line(3, custom_id="r1")])
-    done = ended(client, client.batches.create(input_file_id=file.id, endpoint=URLS[1], completion_window="24h"))
+    done = ended(
+        client, client.batches.create(input_file_id=file.id, endpoint=DEFAULT_URLS[1], completion_window="24h")
+    )
     [fault] = done.errors.data
     assert (done.status, fault.line) == ("failed", 3) and "custom_id 'r1' is on line 1 too" in fault.message
     assert str(ROOT) not in fault.message and "/files/" not in fault.message
@@ -239,7 +243,7 @@ def test_a_file_that_cannot_be_a_batch_fails_it_with_the_line(served, client):
         (lambda client: client.get("/batches?limi=3", cast_to=object), "the query has no 'limi'"),
         (lambda client: client.batches.cancel("x"), "there is no batch 'x'"),
         (
-            lambda client: client.batches.create(input_file_id="x", endpoint=URLS[1], completion_window="24h"),
+            lambda client: client.batches.create(input_file_id="x", endpoint=DEFAULT_URLS[1], completion_window="24h"),
             "is no file with purpose 'batch'",
         ),
         (
@@ -247,7 +251,7 @@ def test_a_file_that_cannot_be_a_batch_fails_it_with_the_line(served, client):
             "endpoint",
         ),
         (
-            lambda client: client.batches.create(input_file_id="x", endpoint=URLS[1], completion_window="1h"),
+            lambda client: client.batches.create(input_file_id="x", endpoint=DEFAULT_URLS[1], completion_window="1h"),
             "completion_window",
         ),
     ],
@@ -299,7 +303,7 @@ def test_a_journal_that_opens_while_the_server_ends_is_closed(tmp_path, monkeypa
         batches.start(Engine(1), None)
         with given.open("rb") as file:
             id = batches.store.add(file, "in.jsonl", "batch").id
-        batch = batches.create(BatchRequest(input_file_id=id, endpoint=URLS[1], completion_window="24h"))
+        batch = batches.create(BatchRequest(input_file_id=id, endpoint=DEFAULT_URLS[1], completion_window="24h"))
         await asyncio.to_thread(opened.wait)
         await batches.close()
         while not made:
@@ -318,7 +322,7 @@ def test_batches_outlive_the_server(tmp_path):
         batches.start(engine, None)
         with given.open("rb") as file:
             id = batches.store.add(file, "in.jsonl", "batch").id
-        body = BatchRequest(input_file_id=id, endpoint=URLS[1], completion_window="24h")
+        body = BatchRequest(input_file_id=id, endpoint=DEFAULT_URLS[1], completion_window="24h")
         both = [batches.create(body).id for _ in range(2)]
         while engine.num_answers or len(engine.bodies) < 15:
             await asyncio.sleep(0.001)
@@ -359,7 +363,7 @@ def test_lines_left_at_the_windows_end_have_an_error(tmp_path):
         batches.start(Engine(0), None)
         with given.open("rb") as file:
             id = batches.store.add(file, "in.jsonl", "batch").id
-        batch = batches.create(BatchRequest(input_file_id=id, endpoint=URLS[1], completion_window="24h"))
+        batch = batches.create(BatchRequest(input_file_id=id, endpoint=DEFAULT_URLS[1], completion_window="24h"))
         batch.expires_at = int(time.time())
         while batch.status != "expired":
             await asyncio.sleep(0.001)
@@ -415,7 +419,7 @@ def test_a_killed_servers_batch_goes_on(tmp_path):
     with serving(tmp_path, *flags) as served:
         client = of(served)
         file, _ = upload(client, [line(i) for i in range(1, 101)])
-        batch = client.batches.create(input_file_id=file.id, endpoint=URLS[1], completion_window="24h")
+        batch = client.batches.create(input_file_id=file.id, endpoint=DEFAULT_URLS[1], completion_window="24h")
         until(lambda: client.batches.retrieve(batch.id).request_counts.completed > 10)
         served.process.kill()
     with serving(tmp_path, *flags) as served:

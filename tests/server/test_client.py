@@ -20,7 +20,7 @@ from espalier.server.errors import ApiError
 from espalier.server.front import ClientShares, Front
 from espalier.server.gate import Gate
 from espalier.server.metrics import Metrics
-from espalier.server.protocol import Abort, EngineGone, Generation, Part, Refused, Submit
+from espalier.server.protocol import AbortPrompt, EngineGone, Generation, OutputPart, PromptRefused, SubmittedPrompt
 from espalier.server.request_runs import RequestRun
 from tests.folders import new_folder
 
@@ -62,7 +62,7 @@ class Socket:
 def ready(restart, *messages):
     client = EngineClient({}, ClientOptions(restart=restart))
     client.process, client._socket, client.state = Process(), Socket(*messages), "ready"
-    client._folder = new_folder("sockets-")
+    client._socket_folder = new_folder("sockets-")
     return client
 
 
@@ -76,7 +76,7 @@ async def told(generation):
 def test_what_cannot_be_read_ends_the_engine_and_tells_everyone():
     async def run():
         client = ready(False, b"\xc1 is no message")
-        generation = client.submit([[1]], Submit("x", [], ResolvedParams(), 0, False))
+        generation = client.submit([[1]], SubmittedPrompt("x", [], ResolvedParams(), 0, False))
         client._supervisor = asyncio.create_task(client._supervise())
         assert "an unreadable message" in await told(generation)
         await client._supervisor
@@ -91,9 +91,9 @@ def test_a_refusal_that_a_retry_may_change_says_so(busy, status):
     """Clients of OpenAI's API send 429 again by themselves, and 400 never."""
 
     async def run():
-        client = ready(False, protocol.encode(Refused("x-0", "the grammar waits", busy)))
-        generation = client.submit([[1]], Submit("x", [], ResolvedParams(), 0, False))
-        reading = asyncio.create_task(client._read())
+        client = ready(False, protocol.encode(PromptRefused("x-0", "the grammar waits", busy)))
+        generation = client.submit([[1]], SubmittedPrompt("x", [], ResolvedParams(), 0, False))
+        reading = asyncio.create_task(client._read_messages())
         with pytest.raises(ApiError, match="the grammar waits") as caught, RequestRun._as_api_errors(SimpleNamespace()):
             async for _ in generation.parts(asyncio.get_running_loop().time() + 5):
                 pass
@@ -111,12 +111,12 @@ def test_a_part_behind_the_failure_of_its_request_does_not_hide_the_sample_from_
 
     async def run():
         client = ready(False)
-        generation = client.submit([[1]], Submit("x", [], ResolvedParams(), 0, False))
+        generation = client.submit([[1]], SubmittedPrompt("x", [], ResolvedParams(), 0, False))
         [name] = generation.num_running
         generation.fail(ClientDisconnect())
-        client._deliver(Part(name, OutputChunk(f"{name}.0", 0, [7])))
+        client._deliver(OutputPart(name, OutputChunk(f"{name}.0", 0, [7])))
         generation.close()
-        assert client._socket.sent[-1] == Abort(name)
+        assert client._socket.sent[-1] == AbortPrompt(name)
         assert client.open_samples == 0
         await client.close()
 
@@ -125,7 +125,7 @@ def test_a_part_behind_the_failure_of_its_request_does_not_hide_the_sample_from_
 
 def test_a_process_that_cannot_be_made_is_tried_again_a_few_times_in_a_row(monkeypatch):
     """Of the numbers, which starts succeed: the engine that they make is gone at once."""
-    monkeypatch.setattr("espalier.server.client.FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr("espalier.server.client.FIRST_RESTART_PAUSE_S", 0.001)
 
     async def run(succeed):
         client, tries = ready(True, b"\xc1"), []
@@ -139,7 +139,7 @@ def test_a_process_that_cannot_be_made_is_tried_again_a_few_times_in_a_row(monke
         monkeypatch.setattr(client, "_start", start)
         client._supervisor = asyncio.create_task(client._supervise())
         async with asyncio.timeout(5):
-            why = await client.ended()
+            why = await client.wait_until_ended()
         assert "cannot be restarted: no more processes" in why
         await client.close()
         return len(tries)
@@ -172,11 +172,11 @@ def test_who_closes_again_waits_for_the_same_end(monkeypatch):
         first = asyncio.create_task(client.close())
         await asyncio.sleep(0.01)
         if cut_short:
-            client._closing.cancel()
+            client._close_task.cancel()
             await asyncio.wait({first})
         else:
             await client.close()
-        assert process.returncode == -9 and not client._folder.exists()
+        assert process.returncode == -9 and not client._socket_folder.exists()
         await asyncio.wait({first})
 
     for seconds, cut_short in ((0.05, False), (600, True)):
@@ -202,7 +202,7 @@ def test_a_key_may_hold_any_character(sent):
 
 
 def test_an_echo_is_read_beside_the_loop_by_the_length_of_all_its_prompts(monkeypatch):
-    monkeypatch.setattr(lanes, "MAX_INLINE", 2)
+    monkeypatch.setattr(lanes, "MAX_INLINE_SIZE", 2)
     threads = []
 
     class Echoing:
@@ -249,7 +249,7 @@ def test_an_echo_is_read_beside_the_loop_by_the_length_of_all_its_prompts(monkey
 
 def test_prompts_that_are_being_read_take_room():
     front = Front.__new__(Front)
-    front.engines = SimpleNamespace(require_up=lambda: None, num_slots=2, open_samples=1)
+    front.engines = SimpleNamespace(require_running=lambda: None, num_slots=2, open_samples=1)
     front.options, front.draining, front.shares = SimpleNamespace(max_queue=2), False, ClientShares()
     with front.reserve_capacity(2):
         with (
@@ -282,8 +282,8 @@ def test_an_answer_is_made_once_the_prompts_have_left():
         await asyncio.sleep(60)
 
     front = Front.__new__(Front)
-    ending = {"wait_sent": sent, "abort": lambda _: order.append("forgotten")}
-    front.engines = SimpleNamespace(require_up=lambda: None, num_slots=2, open_samples=0, submit=submit, **ending)
+    ending = {"wait_until_sent": sent, "abort": lambda _: order.append("forgotten")}
+    front.engines = SimpleNamespace(require_running=lambda: None, num_slots=2, open_samples=0, submit=submit, **ending)
     front.options = SimpleNamespace(max_queue=2, request_timeout_s=None)
     front.draining, front.shares, front.metrics = False, ClientShares(), Metrics([])
     http = SimpleNamespace(receive=receive, scope={"state": {}})

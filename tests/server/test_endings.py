@@ -30,7 +30,7 @@ from tests.server.serving import (
 def own(servers):
     """A server that may be broken.  At its end it waits for a reader that takes nothing one second, not five."""
     flags = ("--max-queue", "2", "--drain-timeout", "60", "--send-timeout", "0")
-    return servers(*flags, STALLED_AT_DRAIN_S=1.0)
+    return servers(*flags, MAX_STALL_AT_DRAIN_S=1.0)
 
 
 @pytest.fixture(scope="module")

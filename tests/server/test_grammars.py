@@ -14,7 +14,7 @@ from espalier import Grammar, SamplingParams
 from espalier.masking import compile as of_compile
 from espalier.request import Output
 from espalier.server import protocol
-from espalier.server.protocol import Abort, Harvest, Refused, Start, Submit, SubmitMany
+from espalier.server.protocol import AbortPrompt, PromptRefused, Start, StepOutput, SubmitPrompts, SubmittedPrompt
 from espalier.server.worker import Worker
 
 SCHEMA = {
@@ -146,16 +146,16 @@ def test_a_grammar_that_compiles_blocks_nobody(llm, monkeypatch):
         def submit(name, grammar=None):
             params = SamplingParams(temperature=0.0, max_tokens=8, grammar=grammar)
             resolved = params.resolve({}, llm.inputs.facts.eos_token_ids)
-            front.send(protocol.encode(SubmitMany([Submit(name, [1, 2, 3], resolved, 0, True)])))
+            front.send(protocol.encode(SubmitPrompts([SubmittedPrompt(name, [1, 2, 3], resolved, 0, True)])))
 
         def ended():
             """Names that have ended, as far as the front has been told."""
             found = []
             while front.poll(0):
                 message = protocol.decode_from_engine(front.recv())
-                if isinstance(message, Refused):
+                if isinstance(message, PromptRefused):
                     found.append(message.name)
-                elif isinstance(message, Harvest):
+                elif isinstance(message, StepOutput):
                     found += [part.name for part in message.parts if part.output.finish_reason is not None]
             return found
 
@@ -172,8 +172,8 @@ def test_a_grammar_that_compiles_blocks_nobody(llm, monkeypatch):
         submit("wrong", Grammar("regex", "(x"))
         submit("free")
         turn_until("free")
-        assert worker.compiling.keys() == {"slow", "dropped", "wrong"}
-        front.send(protocol.encode(Abort("dropped")))
+        assert worker.compiling_prompts.keys() == {"slow", "dropped", "wrong"}
+        front.send(protocol.encode(AbortPrompt("dropped")))
         go_on.set()
         turn_until("slow", "wrong")
-        assert not worker.compiling and not worker.running
+        assert not worker.compiling_prompts and not worker.running_prompts

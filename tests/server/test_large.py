@@ -16,9 +16,9 @@ from espalier.errors import EspalierError
 from espalier.inputs import InputProcessor, ModelFacts, TextLimit
 from espalier.server import bodies, lanes
 from espalier.server.api import ApiOptions, make_app, prepare_chat
-from espalier.server.bodies import MAX_ENTRIES, MAX_MESSAGES, SMALL_BYTES, BodyLimits, BodyReader, read_body
+from espalier.server.bodies import MAX_ENTRIES, MAX_INLINE_BYTES, MAX_MESSAGES, BodyLimits, BodyReader, read_body
 from espalier.server.errors import ApiError
-from espalier.server.lanes import MAX_INLINE, MAX_SHORT, Lanes
+from espalier.server.lanes import MAX_INLINE_SIZE, MAX_SHORT_SIZE, Lanes
 from espalier.server.openai import ChatRequest, CompletionRequest, DetokenizeRequest
 from espalier.text import load_tokenizer
 from espalier.tool_calls.formats import Formats
@@ -64,7 +64,7 @@ def read_in_turn(*posted):
             except ApiError as error:
                 found.append(error)
         await reader.helper.close()
-        return found, reader.num_read_in_helper
+        return found, reader.num_large_bodies_read
 
     return asyncio.run(read())
 
@@ -79,7 +79,7 @@ def text(prompt, **more):
 
 LARGE = [
     (ChatRequest, chat([PART] * 5000, temperature=0.5)),
-    (ChatRequest, chat("é" * SMALL_BYTES)),
+    (ChatRequest, chat("é" * MAX_INLINE_BYTES)),
     (CompletionRequest, text(list(range(1000)) * 50, n=2)),
     (CompletionRequest, text(["a" * 1000] * 70)),
 ]
@@ -92,8 +92,8 @@ def test_large_bodies_are_read_in_another_process_and_mean_the_same(monkeypatch)
 
 
 def test_a_small_body_is_read_at_once():
-    found, num_read_in_helper = read_in_turn((CompletionRequest, text("a")), (ChatRequest, chat([PART, PART])))
-    assert num_read_in_helper == 0 and [each.for_template() for each in found[1].messages] == [
+    found, num_large_bodies_read = read_in_turn((CompletionRequest, text("a")), (ChatRequest, chat([PART, PART])))
+    assert num_large_bodies_read == 0 and [each.for_template() for each in found[1].messages] == [
         {"role": "user", "content": "abab"}
     ]
 
@@ -104,7 +104,7 @@ REFUSED = {
     "logit_bias": (CompletionRequest, text("a", logit_bias={str(i): 1 for i in range(250_000)}), "logit_bias", "65536"),
     "a few too many of logit_bias": (
         CompletionRequest,
-        text("a" * SMALL_BYTES, logit_bias=dict.fromkeys(map(str, range(600)), 1)),
+        text("a" * MAX_INLINE_BYTES, logit_bias=dict.fromkeys(map(str, range(600)), 1)),
         "logit_bias",
         "use at most 512",
     ),
@@ -113,16 +113,16 @@ REFUSED = {
     "ids": (CompletionRequest, text([1] * 200_000), "prompt", "the prompt is too long: it has 200000 tokens"),
     "an id": (CompletionRequest, text([1000] * 50_000), "prompt", "prompt token id=1000 is not supported"),
     "/detokenize": (DetokenizeRequest, {"tokens": [1] * 100_000}, "tokens", "more than 1000 entries"),
-    "no number": (CompletionRequest, text("a" * SMALL_BYTES, temperature="hot"), "temperature", "valid number"),
-    "unknown": (CompletionRequest, text("a" * SMALL_BYTES, heat=1), "heat", "has no 'heat'"),
+    "no number": (CompletionRequest, text("a" * MAX_INLINE_BYTES, temperature="hot"), "temperature", "valid number"),
+    "unknown": (CompletionRequest, text("a" * MAX_INLINE_BYTES, heat=1), "heat", "has no 'heat'"),
 }
 
 
 @pytest.fixture(scope="module")
 def refused():
     """The errors of all refused bodies, by name: one process reads them in turn."""
-    errors, num_read_in_helper = read_in_turn(*((model, body) for model, body, _, _ in REFUSED.values()))
-    assert num_read_in_helper == len(REFUSED)
+    errors, num_large_bodies_read = read_in_turn(*((model, body) for model, body, _, _ in REFUSED.values()))
+    assert num_large_bodies_read == len(REFUSED)
     return dict(zip(REFUSED, errors, strict=True))
 
 
@@ -138,14 +138,14 @@ def test_what_is_wrong_with_a_large_body_is_told_as_for_any(name, refused):
 
 
 def test_what_a_small_body_can_hold_is_below_every_limit_but_the_models():
-    assert SMALL_BYTES // len('{"role":"user","content":""},') < MAX_MESSAGES
-    assert SMALL_BYTES // len("0,") <= MAX_ENTRIES
+    assert MAX_INLINE_BYTES // len('{"role":"user","content":""},') < MAX_MESSAGES
+    assert MAX_INLINE_BYTES // len("0,") <= MAX_ENTRIES
 
 
 def test_a_body_process_that_dies_takes_one_body_with_it():
     async def run():
         reader = BodyReader(LIMITS)
-        read = lambda: reader.read(Posted(text("a" * SMALL_BYTES)), CompletionRequest)  # noqa: E731
+        read = lambda: reader.read(Posted(text("a" * MAX_INLINE_BYTES)), CompletionRequest)  # noqa: E731
         first = await read()
         dead = await reader.helper.start()
         dead.kill()
@@ -159,11 +159,11 @@ def test_a_body_process_that_dies_takes_one_body_with_it():
 
 
 def test_only_so_many_large_bodies_wait(monkeypatch):
-    monkeypatch.setattr(bodies, "MAX_WAITING", 2)
+    monkeypatch.setattr(bodies, "MAX_WAITING_BODIES", 2)
 
     async def run():
         reader = BodyReader(LIMITS)
-        reads = (reader.read(Posted(text("a" * SMALL_BYTES)), CompletionRequest) for _ in range(5))
+        reads = (reader.read(Posted(text("a" * MAX_INLINE_BYTES)), CompletionRequest) for _ in range(5))
         found = await asyncio.gather(*reads, return_exceptions=True)
         await reader.helper.close()
         return [getattr(each, "status_code", 200) for each in found]
@@ -263,7 +263,7 @@ def test_a_short_prompt_does_not_wait_behind_long_ones(two_lanes):
     go_on = threading.Event()
 
     async def run():
-        long = [asyncio.create_task(two_lanes.run(lambda _: go_on.wait(60), size=MAX_SHORT + 1)) for _ in range(3)]
+        long = [asyncio.create_task(two_lanes.run(lambda _: go_on.wait(60), size=MAX_SHORT_SIZE + 1)) for _ in range(3)]
         await asyncio.sleep(0)
         short = await two_lanes.run(lambda inputs: inputs.prompt_tokens("ab"), size=2)
         waited = not any(each.done() for each in long)
@@ -278,7 +278,10 @@ def test_each_lane_has_a_thread_and_a_tokenizer_of_its_own(two_lanes):
         return threading.get_ident(), id(inputs.tokenizer)
 
     async def run():
-        return [await two_lanes.run(who, size=size) for size in (MAX_INLINE + 1, MAX_SHORT, MAX_SHORT + 1, 10**6)]
+        return [
+            await two_lanes.run(who, size=size)
+            for size in (MAX_INLINE_SIZE + 1, MAX_SHORT_SIZE, MAX_SHORT_SIZE + 1, 10**6)
+        ]
 
     one, same, other, same_other = asyncio.run(run())
     assert one == same and other == same_other
@@ -291,14 +294,14 @@ def test_a_tiny_prompt_needs_no_thread_unless_its_lane_is_busy(two_lanes):
 
     async def run():
         go_on = threading.Event()
-        idle = await two_lanes.run(where, size=MAX_INLINE)
-        busy = asyncio.create_task(two_lanes.run(lambda _: go_on.wait(60), size=MAX_SHORT))
+        idle = await two_lanes.run(where, size=MAX_INLINE_SIZE)
+        busy = asyncio.create_task(two_lanes.run(lambda _: go_on.wait(60), size=MAX_SHORT_SIZE))
         await asyncio.sleep(0)
-        waits = asyncio.create_task(two_lanes.run(where, size=MAX_INLINE))
+        waits = asyncio.create_task(two_lanes.run(where, size=MAX_INLINE_SIZE))
         await asyncio.sleep(0)
         go_on.set()
         await busy
-        return idle, await waits, await two_lanes.run(where, size=MAX_INLINE)
+        return idle, await waits, await two_lanes.run(where, size=MAX_INLINE_SIZE)
 
     idle, waited, after = asyncio.run(run())
     assert idle == after and idle[0] == threading.get_ident() != waited[0] and idle[1] == waited[1]
@@ -307,22 +310,22 @@ def test_a_tiny_prompt_needs_no_thread_unless_its_lane_is_busy(two_lanes):
 def test_a_lane_whose_request_was_cancelled_is_busy_until_its_thread_is_done(two_lanes):
     async def run():
         go_on = threading.Event()
-        cancelled = asyncio.create_task(two_lanes.run(lambda _: go_on.wait(60), size=MAX_SHORT))
+        cancelled = asyncio.create_task(two_lanes.run(lambda _: go_on.wait(60), size=MAX_SHORT_SIZE))
         await asyncio.sleep(0)
         cancelled.cancel()
         await asyncio.wait([cancelled])
         # On the event loop it would use the tokenizer beside the thread.
-        waits = asyncio.create_task(two_lanes.run(lambda _: threading.get_ident(), size=MAX_INLINE))
+        waits = asyncio.create_task(two_lanes.run(lambda _: threading.get_ident(), size=MAX_INLINE_SIZE))
         await asyncio.sleep(0)
         go_on.set()
-        return await waits, await two_lanes.run(lambda _: threading.get_ident(), size=MAX_INLINE)
+        return await waits, await two_lanes.run(lambda _: threading.get_ident(), size=MAX_INLINE_SIZE)
 
     waited, after = asyncio.run(run())
     assert waited != after == threading.get_ident()
 
 
 def test_only_so_many_long_prompts_wait(two_lanes, monkeypatch):
-    monkeypatch.setattr(lanes, "MAX_WAITING", 2)
+    monkeypatch.setattr(lanes, "MAX_WAITING_PROMPTS", 2)
     go_on = threading.Event()
 
     async def run():

@@ -11,7 +11,7 @@ from espalier.cli.serve import serve_worker
 from espalier.errors import EspalierError
 from espalier.request import ResolvedParams
 from espalier.server import protocol
-from espalier.server.protocol import Start, Submit, SubmitMany
+from espalier.server.protocol import Start, SubmitPrompts, SubmittedPrompt
 from espalier.server.worker import Worker
 from tests.learn.test_learner import served as one_engine
 from tests.server.serving import exists, serving
@@ -33,7 +33,9 @@ class Recorded:
 
 
 def submitted(name, private=False, n=1):
-    return Submit(name, [1, 2, 3], ResolvedParams(temperature=0.0, max_tokens=4, n=n), 0, False, private=private)
+    return SubmittedPrompt(
+        name, [1, 2, 3], ResolvedParams(temperature=0.0, max_tokens=4, n=n), 0, False, private=private
+    )
 
 
 @pytest.mark.parametrize("learns", [True, False])
@@ -43,7 +45,7 @@ def test_private_requests_are_not_kept(learns):
         front.bind("inproc://learning")
         socket.connect("inproc://learning")
         worker = Worker(socket, one_engine(), Start({}, 0.05, "info", False), os.getppid(), learner)
-        front.send(protocol.encode(SubmitMany([submitted("a", n=2), submitted("b", private=True), submitted("c")])))
+        front.send(protocol.encode(SubmitPrompts([submitted("a", n=2), submitted("b", private=True), submitted("c")])))
         front.send(protocol.encode(protocol.Shutdown()))
         worker._receive_messages()
         while worker.llm.engine.has_work:

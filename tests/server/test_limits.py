@@ -18,7 +18,7 @@ import pytest
 from prometheus_client import Counter
 
 from espalier.errors import EspalierError
-from espalier.server.answers import event
+from espalier.server.answers import sse_event
 from espalier.server.client import ClientOptions, EngineClient
 from espalier.server.connections import Connections
 from espalier.server.errors import ApiError
@@ -136,7 +136,7 @@ class Made:
     """A connection as Connections sees it."""
 
     def __init__(self):
-        self.exchange, self.is_idle, self.is_silent = None, False, False
+        self.exchange, self.is_idle, self.got_no_data_since_response = None, False, False
         self.idle_since, self.num_written, self.closed = 0.0, 0, []
         self.transport, self.size, self.now = self, 0, 0.0
 
@@ -204,7 +204,7 @@ def test_who_is_without_a_request_for_too_long_is_closed():
         sweep, unlimited = swept(made, body_timeout_s=3.0), swept(other := Made())
         for now, state in enumerate(seconds.split()):
             made.is_idle = not state[0].islower()
-            made.is_silent = "~" in state
+            made.got_no_data_since_response = "~" in state
             made.size = made.num_written = state.count("+")
             # As of Connection: a request ends, or something comes after an answer.
             if (made.is_idle and state[0] != before[:1]) or ("~" in before and "~" not in state):
@@ -212,7 +212,7 @@ def test_who_is_without_a_request_for_too_long_is_closed():
             before, count = state, sweep(float(now))
         assert made.closed == ([] if closed_at is None else [closed_at]), seconds
         # Silence is not counted: such a client owes nothing.
-        assert count == (len(made.closed) if not made.is_silent else 0)
+        assert count == (len(made.closed) if not made.got_no_data_since_response else 0)
         other.is_idle = True
         assert unlimited(10.0**9) == 0 and other.closed == []
 
@@ -322,7 +322,7 @@ def test_an_engine_that_hangs_while_it_loads_is_ended(monkeypatch, tmp_path):
         client = EngineClient({}, ClientOptions(load_timeout_s=0.3))
         with pytest.raises(EspalierError, match=r"did not load its model within 0\.3 s .* raise --load-timeout"):
             await client.start()
-        assert not client._folder.exists() and not exists(hung[0].pid)
+        assert not client._socket_folder.exists() and not exists(hung[0].pid)
         await client.close()
 
     asyncio.run(run())
@@ -389,7 +389,7 @@ def test_sigterm_while_the_model_loads_leaves_nothing(tmp_path):
 def test_what_is_raised_in_a_streams_midst_ends_it_with_an_error_event(raised, kind, message, caplog):
     counter = Counter("stream_errors", "", ["type"], registry=None)
     run = SimpleNamespace(metrics=SimpleNamespace(stream_errors=counter), deadline=None, close=lambda: None)
-    run.answer, run.has_ended = SimpleNamespace(error_event=event), False
+    run.answer, run.has_ended = SimpleNamespace(error_event=sse_event), False
 
     async def rest():
         yield b"second"
@@ -403,7 +403,7 @@ def test_what_is_raised_in_a_streams_midst_ends_it_with_an_error_event(raised, k
 
         await stream({}, None, send)
         assert [message.get("more_body") for message in sent] == [None, True, True, True, False]
-        return [message["body"] for message in sent[1:]], stream.ended
+        return [message["body"] for message in sent[1:]], stream.has_ended
 
     (first, second, last, end), ended = asyncio.run(read())
     assert (first, second, end, ended) == (b"first", b"second", b"", True)

@@ -9,17 +9,17 @@ import pytest
 from espalier.request import ResolvedParams
 from espalier.server import client as module
 from espalier.server.client import ClientOptions, EngineClient, Outbox
-from espalier.server.protocol import Abort, Submit, SubmitMany
+from espalier.server.protocol import AbortPrompt, SubmitPrompts, SubmittedPrompt
 
 
 def prompt(name, num_tokens=10):
-    return Submit(str(name), [1] * num_tokens, ResolvedParams(), 0, False)
+    return SubmittedPrompt(str(name), [1] * num_tokens, ResolvedParams(), 0, False)
 
 
 @pytest.fixture(autouse=True)
 def never_late(monkeypatch):
     """The clock of a busy machine decides nothing."""
-    monkeypatch.setattr(module, "MAX_WAIT_S", 60.0)
+    monkeypatch.setattr(module, "MAX_SEND_DELAY_S", 60.0)
 
 
 def sent_by(work, tokens_per_prefill=1000):
@@ -30,7 +30,7 @@ def sent_by(work, tokens_per_prefill=1000):
         box = Outbox(lambda submits: messages.append([submit.name for submit in submits]))
         box.tokens_per_prefill = tokens_per_prefill
         await work(box)
-        while box._waiting:
+        while box._unsent:
             await asyncio.sleep(0)
 
     asyncio.run(run())
@@ -63,13 +63,13 @@ def test_a_full_prefill_pass_leaves_at_once():
     async def work(box):
         for i in range(5):
             box.add(prompt(i))
-        assert len(box._waiting) == 1
+        assert len(box._unsent) == 1
 
     assert sent_by(work, tokens_per_prefill=20) == [["0", "1"], ["2", "3"], ["4"]]
 
 
 def test_prompts_leave_when_they_have_waited_long_enough(monkeypatch):
-    monkeypatch.setattr(module, "MAX_WAIT_S", 0.0)
+    monkeypatch.setattr(module, "MAX_SEND_DELAY_S", 0.0)
 
     async def work(box):
         for i in range(3):
@@ -85,7 +85,7 @@ def test_the_rest_of_a_request_comes_after_all_prompts_have_left():
         for _ in range(turns):
             await asyncio.sleep(0)
         box.add(prompt(name))
-        await box.wait_sent()
+        await box.wait_until_sent()
         order.append(name)
 
     async def work(box):
@@ -102,7 +102,7 @@ def test_the_rest_of_a_request_comes_after_all_prompts_have_left():
 def test_nobody_waits_for_prompts_that_never_leave():
     async def work(box):
         box.add(prompt("x"))
-        waiting = asyncio.create_task(box.wait_sent())
+        waiting = asyncio.create_task(box.wait_until_sent())
         await asyncio.sleep(0)
         assert [submit.name for submit in box.clear()] == ["x"]
         await asyncio.wait_for(waiting, 10)
@@ -115,17 +115,17 @@ def test_an_abort_follows_its_prompt(monkeypatch):
         client, sent = EngineClient({}, ClientOptions()), []
         monkeypatch.setattr(client, "_send", sent.append)
         client.state, client._outbox.tokens_per_prefill = "ready", 1000
-        generation = client.submit([[1], [2]], Submit("x", [], ResolvedParams(), 0, False))
+        generation = client.submit([[1], [2]], SubmittedPrompt("x", [], ResolvedParams(), 0, False))
         assert sent == []
         generation.close()
-        assert [type(message) for message in sent] == [SubmitMany, Abort, Abort]
+        assert [type(message) for message in sent] == [SubmitPrompts, AbortPrompt, AbortPrompt]
         assert [submit.name for submit in sent[0].prompts] == [message.name for message in sent[1:]]
         # Nothing of an engine that is gone reaches the next one.
-        client.submit([[1]], Submit("y", [], ResolvedParams(), 0, False))
+        client.submit([[1]], SubmittedPrompt("y", [], ResolvedParams(), 0, False))
         client._fail_all("it is gone")
         client.state = "closed"
         await asyncio.sleep(0.01)
-        assert len(sent) == 3 and client._outbox._waiting == []
+        assert len(sent) == 3 and client._outbox._unsent == []
         await client.close()
 
     asyncio.run(run())

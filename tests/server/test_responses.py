@@ -121,8 +121,8 @@ def test_a_response_asks_for_what_a_chat_asks_for():
     fields |= {"reasoning": {"effort": "low", "summary": "auto"}, "top_logprobs": 2}
     fields |= {"include": ["message.output_text.logprobs", "reasoning.encrypted_content"]}
     body = ResponsesRequest(model="m", input="hi", **fields)
-    chat = body.as_chat()
-    assert chat.tool_use().schemas == {"f": {"type": "object"}} and chat.tool_use().is_named
+    chat = body.as_chat_request()
+    assert chat.checked_tool_use().schemas == {"f": {"type": "object"}} and chat.checked_tool_use().is_named
     params = chat.params()
     assert (params.max_tokens, params.top_k, params.temperature, params.seed, params.logprobs) == (3, 2, 0.5, 1, 2)
     assert (chat.stream, chat.parallel_tool_calls, chat.reasoning_effort, chat.priority) == (True, False, "low", -1)
@@ -133,5 +133,5 @@ def test_every_sampling_parameter_that_both_have_is_the_chats():
     values |= {"include_stop_str_in_output": True, "skip_special_tokens": False}
     assert set(values) == set(SHARED_FIELDS) & set(SAMPLING_FIELDS)
     for name, value in values.items():
-        params = ResponsesRequest(model="m", input="hi", **{name: value}).as_chat().params()
+        params = ResponsesRequest(model="m", input="hi", **{name: value}).as_chat_request().params()
         assert getattr(params, name) == ({5: 1.0} if name == "logit_bias" else value)

@@ -32,7 +32,7 @@ def test_what_all_have_is_bounded_and_a_small_client_enters(calls, max_queue):
                 held -= mine[0][1].num_running["x"]
             continue
         own = sum(each.num_running["x"] for owner, each in open_ if owner == name)
-        admitted = shares.admits(num_samples, held, capacity, max_queue)
+        admitted = shares.may_submit(num_samples, held, capacity, max_queue)
         shares.add_entering(num_samples)
         assert (shares.num_entering, shares.num_samples_of(name)) == (num_samples, own + num_samples)
         shares.remove_entering(num_samples)

@@ -5,13 +5,13 @@ import json
 
 import pytest
 
-from espalier.bench.clients import Exchange, request_of
+from espalier.bench.clients import HttpResponse, post_request
 from espalier.request import OutputChunk
 from espalier.server import answers, chat_answers, request_runs
 from espalier.server.api import ApiOptions, make_app
 from espalier.server.front import Front, FrontOptions
 from espalier.server.http1 import HttpExchange
-from espalier.server.protocol import Generation, Part
+from espalier.server.protocol import Generation, OutputPart
 from tests.server.connected import connected
 from tests.server.scripted import ScriptedClient
 from tests.tool_calls.families import FAMILIES
@@ -49,11 +49,13 @@ def ask(tokenizer, monkeypatch):
             engines = ScriptedClient(*tokenizer, lambda *_: TEXT, 3)
             app, _ = make_app(Front(engines, FrontOptions(("m",))), ApiOptions())
             connection, transport = connected(app, pauses)
-            connection.data_received(request_of(path, {"model": "m", "stream": True, **body}, {"x-request-id": "same"}))
+            connection.data_received(
+                post_request(path, {"model": "m", "stream": True, **body}, {"x-request-id": "same"})
+            )
             async with asyncio.timeout(30):
                 while not transport.data.endswith(b"\r\n0\r\n\r\n"):
                     await asyncio.sleep(0)
-            return Exchange(0.0, received=transport.data, arrivals=[(0.0, len(transport.data))])
+            return HttpResponse(0.0, received=transport.data, arrivals=[(0.0, len(transport.data))])
 
         return asyncio.run(run())
 
@@ -138,7 +140,7 @@ def test_while_the_reader_sends_the_run_writes_nothing():
                 await go_on.wait()
 
         reading = asyncio.create_task(reader())
-        first, second, third = (Part("x", OutputChunk("x.0", 0, [token])) for token in range(3))
+        first, second, third = (OutputPart("x", OutputChunk("x.0", 0, [token])) for token in range(3))
         generation.add(first)
         await asyncio.sleep(0.01)
         generation.listener = lambda parts: bool(listened.extend(parts)) or True

@@ -9,7 +9,7 @@ import pytest
 from openai import AsyncOpenAI, OpenAI
 
 from espalier.server import protocol
-from espalier.server.protocol import Submit, SubmitMany
+from espalier.server.protocol import SubmitPrompts, SubmittedPrompt
 from tests.server.scripted import answer, scripted
 from tests.server.test_refusals import error_of
 from tests.tool_calls.families import CALLS, FAMILIES, NOW, TOOLS
@@ -175,7 +175,7 @@ def test_a_stop_string_is_one_of_the_content(servers, name, text, hidden, shown,
     assert joined(stream) == whole(cut) and (response.output_text, response.status) == (content, "completed")
     # How it is read goes to the engine process and is the same there.
     [submitted] = protocol.decode_to_engine(
-        protocol.encode(SubmitMany([Submit("a", [1], engine.submitted[-1], 0, True)]))
+        protocol.encode(SubmitPrompts([SubmittedPrompt("a", [1], engine.submitted[-1], 0, True)]))
     ).prompts
     assert submitted.params.form == engine.submitted[-1].form is not None
 

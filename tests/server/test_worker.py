@@ -13,7 +13,15 @@ from espalier.errors import EspalierError
 from espalier.masking.compile import CompilerBusy
 from espalier.request import ResolvedParams
 from espalier.server import protocol
-from espalier.server.protocol import Abort, Harvest, Refused, Shutdown, Start, Submit, SubmitMany
+from espalier.server.protocol import (
+    AbortPrompt,
+    PromptRefused,
+    Shutdown,
+    Start,
+    StepOutput,
+    SubmitPrompts,
+    SubmittedPrompt,
+)
 from espalier.server.worker import Worker, settings_of, wait_for_start
 from tests.harness import directories
 
@@ -39,7 +47,7 @@ def engine():
 
 
 def submit(front, name, params=PARAMS, priority=0, prompt=(1, 2, 3)):
-    front.send(protocol.encode(SubmitMany([Submit(name, list(prompt), params, priority, False)])))
+    front.send(protocol.encode(SubmitPrompts([SubmittedPrompt(name, list(prompt), params, priority, False)])))
 
 
 def run(worker, front):
@@ -47,7 +55,7 @@ def run(worker, front):
     front.send(protocol.encode(Shutdown()))
     while worker.llm.engine.has_work or worker._receive_messages():
         worker._send(worker.llm.step() if worker.llm.engine.has_work else [])
-        worker.steps += 1
+        worker.num_steps += 1
     return said(front)
 
 
@@ -59,7 +67,7 @@ def said(front):
 
 
 def parts(messages):
-    return [part for message in messages if isinstance(message, Harvest) for part in message.parts]
+    return [part for message in messages if isinstance(message, StepOutput) for part in message.parts]
 
 
 def test_samples_are_the_offline_llms_and_their_last_part_has_their_usage(engine):
@@ -72,7 +80,7 @@ def test_samples_are_the_offline_llms_and_their_last_part_has_their_usage(engine
     assert [token for part in found for token in part.output.token_ids] == expected.token_ids
     assert [part.usage is not None for part in found] == [part.output.finish_reason is not None for part in found]
     assert found[-1].usage.completion_tokens == 8 and found[-1].speculation == expected.speculation
-    assert worker.running == {}
+    assert worker.running_prompts == {}
 
 
 def test_a_lower_priority_number_goes_first(engine):
@@ -90,7 +98,7 @@ def test_what_can_never_run_is_refused_and_nothing_of_it_stays(engine):
     submit(front, "good")
     worker._receive_messages()
     messages = run(worker, front)
-    [refused] = [message for message in messages if isinstance(message, Refused)]
+    [refused] = [message for message in messages if isinstance(message, PromptRefused)]
     assert refused.name == "never" and "min_tokens=200" in refused.error
     assert {part.name for part in parts(messages)} == {"good"}
 
@@ -108,7 +116,7 @@ def test_a_prompt_whose_requests_cannot_be_made_is_refused_alone(engine, monkeyp
     submit(front, "good")
     worker._receive_messages()
     messages = run(worker, front)
-    assert [message.error for message in messages if isinstance(message, Refused)] == ["never"]
+    assert [message.error for message in messages if isinstance(message, PromptRefused)] == ["never"]
     assert {part.name for part in parts(messages)} == {"good"}
 
 
@@ -120,13 +128,13 @@ def test_a_refusal_says_whether_a_retry_may_succeed(engine, monkeypatch, error):
     monkeypatch.setattr(worker.llm, "start_compile", lambda grammar: compiling)
     submit(front, "a")
     worker._receive_messages()
-    [refused] = [message for message in run(worker, front) if isinstance(message, Refused)]
+    [refused] = [message for message in run(worker, front) if isinstance(message, PromptRefused)]
     assert (refused.error, refused.busy) == (str(error), isinstance(error, CompilerBusy))
 
 
 def test_rounds_of_a_captured_bucket_are_graphs_with_log_probabilities_too(engine):
     worker, front = engine
-    worker.buckets = (1, 2)
+    worker.batch_buckets = (1, 2)
     submit(front, "a", replace(PARAMS, logprobs=1))
     worker._receive_messages()
     reports = [message.report for message in run(worker, front) if message.report is not None]
@@ -139,10 +147,10 @@ def test_an_abort_is_carried_out_in_one_step_and_reported(engine):
     submit(front, "a", replace(PARAMS, max_tokens=40, n=2))
     worker._receive_messages()
     worker._send(worker.llm.step())
-    front.send(protocol.encode(Abort("a")))
-    front.send(protocol.encode(Abort("unknown")))
+    front.send(protocol.encode(AbortPrompt("a")))
+    front.send(protocol.encode(AbortPrompt("unknown")))
     worker._receive_messages()
-    worker.steps += 1
+    worker.num_steps += 1
     worker._send(worker.llm.step())
     reports = [message.report for message in said(front)]
     assert [report.abort_steps for report in reports] == [[], [1]]
@@ -182,7 +190,7 @@ def test_a_worker_whose_front_is_gone_before_the_first_message_does_not_wait_for
 
 def test_messages_come_back_as_they_went():
     params = ResolvedParams(logit_bias={3: -1.5}, stop=("x",), stop_token_ids=(1, 2), seed=2**63 - 1, logprobs=2)
-    sent = SubmitMany([Submit("a", [1, 2], params, -3, True), Submit("b", [3], params, 0, False)])
+    sent = SubmitPrompts([SubmittedPrompt("a", [1, 2], params, -3, True), SubmittedPrompt("b", [3], params, 0, False)])
     assert protocol.decode_to_engine(protocol.encode(sent)) == sent
     tree = settings_of({"speculation": {"steps": 2, "topk": 1}, "model": "x"})["speculation"]
     assert tree == SpeculationConfig(steps=2, topk=1)

@@ -3,7 +3,7 @@
 import pytest
 
 from espalier.errors import EspalierError
-from espalier.tool_calls.definitions import MAX_PARAMETERS, MAX_TOOLS, checked_tools
+from espalier.tool_calls.definitions import MAX_SCHEMA_CHARS, MAX_TOOLS, checked_tools
 
 F = {"type": "function", "function": {"name": "f"}}
 
@@ -40,7 +40,7 @@ def parameters(**schema):
         ([parameters(properties={"a": 1})], r"tools\[0\].function.parameters.properties.a=1 is not supported"),
         ([parameters(required="a")], r"tools\[0\].function.parameters.required='a' is not supported; use a list"),
         ([parameters(required=[1])], r"tools\[0\].function.parameters.required=1 is not supported"),
-        ([parameters(description="x" * MAX_PARAMETERS)], r"parameters has \d+ characters, which is not supported"),
+        ([parameters(description="x" * MAX_SCHEMA_CHARS)], r"parameters has \d+ characters, which is not supported"),
         ([parameters(default={1, 2})], r"tools\[0\].function.parameters is not JSON"),
         ([F] * (MAX_TOOLS + 1), "tools with more than 1024 entries is not supported"),
     ],

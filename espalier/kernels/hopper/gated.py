@@ -192,8 +192,9 @@ def _hopper_gated_kernel(
 # fmt: on
 
 
-def hopper_gated(x: Tensor, weight: Tensor) -> Tensor:
-    """silu(x · gateᵀ) · (x · upᵀ) as a new tensor [rows, out].  x: [rows, in]; weight: [2·out, in], gate over up.
+def hopper_gated(x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
+    """silu(x · gateᵀ) · (x · upᵀ) in `out` or in a new tensor [rows, out].  x: [rows, in]; weight: [2·out, in], gate
+    over up.
 
     bfloat16 on Hopper, with contiguous rows that are aligned to 16 bytes.  The reference is that of `linear_gated`.
     Raises EspalierError for other shapes, dtypes and layouts.
@@ -206,7 +207,7 @@ def hopper_gated(x: Tensor, weight: Tensor) -> Tensor:
             f"gated linear: rows must be contiguous, and their addresses multiples of 16 bytes, but x has strides "
             f"{x.stride()} and weight, for {num_out} outputs, {weight.stride()}: use linear_gated"
         )
-    out = x.new_empty(rows, num_out)
+    out = x.new_empty(rows, num_out) if out is None else out
     _hopper_gated_kernel[(min(num_tiles(rows, num_out), chip(x).processors),)](
         tma_descriptor(x, BLOCK_ROWS, BLOCK_IN),
         tma_descriptor(weight, BLOCK_OUT, BLOCK_IN),

@@ -38,15 +38,9 @@ from espalier.kernels.layers.experts_tiles import (
 )
 from espalier.kernels.layers.linear import gate_and_up, weight_rows
 from espalier.kernels.layers.linear_plans import block_rows
-from espalier.kernels.layers.linear_quantised import (
-    MIN_PREFETCHED_LINES,
-    format_constants,
-    kernel_inputs,
-    kernel_matrix,
-    stored_values,
-)
+from espalier.kernels.layers.linear_quantised import MIN_PREFETCHED_LINES, kernel_inputs, stored_values
 from espalier.kernels.layers.quantised import InputRows, QuantisedMatrix
-from espalier.kernels.layers.quantised_tile import prefetch_codes, quantised_dot
+from espalier.kernels.layers.quantised_tile import format_constants, kernel_matrix, prefetch_codes, quantised_dot
 from espalier.kernels.ops.activation import SILU, Activation, require_halves
 from espalier.kernels.ops.experts import ExpertBiases, ExpertMatrix, SharedExperts
 from espalier.kernels.runtime.jit import kernel

@@ -2,9 +2,9 @@
 
 Up to 64 rows it streams the weight once, as linear.py does, with the same grid and split-K.  More rows are cut into
 tiles, each a program of its own: a matrix product on tensor cores whose weight tiles become numbers in registers.  Up
-to 256 rows it also splits the columns, as there are fewer tiles than multiprocessors.  No weight is ever dequantised
-in memory.  quantised_tile.py has the inner loop.  For up to 16 rows and 4 bits, Hopper has a kernel of its own
-(hopper/quantised_products.py), with the same bits.
+to 256 rows it also splits the columns, as there are fewer tiles than multiprocessors.  quantised_tile.py has the inner
+loop.  For up to 16 rows and 4 bits, Hopper has a kernel of its own (hopper/quantised_products.py), with the same bits.
+For many rows and 4 bits, the weight's values are written to memory, and the library multiplies (linear_dequantised.py).
 
 Inputs that the format rounds to FP8 are rounded by the norm before (norm.py) or by a launch (quantise_rows.py).  For
 many rows of such inputs, PyTorch's scaled_mm computes the product (scaled_product.py).
@@ -16,8 +16,6 @@ FP8 units cut each of 32 addends at 13 bits below the largest.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton.language as tl
 from torch import Tensor
@@ -26,11 +24,18 @@ from espalier.errors import EspalierError
 from espalier.kernels.hopper.plans import is_hopper_product
 from espalier.kernels.hopper.quantised_products import launch_linear
 from espalier.kernels.layers.linear import store_tile, weight_rows
+from espalier.kernels.layers.linear_dequantised import dequantised_gated, dequantised_product, multiplies_dequantised
 from espalier.kernels.layers.linear_plans import DTYPES, MIN_BLOCK_ROWS, TritonPlan, block_rows
-from espalier.kernels.layers.quantised import E2M1_CODES, InputRows, InputScales, QuantisedMatrix, RoundedRows
+from espalier.kernels.layers.quantised import InputRows, InputScales, QuantisedMatrix, RoundedRows
 from espalier.kernels.layers.quantised_nibbles import prefetch_scales
 from espalier.kernels.layers.quantised_plans import MAX_BLOCK_ROWS, has_split_words, max_block_in, quantised_plan_for
-from espalier.kernels.layers.quantised_tile import CODES, LINE_BYTES, prefetch_codes, quantised_dot
+from espalier.kernels.layers.quantised_tile import (
+    LINE_BYTES,
+    format_constants,
+    kernel_matrix,
+    prefetch_codes,
+    quantised_dot,
+)
 from espalier.kernels.layers.scaled_product import library_supports_product, max_kernel_rows, scaled_product
 from espalier.kernels.ops.activation import SILU, Activation, gated, require_halves
 from espalier.kernels.ops.linear import gated_parts, quantise_rows, rounds_activation, sum_parts
@@ -67,6 +72,8 @@ def linear_quantised_gated(
     rounding: InputScales | None = None,
 ) -> InputRows:
     inner = require_halves(weight.shape[0], activation)
+    if plan is None and weight.codes.is_cuda and multiplies_dequantised(x, weight):
+        return dequantised_gated(kernel_inputs(x, weight)[0], weight, bias, activation)
     if plan is None and (product := _library_product(x, weight, bias)) is not None:
         return gated.triton(product, activation)
     plan = quantised_plan_for(weight, x) if plan is None else plan
@@ -80,8 +87,11 @@ def linear_quantised_gated(
 
 def _library_product(x: InputRows, weight: QuantisedMatrix, bias: Tensor | None) -> Tensor | None:
     """The library's product, where it takes one."""
-    is_taken = weight.codes.is_cuda and library_supports_product(x, weight)
-    return scaled_product(x, weight, bias) if is_taken else None
+    if not weight.codes.is_cuda:
+        return None
+    if multiplies_dequantised(x, weight):
+        return dequantised_product(kernel_inputs(x, weight)[0], weight, bias)
+    return scaled_product(x, weight, bias) if library_supports_product(x, weight) else None
 
 
 @kernel
@@ -178,24 +188,6 @@ def kernel_inputs(x: InputRows, weight: QuantisedMatrix) -> tuple[Tensor, Tensor
 def stored_values(x: InputRows) -> Tensor:
     """The values of x as they lie in memory."""
     return x.values if isinstance(x, RoundedRows) else x
-
-
-def kernel_matrix(weight: QuantisedMatrix) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Codes, scales and zeros as quantised_dot takes them: FP8, or int32 words of 8 nibbles."""
-    if weight.code == "fp8":
-        return weight.codes, weight.scales, None
-    words = weight.codes.view(torch.int32)
-    if weight.code == "nvfp4":
-        return words, weight.scales.view(torch.int16), weight.row_scales
-    return words, weight.scales, weight.zeros
-
-
-def format_constants(weight: QuantisedMatrix) -> dict[str, Any]:
-    """The constexpr arguments of quantised_dot that depend on the weight's quantisation format."""
-    num_in, inputs = weight.shape[-1], weight.inputs
-    input_group = 0 if inputs is None or inputs.columns(num_in) == num_in else inputs.columns(num_in)
-    group = 0 if weight.group >= num_in and weight.code not in E2M1_CODES else weight.group
-    return {"CODE": CODES[weight.code], "GROUP": group, "ROW_BLOCK": weight.row_block, "INPUT_GROUP": input_group}
 
 
 def _require(x: InputRows, weight: QuantisedMatrix, bias: Tensor | None, plan: TritonPlan) -> None:

@@ -1,7 +1,7 @@
 """Matrices in 8 or 4 bits with scales, and products with them.
 
-On a GPU a product stores no dequantised weight (linear_quantised.py).  The reference here dequantises one block of rows
-at a time, so a model on a CPU needs memory for its stored weights only.
+On a GPU a product stores at most a block of dequantised rows (linear_dequantised.py).  So does the reference here: a
+model on a CPU needs memory for its stored weights only.
 Inputs may be rounded to FP8 too.  Every row gets its own scales (or the checkpoint's), so a row's result never depends
 on the other rows of a batch.
 """

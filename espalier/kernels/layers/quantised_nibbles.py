@@ -159,6 +159,23 @@ def _int4(w, offset, DTYPE: tl.constexpr, BLOCK_OUT: tl.constexpr, WORDS: tl.con
 
 
 @kernel
+def numbers_of_words(w, CODE: tl.constexpr, DTYPE: tl.constexpr, BLOCK_OUT: tl.constexpr, WORDS: tl.constexpr):
+    """The nibbles, or the E2M1 numbers, of words uint32 [BLOCK_OUT, WORDS]: float32 [BLOCK_OUT, 8 · WORDS].
+
+    The columns are in order.  DTYPE: the dtype in which the words are decoded; all of it is exact.
+    """
+    IS_BFLOAT16: tl.constexpr = tl.bfloat16 == DTYPE
+    if CODE == 1:
+        numbers = _int4(w, tl.full((BLOCK_OUT, WORDS), 0x80008000, tl.uint32), DTYPE, BLOCK_OUT, WORDS)
+        numbers = numbers.to(tl.float32) * (2.0**6 if IS_BFLOAT16 else 2.0**9)
+    else:
+        # The exponent of MXFP4 that means a scale of 1.
+        factors = _factors_of_exponents(tl.full((BLOCK_OUT, WORDS), 127, tl.uint32), DTYPE)
+        numbers = _e2m1(w, factors, DTYPE, BLOCK_OUT, WORDS).to(tl.float32) * (2.0**64 if IS_BFLOAT16 else 2.0**10)
+    return numbers
+
+
+@kernel
 def _factors(scales, CODE: tl.constexpr, DTYPE: tl.constexpr, BLOCK_OUT: tl.constexpr, WORDS: tl.constexpr):
     """The factors of _e2m1 for words [BLOCK_OUT, WORDS], of scales for their blocks of 32 columns [.., WORDS / 4]."""
     factors = _factors_of_exponents(scales, DTYPE) if CODE == 2 else _factors_of_pairs(scales, DTYPE)

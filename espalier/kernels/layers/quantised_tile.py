@@ -11,8 +11,13 @@ fewer bits than float32.  So a new sum starts after at most SUM_COLUMNS columns,
 
 from __future__ import annotations
 
-import triton.language as tl
+from typing import Any
 
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from espalier.kernels.layers.quantised import E2M1_CODES, QuantisedMatrix
 from espalier.kernels.layers.quantised_nibbles import nibble_dot
 from espalier.kernels.runtime.jit import from_fp8, kernel
 from espalier.kernels.runtime.pdl import prefetch
@@ -21,6 +26,24 @@ from espalier.kernels.runtime.pdl import prefetch
 LINE_BYTES = 128
 # The numbers that kernels use for the codes of espalier/kernels/layers/quantised.py:QuantisedMatrix.
 CODES = {"fp8": 0, "int4": 1, "mxfp4": 2, "nvfp4": 3}
+
+
+def kernel_matrix(weight: QuantisedMatrix) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Codes, scales and zeros as quantised_dot takes them: FP8, or int32 words of 8 nibbles."""
+    if weight.code == "fp8":
+        return weight.codes, weight.scales, None
+    words = weight.codes.view(torch.int32)
+    if weight.code == "nvfp4":
+        return words, weight.scales.view(torch.int16), weight.row_scales
+    return words, weight.scales, weight.zeros
+
+
+def format_constants(weight: QuantisedMatrix) -> dict[str, Any]:
+    """The constexpr arguments of quantised_dot that depend on the weight's quantisation format."""
+    num_in, inputs = weight.shape[-1], weight.inputs
+    input_group = 0 if inputs is None or inputs.columns(num_in) == num_in else inputs.columns(num_in)
+    group = 0 if weight.group >= num_in and weight.code not in E2M1_CODES else weight.group
+    return {"CODE": CODES[weight.code], "GROUP": group, "ROW_BLOCK": weight.row_block, "INPUT_GROUP": input_group}
 
 
 @kernel

@@ -65,11 +65,16 @@ def linear_parts_library(x: Tensor, weight: Tensor, bias: Tensor | None, plan: L
     ends = [num_out * piece // plan.pieces for piece in range(plan.pieces + 1)]
     for begin, end in pairwise(ends):
         piece = slice(begin, end)
-        if bias is None:
-            torch.mm(x, weight[piece].T, out=out[:, piece])
-        else:
-            torch.addmm(bias[piece], x, weight[piece].T, out=out[:, piece])
+        write_product(x, weight[piece], None if bias is None else bias[piece], out[:, piece])
     return out
+
+
+def write_product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    """Write x · weightᵀ + bias, by one product of PyTorch's library, to out [rows, out], which may be a view."""
+    if bias is None:
+        torch.mm(x, weight.T, out=out)
+    else:
+        torch.addmm(bias, x, weight.T, out=out)
 
 
 @op("espalier.kernels.layers.linear")
@@ -145,8 +150,8 @@ def linear_quantised(
 
     RoundedRows must have the weight's rounding.  The bits of a row never depend on the other rows' values.
     plan: launch parameters of Espalier's kernel; its block_in must divide `max_block_in`.  None: the library's product
-    where the library supports it, else the measured plan or the rule's.  Raises EspalierError on other shapes and
-    dtypes.
+    for many rows, else the measured plan or the rule's.  For 4-bit weights the library's product rounds the weight's
+    values to x's dtype.  Raises EspalierError on other shapes and dtypes.
     """
     # The result is rounded once, at the end.
     exact = torch.promote_types(x.dtype, torch.float32)

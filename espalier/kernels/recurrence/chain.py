@@ -1,9 +1,8 @@
 """Computes the outputs and states of prompts, in chunks of CHUNK rows (Yang et al. 2024, arXiv:2406.06484).
 
-There are three kernels, because only the second must run chunk after chunk.  The first solves the system of each chunk:
-its rows add keyᵀ (u - w S) to the state S before the chunk.  In the second, a program holds a part of a head's state.
-For each chunk, it stores the state before the chunk and the values u - w S.  The third computes the outputs of all
-chunks.
+There are two kernels, because only the second must run chunk after chunk.  The first computes for each chunk what no
+state is needed for: the inverse of its system, and the scores of its rows among themselves.  In the second, a program
+holds a part of a head's state.  For each chunk, it computes the values that the rows add, the outputs and the state.
 """
 
 from __future__ import annotations
@@ -21,205 +20,212 @@ from espalier.kernels.runtime.jit import kernel
 from espalier.kernels.runtime.launch import chip, exact_type, power_of_two
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 
-# How many columns of keys, and of values, are multiplied at once.
-STEP = 64
+# How many columns of keys _solve_kernel multiplies at once.
+STEP = 32
 
 
 @kernel
-def _rows_of_chunk(request, chunk, rows, count_ptr, CHUNK: tl.constexpr):
-    """For each row of the chunk: (row index, whether it is inside the batch row, whether it exists: no padding)."""
-    within = chunk * CHUNK + tl.arange(0, CHUNK)
-    return request * rows + within, within < rows, within < tl.load(count_ptr + request)
-
-
-@kernel
-def _inverse(system, PRECISION: tl.constexpr, PRODUCT: tl.constexpr, EXACT: tl.constexpr, CHUNK: tl.constexpr):
-    """Returns the inverse of I + system.  `system` is strictly lower triangular.
+def _inverse(system, PRECISION: tl.constexpr, PRODUCT: tl.constexpr, EXACT: tl.constexpr, BITS: tl.constexpr):
+    """Returns the inverse of I + system.  `system` is strictly lower triangular and has 2^BITS rows.
 
     The inverse of [[P, 0], [C, R]] is [[P', 0], [-R' C P', R']], with P' and R' the inverses of P and R.  So two
-    products make the inverses of blocks of 2n rows from those of blocks of n rows.
+    products make the inverses of blocks of 2n rows from those of blocks of n rows.  A value belongs to the C of the
+    blocks whose n is the highest bit in which its row and column differ.
     """
-    row, column = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
-    inverse = tl.where(row == column, 1.0, 0.0).to(EXACT)
-    inverse -= tl.where((row % 2 == 1) & (column == row - 1), system, 0.0)
-    size = 2
-    while size < CHUNK:
-        below = (row // size % 2 == 1) & (column // size == row // size - 1)
-        at_corners = tl.where(below, system, 0.0).to(PRODUCT)
+    differ = tl.arange(0, 2**BITS)[:, None] ^ tl.arange(0, 2**BITS)[None, :]
+    inverse = tl.where(differ == 0, 1.0, 0.0).to(EXACT) - tl.where(differ == 1, system, 0.0)
+    for bit in tl.static_range(1, BITS):
+        at_corners = tl.where(differ >> bit == 1, system, 0.0).to(PRODUCT)
         corner = tl.dot(inverse.to(PRODUCT), at_corners, input_precision=PRECISION, out_dtype=EXACT)
         inverse -= tl.dot(corner.to(PRODUCT), inverse.to(PRODUCT), input_precision=PRECISION, out_dtype=EXACT)
-        size *= 2
     return inverse
 
 
 @kernel
 def _solve_kernel(
-    k_ptr, v_ptr, gates_ptr, count_ptr, decay_ptr, key_ptr, w_ptr, new_ptr, rows,
-    HEADS: tl.constexpr, SHARE: tl.constexpr, K_SIZE: tl.constexpr, V_SIZE: tl.constexpr, DELTA: tl.constexpr,
-    EXACT: tl.constexpr, PRECISION: tl.constexpr, SOLVE: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr, STEP: tl.constexpr, DEPENDENT: tl.constexpr,
+    q_ptr, k_ptr, gates_ptr, count_ptr, decay_ptr, q_out_ptr, k_out_ptr, inverse_ptr, scores_ptr, rows,
+    HEADS: tl.constexpr, SHARE: tl.constexpr, K_SIZE: tl.constexpr, DELTA: tl.constexpr, EXACT: tl.constexpr,
+    PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, STEP: tl.constexpr, BITS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Computes, for each chunk and head: the log-decay from the chunk's start to each row, the keys decayed to the
-    chunk's end, w and u.  Padding rows add nothing to the state."""
+    """Computes, for each chunk and head: the log-decay from the chunk's start to each row, the scores of the rows with
+    their decay, and with the delta rule the inverse of the system times beta.  For each chunk and head of k, it rounds
+    q and k for products.  Padding rows get zeros."""
     pdl_trigger_and_wait(DEPENDENT)
-    PRODUCT: tl.constexpr = new_ptr.dtype.element_ty
+    PRODUCT: tl.constexpr = k_out_ptr.dtype.element_ty
     head, chunk, request = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    row, is_row, exists = _rows_of_chunk(request, chunk, rows, count_ptr, CHUNK)
-    exists = is_row & exists
     order = tl.arange(0, CHUNK)
-    gate = gates_ptr + row * 2 * HEADS + head
+    within = chunk * CHUNK + order
+    first = request * rows + chunk * CHUNK
+    is_row = within < rows
+    exists = is_row & (within < tl.load(count_ptr + request))
+    gate = gates_ptr + first * 2 * HEADS + head + order * 2 * HEADS
     decay = tl.cumsum(tl.load(gate, mask=exists, other=0.0).to(EXACT), 0)
-    beta = tl.load(gate + HEADS, mask=exists, other=0.0).to(EXACT)
-    of_row = ((request * tl.num_programs(1) + chunk) * HEADS + head) * CHUNK + order
-    tl.store(decay_ptr + of_row, decay)
-    of_key = (row * (HEADS // SHARE) + head // SHARE) * K_SIZE
-    if DELTA:
-        system = tl.zeros([CHUNK, CHUNK], EXACT)
-        for first in range(0, BLOCK_K, STEP):
-            key = first + tl.arange(0, STEP)
-            mask = exists[:, None] & (key < K_SIZE)[None, :]
-            k = tl.load(k_ptr + of_key[:, None] + key[None, :], mask=mask, other=0.0).to(PRODUCT)
+    tile = (request * tl.num_programs(1) + chunk) * HEADS + head
+    tl.store(decay_ptr + tile * CHUNK + order, decay)
+    K_HEADS: tl.constexpr = HEADS // SHARE
+    of_chunk = (first * K_HEADS + head // SHARE) * K_SIZE
+    k_tile = ((request * tl.num_programs(1) + chunk) * K_HEADS + head // SHARE) * CHUNK * K_SIZE
+    system, scores = tl.zeros([CHUNK, CHUNK], EXACT), tl.zeros([CHUNK, CHUNK], EXACT)
+    for at in range(0, BLOCK_K, STEP):
+        key = at + tl.arange(0, STEP)
+        is_key = (key < K_SIZE)[None, :]
+        place = order[:, None] * (K_HEADS * K_SIZE) + key[None, :]
+        q = tl.load(q_ptr + of_chunk + place, mask=is_row[:, None] & is_key, other=0.0).to(PRODUCT)
+        k = tl.load(k_ptr + of_chunk + place, mask=exists[:, None] & is_key, other=0.0).to(PRODUCT)
+        if head % SHARE == 0:
+            of_tile = k_tile + order[:, None] * K_SIZE + key[None, :]
+            tl.store(q_out_ptr + of_tile, q, mask=is_key)
+            tl.store(k_out_ptr + of_tile, k, mask=is_key)
+        scores += tl.dot(q, tl.trans(k), input_precision=PRECISION, out_dtype=EXACT)
+        if DELTA:
             system += tl.dot(k, tl.trans(k), input_precision=PRECISION, out_dtype=EXACT)
-        below = order[None, :] < order[:, None]
-        carry = tl.where(below, tl.exp(tl.where(below, decay[:, None] - decay[None, :], 0.0)), 0.0)
-        inverse = _inverse(beta[:, None] * system * carry, PRECISION, SOLVE, EXACT, CHUNK)
-        inverse = (inverse * beta[None, :]).to(PRODUCT)
-    to_end = tl.exp(tl.sum(tl.where(order == CHUNK - 1, decay, 0.0), 0) - decay)
-    for first in range(0, BLOCK_K, STEP):
-        key = first + tl.arange(0, STEP)
-        mask = (key < K_SIZE)[None, :]
-        k = tl.load(k_ptr + of_key[:, None] + key[None, :], mask=exists[:, None] & mask, other=0.0).to(EXACT)
-        tile = of_row[:, None] * K_SIZE + key[None, :]
-        tl.store(key_ptr + tile, (to_end[:, None] * k).to(PRODUCT), mask=mask)
-        if DELTA:
-            k = (tl.exp(decay)[:, None] * k).to(PRODUCT)
-            w = tl.dot(inverse, k, input_precision=PRECISION, out_dtype=EXACT)
-            tl.store(w_ptr + tile, w.to(PRODUCT), mask=mask)
-    for first in range(0, BLOCK_V, STEP):
-        value = first + tl.arange(0, STEP)
-        mask = (value < V_SIZE)[None, :]
-        v_place = (row * HEADS + head)[:, None] * V_SIZE + value[None, :]
-        new = tl.load(v_ptr + v_place, mask=exists[:, None] & mask, other=0.0).to(EXACT)
-        if DELTA:
-            new = tl.dot(inverse, new.to(PRODUCT), input_precision=PRECISION, out_dtype=EXACT)
-        else:
-            new = beta[:, None] * new
-        tl.store(new_ptr + of_row[:, None] * V_SIZE + value[None, :], new.to(PRODUCT), mask=mask)
+    seen = order[None, :] <= order[:, None]
+    carry = tl.where(seen, tl.exp(tl.where(seen, decay[:, None] - decay[None, :], 0.0)), 0.0)
+    square = tile * CHUNK * CHUNK + order[:, None] * CHUNK + order[None, :]
+    tl.store(scores_ptr + square, (scores * carry).to(PRODUCT))
+    if DELTA:
+        beta = tl.load(gate + HEADS, mask=exists, other=0.0).to(EXACT)
+        system = tl.where(order[None, :] < order[:, None], beta[:, None] * system * carry, 0.0)
+        inverse = _inverse(system, PRECISION, PRODUCT, EXACT, BITS)
+        tl.store(inverse_ptr + square, (inverse * beta[None, :]).to(PRODUCT))
 
 
 @kernel
-def _states_kernel(
-    state_ptr, slot_ptr, count_ptr, marked_ptr, mark_row_ptr, follows_ptr, decay_ptr, key_ptr, w_ptr, new_ptr,
-    before_ptr, batch, chunks,
-    HEADS: tl.constexpr, K_SIZE: tl.constexpr, V_SIZE: tl.constexpr, DELTA: tl.constexpr, EXACT: tl.constexpr,
-    PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_B: tl.constexpr,
-    STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
-):  # fmt: skip
-    """new_ptr: u; the kernel replaces u by u - w S, the values that rows add.  before_ptr: the states before chunks.
-    A snapshot's table row gets the state before the chunk that contains the snapshot; _outputs_kernel adds the rest.
-    follows_ptr: for each batch row, whether it continues the piece of a prompt in the batch row before; may be None."""
-    pdl_trigger_and_wait(DEPENDENT)
-    PRODUCT: tl.constexpr = new_ptr.dtype.element_ty
-    v_blocks: tl.constexpr = (V_SIZE + BLOCK_V - 1) // BLOCK_V
-    head, first = tl.program_id(0) // v_blocks, tl.program_id(1).to(tl.int64)
-    pieces = 1
-    is_first = True
+def _pieces(first, follows_ptr, count_ptr, batch, BLOCK_B: tl.constexpr):
+    """Returns (whether batch row `first` begins a prompt, the number of its pieces, the number of their rows)."""
+    is_first, pieces, count = True, 1, tl.load(count_ptr + first)
     if follows_ptr is not None:
         others = first + 1 + tl.arange(0, BLOCK_B)
         goes_on = tl.load(follows_ptr + others, mask=others < batch, other=False).to(tl.int1)
         pieces = 1 + tl.min(tl.where(goes_on, BLOCK_B, tl.arange(0, BLOCK_B)), 0)
+        # All pieces before the last that has rows are full, so the existing rows come first.
+        count += tl.sum(tl.load(count_ptr + others, mask=others < first + pieces, other=0), 0)
         is_first = tl.load(follows_ptr + first) == 0
-    if is_first:
-        key, value = tl.arange(0, BLOCK_K), tl.program_id(0) % v_blocks * BLOCK_V + tl.arange(0, BLOCK_V)
-        order = tl.arange(0, CHUNK)
-        is_key, is_value = key < K_SIZE, value < V_SIZE
-        is_both = is_key[:, None] & is_value[None, :]
-        within = key[:, None] * V_SIZE + value[None, :]
-        place = head * K_SIZE * V_SIZE + within
-        own = state_ptr + tl.load(slot_ptr + first) * HEADS * K_SIZE * V_SIZE
-        state = tl.load(own + place, mask=is_both, other=0.0)
-        for i in tl.range(0, pieces * chunks, num_stages=STAGES):
-            tile = (first * chunks + i) * HEADS + head
-            if marked_ptr is not None:
-                request = first + i // chunks
-                here = tl.load(marked_ptr + request) - i % chunks * CHUNK
-                if (here > 0) & (here <= CHUNK):
-                    mark = state_ptr + tl.load(mark_row_ptr + request) * HEADS * K_SIZE * V_SIZE
-                    tl.store(mark + place, state, mask=is_both)
-            before = state.to(PRODUCT)
-            tl.store(before_ptr + tile * K_SIZE * V_SIZE + within, before, mask=is_both)
-            k_place = (tile * CHUNK + order)[:, None] * K_SIZE + key[None, :]
-            v_place = (tile * CHUNK + order)[:, None] * V_SIZE + value[None, :]
-            new = tl.load(new_ptr + v_place, mask=is_value[None, :], other=0.0)
-            if DELTA:
-                w = tl.load(w_ptr + k_place, mask=is_key[None, :], other=0.0)
-                new = new.to(EXACT) - tl.dot(w, before, input_precision=PRECISION, out_dtype=EXACT)
-                new = new.to(PRODUCT)
-                tl.store(new_ptr + v_place, new, mask=is_value[None, :])
-            k = tl.load(key_ptr + k_place, mask=is_key[None, :], other=0.0)
-            whole = tl.load(decay_ptr + tile * CHUNK + CHUNK - 1)
-            state = tl.exp(whole) * state
-            state += tl.dot(tl.trans(k), new, input_precision=PRECISION, out_dtype=EXACT)
-        if tl.load(count_ptr + first) > 0:
-            tl.store(own + place, state, mask=is_both)
+    return is_first, pieces, count
 
 
 @kernel
-def _outputs_kernel(
-    q_ptr, k_ptr, v_ptr, state_ptr, count_ptr, marked_ptr, mark_row_ptr, decay_ptr, new_ptr, before_ptr, skip_ptr,
-    out_ptr, rows,
-    HEADS: tl.constexpr, SHARE: tl.constexpr, K_SIZE: tl.constexpr, V_SIZE: tl.constexpr, EXACT: tl.constexpr,
-    PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, STEP: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+def _rows_added(
+    k_ptr, v_ptr, gates_ptr, decay_ptr, inverse_ptr, state_t, tile, k_tile, row, value, exists,
+    HEADS: tl.constexpr, K_SIZE: tl.constexpr, V_SIZE: tl.constexpr, DELTA: tl.constexpr, EXACT: tl.constexpr,
+    PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Computes the outputs of a chunk.  If the chunk contains a snapshot, the kernel also adds the chunk's rows up to
-    the snapshot to the state in the snapshot's table row."""
-    pdl_trigger_and_wait(DEPENDENT)
-    PRODUCT: tl.constexpr = new_ptr.dtype.element_ty
-    v_blocks: tl.constexpr = (V_SIZE + BLOCK_V - 1) // BLOCK_V
-    head, chunk, request = tl.program_id(0) // v_blocks, tl.program_id(1), tl.program_id(2).to(tl.int64)
-    row, is_row, exists = _rows_of_chunk(request, chunk, rows, count_ptr, CHUNK)
-    order, value = tl.arange(0, CHUNK), tl.program_id(0) % v_blocks * BLOCK_V + tl.arange(0, BLOCK_V)
-    is_value = value < V_SIZE
-    tile = (request * tl.num_programs(1) + chunk) * HEADS + head
+    """Returns (k, v, the decay, the values that the rows add) of a chunk.  state_t: before the chunk.  row: the first
+    row.  The pointers of v and gates are those of the head."""
+    PRODUCT: tl.constexpr = k_ptr.dtype.element_ty
+    order, key = tl.arange(0, CHUNK), tl.arange(0, BLOCK_K)
+    k = tl.load(k_ptr + k_tile + order[:, None] * K_SIZE + key[None, :], mask=(key < K_SIZE)[None, :], other=0.0)
+    of_value = value[:, None] + order[None, :] * (HEADS * V_SIZE)
+    v_t = tl.load(
+        v_ptr + row * HEADS * V_SIZE + of_value, mask=(value < V_SIZE)[:, None] & exists[None, :], other=0.0
+    ).to(EXACT)
     decay = tl.load(decay_ptr + tile * CHUNK + order)
-    of_key = (row * (HEADS // SHARE) + head // SHARE) * K_SIZE
-    scores, out = tl.zeros([CHUNK, CHUNK], EXACT), tl.zeros([CHUNK, BLOCK_V], EXACT)
-    for first in range(0, BLOCK_K, STEP):
-        key = first + tl.arange(0, STEP)
-        is_key, k_place = key < K_SIZE, of_key[:, None] + key[None, :]
-        q = tl.load(q_ptr + k_place, mask=is_row[:, None] & is_key[None, :], other=0.0).to(PRODUCT)
-        k = tl.load(k_ptr + k_place, mask=(is_row & exists)[:, None] & is_key[None, :], other=0.0).to(PRODUCT)
-        state_place = tile * K_SIZE * V_SIZE + key[:, None] * V_SIZE + value[None, :]
-        before = tl.load(before_ptr + state_place, mask=is_key[:, None] & is_value[None, :], other=0.0)
-        scores += tl.dot(q, tl.trans(k), input_precision=PRECISION, out_dtype=EXACT)
-        out += tl.dot(q, before, input_precision=PRECISION, out_dtype=EXACT)
-    seen = order[None, :] <= order[:, None]
-    carry = tl.where(seen, tl.exp(tl.where(seen, decay[:, None] - decay[None, :], 0.0)), 0.0)
-    new_place = (tile * CHUNK + order)[:, None] * V_SIZE + value[None, :]
-    new = tl.load(new_ptr + new_place, mask=is_value[None, :], other=0.0)
-    out = tl.exp(decay)[:, None] * out
-    out += tl.dot((scores * carry).to(PRODUCT), new, input_precision=PRECISION, out_dtype=EXACT)
-    v_place = (row * HEADS + head)[:, None] * V_SIZE + value[None, :]
-    is_out = is_row[:, None] & is_value[None, :]
-    if skip_ptr is not None:
-        out += tl.load(skip_ptr + head).to(EXACT) * tl.load(v_ptr + v_place, mask=is_out, other=0.0).to(EXACT)
-    tl.store(out_ptr + v_place, out.to(out_ptr.dtype.element_ty), mask=is_out)
-    if marked_ptr is not None:
-        here = tl.load(marked_ptr + request) - chunk * CHUNK
-        if (here > 0) & (here <= CHUNK):
-            whole = tl.sum(tl.where(order == here - 1, decay, 0.0), 0)
-            share = tl.where(order < here, tl.exp(tl.where(order < here, whole - decay, 0.0)), 0.0)
-            taken = (share[:, None] * new.to(EXACT)).to(PRODUCT)
-            state_ptr += (tl.load(mark_row_ptr + request) * HEADS + head) * K_SIZE * V_SIZE
-            for first in range(0, BLOCK_K, STEP):
-                key = first + tl.arange(0, STEP)
-                is_both = (key < K_SIZE)[:, None] & is_value[None, :]
-                is_key = (is_row & exists)[:, None] & (key < K_SIZE)[None, :]
-                k = tl.load(k_ptr + of_key[:, None] + key[None, :], mask=is_key, other=0.0).to(PRODUCT)
-                added = tl.dot(tl.trans(k), taken, input_precision=PRECISION, out_dtype=EXACT)
-                mark = state_ptr + key[:, None] * V_SIZE + value[None, :]
-                tl.store(mark, tl.exp(whole) * tl.load(mark, mask=is_both, other=0.0) + added, mask=is_both)
+    if DELTA:
+        new_t = tl.dot(state_t.to(PRODUCT), tl.trans(k), input_precision=PRECISION, out_dtype=EXACT)
+        new_t = v_t - tl.exp(decay)[None, :] * new_t
+        inverse = tl.load(inverse_ptr + tile * CHUNK * CHUNK + order[:, None] * CHUNK + order[None, :])
+        new_t = tl.dot(new_t.to(PRODUCT), tl.trans(inverse), input_precision=PRECISION, out_dtype=EXACT)
+    else:
+        beta = tl.load(gates_ptr + row * 2 * HEADS + HEADS + order * 2 * HEADS, mask=exists, other=0.0)
+        new_t = beta.to(EXACT)[None, :] * v_t
+    return k, v_t, decay, new_t
+
+
+@kernel
+def _complete_snapshot(
+    k_ptr, v_ptr, gates_ptr, decay_ptr, inverse_ptr, mark_ptrs, mask, here, request, head, value, rows, chunks,
+    HEADS: tl.constexpr, SHARE: tl.constexpr, K_SIZE: tl.constexpr, V_SIZE: tl.constexpr, DELTA: tl.constexpr,
+    EXACT: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Moves the state at mark_ptrs from the start of its chunk to the snapshot.  here: the number of rows before it."""
+    at = (here - 1) // CHUNK * CHUNK
+    tile = (request * chunks + at // CHUNK) * HEADS + head
+    row = at + tl.arange(0, CHUNK)
+    is_taken = row < here
+    state_t = tl.load(mark_ptrs, mask=mask, other=0.0)
+    k, _, decay, new_t = _rows_added(
+        k_ptr, v_ptr, gates_ptr, decay_ptr, inverse_ptr, state_t, tile, (tile // SHARE) * CHUNK * K_SIZE,
+        request * rows + at, value, is_taken, HEADS, K_SIZE, V_SIZE, DELTA, EXACT, PRECISION, CHUNK, BLOCK_K,
+    )  # fmt: skip
+    whole = tl.sum(tl.where(row == here - 1, decay, 0.0), 0)
+    share = tl.where(is_taken, tl.exp(tl.where(is_taken, whole - decay, 0.0)), 0.0)
+    new_t = (share[None, :] * new_t).to(k.dtype)
+    state_t = tl.exp(whole) * state_t
+    state_t += tl.dot(new_t, k, input_precision=PRECISION, out_dtype=EXACT)
+    tl.store(mark_ptrs, state_t, mask=mask)
+
+
+@kernel
+def _scan_kernel(
+    q_ptr, k_ptr, v_ptr, gates_ptr, state_ptr, slot_ptr, count_ptr, marked_ptr, mark_row_ptr, follows_ptr, decay_ptr,
+    inverse_ptr, scores_ptr, skip_ptr, out_ptr, batch, rows, chunks,
+    HEADS: tl.constexpr, SHARE: tl.constexpr, K_SIZE: tl.constexpr, V_SIZE: tl.constexpr, DELTA: tl.constexpr,
+    EXACT: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    BLOCK_B: tl.constexpr, STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """q_ptr, k_ptr: as _solve_kernel stores them.  Values with names in _t are transposed: they have a column for each
+    row of the chunk, so that products take them from registers.
+    follows_ptr: for each batch row, whether it continues the piece of a prompt in the batch row before; may be None."""
+    pdl_trigger_and_wait(DEPENDENT)
+    PRODUCT: tl.constexpr = k_ptr.dtype.element_ty
+    v_blocks: tl.constexpr = (V_SIZE + BLOCK_V - 1) // BLOCK_V
+    head, first = tl.program_id(0) // v_blocks, tl.program_id(1).to(tl.int64)
+    is_first, pieces, count = _pieces(first, follows_ptr, count_ptr, batch, BLOCK_B)
+    if is_first:
+        order, key = tl.arange(0, CHUNK), tl.arange(0, BLOCK_K)
+        value = tl.program_id(0) % v_blocks * BLOCK_V + tl.arange(0, BLOCK_V)
+        is_key, is_value = key < K_SIZE, value < V_SIZE
+        is_both = is_value[:, None] & is_key[None, :]
+        state_ptr += head * K_SIZE * V_SIZE
+        place = value[:, None] + key[None, :] * V_SIZE
+        v_ptr, out_ptr, gates_ptr = v_ptr + head * V_SIZE, out_ptr + head * V_SIZE, gates_ptr + head
+        own = state_ptr + tl.load(slot_ptr + first) * HEADS * K_SIZE * V_SIZE
+        state_t = tl.load(own + place, mask=is_both, other=0.0)
+        for i in tl.range(0, pieces * chunks, num_stages=STAGES):
+            piece, at = i // chunks, i % chunks * CHUNK
+            row = (first + piece) * rows + at
+            is_row = at + order < rows
+            exists = is_row & (piece * rows + at + order < count)
+            tile = (first * chunks + i) * HEADS + head
+            k_tile = (tile // SHARE) * CHUNK * K_SIZE
+            if marked_ptr is not None:
+                here = tl.load(marked_ptr + first + piece) - at
+                if (here > 0) & (here <= CHUNK):
+                    mark = state_ptr + tl.load(mark_row_ptr + first + piece) * HEADS * K_SIZE * V_SIZE
+                    tl.store(mark + place, state_t, mask=is_both)
+            k, v_t, decay, new_t = _rows_added(
+                k_ptr, v_ptr, gates_ptr, decay_ptr, inverse_ptr, state_t, tile, k_tile, row, value, exists, HEADS,
+                K_SIZE, V_SIZE, DELTA, EXACT, PRECISION, CHUNK, BLOCK_K,
+            )  # fmt: skip
+            whole = tl.load(decay_ptr + tile * CHUNK + CHUNK - 1)
+            q = tl.load(q_ptr + k_tile + order[:, None] * K_SIZE + key[None, :], mask=is_key[None, :], other=0.0)
+            scores = tl.load(scores_ptr + tile * CHUNK * CHUNK + order[:, None] * CHUNK + order[None, :])
+            out_t = tl.dot(state_t.to(PRODUCT), tl.trans(q), input_precision=PRECISION, out_dtype=EXACT)
+            out_t = tl.exp(decay)[None, :] * out_t
+            out_t += tl.dot(new_t.to(PRODUCT), tl.trans(scores), input_precision=PRECISION, out_dtype=EXACT)
+            if skip_ptr is not None:
+                out_t += tl.load(skip_ptr + head).to(EXACT) * v_t
+            of_out = row * HEADS * V_SIZE + value[:, None] + order[None, :] * (HEADS * V_SIZE)
+            is_out = is_value[:, None] & is_row[None, :]
+            tl.store(out_ptr + of_out, out_t.to(out_ptr.dtype.element_ty), mask=is_out)
+            new_t = (tl.exp(whole - decay)[None, :] * new_t).to(PRODUCT)
+            state_t = tl.exp(whole) * state_t
+            state_t += tl.dot(new_t, k, input_precision=PRECISION, out_dtype=EXACT)
+        if tl.load(count_ptr + first) > 0:
+            tl.store(own + place, state_t, mask=is_both)
+        if marked_ptr is not None:
+            # A snapshot's table row holds the state before the snapshot's chunk, which other threads have written.
+            tl.debug_barrier()
+            for piece in range(pieces):
+                here = tl.load(marked_ptr + first + piece)
+                if here > 0:
+                    mark = state_ptr + tl.load(mark_row_ptr + first + piece) * HEADS * K_SIZE * V_SIZE
+                    _complete_snapshot(
+                        k_ptr, v_ptr, gates_ptr, decay_ptr, inverse_ptr, mark + place, is_both, here, first + piece,
+                        head, value, rows, chunks, HEADS, SHARE, K_SIZE, V_SIZE, DELTA, EXACT, PRECISION, CHUNK,
+                        BLOCK_K,
+                    )  # fmt: skip
 
 
 def chain_outputs(
@@ -240,16 +246,17 @@ def chain_outputs(
     if not batch or not count:
         return out
     chunks, products = -(-count // CHUNK), choose_products(v, table)
-    plan = choose_plan(v_size, products)
-    tiles, kept = (batch, chunks, heads), table.new_empty(0, dtype=products.kept)
-    decay = table.new_empty(*tiles, CHUNK)
-    keys, new = kept.new_empty(*tiles, CHUNK, k_size), kept.new_empty(*tiles, CHUNK, v_size)
-    w = torch.empty_like(keys) if delta else None
-    before = kept.new_empty(*tiles, k_size, v_size)
+    plan = choose_plan(products)
+    kept = table.new_empty(0, dtype=products.kept)
+    decay = table.new_empty(batch, chunks, heads, CHUNK)
+    tiles_q, tiles_k = (kept.new_empty(batch, chunks, k_heads, CHUNK, k_size) for _ in range(2))
+    scores = kept.new_empty(batch, chunks, heads, CHUNK, CHUNK)
+    inverse = torch.empty_like(scores) if delta else None
     constants = {
         "HEADS": heads,
+        "SHARE": heads // k_heads,
         "K_SIZE": k_size,
-        "V_SIZE": v_size,
+        "DELTA": delta,
         "EXACT": exact_type(table.dtype),
         "PRECISION": products.precision,
         "CHUNK": CHUNK,
@@ -257,58 +264,38 @@ def chain_outputs(
         **pdl_arguments(chip(v)),
     }
     _solve_kernel[heads, chunks, batch](
-        *(k, v, gates, path.taken, decay, keys, w, new, count),
-        SHARE=heads // k_heads,
-        DELTA=delta,
-        SOLVE=plan.solve,
-        BLOCK_V=max(power_of_two(v_size), SMALLEST),
-        STEP=STEP,
-        num_warps=plan.solve_warps,
+        *(q, k, gates, path.taken, decay, tiles_q, tiles_k, inverse, scores, count),
+        STEP=min(STEP, constants["BLOCK_K"]),
+        BITS=CHUNK.bit_length() - 1,
+        num_warps=4,
         **constants,
     )
-    _states_kernel[heads * -(-v_size // plan.states_v), batch](
-        *(table, slots, path.taken, path.marked, path.mark_row, path.follows, decay, keys, w, new, before),
-        *(batch, chunks),
-        DELTA=delta,
-        BLOCK_V=plan.states_v,
+    _scan_kernel[heads * -(-v_size // plan.block_v), batch](
+        *(tiles_q, tiles_k, v, gates, table, slots, path.taken, path.marked, path.mark_row, path.follows),
+        *(decay, inverse, scores, skip, out, batch, count, chunks),
+        V_SIZE=v_size,
+        BLOCK_V=plan.block_v,
         BLOCK_B=power_of_two(batch),
         STAGES=plan.stages,
-        num_warps=plan.states_warps,
-        **constants,
-    )
-    _outputs_kernel[heads * -(-v_size // plan.outputs_v), chunks, batch](
-        *(q, k, v, table, path.taken, path.marked, path.mark_row, decay, new, before, skip, out, count),
-        SHARE=heads // k_heads,
-        BLOCK_V=plan.outputs_v,
-        STEP=STEP,
-        num_warps=plan.outputs_warps,
-        num_stages=2,
+        num_warps=plan.num_warps,
         **constants,
     )
     return out
 
 
 class Plan(NamedTuple):
-    """Launch parameters.  states_v, outputs_v: columns of a state per program.  stages: chunks whose loads are in
+    """Launch parameters of _scan_kernel.  block_v: columns of a state per program.  stages: chunks whose loads are in
     flight."""
 
-    solve: object
-    solve_warps: int
-    states_v: int
-    states_warps: int
+    block_v: int
     stages: int
-    outputs_v: int
-    outputs_warps: int
+    num_warps: int
 
 
-def choose_plan(v_size: int, products: Products) -> Plan:
+def choose_plan(products: Products) -> Plan:
     """Chooses the launch parameters.
 
-    With 16-bit operands, a program of _outputs_kernel takes 64 columns even if a head is smaller, so that all operands
-    of wgmma have one layout.  With two layouts, ptxas 12.8 loses the start of an operand
-    (tests/kernels/machine_code.py).
+    A program takes 64 columns even if a head is smaller, because wgmma has at least 64 rows, and only wgmma takes
+    operands of 16 bits from registers in the layout of its results.
     """
-    largest = max(power_of_two(v_size), SMALLEST)
-    if products.kept.itemsize > 2:
-        return Plan(products.operand, 4, min(largest, 32), 4, 1, min(largest, 32), 4)
-    return Plan(tl.bfloat16, 4, min(largest, 32), 4, 3, 64, 4)
+    return Plan(64, 2, 4) if products.kept.itemsize == 2 else Plan(64, 1, 8)

@@ -1,7 +1,8 @@
 """The norm of the heads' outputs and their gate, or the gate alone, in one launch.
 
-Grid: (blocks of rows, groups), or (rows,) if a row is rounded to FP8 with one scale.  The kernel computes in float32
-(float64 for float64) and rounds where the reference rounds.
+A program takes adjacent groups, so that programs that run together read adjacent memory; it takes a whole row if the
+row is rounded to FP8 with one scale.  The kernel computes in float32 (float64 for float64) and rounds where the
+reference rounds.
 """
 
 from __future__ import annotations
@@ -48,19 +49,19 @@ def _gated_norm_kernel(
     SPLITS: tl.constexpr, EPS: tl.constexpr, EXACT: tl.constexpr, FP8_MAX: tl.constexpr, WHOLE: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """A program holds BLOCK_R groups of BLOCK columns: all groups of a row if WHOLE, else the same group of many rows.
+    """A program holds BLOCK_R groups of BLOCK columns: all groups of a row if WHOLE, else BLOCK_R adjacent groups.
 
     weight_ptr: None for the gate alone.  SPLITS: of the gate's partial sums.  scales_ptr: if not None, the result is
     rounded to FP8 as in quantise_rows.py, with a scale for each group, or for the row if WHOLE.
     """
     pdl_trigger_and_wait(DEPENDENT)
     TYPE: tl.constexpr = x_ptr.dtype.element_ty
-    row, group, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_R), tl.arange(0, BLOCK)
+    first, group, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_R), tl.arange(0, BLOCK)
     if WHOLE:
-        row += tl.zeros([BLOCK_R], tl.int64)
+        row, exists = first + group * 0, group < GROUPS
     else:
-        row, group = row * BLOCK_R + group, tl.zeros([BLOCK_R], tl.int32) + tl.program_id(1)
-    exists = (row < num_rows) & (group < GROUPS)
+        index = first * BLOCK_R + group
+        row, group, exists = index // GROUPS, index % GROUPS, index < num_rows * GROUPS
     mask = exists[:, None] & (column < SIZE)[None, :]
     place = (row * GROUPS + group)[:, None] * SIZE + column[None, :]
     gate_at = row * gate_stride + group // SHARE * STEP + group % SHARE * SIZE
@@ -105,7 +106,7 @@ def gated_norm(
     block_r = power_of_two(groups) if is_whole else max(VALUES // block, 1)
     warps = min(block_r * block // WARP_VALUES, MAX_WARPS) if is_whole else 4 if block >= 512 else 2
     values = gate.values
-    _gated_norm_kernel[(num_rows,) if is_whole else (-(-num_rows // block_r), groups)](
+    _gated_norm_kernel[(num_rows if is_whole else -(-num_rows * groups // block_r),)](
         *(read, values, weight, out),
         *(None if rounded is None else rounded.scales, None if rounding is None else rounding.static),
         *(num_rows, values.stride(-2), values.stride(0)),

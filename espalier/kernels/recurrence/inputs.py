@@ -1,7 +1,8 @@
 """Computes the q, k, v and gates of new rows: a short convolution along each row's path, then norms and gates.
 
-Grid: (blocks of rows, heads of q, k and v).  A program convolves one head's channels.  Then it L2-normalises a head of
-q or k.  For a head of v it computes the gates.  Padding rows are computed too.
+Grid: (heads of q, k and v, blocks of rows), so that programs that run together read adjacent memory.  A program
+convolves one head's channels.  Then it L2-normalises a head of q or k.  For a head of v it computes the gates.
+Padding rows are computed too.
 """
 
 from __future__ import annotations
@@ -180,8 +181,8 @@ def _prepare_kernel(
     """
     pdl_wait(DEPENDENT)
     pdl_trigger(DEPENDENT)
-    row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
-    part = tl.program_id(1)
+    row = tl.program_id(1).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    part = tl.program_id(0)
     is_row = row < num_rows
     request = row // rows
     within = row % rows
@@ -230,7 +231,7 @@ def prepare(
         step, low, high = gates.step, *gates.bounds
     heads, v_size = (columns.heads, columns.v_size) if columns.heads else (-(-columns.channels // BLOCK_C), BLOCK_C)
     block = 4 if num_rows <= 256 else 16
-    _prepare_kernel[-(-num_rows // block), 2 * columns.k_heads + heads](
+    _prepare_kernel[2 * columns.k_heads + heads, -(-num_rows // block)](
         *(inputs, rows.tail, rows.slots, parents, rows.follows, conv.weight, conv.bias),
         *of_gates,
         *out,

@@ -17,11 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from espalier.errors import EspalierError, one_line
+from espalier.errors import EspalierError
 from espalier.model_files import MAX_LAYERS
 from espalier.models.config import INERT_FIELDS, Family, Json, ModelConfig, architecture_of, parse, with_overrides
-from espalier.models.from_transformers.probe import ProbeResult, probe, refusal_reason
-from espalier.models.from_transformers.target import ATTENTION_NAME, TransformersModel, TransformersTarget
+from espalier.models.from_transformers.probe import ProbeResult, probe
+from espalier.models.from_transformers.shrink import refusal_reason
+from espalier.models.from_transformers.target import ATTENTION_NAME, TransformersTarget
 from espalier.models.weight_files import count_weights_in
 from espalier.models.weight_formats import QUANTISATION_FIELDS
 from espalier.models.weights import IGNORABLE_NAMES, Weights
@@ -75,29 +76,25 @@ def build_by_transformers(
     shows_progress = bars.is_progress_bar_enabled()
     bars.disable_progress_bar()
     try:
-        model, found = probed.model_class.from_pretrained(
-            None if state else config.path,
-            config=copy.deepcopy(probed.config),
-            state_dict=state,
-            dtype=dtype,
-            attn_implementation=ATTENTION_NAME,
-            use_safetensors=True,
-            local_files_only=True,
-            output_loading_info=True,
-            trust_remote_code=False,
-            **options,
-        )
-    except Exception as error:  # the class is not Espalier's code and may raise anything
-        raise EspalierError(
-            f"{config.path}: transformers cannot load the model ({one_line(error)}); download the checkpoint again"
-        ) from None
+        with refusal_reason(f"{config.path}: transformers cannot load the model; download the checkpoint again"):
+            model, found = probed.model_class.from_pretrained(
+                None if state else config.path,
+                config=copy.deepcopy(probed.config),
+                state_dict=state,
+                dtype=dtype,
+                attn_implementation=ATTENTION_NAME,
+                use_safetensors=True,
+                local_files_only=True,
+                output_loading_info=True,
+                trust_remote_code=False,
+                **options,
+            )
     finally:
         if shows_progress:
             bars.enable_progress_bar()
     _require_all(found, config)
-    body = TransformersModel(model.to(device).eval().requires_grad_(False), probed.layers, probed.replacements, capture)
     log.info("%s runs by transformers; replaced by ours: %s", config.architecture, probed.replaced)
-    return TransformersTarget(config, body, capture)
+    return TransformersTarget(config, model.to(device).eval().requires_grad_(False), capture)
 
 
 def _require_all(found: Mapping[str, Any], config: ModelConfig) -> None:
@@ -112,22 +109,14 @@ def _require_all(found: Mapping[str, Any], config: ModelConfig) -> None:
             )
 
 
-# Types of RoPE whose frequencies change after a number of positions, and the field that holds this number.
-CHANGING_ROPES = {"longrope": "original_max_position_embeddings", "dynamic": "max_position_embeddings"}
-
-
-def has_causal_class(raw: Json) -> bool:
-    """Whether transformers has a causal class for a config.json.  Classes that come with a checkpoint do not count."""
-    name = causal_class(raw)
-    return name is not None and raw.get("architectures") in (None, [], [name])
-
-
 def causal_class(raw: Json) -> str | None:
-    """The name of transformers' causal class for the model_type of a config.json."""
+    """The name of transformers' causal class for a config.json; None if its architecture is another.
+    Classes that come with a checkpoint do not count."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     kind = raw.get("model_type")
-    return MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind) if isinstance(kind, str) else None
+    name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind) if isinstance(kind, str) else None
+    return name if raw.get("architectures") in (None, [], [name]) else None
 
 
 def read_by_transformers(
@@ -140,13 +129,8 @@ def read_by_transformers(
     name = causal_class(raw)
     if name is None:
         raise EspalierError(
-            f"{path}: transformers has no causal model of model_type {raw.get('model_type')!r}; update "
-            "transformers, or use another model"
-        )
-    if not has_causal_class(raw):
-        raise EspalierError(
-            f"{path}: architecture {architecture_of(raw)!r} is not the causal model of its model_type, which is "
-            f"{name}; use a text generation model that transformers has"
+            f"{path}: {architecture_of(raw)!r} is not transformers' causal model of model_type "
+            f"{raw.get('model_type')!r}; update transformers, or use a text generation model that it has"
         )
     config_class = CONFIG_MAPPING[raw["model_type"]]
     known_fields = {*config_class().to_dict(), *config_class.attribute_map, *raw, *INERT_FIELDS, *QUANTISATION_FIELDS}
@@ -200,7 +184,7 @@ def _config(
         "num_attention_heads": first.heads,
         "num_key_value_heads": first.rows.kv_heads,
         "head_dim": first.rows.k_size,
-        "max_position_embeddings": _longest(hf, path),
+        "max_position_embeddings": _longest(hf),
         "rms_norm_eps": 1e-6,
         "attention_bias": False,
         "tie_word_embeddings": bool(getattr(hf, "tie_word_embeddings", False)),
@@ -217,14 +201,9 @@ def _config(
     return replace(parse(plain, family, path, eos, generation), raw=full, probe_result=probed)
 
 
-def _longest(hf: Any, path: Path) -> int:
-    """Returns the number of positions up to which a learned embedding reaches, or a RoPE does not change."""
-    longest = getattr(hf, "max_position_embeddings", None)
-    if not isinstance(longest, int) or longest < 2:
-        raise EspalierError(
-            f"{path}: max_position_embeddings = {longest!r}; an integer of at least 2 is needed; correct the config"
-        )
+def _longest(hf: Any) -> Any:
+    """Returns the number of positions up to which a learned embedding reaches, or LongRoPE's frequencies stay."""
     ropes = getattr(hf, "rope_parameters", None) or {}
     sets = [each for each in ropes.values() if isinstance(each, Mapping)] or [ropes]
-    limits = (each.get(CHANGING_ROPES.get(str(each.get("rope_type")), "")) for each in sets)
-    return min([longest, *(int(limit) for limit in limits if limit)])
+    limits = [each["original_max_position_embeddings"] for each in sets if each.get("rope_type") == "longrope"]
+    return min([getattr(hf, "max_position_embeddings", None), *limits])

@@ -1,23 +1,21 @@
 """A model of transformers as a target: its layers write to the pass, and attend through the pass.
 
-For speed, Espalier's layers replace transformers' layers if both compute the same.  Linear layers are recognised by
-their class.  Norms and experts are compared with Espalier's on random rows of a tiny model.
+For speed, Espalier's layers run in place of transformers' layers if both compute the same.  Linear layers are
+recognised by their class.  Norms and experts are compared with Espalier's on random rows of a tiny model.
 """
 
-import copy
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from espalier.attention import Pass
-from espalier.cache.layer_spec import ReadyHeads
+from espalier.cache.layer_spec import LayerSpec, ReadyHeads
 from espalier.kernels.ops.activation import GELU_TANH, SILU, Activation
 from espalier.kernels.ops.experts import grouped_experts
 from espalier.kernels.ops.linear import sum_parts
@@ -30,149 +28,88 @@ from espalier.models.weight_formats import dense_weight
 
 # The name of Espalier's attention in transformers' AttentionInterface.
 ATTENTION_NAME = "espalier"
-# A function from a module of transformers to the module of Espalier that replaces it.
-MakeModule = Callable[[Any], nn.Module]
+# A function from a module of transformers to what runs in place of its forward.
+MakeForward = Callable[[Any], Callable[..., Tensor]]
+# Computes a layer's attention call, (module, q, k, v, mask, **options) -> [B, Q, heads, v_size].
+# q: [B, heads, Q, k_size].  k, v: [B, kv_heads, Q, size], those of the new rows.  mask: the model's own.
+# options: as transformers names them; scaling: the factor of q·k; sliding_window: LayerSpec.window; softcap:
+# LayerSpec.softcap; s_aux: [heads], the sinks.
+Attend = Callable[..., Tensor]
 TOLERANCE = 1e-5
 
 
-class AttentionCall(NamedTuple):
-    """A layer's call of the attention function.
+@dataclass
+class ForwardRun:
+    """A forward pass that runs.
 
-    q: [B, heads, Q, k_size].  k, v: [B, kv_heads, Q, size], those of the new rows.
-    masked: whether the model passes its own mask.  scale: the factor of q·k.  window: see LayerSpec.window.
-    softcap: a tanh bounds scores to ±softcap.  sink: [heads], see Attention.attend.
+    tokens: [B, Q]; rows with negative ones go to no expert.  inputs: the captured inputs by layer, added by the layers.
     """
 
-    module: nn.Module
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    masked: bool
-    scale: float | None
-    window: int | None
-    softcap: float | None
-    sink: Tensor | None
-
-
-@dataclass(kw_only=True)
-class AttentionRun:
-    """Computes the attention calls of a forward pass.
-
-    inputs: the captured inputs by layer, which the forward pass adds.
-    """
-
+    attend: Attend
+    tokens: Tensor
     inputs: dict[int, Tensor] = field(default_factory=dict)
 
-    @property
-    def live(self) -> Tensor | None:
-        """[B · Q] bool, the rows that go to experts; None: all rows."""
-        return None
-
-    def __call__(self, call: AttentionCall) -> Tensor:
-        """Returns the result of an attention call, [B, Q, heads, v_size]."""
-        raise NotImplementedError
+    @cached_property
+    def live(self) -> Tensor:
+        """[B · Q] bool, the rows that go to experts."""
+        return (self.tokens >= 0).flatten()
 
 
-# A context variable, because transformers' layers cannot take the AttentionRun as an argument.
-CURRENT_RUN: ContextVar[AttentionRun] = ContextVar("the attention of the forward pass that runs")
+# A context variable, because transformers' layers cannot take the ForwardRun as an argument.
+CURRENT_RUN: ContextVar[ForwardRun] = ContextVar("the forward pass that runs")
 
 
-@contextmanager
-def attention_by(run: AttentionRun) -> Iterator[None]:
-    """Let `run` compute the attention calls of this thread."""
-    token = CURRENT_RUN.set(run)
-    try:
-        yield
-    finally:
-        CURRENT_RUN.reset(token)
-
-
-def register() -> None:
-    """Register ATTENTION_NAME as an attention function of transformers.
-
-    ATTENTION_NAME is not registered as a mask function.  So transformers makes no mask, and does not search the
-    positions for packed sequences, which it would do on the host.
-    """
-    from transformers import AttentionInterface
-
-    AttentionInterface.register(ATTENTION_NAME, _attend)
-
-
-def _attend(
-    module: Any, q: Tensor, k: Tensor, v: Tensor, attention_mask: Any = None, **given: Any
+def attend(
+    module: nn.Module, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None = None, **options: Any
 ) -> tuple[Tensor, None]:
-    window, softcap = given.get("sliding_window") or None, given.get("softcap") or None
-    call = AttentionCall(
-        module, q, k, v, attention_mask is not None, given.get("scaling"), window, softcap, given.get("s_aux")
-    )
-    return CURRENT_RUN.get()(call), None
+    """The attention function that is registered with transformers."""
+    return CURRENT_RUN.get().attend(module, q, k, v, attention_mask, **options), None
 
 
-class OurLinear(nn.Module):
-    """A linear layer.  Other code reads the dtype and device of `weight`, which is empty, and whether it has a bias."""
-
-    def __init__(self, module: Any) -> None:
-        super().__init__()
-        weight = module.weight.data
-        self.bias = None if module.bias is None else module.bias.data
-        self.linear = Linear(dense_weight(weight), self.bias)
-        self.weight = weight.new_empty(0)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x)
+def linear_of(module: Any) -> Linear:
+    return Linear(dense_weight(module.weight.data), None if module.bias is None else module.bias.data)
 
 
-class OurNorm(nn.Module):
-    """An RMS norm over the last dimension.  offset: a number that is added to the weight."""
-
-    def __init__(self, module: Any, offset: float = 0.0) -> None:
-        super().__init__()
-        self.weight = module.weight.data
-        exact = torch.promote_types(self.weight.dtype, torch.float32)
-        eps = next(value for value in vars(module).values() if isinstance(value, float))
-        self.norm = RMSNorm(self.weight.to(exact) + offset if offset else self.weight, eps)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm(x.contiguous())
+def norm_of(module: Any, offset: float = 0.0) -> Callable[[Tensor], Tensor]:
+    """Returns an RMS norm over the last dimension.  offset: a number that is added to the weight."""
+    weight = module.weight.data
+    eps = next(value for value in vars(module).values() if isinstance(value, float))
+    exact = torch.promote_types(weight.dtype, torch.float32)
+    norm = RMSNorm(weight.to(exact) + offset if offset else weight, eps)
+    return lambda x: norm(x.contiguous())
 
 
-class OurExperts(nn.Module):
-    """Gated experts in two stacked matrices, gate over up."""
+def experts_of(module: Any, activation: Activation) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """Returns gated experts in two stacked matrices, gate over up."""
+    gate_up, down = module.gate_up_proj.data, module.down_proj.data
 
-    def __init__(self, module: Any, activation: Activation) -> None:
-        super().__init__()
-        self.gate_up, self.down, self.activation = module.gate_up_proj.data, module.down_proj.data, activation
-
-    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    def run_experts(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         run, weights = CURRENT_RUN.get(None), top_k_weights.to(torch.promote_types(hidden_states.dtype, torch.float32))
-        parts = grouped_experts(
-            *(hidden_states, self.gate_up, self.down, top_k_index, weights),
-            live=None if run is None else run.live,
-            activation=self.activation,
-        )
+        live = None if run is None else run.live
+        parts = grouped_experts(hidden_states, gate_up, down, top_k_index, weights, live=live, activation=activation)
         return sum_parts(parts, hidden_states.dtype)
 
-
-# By a module's parameters, the modules of Espalier that may compute the same.
-MAKERS_BY_PARAMETERS: Mapping[tuple[str, ...], tuple[MakeModule, ...]] = {
-    ("weight",): (OurNorm, partial(OurNorm, offset=1.0)),
-    ("down_proj", "gate_up_proj"): tuple(partial(OurExperts, activation=each) for each in (SILU, GELU_TANH)),
-}
+    return run_experts
 
 
-def find_replacements(model: nn.Module) -> dict[type, MakeModule]:
-    """Returns, by class of transformers, the MakeModule of an Espalier module that computes the same.
-    model: a tiny random model."""
-    found: dict[type, MakeModule] = {nn.Linear: OurLinear}
+# What may compute the same as a module.
+MAKERS: tuple[MakeForward, ...] = (
+    *(norm_of, partial(norm_of, offset=1.0)),
+    *(partial(experts_of, activation=activation) for activation in (SILU, GELU_TANH)),
+)
+
+
+def find_replacements(model: nn.Module) -> dict[type, MakeForward]:
+    """Returns, by class of transformers, the MakeForward of what computes the same.  model: a tiny random model."""
+    found: dict[type, MakeForward] = {nn.Linear: linear_of}
     for module in model.modules():
-        makes = MAKERS_BY_PARAMETERS.get(tuple(sorted(name for name, _ in module.named_parameters())), ())
-        if type(module) not in found and (equal := [make for make in makes if _have_equal_values(module, make)]):
+        if type(module) not in found and (equal := [make for make in MAKERS if _are_equal(module, make)]):
             found[type(module)] = equal[0]
     return found
 
 
-def _have_equal_values(module: Any, make: MakeModule) -> bool:
-    """Whether Espalier's module returns the same as a norm or experts of transformers.
+def _are_equal(module: Any, make: MakeForward) -> bool:
+    """Whether `make` returns what computes the same as a norm or experts of transformers.
     Both are compared on large rows, and on small rows, for which the norm's eps matters."""
     try:
         ours = make(module)
@@ -182,79 +119,71 @@ def _have_equal_values(module: Any, make: MakeModule) -> bool:
             ids = torch.rand(9, len(module.down_proj)).topk(min(2, len(module.down_proj))).indices
             given = (torch.randn(9, module.down_proj.shape[1]), ids, torch.rand(ids.shape))
         pairs = [[run(given[0] * scale, *given[1:]) for run in (ours, module)] for scale in (1.0, 1e-3)]
-    except Exception:  # any: the module is not Espalier's code, and may take other shapes than assumed
+    except Exception:  # any: the module is not Espalier's code, and may be neither
         return False
     return all(one.shape == other.shape and torch.allclose(one, other, TOLERANCE, TOLERANCE) for one, other in pairs)
+
+
+def layers_of(model: nn.Module) -> nn.ModuleList:
+    """Returns the model's layers: its first list of modules."""
+    return next(module for module in model.modules() if isinstance(module, nn.ModuleList))
 
 
 class TransformersModel:
     """A causal model of transformers in two parts: tokens to hidden states, and hidden states to logits.
 
-    layers: the name of the list of the model's layers.  replacements: by class, what replaces a module of transformers.
+    replacements: by class of transformers, what runs in place of a module's forward.
     capture: the layers whose inputs a pass keeps; the number of layers means the output of the last layer.
     """
 
-    def __init__(
-        self, model: Any, layers: str, replacements: Mapping[type, MakeModule], capture: tuple[int, ...] = ()
-    ) -> None:
-        name = layers.partition(".")[0]
-        self.model, self.decoder = model, model.get_submodule(name)
-        for parent in list(model.modules()):
-            for child, module in parent.named_children():
-                # A norm without parameters is not replaced: some classes of norms have weights in some places only.
-                if type(module) in replacements and any(True for _ in module.parameters()):
-                    setattr(parent, child, replacements[type(module)](module))
-        fix_ropes(model)
-        _capture(model.get_submodule(layers), capture)
+    def __init__(self, model: Any, replacements: Mapping[type, MakeForward], capture: tuple[int, ...] = ()) -> None:
+        self.model = model
         head = model.get_output_embeddings()
-        self.head: Linear = (head if isinstance(head, OurLinear) else OurLinear(head)).linear
-        self._given = copy.copy(model)
-        self._given._modules = {**model._modules, name: HiddenPassthrough()}
+        self.head = linear_of(head)
+        for module in model.modules():
+            # A norm without parameters is not replaced: some classes of norms have weights in some places only.
+            if type(module) in replacements and any(True for _ in module.parameters()):
+                module.forward = self.head if module is head else replacements[type(module)](module)
+            if isinstance(module.forward, Linear):
+                # Its weight may be a copy, and other code reads only the dtype and device of the original.
+                module.weight = nn.Parameter(module.weight.new_empty(0), requires_grad=False)
+            if (kind := getattr(module, "rope_type", None)) is not None:
+                # A RoPE that changes with the longest position would read positions on the host.  max_position limits
+                # the model to short texts: in longer ones, every new token would change all cached keys.
+                module.rope_type = dict.fromkeys(kind, "default") if isinstance(kind, dict) else "default"
+        layers = layers_of(model)
+        _capture(layers, capture)
+        decoder = next(child for child in model.children() if layers in child.modules()).get_decoder()
+        self._decode = decoder.forward
+        # So the whole model computes logits from the hidden states that it is given.
+        decoder.forward = lambda *args, inputs_embeds, **options: HiddenOutput((inputs_embeds,))
 
-    def __call__(self, tokens: Tensor, positions: Tensor, run: AttentionRun) -> Tensor:
-        """Returns the hidden states [B, Q, H] after the last norm.  tokens, positions: [B, Q]."""
-        with attention_by(run):
-            out = self.decoder(input_ids=tokens, position_ids=positions, use_cache=False)
-        return out.last_hidden_state
+    def run(self, tokens: Tensor, positions: Tensor, attend: Attend) -> tuple[Tensor, dict[int, Tensor]]:
+        """Returns the hidden states [B, Q, H] after the last norm, and the captured inputs by layer.
+        tokens, positions: [B, Q]."""
+        run = ForwardRun(attend, tokens)
+        # A void row runs with the first token of its request, as in the embedding of Espalier's own families.
+        filled = torch.where(tokens < 0, tokens[:, :1].clamp(min=0), tokens)
+        token = CURRENT_RUN.set(run)
+        try:
+            out = self._decode(input_ids=filled, position_ids=positions, use_cache=False)
+        finally:
+            CURRENT_RUN.reset(token)
+        return out.last_hidden_state, run.inputs
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Hidden states [..., H] -> logits [..., V], with the scales and bounds that the class applies to them."""
-        rows = self._given(inputs_embeds=hidden.reshape(1, -1, hidden.shape[-1]), use_cache=False).logits
+        rows = self.model(inputs_embeds=hidden.reshape(1, -1, hidden.shape[-1]), use_cache=False).logits
         return rows.to(hidden.dtype).view(*hidden.shape[:-1], -1)
 
 
-class HiddenPassthrough(nn.Module):
-    """Takes the place of a model's body.  It returns the hidden states that it is given."""
-
-    def forward(self, *args: Any, inputs_embeds: Tensor, **options: Any) -> "HiddenOutput":
-        return HiddenOutput((inputs_embeds,))
-
-    @property
-    def decoder(self) -> "HiddenPassthrough":
-        """Returns itself, for heads that read the decoder of the body."""
-        return self
-
-
 class HiddenOutput(tuple[Tensor]):
-    """The output of a body that holds only the hidden states."""
+    """The output of a decoder that holds only the hidden states."""
 
     last_hidden_state = property(itemgetter(0))
 
     def __getattr__(self, name: str) -> None:
         return None
-
-
-def fix_ropes(model: nn.Module) -> None:
-    """Fix every RoPE that changes with the longest position to its form for short texts.
-
-    Such a RoPE would read the positions on the host.  `ModelConfig.max_position` limits the model to short texts: in
-    longer ones, every new token would change all cached keys.
-    """
-    module: Any
-    for module in model.modules():
-        kind = getattr(module, "rope_type", None)
-        if kind is not None:
-            module.rope_type = dict.fromkeys(kind, "default") if isinstance(kind, dict) else "default"
 
 
 def _capture(layers: nn.ModuleList, capture: tuple[int, ...]) -> None:
@@ -273,27 +202,38 @@ def _capture(layers: nn.ModuleList, capture: tuple[int, ...]) -> None:
             layers[index].register_forward_pre_hook(partial(before, index), with_kwargs=True)
 
 
-@dataclass
-class PassRun(AttentionRun):
-    """Computes a model's attention calls through a pass.
+class TransformersTarget(TransformersModel):
+    """A CausalLM (espalier/models/base.py), whose config is `probed`."""
 
-    layers: the layer number of each attention module.  sharing: the layers that share rows and write none.
-    """
+    def __init__(self, config: ModelConfig, model: Any, capture: tuple[int, ...]) -> None:
+        assert config.probe_result is not None
+        super().__init__(model, config.probe_result.replacements, capture)
+        self.config, self.capture, self.layer_specs = config, capture, config.probe_result.specs
+        self.kv_scales: tuple[KVScales | None, ...] = (None,) * len(self.layer_specs)
+        # Some embeddings have more rows than the vocabulary, for audio or an unknown token.
+        self.embed = Embedding(model.get_input_embeddings().weight[: config.vocab_size])
 
-    p: Pass
-    layers: Mapping[nn.Module, int]
-    sharing: frozenset[int]
+    def __call__(self, p: Pass) -> ModelOutput:
+        # Nodes past the end of a context may have positions that the model does not have.  They are never accepted.
+        positions = p.positions.clamp(max=self.config.max_position - 1)
+        hidden, inputs = self.run(p.tokens, positions, partial(self._attend, p, iter(enumerate(self.layer_specs))))
+        last = len(self.layer_specs)
+        kept = p.kept_rows(last - 1)
+        if kept is not None:
+            hidden = hidden.flatten(0, 1)[kept][:, None]
+            inputs |= {i: x.flatten(0, 1)[kept][:, None] for i, x in inputs.items() if i == last}
+        return ModelOutput(hidden=hidden, inputs=tuple(inputs[i] for i in self.capture))
 
-    @cached_property
-    def live(self) -> Tensor | None:
-        return (self.p.tokens >= 0).flatten()
-
-    def __call__(self, call: AttentionCall) -> Tensor:
-        p, layer, k, v = self.p, self.layers[call.module], call.k, call.v
-        if layer in self.sharing:
+    def _attend(
+        self, p: Pass, layers: Iterator[tuple[int, LayerSpec]], module: nn.Module, *given: Tensor, **options: Any
+    ) -> Tensor:
+        """Computes an attention call through the pass.  layers: those that have not attended yet."""
+        (layer, spec), (q, k, v, _), sink = next(layers), given, options.get("s_aux")
+        if spec.shares_with is not None:
+            # A layer that shares rows writes no heads.
             k, v = k[:, :0], v[:, :0]
-        ready = ReadyHeads(*(rows.transpose(1, 2).flatten(0, 1).contiguous() for rows in (call.q, k, v)))
-        sink = None if call.sink is None else call.sink.to(torch.promote_types(call.q.dtype, torch.float32))
+        ready = ReadyHeads(*(rows.transpose(1, 2).flatten(0, 1).contiguous() for rows in (q, k, v)))
+        sink = None if sink is None else sink.to(torch.promote_types(q.dtype, torch.float32))
         attended = p.attend(layer, p.write(layer, ready), sink)
         kept = p.kept_rows(layer)
         if kept is None:
@@ -301,36 +241,3 @@ class PassRun(AttentionRun):
         # The class computes all rows of the last layer, but only the kept rows are read.
         rows = attended.new_zeros(p.tokens.numel(), *attended.shape[2:])
         return rows.index_copy(0, kept, attended[:, 0]).unflatten(0, p.tokens.shape)
-
-
-class TransformersTarget:
-    """A CausalLM (espalier/models/base.py), whose config is `probe_result`."""
-
-    def __init__(self, config: ModelConfig, body: TransformersModel, capture: tuple[int, ...]) -> None:
-        assert config.probe_result is not None
-        self.config, self.body, self.capture, self.head = config, body, capture, body.head
-        self.layer_specs = config.probe_result.specs
-        self.kv_scales: tuple[KVScales | None, ...] = (None,) * len(self.layer_specs)
-        # Some embeddings have more rows than the vocabulary, for audio or an unknown token.
-        self.embed = Embedding(body.model.get_input_embeddings().weight[: config.vocab_size])
-        self._sharing = frozenset(i for i, spec in enumerate(self.layer_specs) if spec.shares_with is not None)
-        self._layers = {body.model.get_submodule(name): i for i, name in enumerate(config.probe_result.attention)}
-
-    def __call__(self, p: Pass) -> ModelOutput:
-        run = PassRun(p, self._layers, self._sharing)
-        # A void row runs with the first token of its request, as in the embedding of Espalier's own families.
-        tokens = torch.where(p.tokens < 0, p.tokens[:, :1].clamp(min=0), p.tokens)
-        # Nodes past the end of a context may have positions that the model does not have.  They are never accepted.
-        hidden = self.body(tokens, p.positions.clamp(max=self.config.max_position - 1), run)
-        if p.needed is not None:
-            hidden, last = _rows(hidden, p.needed), len(self.layer_specs)
-            run.inputs |= {i: _rows(x, p.needed) for i, x in run.inputs.items() if i == last}
-        return ModelOutput(hidden=hidden, inputs=tuple(run.inputs[i] for i in self.capture))
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        return self.body.logits(hidden)
-
-
-def _rows(x: Tensor, needed: Tensor) -> Tensor:
-    """x [B, Q, H] -> [B, 1, H]: the row needed [B] of each request."""
-    return x[torch.arange(len(x), device=x.device), needed][:, None]

@@ -1,4 +1,4 @@
-"""The formats of tool calls and of reasoning, by name.  The chat template tells a model's formats."""
+"""The formats of tool calls and of reasoning, by name.  A model's formats are found by its chat template."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,20 +9,20 @@ from espalier.errors import EspalierError
 from espalier.tool_calls.base import MISTRAL_REASONING, THINK_REASONING, ReasoningFormat, ToolFormat
 from espalier.tool_calls.formats import deepseek, harmony, llama, mistral, tagged
 
-# In this order, the signs of each format are searched in a template.  A format whose signs include another format's
-# signs comes first.
+# The template is searched for the formats' signs in this order.  If a format's signs include another format's signs,
+# the former comes first.
 _TOOLS = (
-    harmony.FORMAT,
-    tagged.GLM,
-    tagged.QWEN_CODER,
-    tagged.HERMES,
-    deepseek.V3,
-    deepseek.FORMAT,
-    mistral.FORMAT,
-    mistral.LIST,
-    llama.FORMAT,
+    harmony.TOOL_FORMAT,
+    tagged.GLM_FORMAT,
+    tagged.QWEN_CODER_FORMAT,
+    tagged.HERMES_FORMAT,
+    deepseek.V3_FORMAT,
+    deepseek.V31_FORMAT,
+    mistral.NAMED_FORMAT,
+    mistral.LIST_FORMAT,
+    llama.TOOL_FORMAT,
 )
-_REASONING = (harmony.REASONING, MISTRAL_REASONING, THINK_REASONING)
+_REASONING = (harmony.REASONING_FORMAT, MISTRAL_REASONING, THINK_REASONING)
 TOOL_FORMATS: Mapping[str, ToolFormat] = MappingProxyType({each.name: each for each in _TOOLS})
 REASONING_FORMATS: Mapping[str, ReasoningFormat] = MappingProxyType({each.name: each for each in _REASONING})
 AUTO, NONE = "auto", "none"
@@ -31,25 +31,23 @@ F = TypeVar("F", ToolFormat, ReasoningFormat)
 
 @dataclass(frozen=True)
 class Formats:
-    """The formats of a model, None where it has none."""
+    """A model's formats; None for a model without tool calls or without reasoning."""
 
     tools: ToolFormat | None = None
     reasoning: ReasoningFormat | None = None
 
 
 def find_formats(template: str, tool_format: str = AUTO, reasoning_format: str = AUTO) -> Formats:
-    """Returns the formats of a model, found by the text of its chat template or by name.
-
-    Raises EspalierError for a name that does not exist.
-    """
-    # The harmony format reads both calls and reasoning.
-    if tool_format == harmony.FORMAT.name and reasoning_format == AUTO:
-        reasoning_format = harmony.REASONING.name
-    if reasoning_format == harmony.REASONING.name and tool_format == AUTO:
-        tool_format = harmony.FORMAT.name
-    tools = _find("tool_format", tool_format, TOOL_FORMATS, template)
-    reasoning = _find("reasoning_format", reasoning_format, REASONING_FORMATS, template)
-    if tools is not None and tools.name == harmony.FORMAT.name and (reasoning is None or not reasoning.includes_calls):
+    """Returns a model's formats: by name, or for "auto" by the text of its chat template.  Raises EspalierError for an
+    unknown name."""
+    # The harmony format parses both calls and reasoning.
+    if tool_format == harmony.TOOL_FORMAT.name and reasoning_format == AUTO:
+        reasoning_format = harmony.REASONING_FORMAT.name
+    if reasoning_format == harmony.REASONING_FORMAT.name and tool_format == AUTO:
+        tool_format = harmony.TOOL_FORMAT.name
+    tools = _find_format("tool_format", tool_format, TOOL_FORMATS, template)
+    reasoning = _find_format("reasoning_format", reasoning_format, REASONING_FORMATS, template)
+    if tools is harmony.TOOL_FORMAT and (reasoning is None or not reasoning.includes_calls):
         raise EspalierError("tool_format='harmony' needs reasoning_format='harmony': its calls stand in channels too")
     if reasoning is not None and reasoning.includes_calls and tools is not None and tools.name != reasoning.name:
         raise EspalierError(
@@ -59,7 +57,7 @@ def find_formats(template: str, tool_format: str = AUTO, reasoning_format: str =
     return Formats(tools, reasoning)
 
 
-def _find(flag: str, name: str, formats: Mapping[str, F], template: str) -> F | None:
+def _find_format(flag: str, name: str, formats: Mapping[str, F], template: str) -> F | None:
     if name == AUTO:
         return next((each for each in formats.values() if all(sign in template for sign in each.template_signs)), None)
     if name == NONE:

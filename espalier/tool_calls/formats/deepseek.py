@@ -3,79 +3,84 @@
 from functools import partial
 
 from espalier.tool_calls.arguments import call_ends_here, read_arguments
-from espalier.tool_calls.base import CallSyntax, CallWriter, ToolFormat, Writer, read_call
-from espalier.tool_calls.reader import BrokenCall, Markers, Reader, Steps
+from espalier.tool_calls.base import CallSyntax, CallWriter, DeltaWriter, ToolFormat, read_call
+from espalier.tool_calls.reader import BrokenCall, Markers, Steps, TextReader
 
-OPEN, CLOSE = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
-CALL, SEPARATOR, END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
-# Some outputs lack the opening before the first call.
-STARTS = Markers(OPEN, CALL, strip_before="\n")
-FENCE, FENCE_END = "```json\n", "\n```"
+CALLS_BEGIN, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+CALL_BEGIN, SEPARATOR, CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
+# Some outputs lack CALLS_BEGIN before the first call.
+FIRST_CALL_MARKERS = Markers(CALLS_BEGIN, CALL_BEGIN, strip_before="\n")
+FENCE_BEGIN, FENCE_END = "```json\n", "\n```"
 
 
-def parse(reader: Reader, writer: Writer, fenced: bool) -> Steps[None]:
-    while (marker := (yield from reader.until(STARTS, writer.content))) is not None:
+def parse(reader: TextReader, writer: DeltaWriter, has_fence: bool) -> Steps[None]:
+    while (marker := (yield from reader.read_until(FIRST_CALL_MARKERS, writer.add_content))) is not None:
         opening = marker
-        if marker == OPEN:
-            space = yield from reader.space()
-            if (yield from reader.literal(CALL)) is None:
-                writer.add("broken", f"{CALL} is missing in the tool call")
-                writer.content(OPEN + space)
+        if marker == CALLS_BEGIN:
+            space = yield from reader.read_space()
+            if (yield from reader.read_literal(CALL_BEGIN)) is None:
+                writer.add("broken", f"{CALL_BEGIN} is missing in the tool call")
+                writer.add_content(CALLS_BEGIN + space)
                 continue
-            opening += space + CALL
-        yield from _calls(reader, writer, opening, fenced)
+            opening += space + CALL_BEGIN
+        yield from _calls(reader, writer, opening, has_fence)
 
 
-def _calls(reader: Reader, writer: Writer, opening: str, fenced: bool) -> Steps[None]:
+def _calls(reader: TextReader, writer: DeltaWriter, opening: str, has_fence: bool) -> Steps[None]:
     def read(call: CallWriter) -> Steps[None]:
-        kind, mark = yield from reader.text_before(SEPARATOR, END)
+        kind, mark = yield from reader.read_text_before(SEPARATOR, CALL_END)
         name = kind
-        if fenced and mark == SEPARATOR:
+        if has_fence and mark == SEPARATOR:
             if kind.strip() != "function":
                 raise BrokenCall(f"the tool call is of type {kind.strip()[:80]!r}; only function is supported")
-            name, mark = yield from reader.text_before("\n", END)
-        call.name(name.strip())
-        if mark == END:
+            name, mark = yield from reader.read_text_before("\n", CALL_END)
+        call.write_name(name.strip())
+        if mark == CALL_END:
             return
-        yield from reader.space()
-        if not (yield from call_ends_here(reader, END)):
-            yield from (_block(reader, call) if fenced else read_arguments(reader, call, END))
-        yield from reader.space()
+        yield from reader.read_space()
+        if not (yield from call_ends_here(reader, CALL_END)):
+            yield from (_block(reader, call) if has_fence else read_arguments(reader, call, CALL_END))
+        yield from reader.read_space()
         if (yield from reader.peek()):
-            yield from reader.expect(END)
+            yield from reader.expect(CALL_END)
 
     while (yield from read_call(reader, writer, opening, read)):
-        yield from reader.space()
-        opening = (yield from reader.literal(CALL, CLOSE)) or ""
-        if opening != CALL:
-            yield from reader.space()
+        yield from reader.read_space()
+        opening = (yield from reader.read_literal(CALL_BEGIN, CALLS_END)) or ""
+        if opening != CALL_BEGIN:
+            yield from reader.read_space()
             return
 
 
-def _block(reader: Reader, call: CallWriter) -> Steps[None]:
-    yield from reader.expect(FENCE)
-    yield from reader.space()
+def _block(reader: TextReader, call: CallWriter) -> Steps[None]:
+    yield from reader.expect(FENCE_BEGIN)
+    yield from reader.read_space()
     yield from read_arguments(reader, call, FENCE_END.strip())
-    yield from reader.space()
+    yield from reader.read_space()
     yield from reader.expect(FENCE_END.strip())
 
 
-SPECIAL = (OPEN, CLOSE, CALL, SEPARATOR, END)
-V3 = ToolFormat(
+SPECIAL_TOKENS = (CALLS_BEGIN, CALLS_END, CALL_BEGIN, SEPARATOR, CALL_END)
+V3_FORMAT = ToolFormat(
     name="deepseek-v3",
-    template_signs=(OPEN, "```json"),
-    special_tokens=SPECIAL,
-    parse=partial(parse, fenced=True),
+    template_signs=(CALLS_BEGIN, "```json"),
+    special_tokens=SPECIAL_TOKENS,
+    parse=partial(parse, has_fence=True),
     syntax=CallSyntax(
-        f"{CALL}function{SEPARATOR}", f"\n{FENCE}", f"{FENCE_END}{END}", separator="\n", opening=OPEN, closing=CLOSE
+        f"{CALL_BEGIN}function{SEPARATOR}",
+        f"\n{FENCE_BEGIN}",
+        f"{FENCE_END}{CALL_END}",
+        separator="\n",
+        opening=CALLS_BEGIN,
+        closing=CALLS_END,
     ),
     arguments_as_text=True,
 )
-FORMAT = ToolFormat(
+V31_FORMAT = ToolFormat(
     name="deepseek-v3.1",
-    template_signs=(OPEN,),
-    special_tokens=SPECIAL,
-    parse=partial(parse, fenced=False),
-    syntax=CallSyntax(CALL, SEPARATOR, END, opening=OPEN, closing=CLOSE),
+    template_signs=(CALLS_BEGIN,),
+    special_tokens=SPECIAL_TOKENS,
+    parse=partial(parse, has_fence=False),
+    syntax=CallSyntax(CALL_BEGIN, SEPARATOR, CALL_END, opening=CALLS_BEGIN, closing=CALLS_END),
     arguments_as_text=True,
 )

@@ -1,100 +1,105 @@
 """GPT-OSS's format (harmony): messages in channels.
 
-The channel `analysis` is reasoning, a message to functions.NAME is a call, and any other message is content.  GPT-OSS
-sometimes writes a message to `assistant`, which is a message to the user.
+A message in the channel `analysis` is reasoning, a message to functions.NAME is a call, and other messages are content.
+GPT-OSS sometimes addresses a message for the user to `assistant`.
 
-openai-harmony is not used, because it reads the ids of its own vocabulary, which it downloads.
+The package openai-harmony is not used, because it reads token ids of its own vocabulary, which it downloads.
 """
 
 import re
 
 from espalier.tool_calls.arguments import call_ends_here, read_arguments
-from espalier.tool_calls.base import CallSyntax, CallWriter, ReasoningFormat, ToolFormat, Writer, read_call
-from espalier.tool_calls.reader import BrokenCall, Markers, Reader, Steps
+from espalier.tool_calls.base import CallSyntax, CallWriter, DeltaWriter, ReasoningFormat, ToolFormat, read_call
+from espalier.tool_calls.reader import BrokenCall, Markers, Steps, TextReader
 
 START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 END, CALL, RETURN, CONSTRAIN = "<|end|>", "<|call|>", "<|return|>", "<|constrain|>"
-SPECIAL = (START, CHANNEL, MESSAGE, END, CALL, RETURN, CONSTRAIN)
-# A message also ends at the start of the next message.
-ENDS = Markers(END, CALL, RETURN, START, CHANNEL)
+SPECIAL_TOKENS = (START, CHANNEL, MESSAGE, END, CALL, RETURN, CONSTRAIN)
+# The start of the next message also ends a message.
+MESSAGE_ENDS = Markers(END, CALL, RETURN, START, CHANNEL)
 HEADER_ENDS = Markers(MESSAGE, END, CALL, RETURN)
-RECIPIENT = re.compile(r"\bto=([^\s<]+)")
+RECIPIENT_NAME_PATTERN = re.compile(r"\bto=([^\s<]+)")
 CHANNEL_NAME = re.compile(re.escape(CHANNEL) + r"(\w+)")
-TO = r"(?: *to=[^\s<]*)?"
-HEADER = re.compile(
-    rf"^(?:{re.escape(START)})?\w*{TO}(?:{re.escape(CHANNEL)}\w*)?{TO}(?: *{re.escape(CONSTRAIN)}\w*| json)?"
+RECIPIENT = r"(?: *to=[^\s<]*)?"
+HEADER_PATTERN = re.compile(
+    rf"^(?:{re.escape(START)})?\w*{RECIPIENT}(?:{re.escape(CHANNEL)}\w*)?{RECIPIENT}"
+    rf"(?: *{re.escape(CONSTRAIN)}\w*| json)?"
 )
-FUNCTIONS = "functions."
-# A message to one of these recipients is no call.
-ROLES = ("assistant", "user", "system", "developer", "all")
+FUNCTIONS_PREFIX = "functions."
+# Messages to these recipients are no calls.
+NON_TOOL_RECIPIENTS = ("assistant", "user", "system", "developer", "all")
 
 
-def parse(reader: Reader, writer: Writer) -> Steps[None]:
-    """Reads an output whose prompt ends with <|start|>assistant."""
-    opening = yield from reader.literal(CHANNEL, START, " to=")
+def parse(reader: TextReader, writer: DeltaWriter) -> Steps[None]:
+    """Parses an output after a prompt that ends with <|start|>assistant."""
+    opening = yield from reader.read_literal(CHANNEL, START, " to=")
     while True:
         if opening is None:
-            # This text is outside of a message.
-            opening = yield from reader.until(ENDS, writer.content)
+            # Text outside of a message is content.
+            opening = yield from reader.read_until(MESSAGE_ENDS, writer.add_content)
         if opening is None:
             return
         if opening in (END, CALL, RETURN):
-            opening = yield from reader.literal(CHANNEL, START)
+            opening = yield from reader.read_literal(CHANNEL, START)
         else:
             opening = yield from _message(reader, writer, opening)
 
 
-def _message(reader: Reader, writer: Writer, opening: str) -> Steps[str | None]:
-    """Read a message.  Returns the marker that ends it, None if plain text follows."""
+def _message(reader: TextReader, writer: DeltaWriter, opening: str) -> Steps[str | None]:
+    """Read a message.  Returns the marker at its end; None if plain text follows."""
     parts = [opening]
-    marker = yield from reader.until(HEADER_ENDS, parts.append)
+    marker = yield from reader.read_until(HEADER_ENDS, parts.append)
     header = "".join(parts)
-    recipient, channel = RECIPIENT.search(header), CHANNEL_NAME.search(header)
-    if recipient is not None and recipient[1] not in ROLES:
+    recipient, channel = RECIPIENT_NAME_PATTERN.search(header), CHANNEL_NAME.search(header)
+    if recipient is not None and recipient[1] not in NON_TOOL_RECIPIENTS:
         return (yield from _call(reader, writer, header, marker, recipient[1]))
     if marker != MESSAGE:
-        # A header that is cut off has no text.
-        if text := HEADER.sub("", header, count=1):
-            writer.content(text)
+        # A cut-off header is dropped.
+        if text := HEADER_PATTERN.sub("", header, count=1):
+            writer.add_content(text)
         return marker
     writer.in_reasoning = channel is not None and channel[1] == "analysis"
-    marker = yield from reader.until(ENDS, writer.reasoning if writer.in_reasoning else writer.content)
+    marker = yield from reader.read_until(
+        MESSAGE_ENDS, writer.add_reasoning if writer.in_reasoning else writer.add_content
+    )
     writer.in_reasoning = False
     return marker
 
 
-def _call(reader: Reader, writer: Writer, header: str, marker: str | None, recipient: str) -> Steps[str | None]:
-    """Read a call after its header, which `marker` ended.  Returns the marker that ends the call, like _message."""
+def _call(
+    reader: TextReader, writer: DeltaWriter, header: str, marker: str | None, recipient: str
+) -> Steps[str | None]:
+    """Read a call after its header, which `marker` ended.  Returns the marker at the call's end, like _message."""
 
     def read(call: CallWriter) -> Steps[None]:
-        call.name(recipient.removeprefix(FUNCTIONS))
+        call.write_name(recipient.removeprefix(FUNCTIONS_PREFIX))
         if marker is None:
             yield from call_ends_here(reader)
         if marker != MESSAGE:
             return
-        yield from reader.space()
-        yield from read_arguments(reader, call, *ENDS.texts)
-        yield from reader.space()
+        yield from reader.read_space()
+        yield from read_arguments(reader, call, *MESSAGE_ENDS.texts)
+        yield from reader.read_space()
         if (yield from reader.peek()) not in ("", "<"):
             raise BrokenCall("the tool call goes on after its arguments")
 
     if not (yield from read_call(reader, writer, header + (marker or ""), read)):
         return None
-    return marker if marker != MESSAGE else (yield from reader.literal(*ENDS.texts))
+    return marker if marker != MESSAGE else (yield from reader.read_literal(*MESSAGE_ENDS.texts))
 
 
-FORMAT = ToolFormat(
+TOOL_FORMAT = ToolFormat(
     name="harmony",
     template_signs=(CHANNEL, START),
-    special_tokens=SPECIAL,
+    special_tokens=SPECIAL_TOKENS,
     parse=parse,
-    syntax=CallSyntax(f"{CHANNEL}commentary to={FUNCTIONS}", f" {CONSTRAIN}json{MESSAGE}", ""),
+    syntax=CallSyntax(f"{CHANNEL}commentary to={FUNCTIONS_PREFIX}", f" {CONSTRAIN}json{MESSAGE}", ""),
     call_ends_output=True,
 )
-REASONING = ReasoningFormat(
+REASONING_FORMAT = ReasoningFormat(
     name="harmony",
     template_signs=(CHANNEL, START),
-    special_tokens=SPECIAL,
+    special_tokens=SPECIAL_TOKENS,
     begin=f"{CHANNEL}analysis{MESSAGE}",
     end=f"{END}{START}assistant",
     answer=f"{CHANNEL}final{MESSAGE}",

@@ -2,71 +2,71 @@
 [TOOL_CALLS]name[ARGS]{...}."""
 
 from espalier.tool_calls.arguments import read_arguments, read_call_object
-from espalier.tool_calls.base import CallSyntax, CallWriter, ToolFormat, Writer, read_call, short_id
-from espalier.tool_calls.reader import BrokenCall, Markers, Reader, Steps
+from espalier.tool_calls.base import CallSyntax, CallWriter, DeltaWriter, ToolFormat, new_short_call_id, read_call
+from espalier.tool_calls.reader import BrokenCall, Markers, Steps, TextReader
 
-OPEN, ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
-CALL = Markers(OPEN)
+CALLS_BEGIN, ID_BEGIN, ARGUMENTS_BEGIN = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
+CALL_MARKERS = Markers(CALLS_BEGIN)
 
 
-def parse(reader: Reader, writer: Writer) -> Steps[None]:
-    while (yield from reader.until(CALL, writer.content)) is not None:
-        space = yield from reader.space()
-        if (yield from reader.literal("[")) is not None:
-            yield from _list(reader, writer, OPEN + space + "[")
+def parse(reader: TextReader, writer: DeltaWriter) -> Steps[None]:
+    while (yield from reader.read_until(CALL_MARKERS, writer.add_content)) is not None:
+        space = yield from reader.read_space()
+        if (yield from reader.read_literal("[")) is not None:
+            yield from _read_call_list(reader, writer, CALLS_BEGIN + space + "[")
         else:
-            yield from _named(reader, writer, OPEN + space)
+            yield from _read_named_call(reader, writer, CALLS_BEGIN + space)
 
 
-def _list(reader: Reader, writer: Writer, opening: str) -> Steps[None]:
-    """Read the calls after "[", up to "]".  A broken call ends the list."""
+def _read_call_list(reader: TextReader, writer: DeltaWriter, opening: str) -> Steps[None]:
+    """Read a list of calls after "[", up to "]".  A broken call ends the list."""
 
     def read(call: CallWriter) -> Steps[None]:
-        yield from reader.space()
+        yield from reader.read_space()
         yield from read_call_object(reader, call)
-        yield from reader.space()
+        yield from reader.read_space()
         if (yield from reader.peek()) not in ("", ",", "]"):
             raise BrokenCall("] is missing after the tool calls")
 
     while (yield from read_call(reader, writer, opening, read)):
-        opening = (yield from reader.literal(",", "]")) or ""
+        opening = (yield from reader.read_literal(",", "]")) or ""
         if opening != ",":
-            yield from reader.space()
+            yield from reader.read_space()
             return
 
 
-def _named(reader: Reader, writer: Writer, opening: str) -> Steps[None]:
-    """Read a call that begins with its name.  Some servers leave [ARGS] out, so the arguments may follow directly."""
+def _read_named_call(reader: TextReader, writer: DeltaWriter, opening: str) -> Steps[None]:
+    """Read a call that begins with its name.  Arguments may follow without [ARGS], which some servers leave out."""
 
     def read(call: CallWriter) -> Steps[None]:
-        name = yield from reader.word("{[")
-        call.name(name.strip())
-        if (yield from reader.literal(ID)):
-            # The model's id is not used: the server makes ids, which must be unique within a conversation.
-            yield from reader.word("{[")
-        yield from reader.literal(ARGS)
-        yield from reader.space()
+        name = yield from reader.read_word("{[")
+        call.write_name(name.strip())
+        if (yield from reader.read_literal(ID_BEGIN)):
+            # The model's id is dropped: the server makes ids, which must be unique in a conversation.
+            yield from reader.read_word("{[")
+        yield from reader.read_literal(ARGUMENTS_BEGIN)
+        yield from reader.read_space()
         if (yield from reader.peek()) not in ("", "{", "[", '"', "n"):
             raise BrokenCall("the tool call has no arguments")
-        yield from read_arguments(reader, call, OPEN)
+        yield from read_arguments(reader, call, CALLS_BEGIN)
 
     if (yield from read_call(reader, writer, opening, read)):
-        yield from reader.space()
+        yield from reader.read_space()
 
 
-LIST = ToolFormat(
+LIST_FORMAT = ToolFormat(
     name="mistral-list",
-    template_signs=(OPEN,),
-    special_tokens=(OPEN, ID, ARGS),
+    template_signs=(CALLS_BEGIN,),
+    special_tokens=(CALLS_BEGIN, ID_BEGIN, ARGUMENTS_BEGIN),
     parse=parse,
-    syntax=CallSyntax('{"name": "', '", "arguments": ', "}", separator=", ", opening=f"{OPEN} [", closing="]"),
-    make_id=short_id,
+    syntax=CallSyntax('{"name": "', '", "arguments": ', "}", separator=", ", opening=f"{CALLS_BEGIN} [", closing="]"),
+    make_id=new_short_call_id,
 )
-FORMAT = ToolFormat(
+NAMED_FORMAT = ToolFormat(
     name="mistral",
-    template_signs=(OPEN, ARGS),
-    special_tokens=(OPEN, ID, ARGS),
+    template_signs=(CALLS_BEGIN, ARGUMENTS_BEGIN),
+    special_tokens=(CALLS_BEGIN, ID_BEGIN, ARGUMENTS_BEGIN),
     parse=parse,
-    syntax=CallSyntax(OPEN, ARGS, ""),
-    make_id=short_id,
+    syntax=CallSyntax(CALLS_BEGIN, ARGUMENTS_BEGIN, ""),
+    make_id=new_short_call_id,
 )

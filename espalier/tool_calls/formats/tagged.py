@@ -8,113 +8,115 @@ Qwen3-Coder and Qwen3.5: <function=name><parameter=key>value</parameter></functi
 from collections.abc import Callable
 
 from espalier.tool_calls.arguments import XmlArguments, read_call_object
-from espalier.tool_calls.base import CallSyntax, CallWriter, ToolFormat, Writer, read_call
-from espalier.tool_calls.reader import BrokenCall, Markers, Reader, Steps
+from espalier.tool_calls.base import CallSyntax, CallWriter, DeltaWriter, ToolFormat, read_call
+from espalier.tool_calls.reader import BrokenCall, Markers, Steps, TextReader
 
-OPEN, CLOSE = "<tool_call>", "</tool_call>"
-CALL = Markers(OPEN, strip_before="\n")
+CALL_BEGIN, CALL_END = "<tool_call>", "</tool_call>"
+CALL_MARKERS = Markers(CALL_BEGIN, strip_before="\n")
 # The tags of GLM.
-KEY, KEY_END = "<arg_key>", "</arg_key>"
-VALUE, VALUE_END = "<arg_value>", "</arg_value>"
+KEY_BEGIN, KEY_END = "<arg_key>", "</arg_key>"
+VALUE_BEGIN, VALUE_END = "<arg_value>", "</arg_value>"
 # The tags of Qwen-Coder.
-FUNCTION, FUNCTION_END = "<function=", "</function>"
-PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
-# Some outputs lack the opening before the function.
-CALL_OR_FUNCTION = Markers(OPEN, FUNCTION, strip_before="\n")
+FUNCTION_BEGIN, FUNCTION_END = "<function=", "</function>"
+PARAMETER_BEGIN, PARAMETER_END = "<parameter=", "</parameter>"
+# Some outputs lack <tool_call> before the function.
+CALL_OR_FUNCTION = Markers(CALL_BEGIN, FUNCTION_BEGIN, strip_before="\n")
 
 
-def _read_calls(reader: Reader, writer: Writer, read: Callable[[CallWriter], Steps[None]]) -> Steps[None]:
-    """Read an answer to its end.  read: reads a call after its opening tag."""
-    while (yield from reader.until(CALL, writer.content)) is not None:
-        if (yield from read_call(reader, writer, OPEN, read)):
-            yield from reader.space()
+def _read_calls(reader: TextReader, writer: DeltaWriter, read: Callable[[CallWriter], Steps[None]]) -> Steps[None]:
+    """Read a whole answer.  read: reads a call after its opening tag."""
+    while (yield from reader.read_until(CALL_MARKERS, writer.add_content)) is not None:
+        if (yield from read_call(reader, writer, CALL_BEGIN, read)):
+            yield from reader.read_space()
 
 
-def parse_hermes(reader: Reader, writer: Writer) -> Steps[None]:
+def parse_hermes(reader: TextReader, writer: DeltaWriter) -> Steps[None]:
     def read(call: CallWriter) -> Steps[None]:
-        yield from reader.space()
+        yield from reader.read_space()
         yield from read_call_object(reader, call)
-        yield from reader.space()
-        # Some models end their turn without the closing tag.
+        yield from reader.read_space()
+        # Some models leave out the last closing tag.
         if (yield from reader.peek()):
-            yield from reader.expect(CLOSE)
+            yield from reader.expect(CALL_END)
 
     yield from _read_calls(reader, writer, read)
 
 
-HERMES = ToolFormat(
+HERMES_FORMAT = ToolFormat(
     name="hermes",
-    template_signs=(OPEN, "arguments"),
-    special_tokens=(OPEN, CLOSE),
+    template_signs=(CALL_BEGIN, "arguments"),
+    special_tokens=(CALL_BEGIN, CALL_END),
     parse=parse_hermes,
-    syntax=CallSyntax(f'{OPEN}\n{{"name": "', '", "arguments": ', f"}}\n{CLOSE}", separator="\n"),
+    syntax=CallSyntax(f'{CALL_BEGIN}\n{{"name": "', '", "arguments": ', f"}}\n{CALL_END}", separator="\n"),
 )
 
 
-def parse_glm(reader: Reader, writer: Writer) -> Steps[None]:
+def parse_glm(reader: TextReader, writer: DeltaWriter) -> Steps[None]:
     def read(call: CallWriter) -> Steps[None]:
-        name, found = yield from reader.text_before(KEY, CLOSE)
-        call.name(name.strip())
+        name, found = yield from reader.read_text_before(KEY_BEGIN, CALL_END)
+        call.write_name(name.strip())
         arguments = XmlArguments(call)
-        while found == KEY:
-            key, _ = yield from reader.text_before(KEY_END)
-            yield from reader.space()
-            yield from reader.expect(VALUE)
+        while found == KEY_BEGIN:
+            key, _ = yield from reader.read_text_before(KEY_END)
+            yield from reader.read_space()
+            yield from reader.expect(VALUE_BEGIN)
             yield from arguments.read(reader, key.strip(), VALUE_END)
-            yield from reader.space()
-            found = (yield from reader.literal(KEY, CLOSE)) or ""
-        if found != CLOSE:
-            raise BrokenCall(f"{CLOSE} is missing in the tool call")
+            yield from reader.read_space()
+            found = (yield from reader.read_literal(KEY_BEGIN, CALL_END)) or ""
+        if found != CALL_END:
+            raise BrokenCall(f"{CALL_END} is missing in the tool call")
         arguments.end()
 
     yield from _read_calls(reader, writer, read)
 
 
-GLM = ToolFormat(
+GLM_FORMAT = ToolFormat(
     name="glm",
-    template_signs=(OPEN, KEY),
-    special_tokens=(OPEN, CLOSE, KEY, KEY_END, VALUE, VALUE_END),
+    template_signs=(CALL_BEGIN, KEY_BEGIN),
+    special_tokens=(CALL_BEGIN, CALL_END, KEY_BEGIN, KEY_END, VALUE_BEGIN, VALUE_END),
     parse=parse_glm,
-    syntax=CallSyntax(OPEN, "\n", CLOSE, separator="\n", style="glm_xml"),
+    syntax=CallSyntax(CALL_BEGIN, "\n", CALL_END, separator="\n", style="glm_xml"),
 )
 
 
-def parse_qwen_coder(reader: Reader, writer: Writer) -> Steps[None]:
-    while (opening := (yield from reader.until(CALL_OR_FUNCTION, writer.content))) is not None:
+def parse_qwen_coder(reader: TextReader, writer: DeltaWriter) -> Steps[None]:
+    while (opening := (yield from reader.read_until(CALL_OR_FUNCTION, writer.add_content))) is not None:
 
         def read(call: CallWriter, opening: str = opening) -> Steps[None]:
-            if opening == OPEN:
-                yield from reader.space()
-                yield from reader.expect(FUNCTION)
-            name, _ = yield from reader.text_before(">")
-            call.name(name.strip())
-            yield from _parameters(reader, call)
-            yield from reader.space()
-            if (yield from reader.peek()) and opening == OPEN:
-                yield from reader.expect(CLOSE)
+            if opening == CALL_BEGIN:
+                yield from reader.read_space()
+                yield from reader.expect(FUNCTION_BEGIN)
+            name, _ = yield from reader.read_text_before(">")
+            call.write_name(name.strip())
+            yield from _read_parameters(reader, call)
+            yield from reader.read_space()
+            if (yield from reader.peek()) and opening == CALL_BEGIN:
+                yield from reader.expect(CALL_END)
 
         if (yield from read_call(reader, writer, opening, read)):
-            yield from reader.space()
+            yield from reader.read_space()
 
 
-def _parameters(reader: Reader, call: CallWriter) -> Steps[None]:
+def _read_parameters(reader: TextReader, call: CallWriter) -> Steps[None]:
     arguments = XmlArguments(call)
     while True:
-        yield from reader.space()
-        found = yield from reader.literal(PARAMETER, FUNCTION_END)
-        # Some outputs lack this tag before the closing tag.
-        if found == FUNCTION_END or (yield from reader.peek_literal(CLOSE)):
+        yield from reader.read_space()
+        found = yield from reader.read_literal(PARAMETER_BEGIN, FUNCTION_END)
+        # Some outputs lack </function> before the closing tag.
+        if found == FUNCTION_END or (yield from reader.peek_literal(CALL_END)):
             return arguments.end()
         if found is None:
             raise BrokenCall(f"{FUNCTION_END} is missing in the tool call")
-        name, _ = yield from reader.text_before(">")
+        name, _ = yield from reader.read_text_before(">")
         yield from arguments.read(reader, name.strip(), PARAMETER_END, trim="\n")
 
 
-QWEN_CODER = ToolFormat(
+QWEN_CODER_FORMAT = ToolFormat(
     name="qwen-coder",
-    template_signs=(OPEN, FUNCTION),
-    special_tokens=(OPEN, CLOSE),
+    template_signs=(CALL_BEGIN, FUNCTION_BEGIN),
+    special_tokens=(CALL_BEGIN, CALL_END),
     parse=parse_qwen_coder,
-    syntax=CallSyntax(f"{OPEN}\n{FUNCTION}", ">\n", f"\n{FUNCTION_END}\n{CLOSE}", separator="\n", style="qwen_xml"),
+    syntax=CallSyntax(
+        f"{CALL_BEGIN}\n{FUNCTION_BEGIN}", ">\n", f"\n{FUNCTION_END}\n{CALL_END}", separator="\n", style="qwen_xml"
+    ),
 )

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from espalier.bench import timing
 from espalier.bench.linears import ProductRun
 from espalier.bench.shapes import SHAPES, Shape
-from espalier.bench.timing import plain
-from espalier.bench.tune_experts import random_ids
+from espalier.bench.timing import multiply_by_library
+from espalier.bench.tune_experts import random_expert_ids
 from espalier.kernels.layers.experts_plan import ExpertsShape
 from espalier.kernels.layers.quantised import InputScales, RoundedRows
 from espalier.kernels.ops.experts import grouped_experts
@@ -45,7 +45,7 @@ def test_each_call_touches_as_many_experts_as_were_measured(rows, num_experts, t
     top_k = min(top_k, num_experts)
     most = min(num_experts, rows * top_k)
     touched = top_k + measured % (most - top_k + 1)
-    calls = random_ids(ExpertsShape(num_experts, top_k, 8, 4), rows, 5, touched)
+    calls = random_expert_ids(ExpertsShape(num_experts, top_k, 8, 4), rows, 5, touched)
     assert len(calls) == 5
     for ids in calls:
         assert ids.shape == (rows, top_k) and (ids[:, 1:] > ids[:, :-1]).all()
@@ -111,7 +111,7 @@ def test_each_pass_of_an_mtp_module_with_experts_has_its_product():
         *(("draft 2 router", 4), ("draft 2 router", 4)),
         *(("draft 1 router", 8), ("draft 2 router", 8)),
     ]
-    ExpertWeights(torch.float32, CPU).chain(draft, plain, experts=True)()
+    ExpertWeights(torch.float32, CPU).chain(draft, multiply_by_library, experts=True)()
 
 
 STORED = [(name, "dense") for name in MIXTURES] + [
@@ -189,7 +189,7 @@ def test_a_chain_launches_what_the_engine_launches(name, weights, rows, monkeypa
     mixture = getattr(block.mlp, "mixture", block.mlp)
     mixture(mixture.route_rows(x), live)
     shape = recipe_sizes(recipe)
-    ExpertWeights(dtype, CPU).chain(shape.target_pass(rows), plain, experts=True)()
+    ExpertWeights(dtype, CPU).chain(shape.target_pass(rows), multiply_by_library, experts=True)()
     assert len(chain.calls) == shape.experts.layers
     [expected] = engine.calls
     for call in chain.calls:
@@ -205,7 +205,7 @@ def test_layers_take_the_copies_in_turn(monkeypatch):
     shape = replace(shape, specs=shape.specs[:1] * 5, experts=replace(shape.experts, layers=5))
     [router] = [run for run in shape.target_pass(3) if run.experts is not None]
     assert num_copies(router.experts) == 2
-    ExpertWeights(torch.float32, CPU).chain(shape.target_pass(3), plain, experts=True)()
+    ExpertWeights(torch.float32, CPU).chain(shape.target_pass(3), multiply_by_library, experts=True)()
     pointers = [(call["gate_up"].data_ptr(), call["down"].data_ptr()) for call in recorder.calls]
     assert len(set(pointers)) == 2 and pointers[::2] == [pointers[0]] * 3 and pointers[1::2] == [pointers[1]] * 2
     assert len({tuple(call["ids"].flatten().tolist()) for call in recorder.calls}) == 5
@@ -231,7 +231,7 @@ class Counting:
 def told(monkeypatch):
     """Floors on a CPU."""
     monkeypatch.setattr(floor_module, "require_gpu", lambda what: CPU)
-    monkeypatch.setattr(floor_module, "as_engine", plain)
+    monkeypatch.setattr(floor_module, "multiply_like_engine", multiply_by_library)
     monkeypatch.setattr(lab_experts, "grouped_experts", recorder := Recorder())
     found = Floors(recipe_sizes(Recipe(mixture("qwen3-moe", hot=512))), torch.float32)
     found.timer = Counting(recorder)

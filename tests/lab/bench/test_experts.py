@@ -7,7 +7,7 @@ import torch
 
 from espalier.bench import tune_experts
 from espalier.bench.linears import ExpertSizes, ModelShape
-from espalier.bench.tune_experts import ChainInputs, ExpertsTuner, random_ids
+from espalier.bench.tune_experts import ChainInputs, ExpertsTuner, random_expert_ids
 from espalier.cache.layer_spec import KVHeads, LayerSpec
 from espalier.errors import EspalierError
 from espalier.kernels.layers.experts_plan import TILE_ROWS_BY_PAIRS, ExpertsShape, candidate_plans, experts_plan_by_rule
@@ -30,7 +30,7 @@ SPECS = (LayerSpec(2, KVHeads(1, 32, 32)),) * 2
 
 
 def test_a_row_goes_through_all_experts_call_by_call():
-    calls = random_ids(SHAPE, 40, 5)
+    calls = random_expert_ids(SHAPE, 40, 5)
     assert all(ids.shape == (40, 3) and (ids[:, 1:] > ids[:, :-1]).all() for ids in calls)
     assert torch.stack(calls)[:, 0].unique().tolist() == torch.stack(calls)[:, 0].flatten().sort().values.tolist()
     # Rows are independent: their experts meet as if drawn.

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from espalier.bench.drive import drive
 from espalier.bench.linears import ProductRun, model_sizes, with_draft
 from espalier.bench.shapes import SHAPES, find_shape
-from espalier.bench.timing import Weights, plain
+from espalier.bench.timing import Weights, multiply_by_library
 from espalier.cache.layer_spec import KVHeads, LayerSpec
 from espalier.cache.states import bytes_per_state
 from espalier.cli.main import main
@@ -147,7 +147,7 @@ def test_a_chain_runs_layer_by_layer():
 
     def multiply(x, weight):
         seen.append((tuple(x.shape), tuple(weight.shape), weight.data_ptr()))
-        return plain(x, weight)
+        return multiply_by_library(x, weight)
 
     weights.chain(shape.target_pass(3), multiply)()
     layer = [(16, 8), (8, 8), (32, 8), (8, 16)]
@@ -302,7 +302,7 @@ def test_a_window_limits_what_a_layer_reads():
 def test_a_batched_product_has_rows_for_every_head():
     shape = recipe_sizes(Recipe(mixture("v2-dense")))
     weights, seen = Weights(torch.float32, torch.device("cpu")), []
-    weights.chain(shape.target_pass(3), lambda x, weight: seen.append(weight.shape) or plain(x, weight))()
+    weights.chain(shape.target_pass(3), lambda x, weight: seen.append(weight.shape) or multiply_by_library(x, weight))()
     assert len(seen) == 4 * 4 + 1  # q and kv, o, gate_up and down; the batched ones do not come here
 
 
@@ -528,7 +528,7 @@ def test_a_chain_of_passes_has_weights_for_each_module_and_one_shared_head():
 
     def multiply(x, weight):
         seen.append((tuple(weight.shape), len(x), weight.data_ptr()))
-        return plain(x, weight)
+        return multiply_by_library(x, weight)
 
     weights.chain((*draft, *target), multiply)()
     by_shape = {shape: {pointer for size, _, pointer in seen if size == shape} for shape, *_ in seen}
@@ -565,4 +565,6 @@ def test_drawn_weights_are_of_the_format(weights):
     matrix = drawn.of(ProductRun("o", (128, 256), 1, 1, weights=weights))[0]
     x = torch.randn(2, 256, dtype=torch.bfloat16)
     # The rounding of the result to bfloat16.
-    torch.testing.assert_close(plain(x, matrix), x @ dequantise(matrix, torch.bfloat16).T, rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(
+        multiply_by_library(x, matrix), x @ dequantise(matrix, torch.bfloat16).T, rtol=2e-2, atol=2e-2
+    )

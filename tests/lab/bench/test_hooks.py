@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from espalier.bench.drive import drive, rebuilt
+from espalier.bench.drive import drive, rebuilt_engine
 from espalier.engine.launch_input import dummy_launch
 from espalier.request import SamplingParams
 from lab.bench.forward_timer import timed_engine
@@ -64,7 +64,7 @@ def test_models_that_are_timed_give_the_same_tokens(algorithm):
 def test_scores_without_noise_change_what_is_drafted_and_no_token():
     sampled = SamplingParams(temperature=1.0, max_tokens=24, top_k=0, top_p=1.0)
     coupled = drive(SETUP.engine(), PROMPTS, sampled)
-    uncoupled = drive(rebuilt(SETUP.engine(), 0, coupled_scores=False), PROMPTS, sampled)
+    uncoupled = drive(rebuilt_engine(SETUP.engine(), 0, coupled_scores=False), PROMPTS, sampled)
     assert uncoupled.tokens == coupled.tokens
     trees = [[trace.tree.tokens for trace in driven.traces["0"]] for driven in (coupled, uncoupled)]
     assert trees[0] != trees[1]
@@ -76,7 +76,7 @@ def test_no_flag_waits_for_pytorch():
 import sys
 from espalier.cli import main
 from lab import __main__ as lab
-ours = ([], *([name] for name in main.COMMANDS), *(["bench", name] for name in main.BENCH))
+ours = ([], *([name] for name in main.COMMANDS), *(["bench", name] for name in main.BENCH_COMMANDS))
 for parser, commands in ((main.make_parser, ours), (lab.make_parser, [[name] for name in lab.COMMANDS])):
   for command in commands:
     for flag in ("--help", "--hepl"):

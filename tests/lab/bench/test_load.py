@@ -7,7 +7,7 @@ import torch
 
 from espalier.bench import load
 from espalier.bench.drive import AS_CONFIGURED, PLAIN_DECODING
-from espalier.bench.load import Arrivals, Load, Timeline, mixed, percentiles, serve
+from espalier.bench.load import Arrivals, Load, Timeline, percentiles, random_load, serve_random
 from espalier.config import SpeculationConfig
 from lab.__main__ import main as lab
 from lab.bench.engines import OfShape
@@ -39,7 +39,7 @@ def engines() -> OfShape:
 def test_every_request_is_served_to_its_length(engines, way, arrivals):
     with engines.open(way) as bench:
         prompts, launches = bench.prompts(LOAD.inputs), record_launches(bench.engine)
-        served = serve(bench.engine, prompts, LOAD, arrivals)
+        served = serve_random(bench.engine, prompts, LOAD, arrivals)
         most = max(launches.rounds)
     assert [len(request.output) for request in served.requests] == list(LOAD.outputs)
     assert all(engines.models.follows(request.prompt, request.output) for request in served.requests)
@@ -58,13 +58,15 @@ def test_the_time_of_a_launch_and_its_rows_are_counted_by_kind(engines, overlap)
     plain = OfShape(engines.models.recipe, {**SETTINGS, "overlap": overlap, "speculation": None}, CPU)
     with plain.open() as bench:
         launches = record_launches(bench.engine)
-        served = serve(bench.engine, bench.prompts(load_of_two.inputs), load_of_two, Arrivals())
-    assert set(served.spent.seconds) == {"prefill", "rounds", "idle"} and served.spent.seconds["idle"] == 0
-    assert sum(served.spent.seconds.values()) == pytest.approx(served.seconds, rel=0.1)
-    assert min(served.spent.seconds["prefill"], served.spent.seconds["rounds"]) > 0
+        served = serve_random(bench.engine, bench.prompts(load_of_two.inputs), load_of_two, Arrivals())
+    assert (
+        set(served.launch_times.seconds) == {"prefill", "rounds", "idle"} and served.launch_times.seconds["idle"] == 0
+    )
+    assert sum(served.launch_times.seconds.values()) == pytest.approx(served.seconds, rel=0.1)
+    assert min(served.launch_times.seconds["prefill"], served.launch_times.seconds["rounds"]) > 0
     assert sum(served.figures()["time_shares"].values()) == pytest.approx(1)
     rows = sum(pieces * width for pieces, width in launches.prefills) + sum(launches.rounds)
-    assert served.spent.rows == rows >= 29 + 5
+    assert served.launch_times.rows == rows >= 29 + 5
     assert served.figures()["wasted_rows"] == pytest.approx(1 - (29 + 7) / rows) or rows <= 36
 
 
@@ -72,8 +74,8 @@ def test_turns_say_all_that_was_said_and_beginnings_are_shared(engines):
     talk = Load((5, 3, 4, 6), (2, 3, 4, 1), turns=2, prefixes=1, prefix_tokens=32)
     with engines.open({"prefix_cache": True, "page_size": 16}) as bench:
         prompts = bench.prompts(talk.lengths)
-        served = serve(bench.engine, prompts, talk, Arrivals(concurrency=1))
-    assert talk.longest == 32 + max(5 + 2 + 3 + 3, 4 + 4 + 6 + 1)
+        served = serve_random(bench.engine, prompts, talk, Arrivals(concurrency=1))
+    assert talk.max_tokens == 32 + max(5 + 2 + 3 + 3, 4 + 4 + 6 + 1)
     first, second = ([each for each in served.requests if each.arrival // 2 == i] for i in range(2))
     for begin, (one, two), text in zip((5, 4), (first, second), prompts[1:], strict=True):
         assert one.prompt == prompts[0] + text[:begin]
@@ -83,9 +85,9 @@ def test_turns_say_all_that_was_said_and_beginnings_are_shared(engines):
 
 
 def test_arrivals_at_a_rate_are_so_many_a_second():
-    due = Arrivals(rate=4.0).due(4000)
+    due = Arrivals(rate=4.0).arrival_times(4000)
     assert due == sorted(due) and due[-1] == pytest.approx(1000, rel=0.05)
-    assert Arrivals().due(2) == [0.0, 0.0]
+    assert Arrivals().arrival_times(2) == [0.0, 0.0]
 
 
 def test_the_time_before_the_first_arrival_does_not_count(engines, monkeypatch):
@@ -101,7 +103,7 @@ def test_the_time_before_the_first_arrival_does_not_count(engines, monkeypatch):
     monkeypatch.setattr(load, "perf_counter", clock)
     monkeypatch.setattr(load, "sleep", sleep)
     with engines.open() as bench:
-        served = serve(bench.engine, bench.prompts([5]), Load((5,), (3,)), Arrivals(rate=1e-3))
+        served = serve_random(bench.engine, bench.prompts([5]), Load((5,), (3,)), Arrivals(rate=1e-3))
     assert now[0] > 100 and served.seconds < 1
 
 
@@ -117,9 +119,9 @@ def test_times_of_a_request_are_between_its_pieces():
 
 
 def test_mixed_lengths_lie_between_their_bounds():
-    drawn = mixed(500, (3, 5), (7, 7))
-    assert set(drawn.inputs) == {3, 4, 5} and set(drawn.outputs) == {7} and drawn.longest == 12
-    assert drawn == mixed(500, (3, 5), (7, 7))
+    drawn = random_load(500, (3, 5), (7, 7))
+    assert set(drawn.inputs) == {3, 4, 5} and set(drawn.outputs) == {7} and drawn.max_tokens == 12
+    assert drawn == random_load(500, (3, 5), (7, 7))
 
 
 def test_the_bound_of_prompts_counts_each_product_and_each_pair_of_query_and_row():

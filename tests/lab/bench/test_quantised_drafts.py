@@ -48,9 +48,9 @@ def test_a_quantised_draft_is_measured_in_its_format_beside_the_target_or_alone(
 
     def measured(weights, draft_weights):
         args = Namespace(weights=weights, draft_weights=draft_weights)
-        format = tune._weights_of(args)
+        format = tune._weight_format(args)
         model = shape_named("llama-3.1-8b", weights=weights or "dense", draft_weights=draft_weights or "dense")
-        return format, set(tune._shapes(model, format))
+        return format, set(tune._shapes_to_measure(model, format))
 
     target, both, draft = (measured(*formats) for formats in (("fp8", None), ("fp8", "fp8"), (None, "fp8")))
     assert {target[0], both[0], draft[0]} == {"fp8"} and both[1] == target[1] | draft[1]

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from espalier import SamplingParams
-from espalier.bench.clients import Exchange, request_of
-from espalier.cli.serve import sendable
+from espalier.bench.clients import HttpResponse, post_request
+from espalier.cli.serve import plain_settings
 from espalier.errors import EspalierError
 from espalier.request import Output
 from lab import shape_worker
@@ -33,7 +33,7 @@ def tiny(monkeypatch):
 
 
 def test_the_engine_process_makes_the_model(tiny):
-    sent = {"recipe": {"shape": "tiny", "seed": 0, "accept_length": 4.0}, "settings": sendable(SIZES)}
+    sent = {"recipe": {"shape": "tiny", "seed": 0, "accept_length": 4.0}, "settings": plain_settings(SIZES)}
     with shape_worker.load(json.loads(json.dumps(sent))) as llm:
         assert llm.tokenizer is None and llm.inputs.facts.vocab_size == SHAPE.target.vocab_size
         recipe = synthetic_models.recipe_of("tiny", 0, 4.0)
@@ -86,7 +86,7 @@ def echoing():
 
 def test_clients_read_whole_responses(echoing):
     sent = [{"stream": i % 2 == 0, "bad": i == 3, "text": "é" * 100_000 * i} for i in range(5)]
-    answers = exchange_all(echoing.port, [request_of("/x", body) for body in sent])
+    answers = exchange_all(echoing.port, [post_request("/x", body) for body in sent])
     assert [answer.status for answer in answers] == [200, 200, 200, 400, 200]
     for body, answer in zip(sent, answers, strict=True):
         data = json.dumps(body).encode()
@@ -145,7 +145,7 @@ def test_the_answer_of_a_stream_is_read(choices, answer):
     events = [json.dumps({"choices": [choice]}).encode() for choice in choices]
     data = b"".join(b"data: %b\n\n" % event for event in (*events, b"[DONE]"))
     received = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n%x\r\n%b\r\n0\r\n\r\n" % (len(data), data)
-    exchange = Exchange(0.0, received=bytearray(received), arrivals=[(1.0, len(received))])
+    exchange = HttpResponse(0.0, received=bytearray(received), arrivals=[(1.0, len(received))])
     assert serve.streamed_answer(exchange) == answer
 
 

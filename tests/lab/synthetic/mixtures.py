@@ -2,7 +2,15 @@
 
 from typing import Any
 
-from espalier.bench.shapes import DEEPSEEK_V2, DEEPSEEK_V3, GEMMA4, GPT_OSS, PHI3, QWEN3_MOE, Shape
+from espalier.bench.shapes import (
+    DEEPSEEK_V2_FIELDS,
+    DEEPSEEK_V3_FIELDS,
+    GEMMA4_FIELDS,
+    GPT_OSS_FIELDS,
+    PHI3_FIELDS,
+    QWEN3_MOE_FIELDS,
+    Shape,
+)
 from espalier.errors import EspalierError
 from tests.lab.synthetic.test_checkpoint import tiny
 
@@ -26,7 +34,7 @@ GROUPS = {"n_group": 4, "topk_group": 2, "topk_method": "noaux_tc", "scoring_fun
 EXPERTS = {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 64, "norm_topk_prob": True}
 QWEN2_MOE = {"architectures": ["Qwen2MoeForCausalLM"], "model_type": "qwen2_moe"}
 GEMMA4_TINY = {
-    **GEMMA4,
+    **GEMMA4_FIELDS,
     "global_head_dim": 128,
     "num_global_key_value_heads": 2,
     "attention_k_eq_v": True,
@@ -35,14 +43,14 @@ GEMMA4_TINY = {
     "hidden_size_per_layer_input": 0,
 }
 FIELDS: dict[str, dict[str, Any]] = {
-    "qwen3-moe": {**QWEN3_MOE, **EXPERTS},
+    "qwen3-moe": {**QWEN3_MOE_FIELDS, **EXPERTS},
     "qwen2-moe": {**QWEN2_MOE, **EXPERTS, "shared_expert_intermediate_size": 96},
-    "v2-dense": {**DEEPSEEK_V2, **LATENT, **DENSE, "q_lora_rank": None},
-    "v3-dense": {**DEEPSEEK_V3, **LATENT, **DENSE, "q_lora_rank": 96},
-    "v2": {**DEEPSEEK_V2, **LATENT, **ROUTED, "q_lora_rank": None, "norm_topk_prob": False},
-    "v3": {**DEEPSEEK_V3, **LATENT, **ROUTED, **GROUPS, "q_lora_rank": 96, "routed_scaling_factor": 2.5},
+    "v2-dense": {**DEEPSEEK_V2_FIELDS, **LATENT, **DENSE, "q_lora_rank": None},
+    "v3-dense": {**DEEPSEEK_V3_FIELDS, **LATENT, **DENSE, "q_lora_rank": 96},
+    "v2": {**DEEPSEEK_V2_FIELDS, **LATENT, **ROUTED, "q_lora_rank": None, "norm_topk_prob": False},
+    "v3": {**DEEPSEEK_V3_FIELDS, **LATENT, **ROUTED, **GROUPS, "q_lora_rank": 96, "routed_scaling_factor": 2.5},
     "v3.2": {
-        **DEEPSEEK_V3,
+        **DEEPSEEK_V3_FIELDS,
         **LATENT,
         **ROUTED,
         **GROUPS,
@@ -56,14 +64,14 @@ FIELDS: dict[str, dict[str, Any]] = {
         "index_n_heads": 24,
     },
     "gpt-oss": {
-        **GPT_OSS,
+        **GPT_OSS_FIELDS,
         "num_local_experts": 16,
         "num_experts_per_tok": 4,
         "intermediate_size": 64,
         "sliding_window": 128,
         "swiglu_limit": 7.0,
     },
-    "phi3": {**PHI3, "pad_token_id": 0, "original_max_position_embeddings": 2048},
+    "phi3": {**PHI3_FIELDS, "pad_token_id": 0, "original_max_position_embeddings": 2048},
     "gemma4": GEMMA4_TINY,
     "gemma4-moe": {
         **GEMMA4_TINY,

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from espalier import LLM, SamplingParams, SpeculationConfig
-from espalier.bench.shapes import GPT_OSS, LLAMA, QWEN3, SHAPES, Shape, find_shape
+from espalier.bench.shapes import GPT_OSS_FIELDS, LLAMA_FIELDS, QWEN3_FIELDS, SHAPES, Shape, find_shape
 from espalier.engine.engine import Engine
 from espalier.errors import EspalierError
 from espalier.layout import RoundLayout
@@ -34,7 +34,7 @@ POSITIONS = 512
 PLAIN = (0, 1, 1)
 
 
-def tiny(family: dict[str, Any] = LLAMA, hot: int = 256, **sizes: int) -> Shape:
+def tiny(family: dict[str, Any] = LLAMA_FIELDS, hot: int = 256, **sizes: int) -> Shape:
     fields = {
         **family,
         "vocab_size": hot + 64,
@@ -117,7 +117,7 @@ def generate(engine: Engine, starts: list[list[int]], count: int) -> list[list[i
     return [r.output for r in requests]
 
 
-@pytest.mark.parametrize("family", [LLAMA, QWEN3], ids=["llama", "qwen3"])
+@pytest.mark.parametrize("family", [LLAMA_FIELDS, QWEN3_FIELDS], ids=["llama", "qwen3"])
 @pytest.mark.parametrize("mode", ["chain", "copy"])
 def test_transformers_and_espalier_follow_the_rule(family: dict[str, Any], mode: str, tmp_path: Path) -> None:
     """From files: the same logits in both, the greedy token that the rule names, and its probabilities."""
@@ -186,9 +186,11 @@ def test_a_target_by_transformers_is_the_same(tmp_path: Path) -> None:
 
 
 def test_the_first_layers_are_those_of_the_whole() -> None:
-    whole = Shape("tiny", "nobody", 318, 256, {**GPT_OSS, **SHAPE.fields, "layer_types": ["sliding_attention"] * 4})
-    assert whole.cut(2).config_json["layer_types"] == ["sliding_attention"] * 2
-    cut = SHAPE.cut(3)
+    whole = Shape(
+        "tiny", "nobody", 318, 256, {**GPT_OSS_FIELDS, **SHAPE.fields, "layer_types": ["sliding_attention"] * 4}
+    )
+    assert whole.with_layers(2).config_json["layer_types"] == ["sliding_attention"] * 2
+    cut = SHAPE.with_layers(3)
     assert (cut.name, cut.target.num_layers) == ("tiny, 3 of 4 layers", 3)
     few, all_of = (Recipe(shape).tensors(torch.float32, "meta")[0].shapes for shape in (cut, SHAPE))
     assert few == {name: size for name, size in all_of.items() if not name.startswith("model.layers.3")}
