@@ -29,7 +29,7 @@ from espalier.models.families import FAMILIES
 from espalier.models.from_transformers.shrink import tiny_config, tiny_model
 from espalier.request import Request, SamplingParams
 from espalier.speculate.drafters.registry import load_draft, read_draft
-from espalier.startup.build import LoadedModels, assemble
+from espalier.startup.build import LoadedModels, assemble_engine
 from tests.builders import make_eagle3
 from tests.harness import VOCAB, Setup, prompts, request, run
 
@@ -164,7 +164,7 @@ def compare(found: Found, path: Path, folder: Path, runs: Mapping[str, Sequence[
     tokens, logprobs, found.own = expected(path)
     model_impl = found.runs_by
     config = read_config(path, model_impl=model_impl)
-    can_capture = config.probed is None or config.probed.can_capture
+    can_capture = config.probe_result is None or config.probe_result.can_capture
     draft = make_draft(folder / f"draft-{model_impl}", config) if can_capture else None
     how: dict[str, Any] = {"dtype": torch.float32, "device": "cpu", "position_rows": 128}
     capture = () if draft is None else read_draft(draft, config).spec.capture
@@ -176,7 +176,7 @@ def compare(found: Found, path: Path, folder: Path, runs: Mapping[str, Sequence[
             continue
         setup = setup_of(kind, size, draft is not None)
         models = (target, head) if setup.algorithm == "eagle3" else (plain, None)
-        engine = assemble(LoadedModels(setup.config(torch.float32), *models))
+        engine = assemble_engine(LoadedModels(setup.config(torch.float32), *models))
         if kind == "prefix":
             for warming in asked():
                 engine.add(warming)
@@ -207,7 +207,7 @@ def look_at(name: str, folder: Path) -> Iterator[Found]:
     probed = None
     try:
         make_model(path, name)
-        probed = read_config(path, model_impl="transformers").probed
+        probed = read_config(path, model_impl="transformers").probe_result
     except Exception as error:  # any: it is another's code
         reason = str(error) if isinstance(error, EspalierError) else f"no tiny model can be saved ({one_line(error)})"
         reason = reason.removeprefix(f"{path}: ").removeprefix(f"{class_name} cannot run by transformers: ")

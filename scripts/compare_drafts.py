@@ -61,7 +61,7 @@ class Row:
         return what
 
 
-def engine_of(model: str, name: str, draft: str | None, tree: Tree, settings: dict[str, object]) -> LLM:
+def make_engine(model: str, name: str, draft: str | None, tree: Tree, settings: dict[str, object]) -> LLM:
     steps, topk, nodes = tree
     if name == "plain":
         return LLM(model, speculation=None, **settings)
@@ -133,7 +133,7 @@ def run(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     prompts = [prompts[i * len(prompts) // count] for i in range(count)]
     trees = [(name, place, tree) for name, place in drafts_of(arguments.draft) for tree in TREES[name]]
     trees = [each for each in trees if each[2][2] <= arguments.most_nodes]
-    engines = [engine_of(arguments.model, name, place, tree, settings) for name, place, tree in trees]
+    engines = [make_engine(arguments.model, name, place, tree, settings) for name, place, tree in trees]
     found: list[dict[str, Any]] = []
     for temperature in arguments.temperature or [0.0, 1.0]:
         rows = [Row(name, tree) for name, _, tree in trees]

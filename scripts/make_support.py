@@ -23,10 +23,10 @@ from espalier.models.config import NEUTRAL_VALUES, Family
 from espalier.models.draft import MAX_MODULES
 from espalier.models.families import FAMILIES
 from espalier.models.gguf_config import ARCHITECTURES
-from espalier.models.loading import KV_SCALES
+from espalier.models.loading import KV_SCALE_NAMES
 from espalier.models.rope import ROPE_TYPES as ROPE_TYPES
 from espalier.models.weight_formats import FORMATS, QUANTISATION_FIELDS
-from espalier.models.weight_formats.e2m1 import STRATEGIES
+from espalier.models.weight_formats.e2m1 import KV_SCALE_STRATEGIES
 from espalier.request import SamplingParams
 from espalier.speculate.drafters.base import DraftFormat
 from espalier.speculate.drafters.registry import DRAFT_FORMATS, UNSUPPORTED_DRAFTS, UNSUPPORTED_MTP, WITHOUT_FILES
@@ -63,7 +63,7 @@ def backends() -> str:
 
 def targets() -> str:
     def row(f: Family) -> list[str]:
-        keeps = LatentKV.kind if f.latent else KVHeads.kind
+        keeps = LatentKV.kind if f.uses_mla else KVHeads.kind
         return [
             f"`{f.architecture}`",
             f"`{f.model_type}`",
@@ -71,7 +71,7 @@ def targets() -> str:
             f"by `{f.qk_norm}`" if isinstance(f.qk_norm, str) else yes(f.qk_norm),
             yes(f.usable_in_drafts),
             yes(f.mtp is not None),
-            codes(f.multimodal) or "-",
+            codes(f.multimodal_architectures) or "-",
             codes(f.supported_fields) or "-",
         ]
 
@@ -128,7 +128,7 @@ def quantised() -> str:
 
 
 def kv_scale_names() -> str:
-    return "; ".join(codes(dict.fromkeys(names)) for names in KV_SCALES)
+    return "; ".join(codes(dict.fromkeys(names)) for names in KV_SCALE_NAMES)
 
 
 def drafters() -> str:
@@ -261,7 +261,7 @@ holds twice as many tokens: llama-3.1-8b takes 65,536 bytes a token instead of 1
 70,272. `espalier doctor` and the log at start say how many tokens the pages hold.
 
 By default the KV cache has the dtype that the checkpoint's `kv_cache_scheme` declares (static FP8, by
-{codes(STRATEGIES)}), else the model's. `--kv-dtype bfloat16` overrides the declaration. Scales come from the
+{codes(KV_SCALE_STRATEGIES)}), else the model's. `--kv-dtype bfloat16` overrides the declaration. Scales come from the
 checkpoint, one for all heads or one for each head. Their names under a layer's `self_attn`: {kv_scale_names()}.
 If the checkpoint has no scales, the scale is 1, and values past ±448 become ±448. Scales are never measured. A draft's
 KV cache has the scale 1 and the target's dtype, unless `--draft-kv-dtype` sets another. The table of backends says

@@ -23,13 +23,13 @@ class StepsDone(Exception):
     """All timed steps have run."""
 
 
-def engine_of(num_pages: int) -> Engine:
+def make_engine(num_pages: int) -> Engine:
     return symbolic_engine(RoundLayout(16, 3, 2, 8, 1, 128, 1, 64), num_pages, False, random=Random(1))
 
 
 def step_ms(llm: LLM, num_prompts: int) -> float:
     """Median time from one engine step to the next under LLM.generate."""
-    engine = llm.engine = engine_of(4_000)
+    engine = llm.engine = make_engine(4_000)
     began: list[float] = []
     step = engine.step
 
@@ -52,7 +52,7 @@ def step_ms(llm: LLM, num_prompts: int) -> float:
 
 def abort_ms(num_requests: int) -> float:
     """Mean time of an abort among num_requests queued requests, its part of the next step included."""
-    engine = engine_of(4_000)
+    engine = make_engine(4_000)
     for index in range(num_requests):
         engine.add(request(index, [1, 2, 3, 4], GREEDY))
     engine.step()
@@ -66,7 +66,7 @@ def abort_ms(num_requests: int) -> float:
 
 def admission_ms(num_pages: int) -> float:
     """Median time of a step that must evict pages to admit a request."""
-    engine = engine_of(num_pages + 1)
+    engine = make_engine(num_pages + 1)
     assert engine.prefixes is not None
     for first in range(0, num_pages, 100):
         pages = engine.pool.allocate(min(100, num_pages - first))

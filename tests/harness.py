@@ -15,7 +15,7 @@ from espalier.layout import RoundLayout, TreeShape, max_draft_tokens
 from espalier.models import CausalLM, DraftModel, load_target, read_config
 from espalier.request import Request, SamplingParams
 from espalier.speculate.drafters.registry import drafter_without_files, load_draft, read_draft
-from espalier.startup.build import LoadedModels, assemble, config_of_layout
+from espalier.startup.build import LoadedModels, assemble_engine, config_without_files
 from espalier.stats import SpeculationStats
 from tests.builders import add_kv_scales, make_eagle3, make_target
 from tests.folders import new_folder
@@ -172,12 +172,12 @@ class Setup:
 
     def engine(self) -> Engine:
         # As many positions as the layout says and no more, so that one too many is an error here.
-        return assemble(LoadedModels(self.config(), *self.models(self.layout.position_rows)))
+        return assemble_engine(LoadedModels(self.config(), *self.models(self.layout.position_rows)))
 
     def config(self, dtype: torch.dtype = DTYPE, device: torch.device = CPU, **chosen: Any) -> ResolvedConfig:
         """chosen: fields of ResolvedConfig that are no fields here."""
         layout = self.layout
-        return config_of_layout(
+        return config_without_files(
             layout,
             self.algorithm,
             self.attention,

@@ -54,7 +54,7 @@ class LatentAttention(AttentionBlock):
 
     def project(self, attended: Tensor) -> Tensor:
         values = torch.einsum("bqhr,hvr->bqhv", attended, self.v_up)
-        return self.out.in_parts(values.flatten(2).flatten(0, 1))
+        return self.out.partial_sums(values.flatten(2).flatten(0, 1))
 
 
 def latent(spec: LayerSpec) -> LayerSpec:

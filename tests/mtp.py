@@ -15,7 +15,7 @@ from tests.folders import new_folder
 
 LAYERS = 3
 # The last part of a layer's names, in the two ways of storing them.
-NEXTN = {"embed_norm": "enorm", "hidden_norm": "hnorm", "project": "eh_proj", "norm": "shared_head.norm"}
+NEXTN_LAYERS = {"embed_norm": "enorm", "hidden_norm": "hnorm", "project": "eh_proj", "norm": "shared_head.norm"}
 NAMED = {
     "embed_norm": "token_layernorm",
     "hidden_norm": "hidden_layernorm",
@@ -56,10 +56,10 @@ def mtp_directories(
     config["num_nextn_predict_layers"] = modules if has_own else 0
     prefix, names = "mtp_layers.{}.", NAMED
     if has_own:
-        prefix, names = ("model.mtp_layers.{}.", NAMED) if family == "mimo" else ("model.layers.{}.", NEXTN)
+        prefix, names = ("model.mtp_layers.{}.", NAMED) if family == "mimo" else ("model.layers.{}.", NEXTN_LAYERS)
         prefix, names = ("mtp.layers.{}.", SHARED) if family in QWEN else (prefix, names)
         config["mtp_form"] = form
-    first = LAYERS if names is NEXTN else 0
+    first = LAYERS if names is NEXTN_LAYERS else 0
     layers = {f"{prefix.format(first + layer_of(name) - LAYERS)}{after(name)}": value for name, value in own.items()}
     generator, hidden = torch.Generator().manual_seed(41), config["hidden_size"]
     for module in range(modules):

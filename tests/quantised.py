@@ -16,7 +16,7 @@ from torch import Tensor
 GROUP = 16
 BLOCK = 16
 FP8 = torch.float8_e4m3fn
-AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+AWQ_NIBBLE_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 Stored = dict[str, Tensor]
 
 
@@ -64,7 +64,7 @@ def awq(weight: Tensor) -> tuple[Stored, Tensor]:
     q, zeros, scales = integers(weight, GROUP, symmetric=False)
 
     def packed(values: Tensor) -> Tensor:
-        return words(values.T.unflatten(1, (-1, 8))[:, :, list(AWQ_ORDER)].flatten(1))
+        return words(values.T.unflatten(1, (-1, 8))[:, :, list(AWQ_NIBBLE_ORDER)].flatten(1))
 
     stored = {"qweight": packed(q), "qzeros": packed(zeros), "scales": scales.T.contiguous()}
     return stored, meaning(q, zeros, scales)

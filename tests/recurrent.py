@@ -57,7 +57,7 @@ class StateBlock:
         q = self.write(layer, rows, p)
         s.keep_rows(p.kept_rows(layer))
         attended = p.attend(layer, q) if self.keeps.heads else q[..., None]
-        return self.out.in_parts(attended.flatten(2).flatten(0, 1))
+        return self.out.partial_sums(attended.flatten(2).flatten(0, 1))
 
 
 def make_recurrent(target: CausalLM, kinds: tuple[str | None, ...], seed: int) -> None:

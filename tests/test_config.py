@@ -27,14 +27,14 @@ from tests.harness import directories
 CPU = torch.device("cpu")
 FACTS = StartupFacts(
     free_bytes=4 * 2**30,
-    weights=WeightCount(num_cast=10**7),
+    weights=WeightCount(num_cast_values=10**7),
     stored_dtype="bfloat16",
     max_position=2048,
     layer_specs=(LayerSpec(4, KVHeads(2, 64, 64)),) * 17,
     hidden_size=256,
     num_layers=16,
     chip=None,
-    threads=ThreadFacts(num_cores=4, current=4, from_environment=False),
+    threads=ThreadFacts(num_cores=4, num_current=4, is_set_by_environment=False),
     pass_weights=PassWeights(dense=10**6, draft=10**5),
 )
 HEAD = DraftSpec("eagle3", FACTS.layer_specs[-1:], modules=1)
@@ -245,7 +245,7 @@ def test_states_of_slots_take_a_share_of_memory_by_default(left, dtype):
 
 def test_weights_that_do_not_fit_are_named():
     """A smaller max_context would not help."""
-    facts = replace(FACTS, free_bytes=16 * 2**30, weights=WeightCount(num_cast=8 * 10**9))
+    facts = replace(FACTS, free_bytes=16 * 2**30, weights=WeightCount(num_cast_values=8 * 10**9))
     with pytest.raises(
         EspalierError, match=r"weights in float32 \(29.8 GiB\) .* free memory \(16.0 GiB\); use a smaller dtype"
     ):
@@ -268,7 +268,7 @@ def test_free_memory_is_measured():
 def test_a_control_groups_limit_bounds_memory(monkeypatch, tmp_path):
     (tmp_path / "memory.max").write_text("1000\n")
     (tmp_path / "memory.current").write_text("400\n")
-    monkeypatch.setattr(resolve, "CGROUP", tmp_path)
+    monkeypatch.setattr(resolve, "CGROUP_FOLDER", tmp_path)
     assert resolve.free_memory(CPU) == 600
     (tmp_path / "memory.stat").write_text("anon 100\ninactive_file 250\nactive_file 50\n")
     assert resolve.free_memory(CPU) == 850, "cached files make way"

@@ -15,7 +15,7 @@ from espalier.cli.main import main
 from espalier.errors import EspalierError
 from espalier.kernels.layers.blocks import BLOCK_TYPES, BlockMatrix, dequantise_blocks
 from espalier.models import read_config
-from espalier.models.loading import read_raw
+from espalier.models.loading import read_raw_config
 from espalier.models.weight_files import GGUFTensors
 from espalier.startup.checkpoints import find_draft, find_target
 from espalier.text import load_tokenizer
@@ -30,9 +30,9 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 
 def test_values_have_the_bits_of_the_library() -> None:
     """Of each matrix that the library wrote, as it reads it: the largest difference is 0."""
-    tensors, types = GGUFTensors(FIXTURE), read_raw(FIXTURE)["quantization_config"]["types"]
+    tensors, types = GGUFTensors(FIXTURE), read_raw_config(FIXTURE)["quantization_config"]["types"]
     expected = json.loads(FIXTURE.with_name("expected.json").read_text())
-    names = {tensors.architecture.name(stored): stored for stored in expected}
+    names = {tensors.architecture.hf_name(stored): stored for stored in expected}
     assert {*types.values()} == {*BLOCK_TYPES} and tensors.keys() - names.keys() == {"lm_head.weight"}
     for name, stored in names.items():
         values = tensors[name]

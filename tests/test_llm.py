@@ -63,14 +63,14 @@ def test_an_error_of_the_start_keeps_no_model(monkeypatch):
     """Whoever handles it may try again, in the memory that the model had."""
     loaded = []
 
-    def assemble(made, *args, **kwargs):
+    def assemble_engine(made, *args, **kwargs):
         loaded.append(weakref.ref(made.target))
         try:
             raise MemoryError
         except MemoryError:
             raise EspalierError("it does not fit") from None
 
-    monkeypatch.setattr(load, "assemble", assemble)
+    monkeypatch.setattr(load, "assemble_engine", assemble_engine)
     with pytest.raises(EspalierError, match="it does not fit") as caught:
         LLM(model=directories()[0], max_context=64)
     gc.collect()

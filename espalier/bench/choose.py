@@ -22,7 +22,7 @@ from espalier.layout import PLAIN_TREE, TreeShape
 from espalier.prompt_files import records, token_ids
 from espalier.request import SamplingParams
 from espalier.startup import tree_policy
-from espalier.startup.build import engine_of
+from espalier.startup.build import make_engine
 from espalier.startup.tree_cost import fits_in
 from espalier.stats import SpeculationStats
 from espalier.terminal.console import (
@@ -237,7 +237,7 @@ def measure_trees(
     timed = []
     for shape in shapes:
         runner_of_shape = replace(runner, layout=replace(runner.layout, trees=((1, shape),)))
-        engine_of_shape = engine_of(runner_of_shape, overlap, prefix_cache=True, graph_batch=graph_batch)
+        engine_of_shape = make_engine(runner_of_shape, overlap, prefix_cache=True, graph_batch=graph_batch)
         stats, cells = SpeculationStats(), []
         for batch in runs.prompts:
             round_ms = _round_ms(engine_of_shape, batch, runs, stats)

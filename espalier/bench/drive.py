@@ -16,7 +16,7 @@ from espalier.engine.launch_input import RoundTrace
 from espalier.errors import EspalierError
 from espalier.llm import LLM, prepare
 from espalier.request import Request, SamplingParams
-from espalier.startup.build import engine_of
+from espalier.startup.build import make_engine
 from espalier.startup.checkpoints import BUNDLED_FILES
 from espalier.startup.load import find_checkpoint
 from espalier.stats import SpeculationStats
@@ -71,7 +71,7 @@ def rebuilt_engine(engine: Engine, graph_batch: int, **changes: Any) -> Engine:
     """Returns a new engine on the models and buffers of `engine`, which is closed.  changes: fields of ModelRunner."""
     runner, overlap, has_cache = engine.executor.runner, engine.in_flight.overlap, engine.prefixes is not None
     engine.close()
-    return engine_of(replace(runner, **changes), overlap, has_cache, graph_batch)
+    return make_engine(replace(runner, **changes), overlap, has_cache, graph_batch)
 
 
 def drive(

@@ -18,7 +18,7 @@ from espalier.models.draft import DraftConfig
 from espalier.models.latent_config import LatentConfig
 from espalier.models.layer_loading import layer_specs_of
 from espalier.models.mtp import MTPConfig
-from espalier.models.quantisers import GROUP, MX_BLOCK, NV_GROUP, QUANTISERS
+from espalier.models.quantisers import GROUP_SIZE, MXFP4_BLOCK_SIZE, NVFP4_GROUP_SIZE, QUANTISERS
 
 Shape = tuple[int, int]
 # Config fields of models with products that this module does not count.
@@ -62,7 +62,7 @@ class ProductRun:
 
 def value_bytes(weights: str) -> float:
     """Returns the bytes of a matrix's number, with its share of a group's scale, without row and block scales."""
-    scales = {"int4": 2 / GROUP, "nvfp4": 1 / NV_GROUP, "mxfp4": 1 / MX_BLOCK}
+    scales = {"int4": 2 / GROUP_SIZE, "nvfp4": 1 / NVFP4_GROUP_SIZE, "mxfp4": 1 / MXFP4_BLOCK_SIZE}
     return 0.5 + scales[weights] if weights in scales else 2 if weights == DENSE else 1
 
 
@@ -326,7 +326,7 @@ class ModelShape:
         self, prefix: str, latent: LatentConfig, spec: LayerSpec, count: int, rows: int
     ) -> tuple[ProductRun, ...]:
         """Returns the products of the indexers of layers that keep index keys."""
-        index = latent.index
+        index = latent.indexer
         if index is None or latent.q_rank is None or not spec.keeps.planes.get(INDEX_PLANE):
             return ()
         return (
@@ -350,7 +350,7 @@ class ModelShape:
         if self.weights == DENSE:
             return False
         quantiser = QUANTISERS[self.weights]
-        return quantiser.for_draft(self.is_draft).quantises(name.split()[-1], columns)
+        return quantiser.for_draft(self.is_draft).is_quantised(name.split()[-1], columns)
 
     def _expert_runs(self, prefix: str, count: int, rows: int) -> tuple[ProductRun, ...]:
         """Returns the router with its routed experts, and then the linear layers beside the experts."""
@@ -396,14 +396,14 @@ def model_sizes(config: ModelConfig) -> ModelShape:
     experts = None
     if config.experts is not None and config.experts.layers:
         own, routing = config.experts, config.experts.routing
-        is_plain = not own.biases and own.activation == SILU and not own.shared_bias and own.shared_gate is None
+        is_plain = own.activation == SILU and not (own.has_biases or own.shared_has_bias or own.shared_gate_name)
         experts = ExpertSizes(
             len(own.layers),
             ExpertsShape(routing.num_experts, routing.top_k, config.hidden_size, own.size, own.activation.num_matrices),
             own.shared_size,
-            own.shared_gate is not None,
+            own.shared_gate_name is not None,
             shared_joins=is_plain and own.shared_size > 0 and own.shared_size % own.size == 0,
-            biases=own.biases,
+            biases=own.has_biases,
             activation=own.activation,
         )
     return ModelShape(

@@ -132,7 +132,7 @@ class Weights:
     def random_weight(self, shape: tuple[int, ...], weights: str = DENSE) -> Matrix:
         """Returns a random weight with a trained weight's magnitude: products with zeros would be faster."""
         dense = torch.empty(shape, dtype=self.dtype, device=self.device).normal_(std=shape[-1] ** -0.5)
-        return dense if weights == DENSE else QUANTISERS[weights].matrix(dense)
+        return dense if weights == DENSE else QUANTISERS[weights].quantise_matrix(dense)
 
     def chain(self, runs: Sequence[ProductRun], multiply: Multiply) -> Callable[[], None]:
         """Returns a function that runs all products of a pass: layer by layer, then those outside of layers."""

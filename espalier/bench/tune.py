@@ -56,7 +56,7 @@ from espalier.kernels.runtime.launch import chip
 from espalier.kernels.runtime.precompile import precompile
 from espalier.models.mtp import MTPConfig
 from espalier.models.quantisers import QUANTISERS
-from espalier.models.weight_formats import FormatOf
+from espalier.models.weight_formats import FormatLookup
 from espalier.startup.load import Checkpoint, find_checkpoint
 from espalier.startup.resolve import choose_device
 from espalier.terminal.console import print_header, print_table, progress, require_gpu, require_writable, stdout
@@ -200,9 +200,9 @@ def _weight_format(args: Namespace) -> str:
 
 def _shapes_to_measure(model: ModelShape, weights: str) -> tuple[Shape, ...]:
     """Returns the shapes to measure.  For a format of stacked experts, these are the shapes of the dense layers."""
-    if weights == DENSE or not QUANTISERS[weights].experts:
+    if weights == DENSE or not QUANTISERS[weights].only_experts:
         return model.shapes(weights)
-    columns = QUANTISERS[weights].groups[0]
+    columns = QUANTISERS[weights].group_sizes[0]
     runs = (run for run in model.target_pass(1)[:-1] if run.heads == 1 and run.shape[1] % columns == 0)
     return tuple(dict.fromkeys(run.shape for run in runs))
 
@@ -235,7 +235,7 @@ def _sizes_of_checkpoint(args: Namespace, checkpoint: Checkpoint) -> ModelShape:
     return with_draft(model_sizes(target), draft)
 
 
-def _refuse_quantised(path: Path | None, flag: str, formats: FormatOf, names: Sequence[str]) -> None:
+def _refuse_quantised(path: Path | None, flag: str, formats: FormatLookup, names: Sequence[str]) -> None:
     """Raises EspalierError if any matrix of `names` is quantised."""
     stored = {formats(name).name for name in names} - {DENSE}
     if stored:

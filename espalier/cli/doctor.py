@@ -18,8 +18,8 @@ from espalier.models.layer_loading import layer_specs_of
 from espalier.models.shard_sizes import possible_rank_counts
 from espalier.shards import Shards
 from espalier.speculate.drafters.registry import draft_shards
-from espalier.startup.build import cache_size, cache_specs
-from espalier.startup.load import Checkpoint, find_checkpoint, resolve_config, weights_of
+from espalier.startup.build import cache_specs, describe_cache_size
+from espalier.startup.load import Checkpoint, count_weights, find_checkpoint, resolve_config
 from espalier.terminal.console import DIM_STYLE, describe_machine, installed_version, stdout
 from espalier.terminal.flags import engine_settings, flag_of, given_flags
 
@@ -58,7 +58,7 @@ def run(args: Namespace) -> int:
     specs = cache_specs(
         specs_of_rank(layer_specs_of(target), shards), drafts, resolved.kv_dtype, resolved.draft_kv_dtype
     )
-    held = cache_size(resolved, specs, getattr(torch, resolved.dtype))
+    held = describe_cache_size(resolved, specs, getattr(torch, resolved.dtype))
     longest = (resolved.num_pages - 1) // layout.table_width
     most = f"{min(longest, layout.max_batch)} of {layout.max_batch}"
     if resolved.tensor_parallel > 1:
@@ -73,8 +73,10 @@ def run(args: Namespace) -> int:
             f"heads, {target.kv_heads} KV heads, vocabulary {target.vocab_size}, {target.max_position} positions"
         )
     )
-    if target.probed is not None:
-        console.print(Text(f"  it runs by transformers; modules that are replaced by ours: {target.probed.replaced}"))
+    if target.probe_result is not None:
+        console.print(
+            Text(f"  it runs by transformers; modules that are replaced by ours: {target.probe_result.replaced}")
+        )
     else:
         console.print(Text("  it runs by Espalier's own layers (native)"))
     console.print(Text("this configuration is supported and fits here", DIM_STYLE))
@@ -86,7 +88,7 @@ def _ranks_text(checkpoint: Checkpoint, dtype: torch.dtype) -> str:
     counts = possible_rank_counts(checkpoint.target, MAX_RANKS)
     if checkpoint.draft is not None and draft_shards(checkpoint.spec.algorithm, Shards(0, 2)).count > 1:
         counts = [count for count in counts if count in possible_rank_counts(checkpoint.draft.layer, MAX_RANKS)]
-    held = (f"{count}: {weights_of(checkpoint, count).nbytes(dtype) / 2**30:.2f} GiB" for count in counts)
+    held = (f"{count}: {count_weights(checkpoint, count).nbytes(dtype) / 2**30:.2f} GiB" for count in counts)
     return f"  weights of each rank, by the number of ranks that divide these models: {', '.join(held)}"
 
 

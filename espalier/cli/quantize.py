@@ -15,7 +15,7 @@ from espalier.config import EngineConfig
 from espalier.errors import EspalierError
 from espalier.llm import prepare
 from espalier.models.draft import draft_verifier
-from espalier.models.quantisers import GROUPS, QuantiseReport, quantise
+from espalier.models.quantisers import GROUP_SIZES, QuantiseReport, quantise
 from espalier.models.weight_files import safetensors_files
 from espalier.speculate.drafters.registry import is_draft
 from espalier.startup.checkpoints import find_target
@@ -143,11 +143,11 @@ def _rows_of_report(written: QuantiseReport, seconds: float) -> TableRows:
         ["size", f"{written.written_bytes / 1e9:.3f} GB, {share:.0%} of the original"],
         ["time", f"{seconds:.1f} s"],
     ]
-    for group, count in written.small_groups.items():
-        rows.append([f"in groups of {group}", f"{count}: {GROUPS[0]} does not divide their columns"])
+    for group, count in written.num_small_groups.items():
+        rows.append([f"in groups of {group}", f"{count}: {GROUP_SIZES[0]} does not divide their columns"])
     if written.dense:
         rows.append(
-            ["not quantised", f"{len(written.dense)}: columns no multiple of {GROUPS[-1]}, as {written.dense[0]}"]
+            ["not quantised", f"{len(written.dense)}: columns no multiple of {GROUP_SIZES[-1]}, as {written.dense[0]}"]
         )
     return rows
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from espalier.config import check_fields, option
 from espalier.errors import EspalierError
-from espalier.train.work import require_folder, whole_file
+from espalier.train.work import replace_file, require_folder
 
 FREE_SPACE = "free some space there"
 # One of HELD_BACK_EVERY prompts is held back with all its outputs.  Held-back texts get the same share of the bytes.
@@ -112,7 +112,7 @@ class KeptTexts:
             room = self.max_bytes[kind] * (NUM_FILES - 1) // NUM_FILES - sum(row.nbytes for row in rows) - 256
             while files and sum(file.stat().st_size for file in files) > room:
                 files.pop(0).unlink()
-            with whole_file(self.folder / f"{kind}.{number:08}.npy", FREE_SPACE) as half, half.open("wb") as file:
+            with replace_file(self.folder / f"{kind}.{number:08}.npy", FREE_SPACE) as half, half.open("wb") as file:
                 np.save(file, np.concatenate(rows))
 
     def _count(self, kind: str, rows: Sequence[np.ndarray], sign: int) -> None:
@@ -208,7 +208,7 @@ class LearnFolder:
         A draft outside this folder is the draft given at startup.
         """
         if draft.parent == self.drafts:
-            with whole_file(self.path / "served.json", FREE_SPACE) as half:
+            with replace_file(self.path / "served.json", FREE_SPACE) as half:
                 half.write_text(json.dumps({"draft": draft.name}))
         else:
             (self.path / "served.json").unlink(missing_ok=True)
@@ -229,7 +229,7 @@ def _lock_folder(path: Path) -> IO[str]:
 
 def _require_origin(made_for: Path, origin: Mapping[str, str]) -> None:
     if not made_for.exists():
-        with whole_file(made_for, FREE_SPACE) as half:
+        with replace_file(made_for, FREE_SPACE) as half:
             half.write_text(json.dumps(dict(origin)))
         return
     try:

@@ -33,7 +33,7 @@ from espalier.models.draft import DraftModel
 from espalier.request import Request
 from espalier.speculate.drafters.registry import load_draft
 from espalier.stats import LearnFigures
-from espalier.train.configs import MIN_CAPTURED_LAYERS, captured_layers, kind_in, read_target
+from espalier.train.configs import MIN_CAPTURED_LAYERS, captured_layers, read_draft_kind, read_target
 from espalier.train.kinds import DRAFT_KINDS
 from espalier.train.work import target_digest
 
@@ -76,7 +76,7 @@ def require_learnable(prepared: Prepared) -> str:
         raise EspalierError(
             f"--learn cannot swap MTP layers that are part of the target's files ({found.target_path}); give --draft"
         )
-    kind = kind_in(found.draft_path)
+    kind = read_draft_kind(found.draft_path)
     if kind is None:
         raise EspalierError(
             f"--learn cannot train {found.draft_path} further: it is no draft of `espalier train` "

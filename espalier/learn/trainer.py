@@ -25,14 +25,14 @@ from transformers.utils.logging import disable_progress_bar
 
 from espalier.errors import EspalierError, one_line
 from espalier.learn.folder import publish_draft, read_texts, remove_draft
-from espalier.train.data import Data
+from espalier.train.data import UserText
 from espalier.train.draft_run import DraftRun, RunFiles, print_measure, run_steps
 from espalier.train.evaluate import AcceptReport
 from espalier.train.kinds import DRAFT_KINDS, DraftKind, measure
 from espalier.train.own_text import OwnText
 from espalier.train.state import SavedState
 from espalier.train.target import FrozenTarget, training_device
-from espalier.train.windows import Texts
+from espalier.train.windows import TextList
 
 GO_SIGNAL, WAIT_SIGNAL = b"1", b"0"
 # The tokens of a row by the device's type, how often the sample is read, and the optimizer steps of one reading if it
@@ -65,14 +65,14 @@ class TrainSignal:
         self._allowed.wait()
 
 
-def newest_texts(folder: Path, kind: str, num_texts: int, num_before: int, num_behind: int | None = None) -> Texts:
+def newest_texts(folder: Path, kind: str, num_texts: int, num_before: int, num_behind: int | None = None) -> TextList:
     """Returns the newest texts, each cut to num_before and num_behind tokens around its output's beginning."""
     tokens, firsts = [], []
     for text in islice(read_texts(sorted(folder.glob(f"{kind}.*.npy"))), num_texts):
         begin = max(0, text.first - num_before)
         tokens.append(text.tokens[begin : None if num_behind is None else text.first + num_behind])
         firsts.append(text.first - begin)
-    return Texts.of(tokens, firsts)
+    return TextList.of(tokens, firsts)
 
 
 def run_settings(num_tokens: int, length: int, device: torch.device, max_seconds: int, seed: int) -> dict[str, Any]:
@@ -102,7 +102,7 @@ def train_once(folder: Path, train_signal: TrainSignal) -> Path:
         of_given = make_draft_run(kind, Path(run["given"]), served.target, served.files, run, int(out.name))
         given = accept_length(of_given)
         training = of_given if given > before else served
-    after, num_tokens = run_steps(training)[2]["tree"].every_root, len(training.files.own.texts.tokens)
+    after, num_tokens = run_steps(training)[2]["tree"].every_root, len(training.files.own_text.texts.tokens)
     publish_draft(unfinished, out, (given, before, after), num_tokens, time.monotonic() - begun)
     return out
 
@@ -122,7 +122,7 @@ def make_run(kind: DraftKind, sample: Path, run: dict[str, Any], out_directory: 
     texts = newest_texts(sample, "train", REPLAY_FACTOR * run["texts"]["train"], side)
     num_measured = min(run["texts"]["held-back"], MAX_MEASURED_TEXTS)
     held_out = newest_texts(sample, "held-back", num_measured, MEASURED_SIDE, MEASURED_SIDE)
-    own, nothing = OwnText(texts, np.zeros(0, np.int64), held_out), Data(np.zeros(0, np.int32))
+    own, nothing = OwnText(texts, np.zeros(0, np.int64), held_out), UserText(np.zeros(0, np.int32))
     files = RunFiles(run["kind"], target_dir, out_directory, nothing, own, SavedState(out_directory / "state.pt", {}))
     return make_draft_run(kind, Path(run["draft"]), target, files, run, seed)
 
@@ -136,7 +136,7 @@ def make_draft_run(
     kind: DraftKind, directory: Path, target: FrozenTarget, files: RunFiles, run: dict[str, Any], seed: int
 ) -> DraftRun:
     draft, tree = kind.load(directory).to(target.device), tuple(run["tree"])
-    num_tokens = len(files.own.texts.tokens)
+    num_tokens = len(files.own_text.texts.tokens)
     config = kind.config(draft, run_settings(num_tokens, row_length(target), target.device, run["seconds"], seed))
 
     def measured(texts: list[np.ndarray], firsts: list[int]) -> dict[str, AcceptReport]:
@@ -144,8 +144,8 @@ def make_draft_run(
         return {"tree": measure(kind, written, target, texts, firsts, tree)}
 
     save = partial(kind.save, draft, target, files.target, files.out)
-    parts = draft, target, kind.loss_of_batch(draft, target, config, kind.loss), save, measured
-    return DraftRun(*parts, files, config, kind.rows_of, kind.depth(draft, tree))
+    parts = draft, target, kind.make_loss(draft, target, config, kind.loss), save, measured
+    return DraftRun(*parts, files, config, kind.make_rows, kind.depth(draft, tree))
 
 
 def main(folder: Path) -> int:

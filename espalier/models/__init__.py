@@ -1,4 +1,4 @@
-"""Model families, their layers and weights.  Other rooms only load models; a model's contract is in base.py."""
+"""Model families, their layers and their weights.  base.py defines the interface of a model."""
 
 from espalier.models.base import CausalLM, Layer, ModelOutput
 from espalier.models.config import ModelConfig

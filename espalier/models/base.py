@@ -1,4 +1,4 @@
-"""The contract of a target model: a call over the rows of a pass.
+"""The interface of a target model, which computes the rows of a pass.
 
 A model never sees the KV cache.  Its layers write their K and V (or states) and attend through the pass
 (espalier/attention/forward.py).
@@ -19,26 +19,22 @@ from espalier.models.layers.residual import Residual
 
 
 class Layer(Protocol):
-    """A layer of a decoder (espalier/models/layers/decoder.py:DecoderLayer).  A family may bring its own."""
+    """A layer of a decoder (espalier/models/layers/decoder.py:DecoderLayer).  A family may have its own layer class."""
 
     def __call__(self, s: Residual, p: Pass) -> None:
-        """Run the layer over the residual of the pass's rows.
-
-        The layer calls `p.write` once, goes on with the rows `p.kept_rows`, then calls `p.attend` once.  A layer that
-        keeps only a convolution does not call `p.attend`.  A layer does not write to the residual tensor that it gets,
-        because that tensor may have been captured.
-        """
+        """Runs the layer on the residual stream of the pass's rows.
+        The layer calls `p.write` once, keeps only the rows `p.kept_rows`, then calls `p.attend` once.  A layer that
+        keeps only a convolution does not call `p.attend`.  A layer must not modify the residual tensor in place,
+        because that tensor may have been captured."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class ModelOutput:
     """The output of a target over the rows of a pass.
-
     hidden: [B, Q, H], the hidden states after the final norm; [B, 1, H] in a pass with `needed`.
-    inputs: the inputs of the n captured layers, [B, Q, H] each, in order.  A captured input of the final norm has as
-    many rows as `hidden`.
-    """
+    inputs: the inputs of the n captured layers, [B, Q, H] each, in order.  If the input of the final norm is captured,
+    it has as many rows as `hidden`."""
 
     hidden: Tensor
     inputs: tuple[Tensor, ...]
@@ -50,11 +46,9 @@ class ModelOutput:
 
 
 class CausalLM(Protocol):
-    """A loaded target model.  A draft without its own embedding or head uses the target's.
-
+    """A loaded target model.  A draft that has no embedding or head uses the embedding or the head of its target.
     kv_scales: the FP8 scales of each layer's K and V; None for a layer whose scales the checkpoint does not have.
-    capture: the layers whose inputs each pass returns.
-    """
+    capture: the indices of the layers whose inputs each pass returns."""
 
     config: ModelConfig
     layer_specs: tuple[LayerSpec, ...]
@@ -64,7 +58,7 @@ class CausalLM(Protocol):
     head: Linear
 
     def __call__(self, p: Pass) -> ModelOutput:
-        """Run over the rows of a pass.  The positions of the rows must be below the `position_rows` of load_target."""
+        """Computes the hidden states of a pass.  Positions must be below `position_rows` of load_target."""
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 """Block drafts (DFlash: Chen et al. 2026, arXiv:2602.06036; JetSpec; DSpark): one pass proposes every depth.
 
-A block is the root, at its position, and mask tokens at the next positions.  In each layer, the rows of a block attend
-to one another and to the context rows.  There is one context row for each token before the root.  It is the K and V of
-the vector norm(fc(features of the target)) of that token; each layer has its own K and V projections.
+A block consists of the root token and of mask tokens at the next positions.  In each layer, the rows of a block attend
+to one another and to the context rows.  Each token before the root has one context row: the K and V of the vector
+norm(fc(features of the target)) of that token.  Each layer has its own K and V projections.
 """
 
 import logging
@@ -18,7 +18,7 @@ from espalier.errors import EspalierError
 from espalier.kernels.tree.edges import FactorProjection, LowRankEdges, split_projection_columns
 from espalier.models.base import CausalLM
 from espalier.models.config import Json, ModelConfig, architecture_of, parse
-from espalier.models.draft import DraftSpec, Edges, refuse_sizes
+from espalier.models.draft import DraftSpec, Edges, refuse_wrong_sizes
 from espalier.models.draft_parts import DraftFields, draft_embedding, draft_head, draft_to_target
 from espalier.models.families.qwen import QWEN3
 from espalier.models.layer_loading import layer_specs_of, load_layer
@@ -33,16 +33,17 @@ from espalier.models.weights import Weights
 Z_LAB_ARCHITECTURE, DEEP_SPEC_ARCHITECTURE = "DFlashDraftModel", "Qwen3DSparkModel"
 ARCHITECTURES = (Z_LAB_ARCHITECTURE, DEEP_SPEC_ARCHITECTURE)
 SPECULATORS_TYPES = ("dflash", "dspark")
-# An edge scores a token given its parent in the tree.  The edges come from DSpark's Markov head, of one of three types
-# with more and more inputs.  vanilla: the parent token; gated: also the block's hidden state at this depth; rnn: also
-# all tokens of the path before the parent.
+# An edge scores a token given its parent in the tree.  DSpark's Markov head computes the edges.  The head has one of
+# three types.  vanilla: it reads the parent token.  gated: it also reads the block's hidden state at this depth.  rnn:
+# it also reads all earlier tokens of the path.
 EdgeKind = Literal["vanilla", "gated", "rnn"]
 EDGE_KINDS: tuple[EdgeKind, ...] = get_args(EdgeKind)
-# The size of each type's projection: its rows, and its columns without the hidden state's, as multiples of the rank.
+# For each type, the projection's number of rows and number of columns, as multiples of the rank.  Columns that read the
+# hidden state are not counted.
 EDGE_PROJECTION_SIZES: Mapping[EdgeKind, tuple[int, int]] = {"vanilla": (0, 0), "gated": (1, 1), "rnn": (3, 2)}
-# The fields of dflash_config that are read.
+# The fields of dflash_config that the reader supports.
 DFLASH_FIELDS = ("target_layer_ids", "mask_token_id", "block_size", "causal_head", "target_hidden_size", "draft_shift")
-# The file of z-lab's drafts whose mask is not a token of the vocabulary.
+# A file in some drafts of z-lab.  Such drafts have a mask that is not a token of the vocabulary.
 MASK_EMBEDDING = "mask_embedding.pt"
 log = logging.getLogger(__name__)
 
@@ -50,10 +51,9 @@ log = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class BlockConfig:
     """A block draft's config.json, checked against its target's.
-
-    layer: the config of the decoder layers.  With `spec.windows_from_root`, windows count context rows before the root.
-    edge_rank: the rank of the Markov head; 0: no Markov head.  edge_kind: the head's markov_head_type.
-    """
+    layer: the config of the decoder layers.  If `spec.windows_from_root` is set, a window counts the context rows
+    before the root.
+    edge_rank: the rank of the Markov head; 0 if there is none.  edge_kind: the head's markov_head_type."""
 
     layer: ModelConfig
     spec: DraftSpec
@@ -61,25 +61,27 @@ class BlockConfig:
     edge_kind: EdgeKind = "vanilla"
 
 
-def block_spec(
-    given: DraftFields, layer: ModelConfig, first_proposing: int, windows_from_root: bool = True, **fields: Any
+def make_block_spec(
+    fields: DraftFields,
+    layer: ModelConfig,
+    first_proposing_row: int,
+    windows_from_root: bool = True,
+    **spec_fields: Any,
 ) -> DraftSpec:
     """Returns the spec of a block draft.
-
-    given: the fields of config.json, merged from its objects.  fields: further fields of the spec; they replace the
-    algorithm and vocab_size set here.
-    """
-    rows, layers = given.count("block_size"), layer_specs_of(layer)
+    fields: the fields of config.json, merged from its objects.  spec_fields: further fields of the spec; they override
+    the default algorithm and vocab_size."""
+    rows, layers = fields.integer("block_size"), layer_specs_of(layer)
     if windows_from_root:
-        # Counted from the root's position, a window holds the root and the W rows before it.
+        # Relative to the root's position, a window of W rows contains the root and the W rows before the root.
         layers = tuple(spec if spec.window is None else replace(spec, window=spec.window + 1) for spec in layers)
     return DraftSpec(
-        **{"algorithm": "block", "vocab_size": layer.vocab_size, **fields},
+        **{"algorithm": "block", "vocab_size": layer.vocab_size, **spec_fields},
         layers=layers,
         block_rows=rows,
-        max_steps=rows - first_proposing,
-        mask_token=given.mask_token(layer.vocab_size),
-        first_proposing=first_proposing,
+        max_steps=rows - first_proposing_row,
+        mask_token=fields.mask_token(layer.vocab_size),
+        first_proposing_row=first_proposing_row,
         windows_from_root=windows_from_root,
         target_output="captured",
         hidden_size=layer.hidden_size,
@@ -88,80 +90,80 @@ def block_spec(
 
 def read_block(path: Path, raw: Json, target: ModelConfig) -> BlockConfig:
     """Read the config.json `raw` of the draft at `path` and check it against its target's config.  Loads no weights.
-
-    Raises EspalierError if the draft does not fit this target, or has a form that is not supported.
-    """
-    read = _read_published if raw.get("speculators_model_type") is None else read_speculators
+    Raises EspalierError if the draft does not fit this target, or has a format that is not supported."""
+    read = _read_publisher_config if raw.get("speculators_model_type") is None else read_speculators_config
     config = read(DraftFields(raw, path), target)
-    refuse_misfit(config, target, path)
+    refuse_mismatch(config, target, path)
     return config
 
 
-def _read_published(given: DraftFields, target: ModelConfig) -> BlockConfig:
-    """The config of a draft in z-lab's or DeepSpec's form.  The caller checks it against the target."""
-    is_deep_spec = architecture_of(dict(given.raw)) == DEEP_SPEC_ARCHITECTURE
-    own = read_dflash_fields(given, DFLASH_FIELDS)
-    layer = read_layer_config(given, target, own.get("target_hidden_size"))
+def _read_publisher_config(fields: DraftFields, target: ModelConfig) -> BlockConfig:
+    """Returns the config of a draft in the format of z-lab or of DeepSpec.  The caller checks it against the target."""
+    is_deep_spec = architecture_of(dict(fields.raw)) == DEEP_SPEC_ARCHITECTURE
+    own = read_dflash_fields(fields, DFLASH_FIELDS)
+    layer = read_layer_config(fields, target, own.get("target_hidden_size"))
     if any(layer.windows):
-        raise given.error(
+        raise fields.error(
             "sliding windows are supported for block drafts in speculators' form only, because public code "
             "disagrees about them in this one; use a draft with full attention, or convert it with speculators"
         )
     causal = own.is_set("causal_head")
     for name in ("is_causal", "causal"):
-        if given.get(name) and not causal:
-            raise given.error(
-                f"{name} = {given.get(name)!r} is not supported in this form, because public code disagrees about "
+        if fields.get(name) and not causal:
+            raise fields.error(
+                f"{name} = {fields.get(name)!r} is not supported in this form, because public code disagrees about "
                 "it; use a draft without it, or convert it with speculators"
             )
-    every = given.with_defaults(own.raw)
+    every = fields.with_defaults(own.raw)
     if not is_deep_spec:
         ids = own.get("target_layer_ids") or _default_target_layers(target.num_layers, layer.num_layers)
-        every = DraftFields({**every.raw, "target_layer_ids": ids}, given.path)
-    spec = block_spec(
+        every = DraftFields({**every.raw, "target_layer_ids": ids}, fields.path)
+    spec = make_block_spec(
         *(every, layer),
         capture=tuple(k + 1 for k in every.target_layers("target_layer_ids")),
-        first_proposing=0 if is_deep_spec else 1,
+        first_proposing_row=0 if is_deep_spec else 1,
         causal=(causal,) * layer.num_layers,
     )
-    return BlockConfig(layer, spec, *(_read_edge_fields(given) if is_deep_spec else ()))
+    return BlockConfig(layer, spec, *(_read_edge_fields(fields) if is_deep_spec else ()))
 
 
-def read_speculators(given: DraftFields, target: ModelConfig) -> BlockConfig:
-    """The config of a draft in speculators' form.  The caller checks it against the target."""
-    layer = read_layer_config(DraftFields(given.layer_config(), given.path), target, given.get("target_hidden_size"))
-    is_dspark = given.get("speculators_model_type") == "dspark"
-    slides_causally = not given.is_set("sliding_window_non_causal")
-    spec = block_spec(
-        *(given, layer),
-        capture=given.target_layers("aux_hidden_state_layer_ids"),
-        first_proposing=0 if given.is_set("sample_from_anchor", is_dspark) else 1,
+def read_speculators_config(fields: DraftFields, target: ModelConfig) -> BlockConfig:
+    """Returns the config of a draft in the format of speculators.  The caller checks it against the target."""
+    layer = read_layer_config(DraftFields(fields.layer_config(), fields.path), target, fields.get("target_hidden_size"))
+    is_dspark = fields.get("speculators_model_type") == "dspark"
+    slides_causally = not fields.is_set("sliding_window_non_causal")
+    spec = make_block_spec(
+        *(fields, layer),
+        capture=fields.target_layers("aux_hidden_state_layer_ids"),
+        first_proposing_row=0 if fields.is_set("sample_from_anchor", is_dspark) else 1,
         causal=tuple(window is not None and slides_causally for window in layer.windows),
-        vocab_size=given.draft_vocab(layer.vocab_size),
+        vocab_size=fields.draft_vocab(layer.vocab_size),
     )
     if not is_dspark:
         return BlockConfig(layer, spec)
-    rank, kind = _read_edge_fields(given.with_defaults({"markov_rank": 256}))
-    if rank and kind == "rnn" and spec.first_proposing:
-        # The package's training pass feeds the root to the state twice: at its own row, then at depth 1.
-        raise given.error(
+    rank, kind = _read_edge_fields(fields.with_defaults({"markov_rank": 256}))
+    if rank and kind == "rnn" and spec.first_proposing_row:
+        # In training, speculators updates the recurrent state with the root token twice: at the root's row and at depth
+        # 1.
+        raise fields.error(
             "markov_head_type = 'rnn' with sample_from_anchor = False is not supported; use a draft that "
             "samples from the anchor"
         )
     return BlockConfig(layer, spec, rank, kind)
 
 
-def read_layer_config(given: DraftFields, target: ModelConfig, target_hidden: int | None = None) -> ModelConfig:
+def read_layer_config(fields: DraftFields, target: ModelConfig, target_hidden: int | None = None) -> ModelConfig:
     """Returns the config of the draft's decoder layers, which must be Qwen3 layers of the target's hidden size.
-    target_hidden: the target's hidden size as the draft's config states it, if it does.  Raises EspalierError."""
-    declared, supported = given.get("model_type"), QWEN3.model_type
+    target_hidden: the target's hidden size according to the draft's config; None if the config does not have it.
+    Raises EspalierError."""
+    declared, supported = fields.get("model_type"), QWEN3.model_type
     if declared != supported:
-        raise given.error(
+        raise fields.error(
             f"a block draft's layers of model_type {declared!r} are not supported; supported: {supported}"
         )
-    layer = parse({"max_position_embeddings": target.max_position, **given.raw}, QWEN3, given.path)
+    layer = parse({"max_position_embeddings": target.max_position, **fields.raw}, QWEN3, fields.path)
     if target_hidden not in (None, layer.hidden_size):
-        raise given.error(
+        raise fields.error(
             f"target_hidden_size = {target_hidden} differs from the draft's hidden_size = {layer.hidden_size}, which "
             "is not supported; use a draft of the target's hidden size"
         )
@@ -169,29 +171,29 @@ def read_layer_config(given: DraftFields, target: ModelConfig, target_hidden: in
 
 
 def _default_target_layers(num_target_layers: int, num_layers: int) -> list[int]:
-    """The target layers that z-lab's drafts read by default: evenly spaced from layer 1 to layer L - 3 of L."""
+    """Returns the target layers that z-lab's drafts read by default: evenly spaced from layer 1 to layer L - 3 of L."""
     if num_layers == 1:
         return [num_target_layers // 2]
     last = num_target_layers - 3
     return [round(1 + i * (last - 1) / (num_layers - 1)) for i in range(num_layers)]
 
 
-def _read_edge_fields(given: DraftFields) -> tuple[int, EdgeKind]:
-    """Returns the rank and the type of the Markov head; rank 0 without a head."""
-    rank = given.count("markov_rank", least=0) if given.get("markov_rank") else 0
+def _read_edge_fields(fields: DraftFields) -> tuple[int, EdgeKind]:
+    """Returns the rank and the type of the Markov head; the rank is 0 if there is no head."""
+    rank = fields.integer("markov_rank", min_value=0) if fields.get("markov_rank") else 0
     if not rank:
         return 0, "vanilla"
     remedy = f"a draft whose Markov head is one of {', '.join(EDGE_KINDS)}"
-    return rank, given.choice("markov_head_type", EDGE_KINDS, remedy)
+    return rank, fields.choice("markov_head_type", EDGE_KINDS, remedy)
 
 
-def read_dflash_fields(given: DraftFields, supported: Sequence[str]) -> DraftFields:
-    """Returns the fields of dflash_config, z-lab's own object.
+def read_dflash_fields(fields: DraftFields, supported: Sequence[str]) -> DraftFields:
+    """Returns the fields of `dflash_config`, an object in the config.json of z-lab's drafts.
     Raises EspalierError for a field that is not in `supported`, because such a field may change the results."""
-    own, path = given.object("dflash_config"), given.path
+    own, path = fields.object("dflash_config"), fields.path
     for name, value in own.raw.items():
         if name not in supported or (name == "draft_shift" and value):
-            raise given.error(
+            raise fields.error(
                 f"dflash_config has {name} = {value!r}, which is not supported; supported fields are "
                 f"{', '.join(supported)}; use a draft without it"
             )
@@ -203,9 +205,10 @@ def read_dflash_fields(given: DraftFields, supported: Sequence[str]) -> DraftFie
     return own
 
 
-def refuse_misfit(config: BlockConfig, target: ModelConfig, path: Path) -> None:
-    refuse_sizes(path, target, config.layer.hidden_size, config.layer.vocab_size, config.spec.vocab_size)
-    # The input of the final norm is refused: some public implementations norm that state, others do not.
+def refuse_mismatch(config: BlockConfig, target: ModelConfig, path: Path) -> None:
+    refuse_wrong_sizes(path, target, config.layer.hidden_size, config.layer.vocab_size, config.spec.vocab_size)
+    # The input of the final norm is not supported, because public implementations disagree about it: some apply the
+    # norm, others do not.
     outside = [layer for layer in config.spec.capture if not 0 <= layer < target.num_layers]
     if outside:
         raise EspalierError(
@@ -216,15 +219,15 @@ def refuse_misfit(config: BlockConfig, target: ModelConfig, path: Path) -> None:
 
 @dataclass(frozen=True)
 class MarkovEdges:
-    """DSpark's Markov head: scores of a token given its parent, as a product of low rank.
+    """DSpark's Markov head.  It scores a token given the parent token, by a product of two low-rank matrices.
 
-    before: [V, rank], the vectors of parent tokens; after: [draft vocabulary, rank], the vectors of tokens.
-    hidden_projection: the columns of the head's gate, or of its recurrent projection, that read hidden states.
-    row_projection: the other columns (FactorProjection.weight).  Both are None if only the parent token is read.
+    parent_vectors: [V, rank]; token_vectors: [draft vocabulary, rank].
+    hidden_projection: the columns of the head's gate projection or recurrent projection that read hidden states.
+    row_projection: the other columns (FactorProjection.weight).  Both are None if the head reads only the parent token.
     """
 
-    before: Tensor
-    after: Tensor
+    parent_vectors: Tensor
+    token_vectors: Tensor
     hidden_projection: Linear | None = None
     row_projection: Tensor | None = None
     is_recurrent: bool = False
@@ -233,17 +236,15 @@ class MarkovEdges:
         projection = None
         if self.hidden_projection is not None and self.row_projection is not None:
             projection = FactorProjection(self.hidden_projection(hidden), self.row_projection, self.is_recurrent)
-        return LowRankEdges(logits, self.before, self.after, projection=projection)
+        return LowRankEdges(logits, self.parent_vectors, self.token_vectors, projection=projection)
 
 
 @dataclass(eq=False)
 class BlockDraft:
     """A loaded block draft: a BlockModel (espalier/models/draft.py).
-
-    fc, context_norm: make the vector of a context row.  context_kv: the K and V projections of each layer, which share
-    the memory of the layer's stacked q, k and v.
-    d2t: as in DraftModel.  edges: None without a Markov head.
-    """
+    fc, context_norm: compute the vector of a context row.  context_kv: the K and V projections of each layer, as views
+    of the layer's stacked q, k and v weights.
+    d2t: see DraftModel.  edges: None if the draft has no Markov head."""
 
     modules = ()
     has_experts = False
@@ -263,7 +264,7 @@ class BlockDraft:
         self.spec = self.config.spec
         self.layer_specs = self.spec.layers
         q_rows = self.config.layer.heads * self.config.layer.head_size
-        self.context_kv = [_attention(layer).qkv.rows_from(q_rows) for layer in self.layers]
+        self.context_kv = [_attention_of(layer).qkv.rows_from(q_rows) for layer in self.layers]
 
     def __call__(self, p: Pass) -> Tensor:
         s = self.embed(p, self.rope)
@@ -281,20 +282,20 @@ class BlockDraft:
         context, sizes = self.fuse(features).flatten(0, 1), self.config.layer
         for layer, project in zip(self.layers, self.context_kv, strict=True):
             heads = project(context).view(-1, 2 * sizes.kv_heads, sizes.head_size)
-            p.write(layer.index, heads, p.rotation(self.rope), _attention(layer).norms)
+            p.write(layer.index, heads, p.rotation(self.rope), _attention_of(layer).norms)
 
 
-def _attention(layer: DecoderLayer) -> Attention:
+def _attention_of(layer: DecoderLayer) -> Attention:
     assert isinstance(layer.attention, Attention)
     return layer.attention
 
 
 def make_block(weights: Weights, config: BlockConfig, target: CausalLM, position_rows: int) -> BlockDraft:
-    """Build the draft from its weights.  A draft without an embedding or a head of its own shares the target's.
-
-    Raises EspalierError naming a weight that does not fit or is not used.
-    """
-    draft = BlockDraft(**load_block_fields(weights, config, target, position_rows), edges=_edges(weights, config))
+    """Builds the draft from its weights.  A draft without an embedding or a head uses the target's.
+    Raises EspalierError naming a weight that does not fit or is not used."""
+    draft = BlockDraft(
+        **load_block_fields(weights, config, target, position_rows), edges=_load_markov_edges(weights, config)
+    )
     weights.require_all_used()
     return draft
 
@@ -305,7 +306,8 @@ def load_block_fields(weights: Weights, config: BlockConfig, target: CausalLM, p
     hidden = layer.hidden_size
     embed = draft_embedding(weights, (layer.vocab_size, hidden), target)
     if weights.has_matrix("confidence_head.proj"):
-        # The confidence head would set a threshold.  A tree ranks its paths by probability and needs none.
+        # The confidence head would decide when to stop drafting.  A tree ranks its paths by probability and needs no
+        # such threshold.
         log.info("draft %s: its confidence head is not used", weights.path)
         weights.ignore_prefixes(("confidence_head.",))
     weights.ignore(["t2d"])
@@ -323,19 +325,19 @@ def load_block_fields(weights: Weights, config: BlockConfig, target: CausalLM, p
     }
 
 
-def _edges(weights: Weights, config: BlockConfig) -> MarkovEdges | None:
+def _load_markov_edges(weights: Weights, config: BlockConfig) -> MarkovEdges | None:
     rank, hidden, kind = config.edge_rank, config.layer.hidden_size, config.edge_kind
     if not rank:
         return None
-    before = weights.take("markov_head.markov_w1.weight", config.layer.vocab_size, rank)
-    after = weights.take_matrix("markov_head.markov_w2", config.spec.vocab_size, rank)
+    before = weights.load("markov_head.markov_w1.weight", config.layer.vocab_size, rank)
+    after = weights.load_dense_matrix("markov_head.markov_w2", config.spec.vocab_size, rank)
     if kind == "vanilla":
         return MarkovEdges(before, after)
     is_recurrent = kind == "rnn"
     name = "markov_head.joint_proj" if is_recurrent else "markov_head.gate_proj"
     parts, read = EDGE_PROJECTION_SIZES[kind]
-    whole = weights.take_matrix(name, parts * rank, hidden + read * rank)
-    bias = weights.take(f"{name}.bias", parts * rank)
+    whole = weights.load_dense_matrix(name, parts * rank, hidden + read * rank)
+    bias = weights.load(f"{name}.bias", parts * rank)
     hidden_projection, row_projection = split_projection_columns(whole, hidden, is_recurrent)
     return MarkovEdges(
         *(

@@ -1,4 +1,4 @@
-"""Reads a model's config.json.  Every field that changes the computation is honoured, or refused by name.
+"""Reads a model's config.json.  Every field that changes the computation is either applied or refused with an error.
 
 All families share this reader.  The defaults of missing fields differ by family, so each family file declares them.
 """
@@ -14,15 +14,15 @@ from espalier.errors import EspalierError, shown
 from espalier.kernels.ops.activation import GELU_TANH, SILU, Activation
 from espalier.model_files import MAX_SIZE
 from espalier.models.config_values import (
-    eos_ids,
     kv_heads_and_head_size,
-    naming_path,
+    path_in_errors,
     positive_integer,
+    read_eos_token_ids,
     require_field_types,
     rotated_size,
     with_overrides,
 )
-from espalier.models.latent_config import LatentConfig, read_latent
+from espalier.models.latent_config import LatentConfig, read_latent_config
 from espalier.models.rope import ATTENTION_FIELDS, ROPE_FIELDS, Json, RopeConfig, RopeTables, read_rope
 from espalier.models.stored_names import (
     DEFAULT_LAYER_NAMES,
@@ -34,18 +34,18 @@ from espalier.models.stored_names import (
     MTPFamily,
     StoredNames,
 )
-from espalier.models.weight_formats import QUANTISATION_FIELDS, FormatOf, declared_kv_dtype, read_formats
+from espalier.models.weight_formats import QUANTISATION_FIELDS, FormatLookup, declared_kv_dtype, read_formats
 
 if TYPE_CHECKING:
     from espalier.models.from_transformers.probe import ProbeResult
 
 LayerWindows = tuple[int | None, ...]
 # (weights, config, prefix of the layer's names, layer number, RoPE tables) -> a models/base.py:Layer.  In a family with
-# MTP layers the function also takes the layer's index in the pass, by default the layer number.
+# MTP layers, the function has one more argument: the layer's index in the pass (default: the layer number).
 LoadLayer = Callable[..., Any]
 # (weights, config, prefix of the layer's names, layer number, RoPE tables) -> a models/layers/decoder.py:Mixer.
 LoadMixer = Callable[[Any, "ModelConfig", str, int, RopeTables], Any]
-# (weights, config, the factor of the embedding's values) -> a models/layers/linear.py:Embedding.
+# (weights, config, the factor by which embeddings are multiplied) -> a models/layers/linear.py:Embedding.
 LoadEmbedding = Callable[[Any, "ModelConfig", float], Any]
 MakeLayerSpecs = Callable[["ModelConfig"], tuple[LayerSpec, ...]]
 
@@ -92,9 +92,9 @@ NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
     "attn_output_gate": (None, False),
     "index_topk": (None,),
 }
-# The activations of a family that supports hidden_act, or names another field (Family.activation_field).
+# The supported activations, by their names in config.json (Family.activation_field).
 ACTIVATIONS: Mapping[str, Activation] = {"silu": SILU, "swish": SILU, "gelu_pytorch_tanh": GELU_TANH}
-# Fields without effect on the forward pass.  An override of such a field is accepted, not refused as misspelled.
+# Fields without effect on the forward pass.  An override of such a field is accepted.
 INERT_FIELDS = (
     "architectures",
     "bos_token_id",
@@ -112,80 +112,81 @@ INERT_FIELDS = (
 
 @dataclass(frozen=True)
 class Family:
-    """The declaration of one model family, made in its family file.  Functions take the completed config, which is
-    config.json with `defaults` for missing fields, unless stated otherwise.
+    """The declaration of one model family.  Each family file makes one or more.  If not stated otherwise, functions
+    take the completed config: config.json with `defaults` for missing fields.
 
     defaults: values of fields that config.json lacks, as in the family's config class of Hugging Face transformers;
     tie_word_embeddings is false by default.
     qkv_bias, out_bias: whether the attention's projections have a bias; by default, the value of attention_bias.
     windows: one entry for each layer: None, or the number of positions that a query attends to, the query's own
     included; by default, None for all layers.
-    qk_norm: whether q and k are normed for each head, or the name of the field that says so.
-    wide_qk_norm: whether there is one norm of all of q and one of all of k, instead of norms for each head.
-    layer_norms: where a layer has norms.  names: the names of a layer's other weights.
-    norm_offset: a number that is added, in float32 at least, to the weight of every RMS norm.
-    sinks: whether each head has an attention sink: a logit in the softmax that has no value vector.
-    experts: the layers with experts; None for a model without them.  Raises EspalierError for experts that are not
-    supported.
-    embedding_scale: the factor of the embedding.  softmax_scale: None for head_size ** -0.5.
+    qk_norm: whether each head of q and k is normed, or the name of the config field with this flag.
+    wide_qk_norm: whether one norm covers all heads of q, and another all heads of k.
+    layer_norms: the names of a layer's norms.  names: the names of a layer's other weights.
+    norm_offset: a number that is added to the weight of every RMS norm, in float32 or float64.
+    has_sinks: whether each head has an attention sink: a logit in the softmax that has no value vector.
+    experts: returns the declaration of the expert layers; None for a model without experts.  Raises EspalierError for
+    experts that are not supported.
+    embedding_scale: the factor of embeddings.  softmax_scale: the factor of attention scores; None for 1/√head_size.
     residual_scale: the factor of each block's output before it is added to the residual.
-    logit_scale: the factor of logits, before they are bounded.
-    ropes: the RoPE fields of each layer, which replace the config's in read_rope; with head_dim, if the size of heads
-    differs by layer.  None in the list: a layer without RoPE.  None for the field: all layers have the config's fields.
-    load_embedding: makes the token embedding; None: a table of vocab_size rows.
-    load_layer: makes a layer that only this family has; None: the layer of norms, mixer and MLP in layer_loading.py.
-    load_mixer: makes the first block of that layer; None: attention, by layer_loading.py:load_attention.
-    layer_specs: from the ModelConfig, what each layer keeps; None: K and V heads (layer_loading.py:layer_specs_of).
-    latent: whether layers have latent attention (MLA), whose sizes espalier/models/latent_config.py reads.
-    indexed: whether layers attend to the rows that an indexer chooses (espalier/models/latent_config.py).
-    supported_fields: the fields of NEUTRAL_VALUES whose other values this family supports, because `experts` reads them
+    logit_scale: the factor of logits, before the soft cap.
+    layer_ropes: the RoPE fields of each layer, which replace the config's in read_rope; with head_dim, if the size of
+    heads differs by layer.  None in the list: a layer without RoPE.  By default, all layers use the config's.
+    load_embedding: loads the token embedding; None for a table of vocab_size rows.
+    load_layer: loads a layer of the family's own class; None for layer_loading.py:load_layer.
+    load_mixer: loads the first block of a layer; None for layer_loading.py:load_attention.
+    layer_specs: takes the ModelConfig, and returns what each layer stores in the cache; None for K and V heads
+    (layer_loading.py:layer_specs_of).
+    uses_mla: whether layers have latent attention (MLA), with the sizes of espalier/models/latent_config.py.
+    has_indexer: whether an indexer chooses the rows that a layer attends to (espalier/models/latent_config.py).
+    supported_fields: the fields of NEUTRAL_VALUES that may have any value in this family, because the family reads them
     or because they do not change the output.
-    multimodal: architectures of multimodal checkpoints whose text part may be of this family.
-    mtp: the multi-token prediction layers of the family's checkpoints; None if they have none.
+    multimodal_architectures: architectures of multimodal checkpoints whose text part may be of this family.
+    mtp: the multi-token prediction (MTP) layers of the family's checkpoints; None if the family has no MTP layers.
     mlp_size_field: the field that holds the intermediate size of dense MLPs.
     activation_field: the field that names the activation of dense MLPs, one of ACTIVATIONS.
-    usable_in_drafts: whether an EAGLE-3 head, or MTP layers with a config of their own, may have this family's layers.
-    A draft builds its first layer itself, so such layers have a norm before each block, attention and a gated MLP.
-    normalise_fields: takes config.json as it is stored, and returns its fields under the names that families share.
-    extra_layer_types: further names that `layer_types` may hold.
-    stored: how a checkpoint of the family names the weights.  unread: weights that are not part of the text model: the
-    beginning of their names, and what they are.  final_norm: the name of the last norm.
+    usable_in_drafts: whether an EAGLE-3 head, or an MTP head with its own config, may have layers of this family.  Such
+    layers must have a norm before each block, attention and a gated MLP, because a draft builds its first layer itself.
+    normalise_fields: takes the stored config.json, and returns its fields under the names that all families share.
+    extra_layer_types: further values that `layer_types` may contain.
+    stored_names: how the family's checkpoints name the weights.  ignored_weights: prefixes of weights outside the text
+    model, each with a description.  final_norm: the name of the last norm.
     """
 
     architecture: str
     model_type: str
     defaults: Mapping[str, Any]
-    qkv_bias: Callable[[Json], bool] = lambda full: bool(full["attention_bias"])
-    out_bias: Callable[[Json], bool] = lambda full: bool(full["attention_bias"])
-    windows: Callable[[Json], LayerWindows] = lambda full: full_attention(full)
+    qkv_bias: Callable[[Json], bool] = lambda fields: bool(fields["attention_bias"])
+    out_bias: Callable[[Json], bool] = lambda fields: bool(fields["attention_bias"])
+    windows: Callable[[Json], LayerWindows] = lambda fields: no_windows(fields)
     qk_norm: bool | str = False
     wide_qk_norm: bool = False
     layer_norms: LayerNorms = DEFAULT_LAYER_NORMS
     names: LayerNames = DEFAULT_LAYER_NAMES
     norm_offset: float = 0.0
-    sinks: bool = False
-    experts: Callable[[Json], Experts | None] = lambda full: None
-    embedding_scale: Callable[[Json], float] = lambda full: 1.0
-    softmax_scale: Callable[[Json], float | None] = lambda full: None
-    residual_scale: Callable[[Json], float] = lambda full: 1.0
-    logit_scale: Callable[[Json], float] = lambda full: 1.0
-    ropes: Callable[[Json], Sequence[Json | None]] | None = None
+    has_sinks: bool = False
+    experts: Callable[[Json], Experts | None] = lambda fields: None
+    embedding_scale: Callable[[Json], float] = lambda fields: 1.0
+    softmax_scale: Callable[[Json], float | None] = lambda fields: None
+    residual_scale: Callable[[Json], float] = lambda fields: 1.0
+    logit_scale: Callable[[Json], float] = lambda fields: 1.0
+    layer_ropes: Callable[[Json], Sequence[Json | None]] | None = None
     load_embedding: "LoadEmbedding | None" = None
     load_layer: "LoadLayer | None" = None
     load_mixer: "LoadMixer | None" = None
     layer_specs: "MakeLayerSpecs | None" = None
-    latent: bool = False
-    indexed: bool = False
+    uses_mla: bool = False
+    has_indexer: bool = False
     supported_fields: tuple[str, ...] = ()
     mtp: MTPFamily | None = None
     mlp_size_field: str = "intermediate_size"
     activation_field: str = "hidden_act"
     usable_in_drafts: bool = False
-    multimodal: tuple[str, ...] = ()
+    multimodal_architectures: tuple[str, ...] = ()
     normalise_fields: Callable[[Json], Json] = lambda raw: raw
     extra_layer_types: tuple[str, ...] = ()
-    stored: StoredNames = SAME_NAMES
-    unread: Mapping[str, str] = field(default_factory=dict)
+    stored_names: StoredNames = SAME_NAMES
+    ignored_weights: Mapping[str, str] = field(default_factory=dict)
     final_norm: str = "model.norm"
 
 
@@ -193,20 +194,22 @@ class Family:
 class ModelConfig:
     """A decoder's sizes and options.
 
-    max_position: the longest context, in tokens, that the checkpoint was trained for (see RopeConfig for its limit on a
-    dynamic RoPE).
-    ropes: the RoPE of each layer; rope: that of the first layer.
-    logit_cap: a tanh bounds logits to ±logit_cap; None: no bound.  softcap: the same for the logits of attention.
-    eos_token_ids: all ids that config.json and generation_config.json name, or the ids of an override.
+    max_position: the longest context, in tokens, that the checkpoint was trained for (see RopeConfig for dynamic
+    RoPEs).
+    layer_ropes: the RoPE of each layer; rope: the RoPE of the first layer.
+    logit_cap: the soft cap of logits: a tanh bounds them to ±logit_cap; None for no cap.  softcap: the soft cap of
+    attention scores.
+    eos_token_ids: all ids in config.json and generation_config.json, or the ids of an override.
     latent: the sizes of latent attention; None for layers with K and V heads.  With latent attention, all heads share
-    one key-value head, and head_size is the size of q and k before the latent is multiplied in.
+    one key-value head, and head_size is the size of a q or k head, before q is projected to the latent.
     formats: the storage format of each matrix.
     embedding_scale, softmax_scale, residual_scale, logit_scale: results of the Family's functions of these names.
-    stored: how the checkpoint names the weights.
+    stored_names: how the checkpoint names the weights.
     activation: the activation of dense MLPs.
     raw: config.json, completed with the family's defaults, with the overrides applied.  path: the directory.
-    text_part_of: the architecture of the multimodal checkpoint whose text part this is; None for a text model.
-    probed: what was measured of the transformers class that runs the model; None: Espalier's own layers run it.
+    multimodal_architecture: the architecture of the multimodal checkpoint that contains this text model; None for a
+    text checkpoint.
+    probe_result: the properties of the transformers class that runs the model; None if Espalier's own layers run it.
     """
 
     family: Family = field(repr=False)
@@ -220,7 +223,7 @@ class ModelConfig:
     intermediate_size: int
     rms_norm_eps: float
     rope: RopeConfig
-    ropes: tuple[RopeConfig, ...]
+    layer_ropes: tuple[RopeConfig, ...]
     max_position: int
     tie_word_embeddings: bool
     attention_bias: bool
@@ -238,16 +241,16 @@ class ModelConfig:
     activation: Activation
     eos_token_ids: tuple[int, ...]
     latent: LatentConfig | None
-    formats: FormatOf = field(repr=False)
-    stored: StoredNames
+    formats: FormatLookup = field(repr=False)
+    stored_names: StoredNames
     raw: Json = field(repr=False)
     path: Path = field(repr=False, compare=False)
-    text_part_of: str | None = None
-    probed: "ProbeResult | None" = field(default=None, repr=False)
+    multimodal_architecture: str | None = None
+    probe_result: "ProbeResult | None" = field(default=None, repr=False)
 
     @property
     def declared_kv_dtype(self) -> str | None:
-        """The kv_dtype that config.json declares.  Raises EspalierError for a scheme that is not supported."""
+        """The kv_dtype that config.json declares.  Raises EspalierError for a KV cache scheme that is not supported."""
         return declared_kv_dtype(self.raw)
 
 
@@ -262,7 +265,7 @@ def parse(
     raw: Json, family: Family, path: Path, overrides: Mapping[str, Any] | None = None, generation: Json | None = None
 ) -> ModelConfig:
     """Returns a ModelConfig from config.json.  Raises EspalierError naming a field that is missing or not supported."""
-    with naming_path(path):
+    with path_in_errors(path):
         return _parse(raw, family, path, overrides or {}, generation or {})
 
 
@@ -271,19 +274,20 @@ def _parse(raw: Json, family: Family, path: Path, overrides: Mapping[str, Any], 
     defaults = {"tie_word_embeddings": False, **family.defaults}
     known = {*raw, *defaults, *NEUTRAL_VALUES, *INERT_FIELDS, *QUANTISATION_FIELDS, "rope_theta", *ROPE_FIELDS}
     given = with_overrides(raw, overrides, known)
-    # As in transformers, the family's default rope_parameters are not used if the config has a rope_scaling.
+    # If the config has rope_scaling, transformers does not use the family's default rope_parameters.  Neither does this
+    # code.
     replaced = ("rope_parameters",) if given.get("rope_scaling") else ()
-    full = {**{name: value for name, value in defaults.items() if name not in replaced}, **given}
-    require_field_types(full)
-    full = _with_attention_fields(full)
-    refuse_unsupported(full, family.supported_fields)
-    count = partial(positive_integer, full)
+    fields = {**{name: value for name, value in defaults.items() if name not in replaced}, **given}
+    require_field_types(fields)
+    fields = _with_attention_fields(fields)
+    refuse_unsupported(fields, family.supported_fields)
+    count = partial(positive_integer, fields)
     heads, layers, hidden = count("num_attention_heads"), count("num_hidden_layers"), count("hidden_size")
-    latent = read_latent(full, count, family.indexed) if family.latent else None
-    kv_heads, head_size = (1, latent.head_size) if latent else kv_heads_and_head_size(full, heads, hidden)
-    longest = count("max_position_embeddings")
-    windows = _read_windows(full, family, layers)
-    ropes, max_position = _read_ropes(full, family, latent, head_size, longest)
+    latent = read_latent_config(fields, count, family.has_indexer) if family.uses_mla else None
+    kv_heads, head_size = (1, latent.head_size) if latent else kv_heads_and_head_size(fields, heads, hidden)
+    max_position_embeddings = count("max_position_embeddings")
+    windows = _read_windows(fields, family, layers)
+    ropes, max_position = _read_ropes(fields, family, latent, head_size, max_position_embeddings)
     return ModelConfig(
         family=family,
         architecture=family.architecture,
@@ -294,115 +298,114 @@ def _parse(raw: Json, family: Family, path: Path, overrides: Mapping[str, Any], 
         kv_heads=kv_heads,
         head_size=head_size,
         intermediate_size=count(family.mlp_size_field),
-        rms_norm_eps=float(full["rms_norm_eps"]),
+        rms_norm_eps=float(fields["rms_norm_eps"]),
         rope=ropes[0],
-        ropes=ropes,
+        layer_ropes=ropes,
         max_position=max_position,
-        tie_word_embeddings=bool(full["tie_word_embeddings"]),
-        attention_bias=family.qkv_bias(full),
-        out_bias=family.out_bias(full),
-        mlp_bias=bool(full.get("mlp_bias", False)),
-        qk_norm=family.qk_norm if isinstance(family.qk_norm, bool) else bool(full[family.qk_norm]),
+        tie_word_embeddings=bool(fields["tie_word_embeddings"]),
+        attention_bias=family.qkv_bias(fields),
+        out_bias=family.out_bias(fields),
+        mlp_bias=bool(fields.get("mlp_bias", False)),
+        qk_norm=family.qk_norm if isinstance(family.qk_norm, bool) else bool(fields[family.qk_norm]),
         windows=windows,
-        experts=_read_experts(full, family),
-        embedding_scale=family.embedding_scale(full),
-        softmax_scale=family.softmax_scale(full),
-        residual_scale=family.residual_scale(full),
-        logit_scale=family.logit_scale(full),
-        softcap=float(full.get("attn_logit_softcapping") or 0) or None,
-        logit_cap=float(full.get("final_logit_softcapping") or 0) or None,
-        activation=_read_activation(full, family.activation_field),
-        # An override also replaces the ids of generation_config.json.
-        eos_token_ids=eos_ids(full, {} if "eos_token_id" in overrides else generation),
+        experts=_read_experts(fields, family),
+        embedding_scale=family.embedding_scale(fields),
+        softmax_scale=family.softmax_scale(fields),
+        residual_scale=family.residual_scale(fields),
+        logit_scale=family.logit_scale(fields),
+        softcap=float(fields.get("attn_logit_softcapping") or 0) or None,
+        logit_cap=float(fields.get("final_logit_softcapping") or 0) or None,
+        activation=_read_activation(fields, family.activation_field),
+        # An override of eos_token_id also replaces the ids of generation_config.json.
+        eos_token_ids=read_eos_token_ids(fields, {} if "eos_token_id" in overrides else generation),
         latent=latent,
-        formats=read_formats(full),
-        stored=family.stored,
-        raw=full,
+        formats=read_formats(fields),
+        stored_names=family.stored_names,
+        raw=fields,
         path=path,
     )
 
 
-def refuse_unsupported(full: Json, supported_fields: tuple[str, ...]) -> None:
-    """Refuse a config with a field that needs a computation which is not implemented.  Raises EspalierError.
-
-    supported_fields: the fields of NEUTRAL_VALUES that the model's family supports.
-    """
+def refuse_unsupported(fields: Json, supported_fields: tuple[str, ...]) -> None:
+    """Raises EspalierError for a config with a field whose computation is not implemented.
+    supported_fields: the fields of NEUTRAL_VALUES that the model's family supports."""
     for name, neutral in NEUTRAL_VALUES.items():
-        if name in full and name not in supported_fields and full[name] not in neutral:
-            value = full[name]
+        if name in fields and name not in supported_fields and fields[name] not in neutral:
+            value = fields[name]
             supported = " or ".join(repr(v) for v in neutral)
             raise EspalierError(f"{name} = {shown(value)} is not supported, only {supported}; use another model")
 
 
-def _read_activation(full: Json, field: str) -> Activation:
-    """The activation that `field` names.  Raises EspalierError for an activation that no kernel computes."""
-    name = full.get(field, "silu")
+def _read_activation(fields: Json, field: str) -> Activation:
+    """Returns the activation that `field` names.  Raises EspalierError for an activation that is not supported."""
+    name = fields.get(field, "silu")
     if not isinstance(name, str) or name not in ACTIVATIONS:
         supported = " or ".join(map(repr, ACTIVATIONS))
         raise EspalierError(f"{field} = {shown(name)} is not supported, only {supported}; use another model")
     return ACTIVATIONS[name]
 
 
-def _with_attention_fields(full: Json) -> Json:
-    """The config with the attention's fields at the top level.  Transformers 5 writes them into rope_parameters."""
-    ropes = [full.get(field) or {} for field in reversed(ROPE_FIELDS)]
-    return full | {name: rope[name] for rope in ropes for name in ATTENTION_FIELDS if name in rope}
+def _with_attention_fields(fields: Json) -> Json:
+    """Moves the fields of attention from rope_parameters, where transformers 5 writes them, to the top level."""
+    ropes = [fields.get(field) or {} for field in reversed(ROPE_FIELDS)]
+    return fields | {name: rope[name] for rope in ropes for name in ATTENTION_FIELDS if name in rope}
 
 
 def _read_ropes(
-    full: Json, family: Family, latent: LatentConfig | None, head_size: int, longest: int
+    fields: Json, family: Family, latent: LatentConfig | None, head_size: int, max_position_embeddings: int
 ) -> tuple[tuple[RopeConfig, ...], int]:
-    """Returns the RoPE of each layer, and the longest context, in tokens, that all of them support."""
-    own = [{}] * full["num_hidden_layers"] if family.ropes is None else family.ropes(full)
+    """Returns the RoPE of each layer, and the longest context, in tokens, that all layers support."""
+    own = [{}] * fields["num_hidden_layers"] if family.layer_ropes is None else family.layer_ropes(fields)
     read = []
     for each in own:
         if each is None:
-            read.append((RopeConfig(head_size, 1.0, "none"), longest))
+            read.append((RopeConfig(head_size, 1.0, "none"), max_position_embeddings))
             continue
-        fields = _with_attention_fields({**full, **each})
-        refuse_unsupported(fields, family.supported_fields)
+        merged = _with_attention_fields({**fields, **each})
+        refuse_unsupported(merged, family.supported_fields)
         size = each.get("head_dim", head_size)
-        rotated = latent.rope_size if latent else rotated_size(fields, size)
-        read.append(read_rope(fields, rotated, longest))
+        rotary_dim = latent.rope_size if latent else rotated_size(merged, size)
+        read.append(read_rope(merged, rotary_dim, max_position_embeddings))
     return tuple(rope for rope, _ in read), min(context for _, context in read)
 
 
-def full_attention(full: Json) -> LayerWindows:
-    return (None,) * int(full["num_hidden_layers"])
+def no_windows(fields: Json) -> LayerWindows:
+    return (None,) * int(fields["num_hidden_layers"])
 
 
-def windows_by_layer_type(full: Json, default: Callable[[int], bool]) -> LayerWindows:
-    """The window of each layer: None, or `sliding_window` if `layer_types` (without it, `default`) says sliding."""
-    window, types = full.get("sliding_window"), full.get("layer_types")
+def windows_by_layer_type(fields: Json, default: Callable[[int], bool]) -> LayerWindows:
+    """Returns the window of each layer: `sliding_window` for sliding layers, else None.  `layer_types` says which
+    layers are sliding; without that field, the function `default` does."""
+    window, types = fields.get("sliding_window"), fields.get("layer_types")
     if window is None:
-        return full_attention(full)
-    layers = range(int(full["num_hidden_layers"]))
+        return no_windows(fields)
+    layers = range(int(fields["num_hidden_layers"]))
     slides = [types[i] == "sliding_attention" for i in layers] if types else [default(i) for i in layers]
     return tuple(int(window) if slides[i] else None for i in layers)
 
 
-def windows_in_every_second(full: Json) -> LayerWindows:
-    """The window of each layer (windows_by_layer_type).  Without `layer_types`, layers 0, 2, 4, ... are sliding."""
-    return windows_by_layer_type(full, lambda layer: layer % 2 == 0)
+def windows_in_even_layers(fields: Json) -> LayerWindows:
+    """Returns the window of each layer (windows_by_layer_type).  By default, layers 0, 2, 4, ... are sliding."""
+    return windows_by_layer_type(fields, lambda layer: layer % 2 == 0)
 
 
-def windows_if_used(full: Json, default: Callable[[int], bool]) -> LayerWindows:
-    """The window of each layer (windows_by_layer_type); None for all if `use_sliding_window` is false."""
-    window = full["sliding_window"] if full["use_sliding_window"] else None
-    return windows_by_layer_type({**full, "sliding_window": window}, default)
+def windows_if_enabled(fields: Json, default: Callable[[int], bool]) -> LayerWindows:
+    """Returns the window of each layer (windows_by_layer_type); always None if `use_sliding_window` is false."""
+    window = fields["sliding_window"] if fields["use_sliding_window"] else None
+    return windows_by_layer_type({**fields, "sliding_window": window}, default)
 
 
-def attention_in_some_layer(full: Json) -> LayerWindows:
-    """Returns None for each layer: no windows.  Raises EspalierError if no layer has attention."""
-    if "full_attention" not in (full["layer_types"] or ()):
+def hybrid_windows(fields: Json) -> LayerWindows:
+    """Returns the windows of a hybrid model: None for each layer.  Raises EspalierError if no layer has attention."""
+    if "full_attention" not in (fields["layer_types"] or ()):
         raise EspalierError(
             "layer_types names no 'full_attention'; a model with no layer of attention is not supported"
         )
-    return full_attention(full)
+    return no_windows(fields)
 
 
-def _read_windows(full: Json, family: Family, layers: int) -> LayerWindows:
-    types = full.get("layer_types")
+def _read_windows(fields: Json, family: Family, layers: int) -> LayerWindows:
+    types = fields.get("layer_types")
     if types is not None:
         known = {"full_attention", "sliding_attention", *family.extra_layer_types}
         unknown = sorted({str(t) for t in types} - known)
@@ -416,22 +419,22 @@ def _read_windows(full: Json, family: Family, layers: int) -> LayerWindows:
                 f"layer_types has {len(types)} entries for num_hidden_layers = {layers}; make them agree"
             )
     # Some configs that do not use a window have sliding_window = 0.
-    window = full.get("sliding_window") if full.get("use_sliding_window", True) else None
+    window = fields.get("sliding_window") if fields.get("use_sliding_window", True) else None
     if window is not None and (not isinstance(window, int) or window < 1):
         raise EspalierError(f"sliding_window = {window!r}; a positive integer or null is needed; correct it")
-    windows = family.windows(full)
+    windows = family.windows(fields)
     for layer, kind in enumerate(types or ()):
         if kind == "sliding_attention" and windows[layer] is None:
             raise EspalierError(
                 f"layer_types calls layer {layer} 'sliding_attention', but the layer has no window "
-                f"({family.architecture}, sliding_window = {full.get('sliding_window')!r}, use_sliding_window = "
-                f"{full.get('use_sliding_window')!r}); correct layer_types, or set the window with model_overrides"
+                f"({family.architecture}, sliding_window = {fields.get('sliding_window')!r}, use_sliding_window = "
+                f"{fields.get('use_sliding_window')!r}); correct layer_types, or set the window with model_overrides"
             )
     return windows
 
 
-def _read_experts(full: Json, family: Family) -> Experts | None:
-    experts = family.experts(full)
+def _read_experts(fields: Json, family: Family) -> Experts | None:
+    experts = family.experts(fields)
     if experts is not None:
         for name, value, least in (("size", experts.size, 1), ("shared size", experts.shared_size, 0)):
             if not isinstance(value, int) or not least <= value <= MAX_SIZE:

@@ -28,8 +28,8 @@ COUNT_FIELDS = tuple(
 
 
 @contextmanager
-def naming_path(path: Path) -> Iterator[None]:
-    """Put the path of a model before the text of an EspalierError."""
+def path_in_errors(path: Path) -> Iterator[None]:
+    """Adds the path of a model to the beginning of an EspalierError's text."""
     try:
         yield
     except EspalierError as error:
@@ -44,15 +44,16 @@ def _is_positive(value: Any) -> bool:
     return _is_number(value) and value > 0
 
 
-def _is_count(value: Any, most: int = MAX_SIZE) -> bool:
-    return type(value) is int and 0 <= value <= most
+def _is_count(value: Any, max_value: int = MAX_SIZE) -> bool:
+    return type(value) is int and 0 <= value <= max_value
 
 
-def _is(kind: type) -> Callable[[Any], bool]:
+def _is_instance_of(kind: type) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, kind)
 
 
-# The fields whose values are checked by type: a check, and the type in words.  Each may be null if the words say so.
+# For each field: a function that checks the type of its value, and the type in words.  The value may be null if the
+# words end with "null".
 FIELD_TYPES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "rms_norm_eps": (_is_positive, "a positive number"),
     "rope_theta": (_is_positive, "a positive number or null"),
@@ -60,51 +61,54 @@ FIELD_TYPES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
         lambda value: type(value) is int and _is_positive(value),
         "a positive number or null",
     ),
-    **dict.fromkeys(("rope_scaling", "rope_parameters"), (_is(Mapping), "an object or null")),
-    **dict.fromkeys(("layer_types", "mlp_layer_types", "mlp_only_layers"), (_is(list), "a list or null")),
+    **dict.fromkeys(("rope_scaling", "rope_parameters"), (_is_instance_of(Mapping), "an object or null")),
+    **dict.fromkeys(("layer_types", "mlp_layer_types", "mlp_only_layers"), (_is_instance_of(list), "a list or null")),
     **dict.fromkeys(NUMBER_FIELDS, (_is_number, "a number of at least 0 or null")),
     **dict.fromkeys(COUNT_FIELDS, (_is_count, f"0 to {MAX_SIZE} or null")),
-    "num_nextn_predict_layers": (partial(_is_count, most=MAX_LAYERS), f"0 to {MAX_LAYERS} or null"),
-    **dict.fromkeys(("scoring_func", "topk_method", "position_embedding_type"), (_is(str), "text or null")),
+    "num_nextn_predict_layers": (partial(_is_count, max_value=MAX_LAYERS), f"0 to {MAX_LAYERS} or null"),
+    **dict.fromkeys(("scoring_func", "topk_method", "position_embedding_type"), (_is_instance_of(str), "text or null")),
 }
 
 
-def require_field_types(full: Json) -> None:
-    """Check the types of all known fields.  Raises EspalierError naming a field whose value has a wrong type."""
+def require_field_types(fields: Json) -> None:
+    """Raises EspalierError if a field of FIELD_TYPES has a value of a wrong type."""
     for name, (is_right, words) in FIELD_TYPES.items():
-        value = full.get(name)
+        value = fields.get(name)
         if not (value is None and words.endswith("null")) and not is_right(value):
             raise EspalierError(f"{name} = {shown(value)}; {words} is needed; correct it or pass model_overrides")
 
 
-def positive_number(full: Json, name: str) -> float:
-    """Returns the value of a field, a positive number.  Raises EspalierError for any other value."""
-    value = full.get(name)
+def positive_number(fields: Json, name: str) -> float:
+    """Returns the value of a field that must be a positive number.  Raises EspalierError for any other value."""
+    value = fields.get(name)
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= MAX_NUMBER:
         raise EspalierError(f"{name} = {shown(value)}; a positive number is needed; correct the config")
     return float(value)
 
 
-def require_counts(full: Json, names: Iterable[str], most: int = MAX_SIZE) -> None:
-    """Check that fields are integers from 1 to `most`.  Raises EspalierError naming a field."""
+def require_counts(fields: Json, names: Iterable[str], max_value: int = MAX_SIZE) -> None:
+    """Raises EspalierError if a field is not an integer from 1 to `max_value`."""
     for name in names:
-        positive_integer(full, name, most)
+        positive_integer(fields, name, max_value)
 
 
-def require_multiple(full: Json, name: str, of: str) -> None:
-    """Check that field `name` is a multiple of field `of`.  Raises EspalierError."""
-    if full[name] % full[of]:
-        raise EspalierError(f"{name} = {full[name]} is no multiple of {of} = {full[of]}; correct the config")
+def require_multiple(fields: Json, name: str, divisor_name: str) -> None:
+    """Raises EspalierError if the field `name` is not a multiple of the field `divisor_name`."""
+    if fields[name] % fields[divisor_name]:
+        raise EspalierError(
+            f"{name} = {fields[name]} is no multiple of {divisor_name} = {fields[divisor_name]}; correct the config"
+        )
 
 
-def rotated_size(full: Json, head_size: int) -> int:
-    """How many of a head's values are rotated: the first ones.  Raises EspalierError for a wrong factor.
+def rotated_size(fields: Json, head_size: int) -> int:
+    """Returns how many values at the beginning of a head are rotated.  Raises EspalierError for an invalid
+    partial_rotary_factor.
 
-    For a proportional RoPE the result is all values: those that it does not rotate have frequency 0.
+    For a proportional RoPE, returns the head size, because values that are not rotated have frequency 0.
     """
-    if type_of_rope(full) == "proportional":
+    if type_of_rope(fields) == "proportional":
         return head_size
-    share = full.get("partial_rotary_factor")
+    share = fields.get("partial_rotary_factor")
     size = head_size if share is None else int(head_size * share) if _is_number(share) else 0
     if size % 2 or not 0 < size <= head_size:
         raise EspalierError(
@@ -114,21 +118,22 @@ def rotated_size(full: Json, head_size: int) -> int:
     return size
 
 
-def positive_integer(full: Json, name: str, most: int | None = None) -> int:
-    """Returns the value of a field, a positive integer.  Raises EspalierError naming the field for any other value."""
-    value, most = full.get(name), most or LARGEST_VALUES.get(name, MAX_SIZE)
-    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+def positive_integer(fields: Json, name: str, max_value: int | None = None) -> int:
+    """Returns the value of a field that must be a positive integer.  Raises EspalierError for any other value."""
+    value, max_value = fields.get(name), max_value or LARGEST_VALUES.get(name, MAX_SIZE)
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= max_value:
         raise EspalierError(
-            f"{name} = {shown(value)}; a positive integer is needed, {most} at most; correct it or pass model_overrides"
+            f"{name} = {shown(value)}; a positive integer is needed, {max_value} at most; correct it or pass "
+            "model_overrides"
         )
     return value
 
 
-def kv_heads_and_head_size(full: Json, heads: int, hidden: int) -> tuple[int, int]:
+def kv_heads_and_head_size(fields: Json, heads: int, hidden: int) -> tuple[int, int]:
     """Returns (number of key-value heads, size of a head) of layers that keep K and V heads."""
-    head_size = hidden // heads if full.get("head_dim") is None else positive_integer(full, "head_dim")
+    head_size = hidden // heads if fields.get("head_dim") is None else positive_integer(fields, "head_dim")
     name = "num_key_value_heads"
-    kv_heads = heads if full.get(name) is None else positive_integer(full, name)
+    kv_heads = heads if fields.get(name) is None else positive_integer(fields, name)
     if heads % kv_heads or head_size % 2 or not 0 < head_size <= MAX_HEAD_SIZE:
         raise EspalierError(
             f"{heads} heads over {kv_heads} key-value heads of size {head_size}; heads must be a multiple "
@@ -137,9 +142,9 @@ def kv_heads_and_head_size(full: Json, heads: int, hidden: int) -> tuple[int, in
     return kv_heads, head_size
 
 
-def eos_ids(full: Json, generation: Json) -> tuple[int, ...]:
+def read_eos_token_ids(fields: Json, generation: Json) -> tuple[int, ...]:
     ids: list[int] = []
-    for source in (generation.get("eos_token_id"), full.get("eos_token_id")):
+    for source in (generation.get("eos_token_id"), fields.get("eos_token_id")):
         ids += source if isinstance(source, list) else [] if source is None else [source]
     for token in ids:
         if not isinstance(token, int) or isinstance(token, bool):
@@ -147,21 +152,21 @@ def eos_ids(full: Json, generation: Json) -> tuple[int, ...]:
     return tuple(dict.fromkeys(ids))
 
 
-# Fields that choose the family.  They are read before overrides apply.
+# Fields that choose the family.  They cannot be overridden.
 FAMILY_FIELDS = ("architectures", "model_type")
 
 
-def with_overrides(raw: Json, overrides: Mapping[str, Any], known: set[str]) -> Json:
+def with_overrides(raw: Json, overrides: Mapping[str, Any], known_names: set[str]) -> Json:
     """Returns `raw` with the overridden fields replaced.  Nested objects are merged key by key.
-    Raises EspalierError for a name that is not in `known`."""
+    Raises EspalierError for a name that is not in `known_names`."""
     merged, overrides = with_rope_type(raw), rope_overrides(raw, overrides)
     for name, value in overrides.items():
         if name in FAMILY_FIELDS and value != raw.get(name):
             raise EspalierError(
                 f"model_overrides: {name} says which family the model is of, and cannot be replaced; edit config.json"
             )
-        if name not in known:
-            near = difflib.get_close_matches(name, sorted(known), n=1)
+        if name not in known_names:
+            near = difflib.get_close_matches(name, sorted(known_names), n=1)
             remedy = f"did you mean {near[0]!r}?" if near else "see config.json, or leave it out"
             raise EspalierError(f"model_overrides: no field {name!r} in this model's config; {remedy}")
         old = merged.get(name)

@@ -1,9 +1,10 @@
-"""DFlash 2 drafts: DFlash (block.py) with convolutions over the rows of the block, and a selector of candidate tokens.
+"""DFlash 2 drafts.  They extend DFlash (block.py) by convolutions over the rows of the block and by a selector of
+candidate tokens.
 
 The normed input and the output of each sublayer are convolved over the rows of the block
-(kernels/layers/block_conv.py).  Context rows are not convolved.  The selector scores the best tokens of each depth,
-given the parent token.  Token v after parent u gets
-logit(v) + sum over r of before[u, r] · project(hidden)[r] · after[v, r].
+(kernels/layers/block_conv.py).  Context rows are not convolved.  The selector scores the likeliest tokens of each
+depth, given the parent token.  The score of token v after parent u is logit(v) + sum over r of
+parent_codebook[u, r] · project(hidden)[r] · token_codebook[v, r].
 """
 
 from dataclasses import dataclass, replace
@@ -19,17 +20,17 @@ from espalier.models.base import CausalLM
 from espalier.models.block import (
     BlockConfig,
     BlockDraft,
-    block_spec,
     load_block_fields,
+    make_block_spec,
     read_dflash_fields,
     read_layer_config,
-    read_speculators,
-    refuse_misfit,
+    read_speculators_config,
+    refuse_mismatch,
 )
 from espalier.models.config import Json, ModelConfig
 from espalier.models.draft_parts import DraftFields
 from espalier.models.layers.attention import Attention
-from espalier.models.layers.decoder import DecoderLayer, PlainNorm, capped
+from espalier.models.layers.decoder import DecoderLayer, PlainNorm, cap_logits
 from espalier.models.layers.linear import Embedding, Linear
 from espalier.models.layers.mlp import GatedMLP
 from espalier.models.layers.norm import AnyNorm, RMSNorm
@@ -40,21 +41,20 @@ from espalier.models.weights import Weights
 ARCHITECTURES = ("DFlash2DraftModel",)
 SPECULATORS_TYPES = ("dflash2",)
 # The defaults of the DFlash 2 package.
-SIZES = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 256, "selector_top_k": 16}
-SCALES = ("output_multiplier", "final_logit_softcapping", "input_embedding_scale")
-DFLASH_FIELDS = ("target_layer_ids", "mask_token_id", "block_size", *SIZES, *SCALES)
+SIZE_DEFAULTS = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 256, "selector_top_k": 16}
+SCALE_FIELDS = ("output_multiplier", "final_logit_softcapping", "input_embedding_scale")
+DFLASH_FIELDS = ("target_layer_ids", "mask_token_id", "block_size", *SIZE_DEFAULTS, *SCALE_FIELDS)
 DEFAULT_BLOCK_SIZE = 16
 
 
 @dataclass(frozen=True, kw_only=True)
 class DFlash2Config(BlockConfig):
     """A DFlash 2 draft's config.json, checked against its target's.
-
-    conv_taps: how many rows a convolution reads for an output row, that row included.  conv_group: how many adjacent
-    channels share a coefficient.
+    conv_taps: the number of taps: how many input rows a convolution reads for one output row.  conv_group: how many
+    adjacent channels share a coefficient.
     selector_rank: the rank of the codebooks.  selector_topk: how many tokens of a depth the selector scores.
-    embedding_scale, logit_scale: factors.  logit_cap: a logit becomes tanh(logit / cap) · cap; None: it stays.
-    """
+    embedding_scale, logit_scale: the factors of embeddings and of logits.  logit_cap: the soft cap of logits,
+    tanh(logit / cap) · cap; None for no cap."""
 
     conv_taps: int
     conv_group: int
@@ -67,61 +67,63 @@ class DFlash2Config(BlockConfig):
 
 def read_dflash2(path: Path, raw: Json, target: ModelConfig) -> DFlash2Config:
     """Read the config.json `raw` of the draft at `path` and check it against its target's config.  Loads no weights.
-
-    Raises EspalierError if the draft does not fit this target, or has a form that is not supported.
-    """
-    given = DraftFields(raw, path)
-    is_speculators = given.get("speculators_model_type") is not None
-    config = (_read_speculators if is_speculators else _read_z_lab)(given, target)
-    refuse_misfit(config, target, path)
-    _refuse_sizes(config, given)
+    Raises EspalierError if the draft does not fit this target, or has a format that is not supported."""
+    fields = DraftFields(raw, path)
+    is_speculators = fields.get("speculators_model_type") is not None
+    config = (_read_speculators_config if is_speculators else _read_z_lab_config)(fields, target)
+    refuse_mismatch(config, target, path)
+    _refuse_wrong_sizes(config, fields)
     return config
 
 
-def _read_z_lab(top: DraftFields, target: ModelConfig) -> DFlash2Config:
-    given = read_dflash_fields(top, DFLASH_FIELDS).with_defaults({"block_size": DEFAULT_BLOCK_SIZE, **top.raw})
-    of_layer = {name: value for name, value in top.raw.items() if name not in SCALES}
-    layer, is_causal = read_layer_config(DraftFields(of_layer, top.path), target), top.get("is_causal")
+def _read_z_lab_config(top_fields: DraftFields, target: ModelConfig) -> DFlash2Config:
+    fields = read_dflash_fields(top_fields, DFLASH_FIELDS).with_defaults(
+        {"block_size": DEFAULT_BLOCK_SIZE, **top_fields.raw}
+    )
+    of_layer = {name: value for name, value in top_fields.raw.items() if name not in SCALE_FIELDS}
+    layer, is_causal = read_layer_config(DraftFields(of_layer, top_fields.path), target), top_fields.get("is_causal")
     causal = tuple(window is not None if is_causal is None else bool(is_causal) for window in layer.windows)
-    spec = block_spec(
-        *(given, layer),
-        capture=tuple(k + 1 for k in given.target_layers("target_layer_ids")),
-        first_proposing=1,
+    spec = make_block_spec(
+        *(fields, layer),
+        capture=tuple(k + 1 for k in fields.target_layers("target_layer_ids")),
+        first_proposing_row=1,
         causal=causal,
         algorithm="dflash2",
         windows_from_root=False,
     )
     for window, in_order in zip(layer.windows, causal, strict=True):
         if window is not None and window < spec.block_rows and not in_order:
-            raise given.error(
+            raise fields.error(
                 f"sliding_window = {window} is below block_size = {spec.block_rows} in a layer that is not causal, "
                 "which is not supported; use a draft with a wider window"
             )
-    scale, cap, embedding_scale = map(given.number, SCALES)
+    scale, cap, embedding_scale = map(fields.number, SCALE_FIELDS)
     return DFlash2Config(
         layer=layer,
         spec=spec,
         embedding_scale=1.0 if embedding_scale is None else embedding_scale,
         logit_scale=1.0 if scale is None else scale,
         logit_cap=cap if cap is not None and cap > 0 else None,
-        **_size_fields(given),
+        **_size_fields(fields),
     )
 
 
-def _read_speculators(given: DraftFields, target: ModelConfig) -> DFlash2Config:
-    base = read_speculators(given.with_defaults({"sliding_window_non_causal": True}), target)
+def _read_speculators_config(fields: DraftFields, target: ModelConfig) -> DFlash2Config:
+    base = read_speculators_config(fields.with_defaults({"sliding_window_non_causal": True}), target)
     return DFlash2Config(
-        layer=base.layer, spec=replace(base.spec, algorithm="dflash2"), **_size_fields(given.with_defaults(SIZES))
+        layer=base.layer,
+        spec=replace(base.spec, algorithm="dflash2"),
+        **_size_fields(fields.with_defaults(SIZE_DEFAULTS)),
     )
 
 
-def _size_fields(given: DraftFields) -> dict[str, Any]:
-    taps, group, rank, topk = (given.count(name, least=1) for name in SIZES)
+def _size_fields(fields: DraftFields) -> dict[str, Any]:
+    taps, group, rank, topk = (fields.integer(name, min_value=1) for name in SIZE_DEFAULTS)
     return {"conv_taps": taps, "conv_group": group, "selector_rank": rank, "selector_topk": topk}
 
 
-def _refuse_sizes(config: DFlash2Config, given: DraftFields) -> None:
-    """Refuse a config whose sizes do not fit one another.  Raises EspalierError."""
+def _refuse_wrong_sizes(config: DFlash2Config, fields: DraftFields) -> None:
+    """Raises EspalierError for a config whose sizes do not fit together."""
     hidden, vocab = config.layer.hidden_size, config.layer.vocab_size
     wrong = {
         f"conv_group_size = {config.conv_group} does not divide the hidden size {hidden}": hidden % config.conv_group,
@@ -135,27 +137,27 @@ def _refuse_sizes(config: DFlash2Config, given: DraftFields) -> None:
     }
     for what, is_wrong in wrong.items():
         if is_wrong:
-            raise given.error(f"{what}; correct the config, or use another draft")
+            raise fields.error(f"{what}; correct the config, or use another draft")
 
 
 @dataclass(frozen=True)
 class BlockConv:
-    """The two convolutions of a sublayer, of its input (first in both tensors) and of its output.
-
-    base: [2, T, H], the coefficients of each tap and channel, the same for all rows.  weight: [2 · T · G, H], the
-    projection that makes the further coefficients of each row, one per tap and group of channels.
-    """
+    """The two convolutions of a sublayer: of its input (first in both tensors) and of its output (second).
+    base: [2, T, H], coefficients for each tap and channel, the same for all rows.  weight: [2 · T · G, H], the
+    projection that computes additional coefficients for each row, one for each tap and group of channels."""
 
     base: Tensor
     weight: Tensor
 
     def convolve_input(self, normed: Tensor, width: int) -> tuple[Tensor, Tensor]:
-        """normed [N, H], in blocks of `width` rows -> (the convolved input [N, H], the output's coefficients)."""
+        """Convolves normed rows [N, H], in blocks of `width` rows.  Returns (the convolved rows [N, H], the
+        coefficients for the convolution of the sublayer's output)."""
         return block_conv(normed, self.weight, self.base[0], width)
 
 
-class Convolved(NamedTuple):
-    """A sublayer's output (as RMSNorm.add_and_norm takes it).  One launch convolves it and adds it to the residual."""
+class PendingConvolution(NamedTuple):
+    """A sublayer's output that is not yet convolved.  One kernel convolves this output and adds it to the residual.
+    The output is a tensor or partial sums (RMSNorm.add_and_norm)."""
 
     output: Tensor
     coefficients: Tensor
@@ -183,28 +185,29 @@ class ConvolvedLayer(DecoderLayer):
 
     def __call__(self, s: Residual, p: Pass) -> None:
         width = p.tokens.shape[1]
-        given, coefficients = self.attention_conv.convolve_input(s.add_and_norm(self.attention_norm, PlainNorm), width)
-        q = self.attention.write(self.index, given, p)
+        rows, coefficients = self.attention_conv.convolve_input(s.add_and_norm(self.attention_norm, PlainNorm), width)
+        q = self.attention.write(self.index, rows, p)
         output = self.attention.project(p.attend(self.index, q, self.attention.sink))
-        s.add(Convolved(sum_over_ranks(output), coefficients, self.attention_conv.base[1], width))
-        given, coefficients = self.mlp_conv.convolve_input(s.add_and_norm(self.mlp_norm, PlainNorm), width)
-        s.add(Convolved(sum_over_ranks(self.mlp(given)), coefficients, self.mlp_conv.base[1], width))
+        s.add(PendingConvolution(sum_over_ranks(output), coefficients, self.attention_conv.base[1], width))
+        rows, coefficients = self.mlp_conv.convolve_input(s.add_and_norm(self.mlp_norm, PlainNorm), width)
+        s.add(PendingConvolution(sum_over_ranks(self.mlp(rows)), coefficients, self.mlp_conv.base[1], width))
 
 
 @dataclass(frozen=True)
 class Selector:
-    """The candidate selector.  before, after: the codebooks [V, rank]; topk: how many tokens of a depth it scores."""
+    """The candidate selector.  parent_codebook, token_codebook: [V, rank]; topk: how many tokens of a depth the
+    selector scores."""
 
-    before: Tensor
-    after: Tensor
+    parent_codebook: Tensor
+    token_codebook: Tensor
     project: Linear
     topk: int
 
     def block_edges(self, logits: Tensor, hidden: Tensor) -> LowRankEdges:
-        # Any choice among ties is correct, because it decides only which tokens are drafted.
+        # Any choice among equal logits is correct, because the choice only affects which tokens are drafted.
         ids = logits.topk(self.topk, -1).indices.sort(-1).values
-        after = self.after[ids] * self.project(hidden)[:, :, None]
-        return LowRankEdges(logits.gather(2, ids), self.before, after, ids)
+        after = self.token_codebook[ids] * self.project(hidden)[:, :, None]
+        return LowRankEdges(logits.gather(2, ids), self.parent_codebook, after, ids)
 
 
 @dataclass(eq=False)
@@ -214,20 +217,20 @@ class DFlash2Draft(BlockDraft):
     config: DFlash2Config
 
     def block_logits(self, hidden: Tensor) -> Tensor:
-        return capped(super().block_logits(hidden), self.config.logit_cap, self.config.logit_scale)
+        return cap_logits(super().block_logits(hidden), self.config.logit_cap, self.config.logit_scale)
 
 
 def make_dflash2(weights: Weights, config: DFlash2Config, target: CausalLM, position_rows: int) -> DFlash2Draft:
-    """Build the draft from its weights; see block.py:make_block for shared tensors and errors."""
+    """Builds the draft from its weights.  See block.py:make_block for shared tensors and errors."""
     hidden, vocab, rank = config.layer.hidden_size, config.layer.vocab_size, config.selector_rank
     rows = 2 * config.conv_taps * (hidden // config.conv_group)
 
     def conv(prefix: str) -> BlockConv:
-        base = weights.take(f"{prefix}.base_kernel", 2, config.conv_taps, hidden)
-        return BlockConv(base, weights.take_matrix(f"{prefix}.kernel_projection", rows, hidden))
+        base = weights.load(f"{prefix}.base_kernel", 2, config.conv_taps, hidden)
+        return BlockConv(base, weights.load_dense_matrix(f"{prefix}.kernel_projection", rows, hidden))
 
     before, after = (
-        weights.take(f"candidate_selector.{name}_codebook", vocab, rank) for name in ("predecessor", "successor")
+        weights.load(f"candidate_selector.{name}_codebook", vocab, rank) for name in ("predecessor", "successor")
     )
     project = weights.linear("", ("candidate_selector.hidden_projection",), (rank,), hidden, bias=False)
     selector = Selector(before, after, project, config.selector_topk)

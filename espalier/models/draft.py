@@ -1,7 +1,7 @@
-"""The declaration of a draft (DraftSpec), and the contract of a loaded draft model (DraftModel).
+"""The declaration of a draft (DraftSpec), and the interface of a loaded draft model (DraftModel).
 
-A DraftSpec is made from the config.json of the draft and of its target alone.  So memory, pages and slots are sized
-before weights are read.
+A DraftSpec depends only on the config.json of the draft and of its target.  So the engine computes the sizes of pages
+and slots before it reads weights.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,9 +20,9 @@ from espalier.model_files import naming_config, read_json
 from espalier.models.config import ModelConfig
 
 # The type of DraftSpec.form.
-FeedForm = Literal["chain", "target"]
-# The modules of a piece of a prompt read tokens of the piece before it, so a piece has at least as many tokens as there
-# are modules.
+HiddenForm = Literal["chain", "target"]
+# Each module reads tokens of the preceding piece of the prompt, so a piece has at least as many tokens as there are
+# modules.
 MAX_MODULES = MIN_CHUNK_WIDTH
 
 
@@ -30,29 +30,28 @@ MAX_MODULES = MIN_CHUNK_WIDTH
 class DraftSpec:
     """A draft's declaration.  Without a draft model (n-gram, plain decoding), all fields but `algorithm` are defaults.
 
-    algorithm: the name that users give.
-    layers: the specs of the draft's layers, module after module.  In pages they follow the target's layers.
-    modules: N, the number of modules (DeepSeek-V3's word).  All have the same number of layers.  Module l proposes
-    level l of a tree; module N proposes all levels from N on.  An EAGLE head is one module, and so is each MTP layer.
-    P-EAGLE's one module extends the committed text as EAGLE's does, and proposes all levels in one pass.  0 for a block
-    draft: all its layers run in its one pass.
+    algorithm: the value of the user's setting `algorithm`.
+    layers: the specs of the draft's layers, module after module.  In pages, they follow the target's layers.
+    modules: N, the number of modules (a term of DeepSeek-V3).  All modules have the same number of layers.  Module l
+    proposes level l of a tree; module N proposes all levels from N on.  An EAGLE head is one module; an MTP head has
+    one module per layer.  A P-EAGLE head is one module, which proposes all levels in one pass.  A block draft has 0
+    modules.
     block_rows: the rows of the pass that proposes all levels; 0 for drafts that propose one level per pass.
-    max_steps: how many levels this pass proposes; a tree must not be deeper.  None: no limit.
-    mask_token: the token of all rows of this pass but the root's.
-    first_proposing: the row of a block that proposes depth 1: 0, the root's row, or 1, the first mask row.
+    max_steps: the largest depth of a tree: the number of levels that this pass proposes; None for no limit.
+    mask_token: the input token of all rows of this pass, except the root's row.
+    first_proposing_row: the index in a block of the row that proposes depth 1: 0 (the root) or 1 (the first mask row).
     causal: for each layer of a block draft, whether a block row does not attend to later block rows.
-    windows_from_root: whether a sliding window is counted from the root, the same for all rows of a block.  If not, it
-    is counted from each row's own position.
+    windows_from_root: whether the sliding window of all rows of a block ends at the root.  If false, the window of each
+    row ends at that row.
     form: the hidden state that module k (from 1) reads at token q.  "chain": the output of module k - 1 at token q - 1,
-    where module 0 is the target; "target": the target's hidden state at token q - k.  With one module, both are the
-    same.
-    target_output: the field of the target's ModelOutput that the draft reads.  "captured": the inputs of the layers
-    `capture`, concatenated; "hidden": the last hidden state after the final norm; None: no field.
-    capture: target layers whose inputs are read; num_layers means the input of the final norm.
+    where module 0 is the target; "target": the target's hidden state at token q - k.  With one module, both are equal.
+    target_output: the field of the target's ModelOutput that the draft reads.  "captured": the concatenated inputs of
+    the layers `capture`; "hidden": the last hidden state after the final norm; None if the draft reads no field.
+    capture: indices of target layers whose inputs the draft reads; the index num_layers stands for the final norm.
     hidden_size: H, the size of the hidden states that modules read and return.
-    vocab_size: the size of the draft's vocabulary; below the target's if the draft has a map (DraftModel.d2t).
+    vocab_size: the size of the draft's vocabulary; smaller than the target's if the draft has DraftModel.d2t.
 
-    Raises EspalierError for layers that cannot be divided among the modules.
+    Raises EspalierError if the number of layers is not a multiple of the number of modules.
     """
 
     algorithm: str
@@ -61,10 +60,10 @@ class DraftSpec:
     block_rows: int = 0
     max_steps: int | None = None
     mask_token: int = 0
-    first_proposing: int = 0
+    first_proposing_row: int = 0
     causal: tuple[bool, ...] = ()
     windows_from_root: bool = True
-    form: FeedForm = "chain"
+    form: HiddenForm = "chain"
     target_output: Literal["captured", "hidden"] | None = None
     capture: tuple[int, ...] = ()
     hidden_size: int = 0
@@ -82,30 +81,24 @@ class DraftSpec:
 
     @property
     def reentry(self) -> int:
-        """How many tokens of a cached prefix the target computes again.
-
+        """The number of tokens of a cached prefix that the target computes again.
         Row m of the last module depends on hidden states of the target at the tokens before m, and pages hold no hidden
         states.  So after a prefix hit of m tokens, the target computes its rows from m - reentry on.  (Rows 0 .. k-1 of
-        module k do not exist.)  0 for a block draft, whose rows depend only on the target's row of the same token.
-        """
+        module k do not exist.)  0 for a block draft, whose rows depend only on the target's row of the same token."""
         return self.modules
 
     @property
     def root_rows(self) -> int:
-        """The number of committed draft rows of the root.
-
-        1 if the root's row is computed from the feature of the token before the root.  0 for a block draft without
-        modules, whose rows are computed from the features of their own tokens.
-        """
+        """The number of committed draft rows that belong to the root: 0 or 1.
+        The number is 1 if the root's row is computed from the feature of the token before the root.  It is 0 for a
+        block draft without modules, because each of its rows is computed from the feature of its own token."""
         return 0 if self.block_rows and not self.modules else 1
 
     @property
-    def carried(self) -> Mapping[str, tuple[int, ...]]:
-        """The tensors that each slot keeps from round to round, as shapes by name.
-
+    def carried_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """The shapes, by name, of the draft's tensors that each slot keeps between rounds.
         hidden: the output of module 1 at the root.  feedk, for k from 2 to N: the hidden state that module k reads at
-        the token after the root.
-        """
+        the token after the root."""
         names = ["hidden", *(f"feed{k}" for k in range(2, self.modules + 1))] if self.modules else []
         return dict.fromkeys(names, (self.hidden_size,))
 
@@ -126,14 +119,14 @@ class DraftConfig(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class DraftOutput:
-    """The output of a module, [B, Q, H] each, or [B, 1, H] in a pass with `needed`.
-    hidden: the hidden states that child rows read.  normed: the input of the lm_head."""
+    """The output of a module: two tensors [B, Q, H], or [B, 1, H] in a pass with `needed`.
+    hidden: the hidden states that the rows of child nodes read.  normed: the input of the lm_head."""
 
     hidden: Tensor
     normed: Tensor
 
     def last_rows(self, rows: int) -> "DraftOutput":
-        """The last `rows` rows of each request, or all if there are fewer."""
+        """Returns the last `rows` rows of each request, or all rows if there are fewer."""
         if self.hidden.shape[1] <= rows:
             return self
         return DraftOutput(self.hidden[:, -rows:], self.normed[:, -rows:])
@@ -143,15 +136,13 @@ class DraftModule(Protocol):
     """One module of a draft.  The row of token q in module k has RoPE position q - k."""
 
     def __call__(self, p: Pass, hidden: Tensor, parents: Tensor | None = None) -> DraftOutput:
-        """Run over the rows of a pass over the module's layers.
-
-        hidden: [B, R, H], fused features or the hidden states of earlier rows.  parents: int64 [B, Q], the index of the
-        row of `hidden` that each new row reads; None: row i reads row i.
-        """
+        """Computes the module's output for the rows of a pass.
+        hidden: [B, R, H], fused features or the hidden states of earlier rows.  parents: int64 [B, Q], for each row of
+        the pass, the index of the row of `hidden` that it reads; None if row i reads row i."""
         ...
 
     def output_from_hidden(self, hidden: Tensor) -> DraftOutput:
-        """Returns the whole output of rows, from their `hidden` [..., H] alone."""
+        """Returns the DraftOutput of rows whose `hidden` [..., H] is known."""
         ...
 
     def logits(self, out: DraftOutput) -> Tensor:
@@ -161,11 +152,9 @@ class DraftModule(Protocol):
 
 class DraftModel(Protocol):
     """A loaded draft model.  A block draft (BlockModel) has no modules.
-
     modules: the `spec.modules` modules, in order.
-    has_experts: whether rows go to experts.  If so, padding rows must go to none.
-    d2t: [draft vocabulary] int64, the target id of each draft id; None if both vocabularies are the same.
-    """
+    has_experts: whether the model has experts.  If it has, no expert may compute padding rows.
+    d2t: [draft vocabulary] int64, the target id of each draft id; None if both vocabularies are the same."""
 
     spec: DraftSpec
     layer_specs: tuple[LayerSpec, ...]
@@ -179,7 +168,7 @@ class DraftModel(Protocol):
 
     @property
     def fuse(self) -> Callable[[Tensor], Tensor]:
-        """The target's features [..., F] (`spec.target_output`) -> hidden states [..., H] that rows read."""
+        """A function from the target's features [..., F] (`spec.target_output`) to hidden states [..., H]."""
         ...
 
 
@@ -188,46 +177,40 @@ class Edges(Protocol):
 
     def block_edges(self, logits: Tensor, hidden: Tensor) -> LowRankEdges:
         """Returns the edges of one block.
-
-        logits: [B, S, draft vocabulary], which do not depend on the parent token.  hidden: [B, S, H], the inputs of the
-        head that returned these logits.
-        """
+        logits: [B, S, draft vocabulary], the part of the scores that does not depend on the parent token.  hidden: [B,
+        S, H], the inputs of the lm_head."""
         ...
 
 
 class BlockModel(DraftModel, Protocol):
     """A loaded block draft: one pass over a block of rows proposes all depths.
 
-    The rows are the root, then mask tokens at the next positions.  They attend to one another and to context rows, of
-    which there is one for each token before the root.  Context rows are kept in pages; block rows are not.
+    The rows of a block are the root and mask tokens at the next positions.  They attend to one another and to context
+    rows.  Each token before the root has one context row.  Context rows are kept in pages; block rows are not.
 
-    edges: None if a token's score does not depend on its parent.
+    edges: scores that depend on the parent token; None if the draft has no such scores.
     """
 
     edges: Edges | None
 
     def __call__(self, p: Pass) -> Tensor:
-        """Run over the rows of a block.  Returns the input of the head, [B, Q, H]."""
+        """Computes the rows of a block.  Returns the input of the lm_head, [B, Q, H]."""
         ...
 
     def block_logits(self, hidden: Tensor) -> Tensor:
-        """The inputs of the head [..., H] -> logits [..., draft vocabulary] in the model's dtype."""
+        """Converts inputs of the lm_head [..., H] to logits [..., draft vocabulary] in the model's dtype."""
         ...
 
     def write_context(self, features: Tensor, p: Pass) -> None:
-        """Write the context rows of a pass, in every layer.
-
-        features: [B, W, F], the target's features (`spec.target_output`) at the tokens of the pass.
-        """
+        """Writes the context rows of a pass to the cache, in every layer.
+        features: [B, W, F], the target's features (`spec.target_output`) at the tokens of the pass."""
         ...
 
 
-def refuse_sizes(path: Path, target: ModelConfig, hidden: int, vocab: int, draft_vocab: int = 1) -> None:
-    """Refuse a draft whose config.json has sizes that do not fit its target.  Raises EspalierError.
-
-    hidden: the size of the target's hidden states that the draft reads.  vocab: how many tokens it embeds.
-    draft_vocab: how many tokens it can propose.
-    """
+def refuse_wrong_sizes(path: Path, target: ModelConfig, hidden: int, vocab: int, draft_vocab: int = 1) -> None:
+    """Raises EspalierError for a draft whose sizes do not fit its target.
+    hidden: the size of the target's hidden states that the draft reads.  vocab: the number of tokens that the draft
+    embeds.  draft_vocab: the number of tokens that the draft can propose."""
     for what, have, need in (("hidden size", hidden, target.hidden_size), ("vocabulary", vocab, target.vocab_size)):
         if have != need:
             raise EspalierError(
@@ -241,8 +224,8 @@ def refuse_sizes(path: Path, target: ModelConfig, hidden: int, vocab: int, draft
 
 
 def draft_verifier(path: Path | str) -> str | None:
-    """The target that a draft in the speculators format names; None if it names none.
-    With this name, a user may give the draft alone."""
+    """Returns the target named in a draft's config.json in the format of speculators; None if no target is named.  With
+    this name, a user may give the draft without a target."""
     speculators: Mapping[str, Any] = read_json(Path(path) / "config.json").get("speculators_config") or {}
     with naming_config(Path(path)):
         return (speculators.get("verifier") or {}).get("name_or_path")

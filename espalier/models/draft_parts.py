@@ -1,7 +1,7 @@
-"""Shared code of the readers of several draft formats: single fields of config.json, and weights.
+"""Code that several draft formats share: reading single fields of config.json, and loading common weights.
 
-The weights are the embedding and the head, which a draft has or borrows from the target, and the map of a reduced
-vocabulary.  The reader of each format checks how fields fit together.
+The common weights are the embedding, the head and the table of target ids.  A draft may use the embedding and the head
+of its target.  The reader of each format checks that fields fit together.
 """
 
 import logging
@@ -27,16 +27,16 @@ log = logging.getLogger(__name__)
 
 def draft_embedding(weights: Weights, shape: Sequence[int], target: CausalLM, name: str = "embed_tokens") -> Embedding:
     """Returns the draft's embedding, or the target's if the draft has none.
-    Raises EspalierError if the target's does not fit."""
-    if borrows_matrix(weights, name, "model.embed_tokens", shape, target.embed.shape):
+    Raises EspalierError if the target's embedding has another shape."""
+    if uses_target_matrix(weights, name, "model.embed_tokens", shape, target.embed.shape):
         embed = whole_embedding(target)
-        # The embedding gets no scale: if the draft used one, its own config would name it.
+        # The target's scale is not copied: a draft's scale is a field of the draft's own config.
         return Embedding(embed.weight)
-    return Embedding(weights.take(f"{name}.weight", *shape))
+    return Embedding(weights.load(f"{name}.weight", *shape))
 
 
 def whole_embedding(target: CausalLM) -> Embedding:
-    """Returns the target's embedding, made whole on every rank.  A tied head then shares the new memory."""
+    """Gathers the target's embedding on every rank and returns it.  A tied head then uses the gathered weights."""
     shards = target.embed.shards
     target.embed.gather_all_rows()
     if shards.count > 1 and target.config.tie_word_embeddings:
@@ -45,30 +45,29 @@ def whole_embedding(target: CausalLM) -> Embedding:
 
 
 def draft_head(weights: Weights, layer: ModelConfig, draft_vocab: int, target: CausalLM, embed: Embedding) -> Linear:
-    """Returns the draft's head; else the draft's embedding, if its config ties the two; else the target's head.
-
-    Raises EspalierError if the target's head does not fit.
-    """
+    """Returns the draft's head; without one, the draft's tied embedding or else the target's head.
+    Raises EspalierError if the target's head has another shape."""
     name, shape = "lm_head", (draft_vocab, layer.hidden_size)
     if weights.has_matrix(name):
         return weights.linear("", (name,), shape[:1], shape[1], bias=False)
     if layer.tie_word_embeddings and tuple(embed.weight.shape) == shape:
         log.info("draft %s: %s is the draft's embedding (tie_word_embeddings)", weights.path, name)
         return Linear(dense_weight(embed.weight))
-    borrows_matrix(weights, name, name, shape, target.head.shape)
+    uses_target_matrix(weights, name, name, shape, target.head.shape)
     return target.head
 
 
-def borrows_matrix(
-    weights: Weights, name: str, original: str, shape: Sequence[int], target_shape: Sequence[int]
+def uses_target_matrix(
+    weights: Weights, name: str, target_name: str, shape: Sequence[int], target_shape: Sequence[int]
 ) -> bool:
-    """Whether the draft uses the target's matrix: it has no matrix `name`, or `name` is a copy of `original`.
+    """Whether the draft uses the target's matrix, because it has no matrix `name` or because `name` is a copy of
+    `target_name`.
 
-    original: the name under which `weights` holds the target's matrix, if it does.  A quantised matrix counts as the
-    draft's own.  Raises EspalierError if the target's shape does not fit.
+    target_name: the name of the target's matrix in `weights`, which may hold the target's weights too.  A quantised
+    matrix is never treated as a copy.  Raises EspalierError if the target's matrix has another shape.
     """
     if weights.has_matrix(name):
-        return name != original and _are_equal(weights, f"{name}.weight", f"{original}.weight")
+        return name != target_name and _have_equal_values(weights, f"{name}.weight", f"{target_name}.weight")
     if tuple(target_shape) != tuple(shape):
         raise EspalierError(
             f"{weights.path} has no {name!r} and cannot use the target's: it needs {list(shape)}, the target's is "
@@ -78,23 +77,21 @@ def borrows_matrix(
     return True
 
 
-def _are_equal(weights: Weights, name: str, other: str) -> bool:
-    """Whether both names are stored, as plain tensors with the same values."""
+def _have_equal_values(weights: Weights, name: str, other: str) -> bool:
+    """Whether both tensors are stored, have a floating-point dtype, and have the same values."""
     if name not in weights or other not in weights or weights.shape(name) != weights.shape(other):
         return False
-    one, two = (weights.take_raw(each, *weights.shape(name)) for each in (name, other))
+    one, two = (weights.load_raw(each, *weights.shape(name)) for each in (name, other))
     return one.dtype in PLAIN_DTYPES and torch.equal(one, two)
 
 
 def draft_to_target(weights: Weights, vocab: int, draft_vocab: int) -> Tensor | None:
     """Returns the target id of each draft id; None if both vocabularies are the same.
-
-    Files store target id - draft id.  Raises EspalierError for target ids that are outside the target's vocabulary, or
-    that occur twice.
-    """
+    The tensor d2t of a file contains the differences (target id - draft id).  Raises EspalierError for target ids
+    outside the target's vocabulary, and for target ids that occur twice."""
     if "d2t" not in weights and draft_vocab == vocab:
         return None
-    ids = torch.arange(draft_vocab) + weights.take_raw("d2t", draft_vocab).to(torch.int64)
+    ids = torch.arange(draft_vocab) + weights.load_raw("d2t", draft_vocab).to(torch.int64)
     outside = ids[(ids < 0) | (ids >= vocab)]
     if outside.numel():
         raise EspalierError(
@@ -125,32 +122,32 @@ class DraftFields:
         return EspalierError(f"{self.path}: {message}")
 
     def with_defaults(self, defaults: Mapping[str, Any]) -> "DraftFields":
-        """These fields, with the values of `defaults` for missing ones."""
+        """Returns the fields, with missing fields taken from `defaults`."""
         return DraftFields({**defaults, **self.raw}, self.path)
 
     def get(self, name: str, default: Any = None) -> Any:
-        """The value of a field, unchecked."""
+        """Returns the value of a field without a check."""
         return self.raw.get(name, default)
 
     def is_set(self, name: str, default: bool = False) -> bool:
         return bool(self.raw.get(name, default))
 
     def object(self, name: str) -> "DraftFields":
-        """The fields of the object `name`; no fields if it is null or missing."""
+        """Returns the fields of the nested object `name`; no fields if the object is null or missing."""
         value = self.raw.get(name) or {}
         if not isinstance(value, Mapping):
             raise self.error(f"{name} = {value!r}; an object is needed; correct the config")
         return DraftFields(value, self.path)
 
     def layer_config(self) -> dict[str, Any]:
-        """The config of the draft's layers in speculators' form.
-        It is the object transformer_layer_config, with the fields beside it that describe quantised weights."""
+        """Returns the config of the draft's layers in the format of speculators: the object transformer_layer_config,
+        and the fields at the top level that describe quantised weights."""
         return {**self.object("transformer_layer_config").raw, **quantisation_of(self.raw)}
 
-    def count(self, name: str, least: int = 2, most: int = MAX_SIZE) -> int:
+    def integer(self, name: str, min_value: int = 2, max_value: int = MAX_SIZE) -> int:
         value = self.raw.get(name)
-        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
-            needed = f"an integer of at least {least}" if most == MAX_SIZE else f"{least} to {most}"
+        if not isinstance(value, int) or isinstance(value, bool) or not min_value <= value <= max_value:
+            needed = f"an integer of at least {min_value}" if max_value == MAX_SIZE else f"{min_value} to {max_value}"
             raise self.error(f"{name} = {value!r}; {needed} is needed; correct the config")
         return value
 
@@ -162,8 +159,8 @@ class DraftFields:
         return None if value is None else float(value)
 
     def choice(self, name: str, choices: Sequence[Choice], remedy: str) -> Choice:
-        """The value of a field, one of `choices`; the first if the field is missing.
-        remedy: the words after "use" in the error's text."""
+        """Returns the value of a field, which must be one of `choices`.  A missing field has the first choice.
+        remedy: what the error tells the user to use."""
         value = self.raw.get(name, choices[0])
         found = next((choice for choice in choices if choice == value), None)
         if found is None:
@@ -171,14 +168,14 @@ class DraftFields:
         return found
 
     def target_layers(self, name: str) -> tuple[int, ...]:
-        """The value of a field that lists target layers."""
+        """Returns the value of a field that lists target layers."""
         ids = self.raw.get(name)
         if not ids or not isinstance(ids, list | tuple) or not all(type(layer) is int for layer in ids):
             raise self.error(f"{name} = {ids!r}; a list of target layers is needed; correct the config")
         return tuple(ids)
 
     def mask_token(self, vocab: int, names: Sequence[str] = ("mask_token_id",)) -> int:
-        """The id of the mask token, from the first of the fields `names` that config.json has."""
+        """Returns the id of the mask token, from the first field of `names` that config.json has."""
         given = {name: self.raw[name] for name in names if self.raw.get(name) is not None}
         name, token = next(iter(given.items()), (names[0], None))
         if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab:
@@ -191,6 +188,6 @@ class DraftFields:
         return token
 
     def draft_vocab(self, vocab: int) -> int:
-        """The size of a draft's vocabulary: draft_vocab_size, or the target's without it."""
+        """Returns the size of a draft's vocabulary: draft_vocab_size; by default, the size of the target's."""
         name = "draft_vocab_size"
-        return vocab if self.raw.get(name) is None else self.count(name, least=1)
+        return vocab if self.raw.get(name) is None else self.integer(name, min_value=1)

@@ -3,9 +3,11 @@
 The head is one decoder layer over cat(norm(embedding of token q), norm(hidden state at q-1)).  The hidden state is the
 fused feature of the target or, inside a tree, the draft's own output at the parent.
 
-P-EAGLE heads propose all depths of a round in one causal pass.  The root's row is an EAGLE-3 row and proposes depth 1.
-The mask rows after it propose depths 2, 3, ...  All mask rows have the same input: a mask token, and a learnt vector in
-place of the target's features.  A mask row attends to all earlier rows.  Mask rows are never kept in pages.
+P-EAGLE heads propose all depths of a round in one causal pass.  The root's row is computed as in EAGLE-3 and proposes
+depth 1.
+The next rows are mask rows, which propose depths 2, 3, ...  All mask rows have the same input: a mask token, and a
+learned vector that replaces the target's features.  A mask row attends to all earlier rows.  Mask rows are never kept
+in pages.
 """
 
 import math
@@ -22,7 +24,7 @@ from espalier.errors import EspalierError
 from espalier.kernels.ops.drafts import DraftHidden
 from espalier.models.base import CausalLM
 from espalier.models.config import Family, Json, ModelConfig, architecture_of, parse
-from espalier.models.draft import DraftOutput, DraftSpec, refuse_sizes
+from espalier.models.draft import DraftOutput, DraftSpec, refuse_wrong_sizes
 from espalier.models.draft_parts import DraftFields, draft_embedding, draft_head, draft_to_target
 from espalier.models.families import FAMILIES
 from espalier.models.families.deepseek import V2, V3
@@ -42,22 +44,20 @@ ARCHITECTURES = (
     "Eagle3DraftModel",
     *LATENT_ARCHITECTURES,
 )
-# Values of model_type that name the head's format, not the family of its layer.  The layer is then a Llama layer.
+# Values of model_type that name the head's format instead of the family of its layer.  Such heads have a Llama layer.
 FORMAT_MODEL_TYPES = ("eagle", "eagle3", "speculators", "speculator_model")
-# Targets whose heads list the captured layers in eagle_config by input, not by output (_captured_layers).
-TARGETS_WITH_INPUT_IDS = (V2.architecture, V3.architecture)
-EAGLE_1_2 = ("LlamaForCausalLMEagle", "EagleLlamaForCausalLM", "EagleSpeculator")
+# Target architectures whose heads list captured layers by their inputs in eagle_config; see _captured_layers.
+INPUT_ID_TARGETS = (V2.architecture, V3.architecture)
+EAGLE_1_2_ARCHITECTURES = ("LlamaForCausalLMEagle", "EagleLlamaForCausalLM", "EagleSpeculator")
 LEGACY_FC_NORMS = ("aux_norm_low", "aux_norm_mid", "aux_norm_high")
 
 
 @dataclass(frozen=True)
 class Eagle3Config:
-    """A draft's config.json, completed from its target's.
-
+    """The config of an EAGLE-3 or P-EAGLE head, read from its config.json and the target's config.
     layer: the config of the draft's decoder layer; `layer.vocab_size` is the target's.
-    target_hidden: the target's hidden size.  norm_output: whether child rows read the normed output.
-    norm_before_fc: whether there is one norm over all captured inputs, before fc.  fc_norm: whether each has a norm.
-    """
+    target_hidden: the target's hidden size.  norm_output: whether child rows read the output after the final norm.
+    norm_before_fc: whether one norm over all captured inputs precedes fc.  fc_norm: whether each input has a norm."""
 
     layer: ModelConfig
     spec: DraftSpec
@@ -71,53 +71,50 @@ class Eagle3Config:
 
 def read_eagle3(path: Path, raw: Json, target: ModelConfig) -> Eagle3Config:
     """Read the config.json `raw` of the head at `path` and check it against its target's config.  Loads no weights.
-
-    Raises EspalierError if the head does not fit this target.
-    """
-    config = read_head(path, raw, target, TARGETS_WITH_INPUT_IDS)
+    Raises EspalierError if the head does not fit this target."""
+    config = read_eagle_head(path, raw, target, INPUT_ID_TARGETS)
     if config.layer.num_layers != 1:
         raise DraftFields(raw, path).error(
             f"num_hidden_layers = {config.layer.num_layers}; only EAGLE-3 heads with one layer are supported; use such "
             "a draft"
         )
-    refuse_misfit(config, target, path)
+    refuse_mismatch(config, target, path)
     return config
 
 
-def read_head(path: Path, raw: Json, target: ModelConfig, targets_with_input_ids: Sequence[str] | None) -> Eagle3Config:
+def read_eagle_head(path: Path, raw: Json, target: ModelConfig, input_id_targets: Sequence[str] | None) -> Eagle3Config:
     """Returns the config of an EAGLE-3 or P-EAGLE head.  The caller checks it against the target.
-
-    targets_with_input_ids: the target architectures for which ids in eagle_config name layers by input; None: all.
-    """
-    given = DraftFields(raw, path)
-    flat = {"num_hidden_layers": 1, "max_position_embeddings": target.max_position, **raw, **given.layer_config()}
-    eagle = given.object("eagle_config")
+    input_id_targets: the target architectures whose eagle_config lists layers by input; None for all."""
+    fields = DraftFields(raw, path)
+    flat = {"num_hidden_layers": 1, "max_position_embeddings": target.max_position, **raw, **fields.layer_config()}
+    eagle = fields.object("eagle_config")
     family = _layer_family(DraftFields(flat, path))
-    # A latent head's layer has a dense MLP, even if the head's config repeats the target's experts.
-    layer = parse({**flat, "n_routed_experts": None} if family.latent else flat, family, path)
+    # The layer of a head with latent attention has a dense MLP, even if the head's config has the target's fields for
+    # experts.
+    layer = parse({**flat, "n_routed_experts": None} if family.uses_mla else flat, family, path)
     spec = DraftSpec(
         algorithm="eagle3",
         layers=layer_specs_of(layer),
         modules=1,
         target_output="captured",
-        capture=_captured_layers(given, eagle, target, targets_with_input_ids),
+        capture=_captured_layers(fields, eagle, target, input_id_targets),
         hidden_size=layer.hidden_size,
-        vocab_size=given.draft_vocab(layer.vocab_size),
+        vocab_size=fields.draft_vocab(layer.vocab_size),
     )
     return Eagle3Config(
         layer,
         spec,
-        target_hidden=given.get("target_hidden_size") or layer.hidden_size,
-        fc_bias=given.is_set("bias"),
-        norm_before_residual=given.is_set("norm_before_residual"),
-        norm_output=given.is_set("norm_output"),
-        norm_before_fc=given.is_set("norm_before_fc", eagle.is_set("norm_before_fc")),
-        fc_norm=given.is_set("fc_norm"),
+        target_hidden=fields.get("target_hidden_size") or layer.hidden_size,
+        fc_bias=fields.is_set("bias"),
+        norm_before_residual=fields.is_set("norm_before_residual"),
+        norm_output=fields.is_set("norm_output"),
+        norm_before_fc=fields.is_set("norm_before_fc", eagle.is_set("norm_before_fc")),
+        fc_norm=fields.is_set("fc_norm"),
     )
 
 
 def refuse_eagle3_called_eagle(name: str, path: Path) -> None:
-    """Refuse an EAGLE-3 head at `path` whose config names an EAGLE-1/2 architecture, `name`.  Raises EspalierError."""
+    """Raises EspalierError if `path` holds an EAGLE-3 head whose config names the EAGLE-1/2 architecture `name`."""
     if looks_like_eagle3(Weights(path, torch.float32, "cpu", allow_bin=True)):
         raise EspalierError(
             f"{path} is declared as EAGLE ({name}) but holds an EAGLE-3 head (it has hidden_norm); set its "
@@ -129,71 +126,76 @@ def looks_like_eagle3(weights: Weights) -> bool:
     return "midlayer.hidden_norm.weight" in weights or "layers.0.hidden_norm.weight" in weights
 
 
-def _layer_family(flat: DraftFields) -> Family:
-    """The family of the draft's layer: Llama, unless model_type names another supported family.
-
-    A latent head has DeepSeek-V3's attention, unless model_type names another latent family.  Raises EspalierError for
-    a model_type that is no family's, unless the architecture says that the layer is DeepSeek's.
-    """
-    named_latent = architecture_of(dict(flat.raw)) in LATENT_ARCHITECTURES
-    is_latent = bool(flat.get("kv_lora_rank")) or named_latent
-    able = (family for family in FAMILIES.values() if family.latent == is_latent and family.usable_in_drafts)
+def _layer_family(flat_fields: DraftFields) -> Family:
+    """Returns the family of the draft's layer: Llama, unless model_type names another supported family.
+    A head with latent attention has a DeepSeek-V3 layer, unless model_type names another family with latent attention.
+    Raises EspalierError for an unknown model_type, unless the architecture is one of LATENT_ARCHITECTURES."""
+    named_latent = architecture_of(dict(flat_fields.raw)) in LATENT_ARCHITECTURES
+    is_latent = bool(flat_fields.get("kv_lora_rank")) or named_latent
+    able = (family for family in FAMILIES.values() if family.uses_mla == is_latent and family.usable_in_drafts)
     by_type = {family.model_type: family for family in able}
-    declared = flat.get("model_type", "llama")
+    declared = flat_fields.get("model_type", "llama")
     if declared not in (*by_type, *FORMAT_MODEL_TYPES) and not named_latent:
-        raise flat.error(f"a draft layer of model_type {declared!r} is not supported; supported: {', '.join(by_type)}")
+        raise flat_fields.error(
+            f"a draft layer of model_type {declared!r} is not supported; supported: {', '.join(by_type)}"
+        )
     if is_latent:
         return by_type.get(declared, V3)
-    if flat.get("sliding_window") and flat.get("use_sliding_window", True) and declared not in ("qwen2", "qwen3"):
+    if (
+        flat_fields.get("sliding_window")
+        and flat_fields.get("use_sliding_window", True)
+        and declared not in ("qwen2", "qwen3")
+    ):
         return by_type["mistral"]  # a Llama layer with a sliding window
     return by_type.get(declared, by_type["llama"])
 
 
 def _captured_layers(
-    given: DraftFields, eagle: DraftFields, target: ModelConfig, targets_with_input_ids: Sequence[str] | None
+    fields: DraftFields, eagle_fields: DraftFields, target: ModelConfig, input_id_targets: Sequence[str] | None
 ) -> tuple[int, ...]:
     """Returns the target layers whose inputs the head fuses.
 
-    The ids of two formats differ by one.  In speculators' format, top-level ids name layers by their input (the default
-    is [2, L/2, L-3]).  In SafeAILab's and SpecForge's, the ids in eagle_config name layers by their output, which is
-    the input of layer id + 1.
+    The ids of the two formats differ by one.  In the format of speculators, the ids at the top level are the layers
+    whose inputs are captured (by default [2, L/2, L-3]).  In the format of SafeAILab and SpecForge, the ids in
+    eagle_config are the layers whose outputs are captured; the output of layer i is the input of layer i + 1.
 
-    Heads for DeepSeek targets are an exception: the ids in their eagle_config name layers by their input.  But if the
-    first id is 1, all ids name outputs: the output of layer 1 is the input of layer 2, the first default layer.
+    Heads for DeepSeek targets are an exception: the ids in their eagle_config are layers whose inputs are captured,
+    unless the first id is 1.  With a first id of 1, the ids are layers whose outputs are captured, because the output
+    of layer 1 is the input of layer 2, the first default layer.
     """
     num_layers = target.num_layers
     name = "eagle_aux_hidden_state_layer_ids"
-    if eagle.get("use_aux_hidden_state", True) is False:
-        raise given.error("use_aux_hidden_state = False is not supported; use a head that fuses target layers")
-    if given.get(name):
-        ids = given.target_layers(name)
-    elif eagle.get(name):
-        ids = eagle.target_layers(name)
-        is_input = targets_with_input_ids is None or (target.architecture in targets_with_input_ids and ids[0] != 1)
+    if eagle_fields.get("use_aux_hidden_state", True) is False:
+        raise fields.error("use_aux_hidden_state = False is not supported; use a head that fuses target layers")
+    if fields.get(name):
+        ids = fields.target_layers(name)
+    elif eagle_fields.get(name):
+        ids = eagle_fields.target_layers(name)
+        is_input = input_id_targets is None or (target.architecture in input_id_targets and ids[0] != 1)
         ids = ids if is_input else tuple(i + 1 for i in ids)
     else:
         ids = (2, num_layers // 2, num_layers - 3)
     if any(not 0 <= i <= num_layers for i in ids):
         raise EspalierError(
-            f"{given.path} fuses the inputs of target layers {ids}, but the target has {num_layers} layers; use the "
+            f"{fields.path} fuses the inputs of target layers {ids}, but the target has {num_layers} layers; use the "
             "target that the draft was trained for"
         )
-    expected = given.get("num_aux_hidden_states") or len(ids)
+    expected = fields.get("num_aux_hidden_states") or len(ids)
     if len(ids) != expected:
-        raise given.error(
+        raise fields.error(
             f"num_aux_hidden_states = {expected}, but {len(ids)} layers {ids} are captured; correct one of "
             "num_aux_hidden_states and eagle_aux_hidden_state_layer_ids"
         )
     return ids
 
 
-def refuse_misfit(config: Eagle3Config, target: ModelConfig, path: Path) -> None:
+def refuse_mismatch(config: Eagle3Config, target: ModelConfig, path: Path) -> None:
     if config.layer.experts is not None:
         raise EspalierError(
             f"{path}: a draft layer of {config.layer.architecture} has experts, which is not supported; use a draft "
             "with a dense MLP"
         )
-    refuse_sizes(path, target, config.target_hidden, config.layer.vocab_size, config.spec.vocab_size)
+    refuse_wrong_sizes(path, target, config.target_hidden, config.layer.vocab_size, config.spec.vocab_size)
     if config.norm_before_fc and config.fc_norm:
         raise EspalierError(
             f"{path}: norm_before_fc and fc_norm are both set, but they exclude each other; correct the config"
@@ -202,9 +204,10 @@ def refuse_misfit(config: Eagle3Config, target: ModelConfig, path: Path) -> None
 
 @dataclass(eq=False)
 class Eagle3Draft:
-    """A loaded EAGLE-3 head: a DraftModel, and its only module (espalier/models/draft.py).
+    """A loaded EAGLE-3 head.  It is a DraftModel and also the only DraftModule of that model
+    (espalier/models/draft.py).
 
-    layers: the first layer reads the normed embedding and the normed hidden state; the launch of `embed` norms both.
+    layers: the first layer reads the normed embedding and the normed hidden state; the kernel of `embed` norms both.
     """
 
     has_experts = False
@@ -212,7 +215,7 @@ class Eagle3Draft:
     config: Eagle3Config
     rope: RopeTables
     embed: Embedding
-    fuse: "Fuser"
+    fuse: "FeatureFuser"
     embed_norm: RMSNorm
     hidden_norm: RMSNorm
     layers: list[DecoderLayer]
@@ -244,27 +247,26 @@ class Eagle3Draft:
 
 
 @dataclass(frozen=True)
-class Fuser:
-    """captured [..., n·H_target] -> feature [..., H]: fc, after one norm over all, a norm for each part, or no norm."""
+class FeatureFuser:
+    """Computes the feature [..., H] from n captured inputs [..., n·H_target]: fc, after one norm over all inputs, a
+    norm for each input, or no norm."""
 
     fc: Linear
-    whole: RMSNorm | None
-    parts: list[RMSNorm]
+    whole_norm: RMSNorm | None
+    part_norms: list[RMSNorm]
 
     def __call__(self, captured: Tensor) -> Tensor:
-        if self.whole is not None:
-            captured = self.whole(captured)
-        if self.parts:
-            chunks = captured.chunk(len(self.parts), dim=-1)
-            captured = torch.cat([norm(chunk) for norm, chunk in zip(self.parts, chunks, strict=True)], dim=-1)
+        if self.whole_norm is not None:
+            captured = self.whole_norm(captured)
+        if self.part_norms:
+            chunks = captured.chunk(len(self.part_norms), dim=-1)
+            captured = torch.cat([norm(chunk) for norm, chunk in zip(self.part_norms, chunks, strict=True)], dim=-1)
         return self.fc(captured)
 
 
 def make_eagle3(weights: Weights, config: Eagle3Config, target: CausalLM, position_rows: int) -> Eagle3Draft:
-    """Build the draft from its weights.  A draft without an embedding or a head of its own shares the target's.
-
-    Raises EspalierError naming a weight that does not fit or is not used.
-    """
+    """Builds the draft from its weights.  A draft without an embedding or a head uses the target's.
+    Raises EspalierError naming a weight that does not fit or is not used."""
     draft = Eagle3Draft(**load_head_fields(weights, config, target, position_rows))
     weights.require_all_used()
     return draft
@@ -291,7 +293,7 @@ def load_head_fields(weights: Weights, config: Eagle3Config, target: CausalLM, p
         "config": config,
         "rope": rope,
         "embed": embed,
-        "fuse": _fuser(weights, config, target.config.num_layers),
+        "fuse": _load_fuser(weights, config, target.config.num_layers),
         "embed_norm": weights.norm(f"{prefix}input_layernorm", hidden, eps),
         "hidden_norm": weights.norm(f"{prefix}hidden_norm", hidden, eps),
         "layers": [first, *rest],
@@ -302,18 +304,18 @@ def load_head_fields(weights: Weights, config: Eagle3Config, target: CausalLM, p
 
 
 def _refuse_eagle1_and_2(weights: Weights, config: Eagle3Config) -> None:
-    """Refuse an EAGLE-1/2 head whose config says EAGLE-3.  Raises EspalierError."""
+    """Raises EspalierError for an EAGLE-1/2 head whose config declares an EAGLE-3 architecture."""
     if looks_like_eagle3(weights):
         return
     hidden = config.layer.hidden_size
-    if weights.has_matrix_of("fc", hidden, 2 * hidden):
+    if weights.has_matrix_of_shape("fc", hidden, 2 * hidden):
         raise EspalierError(
             f"{weights.path} is declared as EAGLE-3 but fc [{hidden}, {2 * hidden}] without hidden_norm is an "
             "EAGLE-1/2 head, not supported yet; use an EAGLE-3 head"
         )
 
 
-def _fuser(weights: Weights, config: Eagle3Config, target_layers: int) -> Fuser:
+def _load_fuser(weights: Weights, config: Eagle3Config, target_layers: int) -> FeatureFuser:
     hidden, eps, count = config.layer.hidden_size, config.layer.rms_norm_eps, len(config.spec.capture)
     wide = count * config.target_hidden
     _refuse_wrong_fc_width(weights, config, target_layers)
@@ -322,15 +324,15 @@ def _fuser(weights: Weights, config: Eagle3Config, target_layers: int) -> Fuser:
     legacy = f"{LEGACY_FC_NORMS[0]}.weight" in weights
     names = LEGACY_FC_NORMS if legacy else [f"fc_norm.{i}" for i in range(count)]
     parts = [weights.norm(name, config.target_hidden, eps) for name in names] if config.fc_norm or legacy else []
-    return Fuser(fc, whole, parts)
+    return FeatureFuser(fc, whole, parts)
 
 
 def _refuse_wrong_fc_width(weights: Weights, config: Eagle3Config, target_layers: int) -> None:
-    """Check the number of captured layers against the width of fc.  Raises EspalierError."""
+    """Raises EspalierError if the number of captured layers does not match the width of fc."""
     # The input of every layer and the input of the final norm can be captured.
     counts = (len(config.spec.capture), *range(1, target_layers + 2))
     hidden, size = config.layer.hidden_size, config.target_hidden
-    fused = next((count for count in counts if weights.has_matrix_of("fc", hidden, count * size)), None)
+    fused = next((count for count in counts if weights.has_matrix_of_shape("fc", hidden, count * size)), None)
     if fused not in (None, len(config.spec.capture)):
         raise EspalierError(
             f"{weights.path}: fc fuses {fused} layers, {len(config.spec.capture)} are captured "
@@ -341,7 +343,7 @@ def _refuse_wrong_fc_width(weights: Weights, config: Eagle3Config, target_layers
 @dataclass(eq=False)
 class PEagleDraft(Eagle3Draft):
     """A loaded P-EAGLE head.
-    mask_features: [1, 1, F], a learnt vector that mask rows read in place of the target's features."""
+    mask_features: [1, 1, F], a learned vector that mask rows read instead of the target's features."""
 
     mask_features: Tensor
 
@@ -350,7 +352,7 @@ class PEagleDraft(Eagle3Draft):
         self.mask_hidden = self.fuse(self.mask_features)
 
     def run_mask_rows(self, p: Pass) -> DraftOutput:
-        """Run over a pass whose rows are all mask tokens."""
+        """Runs the head on a pass that consists of mask rows only."""
         return self(p, self.mask_hidden.expand(len(p.tokens), -1, -1), torch.zeros_like(p.tokens))
 
 
@@ -365,42 +367,40 @@ def make_peagle(weights: Weights, config: Eagle3Config, target: CausalLM, positi
             f"{weights.path}: {name} has {math.prod(shape)} values, but {len(config.spec.capture)} layers of "
             f"{config.target_hidden} are captured {config.spec.capture}; correct eagle_aux_hidden_state_layer_ids"
         )
-    features = weights.take(name, *shape).view(1, 1, size)
+    features = weights.load(name, *shape).view(1, 1, size)
     draft = PEagleDraft(**load_head_fields(weights, config, target, position_rows), mask_features=features)
     weights.require_all_used()
     return draft
 
 
 PEAGLE_ARCHITECTURES = ("PEagleDraftModel", "PeagleLlamaForCausalLM", "PeagleQwen3ForCausalLM", "PEagleSpeculator")
-# Architectures of EAGLE-3 heads that are P-EAGLE heads if the config names a mask token.
+# If the config of a head with one of these architectures has a mask token, the head is a P-EAGLE head.
 EAGLE3_ARCHITECTURES = (*ARCHITECTURES, "Eagle3Qwen3ForCausalLM")
-MASK_FIELDS = ("mask_token_id", "pard_token", "ptd_token_id")
-# The number of depths for heads whose config does not say for how many they were trained.
+MASK_TOKEN_FIELDS = ("mask_token_id", "pard_token", "ptd_token_id")
+# The number of depths of a head whose config does not have the number of depths in training.
 DEFAULT_STEPS = 16
 
 
 def read_peagle(path: Path, raw: Json, target: ModelConfig) -> Eagle3Config:
     """Read the config.json `raw` of the head at `path` and check it against its target's config.  Loads no weights.
-
-    Raises EspalierError if the head does not fit this target.
-    """
-    head = read_head(path, raw, target, targets_with_input_ids=None)
-    # The number of tokens that speculators trained the head to propose.
-    given = DraftFields(raw, path)
-    methods = given.object("speculators_config").get("proposal_methods") or [{}]
+    Raises EspalierError if the head does not fit this target."""
+    head = read_eagle_head(path, raw, target, input_id_targets=None)
+    # In the format of speculators, the number of tokens that the head was trained to propose.
+    fields = DraftFields(raw, path)
+    methods = fields.object("speculators_config").get("proposal_methods") or [{}]
     if not isinstance(methods, list) or not isinstance(methods[0], dict):
-        raise given.error(f"proposal_methods = {methods!r}; a list of objects is needed; correct the config")
-    steps = DraftFields({"speculative_tokens": DEFAULT_STEPS, **methods[0]}, path).count("speculative_tokens")
-    mask_token = given.mask_token(head.layer.vocab_size, MASK_FIELDS)
+        raise fields.error(f"proposal_methods = {methods!r}; a list of objects is needed; correct the config")
+    steps = DraftFields({"speculative_tokens": DEFAULT_STEPS, **methods[0]}, path).integer("speculative_tokens")
+    mask_token = fields.mask_token(head.layer.vocab_size, MASK_TOKEN_FIELDS)
     spec = replace(head.spec, algorithm="peagle", block_rows=steps - 1, max_steps=steps, mask_token=mask_token)
     config = replace(head, spec=spec)
     if config.layer.latent is not None:
-        raise given.error("P-EAGLE heads with latent attention are not supported; use one with K and V heads")
+        raise fields.error("P-EAGLE heads with latent attention are not supported; use one with K and V heads")
     narrow = [window for window in config.layer.windows if window is not None and window < steps]
     if narrow:
-        raise given.error(
+        raise fields.error(
             f"sliding_window = {narrow[0]} is below the {steps} depths of the head, which is not supported; use a head "
             "with a wider window"
         )
-    refuse_misfit(config, target, path)
+    refuse_mismatch(config, target, path)
     return config

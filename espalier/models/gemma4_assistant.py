@@ -1,4 +1,4 @@
-"""Gemma 4's assistants: drafts of a few layers that keep no K and V and read the target's.
+"""Gemma 4's assistants: drafts of a few layers that read the target's K and V and store no K and V of their own.
 
 The input of a row is the target's embedding of the row's token and a hidden state.  For the root's row, it is the
 target's last hidden state at the token before the root.  For every other row, it is the draft's output at the parent.
@@ -20,7 +20,7 @@ from espalier.errors import EspalierError, shown
 from espalier.kernels.ops.tree import gather_rows
 from espalier.models.base import CausalLM, Layer
 from espalier.models.config import Json, ModelConfig, parse
-from espalier.models.draft import DraftOutput, DraftSpec, refuse_sizes
+from espalier.models.draft import DraftOutput, DraftSpec, refuse_wrong_sizes
 from espalier.models.draft_parts import DraftFields, whole_embedding
 from espalier.models.families.gemma4 import FAMILY, UNIFIED
 from espalier.models.layer_loading import layer_specs_of
@@ -33,17 +33,15 @@ from espalier.models.weights import Weights
 from espalier.shards import WHOLE, Shards, whole_part
 
 ARCHITECTURES = ("Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM")
-# Fields that must be off in an assistant's config.  Transformers requires the same.
+# Fields that must be 0 or false in an assistant's config.  Transformers has the same requirement.
 DISABLED_FIELDS = ("hidden_size_per_layer_input", "enable_moe_block", "use_double_wide_mlp")
 
 
 @dataclass(frozen=True)
 class AssistantConfig:
     """An assistant's config.json, checked against its target's.
-
-    layer: the config of the draft's layers.  num_clusters: how many clusters its vocabulary has; 0 without clusters.
-    num_scored_clusters: how many clusters a row scores.
-    """
+    layer: the config of the draft's layers.  num_clusters: the number of clusters of its vocabulary; 0 if it has none.
+    num_scored_clusters: the number of clusters whose tokens get scores."""
 
     layer: ModelConfig
     spec: DraftSpec
@@ -52,59 +50,57 @@ class AssistantConfig:
 
 
 def read_assistant(path: Path, raw: Json, target: ModelConfig) -> AssistantConfig:
-    """Read the config.json `raw` of the draft at `path`.  Raises EspalierError if it does not fit this target."""
-    given = DraftFields(raw, path)
-    text = given.object("text_config").raw
+    """Reads the config.json `raw` of the draft at `path`.  Raises EspalierError if it does not fit the target."""
+    fields = DraftFields(raw, path)
+    text = fields.object("text_config").raw
     family = next((each for each in (FAMILY, UNIFIED) if each.model_type == text.get("model_type")), FAMILY)
-    tied = given.is_set("tie_word_embeddings", True)
+    tied = fields.is_set("tie_word_embeddings", True)
     without = {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "tie_word_embeddings": tied}
     if named := [name for name in DISABLED_FIELDS if text.get(name)]:
-        raise given.error(f"{named[0]} = {shown(text[named[0]])} is not supported in an assistant; use 0")
+        raise fields.error(f"{named[0]} = {shown(text[named[0]])} is not supported in an assistant; use 0")
     layer = parse({**text, **without, **quantisation_of(raw)}, family, path)
-    hidden = given.count("backbone_hidden_size")
-    refuse_sizes(path, target, hidden, layer.vocab_size)
+    hidden = fields.integer("backbone_hidden_size")
+    refuse_wrong_sizes(path, target, hidden, layer.vocab_size)
     of_target = layer_specs_of(target)
     specs = tuple(_spec_reading_target(spec, of_target, path) for spec in layer_specs_of(layer))
     spec = DraftSpec(
         "assistant", specs, modules=1, target_output="hidden", hidden_size=hidden, vocab_size=layer.vocab_size
     )
     layer = replace(layer, family=replace(layer.family, layer_specs=lambda config: specs))
-    if not given.is_set("use_ordered_embeddings"):
+    if not fields.is_set("use_ordered_embeddings"):
         return AssistantConfig(layer, spec)
-    clusters = given.count("num_centroids", least=1, most=layer.vocab_size)
+    clusters = fields.integer("num_centroids", min_value=1, max_value=layer.vocab_size)
     if layer.vocab_size % clusters:
-        raise given.error(f"num_centroids = {clusters} does not divide {layer.vocab_size} tokens; correct it")
-    return AssistantConfig(layer, spec, clusters, given.count("centroid_intermediate_top_k", 1, clusters))
+        raise fields.error(f"num_centroids = {clusters} does not divide {layer.vocab_size} tokens; correct it")
+    return AssistantConfig(layer, spec, clusters, fields.integer("centroid_intermediate_top_k", 1, clusters))
 
 
-def _spec_reading_target(spec: LayerSpec, target: Sequence[LayerSpec], path: Path) -> LayerSpec:
-    """Returns `spec`, made to read a target layer's rows.
-
-    The target layer is the last one with rows of its own that, like `spec`, has a window or has none.
-    Raises EspalierError if the target has no such layer.
-    """
+def _spec_reading_target(spec: LayerSpec, target_specs: Sequence[LayerSpec], path: Path) -> LayerSpec:
+    """Returns `spec` with the target layer whose rows it reads.
+    That target layer is the last layer with rows of its own and with a window if `spec` has a window (without a window
+    if it has none).
+    Raises EspalierError if the target has no such layer."""
     own = [
         i
-        for i, each in enumerate(target)
+        for i, each in enumerate(target_specs)
         if each.shares_with is None and (each.window is None) == (spec.window is None)
     ]
-    if not own or target[own[-1]].keeps != spec.keeps:
-        keeps = target[own[-1]].keeps if own else "no such layer"
+    if not own or target_specs[own[-1]].keeps != spec.keeps:
+        keeps = target_specs[own[-1]].keeps if own else "no such layer"
         raise EspalierError(
             f"{path} does not fit its target: its layers read {spec.keeps}, the target has {keeps}; use the draft "
             "trained for it"
         )
-    # The layer attends to the last committed row, at the position before the root, and to `window` rows before that.
+    # The layer attends to the last committed row, whose position is one before the root, and to `window` rows before
+    # that row.
     return replace(spec, shares_with=own[-1], window=None if spec.window is None else spec.window + 2)
 
 
 @dataclass(frozen=True)
-class Clusters:
-    """A head that scores only the tokens of the likeliest clusters.
-
-    head: [V, H].  centroids: scores the clusters.  tokens: [clusters, size], the tokens of each cluster.
-    num_scored_clusters: how many clusters a row scores.
-    """
+class ClusteredHead:
+    """An lm_head that scores only the tokens of the likeliest clusters.
+    head: [V, H].  centroids: computes the scores of clusters.  tokens: [clusters, size], the tokens of each cluster.
+    num_scored_clusters: the number of clusters whose tokens get scores."""
 
     head: Tensor
     centroids: Linear
@@ -112,7 +108,7 @@ class Clusters:
     num_scored_clusters: int
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x [B, Q, H] -> scores [B, Q, V].  Tokens of clusters that are not read get a score below all others."""
+        """x [B, Q, H] -> scores [B, Q, V].  Tokens of all other clusters get a score below all computed scores."""
         tokens = self.tokens[self.centroids(x).topk(self.num_scored_clusters).indices].flatten(2)
         scores = (self.head[tokens] @ x[..., None])[..., 0]
         below = scores.amin(-1, keepdim=True) - 1
@@ -121,21 +117,20 @@ class Clusters:
 
 @dataclass(eq=False)
 class Assistant:
-    """A loaded assistant: a DraftModel, and its only module (espalier/models/draft.py).
-
-    embed: the target's embedding; project: [embedding, hidden state] -> H; back: H -> the target's hidden size; score:
-    H -> logits.
-    """
+    """A loaded assistant.  It is a DraftModel and also the only DraftModule of that model (espalier/models/draft.py).
+    embed: the target's embedding; input_projection: maps (embedding, hidden state) to H; output_projection: maps H to
+    the target's hidden size; score:
+    H -> logits."""
 
     has_experts = False
 
     config: AssistantConfig
     embed: Embedding
-    project: Linear
+    input_projection: Linear
     layers: Sequence[Layer]
     norm: RMSNorm
-    back: Linear
-    score: Linear | Clusters
+    output_projection: Linear
+    head: Linear | ClusteredHead
     d2t: Tensor | None = None
     shards: Shards = WHOLE
 
@@ -154,50 +149,52 @@ class Assistant:
     def __call__(self, p: Pass, hidden: Tensor, parents: Tensor | None = None) -> DraftOutput:
         rows = hidden if parents is None else gather_rows(parents, hidden)
         tokens = F.embedding(p.tokens.clamp(min=0), self.embed.weight) * self.embed.scale
-        s = Residual(self.project(torch.cat((tokens, rows), -1).flatten(0, 1)))
+        s = Residual(self.input_projection(torch.cat((tokens, rows), -1).flatten(0, 1)))
         for layer in self.layers:
             layer(s, p)
         _, normed = s.final_norm(self.norm, p.out_shape)
-        return DraftOutput(self.back(normed), normed)
+        return DraftOutput(self.output_projection(normed), normed)
 
     def output_from_hidden(self, hidden: Tensor) -> DraftOutput:
         raise NotImplementedError("a hidden state is a row's input here: AssistantDrafter runs the root's row")
 
     def logits(self, out: DraftOutput) -> Tensor:
-        return self.score(out.normed)
+        return self.head(out.normed)
 
 
 def make_assistant(weights: Weights, config: AssistantConfig, target: CausalLM, position_rows: int) -> Assistant:
-    """Build the draft from its weights.  Raises EspalierError if a weight does not fit, is missing or is not used."""
+    """Builds the draft from its weights.  Raises EspalierError if a weight does not fit, is missing or is not used."""
     layer, hidden, wide = config.layer, config.layer.hidden_size, config.spec.hidden_size
-    tables = {rope: RopeTables(rope, position_rows, weights.dtype, weights.device) for rope in set(layer.ropes)}
+    tables = {rope: RopeTables(rope, position_rows, weights.dtype, weights.device) for rope in set(layer.layer_ropes)}
     load = layer.family.load_layer
     assert load is not None
-    embed = weights.take("model.embed_tokens.weight", layer.vocab_size, hidden)
+    embed = weights.load("model.embed_tokens.weight", layer.vocab_size, hidden)
     head = embed
     if "lm_head.weight" in weights:
-        stored = weights.take("lm_head.weight", layer.vocab_size, hidden)
+        stored = weights.load("lm_head.weight", layer.vocab_size, hidden)
         head = embed if layer.tie_word_embeddings else stored
     draft = Assistant(
         config,
         embed=whole_embedding(target),
-        project=weights.linear("", ("pre_projection",), (whole_part(hidden),), 2 * wide, bias=False),
-        layers=[load(weights, layer, f"model.layers.{i}.", i, tables[rope]) for i, rope in enumerate(layer.ropes)],
+        input_projection=weights.linear("", ("pre_projection",), (whole_part(hidden),), 2 * wide, bias=False),
+        layers=[
+            load(weights, layer, f"model.layers.{i}.", i, tables[rope]) for i, rope in enumerate(layer.layer_ropes)
+        ],
         norm=weights.norm("model.norm", hidden, layer.rms_norm_eps),
-        back=weights.linear("", ("post_projection",), (whole_part(wide),), hidden, bias=False),
-        score=_clusters(weights, config, head) if config.num_clusters else Linear(dense_weight(head)),
+        output_projection=weights.linear("", ("post_projection",), (whole_part(wide),), hidden, bias=False),
+        head=_load_clustered_head(weights, config, head) if config.num_clusters else Linear(dense_weight(head)),
         shards=weights.shards,
     )
     weights.require_all_used()
     return draft
 
 
-def _clusters(weights: Weights, config: AssistantConfig, head: Tensor) -> Clusters:
+def _load_clustered_head(weights: Weights, config: AssistantConfig, head: Tensor) -> ClusteredHead:
     vocab, prefix = config.layer.vocab_size, "masked_embedding."
-    order = weights.take_raw(f"{prefix}token_ordering", vocab).to(weights.device, torch.int64)
+    order = weights.load_raw(f"{prefix}token_ordering", vocab).to(weights.device, torch.int64)
     if not torch.equal(order.sort().values, torch.arange(vocab, device=order.device)):
         raise EspalierError(f"{weights.path}: token_ordering does not name each token once; download the draft again")
     centroids = weights.linear(
         prefix, ("centroids",), (whole_part(config.num_clusters),), config.layer.hidden_size, bias=False
     )
-    return Clusters(head, centroids, order.view(config.num_clusters, -1), config.num_scored_clusters)
+    return ClusteredHead(head, centroids, order.view(config.num_clusters, -1), config.num_scored_clusters)

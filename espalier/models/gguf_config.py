@@ -1,7 +1,7 @@
-"""Makes a config.json for a model in a GGUF file, from the file's metadata.
+"""Converts the metadata of a GGUF file to the content of a config.json.
 
-Every field of the model's architecture is honoured, or refused by name.  llama.cpp's converter leaves out some fields
-that can be computed from others; this module computes them.
+Every metadata field of the architecture is either applied or refused with an error that names the field.  llama.cpp's
+converter omits fields that can be computed from others; this module computes them.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,7 +17,7 @@ from espalier.kernels.layers.blocks import BLOCK_TYPES
 from espalier.model_files import GGUF, read_gguf
 from espalier.models.rope import Json
 
-# GGUF's names of a layer's parts, the same in every architecture.
+# GGUF's names of a layer's modules, the same in every architecture.
 LAYER_MODULES = {
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
@@ -30,15 +30,15 @@ LAYER_MODULES = {
     "ffn_down": "mlp.down_proj",
     "attn_norm": "input_layernorm",
 }
-TWO_NORMS = {"ffn_norm": "post_attention_layernorm"}
-FOUR_NORMS = {
+NORMS_BEFORE_BLOCKS = {"ffn_norm": "post_attention_layernorm"}
+NORMS_AROUND_BLOCKS = {
     "post_attention_norm": "post_attention_layernorm",
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
 MODEL_MODULES = {"token_embd": "model.embed_tokens", "output": "lm_head", "output_norm": "model.norm"}
-EMBEDDING, HEAD, FREQUENCIES = "token_embd.weight", "output.weight", "rope_freqs.weight"
-# GGUF's fields, without the architecture's name that precedes them -> the fields of config.json with the same meaning.
+EMBEDDING_TENSOR, HEAD_TENSOR, FREQUENCY_TENSOR = "token_embd.weight", "output.weight", "rope_freqs.weight"
+# GGUF's metadata fields, without the prefix of the architecture's name -> the equivalent fields of config.json.
 CONFIG_FIELDS = {
     "context_length": "max_position_embeddings",
     "embedding_length": "hidden_size",
@@ -50,9 +50,9 @@ CONFIG_FIELDS = {
     "attention.key_length": "head_dim",
     "rope.freq_base": "rope_theta",
 }
-# Fields that a file may leave out.  They then have GGUF's defaults, not the family's.
+# Fields that a file may omit.  They then have GGUF's defaults instead of the family's.
 OPTIONAL_FIELDS = ("attention.head_count_kv", "attention.key_length", "rope.freq_base")
-# Fields that other code reads, or whose value does not change the computation.
+# Fields that other functions read, or that do not change the computation.
 FIELDS_READ_ELSEWHERE = (
     *("attention.value_length", "rope.dimension_count", "vocab_size", "rope.scaling.type", "rope.scaling.factor"),
     *("rope.scaling.original_context_length", "rope.scaling.finetuned"),
@@ -66,87 +66,95 @@ NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "rope.scaling.attn_factor": (1.0,),
     }
 )
-# The types of plain tensors, by GGUF's number.
+# The types of tensors without quantisation, by GGUF's type number.
 PLAIN_TYPES = {0: "F32", 1: "F16", 30: "BF16"}
 BLOCK_TYPES_BY_NUMBER = {type.gguf_type: type for type in BLOCK_TYPES.values()}
 
 
 @dataclass(frozen=True)
-class Architecture:
-    """How llama.cpp stores the models of one family.
+class GGUFArchitecture:
+    """How GGUF files of llama.cpp store the models of one family.
 
-    family, model_type: the values for config.json.  norms: the names of a layer's norms besides `attn_norm`.
-    permuted: whether rows of q and k are stored in the order of pairs of rotated values.
+    family, model_type: the values of `architectures` and `model_type` in config.json.  norm_modules: the names of a
+    layer's norms, except `attn_norm`.
+    permutes_q_and_k: whether the two values of each rotated pair are adjacent in the stored rows of q and k.
     norm_offset: a number that the converter added to the weights of norms.
-    further_fields: makes further fields, from the file and a function that reads one field of the architecture.
-    fields: the names of the fields that `further_fields` reads.
+    further_fields: returns additional fields of config.json.  Its arguments are the file and a function that reads a
+    metadata field.
+    further_field_names: the metadata fields that `further_fields` reads.
     """
 
     family: str
     model_type: str
-    norms: Mapping[str, str]
-    permuted: bool = False
+    norm_modules: Mapping[str, str]
+    permutes_q_and_k: bool = False
     norm_offset: float = 0.0
     further_fields: Callable[[GGUF, Callable[[str], Any]], Json] = lambda gguf, field: {}
-    fields: tuple[str, ...] = ()
+    further_field_names: tuple[str, ...] = ()
 
-    def name(self, stored: str) -> str:
-        """The name in a Hugging Face checkpoint of the tensor `stored`; `stored` itself if it is unknown."""
-        module, _, kind = stored.rpartition(".")
+    def hf_name(self, gguf_name: str) -> str:
+        """Returns the name that the tensor `gguf_name` has in a Hugging Face checkpoint; unknown names are returned."""
+        module, _, kind = gguf_name.rpartition(".")
         if module in MODEL_MODULES:
             return f"{MODEL_MODULES[module]}.{kind}"
         block, _, rest = module.partition(".")
         layer, _, part = rest.partition(".")
-        known = {**LAYER_MODULES, **self.norms}
-        return f"model.layers.{layer}.{known[part]}.{kind}" if block == "blk" and part in known else stored
+        known = {**LAYER_MODULES, **self.norm_modules}
+        return f"model.layers.{layer}.{known[part]}.{kind}" if block == "blk" and part in known else gguf_name
 
 
-# Fields of Gemma 2 and 3 in GGUF, and their names in config.json.
-GEMMA = {
+# Metadata fields of Gemma 2 and 3 -> the equivalent fields of config.json.
+GEMMA_FIELDS = {
     "attention.sliding_window": "sliding_window",
     "attn_logit_softcapping": "attn_logit_softcapping",
     "final_logit_softcapping": "final_logit_softcapping",
 }
-GEMMA3 = {"attention.sliding_window_pattern": "sliding_window_pattern", "rope.freq_base_swa": "rope_local_base_freq"}
-# How many layers the largest model has.  It scales queries by another size than that of their heads.
+GEMMA3_FIELDS = {
+    "attention.sliding_window_pattern": "sliding_window_pattern",
+    "rope.freq_base_swa": "rope_local_base_freq",
+}
+# The number of layers of the family's largest model.  That model does not scale queries by the size of its heads.
 LARGEST_NUM_LAYERS = {"gemma2": 46, "gemma3": 62}
 
 
-def _gemma(gguf: GGUF, field: Callable[[str], Any]) -> Json:
+def _gemma_fields(gguf: GGUF, field: Callable[[str], Any]) -> Json:
     heads, hidden = field("attention.head_count"), field("embedding_length")
-    # The file does not say how queries are scaled.
+    # The file has no field for the scale of queries.
     is_largest = field("block_count") == LARGEST_NUM_LAYERS[gguf.metadata["general.architecture"]]
     is_known = type(heads) is int and type(hidden) is int and heads > 0
     scalar = hidden // heads if is_largest and is_known else field("attention.key_length")
-    found = {theirs: field(ours) for ours, theirs in (GEMMA | GEMMA3).items()}
+    found = {theirs: field(ours) for ours, theirs in (GEMMA_FIELDS | GEMMA3_FIELDS).items()}
     return {name: value for name, value in {**found, "query_pre_attn_scalar": scalar}.items() if value is not None}
 
 
-ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
+ARCHITECTURES: Mapping[str, GGUFArchitecture] = MappingProxyType(
     {
-        # Files of Mistral's models also say "llama".
-        "llama": Architecture(
-            *("LlamaForCausalLM", "llama", TWO_NORMS),
-            permuted=True,
+        # Files of Mistral's models also have the architecture "llama".
+        "llama": GGUFArchitecture(
+            *("LlamaForCausalLM", "llama", NORMS_BEFORE_BLOCKS),
+            permutes_q_and_k=True,
             further_fields=lambda gguf, field: {"attention_bias": "blk.0.attn_q.bias" in gguf.tensors},
         ),
-        "qwen2": Architecture("Qwen2ForCausalLM", "qwen2", TWO_NORMS),
-        "qwen3": Architecture("Qwen3ForCausalLM", "qwen3", TWO_NORMS),
-        "gemma2": Architecture(
-            *("Gemma2ForCausalLM", "gemma2", FOUR_NORMS), norm_offset=1.0, further_fields=_gemma, fields=tuple(GEMMA)
-        ),
-        "gemma3": Architecture(
-            *("Gemma3ForCausalLM", "gemma3_text", FOUR_NORMS),
+        "qwen2": GGUFArchitecture("Qwen2ForCausalLM", "qwen2", NORMS_BEFORE_BLOCKS),
+        "qwen3": GGUFArchitecture("Qwen3ForCausalLM", "qwen3", NORMS_BEFORE_BLOCKS),
+        "gemma2": GGUFArchitecture(
+            *("Gemma2ForCausalLM", "gemma2", NORMS_AROUND_BLOCKS),
             norm_offset=1.0,
-            further_fields=_gemma,
-            fields=(*GEMMA, *GEMMA3),
+            further_fields=_gemma_fields,
+            further_field_names=tuple(GEMMA_FIELDS),
+        ),
+        "gemma3": GGUFArchitecture(
+            *("Gemma3ForCausalLM", "gemma3_text", NORMS_AROUND_BLOCKS),
+            norm_offset=1.0,
+            further_fields=_gemma_fields,
+            further_field_names=(*GEMMA_FIELDS, *GEMMA3_FIELDS),
         ),
     }
 )
 
 
-def architecture_of_gguf(gguf: GGUF) -> Architecture:
-    """Returns the Architecture of a file.  Raises EspalierError for one that is not supported."""
+def architecture_of_gguf(gguf: GGUF) -> GGUFArchitecture:
+    """Returns the GGUFArchitecture of a file.  Raises EspalierError for an architecture that is not supported."""
     name = gguf.metadata.get("general.architecture")
     if not isinstance(name, str) or name not in ARCHITECTURES:
         raise EspalierError(
@@ -157,12 +165,12 @@ def architecture_of_gguf(gguf: GGUF) -> Architecture:
 
 
 def gguf_config(path: Path) -> Json:
-    """Returns a config.json with the same meaning as the file's metadata.
+    """Returns a config.json that is equivalent to the file's metadata.
     Raises EspalierError naming a field that is not supported."""
     gguf = read_gguf(path)
     architecture, name = architecture_of_gguf(gguf), gguf.metadata["general.architecture"]
     own = {key.removeprefix(f"{name}."): value for key, value in gguf.metadata.items() if key.startswith(f"{name}.")}
-    _refuse_unknown(own, architecture, path, name)
+    _refuse_unknown_fields(own, architecture, path, name)
     config: Json = {
         "architectures": [architecture.family],
         "model_type": architecture.model_type,
@@ -170,27 +178,32 @@ def gguf_config(path: Path) -> Json:
         **{theirs: own[ours] for ours, theirs in CONFIG_FIELDS.items() if ours in own},
         **_size_fields(gguf, own),
         **_rope_fields(gguf, own),
-        **_special_tokens(gguf.metadata),
-        "dtype": _dtype(gguf),
+        **_special_token_fields(gguf.metadata),
+        "dtype": _model_dtype(gguf),
         **architecture.further_fields(gguf, own.get),
         "quantization_config": {"quant_method": "gguf", "types": _block_types(gguf, architecture)},
     }
-    # An embedding in blocks is not tied: it is read once as a table, and once more, as blocks, for the head.
-    config["tie_word_embeddings"] = HEAD not in gguf.tensors and gguf.tensors[EMBEDDING].type in PLAIN_TYPES
+    # A quantised embedding is not tied to the head: the embedding is dequantised to a table, and the head keeps the
+    # blocks.
+    config["tie_word_embeddings"] = (
+        HEAD_TENSOR not in gguf.tensors and gguf.tensors[EMBEDDING_TENSOR].type in PLAIN_TYPES
+    )
     return config
 
 
-def _default_fields(own: Json) -> Json:
-    heads, hidden = own["attention.head_count"], own["embedding_length"]
+def _default_fields(metadata: Json) -> Json:
+    heads, hidden = metadata["attention.head_count"], metadata["embedding_length"]
     size = hidden // heads if type(heads) is type(hidden) is int and heads > 0 else None
     return {"num_key_value_heads": heads, "head_dim": size, "rope_theta": 10000.0}
 
 
-def _refuse_unknown(own: Json, architecture: Architecture, path: Path, name: str) -> None:
-    if missing := next((field for field in CONFIG_FIELDS if field not in own and field not in OPTIONAL_FIELDS), None):
+def _refuse_unknown_fields(metadata: Json, architecture: GGUFArchitecture, path: Path, name: str) -> None:
+    if missing := next(
+        (field for field in CONFIG_FIELDS if field not in metadata and field not in OPTIONAL_FIELDS), None
+    ):
         raise EspalierError(f"{path} has no field {f'{name}.{missing}'!r}; download the file again")
-    known = (*CONFIG_FIELDS, *FIELDS_READ_ELSEWHERE, *architecture.fields)
-    for field, value in own.items():
+    known = (*CONFIG_FIELDS, *FIELDS_READ_ELSEWHERE, *architecture.further_field_names)
+    for field, value in metadata.items():
         if field not in known and value not in NEUTRAL_VALUES.get(field, ()):
             raise EspalierError(
                 f"{path}: field {shown(f'{name}.{field}')} = {shown(value)} is not supported; give the Hugging Face "
@@ -198,13 +211,13 @@ def _refuse_unknown(own: Json, architecture: Architecture, path: Path, name: str
             )
 
 
-def _size_fields(gguf: GGUF, own: Json) -> Json:
-    """The fields for the size of the vocabulary, and for the part of a head that is rotated."""
-    if EMBEDDING not in gguf.tensors:
-        raise EspalierError(f"{gguf.path} has no tensor {EMBEDDING!r}; download the file again")
-    sizes: Json = {"vocab_size": gguf.tensors[EMBEDDING].shape[0]}
+def _size_fields(gguf: GGUF, metadata: Json) -> Json:
+    """Returns the fields for the vocabulary size, the head size and the rotated part of a head."""
+    if EMBEDDING_TENSOR not in gguf.tensors:
+        raise EspalierError(f"{gguf.path} has no tensor {EMBEDDING_TENSOR!r}; download the file again")
+    sizes: Json = {"vocab_size": gguf.tensors[EMBEDDING_TENSOR].shape[0]}
     key, value, rotated = (
-        own.get(f) for f in ("attention.key_length", "attention.value_length", "rope.dimension_count")
+        metadata.get(f) for f in ("attention.key_length", "attention.value_length", "rope.dimension_count")
     )
     if value not in (None, key):
         raise EspalierError(
@@ -217,45 +230,46 @@ def _size_fields(gguf: GGUF, own: Json) -> Json:
     return sizes
 
 
-def _rope_fields(gguf: GGUF, own: Json) -> Json:
-    """The field rope_scaling, from the type that the file names or from the divisors of frequencies that it holds."""
-    kind, factor = own.get("rope.scaling.type", "none"), own.get("rope.scaling.factor")
+def _rope_fields(gguf: GGUF, metadata: Json) -> Json:
+    """Returns the field rope_scaling, from the file's RoPE type or from its divisors of frequencies."""
+    kind, factor = metadata.get("rope.scaling.type", "none"), metadata.get("rope.scaling.factor")
     scaling: Json | None = None
     if kind in ("linear", "yarn"):
-        original = own.get("rope.scaling.original_context_length")
+        original = metadata.get("rope.scaling.original_context_length")
         scaling = {"rope_type": kind, "factor": factor}
         if kind == "yarn" and original is not None:
             scaling["original_max_position_embeddings"] = original
     elif kind != "none":
         raise EspalierError(f"{gguf.path}: rope.scaling.type = {shown(kind)} is not supported, only linear and yarn")
-    if FREQUENCIES in gguf.tensors:
+    if FREQUENCY_TENSOR in gguf.tensors:
         if scaling is not None:
-            raise EspalierError(f"{gguf.path} has both {FREQUENCIES!r} and rope.scaling.type = {shown(kind)}")
-        divisors = _frequencies(gguf)
+            raise EspalierError(f"{gguf.path} has both {FREQUENCY_TENSOR!r} and rope.scaling.type = {shown(kind)}")
+        divisors = _frequency_divisors(gguf)
         scaling = {"rope_type": "longrope", "short_factor": divisors, "long_factor": divisors, "attention_factor": 1.0}
     return {} if scaling is None else {"rope_scaling": scaling}
 
 
-def _dtype(gguf: GGUF) -> str:
-    """The dtype of the model: float32 or float16 if all matrices are stored in it, else bfloat16."""
+def _model_dtype(gguf: GGUF) -> str:
+    """Returns the model's dtype: float32 or float16 if all matrices are stored in that dtype, else bfloat16."""
     types = {place.type for place in gguf.tensors.values() if len(place.shape) > 1}
     return {frozenset({0}): "float32", frozenset({1}): "float16"}.get(frozenset(types), "bfloat16")
 
 
-def _frequencies(gguf: GGUF) -> list[float]:
-    place = gguf.tensors[FREQUENCIES]
+def _frequency_divisors(gguf: GGUF) -> list[float]:
+    place = gguf.tensors[FREQUENCY_TENSOR]
     if place.type != 0 or len(place.shape) != 1:
-        raise EspalierError(f"{gguf.path}: {FREQUENCIES!r} is no list of float32; download the file again")
+        raise EspalierError(f"{gguf.path}: {FREQUENCY_TENSOR!r} is no list of float32; download the file again")
     with place.file.open("rb") as file:
         file.seek(place.begin)
         content = file.read(4 * place.shape[0])
     if len(content) != 4 * place.shape[0]:
-        raise EspalierError(f"{gguf.path} is cut short in {FREQUENCIES!r}; download the file again")
+        raise EspalierError(f"{gguf.path} is cut short in {FREQUENCY_TENSOR!r}; download the file again")
     return np.frombuffer(content, "<f4").tolist()
 
 
-def _special_tokens(metadata: Mapping[str, Any]) -> Json:
-    """The fields for special tokens.  llama.cpp stops at the end of a text and at the end of a turn."""
+def _special_token_fields(metadata: Mapping[str, Any]) -> Json:
+    """Returns the fields for special tokens.  Generation stops at the end of texts and of chat messages, as in
+    llama.cpp."""
     ends = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
     found: Json = {"eos_token_id": [end for end in ends if end is not None]}
     for name, field in (("bos_token_id", "bos_token_id"), ("pad_token_id", "padding_token_id")):
@@ -264,8 +278,8 @@ def _special_tokens(metadata: Mapping[str, Any]) -> Json:
     return found
 
 
-def _block_types(gguf: GGUF, architecture: Architecture) -> dict[str, str]:
-    """The block format of each matrix that is stored in blocks, by the matrix's name."""
+def _block_types(gguf: GGUF, architecture: GGUFArchitecture) -> dict[str, str]:
+    """Returns the block format of each quantised matrix, by the matrix's name."""
     types = {}
     for stored, place in gguf.tensors.items():
         if place.type in PLAIN_TYPES:
@@ -282,7 +296,7 @@ def _block_types(gguf: GGUF, architecture: Architecture) -> dict[str, str]:
                 f"{gguf.path}: tensor {shown(stored)} has rows of {place.shape[-1]} values, which blocks of "
                 f"{type.block_values} ({type.name}) do not divide; download the file again"
             )
-        types[architecture.name(stored).removesuffix(".weight")] = type.name
-    if HEAD not in gguf.tensors and "model.embed_tokens" in types:
+        types[architecture.hf_name(stored).removesuffix(".weight")] = type.name
+    if HEAD_TENSOR not in gguf.tensors and "model.embed_tokens" in types:
         types["lm_head"] = types["model.embed_tokens"]
     return types

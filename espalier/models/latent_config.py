@@ -1,4 +1,4 @@
-"""Reads the sizes of latent attention, and of the indexer, which chooses the rows that a layer attends to."""
+"""Reads the sizes of latent attention and of the indexer.  An indexer chooses the rows that a layer attends to."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -14,11 +14,11 @@ TYPES_FIELD, PATTERN_FIELD, FREQ_FIELD, OFFSET_FIELD = (
     "index_topk_freq",
     "index_skip_topk_offset",
 )
-# The value of index_skip_topk_offset if a config does not have the field.
+# The default of index_skip_topk_offset.
 DEFAULT_OFFSET = 2
-# The defaults of families with an indexer.  index_share_for_mtp_iteration is accepted and not used: here each row of an
-# MTP layer chooses for itself.  The target's output does not depend on that.
-INDEX_FIELDS: dict[str, Any] = {
+# The defaults of families with an indexer.  index_share_for_mtp_iteration is accepted but not used: each row of an MTP
+# layer makes its own choice.  The target's output does not depend on that choice.
+INDEXER_DEFAULTS: dict[str, Any] = {
     "index_topk": 2048,
     "index_head_dim": 128,
     "index_n_heads": 64,
@@ -28,61 +28,59 @@ INDEX_FIELDS: dict[str, Any] = {
 
 
 @dataclass(frozen=True)
-class IndexConfig:
+class IndexerConfig:
     """The sizes of the indexers of a model's layers (DeepSeek-AI 2025, "DeepSeek-V3.2", section 2.1).
-
-    topk: the largest number of rows that a query attends to.  heads: the number of index heads.  size: how many values
-    an index key and a head of an index query have.  interleaved: see espalier/kernels/ops/selection.py:IndexRows.
-    types: FULL_INDEXER (the layer has an indexer) or SHARED_INDEXER (it uses an earlier layer's choice) for each layer.
-    """
+    topk: the largest number of rows that a query attends to.  heads: the number of index heads.  size: the number of
+    values of an index key, and of each head of an index query.  interleaved: see
+    espalier/kernels/ops/selection.py:IndexRows.
+    layer_types: for each layer, FULL_INDEXER (the layer has an indexer) or SHARED_INDEXER (it uses an earlier layer's
+    choice)."""
 
     topk: int
     heads: int
     size: int
     interleaved: bool
-    types: tuple[str, ...]
+    layer_types: tuple[str, ...]
 
-    def is_full(self, layer: int) -> bool:
-        return self.types[layer] == FULL_INDEXER
+    def has_own_indexer(self, layer: int) -> bool:
+        return self.layer_types[layer] == FULL_INDEXER
 
 
-def read_index(full: dict[str, Any], count: Callable[[str], int]) -> IndexConfig:
-    """Returns the sizes of the indexers.  count: a function that reads a field as a positive integer.
-
-    Raises EspalierError naming a field that is missing or wrong.
-    """
-    types = indexer_types(full)
-    if full.get("q_lora_rank") is None:
+def read_indexer_config(fields: dict[str, Any], read_count: Callable[[str], int]) -> IndexerConfig:
+    """Returns the sizes of the indexers.  read_count: a function that reads a field as a positive integer.
+    Raises EspalierError naming a field that is missing or wrong."""
+    types = indexer_types(fields)
+    if fields.get("q_lora_rank") is None:
         raise EspalierError(
             "q_lora_rank is null, but index queries are made from the queries' latent; use another model"
         )
-    index = IndexConfig(
-        topk=count("index_topk"),
-        heads=count("index_n_heads"),
-        size=count("index_head_dim"),
-        interleaved=bool(full["indexer_rope_interleave"]),
-        types=types,
+    index = IndexerConfig(
+        topk=read_count("index_topk"),
+        heads=read_count("index_n_heads"),
+        size=read_count("index_head_dim"),
+        interleaved=bool(fields["indexer_rope_interleave"]),
+        layer_types=types,
     )
-    if index.size < full["qk_rope_head_dim"]:
+    if index.size < fields["qk_rope_head_dim"]:
         raise EspalierError(
-            f"index_head_dim = {index.size} is less than qk_rope_head_dim = {full['qk_rope_head_dim']}, the "
+            f"index_head_dim = {index.size} is less than qk_rope_head_dim = {fields['qk_rope_head_dim']}, the "
             "values of it that are rotated; correct the config or pass model_overrides"
         )
     return index
 
 
-def indexer_types(full: dict[str, Any]) -> tuple[str, ...]:
-    """FULL_INDEXER or SHARED_INDEXER for each layer.  Raises EspalierError for wrong or contradicting fields."""
-    layers = full["num_hidden_layers"]
+def indexer_types(fields: dict[str, Any]) -> tuple[str, ...]:
+    """Returns FULL_INDEXER or SHARED_INDEXER for each layer.  Raises EspalierError for contradicting fields."""
+    layers = fields["num_hidden_layers"]
     names = (TYPES_FIELD, PATTERN_FIELD, FREQ_FIELD, OFFSET_FIELD)
-    declared, pattern, freq, offset = (full.get(name) for name in names)
+    declared, pattern, freq, offset = (fields.get(name) for name in names)
     read = [
         _listed_indexer_types(name, value, layers)
         for name, value in ((TYPES_FIELD, declared), (PATTERN_FIELD, pattern))
         if value is not None
     ]
     if pattern is None and (freq is not None or not read):
-        read.append(_scheduled_indexer_types(full, layers))
+        read.append(_scheduled_indexer_types(fields, layers))
     for other in read[1:]:
         if other != read[0]:
             layer = next(i for i, (a, b) in enumerate(zip(read[0], other, strict=True)) if a != b)
@@ -107,8 +105,8 @@ def _listed_indexer_types(name: str, value: Any, layers: int) -> tuple[str, ...]
     return tuple(INDEXER_TYPES[each] for each in value)
 
 
-def _scheduled_indexer_types(full: dict[str, Any], layers: int) -> tuple[str, ...]:
-    freq, offset = full.get(FREQ_FIELD), full.get(OFFSET_FIELD)
+def _scheduled_indexer_types(fields: dict[str, Any], layers: int) -> tuple[str, ...]:
+    freq, offset = fields.get(FREQ_FIELD), fields.get(OFFSET_FIELD)
     freq, offset = 1 if freq is None else freq, DEFAULT_OFFSET if offset is None else offset
     for name, value in ((FREQ_FIELD, freq), (OFFSET_FIELD, offset)):
         if type(value) is not int or value < 0:
@@ -120,14 +118,12 @@ def _scheduled_indexer_types(full: dict[str, Any], layers: int) -> tuple[str, ..
 @dataclass(frozen=True)
 class LatentConfig:
     """The sizes of latent attention (DeepSeek-AI 2024, arXiv:2405.04434, section 2.1).
-
     q_rank: the size of the queries' latent; None: queries are projected directly from the hidden state.
     kv_rank: the size of the latent from which K and V are computed.
-    nope_size, rope_size: how many values of a q or k head are not rotated, and how many are.
+    nope_size: the number of values of a q or k head without RoPE; rope_size: the number of values with RoPE.
     v_size: the size of a v head.
     interleaved: see espalier/kernels/ops/rope.py:LatentFormat.
-    index: the sizes of the indexers; None: layers attend to all rows.
-    """
+    indexer: the sizes of the indexers; None if layers attend to all rows."""
 
     q_rank: int | None
     kv_rank: int
@@ -135,7 +131,7 @@ class LatentConfig:
     rope_size: int
     v_size: int
     interleaved: bool
-    index: IndexConfig | None = None
+    indexer: IndexerConfig | None = None
 
     @property
     def head_size(self) -> int:
@@ -144,24 +140,26 @@ class LatentConfig:
 
     @property
     def row_size(self) -> int:
-        """How many values are kept for a token: its latent, and the rotated part of its key, shared by all heads."""
+        """The number of values that the cache stores for a token: the latent and the rotated part of the key."""
         return self.kv_rank + self.rope_size
 
 
-def read_latent(full: dict[str, Any], count: Callable[[str], int], is_indexed: bool = False) -> LatentConfig:
-    """Returns the sizes of latent attention.  count: a function that reads a field as a positive integer.
+def read_latent_config(
+    fields: dict[str, Any], read_count: Callable[[str], int], is_indexed: bool = False
+) -> LatentConfig:
+    """Returns the sizes of latent attention.  read_count: a function that reads a field as a positive integer.
     Raises EspalierError naming a field that is missing or wrong."""
     latent = LatentConfig(
-        q_rank=None if full.get("q_lora_rank") is None else count("q_lora_rank"),
-        kv_rank=count("kv_lora_rank"),
-        nope_size=count("qk_nope_head_dim"),
-        rope_size=count("qk_rope_head_dim"),
-        v_size=count("v_head_dim"),
-        interleaved=bool(full["rope_interleave"]),
+        q_rank=None if fields.get("q_lora_rank") is None else read_count("q_lora_rank"),
+        kv_rank=read_count("kv_lora_rank"),
+        nope_size=read_count("qk_nope_head_dim"),
+        rope_size=read_count("qk_rope_head_dim"),
+        v_size=read_count("v_head_dim"),
+        interleaved=bool(fields["rope_interleave"]),
     )
     if latent.rope_size % 2:
         raise EspalierError(
             f"qk_rope_head_dim = {latent.rope_size}, but values are rotated in pairs; it must be even: correct "
             "the config or pass model_overrides"
         )
-    return replace(latent, index=read_index(full, count)) if is_indexed else latent
+    return replace(latent, indexer=read_indexer_config(fields, read_count)) if is_indexed else latent

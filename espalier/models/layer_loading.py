@@ -1,4 +1,4 @@
-"""Builds a layer of a target or a draft from its weights.  Families with layers of their own also use this module."""
+"""Builds a layer of a target or a draft from its weights.  Families with their own layers also use it."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -16,16 +16,16 @@ from espalier.kernels.ops.recurrence import ShortConv
 from espalier.kernels.ops.rope import HeadNorms, LatentFormat
 from espalier.kernels.ops.selection import IndexNorm
 from espalier.models.config import Experts, ModelConfig
-from espalier.models.latent_config import IndexConfig, LatentConfig
+from espalier.models.latent_config import IndexerConfig, LatentConfig
 from espalier.models.layers.attention import AllHeadsNorms, Attention
 from espalier.models.layers.decoder import DecoderLayer, Mixer
-from espalier.models.layers.latent_attention import INDEX_EPS, NORM_EPS, Indexer, LatentAttention
+from espalier.models.layers.latent_attention import INDEX_NORM_EPS, LATENT_NORM_EPS, Indexer, LatentAttention
 from espalier.models.layers.linear import Embedding, Linear
 from espalier.models.layers.mlp import GatedMLP, MixtureMLP
 from espalier.models.layers.norm import AnyNorm, NoNorm, RMSNorm
 from espalier.models.layers.recurrent import Mamba2
 from espalier.models.rope import RopeTables
-from espalier.models.stored_names import stored_parts
+from espalier.models.stored_names import stored_matrices
 from espalier.models.weight_formats import dense_weight
 from espalier.models.weight_formats.sharded import GatheredWeight
 from espalier.models.weights import Weights
@@ -33,7 +33,7 @@ from espalier.shards import Part, Shards, part_of, whole_part
 
 # The matrices of a layer's experts: (gate_up, down, biases).
 ExpertMatrices = tuple[ExpertMatrix, ExpertMatrix, ExpertBiases | None]
-HEADS_TEXT = "number of attention heads"
+HEADS_SIZE_NAME = "number of attention heads"
 FULL_ATTENTION = "full_attention"
 
 
@@ -42,23 +42,26 @@ def load_experts(
 ) -> MixtureMLP:
     """Loads the mixture-of-experts block under `prefix`.  shared_activation: the activation of shared experts."""
     routing = experts.routing
-    # The router is read first, because its shape shows a wrong number of experts before the experts are read.
-    router = weights.take(f"{prefix}{experts.router_name}.weight", routing.num_experts, hidden)
-    read = {"apart": _load_separate, "stacked": _load_stacked, "joined": _load_joined}[experts.stored]
+    # The router is read first: its shape reveals a wrong number of experts before the experts are read.
+    router = weights.load(f"{prefix}{experts.router_name}.weight", routing.num_experts, hidden)
+    read = {"apart": _load_separate_experts, "stacked": _load_stacked_experts, "joined": _load_joined_experts}[
+        experts.storage
+    ]
     gate_up, down, biases = read(weights, experts, prefix, hidden)
     scale = bias = shared = shared_gate = None
     if routing.correction_bias or routing.logit_bias:
         name = f"{experts.router_name}.bias" if routing.logit_bias else experts.correction_name
-        bias = weights.take_exact(f"{prefix}{name}", routing.num_experts)
+        bias = weights.load_exact(f"{prefix}{name}", routing.num_experts)
     if experts.scale_name is not None:
-        scale = weights.take_exact(f"{prefix}{experts.scale_name}", routing.num_experts)
+        scale = weights.load_exact(f"{prefix}{experts.scale_name}", routing.num_experts)
     if experts.shared_size:
         under = prefix if experts.shared_prefix is None else prefix.removesuffix(experts.prefix) + experts.shared_prefix
         sizes, name = (hidden, experts.shared_size), f"{under}{experts.shared_name}."
-        # The mixture sums the shared expert with the routed experts, so it is not summed over the ranks here.
-        shared = weights.mlp(name, *sizes, experts.shared_bias, shared_activation, False, experts.shared_names)
-    if experts.shared_gate is not None:
-        shared_gate = weights.linear(prefix, (experts.shared_gate,), (whole_part(1),), hidden, bias=False)
+        # MixtureMLP adds the shared and routed experts before it sums over the ranks, so the shared MLP does not sum
+        # over the ranks.
+        shared = weights.mlp(name, *sizes, experts.shared_has_bias, shared_activation, False, experts.shared_names)
+    if experts.shared_gate_name is not None:
+        shared_gate = weights.linear(prefix, (experts.shared_gate_name,), (whole_part(1),), hidden, bias=False)
     return MixtureMLP(
         routing,
         router,
@@ -74,13 +77,13 @@ def load_experts(
     )
 
 
-def _load_joined(weights: Weights, experts: Experts, prefix: str, hidden: int) -> ExpertMatrices:
+def _load_joined_experts(weights: Weights, experts: Experts, prefix: str, hidden: int) -> ExpertMatrices:
     gate_up, down = (f"{prefix}{name}" for name in experts.joined_names)
     count, size = experts.routing.num_experts, experts.size
     if gate_up not in weights:
-        return _load_separate(weights, experts, prefix, hidden)
+        return _load_separate_experts(weights, experts, prefix, hidden)
     own = _rank_part_of_size(weights, experts)
-    _, halves = stored_parts([gate_up], (own, own))
+    _, halves = stored_matrices([gate_up], (own, own))
     if weights.formats(gate_up).name != DENSE and not weights.is_plain(gate_up):
         return (
             weights.stacked_matrix(gate_up, "", count, halves, hidden),
@@ -88,14 +91,14 @@ def _load_joined(weights: Weights, experts: Experts, prefix: str, hidden: int) -
             None,
         )
     return (
-        weights.take_parts(gate_up, (count, 2 * size, hidden), 1, [part_of(half) for half in halves]),
-        weights.take_parts(down, (count, hidden, size), 2, [own]),
+        weights.load_parts(gate_up, (count, 2 * size, hidden), 1, [part_of(half) for half in halves]),
+        weights.load_parts(down, (count, hidden, size), 2, [own]),
         None,
     )
 
 
-def _load_separate(weights: Weights, experts: Experts, prefix: str, hidden: int) -> ExpertMatrices:
-    if experts.biases:
+def _load_separate_experts(weights: Weights, experts: Experts, prefix: str, hidden: int) -> ExpertMatrices:
+    if experts.has_biases:
         raise EspalierError("experts that are stored apart are supported only without biases; use another model")
     count, size = experts.routing.num_experts, _rank_part_of_size(weights, experts)
     names = [f"{prefix}experts.{expert}." for expert in range(count)]
@@ -110,7 +113,7 @@ def _unstack_experts(matrix: ExpertMatrix, count: int) -> ExpertMatrix:
     return matrix.unflatten(0, (count, -1)) if isinstance(matrix, Tensor) else matrix.experts(count)
 
 
-def _load_stacked(weights: Weights, experts: Experts, prefix: str, hidden: int) -> ExpertMatrices:
+def _load_stacked_experts(weights: Weights, experts: Experts, prefix: str, hidden: int) -> ExpertMatrices:
     count, own, name = experts.routing.num_experts, _rank_part_of_size(weights, experts), f"{prefix}experts."
     size = own.size
     if weights.formats(f"{prefix}experts").name != DENSE:
@@ -119,22 +122,22 @@ def _load_stacked(weights: Weights, experts: Experts, prefix: str, hidden: int) 
     weights.require_shape(f"{name}gate_up_proj", (count, hidden, 2 * size))
     weights.require_shape(f"{name}down_proj", (count, size, hidden))
     gate_up, down = weights.empty(count, 2 * len(own), hidden), weights.empty(count, hidden, len(own))
-    for expert, stored in enumerate(weights.take_entries(f"{name}gate_up_proj", count, hidden, 2 * size)):
+    for expert, stored in enumerate(weights.load_entries(f"{name}gate_up_proj", count, hidden, 2 * size)):
         gate_up[expert].view(2, len(own), hidden).copy_(
             _split_gate_and_up(stored[:, own.scaled(2).slice]).permute(1, 2, 0)
         )
-    for expert, stored in enumerate(weights.take_entries(f"{name}down_proj", count, size, hidden)):
+    for expert, stored in enumerate(weights.load_entries(f"{name}down_proj", count, size, hidden)):
         down[expert].copy_(stored[own.slice].T)
     return gate_up, down, _load_stacked_biases(weights, experts, name, hidden)
 
 
 def _load_stacked_biases(weights: Weights, experts: Experts, name: str, hidden: int) -> ExpertBiases | None:
-    if not experts.biases:
+    if not experts.has_biases:
         return None
     count, own = experts.routing.num_experts, _rank_part_of_size(weights, experts)
-    stored = weights.take(f"{name}gate_up_proj_bias", count, 2 * own.size)
+    stored = weights.load(f"{name}gate_up_proj_bias", count, 2 * own.size)
     gate_up_bias = _split_gate_and_up(stored[:, own.scaled(2).slice]).flatten(1)
-    down_bias = weights.bias_on_first_rank(weights.take(f"{name}down_proj_bias", count, hidden))
+    down_bias = weights.bias_on_first_rank(weights.load(f"{name}down_proj_bias", count, hidden))
     assert down_bias is not None
     return ExpertBiases(gate_up_bias, down_bias)
 
@@ -143,7 +146,7 @@ def _load_stacked_quantised(
     weights: Weights, experts: Experts, name: str, hidden: int
 ) -> tuple[QuantisedMatrix, QuantisedMatrix]:
     """Loads the quantised matrices (gate_up, down) of stacked experts.
-    Rows of gate and of up alternate, as the columns of stacked dense experts do."""
+    Rows of gate and rows of up alternate, like the columns of stacked dense experts."""
     count, own = experts.routing.num_experts, _rank_part_of_size(weights, experts)
     gate_up = weights.stacked_matrix(name, ".gate_up_proj", count, [own.scaled(2)], hidden)
     down = weights.stacked_matrix(name, ".down_proj", count, [hidden], own)
@@ -160,16 +163,16 @@ def _split_gate_and_up(interleaved: Tensor) -> Tensor:
     return interleaved.unflatten(1, (-1, 2)).transpose(1, 2)
 
 
-def specs_by_type(config: ModelConfig, others: Mapping[str, LayerSpec]) -> tuple[LayerSpec, ...]:
+def specs_by_type(config: ModelConfig, other_specs: Mapping[str, LayerSpec]) -> tuple[LayerSpec, ...]:
     """Returns the spec of each layer, by its entry in `layer_types`.
-    Layers with full attention keep K and V heads.  others: the specs of the other types."""
+    Layers with full attention store K and V heads.  other_specs: the specs of all other layer types."""
     keeps = KVHeads(config.kv_heads, config.head_size, config.head_size)
-    of_type = {FULL_ATTENTION: LayerSpec(config.heads, keeps, scale=config.softmax_scale), **others}
+    of_type = {FULL_ATTENTION: LayerSpec(config.heads, keeps, scale=config.softmax_scale), **other_specs}
     return tuple(of_type[kind] for kind in config.raw["layer_types"])
 
 
 def layer_specs_of(config: ModelConfig) -> tuple[LayerSpec, ...]:
-    """The spec of each layer."""
+    """Returns the spec of each layer."""
     if config.family.layer_specs is not None:
         return config.family.layer_specs(config)
     size, latent = config.head_size, config.latent
@@ -178,22 +181,25 @@ def layer_specs_of(config: ModelConfig) -> tuple[LayerSpec, ...]:
         scale, cap = config.softmax_scale, config.softcap
         return tuple(LayerSpec(config.heads, keeps, window, scale, cap) for window in config.windows)
     scale = config.rope.latent_mscale**2 * size**-0.5
-    row, index = LatentKV(latent.row_size, latent.kv_rank), latent.index
+    row, index = LatentKV(latent.row_size, latent.kv_rank), latent.indexer
     if index is None:
         return tuple(LayerSpec(config.heads, row, window, scale) for window in config.windows)
-    rows = (replace(row, index_size=index.size) if index.is_full(layer) else row for layer in range(config.num_layers))
+    rows = (
+        replace(row, index_size=index.size) if index.has_own_indexer(layer) else row
+        for layer in range(config.num_layers)
+    )
     return tuple(LayerSpec(config.heads, keeps, scale=scale, topk=index.topk) for keeps in rows)
 
 
 def load_embedding(weights: Weights, config: ModelConfig, scale: float) -> Embedding:
-    """Loads the token embedding, or the rank's part of it.  scale: the factor of its values."""
+    """Loads the token embedding, or this rank's part of it.  scale: the factor of all embeddings."""
     own = weights.shards.tokens(config.vocab_size)
     table = weights.table("model.embed_tokens", own, config.hidden_size)
     return Embedding(table, scale, None, config.vocab_size, weights.shards)
 
 
 def tied_head(embed: Embedding, shards: Shards) -> Linear:
-    """Returns a head with the embedding's tensor as its weight, in the same memory."""
+    """Returns an lm_head whose weight is the embedding's tensor (in the same memory)."""
     vocab_size, _ = embed.shape
     if shards.count == 1:
         return Linear(dense_weight(embed.weight))
@@ -204,18 +210,15 @@ def tied_head(embed: Embedding, shards: Shards) -> Linear:
 def load_attention(
     weights: Weights, config: ModelConfig, prefix: str, columns: int, rope: RopeTables, layer: int = 0
 ) -> Attention | LatentAttention:
-    """Loads the attention block under `prefix`, with K and V heads or with latent attention, as the config says.
-
-    columns: the input size of q, k and v: the hidden size; twice that for a draft whose input is the embedding and the
-    hidden state concatenated.  layer: the layer's number in the checkpoint; by it the config says whether the layer has
-    an indexer.
-    """
+    """Loads the attention block under `prefix`: latent attention, or attention with K and V heads.
+    columns: the input size of q, k and v: the hidden size, or twice that for a draft that concatenates embedding and
+    hidden state.  layer: the layer's number in the checkpoint, which decides whether the layer has an indexer."""
     if config.latent is not None:
         return _load_latent_attention(weights, config, config.latent, prefix, columns, rope, layer)
     size, shards, names = config.head_size, weights.shards, config.family.names
-    heads, kv_heads = shards.part(config.heads, HEADS_TEXT), shards.kv_heads(config.kv_heads)
+    heads, kv_heads = shards.part(config.heads, HEADS_SIZE_NAME), shards.kv_heads(config.kv_heads)
     q_rows, kv_rows = heads.scaled(size), kv_heads.scaled(size)
-    stored = stored_parts(names.qkv, (q_rows, kv_rows, kv_rows))
+    stored = stored_matrices(names.qkv, (q_rows, kv_rows, kv_rows))
     qkv = weights.linear(prefix, *stored, columns, config.attention_bias)
     out = weights.linear(prefix, (names.out,), (config.hidden_size,), q_rows, config.out_bias)
     norms = all_heads_norms = sink = None
@@ -223,17 +226,17 @@ def load_attention(
         all_heads_norms = _load_all_heads_norms(weights, config, prefix, q_rows, kv_rows)
     elif config.qk_norm:
         norms = load_head_norms(weights, config, prefix)
-    if config.family.sinks:
-        sink = weights.take_exact(f"{prefix}sinks", config.heads)[heads.slice]
+    if config.family.has_sinks:
+        sink = weights.load_exact(f"{prefix}sinks", config.heads)[heads.slice]
     return Attention(qkv, out, len(heads) + 2 * len(kv_heads), rope, norms, sink, all_heads_norms)
 
 
 def _load_all_heads_norms(
     weights: Weights, config: ModelConfig, prefix: str, q_rows: Part, kv_rows: Part
 ) -> AllHeadsNorms:
-    """Loads the norms of q and k that use the length over all heads.  Each rank holds the weights of its heads."""
+    """Loads the norms of q and of k over all heads.  Each rank loads the norm weights of its own heads."""
     q, k = (
-        RMSNorm(weights.take_parts(f"{prefix}{name}_norm.weight", (rows.size,), 0, [rows]), config.rms_norm_eps)
+        RMSNorm(weights.load_parts(f"{prefix}{name}_norm.weight", (rows.size,), 0, [rows]), config.rms_norm_eps)
         for name, rows in (("q", q_rows), ("k", kv_rows))
     )
     return AllHeadsNorms(q, k, weights.shards)
@@ -255,56 +258,58 @@ def _load_latent_attention(
     rope: RopeTables,
     layer: int,
 ) -> LatentAttention:
-    """Loads the latent attention block under `prefix`.  columns, layer: as in load_attention."""
-    hidden, heads, rank = config.hidden_size, weights.shards.part(config.heads, HEADS_TEXT), latent.q_rank
+    """Loads the latent attention block under `prefix`.  columns, layer: see load_attention."""
+    hidden, heads, rank = config.hidden_size, weights.shards.part(config.heads, HEADS_SIZE_NAME), latent.q_rank
     q_rows, bias = heads.scaled(latent.head_size), config.attention_bias
     rows = q_rows if rank is None else whole_part(rank)
     names, row = ("q_proj" if rank is None else "q_a_proj", "kv_a_proj_with_mqa"), latent.row_size
     down = weights.linear(prefix, names, (rows, row), columns, bias=bias and rank is not None)
     q_norm = q = None
     if rank is not None:
-        q_norm = weights.norm(f"{prefix}q_a_layernorm", rank, NORM_EPS)
+        q_norm = weights.norm(f"{prefix}q_a_layernorm", rank, LATENT_NORM_EPS)
         q = weights.linear(prefix, ("q_b_proj",), (q_rows,), rank, bias=False)
     elif bias:
-        # Of the two stacked projections, only the one of the row to keep has a bias.
-        down.bias = torch.cat((weights.empty(len(q_rows)).zero_(), weights.take(f"{prefix}{names[1]}.bias", row)))
+        # Only the projection of the latent row has a bias, so the bias of the queries is zero.
+        down.bias = torch.cat((weights.empty(len(q_rows)).zero_(), weights.load(f"{prefix}{names[1]}.bias", row)))
     kv_rows = heads.scaled(latent.nope_size + latent.v_size)
-    kv_up = weights.take_matrix(f"{prefix}kv_b_proj", kv_rows, latent.kv_rank)
+    kv_up = weights.load_dense_matrix(f"{prefix}kv_b_proj", kv_rows, latent.kv_rank)
     k_up, v_up = kv_up.unflatten(0, (len(heads), -1)).split((latent.nope_size, latent.v_size), 1)
     return LatentAttention(
         down=down,
         q_norm=q_norm,
         q=q,
-        form=LatentFormat(weights.take(f"{prefix}kv_a_layernorm.weight", latent.kv_rank), NORM_EPS, latent.interleaved),
+        latent_format=LatentFormat(
+            weights.load(f"{prefix}kv_a_layernorm.weight", latent.kv_rank), LATENT_NORM_EPS, latent.interleaved
+        ),
         k_up=k_up,
         v_up=v_up,
         out=weights.linear(prefix, ("o_proj",), (hidden,), heads.scaled(latent.v_size), config.out_bias),
         row_size=row,
         rope=rope,
-        indexer=_load_indexer(weights, latent.index, prefix, rank, columns, layer),
+        indexer=_load_indexer(weights, latent.indexer, prefix, rank, columns, layer),
     )
 
 
 def _load_indexer(
-    weights: Weights, index: IndexConfig | None, prefix: str, rank: int | None, columns: int, layer: int
+    weights: Weights, index: IndexerConfig | None, prefix: str, rank: int | None, columns: int, layer: int
 ) -> Indexer | None:
-    """Loads the indexer of a layer, whole on every rank; None for a layer without one."""
+    """Loads the whole indexer of a layer on every rank.  Returns None for a layer without an indexer."""
     if index is None or rank is None:
         return None
     under = f"{prefix}indexer."
-    if not index.is_full(layer):
-        # The checkpoint holds such weights if an override lets more layers share a choice.
+    if not index.has_own_indexer(layer):
+        # The checkpoint has weights for this layer's indexer if a model override changed the layer to a shared indexer.
         weights.ignore_prefixes((under,))
         return None
     return Indexer(
         q=weights.linear(under, ("wq_b",), (whole_part(index.heads * index.size),), rank, bias=False),
         k=weights.linear(under, ("wk",), (whole_part(index.size),), columns, bias=False),
         norm=IndexNorm(
-            weights.take(f"{under}k_norm.weight", index.size),
-            weights.take(f"{under}k_norm.bias", index.size),
-            INDEX_EPS,
+            weights.load(f"{under}k_norm.weight", index.size),
+            weights.load(f"{under}k_norm.bias", index.size),
+            INDEX_NORM_EPS,
         ),
-        weights=weights.take_matrix(f"{under}weights_proj", whole_part(index.heads), columns),
+        score_weights=weights.load_dense_matrix(f"{under}weights_proj", whole_part(index.heads), columns),
         interleaved=index.interleaved,
     )
 
@@ -313,10 +318,8 @@ def load_layer(
     weights: Weights, config: ModelConfig, prefix: str, layer: int, rope: RopeTables, index: int | None = None
 ) -> DecoderLayer:
     """Loads the layer under `prefix`: norms, mixer and MLP.
-
-    layer: the layer's number in the checkpoint; by it the config says whether the layer has experts.
-    index: the layer's index in a pass; None: `layer`.
-    """
+    layer: the layer's number in the checkpoint, which decides whether the layer has experts.
+    index: the layer's index in a pass; by default `layer`."""
     experts = config.experts if config.experts is not None and layer in config.experts.layers else None
     hidden, norms = config.hidden_size, config.family.layer_norms
 
@@ -363,24 +366,24 @@ def load_mamba2(
     *,
     bias: bool,
     conv_bias: bool,
-    limits: Sequence[float],
+    dt_limits: Sequence[float],
 ) -> Mamba2:
     """Loads the Mamba 2 block under `prefix`.
-    bias, conv_bias: whether the projections and the convolution have a bias.  limits: the least and the largest dt."""
+    bias, conv_bias: whether the projections and the convolution have a bias.  dt_limits: the range of dt."""
     inner, shared, channels = keeps.heads * keeps.v_size, keeps.k_heads * keeps.k_size, keeps.channels
-    conv = weights.take(f"{prefix}conv1d.weight", channels, 1, keeps.taps)[:, 0]
+    conv = weights.load(f"{prefix}conv1d.weight", channels, 1, keeps.taps)[:, 0]
     # The stored order of the channels is x, B, C.
     x, b, c = torch.arange(channels, device=conv.device).split((inner, shared, shared))
     order = torch.cat((c, b, x))
-    of_channels = weights.take(f"{prefix}conv1d.bias", channels)[order] if conv_bias else None
-    low, high = limits
+    of_channels = weights.load(f"{prefix}conv1d.bias", channels)[order] if conv_bias else None
+    low, high = dt_limits
     return Mamba2(
         keeps,
         weights.linear(prefix, ("in_proj",), (inner + channels + keeps.heads,), hidden, bias),
         ShortConv(conv[order].contiguous(), of_channels),
-        weights.take_exact(f"{prefix}A_log", keeps.heads),
-        weights.take_exact(f"{prefix}dt_bias", keeps.heads),
-        weights.take_exact(f"{prefix}D", keeps.heads),
+        weights.load_exact(f"{prefix}A_log", keeps.heads),
+        weights.load_exact(f"{prefix}dt_bias", keeps.heads),
+        weights.load_exact(f"{prefix}D", keeps.heads),
         (float(low), float(high)),
         weights.norm(f"{prefix}norm", inner, eps),
         weights.linear(prefix, ("out_proj",), (hidden,), inner, bias),

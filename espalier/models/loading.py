@@ -1,6 +1,6 @@
-"""Loads a target from a directory: finds its family, reads its config, builds the model from its weights.
+"""Loads a target model: finds the family, reads config.json, and builds the model from the weights.
 
-A multimodal checkpoint (`...ForConditionalGeneration`) has the config of its text part in `text_config`.
+Only the text part of a multimodal checkpoint (`...ForConditionalGeneration`) is loaded.  Its config is `text_config`;
 stored_names.py has the names of its weights.
 """
 
@@ -36,21 +36,22 @@ from espalier.models.weight_formats.sharded import GatheredWeight
 from espalier.models.weights import Weights
 from espalier.shards import WHOLE, Shards, part_of
 
-RECURRENT = re.compile("mamba|rwkv|jamba|bamba|recurrent|zamba|retnet|deltanet|lfm|qwen3next|hybrid")
-# Fields of a multimodal config that hold for its text part if `text_config` does not have them.
-SHARED = ("dtype", "torch_dtype", "eos_token_id", "bos_token_id", "quantization_config", "compression_config")
+RECURRENT_NAMES = re.compile("mamba|rwkv|jamba|bamba|recurrent|zamba|retnet|deltanet|lfm|qwen3next|hybrid")
+# Fields of a multimodal config that also apply to its text part, unless `text_config` has them.
+SHARED_FIELDS = ("dtype", "torch_dtype", "eos_token_id", "bos_token_id", "quantization_config", "compression_config")
 
 
-def _family_of(raw: Json, families: Mapping[str, Family]) -> Family | None:
-    """The family of a config.json, by `architectures` or, without that field, by `model_type`; None if unknown."""
+def _known_family(raw: Json, families: Mapping[str, Family]) -> Family | None:
+    """Returns the family of a config.json, by `architectures` or, if that field is missing, by `model_type`.  Returns
+    None if the family is unknown."""
     name = architecture_of(raw)
     by_type = {} if raw.get("architectures") else {family.model_type: family for family in families.values()}
     return families.get(str(name)) or by_type.get(str(name))
 
 
 def find_family(raw: Json, families: Mapping[str, Family], path: Path) -> Family:
-    """The family of a config.json.  Raises EspalierError if there is none."""
-    if (family := _family_of(raw, families)) is not None:
+    """Returns the family of a config.json.  Raises EspalierError if no family supports it."""
+    if (family := _known_family(raw, families)) is not None:
         return family
     name, supported = architecture_of(raw), ", ".join(families)
     if name is None and not raw.get("architectures") and "speculators_model_type" not in raw:
@@ -58,7 +59,7 @@ def find_family(raw: Json, families: Mapping[str, Family], path: Path) -> Family
     lowered = str(name).lower()
     if "eagle" in lowered or "assistant" in lowered or "speculators_model_type" in raw:
         reason = "is a draft, not a target: pass it as draft= and its target as model=;"
-    elif RECURRENT.search(lowered):
+    elif RECURRENT_NAMES.search(lowered):
         reason = "keeps recurrent state, which is not supported;"
     else:
         reason = "is not supported;"
@@ -66,34 +67,32 @@ def find_family(raw: Json, families: Mapping[str, Family], path: Path) -> Family
 
 
 def is_multimodal(raw: Json, families: Iterable[Family]) -> bool:
-    """Whether a config.json belongs to a multimodal checkpoint whose text part may be of one of the families."""
-    return any(architecture_of(raw) in family.multimodal for family in families)
+    """Whether a config.json belongs to a multimodal checkpoint whose text part one of the families supports."""
+    return any(architecture_of(raw) in family.multimodal_architectures for family in families)
 
 
 def text_config(raw: Json, families: Iterable[Family], path: Path) -> Json:
     """Returns the config of a multimodal checkpoint's text part, in the form of a text model's config.
-
-    Raises EspalierError if the text part is of another family.
-    """
+    Raises EspalierError if the text part is of another family."""
     name, text = architecture_of(raw), raw.get("text_config")
     if not isinstance(text, Mapping):
         raise EspalierError(f"{path}: {name} needs an object text_config, not {shown(text)}; download the file again")
-    known = {family.model_type: family for family in families if name in family.multimodal}
+    known = {family.model_type: family for family in families if name in family.multimodal_architectures}
     kind = text.get("model_type", next(iter(known)))
     if kind not in known:
         raise EspalierError(
             f"{path}: the text part of {name} is of model_type {shown(kind)}, which is not supported; supported are "
             f"{', '.join(known)}"
         )
-    shared = {field: raw[field] for field in SHARED if raw.get(field) is not None}
-    # The multimodal config says whether the head is tied, because the head is not part of its text model.
+    shared = {field: raw[field] for field in SHARED_FIELDS if raw.get(field) is not None}
+    # tie_word_embeddings is a field of the multimodal config, because the lm_head is not part of the text model.
     tied = {field: raw[field] for field in ("tie_word_embeddings",) if field in raw}
     return {**shared, **text, **tied, "architectures": [known[kind].architecture], "model_type": kind}
 
 
-# The names, under a layer's attention, of the scales of K and V in FP8: in compressed-tensors, ModelOpt, the first FP8
-# checkpoints, and the first compressed-tensors.
-KV_SCALES = (
+# The names of the FP8 scales of K and V in a layer's attention.  The first pair is from compressed-tensors, the second
+# from ModelOpt, the third from early FP8 checkpoints, the fourth from early compressed-tensors.
+KV_SCALE_NAMES = (
     ("k_scale", "v_scale"),
     ("k_proj.k_scale", "v_proj.v_scale"),
     ("kv_scale", "kv_scale"),
@@ -102,26 +101,24 @@ KV_SCALES = (
 
 
 def load_kv_scales(weights: Weights, prefix: str, keeps: Keeps) -> KVScales | None:
-    """Loads the FP8 scales of K and V under an attention's prefix; None if there are none.
-
-    There is one scale for each of this rank's heads, or one for all.  keeps: what the layer keeps, over all ranks.
-    Raises EspalierError for a scale of K without one of V (or the reverse), and for a wrong shape.
-    """
+    """Loads the FP8 scales of K and V under an attention's prefix.  Returns None if the checkpoint has no scales.
+    The result has one scale for each head of this rank.  keeps: what the layer stores in the cache, over all ranks.
+    Raises EspalierError for a scale of K without one of V (or the reverse), and for a wrong shape."""
     own = part_of(1) if isinstance(keeps, LatentKV) else weights.shards.kv_heads(keeps.kv_heads)
-    for names in KV_SCALES:
+    for names in KV_SCALE_NAMES:
         if any(f"{prefix}{name}" in weights for name in names):
-            k, v = (_scale_of_heads(weights, f"{prefix}{name}", keeps.kv_heads)[own.slice] for name in names)
+            k, v = (_load_scale_by_head(weights, f"{prefix}{name}", keeps.kv_heads)[own.slice] for name in names)
             # A latent row serves as K and as V and is stored once, with K's scale.
             return KVScales(k, k if isinstance(keeps, LatentKV) else v, weights.dtype)
     return None
 
 
-def _scale_of_heads(weights: Weights, name: str, kv_heads: int) -> Tensor:
+def _load_scale_by_head(weights: Weights, name: str, kv_heads: int) -> Tensor:
     shape = weights.shape(name) if name in weights else (1,)
     size = kv_heads if prod(shape) == kv_heads else 1
     # In compressed-tensors, scales by head have the shape [kv_heads, 1, 1].
     stored = shape if prod(shape) == kv_heads else (size,)
-    scale = weights.take_exact(name, *stored).to(torch.float32)
+    scale = weights.load_exact(name, *stored).to(torch.float32)
     return scale.reshape(size).expand(kv_heads).contiguous()
 
 
@@ -129,37 +126,37 @@ log = logging.getLogger(__name__)
 
 
 def read_config(path: Path | str, overrides: Mapping[str, Any] | None = None, model_impl: str = "auto") -> ModelConfig:
-    """Parse config.json of a target directory, and the eos ids of its generation_config.json.
-
-    model_impl: "native" for Espalier's own families; "transformers" for the class of transformers; "auto" for an own
-    family if there is one, else the class of transformers.
+    """Reads config.json of a target directory, and the eos ids of its generation_config.json.
+    model_impl: the code that runs the model.  "native": Espalier's own layers; "transformers": the model class of
+    transformers; "auto": Espalier's layers if the architecture is supported, else transformers.
     Raises EspalierError for an unknown architecture or override, a weight format that is not supported, recurrent
-    state, and any other field that changes the computation in a way that is not supported.
-    """
+    state, and any other field that changes the computation in a way that is not supported."""
     path = Path(path)
-    raw = read_raw(path)
+    raw = read_raw_config(path)
     file = path / "generation_config.json"
     with naming_config(path):
         generation = read_json(file) if file.exists() else None
         if _runs_by_transformers(raw, model_impl):
             return read_by_transformers(raw, path, overrides, generation)
-        has_parts = is_multimodal(raw, FAMILIES.values())
-        text = text_config(raw, FAMILIES.values(), path) if has_parts else raw
+        has_other_parts = is_multimodal(raw, FAMILIES.values())
+        text = text_config(raw, FAMILIES.values(), path) if has_other_parts else raw
         config = parse(text, find_family({**text, **(overrides or {})}, FAMILIES, path), path, overrides, generation)
-        return replace(config, text_part_of=architecture_of(raw), stored=TEXT_PART_NAMES) if has_parts else config
+        return (
+            replace(config, multimodal_architecture=architecture_of(raw), stored_names=TEXT_PART_NAMES)
+            if has_other_parts
+            else config
+        )
 
 
 def _runs_by_transformers(raw: Json, model_impl: str) -> bool:
     if model_impl != "auto":
         return model_impl == "transformers"
-    return not (_family_of(raw, FAMILIES) or is_multimodal(raw, FAMILIES.values())) and causal_class(raw) is not None
+    return not (_known_family(raw, FAMILIES) or is_multimodal(raw, FAMILIES.values())) and causal_class(raw) is not None
 
 
-def read_raw(path: Path) -> dict[str, Any]:
-    """Returns config.json of a target or a draft, with the quantisation that ModelOpt describes in a separate file.
-
-    For a GGUF file, returns a config.json with the same meaning (gguf_config.py).
-    """
+def read_raw_config(path: Path) -> dict[str, Any]:
+    """Returns the config.json of a target or a draft.  ModelOpt's separate quantisation file is merged into the result.
+    For a GGUF file, returns an equivalent config.json (gguf_config.py)."""
     if is_gguf(path):
         return gguf_config(path)
     raw = read_json(path / "config.json")
@@ -180,12 +177,10 @@ def load_target(
     model_impl: str = "auto",
     shards: Shards = WHOLE,
 ) -> CausalLM:
-    """Load a target, or the part of it that one rank holds.  overrides, model_impl: as read_config takes them.
-
+    """Loads a target, or one rank's part of a target.  overrides, model_impl: see read_config.
     position_rows: the rows of the rotary tables; they cover positions 0 .. position_rows-1.
-    max_context: the tokens of the longest text; None: position_rows.
-    capture: layers whose inputs every pass returns, in this order; num_layers means the input of the final norm.
-    """
+    max_context: the number of tokens of the longest text; by default position_rows.
+    capture: indices of layers whose inputs every pass returns; the index num_layers stands for the final norm."""
     config = read_config(path, overrides, model_impl)
     missing = [layer for layer in capture if not 0 <= layer <= config.num_layers]
     if missing:
@@ -194,13 +189,15 @@ def load_target(
             "that the draft was trained for"
         )
     require_shards(config, shards.count)
-    if config.probed is not None:
+    if config.probe_result is not None:
         return load_by_transformers(Path(path), config, dtype, device, tuple(capture))
-    weights = Weights(Path(path), dtype, device, config.formats, stored=config.stored, shards=shards)
-    if config.text_part_of is not None:
+    weights = Weights(Path(path), dtype, device, config.formats, stored_names=config.stored_names, shards=shards)
+    if config.multimodal_architecture is not None:
         others = ", ".join(sorted(weights.other_parts)) or "none"
-        log.info("%s: only the text part of %s is loaded (other parts: %s)", path, config.text_part_of, others)
-    for unread, what in config.family.unread.items():
+        log.info(
+            "%s: only the text part of %s is loaded (other parts: %s)", path, config.multimodal_architecture, others
+        )
+    for unread, what in config.family.ignored_weights.items():
         if weights.has_prefix(unread):
             log.info("%s holds %s (%s*), which are not loaded", path, what, unread)
     return make_target(weights, config, capture, position_rows, max_context)
@@ -213,34 +210,34 @@ def make_target(
     position_rows: int,
     max_context: int | None = None,
 ) -> Decoder:
-    """Build the target from its weights; see load_target.
-
-    Raises EspalierError for a weight that is missing, misshapen or not used.
-    """
+    """Builds the target from its weights.  See load_target.
+    Raises EspalierError for a weight that is missing, misshapen or not used."""
     layer_specs = layer_specs_of(config)
     scale = float(torch.tensor(config.embedding_scale, dtype=weights.dtype))
     embed = (config.family.load_embedding or load_embedding)(weights, config, scale)
     sizes = position_rows, weights.dtype, weights.device, max_context
-    tables = {rope: RopeTables(rope, *sizes) for rope in dict.fromkeys(config.ropes)}
+    tables = {rope: RopeTables(rope, *sizes) for rope in dict.fromkeys(config.layer_ropes)}
     _log_longrope(config, max_context or position_rows)
     load = config.family.load_layer or load_layer
-    layers = [load(weights, config, f"model.layers.{i}.", i, tables[rope]) for i, rope in enumerate(config.ropes)]
+    layers = [load(weights, config, f"model.layers.{i}.", i, tables[rope]) for i, rope in enumerate(config.layer_ropes)]
     own_rows = [i for i in layers_with_rows(layer_specs, range(len(layer_specs))) if layer_specs[i].shares_with is None]
     kv_scales = tuple(
         load_kv_scales(weights, f"model.layers.{i}.self_attn.", spec.keeps) if i in own_rows else None
         for i, spec in enumerate(layer_specs)
     )
     norm = weights.norm(config.family.final_norm, config.hidden_size, config.rms_norm_eps, config.family.norm_offset)
-    head = _head(weights, config, embed)
+    head = _load_head(weights, config, embed)
     weights.ignore_prefixes(unread_prefixes(config))
     weights.require_all_used()
     own_specs = specs_of_rank(layer_specs, weights.shards)
-    return Decoder(config, own_specs, tuple(capture), tables[config.ropes[0]], embed, layers, norm, head, kv_scales)
+    return Decoder(
+        config, own_specs, tuple(capture), tables[config.layer_ropes[0]], embed, layers, norm, head, kv_scales
+    )
 
 
 def _log_longrope(config: ModelConfig, context: int) -> None:
-    """Log which of LongRoPE's frequencies are used, because the text after short prompts depends on them."""
-    for original in {rope.original_max_position for rope in config.ropes if rope.type == "longrope"}:
+    """Logs which frequencies of LongRoPE the model uses, because they change the model's output."""
+    for original in {rope.original_max_position for rope in config.layer_ropes if rope.type == "longrope"}:
         which, other = ("long", "at most") if context > original else ("short", "more than")
         log.info(
             "%s: LongRoPE's %s frequencies, because max_context is %d; with a max_context of %s %d, the others",
@@ -249,21 +246,24 @@ def _log_longrope(config: ModelConfig, context: int) -> None:
 
 
 def unread_prefixes(config: ModelConfig) -> tuple[str, ...]:
-    """The prefixes of stored weights that the target does not need.
-    They are the weights of its own MTP layers, which are a draft (mtp.py), and those that the family does not read."""
+    """Returns the prefixes of stored weights that the target does not use: its MTP layers, which are a draft (mtp.py),
+    and the weights that the family ignores."""
     count = int(config.raw.get("num_nextn_predict_layers") or 0)
     mtp, layers = config.family.mtp, range(count)
-    return *config.family.unread, *(() if mtp is None else (mtp.weights_prefix(i, config.num_layers) for i in layers))
+    return *config.family.ignored_weights, *(
+        () if mtp is None else (mtp.weights_prefix(i, config.num_layers) for i in layers)
+    )
 
 
-def _head(weights: Weights, config: ModelConfig, embed: Embedding) -> Linear:
-    """Loads the lm_head.  A tied head is the embedding's tensor; if a head is stored too, it must equal that tensor."""
+def _load_head(weights: Weights, config: ModelConfig, embed: Embedding) -> Linear:
+    """Loads the lm_head.  A tied head is the embedding's tensor.  If the checkpoint also stores a tied head, its values
+    must equal the embedding."""
     own, shards = weights.shards.tokens(config.vocab_size), weights.shards
     if not config.tie_word_embeddings:
         head = weights.linear("", ("lm_head",), (own,), config.hidden_size, bias=False)
         return head if own.is_whole else Linear(GatheredWeight(head.weight, shards, config.vocab_size))
     name = "lm_head.weight"
-    if name in weights and not torch.equal(weights.take_parts(name, embed.shape, 0, [own]), embed.weight):
+    if name in weights and not torch.equal(weights.load_parts(name, embed.shape, 0, [own]), embed.weight):
         raise EspalierError(
             f"{weights.path}: tie_word_embeddings is true but {name!r} differs from the embedding; "
             'pass model_overrides={"tie_word_embeddings": False} to use it'

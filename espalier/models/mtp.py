@@ -1,12 +1,11 @@
-"""Multi-token prediction (MTP) layers as a draft: module k predicts the token k + 1 places ahead.
+"""Multi-token prediction (MTP) layers as a draft.  Module k predicts the token k + 1 positions ahead.
 
-A module computes x = project(cat(norm(embedding of token q), norm(the hidden state that the row reads))), then one
-decoder layer, then a norm.  The head and the child rows read the normed output (DeepSeek-AI 2024, arXiv:2412.19437,
-section 2.2).
+A module computes x = project(cat(norm(embedding of token q), norm(hidden state))), then one decoder layer, then a norm.
+The head and the child rows read the normed output (DeepSeek-AI 2024, arXiv:2412.19437, section 2.2).
 
 Every row reads its token's embedding, as in the paper.  vLLM sets the embedding to zero at RoPE position 0, "as not
-needed by MTP".  In vLLM's unshifted order that position is token 0, which has no row here.  Here, position 0 is the row
-of token 1, whose embedding every trainer reads.
+needed by MTP".  In vLLM, position 0 belongs to token 0, which has no row in Espalier.  In Espalier, position 0 belongs
+to token 1, whose embedding is used in training.
 """
 
 from collections.abc import Callable, Mapping
@@ -23,8 +22,8 @@ from espalier.cache.layer_spec import specs_of_rank
 from espalier.kernels.ops.drafts import DraftHidden
 from espalier.models.base import CausalLM, Layer
 from espalier.models.config import Family, Json, ModelConfig, architecture_of, parse
-from espalier.models.draft import MAX_MODULES, DraftOutput, DraftSpec, FeedForm, refuse_sizes
-from espalier.models.draft_parts import DraftFields, borrows_matrix, draft_embedding
+from espalier.models.draft import MAX_MODULES, DraftOutput, DraftSpec, HiddenForm, refuse_wrong_sizes
+from espalier.models.draft_parts import DraftFields, draft_embedding, uses_target_matrix
 from espalier.models.families import FAMILIES
 from espalier.models.latent_config import FREQ_FIELD, FULL_INDEXER, PATTERN_FIELD, TYPES_FIELD, indexer_types
 from espalier.models.layer_loading import layer_specs_of, load_layer
@@ -38,21 +37,19 @@ from espalier.models.weights import Weights
 from espalier.shards import WHOLE, Shards, whole_part
 
 # Targets whose own MTP layers are supported.
-OWN = tuple(family.architecture for family in FAMILIES.values() if family.mtp is not None)
-HEADS = ("MTPDraftModel",)
-ARCHITECTURES = (*HEADS, *OWN)
-COUNT, FORM = "num_nextn_predict_layers", "mtp_form"
-FORMS: tuple[FeedForm, ...] = get_args(FeedForm)
-# The per-layer lists of a config.  The entries of MTP layers are appended to them.
-BY_LAYER = ("layer_types", "mlp_layer_types")
+OWN_ARCHITECTURES = tuple(family.architecture for family in FAMILIES.values() if family.mtp is not None)
+HEAD_ARCHITECTURES = ("MTPDraftModel",)
+ARCHITECTURES = (*HEAD_ARCHITECTURES, *OWN_ARCHITECTURES)
+COUNT_FIELD, FORM_FIELD = "num_nextn_predict_layers", "mtp_form"
+HIDDEN_FORMS: tuple[HiddenForm, ...] = get_args(HiddenForm)
+# The config fields with one entry per layer.  The entries of MTP layers are appended to these lists.
+FIELDS_BY_LAYER = ("layer_types", "mlp_layer_types")
 
 
 @dataclass(frozen=True)
 class MTPConfig:
     """The config of MTP layers, checked against their target's.
-
-    layer: a config for a model of the target's num_layers layers followed by `spec.modules` MTP layers.
-    """
+    layer: the config of a model that consists of the target's layers and of `spec.modules` MTP layers."""
 
     layer: ModelConfig
     family: MTPFamily
@@ -63,21 +60,19 @@ class MTPConfig:
         return self.layer.num_layers - self.spec.modules
 
     def prefix(self, module: int) -> str:
-        """The prefix of the names of a module's layer weights.  module: counted from 0."""
+        """Returns the name prefix of a module's decoder layer weights.  module: counted from 0."""
         return self.family.layer_prefix(module, self.num_layers)
 
     def weights_prefix(self, module: int) -> str:
-        """The prefix of the names of all weights of a module (MTPFamily.weights_prefix).  module: counted from 0."""
+        """Returns the name prefix of all weights of a module (MTPFamily.weights_prefix).  module: counted from 0."""
         return self.family.weights_prefix(module, self.num_layers)
 
 
 def read_mtp(path: Path, raw: Json, target: ModelConfig) -> MTPConfig:
-    """Read the config.json `raw` of the layers at `path` and check it against the target's.  Loads no weights.
-
+    """Reads the config.json `raw` of the layers at `path` and checks it against the target's config.  Loads no weights.
     If the config names the target's architecture, the layers are the target's own, and the target's overrides apply.
-    Raises EspalierError if the layers do not fit this target.
-    """
-    is_head = raw.get("speculators_model_type") is not None or architecture_of(raw) in HEADS
+    Raises EspalierError if the layers do not fit this target."""
+    is_head = raw.get("speculators_model_type") is not None or architecture_of(raw) in HEAD_ARCHITECTURES
     if is_head:
         base = {"max_position_embeddings": target.max_position, **DraftFields(raw, path).layer_config()}
         mtp, family = SPECULATORS, _family_of(DraftFields(base, path))
@@ -87,10 +82,10 @@ def read_mtp(path: Path, raw: Json, target: ModelConfig) -> MTPConfig:
         family = FAMILIES[raw["architectures"][0]]
         assert family.mtp is not None
         mtp = family.mtp
-    modules = DraftFields({**base, **raw}, path).count(COUNT, 1, MAX_MODULES)
-    form = DraftFields(raw, path).choice(FORM, FORMS, " or ".join(map(repr, FORMS)))
+    modules = DraftFields({**base, **raw}, path).integer(COUNT_FIELD, 1, MAX_MODULES)
+    form = DraftFields(raw, path).choice(FORM_FIELD, HIDDEN_FORMS, " or ".join(map(repr, HIDDEN_FORMS)))
     layer = parse(_with_mtp_layers(base, modules, mtp.layer_type), family, path)
-    refuse_sizes(path, target, layer.hidden_size, layer.vocab_size)
+    refuse_wrong_sizes(path, target, layer.hidden_size, layer.vocab_size)
     num_layers = layer.num_layers - modules
     spec = DraftSpec(
         algorithm="mtp",
@@ -105,22 +100,22 @@ def read_mtp(path: Path, raw: Json, target: ModelConfig) -> MTPConfig:
 
 
 def _with_storage_fields(target: Json, raw: Json) -> Json:
-    """Returns the target's config for MTP layers in a separate directory, with the storage fields of their `raw`."""
+    """Returns the target's config with the quantisation fields of `raw`, for MTP layers in a separate directory."""
     return {name: target[name] for name in target if name not in QUANTISATION_FIELDS} | quantisation_of(raw)
 
 
-def stores_mtp(path: Path, target: ModelConfig) -> bool:
-    """Whether the target's directory holds MTP layers of its own."""
-    count, mtp = target.raw.get(COUNT), target.family.mtp
+def holds_mtp_layers(path: Path, target: ModelConfig) -> bool:
+    """Whether the target's directory contains MTP layers."""
+    count, mtp = target.raw.get(COUNT_FIELD), target.family.mtp
     if mtp is None or not isinstance(count, int) or count < 1:
         return False
-    weights = Weights(path, torch.float32, "cpu", stored=target.stored)
+    weights = Weights(path, torch.float32, "cpu", stored_names=target.stored_names)
     prefixes = (mtp.weights_prefix(layer, target.num_layers) for layer in range(count))
     return all(weights.has_matrix(f"{prefix}{mtp.project}") for prefix in prefixes)
 
 
 def _family_of(base: DraftFields) -> Family:
-    """The family of the layers of an MTP head, by model_type.  Raises EspalierError for any other model_type."""
+    """Returns the family of an MTP head's layers, by model_type.  Raises EspalierError for an unsupported one."""
     by_type = {family.model_type: family for family in FAMILIES.values() if family.usable_in_drafts}
     declared = base.get("model_type")
     if declared not in by_type:
@@ -132,13 +127,13 @@ def _family_of(base: DraftFields) -> Family:
 
 
 def _with_mtp_layers(base: Mapping[str, Any], modules: int, layer_type: str | None) -> Json:
-    """The config of a model whose last layers are the MTP layers.
-    layer_type: the type of each MTP layer; None: the type of the target's last layer."""
-    longer: Json = {name: [*base[name], *base[name][-1:] * modules] for name in BY_LAYER if base.get(name)}
+    """Returns the config of a model whose last layers are the MTP layers.
+    layer_type: the type of each MTP layer; by default, the type of the target's last layer."""
+    longer: Json = {name: [*base[name], *base[name][-1:] * modules] for name in FIELDS_BY_LAYER if base.get(name)}
     if layer_type is not None and base.get("layer_types"):
         longer["layer_types"][-modules:] = [layer_type] * modules
     if base.get("index_topk") is not None:
-        # Every MTP layer has its own indexer, whatever the target's pattern of full and shared layers.
+        # Every MTP layer has its own indexer, even if layers of the target share indexers.
         longer |= {
             TYPES_FIELD: [*indexer_types({**base}), *[FULL_INDEXER] * modules],
             PATTERN_FIELD: None,
@@ -167,7 +162,7 @@ class MTPModule:
         assert joined.first_input is not None
         s = Residual(self.project(joined.first_input), joined.live)
         self.layer(s, p)
-        return handed_on(*s.final_norm(self.norm, p.out_shape))
+        return output_from_normed(*s.final_norm(self.norm, p.out_shape))
 
     def output_from_hidden(self, hidden: Tensor) -> DraftOutput:
         return DraftOutput(hidden, hidden)
@@ -176,9 +171,9 @@ class MTPModule:
         return self.head(out.normed)
 
 
-def handed_on(x: Tensor, normed: Tensor) -> DraftOutput:
-    """Returns the output of a module.  Child rows read its normed stream.
-    x, normed: [B, Q, H], the residual stream after the module's layer, before and after the norm."""
+def output_from_normed(x: Tensor, normed: Tensor) -> DraftOutput:
+    """Returns the DraftOutput of a module.  Child rows read the normed residual.  x, normed: [B, Q, H], the residual
+    before and after the module's final norm."""
     return DraftOutput(normed, normed)
 
 
@@ -199,14 +194,12 @@ class MTPDraft:
 
 
 def make_mtp(weights: Weights, config: MTPConfig, target: CausalLM, position_rows: int) -> MTPDraft:
-    """Build the draft from the weights of its layers.  Other weights in the directory belong to the target.
-
-    Raises EspalierError naming a weight that is missing or misshapen, or a layer's weight that is not used.
-    """
+    """Builds the draft from the weights of its layers.  Other weights in the directory belong to the target.
+    Raises EspalierError naming a weight that is missing or misshapen, or a layer's weight that is not used."""
     rope = RopeTables(config.layer.rope, position_rows, weights.dtype, weights.device)
-    # Cached by name, because modules may share an embedding and a head, which are then loaded once.
+    # Embeddings and heads are cached by name, because modules may share them.
     embed_of = cache(partial(draft_embedding, weights, target.embed.shape, target))
-    head_of = cache(partial(_head, weights, target))
+    head_of = cache(partial(_load_head, weights, target))
     modules = tuple(
         _load_module(weights, config, rope, embed_of, head_of, module) for module in range(config.spec.modules)
     )
@@ -224,7 +217,7 @@ def _load_module(
     head_of: Callable[[str], Linear],
     module: int,
 ) -> MTPModule:
-    """Loads one module.  embed_of, head_of: return an embedding or a head by its name.  module: counted from 0."""
+    """Loads one module.  embed_of, head_of: return an embedding or a head by name.  module: counted from 0."""
     layer, family, prefix = config.layer, config.family, config.weights_prefix(module)
     hidden, index, own = layer.hidden_size, config.num_layers + module, family.index(module, config.num_layers)
     eps_and_offset = layer.rms_norm_eps, layer.family.norm_offset
@@ -234,7 +227,7 @@ def _load_module(
         rope=rope,
         embed_norm=weights.norm(f"{prefix}{family.embed_norm}", hidden, *eps_and_offset),
         hidden_norm=weights.norm(f"{prefix}{family.hidden_norm}", hidden, *eps_and_offset),
-        project=_projection(weights, f"{prefix}{family.project}", family, hidden),
+        project=_load_projection(weights, f"{prefix}{family.project}", family, hidden),
         layer=load(weights, layer, config.prefix(module), index, rope, 0),
         norm=weights.norm(f"{prefix}{family.norm}", hidden, *eps_and_offset),
         head=head_of(family.head.format(own)),
@@ -242,17 +235,17 @@ def _load_module(
     )
 
 
-def _projection(weights: Weights, name: str, family: MTPFamily, hidden: int) -> Linear:
-    """Loads the projection [H, 2·H] of embedding and hidden state, with the embedding's columns first."""
+def _load_projection(weights: Weights, name: str, family: MTPFamily, hidden: int) -> Linear:
+    """Loads the projection [H, 2·H].  Its first H columns read the embedding, the others the hidden state."""
     if not family.hidden_first:
         return weights.linear("", (name,), (whole_part(hidden),), 2 * hidden, bias=False)
-    matrix = weights.take_matrix(name, whole_part(hidden), 2 * hidden)
+    matrix = weights.load_dense_matrix(name, whole_part(hidden), 2 * hidden)
     return Linear(dense_weight(matrix.roll(hidden, 1).contiguous()))
 
 
-def _head(weights: Weights, target: CausalLM, name: str) -> Linear:
+def _load_head(weights: Weights, target: CausalLM, name: str) -> Linear:
     """Returns the draft's own head `name` in its stored format, or the target's head if the draft has none."""
-    if borrows_matrix(weights, name, "lm_head", target.head.shape, target.head.shape):
+    if uses_target_matrix(weights, name, "lm_head", target.head.shape, target.head.shape):
         return target.head
     rows, columns = target.head.shape
     return weights.linear("", (name,), (whole_part(rows),), columns, bias=False)

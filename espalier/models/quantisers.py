@@ -1,13 +1,12 @@
-"""Turns dense matrices into the stored tensors of a quantised format, and writes quantised copies of checkpoints.
+"""Quantises dense matrices to the tensors of a storage format, and writes quantised copies of checkpoints.
 
 fp8: E4M3 with a scale for each row of a matrix; inputs are rounded to FP8 token by token.
-int4: groups of 128 columns with a symmetric scale; 64 or 32 columns if 128 does not divide a matrix's columns.  Each
-group tries a few scales and takes the one with the least squared error.  Neither format needs calibration text.
+int4: groups of 128 columns with a symmetric scale; 64 or 32 columns if 128 does not divide a matrix's columns.  For
+each group, a few scales are tried, and the scale with the least squared error is used.  No calibration text is needed.
 
 `espalier quantize` writes a copy of a target or a draft (`quantise`) in the format of compressed-tensors, file by file.
-It quantises linear layers, experts that are stored one by one, and a draft's own head.  The embedding, a target's head,
-routers, the inputs of the delta rule's gates and weights that a family reads as plain tensors stay as they are.
-Synthetic models use the quantised tensors directly, on the matrix's device.
+It quantises linear layers, experts that are stored one by one, and a draft's own head.  All other weights stay dense.
+Synthetic models use the quantised tensors directly.
 """
 
 import json
@@ -28,75 +27,75 @@ from torch import Tensor
 
 from espalier.errors import EspalierError
 from espalier.kernels.layers.quantised import E2M1_VALUES, E8M0_BIAS, FP8, FP8_MAX, QuantisedMatrix, pack_nibbles
-from espalier.models.loading import read_config, read_raw
+from espalier.models.loading import read_config, read_raw_config
 from espalier.models.weight_files import INDEX_FILE, safetensors_files, write_weights
-from espalier.models.weight_formats import QUANTISATION_FIELDS, FormatOf, read_formats
+from espalier.models.weight_formats import QUANTISATION_FIELDS, FormatLookup, read_formats
 from espalier.models.weights import PLAIN_DTYPES
 
-# GROUP, GROUPS: columns of a group of int4: the first of GROUPS that divides a matrix's columns.  BLOCK: rows and
-# columns of a block of FP8.  MX_BLOCK: values of a block of MXFP4.
-GROUP = 128
-GROUPS = (GROUP, 64, 32)
-BLOCK = 128
-MX_BLOCK = 32
-NV_GROUP = 16
+# An int4 group has as many columns as the first of GROUP_SIZES that divides the matrix's columns.
+# FP8_BLOCK: rows and columns.
+GROUP_SIZE = 128
+GROUP_SIZES = (GROUP_SIZE, 64, 32)
+FP8_BLOCK = 128
+MXFP4_BLOCK_SIZE = 32
+NVFP4_GROUP_SIZE = 16
 # The factors that are tried for a group's scale.  Factor 1 maps the group's largest magnitude to 7.5.
 SCALE_FACTORS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)
-# The number of values that are quantised at once.
-BLOCK_VALUES = 2**24
-NUMBER = re.compile("[0-9]+")
-HEAD = "lm_head"
-# Matrices that stay dense in targets and in drafts.  weights_proj, of an indexer, is dense in published checkpoints.
+# The number of values that are quantised in one step.
+VALUES_PER_STEP = 2**24
+NUMBER_PATTERN = re.compile("[0-9]+")
+HEAD_NAME = "lm_head"
+# Matrices that stay dense in targets and in drafts.  An indexer's weights_proj is dense in published checkpoints.
 KEPT_DENSE = (
     *("embed_tokens", "embeddings", "gate", "router", "router.proj", "router.layer", "shared_expert_gate"),
     *("eh_proj", "shared_head.head"),
     "indexer.weights_proj",
-    # The gates of the delta rule are exponentials of these products.  They too are dense in published checkpoints.
+    # The gates of the delta rule are exponentials of these products, so errors would grow.
     *("in_proj_a", "in_proj_b", "in_proj_ba"),
 )
 # A draft's own head is quantised, because the target decides every token.
-KEPT_IN_TARGETS = (*KEPT_DENSE, HEAD)
-# Block drafts read these matrices, and kernel_projection, as plain tensors.
+KEPT_IN_TARGETS = (*KEPT_DENSE, HEAD_NAME)
+# Block drafts read these matrices as plain tensors, so they stay dense.
 EDGE_MATRICES = ("markov_w1", "markov_w2", "markov_head.gate_proj", "markov_head.joint_proj")
 KEPT_IN_DRAFTS = (*KEPT_DENSE, *EDGE_MATRICES, "kernel_projection")
 # The exponent of the largest value of E2M1, 6 = 1.5 · 2^2.
-E2M1_EXPONENT = 2
+E2M1_MAX_EXPONENT = 2
 
-# The stored tensors of one matrix, by the suffix of the matrix's name.
-Stored = dict[str, Tensor]
-To = Literal["fp8", "int4"]
+# The stored tensors of one matrix, by the suffix that is added to the matrix's name.
+StoredTensors = dict[str, Tensor]
+CopyFormat = Literal["fp8", "int4"]
 
 
-def _pattern(names: Sequence[str]) -> str:
-    """A pattern for matrices that have one of these names, under any prefix."""
+def _names_pattern(names: Sequence[str]) -> str:
+    """Returns a regular expression for matrix names that end with one of these names."""
     return rf"(.*\.)?({'|'.join(map(re.escape, names))})$"
 
 
 @dataclass(frozen=True)
 class Quantiser:
-    """A quantised format: how matrices are stored in it, and which matrices are quantised.
+    """A quantised format: functions that quantise matrices, and the rules that decide which matrices are quantised.
 
-    stored: makes the stored tensors of a matrix [out, in] or, with `experts`, of experts [count, out, in], on a device.
-    config_of: makes quantization_config, from the pattern `kept` and the names of further matrices that stay dense.
-    groups: columns that share a scale: the first number that divides a matrix's columns; if none does, it stays dense.
-    experts: whether the format quantises stacked experts alone.  kept: the pattern of names that stay dense.
+    quantise: returns the stored tensors of a matrix [out, in] or, if `only_experts`, of experts [count, out, in].
+    make_config: returns quantization_config, given `dense_pattern` and the names of other matrices that stay dense.
+    group_sizes: the numbers of columns that may share a scale.  A matrix has the first that divides its columns.
+    only_experts: whether the format is for stacked experts.  dense_pattern: the names of matrices that stay dense.
     """
 
-    stored: Callable[[Tensor, torch.device], Stored]
-    config_of: Callable[[str, Sequence[str]], Mapping[str, Any]]
-    groups: tuple[int, ...] = (1,)
-    experts: bool = False
-    kept: str = _pattern(KEPT_IN_TARGETS)
+    quantise: Callable[[Tensor, torch.device], StoredTensors]
+    make_config: Callable[[str, Sequence[str]], Mapping[str, Any]]
+    group_sizes: tuple[int, ...] = (1,)
+    only_experts: bool = False
+    dense_pattern: str = _names_pattern(KEPT_IN_TARGETS)
 
     def for_draft(self, is_draft: bool) -> "Quantiser":
-        """The same format for a target or for a draft, whose head is quantised too."""
-        return replace(self, kept=_pattern(KEPT_IN_DRAFTS)) if is_draft else self
+        """Returns this format for a target, or for a draft, in which the lm_head is quantised too."""
+        return replace(self, dense_pattern=_names_pattern(KEPT_IN_DRAFTS)) if is_draft else self
 
-    def config(self, columns: Mapping[str, int]) -> Mapping[str, Any]:
-        """Returns quantization_config.  columns: by name, of each matrix that `keeps` does not name."""
-        groups = {name: self.group_of(count) for name, count in columns.items()}
-        full = dict(self.config_of(self.kept, [name for name, group in groups.items() if group is None]))
-        for group in self.groups[1:]:
+    def quantization_config(self, columns: Mapping[str, int]) -> Mapping[str, Any]:
+        """Returns quantization_config.  columns: the number of columns of each matrix to quantise, by name."""
+        groups = {name: self.group_size_for(count) for name, count in columns.items()}
+        full = dict(self.make_config(self.dense_pattern, [name for name, group in groups.items() if group is None]))
+        for group in self.group_sizes[1:]:
             if names := [name for name, found in groups.items() if found == group]:
                 first = full["config_groups"]["group_0"]
                 of_group = {
@@ -106,42 +105,42 @@ class Quantiser:
                 full["config_groups"] = {**full["config_groups"], f"group_{group}": first | of_group}
         return full
 
-    def keeps(self, name: str) -> bool:
-        """Whether a matrix of this name, without `.weight`, stays dense in this format."""
-        return re.match(self.kept, name) is not None
+    def stays_dense(self, name: str) -> bool:
+        """Whether a matrix stays dense in this format.  name: the matrix's name without `.weight`."""
+        return re.match(self.dense_pattern, name) is not None
 
-    def group_of(self, columns: int) -> int | None:
-        """How many columns share a scale in a matrix of `columns` columns; None for a matrix that stays dense."""
-        return None if self.experts else next((group for group in self.groups if columns % group == 0), None)
+    def group_size_for(self, columns: int) -> int | None:
+        """Returns how many columns share a scale; None for a matrix that stays dense."""
+        return None if self.only_experts else next((group for group in self.group_sizes if columns % group == 0), None)
 
-    def quantises(self, name: str, columns: int) -> bool:
-        """Whether a matrix of this name, without `.weight`, is quantised."""
-        return self.group_of(columns) is not None and not self.keeps(name)
+    def is_quantised(self, name: str, columns: int) -> bool:
+        """Whether a matrix is quantised.  name: the matrix's name without `.weight`."""
+        return self.group_size_for(columns) is not None and not self.stays_dense(name)
 
-    def formats(self, columns: Mapping[str, int]) -> FormatOf:
-        """The storage format of each matrix that `config` describes.  columns: as `config` takes them."""
-        return read_formats({"quantization_config": self.config(columns)})
+    def storage_formats(self, columns: Mapping[str, int]) -> FormatLookup:
+        """Returns the storage format of each matrix.  columns: see quantization_config."""
+        return read_formats({"quantization_config": self.quantization_config(columns)})
 
-    def matrix(self, dense: Tensor) -> QuantisedMatrix:
-        """Quantises a matrix [out, in].  Returns what loading its stored tensors would return."""
-        if self.experts:
-            return self.of_experts(dense[None])[0]
-        format, stored = self.formats({"layer": dense.shape[1]})("layer"), self.stored(dense, dense.device)
+    def quantise_matrix(self, dense: Tensor) -> QuantisedMatrix:
+        """Quantises a matrix [out, in].  The result is the same as after storing and loading the matrix."""
+        if self.only_experts:
+            return self.quantise_experts(dense[None])[0]
+        format, stored = self.storage_formats({"layer": dense.shape[1]})("layer"), self.quantise(dense, dense.device)
         wanted = format.tensors(*dense.shape)
         tensors = {each.suffix: stored[each.suffix][None if each.row_dim is None else ...] for each in wanted}
         made = format.matrix(tensors, [len(dense)], dense.shape[1])
         assert isinstance(made, QuantisedMatrix)
         return made
 
-    def of_experts(self, dense: Tensor) -> QuantisedMatrix:
-        """Quantises experts [count, out, in].  Returns what loading their stored tensors would return."""
-        if not self.experts:
-            return self.matrix(dense.flatten(0, 1)).experts(len(dense))
-        return self.formats({})("mlp.experts").expert_matrix(self.stored(dense, dense.device))
+    def quantise_experts(self, dense: Tensor) -> QuantisedMatrix:
+        """Quantises experts [count, out, in].  The result is the same as after storing and loading the experts."""
+        if not self.only_experts:
+            return self.quantise_matrix(dense.flatten(0, 1)).experts(len(dense))
+        return self.storage_formats({})("mlp.experts").expert_matrix(self.quantise(dense, dense.device))
 
 
 def _patterns_of_layers(names: Sequence[str], groups: Mapping[str, int | None]) -> list[str]:
-    """Returns patterns of these names for any layer and expert; whole names where a pattern would match others too."""
+    """Returns patterns of these names for any layer and expert; full names if a pattern would match other names too."""
     patterns: dict[str, list[str]] = {}
     for name in names:
         patterns.setdefault(_any_number_pattern(name), []).append(name)
@@ -150,17 +149,17 @@ def _patterns_of_layers(names: Sequence[str], groups: Mapping[str, int | None]) 
 
 
 def _any_number_pattern(name: str) -> str:
-    """The pattern of a matrix's name, in which every number matches any number."""
-    return f"re:{NUMBER.sub('[0-9]+', re.escape(name))}$"
+    """Returns a regular expression for a matrix's name in which every number matches any number."""
+    return f"re:{NUMBER_PATTERN.sub('[0-9]+', re.escape(name))}$"
 
 
-def _row_blocks(matrix: Tensor, device: torch.device, unit: int = 1) -> Iterator[Tensor]:
-    """Yields blocks of rows in float32 on the device.  Each but the last has a multiple of `unit` rows."""
-    for block in matrix.split(max(BLOCK_VALUES // matrix.shape[1] // unit, 1) * unit):
+def _row_blocks(matrix: Tensor, device: torch.device, row_multiple: int = 1) -> Iterator[Tensor]:
+    """Yields blocks of rows in float32 on the device.  All but the last have a multiple of `row_multiple` rows."""
+    for block in matrix.split(max(VALUES_PER_STEP // matrix.shape[1] // row_multiple, 1) * row_multiple):
         yield block.to(device, torch.float32)
 
 
-def to_fp8(matrix: Tensor, device: torch.device) -> Stored:
+def to_fp8(matrix: Tensor, device: torch.device) -> StoredTensors:
     """Quantises a matrix to E4M3 with a scale for each row."""
     codes, scales = [], []
     for block in _row_blocks(matrix, device):
@@ -170,13 +169,13 @@ def to_fp8(matrix: Tensor, device: torch.device) -> Stored:
     return {".weight": _join_codes(codes), ".weight_scale": torch.cat(scales)}
 
 
-def to_fp8_block(matrix: Tensor, device: torch.device) -> Stored:
+def to_fp8_block(matrix: Tensor, device: torch.device) -> StoredTensors:
     """Quantises a matrix to E4M3 with a scale for each BLOCK x BLOCK values.  The last blocks may be smaller."""
     columns = matrix.shape[1]
     codes, scales = [], []
-    for block in _row_blocks(matrix, device, BLOCK):
-        tiles = F.pad(block, (0, -columns % BLOCK, 0, -len(block) % BLOCK)).unflatten(1, (-1, BLOCK))
-        tiles = tiles.unflatten(0, (-1, BLOCK))
+    for block in _row_blocks(matrix, device, FP8_BLOCK):
+        tiles = F.pad(block, (0, -columns % FP8_BLOCK, 0, -len(block) % FP8_BLOCK)).unflatten(1, (-1, FP8_BLOCK))
+        tiles = tiles.unflatten(0, (-1, FP8_BLOCK))
         scale = _fp8_scale(tiles.abs().amax((1, 3)))
         whole = (tiles / scale[:, None, :, None]).flatten(2).flatten(0, 1)
         codes.append(_encode_fp8(whole[: len(block), :columns]).to(matrix.device))
@@ -189,7 +188,7 @@ def _fp8_scale(largest: Tensor) -> Tensor:
 
 
 def _join_codes(codes: Sequence[Tensor]) -> Tensor:
-    """The concatenated codes.  They are joined as bytes, because torch.cat may not support FP8 on every device."""
+    """Concatenates codes as bytes, because torch.cat may not support FP8 on every device."""
     return torch.cat([part.view(torch.uint8) for part in codes]).view(FP8)
 
 
@@ -197,11 +196,11 @@ def _encode_fp8(values: Tensor) -> Tensor:
     return values.clamp(-FP8_MAX, FP8_MAX).to(FP8).contiguous()
 
 
-def to_int4(matrix: Tensor, device: torch.device) -> Stored:
+def to_int4(matrix: Tensor, device: torch.device) -> StoredTensors:
     """Quantises a matrix to int4 in groups of columns (GROUPS), each with a symmetric scale (_best_scales)."""
     # Other engines expect the scales in the model's dtype.
     dtype = matrix.dtype if matrix.dtype in (torch.bfloat16, torch.float16) else torch.float32
-    group = next(size for size in GROUPS if matrix.shape[1] % size == 0)
+    group = next(size for size in GROUP_SIZES if matrix.shape[1] % size == 0)
     codes, scales = [], []
     for block in _row_blocks(matrix, device):
         groups = block.unflatten(1, (-1, group))
@@ -215,7 +214,7 @@ def to_int4(matrix: Tensor, device: torch.device) -> Stored:
 
 
 def _best_scales(groups: Tensor, dtype: torch.dtype) -> Tensor:
-    """groups [rows, n, group] -> scales [rows, n, 1]: those of SCALE_FACTORS' with the least error."""
+    """Returns the scales [rows, n, 1] with the least squared error among SCALE_FACTORS.  groups: [rows, n, group]."""
     largest = groups.abs().amax(2, keepdim=True)
     widest = torch.where(largest == 0, 1.0, largest / 7.5)
     best, least = widest.to(dtype), torch.full_like(largest, torch.inf)
@@ -227,17 +226,15 @@ def _best_scales(groups: Tensor, dtype: torch.dtype) -> Tensor:
     return best
 
 
-def to_mxfp4(experts: Tensor, device: torch.device) -> Stored:
-    """Quantises experts [count, out, in] to E2M1 with a power of two for each MX_BLOCK columns, as GPT-OSS stores them.
-
+def to_mxfp4(experts: Tensor, device: torch.device) -> StoredTensors:
+    """Quantises experts [count, out, in] to GPT-OSS's MXFP4: E2M1 with a power of two for each block of columns.
     The power of two comes from the block's largest magnitude (OCP Microscaling Formats 1.0, 6.3).  Each scaled value is
-    rounded to the nearest value of E2M1.  Scaled magnitudes above 6, the largest value of E2M1, become 6.
-    """
+    rounded to the nearest value of E2M1.  Scaled magnitudes above 6, the largest value of E2M1, become 6."""
     codes, scales = [], []
     for matrix in experts:
-        values = matrix.to(device, torch.float32).unflatten(1, (-1, MX_BLOCK))
+        values = matrix.to(device, torch.float32).unflatten(1, (-1, MXFP4_BLOCK_SIZE))
         largest = values.abs().amax(2)
-        exponent = torch.frexp(largest)[1] - 1 - E2M1_EXPONENT
+        exponent = torch.frexp(largest)[1] - 1 - E2M1_MAX_EXPONENT
         exponent = torch.where(largest == 0, 0, exponent).clamp(-E8M0_BIAS, E8M0_BIAS)
         scaled = torch.ldexp(values, -exponent[:, :, None])
         codes.append(pack_nibbles(_encode_e2m1(scaled)).to(experts.device))
@@ -245,13 +242,13 @@ def to_mxfp4(experts: Tensor, device: torch.device) -> Stored:
     return {"_blocks": torch.stack(codes), "_scales": torch.stack(scales)}
 
 
-def to_nvfp4(matrix: Tensor, device: torch.device) -> Stored:
-    """Quantises a matrix to E2M1: an E4M3 scale for each NV_GROUP columns, a divisor for the largest to be FP8_MAX."""
+def to_nvfp4(matrix: Tensor, device: torch.device) -> StoredTensors:
+    """Quantises a matrix to NVFP4: E2M1, an E4M3 scale for each group of columns, and a divisor for the matrix."""
     largest = matrix.abs().amax().to(device, torch.float32)
     divisor = torch.where(largest == 0, 1.0, FP8_MAX * E2M1_VALUES[-1] / largest)
     codes, scales = [], []
     for block in _row_blocks(matrix, device):
-        groups = block.unflatten(1, (-1, NV_GROUP))
+        groups = block.unflatten(1, (-1, NVFP4_GROUP_SIZE))
         scale = _encode_fp8(groups.abs().amax(2) / E2M1_VALUES[-1] * divisor)
         exact = scale.float() / divisor
         scaled = groups / torch.where(exact == 0, 1.0, exact)[:, :, None]
@@ -270,12 +267,10 @@ def _encode_e2m1(scaled: Tensor) -> Tensor:
 
 
 def _compressed_tensors(
-    scheme: tuple[str, str, int, str, int | None], kept: str, dense: Sequence[str]
+    scheme: tuple[str, str, int, str, int | None], dense_pattern: str, dense_names: Sequence[str]
 ) -> dict[str, Any]:
-    """Returns quantization_config as compressed-tensors writes it.  With scales by row, inputs are rounded.
-
-    scheme: the format, the type and the bits of weights, the strategy of scales, the columns of a group.
-    """
+    """Returns quantization_config of compressed-tensors.  With a scale per row, inputs are quantised too.
+    scheme: (format, type of weights, bits of weights, strategy of scales, columns of a group)."""
     stored, kind, bits, strategy, group = scheme
     common: dict[str, Any] = {"symmetric": True, "dynamic": False, "block_structure": None, "actorder": None}
     common |= {"num_bits": bits, "type": kind}
@@ -287,40 +282,40 @@ def _compressed_tensors(
         "format": stored,
         "quantization_status": "compressed",
         "config_groups": {"group_0": {**group_0, "format": stored}},
-        "ignore": [f"re:{kept}", *dense],
+        "ignore": [f"re:{dense_pattern}", *dense_names],
         "kv_cache_scheme": None,
     }
 
 
-def _fp8_block_config(kept: str, dense: Sequence[str]) -> dict[str, Any]:
-    """Returns quantization_config as DeepSeek-V3 has it.  A quantised head adds `lm_head`, a field of GPTQ and AWQ."""
-    head = {} if re.match(kept, HEAD) else {HEAD: True}
+def _fp8_block_config(dense_pattern: str, dense_names: Sequence[str]) -> dict[str, Any]:
+    """Returns quantization_config in the format of DeepSeek-V3.  A quantised head adds `lm_head`, a field of GPTQ."""
+    head = {} if re.match(dense_pattern, HEAD_NAME) else {HEAD_NAME: True}
     return {
         "quant_method": "fp8",
         "fmt": "e4m3",
         "activation_scheme": "dynamic",
-        "weight_block_size": [BLOCK, BLOCK],
-        "modules_to_not_convert": [f"re:{kept}", *dense],
+        "weight_block_size": [FP8_BLOCK, FP8_BLOCK],
+        "modules_to_not_convert": [f"re:{dense_pattern}", *dense_names],
         **head,
     }
 
 
 COMPRESSED_TENSORS: Mapping[str, Callable[[str, Sequence[str]], Mapping[str, Any]]] = {
     "fp8": partial(_compressed_tensors, ("float-quantized", "float", 8, "channel", None)),
-    "int4": partial(_compressed_tensors, ("pack-quantized", "int", 4, "group", GROUP)),
-    "nvfp4": partial(_compressed_tensors, ("nvfp4-pack-quantized", "float", 4, "tensor_group", NV_GROUP)),
+    "int4": partial(_compressed_tensors, ("pack-quantized", "int", 4, "group", GROUP_SIZE)),
+    "nvfp4": partial(_compressed_tensors, ("nvfp4-pack-quantized", "float", 4, "tensor_group", NVFP4_GROUP_SIZE)),
 }
 QUANTISERS: Mapping[str, Quantiser] = MappingProxyType(
     {
         "fp8": Quantiser(to_fp8, COMPRESSED_TENSORS["fp8"]),
         "fp8-block": Quantiser(to_fp8_block, _fp8_block_config),
-        "int4": Quantiser(to_int4, COMPRESSED_TENSORS["int4"], groups=GROUPS),
-        "nvfp4": Quantiser(to_nvfp4, COMPRESSED_TENSORS["nvfp4"], groups=(NV_GROUP,)),
+        "int4": Quantiser(to_int4, COMPRESSED_TENSORS["int4"], group_sizes=GROUP_SIZES),
+        "nvfp4": Quantiser(to_nvfp4, COMPRESSED_TENSORS["nvfp4"], group_sizes=(NVFP4_GROUP_SIZE,)),
         "mxfp4": Quantiser(
             to_mxfp4,
             lambda kept, dense: {"quant_method": "mxfp4", "modules_to_not_convert": list(dense)},
-            groups=(MX_BLOCK,),
-            experts=True,
+            group_sizes=(MXFP4_BLOCK_SIZE,),
+            only_experts=True,
         ),
     }
 )
@@ -328,34 +323,35 @@ QUANTISERS: Mapping[str, Quantiser] = MappingProxyType(
 
 @dataclass
 class QuantiseReport:
-    """What `quantise` has written.
-
-    dense: the names of matrices that stay dense because no group size divides their columns.
-    small_groups: how many matrices have a smaller group than the format's usual one, by group size.
-    """
+    """The numbers that `quantise` reports.
+    dense: the names of matrices that stay dense because no group size divides their number of columns.
+    num_small_groups: the number of matrices with a smaller group size than usual, by group size."""
 
     num_matrices: int = 0
     read_bytes: int = 0
     written_bytes: int = 0
     dense: list[str] = field(default_factory=list)
-    small_groups: dict[int, int] = field(default_factory=dict)
+    num_small_groups: dict[int, int] = field(default_factory=dict)
 
 
 def quantise(
-    path: Path, out: Path, to: To, device: torch.device, advance: Callable[[], None], is_draft: bool = False
+    path: Path,
+    out: Path,
+    format_name: CopyFormat,
+    device: torch.device,
+    on_file_done: Callable[[], None],
+    is_draft: bool = False,
 ) -> QuantiseReport:
-    """Write a quantised copy of the target or draft at `path` to `out`.
-
-    It holds one quantised file of the checkpoint in memory.  advance: called after each file.  After an error or Ctrl-C
-    `out` is empty, so the same command can run again.
-    Raises EspalierError for a model that is quantised already or not supported, and if `out` is not empty or cannot be
-    written.
-    """
-    config, quantiser = read_raw(path), QUANTISERS[to]
-    _refuse(path, out, config, is_draft)
+    """Writes a quantised copy of the target or draft at `path` to `out`.
+    One quantised file at a time is held in memory.  on_file_done: a function that is called after each file.  After an
+    error or Ctrl-C, `out` is emptied, so that the same command can run again.
+    Raises EspalierError for a model that is already quantised or not supported, and if `out` is not empty or cannot be
+    written."""
+    config, quantiser = read_raw_config(path), QUANTISERS[format_name]
+    _refuse_unsupported(path, out, config, is_draft)
     try:
         out.mkdir(parents=True, exist_ok=True)
-        return _write(path, out, quantiser.for_draft(is_draft), device, config, advance)
+        return _write_copy(path, out, quantiser.for_draft(is_draft), device, config, on_file_done)
     except BaseException as error:
         for file in out.iterdir() if out.is_dir() else ():
             file.unlink()
@@ -364,22 +360,22 @@ def quantise(
         raise
 
 
-def _write(
+def _write_copy(
     path: Path,
     out: Path,
     quantiser: Quantiser,
     device: torch.device,
     config: Mapping[str, Any],
-    advance: Callable[[], None],
+    on_file_done: Callable[[], None],
 ) -> QuantiseReport:
-    """Write the files of the copy; see quantise.  config.json is last: a directory without it is no model."""
+    """Writes the files of the copy; see quantise.  config.json is last: a directory without it is not a model."""
     written, places, columns = QuantiseReport(), dict[str, str](), dict[str, int]()
     for file in safetensors_files(path):
-        tensors = dict(_quantised(file, quantiser, device, written, columns))
+        tensors = dict(_quantised_tensors(file, quantiser, device, written, columns))
         write_weights(out / file.name, tensors)
         places |= dict.fromkeys(tensors, file.name)
         written.written_bytes += sum(tensor.nbytes for tensor in tensors.values())
-        advance()
+        on_file_done()
     if (path / INDEX_FILE).exists():
         index = {"metadata": {"total_size": written.written_bytes}, "weight_map": places}
         (out / INDEX_FILE).write_text(json.dumps(index, indent=1), encoding="utf-8")
@@ -387,20 +383,20 @@ def _write(
         is_weights = other.suffix in (".safetensors", ".bin") or other.name == INDEX_FILE
         if other.is_file() and not is_weights and other.name != "config.json":
             shutil.copyfile(other, out / other.name)
-    full = {**config, "quantization_config": quantiser.config(columns)}
+    full = {**config, "quantization_config": quantiser.quantization_config(columns)}
     (out / "config.json").write_text(json.dumps(full, indent=1), encoding="utf-8")
     return written
 
 
-def _refuse(path: Path, out: Path, config: Mapping[str, Any], is_draft: bool) -> None:
+def _refuse_unsupported(path: Path, out: Path, config: Mapping[str, Any], is_draft: bool) -> None:
     for name in QUANTISATION_FIELDS:
         if config.get(name) is not None:
             raise EspalierError(f"{path} is quantised already ({name}); give the unquantised model (bfloat16)")
     target = None if is_draft else read_config(path, model_impl="native")
-    if target is not None and target.text_part_of is not None:
-        raise EspalierError(f"{path} is multimodal ({target.text_part_of}), which quantize does not support")
+    if target is not None and target.multimodal_architecture is not None:
+        raise EspalierError(f"{path} is multimodal ({target.multimodal_architecture}), which quantize does not support")
     experts = None if target is None else target.experts
-    is_stacked = experts is not None and experts.stored != "apart"
+    is_stacked = experts is not None and experts.storage != "apart"
     if is_stacked or (is_draft and _stacks_experts(path)):
         raise EspalierError(f"{path} stores its experts stacked, which quantize does not support; use another model")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -410,7 +406,7 @@ def _refuse(path: Path, out: Path, config: Mapping[str, Any], is_draft: bool) ->
 
 
 def _stacks_experts(path: Path) -> bool:
-    """Whether a draft's tensors are stacked experts.  A draft's config.json says so only beside its target's."""
+    """Whether a draft's experts are stacked, by the shapes of its tensors."""
     for file in safetensors_files(path):
         with safe_open(file, framework="pt") as stored:
             names = [name for name in stored.keys() if ".experts." in name]  # noqa: SIM118
@@ -419,27 +415,27 @@ def _stacks_experts(path: Path) -> bool:
     return False
 
 
-def _quantised(
-    file: Path, quantiser: Quantiser, device: torch.device, written: QuantiseReport, columns: dict[str, int]
+def _quantised_tensors(
+    file: Path, quantiser: Quantiser, device: torch.device, report: QuantiseReport, columns: dict[str, int]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yields the tensors of a file's quantised copy.  Updates `written`, and adds each matrix's columns by name."""
+    """Yields the tensors of a file's quantised copy.  Updates `report` and `columns`, the columns of each matrix."""
     with safe_open(file, framework="pt") as stored:
         for name in stored.keys():  # noqa: SIM118
             tensor = stored.get_tensor(name)
-            written.read_bytes += tensor.nbytes
+            report.read_bytes += tensor.nbytes
             module = name.removesuffix(".weight")
             is_matrix = tensor.ndim == 2 and module != name and tensor.dtype in PLAIN_DTYPES
-            is_matrix = is_matrix and not quantiser.keeps(module)
+            is_matrix = is_matrix and not quantiser.stays_dense(module)
             if is_matrix:
                 columns[module] = tensor.shape[1]
-            if is_matrix and (group := quantiser.group_of(tensor.shape[1])) is not None:
-                written.num_matrices += 1
-                if group != quantiser.groups[0]:
-                    written.small_groups[group] = written.small_groups.get(group, 0) + 1
-                for suffix, part in quantiser.stored(tensor, device).items():
+            if is_matrix and (group := quantiser.group_size_for(tensor.shape[1])) is not None:
+                report.num_matrices += 1
+                if group != quantiser.group_sizes[0]:
+                    report.num_small_groups[group] = report.num_small_groups.get(group, 0) + 1
+                for suffix, part in quantiser.quantise(tensor, device).items():
                     yield f"{module}{suffix}", part
             else:
                 if is_matrix:
-                    written.dense.append(module)
-                # The tensor is cloned: a view of the file's memory would keep the whole file in memory.
+                    report.dense.append(module)
+                # The tensor is cloned, because a view would keep the whole memory-mapped file in memory.
                 yield name, tensor.clone()

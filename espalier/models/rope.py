@@ -1,9 +1,9 @@
-"""Rotary position embeddings (RoPE): the fields of config.json, the frequencies of each type, and tables by position.
+"""Rotary position embeddings (RoPE): reads config.json, and computes frequencies and tables of cos and sin.
 
-Types and parameters that are not supported are refused by name.
+RoPE types and parameters that are not supported are refused with an error.
 
-The formulas follow transformers.modeling_rope_utils, with the same order of float32 operations.  So the frequencies are
-bitwise equal to the frequencies that the checkpoints were trained with.
+The formulas follow transformers.modeling_rope_utils, with the same order of float32 operations, so that the frequencies
+are bitwise equal to those of training.
 """
 
 import math
@@ -31,7 +31,7 @@ POSITIVE_FIELDS = (
     *("beta_fast", "beta_slow"),
 )
 BOOL_FIELDS = ("truncate", "finetuned")
-# LongRoPE's divisors of the frequencies: for texts of at most the original length, and for longer texts.
+# The fields of LongRoPE's divisors of frequencies: for texts up to the original length, and for longer texts.
 DIVISOR_FIELDS = ("short_factor", "long_factor")
 NON_NUMBER_FIELDS = ("rope_type", *BOOL_FIELDS, *DIVISOR_FIELDS)
 ROPE_PARAMETERS = (
@@ -57,17 +57,19 @@ ROPE_FIELDS = ("rope_parameters", "rope_scaling")
 class RopeConfig:
     """The RoPE of one layer.
 
-    dim: how many channels of a head are rotated.  In latent attention, they are the rope part of a head.
-    type: one of ROPE_TYPES, or "none" for a layer without RoPE: its frequencies are 0, so rotation changes no bit.
-    A model with a dynamic RoPE has unscaled frequencies up to its trained length.  `ModelConfig.max_position` limits
-    the model to that length, because beyond it every new token would change the rotation of all cached keys.
-    rotated_share: for a proportional RoPE, the share of the channels that is rotated; the lowest frequencies are not.
-    latent_mscale: YaRN's factor of q and of k for mscale_all_dim.  Latent attention multiplies its softmax scale by the
-    square of this factor; other attention ignores it.
-    divisors: LongRoPE's divisors, one for each frequency: for contexts up to original_max_position, and for longer
-    contexts.  A loaded model uses one of the two sets (RopeTables), because a change would rotate all cached keys.
-    query_beta: β of Llama 4's attention temperature: the query at position p is multiplied by
-    1 + β · ln(1 + floor(p / original_max_position)), after its rotation.
+    dim: the number of rotated channels of a head; in latent attention, the size of the rope part.
+    type: one of ROPE_TYPES, or "none" for a layer without RoPE, whose frequencies are 0.
+    A dynamic RoPE has unscaled frequencies up to the trained length.  `ModelConfig.max_position` limits contexts to
+    that length, because in longer contexts every new token would change the rotation of all cached keys.
+    rotated_share: for a proportional RoPE, the share of rotated channels; channels with the lowest frequencies are not
+    rotated.
+    latent_mscale: the factor of q and of k that YaRN computes from mscale_all_dim.  Latent attention multiplies its
+    softmax scale by the square of this factor; other attention ignores it.
+    divisors: LongRoPE's two sets of divisors, one divisor for each frequency: for contexts up to original_max_position,
+    and for longer contexts.  A loaded model always uses the same set (RopeTables), because another set would change the
+    rotation of all cached keys.
+    query_beta: β of Llama 4's attention temperature.  After rotation, the query at position p is multiplied by 1 + β ·
+    ln(1 + floor(p / original_max_position)).
     """
 
     dim: int
@@ -88,7 +90,7 @@ class RopeConfig:
 
     def inverse_frequencies(self, context: int = 0) -> Tensor:
         """Returns the frequencies [dim / 2], float32, in radians per position.
-        context: the tokens of the longest text; LongRoPE chooses its divisors by it."""
+        context: the number of tokens of the longest text, by which LongRoPE chooses its set of divisors."""
         plain = 1.0 / self._positions_per_radian()
         match self.type:
             case "linear":
@@ -111,22 +113,25 @@ class RopeConfig:
     def _positions_per_radian(self) -> Tensor:
         return self.theta ** (torch.arange(0, self.dim, 2, dtype=torch.int64).float() / self.dim)
 
-    def _llama3(self, plain: Tensor) -> Tensor:
-        """Llama 3.1: divide low frequencies by `factor`, keep high ones, interpolate between."""
-        wavelength = 2 * math.pi / plain
+    def _llama3(self, unscaled: Tensor) -> Tensor:
+        """Returns Llama 3.1's frequencies: low frequencies are divided by `factor`, high frequencies are unchanged, and
+        frequencies between them are interpolated."""
+        wavelength = 2 * math.pi / unscaled
         low, high = self.low_freq_factor, self.high_freq_factor
         keep = (self.original_max_position / wavelength - low) / (high - low)
-        between = (1 - keep) * plain / self.factor + keep * plain
-        slow = torch.where(wavelength > self.original_max_position / low, plain / self.factor, plain)
+        between = (1 - keep) * unscaled / self.factor + keep * unscaled
+        slow = torch.where(wavelength > self.original_max_position / low, unscaled / self.factor, unscaled)
         is_between = (wavelength >= self.original_max_position / high) & (
             wavelength <= self.original_max_position / low
         )
         return torch.where(is_between, between, slow)
 
     def _yarn(self) -> Tensor:
-        """YaRN: divide low frequencies by `factor`, keep high ones, interpolate linearly between the two.
+        """Returns YaRN's frequencies: low frequencies are divided by `factor`, high frequencies are unchanged, and
+        frequencies between them are interpolated linearly.
 
-        The ramp runs from the frequency with beta_slow turns over the original length to the one with beta_fast turns.
+        The interpolation starts at the frequency with beta_slow turns over the original length and ends at the
+        frequency with beta_fast turns.
         """
         low, high = self._frequency_index(self.beta_fast), self._frequency_index(self.beta_slow)
         if self.truncate:
@@ -138,17 +143,17 @@ class RopeConfig:
         return 1.0 / (self.factor * periods) * (1 - keep) + 1.0 / periods * keep
 
     def _frequency_index(self, turns: float) -> float:
-        """The (fractional) index of the frequency that makes `turns` turns over the original length."""
+        """Returns the (fractional) index of the frequency that makes `turns` turns over the original length."""
         return self.dim * math.log(self.original_max_position / (turns * 2 * math.pi)) / (2 * math.log(self.theta))
 
 
 class RopeTables:
-    """cos and sin for positions 0 .. rows-1, [rows, dim] each, in two halves as in Hugging Face's rotate_half.
+    """Tables of cos and sin for positions 0 .. rows-1, [rows, dim] each, as in Hugging Face's rotate_half.
 
     The first half of sin is negated, so RoPE is x·cos + swap_halves(x)·sin (kernels/layers/rope.py).
-    context: the tokens of the longest text; None: `rows`.
-    query_scales: [rows], in the model's dtype, factors of rotated queries; None without an attention temperature
-    (RopeConfig.query_beta).
+    context: the number of tokens of the longest text; by default `rows`.
+    query_scales: [rows], in the model's dtype, the factors of rotated queries; None if there is no attention
+    temperature (RopeConfig.query_beta).
     """
 
     __slots__ = ("cos", "sin", "query_scales")
@@ -173,13 +178,13 @@ class RopeTables:
             self.query_scales = (1 + config.query_beta * torch.log(1 + lengths)).to(device, dtype)
 
     def rows(self, positions: Tensor) -> Rotation:
-        """Returns cos and sin, one row for each position of the flattened `positions`, in order."""
+        """Returns one row of cos and one of sin for each position of the flattened `positions`."""
         found = gather_rows(positions.reshape(1, -1), self.cos[None], self.sin[None])[0]
         return Rotation(*found.chunk(2, -1))
 
 
 def with_rope_type(fields: Mapping[str, Any]) -> Json:
-    """Returns the fields of a config.json with the type of every RoPE under "rope_type".  The old name is "type"."""
+    """Returns the fields of a config.json with the old name "type" of the RoPE type replaced by "rope_type"."""
     named = dict(fields)
     for field in ROPE_FIELDS:
         rope = fields.get(field)
@@ -190,10 +195,8 @@ def with_rope_type(fields: Mapping[str, Any]) -> Json:
 
 
 def rope_overrides(raw: Json, overrides: Mapping[str, Any]) -> Json:
-    """Returns the overrides with RoPE's parameters in the field that config.json uses: one of ROPE_FIELDS.
-
-    Raises EspalierError for an override that would change nothing.
-    """
+    """Returns the overrides, with the RoPE parameters moved to the one of ROPE_FIELDS that config.json uses.
+    Raises EspalierError for an override that would have no effect."""
     moved = with_rope_type(overrides)
     for field, other in (ROPE_FIELDS, ROPE_FIELDS[::-1]):
         if field not in moved or not raw.get(other) or raw.get(field):
@@ -209,21 +212,19 @@ def rope_overrides(raw: Json, overrides: Mapping[str, Any]) -> Json:
 
 
 def type_of_rope(fields: Mapping[str, Any]) -> str:
-    """The type of RoPE that a config's fields name."""
+    """Returns the RoPE type in a config's fields."""
     new, old = (with_rope_type(fields).get(field) or {} for field in ROPE_FIELDS)
     return {**new, **old}.get("rope_type") or "default"
 
 
-def read_rope(full: Json, rotated: int, longest: int) -> tuple[RopeConfig, int]:
+def read_rope(fields: Json, rotary_dim: int, max_position_embeddings: int) -> tuple[RopeConfig, int]:
     """Returns the RoPE configuration, and the longest context, in tokens, that it supports.
-
-    rotated: how many values of a head are rotated.  longest: max_position_embeddings.  Two formats are read: rope_theta
-    with rope_scaling, and rope_parameters of transformers 5, which holds all values.  Raises EspalierError for a type
-    or parameter that is not supported.
-    """
-    new, old = (with_rope_type(full).get(field) or {} for field in ROPE_FIELDS)
+    rotary_dim: the number of rotated values of a head.  Two formats are supported: rope_theta with rope_scaling, and
+    rope_parameters of transformers 5, which contains all values.  Raises EspalierError for a type or parameter that is
+    not supported."""
+    new, old = (with_rope_type(fields).get(field) or {} for field in ROPE_FIELDS)
     for name in new:
-        # No contradiction: users add rope_scaling to a config whose rope_parameters have the type "default".
+        # The type "default" in rope_parameters is no contradiction, because users add rope_scaling to such configs.
         if old.get(name, new[name]) != new[name] and (name, new[name]) != ("rope_type", "default"):
             raise EspalierError(
                 f"{name} is {new[name]!r} in rope_parameters and {old[name]!r} in rope_scaling; remove one of "
@@ -235,13 +236,13 @@ def read_rope(full: Json, rotated: int, longest: int) -> tuple[RopeConfig, int]:
         raise EspalierError(
             "rope_parameters differ by layer type; only one set for all layers is supported; use another model"
         )
-    _require_values(parameters, kind, longest)
-    theta = parameters.get("rope_theta") or full.get("rope_theta") or 10000.0
+    _require_values(parameters, kind, max_position_embeddings)
+    theta = parameters.get("rope_theta") or fields.get("rope_theta") or 10000.0
     if theta <= 1:
         raise EspalierError(f"rope_theta = {theta!r}; a number above 1 is needed; correct it")
-    # As in transformers, the field at the config's top level has priority.
+    # The field at the config's top level has priority, as in transformers.
     name = "original_max_position_embeddings"
-    original = int(full.get(name) or parameters.get(name) or longest)
+    original = int(fields.get(name) or parameters.get(name) or max_position_embeddings)
     scaled = kind in TYPES_WITH_FACTOR
     if kind == "default" and parameters.get("factor") not in (None, 1):
         raise EspalierError(
@@ -254,27 +255,26 @@ def read_rope(full: Json, rotated: int, longest: int) -> tuple[RopeConfig, int]:
         if not isinstance(parameters.get(name), int | float):
             raise EspalierError(f"rope type 'llama3' needs a number {name!r}, not {parameters.get(name)!r}")
     rope = RopeConfig(
-        dim=rotated,
+        dim=rotary_dim,
         theta=float(theta),
         type=kind,
         original_max_position=original,
-        attention_factor=_attention_factor(parameters, kind, original, longest),
-        query_beta=float(full.get("llama_4_scaling_beta") or 0),
+        attention_factor=_attention_factor(parameters, kind, original, max_position_embeddings),
+        query_beta=float(fields.get("llama_4_scaling_beta") or 0),
         latent_mscale=_yarn_mscale(parameters["factor"], parameters.get("mscale_all_dim") or 0) if scaled else 1.0,
-        divisors=_divisors(parameters, rotated) if kind == "longrope" else ((), ()),
+        divisors=_divisors(parameters, rotary_dim) if kind == "longrope" else ((), ()),
         rotated_share=_rotated_share(parameters) if kind == "proportional" else 1.0,
         **{name: parameters[name] for name in RAMP_FIELDS if parameters.get(name) is not None},
     )
-    extended = int(original * rope.factor) if kind == "yarn" else longest
-    return rope, max(longest, extended)
+    extended = int(original * rope.factor) if kind == "yarn" else max_position_embeddings
+    return rope, max(max_position_embeddings, extended)
 
 
-def _require_values(parameters: Json, kind: object, longest: int) -> None:
-    """Check the type and the parameters of a RoPE.
-    Raises EspalierError for a type or a parameter that is not supported, and for a value of a wrong type."""
+def _require_values(parameters: Json, rope_type: object, max_position_embeddings: int) -> None:
+    """Raises EspalierError for an unsupported RoPE type or parameter, and for a value of a wrong type."""
     unknown = [name for name in parameters if name not in ROPE_PARAMETERS]
-    if kind not in ROPE_TYPES or unknown:
-        what = f"rope type {kind!r}" if kind not in ROPE_TYPES else f"rope parameter {unknown[0]!r}"
+    if rope_type not in ROPE_TYPES or unknown:
+        what = f"rope type {rope_type!r}" if rope_type not in ROPE_TYPES else f"rope parameter {unknown[0]!r}"
         raise EspalierError(f"{what} is not supported; supported types are {', '.join(ROPE_TYPES)}")
     for name, value in parameters.items():
         is_number = (
@@ -288,36 +288,36 @@ def _require_values(parameters: Json, kind: object, longest: int) -> None:
             raise EspalierError(f"rope parameter {name} = {value!r}; {words} is needed; correct it")
         if name in BOOL_FIELDS and not isinstance(value, bool | None):
             raise EspalierError(f"rope parameter {name} = {value!r}; true or false is needed; correct it")
-    if parameters.get("max_position_embeddings") not in (None, longest):
+    if parameters.get("max_position_embeddings") not in (None, max_position_embeddings):
         raise EspalierError(
             f"rope parameter max_position_embeddings = {parameters['max_position_embeddings']!r}, but the "
-            f"model has max_position_embeddings = {longest}; remove the rope parameter"
+            f"model has max_position_embeddings = {max_position_embeddings}; remove the rope parameter"
         )
 
 
-def _divisors(parameters: Json, rotated: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Returns LongRoPE's divisors.  Raises EspalierError if there is not one for each frequency."""
+def _divisors(parameters: Json, rotary_dim: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Returns LongRoPE's divisors.  Raises EspalierError for lists without a positive number per frequency."""
     for name in DIVISOR_FIELDS:
         values = parameters.get(name)
         if (
             not isinstance(values, list)
-            or len(values) != rotated // 2
+            or len(values) != rotary_dim // 2
             or not all(isinstance(value, int | float) and 0 < value <= MAX_NUMBER for value in values)
         ):
             raise EspalierError(
-                f"rope parameter {name} = {shown(values)}; a list of {rotated // 2} positive numbers is "
+                f"rope parameter {name} = {shown(values)}; a list of {rotary_dim // 2} positive numbers is "
                 "needed, half as many as a head has rotated values; correct it"
             )
     short, long = (tuple(map(float, parameters[name])) for name in DIVISOR_FIELDS)
     return short, long
 
 
-def _attention_factor(parameters: Json, kind: str, original: int, longest: int) -> float:
-    """The factor by which cos and sin are multiplied."""
-    if kind == "longrope" and parameters.get("attention_factor") is None:
-        factor = float(parameters.get("factor") or longest / original)
+def _attention_factor(parameters: Json, rope_type: str, original: int, max_position_embeddings: int) -> float:
+    """Returns the factor of cos and sin."""
+    if rope_type == "longrope" and parameters.get("attention_factor") is None:
+        factor = float(parameters.get("factor") or max_position_embeddings / original)
         return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
-    return _yarn_attention_factor(parameters) if kind in ("yarn", "longrope") else 1.0
+    return _yarn_attention_factor(parameters) if rope_type in ("yarn", "longrope") else 1.0
 
 
 def _rotated_share(parameters: Json) -> float:
@@ -328,7 +328,7 @@ def _rotated_share(parameters: Json) -> float:
 
 
 def _yarn_attention_factor(parameters: Json) -> float:
-    """The factor of cos and sin: attention_factor if it is set, else the value of YaRN's formula."""
+    """Returns the factor of cos and sin: attention_factor if it is set, else the value of YaRN's formula."""
     attention_factor = parameters.get("attention_factor")
     if attention_factor is not None:
         return float(attention_factor)
@@ -340,5 +340,5 @@ def _yarn_attention_factor(parameters: Json) -> float:
 
 
 def _yarn_mscale(factor: float, mscale: float) -> float:
-    """YaRN's 0.1·mscale·ln(factor) + 1."""
+    """Returns YaRN's 0.1·mscale·ln(factor) + 1, or 1 for factors of at most 1."""
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0

@@ -1,7 +1,7 @@
-"""Refuses a number of ranks that cannot divide a model, from its config.json alone, before weights are read.
+"""Checks, before weights are read, that a number of ranks can divide a model.  Only config.json is needed.
 
-This module loads the layers without data.  The code that loads a weight declares each rank's part of it, and the check
-uses these declarations.  So a family needs no list of divided sizes.
+This module runs the code that loads layers, on weights without data.  That code declares which part of each weight a
+rank holds, and this module checks the parts.  So families need no list of divided sizes.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,26 +21,26 @@ from espalier.models.weight_formats.dense import DENSE_FORMAT, DenseWeight
 from espalier.models.weights import Weights
 from espalier.shards import IndivisibleError, Part, Shards, Size, part_of
 
-# The device on which tensors have shapes but no data.
-META = torch.device("meta")
-# The largest number of ranks that an error names.
-MOST_NAMED = 16
+# On the meta device, tensors have shapes but no data.
+META_DEVICE = torch.device("meta")
+# The largest number of ranks that an error message suggests.
+MAX_NAMED_COUNTS = 16
 
 
 def require_shards(config: ModelConfig, count: int) -> None:
-    """Refuse a model that `count` ranks cannot divide.
-    Raises EspalierError naming a size that is not divisible, and the numbers of ranks that divide all sizes."""
+    """Raises EspalierError if `count` ranks cannot divide a model.  The message names a size that is not divisible, and
+    possible numbers of ranks."""
     try:
-        _require_sizes(config, count)
+        _require_divisible_sizes(config, count)
     except IndivisibleError as error:
-        numbers = possible_rank_counts(config, MOST_NAMED)
+        numbers = possible_rank_counts(config, MAX_NAMED_COUNTS)
         raise EspalierError(f"{error}; use {' or '.join(map(str, numbers))}") from None
 
 
-def _require_sizes(config: ModelConfig, count: int) -> None:
+def _require_divisible_sizes(config: ModelConfig, count: int) -> None:
     if count == 1:
         return
-    if config.probed is not None:
+    if config.probe_result is not None:
         raise EspalierError(
             f"tensor_parallel={count} is not supported for models that transformers runs; use 1, or model_impl='native'"
         )
@@ -49,55 +49,55 @@ def _require_sizes(config: ModelConfig, count: int) -> None:
             f"tensor_parallel={count} is not supported with desc_act, which puts a group's columns anywhere; use 1, or "
             "a checkpoint without it"
         )
-    # All parts are equal, so it is enough to check the first rank's.
+    # All parts have equal sizes, so only the first rank's parts are checked.
     declared = DeclaredWeights(config, Shards(0, count))
     specs_of_rank(layer_specs_of(config), declared.shards)
     load = config.family.load_layer or load_layer
-    ropes = {rope: RopeTables(rope, 1, declared.dtype, META) for rope in dict.fromkeys(config.ropes)}
-    for layer, rope in enumerate(config.ropes):
+    ropes = {rope: RopeTables(rope, 1, declared.dtype, META_DEVICE) for rope in dict.fromkeys(config.layer_ropes)}
+    for layer, rope in enumerate(config.layer_ropes):
         load(declared, config, f"model.layers.{layer}.", layer, ropes[rope])
     (config.family.load_embedding or load_embedding)(declared, config, 1.0)
     if not config.tie_word_embeddings:
         declared.weight(["lm_head"], [declared.shards.tokens(config.vocab_size)], config.hidden_size)
 
 
-def possible_rank_counts(config: ModelConfig, most: int) -> list[int]:
-    """The numbers of ranks from 1 to `most` that can divide this model."""
-    return [count for count in range(1, most + 1) if _can_divide(config, count)]
+def possible_rank_counts(config: ModelConfig, max_ranks: int) -> list[int]:
+    """Returns the numbers of ranks from 1 to `max_ranks` that can divide this model."""
+    return [count for count in range(1, max_ranks + 1) if _can_divide(config, count)]
 
 
 def _can_divide(config: ModelConfig, count: int) -> bool:
     try:
-        _require_sizes(config, count)
+        _require_divisible_sizes(config, count)
     except EspalierError:
         return False
     return True
 
 
 class DeclaredWeights(Weights):
-    """Takes the place of a checkpoint's weights.  It reads no data, and refuses each weight that cannot be divided."""
+    """A substitute for a checkpoint's weights without data.  Methods raise EspalierError for indivisible weights."""
 
     dtype = torch.float32
 
     def __init__(self, config: ModelConfig, shards: Shards) -> None:
-        self.path, self.device, self.formats, self.shards = config.path, META, config.formats, shards
+        self.path, self.device, self.formats, self.shards = config.path, META_DEVICE, config.formats, shards
         self._unused = set()
 
     def __contains__(self, name: str) -> bool:
-        """Whether the weight `name` is stored as a plain tensor, by its format."""
+        """Whether the weight `name` is stored as a plain tensor according to its format."""
         return self.formats(name.rpartition(".")[0]) == DENSE_FORMAT
 
     def format_of(self, name: str) -> WeightFormat:
         return self.formats(name)
 
     def require_shape(self, name: str, shape: tuple[int, ...]) -> None:
-        """Accept every shape: the declared shape is the only one."""
+        """Accepts every shape, because there is no stored shape to compare."""
 
-    def value(self, name: str) -> float:
+    def load_number(self, name: str) -> float:
         return 1.0
 
-    def take_entries(self, name: str, count: int, *shape: int) -> Iterator[Tensor]:
-        """Returns no entries: there is nothing to copy."""
+    def load_entries(self, name: str, count: int, *shape: int) -> Iterator[Tensor]:
+        """Yields no entries, because there is no data."""
         return iter(())
 
     def table(self, name: str, rows: Part, columns: int) -> Tensor:
@@ -106,33 +106,33 @@ class DeclaredWeights(Weights):
     def weight(self, names: Sequence[str], rows: Sequence[Size], columns: Size) -> Weight:
         self.require_parts(names, (*rows, columns))
         for name, size in zip(names, rows, strict=True):
-            with self._naming_matrices([name]):
+            with self._matrix_names_in_errors([name]):
                 self._require_cut(self.formats(name), part_of(size), part_of(columns))
         return DenseWeight(self.empty(sum(len(part_of(size)) for size in rows), len(part_of(columns))))
 
     def matrix(self, names: Sequence[str], rows: Sequence[Size], columns: Size) -> Tensor:
-        # All experts of a layer have the same sizes, so it is enough to check the first.
+        # All experts of a layer have the same sizes, so only the first expert is checked.
         self.weight(names[:1], rows[:1], columns)
         return self.empty(sum(len(part_of(size)) for size in rows), len(part_of(columns)))
 
     def stacked_matrix(
         self, name: str, matrix: str, count: int, rows: Sequence[Size], columns: Size
     ) -> QuantisedMatrix:
-        with self._naming_matrices([name]):
+        with self._matrix_names_in_errors([name]):
             require_format_with_parts(self.formats(name))
         return super().stacked_matrix(name, matrix, count, rows, columns)
 
     def _require_cut(self, format: WeightFormat, rows: Part, columns: Part) -> None:
         require_format_with_parts(format)
         for stored in format.tensors(rows.size, columns.size):
-            stored.cut(rows, columns)
+            stored.part_slices(rows, columns)
 
     def _read_checked(self, name: str, stored: StoredTensor) -> Tensor:
         dtype = stored.dtype[0] if isinstance(stored.dtype, tuple) else stored.dtype
-        return torch.empty(stored.shape, dtype=dtype or self.dtype, device=META)
+        return torch.empty(stored.shape, dtype=dtype or self.dtype, device=META_DEVICE)
 
     @contextmanager
-    def _naming_matrices(self, names: Sequence[str]) -> Iterator[None]:
+    def _matrix_names_in_errors(self, names: Sequence[str]) -> Iterator[None]:
         try:
             yield
         except EspalierError as error:
@@ -140,6 +140,6 @@ class DeclaredWeights(Weights):
 
 
 def require_format_with_parts(format: WeightFormat) -> None:
-    """Refuse a format whose matrices cannot be divided.  Raises EspalierError."""
+    """Raises EspalierError for a format whose matrices cannot be divided among ranks."""
     if not format.has_shards:
         raise EspalierError(f"format {format.name} cannot be divided among ranks; use tensor_parallel=1")

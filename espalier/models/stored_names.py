@@ -1,6 +1,6 @@
-"""Declarations of what a checkpoint stores: the names of a layer's weights, experts and norms.
+"""Declarations of the names under which a checkpoint stores weights: a layer's matrices, experts and norms.
 
-The checkpoint may be that of a multimodal model, whose files have other prefixes.
+A multimodal checkpoint has other name prefixes than a text model (StoredNames).
 """
 
 from collections.abc import Iterable, Sequence
@@ -10,14 +10,14 @@ from typing import Literal
 
 from espalier.kernels.ops.activation import SILU, Activation
 from espalier.kernels.ops.experts import Routing
-from espalier.models.weight_formats import FormatOf, WeightFormat
+from espalier.models.weight_formats import FormatLookup, WeightFormat
 from espalier.shards import Part, Size, part_of, whole_part
 
 
 @dataclass(frozen=True)
 class MLPNames:
     """Names of the matrices of an MLP.
-    gate_up: two names; one name if both are stored as one matrix, gate over up, or if there is no gate."""
+    gate_up: the names of gate and up; one name if both are stored as one matrix (gate first) or if there is no gate."""
 
     gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
     down: str = "down_proj"
@@ -29,11 +29,9 @@ GATE_UP_DOWN, UP_DOWN = MLPNames(), MLPNames(("up_proj",))
 @dataclass(frozen=True)
 class LayerNames:
     """Names of a layer's weights.
-
-    qkv: three names; one name if q, k and v are stored as one matrix, in this order.  out: the output projection.
-    head_norms: the norms of the heads of q and of k.
-    mlp_prefix: the prefix of the MLP's weights.  mlp: the names of the MLP's weights.
-    """
+    qkv: the names of q, k and v; one name if they are stored as one matrix, in this order.  out: the output projection.
+    head_norms: the names of the norms of q heads and of k heads.
+    mlp_prefix: the prefix of the MLP's weights.  mlp: the names of the MLP's weights."""
 
     qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
     out: str = "o_proj"
@@ -47,7 +45,8 @@ DEFAULT_LAYER_NAMES = LayerNames()
 
 @dataclass(frozen=True)
 class LayerNorms:
-    """Names of a layer's RMS norms: before_x norms the input of block x, behind_x its output; None: no such norm."""
+    """Names of a layer's RMS norms.  before_x: the norm of the input of block x; after_x: the norm of its output; None
+    if there is no such norm."""
 
     before_attention: str | None = "input_layernorm"
     before_mlp: str | None = "post_attention_layernorm"
@@ -57,7 +56,7 @@ class LayerNorms:
 
 DEFAULT_LAYER_NORMS = LayerNorms()
 # The norms of Gemma's layers.
-FOUR_NORMS = LayerNorms(
+NORMS_AROUND_BLOCKS = LayerNorms(
     before_mlp="pre_feedforward_layernorm",
     after_attention="post_attention_layernorm",
     after_mlp="post_feedforward_layernorm",
@@ -69,16 +68,18 @@ class Experts:
     """The mixture-of-experts layers of a model.
 
     layers: the indices of these layers; other layers have a dense MLP.  size: the intermediate size of an expert.
-    shared_size: the intermediate size of the shared expert; 0: there is none.
-    shared_name: the name of the shared expert.  shared_bias: whether its projections have a bias.
-    shared_gate: the name of the weight [1, H] that gates the shared expert; None without a gate.
+    shared_size: the intermediate size of the shared expert; 0 if there is no shared expert.
+    shared_name: the name of the shared expert.  shared_has_bias: whether its projections have a bias.
+    shared_gate_name: the name of the weight [1, H] that gates the shared expert; None if there is no gate.
     router_name: the name of the router's weight, and of its bias if routing.logit_bias is set.
-    scale_name: the name of a tensor [E], a factor of each expert's weight; None without it.
-    stored: how the checkpoint stores the experts (espalier/models/layer_loading.py).
-    biases: whether gate, up and down have biases.
+    scale_name: the name of a tensor [E] by which routing weights are multiplied; None if there is no such tensor.
+    storage: how the checkpoint stores the experts (espalier/models/layer_loading.py).
+    has_biases: whether gate, up and down have biases.
     prefix: the prefix of the block's weights in a layer.
-    names: the matrices of an expert, for stored = "apart".  joined_names: the two stacks, for stored = "joined".
-    shared_prefix: the prefix of shared_name in a layer; None: `under`.  shared_names: the shared expert's matrices.
+    names: the names of an expert's matrices, for storage "apart".  joined_names: the names of the two stacked tensors,
+    for storage "joined".
+    shared_prefix: the prefix of shared_name in a layer; by default `prefix`.  shared_names: the names of the shared
+    expert's matrices.
     correction_name: the name of the router's bias if routing.correction_bias is set.
     """
 
@@ -87,12 +88,12 @@ class Experts:
     size: int
     shared_size: int = 0
     shared_name: str = ""
-    shared_gate: str | None = None
-    shared_bias: bool = False
+    shared_gate_name: str | None = None
+    shared_has_bias: bool = False
     router_name: str = "gate"
     scale_name: str | None = None
-    stored: Literal["apart", "stacked", "joined"] = "apart"
-    biases: bool = False
+    storage: Literal["apart", "stacked", "joined"] = "apart"
+    has_biases: bool = False
     activation: Activation = SILU
     prefix: str = "mlp."
     names: MLPNames = GATE_UP_DOWN
@@ -102,12 +103,10 @@ class Experts:
     correction_name: str = "gate.e_score_correction_bias"
 
 
-def stored_parts(names: Sequence[str], rows: Sequence[Size]) -> tuple[Sequence[str], Sequence[Size]]:
-    """Returns the names and rows to read for matrices [rows, ...].
-
-    The matrices are stored apart, or stacked one over the other in one matrix.  If ranks divide a stacked matrix, the
-    rank's part of each of its matrices is read separately.
-    """
+def stored_matrices(names: Sequence[str], rows: Sequence[Size]) -> tuple[Sequence[str], Sequence[Size]]:
+    """Returns the names of stored matrices, and the rows of each to read, for matrices that a layer stacks.
+    rows: the rows of each matrix.  If the checkpoint stores the matrices as one stacked matrix, there is only one name.
+    If ranks divide such a stacked matrix, the rank's part of each of its matrices is read separately."""
     if len(names) == len(rows):
         return names, rows
     parts = [part_of(size) for size in rows]
@@ -120,24 +119,22 @@ def stored_parts(names: Sequence[str], rows: Sequence[Size]) -> tuple[Sequence[s
 
 @dataclass(frozen=True)
 class StoredNames:
-    """How stored names map to own names.  An *own name* is a weight's name in a checkpoint of the text model alone.
-
+    """The mapping from stored names to own names.  An *own name* is a weight's name in a text model's checkpoint.
     prefixes: pairs (prefix of a stored name, prefix of the own name).
-    has_parts: whether names with any other prefix belong to other parts (vision, audio), which are not read.
-    """
+    has_other_parts: whether names with other prefixes belong to parts such as vision or audio, which are not loaded."""
 
     prefixes: tuple[tuple[str, str], ...] = ()
-    has_parts: bool = False
+    has_other_parts: bool = False
 
     def own_name(self, stored: str) -> str | None:
-        """The own name of a stored name; None for a weight of another part."""
+        """Returns the own name of a stored name; None for a weight of another part."""
         for prefix, own in self.prefixes:
             if stored.startswith(prefix):
                 return own + stored.removeprefix(prefix)
-        return None if self.has_parts else stored
+        return None if self.has_other_parts else stored
 
-    def formats(self, formats: FormatOf, stored: Iterable[str]) -> FormatOf:
-        """Returns `formats`, which takes stored names, as a function of own names.  stored: all stored names."""
+    def formats(self, formats: FormatLookup, stored: Iterable[str]) -> FormatLookup:
+        """Converts `formats`, a function of stored names, to a function of own names.  stored: all stored names."""
         prefixes = {own: prefix for prefix, own in self.prefixes if any(name.startswith(prefix) for name in stored)}
         if not prefixes:
             return formats
@@ -150,7 +147,8 @@ class StoredNames:
 
 
 SAME_NAMES = StoredNames()
-# Published checkpoints have the first two prefixes.  Transformers 5 uses the third in memory.  MTP layers have `mtp.`.
+# Published checkpoints have the first two prefixes.  Checkpoints saved by transformers 5 have the third.  MTP layers
+# have `mtp.`.
 TEXT_PART_NAMES = StoredNames(
     (
         ("language_model.model.", "model."),
@@ -159,21 +157,24 @@ TEXT_PART_NAMES = StoredNames(
         ("lm_head.", "lm_head."),
         ("mtp.", "mtp."),
     ),
-    has_parts=True,
+    has_other_parts=True,
 )
 
 
 @dataclass(frozen=True)
 class MTPFamily:
-    """The names and options of a family's MTP layers.  i is the number of an MTP layer, counted from 0.
+    """The weight names and options of a family's MTP layers.  i is the number of an MTP layer, counted from 0.
 
-    prefix: the prefix of the decoder layer's weights; "{}" stands for i, or for the number of target layers + i.
-    shared: the prefix of embed_norm, hidden_norm, project and norm if all MTP layers share them; None: `prefix`.
-    after_target: whether "{}" counts from the number of the target's layers.
-    embed_norm, hidden_norm, project, norm: the norms of the two inputs, the projection of both, and the last norm.
-    embed, head: the layer's own embedding and head, as whole names; these weights may be missing.
-    hidden_first: whether the first columns of `project` take the hidden state; by default they take the embedding.
-    layer_type: the layers' entry in `layer_types`; None: the entry of the target's last layer.
+    prefix: the name prefix of the decoder layer's weights; "{}" stands for i, or for i plus the number of target
+    layers.
+    shared: the name prefix of embed_norm, hidden_norm, project and norm if all MTP layers share these; by default
+    `prefix`.
+    counts_after_target: whether "{}" includes the number of target layers.
+    embed_norm, hidden_norm, project, norm: the names of the norms of the two inputs, of their projection, and of the
+    last norm.
+    embed, head: the full names of the layer's own embedding and head; these weights may be missing.
+    hidden_first: whether the first columns of `project` read the hidden state; by default they read the embedding.
+    layer_type: the layers' entry in `layer_types`; by default the entry of the target's last layer.
     """
 
     prefix: str
@@ -185,23 +186,23 @@ class MTPFamily:
     head: str
     shared: str | None = None
     layer_type: str | None = None
-    after_target: bool = False
+    counts_after_target: bool = False
     hidden_first: bool = False
 
     def index(self, layer: int, num_layers: int) -> int:
-        """The number that MTP layer `layer` has in names.  num_layers: how many layers the target has."""
-        return num_layers + layer if self.after_target else layer
+        """Returns the number that MTP layer `layer` has in weight names.  num_layers: the number of target layers."""
+        return num_layers + layer if self.counts_after_target else layer
 
     def layer_prefix(self, layer: int, num_layers: int) -> str:
         return self.prefix.format(self.index(layer, num_layers))
 
     def weights_prefix(self, layer: int, num_layers: int) -> str:
-        """The prefix of the names of all weights of an MTP layer, except its embedding and head."""
+        """Returns the name prefix of all weights of an MTP layer, except its embedding and head."""
         return self.layer_prefix(layer, num_layers) if self.shared is None else self.shared
 
 
-# The MTP layers of DeepSeek-V3 and GLM.
-NEXTN = MTPFamily(
+# The weight names of the MTP layers of DeepSeek-V3 and GLM.
+NEXTN_LAYERS = MTPFamily(
     prefix="model.layers.{}.",
     embed_norm="enorm",
     hidden_norm="hnorm",
@@ -209,9 +210,9 @@ NEXTN = MTPFamily(
     norm="shared_head.norm",
     embed="model.layers.{}.embed_tokens",
     head="model.layers.{}.shared_head.head",
-    after_target=True,
+    counts_after_target=True,
 )
-# The format `mtp` of vLLM's speculators 0.9.0.  espalier.train writes its heads in this format.
+# The weight names of the format `mtp` of vLLM's speculators 0.9.0, in which espalier.train saves MTP heads.
 SPECULATORS = MTPFamily(
     prefix="mtp_layers.{}.",
     embed_norm="token_layernorm",

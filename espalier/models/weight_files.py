@@ -1,8 +1,8 @@
-"""Finds, reads and writes the weight files in a model's directory, and counts the bytes that they take in memory.
+"""Finds, reads and writes the weight files of a model, and computes the memory that the weights take.
 
-The tensors of a GGUF file get the names that they have in a Hugging Face checkpoint.  A tensor in blocks is read as
-bytes [rows, blocks of a row, bytes of a block].  Two changes of llama.cpp's converter are undone: the order of rows of
-q and k, and the 1 that it adds to the weights of Gemma's norms.
+The tensors of a GGUF file get the names that they have in a Hugging Face checkpoint.  A quantised tensor is read as
+bytes [rows, blocks of a row, bytes of a block].  Two changes of llama.cpp's converter are undone: it reorders rows of q
+and k, and it adds 1 to the weights of Gemma's norms.
 """
 
 import mmap
@@ -21,51 +21,49 @@ from espalier.errors import EspalierError, one_line, shown
 from espalier.model_files import MAX_FILE_BYTES, TensorPlace, file_named, is_gguf, read_gguf, read_json, require_regular
 from espalier.models.gguf_config import (
     BLOCK_TYPES_BY_NUMBER,
-    EMBEDDING,
-    FREQUENCIES,
-    HEAD,
+    EMBEDDING_TENSOR,
+    FREQUENCY_TENSOR,
+    HEAD_TENSOR,
     PLAIN_TYPES,
     architecture_of_gguf,
     gguf_config,
 )
 from espalier.models.stored_names import SAME_NAMES, StoredNames
-from espalier.models.weight_formats import FormatOf
+from espalier.models.weight_formats import FormatLookup
 
-DTYPES = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}
+PLAIN_TORCH_DTYPES = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}
 
 
 class GGUFTensors(Mapping[str, Tensor]):
     """The tensors of a GGUF file, by name.  A tensor is read from the file when it is looked up.
-
-    Raises EspalierError for a file that is cut short, and for a model that `gguf_config` refuses.
-    """
+    Raises EspalierError for a file that is cut short, and for a model that `gguf_config` refuses."""
 
     def __init__(self, path: Path) -> None:
         gguf, config = read_gguf(path), gguf_config(path)
         self.architecture = architecture_of_gguf(gguf)
         self.heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
-        stored = {name: place for name, place in gguf.tensors.items() if name != FREQUENCIES}
-        if HEAD not in stored and not config["tie_word_embeddings"]:
-            stored[HEAD] = stored[EMBEDDING]
-        self.places = {self.architecture.name(name): place for name, place in stored.items()}
-        self._content = cache(_map_file)
-        for name, place in self.places.items():
+        stored = {name: place for name, place in gguf.tensors.items() if name != FREQUENCY_TENSOR}
+        if HEAD_TENSOR not in stored and not config["tie_word_embeddings"]:
+            stored[HEAD_TENSOR] = stored[EMBEDDING_TENSOR]
+        self.tensor_places = {self.architecture.hf_name(name): place for name, place in stored.items()}
+        self._mapped_file = cache(_map_file)
+        for name, place in self.tensor_places.items():
             if place.begin + _nbytes(place) > place.file.stat().st_size:
                 raise EspalierError(f"{place.file} is cut short in tensor {shown(name)}; download the file again")
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self.places)
+        return iter(self.tensor_places)
 
     def __len__(self) -> int:
-        return len(self.places)
+        return len(self.tensor_places)
 
     def __getitem__(self, name: str) -> Tensor:
-        place = self.places[name]
-        content = self._content(place.file)
+        place = self.tensor_places[name]
+        content = self._mapped_file(place.file)
         raw = torch.frombuffer(content, dtype=torch.uint8, count=_nbytes(place), offset=place.begin)
         if place.type in PLAIN_TYPES:
             # The bytes are copied, because a tensor's offset in the file need not be a multiple of its item size.
-            tensor = raw.clone().view(DTYPES[place.type]).reshape(place.shape)
+            tensor = raw.clone().view(PLAIN_TORCH_DTYPES[place.type]).reshape(place.shape)
         else:
             tensor = raw.reshape(*place.shape[:-1], -1, BLOCK_TYPES_BY_NUMBER[place.type].block_bytes)
         return self._undo_conversion(name, tensor)
@@ -74,17 +72,15 @@ class GGUFTensors(Mapping[str, Tensor]):
         module = name.rpartition(".")[0].rpartition(".")[2]
         if self.architecture.norm_offset and module.endswith("norm"):
             return tensor - self.architecture.norm_offset
-        if self.architecture.permuted and module in self.heads:
+        if self.architecture.permutes_q_and_k and module in self.heads:
             return rows_in_halves(tensor, self.heads[module])
         return tensor
 
 
 def rows_in_halves(tensor: Tensor, heads: int) -> Tensor:
-    """Reorders the rows of each head in tensor [heads · size, ...].
-
-    In the input, the two values of a rotated pair are neighbours.  In the result, the first values of all pairs come
-    first, then the second values.
-    """
+    """Reorders the rows of each head of a tensor [heads · size, ...].
+    In the input, the two rows of a rotated pair are adjacent.  In the result, the first rows of all pairs come before
+    the second rows."""
     if len(tensor) % (2 * heads):
         return tensor  # its shape is wrong, which loading says
     return tensor.unflatten(0, (heads, -1, 2)).transpose(1, 2).reshape(tensor.shape)
@@ -92,12 +88,12 @@ def rows_in_halves(tensor: Tensor, heads: int) -> Tensor:
 
 def _nbytes(place: TensorPlace) -> int:
     if place.type in PLAIN_TYPES:
-        return prod(place.shape) * DTYPES[place.type].itemsize
+        return prod(place.shape) * PLAIN_TORCH_DTYPES[place.type].itemsize
     return prod(place.shape[:-1]) * BLOCK_TYPES_BY_NUMBER[place.type].row_bytes(place.shape[-1])
 
 
 def _map_file(file: Path) -> mmap.mmap:
-    # Copy on write, because PyTorch requires writable memory.
+    # The mapping is copy-on-write, because PyTorch requires writable memory.
     with file.open("rb") as opened:
         return mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
 
@@ -107,7 +103,7 @@ BIN_FILE = "pytorch_model.bin"
 
 
 def safetensors_files(path: Path) -> list[Path]:
-    """The model's safetensors files: those in the index, else model.safetensors, else all in the directory."""
+    """Returns the model's safetensors files: those of the index, else model.safetensors, else all files."""
     index = path / INDEX_FILE
     if index.exists():
         files = read_json(index, MAX_FILE_BYTES).get("weight_map")
@@ -118,12 +114,12 @@ def safetensors_files(path: Path) -> list[Path]:
     return [whole] if whole.exists() else sorted(path.glob("*.safetensors"))
 
 
-def read_bin(path: Path, allowed: bool) -> Mapping[str, Tensor]:
+def read_bin(path: Path, is_allowed: bool) -> Mapping[str, Tensor]:
     file = path / BIN_FILE
     if not file.exists():
-        kinds = f"*.safetensors or {BIN_FILE}" if allowed else "*.safetensors"
+        kinds = f"*.safetensors or {BIN_FILE}" if is_allowed else "*.safetensors"
         raise EspalierError(f"{path} holds no weights; {kinds} is needed: download the checkpoint again")
-    if not allowed:
+    if not is_allowed:
         raise EspalierError(f"{file}: a target is read from safetensors only; save it with safe_serialization=True")
     require_regular(file)
     try:
@@ -134,7 +130,7 @@ def read_bin(path: Path, allowed: bool) -> Mapping[str, Tensor]:
 
 
 def write_weights(file: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write a *.safetensors file.  Raises EspalierError, for example if the disk is full."""
+    """Writes a *.safetensors file.  Raises EspalierError, for example if the disk is full."""
     try:
         file.touch()  # with the user's usual permissions: safetensors' own file is for its owner alone
         mode = file.stat().st_mode
@@ -146,64 +142,68 @@ def write_weights(file: Path, tensors: Mapping[str, Tensor]) -> None:
         ) from None
 
 
-# The own name (stored_names.py) of a GGUF file's embedding.
+# The name of the embedding, which is never kept in blocks.
 EMBEDDING_NAME = "model.embed_tokens.weight"
 
 
 @dataclass(frozen=True)
 class WeightCount:
     """The size of a model's weights in memory.
-    num_cast: how many values are cast to the model's dtype.  kept_bytes: bytes of tensors that keep their dtype."""
+    num_cast_values: the number of values that are cast to the model's dtype.  kept_bytes: the bytes of tensors that
+    keep their stored dtype."""
 
-    num_cast: int = 0
+    num_cast_values: int = 0
     kept_bytes: int = 0
 
     def nbytes(self, dtype: torch.dtype) -> int:
-        """The bytes of the weights in a model of this dtype."""
-        return self.num_cast * dtype.itemsize + self.kept_bytes
+        """Returns the bytes of the weights in a model of this dtype."""
+        return self.num_cast_values * dtype.itemsize + self.kept_bytes
 
-    def of_rank(self, count: int, whole: int) -> "WeightCount":
-        """The size of the weights that one of `count` ranks holds.
-        whole: how many values every rank holds; the other values are divided among the ranks."""
-        return WeightCount(whole + -(-max(self.num_cast - whole, 0) // count), -(-self.kept_bytes // count))
+    def of_rank(self, num_ranks: int, replicated_values: int) -> "WeightCount":
+        """Returns the size of the weights on one of `num_ranks` ranks.  replicated_values: the number of values that
+        every rank holds; all other values are divided among the ranks."""
+        return WeightCount(
+            replicated_values + -(-max(self.num_cast_values - replicated_values, 0) // num_ranks),
+            -(-self.kept_bytes // num_ranks),
+        )
 
     def __add__(self, other: "WeightCount") -> "WeightCount":
-        return WeightCount(self.num_cast + other.num_cast, self.kept_bytes + other.kept_bytes)
+        return WeightCount(self.num_cast_values + other.num_cast_values, self.kept_bytes + other.kept_bytes)
 
 
-def stored_weights(
-    path: Path, formats: FormatOf, unread: tuple[str, ...] = (), stored: StoredNames = SAME_NAMES
+def count_weights_in(
+    path: Path, formats: FormatLookup, ignored_prefixes: tuple[str, ...] = (), stored_names: StoredNames = SAME_NAMES
 ) -> WeightCount:
-    """The size of the weights that `Weights` reads from a directory, without those whose names begin with `unread`.
+    """Returns the size of the weights that `Weights` reads from a directory, without `ignored_prefixes`.
 
-    An unreadable safetensors file counts as 0 here; loading reports it.  Raises EspalierError for an unreadable index
-    or pytorch_model.bin.
+    An unreadable safetensors file is not counted; loading reports the error later.  Raises EspalierError for an
+    unreadable index or pytorch_model.bin.
     """
     if is_gguf(path):
         return _count_gguf(path)
     count, shards = WeightCount(), safetensors_files(path)
     if not shards and (path / BIN_FILE).exists():
-        count = sum((_count(name, tensor, formats) for name, tensor in read_bin(path, True).items()), count)
+        count = sum((_count_tensor(name, tensor, formats) for name, tensor in read_bin(path, True).items()), count)
     for file in shards:
         try:
             require_regular(file)
             with safe_open(file, framework="pt") as tensors:
                 for name in tensors.keys():  # noqa: SIM118
-                    own = stored.own_name(name)
-                    if own is None or own.startswith(unread):
+                    own = stored_names.own_name(name)
+                    if own is None or own.startswith(ignored_prefixes):
                         continue
-                    # get_tensor maps the file into memory; it reads no data.
-                    count += _count(name, tensors.get_tensor(name), formats)
+                    # get_tensor maps the file into memory without reading data.
+                    count += _count_tensor(name, tensors.get_tensor(name), formats)
         except (OSError, SafetensorError):
             continue
     return count
 
 
 def _count_gguf(path: Path) -> WeightCount:
-    """The size of the weights of a GGUF file.
-    Blocks keep their bytes, except that an embedding in blocks becomes a table in the model's dtype."""
+    """Returns the size of the weights of a GGUF file.  Quantised matrices keep their bytes; a quantised embedding
+    becomes a table in the model's dtype."""
     tensors, count = GGUFTensors(path), WeightCount()
-    for name, place in tensors.places.items():
+    for name, place in tensors.tensor_places.items():
         if name == EMBEDDING_NAME or place.type in PLAIN_TYPES:
             count += WeightCount(prod(place.shape), 0)
         else:
@@ -211,6 +211,6 @@ def _count_gguf(path: Path) -> WeightCount:
     return count
 
 
-def _count(name: str, tensor: Tensor, formats: FormatOf) -> WeightCount:
-    keeps = formats(name.rpartition(".")[0]).keeps(name, tensor.dtype)
+def _count_tensor(name: str, tensor: Tensor, formats: FormatLookup) -> WeightCount:
+    keeps = formats(name.rpartition(".")[0]).keeps_dtype(name, tensor.dtype)
     return WeightCount(0, tensor.nbytes) if keeps else WeightCount(tensor.numel(), 0)

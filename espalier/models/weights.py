@@ -1,7 +1,7 @@
-"""Reads weights from disk, tensor by tensor.
+"""Reads weights from disk, one tensor at a time.
 
-Each weight is checked, cast and copied to its place on the device.  A weight that is missing, unused, misshapen or
-truncated is an error that names the file and the weight.
+Each weight is checked, cast and copied to the device.  For a weight that is missing, unused, truncated or of a wrong
+shape, an error names the file and the weight.
 """
 
 import functools
@@ -24,24 +24,24 @@ from espalier.model_files import is_gguf, require_regular
 from espalier.models.layers.linear import Linear
 from espalier.models.layers.mlp import GatedMLP
 from espalier.models.layers.norm import RMSNorm
-from espalier.models.stored_names import GATE_UP_DOWN, SAME_NAMES, MLPNames, StoredNames, stored_parts
+from espalier.models.stored_names import GATE_UP_DOWN, SAME_NAMES, MLPNames, StoredNames, stored_matrices
 from espalier.models.weight_files import GGUFTensors, read_bin, safetensors_files
-from espalier.models.weight_formats import FormatOf, StoredTensor, Weight, WeightFormat, all_dense
+from espalier.models.weight_formats import FormatLookup, StoredTensor, Weight, WeightFormat, all_dense
 from espalier.models.weight_formats.base import StackedWeights
 from espalier.models.weight_formats.dense import DENSE_FORMAT
 from espalier.models.weight_formats.gguf import BlockWeight
 from espalier.models.weight_formats.sharded import SummedWeight
 from espalier.shards import WHOLE, Part, Shards, Size, part_of
 
-# Stored tensors that may stay unused.  Some are buffers that old exporters stored and that the models here compute.
-# The others are scales of queries, which are never quantised, and scales of K and V in drafts.
+# Stored tensors that may stay unused: buffers of old exporters, which Espalier computes; scales of queries, which
+# Espalier never quantises; and scales of K and V in drafts.
 IGNORABLE_NAMES = re.compile(
     r"(rotary_emb\.(inv_freq|cos_cached|sin_cached)|self_attn\.(bias|masked_bias)"
     r"|self_attn\.((k_proj\.)?k_scale|(v_proj\.)?v_scale|(q_proj\.)?q_scale|kv_scale))$"
 )
 # A slice for each dimension of a stored tensor.
 Slices = tuple[slice, ...]
-# Dtypes that may be cast to the model's dtype.  Narrower dtypes may not: they need the scales of their format.
+# Dtypes that may be cast to the model's dtype.  Narrower dtypes need the scales of their storage format.
 PLAIN_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 # The names of these dtypes in safetensors files.
 PLAIN_DTYPE_NAMES = ("F64", "F32", "BF16", "F16")
@@ -51,12 +51,13 @@ log = logging.getLogger(__name__)
 class Weights:
     """The stored tensors of one directory, or of a GGUF file, by name.  `require_all_used` refuses unused weights.
 
-    formats: the storage format of each matrix; all other weights are plain tensors.  A matrix that is stored as a plain
-    tensor is dense, whatever `formats` says: some checkpoints have dense layers that their config.json does not name.
-    shards: the ranks, and which part of each divided matrix this rank holds.
+    formats: the storage format of each matrix; all other weights are plain tensors.  A matrix that is stored as a
+    floating-point tensor is always dense, because some checkpoints have dense layers that their config.json does not
+    name.
+    shards: the number of ranks, and the part of each divided matrix that this rank holds.
     allow_bin: also read pytorch_model.bin (with weights_only), which many drafts use.
-    stored: maps the files' names to own names (stored_names.py); all names in this class are own names.
-    other_parts: the names of a multimodal model's parts that are not read.
+    stored_names: maps the names in files to own names (stored_names.py); all methods take own names.
+    other_parts: the names of a multimodal model's parts that are not loaded.
     """
 
     shards: Shards = WHOLE
@@ -66,14 +67,14 @@ class Weights:
         path: Path,
         dtype: torch.dtype,
         device: torch.device | str,
-        formats: FormatOf = all_dense,
+        formats: FormatLookup = all_dense,
         allow_bin: bool = False,
-        stored: StoredNames = SAME_NAMES,
+        stored_names: StoredNames = SAME_NAMES,
         shards: Shards = WHOLE,
     ) -> None:
         self.shards = shards
         self.path = path
-        self.stored = stored
+        self.stored_names = stored_names
         self.dtype = dtype
         self.device = device
         self.other_parts: set[str] = set()
@@ -82,10 +83,10 @@ class Weights:
         self._files: dict[str, tuple[safe_open, str]] = {}
         files = [] if is_gguf(path) else safetensors_files(path)
         for file in files:
-            self._open(file)
+            self._open_file(file)
         if not files:
             self._loaded = GGUFTensors(path) if is_gguf(path) else read_bin(path, allow_bin)
-        self.formats = stored.formats(formats, [name for _, name in self._files.values()])
+        self.formats = stored_names.formats(formats, [name for _, name in self._files.values()])
         self._names = frozenset((*self._files, *self._loaded))
         self._unused = set(self._names)
 
@@ -93,19 +94,17 @@ class Weights:
         return name in self._names
 
     def has_matrix(self, name: str) -> bool:
-        """Whether any tensor of the matrix `name` is stored, such as its `.weight` or its `.weight_packed`."""
+        """Whether any tensor of the matrix `name` is stored, such as `.weight` or `.weight_packed`."""
         return self.has_prefix(f"{name}.")
 
     def has_prefix(self, prefix: str) -> bool:
         """Whether the name of any stored tensor begins with `prefix`."""
         return any(stored.startswith(prefix) for stored in self._names)
 
-    def has_matrix_of(self, name: str, rows: int, columns: int) -> bool:
-        """Whether the matrix `name` is stored in its format with this shape.  Its data is not read.
-
-        For a tensor without rows (an input scale, the matrix's shape) only the name is compared, because a single value
-        may be stored as [] or as [1].  The tensors with rows determine both sizes.
-        """
+    def has_matrix_of_shape(self, name: str, rows: int, columns: int) -> bool:
+        """Whether the matrix `name` is stored in its format with this shape.  No data is read.
+        For a tensor without rows (such as an input scale) only the name is checked, because a single value may be
+        stored as [] or as [1].  The other tensors determine both sizes."""
         try:
             wanted = self.format_of(name).tensors(rows, columns)
         except EspalierError:  # the format stores no such shape
@@ -114,35 +113,35 @@ class Weights:
         return all(tensor in self and shape in (None, self.shape(tensor)) for tensor, shape in stored)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a stored weight.  Its data is not read."""
+        """Returns the shape of a stored weight.  No data is read."""
         if name in self._loaded:
             return tuple(self._loaded[name].shape)
         file, stored = self._files[name]
         return tuple(file.get_slice(stored).get_shape())
 
-    def take(self, name: str, *shape: int) -> Tensor:
-        """Returns a plain tensor, cast to the model's dtype, on the device.  Raises EspalierError as `take_raw`."""
-        return self._stack([name], [StoredTensor("", shape, row_dim=0)])
+    def load(self, name: str, *shape: int) -> Tensor:
+        """Returns a plain tensor, cast to the model's dtype, on the device.  Raises the errors of load_raw."""
+        return self._cat_tensors([name], [StoredTensor("", shape, row_dim=0)])
 
-    def value(self, name: str) -> float:
-        """Returns the number in a plain tensor of one value, rounded to the model's dtype."""
-        return float(self.take(name, 1))
+    def load_number(self, name: str) -> float:
+        """Returns the value of a plain tensor with one value, rounded to the model's dtype."""
+        return float(self.load(name, 1))
 
-    def take_parts(self, name: str, shape: tuple[int, ...], dim: int, parts: Sequence[Part]) -> Tensor:
-        """Returns `parts` of a plain tensor along dimension `dim`, concatenated.  Otherwise see `take`."""
+    def load_parts(self, name: str, shape: tuple[int, ...], dim: int, parts: Sequence[Part]) -> Tensor:
+        """Returns `parts` of a plain tensor along dimension `dim`, concatenated.  Otherwise see `load`."""
         stored = StoredTensor("", shape, row_dim=dim)
-        return self._stack([name] * len(parts), [stored] * len(parts), [stored.cut(part, part) for part in parts])
+        return self._cat_tensors(
+            [name] * len(parts), [stored] * len(parts), [stored.part_slices(part, part) for part in parts]
+        )
 
-    def take_exact(self, name: str, *shape: int) -> Tensor:
+    def load_exact(self, name: str, *shape: int) -> Tensor:
         """Returns a plain tensor, cast to float32 (float64 for a float64 model), on the device."""
         exact = torch.promote_types(self.dtype, torch.float32)
         return self._read_checked(name, StoredTensor("", shape)).to(self.device, exact)
 
-    def take_entries(self, name: str, count: int, *shape: int) -> Iterator[Tensor]:
+    def load_entries(self, name: str, count: int, *shape: int) -> Iterator[Tensor]:
         """Yields the entries of a plain tensor [count, *shape], cast to the model's dtype, on the device.
-
-        Raises EspalierError as `take_raw`.
-        """
+        Raises the errors of load_raw."""
         for entry in self._read_checked(name, StoredTensor("", (count, *shape))):
             yield entry.to(self.device, self.dtype)
 
@@ -150,15 +149,15 @@ class Weights:
         """Returns an uninitialised tensor of the model's dtype, on the device."""
         return torch.empty(shape, dtype=self.dtype, device=self.device)
 
-    def take_raw(self, name: str, *shape: int) -> Tensor:
+    def load_raw(self, name: str, *shape: int) -> Tensor:
         """Returns a weight as it is stored, on the CPU.  Raises EspalierError if it is missing or has another shape."""
         self.require_shape(name, shape)
         self._unused.discard(name)
-        tensor = self._loaded[name] if name in self._loaded else self._read(name)
+        tensor = self._loaded[name] if name in self._loaded else self._read_tensor(name)
         return tensor.reshape(shape)
 
     def require_shape(self, name: str, shape: tuple[int, ...]) -> None:
-        """Refuse a weight that is missing or has another shape.  Its data is not read.  Raises EspalierError."""
+        """Raises EspalierError if a weight is missing or has another shape.  No data is read."""
         if name not in self:
             raise EspalierError(
                 f"weight {name!r} {list(shape)} is missing from {self.path}; the checkpoint is incomplete, or its "
@@ -178,21 +177,20 @@ class Weights:
         rows: Sequence[Size],
         columns: Size,
         bias: bool,
-        summed: bool = True,
+        sums_over_ranks: bool = True,
     ) -> Linear:
         """Returns a linear layer that stacks the matrices prefix + name, [rows, columns] each, with biases.
-
-        summed: for a Part of the columns, whether the layer sums its results over the ranks; else the caller does.
+        sums_over_ranks: if ranks divide the columns, whether the layer sums over the ranks; if false, the caller does.
         """
         weight, biases = self.weight([f"{prefix}{name}" for name in names], rows, columns), None
         if bias:
             parts = [part_of(size) for size in rows]
             stored = [StoredTensor(".bias", (part.size,), row_dim=0) for part in parts]
-            cuts = [each.cut(part, part) for each, part in zip(stored, parts, strict=True)]
-            biases = self._stack([f"{prefix}{name}.bias" for name in names], stored, cuts)
+            cuts = [each.part_slices(part, part) for each, part in zip(stored, parts, strict=True)]
+            biases = self._cat_tensors([f"{prefix}{name}.bias" for name in names], stored, cuts)
         if part_of(columns).is_whole:
             return Linear(weight, biases)
-        if summed:
+        if sums_over_ranks:
             return Linear(SummedWeight(weight, self.shards, weight.shape[0]), biases)
         return Linear(weight, self.bias_on_first_rank(biases))
 
@@ -202,27 +200,25 @@ class Weights:
 
     def weight(self, names: Sequence[str], rows: Sequence[Size], columns: Size) -> Weight:
         """Returns one weight that stacks the matrices `names`, [rows, columns] each, in their storage formats.
-
-        Raises EspalierError if there are several ranks and no size is a Part, as all methods that take matrices do.
-        """
+        Raises the errors of require_parts."""
         parts = []
         for format, alike in groupby(zip(names, rows, strict=True), lambda each: self.format_of(each[0])):
             own_names, own_rows = zip(*alike, strict=True)
             stored = self._read_parts(format, own_names, own_rows, columns)
-            with self._naming_matrices(own_names):
+            with self._matrix_names_in_errors(own_names):
                 parts.append(format.build(*stored))
                 parts[-1].require_kernels(self.dtype)
         return parts[0] if len(parts) == 1 else StackedWeights(parts)
 
     def require_parts(self, names: Sequence[str], sizes: Sequence[Size]) -> None:
-        """Raises EspalierError if there are several ranks and no size is a Part, which says what each rank holds."""
+        """Raises EspalierError if there are several ranks, but no size is a Part (the rank's part of a size)."""
         if self.shards.count > 1 and not any(isinstance(size, Part) for size in sizes):
             raise EspalierError(
                 f"{names[0]!r} has no part, so ranks cannot divide this architecture; use tensor_parallel=1"
             )
 
     def format_of(self, name: str) -> WeightFormat:
-        """The storage format of a matrix."""
+        """Returns the storage format of a matrix."""
         declared = self.formats(name).with_stored_suffixes(lambda suffix: f"{name}{suffix}" in self)
         if declared == DENSE_FORMAT or name in self._modules_with_scales or not self.is_plain(f"{name}.weight"):
             return declared
@@ -230,22 +226,22 @@ class Weights:
 
     @functools.cached_property
     def _modules_with_scales(self) -> frozenset[str]:
-        """The modules that have more tensors than a weight and a bias."""
+        """The modules with tensors other than a weight and a bias."""
         parts = (name.rpartition(".") for name in self._names)
         return frozenset(module for module, _, kind in parts if kind not in ("weight", "bias"))
 
     def is_plain(self, name: str) -> bool:
-        """Whether a tensor is stored as floating-point numbers that need no scales.  Its data is not read."""
+        """Whether a tensor is stored as floating-point numbers without scales.  No data is read."""
         if name in self._loaded:
             return self._loaded[name].dtype in PLAIN_DTYPES
         file, stored = self._files.get(name, (None, name))
         return file is not None and file.get_slice(stored).get_dtype() in PLAIN_DTYPE_NAMES
 
     def matrix(self, names: Sequence[str], rows: Sequence[Size], columns: Size) -> Tensor | QuantisedMatrix:
-        """Returns the stacked matrices as one dense or quantised matrix, not as a Weight.  See `weight`."""
+        """Returns the stacked matrices as one dense or quantised matrix instead of a Weight.  See `weight`."""
         format = self._common_format(names)
         stored = self._read_parts(format, names, rows, columns)
-        with self._naming_matrices(names):
+        with self._matrix_names_in_errors(names):
             matrix = format.matrix(*stored)
             if not isinstance(matrix, Tensor):
                 require_supported(matrix, self.dtype)
@@ -254,39 +250,40 @@ class Weights:
     def stacked_matrix(
         self, name: str, matrix: str, count: int, rows: Sequence[Size], columns: Size
     ) -> QuantisedMatrix:
-        """Returns `count` experts [rows, columns], stored in one tensor: name + matrix + each of the format's suffixes.
+        """Returns `count` experts [rows, columns] whose tensors are stacked.  The tensors' names are name + matrix + a
+        suffix of the format.
 
-        rows: one or more parts of an expert's rows to read, one over the other.
+        rows: one or more parts of an expert's rows; the parts are concatenated.
         """
         format, parts, own = self.formats(name), [part_of(each) for each in rows], part_of(columns)
         self.require_parts([f"{name}{matrix}"], (*rows, columns))
-        with self._naming_matrices([f"{name}{matrix}"]):
+        with self._matrix_names_in_errors([f"{name}{matrix}"]):
             tensors = {}
             for stored in format.expert_tensors(count, parts[0].size, own.size):
                 whole = self._read_checked(f"{name}{matrix}{stored.suffix}", stored)
-                cuts = [whole[stored.cut(part, own)] for part in parts]
+                cuts = [whole[stored.part_slices(part, own)] for part in parts]
                 one = cuts[0] if len(cuts) == 1 else torch.cat(cuts, stored.row_dim or 0)
                 tensors[stored.suffix] = one.to(self.device)
             experts = format.expert_matrix(tensors)
             require_supported(experts, self.dtype)
         return experts
 
-    def table(self, name: str, rows: Part, columns: int) -> Tensor:
-        """Returns `rows` of an embedding [.., columns], in the model's dtype."""
+    def table(self, name: str, part: Part, columns: int) -> Tensor:
+        """Returns the rows `part` of an embedding [.., columns], in the model's dtype."""
         if not self.format_of(name).can_store_embedding:
-            return self.take_parts(f"{name}.weight", (rows.size, columns), 0, [rows])
-        weight, table = self.weight([name], [rows], columns), self.empty(len(rows), columns)
+            return self.load_parts(f"{name}.weight", (part.size, columns), 0, [part])
+        weight, table = self.weight([name], [part], columns), self.empty(len(part), columns)
         assert isinstance(weight, BlockWeight)
-        weight.write_to(table)
+        weight.dequantise_into(table)
         return table
 
-    def take_matrix(self, name: str, rows: Size, columns: int) -> Tensor:
+    def load_dense_matrix(self, name: str, rows: Size, columns: int) -> Tensor:
         """Returns a matrix of any format as a dense tensor [rows, columns] of the model's dtype."""
         matrix = self.matrix([name], [rows], columns)
         return matrix if isinstance(matrix, Tensor) else dequantise(matrix, self.dtype)
 
     def _common_format(self, names: Sequence[str]) -> WeightFormat:
-        """The storage format that all matrices `names` have.  Raises EspalierError if their formats differ."""
+        """Returns the common storage format of the matrices `names`.  Raises EspalierError if their formats differ."""
         format = self.format_of(names[0])
         if other := next((name for name in names if self.format_of(name) != format), None):
             raise EspalierError(
@@ -302,30 +299,31 @@ class Weights:
         tensors: Mapping[str, Tensor] = {}
         self.require_parts(names, (*rows, columns))
         parts, of_columns = [part_of(size) for size in rows], part_of(columns)
-        with self._naming_matrices(names):
+        with self._matrix_names_in_errors(names):
             wanted = [format.tensors(part.size, of_columns.size) for part in parts]
-            cuts = [[each.cut(part, of_columns) for each in of] for of, part in zip(wanted, parts, strict=True)]
+            cuts = [[each.part_slices(part, of_columns) for each in of] for of, part in zip(wanted, parts, strict=True)]
         for stored, own in zip(zip(*wanted, strict=True), zip(*cuts, strict=True), strict=True):
             suffix = stored[0].suffix
-            tensors = {**tensors, suffix: self._stack([f"{name}{suffix}" for name in names], stored, own)}
+            tensors = {**tensors, suffix: self._cat_tensors([f"{name}{suffix}" for name in names], stored, own)}
         if not all(part.is_whole for part in (*parts, of_columns)):
-            with self._naming_matrices(names):
+            with self._matrix_names_in_errors(names):
                 tensors = format.tensors_of_part(tensors, parts, of_columns)
         return tensors, [len(part) for part in parts], len(of_columns)
 
     @contextmanager
-    def _naming_matrices(self, names: Sequence[str]) -> Iterator[None]:
-        """Prefix the errors of a format with the names of the matrices."""
+    def _matrix_names_in_errors(self, names: Sequence[str]) -> Iterator[None]:
+        """Adds the names of the matrices to the beginning of an EspalierError's text."""
         try:
             yield
         except EspalierError as error:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             raise EspalierError(f"{names[0]!r}{more} in {self.path}: {error}") from None
 
-    def _stack(self, names: Sequence[str], stored: Sequence[StoredTensor], cuts: Sequence[Slices] = ()) -> Tensor:
-        """Returns stored tensors, or these `cuts` of them, concatenated along row_dim, or stacked if that is None.
+    def _cat_tensors(self, names: Sequence[str], stored: Sequence[StoredTensor], cuts: Sequence[Slices] = ()) -> Tensor:
+        """Concatenates stored tensors, or their slices `cuts`, along row_dim.  If row_dim is None, the tensors are
+        stacked.
 
-        Each cut is copied directly to its place in the result, and nothing else of the file is read.
+        Each slice is copied directly to its place in the result; the rest of the file is not read.
         """
         cuts = cuts or [tuple(slice(0, size) for size in tensor.shape) for tensor in stored]
         shapes = [[each.stop - each.start for each in cut] for cut in cuts]
@@ -349,7 +347,7 @@ class Weights:
         return stacked
 
     def _read_checked(self, name: str, stored: StoredTensor) -> Tensor:
-        tensor = self.take_raw(name, *stored.shape)
+        tensor = self.load_raw(name, *stored.shape)
         dtypes = PLAIN_DTYPES if stored.dtype is None else stored.dtype
         expected = dtypes if isinstance(dtypes, tuple) else (dtypes,)
         if tensor.dtype not in expected:
@@ -361,8 +359,8 @@ class Weights:
         return tensor
 
     def norm_weight(self, name: str, size: int, offset: float) -> Tensor:
-        """Returns the weight of a norm plus `offset`.  With an offset, the sum has the dtype in which norms compute."""
-        return self.take_exact(name, size) + offset if offset else self.take(name, size)
+        """Returns the weight of a norm plus `offset`.  With an offset, the result is float32 or float64."""
+        return self.load_exact(name, size) + offset if offset else self.load(name, size)
 
     def norm(self, name: str, size: int, eps: float, offset: float = 0.0) -> RMSNorm:
         return RMSNorm(self.norm_weight(f"{name}.weight", size, offset), eps)
@@ -374,28 +372,28 @@ class Weights:
         inner: int,
         bias: bool,
         activation: Activation = SILU,
-        summed: bool = True,
+        sums_over_ranks: bool = True,
         names: MLPNames = GATE_UP_DOWN,
     ) -> GatedMLP:
-        """Returns the dense MLP under `prefix`.  inner: the intermediate size.  summed: as in `linear`."""
+        """Returns the dense MLP under `prefix`.  inner: the intermediate size.  sums_over_ranks: see `linear`."""
         own = self.shards.part(inner, "intermediate size")
-        gate_up = self.linear(prefix, *stored_parts(names.gate_up, (own,) * activation.num_matrices), hidden, bias)
-        return GatedMLP(gate_up, self.linear(prefix, (names.down,), (hidden,), own, bias, summed), activation)
+        gate_up = self.linear(prefix, *stored_matrices(names.gate_up, (own,) * activation.num_matrices), hidden, bias)
+        return GatedMLP(gate_up, self.linear(prefix, (names.down,), (hidden,), own, bias, sums_over_ranks), activation)
 
     def ignore(self, names: Iterable[str]) -> None:
-        """Allow these weights to stay unused."""
+        """Allows these weights to stay unused."""
         self._unused.difference_update(names)
 
     def ignore_prefixes(self, prefixes: tuple[str, ...]) -> None:
-        """Allow all weights whose names begin with one of the prefixes to stay unused."""
+        """Allows weights whose names begin with one of the prefixes to stay unused."""
         self.ignore([name for name in self._unused if name.startswith(prefixes)])
 
     def ignore_all_but_prefixes(self, prefixes: tuple[str, ...]) -> None:
-        """Allow all weights whose names begin with none of the prefixes to stay unused."""
+        """Allows all weights to stay unused, except those whose names begin with one of the prefixes."""
         self.ignore([name for name in self._unused if not name.startswith(prefixes)])
 
     def require_all_used(self) -> None:
-        """Raises EspalierError for a weight that was not taken, because leaving a weight out would change the model."""
+        """Raises EspalierError for a weight that was not loaded, because a missing weight would change the model."""
         unused = sorted(name for name in self._unused if not IGNORABLE_NAMES.search(name))
         # Old GPTQ exporters stored a bias of zeros for every layer.
         biases = {name: StoredTensor("", self.shape(name)) for name in unused if name.endswith(".bias")}
@@ -409,12 +407,12 @@ class Weights:
         self._log_warnings()
 
     def _log_warnings(self) -> None:
-        """Log the properties of the matrices' formats that are not followed (WeightFormat.load_warning)."""
+        """Logs the load_warning of each storage format."""
         matrices = {name.rpartition(".")[0] for name in self._names}
         for note in sorted({format.load_warning or "" for format in map(self.formats, matrices)} - {""}):
             log.warning("%s %s", self.path, note)
 
-    def _open(self, shard: Path) -> None:
+    def _open_file(self, shard: Path) -> None:
         try:
             require_regular(shard)
             file = safe_open(shard, framework="pt")
@@ -426,7 +424,7 @@ class Weights:
                 f"{shard} is truncated or corrupt ({one_line(error)}); download the file again"
             ) from None
         for stored in names:
-            name = self.stored.own_name(stored)
+            name = self.stored_names.own_name(stored)
             if name is None:
                 self.other_parts.add(stored.removeprefix("model.").partition(".")[0])
             elif name in self._files:
@@ -434,7 +432,7 @@ class Weights:
             else:
                 self._files[name] = file, stored
 
-    def _read(self, name: str) -> Tensor:
+    def _read_tensor(self, name: str) -> Tensor:
         file, stored = self._files[name]
         try:
             return file.get_tensor(stored)

@@ -1,4 +1,4 @@
-"""Builds an engine from loaded models: chooses backends, allocates buffers, makes drafter and executor."""
+"""Builds an engine from loaded models: attention backends, buffers, drafter and executor."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -36,9 +36,7 @@ from espalier.speculate.sources.prediction import PredictionSource
 @dataclass(frozen=True)
 class LoadedModels:
     """The models of one engine, and the engine's configuration.
-
-    draft: None for drafters without a model; shards: the part of the target that this rank holds.
-    """
+    draft: None if the drafter has no model.  shards: the part of the target that this rank holds."""
 
     config: ResolvedConfig
     target: CausalLM
@@ -54,32 +52,40 @@ class LoadedModels:
         """The dtype of the weights."""
         return getattr(torch, self.config.dtype)
 
-    def with_pages(self, num_pages: int) -> "LoadedModels":
+    def with_num_pages(self, num_pages: int) -> "LoadedModels":
         return replace(self, config=replace(self.config, num_pages=num_pages))
 
     @property
-    def specs(self) -> tuple[LayerSpec, ...]:
-        """The result of cache_specs for target and draft."""
+    def layer_specs(self) -> tuple[LayerSpec, ...]:
+        """The specs of all layers of target and draft; see cache_specs."""
         drafts = () if self.draft is None else self.draft.layer_specs
         return cache_specs(self.target.layer_specs, drafts, self.config.kv_dtype, self.config.draft_kv_dtype)
 
 
-def config_of_layout(
-    layout: RoundLayout, algorithm: str, attention: str, dtype: torch.dtype, device: torch.device, **chosen: Any
+def config_without_files(
+    layout: RoundLayout,
+    algorithm: str,
+    attention: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    **differing_fields: Any,
 ) -> ResolvedConfig:
-    """Returns the configuration of an engine whose models have no files.
-
-    By default it has no overlap, no prefix cache and no graphs, and pages for a full batch.  chosen: fields of
-    ResolvedConfig that differ from these defaults.
-    """
+    """Returns the configuration of an engine for models that were not loaded from files.
+    By default, overlap, prefix cache and CUDA graphs are off, and there are pages for a full batch.  differing_fields:
+    fields of ResolvedConfig with other values."""
     name = str(dtype).removeprefix("torch.")
     of_rows = {"kv_dtype": name, "draft_kv_dtype": name, "draft_attention": attention, "num_pages": layout.max_pages}
     off: dict[str, Any] = {"overlap": False, "prefix_cache": False, "graph_batch": 0, "seed": 0}
     off |= {"model_impl": "native", "model_overrides": {}}
-    off |= {"num_snapshots": 4 * layout.max_batch * bool(chosen.get("prefix_cache"))}
+    off |= {"num_snapshots": 4 * layout.max_batch * bool(differing_fields.get("prefix_cache"))}
     fields: dict[str, Any] = {"model": "", "draft": None, "threads": torch.get_num_threads(), **of_rows, **off}
     return ResolvedConfig(
-        layout=layout, algorithm=algorithm, attention=attention, dtype=name, device=str(device), **{**fields, **chosen}
+        layout=layout,
+        algorithm=algorithm,
+        attention=attention,
+        dtype=name,
+        device=str(device),
+        **{**fields, **differing_fields},
     )
 
 
@@ -87,19 +93,17 @@ def cache_specs(
     target: Sequence[LayerSpec], draft: Sequence[LayerSpec], kv_dtype: str, draft_kv_dtype: str
 ) -> tuple[LayerSpec, ...]:
     """Returns the specs of all layers, the target's first, with the dtypes in which their rows are stored.
-
-    kv_dtype, draft_kv_dtype: as in a ResolvedConfig.
-    """
+    kv_dtype, draft_kv_dtype: the fields of ResolvedConfig."""
     stored, draft_stored = (FP8 if name == FP8_KV else None for name in (kv_dtype, draft_kv_dtype))
     specs = (*with_row_dtype(target, stored), *with_row_dtype(draft, draft_stored))
-    # A layer that reads another layer's rows gets that layer's stored dtype.
+    # A layer that reads another layer's rows has the stored dtype of that layer.
     return tuple(
         spec if spec.shares_with is None else replace(spec, keeps=specs[spec.shares_with].keeps) for spec in specs
     )
 
 
-def cache_size(config: ResolvedConfig, specs: Sequence[LayerSpec], dtype: torch.dtype) -> str:
-    """Returns a sentence about the sizes of pages and states.  specs: those of all layers; dtype: the model's dtype."""
+def describe_cache_size(config: ResolvedConfig, specs: Sequence[LayerSpec], dtype: torch.dtype) -> str:
+    """Returns a text about the sizes of pages and states.  specs: the specs of all layers; dtype: the model's dtype."""
     tokens, each = config.layout.tokens_in(config.num_pages), bytes_per_token(specs, dtype)
     pages = f"pages hold {tokens} tokens, {each} bytes each: {tokens * each / 2**30:.1f} GiB"
     state, rows = bytes_per_state(specs, dtype), table_rows(config.layout, config.num_snapshots)
@@ -112,11 +116,9 @@ def cache_size(config: ResolvedConfig, specs: Sequence[LayerSpec], dtype: torch.
 
 
 def kv_scales(target: CausalLM) -> dict[int, KVScales]:
-    """Returns the scales of FP8 rows by layer.  A checkpoint has scales for all layers or for none.
-
+    """Returns the scales of FP8 rows by layer index.  A checkpoint has scales for all layers or for no layer.
     The rows of a draft have no scales, because a draft only proposes tokens.  Raises EspalierError if only some layers
-    of the target have a scale, or if a scale is not a positive number.
-    """
+    of the target have a scale, or if a scale is not a positive number."""
     stored = {layer: scales for layer, scales in enumerate(target.kv_scales) if scales is not None}
     instead = "use a complete checkpoint, or set kv_dtype to the model's dtype"
     specs = target.layer_specs
@@ -137,19 +139,17 @@ def kv_scales(target: CausalLM) -> dict[int, KVScales]:
     return stored
 
 
-def assemble(loaded: LoadedModels, keep_graphs: bool = False, capture_stages: bool = False) -> Engine:
+def assemble_engine(loaded: LoadedModels, keep_graphs: bool = False, capture_stages: bool = False) -> Engine:
     """Builds an engine that runs these models.
-
     keep_graphs, capture_stages: see CudaExecutor.
-    Raises EspalierError if a backend cannot run a layer.
-    """
+    Raises EspalierError if a backend cannot run a layer."""
     config = loaded.config
     graphs = (config.graph_batch, keep_graphs, capture_stages)
-    on = (make_runner(loaded), config.overlap, config.prefix_cache, *graphs, chooser_of(config))
-    return engine_of(*on, host_sources(config.sources, config.index_bytes, config.layout.text_paths == 0))
+    on = (make_runner(loaded), config.overlap, config.prefix_cache, *graphs, make_tree_chooser(config))
+    return make_engine(*on, make_host_sources(config.sources, config.index_bytes, config.layout.text_paths == 0))
 
 
-def engine_of(
+def make_engine(
     runner: ModelRunner,
     overlap: bool,
     prefix_cache: bool,
@@ -159,29 +159,27 @@ def engine_of(
     chooser: TreeChooser | None = None,
     sources: Sequence[HostSource] = (),
 ) -> Engine:
-    """Returns an engine that uses the buffers of `runner`.  No other engine may use them."""
-    executor = executor_of(runner, overlap, graph_batch, keep_graphs, capture_stages)
+    """Returns an engine that uses the buffers of `runner`.  No other engine may use the same runner."""
+    executor = make_executor(runner, overlap, graph_batch, keep_graphs, capture_stages)
     return Engine(executor, overlap, prefix_cache, chooser, sources)
 
 
-def chooser_of(config: ResolvedConfig) -> TreeChooser | None:
-    """Returns the chooser among the layout's trees for a running engine; None if there is nothing to choose."""
+def make_tree_chooser(config: ResolvedConfig) -> TreeChooser | None:
+    """Returns the object that chooses trees while the engine runs; None if there is only one tree."""
     if config.round_costs is None or not config.layout.choices:
         return None
     return TreeChoice(config.layout, config.round_costs, is_lookup=config.algorithm == "ngram")
 
 
-def host_sources(names: Sequence[str], index_bytes: int, searches_text: bool) -> list[HostSource]:
-    """Returns the sources that run on the host, in order of preference.
-
-    names: the names of all sources; searches_text: whether the source `text` runs on the host too.
-    """
+def make_host_sources(names: Sequence[str], index_bytes: int, searches_text: bool) -> list[HostSource]:
+    """Returns the sources of draft tokens that run on the host, in order of preference.
+    names: the names of all sources.  searches_text: whether the source `text` also runs on the host."""
     made: list[HostSource] = [PredictionSource()] if "prediction" in names else []
     made += [OwnTextSource()] if "text" in names and searches_text else []
     return [*made, IndexSource(index_bytes)] if "index" in names else made
 
 
-def executor_of(
+def make_executor(
     runner: ModelRunner,
     overlap: bool,
     graph_batch: int = 0,
@@ -194,15 +192,15 @@ def executor_of(
 
 
 def make_runner(loaded: LoadedModels) -> ModelRunner:
-    """Allocates all buffers of the configuration, chooses backends, and returns the runner."""
+    """Allocates all buffers, chooses attention backends, and returns the runner."""
     config, target, device, dtype = loaded.config, loaded.target, loaded.device, loaded.dtype
-    layout, specs, exact_lengths = config.layout, loaded.specs, not config.overlap
+    layout, specs, exact_lengths = config.layout, loaded.layer_specs, not config.overlap
     target_layers, draft_layers = range(len(target.layer_specs)), range(len(target.layer_specs), len(specs))
     setting = (device.type, dtype, layout.page_size, specs)
     backend = grouped_backend(config.attention, *setting, target_layers, exact_lengths=exact_lengths)
     scales = kv_scales(target) if config.kv_dtype == FP8_KV else None
     pages = PagedKV(layout, config.num_pages, specs, len(target_layers), dtype, device, scales)
-    # Draft rows 0 .. reentry-1 do not exist.
+    # The draft has no rows 0 .. reentry-1.
     exact = exact_lengths and layout.reentry <= 1
     draft_backend = grouped_backend(config.draft_attention, *setting, draft_layers, layout.reentry > 0, exact)
     states = None
@@ -218,5 +216,5 @@ def make_runner(loaded: LoadedModels) -> ModelRunner:
     drafter: Drafter = make_drafter(config.algorithm, loaded.draft, layout, draft_cache)
     if layout.calibrates_scores:
         drafter = GraftedDrafter(drafter, layout)
-    table = SlotTable(layout, target.config.vocab_size, drafter.spec.carried, dtype, device)
+    table = SlotTable(layout, target.config.vocab_size, drafter.spec.carried_shapes, dtype, device)
     return ModelRunner(layout, table, cache, target, drafter)

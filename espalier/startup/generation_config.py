@@ -1,4 +1,4 @@
-"""Reads a model's defaults for generation: its default parameters and its end tokens."""
+"""Reads a model's default sampling parameters and its end tokens."""
 
 import logging
 from collections.abc import Mapping
@@ -10,7 +10,8 @@ from espalier.model_files import read_json
 from espalier.models.config import ModelConfig
 from espalier.request import GENERATION_CONFIG_NAMES, PARAM_CHECKS
 
-# Fields of generation_config.json that transformers honours and Espalier does not, with their values without effect.
+# Fields of generation_config.json that transformers supports and Espalier does not, each with the values that have no
+# effect.
 UNSUPPORTED_FIELDS: Mapping[str, tuple[Any, ...]] = {
     "num_beams": (None, 1),
     "no_repeat_ngram_size": (None, 0),
@@ -38,10 +39,10 @@ log = logging.getLogger("espalier")
 
 
 def generation_config(path: Path) -> dict[str, Any]:
-    """Returns the content of the model's generation_config.json; {} without one.  Logs the fields that are not
-    honoured.
+    """Returns the content of the model's generation_config.json; {} if there is no such file.  Logs fields that are not
+    supported.
 
-    Raises EspalierError if a default has a value that no request may have.
+    Raises EspalierError if a default has a value that is invalid in requests.
     """
     file = path / "generation_config.json"
     if not file.exists():

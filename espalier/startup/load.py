@@ -1,7 +1,6 @@
-"""Turns a configuration into a running engine: finds files, resolves each "auto", loads models, builds the engine.
+"""Creates an engine from a configuration: finds files, resolves each "auto", loads models and builds the engine.
 
-On a CPU it warns of two kinds of weights that take more time or memory than their files suggest: quantised weights, and
-weights of 16 bits.
+On a CPU, it logs a warning for quantised weights, which take more time, and for 16-bit weights, which take more memory.
 """
 
 import logging
@@ -28,7 +27,7 @@ from espalier.models import (
 from espalier.models.layer_loading import layer_specs_of
 from espalier.models.loading import unread_prefixes
 from espalier.models.shard_sizes import require_shards
-from espalier.models.weight_files import WeightCount, stored_weights
+from espalier.models.weight_files import WeightCount, count_weights_in
 from espalier.models.weight_formats.dense import DENSE_FORMAT
 from espalier.shards import WHOLE, Shards
 from espalier.speculate.drafters.registry import (
@@ -39,10 +38,10 @@ from espalier.speculate.drafters.registry import (
     load_draft,
     read_draft,
 )
-from espalier.startup.build import LoadedModels, assemble, cache_size, chooser_of
+from espalier.startup.build import LoadedModels, assemble_engine, describe_cache_size, make_tree_chooser
 from espalier.startup.checkpoints import BUNDLED, BUNDLED_FILES, find_draft, find_target
 from espalier.startup.measure_memory import measure_pages
-from espalier.startup.ranks import Models, RankWork, starting_ranks
+from espalier.startup.ranks import LoadRankModels, RankWork, starting_ranks
 from espalier.startup.resolve import (
     StartupFacts,
     choose_algorithm,
@@ -59,7 +58,7 @@ log = logging.getLogger("espalier")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The model files of one engine and their parsed configs.  No weights are loaded yet.  spec: the drafter's spec."""
+    """The paths and parsed configs of an engine's models, before weights are loaded.  spec: the draft's spec."""
 
     target_path: Path
     target: ModelConfig
@@ -69,10 +68,8 @@ class Checkpoint:
 
 
 def find_checkpoint(config: EngineConfig) -> Checkpoint:
-    """Finds the files of target and draft, and reads their configs.
-
-    Raises EspalierError if files are missing, a model is not supported, or the draft does not fit the target.
-    """
+    """Finds the files of target and draft, and reads the configs.
+    Raises EspalierError if files are missing, a model is not supported, or the draft does not fit the target."""
     requested = requested_algorithm(config)  # before the search, which may download
     draft_path = find_draft(config.draft, requested) if config.draft is not None else None
     model = _model_name(config, draft_path)
@@ -92,7 +89,7 @@ def find_checkpoint(config: EngineConfig) -> Checkpoint:
 
 
 def _model_name(config: EngineConfig, draft_path: Path | None) -> str:
-    """Returns the model that the user names, else the target that the draft names, else the bundled model."""
+    """Returns the user's model, else the target named in the draft's config, else the bundled model."""
     if str(config.model) != "auto":
         return str(config.model)
     if draft_path is None or str(config.draft) == BUNDLED:
@@ -108,16 +105,16 @@ def _model_name(config: EngineConfig, draft_path: Path | None) -> str:
 
 
 def resolve_config(config: EngineConfig, checkpoint: Checkpoint) -> ResolvedConfig:
-    """Resolves each "auto" of `config` for this machine and these files."""
+    """Resolves each "auto" of `config` for this machine and these model files."""
     device, shards = choose_device(config), Shards(0, config.tensor_parallel)
     of_draft = draft_shards(checkpoint.spec.algorithm, shards)
     require_shards(checkpoint.target, shards.count)
     if checkpoint.draft is not None:
         require_shards(checkpoint.draft.layer, of_draft.count)
     facts = StartupFacts(
-        # The ranks on a CPU share its memory.
+        # On a CPU, all ranks share the memory.
         free_bytes=free_memory(device) // (shards.count if device.type == "cpu" else 1),
-        weights=weights_of(checkpoint, shards.count),
+        weights=count_weights(checkpoint, shards.count),
         stored_dtype=checkpoint.target.raw.get("dtype") or checkpoint.target.raw.get("torch_dtype"),
         max_position=checkpoint.target.max_position,
         layer_specs=(
@@ -129,9 +126,9 @@ def resolve_config(config: EngineConfig, checkpoint: Checkpoint) -> ResolvedConf
         chip=measure_chip(device) if device.type == "cuda" else None,
         threads=thread_facts(),
         pass_weights=pass_weights(
-            checkpoint.target, checkpoint.draft, weights_of(checkpoint).nbytes(torch.bfloat16)
+            checkpoint.target, checkpoint.draft, count_weights(checkpoint).nbytes(torch.bfloat16)
         ).of_rank(shards.count),
-        model_impl="native" if checkpoint.target.probed is None else "transformers",
+        model_impl="native" if checkpoint.target.probe_result is None else "transformers",
         declared_kv_dtype=checkpoint.target.declared_kv_dtype if is_unresolved(config.kv_dtype) else None,
     )
     draft = str(checkpoint.draft_path) if checkpoint.draft_path else None
@@ -143,9 +140,8 @@ def build_engine(
 ) -> tuple[Engine, ResolvedConfig]:
     """Loads the models and builds the engine.  Returns the engine and its final configuration.
 
-    On a GPU, the number of pages that fit beside the loaded models is measured.
-    requested_pages: the user's num_pages, which is checked against that number; None to use as many pages as fit.
-    Raises EspalierError, which names what does not fit.
+    On a GPU, the number of pages that fit beside the loaded models is measured.  requested_pages: the user's num_pages,
+    which must not exceed that number; None to use as many pages as fit.  Raises EspalierError if memory is too small.
     """
     if resolved.tensor_parallel == 1:
         return build_engine_of_models(load_models(resolved, checkpoint), requested_pages)
@@ -173,28 +169,26 @@ def load_models(resolved: ResolvedConfig, checkpoint: Checkpoint, shards: Shards
 
 
 def build_engine_of_ranks(
-    ranks: Ranks, resolved: ResolvedConfig, requested_pages: int | None, models: Models | None = None
+    ranks: Ranks, resolved: ResolvedConfig, requested_pages: int | None, load_rank_models: LoadRankModels | None = None
 ) -> tuple[Engine, ResolvedConfig]:
-    """Builds an engine on this rank and on `ranks`, whose processes have been started.  See build_engine.
-
-    models: the function that loads the models of a rank; by default from files.  Raises the errors of build_engine, and
-    RankFailed.
-    """
+    """Builds an engine on this rank and on `ranks`, whose processes are already running.  See build_engine.
+    load_rank_models: the function that loads the models of a rank; by default, it loads them from files.  Raises the
+    errors of build_engine, and RankFailed."""
     ranks.wait_until_loaded()
     joined = Path(ranks.folder.name) / f"joined-{ranks.num_loaded}"
-    work = RankWork(models or models_of_files, resolved, requested_pages, str(joined))
+    work = RankWork(load_rank_models or load_rank_models_from_files, resolved, requested_pages, str(joined))
     with replace_by_rank_failure(ranks):
         ranks.load(work)
-        loaded = work.models_of(0, ranks.join)
-        executor, loaded = work.executor_of(loaded)
+        loaded = work.load_models_of(0, ranks.join)
+        executor, loaded = work.make_executor(loaded)
     ranks.wait_until_loaded()
-    _log_resolved(loaded)
+    _log_resolved_config(loaded)
     config = loaded.config
-    return Engine(LeadExecutor(executor, ranks), config.overlap, config.prefix_cache, chooser_of(config)), config
+    return Engine(LeadExecutor(executor, ranks), config.overlap, config.prefix_cache, make_tree_chooser(config)), config
 
 
-def models_of_files(resolved: ResolvedConfig, shards: Shards) -> LoadedModels:
-    """Loads one rank's part of the models, from the files that a resolved configuration names.  Runs in any process."""
+def load_rank_models_from_files(resolved: ResolvedConfig, shards: Shards) -> LoadedModels:
+    """Loads one rank's part of the models from the files of a resolved configuration.  It can run in any process."""
     target_path = Path(resolved.model)
     target = read_config(target_path, resolved.model_overrides, resolved.model_impl)
     draft_path = None if resolved.draft is None else Path(resolved.draft)
@@ -206,50 +200,50 @@ def models_of_files(resolved: ResolvedConfig, shards: Shards) -> LoadedModels:
 def build_engine_of_models(
     loaded: LoadedModels, requested_pages: int | None, keep_graphs: bool = False
 ) -> tuple[Engine, ResolvedConfig]:
-    """Builds an engine of models that are loaded already.  See build_engine.  keep_graphs: see CudaExecutor."""
+    """Builds an engine from loaded models.  See build_engine.  keep_graphs: see CudaExecutor."""
     if loaded.config.tensor_parallel > 1:
         raise EspalierError("models that are loaded already are on one rank; use tensor_parallel=1")
     if loaded.device.type == "cuda":
-        loaded = loaded.with_pages(measure_pages(loaded, requested_pages))
-    _log_resolved(loaded)
-    return assemble(loaded, keep_graphs, capture_stages=True), loaded.config
+        loaded = loaded.with_num_pages(measure_pages(loaded, requested_pages))
+    _log_resolved_config(loaded)
+    return assemble_engine(loaded, keep_graphs, capture_stages=True), loaded.config
 
 
-def _log_resolved(loaded: LoadedModels) -> None:
+def _log_resolved_config(loaded: LoadedModels) -> None:
     config = loaded.config
     log.info("resolved configuration\n%s", config.as_text())
-    log.info("%s", cache_size(config, loaded.specs, loaded.dtype))
+    log.info("%s", describe_cache_size(config, loaded.layer_specs, loaded.dtype))
     if config.kv_dtype == FP8_KV and not any(loaded.target.kv_scales):
         log.warning("kv_dtype=%s: the checkpoint has no K/V scales; 1 is used, so values above 448 are clamped", FP8_KV)
 
 
-def weights_of(checkpoint: Checkpoint, ranks: int = 1) -> WeightCount:
-    """Counts the weights that each rank holds: the draft, a part of the target, and the whole embedding if a draft may
-    read it."""
-    # If the target's own MTP layers are the draft, they are counted with the target.
+def count_weights(checkpoint: Checkpoint, ranks: int = 1) -> WeightCount:
+    """Returns the size of the weights on each rank: the draft, a part of the target, and the whole embedding if there
+    is a draft."""
+    # If the draft consists of the target's own MTP layers, these are counted with the target.
     is_own = checkpoint.draft_path == checkpoint.target_path
-    unread = tuple(checkpoint.target.family.unread) if is_own else unread_prefixes(checkpoint.target)
-    target = stored_weights(checkpoint.target_path, checkpoint.target.formats, unread, checkpoint.target.stored)
+    unread = tuple(checkpoint.target.family.ignored_weights) if is_own else unread_prefixes(checkpoint.target)
+    target = count_weights_in(checkpoint.target_path, checkpoint.target.formats, unread, checkpoint.target.stored_names)
     if ranks > 1:
         embedding = checkpoint.target.vocab_size * checkpoint.target.hidden_size
         target = target.of_rank(ranks, 0 if checkpoint.draft is None else embedding)
     if is_own or checkpoint.draft is None or checkpoint.draft_path is None:
         return target
-    return target + stored_weights(checkpoint.draft_path, checkpoint.draft.layer.formats)
+    return target + count_weights_in(checkpoint.draft_path, checkpoint.draft.layer.formats)
 
 
-# A quantised model quantises at least one of these matrices.
-TYPICAL_WEIGHTS = ("self_attn.o_proj", "mlp.down_proj", "mlp.experts", "mlp.experts.0.down_proj")
-HALVES = ("bfloat16", "float16")
+# In a quantised model, at least one of these matrices is quantised.
+TYPICAL_MATRICES = ("self_attn.o_proj", "mlp.down_proj", "mlp.experts", "mlp.experts.0.down_proj")
+HALF_DTYPES = ("bfloat16", "float16")
 
 
 def warn_of_cpu_costs(config: EngineConfig, resolved: ResolvedConfig, checkpoint: Checkpoint) -> None:
-    """Logs at most one warning about stored formats, and one about the dtype.  config: as the user gave it."""
+    """Logs at most one warning about quantised weights, and one about the dtype.  config: the user's configuration."""
     if resolved.device != "cpu":
         return
     models = {"model": checkpoint.target} | ({} if checkpoint.draft is None else {"draft": checkpoint.draft.layer})
     for what, model in models.items():
-        if stored := _quantised_as(model):
+        if stored := _quantised_format_name(model):
             log.warning(
                 "the %s's weights are stored as %s, which saves memory and gains no speed on a CPU: each use converts "
                 "them, and a pass may take several times as long as with the unquantised model",
@@ -259,7 +253,7 @@ def warn_of_cpu_costs(config: EngineConfig, resolved: ResolvedConfig, checkpoint
             break
     stored = checkpoint.target.raw.get("dtype") or checkpoint.target.raw.get("torch_dtype")
     is_bundled = checkpoint.target_path == BUNDLED_FILES / "target"
-    if is_unresolved(config.dtype) and stored in HALVES and not is_bundled:
+    if is_unresolved(config.dtype) and stored in HALF_DTYPES and not is_bundled:
         log.warning(
             "the model is stored in %s and runs in %s on a CPU, with twice the memory for its weights; set dtype to "
             "choose another",
@@ -268,7 +262,7 @@ def warn_of_cpu_costs(config: EngineConfig, resolved: ResolvedConfig, checkpoint
         )
 
 
-def _quantised_as(model: ModelConfig) -> str | None:
+def _quantised_format_name(model: ModelConfig) -> str | None:
     """Returns the name of the format of a model's quantised weights; None if all weights are dense."""
-    formats = (model.formats(f"model.layers.0.{name}") for name in TYPICAL_WEIGHTS)
+    formats = (model.formats(f"model.layers.0.{name}") for name in TYPICAL_MATRICES)
     return next((each.name for each in formats if each != DENSE_FORMAT), None)

@@ -1,7 +1,7 @@
-"""Decides how many requests, pages and snapshots fit into memory.
+"""Determines how many requests, pages and snapshots fit into memory.
 
-On a GPU the number of pages is measured: the largest launches run once on the dummy slot, the memory that these
-launches need is left free, and pages take the rest.
+On a GPU, the number of pages is measured: the largest launches run once on the dummy slot, and pages take all memory
+that these launches do not need.
 """
 
 import gc
@@ -30,19 +30,17 @@ if TYPE_CHECKING:
 
 
 def fullest_pass(layout: RoundLayout, width: int) -> LaunchInput:
-    """Returns the largest pass of this width (rows of a piece): it has as many pieces as fit, as many requests as
-    possible, and reports the log-probabilities of all rows."""
+    """Returns the largest pass of this width (rows of a piece): with the maximum numbers of pieces and requests, and
+    with the log-probabilities of all rows."""
     num_pieces = layout.max_pieces(width)
     return dummy_pass(width, num_pieces, min(layout.max_batch, num_pieces), num_pieces * width)
 
 
 def smaller_passes(layout: RoundLayout, vocab_size: int) -> Iterator[LaunchInput]:
-    """Yields the passes that need kernels which no fullest pass needs.
-
-    Launchers choose blocks and plans by the number of rows, most of them by that number rounded up to a power of two.
-    So passes of the narrowest width have a power of two of pieces, or one piece more than that.  Triton compiles other
-    code for one row, and for a number of rows that 16 divides.
-    """
+    """Yields the passes that use kernels which no fullest pass uses.
+    Launchers choose block sizes and plans by the number of rows, usually rounded up to a power of two.  So passes of
+    the smallest width have 2^n or 2^n + 1 pieces.  Triton compiles separate code for one row, and for multiples of 16
+    rows."""
     narrowest, *wider = layout.chunk_widths
     most = layout.max_pieces(narrowest)
     powers = [1 << i for i in range(most.bit_length())]
@@ -55,17 +53,16 @@ def smaller_passes(layout: RoundLayout, vocab_size: int) -> Iterator[LaunchInput
             requests = min(max(num_pieces // 2, 1), layout.max_batch)
             yield dummy_pass(narrowest, num_pieces, requests, (num_pieces - 1) * narrowest + 1)
     yield from passes_of_last_rows(layout, powers)
-    # Attention chooses by the width, and by whether few pieces fill the GPU.
+    # Attention chooses kernels by the width, and by whether the pieces fill the GPU.
     for width in wider:
         for num_pieces in range(1, min(2, layout.max_pieces(width)) + 1):
             yield dummy_pass(width, num_pieces, 1, 0)
 
 
 def passes_of_last_rows(layout: RoundLayout, powers: Sequence[int]) -> Iterator[LaunchInput]:
-    """Yields passes without log-probabilities.  In these, the last layer computes only one row of each piece.
-
-    powers: the powers of two up to the largest number of pieces of a pass.  Rounds cover the powers up to max_batch.
-    """
+    """Yields passes without log-probabilities, in which the last layer computes only one row of each piece.
+    powers: the powers of two up to the largest number of pieces of a pass.  Rounds already cover the powers up to
+    max_batch."""
     narrowest, *wider = layout.chunk_widths
     most = layout.max_pieces(narrowest)
     above = [power for power in powers if power > layout.max_batch]
@@ -77,35 +74,31 @@ def passes_of_last_rows(layout: RoundLayout, powers: Sequence[int]) -> Iterator[
         yield dummy_pass(width, layout.max_pieces(width), 1, 0)
 
 
-def dummy_pass(width: int, num_pieces: int, requests: int, reported: int) -> LaunchInput:
+def dummy_pass(width: int, num_pieces: int, num_requests: int, num_reported_rows: int) -> LaunchInput:
     """Returns a pass of dummy slots whose pieces are spread over the requests.
-
-    width: rows of a piece; requests: their number.  reported: the number of rows whose log-probabilities are reported,
-    counted from the first row of the pass.
-    """
-    dummies = dummy_launch(requests, width, num_pieces if num_pieces > requests else 0)
+    width: rows of a piece.  num_reported_rows: the number of rows, from the first row of the pass, whose
+    log-probabilities are reported."""
+    dummies = dummy_launch(num_requests, width, num_pieces if num_pieces > num_requests else 0)
     rows = None
-    if reported:
-        others = requests - 1
-        rows = PromptRows(((0, reported), *((0, 0),) * others), (MAX_LOGPROBS, *(0,) * others))
+    if num_reported_rows:
+        others = num_requests - 1
+        rows = PromptRows(((0, num_reported_rows), *((0, 0),) * others), (MAX_LOGPROBS, *(0,) * others))
     return replace(dummies, prompt_rows=rows)
 
 
-# Pages of the trial runner: the dummy page, and one page that a request could hold.
+# Number of pages of the trial runner: the dummy page, and one page for a request.
 TRIAL_PAGES = 2
-# Share of the GPU's memory that is left free for later growth: library handles, fragmentation, other processes.
-MARGIN = 0.02
+# Share of the GPU's memory that stays free for library handles, fragmentation and other processes.
+MEMORY_MARGIN = 0.02
 
 
 @dataclass(frozen=True)
 class MemoryNeeds:
-    """Measured memory in bytes.
-
+    """Measured memory, in bytes.
     eager_bytes: the peak of the largest launch; graph_bytes: the peak of the largest launch that may be captured.
     free_bytes: the free memory between launches, while the models, the layout's buffers and TRIAL_PAGES pages are
     allocated.
-    total_bytes: the memory of the GPU.
-    """
+    total_bytes: the memory of the GPU."""
 
     eager_bytes: int
     graph_bytes: int
@@ -113,30 +106,28 @@ class MemoryNeeds:
     total_bytes: int
 
 
-def measure_pages(loaded: LoadedModels, requested: int | None) -> int:
-    """Returns the number of pages, dummy page included, that fit beside models, buffers and the largest launches.
-
-    requested: the number of pages that the user wants, or None.  If it is given, it is checked and returned.  Raises
-    EspalierError if the requested pages do not fit, or, without a request, if not even one full context fits.
-    """
+def measure_pages(loaded: LoadedModels, requested_pages: int | None) -> int:
+    """Returns the number of pages (dummy page included) that fit beside models, buffers and the largest launches.
+    requested_pages: the user's number of pages, which is checked and returned; None to return the largest possible
+    number.  Raises EspalierError if the requested pages do not fit, or if not even one full context fits."""
     layout, device, graph_batch = loaded.config.layout, loaded.device, loaded.config.graph_batch
-    page_bytes = layout.tokens_in(bytes_per_token(loaded.specs, loaded.dtype))
+    page_bytes = layout.tokens_in(bytes_per_token(loaded.layer_specs, loaded.dtype))
     needs = _measure_needs(loaded)
-    # CUDA graphs keep the memory of a launch in their own pool, in addition to the memory of eager launches.
-    reserved = needs.eager_bytes + (needs.graph_bytes if graph_batch else 0) + int(needs.total_bytes * MARGIN)
+    # CUDA graphs hold the memory of a launch in a separate pool, in addition to the memory of eager launches.
+    reserved = needs.eager_bytes + (needs.graph_bytes if graph_batch else 0) + int(needs.total_bytes * MEMORY_MARGIN)
     affordable = TRIAL_PAGES + (needs.free_bytes - reserved) // page_bytes
     reason = (
         f"{device} holds {max(affordable, 0)}: of its {_gib(needs.total_bytes)}, models, buffers and other processes "
         f"leave {_gib(needs.free_bytes)}, and launches need {_gib(reserved)}"
     )
-    if requested is not None and requested > affordable:
-        raise EspalierError(f"num_pages={requested} do not fit, {reason}; lower it, or leave it to 'auto'")
-    if requested is None and affordable < layout.min_pages:
+    if requested_pages is not None and requested_pages > affordable:
+        raise EspalierError(f"num_pages={requested_pages} do not fit, {reason}; lower it, or leave it to 'auto'")
+    if requested_pages is None and affordable < layout.min_pages:
         raise EspalierError(
             f"max_context={layout.max_context} needs {layout.min_pages} pages of {layout.page_size} tokens, and "
             f"{reason}; lower max_context, or max_batch, num_draft_tokens and chunk_size, which make launches large"
         )
-    return min(affordable, layout.max_pages) if requested is None else requested
+    return min(affordable, layout.max_pages) if requested_pages is None else requested_pages
 
 
 def _gib(count: int) -> str:
@@ -144,12 +135,12 @@ def _gib(count: int) -> str:
 
 
 def _measure_needs(loaded: LoadedModels) -> MemoryNeeds:
-    """Measures the needs with a trial runner.  The runner's memory is freed before this function returns."""
+    """Measures memory with a trial runner.  The memory of the runner is freed before this function returns."""
     layout, device = loaded.config.layout, loaded.device
     try:
-        # The runner has no name, so that it is freed before the memory is released below.
-        return measure(
-            CudaExecutor(make_runner(loaded.with_pages(TRIAL_PAGES)), graph_batch=0, capture_stages=True),
+        # The runner is not assigned to a variable, so that it is freed before the memory is released below.
+        return measure_needs(
+            CudaExecutor(make_runner(loaded.with_num_pages(TRIAL_PAGES)), graph_batch=0, capture_stages=True),
             layout,
             device,
             loaded.config.graph_batch,
@@ -164,13 +155,11 @@ def _measure_needs(loaded: LoadedModels) -> MemoryNeeds:
         torch.cuda.empty_cache()
 
 
-def measure(executor: CudaExecutor, layout: RoundLayout, device: torch.device, graph_batch: int) -> MemoryNeeds:
+def measure_needs(executor: CudaExecutor, layout: RoundLayout, device: torch.device, graph_batch: int) -> MemoryNeeds:
     """Runs the largest prefill pass of each width and the largest round of each tree, and returns the memory needed.
-
     The passes report all log-probabilities.  This function also compiles the kernels of all other prefill passes and of
-    rounds that will run eagerly, so that no kernel is compiled while requests wait.  Kernels of captured launches are
-    compiled when the launches are captured.
-    """
+    eager rounds, so that no kernel is compiled while requests wait.  Kernels of captured launches are compiled when the
+    launches are captured."""
     passes = [fullest_pass(layout, width) for width in layout.chunk_widths]
     # Batches are in ascending order, so each tree keeps its largest batch.
     staged = {layout.for_batch(batch).tree: replace(dummy_launch(batch), is_staged=True) for batch in executor.buckets}
@@ -186,10 +175,8 @@ def measure(executor: CudaExecutor, layout: RoundLayout, device: torch.device, g
 
 
 def _peak_bytes(executor: CudaExecutor, launch_input: LaunchInput, device: torch.device) -> int:
-    """Returns the peak of the bytes that PyTorch reserves for a launch.
-
-    Reserved bytes count, not allocated ones, because freed memory may stay fragmented.
-    """
+    """Returns the peak number of bytes that PyTorch reserves for a launch.
+    Reserved bytes are measured instead of allocated bytes, because freed memory may stay fragmented."""
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved(device)
@@ -200,25 +187,25 @@ def _peak_bytes(executor: CudaExecutor, launch_input: LaunchInput, device: torch
     return peak - before
 
 
-# By default the states of all slots take at most 1 / STATES_SHARE of the memory that weights leave.
-STATES_SHARE = 4
+# By default, the states of all slots take at most 1 / STATES_DIVISOR of the memory that is free after loading weights.
+STATES_DIVISOR = 4
 log = logging.getLogger(__name__)
 
 
-def choose_max_batch(config: EngineConfig, facts: "StartupFacts", dtype: torch.dtype, most: int) -> int:
-    """Returns the user's max_batch.  Without one, returns `most`, or fewer if the states of `most` slots would take too
-    much memory (STATES_SHARE)."""
+def choose_max_batch(config: EngineConfig, facts: "StartupFacts", dtype: torch.dtype, default: int) -> int:
+    """Returns the user's max_batch.  By default, returns `default`, or fewer if the states of `default` slots would
+    take too much memory (STATES_DIVISOR)."""
     if not is_unresolved(config.max_batch):
         return int(config.max_batch)
     state_bytes = bytes_per_state(facts.layer_specs, dtype)
     left = max(facts.free_bytes - facts.weights.nbytes(dtype), 0)
-    if not state_bytes or most * state_bytes <= left // STATES_SHARE:
-        return most
-    chosen = max(left // STATES_SHARE // state_bytes, 1)
+    if not state_bytes or default * state_bytes <= left // STATES_DIVISOR:
+        return default
+    chosen = max(left // STATES_DIVISOR // state_bytes, 1)
     log.info(
         "max_batch=%d, not %d: the states of a request take %.0f MiB, and those of all at most 1/%d of the %.1f GiB "
         "that weights leave",
-        *(chosen, most, state_bytes / 2**20, STATES_SHARE, left / 2**30),
+        *(chosen, default, state_bytes / 2**20, STATES_DIVISOR, left / 2**30),
     )
     return chosen
 
@@ -234,7 +221,7 @@ def pages_and_snapshots(
     """Returns (num_pages, num_snapshots): the user's numbers, else the numbers that fit into `memory_share` of the free
     memory.
 
-    num_pages includes the dummy page.  It is at most the number of pages that a full batch of full contexts needs.
+    num_pages includes the dummy page, and is at most the number of pages for a full batch of full contexts.
     Raises EspalierError if the weights or the user's numbers do not fit, or if not even one full context fits.
     """
     page_bytes = layout.tokens_in(bytes_per_token(facts.layer_specs, dtype))
@@ -276,11 +263,9 @@ def pages_and_snapshots(
     return min(affordable, layout.max_pages), num_snapshots
 
 
-def _num_snapshots(config: EngineConfig, layout: RoundLayout, state_bytes: int, share: int, prefix_cache: bool) -> int:
-    """Returns the number of snapshots of states.  share: bytes for pages and snapshots together.
-
-    Raises EspalierError if the user sets snapshots, but the model has no states or the prefix cache is off.
-    """
+def _num_snapshots(config: EngineConfig, layout: RoundLayout, state_bytes: int, budget: int, prefix_cache: bool) -> int:
+    """Returns the number of snapshots of states.  budget: the bytes for pages and snapshots together.
+    Raises EspalierError if the user sets num_snapshots, but the model has no states or the prefix cache is off."""
     if not state_bytes or not prefix_cache:
         if not is_unresolved(config.num_snapshots) and config.num_snapshots:
             why = "the prefix cache is off" if state_bytes else "no layer of this model keeps a recurrent state"
@@ -288,4 +273,4 @@ def _num_snapshots(config: EngineConfig, layout: RoundLayout, state_bytes: int, 
         return 0
     if not is_unresolved(config.num_snapshots):
         return int(config.num_snapshots)
-    return min(4 * layout.max_batch, share // 4 // state_bytes)
+    return min(4 * layout.max_batch, budget // 4 // state_bytes)

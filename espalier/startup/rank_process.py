@@ -9,11 +9,11 @@ from espalier.engine.follow import Follower
 
 
 def main(rank: int, fd: int) -> int:
-    """Runs a rank until it ends.  fd: file descriptor of the socket to rank 0.  Returns the exit code."""
+    """Runs a rank until rank 0 ends it, and returns the exit code.  fd: the file descriptor of the socket to rank 0."""
     logging.basicConfig(level=logging.WARNING, format=f"rank {rank}: %(message)s")
     return Follower(Connection(fd), rank).run()
 
 
 if __name__ == "__main__":
-    # End at once, because threads may still wait for other ranks.
+    # Exits immediately, because threads may still wait for other ranks.
     os._exit(main(int(sys.argv[1]), int(sys.argv[2])))

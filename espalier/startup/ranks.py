@@ -1,4 +1,4 @@
-"""The work of each rank at startup: connect to the other ranks, load its part, measure pages, make its executor.
+"""The startup work of each rank: connects the ranks, loads a part of the models, measures pages, creates the executor.
 
 Rank 0 sends a RankWork to the other ranks and does the same work itself.
 """
@@ -22,55 +22,51 @@ from espalier.engine.executor import Executor
 from espalier.engine.ranks import Peer, Ranks
 from espalier.shards import Collectives, Shards
 from espalier.shards.gloo import GlooCollectives
-from espalier.startup.build import LoadedModels, executor_of, make_runner
+from espalier.startup.build import LoadedModels, make_executor, make_runner
 from espalier.startup.measure_memory import measure_pages
 
-# Loads one rank's part of the models.  It is pickled, so it must be a function of a module, or a partial of one.
-Models = Callable[[ResolvedConfig, Shards], LoadedModels]
-# Calls a function that connects to the other ranks, and returns the function's result.
+# Loads one rank's part of the models.  The function is pickled, so it must be a module-level function or a partial of
+# one.
+LoadRankModels = Callable[[ResolvedConfig, Shards], LoadedModels]
+# Calls a function that connects to the other ranks, and returns the result of that function.
 Connector = Callable[[Callable[[], Collectives]], Collectives]
 
 
 @dataclass(frozen=True)
 class RankWork:
-    """The work of one rank.
+    """The startup work of one rank.  load_models: loads the models of a rank.  requested_pages: the user's num_pages.
+    rendezvous_file: the path of a file through which ranks connect; it must not exist yet."""
 
-    models: loads the models of a rank; requested_pages: the user's num_pages; joined: the path of a file through which
-    ranks find one another.  The file must not exist yet.
-    """
-
-    models: Models
+    load_models: LoadRankModels
     config: ResolvedConfig
     requested_pages: int | None
-    joined: str
+    rendezvous_file: str
 
     def load(self, rank: int) -> Executor:
         """Loads the models and returns the rank's executor (engine/ranks.py:LoadModels)."""
-        return self.executor_of(self.models_of(rank))[0]
+        return self.make_executor(self.load_models_of(rank))[0]
 
-    def models_of(self, rank: int, connector: Connector = lambda meet: meet()) -> LoadedModels:
-        """Connects to the other ranks and loads the models of a rank.  The models' shards have the collectives.
-
-        connector: calls the function that waits for the other ranks.
-        """
+    def load_models_of(self, rank: int, connector: Connector = lambda meet: meet()) -> LoadedModels:
+        """Connects to the other ranks and loads the models of a rank.
+        connector: calls a function that waits for the other ranks."""
         config, count = self.config, self.config.tensor_parallel
         if torch.device(config.device).type == "cuda":
             config = replace(config, device=f"cuda:{rank}")
             torch.cuda.set_device(rank)
-        joined = connector(lambda: join(torch.device(config.device), Path(self.joined), rank, count))
-        return self.models(config, Shards(rank, count, joined))
+        joined = connector(lambda: connect_ranks(torch.device(config.device), Path(self.rendezvous_file), rank, count))
+        return self.load_models(config, Shards(rank, count, joined))
 
-    def executor_of(self, loaded: LoadedModels) -> tuple[Executor, LoadedModels]:
-        """Returns the executor, and the models with the number of pages that fits on every rank."""
+    def make_executor(self, loaded: LoadedModels) -> tuple[Executor, LoadedModels]:
+        """Returns the executor, and the models with a number of pages that fits on every rank."""
         if loaded.device.type == "cuda":
             pages = torch.tensor(measure_pages(loaded, self.requested_pages), device=loaded.device)
-            loaded = loaded.with_pages(int(loaded.shards.all_gather(pages).min()))
+            loaded = loaded.with_num_pages(int(loaded.shards.all_gather(pages).min()))
         config = loaded.config
-        return executor_of(make_runner(loaded), config.overlap, config.graph_batch, capture_stages=True), loaded
+        return make_executor(make_runner(loaded), config.overlap, config.graph_batch, capture_stages=True), loaded
 
 
-def join(device: torch.device, file: Path, rank: int, count: int) -> Collectives:
-    """Connects to the other ranks and returns the collectives."""
+def connect_ranks(device: torch.device, file: Path, rank: int, count: int) -> Collectives:
+    """Connects to the other ranks.  Returns the collective operations."""
     if device.type == "cpu":
         return GlooCollectives(file, rank, count)
     from espalier.kernels.ranks.collectives import connect_gpus
@@ -78,14 +74,14 @@ def join(device: torch.device, file: Path, rank: int, count: int) -> Collectives
     return connect_gpus(file, rank, count, device)
 
 
-MODULE = "espalier.startup.rank_process"
+RANK_MODULE = "espalier.startup.rank_process"
 # Only rank 0 shows progress bars.
-NO_TERMINAL = MappingProxyType({"TERM": "dumb", "TTY_COMPATIBLE": "0"})
+NO_TERMINAL_VARIABLES = MappingProxyType({"TERM": "dumb", "TTY_COMPATIBLE": "0"})
 
 
 @contextmanager
 def starting_ranks(count: int) -> Iterator[Ranks]:
-    """Starts ranks 1 to count - 1.  An error inside the block ends them; without an error, closing the engine does."""
+    """Starts ranks 1 to count - 1.  They are ended after an error inside the block, else when the engine is closed."""
     peers: list[Peer] = []
     ranks = None
     try:
@@ -102,16 +98,16 @@ def starting_ranks(count: int) -> Iterator[Ranks]:
 
 
 def start_rank(rank: int) -> Peer:
-    """Starts the process of a rank.  No other process holds the socket, so each side notices when the other ends."""
+    """Starts the process of a rank.  No third process has the socket, so each process notices when the other ends."""
     own, others = socket.socketpair()
-    # Blocked signals stay blocked in the new process.  Ctrl-C reaches the whole process group, and only rank 0 reacts.
+    # The new process inherits blocked signals.  Ctrl-C reaches the whole process group, but only rank 0 must react.
     ignored = {signal.SIGINT, signal.SIGTERM}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ignored)
     try:
         process = subprocess.Popen(
-            (sys.executable, "-m", MODULE, str(rank), str(others.fileno())),
+            (sys.executable, "-m", RANK_MODULE, str(rank), str(others.fileno())),
             stdin=subprocess.DEVNULL,
-            env=environment(**NO_TERMINAL),
+            env=environment(**NO_TERMINAL_VARIABLES),
             pass_fds=(others.fileno(),),
         )
     finally:

@@ -1,4 +1,4 @@
-"""Resolves the user's configuration: decides each "auto", once, from device, model and free memory."""
+"""Resolves the user's configuration: chooses a value for each "auto" by device, model and free memory."""
 
 import gc
 import logging
@@ -21,7 +21,7 @@ from espalier.models.weight_files import WeightCount
 from espalier.speculate.drafters.registry import algorithms, drafter_without_files
 from espalier.startup.build import cache_specs
 from espalier.startup.measure_memory import choose_max_batch, pages_and_snapshots
-from espalier.startup.sources import INDEX_BYTES, choose_sources, shares_rows, source_sizes
+from espalier.startup.sources import INDEX_BYTES, can_share_rows, choose_sources, source_sizes
 from espalier.startup.threads import ThreadFacts, choose_threads
 from espalier.startup.tree_cost import ChipFigures, PassWeights
 from espalier.startup.tree_policy import (
@@ -33,31 +33,31 @@ from espalier.startup.tree_policy import (
     with_depth_of,
 )
 
-STEPS, TOPK, NUM_DRAFT_TOKENS = 5, 4, 16
-PAGE_SIZE = 16
-# The tree of a draft whose one pass proposes every depth.  More depth takes no time, and more candidates almost none.
+DEFAULT_STEPS, DEFAULT_TOPK, DEFAULT_NUM_DRAFT_TOKENS = 5, 4, 16
+DEFAULT_PAGE_SIZE = 16
+# The default tree of a draft that proposes all depths in one pass.  Greater depth takes no more time, and more
+# candidates take almost no time.
 BLOCK_STEPS, BLOCK_TOPK = 15, 8
-CGROUP = Path("/sys/fs/cgroup")
-# For control groups v2 and v1: the files with the limit, with the use and with its statistics, and the name of the
-# statistic for memory that the kernel frees when memory runs short: cached files, such as those of an earlier model.
+CGROUP_FOLDER = Path("/sys/fs/cgroup")
+# For control groups v2 and v1: the files with the memory limit, the memory use and the statistics, and the statistic
+# for cached files, whose memory the kernel frees when necessary.
 CGROUP_FILES = (
     ("memory.max", "memory.current", "memory.stat", "inactive_file"),
     ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"),
 )
-# The least compute capability.  The kernels need bfloat16 on tensor cores, and asynchronous copies to shared memory.
-LEAST_CAPABILITY = (8, 0)
+# The minimum compute capability, because kernels need bfloat16 on tensor cores and asynchronous copies to shared
+# memory.
+MIN_CAPABILITY = (8, 0)
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class DeviceDefaults:
-    """The values of "auto" on one kind of device.
-
-    most_context: upper bound of max_context; memory_share: share of the free memory that pages may take.
-    """
+    """The values of "auto" for one device type.
+    context_limit: the maximum of max_context.  memory_share: the share of the free memory that pages may take."""
 
     max_batch: int
-    most_context: int
+    context_limit: int
     chunk_size: int
     busy_chunk_size: int
     overlap: bool
@@ -65,22 +65,22 @@ class DeviceDefaults:
 
 
 DEFAULTS = {
-    "cpu": DeviceDefaults(8, most_context=8192, chunk_size=512, busy_chunk_size=512, overlap=False, memory_share=0.4),
+    "cpu": DeviceDefaults(8, context_limit=8192, chunk_size=512, busy_chunk_size=512, overlap=False, memory_share=0.4),
     "cuda": DeviceDefaults(
-        128, most_context=32768, chunk_size=4096, busy_chunk_size=640, overlap=True, memory_share=0.85
+        128, context_limit=32768, chunk_size=4096, busy_chunk_size=640, overlap=True, memory_share=0.85
     ),
 }
 
 
 @dataclass(frozen=True)
 class StartupFacts:
-    """Facts about machine and models, known before weights are loaded.  With several ranks, they are those of
+    """Facts about the machine and the models, known before weights are loaded.  With several ranks, the facts are about
     one rank.
 
-    free_bytes: free memory of the device; weights: counts for target and draft together; stored_dtype: dtype of the
-    target's checkpoint; layer_specs: specs of the target's layers, then of the draft's; hidden_size, num_layers: sizes
-    of the target; chip: the measured speed of the GPU, None on a CPU; threads: facts about the CPU; pass_weights:
-    numbers of weights of target and draft; declared_kv_dtype: the kv_dtype that the target's config.json declares;
+    free_bytes: free memory of the device.  weights: the size of the weights of target and draft.  stored_dtype: dtype
+    of the target's checkpoint.  layer_specs: specs of the target's layers, then of the draft's layers.  hidden_size,
+    num_layers: sizes of the target.  chip: the measured speed of the GPU; None on a CPU.  threads: facts about the CPU.
+    pass_weights: numbers of weights that passes read.  declared_kv_dtype: the kv_dtype in the target's config.json.
     model_impl: "native" or "transformers", the code that runs the target.
     """
 
@@ -111,7 +111,7 @@ def choose_device(config: EngineConfig) -> torch.device:
     has_cuda = torch.cuda.is_available()
     if is_unresolved(config.device):
         device = _auto_device()
-        _require_cards(config, device)
+        _require_equal_gpus(config, device)
         return device
     try:
         device = torch.device(config.device)
@@ -128,14 +128,14 @@ def choose_device(config: EngineConfig) -> torch.device:
             f"device={config.device!r} does not exist: PyTorch finds {torch.cuda.device_count()} CUDA devices; use "
             "another index"
         )
-    if device.type == "cuda" and (too_old := _too_old(device)):
+    if device.type == "cuda" and (too_old := _too_old_reason(device)):
         raise EspalierError(f"{too_old}; use device=cpu")
-    _require_cards(config, device)
+    _require_equal_gpus(config, device)
     return device
 
 
-def _require_cards(config: EngineConfig, device: torch.device) -> None:
-    """Checks the GPUs of several ranks.  Raises EspalierError if there are fewer GPUs than ranks, or if they differ."""
+def _require_equal_gpus(config: EngineConfig, device: torch.device) -> None:
+    """Raises EspalierError if there are fewer GPUs than ranks, or if the GPUs differ."""
     count = config.tensor_parallel
     if count == 1 or device.type != "cuda":
         return
@@ -159,31 +159,31 @@ def _require_cards(config: EngineConfig, device: torch.device) -> None:
 
 
 def _auto_device() -> torch.device:
-    """Returns the GPU, or the CPU if there is no GPU or the GPU is too old."""
+    """Returns the GPU; the CPU if there is no GPU or if the GPU is too old."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
-    too_old = _too_old(torch.device("cuda"))
+    too_old = _too_old_reason(torch.device("cuda"))
     if too_old is None:
         return torch.device("cuda")
     log.warning("%s; running on the CPU", too_old)
     return torch.device("cpu")
 
 
-def _too_old(device: torch.device) -> str | None:
-    """Returns the reason why the kernels cannot run on this GPU; None if they can."""
+def _too_old_reason(device: torch.device) -> str | None:
+    """Returns why the kernels cannot run on this GPU; None if they can run."""
     capability = torch.cuda.get_device_capability(device)
-    if capability >= LEAST_CAPABILITY:
+    if capability >= MIN_CAPABILITY:
         return None
-    name, have, need = torch.cuda.get_device_name(device), _version(capability), _version(LEAST_CAPABILITY)
+    name, have, need = torch.cuda.get_device_name(device), _version_text(capability), _version_text(MIN_CAPABILITY)
     return f"device={str(device)!r}: {name} has compute capability {have}, and {need} (Ampere) or later is needed"
 
 
-def _version(capability: tuple[int, int]) -> str:
+def _version_text(capability: tuple[int, int]) -> str:
     return ".".join(map(str, capability))
 
 
 def requested_algorithm(config: EngineConfig) -> str:
-    """Returns the algorithm that the user sets, or "auto".  Raises EspalierError for an unknown algorithm."""
+    """Returns the user's algorithm, or "auto".  Raises EspalierError for an unknown algorithm."""
     if config.speculation is None:
         return "none"
     requested = "auto" if isinstance(config.speculation, str) else config.speculation.algorithm
@@ -193,11 +193,9 @@ def requested_algorithm(config: EngineConfig) -> str:
 
 
 def choose_algorithm(config: EngineConfig, draft_algorithm: str | None) -> str:
-    """Returns the algorithm that the user sets, else the draft's algorithm, else "ngram".
-
-    draft_algorithm: the algorithm of the format of the given or bundled draft; None without a draft.  Raises
-    EspalierError if the user's algorithm and the draft do not fit together.
-    """
+    """Returns the user's algorithm, else the draft's algorithm, else "ngram".
+    draft_algorithm: the algorithm for the format of the user's draft or the bundled draft; None if there is no draft.
+    Raises EspalierError if the user's algorithm and the draft do not fit together."""
     requested = requested_algorithm(config)
     if requested == "auto":
         return draft_algorithm or "ngram"
@@ -221,47 +219,47 @@ def choose_algorithm(config: EngineConfig, draft_algorithm: str | None) -> str:
 def resolve(
     config: EngineConfig, model: str, draft: str | None, spec: DraftSpec, device: torch.device, facts: StartupFacts
 ) -> ResolvedConfig:
-    """Resolves each "auto" and checks all fields together.  Raises EspalierError for values that do not fit."""
-    defaults = DEFAULTS[device.type]
-    dtype = _auto_or(config.dtype, _dtype(device, facts))
+    """Resolves each "auto".  Raises EspalierError if fields do not fit together."""
+    defaults, dtype = DEFAULTS[device.type], _value_or_default(config.dtype, _default_dtype(device, facts))
     kv_dtype, draft_kv_dtype = _kv_dtypes(config, dtype, facts)
     own, drafts = (
         facts.layer_specs[layers.start : layers.stop] for layers in (facts.target_layers, facts.draft_layers)
     )
     facts = replace(facts, layer_specs=cache_specs(own, drafts, kv_dtype, draft_kv_dtype))
-    attention, draft_attention = _attention(config, device, getattr(torch, dtype), facts)
+    in_dtype = getattr(torch, dtype)
+    attention, draft_attention = _backends(config, device, in_dtype, facts)
     speculation = config.speculation if isinstance(config.speculation, SpeculationConfig) else SpeculationConfig()
-    tree = _tree(speculation, spec)
+    tree = _configured_tree(speculation, spec)
     predicted = None if facts.chip is None else PredictedCosts(facts.pass_weights, facts.chip)
-    max_batch = choose_max_batch(config, facts, getattr(torch, dtype), defaults.max_batch)
+    max_batch = choose_max_batch(config, facts, in_dtype, defaults.max_batch)
     trees = choose_trees(speculation.by_batch, tree, predicted, has_tree_settings(speculation), max_batch)
-    chunk_size = _auto_or(config.chunk_size, defaults.chunk_size)
-    overlap = _auto_or(config.overlap, defaults.overlap)
+    chunk_size = _value_or_default(config.chunk_size, defaults.chunk_size)
+    overlap = _value_or_default(config.overlap, defaults.overlap)
     sources = choose_sources(speculation, spec.algorithm, tree, device)
-    of_engine = (spec.algorithm, shares_rows(facts.layer_specs, facts.model_impl, device), sources, facts.pass_weights)
+    shares = can_share_rows(facts.layer_specs, facts.model_impl, device)
+    of_engine = (spec.algorithm, shares, sources, facts.pass_weights)
     costs, choices = adaptive_tree_choices(speculation, tree, predicted, max_batch, *of_engine, spec.max_steps)
     layout = RoundLayout(
         max_batch=max_batch,
         **asdict(with_depth_of(tree, choices)),
-        page_size=_auto_or(config.page_size, PAGE_SIZE),
+        page_size=_value_or_default(config.page_size, DEFAULT_PAGE_SIZE),
         max_context=_max_context(config, facts, defaults),
         reentry=spec.reentry,
         block_rows=spec.block_rows,
         chunk_size=chunk_size,
         busy_chunk_size=busy_chunk_size(config, chunk_size, defaults.busy_chunk_size, predicted),
         trees=tuple(trees.items()),
-        **source_sizes(sources, on_host=device.type == "cpu" and not overlap),
+        **source_sizes(sources, searches_on_host=device.type == "cpu" and not overlap),
         choices=choices,
     )
     if device.type == "cuda":
         require_triton()
-    setting = (device.type, getattr(torch, dtype), layout.page_size, facts.layer_specs)
+    setting = (device.type, in_dtype, layout.page_size, facts.layer_specs)
     grouped_backend(attention, *setting, facts.target_layers, exact_lengths=not overlap)
     if facts.draft_layers:
         exact, left_bound = not overlap and spec.reentry <= 1, spec.reentry > 0
         grouped_backend(draft_attention, *setting, facts.draft_layers, left_bound=left_bound, exact_lengths=exact)
-    prefix_cache = _auto_or(config.prefix_cache, True)
-    in_dtype = getattr(torch, dtype)
+    prefix_cache = _value_or_default(config.prefix_cache, True)
     num_pages, num_snapshots = pages_and_snapshots(config, layout, facts, in_dtype, defaults.memory_share, prefix_cache)
     return ResolvedConfig(
         model=model,
@@ -272,7 +270,7 @@ def resolve(
         dtype=dtype,
         kv_dtype=kv_dtype,
         draft_kv_dtype=draft_kv_dtype,
-        threads=_threads(config, device, facts, getattr(torch, dtype)),
+        threads=_num_threads(config, device, facts, in_dtype),
         attention=attention,
         draft_attention=draft_attention,
         num_pages=num_pages,
@@ -282,25 +280,23 @@ def resolve(
         graph_batch=_graph_batch(config, layout, device),
         model_impl=facts.model_impl,
         model_overrides=dict(config.model_overrides),
-        seed=_auto_or(config.seed, secrets.randbits(63)),
+        seed=_value_or_default(config.seed, secrets.randbits(63)),
         round_costs=costs,
         sources=sources,
-        index_bytes=_auto_or(speculation.index_bytes, INDEX_BYTES) * ("index" in sources),
+        index_bytes=_value_or_default(speculation.index_bytes, INDEX_BYTES) * ("index" in sources),
         tensor_parallel=config.tensor_parallel,
     )
 
 
-def _threads(config: EngineConfig, device: torch.device, facts: StartupFacts, dtype: torch.dtype) -> int:
+def _num_threads(config: EngineConfig, device: torch.device, facts: StartupFacts, dtype: torch.dtype) -> int:
     """Returns the number of threads of each rank.  On a CPU all ranks share the cores."""
     threads = choose_threads(config.threads, device.type, facts.weights.nbytes(dtype), facts.threads)
     return max(threads // config.tensor_parallel, 1) if is_unresolved(config.threads) else threads
 
 
-def _attention(config: EngineConfig, device: torch.device, dtype: torch.dtype, facts: StartupFacts) -> tuple[str, str]:
-    """Returns the attention backends of target and draft, by default the same.
-
-    Raises EspalierError if draft_attention is set and the drafter has no layers.
-    """
+def _backends(config: EngineConfig, device: torch.device, dtype: torch.dtype, facts: StartupFacts) -> tuple[str, str]:
+    """Returns the attention backends of target and draft.  By default, the draft has the target's backend.
+    Raises EspalierError if draft_attention is set and the drafter has no layers."""
     target_backend = None if is_unresolved(config.attention) else config.attention
     draft_backend = target_backend if is_unresolved(config.draft_attention) else config.draft_attention
     target = choose_backends(target_backend, device.type, dtype, facts.layer_specs, facts.target_layers)
@@ -315,25 +311,25 @@ def _attention(config: EngineConfig, device: torch.device, dtype: torch.dtype, f
 
 def _kv_dtypes(config: EngineConfig, dtype: str, facts: StartupFacts) -> tuple[str, str]:
     """Returns kv_dtype and draft_kv_dtype.  Raises EspalierError for a dtype that is neither FP8 nor the model's."""
-    kv_dtype = _auto_or(config.kv_dtype, facts.declared_kv_dtype or dtype)
+    kv_dtype = _value_or_default(config.kv_dtype, facts.declared_kv_dtype or dtype)
     if is_unresolved(config.kv_dtype) and facts.declared_kv_dtype:
         log.info("kv_dtype=%s, as the checkpoint's kv_cache_scheme declares", kv_dtype)
     if not is_unresolved(config.draft_kv_dtype) and not facts.draft_layers:
         raise EspalierError(
             f"draft_kv_dtype={config.draft_kv_dtype!r} is set, but the drafter has no layers; leave it out"
         )
-    draft_kv_dtype = _auto_or(config.draft_kv_dtype, kv_dtype)
+    draft_kv_dtype = _value_or_default(config.draft_kv_dtype, kv_dtype)
     for name, value in (("kv_dtype", kv_dtype), ("draft_kv_dtype", draft_kv_dtype)):
         if value not in (FP8_KV, dtype):
             raise EspalierError(f"{name}={value!r} differs from dtype={dtype!r}; use {dtype}, {FP8_KV} or 'auto'")
     return kv_dtype, draft_kv_dtype
 
 
-def _auto_or(value: Any, default: Any) -> Any:
-    return default if is_unresolved(value) else value
+def _value_or_default(setting: Any, default: Any) -> Any:
+    return default if is_unresolved(setting) else setting
 
 
-def _dtype(device: torch.device, facts: StartupFacts) -> str:
+def _default_dtype(device: torch.device, facts: StartupFacts) -> str:
     if device.type == "cpu" or facts.stored_dtype not in DTYPES:
         return "float32"
     return facts.stored_dtype
@@ -341,7 +337,7 @@ def _dtype(device: torch.device, facts: StartupFacts) -> str:
 
 def _max_context(config: EngineConfig, facts: StartupFacts, defaults: DeviceDefaults) -> int:
     if is_unresolved(config.max_context):
-        return min(facts.max_position, defaults.most_context)
+        return min(facts.max_position, defaults.context_limit)
     if int(config.max_context) > facts.max_position:
         raise EspalierError(
             f"max_context={config.max_context} is above the model's {facts.max_position} positions; lower it, or, if "
@@ -350,42 +346,38 @@ def _max_context(config: EngineConfig, facts: StartupFacts, defaults: DeviceDefa
     return int(config.max_context)
 
 
-def _tree(speculation: SpeculationConfig, spec: DraftSpec) -> TreeShape:
+def _configured_tree(speculation: SpeculationConfig, spec: DraftSpec) -> TreeShape:
     """Returns the configured tree.
-
-    Raises EspalierError if a tree is set together with plain decoding, or if the tree is impossible.
-    """
+    Raises EspalierError if tree settings are combined with plain decoding, or if the tree is impossible."""
     if spec.algorithm == "none":
         _refuse_tree(speculation, "algorithm='none'")
         return PLAIN_TREE
     limit = BLOCK_STEPS if spec.max_steps is None else spec.max_steps
-    default_steps, default_topk = (min(BLOCK_STEPS, limit), BLOCK_TOPK) if spec.block_rows else (STEPS, TOPK)
-    steps, topk = _auto_or(speculation.steps, default_steps), _auto_or(speculation.topk, default_topk)
+    default_steps, default_topk = (
+        (min(BLOCK_STEPS, limit), BLOCK_TOPK) if spec.block_rows else (DEFAULT_STEPS, DEFAULT_TOPK)
+    )
+    steps, topk = _value_or_default(speculation.steps, default_steps), _value_or_default(speculation.topk, default_topk)
     if spec.max_steps is not None and steps > spec.max_steps:
         raise EspalierError(
             f"steps={steps} is above the {spec.max_steps} tokens that this draft proposes in a round; lower it"
         )
     if not steps:
         _refuse_tree(speculation, "steps=0")
-    num_draft_tokens = min(NUM_DRAFT_TOKENS, max_draft_tokens(steps, topk))
-    return TreeShape(steps, topk, _auto_or(speculation.num_draft_tokens, num_draft_tokens))
+    num_draft_tokens = min(DEFAULT_NUM_DRAFT_TOKENS, max_draft_tokens(steps, topk))
+    return TreeShape(steps, topk, _value_or_default(speculation.num_draft_tokens, num_draft_tokens))
 
 
 def _refuse_tree(speculation: SpeculationConfig, cause: str) -> None:
-    """Raises EspalierError if a field of a tree is set although another setting asks for plain decoding.
-
-    cause: that other setting.
-    """
+    """Raises EspalierError if a tree setting is combined with a setting for plain decoding.
+    cause: the setting for plain decoding."""
     for name in TREE_FIELDS:
         if (value := getattr(speculation, name)) not in ("auto", getattr(PLAIN_TREE, name)):
             raise EspalierError(f"{cause} is plain decoding, but {name}={value} is set; remove one of them")
 
 
 def _graph_batch(config: EngineConfig, layout: RoundLayout, device: torch.device) -> int:
-    """Returns the largest batch to capture: by default max_batch on a GPU, and 0 on a CPU, which has no CUDA graphs.
-
-    Raises EspalierError if the user's graph_batch is above max_batch, or above 0 on a CPU.
-    """
+    """Returns the largest batch with CUDA graphs: by default max_batch on a GPU, and 0 on a CPU.
+    Raises EspalierError if the user's graph_batch is above max_batch, or above 0 on a CPU."""
     if is_unresolved(config.graph_batch):
         return layout.max_batch if device.type == "cuda" else 0
     if device.type != "cuda" and config.graph_batch:
@@ -398,10 +390,10 @@ def _graph_batch(config: EngineConfig, layout: RoundLayout, device: torch.device
 
 
 def free_memory(device: torch.device) -> int:
-    """Returns the free bytes of the GPU; for a CPU, of this machine, within the limit of the process's control
-    group."""
+    """Returns the free bytes of the GPU.  For a CPU, returns the free bytes of the machine, within the limit of the
+    process's control group."""
     if device.type == "cuda":
-        # Memory of a closed LLM may still be in PyTorch's cache, which the driver counts as used.
+        # PyTorch may still cache memory of a closed LLM, which the driver counts as used.
         gc.collect()
         torch.cuda.empty_cache()
         return torch.cuda.mem_get_info(device)[0]
@@ -413,23 +405,23 @@ def _machine_memory() -> int:
         lines = Path("/proc/meminfo").read_text().splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
     except (OSError, StopIteration):
-        # macOS reports only the total memory; assume that half of it is free.
+        # macOS reports only the total memory.  This code assumes that half of it is free.
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
 
 
 def _cgroup_memory() -> list[int]:
-    """Returns the bytes that this process's control group may still use, by v2 and v1 limits; 2**63 without a limit."""
+    """Returns the bytes that this process's control group may still use, by v2 and v1 limits; 2**63 without limits."""
     remaining = [2**63]
     for limit, used, parts, cached in CGROUP_FILES:
         try:
-            in_use = int((CGROUP / used).read_text()) - _part(CGROUP / parts, cached)
-            remaining.append(int((CGROUP / limit).read_text()) - in_use)
+            in_use = int((CGROUP_FOLDER / used).read_text()) - _statistic_bytes(CGROUP_FOLDER / parts, cached)
+            remaining.append(int((CGROUP_FOLDER / limit).read_text()) - in_use)
         except (OSError, ValueError):
             continue
     return remaining
 
 
-def _part(file: Path, name: str) -> int:
+def _statistic_bytes(file: Path, name: str) -> int:
     """Returns the bytes on the line `name` of a control group's statistics; 0 if there is no such line."""
     try:
         return next(int(line.split()[1]) for line in file.read_text().splitlines() if line.startswith(f"{name} "))

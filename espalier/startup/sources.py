@@ -1,4 +1,4 @@
-"""Resolves which sources propose tokens beside the draft, and whether requests may share the rows of a verify pass."""
+"""Resolves which sources propose tokens in addition to the draft, and whether requests may share rows."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,31 +11,30 @@ from espalier.errors import EspalierError
 from espalier.layout import TreeShape
 from espalier.slots import SOURCES
 
-# How many paths are grafted onto a tree: from the request's own text, and from the host's guesses.
+# The maximum numbers of paths that are grafted onto a tree: paths from the request's own text, and paths from the host.
 TEXT_PATHS, SENT_PATHS = 2, 2
 INDEX_BYTES = 2**26
 
 
-def shares_rows(layer_specs: Sequence[LayerSpec], model_impl: str, device: torch.device) -> bool:
+def can_share_rows(layer_specs: Sequence[LayerSpec], model_impl: str, device: torch.device) -> bool:
     """Whether the requests of a batch may share the rows of a verify pass.
-
-    Layers with states and sparse attention need all rows of a request.  On a GPU such rounds have not been timed yet.
-    """
+    Layers with states and sparse attention need all rows of a request.  GPUs are excluded, because shared rows have not
+    been timed on them."""
     in_order = any(isinstance(spec.keeps, RecurrentState) or spec.topk is not None for spec in layer_specs)
     return device.type == "cpu" and model_impl == "native" and not in_order
 
 
-def source_sizes(sources: Sequence[str], on_host: bool) -> dict[str, Any]:
-    """The fields of a RoundLayout for these sources.  on_host: whether the host searches a request's text."""
+def source_sizes(sources: Sequence[str], searches_on_host: bool) -> dict[str, Any]:
+    """Returns the fields of a RoundLayout for these sources.  searches_on_host: whether the host searches texts."""
     of_text = TEXT_PATHS * ("text" in sources)
-    sent = SENT_PATHS * ("prediction" in sources or "index" in sources) + of_text * on_host
-    return {"text_paths": of_text * (not on_host), "sent_paths": sent}
+    sent = SENT_PATHS * ("prediction" in sources or "index" in sources) + of_text * searches_on_host
+    return {"text_paths": of_text * (not searches_on_host), "sent_paths": sent}
 
 
 def choose_sources(
     speculation: SpeculationConfig, algorithm: str, tree: TreeShape, device: torch.device
 ) -> tuple[str, ...]:
-    """The sources beside the drafter of this algorithm.  Raises EspalierError for an unknown or unusable source."""
+    """Returns the sources that propose tokens in addition to the drafter.  Raises EspalierError for others."""
     if is_unresolved(speculation.sources):
         return ("prediction",) if tree.steps and device.type == "cpu" else ()
     named = [name.strip() for name in speculation.sources.split(",")]

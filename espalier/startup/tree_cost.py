@@ -124,7 +124,7 @@ def pass_weights(target: ModelConfig, draft: DraftConfig | None, stored_bytes: i
 
 
 def _counted(target: ModelConfig, draft: DraftConfig | None) -> PassWeights:
-    probed = target.probed
+    probed = target.probe_result
     if probed is not None:
         apart = 0 if target.tie_word_embeddings else target.vocab_size * target.hidden_size
         return replace(
@@ -189,7 +189,7 @@ def _attention_weights(config: ModelConfig, spec: LayerSpec) -> int:
     rank = latent.q_rank or hidden
     queries = (hidden * rank if latent.q_rank else 0) + rank * heads * latent.head_size
     up = heads * latent.kv_rank * (latent.nope_size + latent.v_size)
-    chooses, index = 0, latent.index
+    chooses, index = 0, latent.indexer
     if index is not None and spec.keeps.values_per_token > latent.row_size:
         chooses = rank * index.heads * index.size + hidden * (index.size + index.heads)
     return queries + hidden * latent.row_size + up + hidden * heads * latent.v_size + chooses

@@ -1,11 +1,11 @@
-"""Chooses the tree for each batch size: from the user's table, from a table in a file, or by prediction.
+"""Chooses the tree for each batch size: from the user's table, from a file, or by prediction.
 
-A table says "from n requests on, use this tree".  `espalier bench choose` measures and writes such a table.  Without a
-table, tree_cost.py predicts the trees from the speed of the GPU, measured at startup.  Then engine/tree_choice.py
-chooses anew while the engine runs, among the trees of `tree_sets`.
+An entry of a table has the minimum number of requests for a tree.  `espalier bench choose` measures such a table.
+Without a table, tree_cost.py predicts the trees from the measured speed of the GPU.  While the engine runs,
+engine/tree_choice.py then chooses among the trees of `tree_sets`.
 
-This module also bounds the pause of streams while prompts enter: it derives the rows of a prefill pass from the
-predicted time.
+This module also limits how long a prefill pass pauses running streams: it computes the number of rows of a pass from
+the predicted time.
 """
 
 import json
@@ -24,27 +24,26 @@ from espalier.errors import EspalierError, without_duplicate_keys
 from espalier.layout import MIN_CHUNK_WIDTH, PLAIN_TREE, TREE_FIELDS, TreeShape, next_bucket
 from espalier.startup.tree_cost import CONTEXT, ChipFigures, PassWeights, smaller_trees, trees_by_cost
 
-# The most trees of a bucket, with plain decoding, but without the tree that has no draft pass.
-MOST_TREES = 4
-# Rows for each request in the trees whose rows are shared.  With 8 they gain at most 2%, with 16 nothing (docs/log.md).
+# The maximum number of trees of a batch bucket, including plain decoding, but not the tree without a draft pass.
+MAX_TREES = 4
+# Rows per request in trees with shared rows.  With 8 rows per request, shared rows gain at most 2%; with 16, nothing
+# (docs/log.md).
 SHARED_ROWS = 4
-# The depth of looked-up guesses in a round without a draft pass on a CPU.  A text that repeats itself often does so for
-# long, and a guess is cut where its rows do not pay.
+# The depth of looked-up tokens in a round without a draft pass on a CPU.  Repeated text is often long, and the tree is
+# cut where more rows would not be worth their time.
 MAX_LOOKUP_STEPS = 12
-# The assumed drafts, each given by how often the first child is accepted at depth 1.
+# The assumed acceptance rates of drafts: how often the first child is accepted at depth 1.
 ACCEPTANCE_LEVELS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
-# Any single tree may be this many times as fast as predicted.
+# The prediction for a single tree may be too low by this factor.
 RATE_UNCERTAINTY = 1.1
 
-Choices = tuple[tuple[int, tuple[TreeShape, ...]], ...]
+ChoicesByBatch = tuple[tuple[int, tuple[TreeShape, ...]], ...]
 
 
 @dataclass(frozen=True)
 class PredictedCosts:
-    """RoundCosts of a GPU, predicted from the sizes of the models and the chip's figures.
-
-    weights: of target and draft together.
-    """
+    """RoundCosts of a GPU, predicted from the sizes of the models and the speed of the chip.
+    weights: the numbers of weights of target and draft together."""
 
     weights: PassWeights
     chip: ChipFigures
@@ -58,26 +57,27 @@ class PredictedCosts:
 
 
 def tree_sets(
-    configured: TreeShape, costs: PredictedCosts, max_batch: int, most_rows: int, shares: bool, looks_up: bool
-) -> Choices:
-    """The value of RoundLayout.choices: (least batch of a bucket, its trees), the trees in order of predicted speed.
+    configured: TreeShape, costs: PredictedCosts, max_batch: int, max_rows: int, can_share_rows: bool, has_sources: bool
+) -> ChoicesByBatch:
+    """Returns the value of RoundLayout.choices: (minimum batch of a bucket, trees of the bucket in order of predicted
+    speed).
 
-    most_rows: the most nodes of all trees of a batch together; shares: whether requests may share rows; looks_up:
-    whether there are sources beside a draft.
+    max_rows: the maximum number of nodes of all trees of a batch.  can_share_rows: whether requests may share rows.
+    has_sources: whether other sources propose tokens in addition to a draft.
     """
     trees = [configured, *smaller_trees(configured, costs.weights)]
     halved = configured
     sets: dict[int, tuple[TreeShape, ...]] = {}
     least = 1
     for bucket in sorted({next_bucket(batch) for batch in range(1, max_batch + 1)}):
-        while halved.num_draft_tokens * min(bucket, max_batch) > most_rows:
+        while halved.num_draft_tokens * min(bucket, max_batch) > max_rows:
             halved = replace(halved, num_draft_tokens=halved.num_draft_tokens // 2)
         fitting = [tree for tree in dict.fromkeys((halved, *trees)) if tree.num_draft_tokens <= halved.num_draft_tokens]
         trees_of_bucket = [tree for tree in fitting if tree != PLAIN_TREE]
-        if shares and bucket > 1:
+        if can_share_rows and bucket > 1:
             trees_of_bucket += [shared for tree in trees_of_bucket for shared in with_shared_rows(tree)]
-        shapes = best_set(trees_of_bucket, costs, bucket)
-        if looks_up:
+        shapes = best_trees(trees_of_bucket, costs, bucket)
+        if has_sources:
             shapes += (replace(halved, drafts=False),)
         if shapes != next(reversed(sets.values()), None):
             sets[least] = shapes
@@ -86,14 +86,15 @@ def tree_sets(
 
 
 def with_shared_rows(tree: TreeShape) -> list[TreeShape]:
-    """The tree with shared rows, if it has enough nodes for that."""
+    """Returns the tree with shared rows; no tree if it has too few nodes."""
     return [replace(tree, shared_rows=SHARED_ROWS)] if tree.num_draft_tokens >= 2 * SHARED_ROWS else []
 
 
-def best_set(trees: Sequence[TreeShape], costs: PredictedCosts, batch: int) -> tuple[TreeShape, ...]:
-    """Plain decoding, and the trees that lose the least speed against all trees, in order of predicted speed.
+def best_trees(trees: Sequence[TreeShape], costs: PredictedCosts, batch: int) -> tuple[TreeShape, ...]:
+    """Returns plain decoding and the subset of trees that loses the least speed compared with all trees, in order of
+    predicted speed.
 
-    At most one of them shares its rows, because such trees differ little.
+    At most one of the trees has shared rows, because such trees differ little.
     """
     every = (*trees, PLAIN_TREE)
     known, *supposed = (_rates(every, costs, batch, level) for level in (FIRST_CHILD_RATES[0], *ACCEPTANCE_LEVELS))
@@ -105,38 +106,36 @@ def best_set(trees: Sequence[TreeShape], costs: PredictedCosts, batch: int) -> t
     fixed = sum(not tree.shared_rows for tree in trees)
     sets = (
         each
-        for each in combinations(trees, min(MOST_TREES - 1, fixed + (fixed < len(trees))))
+        for each in combinations(trees, min(MAX_TREES - 1, fixed + (fixed < len(trees))))
         if sum(tree.shared_rows > 0 for tree in each) <= 1
     )
     kept = max(sets, key=lambda each: (min(shares(each)), sum(shares(each))))
     return tuple(sorted((*kept, PLAIN_TREE), key=lambda tree: -known[tree]))
 
 
-def _rates(trees: Sequence[TreeShape], costs: PredictedCosts, batch: int, level: float) -> dict[TreeShape, float]:
-    """The tokens a second of a request, by tree.  level: how often the first child is accepted at depth 1."""
-    first_child = scaled_first_child_rates(level, max(tree.steps for tree in trees))
+def _rates(trees: Sequence[TreeShape], costs: PredictedCosts, batch: int, acceptance: float) -> dict[TreeShape, float]:
+    """Returns the tokens per second of a request, by tree.  acceptance: of the first child at depth 1."""
+    first_child = scaled_first_child_rates(acceptance, max(tree.steps for tree in trees))
     return {tree: (1 + gains(tree, first_child)[-1]) / costs.seconds(tree, batch, CONTEXT) for tree in trees}
 
 
-# The most rows of a verify pass with default trees.  Staging and logits grow with the rows: for 4096 rows of
-# llama-3.1-8b, K and V take 0.54 GB, and logits in bfloat16 take 1.05 GB.
+# The maximum number of rows of a verify pass with default trees.  Staging and logits grow with the rows: for 4096 rows
+# of llama-3.1-8b, K and V take 0.54 GB, and logits in bfloat16 take 1.05 GB.
 MAX_VERIFY_ROWS = 4096
-EXAMPLE = '{"8": {"steps": 3, "topk": 2, "num_draft_tokens": 8}, "64": {"steps": 0}}'
+EXAMPLE_TABLE = '{"8": {"steps": 3, "topk": 2, "num_draft_tokens": 8}, "64": {"steps": 0}}'
 log = logging.getLogger("espalier")
 
-Trees = dict[int, TreeShape]
+TreesByBatch = dict[int, TreeShape]
 
 
 def choose_trees(
     requested: Any, configured: TreeShape, costs: PredictedCosts | None, is_named: bool = False, max_batch: int = 1
-) -> Trees:
-    """The trees that differ from the configured tree, as a table: least number of requests -> tree.
-
-    requested: a table, the path of a table, or "auto"; costs: None if nothing is predicted, as on a CPU.
+) -> TreesByBatch:
+    """Returns the trees that differ from the configured tree, as a table: minimum number of requests -> tree.
+    requested: a table, the path of a table, or "auto".  costs: None if there is no prediction, as on a CPU.
     is_named: whether the user set the configured tree; max_batch: the largest batch.
     Logs one line with the trees and the reason; the line is a warning if "auto" may replace the user's tree.
-    Raises EspalierError, which names the fault of a table.  RoundLayout checks that trees fit the configured tree.
-    """
+    Raises EspalierError for an invalid table.  RoundLayout checks that trees fit the configured tree."""
     if isinstance(requested, Mapping):
         chosen, why = parse_trees(requested, "by_batch"), "set by by_batch"
     elif requested != "auto":
@@ -167,42 +166,42 @@ def adaptive_tree_choices(
     costs: PredictedCosts | None,
     max_batch: int,
     algorithm: str,
-    shares: bool,
+    can_share_rows: bool,
     sources: Sequence[str],
     weights: PassWeights,
-    most_steps: int | None = None,
-) -> tuple[RoundCosts | None, Choices]:
-    """The values of ResolvedConfig.round_costs and RoundLayout.choices.
+    max_steps: int | None = None,
+) -> tuple[RoundCosts | None, ChoicesByBatch]:
+    """Returns the values of ResolvedConfig.round_costs and RoundLayout.choices.
 
-    None and () if the engine does not choose trees while it runs.
+    Returns None and () if the engine does not choose trees while it runs.
 
-    speculation: as the user gave it.  On a CPU, a tree that the user names runs in every round, and a draft model
-    pauses only if other sources search texts.
-    shares: as in tree_sets; sources: beside the drafter; weights: of target and draft together; most_steps: the
-    greatest depth of this drafter, None for no limit.
+    speculation: the user's settings.  On a CPU, a tree that the user sets runs in every round, and rounds without a
+    draft pass are chosen only if other sources search texts.
+    can_share_rows: see tree_sets.  sources: the sources in addition to the drafter.  weights: the numbers of weights of
+    target and draft.  max_steps: the maximum depth of this drafter; None for no limit.
     """
     if speculation.by_batch != "auto" or configured == PLAIN_TREE:
         return None, ()
     looks_up = algorithm != "ngram" and bool(sources)
     if costs is not None:
-        return costs, tree_sets(configured, costs, max_batch, MAX_VERIFY_ROWS, shares, looks_up)
+        return costs, tree_sets(configured, costs, max_batch, MAX_VERIFY_ROWS, can_share_rows, looks_up)
     if algorithm == "ngram" and speculation == SpeculationConfig():
         return CpuCosts(), ((1, (configured, PLAIN_TREE)),)
     if looks_up and {*sources} != {"prediction"} and not has_tree_settings(speculation):
-        deepest = max(configured.steps, min(MAX_LOOKUP_STEPS, most_steps or MAX_LOOKUP_STEPS))
+        deepest = max(configured.steps, min(MAX_LOOKUP_STEPS, max_steps or MAX_LOOKUP_STEPS))
         lone = (configured, replace(configured, steps=deepest, drafts=False), PLAIN_TREE)
-        shared = tuple(with_shared_rows(configured)) if shares else ()
+        shared = tuple(with_shared_rows(configured)) if can_share_rows else ()
         return CpuCosts(draft=weights.draft / weights.dense), ((1, lone), (2, (*lone, *shared)))
     return None, ()
 
 
-def with_depth_of(tree: TreeShape, choices: Choices) -> TreeShape:
-    """The tree with as many steps as the deepest choice, so that buffers of its size hold every choice."""
+def with_depth_of(tree: TreeShape, choices: ChoicesByBatch) -> TreeShape:
+    """Returns the tree with the steps of the deepest choice, so that its buffers fit every choice."""
     return replace(tree, steps=max([tree.steps, *(shape.steps for _, shapes in choices for shape in shapes)]))
 
 
-def _predicted_trees(configured: TreeShape, costs: PredictedCosts, max_batch: int) -> tuple[Trees, str]:
-    """The trees that tree_cost.py predicts, and a sentence with the figures behind the prediction."""
+def _predicted_trees(configured: TreeShape, costs: PredictedCosts, max_batch: int) -> tuple[TreesByBatch, str]:
+    """Returns the trees that tree_cost.py predicts, and a text that explains the prediction."""
     chip, routing = costs.chip, "for uniform routing " if costs.weights.expert else ""
     why = (
         f"predicted {routing}from {chip.bandwidth / 1e12:.1f} TB/s and {chip.peak / 1e12:.0f} TFLOP/s, as measured on "
@@ -212,9 +211,9 @@ def _predicted_trees(configured: TreeShape, costs: PredictedCosts, max_batch: in
     return trees_by_cost(configured, costs.weights, max_batch, chip), why
 
 
-def _limit_trees(trees: Trees, configured: TreeShape, max_batch: int) -> Trees:
-    """These trees, and for smaller batches trees with half the nodes, as often as rows would exceed MAX_VERIFY_ROWS."""
-    halves: Trees = {}
+def _limit_trees(trees: TreesByBatch, configured: TreeShape, max_batch: int) -> TreesByBatch:
+    """Adds trees with half the nodes for smaller batches whose rows would exceed MAX_VERIFY_ROWS."""
+    halves: TreesByBatch = {}
     shape, end = configured, min([*trees, max_batch + 1])
     while shape.num_draft_tokens > 1 and (least := MAX_VERIFY_ROWS // shape.num_draft_tokens + 1) < end:
         shape = replace(shape, num_draft_tokens=shape.num_draft_tokens // 2)
@@ -222,54 +221,57 @@ def _limit_trees(trees: Trees, configured: TreeShape, max_batch: int) -> Trees:
     return halves | trees
 
 
-def parse_trees(table: Mapping[Any, Any], where: str) -> Trees:
-    """The trees of a table {requests: TreeShape or the fields of one}.  With steps 0 the other fields may be missing.
+def parse_trees(table: Mapping[Any, Any], source: str) -> TreesByBatch:
+    """Returns the trees of a table {number of requests: TreeShape or its fields}.  With steps 0, the other fields may
+    be missing.
 
-    Raises EspalierError, which names the bad entry.
+    Raises EspalierError for an invalid entry.
     """
-    trees: Trees = {}
+    trees: TreesByBatch = {}
     for key, value in table.items():
-        least = _requests(key, where)
+        least = _read_num_requests(key, source)
         if trees and least <= max(trees):
             raise EspalierError(
-                f"{where}: {least} comes after {max(trees)}; list numbers of requests in ascending order"
+                f"{source}: {least} comes after {max(trees)}; list numbers of requests in ascending order"
             )
-        trees[least] = value if isinstance(value, TreeShape) else _shape(value, f"{where}, from {least} requests on")
+        trees[least] = (
+            value if isinstance(value, TreeShape) else _read_tree(value, f"{source}, from {least} requests on")
+        )
     return trees
 
 
-def _requests(key: Any, where: str) -> int:
+def _read_num_requests(key: Any, source: str) -> int:
     as_text = str(key)
     if isinstance(key, bool) or not (as_text.isascii() and as_text.isdigit() and int(as_text) > 0):
-        raise EspalierError(f"{where}: {key!r} is not a number of requests; use 1 or more, as in {EXAMPLE}")
+        raise EspalierError(f"{source}: {key!r} is not a number of requests; use 1 or more, as in {EXAMPLE_TABLE}")
     return int(as_text)
 
 
-def _shape(value: Any, where: str) -> TreeShape:
+def _read_tree(value: Any, source: str) -> TreeShape:
     if not isinstance(value, Mapping):
-        raise EspalierError(f"{where}: {value!r} is not a tree; use an object, as in {EXAMPLE}")
+        raise EspalierError(f"{source}: {value!r} is not a tree; use an object, as in {EXAMPLE_TABLE}")
     for name in value:
         if name not in TREE_FIELDS:
-            raise EspalierError(f"{where}: unknown {name!r}; a tree has {', '.join(TREE_FIELDS)}")
+            raise EspalierError(f"{source}: unknown {name!r}; a tree has {', '.join(TREE_FIELDS)}")
     sizes = PLAIN_TREE.sizes | dict(value) if value.get("steps") == 0 else dict(value)
     for name in TREE_FIELDS:
         if name not in sizes:
-            raise EspalierError(f"{where}: {name} is missing; a tree has {', '.join(TREE_FIELDS)}")
+            raise EspalierError(f"{source}: {name} is missing; a tree has {', '.join(TREE_FIELDS)}")
         if type(sizes[name]) is not int:
-            raise EspalierError(f"{where}: {name}={sizes[name]!r} is not supported; use a whole number")
+            raise EspalierError(f"{source}: {name}={sizes[name]!r} is not supported; use a whole number")
     try:
         return TreeShape(**sizes)
     except EspalierError as error:
-        raise EspalierError(f"{where}: {error}") from None
+        raise EspalierError(f"{source}: {error}") from None
 
 
-def read_trees(path: Path) -> Trees:
-    """Read a table that `write_trees` wrote.  Raises EspalierError, which names the file."""
+def read_trees(path: Path) -> TreesByBatch:
+    """Reads a table that `write_trees` wrote.  Raises EspalierError for an invalid file."""
     return parse_trees(_read_object(path, "table of trees; `espalier bench choose` writes one"), str(path))
 
 
 def write_trees(path: Path, trees: Mapping[int, TreeShape]) -> None:
-    """Write a table as JSON.  Raises EspalierError if the file cannot be written."""
+    """Writes a table as JSON.  Raises EspalierError if the file cannot be written."""
     lines = [f"  {json.dumps(str(least))}: {json.dumps(shape.sizes)}" for least, shape in trees.items()]
     try:
         path.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
@@ -289,20 +291,19 @@ def _read_object(path: Path, what: str) -> dict[str, Any]:
     return content
 
 
-# The bound without max_pause_ms.  An 8B on an H100 enters some 640 rows in this time.
-PAUSE_MS = 20.0
-# If the smallest pass already takes long, because it reads all weights, a pass may take LEAST_RATE times as long as
-# that.  With fewer rows, prompts would enter at less than half the rate.
-LEAST_RATE = 2.0
+# The default of max_pause_ms.  An 8B model on an H100 computes about 640 rows in this time.
+DEFAULT_PAUSE_MS = 20.0
+# The smallest pass may already take long, because it reads all weights.  A pass then may take MIN_PASS_FACTOR times as
+# long.  With fewer rows, the prefill speed would be less than half.
+MIN_PASS_FACTOR = 2.0
 
 
 def busy_chunk_size(config: EngineConfig, chunk_size: int, default: int, costs: PredictedCosts | None) -> int:
-    """The most rows of a prefill pass while streams wait.
-
-    chunk_size: the most rows of any pass; default: the value for a machine whose passes are not predicted.
+    """Returns the maximum number of rows of a prefill pass while streams wait.
+    chunk_size: the maximum number of rows of any pass.  default: the value for a machine whose passes are not
+    predicted.
     Raises EspalierError if rows and pause are both set, if the smallest pass takes longer than the pause, and if a
-    pause is set for a machine whose passes are not predicted.
-    """
+    pause is set for a machine whose passes are not predicted."""
     if not is_unresolved(config.busy_chunk_size):
         if not is_unresolved(config.max_pause_ms):
             raise EspalierError(
@@ -318,7 +319,11 @@ def busy_chunk_size(config: EngineConfig, chunk_size: int, default: int, costs: 
             )
         return min(default, chunk_size)
     least = _pass_ms(costs, MIN_CHUNK_WIDTH)
-    bound_ms = max(PAUSE_MS, LEAST_RATE * least) if is_unresolved(config.max_pause_ms) else float(config.max_pause_ms)
+    bound_ms = (
+        max(DEFAULT_PAUSE_MS, MIN_PASS_FACTOR * least)
+        if is_unresolved(config.max_pause_ms)
+        else float(config.max_pause_ms)
+    )
     if bound_ms < least:
         raise EspalierError(
             f"max_pause_ms={config.max_pause_ms} is below the {least:.1f} ms that the smallest prefill pass, of "
@@ -338,6 +343,6 @@ def busy_chunk_size(config: EngineConfig, chunk_size: int, default: int, costs: 
 
 
 def _pass_ms(costs: PredictedCosts, rows: int) -> float:
-    """The predicted time of a prefill pass: a draft runs over its rows too."""
+    """Returns the predicted time of a prefill pass in ms, including the draft's pass over the same rows."""
     weights, chip = costs.weights, costs.chip
     return 1000 * (weights.target_seconds(rows, chip) + (weights.draft_seconds(rows, chip) if weights.draft else 0))

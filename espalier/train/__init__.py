@@ -1,5 +1,5 @@
-"""The trainer: makes drafts of three kinds, EAGLE-3, MTP and block, for Llama, Qwen and Mistral targets.
+"""The trainer, which trains three kinds of drafts (EAGLE-3, MTP, block) for Llama, Qwen and Mistral targets.
 
-`espalier train` runs the trainer, which needs torch, transformers, tokenizers and safetensors.  The engine makes the
-target's own text.  For the training itself, transformers runs the target.
+`espalier train` runs the trainer, which needs torch, transformers, tokenizers and safetensors.  The engine generates
+training text with the target.  During training, transformers runs the target.
 """

@@ -1,7 +1,8 @@
 """`espalier train auto`: tries each kind of draft for a short time, trains the fastest kind, and measures the result.
 
-It prints and runs the commands that a user would run, each in a process of its own: the target's text, a trial of each
-kind, the training, and `espalier bench choose`, whose tokens a second decide.  OUT/work keeps finished steps.
+It prints and runs the commands that a user would run, each in a separate process: generating text, a trial of each
+kind, the training, and `espalier bench choose`, which measures tokens per second.  The folder OUT/work stores the
+results of finished steps.
 """
 
 from __future__ import annotations
@@ -26,54 +27,52 @@ from espalier.model_files import read_json
 from espalier.text import load_tokenizer
 from espalier.train.configs import read_target
 from espalier.train.data import read_data
-from espalier.train.own_text import minutes
+from espalier.train.own_text import format_minutes
 from espalier.train.target import training_device
-from espalier.train.work import require_same, target_digest
-from espalier.train.writer import Writer
+from espalier.train.work import require_same_origin, target_digest
+from espalier.train.writer import TargetWriter
 
-# Flags of every training, and for each kind the flags that differ from the defaults.
-SIZES = {
+# SIZE_FLAGS: flags of all trainings.  RECIPE_FLAGS: flags for one kind of draft.
+SIZE_FLAGS = {
     "cuda": "--length 1024 --save-every 400",
     "cpu": "--length 128 --batch 2 --log-every 5 --save-every 100",
 }
-RECIPES = {
+RECIPE_FLAGS = {
     "eagle3": "--draft-vocab 16384",
     "mtp": "--layers 3 --ttt-steps 5",
     "block": "--edge-kind rnn",
 }
-ROWS = {"eagle3": 16, "mtp": 8, "block": 16}
-# Shares of the time for the questions, the text, and the steps of all trials.  The training gets the rest, without
-# startups and measurements.
-QUESTIONS, TEXT, TRIALS = 0.04, 0.12, 0.10
-MOST_QUESTIONS = {"cuda": 20000, "cpu": 64}
+BATCH_ROWS = {"eagle3": 16, "mtp": 8, "block": 16}
+# Shares of the total time for generating questions, for generating text, and for the training steps of all trials.  The
+# final training gets the remaining time.
+QUESTIONS_SHARE, TEXT_SHARE, TRIALS_SHARE = 0.04, 0.12, 0.10
+MAX_QUESTIONS = {"cuda": 20000, "cpu": 64}
 QUESTION_TOKENS, ANSWER_TOKENS = {"cuda": 256, "cpu": 64}, {"cuda": 256, "cpu": 48}
-# Prompts that run before the clock is read again.
-AT_ONCE = {"cuda": 512, "cpu": 16}
-# Flags of a measurement: batch sizes for the finished draft, and its tokens and repeats.
-BATCHES = {"cuda": "1,8,64", "cpu": "1,4"}
-RUNS = {"cuda": "--tokens 64 --repeats 8", "cpu": "--tokens 24 --repeats 2"}
+# The number of prompts that run before the time is checked again.
+PROMPTS_PER_BATCH = {"cuda": 512, "cpu": 16}
+# Flags of `espalier bench choose`: batch sizes for the finished draft, numbers of tokens and of repeats.
+BATCH_SIZE_FLAGS = {"cuda": "1,8,64", "cpu": "1,4"}
+RUN_FLAGS = {"cuda": "--tokens 64 --repeats 8", "cpu": "--tokens 24 --repeats 2"}
 MAX_CONTEXT = 1024
 
 
 @dataclass(frozen=True)
 class Speed:
-    """A draft's speed for one request, by `bench choose`: tokens a second of its fastest tree and of plain decoding."""
+    """A draft's speed for one request, measured by `bench choose`, with the fastest tree and with plain decoding."""
 
     tokens_per_second: float
-    plain: float
+    plain_tokens_per_second: float
     accept_length: float
 
     def __str__(self) -> str:
-        ratio = self.tokens_per_second / self.plain
+        ratio = self.tokens_per_second / self.plain_tokens_per_second
         return f"{self.tokens_per_second:.0f} tokens/s, {ratio:.2f} times plain, accept length {self.accept_length:.2f}"
 
 
-def train_auto(target: Path, data: Path | None, out: Path, most_minutes: float, kinds: list[str]) -> None:
-    """Run the whole command.  kinds: the draft formats to try, such as "eagle3", "mtp" and "block".
-
-    Raises EspalierError, and OSError if a command fails.
-    """
-    device, work, clock = training_device().type, out / "work", Clock(most_minutes * 60)
+def train_auto(target: Path, data: Path | None, out: Path, max_minutes: float, kinds: list[str]) -> None:
+    """Runs the whole command.  kinds: the kinds of drafts to try: "eagle3", "mtp" or "block".
+    Raises EspalierError for invalid input, and OSError if a command fails."""
+    device, work, clock = training_device().type, out / "work", Clock(max_minutes * 60)
     work.mkdir(parents=True, exist_ok=True)
     require_same_run(
         work / "auto.json", {"--target": target_digest(target), "--data": None if data is None else str(data.resolve())}
@@ -81,39 +80,40 @@ def train_auto(target: Path, data: Path | None, out: Path, most_minutes: float, 
     source = f"--data {data}" if data else "questions that the target asks itself"
     small = "; on a CPU this is a trial of the chain, a GPU makes a draft that is worth its time" * (device == "cpu")
     print(
-        f"on {device}: text from {source}, trials of {', '.join(kinds)}, training, trees: {most_minutes:g} min{small}",
+        f"on {device}: text from {source}, trials of {', '.join(kinds)}, training, trees: {max_minutes:g} min{small}",
         flush=True,
     )
-    data = data or ask_itself(target, work / "questions.jsonl", device, QUESTIONS * clock.seconds)
+    data = data or write_own_questions(target, work / "questions.jsonl", device, QUESTIONS_SHARE * clock.seconds)
     common = ["--target", str(target), "--data", str(data), "--work", str(work)]
-    text = make_text(common, work, device, TEXT * clock.seconds)
-    asked = held_out(target, data, work / "held_out.jsonl")
-    measure = partial(measured, target, [*asked, *RUNS[device].split()])
+    text = make_own_text(common, work, device, TEXT_SHARE * clock.seconds)
+    asked = write_held_out_prompts(target, data, work / "held_out.jsonl")
+    measure = partial(measure_draft, target, [*asked, *RUN_FLAGS[device].split()])
     trials: dict[str, Speed] = {}
-    steps, beside = max(1, int(TRIALS * clock.seconds / len(kinds))), 0.0
+    steps, beside = max(1, int(TRIALS_SHARE * clock.seconds / len(kinds))), 0.0
     for kind in kinds:
-        # Another trial takes as long as the longest so far, and so does the training with its measurement.
-        if trials and 2 * (beside + steps) > clock.left:
-            left, needed = minutes(clock.left), minutes(2 * (beside + steps))
+        # The next trial, and the time around the training's steps, are assumed to take as long as the longest trial.
+        if trials and 2 * (beside + steps) > clock.remaining:
+            left, needed = format_minutes(clock.remaining), format_minutes(2 * (beside + steps))
             print(f"{kind} is not tried: with the training it would take {needed}, and {left} are left", flush=True)
             continue
-        clock.say(f"trial of {kind}")
-        begun, trial = clock.passed, work / f"trial-{kind}"
-        train(kind, [*common, *text, "--out", str(trial)], device, steps)
+        clock.print_progress(f"trial of {kind}")
+        begun, trial = clock.elapsed, work / f"trial-{kind}"
+        train_kind(kind, [*common, *text, "--out", str(trial)], device, steps)
         trials[kind] = measure(trial, work / f"trial-{kind}-trees.json", ["--batch", "1"])
-        beside = max(beside, clock.passed - begun - steps)
+        beside = max(beside, clock.elapsed - begun - steps)
         print(f"trial of {kind}: {trials[kind]}", flush=True)
     best = max(trials, key=lambda kind: trials[kind].tokens_per_second)
-    clock.say(f"training of {best}")
-    # The time beside the steps is that of a trial: more batches are measured, but compiled kernels are kept.
-    train(best, [*common, *text, "--out", str(out)], device, max(steps, int(clock.left - beside)))
+    clock.print_progress(f"training of {best}")
+    # The time around the steps is assumed to be that of a trial: more batch sizes are measured, but compiled kernels
+    # are cached.
+    train_kind(best, [*common, *text, "--out", str(out)], device, max(steps, int(clock.remaining - beside)))
     trees = out / "trees.json"
-    clock.say("measurement")
-    found = measure(out, work / "trees.json", ["--batch", BATCHES[device], "--out", str(trees)])
+    clock.print_progress("measurement")
+    found = measure(out, work / "trees.json", ["--batch", BATCH_SIZE_FLAGS[device], "--out", str(trees)])
     lines = [f"trial of {kind}: {speed}" for kind, speed in trials.items()]
     lines += [f"chosen: {best}", f"predicted: at least {trials[best]}", f"found: {found}"]
-    lines += [f"in {minutes(clock.passed)} on {device}"]
-    if found.tokens_per_second <= found.plain:
+    lines += [f"in {format_minutes(clock.elapsed)} on {device}"]
+    if found.tokens_per_second <= found.plain_tokens_per_second:
         lines.append("plain decoding is faster here: train for longer, or on a GPU, or serve without this draft")
     with (out / "README.md").open("a", encoding="utf-8") as card:
         card.write("\n## How it was chosen\n\n" + "".join(f"- {line}\n" for line in lines))
@@ -129,33 +129,33 @@ def train_auto(target: Path, data: Path | None, out: Path, most_minutes: float, 
 
 
 class Clock:
-    """The clock of the whole command, in seconds."""
+    """A clock that limits the time of the whole command, in seconds."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds, self.begun = seconds, time.perf_counter()
 
     @property
-    def passed(self) -> float:
+    def elapsed(self) -> float:
         return time.perf_counter() - self.begun
 
     @property
-    def left(self) -> float:
-        return self.seconds - self.passed
+    def remaining(self) -> float:
+        return self.seconds - self.elapsed
 
-    def say(self, what: str) -> None:
-        print(f"{what}: {minutes(self.passed)} of {minutes(self.seconds)} have passed", flush=True)
+    def print_progress(self, what: str) -> None:
+        print(f"{what}: {format_minutes(self.elapsed)} of {format_minutes(self.seconds)} have passed", flush=True)
 
 
 def require_same_run(path: Path, run: dict[str, str | None]) -> None:
-    """Raises EspalierError if the work folder belongs to another run, whose trials would be taken for this run's."""
+    """Raises EspalierError if the work folder belongs to another run, whose trials this run would reuse."""
     if path.exists():
-        require_same(path, read_json(path), run, "give another --out")
+        require_same_origin(path, read_json(path), run, "give another --out")
     else:
         path.write_text(json.dumps(run) + "\n")
 
 
-def espalier(*command: str) -> None:
-    """Print a command of espalier, and run it.  Raises OSError if it fails."""
+def run_espalier(*command: str) -> None:
+    """Prints and runs an espalier command.  Raises OSError if the command fails."""
     print("$ " + shlex.join(["espalier", *command]), flush=True)
     status = subprocess.run([sys.executable, "-m", "espalier", *command], env=environment()).returncode
     if status in (-2, 130):
@@ -165,49 +165,50 @@ def espalier(*command: str) -> None:
         raise OSError(f"espalier {command[0]} {command[1]} {why}")
 
 
-def make_text(common: list[str], work: Path, device: str, seconds: float) -> list[str]:
-    """Make the target's own text, and return the flags that every training needs for it."""
-    flags = ["--continuation-tokens", str(ANSWER_TOKENS[device]), "--generate-batch", str(AT_ONCE[device])]
+def make_own_text(common_flags: list[str], work: Path, device: str, seconds: float) -> list[str]:
+    """Generates the target's own text.  Returns the flags that every training needs to use this text."""
+    flags = ["--continuation-tokens", str(ANSWER_TOKENS[device]), "--generate-batch", str(PROMPTS_PER_BATCH[device])]
     if not (work / "own_text-0.npz").exists():
-        espalier("train", "own-text", *common, *flags, "--text-seconds", str(max(1, int(seconds))))
-    return [*flags, *SIZES[device].split()]
+        run_espalier("train", "own-text", *common_flags, *flags, "--text-seconds", str(max(1, int(seconds))))
+    return [*flags, *SIZE_FLAGS[device].split()]
 
 
-def train(kind: str, flags: list[str], device: str, seconds: int) -> None:
-    """Run one training.  A finished trial is not run again."""
+def train_kind(kind: str, flags: list[str], device: str, seconds: int) -> None:
+    """Runs one training.  A finished trial is not run again."""
     out = Path(flags[flags.index("--out") + 1])
     if (out / "README.md").exists():
         print(f"{out} is finished: kept")
         return
-    rows = [] if device == "cpu" else ["--batch", str(ROWS[kind])]
+    rows = [] if device == "cpu" else ["--batch", str(BATCH_ROWS[kind])]
     extra = ["--anchors", "16"] if (kind, device) == ("block", "cpu") else []
     limit = ["--num-tokens", "1e12", "--max-seconds", str(seconds)]
-    espalier("train", kind, *flags, *RECIPES[kind].split(), *rows, *extra, *limit)
+    run_espalier("train", kind, *flags, *RECIPE_FLAGS[kind].split(), *rows, *extra, *limit)
 
 
-def held_out(target: Path, data: Path, path: Path) -> list[str]:
-    """Write the prompts that no draft is trained on.  Returns the flags that measure drafts on these prompts."""
-    _, prompts = read_data(data, target).apart()
+def write_held_out_prompts(target: Path, data: Path, path: Path) -> list[str]:
+    """Writes the held-out prompts to a file.  Returns the flags for measuring drafts on these prompts."""
+    _, prompts = read_data(data, target).split_held_out()
     path.write_text("".join(json.dumps({"token_ids": prompt.tolist()}) + "\n" for prompt in prompts))
     fitting = [len(prompt) for prompt in prompts if len(prompt) <= MAX_CONTEXT]
     return ["--dataset", str(path), "--context", str(max(fitting))] if fitting else []
 
 
-def measured(target: Path, flags: Sequence[str], draft: Path, figures: Path, more: Sequence[str]) -> Speed:
-    """Measure a draft with `bench choose`.  A finished measurement is not run again."""
+def measure_draft(target: Path, flags: Sequence[str], draft: Path, figures: Path, more_flags: Sequence[str]) -> Speed:
+    """Measures a draft with `bench choose`.  A finished measurement is not run again."""
     if not figures.exists():
         models = ["--model", str(target), "--draft", str(draft)]
-        espalier("bench", "choose", *models, *flags, *more, "--json", str(figures))
+        run_espalier("bench", "choose", *models, *flags, *more_flags, "--json", str(figures))
     cells: list[dict[str, Any]] = [cell for cell in json.loads(figures.read_text())["cells"] if cell["batch"] == 1]
     plain = next(cell for cell in cells if not cell["steps"])
     best = max((cell for cell in cells if cell["steps"]), key=lambda cell: cell["tokens_per_second"])
     return Speed(best["tokens_per_second"], plain["tokens_per_second"], best["accept_length"])
 
 
-def ask_itself(target: Path, path: Path, device: str, seconds: float) -> Path:
-    """Write questions that the target asks when its chat template opens a user's turn (Magpie, arXiv 2406.08464).
+def write_own_questions(target: Path, path: Path, device: str, seconds: float) -> Path:
+    """Writes questions to a file.  The target generates them after the beginning of a user message (Magpie, arXiv
+    2406.08464).
 
-    Returns their path.  Raises EspalierError for a target without a chat template.
+    Returns the path of the file.  Raises EspalierError for a target without a chat template.
     """
     if path.exists():
         return path
@@ -217,10 +218,10 @@ def ask_itself(target: Path, path: Path, device: str, seconds: float) -> Path:
     mark = "MARK-OF-THE-QUESTION"
     whole = tokenizer.hf.apply_chat_template([{"role": "user", "content": mark}], tokenize=False)
     opening = np.array(tokenizer.encode(whole.partition(mark)[0], add_special_tokens=False), np.int32)
-    num_tokens, size, asked, rounds = QUESTION_TOKENS[device], AT_ONCE[device], dict[str, None](), 0
-    with Writer(target, len(opening) + num_tokens, size) as writer:
+    num_tokens, size, asked, rounds = QUESTION_TOKENS[device], PROMPTS_PER_BATCH[device], dict[str, None](), 0
+    with TargetWriter(target, len(opening) + num_tokens, size) as writer:
         begun, passed = time.perf_counter(), 0.0
-        while passed < seconds and rounds * size < MOST_QUESTIONS[device]:
+        while passed < seconds and rounds * size < MAX_QUESTIONS[device]:
             rounds += 1
             texts = writer.continuations([opening] * size, num_tokens, 1.0, seed=rounds)
             said = (tokenizer.decode(text[len(opening) :].tolist()).strip() for text in texts)

@@ -1,8 +1,7 @@
 """Trains a block draft for a frozen target, on given text and on the target's own text.
 
-The file has the
-`dspark` form of vLLM's speculators, with a Markov head of rank `edge_rank` (0: none) and of one of three kinds.  It has
-no confidence head, and it leaves out the embedding and the lm_head, which are the target's.
+The draft is saved in the `dspark` format of vLLM's speculators, with a Markov head of rank `edge_rank` (0: none).  The
+file has no confidence head, no embedding and no lm_head; the last two are the target's.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ from espalier.kernels.ops.drafts import Candidates, select_paths
 from espalier.kernels.tree.edges import DepthRows, rank_depth
 from espalier.speculate.drafters.one_pass import edge_candidates, plain_candidates
 from espalier.train.block_head import BlockHead, BlockShape, block_loss
-from espalier.train.checkpoint import layer_fields, shape_in, write_checkpoint
+from espalier.train.checkpoint import layer_fields, read_shape, write_checkpoint
 from espalier.train.configs import read_config
-from espalier.train.draft_run import Loss
+from espalier.train.draft_run import LossFunction
 from espalier.train.settings import BlockConfig
 from espalier.train.target import Eagle3Target, FrozenTarget
 
-# (topk, num_draft_tokens) of the trees to measure; the first is a chain.
-TREES = {"chain": (1, 0), "tree of 16": (8, 16), "tree of 64": (8, 64)}
+# (topk, num_draft_tokens) of the trees to measure.  The first tree is a chain.
+MEASURED_TREES = {"chain": (1, 0), "tree of 16": (8, 16), "tree of 64": (8, 64)}
 
 
 def new_head(target: Eagle3Target, config: BlockConfig) -> BlockHead:
@@ -37,7 +36,7 @@ def new_head(target: Eagle3Target, config: BlockConfig) -> BlockHead:
     shape = BlockShape(
         num_hidden_layers=config.layers,
         block_size=config.block_size,
-        num_features=len(target.captured),
+        num_features=len(target.captured_layers),
         edge_rank=config.edge_rank,
         edge_kind=config.edge_kind,
         mask_token_id=mask,
@@ -48,23 +47,23 @@ def new_head(target: Eagle3Target, config: BlockConfig) -> BlockHead:
     return head
 
 
-def loss_of_batch(
+def make_loss(
     head: BlockHead, target: FrozenTarget, config: BlockConfig, loss: Callable[..., tuple[Tensor, Tensor]] = block_loss
-) -> Loss:
-    """The loss function for a batch, over blocks at random places."""
+) -> LossFunction:
+    """Returns the loss function of a batch, which trains blocks at random positions."""
     generator = torch.Generator().manual_seed(config.seed)
 
-    def loss_of(tokens: Tensor, features: Tensor, logits: Tensor, learned: Tensor) -> tuple[Tensor, Tensor]:
+    def loss_of(tokens: Tensor, features: Tensor, logits: Tensor, loss_mask: Tensor) -> tuple[Tensor, Tensor]:
         roots = torch.randperm(tokens.shape[1] - config.block_size + 1, generator=generator)[: config.anchors] + 1
         embeds = target.embed(tokens), mask_embedding(target, head)
         anchors = roots.sort().values.to(tokens.device)
-        return loss(head, target.head, embeds, tokens, features, logits, learned, anchors, config.decay)
+        return loss(head, target.head, embeds, tokens, features, logits, loss_mask, anchors, config.decay)
 
     return loss_of
 
 
 def token_rows(target: FrozenTarget, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Like draft_run.training_rows, but with tokens instead of embeddings, because edges need the tokens."""
+    """Returns draft_run.training_rows with tokens instead of embeddings, because edges need the tokens."""
     reads, logits = target(tokens)
     return tokens[:, 1:], reads[:, :-1], logits[:, 1:]
 
@@ -84,7 +83,7 @@ def save_block(head: BlockHead, target: Eagle3Target, target_dir: Path, out: Pat
         "speculators_config": {"algorithm": "dspark", "verifier": verifier},
         "transformer_layer_config": {**layer, "model_type": "qwen3", "attention_bias": False, "hidden_act": "silu"},
         "draft_vocab_size": shape.vocab_size,
-        "aux_hidden_state_layer_ids": list(target.captured),
+        "aux_hidden_state_layer_ids": list(target.captured_layers),
         "block_size": shape.block_size,
         "mask_token_id": shape.mask_token_id,
         "sample_from_anchor": True,
@@ -96,14 +95,14 @@ def save_block(head: BlockHead, target: Eagle3Target, target_dir: Path, out: Pat
     write_checkpoint(config, head, out)
 
 
-# The fields of BlockShape that a config.json has outside transformer_layer_config.
+# The fields of BlockShape that are outside transformer_layer_config in a config.json.
 OWN_FIELDS = ("block_size", "num_features", "edge_rank", "edge_kind", "mask_token_id")
 
 
 def load_block(directory: Path) -> BlockHead:
-    """Load a draft that `save_block` wrote."""
+    """Loads a draft that `save_block` wrote."""
     config = read_config(directory)
-    shape = shape_in(
+    shape = read_shape(
         *(config["transformer_layer_config"], BlockShape),
         block_size=config["block_size"],
         num_features=len(config["aux_hidden_state_layer_ids"]),
@@ -116,22 +115,23 @@ def load_block(directory: Path) -> BlockHead:
     return head
 
 
-def trees_of(head: BlockHead) -> dict[str, tuple[int, int, int]]:
-    """The trees to measure: (steps, topk, num_draft_tokens) by name."""
+def trees_to_measure(head: BlockHead) -> dict[str, tuple[int, int, int]]:
+    """Returns the trees to measure: (steps, topk, num_draft_tokens) by name."""
     steps, vocab_size = head.shape.block_size, head.shape.vocab_size
-    return {name: (steps, min(topk, vocab_size), nodes or steps + 1) for name, (topk, nodes) in TREES.items()}
+    return {name: (steps, min(topk, vocab_size), nodes or steps + 1) for name, (topk, nodes) in MEASURED_TREES.items()}
 
 
 @torch.no_grad()
 def accept_lengths(
-    head: BlockHead, target: FrozenTarget, tokens: Tensor, first: int, topk: int, num_draft_tokens: int
+    head: BlockHead, target: FrozenTarget, tokens: Tensor, first_root: int, topk: int, num_draft_tokens: int
 ) -> Tensor:
-    """The accept length of a tree below every root n, first <= n < T - S.  tokens: [T], greedy text of the target.
+    """Returns the accept length of a tree at every root position n, first_root <= n < T - S.  tokens: [T], greedy text
+    of the target.
 
     num_draft_tokens: 0 for a chain.
     """
     steps, dtype = head.shape.block_size, head.fc.weight.dtype
-    roots = torch.arange(max(first, 1), len(tokens) - steps, device=tokens.device)
+    roots = torch.arange(max(first_root, 1), len(tokens) - steps, device=tokens.device)
     features = target(tokens[None])[0].to(dtype)
     embeds = target.embed(tokens[roots])[None].to(dtype)
     outputs = head(embeds, mask_embedding(target, head).to(dtype), features, roots)[0]

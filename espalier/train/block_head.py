@@ -1,12 +1,12 @@
-"""A block draft as a training module: DSpark's form, whose root row proposes depth 1.
+"""A block draft as a training module in DSpark's format, in which the root row proposes depth 1.
 
-Its parameters have the names of the file (espalier/train/block.py).  A block at position a of a text is a root, the
-token there, and S - 1 mask tokens, at positions a .. a+S-1.  In every layer the block's rows attend to context rows of
-the tokens before a, and to the whole block.  Row j proposes token a + j + 1.  Context rows are norm(fc(features)),
-through each layer's K and V.
+The module's parameters have the same names as in the saved file (espalier/train/block.py).  A block at position a
+consists of the root (token a) and of S - 1 mask tokens, at positions a .. a+S-1.  In every layer, the block's rows
+attend to the context rows of the tokens before a, and to the whole block.  Row j proposes token a + j + 1.  Each layer
+projects norm(fc(features)) to the K and V of context rows.
 
-A Markov head adds logits that depend on the tokens before.  espalier/kernels/tree/edges.py defines them.
-`MarkovHead.factors` computes the same for a known text, all depths at once.
+A Markov head adds logits that depend on the preceding tokens (espalier/kernels/tree/edges.py).
+`MarkovHead.factors` computes the factors of all depths at once for a known text.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from espalier.train.settings import EdgeKind
 
 @dataclass(frozen=True, kw_only=True)
 class BlockShape(LlamaShape):
-    """block_size: S; num_features: target layers that are read; edge_rank: 0 for no edges; edge_kind: of MarkovHead."""
+    """The sizes of a block draft.  block_size: S.  num_features: the number of target layers that are read.  edge_rank:
+    the rank of the Markov head; 0 if there is none.  edge_kind: the type of the Markov head."""
 
     block_size: int
     num_features: int
@@ -40,16 +41,16 @@ class BlockAttention(DraftAttention):
         self.q_norm = RMSNorm(shape.head_dim, shape.rms_norm_eps)
         self.k_norm = RMSNorm(shape.head_dim, shape.rms_norm_eps)
 
-    def heads(self, x: Tensor, proj: nn.Linear) -> Tensor:
-        """Project x [..., T, H] to heads: [..., heads, T, head_dim]."""
+    def project_heads(self, x: Tensor, proj: nn.Linear) -> Tensor:
+        """Projects x [..., T, H] to heads [..., heads, T, head_dim]."""
         return proj(x).unflatten(-1, (-1, self.head_dim)).transpose(-3, -2)
 
-    def keys(self, x: Tensor, tables: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """The K and V of rows x [..., T, H], rotated by the tables."""
-        return rotate(self.k_norm(self.heads(x, self.k_proj)), *tables), self.heads(x, self.v_proj)
+    def keys_and_values(self, x: Tensor, tables: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Returns K and V of rows x [..., T, H].  K is rotated by the tables."""
+        return rotate(self.k_norm(self.project_heads(x, self.k_proj)), *tables), self.project_heads(x, self.v_proj)
 
     def queries(self, x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
-        return rotate(self.q_norm(self.heads(x, self.q_proj)), *tables)
+        return rotate(self.q_norm(self.project_heads(x, self.q_proj)), *tables)
 
 
 class BlockLayer(nn.Module):
@@ -64,25 +65,24 @@ class BlockLayer(nn.Module):
     def forward(
         self, x: Tensor, context: Tensor, positions: tuple[Tensor, Tensor], mask: Tensor, theta: float
     ) -> Tensor:
-        """One layer.  x: [B, Q, H], rows of blocks; context: [B, T, H]; positions: of both; mask: bool [Q, T + Q]."""
+        """Computes the layer's output for x [B, Q, H], the rows of blocks.  context: [B, T, H].  positions: of x and of
+        context.  mask: bool [Q, T + Q]."""
         attention = self.self_attn
         own, before = (rope_tables(at, attention.head_dim, theta) for at in positions)
         normed = self.input_layernorm(x)
-        pairs = zip(attention.keys(context, before), attention.keys(normed, own), strict=True)
+        pairs = zip(attention.keys_and_values(context, before), attention.keys_and_values(normed, own), strict=True)
         k, v = (torch.cat(pair, -2) for pair in pairs)
         q = attention.queries(normed, own)
         repeats = q.shape[-3] // k.shape[-3]
         k, v = k.repeat_interleave(repeats, -3), v.repeat_interleave(repeats, -3)
-        x = x + attention.output(F.scaled_dot_product_attention(q, k, v.to(q.dtype), attn_mask=mask))
+        x = x + attention.project_output(F.scaled_dot_product_attention(q, k, v.to(q.dtype), attn_mask=mask))
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
 class MarkovHead(nn.Module):
-    """DSpark's Markov head: edges, which are logits of a token given the tokens before.
-
-    The factors of a depth depend on the token before ("vanilla"), also on the block's hidden state ("gated"), or on the
-    whole path and the hidden state ("rnn").
-    """
+    """DSpark's Markov head.  It computes edges: logits of a token that depend on the preceding tokens.
+    The factors of a depth depend on the preceding token ("vanilla"), also on the block's hidden state ("gated"), or on
+    all preceding tokens and the hidden state ("rnn")."""
 
     def __init__(self, shape: BlockShape) -> None:
         super().__init__()
@@ -95,18 +95,19 @@ class MarkovHead(nn.Module):
             self.joint_proj = nn.Linear(2 * rank + size, 3 * rank)
 
     def forward(self, factors: Tensor) -> Tensor:
-        """The logits that the head adds, from factors [..., rank]."""
+        """Returns the logits that the head adds.  factors: [..., rank]."""
         return self.markov_w2(factors)
 
     def factors(self, tokens: Tensor, hidden: Tensor) -> Tensor:
-        """Factors [..., S, rank] of blocks in a text.  tokens: [..., S], before each depth; hidden: [..., S, H]."""
+        """Returns the factors [..., S, rank] of blocks in a text.  tokens: [..., S], the token before each depth;
+        hidden: [..., S, H]."""
         embedded, projection = self.markov_w1(tokens), self.projection(hidden)
         if projection is None:
             return embedded
         if not projection.is_recurrent:
             return torch.sigmoid(projection.hidden_part + F.linear(embedded, projection.weight)) * embedded
         of_state, of_token = projection.weight.chunk(2, 1)
-        # Only the part from the state has to wait for the depth before.
+        # Only the projection of the state depends on the preceding depth.
         known = projection.hidden_part + F.linear(embedded, of_token)
         state, factors = torch.zeros_like(embedded[..., 0, :]), []
         for at_depth in known.unbind(-2):
@@ -117,7 +118,8 @@ class MarkovHead(nn.Module):
         return torch.stack(factors, -2)
 
     def projection(self, hidden: Tensor) -> FactorProjection | None:
-        """The part of factors from hidden states; None without one.  hidden: [..., S, H], the inputs of the lm_head."""
+        """Returns the part of the factors that depends on hidden states; None if there is no such part.  hidden: [...,
+        S, H], the inputs of the lm_head."""
         if self.kind == "vanilla":
             return None
         is_recurrent = self.kind == "rnn"
@@ -126,7 +128,8 @@ class MarkovHead(nn.Module):
         return FactorProjection(F.linear(hidden, hidden_part, linear.bias), of_rows, is_recurrent)
 
     def edges(self, logits: Tensor, hidden: Tensor) -> LowRankEdges:
-        """The engine's edges of blocks.  logits: [B, S, V], from the lm_head; hidden: [B, S, H], its inputs."""
+        """Returns the edges of blocks as the engine represents them.  logits: [B, S, V], from the lm_head; hidden: [B,
+        S, H], the inputs of the lm_head."""
         return LowRankEdges(logits, self.markov_w1.weight, self.markov_w2.weight, projection=self.projection(hidden))
 
 
@@ -148,10 +151,8 @@ class BlockHead(nn.Module):
 
     def forward(self, roots: Tensor, mask_embed: Tensor, features: Tensor, anchors: Tensor) -> Tensor:
         """Returns [B, A, S, H], the inputs of the lm_head for A blocks.
-
-        roots: [B, A, H], embeddings of the tokens at `anchors` [A]; mask_embed: [H]; features: [B, T, F], of tokens
-        0 .. T-1.
-        """
+        roots: [B, A, H], embeddings of the tokens at the positions `anchors` [A].  mask_embed: [H].  features: [B, T,
+        F], the features of tokens 0 .. T-1."""
         size, num_blocks = self.shape.block_size, len(anchors)
         masks = mask_embed.expand(*roots.shape[:2], size - 1, -1)
         x = torch.cat((roots[:, :, None], masks), 2).flatten(1, 2)
@@ -173,19 +174,20 @@ def block_loss(
     tokens: Tensor,
     features: Tensor,
     target_logits: Tensor,
-    learned: Tensor,
+    loss_mask: Tensor,
     anchors: Tensor,
     decay: float,
 ) -> tuple[Tensor, Tensor]:
-    """(loss, top-1 agreement by depth [S]).  The loss is soft cross-entropy with the target's distribution, in nats.
+    """Returns (loss, top-1 agreement by depth [S]).  The loss is soft cross-entropy with the target's distribution, in
+    nats.
 
-    lm_head: the target's, [V, H]; embeds: embeddings of the tokens, and of the mask token; tokens: [B, R], at positions
-    1 .. R; features: [B, R, F], at positions 0 .. R-1; target_logits: [B, R, V], at positions 1 .. R; learned: bool
-    [B, R], which of these positions count; anchors: [A], from 1 to R - S + 1.
-    With edges, the tokens before a depth are those of the text.
+    lm_head: [V, H], the target's lm_head.  embeds: the embeddings of the tokens and of the mask token.  tokens: [B, R],
+    at positions 1 .. R.  features: [B, R, F], at positions 0 .. R-1.  target_logits: [B, R, V], at positions 1 .. R.
+    loss_mask: bool [B, R], the positions that count in the loss.  anchors: [A], from 1 to R - S + 1.
+    The Markov head reads the preceding tokens of the text.
     """
     outputs = head(embeds[0][:, anchors - 1], embeds[1], features, anchors)
-    # The token before a depth is at anchor + depth.  The row learns the target's distribution there.
+    # The token before a depth is at position anchor + depth.  A row learns the target's distribution at this position.
     places = anchors[:, None] + torch.arange(head.shape.block_size, device=anchors.device) - 1
     factors = None if head.markov_head is None else head.markov_head.factors(tokens[:, places], outputs)
     losses, agreements = [], []
@@ -193,7 +195,7 @@ def block_loss(
         logits = F.linear(outputs[:, :, depth], lm_head.to(outputs.dtype)).float()
         if head.markov_head is not None and factors is not None:
             logits = logits + head.markov_head(factors[:, :, depth]).float()
-        wanted, counts = target_logits[:, at].float(), learned[:, at]
+        wanted, counts = target_logits[:, at].float(), loss_mask[:, at]
         loss = F.cross_entropy(logits.flatten(0, 1), wanted.softmax(-1).flatten(0, 1), reduction="none")
         num_counted = counts.sum().clamp(min=1)
         losses.append(decay**depth * (loss * counts.flatten()).sum() / num_counted)

@@ -1,4 +1,4 @@
-"""The card of a trained draft: README.md beside its weights, which lists its sources and its measurements."""
+"""Writes the model card of a trained draft: a README.md with the draft's training data and measurements."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ import torch
 
 from espalier import __version__
 from espalier.terminal.flags import flag_of
-from espalier.train.data import Data
+from espalier.train.data import UserText
 from espalier.train.settings import TrainConfig
-from espalier.train.work import whole_file
+from espalier.train.work import replace_file
 
-CARD = """# A draft of the kind {kind}
+CARD_TEMPLATE = """# A draft of the kind {kind}
 
 Made by `espalier train` {version} (PyTorch {torch}, {device}) for the target {target}. Use it with
 
@@ -43,12 +43,12 @@ held-out prompts; `agreement_n` the share of the draft's likeliest tokens at dep
 
 
 def write_card(
-    out: Path, kind: str, target: Path, data: Data, figures: Mapping[str, float], config: TrainConfig
+    out: Path, kind: str, target: Path, data: UserText, figures: Mapping[str, float], config: TrainConfig
 ) -> None:
     kinds = Counter(each.kind or "conversations" for each in data.conversations)
     parts = [f"{count} {name}" for name, count in kinds.items()]
     parts += [f"{len(data.stream)} tokens of documents"] if len(data.stream) else []
-    text = CARD.format(
+    text = CARD_TEMPLATE.format(
         kind=kind,
         version=__version__,
         torch=torch.__version__,
@@ -61,5 +61,5 @@ def write_card(
         settings=" ".join(f"{flag_of(name)} {value}" for name, value in asdict(config).items() if value is not None),
         figures="\n".join(f"| {name} | {value:.4g} |" for name, value in figures.items()),
     )
-    with whole_file(out / "README.md", "free some space there, or give another --out") as unfinished:
+    with replace_file(out / "README.md", "free some space there, or give another --out") as unfinished:
         unfinished.write_text(text)

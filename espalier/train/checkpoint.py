@@ -1,4 +1,4 @@
-"""Reads and writes EAGLE-3 drafts in SafeAILab's layout, and writes the files of any draft."""
+"""Reads and writes EAGLE-3 drafts in SafeAILab's format, and writes the files of any draft."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch import nn
 
 from espalier.errors import EspalierError
 from espalier.models.weight_files import write_weights
-from espalier.train.configs import kind_in, read_config
+from espalier.train.configs import read_config, read_draft_kind
 from espalier.train.draft import DraftShape, Eagle3Draft
 from espalier.train.llama import LlamaShape
-from espalier.train.work import whole_file
+from espalier.train.work import replace_file
 
 Shape = TypeVar("Shape", bound=LlamaShape)
-REMEDY = "free some space there, or give another --out"
+DISK_REMEDY = "free some space there, or give another --out"
 
 
 def rope_theta(config: dict[str, Any]) -> float:
@@ -27,7 +27,7 @@ def rope_theta(config: dict[str, Any]) -> float:
 
 
 def layer_fields(target: dict[str, Any], intermediate_size: int | None) -> dict[str, int | float]:
-    """The sizes of a draft layer like the target's layers.  intermediate_size: None for the target's."""
+    """Returns the sizes of a draft layer, by default the target's.  intermediate_size: None for the target's."""
     hidden, heads = int(target["hidden_size"]), int(target["num_attention_heads"])
     return {
         "vocab_size": int(target["vocab_size"]),
@@ -42,27 +42,28 @@ def layer_fields(target: dict[str, Any], intermediate_size: int | None) -> dict[
     }
 
 
-def shape_in(layer: dict[str, Any], shape: type[Shape], **more: Any) -> Shape:
-    """The shape in a config.json, or in its part for the layers.  more: fields of the shape that stand elsewhere."""
+def read_shape(layer: dict[str, Any], shape: type[Shape], **other_fields: Any) -> Shape:
+    """Returns the shape in `layer`, a config.json or its object for the layers.  other_fields: fields of the shape that
+    are not in `layer`."""
     sizes = {name: layer[name] for name in shape.__dataclass_fields__ if name in layer}
-    return shape(**{**sizes, "rope_theta": rope_theta(layer), **more})
+    return shape(**{**sizes, "rope_theta": rope_theta(layer), **other_fields})
 
 
-def draft_shape(target: dict[str, Any], draft_vocab_size: int, intermediate_size: int | None) -> DraftShape:
+def make_draft_shape(target: dict[str, Any], draft_vocab_size: int, intermediate_size: int | None) -> DraftShape:
     fields: dict[str, Any] = layer_fields(target, intermediate_size)
     return DraftShape(draft_vocab_size=draft_vocab_size, target_hidden_size=fields["hidden_size"], **fields)
 
 
 def write_checkpoint(config: dict[str, Any], module: nn.Module, out: Path) -> None:
-    """Write config.json, and the module's weights as model.safetensors in bfloat16."""
+    """Writes config.json, and the module's weights in bfloat16 as model.safetensors."""
     out.mkdir(parents=True, exist_ok=True)
     weights = {
         name: tensor.detach().cpu().to(torch.bfloat16 if tensor.is_floating_point() else tensor.dtype).contiguous()
         for name, tensor in module.state_dict().items()
     }
-    with whole_file(out / "model.safetensors", REMEDY) as unfinished:
+    with replace_file(out / "model.safetensors", DISK_REMEDY) as unfinished:
         write_weights(unfinished, weights)
-    with whole_file(out / "config.json", REMEDY) as unfinished:
+    with replace_file(out / "config.json", DISK_REMEDY) as unfinished:
         unfinished.write_text(json.dumps(config, indent=2) + "\n")
 
 
@@ -83,10 +84,10 @@ def save_draft(draft: Eagle3Draft, out: Path) -> None:
 
 def load_draft(directory: Path) -> Eagle3Draft:
     config = read_config(directory)
-    if kind_in(directory) != "eagle3":
+    if read_draft_kind(directory) != "eagle3":
         raise EspalierError(
             f"{directory} holds {config.get('architectures')}; give a draft of the architecture LlamaForCausalLMEagle3"
         )
-    draft = Eagle3Draft(shape_in(config, DraftShape))
+    draft = Eagle3Draft(read_shape(config, DraftShape))
     draft.load_state_dict(load_file(directory / "model.safetensors"))
     return draft

@@ -16,15 +16,15 @@ from espalier.errors import EspalierError, one_line, require_int
 from espalier.startup.checkpoints import find_draft, find_target, require_names
 from espalier.terminal.console import HelpText
 from espalier.terminal.flags import flag_of
-from espalier.train.configs import MIN_CAPTURED_LAYERS, kind_in, read_target
-from espalier.train.settings import BlockConfig, Eagle3Config, MtpConfig, OwnTextConfig, TrainConfig, advice_on_room
+from espalier.train.configs import MIN_CAPTURED_LAYERS, read_draft_kind, read_target
+from espalier.train.settings import BlockConfig, Eagle3Config, MtpConfig, OwnTextConfig, TrainConfig, length_advice
 from espalier.train.work import require_folder
 
-BAD_INPUT = 2
-FAILED = 1
-INTERRUPTED = 130
-# The least value of --minutes of `auto`.
-LEAST_MINUTES = 1
+EXIT_BAD_INPUT = 2
+EXIT_FAILED = 1
+EXIT_INTERRUPTED = 130
+# The minimum of --minutes of `auto`.
+MIN_MINUTES = 1
 TARGET_HELP = "a Llama, Qwen or Mistral model: a directory, a Hugging Face id, or 'bundled'"
 DATA_HELP = (
     'JSON lines with "messages" that the target answers, or with "text" or "token_ids", or a .npy file with one row of '
@@ -34,7 +34,7 @@ OUT_HELP = "where the draft goes; a finished draft of the same kind there is rep
 
 
 class Trainer(NamedTuple):
-    """A kind of draft: the help of its command, its settings, and the least layers of a target."""
+    """The command of a kind of draft: its help text, its settings, and the minimum number of target layers."""
 
     help: str
     config: type[TrainConfig]
@@ -51,27 +51,27 @@ TRAINERS = MappingProxyType(
 COMMANDS = (*TRAINERS, "own-text", "evaluate", "auto")
 
 
-def function(path: str) -> Callable[..., Any]:
-    """Imports "module:function".  The trainer's modules import PyTorch, so they are imported only for a run."""
+def import_function(path: str) -> Callable[..., Any]:
+    """Imports "module:function".  The trainer's modules import PyTorch, so they are imported only before a run."""
     module, _, name = path.partition(":")
     return getattr(import_module(module), name)
 
 
 def add_config_flags(parser: argparse.ArgumentParser, config: type) -> None:
-    """Add a flag for each field of a config dataclass, with the field's help text."""
+    """Adds a flag for each field of a config dataclass, with the field's help text."""
     for item in fields(config):
         choices = item.metadata.get("choices")
         about = item.metadata["help"]
         if item.default is not None:
             value: Any = item.default
             about += f" ({value if choices or value != int(value) else int(value)})"
-        how: dict[str, Any] = {"choices": choices} if choices else {"type": reader(item)}
+        how: dict[str, Any] = {"choices": choices} if choices else {"type": number_reader(item)}
         how["metavar"] = None if choices else "X" if item.type is float else "N"
         parser.add_argument(flag_of(item.name), default=item.default, help=about, **how)
 
 
-def reader(item: Field) -> Callable[[str], float]:
-    """The argparse type of a number.  The number's range is checked later, together with all other fields."""
+def number_reader(item: Field) -> Callable[[str], float]:
+    """Returns the argparse type of a number.  The number's range is checked later, together with all other fields."""
     kind: type[float] = float if item.type is float else int
 
     def read(text: str) -> float:
@@ -88,8 +88,8 @@ class Parser(argparse.ArgumentParser):
         super().__init__(*args, **{"formatter_class": HelpText, **settings})
 
     def error(self, message: str) -> NoReturn:
-        """Print one line and exit.  The usage is left out, because that of `eagle3` has twenty lines."""
-        self.exit(BAD_INPUT, f"{self.prog}: {message}; see {self.prog} --help\n")
+        """Prints one line and exits.  The usage is not printed, because the usage of `eagle3` has twenty lines."""
+        self.exit(EXIT_BAD_INPUT, f"{self.prog}: {message}; see {self.prog} --help\n")
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if isinstance(action, argparse._SubParsersAction) and value not in action.choices:
@@ -99,15 +99,16 @@ class Parser(argparse.ArgumentParser):
         super()._check_value(action, value)
 
 
-def not_empty(text: str) -> str:
-    """The argparse type of a name: `--out "$OUT"` with OUT unset must not mean the working directory."""
+def non_empty_text(text: str) -> str:
+    """The argparse type of a name.  An empty name is refused, so that `--out "$OUT"` with OUT unset does not mean the
+    working directory."""
     if not text:
         raise argparse.ArgumentTypeError("it is empty; give a name")
     return text
 
 
-def given_path(text: str) -> Path:
-    return Path(not_empty(text))
+def non_empty_path(text: str) -> Path:
+    return Path(non_empty_text(text))
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -121,44 +122,46 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(dest="command", metavar="command", parser_class=type(parser))
     about = "choose a kind of draft by short trials, train it, measure it and its trees"
     auto = commands.add_parser("auto", help=about, description=about)
-    auto.add_argument("--target", type=not_empty, required=True, help=TARGET_HELP)
-    auto.add_argument("--data", type=given_path, help=f"{DATA_HELP}; by default questions that the target asks itself")
-    auto.add_argument("--out", type=given_path, default=Path("draft"), help="where the draft goes (draft)")
+    auto.add_argument("--target", type=non_empty_text, required=True, help=TARGET_HELP)
+    auto.add_argument(
+        "--data", type=non_empty_path, help=f"{DATA_HELP}; by default questions that the target asks itself"
+    )
+    auto.add_argument("--out", type=non_empty_path, default=Path("draft"), help="where the draft goes (draft)")
     auto.add_argument("--minutes", type=float, default=30, metavar="N", help="minutes that all of it may take (30)")
     auto.add_argument("--kinds", nargs="+", choices=tuple(TRAINERS), help="kinds to try (all that fit the target)")
     for name, trainer in TRAINERS.items():
         train = commands.add_parser(name, help=trainer.help, description=trainer.help)
-        train.add_argument("--target", type=not_empty, required=True, help=TARGET_HELP)
-        train.add_argument("--data", type=given_path, required=True, help=DATA_HELP)
-        train.add_argument("--out", type=given_path, required=True, help=OUT_HELP)
+        train.add_argument("--target", type=non_empty_text, required=True, help=TARGET_HELP)
+        train.add_argument("--data", type=non_empty_path, required=True, help=DATA_HELP)
+        train.add_argument("--out", type=non_empty_path, required=True, help=OUT_HELP)
         train.add_argument(
             "--work",
-            type=given_path,
+            type=non_empty_path,
             help="a folder for the target's own text, and for what an unfinished run goes on from (OUT/work)",
         )
         add_config_flags(train, trainer.config)
     about = "generate the target's own text, for all runs of a work folder"
     own_text = commands.add_parser("own-text", help=about, description=about)
-    own_text.add_argument("--target", type=not_empty, required=True, help=TARGET_HELP)
-    own_text.add_argument("--data", type=given_path, required=True, help=DATA_HELP)
+    own_text.add_argument("--target", type=non_empty_text, required=True, help=TARGET_HELP)
+    own_text.add_argument("--data", type=non_empty_path, required=True, help=DATA_HELP)
     own_text.add_argument(
-        "--work", type=given_path, required=True, help="a folder for the text; texts of several seeds add up there"
+        "--work", type=non_empty_path, required=True, help="a folder for the text; texts of several seeds add up there"
     )
     add_config_flags(own_text, OwnTextConfig)
     about = "accept lengths of a draft on the target's own greedy text"
     evaluate = commands.add_parser("evaluate", help=about, description=about)
-    evaluate.add_argument("--target", type=not_empty, required=True, help=TARGET_HELP)
+    evaluate.add_argument("--target", type=non_empty_text, required=True, help=TARGET_HELP)
     evaluate.add_argument(
-        "--draft", type=not_empty, required=True, help="the draft: a directory, a Hugging Face id, or 'bundled'"
+        "--draft", type=non_empty_text, required=True, help="the draft: a directory, a Hugging Face id, or 'bundled'"
     )
-    evaluate.add_argument("--data", type=given_path, required=True, help="JSON lines with prompts, as for training")
+    evaluate.add_argument("--data", type=non_empty_path, required=True, help="JSON lines with prompts, as for training")
     evaluate.add_argument(
         "--max-tokens", type=int, default=200, metavar="N", help="tokens to generate after each prompt (200)"
     )
 
 
-def config_of(kind: type[Any], arguments: argparse.Namespace) -> Any:
-    """The config that a command's flags describe.  Raises EspalierError."""
+def make_config(kind: type[Any], arguments: argparse.Namespace) -> Any:
+    """Returns the config that a command's flags describe.  Raises EspalierError for invalid values."""
     return kind(**{item.name: getattr(arguments, item.name) for item in fields(kind)})
 
 
@@ -174,9 +177,9 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _train(arguments: argparse.Namespace) -> None:
-    """Run a training.  Everything that can be refused without PyTorch is refused before PyTorch is imported."""
+    """Runs a training.  Everything that can be checked without PyTorch is checked before PyTorch is imported."""
     trainer, out = TRAINERS[arguments.command], arguments.out
-    config, work = config_of(trainer.config, arguments), arguments.work or out / "work"
+    config, work = make_config(trainer.config, arguments), arguments.work or out / "work"
     require_names({"--target": arguments.target})
     require_data(arguments.data)
     refuse_other_model(out, arguments.command)
@@ -184,13 +187,13 @@ def _train(arguments: argparse.Namespace) -> None:
     require_folder("--work", work)
     target = find_target(arguments.target, "--target")
     config.require_target(read_target(target, trainer.min_layers))
-    data = function("espalier.train.data:read_data")(arguments.data, target)
-    function("espalier.train.kinds:train")(arguments.command, target, data, out, work, config)
+    data = import_function("espalier.train.data:read_data")(arguments.data, target)
+    import_function("espalier.train.kinds:train")(arguments.command, target, data, out, work, config)
 
 
 def _auto(arguments: argparse.Namespace) -> None:
-    if not arguments.minutes >= LEAST_MINUTES:
-        raise EspalierError(f"--minutes={arguments.minutes:g} is too few to try drafts; use {LEAST_MINUTES} or more")
+    if not arguments.minutes >= MIN_MINUTES:
+        raise EspalierError(f"--minutes={arguments.minutes:g} is too few to try drafts; use {MIN_MINUTES} or more")
     require_names({"--target": arguments.target})
     if arguments.data is not None:
         require_data(arguments.data)
@@ -201,38 +204,38 @@ def _auto(arguments: argparse.Namespace) -> None:
         read_target(target, TRAINERS[kind].min_layers)
     fitting = [name for name, kind in TRAINERS.items() if config["num_hidden_layers"] >= kind.min_layers]
     kinds = list(dict.fromkeys(arguments.kinds or fitting))
-    function("espalier.train.auto:train_auto")(target, arguments.data, arguments.out, arguments.minutes, kinds)
+    import_function("espalier.train.auto:train_auto")(target, arguments.data, arguments.out, arguments.minutes, kinds)
 
 
 def _write_own_text(arguments: argparse.Namespace) -> None:
-    config = config_of(OwnTextConfig, arguments)
+    config = make_config(OwnTextConfig, arguments)
     require_names({"--target": arguments.target})
     require_data(arguments.data)
     require_folder("--work", arguments.work)
     target = find_target(arguments.target, "--target")
     config.require_target(read_target(target))
-    data = function("espalier.train.data:read_data")(arguments.data, target)
-    function("espalier.train.own_text:own_text_command")(target, data, config, arguments.work)
+    data = import_function("espalier.train.data:read_data")(arguments.data, target)
+    import_function("espalier.train.own_text:own_text_command")(target, data, config, arguments.work)
 
 
 def _evaluate(arguments: argparse.Namespace) -> None:
     require_int("--max-tokens", arguments.max_tokens, 1)
     require_names({"--target": arguments.target, "--draft": arguments.draft})
     require_data(arguments.data)
-    draft, target = find_draft(arguments.draft, what="--draft"), find_target(arguments.target, "--target")
-    kind, config = kind_in(draft), read_target(target)
+    draft, target = find_draft(arguments.draft, setting="--draft"), find_target(arguments.target, "--target")
+    kind, config = read_draft_kind(draft), read_target(target)
     if kind is None:
         raise EspalierError(f"--draft {draft} is no draft of this trainer; give one of {', '.join(TRAINERS)}")
-    prompts = function("espalier.train.data:read_prompts")(arguments.data, target)
+    prompts = import_function("espalier.train.data:read_prompts")(arguments.data, target)
     if not all(prompts):
         raise EspalierError("a prompt of --data has no tokens; leave it out, or give it text")
     positions, longest = int(config["max_position_embeddings"]), max(map(len, prompts))
     if longest + arguments.max_tokens > positions:
         raise EspalierError(
             f"--max-tokens={arguments.max_tokens} is too many: a prompt has {longest} tokens, and the target has "
-            f"{positions} positions; {advice_on_room(longest, positions)}"
+            f"{positions} positions; {length_advice(longest, positions)}"
         )
-    function("espalier.train.kinds:evaluate")(kind, draft, target, prompts, arguments.max_tokens)
+    import_function("espalier.train.kinds:evaluate")(kind, draft, target, prompts, arguments.max_tokens)
 
 
 def require_data(path: Path) -> None:
@@ -241,36 +244,35 @@ def require_data(path: Path) -> None:
 
 
 def refuse_other_model(out: Path, kind: str) -> None:
-    """Raises EspalierError if `out` holds a draft of another kind or a target, which the run would overwrite."""
+    """Raises EspalierError if `out` contains a target or a draft of another kind, which the run would overwrite."""
     if not (out / "config.json").exists():
         return
-    found = kind_in(out)
+    found = read_draft_kind(out)
     if found != kind:
         what = f"a draft of the kind {found}" if found else "a model that is no draft of this trainer"
         raise EspalierError(f"--out {out} holds {what}, which {kind} would overwrite; give another folder")
 
 
-def main(given: Sequence[str] | None = None) -> int:
-    """Run a command.
-
-    Returns 0: done; 1: the system failed; 2: bad input, with one line on stderr; 130: interrupted.
-    """
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command.
+    Returns the exit code: 0 for success, 1 for a system error, 2 for bad input (with one line on stderr), 130 after
+    Ctrl-C."""
     parser = make_parser()
-    arguments = parser.parse_args(given)
+    arguments = parser.parse_args(argv)
     if arguments.command is None:
         parser.error(f"a command is missing; use one of {', '.join(COMMANDS)}")
     try:
         run(arguments)
     except KeyboardInterrupt:
         print("espalier train: interrupted", file=sys.stderr)
-        return INTERRUPTED
+        return EXIT_INTERRUPTED
     except (OSError, ValueError) as error:
         print(f"espalier train: {error}", file=sys.stderr)
-        return BAD_INPUT if isinstance(error, ValueError) else FAILED
+        return EXIT_BAD_INPUT if isinstance(error, ValueError) else EXIT_FAILED
     except RuntimeError as error:
         if type(error).__name__ != "OutOfMemoryError":  # PyTorch's, which is not imported here
             raise
         remedy = "use a smaller --batch, --length or --generate-batch"
         print(f"espalier train: the GPU's memory is full ({one_line(error)}); {remedy}", file=sys.stderr)
-        return FAILED
+        return EXIT_FAILED
     return 0

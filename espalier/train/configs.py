@@ -1,4 +1,4 @@
-"""Reads config.json: which draft a directory holds, and whether a model can be a target.  Nothing imports PyTorch."""
+"""Reads config.json files: the kind of a draft, and whether a model can be a target.  PyTorch is not imported."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 from espalier.errors import EspalierError
 from espalier.model_files import MAX_LAYERS, MAX_SIZE, is_gguf, read_json
 
-FAMILIES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "MistralForCausalLM")
-# The sizes of a target that a draft's layers inherit.
-SIZES = (
+ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "MistralForCausalLM")
+# The fields with sizes of a target that a draft's layers inherit.
+SIZE_FIELDS = (
     "vocab_size",
     "hidden_size",
     "intermediate_size",
@@ -21,20 +21,20 @@ SIZES = (
     "rms_norm_eps",
     "max_position_embeddings",
 )
-# The kinds of drafts, each with the field of config.json that names it.
-KINDS: Mapping[str, tuple[str, Any]] = MappingProxyType(
+# For each kind of draft, the field of config.json that identifies the kind, and the value of that field.
+KIND_FIELDS: Mapping[str, tuple[str, Any]] = MappingProxyType(
     {
         "eagle3": ("architectures", ["LlamaForCausalLMEagle3"]),
         "mtp": ("speculators_model_type", "mtp"),
         "block": ("speculators_model_type", "dspark"),
     }
 )
-# The least layers of a target whose three captured layers differ.
+# The minimum number of target layers for which the three captured layers differ.
 MIN_CAPTURED_LAYERS = 6
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """The config.json of a model.  Raises EspalierError, which names the file."""
+    """Returns the config.json of a model.  Raises EspalierError if the file cannot be read."""
     if is_gguf(directory):
         raise EspalierError(
             f"{directory} is a GGUF file, from which nothing is trained; give the Hugging Face directory"
@@ -43,14 +43,14 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 
 def read_target(directory: Path, min_layers: int = 1) -> dict[str, Any]:
-    """The config.json of a model that can be a target.  Raises EspalierError for any other model."""
+    """Returns the config.json of a target.  Raises EspalierError for a model that cannot be a target."""
     config = read_config(directory)
     architecture = (config.get("architectures") or ["an unnamed architecture"])[0]
-    if architecture not in FAMILIES:
+    if architecture not in ARCHITECTURES:
         raise EspalierError(
-            f"--target {directory}: {architecture} cannot be a target here; use one of {', '.join(FAMILIES)}"
+            f"--target {directory}: {architecture} cannot be a target here; use one of {', '.join(ARCHITECTURES)}"
         )
-    for name in SIZES:
+    for name in SIZE_FIELDS:
         value, most = config.get(name), MAX_LAYERS if name == "num_hidden_layers" else MAX_SIZE
         if not isinstance(value, int | float) or not 0 < value <= most:
             raise EspalierError(f"{directory / 'config.json'} has {name} {value!r}; give a model whose file is whole")
@@ -63,12 +63,12 @@ def read_target(directory: Path, min_layers: int = 1) -> dict[str, Any]:
 
 
 def captured_layers(config: Mapping[str, Any]) -> tuple[int, int, int]:
-    """The layers of a target whose inputs a draft reads.  config: the target's config.json."""
+    """Returns the indices of target layers whose inputs a draft reads.  config: the target's config.json."""
     num_layers = int(config["num_hidden_layers"])
     return 2, num_layers // 2, num_layers - 3
 
 
-def kind_in(directory: Path) -> str | None:
-    """The kind of the draft in a directory; None if the directory holds no draft."""
+def read_draft_kind(directory: Path) -> str | None:
+    """Returns the kind of the draft in a directory; None if the directory contains no draft."""
     config = read_config(directory)
-    return next((kind for kind, (name, value) in KINDS.items() if config.get(name) == value), None)
+    return next((kind for kind, (name, value) in KIND_FIELDS.items() if config.get(name) == value), None)

@@ -1,7 +1,8 @@
-"""Reads the given text: documents and conversations in a file of prompts (espalier/prompt_files.py), or a .npy of ids.
+"""Reads the user's training text: a file of documents and conversations (espalier/prompt_files.py), or a .npy file of
+token ids.
 
-Everything is checked here, before a model is loaded: unreadable files, lines without a document, and token ids that the
-target does not have.
+The text is checked before a model is loaded.  Unreadable files, lines without text, and token ids outside the target's
+vocabulary are refused.
 """
 
 from __future__ import annotations
@@ -20,29 +21,26 @@ from espalier.prompt_files import EXPECTED_RECORD, TEXT_FIELDS, record_kind, rec
 from espalier.text import load_tokenizer
 from espalier.train.configs import read_target
 
-# The prompts that are held out and measured during training, and the tokens of such a prompt if it is cut from
-# documents.
+# The number of held-out prompts, on which drafts are measured during training, and the tokens of a held-out prompt that
+# is cut from documents.
 HELDOUT_PROMPTS, HELDOUT_TOKENS = 16, 64
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """A conversation to answer.
-
-    tokens: by the target's chat template, up to the answer; kind: of its line, such as "code".
-    """
+    """A conversation that the target answers.
+    tokens: the token ids of the chat prompt, up to the answer.  kind: the `kind` field of the conversation's line, such
+    as "code"."""
 
     tokens: np.ndarray
     kind: str = ""
 
 
 @dataclass(frozen=True)
-class Data:
-    """The given text.
-
-    stream: the token ids of all documents, one after another, as uint16 or int32; conversations: for the target to
-    answer; licenses: as the lines state them.
-    """
+class UserText:
+    """The user's training text.
+    stream: the concatenated token ids of all documents, as uint16 or int32.  conversations: the conversations that the
+    target answers.  licenses: the licences that the lines name."""
 
     stream: np.ndarray
     conversations: Sequence[Conversation] = ()
@@ -52,9 +50,9 @@ class Data:
     def all_tokens(self) -> np.ndarray:
         return np.concatenate([self.stream, *(each.tokens for each in self.conversations)])
 
-    def apart(self) -> tuple[Data, list[np.ndarray]]:
-        """(the data to train on, the prompts to measure).  The prompts are the last conversations of each kind, or cut
-        from the end of the documents."""
+    def split_held_out(self) -> tuple[UserText, list[np.ndarray]]:
+        """Returns (the data to train on, the held-out prompts).  Held-out prompts are the last conversations of each
+        kind; without conversations, they are cut from the end of the documents."""
         if not self.conversations:
             size = min(HELDOUT_TOKENS, len(self.stream) // (4 * HELDOUT_PROMPTS))
             cut = len(self.stream) - size * HELDOUT_PROMPTS
@@ -69,29 +67,29 @@ class Data:
         return replace(self, conversations=kept), [self.conversations[number].tokens for number in held]
 
 
-def read_data(path: Path, target: Path) -> Data:
-    """Read the given text, as token ids of the target.  Raises EspalierError."""
+def read_data(path: Path, target: Path) -> UserText:
+    """Reads the user's training text as token ids of the target.  Raises EspalierError for invalid text."""
     if path.suffix == ".npy":
-        return Data(_read_ids(path, target))
+        return UserText(_read_ids(path, target))
     documents, conversations, licenses = [], [], set()
-    for record, tokens in _prompts(path, target):
+    for record, tokens in _read_prompts(path, target):
         licenses |= {str(record[name]) for name in ("license",) if record.get(name)}
         if record_kind("", record) not in (*TEXT_FIELDS, "token_ids"):
             conversations.append(Conversation(np.array(tokens, np.int32), str(record.get("kind", ""))))
         else:
             documents.append(np.array(tokens, dtype=np.int32))
-    return Data(np.concatenate([np.zeros(0, np.int32), *documents]), conversations, sorted(licenses))
+    return UserText(np.concatenate([np.zeros(0, np.int32), *documents]), conversations, sorted(licenses))
 
 
 def read_prompts(path: Path, target: Path) -> list[list[int]]:
-    """The token ids of every line.  Raises EspalierError, which names the line."""
-    return [tokens for _, tokens in _prompts(path, target)]
+    """Returns the token ids of every line.  Raises EspalierError for an invalid line."""
+    return [tokens for _, tokens in _read_prompts(path, target)]
 
 
-def _prompts(path: Path, target: Path) -> Iterator[tuple[dict[str, Any], list[int]]]:
-    """Yields each record with its token ids, see prompt_files.token_ids."""
+def _read_prompts(path: Path, target: Path) -> Iterator[tuple[dict[str, Any], list[int]]]:
+    """Yields each record with its token ids.  See prompt_files.token_ids."""
     config, found = read_target(target), False
-    vocab_size, inputs = int(config["vocab_size"]), cache(lambda: _inputs(target, config))
+    vocab_size, inputs = int(config["vocab_size"]), cache(lambda: _input_processor(target, config))
     for place, record in records("--data", path):
         yield record, token_ids(place, record, vocab_size, inputs)
         found = True
@@ -99,7 +97,7 @@ def _prompts(path: Path, target: Path) -> Iterator[tuple[dict[str, Any], list[in
         raise EspalierError(f'--data {path} is empty; a record is {EXPECTED_RECORD}, or "token_ids"')
 
 
-def _inputs(target: Path, config: dict[str, Any]) -> InputProcessor:
+def _input_processor(target: Path, config: dict[str, Any]) -> InputProcessor:
     vocab_size, positions = int(config["vocab_size"]), int(config["max_position_embeddings"])
     try:
         inputs = InputProcessor(ModelFacts(str(target), vocab_size, positions), load_tokenizer(target, vocab_size))
@@ -112,7 +110,7 @@ def _inputs(target: Path, config: dict[str, Any]) -> InputProcessor:
 
 
 def _read_ids(path: Path, target: Path) -> np.ndarray:
-    """The token ids of a .npy file, as uint16 or int32."""
+    """Returns the token ids of a .npy file, as uint16 or int32."""
     try:
         stream = np.load(path)
     except (OSError, ValueError, EOFError) as error:

@@ -1,4 +1,4 @@
-"""The loss of a draft that predicts several tokens ahead, summed over depths."""
+"""The loss of a draft that predicts several tokens ahead: the sum of the losses of all depths."""
 
 from __future__ import annotations
 
@@ -10,19 +10,20 @@ from torch import Tensor
 
 
 def depth_loss(
-    logits_by_depth: Iterable[Tensor], target_logits: Tensor, choices: Tensor, learned: Tensor, decay: float
+    logits_by_depth: Iterable[Tensor], target_logits: Tensor, choices: Tensor, loss_mask: Tensor, decay: float
 ) -> tuple[Tensor, Tensor]:
-    """(loss, top-1 agreement by depth).  The loss is soft cross-entropy with the target's distribution, in nats.
+    """Returns (loss, top-1 agreement by depth).  The loss is soft cross-entropy with the target's distribution, in
+    nats.
 
-    logits_by_depth: [B, R - j, V] at depth 1 + j, over the draft's vocabulary.  Row p at depth 1 + j predicts what row
-    p + j of the target predicts.  target_logits: [B, R, V].  choices: [B, R] int64, the target's most likely token as
-    an index in the draft's vocabulary; -1 if it is not in there, and then the row teaches nothing.  learned: bool [B,
-    R], which rows of the target count.  decay: weight of a depth, relative to the depth before.
+    logits_by_depth: [B, R - j, V] at depth 1 + j, over the draft's vocabulary.  Row p at depth 1 + j predicts the same
+    token as row p + j of the target.  target_logits: [B, R, V].  choices: [B, R] int64, the target's likeliest token as
+    an index in the draft's vocabulary.  Rows with -1 (a token outside that vocabulary) are ignored.  loss_mask: bool
+    [B, R], the rows that count in the loss.  decay: the weight of a depth, relative to the preceding depth.
     """
     probabilities = target_logits.float().softmax(-1)
     losses, agreements = [], []
     for skipped, logits in enumerate(logits_by_depth):
-        wanted, counts = choices[:, skipped:], learned[:, skipped:]
+        wanted, counts = choices[:, skipped:], loss_mask[:, skipped:]
         loss = F.cross_entropy(logits.flatten(0, 1), probabilities[:, skipped:].flatten(0, 1), reduction="none")
         mask = ((wanted >= 0) & counts).flatten()
         losses.append(decay**skipped * (loss * mask).sum() / mask.sum().clamp(min=1))

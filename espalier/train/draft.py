@@ -1,7 +1,7 @@
-"""The EAGLE-3 draft as a training module.  Its parameters have the names of SafeAILab's checkpoints.
+"""The EAGLE-3 draft as a training module.  Parameters have the same names as in SafeAILab's checkpoints.
 
-A row pairs the feature at position p with the token at p + 1, and predicts the token at p + 2.  Its rotary position is
-p.
+A row combines the feature at position p with the token at p + 1, and predicts the token at p + 2.  The row's RoPE
+position is p.
 """
 
 from __future__ import annotations
@@ -35,20 +35,19 @@ class DraftLayer(nn.Module):
         self.mlp = MLP(size, shape.intermediate_size)
 
     def join(self, embeds: Tensor, feature: Tensor) -> Tensor:
-        """Join embeddings and features, [..., H] each, to the layer's input [..., 2H]."""
+        """Concatenates the norms of embeddings and features, [..., H] each, to the layer's input [..., 2H]."""
         return torch.cat((self.input_layernorm(embeds), self.hidden_norm(feature)), dim=-1)
 
-    def finish(self, feature: Tensor, attended: Tensor) -> Tensor:
-        """The layer's output [..., T, H].
-
-        attended: [..., heads, T, head_dim].  The residual is the feature before its norm.
-        """
-        x = feature + self.self_attn.output(attended)
+    def finish_layer(self, feature: Tensor, attended: Tensor) -> Tensor:
+        """Returns the layer's output [..., T, H].
+        attended: [..., heads, T, head_dim].  The residual is the feature before its norm."""
+        x = feature + self.self_attn.project_output(attended)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
 class Eagle3Draft(nn.Module):
-    """fc, one layer, norm and an lm_head over the draft vocabulary.  d2t and t2d: as in the checkpoint."""
+    """The EAGLE-3 draft: fc, one layer, a norm, and an lm_head over the draft vocabulary.  d2t, t2d: the vocabulary
+    tables of the checkpoint."""
 
     d2t: Tensor
     t2d: Tensor
@@ -67,11 +66,9 @@ class Eagle3Draft(nn.Module):
                 nn.init.normal_(parameter, std=0.02)
 
     def set_vocabulary(self, target_ids: Tensor, head: Tensor) -> None:
-        """Set the draft vocabulary.
-
+        """Sets the draft vocabulary.
         target_ids: the target id of each draft id, ascending.  head: the target's lm_head [vocab, H_target], which
-        initialises the draft's lm_head if the hidden sizes agree.
-        """
+        initialises the draft's lm_head if the hidden sizes agree."""
         self.d2t.copy_(target_ids - torch.arange(len(target_ids), device=target_ids.device))
         self.t2d.zero_()
         self.t2d[target_ids] = True
@@ -89,24 +86,24 @@ class Eagle3Draft(nn.Module):
         return self.lm_head(self.norm(output)).float()
 
     def unroll(self, embeds: Tensor, features: Tensor, num_steps: int) -> list[Tensor]:
-        """The training-time test (EAGLE-3, arXiv 2503.01840): every row starts a chain of `num_steps` rows.
+        """Runs EAGLE-3's training-time test (arXiv 2503.01840), in which every row starts a chain of `num_steps` rows.
 
         embeds: [B, R, H]; row p has the embedding of token p + 1.  features: [B, R, 3 H_target].
 
-        In the chain from row p, step j reads the token of row p + j.  Its feature is the output of step j - 1.  It
-        attends to the step-0 rows up to p and to the rows of its own chain, including itself.  Returns the outputs
-        before `norm`, [B, R - j, H] for step j.
+        In the chain from row p, step j reads the token of row p + j and the output of step j - 1.  Step j attends to
+        the step-0 rows up to p and to all steps of the chain up to j.  Returns the outputs before `norm`, [B, R - j, H]
+        for step j.
         """
         feature, outputs = self.fc(features), []
         chain: list[tuple[Tensor, Tensor]] = []
         num_rows = embeds.shape[1]
         for step in range(min(num_steps, num_rows)):
-            # The last `step` rows have no token.  They run on zeros, so that every step has the same shape.
+            # The last `step` rows have no token.  Their embeddings are zeros, so that every step has the same shape.
             tokens = F.pad(embeds[:, step:], (0, 0, 0, step))
             cos, sin = self.rope(torch.arange(step, step + num_rows, device=embeds.device))
-            q, k, v = self.midlayer.self_attn.project(self.midlayer.join(tokens, feature), cos, sin)
+            q, k, v = self.midlayer.self_attn.project_qkv(self.midlayer.join(tokens, feature), cos, sin)
             chain.append((k, v))
-            feature = self.midlayer.finish(feature, attend(q, chain))
+            feature = self.midlayer.finish_layer(feature, attend(q, chain))
             outputs.append(feature[:, : num_rows - step])
         return outputs
 
@@ -116,17 +113,17 @@ def training_loss(
     embeds: Tensor,
     features: Tensor,
     target_logits: Tensor,
-    learned: Tensor,
+    loss_mask: Tensor,
     num_steps: int,
     decay: float,
 ) -> tuple[Tensor, Tensor]:
-    """(loss, top-1 agreement by depth [num_steps]).
+    """Returns (loss, top-1 agreement by depth [num_steps]).
 
-    The loss is soft cross-entropy with the target's distribution over the draft vocabulary.  Rows where the target's
-    most likely token is not in that vocabulary are left out.
-    target_logits: [B, R, vocab], for the token that each row predicts; learned: see depth_loss.
+    The loss is soft cross-entropy with the target's distribution over the draft vocabulary.  Rows whose likeliest
+    target token is outside that vocabulary are ignored.
+    target_logits: [B, R, vocab], the target's logits for the token that each row predicts.  loss_mask: see depth_loss.
     """
     picks = target_logits.argmax(-1)
     choices = torch.where(draft.t2d[picks], draft.t2d.cumsum(0)[picks] - 1, -1)
     logits = (draft.logits(output) for output in draft.unroll(embeds, features, num_steps))
-    return depth_loss(logits, target_logits[..., draft.target_ids], choices, learned, decay)
+    return depth_loss(logits, target_logits[..., draft.target_ids], choices, loss_mask, decay)

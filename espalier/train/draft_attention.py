@@ -1,7 +1,8 @@
-"""Attention of a draft under training: causal over the rows of one level, and along the chain of later levels.
+"""The attention of a draft during training: causal over the rows of the first level, and along the chain of later
+levels.
 
-The training-time test (EAGLE-3, arXiv 2503.01840) runs a layer again on its own output.  Then a row attends to keys of
-several levels.  So attention scores are computed explicitly.
+In the training-time test (EAGLE-3, arXiv 2503.01840), a layer runs again on its own output, and a row attends to keys
+of several levels.  So attention scores are computed explicitly.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from espalier.train.llama import rotate
 
 
 class DraftAttention(nn.Module):
-    """The projections for attention, from rows of `input_size`.  The caller computes attention itself."""
+    """The projections of an attention layer.  The caller computes the attention."""
 
     def __init__(self, input_size: int, hidden_size: int, heads: int, kv_heads: int, head_dim: int) -> None:
         super().__init__()
@@ -24,11 +25,9 @@ class DraftAttention(nn.Module):
         self.v_proj = nn.Linear(input_size, kv_heads * head_dim, bias=False)
         self.o_proj = nn.Linear(heads * head_dim, hidden_size, bias=False)
 
-    def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """x [..., T, input_size] -> q, k, v [..., heads, T, head_dim].
-
-        q and k are rotated; k and v are repeated so that each query head has its own.
-        """
+    def project_qkv(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Projects x [..., T, input_size] to q, k and v, [..., heads, T, head_dim] each.
+        q and k are rotated; k and v are repeated so that each query head has its own."""
         q, k, v = (
             proj(x).unflatten(-1, (-1, self.head_dim)).transpose(-3, -2)
             for proj in (self.q_proj, self.k_proj, self.v_proj)
@@ -37,13 +36,13 @@ class DraftAttention(nn.Module):
         k, v = rotate(k, cos, sin).repeat_interleave(repeats, -3), v.repeat_interleave(repeats, -3)
         return rotate(q, cos, sin), k, v
 
-    def output(self, attended: Tensor) -> Tensor:
-        """The output projection: [..., heads, T, head_dim] -> [..., T, hidden_size]."""
+    def project_output(self, attended: Tensor) -> Tensor:
+        """Projects the attention's output [..., heads, T, head_dim] to [..., T, hidden_size]."""
         return self.o_proj(attended.transpose(-3, -2).flatten(-2))
 
 
 def attend(q: Tensor, chain: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """Causal attention to the keys of level 0, and, in each later level, to the key at the query's own index."""
+    """Computes causal attention to level 0 and, in each later level, attention to the key of the same index."""
     (k0, v0), later = chain[0], chain[1:]
     if not later:
         return F.scaled_dot_product_attention(q, k0, v0, is_causal=True)

@@ -1,7 +1,7 @@
-"""The run of every draft's trainer: the target's text, batches, steps, interruption and the run's settings.
+"""The training run of all kinds of drafts: prepares text and batches, runs the steps, and handles interruptions.
 
-A trainer supplies its draft and the loss of a batch (DraftRun).  An interrupted run continues if it is started again
-with the same flags.  Runs that share a work folder share the target's own text (own_text.py).
+A kind of draft supplies a module and the loss of a batch (DraftRun).  An interrupted run continues when it is started
+again with the same flags.  Runs with the same work folder use the same own text of the target (own_text.py).
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from torch import Tensor, nn
 from espalier.errors import EspalierError
 from espalier.train.card import write_card
 from espalier.train.configs import read_target
-from espalier.train.data import Data
-from espalier.train.evaluate import SHORTEST, AcceptReport
-from espalier.train.optim import make_optimizers, schedule, set_rate
+from espalier.train.data import UserText
+from espalier.train.evaluate import MIN_MEASURED_TOKENS, AcceptReport
+from espalier.train.optim import learning_rate_factor, make_optimizers, set_learning_rate
 from espalier.train.own_text import (
     OwnText,
+    format_minutes,
     load_own_text,
     longest_text,
-    minutes,
     print_work,
     require_prompts,
     require_unfinished,
@@ -36,41 +36,38 @@ from espalier.train.own_text import (
 from espalier.train.settings import TrainConfig, fixed_settings
 from espalier.train.state import SavedState
 from espalier.train.target import FrozenTarget
-from espalier.train.windows import TextRows, Texts, Windows, require_windows
-from espalier.train.work import origin_of, whole_file
+from espalier.train.windows import StreamWindows, TextList, TextRows, require_windows
+from espalier.train.work import origin_of, replace_file
 
 # (embeddings [B, R, H], or what DraftRun.rows_of returns instead; the target's features [B, R, F]; the target's logits
-# [B, R, V]; which rows count [B, R]) -> (loss, top-1 agreement by depth)
-Loss = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-# (texts, the index in each where its continuation begins) -> accept lengths of several trees, by the trees' names
-Measure = Callable[[list[np.ndarray], list[int]], dict[str, AcceptReport]]
+# [B, R, V]; the loss mask [B, R]) -> (loss, top-1 agreement by depth)
+LossFunction = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+# (texts, for each text the index where its continuation begins) -> accept lengths by the trees' names
+MeasureFunction = Callable[[list[np.ndarray], list[int]], dict[str, AcceptReport]]
 
 
 @dataclass(frozen=True)
 class RunFiles:
     """The files that a run reads and writes.
-
-    kind: of the draft; data: without the held-out part; own: the target's own text; state: see SavedState.
-    """
+    kind: the kind of the draft.  data: the training text without held-out prompts.  own_text: the target's own text.
+    state: see SavedState."""
 
     kind: str
     target: Path
     out: Path
-    data: Data
-    own: OwnText
+    data: UserText
+    own_text: OwnText
     state: SavedState
 
 
 def prepare_run(
-    kind: str, target: Path, data: Data, out: Path, work: Path, config: TrainConfig, min_layers: int = 1
+    kind: str, target: Path, data: UserText, out: Path, work: Path, config: TrainConfig, min_layers: int = 1
 ) -> RunFiles:
-    """Refuse settings that do not fit together, before the target is loaded.  Then make the own text if needed.
-
-    Raises EspalierError.
-    """
+    """Checks that all settings fit together, before the target is loaded.  Then generates the own text if necessary.
+    Raises EspalierError for settings that do not fit."""
     config.require_target(read_target(target, min_layers))
-    origin, (kept, _) = origin_of(target, data.all_tokens), data.apart()
-    num_tokens, own_rows = len(kept.stream), rows_of_own(config, kept)
+    origin, (kept, _) = origin_of(target, data.all_tokens), data.split_held_out()
+    num_tokens, own_rows = len(kept.stream), count_own_rows(config, kept)
     what, remedy = f"--data holds {num_tokens} tokens to train on", "give more text, or a smaller --batch or --length"
     require_windows(what, num_tokens, config.length, config.batch - own_rows, remedy)
     makes_text = not saved_texts(config, work, origin)
@@ -79,23 +76,21 @@ def prepare_run(
         require_unfinished(config, work, origin)
         longest = config.continuations * (longest_text(kept, config))
         require_own_rows(longest, config, own_rows)
-    # Runs that share the work folder have separate states, told apart by the draft's kind and directory.
+    # Runs with the same work folder have separate state files, named after the draft's kind and directory.
     state = SavedState(work / f"{kind}-{out.resolve().name}.pt", {**origin, **fixed_settings(config, type(config))})
-    state.require_same()
+    state.require_same_origin()
     print_work(config, makes_text)
     return RunFiles(kind, target, out, kept, load_own_text(target, data, config, work, origin), state)
 
 
-def rows_of_own(config: TrainConfig, data: Data) -> int:
-    """How many rows of a batch are the target's own text: all if the data have no documents."""
+def count_own_rows(config: TrainConfig, data: UserText) -> int:
+    """Returns the number of rows of a batch with the target's own text: all rows if the data have no documents."""
     return config.own_rows if len(data.stream) else config.batch
 
 
 def require_own_rows(num_tokens: int, config: TrainConfig, own_rows: int) -> None:
-    """Raises EspalierError if the own text does not fill its share of a batch.
-
-    num_tokens: of the text, or its most.
-    """
+    """Raises EspalierError if the own text is too short for its share of a batch.
+    num_tokens: the number of tokens of the text, or its maximum."""
     remedy = "use more --continuations, or a smaller --own-share, --batch or --length"
     require_windows(
         f"the target's own text has {num_tokens} tokens at most", num_tokens, config.length, own_rows, remedy
@@ -103,53 +98,47 @@ def require_own_rows(num_tokens: int, config: TrainConfig, own_rows: int) -> Non
 
 
 def training_rows(target: FrozenTarget, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The inputs of `Loss` for tokens [B, R + 1].
-
-    Row p pairs the target's feature at p with token p + 1, and learns the target's logits at p + 1.
-    """
+    """Returns the inputs of LossFunction for tokens [B, R + 1].
+    Row p combines the target's feature at p with token p + 1, and learns the target's logits at p + 1."""
     reads, logits = target(tokens)
     return target.embed(tokens[:, 1:]), reads[:, :-1], logits[:, 1:]
 
 
 @dataclass(frozen=True)
 class DraftRun:
-    """One run of a trainer.
-
-    loss_of: the loss of a batch; save: writes the draft; measure: the draft's accept lengths, which are printed
-    whenever the state is saved, and at the end; rows_of: makes the inputs of loss_of from tokens [B, R + 1]; depth:
-    tokens of the deepest path that is measured.
-    """
+    """One training run.
+    loss_function: the loss of a batch; save: writes the draft; measure: the draft's accept lengths, which are printed
+    whenever the state is saved, and at the end; make_rows: makes the inputs of loss_of from tokens [B, R + 1]; depth:
+    tokens of the deepest path that is measured."""
 
     draft: nn.Module
     target: FrozenTarget
-    loss_of: Loss
+    loss_function: LossFunction
     save: Callable[[], None]
-    measure: Measure
+    measure: MeasureFunction
     files: RunFiles
     config: TrainConfig
-    rows_of: Callable[[FrozenTarget, Tensor], tuple[Tensor, Tensor, Tensor]] = training_rows
-    depth: int = SHORTEST
+    make_rows: Callable[[FrozenTarget, Tensor], tuple[Tensor, Tensor, Tensor]] = training_rows
+    depth: int = MIN_MEASURED_TOKENS
 
     @property
     def num_parameters(self) -> int:
         return sum(p.numel() for p in self.draft.parameters())
 
     @property
-    def held_out(self) -> Texts:
-        return self.files.own.held_out
+    def held_out(self) -> TextList:
+        return self.files.own_text.held_out
 
 
-def mixed_batches(run: DraftRun, first: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yields batches [batch, length + 1] of token ids, and for each token whether it is learned.
-
-    A share `own_share` of the rows is the target's own text.  In conversations only the target's answers are learned.
-    Prompts that are cut from documents are learned too, like any other text.
-    """
+def mixed_batches(run: DraftRun, first_batch: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yields batches [batch, length + 1] of token ids, and for each token whether it counts in the loss.
+    A share `own_share` of the rows is the target's own text.  In conversations, only the target's answers count in the
+    loss.  Prompts that are cut from documents count like all other text."""
     config, data, device = run.config, run.files.data, run.target.device
-    own_rows = rows_of_own(config, data)
+    own_rows = count_own_rows(config, data)
     given_rows = config.batch - own_rows
-    own = TextRows(run.files.own.texts, config.length, device, config.seed).batches(own_rows, first)
-    given = Windows(data.stream, config.length, device, config.seed).batches(given_rows, first)
+    own = TextRows(run.files.own_text.texts, config.length, device, config.seed).batches(own_rows, first_batch)
+    given = StreamWindows(data.stream, config.length, device, config.seed).batches(given_rows, first_batch)
     while True:
         parts = []
         if own_rows:
@@ -158,33 +147,31 @@ def mixed_batches(run: DraftRun, first: int) -> Iterator[tuple[Tensor, Tensor]]:
         if given_rows:
             tokens = next(given)
             parts.append((tokens, torch.ones_like(tokens, dtype=torch.bool)))
-        yield torch.cat([tokens for tokens, _ in parts]), torch.cat([learned for _, learned in parts])
+        yield torch.cat([tokens for tokens, _ in parts]), torch.cat([loss_mask for _, loss_mask in parts])
 
 
-def backward(run: DraftRun, tokens: Tensor, learned: Tensor) -> tuple[Tensor, Tensor]:
-    """(loss, agreement by depth) of tokens [B, R + 1].  Also computes the gradients."""
-    rows = run.rows_of(run.target, tokens)
-    # Logits at positions 1 .. R predict the token after each position.
-    learned = torch.cat((learned[:, 2:], learned[:, -1:]), 1)
+def backward(run: DraftRun, tokens: Tensor, loss_mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Computes the gradients for tokens [B, R + 1].  Returns (loss, agreement by depth)."""
+    rows = run.make_rows(run.target, tokens)
+    # The logits at position p predict the token at p + 1, so the mask is shifted.
+    loss_mask = torch.cat((loss_mask[:, 2:], loss_mask[:, -1:]), 1)
     with torch.autocast(tokens.device.type, torch.bfloat16, enabled=tokens.is_cuda):
-        loss, agreement = run.loss_of(*rows, learned)
+        loss, agreement = run.loss_function(*rows, loss_mask)
     loss.backward()
     torch.nn.utils.clip_grad_norm_(run.draft.parameters(), 1.0)
     return loss.detach(), agreement
 
 
-def train_draft(run: DraftRun, **more: float) -> dict[str, float]:
-    """Train on the target's own text and the given text, save, and return the run's figures.  more: added to these.
-
+def train_draft(run: DraftRun, **more_figures: float) -> dict[str, float]:
+    """Trains and saves the draft, and returns the run's figures.  more_figures: additional figures for the result.
     The figures and the settings are also written to a JSON file in the work folder, and to the draft's card.  The state
-    is removed, because a finished run cannot continue.
-    """
-    own, state = run.files.own.texts, run.files.state
-    require_own_rows(len(own.tokens), run.config, rows_of_own(run.config, run.files.data))
+    is removed, because a finished run cannot continue."""
+    own, state = run.files.own_text.texts, run.files.state
+    require_own_rows(len(own.tokens), run.config, count_own_rows(run.config, run.files.data))
     num_steps, agreement, accept = run_steps(run)
     figures = {
         "parameters": float(run.num_parameters),
-        **more,
+        **more_figures,
         "own_tokens": float(len(own.tokens)),
         "given_tokens": float(len(run.files.data.stream)),
         "seen_tokens": float(num_steps * run.config.batch * run.config.length),
@@ -192,7 +179,7 @@ def train_draft(run: DraftRun, **more: float) -> dict[str, float]:
     figures |= {f"agreement_{depth}": value for depth, value in enumerate(agreement, 1)}
     figures |= {f"accept_length_{name.replace(' ', '_')}": each.every_root for name, each in accept.items()}
     text = json.dumps(figures | {"config": asdict(run.config)}, indent=1)
-    with whole_file(state.path.with_suffix(".json"), "free some space there") as unfinished:
+    with replace_file(state.path.with_suffix(".json"), "free some space there") as unfinished:
         unfinished.write_text(text + "\n")
     write_card(run.files.out, run.files.kind, run.files.target, run.files.data, figures, run.config)
     state.remove()
@@ -200,10 +187,8 @@ def train_draft(run: DraftRun, **more: float) -> dict[str, float]:
 
 
 def run_steps(run: DraftRun) -> tuple[int, list[float], dict[str, AcceptReport]]:
-    """Run the remaining steps, and save the draft, even if the run is interrupted after a step.
-
-    Returns the number of steps done, the last top-1 agreement by depth, and the accept lengths.
-    """
+    """Runs the remaining steps and saves the draft, also if the run is interrupted after a step.
+    Returns the number of steps done, the last top-1 agreement by depth, and the accept lengths."""
     config, state = run.config, run.files.state
     optimizers = make_optimizers(run.draft, config.matrix_lr, config.other_lr, config.weight_decay)
     num_steps = int(config.num_tokens / (config.batch * config.length))
@@ -212,19 +197,19 @@ def run_steps(run: DraftRun) -> tuple[int, list[float], dict[str, AcceptReport]]
     print(f"{run.num_parameters:,} parameters, step {first} comes first", flush=True)
     clock = StepClock(config.max_seconds)
     try:
-        for tokens, learned in mixed_batches(run, first):
+        for tokens, loss_mask in mixed_batches(run, first):
             progress = max(done / num_steps, clock.progress)
             if progress >= 1:
                 break
-            set_rate(optimizers, schedule(progress))
-            loss, agreement = backward(run, tokens, learned)
+            set_learning_rate(optimizers, learning_rate_factor(progress))
+            loss, agreement = backward(run, tokens, loss_mask)
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
             done += 1
             clock.count_step()
             if done % config.log_every == 0 or done == num_steps:
-                log(done, num_steps, float(loss), agreement, config.batch * config.length, clock)
+                print_step(done, num_steps, float(loss), agreement, config.batch * config.length, clock)
                 require_finite(done, math.isfinite(loss))
             if done % config.save_every == 0:
                 save_step(run, optimizers, done)
@@ -248,31 +233,31 @@ def require_finite(step: int, is_finite: bool) -> None:
         )
 
 
-def save_step(run: DraftRun, optimizers: list[torch.optim.Optimizer], done: int) -> None:
-    """Save the state.  If that fails, save the draft, and raise OSError or EspalierError."""
-    require_finite(done, all(bool(p.isfinite().all()) for p in run.draft.parameters()))
+def save_step(run: DraftRun, optimizers: list[torch.optim.Optimizer], num_done: int) -> None:
+    """Saves the state.  If saving fails, saves the draft, then raises OSError or EspalierError."""
+    require_finite(num_done, all(bool(p.isfinite().all()) for p in run.draft.parameters()))
     try:
-        run.files.state.save(run.draft, optimizers, done)
+        run.files.state.save(run.draft, optimizers, num_done)
     except OSError:
         run.save()
         raise
 
 
-def save_finished(run: DraftRun, optimizers: list[torch.optim.Optimizer], done: int) -> None:
-    """Save the draft.  If that fails, save the state: the run, started again, then saves the draft."""
-    require_finite(done, all(bool(p.isfinite().all()) for p in run.draft.parameters()))
+def save_finished(run: DraftRun, optimizers: list[torch.optim.Optimizer], num_done: int) -> None:
+    """Saves the draft.  If saving fails, saves the state, so that another start of the run can save the draft."""
+    require_finite(num_done, all(bool(p.isfinite().all()) for p in run.draft.parameters()))
     try:
         run.save()
     except (OSError, EspalierError):
-        run.files.state.save(run.draft, optimizers, done)
-        print(f"{run.files.state.path} holds step {done}: start again to save the draft")
+        run.files.state.save(run.draft, optimizers, num_done)
+        print(f"{run.files.state.path} holds step {num_done}: start again to save the draft")
         raise
 
 
 def print_measure(run: DraftRun) -> dict[str, AcceptReport]:
-    """Measure the draft on the held-out continuations, and print.  Returns {} if all are too short."""
+    """Measures the draft on the held-out continuations and prints the result.  Returns {} if all are too short."""
     texts, firsts = run.held_out.split(), run.held_out.firsts.tolist()
-    long_enough = [i for i, text in enumerate(texts) if len(text) - firsts[i] > max(SHORTEST, run.depth)]
+    long_enough = [i for i, text in enumerate(texts) if len(text) - firsts[i] > max(MIN_MEASURED_TOKENS, run.depth)]
     if not long_enough:
         print("held out: nothing, as the target's continuations end or repeat at once", flush=True)
         return {}
@@ -283,10 +268,8 @@ def print_measure(run: DraftRun) -> dict[str, AcceptReport]:
 
 
 class StepClock:
-    """The time of a run's steps.  It starts after the first step, which compiles.
-
-    max_seconds: the run's limit; None for no limit.
-    """
+    """Measures the time of a run's steps.  The clock starts after the first step, which compiles kernels.
+    max_seconds: the time limit of the run; None for no limit."""
 
     def __init__(self, max_seconds: int | None) -> None:
         self.max_seconds = max_seconds
@@ -300,18 +283,18 @@ class StepClock:
 
     @property
     def progress(self) -> float:
-        """The share of the limit that has passed; 0 without a limit."""
+        """The share of the time limit that has passed; 0 if there is no limit."""
         if self.max_seconds is None or self.num_steps == 0:
             return 0.0
         return (time.perf_counter() - self.begun) / self.max_seconds
 
     @property
     def steps_per_second(self) -> float:
-        """The rate without the first step; 0 before the second step ends."""
+        """The steps per second, without the first step; 0 before the second step ends."""
         return (self.num_steps - 1) / (time.perf_counter() - self.begun)
 
     def seconds_left(self, num_steps: int) -> float | None:
-        """The seconds to the end of a run with num_steps left; None while the rate is unknown."""
+        """Returns the seconds until a run with num_steps remaining steps ends; None while the speed is unknown."""
         of_steps = num_steps / rate if (rate := self.steps_per_second) else None
         if self.max_seconds is None:
             return of_steps
@@ -319,10 +302,10 @@ class StepClock:
         return of_clock if of_steps is None else min(of_clock, of_steps)
 
 
-def log(step: int, num_steps: int, loss: float, agreement: Tensor, num_tokens: int, clock: StepClock) -> None:
-    """Print a line on a step.  num_tokens: of the step."""
+def print_step(step: int, num_steps: int, loss: float, agreement: Tensor, num_tokens: int, clock: StepClock) -> None:
+    """Prints a line about a step.  num_tokens: the number of tokens of a step."""
     depths = " ".join(f"{a:.3f}" for a in agreement.tolist())
     rate, left = num_tokens * clock.steps_per_second / 1e6, clock.seconds_left(num_steps - step)
-    end = "" if left is None else f", {minutes(left)} left"
+    end = "" if left is None else f", {format_minutes(left)} left"
     of_all = f"/{num_steps}" if clock.max_seconds is None else ""
     print(f"step {step}{of_all} loss {loss:.3f} top-1 by depth {depths} {rate:.4f} M tokens/s{end}", flush=True)

@@ -1,4 +1,4 @@
-"""New EAGLE-3 drafts for a frozen target, and their loss by training-time test."""
+"""Creates EAGLE-3 drafts for a frozen target, and their loss (the training-time test)."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from espalier.train.checkpoint import draft_shape
+from espalier.train.checkpoint import make_draft_shape
 from espalier.train.draft import Eagle3Draft, training_loss
-from espalier.train.draft_run import Loss, RunFiles
+from espalier.train.draft_run import LossFunction, RunFiles
 from espalier.train.settings import Eagle3Config
 from espalier.train.target import Eagle3Target, FrozenTarget
 
 
 def choose_vocabulary(stream: np.ndarray, greedy_counts: np.ndarray, size: int) -> tuple[np.ndarray, float]:
-    """(ascending token ids of the draft vocabulary, the share of the target's greedy tokens that these cover)."""
+    """Returns (ascending token ids of the draft vocabulary, the share of greedy tokens in it)."""
     counts = np.bincount(stream, minlength=len(greedy_counts)) / len(stream)
     own = greedy_counts / max(1, greedy_counts.sum())
     ids = np.sort(np.argsort(-(own + 0.1 * counts), kind="stable")[:size])
@@ -25,30 +25,30 @@ def choose_vocabulary(stream: np.ndarray, greedy_counts: np.ndarray, size: int) 
 
 def new_draft(target: Eagle3Target, ids: np.ndarray, config: Eagle3Config) -> Eagle3Draft:
     torch.manual_seed(config.seed)
-    shape = draft_shape(target.config, len(ids), config.intermediate_size)
+    shape = make_draft_shape(target.config, len(ids), config.intermediate_size)
     draft = Eagle3Draft(shape).to(target.device)
     draft.set_vocabulary(torch.from_numpy(ids).to(target.device), target.head.detach().float())
     draft.norm.weight.data.copy_(target.final_norm)
     return draft
 
 
-def with_vocabulary(
+def new_draft_with_vocabulary(
     target: Eagle3Target, files: RunFiles, config: Eagle3Config
 ) -> tuple[Eagle3Draft, dict[str, float]]:
-    """(a new draft for the tokens that the target generates most often, the figure `coverage`)."""
-    counts = files.own.greedy_counts
-    seen = files.data.stream if len(files.data.stream) else files.own.texts.tokens
+    """Returns (a new draft, the figure `coverage`).  Its vocabulary is the target's most frequent tokens."""
+    counts = files.own_text.greedy_counts
+    seen = files.data.stream if len(files.data.stream) else files.own_text.texts.tokens
     ids, coverage = choose_vocabulary(seen, counts, min(config.draft_vocab, len(counts)))
     print(f"draft vocabulary {len(ids)} of {len(counts)}: {coverage:.2%} of the target's greedy tokens")
     return new_draft(target, ids, config), {"coverage": coverage}
 
 
-def loss_of_batch(
+def make_loss(
     draft: Eagle3Draft,
     target: FrozenTarget,
     config: Eagle3Config,
     loss: Callable[..., tuple[Tensor, Tensor]] = training_loss,
-) -> Loss:
-    return lambda embeds, features, logits, learned: loss(
-        draft, embeds, features, logits, learned, config.ttt_steps, config.decay
+) -> LossFunction:
+    return lambda embeds, features, logits, loss_mask: loss(
+        draft, embeds, features, logits, loss_mask, config.ttt_steps, config.decay
     )

@@ -1,7 +1,8 @@
 """Measures accept lengths of an EAGLE-3 draft on known text, for the trainer, without the engine.
 
-The text is the target's greedy output, so a round accepts the longest path of its tree that agrees with the text.  A
-tree is grown at every position at once.  Then `report` visits the roots that decoding would have visited.
+The text is the target's greedy output, so a round accepts the longest path of its tree that agrees with the text.  The
+trees of all positions are computed together.  Then `make_report` visits the roots of the rounds that decoding would
+run.
 """
 
 from __future__ import annotations
@@ -19,15 +20,13 @@ from espalier.errors import EspalierError
 from espalier.terminal.console import print_table
 from espalier.train.draft import Eagle3Draft
 from espalier.train.target import FrozenTarget
-from espalier.train.writer import Writer, repeated
+from espalier.train.writer import TargetWriter, find_repeats
 
 
 @dataclass
 class Beams:
-    """The draft rows of one level, [N roots, K, ...].
-
-    on_path: whether the text agrees with the row's path; chain: the keys and values of the row's ancestors.
-    """
+    """The draft rows of one level of N trees, [N, K, ...] each.
+    on_path: whether the text agrees with the row's path; chain: the keys and values of the row's ancestors."""
 
     tokens: Tensor
     scores: Tensor
@@ -35,24 +34,31 @@ class Beams:
     features: Tensor
     chain: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
-    def pick(self, index: Tensor, values: tuple[Tensor, Tensor, Tensor], parents: Tensor) -> Beams:
+    def select(self, index: Tensor, values: tuple[Tensor, Tensor, Tensor], parents: Tensor) -> Beams:
         tokens, scores, on_path = (v.gather(1, index) for v in values)
-        return Beams(tokens, scores, on_path, rows(self.features, parents), self.chain)
+        return Beams(tokens, scores, on_path, select_rows(self.features, parents), self.chain)
 
 
-def rows(x: Tensor, index: Tensor) -> Tensor:
-    """Select rows of each batch entry: x [N, K, ...], index [N, M] -> [N, M, ...]."""
+def select_rows(x: Tensor, index: Tensor) -> Tensor:
+    """Selects rows of each batch entry.  x: [N, K, ...]; index: [N, M].  Returns [N, M, ...]."""
     return x[torch.arange(len(x), device=x.device)[:, None], index]
 
 
 @torch.no_grad()
 def accept_lengths(
-    draft: Eagle3Draft, target: FrozenTarget, tokens: Tensor, first: int, steps: int, topk: int, num_draft_tokens: int
+    draft: Eagle3Draft,
+    target: FrozenTarget,
+    tokens: Tensor,
+    first_root: int,
+    steps: int,
+    topk: int,
+    num_draft_tokens: int,
 ) -> Tensor:
-    """The accept length at every root position n, first <= n < T - steps.  tokens: [T], greedy text of the target."""
+    """Returns the accept length at every root position n, first_root <= n < T - steps.  tokens: [T], greedy text of the
+    target."""
     dtype = draft.fc.weight.dtype
     features, embeds = target(tokens[None])[0][0, :-1].to(dtype), target.embed(tokens[1:]).to(dtype)
-    roots = torch.arange(first, len(tokens) - steps, device=tokens.device)
+    roots = torch.arange(first_root, len(tokens) - steps, device=tokens.device)
     outputs, keys, values = causal_rows(draft, embeds, features)
     at_root = roots[:, None]
     beams = Beams(at_root, torch.zeros_like(at_root, dtype=dtype), at_root > 0, outputs[at_root - 1])
@@ -71,8 +77,8 @@ def accept_lengths(
         pool_paths.append(on_path)
         pool_depths.append(torch.full_like(children, depth))
         index = scores.topk(min(topk, scores.shape[1]), dim=1).indices
-        beams.chain = [(rows(k, parents[index]), rows(v, parents[index])) for k, v in beams.chain]
-        beams = beams.pick(index, (children, scores, on_path), parents[index])
+        beams.chain = [(select_rows(k, parents[index]), select_rows(v, parents[index])) for k, v in beams.chain]
+        beams = beams.select(index, (children, scores, on_path), parents[index])
     all_scores = torch.cat(pool_scores, 1)
     kept = all_scores.topk(min(num_draft_tokens - 1, all_scores.shape[1]), dim=1).indices
     depths = torch.cat(pool_depths, 1) * torch.cat(pool_paths, 1)
@@ -80,25 +86,24 @@ def accept_lengths(
 
 
 def causal_rows(draft: Eagle3Draft, embeds: Tensor, features: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(outputs [R, H], keys, values [heads, R, head_dim]) of the rows whose features come from the target."""
+    """Computes the rows whose features come from the target.  Returns (outputs [R, H], keys, values [heads, R,
+    head_dim])."""
     feature = draft.fc(features)
     cos, sin = draft.rope(torch.arange(len(features), device=features.device))
-    q, k, v = draft.midlayer.self_attn.project(draft.midlayer.join(embeds, feature), cos, sin)
+    q, k, v = draft.midlayer.self_attn.project_qkv(draft.midlayer.join(embeds, feature), cos, sin)
     attended = torch.nn.functional.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True)[0]
-    return draft.midlayer.finish(feature, attended), k, v
+    return draft.midlayer.finish_layer(feature, attended), k, v
 
 
 def run_beams(
     draft: Eagle3Draft, embeds: Tensor, beams: Beams, positions: Tensor, keys: Tensor, values: Tensor, roots: Tensor
 ) -> Tensor:
-    """The outputs of one draft step over [N, K] beams.  Appends the beams' keys and values to `beams.chain`.
-
-    positions: [N].
-    """
+    """Returns the outputs of one draft step over [N, K] beams.  Appends the beams' keys and values to `beams.chain`.
+    positions: [N]."""
     layer = draft.midlayer
     cos, sin = (t[:, None, None, None, :] for t in draft.rope(positions))
     joined = layer.join(embeds, beams.features)[..., None, :]
-    q, k, v = (t.squeeze(-2) for t in layer.self_attn.project(joined, cos, sin))
+    q, k, v = (t.squeeze(-2) for t in layer.self_attn.project_qkv(joined, cos, sin))
     beams.chain.append((k, v))
     prefix = torch.einsum("nkhd,hrd->nkhr", q, keys)
     is_later = torch.arange(keys.shape[1], device=q.device) >= roots[:, None]
@@ -108,16 +113,14 @@ def run_beams(
     attended = torch.einsum("nkhr,hrd->nkhd", weights[..., : keys.shape[1]], values)
     for index, (_, v) in enumerate(beams.chain):
         attended = attended + weights[..., keys.shape[1] + index, None] * v
-    return layer.finish(beams.features[..., None, :], attended[..., None, :]).squeeze(-2)
+    return layer.finish_layer(beams.features[..., None, :], attended[..., None, :]).squeeze(-2)
 
 
 @dataclass
 class AcceptReport:
     """Mean accept lengths.
-
-    fresh, repeated: over the rounds that decoding would run, in text that is new and in text that occurred before.
-    every_root: with every position as a root.  repeated_share: the share of the rounds that are in repeated text.
-    """
+    fresh, repeated: the means over the rounds that decoding would run, in new text and in repeated text.  every_root:
+    the mean with every position as a root.  repeated_share: the share of rounds in repeated text."""
 
     fresh: float
     repeated: float
@@ -125,12 +128,12 @@ class AcceptReport:
     repeated_share: float
 
 
-def report(lengths: list[Tensor], texts: list[np.ndarray], firsts: list[int]) -> AcceptReport:
+def make_report(lengths: list[Tensor], texts: list[np.ndarray], firsts: list[int]) -> AcceptReport:
     fresh: list[float] = []
     looping: list[float] = []
     every_root: list[float] = []
     for accepted, text, first in zip(lengths, texts, firsts, strict=True):
-        loops, root, values = repeated(text), first, accepted.tolist()
+        loops, root, values = find_repeats(text), first, accepted.tolist()
         every_root += values
         while root - first < len(values):
             length = values[root - first]
@@ -140,28 +143,29 @@ def report(lengths: list[Tensor], texts: list[np.ndarray], firsts: list[int]) ->
     return AcceptReport(means[0], means[1], means[2], len(looping) / max(1, len(looping) + len(fresh)))
 
 
-# A continuation of at most this many tokens is not measured.
-SHORTEST = 8
-SETTINGS = {"tree": (5, 4, 16), "chain": (5, 1, 6), "wide tree": (6, 8, 64)}
+# Continuations with at most this number of tokens are not measured.
+MIN_MEASURED_TOKENS = 8
+MEASURED_TREES = {"tree": (5, 4, 16), "chain": (5, 1, 6), "wide tree": (6, 8, 64)}
 
 
-def require_room(num_tokens: int, steps: int) -> None:
-    """Raises EspalierError if no continuation of num_tokens tokens has room for a tree of this depth."""
-    if num_tokens <= (shortest := max(SHORTEST, steps)):
+def require_measurable(num_tokens: int, steps: int) -> None:
+    """Raises EspalierError if continuations of num_tokens tokens are too short for a tree of `steps` levels."""
+    if num_tokens <= (shortest := max(MIN_MEASURED_TOKENS, steps)):
         raise EspalierError(
             f"--max-tokens={num_tokens} is too few to measure a tree of {steps} steps; use at least {shortest + 1}"
         )
 
 
-def continued(
+def continue_prompts(
     target: Path, prompts: list[list[int]], num_tokens: int, steps: int
 ) -> tuple[list[np.ndarray], list[int]]:
-    """(greedy texts, index where each continuation begins), for the prompts whose continuation has room for `steps`.
+    """Generates greedy continuations.  Returns (texts, index where each continuation begins) for all continuations with
+    more than `steps` tokens.
 
-    Prints how many prompts are left out.  Raises EspalierError if all are left out.
+    Prints the number of omitted prompts.  Raises EspalierError if all prompts are omitted.
     """
-    shortest = max(SHORTEST, steps)
-    with Writer(target, max(map(len, prompts)) + num_tokens, len(prompts)) as writer:
+    shortest = max(MIN_MEASURED_TOKENS, steps)
+    with TargetWriter(target, max(map(len, prompts)) + num_tokens, len(prompts)) as writer:
         texts = writer.continuations(prompts, num_tokens, 0.0)
     long_enough = [i for i, text in enumerate(texts) if len(text) - len(prompts[i]) > shortest]
     if not long_enough:
@@ -175,7 +179,7 @@ def continued(
 
 
 def print_reports(reports: Sequence[tuple[str, int, int, int, AcceptReport]]) -> None:
-    """Print a table with a line for each (name, steps, topk, num_draft_tokens, report)."""
+    """Prints a table with a line for each (name, steps, topk, num_draft_tokens, report)."""
     rows = [["", "steps", "topk", "nodes", "new text", "repeated text", "every position", "rounds in repeated text"]]
     for name, steps, topk, nodes, found in reports:
         numbers = (str(number) for number in (steps, topk, nodes))

@@ -1,6 +1,7 @@
-"""The kinds of drafts, and what is the same for all of them: the training of a new draft, and its measurement.
+"""The kinds of drafts, and the code that all kinds share: training a new draft and measuring a draft.
 
-`espalier train` runs `train` and `evaluate`.  learn/trainer.py trains a served draft further.
+`espalier train` calls `train` and `evaluate`.  learn/trainer.py uses the same kinds to continue the training of a
+served draft.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from espalier.train import block, eagle3, mtp
 from espalier.train import evaluate as of_eagle3
 from espalier.train.block_head import block_loss
 from espalier.train.checkpoint import load_draft, save_draft
-from espalier.train.data import Data
+from espalier.train.data import UserText
 from espalier.train.draft import training_loss
-from espalier.train.draft_run import DraftRun, Loss, RunFiles, prepare_run, train_draft, training_rows
-from espalier.train.evaluate import AcceptReport, continued, print_reports, report, require_room
+from espalier.train.draft_run import DraftRun, LossFunction, RunFiles, prepare_run, train_draft, training_rows
+from espalier.train.evaluate import AcceptReport, continue_prompts, make_report, print_reports, require_measurable
 from espalier.train.mtp_checkpoint import load_mtp, save_mtp
 from espalier.train.mtp_head import mtp_loss
 from espalier.train.settings import BlockConfig, Eagle3Config, MtpConfig, TrainConfig
@@ -36,124 +37,123 @@ Tree = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class DraftKind:
-    """The functions of a kind of draft.  "draft" is the trainer's module.
+    """The functions of a kind of draft.  In their arguments, `draft` is the training module.
 
-    new: (target, files, config) -> (a new draft, its figures).
-    loss: the loss of a batch; loss_of_batch: (draft, target, config, loss) -> the same for given target and settings.
-    accept_lengths: (draft, target, tokens [T], first, *tree) -> the accept length at each root n, first <= n < T -
-    steps.
-    trees: the trees that are measured, by name; depth: (draft, tree) -> tokens of the tree's longest path.
-    save: (draft, target, the target's directory, out).  config: (draft, settings of every run) -> the settings with
-    which a draft is trained further.  print_more: prints what `evaluate` reports beside accept lengths.
-    dtype: of a draft that is evaluated; None: the target's.
+    new_draft: (target, files, config) -> (a new draft, its figures).
+    loss: the loss of a batch.  make_loss: (draft, target, config, loss) -> a LossFunction.
+    accept_lengths: (draft, target, tokens [T], first_root, *tree) -> the accept length at each root n, first_root <= n
+    < T - steps.
+    trees: the trees that are measured, by name.  depth: (draft, tree) -> the number of tokens of the tree's longest
+    path.
+    save: (draft, target, the target's directory, out).  config: (draft, common settings) -> the settings for further
+    training.  print_details: prints results of `evaluate` other than accept lengths.  dtype: the dtype for evaluating a
+    draft; None for the target's dtype.
     """
 
     load: Callable[[Path], Any]
     target: type[FrozenTarget]
-    new: Callable[[Any, RunFiles, Any], tuple[Any, dict[str, float]]]
+    new_draft: Callable[[Any, RunFiles, Any], tuple[Any, dict[str, float]]]
     loss: Callable[..., tuple[Tensor, Tensor]]
-    loss_of_batch: Callable[..., Loss]
+    make_loss: Callable[..., LossFunction]
     accept_lengths: Callable[..., Tensor]
     trees: Callable[[Any], Mapping[str, Tree]]
     save: Callable[[Any, Any, Path, Path], None]
     config: Callable[[Any, dict[str, Any]], TrainConfig]
-    rows_of: Callable[[FrozenTarget, Tensor], tuple[Tensor, Tensor, Tensor]] = training_rows
+    make_rows: Callable[[FrozenTarget, Tensor], tuple[Tensor, Tensor, Tensor]] = training_rows
     depth: Callable[[Any, Tree], int] = lambda draft, tree: tree[0]
-    print_more: Callable[[Any, Any, list[np.ndarray], list[int]], None] = lambda *_: None
+    print_details: Callable[[Any, Any, list[np.ndarray], list[int]], None] = lambda *_: None
     dtype: torch.dtype | None = None
 
 
 EAGLE3 = DraftKind(
     load=load_draft,
     target=Eagle3Target,
-    new=eagle3.with_vocabulary,
+    new_draft=eagle3.new_draft_with_vocabulary,
     loss=training_loss,
-    loss_of_batch=eagle3.loss_of_batch,
+    make_loss=eagle3.make_loss,
     accept_lengths=of_eagle3.accept_lengths,
-    trees=lambda _: of_eagle3.SETTINGS,
+    trees=lambda _: of_eagle3.MEASURED_TREES,
     save=lambda draft, target, target_dir, out: save_draft(draft, out),
     config=lambda draft, common: Eagle3Config(**common),
     dtype=torch.float32,
 )
-# MTP heads are measured as chains, because the trainer grows no trees for them.
+# MTP heads are measured with chains, because the trainer does not support trees for MTP heads.
 MTP = DraftKind(
     load=load_mtp,
     target=FrozenTarget,
-    new=lambda target, files, config: (mtp.new_head(target, config), {}),
+    new_draft=lambda target, files, config: (mtp.new_head(target, config), {}),
     loss=mtp_loss,
-    loss_of_batch=mtp.loss_of_batch,
+    make_loss=mtp.make_loss,
     accept_lengths=mtp.accept_lengths,
     trees=lambda head: {f"chain of {n}": (n, 1, n + 1) for n in (mtp.num_layers(head), mtp.num_layers(head) + 2)},
     save=lambda head, target, target_dir, out: save_mtp(head, target_dir, out),
     config=lambda head, common: MtpConfig(
         layers=mtp.num_layers(head), form=head.form, ttt_steps=max(3, mtp.num_layers(head)), **common
     ),
-    print_more=mtp.print_agreement,
+    print_details=mtp.print_agreement,
 )
 BLOCK = DraftKind(
     load=block.load_block,
     target=Eagle3Target,
-    new=lambda target, files, config: (block.new_head(target, config), {}),
+    new_draft=lambda target, files, config: (block.new_head(target, config), {}),
     loss=block_loss,
-    loss_of_batch=block.loss_of_batch,
+    make_loss=block.make_loss,
     accept_lengths=lambda head, target, tokens, first, steps, *tree: block.accept_lengths(
         head, target, tokens, first, *tree
     ),
-    trees=block.trees_of,
+    trees=block.trees_to_measure,
     save=block.save_block,
     config=lambda head, common: BlockConfig(
         block_size=(size := head.shape.block_size), anchors=min(64, common["length"] - size + 1), **common
     ),
-    rows_of=block.token_rows,
+    make_rows=block.token_rows,
     depth=lambda head, tree: head.shape.block_size,
 )
 DRAFT_KINDS = MappingProxyType({"eagle3": EAGLE3, "mtp": MTP, "block": BLOCK})
 
 
-def train(name: str, target_dir: Path, data: Data, out: Path, work: Path, config: TrainConfig) -> dict[str, float]:
-    """Train a draft of a kind, save it to `out`, and return the run's figures."""
+def train(name: str, target_dir: Path, data: UserText, out: Path, work: Path, config: TrainConfig) -> dict[str, float]:
+    """Trains a draft, saves it to `out`, and returns the run's figures.  name: the kind of the draft."""
     kind = DRAFT_KINDS[name]
     files = prepare_run(name, target_dir, data, out, work, config, kind.target.min_layers)
     target = kind.target(target_dir, training_device())
-    draft, figures = kind.new(target, files, config)
+    draft, figures = kind.new_draft(target, files, config)
     trees = kind.trees(draft)
 
     def measured(texts: list[np.ndarray], firsts: list[int]) -> dict[str, AcceptReport]:
         return {name: measure(kind, draft, target, texts, firsts, tree) for name, tree in trees.items()}
 
     loss = torch.compile(kind.loss) if target.device.type == "cuda" else kind.loss
-    loss_of, depth = kind.loss_of_batch(draft, target, config, loss), max(kind.depth(draft, t) for t in trees.values())
+    loss_of, depth = kind.make_loss(draft, target, config, loss), max(kind.depth(draft, t) for t in trees.values())
     parts = draft, target, loss_of, lambda: kind.save(draft, target, target_dir, out), measured
-    return train_draft(DraftRun(*parts, files, config, kind.rows_of, depth), **figures)
+    return train_draft(DraftRun(*parts, files, config, kind.make_rows, depth), **figures)
 
 
 def measure(
     kind: DraftKind, draft: Any, target: FrozenTarget, texts: list[np.ndarray], firsts: list[int], tree: Tree
 ) -> AcceptReport:
-    """Measure a draft.  texts: prompts with the target's greedy continuations, each with more tokens than the tree has
-    steps; firsts: the index where each continuation begins."""
+    """Measures a draft.  texts: prompts with greedy continuations of the target, which have more tokens than the tree
+    has steps.  firsts: the index where each continuation begins."""
     tokens = (torch.from_numpy(text.astype(np.int64)).to(target.device) for text in texts)
     lengths = [kind.accept_lengths(draft, target, t, f, *tree) for t, f in zip(tokens, firsts, strict=True)]
-    return report(lengths, texts, firsts)
+    return make_report(lengths, texts, firsts)
 
 
 def evaluate(
     name: str, draft_dir: Path, target_dir: Path, prompts: list[list[int]], num_tokens: int
 ) -> dict[str, AcceptReport]:
-    """Measure a draft with its kind's trees, without the engine; print and return the accept lengths.
-
-    Raises EspalierError if the draft is for a target of other sizes.
-    """
+    """Measures a draft with the trees of its kind, without the engine.  Prints and returns the accept lengths.
+    Raises EspalierError if the draft does not fit the target."""
     read_draft(draft_dir, read_config(target_dir))
     kind = DRAFT_KINDS[name]
     draft = kind.load(draft_dir)
     trees = kind.trees(draft)
     deepest = max(steps for steps, _, _ in trees.values())
-    require_room(num_tokens, deepest)
-    texts, firsts = continued(target_dir, prompts, num_tokens, deepest)
+    require_measurable(num_tokens, deepest)
+    texts, firsts = continue_prompts(target_dir, prompts, num_tokens, deepest)
     target = kind.target(target_dir, training_device())
     draft = draft.to(target.device, kind.dtype or target.head.dtype).eval()
     reports = {name: measure(kind, draft, target, texts, firsts, tree) for name, tree in trees.items()}
     print_reports([(name, *trees[name], found) for name, found in reports.items()])
-    kind.print_more(draft, target, texts, firsts)
+    kind.print_details(draft, target, texts, firsts)
     return reports

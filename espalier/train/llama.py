@@ -1,4 +1,4 @@
-"""The parts of a Llama layer that the trained drafts share.  Their parameters have Hugging Face's names."""
+"""The modules of a Llama layer that all trained drafts use.  Parameters have Hugging Face's names."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class LlamaShape:
 
 
 def rope_tables(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
-    """cos and sin [..., head_dim], float32, in the layout of Hugging Face's rotate_half."""
+    """Returns cos and sin, [..., head_dim] each, float32, in the layout of Hugging Face's rotate_half."""
     exponents = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim
     angles = positions[..., None].float() * theta**-exponents
     angles = torch.cat((angles, angles), dim=-1)

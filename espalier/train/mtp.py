@@ -1,4 +1,4 @@
-"""New MTP heads of one or several layers for a frozen target, their loss, and what a text shows of a head."""
+"""Creates MTP heads for a frozen target, and computes their loss and their agreement with texts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from espalier.train.checkpoint import layer_fields
-from espalier.train.draft_run import Loss
+from espalier.train.draft_run import LossFunction
 from espalier.train.llama import LlamaShape
 from espalier.train.mtp_head import MtpHead, mtp_loss
 from espalier.train.settings import MtpConfig
@@ -27,21 +27,19 @@ def new_head(target: FrozenTarget, config: MtpConfig) -> MtpHead:
     return head
 
 
-def loss_of_batch(
+def make_loss(
     head: MtpHead, target: FrozenTarget, config: MtpConfig, loss: Callable[..., tuple[Tensor, Tensor]] = mtp_loss
-) -> Loss:
-    return lambda embeds, hidden, logits, learned: loss(
-        head, target.head, embeds, hidden, logits, learned, config.ttt_steps, config.decay
+) -> LossFunction:
+    return lambda embeds, hidden, logits, loss_mask: loss(
+        head, target.head, embeds, hidden, logits, loss_mask, config.ttt_steps, config.decay
     )
 
 
 @torch.no_grad()
-def matches(head: MtpHead, target: FrozenTarget, tokens: Tensor, first: int, steps: int) -> Tensor:
-    """Whether the head's most likely token at every depth equals the text's token, for every root n of a greedy text.
-
-    tokens: [T].  Returns bool [steps, roots], for first <= n < T - steps.
-    """
-    roots = torch.arange(first, len(tokens) - steps, device=tokens.device)
+def matches_by_depth(head: MtpHead, target: FrozenTarget, tokens: Tensor, first_root: int, steps: int) -> Tensor:
+    """Returns whether the head's likeliest token equals the token of a greedy text, for every depth and every root n.
+    tokens: [T].  Returns bool [steps, roots], for first <= n < T - steps."""
+    roots = torch.arange(first_root, len(tokens) - steps, device=tokens.device)
     dtype, (hidden, _) = head.dtype, target(tokens[None])
     outputs = head.unroll(target.embed(tokens[None, 1:]).to(dtype), hidden[:, :-1].to(dtype), steps)
     found = [
@@ -51,17 +49,17 @@ def matches(head: MtpHead, target: FrozenTarget, tokens: Tensor, first: int, ste
     return torch.stack(found)
 
 
-def accept_lengths(head: MtpHead, target: FrozenTarget, tokens: Tensor, first: int, steps: int, *_: int) -> Tensor:
-    """The accept lengths of chains of `steps` tokens.  Other arguments: see `matches`."""
-    return 1 + matches(head, target, tokens, first, steps).cumprod(0).sum(0)
+def accept_lengths(head: MtpHead, target: FrozenTarget, tokens: Tensor, first_root: int, steps: int, *_: int) -> Tensor:
+    """Returns the accept lengths of chains of `steps` tokens.  For other arguments, see matches_by_depth."""
+    return 1 + matches_by_depth(head, target, tokens, first_root, steps).cumprod(0).sum(0)
 
 
 def agreement_by_depth(
     head: MtpHead, target: FrozenTarget, texts: list[np.ndarray], firsts: list[int], steps: int
 ) -> list[float]:
-    """How often the head's most likely token is the target's, by depth, over the target's greedy texts."""
+    """Returns how often the head's likeliest token equals the target's token, by depth, over greedy texts."""
     tokens = [torch.from_numpy(text.astype(np.int64)).to(target.device) for text in texts]
-    found = [matches(head, target, t, f, steps) for t, f in zip(tokens, firsts, strict=True)]
+    found = [matches_by_depth(head, target, t, f, steps) for t, f in zip(tokens, firsts, strict=True)]
     return torch.cat(found, 1).float().mean(1).tolist()
 
 

@@ -1,18 +1,17 @@
-"""Reads and writes MTP heads in the `mtp` form of vLLM's speculators, for any number of layers.
+"""Reads and writes MTP heads in the `mtp` format of vLLM's speculators, for any number of layers.
 
 model.safetensors has, for each layer i from 0, `mtp_layers.{i}.` and
 
 - `token_layernorm.weight`, `hidden_layernorm.weight`, `final_layernorm.weight` [H], `input_proj.weight` [H, 2H]: the
-  embedding's half comes first;
+embedding's half comes first;
 - a Llama decoder layer: `input_layernorm.weight`, `post_attention_layernorm.weight` [H],
-  `self_attn.{q,k,v,o}_proj.weight`, `mlp.{gate,up,down}_proj.weight`.
+`self_attn.{q,k,v,o}_proj.weight`, `mlp.{gate,up,down}_proj.weight`.
 
-The file holds nothing else: the embedding and the lm_head are the target's.  mtp_head.py defines the computation.
+The file contains no other tensors: the embedding and the lm_head are the target's.  mtp_head.py has the computation.
 
 config.json has `speculators_model_type` "mtp", `speculators_config` with the target's path, `num_nextn_predict_layers`
 N, and `transformer_layer_config`, a Llama config with the sizes of one layer.  The field `mtp_form`, "chain" or
-"target", is Espalier's own, because heads of speculators have one layer.  A file without this field has the form
-"chain".
+"target", is Espalier's extension, because heads of speculators have one layer.  The default is "chain".
 """
 
 from __future__ import annotations
@@ -22,19 +21,19 @@ from typing import Any
 
 from safetensors.torch import load_file
 
-from espalier.train.checkpoint import shape_in, write_checkpoint
+from espalier.train.checkpoint import read_shape, write_checkpoint
 from espalier.train.configs import read_config
 from espalier.train.llama import LlamaShape
 from espalier.train.mtp_head import MtpHead
 
-# The release of speculators that defines this form.
+# The release of speculators that defines this format.
 SPECULATORS_VERSION = "0.9.0"
 
 
 def mtp_config(
     layer: dict[str, Any], num_layers: int, form: str, target: Path, architectures: list[str]
 ) -> dict[str, Any]:
-    """The config.json of a head.  layer: the sizes of a layer, as in a Llama config."""
+    """Returns the config.json of a head.  layer: the sizes of a layer, with the field names of a Llama config."""
     proposal = {"proposal_type": "greedy", "speculative_tokens": num_layers, "verifier_accept_k": 1}
     return {
         "architectures": ["MTPDraftModel"],
@@ -55,7 +54,7 @@ def mtp_config(
 
 
 def save_mtp(head: MtpHead, target: Path, out: Path) -> None:
-    """Write a head's files to `out`.  target: the directory of the head's target."""
+    """Writes a head's files to `out`.  target: the directory of the head's target."""
     sizes = dict(vars(head.shape))
     theta = sizes.pop("rope_theta")
     layer = {
@@ -72,6 +71,6 @@ def save_mtp(head: MtpHead, target: Path, out: Path) -> None:
 
 def load_mtp(directory: Path) -> MtpHead:
     config = read_config(directory)
-    head = MtpHead(shape_in(config["transformer_layer_config"], LlamaShape), config.get("mtp_form", "chain"))
+    head = MtpHead(read_shape(config["transformer_layer_config"], LlamaShape), config.get("mtp_form", "chain"))
     head.load_state_dict(load_file(directory / "model.safetensors"))
     return head

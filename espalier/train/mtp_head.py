@@ -1,4 +1,5 @@
-"""An MTP head of N layers as a training module.  Its parameters have the names of the file (mtp_checkpoint.py).
+"""An MTP head of N layers as a training module.  Parameters have the same names as in the saved file
+(mtp_checkpoint.py).
 
 Layer k (DeepSeek-V3, arXiv 2412.19437, section 2.2) is a decoder layer over one projection of two inputs:
 
@@ -6,12 +7,12 @@ Layer k (DeepSeek-V3, arXiv 2412.19437, section 2.2) is a decoder layer over one
     out[p] = final_layernorm(decoder layer k (x)[p])
 
 The target's lm_head reads out[p] and predicts token p + k + 1.  The next layer may read out[p] too.  Row p attends to
-rows 0 .. p of its layer.  Layer 1 reads the target's hidden state at p, after the final norm.  In the form "chain"
-layer k reads out[p] of layer k - 1; in "target" every layer reads the target's h[p].  In both forms, a depth beyond N
-runs layer N again on its own output.
+rows 0 .. p of its layer.  Layer 1 reads the target's hidden state at p, after the final norm.  In the form "chain",
+layer k reads out[p] of layer k - 1; in the form "target", every layer reads the target's h[p].  In both forms, depths
+beyond N run layer N again on its own output.
 
-The rotary position of the row of token q is q - 1.  The layers share no rows, so any other constant offset gives the
-same scores.
+The rotary position of the row of token q is q - 1.  Layers do not attend to rows of other layers, so any other constant
+offset gives the same scores.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 from espalier.train.depth_loss import depth_loss
 from espalier.train.draft_attention import DraftAttention, attend
 from espalier.train.llama import MLP, LlamaShape, RMSNorm, rope_tables
-from espalier.train.settings import Form
+from espalier.train.settings import HiddenForm
 
 
 class MtpLayer(nn.Module):
@@ -40,19 +41,19 @@ class MtpLayer(nn.Module):
         self.final_layernorm = RMSNorm(size, eps)
 
     def join(self, embeds: Tensor, hidden: Tensor) -> Tensor:
-        """The decoder layer's input, from embeddings and hidden states [..., H] each."""
+        """Returns the decoder layer's input for embeddings and hidden states, [..., H] each."""
         return self.input_proj(torch.cat((self.token_layernorm(embeds), self.hidden_layernorm(hidden)), dim=-1))
 
-    def finish(self, x: Tensor, attended: Tensor) -> Tensor:
-        """The output after final_layernorm: [..., T, H].  attended: [..., heads, T, head_dim]."""
-        x = x + self.self_attn.output(attended)
+    def finish_layer(self, x: Tensor, attended: Tensor) -> Tensor:
+        """Returns the output after final_layernorm, [..., T, H].  attended: [..., heads, T, head_dim]."""
+        x = x + self.self_attn.project_output(attended)
         return self.final_layernorm(x + self.mlp(self.post_attention_layernorm(x)))
 
 
 class MtpHead(nn.Module):
-    """An MTP head.  shape: of its layers; num_hidden_layers is N."""
+    """An MTP head.  shape: the sizes of its layers; num_hidden_layers is N."""
 
-    def __init__(self, shape: LlamaShape, form: Form) -> None:
+    def __init__(self, shape: LlamaShape, form: HiddenForm) -> None:
         super().__init__()
         self.shape = shape
         self.form = form
@@ -70,22 +71,23 @@ class MtpHead(nn.Module):
         return [layer for layer in self.mtp_layers if isinstance(layer, MtpLayer)]
 
     def unroll(self, embeds: Tensor, hidden: Tensor, num_depths: int) -> list[Tensor]:
-        """The outputs of all depths, [B, R - j, H] for depth 1 + j.
+        """Returns the outputs of all depths, [B, R - j, H] for depth 1 + j.
 
-        embeds: [B, R, H]; row p has the embedding of token p + 1.  hidden: [B, R, H], the target's state at p.
+        embeds: [B, R, H]; row p has the embedding of token p + 1.  hidden: [B, R, H], the target's hidden state at p.
         """
         reads, outputs = hidden, []
         chain: list[tuple[Tensor, Tensor]] = []
         num_rows, num_layers = embeds.shape[1], len(self.layers)
         for skipped in range(min(num_depths, num_rows)):
             layer = self.layers[min(skipped, num_layers - 1)]
-            # The last `skipped` rows have no token.  They run on zeros, so that every depth has the same shape.
+            # The last `skipped` rows have no token.  Their embeddings are zeros, so that every depth has the same
+            # shape.
             x = layer.join(F.pad(embeds[:, skipped:], (0, 0, 0, skipped)), reads)
             positions = torch.arange(skipped, skipped + num_rows, device=embeds.device)
             tables = rope_tables(positions, self.shape.head_dim, self.shape.rope_theta)
-            q, k, v = layer.self_attn.project(layer.input_layernorm(x), *tables)
+            q, k, v = layer.self_attn.project_qkv(layer.input_layernorm(x), *tables)
             chain = [*chain, (k, v)] if skipped >= num_layers else [(k, v)]
-            output = layer.finish(x, attend(q, chain))
+            output = layer.finish_layer(x, attend(q, chain))
             outputs.append(output[:, : num_rows - skipped])
             reads = hidden if self.form == "target" and skipped + 1 < num_layers else output
         return outputs
@@ -97,13 +99,15 @@ def mtp_loss(
     embeds: Tensor,
     hidden: Tensor,
     target_logits: Tensor,
-    learned: Tensor,
+    loss_mask: Tensor,
     num_depths: int,
     decay: float,
 ) -> tuple[Tensor, Tensor]:
-    """(loss, top-1 agreement by depth [num_depths]).  The loss is soft cross-entropy with the target's distribution.
+    """Returns (loss, top-1 agreement by depth [num_depths]).  The loss is soft cross-entropy with the target's
+    distribution.
 
-    lm_head: the target's, [V, H].  target_logits: [B, R, V]; row p predicts token p + 2.  learned: see depth_loss.
+    lm_head: [V, H], the target's lm_head.  target_logits: [B, R, V]; row p predicts token p + 2.  loss_mask: see
+    depth_loss.
     """
     logits = (F.linear(output, lm_head).float() for output in head.unroll(embeds, hidden, num_depths))
-    return depth_loss(logits, target_logits, target_logits.argmax(-1), learned, decay)
+    return depth_loss(logits, target_logits, target_logits.argmax(-1), loss_mask, decay)

@@ -1,7 +1,7 @@
-"""Muon for hidden matrices and AdamW for the rest, with one schedule of warm-up, hold and decay.
+"""Muon for hidden matrices and AdamW for the rest, with one learning_rate_factor of warm-up, hold and decay.
 
-Muon (Jordan et al., 2024) orthogonalises the momentum of a matrix by a few Newton-Schulz iterations.  Its step is then
-scaled to the root mean square that AdamW's steps usually have (Liu et al., arXiv 2502.16982).
+Muon (Jordan et al., 2024) orthogonalises the momentum of a matrix by a few Newton-Schulz iterations.  The step is then
+scaled to the usual root mean square of AdamW's steps (Liu et al., arXiv 2502.16982).
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
-# Parts of the names of matrices that have a row for each token of the vocabulary.
-BY_TOKEN = ("embed_tokens", "lm_head", "markov_w")
+# Name parts of matrices with a row for each token of the vocabulary.
+TOKEN_MATRIX_NAMES = ("embed_tokens", "lm_head", "markov_w")
 
 
 def orthogonalise(matrices: Tensor, iterations: int = 5) -> Tensor:
-    """Approximately the nearest semi-orthogonal matrices, by Newton-Schulz.  matrices: [N, rows, columns]."""
+    """Returns approximately the nearest semi-orthogonal matrices (Newton-Schulz).  matrices: [N, rows, columns]."""
     a, b, c = NEWTON_SCHULZ
     x = matrices.bfloat16() if matrices.is_cuda else matrices.float()
     tall = x.shape[-2] > x.shape[-1]
@@ -30,7 +30,7 @@ def orthogonalise(matrices: Tensor, iterations: int = 5) -> Tensor:
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon.  It steps all matrices of the same shape together, because a deep thin model has many small ones."""
+    """The Muon optimizer.  Matrices of the same shape are updated together, because many matrices are small."""
 
     def __init__(self, parameters: list[nn.Parameter], lr: float, momentum: float = 0.95, weight_decay: float = 0.0):
         by_shape: dict[torch.Size, list[nn.Parameter]] = defaultdict(list)
@@ -56,9 +56,10 @@ class Muon(torch.optim.Optimizer):
 def make_optimizers(
     model: nn.Module, matrix_lr: float, other_lr: float, weight_decay: float
 ) -> list[torch.optim.Optimizer]:
-    """[Muon for matrices between hidden states, AdamW for norms, biases and matrices with a row for each token]."""
+    """Returns [Muon for matrices between hidden states, AdamW for norms, biases and matrices with a row for each
+    token]."""
     trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
-    hidden = [p.ndim == 2 and not any(part in name for part in BY_TOKEN) for name, p in trained]
+    hidden = [p.ndim == 2 and not any(part in name for part in TOKEN_MATRIX_NAMES) for name, p in trained]
     matrices = [p for (_, p), is_hidden in zip(trained, hidden, strict=True) if is_hidden]
     others = [p for (_, p), is_hidden in zip(trained, hidden, strict=True) if not is_hidden]
     fused = others[0].is_cuda
@@ -68,14 +69,15 @@ def make_optimizers(
     ]
 
 
-def schedule(progress: float, warmup: float = 0.01, hold: float = 0.45) -> float:
-    """The factor of the learning rate at `progress` in [0, 1]: it rises, holds, then falls linearly to zero."""
-    if progress < warmup:
-        return progress / warmup
-    return min(1.0, max(0.0, (1 - progress) / (1 - hold)))
+def learning_rate_factor(progress: float, warmup_share: float = 0.01, constant_share: float = 0.45) -> float:
+    """Returns the factor of the learning rate at `progress` in [0, 1]: a linear warm-up, a constant phase, then a
+    linear decay to zero."""
+    if progress < warmup_share:
+        return progress / warmup_share
+    return min(1.0, max(0.0, (1 - progress) / (1 - constant_share)))
 
 
-def set_rate(optimizers: list[torch.optim.Optimizer], factor: float) -> None:
+def set_learning_rate(optimizers: list[torch.optim.Optimizer], factor: float) -> None:
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group.setdefault("initial_lr", group["lr"])

@@ -1,9 +1,9 @@
 """The target's own text: its answers to conversations, or its continuations of prompts that are cut from documents.
 
-A trainer makes the text once and keeps it in its work folder.  `espalier train own-text` makes it before the training,
-in as many processes as there are seeds.  Runs that share the work folder read the text of all seeds.  Each file states
-what it was made from.  While a seed's text is being made, it is in a file of its own (unfinished_text.py), from which
-an interrupted run goes on.
+A training run generates the text once and saves it in the work folder.  `espalier train own-text` generates the text
+before training, with one process per seed.  Runs with the same work folder read the text of all seeds.  Each file
+records the target, data and settings of its text.  Unfinished text is in a separate file (unfinished_text.py), so that
+an interrupted run can continue.
 """
 
 from __future__ import annotations
@@ -23,69 +23,67 @@ import torch
 
 from espalier.errors import EspalierError, one_line
 from espalier.train.configs import read_target
-from espalier.train.data import Data
-from espalier.train.settings import OwnTextConfig, TrainConfig, advice_on_room, fixed_settings
+from espalier.train.data import UserText
+from espalier.train.settings import OwnTextConfig, TrainConfig, fixed_settings, length_advice
 from espalier.train.target import training_device
-from espalier.train.unfinished_text import Batch, UnfinishedText
-from espalier.train.windows import Texts, Windows, require_windows
-from espalier.train.work import origin_of, require_same, whole_file
-from espalier.train.writer import Writer
+from espalier.train.unfinished_text import TextBatch, UnfinishedText
+from espalier.train.windows import StreamWindows, TextList, require_windows
+from espalier.train.work import origin_of, replace_file, require_same_origin
+from espalier.train.writer import TargetWriter
 
-# Multiplied by the seed, so that two seeds draw different windows.
-WINDOW_SEEDS = 100_003
-TRIAL = "--continuations 64 --continuation-tokens 64"
-TRIAL_OF_TRAINING = " --num-tokens 1e5 --batch 4 --length 256"
+# The factor of the seed, so that two seeds draw different windows.
+WINDOW_SEED_FACTOR = 100_003
+TRIAL_FLAGS = "--continuations 64 --continuation-tokens 64"
+TRIAL_TRAINING_FLAGS = " --num-tokens 1e5 --batch 4 --length 256"
 
 
 @dataclass
 class OwnText:
     """The own text of a target.
+    texts: the texts in random order.  greedy_counts: how often the target chose each token id greedily.  held_out: the
+    held-out prompts with greedy continuations."""
 
-    texts: in random order; greedy_counts: how often the target chose each token id greedily; held_out: its greedy
-    continuations of the held-out prompts.
-    """
-
-    texts: Texts
+    texts: TextList
     greedy_counts: np.ndarray
-    held_out: Texts
+    held_out: TextList
 
 
 def print_work(config: OwnTextConfig, makes_text: bool) -> None:
-    """Print the first line of a run: the device, the work ahead, and on a CPU how to reduce the work."""
-    device, work, trial = training_device(), [], TRIAL
+    """Prints the first line of a run: the device, the planned work and, on a CPU, flags for a shorter run."""
+    device, work, trial = training_device(), [], TRIAL_FLAGS
     if makes_text:
-        most = "" if config.text_seconds is None else f" within {minutes(config.text_seconds)}"
+        most = "" if config.text_seconds is None else f" within {format_minutes(config.text_seconds)}"
         work.append(f"{config.continuations} continuations of up to {config.continuation_tokens} tokens{most}")
     if isinstance(config, TrainConfig):
         steps = f"steps of {config.batch} x {config.length} tokens"
         num_steps = int(config.num_tokens / (config.batch * config.length))
         limit = config.max_seconds
-        work.append(f"{num_steps} {steps}" if limit is None else f"{steps} for {minutes(limit)}")
-        trial += TRIAL_OF_TRAINING
+        work.append(f"{num_steps} {steps}" if limit is None else f"{steps} for {format_minutes(limit)}")
+        trial += TRIAL_TRAINING_FLAGS
     limits = [config.text_seconds] * makes_text + [getattr(config, "max_seconds", 0)]
     is_long = device.type == "cpu" and None in limits
     hint = f"; on a CPU this may take days: for a trial give {trial}" if is_long else ""
     print(f"on {device}: {', then '.join(work)}{hint}", file=sys.stderr)
 
 
-def minutes(seconds: float) -> str:
+def format_minutes(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds >= 90 else f"{seconds:.0f} s"
 
 
-def require_prompts(data: Data, config: OwnTextConfig, target: Path) -> None:
-    """Raises EspalierError if the data have too few prompts, or if a prompt and its continuation are too long."""
-    data, prompts = data.apart()
+def require_prompts(data: UserText, config: OwnTextConfig, target: Path) -> None:
+    """Raises EspalierError if the data have too few prompts, or if a prompt with its continuation is too long."""
+    data, prompts = data.split_held_out()
     positions = int(read_target(target)["max_position_embeddings"])
     if (longest := longest_text(data, config, prompts)) > positions:
         prompt = longest - config.continuation_tokens
         raise EspalierError(
             f"--continuation-tokens={config.continuation_tokens} is too long: a prompt has up to {prompt} tokens, and "
-            f"the target {positions} positions; {advice_on_room(prompt, positions)}"
+            f"the target {positions} positions; {length_advice(prompt, positions)}"
         )
     if data.conversations:
         return
     num_tokens = len(data.stream)
-    for length, size in config.prompts():
+    for length, size in config.prompt_batches():
         remedy = "give more text, or a smaller --generate-batch"
         require_windows(f"--data holds {num_tokens} tokens", num_tokens, length, size, remedy)
     if config.continuations > num_tokens:
@@ -95,51 +93,50 @@ def require_prompts(data: Data, config: OwnTextConfig, target: Path) -> None:
         )
 
 
-def make_own_text(writer: Writer, data: Data, config: OwnTextConfig, unfinished: UnfinishedText) -> None:
-    """Continue prompts until none is missing, or until text_seconds are over.
-
-    A batch follows from its number, its size and the prompt lengths in use, so an interrupted run goes on to the same
-    text.  With another generate_batch the rest of the text differs, but no batch is made twice.
-    """
+def make_own_text(writer: TargetWriter, data: UserText, config: OwnTextConfig, unfinished: UnfinishedText) -> None:
+    """Generates continuations until all are complete, or until text_seconds have passed.
+    A batch depends only on its number, its size and the prompt lengths, so an interrupted run generates the same text.
+    If generate_batch changes, the remaining text differs, but no batch is generated twice."""
     if found := unfinished.num_texts:
         print(f"{unfinished.path} has {found} continuations, {config.continuations - found} are left", flush=True)
     begun, made, seconds, most = time.perf_counter(), 0, 0.0, config.text_seconds or math.inf
     while (before := unfinished.num_texts) < config.continuations and seconds < most:
         number, size = len(unfinished.batches), min(config.generate_batch, config.continuations - before)
-        prompts = _cut(data, config, number, size) if not data.conversations else _asked(data, config, before, size)
-        # A second answer to the same conversation would equal the first.
+        prompts = (
+            _cut_prompts(data, config, number, size)
+            if not data.conversations
+            else _conversation_prompts(data, config, before, size)
+        )
+        # A second greedy answer to the same conversation would equal the first, so it is sampled.
         is_new = not data.conversations or config.seed * config.continuations + before < len(data.conversations)
         sampled = int((number + 1) * config.sampled_share) > int(number * config.sampled_share) or not is_new
-        seed = config.seed * WINDOW_SEEDS + 1 + number
+        seed = config.seed * WINDOW_SEED_FACTOR + 1 + number
         texts = writer.continuations(prompts, config.continuation_tokens, 1.0 if sampled else 0.0, seed)
-        unfinished.append(Batch([len(prompt) for prompt in prompts], sampled, texts))
+        unfinished.append(TextBatch([len(prompt) for prompt in prompts], sampled, texts))
         made += size
         seconds = time.perf_counter() - begun
         left = min((config.continuations - unfinished.num_texts) * seconds / made, max(0.0, most - seconds))
-        print(f"continued {unfinished.num_texts} prompts, {seconds:.0f} s, {minutes(left)} left", flush=True)
+        print(f"continued {unfinished.num_texts} prompts, {seconds:.0f} s, {format_minutes(left)} left", flush=True)
 
 
-def _cut(data: Data, config: OwnTextConfig, number: int, size: int) -> list[np.ndarray]:
-    """Prompts of one length for a batch.
-
-    A large generate_batch leaves out some of PROMPT_LENGTHS, so only the lengths in use are checked against the target
-    and the data.
-    """
-    lengths = [length for length, _ in config.prompts()]
-    length, seed = lengths[number % len(lengths)], config.seed * WINDOW_SEEDS + 1 + number
-    windows = Windows(data.stream, length, torch.device("cpu"), seed)
+def _cut_prompts(data: UserText, config: OwnTextConfig, number: int, size: int) -> list[np.ndarray]:
+    """Returns prompts of one length for a batch.
+    With a large generate_batch, some of PROMPT_LENGTHS are not used.  Only the used lengths are checked."""
+    lengths = [length for length, _ in config.prompt_batches()]
+    length, seed = lengths[number % len(lengths)], config.seed * WINDOW_SEED_FACTOR + 1 + number
+    windows = StreamWindows(data.stream, length, torch.device("cpu"), seed)
     return list(next(windows.batches(size))[:, :length].numpy())
 
 
-def _asked(data: Data, config: OwnTextConfig, before: int, size: int) -> list[np.ndarray]:
-    """The conversations of a batch, in an order that all seeds share: seed n begins where seed n - 1 ends."""
+def _conversation_prompts(data: UserText, config: OwnTextConfig, before: int, size: int) -> list[np.ndarray]:
+    """Returns the conversations of a batch.  All seeds have the same order: seed n begins where seed n - 1 ends."""
     order = np.random.default_rng(0).permutation(len(data.conversations))
     places = config.seed * config.continuations + before + np.arange(size)
     return [data.conversations[order[place % len(order)]].tokens for place in places]
 
 
-def own_text_of(batches: Sequence[Batch], vocab_size: int, seed: int) -> tuple[Texts, np.ndarray]:
-    """(the texts of the batches in random order, the counts of greedy tokens)."""
+def collect_texts(batches: Sequence[TextBatch], vocab_size: int, seed: int) -> tuple[TextList, np.ndarray]:
+    """Returns (the texts of the batches in random order, the counts of greedy tokens)."""
     texts = [(text, first) for batch in batches for text, first in zip(batch.texts, batch.firsts, strict=True)]
     counts = np.zeros(vocab_size, dtype=np.int64)
     for batch in batches:
@@ -147,24 +144,24 @@ def own_text_of(batches: Sequence[Batch], vocab_size: int, seed: int) -> tuple[T
             said = [text[first:] for text, first in zip(batch.texts, batch.firsts, strict=True)]
             counts += np.bincount(np.concatenate(said), minlength=vocab_size)
     order = np.random.default_rng(seed).permutation(len(texts))
-    return Texts.of([texts[i][0] for i in order], [texts[i][1] for i in order]), counts
+    return TextList.of([texts[i][0] for i in order], [texts[i][1] for i in order]), counts
 
 
-def write_own_text(target: Path, data: Data, config: OwnTextConfig, work: Path, origin: Mapping[str, str]) -> None:
-    """Make the own text of this seed, and write it to the work folder.  origin: see work.origin_of."""
+def write_own_text(target: Path, data: UserText, config: OwnTextConfig, work: Path, origin: Mapping[str, str]) -> None:
+    """Generates the own text of this seed and writes it to the work folder.  origin: see work.origin_of."""
     work.mkdir(parents=True, exist_ok=True)
-    path, made_from = _file(work, config), json.dumps({**origin, **fixed_settings(config, OwnTextConfig)})
-    data, prompts = data.apart()
+    path, made_from = _own_text_file(work, config), json.dumps({**origin, **fixed_settings(config, OwnTextConfig)})
+    data, prompts = data.split_held_out()
     with open_unfinished(config, work, origin) as unfinished:
-        with Writer(target, longest_text(data, config, prompts), config.generate_batch) as writer:
+        with TargetWriter(target, longest_text(data, config, prompts), config.generate_batch) as writer:
             make_own_text(writer, data, config, unfinished)
             held_out = writer.continuations(prompts, config.continuation_tokens, 0.0) if prompts else []
-        texts, counts = own_text_of(unfinished.batches, int(read_target(target)["vocab_size"]), config.seed)
-        parts = {"texts": texts, "held_out": Texts.of(held_out, [len(prompt) for prompt in prompts])}
+        texts, counts = collect_texts(unfinished.batches, int(read_target(target)["vocab_size"]), config.seed)
+        parts = {"texts": texts, "held_out": TextList.of(held_out, [len(prompt) for prompt in prompts])}
         arrays = {f"{name}_{field}": array for name, part in parts.items() for field, array in vars(part).items()}
-        # A run that starts meanwhile must not read half a file.
+        # The file is replaced at once, because another run may read it.
         remedy = "free some space there, or give another --work"
-        with whole_file(path, remedy) as half, half.open("wb") as file:
+        with replace_file(path, remedy) as half, half.open("wb") as file:
             np.savez(file, greedy_counts=counts, made_from=np.array(made_from), **arrays)
             # The text must be on disk before the unfinished text is removed.
             file.flush()
@@ -172,27 +169,27 @@ def write_own_text(target: Path, data: Data, config: OwnTextConfig, work: Path, 
         unfinished.path.unlink()
 
 
-def longest_text(data: Data, config: OwnTextConfig, prompts: Sequence[np.ndarray] = ()) -> int:
-    """The tokens of the longest prompt with its continuation.  prompts: further prompts beside those of `data`."""
+def longest_text(data: UserText, config: OwnTextConfig, prompts: Sequence[np.ndarray] = ()) -> int:
+    """Returns the number of tokens of the longest prompt with its continuation.  prompts: additional prompts."""
     own = [each.tokens for each in data.conversations]
-    cut = [] if own else [length for length, _ in config.prompts()]
+    cut = [] if own else [length for length, _ in config.prompt_batches()]
     return max([*map(len, own), *map(len, prompts), *cut]) + config.continuation_tokens
 
 
 def open_unfinished(config: OwnTextConfig, work: Path, origin: Mapping[str, str]) -> UnfinishedText:
-    """Open the unfinished text of this seed.  Raises EspalierError."""
-    return UnfinishedText(_unfinished(work, config), {**origin, **fixed_settings(config, OwnTextConfig)})
+    """Opens the unfinished text of this seed.  Raises the errors of UnfinishedText."""
+    return UnfinishedText(_unfinished_file(work, config), {**origin, **fixed_settings(config, OwnTextConfig)})
 
 
 def require_unfinished(config: OwnTextConfig, work: Path, origin: Mapping[str, str]) -> None:
-    """Raises EspalierError, before the target is loaded, if this run cannot go on with the unfinished text."""
-    if _unfinished(work, config).exists():
+    """Raises EspalierError, before the target is loaded, if this run cannot continue the unfinished text."""
+    if _unfinished_file(work, config).exists():
         with open_unfinished(config, work, origin):
             pass
 
 
-def own_text_command(target_dir: Path, data: Data, config: OwnTextConfig, work: Path) -> None:
-    """Run `espalier train own-text`.  Raises EspalierError before the target is loaded."""
+def own_text_command(target_dir: Path, data: UserText, config: OwnTextConfig, work: Path) -> None:
+    """Runs `espalier train own-text`.  Raises EspalierError before the target is loaded."""
     origin = origin_of(target_dir, data.all_tokens)
     require_prompts(data, config, target_dir)
     saved_texts(config, work, origin)
@@ -201,25 +198,25 @@ def own_text_command(target_dir: Path, data: Data, config: OwnTextConfig, work: 
     write_own_text(target_dir, data, config, work, origin)
 
 
-def load_own_text(target: Path, data: Data, config: OwnTextConfig, work: Path, origin: Mapping[str, str]) -> OwnText:
-    """The own text of all seeds in the work folder.  If there is none, this seed's text is made and kept there."""
+def load_own_text(
+    target: Path, data: UserText, config: OwnTextConfig, work: Path, origin: Mapping[str, str]
+) -> OwnText:
+    """Returns the own text of all seeds in the work folder.  If there is none, generates this seed's text."""
     if not (saved := saved_texts(config, work, origin)):
         write_own_text(target, data, config, work, origin)
         saved = saved_texts(config, work, origin)
     files = [np.load(path) for path in saved]
 
-    def all_of(name: str) -> Texts:
-        return Texts(*(np.concatenate([file[f"{name}_{each.name}"] for file in files]) for each in fields(Texts)))
+    def all_of(name: str) -> TextList:
+        return TextList(*(np.concatenate([file[f"{name}_{each.name}"] for file in files]) for each in fields(TextList)))
 
-    held_out = Texts(*(files[0][f"held_out_{each.name}"] for each in fields(Texts)))
+    held_out = TextList(*(files[0][f"held_out_{each.name}"] for each in fields(TextList)))
     return OwnText(all_of("texts"), np.sum([file["greedy_counts"] for file in files], 0), held_out)
 
 
 def saved_texts(config: OwnTextConfig, work: Path, origin: Mapping[str, str]) -> list[Path]:
-    """The files of own text in the work folder.
-
-    Raises EspalierError for a file of another target or of other data, and for this seed's file with other settings.
-    """
+    """Returns the files of own text in the work folder.
+    Raises EspalierError for a file of another target or of other data, and for this seed's file with other settings."""
     paths = sorted(work.glob("own_text-*.npz"))
     for path in paths:
         try:
@@ -227,15 +224,15 @@ def saved_texts(config: OwnTextConfig, work: Path, origin: Mapping[str, str]) ->
                 made_from = json.loads(str(saved["made_from"])) if "texts_firsts" in saved else None
         except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
             raise EspalierError(f"{path} cannot be read ({one_line(error)}); delete it to make it anew") from None
-        is_this = path == _file(work, config)
+        is_this = path == _own_text_file(work, config)
         now = {**origin, **fixed_settings(config, OwnTextConfig)} if is_this else origin
-        require_same(path, made_from, now, "give the same flags, or another --work")
+        require_same_origin(path, made_from, now, "give the same flags, or another --work")
     return paths
 
 
-def _file(work: Path, config: OwnTextConfig) -> Path:
+def _own_text_file(work: Path, config: OwnTextConfig) -> Path:
     return work / f"own_text-{config.seed}.npz"
 
 
-def _unfinished(work: Path, config: OwnTextConfig) -> Path:
+def _unfinished_file(work: Path, config: OwnTextConfig) -> Path:
     return work / f"own_text-{config.seed}.unfinished"

@@ -1,7 +1,7 @@
-"""The settings of the trainer's commands, with their limits.  The command line has a flag for each field.
+"""The settings of the trainer's commands, with limits.  The command line has a flag for each field.
 
-A class refuses values that would be wrong for every target and all data.  `require_target` and
-`espalier/train/windows.py` check the values against these, before the target is loaded.  Nothing imports PyTorch.
+A class refuses values that are invalid for every target and all data.  `require_target` and `espalier/train/windows.py`
+check values that depend on the target and the data.  PyTorch is not imported.
 """
 
 from collections.abc import Mapping
@@ -12,21 +12,21 @@ from espalier.config import check_fields, option
 from espalier.errors import EspalierError
 from espalier.terminal.flags import flag_of
 
-Form = Literal["chain", "target"]
-FORMS: tuple[str, ...] = get_args(Form)
-# The same values as in espalier/models/block.py, which imports PyTorch.
+HiddenForm = Literal["chain", "target"]
+FORMS: tuple[str, ...] = get_args(HiddenForm)
+# These values are copied from espalier/models/block.py, which imports PyTorch.
 EdgeKind = Literal["vanilla", "gated", "rnn"]
 EDGE_KINDS: tuple[str, ...] = get_args(EdgeKind)
-# The lengths in tokens of the prompts that the target continues.  Batches use them in turn.
+# The lengths, in tokens, of the prompts that the target continues.  Batches have these lengths in turn.
 PROMPT_LENGTHS = (48, 96, 192, 384)
-# A run's seed is multiplied into seeds of 64 bits (own_text.py, packing.py), so it has a limit.
+# A run's seed is multiplied by factors to get 64-bit seeds (own_text.py, packing.py), so it has a limit.
 MAX_SEED = 10**8
-# The engine runs no deeper draft.
+# The maximum depth of a draft in the engine.
 MAX_DEPTH = 256
 
 
-def advice_on_room(prompt: int, positions: int) -> str:
-    """What to do if a prompt of so many tokens leaves too few of the target's positions for the tokens asked for."""
+def length_advice(prompt: int, positions: int) -> str:
+    """Returns advice for an error about a prompt (in tokens) that leaves too few of the target's positions."""
     if prompt >= positions:
         return "use shorter prompts, or another target"
     return f"use at most {positions - prompt}, or shorter prompts"
@@ -35,9 +35,7 @@ def advice_on_room(prompt: int, positions: int) -> str:
 @dataclass(frozen=True)
 class OwnTextConfig:
     """The settings of the target's own text.
-
-    A field that is `free` may change between the parts of a run.
-    """
+    A field with the option `free` may change when a run is continued."""
 
     continuations: int = option(
         "number of prompts that the target continues: the data's conversations in turn, or pieces of its documents",
@@ -65,14 +63,14 @@ class OwnTextConfig:
     def __post_init__(self) -> None:
         check_fields(self, flag_of)
 
-    def prompts(self) -> list[tuple[int, int]]:
-        """(tokens of a prompt, most prompts at once) for each prompt length in use."""
+    def prompt_batches(self) -> list[tuple[int, int]]:
+        """Returns (tokens of a prompt, maximum number of prompts in a batch) for each prompt length in use."""
         left = [self.continuations - self.generate_batch * i for i in range(len(PROMPT_LENGTHS))]
         sizes = [min(self.generate_batch, each) for each in left]
         return [(length, size) for length, size in zip(PROMPT_LENGTHS, sizes, strict=True) if size > 0]
 
     def require_target(self, target: Mapping[str, Any]) -> None:
-        """Raises EspalierError if the settings do not fit a target.  target: its config.json."""
+        """Raises EspalierError if the settings do not fit a target.  target: the target's config.json."""
         if self.continuation_tokens >= (positions := int(target["max_position_embeddings"])):
             raise EspalierError(
                 f"--continuation-tokens={self.continuation_tokens} is too long: the target has {positions} positions, "
@@ -82,7 +80,7 @@ class OwnTextConfig:
 
 @dataclass(frozen=True)
 class TrainConfig(OwnTextConfig):
-    """The settings that every draft's run has."""
+    """The settings of all training runs."""
 
     intermediate_size: int | None = option("width of the draft's MLP; by default the target's", None, low=1)
     length: int = option("tokens of a row of a batch", 1024, low=2)
@@ -152,7 +150,7 @@ class MtpConfig(TrainConfig):
     """The settings of `espalier train mtp`."""
 
     layers: int = option("number of MTP layers", 1, low=1, high=MAX_DEPTH)
-    form: Form = field(
+    form: HiddenForm = field(
         default="chain",
         metadata={
             "help": "what layer k reads: chain, the output of layer k - 1; target, the target's hidden state",
@@ -219,7 +217,7 @@ class BlockConfig(TrainConfig):
 
 
 def require_depths(ttt_steps: int, length: int) -> None:
-    """Raises EspalierError if some depths would lie beyond the end of every row."""
+    """Raises EspalierError if some depths would be beyond the end of every row."""
     if ttt_steps > length:
         raise EspalierError(
             f"--ttt-steps={ttt_steps} does not fit into --length {length}; use at most {length}, or longer rows"
@@ -227,6 +225,6 @@ def require_depths(ttt_steps: int, length: int) -> None:
 
 
 def fixed_settings(config: OwnTextConfig, kind: type[OwnTextConfig]) -> dict[str, str | None]:
-    """The flags of `kind` that must not change while a run goes on, with their values; None: the flag is left out."""
+    """Returns the flags of `kind` that must not change when a run is continued, with values; None if not set."""
     values = {f.name: getattr(config, f.name) for f in fields(kind) if not f.metadata.get("free")}
     return {flag_of(name): None if value is None else str(value) for name, value in values.items()}

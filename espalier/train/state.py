@@ -1,4 +1,4 @@
-"""The state of an unfinished run: weights, optimizers and the number of steps done, in one file."""
+"""The saved state of an unfinished run: weights, optimizers and the number of finished steps."""
 
 from __future__ import annotations
 
@@ -11,17 +11,15 @@ import torch
 from torch import nn
 
 from espalier.errors import EspalierError, one_line
-from espalier.train.work import require_same, whole_file
+from espalier.train.work import replace_file, require_same_origin
 
-REMEDY = "give the same flags to go on, or another --out to begin anew"
+SAME_FLAGS_REMEDY = "give the same flags to go on, or another --out to begin anew"
 
 
 @dataclass(frozen=True)
 class SavedState:
     """The state file of a run.
-
-    made_from: target, data and settings of the run, by flag.  A run that continues must have the same.
-    """
+    made_from: target, data and settings of the run, by flag.  A run can only continue with the same values."""
 
     path: Path
     made_from: Mapping[str, str | None]
@@ -29,12 +27,12 @@ class SavedState:
     def save(self, model: nn.Module, optimizers: list[torch.optim.Optimizer], step: int) -> None:
         state = {"model": model.state_dict(), "optimizers": [o.state_dict() for o in optimizers], "step": step}
         remedy = "free some space there, or give another --work"
-        # PyTorch gets an open file, because errors of a file that Python opened name the cause.
-        with whole_file(self.path, remedy) as unfinished, unfinished.open("wb") as file:
+        # The file is opened by Python, because PyTorch's own errors do not name the cause.
+        with replace_file(self.path, remedy) as unfinished, unfinished.open("wb") as file:
             torch.save({**state, "made_from": dict(self.made_from)}, file)
 
     def load(self, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> int:
-        """Restore the state in place.  Returns the number of steps done; 0 if there is no state."""
+        """Restores the state in place.  Returns the number of finished steps; 0 if there is no state."""
         state = self._read(next(model.parameters()).device, mmap=False)
         if state is None:
             return 0
@@ -44,8 +42,8 @@ class SavedState:
         print(f"resumed at step {state['step']}")
         return int(state["step"])
 
-    def require_same(self) -> None:
-        """Raises EspalierError, before the target is loaded, if the state is another run's."""
+    def require_same_origin(self) -> None:
+        """Raises EspalierError, before the target is loaded, if the state belongs to another run."""
         self._read(torch.device("cpu"), mmap=True)
 
     def remove(self) -> None:
@@ -58,5 +56,5 @@ class SavedState:
             state = torch.load(self.path, map_location=device, weights_only=True, mmap=mmap)
         except Exception as error:  # a damaged file raises many types
             raise EspalierError(f"{self.path} cannot be read ({one_line(error)}); delete it to begin anew") from None
-        require_same(self.path, state.get("made_from"), self.made_from, REMEDY)
+        require_same_origin(self.path, state.get("made_from"), self.made_from, SAME_FLAGS_REMEDY)
         return state

@@ -1,4 +1,4 @@
-"""The frozen target of a draft: the features that the draft reads, and the target's logits."""
+"""The frozen target of a training: computes the features that a draft reads, and the target's logits."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def training_device() -> torch.device:
 
 
 class FrozenTarget:
-    """A target of which a draft reads the last hidden state, after the final norm."""
+    """A target whose last hidden state (after the final norm) is the draft's feature."""
 
     min_layers = 1
 
     def __init__(self, directory: Path, device: torch.device) -> None:
         self.config = read_target(directory, self.min_layers)
         self.device = device
-        self.model = _load(directory, device).eval().requires_grad_(False)
+        self.model = _load_model(directory, device).eval().requires_grad_(False)
 
     @property
     def head(self) -> Tensor:
@@ -41,27 +41,27 @@ class FrozenTarget:
 
     @torch.no_grad()
     def __call__(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """tokens [B, T] -> (features for the draft [B, T, F], logits [B, T, vocab])."""
+        """Runs the target on tokens [B, T].  Returns (features for the draft [B, T, F], logits [B, T, vocab])."""
         hidden = self.model.get_decoder()(tokens, use_cache=False).last_hidden_state
         return hidden, self.model.get_output_embeddings()(hidden)
 
 
 class Eagle3Target(FrozenTarget):
-    """A target of which a draft reads the inputs of layers 2, L / 2 and L - 3, concatenated: EAGLE-3's default."""
+    """A target whose concatenated inputs of layers 2, L / 2 and L - 3 are the draft's feature (EAGLE-3)."""
 
     min_layers = MIN_CAPTURED_LAYERS
 
     def __init__(self, directory: Path, device: torch.device) -> None:
         super().__init__(directory, device)
-        self.captured = captured_layers(self.config)
+        self.captured_layers = captured_layers(self.config)
 
     @torch.no_grad()
     def __call__(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         out = self.model(tokens, output_hidden_states=True, use_cache=False)
-        return torch.cat([out.hidden_states[layer] for layer in self.captured], dim=-1), out.logits
+        return torch.cat([out.hidden_states[layer] for layer in self.captured_layers], dim=-1), out.logits
 
 
-def _load(directory: Path, device: torch.device) -> Any:
+def _load_model(directory: Path, device: torch.device) -> Any:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     disable_progress_bar()
     try:

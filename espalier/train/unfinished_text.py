@@ -1,7 +1,7 @@
-"""The target's own text while it is being made: a file in the work folder, which grows by one batch at a time.
+"""The unfinished own text of the target: a file in the work folder to which one batch at a time is appended.
 
-Its first line states what the text is made from.  Each further line is a batch.  A killed process leaves whole lines
-and at most one torn line at the end.  The next run cuts off the torn line, and makes the missing batches.
+The first line has the target, data and settings of the text.  Every other line is a batch.  After a killed process, the
+last line may be incomplete.  The next run removes that line and generates the missing batches.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ import numpy as np
 
 from espalier.batch_jobs.files import open_locked
 from espalier.errors import EspalierError, one_line
-from espalier.train.work import require_same
+from espalier.train.work import require_same_origin
 
 
 @dataclass(frozen=True)
-class Batch:
-    """Prompts with their continuations.  firsts: tokens of each prompt; sampled: at temperature 1, else greedy."""
+class TextBatch:
+    """Prompts with continuations.  firsts: the number of tokens of each prompt.  sampled: whether temperature is 1; if
+    false, the text is greedy."""
 
     firsts: list[int]
     sampled: bool
@@ -33,14 +34,14 @@ class Batch:
 class UnfinishedText:
     """The open file of unfinished text, locked against other processes.
 
-    batches: the batches in the file, in the order in which they were made.  made_from: everything that decides the
-    text, by flag.
-    Raises EspalierError if another process has the file open, if it cannot be read, or if its made_from differs.
+    batches: the batches in the file, in the order in which they were made.  made_from: the target, data and settings
+    that determine the text, by flag.
+    Raises EspalierError if another process has the file open, if the file cannot be read, or if its made_from differs.
     """
 
     def __init__(self, path: Path, made_from: Mapping[str, str | None]) -> None:
         self.path = path
-        self.batches: list[Batch] = []
+        self.batches: list[TextBatch] = []
         self._file = open_locked(path, "trainer", "give another --work")
         try:
             self._recover(made_from)
@@ -51,15 +52,17 @@ class UnfinishedText:
     def __enter__(self) -> UnfinishedText:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
         os.close(self._file)
 
     @property
     def num_texts(self) -> int:
         return sum(len(batch.texts) for batch in self.batches)
 
-    def append(self, batch: Batch) -> None:
-        """Append a batch.  Raises OSError, which names the file and the remedy; the earlier batches stay."""
+    def append(self, batch: TextBatch) -> None:
+        """Appends a batch.  Raises OSError if writing fails; earlier batches stay in the file."""
         self._write({**vars(batch), "texts": [text.tolist() for text in batch.texts]})
         self.batches.append(batch)
 
@@ -84,17 +87,17 @@ class UnfinishedText:
         try:
             first, *records = map(json.loads, lines)
             self.batches += [
-                Batch(list(each["firsts"]), each["sampled"], [np.array(text, np.int32) for text in each["texts"]])
+                TextBatch(list(each["firsts"]), each["sampled"], [np.array(text, np.int32) for text in each["texts"]])
                 for each in records
             ]
         except (ValueError, TypeError, KeyError, OverflowError) as error:
             raise EspalierError(f"{self.path} cannot be read ({one_line(error)}); delete it to make it anew") from None
         said = first if isinstance(first, dict) else None
-        require_same(self.path, said, made_from, "go on with the command that began it, or give another --work")
+        require_same_origin(self.path, said, made_from, "go on with the command that began it, or give another --work")
 
 
 def _is_whole(line: bytes) -> bool:
-    """Whether a line is whole.  After a loss of power, a line may have its end but lack a part before it."""
+    """Whether a line is complete.  After a power failure, a line may have an end but lack a part before it."""
     try:
         json.loads(line)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Cuts token ids into rows of equal length: windows of a stream, or rows that begin where a text begins."""
+"""Cuts token ids into rows of equal length: windows of a stream, or rows that begin at the beginning of a text."""
 
 from __future__ import annotations
 
@@ -13,21 +13,19 @@ from espalier.errors import EspalierError
 
 
 def num_windows(num_tokens: int, length: int) -> int:
-    """The number of windows of `length + 1` tokens that a stream has at any offset below `length`."""
+    """Returns the number of windows of `length + 1` tokens that a stream has at every offset below `length`."""
     return max(0, (num_tokens - 1) // length - 1)
 
 
-def require_windows(what: str, num_tokens: int, length: int, size: int, remedy: str) -> None:
-    """Raises EspalierError if a text does not fill a batch of `size` windows.
-
-    what: the text, with its length, for the message.
-    """
-    if (found := num_windows(num_tokens, length)) < size:
-        raise EspalierError(f"{what}: {found} rows of {length} tokens, and a batch takes {size} of them; {remedy}")
+def require_windows(text: str, num_tokens: int, length: int, num_rows: int, remedy: str) -> None:
+    """Raises EspalierError if a text is too short for a batch of `num_rows` windows.
+    text: the description of the text in the error message."""
+    if (found := num_windows(num_tokens, length)) < num_rows:
+        raise EspalierError(f"{text}: {found} rows of {length} tokens, and a batch takes {num_rows} of them; {remedy}")
 
 
-class Windows:
-    """Windows of `length + 1` tokens of a stream on the device, with a new offset and order in every epoch."""
+class StreamWindows:
+    """Windows of `length + 1` tokens of a stream on the device.  Every epoch has another offset and order."""
 
     def __init__(self, stream: np.ndarray, length: int, device: torch.device, seed: int) -> None:
         self.stream = torch.from_numpy(stream.astype(np.int32)).to(device)
@@ -35,23 +33,24 @@ class Windows:
         self.seed = seed
         self.num_windows = num_windows(len(stream), length)
 
-    def epoch(self, number: int) -> tuple[Tensor, int]:
-        """(order of the windows, offset of the first window) in an epoch."""
+    def epoch_order(self, number: int) -> tuple[Tensor, int]:
+        """Returns (order of the windows, offset of the first window) of an epoch."""
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + number)
         order = torch.randperm(self.num_windows, generator=generator)
         return order, int(torch.randint(self.length, (1,), generator=generator))
 
-    def batches(self, size: int, first: int = 0) -> Iterator[Tensor]:
-        """Yields batches [size, length + 1] int64 without end.  first: batches to skip, for a resumed run."""
+    def batches(self, size: int, first_batch: int = 0) -> Iterator[Tensor]:
+        """Yields an infinite sequence of batches [size, length + 1] int64.  first_batch: the number of batches to skip
+        in a resumed run."""
         require_windows(
             f"the text has {len(self.stream)} tokens", len(self.stream), self.length, size, "give more text"
         )
         per_epoch = self.num_windows // size
         reach = torch.arange(self.length + 1, device=self.stream.device)
-        number = first // per_epoch
-        skip = first % per_epoch
+        number = first_batch // per_epoch
+        skip = first_batch % per_epoch
         while True:
-            order, offset = self.epoch(number)
+            order, offset = self.epoch_order(number)
             for step in range(skip, per_epoch):
                 starts = order[step * size : (step + 1) * size] * self.length + offset
                 yield self.stream[starts.to(reach.device)[:, None] + reach].long()
@@ -59,16 +58,17 @@ class Windows:
 
 
 @dataclass(frozen=True)
-class Texts:
-    """Texts, one after another.  tokens: [N]; lengths: of each text; firsts: the tokens of each text's prompt."""
+class TextList:
+    """Concatenated texts.  tokens: [N].  lengths: the length of each text.  firsts: the number of tokens of each text's
+    prompt."""
 
     tokens: np.ndarray
     lengths: np.ndarray
     firsts: np.ndarray
 
     @classmethod
-    def of(cls, texts: Sequence[np.ndarray], firsts: Sequence[int]) -> Texts:
-        # Not the data's dtype, which may be too small for token ids that the target generates.
+    def of(cls, texts: Sequence[np.ndarray], firsts: Sequence[int]) -> TextList:
+        # The dtype is int32, because the data's dtype may be too small for generated token ids.
         tokens = np.concatenate([np.zeros(0, np.int32), *texts]).astype(np.int32)
         return cls(tokens, np.array([len(text) for text in texts], np.int64), np.array(firsts, np.int64))
 
@@ -77,25 +77,26 @@ class Texts:
 
     @property
     def is_answer(self) -> np.ndarray:
-        """For each token, whether it belongs to a continuation."""
+        """For each token, whether the token belongs to a continuation."""
         place = np.arange(len(self.tokens)) - np.repeat(np.cumsum(self.lengths) - self.lengths, self.lengths)
         return place >= np.repeat(self.firsts, self.lengths)
 
 
 class TextRows:
-    """Rows of `length + 1` tokens.  A row begins where a text begins, or continues a text that is longer than a row.
+    """Rows of `length + 1` tokens.  A row begins at the beginning of a text, or continues a text that is longer than a
+    row.
 
-    In decoding the target sees its text from the first token on.  In a row that begins elsewhere, its hidden states
-    would differ.  Texts have a new order in every epoch.  The end of a text that a row cuts off waits for another
-    epoch.
+    In decoding, the target reads a text from the first token.  In a row that begins elsewhere, the target's hidden
+    states would differ.  Every epoch has another order of texts.  If the end of a row cuts a text, the rest of the text
+    is not used in this epoch.
     """
 
-    def __init__(self, texts: Texts, length: int, device: torch.device, seed: int) -> None:
+    def __init__(self, texts: TextList, length: int, device: torch.device, seed: int) -> None:
         self.texts, self.length, self.device, self.seed = texts, length, device, seed
         self.starts = np.cumsum(texts.lengths) - texts.lengths
 
-    def epoch(self, number: int) -> tuple[np.ndarray, np.ndarray]:
-        """(indices into texts.tokens in the epoch's order, where each row begins among them)."""
+    def epoch_order(self, number: int) -> tuple[np.ndarray, np.ndarray]:
+        """Returns (indices into texts.tokens in the epoch's order, for each row the position of its first index)."""
         order = np.random.default_rng((self.seed, number)).permutation(len(self.starts))
         lengths, size = self.texts.lengths[order], self.length + 1
         ends = np.cumsum(lengths)
@@ -107,22 +108,25 @@ class TextRows:
             at = at + size if end - at - size >= size else end
         return places, np.array(rows, np.int64)
 
-    def batches(self, size: int, first: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields batches [size, length + 1] without end: token ids, and whether each belongs to a continuation.
+    def batches(self, size: int, first_batch: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yields an infinite sequence of batches [size, length + 1]: token ids, and whether each token belongs to a
+        continuation.
 
-        first: batches to skip, for a resumed run.  Raises EspalierError if there are fewer rows than `size`.
+        first_batch: the number of batches to skip in a resumed run.  Raises EspalierError if the first
+        epoch has fewer rows than `size`.
         """
         number, reach, answers = 0, np.arange(self.length + 1), self.texts.is_answer
         while True:
-            places, rows = self.epoch(number)
-            if len(rows) < size:
+            places, rows = self.epoch_order(number)
+            # In another order, texts may fill fewer rows.  Such an epoch has no batch.
+            if number == 0 and len(rows) < size:
                 raise EspalierError(
                     f"the target's own text fills {len(rows)} rows of {self.length} tokens, and a batch takes {size} "
                     "of them; use more --continuations, or a smaller --batch or --length"
                 )
             steps = len(rows) // size
-            for step in range(min(first, steps), steps):
+            for step in range(min(first_batch, steps), steps):
                 at = places[rows[step * size : (step + 1) * size, None] + reach]
                 made = torch.from_numpy(self.texts.tokens[at]).long(), torch.from_numpy(answers[at])
                 yield made[0].to(self.device), made[1].to(self.device)
-            number, first = number + 1, max(0, first - steps)
+            number, first_batch = number + 1, max(0, first_batch - steps)

@@ -1,6 +1,7 @@
-"""The files of a work folder: what each was made from, and how to write files that are whole or missing.
+"""The files of a work folder: checks the target, data and settings that a file was made from, and replaces files
+atomically.
 
-A run that continues, or that uses existing text of the target, must have the same target, data and settings.
+A run that continues, or that uses existing own text, must have the same target, data and settings.
 """
 
 from __future__ import annotations
@@ -16,16 +17,16 @@ from safetensors import SafetensorError
 
 from espalier.errors import EspalierError, one_line
 
-# Bytes that identify a target, read at the beginning, the middle and the end of each file of weights.
+# The number of bytes that are read at the beginning, the middle and the end of each weight file, to identify a target.
 SAMPLED_BYTES = 2**20
 DIGEST_CHARS = 16
-# Flags whose values are kept as digests, which an error message does not print.
-ORIGIN = ("--target", "--data")
+# Flags whose values are stored as digests, which error messages do not print.
+ORIGIN_FLAGS = ("--target", "--data")
 
 
 def origin_of(target: Path, tokens: np.ndarray) -> dict[str, str]:
-    """Digests of a target, wherever its directory is, and of the token ids of the data."""
-    return dict(zip(ORIGIN, (target_digest(target), text_digest(tokens)), strict=True))
+    """Returns digests of a target's files and of the token ids of the data."""
+    return dict(zip(ORIGIN_FLAGS, (target_digest(target), text_digest(tokens)), strict=True))
 
 
 def target_digest(directory: Path) -> str:
@@ -44,27 +45,27 @@ def text_digest(stream: np.ndarray) -> str:
     return hashlib.sha256(stream.astype(np.int32).tobytes()).hexdigest()[:DIGEST_CHARS]
 
 
-def require_same(
-    path: Path, made_from: Mapping[str, str | None] | None, now: Mapping[str, str | None], remedy: str
+def require_same_origin(
+    path: Path, made_from: Mapping[str, str | None] | None, expected: Mapping[str, str | None], remedy: str
 ) -> None:
-    """Raises EspalierError, which names the difference if a file was made from something else than `now`."""
+    """Raises EspalierError if the values that a file was made from differ from `expected`."""
     if made_from is None:
         raise EspalierError(f"{path} does not say what it was made from; {remedy}, or delete it")
-    for flag, value in now.items():
+    for flag, value in expected.items():
         before = made_from.get(flag)
         if before != value:
-            how = f"{_said(flag, before)}, now it is {_said(flag, value)}"
-            if flag in ORIGIN:
+            how = f"{_flag_text(flag, before)}, now it is {_flag_text(flag, value)}"
+            if flag in ORIGIN_FLAGS:
                 how = f"from another {flag}"
             raise EspalierError(f"{path} was made {how}; {remedy}, or delete it")
 
 
-def _said(flag: str, value: str | None) -> str:
+def _flag_text(flag: str, value: str | None) -> str:
     return f"with {flag} {value}" if value is not None else f"without {flag}"
 
 
 def require_folder(flag: str, path: Path) -> None:
-    """Make a folder, and check that files can be written to it.  Raises EspalierError."""
+    """Creates a folder.  Raises EspalierError if files cannot be written to the folder."""
     try:
         path.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path):
@@ -74,17 +75,15 @@ def require_folder(flag: str, path: Path) -> None:
 
 
 @contextmanager
-def whole_file(path: Path, remedy: str) -> Iterator[Path]:
-    """Gives a temporary path to write to.  At the end of the block, the file there replaces `path`.
-
-    If the block fails, the old file stays.  Raises OSError, which names the file and the remedy.
-    """
+def replace_file(path: Path, remedy: str) -> Iterator[Path]:
+    """Provides a temporary path.  At the end of the block, the file at the temporary path replaces `path`.
+    If the block fails, the old file stays, and OSError is raised."""
     unfinished = path.with_name(f"unfinished-{path.name}")
     try:
         yield unfinished
         unfinished.replace(path)
     except (OSError, RuntimeError, SafetensorError) as error:
-        # PyTorch's error only says that its writer failed.  The error before it names the cause.
+        # PyTorch's error only says that its writer failed.  The preceding error has the cause.
         first = error.__context__ if isinstance(error.__context__, OSError) else error
         why = (isinstance(first, OSError) and first.strerror) or one_line(error)
         raise OSError(f"{path} cannot be written ({why}); {remedy}") from None

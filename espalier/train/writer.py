@@ -1,6 +1,6 @@
-"""The target as the engine runs it: it continues many prompts at a time, greedily or sampled from its own distribution.
+"""Runs the target in the engine, to generate greedy or sampled continuations of many prompts.
 
-The engine's memory is free again at the end of the block, for the training that follows.
+The engine's memory is freed at the end of the block, before the training.
 """
 
 from __future__ import annotations
@@ -15,19 +15,20 @@ from espalier.errors import EspalierError
 from espalier.llm import LLM
 from espalier.request import SamplingParams
 
-# A text that repeats this many tokens of itself counts as a loop.
-LOOP = 16
-# More requests at the same time do not make a GPU faster.
+# The number of repeated tokens in a text that count as a loop.
+LOOP_TOKENS = 16
+# The maximum batch.  Larger batches are not faster on a GPU.
 MAX_BATCH = 256
 
 
-class Writer:
-    """Runs the target.  longest: tokens of a prompt with its continuation; most: prompts at the same time."""
+class TargetWriter:
+    """Runs the target in the engine.  max_tokens: the maximum number of tokens of a prompt with its continuation.
+    max_prompts: the maximum number of prompts in a batch."""
 
-    def __init__(self, target: Path, longest: int, most: int) -> None:
-        self.llm = LLM(target, speculation=None, max_batch=min(most, MAX_BATCH), max_context=longest, seed=0)
+    def __init__(self, target: Path, max_tokens: int, max_prompts: int) -> None:
+        self.llm = LLM(target, speculation=None, max_batch=min(max_prompts, MAX_BATCH), max_context=max_tokens, seed=0)
 
-    def __enter__(self) -> Writer:
+    def __enter__(self) -> TargetWriter:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -39,11 +40,9 @@ class Writer:
     def continuations(
         self, prompts: Sequence[Sequence[int] | np.ndarray], num_tokens: int, temperature: float, seed: int = 0
     ) -> list[np.ndarray]:
-        """Each prompt with its continuation, up to the end token or to the beginning of a loop.
-
-        The penalties and cuts of generation_config are not applied: drafts learn, and are measured on, the target's own
-        distribution.
-        """
+        """Returns each prompt with its continuation, up to the end token or to the beginning of a loop.
+        Penalties and truncation (top_k, top_p) of generation_config are not applied, because drafts learn the plain
+        distribution."""
         params = [
             SamplingParams(
                 *(temperature, 0, 1.0, 0.0, 1.0), max_tokens=num_tokens, min_tokens=0, seed=seed * len(prompts) + index
@@ -54,19 +53,19 @@ class Writer:
         if wrong := [each.error for each in outputs if each.error]:
             raise EspalierError(f"--target does not continue a prompt ({wrong[0]}); use another target or other --data")
         texts = [np.array([*p, *each.token_ids], np.int32) for p, each in zip(prompts, outputs, strict=True)]
-        return [before_loop(text, len(prompt)) for text, prompt in zip(texts, prompts, strict=True)]
+        return [cut_before_loop(text, len(prompt)) for text, prompt in zip(texts, prompts, strict=True)]
 
 
-def before_loop(text: np.ndarray, prompt_length: int) -> np.ndarray:
-    """The text, cut where its continuation begins to repeat itself."""
-    loops = repeated(text)
+def cut_before_loop(text: np.ndarray, prompt_length: int) -> np.ndarray:
+    """Returns the text up to the position where the continuation begins to repeat earlier text."""
+    loops = find_repeats(text)
     loops[:prompt_length] = False
     starts = np.flatnonzero(loops)
     return text[: int(starts[0])] if len(starts) else text
 
 
-def repeated(tokens: np.ndarray, length: int = LOOP) -> np.ndarray:
-    """For each position, whether the `length` tokens that end there occur earlier in the sequence."""
+def find_repeats(tokens: np.ndarray, length: int = LOOP_TOKENS) -> np.ndarray:
+    """Returns for each position whether the `length` tokens that end there occur earlier in the sequence."""
     flags, seen, row = np.zeros(len(tokens), dtype=bool), set(), tokens.tolist()
     for end in range(length, len(row) + 1):
         gram = tuple(row[end - length : end])

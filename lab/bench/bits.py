@@ -19,7 +19,7 @@ from espalier.llm import LLM, Prepared, prepare
 from espalier.request import SamplingParams
 from espalier.shards import Shards
 from espalier.startup.build import LoadedModels
-from espalier.startup.load import build_engine_of_ranks, models_of_files
+from espalier.startup.load import build_engine_of_ranks, load_rank_models_from_files
 from espalier.startup.ranks import starting_ranks
 from espalier.terminal.console import print_header, require_writable, stdout, write_json
 
@@ -59,7 +59,7 @@ class Counted:
 
 def counted_models(config: ResolvedConfig, shards: Shards) -> LoadedModels:
     """What one rank holds (espalier/startup/ranks.py:Models).  Its target's `bits` is a BitCounter."""
-    loaded = models_of_files(config, shards)
+    loaded = load_rank_models_from_files(config, shards)
     target: Any = loaded.target
     counter, right = BitCounter(shards, loaded.device), target.logits
 

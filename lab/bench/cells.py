@@ -8,7 +8,7 @@ from espalier.engine.prefill_policy import next_pass
 from espalier.errors import EspalierError
 from espalier.layout import RoundLayout
 from espalier.models.draft import DraftSpec
-from espalier.startup.resolve import NUM_DRAFT_TOKENS, STEPS, TOPK
+from espalier.startup.resolve import DEFAULT_NUM_DRAFT_TOKENS, DEFAULT_STEPS, DEFAULT_TOPK
 from lab.bench.flags import CELL_EXAMPLES
 
 FORM = re.compile(r"(\d+)x(\d+):(?:(plain|auto)|(\d+),(\d+),(\d+))(?:@(\d+(?:,\d+)*))?")
@@ -88,7 +88,7 @@ def parse_cells(texts: Sequence[str], page_sizes: Sequence[int]) -> tuple[Cell, 
         if match is None:
             raise EspalierError(f"--cells {text!r} is not a cell; write {CELL_EXAMPLES}")
         batch, context, word, *tree, pages = match.groups()
-        named = (STEPS, TOPK, NUM_DRAFT_TOKENS) if word == "auto" else PLAIN
+        named = (DEFAULT_STEPS, DEFAULT_TOPK, DEFAULT_NUM_DRAFT_TOKENS) if word == "auto" else PLAIN
         sizes = named if word else (int(tree[0]), int(tree[1]), int(tree[2]))
         if not word and not sizes[0]:
             raise EspalierError(f"--cells {text!r} has no steps; plain decoding is written {batch}x{context}:plain")

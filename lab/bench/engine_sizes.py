@@ -52,7 +52,7 @@ class UserSizes:
         return layout
 
     def open(self, models: SyntheticModels, cell: Cell, rounds: int) -> AbstractContextManager[RunningEngine]:
-        return models.engine_of(self.config(cell), requested_pages(self.settings))
+        return models.make_engine(self.config(cell), requested_pages(self.settings))
 
     def config(self, cell: Cell) -> ResolvedConfig:
         steps, topk, nodes = cell.tree

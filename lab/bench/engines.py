@@ -85,7 +85,7 @@ class OfShape:
             raise ValueError(
                 f"{way} needs {needed} positions and the models have {self.position_rows}; name it in ways"
             )
-        with self.models.engine_of(config, requested_pages(self.settings)) as (engine, _):
+        with self.models.make_engine(config, requested_pages(self.settings)) as (engine, _):
             yield BenchEngine(_llm(engine, config), self.models.prompts)
 
     def config(self, way: EngineVariant = AS_CONFIGURED) -> ResolvedConfig:

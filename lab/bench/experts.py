@@ -41,7 +41,7 @@ def stored_experts(
     gate_up, down = random_experts(shape, dtype, device)
     if weights == DENSE:
         return gate_up, down
-    return QUANTISERS[weights].of_experts(gate_up), QUANTISERS[weights].of_experts(down)
+    return QUANTISERS[weights].quantise_experts(gate_up), QUANTISERS[weights].quantise_experts(down)
 
 
 @dataclass(frozen=True)

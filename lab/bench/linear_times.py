@@ -75,7 +75,7 @@ def layer_cases(shape: ModelShape, weights: str, all_rows: Sequence[int], device
     for run in {(run.name, run.shape): run for run in shape.target_pass(1)}.values():
         if run.heads > 1 or "router" in run.name or run.name[-4:] == "gate" or run.name == "lm_head":
             continue
-        if weights != DENSE and run.shape[1] % QUANTISERS[weights].groups[0]:
+        if weights != DENSE and run.shape[1] % QUANTISERS[weights].group_sizes[0]:
             continue
         first = made.random_weight(run.shape, weights)
         copies = [first, *(made.random_weight(run.shape, weights) for _ in range(CHAIN_BYTES // first.nbytes))]
@@ -89,7 +89,7 @@ def layer_cases(shape: ModelShape, weights: str, all_rows: Sequence[int], device
 
 def expert_cases(shape: ModelShape, weights: str, all_rows: Sequence[int], device: torch.device) -> Iterator[Case]:
     """The product with the experts of a layer."""
-    if shape.experts is None or not (weights == DENSE or QUANTISERS[weights].experts):
+    if shape.experts is None or not (weights == DENSE or QUANTISERS[weights].only_experts):
         return
     sizes = shape.experts.shape
     experts = stored_experts(sizes, weights, DTYPE, device)

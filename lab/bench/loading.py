@@ -18,7 +18,7 @@ import torch
 from espalier.config import EngineConfig
 from espalier.errors import EspalierError
 from espalier.models import load_target, read_config
-from espalier.models.weight_files import safetensors_files, stored_weights
+from espalier.models.weight_files import count_weights_in, safetensors_files
 from espalier.startup.checkpoints import find_target
 from espalier.startup.resolve import choose_device
 from espalier.terminal.console import print_header, print_table, require_writable, write_json
@@ -80,7 +80,7 @@ def measure(path: Path, dtype: torch.dtype, device: torch.device) -> Loading:
         read_seconds=read_seconds,
         load_seconds=load_seconds,
         host_bytes=max(samples) - before,
-        weights_bytes=stored_weights(path, read_config(path).formats).nbytes(dtype),
+        weights_bytes=count_weights_in(path, read_config(path).formats).nbytes(dtype),
         gpu_bytes=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
     )
 

@@ -19,7 +19,7 @@ from espalier.engine.engine import Engine
 from espalier.engine.round_trees import tree_label
 from espalier.engine.tree_choice import LookupGain, TreeChoice, TreeChooser
 from espalier.layout import PLAIN_TREE, RoundLayout, TreeShape, bucket_of, next_bucket
-from espalier.startup.resolve import NUM_DRAFT_TOKENS, PAGE_SIZE, STEPS, TOPK
+from espalier.startup.resolve import DEFAULT_NUM_DRAFT_TOKENS, DEFAULT_PAGE_SIZE, DEFAULT_STEPS, DEFAULT_TOPK
 from espalier.startup.tree_cost import measure_chip, pass_weights, smaller_trees
 from espalier.startup.tree_policy import MAX_VERIFY_ROWS, PredictedCosts, tree_sets
 from espalier.terminal.console import print_header, require_gpu, stdout, write_json
@@ -44,7 +44,7 @@ MOST_ROWS = 1024
 WARM_UP = 4
 # Rounds that requests may run while others enter.
 ENTERING = 64
-CONFIGURED = TreeShape(STEPS, TOPK, NUM_DRAFT_TOKENS)
+CONFIGURED = TreeShape(DEFAULT_STEPS, DEFAULT_TOPK, DEFAULT_NUM_DRAFT_TOKENS)
 # A deeper draft pass costs more than its nodes gain with so few rows (docs/log.md).
 SHARING = (TreeShape(3, 2, 8, shared_rows=4), TreeShape(3, 2, 8, shared_rows=3))
 ADAPTIVE, SHARED = "adaptive", "adaptive, shared rows"
@@ -91,7 +91,7 @@ class Sizes:
 
     @property
     def max_tokens(self) -> int:
-        return (ENTERING + self.finding + self.rounds) * (STEPS + 1)
+        return (ENTERING + self.finding + self.rounds) * (DEFAULT_STEPS + 1)
 
 
 @dataclass
@@ -187,7 +187,7 @@ def layouts(
     layout = FewBuckets(
         max_batch=sizes.batches[-1],
         **CONFIGURED.sizes,
-        page_size=PAGE_SIZE,
+        page_size=DEFAULT_PAGE_SIZE,
         max_context=max_context,
         reentry=spec.reentry,
         chunk_size=CHUNK_SIZE,
@@ -202,7 +202,7 @@ def layouts(
 
 def _chosen(costs: PredictedCosts, batch: int, shares: bool) -> tuple[TreeShape, ...]:
     """The trees that an engine chooses from at this batch; shares: with those that share rows out, of several."""
-    sets = tree_sets(CONFIGURED, costs, batch, MAX_VERIFY_ROWS, shares=False, looks_up=False)
+    sets = tree_sets(CONFIGURED, costs, batch, MAX_VERIFY_ROWS, can_share_rows=False, has_sources=False)
     trees = next(trees for least, trees in reversed(sets) if least <= next_bucket(batch))
     return (*trees, *SHARING) if shares and batch > 1 else trees
 

@@ -50,7 +50,7 @@ def attention_flops(spec: LayerSpec) -> int:
 
 def index_cost(shape: ModelShape, spec: LayerSpec, context: float) -> tuple[float, float]:
     """(bytes of the index keys, in bfloat16, that a request's queries score, FLOPs of one query), in one layer."""
-    index = None if shape.latent is None else shape.latent.index
+    index = None if shape.latent is None else shape.latent.indexer
     if index is None or INDEX_PLANE not in spec.keeps.planes or context <= index.topk:
         return 0, 0
     return 2 * index.size * context, 2 * index.heads * index.size * context

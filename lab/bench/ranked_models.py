@@ -24,8 +24,8 @@ class RankedModels(SyntheticModels):
         self.seconds = 0.0
 
     @contextmanager
-    def engine_of(self, config: ResolvedConfig, num_pages: int | None) -> Iterator[RunningEngine]:
-        """As SyntheticModels.engine_of."""
+    def make_engine(self, config: ResolvedConfig, num_pages: int | None) -> Iterator[RunningEngine]:
+        """As SyntheticModels.make_engine."""
         require_shards(self.recipe.shape.target, config.tensor_parallel)
         work = partial(models_of_recipe, self.recipe)
         with (

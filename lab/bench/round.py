@@ -10,7 +10,7 @@ from typing import Any
 
 from espalier.bench.report import require_plot
 from espalier.errors import EspalierError
-from espalier.startup.resolve import PAGE_SIZE
+from espalier.startup.resolve import DEFAULT_PAGE_SIZE
 from espalier.terminal.console import print_header, require_writable
 from espalier.terminal.flags import engine_settings, flag_of, flag_text, given_flags, require_at_least_one
 from lab.bench import acceptance, shaped, tree_vs_plain
@@ -51,7 +51,7 @@ def run(args: Namespace) -> int:
         shaped.draw(args.figures, args.plot)
     elif mode == "shape":
         print_header()
-        shaped.run(args, settings, args.page_size or [PAGE_SIZE])
+        shaped.run(args, settings, args.page_size or [DEFAULT_PAGE_SIZE])
     else:
         _fill_in(args, settings, mode)
         print_header()

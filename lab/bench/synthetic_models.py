@@ -23,7 +23,7 @@ from espalier.kernels.ops.drafts import MAX_STEPS
 from espalier.layout import RoundLayout
 from espalier.models import CausalLM, DraftModel
 from espalier.models.draft import MAX_MODULES
-from espalier.startup.build import LoadedModels, assemble, config_of_layout
+from espalier.startup.build import LoadedModels, assemble_engine, config_without_files
 from espalier.startup.load import build_engine_of_models
 from lab.bench.instrument import count_kernels
 from lab.synthetic.checkpoint import Recipe, build, total_bytes
@@ -160,7 +160,7 @@ class SyntheticModels:
         """
         algorithm = self.draft.spec.algorithm if layout.steps else "none"
         sizes = {f.name: getattr(layout, f.name) for f in fields(layout)}
-        config = config_of_layout(
+        config = config_without_files(
             layout if all_buckets else OneBucket(**sizes),
             algorithm,
             attention or default_backend(self.device.type, self.dtype),
@@ -170,9 +170,9 @@ class SyntheticModels:
             graph_batch=layout.max_batch if self.device.type == "cuda" else 0,
             **{name: value for name, value in chosen.items() if not is_unresolved(value)},
         )
-        return self._running(partial(assemble, LoadedModels(config, *self._models(algorithm)), keep_graphs=True))
+        return self._running(partial(assemble_engine, LoadedModels(config, *self._models(algorithm)), keep_graphs=True))
 
-    def engine_of(self, config: ResolvedConfig, num_pages: int | None) -> AbstractContextManager[RunningEngine]:
+    def make_engine(self, config: ResolvedConfig, num_pages: int | None) -> AbstractContextManager[RunningEngine]:
         """The engine that LLM builds of a configuration, with the device and the dtype of these models.
 
         num_pages: set by the user; None: on a GPU, as many as fit.

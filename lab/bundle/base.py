@@ -20,9 +20,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from espalier.train.llama import LlamaShape
-from espalier.train.optim import make_optimizers, schedule, set_rate
+from espalier.train.optim import learning_rate_factor, make_optimizers, set_learning_rate
 from espalier.train.state import SavedState
-from espalier.train.windows import Windows
+from espalier.train.windows import StreamWindows
 from lab.bundle.llama import Llama, save_llama
 
 LossOf = Callable[[Tensor, Tensor], Tensor]
@@ -131,7 +131,7 @@ def pretrain(
     device, rank, num_ranks = join_ranks()
     torch.manual_seed(config.seed)
     work.mkdir(parents=True, exist_ok=True)
-    windows = Windows(np.load(packed / "train.npy"), config.length, device, config.seed)
+    windows = StreamWindows(np.load(packed / "train.npy"), config.length, device, config.seed)
     heldout = Heldout(np.load(packed / "heldout.npy"), int((packed / "heldout_bytes.txt").read_text()))
     model = Llama(shape, torch.bfloat16 if device.type == "cuda" else torch.float32).to(device)
     loss_of: LossOf = torch.compile(model) if device.type == "cuda" else model
@@ -149,7 +149,7 @@ def pretrain(
 def run_steps(
     model: Llama,
     loss_of: LossOf,
-    windows: Windows,
+    windows: StreamWindows,
     heldout: Heldout,
     state: SavedState,
     config: PretrainConfig,
@@ -164,7 +164,7 @@ def run_steps(
     print(f"{num_parameters:,} parameters, {len(windows.stream):,} tokens, steps {first} to {num_steps}")
     begun, losses = time.perf_counter(), []
     for step, batch in zip(range(first, num_steps), windows.batches(config.batch, first), strict=False):
-        set_rate(optimizers, schedule(step / num_steps))
+        set_learning_rate(optimizers, learning_rate_factor(step / num_steps))
         losses.append(train_step(loss_of, batch[rank::num_ranks], model, optimizers, config.clip))
         done = step + 1
         if rank == 0 and (done % config.log_every == 0 or done == num_steps):

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from tokenizers import Tokenizer
 
 from espalier.errors import EspalierError
-from espalier.train.data import Data
+from espalier.train.data import UserText
 from espalier.train.kinds import evaluate, train
 from espalier.train.llama import LlamaShape
 from espalier.train.settings import Eagle3Config
@@ -122,7 +122,7 @@ def make_ngram(folders: BundleFolders) -> None:
 
 def make_draft(folders: BundleFolders) -> None:
     stream, begun = np.load(folders.packed / "train.npy")[:DRAFT_TOKENS], time.perf_counter()
-    figures = train("eagle3", folders.target, Data(stream), folders.draft, folders.work, DRAFT)
+    figures = train("eagle3", folders.target, UserText(stream), folders.draft, folders.work, DRAFT)
     folders.note(draft=figures, draft_seconds=time.perf_counter() - begun, draft_device=device_name())
 
 

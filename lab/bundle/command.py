@@ -5,7 +5,7 @@ from importlib import import_module
 from typing import Any
 
 from espalier.errors import EspalierError
-from espalier.train.command import given_path
+from espalier.train.command import non_empty_path
 from espalier.train.work import require_folder
 
 # Those of lab/bundle/bundle.py, which imports PyTorch, as the help does not.
@@ -13,13 +13,13 @@ STAGES = ("corpus", "tokenizer", "pack", "base", "ngram", "draft", "measure", "c
 
 
 def add_flags(parser: ArgumentParser) -> None:
-    parser.add_argument("--out", type=given_path, required=True, help="where target, draft, prompts and card go")
+    parser.add_argument("--out", type=non_empty_path, required=True, help="where target, draft, prompts and card go")
     parser.add_argument(
-        "--work", type=given_path, help="a folder for corpus, packed tokens and unfinished runs (OUT/work)"
+        "--work", type=non_empty_path, help="a folder for corpus, packed tokens and unfinished runs (OUT/work)"
     )
     parser.add_argument(
         "--site-packages",
-        type=given_path,
+        type=non_empty_path,
         action="append",
         metavar="DIR",
         help="site-packages of the environment with the corpus; may be repeated",

@@ -17,7 +17,7 @@ from pathlib import Path
 from pydoc_data.topics import topics
 from typing import NamedTuple
 
-from espalier.train.command import given_path
+from espalier.train.command import non_empty_path
 from lab.bundle.corpus import installed_sources, is_permissive, license_of
 from lab.chat import words
 
@@ -154,7 +154,7 @@ def made(held_out: bool, each: int, seed: int) -> list[Line]:
 
 def main() -> None:
     parser = ArgumentParser(prog="python -m lab.chat.prompts", description=__doc__)
-    parser.add_argument("--out", type=given_path, required=True, help="a folder for train.jsonl and heldout.jsonl")
+    parser.add_argument("--out", type=non_empty_path, required=True, help="a folder for train.jsonl and heldout.jsonl")
     parser.add_argument("--each", type=int, default=5000, metavar="N", help="prompts of a kind at most (5000)")
     parser.add_argument("--held-out", type=int, default=12, metavar="N", help="held-out prompts of a kind (12)")
     arguments = parser.parse_args()

@@ -71,7 +71,7 @@ FAULTS_OF_RANKS = {
         Fault(
             "scales-across",
             "the scales of a matrix whose columns are divided are cut along its rows",
-            "espalier.models.weights:Weights._stack",
+            "espalier.models.weights:Weights._cat_tensors",
             _scales_across,
         ),
     )

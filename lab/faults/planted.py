@@ -278,7 +278,7 @@ FAULTS = {
         Fault(
             "hidden-before-norm",
             "an MTP layer hands on its hidden state from before its last norm",
-            "espalier.models.mtp:handed_on",
+            "espalier.models.mtp:output_from_normed",
             _before_norm,
         ),
         Fault(

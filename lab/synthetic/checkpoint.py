@@ -276,14 +276,14 @@ class SyntheticWeights(Weights):
     def shape(self, name: str) -> tuple[int, ...]:
         return self.tensors.shapes[name]
 
-    def _read(self, name: str) -> Tensor:
+    def _read_tensor(self, name: str) -> Tensor:
         return self.tensors.tensor(name)
 
 
 def build(
     recipe: Recipe, dtype: torch.dtype, device: torch.device | str, position_rows: int, shards: Shards = WHOLE
 ) -> tuple[CausalLM, DraftModel]:
-    """(target, draft): the models that loading the directories of `write` gives, for startup.build.assemble.
+    """(target, draft): the models that loading the directories of `write` gives, for startup.build.assemble_engine.
 
     shards: what a rank holds of the target, and of a draft that is divided too.
     """

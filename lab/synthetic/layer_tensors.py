@@ -23,7 +23,7 @@ def layer_shapes(config: ModelConfig, layer: int) -> Shapes:
     attention = _heads(config) if config.latent is None else _latent(config, config.latent, layer)
     if experts is None or layer not in experts.layers:
         mlp = _joined(_gated("mlp.", config.intermediate_size, hidden), "mlp.", config.family.names.mlp.gate_up)
-    elif experts.stored == "stacked":
+    elif experts.storage == "stacked":
         mlp = _stacked_experts(experts, hidden)
     else:
         mlp = _experts(experts, hidden)
@@ -78,7 +78,7 @@ def _heads(c: ModelConfig) -> Shapes:
         shapes["self_attn.o_proj.bias"] = (hidden,)
     if c.qk_norm:
         shapes |= {f"self_attn.{name}_norm.weight": (c.head_size,) for name in "qk"}
-    if c.family.sinks:
+    if c.family.has_sinks:
         shapes["self_attn.sinks"] = (c.heads,)
     return shapes
 
@@ -93,8 +93,8 @@ def _latent(c: ModelConfig, latent: LatentConfig, layer: int) -> Shapes:
             "q_a_layernorm.weight": (latent.q_rank,),
             "q_b_proj.weight": (queries, latent.q_rank),
         }
-    index = latent.index
-    if index is not None and index.is_full(layer) and latent.q_rank is not None:
+    index = latent.indexer
+    if index is not None and index.has_own_indexer(layer) and latent.q_rank is not None:
         shapes |= {
             "indexer.wq_b.weight": (index.heads * index.size, latent.q_rank),
             "indexer.wk.weight": (index.size, hidden),
@@ -137,15 +137,15 @@ def _experts(experts: Experts, hidden: int) -> Shapes:
     shapes |= _routed("mlp.experts.", experts, hidden)
     if experts.shared_size:
         shapes |= _gated(f"mlp.{experts.shared_name}.", experts.shared_size, hidden)
-    if experts.shared_gate is not None:
-        shapes[f"mlp.{experts.shared_gate}.weight"] = (1, hidden)
+    if experts.shared_gate_name is not None:
+        shapes[f"mlp.{experts.shared_gate_name}.weight"] = (1, hidden)
     return shapes
 
 
 def _routed(prefix: str, experts: Experts, hidden: int) -> Shapes:
     """The matrices of routed experts, joined or apart."""
     count, size = experts.routing.num_experts, experts.size
-    if experts.stored == "joined":
+    if experts.storage == "joined":
         return {f"{prefix}gate_up_proj": (count, 2 * size, hidden), f"{prefix}down_proj": (count, hidden, size)}
     return {
         name: shape for expert in range(count) for name, shape in _gated(f"{prefix}{expert}.", size, hidden).items()
@@ -161,6 +161,6 @@ def _stacked_experts(experts: Experts, hidden: int) -> Shapes:
     }
     if experts.routing.logit_bias:
         shapes[f"mlp.{experts.router_name}.bias"] = (count,)
-    if experts.biases:
+    if experts.has_biases:
         shapes |= {"mlp.experts.gate_up_proj_bias": (count, 2 * size), "mlp.experts.down_proj_bias": (count, hidden)}
     return shapes

@@ -13,7 +13,7 @@ from torch import Tensor
 from espalier.errors import EspalierError
 from espalier.models.config import ModelConfig
 from espalier.models.quantisers import QUANTISERS, Quantiser
-from espalier.models.weight_formats import FormatOf, StoredTensor
+from espalier.models.weight_formats import FormatLookup, StoredTensor
 
 EXPERTS = "mlp.experts"
 
@@ -56,20 +56,20 @@ class QuantisedTensors:
     @functools.cached_property
     def _columns(self) -> dict[str, int]:
         """Of each matrix that the format may quantise, by name; none for a format of stacked experts."""
-        if self.quantiser.experts:
+        if self.quantiser.only_experts:
             return {}
         matrices = ((name, size[1]) for name, size in self.model.shapes.items() if _is_matrix(name, size))
         modules = {name.removesuffix(".weight"): columns for name, columns in matrices}
-        return {name: columns for name, columns in modules.items() if not self.quantiser.keeps(name)}
+        return {name: columns for name, columns in modules.items() if not self.quantiser.stays_dense(name)}
 
     @functools.cached_property
     def quantisation(self) -> dict[str, Any]:
         """quantization_config of config.json."""
-        return dict(self.quantiser.config(self._columns))
+        return dict(self.quantiser.quantization_config(self._columns))
 
     @functools.cached_property
-    def formats(self) -> FormatOf:
-        return self.quantiser.formats(self._columns)
+    def formats(self) -> FormatLookup:
+        return self.quantiser.storage_formats(self._columns)
 
     @functools.cached_property
     def stored(self) -> dict[str, tuple[str, StoredTensor]]:
@@ -82,10 +82,10 @@ class QuantisedTensors:
 
     def _stored_of(self, name: str, size: tuple[int, ...]) -> tuple[StoredTensor, ...]:
         module = name.removesuffix(".weight")
-        if self.quantiser.experts and len(size) == 3:
+        if self.quantiser.only_experts and len(size) == 3:
             experts, num_in, num_out = size
             return self.formats(module.rpartition(".")[0]).expert_tensors(experts, num_out, num_in)
-        if _is_matrix(name, size) and self.quantiser.quantises(module, size[1]):
+        if _is_matrix(name, size) and self.quantiser.is_quantised(module, size[1]):
             return self.formats(module).tensors(*size)
         return ()
 
@@ -101,7 +101,7 @@ class QuantisedTensors:
             return self.dtype.itemsize
         dtype = self.stored[name][1].dtype
         if isinstance(dtype, tuple):
-            dtype = self.dtype if self.dtype in dtype and self.quantiser.groups[0] > 1 else dtype[0]
+            dtype = self.dtype if self.dtype in dtype and self.quantiser.group_sizes[0] > 1 else dtype[0]
         return (dtype or self.dtype).itemsize
 
     def tensor(self, name: str) -> Tensor:
@@ -111,7 +111,7 @@ class QuantisedTensors:
             name_of_dense, wanted = self.stored[name]
             dense, module = self.model.tensor(name_of_dense), name.removesuffix(wanted.suffix)
             # Dense experts are stored [count, in, out].
-            made = self.quantiser.stored(dense.transpose(1, 2) if dense.ndim == 3 else dense, self.device)
+            made = self.quantiser.quantise(dense.transpose(1, 2) if dense.ndim == 3 else dense, self.device)
             codes = next(iter(made))
             self._scales |= {f"{module}{suffix}": tensor for suffix, tensor in made.items() if suffix != codes}
             if wanted.suffix == codes:
@@ -121,8 +121,8 @@ class QuantisedTensors:
 
 def require_stored(config: ModelConfig, weights: str, what: str = "weights") -> None:
     """Raises EspalierError for a model that the format does not store.  config: of its layers; what: the setting."""
-    is_stacked = config.experts is not None and config.experts.stored == "stacked"
-    if find_quantiser(weights).experts != is_stacked:
+    is_stacked = config.experts is not None and config.experts.storage == "stacked"
+    if find_quantiser(weights).only_experts != is_stacked:
         use = "stacked experts, of which there are none" if not is_stacked else "linear layers, not stacked experts"
         raise EspalierError(f"{what} {weights!r} are for {use}; use {'mxfp4' if is_stacked else 'fp8 or int4'}")
 

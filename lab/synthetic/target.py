@@ -123,8 +123,8 @@ class TargetTensors:
         is_quantised: bool = False,
     ) -> None:
         self.config, experts = shape.target, shape.target.experts
-        if is_quantised and experts is not None and experts.stored == "joined":
-            self.config = replace(self.config, experts=replace(experts, stored="apart"))
+        if is_quantised and experts is not None and experts.storage == "joined":
+            self.config = replace(self.config, experts=replace(experts, storage="apart"))
         self.chain = chain
         self.dtype = dtype
         self.device = device
@@ -227,7 +227,7 @@ class TargetTensors:
         """
         c = self.config
         keeps_values = (
-            c.latent is None and not c.family.sinks and c.family.layer_specs is None and len(c.family.names.qkv) > 1
+            c.latent is None and not c.family.has_sinks and c.family.layer_specs is None and len(c.family.names.qkv) > 1
         )
         return self.chain.fading is not None and not self.copies and keeps_values
 
@@ -279,7 +279,7 @@ class TargetTensors:
     def _stacked(self, name: str, part: str, size: tuple[int, ...]) -> Tensor:
         """Experts [E, in, out], or [E, out, in] where gate lies over up, as `_linear`."""
         experts, num_in, num_out = size
-        if self.config.experts is not None and self.config.experts.stored == "joined":
+        if self.config.experts is not None and self.config.experts.storage == "joined":
             out = self.draw.normal(name, experts * num_in, num_out, num_out**-0.5, self.dtype).view(size)
             for matrix in out if part == "down_proj" else ():
                 matrix.copy_(self.planted.clean(matrix.T.float()).T * self._step(name, part))

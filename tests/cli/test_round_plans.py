@@ -21,7 +21,7 @@ HOPPER = Chip(shared_memory=232448, processors=132, capability=(9, 0))
 def test_only_products_of_the_weight_and_the_rows_take_the_plan(name, monkeypatch):
     taken, weight = [], torch.zeros
     if name == "quantised":
-        weight = lambda shape: QUANTISERS["int4"].matrix(torch.zeros(shape, dtype=torch.bfloat16))  # noqa: E731
+        weight = lambda shape: QUANTISERS["int4"].quantise_matrix(torch.zeros(shape, dtype=torch.bfloat16))  # noqa: E731
     kind = "int4-1x128" if name == "quantised" else "dense"
     monkeypatch.setattr(linear_quantised, "quantised_plan_for", lambda weight, x: PLAN)
     for each in BY_PLAN:
@@ -52,7 +52,7 @@ def test_neighbours_are_near_the_plan_and_have_other_splits(weights, rows):
     weight = torch.zeros(2048, 4096, dtype=torch.bfloat16)
     plan = TritonPlan(64, 64, 2, 4, 8)
     if weights != "dense":
-        weight = QUANTISERS[weights].matrix(weight)
+        weight = QUANTISERS[weights].quantise_matrix(weight)
         grouped = weight.group < 4096
         plan = quantised_plans.plan_by_rule(
             rows, 2048, 4096, weight.code, 256, grouped, HOPPER, 2 if weights == "int4" else 1

@@ -22,7 +22,7 @@ in_overlap = pytest.mark.parametrize(
 )
 
 
-def engine_of(overlap: bool = True, **fields: object) -> Engine:
+def make_engine(overlap: bool = True, **fields: object) -> Engine:
     return Setup(page_size=4, max_context=CONTEXT, overlap=overlap, num_pages=13, **fields).engine()
 
 
@@ -43,7 +43,7 @@ BAD = {
 @in_overlap
 def test_refused_and_nobody_notices(overlap: bool) -> None:
     """One after another, between the steps of running requests."""
-    engine = engine_of(overlap)
+    engine = make_engine(overlap)
     params = SamplingParams(temperature=0.0, max_tokens=20)
     requests = [request(i, p, params) for i, p in enumerate(prompts(41, (6, 20, 11)))]
     for r in requests[:2]:
@@ -91,7 +91,7 @@ def test_the_longest_that_fits_does(overlap: bool) -> None:
 
 def test_an_abort_of_nobody() -> None:
     """Unknown, finished and waiting ids; twice; before the first step."""
-    engine = engine_of()
+    engine = make_engine()
     params = SamplingParams(temperature=0.0, max_tokens=5)
     first, second = (request(i, p, params) for i, p in enumerate(prompts(43, (6, 9))))
     engine.abort("nobody")
@@ -113,7 +113,7 @@ def test_an_abort_of_nobody() -> None:
 
 def test_an_id_that_is_running_is_refused() -> None:
     """An abort would not know whom it means."""
-    engine = engine_of()
+    engine = make_engine()
     first, again, later = (request(0, [index + 1], SamplingParams(temperature=0.0, max_tokens=3)) for index in range(3))
     engine.add(first)
     with pytest.raises(EspalierError, match="request 'r0' is running already; use another id"):

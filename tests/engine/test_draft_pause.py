@@ -14,7 +14,7 @@ from espalier.request import SamplingParams
 from espalier.speculate import round as of_round
 from espalier.speculate.round import ProposedRound, VerifiedRound
 from espalier.speculate.tree import VOID
-from espalier.startup.build import assemble
+from espalier.startup.build import assemble_engine
 from espalier.startup.checkpoints import BUNDLED_FILES
 from espalier.startup.load import LoadedModels, find_checkpoint, resolve_config
 from tests.engine.alone import plainly
@@ -86,7 +86,7 @@ def test_an_engine_pauses_guesses_that_do_not_pay(pauses: bool, verified: list[P
     setup = Setup(steps=5, topk=4, num_draft_tokens=16, algorithm="ngram", max_context=128)
     config = setup.config(round_costs=CpuCosts() if pauses else None)
     config = replace(config, layout=replace(config.layout, choices=((1, (config.layout.tree, PLAIN_TREE)),)))
-    engine = assemble(LoadedModels(config, *setup.models(setup.layout.position_rows)))
+    engine = assemble_engine(LoadedModels(config, *setup.models(setup.layout.position_rows)))
     r = request(0, prompts(3, (40,))[0], SamplingParams(max_tokens=80, temperature=6.0))
     engine.add(r)
     while engine.has_work:

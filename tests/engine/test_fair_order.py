@@ -13,7 +13,7 @@ from tests.harness import request
 each_loop = pytest.mark.parametrize("overlap", [False, True], ids=["lockstep", "overlap"])
 
 
-def engine_of(overlap: bool, num_pages: int = 200, max_batch: int = 3, chunk_size: int = 16) -> Engine:
+def make_engine(overlap: bool, num_pages: int = 200, max_batch: int = 3, chunk_size: int = 16) -> Engine:
     return symbolic_engine(RoundLayout(max_batch, 3, 2, 8, 4, 128, 1, chunk_size), num_pages, overlap, random=Random(1))
 
 
@@ -32,7 +32,7 @@ def launches(engine: Engine) -> str:
 @each_loop
 def test_admitted_in_order_of_arrival(overlap: bool) -> None:
     """Whatever the order of adding, and although later ones would fit where an earlier, longer one does not."""
-    engine = engine_of(overlap, num_pages=1 + 24, max_batch=4)
+    engine = make_engine(overlap, num_pages=1 + 24, max_batch=4)
     requests = [asked(i, prompt_len=50 if i in (2, 5) else 8) for i in range(9)]
     for r in reversed(requests):
         engine.add(r)
@@ -47,7 +47,7 @@ def test_admitted_in_order_of_arrival(overlap: bool) -> None:
 @each_loop
 def test_preempted_goes_back_to_its_place(overlap: bool) -> None:
     """The latest arrival gives way, waits before all that came after it, and enters before them."""
-    engine = engine_of(overlap, num_pages=1 + 16, max_batch=3)
+    engine = make_engine(overlap, num_pages=1 + 16, max_batch=3)
     requests = [asked(i, prompt_len=8, max_tokens=40) for i in range(3)] + [asked(i, 8, 4) for i in (3, 4, 5)]
     for r in requests:
         engine.add(r)
@@ -77,7 +77,7 @@ def test_preempted_goes_back_to_its_place(overlap: bool) -> None:
 def test_long_prompts_let_rounds_through(overlap: bool, streamed: bool) -> None:
     """Where somebody reads, chunks of long prompts and rounds of those who already run take turns; where nobody does,
     the batch is filled first; where nobody runs, chunks follow each other."""
-    engine = engine_of(overlap)
+    engine = make_engine(overlap)
     reader = asked(0, 5, max_tokens=60)
     reader.streamed = streamed
     engine.add(reader)
@@ -89,7 +89,7 @@ def test_long_prompts_let_rounds_through(overlap: bool, streamed: bool) -> None:
     for _ in range(20):
         engine.step()
     assert launches(engine)[before:].startswith("PRPRPRPRPRPRPRPRPRPR" if streamed else "PPPPPPPPPPRR")
-    alone = engine_of(overlap)
+    alone = make_engine(overlap)
     alone.add(asked(3, 96, max_tokens=3))
     while alone.has_work:
         alone.step()
@@ -99,7 +99,7 @@ def test_long_prompts_let_rounds_through(overlap: bool, streamed: bool) -> None:
 @each_loop
 def test_short_prompts_share_a_pass(overlap: bool) -> None:
     """A pass takes requests oldest first, in pieces of a width that leaves little padding."""
-    engine = engine_of(overlap, max_batch=8, chunk_size=64)
+    engine = make_engine(overlap, max_batch=8, chunk_size=64)
     lengths = (5, 16, 12, 9, 40, 3, 60)
     for i, n in enumerate(lengths):
         engine.add(asked(i, n, max_tokens=2))
@@ -116,7 +116,7 @@ def test_short_prompts_share_a_pass(overlap: bool) -> None:
 @each_loop
 def test_samples_do_not_hold_up_others(overlap: bool) -> None:
     """Who waits for a sibling's prompt lets those behind pass, and enters as soon as the prompt is there."""
-    engine = engine_of(overlap, max_batch=3, chunk_size=16)
+    engine = make_engine(overlap, max_batch=3, chunk_size=16)
     leader, sibling, other = asked(0, 60), asked(0, 60), asked(2, 8)
     sibling.id, sibling.arrival, sibling.after = "r1", 1, leader
     for r in (leader, sibling, other):

@@ -12,7 +12,7 @@ from espalier.engine.engine import Engine
 from espalier.models import CausalLM, DraftModel, load_target, read_config
 from espalier.request import Request, SamplingParams
 from espalier.speculate.drafters.registry import load_draft, read_draft
-from espalier.startup.build import LoadedModels, assemble
+from espalier.startup.build import LoadedModels, assemble_engine
 from tests.builders import make_eagle3, make_target
 from tests.engine.alone import replace_request
 from tests.folders import new_folder
@@ -52,13 +52,13 @@ def models(drafts_it: bool, algorithm: str) -> tuple[CausalLM, DraftModel | None
     return target, load_draft(draft_path, target, **how)
 
 
-def engine_of(setup: Setup, drafts_it: bool) -> Engine:
-    return assemble(LoadedModels(setup.config(), *models(drafts_it, setup.algorithm)))
+def make_engine(setup: Setup, drafts_it: bool) -> Engine:
+    return assemble_engine(LoadedModels(setup.config(), *models(drafts_it, setup.algorithm)))
 
 
 @cache
 def plain_engine() -> Engine:
-    return engine_of(Setup(max_batch=1, prefix_cache=False).plain(), False)
+    return make_engine(Setup(max_batch=1, prefix_cache=False).plain(), False)
 
 
 def plainly(r: Request) -> Request:
@@ -123,7 +123,7 @@ def nothing_broken_is_free(engine: Engine) -> None:
 def test_fails_by_name_and_alone(page_size: int, overlap: bool, drafts_it: bool, steps: int) -> None:
     setup = Setup(page_size=page_size, overlap=overlap, chunk_size=16, num_pages=1 + 120 // page_size + 20)
     setup = replace(setup, steps=3, topk=4, num_draft_tokens=12) if steps else setup.plain()
-    engine = engine_of(setup, drafts_it)
+    engine = make_engine(setup, drafts_it)
     requests = mates_and_victims()
     pieces = []
     for again in range(2):
@@ -162,7 +162,7 @@ def test_a_broken_token_that_is_emitted(overlap: bool) -> None:
     ended = SamplingParams(temperature=0.0, max_tokens=8, logit_bias=bias, stop_token_ids=[BROKEN])
     quiet = SamplingParams(temperature=0.0, max_tokens=8, logit_bias={BROKEN: -100.0})
     requests = [request(i, p, w) for i, (p, w) in enumerate(zip([[1, 2, 3]] * 3, (loud, ended, quiet), strict=True))]
-    engine = engine_of(setup, False)
+    engine = make_engine(setup, False)
     for r in requests:
         engine.add(r)
     while engine.has_work:

@@ -75,7 +75,7 @@ def stuck_at(question: str, number: int, go_on: threading.Event) -> Callable[[Gr
     return lambda grammar: Stuck(compiled(grammar), VOCAB, (END,), None, bytes_of)
 
 
-def engine_of(setup: Setup, where: str, monkeypatch: pytest.MonkeyPatch) -> Engine:
+def make_engine(setup: Setup, where: str, monkeypatch: pytest.MonkeyPatch) -> Engine:
     if where == "cpu":
         return setup.engine()
     # What only a CPU's path reads: a GPU's kernels end where the text does.
@@ -106,7 +106,7 @@ def test_others_get_every_token_that_they_get_alone(question, number, where, ove
     stuck = iter([True, False, False, True])
     planted = stuck_at(question, number, go_on)
     requests = asked(0, 1.2, lambda grammar: planted(grammar) if next(stuck) else masker_of(grammar), count=6)
-    engine = engine_of(setup, where, monkeypatch)
+    engine = make_engine(setup, where, monkeypatch)
     engine.scheduler.masks.threads.limit_s = LIMIT_S
     ran = run(engine, requests).requests
     for i, (each, right) in enumerate(zip(ran, expected, strict=True)):

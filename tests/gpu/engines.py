@@ -15,7 +15,7 @@ from espalier.engine.cuda import CudaExecutor
 from espalier.engine.engine import Engine
 from espalier.models import CausalLM, DraftModel, load_target, read_config
 from espalier.speculate.drafters.registry import drafter_without_files, load_draft, read_draft
-from espalier.startup.build import LoadedModels, assemble
+from espalier.startup.build import LoadedModels, assemble_engine
 from tests.folders import new_folder
 from tests.harness import MAX_POSITIONS, Setup, directories
 from tests.oracles.fp8_cache import ones
@@ -109,7 +109,7 @@ class DeviceSetup(Setup):
         return drafter_without_files(self.algorithm) is None
 
     def engine(self) -> Engine:
-        return assemble(self.loaded(), capture_stages=self.capture_stages)
+        return assemble_engine(self.loaded(), capture_stages=self.capture_stages)
 
     def loaded(self) -> LoadedModels:
         most = self.layout.max_batch
@@ -135,6 +135,6 @@ def _reference(paths: tuple[Path, Path], speculative: bool, target_fp8: bool, dr
     return Reference(*models, scales=scales, draft_scales=draft_scales)
 
 
-def executor_of(engine: Engine) -> CudaExecutor:
+def make_executor(engine: Engine) -> CudaExecutor:
     assert isinstance(engine.executor, CudaExecutor)
     return engine.executor

@@ -12,7 +12,7 @@ import torch
 
 from espalier import LLM, EspalierError, SamplingParams
 from tests.gpu.conftest import FIGURES
-from tests.gpu.engines import executor_of
+from tests.gpu.engines import make_executor
 
 pytestmark = pytest.mark.gpu
 
@@ -39,7 +39,7 @@ def test_an_error_inside_a_launch_stops_the_engine_by_name(where, right, monkeyp
         raise RuntimeError("the device is broken")
 
     with LLM("bundled", **SETTINGS) as llm:
-        executor = executor_of(llm.engine)
+        executor = make_executor(llm.engine)
         if where == "graph":
             # The same as a graph that cannot be launched.
             monkeypatch.setattr("espalier.engine.cuda._copy_to_pinned", broken)
@@ -74,7 +74,7 @@ def from_a_piece(_: LLM) -> Callable[..., None]:
 
 
 def inside_a_launch(llm: LLM) -> Callable[..., None]:
-    executor, launches = executor_of(llm.engine), []
+    executor, launches = make_executor(llm.engine), []
     launch = executor.launch
 
     def launching(launch_input):

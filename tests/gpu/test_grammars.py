@@ -13,7 +13,7 @@ from espalier.engine.engine import Engine
 from espalier.request import Request
 from tests.gpu.conftest import FIGURES
 from tests.gpu.delays import delay_segments, delay_streams, host_sleep
-from tests.gpu.engines import DeviceSetup, executor_of
+from tests.gpu.engines import DeviceSetup, make_executor
 from tests.gpu.test_no_sync import no_sync
 from tests.grammar.test_ahead import record
 from tests.grammar.test_lossless import END, asked, check_all_in_grammar, masker_of
@@ -42,7 +42,7 @@ def ran(setup: DeviceSetup, temperature: float, engine: Engine | None = None) ->
 
 def eagerly(engine: Engine) -> Engine:
     """From now on its rounds run without graphs, padded to the same batches."""
-    executor = executor_of(engine)
+    executor = make_executor(engine)
     executor.graphs.clear()
     executor.stage_graphs.clear()
     return engine
@@ -122,7 +122,7 @@ def test_the_host_waits_for_trees_and_results_alone(monkeypatch, put_on_record):
         engine.add(each)
     while engine.has_work and not all(each.output for each in requests):
         engine.step()
-    executor, stages = executor_of(engine), 0
+    executor, stages = make_executor(engine), 0
     assert sorted(executor.stage_graphs) == [1, 2, 3, 4]
     launch_staged = executor.launch_staged
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from espalier import LLM, EspalierError, SamplingParams
-from espalier.startup.measure_memory import MARGIN
+from espalier.startup.measure_memory import MEMORY_MARGIN
 from tests.gpu.conftest import FIGURES
 
 pytestmark = [
@@ -33,7 +33,7 @@ def all_taken_but(left: int) -> Iterator[None]:
 
 
 def margin() -> int:
-    return int(torch.cuda.mem_get_info()[1] * MARGIN)
+    return int(torch.cuda.mem_get_info()[1] * MEMORY_MARGIN)
 
 
 def full(llm: LLM, prompt: int, logprobs: int | None = None) -> list[int]:

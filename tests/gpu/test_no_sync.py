@@ -18,7 +18,7 @@ from espalier.engine.executor import Handle
 from espalier.engine.launch_input import LaunchInput
 from espalier.request import Request
 from tests.gpu.conftest import FIGURES, PROFILE
-from tests.gpu.engines import DeviceSetup, executor_of
+from tests.gpu.engines import DeviceSetup, make_executor
 from tests.gpu.traffic import mixed, run_staggered
 
 pytestmark = pytest.mark.gpu
@@ -43,7 +43,7 @@ def no_sync() -> Iterator[None]:
 
 def forbid_syncs(engine: Engine) -> Counter[str]:
     """Around every launch from now on; what ran, by kind."""
-    executor, seen = executor_of(engine), Counter[str]()
+    executor, seen = make_executor(engine), Counter[str]()
     launch = executor.launch
 
     def launching(launch_input: LaunchInput) -> Handle:
@@ -80,7 +80,7 @@ def test_no_launch_synchronises(algorithm, dtype, put_on_record):
         r.id, r.arrival = f"r{i}", i
     finish(engine, requests[:2])
     seen = forbid_syncs(engine)
-    captured = executor_of(engine).captured_passes
+    captured = make_executor(engine).captured_passes
     passes = ("graph prefill", "graph prefill with logprobs") if captured else ("eager prefill",)
     # Two alone, in a graph with log-probabilities: the staggered ones may never be so few together.
     finish(engine, requests[12:14])
@@ -128,7 +128,7 @@ class Trace:
 
 def profiled_rounds(llm: LLM, path: Path) -> Trace:
     """ROUNDS rounds of four requests, the launches of each in a range of their own."""
-    engine, executor = llm.engine, executor_of(llm.engine)
+    engine, executor = llm.engine, make_executor(llm.engine)
     launch = executor.launch
 
     def launching(launch_input: LaunchInput) -> Handle:

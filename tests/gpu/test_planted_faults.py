@@ -18,7 +18,7 @@ from espalier.engine.results import ResultsRing, read_results
 from espalier.layout import LaunchForm
 from espalier.request import Request
 from tests.gpu.delays import delay_segments, delay_streams
-from tests.gpu.engines import DeviceSetup, executor_of, loaded
+from tests.gpu.engines import DeviceSetup, loaded, make_executor
 from tests.gpu.near_ties import furthest_logprob, oracle
 from tests.gpu.test_no_sync import forbid_syncs
 from tests.gpu.traffic import mixed, run_staggered
@@ -57,20 +57,20 @@ def tokens_under_delays(patch: Patch, plant: "Plant") -> None:
     delay_segments(patch, Random(1))
     engine = SETUP.engine()
     delay_streams(engine, Random(2))
-    plant(patch, executor_of(engine))
+    plant(patch, make_executor(engine))
     follow(engine, mixed(9), right)
 
 
 def bits_of_graph_and_eager(patch: Patch, plant: "Plant") -> None:
     one, other = SETUP.engine(), SETUP.engine()
-    plant(patch, executor_of(one))
+    plant(patch, make_executor(one))
     twins(one, other)
     run_staggered(one, mixed(6, max_tokens=10), every=2)
 
 
 def no_synchronisation(patch: Patch, plant: "Plant") -> None:
     engine = SETUP.engine()
-    plant(patch, executor_of(engine))
+    plant(patch, make_executor(engine))
     forbid_syncs(engine)
     run_staggered(engine, mixed(4, max_tokens=6), every=1)
 
@@ -78,7 +78,7 @@ def no_synchronisation(patch: Patch, plant: "Plant") -> None:
 def float32_against_the_oracle(patch: Patch, plant: "Plant") -> None:
     setup = replace(SETUP, dtype=torch.float32, attention="auto")
     engine = setup.engine()
-    plant(patch, executor_of(engine))
+    plant(patch, make_executor(engine))
     ran = run(engine, mixed(6, max_tokens=10, logprobs=0))
     assert max(furthest_logprob(r, oracle(setup), torch.float32) for r in ran.requests) < 1
 

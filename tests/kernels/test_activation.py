@@ -25,7 +25,7 @@ from espalier.kernels.ops.linear import (
 )
 from espalier.models.layers.linear import Linear
 from espalier.models.layers.mlp import GatedMLP
-from espalier.models.weight_formats.base import LastRows
+from espalier.models.weight_formats.base import LastRowsWeight
 from espalier.models.weight_formats.dense import DenseWeight, dense_weight
 from espalier.models.weight_formats.quantised import QuantisedWeight
 from tests.kernels.quantised_inputs import DTYPE, drawn
@@ -142,7 +142,13 @@ def test_an_mlp_takes_it_with_every_weight(activation):
     cpu = torch.device("cpu")
     quantised = QuantisedWeight(drawn("int4", (), 3 * 32, 64, cpu), "int4")
     rounded = QuantisedWeight(drawn("fp8-channel-inputs", (), 2 * 32, 64, cpu), "fp8")
-    for weight in (DenseWeight(dense), dense_weight(dense), LastRows(quantised, 32), quantised.rows_from(32), rounded):
+    for weight in (
+        DenseWeight(dense),
+        dense_weight(dense),
+        LastRowsWeight(quantised, 32),
+        quantised.rows_from(32),
+        rounded,
+    ):
         gate_up = Linear(weight)
         down = Linear(DenseWeight(torch.eye(64 // activation.num_matrices)))
         assert torch.equal(GatedMLP(gate_up, down, activation)(x), gated_activation(gate_up(x), activation))

@@ -108,7 +108,7 @@ def test_every_family_with_norms_behind_blocks_launches_it_once_a_block(family, 
     tokens = torch.randint(0, 16, (2, 7), generator=torch.Generator().manual_seed(1))
     expected = model(DensePass(tokens, model.layer_specs)).hidden
     launches = []
-    monkeypatch.setattr(layer, "adds_in_one_launch", lambda x: True)
+    monkeypatch.setattr(layer, "has_fused_add_norm", lambda x: True)
     monkeypatch.setattr(layer, "add_normed", lambda *given: launches.append(given) or add_normed(*given))
     assert torch.equal(model(DensePass(tokens, model.layer_specs)).hidden, expected)
     assert len(launches) == len(model.layer_specs) * (3 if family == "gemma4_e" else 2)

@@ -147,7 +147,7 @@ def test_a_delta_block_reads_the_same_in_fewer_launches(kernel_device, monkeypat
     found = []
     for in_router, in_norm in ((False, False), (routes, rounds)):
         monkeypatch.setattr(recurrent, "supports_norm_router", lambda x, taken=in_router: taken)
-        monkeypatch.setattr(recurrent, "is_rounded_before", lambda *_, taken=in_norm: taken)
+        monkeypatch.setattr(recurrent, "is_rounded_in_launch", lambda *_, taken=in_norm: taken)
         total, (of_qkvz, of_ba) = recurrent.DeltaNet.norm_input(block, norm, delta, residual)
         assert isinstance(of_qkvz, RoundedRows) == in_norm
         found.append((total, qkvz(of_qkvz), of_ba))
@@ -166,7 +166,7 @@ def test_a_gated_shared_expert_takes_the_rows_of_the_others(kernel_device, monke
     gate = Linear(DenseWeight(torch.randn(1, 64, device=kernel_device).to(residual.dtype) / 8))
     mlp = MixtureMLP(Routing(8, 2), router, None, *stacks, shared, gate)
     monkeypatch.setattr(layer, "rounding_in_norm", lambda gate_up, x: inputs)
-    monkeypatch.setattr(layer, "is_rounded_before", lambda *_: rounds)
+    monkeypatch.setattr(layer, "is_rounded_in_launch", lambda *_: rounds)
     monkeypatch.setattr(layer, "grouped_experts", grouped_experts.triton)
     monkeypatch.setattr(layer, "scale_by_gate", scale_by_gate.triton)
     _, routed = mlp.norm_input(norm, delta, residual)

@@ -8,7 +8,7 @@ import torch
 
 from espalier.config import EngineConfig, SpeculationConfig
 from espalier.llm import LLM, Prepared, prepare
-from espalier.train.checkpoint import draft_shape, save_draft
+from espalier.train.checkpoint import make_draft_shape, save_draft
 from espalier.train.draft import Eagle3Draft
 from espalier.train.llama import LlamaShape
 from lab.bundle.llama import Llama, save_llama
@@ -43,7 +43,7 @@ def target() -> Path:
 @cache
 def draft(seed: int, vocab: int = 16) -> Path:
     torch.manual_seed(seed)
-    made = Eagle3Draft(draft_shape(json.loads((target() / "config.json").read_text()), vocab, 24))
+    made = Eagle3Draft(make_draft_shape(json.loads((target() / "config.json").read_text()), vocab, 24))
     made.set_vocabulary(torch.arange(vocab), torch.randn(16, 16))
     save_draft(made, folder := new_folder("learn-") / f"draft-{seed}")
     return folder

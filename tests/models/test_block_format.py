@@ -64,7 +64,7 @@ def two_rounds(draft: BlockDraft, expected: dict[str, Tensor]) -> dict[str, Tens
         block = torch.full((1, draft.spec.block_rows), draft.spec.mask_token)
         block[0, 0] = tokens[0, anchor]
         positions = anchor + torch.arange(draft.spec.block_rows)[None]
-        hidden = draft(OverContext(draft, block, positions, context))[:, draft.spec.first_proposing :]
+        hidden = draft(OverContext(draft, block, positions, context))[:, draft.spec.first_proposing_row :]
         logits = draft.block_logits(hidden)
         made[f"logits.{number}"] = logits[0]
         if draft.edges is not None:

@@ -93,9 +93,9 @@ def test_what_cannot_run_is_refused_before_weights_are_read(
 
 def test_auto_prefers_a_native_family(tmp_path: Path) -> None:
     llama, starcoder2 = directories("llama")[0], directories("starcoder2")[0]
-    assert read_config(llama).probed is None
-    assert read_config(llama, model_impl="transformers").probed is not None
-    assert read_config(starcoder2).probed is not None
+    assert read_config(llama).probe_result is None
+    assert read_config(llama, model_impl="transformers").probe_result is not None
+    assert read_config(starcoder2).probe_result is not None
     with pytest.raises(EspalierError, match=r"'Starcoder2ForCausalLM' is not supported; supported are Llama"):
         read_config(starcoder2, model_impl="native")
 

@@ -223,7 +223,7 @@ def test_the_shared_expert_comes_last(family: str, dtype: torch.dtype, rows: int
     mlp = target.layers[2].mlp  # type: ignore[attr-defined]
     x = torch.randn(rows, 32, generator=torch.Generator().manual_seed(0)).to(dtype)
     live = torch.arange(rows) % 3 != 1
-    parts, top_k = mlp(mlp.routed(x), live), mlp.routing.top_k
+    parts, top_k = mlp(mlp.route_rows(x), live), mlp.routing.top_k
     exact = torch.promote_types(dtype, torch.float32)
     shared = mlp.shared(x).to(exact)
     if mlp.shared_gate is not None:

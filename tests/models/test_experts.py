@@ -23,7 +23,7 @@ from espalier.models.families import FAMILIES
 from espalier.models.layer_loading import load_experts
 from espalier.models.layers.mlp import MixtureMLP, router_logits
 from espalier.models.layers.norm import RMSNorm
-from espalier.models.weight_files import stored_weights
+from espalier.models.weight_files import count_weights_in
 from espalier.models.weight_formats import WeightFormat, all_dense
 from espalier.models.weight_formats.dense import DenseFormat
 from espalier.models.weights import Weights
@@ -259,9 +259,9 @@ def test_experts_in_another_format_are_refused(target: Path, monkeypatch: pytest
 
 def test_memory_counts_every_expert(target: Path) -> None:
     """What the file holds is what is loaded: nothing is stored twice or left out."""
-    count = stored_weights(target, read_config(target).formats).nbytes(torch.float64)
+    count = count_weights_in(target, read_config(target).formats).nbytes(torch.float64)
     assert count == sum(tensor.nbytes for tensor in load_file(target / "model.safetensors").values())
-    dense = stored_weights(make_target(target.parent / "dense", "qwen3", layers=4), read_config(target).formats)
+    dense = count_weights_in(make_target(target.parent / "dense", "qwen3", layers=4), read_config(target).formats)
     assert count > dense.nbytes(torch.float64)
 
 

@@ -410,7 +410,7 @@ def test_gemma3_in_the_old_spelling(tmp_path: Path) -> None:
         (path / "config.json").write_text(json.dumps(raw | old))
         theirs, ours = Gemma3TextConfig(**raw, **copy.deepcopy(old)), read_config(path)
         assert ours.windows == tuple(7 if kind == "sliding_attention" else None for kind in theirs.layer_types)
-        for rope, kind in zip(ours.ropes, theirs.layer_types, strict=True):
+        for rope, kind in zip(ours.layer_ropes, theirs.layer_types, strict=True):
             expected = theirs.rope_parameters[kind]
             assert (rope.theta, rope.type, rope.factor) == (
                 expected["rope_theta"],
@@ -495,7 +495,9 @@ def test_layers_by_their_places(tmp_path: Path) -> None:
             tmp_path / family, family, layers=5, **{"no_rope_layers": None, "layer_types": None, **fields}
         )
         config = read_config(path, fields)
-        assert config.windows == windows and tuple(rope.type != "none" for rope in config.ropes) == with_rope, family
+        assert config.windows == windows and tuple(rope.type != "none" for rope in config.layer_ropes) == with_rope, (
+            family
+        )
 
 
 def test_a_draft_has_layers_only_of_families_that_declare_it(tmp_path: Path) -> None:
@@ -557,7 +559,7 @@ def test_gemma4_as_published(family: str, k_is_v: bool, tmp_path: Path) -> None:
     raw |= {"global_head_dim": 20, "num_global_key_value_heads": 1, "attention_k_eq_v": k_is_v}
     (path / "config.json").write_text(json.dumps(raw))
     theirs, ours = CONFIGS[family](**raw), read_config(path)
-    for layer, (spec, rope) in enumerate(zip(layer_specs_of(ours), ours.ropes, strict=True)):
+    for layer, (spec, rope) in enumerate(zip(layer_specs_of(ours), ours.layer_ropes, strict=True)):
         of_layer, kind = theirs.per_layer_config[layer], theirs.layer_types[layer]
         assert spec.window == (theirs.sliding_window if kind == "sliding_attention" else None)
         assert spec.keeps == KVHeads(of_layer.num_key_value_heads, of_layer.head_dim, of_layer.head_dim)

@@ -24,7 +24,7 @@ from espalier.models.base import CausalLM
 from espalier.models.gemma4_assistant import Assistant
 from espalier.request import Request, SamplingParams
 from espalier.speculate.drafters.registry import load_draft, read_draft
-from espalier.startup.build import LoadedModels, assemble, cache_specs
+from espalier.startup.build import LoadedModels, assemble_engine, cache_specs
 from tests.builders import draw_weights, make_target
 from tests.harness import CPU, DTYPE, MAX_POSITIONS, VOCAB, Setup, new_folder, prompts, request, run
 from tests.models.reference import in_float64, load_reference
@@ -106,7 +106,7 @@ class Led:
 
 def an_engine(setup: Setup, family: str, ordered: bool = False) -> Engine:
     target, draft = loaded(family, ordered)
-    return assemble(LoadedModels(setup.config(), target, copy.copy(draft) if setup.steps else None))
+    return assemble_engine(LoadedModels(setup.config(), target, copy.copy(draft) if setup.steps else None))
 
 
 @lru_cache
@@ -151,7 +151,7 @@ def test_logits_are_those_of_transformers(family: str, ordered: bool, length: in
     [output] = run(an_engine(CHAIN.plain(), family), [request(0, prompt, greedy(30))]).tokens
     asked, engine = request(0, prompt, greedy(18)), an_engine(CHAIN, family, ordered)
     draft = engine.executor.runner.drafter.draft
-    draft.score = led = Led(draft.score, asked, output, steps)
+    draft.head = led = Led(draft.head, asked, output, steps)
     assert run(engine, [asked]).stats.accept_length > 2
     rounds = [led.seen[at : at + steps] for at in range(0, len(led.seen), steps)]
     for of_round in rounds:

@@ -16,8 +16,8 @@ from espalier.errors import EspalierError
 from espalier.kernels.layers.blocks import BLOCK_TYPES
 from espalier.model_files import find_gguf, read_gguf
 from espalier.models import load_target, read_config
-from espalier.models.loading import read_raw
-from espalier.models.weight_files import WeightCount, stored_weights
+from espalier.models.loading import read_raw_config
+from espalier.models.weight_files import WeightCount, count_weights_in
 from espalier.models.weight_formats.base import StackedWeights
 from espalier.models.weight_formats.gguf import BlockWeight
 from espalier.startup.generation_config import end_tokens
@@ -81,7 +81,7 @@ def test_blocks_of_several_formats_stay_blocks(tmp_path: Path, tied: bool) -> No
     assert isinstance(mlp.gate_up.weight, BlockWeight) and isinstance(target.head.weight, BlockWeight)
     weights = [part for layer in target.layers for part in (layer.attention.qkv, layer.attention.out)]
     weights += [part for layer in target.layers for part in (layer.mlp.gate_up, layer.mlp.down)] + [target.head]
-    counted = stored_weights(tmp_path / "model.gguf", read_config(tmp_path / "model.gguf").formats)
+    counted = count_weights_in(tmp_path / "model.gguf", read_config(tmp_path / "model.gguf").formats)
     assert counted == WeightCount(16 * 256 + 5 * 256, sum(part.weight.nbytes for part in weights))
 
 
@@ -99,7 +99,7 @@ def test_matrices_of_16_bits_are_dense(tmp_path: Path) -> None:
     meant = convert(path, tmp_path / "model.gguf", lambda name: "BF16" if "attn" in name else "F16")
     expected = logits(dense(path, tmp_path / "dense", meant))
     torch.testing.assert_close(logits(tmp_path / "model.gguf"), expected, rtol=1e-12, atol=1e-12)
-    assert read_raw(tmp_path / "model.gguf")["dtype"] == "bfloat16"
+    assert read_raw_config(tmp_path / "model.gguf")["dtype"] == "bfloat16"
 
 
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}

@@ -46,10 +46,10 @@ def test_the_published_config(tmp_path: Path) -> None:
         (tmp_path / "config.json").write_text(json.dumps(fields))
         configs.append(read_config(tmp_path))
     routing = Routing(32, 4, "topk_softmax", logit_bias=True)
-    how = {"router_name": "router", "stored": "stacked", "biases": True, "activation": Activation(1.702, 1.0, 7.0)}
+    how = {"router_name": "router", "storage": "stacked", "has_biases": True, "activation": Activation(1.702, 1.0, 7.0)}
     for config in configs:
         assert config.experts == Experts(frozenset(range(24)), routing, 2880, **how)
-        assert config.windows == (128, None) * 12 and config.family.sinks
+        assert config.windows == (128, None) * 12 and config.family.has_sinks
         assert (config.heads, config.kv_heads, config.head_size) == (64, 8, 64)
         assert config.attention_bias and config.out_bias and config.max_position == 131072
         assert (config.rope.type, config.rope.theta, config.rope.truncate) == ("yarn", 150000.0, False)

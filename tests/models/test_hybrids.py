@@ -15,7 +15,7 @@ from espalier.kernels.layers.quantised import QuantisedMatrix
 from espalier.models import load_target, read_config
 from espalier.models.loading import unread_prefixes
 from espalier.models.stored_names import TEXT_PART_NAMES
-from espalier.models.weight_files import stored_weights
+from espalier.models.weight_files import count_weights_in
 from espalier.models.weights import Weights
 from espalier.startup import load
 from tests.builders import make_target
@@ -64,8 +64,8 @@ def test_a_vision_tower_is_left_and_said_so(family, architecture, tmp_path, capl
         assert torch.equal(logits_of(path), logits_of(text))
     assert f"only the text part of {architecture} is loaded (other parts: visual)" in caplog.text
     config = read_config(path)
-    without = stored_weights(path, config.formats, unread_prefixes(config), config.stored)
-    assert without == stored_weights(text, read_config(text).formats)
+    without = count_weights_in(path, config.formats, unread_prefixes(config), config.stored_names)
+    assert without == count_weights_in(text, read_config(text).formats)
 
 
 def test_layers_stay_unquantised_by_the_names_that_the_checkpoint_has(tmp_path):
@@ -78,7 +78,7 @@ def test_layers_stay_unquantised_by_the_names_that_the_checkpoint_has(tmp_path):
         "modules_to_not_convert": left,
     }
     (path / "config.json").write_text(json.dumps(raw))
-    formats = Weights(path, torch.float64, "cpu", read_config(path).formats, stored=TEXT_PART_NAMES).formats
+    formats = Weights(path, torch.float64, "cpu", read_config(path).formats, stored_names=TEXT_PART_NAMES).formats
     dense = [
         name for name in ("in_proj_a", "in_proj_qkv") if formats(f"model.layers.0.linear_attn.{name}").name == "dense"
     ]

@@ -18,7 +18,7 @@ from espalier.errors import EspalierError
 from espalier.kernels.layers.quantised import FP8, InputScales, dequantise
 from espalier.kernels.ops.selection import MAX_TOPK
 from espalier.models import ModelConfig, load_target, read_config
-from espalier.models.latent_config import FULL_INDEXER, SHARED_INDEXER, IndexConfig
+from espalier.models.latent_config import FULL_INDEXER, SHARED_INDEXER, IndexerConfig
 from espalier.models.layer_loading import layer_specs_of
 from espalier.models.layers.latent_attention import common_rounding
 from espalier.models.mtp import read_mtp
@@ -59,18 +59,18 @@ def read(path: Path, raw: dict[str, Any], overrides: dict[str, Any] | None = Non
     return read_config(path, overrides or {})
 
 
-def index_of(config: ModelConfig) -> IndexConfig:
-    assert config.latent is not None and config.latent.index is not None
-    return config.latent.index
+def index_of(config: ModelConfig) -> IndexerConfig:
+    assert config.latent is not None and config.latent.indexer is not None
+    return config.latent.indexer
 
 
 def letters(config: ModelConfig) -> str:
-    return "".join(kind[0] for kind in index_of(config).types)
+    return "".join(kind[0] for kind in index_of(config).layer_types)
 
 
 def test_published_configs(tmp_path: Path) -> None:
     config = read(tmp_path, V32)
-    assert index_of(config) == IndexConfig(2048, 64, 128, False, (FULL_INDEXER,) * 61)
+    assert index_of(config) == IndexerConfig(2048, 64, 128, False, (FULL_INDEXER,) * 61)
     # The latent row and the index key of each layer, in bfloat16; and with the latent in FP8.
     specs = layer_specs_of(config)
     assert bytes_per_token(specs, torch.bfloat16) == 61 * 2 * (576 + 128)
@@ -115,7 +115,7 @@ def test_both_names_that_releases_of_transformers_write(raw: Any, name: str, tmp
 
 def test_an_override_keeps_the_other_fields_of_the_indexer(tmp_path: Path) -> None:
     after = index_of(read(tmp_path, GLM, {"index_topk": 512}))
-    assert (after.topk, after.types) == (512, index_of(read(tmp_path, GLM)).types)
+    assert (after.topk, after.layer_types) == (512, index_of(read(tmp_path, GLM)).layer_types)
     # What contradicts a field that is kept is no silent half.
     with pytest.raises(EspalierError, match=r"indexer_types and index_topk_freq = 2 .* indexer_types=null"):
         read(tmp_path, GLM, {"index_topk_freq": 2})
@@ -198,7 +198,7 @@ def test_indexers_of_an_fp8_checkpoint(tmp_path: Path) -> None:
         under, indexer = f"model.layers.{i}.self_attn.indexer.", layer.attention.indexer
         for linear, name in ((indexer.q, "wq_b"), (indexer.k, "wk")):
             assert torch.equal(dequantise(linear.weight.matrix, torch.float64), meant[f"{under}{name}.weight"])
-        assert torch.equal(indexer.weights, meant[f"{under}weights_proj.weight"])
+        assert torch.equal(indexer.score_weights, meant[f"{under}weights_proj.weight"])
 
 
 def test_a_norm_rounds_for_both_products_only_what_both_take_so() -> None:

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from espalier.models.layers.linear import Linear
 from espalier.models.layers.norm import RMSNorm
-from espalier.models.weight_formats.base import LastRows, Weight
+from espalier.models.weight_formats.base import LastRowsWeight, Weight
 from espalier.models.weight_formats.dense import DenseWeight, PackedWeight, has_onednn_layout
 from espalier.models.weight_formats.quantised import QuantisedWeight
 from tests.kernels.quantised_inputs import drawn
@@ -44,10 +44,10 @@ def test_the_last_rows_of_a_layer_are_a_layer_in_its_memory(kind: str, first: in
     last = whole.rows_from(first)
     torch.testing.assert_close(last(x), whole(x)[:, first:], rtol=1e-5, atol=1e-5)
     assert last.shape == (160 - first, 256) and last(x).is_contiguous()
-    if isinstance(last.weight, LastRows):
+    if isinstance(last.weight, LastRowsWeight):
         # A packed weight cannot be cut, nor can a block of scales.
         assert kind == "packed" or (kind == "fp8-block" and first == 96)
-        assert last.weight.whole is weight and last.weight.nbytes == 0
+        assert last.weight.whole_weight is weight and last.weight.nbytes == 0
     else:
         held = last.weight.tensor if kind == "dense" else last.weight.matrix.codes
         assert held.data_ptr() == memory[first:].data_ptr()

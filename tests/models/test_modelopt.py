@@ -56,7 +56,7 @@ def exported(path, where, **changes):
 
 @pytest.mark.parametrize("where", ["apart", "inside"])
 def test_weights_scales_and_cache_are_read(tmp_path, monkeypatch, where):
-    monkeypatch.setattr(quantised, "for_device", lambda matrix: matrix)
+    monkeypatch.setattr(quantised, "adapt_to_device", lambda matrix: matrix)
     path, meant = exported(tmp_path, where)
     config = read_config(path)
     weights = Weights(path, torch.float64, "cpu", config.formats)

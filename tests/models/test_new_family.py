@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from espalier.config import EngineConfig
 from espalier.errors import EspalierError
 from espalier.models import load_target
-from espalier.models.config import Family, full_attention
+from espalier.models.config import Family, no_windows
 from espalier.models.families import FAMILIES
 from espalier.startup import load
 from tests.builders import make_target
@@ -24,7 +24,7 @@ FAMILY = Family(
     defaults={"max_position_embeddings": 64, "rms_norm_eps": 1e-6, "hidden_act": "silu", "num_key_value_heads": 2},
     qkv_bias=lambda full: True,
     out_bias=lambda full: True,
-    windows=full_attention,
+    windows=no_windows,
 )
 
 

@@ -51,9 +51,9 @@ def test_a_copy_is_read_back_near_the_original(tmp_path, to, is_sharded):
     copy = Weights(tmp_path / "out", torch.float64, "cpu", read_config(tmp_path / "out").formats)
     for name, tensor in original.items():
         if tensor.ndim == 1 or "embed" in name or "lm_head" in name:
-            assert torch.equal(copy.take(name, *tensor.shape), tensor)
+            assert torch.equal(copy.load(name, *tensor.shape), tensor)
             continue
-        lost = copy.take_matrix(name.removesuffix(".weight"), *tensor.shape) - tensor
+        lost = copy.load_dense_matrix(name.removesuffix(".weight"), *tensor.shape) - tensor
         assert 0 < lost.norm() / tensor.norm() < LOSS[to]
 
 
@@ -70,7 +70,7 @@ def test_a_group_takes_the_best_of_several_scales(tmp_path, monkeypatch):
         quantise(path, out, "int4", CPU, lambda: None)
         copy = Weights(out, torch.float64, "cpu", read_config(out).formats)
         name = "model.layers.0.mlp.up_proj"
-        return float((copy.take_matrix(name, 256, 128) - weights[f"{name}.weight"]).norm())
+        return float((copy.load_dense_matrix(name, 256, 128) - weights[f"{name}.weight"]).norm())
 
     searched = error(tmp_path / "searched")
     monkeypatch.setattr("espalier.models.quantisers.SCALE_FACTORS", (1.0,))
@@ -100,22 +100,22 @@ def test_int4_takes_the_largest_group_that_divides(tmp_path, hidden, inner, grou
     path = make_target(tmp_path / "target", hidden=hidden, intermediate_size=inner, head_dim=32, heads=4)
     original = load_file(path / "model.safetensors")
     written = quantise(path, tmp_path / "out", "int4", CPU, lambda: None)
-    assert (written.num_matrices, written.dense, written.small_groups) == (21, [], groups)
+    assert (written.num_matrices, written.dense, written.num_small_groups) == (21, [], groups)
     stored = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["config_groups"]
     assert all(len(group["targets"]) <= 7 for group in stored.values()), "a pattern for all layers"
     load_target(tmp_path / "out", dtype=torch.float32, device="cpu", position_rows=8)
     copy = Weights(tmp_path / "out", torch.float64, "cpu", read_config(tmp_path / "out").formats)
     for name, tensor in original.items():
         if ".layers." in name and tensor.ndim == 2:
-            lost = copy.take_matrix(name.removesuffix(".weight"), *tensor.shape) - tensor
+            lost = copy.load_dense_matrix(name.removesuffix(".weight"), *tensor.shape) - tensor
             assert 0 < lost.norm() / tensor.norm() < LOSS["int4"]
 
 
 def test_layers_that_differ_are_named_one_by_one():
     """A pattern for all layers would take those of another group too."""
     columns = {"model.layers.0.mlp.down_proj": 192, "model.layers.1.mlp.down_proj": 256, "model.layers.10.x": 64}
-    formats = QUANTISERS["int4"].formats(columns)
-    assert [formats(name).group for name in columns] == [64, 128, 64]
+    formats = QUANTISERS["int4"].storage_formats(columns)
+    assert [formats(name).group_size for name in columns] == [64, 128, 64]
 
 
 def test_what_cannot_be_written_is_refused(tmp_path):

@@ -16,7 +16,7 @@ from espalier.kernels.layers import quantised as kernels
 from espalier.kernels.layers.quantised import QuantisedMatrix, dequantise
 from espalier.models import load_target, read_config
 from espalier.models.layers.mlp import MixtureMLP
-from espalier.models.weight_files import stored_weights
+from espalier.models.weight_files import count_weights_in
 from espalier.models.weight_formats import gptq, quantised, read_formats
 from espalier.models.weight_formats.compressed_tensors import read_compressed_tensors
 from espalier.models.weight_formats.fp8 import SCALE_SUFFIXES, Fp8Format
@@ -39,7 +39,7 @@ STACKS = [QKV, GATE_UP, DOWN]
 @pytest.fixture(autouse=True)
 def rounded_inputs_on_a_cpu(monkeypatch):
     """Inputs are rounded where a checkpoint asks for it, as on a GPU."""
-    monkeypatch.setattr(quantised, "for_device", lambda matrix: matrix)
+    monkeypatch.setattr(quantised, "adapt_to_device", lambda matrix: matrix)
 
 
 def made(path: Path, kind: str, family: str = "llama", **config: Any) -> tuple[Path, Stored]:
@@ -107,7 +107,7 @@ def test_stored_bytes_are_what_memory_holds(tmp_path, kind):
     path, _ = made(tmp_path, kind)
     config = read_config(path)
     files = load_file(path / "model.safetensors")
-    count = stored_weights(path, config.formats)
+    count = count_weights_in(path, config.formats)
     assert count.kept_bytes == sum(t.nbytes for t in files.values() if t.dtype not in (DTYPE,))
     matrix = loaded(path).matrix(*GATE_UP)
     assert isinstance(matrix, QuantisedMatrix) and matrix.codes.nbytes == 128 * 32 // (1 if "fp8" in kind else 2)
@@ -151,7 +151,7 @@ def test_experts(tmp_path, kind):
         assert torch.equal(dequantise(mlp.gate_up[expert], DTYPE), gate_up)
         assert torch.equal(dequantise(mlp.down[expert], DTYPE), meant[f"{prefix}{expert}.down_proj.weight"])
     x, live = torch.randn(7, 32, dtype=DTYPE), torch.arange(7) != 3
-    parts = mlp(mlp.routed(x), live)
+    parts = mlp(mlp.route_rows(x), live)
     scores = (x @ meant[f"{LAYER}mlp.gate.weight"].T).softmax(1)
     weights, ids = scores.topk(2)
     expected = torch.zeros(7, 32, dtype=DTYPE)
@@ -184,8 +184,8 @@ def test_latent_attention_takes_dense_parts_of_a_quantised_matrix(tmp_path):
 
 
 def _shift_scales(patch):
-    scales = Fp8Format._scales
-    patch.setattr(Fp8Format, "_scales", lambda self, tensor, rows: scales(self, tensor.roll(1, 0), rows))
+    scales = Fp8Format._stacked_scales
+    patch.setattr(Fp8Format, "_stacked_scales", lambda self, tensor, rows: scales(self, tensor.roll(1, 0), rows))
 
 
 # Each fault is one line of a format; the test of its meaning must notice it.
@@ -202,11 +202,11 @@ FAULTS = {
     ),
     "order of AWQ's nibbles": (
         "awq",
-        lambda patch: patch.setattr("espalier.models.weight_formats.gptq.AWQ_ORDER", tuple(range(8))),
+        lambda patch: patch.setattr("espalier.models.weight_formats.gptq.AWQ_NIBBLE_ORDER", tuple(range(8))),
     ),
     "g_idx is not honoured": (
         "gptq-v2-ordered",
-        lambda patch: patch.setattr(gptq, "common_order", lambda groups, group: None),
+        lambda patch: patch.setattr(gptq, "common_column_order", lambda groups, group: None),
     ),
 }
 

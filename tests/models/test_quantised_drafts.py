@@ -17,7 +17,7 @@ from espalier.kernels.layers.quantised import dequantise
 from espalier.models import load_target, read_config
 from espalier.models.layers.linear import Linear
 from espalier.models.layers.norm import RMSNorm
-from espalier.models.mtp import stores_mtp
+from espalier.models.mtp import holds_mtp_layers
 from espalier.models.quantisers import quantise
 from espalier.models.weight_formats import quantised
 from espalier.models.weight_formats.quantised import QuantisedWeight
@@ -144,7 +144,7 @@ def test_an_own_head_of_a_targets_mtp_layers_is_not_taken_for_missing(tmp_path, 
     config = json.loads((path / "config.json").read_text())
     config["quantization_config"]["config_groups"]["g"]["targets"] = [head, "re:.*eh_proj$"]
     (path / "config.json").write_text(json.dumps(config))
-    assert stores_mtp(path, read_config(path))
+    assert holds_mtp_layers(path, read_config(path))
     target, draft = load(path, path)
     assert draft.modules[0].head is not target.head
     own = dequantise(draft.modules[0].head.weight.matrix, DTYPE)
@@ -268,7 +268,7 @@ def of_layers(layers: Sequence[Any]) -> list[tuple[RMSNorm, Linear]]:
 @pytest.mark.parametrize("algorithm", ["eagle3", "mtp", "block"])
 def test_norms_round_for_the_layers_that_read_them(tmp_path, monkeypatch, algorithm):
     """As in a target, where a layer's format rounds its inputs.  An EAGLE head's qkv reads two norms, which do not."""
-    monkeypatch.setattr(quantised, "for_device", lambda matrix: matrix)
+    monkeypatch.setattr(quantised, "adapt_to_device", lambda matrix: matrix)
     draft, run, read = quantised_draft(algorithm, tmp_path)
     asked, after = [], RMSNorm.add_and_norm
 

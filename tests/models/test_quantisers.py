@@ -16,7 +16,7 @@ def test_a_matrix_comes_back_near_itself(weights, most):
     dense = torch.randn(256, 384, generator=torch.Generator().manual_seed(0))
     # Rows and blocks of other sizes, so that a scale in another place shows.
     dense *= torch.logspace(-2, 2, 256)[:, None]
-    matrix = QUANTISERS[weights].matrix(dense)
+    matrix = QUANTISERS[weights].quantise_matrix(dense)
     lost = (dequantise(matrix, torch.float64) - dense).norm(dim=1) / dense.norm(dim=1)
     assert 0 < lost.max() < 1.2 * most
 
@@ -45,8 +45,8 @@ def test_nvfp4_holds_its_own_values_exactly():
     values = torch.tensor([*E2M1_VALUES, *(-value for value in E2M1_VALUES)])
     scales = torch.tensor([[448.0, 0.0625, 0.0], [13.0, 2.0**-9, 1.75]])
     dense = (values * scales[:, :, None]).flatten(1) / 64
-    assert torch.equal(dequantise(QUANTISERS["nvfp4"].matrix(dense), torch.float32), dense)
-    assert not dequantise(QUANTISERS["nvfp4"].matrix(torch.zeros(4, 32)), torch.float32).any()
+    assert torch.equal(dequantise(QUANTISERS["nvfp4"].quantise_matrix(dense), torch.float32), dense)
+    assert not dequantise(QUANTISERS["nvfp4"].quantise_matrix(torch.zeros(4, 32)), torch.float32).any()
 
 
 def test_mxfp4_takes_the_nearest_value():

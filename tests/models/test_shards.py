@@ -172,14 +172,14 @@ def test_kv_heads_are_divided_or_held_by_several(heads, count):
 FORMS: dict[str, Callable[[Linear, Tensor], Tensor]] = {
     "call": lambda layer, x: layer(x),
     "call-3d": lambda layer, x: layer(x[None]),
-    "in_parts": lambda layer, x: sum_parts.reference(layer.in_parts(x), x.dtype),
-    "for_residual": lambda layer, x: sum_parts.reference(sum_over_ranks(layer.for_residual(x)), x.dtype),
+    "in_parts": lambda layer, x: sum_parts.reference(layer.partial_sums(x), x.dtype),
+    "residual_delta": lambda layer, x: sum_parts.reference(sum_over_ranks(layer.residual_delta(x)), x.dtype),
     "gated": lambda layer, x: layer.gated(x),
     "write_parts": lambda layer, x: written(layer, x),
     "rows_from": lambda layer, x: layer.rows_from(2)(x),
     "rounded": lambda layer, x: layer(rounded(x)),
-    "rounded-parts": lambda layer, x: layer.in_parts(rounded(x)),
-    "rounded-stream": lambda layer, x: sum_parts.reference(sum_over_ranks(layer.for_residual(rounded(x))), x.dtype),
+    "rounded-parts": lambda layer, x: layer.partial_sums(rounded(x)),
+    "rounded-stream": lambda layer, x: sum_parts.reference(sum_over_ranks(layer.residual_delta(rounded(x))), x.dtype),
     "rounded-gated": lambda layer, x: layer.gated(rounded(x)),
 }
 INPUTS = InputScales(4)

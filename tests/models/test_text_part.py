@@ -27,7 +27,7 @@ from espalier.errors import EspalierError
 from espalier.models import load_target, read_config
 from espalier.models.quantisers import quantise
 from espalier.models.stored_names import TEXT_PART_NAMES
-from espalier.models.weight_files import stored_weights
+from espalier.models.weight_files import count_weights_in
 from espalier.models.weight_formats import all_dense
 from espalier.speculate.drafters.registry import is_draft
 from espalier.startup import load
@@ -92,12 +92,12 @@ def test_its_text_part_computes_what_transformers_computes(family, as_in_memory,
     assert WHOLES[family][0].__name__ in said and f"(other parts: {others})" in said
     assert load.find_checkpoint(EngineConfig(model=path)).target == model.config and not is_draft(path)
     # Only what is read counts.
-    counted = stored_weights(path, model.config.formats, stored=model.config.stored)
+    counted = count_weights_in(path, model.config.formats, stored_names=model.config.stored_names)
     text_only = sum(
         x.numel() for name, x in load_file(path / "model.safetensors").items() if TEXT_PART_NAMES.own_name(name)
     )
-    assert counted.num_cast == text_only
-    assert (text_only < stored_weights(path, model.config.formats).num_cast) == (others != "none")
+    assert counted.num_cast_values == text_only
+    assert (text_only < count_weights_in(path, model.config.formats).num_cast_values) == (others != "none")
 
 
 @pytest.mark.parametrize(

@@ -18,11 +18,11 @@ from torch import Tensor
 from espalier.errors import EspalierError
 from espalier.layout import RoundLayout
 from espalier.models import load_target, read_config, weight_formats
-from espalier.models.weight_files import WeightCount, stored_weights
+from espalier.models.weight_files import WeightCount, count_weights_in
 from espalier.models.weight_formats import StoredTensor, Weight, WeightFormat, all_dense
 from espalier.models.weights import Weights
 from espalier.speculate.drafters.registry import load_draft, read_draft
-from espalier.startup.build import LoadedModels, assemble, config_of_layout
+from espalier.startup.build import LoadedModels, assemble_engine, config_without_files
 from tests.builders import make_eagle3, make_target
 from tests.harness import request, run
 
@@ -57,7 +57,7 @@ class Int8Format(WeightFormat):
         assert tensors[".weight_shape"].shape == (len(rows), 2)
         return Int8Weight(tensors[".weight_int8"], tensors[".weight_scale"])
 
-    def keeps(self, name: str, dtype: torch.dtype) -> bool:
+    def keeps_dtype(self, name: str, dtype: torch.dtype) -> bool:
         return name.endswith((".weight_int8", ".weight_shape"))
 
 
@@ -110,8 +110,8 @@ def tokens_of(target_path: Path, draft_path: Path) -> list[list[int]]:
     target = load_target(target_path, capture=capture, **how)
     draft = load_draft(draft_path, target, **how)
     layout = RoundLayout(4, 3, 2, 8, 4, 96, 1, 32)
-    config = config_of_layout(layout, "eagle3", "sdpa", DTYPE, torch.device("cpu"), prefix_cache=True)
-    engine = assemble(LoadedModels(config, target, draft))
+    config = config_without_files(layout, "eagle3", "sdpa", DTYPE, torch.device("cpu"), prefix_cache=True)
+    engine = assemble_engine(LoadedModels(config, target, draft))
     requests = [request(i, [(i * 5 + j * j) % 16 for j in range(4 + i)]) for i in range(3)]
     run(engine, requests)
     return [r.output for r in requests]
@@ -131,35 +131,35 @@ QKV = (["q_proj", "k_proj", "v_proj"], [32, 16, 16], 32, True)
 
 
 def test_memory_is_counted_as_it_is_stored(both):
-    int8, dense = (stored_weights(path, read_config(path).formats) for path, _ in both)
+    int8, dense = (count_weights_in(path, read_config(path).formats) for path, _ in both)
     with_shape = [name for name in load_file(both[0][0] / "model.safetensors") if name.endswith("weight_shape")]
     matrices = 4 * (64 * 32 + 32 * 32 + 3 * 64 * 32)
     scales = 4 * (64 + 32 + 64 + 64 + 32)
     assert int8.kept_bytes == matrices + 16 * len(with_shape)
-    assert int8.num_cast == dense.num_cast - matrices + scales
-    assert int8.nbytes(torch.bfloat16) == int8.kept_bytes + 2 * int8.num_cast
+    assert int8.num_cast_values == dense.num_cast_values - matrices + scales
+    assert int8.nbytes(torch.bfloat16) == int8.kept_bytes + 2 * int8.num_cast_values
 
 
 def test_memory_counts_the_files_that_are_loaded(tmp_path):
     """Some publishers add a second copy of all weights in a file of another name."""
     path = make_target(tmp_path)
     formats = read_config(path).formats
-    once = stored_weights(path, formats)
+    once = count_weights_in(path, formats)
     shutil.copy(path / "model.safetensors", path / "consolidated.safetensors")
-    assert stored_weights(path, formats) == once
+    assert count_weights_in(path, formats) == once
     names = load_file(path / "model.safetensors")
     (path / "model.safetensors").rename(path / "model-00001-of-00001.safetensors")
     index = {"weight_map": dict.fromkeys(names, "model-00001-of-00001.safetensors")}
     (path / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert stored_weights(path, formats) == once
+    assert count_weights_in(path, formats) == once
 
 
 def test_memory_counts_a_draft_in_pytorchs_format(tmp_path):
     path = make_eagle3(tmp_path / "draft", make_target(tmp_path / "target"))
-    count = stored_weights(path, all_dense)
+    count = count_weights_in(path, all_dense)
     torch.save(load_file(path / "model.safetensors"), path / "pytorch_model.bin")
     (path / "model.safetensors").unlink()
-    assert stored_weights(path, all_dense) == count != WeightCount()
+    assert count_weights_in(path, all_dense) == count != WeightCount()
 
 
 def edit(path: Path, **tensors: Tensor | None) -> None:

@@ -14,7 +14,7 @@ from espalier.models import CausalLM
 from espalier.models.draft import DraftOutput
 from espalier.models.layers.residual import Residual
 from espalier.models.mtp import MTPDraft, MTPModule
-from tests.mtp import LAYERS, NAMED, NEXTN, SHARED
+from tests.mtp import LAYERS, NAMED, NEXTN_LAYERS, SHARED
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def plain_modules(target_path: Path, draft_path: Path, target: CausalLM, draft: 
     is_mimo = target.config.architecture == "MiMoForCausalLM"
     plain = []
     for i, module in enumerate(draft.modules):
-        prefix, names = f"model.layers.{LAYERS + i}.", NEXTN
+        prefix, names = f"model.layers.{LAYERS + i}.", NEXTN_LAYERS
         if draft_path != target_path or is_mimo:
             prefix, names = f"{'model.' if is_mimo else ''}mtp_layers.{i}.", NAMED
         if draft_path == target_path and "mtp.fc.weight" in stored:

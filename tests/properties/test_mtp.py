@@ -9,7 +9,7 @@ import pytest
 from espalier.config import EngineConfig
 from espalier.engine.launch_input import LaunchInput
 from espalier.layout import TreeShape, max_draft_tokens
-from espalier.models.weight_files import stored_weights
+from espalier.models.weight_files import count_weights_in
 from espalier.request import Request
 from espalier.sampling.logit_processors import SamplingNeeds
 from espalier.startup import load
@@ -164,8 +164,11 @@ def test_a_target_brings_its_own_layers(family):
     resolved = load.resolve_config(config, found)
     assert (resolved.algorithm, resolved.layout.reentry, len(found.spec.layers)) == ("mtp", 3, 3)
     # Its layers are counted once, and only as the draft.
-    assert load.weights_of(found) == stored_weights(found.target_path, found.target.formats)
-    assert load.weights_of(found).num_cast > load.weights_of(replace(found, draft_path=None, draft=None)).num_cast
+    assert load.count_weights(found) == count_weights_in(found.target_path, found.target.formats)
+    assert (
+        load.count_weights(found).num_cast_values
+        > load.count_weights(replace(found, draft_path=None, draft=None)).num_cast_values
+    )
     engine, _ = load.build_engine(resolved, found, None)
     ran, plain = ([request(i, prompt) for i, prompt in enumerate(prompts(3, [5, 9]))] for _ in range(2))
     assert run(engine, ran).stats.accepted > 0

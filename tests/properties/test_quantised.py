@@ -44,7 +44,7 @@ FAMILY_FIELDS: dict[str, dict[str, Any]] = {
 @pytest.fixture(autouse=True)
 def rounded_inputs_on_a_cpu(monkeypatch):
     """Inputs are rounded where a checkpoint asks for it, as on a GPU."""
-    monkeypatch.setattr(quantised, "for_device", lambda matrix: matrix)
+    monkeypatch.setattr(quantised, "adapt_to_device", lambda matrix: matrix)
 
 
 @cache

@@ -24,7 +24,7 @@ from espalier.models.shard_sizes import require_shards
 from espalier.request import Request, SamplingParams
 from espalier.shards import WHOLE
 from espalier.startup import ranks
-from espalier.startup.build import assemble
+from espalier.startup.build import assemble_engine
 from lab.faults.of_ranks import FAULTS_OF_RANKS
 from tests.block import block_directories
 from tests.builders import CONFIGS, add_kv_scales, make_eagle3, make_target
@@ -241,7 +241,7 @@ def groups() -> Iterator[dict[int, Group]]:
 def alone(case: Case) -> tuple[list[Request], list[torch.Tensor]]:
     """What one process gives, and the pages that it leaves."""
     setup = case.made()
-    engine = assemble(models_of(*case.files, setup.config(), WHOLE))
+    engine = assemble_engine(models_of(*case.files, setup.config(), WHOLE))
     requests, planes = run_open(engine, case.traffic()), planes_of(engine)
     assert setup.num_pages is None or engine.scheduler.num_preempted
     engine.close()
@@ -271,7 +271,7 @@ def test_the_gpu_executor_of_ranks_says_what_one_process_says(overlap, monkeypat
     case = Case("gpu", traffic=in_grammars, setup=(("overlap", overlap), ("attention", "reference")))
     alone(case)
     fake_cuda(monkeypatch)
-    monkeypatch.setattr(ranks, "executor_of", gpu_executor)
+    monkeypatch.setattr(ranks, "make_executor", gpu_executor)
     group = Group(2)
     engine = group.engine(case.made(), case.files)
     assert isinstance(engine.executor.own, CudaExecutor)

@@ -13,7 +13,7 @@ from espalier.request import Request, SamplingParams
 from espalier.slots import ALONE_OFFSET, Guess
 from espalier.speculate import round as of_round
 from espalier.speculate.sources.survival import Survival
-from espalier.startup.build import assemble
+from espalier.startup.build import assemble_engine
 from espalier.startup.load import LoadedModels
 from tests.harness import VOCAB, Ran, Setup, prompts, request, run
 from tests.properties.test_tokens import STYLES
@@ -100,7 +100,7 @@ def test_without_a_prediction_rounds_are_those_of_an_engine_without_sources(algo
         setup = replace(TREE, algorithm=algorithm, overlap=True, text_paths=0, sent_paths=2 * len(sources))
         config = setup.config(sources=sources, round_costs=CpuCosts() if algorithm == "ngram" else None)
         config = replace(config, layout=replace(config.layout, choices=((1, (config.layout.tree, PLAIN_TREE)),)))
-        engine, launches = assemble(LoadedModels(config, *setup.models(setup.layout.position_rows))), []
+        engine, launches = assemble_engine(LoadedModels(config, *setup.models(setup.layout.position_rows))), []
         launch = engine.executor.launch
         engine.executor.launch = lambda sent, to=launch, noted=launches: (noted.append(sent), to(sent))[1]
         ran = run(engine, traffic(None)[::3])
@@ -118,7 +118,7 @@ def test_rounds_whose_form_follows_from_their_guesses_say_the_same(temperature):
     config = setup.config(sources=("text", "index"), round_costs=CpuCosts(draft=0.15), index_bytes=2**12)
     tree = config.layout.tree
     choices = ((1, (tree, replace(tree, drafts=False), PLAIN_TREE)),)
-    engine = assemble(
+    engine = assemble_engine(
         LoadedModels(
             replace(config, layout=replace(config.layout, choices=choices)), *setup.models(setup.layout.position_rows)
         )

@@ -83,8 +83,8 @@ class ToyDraft:
         self.norm = weights.norm("norm", size, layer.rms_norm_eps)
         self.embed, self.head, self.d2t = target.embed, target.head, None
         if self.spec.vocab_size != layer.vocab_size:
-            self.head = Linear(dense_weight(weights.take("lm_head.weight", self.spec.vocab_size, size)))
-            self.d2t = weights.take_raw("d2t", self.spec.vocab_size)
+            self.head = Linear(dense_weight(weights.load("lm_head.weight", self.spec.vocab_size, size)))
+            self.d2t = weights.load_raw("d2t", self.spec.vocab_size)
         self.modules = (self,)
         weights.require_all_used()
 

@@ -44,10 +44,10 @@ from espalier.sampling.mask import mask_words
 from espalier.sampling.prompt import PromptRows
 from espalier.speculate.drafters.registry import DRAFT_FORMATS
 from espalier.speculate.round import ModelRunner
-from espalier.startup.build import LoadedModels, config_of_layout, make_runner
+from espalier.startup.build import LoadedModels, config_without_files, make_runner
 from espalier.startup.measure_memory import dummy_pass, fullest_pass, smaller_passes
 
-META = torch.device("meta")
+META_DEVICE = torch.device("meta")
 CHIPS = {"hopper": Chip(227 * 1024, 132, (9, 0)), "ampere": Chip(163 * 1024, 108, (8, 0))}
 # As an allocation on a GPU begins.
 ALLOCATED = 512
@@ -66,9 +66,9 @@ class MetaWeights(Weights):
     """
 
     def __init__(self, fused: tuple[int, int] | None = None, stored: str = DENSE) -> None:
-        self.path, self.dtype, self.device = Path("meta"), torch.bfloat16, META
+        self.path, self.dtype, self.device = Path("meta"), torch.bfloat16, META_DEVICE
         self.quantiser = None if stored == DENSE else QUANTISERS[stored]
-        self.formats = all_dense if self.quantiser is None else self.quantiser.formats({})
+        self.formats = all_dense if self.quantiser is None else self.quantiser.storage_formats({})
         self.fused = fused
         self._loaded, self._files, self._unused = {}, {}, set()
         self._names = frozenset((FUSED, *DRAFT_WEIGHTS) if fused else ())
@@ -83,15 +83,15 @@ class MetaWeights(Weights):
     def require_shape(self, name: str, shape: tuple[int, ...]) -> None:
         """Every weight has the shape that a model asks for."""
 
-    def take_raw(self, name: str, *shape: int) -> torch.Tensor:
+    def load_raw(self, name: str, *shape: int) -> torch.Tensor:
         if name == "d2t":  # the target's id of each id minus that id; not all the same, so that the map is kept
             return torch.arange(*shape)
         dtype, module = self.dtype, name.removesuffix(".weight")
         if self.quantiser is not None and name.endswith(".weight_scale"):
             dtype = torch.float32
-        elif self.quantiser is not None and len(shape) == 2 and self.quantiser.quantises(module, shape[1]):
+        elif self.quantiser is not None and len(shape) == 2 and self.quantiser.is_quantised(module, shape[1]):
             dtype = FP8
-        return torch.empty(shape, dtype=dtype, device=META)
+        return torch.empty(shape, dtype=dtype, device=META_DEVICE)
 
 
 class Pointer:
@@ -144,7 +144,7 @@ def _seen(value: Any) -> Any:
 def pretend_gpu() -> None:
     target = {"get_current_device": lambda: 0, "get_current_target": lambda: GPUTarget("cuda", 90, 32)}
     driver.set_active(SimpleNamespace(**target))
-    torch.Tensor.is_cuda = property(lambda tensor: tensor.device == META)  # type: ignore[assignment]
+    torch.Tensor.is_cuda = property(lambda tensor: tensor.device == META_DEVICE)  # type: ignore[assignment]
     torch.Tensor.pin_memory = lambda tensor: tensor  # type: ignore[assignment]
     Support.require = lambda *args, **kwargs: None  # type: ignore[method-assign]
 
@@ -170,7 +170,9 @@ def runner_of(name: str, num_layers: int, layout: RoundLayout, stored: str = DEN
     algorithm = spec.algorithm if spec else "none"
     sizes = {"num_pages": 64, "overlap": True}
     return make_runner(
-        LoadedModels(config_of_layout(layout, algorithm, "triton", torch.bfloat16, META, **sizes), model, draft)
+        LoadedModels(
+            config_without_files(layout, algorithm, "triton", torch.bfloat16, META_DEVICE, **sizes), model, draft
+        )
     )
 
 
@@ -201,9 +203,9 @@ class Simulation:
     def run(self) -> dict[str, Any]:
         layout = self.layout
         launch._chip = lambda device: CHIPS[self.chip]  # type: ignore[assignment]
-        runner, memory = runner_of(self.shape, self.layers, layout, inner=self.inner), StageMemory(META)
+        runner, memory = runner_of(self.shape, self.layers, layout, inner=self.inner), StageMemory(META_DEVICE)
         vocab_size = runner.target.config.vocab_size
-        results = ResultsRing(layout, vocab_size, 3, META)
+        results = ResultsRing(layout, vocab_size, 3, META_DEVICE)
 
         arguments: dict[Any, set[Arguments]] = {}
 
@@ -253,7 +255,10 @@ class Layer:
         runner = runner_of(self.shape, layers, layout, self.stored)
         launch_hook.set(lambda function, grid, *args, **kwargs: found.update([function.fn.__name__]))
         run_without_data(
-            runner, ResultsRing(layout, runner.target.config.vocab_size, 3, META), StageMemory(META), dummy_launch(1)
+            runner,
+            ResultsRing(layout, runner.target.config.vocab_size, 3, META_DEVICE),
+            StageMemory(META_DEVICE),
+            dummy_launch(1),
         )
         return found
 
@@ -264,9 +269,11 @@ def run_without_data(runner: ModelRunner, results: ResultsRing, memory: StageMem
     if launch_input.is_staged:
         EagerStages(runner, results, packed, ALL_SAMPLING, len(launch_input.slots), memory).run()
         return
-    on_device = packed.with_vector(torch.empty(len(packed.vector), dtype=torch.int64, device=META))
+    on_device = packed.with_vector(torch.empty(len(packed.vector), dtype=torch.int64, device=META_DEVICE))
     masks = (
-        None if launch_input.masks is None else torch.empty(launch_input.masks.shape, dtype=torch.int32, device=META)
+        None
+        if launch_input.masks is None
+        else torch.empty(launch_input.masks.shape, dtype=torch.int32, device=META_DEVICE)
     )
     execute(runner, results, on_device, launch_input.width, ALL_SAMPLING, launch_input.prompt_rows, masks)
 

@@ -8,7 +8,7 @@ import pytest
 from espalier.config import EngineConfig
 from espalier.errors import EspalierError
 from espalier.layout import MIN_CHUNK_WIDTH
-from espalier.startup.tree_policy import PAUSE_MS, busy_chunk_size
+from espalier.startup.tree_policy import DEFAULT_PAUSE_MS, busy_chunk_size
 from tests.startup.test_tree_policy import BIG
 
 HUGE = replace(BIG, weights=replace(BIG.weights, dense=10 * BIG.weights.dense))
@@ -35,11 +35,11 @@ def test_the_log_says_how_long_a_pass_of_an_8b_takes(caplog):
     # A pass of 4,096 rows takes 97 ms on an H100 (docs/log.md), so one of 800 rows takes 19 ms.
     assert 750 <= found <= 850
     assert f"at most {found} rows, predicted to take {pass_ms(BIG, found):.1f} ms" in caplog.text
-    assert f"max_pause_ms={PAUSE_MS:.4g}, by default" in caplog.text
+    assert f"max_pause_ms={DEFAULT_PAUSE_MS:.4g}, by default" in caplog.text
 
 
 def test_a_model_whose_weights_take_longer_than_the_default_still_enters_prompts_at_half_the_rate():
-    assert pass_ms(HUGE, MIN_CHUNK_WIDTH) > PAUSE_MS
+    assert pass_ms(HUGE, MIN_CHUNK_WIDTH) > DEFAULT_PAUSE_MS
     found = rows(HUGE)
     assert pass_ms(HUGE, found) <= 2 * pass_ms(HUGE, MIN_CHUNK_WIDTH) < pass_ms(HUGE, found + MIN_CHUNK_WIDTH)
 

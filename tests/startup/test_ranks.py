@@ -212,9 +212,9 @@ def dying(*_: Any) -> None:
 
 def test_a_rank_that_dies_while_the_others_wait_to_meet_it(monkeypatch):
     """The first operation of NCCL has no limit of its own."""
-    monkeypatch.setattr("espalier.startup.ranks.join", dying)
+    monkeypatch.setattr("espalier.startup.ranks.connect_ranks", dying)
     ranks = Ranks(fork_ranks(2))
-    monkeypatch.setattr("espalier.startup.ranks.join", lambda *_: time.sleep(60))
+    monkeypatch.setattr("espalier.startup.ranks.connect_ranks", lambda *_: time.sleep(60))
     began = time.monotonic()
     with pytest.raises(RankFailed, match=r"rank 1 \(process \d+\) has ended by SIGKILL"):
         build_engine_of_ranks(ranks, SETUP.config(tensor_parallel=2), None, partial(models_of, directories()[0], None))

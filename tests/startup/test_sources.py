@@ -6,7 +6,7 @@ import torch
 from espalier.config import SpeculationConfig
 from espalier.errors import EspalierError
 from espalier.layout import PLAIN_TREE, TreeShape
-from espalier.startup.sources import choose_sources, shares_rows, source_sizes
+from espalier.startup.sources import can_share_rows, choose_sources, source_sizes
 from tests.harness import Setup
 
 TREE = TreeShape(4, 2, 9)
@@ -32,7 +32,7 @@ def test_by_default_predictions_on_a_cpu(asked, tree, device, sources, sizes):
     chosen = choose_sources(speculation, "eagle3", tree, torch.device(device))
     assert {*chosen} == {*sources}
     # A CPU's host knows all tokens before a round, and searches them itself.
-    got = source_sizes(chosen, on_host=device == "cpu")
+    got = source_sizes(chosen, searches_on_host=device == "cpu")
     assert (got["text_paths"], got["sent_paths"]) == sizes
 
 
@@ -52,5 +52,5 @@ def test_what_cannot_be_is_refused(sources, algorithm, tree, says):
 
 def test_rows_are_not_shared_where_all_must_run():
     plain = Setup().models()[0].layer_specs
-    assert shares_rows(plain, "native", CPU) and not shares_rows(plain, "transformers", CPU)
-    assert not shares_rows(Setup(keeps="hybrid").models()[0].layer_specs, "native", CPU)
+    assert can_share_rows(plain, "native", CPU) and not can_share_rows(plain, "transformers", CPU)
+    assert not can_share_rows(Setup(keeps="hybrid").models()[0].layer_specs, "native", CPU)

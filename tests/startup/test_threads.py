@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from espalier import LLM, EspalierError, cores
-from espalier.startup.threads import BYTES_PER_THREAD, VARIABLE, ThreadFacts, choose_threads, use_threads
+from espalier.startup.threads import BYTES_PER_THREAD, OMP_VARIABLE, ThreadFacts, choose_threads, use_threads
 from tests.harness import directories
 
 SIZE = {"device": "cpu", "max_batch": 1, "max_context": 64}
@@ -39,19 +39,19 @@ def threads_as_before():
     ],
 )
 def test_who_chooses(asked, device, weight_bytes, from_environment, threads):
-    facts = ThreadFacts(num_cores=8, current=3, from_environment=from_environment)
+    facts = ThreadFacts(num_cores=8, num_current=3, is_set_by_environment=from_environment)
     assert choose_threads(asked, device, weight_bytes, facts) == threads
 
 
 def test_threads_are_refused_on_a_gpu():
     with pytest.raises(EspalierError, match=r"threads=2 needs device=cpu"):
-        choose_threads(2, "cuda", 0, ThreadFacts(num_cores=8, current=3, from_environment=False))
+        choose_threads(2, "cuda", 0, ThreadFacts(num_cores=8, num_current=3, is_set_by_environment=False))
 
 
 @pytest.mark.parametrize(("variable", "settings", "threads"), [("", {}, 1), ("5", {}, 3), ("5", {"threads": 2}, 2)])
 def test_an_engine_takes_what_was_chosen_and_says_so(monkeypatch, variable, settings, threads):
     """A tiny model's own choice is 1.  What PyTorch has is what OMP_NUM_THREADS made of it, or the process since."""
-    monkeypatch.setenv(VARIABLE, variable)
+    monkeypatch.setenv(OMP_VARIABLE, variable)
     torch.set_num_threads(3)
     target, draft = directories()
     with LLM(model=target, draft=draft, **SIZE, **settings) as llm:

@@ -10,7 +10,7 @@ import pytest
 from espalier.errors import EspalierError
 from espalier.startup.checkpoints import find_target
 from espalier.train import auto
-from espalier.train.auto import ask_itself, train_auto
+from espalier.train.auto import train_auto, write_own_questions
 from espalier.train.command import TRAINERS
 
 RATES = {"eagle3": 90.0, "mtp": 120.0, "block": 40.0}
@@ -33,7 +33,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
             made = [{"batch": 1, "steps": s, "tokens_per_second": r, "accept_length": a} for s, r, a in cells]
             Path(flags["--json"]).write_text(json.dumps({"cells": made}))
 
-    monkeypatch.setattr(auto, "espalier", run)
+    monkeypatch.setattr(auto, "run_espalier", run)
     return commands
 
 
@@ -81,7 +81,7 @@ def test_a_kind_is_not_tried_where_no_time_would_be_left_for_the_training(
 ) -> None:
     """Measurements take 8 of 30 minutes, so two trials and the training fit."""
     passed = property(lambda _: 480.0 * sum(command[0] == "bench" for command in ran))
-    monkeypatch.setattr(auto.Clock, "passed", passed)
+    monkeypatch.setattr(auto.Clock, "elapsed", passed)
     train_auto(find_target("bundled"), conversations(tmp_path), tmp_path / "out", 30, list(TRAINERS))
     first, second, third = TRAINERS
     best = max((first, second), key=lambda kind: RATES[kind])
@@ -92,11 +92,11 @@ def test_a_kind_is_not_tried_where_no_time_would_be_left_for_the_training(
 
 def test_the_target_asks_itself_and_without_a_template_it_is_refused(tmp_path: Path) -> None:
     target = find_target("bundled")
-    path = ask_itself(target, tmp_path / "questions.jsonl", "cpu", 1e-9)
+    path = write_own_questions(target, tmp_path / "questions.jsonl", "cpu", 1e-9)
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert all(line["messages"][0]["role"] == "user" for line in lines)
     bare = tmp_path / "bare"
     bare.mkdir()
     (bare / "config.json").write_bytes((target / "config.json").read_bytes())
     with pytest.raises(EspalierError, match="has no chat template, so it asks no questions; give --data"):
-        ask_itself(bare, tmp_path / "others.jsonl", "cpu", 1)
+        write_own_questions(bare, tmp_path / "others.jsonl", "cpu", 1)

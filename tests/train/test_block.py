@@ -13,17 +13,17 @@ from espalier.kernels.tree.edges import DepthRows
 from espalier.models import DraftModel, load_target, read_config
 from espalier.speculate.drafters.registry import load_draft, read_draft
 from espalier.train.block import (
-    TREES,
+    MEASURED_TREES,
     accept_lengths,
     load_block,
     mask_embedding,
     new_head,
     save_block,
-    trees_of,
+    trees_to_measure,
 )
 from espalier.train.block_head import BlockHead, BlockShape, block_loss
 from espalier.train.command import make_parser
-from espalier.train.data import Data
+from espalier.train.data import UserText
 from espalier.train.draft_run import backward
 from espalier.train.kinds import BLOCK, measure, train
 from espalier.train.llama import LlamaShape
@@ -103,16 +103,16 @@ def trained(ring_target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     out = tmp_path_factory.mktemp("block") / "draft"
     # A ring repeats at once: untrimmed, so that there is held-out text to measure.
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("espalier.train.writer.before_loop", lambda text, _: text)
+        patch.setattr("espalier.train.writer.cut_before_loop", lambda text, _: text)
         patch.setattr("espalier.train.data.HELDOUT_PROMPTS", 2)
-        train("block", ring_target, Data(ring(8000)), out, out / "work", CONFIG)
+        train("block", ring_target, UserText(ring(8000)), out, out / "work", CONFIG)
     return out
 
 
 def test_held_out_text_that_ends_within_a_block_is_not_measured(ring_target, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("espalier.train.writer.before_loop", lambda text, _: text)
+    monkeypatch.setattr("espalier.train.writer.cut_before_loop", lambda text, _: text)
     config = replace(CONFIG, block_size=10, continuation_tokens=9, num_tokens=8 * 24)
-    train("block", ring_target, Data(ring(8000)), tmp_path / "out", tmp_path / "work", config)
+    train("block", ring_target, UserText(ring(8000)), tmp_path / "out", tmp_path / "work", config)
     assert "held out: nothing" in capsys.readouterr().out
 
 
@@ -120,9 +120,9 @@ def test_a_trained_draft_predicts_a_ring_at_every_depth(ring_target, trained):
     head, target = load_block(trained).float().eval(), Eagle3Target(ring_target, CPU)
     tokens = torch.from_numpy(ring(24, start=3).astype(np.int64))
     assert accept_lengths(head, target, tokens, 4, topk=1, num_draft_tokens=0).tolist() == [4] * 17
-    trees = trees_of(head)
+    trees = trees_to_measure(head)
     reports = [measure(BLOCK, head, target, [ring(24, start=3)], [4], tree) for tree in trees.values()]
-    assert list(trees) == list(TREES) and [found.every_root for found in reports] == [4.0] * 3
+    assert list(trees) == list(MEASURED_TREES) and [found.every_root for found in reports] == [4.0] * 3
 
 
 def engines_draft(directory: Path, target_dir: Path) -> DraftModel:
@@ -191,7 +191,7 @@ def test_edges_learn_what_the_token_before_decides(edge_rank, kind, tmp_path):
     """Behind an odd root, depth 1 is any even token, and depth 2 follows from it alone."""
     target_dir = make_target(tmp_path / "target", pairs(6000))
     config = replace(CONFIG, edge_rank=edge_rank, edge_kind=kind, block_size=2, matrix_lr=5e-3, other_lr=3e-2)
-    train("block", target_dir, Data(pairs(9000, seed=2)), tmp_path / "draft", tmp_path / "work", config)
+    train("block", target_dir, UserText(pairs(9000, seed=2)), tmp_path / "draft", tmp_path / "work", config)
     head, target = load_block(tmp_path / "draft").float().eval(), Eagle3Target(target_dir, CPU)
     texts = [torch.from_numpy(pairs(24, seed=seed).astype(np.int64)) for seed in range(20, 30)]
     # Odd roots.  Eight pairs of nodes hold every continuation, if the draft knows which tokens belong together.
@@ -206,7 +206,7 @@ def test_recurrent_edges_learn_what_the_token_two_before_decides(kind, tmp_path)
     target_dir = make_target(tmp_path / "target", triples(6000), steps=200)
     settings = {"edge_rank": 16, "anchors": 16, "num_tokens": 140 * 8 * 24, "matrix_lr": 0.04, "other_lr": 0.05}
     config = replace(CONFIG, edge_kind=kind, **settings)
-    train("block", target_dir, Data(triples(9000, seed=2)), tmp_path / "draft", tmp_path / "work", config)
+    train("block", target_dir, UserText(triples(9000, seed=2)), tmp_path / "draft", tmp_path / "work", config)
     head, target = load_block(tmp_path / "draft").float().eval(), Eagle3Target(target_dir, CPU)
     texts = [torch.from_numpy(triples(33, seed=seed).astype(np.int64)) for seed in range(20, 30)]
     # Ends of triples.  Four triples of nodes hold every continuation, if the draft knows which tokens belong together.
@@ -293,9 +293,9 @@ def test_an_interrupted_run_goes_on(ring_target, tmp_path, monkeypatch, capsys):
     config = replace(CONFIG, num_tokens=6 * 8 * 24, log_every=1)
     monkeypatch.setattr("espalier.train.draft_run.backward", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        train("block", ring_target, Data(ring(8000)), tmp_path / "draft", tmp_path / "work", config)
+        train("block", ring_target, UserText(ring(8000)), tmp_path / "draft", tmp_path / "work", config)
     assert (tmp_path / "draft" / "model.safetensors").exists()
-    figures = train("block", ring_target, Data(ring(8000)), tmp_path / "draft", tmp_path / "work", config)
+    figures = train("block", ring_target, UserText(ring(8000)), tmp_path / "draft", tmp_path / "work", config)
     said = capsys.readouterr().out
     assert "resumed at step 3" in said and "held out: nothing" in said and calls == 4 + 3
     assert figures["seen_tokens"] == 6 * 8 * 24

@@ -17,9 +17,9 @@ import torch
 from espalier.cli import start
 from espalier.startup.checkpoints import BUNDLED_DRAFTS, BUNDLED_FILES
 from espalier.train import evaluate
-from espalier.train.command import TRAINERS, config_of, main, make_parser, refuse_other_model
-from espalier.train.configs import kind_in
-from espalier.train.evaluate import continued, report
+from espalier.train.command import TRAINERS, main, make_config, make_parser, refuse_other_model
+from espalier.train.configs import read_draft_kind
+from espalier.train.evaluate import continue_prompts, make_report
 from espalier.train.own_text import print_work
 from espalier.train.settings import OwnTextConfig
 
@@ -91,7 +91,7 @@ def test_an_interrupt_while_modules_load_ends_in_a_line(
 
 @pytest.mark.parametrize(("kind", "draft"), BUNDLED_DRAFTS.items(), ids=BUNDLED_DRAFTS)
 def test_a_draft_of_the_same_kind_may_be_replaced(kind: str, draft: Path, tmp_path: Path) -> None:
-    assert kind_in(draft) == kind
+    assert read_draft_kind(draft) == kind
     refuse_other_model(draft, kind)
     refuse_other_model(tmp_path, kind)
 
@@ -109,7 +109,7 @@ def test_the_first_line_says_device_and_work_and_how_to_make_it_small(
     assert ("7629 steps of 32 x 1024 tokens" in line) == (kind != "own-text")
     out = [] if kind == "own-text" else ["--out", "out"]
     flags = [kind, "--target", "x", "--data", "y", "--work", "z", *out, *line.partition(" give ")[2].split()]
-    small = config_of(config, make_parser().parse_args(flags))
+    small = make_config(config, make_parser().parse_args(flags))
     print_work(small, makes_text=kind == "own-text")
     assert re.search(
         r"on cpu: (97 steps of 4 x 256 tokens|64 continuations of up to 64 tokens);", capsys.readouterr().err
@@ -182,7 +182,7 @@ def test_texts_too_short_to_measure_are_refused_before_the_target_is_loaded(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    for module in ("target._load", "evaluate.Writer"):
+    for module in ("target._load_model", "evaluate.TargetWriter"):
         monkeypatch.setattr(f"espalier.train.{module}", None)
     data = tmp_path / "p.jsonl"
     data.write_text(json.dumps({"token_ids": tokens}))
@@ -207,13 +207,13 @@ def test_continuations_that_the_target_ends_early_are_left_out_in_words(
         def __enter__(self) -> Told:
             return self
 
-    monkeypatch.setattr(evaluate, "Writer", Told)
-    kept, firsts = continued(None, [[0, 1], [0]], 20, 10)
+    monkeypatch.setattr(evaluate, "TargetWriter", Told)
+    kept, firsts = continue_prompts(None, [[0, 1], [0]], 20, 10)
     assert ([len(text) for text in kept], firsts) == ([12], [1])
     assert capsys.readouterr().out == "1 of 2 prompts are left out: the target ends them within 10 tokens\n"
-    assert report([evaluate.torch.ones(1, dtype=int)], kept, firsts).fresh == 1
+    assert make_report([evaluate.torch.ones(1, dtype=int)], kept, firsts).fresh == 1
     with pytest.raises(ValueError, match="the target ends all 2 prompts of --data within 11 tokens"):
-        continued(None, [[0, 1], [0]], 20, 11)
+        continue_prompts(None, [[0, 1], [0]], 20, 11)
 
 
 def test_a_draft_of_another_target_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,9 +18,9 @@ import espalier
 from espalier.startup.checkpoints import find_target
 from espalier.text import load_tokenizer
 from espalier.train.checkpoint import rope_theta
-from espalier.train.data import HELDOUT_PROMPTS, Conversation, Data, read_data
-from espalier.train.windows import TextRows, Texts, Windows
-from espalier.train.writer import repeated
+from espalier.train.data import HELDOUT_PROMPTS, Conversation, UserText, read_data
+from espalier.train.windows import StreamWindows, TextList, TextRows
+from espalier.train.writer import find_repeats
 from lab.bundle import corpus, packing
 from lab.bundle.corpus import SourceFile
 from lab.bundle.ngram import ngram_probabilities
@@ -83,13 +83,13 @@ def test_no_training_file_shares_much_with_a_heldout_one() -> None:
 
 
 def test_windows_cover_an_epoch_once_and_resume_where_they_stood() -> None:
-    windows = Windows(np.arange(203, dtype=np.uint16), 10, torch.device("cpu"), seed=3)
+    windows = StreamWindows(np.arange(203, dtype=np.uint16), 10, torch.device("cpu"), seed=3)
     batches = windows.batches(4)
     first = [next(batches) for _ in range(7)]
     starts = torch.cat([b[:, 0] for b in first[:4]])
     assert len(set(starts.tolist())) == 16 and len(set((starts % 10).tolist())) == 1
     assert all(torch.equal(b[:, 1:], b[:, :-1] + 1) for b in first)
-    assert torch.equal(next(windows.batches(4, first=6)), first[6])
+    assert torch.equal(next(windows.batches(4, first_batch=6)), first[6])
 
 
 def test_chat_documents_come_from_documented_functions() -> None:
@@ -110,7 +110,7 @@ def test_ngram_probabilities_sum_to_one_and_count_by_hand() -> None:
 
 
 def test_repeated_marks_the_end_of_every_gram_seen_before() -> None:
-    assert repeated(np.array([1, 2, 3, 9, 1, 2, 3, 2]), length=3).tolist() == [False] * 6 + [True, False]
+    assert find_repeats(np.array([1, 2, 3, 9, 1, 2, 3, 2]), length=3).tolist() == [False] * 6 + [True, False]
 
 
 @pytest.fixture(scope="module")
@@ -176,15 +176,15 @@ def test_rows_begin_with_a_text_or_go_on_with_a_long_one(
 ) -> None:
     """Token 100 i + j is token j of text i, so a row says where it comes from."""
     texts = [np.arange(n) + 100 * i for i, n in enumerate(lengths)]
-    rows = TextRows(Texts.of(texts, [n // 2 for n in lengths]), length, torch.device("cpu"), seed)
-    _, starts = rows.epoch(0)
+    rows = TextRows(TextList.of(texts, [n // 2 for n in lengths]), length, torch.device("cpu"), seed)
+    _, starts = rows.epoch_order(0)
     if len(starts) < size:
         with pytest.raises(ValueError, match=f"fills {len(starts)} rows of {length} tokens"):
             next(rows.batches(size))
         return
     per_epoch, batches = len(starts) // size, rows.batches(size)
     made = [next(batches) for _ in range(skipped + 1)]
-    again = next(rows.batches(size, first=skipped))
+    again = next(rows.batches(size, first_batch=skipped))
     assert all(torch.equal(one, two) for one, two in zip(made[-1], again, strict=True))
     seen: set[int] = set()
     for tokens, is_answer in made[:per_epoch]:
@@ -220,10 +220,10 @@ def test_conversations_are_prompts_by_the_chat_template(tmp_path: Path) -> None:
 
 def test_what_is_held_out_is_of_every_kind_and_not_trained_on() -> None:
     told = [Conversation(np.array([n], np.int32), f"kind {n % 3}") for n in range(60)]
-    kept, prompts = Data(np.zeros(0, np.int32), told).apart()
+    kept, prompts = UserText(np.zeros(0, np.int32), told).split_held_out()
     held = [int(prompt[0]) for prompt in prompts]
     assert sorted([*held, *(int(each.tokens[0]) for each in kept.conversations)]) == list(range(60))
     assert [sum(n % 3 == kind for n in held) for kind in range(3)] == [HELDOUT_PROMPTS // 3] * 3
-    kept, prompts = Data(np.arange(5000)).apart()
+    kept, prompts = UserText(np.arange(5000)).split_held_out()
     assert np.array_equal(np.concatenate([kept.stream, *prompts]), np.arange(5000)) and len(prompts) == HELDOUT_PROMPTS
-    assert Data(np.arange(9)).apart()[1] == []
+    assert UserText(np.arange(9)).split_held_out()[1] == []

@@ -17,11 +17,11 @@ from safetensors import safe_open
 from torch import Tensor
 
 from espalier.train.command import make_parser
-from espalier.train.configs import kind_in
-from espalier.train.data import Data
+from espalier.train.configs import read_draft_kind
+from espalier.train.data import UserText
 from espalier.train.kinds import MTP, measure, train
 from espalier.train.llama import LlamaShape, rope_tables, rotate
-from espalier.train.mtp import agreement_by_depth, matches
+from espalier.train.mtp import agreement_by_depth, matches_by_depth
 from espalier.train.mtp_checkpoint import load_mtp, save_mtp
 from espalier.train.mtp_head import MtpHead, MtpLayer, mtp_loss
 from espalier.train.settings import MtpConfig
@@ -191,10 +191,10 @@ def target_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @forms
 def test_a_trained_head_predicts_a_chain_text_at_every_depth(form: str, target_dir: Path, tmp_path: Path) -> None:
     config = replace(CONFIG, form=form)
-    train("mtp", target_dir, Data(cycle(3000)), tmp_path / "head", tmp_path / "work", config)
+    train("mtp", target_dir, UserText(cycle(3000)), tmp_path / "head", tmp_path / "work", config)
     head, target = load_mtp(tmp_path / "head"), FrozenTarget(target_dir, torch.device("cpu"))
     text = cycle(40, start=3)
-    found = matches(head, target, torch.from_numpy(text.astype(np.int64)), 4, 3)
+    found = matches_by_depth(head, target, torch.from_numpy(text.astype(np.int64)), 4, 3)
     assert found.shape == (3, 33) and found.all()
     assert agreement_by_depth(head, target, [text], [4], 3) == [1.0, 1.0, 1.0]
     assert measure(MTP, head, target, [text], [4], (3, 1, 4)).every_root == 4.0
@@ -220,7 +220,7 @@ def test_the_file_has_exactly_the_names_of_the_form(num_layers: int, target_dir:
     assert (layer["model_type"], layer["hidden_size"], layer["vocab_size"]) == ("llama", 12, 24)
     assert layer["rope_parameters"] == {"rope_theta": 10000.0, "rope_type": "default"} and "rope_theta" not in layer
     again = load_mtp(tmp_path)
-    assert kind_in(tmp_path) == "mtp" and again.form == "target" and again.shape == head.shape
+    assert read_draft_kind(tmp_path) == "mtp" and again.form == "target" and again.shape == head.shape
     for one, two in zip(again.parameters(), head.parameters(), strict=True):
         assert torch.equal(one, two.bfloat16().float())
 

@@ -22,7 +22,7 @@ import torch
 from espalier.errors import EspalierError
 from espalier.train import own_text
 from espalier.train.command import make_parser, run
-from espalier.train.data import Data
+from espalier.train.data import UserText
 from espalier.train.draft_run import StepClock, prepare_run
 from espalier.train.kinds import train
 from espalier.train.llama import LlamaShape
@@ -35,7 +35,7 @@ from espalier.train.own_text import (
 )
 from espalier.train.settings import MtpConfig, OwnTextConfig
 from espalier.train.work import origin_of
-from espalier.train.writer import Writer
+from espalier.train.writer import TargetWriter
 from lab.bundle.llama import Llama, save_llama
 from tests import warm
 
@@ -75,11 +75,11 @@ def test_texts_of_all_seeds_add_up_and_a_run_makes_no_other(
 ) -> None:
     origin = origin_of(target_dir, stream)
     for seed in (1, 2):
-        write_own_text(target_dir, Data(stream), replace(OWN, seed=seed), tmp_path, origin)
+        write_own_text(target_dir, UserText(stream), replace(OWN, seed=seed), tmp_path, origin)
     parts = [np.load(tmp_path / f"own_text-{seed}.npz") for seed in (1, 2)]
     assert not np.array_equal(parts[0]["texts_tokens"], parts[1]["texts_tokens"])
     monkeypatch.setattr(own_text, "make_own_text", None)
-    own = load_own_text(target_dir, Data(stream), OWN, tmp_path, origin)
+    own = load_own_text(target_dir, UserText(stream), OWN, tmp_path, origin)
     assert own.texts.tokens.tolist() == [*parts[0]["texts_tokens"].tolist(), *parts[1]["texts_tokens"].tolist()]
     assert own.greedy_counts.tolist() == (parts[0]["greedy_counts"] + parts[1]["greedy_counts"]).tolist()
     assert own.greedy_counts.sum() > 0
@@ -107,15 +107,15 @@ def test_a_time_limit_ends_a_run_whose_rate_fell_to_zero(
     """By a clock that moves on by a second a step, so that the machine's speed decides nothing."""
     factors: list[float] = []
     monkeypatch.setattr(StepClock, "progress", property(lambda clock: max(0, clock.num_steps - 1) / 4))
-    monkeypatch.setattr("espalier.train.draft_run.set_rate", lambda _, factor: factors.append(factor))
+    monkeypatch.setattr("espalier.train.draft_run.set_learning_rate", lambda _, factor: factors.append(factor))
     figures = train(
-        "mtp", target_dir, Data(stream), tmp_path / "cut", tmp_path, replace(RUN, num_tokens=1e6, max_seconds=4)
+        "mtp", target_dir, UserText(stream), tmp_path / "cut", tmp_path, replace(RUN, num_tokens=1e6, max_seconds=4)
     )
     assert figures["seen_tokens"] == 5 * 2 * 16
     assert factors[-1] == pytest.approx(0.25 / 0.55) and (tmp_path / "cut" / "model.safetensors").exists()
     factors.clear()
     figures = train(
-        "mtp", target_dir, Data(stream), tmp_path / "whole", tmp_path / "2", replace(RUN, num_tokens=3 * 32)
+        "mtp", target_dir, UserText(stream), tmp_path / "whole", tmp_path / "2", replace(RUN, num_tokens=3 * 32)
     )
     assert (figures["seen_tokens"], len(factors)) == (3 * 32, 3)
 
@@ -137,7 +137,7 @@ def test_a_clock_counts_from_the_end_of_the_first_step(monkeypatch: pytest.Monke
 def test_as_many_prompts_are_continued_as_were_asked_for(
     target_dir: Path, stream: np.ndarray, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    write_own_text(target_dir, Data(stream), OWN, tmp_path, origin_of(target_dir, stream))
+    write_own_text(target_dir, UserText(stream), OWN, tmp_path, origin_of(target_dir, stream))
     assert [line.split(",")[0] for line in capsys.readouterr().out.splitlines()] == [
         "continued 2 prompts",
         "continued 4 prompts",
@@ -146,12 +146,12 @@ def test_as_many_prompts_are_continued_as_were_asked_for(
 
 @dataclass
 class Making:
-    """Runs that make the text of OWN7 in a work folder.  prompts: of all batches, in order."""
+    """Runs that make the text of OWN7 in a work folder.  prompt_batches: of all batches, in order."""
 
     target_dir: Path
     stream: np.ndarray
     work: Path
-    prompts: list[list[int]] = field(default_factory=list)
+    prompt_batches: list[list[int]] = field(default_factory=list)
 
     @property
     def origin(self) -> dict[str, str]:
@@ -163,18 +163,18 @@ class Making:
 
     def run(self, num_batches: int | None = None, config: OwnTextConfig = OWN7) -> None:
         """num_batches: after which the run is interrupted."""
-        continuations, left = Writer.continuations, iter(range(99 if num_batches is None else num_batches))
+        continuations, left = TargetWriter.continuations, iter(range(99 if num_batches is None else num_batches))
 
-        def counted(writer: Writer, prompts: list[np.ndarray], num_tokens: int, *args: Any) -> list[np.ndarray]:
+        def counted(writer: TargetWriter, prompts: list[np.ndarray], num_tokens: int, *args: Any) -> list[np.ndarray]:
             if args[1:]:  # not the prompts that are held out
                 if next(left, None) is None:
                     raise KeyboardInterrupt
-                self.prompts += [prompt.tolist() for prompt in prompts]
+                self.prompt_batches += [prompt.tolist() for prompt in prompts]
             return continuations(writer, prompts, num_tokens, *args)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Writer, "continuations", counted)
-            write_own_text(self.target_dir, Data(self.stream), config, self.work, self.origin)
+            patch.setattr(TargetWriter, "continuations", counted)
+            write_own_text(self.target_dir, UserText(self.stream), config, self.work, self.origin)
 
     def interrupted(self, num_batches: int) -> None:
         with pytest.raises(KeyboardInterrupt):
@@ -212,14 +212,14 @@ def test_an_interrupted_run_goes_on_to_the_same_text(
     assert found == f"{making.unfinished} has {count} continuations, {7 - count} are left"
     counts = [min(n, 7) for n in range(count + 2, 9, 2)]
     assert [line.split(",")[0] for line in lines] == [f"continued {n} prompts" for n in counts]
-    assert making.made() == whole and len(making.prompts) == 7
+    assert making.made() == whole and len(making.prompt_batches) == 7
 
 
 def test_text_ends_in_time_and_a_run_without_a_limit_takes_it(making: Making, monkeypatch: pytest.MonkeyPatch) -> None:
     ticks = count()
     monkeypatch.setattr("espalier.train.own_text.time", SimpleNamespace(perf_counter=lambda: next(ticks)))
     making.run(None, replace(OWN7, text_seconds=2))
-    assert len(making.prompts) == 4 and making.made()
+    assert len(making.prompt_batches) == 4 and making.made()
     assert own_text.saved_texts(OWN7, making.work, making.origin) == [making.work / "own_text-0.npz"]
 
 
@@ -231,9 +231,9 @@ def test_another_batch_size_repeats_no_prompt(making: Making) -> None:
         making.run(1, replace(OWN7, generate_batch=1))
     assert making.unfinished.read_bytes().startswith(kept)
     making.run(None, replace(OWN7, generate_batch=4))
-    assert len(making.prompts) == len({tuple(prompt) for prompt in making.prompts}) == 7
+    assert len(making.prompt_batches) == len({tuple(prompt) for prompt in making.prompt_batches}) == 7
     tokens, _ = making.made()
-    assert len(tokens) > sum(map(len, making.prompts))
+    assert len(tokens) > sum(map(len, making.prompt_batches))
 
 
 @pytest.mark.parametrize(
@@ -259,7 +259,7 @@ def test_unfinished_text_of_something_else_is_refused_before_the_target_is_loade
     making: Making, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     making.interrupted(1)
-    monkeypatch.setattr(own_text, "Writer", None)
+    monkeypatch.setattr(own_text, "TargetWriter", None)
     before = making.unfinished.read_bytes()
     sizes = {name: getattr(OWN7, name) for name in vars(OWN7)}
     mtp = MtpConfig(length=16, batch=2, num_tokens=8 * 32, ttt_steps=2, **sizes)
@@ -270,11 +270,16 @@ def test_unfinished_text_of_something_else_is_refused_before_the_target_is_loade
         ({}, making.stream[1:], "from another --data"),
     ):
         with pytest.raises(EspalierError) as refused:
-            own_text_command(making.target_dir, Data(stream), replace(OWN7, **changed), making.work)
+            own_text_command(making.target_dir, UserText(stream), replace(OWN7, **changed), making.work)
         assert str(refused.value) == f"{making.unfinished} was made {said}; {remedy}"
         with pytest.raises(EspalierError) as refused:
             prepare_run(
-                "mtp", making.target_dir, Data(stream), making.work / "out", making.work, replace(mtp, **changed)
+                "mtp",
+                making.target_dir,
+                UserText(stream),
+                making.work / "out",
+                making.work,
+                replace(mtp, **changed),
             )
         assert str(refused.value) == f"{making.unfinished} was made {said}; {remedy}"
     with pytest.raises(EspalierError, match="was made from another --target"):
@@ -289,14 +294,17 @@ def test_unfinished_text_of_something_else_is_refused_before_the_target_is_loade
     ):
         making.unfinished.write_bytes(data)
         with pytest.raises(EspalierError, match=f"own_text-0.unfinished {said}"):
-            own_text_command(making.target_dir, Data(making.stream), OWN7, making.work)
+            own_text_command(making.target_dir, UserText(making.stream), OWN7, making.work)
 
 
 def test_two_trainers_do_not_write_one_text(making: Making, whole: Made) -> None:
     making.work.mkdir()
     said = "own_text-0.unfinished is being written by another trainer; wait for it, or end it"
     with open_unfinished(OWN7, making.work, making.origin):
-        for second in (making.run, lambda: own_text_command(making.target_dir, Data(making.stream), OWN7, making.work)):
+        for second in (
+            making.run,
+            lambda: own_text_command(making.target_dir, UserText(making.stream), OWN7, making.work),
+        ):
             with pytest.raises(EspalierError, match=said):
                 second()
     making.run()
@@ -318,7 +326,7 @@ def test_a_full_disk_keeps_the_batches_before(making: Making, whole: Made, monke
         making.run()
     remedy = "free some space there, and start again to go on"
     assert str(failed.value) == f"{making.unfinished} cannot be written (No space left on device); {remedy}"
-    assert 0 < len(making.prompts) < 7
+    assert 0 < len(making.prompt_batches) < 7
     making.run()
     assert making.made() == whole
 
@@ -346,4 +354,4 @@ def test_a_trainer_that_is_terminated_goes_on(making: Making, whole: Made) -> No
         finally:
             process.kill()
     making.run()
-    assert making.made() == whole and len(making.prompts) == 5
+    assert making.made() == whole and len(making.prompt_batches) == 5

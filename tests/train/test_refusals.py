@@ -95,7 +95,7 @@ def test_what_is_wrong_is_one_line_before_anything_is_loaded(
     line: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(command, "function", None)  # what imports PyTorch
+    monkeypatch.setattr(command, "import_function", None)  # what imports PyTorch
     name, *words = line.split()
     flags = {flag: GIVEN[flag] for flag in FLAGS_OF.get(name, GIVEN)} | dict(zip(words[::2], words[1::2], strict=True))
     parts = [part.replace("EMPTY", "").replace("OUT", str(tmp_path / "out")) for pair in flags.items() for part in pair]
@@ -185,7 +185,7 @@ def test_a_model_that_cannot_be_a_target_is_refused_before_pytorch_is_imported(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(command, "function", None)
+    monkeypatch.setattr(command, "import_function", None)
     config = json.loads((find_target("bundled") / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, **changed}))
     assert main(["eagle3", "--target", str(tmp_path), "--data", HERE, "--out", str(tmp_path / "out")]) == 2

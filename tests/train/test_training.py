@@ -12,14 +12,14 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from espalier.train.checkpoint import load_draft
-from espalier.train.data import Data
+from espalier.train.data import UserText
 from espalier.train.eagle3 import choose_vocabulary
 from espalier.train.kinds import train
 from espalier.train.llama import LlamaShape
 from espalier.train.settings import Eagle3Config
 from espalier.train.state import SavedState
 from espalier.train.target import Eagle3Target
-from espalier.train.writer import Writer, before_loop
+from espalier.train.writer import TargetWriter, cut_before_loop
 from lab.bundle.base import bits_per_byte
 from lab.bundle.llama import Llama, save_llama
 
@@ -92,8 +92,8 @@ def test_features_are_the_inputs_of_layers_2_half_and_last_but_three(target_dir:
 
 def test_a_continuation_ends_before_a_loop() -> None:
     looping = np.array([9] + list(range(10, 28)) * 3)
-    assert len(before_loop(looping, 1)) == 1 + 18 + 15
-    assert before_loop(looping, len(looping)).tolist() == looping.tolist()  # a prompt may repeat itself
+    assert len(cut_before_loop(looping, 1)) == 1 + 18 + 15
+    assert cut_before_loop(looping, len(looping)).tolist() == looping.tolist()  # a prompt may repeat itself
 
 
 def test_vocabulary_follows_what_the_target_says() -> None:
@@ -109,7 +109,7 @@ class Stopped(Exception):
 def test_an_interrupted_run_resumes_to_the_same_draft(
     target_dir: Path, stream: np.ndarray, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = train("eagle3", target_dir, Data(stream), tmp_path / "whole", tmp_path / "work1", CONFIG)
+    whole = train("eagle3", target_dir, UserText(stream), tmp_path / "whole", tmp_path / "work1", CONFIG)
 
     save = SavedState.save
 
@@ -119,8 +119,8 @@ def test_an_interrupted_run_resumes_to_the_same_draft(
 
     with monkeypatch.context() as patch, pytest.raises(Stopped):
         patch.setattr(SavedState, "save", save_and_stop)
-        train("eagle3", target_dir, Data(stream), tmp_path / "parts", tmp_path / "work2", CONFIG)
-    resumed = train("eagle3", target_dir, Data(stream), tmp_path / "parts", tmp_path / "work2", CONFIG)
+        train("eagle3", target_dir, UserText(stream), tmp_path / "parts", tmp_path / "work2", CONFIG)
+    resumed = train("eagle3", target_dir, UserText(stream), tmp_path / "parts", tmp_path / "work2", CONFIG)
     assert resumed == whole
     drafts = [load_draft(tmp_path / name) for name in ("whole", "parts")]
     for one, two in zip(*(draft.parameters() for draft in drafts), strict=True):
@@ -134,7 +134,7 @@ def test_own_text_has_no_penalty_and_no_cut(target_dir: Path, temperature: float
     prompts = torch.arange(64).view(8, 8) % 40
 
     def texts() -> list[list[int]]:
-        with Writer(target_dir, 40, 8) as writer:
+        with TargetWriter(target_dir, 40, 8) as writer:
             return [text.tolist() for text in writer.continuations(prompts.numpy(), 24, temperature, seed=1)]
 
     before, file = texts(), target_dir / "generation_config.json"
@@ -150,6 +150,6 @@ def test_the_writer_says_what_transformers_says(target_dir: Path) -> None:
     prompt = torch.arange(8)[None]
     model = AutoModelForCausalLM.from_pretrained(target_dir, dtype=torch.float32)
     theirs = model.generate(prompt, max_new_tokens=12, do_sample=False)[0].numpy()
-    with Writer(target_dir, 20, 1) as writer:
+    with TargetWriter(target_dir, 20, 1) as writer:
         [ours] = writer.continuations(prompt.numpy(), 12, 0.0)
-    assert ours.tolist() == before_loop(theirs, 8).tolist()
+    assert ours.tolist() == cut_before_loop(theirs, 8).tolist()

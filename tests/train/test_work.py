@@ -16,7 +16,7 @@ from torch import nn
 
 from espalier.errors import EspalierError
 from espalier.train import checkpoint, command, draft_run
-from espalier.train.data import Data
+from espalier.train.data import UserText
 from espalier.train.draft_run import RunFiles, backward, prepare_run, require_own_rows
 from espalier.train.kinds import train
 from espalier.train.llama import LlamaShape
@@ -24,7 +24,7 @@ from espalier.train.own_text import load_own_text, saved_texts
 from espalier.train.settings import BlockConfig, Eagle3Config, MtpConfig, TrainConfig
 from espalier.train.state import SavedState
 from espalier.train.target import FrozenTarget
-from espalier.train.work import origin_of, whole_file
+from espalier.train.work import origin_of, replace_file
 from lab.bundle.llama import Llama, save_llama
 
 SHAPE = LlamaShape(
@@ -65,7 +65,7 @@ def prepared(
     target: Path, work: Path, config: TrainConfig, stream: np.ndarray = STREAM, out: str = "draft"
 ) -> RunFiles:
     kind = {MtpConfig: "mtp", BlockConfig: "block", Eagle3Config: "eagle3"}[type(config)]
-    return prepare_run(kind, target, Data(stream), work / out, work, config)
+    return prepare_run(kind, target, UserText(stream), work / out, work, config)
 
 
 def begun(target: Path, work: Path, config: TrainConfig) -> Path:
@@ -123,7 +123,7 @@ def test_a_target_is_known_by_its_files_wherever_it_stands(target: Path, other_t
 
 def test_text_of_the_target_is_not_taken_for_another(target: Path, other_target: Path, tmp_path: Path) -> None:
     origin = origin_of(target, STREAM)
-    own = load_own_text(target, Data(STREAM), MTP, tmp_path, origin)
+    own = load_own_text(target, UserText(STREAM), MTP, tmp_path, origin)
     assert own.texts.tokens.dtype == np.int32  # whatever the data's dtype: the target may say any id
     path = tmp_path / "own_text-0.npz"
     assert saved_texts(replace(MTP, generate_batch=1), tmp_path, origin) == [path]
@@ -160,7 +160,7 @@ def test_data_too_short_are_refused_before_the_target_is_loaded(target: Path, tm
 
 
 def trained(target: Path, tmp_path: Path, config: MtpConfig = MTP) -> dict[str, float]:
-    return train("mtp", target, Data(STREAM), tmp_path / "draft", tmp_path, config)
+    return train("mtp", target, UserText(STREAM), tmp_path / "draft", tmp_path, config)
 
 
 def files_in(folder: Path) -> dict[str, bytes]:
@@ -241,7 +241,7 @@ def test_a_file_that_fails_leaves_the_one_before(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_text("before")
     for error in (KeyboardInterrupt(), OSError(errno.ENOSPC, "No space left on device")):
-        with pytest.raises((KeyboardInterrupt, OSError)), whole_file(path, "free some space") as unfinished:
+        with pytest.raises((KeyboardInterrupt, OSError)), replace_file(path, "free some space") as unfinished:
             unfinished.write_text("half")
             raise error
     assert files_in(tmp_path) == {"file": b"before"}
@@ -271,7 +271,7 @@ def test_a_full_gpu_is_one_line(
 ) -> None:
     np.save(tmp_path / "ids.npy", STREAM)
     out_of_memory = torch.OutOfMemoryError("CUDA: 2 GiB")
-    monkeypatch.setattr("espalier.train.target._load", lambda *_: (_ for _ in ()).throw(out_of_memory))
+    monkeypatch.setattr("espalier.train.target._load_model", lambda *_: (_ for _ in ()).throw(out_of_memory))
     line = ["mtp", "--target", str(target), "--data", str(tmp_path / "ids.npy"), "--out", str(tmp_path / "draft")]
     sizes = [
         "--length",

@@ -1,4 +1,4 @@
-"""The model families.  Each file declares one family or several similar ones, by their names and sizes."""
+"""The model families.  Each file declares one family or several similar families."""
 
 from espalier.models.config import Family
 from espalier.models.families import (

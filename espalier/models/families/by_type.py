@@ -1,4 +1,4 @@
-"""Fields by layer type, for families whose sliding layers and layers with full attention also differ in RoPE."""
+"""Windows and RoPE by layer type, for families whose sliding layers have another RoPE."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -6,30 +6,30 @@ from espalier.errors import EspalierError, shown
 from espalier.models.config import Json, LayerWindows
 
 FULL_ATTENTION, SLIDING_ATTENTION = "full_attention", "sliding_attention"
-# Layer type -> (the field for the base of its RoPE in older configs, the default base).
+# Layer type -> (the field of the RoPE base in older configs, the default base).
 RopeBases = Mapping[str, tuple[str, float]]
 
 
-def layer_types_of(full: Json, is_full: Callable[[int], bool]) -> list[str]:
-    """The type of each layer, from `layer_types`.
-    Without that field, is_full says whether a layer, counted from 1, has full attention."""
-    given, count = full.get("layer_types"), full["num_hidden_layers"]
+def layer_types_of(fields: Json, is_full: Callable[[int], bool]) -> list[str]:
+    """Returns the type of each layer, from `layer_types`.  is_full: if that field is missing, decides whether a layer,
+    counted from 1, has full attention."""
+    given, count = fields.get("layer_types"), fields["num_hidden_layers"]
     return list(given or (FULL_ATTENTION if is_full(layer) else SLIDING_ATTENTION for layer in range(1, count + 1)))
 
 
-def windows_by_type(full: Json, kinds: Sequence[str]) -> LayerWindows:
-    """The window of each layer; None for layers with full attention.
+def windows_by_type(fields: Json, layer_types: Sequence[str]) -> LayerWindows:
+    """Returns the window of each layer; None for layers with full attention.
     Raises EspalierError for sliding layers without a window."""
-    window = full["sliding_window"]
-    if SLIDING_ATTENTION in kinds and (not isinstance(window, int) or window < 1):
+    window = fields["sliding_window"]
+    if SLIDING_ATTENTION in layer_types and (not isinstance(window, int) or window < 1):
         raise EspalierError(f"sliding_window = {shown(window)}; sliding layers need a positive integer; correct it")
-    return tuple(window if kind == SLIDING_ATTENTION else None for kind in kinds)
+    return tuple(window if kind == SLIDING_ATTENTION else None for kind in layer_types)
 
 
-def ropes_by_type(full: Json, kinds: Sequence[str], bases: RopeBases) -> list[Json]:
-    """The RoPE fields of each layer, by the layer's type.
-    As in transformers, rope_scaling applies to layers with full attention only."""
-    given = full.get("rope_parameters") or {}
+def ropes_by_type(fields: Json, layer_types: Sequence[str], bases: RopeBases) -> list[Json]:
+    """Returns the RoPE fields of each layer, by the layer's type.  As in transformers, rope_scaling applies only to
+    layers with full attention."""
+    given = fields.get("rope_parameters") or {}
     for name, value in given.items():
         if name not in bases or not isinstance(value, Mapping | None):
             raise EspalierError(
@@ -37,19 +37,19 @@ def ropes_by_type(full: Json, kinds: Sequence[str], bases: RopeBases) -> list[Js
                 f"one for {SLIDING_ATTENTION!r}; put the parameters of a layer type into its object"
             )
     own = {
-        kind: {"rope_scaling": None, "rope_parameters": _rope_of_type(full, kind, bases, given.get(kind) or {})}
+        kind: {"rope_scaling": None, "rope_parameters": _rope_of_type(fields, kind, bases, given.get(kind) or {})}
         for kind in bases
     }
-    own[FULL_ATTENTION]["rope_scaling"] = full.get("rope_scaling")
-    return [own[kind] for kind in kinds]
+    own[FULL_ATTENTION]["rope_scaling"] = fields.get("rope_scaling")
+    return [own[kind] for kind in layer_types]
 
 
-def _rope_of_type(full: Json, kind: str, bases: RopeBases, given: Json) -> Json:
+def _rope_of_type(fields: Json, kind: str, bases: RopeBases, rope: Json) -> Json:
     field, default = bases[kind]
-    base = full.get(field)
-    if base is not None and given.get("rope_theta", base) != base:
+    base = fields.get(field)
+    if base is not None and rope.get("rope_theta", base) != base:
         raise EspalierError(
-            f"{field} is {shown(base)}, but rope_theta of {kind!r} in rope_parameters is {shown(given['rope_theta'])}; "
+            f"{field} is {shown(base)}, but rope_theta of {kind!r} in rope_parameters is {shown(rope['rope_theta'])}; "
             "remove one of the two"
         )
-    return {"rope_theta": default if base is None else base, **given}
+    return {"rope_theta": default if base is None else base, **rope}

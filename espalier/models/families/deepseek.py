@@ -9,9 +9,9 @@ from dataclasses import replace
 from espalier.errors import EspalierError
 from espalier.kernels.ops.experts import Routing
 from espalier.models.config import Experts, Family, Json
-from espalier.models.stored_names import NEXTN
+from espalier.models.stored_names import NEXTN_LAYERS
 
-# The fields of config.json that this file reads, and which may therefore have any value (Family.supported_fields).
+# The fields of config.json that this file reads (Family.supported_fields).
 EXPERT_FIELDS = (
     "n_routed_experts",
     "n_shared_experts",
@@ -24,67 +24,67 @@ EXPERT_FIELDS = (
 SCORING_OF_METHOD = {"greedy": "softmax", "group_limited_greedy": "softmax", "noaux_tc": "sigmoid"}
 
 
-def routed_experts(full: Json, methods: tuple[str, ...], layers: frozenset[int]) -> Experts | None:
+def routed_experts(fields: Json, topk_methods: tuple[str, ...], layers: frozenset[int]) -> Experts | None:
     """Returns the experts of `layers`; None if there are none.
-
-    methods: the values of topk_method that the family supports, the default first.  All have the same scoring_func.
-    Raises EspalierError for another topk_method or scoring_func.
-    """
-    if not full["n_routed_experts"] or not layers:
+    topk_methods: the values of topk_method that the family supports, the default first.  All these methods have the
+    same scoring_func.
+    Raises EspalierError for another topk_method or scoring_func."""
+    if not fields["n_routed_experts"] or not layers:
         return None
-    method = full.get("topk_method") or methods[0]
-    scoring = SCORING_OF_METHOD[methods[0]]
+    method = fields.get("topk_method") or topk_methods[0]
+    scoring = SCORING_OF_METHOD[topk_methods[0]]
     for name, value, supported in (
-        ("topk_method", method, methods),
-        ("scoring_func", full.get("scoring_func") or scoring, (scoring,)),
+        ("topk_method", method, topk_methods),
+        ("scoring_func", fields.get("scoring_func") or scoring, (scoring,)),
     ):
         if value not in supported:
             known = " or ".join(map(repr, supported))
             raise EspalierError(f"{name} = {value!r} is not supported, only {known}; use another model")
-    size, num_shared = full["moe_intermediate_size"], full["n_shared_experts"] or 0
+    size, num_shared = fields["moe_intermediate_size"], fields["n_shared_experts"] or 0
     if not isinstance(num_shared, int):
         raise EspalierError(f"n_shared_experts = {num_shared!r}; an integer or null is needed; correct the config")
     return Experts(
         layers,
-        _routing(full, method),
+        _routing(fields, method),
         size,
         size * num_shared if isinstance(size, int) else 0,
         "shared_experts",
-        shared_bias=bool(full.get("mlp_bias", False)),
+        shared_has_bias=bool(fields.get("mlp_bias", False)),
     )
 
 
-def _routing(full: Json, method: str) -> Routing:
+def _routing(fields: Json, method: str) -> Routing:
     routing = Routing(
-        full["n_routed_experts"],
-        full["num_experts_per_tok"],
-        norm_topk_prob=bool(full["norm_topk_prob"]),
-        routed_scaling_factor=full["routed_scaling_factor"],
+        fields["n_routed_experts"],
+        fields["num_experts_per_tok"],
+        norm_topk_prob=bool(fields["norm_topk_prob"]),
+        routed_scaling_factor=fields["routed_scaling_factor"],
     )
     if method == "greedy":
         return routing
-    routing = replace(routing, n_group=full["n_group"] or 1, topk_group=full["topk_group"] or 1)
+    routing = replace(routing, n_group=fields["n_group"] or 1, topk_group=fields["topk_group"] or 1)
     if method == "group_limited_greedy":
         return routing
     return replace(routing, scoring="sigmoid", group_score="top2_sum", correction_bias=True)
 
 
-def expert_layers_after_dense(full: Json) -> frozenset[int]:
-    """The layers with experts: index a multiple of moe_layer_freq, and not below first_k_dense_replace."""
-    first, every = full["first_k_dense_replace"] or 0, full.get("moe_layer_freq") or 1
+def expert_layers_after_dense(fields: Json) -> frozenset[int]:
+    """Returns the indices of layers with experts: the multiples of moe_layer_freq that are at least
+    first_k_dense_replace."""
+    first, every = fields["first_k_dense_replace"] or 0, fields.get("moe_layer_freq") or 1
     for name, value in (("first_k_dense_replace", first), ("moe_layer_freq", every)):
         if not isinstance(value, int) or value < 0:
             raise EspalierError(f"{name} = {value!r}; an integer of at least 0 is needed; correct the config")
-    return frozenset(layer for layer in range(first, int(full["num_hidden_layers"])) if layer % every == 0)
+    return frozenset(layer for layer in range(first, int(fields["num_hidden_layers"])) if layer % every == 0)
 
 
-def _experts_v2(full: Json) -> Experts | None:
-    # As in the publisher's code, weights are scaled only if they are not normed.  Transformers never norms them.
-    # Published files do not set norm_topk_prob.
-    norm = full["norm_topk_prob"] and full["num_experts_per_tok"] != 1
-    scale = 1.0 if norm else full["routed_scaling_factor"]
-    as_published = {**full, "norm_topk_prob": norm, "routed_scaling_factor": scale}
-    return routed_experts(as_published, ("greedy", "group_limited_greedy"), expert_layers_after_dense(full))
+def _experts_v2(fields: Json) -> Experts | None:
+    # As in the publisher's code, routing weights are scaled only if they are not normed.  Transformers never norms
+    # routing weights.  Published configs do not set norm_topk_prob.
+    norm = fields["norm_topk_prob"] and fields["num_experts_per_tok"] != 1
+    scale = 1.0 if norm else fields["routed_scaling_factor"]
+    as_published = {**fields, "norm_topk_prob": norm, "routed_scaling_factor": scale}
+    return routed_experts(as_published, ("greedy", "group_limited_greedy"), expert_layers_after_dense(fields))
 
 
 V2 = Family(
@@ -111,7 +111,7 @@ V2 = Family(
         "n_group": None,
         "topk_group": None,
     },
-    latent=True,
+    uses_mla=True,
     usable_in_drafts=True,
     supported_fields=EXPERT_FIELDS,
     experts=_experts_v2,
@@ -134,6 +134,6 @@ V3 = replace(
         "topk_group": 4,
     },
     supported_fields=(*EXPERT_FIELDS, "num_nextn_predict_layers"),
-    experts=lambda full: routed_experts(full, ("noaux_tc",), expert_layers_after_dense(full)),
-    mtp=NEXTN,
+    experts=lambda fields: routed_experts(fields, ("noaux_tc",), expert_layers_after_dense(fields)),
+    mtp=NEXTN_LAYERS,
 )

@@ -1,11 +1,11 @@
 """Gemma 2 and 3 (text): norms before and after each block, with weight 1 + w; windows by layer.
 
-Gemma 3 has a RoPE for each layer type.  Gemma 2 has one RoPE, and soft caps on attention logits.
+Gemma 3 has one RoPE for each layer type.  Gemma 2 has the same RoPE in all layers, and soft caps on attention scores.
 """
 
 from dataclasses import replace
 
-from espalier.models.config import Family, Json, windows_in_every_second
+from espalier.models.config import Family, Json, windows_in_even_layers
 from espalier.models.config_values import positive_number, require_counts
 from espalier.models.families.by_type import (
     FULL_ATTENTION,
@@ -15,7 +15,7 @@ from espalier.models.families.by_type import (
     ropes_by_type,
     windows_by_type,
 )
-from espalier.models.stored_names import FOUR_NORMS
+from espalier.models.stored_names import NORMS_AROUND_BLOCKS
 
 ROPE_BASES: RopeBases = {
     FULL_ATTENTION: ("rope_theta", 1_000_000.0),
@@ -23,11 +23,11 @@ ROPE_BASES: RopeBases = {
 }
 
 
-def _layer_types(full: Json) -> list[str]:
-    """The type of each layer, from `layer_types`; without it, every sliding_window_pattern-th has full attention."""
-    if full.get("layer_types") is None:
-        require_counts(full, ("sliding_window_pattern",))
-    return layer_types_of(full, lambda layer: layer % full["sliding_window_pattern"] == 0)
+def _layer_types(fields: Json) -> list[str]:
+    """Returns the type of each layer, from `layer_types`; by default, every sliding_window_pattern-th is full."""
+    if fields.get("layer_types") is None:
+        require_counts(fields, ("sliding_window_pattern",))
+    return layer_types_of(fields, lambda layer: layer % fields["sliding_window_pattern"] == 0)
 
 
 FAMILY = Family(
@@ -48,16 +48,16 @@ FAMILY = Family(
         "sliding_window_pattern": 6,
         "rope_local_base_freq": None,
     },
-    windows=lambda full: windows_by_type(full, _layer_types(full)),
+    windows=lambda fields: windows_by_type(fields, _layer_types(fields)),
     qk_norm=True,
-    layer_norms=FOUR_NORMS,
+    layer_norms=NORMS_AROUND_BLOCKS,
     norm_offset=1.0,
-    embedding_scale=lambda full: float(full["hidden_size"] ** 0.5),
-    softmax_scale=lambda full: positive_number(full, "query_pre_attn_scalar") ** -0.5,
-    ropes=lambda full: ropes_by_type(full, _layer_types(full), ROPE_BASES),
+    embedding_scale=lambda fields: float(fields["hidden_size"] ** 0.5),
+    softmax_scale=lambda fields: positive_number(fields, "query_pre_attn_scalar") ** -0.5,
+    layer_ropes=lambda fields: ropes_by_type(fields, _layer_types(fields), ROPE_BASES),
     supported_fields=("query_pre_attn_scalar",),
     activation_field="hidden_activation",
-    multimodal=("Gemma3ForConditionalGeneration",),
+    multimodal_architectures=("Gemma3ForConditionalGeneration",),
 )
 
 
@@ -71,9 +71,9 @@ GEMMA2 = replace(
         "final_logit_softcapping": 30.0,
         "attn_logit_softcapping": 50.0,
     },
-    windows=windows_in_every_second,
+    windows=windows_in_even_layers,
     qk_norm=False,
-    ropes=None,
+    layer_ropes=None,
     supported_fields=("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"),
-    multimodal=(),
+    multimodal_architectures=(),
 )

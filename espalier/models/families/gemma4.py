@@ -1,8 +1,9 @@
-"""Gemma 4 (text): heads, K/V heads and RoPE by layer type; K as V; K and V of earlier layers; experts beside an MLP.
+"""Gemma 4 (text): head sizes and RoPE by layer type, shared K and V, and experts in parallel with a dense MLP.
 
 Layers with full attention may have one projection for K and V.  V heads are normed without a weight and not rotated, so
-K and V still differ, and both are kept.  In the E sizes, the last layers read the K and V of an earlier layer: the last
-one of the same type that keeps rows.  In these sizes, each layer also has a second input, from the embedding.
+K and V differ, and the cache stores both.  In the E sizes, the last layers read the K and V of an earlier layer: the
+last layer of the same type that stores rows.  In these sizes, each layer also has a second input, which the embedding
+computes.
 """
 
 from collections.abc import Mapping
@@ -21,10 +22,10 @@ from espalier.kernels.ops.drafts import DraftHidden
 from espalier.kernels.ops.experts import Routing
 from espalier.kernels.ops.rope import HeadNorms
 from espalier.models.config import Experts, Family, Json, LayerWindows, ModelConfig
-from espalier.models.config_values import kv_heads_and_head_size, naming_path
+from espalier.models.config_values import kv_heads_and_head_size, path_in_errors
 from espalier.models.families.by_type import FULL_ATTENTION, SLIDING_ATTENTION, layer_types_of
 from espalier.models.families.gemma3 import FAMILY as GEMMA3
-from espalier.models.layer_loading import HEADS_TEXT, layer_specs_of, load_embedding, load_experts
+from espalier.models.layer_loading import HEADS_SIZE_NAME, layer_specs_of, load_embedding, load_experts
 from espalier.models.layers.attention import Attention
 from espalier.models.layers.linear import Embedding, Linear
 from espalier.models.layers.mlp import GatedMLP, MixtureMLP, RoutedRows, router_logits
@@ -35,26 +36,24 @@ from espalier.models.weight_formats.sharded import Unsummed
 from espalier.models.weights import Weights
 from espalier.shards import whole_part
 
-# The default RoPE of each layer type, for a config.json without one.
-ROPES: Mapping[str, Json] = {
+# The default RoPE of each layer type.
+DEFAULT_ROPES: Mapping[str, Json] = {
     SLIDING_ATTENTION: {"rope_type": "default", "rope_theta": 10_000.0},
     FULL_ATTENTION: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
 }
 # The fields that may differ by layer in per_layer_config.
-BY_LAYER = ("head_dim", "num_key_value_heads")
+FIELDS_BY_LAYER = ("head_dim", "num_key_value_heads")
 
 
 class PerLayerEmbedding(Embedding):
-    """A token embedding that also makes a second input of P values for each layer (E2B, E4B).
-
+    """A token embedding that also computes a second input of P values for each layer (E2B, E4B).
     The second inputs are table[token] · table_scale + norm(project(embedding)), where `norm` runs over each layer's P
-    values.  table: [vocab, layers · P].  project: [H] -> [layers · P].
-    """
+    values.  table: [vocab, layers · P].  project: the projection from [H] to [layers · P]."""
 
     __slots__ = ("table", "table_scale", "project", "norm")
 
-    def __init__(self, own: Embedding, table: Tensor, table_scale: float, project: Linear, norm: RMSNorm) -> None:
-        super().__init__(own.weight, own.scale, None, own.shape[0], own.shards)
+    def __init__(self, embedding: Embedding, table: Tensor, table_scale: float, project: Linear, norm: RMSNorm) -> None:
+        super().__init__(embedding.weight, embedding.scale, None, embedding.shape[0], embedding.shards)
         self.table = table
         self.table_scale = table_scale
         self.project = project
@@ -63,65 +62,65 @@ class PerLayerEmbedding(Embedding):
     def __call__(self, p: Pass, rope: RopeTables, draft_hidden: DraftHidden | None = None) -> Residual:
         s = super().__call__(p, rope, draft_hidden)
         size = self.norm.weight.shape[0]
-        # The values of void rows are never read, so any token will do.
+        # Outputs of void rows are never read, so the token of such a row does not matter.
         of_tokens = F.embedding(p.tokens.flatten().clamp(min=0), self.table).unflatten(1, (-1, size))
         of_rows = self.norm(self.project(s.x).unflatten(1, (-1, size)))
-        s.layer_inputs = torch.add(of_rows, of_tokens, alpha=self.table_scale)
+        s.second_inputs = torch.add(of_rows, of_tokens, alpha=self.table_scale)
         return s
 
 
 @dataclass(eq=False, slots=True)
-class LayerInput:
-    """How a layer uses its second input: it adds norm(project(gelu(gate(x)) · input))."""
+class SecondInput:
+    """The block of a layer that reads its second input: x + norm(project(gelu(gate(x)) · input))."""
 
     gate: Linear
     project: Linear
     norm: RMSNorm
 
-    def __call__(self, x: Tensor, given: Tensor) -> Tensor | Unsummed:
-        """x [N, H] and the second input `given` [N, P] -> [N, H] before the norm, or parts of it."""
-        return self.project.for_residual(F.gelu(self.gate(x), approximate="tanh") * given)
+    def __call__(self, x: Tensor, second_input: Tensor) -> Tensor | Unsummed:
+        """Returns the block's output before the norm, [N, H] or partial sums.  second_input: [N, P]."""
+        return self.project.residual_delta(F.gelu(self.gate(x), approximate="tanh") * second_input)
 
 
-class BesideRows(NamedTuple):
-    """The inputs of the dense MLP and of the experts beside it."""
+class ParallelMLPRows(NamedTuple):
+    """The inputs of the dense MLP and of the parallel experts."""
 
     mlp_rows: Tensor
     routed: RoutedRows
 
 
 @dataclass(eq=False, slots=True)
-class BesideMLP:
+class ParallelMLP:
     """A dense MLP and, in parallel, routed experts.  Both read the residual, each through its own norm.
-
     router_norm: the norm before the router; its weight includes the router's scale.  mlp_norm: the norm of the dense
-    MLP's output.  norm, after: the norms of the experts' input and output.
-    """
+    MLP's output.  norm: the norm of the experts' input.  experts_output_norm: the norm of the experts' output."""
 
     mlp: GatedMLP
     mixture: MixtureMLP
     router_norm: RMSNorm
     mlp_norm: RMSNorm
     norm: RMSNorm
-    after: RMSNorm
+    experts_output_norm: RMSNorm
 
-    def norm_input(self, norm: AnyNorm, delta: BlockOutput, x: Tensor) -> tuple[Tensor, BesideRows]:
+    def norm_input(self, norm: AnyNorm, delta: BlockOutput, x: Tensor) -> tuple[Tensor, ParallelMLPRows]:
         """Returns (x + delta, the normed inputs of both blocks).  See residual.py:NormReader."""
         assert isinstance(delta, NormedOutputs) and isinstance(norm, RMSNorm)
-        total, (mlp_rows, rows, of_router) = delta.added(x, (norm, self.norm, self.router_norm))
-        return total, BesideRows(mlp_rows, RoutedRows(rows, rows, router_logits(of_router, self.mixture.router)))
+        total, (mlp_rows, rows, of_router) = delta.add_and_norms(x, (norm, self.norm, self.router_norm))
+        return total, ParallelMLPRows(mlp_rows, RoutedRows(rows, rows, router_logits(of_router, self.mixture.router)))
 
-    def __call__(self, rows: BesideRows, live: Tensor | None) -> tuple[tuple[Tensor | Unsummed, RMSNorm], ...]:
-        """Returns the output of each block, with its norm."""
-        return (self.mlp(rows.mlp_rows), self.mlp_norm), (self.mixture(rows.routed, live), self.after)
+    def __call__(self, rows: ParallelMLPRows, live: Tensor | None) -> tuple[tuple[Tensor | Unsummed, RMSNorm], ...]:
+        """Returns the outputs of the dense MLP and of the experts, each with the norm to apply."""
+        return (self.mlp(rows.mlp_rows), self.mlp_norm), (self.mixture(rows.routed, live), self.experts_output_norm)
 
 
 @dataclass(eq=False, slots=True)
 class Gemma4Layer:
-    """A layer of Gemma 4: x + norm(attention(norm(x))), then x + norm(mlp(norm(x))), then LayerInput; all times scale.
+    """A layer of Gemma 4: x + norm(attention(norm(x))), then x + norm(mlp(norm(x))), then SecondInput.  The result is
+    multiplied by scale.
 
-    index: the layer's index in the pass.  own_input: None without a second input.
-    post_mlp_norm: its weight includes the scale; with own_input, the weight of own_input's norm does instead.
+    index: the layer's index in the pass.  second_input: None if the layer has no second input.  post_mlp_norm: the norm
+    of the MLP's output, whose weight includes `scale`; with a second input, the norm of that block includes `scale`
+    instead.
     """
 
     index: int
@@ -129,42 +128,42 @@ class Gemma4Layer:
     attention: Attention
     post_attention_norm: RMSNorm
     mlp_norm: RMSNorm
-    mlp: GatedMLP | BesideMLP
+    mlp: GatedMLP | ParallelMLP
     post_mlp_norm: RMSNorm
-    own_input: LayerInput | None
+    second_input: SecondInput | None
     scale: float
 
     def __call__(self, s: Residual, p: Pass) -> None:
         attended = self.attention(self.index, s.add_and_norm(self.attention_norm, self.attention), s, p)
         s.add(attended, self.post_attention_norm)
         rows = s.add_and_norm(self.mlp_norm, self.mlp)
-        scale = self.scale if self.own_input is None else 1.0
-        if isinstance(self.mlp, BesideMLP):
+        scale = self.scale if self.second_input is None else 1.0
+        if isinstance(self.mlp, ParallelMLP):
             out = NormedOutputs(*self.mlp(rows, s.live), norm=self.post_mlp_norm, scale=scale)
         else:
             out = NormedOutputs((self.mlp(rows, s.live), self.post_mlp_norm), scale=scale)
-        if self.own_input is not None:
-            assert s.layer_inputs is not None
-            s.x, _ = out.added(s.x, ())
+        if self.second_input is not None:
+            assert s.second_inputs is not None
+            s.x, _ = out.add_and_norms(s.x, ())
             out = NormedOutputs(
-                (self.own_input(s.x, s.layer_inputs[:, self.index]), self.own_input.norm), scale=self.scale
+                (self.second_input(s.x, s.second_inputs[:, self.index]), self.second_input.norm), scale=self.scale
             )
         s.add(out)
 
 
-def _layer_types(full: Json) -> list[str]:
-    """The type of each layer, from `layer_types`; without it, every sixth and the last layer have full attention."""
-    return layer_types_of(full, lambda layer: layer % 6 == 0 or layer == full["num_hidden_layers"])
+def _layer_types(fields: Json) -> list[str]:
+    """Returns the type of each layer, from `layer_types`; by default, every sixth and the last layer are full."""
+    return layer_types_of(fields, lambda layer: layer % 6 == 0 or layer == fields["num_hidden_layers"])
 
 
-def _windows(full: Json) -> LayerWindows:
-    if full["use_bidirectional_attention"] not in (None, False, "vision"):
-        value = shown(full["use_bidirectional_attention"])
+def _windows(fields: Json) -> LayerWindows:
+    if fields["use_bidirectional_attention"] not in (None, False, "vision"):
+        value = shown(fields["use_bidirectional_attention"])
         raise EspalierError(f"use_bidirectional_attention = {value} is not supported, only null or 'vision'")
-    window = full["sliding_window"]
+    window = fields["sliding_window"]
     if not isinstance(window, int) or window < 1:
         raise EspalierError(f"sliding_window = {shown(window)}; sliding layers need a positive integer; correct it")
-    kinds = _layer_types(full)
+    kinds = _layer_types(fields)
     if kinds and kinds[-1] != FULL_ATTENTION:
         raise EspalierError(
             f"layer_types ends with {shown(kinds[-1])}; Gemma 4 ends with {FULL_ATTENTION!r}; correct it"
@@ -172,77 +171,75 @@ def _windows(full: Json) -> LayerWindows:
     return tuple(window if kind == SLIDING_ATTENTION else None for kind in kinds)
 
 
-def _sizes(full: Json) -> list[Json]:
-    """For each layer, the fields of BY_LAYER whose values differ from the config's.
-
-    Transformers writes them into `per_layer_config`.  Published files have global_head_dim and
-    num_global_key_value_heads instead.
-    """
-    by_layer, kinds = full.get("per_layer_config"), _layer_types(full)
+def _sizes_by_layer(fields: Json) -> list[Json]:
+    """Returns, for each layer, the fields of FIELDS_BY_LAYER whose values differ from those of the config.
+    Transformers writes these values into `per_layer_config`.  Published files have the fields global_head_dim and
+    num_global_key_value_heads instead."""
+    by_layer, kinds = fields.get("per_layer_config"), _layer_types(fields)
     if by_layer is None:
-        of_full = {"head_dim": full["global_head_dim"]}
-        if full["attention_k_eq_v"] and full["num_global_key_value_heads"] is not None:
-            of_full["num_key_value_heads"] = full["num_global_key_value_heads"]
+        of_full = {"head_dim": fields["global_head_dim"]}
+        if fields["attention_k_eq_v"] and fields["num_global_key_value_heads"] is not None:
+            of_full["num_key_value_heads"] = fields["num_global_key_value_heads"]
         return [of_full if kind == FULL_ATTENTION else {} for kind in kinds]
     if not isinstance(by_layer, Mapping) or not all(isinstance(own, Mapping) for own in by_layer.values()):
         raise EspalierError(f"per_layer_config = {shown(by_layer)}; an object for each layer is needed; correct it")
-    unknown = [name for own in by_layer.values() for name in own if name not in BY_LAYER]
+    unknown = [name for own in by_layer.values() for name in own if name not in FIELDS_BY_LAYER]
     if unknown:
-        raise EspalierError(f"per_layer_config has {shown(unknown[0])}; supported are {', '.join(BY_LAYER)}")
+        raise EspalierError(f"per_layer_config has {shown(unknown[0])}; supported are {', '.join(FIELDS_BY_LAYER)}")
     return [dict(by_layer.get(str(layer), {})) for layer in range(len(kinds))]
 
 
-def _ropes(full: Json) -> list[Json]:
-    """The RoPE fields of each layer, by the layer's type, with the size of the layer's heads."""
-    kinds, given = _layer_types(full), full.get("rope_parameters") or ROPES
+def _ropes(fields: Json) -> list[Json]:
+    """Returns the RoPE fields of each layer, by the layer's type, with the size of the layer's heads."""
+    kinds, given = _layer_types(fields), fields.get("rope_parameters") or DEFAULT_ROPES
     for name in ("rope_theta", "rope_scaling"):
-        if full.get(name) is not None:
-            raise EspalierError(f"{name} = {shown(full[name])} has no effect in Gemma 4; set it in rope_parameters")
+        if fields.get(name) is not None:
+            raise EspalierError(f"{name} = {shown(fields[name])} has no effect in Gemma 4; set it in rope_parameters")
     for kind in kinds:
         if not isinstance(given.get(kind), Mapping):
             raise EspalierError(
                 f"rope_parameters has {shown(given.get(kind))} for {kind!r}; Gemma 4 needs an object for each type of "
                 "layer; correct it"
             )
-    sizes = [own.get("head_dim", full["head_dim"]) for own in _sizes(full)]
-    own = {kind: _rotating_all(given[kind]) for kind in set(kinds)}
+    sizes = [own.get("head_dim", fields["head_dim"]) for own in _sizes_by_layer(fields)]
+    own = {kind: _without_ignored_share(given[kind]) for kind in set(kinds)}
     return [{"rope_parameters": own[kind], "head_dim": size} for kind, size in zip(kinds, sizes, strict=True)]
 
 
-def _rotating_all(parameters: Json) -> Json:
-    """Returns the parameters, for the type `default` without `partial_rotary_factor`: transformers ignores it there."""
+def _without_ignored_share(parameters: Json) -> Json:
+    """Returns the RoPE parameters.  Transformers ignores `partial_rotary_factor` of the type `default`."""
     is_default = parameters.get("rope_type", "default") == "default"
     return {name: value for name, value in parameters.items() if not (is_default and name == "partial_rotary_factor")}
 
 
-def _experts(full: Json) -> Experts | None:
-    if not full["enable_moe_block"]:
+def _experts(fields: Json) -> Experts | None:
+    if not fields["enable_moe_block"]:
         return None
     return Experts(
-        frozenset(range(full["num_hidden_layers"])),
-        Routing(full["num_experts"], full["top_k_experts"], norm_topk_prob=True),
-        full["moe_intermediate_size"],
-        full["intermediate_size"],
+        frozenset(range(fields["num_hidden_layers"])),
+        Routing(fields["num_experts"], fields["top_k_experts"], norm_topk_prob=True),
+        fields["moe_intermediate_size"],
+        fields["intermediate_size"],
         "mlp",
         router_name="router.proj",
         scale_name="router.per_expert_scale",
-        stored="joined",
+        storage="joined",
         activation=GELU_TANH,
     )
 
 
-def _specs(config: ModelConfig) -> tuple[LayerSpec, ...]:
-    full, specs = config.raw, list[LayerSpec]()
-    kinds, shared = _layer_types(full), full["num_kv_shared_layers"] or 0
+def _layer_specs(config: ModelConfig) -> tuple[LayerSpec, ...]:
+    fields, specs = config.raw, list[LayerSpec]()
+    kinds, shared = _layer_types(fields), fields["num_kv_shared_layers"] or 0
     if not isinstance(shared, int) or not 0 <= shared < config.num_layers:
         raise EspalierError(
             f"{config.path}: num_kv_shared_layers = {shown(shared)} of {config.num_layers} layers; fewer than the "
             "layers are needed; correct it"
         )
     first = config.num_layers - shared
-    for layer, own in enumerate(_sizes(full)):
-        with naming_path(config.path):
-            kv_heads, size = kv_heads_and_head_size({**full, **own}, config.heads, config.hidden_size)
+    for layer, own in enumerate(_sizes_by_layer(fields)):
+        with path_in_errors(config.path):
+            kv_heads, size = kv_heads_and_head_size({**fields, **own}, config.heads, config.hidden_size)
         keeps, source = KVHeads(kv_heads, size, size), None
         if layer >= first:
             source = next((i for i in reversed(range(first)) if kinds[i] == kinds[layer]), None)
@@ -252,7 +249,7 @@ def _specs(config: ModelConfig) -> tuple[LayerSpec, ...]:
                     "type and sizes whose K and V it could read; correct the config"
                 )
         window = config.windows[layer]
-        v_is_k = bool(full["attention_k_eq_v"]) and window is None
+        v_is_k = bool(fields["attention_k_eq_v"]) and window is None
         specs.append(LayerSpec(config.heads, keeps, window, scale=1.0, shares_with=source, v_is_k=v_is_k))
     return tuple(specs)
 
@@ -267,33 +264,33 @@ def _load_embedding(weights: Weights, config: ModelConfig, scale: float) -> Embe
         raise EspalierError(
             f"{config.path}: vocab_size_per_layer_input = {rows} is below vocab_size = {vocab}; correct the config"
         )
-    table = weights.take("model.embed_tokens_per_layer.weight", rows, columns)
+    table = weights.load("model.embed_tokens_per_layer.weight", rows, columns)
     project = weights.linear("model.", ("per_layer_model_projection",), (whole_part(columns),), hidden, bias=False)
     # The layers' second inputs are (norm(project · H^-½) + table · P^½) · 2^-½.  The factor of the norm's input becomes
     # a factor of the norm's eps.
-    factors = weights.take_exact("model.per_layer_projection_norm.weight", size) * 2**-0.5
+    factors = weights.load_exact("model.per_layer_projection_norm.weight", size) * 2**-0.5
     norm = RMSNorm(factors, config.rms_norm_eps * hidden)
     return PerLayerEmbedding(embed, table, (size / 2) ** 0.5, project, norm)
 
 
 def _load_layer(weights: Weights, config: ModelConfig, prefix: str, layer: int, rope: RopeTables) -> Gemma4Layer:
-    full, hidden, eps = config.raw, config.hidden_size, config.rms_norm_eps
+    fields, hidden, eps = config.raw, config.hidden_size, config.rms_norm_eps
     spec = layer_specs_of(config)[layer]
-    scale = weights.value(f"{prefix}layer_scalar")
+    scale = weights.load_number(f"{prefix}layer_scalar")
 
     def norm(name: str, factor: float = 1.0) -> RMSNorm:
-        # With a factor, the weight has the dtype in which norms compute.
+        # With a factor, the weight is float32 or float64.
         name = f"{prefix}{name}.weight"
-        return RMSNorm(weights.take(name, hidden) if factor == 1 else weights.take_exact(name, hidden) * factor, eps)
+        return RMSNorm(weights.load(name, hidden) if factor == 1 else weights.load_exact(name, hidden) * factor, eps)
 
-    is_wide = full["use_double_wide_mlp"] and spec.shares_with is not None
-    inner, size = config.intermediate_size * (2 if is_wide else 1), full["hidden_size_per_layer_input"]
+    is_wide = fields["use_double_wide_mlp"] and spec.shares_with is not None
+    inner, size = config.intermediate_size * (2 if is_wide else 1), fields["hidden_size_per_layer_input"]
     mlp = weights.mlp(f"{prefix}mlp.", hidden, inner, False, config.activation)
-    own_input = None
+    second_input = None
     if size:
         gate = weights.linear(prefix, ("per_layer_input_gate",), (whole_part(size),), hidden, bias=False)
         project = weights.linear(prefix, ("per_layer_projection",), (whole_part(hidden),), size, bias=False)
-        own_input = LayerInput(gate, project, norm("post_per_layer_input_norm", scale))
+        second_input = SecondInput(gate, project, norm("post_per_layer_input_norm", scale))
     return Gemma4Layer(
         index=layer,
         attention_norm=norm("input_layernorm"),
@@ -302,7 +299,7 @@ def _load_layer(weights: Weights, config: ModelConfig, prefix: str, layer: int, 
         mlp_norm=norm("pre_feedforward_layernorm"),
         mlp=mlp if config.experts is None else _load_experts(weights, config, config.experts, prefix, mlp),
         post_mlp_norm=norm("post_feedforward_layernorm", 1.0 if size else scale),
-        own_input=own_input,
+        second_input=second_input,
         scale=scale,
     )
 
@@ -310,7 +307,7 @@ def _load_layer(weights: Weights, config: ModelConfig, prefix: str, layer: int, 
 def _load_attention(weights: Weights, config: ModelConfig, prefix: str, spec: LayerSpec, rope: RopeTables) -> Attention:
     shards, size, eps = weights.shards, spec.keeps.k_size, config.rms_norm_eps
     q_rows, kv_rows = (
-        shards.part(spec.heads, HEADS_TEXT).scaled(size),
+        shards.part(spec.heads, HEADS_SIZE_NAME).scaled(size),
         shards.kv_heads(spec.keeps.kv_heads).scaled(size),
     )
     [own] = specs_of_rank([spec], shards)
@@ -318,10 +315,10 @@ def _load_attention(weights: Weights, config: ModelConfig, prefix: str, spec: La
     rows = (q_rows, kv_rows, kv_rows)[: len(names)]
     qkv = weights.linear(prefix, names, rows, config.hidden_size, config.attention_bias)
     out = weights.linear(prefix, ("o_proj",), (config.hidden_size,), q_rows, config.out_bias)
-    q_norm = weights.take(f"{prefix}q_norm.weight", size)
+    q_norm = weights.load(f"{prefix}q_norm.weight", size)
     if spec.shares_with is None:
         norms = HeadNorms(
-            q_norm, weights.take(f"{prefix}k_norm.weight", size), eps, norms_v_heads=True, v_is_k=spec.v_is_k
+            q_norm, weights.load(f"{prefix}k_norm.weight", size), eps, norms_v_heads=True, v_is_k=spec.v_is_k
         )
     else:
         # Published files hold unused K and V weights for layers that read an earlier layer's K and V.
@@ -330,16 +327,16 @@ def _load_attention(weights: Weights, config: ModelConfig, prefix: str, spec: La
     return Attention(qkv, out, own.projected_heads, rope, norms)
 
 
-def _load_experts(weights: Weights, config: ModelConfig, experts: Experts, prefix: str, mlp: GatedMLP) -> BesideMLP:
+def _load_experts(weights: Weights, config: ModelConfig, experts: Experts, prefix: str, mlp: GatedMLP) -> ParallelMLP:
     hidden, eps = config.hidden_size, config.rms_norm_eps
-    return BesideMLP(
+    return ParallelMLP(
         mlp=mlp,
         # The dense MLP is a separate block, not a shared expert in the experts' sum.
         mixture=load_experts(weights, replace(experts, shared_size=0), prefix, hidden),
-        router_norm=RMSNorm(weights.take_exact(f"{prefix}router.scale", hidden) * hidden**-0.5, eps),
+        router_norm=RMSNorm(weights.load_exact(f"{prefix}router.scale", hidden) * hidden**-0.5, eps),
         mlp_norm=weights.norm(f"{prefix}post_feedforward_layernorm_1", hidden, eps),
         norm=weights.norm(f"{prefix}pre_feedforward_layernorm_2", hidden, eps),
-        after=weights.norm(f"{prefix}post_feedforward_layernorm_2", hidden, eps),
+        experts_output_norm=weights.norm(f"{prefix}post_feedforward_layernorm_2", hidden, eps),
     )
 
 
@@ -371,21 +368,21 @@ FAMILY = Family(
     qk_norm=True,
     layer_norms=GEMMA3.layer_norms,
     experts=_experts,
-    embedding_scale=lambda full: float(full["hidden_size"] ** 0.5),
-    ropes=_ropes,
+    embedding_scale=lambda fields: float(fields["hidden_size"] ** 0.5),
+    layer_ropes=_ropes,
     load_embedding=_load_embedding,
     load_layer=_load_layer,
-    layer_specs=_specs,
+    layer_specs=_layer_specs,
     supported_fields=("final_logit_softcapping", "partial_rotary_factor", "use_bidirectional_attention", "num_experts"),
     activation_field="hidden_activation",
-    multimodal=("Gemma4ForConditionalGeneration",),
+    multimodal_architectures=("Gemma4ForConditionalGeneration",),
 )
-# The 12B model.  Transformers has a separate class for it, with other defaults, without experts and second inputs.
+# The 12B model.  Transformers has a separate class for this model, without experts and second inputs.
 UNIFIED = replace(
     FAMILY,
     architecture="Gemma4UnifiedForCausalLM",
     model_type="gemma4_unified_text",
-    multimodal=("Gemma4UnifiedForConditionalGeneration",),
+    multimodal_architectures=("Gemma4UnifiedForConditionalGeneration",),
     defaults={
         **FAMILY.defaults,
         "max_position_embeddings": 262144,

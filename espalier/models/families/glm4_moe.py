@@ -1,4 +1,4 @@
-"""Families with DeepSeek-V3's experts and other attention: GLM-4.5 to 4.7, 4.7-Flash and 5, dots.llm1, DeepSeek-V3.2.
+"""Families with DeepSeek-V3's experts and another attention: GLM-4.5 to 4.7, 4.7-Flash and 5, dots.llm1, DeepSeek-V3.2.
 
 GLM-4.5, 4.6 and 4.7 have K and V heads, and rotate half of the values of a head.  GLM-4.7-Flash has latent attention.
 dots.llm1 has the attention of Qwen3.  The layers of DeepSeek-V3.2 and GLM-5 attend to the rows that an indexer chooses
@@ -11,37 +11,38 @@ from espalier.errors import EspalierError
 from espalier.models.config import Experts, Family, Json, windows_by_layer_type
 from espalier.models.families.deepseek import V3, routed_experts
 from espalier.models.families.qwen import QWEN3 as QWEN3
-from espalier.models.latent_config import INDEX_FIELDS
-from espalier.models.stored_names import NEXTN
+from espalier.models.latent_config import INDEXER_DEFAULTS
+from espalier.models.stored_names import NEXTN_LAYERS
 
-# Field values with which experts are chosen from all experts, not from groups.
-UNGROUPED = {"n_group": 1, "topk_group": 1}
+# Field values that turn off the choice of experts by groups.
+UNGROUPED_ROUTING = {"n_group": 1, "topk_group": 1}
 
 
-def sparse_layers(full: Json) -> frozenset[int] | None:
-    """The layers that `mlp_layer_types` calls sparse; None without that field."""
-    types = full.get("mlp_layer_types")
+def sparse_layers(fields: Json) -> frozenset[int] | None:
+    """Returns the indices of the layers whose `mlp_layer_types` is sparse; None if the field is missing."""
+    types = fields.get("mlp_layer_types")
     if types is None:
         return None
-    if len(types) != full["num_hidden_layers"] or {*types} - {"dense", "sparse"}:
+    if len(types) != fields["num_hidden_layers"] or {*types} - {"dense", "sparse"}:
         raise EspalierError(
             f"mlp_layer_types = {types!r}; 'dense' or 'sparse' is needed for each of "
-            f"{full['num_hidden_layers']} layers; correct the config"
+            f"{fields['num_hidden_layers']} layers; correct the config"
         )
     return frozenset(layer for layer, kind in enumerate(types) if kind == "sparse")
 
 
-def experts_by_type(full: Json) -> Experts | None:
-    """The experts of the sparse layers; without `mlp_layer_types`, of the layers that DeepSeek-V3's fields name."""
-    layers = sparse_layers(full)
-    return V3.experts(full) if layers is None else routed_experts(full, ("noaux_tc",), layers)
+def experts_by_type(fields: Json) -> Experts | None:
+    """Returns the experts of the sparse layers.  If `mlp_layer_types` is missing, DeepSeek-V3's fields decide which
+    layers have experts."""
+    layers = sparse_layers(fields)
+    return V3.experts(fields) if layers is None else routed_experts(fields, ("noaux_tc",), layers)
 
 
 GLM = Family(
     architecture="Glm4MoeForCausalLM",
     model_type="glm4_moe",
     defaults={
-        **UNGROUPED,
+        **UNGROUPED_ROUTING,
         "num_key_value_heads": 8,
         "head_dim": None,
         "max_position_embeddings": 131072,
@@ -57,12 +58,12 @@ GLM = Family(
         "moe_intermediate_size": 1408,
         "routed_scaling_factor": 1.0,
     },
-    out_bias=lambda full: False,
+    out_bias=lambda fields: False,
     qk_norm="use_qk_norm",
     usable_in_drafts=True,
     supported_fields=(*V3.supported_fields, "partial_rotary_factor"),
     experts=V3.experts,
-    mtp=NEXTN,
+    mtp=NEXTN_LAYERS,
 )
 GLM_LITE = replace(
     V3,
@@ -70,7 +71,7 @@ GLM_LITE = replace(
     model_type="glm4_moe_lite",
     defaults={
         **V3.defaults,
-        **UNGROUPED,
+        **UNGROUPED_ROUTING,
         "max_position_embeddings": 202752,
         "rms_norm_eps": 1e-5,
         "q_lora_rank": 768,
@@ -90,7 +91,7 @@ DOTS = replace(
     model_type="dots1",
     defaults={
         **QWEN3.defaults,
-        **UNGROUPED,
+        **UNGROUPED_ROUTING,
         "head_dim": None,
         "max_position_embeddings": 2048,
         "sliding_window": 4096,
@@ -103,7 +104,7 @@ DOTS = replace(
         "norm_topk_prob": False,
         "routed_scaling_factor": 1.0,
     },
-    windows=lambda full: windows_by_layer_type(full, lambda layer: layer >= full["max_window_layers"]),
+    windows=lambda fields: windows_by_layer_type(fields, lambda layer: layer >= fields["max_window_layers"]),
     experts=V3.experts,
     supported_fields=V3.supported_fields,
 )
@@ -113,12 +114,12 @@ DEEPSEEK_V32 = replace(
     V3,
     architecture="DeepseekV32ForCausalLM",
     model_type="deepseek_v32",
-    defaults={**V3.defaults, **INDEX_FIELDS, "max_position_embeddings": 163840, "indexer_rope_interleave": False},
+    defaults={**V3.defaults, **INDEXER_DEFAULTS, "max_position_embeddings": 163840, "indexer_rope_interleave": False},
     supported_fields=(*V3.supported_fields, "index_topk"),
     experts=experts_by_type,
-    indexed=True,
+    has_indexer=True,
     usable_in_drafts=False,
-    # Two names for the same layers, from different releases of transformers.
+    # Two releases of transformers have different names for the same layer type.
     extra_layer_types=("indexed_attention", "deepseek_sparse_attention"),
 )
 
@@ -129,7 +130,7 @@ GLM_SPARSE = replace(
     model_type="glm_moe_dsa",
     defaults={
         **DEEPSEEK_V32.defaults,
-        **UNGROUPED,
+        **UNGROUPED_ROUTING,
         "max_position_embeddings": 202752,
         "rms_norm_eps": 1e-5,
         "q_lora_rank": 2048,

@@ -1,21 +1,21 @@
-"""GPT-OSS (20b, 120b): attention sinks, a window in every second layer, YaRN, experts with biases in every layer."""
+"""GPT-OSS (20b, 120b): attention sinks, a window in every second layer, YaRN, and experts with biases."""
 
 from espalier.kernels.ops.activation import Activation
 from espalier.kernels.ops.experts import Routing
-from espalier.models.config import Experts, Family, Json, windows_in_every_second
+from espalier.models.config import Experts, Family, Json, windows_in_even_layers
 from espalier.models.config_values import positive_number
 
 
-def _experts(full: Json) -> Experts:
+def _experts(fields: Json) -> Experts:
     return Experts(
-        frozenset(range(int(full["num_hidden_layers"]))),
-        Routing(full["num_local_experts"], full["num_experts_per_tok"], "topk_softmax", logit_bias=True),
-        full["intermediate_size"],
+        frozenset(range(int(fields["num_hidden_layers"]))),
+        Routing(fields["num_local_experts"], fields["num_experts_per_tok"], "topk_softmax", logit_bias=True),
+        fields["intermediate_size"],
         router_name="router",
-        stored="stacked",
-        biases=True,
+        storage="stacked",
+        has_biases=True,
         activation=Activation(
-            positive_number(full, "swiglu_alpha"), up_offset=1.0, limit=positive_number(full, "swiglu_limit")
+            positive_number(fields, "swiglu_alpha"), up_offset=1.0, limit=positive_number(fields, "swiglu_limit")
         ),
     )
 
@@ -43,8 +43,8 @@ FAMILY = Family(
             "original_max_position_embeddings": 4096,
         },
     },
-    windows=windows_in_every_second,
-    sinks=True,
+    windows=windows_in_even_layers,
+    has_sinks=True,
     usable_in_drafts=True,
     experts=_experts,
     supported_fields=("num_experts", "num_local_experts", "swiglu_alpha", "swiglu_limit"),

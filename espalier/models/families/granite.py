@@ -1,6 +1,6 @@
-"""Granite 3 and 4, dense and with experts: embeddings, blocks' outputs, attention scores and logits have factors.
+"""Granite 3 and 4, dense and with experts.  Embeddings, block outputs, attention scores and logits have factors.
 
-In Granite 4, each layer has Mamba-2 or attention, then a shared MLP, with experts or without.
+In Granite 4, each layer has Mamba-2 or attention, then a shared MLP and maybe experts.
 """
 
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from typing import Any
 from espalier.cache.layer_spec import LayerSpec, RecurrentState
 from espalier.errors import EspalierError, shown
 from espalier.kernels.ops.experts import Routing
-from espalier.models.config import Experts, Family, Json, LayerWindows, ModelConfig, attention_in_some_layer
+from espalier.models.config import Experts, Family, Json, LayerWindows, ModelConfig, hybrid_windows
 from espalier.models.config_values import positive_number, require_counts, require_multiple
 from espalier.models.families.llama import LLAMA
 from espalier.models.layer_loading import load_attention, load_mamba2, specs_by_type
@@ -23,19 +23,19 @@ FACTOR_FIELDS = ("embedding_multiplier", "residual_multiplier", "attention_multi
 SHARED_MLP = MLPNames(gate_up=("input_linear",), down="output_linear")
 
 
-def _experts(full: Json) -> Experts | None:
-    if full["num_local_experts"] == 0:
+def _experts(fields: Json) -> Experts | None:
+    if fields["num_local_experts"] == 0:
         return None
     return Experts(
-        frozenset(range(int(full["num_hidden_layers"]))),
-        Routing(full["num_local_experts"], full["num_experts_per_tok"], "topk_softmax"),
-        full["intermediate_size"],
-        shared_size=full.get("shared_intermediate_size") or 0,
+        frozenset(range(int(fields["num_hidden_layers"]))),
+        Routing(fields["num_local_experts"], fields["num_experts_per_tok"], "topk_softmax"),
+        fields["intermediate_size"],
+        shared_size=fields.get("shared_intermediate_size") or 0,
         shared_name="shared_mlp",
         shared_prefix="",
         shared_names=SHARED_MLP,
         router_name="router.layer",
-        stored="joined",
+        storage="joined",
         prefix="block_sparse_moe.",
         joined_names=("input_linear.weight", "output_linear.weight"),
     )
@@ -45,10 +45,10 @@ FAMILY = Family(
     architecture="GraniteForCausalLM",
     model_type="granite",
     defaults={**LLAMA.defaults, **dict.fromkeys(FACTOR_FIELDS, 1.0)},
-    embedding_scale=lambda full: positive_number(full, "embedding_multiplier"),
-    softmax_scale=lambda full: positive_number(full, "attention_multiplier"),
-    residual_scale=lambda full: positive_number(full, "residual_multiplier"),
-    logit_scale=lambda full: 1 / positive_number(full, "logits_scaling"),
+    embedding_scale=lambda fields: positive_number(fields, "embedding_multiplier"),
+    softmax_scale=lambda fields: positive_number(fields, "attention_multiplier"),
+    residual_scale=lambda fields: positive_number(fields, "residual_multiplier"),
+    logit_scale=lambda fields: 1 / positive_number(fields, "logits_scaling"),
     supported_fields=FACTOR_FIELDS,
 )
 MOE = replace(
@@ -74,12 +74,12 @@ COUNT_FIELDS = (
     *("mamba_n_heads", "mamba_n_groups", "mamba_d_state", "mamba_d_head", "mamba_d_conv"),
     "shared_intermediate_size",
 )
-# Infinity as transformers writes it, because JSON has no number for it.
+# Infinity in a config.json of transformers, because JSON has no such number.
 INFINITY = {"__float__": "Infinity"}
 
 
 def _normalise_fields(raw: Json) -> Json:
-    """Returns the fields, with layer types under the names of other families, and with the size of a state's head."""
+    """Returns the fields, with the layer types of other families, and with the size of a Mamba-2 head."""
     fields, types = dict(raw), raw.get("layer_types") or raw.get("layers_block_type")
     if isinstance(types, list):
         fields["layer_types"] = [LAYER_TYPES.get(kind, kind) if isinstance(kind, str) else kind for kind in types]
@@ -91,45 +91,43 @@ def _normalise_fields(raw: Json) -> Json:
 
 
 def with_numeric_limits(fields: Json) -> Json:
-    """Returns the fields, in which time_step_limit holds only numbers (see INFINITY)."""
+    """Returns the fields with INFINITY in time_step_limit replaced by a number."""
     limits = fields.get("time_step_limit")
     if not isinstance(limits, list):
         return fields
     return {**fields, "time_step_limit": [float("inf") if each == INFINITY else each for each in limits]}
 
 
-def require_mamba_sizes(full: Json, counts: Sequence[str], heads_and_groups: tuple[str, str]) -> None:
-    """Check the fields of Mamba-2, and that at least one layer has attention.  Raises EspalierError.
-
-    counts: the fields that are positive integers.  heads_and_groups: the fields for the number of heads, and for the
-    number of groups that share B and C.
-    """
-    require_counts(full, counts)
-    require_multiple(full, *heads_and_groups)
-    attention_in_some_layer(full)
-    limits = full["time_step_limit"]
+def require_mamba_sizes(fields: Json, counts: Sequence[str], heads_and_groups: tuple[str, str]) -> None:
+    """Raises EspalierError for invalid fields of Mamba-2, and if no layer has attention.
+    counts: the fields that must be positive integers.  heads_and_groups: the fields for the number of heads and the
+    number of groups; the heads of a group share B and C."""
+    require_counts(fields, counts)
+    require_multiple(fields, *heads_and_groups)
+    hybrid_windows(fields)
+    limits = fields["time_step_limit"]
     are_two = isinstance(limits, list | tuple) and len(limits) == 2
     if not are_two or not all(isinstance(each, int | float) for each in limits):
         raise EspalierError(f"time_step_limit = {shown(limits)}; a list of two numbers is needed; correct the config")
 
 
-def _checked_windows(full: Json) -> LayerWindows:
-    """Returns None for each layer: no windows.  Raises EspalierError for sizes that no layer can have."""
-    if LINEAR in (full["layer_types"] or ()):
-        require_mamba_sizes(full, COUNT_FIELDS, ("mamba_n_heads", "mamba_n_groups"))
-    return attention_in_some_layer(full)
+def _checked_windows(fields: Json) -> LayerWindows:
+    """Returns None for each layer, because no layer has a window.  Raises EspalierError for invalid sizes."""
+    if LINEAR in (fields["layer_types"] or ()):
+        require_mamba_sizes(fields, COUNT_FIELDS, ("mamba_n_heads", "mamba_n_groups"))
+    return hybrid_windows(fields)
 
 
-def _ropes(full: Json) -> list[Json | None]:
-    """The RoPE fields of each layer: all layers have the config's RoPE, or none has a RoPE."""
-    kind = full["position_embedding_type"]
+def _ropes(fields: Json) -> list[Json | None]:
+    """Returns the RoPE fields of each layer: either all layers have the config's RoPE, or no layer has a RoPE."""
+    kind = fields["position_embedding_type"]
     if kind not in (None, "nope", "rope"):
         value = shown(kind)
         raise EspalierError(f"position_embedding_type = {value} is not supported, only 'rope', 'nope' or null")
-    return [{} if kind == "rope" else None] * full["num_hidden_layers"]
+    return [{} if kind == "rope" else None] * fields["num_hidden_layers"]
 
 
-def _state_of(config: ModelConfig) -> RecurrentState:
+def _recurrent_state(config: ModelConfig) -> RecurrentState:
     raw = config.raw
     heads, groups, size = raw["mamba_n_heads"], raw["mamba_n_groups"], raw["mamba_d_state"]
     return RecurrentState(raw["mamba_d_conv"], heads, groups, size, raw["mamba_d_head"], delta=False, units=False)
@@ -138,18 +136,18 @@ def _state_of(config: ModelConfig) -> RecurrentState:
 def _layer_specs(config: ModelConfig) -> tuple[LayerSpec, ...]:
     if LINEAR not in config.raw["layer_types"]:
         return specs_by_type(config, {})
-    state = _state_of(config)
+    state = _recurrent_state(config)
     return specs_by_type(config, {LINEAR: LayerSpec(state.heads, state)})
 
 
 def _load_mixer(weights: Weights, config: ModelConfig, prefix: str, layer: int, rope: RopeTables) -> Mixer:
-    """Loads the first block of a layer, attention or Mamba-2.  See config.py:LoadMixer."""
+    """Loads the first block of a layer: attention or Mamba-2.  See config.py:LoadMixer."""
     if config.raw["layer_types"][layer] == FULL_ATTENTION:
         return load_attention(weights, config, f"{prefix}self_attn.", config.hidden_size, rope)
     raw = config.raw
     biases = {"bias": bool(raw["mamba_proj_bias"]), "conv_bias": bool(raw["mamba_conv_bias"])}
     size, eps, limits = config.hidden_size, config.rms_norm_eps, raw["time_step_limit"]
-    return load_mamba2(weights, f"{prefix}mamba.", _state_of(config), size, eps, limits=limits, **biases)
+    return load_mamba2(weights, f"{prefix}mamba.", _recurrent_state(config), size, eps, dt_limits=limits, **biases)
 
 
 HYBRID = replace(
@@ -172,7 +170,7 @@ HYBRID = replace(
         "layer_types": None,
     },
     windows=_checked_windows,
-    ropes=_ropes,
+    layer_ropes=_ropes,
     names=LayerNames(mlp_prefix="shared_mlp.", mlp=SHARED_MLP),
     mlp_size_field="shared_intermediate_size",
     supported_fields=(*SHARED.supported_fields, "position_embedding_type"),

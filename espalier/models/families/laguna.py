@@ -1,4 +1,4 @@
-"""Laguna: the number of heads and the RoPE differ by layer; heads' outputs have gates; experts and a shared expert."""
+"""Laguna: the number of heads and the RoPE differ by layer, head outputs have gates, and layers have experts."""
 
 from dataclasses import replace
 
@@ -20,26 +20,26 @@ from espalier.models.families.by_type import (
     windows_by_type,
 )
 from espalier.models.families.glm4_moe import sparse_layers
-from espalier.models.layer_loading import HEADS_TEXT, load_layer
+from espalier.models.layer_loading import HEADS_SIZE_NAME, load_layer
 from espalier.models.layers.attention import Attention, OutputGate
 from espalier.models.layers.decoder import DecoderLayer
 from espalier.models.rope import RopeTables
 from espalier.models.weights import Weights
 
 ROPE_BASES: RopeBases = {FULL_ATTENTION: ("", 5e5), SLIDING_ATTENTION: ("", 1e4)}
-PER_HEAD, PER_VALUE = (True, "per-head"), ("per-element",)
+PER_HEAD_GATING, PER_VALUE_GATING = (True, "per-head"), ("per-element",)
 
 
-def _layer_types(full: Json) -> list[str]:
-    return layer_types_of(full, lambda layer: True)
+def _layer_types(fields: Json) -> list[str]:
+    return layer_types_of(fields, lambda layer: True)
 
 
-def _heads(full: Json) -> list[int]:
-    """The number of query heads of each layer.  Raises EspalierError for numbers that no layer can have."""
-    layers, given = full["num_hidden_layers"], full.get("num_attention_heads_per_layer")
+def _heads_by_layer(fields: Json) -> list[int]:
+    """Returns the number of query heads of each layer.  Raises EspalierError for invalid numbers."""
+    layers, given = fields["num_hidden_layers"], fields.get("num_attention_heads_per_layer")
     if given is None:
-        return [full["num_attention_heads"]] * layers
-    kv_heads = full["num_key_value_heads"]
+        return [fields["num_attention_heads"]] * layers
+    kv_heads = fields["num_key_value_heads"]
     is_list = isinstance(given, list) and len(given) == layers
     if not is_list or any(type(heads) is not int or heads < 1 or heads % kv_heads for heads in given):
         raise EspalierError(
@@ -49,29 +49,29 @@ def _heads(full: Json) -> list[int]:
     return given
 
 
-def _windows(full: Json) -> LayerWindows:
-    _heads(full)
-    if full["gating"] not in (*PER_HEAD, *PER_VALUE):
+def _windows(fields: Json) -> LayerWindows:
+    _heads_by_layer(fields)
+    if fields["gating"] not in (*PER_HEAD_GATING, *PER_VALUE_GATING):
         raise EspalierError(
-            f"gating = {shown(full['gating'])} is not supported, only true, 'per-head' or 'per-element'"
+            f"gating = {shown(fields['gating'])} is not supported, only true, 'per-head' or 'per-element'"
         )
-    return windows_by_type(full, _layer_types(full))
+    return windows_by_type(fields, _layer_types(fields))
 
 
-def _experts(full: Json) -> Experts:
-    layers = sparse_layers(full)
+def _experts(fields: Json) -> Experts:
+    layers = sparse_layers(fields)
     return Experts(
-        frozenset(range(1, full["num_hidden_layers"])) if layers is None else layers,
+        frozenset(range(1, fields["num_hidden_layers"])) if layers is None else layers,
         Routing(
-            full["num_experts"],
-            full["num_experts_per_tok"],
+            fields["num_experts"],
+            fields["num_experts_per_tok"],
             "sigmoid",
             norm_topk_prob=True,
-            routed_scaling_factor=positive_number(full, "moe_routed_scaling_factor"),
+            routed_scaling_factor=positive_number(fields, "moe_routed_scaling_factor"),
             correction_bias=True,
         ),
-        full["moe_intermediate_size"],
-        full["shared_expert_intermediate_size"],
+        fields["moe_intermediate_size"],
+        fields["shared_expert_intermediate_size"],
         "shared_expert",
         correction_name="experts.e_score_correction_bias",
     )
@@ -79,16 +79,16 @@ def _experts(full: Json) -> Experts:
 
 def _layer_specs(config: ModelConfig) -> tuple[LayerSpec, ...]:
     keeps = KVHeads(config.kv_heads, config.head_size, config.head_size)
-    layers = zip(_heads(config.raw), config.windows, strict=True)
+    layers = zip(_heads_by_layer(config.raw), config.windows, strict=True)
     return tuple(LayerSpec(heads, keeps, window) for heads, window in layers)
 
 
 def _load_layer(weights: Weights, config: ModelConfig, prefix: str, layer: int, rope: RopeTables) -> DecoderLayer:
-    heads = _heads(config.raw)[layer]
+    heads = _heads_by_layer(config.raw)[layer]
     made = load_layer(weights, replace(config, heads=heads), prefix, layer, rope)
     assert isinstance(made.attention, Attention)
-    own = weights.shards.part(heads, HEADS_TEXT)
-    rows = own if config.raw["gating"] in PER_HEAD else own.scaled(config.head_size)
+    own = weights.shards.part(heads, HEADS_SIZE_NAME)
+    rows = own if config.raw["gating"] in PER_HEAD_GATING else own.scaled(config.head_size)
     project = weights.linear(f"{prefix}self_attn.", ("g_proj",), (rows,), config.hidden_size, bias=False)
     made.attention.output_gate = OutputGate(project, _softplus)
     return made
@@ -121,7 +121,7 @@ FAMILY = Family(
     },
     windows=_windows,
     qk_norm=True,
-    ropes=lambda full: ropes_by_type(full, _layer_types(full), ROPE_BASES),
+    layer_ropes=lambda fields: ropes_by_type(fields, _layer_types(fields), ROPE_BASES),
     experts=_experts,
     load_layer=_load_layer,
     layer_specs=_layer_specs,

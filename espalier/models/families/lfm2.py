@@ -1,4 +1,4 @@
-"""LFM2 and LFM2.5, dense and with experts.  Most layers are a short convolution between two gates; others attend."""
+"""LFM2 and LFM2.5, dense and with experts.  Layers have a short convolution between two gates, or attention."""
 
 from dataclasses import replace
 
@@ -6,7 +6,7 @@ from espalier.cache.layer_spec import LayerSpec, RecurrentState
 from espalier.errors import EspalierError, shown
 from espalier.kernels.ops.experts import Routing
 from espalier.kernels.ops.recurrence import ShortConv
-from espalier.models.config import Experts, Family, Json, LayerWindows, ModelConfig, attention_in_some_layer
+from espalier.models.config import Experts, Family, Json, LayerWindows, ModelConfig, hybrid_windows
 from espalier.models.config_values import require_counts
 from espalier.models.layer_loading import load_attention, load_layer, specs_by_type
 from espalier.models.layers.decoder import DecoderLayer, Mixer
@@ -17,13 +17,17 @@ from espalier.models.weights import Weights
 
 CONV, FULL_ATTENTION = "conv", "full_attention"
 MLP_NAMES = MLPNames(("w1", "w3"), "w2")
-# Published names -> the names that all families share.
-RENAMED = {"norm_eps": "rms_norm_eps", "tie_embedding": "tie_word_embeddings", "block_ff_dim": "intermediate_size"}
+# Published field names -> the names that all families share.
+RENAMED_FIELDS = {
+    "norm_eps": "rms_norm_eps",
+    "tie_embedding": "tie_word_embeddings",
+    "block_ff_dim": "intermediate_size",
+}
 
 
 def _normalise_fields(raw: Json) -> Json:
-    """Returns the fields under the names of other families, with a type for each layer."""
-    fields = {**raw, **{other: raw[name] for name, other in RENAMED.items() if name in raw}}
+    """Returns the fields under the names of other families, with `layer_types`."""
+    fields = {**raw, **{other: raw[name] for name, other in RENAMED_FIELDS.items() if name in raw}}
     count, attending = raw.get("num_hidden_layers"), raw.get("full_attn_idxs")
     if fields.get("layer_types") is None and type(count) is int:
         attending = range(count) if attending is None else attending
@@ -31,17 +35,17 @@ def _normalise_fields(raw: Json) -> Json:
     return fields
 
 
-def _checked_windows(full: Json) -> LayerWindows:
-    """Returns None for each layer: no windows.  Raises EspalierError for sizes that no layer can have."""
-    require_counts(full, ("conv_L_cache", "block_multiple_of"))
-    factor = full["block_ffn_dim_multiplier"]
+def _checked_windows(fields: Json) -> LayerWindows:
+    """Returns None for each layer, because no layer has a window.  Raises EspalierError for invalid sizes."""
+    require_counts(fields, ("conv_L_cache", "block_multiple_of"))
+    factor = fields["block_ffn_dim_multiplier"]
     if factor is not None and (isinstance(factor, bool) or not isinstance(factor, int | float) or factor <= 0):
         raise EspalierError(f"block_ffn_dim_multiplier = {shown(factor)}; a positive number is needed; correct it")
-    return attention_in_some_layer(full)
+    return hybrid_windows(fields)
 
 
 def _mlp_size(config: ModelConfig) -> int:
-    """The intermediate size of the MLP.  The config may hold a size that is still to be adjusted."""
+    """Returns the intermediate size of the MLP.  The size in the config may need an adjustment."""
     size, raw = config.intermediate_size, config.raw
     if not raw["block_auto_adjust_ff_dim"]:
         return size
@@ -52,25 +56,25 @@ def _mlp_size(config: ModelConfig) -> int:
     return -(-int(raw["block_ffn_dim_multiplier"] * size) // unit) * unit
 
 
-def _experts(full: Json) -> Experts:
-    require_counts(full, ("num_experts",))
+def _experts(fields: Json) -> Experts:
+    require_counts(fields, ("num_experts",))
     routing = Routing(
-        full["num_experts"],
-        full["num_experts_per_tok"],
+        fields["num_experts"],
+        fields["num_experts_per_tok"],
         scoring="sigmoid",
-        norm_topk_prob=bool(full["norm_topk_prob"]),
+        norm_topk_prob=bool(fields["norm_topk_prob"]),
         norm_eps=1e-6,
-        routed_scaling_factor=full["routed_scaling_factor"],
-        correction_bias=bool(full["use_expert_bias"]),
+        routed_scaling_factor=fields["routed_scaling_factor"],
+        correction_bias=bool(fields["use_expert_bias"]),
     )
-    layers, dense = full["num_hidden_layers"], full["num_dense_layers"]
+    layers, dense = fields["num_hidden_layers"], fields["num_dense_layers"]
     if isinstance(dense, bool) or not isinstance(dense, int) or dense < 0:
         raise EspalierError(f"num_dense_layers = {shown(dense)}; a number of layers is needed; correct it")
     return Experts(
         frozenset(range(dense, layers)),
         routing,
-        full["moe_intermediate_size"],
-        stored="joined",
+        fields["moe_intermediate_size"],
+        storage="joined",
         prefix="feed_forward.",
         names=MLP_NAMES,
         correction_name="expert_bias",
@@ -87,15 +91,15 @@ def _load_layer(weights: Weights, config: ModelConfig, prefix: str, layer: int, 
 
 
 def _load_mixer(weights: Weights, config: ModelConfig, prefix: str, layer: int, rope: RopeTables) -> Mixer:
-    """Loads the first block of a layer, attention or a short convolution.  See config.py:LoadMixer."""
+    """Loads the first block of a layer: attention or a short convolution.  See config.py:LoadMixer."""
     if config.raw["layer_types"][layer] == FULL_ATTENTION:
         return load_attention(weights, config, f"{prefix}self_attn.", config.hidden_size, rope)
     prefix += "conv."
     hidden, taps, has_bias = config.hidden_size, config.raw["conv_L_cache"], bool(config.raw["conv_bias"])
-    bias = weights.take(f"{prefix}conv.bias", hidden) if has_bias else None
+    bias = weights.load(f"{prefix}conv.bias", hidden) if has_bias else None
     return GatedConv(
         weights.linear(prefix, ("in_proj",), (3 * hidden,), hidden, has_bias),
-        ShortConv(weights.take(f"{prefix}conv.weight", hidden, 1, taps)[:, 0], bias, silu=False),
+        ShortConv(weights.load(f"{prefix}conv.weight", hidden, 1, taps)[:, 0], bias, silu=False),
         weights.linear(prefix, ("out_proj",), (hidden,), hidden, has_bias),
     )
 
@@ -116,8 +120,8 @@ FAMILY = Family(
         "block_ffn_dim_multiplier": 1.0,
         "block_auto_adjust_ff_dim": True,
     },
-    qkv_bias=lambda full: False,
-    out_bias=lambda full: False,
+    qkv_bias=lambda fields: False,
+    out_bias=lambda fields: False,
     windows=_checked_windows,
     qk_norm=True,
     layer_norms=LayerNorms("operator_norm", "ffn_norm"),

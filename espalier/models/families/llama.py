@@ -1,4 +1,4 @@
-"""Llama 2 and 3.x (full attention in every layer, biases only if the config sets them), and similar families.
+"""Llama 2 and 3.x (full attention in every layer, biases only if the config has them), and similar families.
 
 SmolLM3 has layers without RoPE, which may have a sliding window.  OLMo 2 and 3 norm only the outputs of blocks, and
 have one norm for all of q and one for all of k; OLMo 3 has windows and RoPE by layer type.  EXAONE 4 (text) norms only
@@ -8,7 +8,7 @@ the outputs of blocks; in its models with a window, only sliding layers have RoP
 from dataclasses import replace
 
 from espalier.errors import EspalierError, shown
-from espalier.models.config import Family, Json, LayerWindows, windows_by_layer_type, windows_if_used
+from espalier.models.config import Family, Json, LayerWindows, windows_by_layer_type, windows_if_enabled
 from espalier.models.config_values import require_counts
 from espalier.models.families.by_type import (
     FULL_ATTENTION,
@@ -36,12 +36,12 @@ LLAMA = Family(
 ROPE_BASES: RopeBases = {FULL_ATTENTION: ("rope_theta", 5e5), SLIDING_ATTENTION: ("rope_theta", 5e5)}
 
 
-def _layers_with_rope(full: Json) -> list[bool]:
-    """Whether each layer has RoPE.  In `no_rope_layers`, 1 means that a layer has RoPE."""
-    layers, given = full["num_hidden_layers"], full["no_rope_layers"]
+def _layers_with_rope(fields: Json) -> list[bool]:
+    """Returns for each layer whether it has RoPE.  In `no_rope_layers`, 1 means that a layer has RoPE."""
+    layers, given = fields["num_hidden_layers"], fields["no_rope_layers"]
     if given is None:
-        require_counts(full, ("no_rope_layer_interval",))
-        return [layer % full["no_rope_layer_interval"] != 0 for layer in range(1, layers + 1)]
+        require_counts(fields, ("no_rope_layer_interval",))
+        return [layer % fields["no_rope_layer_interval"] != 0 for layer in range(1, layers + 1)]
     if not isinstance(given, list) or len(given) < layers or not set(map(repr, given)) <= {"0", "1"}:
         raise EspalierError(
             f"no_rope_layers = {shown(given)}; 0 or 1 is needed for each of {layers} layers; correct it"
@@ -64,16 +64,16 @@ SMOLLM3 = replace(
         "no_rope_layer_interval": 4,
         "rope_theta": 2e6,
     },
-    windows=lambda full: windows_if_used(full, lambda layer: not _layers_with_rope(full)[layer]),
-    ropes=lambda full: [{} if rope else None for rope in _layers_with_rope(full)],
+    windows=lambda fields: windows_if_enabled(fields, lambda layer: not _layers_with_rope(fields)[layer]),
+    layer_ropes=lambda fields: [{} if rope else None for rope in _layers_with_rope(fields)],
     supported_fields=("no_rope_layers",),
     usable_in_drafts=False,
 )
 
 
-def _layer_types(full: Json) -> list[str]:
-    """The type of each layer, from `layer_types`; without it, every fourth layer has full attention."""
-    return layer_types_of(full, lambda layer: layer % 4 == 0)
+def _layer_types(fields: Json) -> list[str]:
+    """Returns the type of each layer, from `layer_types`; by default, every fourth layer has full attention."""
+    return layer_types_of(fields, lambda layer: layer % 4 == 0)
 
 
 OLMO2 = replace(
@@ -91,21 +91,21 @@ OLMO3 = replace(
     architecture="Olmo3ForCausalLM",
     model_type="olmo3",
     defaults={**OLMO2.defaults, "sliding_window": 4096},
-    windows=lambda full: windows_by_type(full, _layer_types(full)),
-    ropes=lambda full: ropes_by_type(full, _layer_types(full), ROPE_BASES),
+    windows=lambda fields: windows_by_type(fields, _layer_types(fields)),
+    layer_ropes=lambda fields: ropes_by_type(fields, _layer_types(fields), ROPE_BASES),
 )
 
 
-def _exaone4_windows(full: Json) -> LayerWindows:
-    """The window of each layer.  Without `layer_types`, every sliding_window_pattern-th layer has full attention."""
-    every = full["sliding_window_pattern"]
+def _exaone4_windows(fields: Json) -> LayerWindows:
+    """Returns the window of each layer.  By default, every sliding_window_pattern-th layer has full attention."""
+    every = fields["sliding_window_pattern"]
     is_number = isinstance(every, int) and not isinstance(every, bool) and every > 0
-    if full["sliding_window"] is not None and full.get("layer_types") is None and not is_number:
+    if fields["sliding_window"] is not None and fields.get("layer_types") is None and not is_number:
         raise EspalierError(
             f"sliding_window_pattern = {shown(every)}; without layer_types a positive integer is needed; add "
             "layer_types with model_overrides"
         )
-    return windows_by_layer_type(full, lambda layer: (layer + 1) % every != 0)
+    return windows_by_layer_type(fields, lambda layer: (layer + 1) % every != 0)
 
 
 EXAONE4 = Family(
@@ -119,11 +119,13 @@ EXAONE4 = Family(
         "sliding_window": 4096,
         "sliding_window_pattern": 4,
     },
-    qkv_bias=lambda full: False,
-    out_bias=lambda full: False,
+    qkv_bias=lambda fields: False,
+    out_bias=lambda fields: False,
     windows=_exaone4_windows,
     qk_norm=True,
     layer_norms=LayerNorms(None, None, "post_attention_layernorm", "post_feedforward_layernorm"),
     # A model without a window has RoPE in every layer.
-    ropes=lambda full: [{} if full["sliding_window"] is None or window else None for window in _exaone4_windows(full)],
+    layer_ropes=lambda fields: [
+        {} if fields["sliding_window"] is None or window else None for window in _exaone4_windows(fields)
+    ],
 )

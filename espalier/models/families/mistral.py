@@ -1,8 +1,8 @@
-"""Mistral, Ministral, Ministral 3, Mixtral and Phi-3 to 4: no biases, and a sliding window if the config sets one.
+"""Mistral, Ministral, Ministral 3, Mixtral and Phi-3 to 4: no biases, and a sliding window if the config has one.
 
-Ministral has the window in the layers that `layer_types` names, the other families in every layer.  Ministral 3 has
-YaRN and Llama 4's attention temperature.  Mixtral has experts in every layer.  Phi has LongRoPE, and stores q, k and v
-as one matrix, and gate and up as another.
+Ministral's sliding layers are those in `layer_types`; in the other families, every layer has the window.  Ministral 3
+has YaRN and Llama 4's attention temperature.  Mixtral has experts in every layer.  Phi has LongRoPE, and stores q, k
+and v as one matrix, and gate and up as another.
 """
 
 from collections.abc import Mapping
@@ -14,22 +14,20 @@ from espalier.models.config import Experts, Family, Json, LayerWindows, windows_
 from espalier.models.rope import ROPE_FIELDS, with_rope_type
 from espalier.models.stored_names import LayerNames, MLPNames
 
-# Older names of LongRoPE in configs.
+# Older configs have these names for LongRoPE.
 OLD_LONGROPE_NAMES = ("su", "yarn")
 
 
-def windows(full: Json) -> LayerWindows:
-    """The window of each layer, the same for all.
-
-    Transformers ignores `layer_types` for Mistral.  Raises EspalierError if that list names layers with full attention.
-    """
-    window = full["sliding_window"]
-    if window is not None and "full_attention" in (full.get("layer_types") or ()):
+def mistral_windows(fields: Json) -> LayerWindows:
+    """Returns the same window for each layer.
+    Transformers ignores `layer_types` for Mistral.  Raises EspalierError if `layer_types` contains full attention."""
+    window = fields["sliding_window"]
+    if window is not None and "full_attention" in (fields.get("layer_types") or ()):
         raise EspalierError(
             "layer_types with 'full_attention' and a sliding_window are both set, but this architecture uses the "
             "window in every layer; remove one of them with model_overrides"
         )
-    return (window,) * int(full["num_hidden_layers"])
+    return (window,) * int(fields["num_hidden_layers"])
 
 
 MISTRAL = Family(
@@ -42,18 +40,18 @@ MISTRAL = Family(
         "rms_norm_eps": 1e-6,
         "sliding_window": 4096,
     },
-    qkv_bias=lambda full: False,
-    out_bias=lambda full: False,
-    windows=windows,
+    qkv_bias=lambda fields: False,
+    out_bias=lambda fields: False,
+    windows=mistral_windows,
     usable_in_drafts=True,
-    multimodal=("Mistral3ForConditionalGeneration",),
+    multimodal_architectures=("Mistral3ForConditionalGeneration",),
 )
 MINISTRAL = replace(
     MISTRAL,
     architecture="MinistralForCausalLM",
     model_type="ministral",
-    windows=lambda full: windows_by_layer_type(full, default=lambda layer: True),
-    multimodal=(),
+    windows=lambda fields: windows_by_layer_type(fields, default=lambda layer: True),
+    multimodal_architectures=(),
 )
 MINISTRAL3 = replace(
     MISTRAL,
@@ -81,11 +79,11 @@ MINISTRAL3 = replace(
 )
 
 
-def _experts(full: Json) -> Experts:
+def _experts(fields: Json) -> Experts:
     return Experts(
-        frozenset(range(int(full["num_hidden_layers"]))),
-        Routing(full["num_local_experts"], full["num_experts_per_tok"], norm_topk_prob=True),
-        full["intermediate_size"],
+        frozenset(range(int(fields["num_hidden_layers"]))),
+        Routing(fields["num_local_experts"], fields["num_experts_per_tok"], norm_topk_prob=True),
+        fields["intermediate_size"],
         prefix="block_sparse_moe.",
         names=MLPNames(("w1", "w3"), "w2"),
     )
@@ -106,16 +104,16 @@ MIXTRAL = replace(
     experts=_experts,
     supported_fields=("num_local_experts",),
     usable_in_drafts=False,
-    multimodal=(),
+    multimodal_architectures=(),
 )
 
 
-def _ropes(full: Json) -> list[Json]:
-    fields = {name: rope for name, rope in with_rope_type(full).items() if name in ROPE_FIELDS}
-    for name, rope in fields.items():
+def _ropes(fields: Json) -> list[Json]:
+    ropes = {name: rope for name, rope in with_rope_type(fields).items() if name in ROPE_FIELDS}
+    for name, rope in ropes.items():
         if isinstance(rope, Mapping) and rope.get("rope_type") in OLD_LONGROPE_NAMES:
-            fields[name] = {**rope, "rope_type": "longrope"}
-    return [fields] * full["num_hidden_layers"]
+            ropes[name] = {**rope, "rope_type": "longrope"}
+    return [ropes] * fields["num_hidden_layers"]
 
 
 PHI3 = replace(
@@ -130,9 +128,9 @@ PHI3 = replace(
         "rms_norm_eps": 1e-5,
         "sliding_window": None,
     },
-    ropes=_ropes,
+    layer_ropes=_ropes,
     names=LayerNames(qkv=("qkv_proj",), mlp=MLPNames(gate_up=("gate_up_proj",))),
     supported_fields=("partial_rotary_factor",),
     usable_in_drafts=False,
-    multimodal=(),
+    multimodal_architectures=(),
 )

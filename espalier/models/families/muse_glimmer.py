@@ -1,4 +1,4 @@
-"""The text part of Muse-Glimmer: normed embeddings, norms before and after each block, q and k normed without weights.
+"""The text part of Muse-Glimmer: normed embeddings, norms around each block, and norms of q and k without weights.
 
 Each value of the attention's output has a gate.  Layers with full attention have no RoPE.
 """
@@ -12,34 +12,34 @@ from espalier.kernels.ops.rope import HeadNorms
 from espalier.models.config import Family, Json, LayerWindows, ModelConfig
 from espalier.models.config_values import positive_number
 from espalier.models.families.by_type import layer_types_of, windows_by_type
-from espalier.models.layer_loading import HEADS_TEXT, load_embedding, load_layer
+from espalier.models.layer_loading import HEADS_SIZE_NAME, load_embedding, load_layer
 from espalier.models.layers.attention import Attention, OutputGate
 from espalier.models.layers.decoder import DecoderLayer
 from espalier.models.layers.linear import Embedding
 from espalier.models.layers.norm import RMSNorm
 from espalier.models.rope import RopeTables
-from espalier.models.stored_names import FOUR_NORMS
+from espalier.models.stored_names import NORMS_AROUND_BLOCKS
 from espalier.models.weights import Weights
 
 
-def _has_full_attention(full: Json, layer: int) -> bool:
-    """Whether a layer is the last, or the fourth, eighth, ... before it."""
-    return (full["num_hidden_layers"] - 1 - layer) % 4 == 0
+def _has_full_attention(fields: Json, layer: int) -> bool:
+    """Whether a layer has full attention: the last layer, and every fourth layer before it."""
+    return (fields["num_hidden_layers"] - 1 - layer) % 4 == 0
 
 
-def _windows(full: Json) -> LayerWindows:
+def _windows(fields: Json) -> LayerWindows:
     for name in ("qk_scale_factor", "post_norm_eps"):
-        positive_number(full, name)
-    return windows_by_type(full, layer_types_of(full, lambda layer: _has_full_attention(full, layer - 1)))
+        positive_number(fields, name)
+    return windows_by_type(fields, layer_types_of(fields, lambda layer: _has_full_attention(fields, layer - 1)))
 
 
-def _ropes(full: Json) -> list[Json | None]:
-    """The RoPE fields of each layer; None for a layer whose `layer_rope_theta` is 0.
-    As in transformers, all other layers have the base of rope_parameters."""
-    layers, given = full["num_hidden_layers"], full.get("layer_rope_theta")
+def _ropes(fields: Json) -> list[Json | None]:
+    """Returns the RoPE fields of each layer; None for a layer whose `layer_rope_theta` is 0.  As in transformers, all
+    other layers have the base in rope_parameters."""
+    layers, given = fields["num_hidden_layers"], fields.get("layer_rope_theta")
     if given is None:
-        return [None if _has_full_attention(full, layer) else {} for layer in range(layers)]
-    base = (full.get("rope_parameters") or full).get("rope_theta", 10000.0)
+        return [None if _has_full_attention(fields, layer) else {} for layer in range(layers)]
+    base = (fields.get("rope_parameters") or fields).get("rope_theta", 10000.0)
     if not isinstance(given, list) or len(given) != layers or any(theta not in (0, base) for theta in given):
         raise EspalierError(
             f"layer_rope_theta = {shown(given)}; 0 or the model's rope_theta, {base}, is needed for each of {layers} "
@@ -55,7 +55,7 @@ def _load_embedding(weights: Weights, config: ModelConfig, scale: float) -> Embe
 
 
 def _load_layer(weights: Weights, config: ModelConfig, prefix: str, layer: int, rope: RopeTables) -> DecoderLayer:
-    # The stored weights of the layers' norms are reduced by 1; those of the last norm are not.
+    # The checkpoint stores weight - 1 for the norms of layers, but not for the last norm.
     made = load_layer(weights, replace(config, family=replace(FAMILY, norm_offset=1.0)), prefix, layer, rope)
     eps, size = positive_number(config.raw, "post_norm_eps"), config.head_size
     assert isinstance(made.attention, Attention) and made.post_attention_norm and made.post_mlp_norm
@@ -63,7 +63,7 @@ def _load_layer(weights: Weights, config: ModelConfig, prefix: str, layer: int, 
     made.post_mlp_norm = RMSNorm(made.post_mlp_norm.weight, eps)
     ones = torch.ones_like(weights.empty(size))
     made.attention.norms = HeadNorms(ones * positive_number(config.raw, "qk_scale_factor"), ones, config.rms_norm_eps)
-    rows = weights.shards.part(config.heads, HEADS_TEXT).scaled(size)
+    rows = weights.shards.part(config.heads, HEADS_SIZE_NAME).scaled(size)
     project = weights.linear(f"{prefix}self_attn.", ("gate_proj",), (rows,), config.hidden_size, bias=False)
     made.attention.output_gate = OutputGate(project, torch.sigmoid)
     return made
@@ -86,12 +86,12 @@ FAMILY = Family(
         "output_multiplier": 0.19611613513818404,
     },
     windows=_windows,
-    layer_norms=FOUR_NORMS,
-    logit_scale=lambda full: positive_number(full, "output_multiplier"),
-    ropes=_ropes,
+    layer_norms=NORMS_AROUND_BLOCKS,
+    logit_scale=lambda fields: positive_number(fields, "output_multiplier"),
+    layer_ropes=_ropes,
     load_embedding=_load_embedding,
     load_layer=_load_layer,
     supported_fields=("layer_rope_theta", "qk_scale_factor", "output_multiplier", "final_logit_softcapping"),
     activation_field="hidden_activation",
-    multimodal=("MuseGlimmerForConditionalGeneration",),
+    multimodal_architectures=("MuseGlimmerForConditionalGeneration",),
 )

@@ -1,13 +1,13 @@
 """Nemotron-H and Nemotron 3: each layer is one block: Mamba-2, attention without RoPE, an MLP, or experts.
 
-MLPs have no gate: they are down(relu(up)²).
+MLPs have no gate: down(relu(up(x))²).
 """
 
 from espalier.cache.layer_spec import NO_MIXING, LayerSpec, RecurrentState
 from espalier.errors import EspalierError, shown
 from espalier.kernels.ops.activation import RELU2
 from espalier.kernels.ops.experts import Routing
-from espalier.models.config import Experts, Family, Json, LayerWindows, ModelConfig, full_attention
+from espalier.models.config import Experts, Family, Json, LayerWindows, ModelConfig, no_windows
 from espalier.models.families.granite import FULL_ATTENTION, LINEAR, require_mamba_sizes, with_numeric_limits
 from espalier.models.layer_loading import load_attention, load_experts, load_mamba2, specs_by_type
 from espalier.models.layers.decoder import BlockLayer
@@ -17,18 +17,25 @@ from espalier.models.rope import RopeTables
 from espalier.models.stored_names import UP_DOWN, StoredNames
 from espalier.models.weights import Weights
 
-MOE, MLP = "moe", "mlp"
-# The layer types, by the letters of hybrid_override_pattern and by the names in older configs' lists.
-LAYER_TYPES = {"M": LINEAR, "*": FULL_ATTENTION, "E": MOE, "-": MLP, "mamba": LINEAR, "attention": FULL_ATTENTION}
+MOE_LAYER, MLP_LAYER = "moe", "mlp"
+# The layer types, by the letters of hybrid_override_pattern and by the names in older configs.
+LAYER_TYPES = {
+    "M": LINEAR,
+    "*": FULL_ATTENTION,
+    "E": MOE_LAYER,
+    "-": MLP_LAYER,
+    "mamba": LINEAR,
+    "attention": FULL_ATTENTION,
+}
 COUNT_FIELDS = ("mamba_num_heads", "n_groups", "ssm_state_size", "mamba_head_dim", "conv_kernel")
-RENAMED = {"layer_norm_epsilon": "rms_norm_eps", "layers_block_type": "layer_types"}
+RENAMED_FIELDS = {"layer_norm_epsilon": "rms_norm_eps", "layers_block_type": "layer_types"}
 
 
 def _normalise_fields(raw: Json) -> Json:
-    """Returns the fields under the names of other families, with a type for each layer.
-    rms_norm_eps is left out, because transformers does not read it in this family."""
+    """Returns the fields under the names of other families, with `layer_types`.  rms_norm_eps is removed, because
+    transformers does not read it in this family."""
     own = {name: value for name, value in raw.items() if name != "rms_norm_eps"}
-    fields = with_numeric_limits({**own, **{other: raw[name] for name, other in RENAMED.items() if name in raw}})
+    fields = with_numeric_limits({**own, **{other: raw[name] for name, other in RENAMED_FIELDS.items() if name in raw}})
     types = fields.get("layer_types") or raw.get("hybrid_override_pattern")
     if isinstance(types, list | str):
         fields["layer_types"] = [LAYER_TYPES.get(kind, kind) if isinstance(kind, str) else kind for kind in types]
@@ -36,38 +43,38 @@ def _normalise_fields(raw: Json) -> Json:
     return fields
 
 
-def _checked_windows(full: Json) -> LayerWindows:
-    """Returns None for each layer: no windows.  Raises EspalierError for values that no layer supports."""
-    require_mamba_sizes(full, COUNT_FIELDS, ("mamba_num_heads", "n_groups"))
+def _checked_windows(fields: Json) -> LayerWindows:
+    """Returns None for each layer, because no layer has a window.  Raises EspalierError for unsupported values."""
+    require_mamba_sizes(fields, COUNT_FIELDS, ("mamba_num_heads", "n_groups"))
     for name, only in (("mlp_hidden_act", "relu2"), ("mamba_hidden_act", "silu"), ("moe_latent_size", None)):
-        if full[name] != only:
-            raise EspalierError(f"{name} = {shown(full[name])} is not supported, only {only!r}; use another model")
+        if fields[name] != only:
+            raise EspalierError(f"{name} = {shown(fields[name])} is not supported, only {only!r}; use another model")
     for name in ("use_bias", "mlp_bias", "attention_bias"):
-        if full[name]:
-            raise EspalierError(f"{name} = {shown(full[name])} is not supported, only False; use another model")
-    return full_attention(full)
+        if fields[name]:
+            raise EspalierError(f"{name} = {shown(fields[name])} is not supported, only False; use another model")
+    return no_windows(fields)
 
 
-def _experts(full: Json) -> Experts | None:
-    layers = frozenset(layer for layer, kind in enumerate(full["layer_types"] or ()) if kind == MOE)
+def _experts(fields: Json) -> Experts | None:
+    layers = frozenset(layer for layer, kind in enumerate(fields["layer_types"] or ()) if kind == MOE_LAYER)
     if not layers:
         return None
     routing = Routing(
-        full["n_routed_experts"],
-        full["num_experts_per_tok"],
+        fields["n_routed_experts"],
+        fields["num_experts_per_tok"],
         scoring="sigmoid",
-        norm_topk_prob=bool(full["norm_topk_prob"]),
-        routed_scaling_factor=full["routed_scaling_factor"],
-        n_group=full["n_group"] or 1,
-        topk_group=full["topk_group"] or 1,
+        norm_topk_prob=bool(fields["norm_topk_prob"]),
+        routed_scaling_factor=fields["routed_scaling_factor"],
+        n_group=fields["n_group"] or 1,
+        topk_group=fields["topk_group"] or 1,
         group_score="top2_sum",
         correction_bias=True,
     )
-    shared = full["moe_shared_expert_intermediate_size"] if full["n_shared_experts"] else 0
+    shared = fields["moe_shared_expert_intermediate_size"] if fields["n_shared_experts"] else 0
     return Experts(
         layers,
         routing,
-        full["moe_intermediate_size"],
+        fields["moe_intermediate_size"],
         shared,
         "shared_experts",
         activation=RELU2,
@@ -77,7 +84,7 @@ def _experts(full: Json) -> Experts | None:
     )
 
 
-def _state_of(config: ModelConfig) -> RecurrentState:
+def _recurrent_state(config: ModelConfig) -> RecurrentState:
     taps, heads, groups, size, v_size = (
         config.raw[name] for name in ("conv_kernel", "mamba_num_heads", "n_groups", "ssm_state_size", "mamba_head_dim")
     )
@@ -85,8 +92,8 @@ def _state_of(config: ModelConfig) -> RecurrentState:
 
 
 def _layer_specs(config: ModelConfig) -> tuple[LayerSpec, ...]:
-    state, nothing = _state_of(config), LayerSpec(0, NO_MIXING)
-    return specs_by_type(config, {LINEAR: LayerSpec(state.heads, state), MOE: nothing, MLP: nothing})
+    state, nothing = _recurrent_state(config), LayerSpec(0, NO_MIXING)
+    return specs_by_type(config, {LINEAR: LayerSpec(state.heads, state), MOE_LAYER: nothing, MLP_LAYER: nothing})
 
 
 def _load_layer(weights: Weights, config: ModelConfig, prefix: str, layer: int, rope: RopeTables) -> BlockLayer:
@@ -97,7 +104,7 @@ def _load_layer(weights: Weights, config: ModelConfig, prefix: str, layer: int, 
         return BlockLayer(layer, norm, mixer=_load_mamba(weights, config, under))
     if kind == FULL_ATTENTION:
         return BlockLayer(layer, norm, mixer=load_attention(weights, config, under, config.hidden_size, rope))
-    if kind == MLP:
+    if kind == MLP_LAYER:
         sizes = config.hidden_size, config.intermediate_size
         return BlockLayer(layer, norm, mlp=weights.mlp(under, *sizes, False, RELU2, names=UP_DOWN))
     assert config.experts is not None
@@ -106,12 +113,12 @@ def _load_layer(weights: Weights, config: ModelConfig, prefix: str, layer: int, 
 
 def _load_mamba(weights: Weights, config: ModelConfig, prefix: str) -> Mamba2:
     raw = config.raw
-    how = {"bias": False, "conv_bias": bool(raw["use_conv_bias"]), "limits": raw["time_step_limit"]}
-    return load_mamba2(weights, prefix, _state_of(config), config.hidden_size, config.rms_norm_eps, **how)
+    how = {"bias": False, "conv_bias": bool(raw["use_conv_bias"]), "dt_limits": raw["time_step_limit"]}
+    return load_mamba2(weights, prefix, _recurrent_state(config), config.hidden_size, config.rms_norm_eps, **how)
 
 
 def _load_embedding(weights: Weights, config: ModelConfig, scale: float) -> Embedding:
-    return Embedding(weights.take("model.embeddings.weight", config.vocab_size, config.hidden_size), scale)
+    return Embedding(weights.load("model.embeddings.weight", config.vocab_size, config.hidden_size), scale)
 
 
 FAMILY = Family(
@@ -147,21 +154,21 @@ FAMILY = Family(
         "norm_topk_prob": True,
         "layer_types": None,
     },
-    qkv_bias=lambda full: False,
-    out_bias=lambda full: False,
+    qkv_bias=lambda fields: False,
+    out_bias=lambda fields: False,
     windows=_checked_windows,
-    ropes=lambda full: [None] * full["num_hidden_layers"],
+    layer_ropes=lambda fields: [None] * fields["num_hidden_layers"],
     experts=_experts,
     supported_fields=(
         *("n_routed_experts", "n_shared_experts", "num_local_experts", "routed_scaling_factor"),
         *("num_nextn_predict_layers", "hidden_act"),
     ),
     normalise_fields=_normalise_fields,
-    extra_layer_types=(LINEAR, MOE, MLP),
+    extra_layer_types=(LINEAR, MOE_LAYER, MLP_LAYER),
     layer_specs=_layer_specs,
     load_layer=_load_layer,
     load_embedding=_load_embedding,
-    stored=StoredNames((("backbone.", "model."),)),
-    unread={"mtp.": "layers of multi-token prediction"},
+    stored_names=StoredNames((("backbone.", "model."),)),
+    ignored_weights={"mtp.": "layers of multi-token prediction"},
     final_norm="model.norm_f",
 )

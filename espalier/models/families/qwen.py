@@ -2,14 +2,14 @@
 
 In Qwen2, q, k and v always have a bias and the output projection never has one.  Upper layers may have a sliding
 window.  Qwen3 norms each head of q and k before RoPE, and its head_dim is independent of hidden_size.  MiMo-7B is Qwen2
-with multi-token prediction layers, which take the hidden state before the embedding.  In Qwen2-MoE and Qwen3-MoE, all
-layers have experts except those that the config names.  Qwen2-MoE also has a gated shared expert.
+with MTP layers, whose projection reads the hidden state first, then the embedding.  In Qwen2-MoE and Qwen3-MoE, all
+layers have experts, except the layers in mlp_only_layers.  Qwen2-MoE also has a gated shared expert.
 """
 
 from dataclasses import replace
 
 from espalier.kernels.ops.experts import Routing
-from espalier.models.config import Experts, Family, Json, LayerWindows, windows_if_used
+from espalier.models.config import Experts, Family, Json, LayerWindows, windows_if_enabled
 from espalier.models.config_values import require_counts
 from espalier.models.stored_names import SPECULATORS
 
@@ -21,9 +21,10 @@ QWEN_WINDOW_DEFAULTS = {
 }
 
 
-def qwen_windows(full: Json) -> LayerWindows:
-    """The window of each layer, if `use_sliding_window`: by `layer_types`, else from layer `max_window_layers` on."""
-    return windows_if_used(full, lambda layer: layer >= full["max_window_layers"])
+def qwen_windows(fields: Json) -> LayerWindows:
+    """Returns the window of each layer if `use_sliding_window` is set.  Sliding layers: by `layer_types`, else from
+    layer `max_window_layers` on."""
+    return windows_if_enabled(fields, lambda layer: layer >= fields["max_window_layers"])
 
 
 QWEN2 = Family(
@@ -36,8 +37,8 @@ QWEN2 = Family(
         "rms_norm_eps": 1e-6,
         **QWEN_WINDOW_DEFAULTS,
     },
-    qkv_bias=lambda full: True,
-    out_bias=lambda full: False,
+    qkv_bias=lambda fields: True,
+    out_bias=lambda fields: False,
     windows=qwen_windows,
     usable_in_drafts=True,
 )
@@ -69,31 +70,32 @@ QWEN3 = Family(
 )
 
 
-def expert_layers(full: Json) -> frozenset[int]:
-    """The layers with experts: every decoder_sparse_step-th layer, counted from 1, except mlp_only_layers."""
-    require_counts(full, ("decoder_sparse_step",))
-    step = full["decoder_sparse_step"]
-    sparse = frozenset(range(step - 1, int(full["num_hidden_layers"]), step))
-    return sparse - {*(full["mlp_only_layers"] or ())}
+def expert_layers(fields: Json) -> frozenset[int]:
+    """Returns the layers with experts: every decoder_sparse_step-th layer, counted from 1, except mlp_only_layers."""
+    require_counts(fields, ("decoder_sparse_step",))
+    step = fields["decoder_sparse_step"]
+    sparse = frozenset(range(step - 1, int(fields["num_hidden_layers"]), step))
+    return sparse - {*(fields["mlp_only_layers"] or ())}
 
 
-def routing(full: Json, default: int) -> Routing | None:
-    """Qwen's routing; None for a model without experts.  default: how many experts if no field says it."""
-    # Transformers 5 writes num_local_experts for some of the families.
+def read_routing(fields: Json, default_num_experts: int) -> Routing | None:
+    """Returns the routing; None without experts.  default_num_experts: the number of experts if no field has it."""
+    # For some families, transformers 5 writes num_local_experts.
     names = ("num_experts", "num_local_experts")
-    num_experts = next((full[name] for name in names if full.get(name) is not None), default)
+    num_experts = next((fields[name] for name in names if fields.get(name) is not None), default_num_experts)
     if num_experts == 0:
         return None
-    return Routing(num_experts, full["num_experts_per_tok"], norm_topk_prob=bool(full["norm_topk_prob"]))
+    return Routing(num_experts, fields["num_experts_per_tok"], norm_topk_prob=bool(fields["norm_topk_prob"]))
 
 
-def experts_with_shared(full: Json, default: int = 60) -> Experts | None:
-    """Returns the experts of a family with a gated shared expert; None without experts.  default: as in `routing`."""
-    how = routing(full, default)
+def experts_with_shared(fields: Json, default_num_experts: int = 60) -> Experts | None:
+    """Returns the experts of a family with a gated shared expert; None for a model without experts.
+    default_num_experts: see read_routing."""
+    how = read_routing(fields, default_num_experts)
     if how is None:
         return None
-    shared, gate = full["shared_expert_intermediate_size"], "shared_expert_gate"
-    return Experts(expert_layers(full), how, full["moe_intermediate_size"], shared, "shared_expert", gate)
+    shared, gate = fields["shared_expert_intermediate_size"], "shared_expert_gate"
+    return Experts(expert_layers(fields), how, fields["moe_intermediate_size"], shared, "shared_expert", gate)
 
 
 QWEN2_MOE = replace(
@@ -111,16 +113,18 @@ QWEN2_MOE = replace(
         "num_experts_per_tok": 4,
         "norm_topk_prob": False,
     },
-    qkv_bias=lambda full: bool(full["qkv_bias"]),
-    windows=lambda full: windows_if_used(full, lambda layer: layer % 2 == 0 and layer < full["max_window_layers"]),
+    qkv_bias=lambda fields: bool(fields["qkv_bias"]),
+    windows=lambda fields: windows_if_enabled(
+        fields, lambda layer: layer % 2 == 0 and layer < fields["max_window_layers"]
+    ),
     experts=experts_with_shared,
     supported_fields=("num_experts", "num_local_experts", "shared_expert_intermediate_size"),
 )
 
 
-def _experts(full: Json) -> Experts | None:
-    how = routing(full, default=128)
-    return None if how is None else Experts(expert_layers(full), how, full["moe_intermediate_size"])
+def _experts(fields: Json) -> Experts | None:
+    how = read_routing(fields, default_num_experts=128)
+    return None if how is None else Experts(expert_layers(fields), how, fields["moe_intermediate_size"])
 
 
 QWEN3_MOE = replace(
@@ -137,7 +141,7 @@ QWEN3_MOE = replace(
         "num_experts_per_tok": 8,
         "norm_topk_prob": False,
     },
-    windows=lambda full: windows_if_used(full, lambda layer: True),
+    windows=lambda fields: windows_if_enabled(fields, lambda layer: True),
     experts=_experts,
     supported_fields=("num_experts", "num_local_experts"),
 )

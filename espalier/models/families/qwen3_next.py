@@ -1,7 +1,7 @@
-"""Qwen3-Next: three layers of the gated delta rule per layer of gated attention; experts and a gated shared expert.
+"""Qwen3-Next: every fourth layer has gated attention, the others the gated delta rule; layers have experts.
 
-A quarter of a head's values is rotated, and the stored weights of norms are reduced by 1.  Checkpoints may hold an MTP
-layer, which also has gated attention.  Qwen3.5, 3.6 and 3.8 have the same layers, but store projections separately.
+RoPE rotates a quarter of a head's values, and checkpoints store weight - 1 for norms.  Checkpoints may contain an MTP
+layer with gated attention.  Qwen3.5, 3.6 and 3.8 have the same layers, but store projections separately.
 """
 
 from dataclasses import replace
@@ -10,7 +10,7 @@ from espalier.cache.layer_spec import LayerSpec, RecurrentState
 from espalier.errors import EspalierError, shown
 from espalier.kernels.ops.recurrence import ShortConv
 from espalier.model_files import MAX_HEAD_SIZE
-from espalier.models.config import Experts, Json, LayerWindows, ModelConfig, attention_in_some_layer
+from espalier.models.config import Experts, Json, LayerWindows, ModelConfig, hybrid_windows
 from espalier.models.config_values import require_counts, require_multiple
 from espalier.models.families.qwen import QWEN3_MOE, experts_with_shared
 from espalier.models.layer_loading import load_head_norms, specs_by_type
@@ -25,7 +25,7 @@ from espalier.models.weights import Weights
 LINEAR, FULL_ATTENTION = "linear_attention", "full_attention"
 HEAD_SIZE_FIELDS = ("linear_key_head_dim", "linear_value_head_dim")
 COUNT_FIELDS = ("linear_num_key_heads", "linear_num_value_heads", "linear_conv_kernel_dim")
-# Fields for the positions of images in three directions.  Text has the same position in all three.
+# Fields for the three position ids of images.  In text, all three position ids are equal.
 IMAGE_ROPE_FIELDS = ("mrope_section", "mrope_interleaved")
 QWEN_MTP = MTPFamily(
     prefix="mtp.layers.{}.",
@@ -41,7 +41,7 @@ QWEN_MTP = MTPFamily(
 
 
 def normalise_fields(raw: Json) -> Json:
-    """Returns the fields of a config.json with a type for each layer, the number of MTP layers, and a RoPE for text."""
+    """Returns the fields, with `layer_types`, the number of MTP layers, and a RoPE without image fields."""
     count, interval = raw.get("num_hidden_layers"), raw.get("full_attention_interval") or 4
     types = raw.get("layer_types")
     if types is None and type(count) is int and type(interval) is int and interval > 0:
@@ -55,19 +55,19 @@ def normalise_fields(raw: Json) -> Json:
     return {**raw, "layer_types": types, "num_nextn_predict_layers": mtp, **ropes}
 
 
-def checked_windows(full: Json) -> LayerWindows:
-    """Returns None for each layer: no windows.  Raises EspalierError for sizes that no layer can have."""
-    require_counts(full, HEAD_SIZE_FIELDS, MAX_HEAD_SIZE)
-    require_counts(full, COUNT_FIELDS)
-    require_multiple(full, "linear_num_value_heads", "linear_num_key_heads")
-    if full.get("attn_output_gate", True) is not True:
+def checked_windows(fields: Json) -> LayerWindows:
+    """Returns None for each layer, because no layer has a window.  Raises EspalierError for invalid sizes."""
+    require_counts(fields, HEAD_SIZE_FIELDS, MAX_HEAD_SIZE)
+    require_counts(fields, COUNT_FIELDS)
+    require_multiple(fields, "linear_num_value_heads", "linear_num_key_heads")
+    if fields.get("attn_output_gate", True) is not True:
         raise EspalierError(
-            f"attn_output_gate = {shown(full['attn_output_gate'])} is not supported, only True; use another model"
+            f"attn_output_gate = {shown(fields['attn_output_gate'])} is not supported, only True; use another model"
         )
-    return attention_in_some_layer(full)
+    return hybrid_windows(fields)
 
 
-def state_of(config: ModelConfig) -> RecurrentState:
+def recurrent_state(config: ModelConfig) -> RecurrentState:
     raw = config.raw
     return RecurrentState(
         taps=raw["linear_conv_kernel_dim"],
@@ -79,12 +79,12 @@ def state_of(config: ModelConfig) -> RecurrentState:
 
 
 def layer_specs(config: ModelConfig) -> tuple[LayerSpec, ...]:
-    state = state_of(config)
+    state = recurrent_state(config)
     return specs_by_type(config, {LINEAR: LayerSpec(state.heads, state)})
 
 
 def load_mixer(weights: Weights, config: ModelConfig, prefix: str, layer: int, rope: RopeTables) -> Mixer:
-    """Loads the first block of a layer, the gated delta rule or gated attention.  See config.py:LoadMixer."""
+    """Loads the first block of a layer: the gated delta rule or gated attention.  See config.py:LoadMixer."""
     if config.raw["layer_types"][layer] == LINEAR:
         return load_delta_net(weights, config, f"{prefix}linear_attn.")
     return load_gated_attention(weights, config, f"{prefix}self_attn.", rope)
@@ -104,11 +104,9 @@ def load_gated_attention(weights: Weights, config: ModelConfig, prefix: str, rop
 
 def load_delta_net(weights: Weights, config: ModelConfig, prefix: str) -> DeltaNet:
     """Loads the gated delta rule.
-
-    Qwen3-Next stores q, k, v and z as one matrix, grouped by head of k, and b and a as another; Qwen3.5 stores them
-    separately.
-    """
-    keeps, hidden = state_of(config), config.hidden_size
+    Qwen3-Next stores q, k, v and z as one matrix, and b and a as another, both grouped by k head.  Qwen3.5 stores qkv,
+    z, b and a separately."""
+    keeps, hidden = recurrent_state(config), config.hidden_size
     inner, is_grouped = keeps.heads * keeps.v_size, weights.has_matrix(f"{prefix}in_proj_qkvz")
 
     def joined(whole: str, parts: tuple[str, str], rows: tuple[int, int]) -> Linear:
@@ -120,17 +118,17 @@ def load_delta_net(weights: Weights, config: ModelConfig, prefix: str) -> DeltaN
         joined("in_proj_qkvz", ("in_proj_qkv", "in_proj_z"), (keeps.channels, inner)),
         joined("in_proj_ba", ("in_proj_b", "in_proj_a"), (keeps.heads, keeps.heads)),
         is_grouped,
-        ShortConv(weights.take(f"{prefix}conv1d.weight", keeps.channels, 1, keeps.taps)[:, 0]),
-        weights.take_exact(f"{prefix}A_log", keeps.heads),
-        weights.take_exact(f"{prefix}dt_bias", keeps.heads),
+        ShortConv(weights.load(f"{prefix}conv1d.weight", keeps.channels, 1, keeps.taps)[:, 0]),
+        weights.load_exact(f"{prefix}A_log", keeps.heads),
+        weights.load_exact(f"{prefix}dt_bias", keeps.heads),
         weights.norm(f"{prefix}norm", keeps.v_size, config.rms_norm_eps),
         weights.linear(prefix, ("out_proj",), (hidden,), inner, bias=False),
     )
 
 
-def experts(full: Json) -> Experts | None:
-    beside_shared = experts_with_shared(full, default=512)
-    return None if beside_shared is None else replace(beside_shared, stored="joined")
+def experts(fields: Json) -> Experts | None:
+    beside_shared = experts_with_shared(fields, default_num_experts=512)
+    return None if beside_shared is None else replace(beside_shared, storage="joined")
 
 
 FAMILY = replace(
@@ -182,14 +180,14 @@ QWEN3_5 = replace(
         "num_key_value_heads": 4,
         "intermediate_size": 12288,
     },
-    experts=lambda full: None,
+    experts=lambda fields: None,
     supported_fields=("partial_rotary_factor", "num_nextn_predict_layers", "attn_output_gate"),
-    multimodal=("Qwen3_5ForConditionalGeneration",),
+    multimodal_architectures=("Qwen3_5ForConditionalGeneration",),
 )
 QWEN3_5_MOE = replace(
     FAMILY,
     architecture="Qwen3_5MoeForCausalLM",
     model_type="qwen3_5_moe_text",
     defaults={**FAMILY.defaults, "num_experts": 256, "num_experts_per_tok": 8},
-    multimodal=("Qwen3_5MoeForConditionalGeneration",),
+    multimodal_architectures=("Qwen3_5MoeForConditionalGeneration",),
 )

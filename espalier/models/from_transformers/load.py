@@ -23,7 +23,7 @@ from espalier.models.config import INERT_FIELDS, Family, Json, ModelConfig, arch
 from espalier.models.from_transformers.probe import ProbeResult, probe
 from espalier.models.from_transformers.shrink import refusal_reason
 from espalier.models.from_transformers.target import ATTENTION_NAME, TransformersTarget
-from espalier.models.weight_files import stored_weights
+from espalier.models.weight_files import count_weights_in
 from espalier.models.weight_formats import QUANTISATION_FIELDS
 from espalier.models.weights import IGNORABLE_NAMES, Weights
 
@@ -33,12 +33,12 @@ log = logging.getLogger(__name__)
 def load_by_transformers(
     path: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device | str, capture: tuple[int, ...]
 ) -> TransformersTarget:
-    """Load a target whose config is `probed`.
+    """Load a target whose config is `probe_result`.
 
     Raises EspalierError for files that are missing or cut short, weights that are missing, misshapen or not used, and
     layers that cannot be captured.
     """
-    probed = config.probed
+    probed = config.probe_result
     assert probed is not None
     if capture and not probed.can_capture:
         raise EspalierError(
@@ -46,7 +46,7 @@ def load_by_transformers(
             "read them; use speculation algorithm 'ngram'"
         )
     Weights(path, dtype, "cpu")  # for its errors, which name file and remedy
-    stored = stored_weights(path, config.formats).num_cast
+    stored = count_weights_in(path, config.formats).num_cast_values
     # from_pretrained allocates memory for missing weights before it reports them.
     if probed.num_weights > 2 * stored:
         raise EspalierError(
@@ -67,7 +67,7 @@ def build_by_transformers(
     state: the weights by name; None: from_pretrained reads them from the config's directory."""
     from transformers.utils import logging as bars
 
-    probed = config.probed
+    probed = config.probe_result
     assert probed is not None
     # "eager" loops over experts and reads their rows on the host.  A captured pass cannot do that, so only a CPU does.
     options: dict[str, Any] = {"experts_implementation": "eager"} if device.type == "cpu" else {}
@@ -198,7 +198,7 @@ def _config(
         layer_specs=lambda config: probed.specs,
     )
     eos = {name: value for name, value in (overrides or {}).items() if name == "eos_token_id"}
-    return replace(parse(plain, family, path, eos, generation), raw=full, probed=probed)
+    return replace(parse(plain, family, path, eos, generation), raw=full, probe_result=probed)
 
 
 def _longest(hf: Any) -> Any:

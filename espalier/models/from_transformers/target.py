@@ -206,9 +206,9 @@ class TransformersTarget(TransformersModel):
     """A CausalLM (espalier/models/base.py), whose config is `probed`."""
 
     def __init__(self, config: ModelConfig, model: Any, capture: tuple[int, ...]) -> None:
-        assert config.probed is not None
-        super().__init__(model, config.probed.replacements, capture)
-        self.config, self.capture, self.layer_specs = config, capture, config.probed.specs
+        assert config.probe_result is not None
+        super().__init__(model, config.probe_result.replacements, capture)
+        self.config, self.capture, self.layer_specs = config, capture, config.probe_result.specs
         self.kv_scales: tuple[KVScales | None, ...] = (None,) * len(self.layer_specs)
         # Some embeddings have more rows than the vocabulary, for audio or an unknown token.
         self.embed = Embedding(model.get_input_embeddings().weight[: config.vocab_size])

@@ -1,4 +1,4 @@
-"""The attention block of layers that keep K and V heads: one projection of q, k and v, and the output projection."""
+"""The attention block of layers with K and V heads: the stacked projection of q, k and v, and the output projection."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,8 +11,8 @@ from espalier.attention import Pass
 from espalier.kernels.layers.quantised import InputRows
 from espalier.kernels.ops.rope import HeadNorms
 from espalier.kernels.ops.states import OutputGate as HeadGate
-from espalier.models.layers.decoder import select_kept
-from espalier.models.layers.gated import gated_for
+from espalier.models.layers.decoder import select_kept_rows
+from espalier.models.layers.gated import gate_for_projection
 from espalier.models.layers.linear import Linear
 from espalier.models.layers.norm import AnyNorm, BlockOutput, RMSNorm
 from espalier.models.layers.residual import Residual
@@ -22,14 +22,14 @@ from espalier.shards import WHOLE, Shards
 
 
 class AllHeadsNorms(NamedTuple):
-    """The norms of q and of k that run over all heads.  Each rank has an equal part of the heads."""
+    """The norms over all heads of q and over all heads of k.  Each rank has an equal part of the heads."""
 
     q: RMSNorm
     k: RMSNorm
     shards: Shards = WHOLE
 
     def norm_q_and_k(self, qkv: Tensor) -> Tensor:
-        """qkv [N, q + k + v columns] -> the same shape, with q and k normed."""
+        """Returns a tensor like qkv [N, q + k + v columns], in which q and k are normed."""
         sizes = len(self.q.weight), len(self.k.weight)
         q, k, v = qkv.split((*sizes, qkv.shape[1] - sum(sizes)), 1)
         if self.shards.count == 1:
@@ -37,46 +37,44 @@ class AllHeadsNorms(NamedTuple):
         exact = torch.promote_types(qkv.dtype, torch.float32)
         squares = torch.stack([part.to(exact).square().mean(1) for part in (q, k)], 1)
         of_q, of_k = (self.shards.all_reduce(squares) / self.shards.count).split(1, 1)
-        return torch.cat((_normed(self.q, q, of_q), _normed(self.k, k, of_k), v), 1)
+        return torch.cat((_norm_by_mean_square(self.q, q, of_q), _norm_by_mean_square(self.k, k, of_k), v), 1)
 
 
-def _normed(norm: RMSNorm, x: Tensor, mean_square: Tensor) -> Tensor:
-    """Returns the norm of x [N, a part of the columns].  mean_square: [N, 1], the mean of x² over all columns."""
+def _norm_by_mean_square(norm: RMSNorm, x: Tensor, mean_square: Tensor) -> Tensor:
+    """Norms x, which has only a part of the columns.  mean_square: [N, 1], the mean over all ranks."""
     return (x * (mean_square + norm.eps).rsqrt() * norm.weight).to(x.dtype)
 
 
 class OutputGate(NamedTuple):
     """The gate of the attention's output, one for each head or one for each value of a head.
-    project: from the attention's input to the gates, before the activation."""
+    project: the projection from the attention's input to the gates, before the activation."""
 
     project: Linear
     activation: Callable[[Tensor], Tensor]
 
 
 class AttentionBlock:
-    """A Mixer (espalier/models/layers/decoder.py) that attends to rows: the base of both kinds of attention block.
-
-    sink: the attention sinks; see espalier/attention/base.py:Attention.attend.
-    """
+    """The base class of attention blocks: a Mixer (espalier/models/layers/decoder.py) whose rows attend to other rows.
+    sink: the logits of the attention sinks; see espalier/attention/base.py:Attention.attend."""
 
     __slots__ = ()
     sink: Tensor | None = None
 
     def write(self, layer: int, rows: InputRows, p: Pass) -> Tensor:
-        """Write what the layer keeps of rows [N, in]: K and V, or latents.  Returns the result of Pass.write."""
+        """Writes K and V, or latents, of rows [N, in] to the cache.  Returns the result of Pass.write."""
         raise NotImplementedError
 
-    def gate(self, rows: InputRows, kept: Tensor | None) -> Tensor | None:
-        """Returns the gates of the attention's output, [N, heads] or [N, heads · size]; None without gates.
-        rows: [N, in].  kept: the indices of the rows that the layer goes on with; None: all."""
+    def gate(self, rows: InputRows, kept_rows: Tensor | None) -> Tensor | None:
+        """Returns the gates of the attention's output, [N, heads] or [N, heads · size]; None if the block has no gates.
+        rows: [N, in].  kept_rows: the indices of the rows that the layer keeps; None if it keeps all rows."""
         return None
 
     def project(self, attended: Tensor) -> Tensor | Unsummed:
-        """The attention's output [B, Q, heads, size] -> [B · Q, hidden], or parts of it as a BlockOutput."""
+        """Projects the attention's output [B, Q, heads, size].  Returns [B · Q, hidden], or partial sums."""
         raise NotImplementedError
 
     def __call__(self, layer: int, rows: InputRows, s: Residual, p: Pass) -> Tensor | Unsummed:
-        """Returns the block's output for the rows.  See Mixer."""
+        """Returns the block's output for the kept rows.  See Mixer."""
         q, kept = self.write(layer, rows, p), p.kept_rows(layer)
         gate = self.gate(rows, kept)
         if kept is not None:
@@ -88,11 +86,10 @@ class AttentionBlock:
 @dataclass(eq=False, slots=True)
 class Attention(AttentionBlock):
     """The attention block with K and V heads.
-
     qkv: the stacked weights of q, k and v, [num_heads·head_size, in].  num_heads: heads + 2·kv_heads.
-    norms: the norms of each q and k head.  all_heads_norms: the norms of all of q and all of k.  Either may be None.
-    output_gate: None without a gate.
-    """
+    norms: the norms of single q and k heads.  all_heads_norms: the norms over all q heads and over all k heads.  At
+    least one of the two is None.
+    output_gate: None if there is no gate."""
 
     qkv: Linear
     out: Linear
@@ -104,12 +101,12 @@ class Attention(AttentionBlock):
     output_gate: OutputGate | None = None
 
     def norm_input(self, norm: AnyNorm, delta: BlockOutput, x: Tensor) -> tuple[Tensor, InputRows]:
-        # With a gate, the norm is not rounded: the gate may have another format than q, k and v.
+        # With a gate, the norm is not rounded, because the gate may have another storage format than q, k and v.
         return self.qkv.norm_input(norm, delta, x) if self.output_gate is None else norm.add_and_norm(delta, x)
 
     def write(self, layer: int, rows: InputRows, p: Pass) -> Tensor:
         qkv = (
-            self.qkv.in_parts(rows)
+            self.qkv.partial_sums(rows)
             if self.all_heads_norms is None
             else self.all_heads_norms.norm_q_and_k(self.qkv(rows))
         )
@@ -117,20 +114,20 @@ class Attention(AttentionBlock):
         q, scales = p.write(layer, heads, p.rotation(self.rope), self.norms), self.rope.query_scales
         return q if scales is None else q * p.at_positions(layer, scales)
 
-    def gate(self, rows: InputRows, kept: Tensor | None) -> Tensor | None:
+    def gate(self, rows: InputRows, kept_rows: Tensor | None) -> Tensor | None:
         if self.output_gate is None:
             return None
         assert isinstance(rows, Tensor)
-        return self.output_gate.activation(self.output_gate.project(rows if kept is None else rows[kept]))
+        return self.output_gate.activation(self.output_gate.project(rows if kept_rows is None else rows[kept_rows]))
 
     def project(self, attended: Tensor) -> Tensor | Unsummed:
-        return self.out.for_residual(attended.reshape(-1, self.out.shape[1]))
+        return self.out.residual_delta(attended.reshape(-1, self.out.shape[1]))
 
 
 @dataclass(eq=False, slots=True)
 class GatedAttention:
-    """The attention block whose gate is stacked with q (Qwen3-Next).
-    qkv: the stacked weights: for each head of q its q, then its gate; then k, then v.  norms: of each q and k head."""
+    """The attention block of Qwen3-Next, in which the projection of the gate is stacked with that of q.
+    qkv: the stacked weights: q and gate of each q head, then k, then v.  norms: the norms of single q and k heads."""
 
     qkv: Linear
     out: Linear
@@ -142,10 +139,10 @@ class GatedAttention:
         return self.qkv.norm_input(norm, delta, x)
 
     def __call__(self, layer: int, rows: InputRows, s: Residual, p: Pass) -> Tensor | Unsummed:
-        """Returns the block's output for the rows.  See decoder.py:Mixer."""
-        qkv = self.qkv.in_parts(rows)
+        """Returns the block's output for the kept rows.  See decoder.py:Mixer."""
+        qkv = self.qkv.partial_sums(rows)
         q = p.write(layer, qkv.unflatten(-1, (-1, self.head_size)), p.rotation(self.rope), self.norms)
         s.keep_rows(p.kept_rows(layer))
         attended = p.attend(layer, q).flatten(0, 1)
-        gate = HeadGate(select_kept(qkv, layer, p)[..., self.head_size :], 1, 2 * self.head_size, False)
-        return self.out.for_residual(gated_for(self.out, attended, gate, None))
+        gate = HeadGate(select_kept_rows(qkv, layer, p)[..., self.head_size :], 1, 2 * self.head_size, False)
+        return self.out.residual_delta(gate_for_projection(self.out, attended, gate, None))

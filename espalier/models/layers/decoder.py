@@ -1,7 +1,7 @@
-"""The decoder of all families: embedding, layers of attention and MLP (dense or mixture of experts), final norm, head.
+"""The decoder of all families: embedding, layers, final norm and lm_head.
 
-The rows of a batch are flat, [B·Q, hidden], because two-dimensional matrix products are cheapest.  Only attention needs
-to know which row belongs to which request.
+The rows of a batch form one matrix [B·Q, hidden], because two-dimensional matrix products are fastest.  Only attention
+needs to know which row belongs to which request.
 """
 
 from collections.abc import Sequence
@@ -25,19 +25,17 @@ from espalier.models.weight_formats.sharded import Unsummed
 
 
 class Mixer(NormReader, Protocol):
-    """A block in which the rows of a request read one another, such as attention or a recurrence."""
+    """A block that mixes the rows of a request, such as attention or a recurrence."""
 
     def __call__(self, layer: int, rows: Any, s: Residual, p: Pass) -> Tensor | Unsummed:
-        """Write what the layer keeps, drop all rows but `p.kept_rows` (`s.keep_rows`), then attend.
-
-        layer: the layer's index in the pass.  rows: the result of `read`.
-        Returns [kept rows, hidden], or parts of it as RMSNorm.add_and_norm takes them.
-        """
+        """Writes rows to the cache, drops all rows except `p.kept_rows` (`s.keep_rows`), then attends.
+        layer: the layer's index in the pass.  rows: the result of norm_input.
+        Returns the output [kept rows, hidden], or partial sums of it (RMSNorm.add_and_norm)."""
         ...
 
 
 class PlainNorm:
-    """A NormReader whose `read` returns the norm as a plain tensor."""
+    """A NormReader that reads the norm as a plain tensor."""
 
     @staticmethod
     def norm_input(norm: AnyNorm, delta: BlockOutput, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -46,10 +44,8 @@ class PlainNorm:
 
 @dataclass(eq=False, slots=True)
 class BlockLayer:
-    """A layer of one block: x + block(norm(x)).  The block is a mixer, or an MLP, which keeps no rows.
-
-    index: the layer's index in the pass, from 0.
-    """
+    """A layer of one block: x + block(norm(x)).  The block is a mixer or an MLP.
+    index: the layer's index in the pass, from 0."""
 
     index: int
     norm: RMSNorm
@@ -67,11 +63,11 @@ class BlockLayer:
             return
         rows = s.add_and_norm(self.norm, PlainNorm)[kept]
         s.keep_rows(kept)
-        s.add(mlp(mlp.routed(rows), s.live) if isinstance(mlp, MixtureMLP) else mlp(rows))
+        s.add(mlp(mlp.route_rows(rows), s.live) if isinstance(mlp, MixtureMLP) else mlp(rows))
 
 
-def select_kept(values: Tensor, layer: int, p: Pass) -> Tensor:
-    """Returns the rows of values [..., N, columns] with which the layer goes on after its write (Pass.kept_rows)."""
+def select_kept_rows(values: Tensor, layer: int, p: Pass) -> Tensor:
+    """Returns the rows of values [..., N, columns] that the layer keeps after its write (Pass.kept_rows)."""
     kept = p.kept_rows(layer)
     return values if kept is None else values[..., kept, :]
 
@@ -79,13 +75,12 @@ def select_kept(values: Tensor, layer: int, p: Pass) -> Tensor:
 @dataclass(eq=False, slots=True)
 class DecoderLayer:
     """A layer of two blocks: x + scale · attention(norm(x)), then x + scale · mlp(norm(x)).
-
     index: the layer's index in the pass, from 0.
-    attention: attention, or another mixer such as a recurrence or a short convolution.
-    attention_norm: None for the first layer of a draft head, whose normed input the embedding returns.
-    post_attention_norm, post_mlp_norm: the norm of a block's output before it is added; None: no such norm.
-    residual_scale: the factor of a block's output.
-    """
+    attention: an attention block, or another mixer such as a recurrence or a short convolution.
+    attention_norm: None for the first layer of a draft head, because the embedding returns its normed input.
+    post_attention_norm, post_mlp_norm: the norm of a block's output, applied before the residual addition; None if
+    there is no such norm.
+    residual_scale: the factor of a block's output."""
 
     index: int
     attention_norm: AnyNorm | None
@@ -104,7 +99,7 @@ class DecoderLayer:
 
 @dataclass(eq=False)
 class Decoder:
-    """A CausalLM (espalier/models/base.py).  layers: each is a DecoderLayer or a layer class of the family."""
+    """The CausalLM of all families (espalier/models/base.py).  layers: DecoderLayers, or the family's own layers."""
 
     config: ModelConfig
     layer_specs: tuple[LayerSpec, ...]
@@ -127,10 +122,10 @@ class Decoder:
         return ModelOutput(hidden=hidden, inputs=tuple(inputs[i] for i in self.capture))
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return capped(self.head(hidden), self.config.logit_cap, self.config.logit_scale)
+        return cap_logits(self.head(hidden), self.config.logit_cap, self.config.logit_scale)
 
 
-def capped(logits: Tensor, cap: float | None, scale: float = 1.0) -> Tensor:
-    """Returns the logits times `scale`, bounded to ±cap; None: not bounded."""
+def cap_logits(logits: Tensor, cap: float | None, scale: float = 1.0) -> Tensor:
+    """Returns the logits times `scale`, soft-capped to ±cap; a cap of None has no effect."""
     logits = logits if scale == 1 else logits * scale
     return logits if cap is None else torch.tanh(logits / cap) * cap

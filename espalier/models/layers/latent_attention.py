@@ -1,8 +1,8 @@
-"""The attention block of layers that keep a latent row (MLA).  Queries are compared with the latents directly.
+"""The attention block of layers that store a latent row for each token (MLA).  Queries multiply the latents directly.
 
 The key of a head is k_up · latent, so q · key = (k_upᵀ · q) · latent.  Each query is multiplied by k_up once, and keys
-are never computed.  In the same way, a head's output is v_up · (the weighted sum of latents).  So all heads read the
-same row of the cache, once (DeepSeek-AI 2024, arXiv:2405.04434, section 2.1.2).
+are never computed.  Likewise, a head's output is v_up · (the weighted sum of latents).  So all heads read the same row
+of the cache (DeepSeek-AI 2024, arXiv:2405.04434, section 2.1.2).
 """
 
 from dataclasses import dataclass
@@ -25,13 +25,13 @@ from espalier.models.layers.norm import AnyNorm, BlockOutput, RMSNorm
 from espalier.models.rope import RopeTables
 from espalier.models.weight_formats.sharded import Unsummed
 
-# The eps of the norm of index keys.  The publishers' code fixes it.
-INDEX_EPS = 1e-6
+# The eps of the norm of index keys, a constant in the publishers' code.
+INDEX_NORM_EPS = 1e-6
 
 
 class IndexerLayerInput(NamedTuple):
     """The input of a layer with an indexer.
-    x: [N, hidden], normed rows.  projection_rows: the same rows in the form that the layer's projections take."""
+    x: [N, hidden], the normed rows.  projection_rows: the same rows in the form that the layer's projections take."""
 
     x: Tensor
     projection_rows: InputRows
@@ -51,12 +51,13 @@ def norm_for_indexer(
 
 
 def common_rounding(one: InputScales | None, other: InputScales | None) -> InputScales | None:
-    """How a norm may round the inputs of two products at once; None if the two products take different roundings."""
+    """Returns how a norm quantises the common inputs of two products; None if they quantise inputs differently."""
     if (
         one is None
         or other is None
+        or one.static_scale is not None
+        or other.static_scale is not None
         or one.group != other.group
-        or (one.static_scale, other.static_scale) != (None, None)
     ):
         return None
     return one
@@ -64,46 +65,46 @@ def common_rounding(one: InputScales | None, other: InputScales | None) -> Input
 
 @dataclass(frozen=True)
 class Indexer:
-    """Computes the index queries and keys, by which the rows to attend to are chosen (kernels/ops/selection.py).
+    """Computes the index queries and index keys, whose products choose the rows to attend to
+    (kernels/ops/selection.py).
 
-    q: the queries' latent -> [heads · size].  k: hidden state -> [size].  norm: of k.
-    weights: [heads, hidden].  interleaved: see IndexRows.
+    q: maps the queries' latent to [heads · size].  k: maps the hidden state to [size].  norm: the norm of index keys.
+    score_weights: [heads, hidden].  interleaved: see IndexRows.
     """
 
     q: Linear
     k: Linear
     norm: IndexNorm
-    weights: Tensor
+    score_weights: Tensor
     interleaved: bool
 
     def __call__(self, rows: IndexerLayerInput, q_latent: Tensor, rotation: Rotation) -> IndexRows:
-        """Returns the indexer's values for new rows.  q_latent: [N, q_rank]."""
-        parts = router_logits(rows.x, self.weights)
-        # The published scale of scores is left out: it changes no choice.
+        """Returns the index queries and keys of new rows.  q_latent: [N, q_rank]."""
+        parts = router_logits(rows.x, self.score_weights)
+        # The published factor of scores is omitted, because it does not change the choice.
         weights = sum_parts(parts, parts.dtype)
-        q = self.q(q_latent).unflatten(1, (len(self.weights), self.k.shape[0]))
+        q = self.q(q_latent).unflatten(1, (len(self.score_weights), self.k.shape[0]))
         return IndexRows(q, self.k(rows.projection_rows), weights, self.norm, rotation, self.interleaved)
 
 
-# The eps of the norms of both latents.  The publishers' code fixes it; rms_norm_eps of config.json is for other norms.
-NORM_EPS = 1e-6
+# The eps of the norms of both latents, a constant in the publishers' code.  rms_norm_eps of config.json is for all
+# other norms.
+LATENT_NORM_EPS = 1e-6
 
 
 @dataclass(eq=False, slots=True)
 class LatentAttention(AttentionBlock):
     """The latent attention block.
-
-    down: hidden state -> the queries' latent [q_rank] and the row to keep [kv_rank + rope], in one product.
-    q_norm, q: the queries' latent -> [heads · (nope + rope)]; both None if `down` projects the queries themselves.
-    form: the form of the row to keep.  k_up: [heads, nope, kv_rank].  v_up: [heads, v_size, kv_rank].
+    down: maps the hidden state to the queries' latent [q_rank] and to the latent row [kv_rank + rope], in one product.
+    q_norm, q: map the queries' latent to [heads · (nope + rope)]; None if `down` returns the queries.
+    latent_format: the format of the latent row.  k_up: [heads, nope, kv_rank].  v_up: [heads, v_size, kv_rank].
     row_size: kv_rank + rope.
-    indexer: chooses the rows that queries attend to; None: queries attend to all rows, or to an earlier layer's choice.
-    """
+    indexer: chooses the rows that queries attend to; None for all rows, or an earlier layer's choice."""
 
     down: Linear
     q_norm: RMSNorm | None
     q: Linear | None
-    form: LatentFormat
+    latent_format: LatentFormat
     k_up: Tensor
     v_up: Tensor
     out: Linear
@@ -122,7 +123,7 @@ class LatentAttention(AttentionBlock):
         q_latent = q if self.q_norm is None else self.q_norm(q)
         q = q_latent if self.q is None else self.q(q_latent)
         q, rotation = q.unflatten(1, (self.k_up.shape[0], -1)), p.rotation(self.rope)
-        values = q, latent, rotation, self.form, self.k_up
+        values = q, latent, rotation, self.latent_format, self.k_up
         if self.indexer is None or not isinstance(rows, IndexerLayerInput):
             return p.write(layer, *values)
         return p.write(layer, *values, index=self.indexer(rows, q_latent, rotation))
@@ -132,4 +133,4 @@ class LatentAttention(AttentionBlock):
         latents = attended.flatten(0, 1)
         values = latents.new_empty(*latents.shape[:2], self.v_up.shape[1])
         head_product(latents, self.v_up.transpose(1, 2), values)
-        return self.out.for_residual(values.flatten(1))
+        return self.out.residual_delta(values.flatten(1))

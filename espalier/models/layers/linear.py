@@ -1,4 +1,4 @@
-"""A linear layer: a weight of any format, and a bias."""
+"""Linear layers with a weight of any storage format, and the token embedding."""
 
 from dataclasses import dataclass
 
@@ -29,13 +29,13 @@ class Linear:
     def shape(self) -> tuple[int, int]:
         return self.weight.shape
 
-    def rows_from(self, first: int) -> "Linear":
-        """Returns the layer for the outputs first .. out-1, in the same memory."""
-        return Linear(self.weight.rows_from(first), None if self.bias is None else self.bias[first:])
+    def rows_from(self, first_row: int) -> "Linear":
+        """Returns a layer for the outputs first_row .. out-1.  It uses the same memory."""
+        return Linear(self.weight.rows_from(first_row), None if self.bias is None else self.bias[first_row:])
 
     @property
     def rounding(self) -> InputScales | None:
-        """How a norm must round RoundedRows for this layer; None: the layer takes only plain tensors."""
+        """How a norm must quantise RoundedRows for this layer; None if the layer takes only plain tensors."""
         return self.weight.rounding
 
     def norm_input(self, norm: AnyNorm, delta: BlockOutput, x: Tensor) -> tuple[Tensor, InputRows]:
@@ -43,30 +43,30 @@ class Linear:
         return norm.add_and_norm(delta, x) if rounding is None else norm.add_and_round(delta, x, rounding)
 
     def __call__(self, x: InputRows) -> Tensor:
-        """x [..., in] -> a new tensor [..., out]."""
+        """Multiplies x [..., in].  Returns a new tensor [..., out]."""
         if isinstance(x, RoundedRows) or x.ndim == 2:
             return self.weight.apply(x, self.bias)
         return self.weight.apply(x.reshape(-1, x.shape[-1]), self.bias).view(*x.shape[:-1], self.shape[0])
 
-    def for_residual(self, x: InputRows) -> Tensor | Unsummed:
-        """Returns the result of in_parts; if ranks divide the columns, as Unsummed, which the next norm sums."""
-        product: Tensor | Unsummed = self.weight.for_residual(x, self.bias)
+    def residual_delta(self, x: InputRows) -> Tensor | Unsummed:
+        """Returns the result of partial_sums.  If ranks divide the columns, the result is Unsummed, and the next norm
+        sums it over the ranks."""
+        product: Tensor | Unsummed = self.weight.residual_delta(x, self.bias)
         return product
 
-    def in_parts(self, x: InputRows) -> Tensor:
-        """x [rows, in] -> [rows, out], or partial sums [parts, rows, out] float32, which RMSNorm.add_and_norm adds."""
+    def partial_sums(self, x: InputRows) -> Tensor:
+        """Multiplies x [rows, in].  Returns [rows, out], or float32 partial sums [parts, rows, out], which
+        RMSNorm.add_and_norm adds."""
         return self.weight.parts(x, self.bias)
 
     def write_parts(self, x: InputRows, out: Tensor) -> None:
-        """x [rows, in] -> partial sums in out [weight.num_parts(rows), rows, out], float32 at least."""
+        """Multiplies x [rows, in].  Writes partial sums to out [num_parts, rows, out], float32 or float64."""
         self.weight.write_parts(x, self.bias, out)
 
     def gated(self, x: InputRows, activation: Activation = SILU, rounding: InputScales | None = None) -> InputRows:
-        """x [rows, in] -> the activation [rows, inner].
-
-        The weight stacks gate and up, [2·inner, in]; if the activation has no gate, it is up alone.
-        rounding: that of the layer that reads the result, which is RoundedRows if a launch could round it.
-        """
+        """Multiplies x [rows, in] and applies the activation.  Returns [rows, inner].
+        The weight stacks gate and up, [2·inner, in].  If the activation has no gate, the weight is up, [inner, in].
+        rounding: how the next layer quantises its input.  The result is RoundedRows if the kernel can quantise it."""
         rows: InputRows = self.weight.gated(x, self.bias, activation, rounding)
         return rows
 
@@ -74,11 +74,10 @@ class Linear:
 @dataclass(eq=False, slots=True)
 class Embedding:
     """The token embedding.  weight: [vocab, hidden].
-
     scale: the factor of every embedding, a number that is exact in the model's dtype.  row_norm: the norm of every
-    embedding, applied before the factor; or None.
-    vocab_size, shards: set with several ranks.  Then `weight` holds the rank's part of the vocabulary (Shards.tokens).
-    """
+    embedding, applied before the factor; None if there is no norm.
+    vocab_size, shards: set if there are several ranks.  `weight` then holds the rank's part of the vocabulary
+    (Shards.tokens)."""
 
     weight: Tensor
     scale: float = 1.0
@@ -92,11 +91,9 @@ class Embedding:
         return len(self.weight) if self.vocab_size is None else self.vocab_size, self.weight.shape[1]
 
     def __call__(self, p: Pass, rope: RopeTables, draft_hidden: DraftHidden | None = None) -> Residual:
-        """Returns the residual of the pass's B · Q rows.  rope: the RoPE that most layers use.
-
-        draft_hidden: for a draft, the hidden states that are concatenated to the embeddings.  The residual then starts
-        with these hidden states, and its `first_input` holds both, normed: [B · Q, 2 · hidden].
-        """
+        """Returns the residual stream of the pass's B · Q rows.  rope: the RoPE that most layers use.
+        draft_hidden: for a draft, the hidden states that are concatenated to the embeddings.  The residual stream then
+        starts with these hidden states, and `first_input` is the concatenation of both norms, [B · Q, 2 · hidden]."""
         tokens, table = (p.tokens, self.weight) if self.shards.count == 1 else self._gather_over_ranks(p.tokens)
         tables = EmbeddingTables(table, rope.cos, rope.sin)
         x, residual, rotation, live = embed_rows(tokens, p.positions, tables, draft_hidden)
@@ -107,7 +104,7 @@ class Embedding:
         return Residual(x if self.scale == 1 else x * self.scale, live)
 
     def _gather_over_ranks(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns (the index of each token in a table of this pass's embeddings, that table)."""
+        """Gathers the embeddings of tokens from all ranks.  Returns (the row of each token in a table, the table)."""
         own = self.shards.tokens(self.shape[0])
         places = torch.arange(tokens.numel(), device=tokens.device).view(tokens.shape)
         rows = self.weight.new_zeros(tokens.numel(), self.shape[1])
@@ -118,9 +115,8 @@ class Embedding:
         return places.masked_fill_(tokens < 0, -1), self.shards.all_reduce(rows)
 
     def gather_all_rows(self) -> None:
-        """Hold all rows on every rank.
-
-        A draft needs this, because it reads embeddings at each of its levels, between which ranks do not communicate.
+        """Gathers all rows of the embedding on every rank.
+        A draft needs all rows, because it reads embeddings at each of its levels, without communication between ranks.
         """
         vocab_size, _ = self.shape
         if self.shards.count > 1:

@@ -1,4 +1,4 @@
-"""The MLP of a layer, down(activation(gate(x)) * up(x)) or down(activation(up(x))), and the mixture of experts."""
+"""The MLP of a layer, down(activation(gate(x)) * up(x)) or down(activation(up(x))), and the mixture-of-experts MLP."""
 
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -23,7 +23,7 @@ from espalier.kernels.ops.experts import (
 from espalier.kernels.ops.linear import linear_parts
 from espalier.kernels.ops.norm import can_round_norm, norm_router, supports_norm_router
 from espalier.models.layers.linear import Linear
-from espalier.models.layers.norm import AnyNorm, BlockOutput, NormedOutputs, is_rounded_before, summed
+from espalier.models.layers.norm import AnyNorm, BlockOutput, NormedOutputs, is_rounded_in_launch, sum_if_unsummed
 from espalier.models.weight_formats.sharded import Unsummed
 from espalier.shards import WHOLE, Shards
 
@@ -31,7 +31,7 @@ from espalier.shards import WHOLE, Shards
 @dataclass(eq=False, slots=True)
 class GatedMLP:
     """A dense MLP.
-    gate_up: the stacked weights of gate and up, [2·intermediate, hidden]; if the activation has no gate, up alone."""
+    gate_up: the stacked weights of gate and up, [2·intermediate, hidden]; only up if the activation has no gate."""
 
     gate_up: Linear
     down: Linear
@@ -41,44 +41,44 @@ class GatedMLP:
         return self.gate_up.norm_input(norm, delta, x)
 
     def __call__(self, x: InputRows, live: Tensor | None = None) -> Tensor | Unsummed:
-        """[B·Q, hidden] -> [B·Q, hidden], or parts of the result as RMSNorm.add_and_norm takes them.
+        """Returns the output [B·Q, hidden] for rows x [B·Q, hidden], or partial sums of the output
+        (RMSNorm.add_and_norm).
 
-        live: not used: a dense MLP computes every row.  MixtureMLP has the same argument.
+        live: ignored, because a dense MLP computes every row.  MixtureMLP uses this argument.
         """
-        return self.down.for_residual(self._inner(x))
+        return self.down.residual_delta(self._activated_rows(x))
 
-    def in_parts(self, x: InputRows) -> Tensor:
-        """[B·Q, hidden] -> [B·Q, hidden], or parts whose sum is the result.  Each rank returns its own, not summed."""
-        return self.down.in_parts(self._inner(x))
+    def partial_sums(self, x: InputRows) -> Tensor:
+        """Returns the rank's part of the output [B·Q, hidden], or partial sums of that part.  The parts of all ranks
+        add up to the output."""
+        return self.down.partial_sums(self._activated_rows(x))
 
     def num_parts(self, rows: int) -> int:
-        """The number of parts that `write_parts` writes."""
+        """Returns the number of partial sums that `write_parts` writes."""
         return self.down.weight.num_parts(rows)
 
     def write_parts(self, x: Tensor, out: Tensor) -> None:
-        """[B·Q, hidden] -> out [num_parts, B·Q, hidden], float32 at least.  The sum of the parts is the result."""
-        self.down.write_parts(self._inner(x), out)
+        """Writes partial sums of the output to out [num_parts, B·Q, hidden], float32 or float64."""
+        self.down.write_parts(self._activated_rows(x), out)
 
-    def summed(self, x: Tensor) -> Tensor:
-        """[B·Q, hidden] -> [B·Q, hidden].  The result is never in parts."""
-        return self.down(self._inner(x))
+    def whole_output(self, x: Tensor) -> Tensor:
+        """Returns the output [B·Q, hidden] as one tensor, never as partial sums."""
+        return self.down(self._activated_rows(x))
 
-    def _inner(self, x: InputRows) -> InputRows:
-        """[B·Q, hidden] -> [B·Q, intermediate], in a form that `down` takes."""
+    def _activated_rows(self, x: InputRows) -> InputRows:
+        """Returns the activations [B·Q, intermediate], in the form that `down` takes."""
         return self.gate_up.gated(x, self.activation, self.down.rounding)
 
 
-# A router has few outputs.  For few rows its product is therefore split along the inputs, and `route` adds the parts.
-# A single part would be rounded to x's dtype.  For more than ROUTER_MAX_ROWS rows, PyTorch's product is faster.
+# A router has few outputs.  For few rows, the router's product is therefore split along the inputs, and `route` adds
+# the partial sums.  For more than ROUTER_MAX_ROWS rows, PyTorch's product is faster.
 ROUTER_PLAN, ROUTER_MAX_ROWS = TritonPlan(block_out=32, block_in=128, splits=8, warps=4, stages=2), 64
 
 
 class RoutedRows(NamedTuple):
     """The input of a MixtureMLP.
-
-    x: [N, hidden], the normed rows; expert_rows: these rows in the form that the routed experts take; logits: the
-    router's, in the form that `route` takes.
-    """
+    x: [N, hidden], the normed rows; expert_rows: the same rows in the form that the routed experts take; logits: the
+    router's logits, in the form that `route` takes."""
 
     x: Tensor
     expert_rows: InputRows
@@ -87,17 +87,18 @@ class RoutedRows(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class MixtureMLP:
-    """The weighted sum of each row's experts, and of the shared experts if there are any.
+    """The mixture-of-experts MLP: the weighted sum of each row's experts, plus the output of the shared experts.
 
-    router: [E, H].  bias: [E], added as `routing` says, or None.  gate_up: [E, 2·I, H], or [E, I, H] if the activation
-    has no gate.  down: [E, H, I].
+    router: [E, H].  bias: [E], the router's bias (see Routing), or None.  gate_up: [E, 2·I, H], or [E, I, H] if the
+    activation has no gate.  down: [E, H, I].
     gate_up and down are dense or quantised.
-    shared: an MLP that computes every row.  shared_gate: [1, H]; the sigmoid of its product with a row scales the
-    output of `shared`.
-    biases, activation: of the routed experts.  scale: [E], a factor of each expert's weight, or None.
-    shards: the ranks that divide the experts and the shared experts.  Each rank has a part of every expert's I.
-    shared_tiles: the weights of `shared`, in the same memory, for the launches of the routed experts.  These launches
-    compute the shared MLP too if the rows are few.  None: the shared MLP always runs in separate launches.
+    shared: the MLP of the shared experts, which computes every row.  shared_gate: [1, H]; the output of `shared` is
+    multiplied by the sigmoid of shared_gate · row.
+    biases, activation: the biases and the activation of the routed experts.  scale: [E], the factors of routing
+    weights, or None.
+    shards: the ranks that divide the experts.  Each rank has a part of the intermediate size of every expert.
+    shared_tiles: the weights of `shared`, for the kernels of the routed experts, which also compute the shared MLP if
+    there are few rows.  None if the shared MLP always has its own kernel launches.
     """
 
     routing: Routing
@@ -121,27 +122,23 @@ class MixtureMLP:
 
     def norm_input(self, norm: AnyNorm, delta: BlockOutput, x: Tensor) -> tuple[Tensor, RoutedRows]:
         """Returns (x + delta, the norm of that sum with its router's logits).  See residual.py:NormReader.
-
-        For a few rows one launch computes the norm and the router.  If the experts take rounded inputs, the launch of
-        the norm also rounds them.
-        """
+        For a few rows, one kernel computes the norm and the router.  If the experts take quantised inputs, the kernel
+        of the norm also quantises them."""
         rounding = rounding_in_norm(self.gate_up, x)
-        own = summed(delta) if supports_norm_router(x) and not isinstance(delta, NormedOutputs) else None
+        own = sum_if_unsummed(delta) if supports_norm_router(x) and not isinstance(delta, NormedOutputs) else None
         if own is not None and norm.weight is not None:
             total, normed, rounded, logits = norm_router.triton(own, x, norm.weight, norm.eps, self.router, rounding)
             return total, RoutedRows(normed, rounded, logits)
         total, normed, rounded = norm.add_norm_and_round(delta if own is None else own, x, rounding)
         return total, RoutedRows(normed, rounded, router_logits(normed, self.router))
 
-    def routed(self, x: Tensor) -> RoutedRows:
-        """Normed rows [N, hidden] -> the same rows with their router's logits."""
+    def route_rows(self, x: Tensor) -> RoutedRows:
+        """Returns RoutedRows for normed rows [N, hidden]."""
         return RoutedRows(x, x, router_logits(x, self.router))
 
     def __call__(self, routed: RoutedRows, live: Tensor | None = None) -> Tensor | Unsummed:
-        """N rows -> [parts, N, hidden], float32 at least, or [N, hidden], as RMSNorm.add_and_norm takes them.
-
-        live: [N] bool, the rows that go to experts; None: all rows.
-        """
+        """Returns the output [N, hidden] of N rows, or partial sums of the output (RMSNorm.add_and_norm).
+        live: [N] bool, the rows that experts compute; None for all rows."""
         parts = self._sum_of_experts(*routed, live)
         return parts if self.shards.count == 1 else Unsummed(parts, self.shards, routed.x.dtype)
 
@@ -158,44 +155,42 @@ class MixtureMLP:
         )
         if self.shared is not None and self.shared_gate is not None:
             rows = _shared_mlp_rows(self.shared, self.gate_up, x, expert_rows)
-            _write_gated(self.shared, self.shared_gate, x, rows, parts[-1])
+            _write_gated_shared_mlp(self.shared, self.shared_gate, x, rows, parts[-1])
         elif self.shared is not None:
             self.shared.write_parts(x, parts[-extra:])
         return parts
 
 
-def _write_gated(shared: GatedMLP, gate: Linear, x: Tensor, rows: InputRows, out: Tensor) -> None:
-    """Write the shared MLP's result, scaled by its gate, to out [N, H].  rows: x in the form that the MLP takes."""
+def _write_gated_shared_mlp(shared: GatedMLP, gate: Linear, x: Tensor, rows: InputRows, out: Tensor) -> None:
+    """Writes the shared MLP's output, multiplied by its gate, to out [N, H].  rows: x in the MLP's form."""
     weight = gate.weight.dense_tensor()
     if weight is None:
-        torch.mul(shared.summed(x), gate(x).to(out.dtype).sigmoid(), out=out)
+        torch.mul(shared.whole_output(x), gate(x).to(out.dtype).sigmoid(), out=out)
     else:
-        scale_by_gate(shared.in_parts(rows), x, weight, out)
+        scale_by_gate(shared.partial_sums(rows), x, weight, out)
 
 
 def _shared_mlp_rows(shared: GatedMLP, gate_up: ExpertMatrix, x: Tensor, expert_rows: InputRows) -> InputRows:
     """Returns the rows in the form that the shared MLP takes.
-    The result is `expert_rows` if those rows are already rounded as the shared MLP would round them, else x."""
+    The result is `expert_rows` if the shared MLP quantises rows in the same way as the experts, else x."""
     rounding = shared.gate_up.rounding
     if rounding is None or isinstance(gate_up, Tensor) or gate_up.inputs is None:
         return x
     is_same = rounding.static_scale is gate_up.inputs.static_scale and rounding.group == gate_up.inputs.group
-    return expert_rows if is_same and is_rounded_before(x, x.shape[1], rounding) else x
+    return expert_rows if is_same and is_rounded_in_launch(x, x.shape[1], rounding) else x
 
 
 def rounding_in_norm(gate_up: ExpertMatrix, x: Tensor) -> InputScales | None:
-    """How the launch of the norm of x also rounds its result for the routed experts; None: it does not round."""
+    """Returns how the norm kernel quantises rows x for the routed experts; None if it does not quantise them."""
     if isinstance(gate_up, Tensor) or gate_up.inputs is None or gate_up.order is not None or not x.is_cuda:
         return None
     return gate_up.inputs if can_round_norm(x.shape[1], gate_up.inputs) else None
 
 
 def _shared_expert_tiles(shared: GatedMLP, gate_up: ExpertMatrix, down: ExpertMatrix) -> SharedExperts | None:
-    """The weights of the shared MLP as SharedExperts.
-
-    None if the shared MLP or the experts are quantised, if the shared MLP has a bias, or if its intermediate size is no
-    multiple of an expert's.
-    """
+    """Returns the weights of the shared MLP as SharedExperts.
+    Returns None if the shared MLP or the experts are quantised, if the shared MLP has a bias, or if the intermediate
+    size of the shared MLP is not a multiple of an expert's."""
     layers = (shared.gate_up, shared.down)
     wide, narrow = (layer.weight.dense_tensor() for layer in layers)
     if wide is None or narrow is None or not isinstance(gate_up, Tensor) or not isinstance(down, Tensor):
@@ -207,10 +202,8 @@ def _shared_expert_tiles(shared: GatedMLP, gate_up: ExpertMatrix, down: ExpertMa
 
 
 def router_logits(x: Tensor, weight: Tensor) -> Tensor:
-    """x [N, H] · weightᵀ [E, H] -> logits [N, E], or parts of the logits as `route` takes them.
-
-    The product and the result are in float32 (float64 for float64).
-    """
+    """Returns the router's logits [N, E] = x [N, H] · weightᵀ, or partial sums of the logits, which `route` adds.
+    The product and the result are in float32 (float64 if x is float64)."""
     exact = torch.promote_types(x.dtype, torch.float32)
     if x.is_cuda and x.dtype != exact:
         if 0 < len(x) <= ROUTER_MAX_ROWS:

@@ -1,4 +1,4 @@
-"""RMS norms with a weight, alone or fused with the residual addition before them, and their absence (NoNorm)."""
+"""RMS norms, alone or fused with the preceding residual addition, and a substitute for no norm (NoNorm)."""
 
 from collections.abc import Sequence
 from typing import ClassVar, TypeAlias
@@ -22,24 +22,24 @@ from espalier.kernels.ops.norm import (
 from espalier.kernels.runtime.launch import chip
 from espalier.models.weight_formats.sharded import Unsummed, sum_over_ranks
 
-# The output of a block, which the next norm adds to the residual.
+# The types of a block's output, which the next norm adds to the residual.
 BlockOutput: TypeAlias = "Tensor | Unsummed | NormedOutputs | None"
 
 
-def is_rounded_before(x: Tensor, size: int, rounding: InputScales | None) -> bool:
-    """Whether the launch that computes rows like x, of `size` columns, also rounds them for a product."""
+def is_rounded_in_launch(x: Tensor, size: int, rounding: InputScales | None) -> bool:
+    """Whether the kernel that computes rows [len(x), size] also quantises them for a product."""
     if rounding is None or not x.is_cuda or len(x) > max_kernel_rows(rounding, chip(x)):
         return False
     return can_round_norm(size, rounding)
 
 
 class RMSNorm:
-    """RMS norm: x / sqrt(mean(x²) + eps) · weight over the last dimension, computed in float32 at least.
+    """RMS norm: x / sqrt(mean(x²) + eps) · weight over the last dimension, computed in float32 or float64.
 
     The weight has x's dtype, or float32.
 
-    On a CPU, for float32 and float64, the constants that follow from weight and eps are computed once, because they
-    cost as much as norming a row.
+    On a CPU, for float32 and float64, constants that depend on weight and eps are computed once, because computing them
+    takes as long as norming a row.
     """
 
     __slots__ = ("weight", "eps", "_constants")
@@ -51,29 +51,27 @@ class RMSNorm:
         self._constants = norm_by_length_constants(weight, eps) if has_constants else None
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[..., H] -> [..., H]."""
+        """Returns the norm of x [..., H], in the same shape."""
         if self._constants is not None and x.dtype == self.weight.dtype:
             return norm_by_length(x, *self._constants)
         return rms_norm(x, self.weight, self.eps)
 
     def add_and_round(self, delta: BlockOutput, residual: Tensor, rounding: InputScales) -> tuple[Tensor, InputRows]:
-        """Returns the results of `after`, the norm as RoundedRows if its launch can round it.
-        rounding: how the one reader of the norm rounds its input (Linear.rounding)."""
-        if isinstance(delta, NormedOutputs) or not is_rounded_before(residual, residual.shape[1], rounding):
+        """Returns the results of add_and_norm.  The norm is RoundedRows if the kernel can quantise it.
+        rounding: how the layer that reads the norm quantises its input (Linear.rounding)."""
+        if isinstance(delta, NormedOutputs) or not is_rounded_in_launch(residual, residual.shape[1], rounding):
             return self.add_and_norm(delta, residual)
-        total, _, rounded = rounded_norm.triton(summed(delta), residual, self.weight, self.eps, rounding)
+        total, _, rounded = rounded_norm.triton(sum_if_unsummed(delta), residual, self.weight, self.eps, rounding)
         return total, rounded
 
     def add_norm_and_round(
         self, delta: BlockOutput, residual: Tensor, rounding: InputScales | None
     ) -> tuple[Tensor, Tensor, InputRows]:
-        """Returns the results of `after`, and the norm rounded by `rounding` in the same launch.
-
-        rounding: None: the third result is the norm itself.  Else x must be on a GPU, and `can_round_norm` accept its
-        width.
-        """
+        """Returns the results of add_and_norm, and the norm quantised by the same kernel.
+        rounding: how the norm is quantised; None to return the norm itself.  If set, x must be on a GPU with a width
+        that `can_round_norm` accepts."""
         if rounding is not None and not isinstance(delta, NormedOutputs):
-            given = (summed(delta), residual, self.weight, self.eps, rounding)
+            given = (sum_if_unsummed(delta), residual, self.weight, self.eps, rounding)
             total, kept, rounded = rounded_norm.triton(*given, return_norm=True)
             assert kept is not None
             return total, kept, rounded
@@ -82,13 +80,11 @@ class RMSNorm:
 
     def add_and_norm(self, delta: BlockOutput, residual: Tensor) -> tuple[Tensor, Tensor]:
         """Returns (residual + delta, norm of that sum), [N, H] each.
-
-        delta: a block's output [N, H], or partial sums [parts, N, H], float32 at least (Linear.in_parts, MixtureMLP),
-        which are added in order; None before the first block.  An Unsummed delta is first summed over the ranks, if
-        possible in the same launch.  A NormedOutputs delta is first normed, on a GPU in the same launch.
-        """
+        delta: a block's output [N, H], or float32 or float64 partial sums [parts, N, H] (Linear.partial_sums,
+        MixtureMLP), which are added in order; None before the first block.  An Unsummed output is first summed over the
+        ranks, if possible by the same kernel.  NormedOutputs are first normed, on a GPU by the same kernel."""
         if isinstance(delta, NormedOutputs):
-            total, [normed] = delta.added(residual, (self,))
+            total, [normed] = delta.add_and_norms(residual, (self,))
             return total, normed
         if isinstance(delta, Unsummed):
             joined = delta.add_norm(residual, self.weight, self.eps)
@@ -102,11 +98,9 @@ class RMSNorm:
 
 
 class NormedOutputs:
-    """Outputs of blocks that are normed before they are added: x · scale + norm(the sum of the normed outputs).
-
-    outputs: one or two pairs of an output and its norm; outputs are in a form that RMSNorm.add_and_norm takes.
-    norm: None: the sum of the normed outputs is added without another norm.
-    """
+    """Block outputs that are normed before the residual addition: x · scale + norm(the sum of the normed outputs).
+    outputs: one or two pairs (block output, norm of that output).
+    norm: the norm of the sum; None to add the sum without another norm."""
 
     __slots__ = ("outputs", "norm", "scale")
 
@@ -117,13 +111,13 @@ class NormedOutputs:
         self.norm = norm
         self.scale = scale
 
-    def added(self, x: Tensor, norms: Sequence[RMSNorm]) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Returns (the new residual, up to 3 norms of it), [N, H] each.  On a GPU, one launch computes all."""
+    def add_and_norms(self, x: Tensor, norms: Sequence[RMSNorm]) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Returns (the new residual, up to 3 norms of it), [N, H] each.  On a GPU, one kernel computes all results."""
         outputs = [(sum_over_ranks(output), own) for output, own in self.outputs]
-        if adds_in_one_launch(x):
-            of_outputs = tuple((output, _weight(own)) for output, own in outputs)
-            behind = None if self.norm is None else _weight(self.norm)
-            return add_normed(of_outputs, behind, x, self.scale, tuple(map(_weight, norms)))
+        if has_fused_add_norm(x):
+            of_outputs = tuple((output, _norm_weight(own)) for output, own in outputs)
+            behind = None if self.norm is None else _norm_weight(self.norm)
+            return add_normed(of_outputs, behind, x, self.scale, tuple(map(_norm_weight, norms)))
         normed = [own(sum_parts(output, x.dtype)) for output, own in outputs]
         added = sum(normed[1:], normed[0])
         added = added if self.norm is None else self.norm(added)
@@ -131,17 +125,17 @@ class NormedOutputs:
         return total, tuple(norm(total) for norm in norms)
 
 
-def adds_in_one_launch(x: Tensor) -> bool:
-    """Whether one kernel norms blocks' outputs and adds them to rows like these."""
+def has_fused_add_norm(x: Tensor) -> bool:
+    """Whether a kernel supports norming block outputs and adding them to x."""
     return x.is_cuda
 
 
-def _weight(norm: RMSNorm) -> NormWeight:
+def _norm_weight(norm: RMSNorm) -> NormWeight:
     return NormWeight(norm.weight, norm.eps)
 
 
 class NoNorm:
-    """Takes the place of the norm before a block, for families that norm only a block's output."""
+    """A substitute for the norm before a block, for families that norm only the outputs of blocks."""
 
     weight: ClassVar[None] = None
 
@@ -155,17 +149,17 @@ class NoNorm:
         return total, total, total
 
     def add_and_norm(self, delta: BlockOutput, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns (residual + delta, the same sum again).  delta: as RMSNorm.add_and_norm takes it."""
+        """Returns (residual + delta, the same sum again).  delta: see RMSNorm.add_and_norm."""
         if isinstance(delta, NormedOutputs):
-            total, _ = delta.added(residual, ())
+            total, _ = delta.add_and_norms(residual, ())
             return total, total
-        own = summed(delta)
+        own = sum_if_unsummed(delta)
         total = residual if own is None else residual + sum_parts(own, residual.dtype)
         return total, total
 
 
-def summed(delta: Tensor | Unsummed | None) -> Tensor | None:
-    """Returns delta, summed over the ranks if it is Unsummed."""
+def sum_if_unsummed(delta: Tensor | Unsummed | None) -> Tensor | None:
+    """Returns delta.  An Unsummed delta is first summed over the ranks."""
     return None if delta is None else sum_over_ranks(delta)
 
 

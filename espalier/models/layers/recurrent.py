@@ -1,4 +1,4 @@
-"""Blocks that keep a state of a fixed size for each request: Mamba 2, a short convolution, the gated delta rule."""
+"""Blocks that store a state of a fixed size for each request: Mamba 2, short convolutions and the gated delta rule."""
 
 from dataclasses import dataclass, field
 from math import inf
@@ -11,35 +11,42 @@ from espalier.kernels.layers.quantised import InputRows
 from espalier.kernels.ops.norm import norm_router, supports_norm_router
 from espalier.kernels.ops.recurrence import ShortConv
 from espalier.kernels.ops.states import ConvColumns, GateInputs, OutputGate
-from espalier.models.layers.decoder import select_kept
-from espalier.models.layers.gated import gated_for
+from espalier.models.layers.decoder import select_kept_rows
+from espalier.models.layers.gated import gate_for_projection
 from espalier.models.layers.linear import Linear
-from espalier.models.layers.norm import AnyNorm, BlockOutput, NormedOutputs, RMSNorm, is_rounded_before, summed
+from espalier.models.layers.norm import (
+    AnyNorm,
+    BlockOutput,
+    NormedOutputs,
+    RMSNorm,
+    is_rounded_in_launch,
+    sum_if_unsummed,
+)
 from espalier.models.layers.residual import Residual
 from espalier.models.weight_formats.sharded import Unsummed
 
-# The most rows of which a convolution reads the product in parts.  It reads a part once for each tap, so for more rows
-# a launch that adds the parts is faster.
+# The largest number of rows for which a convolution reads partial sums of its input.  The convolution reads each
+# partial sum once for each tap, so for more rows it is faster to add them first.
 MAX_ROWS_IN_PARTS = 32
 
 
 @dataclass(eq=False, slots=True)
 class Mamba2:
     """The Mamba 2 block.
-
-    inputs: the stacked projections of the gate, x, B, C and dt.  conv: over the channels of C, B and x, in this order.
-    A_log, dt_bias, skip: [heads], float32 at least.  skip · x is added to the output.
-    limits: the bounds of dt.  norm: of the gated output, one for each group of heads that share B and C.
-    columns: the first column of each part in the projections' output.
-    """
+    input_projection: the stacked projections of the gate, x, B, C and dt.  conv: the convolution of the channels of C,
+    B and x, in this order.
+    A_log, dt_bias, skip: [heads], float32 or float64.  skip · x is added to the output.
+    dt_limits: the minimum and maximum of dt.  norm: the norm of the gated output, applied to each group of heads that
+    share B and C.
+    columns: the first column of each tensor in the projections' output."""
 
     keeps: RecurrentState
-    inputs: Linear
+    input_projection: Linear
     conv: ShortConv
     A_log: Tensor
     dt_bias: Tensor
     skip: Tensor
-    limits: tuple[float, float]
+    dt_limits: tuple[float, float]
     norm: RMSNorm
     out: Linear
     columns: ConvColumns = field(init=False)
@@ -51,26 +58,27 @@ class Mamba2:
         self.columns = keeps.columns._replace(q_column=2 * inner + shared, k_column=2 * inner, v_column=inner)
 
     def norm_input(self, norm: AnyNorm, delta: BlockOutput, x: Tensor) -> tuple[Tensor, InputRows]:
-        """Returns (x + delta, the norm of that sum as `inputs` takes it).  See residual.py:NormReader."""
-        return self.inputs.norm_input(norm, delta, x)
+        """Returns (x + delta, the norm of that sum in the form that `input_projection` takes).  See
+        residual.py:NormReader."""
+        return self.input_projection.norm_input(norm, delta, x)
 
     def __call__(self, layer: int, rows: InputRows, s: Residual, p: Pass) -> Tensor | Unsummed:
-        """Returns the block's output for the rows [N, H].  See decoder.py:Mixer."""
-        inputs, keeps = self.inputs(rows), self.keeps
-        low, high = self.limits
+        """Returns the block's output for the kept rows.  rows: [N, H].  See decoder.py:Mixer."""
+        inputs, keeps = self.input_projection(rows), self.keeps
+        low, high = self.dt_limits
         bounds = low if low > 0 else None, high if high < inf else None
         share = keeps.heads // keeps.k_heads
         dt = GateInputs(inputs[:, -keeps.heads :], None, self.A_log, self.dt_bias, share, share, bounds)
         q = p.write(layer, inputs, dt, self.conv, self.columns)
         s.keep_rows(p.kept_rows(layer))
         read = p.attend(layer, q, self.skip).flatten(2).view(-1, keeps.k_heads, share * keeps.v_size)
-        gate = OutputGate(select_kept(inputs, layer, p), 1, share * keeps.v_size, True)
-        return self.out.for_residual(gated_for(self.out, read, gate, self.norm))
+        gate = OutputGate(select_kept_rows(inputs, layer, p), 1, share * keeps.v_size, True)
+        return self.out.residual_delta(gate_for_projection(self.out, read, gate, self.norm))
 
 
 @dataclass(eq=False, slots=True)
 class GatedConv:
-    """A short convolution with a gate on its input and a gate on its output.
+    """A short convolution whose input and output are multiplied by gates.
     gates: the stacked projections of the input gate, the output gate and the inputs, [3 · hidden, hidden]."""
 
     gates: Linear
@@ -78,29 +86,30 @@ class GatedConv:
     out: Linear
 
     def norm_input(self, norm: AnyNorm, delta: BlockOutput, x: Tensor) -> tuple[Tensor, InputRows]:
-        """Returns (x + delta, the norm of that sum as `gates` takes it).  See residual.py:NormReader."""
+        """Returns (x + delta, the norm of that sum in the form that `gates` takes).  See residual.py:NormReader."""
         return self.gates.norm_input(norm, delta, x)
 
     def __call__(self, layer: int, rows: InputRows, s: Residual, p: Pass) -> Tensor | Unsummed:
-        """Returns the block's output for the rows [N, H].  See decoder.py:Mixer."""
+        """Returns the block's output for the kept rows.  rows: [N, H].  See decoder.py:Mixer."""
         before, behind, inputs = self.gates(rows).chunk(3, -1)
         convolved = p.write(layer, before * inputs, None, self.conv).flatten(0, 1)
         s.keep_rows(p.kept_rows(layer))
-        return self.out.for_residual(select_kept(behind, layer, p) * convolved)
+        return self.out.residual_delta(select_kept_rows(behind, layer, p) * convolved)
 
 
 @dataclass(eq=False, slots=True)
 class DeltaNet:
     """The gated delta rule.
 
-    qkvz: the stacked projections of q, k, v and the output gate z.  ba: those of b and a.
-    is_grouped: if true, the rows of both are grouped by head of k: all parts of head 0, then all of head 1, ...  If
-    false, each part is whole: all of q, then all of k, ...
-    A_log, dt_bias: [heads], float32 at least.  The decay is exp(-exp(A_log) · softplus(a + dt_bias)); beta is
+    qkvz: the stacked projections of q, k, v and the output gate z.  ba: the stacked projections of b and a.
+    is_grouped: whether the rows of qkvz and of ba are grouped by k head: all rows of head 0, then all rows of head 1,
+    ...  If false, all rows of q come first, then all rows of k, ...
+    A_log, dt_bias: [heads], float32 or float64.  The decay is exp(-exp(A_log) · softplus(a + dt_bias)); beta is
     sigmoid(b).
-    norm: of each head's output, which silu(z) then gates.
-    share: heads of v per head of k.  columns: the first column of q, k and v in the output of qkvz.
-    z_at: the first column of z in the output of qkvz.
+    norm: the norm of each head's output, which is then multiplied by silu(z).
+    v_heads_per_k_head: the number of v heads per k head.  columns: the first columns of q, k and v in the output of
+    qkvz.
+    z_column: the first column of z in the output of qkvz.
     """
 
     keeps: RecurrentState
@@ -112,49 +121,56 @@ class DeltaNet:
     dt_bias: Tensor
     norm: RMSNorm
     out: Linear
-    share: int = field(init=False)
+    v_heads_per_k_head: int = field(init=False)
     columns: ConvColumns = field(init=False)
-    z_at: int = field(init=False)
+    z_column: int = field(init=False)
 
     def __post_init__(self) -> None:
         keeps = self.keeps
-        self.share = keeps.heads // keeps.k_heads
+        self.v_heads_per_k_head = keeps.heads // keeps.k_heads
         self.columns = keeps.columns
-        self.z_at = keeps.channels
+        self.z_column = keeps.channels
         if self.is_grouped:
-            of_group = self.share * keeps.v_size
+            of_group = self.v_heads_per_k_head * keeps.v_size
             step = 2 * keeps.k_size + 2 * of_group
             self.columns = keeps.columns._replace(
                 k_column=keeps.k_size, v_column=2 * keeps.k_size, k_head_stride=step, v_group_stride=step
             )
-            self.z_at = 2 * keeps.k_size + of_group
+            self.z_column = 2 * keeps.k_size + of_group
 
     def norm_input(self, norm: AnyNorm, delta: BlockOutput, x: Tensor) -> tuple[Tensor, tuple[InputRows, Tensor]]:
-        """Returns (x + delta, (the norm of that sum as qkvz takes it, the product of that norm with ba)).
-
-        See residual.py:NormReader.  For a few rows one launch computes the norm and the product with ba.  If qkvz takes
-        rounded inputs, the launch of the norm also rounds them.
-        """
-        rounding = self.qkvz.rounding if is_rounded_before(x, x.shape[1], self.qkvz.rounding) else None
+        """Returns (x + delta, (the norm of that sum in the form that qkvz takes, the product of that norm with ba)).
+        See residual.py:NormReader.  For a few rows, one kernel computes the norm and the product with ba.  If qkvz
+        takes quantised inputs, the kernel of the norm also quantises them."""
+        rounding = self.qkvz.rounding if is_rounded_in_launch(x, x.shape[1], self.qkvz.rounding) else None
         of_ba = self.ba.weight.dense_tensor() if supports_norm_router(x) else None
-        own = None if of_ba is None or isinstance(delta, NormedOutputs) else summed(delta)
+        own = None if of_ba is None or isinstance(delta, NormedOutputs) else sum_if_unsummed(delta)
         if of_ba is not None and own is not None and norm.weight is not None:
             total, _, of_qkvz, ba = norm_router.triton(own, x, norm.weight, norm.eps, of_ba, rounding, x.dtype)
             return total, (of_qkvz, ba)
         total, normed, of_qkvz = norm.add_norm_and_round(delta if own is None else own, x, rounding)
-        return total, (of_qkvz, self.ba.in_parts(normed))
+        return total, (of_qkvz, self.ba.partial_sums(normed))
 
     def __call__(self, layer: int, rows: tuple[InputRows, Tensor], s: Residual, p: Pass) -> Tensor | Unsummed:
-        """Returns the block's output for the rows [N, H].  See decoder.py:Mixer."""
-        qkvz = self.qkvz.in_parts(rows[0]) if len(rows[0]) <= MAX_ROWS_IN_PARTS else self.qkvz(rows[0])
+        """Returns the block's output for the kept rows.  rows: [N, H].  See decoder.py:Mixer."""
+        qkvz = self.qkvz.partial_sums(rows[0]) if len(rows[0]) <= MAX_ROWS_IN_PARTS else self.qkvz(rows[0])
         ba = rows[1]
-        q = p.write(layer, qkvz, self._gates(ba), self.conv, self.columns)
+        q = p.write(layer, qkvz, self._gate_inputs(ba), self.conv, self.columns)
         s.keep_rows(p.kept_rows(layer))
         read = p.attend(layer, q).flatten(0, 1)
-        gate = OutputGate(select_kept(qkvz, layer, p)[..., self.z_at :], self.share, self.columns.v_group_stride, False)
-        return self.out.for_residual(gated_for(self.out, read, gate, self.norm))
+        gate = OutputGate(
+            select_kept_rows(qkvz, layer, p)[..., self.z_column :],
+            self.v_heads_per_k_head,
+            self.columns.v_group_stride,
+            False,
+        )
+        return self.out.residual_delta(gate_for_projection(self.out, read, gate, self.norm))
 
-    def _gates(self, ba: Tensor) -> GateInputs:
-        """The inputs of the decay and of beta.  ba: [..., N, 2 · heads], the product with `ba`, maybe in parts."""
-        apart, step = (self.share, 2 * self.share) if self.is_grouped else (self.keeps.heads, self.share)
-        return GateInputs(ba[..., apart:], ba, self.A_log, self.dt_bias, self.share, step)
+    def _gate_inputs(self, ba: Tensor) -> GateInputs:
+        """Returns the inputs of decay and beta.  ba: [..., N, 2 · heads], from `self.ba`, or partial sums."""
+        apart, step = (
+            (self.v_heads_per_k_head, 2 * self.v_heads_per_k_head)
+            if self.is_grouped
+            else (self.keeps.heads, self.v_heads_per_k_head)
+        )
+        return GateInputs(ba[..., apart:], ba, self.A_log, self.dt_bias, self.v_heads_per_k_head, step)

@@ -1,7 +1,7 @@
 """The residual stream of a pass.
 
-The output of a block is not added to the residual at once.  The launch of the next norm adds it, so each row is read
-once.
+The output of a block is not added to the residual immediately.  The kernel of the next norm adds it, so each row is
+read once.
 """
 
 from typing import Any, Protocol
@@ -16,13 +16,13 @@ class NormReader(Protocol):
     """A block or a linear layer whose input is the norm of the residual."""
 
     def norm_input(self, norm: AnyNorm, delta: BlockOutput, x: Tensor) -> tuple[Tensor, Any]:
-        """Returns (x + delta, the norm of that sum in the form that the block takes).
-        delta: the last block's output, as RMSNorm.add_and_norm takes it."""
+        """Returns (x + delta, the norm of that sum in the form that the block takes).  delta: the output of the
+        previous block; see RMSNorm.add_and_norm."""
         ...
 
 
 class PendingAdd(Protocol):
-    """A block's output that only a kernel of the block can add to the residual."""
+    """A block's output that needs a special kernel to be added to the residual."""
 
     def add_and_norm(self, norm: AnyNorm, x: Tensor) -> tuple[Tensor, Tensor]:
         """Returns (x + the block's output, the norm of that sum)."""
@@ -30,31 +30,28 @@ class PendingAdd(Protocol):
 
 
 class Residual:
-    """The residual of the N rows of a pass, from the embedding to the final norm.
+    """The residual stream of the N rows of a pass, from the embedding to the final norm.
+    x: [N, H], the residual.  delta: the previous block's output, which the next norm adds to x.
+    live: [N] bool, whether a row has a token.  Experts do not compute void nodes and padding.
+    first_input: for draft heads whose first block has no norm, the input of that block, which the embedding computes.
+    second_inputs: [N, layers, P], a second input of each layer, which the embedding computes; None for families without
+    it.
+    inputs: the captured inputs of layers, by layer index."""
 
-    x: [N, H], the residual.  delta: the last block's output, which the next norm adds to x.
-    live: [N] bool, whether a row's token exists.  Void nodes and padding go to no expert.
-    first_input: the input of the first block, for draft heads whose embedding makes it.  That block has no norm.
-    layer_inputs: [N, layers, P], a second input of each layer, from the embedding; None for families without it.
-    inputs: the captured inputs of layers, by layer.
-    """
-
-    __slots__ = ("x", "delta", "live", "first_input", "layer_inputs", "inputs", "_capturing")
+    __slots__ = ("x", "delta", "live", "first_input", "second_inputs", "inputs", "_captured_layer")
 
     def __init__(self, x: Tensor, live: Tensor | None = None, first_input: Tensor | None = None) -> None:
         self.x = x
         self.delta: BlockOutput | PendingAdd = None
         self.live = live
         self.first_input = first_input
-        self.layer_inputs: Tensor | None = None
+        self.second_inputs: Tensor | None = None
         self.inputs: dict[int, Tensor] = {}
-        self._capturing: int | None = None
+        self._captured_layer: int | None = None
 
     def add_and_norm(self, norm: AnyNorm | None, reader: NormReader) -> Any:
-        """Add the last block's output to x.  Returns the norm of the sum in the form that `reader` takes.
-
-        norm: None for a first block whose input the embedding made.
-        """
+        """Adds the previous block's output to x.  Returns the norm of the sum in the form that `reader` takes.
+        norm: None for a first block whose input the embedding computes."""
         if norm is None:
             rows, self.first_input = self.first_input, None
             assert rows is not None, "only the first block of a draft head reads what the embedding made"
@@ -64,16 +61,15 @@ class Residual:
         else:
             self.x, rows = self.delta.add_and_norm(norm, self.x)
         self.delta = None
-        if self._capturing is not None:
-            self.inputs[self._capturing], self._capturing = self.x, None
+        if self._captured_layer is not None:
+            self.inputs[self._captured_layer], self._captured_layer = self.x, None
         return rows
 
     def add(
         self, delta: Tensor | Unsummed | NormedOutputs | PendingAdd, norm: RMSNorm | None = None, scale: float = 1.0
     ) -> None:
-        """Take a block's output, [N, H] or parts of it.  The next norm adds it to x.
-
-        norm: the norm of the output, for families that have one; scale: the output's factor.  No family has both.
+        """Stores a block's output, [N, H] or partial sums of it.  The next norm adds this output to x.
+        norm: the norm of the output, for families with such a norm; scale: its factor.  Only one of the two may be set.
         """
         if norm is not None or scale != 1:
             assert isinstance(delta, Tensor | Unsummed) and (norm is None or scale == 1)
@@ -81,15 +77,15 @@ class Residual:
         self.delta = delta
 
     def keep_rows(self, rows: Tensor | None) -> None:
-        """Drop all rows but those at the indices `rows`; None: keep all."""
+        """Keeps only the rows at the indices `rows`; None to keep all rows."""
         if rows is not None:
             self.x = self.x[rows]
             self.live = None if self.live is None else self.live[rows]
-            self.layer_inputs = None if self.layer_inputs is None else self.layer_inputs[rows]
+            self.second_inputs = None if self.second_inputs is None else self.second_inputs[rows]
 
     def capture(self, layer: int) -> None:
-        """Let the next norm store its sum in `inputs`: the input of this layer."""
-        self._capturing = layer
+        """Makes the next norm store its sum, which is the input of this layer, in `inputs`."""
+        self._captured_layer = layer
 
     def final_norm(self, norm: RMSNorm, shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
         """Returns (the residual after the last block, its final norm), [*shape, H] each."""

@@ -8,14 +8,14 @@ from typing import Any
 
 from espalier.errors import EspalierError
 from espalier.models.weight_formats.base import (
-    FormatOf,
+    FormatLookup,
     StoredTensor,
     Weight,
     WeightFormat,
 )
 from espalier.models.weight_formats.compressed_tensors import read_compressed_tensors
 from espalier.models.weight_formats.dense import DENSE_FORMAT, dense_weight
-from espalier.models.weight_formats.e2m1 import MODELOPT, kv_scheme, read_modelopt, read_mxfp4
+from espalier.models.weight_formats.e2m1 import MODELOPT, read_kv_dtype, read_modelopt, read_mxfp4
 from espalier.models.weight_formats.fp8 import read_fp8
 from espalier.models.weight_formats.gguf import GGUF_METHOD, read_gguf_types
 from espalier.models.weight_formats.gptq import read_awq, read_gptq
@@ -23,7 +23,7 @@ from espalier.models.weight_formats.gptq import read_awq, read_gptq
 __all__ = [
     "FORMATS",
     "QUANTISATION_FIELDS",
-    "FormatOf",
+    "FormatLookup",
     "StoredTensor",
     "Weight",
     "WeightFormat",
@@ -42,8 +42,8 @@ def all_dense(name: str) -> WeightFormat:
     return DENSE_FORMAT
 
 
-# By quant_method (None: config.json has none), a function from the quantisation field of config.json to a FormatOf.
-FORMATS: Mapping[str | None, Callable[[Mapping[str, Any]], FormatOf]] = {
+# For each quant_method (None if config.json has none), the function that reads the quantisation field of config.json.
+FORMATS: Mapping[str | None, Callable[[Mapping[str, Any]], FormatLookup]] = {
     None: lambda quantisation: all_dense,
     "awq": read_awq,
     "compressed-tensors": read_compressed_tensors,
@@ -56,28 +56,22 @@ FORMATS: Mapping[str | None, Callable[[Mapping[str, Any]], FormatOf]] = {
 
 
 def quantisation_of(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a config.json that describe quantised weights.
-
-    A draft in speculators' format has them beside `transformer_layer_config`, not in it.
-    """
+    """Returns the fields of a config.json that describe quantised weights.
+    A draft in the format of speculators has these fields at the top level, not in `transformer_layer_config`."""
     return {name: raw[name] for name in QUANTISATION_FIELDS if raw.get(name) is not None}
 
 
-def declared_kv_dtype(full: Mapping[str, Any]) -> str | None:
-    """The kv_dtype that a config.json declares; None if it declares none.
-
-    Raises EspalierError for a kv_cache_scheme that is not supported.
-    """
-    return kv_scheme(full, QUANTISATION_FIELDS)
+def declared_kv_dtype(fields: Mapping[str, Any]) -> str | None:
+    """Returns the kv_dtype that a config.json declares; None if there is no declaration.
+    Raises EspalierError for a kv_cache_scheme that is not supported."""
+    return read_kv_dtype(fields, QUANTISATION_FIELDS)
 
 
-def read_formats(full: Mapping[str, Any]) -> FormatOf:
-    """Returns the format of each matrix, from a completed config.json.  Names are those in the checkpoint.
-
-    Raises EspalierError naming a format that is not in FORMATS.
-    """
-    field = next((name for name in QUANTISATION_FIELDS if full.get(name) is not None), QUANTISATION_FIELDS[0])
-    quantisation = full.get(field)
+def read_formats(fields: Mapping[str, Any]) -> FormatLookup:
+    """Returns the format of each matrix, from a completed config.json.  The result takes names in the checkpoint.
+    Raises EspalierError naming a format that is not in FORMATS."""
+    field = next((name for name in QUANTISATION_FIELDS if fields.get(name) is not None), QUANTISATION_FIELDS[0])
+    quantisation = fields.get(field)
     method = quantisation.get("quant_method", "?") if isinstance(quantisation, Mapping) else quantisation
     if not isinstance(method, str | None) or method not in FORMATS:
         known = " or ".join(repr(name) for name in FORMATS)

@@ -1,9 +1,9 @@
-"""The contracts of a weight (for the layers) and of a weight format (for the loader).
+"""The interfaces of a weight (used by layers) and of a weight format (used by the loader).
 
-A weight multiplies rows by a matrix, in whatever form its format keeps the matrix.  A format declares the tensors that
-store a matrix in a checkpoint, and the weight that they become.  For each tensor it declares which dimensions are the
-matrix's rows and columns, and how many rows and columns one entry covers.  With these declarations, the loader checks,
-stacks and shards the tensors of every format in the same way.
+A weight multiplies rows by a matrix that is kept in the format's own layout.  A format declares the tensors that store
+a matrix in a checkpoint, and builds a weight from them.  For each tensor it declares which dimensions are the matrix's
+rows and columns, and how many rows and columns one entry covers.  With these declarations, the loader checks, stacks
+and shards the tensors of every format in the same way.
 """
 
 from abc import ABC, abstractmethod
@@ -22,10 +22,8 @@ from espalier.shards import Part
 
 class Weight(ABC):
     """A matrix [out, in].  nbytes: bytes of the matrix's tensors in memory.
-
-    A subclass implements `apply`.  It overrides the other products if it has faster kernels for them.  If `rounding` is
-    not None, `apply`, `parts` and `gated_activation` also take RoundedRows with this rounding.
-    """
+    A subclass implements `apply`, and overrides other products for which it has faster kernels.  If `rounding` is not
+    None, `apply`, `parts` and `gated` also take RoundedRows with this rounding."""
 
     __slots__ = ("shape", "nbytes")
     format: str
@@ -36,29 +34,29 @@ class Weight(ABC):
 
     @abstractmethod
     def apply(self, x: Any, bias: Tensor | None) -> Tensor:
-        """x [rows, in] -> x · weightᵀ + bias, a new tensor [rows, out] in x's dtype."""
+        """Returns x · weightᵀ + bias for x [rows, in], as a new tensor [rows, out] in x's dtype."""
 
     def dense_tensor(self) -> Tensor | None:
-        """The matrix [out, in] if it is kept as one dense tensor, else None."""
+        """Returns the matrix [out, in] if it is one dense tensor, else None."""
         return None
 
     def require_kernels(self, dtype: torch.dtype) -> None:  # noqa: B027
-        """Check that a kernel multiplies inputs of this dtype on the weight's device.  Raises EspalierError."""
+        """Raises EspalierError if no kernel supports inputs of this dtype on the weight's device."""
 
     def parts(self, x: Any, bias: Tensor | None) -> Tensor:
-        """Returns the result of `apply`, or partial sums of it [parts, rows, out] float32, which the next norm adds."""
+        """Returns the result of `apply`, or its float32 partial sums [parts, rows, out], which the next norm adds."""
         return self.apply(x, bias)
 
-    def for_residual(self, x: Any, bias: Tensor | None) -> Any:
+    def residual_delta(self, x: Any, bias: Tensor | None) -> Any:
         """Returns the result of `parts`, or Unsummed if ranks divide the columns (sharded.py)."""
         return self.parts(x, bias)
 
     def num_parts(self, rows: int) -> int:
-        """The number of parts that `write_parts` writes."""
+        """Returns the number of partial sums that `write_parts` writes."""
         return 1
 
     def write_parts(self, x: Any, bias: Tensor | None, out: Tensor) -> None:
-        """Write partial sums of the result of `apply` to out [num_parts, rows, out], float32 at least."""
+        """Writes partial sums of the result of `apply` to out [num_parts, rows, out], float32 or float64."""
         out[0].copy_(self.apply(x, bias))
 
     def gated(
@@ -69,45 +67,45 @@ class Weight(ABC):
 
     @property
     def rounding(self) -> InputScales | None:
-        """The rounding that RoundedRows must have; None: this weight takes no RoundedRows."""
+        """How RoundedRows must be quantised for this weight; None if the weight does not take RoundedRows."""
         return None
 
-    def rows_from(self, first: int) -> "Weight":
+    def rows_from(self, first_row: int) -> "Weight":
         """Returns rows first .. out-1 of the matrix as a weight in the same memory."""
-        return LastRows(self, first)
+        return LastRowsWeight(self, first_row)
 
 
-class LastRows(Weight):
-    """The last rows of a weight whose format cannot be cut.  A product computes all rows and drops the first ones."""
+class LastRowsWeight(Weight):
+    """The last rows of a weight whose format cannot be sliced.  A product computes all rows."""
 
-    __slots__ = ("whole", "first", "format")
+    __slots__ = ("whole_weight", "first_row", "format")
 
-    def __init__(self, whole: Weight, first: int) -> None:
-        super().__init__((whole.shape[0] - first, whole.shape[1]), 0)
-        self.format = whole.format
-        self.whole = whole
-        self.first = first
+    def __init__(self, whole_weight: Weight, first_row: int) -> None:
+        super().__init__((whole_weight.shape[0] - first_row, whole_weight.shape[1]), 0)
+        self.format = whole_weight.format
+        self.whole_weight = whole_weight
+        self.first_row = first_row
 
     def apply(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        rows = self.whole.apply(x, None)[:, self.first :]
+        rows = self.whole_weight.apply(x, None)[:, self.first_row :]
         return rows.contiguous() if bias is None else rows + bias
 
 
 class StackedWeights(Weight):
-    """Weights of several formats, stacked one over the other.  All read the same inputs."""
+    """Weights of several formats that read the same inputs.  Their outputs are concatenated."""
 
-    __slots__ = ("parts_of_rows", "format")
+    __slots__ = ("stacked_weights", "format")
 
     def __init__(self, weights: Sequence[Weight]) -> None:
         shape = sum(weight.shape[0] for weight in weights), weights[0].shape[1]
         super().__init__(shape, sum(weight.nbytes for weight in weights))
-        self.parts_of_rows = tuple(weights)
+        self.stacked_weights = tuple(weights)
         self.format = " over ".join(weight.format for weight in weights)
 
     def apply(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        rows = [weight.shape[0] for weight in self.parts_of_rows]
+        rows = [weight.shape[0] for weight in self.stacked_weights]
         biases = [None] * len(rows) if bias is None else bias.split(rows)
-        return torch.cat([weight.apply(x, own) for weight, own in zip(self.parts_of_rows, biases, strict=True)], 1)
+        return torch.cat([weight.apply(x, own) for weight, own in zip(self.stacked_weights, biases, strict=True)], 1)
 
 
 @dataclass(frozen=True)
@@ -116,9 +114,11 @@ class StoredTensor:
 
     suffix: the tensor's name is the matrix's name and this suffix.
     dtype: None for a floating-point tensor, which is cast to the model's dtype.  Otherwise the tensor must have this
-    dtype, or one of these dtypes, and keeps it.
-    row_dim: the dimension that is the matrix's rows; None if every row of the matrix needs the whole tensor.
-    column_dim: the same for the matrix's columns.  row_unit, column_unit: the rows and columns that one entry covers.
+    dtype, or one of these dtypes, and is not cast.
+    row_dim: the dimension that corresponds to the matrix's rows; None if every row of the matrix needs the whole
+    tensor.
+    column_dim: the dimension that corresponds to the matrix's columns.  entry_rows, entry_columns: the numbers
+    of rows and columns of the matrix that one entry of the tensor covers.
     """
 
     suffix: str
@@ -126,18 +126,16 @@ class StoredTensor:
     dtype: torch.dtype | tuple[torch.dtype, ...] | None = None
     row_dim: int | None = None
     column_dim: int | None = None
-    row_unit: int = 1
-    column_unit: int = 1
+    entry_rows: int = 1
+    entry_columns: int = 1
 
-    def cut(self, rows: Part, columns: Part) -> tuple[slice, ...]:
-        """Returns where a part of the matrix is stored, as a slice for each dimension of the tensor.
-
-        Raises EspalierError for a part that begins or ends inside an entry.
-        """
+    def part_slices(self, rows: Part, columns: Part) -> tuple[slice, ...]:
+        """Returns the slices of the tensor, one per dimension, that store a part of the matrix.
+        Raises EspalierError for a part that begins or ends inside an entry."""
         slices = [slice(0, size) for size in self.shape]
         for dim, part, unit in (
-            (self.row_dim, rows, self.row_unit),
-            (self.column_dim, columns, self.column_unit),
+            (self.row_dim, rows, self.entry_rows),
+            (self.column_dim, columns, self.entry_columns),
         ):
             if dim is not None and not part.is_whole:
                 slices[dim] = part.in_units(unit).slice
@@ -145,24 +143,24 @@ class StoredTensor:
 
 
 class WeightFormat(ABC):
-    """A way to store matrices.  Matrices may be stacked if their formats compare equal.
+    """A storage format of matrices.  Matrices may be stacked if their formats compare equal.
 
-    has_shards: whether the format's StoredTensors declare rows and columns, so that ranks may hold parts of a matrix.
+    has_shards: whether ranks may hold parts of a matrix, because the format's StoredTensors declare rows and columns.
     """
 
     name: ClassVar[str]
     has_shards: ClassVar[bool] = False
-    # Whether an embedding may be stored in the format too.  It then becomes a table in the model's dtype.
+    # Whether an embedding may also be stored in this format.  Loading dequantises such an embedding.
     can_store_embedding: ClassVar[bool] = False
 
     @property
     def load_warning(self) -> str | None:
-        """A message for the log when a checkpoint in this format is loaded.
-        It names a property of the format that is not followed.  None: there is no such property."""
+        """A warning that is logged when a checkpoint in this format is loaded.
+        The warning names a property of the format that Espalier ignores.  None if there is no such property."""
         return None
 
-    def with_stored_suffixes(self, stored: Callable[[str], bool]) -> "WeightFormat":
-        """Returns this format with the suffixes that a matrix is stored under.  stored: whether a suffix is stored."""
+    def with_stored_suffixes(self, is_stored: Callable[[str], bool]) -> "WeightFormat":
+        """Returns this format with the name suffixes of a stored matrix.  is_stored: whether a suffix is stored."""
         return self
 
     @abstractmethod
@@ -172,34 +170,33 @@ class WeightFormat(ABC):
 
     @abstractmethod
     def build(self, tensors: Mapping[str, Tensor], rows: Sequence[int], columns: int) -> Weight:
-        """Returns one weight of stacked matrices.  rows: how many rows each matrix has, in order.
-
-        tensors: by suffix, on the device.  If a tensor has a row_dim, the tensors of all matrices are concatenated
-        along it.  If not, they are stacked: an additional first dimension has one entry for each matrix.
-        """
+        """Returns one weight of stacked matrices.  rows: the number of rows of each matrix, in order.
+        tensors: the tensors on the device, by suffix.  Tensors with a row_dim are concatenated along this dimension.
+        Other tensors are stacked: an additional first dimension has one entry for each matrix."""
 
     def tensors_of_part(
         self, tensors: Mapping[str, Tensor], rows: Sequence[Part], columns: Part
     ) -> Mapping[str, Tensor]:
-        """Returns the tensors of a part as `build` takes them.  Values that count rows or columns count the part's."""
+        """Returns the tensors of a part of a matrix, as arguments of `build`.  Numbers of rows and columns in the
+        tensors are changed to those of the part."""
         return tensors
 
     def matrix(self, tensors: Mapping[str, Tensor], rows: Sequence[int], columns: int) -> Tensor | QuantisedMatrix:
-        """Returns the matrix instead of a weight, for experts and latent attention.  See `build`."""
+        """Returns a matrix instead of a weight, for experts and latent attention.  See `build`."""
         raise EspalierError(f"format {self.name} is supported for linear layers only, not for experts")
 
     def expert_tensors(self, count: int, rows: int, columns: int) -> tuple[StoredTensor, ...]:
-        """Returns the tensors that store `count` stacked experts [rows, columns], in the dtypes that they keep."""
+        """Returns the declarations of the tensors that store `count` stacked experts [rows, columns]."""
         raise EspalierError(f"experts that are stored stacked are not supported in format {self.name}")
 
     def expert_matrix(self, tensors: Mapping[str, Tensor]) -> QuantisedMatrix:
-        """Returns the matrix [count, rows, columns].  tensors: those of expert_tensors, by suffix, on the device."""
+        """Returns the matrix [count, rows, columns].  tensors: by suffix, on the device."""
         raise NotImplementedError
 
-    def keeps(self, name: str, dtype: torch.dtype) -> bool:
-        """Whether a tensor keeps its stored dtype in memory.  Other tensors are cast to the model's dtype."""
+    def keeps_dtype(self, name: str, dtype: torch.dtype) -> bool:
+        """Whether a tensor keeps its stored dtype in memory.  All other tensors are cast to the model's dtype."""
         return False
 
 
-# The name of a matrix in the checkpoint, such as model.layers.0.mlp.up_proj -> its format.
-FormatOf = Callable[[str], WeightFormat]
+# Maps the name of a matrix in the checkpoint, such as model.layers.0.mlp.up_proj, to the format of the matrix.
+FormatLookup = Callable[[str], WeightFormat]

@@ -1,7 +1,7 @@
-"""quant_method "compressed-tensors", as llm-compressor writes it: FP8, 4-bit integers packed along columns, NVFP4.
+"""Reads quant_method "compressed-tensors" of llm-compressor: FP8, 4-bit integers packed along columns, and NVFP4.
 
 `config_groups` maps module names to schemes.  A module named in `ignore` is dense.  A scheme that is not implemented is
-refused by name when config.json is read.
+refused when config.json is read.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,64 +13,62 @@ from torch import Tensor
 
 from espalier.errors import EspalierError
 from espalier.kernels.layers.quantised import QuantisedMatrix, nibble_matrix, unpack_nibbles
-from espalier.models.weight_formats.base import FormatOf, StoredTensor, WeightFormat
+from espalier.models.weight_formats.base import FormatLookup, StoredTensor, WeightFormat
 from espalier.models.weight_formats.dense import DENSE_FORMAT
-from espalier.models.weight_formats.e2m1 import COMPRESSED_TENSORS, GROUP, Nvfp4Format
+from espalier.models.weight_formats.e2m1 import COMPRESSED_TENSORS_NAMES, NVFP4_GROUP_SIZE, Nvfp4Format
 from espalier.models.weight_formats.fp8 import Fp8Format, read_block
 from espalier.models.weight_formats.quantised import (
     NIBBLES_OF_INT32,
     SCALE_DTYPES,
     QuantisedFormat,
-    common_order,
-    groups_of_part,
+    column_groups_of_part,
+    common_column_order,
     matches_module,
     module_names,
-    packed_rows,
-    read_group,
+    pack_rows,
+    read_group_size,
     read_object,
     require_multiple_of,
     unpack_int32,
 )
 from espalier.shards import Part
 
-SUPPORTED = "float-quantized (FP8), pack-quantized (4 bits) and nvfp4-pack-quantized"
-# The class of every linear layer.  A target of config_groups is this class or a name.
-LINEAR = "Linear"
+SUPPORTED_SCHEMES = "float-quantized (FP8), pack-quantized (4 bits) and nvfp4-pack-quantized"
+# The class name that stands for all linear layers in the targets of config_groups.
+LINEAR_CLASS = "Linear"
 
 
 @dataclass(frozen=True)
 class PackedFormat(QuantisedFormat):
     """4-bit integers packed into int32.
-
     The tensors are weight_packed int32 [out, in / 8] (values + 8, low nibble first), weight_scale [out, in / group] and
     weight_shape.
-    zero_points: whether there is weight_zero_point int32 [out / 8, in / group], packed along the rows.
-    g_idx: whether there is weight_g_idx int32 [in], the group of each column.
-    """
+    has_zero_points: whether the tensor weight_zero_point int32 [out / 8, in / group] exists, packed along the rows.
+    has_g_idx: whether the tensor weight_g_idx int32 [in] exists: the group of each column."""
 
-    group: int | None
-    zero_points: bool = False
-    g_idx: bool = False
+    group_size: int | None
+    has_zero_points: bool = False
+    has_g_idx: bool = False
     name = "pack-quantized"
     has_shards = True
 
     def tensors(self, rows: int, columns: int) -> tuple[StoredTensor, ...]:
-        group = self.group or columns
+        group = self.group_size or columns
         require_multiple_of(self.name, "columns", columns, NIBBLES_OF_INT32)
         require_multiple_of(self.name, "columns", columns, group)
         groups, packed = columns // group, columns // NIBBLES_OF_INT32
-        of_groups = None if self.group is None else 1
+        of_groups = None if self.group_size is None else 1
         tensors = [
-            StoredTensor(".weight_packed", (rows, packed), torch.int32, 0, 1, column_unit=NIBBLES_OF_INT32),
-            StoredTensor(".weight_scale", (rows, groups), SCALE_DTYPES, 0, of_groups, column_unit=group),
+            StoredTensor(".weight_packed", (rows, packed), torch.int32, 0, 1, entry_columns=NIBBLES_OF_INT32),
+            StoredTensor(".weight_scale", (rows, groups), SCALE_DTYPES, 0, of_groups, entry_columns=group),
             StoredTensor(".weight_shape", (2,), (torch.int64, torch.int32)),
         ]
-        if self.zero_points:
+        if self.has_zero_points:
             require_multiple_of(self.name, "rows", rows, NIBBLES_OF_INT32)
             shape = (rows // NIBBLES_OF_INT32, groups)
             zeros = StoredTensor(".weight_zero_point", shape, torch.int32, 0, of_groups, NIBBLES_OF_INT32, group)
             tensors.append(zeros)
-        if self.g_idx:
+        if self.has_g_idx:
             tensors.append(StoredTensor(".weight_g_idx", (columns,), torch.int32, column_dim=0))
         return tuple(tensors)
 
@@ -80,18 +78,18 @@ class PackedFormat(QuantisedFormat):
         _require_shapes(tensors[".weight_shape"], [part.size for part in rows], columns.size)
         own = torch.tensor([(len(part), len(columns)) for part in rows])
         parts = {**tensors, ".weight_shape": own}
-        if self.g_idx and not columns.is_whole:
-            parts[".weight_g_idx"] = groups_of_part(tensors[".weight_g_idx"], columns, self.group)
+        if self.has_g_idx and not columns.is_whole:
+            parts[".weight_g_idx"] = column_groups_of_part(tensors[".weight_g_idx"], columns, self.group_size)
         return parts
 
     def stored_matrix(self, tensors: Mapping[str, Tensor], rows: Sequence[int], columns: int) -> QuantisedMatrix:
         _require_shapes(tensors[".weight_shape"], rows, columns)
-        codes, group = tensors[".weight_packed"].view(torch.uint8), self.group or columns
-        zeros = unpack_int32(tensors[".weight_zero_point"], 0) if self.zero_points else None
-        order = common_order(tensors[".weight_g_idx"], group) if self.g_idx else None
+        codes, group = tensors[".weight_packed"].view(torch.uint8), self.group_size or columns
+        zeros = unpack_int32(tensors[".weight_zero_point"], 0) if self.has_zero_points else None
+        order = common_column_order(tensors[".weight_g_idx"], group) if self.has_g_idx else None
         if order is not None:
             stored = codes
-            codes = packed_rows(lambda begin, end: unpack_nibbles(stored[begin:end])[:, order], len(stored))
+            codes = pack_rows(lambda begin, end: unpack_nibbles(stored[begin:end])[:, order], len(stored))
         return nibble_matrix("int4", codes, tensors[".weight_scale"], group, zeros, order)
 
 
@@ -103,10 +101,10 @@ def _require_shapes(shapes: Tensor, rows: Sequence[int], columns: int) -> None:
             )
 
 
-def read_compressed_tensors(quantisation: Mapping[str, Any]) -> FormatOf:
+def read_compressed_tensors(quantisation: Mapping[str, Any]) -> FormatLookup:
     """Returns the format of each matrix, for quant_method "compressed-tensors".
     Raises EspalierError naming a scheme that is not supported."""
-    _refuse(quantisation, "sparsity_config", "transform_config")
+    _refuse_fields(quantisation, "sparsity_config", "transform_config")
     ignored, shared = module_names(quantisation, "ignore"), quantisation.get("format")
     groups: list[tuple[tuple[str, ...], WeightFormat]] = []
     config_groups = read_object(quantisation, "config_groups")
@@ -119,37 +117,39 @@ def read_compressed_tensors(quantisation: Mapping[str, Any]) -> FormatOf:
     def format_of(name: str) -> WeightFormat:
         if any(matches_module(name, pattern) for pattern in ignored):
             return DENSE_FORMAT
-        # A name or a pattern has priority over the class of all linear layers, whatever the order of the groups.
-        named = (format for targets, format in groups if any(t != LINEAR and matches_module(name, t) for t in targets))
-        linear = (format for targets, format in groups if LINEAR in targets)
+        # A group that names the module has priority over a group for all linear layers.
+        named = (
+            format for targets, format in groups if any(t != LINEAR_CLASS and matches_module(name, t) for t in targets)
+        )
+        linear = (format for targets, format in groups if LINEAR_CLASS in targets)
         return next(named, next(linear, DENSE_FORMAT))
 
     return format_of
 
 
-def _refuse(quantisation: Mapping[str, Any], *names: str) -> None:
+def _refuse_fields(quantisation: Mapping[str, Any], *names: str) -> None:
     for name in names:
         value = read_object(quantisation, name)
         if value.get("format", "dense") != "dense" or value.get("config_groups"):
             raise EspalierError(f"quantization_config: {name} is not supported; use a checkpoint without it")
 
 
-def _read_scheme(group: Mapping[str, Any], stored: str | None) -> WeightFormat:
-    """Returns the format for one entry of config_groups.  stored: the entry's `format`."""
+def _read_scheme(group: Mapping[str, Any], format_name: str | None) -> WeightFormat:
+    """Returns the format for one entry of config_groups.  format_name: the entry's `format`."""
     weights = read_object(group, "weights")
     inputs = None if group.get("input_activations") is None else read_object(group, "input_activations")
     if group.get("output_activations") is not None:
         raise EspalierError("quantization_config: output_activations are not supported; use another checkpoint")
     kind = weights.get("type"), weights.get("num_bits")
-    if stored in ("float-quantized", "naive-quantized") and kind == ("float", 8):
+    if format_name in ("float-quantized", "naive-quantized") and kind == ("float", 8):
         return _read_fp8(weights, inputs)
-    if stored == "pack-quantized" and kind == ("int", 4):
+    if format_name == "pack-quantized" and kind == ("int", 4):
         return _read_int4(weights, inputs)
-    if stored == "nvfp4-pack-quantized" and kind == ("float", 4):
+    if format_name == "nvfp4-pack-quantized" and kind == ("float", 4):
         return _read_nvfp4(weights, inputs)
     raise EspalierError(
-        f"quantization_config: format {stored!r} with weights of {kind[1]} bits ({kind[0]}) is not supported, only "
-        f"{SUPPORTED}; use another copy of the model"
+        f"quantization_config: format {format_name!r} with weights of {kind[1]} bits ({kind[0]}) is not supported, "
+        f"only {SUPPORTED_SCHEMES}; use another copy of the model"
     )
 
 
@@ -164,7 +164,7 @@ def _read_fp8(weights: Mapping[str, Any], inputs: Mapping[str, Any] | None) -> W
     if strategy == "block":
         block = read_block(weights.get("block_structure"))
     kind, group = _read_inputs(inputs)
-    return Fp8Format(block, inputs=kind, group=group)
+    return Fp8Format(block, inputs=kind, group_size=group)
 
 
 def _read_inputs(inputs: Mapping[str, Any] | None) -> tuple[Literal["static", "dynamic"] | None, int | None]:
@@ -178,7 +178,7 @@ def _read_inputs(inputs: Mapping[str, Any] | None) -> tuple[Literal["static", "d
     if is_fp8 and strategy == "token" and dynamic is True:
         return "dynamic", None
     if is_fp8 and strategy == "group" and dynamic is True:
-        return "dynamic", read_group(inputs, 128)
+        return "dynamic", read_group_size(inputs, 128)
     raise EspalierError(
         f"quantization_config: input_activations of {inputs.get('num_bits')} bits ({inputs.get('type')}) by "
         f"{strategy!r}, dynamic {dynamic!r}, are not supported, only FP8: dynamic by 'token' or 'group', or static by "
@@ -189,12 +189,12 @@ def _read_inputs(inputs: Mapping[str, Any] | None) -> tuple[Literal["static", "d
 def _read_nvfp4(weights: Mapping[str, Any], inputs: Mapping[str, Any] | None) -> WeightFormat:
     for what, args in (("weights", weights), ("input_activations", inputs or weights)):
         read = {name: args.get(name) for name in ("num_bits", "type", "strategy", "group_size")}
-        if read != {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": GROUP}:
+        if read != {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": NVFP4_GROUP_SIZE}:
             raise EspalierError(
                 f"quantization_config: {what} of NVFP4 with {read} are not supported, only 4 bits (float) by "
-                f"'tensor_group' of {GROUP}"
+                f"'tensor_group' of {NVFP4_GROUP_SIZE}"
             )
-    return Nvfp4Format(COMPRESSED_TENSORS, has_inputs=inputs is not None)
+    return Nvfp4Format(COMPRESSED_TENSORS_NAMES, has_inputs=inputs is not None)
 
 
 def _read_int4(weights: Mapping[str, Any], inputs: Mapping[str, Any] | None) -> WeightFormat:
@@ -204,6 +204,6 @@ def _read_int4(weights: Mapping[str, Any], inputs: Mapping[str, Any] | None) -> 
             f"quantization_config: 4-bit weights by {strategy!r} with input_activations {inputs!r} are not supported, "
             "only by 'group' or 'channel', without input_activations"
         )
-    group = read_group(weights, 128) if strategy == "group" else None
+    group = read_group_size(weights, 128) if strategy == "group" else None
     ordered = weights.get("actorder") in ("group", "dynamic", True)
-    return PackedFormat(group, zero_points=weights.get("symmetric") is False, g_idx=ordered)
+    return PackedFormat(group, has_zero_points=weights.get("symmetric") is False, has_g_idx=ordered)

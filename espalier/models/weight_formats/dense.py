@@ -1,10 +1,10 @@
 """Dense weights: one floating-point tensor in the model's dtype.
 
-On an x86 CPU in float32, the weight is kept in oneDNN's blocked layout.  F.linear would call a BLAS that takes 2 to 4
-times as long for the few rows of a decoding step (docs/log.md).  Both results agree to float32 rounding.
+On an x86 CPU in float32, the weight is kept in oneDNN's blocked layout.  F.linear takes 2 to 4 times as long for the
+few rows of a decoding step (docs/log.md).  Both results agree within float32 rounding.
 
-On a GPU, a measured table says for each shape and number of rows whether Espalier's kernel or F.linear is used
-(kernels/layers/linear_plans.py).
+On a GPU, a table of measurements decides for each shape and number of rows whether Espalier's kernel or F.linear is
+used (kernels/layers/linear_plans.py).
 """
 
 import platform
@@ -20,7 +20,7 @@ from espalier.kernels.ops.activation import SILU, Activation
 from espalier.kernels.ops.linear import linear, linear_gated, linear_parts, write_parts
 from espalier.models.weight_formats.base import StoredTensor, Weight, WeightFormat
 
-# oneDNN optimises the layout for a given number of rows.  The layout for 16 rows is near the best from 1 to 128 rows.
+# oneDNN optimises the layout for a given number of rows.  The layout for 16 rows is nearly the best for 1 to 128 rows.
 PACKED_FOR_ROWS = 16
 
 
@@ -45,8 +45,8 @@ class DenseWeight(Weight):
     ) -> Tensor:
         return linear_gated(x, self.tensor, bias, None, activation)
 
-    def rows_from(self, first: int) -> Weight:
-        return dense_weight(self.tensor[first:])
+    def rows_from(self, first_row: int) -> Weight:
+        return dense_weight(self.tensor[first_row:])
 
 
 class TunedWeight(DenseWeight):
@@ -90,15 +90,15 @@ class PackedWeight(Weight):
     def __init__(self, tensor: Tensor) -> None:
         super().__init__((tensor.shape[0], tensor.shape[1]), tensor.nbytes)
         self._packed = torch.ops.mkldnn._reorder_linear_weight(tensor.contiguous(), PACKED_FOR_ROWS)
-        # The operator is kept, because looking it up takes as long as a small layer's computation.
+        # The operator is stored, because looking it up takes as long as the computation of a small layer.
         self._multiply = torch.ops.mkldnn._linear_pointwise.default
 
     def apply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         out: Tensor = self._multiply(x, self._packed, bias, "none", [], "")
         return out
 
-    # The same results as Weight's methods, without their additional calls: a round has some hundred products.
-    parts = for_residual = apply
+    # These aliases avoid the nested calls of Weight's methods, because a round has hundreds of products.
+    parts = residual_delta = apply
 
 
 class DenseFormat(WeightFormat):
@@ -115,12 +115,12 @@ class DenseFormat(WeightFormat):
         return tensors[".weight"]
 
 
-# The only instance.  Formats are compared to find out which matrices may be stacked.
+# The only instance of DenseFormat, so that formats can be compared.
 DENSE_FORMAT = DenseFormat()
 
 
 def dense_weight(tensor: Tensor) -> Weight:
-    """Returns the weight of a tensor [out, in].  It shares the tensor's memory, unless it is a PackedWeight."""
+    """Returns a weight for a tensor [out, in].  The weight uses the tensor's memory, unless it is a PackedWeight."""
     if has_onednn_layout(tensor):
         return PackedWeight(tensor)
     plans = dense_plans_for(tensor)
@@ -128,7 +128,7 @@ def dense_weight(tensor: Tensor) -> Weight:
 
 
 def has_onednn_layout(tensor: Tensor) -> bool:
-    """Whether oneDNN's blocked layout is available for this tensor."""
+    """Whether oneDNN's blocked layout supports this tensor."""
     return (
         tensor.device.type == "cpu"
         and tensor.dtype == torch.float32

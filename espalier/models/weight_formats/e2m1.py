@@ -1,11 +1,11 @@
-"""Formats whose values are E2M1, FP4: MXFP4 experts as GPT-OSS stores them, and NVFP4.
+"""Storage formats with values in E2M1 (FP4): GPT-OSS's MXFP4 experts, and NVFP4.
 
 MXFP4 has blocks of 32 values, each block with a power of two (OCP Microscaling Formats 1.0).  NVFP4 has groups of 16
 columns, each group with a scale in E4M3, and one more factor in float32 for the whole matrix.
 
-compressed-tensors stores a factor by which NVFP4's scales are divided; ModelOpt stores a factor by which they are
-multiplied.  Most checkpoints also declare 4-bit inputs, for which only Blackwell has units.  On Hopper, as in other
-engines, inputs keep the model's dtype, and loading logs this.
+compressed-tensors divides NVFP4's scales by the stored factor; ModelOpt multiplies scales by it.  Most checkpoints also
+declare 4-bit inputs, which only Blackwell supports.  Here, as in other engines on Hopper, inputs keep the model's
+dtype, and loading logs a warning.
 """
 
 import fnmatch
@@ -21,7 +21,7 @@ from espalier.config import FP8_KV
 from espalier.errors import EspalierError
 from espalier.kernels.layers.quantised import FP8, QuantisedMatrix, nibble_matrix
 from espalier.model_files import read_json
-from espalier.models.weight_formats.base import FormatOf, StoredTensor, WeightFormat
+from espalier.models.weight_formats.base import FormatLookup, StoredTensor, WeightFormat
 from espalier.models.weight_formats.dense import DENSE_FORMAT
 from espalier.models.weight_formats.fp8 import Fp8Format
 from espalier.models.weight_formats.quantised import (
@@ -34,11 +34,11 @@ from espalier.models.weight_formats.quantised import (
     require_multiple_of,
 )
 
-BLOCK = 32
+MXFP4_BLOCK_SIZE = 32
 MODELOPT = "modelopt"
 HF_QUANT_CONFIG = "hf_quant_config.json"
-# The quant_algo of a config whose `quantized_layers` name the algorithm of each matrix.
-MIXED = "MIXED_PRECISION"
+# The quant_algo of a config in which `quantized_layers` has the algorithm of each matrix.
+MIXED_ALGORITHM = "MIXED_PRECISION"
 
 
 @dataclass(frozen=True)
@@ -56,21 +56,21 @@ class Mxfp4Format(QuantisedFormat):
         raise EspalierError(f"format {self.name} is supported for stacked experts only")
 
     def expert_tensors(self, count: int, rows: int, columns: int) -> tuple[StoredTensor, ...]:
-        require_multiple_of(self.name, "columns", columns, BLOCK)
-        shape = (count, rows, columns // BLOCK)
+        require_multiple_of(self.name, "columns", columns, MXFP4_BLOCK_SIZE)
+        shape = (count, rows, columns // MXFP4_BLOCK_SIZE)
         return (
-            StoredTensor("_blocks", (*shape, BLOCK // 2), torch.uint8, 1, 2, column_unit=BLOCK),
-            StoredTensor("_scales", shape, torch.uint8, 1, 2, column_unit=BLOCK),
+            StoredTensor("_blocks", (*shape, MXFP4_BLOCK_SIZE // 2), torch.uint8, 1, 2, entry_columns=MXFP4_BLOCK_SIZE),
+            StoredTensor("_scales", shape, torch.uint8, 1, 2, entry_columns=MXFP4_BLOCK_SIZE),
         )
 
     def expert_matrix(self, tensors: Mapping[str, Tensor]) -> QuantisedMatrix:
-        return nibble_matrix("mxfp4", tensors["_blocks"].flatten(2), tensors["_scales"], BLOCK)
+        return nibble_matrix("mxfp4", tensors["_blocks"].flatten(2), tensors["_scales"], MXFP4_BLOCK_SIZE)
 
-    def keeps(self, name: str, dtype: torch.dtype) -> bool:
+    def keeps_dtype(self, name: str, dtype: torch.dtype) -> bool:
         return name.endswith(("_blocks", "_scales"))
 
 
-def read_mxfp4(quantisation: Mapping[str, Any]) -> FormatOf:
+def read_mxfp4(quantisation: Mapping[str, Any]) -> FormatLookup:
     """Returns the format of each matrix, for quant_method "mxfp4": only the experts are quantised."""
     skipped, format = module_names(quantisation, "modules_to_not_convert"), Mxfp4Format()
 
@@ -84,11 +84,11 @@ def read_mxfp4(quantisation: Mapping[str, Any]) -> FormatOf:
 
 
 NVFP4_NAME = "nvfp4"
-GROUP = 16
-# E4M3 bytes from this value on are NaN or negative.
+NVFP4_GROUP_SIZE = 16
+# E4M3 bytes of at least this value are NaN or negative.
 FIRST_INVALID_SCALE = 0x7F
-# The log message for a checkpoint that declares 4-bit inputs.  It is logged once.
-W4A4 = (
+# The warning for a checkpoint that declares 4-bit inputs.
+W4A4_WARNING = (
     "asks for inputs in 4 bits too (W4A4), which Espalier does not compute: weights stay in NVFP4 and inputs keep the "
     "model's dtype, so results differ from W4A4's; they are closer to the unquantised model's"
 )
@@ -96,11 +96,9 @@ W4A4 = (
 
 @dataclass(frozen=True)
 class Nvfp4Suffixes:
-    """The suffixes of a matrix's tensors, in compressed-tensors or in ModelOpt.
-
+    """The name suffixes of a matrix's tensors, in compressed-tensors or in ModelOpt.
     codes: uint8 [out, in / 2], low nibble first.  scales: E4M3 [out, in / 16].  factor: float32 [1].  factor_use:
-    whether scales are multiplied or divided by the factor.  inputs: float32 [1], the scale of 4-bit inputs.
-    """
+    whether scales are multiplied or divided by the factor.  inputs: float32 [1], the scale of 4-bit inputs."""
 
     codes: str
     scales: str
@@ -109,7 +107,7 @@ class Nvfp4Suffixes:
     inputs: str
 
 
-COMPRESSED_TENSORS = Nvfp4Suffixes(
+COMPRESSED_TENSORS_NAMES = Nvfp4Suffixes(
     ".weight_packed", ".weight_scale", ".weight_global_scale", "divided", ".input_global_scale"
 )
 MODELOPT_NAMES = Nvfp4Suffixes(".weight", ".weight_scale", ".weight_scale_2", "multiplied", ".input_scale")
@@ -117,7 +115,7 @@ MODELOPT_NAMES = Nvfp4Suffixes(".weight", ".weight_scale", ".weight_scale_2", "m
 
 @dataclass(frozen=True)
 class Nvfp4Format(QuantisedFormat):
-    """A matrix in NVFP4.  has_inputs: whether a scale of 4-bit inputs is stored; it is not used."""
+    """A matrix in NVFP4.  has_inputs: whether the checkpoint stores a scale of 4-bit inputs, which Espalier ignores."""
 
     names: Nvfp4Suffixes
     has_inputs: bool = False
@@ -126,16 +124,16 @@ class Nvfp4Format(QuantisedFormat):
 
     @property
     def load_warning(self) -> str | None:
-        return W4A4 if self.has_inputs else None
+        return W4A4_WARNING if self.has_inputs else None
 
     def tensors(self, rows: int, columns: int) -> tuple[StoredTensor, ...]:
-        require_multiple_of(self.name, "columns", columns, GROUP)
+        require_multiple_of(self.name, "columns", columns, NVFP4_GROUP_SIZE)
         names = self.names
         inputs = (StoredTensor(names.inputs, (1,), torch.float32),) if self.has_inputs else ()
         return (
-            # Parts consist of whole groups, and a group has eight bytes of codes.
-            StoredTensor(names.codes, (rows, columns // 2), torch.uint8, 0, 1, column_unit=2),
-            StoredTensor(names.scales, (rows, columns // GROUP), FP8, 0, 1, column_unit=GROUP),
+            # Ranks hold whole groups, and a group has eight bytes of codes.
+            StoredTensor(names.codes, (rows, columns // 2), torch.uint8, 0, 1, entry_columns=2),
+            StoredTensor(names.scales, (rows, columns // NVFP4_GROUP_SIZE), FP8, 0, 1, entry_columns=NVFP4_GROUP_SIZE),
             StoredTensor(names.factor, (1,), torch.float32),
             *inputs,
         )
@@ -156,9 +154,9 @@ class Nvfp4Format(QuantisedFormat):
         each = factor if self.names.factor_use == "multiplied" else 1 / factor
         lengths = torch.tensor(rows, device=scales.device)
         row_scales = each.repeat_interleave(lengths)
-        return nibble_matrix("nvfp4", tensors[self.names.codes], scales, GROUP, row_scales=row_scales)
+        return nibble_matrix("nvfp4", tensors[self.names.codes], scales, NVFP4_GROUP_SIZE, row_scales=row_scales)
 
-    def keeps(self, name: str, dtype: torch.dtype) -> bool:
+    def keeps_dtype(self, name: str, dtype: torch.dtype) -> bool:
         names = self.names
         return dtype.itemsize == 1 or name.endswith((names.scales, names.factor, names.inputs))
 
@@ -170,47 +168,45 @@ MODELOPT_FORMATS: Mapping[str, WeightFormat] = {
 }
 
 
-def read_modelopt(quantisation: Mapping[str, Any]) -> FormatOf:
+def read_modelopt(quantisation: Mapping[str, Any]) -> FormatLookup:
     """Returns the format of each matrix, for quant_method "modelopt".
     Raises EspalierError naming an algorithm that is not supported: W4A8_AWQ, NVFP4_AWQ and others."""
-    if quantisation.get("quant_algo") == MIXED:
+    if quantisation.get("quant_algo") == MIXED_ALGORITHM:
         layers = read_object(quantisation, "quantized_layers")
         if not layers:
             raise EspalierError(
-                f"quantization_config: quant_algo = {MIXED!r} needs quantized_layers; download it again"
+                f"quantization_config: quant_algo = {MIXED_ALGORITHM!r} needs quantized_layers; download it again"
             )
-        formats = {name: _format(read_object(layers, name)) for name in layers}
+        formats = {name: _read_format(read_object(layers, name)) for name in layers}
         return lambda name: formats.get(name, DENSE_FORMAT)
     names = module_names(quantisation, "ignore") + module_names(quantisation, "exclude_modules")
     skipped = [f"re:{fnmatch.translate(name)}" if "*" in name else name for name in names]
-    # A head that is not among the skipped names is quantised.
-    return dense_if_skipped(skipped, _format(quantisation), lm_head=True)
+    # The lm_head is quantised, unless it is among the skipped names.
+    return dense_if_skipped(skipped, _read_format(quantisation), quantises_head=True)
 
 
-def _format(described: Mapping[str, Any]) -> WeightFormat:
-    format = MODELOPT_FORMATS[read_field(described, "quant_algo", tuple(MODELOPT_FORMATS))]
+def _read_format(scheme: Mapping[str, Any]) -> WeightFormat:
+    format = MODELOPT_FORMATS[read_field(scheme, "quant_algo", tuple(MODELOPT_FORMATS))]
     if isinstance(format, Nvfp4Format):
-        read_field(described, "group_size", (GROUP, None))
+        read_field(scheme, "group_size", (NVFP4_GROUP_SIZE, None))
     return format
 
 
 def read_hf_quant_config(path: Path) -> dict[str, Any]:
-    """Returns the fields for config.json from a directory's hf_quant_config.json; empty without that file."""
+    """Returns additional fields of config.json from a directory's hf_quant_config.json; {} without the file."""
     file = path / HF_QUANT_CONFIG
     if not file.exists():
         return {}
     return {"quantization_config": {"quant_method": MODELOPT, **read_object(read_json(file), "quantization")}}
 
 
-STRATEGIES = ("tensor", "attn_head")
+KV_SCALE_STRATEGIES = ("tensor", "attn_head")
 
 
-def kv_scheme(full: Mapping[str, Any], fields: tuple[str, ...]) -> str | None:
-    """The kv_dtype that a config.json declares; None if it declares none.
-
-    fields: the fields that may hold the quantisation.  Raises EspalierError for a scheme that is not supported.
-    """
-    quantisation: Any = next((full[name] for name in fields if full.get(name) is not None), None)
+def read_kv_dtype(fields: Mapping[str, Any], names: tuple[str, ...]) -> str | None:
+    """Returns the kv_dtype that a config.json declares; None if there is no declaration.
+    names: the fields that may hold the quantisation.  Raises EspalierError for a scheme that is not supported."""
+    quantisation: Any = next((fields[name] for name in names if fields.get(name) is not None), None)
     if not isinstance(quantisation, Mapping):
         return None
     scheme, algorithm = quantisation.get("kv_cache_scheme"), quantisation.get("kv_cache_quant_algo")
@@ -226,11 +222,11 @@ def kv_scheme(full: Mapping[str, Any], fields: tuple[str, ...]) -> str | None:
     wanted = {"type": ("float",), "num_bits": (8,), "dynamic": (False, None), "symmetric": (True, None)}
     read = scheme if isinstance(scheme, Mapping) else {}
     wrong = [name for name, values in wanted.items() if read.get(name) not in values]
-    # ModelOpt has one scale per layer, but its config does not say so.
+    # ModelOpt's checkpoints have one scale per layer, but their config has no field for this.
     strategy = read.get("strategy", "tensor" if quantisation.get("quant_method") == MODELOPT else None)
-    if wrong or strategy not in STRATEGIES:
+    if wrong or strategy not in KV_SCALE_STRATEGIES:
         raise EspalierError(
             f"quantization_config: kv_cache_scheme {scheme!r} is not supported, only static FP8 by "
-            f"{' or '.join(map(repr, STRATEGIES))}; set kv_dtype to the model's dtype"
+            f"{' or '.join(map(repr, KV_SCALE_STRATEGIES))}; set kv_dtype to the model's dtype"
         )
     return FP8_KV

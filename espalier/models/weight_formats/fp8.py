@@ -1,4 +1,4 @@
-"""FP8 weights (E4M3), with one scale for a matrix, for each row or for each block; reads quant_method "fp8".
+"""FP8 weights (E4M3) with one scale per matrix, row or block.  This module also reads quant_method "fp8".
 
 DeepSeek-V3 and the FP8 checkpoints of Qwen3 have quant_method "fp8" with `weight_block_size`; older checkpoints have no
 `weight_block_size`.  compressed_tensors.py reads the same tensors under other names.
@@ -13,73 +13,81 @@ from torch import Tensor
 
 from espalier.errors import EspalierError
 from espalier.kernels.layers.quantised import FP8, InputScales, QuantisedMatrix
-from espalier.models.weight_formats.base import FormatOf, StoredTensor
+from espalier.models.weight_formats.base import FormatLookup, StoredTensor
 from espalier.models.weight_formats.quantised import (
     SCALE_DTYPES,
     QuantisedFormat,
+    adapt_to_device,
     dense_if_skipped,
-    for_device,
     module_names,
     read_field,
 )
 
 FP8_NAME = "fp8"
-# The suffixes of a matrix's scale and of its inputs' scale: in most checkpoints, in transformers' copies of Mistral's
-# models, in Mistral's own checkpoints.
+# The suffixes of a matrix's scale and of its inputs' scale_suffix: in most checkpoints, in transformers' copies of
+# Mistral's models, in Mistral's own checkpoints.
 SCALE_SUFFIXES = (
     (".weight_scale", ".input_scale"),
     (".weight_scale_inv", ".activation_scale"),
     (".qscale_weight", ".qscale_act"),
 )
-# The suffix of the scales of experts that are stored stacked.
+# The name suffix of the scales of stacked experts.
 STACK_SCALE_SUFFIX = "_scale_inv"
 
 
 @dataclass(frozen=True)
 class Fp8Format(QuantisedFormat):
-    """A matrix in FP8: `.weight` [out, in] E4M3, times the scales in the tensor `scale`.
+    """A matrix in FP8: `.weight` [out, in] in E4M3, multiplied by scales.
+    block_shape: the numbers (rows, columns) that share a scale; None stands for all rows or all columns.
+    scale_suffix: the name suffix of the scales [ceil(out / rows), ceil(in / columns)], or [1] if a matrix has one
+    scale.
+    inputs: "static" if the checkpoint stores the scale of inputs, [1]; "dynamic" if it is computed for each row; None
+    if inputs are not quantised.  group_size: the number of columns of an input row that share a dynamic scale; None for
+    all columns."""
 
-    block: the (rows, columns) that share a scale; None for rows: all rows of the matrix; None for columns: all columns.
-    scale: the suffix of the scales [ceil(out / rows), ceil(in / columns)]; [1] if one scale serves a whole matrix.
-    inputs: "static": the inputs' scale is stored, in `input_scale` [1].  "dynamic": it is computed for each row.  None:
-    inputs are not rounded.  group: how many columns of an input row share a dynamic scale; None: all.
-    """
-
-    block: tuple[int | None, int | None]
-    scale: str = ".weight_scale"
+    block_shape: tuple[int | None, int | None]
+    scale_suffix: str = ".weight_scale"
     inputs: Literal["static", "dynamic"] | None = None
-    group: int | None = None
-    input_scale: str = ".input_scale"
+    group_size: int | None = None
+    input_scale_suffix: str = ".input_scale"
     name = FP8_NAME
     has_shards = True
 
-    def with_stored_suffixes(self, stored: Callable[[str], bool]) -> "Fp8Format":
-        scale = next((pair for pair in SCALE_SUFFIXES if stored(pair[0])), None) if self.block == (None, None) else None
-        return self if scale is None else replace(self, scale=scale[0], input_scale=scale[1])
+    def with_stored_suffixes(self, is_stored: Callable[[str], bool]) -> "Fp8Format":
+        scale = (
+            next((pair for pair in SCALE_SUFFIXES if is_stored(pair[0])), None)
+            if self.block_shape == (None, None)
+            else None
+        )
+        return self if scale is None else replace(self, scale_suffix=scale[0], input_scale_suffix=scale[1])
 
     def tensors(self, rows: int, columns: int) -> tuple[StoredTensor, ...]:
-        row_block, column_block = self.block
+        row_block, column_block = self.block_shape
         if row_block is None:
-            scale = StoredTensor(self.scale, (1,), SCALE_DTYPES)
+            scale = StoredTensor(self.scale_suffix, (1,), SCALE_DTYPES)
         else:
             shape = (-(-rows // row_block), -(-columns // (column_block or columns)))
             of_columns = None if column_block is None else 1
-            scale = StoredTensor(self.scale, shape, SCALE_DTYPES, 0, of_columns, row_block, column_block or columns)
-        static = (StoredTensor(self.input_scale, (1,), SCALE_DTYPES),) if self.inputs == "static" else ()
+            scale = StoredTensor(
+                self.scale_suffix, shape, SCALE_DTYPES, 0, of_columns, row_block, column_block or columns
+            )
+        static = (StoredTensor(self.input_scale_suffix, (1,), SCALE_DTYPES),) if self.inputs == "static" else ()
         return StoredTensor(".weight", (rows, columns), FP8, row_dim=0, column_dim=1), scale, *static
 
     def stored_matrix(self, tensors: Mapping[str, Tensor], rows: Sequence[int], columns: int) -> QuantisedMatrix:
-        scales, row_block = self._scales(tensors[self.scale], rows)
+        scales, row_block = self._stacked_scales(tensors[self.scale_suffix], rows)
         inputs = None
         if self.inputs is not None:
             inputs = InputScales(
-                self.group, _common_scale(tensors[self.input_scale]) if self.inputs == "static" else None
+                self.group_size, _common_scale(tensors[self.input_scale_suffix]) if self.inputs == "static" else None
             )
-        return QuantisedMatrix("fp8", tensors[".weight"], scales, self.block[1] or columns, row_block, inputs=inputs)
+        return QuantisedMatrix(
+            "fp8", tensors[".weight"], scales, self.block_shape[1] or columns, row_block, inputs=inputs
+        )
 
     def expert_tensors(self, count: int, rows: int, columns: int) -> tuple[StoredTensor, ...]:
-        """See WeightFormat.  The suffixes follow the name of the stack without `.weight`, as in transformers."""
-        row_block, column_block = self.block
+        """Returns the tensors of stacked experts; see WeightFormat.  Their names have no `.weight`."""
+        row_block, column_block = self.block_shape
         if row_block is None or column_block is None:
             return super().expert_tensors(count, rows, columns)
         shape = (count, -(-rows // row_block), -(-columns // column_block))
@@ -89,38 +97,38 @@ class Fp8Format(QuantisedFormat):
         )
 
     def expert_matrix(self, tensors: Mapping[str, Tensor]) -> QuantisedMatrix:
-        (row_block, column_block), codes, scales = self.block, tensors[""], tensors[STACK_SCALE_SUFFIX]
+        (row_block, column_block), codes, scales = self.block_shape, tensors[""], tensors[STACK_SCALE_SUFFIX]
         assert row_block is not None and column_block is not None
         if codes.shape[1] % row_block:
-            # An expert begins inside a block of the stack's rows, so scales are repeated: one for each row.
+            # If an expert begins inside a block of the stacked rows, scales are repeated to have one scale per row.
             scales, row_block = scales.repeat_interleave(row_block, 1)[:, : codes.shape[1]].contiguous(), 1
-        inputs = None if self.inputs is None else InputScales(self.group)
-        return for_device(QuantisedMatrix("fp8", codes, scales, column_block, row_block, inputs=inputs))
+        inputs = None if self.inputs is None else InputScales(self.group_size)
+        return adapt_to_device(QuantisedMatrix("fp8", codes, scales, column_block, row_block, inputs=inputs))
 
-    def _scales(self, scales: Tensor, rows: Sequence[int]) -> tuple[Tensor, int]:
+    def _stacked_scales(self, scales: Tensor, rows: Sequence[int]) -> tuple[Tensor, int]:
         """Returns the scales [blocks of rows, blocks of columns] of the stacked matrices, and the rows per block."""
-        row_block = self.block[0]
+        row_block = self.block_shape[0]
         lengths = torch.tensor(rows, device=scales.device)
         if row_block is None:
             return scales.repeat_interleave(lengths, 0).contiguous(), 1
         if len(rows) == 1 or not any(count % row_block for count in rows):
             return scales, row_block
-        # A matrix of the stack begins inside a block of rows, so scales are repeated: one for each row.
+        # If a matrix begins inside a block of the stacked rows, scales are repeated to have one scale per row.
         starts = [-(-count // row_block) for count in rows]
         own = (
             part.repeat_interleave(row_block, 0)[:count] for part, count in zip(scales.split(starts), rows, strict=True)
         )
         return torch.cat(list(own)), 1
 
-    def keeps(self, name: str, dtype: torch.dtype) -> bool:
+    def keeps_dtype(self, name: str, dtype: torch.dtype) -> bool:
         return dtype == FP8 or name.endswith(
-            (self.scale, STACK_SCALE_SUFFIX, *(each for pair in SCALE_SUFFIXES for each in pair))
+            (self.scale_suffix, STACK_SCALE_SUFFIX, *(each for pair in SCALE_SUFFIXES for each in pair))
         )
 
 
 def _common_scale(scales: Tensor) -> Tensor:
-    """Returns the scale that all stacked matrices have for their inputs, [matrices, 1] -> float32 [1].
-    Stacked matrices read the same inputs.  Raises EspalierError if their scales differ."""
+    """Returns the common input scale of stacked matrices, float32 [1].  scales: [matrices, 1].
+    Raises EspalierError if the scales differ, because stacked matrices read the same inputs."""
     if not bool((scales == scales[0]).all()):
         raise EspalierError(
             "the stacked matrices have different values of input_scale; only equal ones are supported: use a "
@@ -129,7 +137,7 @@ def _common_scale(scales: Tensor) -> Tensor:
     return scales[0].float()
 
 
-def read_fp8(quantisation: Mapping[str, Any]) -> FormatOf:
+def read_fp8(quantisation: Mapping[str, Any]) -> FormatLookup:
     """Returns the format of each matrix, for quant_method "fp8".
     Raises EspalierError naming a field that is not supported."""
     read_field(quantisation, "fmt", ("e4m3", None))

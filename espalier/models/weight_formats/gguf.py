@@ -1,4 +1,4 @@
-"""Matrices in the block formats of GGUF files.  The file's bytes stay in memory, and products read them.
+"""Matrices in the block formats of GGUF files.  Matrices stay in these formats in memory, and products read the blocks.
 
 The block format of each matrix is in the config.json that gguf_config.py makes from the file's metadata.
 """
@@ -15,7 +15,7 @@ from espalier.kernels.layers.blocks import BLOCK_TYPES, BlockMatrix, dequantise_
 from espalier.kernels.layers.linear_plans import DTYPES
 from espalier.kernels.layers.quantised import DEQUANTISED_VALUES_PER_STEP
 from espalier.kernels.ops.linear import linear_blocks
-from espalier.models.weight_formats.base import FormatOf, StoredTensor, Weight, WeightFormat
+from espalier.models.weight_formats.base import FormatLookup, StoredTensor, Weight, WeightFormat
 from espalier.models.weight_formats.dense import DENSE_FORMAT
 from espalier.models.weight_formats.quantised import read_object, require_multiple_of
 
@@ -23,7 +23,7 @@ GGUF_METHOD = "gguf"
 
 
 class BlockWeight(Weight):
-    """A weight that is kept in the blocks of its file."""
+    """A weight that is kept in the block format of its file."""
 
     __slots__ = ("matrix", "format")
 
@@ -39,11 +39,11 @@ class BlockWeight(Weight):
     def apply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         return linear_blocks(x, self.matrix, bias)
 
-    def rows_from(self, first: int) -> Weight:
-        return BlockWeight(self.matrix.rows_from(first))
+    def rows_from(self, first_row: int) -> Weight:
+        return BlockWeight(self.matrix.rows_from(first_row))
 
-    def write_to(self, table: Tensor) -> None:
-        """Write the values to a dense tensor [out, in] of any floating-point dtype."""
+    def dequantise_into(self, table: Tensor) -> None:
+        """Writes the dequantised values to a dense tensor [out, in] of any floating-point dtype."""
         step = max(DEQUANTISED_VALUES_PER_STEP // table.shape[1], 1)
         for begin in range(0, len(table), step):
             table[begin : begin + step].copy_(dequantise_blocks(self.matrix, begin, begin + step))
@@ -51,7 +51,8 @@ class BlockWeight(Weight):
 
 @dataclass(frozen=True)
 class GGUFFormat(WeightFormat):
-    """A matrix in blocks: `.weight` uint8 [out, blocks of a row, bytes of a block].  type: a name of BLOCK_TYPES."""
+    """A matrix in a block format: `.weight` uint8 [out, blocks of a row, bytes of a block].  type: a name of
+    BLOCK_TYPES."""
 
     type: str
     name = GGUF_METHOD
@@ -62,16 +63,16 @@ class GGUFFormat(WeightFormat):
         kind = BLOCK_TYPES[self.type]
         require_multiple_of(f"{self.name} ({self.type})", "columns", columns, kind.block_values)
         shape = (rows, columns // kind.block_values, kind.block_bytes)
-        return (StoredTensor(".weight", shape, torch.uint8, 0, 1, column_unit=kind.block_values),)
+        return (StoredTensor(".weight", shape, torch.uint8, 0, 1, entry_columns=kind.block_values),)
 
     def build(self, tensors: Mapping[str, Tensor], rows: Sequence[int], columns: int) -> BlockWeight:
         return BlockWeight(BlockMatrix(BLOCK_TYPES[self.type], tensors[".weight"].flatten(1)))
 
-    def keeps(self, name: str, dtype: torch.dtype) -> bool:
+    def keeps_dtype(self, name: str, dtype: torch.dtype) -> bool:
         return dtype == torch.uint8
 
 
-def read_gguf_types(quantisation: Mapping[str, Any]) -> FormatOf:
+def read_gguf_types(quantisation: Mapping[str, Any]) -> FormatLookup:
     """Returns the format of each matrix, for quant_method "gguf".
     Raises EspalierError naming a block format that is not supported."""
     types = read_object(quantisation, "types")

@@ -1,9 +1,9 @@
-"""GPTQ (Frantar et al. 2022, arXiv:2210.17323): 4 bits along the columns, as AutoGPTQ and GPTQModel pack them.
+"""GPTQ (Frantar et al. 2022, arXiv:2210.17323): 4-bit values packed along the columns, as in AutoGPTQ and GPTQModel.
 
-With `desc_act` the columns of a group are not adjacent: `g_idx` has the group of each column.  Loading sorts the
-columns by group, and the product takes its inputs in that order.
+With `desc_act`, the columns of a group are not adjacent, and `g_idx` has the group of each column.  Loading sorts the
+columns by group, and products reorder their inputs in the same way.
 
-AWQ (Lin et al. 2023, arXiv:2306.00978) packs along the rows, as AutoAWQ's "gemm" version does.
+AWQ (Lin et al. 2023, arXiv:2306.00978): 4-bit values packed along the rows, as in AutoAWQ's "gemm" version.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,56 +15,56 @@ from torch import Tensor
 
 from espalier.errors import EspalierError
 from espalier.kernels.layers.quantised import QuantisedMatrix, nibble_matrix
-from espalier.models.weight_formats.base import FormatOf, StoredTensor
+from espalier.models.weight_formats.base import FormatLookup, StoredTensor
 from espalier.models.weight_formats.dense import DENSE_FORMAT
 from espalier.models.weight_formats.quantised import (
     NIBBLES_OF_INT32,
     SCALE_DTYPES,
     QuantisedFormat,
-    common_order,
+    column_groups_of_part,
+    common_column_order,
     dense_if_skipped,
-    groups_of_part,
     matches_module,
     module_names,
-    packed_rows,
+    pack_rows,
     read_field,
-    read_group,
+    read_group_size,
     require_multiple_of,
     unpack_int32,
 )
 from espalier.shards import Part
 
-# Added to an int32, this adds 1 to each nibble.  GPTQModel subtracts this number when it saves, even from nibbles of 0.
+# Adding this number to an int32 adds 1 to each nibble.  GPTQModel subtracts the number before saving, even from nibbles
+# of 0.
 ONE_PER_NIBBLE = 0x11111111
 
 
 @dataclass(frozen=True)
 class GptqFormat(QuantisedFormat):
     """A matrix in GPTQ's format.
-
     The tensors are qweight int32 [in / 8, out], qzeros int32 [in / group, out / 8], scales [in / group, out] and g_idx
     int32 [in].
-    stored_offset: a number to add to stored zero points: 1 in checkpoint_format "gptq" (v1), 0 in "gptq_v2".
-    """
+    zero_point_offset: the number that is added to stored zero points: 1 in checkpoint_format "gptq" (v1), 0 in
+    "gptq_v2"."""
 
-    group: int | None
-    stored_offset: int
+    group_size: int | None
+    zero_point_offset: int
     name = "gptq"
     has_shards = True
 
     def tensors(self, rows: int, columns: int) -> tuple[StoredTensor, ...]:
-        group = self.group or columns
+        group = self.group_size or columns
         require_multiple_of(self.name, "rows", rows, NIBBLES_OF_INT32)
         require_multiple_of(self.name, "columns", columns, NIBBLES_OF_INT32)
         require_multiple_of(self.name, "columns", columns, group)
         groups, packed = columns // group, rows // NIBBLES_OF_INT32
-        of_groups = None if self.group is None else 0
+        of_groups = None if self.group_size is None else 0
         return (
             StoredTensor(
-                ".qweight", (columns // NIBBLES_OF_INT32, rows), torch.int32, 1, 0, column_unit=NIBBLES_OF_INT32
+                ".qweight", (columns // NIBBLES_OF_INT32, rows), torch.int32, 1, 0, entry_columns=NIBBLES_OF_INT32
             ),
             StoredTensor(".qzeros", (groups, packed), torch.int32, 1, of_groups, NIBBLES_OF_INT32, group),
-            StoredTensor(".scales", (groups, rows), SCALE_DTYPES, 1, of_groups, column_unit=group),
+            StoredTensor(".scales", (groups, rows), SCALE_DTYPES, 1, of_groups, entry_columns=group),
             StoredTensor(".g_idx", (columns,), torch.int32, column_dim=0),
         )
 
@@ -73,22 +73,22 @@ class GptqFormat(QuantisedFormat):
     ) -> Mapping[str, Tensor]:
         if columns.is_whole:
             return tensors
-        return {**tensors, ".g_idx": groups_of_part(tensors[".g_idx"], columns, self.group)}
+        return {**tensors, ".g_idx": column_groups_of_part(tensors[".g_idx"], columns, self.group_size)}
 
     def stored_matrix(self, tensors: Mapping[str, Tensor], rows: Sequence[int], columns: int) -> QuantisedMatrix:
-        packed, group = tensors[".qweight"], self.group or columns
-        order = common_order(tensors[".g_idx"], group)
+        packed, group = tensors[".qweight"], self.group_size or columns
+        order = common_column_order(tensors[".g_idx"], group)
 
         def block(begin: int, end: int) -> Tensor:
             codes = unpack_int32(packed[:, begin:end], 0).T
             return codes if order is None else codes[:, order]
 
-        zeros = unpack_int32(tensors[".qzeros"] + self.stored_offset * ONE_PER_NIBBLE, 1).T.contiguous()
+        zeros = unpack_int32(tensors[".qzeros"] + self.zero_point_offset * ONE_PER_NIBBLE, 1).T.contiguous()
         scales = tensors[".scales"].T.contiguous()
-        return nibble_matrix("int4", packed_rows(block, sum(rows)), scales, group, zeros, order)
+        return nibble_matrix("int4", pack_rows(block, sum(rows)), scales, group, zeros, order)
 
 
-def read_gptq(quantisation: Mapping[str, Any]) -> FormatOf:
+def read_gptq(quantisation: Mapping[str, Any]) -> FormatLookup:
     """Returns the format of each matrix, for quant_method "gptq".
     Raises EspalierError naming a field that is not supported."""
     read_field(quantisation, "bits", (4,))
@@ -96,9 +96,9 @@ def read_gptq(quantisation: Mapping[str, Any]) -> FormatOf:
         raise EspalierError("quantization_config: dynamic (settings for each module) is not supported, only none")
     version = read_field(quantisation, "checkpoint_format", ("gptq", "gptq_v2", "", None), "gptq")
     skipped = module_names(quantisation, "modules_to_not_convert")
-    format = GptqFormat(read_group(quantisation, 128), 0 if version == "gptq_v2" else 1)
+    format = GptqFormat(read_group_size(quantisation, 128), 0 if version == "gptq_v2" else 1)
     format_of = dense_if_skipped(skipped, format, bool(quantisation.get("lm_head")))
-    # The field holds a list of names for each step of the quantisation, or one list for all.
+    # The field is a list of names, or a list of such lists.
     blocks = quantisation.get("modules_in_block_to_quantize")
     if isinstance(blocks, list) and all(isinstance(block, list) for block in blocks):
         blocks = [name for block in blocks for name in block]
@@ -108,8 +108,8 @@ def read_gptq(quantisation: Mapping[str, Any]) -> FormatOf:
     return lambda name: format_of(name) if any(matches_module(name, each) for each in chosen) else DENSE_FORMAT
 
 
-# The nibble of an int32 that holds each of its eight rows.
-AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
+# For each of the eight rows in an int32, the index of the row's nibble.
+AWQ_NIBBLE_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
 @dataclass(frozen=True)
@@ -117,39 +117,39 @@ class AwqFormat(QuantisedFormat):
     """A matrix in AWQ's format.
     The tensors are qweight int32 [in, out / 8], qzeros int32 [in / group, out / 8] and scales [in / group, out]."""
 
-    group: int | None
+    group_size: int | None
     name = "awq"
     has_shards = True
 
     def tensors(self, rows: int, columns: int) -> tuple[StoredTensor, ...]:
-        group = self.group or columns
+        group = self.group_size or columns
         require_multiple_of(self.name, "rows", rows, NIBBLES_OF_INT32)
         require_multiple_of(self.name, "columns", columns, group)
         groups, packed = columns // group, rows // NIBBLES_OF_INT32
-        of_groups = None if self.group is None else 0
+        of_groups = None if self.group_size is None else 0
         return (
             StoredTensor(".qweight", (columns, packed), torch.int32, 1, 0, NIBBLES_OF_INT32),
             StoredTensor(".qzeros", (groups, packed), torch.int32, 1, of_groups, NIBBLES_OF_INT32, group),
-            StoredTensor(".scales", (groups, rows), SCALE_DTYPES, 1, of_groups, column_unit=group),
+            StoredTensor(".scales", (groups, rows), SCALE_DTYPES, 1, of_groups, entry_columns=group),
         )
 
     def stored_matrix(self, tensors: Mapping[str, Tensor], rows: Sequence[int], columns: int) -> QuantisedMatrix:
         packed = tensors[".qweight"]
 
         def block(begin: int, end: int) -> Tensor:
-            return unpack_int32(packed[:, begin // NIBBLES_OF_INT32 : end // NIBBLES_OF_INT32], 1, AWQ_ORDER).T
+            return unpack_int32(packed[:, begin // NIBBLES_OF_INT32 : end // NIBBLES_OF_INT32], 1, AWQ_NIBBLE_ORDER).T
 
-        zeros = unpack_int32(tensors[".qzeros"], 1, AWQ_ORDER).T.contiguous()
+        zeros = unpack_int32(tensors[".qzeros"], 1, AWQ_NIBBLE_ORDER).T.contiguous()
         scales = tensors[".scales"].T.contiguous()
-        return nibble_matrix("int4", packed_rows(block, sum(rows)), scales, self.group or columns, zeros)
+        return nibble_matrix("int4", pack_rows(block, sum(rows)), scales, self.group_size or columns, zeros)
 
 
-def read_awq(quantisation: Mapping[str, Any]) -> FormatOf:
+def read_awq(quantisation: Mapping[str, Any]) -> FormatLookup:
     """Returns the format of each matrix, for quant_method "awq".
     Raises EspalierError naming a field that is not supported."""
     read_field(quantisation, "bits", (4,), quantisation.get("w_bit", 4))
     read_field(quantisation, "version", ("gemm", "GEMM"), "gemm")
     read_field(quantisation, "zero_point", (True,), True)
-    group = read_group(quantisation, quantisation.get("q_group_size", 128))
+    group = read_group_size(quantisation, quantisation.get("q_group_size", 128))
     skipped = module_names(quantisation, "modules_to_not_convert")
     return dense_if_skipped(skipped, AwqFormat(group), bool(quantisation.get("lm_head")))

@@ -1,4 +1,4 @@
-"""Shared code of the quantised formats: the weight class, the names that stay dense, the layouts of 4-bit values."""
+"""Code that all quantised formats share: the weight class, rules for dense matrices, and 4-bit layouts."""
 
 import re
 from abc import abstractmethod
@@ -14,20 +14,20 @@ from espalier.kernels.layers.quantised import InputRows, InputScales, QuantisedM
 from espalier.kernels.layers.quantised_plans import require_supported
 from espalier.kernels.ops.activation import SILU, Activation
 from espalier.kernels.ops.linear import linear_quantised, linear_quantised_gated, linear_quantised_parts
-from espalier.models.weight_formats.base import FormatOf, Weight, WeightFormat
+from espalier.models.weight_formats.base import FormatLookup, Weight, WeightFormat
 from espalier.models.weight_formats.dense import DENSE_FORMAT
 from espalier.shards import Part
 from espalier.tokenizer_files import may_be_exponential
 
-# The dtypes that scales may have.  Loading keeps the stored dtype.
+# The dtypes that scales may have.  Loading does not cast scales.
 SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# Matrices that are dense unless a config says otherwise: the head, and the projection and head of MTP layers.
+# Matrices that are dense by default: the lm_head, and the projection and head of MTP layers.
 ALWAYS_DENSE = re.compile(r"(^|\.)(lm_head|eh_proj|shared_head\.head)$")
 NIBBLES_OF_INT32 = 8
 
 
 class QuantisedWeight(Weight):
-    """A weight that is kept in 8 or 4 bits per value."""
+    """A weight with 8 or 4 bits per value."""
 
     __slots__ = ("format", "matrix")
 
@@ -54,72 +54,70 @@ class QuantisedWeight(Weight):
     def rounding(self) -> InputScales | None:
         return self.matrix.inputs if self.matrix.order is None else None
 
-    def rows_from(self, first: int) -> Weight:
-        if first % self.matrix.row_block:
-            return super().rows_from(first)
-        return QuantisedWeight(self.matrix.rows_from(first), self.format)
+    def rows_from(self, first_row: int) -> Weight:
+        if first_row % self.matrix.row_block:
+            return super().rows_from(first_row)
+        return QuantisedWeight(self.matrix.rows_from(first_row), self.format)
 
 
 class QuantisedFormat(WeightFormat):
-    """A format whose matrices become a QuantisedMatrix."""
+    """A format that loads matrices as QuantisedMatrix."""
 
     @abstractmethod
     def stored_matrix(self, tensors: Mapping[str, Tensor], rows: Sequence[int], columns: int) -> QuantisedMatrix:
-        """Returns the matrix with the rounding of inputs that the checkpoint declares, on any device.  See `matrix`."""
+        """Returns the matrix with the input quantisation that the checkpoint declares, on any device.  See `matrix`."""
 
     def matrix(self, tensors: Mapping[str, Tensor], rows: Sequence[int], columns: int) -> QuantisedMatrix:
-        return for_device(self.stored_matrix(tensors, rows, columns))
+        return adapt_to_device(self.stored_matrix(tensors, rows, columns))
 
     def build(self, tensors: Mapping[str, Tensor], rows: Sequence[int], columns: int) -> Weight:
         return QuantisedWeight(self.matrix(tensors, rows, columns), self.name)
 
-    def keeps(self, name: str, dtype: torch.dtype) -> bool:
-        """Whether a tensor keeps its dtype.  Biases and norms do not: `.bias`, and `.weight` in a wide dtype."""
+    def keeps_dtype(self, name: str, dtype: torch.dtype) -> bool:
+        """Whether a tensor keeps its stored dtype.  Biases and norms (`.weight` of 16 bits or more) are cast."""
         return not name.endswith(".bias") and (dtype.itemsize == 1 or not name.endswith(".weight"))
 
 
-def for_device(matrix: QuantisedMatrix) -> QuantisedMatrix:
-    """Returns the matrix in the form in which this device multiplies.  On a CPU, inputs are not rounded to FP8.
-
-    A CPU has no FP8 units, so rounding would gain nothing.  Besides, rounding makes results depend on the last bit of
-    an input.  Tree and plain decoding would then choose different tokens more often (docs/design.md, section 6).
-    """
+def adapt_to_device(matrix: QuantisedMatrix) -> QuantisedMatrix:
+    """Returns the matrix as products on its device need it: on a CPU, without the quantisation of inputs.
+    A CPU has no FP8 units, so FP8 inputs would gain no speed.  Besides, quantised inputs depend on the last bit of a
+    value, so tree and plain decoding would choose different tokens more often (docs/design.md, section 6)."""
     return replace(matrix, inputs=None) if matrix.device.type == "cpu" else matrix
 
 
-def require_multiple_of(name: str, what: str, size: int, unit: int) -> None:
-    """Check that `unit` divides `size`.  Raises EspalierError."""
+def require_multiple_of(format_name: str, dim: str, size: int, unit: int) -> None:
+    """Raises EspalierError if `size` is not a multiple of `unit`."""
     if size % unit:
-        raise EspalierError(f"format {name} needs {what} in a multiple of {unit}, but this matrix has {size}")
+        raise EspalierError(f"format {format_name} needs {dim} in a multiple of {unit}, but this matrix has {size}")
 
 
 def unpack_int32(packed: Tensor, dim: int, order: Sequence[int] = range(NIBBLES_OF_INT32)) -> Tensor:
-    """int32 whose nibbles are values along `dim` -> uint8 of 8 times that size.
-
-    order: value v of an int32 is in nibble order[v], counted from the low bits.
-    """
+    """Unpacks the nibbles of an int32 tensor along `dim`.  Returns uint8 with 8 times that size.
+    order: order[v] is the index of the nibble with value v, counted from the low bits."""
     shifts = torch.tensor(order, dtype=torch.int32, device=packed.device) * 4
     dim %= packed.ndim
     shape = [1] * (dim + 1) + [NIBBLES_OF_INT32] + [1] * (packed.ndim - dim - 1)
     return ((packed.unsqueeze(dim + 1) >> shifts.view(shape)) & 15).to(torch.uint8).flatten(dim, dim + 1)
 
 
-def packed_rows(of_rows: Any, num_rows: int, step: int = 4096) -> Tensor:
-    """Returns codes [num_rows, in / 2], computed in blocks of rows: of_rows(begin, end) -> uint8 [end - begin, in]."""
-    blocks = (pack_nibbles(of_rows(begin, min(begin + step, num_rows))) for begin in range(0, num_rows, step))
+def pack_rows(unpacked_rows: Any, num_rows: int, step: int = 4096) -> Tensor:
+    """Packs rows of nibbles in blocks.  Returns codes [num_rows, in / 2].  unpacked_rows(begin, end): returns uint8
+    [end - begin, in]."""
+    blocks = (pack_nibbles(unpacked_rows(begin, min(begin + step, num_rows))) for begin in range(0, num_rows, step))
     return torch.cat(list(blocks))
 
 
-def dense_if_skipped(skipped: Sequence[str], format: WeightFormat, lm_head: bool = False) -> FormatOf:
-    """Returns a function from a matrix's name to its format: `format`, or dense for skipped and ALWAYS_DENSE names.
+def dense_if_skipped(skipped_names: Sequence[str], format: WeightFormat, quantises_head: bool = False) -> FormatLookup:
+    """Returns a function from a matrix's name to its format: dense for names in `skipped_names` and ALWAYS_DENSE, else
+    `format`.
 
-    skipped: module names, parts of module names ("mlp.gate", "layers.61"), or "re:" and a pattern.
-    lm_head: whether the head is quantised too.
+    skipped_names: module names, parts of module names ("mlp.gate", "layers.61"), or "re:" and a regular expression.
+    quantises_head: whether the lm_head is quantised too.
     """
 
     def format_of(name: str) -> WeightFormat:
-        is_dense = (ALWAYS_DENSE.search(name) and not (lm_head and name == "lm_head")) or any(
-            matches_module(name, pattern) for pattern in skipped
+        is_dense = (ALWAYS_DENSE.search(name) and not (quantises_head and name == "lm_head")) or any(
+            matches_module(name, pattern) for pattern in skipped_names
         )
         return DENSE_FORMAT if is_dense else format
 
@@ -127,11 +125,9 @@ def dense_if_skipped(skipped: Sequence[str], format: WeightFormat, lm_head: bool
 
 
 def matches_module(name: str, pattern: str) -> bool:
-    """Whether a pattern of config.json matches the name of a module, or of a module that contains it.
-
-    As in transformers, "model.layers.0." with a final dot names the module, and the end of a name matches: "gate"
-    matches "shared_expert_gate".
-    """
+    """Whether a pattern in config.json matches the name of a module or of an enclosing module.
+    As in transformers, a final dot is ignored ("model.layers.0."), and the end of a name matches: "gate" matches
+    "shared_expert_gate"."""
     if pattern.startswith("re:"):
         return re.match(pattern[3:], name) is not None
     parts = ".".join("[^.]+" if part == "*" else re.escape(part) for part in pattern.strip(".").split("."))
@@ -139,7 +135,7 @@ def matches_module(name: str, pattern: str) -> bool:
 
 
 def read_field(quantisation: Mapping[str, Any], name: str, allowed: Sequence[object], default: object = None) -> Any:
-    """Returns the value of a field of quantization_config.  Raises EspalierError if it is not one of `allowed`."""
+    """Returns the value of a field of quantization_config.  Raises EspalierError for other values than `allowed`."""
     value = quantisation.get(name, default)
     if value not in allowed:
         known = " or ".join(repr(known) for known in allowed)
@@ -148,7 +144,7 @@ def read_field(quantisation: Mapping[str, Any], name: str, allowed: Sequence[obj
 
 
 def module_names(fields: Mapping[str, Any], name: str) -> tuple[str, ...]:
-    """Returns the module names, or patterns of names, in a field; none if it is null.
+    """Returns the module names and patterns in a field; no names if the field is null.
     Raises EspalierError for any other value."""
     value = fields.get(name) or ()
     if not isinstance(value, list | tuple) or not all(isinstance(each, str) and _is_pattern(each) for each in value):
@@ -167,25 +163,24 @@ def _is_pattern(name: str) -> bool:
 
 
 def read_object(fields: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """Returns the object in a field; an empty object if it is null.  Raises EspalierError for any other value."""
+    """Returns the object in a field; empty if the field is null.  Raises EspalierError for any other value."""
     value = fields.get(name)
     if value is not None and not isinstance(value, Mapping):
         raise EspalierError(f"quantization_config: {name} = {value!r}; an object is needed; correct it")
     return value or {}
 
 
-def read_group(quantisation: Mapping[str, Any], default: int) -> int | None:
-    """Returns how many columns share a scale; None (-1 in the config): all.  Raises EspalierError for unusual sizes."""
+def read_group_size(quantisation: Mapping[str, Any], default: int) -> int | None:
+    """Returns how many columns share a scale; None (-1 in the config) for all columns.  Raises EspalierError for a size
+    that is not supported."""
     size = read_field(quantisation, "group_size", (-1, 16, 32, 64, 128, 256, 512, 1024), default)
     return None if size == -1 else int(size)
 
 
-def groups_of_part(groups: Tensor, columns: Part, group: int | None) -> Tensor:
-    """Returns the group of each column of a part, counted from the part's first group.
-
-    groups: the same, counted from the matrix's first group.  Raises EspalierError for columns that are not in the order
-    of their groups, because the scales of such columns may lie in any part.
-    """
+def column_groups_of_part(groups: Tensor, columns: Part, group: int | None) -> Tensor:
+    """Returns the group index of each column of a part, relative to the part's first group.
+    groups: the group index of each column, relative to the matrix's first group.  Raises EspalierError if columns are
+    not sorted by group, because their scales may be on another rank."""
     own = groups - columns.begin // (group or columns.size)
     expected = torch.arange(len(columns), device=groups.device) // (group or columns.size)
     if not bool((own == expected).all()):
@@ -196,12 +191,10 @@ def groups_of_part(groups: Tensor, columns: Part, group: int | None) -> Tensor:
     return own
 
 
-def common_order(groups: Tensor, group: int) -> Tensor | None:
-    """Returns the indices of the columns, sorted by group, [in]; None if the columns already are in this order.
-
-    groups: [matrices, in], the group of each column of each stacked matrix.  Raises EspalierError unless all matrices
-    have the same groups and each group has `group` columns.
-    """
+def common_column_order(groups: Tensor, group: int) -> Tensor | None:
+    """Returns the indices [in] of the columns, sorted by group; None if the columns are already sorted.
+    groups: [matrices, in], the group of each column of each stacked matrix.  Raises EspalierError if matrices have
+    different groups, or if a group does not have `group` columns."""
     if not bool((groups == groups[0]).all()):
         raise EspalierError(
             "the stacked matrices have different values of g_idx; only equal ones are supported: use a checkpoint "

@@ -1,8 +1,8 @@
-"""Weights of which each rank holds a part.
+"""Weights that are divided among ranks.
 
-`SummedWeight` has a part of the columns: its products are summed over the ranks.  `GatheredWeight` has a part of the
-rows: its products are concatenated.  Both return the product of the whole matrix, from `apply` and from all methods
-that use it.  A product may also stay `Unsummed`, for a reader that sums, adds to the residual and norms in one launch.
+A rank's `SummedWeight` has a part of the columns, and its products are summed over the ranks.  A rank's
+`GatheredWeight` has a part of the rows, and its products are concatenated.  Both return the product of the whole
+matrix.  A product may also stay `Unsummed`: one kernel can then sum it, add it to the residual and compute the norm.
 """
 
 import torch
@@ -15,31 +15,31 @@ from espalier.shards import Shards
 
 
 class ShardedWeight(Weight):
-    """A weight of which this rank holds the part `own`.
-    shape: the number of outputs of the whole product, and the number of inputs on this rank."""
+    """A weight that is divided among ranks.  own_part: the part of the weight on this rank.
+    shape: (the number of outputs of the whole product, the number of inputs on this rank)."""
 
-    __slots__ = ("format", "own", "shards")
+    __slots__ = ("format", "own_part", "shards")
 
     def __init__(self, own: Weight, shards: Shards, out: int) -> None:
         super().__init__((out, own.shape[1]), own.nbytes)
         self.format = own.format
-        self.own = own
+        self.own_part = own
         self.shards = shards
 
     @property
     def rounding(self) -> InputScales | None:
-        return self.own.rounding
+        return self.own_part.rounding
 
     def apply(self, x: InputRows, bias: Tensor | None) -> Tensor:
-        return self.join_ranks(self.own.apply(x, None), bias)
+        return self.join_ranks(self.own_part.apply(x, None), bias)
 
     def join_ranks(self, own: Tensor, bias: Tensor | None) -> Tensor:
-        """Returns the whole product [rows, out].  own: this rank's product."""
+        """Returns the whole product [rows, out].  own_part: this rank's product."""
         raise NotImplementedError
 
 
 class SummedWeight(ShardedWeight):
-    """A weight of which each rank holds a part of the columns."""
+    """A weight whose columns are divided among ranks."""
 
     __slots__ = ()
 
@@ -47,18 +47,16 @@ class SummedWeight(ShardedWeight):
         total = self.shards.all_reduce(own)
         return total if bias is None else total + bias
 
-    def for_residual(self, x: InputRows, bias: Tensor | None) -> "Unsummed":
-        """Returns the product without the sum over the ranks, which the reader of the result computes.
-        The bias is added on one rank alone."""
+    def residual_delta(self, x: InputRows, bias: Tensor | None) -> "Unsummed":
+        """Returns the product before the sum over the ranks.
+        Only one rank adds the bias."""
         once = bias if bias is None or self.shards.rank == 0 else torch.zeros_like(bias)
-        return Unsummed(self.own.parts(x, once), self.shards, x.dtype)
+        return Unsummed(self.own_part.parts(x, once), self.shards, x.dtype)
 
 
 class Unsummed:
-    """A block's output on one rank.  The reader must sum it over the ranks.
-
-    parts: [N, H] in `dtype`, or partial sums [parts, N, H], float32 at least, which are added in order.
-    """
+    """A block's output on one rank, which the next norm must sum over the ranks.
+    parts: [N, H] in `dtype`, or partial sums [parts, N, H], float32 at least, which are added in order."""
 
     __slots__ = ("parts", "shards", "dtype")
 
@@ -72,22 +70,23 @@ class Unsummed:
         return self.shards.all_reduce(sum_parts(self.parts, self.dtype))
 
     def add_norm(self, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor] | None:
-        """Returns (residual + the sum over the ranks, its norm), from one launch; None if there is no such launch.
+        """Returns (residual + the sum over the ranks, the norm of this total), computed by one kernel; None if there is
+        no such kernel.
         See Collectives.all_reduce_add_norm."""
         joined = self.shards.collectives
         return None if joined is None else joined.all_reduce_add_norm(self.parts, residual, weight, eps)
 
 
 def sum_over_ranks(output: Tensor | Unsummed) -> Tensor:
-    """Returns a block's output; an Unsummed one is first summed over the ranks."""
+    """Returns a block's output.  An Unsummed output is first summed over the ranks."""
     return output.summed() if isinstance(output, Unsummed) else output
 
 
 class GatheredWeight(ShardedWeight):
-    """A weight of which each rank holds a part of the rows: `Shards.tokens` of the vocabulary.
+    """A weight whose rows are divided among ranks: each rank has a part of the vocabulary (`Shards.tokens`).
 
-    All logits are gathered, even for greedy requests.  On two H100s, exchanging only the best of each 2,048 logits and
-    its index took longer: 6.2 µs instead of 5.4 for one row, 43 instead of 40 for 64, 183 instead of 164 for 256.
+    All logits are gathered, even for greedy requests.  On two H100s, it took longer to gather only the largest of each
+    2,048 logits and its index: 6.2 µs instead of 5.4 for one row, 43 instead of 40 for 64, 183 instead of 164 for 256.
     """
 
     __slots__ = ()

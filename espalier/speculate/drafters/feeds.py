@@ -145,7 +145,7 @@ def feeds_class(form_name: str) -> type[ModuleFeeds]:
 
 
 def feed_name(module: int) -> str:
-    """Returns the name in DraftSpec.carried of the state that a module (2 to N) reads at the token after the root."""
+    """Returns the name in DraftSpec.carried_shapes of the state that a module (2 to N) reads after the root."""
     return f"feed{module}"
 
 

@@ -35,7 +35,7 @@ class OnePassDrafter(ModelDrafter[BlockModel]):
     def allocate(self) -> None:
         # A row that is not causal sees the whole block, as in training, also the rows beyond `steps`.
         spec, layout, device = self.spec, self.layout, self.device
-        self.width = spec.first_proposing + layout.steps if all(spec.causal) else layout.block_rows
+        self.width = spec.first_proposing_row + layout.steps if all(spec.causal) else layout.block_rows
         self.num_known = torch.ones(layout.max_batch, dtype=torch.int64, device=device)
         everything = torch.ones(self.width, self.width, dtype=torch.bool, device=device)
         self.ancestor_bits = {
@@ -51,7 +51,7 @@ class OnePassDrafter(ModelDrafter[BlockModel]):
 
     def _run_block(self, slots: BatchState) -> Tensor:
         """Runs the block.  Returns the hidden states of the rows that propose depths 1 to steps: [B, steps, H]."""
-        first = self.spec.first_proposing
+        first = self.spec.first_proposing_row
         rows = block_rows(slots, 0, self.num_known[: slots.batch], self.width, self.spec.mask_token)
         prefix = Prefix(slots.page_table, slots.prefix_len)
         nodes = self._nodes(slots, rows.positions)

@@ -20,7 +20,7 @@ from espalier.models.base import CausalLM
 from espalier.models.config import Json, ModelConfig, architecture_of
 from espalier.models.draft import DraftConfig, DraftModel, DraftSpec
 from espalier.models.families import FAMILIES
-from espalier.models.loading import is_multimodal, read_raw
+from espalier.models.loading import is_multimodal, read_raw_config
 from espalier.models.weight_files import safetensors_files
 from espalier.models.weights import Weights
 from espalier.shards import WHOLE, Shards
@@ -45,7 +45,7 @@ BUILT_IN_FORMATS = (
         algorithm="eagle3",
         title="EAGLE-3 heads",
         architectures=eagle3.ARCHITECTURES,
-        excluding_fields=eagle3.MASK_FIELDS,
+        excluding_fields=eagle3.MASK_TOKEN_FIELDS,
         speculators_types=("eagle3",),
         read=eagle3.read_eagle3,
         make=eagle3.make_eagle3,
@@ -57,12 +57,12 @@ BUILT_IN_FORMATS = (
         title="P-EAGLE heads",
         architectures=eagle3.PEAGLE_ARCHITECTURES,
         marked_architectures=eagle3.EAGLE3_ARCHITECTURES,
-        marker_fields=eagle3.MASK_FIELDS,
+        marker_fields=eagle3.MASK_TOKEN_FIELDS,
         speculators_types=("peagle",),
         read=eagle3.read_peagle,
         make=eagle3.make_peagle,
         drafter=PEagleDrafter,
-        checks=f"{CAPTURED} and the mask token ({', '.join(eagle3.MASK_FIELDS)})",
+        checks=f"{CAPTURED} and the mask token ({', '.join(eagle3.MASK_TOKEN_FIELDS)})",
     ),
     DraftFormat(
         algorithm="mtp",
@@ -72,7 +72,7 @@ BUILT_IN_FORMATS = (
         read=mtp.read_mtp,
         make=mtp.make_mtp,
         drafter=AutoregressiveDrafter,
-        in_target=mtp.stores_mtp,
+        in_target=mtp.holds_mtp_layers,
         is_divided=True,
         checks="mtp_form and num_nextn_predict_layers",
     ),
@@ -113,7 +113,7 @@ DRAFT_FORMATS: dict[str, DraftFormat] = {known.algorithm: known for known in BUI
 UNSUPPORTED_DRAFTS = {
     "xpress": "XPress",
     "Gemma4DSparkModel": "DSpark with Gemma 4's layers",
-    **dict.fromkeys(("eagle", *eagle3.EAGLE_1_2), "EAGLE-1/2 heads"),
+    **dict.fromkeys(("eagle", *eagle3.EAGLE_1_2_ARCHITECTURES), "EAGLE-1/2 heads"),
 }
 UNSUPPORTED_MTP = {
     **dict.fromkeys(("MiMoV2FlashForCausalLM", "MiMoV2MTP"), "MiMo-V2"),
@@ -178,7 +178,7 @@ def format_of(raw: Json, path: Path) -> DraftFormat:
 def _why_unknown(raw: Json, path: Path) -> str:
     declared = raw.get("speculators_model_type")
     name = architecture_of(raw) if declared is None else str(declared)
-    if name in eagle3.EAGLE_1_2:
+    if name in eagle3.EAGLE_1_2_ARCHITECTURES:
         eagle3.refuse_eagle3_called_eagle(name, path)
     if name in UNSUPPORTED_DRAFTS:
         return f"{name!r} ({UNSUPPORTED_DRAFTS[name]}) is not supported yet"
@@ -231,7 +231,7 @@ def read_draft(path: Path | str, target: ModelConfig) -> DraftConfig:
     Raises EspalierError for an unknown format, and for a draft that does not fit this target.
     """
     path = Path(path)
-    raw = read_raw(path)
+    raw = read_raw_config(path)
     with naming_config(path):
         return format_of(raw, path).read(path, raw, target)
 

@@ -187,7 +187,7 @@ def test_a_chain_launches_what_the_engine_launches(name, weights, rows, monkeypa
     x = torch.randn(rows, recipe.shape.target.hidden_size, dtype=dtype)
     live = torch.ones(rows, dtype=torch.bool)
     mixture = getattr(block.mlp, "mixture", block.mlp)
-    mixture(mixture.routed(x), live)
+    mixture(mixture.route_rows(x), live)
     shape = recipe_sizes(recipe)
     ExpertWeights(dtype, CPU).chain(shape.target_pass(rows), multiply_by_library, experts=True)()
     assert len(chain.calls) == shape.experts.layers
@@ -304,7 +304,7 @@ def test_ranks_share_the_time_of_the_target_alone(monkeypatch):
 @pytest.mark.parametrize("rows", [1, 256, 257])
 def test_what_a_norm_rounds_in_its_launch_is_no_part_of_a_chain(rows, monkeypatch):
     monkeypatch.setattr(timing, "rounding_in_norm", lambda weight, x: InputScales())
-    weight = QUANTISERS["fp8"].matrix(torch.randn(128, 128))
+    weight = QUANTISERS["fp8"].quantise_matrix(torch.randn(128, 128))
     rounded = set()
 
     def multiply(x, multiplied):

@@ -127,6 +127,6 @@ def test_rows_that_go_to_no_expert_are_not_counted():
     mlp = MixtureMLP(Routing(6, 2), router, None, torch.zeros(6, 4, 6), torch.zeros(6, 6, 2))
     counting = CountingExperts(mlp, counts)
     x = torch.tensor([[9.0, 8, 0, 0, 0, 0], [0, 9, 8, 0, 0, 0], [0, 0, 0, 0, 9, 8]])
-    assert torch.equal(counting(mlp.routed(x)), mlp(mlp.routed(x)))
-    counting(mlp.routed(x), torch.tensor([True, True, False]))
+    assert torch.equal(counting(mlp.route_rows(x)), mlp(mlp.route_rows(x)))
+    counting(mlp.route_rows(x), torch.tensor([True, True, False]))
     assert [(rows, int(count)) for rows, count in counts] == [(3, 5), (3, 3)]

@@ -5,7 +5,7 @@ import pytest
 from espalier.bench.flags import DRAFT_WEIGHTS, SHAPE_WEIGHTS
 from espalier.bench.shapes import SHAPES
 from espalier.models.quantisers import QUANTISERS
-from espalier.startup.resolve import PAGE_SIZE
+from espalier.startup.resolve import DEFAULT_PAGE_SIZE
 from lab.__main__ import main, make_parser
 from lab.bench import generate, prefill, shaped
 from lab.shape_flags import SHAPE_NAMES
@@ -32,7 +32,7 @@ def test_defaults_in_the_help_are_those_of_the_modules(capsys):
     with pytest.raises(SystemExit):
         make_parser().parse(["round", "--help"])
     text = " ".join(capsys.readouterr().out.split())
-    assert f"page of the cache ({PAGE_SIZE})" in text and f"rounds to time ({shaped.ROUNDS})" in text
+    assert f"page of the cache ({DEFAULT_PAGE_SIZE})" in text and f"rounds to time ({shaped.ROUNDS})" in text
     with pytest.raises(SystemExit):
         make_parser().parse(["foundry", "--help"])
     text = " ".join(capsys.readouterr().out.split())

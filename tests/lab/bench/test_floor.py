@@ -227,7 +227,7 @@ def test_layers_of_other_layers_rows_read_them_again_and_project_queries_alone()
     assert round_attention(shape, RoundSize(1, PLAIN_TREE, 100, has_draft=False)).num_bytes == 2 * 16 * 32 * 2
 
 
-def weights_of(*shapes):
+def count_weights(*shapes):
     """The number of weights of each name and size in the layers; each is in one run."""
     counted = Counter()
     for shape in shapes:
@@ -244,7 +244,7 @@ def test_parts_of_a_model_are_the_whole(name):
     """A part has the experts of its own layers, and no weight is counted twice or left out."""
     shape = recipe_sizes(Recipe(mixture(name) if name in SUPPORTED else find_shape(name)))
     for at in range(shape.layers + 1):
-        assert weights_of(shape.part(0, at), shape.part(at)) == weights_of(shape)
+        assert count_weights(shape.part(0, at), shape.part(at)) == count_weights(shape)
 
 
 @pytest.mark.parametrize("field", ["hidden_size_per_layer_input", "use_double_wide_mlp"])

@@ -64,7 +64,7 @@ def test_only_experts_that_are_touched_count(small, monkeypatch):
 @pytest.mark.parametrize("weights", ["int4", "mxfp4"])
 @pytest.mark.parametrize("gated", [False, True])
 def test_the_product_is_the_layers(weights, gated):
-    weight = QUANTISERS[weights].matrix(torch.randn(32, 128))
+    weight = QUANTISERS[weights].quantise_matrix(torch.randn(32, 128))
     x = torch.randn(3, 128)
     expected = x @ dequantise(weight, torch.float32).T
     if gated:

@@ -106,14 +106,14 @@ def test_cells_of_a_tree_share_an_engine_of_a_users_size(monkeypatch):
     cells = with_plain(parse_cells(["2x24:4,4,16", "1x24:3,2,8", "3x40:4,4,16"], [16]))
     models = SyntheticModels(recipe, torch.float32, CPU, 512)
     started = []
-    engine_of = SyntheticModels.engine_of
+    make_engine = SyntheticModels.make_engine
 
     def noting(self, config, num_pages):
         layout = config.layout
         started.append((layout.steps, layout.max_batch, layout.max_context, layout.trees, config.prefix_cache))
-        return engine_of(self, config, num_pages)
+        return make_engine(self, config, num_pages)
 
-    monkeypatch.setattr(SyntheticModels, "engine_of", noting)
+    monkeypatch.setattr(SyntheticModels, "make_engine", noting)
     measured = list(measure(models, cells, sizes, 6, None))
     # The cells of a tree come together: an engine starts once.
     assert started == [(steps, 4, 256, (), True) for steps in (4, 3, 0)]
@@ -268,9 +268,11 @@ def test_an_mtp_head_is_measured_like_an_eagle_head(name, layers, form, monkeypa
     monkeypatch.setattr("lab.bench.synthetic_models.find_shape", lambda name: shape)
     monkeypatch.setattr("lab.bench.shaped.require_gpu", lambda what: CPU)
     seen = []
-    engine_of = SyntheticModels.engine_of
+    make_engine = SyntheticModels.make_engine
     monkeypatch.setattr(
-        SyntheticModels, "engine_of", lambda self, config, pages: seen.append(config) or engine_of(self, config, pages)
+        SyntheticModels,
+        "make_engine",
+        lambda self, config, pages: seen.append(config) or make_engine(self, config, pages),
     )
     file = tmp_path / "figures.json"
     flags = ["--shape", name, "--mtp-layers", str(layers), "--mtp-form", form, "--accept-length", "5"]

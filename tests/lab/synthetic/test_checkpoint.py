@@ -18,7 +18,7 @@ from espalier.models import load_target, read_config
 from espalier.models.from_transformers.target import TransformersTarget
 from espalier.models.rope import RopeTables
 from espalier.speculate.drafters.registry import load_draft, read_draft
-from espalier.startup.build import LoadedModels, assemble, config_of_layout
+from espalier.startup.build import LoadedModels, assemble_engine, config_without_files
 from lab.__main__ import main as lab
 from lab.synthetic import checkpoint as foundry
 from lab.synthetic.chain import PROBABILITIES, predicted_accept_length
@@ -103,8 +103,8 @@ def an_engine(recipe: Recipe, tree: tuple[int, int, int], dtype: torch.dtype, ba
     steps, topk, nodes = tree
     spec = recipe.draft_config.spec
     layout = RoundLayout(batch, steps, topk, nodes, 16, 256, spec.reentry, 256, block_rows=spec.block_rows)
-    config = config_of_layout(layout, spec.algorithm if steps else "none", "sdpa", dtype, CPU)
-    return assemble(LoadedModels(config, target, draft if steps else None))
+    config = config_without_files(layout, spec.algorithm if steps else "none", "sdpa", dtype, CPU)
+    return assemble_engine(LoadedModels(config, target, draft if steps else None))
 
 
 def generate(engine: Engine, starts: list[list[int]], count: int) -> list[list[int]]:

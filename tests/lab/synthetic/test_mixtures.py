@@ -11,7 +11,7 @@ from torch import Tensor
 from espalier.errors import EspalierError
 from espalier.kernels.ops.experts import route
 from espalier.models import load_target
-from espalier.models.families.gemma4 import BesideMLP
+from espalier.models.families.gemma4 import ParallelMLP
 from espalier.models.layers.mlp import MixtureMLP, RoutedRows
 from espalier.models.rope import RopeTables
 from lab.synthetic.chain import predicted_accept_length
@@ -130,7 +130,7 @@ def routed(recipe: Recipe, text: list[int]) -> list[torch.Tensor]:
     for layer in target.layers:
         if isinstance(layer.mlp, MixtureMLP):
             layer.mlp = Noting(layer.mlp)
-        elif isinstance(layer.mlp, BesideMLP):
+        elif isinstance(layer.mlp, ParallelMLP):
             layer.mlp.mixture = Noting(layer.mlp.mixture)
     target(DensePass(torch.tensor([text]), target.layer_specs, torch.arange(len(text))[None]))
     return seen

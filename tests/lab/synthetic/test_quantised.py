@@ -14,7 +14,7 @@ from espalier.layout import RoundLayout
 from espalier.models import load_target
 from espalier.models.weight_formats.quantised import QuantisedWeight
 from espalier.speculate.drafters.registry import load_draft
-from espalier.startup.build import LoadedModels, assemble, config_of_layout
+from espalier.startup.build import LoadedModels, assemble_engine, config_without_files
 from lab.synthetic.chain import predicted_accept_length
 from lab.synthetic.checkpoint import Recipe, build, total_bytes, write
 from tests.harness import CPU
@@ -177,5 +177,5 @@ def an_engine(recipe, tree, device, kv_dtype=None):
     if kv_dtype is not None:
         chosen["kv_dtype"] = kv_dtype
     attention = "triton" if device.type == "cuda" else "sdpa"
-    config = config_of_layout(layout, algorithm, attention, dtype, device, **chosen)
-    return assemble(LoadedModels(config, target, draft if tree != PLAIN else None))
+    config = config_without_files(layout, algorithm, attention, dtype, device, **chosen)
+    return assemble_engine(LoadedModels(config, target, draft if tree != PLAIN else None))
