@@ -9,7 +9,7 @@ import pytest
 from espalier.logprobs import TokenLogprob, TokenLogprobs, row_words
 from espalier.request import OutputChunk
 from espalier.server import protocol
-from espalier.server.protocol import Harvest, Part
+from espalier.server.protocol import OutputPart, StepOutput
 
 ENTRIES = [TokenLogprob(7 + i, -1.5 - i, [(i, -0.5 * i), (i + 1, -0.25)], 1 + i) for i in range(5)]
 CUT = [TokenLogprob(e.token_id, e.logprob, e.top[:1], e.rank) for e in ENTRIES]
@@ -62,5 +62,5 @@ def test_nan_is_found():
 @pytest.mark.parametrize("of_prompt", [False, True])
 def test_they_reach_the_front_as_they_were(of_prompt):
     piece = OutputChunk("r", logprobs=kept(), prompt_logprobs=TokenLogprobs(of_prompt=True) if of_prompt else None)
-    decoded = protocol.decode_from_engine(protocol.encode(Harvest([Part("r", piece)])))
+    decoded = protocol.decode_from_engine(protocol.encode(StepOutput([OutputPart("r", piece)])))
     assert decoded.parts[0].output == piece and decoded.parts[0].output.logprobs == ENTRIES

@@ -34,8 +34,8 @@ def _tail_kept(right):
         right(table, access, source)
         whole = torch.full_like(access.length, source.shape[1])
         for layer, states in table.states.items():
-            path = access.path(source, source.shape[1], table.spare_row)
-            path.store(states.tail, tail_after(tails[layer], states.inputs[source], whole))
+            path = access.path_rows(source, source.shape[1], table.spare_row)
+            path.store_states(states.tail, tail_after(tails[layer], states.inputs[source], whole))
 
     return commit
 

@@ -18,7 +18,7 @@ pytest.importorskip("triton", reason="needs Triton")
 ROOT = Path(__file__).parents[2]
 TOP_A = """
     top_a: float | None = _param(
-        "made up", limits.number_between(0, 1, "0.5 changes nothing"), generation_config="top_a"
+        "made up", limits.range_check(0, 1, "0.5 changes nothing"), generation_config="top_a"
     )
 """
 RESOLVED_TOP_A = """

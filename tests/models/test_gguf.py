@@ -85,7 +85,7 @@ def test_blocks_of_several_formats_stay_blocks(tmp_path: Path, tied: bool) -> No
     assert counted == WeightCount(16 * 256 + 5 * 256, sum(part.weight.nbytes for part in weights))
 
 
-@pytest.mark.parametrize("kind", [name for name, kind in BLOCK_TYPES.items() if kind.values == 32])
+@pytest.mark.parametrize("kind", [name for name, kind in BLOCK_TYPES.items() if kind.block_values == 32])
 def test_formats_of_32_values(tmp_path: Path, kind: str) -> None:
     path = make_target(tmp_path / "target", layers=2)
     meant = convert(path, tmp_path / "model.gguf", lambda name: kind)

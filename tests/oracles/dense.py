@@ -55,8 +55,8 @@ class DensePass(Pass):
         spec = self.specs[layer]
         if isinstance(spec.keeps, RecurrentState):
             inputs, gates, conv, *columns = values
-            inputs = columns[0].in_order(inputs) if columns else inputs
-            gates = gates.computed(inputs.dtype) if isinstance(gates, GateInputs) else gates
+            inputs = columns[0].in_channel_order(inputs) if columns else inputs
+            gates = gates.compute(inputs.dtype) if isinstance(gates, GateInputs) else gates
             shape = self.tokens.shape
             of_rows = None if gates is None else gates.unflatten(0, shape)
             out, self.values[layer], self.planes[layer] = states_of(

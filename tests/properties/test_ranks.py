@@ -165,7 +165,7 @@ CROWDED = (("num_pages", 16), ("max_context", 30), ("overlap", True))
 OVERLAP = (("overlap", True),)
 IN_FP8 = (("kv_dtype", "fp8_e4m3"), ("draft_kv_dtype", "fp8_e4m3"), ("kv_scales", True))
 OF_EXPERTS = ("awq", "gptq", "packed-group", "fp8-channel-token")
-IN_GGUF = [name for name, kind in BLOCK_TYPES.items() if kind.values == 32]
+IN_GGUF = [name for name, kind in BLOCK_TYPES.items() if kind.block_values == 32]
 SMALLER = [
     Case("kv-grammars-overlap", traffic=in_grammars, setup=OVERLAP),
     Case("latent-experts", family="deepseek_v3"),

@@ -29,13 +29,18 @@ FEW = (
 # What may differ from launch to launch and change the code: the start's passes have all its values.  Whatever else does
 # is a bound that @unspecialised should name, or an address that 16 does not divide.
 SPECIALISED = {
-    *("_best_of_split_kernel.above", "_block_topk_kernel.above", "_block_topk_kernel.offset", "_carry_kernel.rows"),
-    *("_chain_kernel.first", "_commit_kernel.layers", "_contiguous_blocks_kernel.first", "_down_kernel.num_rows"),
-    *("_draw_filtered_kernel.above", "_draw_filtered_kernel.rows", "_gated_kernel.num_rows"),
-    *("_head_product_kernel.num_rows", "hopper_attention_kernel.first", "hopper_latent_kernel.partial_ptr"),
+    *("_best_of_split_kernel.drafted", "_block_topk_kernel.drafted", "_block_topk_kernel.offset", "_carry_kernel.rows"),
+    *(
+        "_chain_kernel.first_offset",
+        "_commit_kernel.layers",
+        "_contiguous_blocks_kernel.first_position",
+        "_down_kernel.num_rows",
+    ),
+    *("_draw_filtered_kernel.drafted", "_draw_filtered_kernel.rows", "_gated_kernel.num_rows"),
+    *("_head_product_kernel.num_rows", "hopper_attention_kernel.first_position", "hopper_latent_kernel.partial_ptr"),
     *("_kv_splits_kernel.batch", "_linear_kernel.num_rows", "_linear_kernel.out_ptr", "_merge_logprobs_kernel.width"),
-    *("_select_beams_kernel.first", "_sort_pairs_kernel.num_pairs", "_split_logprobs_kernel.width"),
-    *("_tree_attention_kernel.first", "_tree_attention_kernel.rows", "_write_latents_kernel.num_rows"),
+    *("_select_beams_kernel.first_row", "_sort_pairs_kernel.num_pairs", "_split_logprobs_kernel.width"),
+    *("_tree_attention_kernel.first_position", "_tree_attention_kernel.rows", "_write_latents_kernel.num_rows"),
 }
 MANY = [
     {**sizes, "passes": 300, **other}

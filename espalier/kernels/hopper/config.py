@@ -117,11 +117,10 @@ def choose_hopper_config(
     enough such programs, each multiprocessor runs two, so that one works while the other ends.
     With few queries and small pages the Triton kernel is faster, because all of its warps gather rows (docs/log.md).
     """
-    # For trees over heads of 256 values, only the Triton kernel's time is known.
-    most_of_triton = WARPGROUP_QUERIES // 4 if size <= MAX_REGISTER_HEAD_SIZE else 2 * WARPGROUP_QUERIES
-    if gpu.capability != HOPPER or size not in HEAD_SIZES or packed_queries <= most_of_triton:
+    if gpu.capability != HOPPER or size not in HEAD_SIZES or packed_queries <= WARPGROUP_QUERIES // 4:
         return None
-    if packed_queries <= WARPGROUP_QUERIES // 2 and page_size < block_rows(size):
+    smallest_page = 64 if size <= MAX_REGISTER_HEAD_SIZE else 16
+    if packed_queries <= WARPGROUP_QUERIES // 2 and page_size < smallest_page:
         return None
     warpgroups = 2 if packed_queries > WARPGROUP_QUERIES and 4 * num_work_items >= 3 * gpu.processors else 1
     if fp8:

@@ -249,7 +249,7 @@ def chain_outputs(
     if not batch or not count:
         return out
     chunks, products = -(-count // CHUNK_ROWS), choose_precision(v, table)
-    plan = choose_plan(products)
+    plan = choose_plan(products, is_delta_rule)
     kept = table.new_empty(0, dtype=products.operand_dtype)
     decay = table.new_empty(batch, chunks, heads, CHUNK_ROWS)
     tiles_q, tiles_k = (kept.new_empty(batch, chunks, k_heads, CHUNK_ROWS, k_size) for _ in range(2))
@@ -271,6 +271,8 @@ def chain_outputs(
         STEP_COLUMNS=min(STEP_COLUMNS, constants["BLOCK_K"]),
         BITS=CHUNK_ROWS.bit_length() - 1,
         num_warps=4,
+        num_stages=1,
+        maxnreg=plan.solve_registers,
         **constants,
     )
     _scan_kernel[heads * -(-v_size // plan.block_v), batch](
@@ -298,18 +300,21 @@ def chain_outputs(
 
 
 class ChainPlan(NamedTuple):
-    """Launch parameters of _scan_kernel.  block_v: columns of a state per program.  stages: chunks whose loads are in
-    flight."""
+    """Launch parameters.  Of _scan_kernel: block_v, columns of a state per program; stages, chunks whose loads are in
+    flight; num_warps.  solve_registers: the most registers per thread of _solve_kernel; None for no limit."""
 
     block_v: int
     stages: int
     num_warps: int
+    solve_registers: int | None = None
 
 
-def choose_plan(products: ProductPrecision) -> ChainPlan:
-    """Chooses the launch parameters.
+def choose_plan(products: ProductPrecision, is_delta_rule: bool) -> ChainPlan:
+    """Returns the launch parameters that were fastest on an H100 (docs/log.md).
 
-    A program takes 64 columns even if a head is smaller, because wgmma has at least 64 rows, and only wgmma takes
-    operands of 16 bits from registers in the layout of its results.
+    With operands of 16 bits a program takes 64 columns even if a head is smaller, because wgmma has at least 64 rows,
+    and only wgmma takes such operands from registers in the layout of its results.
     """
-    return ChainPlan(64, 2, 4) if products.operand_dtype.itemsize == 2 else ChainPlan(64, 1, 8)
+    if products.operand_dtype.itemsize > 2:
+        return ChainPlan(32, 1, 4)
+    return ChainPlan(64, 2 if is_delta_rule else 3, 4, 168)
