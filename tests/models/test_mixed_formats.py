@@ -39,7 +39,7 @@ DENSE, GGUF = "dense", "gguf"
 NEVER = ("embed", "norm", "d2t", "t2d")
 # Where the names of dense modules stand in each quantization_config.
 SKIPPED = {"compressed-tensors": "ignore", "modelopt": "exclude_modules"}
-BLOCKS_OF_32 = [name for name, kind in BLOCK_TYPES.items() if kind.values == 32]
+BLOCKS_OF_32 = [name for name, kind in BLOCK_TYPES.items() if kind.block_values == 32]
 
 
 @dataclass(frozen=True)

@@ -274,7 +274,7 @@ def test_the_gpu_executor_of_ranks_says_what_one_process_says(overlap, monkeypat
     monkeypatch.setattr(ranks, "make_executor", gpu_executor)
     group = Group(2)
     engine = group.engine(case.made(), case.files)
-    assert isinstance(engine.executor.own, CudaExecutor)
+    assert isinstance(engine.executor.own_executor, CudaExecutor)
     compare(case, run_open(engine, case.traffic()), engine, group)
     engine.close()
     group.finish()
@@ -286,7 +286,7 @@ def test_a_rank_holds_its_part_of_the_vocabulary(family, draft, groups):
     case = Case("vocabulary", family=family, draft=draft)
     engine = groups[2].engine(case.made(), case.files)
     target = engine.executor.runner.target
-    vocab, head = target.config.vocab_size, target.head.weight.own.tensor
+    vocab, head = target.config.vocab_size, target.head.weight.own_part.tensor
     assert len(head) == vocab // 2 and len(target.embed.weight) == (vocab if draft == "eagle3" else vocab // 2)
     is_tied = head.untyped_storage().data_ptr() == target.embed.weight.untyped_storage().data_ptr()
     assert is_tied == (family == "gemma3")
