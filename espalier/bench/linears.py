@@ -266,7 +266,7 @@ class ModelShape:
             mlp = (
                 self._mlp_runs(prefix, self.intermediate, count, rows)
                 if is_dense
-                else self._expert_runs(prefix, count, rows)
+                else self._mixture_runs(prefix, count, rows)
             )
             if self.one_block and spec.keeps != NO_MIXING:
                 mlp = ()
@@ -352,7 +352,7 @@ class ModelShape:
         quantiser = QUANTISERS[self.weights]
         return quantiser.for_draft(self.is_draft).is_quantised(name.split()[-1], columns)
 
-    def _expert_runs(self, prefix: str, count: int, rows: int) -> tuple[ProductRun, ...]:
+    def _mixture_runs(self, prefix: str, count: int, rows: int) -> tuple[ProductRun, ...]:
         """Returns the router with its routed experts, and then the linear layers beside the experts."""
         experts = self.experts
         if experts is None:

@@ -184,8 +184,9 @@ class PassStates:
         """Convolve inputs [N, columns] of N new rows, `width` per request.  Keep the results for `read` and `commit`.
 
         inputs: may be partial sums [parts, N, columns].
-        gates: [N, 2, heads], as in StateRows, or the inputs that give them; None without heads.  columns: None if the
-        channels are in order.  Returns q [B, width, k_heads, k_size], or the convolution's output [B, width, channels].
+        gates: [N, 2, heads], see StateRows, or a GateInputs from which the kernel computes them; None for a layer that
+        has only a convolution.  columns: None if the channels are in order.  Returns q [B, width, k_heads, k_size], or
+        the convolution's output [B, width, channels].
         """
         states, is_tree = self.table.states[layer], self.access.length is None
         columns = states.keeps.columns if columns is None else columns

@@ -25,7 +25,7 @@ SEND_TIMEOUT_S = 60.0
 
 
 def add_chat_flags(group: _ArgumentGroup) -> None:
-    """Add the flags about chat templates, tool calls and reasoning, which front_options reads."""
+    """Add the flags about chat templates, tool calls and reasoning, which front_options_from_flags reads."""
     group.add_argument("--chat-template", type=Path, metavar="FILE", help="replaces the tokenizer's chat template")
     group.add_argument(
         "--allow-special-tokens-in-messages",
@@ -236,7 +236,7 @@ def serve_worker(args: Namespace, settings: dict[str, Any], name: str, worker: s
             worker=worker or MODEL_WORKER_MODULE,
             learn=learn,
         ),
-        front=front_options(args, names, args.max_queue, args.request_timeout or None, args.strict_fields),
+        front=front_options_from_flags(args, names, args.max_queue, args.request_timeout or None, args.strict_fields),
         api=ApiOptions(
             keys[0] if keys else None,
             args.cors_origin or (),
@@ -258,7 +258,7 @@ def serve_worker(args: Namespace, settings: dict[str, Any], name: str, worker: s
         return 0
 
 
-def front_options(
+def front_options_from_flags(
     args: Namespace, names: Sequence[str], max_queue: int, request_timeout_s: float | None, strict_fields: bool = False
 ) -> "FrontOptions":
     """Returns FrontOptions from the flags of add_chat_flags.  Raises EspalierError."""

@@ -19,7 +19,7 @@ from espalier.layout import PLAIN_TREE, RoundLayout, TreeShape, next_bucket
 
 # A form replaces the current one if its expected tokens a second are at least MIN_SPEEDUP times as many.
 MIN_SPEEDUP = 1.02
-# The first pause before a trial, in rounds.  Each later pause is twice as long as the one before, up to MAX_PAUSE.
+# Rounds until another form is tried after the tree has changed.  Each later wait is twice as long, up to MAX_PAUSE.
 MIN_PAUSE, MAX_PAUSE = 16, 256
 # A form is tried if its expected tokens a second are at least this share of the best form's.  MIN_UNKNOWN_RATE holds
 # for forms that have not run, because predicted times have errors of up to 15% (tree_cost.py), and for forms deeper
@@ -70,7 +70,8 @@ class LookupGain(NamedTuple):
 
 
 class TreeChooser(Protocol):
-    """Decides the tree of each round.  Rounds are read in the order in which they were picked.
+    """Decides the tree of each round.  `read` gets the results of rounds in the order of the
+    `pick` calls that chose their trees.
 
     num_changes: how often the chosen tree has changed.
     """

@@ -325,15 +325,15 @@ class _RegexParser:
         if found and inside.startswith("{") and inside[1:].replace("_", "").replace("=", "").isalnum():
             self.position += len(inside) + 1
 
-    def _read_code_point(self, kind: str, at: int) -> Characters:
-        digits = self.regex[self.position : self.position + HEX_DIGITS[kind]]
-        if len(digits) < HEX_DIGITS[kind] or not all(each in "0123456789abcdefABCDEF" for each in digits):
-            what = f"'\\{kind}' without {HEX_DIGITS[kind]} hex digits"
+    def _read_code_point(self, escape_letter: str, at: int) -> Characters:
+        digits = self.regex[self.position : self.position + HEX_DIGITS[escape_letter]]
+        if len(digits) < HEX_DIGITS[escape_letter] or not all(each in "0123456789abcdefABCDEF" for each in digits):
+            what = f"'\\{escape_letter}' without {HEX_DIGITS[escape_letter]} hex digits"
             raise self._refusal_at(what, r"write \x41, \u0041 or \U00000041", at)
         code = int(digits, 16)
         if code > ALL_CHARACTERS[-1][1]:
-            raise self._refusal_at(f"'\\{kind}{digits}', which is no character", "use 0010ffff at most", at)
-        self.position += HEX_DIGITS[kind]
+            raise self._refusal_at(f"'\\{escape_letter}{digits}', which is no character", "use 0010ffff at most", at)
+        self.position += HEX_DIGITS[escape_letter]
         return self._read_literal(chr(code), at)
 
     def _read_class(self) -> Characters:

@@ -132,7 +132,8 @@ def read_bin(path: Path, is_allowed: bool) -> Mapping[str, Tensor]:
 def write_weights(file: Path, tensors: Mapping[str, Tensor]) -> None:
     """Writes a *.safetensors file.  Raises EspalierError, for example if the disk is full."""
     try:
-        file.touch()  # with the user's usual permissions: safetensors' own file is for its owner alone
+        # With the permissions of the umask: `save_file` would create the file for its owner alone.
+        file.touch()
         mode = file.stat().st_mode
         save_file(dict(tensors), file, metadata={"format": "pt"})
         file.chmod(mode)

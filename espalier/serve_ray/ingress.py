@@ -43,7 +43,7 @@ class FrontIngress:
         metrics = Metrics(self.pools)
         fronts = []
         for pool, model in zip(self.pools, service.models, strict=True):
-            # Each front gets an equal part of the queue.
+            # Each ingress replica may queue an equal share of `max_queue` requests.
             options = replace(model.front, max_queue=-(-model.front.max_queue // num_fronts))
             fronts.append(await asyncio.to_thread(Front, pool, options, metrics))
             fronts[-1].render_in_helper_process()

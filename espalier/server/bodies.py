@@ -31,7 +31,7 @@ MAX_MESSAGES = 4096
 MAX_CONTENT_TYPE = 1024
 # The most entries of all lists and objects in one field.  The fields prompt and tokens have their own limits
 # (BodyLimits).
-MAX_ENTRIES = 65536
+MAX_ENTRIES_PER_FIELD = 65536
 # The largest body that the front reads itself.  Reading takes a few milliseconds.
 MAX_INLINE_BYTES = 65536
 MAX_WAITING_BODIES = 32
@@ -125,7 +125,7 @@ def _check_entry_counts(value: dict[str, Any], limits: BodyLimits) -> None:
             _require_at_most(name, len(value[name]), limit)
     for name, each in rest.items():
         if isinstance(each, list | dict):
-            _require_at_most(name, _num_entries(each, MAX_ENTRIES), MAX_ENTRIES)
+            _require_at_most(name, _num_entries(each, MAX_ENTRIES_PER_FIELD), MAX_ENTRIES_PER_FIELD)
 
 
 def _require_at_most(name: str, count: int, limit: int) -> None:

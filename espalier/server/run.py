@@ -218,7 +218,10 @@ async def serve(settings: Mapping[str, Any], options: ServeOptions) -> bool:
 
 @asynccontextmanager
 async def local_app(
-    settings: Mapping[str, Any], client_options: ClientOptions, front_options: FrontOptions, api_options: ApiOptions
+    settings: Mapping[str, Any],
+    client_options: ClientOptions,
+    front_options: FrontOptions,
+    api_options: ApiOptions,
 ) -> AsyncIterator[tuple[Front, ASGIApp]]:
     """Yields a front and its ASGI application, for requests from this process without sockets.
 

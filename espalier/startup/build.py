@@ -116,7 +116,7 @@ def describe_cache_size(config: ResolvedConfig, specs: Sequence[LayerSpec], dtyp
 
 
 def kv_scales(target: CausalLM) -> dict[int, KVScales]:
-    """Returns the scales of FP8 rows by layer index.  A checkpoint has scales for all layers or for no layer.
+    """Returns the scales of an FP8 KV cache by layer index.  A checkpoint has scales for all layers or for no layer.
     The rows of a draft have no scales, because a draft only proposes tokens.  Raises EspalierError if only some layers
     of the target have a scale, or if a scale is not a positive number."""
     stored = {layer: scales for layer, scales in enumerate(target.kv_scales) if scales is not None}

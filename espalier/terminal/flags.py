@@ -144,7 +144,7 @@ def sampling_params(args: Namespace) -> SamplingParams:
 
 
 def require_readable(text: str, what: str, encoding: str) -> str:
-    """Returns the text.  Raises EspalierError for lone surrogates, which Python makes from undecodable bytes."""
+    """Returns `text`.  Raises EspalierError for lone surrogates, which Python makes from undecodable bytes."""
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -16,7 +16,14 @@ from espalier.errors import EspalierError
 from espalier.inputs import InputProcessor, ModelFacts, TextLimit
 from espalier.server import bodies, lanes
 from espalier.server.api import ApiOptions, make_app, prepare_chat
-from espalier.server.bodies import MAX_ENTRIES, MAX_INLINE_BYTES, MAX_MESSAGES, BodyLimits, BodyReader, read_body
+from espalier.server.bodies import (
+    MAX_ENTRIES_PER_FIELD,
+    MAX_INLINE_BYTES,
+    MAX_MESSAGES,
+    BodyLimits,
+    BodyReader,
+    read_body,
+)
 from espalier.server.errors import ApiError
 from espalier.server.lanes import MAX_INLINE_SIZE, MAX_SHORT_SIZE, Lanes
 from espalier.server.openai import ChatRequest, CompletionRequest, DetokenizeRequest
@@ -139,7 +146,7 @@ def test_what_is_wrong_with_a_large_body_is_told_as_for_any(name, refused):
 
 def test_what_a_small_body_can_hold_is_below_every_limit_but_the_models():
     assert MAX_INLINE_BYTES // len('{"role":"user","content":""},') < MAX_MESSAGES
-    assert MAX_INLINE_BYTES // len("0,") <= MAX_ENTRIES
+    assert MAX_INLINE_BYTES // len("0,") <= MAX_ENTRIES_PER_FIELD
 
 
 def test_a_body_process_that_dies_takes_one_body_with_it():

@@ -32,7 +32,7 @@ BLOCK_N, STAGES = 64, 3
 # Programs per multiprocessor: one adds up products while another multiplies.
 PROGRAMS_PER_PROCESSOR = 2
 NUM_WARPS = 4
-# The most heads, of all queries of a program, that are multiplied at once.  In float32 there are no tensor cores.
+# The most columns of a program's product.  A column is a head of a query.  In float32 there are no tensor cores.
 MAX_COLUMNS, MAX_FLOAT32_COLUMNS = 256, 64
 
 

@@ -129,8 +129,8 @@ class ExpertTiles:
 
     rows: the most pairs of a tile; 1: each pair is a tile, and nothing is sorted.
     pair_order: [N·K] int32, the pairs sorted by expert.  pair_ends: [E + 1] int32, the index in `pair_order` after each
-    expert's last pair.  tile_experts: [tiles], the expert of each tile; E: no expert, -1: no tile.  tile_begins:
-    [tiles], the index in `pair_order` of each tile's first pair.
+    expert's last pair.  tile_experts: [tiles], the expert of each tile; E for pairs without an expert, -1 for an unused
+    tile.  tile_begins: [tiles], the index in `pair_order` of each tile's first pair.
     live: as in grouped_experts.  With rows = 1, `tile_experts` is ids [N·K], and begins, order and ends are not read.
     """
 

@@ -267,7 +267,7 @@ def plan_by_rule(rows: int, num_out: int, num_in: int, gpu: Chip) -> LinearPlan:
     if rows > RULE_ROWS:
         return None
     if rows > MIN_BLOCK_ROWS and -(-num_out // RULE_TILE[0]) <= gpu.processors:
-        return _one_per_processor_plan(rows, num_out, num_in, gpu)
+        return _plan_one_program_per_sm(rows, num_out, num_in, gpu)
     (block_out, block_in), least = RULE_TILE, TritonPlan(*RULE_TILE, 1, RULE_WARPS, min(RULE_STAGES))
     together = max(min(gpu.shared_memory // least.shared_memory(rows), len(RULE_STAGES)), 1)
     blocks, steps = -(-num_out // block_out), -(-num_in // block_in)
@@ -277,7 +277,7 @@ def plan_by_rule(rows: int, num_out: int, num_in: int, gpu: Chip) -> LinearPlan:
     return plan if sharing * plan.shared_memory(rows) <= gpu.shared_memory else replace(least, splits=splits)
 
 
-def _one_per_processor_plan(rows: int, num_out: int, num_in: int, gpu: Chip) -> TritonPlan:
+def _plan_one_program_per_sm(rows: int, num_out: int, num_in: int, gpu: Chip) -> TritonPlan:
     """Returns the rule's plan with at most one program per multiprocessor, and as many stages as fit."""
     block_out, block_in = RULE_TILE[0], next(block_in for most, block_in in RULE_ALONE if rows <= most)
     blocks, steps = -(-num_out // block_out), -(-num_in // block_in)

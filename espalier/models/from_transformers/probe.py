@@ -87,7 +87,8 @@ class TrialAttention:
         self.rows.append((k, v))
         q, k, v = (rows.transpose(1, 2) for rows in (q, k, v))
         if q.is_meta or k.shape[1] != self.seen.shape[2]:
-            # There is nothing to compute.  A class that attends over other rows is refused by its calls or its logits.
+            # Zeros of the right shape: meta tensors have no values, and a class that attends over other rows is refused
+            # by its calls or its logits.
             return q.new_zeros(*q.shape[:3], v.shape[3])
         seen, at = self.seen, self.positions
         if window is not None:
