@@ -96,6 +96,9 @@ CELLS = [
 @pytest.mark.parametrize(("scaling", "family"), CELLS)
 def test_logits(scaling: str, family: str, tmp_path: Path) -> None:
     own = MINISTRAL3 if family == "ministral3" else {}
+    if scaling == "dynamic" and family.startswith(("qwen3_next", "qwen3_5")):
+        # With two rotated values of a head, transformers divides by zero.
+        own = {"partial_rotary_factor": 0.5}
     path = make_target(tmp_path, family, rope_parameters={**SCALINGS[scaling], **own, "rope_theta": 10000.0})
     tokens = torch.randint(0, 16, (1, 300), generator=torch.Generator().manual_seed(1))
     # Which numbers are rounded to float32, and where, depends on the reader alone.
