@@ -86,7 +86,7 @@ CELLS = [
     for scaling in SCALINGS
     for family in CONFIGS
     # Transformers does not find `truncate` among the parameters of a layer type.
-    if not (family == "gemma3" and "truncate" in SCALINGS[scaling])
+    if not (family.startswith(("gemma3", "gemma4", "olmo3", "laguna")) and "truncate" in SCALINGS[scaling])
     # Phi-3 has LongRoPE alone.  Starcoder2 has transformers' own rotary tables, in float32.
     and family not in ("phi3", "starcoder2")
     and not (family == "ministral3" and "original_max_position_embeddings" not in SCALINGS[scaling])
