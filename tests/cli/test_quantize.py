@@ -169,7 +169,7 @@ def test_a_copy_of_the_bundled_draft(tmp_path, capsys):
     assert f"{before:.2f} -> {after:.2f}" in capsys.readouterr().out
     assert before > after > 2 and results["num_matrices"] == 9
     with LLM("bundled", draft=str(out), device="cpu") as llm:
-        assert isinstance(llm.engine.executor.runner.drafter.draft.head.weight, QuantisedWeight)
+        assert isinstance(llm.engine.executor.runner.drafter.drafter.draft.head.weight, QuantisedWeight)
         both = [{"temperature": 0.0}, {"temperature": 1.0, "seed": 1}]
         params = [SamplingParams(**style, max_tokens=12, speculation=on) for on in (True, False) for style in both]
         tokens = [output.token_ids for output in llm.generate(["def main():\n"] * 4, params)]
