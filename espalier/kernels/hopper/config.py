@@ -124,8 +124,6 @@ def choose_hopper_config(
         return None
     warpgroups = 2 if packed_queries > WARPGROUP_QUERIES and 4 * num_work_items >= 3 * gpu.processors else 1
     if fp8:
-        if size > MAX_REGISTER_HEAD_SIZE:
-            return None
         # The stages of both dtypes fill a multiprocessor's shared memory.
         config = HopperConfig(warpgroups, FP8_STAGES, 1, FP8_RAW_STAGES)
         return config if config.shared_bytes(size) <= gpu.shared_memory else None
