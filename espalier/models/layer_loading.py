@@ -326,19 +326,13 @@ def load_layer(
     def before(name: str | None) -> AnyNorm:
         return NoNorm() if name is None else norm(name)
 
-    def mixer() -> Mixer:
-        if config.family.load_mixer is not None:
-            mixer: Mixer = config.family.load_mixer(weights, config, prefix, layer, rope)
-            return mixer
-        return load_attention(weights, config, f"{prefix}self_attn.", hidden, rope, layer)
-
     def norm(name: str) -> RMSNorm:
         return weights.norm(f"{prefix}{name}", hidden, config.rms_norm_eps, config.family.norm_offset)
 
     return DecoderLayer(
         index=layer if index is None else index,
         attention_norm=before(norms.before_attention),
-        attention=mixer(),
+        attention=load_mixer(weights, config, prefix, layer, rope),
         mlp_norm=before(norms.before_mlp),
         mlp=(
             load_mlp(weights, config, prefix)
@@ -349,6 +343,14 @@ def load_layer(
         post_mlp_norm=norm(norms.after_mlp) if norms.after_mlp else None,
         residual_scale=config.residual_scale,
     )
+
+
+def load_mixer(weights: Weights, config: ModelConfig, prefix: str, layer: int, rope: RopeTables) -> Mixer:
+    """Loads the first block of the layer under `prefix`: the family's own block, or attention."""
+    if config.family.load_mixer is None:
+        return load_attention(weights, config, f"{prefix}self_attn.", config.hidden_size, rope, layer)
+    mixer: Mixer = config.family.load_mixer(weights, config, prefix, layer, rope)
+    return mixer
 
 
 def load_mlp(weights: Weights, config: ModelConfig, prefix: str) -> GatedMLP:

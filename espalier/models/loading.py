@@ -21,6 +21,7 @@ from espalier.kernels.state.kv_scales import KVScales
 from espalier.model_files import is_gguf, naming_config, read_json
 from espalier.models.base import CausalLM
 from espalier.models.config import Family, Json, ModelConfig, architecture_of, parse
+from espalier.models.declared_weights import require_shards
 from espalier.models.families import FAMILIES
 from espalier.models.from_transformers.load import causal_class, load_by_transformers, read_by_transformers
 from espalier.models.gguf_config import gguf_config
@@ -28,7 +29,6 @@ from espalier.models.layer_loading import layer_specs_of, load_embedding, load_l
 from espalier.models.layers.decoder import Decoder
 from espalier.models.layers.linear import Embedding, Linear
 from espalier.models.rope import RopeTables
-from espalier.models.shard_sizes import require_shards
 from espalier.models.stored_names import TEXT_PART_NAMES
 from espalier.models.weight_formats import QUANTISATION_FIELDS
 from espalier.models.weight_formats.e2m1 import read_hf_quant_config

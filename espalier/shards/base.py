@@ -103,7 +103,7 @@ def gather_columns_by_all_gather(collectives: Collectives, x: Tensor, columns_pe
 
 
 class IndivisibleError(EspalierError):
-    """A number of ranks that does not divide a size.  models/shard_sizes.py adds the numbers that divide the model."""
+    """A number of ranks that does not divide a size.  declared_weights.py adds the numbers that divide the model."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class Shards:
     ranks are joined.
 
     Parts are equal.  If `count` does not divide some size, the model is refused before its weights are read
-    (models/shard_sizes.py).
+    (models/declared_weights.py).
     """
 
     rank: int = 0

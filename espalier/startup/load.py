@@ -24,9 +24,9 @@ from espalier.models import (
     load_target,
     read_config,
 )
+from espalier.models.declared_weights import require_shards
 from espalier.models.layer_loading import layer_specs_of
 from espalier.models.loading import unread_prefixes
-from espalier.models.shard_sizes import require_shards
 from espalier.models.weight_files import WeightCount, count_weights_in
 from espalier.models.weight_formats.dense import DENSE_FORMAT
 from espalier.shards import WHOLE, Shards

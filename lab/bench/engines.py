@@ -18,9 +18,9 @@ from espalier.errors import EspalierError
 from espalier.inputs import InputProcessor, ModelFacts
 from espalier.layout import PLAIN_TREE, TreeShape
 from espalier.llm import LLM
+from espalier.models.declared_weights import require_shards
 from espalier.models.draft import DraftSpec
 from espalier.models.layer_loading import layer_specs_of
-from espalier.models.shard_sizes import require_shards
 from espalier.models.weight_files import WeightCount
 from espalier.shards import Shards
 from espalier.speculate.drafters.registry import draft_shards, drafter_without_files

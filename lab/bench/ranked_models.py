@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from espalier.config import ResolvedConfig
-from espalier.models.shard_sizes import require_shards
+from espalier.models.declared_weights import require_shards
 from espalier.shards import Shards
 from espalier.startup.build import LoadedModels
 from espalier.startup.load import build_engine_of_ranks

@@ -23,10 +23,10 @@ from espalier.kernels.layers.quantised import InputScales, QuantisedMatrix, Roun
 from espalier.kernels.ops.drafts import DraftHidden
 from espalier.kernels.ops.linear import sum_parts
 from espalier.llm import prepare
+from espalier.models.declared_weights import require_shards
 from espalier.models.layer_loading import load_layer
 from espalier.models.layers.linear import Embedding, Linear
 from espalier.models.loading import read_config
-from espalier.models.shard_sizes import require_shards
 from espalier.models.weight_formats import dense_weight, read_formats
 from espalier.models.weight_formats.dense import DenseFormat
 from espalier.models.weight_formats.quantised import QuantisedWeight

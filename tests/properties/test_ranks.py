@@ -19,8 +19,8 @@ from espalier.engine.ranks import RankFailed
 from espalier.errors import EspalierError
 from espalier.kernels.layers.blocks import BLOCK_TYPES
 from espalier.models.config import ModelConfig
+from espalier.models.declared_weights import require_shards
 from espalier.models.loading import read_config
-from espalier.models.shard_sizes import require_shards
 from espalier.request import Request, SamplingParams
 from espalier.shards import WHOLE
 from espalier.startup import ranks
