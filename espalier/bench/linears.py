@@ -12,7 +12,7 @@ from espalier.errors import EspalierError
 from espalier.kernels.layers.experts_plan import ExpertsShape
 from espalier.kernels.layers.linear_plans import DENSE
 from espalier.kernels.ops.activation import SILU, Activation
-from espalier.models.block import EDGE_PROJECTION_SIZES, BlockConfig, EdgeKind
+from espalier.models.block import MARKOV_PROJECTION_SIZES, BlockConfig, MarkovHeadType
 from espalier.models.config import ModelConfig
 from espalier.models.draft import DraftConfig
 from espalier.models.latent_config import LatentConfig
@@ -122,17 +122,17 @@ class MTPSizes:
 @dataclass(frozen=True)
 class BlockSizes:
     """The sizes of a block draft.  layers: the sizes of all its layers.  rows: of its one pass over a block.
-    edge_rank, edge_kind: see BlockConfig."""
+    markov_rank, markov_head_type: see BlockConfig."""
 
     layers: "ModelShape"
     rows: int
-    edge_rank: int = 0
-    edge_kind: EdgeKind = "vanilla"
+    markov_rank: int = 0
+    markov_head_type: MarkovHeadType = "vanilla"
 
     def edge_products(self, batch: int, steps: int, topk: int, draft_vocab: int) -> "tuple[ProductRun, ...]":
         """Returns the products of a block draft's edges: first the block's hidden states, then one product for each
         depth. The first depth has one row, the root; other depths have topk rows.  All depths read the same weights."""
-        rank, (parts, inputs) = self.edge_rank, EDGE_PROJECTION_SIZES[self.edge_kind]
+        rank, (parts, inputs) = self.markov_rank, MARKOV_PROJECTION_SIZES[self.markov_head_type]
         runs = [ProductRun("draft edge hidden", (parts * rank, self.layers.hidden), 1, batch * steps)]
         # The first depth reads no state.
         for count, read in [(batch, min(inputs, 1)), *[(batch * topk, inputs)] * (steps - 1)]:
@@ -436,9 +436,9 @@ def with_draft(target: ModelShape, draft: DraftConfig, weights: str = DENSE) -> 
         return replace(target, mtp=MTPSizes(spec.modules, replace(module_sizes(draft), weights=weights, is_draft=True)))
     layer = replace(model_sizes(draft.layer), weights=weights, is_draft=True)
     if isinstance(draft, BlockConfig):
-        block = BlockSizes(layer, spec.block_rows, draft.edge_rank, draft.edge_kind)
-        return replace(target, draft_vocab=spec.vocab_size, captured=len(spec.capture), block=block)
-    return replace(target, draft_vocab=spec.vocab_size, captured=len(spec.capture), draft=layer)
+        block = BlockSizes(layer, spec.block_rows, draft.markov_rank, draft.markov_head_type)
+        return replace(target, draft_vocab=spec.vocab_size, captured=len(spec.captured_layers), block=block)
+    return replace(target, draft_vocab=spec.vocab_size, captured=len(spec.captured_layers), draft=layer)
 
 
 def shape_named(name: str, weights: str = DENSE, draft_weights: str = DENSE) -> ModelShape:

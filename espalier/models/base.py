@@ -48,12 +48,12 @@ class ModelOutput:
 class CausalLM(Protocol):
     """A loaded target model.  A draft that has no embedding or head uses the embedding or the head of its target.
     kv_scales: the FP8 scales of each layer's K and V; None for a layer whose scales the checkpoint does not have.
-    capture: the indices of the layers whose inputs each pass returns."""
+    captured_layers: the indices of the layers whose inputs each pass returns."""
 
     config: ModelConfig
     layer_specs: tuple[LayerSpec, ...]
     kv_scales: tuple[KVScales | None, ...]
-    capture: tuple[int, ...]
+    captured_layers: tuple[int, ...]
     embed: Embedding
     head: Linear
 

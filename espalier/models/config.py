@@ -95,7 +95,7 @@ NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
 # The supported activations, by their names in config.json (Family.activation_field).
 ACTIVATIONS: Mapping[str, Activation] = {"silu": SILU, "swish": SILU, "gelu_pytorch_tanh": GELU_TANH}
 # Fields without effect on the forward pass.  An override of such a field is accepted.
-INERT_FIELDS = (
+FIELDS_WITHOUT_EFFECT = (
     "architectures",
     "bos_token_id",
     "eos_token_id",
@@ -121,7 +121,7 @@ class Family:
     windows: one entry for each layer: None, or the number of positions that a query attends to, the query's own
     included; by default, None for all layers.
     qk_norm: whether each head of q and k is normed, or the name of the config field with this flag.
-    wide_qk_norm: whether one norm covers all heads of q, and another all heads of k.
+    qk_norm_over_all_heads: whether one norm covers all heads of q, and another all heads of k.
     layer_norms: the names of a layer's norms.  names: the names of a layer's other weights.
     norm_offset: a number that is added to the weight of every RMS norm, in float32 or float64.
     has_sinks: whether each head has an attention sink: a logit in the softmax that has no value vector.
@@ -160,7 +160,7 @@ class Family:
     out_bias: Callable[[Json], bool] = lambda fields: bool(fields["attention_bias"])
     windows: Callable[[Json], LayerWindows] = lambda fields: no_windows(fields)
     qk_norm: bool | str = False
-    wide_qk_norm: bool = False
+    qk_norm_over_all_heads: bool = False
     layer_norms: LayerNorms = DEFAULT_LAYER_NORMS
     names: LayerNames = DEFAULT_LAYER_NAMES
     norm_offset: float = 0.0
@@ -261,7 +261,7 @@ def architecture_of(raw: Json) -> str | None:
     return name if isinstance(name, str) else None
 
 
-def parse(
+def parse_config(
     raw: Json, family: Family, path: Path, overrides: Mapping[str, Any] | None = None, generation: Json | None = None
 ) -> ModelConfig:
     """Returns a ModelConfig from config.json.  Raises EspalierError naming a field that is missing or not supported."""
@@ -272,7 +272,7 @@ def parse(
 def _parse(raw: Json, family: Family, path: Path, overrides: Mapping[str, Any], generation: Json) -> ModelConfig:
     raw = family.normalise_fields(raw)
     defaults = {"tie_word_embeddings": False, **family.defaults}
-    known = {*raw, *defaults, *NEUTRAL_VALUES, *INERT_FIELDS, *QUANTISATION_FIELDS, "rope_theta", *ROPE_FIELDS}
+    known = {*raw, *defaults, *NEUTRAL_VALUES, *FIELDS_WITHOUT_EFFECT, *QUANTISATION_FIELDS, "rope_theta", *ROPE_FIELDS}
     given = with_overrides(raw, overrides, known)
     # If the config has rope_scaling, transformers does not use the family's default rope_parameters.  Neither does this
     # code.

@@ -21,7 +21,7 @@ from espalier.models.rope import RopeTables
 from espalier.models.weight_formats import StoredTensor, Weight, WeightFormat, all_dense, quantisation_of
 from espalier.models.weight_formats.dense import DENSE_FORMAT, DenseWeight
 from espalier.models.weights import Weights
-from espalier.shards import WHOLE, IndivisibleError, Part, Shards, Size, part_of
+from espalier.shards import SINGLE_RANK, IndivisibleError, RankPart, Shards, SizeOrPart, as_rank_part
 
 # On the meta device, tensors have shapes but no data.
 META_DEVICE = torch.device("meta")
@@ -104,7 +104,7 @@ def num_mixer_values(config: ModelConfig) -> int:
 
 def _dense_weights(config: ModelConfig) -> "DeclaredWeights":
     """Returns the weights as if all were stored as plain tensors, because the formats do not change their numbers."""
-    return DeclaredWeights(replace(config, formats=all_dense), WHOLE)
+    return DeclaredWeights(replace(config, formats=all_dense), SINGLE_RANK)
 
 
 class DeclaredWeights(Weights):
@@ -129,7 +129,7 @@ class DeclaredWeights(Weights):
             load(self, config, f"model.layers.{layer}.", layer, self.rope_tables[rope])
         (family.load_embedding or load_embedding)(self, config, 1.0)
         if not config.tie_word_embeddings:
-            self.weight(["lm_head"], [self.shards.tokens(config.vocab_size)], config.hidden_size)
+            self.weight(["lm_head"], [self.shards.vocab_part(config.vocab_size)], config.hidden_size)
 
     def __contains__(self, name: str) -> bool:
         """Whether the weight `name` is stored as a plain tensor according to its format."""
@@ -153,47 +153,47 @@ class DeclaredWeights(Weights):
         """Yields no entries, because there is no data."""
         return iter(())
 
-    def table(self, name: str, rows: Part, columns: int) -> Tensor:
+    def embedding_table(self, name: str, rows: RankPart, columns: int) -> Tensor:
         return self.empty(len(rows), columns)
 
-    def weight(self, names: Sequence[str], rows: Sequence[Size], columns: Size) -> Weight:
+    def weight(self, names: Sequence[str], rows: Sequence[SizeOrPart], columns: SizeOrPart) -> Weight:
         tensor = self._declare(names, rows, columns)
         self.num_dense_values += tensor.numel()
         return DenseWeight(tensor)
 
-    def load_dense_matrix(self, name: str, rows: Size, columns: int) -> Tensor:
+    def load_dense_matrix(self, name: str, rows: SizeOrPart, columns: int) -> Tensor:
         tensor = self._declare([name], [rows], columns)
         self.num_dense_values += tensor.numel()
         return tensor
 
-    def matrix(self, names: Sequence[str], rows: Sequence[Size], columns: Size) -> Tensor:
+    def matrix(self, names: Sequence[str], rows: Sequence[SizeOrPart], columns: SizeOrPart) -> Tensor:
         # All experts of a layer have the same sizes, so only the first expert is checked.
         self._declare(names[:1], rows[:1], columns)
-        return self.empty(sum(len(part_of(size)) for size in rows), len(part_of(columns)))
+        return self.empty(sum(len(as_rank_part(size)) for size in rows), len(as_rank_part(columns)))
 
-    def _declare(self, names: Sequence[str], rows: Sequence[Size], columns: Size) -> Tensor:
+    def _declare(self, names: Sequence[str], rows: Sequence[SizeOrPart], columns: SizeOrPart) -> Tensor:
         """Returns the stacked matrices without data, after checks that this rank's parts can be stored apart."""
         self.require_parts(names, (*rows, columns))
         for name, size in zip(names, rows, strict=True):
             with self._matrix_names_in_errors([name]):
-                self._require_cut(self.formats(name), part_of(size), part_of(columns))
-        return self.empty(sum(len(part_of(size)) for size in rows), len(part_of(columns)))
+                self._require_cut(self.formats(name), as_rank_part(size), as_rank_part(columns))
+        return self.empty(sum(len(as_rank_part(size)) for size in rows), len(as_rank_part(columns)))
 
     def stacked_matrix(
-        self, name: str, matrix: str, count: int, rows: Sequence[Size], columns: Size
+        self, name: str, matrix: str, count: int, rows: Sequence[SizeOrPart], columns: SizeOrPart
     ) -> QuantisedMatrix:
         """Returns a placeholder: one expert with this rank's rows, which layers may reorder, and two columns."""
-        format, own = self.formats(name), part_of(columns)
+        format, own = self.formats(name), as_rank_part(columns)
         self.require_parts([f"{name}{matrix}"], (*rows, columns))
         with self._matrix_names_in_errors([name]):
             require_format_with_parts(format)
-            for part in map(part_of, rows):
+            for part in map(as_rank_part, rows):
                 for stored in format.expert_tensors(count, part.size, own.size):
                     stored.part_slices(part, own)
-        placeholder = torch.zeros(1, sum(len(part_of(size)) for size in rows), 1, dtype=torch.uint8)
+        placeholder = torch.zeros(1, sum(len(as_rank_part(size)) for size in rows), 1, dtype=torch.uint8)
         return QuantisedMatrix("int4", placeholder, placeholder, group=2)
 
-    def _require_cut(self, format: WeightFormat, rows: Part, columns: Part) -> None:
+    def _require_cut(self, format: WeightFormat, rows: RankPart, columns: RankPart) -> None:
         require_format_with_parts(format)
         for stored in format.tensors(rows.size, columns.size):
             stored.part_slices(rows, columns)

@@ -19,7 +19,7 @@ from espalier.cache.layer_spec import LayerSpec, specs_of_rank
 from espalier.errors import EspalierError, shown
 from espalier.kernels.ops.tree import gather_rows
 from espalier.models.base import CausalLM, Layer
-from espalier.models.config import Json, ModelConfig, parse
+from espalier.models.config import Json, ModelConfig, parse_config
 from espalier.models.draft import DraftOutput, DraftSpec, refuse_wrong_sizes
 from espalier.models.draft_parts import DraftFields, whole_embedding
 from espalier.models.families.gemma4 import FAMILY, UNIFIED
@@ -30,7 +30,7 @@ from espalier.models.layers.residual import Residual
 from espalier.models.rope import RopeTables
 from espalier.models.weight_formats import dense_weight, quantisation_of
 from espalier.models.weights import Weights
-from espalier.shards import WHOLE, Shards, whole_part
+from espalier.shards import SINGLE_RANK, Shards, whole_part
 
 ARCHITECTURES = ("Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM")
 # Fields that must be 0 or false in an assistant's config.  Transformers has the same requirement.
@@ -58,7 +58,7 @@ def read_assistant(path: Path, raw: Json, target: ModelConfig) -> AssistantConfi
     without = {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "tie_word_embeddings": tied}
     if named := [name for name in DISABLED_FIELDS if text.get(name)]:
         raise fields.error(f"{named[0]} = {shown(text[named[0]])} is not supported in an assistant; use 0")
-    layer = parse({**text, **without, **quantisation_of(raw)}, family, path)
+    layer = parse_config({**text, **without, **quantisation_of(raw)}, family, path)
     hidden = fields.integer("backbone_hidden_size")
     refuse_wrong_sizes(path, target, hidden, layer.vocab_size)
     of_target = layer_specs_of(target)
@@ -132,7 +132,7 @@ class Assistant:
     output_projection: Linear
     head: Linear | ClusteredHead
     d2t: Tensor | None = None
-    shards: Shards = WHOLE
+    shards: Shards = SINGLE_RANK
 
     def __post_init__(self) -> None:
         self.spec = self.config.spec

@@ -75,16 +75,17 @@ def _names_pattern(names: Sequence[str]) -> str:
 class Quantiser:
     """A quantised format: functions that quantise matrices, and the rules that decide which matrices are quantised.
 
-    quantise: returns the stored tensors of a matrix [out, in] or, if `only_experts`, of experts [count, out, in].
+    quantise: returns the stored tensors of a matrix [out, in] or, if `quantises_only_experts`, of experts [count, out,
+    in].
     make_config: returns quantization_config, given `dense_pattern` and the names of other matrices that stay dense.
     group_sizes: the numbers of columns that may share a scale.  A matrix has the first that divides its columns.
-    only_experts: whether the format is for stacked experts.  dense_pattern: the names of matrices that stay dense.
-    """
+    quantises_only_experts: whether the format is for stacked experts.  dense_pattern: the names of matrices that stay
+    dense."""
 
     quantise: Callable[[Tensor, torch.device], StoredTensors]
     make_config: Callable[[str, Sequence[str]], Mapping[str, Any]]
     group_sizes: tuple[int, ...] = (1,)
-    only_experts: bool = False
+    quantises_only_experts: bool = False
     dense_pattern: str = _names_pattern(KEPT_IN_TARGETS)
 
     def for_draft(self, is_draft: bool) -> "Quantiser":
@@ -111,7 +112,8 @@ class Quantiser:
 
     def group_size_for(self, columns: int) -> int | None:
         """Returns how many columns share a scale; None for a matrix that stays dense."""
-        return None if self.only_experts else next((group for group in self.group_sizes if columns % group == 0), None)
+        sizes = () if self.quantises_only_experts else self.group_sizes
+        return next((size for size in sizes if columns % size == 0), None)
 
     def is_quantised(self, name: str, columns: int) -> bool:
         """Whether a matrix is quantised.  name: the matrix's name without `.weight`."""
@@ -123,7 +125,7 @@ class Quantiser:
 
     def quantise_matrix(self, dense: Tensor) -> QuantisedMatrix:
         """Quantises a matrix [out, in].  The result is the same as after storing and loading the matrix."""
-        if self.only_experts:
+        if self.quantises_only_experts:
             return self.quantise_experts(dense[None])[0]
         format, stored = self.storage_formats({"layer": dense.shape[1]})("layer"), self.quantise(dense, dense.device)
         wanted = format.tensors(*dense.shape)
@@ -134,7 +136,7 @@ class Quantiser:
 
     def quantise_experts(self, dense: Tensor) -> QuantisedMatrix:
         """Quantises experts [count, out, in].  The result is the same as after storing and loading the experts."""
-        if not self.only_experts:
+        if not self.quantises_only_experts:
             return self.quantise_matrix(dense.flatten(0, 1)).experts(len(dense))
         return self.storage_formats({})("mlp.experts").expert_matrix(self.quantise(dense, dense.device))
 
@@ -315,7 +317,7 @@ QUANTISERS: Mapping[str, Quantiser] = MappingProxyType(
             to_mxfp4,
             lambda kept, dense: {"quant_method": "mxfp4", "modules_to_not_convert": list(dense)},
             group_sizes=(MXFP4_BLOCK_SIZE,),
-            only_experts=True,
+            quantises_only_experts=True,
         ),
     }
 )

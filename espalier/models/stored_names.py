@@ -11,7 +11,7 @@ from typing import Literal
 from espalier.kernels.ops.activation import SILU, Activation
 from espalier.kernels.ops.experts import Routing
 from espalier.models.weight_formats import FormatLookup, WeightFormat
-from espalier.shards import Part, Size, part_of, whole_part
+from espalier.shards import RankPart, SizeOrPart, as_rank_part, whole_part
 
 
 @dataclass(frozen=True)
@@ -103,17 +103,17 @@ class Experts:
     correction_name: str = "gate.e_score_correction_bias"
 
 
-def stored_matrices(names: Sequence[str], rows: Sequence[Size]) -> tuple[Sequence[str], Sequence[Size]]:
+def stored_matrices(names: Sequence[str], rows: Sequence[SizeOrPart]) -> tuple[Sequence[str], Sequence[SizeOrPart]]:
     """Returns the names of stored matrices, and the rows of each to read, for matrices that a layer stacks.
     rows: the rows of each matrix.  If the checkpoint stores the matrices as one stacked matrix, there is only one name.
     If ranks divide such a stacked matrix, the rank's part of each of its matrices is read separately."""
     if len(names) == len(rows):
         return names, rows
-    parts = [part_of(size) for size in rows]
+    parts = [as_rank_part(size) for size in rows]
     total, begins = sum(part.size for part in parts), accumulate((part.size for part in parts), initial=0)
     if all(part.is_whole for part in parts):
         return names, (whole_part(total),)
-    own = [Part(begin + part.begin, begin + part.end, total) for begin, part in zip(begins, parts, strict=False)]
+    own = [RankPart(begin + part.begin, begin + part.end, total) for begin, part in zip(begins, parts, strict=False)]
     return tuple(names) * len(parts), own
 
 
@@ -169,11 +169,12 @@ class MTPFamily:
     layers.
     shared: the name prefix of embed_norm, hidden_norm, project and norm if all MTP layers share these; by default
     `prefix`.
-    counts_after_target: whether "{}" includes the number of target layers.
+    numbered_after_target: whether "{}" includes the number of target layers.
     embed_norm, hidden_norm, project, norm: the names of the norms of the two inputs, of their projection, and of the
     last norm.
     embed, head: the full names of the layer's own embedding and head; these weights may be missing.
-    hidden_first: whether the first columns of `project` read the hidden state; by default they read the embedding.
+    hidden_before_embedding: whether the first columns of `project` read the hidden state; by default they read the
+    embedding.
     layer_type: the layers' entry in `layer_types`; by default the entry of the target's last layer.
     """
 
@@ -186,12 +187,12 @@ class MTPFamily:
     head: str
     shared: str | None = None
     layer_type: str | None = None
-    counts_after_target: bool = False
-    hidden_first: bool = False
+    numbered_after_target: bool = False
+    hidden_before_embedding: bool = False
 
     def index(self, layer: int, num_layers: int) -> int:
         """Returns the number that MTP layer `layer` has in weight names.  num_layers: the number of target layers."""
-        return num_layers + layer if self.counts_after_target else layer
+        return num_layers + layer if self.numbered_after_target else layer
 
     def layer_prefix(self, layer: int, num_layers: int) -> str:
         return self.prefix.format(self.index(layer, num_layers))
@@ -210,7 +211,7 @@ NEXTN_LAYERS = MTPFamily(
     norm="shared_head.norm",
     embed="model.layers.{}.embed_tokens",
     head="model.layers.{}.shared_head.head",
-    counts_after_target=True,
+    numbered_after_target=True,
 )
 # The weight names of the format `mtp` of vLLM's speculators 0.9.0, in which espalier.train saves MTP heads.
 SPECULATORS = MTPFamily(

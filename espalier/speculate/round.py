@@ -84,12 +84,14 @@ class ModelRunner:
         lengths: the number of the target's committed rows.
         """
         self.cache.backend.prepare(lengths)
-        self.drafter.prepare(lengths.with_more_rows(self.drafter.spec.root_rows))
+        self.drafter.prepare(lengths.with_more_rows(self.drafter.spec.num_root_rows))
 
     @property
     def reads_all_hidden(self) -> bool:
         """Whether the draft reads the target's last hidden state, before or after the final norm, at every token."""
-        return self.drafter.spec.target_output == "hidden" or self.target.config.num_layers in self.target.capture
+        return (
+            self.drafter.spec.target_output == "hidden" or self.target.config.num_layers in self.target.captured_layers
+        )
 
     def shared_rows(self, batch: int) -> int:
         """Returns how many rows of a verify pass all requests share; 0 if each request has rows of its own."""

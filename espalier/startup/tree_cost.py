@@ -124,9 +124,9 @@ def pass_weights(target: ModelConfig, draft: DraftConfig | None, stored_bytes: i
 
 
 def _count_weights(target: ModelConfig, draft: DraftConfig | None) -> PassWeights:
-    specs, routing = layer_specs_of(target), target.probe_result
-    if routing is None and target.experts is not None:
-        routing = target.experts.routing
+    specs = layer_specs_of(target)
+    experts = target.experts
+    routing = target.probe_result or (None if experts is None else experts.routing)
     return PassWeights(
         dense=num_dense_values(target),
         expert=num_expert_values(target),

@@ -48,6 +48,6 @@ def models_of_recipe(recipe: Recipe, config: ResolvedConfig, shards: Shards) -> 
     dtype, device = getattr(torch, config.dtype), torch.device(config.device)
     target, draft = build(recipe, dtype, device, config.layout.position_rows, shards)
     if config.algorithm != draft.spec.algorithm:
-        target.capture = ()
+        target.captured_layers = ()
         return LoadedModels(config, target, None, shards)
     return LoadedModels(config, target, draft, shards)

@@ -34,7 +34,7 @@ def require_same(some: Tensor, whole: Tensor) -> None:
 def test_a_target(family: str, model_impl: str, captures_last: bool) -> None:
     path, _ = directories(family)
     capture = 1, read_config(path).num_layers if captures_last else 2
-    target = load_target(path, capture=capture, model_impl=model_impl, **LOADING)
+    target = load_target(path, captured_layers=capture, model_impl=model_impl, **LOADING)
     tokens, positions = rows_of_input()
     whole_pass = DensePass(tokens, target.layer_specs, positions)
     pass_of_some = DensePass(tokens, target.layer_specs, positions, needed=NEEDED)

@@ -38,7 +38,9 @@ TOKENS = torch.tensor([[3, 1, 4, 1, 5]])
 
 def load(target_path: Path, draft_path: Path, dtype: torch.dtype = DTYPE) -> tuple[Any, Any]:
     how: dict[str, Any] = {"dtype": dtype, "device": CPU, "position_rows": 64}
-    target = load_target(target_path, capture=read_draft(draft_path, read_config(target_path)).spec.capture, **how)
+    target = load_target(
+        target_path, captured_layers=read_draft(draft_path, read_config(target_path)).spec.captured_layers, **how
+    )
     return target, load_draft(draft_path, target, **how)
 
 

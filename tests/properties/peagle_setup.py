@@ -37,7 +37,9 @@ class PEagleSetup(Setup):
 def peagle_models(family: str, position_rows: int) -> tuple[CausalLM, DraftModel]:
     target_path, draft_path = peagle_directories(family)
     how: dict[str, Any] = {"dtype": DTYPE, "device": CPU, "position_rows": position_rows}
-    target = load_target(target_path, capture=read_draft(draft_path, read_config(target_path)).spec.capture, **how)
+    target = load_target(
+        target_path, captured_layers=read_draft(draft_path, read_config(target_path)).spec.captured_layers, **how
+    )
     return target, load_draft(draft_path, target, **how)
 
 

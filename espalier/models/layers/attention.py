@@ -17,8 +17,8 @@ from espalier.models.layers.linear import Linear
 from espalier.models.layers.norm import AnyNorm, BlockOutput, RMSNorm
 from espalier.models.layers.residual import Residual
 from espalier.models.rope import RopeTables
-from espalier.models.weight_formats.sharded import Unsummed
-from espalier.shards import WHOLE, Shards
+from espalier.models.weight_formats.sharded import UnsummedOutput
+from espalier.shards import SINGLE_RANK, Shards
 
 
 class AllHeadsNorms(NamedTuple):
@@ -26,7 +26,7 @@ class AllHeadsNorms(NamedTuple):
 
     q: RMSNorm
     k: RMSNorm
-    shards: Shards = WHOLE
+    shards: Shards = SINGLE_RANK
 
     def norm_q_and_k(self, qkv: Tensor) -> Tensor:
         """Returns a tensor like qkv [N, q + k + v columns], in which q and k are normed."""
@@ -69,11 +69,11 @@ class AttentionBlock:
         rows: [N, in].  kept_rows: the indices of the rows that the layer keeps; None if it keeps all rows."""
         return None
 
-    def project(self, attended: Tensor) -> Tensor | Unsummed:
+    def project(self, attended: Tensor) -> Tensor | UnsummedOutput:
         """Projects the attention's output [B, Q, heads, size].  Returns [B · Q, hidden], or partial sums."""
         raise NotImplementedError
 
-    def __call__(self, layer: int, rows: InputRows, s: Residual, p: Pass) -> Tensor | Unsummed:
+    def __call__(self, layer: int, rows: InputRows, s: Residual, p: Pass) -> Tensor | UnsummedOutput:
         """Returns the block's output for the kept rows.  See Mixer."""
         q, kept = self.write(layer, rows, p), p.kept_rows(layer)
         gate = self.gate(rows, kept)
@@ -120,7 +120,7 @@ class Attention(AttentionBlock):
         assert isinstance(rows, Tensor)
         return self.output_gate.activation(self.output_gate.project(rows if kept_rows is None else rows[kept_rows]))
 
-    def project(self, attended: Tensor) -> Tensor | Unsummed:
+    def project(self, attended: Tensor) -> Tensor | UnsummedOutput:
         return self.out.residual_delta(attended.reshape(-1, self.out.shape[1]))
 
 
@@ -138,7 +138,7 @@ class GatedAttention:
     def norm_input(self, norm: AnyNorm, delta: BlockOutput, x: Tensor) -> tuple[Tensor, InputRows]:
         return self.qkv.norm_input(norm, delta, x)
 
-    def __call__(self, layer: int, rows: InputRows, s: Residual, p: Pass) -> Tensor | Unsummed:
+    def __call__(self, layer: int, rows: InputRows, s: Residual, p: Pass) -> Tensor | UnsummedOutput:
         """Returns the block's output for the kept rows.  See decoder.py:Mixer."""
         qkv = self.qkv.partial_sums(rows)
         q = p.write(layer, qkv.unflatten(-1, (-1, self.head_size)), p.rotation(self.rope), self.norms)

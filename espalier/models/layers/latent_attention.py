@@ -23,7 +23,7 @@ from espalier.models.layers.linear import Linear
 from espalier.models.layers.mlp import router_logits
 from espalier.models.layers.norm import AnyNorm, BlockOutput, RMSNorm
 from espalier.models.rope import RopeTables
-from espalier.models.weight_formats.sharded import Unsummed
+from espalier.models.weight_formats.sharded import UnsummedOutput
 
 # The eps of the norm of index keys, a constant in the publishers' code.
 INDEX_NORM_EPS = 1e-6
@@ -128,7 +128,7 @@ class LatentAttention(AttentionBlock):
             return p.write(layer, *values)
         return p.write(layer, *values, index=self.indexer(rows, q_latent, rotation))
 
-    def project(self, attended: Tensor) -> Tensor | Unsummed:
+    def project(self, attended: Tensor) -> Tensor | UnsummedOutput:
         """Returns the block's output; see AttentionBlock.project.  attended: the weighted sums of latents."""
         latents = attended.flatten(0, 1)
         values = latents.new_empty(*latents.shape[:2], self.v_up.shape[1])

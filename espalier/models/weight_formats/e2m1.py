@@ -59,8 +59,10 @@ class Mxfp4Format(QuantisedFormat):
         require_multiple_of(self.name, "columns", columns, MXFP4_BLOCK_SIZE)
         shape = (count, rows, columns // MXFP4_BLOCK_SIZE)
         return (
-            StoredTensor("_blocks", (*shape, MXFP4_BLOCK_SIZE // 2), torch.uint8, 1, 2, entry_columns=MXFP4_BLOCK_SIZE),
-            StoredTensor("_scales", shape, torch.uint8, 1, 2, entry_columns=MXFP4_BLOCK_SIZE),
+            StoredTensor(
+                "_blocks", (*shape, MXFP4_BLOCK_SIZE // 2), torch.uint8, 1, 2, columns_per_entry=MXFP4_BLOCK_SIZE
+            ),
+            StoredTensor("_scales", shape, torch.uint8, 1, 2, columns_per_entry=MXFP4_BLOCK_SIZE),
         )
 
     def expert_matrix(self, tensors: Mapping[str, Tensor]) -> QuantisedMatrix:
@@ -132,8 +134,10 @@ class Nvfp4Format(QuantisedFormat):
         inputs = (StoredTensor(names.inputs, (1,), torch.float32),) if self.has_inputs else ()
         return (
             # Ranks hold whole groups, and a group has eight bytes of codes.
-            StoredTensor(names.codes, (rows, columns // 2), torch.uint8, 0, 1, entry_columns=2),
-            StoredTensor(names.scales, (rows, columns // NVFP4_GROUP_SIZE), FP8, 0, 1, entry_columns=NVFP4_GROUP_SIZE),
+            StoredTensor(names.codes, (rows, columns // 2), torch.uint8, 0, 1, columns_per_entry=2),
+            StoredTensor(
+                names.scales, (rows, columns // NVFP4_GROUP_SIZE), FP8, 0, 1, columns_per_entry=NVFP4_GROUP_SIZE
+            ),
             StoredTensor(names.factor, (1,), torch.float32),
             *inputs,
         )

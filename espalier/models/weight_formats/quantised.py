@@ -16,7 +16,7 @@ from espalier.kernels.ops.activation import SILU, Activation
 from espalier.kernels.ops.linear import linear_quantised, linear_quantised_gated, linear_quantised_parts
 from espalier.models.weight_formats.base import FormatLookup, Weight, WeightFormat
 from espalier.models.weight_formats.dense import DENSE_FORMAT
-from espalier.shards import Part
+from espalier.shards import RankPart
 from espalier.tokenizer_files import may_be_exponential
 
 # The dtypes that scales may have.  Loading does not cast scales.
@@ -42,7 +42,7 @@ class QuantisedWeight(Weight):
     def apply(self, x: InputRows, bias: Tensor | None) -> Tensor:
         return linear_quantised(x, self.matrix, bias)
 
-    def parts(self, x: InputRows, bias: Tensor | None) -> Tensor:
+    def partial_sums(self, x: InputRows, bias: Tensor | None) -> Tensor:
         return linear_quantised_parts(x, self.matrix, bias)
 
     def gated(
@@ -177,7 +177,7 @@ def read_group_size(quantisation: Mapping[str, Any], default: int) -> int | None
     return None if size == -1 else int(size)
 
 
-def column_groups_of_part(groups: Tensor, columns: Part, group: int | None) -> Tensor:
+def column_groups_of_part(groups: Tensor, columns: RankPart, group: int | None) -> Tensor:
     """Returns the group index of each column of a part, relative to the part's first group.
     groups: the group index of each column, relative to the matrix's first group.  Raises EspalierError if columns are
     not sorted by group, because their scales may be on another rank."""

@@ -62,7 +62,7 @@ class TreeRows:
 class AutoregressiveDrafter(ModelDrafter[DraftModel]):
     def allocate(self) -> None:
         layout, device = self.layout, self.device
-        self.feeds = feeds_class(self.spec.form)
+        self.feeds = feeds_class(self.spec.hidden_source)
         # The depth of each draft row of a tree, after `topk` entries of depth 0.
         self.depths = torch.arange(layout.topk + layout.beam_rows, device=device) // layout.topk
         # The bit of each draft row among ancestor bits.
