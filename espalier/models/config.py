@@ -52,50 +52,45 @@ MakeLayerSpecs = Callable[["ModelConfig"], tuple[LayerSpec, ...]]
 # Fields that change the computation in a way that is not supported, each with the values that have no effect.
 NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
     "hidden_act": ("silu", "swish"),
-    "attn_logit_softcapping": (None, 0, 0.0),
-    "final_logit_softcapping": (None, 0, 0.0),
-    "partial_rotary_factor": (None, 1, 1.0),
-    "rotary_pct": (None, 1, 1.0),
-    "llama_4_scaling_beta": (None, 0, 0.0),
-    "embedding_multiplier": (None, 1, 1.0),
-    "residual_multiplier": (None, 1, 1.0),
-    "attention_multiplier": (None,),
-    "logits_scaling": (None, 1, 1.0),
-    "logit_scale": (None, 1, 1.0),
-    "query_pre_attn_scalar": (None,),
-    "num_experts": (None, 0),
+    **dict.fromkeys(
+        "attn_logit_softcapping final_logit_softcapping llama_4_scaling_beta moe_router_logit_softcapping".split(),
+        (None, 0, 0.0),
+    ),
+    **dict.fromkeys(
+        (
+            "partial_rotary_factor rotary_pct embedding_multiplier residual_multiplier logits_scaling logit_scale "
+            "routed_scaling_factor qk_scale_factor output_multiplier"
+        ).split(),
+        (None, 1, 1.0),
+    ),
+    **dict.fromkeys(
+        (
+            "attention_multiplier query_pre_attn_scalar layer_rope_theta num_attention_heads_per_layer "
+            "attention_chunk_size clip_qkv swiglu_limit swiglu_alpha index_topk"
+        ).split(),
+        (None,),
+    ),
+    **dict.fromkeys(
+        (
+            "num_experts n_routed_experts n_shared_experts shared_expert_intermediate_size first_k_dense_replace "
+            "shared_intermediate_size num_nextn_predict_layers"
+        ).split(),
+        (None, 0),
+    ),
     "num_local_experts": (None, 0, 1),
-    "n_routed_experts": (None, 0),
-    "n_shared_experts": (None, 0),
-    "shared_expert_intermediate_size": (None, 0),
-    "first_k_dense_replace": (None, 0),
     "scoring_func": (None, "softmax"),
     "topk_method": (None, "greedy"),
-    "routed_scaling_factor": (None, 1, 1.0),
     "no_rope_layers": (None, []),
     "position_embedding_type": (None, "rope"),
-    "layer_rope_theta": (None,),
-    "num_attention_heads_per_layer": (None,),
-    "gating": (None, False),
-    "qk_scale_factor": (None, 1, 1.0),
-    "output_multiplier": (None, 1, 1.0),
-    "shared_intermediate_size": (None, 0),
-    "moe_router_logit_softcapping": (None, 0, 0.0),
-    "moe_apply_router_weight_on_input": (None, False),
-    "attention_chunk_size": (None,),
-    "use_mrope": (None, False),
-    "use_bidirectional_attention": (None, False),
-    "clip_qkv": (None,),
-    "num_nextn_predict_layers": (None, 0),
-    "swiglu_limit": (None,),
-    "swiglu_alpha": (None,),
-    "attn_output_gate": (None, False),
-    "index_topk": (None,),
+    **dict.fromkeys(
+        "gating moe_apply_router_weight_on_input use_mrope use_bidirectional_attention attn_output_gate".split(),
+        (None, False),
+    ),
 }
 # The supported activations, by their names in config.json (Family.activation_field).
 ACTIVATIONS: Mapping[str, Activation] = {"silu": SILU, "swish": SILU, "gelu_pytorch_tanh": GELU_TANH}
 # Fields without effect on the forward pass.  An override of such a field is accepted.
-FIELDS_WITHOUT_EFFECT = (
+IGNORED_FIELDS = (
     "architectures",
     "bos_token_id",
     "eos_token_id",
@@ -272,7 +267,7 @@ def parse_config(
 def _parse(raw: Json, family: Family, path: Path, overrides: Mapping[str, Any], generation: Json) -> ModelConfig:
     raw = family.normalise_fields(raw)
     defaults = {"tie_word_embeddings": False, **family.defaults}
-    known = {*raw, *defaults, *NEUTRAL_VALUES, *FIELDS_WITHOUT_EFFECT, *QUANTISATION_FIELDS, "rope_theta", *ROPE_FIELDS}
+    known = {*raw, *defaults, *NEUTRAL_VALUES, *IGNORED_FIELDS, *QUANTISATION_FIELDS, "rope_theta", *ROPE_FIELDS}
     given = with_overrides(raw, overrides, known)
     # If the config has rope_scaling, transformers does not use the family's default rope_parameters.  Neither does this
     # code.

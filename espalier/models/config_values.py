@@ -81,9 +81,9 @@ def require_field_types(fields: Json) -> None:
 def positive_number(fields: Json, name: str) -> float:
     """Returns the value of a field that must be a positive number.  Raises EspalierError for any other value."""
     value = fields.get(name)
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= MAX_NUMBER:
+    if not _is_positive(value):
         raise EspalierError(f"{name} = {shown(value)}; a positive number is needed; correct the config")
-    return float(value)
+    return float(fields[name])
 
 
 def require_counts(fields: Json, names: Iterable[str], max_value: int = MAX_SIZE) -> None:

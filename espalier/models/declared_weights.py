@@ -4,9 +4,10 @@ This module runs the code that loads layers, on weights without data.  That code
 which part of the matrix a rank holds.  So families need no list of sizes.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from math import prod
 
 import torch
@@ -21,7 +22,8 @@ from espalier.models.rope import RopeTables
 from espalier.models.weight_formats import StoredTensor, Weight, WeightFormat, all_dense, quantisation_of
 from espalier.models.weight_formats.dense import DENSE_FORMAT, DenseWeight
 from espalier.models.weights import Weights
-from espalier.shards import SINGLE_RANK, IndivisibleError, RankPart, Shards, SizeOrPart, as_rank_part
+from espalier.shards import SINGLE_RANK, RankPart, Shards, SizeOrPart, as_rank_part
+from espalier.shards.base import IndivisibleError
 
 # On the meta device, tensors have shapes but no data.
 META_DEVICE = torch.device("meta")
@@ -176,7 +178,8 @@ class DeclaredWeights(Weights):
         self.require_parts(names, (*rows, columns))
         for name, size in zip(names, rows, strict=True):
             with self._matrix_names_in_errors([name]):
-                self._require_cut(self.formats(name), as_rank_part(size), as_rank_part(columns))
+                format = self.formats(name)
+                _require_divisible(format, format.tensors, as_rank_part(size), as_rank_part(columns))
         return self.empty(sum(len(as_rank_part(size)) for size in rows), len(as_rank_part(columns)))
 
     def stacked_matrix(
@@ -186,17 +189,10 @@ class DeclaredWeights(Weights):
         format, own = self.formats(name), as_rank_part(columns)
         self.require_parts([f"{name}{matrix}"], (*rows, columns))
         with self._matrix_names_in_errors([name]):
-            require_format_with_parts(format)
             for part in map(as_rank_part, rows):
-                for stored in format.expert_tensors(count, part.size, own.size):
-                    stored.part_slices(part, own)
+                _require_divisible(format, partial(format.expert_tensors, count), part, own)
         placeholder = torch.zeros(1, sum(len(as_rank_part(size)) for size in rows), 1, dtype=torch.uint8)
         return QuantisedMatrix("int4", placeholder, placeholder, group=2)
-
-    def _require_cut(self, format: WeightFormat, rows: RankPart, columns: RankPart) -> None:
-        require_format_with_parts(format)
-        for stored in format.tensors(rows.size, columns.size):
-            stored.part_slices(rows, columns)
 
     def _read_checked(self, name: str, stored: StoredTensor) -> Tensor:
         dtype = stored.dtype[0] if isinstance(stored.dtype, tuple) else stored.dtype
@@ -210,7 +206,15 @@ class DeclaredWeights(Weights):
             raise EspalierError(f"tensor_parallel={self.shards.count}, {names[0]!r}: {error}") from None
 
 
-def require_format_with_parts(format: WeightFormat) -> None:
-    """Raises EspalierError for a format whose matrices cannot be divided among ranks."""
+def _require_divisible(
+    format: WeightFormat,
+    tensors_of: Callable[[int, int], tuple[StoredTensor, ...]],
+    rows: RankPart,
+    columns: RankPart,
+) -> None:
+    """Raises EspalierError if ranks cannot hold parts of a format's matrices, or not this part.
+    tensors_of: returns the tensors that store a matrix of (rows, columns)."""
     if not format.has_shards:
         raise EspalierError(f"format {format.name} cannot be divided among ranks; use tensor_parallel=1")
+    for stored in tensors_of(rows.size, columns.size):
+        stored.part_slices(rows, columns)

@@ -30,6 +30,7 @@ from espalier.kernels.layers.quantised import E2M1_VALUES, E8M0_BIAS, FP8, FP8_M
 from espalier.models.loading import read_config, read_raw_config
 from espalier.models.weight_files import INDEX_FILE, safetensors_files, write_weights
 from espalier.models.weight_formats import QUANTISATION_FIELDS, FormatLookup, read_formats
+from espalier.models.weight_formats.e2m1 import MXFP4_BLOCK_SIZE, NVFP4_GROUP_SIZE
 from espalier.models.weights import PLAIN_DTYPES
 
 # An int4 group has as many columns as the first of GROUP_SIZES that divides the matrix's columns.
@@ -37,8 +38,6 @@ from espalier.models.weights import PLAIN_DTYPES
 GROUP_SIZE = 128
 GROUP_SIZES = (GROUP_SIZE, 64, 32)
 FP8_BLOCK = 128
-MXFP4_BLOCK_SIZE = 32
-NVFP4_GROUP_SIZE = 16
 # The factors that are tried for a group's scale.  Factor 1 maps the group's largest magnitude to 7.5.
 SCALE_FACTORS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)
 # The number of values that are quantised in one step.

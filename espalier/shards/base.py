@@ -67,7 +67,7 @@ def as_rank_part(size: SizeOrPart) -> RankPart:
 class Collectives(Protocol):
     """Joins tensors of all ranks.  Each rank calls the same operations in the same order, with equal shapes.
 
-    The results have the same bits on every rank.
+    The results have the same bits on every rank.  Subclasses with faster kernels override the last two operations.
     """
 
     def all_gather(self, x: Tensor) -> Tensor:
@@ -78,6 +78,10 @@ class Collectives(Protocol):
         """Sum x over the ranks.  The sum may overwrite x."""
         ...
 
+    def abort(self) -> None:
+        """Ends operations that wait for other ranks, with an error or a wrong result.  Another thread calls `abort`."""
+        ...
+
     def all_reduce_add_norm(
         self, parts: Tensor, residual: Tensor, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor] | None:
@@ -85,21 +89,12 @@ class Collectives(Protocol):
 
         total: residual + the sum of parts over the ranks.  parts: [N, H], or [parts, N, H], which is summed in order.
         """
-        ...
+        return None
 
     def gather_columns(self, x: Tensor, columns_per_rank: int, size: int) -> Tensor:
-        """Join the ranks' x [N, columns] side by side: [N, size].  The last ranks may have fewer columns."""
-        ...
-
-    def abort(self) -> None:
-        """Ends operations that wait for other ranks, with an error or a wrong result.  Another thread calls `abort`."""
-        ...
-
-
-def gather_columns_by_all_gather(collectives: Collectives, x: Tensor, columns_per_rank: int, size: int) -> Tensor:
-    """Implements Collectives.gather_columns by all_gather."""
-    padded = F.pad(x, (0, columns_per_rank - x.shape[1]))
-    return collectives.all_gather(padded).transpose(0, 1).flatten(1)[:, :size].contiguous()
+        """Joins the ranks' x [N, columns] side by side: [N, size].  The last ranks may have fewer columns."""
+        padded = F.pad(x, (0, columns_per_rank - x.shape[1]))
+        return self.all_gather(padded).transpose(0, 1).flatten(1)[:, :size].contiguous()
 
 
 class IndivisibleError(EspalierError):

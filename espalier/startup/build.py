@@ -143,25 +143,15 @@ def assemble_engine(loaded: LoadedModels, keep_graphs: bool = False, capture_sta
     """Builds an engine that runs these models.
     keep_graphs, capture_stages: see CudaExecutor.
     Raises EspalierError if a backend cannot run a layer."""
-    config = loaded.config
-    graphs = (config.graph_batch, keep_graphs, capture_stages)
-    on = (make_runner(loaded), config.overlap, config.prefix_cache, *graphs, make_tree_chooser(config))
-    return make_engine(*on, make_host_sources(config.sources, config.index_bytes, config.layout.text_paths == 0))
+    config, runner = loaded.config, make_runner(loaded)
+    executor = make_executor(runner, config.overlap, config.graph_batch, keep_graphs, capture_stages)
+    sources = make_host_sources(config.sources, config.index_bytes, config.layout.text_paths == 0)
+    return Engine(executor, config.overlap, config.prefix_cache, make_tree_chooser(config), sources)
 
 
-def make_engine(
-    runner: ModelRunner,
-    overlap: bool,
-    prefix_cache: bool,
-    graph_batch: int = 0,
-    keep_graphs: bool = False,
-    capture_stages: bool = False,
-    chooser: TreeChooser | None = None,
-    sources: Sequence[HostSource] = (),
-) -> Engine:
+def make_engine(runner: ModelRunner, overlap: bool, prefix_cache: bool, graph_batch: int = 0) -> Engine:
     """Returns an engine that uses the buffers of `runner`.  No other engine may use the same runner."""
-    executor = make_executor(runner, overlap, graph_batch, keep_graphs, capture_stages)
-    return Engine(executor, overlap, prefix_cache, chooser, sources)
+    return Engine(make_executor(runner, overlap, graph_batch), overlap, prefix_cache)
 
 
 def make_tree_chooser(config: ResolvedConfig) -> TreeChooser | None:

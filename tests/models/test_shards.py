@@ -33,7 +33,7 @@ from espalier.models.weight_formats.quantised import QuantisedWeight
 from espalier.models.weight_formats.sharded import GatheredWeight, SummedWeight, sum_over_ranks
 from espalier.models.weights import Weights
 from espalier.shards import RankPart, Shards
-from espalier.shards.base import gather_columns_by_all_gather
+from espalier.shards.base import Collectives
 from tests.builders import make_target
 from tests.gguf import blocks_of
 from tests.quantised import KINDS, ORDERED
@@ -42,7 +42,7 @@ ROWS, COLUMNS = 64, 96
 ROTATION = torch.zeros(1, 2, dtype=torch.float64)
 
 
-class ThreadCollectives:
+class ThreadCollectives(Collectives):
     """Joins ranks that are threads."""
 
     def __init__(self, barrier: Barrier, given: list[Any], rank: int) -> None:
@@ -57,12 +57,6 @@ class ThreadCollectives:
 
     def all_reduce(self, x: Tensor) -> Tensor:
         return sum_parts.reference(self.all_gather(x), x.dtype)
-
-    def all_reduce_add_norm(self, parts: Tensor, residual: Tensor, weight: Tensor, eps: float) -> None:
-        return None
-
-    def gather_columns(self, x: Tensor, columns_per_rank: int, size: int) -> Tensor:
-        return gather_columns_by_all_gather(self, x, columns_per_rank, size)
 
     def abort(self) -> None:
         pass

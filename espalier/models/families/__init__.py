@@ -29,7 +29,7 @@ FAMILIES: dict[str, Family] = {
         *(
             granite.FAMILY,
             granite.MOE,
-            granite.MOE_WITH_SHARED_MLP,
+            granite.MOE_SHARED,
             granite.HYBRID,
             llama.OLMO2,
             llama.OLMO3,

@@ -59,7 +59,7 @@ MOE = replace(
     experts=_experts,
     supported_fields=(*FACTOR_FIELDS, "num_local_experts"),
 )
-MOE_WITH_SHARED_MLP = replace(
+MOE_SHARED = replace(
     MOE,
     architecture="GraniteMoeSharedForCausalLM",
     model_type="granitemoeshared",
@@ -151,7 +151,7 @@ def _load_mixer(weights: Weights, config: ModelConfig, prefix: str, layer: int, 
 
 
 HYBRID = replace(
-    MOE_WITH_SHARED_MLP,
+    MOE_SHARED,
     architecture="GraniteMoeHybridForCausalLM",
     model_type="granitemoehybrid",
     defaults={
@@ -173,7 +173,7 @@ HYBRID = replace(
     layer_ropes=_ropes,
     names=LayerNames(mlp_prefix="shared_mlp.", mlp=SHARED_MLP),
     mlp_size_field="shared_intermediate_size",
-    supported_fields=(*MOE_WITH_SHARED_MLP.supported_fields, "position_embedding_type"),
+    supported_fields=(*MOE_SHARED.supported_fields, "position_embedding_type"),
     normalise_fields=_normalise_fields,
     extra_layer_types=(LINEAR,),
     layer_specs=_layer_specs,

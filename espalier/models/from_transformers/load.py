@@ -20,7 +20,7 @@ from torch import Tensor
 from espalier.errors import EspalierError
 from espalier.model_files import MAX_LAYERS
 from espalier.models.config import (
-    FIELDS_WITHOUT_EFFECT,
+    IGNORED_FIELDS,
     Family,
     Json,
     ModelConfig,
@@ -145,7 +145,7 @@ def read_by_transformers(
         *config_class().to_dict(),
         *config_class.attribute_map,
         *raw,
-        *FIELDS_WITHOUT_EFFECT,
+        *IGNORED_FIELDS,
         *QUANTISATION_FIELDS,
     }
     full = with_overrides(raw, overrides or {}, known_fields)

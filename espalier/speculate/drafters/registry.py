@@ -251,7 +251,7 @@ def load_draft(
     position_rows: int,
     shards: Shards = SINGLE_RANK,
 ) -> DraftModel:
-    """Load a draft.  `target` must have been loaded with the `captured_layers` of `read_draft(path, target.config).spec`.
+    """Load a draft.  `target` must have been loaded with `read_draft(path, target.config).spec.captured_layers`.
 
     shards: the part of the target that this rank holds; draft_shards gives the part of the draft.
     Raises EspalierError, which names the part that does not fit.
@@ -261,7 +261,8 @@ def load_draft(
     if target.captured_layers != config.spec.captured_layers:
         raise EspalierError(
             f"{path} reads the inputs of target layers {config.spec.captured_layers}, but the target was "
-            f"loaded to capture {target.captured_layers}; load the target with captured_layers={config.spec.captured_layers}"
+            f"loaded to capture {target.captured_layers}; load the target with captured_layers="
+            f"{config.spec.captured_layers}"
         )
     own = draft_shards(config.spec.algorithm, shards)
     weights = Weights(path, dtype, device, config.layer.formats, allow_bin=True, shards=own)
