@@ -37,7 +37,7 @@ FACTS = StartupInfo(
     threads=CpuThreadInfo(num_cores=4, num_current=4, is_set_by_environment=False),
     pass_weights=PassWeights(dense=10**6, draft=10**5),
 )
-HEAD = DraftSpec("eagle3", FACTS.layer_specs[-1:], modules=1)
+HEAD = DraftSpec("eagle3", FACTS.layer_specs[-1:], num_modules=1)
 TOKEN_BYTES = 17 * 2 * 128 * 4
 
 

@@ -308,7 +308,7 @@ class ModelShape:
         self, prefix: str, latent: LatentConfig, heads: int, count: int, rows: int
     ) -> tuple[ProductRun, ...]:
         queries = heads * latent.head_size
-        rows_of_down = (latent.q_rank or queries) + latent.row_size
+        rows_of_down = (latent.q_rank or queries) + latent.cache_row_size
         up = (
             ()
             if latent.q_rank is None
@@ -395,14 +395,14 @@ def model_sizes(config: ModelConfig) -> ModelShape:
         )
     experts = None
     if config.experts is not None and config.experts.layers:
-        own, routing = config.experts, config.experts.routing
+        own, routing, size = config.experts, config.experts.routing, config.experts.intermediate_size
         is_plain = own.activation == SILU and not (own.has_biases or own.shared_has_bias or own.shared_gate_name)
         experts = ExpertSizes(
             len(own.layers),
-            ExpertsShape(routing.num_experts, routing.top_k, config.hidden_size, own.size, own.activation.num_matrices),
+            ExpertsShape(routing.num_experts, routing.top_k, config.hidden_size, size, own.activation.num_matrices),
             own.shared_size,
             own.shared_gate_name is not None,
-            shared_joins=is_plain and own.shared_size > 0 and own.shared_size % own.size == 0,
+            shared_joins=is_plain and own.shared_size > 0 and own.shared_size % size == 0,
             biases=own.has_biases,
             activation=own.activation,
         )
@@ -433,7 +433,8 @@ def with_draft(target: ModelShape, draft: DraftConfig, weights: str = DENSE) -> 
     """Returns the target's sizes with the draft's sizes.  weights: the format of the draft's weights (ProductRun)."""
     spec = draft.spec
     if isinstance(draft, MTPConfig):
-        return replace(target, mtp=MTPSizes(spec.modules, replace(module_sizes(draft), weights=weights, is_draft=True)))
+        module = replace(module_sizes(draft), weights=weights, is_draft=True)
+        return replace(target, mtp=MTPSizes(spec.num_modules, module))
     layer = replace(model_sizes(draft.layer), weights=weights, is_draft=True)
     if isinstance(draft, BlockConfig):
         block = BlockSizes(layer, spec.block_rows, draft.markov_rank, draft.markov_head_type)

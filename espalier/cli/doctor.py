@@ -54,7 +54,7 @@ def run(args: Namespace) -> int:
     target = checkpoint.target
     layout = resolved.layout
     shards = Shards(0, resolved.tensor_parallel)
-    drafts = specs_of_rank(checkpoint.spec.layers, draft_shards(resolved.algorithm, shards))
+    drafts = specs_of_rank(checkpoint.spec.layer_specs, draft_shards(resolved.algorithm, shards))
     specs = cache_specs(
         specs_of_rank(layer_specs_of(target), shards), drafts, resolved.kv_dtype, resolved.draft_kv_dtype
     )

@@ -33,16 +33,16 @@ class Layer(Protocol):
 class ModelOutput:
     """The output of a target over the rows of a pass.
     hidden: [B, Q, H], the hidden states after the final norm; [B, 1, H] in a pass with `needed`.
-    inputs: the inputs of the n captured layers, [B, Q, H] each, in order.  If the input of the final norm is captured,
-    it has as many rows as `hidden`."""
+    captured_inputs: the inputs of the n captured layers, [B, Q, H] each, in order.  If the input of the final norm is
+    captured, it has as many rows as `hidden`."""
 
     hidden: Tensor
-    inputs: tuple[Tensor, ...]
+    captured_inputs: tuple[Tensor, ...]
 
     @property
     def captured(self) -> Tensor | None:
-        """[B, Q, n·H]: `inputs`, concatenated."""
-        return torch.cat(self.inputs, -1) if self.inputs else None
+        """[B, Q, n·H]: `captured_inputs`, concatenated."""
+        return torch.cat(self.captured_inputs, -1) if self.captured_inputs else None
 
 
 class CausalLM(Protocol):

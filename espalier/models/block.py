@@ -77,10 +77,10 @@ def make_block_spec(
         layers = tuple(spec if spec.window is None else replace(spec, window=spec.window + 1) for spec in layers)
     return DraftSpec(
         **{"algorithm": "block", "vocab_size": layer.vocab_size, **spec_fields},
-        layers=layers,
+        layer_specs=layers,
         block_rows=rows,
         max_steps=rows - first_proposing_row,
-        mask_token=fields.mask_token(layer.vocab_size),
+        mask_token_id=fields.mask_token(layer.vocab_size),
         first_proposing_row=first_proposing_row,
         windows_end_at_root=windows_end_at_root,
         target_output="captured",
@@ -190,7 +190,7 @@ def _read_markov_fields(fields: DraftFields) -> tuple[int, MarkovHeadType]:
 def read_dflash_fields(fields: DraftFields, supported: Sequence[str]) -> DraftFields:
     """Returns the fields of `dflash_config`, an object in the config.json of z-lab's drafts.
     Raises EspalierError for a field that is not in `supported`, because such a field may change the results."""
-    own, path = fields.object("dflash_config"), fields.path
+    own, path = fields.nested_object("dflash_config"), fields.path
     for name, value in own.raw.items():
         if name not in supported or (name == "draft_shift" and value):
             raise fields.error(
@@ -262,7 +262,7 @@ class BlockDraft:
 
     def __post_init__(self) -> None:
         self.spec = self.config.spec
-        self.layer_specs = self.spec.layers
+        self.layer_specs = self.spec.layer_specs
         q_rows = self.config.layer.heads * self.config.layer.head_size
         self.context_kv = [_attention_of(layer).qkv.rows_from(q_rows) for layer in self.layers]
 

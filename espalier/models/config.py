@@ -431,7 +431,7 @@ def _read_windows(fields: Json, family: Family, layers: int) -> LayerWindows:
 def _read_experts(fields: Json, family: Family) -> Experts | None:
     experts = family.experts(fields)
     if experts is not None:
-        for name, value, least in (("size", experts.size, 1), ("shared size", experts.shared_size, 0)):
+        for name, value, least in (("size", experts.intermediate_size, 1), ("shared size", experts.shared_size, 0)):
             if not isinstance(value, int) or not least <= value <= MAX_SIZE:
                 raise EspalierError(
                     f"experts of {name} {shown(value)}; an integer, {least} to {MAX_SIZE}, is needed; correct "

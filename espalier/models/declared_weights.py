@@ -94,7 +94,7 @@ def num_expert_values(config: ModelConfig) -> int:
     experts = config.experts
     if experts is None:
         return 0
-    return len(experts.layers) * (experts.activation.num_matrices + 1) * config.hidden_size * experts.size
+    return len(experts.layers) * (experts.activation.num_matrices + 1) * config.hidden_size * experts.intermediate_size
 
 
 def num_mixer_values(config: ModelConfig) -> int:

@@ -188,7 +188,7 @@ class ConvolvedLayer(DecoderLayer):
         rows, coefficients = self.attention_conv.convolve_input(
             s.add_and_norm(self.attention_norm, PlainNormReader), width
         )
-        q = self.attention.write(self.index, rows, p)
+        q = self.attention.write_kv(self.index, rows, p)
         output = self.attention.project(p.attend(self.index, q, self.attention.sink))
         s.add(PendingConvolution(sum_over_ranks(output), coefficients, self.attention_conv.base[1], width))
         rows, coefficients = self.mlp_conv.convolve_input(s.add_and_norm(self.mlp_norm, PlainNormReader), width)
@@ -196,7 +196,7 @@ class ConvolvedLayer(DecoderLayer):
 
 
 @dataclass(frozen=True)
-class Selector:
+class CandidateSelector:
     """The candidate selector.  parent_codebook, token_codebook: [V, rank]; topk: how many tokens of a depth the
     selector scores."""
 
@@ -235,7 +235,7 @@ def make_dflash2(weights: Weights, config: DFlash2Config, target: CausalLM, posi
         weights.load(f"candidate_selector.{name}_codebook", vocab, rank) for name in ("predecessor", "successor")
     )
     project = weights.linear("", ("candidate_selector.hidden_projection",), (rank,), hidden, bias=False)
-    selector = Selector(before, after, project, config.selector_topk)
+    selector = CandidateSelector(before, after, project, config.selector_topk)
     parts = load_block_fields(weights, config, target, position_rows)
     parts["embed"] = Embedding(parts["embed"].weight, config.embedding_scale)
     parts["layers"] = [

@@ -31,14 +31,14 @@ class DraftSpec:
     """A draft's declaration.  Without a draft model (n-gram, plain decoding), all fields but `algorithm` are defaults.
 
     algorithm: the value of the user's setting `algorithm`.
-    layers: the specs of the draft's layers, module after module.  In pages, they follow the target's layers.
-    modules: N, the number of modules (a term of DeepSeek-V3).  All modules have the same number of layers.  Module l
-    proposes level l of a tree; module N proposes all levels from N on.  An EAGLE head is one module; an MTP head has
+    layer_specs: the specs of the draft's layers, module after module.  In pages, they follow the target's layers.
+    num_modules: N, the number of modules (a term of DeepSeek-V3).  All modules have the same number of layers.  Module
+    l proposes level l of a tree; module N proposes all levels from N on.  An EAGLE head is one module; an MTP head has
     one module per layer.  A P-EAGLE head is one module, which proposes all levels in one pass.  A block draft has 0
     modules.
     block_rows: the rows of the pass that proposes all levels; 0 for drafts that propose one level per pass.
     max_steps: the largest depth of a tree: the number of levels that this pass proposes; None for no limit.
-    mask_token: the input token of all rows of this pass, except the root's row.
+    mask_token_id: the input token of all rows of this pass, except the root's row.
     first_proposing_row: the index in a block of the row that proposes depth 1: 0 (the root) or 1 (the first mask row).
     is_causal_layer: for each layer of a block draft, whether a block row does not attend to later block rows.
     windows_end_at_root: whether the sliding window of all rows of a block ends at the root.  If false, the window of
@@ -58,11 +58,11 @@ class DraftSpec:
     """
 
     algorithm: str
-    layers: tuple[LayerSpec, ...] = ()
-    modules: int = 0
+    layer_specs: tuple[LayerSpec, ...] = ()
+    num_modules: int = 0
     block_rows: int = 0
     max_steps: int | None = None
-    mask_token: int = 0
+    mask_token_id: int = 0
     first_proposing_row: int = 0
     is_causal_layer: tuple[bool, ...] = ()
     windows_end_at_root: bool = True
@@ -73,12 +73,12 @@ class DraftSpec:
     vocab_size: int = 0
 
     def __post_init__(self) -> None:
-        if self.block_rows and not self.modules:
+        if self.block_rows and not self.num_modules:
             return
-        divided = len(self.layers) % self.modules == 0 if self.modules else not self.layers
-        if not divided or not 0 <= self.modules <= MAX_MODULES or bool(self.layers) != bool(self.modules):
+        divided = len(self.layer_specs) % self.num_modules == 0 if self.num_modules else not self.layer_specs
+        if not divided or not 0 <= self.num_modules <= MAX_MODULES or bool(self.layer_specs) != bool(self.num_modules):
             raise EspalierError(
-                f"a draft of {len(self.layers)} layers in {self.modules} modules is not supported; use 1 to "
+                f"a draft of {len(self.layer_specs)} layers in {self.num_modules} modules is not supported; use 1 to "
                 f"{MAX_MODULES} modules with equally many layers"
             )
 
@@ -89,26 +89,26 @@ class DraftSpec:
         states.  So after a prefix hit of m tokens, the target computes its rows from m - num_recomputed_tokens on.
         (Rows 0 .. k-1 of module k do not exist.)  0 for a block draft, whose rows depend only on the target's row of
         the same token."""
-        return self.modules
+        return self.num_modules
 
     @property
     def num_root_rows(self) -> int:
         """The number of committed draft rows that belong to the root: 0 or 1.
         The number is 1 if the root's row is computed from the feature of the token before the root.  It is 0 for a
         block draft without modules, because each of its rows is computed from the feature of its own token."""
-        return 0 if self.block_rows and not self.modules else 1
+        return 0 if self.block_rows and not self.num_modules else 1
 
     @property
     def slot_tensor_shapes(self) -> Mapping[str, tuple[int, ...]]:
         """The shapes, by name, of the draft's tensors that each slot keeps between rounds.
         hidden: the output of module 1 at the root.  feedk, for k from 2 to N: the hidden state that module k reads at
         the token after the root."""
-        names = ["hidden", *(f"feed{k}" for k in range(2, self.modules + 1))] if self.modules else []
+        names = ["hidden", *(f"feed{k}" for k in range(2, self.num_modules + 1))] if self.num_modules else []
         return dict.fromkeys(names, (self.hidden_size,))
 
     @property
     def layers_per_module(self) -> int:
-        return len(self.layers) // self.modules if self.modules else 0
+        return len(self.layer_specs) // self.num_modules if self.num_modules else 0
 
 
 class DraftConfig(Protocol):
@@ -156,7 +156,7 @@ class DraftModule(Protocol):
 
 class DraftModel(Protocol):
     """A loaded draft model.  A block draft (BlockModel) has no modules.
-    modules: the `spec.modules` modules, in order.
+    modules: the `spec.num_modules` modules, in order.
     has_experts: whether the model has experts.  If it has, no expert may compute padding rows.
     d2t: [draft vocabulary] int64, the target id of each draft id; None if both vocabularies are the same."""
 

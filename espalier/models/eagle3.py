@@ -89,15 +89,15 @@ def read_eagle_head(
     targets_with_input_layer_ids: the target architectures whose eagle_config lists layers by input; None for all."""
     fields = DraftFields(raw, path)
     flat = {"num_hidden_layers": 1, "max_position_embeddings": target.max_position, **raw, **fields.layer_config()}
-    eagle = fields.object("eagle_config")
+    eagle = fields.nested_object("eagle_config")
     family = _layer_family(DraftFields(flat, path))
     # The layer of a head with latent attention has a dense MLP, even if the head's config has the target's fields for
     # experts.
     layer = parse_config({**flat, "n_routed_experts": None} if family.uses_mla else flat, family, path)
     spec = DraftSpec(
         algorithm="eagle3",
-        layers=layer_specs_of(layer),
-        modules=1,
+        layer_specs=layer_specs_of(layer),
+        num_modules=1,
         target_output="captured",
         captured_layers=_captured_layers(fields, eagle, target, targets_with_input_layer_ids),
         hidden_size=layer.hidden_size,
@@ -232,7 +232,7 @@ class Eagle3Draft:
 
     def __post_init__(self) -> None:
         self.spec = self.config.spec
-        self.layer_specs = self.spec.layers
+        self.layer_specs = self.spec.layer_specs
 
     @property
     def modules(self) -> tuple["Eagle3Draft"]:
@@ -395,12 +395,12 @@ def read_peagle(path: Path, raw: Json, target: ModelConfig) -> Eagle3Config:
     head = read_eagle_head(path, raw, target, targets_with_input_layer_ids=None)
     # In the format of speculators, the number of tokens that the head was trained to propose.
     fields = DraftFields(raw, path)
-    methods = fields.object("speculators_config").get("proposal_methods") or [{}]
+    methods = fields.nested_object("speculators_config").get("proposal_methods") or [{}]
     if not isinstance(methods, list) or not isinstance(methods[0], dict):
         raise fields.error(f"proposal_methods = {methods!r}; a list of objects is needed; correct the config")
     steps = DraftFields({"speculative_tokens": DEFAULT_STEPS, **methods[0]}, path).integer("speculative_tokens")
     mask_token = fields.mask_token(head.layer.vocab_size, MASK_TOKEN_FIELDS)
-    spec = replace(head.spec, algorithm="peagle", block_rows=steps - 1, max_steps=steps, mask_token=mask_token)
+    spec = replace(head.spec, algorithm="peagle", block_rows=steps - 1, max_steps=steps, mask_token_id=mask_token)
     config = replace(head, spec=spec)
     if config.layer.latent is not None:
         raise fields.error("P-EAGLE heads with latent attention are not supported; use one with K and V heads")

@@ -52,7 +52,7 @@ class AssistantConfig:
 def read_assistant(path: Path, raw: Json, target: ModelConfig) -> AssistantConfig:
     """Reads the config.json `raw` of the draft at `path`.  Raises EspalierError if it does not fit the target."""
     fields = DraftFields(raw, path)
-    text = fields.object("text_config").raw
+    text = fields.nested_object("text_config").raw
     family = next((each for each in (FAMILY, UNIFIED) if each.model_type == text.get("model_type")), FAMILY)
     tied = fields.is_set("tie_word_embeddings", True)
     without = {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "tie_word_embeddings": tied}
@@ -64,7 +64,7 @@ def read_assistant(path: Path, raw: Json, target: ModelConfig) -> AssistantConfi
     of_target = layer_specs_of(target)
     specs = tuple(_spec_reading_target(spec, of_target, path) for spec in layer_specs_of(layer))
     spec = DraftSpec(
-        "assistant", specs, modules=1, target_output="hidden", hidden_size=hidden, vocab_size=layer.vocab_size
+        "assistant", specs, num_modules=1, target_output="hidden", hidden_size=hidden, vocab_size=layer.vocab_size
     )
     layer = replace(layer, family=replace(layer.family, layer_specs=lambda config: specs))
     if not fields.is_set("use_ordered_embeddings"):
@@ -136,7 +136,7 @@ class Assistant:
 
     def __post_init__(self) -> None:
         self.spec = self.config.spec
-        self.layer_specs = specs_of_rank(self.spec.layers, self.shards)
+        self.layer_specs = specs_of_rank(self.spec.layer_specs, self.shards)
 
     @property
     def modules(self) -> tuple["Assistant"]:

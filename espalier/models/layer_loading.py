@@ -79,7 +79,7 @@ def load_experts(
 
 def _load_joined_experts(weights: Weights, experts: Experts, prefix: str, hidden: int) -> ExpertMatrices:
     gate_up, down = (f"{prefix}{name}" for name in experts.joined_names)
-    count, size = experts.routing.num_experts, experts.size
+    count, size = experts.routing.num_experts, experts.intermediate_size
     if gate_up not in weights:
         return _load_separate_experts(weights, experts, prefix, hidden)
     own = _rank_part_of_size(weights, experts)
@@ -155,7 +155,7 @@ def _load_stacked_quantised(
 
 def _rank_part_of_size(weights: Weights, experts: Experts) -> RankPart:
     """The part of each expert's intermediate size that this rank holds."""
-    return weights.shards.part(experts.size, "intermediate size of experts")
+    return weights.shards.part(experts.intermediate_size, "intermediate size of experts")
 
 
 def _split_gate_and_up(interleaved: Tensor) -> Tensor:
@@ -181,7 +181,7 @@ def layer_specs_of(config: ModelConfig) -> tuple[LayerSpec, ...]:
         scale, cap = config.softmax_scale, config.softcap
         return tuple(LayerSpec(config.heads, keeps, window, scale, cap) for window in config.windows)
     scale = config.rope.latent_mscale**2 * size**-0.5
-    row, index = LatentKV(latent.row_size, latent.kv_rank), latent.indexer
+    row, index = LatentKV(latent.cache_row_size, latent.kv_rank), latent.indexer
     if index is None:
         return tuple(LayerSpec(config.heads, row, window, scale) for window in config.windows)
     rows = (
@@ -262,7 +262,7 @@ def _load_latent_attention(
     hidden, heads, rank = config.hidden_size, weights.shards.part(config.heads, HEADS_SIZE_NAME), latent.q_rank
     q_rows, bias = heads.scaled(latent.head_size), config.attention_bias
     rows = q_rows if rank is None else whole_part(rank)
-    names, row = ("q_proj" if rank is None else "q_a_proj", "kv_a_proj_with_mqa"), latent.row_size
+    names, row = ("q_proj" if rank is None else "q_a_proj", "kv_a_proj_with_mqa"), latent.cache_row_size
     down = weights.linear(prefix, names, (rows, row), columns, bias=bias and rank is not None)
     q_norm = q = None
     if rank is not None:
@@ -284,7 +284,7 @@ def _load_latent_attention(
         k_up=k_up,
         v_up=v_up,
         out=weights.linear(prefix, ("o_proj",), (hidden,), heads.scaled(latent.v_size), config.out_bias),
-        row_size=row,
+        cache_row_size=row,
         rope=rope,
         indexer=_load_indexer(weights, latent.indexer, prefix, rank, columns, layer),
     )

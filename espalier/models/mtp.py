@@ -49,7 +49,7 @@ FIELDS_BY_LAYER = ("layer_types", "mlp_layer_types")
 @dataclass(frozen=True)
 class MTPConfig:
     """The config of MTP layers, checked against their target's.
-    layer: the config of a model that consists of the target's layers and of `spec.modules` MTP layers."""
+    layer: the config of a model that consists of the target's layers and of `spec.num_modules` MTP layers."""
 
     layer: ModelConfig
     family: MTPFamily
@@ -57,7 +57,7 @@ class MTPConfig:
 
     @property
     def num_layers(self) -> int:
-        return self.layer.num_layers - self.spec.modules
+        return self.layer.num_layers - self.spec.num_modules
 
     def prefix(self, module: int) -> str:
         """Returns the name prefix of a module's decoder layer weights.  module: counted from 0."""
@@ -91,8 +91,8 @@ def read_mtp(path: Path, raw: Json, target: ModelConfig) -> MTPConfig:
     num_layers = layer.num_layers - modules
     spec = DraftSpec(
         algorithm="mtp",
-        layers=layer_specs_of(layer)[num_layers:],
-        modules=modules,
+        layer_specs=layer_specs_of(layer)[num_layers:],
+        num_modules=modules,
         hidden_source=hidden_source,
         target_output="hidden",
         hidden_size=layer.hidden_size,
@@ -186,7 +186,7 @@ class MTPDraft:
 
     def __init__(self, config: MTPConfig, modules: tuple[MTPModule, ...], shards: Shards = SINGLE_RANK) -> None:
         self.spec = config.spec
-        self.layer_specs = specs_of_rank(config.spec.layers, shards)
+        self.layer_specs = specs_of_rank(config.spec.layer_specs, shards)
         self.modules = modules
         self.has_experts = any(module.has_experts for module in modules)
 
@@ -203,11 +203,11 @@ def make_mtp(weights: Weights, config: MTPConfig, target: CausalLM, position_row
     load_embed = cache(partial(draft_embedding, weights, target.embed.shape, target))
     load_head = cache(partial(_load_head, weights, target))
     modules = tuple(
-        _load_module(weights, config, rope, load_embed, load_head, module) for module in range(config.spec.modules)
+        _load_module(weights, config, rope, load_embed, load_head, module) for module in range(config.spec.num_modules)
     )
     if config.family is not SPECULATORS:
         weights.allow_unused_except_prefixes(
-            tuple(config.weights_prefix(module) for module in range(config.spec.modules))
+            tuple(config.weights_prefix(module) for module in range(config.spec.num_modules))
         )
     weights.require_all_used()
     return MTPDraft(config, modules, weights.shards)
@@ -223,7 +223,7 @@ def _load_module(
 ) -> MTPModule:
     """Loads one module.  load_embed, load_head: return an embedding or a head by name.  module: counted from 0."""
     layer, family, prefix = config.layer, config.family, config.weights_prefix(module)
-    hidden, index, own = layer.hidden_size, config.num_layers + module, family.index(module, config.num_layers)
+    hidden, index, own = layer.hidden_size, config.num_layers + module, family.stored_index(module, config.num_layers)
     eps_and_offset = layer.rms_norm_eps, layer.family.norm_offset
     load = layer.family.load_layer or load_layer
     return MTPModule(

@@ -325,13 +325,13 @@ QUANTISERS: Mapping[str, Quantiser] = MappingProxyType(
 @dataclass
 class QuantiseReport:
     """The numbers that `quantise` reports.
-    dense: the names of matrices that stay dense because no group size divides their number of columns.
+    dense_names: the names of matrices that stay dense because no group size divides their number of columns.
     num_small_groups: the number of matrices with a smaller group size than usual, by group size."""
 
     num_matrices: int = 0
     read_bytes: int = 0
     written_bytes: int = 0
-    dense: list[str] = field(default_factory=list)
+    dense_names: list[str] = field(default_factory=list)
     num_small_groups: dict[int, int] = field(default_factory=dict)
 
 
@@ -437,6 +437,6 @@ def _quantised_tensors(
                     yield f"{module}{suffix}", part
             else:
                 if is_matrix:
-                    report.dense.append(module)
+                    report.dense_names.append(module)
                 # The tensor is cloned, because a view would keep the whole memory-mapped file in memory.
                 yield name, tensor.clone()

@@ -67,7 +67,7 @@ NORMS_AROUND_BLOCKS = LayerNorms(
 class Experts:
     """The mixture-of-experts layers of a model.
 
-    layers: the indices of these layers; other layers have a dense MLP.  size: the intermediate size of an expert.
+    layers: the indices of these layers; other layers have a dense MLP.  intermediate_size: of an expert.
     shared_size: the intermediate size of the shared expert; 0 if there is no shared expert.
     shared_name: the name of the shared expert.  shared_has_bias: whether its projections have a bias.
     shared_gate_name: the name of the weight [1, H] that gates the shared expert; None if there is no gate.
@@ -85,7 +85,7 @@ class Experts:
 
     layers: frozenset[int]
     routing: Routing
-    size: int
+    intermediate_size: int
     shared_size: int = 0
     shared_name: str = ""
     shared_gate_name: str | None = None
@@ -133,17 +133,17 @@ class StoredNames:
                 return own + stored.removeprefix(prefix)
         return None if self.has_other_parts else stored
 
-    def formats(self, formats: FormatLookup, stored: Iterable[str]) -> FormatLookup:
+    def formats_by_own_name(self, formats: FormatLookup, stored: Iterable[str]) -> FormatLookup:
         """Converts `formats`, a function of stored names, to a function of own names.  stored: all stored names."""
         prefixes = {own: prefix for prefix, own in self.prefixes if any(name.startswith(prefix) for name in stored)}
         if not prefixes:
             return formats
 
-        def of(name: str) -> WeightFormat:
+        def format_of(name: str) -> WeightFormat:
             own = next((own for own in prefixes if f"{name}.".startswith(own)), "")
             return formats((prefixes.get(own, "") + f"{name}.".removeprefix(own)).removesuffix("."))
 
-        return of
+        return format_of
 
 
 SAME_NAMES = StoredNames()
@@ -167,7 +167,7 @@ class MTPFamily:
 
     prefix: the name prefix of the decoder layer's weights; "{}" stands for i, or for i plus the number of target
     layers.
-    shared: the name prefix of embed_norm, hidden_norm, project and norm if all MTP layers share these; by default
+    outer_prefix: the name prefix of embed_norm, hidden_norm, project and norm if all MTP layers share these; by default
     `prefix`.
     numbered_after_target: whether "{}" includes the number of target layers.
     embed_norm, hidden_norm, project, norm: the names of the norms of the two inputs, of their projection, and of the
@@ -185,21 +185,21 @@ class MTPFamily:
     norm: str
     embed: str
     head: str
-    shared: str | None = None
+    outer_prefix: str | None = None
     layer_type: str | None = None
     numbered_after_target: bool = False
     hidden_before_embedding: bool = False
 
-    def index(self, layer: int, num_layers: int) -> int:
+    def stored_index(self, layer: int, num_layers: int) -> int:
         """Returns the number that MTP layer `layer` has in weight names.  num_layers: the number of target layers."""
         return num_layers + layer if self.numbered_after_target else layer
 
     def layer_prefix(self, layer: int, num_layers: int) -> str:
-        return self.prefix.format(self.index(layer, num_layers))
+        return self.prefix.format(self.stored_index(layer, num_layers))
 
     def weights_prefix(self, layer: int, num_layers: int) -> str:
         """Returns the name prefix of all weights of an MTP layer, except its embedding and head."""
-        return self.layer_prefix(layer, num_layers) if self.shared is None else self.shared
+        return self.layer_prefix(layer, num_layers) if self.outer_prefix is None else self.outer_prefix
 
 
 # The weight names of the MTP layers of DeepSeek-V3 and GLM.

@@ -86,7 +86,7 @@ class Weights:
             self._open_file(file)
         if not files:
             self._loaded = GGUFTensors(path) if is_gguf(path) else read_bin(path, allow_bin)
-        self.formats = stored_names.formats(formats, [name for _, name in self._files.values()])
+        self.formats = stored_names.formats_by_own_name(formats, [name for _, name in self._files.values()])
         self._names = frozenset((*self._files, *self._loaded))
         self._unused = set(self._names)
 

@@ -236,7 +236,7 @@ def verify(proposed: ProposedRound) -> VerifiedRound:
     out = runner.target(runner.cache.begin(prefix, nodes, tokens, access=access, chosen=chosen))
     logits = runner.target.logits(out.hidden) if len(runner.node_slices(slots.batch)) == 1 else None
     if chosen is not None:
-        out = ModelOutput(chosen.to_tree_rows(out.hidden), tuple(map(chosen.to_tree_rows, out.inputs)))
+        out = ModelOutput(chosen.to_tree_rows(out.hidden), tuple(map(chosen.to_tree_rows, out.captured_inputs)))
         logits = None if logits is None else chosen.to_tree_rows(logits)
     return VerifiedRound(proposed, out, logits)
 
@@ -406,4 +406,4 @@ def path_features(drafter: Drafter, out: ModelOutput, path: Path) -> Tensor | No
     """
     if drafter.spec.target_output is None:
         return None
-    return gather_rows(path.rows, *(out.inputs if drafter.spec.target_output == "captured" else (out.hidden,)))
+    return gather_rows(path.rows, *(out.captured_inputs if drafter.spec.target_output == "captured" else (out.hidden,)))

@@ -119,7 +119,7 @@ def resolve_config(config: EngineConfig, checkpoint: Checkpoint) -> ResolvedConf
         max_position=checkpoint.target.max_position,
         layer_specs=(
             *specs_of_rank(layer_specs_of(checkpoint.target), shards),
-            *specs_of_rank(checkpoint.spec.layers, of_draft),
+            *specs_of_rank(checkpoint.spec.layer_specs, of_draft),
         ),
         hidden_size=checkpoint.target.hidden_size,
         num_layers=checkpoint.target.num_layers,

@@ -136,9 +136,9 @@ def _count_weights(target: ModelConfig, draft: DraftConfig | None) -> PassWeight
         kept=sum(spec.values_per_token for spec in specs),
         state_bytes=bytes_per_state(specs, torch.bfloat16),
         draft=0 if draft is None else _draft_weights(draft),
-        draft_layers=0 if draft is None else len(draft.spec.layers) if draft.spec.block_rows else 1,
+        draft_layers=0 if draft is None else len(draft.spec.layer_specs) if draft.spec.block_rows else 1,
         block_rows=0 if draft is None else draft.spec.block_rows,
-        extends=draft is None or draft.spec.modules > 0,
+        extends=draft is None or draft.spec.num_modules > 0,
     )
 
 
@@ -149,7 +149,7 @@ def _draft_weights(draft: DraftConfig) -> int:
     about twice the weights of a target layer's attention.
     """
     layer, spec = draft.layer, draft.spec
-    layers, inputs = (len(spec.layers), 1) if spec.block_rows else (1, 2)
+    layers, inputs = (len(spec.layer_specs), 1) if spec.block_rows else (1, 2)
     of_layer = inputs * num_mixer_values(layer) + 3 * layer.hidden_size * layer.intermediate_size
     return layers * of_layer + layer.hidden_size * spec.vocab_size
 

@@ -120,7 +120,7 @@ def shape_config(recipe: Recipe, settings: Mapping[str, Any], device: torch.devi
         max_position=shape.target.max_position,
         layer_specs=(
             *specs_of_rank(layer_specs_of(shape.target), shards),
-            *specs_of_rank(spec.layers, draft_shards(spec.algorithm, shards)),
+            *specs_of_rank(spec.layer_specs, draft_shards(spec.algorithm, shards)),
         ),
         hidden_size=shape.target.hidden_size,
         num_layers=shape.target.num_layers,

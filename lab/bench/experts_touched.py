@@ -26,7 +26,7 @@ class CountingExperts:
 
     def __call__(self, rows: RoutedRows, live: Tensor | None = None) -> Tensor | UnsummedOutput:
         mlp, x = self.mlp, rows.x
-        ids, _ = route(rows.logits, mlp.bias, mlp.routing)
+        ids, _ = route(rows.logits, mlp.router_bias, mlp.routing)
         if live is not None:
             ids = ids.masked_fill(~live[:, None], mlp.routing.num_experts)
         has_rows = torch.zeros(mlp.routing.num_experts + 1, dtype=torch.int64, device=x.device)

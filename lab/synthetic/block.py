@@ -123,7 +123,7 @@ class BlockTensors(DraftTensors):
             key = self.code.key().to(self.device).repeat(self.config.kv_heads)
             weight = torch.outer(key, mark)
         elif part == "v_proj":
-            mask = self.target.own_part(torch.tensor(self.block.spec.mask_token))
+            mask = self.target.own_part(torch.tensor(self.block.spec.mask_token_id))
             weight[::size] = mask / mask.square().sum()
             weight[1::size] = planted.direction("misread") / (MISREAD * math.sqrt(hidden))
         for head, distance in enumerate(self._distances(layer)):

@@ -61,7 +61,7 @@ def two_rounds(draft: BlockDraft, expected: dict[str, Tensor]) -> dict[str, Tens
             tuple(torch.cat(pair) for pair in zip(old, new, strict=True))  # type: ignore[misc]
             for old, new in zip(context or [(k[:0], v[:0]) for k, v in added], added, strict=True)
         ]
-        block = torch.full((1, draft.spec.block_rows), draft.spec.mask_token)
+        block = torch.full((1, draft.spec.block_rows), draft.spec.mask_token_id)
         block[0, 0] = tokens[0, anchor]
         positions = anchor + torch.arange(draft.spec.block_rows)[None]
         hidden = draft(OverContext(draft, block, positions, context))[:, draft.spec.first_proposing_row :]

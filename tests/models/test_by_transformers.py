@@ -134,7 +134,7 @@ def test_logits_and_captured_inputs(family: str, captures_last: bool) -> None:
     logits, inputs = reference_logits(load_reference(path, torch.float32), tokens)
     torch.testing.assert_close(model.logits(out.hidden), logits, rtol=1e-4, atol=1e-4)
     # The last that transformers gives is behind the norm, where ours is before it.
-    for i, ours in zip(capture, out.inputs, strict=True):
+    for i, ours in zip(capture, out.captured_inputs, strict=True):
         if i < 3:
             torch.testing.assert_close(ours, inputs[i], rtol=1e-4, atol=1e-4)
         else:

@@ -210,8 +210,10 @@ def test_weights_are_all_needed_and_used(family: str, tmp_path: Path) -> None:
     assert isinstance(mlp, MixtureMLP)
     if bias:
         stored = kept["model.layers.2.mlp.gate.e_score_correction_bias"]
-        assert mlp.bias is not None and mlp.bias.dtype == torch.float32
-        assert torch.equal(mlp.bias, stored.float()) and not torch.equal(mlp.bias, stored.bfloat16().float())
+        assert mlp.router_bias is not None and mlp.router_bias.dtype == torch.float32
+        assert torch.equal(mlp.router_bias, stored.float()) and not torch.equal(
+            mlp.router_bias, stored.bfloat16().float()
+        )
 
 
 @pytest.mark.parametrize("rows", [16, 17])

@@ -80,7 +80,7 @@ def test_published_configs(tmp_path: Path) -> None:
     assert letters(config) == "fff" + "sssf" * 18 + "sss"
     assert bytes_per_token(layer_specs_of(config), torch.bfloat16) == 2 * (78 * 576 + 21 * 128)
     # The layer behind the last one is shared by the schedule, but an MTP layer chooses for itself.
-    [layer] = read_mtp(tmp_path, GLM, config).spec.layers
+    [layer] = read_mtp(tmp_path, GLM, config).spec.layer_specs
     assert layer.keeps.planes["index"] == (1, 128)
 
 

@@ -45,7 +45,7 @@ def two_rounds(draft: PEagleDraft, expected: dict[str, Tensor]) -> dict[str, Ten
             for i, before in enumerate(past or [[plane[0, :0] for plane in decided.planes[i]] for i in decided.layers])
         ]
         done = root
-        mask_tokens = torch.full((1, len(expected[f"logits.{number}"]) - 1), draft.spec.mask_token)
+        mask_tokens = torch.full((1, len(expected[f"logits.{number}"]) - 1), draft.spec.mask_token_id)
         masks = draft.run_mask_rows(
             DensePass(mask_tokens, specs, root + torch.arange(mask_tokens.shape[1])[None], past=past)
         )

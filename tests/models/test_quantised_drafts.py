@@ -176,7 +176,9 @@ def test_a_copy_of_each_bundled_draft_is_loaded(tmp_path, algorithm):
     """Speculators' form has quantization_config beside the layers' config."""
     path, target = BUNDLED_DRAFTS[algorithm], BUNDLED_FILES / "target"
     written = quantise(path, tmp_path / "copy", "fp8", torch.device("cpu"), lambda: None, is_draft=True)
-    assert written.num_matrices == {"eagle3": 9, "mtp": 3 * 8, "block": 1 + 3 * 7}[algorithm] and not written.dense
+    assert (
+        written.num_matrices == {"eagle3": 9, "mtp": 3 * 8, "block": 1 + 3 * 7}[algorithm] and not written.dense_names
+    )
     original, copy = (load(target, each, torch.float32) for each in (path, tmp_path / "copy"))
     if algorithm == "eagle3":
         one, other = logits(*original), logits(*copy)

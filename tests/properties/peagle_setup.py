@@ -57,7 +57,7 @@ class PEagleReference(Reference):
         # The root's row is at position root - 1.
         positions = root + torch.arange(max(steps - 1, 1))[None]
         past = [[plane[:root] for plane in layer] for layer in scratch.draft[0]] if root else None
-        mask_tokens = torch.full_like(positions, self.draft.spec.mask_token)
+        mask_tokens = torch.full_like(positions, self.draft.spec.mask_token_id)
         masks = self.draft.run_mask_rows(DensePass(mask_tokens, self.draft.layer_specs, positions, past=past))
         normed = torch.cat((out.normed, masks.normed), 1)
         logits = self.draft.logits(DraftOutput(normed, normed))[0]

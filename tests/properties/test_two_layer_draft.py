@@ -58,10 +58,10 @@ def read(path: Path, raw: Json, target: ModelConfig) -> ToyConfig:
     captures = {"captured": (0, 2), "before_norm": (target.num_layers,), "after_norm": ()}
     spec = DraftSpec(
         algorithm=NAME,
-        layers=(first, replace(second, window=raw["second_window"])),
+        layer_specs=(first, replace(second, window=raw["second_window"])),
         target_output="hidden" if raw["reads"] == "after_norm" else "captured",
         captured_layers=captures[raw["reads"]],
-        modules=1,
+        num_modules=1,
         hidden_size=layer.hidden_size,
         vocab_size=raw["draft_vocab_size"],
     )
@@ -74,7 +74,7 @@ class ToyDraft:
     has_experts = False
 
     def __init__(self, weights: Weights, config: ToyConfig, target: CausalLM, position_rows: int) -> None:
-        layer, self.spec, self.layer_specs = config.layer, config.spec, config.spec.layers
+        layer, self.spec, self.layer_specs = config.layer, config.spec, config.spec.layer_specs
         size, fed = layer.hidden_size, max(len(self.spec.captured_layers), 1) * target.config.hidden_size
         self.fuse = weights.linear("", ("fuse",), (size,), fed, False)
         self.join = weights.linear("", ("join",), (size,), 2 * size, False)
@@ -269,7 +269,7 @@ def test_a_user_names_the_directory_alone():
     config = EngineConfig(model=target, draft=draft, device="cpu", dtype="float64", max_context=64, num_pages=40)
     found = load.find_checkpoint(config)
     resolved = load.resolve_config(config, found)
-    assert (resolved.algorithm, resolved.layout.num_recomputed_tokens, len(found.spec.layers)) == (NAME, 1, 2)
+    assert (resolved.algorithm, resolved.layout.num_recomputed_tokens, len(found.spec.layer_specs)) == (NAME, 1, 2)
     engine, _ = load.build_engine(resolved, found, None)
     ran, plain = ([request(i, prompt) for i, prompt in enumerate(prompts(3, [5, 9]))] for _ in range(2))
     assert run(engine, ran).stats.accepted > 0

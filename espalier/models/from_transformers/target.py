@@ -224,7 +224,7 @@ class TransformersTarget(TransformersModel):
         if kept is not None:
             hidden = hidden.flatten(0, 1)[kept][:, None]
             inputs |= {i: x.flatten(0, 1)[kept][:, None] for i, x in inputs.items() if i == last}
-        return ModelOutput(hidden=hidden, inputs=tuple(inputs[i] for i in self.captured_layers))
+        return ModelOutput(hidden=hidden, captured_inputs=tuple(inputs[i] for i in self.captured_layers))
 
     def _attend(
         self, p: Pass, layers: Iterator[tuple[int, LayerSpec]], module: nn.Module, *given: Tensor, **options: Any

@@ -60,7 +60,7 @@ class AttentionBlock:
     __slots__ = ()
     sink: Tensor | None = None
 
-    def write(self, layer: int, rows: InputRows, p: Pass) -> Tensor:
+    def write_kv(self, layer: int, rows: InputRows, p: Pass) -> Tensor:
         """Writes K and V, or latents, of rows [N, in] to the cache.  Returns the result of Pass.write."""
         raise NotImplementedError
 
@@ -75,7 +75,7 @@ class AttentionBlock:
 
     def __call__(self, layer: int, rows: InputRows, s: Residual, p: Pass) -> Tensor | UnsummedOutput:
         """Returns the block's output for the kept rows.  See Mixer."""
-        q, kept = self.write(layer, rows, p), p.kept_rows(layer)
+        q, kept = self.write_kv(layer, rows, p), p.kept_rows(layer)
         gate = self.gate(rows, kept)
         if kept is not None:
             s.keep_rows(kept)
@@ -104,7 +104,7 @@ class Attention(AttentionBlock):
         # With a gate, the norm is not rounded, because the gate may have another storage format than q, k and v.
         return self.qkv.norm_input(norm, delta, x) if self.output_gate is None else norm.add_and_norm(delta, x)
 
-    def write(self, layer: int, rows: InputRows, p: Pass) -> Tensor:
+    def write_kv(self, layer: int, rows: InputRows, p: Pass) -> Tensor:
         qkv = (
             self.qkv.partial_sums(rows)
             if self.all_heads_norms is None

@@ -115,11 +115,11 @@ class Decoder:
         s = self.embed(p, self.rope)
         for i, layer in enumerate(self.layers):
             if i in self.captured_layers:
-                s.capture(i)
+                s.capture_input(i)
             layer(s, p)
         x, hidden = s.final_norm(self.norm, p.out_shape)
-        inputs = {i: rows.unflatten(0, p.tokens.shape) for i, rows in s.inputs.items()} | {len(self.layers): x}
-        return ModelOutput(hidden=hidden, inputs=tuple(inputs[i] for i in self.captured_layers))
+        inputs = {i: rows.unflatten(0, p.tokens.shape) for i, rows in s.captured_inputs.items()} | {len(self.layers): x}
+        return ModelOutput(hidden=hidden, captured_inputs=tuple(inputs[i] for i in self.captured_layers))
 
     def logits(self, hidden: Tensor) -> Tensor:
         return cap_logits(self.head(hidden), self.config.logit_cap, self.config.logit_scale)

@@ -98,7 +98,7 @@ class LatentAttention(AttentionBlock):
     down: maps the hidden state to the queries' latent [q_rank] and to the latent row [kv_rank + rope], in one product.
     q_norm, q: map the queries' latent to [heads · (nope + rope)]; None if `down` returns the queries.
     latent_format: the format of the latent row.  k_up: [heads, nope, kv_rank].  v_up: [heads, v_size, kv_rank].
-    row_size: kv_rank + rope.
+    cache_row_size: kv_rank + rope.
     indexer: chooses the rows that queries attend to; None for all rows, or an earlier layer's choice."""
 
     down: Linear
@@ -108,7 +108,7 @@ class LatentAttention(AttentionBlock):
     k_up: Tensor
     v_up: Tensor
     out: Linear
-    row_size: int
+    cache_row_size: int
     rope: RopeTables
     indexer: Indexer | None = None
 
@@ -117,9 +117,9 @@ class LatentAttention(AttentionBlock):
             return self.down.norm_input(norm, delta, x)
         return norm_for_indexer(self.down, self.indexer, norm, delta, x)
 
-    def write(self, layer: int, rows: InputRows | IndexerLayerInput, p: Pass) -> Tensor:
+    def write_kv(self, layer: int, rows: InputRows | IndexerLayerInput, p: Pass) -> Tensor:
         down = self.down(rows.projection_rows if isinstance(rows, IndexerLayerInput) else rows)
-        q, latent = down[:, : -self.row_size], down[:, -self.row_size :].unsqueeze(1)
+        q, latent = down[:, : -self.cache_row_size], down[:, -self.cache_row_size :].unsqueeze(1)
         q_latent = q if self.q_norm is None else self.q_norm(q)
         q = q_latent if self.q is None else self.q(q_latent)
         q, rotation = q.unflatten(1, (self.k_up.shape[0], -1)), p.rotation(self.rope)

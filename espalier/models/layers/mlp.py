@@ -94,7 +94,7 @@ class MixtureMLP:
     gate_up and down are dense or quantised.
     shared_expert: the MLP of the shared experts, which computes every row.  shared_expert_gate: [1, H]; the output of
     shared_expert is multiplied by the sigmoid of shared_expert_gate · row.
-    biases, activation: the biases and the activation of the routed experts.  scale: [E], the factors of routing
+    biases, activation: the biases and the activation of the routed experts.  expert_scales: [E], the factors of routing
     weights, or None.
     shards: the ranks that divide the experts.  Each rank has a part of the intermediate size of every expert.
     shared_expert_tiles: the weights of shared_expert, for the kernels of the routed experts, which also compute the
@@ -102,14 +102,14 @@ class MixtureMLP:
 
     routing: Routing
     router: Tensor
-    bias: Tensor | None
+    router_bias: Tensor | None
     gate_up: ExpertMatrix
     down: ExpertMatrix
     shared_expert: GatedMLP | None = None
     shared_expert_gate: Linear | None = None
     biases: ExpertBiases | None = None
     activation: Activation = SILU
-    scale: Tensor | None = None
+    expert_scales: Tensor | None = None
     shards: Shards = SINGLE_RANK
     shared_expert_tiles: SharedExperts | None = field(default=None, init=False)
 
@@ -142,7 +142,7 @@ class MixtureMLP:
         return parts if self.shards.count == 1 else UnsummedOutput(parts, self.shards, routed.x.dtype)
 
     def _sum_of_experts(self, x: Tensor, expert_rows: InputRows, logits: Tensor, live: Tensor | None) -> Tensor:
-        ids, weights = route(logits, self.bias, self.routing, self.scale)
+        ids, weights = route(logits, self.router_bias, self.routing, self.expert_scales)
         if self.shared_expert_tiles is not None and len(x) <= MAX_SHARED_ROWS:
             return grouped_experts(
                 expert_rows, self.gate_up, self.down, ids, weights, live=live, shared=self.shared_expert_tiles

@@ -35,7 +35,7 @@ class Mamba2:
     """The Mamba 2 block.
     input_projection: the stacked projections of the gate, x, B, C and dt.  conv: the convolution of the channels of C,
     B and x, in this order.
-    A_log, dt_bias, skip: [heads], float32 or float64.  skip · x is added to the output.
+    A_log, dt_bias, D: [heads], float32 or float64.  D · x is added to the output.
     dt_limits: the minimum and maximum of dt.  norm: the norm of the gated output, applied to each group of heads that
     share B and C.
     columns: the first column of each tensor in the projections' output."""
@@ -45,7 +45,7 @@ class Mamba2:
     conv: ShortConv
     A_log: Tensor
     dt_bias: Tensor
-    skip: Tensor
+    D: Tensor
     dt_limits: tuple[float, float]
     norm: RMSNorm
     out: Linear
@@ -71,7 +71,7 @@ class Mamba2:
         dt = GateInputs(inputs[:, -state_spec.heads :], None, self.A_log, self.dt_bias, share, share, bounds)
         q = p.write(layer, inputs, dt, self.conv, self.columns)
         s.keep_rows(p.kept_rows(layer))
-        read = p.attend(layer, q, self.skip).flatten(2).view(-1, state_spec.k_heads, share * state_spec.v_size)
+        read = p.attend(layer, q, self.D).flatten(2).view(-1, state_spec.k_heads, share * state_spec.v_size)
         gate = OutputGate(select_kept_rows(inputs, layer, p), 1, share * state_spec.v_size, True)
         return self.out.residual_delta(gate_for_projection(self.out, read, gate, self.norm))
 
@@ -79,19 +79,21 @@ class Mamba2:
 @dataclass(eq=False, slots=True)
 class GatedConv:
     """A short convolution whose input and output are multiplied by gates.
-    gates: the stacked projections of the input gate, the output gate and the inputs, [3 · hidden, hidden]."""
+    input_projection: the stacked projections of the input gate, the output gate and the inputs, [3 · hidden,
+    hidden]."""
 
-    gates: Linear
+    input_projection: Linear
     conv: ShortConv
     out: Linear
 
     def norm_input(self, norm: AnyNorm, delta: BlockOutput, x: Tensor) -> tuple[Tensor, InputRows]:
-        """Returns (x + delta, the norm of that sum in the form that `gates` takes).  See residual.py:NormReader."""
-        return self.gates.norm_input(norm, delta, x)
+        """Returns (x + delta, the norm of that sum in the form that `input_projection` takes).  See
+        residual.py:NormReader."""
+        return self.input_projection.norm_input(norm, delta, x)
 
     def __call__(self, layer: int, rows: InputRows, s: Residual, p: Pass) -> Tensor | UnsummedOutput:
         """Returns the block's output for the kept rows.  rows: [N, H].  See decoder.py:Mixer."""
-        before, behind, inputs = self.gates(rows).chunk(3, -1)
+        before, behind, inputs = self.input_projection(rows).chunk(3, -1)
         convolved = p.write(layer, before * inputs, None, self.conv).flatten(0, 1)
         s.keep_rows(p.kept_rows(layer))
         return self.out.residual_delta(select_kept_rows(behind, layer, p) * convolved)

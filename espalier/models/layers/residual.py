@@ -36,9 +36,9 @@ class Residual:
     first_input: for draft heads whose first block has no norm, the input of that block, which the embedding computes.
     per_layer_inputs: [N, layers, P], a second input of each layer, which the embedding computes; None for families
     without it.
-    inputs: the captured inputs of layers, by layer index."""
+    captured_inputs: the captured inputs of layers, by layer index."""
 
-    __slots__ = ("x", "delta", "live", "first_input", "per_layer_inputs", "inputs", "_captured_layer")
+    __slots__ = ("x", "delta", "live", "first_input", "per_layer_inputs", "captured_inputs", "_captured_layer")
 
     def __init__(self, x: Tensor, live: Tensor | None = None, first_input: Tensor | None = None) -> None:
         self.x = x
@@ -46,7 +46,7 @@ class Residual:
         self.live = live
         self.first_input = first_input
         self.per_layer_inputs: Tensor | None = None
-        self.inputs: dict[int, Tensor] = {}
+        self.captured_inputs: dict[int, Tensor] = {}
         self._captured_layer: int | None = None
 
     def add_and_norm(self, norm: AnyNorm | None, reader: NormReader) -> Any:
@@ -62,7 +62,7 @@ class Residual:
             self.x, rows = self.delta.add_and_norm(norm, self.x)
         self.delta = None
         if self._captured_layer is not None:
-            self.inputs[self._captured_layer], self._captured_layer = self.x, None
+            self.captured_inputs[self._captured_layer], self._captured_layer = self.x, None
         return rows
 
     def add(
@@ -86,8 +86,8 @@ class Residual:
             self.live = None if self.live is None else self.live[rows]
             self.per_layer_inputs = None if self.per_layer_inputs is None else self.per_layer_inputs[rows]
 
-    def capture(self, layer: int) -> None:
-        """Makes the next norm store its sum, which is the input of this layer, in `inputs`."""
+    def capture_input(self, layer: int) -> None:
+        """Makes the next norm store its sum, which is the input of this layer, in `captured_inputs`."""
         self._captured_layer = layer
 
     def final_norm(self, norm: RMSNorm, shape: tuple[int, int]) -> tuple[Tensor, Tensor]:

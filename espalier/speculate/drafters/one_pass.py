@@ -52,7 +52,7 @@ class OnePassDrafter(ModelDrafter[BlockModel]):
     def _run_block(self, slots: BatchState) -> Tensor:
         """Runs the block.  Returns the hidden states of the rows that propose depths 1 to steps: [B, steps, H]."""
         first = self.spec.first_proposing_row
-        rows = block_rows(slots, 0, self.num_known[: slots.batch], self.width, self.spec.mask_token)
+        rows = block_rows(slots, 0, self.num_known[: slots.batch], self.width, self.spec.mask_token_id)
         prefix = Prefix(slots.page_table, slots.prefix_len)
         nodes = self._nodes(slots, rows.positions)
         hidden = self.draft(self.cache.begin(prefix, nodes, rows.tokens, rows.positions))
