@@ -33,9 +33,9 @@ from espalier.models.weights import Weights
 Z_LAB_ARCHITECTURE, DEEP_SPEC_ARCHITECTURE = "DFlashDraftModel", "Qwen3DSparkModel"
 ARCHITECTURES = (Z_LAB_ARCHITECTURE, DEEP_SPEC_ARCHITECTURE)
 SPECULATORS_TYPES = ("dflash", "dspark")
-# An edge scores a token given its parent in the tree.  DSpark's Markov head computes the edges.  The head has one of
-# three types.  vanilla: it reads the parent token.  gated: it also reads the block's hidden state at this depth.  rnn:
-# it also reads all earlier tokens of the path.
+# An edge scores a token given its parent in the tree.  DSpark's Markov head computes the edges.  A "vanilla" head reads
+# the parent token.  A "gated" head also reads the block's hidden state at this depth.  An "rnn" head also reads all
+# earlier tokens of the path.
 MarkovHeadType = Literal["vanilla", "gated", "rnn"]
 MARKOV_HEAD_TYPES: tuple[MarkovHeadType, ...] = get_args(MarkovHeadType)
 # For each type, the projection's number of rows and number of columns, as multiples of the rank.  Columns that read the

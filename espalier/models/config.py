@@ -107,8 +107,8 @@ IGNORED_FIELDS = (
 
 @dataclass(frozen=True)
 class Family:
-    """The declaration of one model family.  Each family file makes one or more.  If not stated otherwise, functions
-    take the completed config: config.json with `defaults` for missing fields.
+    """The declaration of one model family.  Each family file makes one or more.  Functions take the completed config
+    (config.json with `defaults` for missing fields), if not stated otherwise.
 
     defaults: values of fields that config.json lacks, as in the family's config class of Hugging Face transformers;
     tie_word_embeddings is false by default.
@@ -126,7 +126,7 @@ class Family:
     residual_scale: the factor of each block's output before it is added to the residual.
     logit_scale: the factor of logits, before the soft cap.
     layer_ropes: the RoPE fields of each layer, which replace the config's in read_rope; with head_dim, if the size of
-    heads differs by layer.  None in the list: a layer without RoPE.  By default, all layers use the config's.
+    heads differs by layer.  None in the list: a layer without RoPE.  By default, all layers have the config's RoPE.
     load_embedding: loads the token embedding; None for a table of vocab_size rows.
     load_layer: loads a layer of the family's own class; None for layer_loading.py:load_layer.
     load_mixer: loads the first block of a layer; None for layer_loading.py:load_attention.
@@ -269,8 +269,7 @@ def _parse(raw: Json, family: Family, path: Path, overrides: Mapping[str, Any], 
     defaults = {"tie_word_embeddings": False, **family.defaults}
     known = {*raw, *defaults, *NEUTRAL_VALUES, *IGNORED_FIELDS, *QUANTISATION_FIELDS, "rope_theta", *ROPE_FIELDS}
     given = with_overrides(raw, overrides, known)
-    # If the config has rope_scaling, transformers does not use the family's default rope_parameters.  Neither does this
-    # code.
+    # If the config has rope_scaling, transformers ignores the family's default rope_parameters, and so does this code.
     replaced = ("rope_parameters",) if given.get("rope_scaling") else ()
     fields = {**{name: value for name, value in defaults.items() if name not in replaced}, **given}
     require_field_types(fields)

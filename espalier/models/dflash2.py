@@ -142,7 +142,7 @@ def _refuse_wrong_sizes(config: DFlash2Config, fields: DraftFields) -> None:
 
 @dataclass(frozen=True)
 class BlockConv:
-    """The two convolutions of a sublayer: of its input (first in both tensors) and of its output (second).
+    """The two convolutions of a sublayer.  Index 0 of both tensors convolves the sublayer's input, index 1 its output.
     base: [2, T, H], coefficients for each tap and channel, the same for all rows.  weight: [2 · T · G, H], the
     projection that computes additional coefficients for each row, one for each tap and group of channels."""
 

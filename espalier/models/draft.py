@@ -157,7 +157,7 @@ class DraftModule(Protocol):
 class DraftModel(Protocol):
     """A loaded draft model.  A block draft (BlockModel) has no modules.
     modules: the `spec.num_modules` modules, in order.
-    has_experts: whether the model has experts.  If it has, no expert may compute padding rows.
+    has_experts: whether the model has experts.  Experts must not compute padding rows.
     d2t: [draft vocabulary] int64, the target id of each draft id; None if both vocabularies are the same."""
 
     spec: DraftSpec

@@ -1,7 +1,7 @@
 """Code that several draft formats share: reading single fields of config.json, and loading common weights.
 
 The common weights are the embedding, the head and the table of target ids.  A draft may use the embedding and the head
-of its target.  The reader of each format checks that fields fit together.
+of its target.  The modules of the formats check that the fields fit together.
 """
 
 import logging

@@ -211,7 +211,7 @@ def refuse_mismatch(config: Eagle3Config, target: ModelConfig, path: Path) -> No
 
 @dataclass(eq=False)
 class Eagle3Draft:
-    """A loaded EAGLE-3 head.  It is a DraftModel and also the only DraftModule of that model
+    """A loaded EAGLE-3 head.  The class is a DraftModel and also this model's only DraftModule
     (espalier/models/draft.py).
 
     layers: the first layer reads the normed embedding and the normed hidden state; the kernel of `embed` norms both.

@@ -1,10 +1,9 @@
 """Gemma 4's assistants: drafts of a few layers that read the target's K and V and store no K and V of their own.
 
 The input of a row is the target's embedding of the row's token and a hidden state.  For the root's row, it is the
-target's last hidden state at the token before the root.  For every other row, it is the draft's output at the parent.
-All rows have the root's position and attend to committed rows only (transformers'
-SinglePositionMultiTokenCandidateGenerator).
-"""
+target's last hidden state at the token before the root.  For every other row, the hidden state is the draft's output at
+the parent.  All rows have the root's position and attend to committed rows only (transformers'
+SinglePositionMultiTokenCandidateGenerator)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -40,7 +39,8 @@ DISABLED_FIELDS = ("hidden_size_per_layer_input", "enable_moe_block", "use_doubl
 @dataclass(frozen=True)
 class AssistantConfig:
     """An assistant's config.json, checked against its target's.
-    layer: the config of the draft's layers.  num_clusters: the number of clusters of its vocabulary; 0 if it has none.
+    layer: the config of the draft's layers.  num_clusters: the number of clusters of the draft's vocabulary; 0 without
+    clusters.
     num_scored_clusters: the number of clusters whose tokens get scores."""
 
     layer: ModelConfig

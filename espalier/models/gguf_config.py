@@ -50,7 +50,7 @@ CONFIG_FIELDS = {
     "attention.key_length": "head_dim",
     "rope.freq_base": "rope_theta",
 }
-# Fields that a file may omit.  They then have GGUF's defaults instead of the family's.
+# Fields that a file may omit.  Missing fields have GGUF's defaults, not the family's.
 OPTIONAL_FIELDS = ("attention.head_count_kv", "attention.key_length", "rope.freq_base")
 # Fields that other functions read, or that do not change the computation.
 FIELDS_READ_ELSEWHERE = (

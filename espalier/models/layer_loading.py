@@ -1,4 +1,4 @@
-"""Builds a layer of a target or a draft from its weights.  Families with their own layers also use it."""
+"""Builds a layer of a target or a draft from its weights.  Families with their own layers also use these functions."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

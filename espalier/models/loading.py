@@ -1,8 +1,7 @@
 """Loads a target model: finds the family, reads config.json, and builds the model from the weights.
 
-Only the text part of a multimodal checkpoint (`...ForConditionalGeneration`) is loaded.  Its config is `text_config`;
-stored_names.py has the names of its weights.
-"""
+Only the text part of a multimodal checkpoint (`...ForConditionalGeneration`) is loaded.  The config of the text part is
+`text_config`. stored_names.py maps the names of its weights."""
 
 import logging
 import re

@@ -240,7 +240,8 @@ def _load_module(
 
 
 def _load_projection(weights: Weights, name: str, family: MTPFamily, hidden: int) -> Linear:
-    """Loads the projection [H, 2·H].  Its first H columns read the embedding, the others the hidden state."""
+    """Loads the projection [H, 2·H].  In the result, the first H columns read the embedding, and the last H columns the
+    hidden state."""
     if not family.hidden_before_embedding:
         return weights.linear("", (name,), (whole_part(hidden),), 2 * hidden, bias=False)
     matrix = weights.load_dense_matrix(name, whole_part(hidden), 2 * hidden)

@@ -67,7 +67,7 @@ NORMS_AROUND_BLOCKS = LayerNorms(
 class Experts:
     """The mixture-of-experts layers of a model.
 
-    layers: the indices of these layers; other layers have a dense MLP.  intermediate_size: of an expert.
+    layers: the indices of these layers; other layers have a dense MLP.  intermediate_size: the size of an expert.
     shared_size: the intermediate size of the shared expert; 0 if there is no shared expert.
     shared_name: the name of the shared expert.  shared_has_bias: whether its projections have a bias.
     shared_gate_name: the name of the weight [1, H] that gates the shared expert; None if there is no gate.
@@ -147,8 +147,8 @@ class StoredNames:
 
 
 SAME_NAMES = StoredNames()
-# Published checkpoints have the first two prefixes.  Checkpoints saved by transformers 5 have the third.  MTP layers
-# have `mtp.`.
+# Published checkpoints have the first two prefixes.  Checkpoints saved by transformers 5 have the third.  The names of
+# MTP layers begin with `mtp.`.
 TEXT_PART_NAMES = StoredNames(
     (
         ("language_model.model.", "model."),

@@ -1,4 +1,4 @@
-"""The parts into which ranks divide a model, and the contract of the operations that join the ranks' results.
+"""The parts of a model that ranks hold, and the interface of the operations that join the ranks' results.
 
 A rank is a process that holds a part of every layer.  All ranks run the same launches.  The code that makes a weight
 declares the rank's part: it passes a `RankPart` in place of a number of rows or columns.

@@ -1,4 +1,4 @@
-"""Joins ranks on GPUs of one host, through NCCL.  A CUDA graph captures its operations.
+"""Joins ranks on GPUs of one host, through NCCL.  A CUDA graph can capture these operations.
 
 NCCL sums each value once, in one order, and sends the sum to all ranks.  So every rank gets the same bits.
 """

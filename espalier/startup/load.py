@@ -70,7 +70,7 @@ class Checkpoint:
 def find_checkpoint(config: EngineConfig) -> Checkpoint:
     """Finds the files of target and draft, and reads the configs.
     Raises EspalierError if files are missing, a model is not supported, or the draft does not fit the target."""
-    requested = requested_algorithm(config)  # before the search, which may download
+    requested = requested_algorithm(config)  # this check comes first, because the search may download
     draft_path = find_draft(config.draft, requested) if config.draft is not None else None
     model = _model_name(config, draft_path)
     target_path = find_target(model)
@@ -188,7 +188,8 @@ def build_engine_of_ranks(
 
 
 def load_rank_models_from_files(resolved: ResolvedConfig, shards: Shards) -> LoadedModels:
-    """Loads one rank's part of the models from the files of a resolved configuration.  It can run in any process."""
+    """Loads one rank's part of the models from the files of a resolved configuration.  The function can run in any
+    process."""
     target_path = Path(resolved.model)
     target = read_config(target_path, resolved.model_overrides, resolved.model_impl)
     draft_path = None if resolved.draft is None else Path(resolved.draft)
@@ -232,7 +233,7 @@ def count_weights(checkpoint: Checkpoint, ranks: int = 1) -> WeightSize:
     return target + count_weights_in(checkpoint.draft_path, checkpoint.draft.layer.formats)
 
 
-# In a quantised model, at least one of these matrices is quantised.
+# Every quantised model quantises at least one of these matrices.
 TYPICAL_MATRICES = ("self_attn.o_proj", "mlp.down_proj", "mlp.experts", "mlp.experts.0.down_proj")
 HALF_DTYPES = ("bfloat16", "float16")
 

@@ -137,7 +137,8 @@ def _gib(count: int) -> str:
 
 
 def _measure_with_trial_runner(loaded: LoadedModels) -> MeasuredMemory:
-    """Measures memory with a trial runner.  The memory of the runner is freed before this function returns."""
+    """Measures the memory of launches with a runner that has few pages.  Frees the runner's memory before it
+    returns."""
     layout, device = loaded.config.layout, loaded.device
     try:
         # The runner is not assigned to a variable, so that it is freed before the memory is released below.
@@ -165,7 +166,7 @@ def measure_launch_memory(
     eager rounds, so that no kernel is compiled while requests wait.  Kernels of captured launches are compiled when the
     launches are captured."""
     passes = [largest_prefill_pass(layout, width) for width in layout.chunk_widths]
-    # Batches are in ascending order, so each tree keeps its largest batch.
+    # In ascending order of batches, a later batch replaces an earlier batch of the same tree, so the largest remains.
     staged = {layout.for_batch(batch).tree: replace(dummy_launch(batch), is_staged=True) for batch in executor.buckets}
     forms = sorted(layout.round_forms(executor.buckets), key=lambda form: form.batch)
     largest = {form.tree or layout.for_batch(form.batch).tree: dummy_launch(*form) for form in forms}

@@ -74,12 +74,13 @@ DEVICE_DEFAULTS = {
 
 @dataclass(frozen=True)
 class StartupInfo:
-    """Facts about the machine and the models, known before weights are loaded.  With several ranks, the info are about
-    one rank.
+    """What startup knows about the machine and the models before weights are loaded.  With several ranks, all values
+    are those of one rank.
 
     free_bytes: free memory of the device.  weights: the size of the weights of target and draft.  stored_dtype: dtype
     of the target's checkpoint.  layer_specs: specs of the target's layers, then of the draft's layers.  hidden_size,
-    num_layers: sizes of the target.  chip: the measured speed of the GPU; None on a CPU.  threads: facts about the CPU.
+    num_layers: sizes of the target.  chip: the measured speed of the GPU; None on a CPU.  threads: the CPU's cores and
+    threads.
     pass_weights: numbers of weights that passes read.  declared_kv_dtype: the kv_dtype in the target's config.json.
     model_impl: "native" or "transformers", the code that runs the target.
     """

@@ -24,10 +24,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class CpuThreadInfo:
-    """Facts about the CPU's threads.
-    num_cores: physical cores that this process may use; num_current: PyTorch's current number of threads;
-    from_environment:
-    whether OMP_NUM_THREADS is set."""
+    """The CPU's cores and PyTorch's threads.  num_cores: physical cores that this process may use.  num_current:
+    PyTorch's number of threads.  is_set_by_environment: whether OMP_NUM_THREADS is set."""
 
     num_cores: int
     num_current: int

@@ -62,7 +62,7 @@ class PerLayerEmbedding(Embedding):
     def __call__(self, p: Pass, rope: RopeTables, draft_hidden: DraftHidden | None = None) -> Residual:
         s = super().__call__(p, rope, draft_hidden)
         size = self.norm.weight.shape[0]
-        # Outputs of void rows are never read, so the token of such a row does not matter.
+        # Rows without a token have token -1.  Their outputs are never read, so any token may replace it.
         of_tokens = F.embedding(p.tokens.flatten().clamp(min=0), self.table).unflatten(1, (-1, size))
         of_rows = self.norm(self.project(s.x).unflatten(1, (-1, size)))
         s.per_layer_inputs = torch.add(of_rows, of_tokens, alpha=self.table_scale)
@@ -91,7 +91,8 @@ class ParallelMLPRows(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class ParallelMLP:
-    """A dense MLP and, in parallel, routed experts.  Both read the residual, each through its own norm.
+    """A dense MLP and, in parallel, routed experts.  The MLP and the experts read the residual, each through its own
+    norm.
     router_norm: the norm before the router; its weight includes the router's scale.  mlp_norm: the norm of the dense
     MLP's output.  norm: the norm of the experts' input.  experts_output_norm: the norm of the experts' output."""
 

@@ -1,4 +1,5 @@
-"""Granite 3 and 4, dense and with experts.  Embeddings, block outputs, attention scores and logits have factors.
+"""Granite 3 and 4, dense and with experts.  Embeddings, block outputs, attention scores and logits are multiplied by
+factors from config.json.
 
 In Granite 4, each layer has Mamba-2 or attention, then a shared MLP and maybe experts.
 """

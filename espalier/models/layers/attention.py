@@ -87,8 +87,8 @@ class AttentionBlock:
 class Attention(AttentionBlock):
     """The attention block with K and V heads.
     qkv: the stacked weights of q, k and v, [num_heads·head_size, in].  num_heads: heads + 2·kv_heads.
-    norms: the norms of single q and k heads.  all_heads_norms: the norms over all q heads and over all k heads.  At
-    least one of the two is None.
+    norms: the norms of single q and k heads.  all_heads_norms: the norms over all q heads and over all k heads.
+    `norms` or `all_heads_norms` is None, or both.
     output_gate: None if there is no gate."""
 
     qkv: Linear

@@ -87,8 +87,8 @@ class Indexer:
         return IndexRows(q, self.k(rows.projection_rows), weights, self.norm, rotation, self.interleaved)
 
 
-# The eps of the norms of both latents, a constant in the publishers' code.  rms_norm_eps of config.json is for all
-# other norms.
+# The eps of the norms of both latents, a constant in the publishers' code.  All other norms have rms_norm_eps of
+# config.json.
 LATENT_NORM_EPS = 1e-6
 
 

@@ -30,7 +30,7 @@ class Linear:
         return self.weight.shape
 
     def rows_from(self, first_row: int) -> "Linear":
-        """Returns a layer for the outputs first_row .. out-1.  It uses the same memory."""
+        """Returns a layer for the outputs first_row .. out-1, in the same memory."""
         return Linear(self.weight.rows_from(first_row), None if self.bias is None else self.bias[first_row:])
 
     @property

@@ -89,7 +89,7 @@ class RoutedRows(NamedTuple):
 class MixtureMLP:
     """The mixture-of-experts MLP: the weighted sum of each row's experts, plus the output of the shared experts.
 
-    router: [E, H].  bias: [E], the router's bias (see Routing), or None.  gate_up: [E, 2·I, H], or [E, I, H] if the
+    router: [E, H].  router_bias: [E] (see Routing), or None.  gate_up: [E, 2·I, H], or [E, I, H] if the
     activation has no gate.  down: [E, H, I].
     gate_up and down are dense or quantised.
     shared_expert: the MLP of the shared experts, which computes every row.  shared_expert_gate: [1, H]; the output of

@@ -26,7 +26,7 @@ from espalier.models.layers.residual import Residual
 from espalier.models.weight_formats.sharded import UnsummedOutput
 
 # The largest number of rows for which a convolution reads partial sums of its input.  The convolution reads each
-# partial sum once for each tap, so for more rows it is faster to add them first.
+# partial sum once for each tap, so for more rows it is faster to add the partial sums first.
 MAX_ROWS_WITH_PARTIAL_SUMS = 32
 
 

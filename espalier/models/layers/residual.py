@@ -1,8 +1,7 @@
 """The residual stream of a pass.
 
-The output of a block is not added to the residual immediately.  The kernel of the next norm adds it, so each row is
-read once.
-"""
+The output of a block is not added to the residual immediately.  The kernel of the next norm adds the output, so each
+row is read once."""
 
 from typing import Any, Protocol
 
@@ -32,7 +31,7 @@ class PendingAdd(Protocol):
 class Residual:
     """The residual stream of the N rows of a pass, from the embedding to the final norm.
     x: [N, H], the residual.  delta: the previous block's output, which the next norm adds to x.
-    live: [N] bool, whether a row has a token.  Experts do not compute void nodes and padding.
+    live: [N] bool, whether a row has a token.  Experts skip rows without a token.
     first_input: for draft heads whose first block has no norm, the input of that block, which the embedding computes.
     per_layer_inputs: [N, layers, P], a second input of each layer, which the embedding computes; None for families
     without it.

@@ -67,7 +67,7 @@ class Weight(ABC):
 
     @property
     def rounding(self) -> InputScales | None:
-        """How RoundedRows must be quantised for this weight; None if the weight does not take RoundedRows."""
+        """How inputs must be quantised (RoundedRows) for this weight; None if the weight takes only plain tensors."""
         return None
 
     def rows_from(self, first_row: int) -> "Weight":
@@ -76,7 +76,8 @@ class Weight(ABC):
 
 
 class LastRowsWeight(Weight):
-    """The last rows of a weight whose format cannot be sliced.  A product computes all rows."""
+    """The last rows of a weight whose format cannot be sliced.  Each product computes all rows and drops the first
+    ones."""
 
     __slots__ = ("whole_weight", "first_row", "format")
 
@@ -150,7 +151,7 @@ class WeightFormat(ABC):
 
     name: ClassVar[str]
     has_shards: ClassVar[bool] = False
-    # Whether an embedding may also be stored in this format.  Loading dequantises such an embedding.
+    # Whether a checkpoint may store its embedding in this format.  Loading dequantises the embedding.
     can_store_embedding: ClassVar[bool] = False
 
     @property
@@ -177,8 +178,8 @@ class WeightFormat(ABC):
     def tensors_of_part(
         self, tensors: Mapping[str, Tensor], rows: Sequence[RankPart], columns: RankPart
     ) -> Mapping[str, Tensor]:
-        """Returns the tensors of a part of a matrix, as arguments of `build`.  Numbers of rows and columns in the
-        tensors are changed to those of the part."""
+        """Returns the tensors of a part of a matrix, as arguments of `build`.  If a tensor holds the matrix's shape,
+        the result holds the part's shape."""
         return tensors
 
     def matrix(self, tensors: Mapping[str, Tensor], rows: Sequence[int], columns: int) -> Tensor | QuantisedMatrix:

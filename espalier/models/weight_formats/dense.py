@@ -1,7 +1,7 @@
 """Dense weights: one floating-point tensor in the model's dtype.
 
 On an x86 CPU in float32, the weight is kept in oneDNN's blocked layout.  F.linear takes 2 to 4 times as long for the
-few rows of a decoding step (docs/log.md).  Both results agree within float32 rounding.
+few rows of a decoding step (docs/log.md).  The two kernels' results agree within float32 rounding.
 
 On a GPU, a table of measurements decides for each shape and number of rows whether Espalier's kernel or F.linear is
 used (kernels/layers/linear_plans.py).

@@ -79,7 +79,7 @@ class QuantisedFormat(WeightFormat):
 
 
 def adapt_to_device(matrix: QuantisedMatrix) -> QuantisedMatrix:
-    """Returns the matrix as products on its device need it: on a CPU, without the quantisation of inputs.
+    """Returns the matrix in the form that products on its device take.  On a CPU, inputs are not quantised.
     A CPU has no FP8 units, so FP8 inputs would gain no speed.  Besides, quantised inputs depend on the last bit of a
     value, so tree and plain decoding would choose different tokens more often (docs/design.md, section 6)."""
     return replace(matrix, inputs=None) if matrix.device.type == "cpu" else matrix

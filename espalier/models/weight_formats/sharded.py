@@ -2,8 +2,8 @@
 
 A rank's `SummedWeight` has a part of the columns, and its products are summed over the ranks.  A rank's
 `GatheredWeight` has a part of the rows, and its products are concatenated.  Both return the product of the whole
-matrix.  A product may also stay `UnsummedOutput`: one kernel can then sum it, add it to the residual and compute the
-norm."""
+matrix.  A product may also be returned as `UnsummedOutput`.  One kernel then sums it over the ranks, adds it to the
+residual and computes the norm."""
 
 import torch
 from torch import Tensor
