@@ -238,25 +238,25 @@ def choose_num_pages_and_snapshots(
     available = info.free_bytes - weights - buffers
     if available < 0:
         raise EspalierError(
-            f"the weights in {str(dtype).removeprefix('torch.')} ({weights / 2**30:.1f} GiB) and the buffers of "
-            f"max_batch={layout.max_batch} ({buffers / 2**30:.1f} GiB) do not fit into the free memory "
-            f"({info.free_bytes / 2**30:.1f} GiB); use a smaller dtype, a smaller or quantised model, or a lower "
+            f"the weights in {str(dtype).removeprefix('torch.')} ({_gib(weights)}) and the buffers of "
+            f"max_batch={layout.max_batch} ({_gib(buffers)}) do not fit into the free memory "
+            f"({_gib(info.free_bytes)}); use a smaller dtype, a smaller or quantised model, or a lower "
             "max_batch"
         )
-    free = f"the free memory ({info.free_bytes / 2**30:.1f} GiB, weights included)"
+    free = f"the free memory ({_gib(info.free_bytes)}, weights included)"
     state_bytes = bytes_per_state(info.layer_specs, dtype)
     num_snapshots = _num_snapshots(config, layout, state_bytes, int(available * memory_share), prefix_cache)
     available -= num_snapshots * state_bytes
     if available < 0:
         raise EspalierError(
-            f"num_snapshots={num_snapshots} need {num_snapshots * state_bytes / 2**30:.1f} GiB, which {free} does not "
+            f"num_snapshots={num_snapshots} need {_gib(num_snapshots * state_bytes)}, which {free} does not "
             "hold; lower it, or leave it to 'auto'"
         )
     if isinstance(config.num_pages, int):
         if config.num_pages * page_bytes > available:
             raise EspalierError(
                 f"num_pages={config.num_pages} of {layout.page_size} tokens needs "
-                f"{config.num_pages * page_bytes / 2**30:.1f} GiB and {free} holds {max(available // page_bytes, 0)} "
+                f"{_gib(config.num_pages * page_bytes)} and {free} holds {max(available // page_bytes, 0)} "
                 "pages; lower it, or leave it to 'auto'"
             )
         return config.num_pages, num_snapshots

@@ -4,6 +4,7 @@ import gc
 import logging
 import os
 import secrets
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -109,29 +110,28 @@ class StartupInfo:
 
 def choose_device(config: EngineConfig) -> torch.device:
     """Returns the device of a configuration.  Raises EspalierError if the device does not exist or is too old."""
-    has_cuda = torch.cuda.is_available()
-    if is_unresolved(config.device):
-        device = _auto_device()
-        _require_equal_gpus(config, device)
-        return device
-    try:
-        device = torch.device(config.device)
-    except RuntimeError:
-        raise EspalierError(f"device={config.device!r} is not supported; use cpu, cuda, cuda:N or 'auto'") from None
-    if device.type not in DEVICE_DEFAULTS:
-        raise EspalierError(f"device={config.device!r} is not supported; use cpu, cuda, cuda:N or 'auto'")
-    if device.type == "cuda" and not has_cuda:
-        raise EspalierError(
-            f"device={config.device!r} is not available: PyTorch finds no CUDA device; use cpu or 'auto'"
-        )
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise EspalierError(
-            f"device={config.device!r} does not exist: PyTorch finds {torch.cuda.device_count()} CUDA devices; use "
-            "another index"
-        )
-    if device.type == "cuda" and (too_old := _too_old_reason(device)):
-        raise EspalierError(f"{too_old}; use device=cpu")
+    device = _auto_device() if is_unresolved(config.device) else _device_named(config.device)
     _require_equal_gpus(config, device)
+    return device
+
+
+def _device_named(name: str) -> torch.device:
+    """Returns the user's device.  Raises EspalierError if it does not exist or is too old."""
+    device: torch.device | None = None
+    with suppress(RuntimeError):
+        device = torch.device(name)
+    if device is None or device.type not in DEVICE_DEFAULTS:
+        raise EspalierError(f"device={name!r} is not supported; use cpu, cuda, cuda:N or 'auto'")
+    if device.type != "cuda":
+        return device
+    if not torch.cuda.is_available():
+        raise EspalierError(f"device={name!r} is not available: PyTorch finds no CUDA device; use cpu or 'auto'")
+    if (device.index or 0) >= torch.cuda.device_count():
+        raise EspalierError(
+            f"device={name!r} does not exist: PyTorch finds {torch.cuda.device_count()} CUDA devices; use another index"
+        )
+    if too_old := _too_old_reason(device):
+        raise EspalierError(f"{too_old}; use device=cpu")
     return device
 
 

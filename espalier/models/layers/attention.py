@@ -69,7 +69,7 @@ class AttentionBlock:
         rows: [N, in].  kept_rows: the indices of the rows that the layer keeps; None if it keeps all rows."""
         return None
 
-    def project(self, attended: Tensor) -> Tensor | UnsummedOutput:
+    def project(self, attention_output: Tensor) -> Tensor | UnsummedOutput:
         """Projects the attention's output [B, Q, heads, size].  Returns [B · Q, hidden], or partial sums."""
         raise NotImplementedError
 
@@ -79,8 +79,10 @@ class AttentionBlock:
         gate = self.gate(rows, kept)
         if kept is not None:
             s.keep_rows(kept)
-        attended = p.attend(layer, q, self.sink)
-        return self.project(attended if gate is None else attended * gate.view(*attended.shape[:3], -1))
+        attention_output = p.attend(layer, q, self.sink)
+        return self.project(
+            attention_output if gate is None else attention_output * gate.view(*attention_output.shape[:3], -1)
+        )
 
 
 @dataclass(eq=False, slots=True)
@@ -120,8 +122,8 @@ class Attention(AttentionBlock):
         assert isinstance(rows, Tensor)
         return self.output_gate.activation(self.output_gate.project(rows if kept_rows is None else rows[kept_rows]))
 
-    def project(self, attended: Tensor) -> Tensor | UnsummedOutput:
-        return self.out.residual_delta(attended.reshape(-1, self.out.shape[1]))
+    def project(self, attention_output: Tensor) -> Tensor | UnsummedOutput:
+        return self.out.residual_delta(attention_output.reshape(-1, self.out.shape[1]))
 
 
 @dataclass(eq=False, slots=True)
@@ -143,6 +145,6 @@ class GatedAttention:
         qkv = self.qkv.partial_sums(rows)
         q = p.write(layer, qkv.unflatten(-1, (-1, self.head_size)), p.rotation(self.rope), self.norms)
         s.keep_rows(p.kept_rows(layer))
-        attended = p.attend(layer, q).flatten(0, 1)
+        attention_output = p.attend(layer, q).flatten(0, 1)
         gate = HeadGate(select_kept_rows(qkv, layer, p)[..., self.head_size :], 1, 2 * self.head_size, False)
-        return self.out.residual_delta(gate_for_projection(self.out, attended, gate, None))
+        return self.out.residual_delta(gate_for_projection(self.out, attention_output, gate, None))

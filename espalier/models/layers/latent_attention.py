@@ -41,7 +41,7 @@ def norm_for_indexer(
     down: Linear, indexer: "Indexer", norm: AnyNorm, delta: BlockOutput, x: Tensor
 ) -> tuple[Tensor, IndexerLayerInput]:
     """Returns (x + delta, the norm of that sum in the form that `down` and the indexer take)."""
-    rounding = common_rounding(down.rounding, indexer.k.rounding) if x.is_cuda else None
+    rounding = common_input_scales(down.rounding, indexer.k.rounding) if x.is_cuda else None
     if rounding is not None and (
         len(x) > max_kernel_rows(rounding, chip(x)) or not can_round_norm(x.shape[1], rounding)
     ):
@@ -50,17 +50,12 @@ def norm_for_indexer(
     return total, IndexerLayerInput(normed, rounded)
 
 
-def common_rounding(one: InputScales | None, other: InputScales | None) -> InputScales | None:
+def common_input_scales(first: InputScales | None, second: InputScales | None) -> InputScales | None:
     """Returns how a norm quantises the common inputs of two products; None if they quantise inputs differently."""
-    if (
-        one is None
-        or other is None
-        or one.static_scale is not None
-        or other.static_scale is not None
-        or one.group != other.group
-    ):
+    if first is None or second is None:
         return None
-    return one
+    are_equal = first.static_scale is second.static_scale is None and first.group == second.group
+    return first if are_equal else None
 
 
 @dataclass(frozen=True)
@@ -128,9 +123,9 @@ class LatentAttention(AttentionBlock):
             return p.write(layer, *values)
         return p.write(layer, *values, index=self.indexer(rows, q_latent, rotation))
 
-    def project(self, attended: Tensor) -> Tensor | UnsummedOutput:
-        """Returns the block's output; see AttentionBlock.project.  attended: the weighted sums of latents."""
-        latents = attended.flatten(0, 1)
+    def project(self, attention_output: Tensor) -> Tensor | UnsummedOutput:
+        """Returns the block's output; see AttentionBlock.project.  attention_output: the weighted sums of latents."""
+        latents = attention_output.flatten(0, 1)
         values = latents.new_empty(*latents.shape[:2], self.v_up.shape[1])
         head_product(latents, self.v_up.transpose(1, 2), values)
         return self.out.residual_delta(values.flatten(1))
