@@ -91,18 +91,9 @@ NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
 ACTIVATIONS: Mapping[str, Activation] = {"silu": SILU, "swish": SILU, "gelu_pytorch_tanh": GELU_TANH}
 # Fields without effect on the forward pass.  An override of such a field is accepted.
 IGNORED_FIELDS = (
-    "architectures",
-    "bos_token_id",
-    "eos_token_id",
-    "pad_token_id",
-    "attention_dropout",
-    "dtype",
-    "torch_dtype",
-    "initializer_range",
-    "pretraining_tp",
-    "transformers_version",
-    "use_cache",
-)
+    "architectures bos_token_id eos_token_id pad_token_id attention_dropout dtype torch_dtype initializer_range "
+    "pretraining_tp transformers_version use_cache"
+).split()
 
 
 @dataclass(frozen=True)

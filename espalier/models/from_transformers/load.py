@@ -19,15 +19,8 @@ from torch import Tensor
 
 from espalier.errors import EspalierError
 from espalier.model_files import MAX_LAYERS
-from espalier.models.config import (
-    IGNORED_FIELDS,
-    Family,
-    Json,
-    ModelConfig,
-    architecture_of,
-    parse_config,
-    with_overrides,
-)
+from espalier.models.config import IGNORED_FIELDS, Family, Json, ModelConfig, architecture_of, parse_config
+from espalier.models.config_values import with_overrides
 from espalier.models.from_transformers.probe import ProbeResult, probe
 from espalier.models.from_transformers.shrink import refusal_reason
 from espalier.models.from_transformers.target import ATTENTION_NAME, TransformersTarget
@@ -141,13 +134,7 @@ def read_by_transformers(
             f"{raw.get('model_type')!r}; update transformers, or use a text generation model that it has"
         )
     config_class = CONFIG_MAPPING[raw["model_type"]]
-    known_fields = {
-        *config_class().to_dict(),
-        *config_class.attribute_map,
-        *raw,
-        *IGNORED_FIELDS,
-        *QUANTISATION_FIELDS,
-    }
+    known_fields = {*config_class().to_dict(), *config_class.attribute_map, *raw, *IGNORED_FIELDS, *QUANTISATION_FIELDS}
     full = with_overrides(raw, overrides or {}, known_fields)
     # Fields that begin with "_" may name code.
     fields = {name: value for name, value in full.items() if not name.startswith("_")}
