@@ -285,7 +285,7 @@ def test_what_it_is_not_is_refused():
         load.find_checkpoint(EngineConfig(model=target, draft=target))
 
 
-@pytest.mark.parametrize("change", [{"modules": 0}, {"modules": 3}, {"layers": ()}], ids=str)
+@pytest.mark.parametrize("change", [{"num_modules": 0}, {"num_modules": 3}, {"layer_specs": ()}], ids=str)
 def test_layers_that_no_module_holds_are_refused(change):
     _, draft = SMALL.models(SMALL.layout.position_rows)
     with pytest.raises(EspalierError, match="use 1 to 16 modules with equally many layers"):
