@@ -48,7 +48,7 @@ def setup_of(algorithm: str, dtype: torch.dtype) -> DeviceSetup:
 
 def measured(setup: DeviceSetup) -> None:
     """A trial, as of espalier/startup/measure_memory.py."""
-    round = make_runner(setup.loaded().with_pages(TRIAL_PAGES))
+    round = make_runner(setup.loaded().with_num_pages(TRIAL_PAGES))
     trial = CudaExecutor(round, graph_batch=0, capture_stages=True)
     measure_launch_memory(trial, setup.layout, setup.device, graph_batch=setup.max_batch)
 
