@@ -100,13 +100,13 @@ W4A4_WARNING = (
 class Nvfp4Suffixes:
     """The name suffixes of a matrix's tensors, in compressed-tensors or in ModelOpt.
     codes: uint8 [out, in / 2], low nibble first.  scales: E4M3 [out, in / 16].  factor: float32 [1].  factor_use:
-    whether scales are multiplied or divided by the factor.  inputs: float32 [1], the scale of 4-bit inputs."""
+    whether scales are multiplied or divided by the factor.  input_scale: float32 [1], the scale of 4-bit inputs."""
 
     codes: str
     scales: str
     factor: str
     factor_use: Literal["multiplied", "divided"]
-    inputs: str
+    input_scale: str
 
 
 COMPRESSED_TENSORS_NAMES = Nvfp4Suffixes(
@@ -131,7 +131,7 @@ class Nvfp4Format(QuantisedFormat):
     def tensors(self, rows: int, columns: int) -> tuple[StoredTensor, ...]:
         require_multiple_of(self.name, "columns", columns, NVFP4_GROUP_SIZE)
         names = self.names
-        inputs = (StoredTensor(names.inputs, (1,), torch.float32),) if self.has_inputs else ()
+        inputs = (StoredTensor(names.input_scale, (1,), torch.float32),) if self.has_inputs else ()
         return (
             # Ranks hold whole groups, and a group has eight bytes of codes.
             StoredTensor(names.codes, (rows, columns // 2), torch.uint8, 0, 1, columns_per_entry=2),
@@ -162,7 +162,7 @@ class Nvfp4Format(QuantisedFormat):
 
     def keeps_dtype(self, name: str, dtype: torch.dtype) -> bool:
         names = self.names
-        return dtype.itemsize == 1 or name.endswith((names.scales, names.factor, names.inputs))
+        return dtype.itemsize == 1 or name.endswith((names.scales, names.factor, names.input_scale))
 
 
 MODELOPT_FORMATS: Mapping[str, WeightFormat] = {
