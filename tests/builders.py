@@ -35,6 +35,7 @@ from transformers import (
     Lfm2Config,
     Lfm2MoeConfig,
     LlamaConfig,
+    MiniMaxM2Config,
     Ministral3Config,
     MinistralConfig,
     MistralConfig,
@@ -88,6 +89,7 @@ CONFIGS: dict[str, type[PretrainedConfig]] = {
     "qwen3_5": Qwen3_5TextConfig,
     "qwen3_5_moe": Qwen3_5MoeTextConfig,
     "mixtral": MixtralConfig,
+    "minimax_m2": MiniMaxM2Config,
     "phi3": Phi3Config,
     "ministral": MinistralConfig,
     "ministral3": Ministral3Config,
@@ -299,6 +301,11 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "exaone4": {"sliding_window": 7, "sliding_window_pattern": 2},
     "phi3": {"rope_parameters": {"partial_rotary_factor": 0.5, "rope_theta": 10000.0}},
     "mixtral": {"num_local_experts": 6, "num_experts_per_tok": 2},
+    "minimax_m2": {
+        "num_local_experts": 6,
+        "num_experts_per_tok": 2,
+        "rope_parameters": {"partial_rotary_factor": 0.5, "rope_theta": 10000.0},
+    },
     "gpt_oss": {"num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": 7, "swiglu_limit": 0.8},
 }
 

@@ -301,6 +301,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "mixtral": ("mixtral", {}),
     "mixtral, window": ("mixtral", {"sliding_window": 6}),
+    "minimax_m2": ("minimax_m2", {}),
+    "minimax_m2, whole heads rotated, yarn, one kv head": ("minimax_m2", {"kv_heads": 1, "rope_parameters": YARN}),
 }
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
 # Of the delta rule, whose chunks are solved in another order.
@@ -464,6 +466,7 @@ def test_gemma3_refuses_what_it_cannot_compute(fields: dict[str, Any], message: 
         ("laguna", {"moe_apply_router_weight_on_input": True}, "moe_apply_router_weight_on_input = True is not"),
         ("muse_glimmer", {"layer_rope_theta": [0, 5.0, 0]}, "layer_rope_theta = .*; 0 or the model's rope_theta"),
         ("muse_glimmer", {"qk_scale_factor": None}, "qk_scale_factor = None; a positive number"),
+        ("minimax_m2", {"scoring_func": "softmax"}, "scoring_func = 'softmax' is not supported, only 'sigmoid'"),
         ("phi3", {"rope_parameters": {"partial_rotary_factor": 0}}, "partial_rotary_factor = 0 of heads"),
     ],
     ids=str,
@@ -546,6 +549,21 @@ def test_gemma4_refuses_what_it_cannot_compute(fields: dict[str, Any], message: 
     """Before a weight is read."""
     with pytest.raises(EspalierError, match=f"^{tmp_path}.*{message}"):
         layer_specs_of(read_config(make_target(tmp_path, "gemma4"), fields))
+
+
+def test_minimax_m2_as_published(tmp_path: Path) -> None:
+    """Published files have the number of rotated values.  Transformers writes their share."""
+    path = make_target(tmp_path, "minimax_m2")
+    raw = json.loads((path / "config.json").read_text())
+    raw.pop("rope_parameters")
+    for given in ({}, {"rotary_dim": 4}, {"rotary_dim": 4, "partial_rotary_factor": 0.75}, {"rotary_dim": None}):
+        (path / "config.json").write_text(json.dumps(raw | given))
+        theirs, ours = CONFIGS["minimax_m2"](**raw, **given).rope_parameters, read_config(path)
+        assert ours.rope.dim == 8 * theirs.get("partial_rotary_factor", 1), given
+        assert ours.rope.theta == theirs["rope_theta"]
+    (path / "config.json").write_text(json.dumps(raw | {"rotary_dim": "4"}))
+    with pytest.raises(EspalierError, match=f"^{tmp_path}.*rotary_dim = '4'; a positive integer"):
+        read_config(path)
 
 
 @pytest.mark.parametrize("k_is_v", [False, True])

@@ -17,6 +17,7 @@ MIXTURES = (
     *("gemma4_moe", "qwen2_moe", "qwen3_moe", "gpt_oss", "deepseek_v2", "deepseek_v3", "glm4_moe", "glm4_moe_lite"),
     *("deepseek_v32", "deepseek_v32_topk4", "deepseek_v32_topk16", "glm_moe_dsa", "glm_moe_dsa_topk16"),
     *("dots1", "mixtral", "granitemoe", "granitemoeshared", "laguna", "qwen3_next", "granite_hybrid", "nemotron_h"),
+    "minimax_m2",
 )
 # Of what layers keep and read, and of how they are scaled, each kind; test_families.py has the logits of every family.
 FEW = (

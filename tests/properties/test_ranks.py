@@ -183,7 +183,7 @@ SMALLER = [
 FAMILIES = (
     *("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "qwen2_moe", "qwen3_moe", "gpt_oss"),
     *("glm4_moe", "glm4_moe_lite", "dots1", "deepseek_v2", "deepseek_v3"),
-    *("deepseek_v32", "glm_moe_dsa", "exaone4"),
+    *("deepseek_v32", "glm_moe_dsa", "exaone4", "minimax_m2"),
     *("ministral", "ministral3", "granite", "smollm3", "mixtral", "phi3", "olmo2", "olmo3", "laguna", "muse_glimmer"),
     *("granitemoe", "granitemoeshared", "granitemoehybrid", "gemma4", "gemma4_moe", "gemma4_e", "gemma4_unified"),
 )

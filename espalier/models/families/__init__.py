@@ -11,6 +11,7 @@ from espalier.models.families import (
     laguna,
     lfm2,
     llama,
+    minimax,
     mistral,
     muse_glimmer,
     nemotron_h,
@@ -29,7 +30,7 @@ FAMILIES: dict[str, Family] = {
         *(granite.FAMILY, granite.MOE, granite.MOE_SHARED, granite.HYBRID, llama.OLMO2, llama.OLMO3, laguna.FAMILY),
         *(muse_glimmer.FAMILY, llama.EXAONE4),
         *(qwen3_next.FAMILY, qwen3_next.QWEN3_5, qwen3_next.QWEN3_5_MOE, lfm2.FAMILY, lfm2.MOE, nemotron_h.FAMILY),
-        *(deepseek.V2, deepseek.V3, glm4_moe.GLM, glm4_moe.GLM_LITE, glm4_moe.DOTS),
+        *(deepseek.V2, deepseek.V3, glm4_moe.GLM, glm4_moe.GLM_LITE, glm4_moe.DOTS, minimax.FAMILY),
         *(glm4_moe.DEEPSEEK_V32, glm4_moe.GLM_SPARSE),
     )
 }

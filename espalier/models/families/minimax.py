@@ -1,0 +1,63 @@
+"""MiniMax-M2: experts in every layer, chosen by sigmoid with a correction bias, and one norm for all of q or of k.
+
+Checkpoints name the experts as Mixtral's do.  Part of each head is rotated.
+"""
+
+from espalier.errors import EspalierError, shown
+from espalier.kernels.ops.experts import Routing
+from espalier.models.config import Experts, Family, Json
+from espalier.models.config_values import positive_integer
+from espalier.models.stored_names import MLPNames
+
+HEAD_SIZE = 128
+
+
+def _normalise_fields(raw: Json) -> Json:
+    """Returns the fields with `partial_rotary_factor`; published configs have `rotary_dim` in its place."""
+    if raw.get("rotary_dim") is None:
+        return raw
+    fields = {"head_dim": HEAD_SIZE, **raw}
+    share = positive_integer(fields, "rotary_dim") / positive_integer(fields, "head_dim")
+    return {"partial_rotary_factor": share, **{name: raw[name] for name in raw if name != "rotary_dim"}}
+
+
+def _experts(fields: Json) -> Experts:
+    scoring = fields.get("scoring_func")
+    if scoring not in (None, "sigmoid"):
+        raise EspalierError(f"scoring_func = {shown(scoring)} is not supported, only 'sigmoid'; use another model")
+    return Experts(
+        frozenset(range(int(fields["num_hidden_layers"]))),
+        Routing(
+            fields["num_local_experts"],
+            fields["num_experts_per_tok"],
+            "sigmoid",
+            norm_topk_prob=True,
+            correction_bias=True,
+        ),
+        fields["intermediate_size"],
+        prefix="block_sparse_moe.",
+        names=MLPNames(("w1", "w3"), "w2"),
+        correction_name="e_score_correction_bias",
+    )
+
+
+FAMILY = Family(
+    architecture="MiniMaxM2ForCausalLM",
+    model_type="minimax_m2",
+    defaults={
+        "num_key_value_heads": 8,
+        "head_dim": HEAD_SIZE,
+        "max_position_embeddings": 196608,
+        "rms_norm_eps": 1e-6,
+        "num_local_experts": 256,
+        "num_experts_per_tok": 8,
+        "rope_theta": 5e6,
+    },
+    qkv_bias=lambda fields: False,
+    out_bias=lambda fields: False,
+    qk_norm=True,
+    qk_norm_over_all_heads=True,
+    experts=_experts,
+    normalise_fields=_normalise_fields,
+    supported_fields=("num_local_experts", "partial_rotary_factor", "scoring_func"),
+)
