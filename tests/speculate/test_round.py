@@ -120,7 +120,7 @@ def test_only_rows_of_requests_go_to_experts(algorithm, monkeypatch):
 
     def recorded(*experts, live, **how):
         rows_to_experts.append(live)
-        return grouped_experts(*experts, live=live, **how)
+        return grouped_experts(*experts, live_rows=live, **how)
 
     monkeypatch.setattr("espalier.models.layers.mlp.grouped_experts", recorded)
     engine = setup_of(algorithm, family="qwen3_moe", max_batch=4).engine()

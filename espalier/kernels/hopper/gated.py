@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia import hopper
 
 from espalier.errors import EspalierError
 from espalier.kernels.hopper.work import make_barriers
-from espalier.kernels.layers.activation import silu_times
+from espalier.kernels.layers.activation import silu_and_multiply
 from espalier.kernels.runtime.jit import gluon_kernel
 from espalier.kernels.runtime.launch import HOPPER, Chip, chip, is_aligned_for_copies, require, tma_descriptor
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
@@ -44,14 +44,14 @@ def supports_hopper_gated(x: Tensor, weight: Tensor, bias: Tensor | None, gpu: C
     return weight.shape[0] % 16 == 0 and all(t.stride(1) == 1 and is_aligned_for_copies(t) for t in (x, weight))
 
 
-def fills_chip(rows: int, num_out: int, gpu: Chip) -> bool:
+def fills_chip(num_rows: int, num_out: int, gpu: Chip) -> bool:
     """Whether the last wave of tiles leaves little of the chip idle, so that the kernel is faster than the library."""
-    tiles = num_tiles(rows, num_out)
+    tiles = num_tiles(num_rows, num_out)
     return tiles >= MIN_FILL * gpu.processors * -(-tiles // gpu.processors)
 
 
-def num_tiles(rows: int, num_out: int) -> int:
-    return -(-rows // BLOCK_ROWS) * -(-num_out // BLOCK_OUT)
+def num_tiles(num_rows: int, num_out: int) -> int:
+    return -(-num_rows // BLOCK_ROWS) * -(-num_out // BLOCK_OUT)
 
 
 class ProductSizes(NamedTuple):
@@ -153,7 +153,7 @@ def _multiply_tiles(WARPGROUP: gl.constexpr, stages, results, out_descriptor, si
         hopper.mbarrier.arrive(stages.empty.index((blocks_done - 1) % STAGES), count=1)
         gate, up = gl.split(sums.reshape([ROWS, 2, BLOCKS.OUT]).permute((0, 2, 1)))
         # Gate and up are rounded before the activation, as the output of a linear layer is.
-        activation = silu_times(_round_to_bfloat16(gate), _round_to_bfloat16(up)).to(result.dtype)
+        activation = silu_and_multiply(_round_to_bfloat16(gate), _round_to_bfloat16(up)).to(result.dtype)
         # Wait until the previous tile's results have left shared memory.
         hopper.tma.store_wait(0)
         result.store(activation)

@@ -9,8 +9,8 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 
 from espalier.kernels.hopper.nibbles import NibblePointers, nibble_product, num_row_scales, weight_rows_of_block
-from espalier.kernels.hopper.plans import BLOCK_IN, FEW_ROWS, MAX_ROWS, WARPS, is_hopper_product, max_stages
-from espalier.kernels.layers.activation import apply_activation, silu_times
+from espalier.kernels.hopper.plans import BLOCK_IN, FEW_ROWS, MAX_ROWS, WARPS, max_stages, supports_hopper_product
+from espalier.kernels.layers.activation import apply_activation, silu_and_multiply
 from espalier.kernels.layers.experts_plan import ProductPlan
 from espalier.kernels.layers.experts_tiles import ExpertTiles, tile_and_expert
 from espalier.kernels.layers.quantised import E2M1_CODES, QuantisedMatrix
@@ -43,9 +43,9 @@ def weight_pointers(weight: QuantisedMatrix) -> tuple[Tensor, Tensor, Tensor | N
     return weight.codes.view(torch.int32), scales, weight.row_scales if weight.code == "nvfp4" else weight.zeros
 
 
-def nibble_launch_options(weight: QuantisedMatrix, rows: int, grid: tuple[int, int], gpu: Chip) -> dict[str, Any]:
-    """Returns the constexpr arguments and launch options.  rows: rows of inputs per tile."""
-    tile = FEW_ROWS if rows <= FEW_ROWS else MAX_ROWS
+def nibble_launch_options(weight: QuantisedMatrix, tile_rows: int, grid: tuple[int, int], gpu: Chip) -> dict[str, Any]:
+    """Returns the constexpr arguments and launch options.  tile_rows: rows of inputs per tile."""
+    tile = FEW_ROWS if tile_rows <= FEW_ROWS else MAX_ROWS
     return {
         "CODE": weight.code,
         "ROWS": tile,
@@ -93,7 +93,7 @@ def hopper_linear_kernel(
     WRITTEN: gl.constexpr = 32 if IS_GATED else 64
     if IS_GATED:
         gate, up = split_gate_and_up(result)
-        result = silu_times(gate.to(gl.float32), up.to(gl.float32)).to(out_ptr.dtype.element_ty)
+        result = silu_and_multiply(gate.to(gl.float32), up.to(gl.float32)).to(out_ptr.dtype.element_ty)
     OUT: gl.constexpr = result.type.layout
     row = gl.expand_dims(gl.arange(0, ROWS, layout=gl.SliceLayout(0, OUT)), 0)
     column = gl.expand_dims(block * WRITTEN + gl.arange(0, WRITTEN, layout=gl.SliceLayout(1, OUT)), 1)
@@ -104,14 +104,14 @@ def hopper_linear_kernel(
 # fmt: on
 
 
-def is_hopper_experts(
+def supports_hopper_experts(
     x: Tensor, weight: QuantisedMatrix, tiles: ExpertTiles, plan: ProductPlan, num_matrices: int, gpu: Chip
 ) -> bool:
     """Returns whether the kernels of this file take a product.  num_matrices: 2 for gate and up, 1 for down."""
-    return is_hopper_product(x, weight, tiles.rows, plan.tile(num_matrices), gpu)
+    return supports_hopper_product(x, weight, tiles.tile_rows, plan.tile_shape(num_matrices), gpu)
 
 
-def launch_gated(
+def launch_gated_experts(
     x: Tensor,
     gate_up: QuantisedMatrix,
     bias: Tensor | None,
@@ -126,27 +126,28 @@ def launch_gated(
     num_experts, _, hidden = gate_up.shape
     _gated_kernel[grid](
         *(x, *weight_pointers(gate_up), bias, *tiles.pointers, out, out.shape[1], hidden, x.stride(0), top_k),
-        num_experts, **activation.constexpr_arguments, IS_SORTED=tiles.rows > 1, HAS_LIVE=tiles.live is not None,
-        **nibble_launch_options(gate_up, tiles.rows, grid, gpu),
+        num_experts, **activation.constexpr_arguments, IS_SORTED=tiles.tile_rows > 1, HAS_LIVE=tiles.live is not None,
+        **nibble_launch_options(gate_up, tiles.tile_rows, grid, gpu),
     )  # fmt: skip
 
 
-def launch_down(
+def launch_down_experts(
     x: Tensor,
     down: QuantisedMatrix,
     bias: Tensor | None,
-    weights: Tensor,
+    routing_weights: Tensor,
     tiles: ExpertTiles,
-    parts: Tensor,
+    out: Tensor,
     grid: tuple[int, int],
     gpu: Chip,
 ) -> None:
-    """Write the weighted results of all pairs to parts, see experts.py:_down_kernel.  grid: as for launch_gated."""
-    (num_rows, top_k), (num_experts, hidden, inner) = weights.shape, down.shape
+    """Write the weighted results of all pairs to out, see experts.py:_down_kernel.
+    grid: as for launch_gated_experts."""
+    (num_rows, top_k), (num_experts, hidden, inner) = routing_weights.shape, down.shape
     _down_kernel[grid](
-        *(x, *weight_pointers(down), bias, weights, *tiles.pointers, parts, hidden, inner, num_rows, top_k),
-        num_experts, IS_SORTED=tiles.rows > 1, HAS_LIVE=tiles.live is not None,
-        **nibble_launch_options(down, tiles.rows, grid, gpu),
+        *(x, *weight_pointers(down), bias, routing_weights, *tiles.pointers, out, hidden, inner, num_rows, top_k),
+        num_experts, IS_SORTED=tiles.tile_rows > 1, HAS_LIVE=tiles.live is not None,
+        **nibble_launch_options(down, tiles.tile_rows, grid, gpu),
     )  # fmt: skip
 
 

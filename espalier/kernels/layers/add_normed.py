@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from espalier.errors import EspalierError
-from espalier.kernels.layers.norm import NORM_WARP_VALUES
+from espalier.kernels.layers.norm import VALUES_PER_NORM_WARP
 from espalier.kernels.ops.norm import MAX_NORMS, MAX_OUTPUTS, NormWeight
 from espalier.kernels.runtime.jit import kernel, load_sum
 from espalier.kernels.runtime.launch import acc_dtype, chip, next_power_of_2, require, warps_for
@@ -91,22 +91,30 @@ def norm_row(x, weight, EPS: tl.constexpr, ROW_SIZE: tl.constexpr, ACC_DTYPE: tl
 
 
 def add_normed(
-    outputs: tuple[tuple[Tensor, NormWeight], ...],
-    norm: NormWeight | None,
+    block_outputs: tuple[tuple[Tensor, NormWeight], ...],
+    output_norm: NormWeight | None,
     residual: Tensor,
-    scale: float,
-    norms: tuple[NormWeight, ...],
+    residual_scale: float,
+    next_norms: tuple[NormWeight, ...],
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """See ops/norm.py.  The sum and each norm have the tolerance of norm.py:rms_norm."""
-    _check_arguments(outputs, norm, residual, norms)
-    total, *out = (torch.empty(residual.shape, dtype=residual.dtype, device=residual.device) for _ in (None, *norms))
+    _check_arguments(block_outputs, output_norm, residual, next_norms)
+    total, *out = (
+        torch.empty(residual.shape, dtype=residual.dtype, device=residual.device) for _ in (None, *next_norms)
+    )
     if not len(residual):
         return total, tuple(out)
     size = residual.shape[1]
     block = next_power_of_2(size)
-    x, *given = (rows if rows.stride(-1) == 1 else rows.contiguous() for rows in (residual, *(o for o, _ in outputs)))
+    x, *given = (
+        rows if rows.stride(-1) == 1 else rows.contiguous() for rows in (residual, *(o for o, _ in block_outputs))
+    )
     first, second = _pad_with_none(given, MAX_OUTPUTS)
-    used = (*_pad_with_none([own for _, own in outputs], MAX_OUTPUTS), norm, *_pad_with_none(norms, MAX_NORMS))
+    used = (
+        *_pad_with_none([own for _, own in block_outputs], MAX_OUTPUTS),
+        output_norm,
+        *_pad_with_none(next_norms, MAX_NORMS),
+    )
     # eps is a constexpr argument, because a run-time eps would be rounded to float32.
     _add_normed_kernel[(len(residual),)](
         *(x, first, second, total),
@@ -115,28 +123,28 @@ def add_normed(
         *(x.stride(0), *_row_and_split_strides(first), *_row_and_split_strides(second)),
         *(0.0 if each is None else each.eps for each in used),
         *(_num_partial_sums(first), _num_partial_sums(second)),
-        SCALE=scale, ROW_SIZE=size, ACC_DTYPE=acc_dtype(residual.dtype), BLOCK=block,
-        num_warps=warps_for(block, NORM_WARP_VALUES), **pdl_arguments(chip(residual)),
+        SCALE=residual_scale, ROW_SIZE=size, ACC_DTYPE=acc_dtype(residual.dtype), BLOCK=block,
+        num_warps=warps_for(block, VALUES_PER_NORM_WARP), **pdl_arguments(chip(residual)),
     )  # fmt: skip
     return total, tuple(out)
 
 
 def _check_arguments(
-    outputs: tuple[tuple[Tensor, NormWeight], ...],
-    norm: NormWeight | None,
+    block_outputs: tuple[tuple[Tensor, NormWeight], ...],
+    output_norm: NormWeight | None,
     residual: Tensor,
-    norms: tuple[NormWeight, ...],
+    next_norms: tuple[NormWeight, ...],
 ) -> None:
-    if not 1 <= len(outputs) <= MAX_OUTPUTS or len(norms) > MAX_NORMS:
+    if not 1 <= len(block_outputs) <= MAX_OUTPUTS or len(next_norms) > MAX_NORMS:
         raise EspalierError(
             f"add_normed: 1 to {MAX_OUTPUTS} outputs and at most {MAX_NORMS} norms are supported, but got "
-            f"{len(outputs)} and {len(norms)}: use the reference"
+            f"{len(block_outputs)} and {len(next_norms)}: use the reference"
         )
     exact = torch.promote_types(residual.dtype, torch.float32)
-    for output, _ in outputs:
+    for output, _ in block_outputs:
         shape, dtype = ((-1, *residual.shape), exact) if output.ndim == 3 else (tuple(residual.shape), residual.dtype)
         require("add_normed: an output", output, shape, dtype, residual)
-    for each in (*(own for _, own in outputs), norm, *norms):
+    for each in (*(own for _, own in block_outputs), output_norm, *next_norms):
         if each is not None:
             require("add_normed: a weight", each.weight, (residual.shape[1],), None, residual)
 

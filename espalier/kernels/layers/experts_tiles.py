@@ -34,7 +34,7 @@ WARP_THREADS = 32
 # More pairs are counted by a separate launch; otherwise each sorting program would make a histogram of all pairs.
 MAX_HISTOGRAM_PAIRS = MAX_SORT_BLOCK
 # The number of experts per warp.  Reductions within a warp need no shared memory.
-WARP_EXPERTS = 512
+EXPERTS_PER_WARP = 512
 
 
 @kernel
@@ -127,14 +127,15 @@ def pairs_of_tile(
 class ExpertTiles:
     """The pairs (row, choice) in tiles of one expert each.  A pair is the number row · K + choice.
 
-    rows: the most pairs of a tile; 1: each pair is a tile, and nothing is sorted.
+    tile_rows: the most pairs of a tile; 1: each pair is a tile, and nothing is sorted.
     pair_order: [N·K] int32, the pairs sorted by expert.  pair_ends: [E + 1] int32, the index in `pair_order` after each
     expert's last pair.  tile_experts: [tiles], the expert of each tile; E for pairs without an expert, -1 for an unused
     tile.  tile_begins: [tiles], the index in `pair_order` of each tile's first pair.
-    live: as in grouped_experts.  With rows = 1, `tile_experts` is ids [N·K], and begins, order and ends are not read.
+    live: as in grouped_experts.  With tile_rows = 1, `tile_experts` is ids [N·K], and begins, order and ends are not
+    read.
     """
 
-    rows: int
+    tile_rows: int
     tile_experts: Tensor
     tile_begins: Tensor
     pair_order: Tensor
@@ -147,66 +148,68 @@ class ExpertTiles:
         return self.pair_order, self.pair_ends, self.tile_experts, self.tile_begins, live
 
 
-def make_tiles(ids: Tensor, live: Tensor | None, num_experts: int, rows: int) -> ExpertTiles:
-    """Returns the Tiles of ids [N, K].  rows: the most pairs of a tile.
+def make_expert_tiles(expert_ids: Tensor, live_rows: Tensor | None, num_experts: int, tile_rows: int) -> ExpertTiles:
+    """Returns the tiles of expert_ids [N, K].  tile_rows: the most pairs of a tile.
     Raises EspalierError for wrong shapes or dtypes."""
-    if live is not None:
-        require("grouped_experts: live", live, (ids.shape[0],), torch.bool, ids)
-        live = live.contiguous()
-    ids = ids.contiguous()
-    if rows == 1:
-        flat = ids.flatten()
-        return ExpertTiles(rows, flat, flat, flat, flat, live)
-    return _sorted_tiles(ids, live, num_experts, rows)
+    if live_rows is not None:
+        require("grouped_experts: live", live_rows, (expert_ids.shape[0],), torch.bool, expert_ids)
+        live_rows = live_rows.contiguous()
+    expert_ids = expert_ids.contiguous()
+    if tile_rows == 1:
+        flat = expert_ids.flatten()
+        return ExpertTiles(tile_rows, flat, flat, flat, flat, live_rows)
+    return _sorted_tiles(expert_ids, live_rows, num_experts, tile_rows)
 
 
-def _sorted_tiles(ids: Tensor, live: Tensor | None, num_experts: int, rows: int) -> ExpertTiles:
-    num_pairs, top_k = ids.numel(), ids.shape[1]
+def _sorted_tiles(expert_ids: Tensor, live_rows: Tensor | None, num_experts: int, tile_rows: int) -> ExpertTiles:
+    num_pairs, top_k = expert_ids.numel(), expert_ids.shape[1]
     block = min(next_power_of_2(max(num_pairs, MIN_SORT_THREADS)), MAX_SORT_BLOCK)
     # An upper bound: rounding up adds less than one tile for each expert that has pairs.
-    num_tiles = num_pairs // rows + min(num_experts + 1, num_pairs)
+    num_tiles = num_pairs // tile_rows + min(num_experts + 1, num_pairs)
     order, ends, experts, begins = (
-        torch.empty(size, dtype=torch.int32, device=ids.device)
+        torch.empty(size, dtype=torch.int32, device=expert_ids.device)
         for size in (num_pairs, num_experts + 1, num_tiles, num_tiles)
     )
-    grid, counts, pairs = (num_experts + 1,), None, (ids, ids if live is None else live)
+    grid, counts, pairs = (num_experts + 1,), None, (expert_ids, expert_ids if live_rows is None else live_rows)
     options = {
         "TOP_K": top_k,
         "NUM_EXPERTS": num_experts,
-        "HAS_LIVE": live is not None,
+        "HAS_LIVE": live_rows is not None,
         "BLOCK": block,
         "num_warps": max(MIN_SORT_THREADS, block // PAIRS_PER_THREAD) // WARP_THREADS,
-        **pdl_arguments(chip(ids)),
+        **pdl_arguments(chip(expert_ids)),
     }
     if num_pairs > MAX_HISTOGRAM_PAIRS:
-        counts = torch.empty(num_experts + 1, dtype=torch.int32, device=ids.device)
+        counts = torch.empty(num_experts + 1, dtype=torch.int32, device=expert_ids.device)
         _count_pairs_kernel[grid](*pairs, counts, num_pairs, **options)
     bins = next_power_of_2(max(num_experts + 2, WARP_THREADS))
     _sort_pairs_kernel[grid](
-        *pairs, counts, order, ends, experts, begins, num_pairs, num_tiles, NUM_BINS=bins, ROWS=rows, **options
+        *pairs, counts, order, ends, experts, begins, num_pairs, num_tiles, NUM_BINS=bins, ROWS=tile_rows, **options
     )
-    return ExpertTiles(rows, experts, begins, order, ends, live)
+    return ExpertTiles(tile_rows, experts, begins, order, ends, live_rows)
 
 
 # The number of loop steps whose weights a tile prefetches.  More would take bandwidth from the preceding kernels.
 PREFETCHED_STEPS = 1
 
 
-def check_shared_experts(shared: SharedExperts, x: Tensor, inner_size: int, is_plain: bool) -> None:
+def check_shared_experts(
+    shared_experts: SharedExperts, x: Tensor, inner_size: int, is_dense_silu_without_bias: bool
+) -> None:
     """Check the shared experts for grouped_experts.
 
-    is_plain: whether the routed experts are dense, without biases, and their activation is silu.
+    is_dense_silu_without_bias: whether the routed experts are dense, without biases, and their activation is silu.
     Raises EspalierError if not, for wrong shapes or dtypes, and for more than MAX_SHARED_ROWS rows.
     """
-    (num_rows, hidden), wide = x.shape, shared.down.shape[1]
-    require("grouped_experts: shared gate_up", shared.gate_up, (2 * wide, hidden), x.dtype, x)
-    require("grouped_experts: shared down", shared.down, (hidden, wide), x.dtype, x)
-    is_contiguous = shared.gate_up.is_contiguous() and shared.down.is_contiguous()
-    if not is_plain or not is_contiguous or wide % inner_size or num_rows > MAX_SHARED_ROWS:
+    (num_rows, hidden), wide = x.shape, shared_experts.down.shape[1]
+    require("grouped_experts: shared gate_up", shared_experts.gate_up, (2 * wide, hidden), x.dtype, x)
+    require("grouped_experts: shared down", shared_experts.down, (hidden, wide), x.dtype, x)
+    is_contiguous = shared_experts.gate_up.is_contiguous() and shared_experts.down.is_contiguous()
+    if not is_dense_silu_without_bias or not is_contiguous or wide % inner_size or num_rows > MAX_SHARED_ROWS:
         raise EspalierError(
             f"grouped_experts: shared experts run beside dense ones without biases, with silu, if they are contiguous, "
             f"a whole number times {inner_size} wide, and taken by at most {MAX_SHARED_ROWS} rows, but got a width of "
-            f"{wide}, strides {shared.down.stride()} and {num_rows} rows: run them as an MLP of their own"
+            f"{wide}, strides {shared_experts.down.stride()} and {num_rows} rows: run them as an MLP of their own"
         )
 
 
@@ -374,7 +377,7 @@ def route(logits: Tensor, bias: Tensor | None, routing: Routing, scale: Tensor |
             HAS_BIAS=bias is not None, LOGIT_BIAS=routing.logit_bias, NORMALIZES_WEIGHTS=routing.norm_topk_prob,
             NORM_EPS=routing.norm_eps, SCALE=routing.routed_scaling_factor, N_GROUP=routing.n_group,
             TOPK_GROUP=routing.topk_group, TOP2_SUM=routing.group_score == "top2_sum",
-            ACC_DTYPE=acc_dtype(logits.dtype), BLOCK=block, num_warps=max(block // WARP_EXPERTS, 1),
+            ACC_DTYPE=acc_dtype(logits.dtype), BLOCK=block, num_warps=max(block // EXPERTS_PER_WARP, 1),
             **pdl_arguments(chip(logits)),
         )  # fmt: skip
     return ids, weights

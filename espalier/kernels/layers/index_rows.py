@@ -105,14 +105,14 @@ def _index_rows_kernel(
         )  # fmt: skip
 
 
-def rotate_and_store_index(index: IndexRows, rows: Tensor, plane: Tensor) -> Tensor:
+def rotate_and_store_index(index: IndexRows, cache_rows: Tensor, plane: Tensor) -> Tensor:
     """See ops/selection.py.  Overwrites index.q.  Tolerance: one ulp of the dtype and a few ulps of float32."""
     q, k, norm, rotation = index.q, index.k, index.norm, index.rotation
     count, heads, size = q.shape
     rotary, exact = rotation.cos.shape[1], torch.promote_types(q.dtype, torch.float32)
     require("index rows: k", k, (count, size), q.dtype, q)
     require("index rows: plane", plane, (-1, 1, size), q.dtype, q)
-    require("index rows: rows", rows, (count,), torch.int64, q)
+    require("index rows: rows", cache_rows, (count,), torch.int64, q)
     require("index rows: weight", norm.weight, (size,), q.dtype, q)
     require("index rows: bias", norm.bias, (size,), q.dtype, q)
     for name in ("cos", "sin"):
@@ -124,9 +124,9 @@ def rotate_and_store_index(index: IndexRows, rows: Tensor, plane: Tensor) -> Ten
     block_h = min(HEADS_PER_PROGRAM, next_power_of_2(heads))
     if count:
         _index_rows_kernel[(count, 1 + -(-heads // block_h))](
-            *(q, k, norm.weight, norm.bias, rotation.cos, rotation.sin, rows, plane),
+            *(q, k, norm.weight, norm.bias, rotation.cos, rotation.sin, cache_rows, plane),
             *(*q.stride()[:2], k.stride(0), rotation.cos.stride(0), rotation.sin.stride(0)),
-            *(rows.stride(0), plane.stride(0)),
+            *(cache_rows.stride(0), plane.stride(0)),
             EPS=norm.eps, HEADS=heads, HEAD_SIZE=size, ROTARY=rotary, INTERLEAVED=index.interleaved,
             ACC_DTYPE=acc_dtype(q.dtype), BLOCK_H=block_h, BLOCK_SIZE=next_power_of_2(size),
             BLOCK=next_power_of_2(rotary // 2), num_warps=NUM_WARPS, **pdl_arguments(chip(q)),

@@ -40,14 +40,14 @@ NUM_WARPS = 4
 
 @kernel
 def multiply_head(
-    x_ptr, w_ptr, out_ptr, block, head, num_rows, num_out, num_in, x_stride_n, x_stride_h, w_stride_h, w_stride_in,
-    w_stride_out, out_stride_n, out_stride_h,
+    x_ptr, w_ptr, out_ptr, block_index, head, num_rows, num_out, num_in, x_stride_n, x_stride_h, w_stride_h,
+    w_stride_in, w_stride_out, out_stride_n, out_stride_h,
     BLOCK_ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """Compute one block of a head's outputs for all rows.  The matrix is loaded before the PDL wait."""
     head = head.to(tl.int64)
     row, k = tl.arange(0, BLOCK_ROWS), tl.arange(0, BLOCK_IN)
-    column = block * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    column = block_index * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     # The matrix may be loaded before the wait, because no kernel writes weights.
     w = tl.load(
         w_ptr + head * w_stride_h + column[:, None] * w_stride_out + k[None, :] * w_stride_in,
@@ -195,7 +195,7 @@ def _store_latent(
 
 
 @kernel
-def _rotate_or_store(row_index, block, operands, CONSTANTS: tl.constexpr):
+def _rotate_or_store(row_index, block_index, operands, CONSTANTS: tl.constexpr):
     """Store the latent of row n (block 0), or rotate the queries of BLOCK_H heads (blocks from 1 on)."""
     (
         rope_ptr, q_ptr, latent_ptr, cos_ptr, sin_ptr, norm_ptr, row_ptr, plane_ptr, scale_ptr,
@@ -205,12 +205,12 @@ def _rotate_or_store(row_index, block, operands, CONSTANTS: tl.constexpr):
     ROTARY: tl.constexpr = CONSTANTS.ROTARY
     row_index = row_index.to(tl.int64)
     cos, sin = cos_ptr + row_index * cos_stride_n, sin_ptr + row_index * sin_stride_n
-    if block == 0:
+    if block_index == 0:
         to = plane_ptr + tl.load(row_ptr + row_index * row_stride_n) * plane_stride_row
         dtype: tl.constexpr = q_ptr.dtype.element_ty
         _store_latent(latent_ptr + row_index * latent_stride_n, to, cos, sin, norm_ptr, scale_ptr, dtype, CONSTANTS)
     else:
-        head = ((block - 1) * CONSTANTS.BLOCK_H + tl.arange(0, CONSTANTS.BLOCK_H))[:, None]
+        head = ((block_index - 1) * CONSTANTS.BLOCK_H + tl.arange(0, CONSTANTS.BLOCK_H))[:, None]
         mask, rope = head < CONSTANTS.HEADS, rope_ptr + row_index * rope_stride_n + head * rope_stride_h
         left, right = rotated_halves(
             rope, cos, sin, mask, ROTARY, CONSTANTS.INTERLEAVED, CONSTANTS.ACC_DTYPE, CONSTANTS.BLOCK

@@ -21,10 +21,10 @@ import triton.language as tl
 from torch import Tensor
 
 from espalier.errors import EspalierError
-from espalier.kernels.hopper.plans import is_hopper_product
+from espalier.kernels.hopper.plans import supports_hopper_product
 from espalier.kernels.hopper.quantised_products import launch_linear
 from espalier.kernels.layers.linear import store_tile, weight_rows
-from espalier.kernels.layers.linear_dequantised import dequantised_gated, dequantised_product, multiplies_dequantised
+from espalier.kernels.layers.linear_dequantised import dequantised_gated, dequantised_product, uses_dequantised_product
 from espalier.kernels.layers.linear_plans import DTYPES, MIN_BLOCK_ROWS, TritonPlan, block_rows
 from espalier.kernels.layers.quantised import InputRows, InputScales, QuantisedMatrix, RoundedRows
 from espalier.kernels.layers.quantised_nibbles import prefetch_scales
@@ -38,7 +38,7 @@ from espalier.kernels.layers.quantised_tile import (
 )
 from espalier.kernels.layers.scaled_product import library_supports_product, max_kernel_rows, scaled_product
 from espalier.kernels.ops.activation import SILU, Activation, gated_activation, num_up_columns
-from espalier.kernels.ops.linear import activate_partial_sums, can_round_activation, quantise_rows, sum_parts
+from espalier.kernels.ops.linear import activate_partial_sums, add_partial_sums, can_round_activation, quantise_rows
 from espalier.kernels.runtime.jit import kernel
 from espalier.kernels.runtime.launch import chip, require
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger, pdl_wait
@@ -52,10 +52,10 @@ MIN_PREFETCHED_LINES, PREFETCHED_STEPS = 1, 4
 def linear_quantised(
     x: InputRows, weight: QuantisedMatrix, bias: Tensor | None, plan: TritonPlan | None = None
 ) -> Tensor:
-    return sum_parts.triton(linear_quantised_parts(x, weight, bias, plan), x.dtype)
+    return add_partial_sums.triton(linear_quantised_partial_sums(x, weight, bias, plan), x.dtype)
 
 
-def linear_quantised_parts(
+def linear_quantised_partial_sums(
     x: InputRows, weight: QuantisedMatrix, bias: Tensor | None, plan: TritonPlan | None = None
 ) -> Tensor:
     if plan is None and (product := _library_product(x, weight, bias)) is not None:
@@ -72,7 +72,7 @@ def linear_quantised_gated(
     rounding: InputScales | None = None,
 ) -> InputRows:
     inner = num_up_columns(weight.shape[0], activation)
-    if plan is None and weight.codes.is_cuda and multiplies_dequantised(x, weight):
+    if plan is None and weight.codes.is_cuda and uses_dequantised_product(x, weight):
         return dequantised_gated(kernel_inputs(x, weight)[0], weight, bias, activation)
     if plan is None and (product := _library_product(x, weight, bias)) is not None:
         return gated_activation.triton(product, activation)
@@ -82,14 +82,16 @@ def linear_quantised_gated(
     # The library takes many rows unrounded.
     is_few = rounding is not None and len(x) <= max_kernel_rows(rounding, chip(weight.codes))
     rounding = rounding if is_few and rounding is not None and can_round_activation(inner, rounding) else None
-    return activate_partial_sums.triton(linear_quantised_parts(x, weight, bias, plan), x.dtype, activation, rounding)
+    return activate_partial_sums.triton(
+        linear_quantised_partial_sums(x, weight, bias, plan), x.dtype, activation, rounding
+    )
 
 
 def _library_product(x: InputRows, weight: QuantisedMatrix, bias: Tensor | None) -> Tensor | None:
     """The library's product, where it takes one."""
     if not weight.codes.is_cuda:
         return None
-    if multiplies_dequantised(x, weight):
+    if uses_dequantised_product(x, weight):
         return dequantised_product(kernel_inputs(x, weight)[0], weight, bias)
     return scaled_product(x, weight, bias) if library_supports_product(x, weight) else None
 
@@ -97,7 +99,7 @@ def _library_product(x: InputRows, weight: QuantisedMatrix, bias: Tensor | None)
 @kernel
 def _linear_quantised_kernel(
     x_ptr, x_scales_ptr, codes_ptr, scales_ptr, zeros_ptr, bias_ptr, out_ptr, num_rows, num_out, num_in, x_stride,
-    CODE: tl.constexpr, GROUP: tl.constexpr, ROW_BLOCK: tl.constexpr, INPUT_GROUP: tl.constexpr,
+    CODE: tl.constexpr, GROUP_SIZE: tl.constexpr, ROWS_PER_SCALE: tl.constexpr, INPUT_GROUP_SIZE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, EVEN_OUT: tl.constexpr,
     EVEN_IN: tl.constexpr, IS_GATED: tl.constexpr, PREFETCHED_LINES: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
@@ -115,14 +117,14 @@ def _linear_quantised_kernel(
     if USE_PDL:
         prefetch_codes(codes_ptr, w_rows, k_begin, k_end, num_in, CODE, PREFETCHED_LINES)
         if CODE == 1:
-            prefetch_scales(scales_ptr, zeros_ptr, w_rows, k_begin, k_end, num_in, GROUP)
+            prefetch_scales(scales_ptr, zeros_ptr, w_rows, k_begin, k_end, num_in, GROUP_SIZE)
     pdl_wait(USE_PDL)
     x_scale_ptrs = None
     if x_scales_ptr is not None:
-        x_scale_ptrs = x_scales_ptr + x_rows * (tl.cdiv(num_in, INPUT_GROUP) if INPUT_GROUP > 0 else 1)
+        x_scale_ptrs = x_scales_ptr + x_rows * (tl.cdiv(num_in, INPUT_GROUP_SIZE) if INPUT_GROUP_SIZE > 0 else 1)
     acc = quantised_dot(
         codes_ptr, scales_ptr, zeros_ptr, w_rows, x_ptr + x_rows * x_stride, x_scale_ptrs, rows < num_rows, num_in,
-        k_begin, k_end, CODE, GROUP, ROW_BLOCK, INPUT_GROUP, BLOCK_ROWS, BLOCK_OUT, BLOCK_IN, EVEN_IN,
+        k_begin, k_end, CODE, GROUP_SIZE, ROWS_PER_SCALE, INPUT_GROUP_SIZE, BLOCK_ROWS, BLOCK_OUT, BLOCK_IN, EVEN_IN,
     )  # fmt: skip
     if bias_ptr is not None:
         # Only the first split adds the bias.
@@ -131,7 +133,7 @@ def _linear_quantised_kernel(
 
 
 def _launch(x: InputRows, weight: QuantisedMatrix, bias: Tensor | None, plan: TritonPlan, is_gated: bool) -> Tensor:
-    rows, num_in = stored_values(x).shape
+    rows, num_in = input_values(x).shape
     _require(x, weight, bias, plan)
     num_out, block_written = weight.shape[0], plan.block_out
     if is_gated:
@@ -144,7 +146,7 @@ def _launch(x: InputRows, weight: QuantisedMatrix, bias: Tensor | None, plan: Tr
     inputs, input_scales = kernel_inputs(x, weight)
     tile = min(block_rows(rows), MAX_BLOCK_ROWS)
     gpu = chip(inputs)
-    if is_hopper_product(inputs, weight, rows, (plan.block_out, plan.block_in, plan.warps), gpu):
+    if supports_hopper_product(inputs, weight, rows, (plan.block_out, plan.block_in, plan.warps), gpu):
         grid = -(-num_out // block_written), plan.splits
         launch_linear(inputs, weight, bias, out, grid, is_gated, gpu)
         return out
@@ -158,7 +160,7 @@ def _launch(x: InputRows, weight: QuantisedMatrix, bias: Tensor | None, plan: Tr
         EVEN_OUT=num_out % block_written == 0,
         EVEN_IN=num_in % plan.block_in == 0,
         IS_GATED=is_gated,
-        PREFETCHED_LINES=prefetched_lines(x, weight.code, plan),
+        PREFETCHED_LINES=num_prefetched_lines(x, weight.code, plan),
         num_warps=plan.warps,
         num_stages=plan.stages,
         **pdl_arguments(gpu),
@@ -166,7 +168,7 @@ def _launch(x: InputRows, weight: QuantisedMatrix, bias: Tensor | None, plan: Tr
     return out
 
 
-def prefetched_lines(x: InputRows, code: str, plan: TritonPlan) -> int:
+def num_prefetched_lines(x: InputRows, code: str, plan: TritonPlan) -> int:
     """The L2 lines of each row that a product with x prefetches: a power of two."""
     if isinstance(x, RoundedRows) or (code == "fp8" and len(x) <= MIN_BLOCK_ROWS):
         return MIN_PREFETCHED_LINES
@@ -178,22 +180,22 @@ def kernel_inputs(x: InputRows, weight: QuantisedMatrix) -> tuple[Tensor, Tensor
     """(inputs, their scales or None) as quantised_dot takes them: in the order of the columns, maybe rounded."""
     if isinstance(x, RoundedRows):
         return x.values, x.scales
-    if weight.order is not None:
-        x = x.index_select(1, weight.order)
-    if weight.inputs is not None:
-        return quantise_rows(x, weight.inputs)
+    if weight.column_order is not None:
+        x = x.index_select(1, weight.column_order)
+    if weight.input_scales is not None:
+        return quantise_rows(x, weight.input_scales)
     return (x if x.stride(1) == 1 else x.contiguous()), None
 
 
-def stored_values(x: InputRows) -> Tensor:
+def input_values(x: InputRows) -> Tensor:
     """The values of x as they lie in memory."""
     return x.values if isinstance(x, RoundedRows) else x
 
 
 def _require(x: InputRows, weight: QuantisedMatrix, bias: Tensor | None, plan: TritonPlan) -> None:
-    num_in = stored_values(x).shape[1]
+    num_in = input_values(x).shape[1]
     packed = num_in if weight.code == "fp8" else num_in // 2
-    require("quantised linear: codes", weight.codes, (-1, packed), None, stored_values(x))
+    require("quantised linear: codes", weight.codes, (-1, packed), None, input_values(x))
     if bias is not None:
         require("quantised linear: bias", bias, (weight.shape[0],), x.dtype, weight.codes)
     fits = all(tensor.is_contiguous() for tensor in weight.tensors) and max_block_in(weight) % plan.block_in == 0
@@ -201,5 +203,5 @@ def _require(x: InputRows, weight: QuantisedMatrix, bias: Tensor | None, plan: T
         raise EspalierError(
             f"quantised linear: the Triton kernel takes bfloat16 or float16, contiguous weights, blocks that divide "
             f"{max_block_in(weight)} columns and, for 4 bits, groups of whole words, but got {x.dtype}, groups of "
-            f"{weight.group} of {num_in} columns and {plan}: use the reference"
+            f"{weight.group_size} of {num_in} columns and {plan}: use the reference"
         )

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from espalier.errors import EspalierError
 from espalier.kernels.layers.linear_plans import DTYPES
-from espalier.kernels.layers.quantise_rows import allocate_rounded_rows, store_rounded, store_rounded_arguments
+from espalier.kernels.layers.quantise_rows import allocate_rounded_rows, store_rounded_row, store_rounded_row_arguments
 from espalier.kernels.layers.quantised import InputRows, InputScales, RoundedRows
 from espalier.kernels.ops.norm import MAX_ROUTER_ROWS, can_round_norm
 from espalier.kernels.runtime.jit import kernel, load_sum
@@ -26,7 +26,7 @@ from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger, pdl_trigger
 
 # The values of a row per warp.  A thread loads few values, because with a single row nothing hides the latency of loads
 # (docs/log.md).
-NORM_WARP_VALUES = 128
+VALUES_PER_NORM_WARP = 128
 
 
 @kernel
@@ -60,7 +60,7 @@ def _rms_norm_kernel(
     norm = x * scale * weight
     if rounded_values_ptr is not None:
         of_type = norm.to(x_ptr.dtype.element_ty).to(tl.float32)
-        store_rounded(
+        store_rounded_row(
             of_type, row, rounded_values_ptr, rounded_scales_ptr, static_scale_ptr, ROW_SIZE, BLOCK, GROUP_COLUMNS,
             FP8_MAX,
         )  # fmt: skip
@@ -97,7 +97,8 @@ def rounded_norm(
 ) -> tuple[Tensor, Tensor | None, RoundedRows]:
     if not can_round_norm(residual.shape[1], input_scales):
         raise EspalierError(
-            f"a norm of {residual.shape[1]} columns is rounded in groups of a power of two, not {input_scales.group}"
+            f"a norm of {residual.shape[1]} columns is rounded in groups of a power of two, "
+            f"not {input_scales.group_size}"
         )
     if delta is not None:
         _require_delta(delta, residual)
@@ -121,8 +122,8 @@ def _launch_kernel(
     delta: Tensor | None,
     weight: Tensor,
     eps: float,
-    total: Tensor | None,
-    out: Tensor | None,
+    sum_out: Tensor | None,
+    norm_out: Tensor | None,
     rounded: RoundedRows | None = None,
     input_scales: InputScales | None = None,
 ) -> None:
@@ -134,11 +135,11 @@ def _launch_kernel(
     addend = x if delta is None else delta if delta.stride(-1) == 1 else delta.contiguous()
     block = next_power_of_2(size)
     _rms_norm_kernel[(rows,)](
-        *(x, addend, weight.contiguous(), x if total is None else total, out),
+        *(x, addend, weight.contiguous(), x if sum_out is None else sum_out, norm_out),
         *(x.stride(0), addend.stride(-2), addend.stride(0)),
         EPS=eps, ROW_SIZE=size, SPLITS=0 if delta is None else delta.shape[0] if delta.ndim == 3 else 1,
-        ACC_DTYPE=acc_dtype(x.dtype), BLOCK=block, num_warps=warps_for(block, NORM_WARP_VALUES),
-        **store_rounded_arguments(rounded, input_scales, block), **pdl_arguments(chip(x)),
+        ACC_DTYPE=acc_dtype(x.dtype), BLOCK=block, num_warps=warps_for(block, VALUES_PER_NORM_WARP),
+        **store_rounded_row_arguments(rounded, input_scales, block), **pdl_arguments(chip(x)),
     )  # fmt: skip
 
 
@@ -182,7 +183,7 @@ def _norm_router_kernel(
         tl.store(out_ptr + row * ROW_SIZE + column, normed, mask=mask)
         if rounded_values_ptr is not None:
             of_type = normed.to(tl.float32)
-            store_rounded(
+            store_rounded_row(
                 of_type, row, rounded_values_ptr, rounded_scales_ptr, static_scale_ptr, ROW_SIZE, BLOCK, GROUP_COLUMNS,
                 FP8_MAX,
             )  # fmt: skip
@@ -220,7 +221,7 @@ def norm_router(
     if not router.is_contiguous():
         raise EspalierError(f"norm_router: the router must be contiguous, but has strides {router.stride()}")
     if rounding is not None and not can_round_norm(size, rounding):
-        raise EspalierError(f"norm_router: a norm is rounded in groups of a power of two, not {rounding.group}")
+        raise EspalierError(f"norm_router: a norm is rounded in groups of a power of two, not {rounding.group_size}")
     total, out = (torch.empty_like(residual, memory_format=torch.contiguous_format) for _ in range(2))
     rounded = None if rounding is None else allocate_rounded_rows(residual, rounding)
     logits = residual.new_empty(rows, num_experts, dtype=dtype)
@@ -230,7 +231,7 @@ def norm_router(
         residual, parts, weight, router, total, out, logits,
         residual.stride(0), parts.stride(1), parts.stride(0), num_experts,
         EPS=eps, ROW_SIZE=size, SPLITS=parts.shape[0], BLOCK=block, BLOCK_E=block_e,
-        num_warps=warps_for(block, NORM_WARP_VALUES),
-        **store_rounded_arguments(rounded, rounding, block), **pdl_arguments(chip(residual)),
+        num_warps=warps_for(block, VALUES_PER_NORM_WARP),
+        **store_rounded_row_arguments(rounded, rounding, block), **pdl_arguments(chip(residual)),
     )  # fmt: skip
     return total, out, out if rounded is None else rounded, logits

@@ -74,7 +74,7 @@ def _divide_negated(negated, divisor):
 
 
 @kernel
-def store_rounded(
+def store_rounded_row(
     x, row, values_ptr, scales_ptr, static_scale_ptr,
     ROW_SIZE: tl.constexpr, BLOCK: tl.constexpr, GROUP_COLUMNS: tl.constexpr, FP8_MAX: tl.constexpr,
 ):  # fmt: skip
@@ -88,17 +88,18 @@ def store_rounded(
     tl.store(scales_ptr + row * num_groups + group, scale, mask=group < num_groups)
 
 
-def store_rounded_arguments(
-    rounded: RoundedRows | None, input_scales: InputScales | None, block: int
+def store_rounded_row_arguments(
+    rounded: RoundedRows | None, input_scales: InputScales | None, block_columns: int
 ) -> dict[str, object]:
-    """The arguments for store_rounded, for rows held in blocks of `block`; placeholders if `rounded` is None."""
+    """The arguments for store_rounded_row, for rows held in blocks of `block_columns`; placeholders if `rounded` is
+    None."""
     names = ("rounded_values_ptr", "rounded_scales_ptr", "static_scale_ptr")
     if rounded is None or input_scales is None:
-        return dict.fromkeys(names) | {"GROUP_COLUMNS": block, "FP8_MAX": FP8_MAX}
+        return dict.fromkeys(names) | {"GROUP_COLUMNS": block_columns, "FP8_MAX": FP8_MAX}
     size = rounded.values.shape[1]
     group = input_scales.columns(size)
     pointers = zip(names, (rounded.values, rounded.scales, input_scales.static_scale), strict=True)
-    return dict(pointers) | {"GROUP_COLUMNS": group if group < size else block, "FP8_MAX": FP8_MAX}
+    return dict(pointers) | {"GROUP_COLUMNS": group if group < size else block_columns, "FP8_MAX": FP8_MAX}
 
 
 def allocate_rounded_rows(x: Tensor, input_scales: InputScales) -> RoundedRows:

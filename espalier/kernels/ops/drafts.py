@@ -13,7 +13,7 @@ from torch import Tensor
 
 from espalier.errors import EspalierError
 from espalier.kernels.attention.ancestor_bits import ancestor_mask, pack_bits
-from espalier.kernels.ops.linear import sum_parts
+from espalier.kernels.ops.linear import add_partial_sums
 from espalier.kernels.ops.norm import add_rms_norm, rms_norm
 from espalier.kernels.ops.rope import Rotation
 from espalier.kernels.ops.tree import VOID, Tree, comparable_scores
@@ -45,9 +45,9 @@ class Candidates(NamedTuple):
         types = (torch.int64, torch.float32, torch.int32)
         return cls(*(torch.empty(shape, dtype=dtype, device=on) for dtype in types))
 
-    def at_depth(self, depth: int, rows: int) -> Candidates:
-        """Returns views [B, rows, K] of the first rows at index `depth` (0 for depth 1)."""
-        return Candidates(*(value[:, depth, :rows] for value in self))
+    def at_depth(self, depth: int, num_rows: int) -> Candidates:
+        """Returns views [B, num_rows, K] of the first rows at index `depth` (0 for depth 1)."""
+        return Candidates(*(value[:, depth, :num_rows] for value in self))
 
 
 def _best_paths(
@@ -165,60 +165,68 @@ def find_matches(history: Tensor, index: Tensor, root: Tensor, topk: int) -> Ngr
     return NgramMatches(keys // width, keys % width)
 
 
-def convolve_block(x: Tensor, group_taps: Tensor, base_taps: Tensor, width: int) -> Tensor:
-    """Returns x [N, H], in blocks of `width` rows, convolved with base_taps [T, H] + group_taps [N, T, G].
+def convolve_block(x: Tensor, group_taps: Tensor, base_taps: Tensor, block_width: int) -> Tensor:
+    """Returns x [N, H], in blocks of `block_width` rows, convolved with base_taps [T, H] + group_taps [N, T, G].
     Each channel uses the delta of its group of channels."""
     exact = torch.promote_types(x.dtype, torch.float32)
     group = x.shape[1] // group_taps.shape[2]
     coefficients = base_taps.to(exact) + group_taps.to(exact).repeat_interleave(group, 2)
-    blocks = x.to(exact).unflatten(0, (-1, width))
+    blocks = x.to(exact).unflatten(0, (-1, block_width))
     total = torch.zeros_like(blocks)
     for tap in range(base_taps.shape[0]):
-        behind = F.pad(blocks, (0, 0, tap, 0))[:, :width]
-        total += behind * coefficients[:, tap].unflatten(0, (-1, width))
+        behind = F.pad(blocks, (0, 0, tap, 0))[:, :block_width]
+        total += behind * coefficients[:, tap].unflatten(0, (-1, block_width))
     return total.flatten(0, 1).to(x.dtype)
 
 
-def check_block_conv(x: Tensor, weight: Tensor, base_taps: Tensor, width: int) -> tuple[int, int]:
+def check_block_conv(x: Tensor, weight: Tensor, base_taps: Tensor, block_width: int) -> tuple[int, int]:
     """Check the sizes of block_conv's arguments.  Returns (taps, groups)."""
     taps, size = base_taps.shape
     groups = weight.shape[0] // (2 * taps)
     require("block_conv: x", x, (-1, size), None, x)
     require("block_conv: weight", weight, (2 * taps * groups, size), x.dtype, x)
     require("block_conv: base", base_taps, (taps, size), x.dtype, x)
-    if not groups or size % groups or width < 1 or len(x) % width:
+    if not groups or size % groups or block_width < 1 or len(x) % block_width:
         raise EspalierError(
-            f"block_conv: {size} channels in {groups} groups, and {len(x)} rows in blocks of {width}, do not divide: "
-            "allocate and launch from the same layout"
+            f"block_conv: {size} channels in {groups} groups, and {len(x)} rows in blocks of {block_width}, do not "
+            "divide: allocate and launch from the same layout"
         )
     return taps, groups
 
 
 @op("espalier.kernels.layers.block_conv")
-def block_conv(x: Tensor, weight: Tensor, base_taps: Tensor, width: int) -> tuple[Tensor, Tensor]:
+def block_conv(x: Tensor, weight: Tensor, base_taps: Tensor, block_width: int) -> tuple[Tensor, Tensor]:
     """Returns (the convolved rows [N, H], the coefficients [N, T, G] of the output's convolution) in x's dtype.
 
-    x: [N, H], normed rows, in blocks of `width` rows.  weight: [2 · T · G, H] for T taps and G groups: the rows for the
-    input's convolution, then those for the output's.  base_taps: [T, H].  Raises EspalierError if sizes do not agree.
+    x: [N, H], normed rows, in blocks of `block_width` rows.  weight: [2 · T · G, H] for T taps and G groups: the rows
+    for the input's convolution, then those for the output's.  base_taps: [T, H].  Raises EspalierError if sizes do not
+    agree.
     """
-    taps, groups = check_block_conv(x, weight, base_taps, width)
+    taps, groups = check_block_conv(x, weight, base_taps, block_width)
     delta = F.linear(x, weight).view(len(x), 2, taps, groups)
-    return convolve_block(x, delta[:, 0], base_taps, width), delta[:, 1]
+    return convolve_block(x, delta[:, 0], base_taps, block_width), delta[:, 1]
 
 
 @op("espalier.kernels.layers.block_conv", tensor="residual")
 def block_conv_norm(
-    delta: Tensor, coefficients: Tensor, base_taps: Tensor, residual: Tensor, weight: Tensor, eps: float, width: int
+    delta: Tensor,
+    coefficients: Tensor,
+    base_taps: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    block_width: int,
 ) -> tuple[Tensor, Tensor]:
     """Returns (sum, norm of sum) with sum = residual + conv(delta), each [N, H] in residual's dtype.
 
-    delta: [N, H] in residual's dtype, or partial sums [parts, N, H] in float32 at least; in blocks of `width` rows.
+    delta: [N, H] in residual's dtype, or partial sums [parts, N, H] in float32 at least; in blocks of `block_width`
+    rows.
     coefficients: [N, T, G], from block_conv.  base_taps: [T, H].  weight: [H], the norm's.
     Raises EspalierError if sizes do not agree.
     """
     if delta.ndim == 3:
-        delta = sum_parts.reference(delta, residual.dtype)
-    return add_rms_norm.reference(convolve_block(delta, coefficients, base_taps, width), residual, weight, eps)
+        delta = add_partial_sums.reference(delta, residual.dtype)
+    return add_rms_norm.reference(convolve_block(delta, coefficients, base_taps, block_width), residual, weight, eps)
 
 
 @dataclass(frozen=True)

@@ -32,20 +32,20 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPlan) -> 
     The bits of a row never depend on the other rows' values.  The bits depend on the plan and on the number of rows:
     with a TritonPlan on block_rows(rows), with the library on `rows`.
     """
-    return sum_parts.reference(linear_parts.reference(x, weight, bias, plan), x.dtype)
+    return add_partial_sums.reference(linear_partial_sums.reference(x, weight, bias, plan), x.dtype)
 
 
 @op("espalier.kernels.layers.linear")
-def linear_parts(x: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPlan) -> Tensor:
+def linear_partial_sums(x: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPlan) -> Tensor:
     """Returns the result of `linear` [rows, out]; if the plan has splits, partial sums [splits, rows, out] in float32.
 
     The partial sums, added in order and rounded to x's dtype, equal the result of `linear` to the bit.
     """
-    return linear_parts_library(x, weight, bias, plan) if isinstance(plan, LibraryPlan) else F.linear(x, weight, bias)
+    return library_partial_sums(x, weight, bias, plan) if isinstance(plan, LibraryPlan) else F.linear(x, weight, bias)
 
 
-def linear_parts_library(x: Tensor, weight: Tensor, bias: Tensor | None, plan: LibraryPlan) -> Tensor:
-    """Returns the result of linear_parts, by PyTorch's library, on views of x and weight, without copies.
+def library_partial_sums(x: Tensor, weight: Tensor, bias: Tensor | None, plan: LibraryPlan) -> Tensor:
+    """Returns the result of linear_partial_sums, by PyTorch's library, on views of x and weight, without copies.
     Raises RuntimeError if `splits` does not divide `in`."""
     rows, num_out = x.shape[0], weight.shape[0]
     if plan.splits > 1 and rows * num_out > 0:
@@ -92,7 +92,7 @@ def linear_gated(
 def write_parts(x: Tensor, weight: Tensor, bias: Tensor | None, plan: TritonPlan, out: Tensor) -> None:
     """Write the partial sums of `linear` to out [splits, rows, out] float32, contiguous; one part without splits.
 
-    Raises EspalierError in the same cases as linear_parts.
+    Raises EspalierError in the same cases as linear_partial_sums.
     """
     # The reference writes the whole sum to the first part, and zeros to the others.
     out.zero_()
@@ -100,35 +100,37 @@ def write_parts(x: Tensor, weight: Tensor, bias: Tensor | None, plan: TritonPlan
 
 
 @op("espalier.kernels.layers.linear")
-def sum_parts(parts: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns the sum [rows, out] of partial sums [splits, rows, out] in `dtype`; parts [rows, out] are returned."""
-    if parts.ndim == 2:
-        return parts
-    total = parts[0].clone()
-    for part in parts[1:]:
+def add_partial_sums(partial_sums: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns the sum [rows, out] of partial sums [splits, rows, out] in `dtype`.
+    A tensor [rows, out] is returned as it is."""
+    if partial_sums.ndim == 2:
+        return partial_sums
+    total = partial_sums[0].clone()
+    for part in partial_sums[1:]:
         total += part
     return total.to(dtype)
 
 
 # The most columns of an activation that one program rounds.
-MAX_ROUNDED = 8192
+MAX_ROUNDED_COLUMNS = 8192
 
 
-def can_round_activation(size: int, input_scales: InputScales) -> bool:
-    """Whether `activate_partial_sums` can round `size` columns: groups must be powers of two, or rows short."""
-    group, block = input_scales.columns(size), next_power_of_2(size)
-    return block <= MAX_ROUNDED and (group == size or next_power_of_2(group) == group)
+def can_round_activation(num_columns: int, input_scales: InputScales) -> bool:
+    """Whether `activate_partial_sums` can round `num_columns` columns: groups must be powers of two, or rows short."""
+    group, block = input_scales.columns(num_columns), next_power_of_2(num_columns)
+    return block <= MAX_ROUNDED_COLUMNS and (group == num_columns or next_power_of_2(group) == group)
 
 
 @op("espalier.kernels.layers.activation")
 def activate_partial_sums(
-    parts: Tensor, dtype: torch.dtype, activation: Activation = SILU, rounding: InputScales | None = None
+    partial_sums: Tensor, dtype: torch.dtype, activation: Activation = SILU, rounding: InputScales | None = None
 ) -> InputRows:
-    """Returns the activation of gate and up, the halves of sum_parts(parts, dtype), as `gated_activation` does.
+    """Returns the activation of gate and up, the halves of add_partial_sums(partial_sums, dtype), as `gated_activation`
+    does.
 
     rounding: how the result is rounded to FP8, for sizes that `can_round_activation` accepts; None: not rounded.
     """
-    out = gated_activation.reference(sum_parts.reference(parts, dtype), activation)
+    out = gated_activation.reference(add_partial_sums.reference(partial_sums, dtype), activation)
     return out if rounding is None else RoundedRows(*quantise_inputs(out, rounding), dtype)
 
 
@@ -156,14 +158,14 @@ def linear_quantised(
     # The result is rounded once, at the end.
     exact = torch.promote_types(x.dtype, torch.float32)
     num_out, num_in = weight.shape
-    if weight.inputs is None:
+    if weight.input_scales is None:
         assert isinstance(x, Tensor)
         inputs = x.to(exact)
     else:
-        inputs = fake_quantise_inputs(x, weight.inputs)
+        inputs = fake_quantise_inputs(x, weight.input_scales)
     out = torch.empty(len(x), num_out, dtype=x.dtype, device=inputs.device)
     # Each step is a number of whole row blocks, because `dequantise` starts at the beginning of a row block.
-    step = max(DEQUANTISED_VALUES_PER_STEP // max(num_in, 1) // weight.row_block, 1) * weight.row_block
+    step = max(DEQUANTISED_VALUES_PER_STEP // max(num_in, 1) // weight.rows_per_scale, 1) * weight.rows_per_scale
     for begin in range(0, num_out, step):
         end = min(begin + step, num_out)
         block_bias = None if bias is None else bias[begin:end].to(exact)
@@ -172,7 +174,7 @@ def linear_quantised(
 
 
 @op("espalier.kernels.layers.linear_quantised", tensor="weight.codes")
-def linear_quantised_parts(
+def linear_quantised_partial_sums(
     x: InputRows, weight: QuantisedMatrix, bias: Tensor | None, plan: TritonPlan | None = None
 ) -> Tensor:
     """Returns the result of linear_quantised, or its partial sums [splits, rows, out] in float32."""

@@ -167,9 +167,9 @@ def scan(
     return ScanResult(out, state, at_mark)
 
 
-def causal_mask(rows: int, device: torch.device) -> Tensor:
-    """Returns [1, rows, rows] bool: entry [0, i, j] says whether j <= i: row i of a chain sees row j."""
-    order = torch.arange(rows, device=device)
+def causal_mask(num_rows: int, device: torch.device) -> Tensor:
+    """Returns [1, num_rows, num_rows] bool: entry [0, i, j] says whether j <= i: row i of a chain sees row j."""
+    order = torch.arange(num_rows, device=device)
     return (order <= order[:, None])[None]
 
 

@@ -172,13 +172,13 @@ def scores_of(queries: IndexQueries, keys: Tensor) -> Tensor:
 
 
 @op("espalier.kernels.layers.index_rows", tensor="index.q")
-def rotate_and_store_index(index: IndexRows, rows: Tensor, plane: Tensor) -> Tensor:
-    """Norm and rotate the keys, and store them in rows [N] of plane [R, 1, size].  Returns the rotated q."""
+def rotate_and_store_index(index: IndexRows, cache_rows: Tensor, plane: Tensor) -> Tensor:
+    """Norm and rotate the keys, and store them in cache_rows [N] of plane [R, 1, size].  Returns the rotated q."""
     norm, rotary = index.norm, index.rotation.cos.shape[1]
     size = index.k.shape[-1]
     k = F.layer_norm(index.k, (size,), norm.weight, norm.bias, norm.eps)[:, None]
     q, k = (_rotated(x, index.rotation, rotary, index.interleaved) for x in (index.q, k))
-    plane.index_copy_(0, rows, k)
+    plane.index_copy_(0, cache_rows, k)
     return q
 
 
@@ -299,14 +299,14 @@ class KVSplitPolicy:
         is_enough = max_rows <= num_splits * max_split_rows
         return cls(num_splits, num_splits if is_enough else max_splits, max_split_rows, min_split_rows)
 
-    def width(self, rows: int) -> int:
-        """The rows per split of a request with `rows` rows: an equal share, rounded up to a multiple of SPLIT_STEP.
+    def width(self, num_rows: int) -> int:
+        """The rows per split of a request with `num_rows` rows: an equal share, rounded up to a multiple of SPLIT_STEP.
 
         The last split may have fewer rows.
         """
-        wanted = max(min(-(-rows // self.min_split_rows), self.num_splits), -(-rows // self.max_split_rows))
+        wanted = max(min(-(-num_rows // self.min_split_rows), self.num_splits), -(-num_rows // self.max_split_rows))
         count = min(max(wanted, 1), self.max_splits)
-        return max(-(-rows // (count * SPLIT_STEP)), 1) * SPLIT_STEP
+        return max(-(-num_rows // (count * SPLIT_STEP)), 1) * SPLIT_STEP
 
 
 @dataclass(frozen=True)

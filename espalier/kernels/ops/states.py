@@ -15,7 +15,7 @@ from torch import Tensor
 
 from espalier.kernels.attention.ancestor_bits import unpack_bits
 from espalier.kernels.layers.quantised import InputRows, InputScales, RoundedRows, quantise_inputs
-from espalier.kernels.ops.linear import sum_parts
+from espalier.kernels.ops.linear import add_partial_sums
 from espalier.kernels.ops.norm import rms_norm
 from espalier.kernels.ops.recurrence import (
     ScanResult,
@@ -128,13 +128,13 @@ class GateInputs(NamedTuple):
         """Returns the gates [N, 2, heads], as in StateRows.  dtype: the model's."""
         sizes = len(self.A_log) // self.group_size, self.column_stride, self.group_size
         exact = self.A_log.dtype
-        decay = strided_columns(sum_parts.reference(self.decay, dtype), *sizes).to(exact)
+        decay = strided_columns(add_partial_sums.reference(self.decay, dtype), *sizes).to(exact)
         t = F.softplus(decay + self.dt_bias)
         if self.dt_bounds != (None, None):
             t = t.clamp(*self.dt_bounds)
         beta = t
         if self.beta is not None:
-            beta = strided_columns(sum_parts.reference(self.beta, dtype), *sizes).to(exact).sigmoid()
+            beta = strided_columns(add_partial_sums.reference(self.beta, dtype), *sizes).to(exact).sigmoid()
         return torch.stack((-self.A_log.exp() * t, beta), 1)
 
 
@@ -221,7 +221,7 @@ def prepare_rows(
 
     inputs: may be partial sums [parts, N, columns] float32, which are added and rounded to the tails' dtype.
     """
-    inputs = sum_parts.reference(inputs, rows.tail.dtype)
+    inputs = add_partial_sums.reference(inputs, rows.tail.dtype)
     ordered = columns.in_channel_order(inputs)
     tail = tail_before(ordered, rows)
     convolution = convolve(ordered.unflatten(0, (-1, rows.width)), tail, rows.parents, conv).flatten(0, 1)
@@ -356,7 +356,7 @@ def gated_norm(
     groups, size = x.shape[1:]
     exact = torch.promote_types(x.dtype, torch.float32)
     values = strided_columns(
-        sum_parts.reference(gate.values, x.dtype),
+        add_partial_sums.reference(gate.values, x.dtype),
         groups // gate.adjacent_groups,
         gate.column_stride,
         gate.adjacent_groups * size,

@@ -54,15 +54,15 @@ class Tree(NamedTuple):
         cut = Tree(*(part[:, :nodes].contiguous() for part in self))
         return cut._replace(ancestors=cut.ancestors[..., : -(-nodes // ANCESTOR_BITS)].contiguous())
 
-    def best_nodes(self, rows: int) -> Tensor:
-        """Returns [rows]: the indices of the batch's best nodes among its B · D nodes, in ascending order.
+    def best_nodes(self, num_kept: int) -> Tensor:
+        """Returns [num_kept]: the indices of the batch's best nodes among its B · D nodes, in ascending order.
 
-        All roots are among them.  Ties go to the lower index, so the ancestors of a chosen node are chosen too.  rows:
-        at least B.
+        All roots are among them.  Ties go to the lower index, so the ancestors of a chosen node are chosen too.
+        num_kept: at least B.
         """
         scores = comparable_scores(self.scores)
         scores[:, 0] = torch.inf
-        return torch.sort(scores.flatten(), descending=True, stable=True).indices[:rows].sort().values
+        return torch.sort(scores.flatten(), descending=True, stable=True).indices[:num_kept].sort().values
 
     def keep_nodes(self, indices: Tensor) -> Tree:
         """Returns the trees with all nodes void except the nodes at `indices` (see best_nodes).  No node moves."""

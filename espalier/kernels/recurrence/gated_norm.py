@@ -95,7 +95,7 @@ def gated_norm(
     num_rows, groups, size = x.shape
     if rounding is not None and not can_round_groups(size, groups, rounding):
         raise EspalierError(
-            f"a gated norm of {groups} groups of {size} columns is not rounded in groups of {rounding.group}"
+            f"a gated norm of {groups} groups of {size} columns is not rounded in groups of {rounding.group_size}"
         )
     rounded = None if rounding is None else allocate_rounded_rows(x.flatten(1), rounding)
     out = torch.empty_like(x) if rounded is None else rounded.values

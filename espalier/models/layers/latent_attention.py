@@ -13,7 +13,7 @@ from torch import Tensor
 from espalier.attention import Pass
 from espalier.kernels.layers.quantised import InputRows, InputScales
 from espalier.kernels.layers.scaled_product import max_kernel_rows
-from espalier.kernels.ops.linear import sum_parts
+from espalier.kernels.ops.linear import add_partial_sums
 from espalier.kernels.ops.norm import can_round_norm
 from espalier.kernels.ops.rope import LatentFormat, Rotation, head_product
 from espalier.kernels.ops.selection import IndexNorm, IndexRows
@@ -57,7 +57,7 @@ def common_rounding(one: InputScales | None, other: InputScales | None) -> Input
         or other is None
         or one.static_scale is not None
         or other.static_scale is not None
-        or one.group != other.group
+        or one.group_size != other.group_size
     ):
         return None
     return one
@@ -82,7 +82,7 @@ class Indexer:
         """Returns the index queries and keys of new rows.  q_latent: [N, q_rank]."""
         parts = router_logits(rows.x, self.score_weights)
         # The published factor of scores is omitted, because it does not change the choice.
-        weights = sum_parts(parts, parts.dtype)
+        weights = add_partial_sums(parts, parts.dtype)
         q = self.q(q_latent).unflatten(1, (len(self.score_weights), self.k.shape[0]))
         return IndexRows(q, self.k(rows.projection_rows), weights, self.norm, rotation, self.interleaved)
 

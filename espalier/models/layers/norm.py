@@ -8,7 +8,7 @@ from torch import Tensor
 
 from espalier.kernels.layers.quantised import InputRows, InputScales
 from espalier.kernels.layers.scaled_product import max_kernel_rows
-from espalier.kernels.ops.linear import sum_parts
+from espalier.kernels.ops.linear import add_partial_sums
 from espalier.kernels.ops.norm import (
     NormWeight,
     add_normed,
@@ -92,7 +92,7 @@ class RMSNorm:
         if delta is None:
             return residual, self(residual)
         if self._constants is not None and residual.dtype == self.weight.dtype:
-            total = residual + (delta if delta.ndim == 2 else sum_parts.reference(delta, residual.dtype))
+            total = residual + (delta if delta.ndim == 2 else add_partial_sums.reference(delta, residual.dtype))
             return total, norm_by_length(total, *self._constants)
         return add_rms_norm(delta, residual, self.weight, self.eps)
 
@@ -118,7 +118,7 @@ class NormedOutputs:
             of_outputs = tuple((output, _norm_weight(own)) for output, own in outputs)
             behind = None if self.norm is None else _norm_weight(self.norm)
             return add_normed(of_outputs, behind, x, self.scale, tuple(map(_norm_weight, norms)))
-        normed = [own(sum_parts(output, x.dtype)) for output, own in outputs]
+        normed = [own(add_partial_sums(output, x.dtype)) for output, own in outputs]
         added = sum(normed[1:], normed[0])
         added = added if self.norm is None else self.norm(added)
         total = (x if self.scale == 1 else x * self.scale) + added
@@ -154,7 +154,7 @@ class NoNorm:
             total, _ = delta.add_and_norms(residual, ())
             return total, total
         own = sum_if_unsummed(delta)
-        total = residual if own is None else residual + sum_parts(own, residual.dtype)
+        total = residual if own is None else residual + add_partial_sums(own, residual.dtype)
         return total, total
 
 
