@@ -31,12 +31,12 @@ from espalier.kernels.attention.work_items import ALL_CONTIGUOUS, COUNTED, UNKNO
 from espalier.kernels.hopper import gated as hopper_gated
 from espalier.kernels.hopper.attention import hopper_attention_kernel, hopper_constants
 from espalier.kernels.hopper.config import (
-    FEW_STAGES,
     FP8_RAW_STAGES,
     FP8_STAGES,
+    LATENT_FEW_STAGES,
     HopperConfig,
     HopperLatentConfig,
-    HopperLatentFewConfig,
+    HopperLatentFewQueriesConfig,
 )
 from espalier.kernels.hopper.latent import hopper_latent_arguments, hopper_latent_kernel
 from espalier.kernels.hopper.latent_few import hopper_latent_few_arguments, hopper_latent_few_kernel
@@ -161,7 +161,7 @@ def compiled_hopper_latent(config: HopperLatentConfig, heads: int, nodes: int, p
 
 
 def compiled_hopper_latent_few(heads: int, nodes: int, page_size: int) -> dict:
-    config = HopperLatentFewConfig(FEW_STAGES)
+    config = HopperLatentFewQueriesConfig(LATENT_FEW_STAGES)
     constants = hopper_latent_few_arguments(config, torch.zeros(64, 1, 576, dtype=torch.bfloat16), page_size)
     kinds = dict.fromkeys(("row_ptr", "staged_ptr"), "*bf16") | described(constants, "bf16")
     constants |= {"HEADS": heads, "PAGE_SIZE": page_size, "STAGED": nodes, "LONGEST_FIRST": True, "USE_PDL": True}

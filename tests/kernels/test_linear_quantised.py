@@ -363,7 +363,7 @@ def test_a_plan_comes_from_the_table_of_its_format_and_else_from_the_rule(monkey
     mine, others = TritonPlan(32, 64, 1, 4, 3), TritonPlan(128, 64, 1, 4, 3)
     tables = {"int4-1x64": {(4096, 4096): (mine, *[None] * 4)}, DENSE: {(4096, 4096): others}}
     monkeypatch.setattr(quantised_plans, "chip", lambda tensor: H200)
-    monkeypatch.setattr(TuningSchema, "measured", lambda kind, gpu, dtype, format: tables.get(format, {}))
+    monkeypatch.setattr(TuningSchema, "measured_plans", lambda kind, gpu, dtype, format: tables.get(format, {}))
     by_rule = plan_by_rule(17, 4096, 4096, "int4", 256, True, H200)
     assert quantised_plan_for(matrix, x) == mine and mine != plan_by_rule(3, 4096, 4096, "int4", 256, True, H200)
     # A bucket that was measured slower than the rule, rows above all buckets, another shape, another format.

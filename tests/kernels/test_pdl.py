@@ -106,7 +106,7 @@ class Attended:
         self._stored(1, self.page_size + self.rows, *self.pages)
         rows = (self.pages, self.page_size, self.prefix, self.nodes, self.splits)
         inputs = AttentionInputs(q[None], *rows, SIZE**-0.5, (self.kv[0][None], self.kv[1][None]))
-        return list(tree_attention.triton(inputs, contiguous=contiguous))
+        return list(tree_attention.triton(inputs, num_contiguous_blocks=contiguous))
 
     def _stored(self, layer: int, rows: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         qkv = linear_partial_sums.triton(self.x, self.weight[layer], None, SLOW).unflatten(-1, (-1, SIZE))

@@ -6,7 +6,15 @@ from torch import Tensor
 
 from espalier.cache.layer_spec import RecurrentState
 from espalier.kernels.attention.ancestor_bits import ancestor_mask
-from espalier.kernels.ops.recurrence import ShortConv, StateRows, convolve, row_outputs, scan, solve_updates, tail_after
+from espalier.kernels.ops.recurrence import (
+    ShortConv,
+    StateRows,
+    conv_tail_after,
+    convolve,
+    row_outputs,
+    scan,
+    solve_updates,
+)
 
 EXACT = 1e-11
 KEEPS = [
@@ -107,5 +115,5 @@ def test_a_convolution_follows_a_nodes_own_path(taps):
                 expected = (window * weight.T).sum(0)
                 expected = torch.nn.functional.silu(expected) if act else expected + bias
                 assert (got[b, i] - expected).abs().max() < EXACT
-    after = tail_after(tail, inputs, torch.tensor([0, 5]))
+    after = conv_tail_after(tail, inputs, torch.tensor([0, 5]))
     assert torch.equal(after[0], tail[0]) and torch.equal(after[1], torch.cat((tail[1], inputs[1, :5]))[5:])

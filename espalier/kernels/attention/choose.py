@@ -13,11 +13,11 @@ from espalier.kernels.hopper.config import (
     WARPGROUP_QUERIES,
     HopperConfig,
     HopperLatentConfig,
-    HopperLatentFewConfig,
+    HopperLatentFewQueriesConfig,
     block_rows,
     choose_hopper_config,
     choose_hopper_latent_config,
-    choose_hopper_latent_few_config,
+    choose_hopper_latent_few_queries_config,
     hopper_latent_supports,
     needs_block_counts,
     uses_tma,
@@ -27,7 +27,7 @@ from espalier.kernels.ops.selection import TARGET_PROGRAMS
 from espalier.kernels.runtime.launch import chip, is_aligned_for_copies, next_power_of_2
 from espalier.layout import next_bucket
 
-LatentConfig = TritonConfig | HopperLatentConfig | HopperLatentFewConfig
+LatentConfig = TritonConfig | HopperLatentConfig | HopperLatentFewQueriesConfig
 
 
 def choose_config(inputs: AttentionInputs) -> TritonConfig | HopperConfig:
@@ -74,7 +74,7 @@ def choose_latent_config(inputs: AttentionInputs) -> LatentConfig:
     q, staged, fp8 = inputs.q, inputs.staged, inputs.scales is not None
     queries, heads, size = q.shape[1:]
     if _hopper_supports_latent(inputs):
-        few = None if fp8 else choose_hopper_latent_few_config(chip(q), queries, heads)
+        few = None if fp8 else choose_hopper_latent_few_queries_config(chip(q), queries, heads)
         config = few or choose_hopper_latent_config(chip(q), fp8)
         if config is not None:
             return config
@@ -83,10 +83,10 @@ def choose_latent_config(inputs: AttentionInputs) -> LatentConfig:
     return choose_triton_latent_config(chip(q), queries * heads, rows, row_bytes, q.dtype)
 
 
-def latent_config_fits(config: HopperLatentConfig | HopperLatentFewConfig, inputs: AttentionInputs) -> bool:
+def latent_config_fits(config: HopperLatentConfig | HopperLatentFewQueriesConfig, inputs: AttentionInputs) -> bool:
     """Returns whether the Hopper kernel of this configuration takes these tensors."""
     fp8, (queries, heads) = inputs.scales is not None, inputs.q.shape[1:3]
-    if isinstance(config, HopperLatentFewConfig):
+    if isinstance(config, HopperLatentFewQueriesConfig):
         return _hopper_supports_latent(inputs) and not fp8 and queries == 1 and heads <= config.block_m
     return _hopper_supports_latent(inputs) and fp8 == (config.raw_stages > 0)
 

@@ -44,7 +44,7 @@ from espalier.kernels.ops.attention import (
     MAX_HEAD_SIZE,
     AttentionInputs,
     PartialResults,
-    is_wide_latent,
+    is_too_wide_latent,
     latent_attention,
     merge_splits,
 )
@@ -142,21 +142,21 @@ def _tree_attention_kernel(
 
 def tree_attention(
     inputs: AttentionInputs,
-    partials: PartialResults | None = None,
+    partial_results: PartialResults | None = None,
     config: TritonConfig | HopperConfig | None = None,
-    contiguous: Tensor | None = None,
+    num_contiguous_blocks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     inputs = _check_inputs(inputs)
     q, splits, sink = inputs.q, inputs.splits, inputs.sink
-    if contiguous is not None:
-        require("tree attention's contiguous blocks", contiguous, (splits.table.shape[0],), torch.int32, q)
+    if num_contiguous_blocks is not None:
+        require("tree attention's contiguous blocks", num_contiguous_blocks, (splits.table.shape[0],), torch.int32, q)
     out, lse = inputs.output_buffers()
     if not out.numel():
         return out, lse
     if sink is not None:
         require("tree attention's sink", sink, (q.shape[2],), None, q)
-    if partials is None:
-        partials = PartialResults.allocate(splits, *out.shape[1:])
+    if partial_results is None:
+        partial_results = PartialResults.allocate(splits, *out.shape[1:])
     if config is None:
         config = choose_config(inputs)
     elif isinstance(config, HopperConfig) and not (
@@ -166,9 +166,9 @@ def tree_attention(
             f"the Hopper attention kernel needs bfloat16 or float16, a head size of {HEAD_SIZES}, strides divisible by "
             "16, staged rows if `staged` is given, no soft-cap, and raw_stages for FP8 rows: use config=None"
         )
-    _launch_kernel(inputs, partials, config, contiguous, out, lse)
+    _launch_kernel(inputs, partial_results, config, num_contiguous_blocks, out, lse)
     if splits.policy.max_splits > 1:
-        merge_splits.triton(partials, splits, out, lse, sink)
+        merge_splits.triton(partial_results, splits, out, lse, sink)
     return out, lse
 
 
@@ -238,4 +238,4 @@ def staged_attention(inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
     k, v = inputs.staged
     # The pages are not read.  A staged row is their placeholder, so that all page sizes share one compiled kernel.
     inputs = inputs._replace(pages=(k[:1, 0], v[:1, 0]), page_size=1)
-    return (latent_attention.triton if is_wide_latent(k, v) else tree_attention)(inputs)
+    return (latent_attention.triton if is_too_wide_latent(k, v) else tree_attention)(inputs)

@@ -16,7 +16,7 @@ from espalier.kernels.attention.work_items import ALL_CONTIGUOUS, COUNTED, UNKNO
 from espalier.kernels.hopper.attend import attend_work_items
 from espalier.kernels.hopper.config import HopperConfig, block_rows, needs_block_counts, uses_tma
 from espalier.kernels.hopper.load import convert_work_items, load_work_items
-from espalier.kernels.hopper.work import HopperConstants, RowPtrs, make_stages
+from espalier.kernels.hopper.work import HopperConstexprs, RowPtrs, make_stages
 from espalier.kernels.runtime.jit import gluon_kernel
 from espalier.kernels.runtime.launch import tma_descriptor
 
@@ -44,7 +44,7 @@ def hopper_attention_kernel(
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     # FP8 rows are attended to in float16, as in kernels/attention/tree_attention.py:_load_queries.
     attended: gl.constexpr = gl.float16 if FP8 else dtype
-    CONSTANTS: gl.constexpr = HopperConstants(
+    CONSTANTS: gl.constexpr = HopperConstexprs(
         KV_HEADS, GROUP_SIZE, PAGE_SIZE, WINDOW, STAGED, LONGEST_FIRST, SAME_STRIDES, CONTIGUOUS,
         WIDTHS=(HEAD_SIZE, HEAD_SIZE), COLUMNS=(0, 0), ROW_SIZE=2 * HEAD_SIZE, OUT_SIZE=HEAD_SIZE,
         BLOCK_M=64 * WARPGROUPS, BLOCK_N=BLOCK_N, RAW_STAGES=RAW_STAGES, LOAD_WARPS=LOAD_WARPS,

@@ -42,11 +42,11 @@ WEIGHT_SLOTS = 2
 # Pipeline stages for an FP8 cache: blocks of converted rows, and blocks of stored rows.
 LATENT_FP8_STAGES, LATENT_FP8_RAW_STAGES = 2, 4
 # The most packed queries of hopper/latent_few.py: the columns of its product.
-FEW_MAX_QUERIES = 16
+LATENT_FEW_MAX_QUERIES = 16
 # Rows per block of hopper/latent_few.py: the rows of its product.  Two blocks fill shared memory; one is attended to
 # while the other is loaded.
-FEW_BLOCK_N = 64
-FEW_STAGES = 2
+LATENT_FEW_BLOCK_N = 64
+LATENT_FEW_STAGES = 2
 
 
 def block_rows(size: int) -> int:
@@ -190,23 +190,23 @@ def hopper_latent_supports(q: Tensor, rows: list[Tensor], v_size: int) -> bool:
 
 
 @dataclass(frozen=True)
-class HopperLatentFewConfig:
+class HopperLatentFewQueriesConfig:
     """Launch configuration.  stages: blocks of rows in shared memory."""
 
     stages: int
 
     programs_per_processor: ClassVar[int] = 1
-    block_m: ClassVar[int] = FEW_MAX_QUERIES
+    block_m: ClassVar[int] = LATENT_FEW_MAX_QUERIES
 
     @property
     def shared_bytes(self) -> int:
         """Shared memory of a program, in bytes."""
-        rows = 2 * (FEW_MAX_QUERIES + self.stages * FEW_BLOCK_N) * (V_SIZE + ROPE_SIZE)
-        return rows + 2 * FEW_MAX_QUERIES * FEW_BLOCK_N + RESERVED_SHARED_MEMORY
+        rows = 2 * (LATENT_FEW_MAX_QUERIES + self.stages * LATENT_FEW_BLOCK_N) * (V_SIZE + ROPE_SIZE)
+        return rows + 2 * LATENT_FEW_MAX_QUERIES * LATENT_FEW_BLOCK_N + RESERVED_SHARED_MEMORY
 
 
-def choose_hopper_latent_few_config(gpu: Chip, queries: int, heads: int) -> HopperLatentFewConfig | None:
+def choose_hopper_latent_few_queries_config(gpu: Chip, queries: int, heads: int) -> HopperLatentFewQueriesConfig | None:
     """Return the launch configuration, or None if the kernel does not take this chip or this number of queries."""
-    config, is_few = HopperLatentFewConfig(FEW_STAGES), queries == 1 and heads <= FEW_MAX_QUERIES
+    config, is_few = HopperLatentFewQueriesConfig(LATENT_FEW_STAGES), queries == 1 and heads <= LATENT_FEW_MAX_QUERIES
     fits = gpu.capability == HOPPER and config.shared_bytes <= gpu.shared_memory
     return config if fits and is_few else None

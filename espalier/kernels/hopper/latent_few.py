@@ -24,11 +24,11 @@ from espalier.kernels.attention.work_items import (
     wait_and_count_splits,
     work_item_of,
 )
-from espalier.kernels.hopper.config import FEW_BLOCK_N, FEW_MAX_QUERIES, HopperLatentFewConfig
+from espalier.kernels.hopper.config import LATENT_FEW_BLOCK_N, LATENT_FEW_MAX_QUERIES, HopperLatentFewQueriesConfig
 from espalier.kernels.hopper.latent import block_arguments, copy_queries
 from espalier.kernels.hopper.load import load_work_items
 from espalier.kernels.hopper.work import (
-    HopperConstants,
+    HopperConstexprs,
     RowPtrs,
     make_stages,
     stage_of,
@@ -172,7 +172,7 @@ def hopper_latent_few_kernel(
 ):
     """COLUMNS: columns of a product, at least HEADS.  row_scale_ptr is None: a value of a row has two bytes."""
     dtype: gl.constexpr = q_ptr.dtype.element_ty
-    CONSTANTS: gl.constexpr = HopperConstants(
+    CONSTANTS: gl.constexpr = HopperConstexprs(
         KV_HEADS=1, GROUP_SIZE=HEADS, PAGE_SIZE=PAGE_SIZE, WINDOW=0, STAGED=STAGED, LONGEST_FIRST=LONGEST_FIRST,
         SAME_STRIDES=True, CONTIGUOUS=CONTIGUOUS, WIDTHS=(HALF, HALF, ROPE), COLUMNS=(0, HALF, 2 * HALF),
         ROW_SIZE=2 * HALF + ROPE, OUT_SIZE=HALF, BLOCK_M=HEADS, BLOCK_N=BLOCK_N,
@@ -211,11 +211,11 @@ def hopper_latent_few_kernel(
 # fmt: on
 
 
-def hopper_latent_few_arguments(config: HopperLatentFewConfig, pages: Tensor, page_size: int) -> dict[str, Any]:
+def hopper_latent_few_arguments(config: HopperLatentFewQueriesConfig, pages: Tensor, page_size: int) -> dict[str, Any]:
     """Returns the constexpr arguments, options and TMA descriptors of a launch.  pages: [R, 1, 576]."""
-    return block_arguments(pages, page_size, FEW_BLOCK_N) | {
+    return block_arguments(pages, page_size, LATENT_FEW_BLOCK_N) | {
         "STAGES": config.stages,
-        "COLUMNS": FEW_MAX_QUERIES,
+        "COLUMNS": LATENT_FEW_MAX_QUERIES,
         "LOAD_REGISTERS": LOAD_REGISTERS,
         "LOAD_WARPS": LOAD_WARPS,
         "num_warps": 4,

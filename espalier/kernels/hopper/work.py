@@ -20,7 +20,7 @@ from espalier.kernels.attention.work_items import committed_blocks, visible_stag
 from espalier.kernels.runtime.jit import gluon_kernel
 
 
-class HopperConstants(NamedTuple):
+class HopperConstexprs(NamedTuple):
     """The constexpr arguments of a Hopper attention kernel, as one `gl.constexpr` variable.
 
     WIDTHS: per tile of a block, the number of values of a row; COLUMNS: per tile, the index of its first value in the
@@ -71,7 +71,7 @@ class Stages(NamedTuple):
     empty: Any
 
 
-class WorkItemExtent(NamedTuple):
+class WorkItemBlocks(NamedTuple):
     """The blocks of a work item.
 
     The first num_committed blocks are committed rows begin .. end (work_items.py:committed_blocks).  The others are the
@@ -156,7 +156,7 @@ def work_item_extent(plan, item, positions, ROW_LAYOUT: gl.constexpr, CONSTANTS:
         )
     num_staged = (gl.maximum(high - low, 0) + CONSTANTS.BLOCK_N - 1) // CONSTANTS.BLOCK_N
     num_blocks = gl.maximum(num_committed + num_staged, 1)
-    return WorkItemExtent(begin, item.end, num_committed, num_lower, num_unmasked, low, high, num_blocks)
+    return WorkItemBlocks(begin, item.end, num_committed, num_lower, num_unmasked, low, high, num_blocks)
 
 
 @gluon_kernel

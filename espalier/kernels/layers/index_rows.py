@@ -14,7 +14,7 @@ from torch import Tensor
 
 from espalier.errors import EspalierError
 from espalier.kernels.layers.latent import HEADS_PER_PROGRAM, NUM_WARPS, rotated_halves, store_halves
-from espalier.kernels.ops.selection import IndexRows
+from espalier.kernels.ops.selection import IndexerInputs
 from espalier.kernels.runtime.jit import kernel
 from espalier.kernels.runtime.launch import acc_dtype, chip, next_power_of_2, require
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
@@ -105,7 +105,7 @@ def _index_rows_kernel(
         )  # fmt: skip
 
 
-def rotate_and_store_index(index: IndexRows, cache_rows: Tensor, plane: Tensor) -> Tensor:
+def rotate_and_store_index(index: IndexerInputs, cache_rows: Tensor, plane: Tensor) -> Tensor:
     """See ops/selection.py.  Overwrites index.q.  Tolerance: one ulp of the dtype and a few ulps of float32."""
     q, k, norm, rotation = index.q, index.k, index.norm, index.rotation
     count, heads, size = q.shape

@@ -11,14 +11,14 @@ from torch import Tensor
 
 from espalier.kernels.attention.ancestor_bits import causal_bits, visible_mask
 from espalier.kernels.attention.triton_config import TritonConfig
-from espalier.kernels.hopper.config import HopperConfig, HopperLatentConfig, HopperLatentFewConfig
+from espalier.kernels.hopper.config import HopperConfig, HopperLatentConfig, HopperLatentFewQueriesConfig
 from espalier.kernels.ops.selection import SPLIT_COLUMNS, KVSplitPolicy, KVSplits
 from espalier.kernels.ops.state import page_rows
 from espalier.kernels.runtime.op import op
 from espalier.kernels.state.kv_scales import KVScales, times_k_scale, times_v_scale
 
 
-def soft_capped(logits: Tensor, softcap: float | None) -> Tensor:
+def apply_softcap(logits: Tensor, softcap: float | None) -> Tensor:
     """Returns softcap · tanh(logits / softcap); for None, the logits themselves."""
     return logits if softcap is None else torch.tanh(logits / softcap) * softcap
 
@@ -29,26 +29,26 @@ def masked_attention(
     v: Tensor,
     mask: Tensor,
     scale: float,
-    scales: KVScales | None = None,
+    kv_scales: KVScales | None = None,
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of q [B, Q, heads, k_size] over k, v [B, R, kv_heads, size] where mask [B, Q, R] is true.
 
-    scales: of k and v in FP8.  softcap: see LayerSpec.
+    kv_scales: of k and v in FP8.  softcap: see LayerSpec.
     Returns out [B, Q, heads, v_size] in q's dtype and lse [B, Q, heads], natural log, in float32 (float64 for float64).
     A query that sees no rows gets zeros and lse -inf.
     """
     heads, kv_heads = q.shape[2], k.shape[2]
     exact = torch.promote_types(q.dtype, torch.float32)
-    queries = q.to(exact) if scales is None else times_k_scale(q.to(exact), scales)
+    queries = q.to(exact) if kv_scales is None else times_k_scale(q.to(exact), kv_scales)
     grouped = queries.unflatten(2, (kv_heads, heads // kv_heads))
     scores = torch.einsum("bqhgd,brhd->bqhgr", grouped, k.to(exact)) * scale
-    scores = soft_capped(scores, softcap)
+    scores = apply_softcap(scores, softcap)
     scores = scores.masked_fill(~mask[:, :, None, None, :], -torch.inf)
     lse = torch.logsumexp(scores, -1)
     weights = torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0)[..., None])
     out = torch.einsum("bqhgr,brhd->bqhgd", weights, v.to(exact))
-    out = out.flatten(2, 3) if scales is None else times_v_scale(out.flatten(2, 3), scales)
+    out = out.flatten(2, 3) if kv_scales is None else times_v_scale(out.flatten(2, 3), kv_scales)
     return out.to(q.dtype), lse.flatten(2, 3)
 
 
@@ -176,8 +176,8 @@ class PartialResults:
     lse: Tensor
 
     @classmethod
-    def allocate(cls, splits: KVSplits, queries: int, heads: int, v_size: int) -> PartialResults:
-        shape = (splits.table.shape[0], queries, heads)
+    def allocate(cls, splits: KVSplits, num_queries: int, num_heads: int, v_size: int) -> PartialResults:
+        shape = (splits.table.shape[0], num_queries, num_heads)
         device = splits.table.device
         return cls(torch.empty(*shape, v_size, device=device), torch.empty(shape, device=device))
 
@@ -193,7 +193,7 @@ def empty_prefix(batch: int, device: torch.device) -> tuple[Prefix, KVSplits]:
     return Prefix(table[:, 1:2], length), KVSplits(table, starts, KVSplitPolicy(1, 1))
 
 
-def is_wide_latent(k: Tensor, v: Tensor) -> bool:
+def is_too_wide_latent(k: Tensor, v: Tensor) -> bool:
     """Returns whether staged K and V are views of one latent row that is too wide for tree_attention."""
     is_latent = k.shape[2] == 1 and k.data_ptr() == v.data_ptr()
     return is_latent and MAX_LATENT_HEAD_SIZE < k.shape[3] <= MAX_ROW_SIZE and v.shape[3] <= MAX_V_SIZE
@@ -203,7 +203,7 @@ def has_staged_kernel(inputs: AttentionInputs) -> bool:
     """Whether one of Espalier's kernels supports the staged rows and options of `inputs`."""
     assert inputs.staged is not None
     (k, v), is_plain = inputs.staged, inputs.window is None and inputs.softcap is None
-    fits = is_plain if is_wide_latent(k, v) else max(k.shape[3], v.shape[3]) <= MAX_HEAD_SIZE
+    fits = is_plain if is_too_wide_latent(k, v) else max(k.shape[3], v.shape[3]) <= MAX_HEAD_SIZE
     return inputs.q.is_cuda and inputs.q.dtype in KERNEL_DTYPES and fits
 
 
@@ -216,7 +216,7 @@ def count_contiguous_blocks(
     Counting stops at a split's first block that is not contiguous.  work_items.committed_blocks defines unmasked
     blocks.  Entries past the last split are undefined.
     page_table: [B, T] int32.  first_position: rows below it do not exist.  block_rows: rows per block, a divisor of
-    SPLIT_STEP.
+    SPLIT_ALIGNMENT.
     """
     out = torch.zeros(splits.table.shape[0], dtype=torch.int32)
     for split, (request, begin, end, _request_splits) in enumerate(splits.used.tolist()):
@@ -249,7 +249,7 @@ def merge_results(first_result: OutAndLse, second_result: OutAndLse, sink: Tenso
 
 @op("espalier.kernels.attention.merge", tensor="out")
 def merge_splits(
-    partials: PartialResults, splits: KVSplits, out: Tensor, lse: Tensor, sink: Tensor | None = None
+    partial_results: PartialResults, splits: KVSplits, out: Tensor, lse: Tensor, sink: Tensor | None = None
 ) -> None:
     """Merge the results of requests with several splits into out [B, Q, heads, v_size] and lse [B, Q, heads].
 
@@ -262,10 +262,10 @@ def merge_splits(
         of_request = slice(start, start + count)
         if count == 1:
             continue
-        partial_lse = partials.lse[of_request] * torch.tensor(2.0).log()
+        partial_lse = partial_results.lse[of_request] * torch.tensor(2.0).log()
         total_weight = torch.logsumexp(partial_lse, 0)
         shift = total_weight.masked_fill(total_weight == -torch.inf, 0)
-        merged = (torch.exp(partial_lse - shift)[..., None] * partials.out[of_request]).sum(0)
+        merged = (torch.exp(partial_lse - shift)[..., None] * partial_results.out[of_request]).sum(0)
         out[request] = merged if sink is None else apply_sink(merged, total_weight, sink)
         lse[request] = total_weight
 
@@ -273,18 +273,18 @@ def merge_splits(
 @op("espalier.kernels.attention.tree_attention", tensor="inputs.q")
 def tree_attention(
     inputs: AttentionInputs,
-    partials: PartialResults | None = None,
+    partial_results: PartialResults | None = None,
     config: TritonConfig | HopperConfig | None = None,
-    contiguous: Tensor | None = None,
+    num_contiguous_blocks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of queries over committed and staged rows.
 
     Returns out [B, Q, heads, v_size] in q's dtype and lse [B, Q, heads] float32, natural log, without the sink.  A
     query that attends to no rows gets zeros and lse -inf.  float32 products are IEEE, not TF32.
 
-    partials: a buffer to reuse (`PartialResults.allocate`).  config: overrides the launch configuration, for tests and
-    benchmarks.  contiguous: the result of count_contiguous_blocks for these splits.  Without these counts the launch is
-    slower, with the same result.
+    partial_results: a buffer to reuse (`PartialResults.allocate`).  config: overrides the launch configuration, for
+    tests and benchmarks.  num_contiguous_blocks: the result of count_contiguous_blocks for these splits.  Without these
+    counts the launch is slower, with the same result.
     """
     # The reference is one masked attention over all rows.  Rows that do not exist are read as zeros.
     (batch, queries), table = inputs.nodes.positions.shape, inputs.prefix.page_table
@@ -306,8 +306,8 @@ def tree_attention(
 @op("espalier.kernels.attention.latent_attention", tensor="inputs.q")
 def latent_attention(
     inputs: AttentionInputs,
-    partials: PartialResults | None = None,
-    config: TritonConfig | HopperLatentConfig | HopperLatentFewConfig | None = None,
+    partial_results: PartialResults | None = None,
+    config: TritonConfig | HopperLatentConfig | HopperLatentFewQueriesConfig | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of queries over latent rows: one KV head whose V is the first part of K.  See tree_attention.
 

@@ -97,10 +97,10 @@ def _in_best_groups(selection_scores: Tensor, routing: Routing) -> Tensor:
     return best.repeat_interleave(routing.group_size, dim=-1)
 
 
-def _stable_topk(scores: Tensor, count: int) -> Tensor:
-    """Returns [N, count] int64, the indices of the largest scores; among equal scores, the lower index.
+def _stable_topk(scores: Tensor, k: int) -> Tensor:
+    """Returns [N, k] int64, the indices of the largest scores; among equal scores, the lower index.
     The scores are sorted, because torch.topk is not stable."""
-    return scores.sort(dim=-1, descending=True, stable=True).indices[:, :count]
+    return scores.sort(dim=-1, descending=True, stable=True).indices[:, :k]
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ class ExpertBiases:
     down: Tensor
 
 
-def _product(x: Tensor, weight: ExpertMatrix, bias: Tensor | None) -> Tensor:
+def _linear_product(x: Tensor, weight: ExpertMatrix, bias: Tensor | None) -> Tensor:
     return F.linear(x, weight, bias) if isinstance(weight, Tensor) else linear_quantised.reference(x, weight, bias)
 
 
@@ -218,8 +218,10 @@ def grouped_experts(
     for expert, own in enumerate(pairs[: len(gate_up)]):
         if len(own):
             rows, choices = own // top_k, own % top_k
-            gated = _product(x[rows], gate_up[expert], None if gate_up_bias is None else gate_up_bias[expert])
+            gated = _linear_product(x[rows], gate_up[expert], None if gate_up_bias is None else gate_up_bias[expert])
             gated = activation_rounded_once(gated, activation)
-            result = _product(gated, down[expert], None if down_bias is None else down_bias[expert]).to(parts.dtype)
+            result = _linear_product(gated, down[expert], None if down_bias is None else down_bias[expert]).to(
+                parts.dtype
+            )
             parts[choices, rows] = result * routing_weights[rows, choices, None]
     return parts

@@ -40,8 +40,8 @@ class StateRows(NamedTuple):
     v: Tensor
     gates: Tensor
 
-    def slice_rows(self, begin: int, end: int) -> "StateRows":
-        return StateRows(*(values[:, begin:end] for values in self))
+    def slice_rows(self, first_row: int, end_row: int) -> "StateRows":
+        return StateRows(*(values[:, first_row:end_row] for values in self))
 
 
 def convolve(inputs: Tensor, tail: Tensor, parents: Tensor | None, conv: ShortConv) -> Tensor:
@@ -66,10 +66,10 @@ def convolve(inputs: Tensor, tail: Tensor, parents: Tensor | None, conv: ShortCo
     return (F.silu(out) if conv.silu else out).to(inputs.dtype)
 
 
-def tail_after(tail: Tensor, inputs: Tensor, count: Tensor) -> Tensor:
-    """Returns the new tail [B, taps - 1, C] after the first `count` [B] rows of `inputs` [B, R, C].
+def conv_tail_after(tail: Tensor, inputs: Tensor, row_counts: Tensor) -> Tensor:
+    """Returns the new tail [B, taps - 1, C] after the first `row_counts` [B] rows of `inputs` [B, R, C].
     tail: [B, taps - 1, C], the tail before these rows."""
-    at = count[:, None] + torch.arange(tail.shape[1], device=count.device)
+    at = row_counts[:, None] + torch.arange(tail.shape[1], device=row_counts.device)
     return torch.cat((tail, inputs), 1).gather(1, at[..., None].expand(-1, -1, tail.shape[2]))
 
 
@@ -119,9 +119,9 @@ def row_outputs(q: Tensor, updates: StateUpdates, state: Tensor, ancestor_mask: 
     return out.transpose(1, 2)
 
 
-def state_after(rows: StateRows, updates: StateUpdates, state: Tensor, count: Tensor) -> Tensor:
-    """Returns the state [B, heads, k_size, v_size] after the first `count` [B] rows of a chain."""
-    taken = torch.arange(rows.k.shape[1], device=count.device) < count[:, None]
+def state_after(rows: StateRows, updates: StateUpdates, state: Tensor, row_counts: Tensor) -> Tensor:
+    """Returns the state [B, heads, k_size, v_size] after the first `row_counts` [B] rows of a chain."""
+    taken = torch.arange(rows.k.shape[1], device=row_counts.device) < row_counts[:, None]
     log_decay = rows.gates[:, :, 0].to(state.dtype).transpose(1, 2)
     # Rows past `count` are dropped, not multiplied by zero, because their values may be NaN.
     whole = log_decay.where(taken[:, None], 0).sum(-1)
@@ -144,11 +144,12 @@ class ScanResult(NamedTuple):
 
 
 def scan(
-    q: Tensor, rows: StateRows, state: Tensor, count: Tensor, snapshot_counts: Tensor | None, is_delta_rule: bool
+    q: Tensor, rows: StateRows, state: Tensor, row_counts: Tensor, snapshot_counts: Tensor | None, is_delta_rule: bool
 ) -> ScanResult:
     """Computes the outputs and states of a chain of rows that follows `state` [B, heads, k_size, v_size].
 
-    count: [B], how many rows exist.  snapshot_counts: [B], a snapshot: the state after this many rows is also returned;
+    row_counts: [B], how many rows exist.  snapshot_counts: [B], a snapshot: the state after this many rows is also
+    returned;
     None: no snapshots.
     """
     outs, at_mark = [], state
@@ -162,7 +163,7 @@ def scan(
             at_mark = state_after(part, solved, state, snapshot_counts - first).where(
                 is_here[:, None, None, None], at_mark
             )
-        state = state_after(part, solved, state, count - first)
+        state = state_after(part, solved, state, row_counts - first)
     out = torch.cat(outs, 1) if outs else q.new_empty(*rows.v.shape, dtype=state.dtype)
     return ScanResult(out, state, at_mark)
 

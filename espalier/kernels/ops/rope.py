@@ -129,9 +129,9 @@ def check_latent_sizes(q_rope: Tensor, q: Tensor, latent: Tensor, destination: L
         )
 
 
-def _rotate_values(values: Tensor, rotation: Rotation, format: LatentFormat) -> Tensor:
+def _rotate_values(values: Tensor, rotation: Rotation, latent_format: LatentFormat) -> Tensor:
     """Returns values [N, heads, rotary], rotated."""
-    if format.interleaved:
+    if latent_format.interleaved:
         values = values.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
     return rotate(values, *rotation)
 

@@ -22,13 +22,13 @@ from espalier.kernels.ops.recurrence import (
     ShortConv,
     StateRows,
     causal_mask,
+    conv_tail_after,
     convolve,
     l2_normalize,
     row_outputs,
     scan,
     solve_updates,
     state_after,
-    tail_after,
 )
 from espalier.kernels.runtime.launch import next_power_of_2
 from espalier.kernels.runtime.op import op
@@ -91,7 +91,7 @@ class ConvColumns(NamedTuple):
         return columns | strides | {"K_SIZE": max(self.k_size, 1)} | channels
 
 
-def channels_in_order(
+def ordered_conv_columns(
     heads: int, k_heads: int, k_size: int, v_size: int, channels: int, normalizes_qk: bool
 ) -> ConvColumns:
     """Returns the Columns of inputs whose channels are in order, from column 0 on."""
@@ -215,28 +215,38 @@ def _supports_kernels(values: Tensor) -> bool:
 
 @op("espalier.kernels.recurrence.inputs", condition=lambda inputs: _supports_kernels(inputs))
 def prepare_rows(
-    inputs: Tensor, gates: GateInputs | None, conv: ShortConv, columns: ConvColumns, rows: RowInputs, out: PreparedRows
+    inputs: Tensor,
+    gates: GateInputs | None,
+    conv: ShortConv,
+    conv_columns: ConvColumns,
+    rows: RowInputs,
+    out: PreparedRows,
 ) -> None:
     """Convolve inputs [N, columns], and fill the buffers of `out` that are not None.
 
     inputs: may be partial sums [parts, N, columns] float32, which are added and rounded to the tails' dtype.
     """
     inputs = add_partial_sums.reference(inputs, rows.tail.dtype)
-    ordered = columns.in_channel_order(inputs)
-    tail = tail_before(ordered, rows)
+    ordered = conv_columns.in_channel_order(inputs)
+    tail = conv_tail_before(ordered, rows)
     convolution = convolve(ordered.unflatten(0, (-1, rows.width)), tail, rows.parents, conv).flatten(0, 1)
     if out.inputs is not None:
         out.inputs.copy_(ordered)
-    if not columns.heads:
+    if not conv_columns.heads:
         out.v.copy_(convolution)
         return
     assert out.q is not None and out.k is not None
     q, k, v = convolution.split(
-        (columns.num_q_channels, columns.num_q_channels, columns.channels - 2 * columns.num_q_channels), -1
+        (
+            conv_columns.num_q_channels,
+            conv_columns.num_q_channels,
+            conv_columns.channels - 2 * conv_columns.num_q_channels,
+        ),
+        -1,
     )
-    q, k = (x.unflatten(-1, (columns.k_heads, columns.k_size)) for x in (q, k))
-    if columns.normalizes_qk:
-        q, k = l2_normalize(q.to(out.q.dtype)) * columns.k_size**-0.5, l2_normalize(k.to(out.k.dtype))
+    q, k = (x.unflatten(-1, (conv_columns.k_heads, conv_columns.k_size)) for x in (q, k))
+    if conv_columns.normalizes_qk:
+        q, k = l2_normalize(q.to(out.q.dtype)) * conv_columns.k_size**-0.5, l2_normalize(k.to(out.k.dtype))
     out.q.copy_(q)
     out.k.copy_(k)
     out.v.copy_(v.view(out.v.shape))
@@ -245,7 +255,7 @@ def prepare_rows(
         out.gates.copy_(gates.compute(rows.tail.dtype))
 
 
-def tail_before(ordered_inputs: Tensor, rows: RowInputs) -> Tensor:
+def conv_tail_before(ordered_inputs: Tensor, rows: RowInputs) -> Tensor:
     """Returns the tail [B, taps - 1, channels] before each batch row.  ordered_inputs: [N, channels]."""
     tail = rows.tail[rows.slots]
     if rows.continues_previous is None or not tail.shape[1]:
@@ -305,17 +315,17 @@ def commit_states(state: Tensor, rows: StateRows, path: PathRows, is_delta_rule:
 
 
 @op("espalier.kernels.recurrence.path", condition=lambda tail: _supports_kernels(tail))
-def commit_tails(tail: Tensor, inputs: Tensor, path: PathRows, columns: ConvColumns) -> None:
+def commit_tails(tail: Tensor, inputs: Tensor, path: PathRows, conv_columns: ConvColumns) -> None:
     """Shift the last inputs of accepted paths into the tails.
 
     tail: [layers, table rows, taps - 1, channels].  inputs: [layers, n, columns].
     """
     for layer, table in enumerate(tail):
-        ordered = columns.in_channel_order(inputs[layer])
+        ordered = conv_columns.in_channel_order(inputs[layer])
         rows = RowInputs(table, path.slots, None, path.continues_previous, path.width)
-        before = tail_before(ordered, rows)
+        before = conv_tail_before(ordered, rows)
         own = ordered.unflatten(0, (-1, path.width)) if path.source_rows is None else ordered[path.source_rows]
-        path.store_states(table, *(tail_after(before, own, count) for count in path.update_counts))
+        path.store_states(table, *(conv_tail_after(before, own, count) for count in path.update_counts))
 
 
 class OutputGate(NamedTuple):
@@ -332,11 +342,14 @@ class OutputGate(NamedTuple):
     before_norm: bool
 
 
-def can_round_groups(size: int, groups: int, rounding: InputScales) -> bool:
+def can_round_groups(group_size: int, num_groups: int, rounding: InputScales) -> bool:
     """Whether `gated_norm` can round its result: a scale must cover one power-of-two group, or a short row."""
-    columns = rounding.columns(size * groups)
-    is_whole = columns == size * groups and next_power_of_2(groups) * next_power_of_2(size) <= MAX_ROUNDED_VALUES
-    return is_whole or columns == size == next_power_of_2(size)
+    columns = rounding.columns(group_size * num_groups)
+    is_whole = (
+        columns == group_size * num_groups
+        and next_power_of_2(num_groups) * next_power_of_2(group_size) <= MAX_ROUNDED_VALUES
+    )
+    return is_whole or columns == group_size == next_power_of_2(group_size)
 
 
 @op("espalier.kernels.recurrence.gated_norm", condition=lambda x: _supports_kernels(x))
@@ -380,14 +393,28 @@ def _make_piecewise_scan(continues_previous: Tensor):
     """Returns a function like `scan` that runs one batch row after another; pieces continue their request's state."""
 
     def scan_rows(
-        q: Tensor, rows: StateRows, before: Tensor, count: Tensor, marked: Tensor | None, delta: bool
+        q: Tensor,
+        rows: StateRows,
+        initial_state: Tensor,
+        row_counts: Tensor,
+        snapshot_counts: Tensor | None,
+        is_delta_rule: bool,
     ) -> ScanResult:
-        made, state = [], before[:1]
+        made, state = [], initial_state[:1]
         for piece in range(len(q)):
             one = slice(piece, piece + 1)
-            state = state.where(continues_previous[one, None, None, None], before[one])
+            state = state.where(continues_previous[one, None, None, None], initial_state[one])
             own = StateRows(*(values[one] for values in rows))
-            made.append(scan(q[one], own, state, count[one], None if marked is None else marked[one], delta))
+            made.append(
+                scan(
+                    q[one],
+                    own,
+                    state,
+                    row_counts[one],
+                    None if snapshot_counts is None else snapshot_counts[one],
+                    is_delta_rule,
+                )
+            )
             state = made[-1].state
         return ScanResult(*(torch.cat(values) for values in zip(*made, strict=True)))
 

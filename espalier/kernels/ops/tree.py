@@ -38,21 +38,21 @@ class Tree(NamedTuple):
     ancestors: Tensor
 
     @classmethod
-    def empty(cls, root: Tensor, nodes: int) -> Tree:
+    def empty(cls, root: Tensor, num_nodes: int) -> Tree:
         """Returns uninitialised trees for a kernel to write.  root: [B] int64."""
-        batch, num_words = root.shape[0], -(-nodes // ANCESTOR_BITS)
-        tokens, parents, depths = (root.new_empty(batch, nodes) for _ in range(3))
-        scores = root.new_empty(batch, nodes, dtype=torch.float32)
-        return cls(tokens, parents, depths, scores, root.new_empty(batch, nodes, num_words))
+        batch, num_words = root.shape[0], -(-num_nodes // ANCESTOR_BITS)
+        tokens, parents, depths = (root.new_empty(batch, num_nodes) for _ in range(3))
+        scores = root.new_empty(batch, num_nodes, dtype=torch.float32)
+        return cls(tokens, parents, depths, scores, root.new_empty(batch, num_nodes, num_words))
 
     @property
     def num_words(self) -> int:
         return self.ancestors.shape[2]
 
-    def first_nodes(self, nodes: int) -> Tree:
-        """Returns the trees of the first `nodes` nodes."""
-        cut = Tree(*(part[:, :nodes].contiguous() for part in self))
-        return cut._replace(ancestors=cut.ancestors[..., : -(-nodes // ANCESTOR_BITS)].contiguous())
+    def first_nodes(self, num_nodes: int) -> Tree:
+        """Returns the trees of the first `num_nodes` nodes."""
+        cut = Tree(*(part[:, :num_nodes].contiguous() for part in self))
+        return cut._replace(ancestors=cut.ancestors[..., : -(-num_nodes // ANCESTOR_BITS)].contiguous())
 
     def best_nodes(self, num_kept: int) -> Tensor:
         """Returns [num_kept]: the indices of the batch's best nodes among its B · D nodes, in ascending order.
@@ -64,9 +64,9 @@ class Tree(NamedTuple):
         scores[:, 0] = torch.inf
         return torch.sort(scores.flatten(), descending=True, stable=True).indices[:num_kept].sort().values
 
-    def keep_nodes(self, indices: Tensor) -> Tree:
-        """Returns the trees with all nodes void except the nodes at `indices` (see best_nodes).  No node moves."""
-        left_out = torch.ones_like(self.tokens, dtype=torch.bool).flatten().index_fill(0, indices, False)
+    def keep_nodes(self, kept_nodes: Tensor) -> Tree:
+        """Returns the trees with all nodes void except the nodes at `kept_nodes` (see best_nodes).  No node moves."""
+        left_out = torch.ones_like(self.tokens, dtype=torch.bool).flatten().index_fill(0, kept_nodes, False)
         return self._void_nodes(left_out.view_as(self.tokens))
 
     def limit_depth(self, max_depth: Tensor) -> Tree:
@@ -93,14 +93,14 @@ class Tree(NamedTuple):
         return prefix_len[:, None] if self.tokens.shape[1] == 1 else prefix_len[:, None] + self.depths
 
 
-def _level_starts(count: int, topk: int, beams: Tensor) -> Tensor:
-    """Returns [count]: for each beam, the pool index of the first candidate of its level."""
-    level = torch.arange(count, device=beams.device) // topk
+def _first_candidates_of_levels(num_beams: int, topk: int, beams: Tensor) -> Tensor:
+    """Returns [num_beams]: for each beam, the pool index of the first candidate of its level."""
+    level = torch.arange(num_beams, device=beams.device) // topk
     return torch.where(level > 0, topk + (level - 1) * topk**2, 0)
 
 
 def check_pool_sizes(
-    root: Tensor, tokens: Pool, scores: Pool, beams: Pool, topk: int, nodes: int
+    root: Tensor, tokens: Pool, scores: Pool, beams: Pool, topk: int, num_nodes: int
 ) -> tuple[int, int, int]:
     """Check the arguments of `select_tree`.  Returns the batch size, the size of the pool and its number of levels."""
     batch, size, in_levels = root.shape[0], sum(part.shape[1] for part in tokens), len(tokens) > 1
@@ -114,10 +114,10 @@ def check_pool_sizes(
     for part in beams:
         require("select_tree: beams", part, (batch, topk if in_levels else num_beams), torch.int64, root)
     steps, excess = 1 + (size - topk) // topk**2, (size - topk) % topk**2
-    if excess or not 1 <= nodes <= size + 1:
+    if excess or not 1 <= num_nodes <= size + 1:
         raise EspalierError(
-            f"select_tree: {size} candidates at topk={topk} are not whole levels, or too few for {nodes} nodes with "
-            "the root: draft and select with the same layout"
+            f"select_tree: {size} candidates at topk={topk} are not whole levels, or too few for {num_nodes} nodes "
+            "with the root: draft and select with the same layout"
         )
     return batch, size, steps
 
@@ -150,7 +150,9 @@ def ordered_topk(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     width = scores.shape[-1]
     scores = comparable_scores(scores)
     best = (
-        scores.sort(dim=-1, descending=True, stable=True).indices if width <= MAX_SORTED else _topk_of_keys(scores, k)
+        scores.sort(dim=-1, descending=True, stable=True).indices
+        if width <= MAX_SORTED
+        else _topk_by_integer_keys(scores, k)
     )
     best = best[..., :k]
     values = scores.gather(-1, best)
@@ -161,7 +163,7 @@ def ordered_topk(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return values, best
 
 
-def _topk_of_keys(scores: Tensor, k: int) -> Tensor:
+def _topk_by_integer_keys(scores: Tensor, k: int) -> Tensor:
     """Returns the indices of ordered_topk.
     A sort would take 3 to 15 times as long for a vocabulary, but less time for up to MAX_SORTED scores."""
     width, bits = scores.shape[-1], scores.contiguous().view(torch.int32)
@@ -194,20 +196,21 @@ def deepest_node(is_kept: Tensor, depths: Tensor) -> Tensor:
     return torch.where(is_kept, depths * nodes + rank, -1).argmax(1)
 
 
-def path_rows(ancestors: Tensor, depths: Tensor, last: Tensor, steps: int) -> Tensor:
-    """Returns the nodes [B, S+1] from the root to node `last` [B], indexed by depth; zeros at greater depths."""
+def path_rows(ancestors: Tensor, depths: Tensor, last_node: Tensor, steps: int) -> Tensor:
+    """Returns the nodes [B, S+1] from the root to node `last_node` [B], indexed by depth; zeros at greater depths."""
     batch, nodes = depths.shape
-    path = ancestors.gather(1, last[:, None, None].expand(-1, 1, ancestors.shape[2]))[:, 0]
+    path = ancestors.gather(1, last_node[:, None, None].expand(-1, 1, ancestors.shape[2]))[:, 0]
     # Nodes off the path are written to an extra column, which is dropped.
     dropped = steps + 1
     depth = torch.where(unpack_bits(path, nodes), depths, dropped)
-    rows = torch.zeros(batch, dropped + 1, dtype=torch.int64, device=last.device)
-    return rows.scatter_(1, depth, torch.arange(nodes, device=last.device).expand_as(depth))[:, :dropped]
+    rows = torch.zeros(batch, dropped + 1, dtype=torch.int64, device=last_node.device)
+    return rows.scatter_(1, depth, torch.arange(nodes, device=last_node.device).expand_as(depth))[:, :dropped]
 
 
 @op("espalier.kernels.tree.select_tree")
-def select_tree(root: Tensor, tokens: Pool, scores: Pool, beams: Pool, topk: int, nodes: int) -> Tree:
-    """Returns the tree of the root and the best nodes - 1 candidates, by descending score, then by index in the pool.
+def select_tree(root: Tensor, tokens: Pool, scores: Pool, beams: Pool, topk: int, num_nodes: int) -> Tree:
+    """Returns the tree of the root and the best num_nodes - 1 candidates, by descending score, then by index in the
+    pool.
 
     root: [B] int64, the root's token.  tokens: [B, n] int64 and scores: [B, n] float32, the pool of n candidates: topk
     for level 1, then topk² per level, topk for each beam of the level before.  beams: [B, n / topk - 1] int64: for each
@@ -218,15 +221,15 @@ def select_tree(root: Tensor, tokens: Pool, scores: Pool, beams: Pool, topk: int
     the remaining nodes are void: token -1, parent 0, depth 1, no ancestor but themselves.  Raises EspalierError if
     sizes do not agree.  Exact.
     """
-    _, _, steps = check_pool_sizes(root, tokens, scores, beams, topk, nodes)
+    _, _, steps = check_pool_sizes(root, tokens, scores, beams, topk, num_nodes)
     pool, path_scores = torch.cat(list(tokens), 1), comparable_scores(torch.cat(list(scores), 1))
     made_from = torch.cat([pool[:, :0], *beams], 1)
-    best = torch.sort(path_scores, dim=1, descending=True, stable=True).indices[:, : nodes - 1].sort(1).values
+    best = torch.sort(path_scores, dim=1, descending=True, stable=True).indices[:, : num_nodes - 1].sort(1).values
     void = path_scores.gather(1, best) == -torch.inf
-    node_of = torch.zeros_like(pool).scatter_(1, best, torch.arange(1, nodes, device=best.device).expand_as(best))
+    node_of = torch.zeros_like(pool).scatter_(1, best, torch.arange(1, num_nodes, device=best.device).expand_as(best))
     # Candidates of level 1 continue the root, which is node 0.
     parent_node = torch.nn.functional.pad(
-        node_of.gather(1, made_from + _level_starts(made_from.shape[1], topk, made_from)), (1, 0)
+        node_of.gather(1, made_from + _first_candidates_of_levels(made_from.shape[1], topk, made_from)), (1, 0)
     ).gather(1, best // topk)
     level = torch.where(best < topk, 1, 2 + (best - topk) // topk**2)
     # Prepend the root: node 0, depth 0, score 0, never void.

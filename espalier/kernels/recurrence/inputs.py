@@ -103,7 +103,7 @@ def _compute_gates(
 
 
 @kernel
-def _compute_q_or_k(
+def _convolve_q_or_k_head(
     x_ptr, tail_ptr, parent_ptr, weight_ptr, bias_ptr, q_ptr, k_ptr, staged_ptr, row, row_in_request, slot,
     continues_previous, is_row, head_index, x_stride, x_split_stride,
     K_HEADS: tl.constexpr, K_SIZE: tl.constexpr, CHANNELS: tl.constexpr, Q_COLUMN: tl.constexpr, K_COLUMN: tl.constexpr,
@@ -135,25 +135,27 @@ def _compute_q_or_k(
 
 
 @kernel
-def _compute_v_and_gates(
+def _convolve_v_head_and_gates(
     x_ptr, tail_ptr, parent_ptr, weight_ptr, bias_ptr, decay_ptr, beta_ptr, A_log_ptr, dt_bias_ptr, v_ptr, gates_ptr,
     staged_ptr, row, row_in_request, slot, continues_previous, is_row, head, x_stride, x_split_stride,
     gate_stride, gate_split_stride,
-    HEADS: tl.constexpr, GROUP_SIZE: tl.constexpr, FIRST: tl.constexpr, V_SIZE: tl.constexpr, CHANNELS: tl.constexpr,
+    HEADS: tl.constexpr, GROUP_SIZE: tl.constexpr, FIRST_CHANNEL: tl.constexpr, V_SIZE: tl.constexpr,
+    CHANNELS: tl.constexpr,
     V_COLUMN: tl.constexpr, V_GROUP_STRIDE: tl.constexpr, GATE_STRIDE: tl.constexpr, MIN_DT: tl.constexpr,
     MAX_DT: tl.constexpr, TAPS: tl.constexpr, SILU: tl.constexpr, SPLITS: tl.constexpr, NUM_GATE_SPLITS: tl.constexpr,
     ACC_DTYPE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Computes one head of v and its gates, or channels of a convolution without heads.  FIRST: v's first channel."""
+    """Computes one head of v and its gates, or channels of a convolution without heads.
+    FIRST_CHANNEL: v's first channel."""
     of_head = tl.arange(0, BLOCK)
-    channel = FIRST + head * V_SIZE + of_head
+    channel = FIRST_CHANNEL + head * V_SIZE + of_head
     is_channel = (of_head < V_SIZE) & (channel < CHANNELS)
     column = V_COLUMN + head // GROUP_SIZE * V_GROUP_STRIDE + head % GROUP_SIZE * V_SIZE + of_head
     out = _convolve(
         x_ptr, tail_ptr, parent_ptr, weight_ptr, bias_ptr, staged_ptr, row, row_in_request, slot, continues_previous,
         is_row, column, channel, is_channel, x_stride, x_split_stride, CHANNELS, TAPS, SILU, SPLITS, ACC_DTYPE,
     )  # fmt: skip
-    place = row[:, None] * (CHANNELS - FIRST) + head * V_SIZE + of_head[None, :]
+    place = row[:, None] * (CHANNELS - FIRST_CHANNEL) + head * V_SIZE + of_head[None, :]
     tl.store(v_ptr + place, out, mask=is_row[:, None] & is_channel[None, :])
     if A_log_ptr is not None:
         log_decay, beta = _compute_gates(
@@ -164,11 +166,11 @@ def _compute_v_and_gates(
         tl.store(gates_ptr + row * 2 * HEADS + HEADS + head, beta, mask=is_row)
 
 
-@kernel(do_not_specialize=["num_rows", "rows"])
+@kernel(do_not_specialize=["num_rows", "rows_per_request"])
 def _prepare_kernel(
     x_ptr, tail_ptr, slots_ptr, parent_ptr, continues_ptr, weight_ptr, bias_ptr, decay_ptr, beta_ptr, A_log_ptr,
     dt_bias_ptr, q_ptr, k_ptr, v_ptr, gates_ptr, staged_ptr,
-    num_rows, rows, x_stride, x_split_stride, gate_stride, gate_split_stride,
+    num_rows, rows_per_request, x_stride, x_split_stride, gate_stride, gate_split_stride,
     HEADS: tl.constexpr, K_HEADS: tl.constexpr, K_SIZE: tl.constexpr, V_SIZE: tl.constexpr, CHANNELS: tl.constexpr,
     Q_COLUMN: tl.constexpr, K_COLUMN: tl.constexpr, V_COLUMN: tl.constexpr, K_HEAD_STRIDE: tl.constexpr,
     V_GROUP_STRIDE: tl.constexpr, GATE_STRIDE: tl.constexpr, MIN_DT: tl.constexpr, MAX_DT: tl.constexpr,
@@ -186,8 +188,8 @@ def _prepare_kernel(
     row = tl.program_id(1).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     part = tl.program_id(0)
     is_row = row < num_rows
-    request = row // rows
-    within = row % rows
+    request = row // rows_per_request
+    within = row % rows_per_request
     slot = tl.load(slots_ptr + request, mask=is_row, other=0)
     follows = is_row & False
     if continues_ptr is not None:
@@ -196,14 +198,14 @@ def _prepare_kernel(
     # For a convolution without heads, the branch of q and k is not compiled.
     if K_HEADS:  # noqa: SIM102
         if part < 2 * K_HEADS:
-            _compute_q_or_k(
+            _convolve_q_or_k_head(
                 x_ptr, tail_ptr, parent_ptr, weight_ptr, bias_ptr, q_ptr, k_ptr, staged_ptr, row, within, slot, follows,
                 is_row, part, x_stride, x_split_stride, K_HEADS, K_SIZE, CHANNELS, Q_COLUMN, K_COLUMN, K_HEAD_STRIDE,
                 TAPS, SILU, SPLITS, NORMALIZES_QK, EPS, ACC_DTYPE, BLOCK_K,
             )  # fmt: skip
     if part >= 2 * K_HEADS:
         GROUP_SIZE: tl.constexpr = HEADS // K_HEADS if K_HEADS else HEADS
-        _compute_v_and_gates(
+        _convolve_v_head_and_gates(
             x_ptr, tail_ptr, parent_ptr, weight_ptr, bias_ptr, decay_ptr, beta_ptr, A_log_ptr, dt_bias_ptr, v_ptr,
             gates_ptr, staged_ptr, row, within, slot, follows, is_row, part - 2 * K_HEADS, x_stride, x_split_stride,
             gate_stride, gate_split_stride, HEADS, GROUP_SIZE, 2 * K_HEADS * K_SIZE, V_SIZE, CHANNELS, V_COLUMN,
@@ -217,7 +219,12 @@ def num_partial_sums(values: Tensor) -> int:
 
 
 def prepare_rows(
-    inputs: Tensor, gates: GateInputs | None, conv: ShortConv, columns: ConvColumns, rows: RowInputs, out: PreparedRows
+    inputs: Tensor,
+    gates: GateInputs | None,
+    conv: ShortConv,
+    conv_columns: ConvColumns,
+    rows: RowInputs,
+    out: PreparedRows,
 ) -> None:
     """See ops/states.py.  Tolerance: an ulp of the inputs' dtype after the convolution, then an ulp of float32 (float64
     for float64)."""
@@ -231,18 +238,23 @@ def prepare_rows(
         of_gates = (gates.decay, gates.beta, gates.A_log, gates.dt_bias)
         gate_strides, gate_splits = (gates.decay.stride(-2), gates.decay.stride(0)), num_partial_sums(gates.decay)
         step, low, high = gates.column_stride, *gates.dt_bounds
-    heads, v_size = (columns.heads, columns.v_size) if columns.heads else (-(-columns.channels // BLOCK_C), BLOCK_C)
+    heads, v_size = (
+        (conv_columns.heads, conv_columns.v_size)
+        if conv_columns.heads
+        else (-(-conv_columns.channels // BLOCK_C), BLOCK_C)
+    )
     block = 4 if num_rows <= 256 else 16
-    _prepare_kernel[2 * columns.k_heads + heads, -(-num_rows // block)](
+    _prepare_kernel[2 * conv_columns.k_heads + heads, -(-num_rows // block)](
         *(inputs, rows.tail, rows.slots, parents, rows.continues_previous, conv.weight, conv.bias),
         *of_gates,
         *out,
         *(num_rows, rows.width, inputs.stride(-2), inputs.stride(0), *gate_strides),
-        HEADS=heads, K_HEADS=columns.k_heads, K_SIZE=columns.k_size or 1, V_SIZE=v_size, CHANNELS=columns.channels,
-        Q_COLUMN=columns.q_column, K_COLUMN=columns.k_column, V_COLUMN=columns.v_column,
-        K_HEAD_STRIDE=columns.k_head_stride, V_GROUP_STRIDE=columns.v_group_stride, GATE_STRIDE=step, MIN_DT=low,
-        MAX_DT=high, TAPS=conv.weight.shape[1], SILU=conv.silu, SPLITS=num_partial_sums(inputs),
-        NUM_GATE_SPLITS=gate_splits, NORMALIZES_QK=columns.normalizes_qk, EPS=L2_NORM_EPS,
-        ACC_DTYPE=acc_dtype(rows.tail.dtype), BLOCK_R=block, BLOCK_K=next_power_of_2(columns.k_size or 1),
+        HEADS=heads, K_HEADS=conv_columns.k_heads, K_SIZE=conv_columns.k_size or 1, V_SIZE=v_size,
+        CHANNELS=conv_columns.channels,
+        Q_COLUMN=conv_columns.q_column, K_COLUMN=conv_columns.k_column, V_COLUMN=conv_columns.v_column,
+        K_HEAD_STRIDE=conv_columns.k_head_stride, V_GROUP_STRIDE=conv_columns.v_group_stride, GATE_STRIDE=step,
+        MIN_DT=low, MAX_DT=high, TAPS=conv.weight.shape[1], SILU=conv.silu, SPLITS=num_partial_sums(inputs),
+        NUM_GATE_SPLITS=gate_splits, NORMALIZES_QK=conv_columns.normalizes_qk, EPS=L2_NORM_EPS,
+        ACC_DTYPE=acc_dtype(rows.tail.dtype), BLOCK_R=block, BLOCK_K=next_power_of_2(conv_columns.k_size or 1),
         BLOCK_V=next_power_of_2(v_size), num_warps=4, **pdl_arguments(chip(inputs)),
     )  # fmt: skip

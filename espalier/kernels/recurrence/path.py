@@ -25,7 +25,7 @@ BLOCK_V, BLOCK_C = 32, 256
 @kernel
 def _commit_states_kernel(
     state_ptr, k_ptr, v_ptr, gates_ptr, slots_ptr, source_rows_ptr, row_counts_ptr, snapshot_counts_ptr,
-    snapshot_rows_ptr, width, state_layer_stride, k_layer_stride, v_layer_stride, gates_layer_stride,
+    snapshot_rows_ptr, rows_per_request, state_layer_stride, k_layer_stride, v_layer_stride, gates_layer_stride,
     HEADS: tl.constexpr, GROUP_SIZE: tl.constexpr, K_SIZE: tl.constexpr, V_SIZE: tl.constexpr, DELTA_RULE: tl.constexpr,
     ACC_DTYPE: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
@@ -50,7 +50,7 @@ def _commit_states_kernel(
         if snapshot_counts_ptr is not None:
             marked = tl.load(snapshot_counts_ptr + request)
         for i in range(count):
-            row = tl.load(source_rows_ptr + request * width + i)
+            row = tl.load(source_rows_ptr + request * rows_per_request + i)
             gates = gates_ptr + layer * gates_layer_stride + row * 2 * HEADS + head
             k_row = k_ptr + layer * k_layer_stride + row * (HEADS // GROUP_SIZE) * K_SIZE + head // GROUP_SIZE * K_SIZE
             v_row = v_ptr + layer * v_layer_stride + (row * HEADS + head) * V_SIZE
@@ -103,13 +103,14 @@ def _require_rows_contiguous(*tensors: Tensor) -> None:
 @kernel
 def _commit_tails_kernel(
     tail_ptr, x_ptr, slots_ptr, source_rows_ptr, row_counts_ptr, snapshot_counts_ptr, snapshot_rows_ptr, continues_ptr,
-    is_last_row_ptr, width, x_stride, tail_layer_stride, x_layer_stride,
+    is_last_row_ptr, rows_per_request, x_stride, tail_layer_stride, x_layer_stride,
     CHANNELS: tl.constexpr, TAIL_ROWS: tl.constexpr, Q_COLUMN: tl.constexpr, K_COLUMN: tl.constexpr,
     V_COLUMN: tl.constexpr, K_HEAD_STRIDE: tl.constexpr, V_GROUP_STRIDE: tl.constexpr, K_SIZE: tl.constexpr,
     Q_CHANNELS: tl.constexpr, V_GROUP_CHANNELS: tl.constexpr, BLOCK: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """source_rows_ptr: None if x has `width` rows for each request, in order.  continues_ptr, is_last_row_ptr: None
-    unless the pass may have several pieces of a request.  snapshot_counts_ptr: as in _commit_states_kernel."""
+    """source_rows_ptr: None if x has `rows_per_request` rows for each request, in order.  continues_ptr,
+    is_last_row_ptr: None unless the pass may have several pieces of a request.  snapshot_counts_ptr: as in
+    _commit_states_kernel."""
     pdl_trigger_and_wait(USE_PDL)
     channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     request, layer = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
@@ -140,7 +141,7 @@ def _commit_tails_kernel(
             # i ascends, so that each old input is read before it is overwritten.
             for i in tl.static_range(TAIL_ROWS):
                 at = count - TAIL_ROWS + i
-                row = request * width + at
+                row = request * rows_per_request + at
                 is_new = (at >= 0) | follows
                 if source_rows_ptr is not None:
                     row = tl.load(source_rows_ptr + row, mask=is_new, other=0)
@@ -151,7 +152,7 @@ def _commit_tails_kernel(
                 tl.store(after + i * CHANNELS + channel, tl.where(is_new, new, old), mask=is_channel)
 
 
-def commit_tails(tail: Tensor, inputs: Tensor, path: PathRows, columns: ConvColumns) -> None:
+def commit_tails(tail: Tensor, inputs: Tensor, path: PathRows, conv_columns: ConvColumns) -> None:
     """Write the last inputs of each request's convolution to its tail, in every layer.  Mutates `tail`.
     tail: [layers, table rows, taps - 1, channels].  The kernel only copies, so its result equals the reference's."""
     layers, _, kept, channels = tail.shape
@@ -163,6 +164,6 @@ def commit_tails(tail: Tensor, inputs: Tensor, path: PathRows, columns: ConvColu
         *(tail, inputs, path.slots, path.source_rows, path.row_counts, path.snapshot_counts, path.snapshot_rows),
         *(path.continues_previous, path.is_last_row),
         *(path.width, inputs.stride(1), tail.stride(0), inputs.stride(0)),
-        CHANNELS=channels, TAIL_ROWS=kept, **columns.constexpr_arguments, BLOCK=BLOCK_C, num_warps=2,
+        CHANNELS=channels, TAIL_ROWS=kept, **conv_columns.constexpr_arguments, BLOCK=BLOCK_C, num_warps=2,
         **pdl_arguments(chip(tail)),
     )  # fmt: skip

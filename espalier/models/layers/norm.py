@@ -14,9 +14,9 @@ from espalier.kernels.ops.norm import (
     add_normed,
     add_rms_norm,
     can_round_norm,
-    norm_by_length,
-    norm_by_length_constants,
     rms_norm,
+    rms_norm_by_length,
+    rms_norm_by_length_constants,
     rounded_norm,
 )
 from espalier.kernels.runtime.launch import chip
@@ -48,12 +48,12 @@ class RMSNorm:
         self.weight = weight
         self.eps = eps
         has_constants = weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.float64)
-        self._constants = norm_by_length_constants(weight, eps) if has_constants else None
+        self._constants = rms_norm_by_length_constants(weight, eps) if has_constants else None
 
     def __call__(self, x: Tensor) -> Tensor:
         """Returns the norm of x [..., H], in the same shape."""
         if self._constants is not None and x.dtype == self.weight.dtype:
-            return norm_by_length(x, *self._constants)
+            return rms_norm_by_length(x, *self._constants)
         return rms_norm(x, self.weight, self.eps)
 
     def add_and_round(self, delta: BlockOutput, residual: Tensor, rounding: InputScales) -> tuple[Tensor, InputRows]:
@@ -93,7 +93,7 @@ class RMSNorm:
             return residual, self(residual)
         if self._constants is not None and residual.dtype == self.weight.dtype:
             total = residual + (delta if delta.ndim == 2 else add_partial_sums.reference(delta, residual.dtype))
-            return total, norm_by_length(total, *self._constants)
+            return total, rms_norm_by_length(total, *self._constants)
         return add_rms_norm(delta, residual, self.weight, self.eps)
 
 
