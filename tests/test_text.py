@@ -44,10 +44,10 @@ def spelled(name: str, text: str) -> list[int]:
     """Tokens that spell a text, byte by byte where there is no piece."""
     if name == "byte-level":
         return BYTE_LEVEL.encode(text, add_special_tokens=False).ids
-    return [token for c in text for token in _prompt_pieces(c.replace(" ", "▁"))]
+    return [token for c in text for token in _pieces(c.replace(" ", "▁"))]
 
 
-def _prompt_pieces(character: str) -> list[int]:
+def _pieces(character: str) -> list[int]:
     if character in PIECES:
         return [PIECES.index(character)]
     return [PIECES.index(f"<0x{byte:02X}>") for byte in character.encode()]

@@ -120,7 +120,7 @@ class TritonAttention(Attention):
 
     def _policy_of(self, spec: LayerSpec, batch: int, queries: int, max_rows: int) -> KVSplitPolicy:
         kv_heads = spec.keeps.kv_heads
-        return KVSplitPolicy.of(
+        return KVSplitPolicy.choose(
             batch, queries, kv_heads, spec.heads // kv_heads, max_rows, spec.keeps.v_size, _is_wide_latent(spec)
         )
 

@@ -83,16 +83,16 @@ class HttpResponse:
         return self.received.endswith(LAST_CHUNK) or self.length == len(self.received)
 
     def body(self) -> bytes:
-        return b"".join(data for _, data in self._prompt_pieces())
+        return b"".join(data for _, data in self._pieces())
 
     def events(self) -> Iterator[tuple[float, bytes]]:
         """Yields (arrival time of the last byte, data) of each server-sent event."""
         rest = b""
-        for time, data in self._prompt_pieces():
+        for time, data in self._pieces():
             *lines, rest = (rest + data).split(b"\n")
             yield from ((time, line[5:].strip()) for line in lines if line.startswith(b"data:"))
 
-    def _prompt_pieces(self) -> Iterator[tuple[float, bytes]]:
+    def _pieces(self) -> Iterator[tuple[float, bytes]]:
         """Yields (arrival time of the last byte, bytes) of each chunk, or of each arrival without chunks."""
         start, ends = len(self.head) + len(HEAD_END), [size for _, size in self.arrivals]
         if CHUNKED_HEADER not in self.head:

@@ -146,7 +146,7 @@ class Weights:
         if key not in inputs:
             # [rows, in], or [heads, rows, in] for a batched product.
             inputs[key] = torch.randn(key[run.heads == 1 :], dtype=self.dtype, device=self.device)
-        return _linear_product(run, inputs[key], self.of(run)[layer], multiply)
+        return _product(run, inputs[key], self.of(run)[layer], multiply)
 
 
 def run_in_order(products: Sequence[Product]) -> Callable[[], None]:
@@ -157,7 +157,7 @@ def run_in_order(products: Sequence[Product]) -> Callable[[], None]:
     return body
 
 
-def _linear_product(run: ProductRun, x: Tensor, weight: Matrix, multiply: Multiply) -> Product:
+def _product(run: ProductRun, x: Tensor, weight: Matrix, multiply: Multiply) -> Product:
     if isinstance(weight, Tensor):
         return partial(torch.bmm, x, weight.transpose(1, 2)) if weight.ndim == 3 else partial(multiply, x, weight)
     rounding = rounding_in_norm(weight, x)

@@ -196,7 +196,7 @@ class ExpertsTuner:
         self, calls: Sequence[ChainInputs], tile_rows: int, matrices: int, plans: Sequence[ProductPlan], weight: Tensor
     ) -> dict[ProductPlan, list[float]]:
         """Returns the µs of one product by plan, at each number of rows.  matrices: 2 for gate and up, 1 for down."""
-        from espalier.kernels.layers.experts import down_triton, gated_triton
+        from espalier.kernels.layers.experts import launch_down, launch_gate_and_up
         from espalier.kernels.layers.experts_tiles import make_expert_tiles
 
         tiles = {
@@ -210,9 +210,9 @@ class ExpertsTuner:
             def body() -> None:
                 for one in tiles[each][:num_calls]:
                     if matrices == 2:
-                        gated_triton(each.x, weight, one, top_k, plan)
+                        launch_gate_and_up(each.x, weight, one, top_k, plan)
                     else:
-                        down_triton(each.gated, weight, each.weights, one, plan)
+                        launch_down(each.gated, weight, each.weights, one, plan)
 
             return body
 

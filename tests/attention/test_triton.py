@@ -295,7 +295,7 @@ def test_blocks_are_counted_once_for_a_prefix(kernel_device, monkeypatch):
             made.attend(layer, *(value.to(kernel_device) for value in drawn(GEOMETRY[layer], 4, 4)))
         assert all(counts is given[0][1] for _, counts in given)
         splits, counts = given[0]
-        used = len(splits.used)
+        used = len(splits.used_rows)
         expected = count_contiguous_blocks.reference(splits, table, pages.page_size, 0, 64)
         assert torch.equal(counts[:used], expected[:used])
         # 300 rows in splits of 128, 128 and 44 rows have four whole blocks.  The broken page is in the second of them.

@@ -8,7 +8,7 @@ import torch
 from espalier.engine.launch_input import DraftTree, LaunchInput, RequestResult, TreeSize
 from espalier.engine.results import ResultsRing, read_results
 from espalier.kernels.ops.sampling import pack_logprob_rows
-from espalier.kernels.ops.tree import Path
+from espalier.kernels.ops.tree import AcceptedPath
 from espalier.logprobs import TokenLogprob, TokenLogprobs, row_words
 from espalier.sampling.logit_processors import SamplingNeeds
 from espalier.sampling.prompt import PromptRows
@@ -24,7 +24,7 @@ TREE = Tree(
     scores=torch.tensor([[0.0, -0.1, -2.5, -0.1000001], [0.0, -1e-30, -torch.inf, -torch.inf]]),
     ancestors=torch.ones(2, 4, 1, dtype=torch.int64),
 )
-PATH = Path(
+PATH = AcceptedPath(
     rows=torch.tensor([[0, 1, 3], [0, 0, 0]]),
     length=torch.tensor([3, 1]),
     tokens=torch.tensor([[6, 9, 4], [8, 0, 0]]),
@@ -35,7 +35,7 @@ NOBODY = torch.tensor([-1, -1])
 ROUND = RoundOutput(PATH, LOGITS, NOBODY, PATH.rows, TREE)
 ONES = torch.tensor([1, 0])
 FIRST = torch.zeros(2, 1).long()
-PASS = RoundOutput(Path(FIRST, ONES, torch.tensor([[4], [3]]), ONES), LOGITS[:, :1], NOBODY, FIRST)
+PASS = RoundOutput(AcceptedPath(FIRST, ONES, torch.tensor([[4], [3]]), ONES), LOGITS[:, :1], NOBODY, FIRST)
 
 
 def written(outcome: RoundOutput, entry: int) -> ResultsRing:

@@ -29,7 +29,7 @@ from espalier.kernels.attention.tree_attention import _constexpr_arguments, _tre
 from espalier.kernels.attention.triton_config import choose_triton_config, choose_triton_latent_config
 from espalier.kernels.attention.work_items import ALL_CONTIGUOUS, COUNTED, UNKNOWN
 from espalier.kernels.hopper import gated as hopper_gated
-from espalier.kernels.hopper.attention import hopper_attention_kernel, hopper_constants
+from espalier.kernels.hopper.attention import hopper_attention_arguments, hopper_attention_kernel
 from espalier.kernels.hopper.config import (
     FP8_RAW_STAGES,
     FP8_STAGES,
@@ -112,7 +112,7 @@ def compiled_hopper(
     fp8 = config.raw_stages > 0
     constants = problem_constants(nodes, page_size, window, group_size, nodes == 1, sink)
     constants |= {} if fp8 else dict.fromkeys(("k_scale_ptr", "v_scale_ptr"))
-    constants |= hopper_constants(config, size, True)
+    constants |= hopper_attention_arguments(config, size, True)
     rows_of_block = constants["BLOCK_N"]
     kind = UNKNOWN if window or config.warpgroups == 1 else COUNTED if page_size % rows_of_block else ALL_CONTIGUOUS
     constants |= {"CONTIGUOUS": kind}

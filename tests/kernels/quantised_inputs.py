@@ -10,7 +10,7 @@ from espalier.kernels.layers.quantised import (
     InputScales,
     QuantisedMatrix,
     fake_quantise_inputs,
-    nibble_matrix,
+    make_nibble_matrix,
     pack_nibbles,
 )
 
@@ -57,7 +57,7 @@ def drawn(kind: str, lead: tuple[int, ...], num_out: int, num_in: int, device: t
         factors = None
         if code == "nvfp4":
             factors = (torch.rand(*lead, num_out, generator=generator, dtype=torch.float64) + 0.5).to(device) / 64
-        return nibble_matrix(code, codes.to(device), scales.to(device), group, zeros, row_scales=factors)
+        return make_nibble_matrix(code, codes.to(device), scales.to(device), group, zeros, row_scales=factors)
     return QuantisedMatrix(code, codes.to(device), scales.to(device), group, rows_per_scale, None, None, rounded)
 
 

@@ -9,7 +9,7 @@ from espalier.kernels.layers.experts_plan import (
     ExpertsPlan,
     ExpertsShape,
     ProductPlan,
-    plan_for,
+    choose_experts_plan,
     quantised_launch_options,
 )
 from espalier.kernels.layers.linear_plans import RESERVED_SHARED_MEMORY
@@ -95,7 +95,7 @@ def test_inputs_that_are_rounded_already_give_the_same_bits(kernel_device, kind)
 def test_a_padded_batch_takes_the_plan_of_its_rows_alone(kind):
     shape, chip = ExpertsShape(64, 2, 256, 256), replace(HOPPER, processors=10)
     matrices = drawn(kind, (1,), 512, 256, "cpu"), drawn(kind, (1,), 256, 256, "cpu", seed=1)
-    plans = [plan_for(shape, rows, torch.bfloat16, chip, matrices) for rows in range(1, 129)]
+    plans = [choose_experts_plan(shape, rows, torch.bfloat16, chip, matrices) for rows in range(1, 129)]
     assert all(plan == plans[next_power_of_2(rows) - 1] for rows, plan in enumerate(plans, 1))
     assert [plan.tile_rows == 1 for plan in plans[:3]] == [True, False, False] and len(set(plans)) > 1
 
@@ -126,7 +126,7 @@ def test_a_thread_holds_its_part_of_an_fp8_tiles_sums_twice(kind):
     # A plan follows from the shape and the format: one expert will do.
     matrices = drawn(kind, (1,), 1024, 2048, "cpu"), drawn(kind, (1,), 2048, 512, "cpu", seed=1)
     for rows in (16, 256, 1024, 4096):
-        plan = plan_for(shape, rows, torch.bfloat16, HOPPER, matrices)
+        plan = choose_experts_plan(shape, rows, torch.bfloat16, HOPPER, matrices)
         for product, matrix, halves in ((plan.gated, matrices[0], 2), (plan.down, matrices[1], 1)):
             registers = quantised_launch_options(product, matrix, halves, plan.tile_rows, HOPPER)["maxnreg"] or 255
             sums = halves * product.block_out * plan.tile_rows // (32 * product.warps)
@@ -138,7 +138,9 @@ def test_tiles_are_small_where_a_kernel_has_such_and_experts_have_few_pairs(kind
     shape = ExpertsShape(32, 4, 1024, 1024)
     # A plan follows from the shape and the format: one expert will do.
     matrices = drawn(kind, (1,), 2048, 1024, "cpu"), drawn(kind, (1,), 1024, 1024, "cpu", seed=1)
-    found = [plan_for(shape, pairs // 4, torch.bfloat16, HOPPER, matrices).tile_rows for pairs in (64, 128, 256)]
+    found = [
+        choose_experts_plan(shape, pairs // 4, torch.bfloat16, HOPPER, matrices).tile_rows for pairs in (64, 128, 256)
+    ]
     assert found[:2] == [rows, rows] and found[2] >= 16
 
 
@@ -146,5 +148,5 @@ def test_tiles_are_small_only_where_both_products_have_that_kernel():
     """In the other kernel, a tile of 8 pairs would compute those of the next tile too."""
     for inner, rows in ((768, 8), (704, 16)):
         matrices = drawn("mxfp4", (1,), 2 * inner, 1024, "cpu"), drawn("mxfp4", (1,), 1024, inner, "cpu", seed=1)
-        plan = plan_for(ExpertsShape(32, 4, 1024, inner), 16, torch.bfloat16, HOPPER, matrices)
+        plan = choose_experts_plan(ExpertsShape(32, 4, 1024, inner), 16, torch.bfloat16, HOPPER, matrices)
         assert plan.tile_rows == rows, inner

@@ -10,7 +10,14 @@ from espalier.kernels.hopper.plans import TILE_SHAPE, max_stages, num_splits_for
 from espalier.kernels.layers import experts, linear_quantised, quantised_plans
 from espalier.kernels.layers.experts_plan import ExpertsPlan, ProductPlan
 from espalier.kernels.layers.linear_plans import TritonPlan
-from espalier.kernels.layers.quantised import E2M1_CODES, FP8, QuantisedMatrix, dequantise, nibble_matrix, pack_nibbles
+from espalier.kernels.layers.quantised import (
+    E2M1_CODES,
+    FP8,
+    QuantisedMatrix,
+    dequantise,
+    make_nibble_matrix,
+    pack_nibbles,
+)
 from espalier.kernels.layers.quantised_plans import plan_by_rule_for
 from espalier.kernels.ops.activation import Activation, gated_activation
 from espalier.kernels.ops.experts import ExpertBiases, grouped_experts
@@ -33,7 +40,9 @@ def matrix(kind: str, num_out: int, num_in: int, device="cpu", lead: tuple[int, 
     packed = torch.randint(0, 256, (*lead, num_out, num_in // 2), generator=generator).to(torch.uint8)
     scales = torch.rand(*lead, num_out, groups, generator=generator).to(torch.bfloat16)
     zeros = torch.randint(0, 16, (*lead, num_out, groups), generator=generator).to(torch.uint8).to(device)
-    return nibble_matrix("int4", packed.to(device), scales.to(device), 128, zeros if kind == "int4-zeros" else None)
+    return make_nibble_matrix(
+        "int4", packed.to(device), scales.to(device), 128, zeros if kind == "int4-zeros" else None
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -120,7 +129,7 @@ def test_every_nibble_and_scale_of_nvfp4(kernel_device):
     codes = pack_nibbles(torch.arange(16, dtype=torch.uint8).repeat(127, 16))
     factors = torch.full((127,), 0.25, dtype=torch.float64, device=kernel_device)
     parts = codes.to(kernel_device), scales.to(kernel_device).view(FP8)
-    weight = nibble_matrix("nvfp4", *parts, 16, row_scales=factors)
+    weight = make_nibble_matrix("nvfp4", *parts, 16, row_scales=factors)
     units = torch.eye(256, dtype=torch.bfloat16, device=kernel_device)
     if kernel_device.type == "cpu":
         out = [hopper_linear(each, weight, None, 1, False, 2, True)[0].bfloat16() for each in units.split(16)]

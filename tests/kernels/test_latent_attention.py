@@ -25,7 +25,7 @@ def latent_case(lengths, queries=1, rows=None, page_size=16, heads=4, size=80, v
 def drawn(case: Case, device: torch.device) -> AttentionInputs:
     """Inputs in which V is the first part of K's rows."""
     inputs = draw(case, device)
-    (k, _), (staged_k, _), scales = inputs.pages, inputs.staged, inputs.scales
+    (k, _), (staged_k, _), scales = inputs.pages, inputs.staged, inputs.kv_scales
     return inputs._replace(
         pages=(k, k[..., : case.v_size]),
         staged=(staged_k, staged_k[..., : case.v_size]),
@@ -139,7 +139,7 @@ def test_the_hopper_kernel_is_chosen_where_it_fits():
     assert config is not None and config.shared_bytes <= 227 * 1024
     assert choose_hopper_latent_config(Chip(227 * 1024, 132, (10, 0))) is None
     assert choose_hopper_latent_config(Chip(163 * 1024, 132, (9, 0))) is None
-    of_fp8 = choose_hopper_latent_config(Chip(227 * 1024, 132, (9, 0)), fp8=True)
+    of_fp8 = choose_hopper_latent_config(Chip(227 * 1024, 132, (9, 0)), is_fp8=True)
     assert of_fp8 is not None and of_fp8.raw_stages and of_fp8.shared_bytes <= 227 * 1024
 
 

@@ -17,7 +17,7 @@ from espalier.kernels.layers.linear_dequantised import (
     uses_dequantised_product,
     write_dequantised_rows,
 )
-from espalier.kernels.layers.quantised import FP8, dequantise, nibble_matrix
+from espalier.kernels.layers.quantised import FP8, dequantise, make_nibble_matrix
 from espalier.kernels.ops.activation import SILU, gated_activation
 from espalier.kernels.ops.linear import linear_quantised, linear_quantised_gated
 from tests.kernels.quantised_inputs import DTYPE, KINDS, drawn
@@ -63,7 +63,7 @@ def drawn_matrix(code, draw, device):
         scales = numbers(0.01, 0.1, *size).to(draw.choice([torch.float32, torch.float16, torch.bfloat16]))
         zeros = integers(16, *size).to(device) if draw.random() < 0.5 else None
     codes = integers(256, num_out, num_in // 2).to(device)
-    return nibble_matrix(code, codes, scales.to(device), group, zeros, row_scales=factors)
+    return make_nibble_matrix(code, codes, scales.to(device), group, zeros, row_scales=factors)
 
 
 @pytest.mark.parametrize("code", ["int4", "mxfp4", "nvfp4"])

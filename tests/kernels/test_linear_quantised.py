@@ -18,7 +18,7 @@ from espalier.kernels.layers.quantised import (
     deinterleave_nibbles,
     dequantise,
     interleave_nibbles,
-    nibble_matrix,
+    make_nibble_matrix,
     pack_nibbles,
     quantise_inputs,
 )
@@ -155,7 +155,7 @@ def test_every_nibble_and_exponent(kernel_device):
     """All 16 values of E2M1 with small and large scales: the product with unit vectors is the matrix."""
     codes = torch.arange(256, dtype=torch.uint8, device=kernel_device).view(4, 64)
     scales = torch.tensor([[115, 120, 127, 130]] * 4, dtype=torch.uint8, device=kernel_device)
-    matrix = nibble_matrix("mxfp4", codes, scales, 32)
+    matrix = make_nibble_matrix("mxfp4", codes, scales, 32)
     unit = torch.eye(128, dtype=DTYPE, device=kernel_device)
     out = linear_quantised.triton(unit, matrix, None, TritonPlan(16, 128, 1, 4, 1))
     assert torch.equal(out, dequantise(matrix, DTYPE).T)
@@ -168,7 +168,7 @@ def test_every_nibble_and_scale_of_nvfp4(kernel_device):
     codes = pack_nibbles(torch.arange(16, dtype=torch.uint8).repeat(len(scales), 4))
     factors = torch.full((len(scales),), 0.25, dtype=torch.float64)
     parts = (part.to(kernel_device) for part in (codes, scales.view(FP8)))
-    matrix = nibble_matrix("nvfp4", *parts, 16, row_scales=factors.to(kernel_device))
+    matrix = make_nibble_matrix("nvfp4", *parts, 16, row_scales=factors.to(kernel_device))
     unit = torch.eye(64, dtype=DTYPE, device=kernel_device)
     out = linear_quantised.triton(unit, matrix, None, TritonPlan(16, 64, 1, 4, 1))
     table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
@@ -183,7 +183,7 @@ def test_every_nibble_and_zero_point(kernel_device):
     codes = pack_nibbles(torch.arange(16, dtype=torch.uint8, device=kernel_device).repeat(16, 4))
     zeros = torch.arange(16, dtype=torch.uint8, device=kernel_device)[:, None].repeat(1, 2)
     scales = torch.tensor([[0.5, 3.0]] * 16, dtype=torch.float32, device=kernel_device)
-    matrix = nibble_matrix("int4", codes, scales, 32, zeros)
+    matrix = make_nibble_matrix("int4", codes, scales, 32, zeros)
     unit = torch.eye(64, dtype=DTYPE, device=kernel_device)
     out = linear_quantised.triton(unit, matrix, None, TritonPlan(16, 64, 1, 4, 1))
     expected = (torch.arange(16)[None, :] - torch.arange(16)[:, None]).repeat(1, 4).double()
@@ -401,7 +401,7 @@ def test_blocks_that_span_two_groups_are_refused(kernel_device):
 def test_words_of_two_groups_and_words_that_are_not_whole_are_refused(kernel_device, num_in, group):
     codes = torch.zeros(8, num_in // 2, dtype=torch.uint8, device=kernel_device)
     scales = torch.ones(8, num_in // group, device=kernel_device)
-    matrix, x = nibble_matrix("int4", codes, scales, group), x_of(3, num_in, kernel_device)
+    matrix, x = make_nibble_matrix("int4", codes, scales, group), x_of(3, num_in, kernel_device)
     with pytest.raises(EspalierError, match="groups of whole words"):
         linear_quantised.triton(x, matrix, None, TritonPlan(64, 64, 1, 4, 2))
     assert_is_the_product(linear_quantised.reference(x, matrix, None), x, matrix, None)
@@ -434,7 +434,7 @@ def test_what_no_kernel_takes_is_refused_at_start(monkeypatch, kind, capability,
 @pytest.mark.parametrize(("num_in", "group"), [(80, 80), (64, 16)])
 def test_words_of_two_groups_are_refused_at_start(num_in, group):
     codes, scales = torch.zeros(8, num_in // 2, dtype=torch.uint8), torch.ones(8, num_in // group)
-    matrix = nibble_matrix("int4", codes, scales, group)
+    matrix = make_nibble_matrix("int4", codes, scales, group)
     require_supported_weight(matrix, torch.bfloat16)
     with pytest.raises(EspalierError, match=f"this matrix has {num_in} in groups of {group}"):
         require_supported_weight(replace(matrix, codes=OnGPU(matrix.codes)), torch.bfloat16)

@@ -103,7 +103,7 @@ def test_a_chain_takes_in_the_rows_that_exist(keeps, rows):
 def test_a_convolution_follows_a_nodes_own_path(taps):
     parents = torch.tensor([[0, 0, 0, 1, 2, 3, 3], [0, 0, 1, 2, 3, 4, 5]])
     inputs, tail, weight, bias = drawn(2, 7, 3), drawn(2, taps - 1, 3), drawn(3, taps), drawn(3)
-    out = convolve(inputs, tail, parents, ShortConv(weight, bias, silu=False))
+    out = convolve(inputs, tail, parents, ShortConv(weight, bias, applies_silu=False))
     chain = convolve(inputs, tail, None, ShortConv(weight))
     for b in range(2):
         for i in range(7):

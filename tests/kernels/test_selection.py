@@ -13,7 +13,7 @@ from espalier.kernels.ops import selection
 from espalier.kernels.ops.rope import Rotation
 from espalier.kernels.ops.selection import (
     MAX_TOPK,
-    ROWS_PER_SCORE_GROUP,
+    SCORE_GROUP_SIZE,
     IndexerInputs,
     IndexerKeys,
     IndexerNorm,
@@ -96,7 +96,7 @@ def test_scores(kernel_device, shape, dtype):
         limit = SCORE_TOLERANCE * exact[exact.isfinite()].abs().max().item()
         torch.testing.assert_close(scores[:, kept], exact[:, kept], rtol=0, atol=limit)
     highest = max_group_scores(made.masked_fill(~defined[:, None], -torch.inf), capacity)
-    first = torch.arange(-(-capacity // ROWS_PER_SCORE_GROUP), device=kernel_device) * ROWS_PER_SCORE_GROUP
+    first = torch.arange(-(-capacity // SCORE_GROUP_SIZE), device=kernel_device) * SCORE_GROUP_SIZE
     is_group = torch.nn.functional.pad(first < length[:, None], (0, groups.shape[2] - len(first)), value=True)
     for have, exact, kept in zip(groups, highest, is_group, strict=True):
         assert torch.equal(have[:, kept], exact[:, kept])
@@ -114,12 +114,12 @@ def test_a_score_has_the_same_bits_alone_and_together(kernel_device):
     keys = IndexerKeys(drawn(65 * 16, 1, 128), table, length, 16, 0, drawn(2, 9, 1, 128))
     asking = IndexerQueries(drawn(2, 9, 64, 128), drawn(2, 9, 64).float())
     bits = torch.full((2, 9, 1), 2**9 - 1, device=kernel_device)
-    whole = index_scores.triton(asking, keys, bits).rows
+    whole = index_scores.triton(asking, keys, bits).row_scores
     for request, some in ((0, slice(0, 1)), (0, slice(5, 8)), (1, slice(8, 9)), (slice(0, 2), slice(1, 3))):
         batch = slice(request, request + 1) if isinstance(request, int) else request
         of_batch = keys.page_table[batch], keys.length[batch], keys.page_size, keys.first_position, keys.staged[batch]
         part = IndexerQueries(*(values[batch, some] for values in asking))
-        made = index_scores.triton(part, IndexerKeys(keys.committed, *of_batch), bits[batch, some]).rows
+        made = index_scores.triton(part, IndexerKeys(keys.committed, *of_batch), bits[batch, some]).row_scores
         for have, want, rows in zip(made, whole[batch, some], keys.length[batch].tolist(), strict=True):
             seen = list(range(rows)) + list(range(512, 521))
             assert torch.equal(have[:, seen], want[:, seen])
@@ -213,7 +213,7 @@ def test_a_threshold_at_the_end_of_its_bin(kernel_device):
         bits[8 * group + 1] = highest - 7 * 2**22 - 200 - group
     rows = bits.view(torch.float32).to(kernel_device)[None, None]
     scores = IndexerScores(torch.cat((rows, rows[..., :1] - 16), -1), torch.empty(0))
-    scores = scores._replace(groups=max_group_scores(scores.rows, 14 * 8))
+    scores = scores._replace(group_scores=max_group_scores(scores.row_scores, 14 * 8))
     length, table = torch.tensor([14 * 8], device=kernel_device), torch.tensor([[0]], device=kernel_device).int()
     made = select_rows.triton(scores, length, table, 14 * 8, 8)
     assert made.rows[0, 0].tolist() == [0, 8, 16, 24, 32, 40, 64, 72]

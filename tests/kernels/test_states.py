@@ -274,7 +274,7 @@ def test_inputs_are_convolved_along_their_paths(keeps, columns, bias, kind, dtyp
     parts = drawn(2, batch * width, 400)[..., :390]
     inputs = add_partial_sums.reference(parts, dtype)
     weight, of_bias = drawn(keeps.channels, keeps.taps).to(dtype), drawn(keeps.channels).to(dtype)
-    conv = ShortConv(weight, of_bias if bias else None, silu=keeps.heads > 0)
+    conv = ShortConv(weight, of_bias if bias else None, applies_silu=keeps.heads > 0)
     tail, slots = drawn(ROWS, keeps.taps - 1, keeps.channels).to(dtype), drawn.slots(batch)
     parents = drawn.tree(batch, width)[0] if kind == "tree" else None
     follows = torch.tensor([False, True, False], device=kernel_device) if kind == "pieces" else None

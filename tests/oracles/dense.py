@@ -56,7 +56,7 @@ class DensePass(Pass):
         if isinstance(spec.keeps, RecurrentState):
             inputs, gates, conv, *columns = values
             inputs = columns[0].in_channel_order(inputs) if columns else inputs
-            gates = gates.compute(inputs.dtype) if isinstance(gates, GateInputs) else gates
+            gates = gates.compute_gates(inputs.dtype) if isinstance(gates, GateInputs) else gates
             shape = self.tokens.shape
             of_rows = None if gates is None else gates.unflatten(0, shape)
             out, self.values[layer], self.planes[layer] = states_of(

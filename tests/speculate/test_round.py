@@ -11,7 +11,7 @@ from espalier.engine.results import ResultsRing, read_results
 from espalier.errors import EspalierError
 from espalier.kernels.ops.experts import grouped_experts
 from espalier.kernels.ops.state import gather_slots
-from espalier.kernels.ops.tree import Path
+from espalier.kernels.ops.tree import AcceptedPath
 from espalier.request import SamplingParams
 from espalier.sampling.logit_processors import SamplingNeeds
 from espalier.speculate.round import ModelRunner, commit, decode_round, prefill
@@ -80,7 +80,7 @@ def test_an_empty_batch_plans_and_commits():
     slots = gather_slots(r.table, NONE)
     none = torch.zeros(0, 4, dtype=torch.int64)
     r.target(r.cache.begin(Prefix(slots.page_table, NONE), Nodes.chain(none), none))
-    commit(r, slots, Path(none, NONE, none, NONE), count_tokens=True)
+    commit(r, slots, AcceptedPath(none, NONE, none, NONE), count_tokens=True)
 
 
 @algorithms

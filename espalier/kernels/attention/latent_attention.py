@@ -160,7 +160,7 @@ def _launch_kernel(
     out: Tensor,
     lse: Tensor,
 ) -> None:
-    q, (rows, _), scales, page_size = inputs.q, inputs.pages, inputs.scales, inputs.page_size
+    q, (rows, _), scales, page_size = inputs.q, inputs.pages, inputs.kv_scales, inputs.page_size
     (_, queries, heads, size), v_size = q.shape, inputs.v_size
     # Without staged rows the kernel gets another pointer, which it does not read.
     staged = q if inputs.staged is None else inputs.staged[0]

@@ -37,7 +37,7 @@ from espalier.kernels.attention.work_items import (
     wait_and_count_splits,
     work_item_of,
 )
-from espalier.kernels.hopper.attention import hopper_attention_kernel, hopper_constants, tma_arguments
+from espalier.kernels.hopper.attention import hopper_attention_arguments, hopper_attention_kernel, tma_arguments
 from espalier.kernels.hopper.config import HEAD_SIZES, HopperConfig
 from espalier.kernels.ops.attention import (
     KERNEL_DTYPES,
@@ -160,7 +160,7 @@ def tree_attention(
     if config is None:
         config = choose_config(inputs)
     elif isinstance(config, HopperConfig) and not (
-        hopper_supports(inputs) and (inputs.scales is not None) == (config.raw_stages > 0)
+        hopper_supports(inputs) and (inputs.kv_scales is not None) == (config.raw_stages > 0)
     ):
         raise EspalierError(
             f"the Hopper attention kernel needs bfloat16 or float16, a head size of {HEAD_SIZES}, strides divisible by "
@@ -180,7 +180,7 @@ def _launch_kernel(
     out: Tensor,
     lse: Tensor,
 ) -> None:
-    q, (k, v), scales, nodes, sink = inputs.q, inputs.pages, inputs.scales, inputs.nodes, inputs.sink
+    q, (k, v), scales, nodes, sink = inputs.q, inputs.pages, inputs.kv_scales, inputs.nodes, inputs.sink
     window = inputs.window or 0
     (_, queries, heads, k_size), (kv_heads, v_size) = q.shape, v.shape[1:]
     num_tiles = -(-queries * (heads // kv_heads) // config.block_m)
@@ -189,7 +189,7 @@ def _launch_kernel(
     attention_kernel: Any
     if isinstance(config, HopperConfig):
         attention_kernel = hopper_attention_kernel
-        constants = hopper_constants(config, k_size, same_strides=k.stride(0) == v.stride(0))
+        constants = hopper_attention_arguments(config, k_size, same_strides=k.stride(0) == v.stride(0))
         constants |= tma_arguments(config, k, v, inputs.page_size, window, contiguous)
     else:
         attention_kernel, constants = _tree_attention_kernel, _constexpr_arguments(config, k_size, v_size, q.dtype)

@@ -14,7 +14,7 @@ from triton.experimental.gluon import language as gl
 
 from espalier.kernels.attention.work_items import ALL_CONTIGUOUS, COUNTED, UNKNOWN, WorkPlan, wait_and_count_splits
 from espalier.kernels.hopper.attend import attend_work_items
-from espalier.kernels.hopper.config import HopperConfig, block_rows, needs_block_counts, uses_tma
+from espalier.kernels.hopper.config import HopperConfig, kv_block_rows, needs_block_counts, uses_tma
 from espalier.kernels.hopper.load import convert_work_items, load_work_items
 from espalier.kernels.hopper.work import HopperConstexprs, RowPtrs, make_stages
 from espalier.kernels.runtime.jit import gluon_kernel
@@ -103,7 +103,7 @@ def tma_arguments(
     if uses_tma(config) and not window and all(rows.stride(1) == rows.shape[2] for rows in (k, v)):
         not_all = UNKNOWN if contiguous is None else COUNTED
         kind = not_all if needs_block_counts(page_size, window, size) else ALL_CONTIGUOUS
-    block = block_rows(size), size
+    block = kv_block_rows(size), size
     descriptors = [None if kind == UNKNOWN else tma_descriptor(rows.flatten(1), *block) for rows in (k, v)]
     return {
         "k_descriptor": descriptors[0],
@@ -113,16 +113,16 @@ def tma_arguments(
     }
 
 
-def hopper_constants(config: HopperConfig, size: int, same_strides: bool) -> dict[str, Any]:
+def hopper_attention_arguments(config: HopperConfig, head_size: int, same_strides: bool) -> dict[str, Any]:
     """Constexpr arguments and options of a launch.  same_strides: whether rows of K and V have the same stride."""
-    at_launch, attend_registers = config.registers(size)
-    load_warps, load_registers = config.load_warps(size)
+    at_launch, attend_registers = config.registers(head_size)
+    load_warps, load_registers = config.load_warps(head_size)
     convert_warps, convert_registers = config.convert_warps
     return {
-        "HEAD_SIZE": size,
+        "HEAD_SIZE": head_size,
         "SAME_STRIDES": same_strides,
         "WARPGROUPS": config.warpgroups,
-        "BLOCK_N": block_rows(size),
+        "BLOCK_N": kv_block_rows(head_size),
         "STAGES": config.stages,
         "ATTEND_REGISTERS": attend_registers,
         "LOAD_REGISTERS": load_registers,

@@ -49,9 +49,10 @@ LATENT_FEW_BLOCK_N = 64
 LATENT_FEW_STAGES = 2
 
 
-def block_rows(size: int) -> int:
-    """Return the rows of K and V per block, for heads of `size`.  Shared memory holds at least MIN_STAGES blocks."""
-    return 64 if size <= MAX_REGISTER_HEAD_SIZE else 32
+def kv_block_rows(head_size: int) -> int:
+    """Return the rows of K and V per block, for heads of `head_size`.
+    Shared memory holds at least MIN_STAGES blocks."""
+    return 64 if head_size <= MAX_REGISTER_HEAD_SIZE else 32
 
 
 @dataclass(frozen=True)
@@ -68,21 +69,21 @@ class HopperConfig:
     programs_per_processor: int
     raw_stages: int = 0
 
-    def shared_bytes(self, size: int) -> int:
-        """Shared memory of a program, in bytes, for heads of `size`."""
-        two_byte_rows = self.block_m + 2 * self.stages * block_rows(size)
-        return size * (2 * two_byte_rows + 2 * self.raw_stages * block_rows(size)) + RESERVED_SHARED_MEMORY
+    def shared_bytes(self, head_size: int) -> int:
+        """Shared memory of a program, in bytes, for heads of `head_size`."""
+        two_byte_rows = self.block_m + 2 * self.stages * kv_block_rows(head_size)
+        return head_size * (2 * two_byte_rows + 2 * self.raw_stages * kv_block_rows(head_size)) + RESERVED_SHARED_MEMORY
 
     @property
     def block_m(self) -> int:
         """Packed queries of a tile."""
         return self.warpgroups * WARPGROUP_QUERIES
 
-    def load_warps(self, size: int) -> tuple[int, int]:
-        """(number of loading warps, registers per thread in these warps), for heads of `size`."""
+    def load_warps(self, head_size: int) -> tuple[int, int]:
+        """(number of loading warps, registers per thread in these warps), for heads of `head_size`."""
         if self.raw_stages:
             return 4, 56
-        return (8, 40) if self.programs_per_processor == 1 and size <= MAX_REGISTER_HEAD_SIZE else (4, 72)
+        return (8, 40) if self.programs_per_processor == 1 and head_size <= MAX_REGISTER_HEAD_SIZE else (4, 72)
 
     @property
     def convert_warps(self) -> tuple[int, int]:
@@ -91,57 +92,57 @@ class HopperConfig:
             return 0, 0
         return (8, 64) if self.warpgroups == 1 else (4, 80)
 
-    def registers(self, size: int) -> tuple[int, int]:
+    def registers(self, head_size: int) -> tuple[int, int]:
         """Registers per thread: (at launch, in attending warps after the other warps have released registers).
 
         At launch the programs use all registers of the multiprocessor, up to the limit per thread.
         """
-        attend_warps, others = 4 * self.warpgroups, (self.load_warps(size), self.convert_warps)
+        attend_warps, others = 4 * self.warpgroups, (self.load_warps(head_size), self.convert_warps)
         warps = attend_warps + sum(count for count, _ in others)
         of_others = sum(count * registers for count, registers in others)
         launch_limit = (attend_warps * MAX_REGISTERS + of_others) // warps
-        if size > MAX_REGISTER_HEAD_SIZE:
+        if head_size > MAX_REGISTER_HEAD_SIZE:
             launch_limit = max(launch_limit, WIDE_PRODUCT_REGISTERS)
         at_launch = min(REGISTERS // (32 * warps * self.programs_per_processor), launch_limit) // 8 * 8
         return at_launch, min((at_launch * warps - of_others) // attend_warps // 8 * 8, MAX_REGISTERS)
 
 
 def choose_hopper_config(
-    gpu: Chip, packed_queries: int, num_work_items: int, size: int, page_size: int, fp8: bool = False
+    gpu: Chip, packed_queries: int, num_work_items: int, head_size: int, page_size: int, is_fp8: bool = False
 ) -> HopperConfig | None:
     """Return the launch configuration, or None if this chip cannot run the kernel or gains nothing.
 
     packed_queries: queries times heads of one KV head; num_work_items: number of work items if a tile has 128 packed
-    queries; fp8: whether rows are FP8.
+    queries; is_fp8: whether rows are FP8.
     Two warpgroups share each loaded block.  If that leaves multiprocessors idle, a program has one warpgroup.  With
     enough such programs, each multiprocessor runs two, so that one works while the other ends.
     With few queries and small pages the Triton kernel is faster, because all of its warps gather rows (docs/log.md).
     """
-    if gpu.capability != HOPPER or size not in HEAD_SIZES or packed_queries <= WARPGROUP_QUERIES // 4:
+    if gpu.capability != HOPPER or head_size not in HEAD_SIZES or packed_queries <= WARPGROUP_QUERIES // 4:
         return None
-    smallest_page = 64 if size <= MAX_REGISTER_HEAD_SIZE else 16
+    smallest_page = 64 if head_size <= MAX_REGISTER_HEAD_SIZE else 16
     if packed_queries <= WARPGROUP_QUERIES // 2 and page_size < smallest_page:
         return None
     warpgroups = 2 if packed_queries > WARPGROUP_QUERIES and 4 * num_work_items >= 3 * gpu.processors else 1
-    if fp8:
+    if is_fp8:
         # The stages of both dtypes fill a multiprocessor's shared memory.
         config = HopperConfig(warpgroups, FP8_STAGES, 1, FP8_RAW_STAGES)
-        return config if config.shared_bytes(size) <= gpu.shared_memory else None
+        return config if config.shared_bytes(head_size) <= gpu.shared_memory else None
     num_programs = num_work_items * (1 if packed_queries <= WARPGROUP_QUERIES else 2)
     wants_two = warpgroups == 1 and num_programs > gpu.processors
     for programs, stages in product((2, 1) if wants_two else (1,), range(MAX_STAGES, MIN_STAGES - 1, -1)):
         config = HopperConfig(warpgroups, stages, programs)
-        if config.shared_bytes(size) * programs <= gpu.shared_memory:
+        if config.shared_bytes(head_size) * programs <= gpu.shared_memory:
             return config
     return None
 
 
-def needs_block_counts(page_size: int, window: int, size: int) -> bool:
+def needs_block_counts(page_size: int, window: int, head_size: int) -> bool:
     """Whether contiguous blocks must be counted (kernels/attention/kv_splits.py).
 
     If a page holds whole blocks, all blocks are contiguous.  With a window, the kernel uses no counts.
     """
-    return not window and page_size % block_rows(size) > 0
+    return not window and page_size % kv_block_rows(head_size) > 0
 
 
 def uses_tma(config: HopperConfig) -> bool:
@@ -172,9 +173,11 @@ class HopperLatentConfig:
         return rows + 2 * WEIGHT_SLOTS * BLOCK_M * LATENT_BLOCK_N + 4 * WEIGHT_SLOTS * BLOCK_M + RESERVED_SHARED_MEMORY
 
 
-def choose_hopper_latent_config(gpu: Chip, fp8: bool = False) -> HopperLatentConfig | None:
-    """Return the launch configuration, or None if this chip cannot run the kernel.  fp8: whether rows are FP8."""
-    config = HopperLatentConfig(LATENT_FP8_STAGES, LATENT_FP8_RAW_STAGES) if fp8 else HopperLatentConfig(LATENT_STAGES)
+def choose_hopper_latent_config(gpu: Chip, is_fp8: bool = False) -> HopperLatentConfig | None:
+    """Return the launch configuration, or None if this chip cannot run the kernel.  is_fp8: whether rows are FP8."""
+    config = (
+        HopperLatentConfig(LATENT_FP8_STAGES, LATENT_FP8_RAW_STAGES) if is_fp8 else HopperLatentConfig(LATENT_STAGES)
+    )
     return config if gpu.capability == HOPPER and config.shared_bytes <= gpu.shared_memory else None
 
 
@@ -205,8 +208,13 @@ class HopperLatentFewQueriesConfig:
         return rows + 2 * LATENT_FEW_MAX_QUERIES * LATENT_FEW_BLOCK_N + RESERVED_SHARED_MEMORY
 
 
-def choose_hopper_latent_few_queries_config(gpu: Chip, queries: int, heads: int) -> HopperLatentFewQueriesConfig | None:
+def choose_hopper_latent_few_queries_config(
+    gpu: Chip, num_queries: int, num_heads: int
+) -> HopperLatentFewQueriesConfig | None:
     """Return the launch configuration, or None if the kernel does not take this chip or this number of queries."""
-    config, is_few = HopperLatentFewQueriesConfig(LATENT_FEW_STAGES), queries == 1 and heads <= LATENT_FEW_MAX_QUERIES
+    config, is_few = (
+        HopperLatentFewQueriesConfig(LATENT_FEW_STAGES),
+        num_queries == 1 and num_heads <= LATENT_FEW_MAX_QUERIES,
+    )
     fits = gpu.capability == HOPPER and config.shared_bytes <= gpu.shared_memory
     return config if fits and is_few else None

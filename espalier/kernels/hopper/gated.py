@@ -55,11 +55,11 @@ def num_tiles(num_rows: int, num_out: int) -> int:
 
 
 class ProductSizes(NamedTuple):
-    """The sizes of x [rows, columns] and of the result [rows, out]."""
+    """The sizes of x [num_rows, num_in] and of the result [num_rows, num_out]."""
 
-    rows: Any
-    out: Any
-    columns: Any
+    num_rows: Any
+    num_out: Any
+    num_in: Any
 
 
 class BlockSizes(NamedTuple):
@@ -86,17 +86,17 @@ class Stages(NamedTuple):
 
 # fmt: off
 @gluon_kernel
-def _num_tiles(sizes, BLOCKS: gl.constexpr):
-    return gl.cdiv(sizes.rows, BLOCKS.ROWS) * gl.cdiv(sizes.out, BLOCKS.OUT)
+def _num_tiles(product_sizes, BLOCKS: gl.constexpr):
+    return gl.cdiv(product_sizes.num_rows, BLOCKS.ROWS) * gl.cdiv(product_sizes.num_out, BLOCKS.OUT)
 
 
 @gluon_kernel
-def _tile_origin(index, sizes, BLOCKS: gl.constexpr):
+def _tile_origin(tile_index, product_sizes, BLOCKS: gl.constexpr):
     """Returns (first row, first output) of a tile."""
-    row_blocks, out_blocks = gl.cdiv(sizes.rows, BLOCKS.ROWS), gl.cdiv(sizes.out, BLOCKS.OUT)
-    first = index // (BLOCKS.ROW_BLOCKS * out_blocks) * BLOCKS.ROW_BLOCKS
+    row_blocks, out_blocks = gl.cdiv(product_sizes.num_rows, BLOCKS.ROWS), gl.cdiv(product_sizes.num_out, BLOCKS.OUT)
+    first = tile_index // (BLOCKS.ROW_BLOCKS * out_blocks) * BLOCKS.ROW_BLOCKS
     together = gl.minimum(row_blocks - first, BLOCKS.ROW_BLOCKS)
-    inside = index % (BLOCKS.ROW_BLOCKS * out_blocks)
+    inside = tile_index % (BLOCKS.ROW_BLOCKS * out_blocks)
     return (first + inside % together) * BLOCKS.ROWS, inside // together * BLOCKS.OUT
 
 
@@ -110,14 +110,14 @@ def _round_to_bfloat16(values):
 
 
 @gluon_kernel
-def _load_tiles(stages, x_descriptor, weight_descriptor, sizes, BLOCKS: gl.constexpr):
+def _load_tiles(stages, x_descriptor, weight_descriptor, product_sizes, BLOCKS: gl.constexpr):
     """Copy the blocks of all tiles of a program into the stages."""
     STAGES: gl.constexpr = stages.full.shape[0]
     BYTES: gl.constexpr = (BLOCKS.ROWS + 2 * BLOCKS.OUT) * BLOCKS.IN * 2
     blocks_done = 0
-    for index in range(gl.program_id(0), _num_tiles(sizes, BLOCKS), gl.num_programs(0)):
-        row, out = _tile_origin(index, sizes, BLOCKS)
-        for column in range(0, sizes.columns, BLOCKS.IN):
+    for index in range(gl.program_id(0), _num_tiles(product_sizes, BLOCKS), gl.num_programs(0)):
+        row, out = _tile_origin(index, product_sizes, BLOCKS)
+        for column in range(0, product_sizes.num_in, BLOCKS.IN):
             stage = blocks_done % STAGES
             hopper.mbarrier.wait(stages.empty.index(stage), blocks_done // STAGES % 2 ^ 1)
             full, weights = stages.full.index(stage), stages.weights.index(stage)
@@ -125,22 +125,22 @@ def _load_tiles(stages, x_descriptor, weight_descriptor, sizes, BLOCKS: gl.const
             hopper.tma.async_copy_global_to_shared(x_descriptor, [row, column], full, stages.x.index(stage))
             gate, up = weights.slice(0, BLOCKS.OUT), weights.slice(BLOCKS.OUT, BLOCKS.OUT)
             hopper.tma.async_copy_global_to_shared(weight_descriptor, [out, column], full, gate)
-            hopper.tma.async_copy_global_to_shared(weight_descriptor, [sizes.out + out, column], full, up)
+            hopper.tma.async_copy_global_to_shared(weight_descriptor, [product_sizes.num_out + out, column], full, up)
             blocks_done += 1
 
 
 @gluon_kernel
-def _multiply_tiles(WARPGROUP: gl.constexpr, stages, results, out_descriptor, sizes, BLOCKS: gl.constexpr):
+def _multiply_tiles(WARPGROUP: gl.constexpr, stages, results, out_descriptor, product_sizes, BLOCKS: gl.constexpr):
     """Compute half of the rows of all tiles of a program."""
     STAGES: gl.constexpr = stages.full.shape[0]
     ROWS: gl.constexpr = BLOCKS.ROWS // 2
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 2 * BLOCKS.OUT, 16])
     result = results.index(WARPGROUP)
     blocks_done = 0
-    for index in range(gl.program_id(0), _num_tiles(sizes, BLOCKS), gl.num_programs(0)):
-        row, out = _tile_origin(index, sizes, BLOCKS)
+    for index in range(gl.program_id(0), _num_tiles(product_sizes, BLOCKS), gl.num_programs(0)):
+        row, out = _tile_origin(index, product_sizes, BLOCKS)
         sums = gl.full([ROWS, 2 * BLOCKS.OUT], 0.0, gl.float32, layout=SUMS)
-        for column in range(0, sizes.columns, BLOCKS.IN):
+        for column in range(0, product_sizes.num_in, BLOCKS.IN):
             stage = blocks_done % STAGES
             hopper.mbarrier.wait(stages.full.index(stage), blocks_done // STAGES % 2)
             x, weights = stages.x.index(stage).slice(WARPGROUP * ROWS, ROWS), stages.weights.index(stage)

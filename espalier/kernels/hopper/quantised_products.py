@@ -154,18 +154,18 @@ def launch_down_experts(
 # fmt: off
 @gluon_kernel
 def _pairs_of_tile(
-    order_ptr, ends_ptr, begins_ptr, tile, expert,
+    order_ptr, ends_ptr, begins_ptr, tile_index, expert,
     IS_SORTED: gl.constexpr, ROWS: gl.constexpr, LAYOUT: gl.constexpr,
 ):
     """Returns the pairs of a tile, see experts_tiles.py:pairs_of_tile."""
     place = gl.arange(0, ROWS, layout=LAYOUT)
     if IS_SORTED:
-        place += gl.load(begins_ptr + tile)
+        place += gl.load(begins_ptr + tile_index)
         inside = place < gl.load(ends_ptr + expert)
         pair = gl.load(order_ptr + place, mask=inside, other=0)
     else:
-        place += tile
-        inside = place == tile
+        place += tile_index
+        inside = place == tile_index
         pair = gl.where(inside, place, 0)
     return place, inside, pair
 

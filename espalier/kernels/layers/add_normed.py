@@ -149,9 +149,9 @@ def _check_arguments(
             require("add_normed: a weight", each.weight, (residual.shape[1],), None, residual)
 
 
-def _pad_with_none(items: Sequence[Any], size: int) -> list[Any]:
-    """Returns the items of `items`, filled up with None to `size` items."""
-    return [*items, *[None] * (size - len(items))]
+def _pad_with_none(items: Sequence[Any], length: int) -> list[Any]:
+    """Returns the items of `items`, filled up with None to `length` items."""
+    return [*items, *[None] * (length - len(items))]
 
 
 def _row_and_split_strides(output: Tensor | None) -> tuple[int, int]:

@@ -106,7 +106,7 @@ def block_conv_norm(
     coefficients: Tensor,
     base_taps: Tensor,
     residual: Tensor,
-    weight: Tensor,
+    norm_weight: Tensor,
     eps: float,
     block_width: int,
 ) -> tuple[Tensor, Tensor]:
@@ -117,7 +117,7 @@ def block_conv_norm(
     require("block_conv_norm: delta", parts, (-1, rows, size), dtype, residual)
     require("block_conv_norm: coefficients", coefficients, (rows, taps, groups), residual.dtype, residual)
     require("block_conv_norm: base", base_taps, (taps, size), residual.dtype, residual)
-    require("block_conv_norm: weight", weight, (size,), residual.dtype, residual)
+    require("block_conv_norm: weight", norm_weight, (size,), residual.dtype, residual)
     if rows % block_width or size % groups:
         raise EspalierError(
             f"block_conv_norm: {rows} rows in blocks of {block_width}, and {size} channels in {groups} groups, do not "
@@ -128,7 +128,7 @@ def block_conv_norm(
         block = next_power_of_2(size)
         _block_conv_norm_kernel[(rows,)](
             *(parts.contiguous(), coefficients.contiguous(), base_taps.contiguous(), residual.contiguous()),
-            *(weight.contiguous(), total, out, rows * size, block_width),
+            *(norm_weight.contiguous(), total, out, rows * size, block_width),
             EPS=eps, ROW_SIZE=size, GROUPS=groups, TAPS=taps, SPLITS=parts.shape[0],
             ACC_DTYPE=acc_dtype(residual.dtype), BLOCK=block, num_warps=warps_for(block, 512),
             **pdl_arguments(chip(residual)),

@@ -34,7 +34,7 @@ from espalier.kernels.layers.experts_plan import (
     ExpertsPlan,
     ExpertsShape,
     ProductPlan,
-    plan_for,
+    choose_experts_plan,
     quantised_launch_options,
 )
 from espalier.kernels.layers.experts_tiles import (
@@ -59,33 +59,38 @@ from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger, pdl_wait, p
 
 
 @kernel
-def dense_gate_up(
-    x_ptrs, gate_ptrs, up_ptrs, row_exists, num_in,
-    ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, EVEN_IN: tl.constexpr, ACC_DTYPE: tl.constexpr,
+def dense_gate_and_up(
+    x_ptrs, gate_ptrs, up_offset, row_exists, num_in,
+    NUM_MATRICES: tl.constexpr, ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr,
+    EVEN_IN: tl.constexpr, ACC_DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """(gate, up) [BLOCK_OUT, ROWS]: two products with rows of x [ROWS, num_in].  Rows not `row_exists` are zeros.
+    """Returns (gate, up) [BLOCK_OUT, ROWS]: the products with rows of x [ROWS, num_in].  Rows not `row_exists` are 0.
 
-    The pointers point to the first BLOCK_IN columns: x_ptrs [BLOCK_IN, ROWS], the others [BLOCK_OUT, BLOCK_IN].
+    The pointers point to the first BLOCK_IN columns: x_ptrs [BLOCK_IN, ROWS], gate_ptrs [BLOCK_OUT, BLOCK_IN].
+    up_offset: from gate to up.  If NUM_MATRICES is 1, there is no gate matrix, and gate is up.
     """
-    ks = tl.arange(0, BLOCK_IN)
-    gate = tl.zeros((BLOCK_OUT, ROWS), ACC_DTYPE)
-    up = tl.zeros((BLOCK_OUT, ROWS), ACC_DTYPE)
-    for k in range(0, num_in, BLOCK_IN):
-        # Weights are loaded first: unlike inputs, their addresses do not depend on row numbers, which may come late.
-        if EVEN_IN:
-            w_gate = tl.load(gate_ptrs)
-            w_up = tl.load(up_ptrs)
-            x = tl.load(x_ptrs, mask=row_exists[None, :], other=0.0)
-        else:
-            left = num_in - k
-            w_gate = tl.load(gate_ptrs, mask=ks[None, :] < left, other=0.0)
-            w_up = tl.load(up_ptrs, mask=ks[None, :] < left, other=0.0)
-            x = tl.load(x_ptrs, mask=row_exists[None, :] & (ks[:, None] < left), other=0.0)
-        gate = tl.dot(w_gate, x, gate, input_precision="ieee", out_dtype=ACC_DTYPE)
-        up = tl.dot(w_up, x, up, input_precision="ieee", out_dtype=ACC_DTYPE)
-        gate_ptrs += BLOCK_IN
-        up_ptrs += BLOCK_IN
-        x_ptrs += BLOCK_IN
+    if NUM_MATRICES == 1:
+        up = dense_product(x_ptrs, gate_ptrs, row_exists, num_in, num_in, ROWS, BLOCK_OUT, BLOCK_IN, EVEN_IN, ACC_DTYPE)
+        gate = up
+    else:
+        ks, up_ptrs = tl.arange(0, BLOCK_IN), gate_ptrs + up_offset
+        gate, up = tl.zeros((BLOCK_OUT, ROWS), ACC_DTYPE), tl.zeros((BLOCK_OUT, ROWS), ACC_DTYPE)
+        for k in range(0, num_in, BLOCK_IN):
+            # Weights are loaded first: unlike those of inputs, their addresses do not depend on row numbers.
+            if EVEN_IN:
+                w_gate = tl.load(gate_ptrs)
+                w_up = tl.load(up_ptrs)
+                x = tl.load(x_ptrs, mask=row_exists[None, :], other=0.0)
+            else:
+                left = num_in - k
+                w_gate = tl.load(gate_ptrs, mask=ks[None, :] < left, other=0.0)
+                w_up = tl.load(up_ptrs, mask=ks[None, :] < left, other=0.0)
+                x = tl.load(x_ptrs, mask=row_exists[None, :] & (ks[:, None] < left), other=0.0)
+            gate = tl.dot(w_gate, x, gate, input_precision="ieee", out_dtype=ACC_DTYPE)
+            up = tl.dot(w_up, x, up, input_precision="ieee", out_dtype=ACC_DTYPE)
+            gate_ptrs += BLOCK_IN
+            up_ptrs += BLOCK_IN
+            x_ptrs += BLOCK_IN
     return gate, up
 
 
@@ -94,7 +99,7 @@ def dense_product(
     x_ptrs, w_ptrs, row_exists, num_in, k_end,
     ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, EVEN_IN: tl.constexpr, ACC_DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """[BLOCK_OUT, ROWS]: one product, with arguments as in dense_gate_up.  k_end: num_in, or 0 for no product."""
+    """[BLOCK_OUT, ROWS]: one product, with arguments as in dense_gate_and_up.  k_end: num_in, or 0 for no product."""
     ks = tl.arange(0, BLOCK_IN)
     acc = tl.zeros((BLOCK_OUT, ROWS), ACC_DTYPE)
     for k in range(0, k_end, BLOCK_IN):
@@ -109,24 +114,6 @@ def dense_product(
         w_ptrs += BLOCK_IN
         x_ptrs += BLOCK_IN
     return acc
-
-
-@kernel
-def _dense_gate_and_up(
-    x_ptrs, gate_ptrs, up_offset, row_exists, num_in,
-    NUM_MATRICES: tl.constexpr, ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr,
-    EVEN_IN: tl.constexpr, ACC_DTYPE: tl.constexpr,
-):  # fmt: skip
-    """Returns (gate, up), see dense_gate_up.  If NUM_MATRICES is 1, there is no gate matrix, and gate is up."""
-    if NUM_MATRICES == 1:
-        up = dense_product(x_ptrs, gate_ptrs, row_exists, num_in, num_in, ROWS, BLOCK_OUT, BLOCK_IN, EVEN_IN, ACC_DTYPE)
-        gate = up
-    else:
-        up_ptrs = gate_ptrs + up_offset
-        gate, up = dense_gate_up(
-            x_ptrs, gate_ptrs, up_ptrs, row_exists, num_in, ROWS, BLOCK_OUT, BLOCK_IN, EVEN_IN, ACC_DTYPE
-        )
-    return gate, up
 
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -147,8 +134,7 @@ def _gated_kernel(
 
     w: [E, NUM_MATRICES · num_out, num_in]; bias: [E, NUM_MATRICES · num_out].  EVEN_IN: BLOCK_IN divides num_in.
     shared: [2 · NUM_PIECES · num_out, num_in]; its tiles prefetch PREFETCHED_COLUMNS columns.  None if NUM_PIECES is 0.
-    CODE: None for dense experts.  Else CODE, GROUP_SIZE, ROWS_PER_SCALE and INPUT_GROUP_SIZE are those of
-    quantised_dot.
+    CODE: None for dense experts.  Else CODE to INPUT_GROUP_SIZE are arguments of quantised_dot.
     """
     column, ks = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT), tl.arange(0, BLOCK_IN)
     if NUM_PIECES > 0 and USE_PDL:
@@ -178,7 +164,7 @@ def _gated_kernel(
             up_at = tl.where(tile < 0, up_at * NUM_PIECES, up_at)
         gate_ptrs = w_ptr + w_row[:, None] * num_in + ks[None, :]
         x_ptrs = x_ptr + row[None, :] * x_stride + ks[:, None]
-        gate, up = _dense_gate_and_up(
+        gate, up = dense_gate_and_up(
             x_ptrs, gate_ptrs, up_at, inside, num_in, NUM_MATRICES, ROWS, BLOCK_OUT, BLOCK_IN, EVEN_IN, ACC_DTYPE
         )
     else:
@@ -299,13 +285,13 @@ def grouped_experts(
         return routing_weights.new_empty(top_k + pieces + num_extra_parts, num_rows, hidden)
     if plan is None:
         shape = ExpertsShape(num_experts, top_k, hidden, inner)
-        plan = plan_for(shape, num_rows, x.dtype, chip(expert_ids), (gate_up, down))
+        plan = choose_experts_plan(shape, num_rows, x.dtype, chip(expert_ids), (gate_up, down))
     tiles = make_expert_tiles(expert_ids, live_rows, num_experts, plan.tile_rows)
-    gated = gated_triton(x, gate_up, tiles, top_k, plan.gated, gate_up_bias, activation, shared_experts)
-    return down_triton(gated, down, routing_weights, tiles, plan.down, down_bias, num_extra_parts, shared_experts)
+    gated = launch_gate_and_up(x, gate_up, tiles, top_k, plan.gated, gate_up_bias, activation, shared_experts)
+    return launch_down(gated, down, routing_weights, tiles, plan.down, down_bias, num_extra_parts, shared_experts)
 
 
-def gated_triton(
+def launch_gate_and_up(
     x: InputRows,
     gate_up: ExpertMatrix,
     tiles: ExpertTiles,
@@ -339,7 +325,7 @@ def gated_triton(
     return out
 
 
-def down_triton(
+def launch_down(
     activations: Tensor,
     down: ExpertMatrix,
     routing_weights: Tensor,
@@ -349,7 +335,8 @@ def down_triton(
     num_extra_parts: int = 0,
     shared_experts: SharedExperts | None = None,
 ) -> Tensor:
-    """Return parts [K + S + extra, N, H]; the last `num_extra_parts` are not written.  activations: of gated_triton."""
+    """Return parts [K + S + extra, N, H]; the last `num_extra_parts` are not written.
+    activations: of launch_gate_and_up."""
     num_experts, hidden, inner = down.shape
     num_rows, top_k = routing_weights.shape
     pieces = 0 if shared_experts is None else shared_experts.num_pieces(inner)
@@ -375,12 +362,8 @@ def _product_operands(
     if isinstance(weight, Tensor):
         assert isinstance(x, Tensor)
         x = x if x.stride(1) == 1 else x.contiguous()
-        return (x, None, weight, None, None), {
-            "CODE": None,
-            "GROUP_SIZE": 0,
-            "ROWS_PER_SCALE": 1,
-            "INPUT_GROUP_SIZE": 0,
-        }
+        constants = {"CODE": None, "GROUP_SIZE": 0, "ROWS_PER_SCALE": 1, "INPUT_GROUP_SIZE": 0}
+        return (x, None, weight, None, None), constants
     inputs, scales = kernel_inputs(x, weight)
     return (inputs, scales, *kernel_matrix(weight)), format_constants(weight)
 

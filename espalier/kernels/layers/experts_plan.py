@@ -294,7 +294,7 @@ def quantised_launch_options(
     return {"BLOCK_IN": block_in, "num_stages": stages, "maxnreg": maxnreg}
 
 
-def plan_for(
+def choose_experts_plan(
     shape: ExpertsShape,
     num_rows: int,
     dtype: torch.dtype,

@@ -109,16 +109,16 @@ def _sort_pairs_kernel(
 
 @kernel
 def pairs_of_tile(
-    order_ptr, ends_ptr, begins_ptr, tile, expert, IS_SORTED: tl.constexpr, ROWS: tl.constexpr
+    order_ptr, ends_ptr, begins_ptr, tile_index, expert, IS_SORTED: tl.constexpr, ROWS: tl.constexpr
 ):  # fmt: skip
     """Returns (place, inside, pair), each [ROWS]: each pair's index in `order`, whether it exists, and its number."""
     if IS_SORTED:
-        place = tl.load(begins_ptr + tile) + tl.arange(0, ROWS)
+        place = tl.load(begins_ptr + tile_index) + tl.arange(0, ROWS)
         inside = place < tl.load(ends_ptr + expert)
         pair = tl.load(order_ptr + place, mask=inside, other=0)
     else:
-        place = tile + tl.arange(0, ROWS)
-        inside = place == tile
+        place = tile_index + tl.arange(0, ROWS)
+        inside = place == tile_index
         pair = tl.where(inside, place, 0)
     return place, inside, pair
 
@@ -234,7 +234,7 @@ def tile_and_expert(
 
 @kernel
 def rows_of_tile(
-    order_ptr, ends_ptr, begins_ptr, tile, expert, num_rows, top_k,
+    order_ptr, ends_ptr, begins_ptr, tile_index, expert, num_rows, top_k,
     NUM_PIECES: tl.constexpr, IS_SORTED: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Returns (place, inside, row, part), each [ROWS].
@@ -244,15 +244,15 @@ def rows_of_tile(
     Shared pieces come after the pairs: in `place` row by row, in `part` from top_k on.
     """
     if NUM_PIECES == 0:
-        place, inside, pair = pairs_of_tile(order_ptr, ends_ptr, begins_ptr, tile, expert, IS_SORTED, ROWS)
+        place, inside, pair = pairs_of_tile(order_ptr, ends_ptr, begins_ptr, tile_index, expert, IS_SORTED, ROWS)
         row, part = pair // top_k, pair % top_k
     else:
-        if tile < 0:
+        if tile_index < 0:
             row = tl.arange(0, ROWS)
-            part = tl.zeros((ROWS,), tl.int32) + top_k + tile + NUM_PIECES
+            part = tl.zeros((ROWS,), tl.int32) + top_k + tile_index + NUM_PIECES
             place, inside = part * num_rows + row, row < num_rows
         else:
-            place, inside, pair = pairs_of_tile(order_ptr, ends_ptr, begins_ptr, tile, expert, IS_SORTED, ROWS)
+            place, inside, pair = pairs_of_tile(order_ptr, ends_ptr, begins_ptr, tile_index, expert, IS_SORTED, ROWS)
             row, part = pair // top_k, pair % top_k
     return place, inside, row, part
 

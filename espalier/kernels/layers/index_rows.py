@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from espalier.errors import EspalierError
-from espalier.kernels.layers.latent import HEADS_PER_PROGRAM, NUM_WARPS, rotated_halves, store_halves
+from espalier.kernels.layers.latent import HEADS_PER_PROGRAM, NUM_WARPS, load_rotated_halves, store_halves
 from espalier.kernels.ops.selection import IndexerInputs
 from espalier.kernels.runtime.jit import kernel
 from espalier.kernels.runtime.launch import acc_dtype, chip, next_power_of_2, require
@@ -73,7 +73,7 @@ def _rotate_heads(
     """Rotate BLOCK_H query heads of a row, from head `first_head` on, in place."""
     head = (first_head + tl.arange(0, BLOCK_H))[:, None]
     mask = head < HEADS
-    left, right = rotated_halves(
+    left, right = load_rotated_halves(
         q_ptr + head * q_stride_h, cos_ptr, sin_ptr, mask, ROTARY, INTERLEAVED, ACC_DTYPE, BLOCK
     )
     # All warps must read their values before one of them writes.
@@ -105,9 +105,10 @@ def _index_rows_kernel(
         )  # fmt: skip
 
 
-def rotate_and_store_index(index: IndexerInputs, cache_rows: Tensor, plane: Tensor) -> Tensor:
-    """See ops/selection.py.  Overwrites index.q.  Tolerance: one ulp of the dtype and a few ulps of float32."""
-    q, k, norm, rotation = index.q, index.k, index.norm, index.rotation
+def rotate_and_store_index(indexer_inputs: IndexerInputs, cache_rows: Tensor, plane: Tensor) -> Tensor:
+    """See ops/selection.py.  Overwrites indexer_inputs.q.
+    Tolerance: one ulp of the dtype and a few ulps of float32."""
+    q, k, norm, rotation = indexer_inputs.q, indexer_inputs.k, indexer_inputs.norm, indexer_inputs.rotation
     count, heads, size = q.shape
     rotary, exact = rotation.cos.shape[1], torch.promote_types(q.dtype, torch.float32)
     require("index rows: k", k, (count, size), q.dtype, q)
@@ -127,7 +128,7 @@ def rotate_and_store_index(index: IndexerInputs, cache_rows: Tensor, plane: Tens
             *(q, k, norm.weight, norm.bias, rotation.cos, rotation.sin, cache_rows, plane),
             *(*q.stride()[:2], k.stride(0), rotation.cos.stride(0), rotation.sin.stride(0)),
             *(cache_rows.stride(0), plane.stride(0)),
-            EPS=norm.eps, HEADS=heads, HEAD_SIZE=size, ROTARY=rotary, INTERLEAVED=index.interleaved,
+            EPS=norm.eps, HEADS=heads, HEAD_SIZE=size, ROTARY=rotary, INTERLEAVED=indexer_inputs.interleaved,
             ACC_DTYPE=acc_dtype(q.dtype), BLOCK_H=block_h, BLOCK_SIZE=next_power_of_2(size),
             BLOCK=next_power_of_2(rotary // 2), num_warps=NUM_WARPS, **pdl_arguments(chip(q)),
         )  # fmt: skip

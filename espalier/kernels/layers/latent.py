@@ -116,7 +116,7 @@ HEADS_PER_PROGRAM = 16
 
 
 @kernel
-def rotated_halves(values_ptr, cos_ptr, sin_ptr, mask, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr,
+def load_rotated_halves(values_ptr, cos_ptr, sin_ptr, mask, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr,
                     ACC_DTYPE: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """(left, right): the halves of the values at values_ptr [.., 1], rotated.  cos_ptr, sin_ptr: of one position."""
     column = tl.arange(0, BLOCK)
@@ -181,7 +181,7 @@ def _store_latent(
         weight = tl.load(norm_ptr + column, mask=exists, other=0.0).to(ACC_DTYPE)
         x = x * (1.0 / tl.sqrt(tl.sum(x * x, 0) / RANK + CONSTANTS.EPS)) * weight
     one = tl.zeros([1, 1], tl.int32)
-    left, right = rotated_halves(
+    left, right = load_rotated_halves(
         latent_ptr + RANK + one, cos_ptr, sin_ptr, one == 0, CONSTANTS.ROTARY, CONSTANTS.INTERLEAVED, ACC_DTYPE,
         CONSTANTS.BLOCK,
     )  # fmt: skip
@@ -212,7 +212,7 @@ def _rotate_or_store(row_index, block_index, operands, CONSTANTS: tl.constexpr):
     else:
         head = ((block_index - 1) * CONSTANTS.BLOCK_H + tl.arange(0, CONSTANTS.BLOCK_H))[:, None]
         mask, rope = head < CONSTANTS.HEADS, rope_ptr + row_index * rope_stride_n + head * rope_stride_h
-        left, right = rotated_halves(
+        left, right = load_rotated_halves(
             rope, cos, sin, mask, ROTARY, CONSTANTS.INTERLEAVED, CONSTANTS.ACC_DTYPE, CONSTANTS.BLOCK
         )
         # q_rope may be a view of q, so all warps must read their values before one of them writes.

@@ -133,13 +133,13 @@ def store_tile(
 
 @kernel
 def _add_partial_sums_kernel(
-    parts_ptr, out_ptr, count, SPLITS: tl.constexpr, BLOCK: tl.constexpr, USE_PDL: tl.constexpr,
+    parts_ptr, out_ptr, num_values, SPLITS: tl.constexpr, BLOCK: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """out [count] = sum of parts [SPLITS, count] float32; a program sums BLOCK numbers."""
+    """out [num_values] = sum of partial sums [SPLITS, num_values] float32; a program sums BLOCK numbers."""
     pdl_trigger_and_wait(USE_PDL)
     offset = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mask = offset < count
-    total = load_sum(parts_ptr + offset, count, mask, SPLITS, out_ptr.dtype.element_ty, tl.float32)
+    mask = offset < num_values
+    total = load_sum(parts_ptr + offset, num_values, mask, SPLITS, out_ptr.dtype.element_ty, tl.float32)
     tl.store(out_ptr + offset, total.to(out_ptr.dtype.element_ty), mask=mask)
 
 

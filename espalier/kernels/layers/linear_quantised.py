@@ -28,7 +28,12 @@ from espalier.kernels.layers.linear_dequantised import dequantised_gated, dequan
 from espalier.kernels.layers.linear_plans import DTYPES, MIN_BLOCK_ROWS, TritonPlan, block_rows
 from espalier.kernels.layers.quantised import InputRows, InputScales, QuantisedMatrix, RoundedRows
 from espalier.kernels.layers.quantised_nibbles import prefetch_scales
-from espalier.kernels.layers.quantised_plans import MAX_BLOCK_ROWS, has_split_words, max_block_in, quantised_plan_for
+from espalier.kernels.layers.quantised_plans import (
+    MAX_BLOCK_ROWS,
+    has_words_of_two_groups,
+    max_block_in,
+    quantised_plan_for,
+)
 from espalier.kernels.layers.quantised_tile import (
     LINE_BYTES,
     format_constants,
@@ -199,7 +204,7 @@ def _require(x: InputRows, weight: QuantisedMatrix, bias: Tensor | None, plan: T
     if bias is not None:
         require("quantised linear: bias", bias, (weight.shape[0],), x.dtype, weight.codes)
     fits = all(tensor.is_contiguous() for tensor in weight.tensors) and max_block_in(weight) % plan.block_in == 0
-    if x.dtype not in DTYPES or not fits or (weight.code != "fp8" and has_split_words(weight)):
+    if x.dtype not in DTYPES or not fits or (weight.code != "fp8" and has_words_of_two_groups(weight)):
         raise EspalierError(
             f"quantised linear: the Triton kernel takes bfloat16 or float16, contiguous weights, blocks that divide "
             f"{max_block_in(weight)} columns and, for 4 bits, groups of whole words, but got {x.dtype}, groups of "

@@ -113,12 +113,8 @@ class QuantisedMatrix:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        optional = (
-            self.zeros,
-            self.row_scales,
-            self.column_order,
-            None if self.input_scales is None else self.input_scales.static_scale,
-        )
+        input_scale = None if self.input_scales is None else self.input_scales.static_scale
+        optional = (self.zeros, self.row_scales, self.column_order, input_scale)
         return self.codes, self.scales, *(tensor for tensor in optional if tensor is not None)
 
     @property
@@ -164,7 +160,7 @@ class QuantisedMatrix:
         return self
 
 
-def nibble_matrix(
+def make_nibble_matrix(
     code: Literal["int4", "mxfp4", "nvfp4"],
     packed: Tensor,
     scales: Tensor,

@@ -91,9 +91,9 @@ def nibble_dot(
 
 
 @kernel
-def _group_of_column(k, num_groups, GROUP_SIZE: tl.constexpr):
-    """Returns the group of column k; the last group if k is past it."""
-    return tl.minimum(k // GROUP_SIZE, num_groups - 1) if GROUP_SIZE > 0 else 0
+def _group_of_column(column, num_groups, GROUP_SIZE: tl.constexpr):
+    """Returns the group of a column; the last group if the column is past it."""
+    return tl.minimum(column // GROUP_SIZE, num_groups - 1) if GROUP_SIZE > 0 else 0
 
 
 @kernel

@@ -199,7 +199,7 @@ def require_supported_weight(weight: QuantisedMatrix, dtype: torch.dtype) -> Non
     """Check that a kernel exists for the weight if it is on a GPU.  Raises EspalierError if not."""
     if not weight.codes.is_cuda:
         return
-    if weight.code != "fp8" and has_split_words(weight):
+    if weight.code != "fp8" and has_words_of_two_groups(weight):
         raise EspalierError(
             f"on a GPU, 4-bit weights need columns, and columns of a group, in multiples of {INTERLEAVED_COLUMNS}, but "
             f"this matrix has {weight.shape[-1]} in groups of {weight.group_size}; use another copy of the model"
@@ -218,7 +218,7 @@ def require_supported_weight(weight: QuantisedMatrix, dtype: torch.dtype) -> Non
         raise EspalierError(f"{weight.code} weights need dtype=bfloat16 on a GPU, not {dtype}; pass dtype=bfloat16")
 
 
-def has_split_words(weight: QuantisedMatrix) -> bool:
+def has_words_of_two_groups(weight: QuantisedMatrix) -> bool:
     """Whether a word has columns of two groups, or is not interleaved, so that the kernels cannot take the matrix.
 
     An NVFP4 word may have columns of two groups, because the kernel reads two scales per word."""

@@ -137,7 +137,7 @@ class AttentionInputs(NamedTuple):
     q: [B, Q, heads, k_size].  pages: K and V, [rows, kv_heads, size], where row = page * page_size + offset.
     splits: the splits of the committed rows, for this window.  scale: the factor of scores.
     staged: K and V of the staged rows, [B, R, kv_heads, size]; None: attend to committed rows alone.
-    scales: the scales of K and V in FP8, committed and staged.  sink: [heads], one extra logit per head, without a
+    kv_scales: the scales of K and V in FP8, committed and staged.  sink: [heads], one extra logit per head, without a
     value.  softcap: see LayerSpec.
     """
 
@@ -152,7 +152,7 @@ class AttentionInputs(NamedTuple):
     window: int | None = None
     sink: Tensor | None = None
     softcap: float | None = None
-    scales: KVScales | None = None
+    kv_scales: KVScales | None = None
 
     @property
     def v_size(self) -> int:
@@ -219,7 +219,7 @@ def count_contiguous_blocks(
     SPLIT_ALIGNMENT.
     """
     out = torch.zeros(splits.table.shape[0], dtype=torch.int32)
-    for split, (request, begin, end, _request_splits) in enumerate(splits.used.tolist()):
+    for split, (request, begin, end, _request_splits) in enumerate(splits.used_rows.tolist()):
         low = begin + -(-max(first_position - begin, 0) // block_rows) * block_rows
         while low + block_rows <= begin + (end - begin) // block_rows * block_rows:
             position = torch.arange(low, low + block_rows, device=page_table.device)
@@ -299,7 +299,7 @@ def tree_attention(
         row_positions = torch.cat((row_positions, inputs.nodes.row_positions), 1)
     if inputs.window is not None:
         seen = seen & (inputs.nodes.positions[:, :, None] - row_positions[:, None, :] < inputs.window)
-    out, lse = masked_attention(inputs.q, k, v, seen, inputs.scale, inputs.scales, inputs.softcap)
+    out, lse = masked_attention(inputs.q, k, v, seen, inputs.scale, inputs.kv_scales, inputs.softcap)
     return out if inputs.sink is None else apply_sink(out, lse, inputs.sink), lse
 
 
@@ -325,4 +325,4 @@ def staged_attention(inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
     """
     assert inputs.staged is not None
     seen = inputs.nodes.visible_rows(inputs.window)
-    return masked_attention(inputs.q, *inputs.staged, seen, inputs.scale, inputs.scales, inputs.softcap)
+    return masked_attention(inputs.q, *inputs.staged, seen, inputs.scale, inputs.kv_scales, inputs.softcap)

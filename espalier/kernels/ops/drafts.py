@@ -213,7 +213,7 @@ def block_conv_norm(
     coefficients: Tensor,
     base_taps: Tensor,
     residual: Tensor,
-    weight: Tensor,
+    norm_weight: Tensor,
     eps: float,
     block_width: int,
 ) -> tuple[Tensor, Tensor]:
@@ -221,12 +221,14 @@ def block_conv_norm(
 
     delta: [N, H] in residual's dtype, or partial sums [parts, N, H] in float32 at least; in blocks of `block_width`
     rows.
-    coefficients: [N, T, G], from block_conv.  base_taps: [T, H].  weight: [H], the norm's.
+    coefficients: [N, T, G], from block_conv.  base_taps: [T, H].  norm_weight: [H], the norm's.
     Raises EspalierError if sizes do not agree.
     """
     if delta.ndim == 3:
         delta = add_partial_sums.reference(delta, residual.dtype)
-    return add_rms_norm.reference(convolve_block(delta, coefficients, base_taps, block_width), residual, weight, eps)
+    return add_rms_norm.reference(
+        convolve_block(delta, coefficients, base_taps, block_width), residual, norm_weight, eps
+    )
 
 
 @dataclass(frozen=True)

@@ -20,13 +20,13 @@ L2_NORM_EPS = 1e-6
 class ShortConv(NamedTuple):
     """A causal convolution of each channel.
 
-    weight: [channels, taps], the tap of the row itself last.  bias: [channels] or None.  silu: whether silu is applied
-    to the result.
+    weight: [channels, taps], the tap of the row itself last.  bias: [channels] or None.  applies_silu: whether silu is
+    applied to the result.
     """
 
     weight: Tensor
     bias: Tensor | None = None
-    silu: bool = True
+    applies_silu: bool = True
 
 
 class StateRows(NamedTuple):
@@ -63,7 +63,7 @@ def convolve(inputs: Tensor, tail: Tensor, parents: Tensor | None, conv: ShortCo
         at = previous.gather(1, at)
     if conv.bias is not None:
         out = out + conv.bias.to(exact)
-    return (F.silu(out) if conv.silu else out).to(inputs.dtype)
+    return (F.silu(out) if conv.applies_silu else out).to(inputs.dtype)
 
 
 def conv_tail_after(tail: Tensor, inputs: Tensor, row_counts: Tensor) -> Tensor:

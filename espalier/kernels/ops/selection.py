@@ -27,7 +27,7 @@ MAX_INDEX_SIZE = 256
 MAX_TOPK = 8192
 # Adjacent rows per group.  IndexerScores also holds the highest score of each group, so that a selection reads few
 # rows.
-ROWS_PER_SCORE_GROUP = 8
+SCORE_GROUP_SIZE = 8
 # Splits start at multiples of this number.  No kernel has a larger BLOCK_N.
 SPLIT_ALIGNMENT = 64
 # The fewest rows of a split: merging a shorter split costs more than it saves.  MIN_SHORT_SPLIT_ROWS is for up to
@@ -109,14 +109,14 @@ class IndexerKeys:
 class IndexerScores(NamedTuple):
     """Scores of C positions and R staged rows.
 
-    rows: [B, Q, C + R] float32, the scores of the page table's positions, then those of the staged rows.
-    groups: [B, Q, ceil(C / ROWS_PER_SCORE_GROUP) + ceil(R / ROWS_PER_SCORE_GROUP)] float32, the highest of each
-    ROWS_PER_SCORE_GROUP positions, then of each ROWS_PER_SCORE_GROUP staged rows.
+    row_scores: [B, Q, C + R] float32, the scores of the page table's positions, then those of the staged rows.
+    group_scores: [B, Q, ceil(C / SCORE_GROUP_SIZE) + ceil(R / SCORE_GROUP_SIZE)] float32, the highest of each
+    SCORE_GROUP_SIZE positions, then of each SCORE_GROUP_SIZE staged rows.
     Scores of positions past a request's length, and of groups that begin there, are undefined.
     """
 
-    rows: Tensor
-    groups: Tensor
+    row_scores: Tensor
+    group_scores: Tensor
 
     @classmethod
     def empty(
@@ -125,7 +125,7 @@ class IndexerScores(NamedTuple):
         """Returns uninitialised scores, with strides that let a kernel load four scores at once."""
         sizes = (
             capacity + num_staged_rows,
-            -(-capacity // ROWS_PER_SCORE_GROUP) + -(-num_staged_rows // ROWS_PER_SCORE_GROUP),
+            -(-capacity // SCORE_GROUP_SIZE) + -(-num_staged_rows // SCORE_GROUP_SIZE),
         )
         kept = (
             torch.empty(batch_size, num_queries, -(-size // 16) * 16, dtype=torch.float32, device=device)[..., :size]
@@ -177,13 +177,13 @@ def score_keys(queries: IndexerQueries, keys: Tensor) -> Tensor:
     return scores
 
 
-@op("espalier.kernels.layers.index_rows", tensor="index.q")
-def rotate_and_store_index(index: IndexerInputs, cache_rows: Tensor, plane: Tensor) -> Tensor:
+@op("espalier.kernels.layers.index_rows", tensor="indexer_inputs.q")
+def rotate_and_store_index(indexer_inputs: IndexerInputs, cache_rows: Tensor, plane: Tensor) -> Tensor:
     """Norm and rotate the keys, and store them in cache_rows [N] of plane [R, 1, size].  Returns the rotated q."""
-    norm, rotary = index.norm, index.rotation.cos.shape[1]
-    size = index.k.shape[-1]
-    k = F.layer_norm(index.k, (size,), norm.weight, norm.bias, norm.eps)[:, None]
-    q, k = (_rotated(x, index.rotation, rotary, index.interleaved) for x in (index.q, k))
+    norm, rotary = indexer_inputs.norm, indexer_inputs.rotation.cos.shape[1]
+    size = indexer_inputs.k.shape[-1]
+    k = F.layer_norm(indexer_inputs.k, (size,), norm.weight, norm.bias, norm.eps)[:, None]
+    q, k = (_rotated(x, indexer_inputs.rotation, rotary, indexer_inputs.interleaved) for x in (indexer_inputs.q, k))
     plane.index_copy_(0, cache_rows, k)
     return q
 
@@ -218,11 +218,11 @@ def index_scores(queries: IndexerQueries, keys: IndexerKeys, ancestor_bits: Tens
 def max_group_scores(row_scores: Tensor, capacity: int) -> Tensor:
     """Returns IndexerScores.groups for row_scores [..., C + R], with C = capacity."""
     parts = [row_scores[..., :capacity], row_scores[..., capacity:]]
-    padded = [F.pad(part, (0, -part.shape[-1] % ROWS_PER_SCORE_GROUP), value=-torch.inf) for part in parts]
-    return torch.cat(padded, -1).unflatten(-1, (-1, ROWS_PER_SCORE_GROUP)).amax(-1)
+    padded = [F.pad(part, (0, -part.shape[-1] % SCORE_GROUP_SIZE), value=-torch.inf) for part in parts]
+    return torch.cat(padded, -1).unflatten(-1, (-1, SCORE_GROUP_SIZE)).amax(-1)
 
 
-@op("espalier.kernels.attention.select_rows", tensor="scores.rows")
+@op("espalier.kernels.attention.select_rows", tensor="scores.row_scores")
 def select_rows(scores: IndexerScores, length: Tensor, page_table: Tensor, page_size: int, topk: int) -> SelectedRows:
     """Chooses the rows with the topk highest scores.  Exact.
 
@@ -230,7 +230,7 @@ def select_rows(scores: IndexerScores, length: Tensor, page_table: Tensor, page_
     page_table: [B, T] int32, for C = T · page_size positions.
     """
     capacity = page_table.shape[1] * page_size
-    rows = scores.rows
+    rows = scores.row_scores
     num_staged = rows.shape[2] - capacity
     past = torch.arange(rows.shape[2], device=rows.device).expand(len(length), -1)
     past = (past >= length[:, None]) & (past < capacity)
@@ -259,7 +259,7 @@ class KVSplitPolicy:
     min_split_rows: int = MIN_SPLIT_ROWS
 
     @classmethod
-    def of(
+    def choose(
         cls,
         batch_size: int,
         num_queries: int,
@@ -306,7 +306,7 @@ class KVSplitPolicy:
         is_enough = max_rows <= num_splits * max_split_rows
         return cls(num_splits, num_splits if is_enough else max_splits, max_split_rows, min_split_rows)
 
-    def width(self, num_rows: int) -> int:
+    def rows_per_split(self, num_rows: int) -> int:
         """The rows per split of a request with `num_rows` rows: an equal share, rounded up to a multiple of
         SPLIT_ALIGNMENT.
 
@@ -333,7 +333,7 @@ class KVSplits:
     policy: KVSplitPolicy
 
     @property
-    def used(self) -> Tensor:
+    def used_rows(self) -> Tensor:
         """The rows of the table that hold splits."""
         return self.table[: int(self.starts[len(self.starts) // 2])]
 
@@ -356,7 +356,7 @@ def kv_splits(
             begin = max(first_position, int(positions[request].min()) - window + 1)
         begin = begin // SPLIT_ALIGNMENT * SPLIT_ALIGNMENT
         num_rows = max(rows - begin, 0)
-        spans.append((request, begin, max(rows, begin), policy.width(num_rows)))
+        spans.append((request, begin, max(rows, begin), policy.rows_per_split(num_rows)))
     for request, begin, end, width in spans if window else sorted(spans, key=lambda span: -span[3]):
         starts[request], counts[request] = used, max(1, -(-(end - begin) // width))
         for low in range(begin, max(end, begin + 1), width):

@@ -99,11 +99,14 @@ def ordered_conv_columns(
     return ConvColumns(heads, k_heads, k_size, v_size, channels, 0, shared, 2 * shared, k_size, of_group, normalizes_qk)
 
 
-def strided_columns(values: Tensor, num_groups: int, stride: int, size: int) -> Tensor:
-    """values [N, columns] -> [N, groups · size]: the groups of `size` columns that begin every `stride` columns."""
-    if stride == size:
-        return values[:, : num_groups * size]
-    at = torch.arange(num_groups, device=values.device)[:, None] * stride + torch.arange(size, device=values.device)
+def strided_columns(values: Tensor, num_groups: int, stride: int, group_columns: int) -> Tensor:
+    """values [N, columns] -> [N, groups · size]: the groups of `group_columns` columns that begin every `stride`
+    columns."""
+    if stride == group_columns:
+        return values[:, : num_groups * group_columns]
+    at = torch.arange(num_groups, device=values.device)[:, None] * stride + torch.arange(
+        group_columns, device=values.device
+    )
     return values[:, at.flatten()]
 
 
@@ -124,7 +127,7 @@ class GateInputs(NamedTuple):
     column_stride: int
     dt_bounds: tuple[float | None, float | None] = (None, None)
 
-    def compute(self, dtype: torch.dtype) -> Tensor:
+    def compute_gates(self, dtype: torch.dtype) -> Tensor:
         """Returns the gates [N, 2, heads], as in StateRows.  dtype: the model's."""
         sizes = len(self.A_log) // self.group_size, self.column_stride, self.group_size
         exact = self.A_log.dtype
@@ -236,14 +239,8 @@ def prepare_rows(
         out.v.copy_(convolution)
         return
     assert out.q is not None and out.k is not None
-    q, k, v = convolution.split(
-        (
-            conv_columns.num_q_channels,
-            conv_columns.num_q_channels,
-            conv_columns.channels - 2 * conv_columns.num_q_channels,
-        ),
-        -1,
-    )
+    q_channels = conv_columns.num_q_channels
+    q, k, v = convolution.split((q_channels, q_channels, conv_columns.channels - 2 * q_channels), -1)
     q, k = (x.unflatten(-1, (conv_columns.k_heads, conv_columns.k_size)) for x in (q, k))
     if conv_columns.normalizes_qk:
         q, k = l2_normalize(q.to(out.q.dtype)) * conv_columns.k_size**-0.5, l2_normalize(k.to(out.k.dtype))
@@ -252,7 +249,7 @@ def prepare_rows(
     out.v.copy_(v.view(out.v.shape))
     if gates is not None:
         assert out.gates is not None
-        out.gates.copy_(gates.compute(rows.tail.dtype))
+        out.gates.copy_(gates.compute_gates(rows.tail.dtype))
 
 
 def conv_tail_before(ordered_inputs: Tensor, rows: RowInputs) -> Tensor:
@@ -332,14 +329,14 @@ class OutputGate(NamedTuple):
     """The gate of a layer's output.
 
     values: [N, columns], or partial sums [parts, N, columns] float32.  `adjacent_groups` adjacent groups begin every
-    `column_stride` columns.  before_norm: if true, the gate is applied before the norm, and the norm's weight covers
+    `column_stride` columns.  is_before_norm: if true, the gate is applied before the norm, and the norm's weight covers
     all groups; if false, after the norm, and all groups share the weight.
     """
 
     values: Tensor
     adjacent_groups: int
     column_stride: int
-    before_norm: bool
+    is_before_norm: bool
 
 
 def can_round_groups(group_size: int, num_groups: int, rounding: InputScales) -> bool:
@@ -358,7 +355,7 @@ def gated_norm(
 ) -> InputRows:
     """Returns [N, groups · size]: each group of x [N, groups, size] with its RMS norm and the factor silu(gate).
 
-    gate.before_norm decides which of the two is applied first.
+    gate.is_before_norm decides which of the two is applied first.
     weight: of the norm.  None: there is no norm, and the factor is sigmoid(gate), rounded to x's dtype.
     rounding: how the result is rounded to FP8, for sizes that `can_round_groups` accepts; None: not rounded.
     """
@@ -377,7 +374,7 @@ def gated_norm(
     if weight is None:
         return (x * values.sigmoid()).flatten(1)
     values = F.silu(values.to(exact))
-    if gate.before_norm:
+    if gate.is_before_norm:
         gated = x.to(exact) * values
         normed = gated * torch.rsqrt(gated.pow(2).mean(-1, keepdim=True) + eps)
         return normed.flatten(1).to(x.dtype) * weight
@@ -405,16 +402,8 @@ def _make_piecewise_scan(continues_previous: Tensor):
             one = slice(piece, piece + 1)
             state = state.where(continues_previous[one, None, None, None], initial_state[one])
             own = StateRows(*(values[one] for values in rows))
-            made.append(
-                scan(
-                    q[one],
-                    own,
-                    state,
-                    row_counts[one],
-                    None if snapshot_counts is None else snapshot_counts[one],
-                    is_delta_rule,
-                )
-            )
+            own_snapshots = None if snapshot_counts is None else snapshot_counts[one]
+            made.append(scan(q[one], own, state, row_counts[one], own_snapshots, is_delta_rule))
             state = made[-1].state
         return ScanResult(*(torch.cat(values) for values in zip(*made, strict=True)))
 

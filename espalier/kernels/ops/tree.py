@@ -83,7 +83,7 @@ class Tree(NamedTuple):
             torch.where(is_void[..., None], itself, self.ancestors),
         )
 
-    def mask(self) -> Tensor:
+    def ancestor_mask(self) -> Tensor:
         """Returns [B, D, D] bool: at [i, j], whether node j is an ancestor of node i, or i itself."""
         return unpack_bits(self.ancestors, self.tokens.shape[1])
 
@@ -125,13 +125,13 @@ def check_pool_sizes(
 class SelectedBeams(NamedTuple):
     """The beams of a level, best first.
 
-    scores: [B, K] float32.  places: [B, K] int64, each beam's index among the level's candidates.
+    scores: [B, K] float32.  candidate_indices: [B, K] int64, each beam's index among the level's candidates.
     parents: [B, K] int64, the index of each beam's parent among the P rows.  ancestor_bits: [B, K, W] int64, the bits
     of each beam's ancestors among the draft rows, and of the beam itself.
     """
 
     scores: Tensor
-    places: Tensor
+    candidate_indices: Tensor
     parents: Tensor
     ancestor_bits: Tensor
 
@@ -174,7 +174,7 @@ def _topk_by_integer_keys(scores: Tensor, k: int) -> Tensor:
     return keys.topk(min(k, width), -1).indices
 
 
-class Path(NamedTuple):
+class AcceptedPath(NamedTuple):
     """The accepted path of each request.  All tensors are int64.
 
     rows: [B, S+1], the nodes of the path from the root down; zeros past length.
@@ -265,7 +265,7 @@ def select_beams(
 @op("espalier.kernels.tree.accept", tensor="target_tokens")
 def accept(
     tree: Tree, target_tokens: Tensor, is_finite: Tensor, max_accept_depth: Tensor, is_real: Tensor, steps: int
-) -> Path:
+) -> AcceptedPath:
     """Returns the longest path that the target would have produced without a draft, for greedy and sampled requests.
 
     tree: its depths are at most `steps`.  target_tokens: [B, D] int64, the target's token after each node.  is_finite:
@@ -285,7 +285,7 @@ def accept(
     emitted = torch.where(level < depth, drafted, torch.where(level == depth, bonus, 0))
     length = torch.where(is_real, depth[:, 0] + 1, 0)
     num_finite = (is_finite.gather(1, rows) & (level < length[:, None])).cumprod(1).sum(1)
-    return Path(rows, length, emitted, num_finite)
+    return AcceptedPath(rows, length, emitted, num_finite)
 
 
 @op("espalier.kernels.tree.accept")

@@ -255,7 +255,7 @@ def chain_outputs(
     if not batch or not count:
         return out
     chunks, products = -(-count // CHUNK_ROWS), choose_precision(v, table)
-    plan = choose_plan(products, is_delta_rule)
+    plan = choose_chain_plan(products, is_delta_rule)
     kept = table.new_empty(0, dtype=products.operand_dtype)
     decay = table.new_empty(batch, chunks, heads, CHUNK_ROWS)
     tiles_q, tiles_k = (kept.new_empty(batch, chunks, k_heads, CHUNK_ROWS, k_size) for _ in range(2))
@@ -315,7 +315,7 @@ class ChainPlan(NamedTuple):
     solve_registers: int | None = None
 
 
-def choose_plan(products: ProductPrecision, is_delta_rule: bool) -> ChainPlan:
+def choose_chain_plan(products: ProductPrecision, is_delta_rule: bool) -> ChainPlan:
     """Returns the launch parameters that were fastest on an H100 (docs/log.md).
 
     With operands of 16 bits a program takes 64 columns even if a head is smaller, because wgmma has at least 64 rows,

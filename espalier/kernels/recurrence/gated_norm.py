@@ -111,7 +111,7 @@ def gated_norm(
         *(None if rounded is None else rounded.scales, None if rounding is None else rounding.static_scale),
         *(num_rows, values.stride(-2), values.stride(0)),
         GROUPS=groups, GROUP_COLUMNS=size, ADJACENT_GROUPS=gate.adjacent_groups, COLUMN_STRIDE=gate.column_stride,
-        GATE_BEFORE_NORM=gate.before_norm, SPLITS=num_partial_sums(values), EPS=eps, ACC_DTYPE=acc_dtype(x.dtype),
+        GATE_BEFORE_NORM=gate.is_before_norm, SPLITS=num_partial_sums(values), EPS=eps, ACC_DTYPE=acc_dtype(x.dtype),
         FP8_MAX=FP8_MAX, WHOLE_ROW=is_whole, BLOCK_R=block_r, BLOCK=block, num_warps=max(warps, 1),
         **pdl_arguments(chip(x)),
     )  # fmt: skip

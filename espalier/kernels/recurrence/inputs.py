@@ -253,7 +253,7 @@ def prepare_rows(
         CHANNELS=conv_columns.channels,
         Q_COLUMN=conv_columns.q_column, K_COLUMN=conv_columns.k_column, V_COLUMN=conv_columns.v_column,
         K_HEAD_STRIDE=conv_columns.k_head_stride, V_GROUP_STRIDE=conv_columns.v_group_stride, GATE_STRIDE=step,
-        MIN_DT=low, MAX_DT=high, TAPS=conv.weight.shape[1], SILU=conv.silu, SPLITS=num_partial_sums(inputs),
+        MIN_DT=low, MAX_DT=high, TAPS=conv.weight.shape[1], SILU=conv.applies_silu, SPLITS=num_partial_sums(inputs),
         NUM_GATE_SPLITS=gate_splits, NORMALIZES_QK=conv_columns.normalizes_qk, EPS=L2_NORM_EPS,
         ACC_DTYPE=acc_dtype(rows.tail.dtype), BLOCK_R=block, BLOCK_K=next_power_of_2(conv_columns.k_size or 1),
         BLOCK_V=next_power_of_2(v_size), num_warps=4, **pdl_arguments(chip(inputs)),

@@ -212,12 +212,12 @@ def tree_outputs(
         return out
     block_k = max(next_power_of_2(k.shape[3]), MIN_BLOCK)
     block_r, products = max(next_power_of_2(count), MIN_BLOCK), choose_precision(v, table)
-    plan = choose_plan(v_size, batch * heads, block_r, products, chip(v).processors)
+    plan = choose_tree_plan(v_size, batch * heads, block_r, products, chip(v).processors)
     _tree_kernel[heads * -(-v_size // plan.block_v), batch](
         *(q, k, v, gates, table, slots, ancestor_bits.contiguous(), skip_weight, out),
         *(count, ancestor_bits.shape[2]),
         **sizes, ACC_DTYPE=acc_dtype(table.dtype), PRODUCT_DTYPE=products.operand_type, PRECISION=products.precision,
-        BLOCK_R=block_r, BLOCK_K=block_k, BLOCK_V=plan.block_v, STEP_COLUMNS=min(plan.step, block_k),
+        BLOCK_R=block_r, BLOCK_K=block_k, BLOCK_V=plan.block_v, STEP_COLUMNS=min(plan.step_rows, block_k),
         STAGES=plan.stages, LINE_VALUES=LINE_VALUES // table.itemsize, num_warps=plan.num_warps,
         **pdl_arguments(chip(v)),
     )  # fmt: skip
@@ -248,16 +248,17 @@ def choose_precision(v: Tensor, state_table: Tensor) -> ProductPrecision:
 
 
 class TreePlan(NamedTuple):
-    """Launch parameters.  block_v: columns of a state per program.  step: rows of a state that are multiplied at once.
+    """Launch parameters.  block_v: columns of a state per program.  step_rows: rows of a state that are multiplied at
+    once.
     stages: how many such steps are in flight."""
 
     block_v: int
-    step: int
+    step_rows: int
     stages: int
     num_warps: int
 
 
-def choose_plan(v_size: int, heads: int, block_r: int, products: ProductPrecision, processors: int) -> TreePlan:
+def choose_tree_plan(v_size: int, heads: int, block_r: int, products: ProductPrecision, processors: int) -> TreePlan:
     """Chooses the launch parameters.  heads: the sum over requests.
 
     If there are few heads, each is cut into more parts, so that all multiprocessors read.  If a tree has many nodes, a

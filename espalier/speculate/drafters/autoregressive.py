@@ -96,7 +96,7 @@ class AutoregressiveDrafter(ModelDrafter[DraftModel]):
                 first, end = self.layout.draft_rows_above(level), self.layout.draft_rows_above(level + 1)
                 bits = None if above is None else above.ancestor_bits
                 beams = select_beams(tokens, scores, bits, rows.tokens, first, self.layout.beam_ancestor_words)
-                pool.set_beams(beams.places)
+                pool.set_beams(beams.candidate_indices)
                 rows.levels.append(beams)
                 path_scores, above = beams.scores, DraftedAncestors(rows.tokens[:, :end], beams.ancestor_bits)
                 out = self._forward(out, rows, level + 1)

@@ -313,6 +313,6 @@ def test_what_a_norm_rounds_in_its_launch_is_no_part_of_a_chain(rows, monkeypatc
 
     for name, behind_a_norm in (("qkv", True), ("gate_up", True), ("o", False), ("down", False)):
         run = ProductRun(name, (128, 128), 1, rows, weights="fp8")
-        timing._linear_product(run, torch.randn(rows, 128), weight, multiply)()
+        timing._product(run, torch.randn(rows, 128), weight, multiply)()
         assert rounded == {behind_a_norm and rows <= 256}, name
         rounded.clear()

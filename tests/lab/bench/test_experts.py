@@ -43,7 +43,7 @@ def tuner(monkeypatch):
     monkeypatch.setattr(tune_experts, "precompile", nullcontext)
     for name in ("CHAIN_BYTES", "CHAIN_FLOPS"):
         monkeypatch.setattr(tune_experts, name, 1)
-    for name in ("experts_tiles.make_expert_tiles", "experts.gated_triton", "experts.down_triton"):
+    for name in ("experts_tiles.make_expert_tiles", "experts.launch_gate_and_up", "experts.launch_down"):
         monkeypatch.setattr(f"espalier.kernels.layers.{name}", lambda *args, **named: None)
     monkeypatch.setattr(grouped_experts, "triton", lambda *args, **named: None)
     tuner = ExpertsTuner(torch.bfloat16, Told(3.0, 1.0, 2.0))
