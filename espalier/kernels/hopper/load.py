@@ -39,18 +39,11 @@ def _load_page_ids(
         page = gl.load(page_table + first_position // PAGE_SIZE, mask=first_position < end_position, other=0)
     else:
         offset = gl.arange(0, BLOCK_N, layout=ROW_LAYOUT)
+        exists = first_position + offset < end_position
         if BLOCK_N % PAGE_SIZE == 0:
-            page = gl.load(
-                page_table + first_position // PAGE_SIZE + offset // PAGE_SIZE,
-                mask=first_position + offset < end_position,
-                other=0,
-            )
+            page = gl.load(page_table + first_position // PAGE_SIZE + offset // PAGE_SIZE, mask=exists, other=0)
         else:
-            page = gl.load(
-                page_table + (first_position + offset) // PAGE_SIZE,
-                mask=first_position + offset < end_position,
-                other=0,
-            )
+            page = gl.load(page_table + (first_position + offset) // PAGE_SIZE, mask=exists, other=0)
     # The launcher checks that the pool has fewer than 2^31 rows.
     return page.to(gl.int32)
 
@@ -113,8 +106,7 @@ def _load_block(
     stages, stage, block_number, first_position, page, committed, staged, blocks, prefix_begin,
     LOAD_LAYOUT: gl.constexpr, CONSTANTS: gl.constexpr,
 ):
-    """Start the copies of block number `block_number`: committed rows from position `first_position` on `page`, or
-    staged rows.
+    """Start the copies of a block: committed rows from position `first_position` on `page`, or staged rows.
 
     Rows past the end of the committed or of the staged rows, or below `prefix_begin`, are not read: they may be NaN.
     """
@@ -205,7 +197,7 @@ def load_work_items(
         if work_item_index < num_work_items:
             work_item = load_work_item(plan, work_item_index, CONSTANTS.KV_HEADS, CONSTANTS.LONGEST_FIRST)
             blocks = work_item_blocks(plan, work_item, positions, ROW_LAYOUT, CONSTANTS)
-            table = table_ptr + work_item.request * table_stride_b
+            table, end = table_ptr + work_item.request * table_stride_b, blocks.end_committed
             staged_here = _rows_of_request(staged, work_item.request, work_item.head)
             num_contiguous = 0
             if CONSTANTS.CONTIGUOUS != 0:
@@ -214,13 +206,13 @@ def load_work_items(
                     num_contiguous = gl.minimum(gl.load(contiguous_ptr + work_item.split), blocks.num_unmasked)
                 blocks_done = _load_contiguous(
                     stages, blocks_done, num_contiguous, blocks.begin_committed + blocks.num_lower * BLOCK_N,
-                    blocks.end_committed, descriptors, work_item.head, table, CONSTANTS,
+                    end, descriptors, work_item.head, table, CONSTANTS,
                 )
             # Pages are loaded two blocks ahead, because a copy cannot start without its page.
             at = position_of_block(blocks, num_contiguous, BLOCK_N)
             next_at = position_of_block(blocks, num_contiguous + 1, BLOCK_N)
-            page = _load_page_ids(table, at, blocks.end_committed, CONSTANTS.PAGE_SIZE, BLOCK_N, ROW_LAYOUT)
-            next_page = _load_page_ids(table, next_at, blocks.end_committed, CONSTANTS.PAGE_SIZE, BLOCK_N, ROW_LAYOUT)
+            page = _load_page_ids(table, at, end, CONSTANTS.PAGE_SIZE, BLOCK_N, ROW_LAYOUT)
+            next_page = _load_page_ids(table, next_at, end, CONSTANTS.PAGE_SIZE, BLOCK_N, ROW_LAYOUT)
             for t in range(num_contiguous, blocks.num_blocks):
                 wait_until_empty(stages, blocks_done)
                 stage = stage_of(stages, blocks_done)
@@ -232,9 +224,7 @@ def load_work_items(
                 hopper.async_copy.mbarrier_arrive(stages.full.index(stage), increment_count=False)
                 page, at = next_page, next_at
                 next_at = position_of_block(blocks, t + 2, BLOCK_N)
-                next_page = _load_page_ids(
-                    table, next_at, blocks.end_committed, CONSTANTS.PAGE_SIZE, BLOCK_N, ROW_LAYOUT,
-                )
+                next_page = _load_page_ids(table, next_at, end, CONSTANTS.PAGE_SIZE, BLOCK_N, ROW_LAYOUT)
                 blocks_done += 1
 # fmt: on
 

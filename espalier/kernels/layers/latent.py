@@ -22,12 +22,7 @@ from torch import Tensor
 from espalier.errors import EspalierError
 from espalier.kernels.layers.linear_plans import DTYPES
 from espalier.kernels.layers.quantised import FP8_MAX
-from espalier.kernels.ops.rope import (
-    MAX_HEAD_INPUTS,
-    MAX_HEAD_ROWS,
-    LatentDestination,
-    check_latent_sizes,
-)
+from espalier.kernels.ops.rope import MAX_HEAD_INPUTS, MAX_HEAD_ROWS, LatentDestination, check_latent_sizes
 from espalier.kernels.runtime.jit import divide_and_clamp, kernel
 from espalier.kernels.runtime.launch import acc_dtype, chip, next_power_of_2, require
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger, pdl_trigger_and_wait, pdl_wait

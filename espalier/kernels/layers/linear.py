@@ -35,14 +35,7 @@ from torch import Tensor
 from espalier.errors import EspalierError
 from espalier.kernels.hopper.gated import fills_chip, hopper_gated, supports_hopper_gated
 from espalier.kernels.layers.activation import silu_and_multiply
-from espalier.kernels.layers.linear_plans import (
-    DTYPES,
-    MAX_ROWS,
-    LibraryPlan,
-    LinearPlan,
-    TritonPlan,
-    block_rows,
-)
+from espalier.kernels.layers.linear_plans import DTYPES, MAX_ROWS, LibraryPlan, LinearPlan, TritonPlan, block_rows
 from espalier.kernels.ops.activation import SILU, Activation, num_up_columns
 from espalier.kernels.ops.linear import activate_partial_sums, library_partial_sums
 from espalier.kernels.runtime.jit import kernel, load_sum

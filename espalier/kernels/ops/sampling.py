@@ -43,36 +43,28 @@ def accumulation_dtype(logits: Tensor) -> torch.dtype:
 
 @op("espalier.kernels.sampling.logprobs", tensor="logits")
 def write_logprobs(
-    ring: Tensor,
-    entry_index: Tensor,
-    logits: Tensor,
-    logit_rows: Tensor,
-    tokens: Tensor,
-    num_emitted: Tensor,
-    num_logprobs: Tensor,
+    ring: Tensor, entry: Tensor, logits: Tensor, rows: Tensor, tokens: Tensor, length: Tensor, num_logprobs: Tensor
 ) -> None:
     """Write the target's log-probabilities of emitted tokens, before temperature and masks, to entry [1] of the ring.
 
     ring: [entries, >= B, >= W, words(n)] int64, rows in the layout of espalier/logprobs.py; the rows of a request are
-    contiguous.  n: the most likeliest tokens that a request may have.  logits: [B, D, V].  logit_rows: [B, W] int64,
-    the row of the logits from which each token was picked.  tokens: [B, W] int64.  num_emitted: [B], how many of a
+    contiguous.  n: the most likeliest tokens that a request may have.  logits: [B, D, V].  rows: [B, W] int64,
+    the row of the logits from which each token was picked.  tokens: [B, W] int64.  length: [B], how many of a
     request's tokens were emitted.  num_logprobs: [B] int64, the number of likeliest tokens that each request wants;
     below 0 for a request without log-probabilities.  Tokens of equal logits are in order of their ids.  Other words are
     undefined.
     """
     if not bool((num_logprobs >= 0).any()):
         return
-    wanted = (torch.arange(tokens.shape[1], device=num_emitted.device) < num_emitted[:, None]) & (num_logprobs >= 0)[
-        :, None
-    ]
+    wanted = (torch.arange(tokens.shape[1], device=length.device) < length[:, None]) & (num_logprobs >= 0)[:, None]
     b, w = wanted.nonzero(as_tuple=True)
     if not len(b):
         return
-    picked = logits[b, logit_rows[b, w]].to(accumulation_dtype(logits))
+    picked = logits[b, rows[b, w]].to(accumulation_dtype(logits))
     tokens = tokens[b, w][:, None]
     logp = torch.log_softmax(picked, -1)
     count = min(int(num_logprobs.max()), (ring.shape[3] - TOP) // 2, logits.shape[2])
     ids = _top_ids(picked, count)
     ranks = 1 + (picked > picked.gather(-1, tokens)).sum(-1)
     written = pack_logprob_rows(tokens[:, 0], logp.gather(-1, tokens)[:, 0], ranks, ids, logp.gather(-1, ids))
-    ring[int(entry_index), b, w, : row_words(count)] = written
+    ring[int(entry), b, w, : row_words(count)] = written

@@ -123,10 +123,7 @@ class IndexerScores(NamedTuple):
         cls, batch_size: int, num_queries: int, capacity: int, num_staged_rows: int, device: torch.device
     ) -> IndexerScores:
         """Returns uninitialised scores, with strides that let a kernel load four scores at once."""
-        sizes = (
-            capacity + num_staged_rows,
-            -(-capacity // SCORE_GROUP_SIZE) + -(-num_staged_rows // SCORE_GROUP_SIZE),
-        )
+        sizes = (capacity + num_staged_rows, -(-capacity // SCORE_GROUP_SIZE) + -(-num_staged_rows // SCORE_GROUP_SIZE))
         kept = (
             torch.empty(batch_size, num_queries, -(-size // 16) * 16, dtype=torch.float32, device=device)[..., :size]
             for size in sizes

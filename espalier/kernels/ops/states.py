@@ -99,14 +99,11 @@ def ordered_conv_columns(
     return ConvColumns(heads, k_heads, k_size, v_size, channels, 0, shared, 2 * shared, k_size, of_group, normalizes_qk)
 
 
-def strided_columns(values: Tensor, num_groups: int, stride: int, group_columns: int) -> Tensor:
-    """values [N, columns] -> [N, groups · size]: the groups of `group_columns` columns that begin every `stride`
-    columns."""
-    if stride == group_columns:
-        return values[:, : num_groups * group_columns]
-    at = torch.arange(num_groups, device=values.device)[:, None] * stride + torch.arange(
-        group_columns, device=values.device
-    )
+def strided_columns(values: Tensor, num_groups: int, stride: int, width: int) -> Tensor:
+    """values [N, columns] -> [N, groups · width]: the groups of `width` columns that begin every `stride` columns."""
+    if stride == width:
+        return values[:, : num_groups * width]
+    at = torch.arange(num_groups, device=values.device)[:, None] * stride + torch.arange(width, device=values.device)
     return values[:, at.flatten()]
 
 
@@ -218,32 +215,27 @@ def _supports_kernels(values: Tensor) -> bool:
 
 @op("espalier.kernels.recurrence.inputs", condition=lambda inputs: _supports_kernels(inputs))
 def prepare_rows(
-    inputs: Tensor,
-    gates: GateInputs | None,
-    conv: ShortConv,
-    conv_columns: ConvColumns,
-    rows: RowInputs,
-    out: PreparedRows,
+    inputs: Tensor, gates: GateInputs | None, conv: ShortConv, columns: ConvColumns, rows: RowInputs, out: PreparedRows
 ) -> None:
     """Convolve inputs [N, columns], and fill the buffers of `out` that are not None.
 
     inputs: may be partial sums [parts, N, columns] float32, which are added and rounded to the tails' dtype.
     """
     inputs = add_partial_sums.reference(inputs, rows.tail.dtype)
-    ordered = conv_columns.in_channel_order(inputs)
+    ordered = columns.in_channel_order(inputs)
     tail = conv_tail_before(ordered, rows)
     convolution = convolve(ordered.unflatten(0, (-1, rows.width)), tail, rows.parents, conv).flatten(0, 1)
     if out.inputs is not None:
         out.inputs.copy_(ordered)
-    if not conv_columns.heads:
+    if not columns.heads:
         out.v.copy_(convolution)
         return
     assert out.q is not None and out.k is not None
-    q_channels = conv_columns.num_q_channels
-    q, k, v = convolution.split((q_channels, q_channels, conv_columns.channels - 2 * q_channels), -1)
-    q, k = (x.unflatten(-1, (conv_columns.k_heads, conv_columns.k_size)) for x in (q, k))
-    if conv_columns.normalizes_qk:
-        q, k = l2_normalize(q.to(out.q.dtype)) * conv_columns.k_size**-0.5, l2_normalize(k.to(out.k.dtype))
+    q_channels = columns.num_q_channels
+    q, k, v = convolution.split((q_channels, q_channels, columns.channels - 2 * q_channels), -1)
+    q, k = (x.unflatten(-1, (columns.k_heads, columns.k_size)) for x in (q, k))
+    if columns.normalizes_qk:
+        q, k = l2_normalize(q.to(out.q.dtype)) * columns.k_size**-0.5, l2_normalize(k.to(out.k.dtype))
     out.q.copy_(q)
     out.k.copy_(k)
     out.v.copy_(v.view(out.v.shape))
@@ -312,13 +304,13 @@ def commit_states(state: Tensor, rows: StateRows, path: PathRows, is_delta_rule:
 
 
 @op("espalier.kernels.recurrence.path", condition=lambda tail: _supports_kernels(tail))
-def commit_tails(tail: Tensor, inputs: Tensor, path: PathRows, conv_columns: ConvColumns) -> None:
+def commit_tails(tail: Tensor, inputs: Tensor, path: PathRows, columns: ConvColumns) -> None:
     """Shift the last inputs of accepted paths into the tails.
 
     tail: [layers, table rows, taps - 1, channels].  inputs: [layers, n, columns].
     """
     for layer, table in enumerate(tail):
-        ordered = conv_columns.in_channel_order(inputs[layer])
+        ordered = columns.in_channel_order(inputs[layer])
         rows = RowInputs(table, path.slots, None, path.continues_previous, path.width)
         before = conv_tail_before(ordered, rows)
         own = ordered.unflatten(0, (-1, path.width)) if path.source_rows is None else ordered[path.source_rows]
@@ -341,11 +333,9 @@ class OutputGate(NamedTuple):
 
 def can_round_groups(group_size: int, num_groups: int, rounding: InputScales) -> bool:
     """Whether `gated_norm` can round its result: a scale must cover one power-of-two group, or a short row."""
-    columns = rounding.columns(group_size * num_groups)
-    is_whole = (
-        columns == group_size * num_groups
-        and next_power_of_2(num_groups) * next_power_of_2(group_size) <= MAX_ROUNDED_VALUES
-    )
+    columns, row_values = rounding.columns(group_size * num_groups), next_power_of_2(num_groups)
+    row_values *= next_power_of_2(group_size)
+    is_whole = columns == group_size * num_groups and row_values <= MAX_ROUNDED_VALUES
     return is_whole or columns == group_size == next_power_of_2(group_size)
 
 
@@ -390,20 +380,15 @@ def _make_piecewise_scan(continues_previous: Tensor):
     """Returns a function like `scan` that runs one batch row after another; pieces continue their request's state."""
 
     def scan_rows(
-        q: Tensor,
-        rows: StateRows,
-        initial_state: Tensor,
-        row_counts: Tensor,
-        snapshot_counts: Tensor | None,
-        is_delta_rule: bool,
+        q: Tensor, rows: StateRows, states: Tensor, counts: Tensor, snapshots: Tensor | None, is_delta: bool
     ) -> ScanResult:
-        made, state = [], initial_state[:1]
+        made, state = [], states[:1]
         for piece in range(len(q)):
             one = slice(piece, piece + 1)
-            state = state.where(continues_previous[one, None, None, None], initial_state[one])
+            state = state.where(continues_previous[one, None, None, None], states[one])
             own = StateRows(*(values[one] for values in rows))
-            own_snapshots = None if snapshot_counts is None else snapshot_counts[one]
-            made.append(scan(q[one], own, state, row_counts[one], own_snapshots, is_delta_rule))
+            own_snapshots = None if snapshots is None else snapshots[one]
+            made.append(scan(q[one], own, state, counts[one], own_snapshots, is_delta))
             state = made[-1].state
         return ScanResult(*(torch.cat(values) for values in zip(*made, strict=True)))
 

@@ -145,8 +145,7 @@ def _convolve_v_head_and_gates(
     MAX_DT: tl.constexpr, TAPS: tl.constexpr, SILU: tl.constexpr, SPLITS: tl.constexpr, NUM_GATE_SPLITS: tl.constexpr,
     ACC_DTYPE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Computes one head of v and its gates, or channels of a convolution without heads.
-    FIRST_CHANNEL: v's first channel."""
+    """Computes one head of v and its gates, or channels of a convolution without heads.  FIRST_CHANNEL: of v."""
     of_head = tl.arange(0, BLOCK)
     channel = FIRST_CHANNEL + head * V_SIZE + of_head
     is_channel = (of_head < V_SIZE) & (channel < CHANNELS)
@@ -219,12 +218,7 @@ def num_partial_sums(values: Tensor) -> int:
 
 
 def prepare_rows(
-    inputs: Tensor,
-    gates: GateInputs | None,
-    conv: ShortConv,
-    conv_columns: ConvColumns,
-    rows: RowInputs,
-    out: PreparedRows,
+    inputs: Tensor, gates: GateInputs | None, conv: ShortConv, columns: ConvColumns, rows: RowInputs, out: PreparedRows
 ) -> None:
     """See ops/states.py.  Tolerance: an ulp of the inputs' dtype after the convolution, then an ulp of float32 (float64
     for float64)."""
@@ -238,23 +232,19 @@ def prepare_rows(
         of_gates = (gates.decay, gates.beta, gates.A_log, gates.dt_bias)
         gate_strides, gate_splits = (gates.decay.stride(-2), gates.decay.stride(0)), num_partial_sums(gates.decay)
         step, low, high = gates.column_stride, *gates.dt_bounds
-    heads, v_size = (
-        (conv_columns.heads, conv_columns.v_size)
-        if conv_columns.heads
-        else (-(-conv_columns.channels // BLOCK_C), BLOCK_C)
-    )
+    heads, v_size = (columns.heads, columns.v_size) if columns.heads else (-(-columns.channels // BLOCK_C), BLOCK_C)
     block = 4 if num_rows <= 256 else 16
-    _prepare_kernel[2 * conv_columns.k_heads + heads, -(-num_rows // block)](
+    _prepare_kernel[2 * columns.k_heads + heads, -(-num_rows // block)](
         *(inputs, rows.tail, rows.slots, parents, rows.continues_previous, conv.weight, conv.bias),
         *of_gates,
         *out,
         *(num_rows, rows.width, inputs.stride(-2), inputs.stride(0), *gate_strides),
-        HEADS=heads, K_HEADS=conv_columns.k_heads, K_SIZE=conv_columns.k_size or 1, V_SIZE=v_size,
-        CHANNELS=conv_columns.channels,
-        Q_COLUMN=conv_columns.q_column, K_COLUMN=conv_columns.k_column, V_COLUMN=conv_columns.v_column,
-        K_HEAD_STRIDE=conv_columns.k_head_stride, V_GROUP_STRIDE=conv_columns.v_group_stride, GATE_STRIDE=step,
+        HEADS=heads, K_HEADS=columns.k_heads, K_SIZE=columns.k_size or 1, V_SIZE=v_size,
+        CHANNELS=columns.channels,
+        Q_COLUMN=columns.q_column, K_COLUMN=columns.k_column, V_COLUMN=columns.v_column,
+        K_HEAD_STRIDE=columns.k_head_stride, V_GROUP_STRIDE=columns.v_group_stride, GATE_STRIDE=step,
         MIN_DT=low, MAX_DT=high, TAPS=conv.weight.shape[1], SILU=conv.applies_silu, SPLITS=num_partial_sums(inputs),
-        NUM_GATE_SPLITS=gate_splits, NORMALIZES_QK=conv_columns.normalizes_qk, EPS=L2_NORM_EPS,
-        ACC_DTYPE=acc_dtype(rows.tail.dtype), BLOCK_R=block, BLOCK_K=next_power_of_2(conv_columns.k_size or 1),
+        NUM_GATE_SPLITS=gate_splits, NORMALIZES_QK=columns.normalizes_qk, EPS=L2_NORM_EPS,
+        ACC_DTYPE=acc_dtype(rows.tail.dtype), BLOCK_R=block, BLOCK_K=next_power_of_2(columns.k_size or 1),
         BLOCK_V=next_power_of_2(v_size), num_warps=4, **pdl_arguments(chip(inputs)),
     )  # fmt: skip

@@ -152,7 +152,7 @@ def _commit_tails_kernel(
                 tl.store(after + i * CHANNELS + channel, tl.where(is_new, new, old), mask=is_channel)
 
 
-def commit_tails(tail: Tensor, inputs: Tensor, path: PathRows, conv_columns: ConvColumns) -> None:
+def commit_tails(tail: Tensor, inputs: Tensor, path: PathRows, columns: ConvColumns) -> None:
     """Write the last inputs of each request's convolution to its tail, in every layer.  Mutates `tail`.
     tail: [layers, table rows, taps - 1, channels].  The kernel only copies, so its result equals the reference's."""
     layers, _, kept, channels = tail.shape
@@ -164,6 +164,6 @@ def commit_tails(tail: Tensor, inputs: Tensor, path: PathRows, conv_columns: Con
         *(tail, inputs, path.slots, path.source_rows, path.row_counts, path.snapshot_counts, path.snapshot_rows),
         *(path.continues_previous, path.is_last_row),
         *(path.width, inputs.stride(1), tail.stride(0), inputs.stride(0)),
-        CHANNELS=channels, TAIL_ROWS=kept, **conv_columns.constexpr_arguments, BLOCK=BLOCK_C, num_warps=2,
+        CHANNELS=channels, TAIL_ROWS=kept, **columns.constexpr_arguments, BLOCK=BLOCK_C, num_warps=2,
         **pdl_arguments(chip(tail)),
     )  # fmt: skip

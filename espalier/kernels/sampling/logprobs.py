@@ -24,13 +24,7 @@ MAX_SPLIT = 8192
 
 
 def write_logprobs(
-    ring: Tensor,
-    entry_index: Tensor,
-    logits: Tensor,
-    logit_rows: Tensor,
-    tokens: Tensor,
-    num_emitted: Tensor,
-    num_logprobs: Tensor,
+    ring: Tensor, entry: Tensor, logits: Tensor, rows: Tensor, tokens: Tensor, length: Tensor, num_logprobs: Tensor
 ) -> None:
     """See ops/sampling.py.  Within 2**-16 of the reference in float32, which sums in another order; ids, ranks exact.
 
@@ -40,10 +34,10 @@ def write_logprobs(
     num_words = ring.shape[3]
     most = (num_words - TOP) // 2
     require("logprobs: logits", logits, (batch, -1, -1), None, logits)
-    require("logprobs: entry", entry_index, (1,), torch.int64, logits)
-    require("logprobs: length", num_emitted, (batch,), torch.int64, logits)
+    require("logprobs: entry", entry, (1,), torch.int64, logits)
+    require("logprobs: length", length, (batch,), torch.int64, logits)
     require("logprobs: num_logprobs", num_logprobs, (batch,), torch.int64, logits)
-    for name, value in (("rows", logit_rows), ("tokens", tokens)):
+    for name, value in (("rows", rows), ("tokens", tokens)):
         require(f"logprobs: {name}", value, (batch, width), torch.int64, logits)
     require("logprobs: ring", ring[:, :batch, :width], (-1, batch, width, row_words(most)), torch.int64, logits)
     if ring.stride()[2:] != (num_words, 1):
@@ -58,18 +52,16 @@ def write_logprobs(
     ids = torch.empty(places, splits, most, dtype=torch.int32, device=logits.device)
     # Per split: its maximum, its sum of exp(logit - maximum), and the number of logits above the chosen one.
     parts = torch.empty(places, splits, 3, dtype=exact, device=logits.device)
-    logit_rows, tokens, num_emitted, num_logprobs = (
-        value.contiguous() for value in (logit_rows, tokens, num_emitted, num_logprobs)
-    )
+    rows, tokens, length, num_logprobs = (value.contiguous() for value in (rows, tokens, length, num_logprobs))
     dense = logits if logits.stride(2) == 1 else logits.contiguous()
-    shared = (tokens, num_emitted, num_logprobs, width, splits)
+    shared = (tokens, length, num_logprobs, width, splits)
     _split_logprobs_kernel[(places, splits)](
-        *(values, ids, parts, dense, logit_rows, *shared, vocab, *dense.stride()[:2]),
+        *(values, ids, parts, dense, rows, *shared, vocab, *dense.stride()[:2]),
         MAX_LOGPROBS=most, SPLIT=split, num_warps=4, **pdl_arguments(gpu),
     )  # fmt: skip
     candidates = next_power_of_2(splits * most)
     _merge_logprobs_kernel[(places,)](
-        *(ring, ring.view(torch.float64), entry_index, values, ids, parts, dense, logit_rows),
+        *(ring, ring.view(torch.float64), entry, values, ids, parts, dense, rows),
         *(*shared, *ring.stride()[:2], *dense.stride()[:2]),
         TOKEN=TOKEN, RANK=RANK, CHOSEN=CHOSEN, TOP_IDS=TOP, TOP_VALUES=TOP + 1, MAX_LOGPROBS=most, WORDS=num_words,
         SPLITS=next_power_of_2(splits), CANDIDATES=candidates, num_warps=min(max(candidates // 256, 1), 4),
