@@ -280,9 +280,9 @@ def test_blocks_are_counted_once_for_a_prefix(kernel_device, monkeypatch):
 
     launch = tree_attention.triton
 
-    def seen(inputs, partials, contiguous):
-        given.append((inputs.splits, contiguous))
-        return launch(inputs, partials, contiguous=contiguous)
+    def seen(inputs, partials, num_contiguous_blocks):
+        given.append((inputs.splits, num_contiguous_blocks))
+        return launch(inputs, partials, num_contiguous_blocks=num_contiguous_blocks)
 
     monkeypatch.setattr(triton, "counted_block_rows", lambda *_: 64)
     monkeypatch.setattr(tree_attention, "triton", seen)

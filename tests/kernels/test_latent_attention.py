@@ -29,7 +29,7 @@ def drawn(case: Case, device: torch.device) -> AttentionInputs:
     return inputs._replace(
         pages=(k, k[..., : case.v_size]),
         staged=(staged_k, staged_k[..., : case.v_size]),
-        scales=None if scales is None else replace(scales, v=scales.k),
+        kv_scales=None if scales is None else replace(scales, v=scales.k),
     )
 
 

@@ -118,9 +118,9 @@ def test_only_rows_of_requests_go_to_experts(algorithm, monkeypatch):
     at each request's last token is computed alone."""
     rows_to_experts: list[torch.Tensor] = []
 
-    def recorded(*experts, live, **how):
-        rows_to_experts.append(live)
-        return grouped_experts(*experts, live_rows=live, **how)
+    def recorded(*experts, live_rows, **how):
+        rows_to_experts.append(live_rows)
+        return grouped_experts(*experts, live_rows=live_rows, **how)
 
     monkeypatch.setattr("espalier.models.layers.mlp.grouped_experts", recorded)
     engine = setup_of(algorithm, family="qwen3_moe", max_batch=4).engine()

@@ -50,8 +50,7 @@ LATENT_FEW_STAGES = 2
 
 
 def kv_block_rows(head_size: int) -> int:
-    """Return the rows of K and V per block, for heads of `head_size`.
-    Shared memory holds at least MIN_STAGES blocks."""
+    """Returns the rows of K and V per block, so that shared memory holds at least MIN_STAGES blocks."""
     return 64 if head_size <= MAX_REGISTER_HEAD_SIZE else 32
 
 
@@ -174,10 +173,9 @@ class HopperLatentConfig:
 
 
 def choose_hopper_latent_config(gpu: Chip, is_fp8: bool = False) -> HopperLatentConfig | None:
-    """Return the launch configuration, or None if this chip cannot run the kernel.  is_fp8: whether rows are FP8."""
-    config = (
-        HopperLatentConfig(LATENT_FP8_STAGES, LATENT_FP8_RAW_STAGES) if is_fp8 else HopperLatentConfig(LATENT_STAGES)
-    )
+    """Returns the launch configuration, or None if this chip cannot run the kernel.  is_fp8: whether rows are FP8."""
+    stages = (LATENT_FP8_STAGES, LATENT_FP8_RAW_STAGES) if is_fp8 else (LATENT_STAGES,)
+    config = HopperLatentConfig(*stages)
     return config if gpu.capability == HOPPER and config.shared_bytes <= gpu.shared_memory else None
 
 
@@ -211,10 +209,8 @@ class HopperLatentFewQueriesConfig:
 def choose_hopper_latent_few_queries_config(
     gpu: Chip, num_queries: int, num_heads: int
 ) -> HopperLatentFewQueriesConfig | None:
-    """Return the launch configuration, or None if the kernel does not take this chip or this number of queries."""
-    config, is_few = (
-        HopperLatentFewQueriesConfig(LATENT_FEW_STAGES),
-        num_queries == 1 and num_heads <= LATENT_FEW_MAX_QUERIES,
-    )
+    """Returns the launch configuration, or None if the kernel does not support this chip or number of queries."""
+    config = HopperLatentFewQueriesConfig(LATENT_FEW_STAGES)
+    is_few = num_queries == 1 and num_heads <= LATENT_FEW_MAX_QUERIES
     fits = gpu.capability == HOPPER and config.shared_bytes <= gpu.shared_memory
     return config if fits and is_few else None

@@ -189,8 +189,7 @@ def _copy_inputs(buffers, stage, x_ptr, offsets, row_exists, first_column, num_i
 
 @gluon_kernel
 def _load_two_groups(pointers, first_column, num_groups):
-    """Load the values at `pointers` for the two int4 groups from first_column on; past the end, those of the last
-    group."""
+    """Load the values of the two int4 groups from first_column on.  Past the end, the last group's are loaded."""
     first = gl.load(pointers + gl.minimum(first_column // 128, num_groups - 1))
     return first, gl.load(pointers + gl.minimum(first_column // 128 + 1, num_groups - 1))
 
@@ -284,9 +283,8 @@ def nibble_product(
     """Returns [64, ROWS] float32 in layout ACC_LAYOUT: the product of a block's rows with x, see
     quantised_nibbles.py:nibble_dot.
 
-    block_index, num_out: as for weight_rows_of_block.  x_places: [ROWS, 256], offsets of the inputs' first columns in
-    x;
-    inside: [ROWS, 1], whether the row exists.  k_begin: a multiple of 256.  int4 has groups of 128 columns.
+    block_index, num_out: as for weight_rows_of_block.  x_places: [ROWS, 256], the offsets of the first columns in x.
+    row_exists: [ROWS, 1].  k_begin: a multiple of 256.  int4 has groups of 128 columns.
 
     The copies of the first steps' codes start before the wait for the previous kernel.
     """

@@ -20,8 +20,7 @@ MAX_PROGRAMS_PER_PROCESSOR = 4
 
 
 def supports_format(weight: QuantisedMatrix, dtype: torch.dtype, num_rows: int, gpu: Chip) -> bool:
-    """Returns whether the kernels multiply the weight with `num_rows` rows, or tiles of that many rows, of this
-    dtype."""
+    """Returns whether the kernels multiply the weight with `num_rows` rows, or tiles of as many rows."""
     is_int4 = weight.code == "int4" and weight.group_size == INT4_GROUP_SIZE < weight.shape[-1]
     is_few = gpu.capability == HOPPER and num_rows <= MAX_ROWS
     return is_few and dtype == torch.bfloat16 and (weight.code in E2M1_CODES or is_int4)
@@ -47,8 +46,7 @@ def num_splits_for(num_out: int, num_in: int, gpu: Chip) -> int:
 
 
 def max_stages(tile_rows: int, code: str, num_programs: int, gpu: Chip) -> int:
-    """The most stages that fit if `num_programs` programs share the multiprocessors.
-    tile_rows: rows of inputs per tile."""
+    """Returns the most stages that fit for this number of programs.  tile_rows: rows of inputs per tile."""
     values = BLOCK_OUT * BLOCK_IN
     stage = values // 2 + values // (16 if code == "nvfp4" else 32) + tile_rows * BLOCK_IN * 2
     sharing = min(-(-num_programs // gpu.processors), MAX_PROGRAMS_PER_PROCESSOR)

@@ -141,8 +141,7 @@ def launch_down_experts(
     grid: tuple[int, int],
     gpu: Chip,
 ) -> None:
-    """Write the weighted results of all pairs to out, see experts.py:_down_kernel.
-    grid: as for launch_gated_experts."""
+    """Write the weighted results of all pairs to out, see experts.py:_down_kernel.  grid: (blocks of rows, tiles)."""
     (num_rows, top_k), (num_experts, hidden, inner) = routing_weights.shape, down.shape
     _down_kernel[grid](
         *(x, *weight_pointers(down), bias, routing_weights, *tiles.pointers, out, hidden, inner, num_rows, top_k),

@@ -99,22 +99,15 @@ def add_normed(
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """See ops/norm.py.  The sum and each norm have the tolerance of norm.py:rms_norm."""
     _check_arguments(block_outputs, output_norm, residual, next_norms)
-    total, *out = (
-        torch.empty(residual.shape, dtype=residual.dtype, device=residual.device) for _ in (None, *next_norms)
-    )
+    total, *out = (torch.empty_like(residual, memory_format=torch.contiguous_format) for _ in (None, *next_norms))
     if not len(residual):
         return total, tuple(out)
     size = residual.shape[1]
     block = next_power_of_2(size)
-    x, *given = (
-        rows if rows.stride(-1) == 1 else rows.contiguous() for rows in (residual, *(o for o, _ in block_outputs))
-    )
+    outputs, own_norms = zip(*block_outputs, strict=True)
+    x, *given = (rows if rows.stride(-1) == 1 else rows.contiguous() for rows in (residual, *outputs))
     first, second = _pad_with_none(given, MAX_OUTPUTS)
-    used = (
-        *_pad_with_none([own for _, own in block_outputs], MAX_OUTPUTS),
-        output_norm,
-        *_pad_with_none(next_norms, MAX_NORMS),
-    )
+    used = (*_pad_with_none(own_norms, MAX_OUTPUTS), output_norm, *_pad_with_none(next_norms, MAX_NORMS))
     # eps is a constexpr argument, because a run-time eps would be rounded to float32.
     _add_normed_kernel[(len(residual),)](
         *(x, first, second, total),

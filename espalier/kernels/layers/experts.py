@@ -335,8 +335,7 @@ def launch_down(
     num_extra_parts: int = 0,
     shared_experts: SharedExperts | None = None,
 ) -> Tensor:
-    """Return parts [K + S + extra, N, H]; the last `num_extra_parts` are not written.
-    activations: of launch_gate_and_up."""
+    """Returns parts [K + S + extra, N, H]; the last `num_extra_parts` are not written.  See launch_gate_and_up."""
     num_experts, hidden, inner = down.shape
     num_rows, top_k = routing_weights.shape
     pieces = 0 if shared_experts is None else shared_experts.num_pieces(inner)
@@ -382,9 +381,8 @@ def _launch_options(
     if isinstance(weight, Tensor):
         stages = plan.fitting_stages(gpu, num_matrices, tiles.tile_rows, weight.itemsize)
         if num_pieces:
-            stages = plan.one_wave_stages(
-                gpu, stages, num_matrices, tiles.tile_rows, weight.itemsize, grid[0] * grid[1]
-            )
+            sizes = num_matrices, tiles.tile_rows, weight.itemsize
+            stages = plan.one_wave_stages(gpu, stages, *sizes, num_programs=grid[0] * grid[1])
         own: dict[str, Any] = {"BLOCK_IN": plan.block_in, "num_stages": stages}
     else:
         own = quantised_launch_options(plan, weight, num_matrices, tiles.tile_rows, gpu)

@@ -166,8 +166,7 @@ class ProductPlan:
 
 @dataclass(frozen=True)
 class ExpertsPlan:
-    """tile_rows: the most pairs of a tile, all of one expert.
-    If it is 1, each pair is a tile, and nothing is sorted."""
+    """tile_rows: the most pairs of a tile, all of one expert; 1: each pair is a tile, and nothing is sorted."""
 
     tile_rows: int
     gated: ProductPlan
@@ -242,9 +241,8 @@ def quantised_plan_by_rule(
     num_rows = next_power_of_2(num_rows)
     pairs = num_rows * shape.top_k
     halves = gate_up.shape[1] // down.shape[2]
-    num_tiles = (
-        pairs if plan.tile_rows == 1 else max(round(shape.active_experts(num_rows)), -(-pairs // plan.tile_rows))
-    )
+    active_experts = round(shape.active_experts(num_rows))
+    num_tiles = pairs if plan.tile_rows == 1 else max(active_experts, -(-pairs // plan.tile_rows))
     tile = block_rows(plan.tile_rows)
     return ExpertsPlan(
         plan.tile_rows,
@@ -274,8 +272,7 @@ def _quantised_product_plan(
 def quantised_launch_options(
     plan: ProductPlan, weight: QuantisedMatrix, num_matrices: int, tile_rows: int, gpu: Chip
 ) -> dict[str, Any]:
-    """BLOCK_IN, num_stages and maxnreg of a plan.  num_matrices: 2 for gate and up, 1 for down; tile_rows: rows per
-    tile.
+    """Returns BLOCK_IN, num_stages and maxnreg of a plan.  num_matrices: 2 for gate and up, 1 for down.
 
     BLOCK_IN does not span two groups of columns.  num_stages is at most what fits.  maxnreg lets as many programs share
     a multiprocessor as its shared memory allows.  But with FP8, a thread has registers for two sums of its part of a
@@ -307,10 +304,8 @@ def choose_experts_plan(
     plan = replace(plan, tile_rows=1) if num_rows == 1 else plan
     if matrices is None:
         return plan
-    is_few = (
-        plan.tile_rows == MIN_BLOCK_ROWS
-        and next_power_of_2(num_rows) * shape.top_k <= MAX_PAIRS_OF_SMALL_TILES * shape.num_experts
-    )
+    most_pairs = MAX_PAIRS_OF_SMALL_TILES * shape.num_experts
+    is_few = plan.tile_rows == MIN_BLOCK_ROWS and next_power_of_2(num_rows) * shape.top_k <= most_pairs
     if is_few and all(isinstance(m, QuantisedMatrix) and supports_format(m, dtype, FEW_ROWS, gpu) for m in matrices):
         few = quantised_plan_by_rule(shape, num_rows, replace(plan, tile_rows=FEW_ROWS), *matrices, gpu)
         # Experts without a gate have no such kernel.

@@ -131,8 +131,7 @@ class ExpertTiles:
     pair_order: [N·K] int32, the pairs sorted by expert.  pair_ends: [E + 1] int32, the index in `pair_order` after each
     expert's last pair.  tile_experts: [tiles], the expert of each tile; E for pairs without an expert, -1 for an unused
     tile.  tile_begins: [tiles], the index in `pair_order` of each tile's first pair.
-    live: as in grouped_experts.  With tile_rows = 1, `tile_experts` is ids [N·K], and begins, order and ends are not
-    read.
+    live: as in grouped_experts.  If tile_rows is 1, `tile_experts` is ids [N·K], and the next three are not read.
     """
 
     tile_rows: int

@@ -80,8 +80,7 @@ def _decode_blocks_of_32(block_ptrs, GGUF_TYPE: tl.constexpr):
 
 @kernel
 def _decode_blocks_of_256(block_ptrs, group: tl.constexpr, GGUF_TYPE: tl.constexpr):
-    """See _decode_blocks_of_32: one group of blocks of Q4_K (12), Q5_K (13), or Q6_K (14), whose groups have 16
-    columns."""
+    """Decodes one group of blocks of Q4_K (12), Q5_K (13) or Q6_K (14, 16 columns), see _decode_blocks_of_32."""
     if GGUF_TYPE == 14:
         first: tl.constexpr = 16 * group % 128
         i = first + tl.arange(0, 16)[None, :]
@@ -89,9 +88,8 @@ def _decode_blocks_of_256(block_ptrs, group: tl.constexpr, GGUF_TYPE: tl.constex
         integers = _load_bits(block_ptrs[:, None] + 64 * half + i % 64, i // 64 * 4, 15)
         integers |= _load_bits(block_ptrs[:, None] + (128 + 32 * half) + i % 32, i // 32 * 2, 3) << 4
         integers -= 32
-        scale = _load_float16(block_ptrs + 208) * tl.load(block_ptrs + (192 + group)).to(tl.int8, bitcast=True).to(
-            tl.float32
-        )
+        group_scale = tl.load(block_ptrs + (192 + group)).to(tl.int8, bitcast=True).to(tl.float32)
+        scale = _load_float16(block_ptrs + 208) * group_scale
         minimum = 0.0 * scale
     else:
         i = tl.arange(0, 32)[None, :]
@@ -106,10 +104,8 @@ def _decode_blocks_of_256(block_ptrs, group: tl.constexpr, GGUF_TYPE: tl.constex
         else:
             more = _load_bits(block_ptrs + (12 + four), 0, 255)
             small, low = more & 15 | (small >> 6) << 4, more >> 4 | (low >> 6) << 4
-        scale, minimum = (
-            _load_float16(block_ptrs) * small.to(tl.float32),
-            _load_float16(block_ptrs + 2) * low.to(tl.float32),
-        )
+        scale = _load_float16(block_ptrs) * small.to(tl.float32)
+        minimum = _load_float16(block_ptrs + 2) * low.to(tl.float32)
     return integers, scale, minimum
 
 

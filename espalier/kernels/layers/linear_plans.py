@@ -75,8 +75,7 @@ RESERVED_SHARED_MEMORY = 1024
 class TuningTable(Generic[P]):
     """The plans measured on one kind of chip, for one activation dtype and one weight format.
 
-    plans: by size, one plan per bucket.  measurement: GPU name and versions of the measurement, only for people to
-    read.
+    plans: by size, one plan per bucket.  measurement: the GPU's name and versions, only for people to read.
     """
 
     chip: Chip
@@ -95,12 +94,10 @@ class TuningSchema(Generic[P]):
     """A kind of layer with tuning tables, and how a file stores its tables.
 
     layer_kind: its name in errors.  tables_key: the key of its list of tables in a file.  plans_key: the key of the
-    plans in a table.  bucket_bounds: upper bounds of the argument `rows_or_pairs` of `plan_for_count`; a size has one
-    plan per bucket.
-    count_unit: what that argument counts.
-    encode_plan, decode_plan: convert a plan to and from JSON; decode_plan raises ValueError for a plan that cannot be
-    used.
-    log_plans: called as log_plans(key, plans by size, files with their numbers of sizes) when the plans are first used.
+    plans in a table.  bucket_bounds: the upper bounds of the buckets; a size has one plan per bucket.  count_unit: what
+    a bucket counts.  encode_plan, decode_plan: convert a plan to and from JSON.  decode_plan raises ValueError for a
+    plan that cannot be used.  log_plans: called as log_plans(key, plans by size, files with their numbers of sizes)
+    when the plans are first used.
     """
 
     layer_kind: str
@@ -113,8 +110,7 @@ class TuningSchema(Generic[P]):
     log_plans: Callable[[TuningKey, Mapping[MatrixSize, tuple[P, ...]], Sequence[str]], None]
 
     def plan_for_count(self, plans: Sequence[P], rows_or_pairs: float) -> P | None:
-        """Returns the plan of a size for the bucket of `rows_or_pairs`; None if this number is above the largest
-        bucket."""
+        """Returns the plan for the bucket of `rows_or_pairs`; None if this number is above the largest bucket."""
         for bound, plan in zip(self.bucket_bounds, plans, strict=True):
             if rows_or_pairs <= bound:
                 return plan
@@ -179,8 +175,7 @@ class TuningSchema(Generic[P]):
 
 @cache
 def merged_plans(schema: TuningSchema[P], key: TuningKey, user_path: Path) -> Mapping[MatrixSize, tuple[P, ...]]:
-    """Returns the shipped plans and the user's plans, see TuningSchema.measured_plans.
-    The user's file need not exist."""
+    """Returns the shipped plans and the user's plans by size.  The user's file need not exist."""
     plans: dict[MatrixSize, tuple[P, ...]] = {}
     sources = []
     # pathlib's is_file would raise if the user may not read the folder.
@@ -265,8 +260,7 @@ def candidate_plans(num_rows: int, num_out: int, num_in: int, gpu: Chip) -> list
 
 
 def plan_by_rule(num_rows: int, num_out: int, num_in: int, gpu: Chip) -> LinearPlan:
-    """Returns the plan of a shape that was not measured, for a bucket of at most `num_rows` rows; None above
-    MAX_RULE_ROWS.
+    """Returns the plan of an unmeasured shape, for a bucket of at most `num_rows` rows; None above MAX_RULE_ROWS.
 
     The rule splits `in` while all programs still run at once and each program fills its pipeline.
     """

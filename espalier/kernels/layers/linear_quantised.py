@@ -87,9 +87,8 @@ def linear_quantised_gated(
     # The library takes many rows unrounded.
     is_few = rounding is not None and len(x) <= max_kernel_rows(rounding, chip(weight.codes))
     rounding = rounding if is_few and rounding is not None and can_round_activation(inner, rounding) else None
-    return activate_partial_sums.triton(
-        linear_quantised_partial_sums(x, weight, bias, plan), x.dtype, activation, rounding
-    )
+    partial_sums = linear_quantised_partial_sums(x, weight, bias, plan)
+    return activate_partial_sums.triton(partial_sums, x.dtype, activation, rounding)
 
 
 def _library_product(x: InputRows, weight: QuantisedMatrix, bias: Tensor | None) -> Tensor | None:

@@ -91,8 +91,7 @@ def store_rounded_row(
 def store_rounded_row_arguments(
     rounded: RoundedRows | None, input_scales: InputScales | None, block_columns: int
 ) -> dict[str, object]:
-    """The arguments for store_rounded_row, for rows held in blocks of `block_columns`; placeholders if `rounded` is
-    None."""
+    """Returns the arguments of store_rounded_row for blocks of `block_columns`; placeholders if `rounded` is None."""
     names = ("rounded_values_ptr", "rounded_scales_ptr", "static_scale_ptr")
     if rounded is None or input_scales is None:
         return dict.fromkeys(names) | {"GROUP_COLUMNS": block_columns, "FP8_MAX": FP8_MAX}

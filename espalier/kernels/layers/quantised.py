@@ -133,8 +133,7 @@ class QuantisedMatrix:
         return self._map_rows(lambda tensor: tensor[expert])
 
     def experts(self, num_experts: int) -> "QuantisedMatrix":
-        """Returns the matrix [num_experts · out, in] as a stack [num_experts, out, in].
-        rows_per_scale must divide out."""
+        """Returns the matrix [E · out, in] as a stack of E experts [E, out, in].  rows_per_scale must divide out."""
         return self._map_rows(lambda tensor: tensor.unflatten(0, (num_experts, -1)))
 
     def _map_rows(self, transform: Callable[[Tensor], Tensor]) -> "QuantisedMatrix":
@@ -179,9 +178,7 @@ def make_nibble_matrix(
         padded = F.pad(scales.view(torch.uint8), (0, -scales.shape[-1] % (E2M1_SCALE_PADDING // group_size)))
         scales = padded.view(scales.dtype)
     codes = interleave_nibbles(packed, code in E2M1_CODES)
-    return QuantisedMatrix(
-        code, codes, scales, group_size, zeros=zeros, column_order=column_order, row_scales=row_scales
-    )
+    return QuantisedMatrix(code, codes, scales, group_size, 1, zeros, column_order, row_scales=row_scales)
 
 
 def _without_zero_scales(packed: Tensor, scales: Tensor, group_size: int) -> Tensor:

@@ -184,9 +184,8 @@ def nibble_plan_by_rule(
 
 def stage_bytes(plan: TritonPlan, tile_rows: int, weight: QuantisedMatrix) -> int:
     """Returns bytes of shared memory per pipeline stage, with `tile_rows` rows of inputs."""
-    return code_bytes_per_step(plan, weight.code) + tile_rows * plan.block_in * (
-        1 if weight.input_scales is not None else 2
-    )
+    input_bytes = 2 if weight.input_scales is None else 1
+    return code_bytes_per_step(plan, weight.code) + tile_rows * plan.block_in * input_bytes
 
 
 def code_bytes_per_step(plan: TritonPlan, code: str) -> int:
@@ -247,9 +246,8 @@ def candidate_plans(num_rows: int, weight: QuantisedMatrix, gpu: Chip) -> list[T
     """
     num_in, most, is_fp8 = weight.shape[-1], max_block_in(weight), weight.code == "fp8"
     tile = min(block_rows(num_rows), MAX_BLOCK_ROWS)
-    tiles, all_stages, all_splits = (
-        MEMORY_BOUND_CANDIDATES if num_rows <= MEMORY_BOUND_ROWS else COMPUTE_BOUND_CANDIDATES
-    )
+    candidates = MEMORY_BOUND_CANDIDATES if num_rows <= MEMORY_BOUND_ROWS else COMPUTE_BOUND_CANDIDATES
+    tiles, all_stages, all_splits = candidates
     by_tile = [
         [
             TritonPlan(block_out, block_in, splits, warps, stages)

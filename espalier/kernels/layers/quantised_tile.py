@@ -44,12 +44,8 @@ def format_constants(weight: QuantisedMatrix) -> dict[str, Any]:
     num_in, inputs = weight.shape[-1], weight.input_scales
     input_group = 0 if inputs is None or inputs.columns(num_in) == num_in else inputs.columns(num_in)
     group = 0 if weight.group_size >= num_in and weight.code not in E2M1_CODES else weight.group_size
-    return {
-        "CODE": CODES[weight.code],
-        "GROUP_SIZE": group,
-        "ROWS_PER_SCALE": weight.rows_per_scale,
-        "INPUT_GROUP_SIZE": input_group,
-    }
+    groups = {"GROUP_SIZE": group, "ROWS_PER_SCALE": weight.rows_per_scale, "INPUT_GROUP_SIZE": input_group}
+    return {"CODE": CODES[weight.code]} | groups
 
 
 @kernel

@@ -91,8 +91,5 @@ def _has_block_scales(weight: QuantisedMatrix) -> bool:
 
 def _is_fp8(weight: QuantisedMatrix) -> bool:
     """Returns whether the matrix has FP8 values in the order of the inputs, in sizes that the library takes."""
-    return (
-        weight.code == "fp8"
-        and weight.column_order is None
-        and all(size % ALIGNMENT_BYTES == 0 for size in weight.shape)
-    )
+    is_aligned = all(size % ALIGNMENT_BYTES == 0 for size in weight.shape)
+    return weight.code == "fp8" and weight.column_order is None and is_aligned

@@ -78,10 +78,7 @@ def activation_rounded_once(gate_up: Tensor, activation: Activation) -> Tensor:
 
 
 def num_up_columns(num_columns: int, activation: Activation) -> int:
-    """Returns the number of columns of up, from the `num_columns` columns before the activation.
-    Raises EspalierError if `num_columns` is odd and there is a gate."""
+    """Returns the columns of up, given the columns before the activation.  Raises EspalierError for half a column."""
     if num_columns % activation.num_matrices:
-        raise EspalierError(
-            f"gate_up holds gate and then up, so it needs an even number of columns, but has {num_columns}"
-        )
+        raise EspalierError(f"gate_up holds gate and then up: it needs an even number of columns, not {num_columns}")
     return num_columns // activation.num_matrices

@@ -199,8 +199,7 @@ def block_conv(x: Tensor, weight: Tensor, base_taps: Tensor, block_width: int) -
     """Returns (the convolved rows [N, H], the coefficients [N, T, G] of the output's convolution) in x's dtype.
 
     x: [N, H], normed rows, in blocks of `block_width` rows.  weight: [2 · T · G, H] for T taps and G groups: the rows
-    for the input's convolution, then those for the output's.  base_taps: [T, H].  Raises EspalierError if sizes do not
-    agree.
+    for the input's convolution come first.  base_taps: [T, H].  Raises EspalierError if sizes do not agree.
     """
     taps, groups = check_block_conv(x, weight, base_taps, block_width)
     delta = F.linear(x, weight).view(len(x), 2, taps, groups)
@@ -219,16 +218,14 @@ def block_conv_norm(
 ) -> tuple[Tensor, Tensor]:
     """Returns (sum, norm of sum) with sum = residual + conv(delta), each [N, H] in residual's dtype.
 
-    delta: [N, H] in residual's dtype, or partial sums [parts, N, H] in float32 at least; in blocks of `block_width`
-    rows.
+    delta: [N, H] in residual's dtype, or partial sums [parts, N, H] in float32 at least; in blocks of rows.
     coefficients: [N, T, G], from block_conv.  base_taps: [T, H].  norm_weight: [H], the norm's.
     Raises EspalierError if sizes do not agree.
     """
     if delta.ndim == 3:
         delta = add_partial_sums.reference(delta, residual.dtype)
-    return add_rms_norm.reference(
-        convolve_block(delta, coefficients, base_taps, block_width), residual, norm_weight, eps
-    )
+    delta = convolve_block(delta, coefficients, base_taps, block_width)
+    return add_rms_norm.reference(delta, residual, norm_weight, eps)
 
 
 @dataclass(frozen=True)

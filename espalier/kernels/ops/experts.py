@@ -193,8 +193,7 @@ def grouped_experts(
     x: [N, H]; RoundedRows must have gate_up's rounding.  gate_up: [E, 2·I, H], gate over up, or [E, I, H] if the
     activation has no gate.  down: [E, H, I].
     expert_ids: [N, K] int64, distinct in each row.
-    routing_weights: [N, K], float32 (float64 for float64); the parts have this dtype.  The bias of `down` is weighted
-    too.
+    routing_weights: [N, K], float32 (float64 for float64), in the dtype of the parts.  They also weight biases of down.
     live_rows: [N] bool, the rows that go to experts.  The first K parts of other rows are 0.  None: all rows are live.
     num_extra_parts: the number of further parts at the end.  The caller writes these parts.
     shared_experts: S pieces, for at most MAX_SHARED_ROWS rows and dense experts.  The results of the pieces are the S
@@ -220,8 +219,6 @@ def grouped_experts(
             rows, choices = own // top_k, own % top_k
             gated = _linear_product(x[rows], gate_up[expert], None if gate_up_bias is None else gate_up_bias[expert])
             gated = activation_rounded_once(gated, activation)
-            result = _linear_product(gated, down[expert], None if down_bias is None else down_bias[expert]).to(
-                parts.dtype
-            )
-            parts[choices, rows] = result * routing_weights[rows, choices, None]
+            result = _linear_product(gated, down[expert], None if down_bias is None else down_bias[expert])
+            parts[choices, rows] = result.to(parts.dtype) * routing_weights[rows, choices, None]
     return parts

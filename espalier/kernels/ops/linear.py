@@ -101,8 +101,7 @@ def write_parts(x: Tensor, weight: Tensor, bias: Tensor | None, plan: TritonPlan
 
 @op("espalier.kernels.layers.linear")
 def add_partial_sums(partial_sums: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns the sum [rows, out] of partial sums [splits, rows, out] in `dtype`.
-    A tensor [rows, out] is returned as it is."""
+    """Returns the sum [rows, out] of partial sums [splits, rows, out], in `dtype`, or a given [rows, out] as it is."""
     if partial_sums.ndim == 2:
         return partial_sums
     total = partial_sums[0].clone()
@@ -125,8 +124,7 @@ def can_round_activation(num_columns: int, input_scales: InputScales) -> bool:
 def activate_partial_sums(
     partial_sums: Tensor, dtype: torch.dtype, activation: Activation = SILU, rounding: InputScales | None = None
 ) -> InputRows:
-    """Returns the activation of gate and up, the halves of add_partial_sums(partial_sums, dtype), as `gated_activation`
-    does.
+    """Returns the result of `gated_activation` for add_partial_sums(partial_sums, dtype).
 
     rounding: how the result is rounded to FP8, for sizes that `can_round_activation` accepts; None: not rounded.
     """

@@ -23,8 +23,7 @@ def supports_norm_router(residual: Tensor) -> bool:
 
 
 def can_round_norm(num_columns: int, input_scales: InputScales) -> bool:
-    """Whether the launch of a norm of `num_columns` columns can also round the result, with the scales of
-    `input_scales`."""
+    """Returns whether the launch of a norm of `num_columns` columns can also round the result to FP8."""
     group = input_scales.columns(num_columns)
     return group == num_columns or next_power_of_2(group) == group
 

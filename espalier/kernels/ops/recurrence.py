@@ -148,8 +148,7 @@ def scan(
 ) -> ScanResult:
     """Computes the outputs and states of a chain of rows that follows `state` [B, heads, k_size, v_size].
 
-    row_counts: [B], how many rows exist.  snapshot_counts: [B], a snapshot: the state after this many rows is also
-    returned;
+    row_counts: [B], how many rows exist.  snapshot_counts: [B], after how many rows a snapshot of the state is taken;
     None: no snapshots.
     """
     outs, at_mark = [], state

@@ -51,8 +51,7 @@ def write_logprobs(
     contiguous.  n: the most likeliest tokens that a request may have.  logits: [B, D, V].  rows: [B, W] int64,
     the row of the logits from which each token was picked.  tokens: [B, W] int64.  length: [B], how many of a
     request's tokens were emitted.  num_logprobs: [B] int64, the number of likeliest tokens that each request wants;
-    below 0 for a request without log-probabilities.  Tokens of equal logits are in order of their ids.  Other words are
-    undefined.
+    below 0 for a request without log-probabilities.  Tokens of equal logits are in order of ids.
     """
     if not bool((num_logprobs >= 0).any()):
         return

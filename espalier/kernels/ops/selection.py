@@ -25,8 +25,7 @@ MAX_REFERENCE_PRODUCTS = 2**25
 # Limits of the kernels: the values of a key, and the number of chosen rows.
 MAX_INDEX_SIZE = 256
 MAX_TOPK = 8192
-# Adjacent rows per group.  IndexerScores also holds the highest score of each group, so that a selection reads few
-# rows.
+# Adjacent rows per group.  A selection first reads the highest score of each group, so that it reads few rows.
 SCORE_GROUP_SIZE = 8
 # Splits start at multiples of this number.  No kernel has a larger BLOCK_N.
 SPLIT_ALIGNMENT = 64
@@ -304,8 +303,7 @@ class KVSplitPolicy:
         return cls(num_splits, num_splits if is_enough else max_splits, max_split_rows, min_split_rows)
 
     def rows_per_split(self, num_rows: int) -> int:
-        """The rows per split of a request with `num_rows` rows: an equal share, rounded up to a multiple of
-        SPLIT_ALIGNMENT.
+        """Returns the rows per split: an equal share of `num_rows`, rounded up to a multiple of SPLIT_ALIGNMENT.
 
         The last split may have fewer rows.
         """

@@ -124,8 +124,7 @@ def advance(
 
 @op("espalier.kernels.state.batch_state", tensor="slot_indices")
 def gather_slots(table: SlotTable, slot_indices: Tensor, page_updates: ScatterUpdate | None = None) -> BatchState:
-    """Write `page_updates` to the page tables, then return the BatchState of the slots `slot_indices` [B] int64.
-    Exact.
+    """Writes `page_updates` to the page tables, then returns the BatchState of slots [B] int64.  Exact.
 
     page_updates: an update of any slots; if it has several values for one cell, they must be equal.
     """

@@ -114,7 +114,9 @@ def test_a_dense_target_touches_no_experts():
 
 def test_the_rule_grows_tiles_with_the_pairs_of_an_expert():
     shape = ExpertsShape(128, 8, 2048, 768)
-    tiles = {rows: experts_plan_by_rule(shape, rows, torch.bfloat16, H200).rows for rows in (2, 128, 512, 2048, 8192)}
+    tiles = {
+        rows: experts_plan_by_rule(shape, rows, torch.bfloat16, H200).tile_rows for rows in (2, 128, 512, 2048, 8192)
+    }
     assert tiles == {2: 16, 128: 16, 512: 32, 2048: 128, 8192: 128}
     assert experts_plan_by_rule(shape, 33, torch.bfloat16, H200) == experts_plan_by_rule(
         shape, 64, torch.bfloat16, H200
