@@ -24,7 +24,7 @@ from espalier.kernels.hopper.work import (
 )
 from espalier.kernels.runtime.jit import gluon_kernel
 
-# In the form that kernels can read.
+# MAX_REGISTER_HEAD_SIZE in a form that kernels can read.
 REGISTER_HEAD_SIZE = gl.constexpr(MAX_REGISTER_HEAD_SIZE)
 
 
@@ -159,7 +159,7 @@ def _softmax_step(scores, scale, max_score, dtype: gl.constexpr):
 
 @gluon_kernel
 def _update_sum_weights(sum_weights, decay, sums, SCORE_LAYOUT: gl.constexpr):
-    """sum_weights times decay, plus the sums of a block, [64, 4] by thread."""
+    """Returns sum_weights times decay, plus the sums of a block, [64, 4] by thread."""
     return gl.fma(sum_weights, decay, gl.convert_layout(gl.sum(sums, 1), gl.SliceLayout(1, SCORE_LAYOUT)))
 
 

@@ -25,7 +25,7 @@ from espalier.kernels.runtime.jit import gluon_kernel
 from espalier.kernels.runtime.launch import HOPPER, Chip, chip, is_aligned_for_copies, require, tma_descriptor
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 
-# The fewest rows, and the smallest fill of the waves.  Below, the library is faster: its tiles are smaller.
+# The fewest rows, and the smallest fill of the waves.  Otherwise the library is faster, because its tiles are smaller.
 MIN_ROWS, MIN_FILL = 257, 0.9
 BLOCK_ROWS, BLOCK_OUT, BLOCK_IN = 128, 128, 64
 # Pipeline stages.  With the results of a tile they fill the shared memory.
@@ -45,7 +45,7 @@ def supports_hopper_gated(x: Tensor, weight: Tensor, bias: Tensor | None, gpu: C
 
 
 def fills_chip(num_rows: int, num_out: int, gpu: Chip) -> bool:
-    """Whether the last wave of tiles leaves little of the chip idle, so that the kernel is faster than the library."""
+    """Returns whether the last wave of tiles leaves little of the chip idle.  If not, the library is faster."""
     tiles = num_tiles(num_rows, num_out)
     return tiles >= MIN_FILL * gpu.processors * -(-tiles // gpu.processors)
 
@@ -192,8 +192,7 @@ def _hopper_gated_kernel(
 
 
 def hopper_gated(x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
-    """silu(x · gateᵀ) · (x · upᵀ) in `out` or in a new tensor [rows, out].  x: [rows, in]; weight: [2·out, in], gate
-    over up.
+    """Returns silu(x · gateᵀ) · (x · upᵀ) in `out`, or in a new tensor [rows, out].  weight: [2·out, in], gate over up.
 
     bfloat16 on Hopper, with contiguous rows that are aligned to 16 bytes.  The reference is linear_gated.reference.
     Raises EspalierError for other shapes, dtypes and layouts.

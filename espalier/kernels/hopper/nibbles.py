@@ -123,7 +123,7 @@ def _decode_e2m1(w, factors, FIRST_HALF: gl.constexpr, SECOND_HALF: gl.constexpr
 
 @gluon_kernel
 def _permute_bytes(words, BYTE_SELECTOR: gl.constexpr):
-    """Each byte of the result is a byte of the words, or 0 where the hexadecimal digit of BYTE_SELECTOR is 4."""
+    """Returns words made of bytes of the words; a byte is 0 where the hexadecimal digit of BYTE_SELECTOR is 4."""
     return gl.inline_asm_elementwise(
         "prmt.b32 $0, $1, 0, " + BYTE_SELECTOR + ";", "=r,r", [words], gl.uint32, is_pure=True, pack=1,
     )
@@ -152,7 +152,7 @@ def _scale_factors(words, CODE: gl.constexpr, PIECE_LAYOUT: gl.constexpr):
 
 @gluon_kernel
 def _block_offsets(block_index, num_out, row_size, COLUMNS: gl.constexpr, IS_GATED: gl.constexpr, LAYOUT: gl.constexpr):
-    """[64, COLUMNS]: offsets of a block's rows, in a matrix whose rows have row_size values.  Columns from 0 on."""
+    """Returns [64, COLUMNS]: the offsets of the first columns of a block's rows.  row_size: values per matrix row."""
     rows = weight_rows_of_block(block_index, num_out, IS_GATED, gl.SliceLayout(1, LAYOUT)) * row_size
     return gl.expand_dims(rows, 1) + gl.expand_dims(gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, LAYOUT)), 0)
 

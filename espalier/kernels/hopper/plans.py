@@ -40,7 +40,7 @@ def supports_hopper_product(
 
 
 def num_splits_for(num_out: int, num_in: int, gpu: Chip) -> int:
-    """The number of splits of a layer that is split: all programs run at once, with at least MIN_STEPS steps each."""
+    """Returns the splits of a layer with split-K: all programs run at once, with at least MIN_STEPS steps each."""
     blocks, steps = -(-num_out // BLOCK_OUT), -(-num_in // BLOCK_IN)
     return max(min(MAX_PROGRAMS_PER_PROCESSOR * gpu.processors // blocks, MAX_SPLITS, steps // MIN_STEPS), 1)
 

@@ -38,7 +38,8 @@ def launch_linear(
 
 
 def weight_pointers(weight: QuantisedMatrix) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(words of codes, scales (for E2M1 words of four), zero points, for NVFP4 the rows' factors, or None)."""
+    """Returns (words of codes, scales, zero points or None).  E2M1: words of four scales.
+    NVFP4: factors of rows last."""
     scales = weight.scales.view(torch.int32) if weight.code in E2M1_CODES else weight.scales
     return weight.codes.view(torch.int32), scales, weight.row_scales if weight.code == "nvfp4" else weight.zeros
 
@@ -178,7 +179,7 @@ def _gated_kernel(
     LIMIT: gl.constexpr, IS_SORTED: gl.constexpr, HAS_LIVE: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
     EVEN_IN: gl.constexpr, USE_PDL: gl.constexpr,
 ):
-    """The activations of all pairs, see experts.py:_gated_kernel.  There are no shared experts."""
+    """Computes the activations of all pairs, see experts.py:_gated_kernel.  There are no shared experts."""
     ACC_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
     X: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
     # The trigger comes after the routing is complete, because _down_kernel reads the experts before it waits.
@@ -226,7 +227,7 @@ def _down_kernel(
     CODE: gl.constexpr, IS_SORTED: gl.constexpr, HAS_LIVE: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
     EVEN_IN: gl.constexpr, USE_PDL: gl.constexpr,
 ):
-    """The weighted results of all pairs, see experts.py:_down_kernel.  There are no shared experts."""
+    """Computes the weighted results of all pairs, see experts.py:_down_kernel.  There are no shared experts."""
     ACC_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
     X: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
     pdl_trigger(USE_PDL)

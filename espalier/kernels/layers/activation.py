@@ -20,7 +20,7 @@ from espalier.kernels.runtime.launch import acc_dtype, chip, next_power_of_2, re
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 
 BLOCK = 1024
-# Values for each warp of a program that rounds a row, and the most warps.
+# In a program that rounds a row: the values per warp, and the most warps.
 VALUES_PER_WARP, MAX_WARPS = 128, 16
 
 

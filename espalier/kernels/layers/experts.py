@@ -357,7 +357,7 @@ def launch_down(
 def _product_operands(
     x: InputRows, weight: ExpertMatrix
 ) -> tuple[tuple[Tensor, Tensor | None, Tensor, Tensor | None, Tensor | None], dict[str, Any]]:
-    """(the first arguments: x, its scales, w, its scales and zeros; quantised_dot's constexpr arguments)."""
+    """Returns (x, scales of x, w, scales of w, zeros of w) and the constexpr arguments of quantised_dot."""
     if isinstance(weight, Tensor):
         assert isinstance(x, Tensor)
         x = x if x.stride(1) == 1 else x.contiguous()
@@ -376,7 +376,7 @@ def _launch_options(
     num_pieces: int,
     grid: Any,
 ) -> dict[str, Any]:
-    """Constexpr arguments and launch options.  num_matrices: of a program, 2 for gate and up, else 1."""
+    """Returns constexpr arguments and launch options.  num_matrices: 2 if a program multiplies gate and up, else 1."""
     gpu = chip(tiles.tile_experts)
     if isinstance(weight, Tensor):
         stages = plan.fitting_stages(gpu, num_matrices, tiles.tile_rows, weight.itemsize)

@@ -105,12 +105,12 @@ class ExpertsShape:
 
     @property
     def matrix_size(self) -> tuple[int, int]:
-        """(hidden, inner)"""
+        """Returns (hidden_size, inner_size)."""
         return self.hidden_size, self.inner_size
 
     @property
     def expert_bytes(self) -> int:
-        """Bytes of one expert's weights, at two bytes per number."""
+        """The bytes of one expert's weights, at two bytes per number."""
         return 2 * (self.num_matrices + 1) * self.hidden_size * self.inner_size
 
     def flops(self, num_rows: int) -> int:
@@ -178,7 +178,8 @@ ExpertsPlans = tuple[ExpertsPlan, ...]
 
 
 def candidate_plans(tile_rows: int, num_matrices: int, gpu: Chip) -> list[ProductPlan]:
-    """The plans of one product that are worth measuring for tiles of `tile_rows` pairs, in a dtype of two bytes.
+    """Returns the plans of one product that are worth measuring for tiles of `tile_rows` pairs, in a dtype of two
+    bytes.
 
     num_matrices: matrices that a program reads, 2 for gate and up, 1 for down.
     """
@@ -212,8 +213,8 @@ def _product_plan_by_rule(tile_rows: int, num_tiles: int, num_out: int, gpu: Chi
     return ProductPlan(block_out, 128 if tile_rows <= 32 else 64, warps, 3)
 
 
-# Registers of a multiprocessor, and the most and the fewest of a thread: with fewer, values would spill to memory.
-# Registers of a thread are a multiple of REGISTER_UNIT.
+# Registers per multiprocessor, and the most and the fewest per thread.  With fewer, values would spill to memory.
+# A thread's registers are a multiple of REGISTER_UNIT.
 REGISTERS, MAX_REGISTERS, MIN_REGISTERS, REGISTER_UNIT = 65536, 255, 128, 8
 # Registers of a thread beside the sums of an FP8 tile.
 NON_SUM_REGISTERS = 96

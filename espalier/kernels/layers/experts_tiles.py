@@ -368,7 +368,7 @@ def route(logits: Tensor, bias: Tensor | None, routing: Routing, scale: Tensor |
     ids = torch.empty(num_rows, top_k, dtype=torch.int64, device=logits.device)
     weights = logits.new_empty(num_rows, top_k)
     if num_rows:
-        # A constexpr argument, because a run-time value would be rounded to float32.
+        # SCALE is a constexpr argument, because a run-time value would be rounded to float32.
         _route_kernel[(num_rows,)](
             *(parts, parts if bias is None else bias.contiguous(), None if scale is None else scale.contiguous()),
             *(ids, weights, *parts.stride()[:2]),

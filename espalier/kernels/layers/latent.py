@@ -86,7 +86,7 @@ def head_product(x: Tensor, weight: Tensor, out: Tensor) -> None:
 
 
 def require_head_product(x: Tensor, weight: Tensor, out: Tensor) -> tuple[int, dict[str, int]]:
-    """(blocks of outputs of a head, sizes of a block) for multiply_head.  Raises EspalierError as head_product does."""
+    """Returns (output blocks per head, sizes of a block) for multiply_head.  Raises EspalierError as head_product."""
     (rows, heads, num_in), num_out = x.shape, weight.shape[2]
     require("head_product: weight", weight, (heads, num_in, num_out), x.dtype, x)
     require("head_product: out", out, (rows, heads, num_out), x.dtype, x)
@@ -113,7 +113,7 @@ HEADS_PER_PROGRAM = 16
 @kernel
 def load_rotated_halves(values_ptr, cos_ptr, sin_ptr, mask, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr,
                     ACC_DTYPE: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """(left, right): the halves of the values at values_ptr [.., 1], rotated.  cos_ptr, sin_ptr: of one position."""
+    """Returns (left, right): the rotated halves of the values at values_ptr [.., 1].  All have the same position."""
     column = tl.arange(0, BLOCK)
     half: tl.constexpr = ROTARY // 2
     exists = column < half
@@ -259,7 +259,7 @@ def rotate_and_store_latent(q_rope: Tensor, q: Tensor, latent: Tensor, destinati
 
 
 def write_latents(q_inputs: Tensor, k_up: Tensor, q: Tensor, latent: Tensor, destination: LatentDestination) -> None:
-    """See ops/rope.py.  q must not be a view of raw.
+    """See ops/rope.py.  q must not be a view of q_inputs.
 
     The bits and the errors are the same as from head_product and rotate_and_store_latent.
     """

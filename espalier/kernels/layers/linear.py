@@ -102,7 +102,7 @@ def weight_rows(num_out, BLOCK_OUT: tl.constexpr, EVEN_OUT: tl.constexpr, IS_GAT
 
 @kernel
 def split_gate_and_up(tile, BLOCK_ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr):
-    """The two halves, [BLOCK_OUT / 2, BLOCK_ROWS] each, of a tile [BLOCK_OUT, BLOCK_ROWS] of gated `weight_rows`."""
+    """Returns gate and up, [BLOCK_OUT / 2, BLOCK_ROWS] each, of a tile of interleaved rows (see weight_rows)."""
     pairs = tl.reshape(tile, (BLOCK_OUT // 16, 2, 8, BLOCK_ROWS)).permute(0, 2, 3, 1)
     return tl.split(tl.reshape(pairs, (BLOCK_OUT // 2, BLOCK_ROWS, 2)))
 
@@ -112,7 +112,7 @@ def store_tile(
     acc, out_ptr, split, rows, num_rows, num_out,
     BLOCK_ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, IS_GATED: tl.constexpr,
 ):  # fmt: skip
-    """Write acc [BLOCK_OUT, BLOCK_ROWS], or silu(gate) * up of it, to `rows` of part `split` of out."""
+    """Writes acc [BLOCK_OUT, BLOCK_ROWS], or silu(gate) · up, to the rows of out, or of its partial sum `split`."""
     BLOCK_WRITTEN: tl.constexpr = BLOCK_OUT // 2 if IS_GATED else BLOCK_OUT
     result = acc.to(out_ptr.dtype.element_ty)
     if IS_GATED:

@@ -30,7 +30,8 @@ from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 # The most rows that linear_quantised.py multiplies.  Dequantising a weight moves 2.5 bytes of memory, 0.9 ps at 2.8
 # TB/s.  Then each row saves 1.8 fs, because the library does 720 TFLOP/s and our kernel 440.  So the two are equal at
 # about 500 rows, for any shape.  On an H100 the layers of Llama-3.1-8B took 4% longer at 512 rows and 22% less time at
-# 768.  At a power of two ends a range of rows for which startup compiles.
+# 768.  It is a power of two,
+# because startup compiles for ranges of rows that end at powers of two.
 MAX_FUSED_ROWS = 512
 MAX_SCRATCH_BYTES = 128 * 2**20
 # Rows of a block are a multiple of this, the largest edge of the library's tiles.
@@ -40,7 +41,7 @@ BLOCK_OUT, BLOCK_IN, WARPS = 16, 256, 4
 
 
 def uses_dequantised_product(x: InputRows, weight: QuantisedMatrix) -> bool:
-    """Whether a linear layer takes these products for x [rows, in]: always from one number of rows on."""
+    """Returns whether a linear layer of x [rows, in] uses these products: it does above MAX_FUSED_ROWS rows."""
     return weight.code != "fp8" and x.dtype in DTYPES and len(x) > MAX_FUSED_ROWS and len(weight) > 0
 
 
@@ -64,7 +65,7 @@ def dequantised_gated(x: Tensor, weight: QuantisedMatrix, bias: Tensor | None, a
 
 
 def _hopper_gated(x: Tensor, weight: QuantisedMatrix, bias: Tensor | None, activation: Activation) -> Tensor | None:
-    """The activation by the kernel of hopper/gated.py, if it is faster; None if not."""
+    """Returns the activation, computed by the kernel of hopper/gated.py, if that is faster; else None."""
     if not activation.is_silu:
         return None
     (num_out, num_in), gpu = weight.shape, chip(x)
@@ -83,7 +84,7 @@ def _hopper_gated(x: Tensor, weight: QuantisedMatrix, bias: Tensor | None, activ
 
 
 def blocks_of(num_rows: int, row_bytes: int) -> list[range]:
-    """The rows of a weight in blocks whose values fit the scratch memory, of about equal size."""
+    """Returns the rows of a weight in blocks of about equal size, whose values fit the scratch memory."""
     most = max(MAX_SCRATCH_BYTES // row_bytes // BLOCK_ROW_MULTIPLE, 1)
     units = -(-num_rows // BLOCK_ROW_MULTIPLE)
     size = -(-units // -(-units // most)) * BLOCK_ROW_MULTIPLE
@@ -101,7 +102,7 @@ def _write_dequantised_rows_kernel(
     Other arguments: see quantised_dot.
     """
     pdl_trigger_and_wait(USE_PDL)
-    # Columns that share a scale, or the 32 of interleaved words.
+    # NVFP4: the columns that share a scale.  Other codes: the columns of interleaved words.
     UNIT: tl.constexpr = 16 if CODE == 3 else 32
     UNITS: tl.constexpr = BLOCK_IN // UNIT
     first = tl.program_id(0) * BLOCK_IN

@@ -54,7 +54,7 @@ CANDIDATE_TILES = (
 )
 CANDIDATE_STAGES = (2, 3, 4, 6, 8)
 CANDIDATE_SPLITS = (1, 2, 3, 4, 6, 8)
-# The library's plans are measured from this number of rows on.  For fewer rows its tiles are worse than ours.
+# The fewest rows for which library plans are measured.  For fewer rows, the library's tiles are worse than ours.
 LIBRARY_MIN_ROWS = 65
 LIBRARY_PIECES = (2, 3, 4)
 LIBRARY_SPLITS = (2, 4)
@@ -117,7 +117,7 @@ class TuningSchema(Generic[P]):
         return None
 
     def read_tables(self, path: Path) -> list[TuningTable[P]]:
-        """The tables in a file.  Raises EspalierError, naming the file, if it does not have the format of `write`."""
+        """Returns the tables in a file.  Raises EspalierError if the file does not have the format of write_table."""
         try:
             return [self._table_from_json(entry) for entry in _read_json(path).get(self.tables_key, [])]
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
@@ -143,9 +143,9 @@ class TuningSchema(Generic[P]):
             raise EspalierError(f"{path} cannot be written ({error.strerror}): choose another path") from None
 
     def measured_plans(self, gpu: Chip, dtype: torch.dtype, format: str = DENSE) -> Mapping[MatrixSize, tuple[P, ...]]:
-        """The plans by size that were measured on this chip.  The user's plans override the shipped ones per size.
+        """Returns the plans by size that were measured on this chip.  The user's plans override shipped ones per size.
 
-        dtype: of the activations.  The files are read, and their contents logged, once per process.
+        dtype: the activations' dtype.  The files are read, and their contents logged, once per process.
         """
         return merged_plans(self, (gpu, str(dtype).removeprefix("torch."), format), user_tuning_file())
 
@@ -333,7 +333,7 @@ NO_PLANS: LinearPlans = (None,) * len(ROWS_BUCKETS)
 
 
 def plans_for_dense_weight(weight: Tensor) -> LinearPlans | None:
-    """The plans for a dense weight [out, in], in the dtype of its activations; None if its chip has no table."""
+    """Returns the plans for a dense weight [out, in]; None if its chip has no table.  Activations have its dtype."""
     if not weight.is_cuda or weight.dtype not in DTYPES:
         return None
     shape = weight.shape[0], weight.shape[1]

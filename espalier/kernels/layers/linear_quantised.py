@@ -1,16 +1,16 @@
 """A linear layer with a quantised weight: y = x · weightᵀ + bias, for any number of rows.
 
-Up to 64 rows it streams the weight once, as linear.py does, with the same grid and split-K.  More rows are cut into
-tiles, each a program of its own: a matrix product on tensor cores whose weight tiles become numbers in registers.  Up
-to 256 rows it also splits the columns, as there are fewer tiles than multiprocessors.  quantised_tile.py has the inner
-loop.  For up to 16 rows and 4 bits, Hopper has a kernel of its own (hopper/quantised_products.py), with the same bits.
-For many rows and 4 bits, the weight's values are written to memory, and the library multiplies (linear_dequantised.py).
+Up to 64 rows, the kernel streams the weight once, with the grid and split-K of linear.py.  For more rows, each program
+computes one tile, and decodes its weights in registers.  Up to 256 rows, the columns are also split, because there are
+fewer tiles than multiprocessors.  quantised_tile.py has the inner loop.  For up to 16 rows and 4 bits, Hopper has a
+kernel of its own (hopper/quantised_products.py), with the same bits.  For many rows and 4 bits, the weight's values are
+written to memory, and the library multiplies (linear_dequantised.py).
 
 Inputs that the format rounds to FP8 are rounded by the norm before (norm.py) or by a launch (quantise_rows.py).  For
 many rows of such inputs, PyTorch's scaled_mm computes the product (scaled_product.py).
 
-Tolerance: as linear.py, with the values of weight and inputs exact, and one rounding more for the scales of each group
-of columns: in · 2⁻²³ times the sum of the products' magnitudes.  For rounded inputs on a GPU it is 2⁻¹⁰ times that sum:
+Tolerance: that of linear.py for exact values of weight and inputs, plus a rounding for the scales of each group of
+columns: in · 2⁻²³ times the sum of the products' magnitudes.  For rounded inputs on a GPU it is 2⁻¹⁰ times that sum:
 FP8 units cut each of 32 addends at 13 bits below the largest.
 """
 
@@ -48,9 +48,9 @@ from espalier.kernels.runtime.jit import kernel
 from espalier.kernels.runtime.launch import chip, require
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger, pdl_wait
 
-# L2 lines of each row of codes that a program prefetches before it waits for the kernel before it: those of
-# PREFETCHED_STEPS steps.  Only one for inputs that a norm has rounded, and for FP8 up to 16 rows: in a round, more
-# would take bandwidth from the kernel before (docs/log.md).  4 bits were not measured in a round.
+# L2 lines of each row of codes that a program prefetches before it waits for the previous kernel: the lines of
+# PREFETCHED_STEPS steps.  A program prefetches only one line for inputs that a norm has rounded, and for FP8 up to 16
+# rows, because more would take bandwidth from the previous kernel (docs/log.md).
 MIN_PREFETCHED_LINES, PREFETCHED_STEPS = 1, 4
 
 
@@ -84,7 +84,7 @@ def linear_quantised_gated(
     plan = quantised_plan_for(weight, x) if plan is None else plan
     if activation.is_silu and plan.splits == 1:
         return _launch(x, weight, bias, plan, is_gated=True)
-    # The library takes many rows unrounded.
+    # For many rows, the library's product rounds its inputs itself.
     is_few = rounding is not None and len(x) <= max_kernel_rows(rounding, chip(weight.codes))
     rounding = rounding if is_few and rounding is not None and can_round_activation(inner, rounding) else None
     partial_sums = linear_quantised_partial_sums(x, weight, bias, plan)
@@ -92,7 +92,7 @@ def linear_quantised_gated(
 
 
 def _library_product(x: InputRows, weight: QuantisedMatrix, bias: Tensor | None) -> Tensor | None:
-    """The library's product, where it takes one."""
+    """Returns the library's product; None if our kernel is faster or the only one."""
     if not weight.codes.is_cuda:
         return None
     if uses_dequantised_product(x, weight):
@@ -173,7 +173,7 @@ def _launch(x: InputRows, weight: QuantisedMatrix, bias: Tensor | None, plan: Tr
 
 
 def num_prefetched_lines(x: InputRows, code: str, plan: TritonPlan) -> int:
-    """The L2 lines of each row that a product with x prefetches: a power of two."""
+    """Returns how many L2 lines of each weight row a product with x prefetches, a power of two."""
     if isinstance(x, RoundedRows) or (code == "fp8" and len(x) <= MIN_BLOCK_ROWS):
         return MIN_PREFETCHED_LINES
     step_bytes = plan.block_in if code == "fp8" else plan.block_in // 2
@@ -181,7 +181,7 @@ def num_prefetched_lines(x: InputRows, code: str, plan: TritonPlan) -> int:
 
 
 def kernel_inputs(x: InputRows, weight: QuantisedMatrix) -> tuple[Tensor, Tensor | None]:
-    """(inputs, their scales or None) as quantised_dot takes them: in the order of the columns, maybe rounded."""
+    """Returns (inputs, scales of inputs or None) for quantised_dot: in column order, rounded if the format says so."""
     if isinstance(x, RoundedRows):
         return x.values, x.scales
     if weight.column_order is not None:
@@ -192,7 +192,7 @@ def kernel_inputs(x: InputRows, weight: QuantisedMatrix) -> tuple[Tensor, Tensor
 
 
 def input_values(x: InputRows) -> Tensor:
-    """The values of x as they lie in memory."""
+    """Returns the values of x as they are stored: FP8 for RoundedRows."""
     return x.values if isinstance(x, RoundedRows) else x
 
 

@@ -61,7 +61,7 @@ def divide_by_scale(values, scale, static_scale_ptr, FP8_MAX: tl.constexpr):
 
 @kernel
 def _divide_negated(negated, divisor):
-    """Return -negated / by, rounded once (IEEE).  `divide_by_scale` makes tiny numbers larger first.
+    """Returns -negated / divisor, rounded once (IEEE).  Tiny numbers must be enlarged before, see divide_by_scale.
 
     tl.div_rn has a branch for tiny and huge numbers, so the divisions of a thread run one after another.  This function
     has the same steps without the branch: a reciprocal, which may be wrong by 2 units in the last place, and one
@@ -123,7 +123,7 @@ def _quantise_rows_kernel(
     x = tl.load(x_ptr + row * x_stride + column, mask=mask, other=0.0).to(tl.float32)
     own = x
     if PART_COLUMNS < BLOCK:
-        # Loaded before the reduction, so that both loads overlap.
+        # The program's part is loaded before the reduction, so that both loads overlap.
         offset = part * PART_COLUMNS + tl.arange(0, PART_COLUMNS)[None, :]
         column = group[:, None] * GROUP_COLUMNS + offset
         mask = (offset < GROUP_COLUMNS) & (column < num_in)

@@ -1,7 +1,7 @@
 """Matrices in 8 or 4 bits with scales, and products with them.
 
-On a GPU a product stores at most a block of dequantised rows (linear_dequantised.py).  So does the reference here: a
-model on a CPU needs memory for its stored weights only.
+On a GPU a product stores at most a block of dequantised rows (linear_dequantised.py).  The reference also dequantises
+one block at a time, so a model on a CPU needs memory for its stored weights only.
 Inputs may be rounded to FP8 too.  Every row gets its own scales (or the checkpoint's), so a row's result never depends
 on the other rows of a batch.
 """
@@ -252,7 +252,7 @@ def _nibble_values(matrix: QuantisedMatrix, codes: Tensor, dtype: torch.dtype) -
 
 
 def unpack_nibbles(packed: Tensor, dtype: torch.dtype = torch.uint8) -> Tensor:
-    """uint8 [..., n] -> [..., 2·n] from 0 to 15, low nibbles first."""
+    """Unpacks uint8 [..., n] to nibbles [..., 2·n], low nibbles first."""
     nibbles = torch.empty(*packed.shape, 2, dtype=dtype, device=packed.device)
     nibbles[..., 0], nibbles[..., 1] = packed & 15, packed >> 4
     return nibbles.flatten(-2)

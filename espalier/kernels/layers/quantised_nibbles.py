@@ -37,7 +37,7 @@ def nibble_dot(
     IS_BFLOAT16: tl.constexpr = tl.bfloat16 == DTYPE
     UNITS: tl.constexpr = (2.0**6, 2.0**64, 2.0**39) if IS_BFLOAT16 else (2.0**9, 2.0**10, 2.0**7)
     UNIT: tl.constexpr = UNITS[CODE - 1]
-    # Whether the tensor cores hold one sum over all steps.  A large tile can then decode while it multiplies.
+    # Whether the tensor cores hold one sum over all steps.  Then large tiles decode a step while they multiply another.
     IN_ONE: tl.constexpr = CODE > 1 and ROWS >= 64
     ks = k_begin + tl.arange(0, STEP)
     # This form shows the compiler that rows begin at multiples of 16 bytes.
@@ -122,7 +122,7 @@ def _num_groups(num_in, CODE: tl.constexpr, GROUP_SIZE: tl.constexpr):
 
 @kernel
 def _zero_point_offsets(zeros_ptr, group, DTYPE: tl.constexpr, BLOCK_OUT: tl.constexpr, WORDS: tl.constexpr):
-    """The offsets that _decode_int4 adds: minus the zero points of each row's group, in both halves of a uint32.
+    """Returns the offsets that _decode_int4 adds: minus each row's zero points, in both halves of a uint32.
 
     zeros_ptr: None: all zero points are 8.
     """
@@ -139,7 +139,7 @@ def _zero_point_offsets(zeros_ptr, group, DTYPE: tl.constexpr, BLOCK_OUT: tl.con
 
 @kernel
 def _decode_int4(w, offset, DTYPE: tl.constexpr, BLOCK_OUT: tl.constexpr, WORDS: tl.constexpr):
-    """(nibbles - zero points) · 2^-6 in bfloat16, · 2^-9 in float16: [BLOCK_OUT, 8 · WORDS].
+    """Returns (nibbles - zero points) · 2^-6 in bfloat16, · 2^-9 in float16: [BLOCK_OUT, 8 · WORDS].
 
     The bits of a nibble n, read as bfloat16, are the subnormal number n · 2^-133 (float16: n · 2^-24).  Times the
     dtype's largest power of two, 2^127 (2^15), this is n · 2^-6 (n · 2^-9).  Four bits higher, it is 16 times as much.
@@ -164,7 +164,7 @@ def _decode_int4(w, offset, DTYPE: tl.constexpr, BLOCK_OUT: tl.constexpr, WORDS:
 
 @kernel
 def decode_words(w, CODE: tl.constexpr, DTYPE: tl.constexpr, BLOCK_OUT: tl.constexpr, WORDS: tl.constexpr):
-    """The nibbles, or the E2M1 numbers, of words uint32 [BLOCK_OUT, WORDS]: float32 [BLOCK_OUT, 8 · WORDS].
+    """Returns the nibbles or E2M1 numbers of words uint32 [BLOCK_OUT, WORDS]: float32 [BLOCK_OUT, 8 · WORDS].
 
     The columns are in order.  DTYPE: the dtype in which the words are decoded; all of it is exact.
     """
@@ -183,7 +183,8 @@ def decode_words(w, CODE: tl.constexpr, DTYPE: tl.constexpr, BLOCK_OUT: tl.const
 
 @kernel
 def _scale_factors(scales, CODE: tl.constexpr, DTYPE: tl.constexpr, BLOCK_OUT: tl.constexpr, WORDS: tl.constexpr):
-    """The factors of _decode_e2m1 for words [BLOCK_OUT, WORDS], of scales of 32 columns each [.., WORDS / 4]."""
+    """Returns the factors of _decode_e2m1 for words [BLOCK_OUT, WORDS].
+    scales: of 32 columns each, [.., WORDS / 4]."""
     factors = _factors_of_mxfp4_scales(scales, DTYPE) if CODE == 2 else _factors_of_nvfp4_scales(scales, DTYPE)
     return tl.reshape(tl.broadcast_to(factors[:, :, None], (BLOCK_OUT, WORDS // 4, 4)), (BLOCK_OUT, WORDS))
 

@@ -46,8 +46,8 @@ MIN_STEPS_PER_SPLIT = 4
 # Per number of rows, for 4-bit weights: (most rows of a tile, (block_out, most block_in, warps), the most programs
 # whose registers fit a multiprocessor).  Up to 16 rows a step reads 128 bytes of each weight row.  With more rows,
 # inputs take more bytes than the weight, and blocks of 128 weight rows read half as many bytes of inputs.  For MXFP4
-# such blocks are slower up to 32 rows (docs/log.md); the other cases are not measured.  A thread needs four MXFP4
-# exponents per step, or the exponents are not copied ahead.
+# such blocks are slower up to 32 rows (docs/log.md); the other cases are not measured.  With fewer
+# than four MXFP4 exponents per thread and step, the compiler does not copy them ahead.
 E2M1_TILES = ((16, (64, 256, 4), 4), (32, (64, 256, 4), 3), (64, (128, 128, 4), 2), (MAX_BLOCK_ROWS, (128, 128, 8), 1))
 NIBBLE_TILES = {
     "int4": ((16, (64, 256, 4), 4), (64, (128, 128, 8), 2), (MAX_BLOCK_ROWS, (128, 128, 8), 1)),
@@ -60,7 +60,7 @@ MIN_RAGGED_COLUMNS = 1024
 
 
 def quantised_plan_for(weight: QuantisedMatrix, x: InputRows) -> TritonPlan:
-    """The measured plan for the weight's shape, its format and x's rows; if nothing was measured, `plan_by_rule`'s."""
+    """Returns the plan measured for the weight's shape and format and the rows of x, else that of `plan_by_rule`."""
     plans = LINEAR_TUNING.measured_plans(chip(weight.codes), x.dtype, tuning_format_name(weight))
     shape = weight.shape[0], weight.shape[1]
     plan = LINEAR_TUNING.plan_for_count(plans[shape], len(x)) if shape in plans else None
@@ -218,14 +218,14 @@ def require_supported_weight(weight: QuantisedMatrix, dtype: torch.dtype) -> Non
 
 
 def has_words_of_two_groups(weight: QuantisedMatrix) -> bool:
-    """Whether a word has columns of two groups, or is not interleaved, so that the kernels cannot take the matrix.
+    """Returns whether a word has columns of two groups, or is not interleaved: kernels cannot multiply such matrices.
 
     An NVFP4 word may have columns of two groups, because the kernel reads two scales per word."""
     columns = 2 * weight.group_size if weight.code == "nvfp4" else min(weight.group_size, weight.shape[-1])
     return columns % INTERLEAVED_COLUMNS != 0 or weight.shape[-1] % INTERLEAVED_COLUMNS != 0
 
 
-# If memory limits the time, and if products do: (block_out, warps), stages, splits (split-K).
+# Candidates where memory limits the time, and where products do: (block_out, warps), stages, splits (split-K).
 MEMORY_BOUND_CANDIDATES = (((64, 4), (128, 4), (128, 8), (32, 4), (256, 8)), (4, 5, 6, 3, 8, 2), (1, 2, 3, 4, 6, 8))
 COMPUTE_BOUND_CANDIDATES = (((64, 4), (128, 4), (128, 8)), (2, 3, 4), (1, 2, 4, 3))
 # The most weights of a step, and the most sums, that a thread holds in registers.

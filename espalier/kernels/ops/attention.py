@@ -32,9 +32,9 @@ def masked_attention(
     kv_scales: KVScales | None = None,
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of q [B, Q, heads, k_size] over k, v [B, R, kv_heads, size] where mask [B, Q, R] is true.
+    """Computes attention of q [B, Q, heads, k_size] over k, v [B, R, kv_heads, size] where mask [B, Q, R] is true.
 
-    kv_scales: of k and v in FP8.  softcap: see LayerSpec.
+    kv_scales: the scales of FP8 k and v; else None.  softcap: see LayerSpec.
     Returns out [B, Q, heads, v_size] in q's dtype and lse [B, Q, heads], natural log, in float32 (float64 for float64).
     A query that sees no rows gets zeros and lse -inf.
     """
@@ -200,7 +200,7 @@ def is_too_wide_latent(k: Tensor, v: Tensor) -> bool:
 
 
 def has_staged_kernel(inputs: AttentionInputs) -> bool:
-    """Whether one of Espalier's kernels supports the staged rows and options of `inputs`."""
+    """Returns whether one of Espalier's kernels supports the staged rows and options of `inputs`."""
     assert inputs.staged is not None
     (k, v), is_plain = inputs.staged, inputs.window is None and inputs.softcap is None
     fits = is_plain if is_too_wide_latent(k, v) else max(k.shape[3], v.shape[3]) <= MAX_HEAD_SIZE
@@ -233,7 +233,7 @@ def count_contiguous_blocks(
 
 @op("espalier.kernels.attention.merge", tensor="first_result[0]")
 def merge_results(first_result: OutAndLse, second_result: OutAndLse, sink: Tensor | None = None) -> Tensor:
-    """Merges two partial results.  Returns out [..., heads, v_size] over the keys of both, in the dtype of a's out.
+    """Merges two partial results.  Returns out [..., heads, v_size] over the keys of both, in the first out's dtype.
 
     first_result, second_result: (out, lse [..., heads] natural log).  An lse may be -inf; if both are, the result is
     zero.  sink: [heads], one extra logit per head, with weight but without a value.

@@ -27,7 +27,7 @@ from espalier.kernels.runtime.op import op
 
 @op("espalier.kernels.layers.linear")
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPlan) -> Tensor:
-    """x · weightᵀ + bias: x [rows, in] -> a new tensor [rows, out] in x's dtype.  plan None: F.linear.
+    """Returns x · weightᵀ + bias for x [rows, in]: a new tensor [rows, out] in x's dtype.  plan None: F.linear.
 
     The bits of a row never depend on the other rows' values.  The bits depend on the plan and on the number of rows:
     with a TritonPlan on block_rows(rows), with the library on `rows`.

@@ -29,21 +29,22 @@ def can_round_norm(num_columns: int, input_scales: InputScales) -> bool:
 
 
 def rms_norm_by_length_constants(weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """rms_norm_by_length's scaled_weight and floor for a weight [H]: weight · sqrt(H) and sqrt(H · eps)."""
+    """Returns weight · sqrt(H) and sqrt(H · eps), the last arguments of rms_norm_by_length, for a weight [H]."""
     size = weight.numel()
     return weight * size**0.5, weight.new_full((), (size * eps) ** 0.5)
 
 
 def rms_norm_by_length(x: Tensor, scaled_weight: Tensor, min_length: Tensor) -> Tensor:
-    """RMS norm of x [..., H], computed from the length of x; see rms_norm_by_length_constants for the other arguments.
-    sqrt(sum(x²) + H · eps) is hypot(length of x, min_length): 4 operations in all, where F.rms_norm takes 9."""
+    """Returns the RMS norm of x [..., H], computed from the length of x; see rms_norm_by_length_constants for the other
+    arguments.  sqrt(sum(x²) + H · eps) is hypot(length of x, min_length): 4 operations in all, where F.rms_norm takes
+    9."""
     length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     return (x / torch.hypot(length, min_length)).mul_(scaled_weight)
 
 
 @op("espalier.kernels.layers.norm")
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x²) + eps) · weight over the last dimension of x [..., H], in x's dtype."""
+    """Returns x / sqrt(mean(x²) + eps) · weight over the last dimension of x [..., H], in x's dtype."""
     exact = torch.promote_types(x.dtype, torch.float32)
     if x.dtype == weight.dtype == exact:
         return rms_norm_by_length(x, *rms_norm_by_length_constants(weight, eps))

@@ -134,8 +134,8 @@ def state_after(rows: StateRows, updates: StateUpdates, state: Tensor, row_count
 class ScanResult(NamedTuple):
     """The result of `scan`.
 
-    out: [B, R, heads, v_size].  state: the state after the last row.  snapshot: the snapshot, the state after the first
-    `snapshot` rows, if a snapshot is requested.
+    out: [B, R, heads, v_size].  state: the state after the last row.  snapshot: the state after snapshot_counts rows,
+    if snapshots are requested.
     """
 
     out: Tensor
@@ -179,5 +179,5 @@ def _pairwise_decay(decay: Tensor, ancestor_mask: Tensor) -> Tensor:
 
 
 def _to_head_major(values: Tensor, heads: int) -> Tensor:
-    """Returns [B, R, k_heads, size] -> [B, heads, R, size]."""
+    """Rearranges [B, R, k_heads, size] to [B, heads, R, size]."""
     return values.transpose(1, 2).repeat_interleave(heads // values.shape[2], 1)

@@ -200,9 +200,9 @@ def rotate_and_store_latent(q_rope: Tensor, q: Tensor, latent: Tensor, destinati
 def write_latents(q_inputs: Tensor, k_up: Tensor, q: Tensor, latent: Tensor, destination: LatentDestination) -> None:
     """Compute the queries q [N, heads, rank + rotary] from q_inputs [N, heads, nope + rotary], and store the latents.
 
-    The first `rank` values of a query are the first `nope` values in raw times k_up [heads, nope, rank].  The rotated
-    values and the latents are the same as from rotate_and_store_latent.  Rows of the plane have rank + rotary values.
-    A GPU needs one launch for few rows, two for more.
+    The first `rank` values of a query are the first `nope` values in q_inputs times k_up [heads, nope, rank].  The
+    rotated values and the latents are the same as from rotate_and_store_latent.  Rows of the plane have rank + rotary
+    values.  A GPU needs one launch for few rows, two for more.
     """
     nope, rank = k_up.shape[1:]
     x, q_rope = q_inputs[..., :nope], q_inputs[..., nope:]

@@ -48,7 +48,7 @@ def write_logprobs(
     """Write the target's log-probabilities of emitted tokens, before temperature and masks, to entry [1] of the ring.
 
     ring: [entries, >= B, >= W, words(n)] int64, rows in the layout of espalier/logprobs.py; the rows of a request are
-    contiguous.  n: the most likeliest tokens that a request may have.  logits: [B, D, V].  rows: [B, W] int64,
+    contiguous.  n: the most top tokens that a request may ask for.  logits: [B, D, V].  rows: [B, W] int64,
     the row of the logits from which each token was picked.  tokens: [B, W] int64.  length: [B], how many of a
     request's tokens were emitted.  num_logprobs: [B] int64, the number of likeliest tokens that each request wants;
     below 0 for a request without log-probabilities.  Tokens of equal logits are in order of ids.

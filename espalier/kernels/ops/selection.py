@@ -71,7 +71,7 @@ class IndexerInputs(NamedTuple):
 
     q: [N, heads, size].  k: [N, size], not normed.  weights: [N, heads] float32 (float64 for float64).
     rotation: the rotation of the first values of q and k.
-    interleaved: whether the two values of a rotated pair are adjacent in q and k; see LatentForm.interleaved.
+    interleaved: whether the two values of a rotated pair are adjacent in q and k; see LatentFormat.interleaved.
     """
 
     q: Tensor
@@ -93,8 +93,8 @@ class IndexerQueries(NamedTuple):
 class IndexerKeys:
     """The index keys of committed and staged rows.
 
-    committed: [rows, 1, size], the plane of the pages.  page_table: [B, T] int32.  length: [B] int64; the rows first ..
-    length - 1 exist.  staged: [B, R, 1, size].
+    committed: [rows, 1, size], the plane of the pages.  page_table: [B, T] int32.  length: [B] int64; the rows
+    first_position .. length - 1 exist.  staged: [B, R, 1, size].
     """
 
     committed: Tensor
@@ -195,8 +195,8 @@ def _rotated(x: Tensor, rotation: Rotation, rotary: int, is_interleaved: bool) -
 def index_scores(queries: IndexerQueries, keys: IndexerKeys, ancestor_bits: Tensor) -> IndexerScores:
     """Returns the scores of all rows for each query.
 
-    The score is -inf for rows that exist but that a query does not see: positions below `first`, and staged rows whose
-    bit is not set in ancestor_bits [B, Q, W].
+    The score is -inf for rows that exist but that a query does not see: positions below first_position, and staged rows
+    whose bit is not set in ancestor_bits [B, Q, W].
     """
     batch, num_staged = keys.staged.shape[:2]
     capacity = keys.page_table.shape[1] * keys.page_size
@@ -337,7 +337,7 @@ class KVSplits:
 def kv_splits(
     length: Tensor, first_position: int, policy: KVSplitPolicy, positions: Tensor | None = None, window: int = 0
 ) -> KVSplits:
-    """Split the committed rows [first, length) of each request.
+    """Splits the committed rows first_position .. length - 1 of each request.
 
     length: [B] int64.  positions: [B, Q] int64, the queries' positions; rows outside the windows of all queries
     are in no split.  window: 0: no window, and positions may be None.

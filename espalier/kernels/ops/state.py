@@ -48,7 +48,7 @@ class RowCopies(NamedTuple):
 
 class AdvanceResult(NamedTuple):
     """The result of `advance`.
-    num_new_tokens: [B] int64, the number of decided tokens that the history did not know.  copies: None without a
+    num_new_tokens: [B] int64, the number of decided tokens that were not in the history.  copies: None without a
     path."""
 
     num_new_tokens: Tensor

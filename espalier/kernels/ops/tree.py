@@ -70,7 +70,8 @@ class Tree(NamedTuple):
         return self._void_nodes(left_out.view_as(self.tokens))
 
     def limit_depth(self, max_depth: Tensor) -> Tree:
-        """Returns the trees with nodes below `max_depth` [B] void.  The root always stays.  No node moves."""
+        """Returns the trees without the nodes deeper than `max_depth` [B], which become void.
+        The root always stays."""
         return self._void_nodes(self.depths > max_depth.clamp(min=0)[:, None])
 
     def _void_nodes(self, is_void: Tensor) -> Tree:
@@ -246,7 +247,7 @@ def select_tree(root: Tensor, tokens: Pool, scores: Pool, beams: Pool, topk: int
 def select_beams(
     tokens: Tensor, scores: Tensor, ancestor_bits: Tensor | None, path: Tensor, first_row: int, num_words: int
 ) -> SelectedBeams:
-    """Selects the K best of P · K candidates.  The new beams become the draft rows first to first + K - 1.
+    """Selects the K best of P · K candidates.  The new beams become the draft rows first_row .. first_row + K - 1.
 
     tokens: [B, P, K] int64.  scores: [B, P, K] float32, path scores.  ancestor_bits: [B, P, W] int64, those of the P
     parent rows; None: the parent is the root, which is not a draft row.  path: [B, rows] int64, the tokens of the draft

@@ -29,9 +29,9 @@ def _commit_states_kernel(
     HEADS: tl.constexpr, GROUP_SIZE: tl.constexpr, K_SIZE: tl.constexpr, V_SIZE: tl.constexpr, DELTA_RULE: tl.constexpr,
     ACC_DTYPE: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """count: the accepted rows of each request; `source` holds their row indices.
+    """row_counts: the accepted rows of each request.  source_rows: the indices of these rows.
 
-    marked: a snapshot: after this many rows of the request, the state is also saved to the table row `mark_row`.
+    After snapshot_counts rows of a request, the state is also saved to the request's table row in snapshot_rows.
     snapshot_counts_ptr: None if no request has a snapshot.
     """
     pdl_trigger_and_wait(USE_PDL)

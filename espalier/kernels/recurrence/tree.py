@@ -29,7 +29,7 @@ from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger, pdl_wait, p
 MIN_BLOCK = 16
 # Bytes of a line of the L2 cache.
 LINE_VALUES = 128
-# Columns of a state per program for a single row.  [1]: if there are few heads, so that all multiprocessors read.
+# Columns of a state per program for a single row.  The second number is for few heads: then more programs read.
 SINGLE_ROW_BLOCK_V = (64, 32)
 
 
@@ -182,7 +182,7 @@ def tree_outputs(
     skip_weight: Tensor | None,
     is_delta_rule: bool,
 ) -> Tensor:
-    """See ops/states.py.  Tolerance: the rounding of products' operands (Products), times the condition number of the
+    """See ops/states.py.  Tolerance: the rounding of the operands (ProductPrecision), times the condition number of the
     tree's system.  No state is computed from these products."""
     k, v, gates = rows
     batch, count, heads, v_size = v.shape
