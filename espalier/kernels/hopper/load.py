@@ -76,7 +76,7 @@ def _copy_to_tile(tile, pointer, offsets, row_exists, MASKED: gl.constexpr, LOAD
 
 @gluon_kernel
 def _element_offset(row_offset, stride, FITS_32_BITS: gl.constexpr):
-    """row_offset times the stride of a row.
+    """Returns row_offset times the stride of a row.
 
     FITS_32_BITS: the product fits in 32 bits.  Else 32 x 32 to 64 bits is one instruction; 64 x 64 would be three.
     """

@@ -205,7 +205,7 @@ def _down_kernel(
     expert.
 
     x: [(K + NUM_PIECES) · N, num_in], in order of place.  EVEN_IN: BLOCK_IN divides num_in.  CODE: as in _gated_kernel.
-    shared: [num_out, NUM_PIECES · num_in].  The weight of its pieces is 1.
+    shared: [num_out, NUM_PIECES · num_in].  The routing weight of shared pieces is 1.
     PREFETCHED_LINES: as in _linear_quantised_kernel.
     """
     pdl_trigger(USE_PDL)

@@ -151,7 +151,7 @@ class ProductPlan:
         return (num_matrices * self.block_out + block_rows(tile_rows)) * self.block_in * itemsize
 
     def fitting_stages(self, gpu: Chip, num_matrices: int, tile_rows: int, itemsize: int) -> int:
-        """Returns the number of stages that fit the chip.  The number changes no result."""
+        """Returns the number of stages that fit the chip.  The number of stages changes no result."""
         fitting = (gpu.shared_memory - RESERVED_SHARED_MEMORY) // self.stage_bytes(num_matrices, tile_rows, itemsize)
         return max(min(self.stages, fitting), 1)
 

@@ -167,7 +167,7 @@ def find_matches(history: Tensor, history_rows: Tensor, root_positions: Tensor, 
 
 def convolve_block(x: Tensor, group_taps: Tensor, base_taps: Tensor, block_width: int) -> Tensor:
     """Returns x [N, H], in blocks of `block_width` rows, convolved with base_taps [T, H] + group_taps [N, T, G].
-    Each channel uses the delta of its group of channels."""
+    Each channel uses the taps of its group of channels."""
     exact = torch.promote_types(x.dtype, torch.float32)
     group = x.shape[1] // group_taps.shape[2]
     coefficients = base_taps.to(exact) + group_taps.to(exact).repeat_interleave(group, 2)
