@@ -43,8 +43,7 @@ WEIGHT_SLOTS = 2
 LATENT_FP8_STAGES, LATENT_FP8_RAW_STAGES = 2, 4
 # The most packed queries of hopper/latent_few.py: the columns of its product.
 LATENT_FEW_MAX_QUERIES = 16
-# Rows per block of hopper/latent_few.py: the rows of its product.  Two blocks fill shared memory; one is attended to
-# while the other is loaded.
+# Rows per block of hopper/latent_few.py: the rows of its product.  Two blocks fill shared memory.
 LATENT_FEW_BLOCK_N = 64
 LATENT_FEW_STAGES = 2
 
@@ -155,8 +154,7 @@ def uses_tma(config: HopperConfig) -> bool:
 
 @dataclass(frozen=True)
 class HopperLatentConfig:
-    """Launch configuration.  stages: blocks of rows in shared memory; raw_stages: blocks of FP8 rows before conversion,
-    0 for two-byte rows."""
+    """Launch configuration.  stages, raw_stages: blocks of rows, and of unconverted FP8 rows, in shared memory."""
 
     stages: int
     raw_stages: int = 0

@@ -5,8 +5,7 @@ number, which determines the block's stage and the phase of the stage's barriers
 
 No group waits forever.  For each block 0 .. num_blocks - 1 of a work item, its writers wait once at `empty` and
 complete `full` once.  Each group that reads the block waits once at `full` and arrives once at `empty`.  A group that
-waits for a block holds at most the two blocks before it, so three stages suffice.  With two stages, a group releases a
-block before it waits.
+waits for a block holds at most the two blocks before it, so three stages suffice.  With two, it first releases a block.
 """
 
 from __future__ import annotations

@@ -8,8 +8,7 @@ the other half for the output's.
 One launch computes the product and the input's convolution.  Grid: (tiles of rows, blocks of groups).  A program
 multiplies its rows with the matrix rows of its groups, and convolves the channels of these groups.
 
-Tolerance: the product has the tolerance of kernels/layers/linear.py and is rounded.  The convolution is computed in
-float32 and rounded once.
+Tolerance: the product has the tolerance of linear.py and is rounded.  The float32 convolution is rounded once.
 
 Another launch computes the output's convolution, the residual addition and the next norm.  Grid: one program per row,
 which holds the whole row in registers and reads the output's rows of all taps.

@@ -1,8 +1,7 @@
 """Matrices in the block formats of GGUF files (llama.cpp), stored byte for byte as in the file.
 
 A block holds 32 or 256 neighbouring values of a row: integers of 4 to 8 bits and one or two float16 scales.  A block of
-256 values also has a small scale for each group.  A value is scale · integer - minimum.  linear_blocks.py has the
-product.
+256 values also has a small scale for each group.  A value is scale · integer - minimum.  See linear_blocks.py.
 """
 
 from collections.abc import Callable, Mapping

@@ -178,8 +178,7 @@ ExpertsPlans = tuple[ExpertsPlan, ...]
 
 
 def candidate_plans(tile_rows: int, num_matrices: int, gpu: Chip) -> list[ProductPlan]:
-    """Returns the plans of one product that are worth measuring for tiles of `tile_rows` pairs, in a dtype of two
-    bytes.
+    """Returns the plans of one product that are worth measuring for tiles of `tile_rows` pairs, in 16-bit dtypes.
 
     num_matrices: matrices that a program reads, 2 for gate and up, 1 for down.
     """
@@ -193,8 +192,7 @@ def experts_plan_by_rule(shape: ExpertsShape, num_rows: int, dtype: torch.dtype,
     pairs = next_power_of_2(num_rows) * shape.top_k
     tile_rows = min(max(next_power_of_2(-(-pairs // shape.num_experts)), MIN_BLOCK_ROWS), MAX_TILE_ROWS)
     if dtype.itemsize > 2:
-        # float32 products are IEEE and do not use tensor cores.  A float32 tile must be small, because it stays in
-        # registers.
+        # float32 products are IEEE and do not use tensor cores.  Their tiles must fit in registers.
         product = ProductPlan(32, 32, 4, 3)
         return ExpertsPlan(min(tile_rows, 32), product, product)
     num_tiles = min(pairs, shape.num_experts)

@@ -5,8 +5,7 @@ shared MLP whose width is S times that of a routed expert is cut into S pieces o
 rows, each piece is one more tile in both launches of experts.py.  So the shared MLP needs no separate launches.  These
 tiles come first, and prefetch weights before the routing is complete.
 
-For more rows the caller runs the shared MLP in separate launches: they fill the chip, and a dense product reads a
-weight once for all rows.
+For more rows the caller runs the shared MLP in separate launches: they fill the chip, and read a weight once.
 """
 
 from __future__ import annotations
@@ -23,8 +22,7 @@ from espalier.kernels.runtime.jit import float_to_key, kernel, load_sum
 from espalier.kernels.runtime.launch import acc_dtype, chip, next_power_of_2, require
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait, prefetch
 
-# The most pairs that a sorting program reads per step.  A program reads all pairs, so it has up to 1024 threads, the
-# maximum.
+# The most pairs that a sorting program reads per step.  It reads all pairs, so it has up to 1024 threads.
 MAX_SORT_BLOCK = 8192
 PAIRS_PER_THREAD = 8
 # The fewest pairs of a step, and threads.  With fewer pairs than threads, some threads would hold copies of pairs, and
@@ -73,8 +71,7 @@ def _sort_pairs_kernel(
 ):  # fmt: skip
     """Sorts the pairs by expert.  Grid: one program for each expert, and one for the rows without experts.
 
-    Each program reads all pairs, so the sort is stable and needs no atomics.  counts: from _count_pairs_kernel; None
-    to count here.
+    Each program reads all pairs, so the sort is stable.  counts: of _count_pairs_kernel; None: count here.
     """
     pdl_trigger_and_wait(USE_PDL)
     own = tl.program_id(0)
@@ -218,8 +215,7 @@ def tile_and_expert(
 ):  # fmt: skip
     """Returns (tile, expert) of this program.  For a shared piece, tile < 0 and expert = 0.
 
-    expert: num_experts for pairs without expert, -1 if the tile does not exist.  NUM_PIECES: the number of shared
-    pieces.
+    expert: num_experts for pairs without expert, -1 if the tile does not exist.  NUM_PIECES: of shared experts.
     """
     tile = tl.program_id(1) - NUM_PIECES
     routed = tl.maximum(tile, 0)
@@ -334,8 +330,7 @@ def is_in_best_group(
     selection_scores, expert, is_expert, GROUP_EXPERTS: tl.constexpr, N_GROUP: tl.constexpr, TOPK_GROUP: tl.constexpr,
     TOP2_SUM: tl.constexpr,
 ):  # fmt: skip
-    """Returns [BLOCK] bool: whether each expert's group of GROUP_EXPERTS neighbours is one of the best TOPK_GROUP
-    groups."""
+    """Returns [BLOCK] bool: whether the group of GROUP_EXPERTS experts around it is among the best TOPK_GROUP."""
     group = expert // GROUP_EXPERTS
     group_scores = tl.full(selection_scores.shape, -float("inf"), selection_scores.dtype)
     for one in tl.static_range(N_GROUP):
@@ -356,8 +351,7 @@ def is_in_best_group(
 
 
 def route(logits: Tensor, bias: Tensor | None, routing: Routing, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """See ops/experts.py.  The ids equal the reference's unless scores differ by a rounding.  Tolerance of weights:
-    1e-5 of each."""
+    """See ops/experts.py.  The ids equal the reference's unless scores differ by a rounding.  Weights: within 1e-5."""
     parts = logits if logits.ndim == 3 else logits[None]
     num_parts, num_rows, top_k = parts.shape[0], parts.shape[1], routing.top_k
     require("route: logits", parts, (num_parts, num_rows, routing.num_experts), None, parts)

@@ -3,8 +3,7 @@
 Grid: (blocks of weight rows, splits).  A program multiplies BLOCK_OUT rows of the weight with all rows of x.  A program
 covers all columns, or one of `splits` parts of the columns (split-K).  Split-K programs write float32 partial sums
 [splits, rows, out] without atomics.  The reader of the partial sums adds them in order, so the same input gives the
-same bits.  `linear` adds them with a second kernel; `linear_partial_sums` returns them, and the next kernel adds them
-while it loads.
+same bits.  `linear` adds them with a second kernel; `linear_partial_sums` returns them for the next kernel.
 
 Above about 100 rows PyTorch's GEMM library is faster.  For some shapes several smaller library calls are faster than
 one (`LibraryPlan`), because a grid of 1.5 waves takes as long as a grid of 2.

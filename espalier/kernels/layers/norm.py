@@ -1,7 +1,6 @@
 """RMS norm (arXiv:1910.07467), alone or fused with the residual addition before it.
 
-Grid: one program per row, which holds the whole row in registers.  The kernel computes in float32 (float64 for float64)
-and rounds once.
+Grid: one program per row, which holds the whole row in registers.  It rounds once, from float32 or float64.
 
 For a few rows, another kernel also multiplies the norm with the router of a mixture of experts.  Grid: (rows, blocks of
 experts).  Each program norms the whole row again and multiplies it with BLOCK_E rows of the router.  A program loads
@@ -24,8 +23,7 @@ from espalier.kernels.runtime.jit import kernel, load_sum
 from espalier.kernels.runtime.launch import acc_dtype, chip, next_power_of_2, require, warps_for
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger, pdl_trigger_and_wait, pdl_wait
 
-# The values of a row per warp.  A thread loads few values, because with a single row nothing hides the latency of loads
-# (docs/log.md).
+# The values of a row per warp.  A thread loads few values, because nothing hides the latency of loads of one row.
 VALUES_PER_NORM_WARP = 128
 
 

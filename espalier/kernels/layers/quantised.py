@@ -87,8 +87,7 @@ class QuantisedMatrix:
     codes: "fp8": float8_e4m3fn [..., out, in].  Other codes: uint8 [..., out, in / 2], two columns per byte, in the
     order of `interleave_nibbles`; E2M1_BIT_MOVES moves the bits of E2M1.
     scales: [..., ceil(out / rows_per_scale), ceil(in / group_size)], floating point.  "mxfp4": uint8 exponents;
-    "nvfp4": uint8, see SCALE_UNIT; both padded to steps of E2M1_SCALE_PADDING columns.  Where a scale of "nvfp4" is 0,
-    codes are 0.
+    "nvfp4": uint8, see SCALE_UNIT; both padded to steps of E2M1_SCALE_PADDING columns.  Codes of scale 0 are 0.
     row_scales: "nvfp4": float64 [..., out], a factor of each row besides its scales.  float64, because a file may hold
     a divisor: multiplying by its float64 inverse gives the format's float32 quotients to the bit.
     zeros: "int4": uint8 [..., out, in / group_size]; None: 8 everywhere.

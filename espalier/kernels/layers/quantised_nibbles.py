@@ -194,8 +194,7 @@ def _factors_of_mxfp4_scales(exponents, DTYPE: tl.constexpr):
     """Returns the factors of MXFP4's exponents for _decode_e2m1, in both halves of a uint32.
 
     A factor is 2^(exponent - 127), times 2^126 (float16: 2^14) for the bits of E2M1, times 2^-64 (2^-10) to stay in
-    range.  Values are exact for exponents from 66 to MAX_EXPONENT (quantised_plans.py); smaller exponents mean less
-    than 2^-58.
+    range.  Values are exact for exponents from 66 to MAX_EXPONENT (quantised_plans.py); smaller ones are below 2^-58.
     """
     bits = exponents.to(tl.uint32)
     if tl.bfloat16 == DTYPE:

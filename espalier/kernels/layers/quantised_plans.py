@@ -2,8 +2,7 @@
 
 A plan is measured (linear_plans.py), or a rule gives it.  `candidate_plans` are those worth measuring, the most
 promising first.  Up to MEMORY_BOUND_ROWS rows, memory limits the time.  There a plan is rated by how many programs run
-at once, how many bytes they have in flight, and how full the last wave is.  Above, products limit the time, and all
-plans count as equal.
+at once, how many bytes they have in flight, and how full the last wave is.  Above, all plans count as equal.
 """
 
 from __future__ import annotations

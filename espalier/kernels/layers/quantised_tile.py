@@ -6,8 +6,7 @@ in bfloat16, so only the float32 sums round.  Other scales are multiplied with t
 quantised_nibbles.py has the code for 4 bits.
 
 Inputs that are rounded to FP8 are multiplied with FP8 weights directly, on the chip's FP8 units.  FP8 units add with
-fewer bits than float32.  So a new sum starts after at most MAX_FP8_SUM_COLUMNS columns, and the sums are added in
-float32.
+fewer bits than float32.  So a new sum starts after at most MAX_FP8_SUM_COLUMNS columns, in float32.
 """
 
 from __future__ import annotations

@@ -142,8 +142,7 @@ def select_paths(root: Tensor, candidates: Candidates, num_nodes: int) -> Tree:
 
 @op("espalier.kernels.tree.ngram")
 def find_matches(history: Tensor, history_rows: Tensor, root_positions: Tensor, topk: int) -> NgramMatches:
-    """Returns the topk best earlier occurrences of each request's last tokens.  The tokens after these occurrences are
-    distinct.
+    """Returns the topk best earlier occurrences of each request's last tokens.  They have distinct next tokens.
 
     history: [slots, W] int64, contiguous rows of tokens; history_rows: [B] int64, each request's row of history;
     root_positions: [B] int64, below W, the position of the last token.  Position j before the root position r matches m

@@ -36,8 +36,7 @@ def rms_norm_by_length_constants(weight: Tensor, eps: float) -> tuple[Tensor, Te
 
 def rms_norm_by_length(x: Tensor, scaled_weight: Tensor, min_length: Tensor) -> Tensor:
     """Returns the RMS norm of x [..., H], computed from the length of x; see rms_norm_by_length_constants for the other
-    arguments.  sqrt(sum(x²) + H · eps) is hypot(length of x, min_length): 4 operations in all, where F.rms_norm takes
-    9."""
+    arguments.  sqrt(sum(x²) + H · eps) is hypot(length of x, min_length): 4 operations; F.rms_norm takes 9."""
     length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     return (x / torch.hypot(length, min_length)).mul_(scaled_weight)
 

@@ -20,8 +20,7 @@ L2_NORM_EPS = 1e-6
 class ShortConv(NamedTuple):
     """A causal convolution of each channel.
 
-    weight: [channels, taps], the tap of the row itself last.  bias: [channels] or None.  applies_silu: whether silu is
-    applied to the result.
+    weight: [channels, taps], the row's own tap last.  bias: [channels] or None.  applies_silu: whether silu follows.
     """
 
     weight: Tensor

@@ -20,8 +20,7 @@ EMPTY_COLUMN = -1
 def page_rows(page_table: Tensor, positions: Tensor, page_size: int, is_kept: Tensor | None = None) -> Tensor:
     """Returns the row [B, P] int64 of each position [B, P] int64, by page tables [B, T] int32.
 
-    Positions past the table, which only padding has, use the table's last column.  is_kept: [B, P] bool; False: the
-    dummy row.
+    Positions past the table, which only padding has, use the table's last column.  is_kept: False: the dummy row.
     """
     columns = (positions // page_size).clamp(max=page_table.shape[1] - 1)
     rows = page_table.gather(1, columns).long() * page_size + positions % page_size
@@ -38,8 +37,7 @@ class AcceptedNodes(NamedTuple):
 class RowCopies(NamedTuple):
     """The rows to copy after a round.
 
-    source: [B, W], rows of the target's staging.  destination: [B, W], rows of its pages; a row with destination 0 is
-    not copied.
+    source: [B, W], rows of the target's staging.  destination: [B, W], rows of its pages; 0: the row is not copied.
     """
 
     source: Tensor
@@ -48,8 +46,7 @@ class RowCopies(NamedTuple):
 
 class AdvanceResult(NamedTuple):
     """The result of `advance`.
-    num_new_tokens: [B] int64, the number of decided tokens that were not in the history.  copies: None without a
-    path."""
+    num_new_tokens: [B] int64, the number of decided tokens not yet in the history.  copies: None without a path."""
 
     num_new_tokens: Tensor
     copies: RowCopies | None
@@ -91,8 +88,7 @@ def advance(
     """Decide `num_tokens` [B] more tokens of each slot; the last of them becomes its root.
 
     picked_tokens: [B, W] int64, the last W decided tokens of each request, or all if there are fewer.  Earlier decided
-    tokens are already in the history.  If the history knows a token at a position, that token stays, and the picked one
-    is dropped.
+    tokens are already in the history.  If the history knows a token at a position, the picked one is dropped.
     count_tokens: whether to count picked tokens, for penalties.  path: the accepted nodes; their rows go to the
     positions from prefix_len on.  None for a prefill pass, whose rows are already in order.  A slot with no tokens is
     padding and does not change; padding may name a slot twice.  Raises EspalierError if sizes do not agree.  Exact.

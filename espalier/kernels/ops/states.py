@@ -142,8 +142,7 @@ class RowInputs(NamedTuple):
     """The rows of a pass, `width` for each request.
 
     tail: [table rows, taps - 1, channels], the tails of all slots.  slots: [B].  parents: [B, width] for a tree, else
-    None.  continues_previous: [B] bool, whether a batch row continues the request of the previous batch row; None:
-    always false.
+    None.  continues_previous: [B] bool, whether a batch row continues the request before it; None: no batch row does.
     """
 
     tail: Tensor

@@ -57,8 +57,7 @@ class Tree(NamedTuple):
     def best_nodes(self, num_kept: int) -> Tensor:
         """Returns [num_kept]: the indices of the batch's best nodes among its B · D nodes, in ascending order.
 
-        All roots are among them.  Ties go to the lower index, so the ancestors of a chosen node are chosen too.
-        num_kept: at least B.
+        All roots are among them.  Ties go to the lower index, so ancestors are chosen too.  num_kept: at least B.
         """
         scores = comparable_scores(self.scores)
         scores[:, 0] = torch.inf
@@ -210,8 +209,7 @@ def path_rows(ancestors: Tensor, depths: Tensor, last_node: Tensor, steps: int) 
 
 @op("espalier.kernels.tree.select_tree")
 def select_tree(root: Tensor, tokens: Pool, scores: Pool, beams: Pool, topk: int, num_nodes: int) -> Tree:
-    """Returns the tree of the root and the best num_nodes - 1 candidates, by descending score, then by index in the
-    pool.
+    """Returns the tree of the root and the best num_nodes - 1 candidates, by score, then by index in the pool.
 
     root: [B] int64, the root's token.  tokens: [B, n] int64 and scores: [B, n] float32, the pool of n candidates: topk
     for level 1, then topk² per level, topk for each beam of the level before.  beams: [B, n / topk - 1] int64: for each

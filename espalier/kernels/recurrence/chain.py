@@ -145,8 +145,7 @@ def _complete_snapshot(
     HEADS: tl.constexpr, GROUP_SIZE: tl.constexpr, K_SIZE: tl.constexpr, V_SIZE: tl.constexpr, DELTA_RULE: tl.constexpr,
     ACC_DTYPE: tl.constexpr, PRECISION: tl.constexpr, CHUNK_ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Moves the state at snapshot_ptrs from the start of its chunk to the snapshot, which follows rows_before_snapshot
-    rows."""
+    """Moves the state at snapshot_ptrs from its chunk's start to the snapshot, after rows_before_snapshot rows."""
     at = (rows_before_snapshot - 1) // CHUNK_ROWS * CHUNK_ROWS
     tile = (request * num_chunks + at // CHUNK_ROWS) * HEADS + head
     row = at + tl.arange(0, CHUNK_ROWS)
@@ -245,8 +244,7 @@ def chain_outputs(
     skip_weight: Tensor | None,
     is_delta_rule: bool,
 ) -> Tensor:
-    """See ops/states.py.  Tolerance of outputs and states: tree_outputs' times the condition number of a chunk's
-    system."""
+    """See ops/states.py.  Tolerance of outputs and states: tree_outputs' times a chunk system's condition number."""
     k, v, gates = (x.contiguous() for x in rows)
     q = q.contiguous()
     (batch, count, heads, v_size), (k_heads, k_size) = v.shape, k.shape[2:]

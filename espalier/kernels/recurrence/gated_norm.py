@@ -89,8 +89,7 @@ def _gated_norm_kernel(
 def gated_norm(
     x: Tensor, gate: OutputGate, weight: Tensor | None, eps: float = 0.0, rounding: InputScales | None = None
 ) -> InputRows:
-    """See ops/states.py.  Tolerance: two ulps of the reference.  The rounded result equals the unrounded result after
-    quantise_rows."""
+    """See ops/states.py.  Tolerance: two ulps of the reference.  The rounded result has the bits of quantise_rows."""
     x = x.contiguous()
     num_rows, groups, size = x.shape
     if rounding is not None and not can_round_groups(size, groups, rounding):

@@ -179,8 +179,7 @@ def _prepare_kernel(
 ):  # fmt: skip
     """For channels and columns see ops/states.py:ConvColumns.
 
-    This kernel waits for the kernel before it, then triggers the next one, because the next kernel may read states
-    before it waits (tree.py).
+    This kernel waits for the kernel before it, then triggers the next, which may read states before it waits (tree.py).
     """
     pdl_wait(USE_PDL)
     pdl_trigger(USE_PDL)
@@ -220,8 +219,7 @@ def num_partial_sums(values: Tensor) -> int:
 def prepare_rows(
     inputs: Tensor, gates: GateInputs | None, conv: ShortConv, columns: ConvColumns, rows: RowInputs, out: PreparedRows
 ) -> None:
-    """See ops/states.py.  Tolerance: an ulp of the inputs' dtype after the convolution, then an ulp of float32 (float64
-    for float64)."""
+    """See ops/states.py.  Tolerance: an ulp of the inputs' dtype after the convolution, then an ulp of the result."""
     num_rows = inputs.shape[-2]
     if not num_rows:
         return

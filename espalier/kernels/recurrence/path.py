@@ -109,8 +109,7 @@ def _commit_tails_kernel(
     Q_CHANNELS: tl.constexpr, V_GROUP_CHANNELS: tl.constexpr, BLOCK: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """source_rows_ptr: None if x has `rows_per_request` rows for each request, in order.  continues_ptr,
-    is_last_row_ptr: None unless the pass may have several pieces of a request.  snapshot_counts_ptr: as in
-    _commit_states_kernel."""
+    is_last_row_ptr: None unless the pass may have several pieces of a request.  snapshot_counts_ptr: may be None."""
     pdl_trigger_and_wait(USE_PDL)
     channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     request, layer = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)

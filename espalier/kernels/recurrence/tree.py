@@ -51,8 +51,7 @@ def _solve_tree(
 ):  # fmt: skip
     """Returns what each node adds to the state, [columns of the state, nodes].
 
-    first_values_t: what each node would add without its ancestors, in the same shape.  key_products: the products of
-    the nodes' keys.
+    first_values_t: what each node would add without its ancestors, in the same shape.  key_products: of the keys.
     """
     node = tl.arange(0, BLOCK_R)
     depth = tl.max(tl.sum(seen_t.to(tl.int32), 0), 0) - 1
@@ -248,8 +247,7 @@ def choose_precision(v: Tensor, state_table: Tensor) -> ProductPrecision:
 
 
 class TreePlan(NamedTuple):
-    """Launch parameters.  block_v: columns of a state per program.  step_rows: rows of a state that are multiplied at
-    once.
+    """Launch parameters.  block_v: columns of a state per program.  step_rows: rows of a state per step.
     stages: how many such steps are in flight."""
 
     block_v: int
