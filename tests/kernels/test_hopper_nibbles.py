@@ -157,5 +157,5 @@ def test_experts_have_the_bits_of_tritons_kernels(kernel_device, monkeypatch, ki
     args = x, gate_up, down, ids, weights, live.to(kernel_device), ExpertBiases(*biases)
     activation = Activation(alpha=1.702, up_offset=1.0, limit=7.0)
     ours = grouped_experts.triton(*args, activation, plan=plan)
-    monkeypatch.setattr(experts, "supports_hopper_experts", lambda *args: False)
+    monkeypatch.setattr(experts, "supports_hopper_product", lambda *args: False)
     assert torch.equal(grouped_experts.triton(*args, activation, plan=plan), ours)

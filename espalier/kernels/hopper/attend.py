@@ -143,7 +143,7 @@ def _mask_block(scores, block_number, queries, blocks, CONSTANTS: gl.constexpr, 
 def _softmax_step(scores, scale, max_score, dtype: gl.constexpr):
     """Do one step of an online softmax in base 2 (Milakov and Gimelshein 2018), with weights in dtype.
 
-    Returns (weights, sums, max_score, decay).  sums: of weights, [64, 4] by thread; decay: the factor for earlier results.
+    Returns (weights, sums, max_score, decay).  sums: of weights, [64, 4] by thread; decay: for earlier results.
     """
     new_max = gl.maximum(max_score, gl.max(scores, 1))
     # All scores are -inf until the first visible row; -inf - -inf would be NaN.
@@ -166,8 +166,7 @@ def _update_sum_weights(sum_weights, decay, sums, SCORE_LAYOUT: gl.constexpr):
 def _start_scores(q, stages, stage, zeros, NEEDS_FENCE: gl.constexpr):
     """Start the product of the queries with the keys of a stage, tile by tile.
 
-    NEEDS_FENCE: threads may have written rows or queries without a fence.  The fence makes them visible to the tensor
-    cores.  Rows that TMA has copied need no fence.
+    NEEDS_FENCE: threads may have written rows or queries without a fence.  TMA's rows need no fence.
     """
     if NEEDS_FENCE:
         hopper.fence_async_shared()

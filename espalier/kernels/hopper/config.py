@@ -58,8 +58,7 @@ class HopperConfig:
     """Launch configuration.
 
     warpgroups: attending warpgroups, each with 64 packed queries; stages: blocks of K and V in shared memory;
-    programs_per_processor: programs of the persistent grid per multiprocessor; raw_stages: blocks of FP8 rows in shared
-    memory, 0 for two-byte rows.
+    programs_per_processor: programs of the persistent grid per multiprocessor; raw_stages: blocks of FP8 rows.
     """
 
     warpgroups: int

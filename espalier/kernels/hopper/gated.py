@@ -5,8 +5,7 @@ With the library, gate and up would be written, and read by another launch: 4% o
 Grid: as many programs as multiprocessors.  A program computes tiles of [BLOCK_ROWS, BLOCK_OUT] results, one after
 another.  Its loading warps copy blocks of BLOCK_IN columns of x, gate and up by TMA, up to STAGES blocks ahead, across
 tiles.  Two multiplying warpgroups compute half of a tile's rows each; gate and up are one product.  The kernel adds the
-columns of each result in the same order for any number of rows, so a row's bits do not depend on the number of rows.
-Tolerance: as in linear.py.
+columns of each result in the same order for any number of rows, so its bits never change.  Tolerance: see linear.py.
 """
 
 from __future__ import annotations

@@ -31,8 +31,7 @@ def supports_hopper_product(
 ) -> bool:
     """Returns whether these kernels, or those of hopper/nibbles.py, take a product.
 
-    x: all inputs; tile_rows: rows per tile; tile_shape: (block_out, block_in, warps) of the plan.  The kernels choose
-    the number of stages themselves.
+    x: all inputs; tile_rows: rows per tile; tile_shape: (block_out, block_in, warps).  Kernels choose the stages.
     """
     # Copies have 16 bytes, and offsets have 32 bits.
     is_aligned = x.stride(0) % 16 == 0 and x.data_ptr() % 16 == 0 and len(x) * x.stride(0) < 2**31

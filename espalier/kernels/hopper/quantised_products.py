@@ -9,9 +9,8 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 
 from espalier.kernels.hopper.nibbles import NibblePointers, nibble_product, num_row_scales, weight_rows_of_block
-from espalier.kernels.hopper.plans import BLOCK_IN, FEW_ROWS, MAX_ROWS, WARPS, max_stages, supports_hopper_product
+from espalier.kernels.hopper.plans import BLOCK_IN, FEW_ROWS, MAX_ROWS, WARPS, max_stages
 from espalier.kernels.layers.activation import apply_activation, silu_and_multiply
-from espalier.kernels.layers.experts_plan import ProductPlan
 from espalier.kernels.layers.experts_tiles import ExpertTiles, tile_and_expert
 from espalier.kernels.layers.quantised import E2M1_CODES, QuantisedMatrix
 from espalier.kernels.ops.activation import Activation
@@ -103,13 +102,6 @@ def hopper_linear_kernel(
 
 
 # fmt: on
-
-
-def supports_hopper_experts(
-    x: Tensor, weight: QuantisedMatrix, tiles: ExpertTiles, plan: ProductPlan, num_matrices: int, gpu: Chip
-) -> bool:
-    """Returns whether the kernels of this file take a product.  num_matrices: 2 for gate and up, 1 for down."""
-    return supports_hopper_product(x, weight, tiles.tile_rows, plan.tile_shape(num_matrices), gpu)
 
 
 def launch_gated_experts(

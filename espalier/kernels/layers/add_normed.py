@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from espalier.errors import EspalierError
-from espalier.kernels.layers.norm import VALUES_PER_NORM_WARP
+from espalier.kernels.layers.norm import VALUES_PER_NORM_WARP, num_partial_sums
 from espalier.kernels.ops.norm import MAX_NORMS, MAX_OUTPUTS, NormWeight
 from espalier.kernels.runtime.jit import kernel, load_sum
 from espalier.kernels.runtime.launch import acc_dtype, chip, next_power_of_2, require, warps_for
@@ -115,7 +115,7 @@ def add_normed(
         *_pad_with_none(out, MAX_NORMS),
         *(x.stride(0), *_row_and_split_strides(first), *_row_and_split_strides(second)),
         *(0.0 if each is None else each.eps for each in used),
-        *(_num_partial_sums(first), _num_partial_sums(second)),
+        *(num_partial_sums(first), num_partial_sums(second)),
         SCALE=residual_scale, ROW_SIZE=size, ACC_DTYPE=acc_dtype(residual.dtype), BLOCK=block,
         num_warps=warps_for(block, VALUES_PER_NORM_WARP), **pdl_arguments(chip(residual)),
     )  # fmt: skip
@@ -150,7 +150,3 @@ def _pad_with_none(items: Sequence[Any], length: int) -> list[Any]:
 def _row_and_split_strides(output: Tensor | None) -> tuple[int, int]:
     """Returns the strides of a row and of a partial sum; zeros without an output."""
     return (0, 0) if output is None else (output.stride(-2), output.stride(0))
-
-
-def _num_partial_sums(output: Tensor | None) -> int:
-    return 0 if output is None else output.shape[0] if output.ndim == 3 else 1

@@ -2,8 +2,7 @@
 
 Row i of a block becomes the sum over taps t of row i - t times (base[t] + delta[t]).  Rows before the block count as
 zeros.  `base` has a coefficient for each channel.  `delta` has a coefficient for each group of adjacent channels, and
-is the product of row i of the sublayer's input with a matrix.  One half of the product is for the input's convolution,
-the other half for the output's.
+is the product of row i of the sublayer's input with a matrix.  Its halves are for the input's and the output's.
 
 One launch computes the product and the input's convolution.  Grid: (tiles of rows, blocks of groups).  A program
 multiplies its rows with the matrix rows of its groups, and convolves the channels of these groups.

@@ -11,8 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-# The decoded parts of blocks: integers [blocks, groups, group]; scales and minima [blocks, groups, 1], float32.  Minima
-# are None for a format without minima.
+# The decoded parts of blocks: integers [blocks, groups, group]; scales, minima or None [blocks, groups, 1], float32.
 DecodedBlocks = tuple[Tensor, Tensor, Tensor | None]
 # Bytes of the scales in a block of Q4_K or Q5_K.  The scales begin after two float16 numbers.
 K_QUANT_SCALE_BYTES = 12

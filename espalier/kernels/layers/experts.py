@@ -24,11 +24,8 @@ import triton.language as tl
 from torch import Tensor
 
 from espalier.errors import EspalierError
-from espalier.kernels.hopper.quantised_products import (
-    launch_down_experts,
-    launch_gated_experts,
-    supports_hopper_experts,
-)
+from espalier.kernels.hopper.plans import supports_hopper_product
+from espalier.kernels.hopper.quantised_products import launch_down_experts, launch_gated_experts
 from espalier.kernels.layers.activation import apply_activation
 from espalier.kernels.layers.experts_plan import (
     ExpertsPlan,
@@ -310,7 +307,7 @@ def launch_gate_and_up(
     if (
         isinstance(gate_up, QuantisedMatrix)
         and halves == 2
-        and supports_hopper_experts(operands[0], gate_up, tiles, plan, 2, chip(out))
+        and supports_hopper_product(operands[0], gate_up, tiles.tile_rows, plan.tile_shape(2), chip(out))
     ):
         launch_gated_experts(operands[0], gate_up, bias, tiles, out, top_k, activation, grid, chip(out))
         return out
@@ -341,7 +338,9 @@ def launch_down(
     parts = routing_weights.new_empty(top_k + pieces + num_extra_parts, num_rows, hidden)
     operands, constants = _product_operands(activations, down)
     grid = -(-hidden // plan.block_out), pieces + len(tiles.tile_experts)
-    if isinstance(down, QuantisedMatrix) and supports_hopper_experts(operands[0], down, tiles, plan, 1, chip(parts)):
+    if isinstance(down, QuantisedMatrix) and supports_hopper_product(
+        operands[0], down, tiles.tile_rows, plan.tile_shape(1), chip(parts)
+    ):
         launch_down_experts(operands[0], down, bias, routing_weights.contiguous(), tiles, parts, grid, chip(parts))
         return parts
     _down_kernel[grid](

@@ -231,8 +231,7 @@ def quantised_plan_by_rule(
 ) -> ExpertsPlan:
     """Returns the plan of quantised experts where nothing is measured.
 
-    plan: the plan of dense experts.  Dense matrices keep this plan.  The tile rows stay, but are at most
-    MAX_NIBBLE_TILE_ROWS for 4-bit weights.
+    plan: the plan of dense experts.  Dense matrices keep this plan.  4 bits: at most MAX_NIBBLE_TILE_ROWS rows.
     """
     if any(isinstance(matrix, QuantisedMatrix) and matrix.code != "fp8" for matrix in (gate_up, down)):
         plan = replace(plan, tile_rows=min(plan.tile_rows, MAX_NIBBLE_TILE_ROWS))

@@ -25,8 +25,7 @@ from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait, pr
 # The most pairs that a sorting program reads per step.  It reads all pairs, so it has up to 1024 threads.
 MAX_SORT_BLOCK = 8192
 PAIRS_PER_THREAD = 8
-# The fewest pairs of a step, and threads.  With fewer pairs than threads, some threads would hold copies of pairs, and
-# tl.histogram would count the copies.
+# The fewest pairs of a step, and threads.  With fewer pairs than threads, tl.histogram would count copies of pairs.
 MIN_SORT_THREADS = 128
 WARP_THREADS = 32
 # More pairs are counted by a separate launch; otherwise each sorting program would make a histogram of all pairs.
@@ -154,10 +153,6 @@ def make_expert_tiles(expert_ids: Tensor, live_rows: Tensor | None, num_experts:
     if tile_rows == 1:
         flat = expert_ids.flatten()
         return ExpertTiles(tile_rows, flat, flat, flat, flat, live_rows)
-    return _sorted_tiles(expert_ids, live_rows, num_experts, tile_rows)
-
-
-def _sorted_tiles(expert_ids: Tensor, live_rows: Tensor | None, num_experts: int, tile_rows: int) -> ExpertTiles:
     num_pairs, top_k = expert_ids.numel(), expert_ids.shape[1]
     block = min(next_power_of_2(max(num_pairs, MIN_SORT_THREADS)), MAX_SORT_BLOCK)
     # An upper bound: rounding up adds less than one tile for each expert that has pairs.
@@ -302,8 +297,7 @@ def _route_kernel(
         left = inside & is_in_best_group(
             choosing, expert, inside, NUM_EXPERTS // N_GROUP, N_GROUP, TOPK_GROUP, TOP2_SUM
         )
-    # LEAST is below all keys.  Adding 0.0 turns -0.0 into 0.0.  The keys are integers, because a warp finds the largest
-    # 32-bit integer with one instruction.
+    # LEAST is below all keys.  Adding 0.0 turns -0.0 into 0.0.  A warp finds the largest integer with one instruction.
     LEAST: tl.constexpr = -(1 << (ACC_DTYPE.primitive_bitwidth - 1))
     order = tl.where(left, float_to_key(choosing + 0.0), LEAST)
     chosen = expert < 0

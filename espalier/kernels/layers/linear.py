@@ -14,8 +14,7 @@ many rows, hopper/gated.py does the same.
 `espalier doctor --tune` measures which plan is fastest; linear_plans.py reads the result, lists the plans
 worth measuring, and has a rule for unmeasured shapes.
 
-Both kernels use PDL where the chip has it (kernels/runtime/pdl.py).  The first kernel prefetches its first tile of
-the weight into the L2 before it waits.
+Both kernels use PDL where the chip has it (kernels/runtime/pdl.py).  The first prefetches weights before it waits.
 
 Tolerance: products of 16-bit floats are exact in float32.  The products are summed in float32, in a fixed order that
 other implementations do not share, and the result is rounded once.  Against float64 the error is at most half an ulp of

@@ -56,8 +56,7 @@ def _load_bits(ptrs, shift, BIT_MASK: tl.constexpr):
 
 @kernel
 def _decode_blocks_of_32(block_ptrs, GGUF_TYPE: tl.constexpr):
-    """Returns (integers [BLOCK_OUT, 32], scales [BLOCK_OUT], minima [BLOCK_OUT]) of blocks of Q4_0, Q4_1, Q5_0, Q5_1 or
-    Q8_0.
+    """Returns (integers [BLOCK_OUT, 32], scales [BLOCK_OUT], minima [BLOCK_OUT]) of blocks of Q4_0 to Q8_0.
 
     block_ptrs: [BLOCK_OUT], pointers to the blocks' first bytes.
     """

@@ -96,8 +96,7 @@ class TuningSchema(Generic[P]):
     layer_kind: its name in errors.  tables_key: the key of its list of tables in a file.  plans_key: the key of the
     plans in a table.  bucket_bounds: the upper bounds of the buckets; a size has one plan per bucket.  count_unit: what
     a bucket counts.  encode_plan, decode_plan: convert a plan to and from JSON.  decode_plan raises ValueError for a
-    plan that cannot be used.  log_plans: called as log_plans(key, plans by size, files with their numbers of sizes)
-    when the plans are first used.
+    plan that cannot be used.  log_plans: called as log_plans(key, plans by size, file labels) at the first use.
     """
 
     layer_kind: str
@@ -237,8 +236,7 @@ class TritonPlan:
 class LibraryPlan:
     """Several smaller products by PyTorch's library, with either several pieces or several splits.
 
-    pieces: groups of weight rows, one call each.  splits: splits of `in` (split-K), all in one batched call that
-    returns float32 partial sums.
+    pieces: groups of weight rows, one call each.  splits: splits of `in` (split-K), in one call, with partial sums.
     """
 
     pieces: int

@@ -158,17 +158,11 @@ def _launch(x: InputRows, weight: QuantisedMatrix, bias: Tensor | None, plan: Tr
         *(inputs, input_scales, *kernel_matrix(weight), bias, out),
         *(rows, num_out, num_in, inputs.stride(0)),
         **format_constants(weight),
-        BLOCK_ROWS=tile,
-        BLOCK_OUT=plan.block_out,
-        BLOCK_IN=plan.block_in,
-        EVEN_OUT=num_out % block_written == 0,
-        EVEN_IN=num_in % plan.block_in == 0,
-        IS_GATED=is_gated,
+        BLOCK_ROWS=tile, BLOCK_OUT=plan.block_out, BLOCK_IN=plan.block_in,
+        EVEN_OUT=num_out % block_written == 0, EVEN_IN=num_in % plan.block_in == 0, IS_GATED=is_gated,
         PREFETCHED_LINES=num_prefetched_lines(x, weight.code, plan),
-        num_warps=plan.warps,
-        num_stages=plan.stages,
-        **pdl_arguments(gpu),
-    )
+        num_warps=plan.warps, num_stages=plan.stages, **pdl_arguments(gpu),
+    )  # fmt: skip
     return out
 
 

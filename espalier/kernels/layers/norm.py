@@ -115,6 +115,11 @@ def _require_delta(delta: Tensor, residual: Tensor) -> None:
         require("add_rms_norm: delta", delta, tuple(residual.shape), residual.dtype, residual)
 
 
+def num_partial_sums(values: Tensor | None) -> int:
+    """Returns the number of partial sums of `values`, [splits, N, columns] or [N, columns]; 0 for None."""
+    return 0 if values is None else len(values) if values.ndim == 3 else 1
+
+
 def _launch_kernel(
     x: Tensor,
     delta: Tensor | None,
@@ -135,7 +140,7 @@ def _launch_kernel(
     _rms_norm_kernel[(rows,)](
         *(x, addend, weight.contiguous(), x if sum_out is None else sum_out, norm_out),
         *(x.stride(0), addend.stride(-2), addend.stride(0)),
-        EPS=eps, ROW_SIZE=size, SPLITS=0 if delta is None else delta.shape[0] if delta.ndim == 3 else 1,
+        EPS=eps, ROW_SIZE=size, SPLITS=num_partial_sums(delta),
         ACC_DTYPE=acc_dtype(x.dtype), BLOCK=block, num_warps=warps_for(block, VALUES_PER_NORM_WARP),
         **store_rounded_row_arguments(rounded, input_scales, block), **pdl_arguments(chip(x)),
     )  # fmt: skip

@@ -2,8 +2,7 @@
 
 On a GPU a product stores at most a block of dequantised rows (linear_dequantised.py).  The reference also dequantises
 one block at a time, so a model on a CPU needs memory for its stored weights only.
-Inputs may be rounded to FP8 too.  Every row gets its own scales (or the checkpoint's), so a row's result never depends
-on the other rows of a batch.
+Inputs may be rounded to FP8 too.  Every row gets its own scales (or the checkpoint's), so no other row matters.
 """
 
 from collections.abc import Callable, Sequence

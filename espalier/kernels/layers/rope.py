@@ -144,8 +144,7 @@ def rotate_and_store(
 ) -> Tensor:
     """Norm and rotate Q and K, and write K and V to rows of the KV cache.  See ops/rope.py:rotate_and_store.
 
-    Tolerance: one ulp of the reference.  Kernel and reference compute in float32 and round once, but the
-    reference's addcmul may use fused multiply-adds.
+    Tolerance: one ulp of the reference.  Both round once from float32; the reference may fuse multiply-adds.
     Raises EspalierError for shapes, dtypes or strides that ops/rope.py:rotate_and_store does not allow.
     """
     parts = qkv[None] if qkv.ndim == 3 else qkv

@@ -137,8 +137,7 @@ class AttentionInputs(NamedTuple):
     q: [B, Q, heads, k_size].  pages: K and V, [rows, kv_heads, size], where row = page * page_size + offset.
     splits: the splits of the committed rows, for this window.  scale: the factor of scores.
     staged: K and V of the staged rows, [B, R, kv_heads, size]; None: attend to committed rows alone.
-    kv_scales: the scales of K and V in FP8, committed and staged.  sink: [heads], one extra logit per head, without a
-    value.  softcap: see LayerSpec.
+    kv_scales: the scales of K and V in FP8, committed and staged.  sink: see apply_sink.  softcap: see LayerSpec.
     """
 
     q: Tensor
@@ -215,8 +214,7 @@ def count_contiguous_blocks(
 
     Counting stops at a split's first block that is not contiguous.  work_items.committed_blocks defines unmasked
     blocks.  Entries past the last split are undefined.
-    page_table: [B, T] int32.  first_position: rows below it do not exist.  block_rows: rows per block, a divisor of
-    SPLIT_ALIGNMENT.
+    page_table: [B, T] int32.  first_position: rows below it do not exist.  block_rows: must divide SPLIT_ALIGNMENT.
     """
     out = torch.zeros(splits.table.shape[0], dtype=torch.int32)
     for split, (request, begin, end, _request_splits) in enumerate(splits.used_rows.tolist()):

@@ -263,8 +263,7 @@ def embed_rows(
     x: [N, H], the embeddings; with hidden states [N, 2 · H].  residual: [N, H], the first residual stream.
     rotation: of the positions.  live: [N] bool, whether the token is at least 0.
 
-    A void node (token below 0) takes its request's first token, or 0 if the first token is void too.
-    draft: None for a target model.
+    A void node (token < 0) takes its request's first token, or 0 if that is void.  draft: None for a target.
     Raises EspalierError if sizes do not agree.  Exact, except for the norms: see kernels/layers/norm.py.
     """
     live = (tokens >= 0).flatten()

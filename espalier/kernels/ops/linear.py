@@ -190,8 +190,7 @@ def linear_quantised_gated(
 ) -> InputRows:
     """Returns the activation [rows, out / 2] of gate and up, for a weight that stacks gate over up.
 
-    rounding: how the next product rounds its inputs.  If the activation has its own launch, that launch also rounds
-    the result where `can_round_activation` allows.
+    rounding: how the next product rounds its inputs.  An activation's own launch also rounds if `can_round_activation`.
     """
     return gated_activation.reference(linear_quantised.reference(x, weight, bias), activation)
 

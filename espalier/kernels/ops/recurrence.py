@@ -39,15 +39,11 @@ class StateRows(NamedTuple):
     v: Tensor
     gates: Tensor
 
-    def slice_rows(self, first_row: int, end_row: int) -> "StateRows":
-        return StateRows(*(values[:, first_row:end_row] for values in self))
-
 
 def convolve(inputs: Tensor, tail: Tensor, parents: Tensor | None, conv: ShortConv) -> Tensor:
     """Returns the convolution of `inputs` [B, R, C], with the same shape and dtype.
 
-    tail: [B, taps - 1, C], the inputs before the first row.  parents: [B, R], each row's parent row; the root is its
-    own parent.  None for a chain.
+    tail: [B, taps - 1, C], the inputs before the first row.  parents: [B, R], each row's parent; None: a chain.
     """
     (batch, rows), before = inputs.shape[:2], tail.shape[1]
     exact = torch.promote_types(inputs.dtype, torch.float32)
@@ -133,8 +129,7 @@ def state_after(rows: StateRows, updates: StateUpdates, state: Tensor, row_count
 class ScanResult(NamedTuple):
     """The result of `scan`.
 
-    out: [B, R, heads, v_size].  state: the state after the last row.  snapshot: the state after snapshot_counts rows,
-    if snapshots are requested.
+    out: [B, R, heads, v_size].  state: the state after the last row.  snapshot: after snapshot_counts rows.
     """
 
     out: Tensor
@@ -147,13 +142,13 @@ def scan(
 ) -> ScanResult:
     """Computes the outputs and states of a chain of rows that follows `state` [B, heads, k_size, v_size].
 
-    row_counts: [B], how many rows exist.  snapshot_counts: [B], after how many rows a snapshot of the state is taken;
-    None: no snapshots.
+    row_counts: [B], how many rows exist.  snapshot_counts: [B], the rows before a snapshot; None: no snapshots.
     """
     outs, at_mark = [], state
     for first in range(0, q.shape[1], CHUNK_ROWS):
         end = min(first + CHUNK_ROWS, q.shape[1])
-        part, seen = rows.slice_rows(first, end), causal_mask(end - first, q.device)
+        part = StateRows(*(values[:, first:end] for values in rows))
+        seen = causal_mask(end - first, q.device)
         solved = solve_updates(part, state, seen, is_delta_rule)
         outs.append(row_outputs(q[:, first:end], solved, state, seen))
         if snapshot_counts is not None:

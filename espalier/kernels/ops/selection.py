@@ -279,8 +279,7 @@ class KVSplitPolicy:
             max_split_rows = MAX_LATENT_ROWS_PER_SPLIT
         elif packed_queries > LARGE_TILE_QUERIES // 2:
             programs, num_tiles = LARGE_TILE_PROGRAMS, -(-packed_queries // LARGE_TILE_QUERIES)
-            # Few programs get one warpgroup each (choose_hopper_config), because with two, short requests would leave
-            # most multiprocessors idle.
+            # Few programs get one warpgroup each (choose_hopper_config), because two would leave processors idle.
             most_splits = -(-max_rows // MIN_LARGE_TILE_SPLIT_ROWS)
             if 4 * batch_size * kv_heads * num_tiles * most_splits < 3 * programs:
                 min_split_rows = MIN_LARGE_TILE_SPLIT_ROWS

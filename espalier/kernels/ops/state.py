@@ -141,8 +141,7 @@ def gather_slots(table: SlotTable, slot_indices: Tensor, page_updates: ScatterUp
 def read_chain(
     slots: BatchState, first_offset: int, num_tokens: Tensor, row_width: int, padding: int | None = None
 ) -> TokenChain:
-    """Returns `num_tokens` [B] tokens of each slot's history, from position prefix_len + `first_offset` on, in
-    `row_width` rows.
+    """Returns `num_tokens` [B] tokens of each slot's history, from prefix_len + `first_offset` on, in `row_width` rows.
 
     Later rows have the token `padding`; None: the root.  Later rows and rows below commit_from have the
     dummy row as their page row.  Exact.

@@ -93,12 +93,6 @@ class Tree(NamedTuple):
         return prefix_len[:, None] if self.tokens.shape[1] == 1 else prefix_len[:, None] + self.depths
 
 
-def _first_candidates_of_levels(num_beams: int, topk: int, beams: Tensor) -> Tensor:
-    """Returns [num_beams]: for each beam, the pool index of the first candidate of its level."""
-    level = torch.arange(num_beams, device=beams.device) // topk
-    return torch.where(level > 0, topk + (level - 1) * topk**2, 0)
-
-
 def check_pool_sizes(
     root: Tensor, tokens: Pool, scores: Pool, beams: Pool, topk: int, num_nodes: int
 ) -> tuple[int, int, int]:
@@ -217,8 +211,7 @@ def select_tree(root: Tensor, tokens: Pool, scores: Pool, beams: Pool, topk: int
 
     A child must not score above its parent, and comes after its parent in the pool.  So the ancestors of a selected
     candidate are selected too.  A candidate with score -inf or NaN does not exist.  If there are too few candidates,
-    the remaining nodes are void: token -1, parent 0, depth 1, no ancestor but themselves.  Raises EspalierError if
-    sizes do not agree.  Exact.
+    the remaining nodes are void: token -1, parent 0, depth 1, no other ancestor.  Raises EspalierError.  Exact.
     """
     _, _, steps = check_pool_sizes(root, tokens, scores, beams, topk, num_nodes)
     pool, path_scores = torch.cat(list(tokens), 1), comparable_scores(torch.cat(list(scores), 1))
@@ -226,10 +219,13 @@ def select_tree(root: Tensor, tokens: Pool, scores: Pool, beams: Pool, topk: int
     best = torch.sort(path_scores, dim=1, descending=True, stable=True).indices[:, : num_nodes - 1].sort(1).values
     void = path_scores.gather(1, best) == -torch.inf
     node_of = torch.zeros_like(pool).scatter_(1, best, torch.arange(1, num_nodes, device=best.device).expand_as(best))
+    # For each beam, the pool index of the first candidate of its level.
+    beam_level = torch.arange(made_from.shape[1], device=best.device) // topk
+    first_candidates = torch.where(beam_level > 0, topk + (beam_level - 1) * topk**2, 0)
     # Candidates of level 1 continue the root, which is node 0.
-    parent_node = torch.nn.functional.pad(
-        node_of.gather(1, made_from + _first_candidates_of_levels(made_from.shape[1], topk, made_from)), (1, 0)
-    ).gather(1, best // topk)
+    parent_node = torch.nn.functional.pad(node_of.gather(1, made_from + first_candidates), (1, 0)).gather(
+        1, best // topk
+    )
     level = torch.where(best < topk, 1, 2 + (best - topk) // topk**2)
     # Prepend the root: node 0, depth 0, score 0, never void.
     parents, depths, void = (
@@ -270,8 +266,7 @@ def accept(
     tree: its depths are at most `steps`.  target_tokens: [B, D] int64, the target's token after each node.  is_finite:
     [B, D] bool, whether the logits of the pick were finite.  max_accept_depth: [B] int64; deeper nodes are never
     accepted.  is_real: [B] bool, False for padding.  Siblings have distinct tokens, so at most one child of a node
-    matches.  If two paths are equally deep, the one with the lowest node index wins.  Raises EspalierError if sizes do
-    not agree.  Exact.
+    matches.  If two paths are equally deep, the one with the lowest node index wins.  Raises EspalierError.  Exact.
     """
     tokens, parents, depths, _, ancestors = tree
     match = (tokens == target_tokens.gather(1, parents)) & (depths <= max_accept_depth[:, None]) | (depths == 0)

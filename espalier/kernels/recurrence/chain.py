@@ -272,34 +272,16 @@ def chain_outputs(
     }
     _solve_kernel[heads, chunks, batch](
         *(q, k, gates, path.row_counts, decay, tiles_q, tiles_k, inverse, scores, count),
-        STEP_COLUMNS=min(STEP_COLUMNS, constants["BLOCK_K"]),
-        BITS=CHUNK_ROWS.bit_length() - 1,
-        num_warps=4,
-        num_stages=1,
-        maxnreg=plan.solve_registers,
-        **constants,
-    )
+        STEP_COLUMNS=min(STEP_COLUMNS, constants["BLOCK_K"]), BITS=CHUNK_ROWS.bit_length() - 1,
+        num_warps=4, num_stages=1, maxnreg=plan.solve_registers, **constants,
+    )  # fmt: skip
     _scan_kernel[heads * -(-v_size // plan.block_v), batch](
-        *(
-            tiles_q,
-            tiles_k,
-            v,
-            gates,
-            table,
-            slots,
-            path.row_counts,
-            path.snapshot_counts,
-            path.snapshot_rows,
-            path.continues_previous,
-        ),
+        *(tiles_q, tiles_k, v, gates, table, slots),
+        *(path.row_counts, path.snapshot_counts, path.snapshot_rows, path.continues_previous),
         *(decay, inverse, scores, skip_weight, out, batch, count, chunks),
-        V_SIZE=v_size,
-        BLOCK_V=plan.block_v,
-        BLOCK_B=next_power_of_2(batch),
-        STAGES=plan.stages,
-        num_warps=plan.num_warps,
-        **constants,
-    )
+        V_SIZE=v_size, BLOCK_V=plan.block_v, BLOCK_B=next_power_of_2(batch), STAGES=plan.stages,
+        num_warps=plan.num_warps, **constants,
+    )  # fmt: skip
     return out
 
 

@@ -12,10 +12,10 @@ import triton.language as tl
 from torch import Tensor
 
 from espalier.errors import EspalierError
+from espalier.kernels.layers.norm import num_partial_sums
 from espalier.kernels.layers.quantise_rows import allocate_rounded_rows, divide_by_scale, fp8_scale
 from espalier.kernels.layers.quantised import FP8_MAX, InputRows, InputScales
 from espalier.kernels.ops.states import OutputGate, can_round_groups
-from espalier.kernels.recurrence.inputs import num_partial_sums
 from espalier.kernels.runtime.jit import kernel, load_sum
 from espalier.kernels.runtime.launch import acc_dtype, chip, next_power_of_2
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait

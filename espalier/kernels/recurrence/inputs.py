@@ -10,6 +10,7 @@ from __future__ import annotations
 import triton.language as tl
 from torch import Tensor
 
+from espalier.kernels.layers.norm import num_partial_sums
 from espalier.kernels.ops.recurrence import L2_NORM_EPS, ShortConv
 from espalier.kernels.ops.states import ConvColumns, GateInputs, PreparedRows, RowInputs
 from espalier.kernels.runtime.jit import kernel, load_sum
@@ -209,11 +210,6 @@ def _prepare_kernel(
             gate_stride, gate_split_stride, HEADS, GROUP_SIZE, 2 * K_HEADS * K_SIZE, V_SIZE, CHANNELS, V_COLUMN,
             V_GROUP_STRIDE, GATE_STRIDE, MIN_DT, MAX_DT, TAPS, SILU, SPLITS, NUM_GATE_SPLITS, ACC_DTYPE, BLOCK_V,
         )  # fmt: skip
-
-
-def num_partial_sums(values: Tensor) -> int:
-    """Returns the number of partial sums: `values` is [parts, N, columns], or [N, columns]."""
-    return len(values) if values.ndim == 3 else 1
 
 
 def prepare_rows(

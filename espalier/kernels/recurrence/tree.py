@@ -193,20 +193,14 @@ def tree_outputs(
         return out
     assert count <= MAX_TREE_ROWS
     q, k, v, gates = (each.contiguous() for each in (q, k, v, gates))
-    sizes = {
-        "HEADS": heads,
-        "GROUP_SIZE": heads // k.shape[2],
-        "K_SIZE": k.shape[3],
-        "V_SIZE": v_size,
-        "DELTA_RULE": is_delta_rule,
-    }
+    sizes = {"HEADS": heads, "GROUP_SIZE": heads // k.shape[2], "K_SIZE": k.shape[3], "V_SIZE": v_size}
     if count == 1:
         is_few = batch * heads < chip(v).processors
         block_v = min(next_power_of_2(v_size), SINGLE_ROW_BLOCK_V[is_few])
         _single_row_kernel[heads * -(-v_size // block_v), batch](
             *(q, k, v, gates, table, slots, skip_weight, out),
-            **sizes, ACC_DTYPE=acc_dtype(table.dtype), BLOCK_K=next_power_of_2(k.shape[3]), BLOCK_V=block_v,
-            num_warps=4, **pdl_arguments(chip(v)),
+            **sizes, DELTA_RULE=is_delta_rule, ACC_DTYPE=acc_dtype(table.dtype),
+            BLOCK_K=next_power_of_2(k.shape[3]), BLOCK_V=block_v, num_warps=4, **pdl_arguments(chip(v)),
         )  # fmt: skip
         return out
     block_k = max(next_power_of_2(k.shape[3]), MIN_BLOCK)
@@ -215,10 +209,10 @@ def tree_outputs(
     _tree_kernel[heads * -(-v_size // plan.block_v), batch](
         *(q, k, v, gates, table, slots, ancestor_bits.contiguous(), skip_weight, out),
         *(count, ancestor_bits.shape[2]),
-        **sizes, ACC_DTYPE=acc_dtype(table.dtype), PRODUCT_DTYPE=products.operand_type, PRECISION=products.precision,
-        BLOCK_R=block_r, BLOCK_K=block_k, BLOCK_V=plan.block_v, STEP_COLUMNS=min(plan.step_rows, block_k),
-        STAGES=plan.stages, LINE_VALUES=LINE_VALUES // table.itemsize, num_warps=plan.num_warps,
-        **pdl_arguments(chip(v)),
+        **sizes, DELTA_RULE=is_delta_rule, ACC_DTYPE=acc_dtype(table.dtype), PRODUCT_DTYPE=products.operand_type,
+        PRECISION=products.precision, BLOCK_R=block_r, BLOCK_K=block_k, BLOCK_V=plan.block_v,
+        STEP_COLUMNS=min(plan.step_rows, block_k), STAGES=plan.stages, LINE_VALUES=LINE_VALUES // table.itemsize,
+        num_warps=plan.num_warps, **pdl_arguments(chip(v)),
     )  # fmt: skip
     return out
 
@@ -238,8 +232,7 @@ class ProductPrecision(NamedTuple):
 def choose_precision(v: Tensor, state_table: Tensor) -> ProductPrecision:
     """Chooses operands that are as fine as the model's dtype.
 
-    v: in the model's dtype.  state_table: the states.  float16 models use TF32, which has the same mantissa, because
-    float16's range may be too small for a state.
+    v: in the model's dtype.  state_table: the states.  float16 models use TF32, because float16's range is too small.
     """
     if v.dtype == torch.bfloat16 and v.is_cuda:  # Triton's interpreter multiplies bfloat16 as integers.
         return ProductPrecision(v.dtype, "tf32")
@@ -247,8 +240,7 @@ def choose_precision(v: Tensor, state_table: Tensor) -> ProductPrecision:
 
 
 class TreePlan(NamedTuple):
-    """Launch parameters.  block_v: columns of a state per program.  step_rows: rows of a state per step.
-    stages: how many such steps are in flight."""
+    """Launch parameters.  block_v: columns of a state per program.  step_rows: rows per step.  stages: pipeline stages."""
 
     block_v: int
     step_rows: int
