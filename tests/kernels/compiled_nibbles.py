@@ -124,15 +124,15 @@ HOPPER = [
     (hopper_linear_kernel, "int4", 16, True, False),
     (hopper_linear_kernel, "mxfp4", 8, False, True),
     (hopper_linear_kernel, "nvfp4", 8, True, False),
-    (hopper_experts._gated_kernel, "mxfp4", 8, False, False),
-    (hopper_experts._down_kernel, "int4", 16, True, True),
+    (hopper_experts.hopper_gate_up_kernel, "mxfp4", 8, False, False),
+    (hopper_experts.hopper_down_kernel, "int4", 16, True, True),
 ]
 # Other products of the same values, for the marker `full`.
 MORE_CASES = [("int4", 128, 16, False, True), ("mxfp4", 32, 64, False, True), ("nvfp4", 16, 64, True, True)]
 MORE_HOPPER = [
     (hopper_linear_kernel, "int4", 8, False, True),
     (hopper_linear_kernel, "mxfp4", 16, False, False),
-    (hopper_experts._down_kernel, "nvfp4", 16, True, True),
+    (hopper_experts.hopper_down_kernel, "nvfp4", 16, True, True),
 ]
 
 

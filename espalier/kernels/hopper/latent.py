@@ -39,6 +39,15 @@ from espalier.kernels.hopper.work import (
 from espalier.kernels.runtime.jit import gluon_kernel
 from espalier.kernels.runtime.launch import tma_descriptor
 
+# Loading warps.
+LOAD_WARPS = 4
+# Registers per thread: at launch, in the second attending warpgroup, in the loading warps.  The first attending
+# warpgroup gets the remaining registers: 232 per thread.
+REGISTERS_AT_LAUNCH, VALUE_REGISTERS, LOAD_REGISTERS = 168, 200, 72
+# With FP8 rows: loading warps and converting warps.  The products of a warpgroup need 158 registers at launch, so there
+# are no more warps than with two-byte rows.
+FP8_LOAD_WARPS, CONVERT_WARPS = 2, 2
+
 
 # fmt: off
 @gluon_kernel
@@ -172,20 +181,8 @@ def sum_right_half(stages, exchange, plan, unused_positions, results, CONSTANTS:
             hopper.mbarrier.arrive(exchange.empty.index(slot), count=1)
             blocks_sent += 1
             _write_half(results, plan, work_item, out, factor, HALF, CONSTANTS, OUT_LAYOUT)
-# fmt: on
 
 
-# Loading warps.
-LOAD_WARPS = 4
-# Registers per thread: at launch, in the second attending warpgroup, in the loading warps.  The first attending
-# warpgroup gets the remaining registers: 232 per thread.
-REGISTERS_AT_LAUNCH, VALUE_REGISTERS, LOAD_REGISTERS = 168, 200, 72
-# With FP8 rows: loading warps and converting warps.  The products of a warpgroup need 158 registers at launch, so there
-# are no more warps than with two-byte rows.
-FP8_LOAD_WARPS, CONVERT_WARPS = 2, 2
-
-
-# fmt: off
 @gluon_kernel(do_not_specialize=["batch"])
 def hopper_latent_kernel(
     q_ptr, row_ptr, staged_ptr, table_ptr, split_ptr, start_ptr, bits_ptr,

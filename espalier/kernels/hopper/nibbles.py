@@ -341,6 +341,3 @@ def nibble_product(
     if CODE == "nvfp4":
         acc *= gl.expand_dims(row_factors, 1)
     return acc
-
-
-# fmt: on

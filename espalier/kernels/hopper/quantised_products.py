@@ -1,4 +1,4 @@
-"""Launches Hopper's kernels for quantised products: linear layers, and the two products with experts."""
+"""Hopper's kernels for quantised products: linear layers, and the two products with experts."""
 
 from __future__ import annotations
 
@@ -11,29 +11,11 @@ from triton.experimental.gluon import language as gl
 from espalier.kernels.hopper.nibbles import NibblePointers, nibble_product, num_row_scales, weight_rows_of_block
 from espalier.kernels.hopper.plans import BLOCK_IN, FEW_ROWS, MAX_ROWS, WARPS, max_stages
 from espalier.kernels.layers.activation import apply_activation, silu_and_multiply
-from espalier.kernels.layers.experts_tiles import ExpertTiles, tile_and_expert
+from espalier.kernels.layers.experts_tiles import tile_and_expert
 from espalier.kernels.layers.quantised import E2M1_CODES, QuantisedMatrix
-from espalier.kernels.ops.activation import Activation
 from espalier.kernels.runtime.jit import gluon_kernel
 from espalier.kernels.runtime.launch import Chip
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger, pdl_wait
-
-
-def launch_linear(
-    x: Tensor,
-    weight: QuantisedMatrix,
-    bias: Tensor | None,
-    out: Tensor,
-    grid: tuple[int, int],
-    is_gated: bool,
-    gpu: Chip,
-) -> None:
-    """Write x · weightᵀ + bias to out, see _linear_quantised_kernel.  grid: (blocks of weight rows, splits)."""
-    hopper_linear_kernel[grid](
-        *(x, *weight_pointers(weight), bias, out, len(x), out.shape[-1], x.shape[1], x.stride(0)),
-        IS_GATED=is_gated,
-        **nibble_launch_options(weight, len(x), grid, gpu),
-    )
 
 
 def weight_pointers(weight: QuantisedMatrix) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -101,49 +83,6 @@ def hopper_linear_kernel(
     gl.store(out_ptr + places, result, mask=(row < num_rows) & (column < num_out))
 
 
-# fmt: on
-
-
-def launch_gated_experts(
-    x: Tensor,
-    gate_up: QuantisedMatrix,
-    bias: Tensor | None,
-    tiles: ExpertTiles,
-    out: Tensor,
-    top_k: int,
-    activation: Activation,
-    grid: tuple[int, int],
-    gpu: Chip,
-) -> None:
-    """Write the activations of all pairs to out, see experts.py:_gated_kernel.  grid: (blocks of rows, tiles)."""
-    num_experts, _, hidden = gate_up.shape
-    _gated_kernel[grid](
-        *(x, *weight_pointers(gate_up), bias, *tiles.pointers, out, out.shape[1], hidden, x.stride(0), top_k),
-        num_experts, **activation.constexpr_arguments, IS_SORTED=tiles.tile_rows > 1, HAS_LIVE=tiles.live is not None,
-        **nibble_launch_options(gate_up, tiles.tile_rows, grid, gpu),
-    )  # fmt: skip
-
-
-def launch_down_experts(
-    x: Tensor,
-    down: QuantisedMatrix,
-    bias: Tensor | None,
-    routing_weights: Tensor,
-    tiles: ExpertTiles,
-    out: Tensor,
-    grid: tuple[int, int],
-    gpu: Chip,
-) -> None:
-    """Write the weighted results of all pairs to out, see experts.py:_down_kernel.  grid: (blocks of rows, tiles)."""
-    (num_rows, top_k), (num_experts, hidden, inner) = routing_weights.shape, down.shape
-    _down_kernel[grid](
-        *(x, *weight_pointers(down), bias, routing_weights, *tiles.pointers, out, hidden, inner, num_rows, top_k),
-        num_experts, IS_SORTED=tiles.tile_rows > 1, HAS_LIVE=tiles.live is not None,
-        **nibble_launch_options(down, tiles.tile_rows, grid, gpu),
-    )  # fmt: skip
-
-
-# fmt: off
 @gluon_kernel
 def _pairs_of_tile(
     order_ptr, ends_ptr, begins_ptr, tile_index, expert,
@@ -163,7 +102,7 @@ def _pairs_of_tile(
 
 
 @gluon_kernel
-def _gated_kernel(
+def hopper_gate_up_kernel(
     x_ptr, words_ptr, scales_ptr, zeros_ptr, bias_ptr,
     order_ptr, ends_ptr, tile_experts_ptr, tile_begins_ptr, live_ptr, out_ptr,
     num_out, num_in, x_stride, top_k, num_experts,
@@ -174,7 +113,7 @@ def _gated_kernel(
     """Computes the activations of all pairs, see experts.py:_gated_kernel.  There are no shared experts."""
     ACC_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
     X: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
-    # The trigger comes after the routing is complete, because _down_kernel reads the experts before it waits.
+    # The trigger comes after the routing is complete, because hopper_down_kernel reads the experts before it waits.
     pdl_wait(USE_PDL)
     pdl_trigger(USE_PDL)
     tile, expert = tile_and_expert(tile_experts_ptr, live_ptr, top_k, num_experts, 0, IS_SORTED, HAS_LIVE)
@@ -212,7 +151,7 @@ def _gated_kernel(
 
 
 @gluon_kernel
-def _down_kernel(
+def hopper_down_kernel(
     x_ptr, words_ptr, scales_ptr, zeros_ptr, bias_ptr, weights_ptr,
     order_ptr, ends_ptr, tile_experts_ptr, tile_begins_ptr, live_ptr, out_ptr,
     num_out, num_in, num_rows, top_k, num_experts,
@@ -237,7 +176,7 @@ def _down_kernel(
     if bias_ptr is not None:
         bias_rows = weight_rows_of_block(block, num_out, False, gl.SliceLayout(1, ACC_LAYOUT))
         bias = gl.load(bias_ptr + own * num_out + bias_rows)
-    # Rows without an expert take no steps, because _gated_kernel writes nothing to their x.
+    # Rows without an expert take no steps, because hopper_gate_up_kernel writes nothing to their x.
     first, row_words, row_scales = own * num_out, num_in // 32 * 4, num_row_scales(num_in, CODE)
     if zeros_ptr is not None:
         zeros_ptr += first if CODE == "nvfp4" else first * row_scales
@@ -258,6 +197,3 @@ def _down_kernel(
     column = gl.expand_dims(block * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, ACC_LAYOUT)), 1)
     places = gl.expand_dims((pair % top_k * num_rows + pair // top_k).to(gl.int64) * num_out, 0) + column
     gl.store(out_ptr + places, acc, mask=gl.expand_dims(inside, 0) & (column < num_out))
-
-
-# fmt: on

@@ -173,4 +173,3 @@ def _min_position(
     at = positions.pointer + work_item.request * positions.request_stride + query.to(gl.int64) * positions.row_stride
     position = gl.load(at, mask=query < plan.queries, other=0x7FFFFFFF)
     return gl.min(position.to(gl.int32), 0)
-# fmt: on

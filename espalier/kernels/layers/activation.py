@@ -87,9 +87,8 @@ def _activation_kernel(
 def gated_activation(gate_up: Tensor, activation: Activation = SILU) -> Tensor:
     """Returns the activation of gate_up, see ops/activation.py.  The result is rounded once, at the end.
 
-    PyTorch and transformers also round silu(gate).  Tolerance: this extra rounding changes a result by 1 ulp of the
-    dtype, or 2 at a tie.  GELU: 1 ulp of the dtype plus
-    2^-22 of gate · up, because the argument of its exponential is a rounded cubic.
+    PyTorch and transformers also round silu(gate).  Tolerance: this extra rounding changes a result by 1 ulp, or 2 at a
+    tie.  GELU: 1 ulp plus 2^-22 of gate · up, because the argument of its exponential is a rounded cubic.
     """
     require("gated: gate_up", gate_up, (-1, -1), None, gate_up)
     out = activate_partial_sums(gate_up[None], gate_up.dtype, activation)

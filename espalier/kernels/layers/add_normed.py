@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from espalier.errors import EspalierError
-from espalier.kernels.layers.norm import VALUES_PER_NORM_WARP, num_partial_sums
+from espalier.kernels.layers.norm import VALUES_PER_NORM_WARP, norm_row, num_partial_sums
 from espalier.kernels.ops.norm import MAX_NORMS, MAX_OUTPUTS, NormWeight
 from espalier.kernels.runtime.jit import kernel, load_sum
 from espalier.kernels.runtime.launch import acc_dtype, chip, next_power_of_2, require, warps_for
@@ -81,13 +81,6 @@ def _add_normed_kernel(
         tl.store(
             out_2_ptr + row * ROW_SIZE + column, norm_row(x, weight_2, EPS_2, ROW_SIZE, ACC_DTYPE).to(DTYPE), mask=mask
         )
-
-
-@kernel
-def norm_row(x, weight, EPS: tl.constexpr, ROW_SIZE: tl.constexpr, ACC_DTYPE: tl.constexpr):
-    """Returns the norm of a row, in ACC_DTYPE.  x: the row's ROW_SIZE values, then zeros."""
-    scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / ROW_SIZE + EPS)
-    return x * scale * weight.to(ACC_DTYPE)
 
 
 def add_normed(

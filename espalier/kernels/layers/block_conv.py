@@ -23,6 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from espalier.errors import EspalierError
+from espalier.kernels.layers.norm import norm_row
 from espalier.kernels.ops.drafts import block_conv as contract
 from espalier.kernels.ops.drafts import check_block_conv
 from espalier.kernels.runtime.jit import kernel, load_sum
@@ -159,5 +160,5 @@ def _block_conv_norm_kernel(
     x = x.to(sum_ptr.dtype.element_ty)
     tl.store(sum_ptr + row * ROW_SIZE + column, x, mask=mask, eviction_policy="evict_last")
     x = x.to(ACC_DTYPE)
-    scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / ROW_SIZE + EPS)
-    tl.store(out_ptr + row * ROW_SIZE + column, (x * scale * weight).to(out_ptr.dtype.element_ty), mask=mask)
+    norm = norm_row(x, weight, EPS, ROW_SIZE, ACC_DTYPE)
+    tl.store(out_ptr + row * ROW_SIZE + column, norm.to(out_ptr.dtype.element_ty), mask=mask)

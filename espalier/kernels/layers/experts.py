@@ -25,7 +25,12 @@ from torch import Tensor
 
 from espalier.errors import EspalierError
 from espalier.kernels.hopper.plans import supports_hopper_product
-from espalier.kernels.hopper.quantised_products import launch_down_experts, launch_gated_experts
+from espalier.kernels.hopper.quantised_products import (
+    hopper_down_kernel,
+    hopper_gate_up_kernel,
+    nibble_launch_options,
+    weight_pointers,
+)
 from espalier.kernels.layers.activation import apply_activation
 from espalier.kernels.layers.experts_plan import (
     ExpertsPlan,
@@ -309,7 +314,12 @@ def launch_gate_and_up(
         and halves == 2
         and supports_hopper_product(operands[0], gate_up, tiles.tile_rows, plan.tile_shape(2), chip(out))
     ):
-        launch_gated_experts(operands[0], gate_up, bias, tiles, out, top_k, activation, grid, chip(out))
+        hopper_gate_up_kernel[grid](
+            *(operands[0], *weight_pointers(gate_up), bias, *tiles.pointers, out, inner, hidden),
+            *(operands[0].stride(0), top_k, num_experts), **activation.constexpr_arguments,
+            IS_SORTED=tiles.tile_rows > 1, HAS_LIVE=tiles.live is not None,
+            **nibble_launch_options(gate_up, tiles.tile_rows, grid, chip(out)),
+        )  # fmt: skip
         return out
     _gated_kernel[grid](
         *(*operands, bias, None if shared_experts is None else shared_experts.gate_up, *tiles.pointers),
@@ -341,7 +351,12 @@ def launch_down(
     if isinstance(down, QuantisedMatrix) and supports_hopper_product(
         operands[0], down, tiles.tile_rows, plan.tile_shape(1), chip(parts)
     ):
-        launch_down_experts(operands[0], down, bias, routing_weights.contiguous(), tiles, parts, grid, chip(parts))
+        hopper_down_kernel[grid](
+            *(operands[0], *weight_pointers(down), bias, routing_weights.contiguous(), *tiles.pointers, parts),
+            *(hidden, inner, num_rows, top_k, num_experts),
+            IS_SORTED=tiles.tile_rows > 1, HAS_LIVE=tiles.live is not None,
+            **nibble_launch_options(down, tiles.tile_rows, grid, chip(parts)),
+        )  # fmt: skip
         return parts
     _down_kernel[grid](
         *(*operands, bias, None if shared_experts is None else shared_experts.down),

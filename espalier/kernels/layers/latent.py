@@ -21,6 +21,7 @@ from torch import Tensor
 
 from espalier.errors import EspalierError
 from espalier.kernels.layers.linear_plans import DTYPES
+from espalier.kernels.layers.norm import norm_row
 from espalier.kernels.layers.quantised import FP8_MAX
 from espalier.kernels.ops.rope import MAX_HEAD_INPUTS, MAX_HEAD_ROWS, LatentDestination, check_latent_sizes
 from espalier.kernels.runtime.jit import divide_and_clamp, kernel
@@ -173,8 +174,8 @@ def _store_latent(
     exists = column < RANK
     x = tl.load(latent_ptr + column, mask=exists, other=0.0).to(ACC_DTYPE)
     if norm_ptr is not None:
-        weight = tl.load(norm_ptr + column, mask=exists, other=0.0).to(ACC_DTYPE)
-        x = x * (1.0 / tl.sqrt(tl.sum(x * x, 0) / RANK + CONSTANTS.EPS)) * weight
+        weight = tl.load(norm_ptr + column, mask=exists, other=0.0)
+        x = norm_row(x, weight, CONSTANTS.EPS, RANK, ACC_DTYPE)
     one = tl.zeros([1, 1], tl.int32)
     left, right = load_rotated_halves(
         latent_ptr + RANK + one, cos_ptr, sin_ptr, one == 0, CONSTANTS.ROTARY, CONSTANTS.INTERLEAVED, ACC_DTYPE,

@@ -8,13 +8,8 @@ same bits.  `linear` adds them with a second kernel; `linear_partial_sums` retur
 Above about 100 rows PyTorch's GEMM library is faster.  For some shapes several smaller library calls are faster than
 one (`LibraryPlan`), because a grid of 1.5 waves takes as long as a grid of 2.
 
-If one weight stacks gate over up, the epilogue also computes silu(gate) · up, without split-K (`linear_gated`).  For
-many rows, hopper/gated.py does the same.
-
-`espalier doctor --tune` measures which plan is fastest; linear_plans.py reads the result, lists the plans
-worth measuring, and has a rule for unmeasured shapes.
-
-Both kernels use PDL where the chip has it (kernels/runtime/pdl.py).  The first prefetches weights before it waits.
+`espalier doctor --tune` measures which plan is fastest; linear_plans.py reads the result, lists the plans worth
+measuring, and has a rule for unmeasured shapes.
 
 Tolerance: products of 16-bit floats are exact in float32.  The products are summed in float32, in a fixed order that
 other implementations do not share, and the result is rounded once.  Against float64 the error is at most half an ulp of

@@ -30,8 +30,7 @@ from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 # The most rows that linear_quantised.py multiplies.  Dequantising a weight moves 2.5 bytes of memory, 0.9 ps at 2.8
 # TB/s.  Then each row saves 1.8 fs, because the library does 720 TFLOP/s and our kernel 440.  So the two are equal at
 # about 500 rows, for any shape.  On an H100 the layers of Llama-3.1-8B took 4% longer at 512 rows and 22% less time at
-# 768.  It is a power of two,
-# because startup compiles for ranges of rows that end at powers of two.
+# 768.  It is a power of two, because startup compiles for ranges of rows that end at powers of two.
 MAX_FUSED_ROWS = 512
 MAX_SCRATCH_BYTES = 128 * 2**20
 # Rows of a block are a multiple of this, the largest edge of the library's tiles.

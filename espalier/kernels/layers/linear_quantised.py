@@ -22,7 +22,7 @@ from torch import Tensor
 
 from espalier.errors import EspalierError
 from espalier.kernels.hopper.plans import supports_hopper_product
-from espalier.kernels.hopper.quantised_products import launch_linear
+from espalier.kernels.hopper.quantised_products import hopper_linear_kernel, nibble_launch_options, weight_pointers
 from espalier.kernels.layers.linear import store_tile, weight_rows
 from espalier.kernels.layers.linear_dequantised import dequantised_gated, dequantised_product, uses_dequantised_product
 from espalier.kernels.layers.linear_plans import DTYPES, MIN_BLOCK_ROWS, TritonPlan, block_rows
@@ -152,7 +152,10 @@ def _launch(x: InputRows, weight: QuantisedMatrix, bias: Tensor | None, plan: Tr
     gpu = chip(inputs)
     if supports_hopper_product(inputs, weight, rows, (plan.block_out, plan.block_in, plan.warps), gpu):
         grid = -(-num_out // block_written), plan.splits
-        launch_linear(inputs, weight, bias, out, grid, is_gated, gpu)
+        hopper_linear_kernel[grid](
+            *(inputs, *weight_pointers(weight), bias, out, rows, num_out, num_in, inputs.stride(0)),
+            IS_GATED=is_gated, **nibble_launch_options(weight, rows, grid, gpu),
+        )  # fmt: skip
         return out
     _linear_quantised_kernel[-(-num_out // block_written), plan.splits, -(-rows // tile)](
         *(inputs, input_scales, *kernel_matrix(weight), bias, out),

@@ -28,6 +28,13 @@ VALUES_PER_NORM_WARP = 128
 
 
 @kernel
+def norm_row(x, weight, EPS: tl.constexpr, ROW_SIZE: tl.constexpr, ACC_DTYPE: tl.constexpr):
+    """Returns the norm of a row, in ACC_DTYPE.  x: the row's ROW_SIZE values, then zeros."""
+    scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / ROW_SIZE + EPS)
+    return x * scale * weight.to(ACC_DTYPE)
+
+
+@kernel
 def _rms_norm_kernel(
     x_ptr, delta_ptr, weight_ptr, sum_ptr, out_ptr, x_row_stride, delta_row_stride, delta_split_stride,
     rounded_values_ptr, rounded_scales_ptr, static_scale_ptr,
@@ -54,8 +61,7 @@ def _rms_norm_kernel(
         # evict_last: the next norm reads the sum again, after a linear's weights have passed through the L2.
         tl.store(sum_ptr + row * ROW_SIZE + column, x, mask=mask, eviction_policy="evict_last")
         x = x.to(ACC_DTYPE)
-    scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / ROW_SIZE + EPS)
-    norm = x * scale * weight
+    norm = norm_row(x, weight, EPS, ROW_SIZE, ACC_DTYPE)
     if rounded_values_ptr is not None:
         of_type = norm.to(x_ptr.dtype.element_ty).to(tl.float32)
         store_rounded_row(
@@ -179,8 +185,7 @@ def _norm_router_kernel(
     # The sum is rounded before the norm, and the norm before the router, as in separate launches.
     total = x.to(sum_ptr.dtype.element_ty)
     x = total.to(tl.float32)
-    scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / ROW_SIZE + EPS)
-    normed = (x * scale * weight).to(out_ptr.dtype.element_ty)
+    normed = norm_row(x, weight, EPS, ROW_SIZE, tl.float32).to(out_ptr.dtype.element_ty)
     if tl.program_id(1) == 0:
         tl.store(sum_ptr + row * ROW_SIZE + column, total, mask=mask)
         tl.store(out_ptr + row * ROW_SIZE + column, normed, mask=mask)

@@ -318,18 +318,13 @@ def _fold_bits(codes: Tensor, folds: BitMoves) -> Tensor:
 
 def _shifted_bits(words: Tensor, bits: int, places: int) -> Tensor:
     """Returns the selected bits of int32 words, shifted by `places`."""
-    # A right shift repeats the highest bit; the mask removes the copies.
-    shifted = words << places if places > 0 else words >> -places
-    return shifted.bitwise_and_(_to_int32(_shift_mask(bits, places)))
+    mask = _shift_mask(bits, places)
+    # A right shift repeats the highest bit; the mask removes the copies.  It is given as an int32 with its 32 bits.
+    return (words << places if places > 0 else words >> -places).bitwise_and_(mask - (mask >> 31 << 32))
 
 
 def _shift_mask(bits: int, places: int) -> int:
     return bits << places if places > 0 else bits >> -places
-
-
-def _to_int32(bits: int) -> int:
-    """Returns the int32 with these 32 bits."""
-    return bits - (bits >> 31 << 32)
 
 
 def _num_interleaved_bytes(packed: Tensor) -> int:

@@ -142,11 +142,8 @@ def rotate_and_store(
     v_buffer: Tensor,
     scales: KVScales | None = None,
 ) -> Tensor:
-    """Norm and rotate Q and K, and write K and V to rows of the KV cache.  See ops/rope.py:rotate_and_store.
-
-    Tolerance: one ulp of the reference.  Both round once from float32; the reference may fuse multiply-adds.
-    Raises EspalierError for shapes, dtypes or strides that ops/rope.py:rotate_and_store does not allow.
-    """
+    """See ops/rope.py.  Tolerance: one ulp of the reference.  Both round once from float32; the reference may fuse
+    multiply-adds.  Raises EspalierError for other shapes, dtypes or strides."""
     parts = qkv[None] if qkv.ndim == 3 else qkv
     dtype = k_buffer.dtype if scales is None else scales.dtype
     count, num_heads, size = parts.shape[-3:]

@@ -1,7 +1,7 @@
 """The library's product of FP8 inputs with an FP8 matrix, for many rows: torch.nn.functional.scaled_mm.
 
 The library has two such products.  The first, for compute capability 8.9 and later, has one scale per row of the inputs
-and of the matrix.  The second, for Hopper only, has one per 128 columns of an input and 128 x 128 values, as DeepSeek-V3.
+and of the matrix.  The second, for Hopper only, has one per 128 columns of an input and 128 x 128 values (DeepSeek).
 """
 
 import torch

@@ -240,7 +240,7 @@ def choose_precision(v: Tensor, state_table: Tensor) -> ProductPrecision:
 
 
 class TreePlan(NamedTuple):
-    """Launch parameters.  block_v: columns of a state per program.  step_rows: rows per step.  stages: pipeline stages."""
+    """Launch parameters.  block_v: columns of a state per program.  step_rows: rows per step.  stages: of the loop."""
 
     block_v: int
     step_rows: int
