@@ -143,7 +143,7 @@ def _mask_block(scores, block_number, queries, blocks, CONSTANTS: gl.constexpr, 
 def _softmax_step(scores, scale, max_score, dtype: gl.constexpr):
     """Do one step of an online softmax in base 2 (Milakov and Gimelshein 2018), with weights in dtype.
 
-    Returns (weights, sums, max_score, decay).  sums: of weights, [64, 4] by thread; decay: for earlier results.
+    Returns (weights, sums of weights [64, 4] by thread, max_score, decay).  decay: the factor for earlier results.
     """
     new_max = gl.maximum(max_score, gl.max(scores, 1))
     # All scores are -inf until the first visible row; -inf - -inf would be NaN.
@@ -239,7 +239,7 @@ def attend_work_item(
     """Attend to one work item.  Returns (out [64, OUT_SIZE], max_score, sum_weights).
 
     The num_unmasked blocks come first.  values: the stages' tile that is summed; exchange: slots through which each
-    block's weights are sent to another warpgroup, or None; blocks_done, blocks_sent: blocks before.
+    block's weights are sent to another warpgroup, or None; blocks_done, blocks_sent: of earlier items.
     """
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=OUT_LAYOUT, k_width=2)
     max_score = gl.full([64], float("-inf"), gl.float32, layout=gl.SliceLayout(1, SCORE_LAYOUT))

@@ -71,7 +71,7 @@ def hopper_attention_kernel(
     ancestor_bits = RowPtrs(bits_ptr, bits_stride_b, bits_stride_q, 0)
     results = (out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, sink_ptr)
     scales = (k_scale_ptr, v_scale_ptr)
-    # With one warpgroup the first function is left out; with two-byte rows the last.
+    # With one warpgroup, the list starts at the second function.  With two-byte rows, it ends before the last.
     gl.warp_specialize(
         [
             (attend_work_items, (

@@ -45,7 +45,7 @@ REGISTERS_AT_LAUNCH, LOAD_REGISTERS = 200, 152
 # fmt: off
 @gluon_kernel
 def _is_visible(block_number, plan, blocks, bits_ptr, KEY_LAYOUT: gl.constexpr, CONSTANTS: gl.constexpr):
-    """[BLOCK_N] bool: the rows of the t-th block that the only node sees.  bits_ptr: the node's ancestor bits."""
+    """Returns [BLOCK_N] bool: the rows of a block that the only node sees.  bits_ptr: the node's ancestor bits."""
     BLOCK_N: gl.constexpr = CONSTANTS.BLOCK_N
     offset = gl.arange(0, BLOCK_N, layout=KEY_LAYOUT)
     if block_number < blocks.num_committed:

@@ -134,7 +134,7 @@ def _scale_factors(words, CODE: gl.constexpr, PIECE_LAYOUT: gl.constexpr):
     """Turn words of 4 scales [64] into factors [64, 8] for words of 64 columns, see quantised_nibbles.py.
 
     MXFP4's 4 exponents are for two pieces of 64 columns: the low halves of the factors are for the first piece, the
-    high halves for the second.  NVFP4's are for one: a half for each 16 of 32 columns.
+    high halves for the second.  NVFP4's 4 scales are for one piece: a half of a factor is for 16 columns.
     """
     WORD: gl.constexpr = gl.DistributedLinearLayout(
         [[8, 0, 0], [0, 1, 0]], [[0, 0, 1], [0, 0, 2], [1, 0, 0], [2, 0, 0], [4, 0, 0]],

@@ -210,7 +210,7 @@ def tile_and_expert(
 ):  # fmt: skip
     """Returns (tile, expert) of this program.  For a shared piece, tile < 0 and expert = 0.
 
-    expert: num_experts for pairs without expert, -1 if the tile does not exist.  NUM_PIECES: of shared experts.
+    expert: num_experts for pairs without expert, -1 for no tile.  NUM_PIECES: the pieces of the shared experts.
     """
     tile = tl.program_id(1) - NUM_PIECES
     routed = tl.maximum(tile, 0)

@@ -46,7 +46,7 @@ def fp8_scale(max_magnitude, static_scale_ptr, FP8_MAX: tl.constexpr):
 def divide_by_scale(values, scale, static_scale_ptr, FP8_MAX: tl.constexpr):
     """Divide float32 values by their scale, see `fp8_scale`.  Static scales: quotients are clamped to FP8's range."""
     if static_scale_ptr is None:
-        # A power of two enlarges tiny values, so that remainders do not underflow.  Beside infinity, they are 0.
+        # Tiny values are enlarged, so that remainders do not underflow.  Finite values beside infinity become 0.
         is_infinite = scale == float("inf")
         power = tl.where(scale < 2.0**-64, 2.0**64, tl.where(is_infinite, 0.0, 1.0))
         # No clamp is needed, because the largest value rounds to FP8_MAX.

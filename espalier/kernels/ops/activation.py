@@ -78,7 +78,7 @@ def activation_rounded_once(gate_up: Tensor, activation: Activation) -> Tensor:
 
 
 def num_up_columns(num_columns: int, activation: Activation) -> int:
-    """Returns the columns of up, given the columns before the activation.  Raises EspalierError for half a column."""
+    """Returns the columns of up, given the columns before the activation.  Raises EspalierError for an odd number."""
     if num_columns % activation.num_matrices:
         raise EspalierError(f"gate_up holds gate and then up: it needs an even number of columns, not {num_columns}")
     return num_columns // activation.num_matrices

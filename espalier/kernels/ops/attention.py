@@ -318,7 +318,7 @@ def latent_attention(
 def staged_attention(inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
     """Attention of each query over its ancestors' staged rows alone.  inputs: prefix and splits are `empty_prefix`'s.
 
-    Returns out [B, Q, heads, v_size] in q's dtype and lse [B, Q, heads], natural log.  Without rows: zeros and -inf.
+    Returns out [B, Q, heads, v_size] in q's dtype and lse [B, Q, heads], natural log.  No rows: 0 and lse -inf.
     """
     assert inputs.staged is not None
     seen = inputs.nodes.visible_rows(inputs.window)

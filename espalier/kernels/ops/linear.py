@@ -137,7 +137,7 @@ def quantise_rows(x: Tensor, input_scales: InputScales, library_layout: bool = F
     """x [rows, in] -> (FP8 values [rows, in], their scales [rows, ceil(in / group)] float32).
 
     library_layout: on a GPU, return the form of the library's product: the scales of a group are adjacent in memory,
-    and undefined rows fill up the result to a multiple of ROWS_FILLED.
+    and undefined rows fill up the result to a multiple of LIBRARY_ROW_MULTIPLE.
     """
     return quantise_inputs(x, input_scales)
 

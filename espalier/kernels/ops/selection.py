@@ -53,7 +53,7 @@ MAX_SPLITS, MAX_SPLITS_OF_FEW_HEADS = 32, 128
 MAX_PARTIAL_ROWS_PER_REQUEST = 512
 # The most float32 values in the partial results of a batch: 256 MiB.
 MAX_PARTIAL_VALUES = 2**26
-# Columns of the table of splits: request, begin (a multiple of SPLIT_ALIGNMENT), end (exclusive), splits of request.
+# Columns of the table of splits: request, begin (multiple of SPLIT_ALIGNMENT), end (exclusive), the request's splits.
 SPLIT_COLUMNS = 4
 
 
@@ -315,8 +315,8 @@ class KVSplits:
     """The splits of a batch.  Every request has at least one split, which may be empty.
 
     table: [B * policy.max_splits, SPLIT_COLUMNS] int32, one row per split; unused rows are undefined.  The splits of a
-    request are neighbours, in the order of their positions.  Requests with longer splits come first; not with a window.
-    starts: [2 · B + 1] int32: the index of the first split of each request, the number of splits, then each request's.
+    request are neighbours, in the order of their positions.  Requests with longer splits come first (no window).
+    starts: [2 · B + 1] int32: the index of the first split of each request, the sum of splits, then splits per request.
     """
 
     table: Tensor

@@ -20,7 +20,7 @@ from espalier.kernels.runtime.jit import kernel, load_sum
 from espalier.kernels.runtime.launch import acc_dtype, chip, next_power_of_2
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 
-# The fewest values of a program: programs for small groups take several rows.
+# The fewest values per program.  For small groups, a program takes several groups.
 MIN_PROGRAM_VALUES = 512
 # Values of a whole row for each warp, and the most warps.
 WARP_VALUES, MAX_WARPS = 256, 16

@@ -51,7 +51,7 @@ def _solve_tree(
 ):  # fmt: skip
     """Returns what each node adds to the state, [columns of the state, nodes].
 
-    first_values_t: what each node would add without its ancestors, in the same shape.  key_products: of the keys.
+    first_values_t: what each node would add without ancestors, in this shape.  key_products: products of keys.
     """
     node = tl.arange(0, BLOCK_R)
     depth = tl.max(tl.sum(seen_t.to(tl.int32), 0), 0) - 1
@@ -240,7 +240,7 @@ def choose_precision(v: Tensor, state_table: Tensor) -> ProductPrecision:
 
 
 class TreePlan(NamedTuple):
-    """Launch parameters.  block_v: columns of a state per program.  step_rows: rows per step.  stages: of the loop."""
+    """Launch parameters.  block_v: state columns per program.  step_rows: rows per step.  stages: pipeline stages."""
 
     block_v: int
     step_rows: int
