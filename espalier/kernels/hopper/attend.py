@@ -5,8 +5,6 @@ While the tensor cores multiply one block's weights with its values, the warps c
 other, so the exponentials of one can overlap with the products of another.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 from triton.experimental.gluon import language as gl

@@ -5,8 +5,6 @@ same bits.  It takes two-byte types and head sizes 64, 128 and 256, if the packe
 fourth of a 64-row tensor core tile.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """The launch configurations of Hopper's attention kernels, over K and V heads and over latent rows."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from itertools import product
 from typing import ClassVar

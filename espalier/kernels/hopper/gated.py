@@ -8,8 +8,6 @@ tiles.  Two multiplying warpgroups compute half of a tile's rows each; gate and 
 columns of each result in the same order for any number of rows, so its bits never change.  Tolerance: see linear.py.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

@@ -4,8 +4,6 @@ Work items, splits and masks are the same as in kernels/attention/latent_attenti
 block of rows into shared memory once, for K and V.  Two warpgroups attend: each sums one half of the values.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor

@@ -7,8 +7,6 @@ warpgroup is as fast as memory.  Work items, splits, loading warps and stages ar
     scores [64 rows, 16] = rows · queriesᵀ        out [512, 16] = rowsᵀ · weights [64 rows, 16]
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor

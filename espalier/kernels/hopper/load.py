@@ -13,8 +13,6 @@ read from shared memory.  So the loading warps copy FP8 rows to separate stages 
 these, and write two-byte rows to the stages of the attending warps.
 """
 
-from __future__ import annotations
-
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 

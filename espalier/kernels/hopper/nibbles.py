@@ -6,8 +6,6 @@ warp multiplies on its own, with the older instruction for 16 × 8 × 16 numbers
 compiler decodes the next weights during a product.  Up to 8 rows of inputs take half of the work of 16 rows.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 from triton import constexpr_function

@@ -1,7 +1,5 @@
 """Decides which products of few rows with 4-bit weights run on the Hopper kernels, and how the kernels divide them."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

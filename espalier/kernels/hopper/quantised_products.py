@@ -1,7 +1,5 @@
 """Hopper's kernels for quantised products: linear layers, and the two products with experts."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -8,8 +8,6 @@ complete `full` once.  Each group that reads the block waits once at `full` and 
 waits for a block holds at most the two blocks before it, so three stages suffice.  With two, it first releases a block.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 from triton.experimental.gluon import language as gl

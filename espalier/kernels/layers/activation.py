@@ -3,8 +3,6 @@
 Grid: (rows, blocks of BLOCK columns), or (rows, 1) if rows are rounded to FP8.  It computes in float32 or float64.
 """
 
-from __future__ import annotations
-
 import torch
 import triton.language as tl
 from torch import Tensor

@@ -5,8 +5,6 @@ and rounds where separate launches would round, so 16-bit rows get the bits of s
 float32 and float64 the bits may differ, because the compiler may fuse a product and a sum.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -16,8 +16,6 @@ Tolerance: the sublayer's output is summed from its parts and rounded, convolved
 rounded before the addition.  The addition and the norm are computed as in kernels/layers/norm.py.
 """
 
-from __future__ import annotations
-
 import torch
 import triton.language as tl
 from torch import Tensor

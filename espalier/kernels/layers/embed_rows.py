@@ -4,8 +4,6 @@ For an EAGLE draft model, x is [normed embedding, normed hidden state of the par
 first program of a row looks up its embedding, cos and sin.  For a draft, the second norms the hidden state.
 """
 
-from __future__ import annotations
-
 import torch
 import triton.language as tl
 from torch import Tensor

@@ -15,8 +15,6 @@ the shared experts by column.  The order is the same in every batch.  Below, a p
 order; without a sort, place and pair are the same.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -7,8 +7,6 @@ Quantised experts share the inner loop of quantised linear layers.  Without meas
 of these layers, with at least one tile for each expert that has rows.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Mapping, Sequence

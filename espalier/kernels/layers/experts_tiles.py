@@ -8,8 +8,6 @@ tiles come first, and prefetch weights before the routing is complete.
 For more rows the caller runs the shared MLP in separate launches: they fill the chip, and read a weight once.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

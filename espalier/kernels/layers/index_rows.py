@@ -6,8 +6,6 @@ programs rotate queries in place.
 Tolerance: sums are in float32, in another order than in other implementations, and are rounded once.
 """
 
-from __future__ import annotations
-
 import torch
 import triton.language as tl
 from torch import Tensor

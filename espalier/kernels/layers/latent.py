@@ -11,8 +11,6 @@ for the previous kernel (PDL).  The kernel is for few rows: above MAX_HEAD_ROWS,
 Tolerance: sums are in float32, in another order than in other implementations, and are rounded once.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

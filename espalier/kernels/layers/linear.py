@@ -16,8 +16,6 @@ other implementations do not share, and the result is rounded once.  Against flo
 the result, plus in · 2⁻²⁴ times the sum of the products' magnitudes.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

@@ -7,8 +7,6 @@ minimum is multiplied by the sum of the group's inputs.  So no weight is rounded
 Tolerance: in · 2⁻²³ times the sum of magnitudes |x| · (|scale · integer| + |minimum|), and the rounding of the output.
 """
 
-from __future__ import annotations
-
 import torch
 import triton.language as tl
 from torch import Tensor

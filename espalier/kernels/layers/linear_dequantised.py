@@ -10,8 +10,6 @@ those of MXFP4 are exact.  The library may add a few parts of a sum that are rou
 at most half an ulp of the result, plus an ulp of 1 and in · 2⁻²³, times the sum of the products' magnitudes.
 """
 
-from __future__ import annotations
-
 import torch
 import triton.language as tl
 from torch import Tensor

@@ -10,8 +10,6 @@ table all dense shapes use F.linear, and the log says so.  A quantised shape wit
 rule of quantised_plans.py.  A format is "dense", or a name of quantised_plans.py:tuning_format_name.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

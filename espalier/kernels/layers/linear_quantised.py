@@ -14,8 +14,6 @@ columns: in · 2⁻²³ times the sum of the products' magnitudes.  For rounded 
 FP8 units cut each of 32 addends at 13 bits below the largest.
 """
 
-from __future__ import annotations
-
 import torch
 import triton.language as tl
 from torch import Tensor

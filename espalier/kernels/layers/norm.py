@@ -8,8 +8,6 @@ these rows before it waits for the preceding kernel (PDL).  So the norm is compu
 more than MAX_ROUTER_ROWS rows, separate launches for norm and product are faster.
 """
 
-from __future__ import annotations
-
 import torch
 import triton.language as tl
 from torch import Tensor

@@ -4,8 +4,6 @@ Grid: (rows, one or more groups of a row, parts of a group).  The divisions of v
 the results equal the reference's to the bit.  Norms that round their output use the same functions.
 """
 
-from __future__ import annotations
-
 import torch
 import triton.language as tl
 from torch import Tensor

@@ -7,8 +7,6 @@ both values.  The order of interleave_nibbles (quantised.py) puts every pair int
 decoded weight moves between threads or through shared memory.  The inputs are in shared memory, in column order.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

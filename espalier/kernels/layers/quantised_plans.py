@@ -5,8 +5,6 @@ promising first.  Up to MEMORY_BOUND_ROWS rows, memory limits the time.  There a
 at once, how many bytes they have in flight, and how full the last wave is.  Above, all plans count as equal.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import cache
 from itertools import zip_longest

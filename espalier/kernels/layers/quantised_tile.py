@@ -9,8 +9,6 @@ Inputs that are rounded to FP8 are multiplied with FP8 weights directly, on the 
 fewer bits than float32.  So a new sum starts after at most MAX_FP8_SUM_COLUMNS columns, in float32.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -4,8 +4,6 @@ On a GPU this is one launch, which overwrites the Q heads in place.  Grid: (rows
 takes BLOCK_H heads of one row, so the heads of a single row spread over many SMs.
 """
 
-from __future__ import annotations
-
 import torch
 import triton.language as tl
 from torch import Tensor

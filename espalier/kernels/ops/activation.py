@@ -1,7 +1,5 @@
 """The activation of an MLP, with a gate (arXiv:2002.05202) or without, for dense layers and experts."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

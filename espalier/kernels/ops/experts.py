@@ -1,7 +1,5 @@
 """Operations of a mixture of experts: the choice of each row's experts, and the products with these experts."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """Linear layers, dense and quantised, and the rounding of their inputs."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import torch

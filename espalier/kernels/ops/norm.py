@@ -1,7 +1,5 @@
 """RMS norm (arXiv:1910.07467), alone or fused with residual additions, rounding or a router's product."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

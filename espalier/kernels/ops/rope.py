@@ -1,7 +1,5 @@
 """Operations between a layer's projections and attention: norms of heads or latents, RoPE, KV cache writes."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Log-probabilities of emitted tokens."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Reads and writes of a launch's state: slots, chains of known tokens, rows of pages, results."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 

@@ -5,8 +5,6 @@ a given number of rows.  Everything is computed in float32 (float64 for float64)
 and trees of more than MAX_TREE_ROWS nodes use the references, which have static shapes too.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -5,8 +5,6 @@ state is needed for: the inverse of its system, and the scores of its rows among
 holds a part of a head's state.  For each chunk, it computes the values that the rows add, the outputs and the state.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

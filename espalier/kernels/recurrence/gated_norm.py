@@ -5,8 +5,6 @@ row is rounded to FP8 with one scale.  The kernel computes in float32 (float64 f
 reference rounds.
 """
 
-from __future__ import annotations
-
 import torch
 import triton.language as tl
 from torch import Tensor

@@ -5,8 +5,6 @@ convolves one head's channels.  Then it L2-normalises a head of q or k.  For a h
 Padding rows are computed too.
 """
 
-from __future__ import annotations
-
 import triton.language as tl
 from torch import Tensor
 

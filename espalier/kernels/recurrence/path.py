@@ -5,8 +5,6 @@ float64), with the same operations in the same order.  So a state does not depen
 rounds.  Each program keeps a part of a state in registers, and accesses it once.  Grid: (parts, requests, layers).
 """
 
-from __future__ import annotations
-
 import triton.language as tl
 from torch import Tensor
 

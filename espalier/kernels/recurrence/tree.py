@@ -12,8 +12,6 @@ A single row needs no tensor cores.  _single_row_kernel sums in float32, needs f
 of the state before it waits for the previous kernel.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch
