@@ -277,15 +277,15 @@ def attend_work_item(
 
 @gluon_kernel
 def _write_results(
-    out_ptr, lse_ptr, base, queries, out, lse, first_packed, head,
+    out_ptr, lse_ptr, result_index, queries, out, lse, first_packed, head,
     KV_HEADS: gl.constexpr, GROUP_SIZE: gl.constexpr, HEAD_SIZE: gl.constexpr, OUT_LAYOUT: gl.constexpr,
 ):
     """Write the results of 64 packed queries to out [.., queries, heads, HEAD_SIZE] and lse [.., queries, heads].
 
-    base: index of the request in `out`, or of the split in the partial results.
+    result_index: index of the request in `out`, or of the split in the partial results.
     """
     at = first_packed + gl.arange(0, 64, layout=gl.SliceLayout(1, OUT_LAYOUT))
-    row = (base * queries + at // GROUP_SIZE) * (KV_HEADS * GROUP_SIZE) + head * GROUP_SIZE + at % GROUP_SIZE
+    row = (result_index * queries + at // GROUP_SIZE) * (KV_HEADS * GROUP_SIZE) + head * GROUP_SIZE + at % GROUP_SIZE
     size = gl.expand_dims(gl.arange(0, HEAD_SIZE, layout=gl.SliceLayout(0, OUT_LAYOUT)), 0)
     query_exists = at // GROUP_SIZE < queries
     to = out_ptr + (gl.expand_dims(row, 1) * HEAD_SIZE + size)

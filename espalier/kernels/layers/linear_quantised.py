@@ -136,7 +136,7 @@ def _linear_quantised_kernel(
 
 def _launch(x: InputRows, weight: QuantisedMatrix, bias: Tensor | None, plan: TritonPlan, is_gated: bool) -> Tensor:
     rows, num_in = input_values(x).shape
-    _require(x, weight, bias, plan)
+    _check_arguments(x, weight, bias, plan)
     num_out, block_written = weight.shape[0], plan.block_out
     if is_gated:
         num_out, block_written = num_out // 2, block_written // 2
@@ -191,7 +191,7 @@ def input_values(x: InputRows) -> Tensor:
     return x.values if isinstance(x, RoundedRows) else x
 
 
-def _require(x: InputRows, weight: QuantisedMatrix, bias: Tensor | None, plan: TritonPlan) -> None:
+def _check_arguments(x: InputRows, weight: QuantisedMatrix, bias: Tensor | None, plan: TritonPlan) -> None:
     num_in = input_values(x).shape[1]
     packed = num_in if weight.code == "fp8" else num_in // 2
     require("quantised linear: codes", weight.codes, (-1, packed), None, input_values(x))

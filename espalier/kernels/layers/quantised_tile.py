@@ -23,7 +23,7 @@ from espalier.kernels.runtime.pdl import prefetch
 # Bytes of an L2 line.  Kernels cannot read this constant, so prefetch_codes repeats it.
 LINE_BYTES = 128
 # The numbers that kernels use for the codes of espalier/kernels/layers/quantised.py:QuantisedMatrix.
-CODES = {"fp8": 0, "int4": 1, "mxfp4": 2, "nvfp4": 3}
+FORMAT_CODES = {"fp8": 0, "int4": 1, "mxfp4": 2, "nvfp4": 3}
 
 
 def kernel_matrix(weight: QuantisedMatrix) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -42,7 +42,7 @@ def format_constants(weight: QuantisedMatrix) -> dict[str, Any]:
     input_group = 0 if inputs is None or inputs.columns(num_in) == num_in else inputs.columns(num_in)
     group = 0 if weight.group_size >= num_in and weight.code not in E2M1_CODES else weight.group_size
     groups = {"GROUP_SIZE": group, "ROWS_PER_SCALE": weight.rows_per_scale, "INPUT_GROUP_SIZE": input_group}
-    return {"CODE": CODES[weight.code]} | groups
+    return {"CODE": FORMAT_CODES[weight.code]} | groups
 
 
 @kernel
