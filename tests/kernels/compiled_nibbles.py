@@ -33,13 +33,7 @@ SHAPE = (28672, 4096)
 
 def compiled(code: str, group: int, rows: int, zeros: bool, even: bool) -> dict:
     plan = nibble_plan_by_rule(max(rows, 16), 1, *SHAPE, code, 1, CHIP)
-    constants = {
-        "x_scales_ptr": None,
-        "bias_ptr": None,
-        "CODE": FORMAT_CODES[code],
-        "GROUP_SIZE": group,
-        "ROWS_PER_SCALE": 1,
-    }
+    constants = {"x_scales_ptr": None, "bias_ptr": None, "CODE": FORMAT_CODES[code], "GROUP_SIZE": group}
     constants |= {"BLOCK_ROWS": max(rows, 16), "BLOCK_OUT": plan.block_out, "BLOCK_IN": plan.block_in}
     constants |= {"INPUT_GROUP_SIZE": 0, "EVEN_OUT": True, "EVEN_IN": even, "IS_GATED": True, "PREFETCHED_LINES": 4}
     constants |= {"ROWS_PER_SCALE": 1, "USE_PDL": True}
