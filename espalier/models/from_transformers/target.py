@@ -18,7 +18,7 @@ from espalier.attention import Pass
 from espalier.cache.layer_spec import LayerSpec, ReadyHeads
 from espalier.kernels.ops.activation import GELU_TANH, SILU, Activation
 from espalier.kernels.ops.experts import grouped_experts
-from espalier.kernels.ops.linear import sum_parts
+from espalier.kernels.ops.linear import add_partial_sums
 from espalier.kernels.state.kv_scales import KVScales
 from espalier.models.base import ModelOutput
 from espalier.models.config import ModelConfig
@@ -86,8 +86,10 @@ def experts_of(module: Any, activation: Activation) -> Callable[[Tensor, Tensor,
     def run_experts(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         run, weights = CURRENT_RUN.get(None), top_k_weights.to(torch.promote_types(hidden_states.dtype, torch.float32))
         live = None if run is None else run.live
-        parts = grouped_experts(hidden_states, gate_up, down, top_k_index, weights, live=live, activation=activation)
-        return sum_parts(parts, hidden_states.dtype)
+        parts = grouped_experts(
+            hidden_states, gate_up, down, top_k_index, weights, live_rows=live, activation=activation
+        )
+        return add_partial_sums(parts, hidden_states.dtype)
 
     return run_experts
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from espalier.attention import CommittedLengths, Nodes
 from espalier.kernels.attention.ancestor_bits import self_bits
-from espalier.kernels.ops.state import TokenChain, load_carried, read_chain, store_carried
+from espalier.kernels.ops.state import TokenChain, load_carried_field, read_chain, store_carried_field
 from espalier.kernels.ops.tree import SelectedBeams, select_beams
 from espalier.models.draft import DraftModel, DraftModule, DraftOutput
 from espalier.sampling.logit_processors import DraftedAncestors
@@ -80,7 +80,7 @@ class AutoregressiveDrafter(ModelDrafter[DraftModel]):
         at, topk, modules = slots.prefix_len[:, None] + self.depths, self.layout.topk, self.spec.num_modules
         positions, above = at[:, topk:], at[:, : self.layout.beam_rows]
         rows = TreeRows(slots, positions, above, torch.empty_like(positions), module_rows(slots, modules))
-        out = self._module(1).output_from_hidden(load_carried(slots, "hidden"))
+        out = self._module(1).output_from_hidden(load_carried_field(slots, "hidden"))
         return partial(self._grow, rows, out, self._logits(out, 1))
 
     def _grow(self, rows: TreeRows, out: DraftOutput, logits: Tensor, sampler: Sampler) -> Tree:
@@ -96,7 +96,7 @@ class AutoregressiveDrafter(ModelDrafter[DraftModel]):
                 first, end = self.layout.draft_rows_above(level), self.layout.draft_rows_above(level + 1)
                 bits = None if above is None else above.ancestor_bits
                 beams = select_beams(tokens, scores, bits, rows.tokens, first, self.layout.beam_ancestor_words)
-                pool.set_beams(beams.places)
+                pool.set_beams(beams.candidate_indices)
                 rows.levels.append(beams)
                 path_scores, above = beams.scores, DraftedAncestors(rows.tokens[:, :end], beams.ancestor_bits)
                 out = self._forward(out, rows, level + 1)
@@ -178,7 +178,7 @@ class AutoregressiveDrafter(ModelDrafter[DraftModel]):
                 for name, (values, count) in kept.items()
             }
         for name, (values, count) in kept.items():
-            store_carried(slots, name, values, count)
+            store_carried_field(slots, name, values, count)
 
     def _extend_module(
         self,
