@@ -4,6 +4,7 @@ import ast
 import re
 import shlex
 import tomllib
+from dataclasses import fields
 from functools import cache
 from pathlib import Path
 from xml.etree import ElementTree
@@ -12,6 +13,8 @@ import pytest
 
 from espalier.attention import BACKENDS
 from espalier.cli.main import parse
+from espalier.models.config import NEUTRAL_VALUES, Family
+from espalier.models.stored_names import Experts
 from lab.__main__ import make_parser as make_lab
 from lab.faults.command import COMMANDS
 from lab.faults.planted import FAULTS, find
@@ -177,6 +180,15 @@ def test_the_design_lists_packages_in_the_order_that_imports_keep():
     public = {"", "__main__"}
     assert rows == [set(floor) for floor in reversed(FLOORS) if not public & set(floor)]
     assert f"at most {MAX_FILE_LINES} lines, a function at most {MAX_FUNCTION_LINES}" in " ".join(section.split())
+
+
+def test_the_table_of_a_familys_fields_names_fields():
+    page = (ROOT / "docs" / "development.md").read_text(encoding="utf-8")
+    table = page.partition("| what | field of `Family` | example |\n")[2].partition("\n\n")[0]
+    cells = " ".join(row.split(" | ")[1] for row in table.splitlines()[1:])
+    known = {each.name for each in fields(Family)} | {f"Experts.{each.name}" for each in fields(Experts)}
+    named = set(re.findall(r"`([A-Za-z_][\w.]*)`", cells))
+    assert "experts" in named and named - known - {*NEUTRAL_VALUES, "head_dim", "layer_types"} == set()
 
 
 def test_support_is_what_the_code_declares():
