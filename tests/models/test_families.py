@@ -552,10 +552,11 @@ def test_gemma4_refuses_what_it_cannot_compute(fields: dict[str, Any], message: 
 
 
 def test_minimax_m2_as_published(tmp_path: Path) -> None:
-    """Published files have the number of rotated values.  Transformers writes their share."""
+    """Published files have the number of rotated values, not their share, and the type of FP8 by its name in torch."""
     path = make_target(tmp_path, "minimax_m2")
     raw = json.loads((path / "config.json").read_text())
     raw.pop("rope_parameters")
+    raw |= {"scoring_func": "sigmoid", "quantization_config": {"quant_method": "fp8", "fmt": "float8_e4m3fn"}}
     for given in ({}, {"rotary_dim": 4}, {"rotary_dim": 4, "partial_rotary_factor": 0.75}, {"rotary_dim": None}):
         (path / "config.json").write_text(json.dumps(raw | given))
         theirs, ours = CONFIGS["minimax_m2"](**raw, **given).rope_parameters, read_config(path)

@@ -141,7 +141,7 @@ def _common_scale(scales: Tensor) -> Tensor:
 def read_fp8(quantisation: Mapping[str, Any]) -> FormatLookup:
     """Returns the format of each matrix, for quant_method "fp8".
     Raises EspalierError naming a field that is not supported."""
-    read_field(quantisation, "fmt", ("e4m3", None))
+    read_field(quantisation, "fmt", ("e4m3", "float8_e4m3fn", None))
     inputs = read_field(quantisation, "activation_scheme", ("dynamic", "static"), "dynamic")
     block, lm_head = quantisation.get("weight_block_size"), bool(quantisation.get("lm_head"))
     skipped = module_names(quantisation, "ignored_layers") + module_names(quantisation, "modules_to_not_convert")
