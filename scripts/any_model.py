@@ -26,7 +26,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from espalier.errors import EspalierError, one_line
 from espalier.models import ModelConfig, load_target, read_config
 from espalier.models.families import FAMILIES
-from espalier.models.from_transformers.shrink import tiny_config, tiny_model
+from espalier.models.from_transformers.probe import tiny_config, tiny_model
 from espalier.request import Request, SamplingParams
 from espalier.speculate.drafters.registry import load_draft, read_draft
 from espalier.startup.build import LoadedModels, assemble_engine

@@ -22,7 +22,8 @@ from espalier.model_files import is_gguf, naming_config, read_json
 from espalier.models.base import CausalLM
 from espalier.models.config import Family, Json, ModelConfig, architecture_of, parse
 from espalier.models.families import FAMILIES
-from espalier.models.from_transformers.load import causal_class, load_by_transformers, read_by_transformers
+from espalier.models.from_transformers.probe import causal_class, read_by_transformers
+from espalier.models.from_transformers.target import load_by_transformers
 from espalier.models.gguf_config import gguf_config
 from espalier.models.layer_loading import layer_specs_of, load_embedding, load_layer, tied_head
 from espalier.models.layers.decoder import Decoder
@@ -190,7 +191,7 @@ def load_target(
         )
     require_shards(config, shards.count)
     if config.probe_result is not None:
-        return load_by_transformers(Path(path), config, dtype, device, tuple(capture))
+        return load_by_transformers(config, dtype, torch.device(device), tuple(capture))
     weights = Weights(Path(path), dtype, device, config.formats, stored_names=config.stored_names, shards=shards)
     if config.multimodal_architecture is not None:
         others = ", ".join(sorted(weights.other_parts)) or "none"

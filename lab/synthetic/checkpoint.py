@@ -22,7 +22,8 @@ from espalier.errors import EspalierError
 from espalier.kernels.layers.linear_plans import DENSE
 from espalier.models import CausalLM, DraftModel
 from espalier.models.draft import DraftConfig
-from espalier.models.from_transformers.load import build_by_transformers, read_by_transformers
+from espalier.models.from_transformers.probe import read_by_transformers
+from espalier.models.from_transformers.target import load_by_transformers
 from espalier.models.loading import make_target
 from espalier.models.weight_files import INDEX_FILE, write_weights
 from espalier.models.weight_formats import all_dense
@@ -256,7 +257,7 @@ def _write_json(path: Path, value: Mapping[str, Any]) -> None:
 def _by_transformers(recipe: Recipe, tensors: Tensors, capture: tuple[int, ...]) -> CausalLM:
     config = read_by_transformers(recipe.shape.config_json, Path("synthetic checkpoint"))
     state = {name: tensors.tensor(name) for name in tensors.shapes}
-    return build_by_transformers(config, tensors.dtype, tensors.device, capture, state)
+    return load_by_transformers(config, tensors.dtype, tensors.device, capture, state)
 
 
 class SyntheticWeights(Weights):

@@ -8,16 +8,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import nn
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, Phi3Config, Phi3ForCausalLM
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from transformers.models.phi3.modeling_phi3 import Phi3RMSNorm
 
 from espalier.errors import EspalierError
 from espalier.models import load_target, read_config
-from espalier.models.from_transformers.probe import try_tree
-from espalier.models.from_transformers.shrink import tiny_config, tiny_model
-from espalier.models.from_transformers.target import find_replacements
+from espalier.models.from_transformers.probe import tiny_config, tiny_model, try_tree
 from scripts.any_model import Found, compare, make_model
 from scripts.any_model import main as any_model
 from tests.builders import make_target
@@ -266,12 +263,10 @@ class OtherNorm(Phi3RMSNorm):
 
 
 def test_only_what_computes_the_same_is_replaced() -> None:
-    tiny = Phi3ForCausalLM(tiny_config(Phi3Config()))
-    equal = find_replacements(tiny)
-    assert {kind.__name__ for kind in equal} == {"Linear", "Phi3RMSNorm"}
+    tiny = tiny_model(Phi3ForCausalLM, tiny_config(Phi3Config()))
     tiny.model.norm = OtherNorm(64)
-    tiny.lm_head = nn.Bilinear(4, 4, 4)
-    assert OtherNorm not in find_replacements(tiny) and nn.Bilinear not in find_replacements(tiny)
+    replacements, _ = try_tree(tiny)
+    assert [kind.__name__ for kind in replacements] == ["Linear", "Phi3RMSNorm"]
 
 
 @pytest.mark.parametrize(("family", "expected"), [("llama", "eager"), ("mixtral", "grouped_mm")])
