@@ -7,9 +7,8 @@ returns for each path.  The tests are all that is known about a class.
 import copy
 import json
 import re
-from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -34,10 +33,11 @@ from espalier.models.from_transformers.target import (
 )
 from espalier.models.weight_formats import QUANTISATION_FIELDS
 
+# An attention call: the module, K and V [B, kv_heads, Q, size], and the spec of the layer.
+Call = tuple[nn.Module, Tensor, Tensor, LayerSpec]
 # The largest difference of logits, relative to the largest logit, in float32.
 TOLERANCE = 1e-4
 # The sizes of a tiny model, and the largest model that counts as tiny.
-HEADS_FIELD = "num_attention_heads"
 HEADS, HEAD_SIZE, MOST_LAYERS, MOST_WEIGHTS = 4, 16, 12, 50_000_000
 # Sizes that classes derive from each other.  They are the tiny values even where the config has smaller ones.
 DERIVED = r"head_dim|head_size|kv_channels|attention_heads|n_heads?$|hidden_size|d_model|n_embd"
@@ -63,7 +63,8 @@ def tiny_config(config: Any) -> Any:
     # Without the config's RoPE the class uses its default: factors may fit the config's true sizes alone.
     left_out = ("_", "rope_parameters", "rope_scaling")
     fields = {name: value for name, value in config.to_dict().items() if not name.startswith(left_out)}
-    num_layers, heads = config.num_hidden_layers, fields.get(config.attribute_map.get(HEADS_FIELD, HEADS_FIELD))
+    num_layers = config.num_hidden_layers
+    heads = fields.get(config.attribute_map.get("num_attention_heads", "num_attention_heads"))
     lists = [value for value in fields.values() if isinstance(value, list | tuple) and len(value) == num_layers]
     layer_types = [repr(values) for values in zip(*lists, strict=True)]
     layers = min(max([3, *map(layer_types.index, layer_types)]) + 1, MOST_LAYERS, num_layers)
@@ -116,55 +117,53 @@ def computes_the_same(make: MakeForward, module: Any, args: tuple[Any, ...]) -> 
     return all(one.shape == other.shape and torch.allclose(one, other, 1e-5, 1e-5) for one, other in pairs)
 
 
-@dataclass
-class TrialAttention:
-    """The attention of a forward pass in which rows attend as `seen` says.  It records the calls.
+def run_trial(target: TransformersTarget, tokens: Tensor, seen: Tensor) -> tuple[Tensor, dict[int, Tensor], list[Call]]:
+    """Runs a pass in which rows attend as `seen` says.  tokens: [B, Q].  seen: [B, Q, Q] bool.
 
-    positions: [B, Q].  seen: [B, Q, Q] bool, the rows to which each row attends.
-    calls: the module, K, V and the layer's spec of each call.
+    Returns the results of `run`, and the attention calls.
+    Raises EspalierError, with the reason, for attention that no backend computes.
     """
+    calls: list[Call] = []
+    positions = seen.sum(2) - 1
 
-    positions: Tensor
-    seen: Tensor
-    calls: list[tuple[nn.Module, Tensor, Tensor, LayerSpec]] = field(default_factory=list)
-
-    def __call__(
-        self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **options: Any
+    def attend_as_seen(
+        module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **options: Any
     ) -> Tensor:
-        """Raises EspalierError, with the reason, for attention that no backend computes."""
         scale, sink = options.get("scaling"), options.get("s_aux")
         if mask is not None:
             raise EspalierError("its attention has a mask of its own, which may be not causal")
         if scale is not None and not isinstance(scale, int | float):
             raise EspalierError("the factor of its attention scores is no number")
         # A layer whose K and V are the same tensors as an earlier layer's shares that layer's rows.
-        shared = next((i for i, (_, *rows, _) in enumerate(self.calls) if rows[0] is k and rows[1] is v), None)
-        keeps = KVHeads(k.shape[1], k.shape[3], v.shape[3])
+        shared = next((i for i, (_, *rows, _) in enumerate(calls) if rows[0] is k and rows[1] is v), None)
         window, softcap = options.get("sliding_window") or None, options.get("softcap") or None
+        keeps = KVHeads(k.shape[1], k.shape[3], v.shape[3])
         spec = LayerSpec(q.shape[1], keeps, window, scale, softcap, shared)
-        self.calls.append((module, k, v, spec))
+        calls.append((module, k, v, spec))
         q, k, v = (rows.transpose(1, 2) for rows in (q, k, v))
-        if k.shape[1] != self.seen.shape[2]:
+        if k.shape[1] != seen.shape[2]:
             # A class that attends over other rows is refused by its calls or its logits.
             return q.new_zeros(*q.shape[:3], v.shape[3])
-        distances = self.positions[:, :, None] - self.positions[:, None]
-        seen = self.seen if window is None else self.seen & (distances < window)
-        out, lse = masked_attention(q, k, v, seen, spec.softmax_scale, softcap=softcap)
+        distances = positions[:, :, None] - positions[:, None]
+        visible = seen if window is None else seen & (distances < window)
+        out, lse = masked_attention(q, k, v, visible, spec.softmax_scale, softcap=softcap)
         return (out if sink is None else apply_sink(out, lse, sink)).contiguous()
 
-    def require_one_call_each(self, layers: nn.ModuleList) -> None:
-        """Check that each layer attended once, in order.  Raises EspalierError with the reason."""
-        if not self.calls:
-            raise EspalierError("its attention does not go through transformers' AttentionInterface")
-        layer_of = {module: i for i, layer in enumerate(layers) for module in layer.modules()}
-        attended = [layer_of.get(module) for module, *_ in self.calls]
-        for i, layer in enumerate(layers):
-            if i not in attended:
-                raise EspalierError(
-                    f"its layer {i} ({type(layer).__name__}) keeps no K and V: it has recurrent state or no attention"
-                )
-        if attended != list(range(len(layers))):
-            raise EspalierError("its layers do not attend once each, in the order of one list")
+    return *target.run(tokens, positions, attend_as_seen), calls
+
+
+def require_one_call_each(layers: nn.ModuleList, calls: Sequence[Call]) -> None:
+    """Check that each layer attended once, in order.  Raises EspalierError with the reason."""
+    if not calls:
+        raise EspalierError("its attention does not go through transformers' AttentionInterface")
+    layer_of = {module: i for i, layer in enumerate(layers) for module in layer.modules()}
+    attended = [layer_of.get(module) for module, *_ in calls]
+    for i, layer in enumerate(layers):
+        if i not in attended:
+            kind = type(layer).__name__
+            raise EspalierError(f"its layer {i} ({kind}) keeps no K and V: it has recurrent state or no attention")
+    if attended != list(range(len(layers))):
+        raise EspalierError("its layers do not attend once each, in the order of one list")
 
 
 @torch.no_grad()
@@ -204,10 +203,9 @@ def try_tree(model: Any) -> tuple[dict[type, MakeForward], bool]:
     model.set_attn_implementation(ATTENTION_NAME)
     capture = tuple(range(model.config.num_hidden_layers + 1))
     # The rows run in reverse order, to find a class that treats the first rows of a pass differently: it is no target.
-    trial = TrialAttention(seen.sum(2).flip(1) - 1, seen.flip(1, 2))
     target = TransformersTarget(model, replacements, capture)
-    hidden, inputs = target.run(tokens.flip(1), trial.positions, trial)
-    trial.require_one_call_each(target.layers)
+    hidden, inputs, calls = run_trial(target, tokens.flip(1), seen.flip(1, 2))
+    require_one_call_each(target.layers, calls)
     difference = float((target.logits(hidden).flip(1) - wanted).abs().max() / wanted.abs().max())
     if difference > TOLERANCE:
         raise EspalierError(
@@ -266,19 +264,19 @@ def probe(model_type: str, fields: str) -> ProbeResult:
     meta._experts_implementation = "batched_mm"
     with refusal_reason("its class refuses its config"), torch.device("meta"):
         full = model_class(meta).eval()
-    classes = Counter(type(module) for module in full.modules())
+    classes = [type(module) for module in full.modules()]
     matrices = [each for each in full.parameters() if each.ndim > 1]
     experts = [each for each in matrices if each.ndim == 3]
     tokens = torch.zeros(1, 3, dtype=torch.int64, device="meta")
-    trial = TrialAttention(tokens, torch.ones(1, 3, 3, dtype=torch.bool, device="meta"))
     with refusal_reason("with this config it does not run, or it reads values on the host, which no captured pass can"):
         target = TransformersTarget(full, {})
-        target.logits(target.run(tokens, tokens, trial)[0])
+        hidden, _, calls = run_trial(target, tokens, torch.ones(1, 3, 3, dtype=torch.bool, device="meta"))
+        target.logits(hidden)
     return ProbeResult(
         config=config,
-        specs=tuple(spec for *_, spec in trial.calls),
+        specs=tuple(spec for *_, spec in calls),
         replacements=replacements,
-        replaced=", ".join(f"{classes[kind]} {kind.__name__}" for kind in replacements),
+        replaced=", ".join(f"{classes.count(kind)} {kind.__name__}" for kind in replacements),
         can_capture=can_capture,
         vocab_size=target.head.shape[0],
         num_weights=sum(each.numel() for each in matrices),

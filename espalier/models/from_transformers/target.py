@@ -12,7 +12,6 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.util import find_spec
-from operator import itemgetter
 from typing import Any
 
 import torch
@@ -27,7 +26,6 @@ from espalier.kernels.ops.linear import sum_parts
 from espalier.kernels.state.kv_scales import KVScales
 from espalier.models.base import ModelOutput
 from espalier.models.config import ModelConfig
-from espalier.models.layers.decoder import select_kept_rows
 from espalier.models.layers.linear import Embedding, Linear
 from espalier.models.layers.norm import RMSNorm
 from espalier.models.weight_files import count_weights_in
@@ -120,15 +118,6 @@ MAKERS: tuple[MakeForward, ...] = (
 )
 
 
-class HiddenOutput(tuple[Tensor]):
-    """The output of a decoder that holds only the hidden states."""
-
-    last_hidden_state = property(itemgetter(0))
-
-    def __getattr__(self, name: str) -> None:
-        return None
-
-
 class TransformersTarget:
     """A CausalLM (espalier/models/base.py) whose layers are those of a model of transformers.
 
@@ -139,6 +128,7 @@ class TransformersTarget:
 
     config: ModelConfig
     layer_specs: tuple[LayerSpec, ...]
+    _output_class: Any
 
     def __init__(self, model: Any, replacements: Mapping[type, MakeForward], capture: tuple[int, ...] = ()) -> None:
         self.model, self.capture = model, capture
@@ -164,7 +154,7 @@ class TransformersTarget:
         decoder = next(child for child in model.children() if self.layers in child.modules()).get_decoder()
         self._decode = decoder.forward
         # So the whole model computes logits from the hidden states that it is given.
-        decoder.forward = lambda *args, inputs_embeds, **options: HiddenOutput((inputs_embeds,))
+        decoder.forward = lambda *args, inputs_embeds, **options: self._output_class(last_hidden_state=inputs_embeds)
 
     def run(self, tokens: Tensor, positions: Tensor, attend: Callable[..., Tensor]) -> tuple[Tensor, dict[int, Tensor]]:
         """Returns the hidden states [B, Q, H] after the last norm, and the captured inputs by layer.
@@ -178,6 +168,7 @@ class TransformersTarget:
             out = self._decode(input_ids=filled, position_ids=positions, use_cache=False)
         finally:
             CURRENT_RUN.reset(token)
+        self._output_class = type(out)
         return out.last_hidden_state, run.inputs
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -190,11 +181,11 @@ class TransformersTarget:
         positions = p.positions.clamp(max=self.config.max_position - 1)
         hidden, inputs = self.run(p.tokens, positions, partial(self._attend, p, iter(enumerate(self.layer_specs))))
         last = len(self.layer_specs)
-
-        def kept(rows: Tensor) -> Tensor:
-            return select_kept_rows(rows.flatten(0, 1), last - 1, p).view(*p.out_shape, -1)
-
-        return ModelOutput(kept(hidden), tuple(kept(inputs[i]) if i == last else inputs[i] for i in self.capture))
+        kept = p.kept_rows(last - 1)
+        if kept is not None:
+            hidden = hidden.flatten(0, 1)[kept][:, None]
+            inputs |= {i: rows.flatten(0, 1)[kept][:, None] for i, rows in inputs.items() if i == last}
+        return ModelOutput(hidden=hidden, inputs=tuple(inputs[i] for i in self.capture))
 
     def _attend(
         self, p: Pass, layers: Iterator[tuple[int, LayerSpec]], module: nn.Module, *inputs: Tensor, **options: Any
@@ -225,8 +216,8 @@ def load_by_transformers(
     """Loads a target whose config read_by_transformers returned.
     state: the weights by name; None: transformers reads them from the config's directory.
 
-    Raises EspalierError for files that are missing or cut short, weights that are missing, misshapen or not used, and
-    layers that cannot be captured.
+    Raises EspalierError for files or weights that are missing, cut short, misshapen or not used, and for layers that
+    cannot be captured.
     """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
     from transformers.utils import logging as bars
