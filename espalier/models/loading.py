@@ -22,7 +22,7 @@ from espalier.model_files import is_gguf, naming_config, read_json
 from espalier.models.base import CausalLM
 from espalier.models.config import Family, Json, ModelConfig, architecture_of, parse
 from espalier.models.families import FAMILIES
-from espalier.models.from_transformers.probe import causal_class, read_by_transformers
+from espalier.models.from_transformers.probe import causal_class_name, read_by_transformers
 from espalier.models.from_transformers.target import load_by_transformers
 from espalier.models.gguf_config import gguf_config
 from espalier.models.layer_loading import layer_specs_of, load_embedding, load_layer, tied_head
@@ -152,7 +152,10 @@ def read_config(path: Path | str, overrides: Mapping[str, Any] | None = None, mo
 def _runs_by_transformers(raw: Json, model_impl: str) -> bool:
     if model_impl != "auto":
         return model_impl == "transformers"
-    return not (_known_family(raw, FAMILIES) or is_multimodal(raw, FAMILIES.values())) and causal_class(raw) is not None
+    return (
+        not (_known_family(raw, FAMILIES) or is_multimodal(raw, FAMILIES.values()))
+        and causal_class_name(raw) is not None
+    )
 
 
 def read_raw_config(path: Path) -> dict[str, Any]:

@@ -14,8 +14,8 @@ from transformers.models.phi3.modeling_phi3 import Phi3RMSNorm
 
 from espalier.errors import EspalierError
 from espalier.models import load_target, read_config
-from espalier.models.from_transformers.probe import tiny_config, tiny_model, try_tree
-from scripts.any_model import Found, compare, make_model
+from espalier.models.from_transformers.probe import probe_tiny_model, tiny_config, tiny_model
+from scripts.any_model import ClassResult, compare, make_model
 from scripts.any_model import main as any_model
 from tests.builders import make_target
 from tests.harness import directories
@@ -36,8 +36,8 @@ ONE_RUN = {"preempted": (3,)}
 @pytest.mark.parametrize("name", [*SAMPLE, *(pytest.param(name, marks=pytest.mark.full) for name in MORE)])
 def test_a_class_runs_as_transformers_runs_it(name: str, tmp_path: Path) -> None:
     make_model(tmp_path / name, name)
-    found = compare(Found(name, name, "transformers"), tmp_path / name, tmp_path, ONE_RUN)
-    assert found.compared.total() and found.is_right, found.line()
+    result = compare(ClassResult(name, name, "transformers"), tmp_path / name, tmp_path, ONE_RUN)
+    assert result.compared_tokens.total() and result.is_correct, result.describe()
 
 
 @pytest.mark.full
@@ -115,7 +115,7 @@ def test_few_heads_and_small_ones_are_no_reason_to_refuse(kind: str, heads: int,
     sizes = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "hidden_size": heads * size}
     config = CONFIG_MAPPING[kind](**sizes, **({"head_dim": size} if kind == "helium" else {}))
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    try_tree(tiny_model(model_class, tiny_config(config)))
+    probe_tiny_model(tiny_model(model_class, tiny_config(config)))
 
 
 @pytest.mark.parametrize("captures_last", [False, True])
@@ -252,7 +252,7 @@ class OwnFirst(Phi3ForCausalLM):
 
 def test_a_class_that_knows_the_first_row_of_a_pass_is_refused() -> None:
     with pytest.raises(EspalierError, match="do not see just the rows before them"):
-        try_tree(tiny_model(OwnFirst, tiny_config(Phi3Config())))
+        probe_tiny_model(tiny_model(OwnFirst, tiny_config(Phi3Config())))
 
 
 class OtherNorm(Phi3RMSNorm):
@@ -265,7 +265,7 @@ class OtherNorm(Phi3RMSNorm):
 def test_only_what_computes_the_same_is_replaced() -> None:
     tiny = tiny_model(Phi3ForCausalLM, tiny_config(Phi3Config()))
     tiny.model.norm = OtherNorm(64)
-    replacements, _ = try_tree(tiny)
+    replacements, _ = probe_tiny_model(tiny)
     assert [kind.__name__ for kind in replacements] == ["Linear", "Phi3RMSNorm"]
 
 

@@ -8,6 +8,7 @@ import copy
 import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -15,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_hook
 
 from espalier.cache.layer_spec import KVHeads, LayerSpec
 from espalier.errors import EspalierError
@@ -34,25 +34,25 @@ from espalier.models.from_transformers.target import (
 from espalier.models.weight_formats import QUANTISATION_FIELDS
 
 # An attention call: the module, K and V [B, kv_heads, Q, size], and the spec of the layer.
-Call = tuple[nn.Module, Tensor, Tensor, LayerSpec]
+AttentionCall = tuple[nn.Module, Tensor, Tensor, LayerSpec]
 # The largest difference of logits, relative to the largest logit, in float32.
-TOLERANCE = 1e-4
+LOGITS_TOLERANCE = 1e-4
 # The sizes of a tiny model, and the largest model that counts as tiny.
-HEADS, HEAD_SIZE, MOST_LAYERS, MOST_WEIGHTS = 4, 16, 12, 50_000_000
+TINY_HEADS, TINY_HEAD_SIZE, MAX_TINY_LAYERS, MAX_TINY_WEIGHTS = 4, 16, 12, 50_000_000
 # Sizes that classes derive from each other.  They are the tiny values even where the config has smaller ones.
-DERIVED = r"head_dim|head_size|kv_channels|attention_heads|n_heads?$|hidden_size|d_model|n_embd"
+DERIVED_SIZES = r"head_dim|head_size|kv_channels|attention_heads|n_heads?$|hidden_size|d_model|n_embd"
 # The tiny values, by patterns of the names in config classes.  The first pattern that matches counts.
-SIZES: tuple[tuple[str, int], ...] = (
+TINY_SIZES: tuple[tuple[str, int], ...] = (
     (r"window|chunk_size", 5),
     (r"experts_per_tok|top_?k|moe_k$|num_selected|n_group|^num_layers$|kv_shared|(key_value|kv)_heads", 2),
     (r"shared_experts$|first_k_dense|num_dense", 1),
-    (r"experts$|num_expert|expert_num|heads|n_head$", HEADS),
-    (r"qk_head_dim", 2 * HEAD_SIZE),
-    (r"head_dim|head_size|kv_channels|rotary_dim|_lora_rank|lora_dim|low_rank", HEAD_SIZE),
-    (r"vocab_size|intermediate|inner|ffn|mlp_(dim|size)|d_ff|ff_", 2 * HEADS * HEAD_SIZE),
-    (r"(?<!layers)$", HEADS * HEAD_SIZE),
+    (r"experts$|num_expert|expert_num|heads|n_head$", TINY_HEADS),
+    (r"qk_head_dim", 2 * TINY_HEAD_SIZE),
+    (r"head_dim|head_size|kv_channels|rotary_dim|_lora_rank|lora_dim|low_rank", TINY_HEAD_SIZE),
+    (r"vocab_size|intermediate|inner|ffn|mlp_(dim|size)|d_ff|ff_", 2 * TINY_HEADS * TINY_HEAD_SIZE),
+    (r"(?<!layers)$", TINY_HEADS * TINY_HEAD_SIZE),
 )
-# For two requests, the parents of rows 1 to 18: a prefix, then the nodes of a tree.
+# The parents of rows 1 to 18 of two requests.  The first rows are a prefix, and the others are the nodes of a tree.
 TREE_PARENTS = ((*range(13), 13, 13, 14, 14, 15), (*range(9), 9, 9, 10, 10, 11, 13, 14, 9, 17))
 
 
@@ -67,25 +67,25 @@ def tiny_config(config: Any) -> Any:
     heads = fields.get(config.attribute_map.get("num_attention_heads", "num_attention_heads"))
     lists = [value for value in fields.values() if isinstance(value, list | tuple) and len(value) == num_layers]
     layer_types = [repr(values) for values in zip(*lists, strict=True)]
-    layers = min(max([3, *map(layer_types.index, layer_types)]) + 1, MOST_LAYERS, num_layers)
+    layers = min(max([3, *map(layer_types.index, layer_types)]) + 1, MAX_TINY_LAYERS, num_layers)
 
-    def shrunk(name: str, value: Any) -> Any:
+    def tiny_value(name: str, value: Any) -> Any:
         if isinstance(value, list | tuple) and len(value) == num_layers:
-            return [shrunk(name, of_layer) for of_layer in value[:layers]]
+            return [tiny_value(name, of_layer) for of_layer in value[:layers]]
         if name == "per_layer_config" and value:
             return {layer: fields for layer, fields in value.items() if int(layer) < layers}
         if name == "head_dim" and value is None:
-            return HEAD_SIZE
+            return TINY_HEAD_SIZE
         if not isinstance(value, int) or isinstance(value, bool):
             return value
         if value == num_layers and re.search(r"layers?$", name):
             return layers
         if value == heads and name.endswith("heads"):
-            return HEADS  # of K and V too, because some classes do not group queries
-        size = next((size for pattern, size in SIZES if re.search(pattern, name)), value)
-        return size if value and re.search(DERIVED, name) else min(value, size)
+            return TINY_HEADS  # of K and V too, because some classes do not group queries
+        size = next((size for pattern, size in TINY_SIZES if re.search(pattern, name)), value)
+        return size if value and re.search(DERIVED_SIZES, name) else min(value, size)
 
-    tiny = type(config).from_dict({name: shrunk(name, value) for name, value in fields.items()})
+    tiny = type(config).from_dict({name: tiny_value(name, value) for name, value in fields.items()})
     tiny._experts_implementation = "eager"
     return tiny
 
@@ -97,7 +97,7 @@ def tiny_model(model_class: Any, config: Any, seed: int = 0) -> Any:
     Raises EspalierError if the class has no such model."""
     with torch.device("meta"):
         num_weights = sum(each.numel() for each in model_class(copy.deepcopy(config)).parameters())
-    if num_weights > MOST_WEIGHTS:
+    if num_weights > MAX_TINY_WEIGHTS:
         raise EspalierError(f"a small model of it has {num_weights} weights still, too many to try")
     model = model_class(config).float().eval().requires_grad_(False)
     generator = torch.Generator().manual_seed(seed)
@@ -107,9 +107,9 @@ def tiny_model(model_class: Any, config: Any, seed: int = 0) -> Any:
     return model
 
 
-def computes_the_same(make: MakeForward, module: Any, args: tuple[Any, ...]) -> bool:
-    """Whether `make` returns what computes the same as a module, given `args`.
-    Both are compared on large rows, and on small rows, for which a norm's eps matters."""
+def is_replacement(make: MakeForward, module: Any, args: tuple[Any, ...]) -> bool:
+    """Whether the forward that `make` returns computes the same as the module's own forward.
+    args: the arguments of a call.  Both run with these rows, and with small rows, for which a norm's eps matters."""
     try:
         pairs = [[run(args[0] * scale, *args[1:]) for run in (make(module), module.forward)] for scale in (1.0, 1e-3)]
     except Exception:  # any: the module is not Espalier's code, and `make` may not be for it
@@ -117,13 +117,15 @@ def computes_the_same(make: MakeForward, module: Any, args: tuple[Any, ...]) -> 
     return all(one.shape == other.shape and torch.allclose(one, other, 1e-5, 1e-5) for one, other in pairs)
 
 
-def run_trial(target: TransformersTarget, tokens: Tensor, seen: Tensor) -> tuple[Tensor, dict[int, Tensor], list[Call]]:
-    """Runs a pass in which rows attend as `seen` says.  tokens: [B, Q].  seen: [B, Q, Q] bool.
+def run_with_mask(
+    target: TransformersTarget, tokens: Tensor, seen: Tensor
+) -> tuple[Tensor, dict[int, Tensor], list[AttentionCall]]:
+    """Runs a pass of tokens [B, Q].  seen: [B, Q, Q] bool, whether a row attends to another row.
 
-    Returns the results of `run`, and the attention calls.
+    Returns the results of TransformersTarget.run, and the attention calls.
     Raises EspalierError, with the reason, for attention that no backend computes.
     """
-    calls: list[Call] = []
+    calls: list[AttentionCall] = []
     positions = seen.sum(2) - 1
 
     def attend_as_seen(
@@ -152,7 +154,7 @@ def run_trial(target: TransformersTarget, tokens: Tensor, seen: Tensor) -> tuple
     return *target.run(tokens, positions, attend_as_seen), calls
 
 
-def require_one_call_each(layers: nn.ModuleList, calls: Sequence[Call]) -> None:
+def require_one_call_each(layers: nn.ModuleList, calls: Sequence[AttentionCall]) -> None:
     """Check that each layer attended once, in order.  Raises EspalierError with the reason."""
     if not calls:
         raise EspalierError("its attention does not go through transformers' AttentionInterface")
@@ -168,15 +170,15 @@ def require_one_call_each(layers: nn.ModuleList, calls: Sequence[Call]) -> None:
 
 @torch.no_grad()
 @refusal_reason("a small model of it does not run")
-def try_tree(model: Any) -> tuple[dict[type, MakeForward], bool]:
+def probe_tiny_model(model: Any) -> tuple[dict[type, MakeForward], bool]:
     """Returns `replacements` and `can_capture` of ProbeResult.  model: see tiny_model.
 
     Raises EspalierError, with the reason, unless a tree's nodes get the logits of the plain model.
     """
     from transformers import AttentionInterface
 
-    # It is not registered as a mask function too.  So transformers makes no mask, and does not search the positions for
-    # packed sequences, which it would do on the host.
+    # The name is not registered as a mask function too.  So transformers makes no mask, and does not search the
+    # positions for packed sequences, which it would do on the host.
     AttentionInterface.register(ATTENTION_NAME, attend)
     seen = torch.eye(1 + len(TREE_PARENTS[0]), dtype=torch.bool).repeat(len(TREE_PARENTS), 1, 1)
     for of_request, parents in zip(seen, TREE_PARENTS, strict=True):
@@ -186,13 +188,15 @@ def try_tree(model: Any) -> tuple[dict[type, MakeForward], bool]:
     tokens = torch.randint(0, vocab, seen.shape[:2], generator=torch.Generator().manual_seed(1))
     replacements: dict[type, MakeForward] = {nn.Linear: linear_of}
 
-    def find_replacement(module: Any, args: tuple[Any, ...], out: Any) -> None:
+    def record_replacement(module: Any, args: tuple[Any, ...], out: Any) -> None:
         for make in MAKERS if type(module) not in replacements else ():
-            if computes_the_same(make, module, args):
+            if is_replacement(make, module, args):
                 replacements.setdefault(type(module), make)
 
     model.set_attn_implementation("eager")
-    with register_module_forward_hook(find_replacement):
+    with ExitStack() as hooks:
+        for module in model.modules():
+            hooks.enter_context(module.register_forward_hook(record_replacement))
         model(input_ids=tokens, use_cache=False)
     logits = [
         model(input_ids=of_request[path][None], use_cache=False).logits[0, -1]
@@ -204,10 +208,10 @@ def try_tree(model: Any) -> tuple[dict[type, MakeForward], bool]:
     capture = tuple(range(model.config.num_hidden_layers + 1))
     # The rows run in reverse order, to find a class that treats the first rows of a pass differently: it is no target.
     target = TransformersTarget(model, replacements, capture)
-    hidden, inputs, calls = run_trial(target, tokens.flip(1), seen.flip(1, 2))
+    hidden, inputs, calls = run_with_mask(target, tokens.flip(1), seen.flip(1, 2))
     require_one_call_each(target.layers, calls)
     difference = float((target.logits(hidden).flip(1) - wanted).abs().max() / wanted.abs().max())
-    if difference > TOLERANCE:
+    if difference > LOGITS_TOLERANCE:
         raise EspalierError(
             "its rows do not see just the rows before them, at the positions that they are given: a tree's logits "
             f"differ from the plain model's by {difference:.1e} of the largest"
@@ -241,8 +245,8 @@ class ProbeResult:
 @lru_cache(maxsize=16)
 @torch.no_grad()
 def probe(model_type: str, fields: str) -> ProbeResult:
-    """Probes a class.  fields: the config.json as JSON.  Raises EspalierError, with the reason, for a class that cannot
-    be a target."""
+    """Probes the class of a model type with a config.  fields: the config.json as JSON.
+    Raises EspalierError, with the reason, for a class that cannot be a target."""
     from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 
     config_class = CONFIG_MAPPING[model_type]
@@ -257,7 +261,7 @@ def probe(model_type: str, fields: str) -> ProbeResult:
         raise EspalierError("its config describes several models (text and images or sound), not one of text")
     if not 1 <= config.num_hidden_layers <= MAX_LAYERS:
         raise EspalierError(f"it has {config.num_hidden_layers} layers; 1 to {MAX_LAYERS} are supported")
-    replacements, can_capture = try_tree(tiny_model(model_class, tiny_config(config)))
+    replacements, can_capture = probe_tiny_model(tiny_model(model_class, tiny_config(config)))
     meta = copy.deepcopy(config)
     meta._attn_implementation = ATTENTION_NAME
     # This is the only implementation of experts that never reads on the host.
@@ -270,7 +274,7 @@ def probe(model_type: str, fields: str) -> ProbeResult:
     tokens = torch.zeros(1, 3, dtype=torch.int64, device="meta")
     with refusal_reason("with this config it does not run, or it reads values on the host, which no captured pass can"):
         target = TransformersTarget(full, {})
-        hidden, _, calls = run_trial(target, tokens, torch.ones(1, 3, 3, dtype=torch.bool, device="meta"))
+        hidden, _, calls = run_with_mask(target, tokens, torch.ones(1, 3, 3, dtype=torch.bool, device="meta"))
         target.logits(hidden)
     return ProbeResult(
         config=config,
@@ -286,9 +290,9 @@ def probe(model_type: str, fields: str) -> ProbeResult:
     )
 
 
-def causal_class(raw: Json) -> str | None:
-    """The name of transformers' causal class for a config.json; None if its architecture is another.
-    Classes that come with a checkpoint do not count."""
+def causal_class_name(raw: Json) -> str | None:
+    """Returns the name of transformers' causal class for a config.json; None if its architecture is another.
+    The code that comes with a checkpoint does not count."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(str(raw.get("model_type")))
@@ -302,7 +306,7 @@ def read_by_transformers(
     Raises EspalierError, with the reason, if no class can run it."""
     from transformers import CONFIG_MAPPING
 
-    name = causal_class(raw)
+    name = causal_class_name(raw)
     if name is None:
         raise EspalierError(
             f"{path}: {architecture_of(raw)!r} is not transformers' causal model of model_type "
@@ -323,7 +327,7 @@ def read_by_transformers(
     except EspalierError as error:
         raise EspalierError(f"{path}: {name} cannot run by transformers: {error}; use another model") from None
     config, first = probed.config, probed.specs[0]
-    # The fields of a plain model with these sizes.  Those that only Espalier's own layers read have neutral values.
+    # The fields of a plain model with these sizes.  Fields that only Espalier's own layers read have neutral values.
     plain = {
         "vocab_size": probed.vocab_size,
         "hidden_size": config.hidden_size,

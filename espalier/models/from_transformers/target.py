@@ -51,8 +51,8 @@ def refusal_reason(reason: str) -> Iterator[None]:
 
 
 @dataclass
-class ForwardRun:
-    """A forward pass that runs.
+class ForwardContext:
+    """What the layers of a running forward pass need.
 
     attend: computes a layer's attention call, (module, q, k, v, mask, **options) -> [B, Q, heads, v_size].
     q: [B, heads, Q, k_size].  k, v: [B, kv_heads, Q, size], those of the new rows.  mask, options: transformers' own.
@@ -64,20 +64,20 @@ class ForwardRun:
     inputs: dict[int, Tensor] = field(default_factory=dict)
 
 
-# A context variable, because transformers' layers cannot take the ForwardRun as an argument.
-CURRENT_RUN: ContextVar[ForwardRun] = ContextVar("the forward pass that runs")
+# A context variable, because transformers' layers cannot take the ForwardContext as an argument.
+FORWARD_CONTEXT: ContextVar[ForwardContext] = ContextVar("forward context")
 
 
 def attend(
     module: nn.Module, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None = None, **options: Any
 ) -> tuple[Tensor, None]:
     """The attention function that is registered with transformers."""
-    return CURRENT_RUN.get().attend(module, q, k, v, attention_mask, **options), None
+    return FORWARD_CONTEXT.get().attend(module, q, k, v, attention_mask, **options), None
 
 
-def run_and_capture(forward: Any, layer: int, hidden_states: Tensor, *args: Any, **options: Any) -> Any:
+def run_layer_and_capture(forward: Any, layer: int, hidden_states: Tensor, *args: Any, **options: Any) -> Any:
     """Runs a layer, and captures its input and its output, which are the inputs `layer` and `layer + 1`."""
-    inputs = CURRENT_RUN.get().inputs
+    inputs = FORWARD_CONTEXT.get().inputs
     # A copy, because a class may write to the residual that it gets.
     inputs[layer] = hidden_states.clone()
     out = forward(hidden_states, *args, **options)
@@ -103,15 +103,15 @@ def experts_of(module: Any, activation: Activation) -> Callable[[Tensor, Tensor,
     gate_up, down = module.gate_up_proj.data, module.down_proj.data
 
     def run_experts(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        run, weights = CURRENT_RUN.get(None), top_k_weights.to(torch.promote_types(hidden_states.dtype, torch.float32))
-        live = None if run is None else run.live
+        context, exact = FORWARD_CONTEXT.get(None), torch.promote_types(hidden_states.dtype, torch.float32)
+        live, weights = None if context is None else context.live, top_k_weights.to(exact)
         parts = grouped_experts(hidden_states, gate_up, down, top_k_index, weights, live=live, activation=activation)
         return sum_parts(parts, hidden_states.dtype)
 
     return run_experts
 
 
-# What may compute the same as a module.
+# Each of these may compute the same as a norm or experts of transformers.
 MAKERS: tuple[MakeForward, ...] = (
     *(partial(norm_of, offset=offset) for offset in (0.0, 1.0)),
     *(partial(experts_of, activation=activation) for activation in (SILU, GELU_TANH)),
@@ -150,26 +150,26 @@ class TransformersTarget:
         self.layers = next(module for module in model.modules() if isinstance(module, nn.ModuleList))
         self.kv_scales: tuple[KVScales | None, ...] = (None,) * len(self.layers)
         for layer in {min(index, len(self.layers) - 1) for index in capture}:
-            self.layers[layer].forward = partial(run_and_capture, self.layers[layer].forward, layer)
+            self.layers[layer].forward = partial(run_layer_and_capture, self.layers[layer].forward, layer)
         decoder = next(child for child in model.children() if self.layers in child.modules()).get_decoder()
-        self._decode = decoder.forward
+        self._decoder_forward = decoder.forward
         # So the whole model computes logits from the hidden states that it is given.
         decoder.forward = lambda *args, inputs_embeds, **options: self._output_class(last_hidden_state=inputs_embeds)
 
     def run(self, tokens: Tensor, positions: Tensor, attend: Callable[..., Tensor]) -> tuple[Tensor, dict[int, Tensor]]:
         """Returns the hidden states [B, Q, H] after the last norm, and the captured inputs by layer.
-        tokens, positions: [B, Q].  attend: see ForwardRun."""
+        tokens, positions: [B, Q].  attend: see ForwardContext."""
         live = tokens >= 0
         # A void row runs with the first token of its request, as in the embedding of Espalier's own families.
         filled = torch.where(live, tokens, tokens[:, :1].clamp(min=0))
-        run = ForwardRun(attend, live.flatten())
-        token = CURRENT_RUN.set(run)
+        context = ForwardContext(attend, live.flatten())
+        token = FORWARD_CONTEXT.set(context)
         try:
-            out = self._decode(input_ids=filled, position_ids=positions, use_cache=False)
+            out = self._decoder_forward(input_ids=filled, position_ids=positions, use_cache=False)
         finally:
-            CURRENT_RUN.reset(token)
+            FORWARD_CONTEXT.reset(token)
         self._output_class = type(out)
-        return out.last_hidden_state, run.inputs
+        return out.last_hidden_state, context.inputs
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Hidden states [..., H] -> logits [..., V], with the scales and bounds that the class applies to them."""
