@@ -249,7 +249,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"{len(names)} classes: {by['native']} run native, {by['transformers']} by transformers, {by['refused']} are "
         f"refused, {by['broken']} broken; {sum(each.compared_tokens.total() for each in running)} tokens compared, "
         f"{sum(each.differing_tokens.total() for each in running)} differ; largest difference of a log-probability "
-        f"{max((each.logprobs for each in running), default=0):.1e}"
+        f"{max((each.logprob_difference for each in running), default=0):.1e}"
     )
     return 0 if all(each.is_correct for each in running) and not by["broken"] else 1
 
