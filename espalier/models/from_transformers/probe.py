@@ -21,7 +21,8 @@ from espalier.cache.layer_spec import KVHeads, LayerSpec
 from espalier.errors import EspalierError
 from espalier.kernels.ops.attention import apply_sink, masked_attention
 from espalier.model_files import MAX_LAYERS
-from espalier.models.config import INERT_FIELDS, Family, Json, ModelConfig, architecture_of, parse, with_overrides
+from espalier.models.config import IGNORED_FIELDS, Family, Json, ModelConfig, architecture_of, parse_config
+from espalier.models.config_values import with_overrides
 from espalier.models.from_transformers.target import (
     ATTENTION_NAME,
     MAKERS,
@@ -314,7 +315,7 @@ def read_by_transformers(
             f"{raw.get('model_type')!r}; update transformers, or use a text generation model that it has"
         )
     config_class = CONFIG_MAPPING[raw["model_type"]]
-    known_fields = {*config_class().to_dict(), *config_class.attribute_map, *raw, *INERT_FIELDS, *QUANTISATION_FIELDS}
+    known_fields = {*config_class().to_dict(), *config_class.attribute_map, *raw, *IGNORED_FIELDS, *QUANTISATION_FIELDS}
     full = with_overrides(raw, overrides or {}, known_fields)
     if any(full.get(field_name) is not None for field_name in QUANTISATION_FIELDS):
         raise EspalierError(
@@ -345,7 +346,7 @@ def read_by_transformers(
     }
     family = Family(name, raw["model_type"], {}, layer_specs=lambda config: probed.specs)
     eos_source = None if "eos_token_id" in (overrides or {}) else generation
-    return replace(parse(plain, family, path, None, eos_source), raw=full, probe_result=probed)
+    return replace(parse_config(plain, family, path, None, eos_source), raw=full, probe_result=probed)
 
 
 def longest_context(config: Any) -> Any:

@@ -122,7 +122,7 @@ class TransformersTarget:
     """A CausalLM (espalier/models/base.py) whose layers are those of a model of transformers.
 
     replacements: by class of transformers, what runs in place of a module's forward.
-    capture: the layers whose inputs a pass keeps; the number of layers means the output of the last layer.
+    captured_layers: the layers whose inputs a pass keeps; the number of layers means the output of the last layer.
     config, layer_specs: set by the loader.
     """
 
@@ -130,8 +130,10 @@ class TransformersTarget:
     layer_specs: tuple[LayerSpec, ...]
     _output_class: Any
 
-    def __init__(self, model: Any, replacements: Mapping[type, MakeForward], capture: tuple[int, ...] = ()) -> None:
-        self.model, self.capture = model, capture
+    def __init__(
+        self, model: Any, replacements: Mapping[type, MakeForward], captured_layers: tuple[int, ...] = ()
+    ) -> None:
+        self.model, self.captured_layers = model, captured_layers
         head = model.get_output_embeddings()
         self.head = linear_of(head)
         # Some embeddings have more rows than the vocabulary, for audio or an unknown token.
@@ -149,7 +151,7 @@ class TransformersTarget:
                 module.rope_type = dict.fromkeys(kind, "default") if isinstance(kind, dict) else "default"
         self.layers = next(module for module in model.modules() if isinstance(module, nn.ModuleList))
         self.kv_scales: tuple[KVScales | None, ...] = (None,) * len(self.layers)
-        for layer in {min(index, len(self.layers) - 1) for index in capture}:
+        for layer in {min(index, len(self.layers) - 1) for index in captured_layers}:
             self.layers[layer].forward = partial(run_layer_and_capture, self.layers[layer].forward, layer)
         decoder = next(child for child in model.children() if self.layers in child.modules()).get_decoder()
         self._decoder_forward = decoder.forward
@@ -185,7 +187,7 @@ class TransformersTarget:
         if kept is not None:
             hidden = hidden.flatten(0, 1)[kept][:, None]
             inputs |= {i: rows.flatten(0, 1)[kept][:, None] for i, rows in inputs.items() if i == last}
-        return ModelOutput(hidden=hidden, inputs=tuple(inputs[i] for i in self.capture))
+        return ModelOutput(hidden=hidden, captured_inputs=tuple(inputs[i] for i in self.captured_layers))
 
     def _attend(
         self, p: Pass, layers: Iterator[tuple[int, LayerSpec]], module: nn.Module, *inputs: Tensor, **options: Any
@@ -210,7 +212,7 @@ def load_by_transformers(
     config: ModelConfig,
     dtype: torch.dtype,
     device: torch.device,
-    capture: tuple[int, ...],
+    captured_layers: tuple[int, ...],
     state: Mapping[str, Tensor] | None = None,
 ) -> TransformersTarget:
     """Loads a target whose config read_by_transformers returned.
@@ -224,7 +226,7 @@ def load_by_transformers(
 
     probed, path = config.probe_result, config.path
     assert probed is not None
-    if capture and not probed.can_capture:
+    if captured_layers and not probed.can_capture:
         raise EspalierError(
             f"{path}: the layers of {config.architecture} do not pass on one row for each token, so the draft cannot "
             "read them; use speculation algorithm 'ngram'"
@@ -267,6 +269,6 @@ def load_by_transformers(
                 "do not belong together: download both again"
             )
     log.info("%s runs by transformers; replaced by ours: %s", config.architecture, probed.replaced)
-    target = TransformersTarget(model.to(device).eval().requires_grad_(False), probed.replacements, capture)
+    target = TransformersTarget(model.to(device).eval().requires_grad_(False), probed.replacements, captured_layers)
     target.config, target.layer_specs = config, probed.specs
     return target
