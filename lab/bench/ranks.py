@@ -26,7 +26,7 @@ from lab.bench.checks import positive_numbers
 DTYPE = torch.bfloat16
 EPS = 1e-5
 # Memory for the largest sum that is measured.
-PEER_BYTES = 2**25
+MAX_PEER_BYTES = 2**25
 CALLS, REPLAYS, WARM_UP = 20, 20, 5
 # Of the check: sums of changing rows, one after another.
 CHECKED = 2000
@@ -51,7 +51,7 @@ class JoinWork:
 
         device = torch.device("cuda", rank)
         torch.cuda.set_device(device)
-        ranks = connector(lambda: connect_gpus(Path(self.joined), rank, self.count, device, PEER_BYTES))
+        ranks = connector(lambda: connect_gpus(Path(self.joined), rank, self.count, device, MAX_PEER_BYTES))
         if not isinstance(ranks, PeerCollectives):
             raise EspalierError("the GPUs reach no memory in common, so there is nothing to compare with NCCL")
         with torch.inference_mode():
@@ -65,10 +65,10 @@ class JoinWork:
             weight, size = torch.ones(self.hidden, dtype=DTYPE, device=device), f"{rows} x {self.hidden}"
             sums: dict[str, Callable[[], Any]] = {"NCCL": partial(ranks.nccl.all_reduce, x.clone())}
             norms: dict[str, Callable[[], Any]] = {"NCCL": partial(nccl_add_norm, ranks, x.clone(), residual, weight)}
-            if kernels.supports_sum(memory, x, DTYPE):
+            if kernels.supports_all_reduce(memory, x, DTYPE):
                 for way, two_shot in (("one-shot", False), ("two-shot", True)):
-                    sums[way] = partial(kernels.sum_rows, memory, x, DTYPE, two_shot)
-                    norms[way] = partial(kernels.sum_add_norm, memory, x, residual, weight, EPS, two_shot)
+                    sums[way] = partial(kernels.all_reduce_rows, memory, x, DTYPE, two_shot)
+                    norms[way] = partial(kernels.all_reduce_add_norm, memory, x, residual, weight, EPS, two_shot)
             for what, ways in (("sum", sums), ("sum, add, norm", norms)):
                 for way, run in ways.items():
                     yield Case((what, size, way), x.nbytes, 0, run)
@@ -122,8 +122,8 @@ def check(ranks: Any, rank: int, hidden: int) -> None:
         rows, two_shot = (1, 3, 64, 129, 300, 4096)[i % 6], i // 6 % 2 == 1
         x = make(rows, hidden, generator=generator)
         wanted = in_order(ranks.nccl.all_gather(x))
-        wrong += (kernels.sum_rows(memory, x, DTYPE, two_shot) != wanted).sum()
-        total, norm = kernels.sum_add_norm(memory, x, wanted, weight, EPS, two_shot)
+        wrong += (kernels.all_reduce_rows(memory, x, DTYPE, two_shot) != wanted).sum()
+        total, norm = kernels.all_reduce_add_norm(memory, x, wanted, weight, EPS, two_shot)
         added, normed = add_rms_norm(wanted, wanted, weight, EPS)
         wrong += (total != added).sum() + (norm.float() - normed.float()).abs().gt(0.05).sum()
         if i % 50 == 0:

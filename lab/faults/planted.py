@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from espalier.errors import EspalierError
-from espalier.kernels.attention.ancestor_bits import self_bits
+from espalier.kernels.attention.ancestor_bits import self_only_bits
 from espalier.kernels.ops.experts import MAX_SHARED_ROWS
 from espalier.kernels.ops.state import load_carried
 from lab.faults.base import Fault
@@ -44,7 +44,7 @@ def _wrong_ancestor(right):
         if ancestor_bits is None:
             return beams
         return beams._replace(
-            ancestor_bits=ancestor_bits | self_bits(first, ancestor_bits.shape[1], num_words, ancestor_bits.device)
+            ancestor_bits=ancestor_bits | self_only_bits(first, ancestor_bits.shape[1], num_words, ancestor_bits.device)
         )
 
     return select_beams

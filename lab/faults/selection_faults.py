@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from espalier.kernels.attention.ancestor_bits import self_bits
+from espalier.kernels.attention.ancestor_bits import self_only_bits
 from lab.faults.base import Fault
 
 
@@ -31,7 +31,7 @@ def _of_sibling(right):
         if nodes.ancestor_bits is None:
             return right(plan, layer, queries, keys, rows, held)
         count, words = nodes.ancestor_bits.shape[1:]
-        siblings = self_bits(1, count, words, nodes.ancestor_bits.device)
+        siblings = self_only_bits(1, count, words, nodes.ancestor_bits.device)
         plan.nodes = replace(nodes, ancestor_bits=nodes.ancestor_bits | siblings)
         chosen = right(plan, layer, queries, keys, rows, held)
         plan.nodes = nodes

@@ -284,7 +284,7 @@ def test_blocks_are_counted_once_for_a_prefix(kernel_device, monkeypatch):
         given.append((inputs.splits, contiguous))
         return launch(inputs, partials, contiguous=contiguous)
 
-    monkeypatch.setattr(triton, "counted_block_rows", lambda *_: 64)
+    monkeypatch.setattr(triton, "block_rows_to_count", lambda *_: 64)
     monkeypatch.setattr(tree_attention, "triton", seen)
     for broken in (False, True):
         if broken:

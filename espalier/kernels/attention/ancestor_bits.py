@@ -11,7 +11,7 @@ from espalier.kernels.runtime.launch import require
 from espalier.layout import ANCESTOR_BITS
 
 # The number of words is a multiple of this, because Triton compiles one kernel for all strides divisible by 16.
-WORDS_UNIT = 16
+WORD_COUNT_MULTIPLE = 16
 
 
 def ancestor_mask(parents: Tensor, is_void: Tensor, levels: int) -> Tensor:
@@ -41,21 +41,24 @@ def unpack_bits(ancestor_bits: Tensor, nodes: int) -> Tensor:
     return (ancestor_bits[..., None] >> bits & 1).flatten(-2)[..., :nodes].bool()
 
 
-def whole_path_holds(ancestor_bits: Tensor, node_holds: Tensor) -> Tensor:
-    """[B, D] bool: whether `node_holds` [B, D] is true for a node and all its ancestors.  ancestor_bits: [B, D, W]."""
-    return ((ancestor_bits & pack_bits(~node_holds)[:, None]) == 0).all(-1)
+def true_for_all_ancestors(ancestor_bits: Tensor, is_true: Tensor) -> Tensor:
+    """[B, D] bool: whether `is_true` [B, D] is true for a node and all its ancestors.  ancestor_bits: [B, D, W]."""
+    return ((ancestor_bits & pack_bits(~is_true)[:, None]) == 0).all(-1)
 
 
-def self_bits(first_row: int, count: int, num_words: int, device: torch.device) -> Tensor:
+def self_only_bits(first_row: int, count: int, num_words: int, device: torch.device) -> Tensor:
     """[count, num_words] int64: the ancestor bits of rows first .. first + count, each with only its own bit set."""
     rows = torch.arange(first_row, first_row + count, device=device)
     bits = torch.ones_like(rows) << rows % ANCESTOR_BITS
     return bits[:, None] * (torch.arange(num_words, device=device) == (rows // ANCESTOR_BITS)[:, None])
 
 
-def causal_bits(row: Tensor, rows: int) -> Tensor:
-    """[B, 1, W] int64: the bits of rows 0 .. row of a chain of `rows` rows.  row: [B]; W: a multiple of WORDS_UNIT."""
-    words = torch.arange(-(-rows // (ANCESTOR_BITS * WORDS_UNIT)) * WORDS_UNIT, device=row.device)
+def causal_ancestor_bits(row: Tensor, rows: int) -> Tensor:
+    """Returns [B, 1, W] int64: the bits of rows 0 to row [B] of a chain of `rows` rows.
+
+    W is a multiple of WORD_COUNT_MULTIPLE.
+    """
+    words = torch.arange(-(-rows // (ANCESTOR_BITS * WORD_COUNT_MULTIPLE)) * WORD_COUNT_MULTIPLE, device=row.device)
     seen = (row[:, None] + 1 - ANCESTOR_BITS * words).clamp(0, ANCESTOR_BITS)
     # A shift by 64 is not defined.
     some = (torch.ones_like(seen) << seen.clamp(max=ANCESTOR_BITS - 1)) - 1

@@ -26,17 +26,17 @@ CHUNK_SCORES = 4096
 # The time of tl.histogram grows with the number of bins, and it needs one for each thread of a warp.
 NUM_BINS = 32
 NUM_WARPS = 16
-# topk / SPARE_DIVISOR more groups may be listed, because a few more groups take less time than a longer search.
-SPARE_DIVISOR = 4
+# topk / EXTRA_GROUPS_DIVISOR more groups may be listed, because a few more groups take less time than a longer search.
+EXTRA_GROUPS_DIVISOR = 4
 # Bits of a bin in the first iteration.  Two bins then hold the scores between a power of two and the next.  The last
 # bin holds all lower scores, because the threshold is seldom far below the highest score.
-FIRST_BITS = tl.constexpr(22)
+FIRST_BIN_BITS = tl.constexpr(22)
 # The lowest pattern of a visible row; other rows have -inf.
-LOWEST_PATTERN = tl.constexpr(0x00800000)
+LOWEST_VISIBLE_KEY = tl.constexpr(0x00800000)
 
 
 @kernel
-def _score_pattern(score):
+def _score_key(score):
     """Returns uint32 patterns in the order of float32 scores.  0.0 and -0.0 have the same pattern."""
     score = tl.where(score == 0.0, 0.0, score)
     bits = score.to(tl.uint32, bitcast=True)
@@ -55,8 +55,8 @@ def _load_chunk(values, columns, chunk, count, gap_begin, gap_size, CHUNK_SCORES
         column = i + tl.where(i >= gap_begin, gap_size, 0)
     else:
         column = tl.load(columns + i, mask=exists, other=0)
-    pattern = _score_pattern(tl.load(values + column, mask=exists, other=float("-inf")))
-    return column, exists & (pattern >= LOWEST_PATTERN), pattern
+    pattern = _score_key(tl.load(values + column, mask=exists, other=float("-inf")))
+    return column, exists & (pattern >= LOWEST_VISIBLE_KEY), pattern
 
 
 @kernel
@@ -71,41 +71,41 @@ def _num_bits(x):
 
 
 @kernel
-def _highest_pattern(values, count, gap_begin, gap_size, CHUNK_SCORES: tl.constexpr):
-    """Returns the highest pattern of `count` values, at least LOWEST_PATTERN."""
-    high = tl.full([], LOWEST_PATTERN, tl.uint32)
+def _max_visible_key(values, count, gap_begin, gap_size, CHUNK_SCORES: tl.constexpr):
+    """Returns the highest pattern of `count` values, at least LOWEST_VISIBLE_KEY."""
+    high = tl.full([], LOWEST_VISIBLE_KEY, tl.uint32)
     for chunk in range((count + CHUNK_SCORES - 1) // CHUNK_SCORES):
         _column, seen, pattern = _load_chunk(values, None, chunk, count, gap_begin, gap_size, CHUNK_SCORES)
-        high = tl.maximum(high, tl.max(tl.where(seen, pattern, LOWEST_PATTERN).to(tl.uint32), 0))
+        high = tl.maximum(high, tl.max(tl.where(seen, pattern, LOWEST_VISIBLE_KEY).to(tl.uint32), 0))
     return high
 
 
 @kernel
 def _find_threshold(
-    values, columns, count, gap_begin, gap_size, low_pattern, high_pattern, topk, num_spare, first_bits,
+    values, columns, count, gap_begin, gap_size, min_key, max_key, topk, num_extra, max_first_bin_bits,
     CHUNK_SCORES: tl.constexpr, NUM_BINS: tl.constexpr,
 ):  # fmt: skip
     """Search for the threshold of the topk highest of `count` values (`_load_chunk`), all between low and high.
 
-    first_bits: the most bits of a bin of the first turn.  Returns (high, span, left_out).  Patterns above the new
-    `high_pattern` are chosen.  Of the values at the threshold, which have patterns from high - span to high, all but
-    the first `left_out` are chosen.  So topk values are chosen, or all if there are fewer, or up to `num_spare` more.
+    max_first_bin_bits: the most bits of a bin of the first turn.  Returns (high, span, left_out).  Patterns above the
+    new `max_key` are chosen.  Of the values at the threshold, which have patterns from high - span to high, all but
+    the first `left_out` are chosen.  So topk values are chosen, or all if there are fewer, or up to `num_extra` more.
     """
     span, equal, wanted, most_bits = (
-        high_pattern - low_pattern,
+        max_key - min_key,
         count,
         tl.minimum(topk, count),
-        tl.full([], first_bits, tl.uint32),
+        tl.full([], max_first_bin_bits, tl.uint32),
     )
     place = tl.arange(0, NUM_BINS)
-    while (equal - wanted > num_spare) & (span > 0):
+    while (equal - wanted > num_extra) & (span > 0):
         bits = tl.minimum(_num_bits(span // NUM_BINS), most_bits)
         most_bits = tl.full([], 32, tl.uint32)
         counts = tl.zeros([NUM_BINS], tl.int32)
         for chunk in range((count + CHUNK_SCORES - 1) // CHUNK_SCORES):
             _column, seen, pattern = _load_chunk(values, columns, chunk, count, gap_begin, gap_size, CHUNK_SCORES)
-            is_between = seen & (pattern <= high_pattern) & (high_pattern - pattern <= span)
-            bin_of = tl.minimum((high_pattern - pattern) >> bits, NUM_BINS - 1)
+            is_between = seen & (pattern <= max_key) & (max_key - pattern <= span)
+            bin_of = tl.minimum((max_key - pattern) >> bits, NUM_BINS - 1)
             counts += tl.histogram(bin_of.to(tl.int32), NUM_BINS, mask=is_between)
         upto = tl.cumsum(counts, 0)
         # In the first iteration there may be fewer, because `count` includes values of invisible rows.
@@ -115,59 +115,59 @@ def _find_threshold(
         equal = tl.sum(tl.where(is_it, counts, 0), 0)
         found = tl.sum(tl.where(is_it, place, 0), 0)
         skipped_span = found.to(tl.uint32) << bits
-        high_pattern -= skipped_span
+        max_key -= skipped_span
         span = tl.where(found == NUM_BINS - 1, span - skipped_span, (tl.full([], 1, tl.uint32) << bits) - 1)
-    return high_pattern, span, tl.where(equal - wanted > num_spare, equal - wanted, 0)
+    return max_key, span, tl.where(equal - wanted > num_extra, equal - wanted, 0)
 
 
 @kernel
-def _place_chosen(is_visible, pattern, high_pattern, pattern_span, num_left_out, num_above_before, num_equal_before):
+def _place_selected(is_visible, pattern, max_key, key_span, num_skipped_ties, num_earlier_above, num_earlier_equal):
     """Returns (taken, places, scores above the threshold, scores at it) of a chunk (see `_find_threshold`).
 
-    num_above_before, num_equal_before: in earlier chunks.
+    num_earlier_above, num_earlier_equal: in earlier chunks.
     """
-    above = is_visible & (pattern > high_pattern)
-    equal = is_visible & (pattern <= high_pattern) & (high_pattern - pattern <= pattern_span)
+    above = is_visible & (pattern > max_key)
+    equal = is_visible & (pattern <= max_key) & (max_key - pattern <= key_span)
     # One sum counts both in its low and high 16 bits, because a chunk has fewer than 2^16 scores.
     both = above.to(tl.int32) | (equal.to(tl.int32) << 16)
     upto, total = tl.cumsum(both, 0), tl.sum(both, 0)
-    equal_upto = num_equal_before + (upto >> 16)
-    taken = above | (equal & (equal_upto > num_left_out))
-    place = num_above_before + (upto & 0xFFFF) + tl.maximum(equal_upto - num_left_out, 0) - 1
+    equal_upto = num_earlier_equal + (upto >> 16)
+    taken = above | (equal & (equal_upto > num_skipped_ties))
+    place = num_earlier_above + (upto & 0xFFFF) + tl.maximum(equal_upto - num_skipped_ties, 0) - 1
     return taken, place, total & 0xFFFF, total >> 16
 
 
 @kernel
-def _list_groups(
-    groups, list_ptr, count, gap_begin, gap_size, topk, num_spare, CHUNK_SCORES: tl.constexpr, NUM_BINS: tl.constexpr
+def _list_candidate_groups(
+    groups, list_ptr, count, gap_begin, gap_size, topk, num_extra, CHUNK_SCORES: tl.constexpr, NUM_BINS: tl.constexpr
 ):
-    """List the columns of the topk highest groups, and of up to `num_spare` more.
+    """List the columns of the topk highest groups, and of up to `num_extra` more.
 
     Returns (their number, a pattern below which no row is chosen, the highest pattern).
     """
-    highest = _highest_pattern(groups, count, gap_begin, gap_size, CHUNK_SCORES)
+    highest = _max_visible_key(groups, count, gap_begin, gap_size, CHUNK_SCORES)
     high, span, left_out = _find_threshold(
-        groups, None, count, gap_begin, gap_size, tl.full([], LOWEST_PATTERN, tl.uint32), highest, topk, num_spare,
-        FIRST_BITS, CHUNK_SCORES, NUM_BINS,
+        groups, None, count, gap_begin, gap_size, tl.full([], LOWEST_VISIBLE_KEY, tl.uint32), highest, topk, num_extra,
+        FIRST_BIN_BITS, CHUNK_SCORES, NUM_BINS,
     )  # fmt: skip
     above_before, equal_before = 0, 0
     for chunk in range((count + CHUNK_SCORES - 1) // CHUNK_SCORES):
         column, seen, pattern = _load_chunk(groups, None, chunk, count, gap_begin, gap_size, CHUNK_SCORES)
-        taken, place, above, equals = _place_chosen(seen, pattern, high, span, left_out, above_before, equal_before)
+        taken, place, above, equals = _place_selected(seen, pattern, high, span, left_out, above_before, equal_before)
         tl.store(list_ptr + place, column, mask=taken)
         above_before += above
         equal_before += equals
     listed = above_before + equal_before - left_out
     # With fewer groups than topk, no row is too low.
-    return listed, tl.where(listed >= topk, high - span, LOWEST_PATTERN).to(tl.uint32), highest
+    return listed, tl.where(listed >= topk, high - span, LOWEST_VISIBLE_KEY).to(tl.uint32), highest
 
 
 @kernel
-def _list_rows(
-    scores, group_list, row_list, num_groups, lowest_pattern, length, capacity, rows,
+def _list_candidate_rows(
+    scores, group_list, row_list, num_groups, min_key, length, capacity, rows,
     GROUP_ROWS: tl.constexpr, CHUNK_SCORES: tl.constexpr,
 ):  # fmt: skip
-    """List the columns of the rows of the listed groups from `lowest_pattern` up.  Returns their number."""
+    """List the columns of the rows of the listed groups from `min_key` up.  Returns their number."""
     GROUPS: tl.constexpr = CHUNK_SCORES // GROUP_ROWS
     of_capacity = (capacity + GROUP_ROWS - 1) // GROUP_ROWS
     count = 0
@@ -178,7 +178,7 @@ def _list_rows(
         at = ((group - tl.where(is_staged, of_capacity, 0)) * GROUP_ROWS)[:, None] + tl.arange(0, GROUP_ROWS)[None, :]
         exists = at < tl.where(i < num_groups, tl.where(is_staged, rows, length), 0)[:, None]
         column = at + tl.where(is_staged, capacity, 0)[:, None]
-        kept = exists & (_score_pattern(tl.load(scores + column, mask=exists, other=float("-inf"))) >= lowest_pattern)
+        kept = exists & (_score_key(tl.load(scores + column, mask=exists, other=float("-inf"))) >= min_key)
         upto, of_group = tl.cumsum(kept.to(tl.int32), 1), tl.sum(kept.to(tl.int32), 1)
         before = count + tl.cumsum(of_group, 0) - of_group
         tl.store(row_list + (before[:, None] + upto - 1), column, mask=kept)
@@ -187,16 +187,16 @@ def _list_rows(
 
 
 @kernel
-def _write_rows(
-    scores, row_list, table, out_ptr, count, capacity, high_pattern, pattern_span, num_left_out,
+def _write_selected_rows(
+    scores, row_list, table, out_ptr, count, capacity, max_key, key_span, num_skipped_ties,
     PAGE_SIZE: tl.constexpr, CHUNK_SCORES: tl.constexpr,
 ):  # fmt: skip
     """Write the chosen committed rows.  Returns (their number, how many of all rows at the threshold are chosen)."""
     above_before, equal_before, written = 0, 0, tl.zeros([], tl.int32)
     for chunk in range((count + CHUNK_SCORES - 1) // CHUNK_SCORES):
         column, seen, pattern = _load_chunk(scores, row_list, chunk, count, 0, 0, CHUNK_SCORES)
-        taken, place, above, equals = _place_chosen(
-            seen, pattern, high_pattern, pattern_span, num_left_out, above_before, equal_before
+        taken, place, above, equals = _place_selected(
+            seen, pattern, max_key, key_span, num_skipped_ties, above_before, equal_before
         )
         taken = taken & (column < capacity)
         page = tl.load(table + column // PAGE_SIZE, mask=taken, other=0)
@@ -204,21 +204,21 @@ def _write_rows(
         written += tl.sum(taken.to(tl.int32), 0)
         above_before += above
         equal_before += equals
-    return written, equal_before - num_left_out
+    return written, equal_before - num_skipped_ties
 
 
 @kernel
-def _write_bits(
-    scores, words, rows, high_pattern, pattern_span, num_wanted, WORDS: tl.constexpr, WORD_BITS: tl.constexpr
+def _write_selected_bits(
+    scores, words, rows, max_key, key_span, num_selected_ties, WORDS: tl.constexpr, WORD_BITS: tl.constexpr
 ):
-    """Write the bits of the chosen staged rows.  These rows have the last positions, so the last `num_wanted` rows at
-    the threshold are set."""
+    """Write the bits of the chosen staged rows.  These rows have the last positions, so the last `num_selected_ties`
+    rows at the threshold are set."""
     at = tl.arange(0, WORDS * WORD_BITS)
     exists = at < rows
-    pattern = _score_pattern(tl.load(scores + at, mask=exists, other=float("-inf")))
-    above = exists & (pattern > high_pattern)
-    equal = exists & (pattern <= high_pattern) & (high_pattern - pattern <= pattern_span)
-    taken = above | (equal & (tl.cumsum(equal.to(tl.int32), 0, reverse=True) <= num_wanted))
+    pattern = _score_key(tl.load(scores + at, mask=exists, other=float("-inf")))
+    above = exists & (pattern > max_key)
+    equal = exists & (pattern <= max_key) & (max_key - pattern <= key_span)
+    taken = above | (equal & (tl.cumsum(equal.to(tl.int32), 0, reverse=True) <= num_selected_ties))
     bits = tl.reshape(taken.to(tl.int64) << (at % WORD_BITS).to(tl.int64), [WORDS, WORD_BITS])
     word = tl.arange(0, WORDS)
     tl.store(words + word, tl.sum(bits, 1), mask=word < (rows + WORD_BITS - 1) // WORD_BITS)
@@ -227,7 +227,7 @@ def _write_bits(
 @kernel
 def _select_rows_kernel(
     score_ptr, group_ptr, length_ptr, table_ptr, row_ptr, count_ptr, word_ptr, group_list_ptr, row_list_ptr,
-    queries, capacity, rows, topk, num_spare, width, score_stride_b, score_stride_q, group_stride_b, group_stride_q,
+    queries, capacity, rows, topk, num_extra, width, score_stride_b, score_stride_q, group_stride_b, group_stride_q,
     length_stride_b, table_stride_b, group_list_stride_q, row_list_stride_q,
     GROUP_ROWS: tl.constexpr, PAGE_SIZE: tl.constexpr, WORDS: tl.constexpr, WORD_BITS: tl.constexpr,
     CHUNK_SCORES: tl.constexpr, NUM_BINS: tl.constexpr, USE_PDL: tl.constexpr,
@@ -240,27 +240,27 @@ def _select_rows_kernel(
     scores = score_ptr + request * score_stride_b + query % queries * score_stride_q
     table, to = table_ptr + request * table_stride_b, row_ptr + query * width
     # A request with at most topk rows gets no chosen committed rows, and the bits of all visible staged rows.
-    high, span = tl.full([], LOWEST_PATTERN - 1, tl.uint32), tl.zeros([], tl.uint32)
+    high, span = tl.full([], LOWEST_VISIBLE_KEY - 1, tl.uint32), tl.zeros([], tl.uint32)
     written, wanted = tl.zeros([], tl.int32), tl.zeros([], tl.int32)
     if length + rows > topk:
         groups = group_ptr + request * group_stride_b + query % queries * group_stride_q
         group_list, row_list = group_list_ptr + query * group_list_stride_q, row_list_ptr + query * row_list_stride_q
         split = (length + GROUP_ROWS - 1) // GROUP_ROWS
         skipped = (capacity + GROUP_ROWS - 1) // GROUP_ROWS - split
-        listed, least, highest = _list_groups(
-            groups, group_list, split + (rows + GROUP_ROWS - 1) // GROUP_ROWS, split, skipped, topk, num_spare,
+        listed, least, highest = _list_candidate_groups(
+            groups, group_list, split + (rows + GROUP_ROWS - 1) // GROUP_ROWS, split, skipped, topk, num_extra,
             CHUNK_SCORES, NUM_BINS,
         )  # fmt: skip
         # Other threads read the list than wrote it.
         tl.debug_barrier()
-        count = _list_rows(
+        count = _list_candidate_rows(
             scores, group_list, row_list, listed, least, length, capacity, rows, GROUP_ROWS, CHUNK_SCORES
         )
         tl.debug_barrier()
         high, span, left_out = _find_threshold(
             scores, row_list, count, 0, 0, least, highest, topk, 0, 32, CHUNK_SCORES, NUM_BINS
         )
-        written, wanted = _write_rows(
+        written, wanted = _write_selected_rows(
             scores, row_list, table, to, count, capacity, high, span, left_out, PAGE_SIZE, CHUNK_SCORES
         )
     tl.store(count_ptr + query, written.to(tl.int64))
@@ -268,7 +268,7 @@ def _select_rows_kernel(
         place = chunk * CHUNK_SCORES + tl.arange(0, CHUNK_SCORES)
         tl.store(to + place, tl.zeros([CHUNK_SCORES], tl.int32), mask=(place >= written) & (place < width))
     words = word_ptr + query * ((rows + WORD_BITS - 1) // WORD_BITS)
-    _write_bits(scores + capacity, words, rows, high, span, wanted, WORDS, WORD_BITS)
+    _write_selected_bits(scores + capacity, words, rows, high, span, wanted, WORDS, WORD_BITS)
 
 
 def select_rows(scores: IndexScores, length: Tensor, page_table: Tensor, page_size: int, topk: int) -> SelectedRows:
@@ -291,7 +291,7 @@ def select_rows(scores: IndexScores, length: Tensor, page_table: Tensor, page_si
     bits = torch.empty(batch, queries, num_words, dtype=torch.int64, device=device)
     if not batch * queries:
         return SelectedRows(chosen, count, bits)
-    spare = topk // SPARE_DIVISOR
+    spare = topk // EXTRA_GROUPS_DIVISOR
     group_list, row_list = (
         torch.empty(batch * queries, most, dtype=torch.int32, device=device)
         for most in (min(topk + spare, groups), min((topk + spare) * GROUP_ROWS, columns))

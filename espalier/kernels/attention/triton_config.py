@@ -10,7 +10,7 @@ import torch
 from espalier.kernels.runtime.launch import Chip, next_power_of_2
 
 # Bytes of shared memory reserved for the compiler if the estimate of `shared_bytes` was not checked.
-SCRATCH_BYTES = 8 * 1024
+COMPILER_SCRATCH_BYTES = 8 * 1024
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def choose_triton_config(
         config = TritonConfig(block_m, 32 if large else 64, 64, 8 if large else 4, 3, 2)
     else:
         config = TritonConfig(128, 64, 64, 8, 4, 1)
-    available = gpu.shared_memory - (SCRATCH_BYTES if wide else 0)
+    available = gpu.shared_memory - (COMPILER_SCRATCH_BYTES if wide else 0)
     for min_stages, min_rows in ((3, 32), (2, 16)):
         while config.stages > min_stages and config.shared_bytes(gpu, k_bytes, v_bytes, q_bytes) > available:
             config = replace(config, stages=config.stages - 1)

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 
-from espalier.kernels.attention.attention_blocks import lse_of, shift_exponent, sink_share
-from espalier.kernels.attention.work_items import block_index, load_work_item, trigger_merge, work_item_of
+from espalier.kernels.attention.attention_blocks import log_sum_exp_base2, shift_exponent, sink_share
+from espalier.kernels.attention.work_items import load_work_item, nth_block_index, trigger_merge, work_item_of_program
 from espalier.kernels.hopper.config import MAX_REGISTER_HEAD_SIZE
 from espalier.kernels.hopper.work import stage_of, wait_until_empty, wait_until_full, work_item_extent
 from espalier.kernels.runtime.jit import gluon_kernel
@@ -60,7 +60,7 @@ def make_queries(plan, item, extent, first_packed, packed, row_positions, ancest
     """Build the Queries of 64 packed queries.  packed: the result of `packed_queries`."""
     query, exists, position = packed
     first_masked_staged = extent.num_committed
-    if CONSTANTS.STAGED == 1 and CONSTANTS.WINDOW == 0:
+    if CONSTANTS.STAGED_KIND == 1 and CONSTANTS.WINDOW == 0:
         # In a chain, blocks before the tile's first query need no mask either.
         num_seen = gl.maximum(first_packed // CONSTANTS.GROUP_SIZE + 1 - extent.begin_staged, 0)
         first_masked_staged = extent.num_committed + num_seen // CONSTANTS.BLOCK_N
@@ -118,16 +118,16 @@ def _mask_block(scores, step, queries, extent, CONSTANTS: gl.constexpr, SCORE_LA
     BLOCK_N: gl.constexpr = CONSTANTS.BLOCK_N
     if step < extent.num_committed:
         if step >= extent.num_unmasked:
-            at = extent.begin + block_index(step, extent.num_lower, extent.num_unmasked) * BLOCK_N
+            at = extent.begin + nth_block_index(step, extent.num_lower, extent.num_unmasked) * BLOCK_N
             begin, end = queries.prefix_begin, extent.end
             scores = _mask_committed(scores, at, queries.position, end, begin, WINDOW, BLOCK_N, SCORE_LAYOUT)
     elif step >= queries.first_masked_staged:
         node = extent.begin_staged + (step - extent.num_committed) * BLOCK_N
-        if CONSTANTS.STAGED == 0:
+        if CONSTANTS.STAGED_KIND == 0:
             scores = gl.full_like(scores, float("-inf"))
-        if CONSTANTS.STAGED == 1:
+        if CONSTANTS.STAGED_KIND == 1:
             scores = _mask_chain(scores, node, queries.query, extent.end_staged, WINDOW, BLOCK_N, SCORE_LAYOUT)
-        if CONSTANTS.STAGED == 2:
+        if CONSTANTS.STAGED_KIND == 2:
             scores = _mask_tree(scores, node, queries, extent.end_staged, WINDOW, BLOCK_N, SCORE_LAYOUT)
     return scores
 
@@ -255,8 +255,8 @@ def attend_work_item(
     sum_weights = _update_sum_weights(sum_weights, decay, sums, SCORE_LAYOUT)
     wait_until_full(stages, blocks_done + 1, extent.num_blocks > 1)
     masked = gl.maximum(extent.num_unmasked, 1)
-    # If CONTIGUOUS is 1, TMA copies all unmasked blocks.  Warps that convert FP8 rows make a fence themselves.
-    BY_THREADS: gl.constexpr = CONSTANTS.CONTIGUOUS != 1 and CONSTANTS.RAW_STAGES == 0
+    # If CONTIGUITY is 1, TMA copies all unmasked blocks.  Warps that convert FP8 rows make a fence themselves.
+    BY_THREADS: gl.constexpr = CONSTANTS.CONTIGUITY != 1 and CONSTANTS.RAW_STAGES == 0
     if CONSTANTS.WINDOW == 0:
         # Most blocks need no mask, and a loop without the test for a mask is 2% faster.
         blocks_done, blocks_sent, weights, out, max_score, sum_weights = _attend_blocks(
@@ -297,7 +297,7 @@ def _write_work_item(
     dtype: gl.constexpr, HAS_SINK: gl.constexpr, CONSTANTS: gl.constexpr, SCORE_LAYOUT: gl.constexpr,
     OUT_LAYOUT: gl.constexpr,
 ):
-    """Write a final or a partial result, see kernels/attention/attention_blocks.py:write_work_item."""
+    """Write a final or a partial result, see kernels/attention/attention_blocks.py:write_work_item_result."""
     out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, sink_ptr = results
     KV_HEADS: gl.constexpr = CONSTANTS.KV_HEADS
     GROUP_SIZE: gl.constexpr = CONSTANTS.GROUP_SIZE
@@ -308,7 +308,7 @@ def _write_work_item(
     out = out * gl.expand_dims(gl.convert_layout(1.0 / divisor, gl.SliceLayout(1, OUT_LAYOUT)), 1)
     if CONSTANTS.RAW_STAGES > 0:
         out = out * gl.load(v_scale_ptr + head)
-    lse = lse_of(max_score, sum_weights, scale, dtype)
+    lse = log_sum_exp_base2(max_score, sum_weights, scale, dtype)
     if item.request_splits == 1:
         at = item.request
         if HAS_SINK:
@@ -367,9 +367,9 @@ def attend_work_items(
     backwards = 0
     blocks_done = 0
     if AHEAD:
-        _copy_queries(q_tile, q_rows, plan, work_item_of(0, backwards), WARPGROUP, HEAD_SIZE, CONSTANTS)
+        _copy_queries(q_tile, q_rows, plan, work_item_of_program(0, backwards), WARPGROUP, HEAD_SIZE, CONSTANTS)
     for base in range(0, num_work_items, gl.num_programs(0)):
-        work_item = work_item_of(base, backwards)
+        work_item = work_item_of_program(base, backwards)
         backwards = 1 - backwards
         if work_item < num_work_items:
             item = load_work_item(plan, work_item, CONSTANTS.KV_HEADS, CONSTANTS.LONGEST_FIRST)
@@ -399,7 +399,7 @@ def attend_work_items(
             trigger_merge(base, num_work_items, CONSTANTS.USE_PDL)
             if AHEAD:
                 # The next work item's queries are copied while the results are written.
-                next_item = work_item_of(base + gl.num_programs(0), backwards)
+                next_item = work_item_of_program(base + gl.num_programs(0), backwards)
                 _copy_queries(q_tile, q_rows, plan, next_item, WARPGROUP, HEAD_SIZE, CONSTANTS)
             _write_work_item(
                 results, v_scale_ptr, score_scale, out, max_score, sum_weights, plan, item, first_packed,

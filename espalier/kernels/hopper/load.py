@@ -18,7 +18,7 @@ from __future__ import annotations
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 
-from espalier.kernels.attention.work_items import block_index, load_work_item, work_item_of
+from espalier.kernels.attention.work_items import load_work_item, nth_block_index, work_item_of_program
 from espalier.kernels.hopper.work import RowPtrs, stage_of, wait_until_empty, wait_until_full, work_item_extent
 from espalier.kernels.runtime.jit import gluon_kernel
 
@@ -184,7 +184,7 @@ def load_work_items(
     backwards = 0
     blocks_done = 0
     for base in range(0, num_work_items, gl.num_programs(0)):
-        work_item = work_item_of(base, backwards)
+        work_item = work_item_of_program(base, backwards)
         backwards = 1 - backwards
         if work_item < num_work_items:
             item = load_work_item(plan, work_item, CONSTANTS.KV_HEADS, CONSTANTS.LONGEST_FIRST)
@@ -192,17 +192,18 @@ def load_work_items(
             table = table_ptr + item.request * table_stride_b
             staged_here = _rows_of_request(staged, item.request, item.head)
             num_contiguous = 0
-            if CONSTANTS.CONTIGUOUS != 0:
+            if CONSTANTS.CONTIGUITY != 0:
                 num_contiguous = extent.num_unmasked
-                if CONSTANTS.CONTIGUOUS == 2:
+                if CONSTANTS.CONTIGUITY == 2:
                     num_contiguous = gl.minimum(gl.load(contiguous_ptr + item.split), extent.num_unmasked)
                 blocks_done = _load_contiguous(
                     stages, blocks_done, num_contiguous, extent.begin + extent.num_lower * BLOCK_N, extent.end,
                     descriptors, item.head, table, CONSTANTS,
                 )
             # Pages are loaded two blocks ahead, because a copy cannot start without its page.
-            at = extent.begin + block_index(num_contiguous, extent.num_lower, extent.num_unmasked) * BLOCK_N
-            next_at = extent.begin + block_index(num_contiguous + 1, extent.num_lower, extent.num_unmasked) * BLOCK_N
+            at = extent.begin + nth_block_index(num_contiguous, extent.num_lower, extent.num_unmasked) * BLOCK_N
+            next_block = nth_block_index(num_contiguous + 1, extent.num_lower, extent.num_unmasked)
+            next_at = extent.begin + next_block * BLOCK_N
             page = _load_page_ids(table, at, extent.end, CONSTANTS.PAGE_SIZE, BLOCK_N, ROW_LAYOUT)
             next_page = _load_page_ids(table, next_at, extent.end, CONSTANTS.PAGE_SIZE, BLOCK_N, ROW_LAYOUT)
             for t in range(num_contiguous, extent.num_blocks):
@@ -215,7 +216,7 @@ def load_work_items(
                 )
                 hopper.async_copy.mbarrier_arrive(stages.full.index(stage), increment_count=False)
                 page, at = next_page, next_at
-                next_at = extent.begin + block_index(t + 2, extent.num_lower, extent.num_unmasked) * BLOCK_N
+                next_at = extent.begin + nth_block_index(t + 2, extent.num_lower, extent.num_unmasked) * BLOCK_N
                 next_page = _load_page_ids(table, next_at, extent.end, CONSTANTS.PAGE_SIZE, BLOCK_N, ROW_LAYOUT)
                 blocks_done += 1
 # fmt: on
@@ -232,7 +233,7 @@ def convert_work_items(raw_stages, stages, plan, positions, CONSTANTS: gl.conste
     backwards = 0
     blocks_done = 0
     for base in range(0, num_work_items, gl.num_programs(0)):
-        work_item = work_item_of(base, backwards)
+        work_item = work_item_of_program(base, backwards)
         backwards = 1 - backwards
         if work_item < num_work_items:
             item = load_work_item(plan, work_item, CONSTANTS.KV_HEADS, CONSTANTS.LONGEST_FIRST)

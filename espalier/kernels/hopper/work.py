@@ -25,7 +25,7 @@ class HopperConstants(NamedTuple):
 
     WIDTHS: per tile of a block, the number of values of a row; COLUMNS: per tile, the index of its first value in the
     row of a head; ROW_SIZE: the sum of the widths; OUT_SIZE: values of the result that an attending warpgroup sums.
-    SAME_STRIDES: committed rows of all tiles have the same stride; CONTIGUOUS: see kernels/attention/work_items.py.
+    SAME_STRIDES: committed rows of all tiles have the same stride; CONTIGUITY: see kernels/attention/work_items.py.
     RAW_STAGES: stages of FP8 rows, which extra warps convert into the attended stages; 0 for other rows.
     USE_PDL: see kernels/runtime/pdl.py.
     """
@@ -34,10 +34,10 @@ class HopperConstants(NamedTuple):
     GROUP_SIZE: Any
     PAGE_SIZE: Any
     WINDOW: Any
-    STAGED: Any
+    STAGED_KIND: Any
     LONGEST_FIRST: Any
     SAME_STRIDES: Any
-    CONTIGUOUS: Any
+    CONTIGUITY: Any
     WIDTHS: Any
     COLUMNS: Any
     ROW_SIZE: Any
@@ -149,9 +149,9 @@ def work_item_extent(plan, item, positions, ROW_LAYOUT: gl.constexpr, CONSTANTS:
     )
     low = 0
     high = 0
-    if CONSTANTS.STAGED > 0:
+    if CONSTANTS.STAGED_KIND > 0:
         low, high = visible_staged_range(
-            item.tile, gl.where(item.is_last, plan.rows, 0), CONSTANTS.STAGED, CONSTANTS.WINDOW,
+            item.tile, gl.where(item.is_last, plan.rows, 0), CONSTANTS.STAGED_KIND, CONSTANTS.WINDOW,
             CONSTANTS.GROUP_SIZE, CONSTANTS.BLOCK_M, CONSTANTS.BLOCK_N,
         )
     num_staged = (gl.maximum(high - low, 0) + CONSTANTS.BLOCK_N - 1) // CONSTANTS.BLOCK_N

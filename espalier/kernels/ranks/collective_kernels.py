@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from espalier.kernels.layers.norm import NORM_WARP_VALUES
-from espalier.kernels.ranks.collectives import FLAGS_BYTES, PROGRAMS, PeerMemory
+from espalier.kernels.ranks.collectives import FLAGS_BYTES, MAX_PROGRAMS, PeerMemory
 from espalier.kernels.runtime.jit import kernel, load_sum
 from espalier.kernels.runtime.launch import acc_dtype, chip, next_power_of_2, warps_for
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
@@ -30,13 +30,13 @@ from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 # Columns that a program gathers at a time.
 GATHER_BLOCK = 2048
 # While a thread waits for a flag, it reads the host's stop word only once in 4,096 looks: host memory is slow to read.
-_SIGNAL = """{
+_SIGNAL_ASM = """{
 .reg .pred live;
 setp.ne.u32 live, $3, 0;
 @live st.release.sys.global.u32 [$1], $2;
 mov.u32 $0, 0;
 }"""
-_WAIT = """{
+_WAIT_ASM = """{
 .reg .pred more;
 .reg .u32 seen, looks, stop;
 mov.u32 looks, 0;
@@ -57,7 +57,7 @@ setp.eq.u32 more, stop, 0;
 DONE:
 mov.u32 $0, 0;
 }"""
-SIGNAL, WAIT = tl.constexpr(_SIGNAL), tl.constexpr(_WAIT)
+SIGNAL_ASM, WAIT_ASM = tl.constexpr(_SIGNAL_ASM), tl.constexpr(_WAIT_ASM)
 
 
 @kernel
@@ -72,9 +72,11 @@ def _barrier(memory_ptr, stop_ptr, rank, program, flag_value, WORLD_SIZE: tl.con
     theirs = tl.load(memory_ptr + peer, mask=live, other=0) + (program * WORLD_SIZE + rank) * 4
     own = tl.load(memory_ptr + rank) + (program * WORLD_SIZE + peer) * 4
     is_live, flag_values = live.to(tl.int32), flag_value + tl.zeros_like(peer)
-    tl.inline_asm_elementwise(SIGNAL, "=r,l,r,r", [theirs, flag_values, is_live], tl.int32, is_pure=False, pack=1)
+    tl.inline_asm_elementwise(SIGNAL_ASM, "=r,l,r,r", [theirs, flag_values, is_live], tl.int32, is_pure=False, pack=1)
     stops = stop_ptr.to(tl.int64) + tl.zeros_like(own)
-    tl.inline_asm_elementwise(WAIT, "=r,l,r,l,r", [own, flag_values, stops, is_live], tl.int32, is_pure=False, pack=1)
+    tl.inline_asm_elementwise(
+        WAIT_ASM, "=r,l,r,l,r", [own, flag_values, stops, is_live], tl.int32, is_pure=False, pack=1
+    )
     tl.debug_barrier()
 
 
@@ -96,7 +98,7 @@ def _sum_of_ranks(
 
 
 @kernel(do_not_specialize=["rank", "rows"])
-def _sum_kernel(
+def _all_reduce_kernel(
     parts_ptr, residual_ptr, weight_ptr, sum_ptr, out_ptr, memory_ptr, num_launches_ptr, stop_ptr,
     rank, rows, part_row_stride, part_split_stride, residual_row_stride,
     EPS: tl.constexpr, ROW_SIZE: tl.constexpr, SPLITS: tl.constexpr, ACC_DTYPE: tl.constexpr, BLOCK: tl.constexpr,
@@ -158,31 +160,31 @@ def _sum_kernel(
     tl.store(num_launches_ptr + program, num_launches + 1)
 
 
-def sum_rows(memory: PeerMemory, parts: Tensor, dtype: torch.dtype, two_shot: bool) -> Tensor:
+def all_reduce_rows(memory: PeerMemory, parts: Tensor, dtype: torch.dtype, two_shot: bool) -> Tensor:
     """parts [rows, H] or [splits, rows, H] of each rank -> [rows, H], the sum over the ranks."""
     out = parts.new_empty(parts.shape[-2:], dtype=dtype)
-    _launch_sum(memory, parts, out, two_shot)
+    _launch_all_reduce(memory, parts, out, two_shot)
     return out
 
 
-def sum_add_norm(
+def all_reduce_add_norm(
     memory: PeerMemory, parts: Tensor, residual: Tensor, weight: Tensor, eps: float, two_shot: bool
 ) -> tuple[Tensor, Tensor]:
-    """(residual + sum, its norm), as kernels/ops/norm.py:add_rms_norm.  The sum has the bits of `sum_rows`."""
+    """(residual + sum, its norm), as kernels/ops/norm.py:add_rms_norm.  The sum has the bits of `all_reduce_rows`."""
     total, out = (residual.new_empty(residual.shape) for _ in range(2))
-    _launch_sum(memory, parts, out, two_shot, (residual, weight, total), eps)
+    _launch_all_reduce(memory, parts, out, two_shot, (residual, weight, total), eps)
     return total, out
 
 
-def supports_sum(memory: PeerMemory, parts: Tensor, dtype: torch.dtype) -> bool:
+def supports_all_reduce(memory: PeerMemory, parts: Tensor, dtype: torch.dtype) -> bool:
     """Returns whether the kernel takes parts [rows, H] or [splits, rows, H]."""
     rows, size = parts.shape[-2:]
     row_bytes = size * dtype.itemsize
-    in_turn = -(-rows // PROGRAMS)
+    in_turn = -(-rows // MAX_PROGRAMS)
     return rows > 0 and row_bytes % 16 == 0 and in_turn * row_bytes <= memory.slot_bytes and parts.stride(-1) == 1
 
 
-def _launch_sum(
+def _launch_all_reduce(
     memory: PeerMemory, parts: Tensor, out: Tensor, two_shot: bool, norm: Any = (None, None, None), eps: float = 0.0
 ) -> None:
     """norm: the residual, the norm's weight and the output for residual + sum; None without a norm."""
@@ -190,7 +192,7 @@ def _launch_sum(
     rows, size = out.shape
     row_bytes, block = size * out.itemsize, next_power_of_2(size)
     own = size // memory.num_ranks if two_shot and row_bytes % (16 * memory.num_ranks) == 0 else 0
-    _sum_kernel[(min(rows, PROGRAMS),)](
+    _all_reduce_kernel[(min(rows, MAX_PROGRAMS),)](
         parts, residual, weight, total, out, memory.addresses, memory.num_launches, memory.stop_flag,
         memory.rank, rows, parts.stride(-2), parts.stride(0), 0 if residual is None else residual.stride(0),
         EPS=eps, ROW_SIZE=size, SPLITS=len(parts) if parts.ndim == 3 else 1, ACC_DTYPE=acc_dtype(out.dtype),
@@ -237,7 +239,7 @@ def gather_columns(memory: PeerMemory, x: Tensor, columns_per_rank: int, size: i
     """Returns the columns of all ranks side by side, see Collectives.gather_columns in espalier/shards/base.py."""
     rows, own_size = x.shape
     out = x.new_empty(rows, size)
-    _gather_kernel[(min(rows * -(-columns_per_rank // GATHER_BLOCK), PROGRAMS),)](
+    _gather_kernel[(min(rows * -(-columns_per_rank // GATHER_BLOCK), MAX_PROGRAMS),)](
         x, out, memory.addresses, memory.num_launches, memory.stop_flag, memory.rank, rows, x.stride(0), own_size, size,
         COLUMNS_PER_RANK=columns_per_rank, BLOCK=GATHER_BLOCK, BLOCK_BYTES=GATHER_BLOCK * x.itemsize,
         **_barrier_arguments(memory, 8),
@@ -247,12 +249,12 @@ def gather_columns(memory: PeerMemory, x: Tensor, columns_per_rank: int, size: i
 
 def supports_gather(memory: PeerMemory, x: Tensor, columns_per_rank: int) -> bool:
     """Returns whether `gather_columns` takes x."""
-    in_turn = -(-len(x) * -(-columns_per_rank // GATHER_BLOCK) // PROGRAMS)
+    in_turn = -(-len(x) * -(-columns_per_rank // GATHER_BLOCK) // MAX_PROGRAMS)
     return len(x) > 0 and in_turn * GATHER_BLOCK * x.itemsize <= memory.slot_bytes and x.stride(-1) == 1
 
 
 def _barrier_arguments(memory: PeerMemory, num_warps: int) -> dict[str, object]:
     """Returns the arguments of both kernels that `_barrier` and the slots need."""
     sizes = {"FLAG_BYTES": FLAGS_BYTES, "SLOT_BYTES": memory.slot_bytes}
-    sizes |= {"NUM_SLOTS": PROGRAMS, "WORLD_SIZE": memory.num_ranks}
+    sizes |= {"NUM_SLOTS": MAX_PROGRAMS, "WORLD_SIZE": memory.num_ranks}
     return {**sizes, "NUM_THREADS": 32 * num_warps, "num_warps": num_warps, **pdl_arguments(chip(memory.addresses))}

@@ -18,8 +18,8 @@ from torch.distributed import ProcessGroup, Store
 from espalier.shards import Collectives
 
 # The most programs of a collective kernel, and the most ranks.
-PROGRAMS, MAX_RANKS = 128, 16
-FLAGS_BYTES = PROGRAMS * MAX_RANKS * torch.int32.itemsize
+MAX_PROGRAMS, MAX_RANKS = 128, 16
+FLAGS_BYTES = MAX_PROGRAMS * MAX_RANKS * torch.int32.itemsize
 # NVLink's multicast is never used: a process that ends while it uses multicast may block the GPUs of its host.
 NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 
@@ -28,9 +28,9 @@ NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 class PeerMemory:
     """Memory of each rank that all ranks can read and write.
 
-    addresses: [ranks] int64, the address of each rank's memory; num_launches: [PROGRAMS] int32, the number of launches
-    in which each program of this rank has met its peers; stop_flag: [1] int32 in host memory, nonzero ends all waiting;
-    keep_alive: objects that keep the memory mapped.
+    addresses: [ranks] int64, the address of each rank's memory; num_launches: [MAX_PROGRAMS] int32, the number of
+    launches that each program of this rank has completed; stop_flag: [1] int32 in host memory, nonzero ends all
+    waiting; keep_alive: objects that keep the memory mapped.
     """
 
     rank: int
@@ -87,8 +87,8 @@ def map_peer_memory(
     if hidden := [each for each in others if not torch.cuda.can_device_access_peer(device, each)]:
         raise RuntimeError(f"GPU {rank} does not reach the memory of GPU {hidden[0]}")
     os.environ[NO_MULTICAST] = "1"
-    slot_bytes = -(-max_bytes // PROGRAMS)
-    size = FLAGS_BYTES + 4 * PROGRAMS * slot_bytes
+    slot_bytes = -(-max_bytes // MAX_PROGRAMS)
+    size = FLAGS_BYTES + 4 * MAX_PROGRAMS * slot_bytes
     own_store = RestartedStepStore(store)
     group = register_process_group(name, own_store, rank, num_ranks)
     memory = _SymmetricMemory.empty_strided_p2p((size,), (1,), torch.uint8, device)
@@ -100,7 +100,7 @@ def map_peer_memory(
         num_ranks,
         slot_bytes,
         torch.tensor([each.data_ptr() for each in ranks], dtype=torch.int64, device=device),
-        torch.zeros(PROGRAMS, dtype=torch.int32, device=device),
+        torch.zeros(MAX_PROGRAMS, dtype=torch.int32, device=device),
         torch.zeros(1, dtype=torch.int32, pin_memory=True),
         (memory, handle, ranks, own_store, group),
     )
@@ -122,11 +122,11 @@ def register_process_group(name: str, store: Store, rank: int, num_ranks: int) -
 
 # The most bytes of a rank's values that are summed in peer memory.  On two H100s a sum of this size with residual and
 # norm (2,048 rows of 4,096 values in bfloat16) takes 70 µs one-shot and 100 µs by NCCL (`python -m lab ranks`).
-PEER_BYTES = 2**24
+MAX_PEER_BYTES = 2**24
 # The same for two ranks: an 8B's largest prefill pass.  A sum of 4,096 rows takes 133 µs, and 182 µs by NCCL.
-PEER_BYTES_OF_TWO = 2**25
+MAX_PEER_BYTES_OF_TWO = 2**25
 # The bytes that a rank reads over NVLink in the time of one meeting of the ranks (3 µs on those H100s).
-MEETING_BYTES = 2**20
+BARRIER_COST_BYTES = 2**20
 log = logging.getLogger("espalier")
 
 
@@ -145,18 +145,18 @@ class PeerCollectives:
 
     def all_reduce(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, x.shape[-1]) if x.ndim else x.reshape(1, 1)
-        if not self.kernels.supports_sum(self.memory, rows, x.dtype):
+        if not self.kernels.supports_all_reduce(self.memory, rows, x.dtype):
             return self.nccl.all_reduce(x)
         two_shot = uses_two_shot(rows, x.dtype, self.memory.num_ranks)
-        return self.kernels.sum_rows(self.memory, rows, x.dtype, two_shot).view(x.shape)
+        return self.kernels.all_reduce_rows(self.memory, rows, x.dtype, two_shot).view(x.shape)
 
     def all_reduce_add_norm(
         self, parts: Tensor, residual: Tensor, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor] | None:
-        if not self.kernels.supports_sum(self.memory, parts, residual.dtype) or residual.stride(-1) != 1:
+        if not self.kernels.supports_all_reduce(self.memory, parts, residual.dtype) or residual.stride(-1) != 1:
             return None
         two_shot = uses_two_shot(parts, residual.dtype, self.memory.num_ranks)
-        return self.kernels.sum_add_norm(self.memory, parts, residual, weight, eps, two_shot)
+        return self.kernels.all_reduce_add_norm(self.memory, parts, residual, weight, eps, two_shot)
 
     def gather_columns(self, x: Tensor, columns_per_rank: int, size: int) -> Tensor:
         if not self.kernels.supports_gather(self.memory, x, columns_per_rank):
@@ -177,7 +177,7 @@ def uses_two_shot(parts: Tensor, dtype: torch.dtype, num_ranks: int) -> bool:
     """
     rows, size = parts.shape[-2:]
     saved = (num_ranks - 1) * (1 - 2 / num_ranks)
-    return rows * size * dtype.itemsize * saved > MEETING_BYTES
+    return rows * size * dtype.itemsize * saved > BARRIER_COST_BYTES
 
 
 def connect_gpus(
@@ -191,7 +191,7 @@ def connect_gpus(
     from espalier.shards.nccl import NcclCollectives
 
     nccl = NcclCollectives(rendezvous_file, rank, num_ranks, device)
-    peer_bytes = peer_bytes or (PEER_BYTES_OF_TWO if num_ranks == 2 else PEER_BYTES)
+    peer_bytes = peer_bytes or (MAX_PEER_BYTES_OF_TWO if num_ranks == 2 else MAX_PEER_BYTES)
     memory, reason = None, ""
     try:
         memory = map_peer_memory(str(rendezvous_file), nccl.store, rank, num_ranks, device, peer_bytes)

@@ -19,8 +19,8 @@ from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 from espalier.logprobs import CHOSEN, RANK, TOKEN, TOP, row_words
 
 # Token ids per program of the first launch: the fewest, and the most, for many rows.
-SPLIT = 2048
-MAX_SPLIT = 8192
+MIN_SPLIT_SIZE = 2048
+MAX_SPLIT_SIZE = 8192
 
 
 def write_logprobs(
@@ -45,7 +45,7 @@ def write_logprobs(
     if not tokens.numel():
         return
     gpu, places = chip(logits), batch * width
-    split = choose_split_size(vocab, places, gpu, min(SPLIT, next_power_of_2(vocab)), MAX_SPLIT)
+    split = choose_split_size(vocab, places, gpu, min(MIN_SPLIT_SIZE, next_power_of_2(vocab)), MAX_SPLIT_SIZE)
     splits = -(-vocab // split)
     exact = accumulation_dtype(logits)
     values = torch.empty(places, splits, most, dtype=exact, device=logits.device)
@@ -57,7 +57,7 @@ def write_logprobs(
     shared = (tokens, length, num_logprobs, width, splits)
     _split_logprobs_kernel[(places, splits)](
         *(values, ids, parts, dense, rows, *shared, vocab, *dense.stride()[:2]),
-        MAX_LOGPROBS=most, SPLIT=split, num_warps=4, **pdl_arguments(gpu),
+        MAX_LOGPROBS=most, SPLIT_SIZE=split, num_warps=4, **pdl_arguments(gpu),
     )  # fmt: skip
     candidates = next_power_of_2(splits * most)
     _merge_logprobs_kernel[(places,)](
@@ -73,7 +73,7 @@ def write_logprobs(
 def _split_logprobs_kernel(
     values_ptr, ids_ptr, parts_ptr, logits_ptr, rows_ptr, tokens_ptr, length_ptr, num_logprobs_ptr,
     width, splits, vocab, batch_stride, row_stride,
-    MAX_LOGPROBS: tl.constexpr, SPLIT: tl.constexpr, USE_PDL: tl.constexpr,
+    MAX_LOGPROBS: tl.constexpr, SPLIT_SIZE: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     pdl_trigger_and_wait(USE_PDL)
     place = tl.program_id(0).to(tl.int64)
@@ -83,7 +83,7 @@ def _split_logprobs_kernel(
         exact: tl.constexpr = values_ptr.dtype.element_ty
         split = tl.program_id(1)
         row_ptr = logits_ptr + b * batch_stride + tl.load(rows_ptr + place) * row_stride
-        index = split * SPLIT + tl.arange(0, SPLIT)
+        index = split * SPLIT_SIZE + tl.arange(0, SPLIT_SIZE)
         x = tl.load(row_ptr + index, mask=index < vocab, other=float("-inf")).to(exact)
         chosen = tl.load(row_ptr + tl.load(tokens_ptr + place)).to(exact)
         part = place * splits + split

@@ -22,29 +22,29 @@ from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 from espalier.kernels.sampling.logit_processors import (
     COLUMNS,
     DraftedArguments,
+    GatheredSlots,
     LogitsArguments,
     SlotArguments,
-    SlotRows,
     drafted_arguments,
-    keeps_logits,
+    leaves_logits_unchanged,
     load_row_arguments,
     logits_arguments,
     process_logits,
 )
-from espalier.kernels.sampling.noise import gumbel_at, noise_keys
+from espalier.kernels.sampling.noise import gumbel_noise, noise_keys
 from espalier.kernels.sampling.top_k_top_p import draw_filtered
 
 # Token ids per split: the fewest, and the most, for many rows.
-SPLIT = 2048
-MAX_SPLIT = 32768
+MIN_SPLIT_SIZE = 2048
+MAX_SPLIT_SIZE = 32768
 # Token ids per load in a row with parameters, and bytes per load in a row without.
 BLOCK = 1024
-UNPROCESSED_BYTES = 4096
+UNPROCESSED_BLOCK_BYTES = 4096
 
 
-def pick_triton(
+def sample_triton(
     logits: Tensor,
-    rows: SlotRows,
+    rows: GatheredSlots,
     first_positions: Tensor,
     offsets: Tensor,
     drafted: tuple[Tensor, Tensor] | None = None,
@@ -68,7 +68,7 @@ def pick_triton(
     if not tokens.numel():
         return tokens, finite
     gpu, places = chip(logits), batch * queries
-    split = choose_split_size(rows.vocab, places, gpu, SPLIT, MAX_SPLIT)
+    split = choose_split_size(rows.vocab, places, gpu, MIN_SPLIT_SIZE, MAX_SPLIT_SIZE)
     splits = -(-rows.vocab // split)
     exact = torch.int64 if logits.dtype == torch.float64 else torch.int32
     keys = torch.empty(places, splits, dtype=exact, device=logits.device)
@@ -93,7 +93,7 @@ def block_sizes(logits: Tensor) -> dict[str, int]:
     thread reads at once; above 1 Triton needs pointers, strides and a vocabulary that are multiples of 16.
     """
     vocab, size = logits.shape[2], logits.element_size()
-    block, plain = (min(most, 1 << vocab.bit_length() - 1) for most in (BLOCK, UNPROCESSED_BYTES // size))
+    block, plain = (min(most, 1 << vocab.bit_length() - 1) for most in (BLOCK, UNPROCESSED_BLOCK_BYTES // size))
     starts = (logits.data_ptr(), *logits.stride()[:2], vocab)
     group = 1 if any(start % 16 for start in starts) else 16 // size
     return {"BLOCK": block, "UNPROCESSED_BLOCK": plain, "IDS_PER_THREAD": group}
@@ -119,7 +119,7 @@ def key_for_argmax(x):
 
 
 @kernel
-def first_of_block(start, end, BLOCK: tl.constexpr):
+def first_id_of_block(start, end, BLOCK: tl.constexpr):
     """Returns the first id of a whole block from `start` on.  If the block would pass `end`, it is moved back.
 
     A moved block reads again some ids of this split or of the previous one.  Reading ids twice does not change the best
@@ -141,12 +141,12 @@ def score_block(x, ids, vocab, row, drafted_row, noise, dtype: tl.constexpr, IS_
         noisy, k0, k1 = noise
         x = process_logits(x, ids, ids < vocab, row, drafted_row)
         if noisy:
-            x = x + gumbel_at(ids, k0, k1, dtype)
+            x = x + gumbel_noise(ids, k0, k1, dtype)
     return x
 
 
 @kernel
-def find_best(
+def find_best_id(
     logits_ptr, loaded_block, begin, end, vocab, row, drafted_row, noise,
     dtype: tl.constexpr, IS_UNPROCESSED: tl.constexpr, BLOCK: tl.constexpr, IDS_PER_THREAD: tl.constexpr,
 ):  # fmt: skip
@@ -158,12 +158,12 @@ def find_best(
     """
     groups = tl.arange(0, BLOCK // IDS_PER_THREAD) * IDS_PER_THREAD
     best = tl.full([BLOCK // IDS_PER_THREAD], float("-inf"), dtype)
-    at = tl.zeros([BLOCK // IDS_PER_THREAD], tl.int32) + first_of_block(begin, end, BLOCK)
+    at = tl.zeros([BLOCK // IDS_PER_THREAD], tl.int32) + first_id_of_block(begin, end, BLOCK)
     for start in range(begin, end, BLOCK):
-        first = first_of_block(start, end, BLOCK)
+        first = first_id_of_block(start, end, BLOCK)
         x = loaded_block
         # The next block is loaded while this block is compared.
-        loaded_block = load_whole_block(logits_ptr, first_of_block(start + BLOCK, end, BLOCK), BLOCK)
+        loaded_block = load_whole_block(logits_ptr, first_id_of_block(start + BLOCK, end, BLOCK), BLOCK)
         x = score_block(x, first + tl.arange(0, BLOCK), vocab, row, drafted_row, noise, dtype, IS_UNPROCESSED)
         most = tl.reduce(tl.reshape(x, [BLOCK // IDS_PER_THREAD, IDS_PER_THREAD]), 1, nan_max)
         # The first NaN stays the best score.
@@ -197,18 +197,18 @@ def _best_of_split_kernel(
     begin = split * split_size
     end = tl.minimum(begin + split_size, vocab)
     # This load starts before the row's parameters are known.  Its mask keeps the compiler from moving the load.
-    ids = first_of_block(begin, end, UNPROCESSED_BLOCK) + tl.arange(0, UNPROCESSED_BLOCK)
+    ids = first_id_of_block(begin, end, UNPROCESSED_BLOCK) + tl.arange(0, UNPROCESSED_BLOCK)
     plain = tl.load(logits_ptr + ids, mask=ids < vocab)
-    if keeps_logits(row) & (drafted.mask_words == 0):
+    if leaves_logits_unchanged(row) & (drafted.mask_words == 0):
         none = (False, 0, 0)
-        key, index = find_best(
+        key, index = find_best_id(
             logits_ptr, plain, begin, end, vocab, row, row_above, none, exact, True, UNPROCESSED_BLOCK, IDS_PER_THREAD
         )
     else:
         k0, k1 = noise_keys(tl.load(ints + COLUMNS.seed), position)
         noise = ((row.temperature > 0) & (tl.load(ints + COLUMNS.has_filters) == 0), k0, k1)
-        coming = load_whole_block(logits_ptr, first_of_block(begin, end, BLOCK), BLOCK)
-        key, index = find_best(
+        coming = load_whole_block(logits_ptr, first_id_of_block(begin, end, BLOCK), BLOCK)
+        key, index = find_best_id(
             logits_ptr, coming, begin, end, vocab, row, row_above, noise, exact, False, BLOCK, IDS_PER_THREAD
         )
     tl.store(keys_ptr + out * splits + split, key)

@@ -1,7 +1,7 @@
 """A launch's reads and writes of the slot table: BatchState, chains of known tokens, and carried hidden states.
 
 A row of the page pool is page * page_size + offset, with the page from the request's table.
-kernels/ops/state.py:page_rows has this arithmetic for PyTorch, and page_row for kernels.
+kernels/ops/state.py:page_rows has this arithmetic for PyTorch, and pool_row for kernels.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from espalier.slots import COLUMNS, BatchState, ScatterUpdate, SlotTable
 
 
 @kernel
-def page_row(table_ptr, position, page_size, is_kept):
+def pool_row(table_ptr, position, page_size, is_kept):
     """int64 pool rows of positions, by one request's page table; the dummy row where `is_kept` is False."""
     page = tl.load(table_ptr + position // page_size, mask=is_kept, other=0).to(tl.int64)
     return tl.where(is_kept, page * page_size + position % page_size, 0)
 
 
-MAX_BLOCK = 1024
+MAX_BLOCK_SIZE = 1024
 # Appended pages that a program writes at once: one per thread.
 PAGE_UPDATE_BLOCK = 128
 
@@ -38,7 +38,7 @@ def gather_slots(table: SlotTable, index: Tensor, page_updates: ScatterUpdate | 
     scalars = [torch.empty_like(index) for _ in range(6)]
     real, pages = torch.empty_like(index, dtype=torch.bool), table.page_table.new_empty(batch, width)
     if batch:
-        block = min(next_power_of_2(width), MAX_BLOCK)
+        block = min(next_power_of_2(width), MAX_BLOCK_SIZE)
         # The layout's max_accept_depth is end - prefix_len minus this number.
         _gather_slots_kernel[(batch, -(-width // block))](
             *(index, table.ints, table.page_table, *scalars, real, pages, at, values),
@@ -59,7 +59,7 @@ def read_chain(
     require("chain: length", length, (batch,), torch.int64, slots.prefix_len)
     made = TokenChain(*(length.new_empty(batch, width) for _ in range(3)))
     if batch:
-        block = min(next_power_of_2(width), MAX_BLOCK)
+        block = min(next_power_of_2(width), MAX_BLOCK_SIZE)
         _chain_kernel[(batch, -(-width // block))](
             *(slots.index, slots.prefix_len, slots.root, slots.commit_from, slots.page_table, table.history),
             *(length, *made, slots.index.stride(0), length.stride(0)),
@@ -77,7 +77,7 @@ def store_carried(slots: BatchState, name: str, values: Tensor, length: Tensor) 
     require("carry: length", length, (batch,), torch.int64, kept)
     values = values.contiguous()
     if batch:
-        block = min(next_power_of_2(size), MAX_BLOCK)
+        block = min(next_power_of_2(size), MAX_BLOCK_SIZE)
         _carry_kernel[(batch, -(-size // block))](
             *(slots.index, length, values, kept, slots.index.stride(0), length.stride(0), values.shape[1]),
             HIDDEN_SIZE=size, BLOCK=block, num_warps=4, **pdl_arguments(chip(length)),
@@ -141,13 +141,13 @@ def _chain_kernel(
     tl.store(positions_ptr + out, position, mask=offset < width)
     padding = tl.where(padding < 0, tl.load(root_ptr + b), padding)
     tl.store(tokens_ptr + out, tl.where(known, token, padding), mask=offset < width)
-    row = page_row(page_table_ptr + b * table_width, position, page_size, kept)
+    row = pool_row(page_table_ptr + b * table_width, position, page_size, kept)
     tl.store(rows_ptr + out, row, mask=offset < width)
 
 
 @kernel
 def _carry_kernel(
-    index_ptr, length_ptr, values_ptr, kept_ptr, index_stride, length_stride, rows,
+    index_ptr, length_ptr, values_ptr, carried_ptr, index_stride, length_stride, rows,
     HIDDEN_SIZE: tl.constexpr, BLOCK: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     pdl_trigger_and_wait(USE_PDL)
@@ -156,7 +156,7 @@ def _carry_kernel(
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(values_ptr + (b * rows + last) * HIDDEN_SIZE + at, mask=at < HIDDEN_SIZE, other=0.0)
     slot = tl.load(index_ptr + b * index_stride)
-    tl.store(kept_ptr + slot * HIDDEN_SIZE + at, value, mask=at < HIDDEN_SIZE)
+    tl.store(carried_ptr + slot * HIDDEN_SIZE + at, value, mask=at < HIDDEN_SIZE)
 
 
 def advance(
@@ -221,7 +221,7 @@ def _advance_kernel(
     if row_ptr is not None:
         position = prefix_len + offset
         kept = decided & (position >= tl.load(commit_from_ptr + request))
-        destination = page_row(page_table_ptr + request * table_width, position, page_size, kept)
+        destination = pool_row(page_table_ptr + request * table_width, position, page_size, kept)
         tl.store(destination_ptr + at, destination, mask=offset < WIDTH)
         row = tl.load(row_ptr + at, mask=offset < WIDTH, other=0)
         tl.store(source_ptr + at, request * nodes + row, mask=offset < WIDTH)

@@ -17,16 +17,16 @@ from espalier.kernels.runtime.jit import kernel
 from espalier.kernels.runtime.launch import chip, is_oversubscribed, next_power_of_2, require
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 
-MAX_BLOCK = 2048
+MAX_BLOCK_SIZE = 2048
 # Bytes that a warp copies at once: 16 per thread, the widest access.
-WARP_BYTES = 512
+BYTES_PER_WARP = 512
 # Layers per program if one program per layer would oversubscribe the chip.
 LAYERS_PER_PROGRAM = 4
 TENSORS_PER_LAUNCH = 2
 
 
 @kernel
-def _copy(
+def _copy_row(
     src_ptr, dst_ptr, layer, source, row, src_layer_stride, dst_layer_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr
 ):
     for begin in tl.static_range(0, SIZE, BLOCK):
@@ -49,7 +49,7 @@ def _commit_kernel(
     if row != 0:
         for layer in range(first, tl.minimum(first + NUM_LAYERS, layers)):
             for i in tl.static_range(NUM_TENSORS):
-                _copy(
+                _copy_row(
                     staged[i], committed[i], layer, source, row, staged_layer_strides[i], committed_layer_strides[i],
                     SIZES[i], BLOCKS[i],
                 )  # fmt: skip
@@ -74,14 +74,14 @@ def commit_rows(staged: Sequence[Tensor], committed: Sequence[Tensor], source: T
 
 def _launch(staged: Sequence[Tensor], committed: Sequence[Tensor], source: Tensor, rows: Tensor) -> None:
     sizes = tuple(buffer.shape[2] * buffer.shape[3] for buffer in committed)
-    blocks = tuple(min(next_power_of_2(size), MAX_BLOCK) for size in sizes)
+    blocks = tuple(min(next_power_of_2(size), MAX_BLOCK_SIZE) for size in sizes)
     count, layers = source.shape[0], committed[0].shape[0]
     layers_per_program = LAYERS_PER_PROGRAM if is_oversubscribed(count * layers, chip(source)) else 1
     _commit_kernel[(count, -(-layers // layers_per_program))](
         *(tuple(staged), tuple(committed), source, rows),
         *(tuple(buffer.stride(0) for buffer in tensors) for tensors in (staged, committed)),
         layers, NUM_TENSORS=len(staged), NUM_LAYERS=layers_per_program, SIZES=sizes, BLOCKS=blocks,
-        num_warps=min(max(min(blocks) * committed[0].element_size() // WARP_BYTES, 1), 4),
+        num_warps=min(max(min(blocks) * committed[0].element_size() // BYTES_PER_WARP, 1), 4),
         **pdl_arguments(chip(source)),
     )  # fmt: skip
 
@@ -112,7 +112,7 @@ def write_results(ring: Tensor, entry: Tensor, fields: Mapping[int, Tensor]) -> 
 
 
 @kernel
-def _with_field(value, column, b, field_ptr, FIRST_COLUMN: tl.constexpr, END_COLUMN: tl.constexpr):
+def _replace_columns(value, column, b, field_ptr, FIRST_COLUMN: tl.constexpr, END_COLUMN: tl.constexpr):
     """Return the row `value` with columns FIRST_COLUMN to END_COLUMN - 1 replaced by the field."""
     inside = (column >= FIRST_COLUMN) & (column < END_COLUMN)
     field = tl.load(field_ptr + b * (END_COLUMN - FIRST_COLUMN) + column - FIRST_COLUMN, mask=inside, other=0)
@@ -134,6 +134,6 @@ def _write_results_kernel(
     at = tl.arange(0, BLOCK)
     value = tl.full([BLOCK], EMPTY_VALUE, tl.int64)
     for i in tl.static_range(NUM_FIELDS):
-        value = _with_field(value, at, b, fields[i], FIRST_COLUMNS[i], END_COLUMNS[i])
+        value = _replace_columns(value, at, b, fields[i], FIRST_COLUMNS[i], END_COLUMNS[i])
     row_ptr = ring_ptr + tl.load(entry_ptr) * entry_stride + b * row_stride
     tl.store(row_ptr + at, value, mask=at < width)

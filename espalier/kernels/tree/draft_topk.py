@@ -28,19 +28,19 @@ from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 from espalier.kernels.sampling.logit_processors import (
     COLUMNS,
     DraftedArguments,
+    GatheredSlots,
     LogitsArguments,
     SlotArguments,
-    SlotRows,
     as_column,
     drafted_arguments,
-    keeps_logits,
+    leaves_logits_unchanged,
     load_row_arguments,
     logits_arguments,
     process_logits,
 )
-from espalier.kernels.sampling.noise import gumbel_at, noise_keys
+from espalier.kernels.sampling.noise import gumbel_noise, noise_keys
 
-SPLIT = 2048
+MAX_SPLIT_SIZE = 2048
 # Splits per warp in the merge.  With few warps, the merge's steps (one per child) need little synchronisation.
 SPLITS_PER_WARP = 512
 
@@ -48,7 +48,7 @@ SPLITS_PER_WARP = 512
 def draft_topk_triton(
     logits: Tensor,
     d2t: Tensor | None,
-    rows: SlotRows,
+    rows: GatheredSlots,
     first_positions: Tensor,
     position_offset: int,
     scores: Tensor,
@@ -60,8 +60,8 @@ def draft_topk_triton(
 ) -> tuple[Tensor, Tensor]:
     """Find each row's topk best children, best first: target ids [B, Q, K] int64, path scores [B, Q, K] float32.
 
-    logits: [B, Q, Vd], in the form that pick_triton takes.  d2t: [Vd] int64, the target id of each draft id; None: the
-    vocabularies are the same.  rows: the sampling parameters of each request.  first_positions [B] + offset + row ·
+    logits: [B, Q, Vd], as for sample_triton.  d2t: [Vd] int64, the target id of each draft id; None: the vocabularies
+    are the same.  rows: the sampling parameters of each request.  first_positions [B] + offset + row ·
     stride: the position of a row's children.  scores: [B, Q] float32, the path scores of the rows.  drafted: (tokens
     [B, E], ancestor_bits [B, Q, W]): drafted tokens and, for each row, the bits of the tokens on its path.  mask: [B,
     Q, ceil(V / 32)] int32, the bits of target ids that may be drafted (sampling/mask.py); None allows all.
@@ -82,7 +82,7 @@ def draft_topk_triton(
     best = torch.empty(batch, queries, topk, dtype=torch.float32, device=logits.device)
     if not ids.numel():
         return ids, best
-    split = min(SPLIT, next_power_of_2(vocab))
+    split = min(MAX_SPLIT_SIZE, next_power_of_2(vocab))
     places, splits = batch * queries, -(-vocab // split)
     exact = torch.promote_types(logits.dtype, torch.float32)
     values = torch.empty(places, splits, topk, dtype=exact, device=logits.device)
@@ -93,7 +93,7 @@ def draft_topk_triton(
     of_splits = (values, indices, sums)
     _block_topk_kernel[(places, splits)](
         *(*of_splits, vocab, of_target, position_offset, position_stride, given, rows.arguments, hanging, queries),
-        splits, COLUMNS=COLUMNS, ADDS_NOISE=adds_noise, SPLIT=split, num_warps=4, **options,
+        splits, COLUMNS=COLUMNS, ADDS_NOISE=adds_noise, SPLIT_SIZE=split, num_warps=4, **options,
     )  # fmt: skip
     _merge_topk_kernel[(places,)](
         *(ids, best, *of_splits, of_target, scores, *scores.stride(), queries, splits),
@@ -106,7 +106,7 @@ def draft_topk_triton(
 @kernel
 def _block_topk_kernel(
     values_ptr, indices_ptr, sums_ptr, draft_vocab, d2t_ptr, offset, stride, logits, slots, drafted, queries, splits,
-    COLUMNS: tl.constexpr, ADDS_NOISE: tl.constexpr, SPLIT: tl.constexpr,
+    COLUMNS: tl.constexpr, ADDS_NOISE: tl.constexpr, SPLIT_SIZE: tl.constexpr,
     HAS_D2T: tl.constexpr, TOPK: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """Find a split's TOPK best (value, draft index), best first, and its sum of exp(value - best value)."""
@@ -117,16 +117,16 @@ def _block_topk_kernel(
     b, logits_ptr, position, row, row_above = load_row_arguments(
         out, queries, offset + out % queries * stride, logits, slots, drafted, COLUMNS
     )
-    index = split * SPLIT + tl.arange(0, SPLIT)
+    index = split * SPLIT_SIZE + tl.arange(0, SPLIT_SIZE)
     inside = index < draft_vocab
     exact: tl.constexpr = values_ptr.dtype.element_ty
     x = tl.load(logits_ptr + index, mask=inside, other=float("-inf")).to(exact)
     ids = index
     if HAS_D2T:
         # A row with unchanged logits needs no token ids, which take more bytes than the logits.
-        needs_ids = ~keeps_logits(row) | (drafted.mask_words > 0)
+        needs_ids = ~leaves_logits_unchanged(row) | (drafted.mask_words > 0)
         ids = tl.load(d2t_ptr + index, mask=inside & needs_ids, other=0).to(tl.int32)
-    x = noisy_logits(x, ids, inside, b, position, slots, row, row_above, COLUMNS, ADDS_NOISE)
+    x = process_and_add_noise(x, ids, inside, b, position, slots, row, row_above, COLUMNS, ADDS_NOISE)
     nan = tl.max((x != x).to(tl.int32), 0)
     x = tl.where(x != x, float("-inf"), x)
     top = tl.max(x, 0)
@@ -142,14 +142,14 @@ def _block_topk_kernel(
 
 
 @kernel
-def noisy_logits(
+def process_and_add_noise(
     x, ids, is_token, b, position, slots, row, drafted, COLUMNS: tl.constexpr, ADDS_NOISE: tl.constexpr,
 ):  # fmt: skip
     """`process_logits` logits of row b of the batch.  If ADDS_NOISE and the request samples, its noise is added."""
     x = process_logits(x, ids, is_token, row, drafted)
     if ADDS_NOISE and row.temperature > 0:
         k0, k1 = noise_keys(tl.load(slots.ints_ptr + b * COLUMNS.num_ints + COLUMNS.seed), position)
-        x = x + as_column(gumbel_at(ids, k0, k1, x.dtype), x)
+        x = x + as_column(gumbel_noise(ids, k0, k1, x.dtype), x)
     return x
 
 

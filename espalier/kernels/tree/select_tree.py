@@ -105,11 +105,11 @@ def _select_beams_kernel(
 
 
 # The most parts of a pool.  The kernel reads each part from its own tensor.
-MAX_PARTS = 16
+MAX_POOL_PARTS = 16
 
 
 def select_tree(root: Tensor, tokens: Pool, scores: Pool, beams: Pool, topk: int, nodes: int) -> Tree:
-    if len(tokens) > MAX_PARTS:
+    if len(tokens) > MAX_POOL_PARTS:
         tokens, scores, beams = ([torch.cat(list(parts), 1)] for parts in (tokens, scores, beams))
     batch, size, steps = check_pool_sizes(root, tokens, scores, beams, topk, nodes)
     tree = Tree.empty(root, nodes)

@@ -43,7 +43,7 @@ def test_a_plan_is_timed_with_all_that_the_pass_had_planned(kernel_device, monke
 
     for module in (backend, kernels):
         monkeypatch.setattr(module, "count_contiguous_blocks", counted)
-    monkeypatch.setattr(backend, "counted_block_rows", lambda *_: 64 if asks else None)
+    monkeypatch.setattr(backend, "block_rows_to_count", lambda *_: 64 if asks else None)
     monkeypatch.setattr(tree_attention, "triton", lambda inputs, *_, **__: (inputs.q, None))
     shape = Shape(2, 4, 130)
     attention, run = prepared(shape, 16, 2, kernel_device)
