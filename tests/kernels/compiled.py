@@ -21,7 +21,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import JITFunction
 
-from espalier.kernels.attention.kv_splits import _contiguous_blocks_kernel, _kv_splits_kernel
+from espalier.kernels.attention.kv_splits import _count_contiguous_blocks_kernel, _kv_splits_kernel
 from espalier.kernels.attention.latent_attention import _constexpr_arguments as latent_constants
 from espalier.kernels.attention.latent_attention import _latent_attention_kernel
 from espalier.kernels.attention.merge import _merge_splits_kernel
@@ -252,7 +252,7 @@ def errors_of_small_kernels() -> dict[str, str]:
             for few in (FEW, FEW_ALONE)
             for sink in (False, True)
         ),
-        (_contiguous_blocks_kernel, count, {"out_ptr": "*i32"}),
+        (_count_contiguous_blocks_kernel, count, {"out_ptr": "*i32"}),
     ]
     errors = {}
     for kernel, constants, kinds in cases:

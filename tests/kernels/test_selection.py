@@ -174,7 +174,7 @@ DRAWN: dict[str, Any] = {
 @pytest.mark.parametrize("topk", fewer([1, 5, 100], lambda topk: topk != 1))
 def test_selections(kernel_device, topk, drawn, monkeypatch):
     """Groups and rows in several chunks, and lengths around topk; what lies past a length is never chosen."""
-    monkeypatch.setattr("espalier.kernels.attention.select_rows.CHUNK_SCORES", 512)
+    monkeypatch.setattr("espalier.kernels.attention.select_rows.SCORES_PER_CHUNK", 512)
     for page_size, columns, staged in ((1, 70, 1), (16, 13, 70), (256, 17, 66)):
         generator, capacity = torch.Generator().manual_seed(topk), page_size * columns
         length = torch.tensor([0, min(topk, capacity), capacity // 2 + 1, capacity], device=kernel_device)

@@ -19,7 +19,7 @@ from espalier.kernels.attention.work_items import (
     STAGED_CHAIN,
     STAGED_NONE,
     STAGED_TREE,
-    committed_blocks,
+    count_committed_blocks,
     nth_block_index,
 )
 from espalier.kernels.ops.attention import AttentionInputs, PartialResults
@@ -280,7 +280,7 @@ def attend_committed(
 ):
     """Attend to positions begin .. end of K and V, unmasked blocks first.  begin is a multiple of BLOCK_N."""
     BLOCK_N: tl.constexpr = CONSTANTS.BLOCK_N
-    num_blocks, num_lower, num_unmasked = committed_blocks(begin, end, first_position, CONSTANTS.WINDOW, BLOCK_N)
+    num_blocks, num_lower, num_unmasked = count_committed_blocks(begin, end, first_position, CONSTANTS.WINDOW, BLOCK_N)
     if CONSTANTS.WINDOW == 0:
         low = begin + num_lower * BLOCK_N
         max_score, sum_weights, acc = _attend_unmasked_blocks(

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from espalier.errors import EspalierError
-from espalier.kernels.attention.work_items import committed_blocks, load_split_range
+from espalier.kernels.attention.work_items import count_committed_blocks, load_split_range
 from espalier.kernels.ops.selection import SPLIT_COLUMNS, SPLIT_STEP, KVSplitPolicy, KVSplits
 from espalier.kernels.runtime.jit import kernel
 from espalier.kernels.runtime.launch import chip, next_power_of_2, require
@@ -125,7 +125,7 @@ BLOCKS_PER_STEP = 64
 
 
 @kernel(do_not_specialize=["batch"])
-def _contiguous_blocks_kernel(
+def _count_contiguous_blocks_kernel(
     splits_ptr, split_starts_ptr, table_ptr, out_ptr, batch, first_position, table_stride_b,
     PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCKS_PER_STEP: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
@@ -133,7 +133,7 @@ def _contiguous_blocks_kernel(
     split = tl.program_id(0)
     exists = split < tl.load(split_starts_ptr + batch)
     request, begin, end, _request_splits = load_split_range(splits_ptr, split, exists)
-    _num_blocks, num_lower, num_unmasked = committed_blocks(begin, end, first_position, 0, BLOCK_N)
+    _num_blocks, num_lower, num_unmasked = count_committed_blocks(begin, end, first_position, 0, BLOCK_N)
     table = table_ptr + request * table_stride_b
     block, offset = tl.arange(0, BLOCKS_PER_STEP), tl.arange(0, BLOCK_N)
     num_checked = num_unmasked * 0
@@ -161,7 +161,7 @@ def count_contiguous_blocks(
         raise EspalierError("counting contiguous blocks needs a page table whose last dimension is contiguous")
     out = torch.empty(capacity, dtype=torch.int32, device=page_table.device)
     if capacity:
-        _contiguous_blocks_kernel[(capacity,)](
+        _count_contiguous_blocks_kernel[(capacity,)](
             splits.table, splits.starts, page_table, out, page_table.shape[0], first_position, page_table.stride(0),
             PAGE_SIZE=page_size, BLOCK_N=block_rows, BLOCKS_PER_STEP=BLOCKS_PER_STEP, num_warps=16,
             **pdl_arguments(chip(page_table)),

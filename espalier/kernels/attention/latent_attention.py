@@ -37,7 +37,7 @@ from espalier.kernels.attention.choose import (
 from espalier.kernels.attention.triton_config import TritonConfig
 from espalier.kernels.attention.work_items import (
     WorkPlan,
-    committed_blocks,
+    count_committed_blocks,
     load_work_item,
     trigger_merge,
     visible_staged_range,
@@ -86,7 +86,7 @@ def _latent_attention_kernel(
         work_item = work_item_of_program(base, backwards)
         backwards = 1 - backwards
         if work_item < num_work_items:
-            split, request, begin, end, request_splits, is_last, tile, _head = load_work_item(
+            split, request, begin, end, request_splits, is_last_split, tile, _head = load_work_item(
                 plan, work_item, 1, LONGEST_FIRST
             )
             packed = tile * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -99,7 +99,7 @@ def _latent_attention_kernel(
             max_score = tl.full([BLOCK_M], float("-inf"), tl.float32)
             sum_weights = tl.zeros([BLOCK_M], tl.float32)
             out = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
-            num_blocks, num_lower, num_unmasked = committed_blocks(begin, end, first_position, 0, BLOCK_N)
+            num_blocks, num_lower, num_unmasked = count_committed_blocks(begin, end, first_position, 0, BLOCK_N)
             table = table_ptr + request * table_stride_b
             max_score, sum_weights, out = attend_blocks(
                 q, q_rope, query, table, tiles, begin, end, first_position, num_lower, num_unmasked, 0, num_unmasked,
@@ -110,7 +110,7 @@ def _latent_attention_kernel(
                 num_blocks, scale, max_score, sum_weights, out, True, CONSTANTS,
             )
             if STAGED_KIND > 0:
-                num_staged = tl.where(is_last, rows, 0)
+                num_staged = tl.where(is_last_split, rows, 0)
                 low, high = visible_staged_range(tile, num_staged, STAGED_KIND, 0, HEADS, BLOCK_M, BLOCK_R)
                 staged = staged_ptr + request * staged_stride_b
                 # No window: positions are not needed.

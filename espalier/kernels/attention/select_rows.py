@@ -4,8 +4,8 @@ One program selects the rows of one query.  First it lists the topk groups with 
 chosen rows are in these groups: a row of another group scores below the best row of each listed group.  Then the
 program selects among the rows of the listed groups.  Rows below the lowest score of the listed groups are skipped.
 
-Both steps search for a threshold.  Scores are mapped to integers (patterns) in the same order.  Each iteration divides
-the range of patterns that contains the threshold into 32 bins, and counts the scores per bin.
+Both steps search for a threshold.  Scores are mapped to integers (keys) in the same order.  Each iteration divides
+the range of keys that contains the threshold into 32 bins, and counts the scores per bin.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 from espalier.layout import ANCESTOR_BITS
 
 # Scores that a program holds at once.
-CHUNK_SCORES = 4096
+SCORES_PER_CHUNK = 4096
 # The time of tl.histogram grows with the number of bins, and it needs one for each thread of a warp.
 NUM_BINS = 32
 NUM_WARPS = 16
@@ -31,32 +31,32 @@ EXTRA_GROUPS_DIVISOR = 4
 # Bits of a bin in the first iteration.  Two bins then hold the scores between a power of two and the next.  The last
 # bin holds all lower scores, because the threshold is seldom far below the highest score.
 FIRST_BIN_BITS = tl.constexpr(22)
-# The lowest pattern of a visible row; other rows have -inf.
+# The lowest key of a visible row; other rows have -inf.
 LOWEST_VISIBLE_KEY = tl.constexpr(0x00800000)
 
 
 @kernel
 def _score_key(score):
-    """Returns uint32 patterns in the order of float32 scores.  0.0 and -0.0 have the same pattern."""
+    """Returns uint32 keys in the order of float32 scores.  0.0 and -0.0 have the same key."""
     score = tl.where(score == 0.0, 0.0, score)
     bits = score.to(tl.uint32, bitcast=True)
     return bits ^ tl.where(bits >> 31 != 0, 0xFFFFFFFF, 0x80000000).to(tl.uint32)
 
 
 @kernel
-def _load_chunk(values, columns, chunk, count, gap_begin, gap_size, CHUNK_SCORES: tl.constexpr):
-    """Returns (columns, whether they hold a seen score, patterns) of a chunk of `count` values.
+def _load_chunk(values, columns, chunk, count, gap_begin, gap_size, SCORES_PER_CHUNK: tl.constexpr):
+    """Returns (columns, whether they hold a seen score, keys) of a chunk of `count` values.
 
     columns: a list of columns.  None: the columns before `gap_begin`, and after it those `gap_size` further on.
     """
-    i = chunk * CHUNK_SCORES + tl.arange(0, CHUNK_SCORES)
+    i = chunk * SCORES_PER_CHUNK + tl.arange(0, SCORES_PER_CHUNK)
     exists = i < count
     if columns is None:
         column = i + tl.where(i >= gap_begin, gap_size, 0)
     else:
         column = tl.load(columns + i, mask=exists, other=0)
-    pattern = _score_key(tl.load(values + column, mask=exists, other=float("-inf")))
-    return column, exists & (pattern >= LOWEST_VISIBLE_KEY), pattern
+    key = _score_key(tl.load(values + column, mask=exists, other=float("-inf")))
+    return column, exists & (key >= LOWEST_VISIBLE_KEY), key
 
 
 @kernel
@@ -71,24 +71,24 @@ def _num_bits(x):
 
 
 @kernel
-def _max_visible_key(values, count, gap_begin, gap_size, CHUNK_SCORES: tl.constexpr):
-    """Returns the highest pattern of `count` values, at least LOWEST_VISIBLE_KEY."""
+def _max_visible_key(values, count, gap_begin, gap_size, SCORES_PER_CHUNK: tl.constexpr):
+    """Returns the highest key of `count` values, at least LOWEST_VISIBLE_KEY."""
     high = tl.full([], LOWEST_VISIBLE_KEY, tl.uint32)
-    for chunk in range((count + CHUNK_SCORES - 1) // CHUNK_SCORES):
-        _column, seen, pattern = _load_chunk(values, None, chunk, count, gap_begin, gap_size, CHUNK_SCORES)
-        high = tl.maximum(high, tl.max(tl.where(seen, pattern, LOWEST_VISIBLE_KEY).to(tl.uint32), 0))
+    for chunk in range((count + SCORES_PER_CHUNK - 1) // SCORES_PER_CHUNK):
+        _column, seen, key = _load_chunk(values, None, chunk, count, gap_begin, gap_size, SCORES_PER_CHUNK)
+        high = tl.maximum(high, tl.max(tl.where(seen, key, LOWEST_VISIBLE_KEY).to(tl.uint32), 0))
     return high
 
 
 @kernel
 def _find_threshold(
     values, columns, count, gap_begin, gap_size, min_key, max_key, topk, num_extra, max_first_bin_bits,
-    CHUNK_SCORES: tl.constexpr, NUM_BINS: tl.constexpr,
+    SCORES_PER_CHUNK: tl.constexpr, NUM_BINS: tl.constexpr,
 ):  # fmt: skip
     """Search for the threshold of the topk highest of `count` values (`_load_chunk`), all between low and high.
 
     max_first_bin_bits: the most bits of a bin of the first turn.  Returns (high, span, left_out).  Patterns above the
-    new `max_key` are chosen.  Of the values at the threshold, which have patterns from high - span to high, all but
+    new `max_key` are chosen.  Of the values at the threshold, which have keys from high - span to high, all but
     the first `left_out` are chosen.  So topk values are chosen, or all if there are fewer, or up to `num_extra` more.
     """
     span, equal, wanted, most_bits = (
@@ -102,10 +102,10 @@ def _find_threshold(
         bits = tl.minimum(_num_bits(span // NUM_BINS), most_bits)
         most_bits = tl.full([], 32, tl.uint32)
         counts = tl.zeros([NUM_BINS], tl.int32)
-        for chunk in range((count + CHUNK_SCORES - 1) // CHUNK_SCORES):
-            _column, seen, pattern = _load_chunk(values, columns, chunk, count, gap_begin, gap_size, CHUNK_SCORES)
-            is_between = seen & (pattern <= max_key) & (max_key - pattern <= span)
-            bin_of = tl.minimum((max_key - pattern) >> bits, NUM_BINS - 1)
+        for chunk in range((count + SCORES_PER_CHUNK - 1) // SCORES_PER_CHUNK):
+            _column, seen, key = _load_chunk(values, columns, chunk, count, gap_begin, gap_size, SCORES_PER_CHUNK)
+            is_between = seen & (key <= max_key) & (max_key - key <= span)
+            bin_of = tl.minimum((max_key - key) >> bits, NUM_BINS - 1)
             counts += tl.histogram(bin_of.to(tl.int32), NUM_BINS, mask=is_between)
         upto = tl.cumsum(counts, 0)
         # In the first iteration there may be fewer, because `count` includes values of invisible rows.
@@ -121,13 +121,13 @@ def _find_threshold(
 
 
 @kernel
-def _place_selected(is_visible, pattern, max_key, key_span, num_skipped_ties, num_earlier_above, num_earlier_equal):
+def _place_selected(is_visible, key, max_key, key_span, num_skipped_ties, num_earlier_above, num_earlier_equal):
     """Returns (taken, places, scores above the threshold, scores at it) of a chunk (see `_find_threshold`).
 
     num_earlier_above, num_earlier_equal: in earlier chunks.
     """
-    above = is_visible & (pattern > max_key)
-    equal = is_visible & (pattern <= max_key) & (max_key - pattern <= key_span)
+    above = is_visible & (key > max_key)
+    equal = is_visible & (key <= max_key) & (max_key - key <= key_span)
     # One sum counts both in its low and high 16 bits, because a chunk has fewer than 2^16 scores.
     both = above.to(tl.int32) | (equal.to(tl.int32) << 16)
     upto, total = tl.cumsum(both, 0), tl.sum(both, 0)
@@ -139,21 +139,29 @@ def _place_selected(is_visible, pattern, max_key, key_span, num_skipped_ties, nu
 
 @kernel
 def _list_candidate_groups(
-    groups, list_ptr, count, gap_begin, gap_size, topk, num_extra, CHUNK_SCORES: tl.constexpr, NUM_BINS: tl.constexpr
+    groups,
+    list_ptr,
+    count,
+    gap_begin,
+    gap_size,
+    topk,
+    num_extra,
+    SCORES_PER_CHUNK: tl.constexpr,
+    NUM_BINS: tl.constexpr,
 ):
     """List the columns of the topk highest groups, and of up to `num_extra` more.
 
-    Returns (their number, a pattern below which no row is chosen, the highest pattern).
+    Returns (their number, a key below which no row is chosen, the highest key).
     """
-    highest = _max_visible_key(groups, count, gap_begin, gap_size, CHUNK_SCORES)
+    highest = _max_visible_key(groups, count, gap_begin, gap_size, SCORES_PER_CHUNK)
     high, span, left_out = _find_threshold(
         groups, None, count, gap_begin, gap_size, tl.full([], LOWEST_VISIBLE_KEY, tl.uint32), highest, topk, num_extra,
-        FIRST_BIN_BITS, CHUNK_SCORES, NUM_BINS,
+        FIRST_BIN_BITS, SCORES_PER_CHUNK, NUM_BINS,
     )  # fmt: skip
     above_before, equal_before = 0, 0
-    for chunk in range((count + CHUNK_SCORES - 1) // CHUNK_SCORES):
-        column, seen, pattern = _load_chunk(groups, None, chunk, count, gap_begin, gap_size, CHUNK_SCORES)
-        taken, place, above, equals = _place_selected(seen, pattern, high, span, left_out, above_before, equal_before)
+    for chunk in range((count + SCORES_PER_CHUNK - 1) // SCORES_PER_CHUNK):
+        column, seen, key = _load_chunk(groups, None, chunk, count, gap_begin, gap_size, SCORES_PER_CHUNK)
+        taken, place, above, equals = _place_selected(seen, key, high, span, left_out, above_before, equal_before)
         tl.store(list_ptr + place, column, mask=taken)
         above_before += above
         equal_before += equals
@@ -165,10 +173,10 @@ def _list_candidate_groups(
 @kernel
 def _list_candidate_rows(
     scores, group_list, row_list, num_groups, min_key, length, capacity, rows,
-    GROUP_ROWS: tl.constexpr, CHUNK_SCORES: tl.constexpr,
+    GROUP_ROWS: tl.constexpr, SCORES_PER_CHUNK: tl.constexpr,
 ):  # fmt: skip
     """List the columns of the rows of the listed groups from `min_key` up.  Returns their number."""
-    GROUPS: tl.constexpr = CHUNK_SCORES // GROUP_ROWS
+    GROUPS: tl.constexpr = SCORES_PER_CHUNK // GROUP_ROWS
     of_capacity = (capacity + GROUP_ROWS - 1) // GROUP_ROWS
     count = 0
     for chunk in range((num_groups + GROUPS - 1) // GROUPS):
@@ -189,14 +197,14 @@ def _list_candidate_rows(
 @kernel
 def _write_selected_rows(
     scores, row_list, table, out_ptr, count, capacity, max_key, key_span, num_skipped_ties,
-    PAGE_SIZE: tl.constexpr, CHUNK_SCORES: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, SCORES_PER_CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Write the chosen committed rows.  Returns (their number, how many of all rows at the threshold are chosen)."""
     above_before, equal_before, written = 0, 0, tl.zeros([], tl.int32)
-    for chunk in range((count + CHUNK_SCORES - 1) // CHUNK_SCORES):
-        column, seen, pattern = _load_chunk(scores, row_list, chunk, count, 0, 0, CHUNK_SCORES)
+    for chunk in range((count + SCORES_PER_CHUNK - 1) // SCORES_PER_CHUNK):
+        column, seen, key = _load_chunk(scores, row_list, chunk, count, 0, 0, SCORES_PER_CHUNK)
         taken, place, above, equals = _place_selected(
-            seen, pattern, max_key, key_span, num_skipped_ties, above_before, equal_before
+            seen, key, max_key, key_span, num_skipped_ties, above_before, equal_before
         )
         taken = taken & (column < capacity)
         page = tl.load(table + column // PAGE_SIZE, mask=taken, other=0)
@@ -215,9 +223,9 @@ def _write_selected_bits(
     rows at the threshold are set."""
     at = tl.arange(0, WORDS * WORD_BITS)
     exists = at < rows
-    pattern = _score_key(tl.load(scores + at, mask=exists, other=float("-inf")))
-    above = exists & (pattern > max_key)
-    equal = exists & (pattern <= max_key) & (max_key - pattern <= key_span)
+    key = _score_key(tl.load(scores + at, mask=exists, other=float("-inf")))
+    above = exists & (key > max_key)
+    equal = exists & (key <= max_key) & (max_key - key <= key_span)
     taken = above | (equal & (tl.cumsum(equal.to(tl.int32), 0, reverse=True) <= num_selected_ties))
     bits = tl.reshape(taken.to(tl.int64) << (at % WORD_BITS).to(tl.int64), [WORDS, WORD_BITS])
     word = tl.arange(0, WORDS)
@@ -230,7 +238,7 @@ def _select_rows_kernel(
     queries, capacity, rows, topk, num_extra, width, score_stride_b, score_stride_q, group_stride_b, group_stride_q,
     length_stride_b, table_stride_b, group_list_stride_q, row_list_stride_q,
     GROUP_ROWS: tl.constexpr, PAGE_SIZE: tl.constexpr, WORDS: tl.constexpr, WORD_BITS: tl.constexpr,
-    CHUNK_SCORES: tl.constexpr, NUM_BINS: tl.constexpr, USE_PDL: tl.constexpr,
+    SCORES_PER_CHUNK: tl.constexpr, NUM_BINS: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid: (B · Q).  Each program has its own part of the list buffers."""
     pdl_trigger_and_wait(USE_PDL)
@@ -249,24 +257,24 @@ def _select_rows_kernel(
         skipped = (capacity + GROUP_ROWS - 1) // GROUP_ROWS - split
         listed, least, highest = _list_candidate_groups(
             groups, group_list, split + (rows + GROUP_ROWS - 1) // GROUP_ROWS, split, skipped, topk, num_extra,
-            CHUNK_SCORES, NUM_BINS,
+            SCORES_PER_CHUNK, NUM_BINS,
         )  # fmt: skip
         # Other threads read the list than wrote it.
         tl.debug_barrier()
         count = _list_candidate_rows(
-            scores, group_list, row_list, listed, least, length, capacity, rows, GROUP_ROWS, CHUNK_SCORES
+            scores, group_list, row_list, listed, least, length, capacity, rows, GROUP_ROWS, SCORES_PER_CHUNK
         )
         tl.debug_barrier()
         high, span, left_out = _find_threshold(
-            scores, row_list, count, 0, 0, least, highest, topk, 0, 32, CHUNK_SCORES, NUM_BINS
+            scores, row_list, count, 0, 0, least, highest, topk, 0, 32, SCORES_PER_CHUNK, NUM_BINS
         )
         written, wanted = _write_selected_rows(
-            scores, row_list, table, to, count, capacity, high, span, left_out, PAGE_SIZE, CHUNK_SCORES
+            scores, row_list, table, to, count, capacity, high, span, left_out, PAGE_SIZE, SCORES_PER_CHUNK
         )
     tl.store(count_ptr + query, written.to(tl.int64))
-    for chunk in range(written // CHUNK_SCORES, (width + CHUNK_SCORES - 1) // CHUNK_SCORES):
-        place = chunk * CHUNK_SCORES + tl.arange(0, CHUNK_SCORES)
-        tl.store(to + place, tl.zeros([CHUNK_SCORES], tl.int32), mask=(place >= written) & (place < width))
+    for chunk in range(written // SCORES_PER_CHUNK, (width + SCORES_PER_CHUNK - 1) // SCORES_PER_CHUNK):
+        place = chunk * SCORES_PER_CHUNK + tl.arange(0, SCORES_PER_CHUNK)
+        tl.store(to + place, tl.zeros([SCORES_PER_CHUNK], tl.int32), mask=(place >= written) & (place < width))
     words = word_ptr + query * ((rows + WORD_BITS - 1) // WORD_BITS)
     _write_selected_bits(scores + capacity, words, rows, high, span, wanted, WORDS, WORD_BITS)
 
@@ -301,6 +309,6 @@ def select_rows(scores: IndexScores, length: Tensor, page_table: Tensor, page_si
         *(queries, capacity, rows, topk, spare, width, *of_rows.stride()[:2], *of_groups.stride()[:2]),
         *(length.stride(0), page_table.stride(0), group_list.stride(0), row_list.stride(0)),
         GROUP_ROWS=GROUP_ROWS, PAGE_SIZE=page_size, WORDS=next_power_of_2(num_words), WORD_BITS=ANCESTOR_BITS,
-        CHUNK_SCORES=CHUNK_SCORES, NUM_BINS=NUM_BINS, num_warps=NUM_WARPS, **pdl_arguments(chip(of_rows)),
+        SCORES_PER_CHUNK=SCORES_PER_CHUNK, NUM_BINS=NUM_BINS, num_warps=NUM_WARPS, **pdl_arguments(chip(of_rows)),
     )  # fmt: skip
     return SelectedRows(chosen, count, bits)

@@ -25,7 +25,7 @@ class WorkPlan(NamedTuple):
     """Values that all work items of a launch share.
 
     splits_ptr, split_starts_ptr: KVSplits.table and KVSplits.starts; num_splits, num_tiles: of the launch; queries,
-    rows: queries and staged rows per request; first_position: see Prefix.
+    num_staged_rows: per request; first_position: see Prefix.
     """
 
     splits_ptr: Any
@@ -33,21 +33,21 @@ class WorkPlan(NamedTuple):
     num_splits: Any
     num_tiles: Any
     queries: Any
-    rows: Any
+    num_staged_rows: Any
     first_position: Any
 
 
 class WorkItem(NamedTuple):
-    """One work item.  request_splits: number of splits of the request; is_last: whether the split is its last."""
+    """One work item.  request_splits: number of splits of the request; is_last_split: whether the split is its last."""
 
     split: Any
     request: Any
     begin: Any
     end: Any
     request_splits: Any
-    is_last: Any
-    tile: Any
-    head: Any
+    is_last_split: Any
+    query_tile: Any
+    kv_head: Any
 
 
 @kernel
@@ -120,13 +120,13 @@ def load_work_item(plan, work_item, KV_HEADS: tl.constexpr, LONGEST_FIRST: tl.co
     """Load a work item that exists."""
     split = split_of_work_item(work_item, plan.num_splits, plan.num_tiles, KV_HEADS, LONGEST_FIRST)
     request, begin, end, request_splits = load_split_range(plan.splits_ptr, split, True)
-    is_last = split + 1 == tl.load(plan.split_starts_ptr + request) + request_splits
+    is_last_split = split + 1 == tl.load(plan.split_starts_ptr + request) + request_splits
     tile, head = tile_and_kv_head(work_item, plan.num_splits, plan.num_tiles, KV_HEADS, LONGEST_FIRST)
-    return WorkItem(split, request, begin, end, request_splits, is_last, tile, head)
+    return WorkItem(split, request, begin, end, request_splits, is_last_split, tile, head)
 
 
 @kernel
-def committed_blocks(begin, end, first_position, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
+def count_committed_blocks(begin, end, first_position, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
     """Returns (num_blocks, num_lower, num_unmasked) of positions begin .. end.  begin is a multiple of BLOCK_N.
 
     The first num_lower blocks contain positions below `first_position`.  The next num_unmasked blocks need no mask;

@@ -302,7 +302,7 @@ def _write_work_item(
     KV_HEADS: gl.constexpr = CONSTANTS.KV_HEADS
     GROUP_SIZE: gl.constexpr = CONSTANTS.GROUP_SIZE
     HEAD_SIZE: gl.constexpr = CONSTANTS.OUT_SIZE
-    queries, head = plan.queries, item.head
+    queries, head = plan.queries, item.kv_head
     divisor = gl.where(sum_weights == 0.0, 1.0, sum_weights)
     # One division per query is faster than one per value.
     out = out * gl.expand_dims(gl.convert_layout(1.0 / divisor, gl.SliceLayout(1, OUT_LAYOUT)), 1)
@@ -336,11 +336,11 @@ def _copy_queries(
     LOAD: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD_SIZE, HEAD_SIZE // 8], [4, 1], [1, 0])
     if work_item < plan.num_splits * plan.num_tiles * CONSTANTS.KV_HEADS:
         item = load_work_item(plan, work_item, CONSTANTS.KV_HEADS, CONSTANTS.LONGEST_FIRST)
-        first_packed = item.tile * CONSTANTS.BLOCK_M + WARPGROUP * 64
+        first_packed = item.query_tile * CONSTANTS.BLOCK_M + WARPGROUP * 64
         at = first_packed + gl.arange(0, 64, layout=gl.SliceLayout(1, LOAD))
         query = at // GROUP_SIZE
         row = item.request * q_rows.request_stride + query.to(gl.int64) * q_rows.row_stride
-        row += (item.head * GROUP_SIZE + at % GROUP_SIZE) * q_rows.head_stride
+        row += (item.kv_head * GROUP_SIZE + at % GROUP_SIZE) * q_rows.head_stride
         offsets = gl.expand_dims(row, 1) + gl.expand_dims(gl.arange(0, HEAD_SIZE, layout=gl.SliceLayout(0, LOAD)), 0)
         exists = gl.expand_dims(query < plan.queries, 1)
         hopper.async_copy.async_copy_global_to_shared(q_shared, q_rows.pointer + offsets, mask=exists)
@@ -373,7 +373,7 @@ def attend_work_items(
         backwards = 1 - backwards
         if work_item < num_work_items:
             item = load_work_item(plan, work_item, CONSTANTS.KV_HEADS, CONSTANTS.LONGEST_FIRST)
-            first_packed = item.tile * CONSTANTS.BLOCK_M + WARPGROUP * 64
+            first_packed = item.query_tile * CONSTANTS.BLOCK_M + WARPGROUP * 64
             if not AHEAD:
                 _copy_queries(q_tile, q_rows, plan, work_item, WARPGROUP, HEAD_SIZE, CONSTANTS)
             hopper.async_copy.wait_group(0)
@@ -390,7 +390,7 @@ def attend_work_items(
             queries = make_queries(plan, item, extent, first_packed, packed, row_positions, ancestor_bits, CONSTANTS)
             score_scale = scale
             if CONSTANTS.RAW_STAGES > 0:
-                score_scale = scale * gl.load(k_scale_ptr + item.head)
+                score_scale = scale * gl.load(k_scale_ptr + item.kv_head)
             out, max_score, sum_weights = attend_work_item(
                 (q,), stages, stages.tiles[1], None, blocks_done, 0, score_scale, queries, extent,
                 CONSTANTS, SCORE_LAYOUT, OUT_LAYOUT,

@@ -67,7 +67,7 @@ def _write_half(results, plan, item, out, factor, first_column, CONSTANTS: gl.co
     HALF: gl.constexpr = CONSTANTS.OUT_SIZE
     out_ptr, _lse_ptr, partial_ptr, _partial_lse_ptr, _row_scale = results
     result = out * gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(1, OUT_LAYOUT)), 1)
-    at = gl.expand_dims(item.tile * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, OUT_LAYOUT)), 1)
+    at = gl.expand_dims(item.query_tile * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, OUT_LAYOUT)), 1)
     column = gl.expand_dims(first_column + gl.arange(0, HALF, layout=gl.SliceLayout(0, OUT_LAYOUT)), 0)
     rows = plan.queries * HEADS
     if item.request_splits == 1:
@@ -100,7 +100,7 @@ def score_and_sum_left_half(
         backwards = 1 - backwards
         if work_item < num_work_items:
             item = load_work_item(plan, work_item, 1, CONSTANTS.LONGEST_FIRST)
-            first_packed = item.tile * 64
+            first_packed = item.query_tile * 64
             copy_queries(q_shared, q_rows, item.request, first_packed, plan.queries, HEADS, CONSTANTS.COLUMNS)
             extent = work_item_extent(plan, item, unused_positions, gl.SliceLayout(1, SCORE_LAYOUT), CONSTANTS)
             packed = packed_queries(plan, item, first_packed, unused_positions, CONSTANTS, SCORE_LAYOUT)

@@ -190,7 +190,7 @@ def load_work_items(
             item = load_work_item(plan, work_item, CONSTANTS.KV_HEADS, CONSTANTS.LONGEST_FIRST)
             extent = work_item_extent(plan, item, positions, ROW_LAYOUT, CONSTANTS)
             table = table_ptr + item.request * table_stride_b
-            staged_here = _rows_of_request(staged, item.request, item.head)
+            staged_here = _rows_of_request(staged, item.request, item.kv_head)
             num_contiguous = 0
             if CONSTANTS.CONTIGUITY != 0:
                 num_contiguous = extent.num_unmasked
@@ -198,7 +198,7 @@ def load_work_items(
                     num_contiguous = gl.minimum(gl.load(contiguous_ptr + item.split), extent.num_unmasked)
                 blocks_done = _load_contiguous(
                     stages, blocks_done, num_contiguous, extent.begin + extent.num_lower * BLOCK_N, extent.end,
-                    descriptors, item.head, table, CONSTANTS,
+                    descriptors, item.kv_head, table, CONSTANTS,
                 )
             # Pages are loaded two blocks ahead, because a copy cannot start without its page.
             at = extent.begin + nth_block_index(num_contiguous, extent.num_lower, extent.num_unmasked) * BLOCK_N
@@ -209,7 +209,7 @@ def load_work_items(
             for t in range(num_contiguous, extent.num_blocks):
                 wait_until_empty(stages, blocks_done)
                 stage = stage_of(stages, blocks_done)
-                committed_here = _rows_of_request(committed, 0, item.head)
+                committed_here = _rows_of_request(committed, 0, item.kv_head)
                 _load_block(
                     stages, stage, t, at, page, committed_here, staged_here, extent, plan.first_position,
                     LOAD_LAYOUT, CONSTANTS,

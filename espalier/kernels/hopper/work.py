@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 
-from espalier.kernels.attention.work_items import committed_blocks, visible_staged_range
+from espalier.kernels.attention.work_items import count_committed_blocks, visible_staged_range
 from espalier.kernels.runtime.jit import gluon_kernel
 
 
@@ -74,8 +74,8 @@ class Stages(NamedTuple):
 class WorkItemExtent(NamedTuple):
     """The blocks of a work item.
 
-    The first num_committed blocks are committed rows begin .. end (work_items.py:committed_blocks).  The others are the
-    staged rows low .. high, which belong to the request's last split.  num_blocks is at least one.
+    The first num_committed blocks are committed rows begin .. end (work_items.py:count_committed_blocks).  The others
+    are the staged rows low .. high, which belong to the request's last split.  num_blocks is at least one.
     """
 
     begin: Any
@@ -144,14 +144,15 @@ def work_item_extent(plan, item, positions, ROW_LAYOUT: gl.constexpr, CONSTANTS:
     if CONSTANTS.WINDOW > 0:
         position = _min_position(plan, item, positions, ROW_LAYOUT, CONSTANTS.GROUP_SIZE, CONSTANTS.BLOCK_M)
         begin = gl.maximum(begin, (position - CONSTANTS.WINDOW + 1) // CONSTANTS.BLOCK_N * CONSTANTS.BLOCK_N)
-    num_committed, num_lower, num_unmasked = committed_blocks(
+    num_committed, num_lower, num_unmasked = count_committed_blocks(
         begin, item.end, plan.first_position, CONSTANTS.WINDOW, CONSTANTS.BLOCK_N
     )
     low = 0
     high = 0
     if CONSTANTS.STAGED_KIND > 0:
         low, high = visible_staged_range(
-            item.tile, gl.where(item.is_last, plan.rows, 0), CONSTANTS.STAGED_KIND, CONSTANTS.WINDOW,
+            item.query_tile, gl.where(item.is_last_split, plan.num_staged_rows, 0),
+            CONSTANTS.STAGED_KIND, CONSTANTS.WINDOW,
             CONSTANTS.GROUP_SIZE, CONSTANTS.BLOCK_M, CONSTANTS.BLOCK_N,
         )
     num_staged = (gl.maximum(high - low, 0) + CONSTANTS.BLOCK_N - 1) // CONSTANTS.BLOCK_N
@@ -162,7 +163,7 @@ def work_item_extent(plan, item, positions, ROW_LAYOUT: gl.constexpr, CONSTANTS:
 @gluon_kernel
 def _min_position(plan, item, positions, ROW_LAYOUT: gl.constexpr, GROUP_SIZE: gl.constexpr, BLOCK_M: gl.constexpr):
     """Returns the lowest position of a tile's queries."""
-    query = (item.tile * BLOCK_M + gl.arange(0, BLOCK_M, layout=ROW_LAYOUT)) // GROUP_SIZE
+    query = (item.query_tile * BLOCK_M + gl.arange(0, BLOCK_M, layout=ROW_LAYOUT)) // GROUP_SIZE
     at = positions.pointer + item.request * positions.request_stride + query.to(gl.int64) * positions.row_stride
     position = gl.load(at, mask=query < plan.queries, other=0x7FFFFFFF)
     return gl.min(position.to(gl.int32), 0)

@@ -279,7 +279,7 @@ def _streaming_us(plan: TritonPlan, tile: int, weight: QuantisedMatrix, gpu: Chi
     num_out, num_in = weight.shape
     programs = -(-num_out // plan.block_out) * plan.splits
     shared_memory = stage_bytes(plan, tile, weight) * plan.stages
-    sharing = min(gpu.programs_per_processor_with(shared_memory), MAX_WARPS // plan.warps)
+    sharing = min(gpu.programs_fitting_per_processor(shared_memory), MAX_WARPS // plan.warps)
     step = codes_bytes(plan, weight.code)
     bytes_of_one = step * num_in / plan.block_in / plan.splits
     waves, rest = divmod(programs, sharing * gpu.processors)

@@ -213,7 +213,7 @@ def count_contiguous_blocks(
 ) -> Tensor:
     """[B * max_splits] int32: how many unmasked blocks at each split's beginning are contiguous in the pool.
 
-    Counting stops at a split's first block that is not contiguous.  work_items.committed_blocks defines unmasked
+    Counting stops at a split's first block that is not contiguous.  work_items.count_committed_blocks defines unmasked
     blocks.  Entries past the last split are undefined.
     page_table: [B, T] int32.  first_position: rows below it do not exist.  block_rows: rows per block, a divisor of
     SPLIT_STEP.

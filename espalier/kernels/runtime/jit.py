@@ -86,7 +86,7 @@ def from_fp8(values, dtype: tl.constexpr):
 
 
 @kernel
-def divide_and_clamp(values, scale, FP8_MAX: tl.constexpr):
+def divide_and_clamp_to_fp8(values, scale, FP8_MAX: tl.constexpr):
     """Returns values / scale, clamped to FP8's range, in float32.  kv_scales.py:round_to_fp8 also converts it to FP8.
 
     values, scale: float32 or float64, of shapes that broadcast.

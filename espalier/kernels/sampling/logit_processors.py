@@ -159,14 +159,14 @@ def check_slot_table(table: SlotTable) -> None:
             raise EspalierError(f"table.{name} must be contiguous; allocate it whole")
 
 
-def logits_arguments(logits: Tensor, vocab: int, rows: GatheredSlots, first_positions: Tensor) -> tuple[Any, ...]:
+def logits_arguments(logits: Tensor, vocab: int, slots: GatheredSlots, first_positions: Tensor) -> tuple[Any, ...]:
     """Build the kernels' argument `logits`, in the order of LogitsArguments.
 
     logits: [B, Q, vocab], contiguous in the last dimension; first: [B] int64, the position of the first token that the
     launch draws.  Raises EspalierError for other shapes and dtypes.
     """
-    require("logits", logits, (rows.batch, -1, vocab), None, rows.ints)
-    require("first", first_positions, (rows.batch,), torch.int64, rows.ints)
+    require("logits", logits, (slots.batch, -1, vocab), None, slots.ints)
+    require("first", first_positions, (slots.batch,), torch.int64, slots.ints)
     if logits.dtype not in LOGIT_DTYPES or (vocab > 1 and logits.stride(2) != 1):
         raise EspalierError(
             f"logits are {logits.dtype} of stride {logits.stride(2)} in the vocabulary; give bfloat16, float16, "
@@ -179,7 +179,7 @@ def drafted_arguments(
     drafted: tuple[Tensor, Tensor] | None,
     first_output: int,
     queries: int,
-    rows: GatheredSlots,
+    slots: GatheredSlots,
     mask: Tensor | None = None,
 ) -> tuple[Any, ...]:
     """Build the kernels' argument `drafted`, in the order of DraftedArguments.
@@ -188,18 +188,18 @@ def drafted_arguments(
     count as output.  mask: [B, Q, ceil(V / 32)] int32, bits of allowed tokens, None to allow all.  Raises EspalierError
     for other shapes and dtypes.
     """
-    unused = rows.ints
+    unused = slots.ints
     masks: tuple[Any, ...] = (unused, 0, 0, 0)
     if mask is not None:
-        require("mask", mask, (rows.batch, queries, -(-rows.vocab // 32)), torch.int32, rows.ints)
+        require("mask", mask, (slots.batch, queries, -(-slots.vocab // 32)), torch.int32, slots.ints)
         if mask.stride(2) != 1:
             raise EspalierError("mask must be dense in its last dimension; allocate it whole")
         masks = (mask, *mask.stride()[:2], mask.shape[2])
     if drafted is None:
         return (unused, 0, unused, 0, 0, 0, 0, *masks)
     tokens, bits = drafted
-    require("above.tokens", tokens, (rows.batch, -1), torch.int64, rows.ints)
-    require("above.ancestor_bits", bits, (rows.batch, queries, -1), torch.int64, rows.ints)
+    require("above.tokens", tokens, (slots.batch, -1), torch.int64, slots.ints)
+    require("above.ancestor_bits", bits, (slots.batch, queries, -1), torch.int64, slots.ints)
     num_tokens = tokens.shape[1]
     if num_tokens > 64 * bits.shape[2] or tokens.stride(1) != 1 or bits.stride(2) != 1:
         raise EspalierError(f"above needs a bit for each of {num_tokens} tokens, both dense in their last dimension")
@@ -238,14 +238,14 @@ def _gather_kernel(
 
 
 @kernel
-def load_row_arguments(out_row, queries, offset, logits, slots, drafted, COLUMNS: tl.constexpr):
-    """(row of the batch, pointer to its logits, position of the token, RowParams, DraftedRow) of row `out_row` of a
+def load_row_arguments(launch_row, queries, offset, logits, slots, drafted, COLUMNS: tl.constexpr):
+    """(row of the batch, pointer to its logits, position of the token, RowParams, DraftedRow) of row `launch_row` of a
     launch.
 
     logits, slots, drafted: LogitsArguments, SlotArguments, DraftedArguments.
     """
-    b = out_row // queries
-    q = out_row % queries
+    b = launch_row // queries
+    q = launch_row % queries
     position = tl.load(logits.first_position_ptr + b * logits.first_position_stride) + offset
     row_above = DraftedRow(
         tokens_ptr=drafted.tokens_ptr + b * drafted.tokens_stride,

@@ -71,7 +71,7 @@ def write_logprobs(
 
 @kernel
 def _split_logprobs_kernel(
-    values_ptr, ids_ptr, parts_ptr, logits_ptr, rows_ptr, tokens_ptr, length_ptr, num_logprobs_ptr,
+    values_ptr, ids_ptr, split_stats_ptr, logits_ptr, rows_ptr, tokens_ptr, length_ptr, num_logprobs_ptr,
     width, splits, vocab, batch_stride, row_stride,
     MAX_LOGPROBS: tl.constexpr, SPLIT_SIZE: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
@@ -88,9 +88,9 @@ def _split_logprobs_kernel(
         chosen = tl.load(row_ptr + tl.load(tokens_ptr + place)).to(exact)
         part = place * splits + split
         top = tl.max(x, 0)
-        tl.store(parts_ptr + part * 3, top)
-        tl.store(parts_ptr + part * 3 + 1, tl.sum(tl.exp(x - tl.where(top == float("-inf"), 0.0, top)), 0))
-        tl.store(parts_ptr + part * 3 + 2, tl.sum((x > chosen).to(tl.int32), 0).to(exact))
+        tl.store(split_stats_ptr + part * 3, top)
+        tl.store(split_stats_ptr + part * 3 + 1, tl.sum(tl.exp(x - tl.where(top == float("-inf"), 0.0, top)), 0))
+        tl.store(split_stats_ptr + part * 3 + 2, tl.sum((x > chosen).to(tl.int32), 0).to(exact))
         left = index < vocab
         for k in range(tl.minimum(num_logprobs, MAX_LOGPROBS)):
             best = tl.max(tl.where(left, x, float("-inf")), 0)
@@ -103,7 +103,7 @@ def _split_logprobs_kernel(
 @kernel
 def _merge_logprobs_kernel(
     words_ptr, floats_ptr, entry_ptr,
-    values_ptr, ids_ptr, parts_ptr, logits_ptr, rows_ptr, tokens_ptr, length_ptr, num_logprobs_ptr,
+    values_ptr, ids_ptr, split_stats_ptr, logits_ptr, rows_ptr, tokens_ptr, length_ptr, num_logprobs_ptr,
     width, splits, ring_entry_stride, ring_batch_stride, batch_stride, row_stride,
     TOKEN: tl.constexpr, RANK: tl.constexpr, CHOSEN: tl.constexpr, TOP_IDS: tl.constexpr, TOP_VALUES: tl.constexpr,
     MAX_LOGPROBS: tl.constexpr, WORDS: tl.constexpr, SPLITS: tl.constexpr, CANDIDATES: tl.constexpr,
@@ -122,9 +122,9 @@ def _merge_logprobs_kernel(
         exact: tl.constexpr = values_ptr.dtype.element_ty
         split = tl.arange(0, SPLITS)
         part = (place * splits + split) * 3
-        tops = tl.load(parts_ptr + part, mask=split < splits, other=float("-inf"))
-        totals = tl.load(parts_ptr + part + 1, mask=split < splits, other=0.0)
-        above = tl.load(parts_ptr + part + 2, mask=split < splits, other=0.0)
+        tops = tl.load(split_stats_ptr + part, mask=split < splits, other=float("-inf"))
+        totals = tl.load(split_stats_ptr + part + 1, mask=split < splits, other=0.0)
+        above = tl.load(split_stats_ptr + part + 2, mask=split < splits, other=0.0)
         top = tl.max(tops, 0)
         total = tl.log(tl.sum(totals * tl.exp(tops - tl.where(top == float("-inf"), 0.0, top)), 0))
         row_ptr = logits_ptr + b * batch_stride + tl.load(rows_ptr + place) * row_stride

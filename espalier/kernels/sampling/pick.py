@@ -44,7 +44,7 @@ UNPROCESSED_BLOCK_BYTES = 4096
 
 def sample_triton(
     logits: Tensor,
-    rows: GatheredSlots,
+    slots: GatheredSlots,
     first_positions: Tensor,
     offsets: Tensor,
     drafted: tuple[Tensor, Tensor] | None = None,
@@ -60,27 +60,27 @@ def sample_triton(
     A row with a NaN is not finite, and its token is the first NaN.  A row whose best logit is infinite is not finite.
     """
     batch, queries = logits.shape[:2]
-    given = logits_arguments(logits, rows.vocab, rows, first_positions)
+    given = logits_arguments(logits, slots.vocab, slots, first_positions)
     require("offsets", offsets, (batch, queries), torch.int64, logits)
-    drafted_args = drafted_arguments(drafted, first_output, queries, rows, mask)
+    drafted_args = drafted_arguments(drafted, first_output, queries, slots, mask)
     tokens = torch.empty(batch, queries, dtype=torch.int64, device=logits.device)
     finite = torch.empty(batch, queries, dtype=torch.bool, device=logits.device)
     if not tokens.numel():
         return tokens, finite
     gpu, places = chip(logits), batch * queries
-    split = choose_split_size(rows.vocab, places, gpu, MIN_SPLIT_SIZE, MAX_SPLIT_SIZE)
-    splits = -(-rows.vocab // split)
+    split = choose_split_size(slots.vocab, places, gpu, MIN_SPLIT_SIZE, MAX_SPLIT_SIZE)
+    splits = -(-slots.vocab // split)
     exact = torch.int64 if logits.dtype == torch.float64 else torch.int32
     keys = torch.empty(places, splits, dtype=exact, device=logits.device)
     ids = torch.empty(places, splits, dtype=torch.int32, device=logits.device)
-    shared = ((offsets, *offsets.stride()), given, rows.arguments, drafted_args, queries, splits)
+    shared = ((offsets, *offsets.stride()), given, slots.arguments, drafted_args, queries, splits)
     exactly = {"COLUMNS": COLUMNS, "enable_fp_fusion": False, **pdl_arguments(gpu)}
     _best_of_split_kernel[(places, splits)](keys, ids, *shared, split, **block_sizes(logits), num_warps=4, **exactly)
     _merge_kernel[(places,)](
         tokens, finite, keys, ids, splits, SPLITS=next_power_of_2(splits), num_warps=1, **pdl_arguments(gpu)
     )
     # A program waits for each block of a row, so blocks are few and wide.
-    programs, wide = min(places, gpu.processors), min(4 * BLOCK, next_power_of_2(rows.vocab))
+    programs, wide = min(places, gpu.processors), min(4 * BLOCK, next_power_of_2(slots.vocab))
     _draw_filtered_kernel[(programs,)](tokens, finite, keys, *shared, places, BLOCK=wide, num_warps=16, **exactly)
     return tokens, finite
 
@@ -100,9 +100,9 @@ def block_sizes(logits: Tensor) -> dict[str, int]:
 
 
 @kernel
-def load_offset(out_row, queries, offsets):
+def load_offset(launch_row, queries, offsets):
     offsets_ptr, batch_stride, query_stride = offsets
-    return tl.load(offsets_ptr + out_row // queries * batch_stride + out_row % queries * query_stride)
+    return tl.load(offsets_ptr + launch_row // queries * batch_stride + launch_row % queries * query_stride)
 
 
 @kernel

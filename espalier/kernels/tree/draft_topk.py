@@ -48,7 +48,7 @@ SPLITS_PER_WARP = 512
 def draft_topk_triton(
     logits: Tensor,
     d2t: Tensor | None,
-    rows: GatheredSlots,
+    slots: GatheredSlots,
     first_positions: Tensor,
     position_offset: int,
     scores: Tensor,
@@ -61,7 +61,7 @@ def draft_topk_triton(
     """Find each row's topk best children, best first: target ids [B, Q, K] int64, path scores [B, Q, K] float32.
 
     logits: [B, Q, Vd], as for sample_triton.  d2t: [Vd] int64, the target id of each draft id; None: the vocabularies
-    are the same.  rows: the sampling parameters of each request.  first_positions [B] + offset + row ·
+    are the same.  slots: the sampling parameters of each request.  first_positions [B] + offset + row ·
     stride: the position of a row's children.  scores: [B, Q] float32, the path scores of the rows.  drafted: (tokens
     [B, E], ancestor_bits [B, Q, W]): drafted tokens and, for each row, the bits of the tokens on its path.  mask: [B,
     Q, ceil(V / 32)] int32, the bits of target ids that may be drafted (sampling/mask.py); None allows all.
@@ -71,13 +71,13 @@ def draft_topk_triton(
     processed logits / T if not coupled.  NaN counts as -inf.
     """
     batch, queries, vocab = logits.shape
-    given = logits_arguments(logits, rows.vocab if d2t is None else d2t.shape[0], rows, first_positions)
+    given = logits_arguments(logits, slots.vocab if d2t is None else d2t.shape[0], slots, first_positions)
     require("draft_topk: scores", scores, (batch, queries), torch.float32, logits)
     # Without d2t, the kernel gets a placeholder pointer, which it does not read.
-    of_target = rows.ints if d2t is None else d2t.contiguous()
+    of_target = slots.ints if d2t is None else d2t.contiguous()
     if d2t is not None:
         require("draft_topk: d2t", of_target, (vocab,), torch.int64, logits)
-    hanging = drafted_arguments(drafted, 0, queries, rows, mask)
+    hanging = drafted_arguments(drafted, 0, queries, slots, mask)
     ids = torch.empty(batch, queries, topk, dtype=torch.int64, device=logits.device)
     best = torch.empty(batch, queries, topk, dtype=torch.float32, device=logits.device)
     if not ids.numel():
@@ -92,7 +92,7 @@ def draft_topk_triton(
     options |= pdl_arguments(chip(logits))
     of_splits = (values, indices, sums)
     _block_topk_kernel[(places, splits)](
-        *(*of_splits, vocab, of_target, position_offset, position_stride, given, rows.arguments, hanging, queries),
+        *(*of_splits, vocab, of_target, position_offset, position_stride, given, slots.arguments, hanging, queries),
         splits, COLUMNS=COLUMNS, ADDS_NOISE=adds_noise, SPLIT_SIZE=split, num_warps=4, **options,
     )  # fmt: skip
     _merge_topk_kernel[(places,)](

@@ -99,35 +99,35 @@ def edge_topk_triton(
     tops, sums = x.new_empty(2, batch, num_rows, splits)
     id_arguments = (ids, 0 if ids is None else ids.stride(0))
     is_half = after.element_size() == 2
-    requests = 1 if own else min(REQUESTS_PER_PROGRAM, batch)
-    groups = -(-batch // requests) * -(-num_rows // tile)
+    requests_per_program = 1 if own else min(REQUESTS_PER_PROGRAM, batch)
+    groups = -(-batch // requests_per_program) * -(-num_rows // tile)
     before = edges.token_factors if factors is None else factors.view(-1, rank)
     _edge_topk_kernel[(groups, splits)](
         *(x, tops, sums, rows.tokens if factors is None else None, *rows.tokens.stride()),
         *(before, before.stride(0), after),
         *(*after.stride()[:2], *id_arguments, depth, logits, slots.arguments),
-        *(drafted_arguments(None, 0, 1, slots, mask), batch, requests, num_rows, columns, splits),
+        *(drafted_arguments(None, 0, 1, slots, mask), batch, requests_per_program, num_rows, columns, splits),
         COLUMNS=COLUMNS, ADDS_NOISE=adds_noise, RANK=rank,
         BLOCK_RANK=min(max(next_power_of_2(rank), MIN_RANK), BLOCK_RANK) if is_half else MIN_RANK, ROWS=tile,
-        SPLIT_SIZE=split, IS_WEIGHT=not own, ACC_DTYPE=acc_dtype(edges.base_logits.dtype), num_warps=NUM_WARPS,
-        num_stages=1, enable_fp_fusion=False, **pdl_arguments(chip(x)),
+        SPLIT_SIZE=split, COLUMNS_ARE_WEIGHTS=not own, ACC_DTYPE=acc_dtype(edges.base_logits.dtype),
+        num_warps=NUM_WARPS, num_stages=1, enable_fp_fusion=False, **pdl_arguments(chip(x)),
     )  # fmt: skip
-    _merge_and_rank(out, made, (x, tops, sums), id_arguments, rows.scores, forced_tokens)
+    _launch_merge_and_rank(out, made, (x, tops, sums), id_arguments, rows.scores, forced_tokens)
     return made
 
 
-def _merge_and_rank(
+def _launch_merge_and_rank(
     out: Candidates,
     next_depth: DepthRows,
-    of_splits: tuple[Tensor, Tensor, Tensor],
+    split_results: tuple[Tensor, Tensor, Tensor],
     id_arguments: tuple[Tensor | None, int],
     row_scores: Tensor,
     forced_tokens: Tensor | None,
 ) -> None:
-    (batch, num_rows, topk), (splits, split) = out.tokens.shape, of_splits[0].shape[2:]
+    (batch, num_rows, topk), (splits, split) = out.tokens.shape, split_results[0].shape[2:]
     on, of_splits_block, children = chip(row_scores), next_power_of_2(splits), next_power_of_2(topk)
     _merge_rows_kernel[(batch, num_rows)](
-        *(*out[:2], out.tokens.stride(0), *of_splits, *id_arguments),
+        *(*out[:2], out.tokens.stride(0), *split_results, *id_arguments),
         *(forced_tokens, 0 if forced_tokens is None else forced_tokens.stride(0), num_rows, splits, topk),
         SPLITS=of_splits_block, SPLIT_SIZE=split, BLOCK_CHILDREN=children,
         num_warps=warps_for(max(of_splits_block, children * split), VALUES_PER_WARP), enable_fp_fusion=False,
@@ -170,9 +170,9 @@ def _check_arguments(
 def _edge_topk_kernel(
     x_ptr, tops_ptr, sums_ptr, tokens_ptr, tokens_batch_stride, tokens_row_stride, token_factors_ptr,
     token_factors_stride, column_factors_ptr, column_factors_batch_stride, column_factors_stride, ids_ptr, ids_stride,
-    depth, logits, slots, drafted, batch, requests, num_rows, num_columns, splits,
+    depth, logits, slots, drafted, batch, requests_per_program, num_rows, num_columns, splits,
     COLUMNS: tl.constexpr, ADDS_NOISE: tl.constexpr, RANK: tl.constexpr, BLOCK_RANK: tl.constexpr,
-    ROWS: tl.constexpr, SPLIT_SIZE: tl.constexpr, IS_WEIGHT: tl.constexpr, ACC_DTYPE: tl.constexpr,
+    ROWS: tl.constexpr, SPLIT_SIZE: tl.constexpr, COLUMNS_ARE_WEIGHTS: tl.constexpr, ACC_DTYPE: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """Write the logits x [SPLIT_SIZE, ROWS] of one split.  Column j is row j of the depth.
@@ -182,7 +182,7 @@ def _edge_topk_kernel(
     """
     pdl_trigger(USE_PDL)
     tiles = tl.cdiv(num_rows, ROWS)
-    first = (tl.program_id(0) // tiles).to(tl.int64) * requests
+    first = (tl.program_id(0) // tiles).to(tl.int64) * requests_per_program
     row_index = tl.program_id(0) % tiles * ROWS + tl.arange(0, ROWS)
     place, rank = tl.arange(0, SPLIT_SIZE), tl.arange(0, BLOCK_RANK)
     split = tl.program_id(1)
@@ -193,14 +193,14 @@ def _edge_topk_kernel(
     # Columns past the end read the last column; their logits become -inf.
     of_column = column_factors_ptr + first * column_factors_batch_stride
     of_column += tl.minimum(index, num_columns - 1).to(tl.int64) * column_factors_stride
-    if not IS_WEIGHT:
+    if not COLUMNS_ARE_WEIGHTS:
         pdl_wait(USE_PDL)
     after = tl.load(of_column[:, None] + rank[None, :], mask=rank[None, :] < RANK, other=0.0)
-    if IS_WEIGHT:
+    if COLUMNS_ARE_WEIGHTS:
         pdl_wait(USE_PDL)
     exists = row_index < num_rows
     logits, slots, drafted = LogitsArguments(*logits), SlotArguments(*slots), DraftedArguments(*drafted)
-    for b in range(first, tl.minimum(first + requests, batch)):
+    for b in range(first, tl.minimum(first + requests_per_program, batch)):
         if tokens_ptr is None:
             factor = b * num_rows + tl.where(exists, row_index, 0)
         else:
