@@ -1,4 +1,4 @@
-"""The loops of the Triton attention kernels: a query tile over blocks of rows.
+"""The loops of the Triton attention kernels, in which a query tile attends to one block of rows after the other.
 
 `_attend_unmasked_blocks` and `attend_blocks` read committed rows through a page table.  `attend_staged` reads staged
 rows.  Each loop takes and returns the tile's online softmax: (max_score, sum_weights, acc).  The loops serve
@@ -54,7 +54,8 @@ class AttentionConstexprs(NamedTuple):
 
 
 class RowTiles(NamedTuple):
-    """The two tiles of a row: K and V, or for a latent row the latent, which is V, and the RoPE part."""
+    """Pointers and row strides of a row's two tiles: K and V; for a latent row, the latent (which is V) and the RoPE
+    part."""
 
     first_tile_ptr: Any
     first_tile_stride: Any
@@ -71,8 +72,8 @@ def _attend_block(
 
     q_rope: the queries' part for the second tile of latent rows; None for K and V.
     FP8 rows become q's dtype, which is exact.  The FP8 scales are factors of `scale` and of the result.
-    Every fused multiply-add is explicit, so that the bits equal those of kernels/hopper/attend.py.  The compiler's
-    choice of fusions could change with the code of another loop.
+    Every fused multiply-add is explicit, so that the bits equal those of kernels/hopper/attend.py.  If the compiler
+    chose the fusions, a change of another loop could change the bits.
     """
     PRECISION: tl.constexpr = CONSTANTS.PRECISION
     values = from_fp8(first_tile, q.dtype)
@@ -138,7 +139,10 @@ def log_sum_exp_base2(max_score, sum_weights, scale, dtype: tl.constexpr):
 
 @kernel
 def load_pages_of_block(table, begin, end, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The pages of positions at .. at + BLOCK_N - 1; a scalar if one page holds the block.  BLOCK_N divides `begin`."""
+    """Load the page ids of positions begin to begin + BLOCK_N - 1, as a scalar if one page holds all of them.
+
+    `begin` is a multiple of BLOCK_N.
+    """
     if PAGE_SIZE % BLOCK_N == 0:
         page = tl.load(table + begin // PAGE_SIZE, mask=begin < end, other=0)
     elif BLOCK_N % PAGE_SIZE == 0:
@@ -152,7 +156,7 @@ def load_pages_of_block(table, begin, end, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.
 
 @kernel
 def pool_rows_of_block(page, begin, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Returns [BLOCK_N] int64: pool rows of the positions at .. at + BLOCK_N - 1."""
+    """Returns [BLOCK_N] int64: the pool rows of positions begin to begin + BLOCK_N - 1."""
     offset = tl.arange(0, BLOCK_N)
     # Rows fit in int32, which the launcher checks.  The conversion to int64 is here and not at the load of the page,
     # because Triton 3.6 pipelines only loops whose carried values are plain loads.
@@ -167,7 +171,7 @@ def pool_rows_of_block(page, begin, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constex
 
 @kernel
 def load_rows(pointer, offsets, row_exists, MASKED: tl.constexpr, ROW_SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """Load rows [N, BLOCK] at offsets [N].  Zeros past ROW_SIZE and, if MASKED, for rows that do not exist."""
+    """Load rows [N, BLOCK] at offsets [N].  Zeros: values past ROW_SIZE and, if MASKED, rows that do not exist."""
     size = tl.arange(0, BLOCK)
     at = pointer + offsets[:, None] + size[None, :]
     if MASKED:
@@ -198,7 +202,7 @@ def _load_tiles(tiles, row, row_exists, MASKED: tl.constexpr, CONSTANTS: tl.cons
 
 @kernel
 def _attend_unmasked_blocks(q, table, tiles, begin, end, scale, max_score, sum_weights, acc, CONSTANTS: tl.constexpr):
-    """Attend to positions low .. high, in whole blocks of BLOCK_N.  Every query sees all of these rows: no mask."""
+    """Attend to positions begin .. end, in whole blocks of BLOCK_N, without a mask: every query sees all these rows."""
     PAGE_SIZE: tl.constexpr = CONSTANTS.PAGE_SIZE
     BLOCK_N: tl.constexpr = CONSTANTS.BLOCK_N
     page = load_pages_of_block(table, begin, end, PAGE_SIZE, BLOCK_N)
@@ -217,7 +221,9 @@ def attend_blocks(
     q, q_rope, position, table, tiles, begin, end, first_position, num_lower, num_unmasked, begin_block, end_block,
     scale, max_score, sum_weights, acc, MASKED: tl.constexpr, CONSTANTS: tl.constexpr,
 ):
-    """Attend to blocks low .. high from position `begin`, in the order of work_items.py:nth_block_index.
+    """Attend to blocks begin_block .. end_block, counted in the order of work_items.py:nth_block_index.
+
+    Block 0 begins at position `begin`.
 
     MASKED: some rows are at or past `end`, or below `first_position`.  They are not read, because they may be NaN.
     """
@@ -247,9 +253,10 @@ def attend_staged(
     q, q_rope, query, query_exists, position, tiles, row_position_ptr, row_position_stride_r, bits_ptr, bits_stride_q,
     begin_row, end_row, num_rows, scale, max_score, sum_weights, acc, CONSTANTS: tl.constexpr,
 ):
-    """Attend to staged rows low .. high, out of `num_rows`.
+    """Attend to staged rows begin_row .. end_row, out of `num_rows`.
 
-    In a chain (STAGED_KIND 1) a query sees its own row and all rows before it; in a tree (2), its ancestor bits' rows.
+    In a chain (STAGED_KIND 1) a query sees its own row and all rows before it; in a tree (2), the rows of its ancestor
+    bits.
     """
     WINDOW: tl.constexpr = CONSTANTS.WINDOW
     for at in tl.range(begin_row, end_row, CONSTANTS.BLOCK_R, num_stages=CONSTANTS.STAGES):
@@ -330,7 +337,7 @@ def write_work_item_result(
 ):
     """Write the final result if the request has one split, else a partial result.
 
-    scale: factor of scores, unless they are soft-capped and include it; dtype: of the weights.
+    scale: the factor of the scores; 1 for soft-capped scores, which include it.  dtype: the weights' dtype.
     """
     out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, sink_ptr = results
     divisor = tl.where(sum_weights == 0.0, 1.0, sum_weights)

@@ -49,7 +49,7 @@ def choose_attention_config(inputs: AttentionInputs) -> TritonConfig | HopperCon
 def hopper_kernel_supports(inputs: AttentionInputs) -> bool:
     """Whether the Hopper kernel takes these dtypes, sizes and strides.
 
-    It has no soft-cap, and no FP8 rows if the queries are not in registers: they must be converted to float16.
+    The kernel has no soft-cap.  It takes FP8 rows only with queries in registers, where they become float16.
     """
     if inputs.softcap is not None or (inputs.scales is not None and inputs.q.shape[3] > MAX_REGISTER_HEAD_SIZE):
         return False
@@ -61,7 +61,7 @@ def hopper_kernel_supports(inputs: AttentionInputs) -> bool:
 
 
 def block_rows_to_count(inputs: AttentionInputs) -> int | None:
-    """Return the rows of the blocks that `contiguous` counts; None if tree_attention does not use these counts."""
+    """Returns the rows per block for counting contiguous blocks; None if tree_attention uses no such counts."""
     size = inputs.q.shape[3]
     if not needs_block_counts(inputs.page_size, inputs.window or 0, size):
         return None

@@ -6,8 +6,8 @@ batch bucket of the pass.  In the table the requests with the longest splits com
 so each program gets about the same amount of work (work_items.py:work_item_of_program).
 
 TMA copies a block of committed rows with one instruction if the block is contiguous in the pool.  Contiguous blocks are
-counted once a round, for all layers with the same splits and rows per block.  If the page size is a multiple of these
-rows, every block is contiguous, and nothing is counted.
+counted once a round, for all layers with the same splits and rows per block.  If the page size is a multiple of the
+rows per block, every block is contiguous, and nothing is counted.
 """
 
 from __future__ import annotations

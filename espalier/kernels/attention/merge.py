@@ -51,7 +51,10 @@ def _merge_two_results_kernel(
 
 
 def merge_results(first_result: OutAndLse, second_result: OutAndLse, sink: Tensor | None = None) -> Tensor:
-    """Equal to the reference up to one rounding.  Raises EspalierError if the sizes do not agree."""
+    """Runs ops/attention.py:merge_results on a GPU; the result equals the reference's up to one rounding.
+
+    Raises EspalierError if the sizes do not agree.
+    """
     shape = tuple(first_result[0].shape)
     heads, v_size = shape[-2:]
     require("merge's second part", second_result[0], shape, None, first_result[0])
@@ -83,8 +86,8 @@ SPLITS_PER_PROGRAM = 16
 # The fewest and the most output columns of a (query, head) pair that a program merges.  Several programs share a pair
 # with more columns or splits: latent attention has up to 128 splits of 512 columns.
 MIN_BLOCK_V, MAX_BLOCK_V = 32, 128
-# Programs of the persistent grid per multiprocessor.  Four times as many would fit, but each
-# start costs time, even without work (docs/log.md).
+# Programs of the persistent grid per multiprocessor.  Four times as many would fit, but starting a program takes time
+# even if it has no work (docs/log.md).
 PROGRAMS_PER_PROCESSOR = 8
 
 
@@ -191,7 +194,7 @@ def merge_splits(
     pairs = min(max(SPLITS_PER_PROGRAM // few, 1), heads & -heads) if queries > 1 else 1
     most_programs = chip(out).processors * PROGRAMS_PER_PROCESSOR // num_parts
     num_programs = min(batch * pairs_per_request // pairs, most_programs)
-    # With fusion, the compiler could round pairs differently, so a query's bits would depend on its place.
+    # With fused multiply-adds the compiler could round pairs differently, so a query's bits would depend on its row.
     _merge_splits_kernel[(num_programs, num_parts)](
         *(partials.out, partials.lse, splits.starts, out if sink is None else sink, out, lse, batch, pairs_per_request),
         HEADS=heads, V_SIZE=v_size, HAS_SINK=sink is not None, PAIRS=pairs, BLOCK_V=block_v, SMALL_BLOCK_SPLITS=few,

@@ -45,9 +45,9 @@ def _score_key(score):
 
 @kernel
 def _load_chunk(values, columns, chunk, count, gap_begin, gap_size, SCORES_PER_CHUNK: tl.constexpr):
-    """Returns (columns, whether they hold a seen score, keys) of a chunk of `count` values.
+    """Returns (columns, whether their rows are visible, keys of their scores) of one chunk of `count` values.
 
-    columns: a list of columns.  None: the columns before `gap_begin`, and after it those `gap_size` further on.
+    columns: a list of columns; None: columns 0 to gap_begin - 1, then the columns from gap_begin + gap_size on.
     """
     i = chunk * SCORES_PER_CHUNK + tl.arange(0, SCORES_PER_CHUNK)
     exists = i < count
@@ -85,11 +85,12 @@ def _find_threshold(
     values, columns, count, gap_begin, gap_size, min_key, max_key, topk, num_extra, max_first_bin_bits,
     SCORES_PER_CHUNK: tl.constexpr, NUM_BINS: tl.constexpr,
 ):  # fmt: skip
-    """Search for the threshold of the topk highest of `count` values (`_load_chunk`), all between low and high.
+    """Search for the threshold of the topk highest of `count` values (see _load_chunk).
 
-    max_first_bin_bits: the most bits of a bin of the first turn.  Returns (high, span, left_out).  Patterns above the
-    new `max_key` are chosen.  Of the values at the threshold, which have keys from high - span to high, all but
-    the first `left_out` are chosen.  So topk values are chosen, or all if there are fewer, or up to `num_extra` more.
+    All keys are from min_key to max_key.  max_first_bin_bits: the most bits of a bin in the first iteration.
+    Returns (max_key, span, num_skipped_ties).  Values above the new max_key are selected.  Values with keys from
+    max_key - span to max_key are ties at the threshold: all but the first num_skipped_ties of them are selected.  So
+    topk values are selected, or all if there are fewer, or up to `num_extra` more.
     """
     span, equal, wanted, most_bits = (
         max_key - min_key,
@@ -122,9 +123,9 @@ def _find_threshold(
 
 @kernel
 def _place_selected(is_visible, key, max_key, key_span, num_skipped_ties, num_earlier_above, num_earlier_equal):
-    """Returns (taken, places, scores above the threshold, scores at it) of a chunk (see `_find_threshold`).
+    """Returns (is selected, output index, number of scores above the threshold, number at it) of a chunk.
 
-    num_earlier_above, num_earlier_equal: in earlier chunks.
+    num_earlier_above, num_earlier_equal: the same two numbers of all earlier chunks.  See _find_threshold.
     """
     above = is_visible & (key > max_key)
     equal = is_visible & (key <= max_key) & (max_key - key <= key_span)
@@ -151,7 +152,7 @@ def _list_candidate_groups(
 ):
     """List the columns of the topk highest groups, and of up to `num_extra` more.
 
-    Returns (their number, a key below which no row is chosen, the highest key).
+    Returns (number of listed groups, a key below which no row is selected, the highest key).
     """
     highest = _max_visible_key(groups, count, gap_begin, gap_size, SCORES_PER_CHUNK)
     high, span, left_out = _find_threshold(
@@ -175,7 +176,7 @@ def _list_candidate_rows(
     scores, group_list, row_list, num_groups, min_key, length, capacity, rows,
     GROUP_ROWS: tl.constexpr, SCORES_PER_CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """List the columns of the rows of the listed groups from `min_key` up.  Returns their number."""
+    """List the columns of those rows in the listed groups whose key is at least `min_key`.  Returns their number."""
     GROUPS: tl.constexpr = SCORES_PER_CHUNK // GROUP_ROWS
     of_capacity = (capacity + GROUP_ROWS - 1) // GROUP_ROWS
     count = 0
@@ -199,7 +200,10 @@ def _write_selected_rows(
     scores, row_list, table, out_ptr, count, capacity, max_key, key_span, num_skipped_ties,
     PAGE_SIZE: tl.constexpr, SCORES_PER_CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Write the chosen committed rows.  Returns (their number, how many of all rows at the threshold are chosen)."""
+    """Write the selected committed rows.
+
+    Returns (number of rows written, number of selected rows at the threshold, staged rows included).
+    """
     above_before, equal_before, written = 0, 0, tl.zeros([], tl.int32)
     for chunk in range((count + SCORES_PER_CHUNK - 1) // SCORES_PER_CHUNK):
         column, seen, key = _load_chunk(scores, row_list, chunk, count, 0, 0, SCORES_PER_CHUNK)
@@ -219,8 +223,10 @@ def _write_selected_rows(
 def _write_selected_bits(
     scores, words, rows, max_key, key_span, num_selected_ties, WORDS: tl.constexpr, WORD_BITS: tl.constexpr
 ):
-    """Write the bits of the chosen staged rows.  These rows have the last positions, so the last `num_selected_ties`
-    rows at the threshold are set."""
+    """Write the bits of the selected staged rows.
+
+    Staged rows have the last positions, so of the rows at the threshold the last `num_selected_ties` are selected.
+    """
     at = tl.arange(0, WORDS * WORD_BITS)
     exists = at < rows
     key = _score_key(tl.load(scores + at, mask=exists, other=float("-inf")))
@@ -247,7 +253,7 @@ def _select_rows_kernel(
     length = tl.load(length_ptr + request * length_stride_b).to(tl.int32)
     scores = score_ptr + request * score_stride_b + query % queries * score_stride_q
     table, to = table_ptr + request * table_stride_b, row_ptr + query * width
-    # A request with at most topk rows gets no chosen committed rows, and the bits of all visible staged rows.
+    # For a request with at most topk rows, no committed row is listed, and all visible staged rows are selected.
     high, span = tl.full([], LOWEST_VISIBLE_KEY - 1, tl.uint32), tl.zeros([], tl.uint32)
     written, wanted = tl.zeros([], tl.int32), tl.zeros([], tl.int32)
     if length + rows > topk:
@@ -259,7 +265,7 @@ def _select_rows_kernel(
             groups, group_list, split + (rows + GROUP_ROWS - 1) // GROUP_ROWS, split, skipped, topk, num_extra,
             SCORES_PER_CHUNK, NUM_BINS,
         )  # fmt: skip
-        # Other threads read the list than wrote it.
+        # The threads that read the list are not the threads that wrote it.
         tl.debug_barrier()
         count = _list_candidate_rows(
             scores, group_list, row_list, listed, least, length, capacity, rows, GROUP_ROWS, SCORES_PER_CHUNK
@@ -280,7 +286,8 @@ def _select_rows_kernel(
 
 
 def select_rows(scores: IndexScores, length: Tensor, page_table: Tensor, page_size: int, topk: int) -> SelectedRows:
-    """See ops/selection.py.  Raises EspalierError for sizes that do not agree, and for a topk over MAX_TOPK."""
+    """Runs ops/selection.py:select_rows on a GPU.  Raises EspalierError for a topk over MAX_TOPK, and for sizes that do
+    not agree."""
     (of_rows, of_groups), capacity = scores, page_table.shape[1] * page_size
     (batch, queries, columns), device = of_rows.shape, of_rows.device
     rows, groups = columns - capacity, -(-capacity // GROUP_ROWS) + -(-(columns - capacity) // GROUP_ROWS)

@@ -84,7 +84,11 @@ def work_item_of_program(first_work_item, is_reversed):
 
 @kernel
 def split_of_work_item(work_item, num_splits, num_tiles, KV_HEADS: tl.constexpr, LONGEST_FIRST: tl.constexpr):
-    """The split of a work item.  Tiles vary fastest, then heads, splits; with LONGEST_FIRST: heads, splits, tiles."""
+    """Returns the split of a work item.
+
+    From one work item to the next, tiles vary fastest, then heads, then splits; with LONGEST_FIRST heads vary fastest,
+    then splits, then tiles.
+    """
     if LONGEST_FIRST:
         split = work_item // KV_HEADS % num_splits
     else:
@@ -106,8 +110,7 @@ def tile_and_kv_head(work_item, num_splits, num_tiles, KV_HEADS: tl.constexpr, L
 
 @kernel
 def load_split_range(splits_ptr, split, split_exists):
-    """Returns (request, begin, end, request_splits): a row of kernels/attention/kv_splits.py's table; zeros if not
-    `split_exists`."""
+    """Returns (request, begin, end, request_splits), a row of KVSplits.table; zeros if the split does not exist."""
     at = splits_ptr + split * 4
     request = tl.load(at, mask=split_exists, other=0).to(tl.int64)
     begin = tl.load(at + 1, mask=split_exists, other=0)
@@ -142,7 +145,7 @@ def count_committed_blocks(begin, end, first_position, WINDOW: tl.constexpr, BLO
 
 @kernel
 def nth_block_index(step, num_lower, num_unmasked):
-    """The index of the t-th block to process: first unmasked blocks, then the blocks before them, then those after."""
+    """Returns the block to process in this step: first the unmasked blocks, then the blocks before and after them."""
     return tl.where(
         step < num_unmasked, num_lower + step, tl.where(step < num_lower + num_unmasked, step - num_unmasked, step)
     )
@@ -154,7 +157,10 @@ def visible_staged_range(
     STAGED_KIND: tl.constexpr, WINDOW: tl.constexpr, GROUP_SIZE: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """(low, high): the staged rows of `rows` that a query tile may see.  A chain ends at the tile's last query."""
+    """Returns (low, high): the range of staged rows, out of `rows`, that a query tile may see.
+
+    In a chain the range ends at the tile's last query.
+    """
     low = 0
     high = rows
     if STAGED_KIND == 1:

@@ -1,16 +1,17 @@
 """All-reduce kernels (the sum of all ranks' rows, alone or with residual and norm), and the gathering of columns.
 
-Ranks meet inside of the kernels (`_barrier`).  Programs of the same number on all ranks work together.  A program
-writes its rank's values into its slot, sets a flag on every other rank, and waits for the flags of the others.
+Ranks synchronise inside the kernels (`_barrier`).  The programs with the same index on all ranks work together.  A
+program writes its rank's values into its slot, sets a flag on every other rank, and waits for the flags of the others.
 
 - One-shot: each rank reads the rows of all ranks.
-- Two-shot: each rank sums a part of the columns and writes the sums to all ranks.  Ranks meet twice, and read less.
+- Two-shot: each rank sums a part of the columns and writes the sums to all ranks.  This takes two barriers, but each
+  rank reads fewer bytes.
 
-Sums are in the order of the ranks, in float32 (float64 for float64), rounded once.  So both ways give all ranks the
-bits of espalier/shards/gloo.py.
+Ranks are summed in order, in float32 (float64 for float64), and each sum is rounded once.  So one-shot and two-shot
+give all ranks the bits of espalier/shards/gloo.py.
 
-A program alternates between two slots.  Before it writes a slot again, it has met the other ranks while using the other
-slot.  At this meeting the other ranks had finished reading the first slot.
+A program alternates between two slots.  Between two writes of a slot it passes a barrier for the other slot.  At that
+barrier the other ranks have finished reading the first slot.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 
 # Columns that a program gathers at a time.
 GATHER_BLOCK = 2048
-# While a thread waits for a flag, it reads the host's stop word only once in 4,096 looks: host memory is slow to read.
+# A waiting thread reads its flag again and again.  It reads the host's stop flag only once in 4,096 reads, because host
+# memory is slow to read.
 _SIGNAL_ASM = """{
 .reg .pred live;
 setp.ne.u32 live, $3, 0;
@@ -62,9 +64,10 @@ SIGNAL_ASM, WAIT_ASM = tl.constexpr(_SIGNAL_ASM), tl.constexpr(_WAIT_ASM)
 
 @kernel
 def _barrier(memory_ptr, stop_ptr, rank, program, flag_value, WORLD_SIZE: tl.constexpr, NUM_THREADS: tl.constexpr):
-    """Wait until the programs of this number on all ranks have set their flag to `flag_value`.
+    """Wait until the programs with this index on all ranks have set their flag to `flag_value`.
 
-    Then their earlier writes can be read.  NUM_THREADS: of the program; one per rank sets a flag and waits.
+    After that, this program can read their earlier writes.  NUM_THREADS: threads of the program; one thread for each
+    rank sets a flag and waits for a flag.
     """
     tl.debug_barrier()
     peer = tl.arange(0, NUM_THREADS)
@@ -106,9 +109,9 @@ def _all_reduce_kernel(
     FLAG_BYTES: tl.constexpr, SLOT_BYTES: tl.constexpr, NUM_SLOTS: tl.constexpr, NUM_THREADS: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Without a residual, out is the sum over the ranks.  Else sum_ptr gets residual + sum, and out the norm of it.
+    """Write the sum over the ranks to out; with a residual, write residual + sum to sum_ptr and its norm to out.
 
-    OWN_COLUMNS: how many columns each rank sums two-shot; 0: one-shot.
+    OWN_COLUMNS: the number of columns that each rank sums if two-shot; 0 if one-shot.
     """
     pdl_trigger_and_wait(USE_PDL)
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty
@@ -161,7 +164,7 @@ def _all_reduce_kernel(
 
 
 def all_reduce_rows(memory: PeerMemory, parts: Tensor, dtype: torch.dtype, two_shot: bool) -> Tensor:
-    """parts [rows, H] or [splits, rows, H] of each rank -> [rows, H], the sum over the ranks."""
+    """Returns [rows, H]: the sum over the ranks of parts [rows, H] or [splits, rows, H]."""
     out = parts.new_empty(parts.shape[-2:], dtype=dtype)
     _launch_all_reduce(memory, parts, out, two_shot)
     return out
@@ -170,7 +173,10 @@ def all_reduce_rows(memory: PeerMemory, parts: Tensor, dtype: torch.dtype, two_s
 def all_reduce_add_norm(
     memory: PeerMemory, parts: Tensor, residual: Tensor, weight: Tensor, eps: float, two_shot: bool
 ) -> tuple[Tensor, Tensor]:
-    """(residual + sum, its norm), as kernels/ops/norm.py:add_rms_norm.  The sum has the bits of `all_reduce_rows`."""
+    """Returns (residual + sum over the ranks, the norm of that), see kernels/ops/norm.py:add_rms_norm.
+
+    The sum has the bits of `all_reduce_rows`.
+    """
     total, out = (residual.new_empty(residual.shape) for _ in range(2))
     _launch_all_reduce(memory, parts, out, two_shot, (residual, weight, total), eps)
     return total, out
@@ -187,7 +193,7 @@ def supports_all_reduce(memory: PeerMemory, parts: Tensor, dtype: torch.dtype) -
 def _launch_all_reduce(
     memory: PeerMemory, parts: Tensor, out: Tensor, two_shot: bool, norm: Any = (None, None, None), eps: float = 0.0
 ) -> None:
-    """norm: the residual, the norm's weight and the output for residual + sum; None without a norm."""
+    """Launch _all_reduce_kernel.  norm: (residual, the norm's weight, output for residual + sum), or 3 times None."""
     (residual, weight, total), warps = norm, warps_for(next_power_of_2(out.shape[1]), NORM_WARP_VALUES)
     rows, size = out.shape
     row_bytes, block = size * out.itemsize, next_power_of_2(size)
@@ -208,7 +214,7 @@ def _gather_kernel(
     FLAG_BYTES: tl.constexpr, SLOT_BYTES: tl.constexpr, NUM_SLOTS: tl.constexpr, NUM_THREADS: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """out [rows, size]: the columns of all ranks, COLUMNS_PER_RANK each.  The last ranks may have fewer."""
+    """Write out [rows, size]: COLUMNS_PER_RANK columns of each rank.  The last ranks may have fewer columns."""
     pdl_trigger_and_wait(USE_PDL)
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty
     BLOCKS: tl.constexpr = (COLUMNS_PER_RANK + BLOCK - 1) // BLOCK
@@ -254,7 +260,7 @@ def supports_gather(memory: PeerMemory, x: Tensor, columns_per_rank: int) -> boo
 
 
 def _barrier_arguments(memory: PeerMemory, num_warps: int) -> dict[str, object]:
-    """Returns the arguments of both kernels that `_barrier` and the slots need."""
+    """Returns the launch arguments for `_barrier` and the slots, which both kernels take."""
     sizes = {"FLAG_BYTES": FLAGS_BYTES, "SLOT_BYTES": memory.slot_bytes}
     sizes |= {"NUM_SLOTS": MAX_PROGRAMS, "WORLD_SIZE": memory.num_ranks}
     return {**sizes, "NUM_THREADS": 32 * num_warps, "num_warps": num_warps, **pdl_arguments(chip(memory.addresses))}

@@ -1,8 +1,9 @@
-"""Collectives of ranks on GPUs of one host.  Small tensors are summed and gathered by kernels, in memory that all GPUs
-reach, also in CUDA graphs.  Larger tensors go through NCCL.
+"""Collectives of ranks on GPUs of one host.  Kernels sum and gather small tensors in peer memory, also in CUDA graphs.
+Larger tensors go through NCCL.
 
-A rank's memory begins with flags, by which programs with the same number on all ranks wait for each other.  Then come
-four slots per program: two for the rank's values and two for sums.  A program uses the two slots of a pair in turn.
+A rank's peer memory begins with flags, by which the programs with the same index on all ranks wait for each other.
+After the flags come four slots per program: two for the rank's values and two for sums.  A program uses the two slots
+of a pair in turn.
 """
 
 import logging
@@ -42,7 +43,7 @@ class PeerMemory:
     keep_alive: Any = None
 
     def release_waiters(self) -> None:
-        """Let kernels stop waiting, with wrong results.  Calls no CUDA function, because such a call might wait too."""
+        """End the waiting kernels; their results are wrong.  Calls no CUDA function: such a call might wait too."""
         self.stop_flag.numpy()[0] = 1
 
 
@@ -76,10 +77,10 @@ class RestartedStepStore(Store):
 def map_peer_memory(
     name: str, store: Store, rank: int, num_ranks: int, device: torch.device, max_bytes: int
 ) -> PeerMemory:
-    """Map the memory of all ranks.  Every rank calls it with a store that all ranks share, and with an unused name.
+    """Map the peer memory of all ranks.  Every rank calls it with a store that all ranks share and with an unused name.
 
-    After the call, this rank's flags are zero.  Flags of other ranks may not be zero yet, so ranks must meet before
-    kernels use flags.  Raises RuntimeError if the GPUs cannot reach one another, and PyTorch's own errors.
+    After the call, this rank's flags are zero.  Flags of other ranks may not be zero yet, so ranks must synchronise
+    before kernels use flags.  Raises RuntimeError if the GPUs cannot reach one another, and PyTorch's own errors.
     """
     from torch.distributed._symmetric_memory import _SymmetricMemory
 
@@ -107,7 +108,7 @@ def map_peer_memory(
 
 
 def register_process_group(name: str, store: Store, rank: int, num_ranks: int) -> ProcessGroup:
-    """Register with PyTorch the ranks that meet under this name.  Returns the process group.
+    """Register the ranks of a rendezvous with PyTorch, under this name.  Returns the process group.
 
     Newer versions of PyTorch read the ranks from the process group, which the caller keeps; older ones from a table.
     """
@@ -123,9 +124,9 @@ def register_process_group(name: str, store: Store, rank: int, num_ranks: int) -
 # The most bytes of a rank's values that are summed in peer memory.  On two H100s a sum of this size with residual and
 # norm (2,048 rows of 4,096 values in bfloat16) takes 70 µs one-shot and 100 µs by NCCL (`python -m lab ranks`).
 MAX_PEER_BYTES = 2**24
-# The same for two ranks: an 8B's largest prefill pass.  A sum of 4,096 rows takes 133 µs, and 182 µs by NCCL.
+# The same for two ranks: the largest prefill pass of an 8B model.  A sum of 4,096 rows takes 133 µs, 182 µs by NCCL.
 MAX_PEER_BYTES_OF_TWO = 2**25
-# The bytes that a rank reads over NVLink in the time of one meeting of the ranks (3 µs on those H100s).
+# The bytes that a rank reads over NVLink in the time of one barrier (3 µs on those H100s).
 BARRIER_COST_BYTES = 2**20
 log = logging.getLogger("espalier")
 
@@ -173,7 +174,7 @@ def uses_two_shot(parts: Tensor, dtype: torch.dtype, num_ranks: int) -> bool:
     """Returns whether `num_ranks` ranks sum parts [rows, H] or [splits, rows, H] two-shot.
 
     One-shot, a rank reads all values of every other rank.  Two-shot, it reads its share of the values and then the
-    sums.  Two-shot reads fewer bytes, but the ranks meet once more.
+    sums.  Two-shot reads fewer bytes, but needs one barrier more.
     """
     rows, size = parts.shape[-2:]
     saved = (num_ranks - 1) * (1 - 2 / num_ranks)
@@ -183,8 +184,8 @@ def uses_two_shot(parts: Tensor, dtype: torch.dtype, num_ranks: int) -> bool:
 def connect_gpus(
     rendezvous_file: Path, rank: int, num_ranks: int, device: torch.device, peer_bytes: int = 0
 ) -> Collectives:
-    """Meet the other ranks.  rendezvous_file, device: see NcclCollectives; peer_bytes: the most bytes of a sum in peer
-    memory; 0 for the measured bound.
+    """Connect to the other ranks.  rendezvous_file, device: see NcclCollectives; peer_bytes: the most bytes of a sum in
+    peer memory; 0 for the measured bound.
 
     If a rank cannot map the memory of the others, NCCL does all collectives, and the log says so.
     """

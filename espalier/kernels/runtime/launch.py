@@ -32,8 +32,7 @@ launch_hook: ContextVar[Callable[..., None] | None] = ContextVar("launch_hook", 
 
 
 def is_precompiling() -> bool:
-    """Whether launches of this thread only compile.  If so, launchers compile the kernels for other numbers of rows
-    too."""
+    """Whether launches of this thread only compile.  Then launchers also compile kernels for other numbers of rows."""
     return launch_hook.get() is not None
 
 
@@ -52,8 +51,11 @@ def require_triton() -> Any:
 
 @dataclass(frozen=True)
 class Chip:
-    """The properties of a GPU on which launch parameters depend.  shared_memory: bytes that one thread block may use;
-    processors: number of SMs; capability: compute capability, (9, 0) for Hopper."""
+    """The properties of a GPU on which launch parameters depend.
+
+    shared_memory: bytes that one thread block may use; processors: number of SMs; capability: compute capability, (9,
+    0) for Hopper.
+    """
 
     shared_memory: int
     processors: int
@@ -92,11 +94,10 @@ def is_oversubscribed(num_programs: int, gpu: Chip) -> bool:
 
 
 def choose_split_size(size: int, rows: int, gpu: Chip, min_size: int, max_size: int) -> int:
-    """Returns how many of `size` columns a program takes: a power of two times `min_size`: few, so that programs fill
-    the chip.
+    """Returns how many of `size` columns a program takes: `min_size` times a power of two.
 
-    Many rows get larger splits, up to `max_size`, because starting a program takes time even if the program ends at
-    once.
+    With few rows, splits are small, so that the programs fill the chip.  With many rows they are larger, up to
+    `max_size`, because starting a program takes time.
     """
     while min_size < min(max_size, size) and is_oversubscribed(rows * -(-size // min_size), gpu):
         min_size *= 2

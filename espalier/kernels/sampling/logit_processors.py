@@ -69,7 +69,7 @@ class DraftedArguments(NamedTuple):
 
 
 class RowParams(NamedTuple):
-    """The parameters of one row.  Pointers point to the row's slot; num_banned: stop ids that are banned here."""
+    """The parameters of one row, from its slot.  num_banned: number of stop ids that are banned at this position."""
 
     num_bias: Any
     bias_ids_ptr: Any
@@ -162,8 +162,8 @@ def check_slot_table(table: SlotTable) -> None:
 def logits_arguments(logits: Tensor, vocab: int, slots: GatheredSlots, first_positions: Tensor) -> tuple[Any, ...]:
     """Build the kernels' argument `logits`, in the order of LogitsArguments.
 
-    logits: [B, Q, vocab], contiguous in the last dimension; first: [B] int64, the position of the first token that the
-    launch draws.  Raises EspalierError for other shapes and dtypes.
+    logits: [B, Q, vocab], contiguous in the last dimension; first_positions: [B] int64, the position of the first token
+    that the launch draws.  Raises EspalierError for other shapes and dtypes.
     """
     require("logits", logits, (slots.batch, -1, vocab), None, slots.ints)
     require("first", first_positions, (slots.batch,), torch.int64, slots.ints)
@@ -214,7 +214,7 @@ def _gather_kernel(
     NUM_BIAS: tl.constexpr, NUM_STOPS: tl.constexpr, BLOCK_BIAS: tl.constexpr, BLOCK_STOPS: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Gather GatheredSlots.  Each program gathers one row.  table_ints: number of columns in the table's `ints`."""
+    """Write GatheredSlots, one row per program.  table_ints: number of columns in the table's `ints`."""
     pdl_trigger_and_wait(USE_PDL)
     b = tl.program_id(0).to(tl.int64)
     slot = tl.load(index_ptr + b * index_stride)
@@ -239,10 +239,9 @@ def _gather_kernel(
 
 @kernel
 def load_row_arguments(launch_row, queries, offset, logits, slots, drafted, COLUMNS: tl.constexpr):
-    """(row of the batch, pointer to its logits, position of the token, RowParams, DraftedRow) of row `launch_row` of a
-    launch.
+    """Returns (request, pointer to the logits, position of the token, RowParams, DraftedRow) of a row of the launch.
 
-    logits, slots, drafted: LogitsArguments, SlotArguments, DraftedArguments.
+    launch_row: request · queries + query.  logits, slots, drafted: LogitsArguments, SlotArguments, DraftedArguments.
     """
     b = launch_row // queries
     q = launch_row % queries

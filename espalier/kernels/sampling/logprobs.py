@@ -18,7 +18,7 @@ from espalier.kernels.runtime.launch import chip, choose_split_size, next_power_
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 from espalier.logprobs import CHOSEN, RANK, TOKEN, TOP, row_words
 
-# Token ids per program of the first launch: the fewest, and the most, for many rows.
+# The fewest and the most token ids per program of the first launch.  Launches with many rows have larger splits.
 MIN_SPLIT_SIZE = 2048
 MAX_SPLIT_SIZE = 8192
 
@@ -26,9 +26,10 @@ MAX_SPLIT_SIZE = 8192
 def write_logprobs(
     ring: Tensor, entry: Tensor, logits: Tensor, rows: Tensor, tokens: Tensor, length: Tensor, num_logprobs: Tensor
 ) -> None:
-    """See ops/sampling.py.  Within 2**-16 of the reference in float32, which sums in another order; ids, ranks exact.
+    """Runs ops/sampling.py:write_logprobs on a GPU.
 
-    Raises EspalierError for a tensor with another shape, dtype or device.
+    Token ids and ranks are exact.  In float32, log-probabilities are within 2**-16 of the reference's, which sums in
+    another order.  Raises EspalierError for a tensor with another shape, dtype or device.
     """
     (batch, _, vocab), width = logits.shape, tokens.shape[1]
     num_words = ring.shape[3]

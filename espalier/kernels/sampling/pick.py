@@ -1,4 +1,4 @@
-"""Picks a token for each row of the target's logits, in three launches and without a copy of the logits.
+"""Samples a token for each row of the target's logits, in three launches and without a copy of the logits.
 
 The reference is `pick` in espalier/sampling/pick.py; speculate/sampler.py chooses between the two.  The first launch
 finds the best token of each split of the vocabulary.  The second merges the splits, one program per row.  The third
@@ -34,7 +34,7 @@ from espalier.kernels.sampling.logit_processors import (
 from espalier.kernels.sampling.noise import gumbel_noise, noise_keys
 from espalier.kernels.sampling.top_k_top_p import draw_filtered
 
-# Token ids per split: the fewest, and the most, for many rows.
+# The fewest and the most token ids per split.  Launches with many rows have larger splits.
 MIN_SPLIT_SIZE = 2048
 MAX_SPLIT_SIZE = 32768
 # Token ids per load in a row with parameters, and bytes per load in a row without.
@@ -51,13 +51,15 @@ def sample_triton(
     first_output: int = 0,
     mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Draw tokens [B, Q] int64 at positions first_positions [B] + offsets [B, Q].  Returns (tokens, finite [B, Q]
-    bool).
+    """Sample the tokens at positions first_positions [B] + offsets [B, Q].
+
+    Returns (tokens [B, Q] int64, finite [B, Q] bool).
 
     logits: [B, Q, V], bfloat16, float16, float32 or float64 (then computed in float64), contiguous in the last
     dimension.  drafted: drafted tokens (tokens [B, E], ancestor_bits [B, Q, W]); tokens from index `first_output` on
     count as output.  mask: [B, Q, ceil(V / 32)] int32, bits of allowed tokens (sampling/mask.py); None allows all.
-    A row with a NaN is not finite, and its token is the first NaN.  A row whose best logit is infinite is not finite.
+    A row with a NaN is not finite, and its token is the id of the first NaN.  A row whose best logit is infinite is not
+    finite.
     """
     batch, queries = logits.shape[:2]
     given = logits_arguments(logits, slots.vocab, slots, first_positions)
@@ -185,7 +187,7 @@ def _best_of_split_kernel(
     COLUMNS: tl.constexpr, BLOCK: tl.constexpr, UNPROCESSED_BLOCK: tl.constexpr, IDS_PER_THREAD: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Find a split's best (key, lowest id) by logit / T + noise; in a row with filters, without the noise."""
+    """Find a split's best (key, lowest id).  The score is logit / T + noise; in a row with filters, without noise."""
     pdl_trigger_and_wait(USE_PDL)
     out = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)

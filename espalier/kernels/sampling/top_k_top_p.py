@@ -1,13 +1,13 @@
 """Top-k, top-p and min-p without sorting a row, and the draw from the remaining tokens.
 
-The reference is `filtered` in espalier/sampling/pick.py.  The cut is the smallest logit that stays.  Bisection finds
-the cut.  Each pass over the row computes an exact sum over the tokens above a pivot: their count, or their mass as
+The reference is `filtered` in espalier/sampling/pick.py.  The cutoff is the smallest logit that stays.  Bisection
+finds it.  Each pass over the row computes an exact sum over the tokens above a pivot: their count, or their mass as
 integers.  Then one end of the interval moves to a value of the row.  A row of a thousand distinct values takes about
-ten passes, and no row takes more than a hundred.  Among equal logits at the cut, the lower ids stay.
+ten passes, and no row takes more than a hundred.  Among equal logits at the cutoff, the lower ids stay.
 
 A token's mass is exp(logit - largest logit) by tl.exp.  In float32 its relative error is at most 2**-19, unless the
-mass is too small to count.  So a token whose cumulative mass is that close to top_p may be on the other side of the cut
-than in the reference.  In this kernel the side is always the same.
+mass is too small to count.  So a token whose cumulative mass is that close to top_p may be on the other side of the
+cutoff than in the reference.  In this kernel the side is always the same.
 """
 
 from __future__ import annotations
@@ -52,11 +52,10 @@ def next_pivot(low, high, step):
 def find_cutoff(
     logits_ptr, vocab, row, drafted, max_logit, min_cutoff, target_sum, BY_MASS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """(cut, over).  cut: the largest value for which the tokens at or above it sum to at least `target_sum`; over: the
-    sum of the tokens above the cut, which is less than target.
+    """Returns (cutoff, sum of the tokens above the cutoff).  A sum is a number of tokens, or with BY_MASS their mass.
 
-    A sum is the number of tokens, or with BY_MASS their mass.  The cut is in [lowest, top].  max_logit: the row's
-    maximum, which must be finite.
+    The cutoff is the largest value for which the tokens at or above it sum to at least `target_sum`.  It is in
+    [min_cutoff, max_logit].  max_logit: the row's maximum, which must be finite.
     """
     exact: tl.constexpr = max_logit.dtype
     low = min_cutoff
@@ -88,7 +87,7 @@ def find_cutoff(
 
 @kernel
 def remaining_mass(logits_ptr, vocab, row, drafted, max_logit, cut, num_ties, BLOCK: tl.constexpr):
-    """Returns the mass of all tokens above the cut and of the `num_ties` tokens at the cut that stay."""
+    """Returns the mass of the tokens above `cut` and of the `num_ties` tokens at `cut` that stay."""
     weight = tl.zeros([BLOCK], tl.int64)
     for start in range(0, vocab, BLOCK):
         x, _ids = load_processed_block(logits_ptr, start, vocab, max_logit.dtype, row, drafted, BLOCK)
@@ -104,7 +103,10 @@ def mass_of_value(value, max_logit, BLOCK: tl.constexpr):
 
 @kernel
 def filter_cutoff(logits_ptr, vocab, row, drafted, max_logit, top_k, top_p, BLOCK: tl.constexpr):
-    """(cut, ties): tokens above the cut stay, and at the cut the `ties` lowest ids.  top_k: int64, 0 for no top-k."""
+    """Returns (cutoff, number of ties that stay).  top_k: int64, 0 for no top-k.
+
+    Tokens above the cutoff stay.  Of the tokens at the cutoff, the lowest ids stay.
+    """
     cut = max_logit - float("inf")
     ties = top_k * 0 + vocab
     if top_k > 0:

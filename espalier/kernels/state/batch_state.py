@@ -19,13 +19,13 @@ from espalier.slots import COLUMNS, BatchState, ScatterUpdate, SlotTable
 
 @kernel
 def pool_row(table_ptr, position, page_size, is_kept):
-    """int64 pool rows of positions, by one request's page table; the dummy row where `is_kept` is False."""
+    """Returns the int64 pool rows of positions, from a request's page table; the dummy row 0 if not `is_kept`."""
     page = tl.load(table_ptr + position // page_size, mask=is_kept, other=0).to(tl.int64)
     return tl.where(is_kept, page * page_size + position % page_size, 0)
 
 
 MAX_BLOCK_SIZE = 1024
-# Appended pages that a program writes at once: one per thread.
+# New page-table entries that a program writes at once: one per thread.
 PAGE_UPDATE_BLOCK = 128
 
 
@@ -92,7 +92,11 @@ def _gather_slots_kernel(
     index_stride, width, num_updates, depth_margin,
     COLUMNS: tl.constexpr, BLOCK: tl.constexpr, UPDATE_BLOCK: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Read the slots of a batch.  Each program writes new pages of its slot; the first also writes all slots' pages."""
+    """Read the slots of a batch.
+
+    Before that, each program writes the new page-table entries of its slot.  The first program writes those of all
+    slots.
+    """
     pdl_trigger_and_wait(USE_PDL)
     b = tl.program_id(0).to(tl.int64)
     slot = tl.load(index_ptr + b * index_stride)
@@ -191,7 +195,7 @@ def _advance_kernel(
     index_stride, length_stride, table_width, history_stride, counts_stride, nodes, page_size,
     COLUMNS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Decide tokens.  Each program handles one request."""
+    """Write the sampled tokens into one slot per program, and move the slot's root to the last of them."""
     pdl_trigger_and_wait(USE_PDL)
     request = tl.program_id(0).to(tl.int64)
     slot = tl.load(index_ptr + request * index_stride)

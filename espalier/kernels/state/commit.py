@@ -1,6 +1,6 @@
 """Commit: copies the rows of accepted tokens from staging to the pages.
 
-One launch copies all layers of a group, and up to two stacked planes.
+One launch copies all layers of a group, of up to TENSORS_PER_LAUNCH tensors (such as K and V).
 """
 
 from __future__ import annotations
@@ -41,8 +41,7 @@ def _commit_kernel(
     NUM_TENSORS: tl.constexpr, NUM_LAYERS: tl.constexpr, SIZES: tl.constexpr, BLOCKS: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Copy NUM_LAYERS layers of one row per program.  staged_layer_strides, committed_layer_strides: strides of a
-    layer, by tensor."""
+    """Copy NUM_LAYERS layers of one row per program.  The layer strides have one entry per tensor."""
     pdl_trigger_and_wait(USE_PDL)
     n, first = tl.program_id(0), tl.program_id(1).to(tl.int64) * NUM_LAYERS
     source, row = tl.load(source_ptr + n), tl.load(row_ptr + n)
@@ -56,7 +55,7 @@ def _commit_kernel(
 
 
 def commit_rows(staged: Sequence[Tensor], committed: Sequence[Tensor], source: Tensor, rows: Tensor) -> None:
-    """See ops/state.py.  The kernel copies bytes, so the result equals the reference's."""
+    """Runs ops/state.py:commit_rows on a GPU.  The kernel copies bytes, so the result equals the reference's."""
     staged, committed = check_copies(staged, committed, source, rows)
     if not source.shape[0]:
         return
@@ -127,8 +126,10 @@ def _write_results_kernel(
     NUM_FIELDS: tl.constexpr, FIRST_COLUMNS: tl.constexpr, END_COLUMNS: tl.constexpr, EMPTY_VALUE: tl.constexpr,
     BLOCK: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Write one row of the ring entry per program.  Field i fills columns FIRST_COLUMNS[i] to END_COLUMNS[i] - 1 of the
-    row.  Other columns become EMPTY_VALUE."""
+    """Write one row of the ring entry per program.
+
+    Field i fills columns FIRST_COLUMNS[i] to END_COLUMNS[i] - 1 of the row.  Other columns become EMPTY_VALUE.
+    """
     pdl_trigger_and_wait(USE_PDL)
     b = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)

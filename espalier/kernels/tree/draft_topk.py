@@ -61,14 +61,15 @@ def draft_topk_triton(
     """Find each row's topk best children, best first: target ids [B, Q, K] int64, path scores [B, Q, K] float32.
 
     logits: [B, Q, Vd], as for sample_triton.  d2t: [Vd] int64, the target id of each draft id; None: the vocabularies
-    are the same.  slots: the sampling parameters of each request.  first_positions [B] + offset + row ·
-    stride: the position of a row's children.  scores: [B, Q] float32, the path scores of the rows.  drafted: (tokens
-    [B, E], ancestor_bits [B, Q, W]): drafted tokens and, for each row, the bits of the tokens on its path.  mask: [B,
-    Q, ceil(V / 32)] int32, the bits of target ids that may be drafted (sampling/mask.py); None allows all.
+    are the same.  slots: the sampling parameters of each request.  first_positions [B] + position_offset +
+    row · position_stride: the position of a row's children.  scores: [B, Q] float32, the path scores of the rows.
+    drafted: (tokens [B, E], ancestor_bits [B, Q, W]): drafted tokens and, for each row, the bits of the tokens on its
+    path.  mask: [B, Q, ceil(V / 32)] int32, the bits of target ids that may be drafted (sampling/mask.py); None allows
+    all.
 
     A child's score is its row's score plus the child's log-probability (at most 0), in float32.  The log-probability is
-    the log_softmax of the processed logits at temperature 0, of processed logits / T + noise if coupled, and of
-    processed logits / T if not coupled.  NaN counts as -inf.
+    the log_softmax of the processed logits / T (without / T at temperature 0), plus noise if `adds_noise` and T > 0.
+    NaN counts as -inf.
     """
     batch, queries, vocab = logits.shape
     given = logits_arguments(logits, slots.vocab if d2t is None else d2t.shape[0], slots, first_positions)

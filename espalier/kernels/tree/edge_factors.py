@@ -5,7 +5,7 @@ with its part of the projection, adds the hidden state's part, and writes its pa
 projection is a weight, so its first columns are read before the wait for the previous kernel.
 
 The reference is LowRankEdges.factors.  Tolerance: products are summed in float32 (float64 for float64), and each result
-is rounded once, to the dtype of `before`; the reference rounds every operation.
+is rounded once, to the dtype of token_factors; the reference rounds every operation.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from espalier.kernels.runtime.launch import acc_dtype, chip, next_power_of_2, re
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger, pdl_wait
 from espalier.kernels.tree.edges import DepthRows, LowRankEdges
 
-# Numbers of the rank per program, and the smallest rank that tensor cores take.
+# Values of the rank dimension per program, and the smallest rank that tensor cores take.
 BLOCK_OUT, MIN_RANK = 16, 16
 # Larger ranks get 8 warps.
 MAX_4_WARP_RANK = 128
@@ -74,9 +74,9 @@ def _edge_factors_kernel(
     RANK: tl.constexpr, ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_RANK: tl.constexpr,
     IS_RECURRENT: tl.constexpr, ACC_DTYPE: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Weights [BLOCK_RANK, BLOCK_OUT] are transposed.  Names in `e_` multiply the embedding, names in `s_` the state.
+    """Weights [BLOCK_RANK, BLOCK_OUT] are transposed.  `e_` weights multiply the embedding, `s_` weights the state.
 
-    BLOCK_RANK: numbers of an embedding, or of a state, that one step multiplies.
+    BLOCK_RANK: values of an embedding, or of a state, that one step multiplies.
     """
     pdl_trigger(USE_PDL)
     b = tl.program_id(0).to(tl.int64)
@@ -139,7 +139,7 @@ def _edge_factors_kernel(
 def _add_products(
     total, row_ptrs, weight_ptrs, out_exists, RANK: tl.constexpr, BLOCK_RANK: tl.constexpr, ACC_DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Add the products of the inputs from BLOCK_RANK on to total [ROWS, BLOCK_OUT]."""
+    """Add to total [ROWS, BLOCK_OUT] the products of the inputs' values from BLOCK_RANK on."""
     for start in range(BLOCK_RANK, RANK, BLOCK_RANK):
         column = start + tl.arange(0, BLOCK_RANK)
         inside = column < RANK

@@ -40,8 +40,8 @@ from espalier.kernels.tree.draft_topk import process_and_add_noise
 from espalier.kernels.tree.edges import DepthRows, LowRankEdges
 from espalier.kernels.tree.select_tree import comparable_score
 
-# Columns per program, and the numbers of the rank that it multiplies in a step.  Columns of this size take
-# 64 kB of bfloat16, so three programs fit in the shared memory of a multiprocessor.
+# Columns per program, and values of the rank dimension per step.  These columns take 64 kB in bfloat16, so three
+# programs fit in the shared memory of a multiprocessor.
 MAX_SPLIT_SIZE, BLOCK_RANK = 128, 256
 NUM_WARPS = 8
 # Requests per program, which share the columns that the program has read.
@@ -72,7 +72,7 @@ def edge_topk_triton(
     factors_and_states: the rows' factors and states, from edge_factors; None: a row has the factor of its token.
     first_positions [B] + depth: the position of the children.  mask: [B, 1, ceil(V / 32)] int32, bits of target ids
     that may be drafted; forced_tokens: [B, 1] int64, the only token that may be drafted, -1 for several.  d2t, slots,
-    coupled and scores: see draft_topk_triton; penalties count no drafted token.  Raises EspalierError for other shapes
+    adds_noise: see draft_topk_triton; penalties count no drafted token.  Raises EspalierError for other shapes
     and dtypes.
     """
     (batch, num_rows, topk), (columns, rank) = out.tokens.shape, edges.column_factors.shape[-2:]
@@ -232,7 +232,7 @@ def _edge_topk_kernel(
 
 @kernel
 def _max_and_sum_of_exp(x):
-    """(the best x, the sum of exp(x - best x)) over the first dimension.  The sum is NaN if an x is NaN or infinite."""
+    """Returns (max x, sum of exp(x - max x)) over the first dimension.  The sum is NaN if an x is NaN or infinite."""
     top = tl.max(tl.where(x == x, x, float("-inf")), 0)
     return top, tl.sum(tl.exp(x - tl.where(top == float("-inf"), 0.0, top)[None, :]), 0)
 
@@ -277,10 +277,10 @@ def _merge_rows_kernel(
 
 @kernel
 def _topk_values(x, index, BLOCK_CHILDREN: tl.constexpr, topk):
-    """The topk best values of x, best first, and their indices, [BLOCK_CHILDREN] each.  Equal values: the lower index
-    first.
+    """Returns the topk best values of x, best first, and their indices, [BLOCK_CHILDREN] each.
 
-    NaN counts as -inf.  If fewer than topk values are above -inf, the rest are -inf, with any index.
+    Of equal values, the one with the lower index comes first.  NaN counts as -inf.  If fewer than topk values are above
+    -inf, the rest are -inf, with any index.
     """
     child = tl.arange(0, BLOCK_CHILDREN)
     # The keys are integers, because the maximum of integers over a warp is one instruction.
@@ -302,8 +302,11 @@ def _rank_rows_kernel(
     row_scores_ptr, row_scores_batch_stride, row_scores_stride, num_rows, topk,
     CANDIDATES: tl.constexpr, TOPK: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Write each candidate's next row.  TOPK times it takes the best candidate that is left; if rows are tokens, it
-    takes all candidates with this token together."""
+    """Write the row of the next depth to which each candidate belongs.
+
+    TOPK times, the best remaining candidate makes a row.  If rows are tokens, all candidates with the same token belong
+    to this row.
+    """
     pdl_trigger_and_wait(USE_PDL)
     b = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, CANDIDATES)

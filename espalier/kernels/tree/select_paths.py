@@ -47,7 +47,7 @@ def select_paths(root: Tensor, candidates: Candidates, nodes: int) -> Tree:
 
 @kernel
 def _pack_tie_break(depth, parent, sibling, row):
-    """uint32 that breaks ties of scores: lower depth first, then lower parent, then lower sibling."""
+    """Returns a uint32 that breaks ties of scores: lower depth first, then lower parent, then lower sibling."""
     return ((depth << 26) | (parent << 16) | (sibling << 8) | row).to(tl.uint32, bitcast=True)
 
 
@@ -78,7 +78,7 @@ def _select_paths_kernel(
 ):  # fmt: skip
     """Select node i in step i.  Its next sibling replaces it in the frontier, and its first child becomes entry i.
 
-    above: the score of each entry's parent.  All are integers, whose maximum over a warp is one instruction.
+    Keys, tie breaks and scores are integers, because the maximum of integers over a warp is one instruction.
     """
     pdl_trigger_and_wait(USE_PDL)
     request = tl.program_id(0).to(tl.int64)
@@ -143,7 +143,7 @@ def _write_tree(
     NODES: tl.constexpr, STEPS: tl.constexpr, ROWS: tl.constexpr, TOPK: tl.constexpr, WORDS: tl.constexpr,
     NUM_DOUBLINGS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write the tree.  Node i is the path selected[i], rests[i]; without a path it is void, but node 0 is the root."""
+    """Write the tree.  Node 0 is the root.  Node i is the path of selected_keys[i] and tie_breaks[i], or void."""
     score = key_to_float(selected_keys)
     depth, parent, sibling, row = _unpack_tie_break(tie_breaks)
     is_root = node == 0

@@ -132,7 +132,7 @@ def _load_from_pool(
     parts, PARTS: tl.constexpr, FIRST_PART_SIZE: tl.constexpr, LATER_PART_SIZE: tl.constexpr, request, index, mask,
     default,
 ):  # fmt: skip
-    """Load values i of a request's pool: first FIRST_PART_SIZE values, then LATER_PART_SIZE of each later part."""
+    """Load the values `index` of a request's pool: FIRST_PART_SIZE values, then LATER_PART_SIZE of each later part."""
     for part in tl.static_range(PARTS):
         if part == 0:
             value = tl.load(
