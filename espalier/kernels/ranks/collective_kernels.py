@@ -32,13 +32,13 @@ from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 GATHER_BLOCK = 2048
 # A waiting thread reads its flag again and again.  It reads the host's stop flag only once in 4,096 reads, because host
 # memory is slow to read.
-_SIGNAL_ASM = """{
+SIGNAL_ASM = tl.constexpr("""{
 .reg .pred live;
 setp.ne.u32 live, $3, 0;
 @live st.release.sys.global.u32 [$1], $2;
 mov.u32 $0, 0;
-}"""
-_WAIT_ASM = """{
+}""")
+WAIT_ASM = tl.constexpr("""{
 .reg .pred more;
 .reg .u32 seen, looks, stop;
 mov.u32 looks, 0;
@@ -58,8 +58,7 @@ setp.eq.u32 more, stop, 0;
 @more bra LOOK;
 DONE:
 mov.u32 $0, 0;
-}"""
-SIGNAL_ASM, WAIT_ASM = tl.constexpr(_SIGNAL_ASM), tl.constexpr(_WAIT_ASM)
+}""")
 
 
 @kernel

@@ -131,11 +131,6 @@ def first_id_of_block(start, end, BLOCK: tl.constexpr):
 
 
 @kernel
-def load_whole_block(logits_ptr, first_id, BLOCK: tl.constexpr):
-    return tl.load(logits_ptr + first_id + tl.arange(0, BLOCK))
-
-
-@kernel
 def score_block(x, ids, vocab, row, drafted_row, noise, dtype: tl.constexpr, IS_UNPROCESSED: tl.constexpr):
     """Returns the scores of a block of ids: the logits x if IS_UNPROCESSED, else process_logits(x) plus noise."""
     x = x.to(dtype)
@@ -165,7 +160,7 @@ def find_best_id(
         first = first_id_of_block(start, end, BLOCK)
         x = loaded_block
         # The next block is loaded while this block is compared.
-        loaded_block = load_whole_block(logits_ptr, first_id_of_block(start + BLOCK, end, BLOCK), BLOCK)
+        loaded_block = tl.load(logits_ptr + first_id_of_block(start + BLOCK, end, BLOCK) + tl.arange(0, BLOCK))
         x = score_block(x, first + tl.arange(0, BLOCK), vocab, row, drafted_row, noise, dtype, IS_UNPROCESSED)
         most = tl.reduce(tl.reshape(x, [BLOCK // IDS_PER_THREAD, IDS_PER_THREAD]), 1, nan_max)
         # The first NaN stays the best score.
@@ -209,7 +204,7 @@ def _best_of_split_kernel(
     else:
         k0, k1 = noise_keys(tl.load(ints + COLUMNS.seed), position)
         noise = ((row.temperature > 0) & (tl.load(ints + COLUMNS.has_filters) == 0), k0, k1)
-        coming = load_whole_block(logits_ptr, first_id_of_block(begin, end, BLOCK), BLOCK)
+        coming = tl.load(logits_ptr + first_id_of_block(begin, end, BLOCK) + tl.arange(0, BLOCK))
         key, index = find_best_id(
             logits_ptr, coming, begin, end, vocab, row, row_above, noise, exact, False, BLOCK, IDS_PER_THREAD
         )

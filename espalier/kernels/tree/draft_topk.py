@@ -146,7 +146,7 @@ def _block_topk_kernel(
 def process_and_add_noise(
     x, ids, is_token, b, position, slots, row, drafted, COLUMNS: tl.constexpr, ADDS_NOISE: tl.constexpr,
 ):  # fmt: skip
-    """`process_logits` logits of row b of the batch.  If ADDS_NOISE and the request samples, its noise is added."""
+    """Returns the processed logits of row b of the batch.  If ADDS_NOISE and T > 0, the request's noise is added."""
     x = process_logits(x, ids, is_token, row, drafted)
     if ADDS_NOISE and row.temperature > 0:
         k0, k1 = noise_keys(tl.load(slots.ints_ptr + b * COLUMNS.num_ints + COLUMNS.seed), position)
@@ -161,59 +161,41 @@ def _merge_topk_kernel(
     SPLITS: tl.constexpr, BLOCK_CHILDREN: tl.constexpr, HAS_D2T: tl.constexpr, TOPK: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):  # fmt: skip
+    """Find a row's best children among the best values of its splits.
+
+    TOPK times, the best first value of all splits is taken, and the next value of its split moves up.  Among equal
+    values the lower split wins, because its columns are lower.  A child that does not exist has score -inf.
+    """
     pdl_trigger_and_wait(USE_PDL)
-    out = tl.program_id(0).to(tl.int64)
-    row = out + tl.arange(0, 1)
-    columns, logp = merge_topk_splits(
-        values_ptr, indices_ptr, sums_ptr, row, row >= 0, splits, TOPK, 1, SPLITS, BLOCK_CHILDREN, TOPK
-    )
-    child = tl.arange(0, BLOCK_CHILDREN)[None, :]
+    row = tl.program_id(0).to(tl.int64)
+    split, child = tl.arange(0, SPLITS), tl.arange(0, BLOCK_CHILDREN)
+    exists = split < splits
+    of_split = row * splits + split
+    heads = tl.load(values_ptr + of_split * TOPK, mask=exists, other=float("-inf"))
+    totals = tl.load(sums_ptr + of_split, mask=exists, other=0.0)
+    top = tl.max(heads, 0)
+    total = tl.sum(totals * tl.exp(heads - tl.where(top == float("-inf"), 0.0, top)), 0)
+    num_taken = tl.zeros([SPLITS], tl.int32)
+    values = tl.full([BLOCK_CHILDREN], float("-inf"), heads.dtype)
+    places = tl.zeros([BLOCK_CHILDREN], tl.int32)
+    for k in range(TOPK):
+        best, best_split = tl.max(heads, 0, return_indices=True)
+        is_best = split == best_split
+        place = tl.sum(tl.where(is_best, split * TOPK + num_taken, 0), 0)
+        num_taken += is_best.to(tl.int32)
+        is_left = exists & is_best & (num_taken < TOPK)
+        following = tl.load(values_ptr + of_split * TOPK + num_taken, mask=is_left, other=float("-inf"))
+        heads = tl.where(is_best, following, heads)
+        values = tl.where(child == k, best, values)
+        places = tl.where(child == k, place, places)
+    logp = (values - top) - tl.log(total)
+    # False for NaN as well.
     valid = logp > float("-inf")
+    columns = tl.load(indices_ptr + row * splits * TOPK + places, mask=valid, other=0)
+    logp = tl.where(valid, tl.minimum(logp.to(tl.float32), 0.0), float("-inf"))
     ids = columns.to(tl.int64)
     if HAS_D2T:
         ids = tl.load(d2t_ptr + columns, mask=valid, other=0)
-    row_score = tl.load(scores_ptr + out // queries * scores_batch_stride + out % queries * scores_query_stride)
-    tl.store(ids_ptr + out * TOPK + child, tl.where(valid, ids, 0), mask=child < TOPK)
-    tl.store(best_ptr + out * TOPK + child, row_score + logp, mask=child < TOPK)
-
-
-@kernel
-def merge_topk_splits(
-    values_ptr, indices_ptr, sums_ptr, row, row_exists, splits, kept_per_split,
-    ROWS: tl.constexpr, SPLITS: tl.constexpr, BLOCK_CHILDREN: tl.constexpr, TOPK: tl.constexpr,
-):  # fmt: skip
-    """The best children of rows [ROWS]: columns, and log-probabilities (float32, at most 0), [ROWS, BLOCK_CHILDREN]
-    each.
-
-    Children that do not exist have -inf.  A row has `splits` splits.  A split has its `kept_per_split` best values,
-    best first, their columns, and the sum of exp(value - best value).  TOPK times, the best first value of all splits
-    is taken, and the next value of its split moves up.  Among equal values the lower split wins, because its columns
-    are lower.
-    """
-    split, child = tl.arange(0, SPLITS)[None, :], tl.arange(0, BLOCK_CHILDREN)[None, :]
-    exists = row_exists[:, None] & (split < splits)
-    of_split = row[:, None] * splits + split
-    heads = tl.load(values_ptr + of_split * kept_per_split, mask=exists, other=float("-inf"))
-    totals = tl.load(sums_ptr + of_split, mask=exists, other=0.0)
-    top = tl.max(heads, 1)
-    total = tl.sum(totals * tl.exp(heads - tl.where(top == float("-inf"), 0.0, top)[:, None]), 1)
-    num_taken = tl.zeros([ROWS, SPLITS], tl.int32)
-    values = tl.full([ROWS, BLOCK_CHILDREN], float("-inf"), heads.dtype)
-    places = tl.zeros([ROWS, BLOCK_CHILDREN], tl.int32)
-    for k in range(TOPK):
-        best, best_split = tl.max(heads, 1, return_indices=True)
-        is_best = split == best_split[:, None]
-        place = tl.sum(tl.where(is_best, split * kept_per_split + num_taken, 0), 1)
-        num_taken += is_best.to(tl.int32)
-        following = tl.load(
-            values_ptr + of_split * kept_per_split + num_taken, mask=exists & is_best & (num_taken < kept_per_split),
-            other=float("-inf"),
-        )  # fmt: skip
-        heads = tl.where(is_best, following, heads)
-        values = tl.where(child == k, best[:, None], values)
-        places = tl.where(child == k, place[:, None], places)
-    logp = (values - top[:, None]) - tl.log(total)[:, None]
-    # False for NaN as well.
-    valid = logp > float("-inf")
-    columns = tl.load(indices_ptr + row[:, None] * splits * kept_per_split + places, mask=valid, other=0)
-    return columns, tl.where(valid, tl.minimum(logp.to(tl.float32), 0.0), float("-inf"))
+    row_score = tl.load(scores_ptr + row // queries * scores_batch_stride + row % queries * scores_query_stride)
+    tl.store(ids_ptr + row * TOPK + child, tl.where(valid, ids, 0), mask=child < TOPK)
+    tl.store(best_ptr + row * TOPK + child, row_score + logp, mask=child < TOPK)
