@@ -119,7 +119,7 @@ def seed_of(settings: Mapping[str, Any]) -> int:
 
 
 def shape_settings(args: Namespace, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The keywords of recipe_of (lab/bench/synthetic_models.py) from the flags of a synthetic model.
+    """The keywords of recipe_with_accept_length (lab/bench/synthetic_models.py) from the flags of a synthetic model.
 
     settings: of the engine.
     """

@@ -5,13 +5,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from espalier.bench.timing import GraphTimer
-from lab.bench.ceilings import Ceilings
+from lab.bench.ceilings import GpuCeilings
 
-TURNS = 20
+TIMING_TURNS = 20
 
 
 @dataclass(frozen=True)
-class Case:
+class KernelCase:
     """A row of the table.
 
     names: its first cells.  num_bytes: that a call must read, flops: that it computes; 0: neither is a measure of it.
@@ -28,10 +28,10 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Timed:
+class TimedCase:
     """us: of a call, the median.  bandwidth: bytes/s that the device reads, measured in the same run."""
 
-    case: Case
+    case: KernelCase
     us: float
     bandwidth: float
 
@@ -53,14 +53,14 @@ class Timed:
         return {**dict(zip(heads, self.case.names, strict=True)), **rates, "note": self.case.note}
 
 
-def timed(cases: Iterable[Case], timer: GraphTimer, bandwidth: float) -> Iterator[Timed]:
+def time_cases(cases: Iterable[KernelCase], timer: GraphTimer, bandwidth: float) -> Iterator[TimedCase]:
     """Time one case after another.  Cases that are made one by one need the memory of one."""
     for case in cases:
-        [ms] = timer.ms([case.run], TURNS, case.seconds)
-        yield Timed(case, 1e3 * ms / case.calls, bandwidth)
+        [ms] = timer.ms([case.run], TIMING_TURNS, case.seconds)
+        yield TimedCase(case, 1e3 * ms / case.calls, bandwidth)
 
 
-def table(heads: Sequence[str], rows: Sequence[Timed]) -> list[list[str]]:
+def timing_table(heads: Sequence[str], rows: Sequence[TimedCase]) -> list[list[str]]:
     """heads: of the cases' names."""
     lines = [[*heads, "us", "TB/s", "of memory's", "TFLOP/s", ""]]
     for row in rows:
@@ -70,5 +70,5 @@ def table(heads: Sequence[str], rows: Sequence[Timed]) -> list[list[str]]:
     return lines
 
 
-def about(ceilings: Ceilings) -> str:
+def describe_ceilings(ceilings: GpuCeilings) -> str:
     return f"memory reads {ceilings.bandwidth / 1e12:.2f} TB/s, a product does {ceilings.peak / 1e12:.0f} TFLOP/s"

@@ -11,19 +11,19 @@ from espalier.models.draft import DraftSpec
 from espalier.startup.resolve import DEFAULT_NUM_DRAFT_TOKENS, DEFAULT_STEPS, DEFAULT_TOPK
 from lab.bench.flags import CELL_EXAMPLES
 
-FORM = re.compile(r"(\d+)x(\d+):(?:(plain|auto)|(\d+),(\d+),(\d+))(?:@(\d+(?:,\d+)*))?")
-PLAIN = (0, 1, 1)
+CELL_PATTERN = re.compile(r"(\d+)x(\d+):(?:(plain|auto)|(\d+),(\d+),(\d+))(?:@(\d+(?:,\d+)*))?")
+PLAIN_TREE_SIZES = (0, 1, 1)
 # Rounds before the timed ones: in the first, clocks and caches are still those of a prefill.
-WARM_UP = 6
+WARM_UP_ROUNDS = 6
 # Where the engine chooses trees, it finds the best in so many rounds.  They are of other requests than
 # the timed ones, because a round takes longer behind more tokens.
-FINDING = 250
+TREE_SEARCH_ROUNDS = 250
 # Rounds after the timed ones, in which the experts that a pass touches are counted.
-COUNTED = 3
+EXPERT_COUNT_ROUNDS = 3
 
 
 @dataclass(frozen=True)
-class Cell:
+class RoundCell:
     """context: tokens of each prompt; tree: steps, topk and nodes; is_auto: whether the engine chooses trees, up to the
     default one, which `tree` is then."""
 
@@ -36,7 +36,7 @@ class Cell:
     @property
     def rounds_before(self) -> tuple[int, ...]:
         """Rounds before the timed ones, each time of new requests."""
-        return (FINDING, WARM_UP) if self.is_auto else (WARM_UP,)
+        return (TREE_SEARCH_ROUNDS, WARM_UP_ROUNDS) if self.is_auto else (WARM_UP_ROUNDS,)
 
     @property
     def drafts(self) -> bool:
@@ -62,11 +62,13 @@ class Cell:
     def max_tokens(self, layout: RoundLayout, rounds: int) -> int:
         """The most tokens of a request: decoded while later prompts enter, and then either in the rounds that find a
         tree, or in the warm-up, in timed rounds and in counted ones."""
-        entering = passes(layout, [self.context] * self.batch)
-        return (entering + max(*self.rounds_before, WARM_UP + rounds + COUNTED) + 4) * layout.extend_width + 2
+        entering = count_prefill_passes(layout, [self.context] * self.batch)
+        return (
+            entering + max(*self.rounds_before, WARM_UP_ROUNDS + rounds + EXPERT_COUNT_ROUNDS) + 4
+        ) * layout.extend_width + 2
 
 
-def passes(layout: RoundLayout, prompts: Sequence[int]) -> int:
+def count_prefill_passes(layout: RoundLayout, prompts: Sequence[int]) -> int:
     """The number of prefill passes until prompts of these lengths have entered, if requests decode all the while."""
     left, num_passes = list(prompts), 0
     while left:
@@ -76,41 +78,43 @@ def passes(layout: RoundLayout, prompts: Sequence[int]) -> int:
     return num_passes
 
 
-def parse_cells(texts: Sequence[str], page_sizes: Sequence[int]) -> tuple[Cell, ...]:
+def parse_cells(texts: Sequence[str], page_sizes: Sequence[int]) -> tuple[RoundCell, ...]:
     """The cells that the texts name, each once, in order.  A text without page sizes gives a cell for each of
     `page_sizes`.
 
     Raises EspalierError for a text that names no cell, and for a cell without a valid layout.
     """
-    cells: dict[Cell, None] = {}
+    cells: dict[RoundCell, None] = {}
     for text in texts:
-        match = FORM.fullmatch(text)
+        match = CELL_PATTERN.fullmatch(text)
         if match is None:
             raise EspalierError(f"--cells {text!r} is not a cell; write {CELL_EXAMPLES}")
         batch, context, word, *tree, pages = match.groups()
-        named = (DEFAULT_STEPS, DEFAULT_TOPK, DEFAULT_NUM_DRAFT_TOKENS) if word == "auto" else PLAIN
+        named = (DEFAULT_STEPS, DEFAULT_TOPK, DEFAULT_NUM_DRAFT_TOKENS) if word == "auto" else PLAIN_TREE_SIZES
         sizes = named if word else (int(tree[0]), int(tree[1]), int(tree[2]))
         if not word and not sizes[0]:
             raise EspalierError(f"--cells {text!r} has no steps; plain decoding is written {batch}x{context}:plain")
         for page_size in map(int, pages.split(",")) if pages else page_sizes:
-            cell = Cell(int(batch), int(context), sizes, page_size, word == "auto")
-            _check(cell, text)
+            cell = RoundCell(int(batch), int(context), sizes, page_size, word == "auto")
+            _check_cell(cell, text)
             cells[cell] = None
     return tuple(cells)
 
 
-def with_plain(cells: Sequence[Cell]) -> tuple[Cell, ...]:
+def with_plain_cells(cells: Sequence[RoundCell]) -> tuple[RoundCell, ...]:
     """The cells, and for each batch and context without plain decoding a plain cell, at the page size of its first
     cell."""
     have = {(cell.batch, cell.context) for cell in cells if not cell.drafts}
-    added: dict[tuple[int, int], Cell] = {}
+    added: dict[tuple[int, int], RoundCell] = {}
     for cell in cells:
         if (cell.batch, cell.context) not in have:
-            added.setdefault((cell.batch, cell.context), Cell(cell.batch, cell.context, PLAIN, cell.page_size))
+            added.setdefault(
+                (cell.batch, cell.context), RoundCell(cell.batch, cell.context, PLAIN_TREE_SIZES, cell.page_size)
+            )
     return (*cells, *added.values())
 
 
-def _check(cell: Cell, text: str) -> None:
+def _check_cell(cell: RoundCell, text: str) -> None:
     if cell.context < 1:
         raise EspalierError(f"--cells {text!r} has no context; use a prompt of 1 token or more")
     try:

@@ -25,17 +25,17 @@ def positive_numbers(flag: str, text: str, example: str) -> list[int]:
     return numbers
 
 
-def require_pages(engine: Engine, what: str, batch: int, num_tokens: int) -> None:
+def require_pages(engine: Engine, measurement: str, batch: int, num_tokens: int) -> None:
     """Check that the engine's pages hold `batch` requests of num_tokens tokens, prompt and output, at the same time.
 
-    what: names the measurement in the EspalierError that is raised if they do not.
+    measurement: its name in the EspalierError that is raised if they do not.
     """
     layout, usable = engine.layout, engine.pool.num_pages - 1
     needed = batch * layout.pages_for(num_tokens + layout.max_tokens_ahead(ROUNDS_IN_FLIGHT))
     if needed > usable:
         raise EspalierError(
-            f"{what} needs {needed} pages of {layout.page_size} tokens, and the engine has {usable}; measure a smaller "
-            "batch or context"
+            f"{measurement} needs {needed} pages of {layout.page_size} tokens, and the engine has {usable}; measure a "
+            "smaller batch or context"
         )
 
 

@@ -11,30 +11,30 @@ from espalier.config import ResolvedConfig, SpeculationConfig, is_unresolved
 from espalier.engine.engine import Engine
 from espalier.layout import RoundLayout
 from espalier.models.draft import DraftSpec
-from lab.bench.cells import Cell
+from lab.bench.cells import RoundCell
 from lab.bench.engines import requested_pages, shape_config
-from lab.bench.full_rounds import require_sizes
-from lab.bench.synthetic_models import RunningEngine, Start, SyntheticModels
+from lab.bench.full_rounds import require_cell_fits
+from lab.bench.synthetic_models import RunningEngine, StartupCost, SyntheticModels
 from lab.synthetic.checkpoint import Recipe
 
 
 class EngineSizes(Protocol):
     """Which cells share an engine, and how large it is."""
 
-    def name(self, cell: Cell) -> str:
+    def name(self, cell: RoundCell) -> str:
         """The name of the cell's engine.  Cells with the same name share it."""
         ...
 
-    def layout(self, cell: Cell, rounds: int) -> RoundLayout:
+    def layout(self, cell: RoundCell, rounds: int) -> RoundLayout:
         """The layout of the cell's engine.  rounds: timed rounds.  Raises EspalierError if it does not fit the cell."""
         ...
 
-    def open(self, models: SyntheticModels, cell: Cell, rounds: int) -> AbstractContextManager[RunningEngine]:
+    def open(self, models: SyntheticModels, cell: RoundCell, rounds: int) -> AbstractContextManager[RunningEngine]:
         """The cell's engine.  It closes at the end of the block; its memory is free when the caller drops it too."""
         ...
 
 
-class UserSizes:
+class UserEngineSizes:
     """The sizes that LLM chooses for a user.  All cells of a tree and page size share an engine.
 
     settings: of LLM, without the models, the tree and the page size, which cells name.
@@ -43,18 +43,18 @@ class UserSizes:
     def __init__(self, recipe: Recipe, settings: Mapping[str, Any], device: torch.device) -> None:
         self.recipe, self.settings, self.device = recipe, settings, device
 
-    def name(self, cell: Cell) -> str:
+    def name(self, cell: RoundCell) -> str:
         return cell.tree_name
 
-    def layout(self, cell: Cell, rounds: int) -> RoundLayout:
+    def layout(self, cell: RoundCell, rounds: int) -> RoundLayout:
         layout = self.config(cell).layout
-        require_sizes(layout, self.recipe.shape.target.max_position, cell, rounds)
+        require_cell_fits(layout, self.recipe.shape.target.max_position, cell, rounds)
         return layout
 
-    def open(self, models: SyntheticModels, cell: Cell, rounds: int) -> AbstractContextManager[RunningEngine]:
+    def open(self, models: SyntheticModels, cell: RoundCell, rounds: int) -> AbstractContextManager[RunningEngine]:
         return models.make_engine(self.config(cell), requested_pages(self.settings))
 
-    def config(self, cell: Cell) -> ResolvedConfig:
+    def config(self, cell: RoundCell) -> ResolvedConfig:
         steps, topk, nodes = cell.tree
         # by_batch is empty: the cell's tree runs at every batch.
         fixed = SpeculationConfig(steps=steps, topk=topk, num_draft_tokens=nodes, by_batch={}) if cell.drafts else None
@@ -64,7 +64,7 @@ class UserSizes:
 
 
 @dataclass(frozen=True)
-class OwnSize:
+class CellEngineSizes:
     """Each cell has an engine that is exactly as large as the cell, without a prefix cache.
 
     draft: of the models that it runs.  all_buckets: capture the rounds of every batch bucket, not only of the cell's
@@ -79,13 +79,13 @@ class OwnSize:
     kv_dtype: str = "auto"
     draft_kv_dtype: str = "auto"
 
-    def name(self, cell: Cell) -> str:
+    def name(self, cell: RoundCell) -> str:
         return cell.name
 
-    def layout(self, cell: Cell, rounds: int) -> RoundLayout:
+    def layout(self, cell: RoundCell, rounds: int) -> RoundLayout:
         return cell.own_layout(self.chunk_size, rounds, self.draft)
 
-    def open(self, models: SyntheticModels, cell: Cell, rounds: int) -> AbstractContextManager[RunningEngine]:
+    def open(self, models: SyntheticModels, cell: RoundCell, rounds: int) -> AbstractContextManager[RunningEngine]:
         draft = self.kv_dtype if is_unresolved(self.draft_kv_dtype) else self.draft_kv_dtype
         stored = {"kv_dtype": self.kv_dtype, "draft_kv_dtype": draft}
         layout = self.layout(cell, rounds)
@@ -104,10 +104,10 @@ class EngineFigures:
     page_size: int
     num_pages: int
     prefix_cache: bool
-    start: Start
+    start: StartupCost
 
     @classmethod
-    def of(cls, name: str, engine: Engine, start: Start) -> "EngineFigures":
+    def of(cls, name: str, engine: Engine, start: StartupCost) -> "EngineFigures":
         layout = engine.layout
         return cls(
             name=name,

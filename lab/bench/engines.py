@@ -31,27 +31,27 @@ from espalier.terminal.console import print_header, require_gpu, require_writabl
 from espalier.terminal.flags import engine_settings, flag_of, with_minimum
 from lab.bench.ranked_models import synthetic_models
 from lab.bench.recipe_sizes import recipe_sizes
-from lab.bench.synthetic_models import SyntheticModels, recipe_of
+from lab.bench.synthetic_models import SyntheticModels, recipe_with_accept_length
 from lab.shape_flags import refuse_shape_flags, shape_settings
 from lab.synthetic.checkpoint import Recipe, total_bytes
 
 # Fields of EngineConfig that --shape decides, or that only a model from files has.
-DECIDED = ("model", "draft", "device", "dtype", "model_overrides")
+SETTINGS_OF_SHAPE = ("model", "draft", "device", "dtype", "model_overrides")
 
-WAYS = (AS_CONFIGURED, PLAIN_DECODING)
+DEFAULT_VARIANTS = (AS_CONFIGURED, PLAIN_DECODING)
 
 
 def load_sizes(batch: int, context: int) -> dict[str, Any]:
-    """Defaults of `engines_of` for a load: an engine for this batch and context, without a prefix cache."""
+    """Defaults of `engines_of_flags` for a load: an engine for this batch and context, without a prefix cache."""
     return {"max_batch": batch, "max_context": context, "prefix_cache": False}
 
 
-def way_with(tree: TreeShape) -> EngineVariant:
+def variant_with_tree(tree: TreeShape) -> EngineVariant:
     """Decoding with this tree at every batch, or plain."""
     return PLAIN_DECODING if tree == PLAIN_TREE else {"speculation": SpeculationConfig(**tree.sizes, by_batch={})}
 
 
-class OfShape:
+class ShapeEngines:
     """settings: of LLM, without the names of model and draft.  ways: all that will be opened.
 
     The models are made once, when they are first needed.
@@ -62,7 +62,7 @@ class OfShape:
         recipe: Recipe,
         settings: Mapping[str, Any],
         device: torch.device,
-        ways: Iterable[EngineVariant] = WAYS,
+        ways: Iterable[EngineVariant] = DEFAULT_VARIANTS,
     ) -> None:
         self.recipe, self.settings, self.device, self.ways = recipe, settings, device, tuple(ways)
 
@@ -86,7 +86,7 @@ class OfShape:
                 f"{way} needs {needed} positions and the models have {self.position_rows}; name it in ways"
             )
         with self.models.make_engine(config, requested_pages(self.settings)) as (engine, _):
-            yield BenchEngine(_llm(engine, config), self.models.prompts)
+            yield BenchEngine(_llm_of_engine(engine, config), self.models.prompts)
 
     def config(self, way: EngineVariant = AS_CONFIGURED) -> ResolvedConfig:
         return shape_config(self.recipe, {**self.settings, **way}, self.device)
@@ -114,7 +114,7 @@ def shape_config(recipe: Recipe, settings: Mapping[str, Any], device: torch.devi
     if drafter_without_files(algorithm):
         spec = DraftSpec(algorithm)
     facts = StartupFacts(
-        free_bytes=free_memory(device) - unmade_bytes(recipe, dtype_on(device), config.tensor_parallel),
+        free_bytes=free_memory(device) - unmade_model_bytes(recipe, dtype_on(device), config.tensor_parallel),
         weights=WeightCount(),  # the models are on the device already, or small compared with its free memory
         stored_dtype=dtype,
         max_position=shape.target.max_position,
@@ -134,7 +134,7 @@ def shape_config(recipe: Recipe, settings: Mapping[str, Any], device: torch.devi
     return resolve(config, shape.name, None, spec, device, facts)
 
 
-def unmade_bytes(recipe: Recipe, dtype: torch.dtype, ranks: int) -> int:
+def unmade_model_bytes(recipe: Recipe, dtype: torch.dtype, ranks: int) -> int:
     """Bytes of the models that are not on the device yet: those that each of several ranks will make."""
     if ranks == 1:
         return 0
@@ -142,15 +142,15 @@ def unmade_bytes(recipe: Recipe, dtype: torch.dtype, ranks: int) -> int:
     return total_bytes(target) // ranks + total_bytes(draft)
 
 
-def _llm(engine: Engine, config: ResolvedConfig) -> LLM:
+def _llm_of_engine(engine: Engine, config: ResolvedConfig) -> LLM:
     """An LLM of synthetic models.  Its prompts are token ids, because there is no tokenizer."""
     target = engine.executor.runner.target.config
     facts = ModelFacts(config.model, target.vocab_size, config.layout.max_context, max_position=target.max_position)
     return LLM.from_engine(engine, replace(config, num_pages=engine.pool.num_pages), InputProcessor(facts, None))
 
 
-def engines_of(
-    args: Namespace, defaults: Mapping[str, Any], ways: Iterable[EngineVariant] = WAYS, **least: int
+def engines_of_flags(
+    args: Namespace, defaults: Mapping[str, Any], ways: Iterable[EngineVariant] = DEFAULT_VARIANTS, **least: int
 ) -> BenchEngines:
     """Engines of the model or the --shape that the flags name.
 
@@ -162,33 +162,35 @@ def engines_of(
     settings = with_minimum(engine_settings(args), defaults, **least)
     if args.shape is None:
         refuse_shape_flags(args)
-    made = engines_with(args, settings, ways)
+    made = engines_with_settings(args, settings, ways)
     print_header()
     return made
 
 
-def engines_with(args: Namespace, settings: Mapping[str, Any], ways: Iterable[EngineVariant] = WAYS) -> BenchEngines:
+def engines_with_settings(
+    args: Namespace, settings: Mapping[str, Any], ways: Iterable[EngineVariant] = DEFAULT_VARIANTS
+) -> BenchEngines:
     """Engines of the model or the --shape, with settings of LLM.  Raises EspalierError for one that does not fit."""
     if args.shape is None:
         return ModelEngines(settings)
-    refuse_decided(settings)
+    refuse_settings_of_shape(settings)
     device = require_gpu(f"{args.command} --shape")
-    recipe = recipe_of(**shape_settings(args, settings))
-    return OfShape(recipe, settings, device, ways)
+    recipe = recipe_with_accept_length(**shape_settings(args, settings))
+    return ShapeEngines(recipe, settings, device, ways)
 
 
-def shape_of(args: Namespace) -> ModelShape:
+def shape_of_flags(args: Namespace) -> ModelShape:
     """The sizes of the --shape that the flags describe."""
-    return recipe_sizes(recipe_of(**shape_settings(args, {})))
+    return recipe_sizes(recipe_with_accept_length(**shape_settings(args, {})))
 
 
-def refuse_decided(settings: Mapping[str, Any]) -> None:
+def refuse_settings_of_shape(settings: Mapping[str, Any]) -> None:
     """Refuse settings that --shape decides.  Raises EspalierError."""
-    refused = [name for name in DECIDED if name in settings]
+    refused = [name for name in SETTINGS_OF_SHAPE if name in settings]
     if refused:
         raise EspalierError(f"{flag_of(refused[0])} is not for --shape, whose models are made here; leave one out")
 
 
-def about(args: Namespace, config: ResolvedConfig) -> dict[str, Any]:
+def engine_report(args: Namespace, config: ResolvedConfig) -> dict[str, Any]:
     """What --json says of the engine that was measured."""
     return {"shape": args.shape, "config": config.as_dict()}

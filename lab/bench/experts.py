@@ -28,7 +28,7 @@ from espalier.kernels.ops.experts import (
 from espalier.kernels.ops.linear import quantise_rows
 from espalier.models.layers.mlp import rounding_in_norm
 from espalier.models.quantisers import QUANTISERS
-from lab.bench.cases import Case
+from lab.bench.cases import KernelCase
 
 # The size of the largest L2 cache that we measure on.
 L2_BYTES = 60 * 10**6
@@ -65,7 +65,7 @@ class LayerExperts:
 
 
 @dataclass(frozen=True)
-class Step:
+class ProductStep:
     """A product of a chain: with weight `layer` of the run.
 
     is_experts: instead with the experts of that layer, behind the router that `run` is.
@@ -78,7 +78,7 @@ class Step:
     shared: tuple[ProductRun, ...] = ()
 
 
-def steps_of(runs: Sequence[ProductRun], experts: bool) -> list[Step]:
+def product_steps(runs: Sequence[ProductRun], experts: bool) -> list[ProductStep]:
     """The products in the order of a pass: layer by layer, then the rest.
 
     experts: with those behind routers, at the place where the engine launches them.
@@ -88,16 +88,16 @@ def steps_of(runs: Sequence[ProductRun], experts: bool) -> list[Step]:
         for layer in range(group[0].count):
             of_layer = iter(group)
             for run in of_layer:
-                steps.append(Step(run, layer))
+                steps.append(ProductStep(run, layer))
                 if experts and run.experts is not None:
                     # The next two runs are then the shared expert's.
-                    joins = takes_shared(run.experts, run.rows)
+                    joins = joins_shared_expert(run.experts, run.rows)
                     shared = (next(of_layer), next(of_layer)) if joins else ()
-                    steps.append(Step(run, layer, True, shared))
+                    steps.append(ProductStep(run, layer, True, shared))
     return steps
 
 
-def touched_to_draw(experts: RoutedExperts, rows: int) -> int | None:
+def num_touched_experts(experts: RoutedExperts, rows: int) -> int | None:
     """The nearest number that `rows` rows can touch; None for uniform routing."""
     if experts.touched is None:
         return None
@@ -105,12 +105,12 @@ def touched_to_draw(experts: RoutedExperts, rows: int) -> int | None:
     return min(max(round(experts.touched), shape.top_k), shape.num_experts, rows * shape.top_k)
 
 
-def takes_shared(experts: RoutedExperts, rows: int) -> bool:
+def joins_shared_expert(experts: RoutedExperts, rows: int) -> bool:
     """Whether `rows` rows take the shared expert in the launches of the routed ones."""
     return experts.sizes.shared_joins and experts.weights == DENSE and rows <= MAX_SHARED_ROWS
 
 
-def num_copies(experts: RoutedExperts) -> int:
+def num_expert_copies(experts: RoutedExperts) -> int:
     """The number of copies of a layer's experts, which layers take in turn.
 
     With so many, more than an L2 cache is read between two uses of an expert, whatever the ids are.  What is
@@ -128,7 +128,7 @@ class ExpertCalls:
         experts, rows, down = router.experts, router.rows, copies[0].down
         assert experts is not None
         self.copies, dtype = copies, copies[0].dtype
-        touched = touched_to_draw(experts, rows)
+        touched = num_touched_experts(experts, rows)
         self.inputs = ChainInputs(experts.sizes.shape, rows, dtype, down.device, router.count, touched)
         x = self.inputs.x
         rounding = rounding_in_norm(copies[0].gate_up, x)
@@ -160,16 +160,16 @@ class ExpertWeights(Weights):
         experts = router.experts
         assert experts is not None
         if router.name not in self._experts:
-            count = num_copies(experts)
+            count = num_expert_copies(experts)
             self._experts[router.name] = [LayerExperts.drawn(experts, self.dtype, self.device) for _ in range(count)]
         return self._experts[router.name]
 
     def chain(self, runs: Sequence[ProductRun], multiply: Multiply, experts: bool = False) -> Callable[[], None]:
-        """A function that runs all products of `steps_of`.  Experts are multiplied as the engine does."""
+        """A function that runs all products of `product_steps`.  Experts are multiplied as the engine does."""
         calls = {run: ExpertCalls(run, self.experts_of(run)) for run in runs if experts and run.experts is not None}
         inputs: InputsBySize = {}
         products = []
-        for step in steps_of(runs, experts):
+        for step in product_steps(runs, experts):
             if step.is_experts:
                 shared = [self.of(run)[step.layer] for run in step.shared]
                 products.append(calls[step.run].product(step.layer, shared))
@@ -185,7 +185,7 @@ def expert_case(
     down: ExpertMatrix,
     dtype: torch.dtype,
     rows: int,
-) -> Case:
+) -> KernelCase:
     """The product of one layer's experts with `rows` rows, whose bytes are those of the experts that have rows.
 
     gate_up, down: as in grouped_experts.  dtype: of the rows.
@@ -194,4 +194,4 @@ def expert_case(
     calls = [partial(grouped_experts.triton, inputs.x, gate_up, down, ids, inputs.weights) for ids in inputs.ids]
     num_bytes = inputs.touched * (gate_up.nbytes + down.nbytes) / shape.num_experts
     note = f"{inputs.touched:.1f} of them touched"
-    return Case(names, num_bytes, shape.flops(rows), run_in_order(calls), inputs.num, note=note)
+    return KernelCase(names, num_bytes, shape.flops(rows), run_in_order(calls), inputs.num, note=note)

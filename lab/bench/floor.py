@@ -31,10 +31,10 @@ from espalier.cache.layer_spec import INDEX_PLANE, RecurrentState
 from espalier.config import FP8_KV, is_unresolved
 from espalier.layout import TreeShape
 from espalier.terminal.console import print_header, print_table, require_gpu, require_writable, stdout, write_json
-from lab.bench.ceilings import Ceilings, measured_ceilings
+from lab.bench.ceilings import GpuCeilings, measure_ceilings
 from lab.bench.checks import positive_numbers
 from lab.bench.experts import ExpertWeights
-from lab.bench.passes import attention_flops, index_cost, rows_read, state_bytes
+from lab.bench.passes import attended_rows, attention_flops, index_cost, state_bytes
 
 
 @dataclass(frozen=True)
@@ -74,13 +74,13 @@ class RoundFloor:
 
 
 @dataclass(frozen=True)
-class Cost:
+class PassCost:
     """What an operation reads and computes."""
 
     num_bytes: float
     flops: float
 
-    def ms(self, ceilings: Ceilings) -> float:
+    def ms(self, ceilings: GpuCeilings) -> float:
         return 1e3 * max(self.num_bytes / ceilings.bandwidth, self.flops / ceilings.peak)
 
 
@@ -125,7 +125,7 @@ class RoundSize:
     touched: float | None = None
 
 
-def round_runs(shape: ModelShape, size: RoundSize) -> tuple[tuple[ProductRun, ...], tuple[ProductRun, ...]]:
+def round_products(shape: ModelShape, size: RoundSize) -> tuple[tuple[ProductRun, ...], tuple[ProductRun, ...]]:
     """(the target's pass over the trees, the draft's passes) of a round."""
     batch, steps, topk = size.batch, size.tree.steps, size.tree.topk
     target = tuple(
@@ -148,8 +148,8 @@ def kv_value_bytes(kv_dtype: str, draft_kv_dtype: str) -> tuple[int, int]:
     return (1 if kv_dtype == FP8_KV else 2), (1 if draft_kv_dtype == FP8_KV else 2)
 
 
-def round_attention(shape: ModelShape, size: RoundSize, value_bytes: tuple[int, int] = (2, 2)) -> Cost:
-    """The attention of the passes of `round_runs`.  value_bytes: see kv_value_bytes.
+def round_attention_cost(shape: ModelShape, size: RoundSize, value_bytes: tuple[int, int] = (2, 2)) -> PassCost:
+    """The attention of the passes of `round_products`.  value_bytes: see kv_value_bytes.
 
     Each pass reads a request's committed tokens once.  A layer with a window reads only the window; one with
     an index reads the index keys and, once for all nodes, as many rows as are chosen.  The nodes are left out: they are
@@ -169,16 +169,16 @@ def round_attention(shape: ModelShape, size: RoundSize, value_bytes: tuple[int, 
             if isinstance(spec.keeps, RecurrentState):
                 num_bytes += 2 * batch * state_bytes(spec.keeps)
                 continue
-            rows = batch * rows_read(spec, size.context)
+            rows = batch * attended_rows(spec, size.context)
             of_keys, of_query = index_cost(model, spec, size.context)
             index_values = prod(spec.keeps.planes.get(INDEX_PLANE, (0,)))
             # A layer that reads the rows of an earlier one reads them again.
             num_bytes += of_value * (spec.keeps.values_per_token - index_values) * rows + batch * of_keys
             flops += queries * (attention_flops(spec) * rows + batch * of_query)
-    return Cost(num_bytes, flops)
+    return PassCost(num_bytes, flops)
 
 
-class Floors:
+class FloorMeter:
     """Holds one set of weights of a shape, the target's and the draft's, and measures passes over them."""
 
     def __init__(
@@ -196,8 +196,8 @@ class Floors:
         # Context and page size change no product.
         self._products: dict[tuple[ProductRun, ...], tuple[LinearTimes, ExpertTimes | None]] = {}
 
-    def ceilings(self) -> Ceilings:
-        return measured_ceilings(self.timer, self.device)
+    def ceilings(self) -> GpuCeilings:
+        return measure_ceilings(self.timer, self.device)
 
     def linears(self, runs: Sequence[ProductRun], rows: int) -> LinearTimes:
         """Time the linear layers as one CUDA graph, by F.linear and as the engine multiplies."""
@@ -233,7 +233,7 @@ class Floors:
         mean = sum(count * each for count, each in touched) / sum(count for count, _ in touched)
         return linears, ExpertTimes(mean, sum(run.expert_bytes for run in runs), min(whole) - linears.fastest_ms)
 
-    def round(self, size: RoundSize, ceilings: Ceilings) -> RoundFloor:
+    def round(self, size: RoundSize, ceilings: GpuCeilings) -> RoundFloor:
         """The floor of a round.
 
         The first call for its products needs memory for their weights, and an engine takes all that is free: call it
@@ -249,11 +249,11 @@ class Floors:
         pairs = zip(astuple(whole), astuple(target), strict=True)
         return RoundFloor(*(of_all - share * of_target for of_all, of_target in pairs))
 
-    def _of_one(self, size: RoundSize, ceilings: Ceilings) -> RoundFloor:
+    def _of_one(self, size: RoundSize, ceilings: GpuCeilings) -> RoundFloor:
         """The floor on one GPU."""
-        target, draft = round_runs(self.shape, size)
+        target, draft = round_products(self.shape, size)
         linears, experts = self.products((*draft, *target), size.batch * size.tree.num_draft_tokens)
-        attention_ms = round_attention(self.shape, size, self.value_bytes).ms(ceilings)
+        attention_ms = round_attention_cost(self.shape, size, self.value_bytes).ms(ceilings)
         expert_ms, expert_bytes = (experts.ms, experts.num_bytes) if experts else (0.0, 0.0)
         bytes_ms = 1e3 * (linears.weight_bytes + expert_bytes) / ceilings.bandwidth
         whole_ms = linears.fastest_ms + expert_ms + attention_ms
@@ -264,18 +264,18 @@ def run(args: Namespace) -> int:
     """`python -m lab floor`."""
     rows = positive_numbers("--rows", args.rows, "1,16,64")
     require_writable("--json", args.json)
-    floors = Floors(shape_named(args.shape))
+    floors = FloorMeter(shape_named(args.shape))
     print_header()
     ceilings = floors.ceilings()
     times = [floors.products(floors.shape.target_pass(count), count) for count in rows]
     passes = [{**asdict(linears), "experts": experts and asdict(experts)} for linears, experts in times]
     write_json(args.json, {"shape": args.shape, "ceilings": asdict(ceilings), "passes": passes})
     stdout().print(Text(f"read {ceilings.bandwidth / 1e12:.2f} TB/s; bf16 product {ceilings.peak / 1e12:.0f} TFLOP/s"))
-    print_table(table(times, ceilings))
+    print_table(floor_table(times, ceilings))
     return 0
 
 
-def table(times: Sequence[tuple[LinearTimes, ExpertTimes | None]], ceilings: Ceilings) -> list[list[str]]:
+def floor_table(times: Sequence[tuple[LinearTimes, ExpertTimes | None]], ceilings: GpuCeilings) -> list[list[str]]:
     rows = [["rows", "F.linear, ms", "fastest, ms", "weight bytes / bandwidth, ms"]]
     if any(experts for _, experts in times):
         rows[0] += ["experts touched", "experts add, ms", "their bytes / bandwidth, ms"]

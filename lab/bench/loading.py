@@ -31,7 +31,7 @@ POSITION_ROWS = 4096
 
 
 @dataclass(frozen=True)
-class Loading:
+class LoadingFigures:
     """file_bytes: of the target's files.  seconds: to read them alone, and to load them.
 
     host_bytes: the most that the process's own pages grew by while loading.  weights_bytes: of the loaded weights.
@@ -51,31 +51,31 @@ def run(args: Namespace) -> int:
     device = choose_device(EngineConfig(device=args.device))
     path = find_target(args.model)
     print_header()
-    found = measure(path, getattr(torch, args.dtype), device)
+    found = measure_loading(path, getattr(torch, args.dtype), device)
     write_json(args.json, asdict(found))
     print_table(_table(found))
     return 0
 
 
-def measure(path: Path, dtype: torch.dtype, device: torch.device) -> Loading:
+def measure_loading(path: Path, dtype: torch.dtype, device: torch.device) -> LoadingFigures:
     """Raises EspalierError where the system does not show a process's memory."""
     files = safetensors_files(path)
-    forget(files)
+    drop_from_file_cache(files)
     begun = perf_counter()
-    _read(files)
+    _read_files(files)
     read_seconds = perf_counter() - begun
-    forget(files)
+    drop_from_file_cache(files)
     if device.type == "cuda":
         torch.empty(1, device=device)  # the GPU's context is no part of loading
         torch.cuda.reset_peak_memory_stats(device)
-    before = own_bytes()
-    with _most(own_bytes) as samples:
+    before = process_bytes()
+    with _sample_until_end(process_bytes) as samples:
         begun = perf_counter()
         load_target(path, dtype=dtype, device=device, position_rows=POSITION_ROWS)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         load_seconds = perf_counter() - begun
-    return Loading(
+    return LoadingFigures(
         file_bytes=sum(file.stat().st_size for file in files),
         read_seconds=read_seconds,
         load_seconds=load_seconds,
@@ -85,7 +85,7 @@ def measure(path: Path, dtype: torch.dtype, device: torch.device) -> Loading:
     )
 
 
-def forget(files: list[Path]) -> None:
+def drop_from_file_cache(files: list[Path]) -> None:
     """Drop files from the system's file cache.  Pages that are not on disk yet are written first."""
     for file in files:
         with file.open("rb") as opened:
@@ -93,7 +93,7 @@ def forget(files: list[Path]) -> None:
             os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def _read(files: list[Path]) -> None:
+def _read_files(files: list[Path]) -> None:
     buffer = bytearray(READ_BYTES)
     for file in files:
         with file.open("rb", buffering=0) as opened:
@@ -101,7 +101,7 @@ def _read(files: list[Path]) -> None:
                 pass
 
 
-def own_bytes() -> int:
+def process_bytes() -> int:
     """Bytes of this process's memory that is no file's.  Raises EspalierError on systems other than Linux."""
     try:
         status = Path("/proc/self/status").read_text(encoding="ascii")
@@ -111,7 +111,7 @@ def own_bytes() -> int:
 
 
 @contextmanager
-def _most(value: Callable[[], int]) -> Iterator[list[int]]:
+def _sample_until_end(value: Callable[[], int]) -> Iterator[list[int]]:
     """Samples of a value, taken by a thread until the block ends."""
     samples, ended = [value()], Event()
 
@@ -129,7 +129,7 @@ def _most(value: Callable[[], int]) -> Iterator[list[int]]:
         samples.append(value())
 
 
-def _table(found: Loading) -> list[list[str]]:
+def _table(found: LoadingFigures) -> list[list[str]]:
     size = found.file_bytes / 1e9
     rows = [
         ["files", f"{size:.2f} GB"],

@@ -22,22 +22,22 @@ def prefill_pass(shape: ModelShape, rows: int, requests: int, drafts: bool = Tru
     """
     extend = shape.extend_passes(rows) if drafts else ()
     if shape.modules == 1:
-        extend = _read_at(requests, extend)
+        extend = _with_output_rows(requests, extend)
     whole = shape.target_pass(rows, requests)
     if drafts and shape.mtp is not None:
         # MTP modules read the target's output at every row.
         return (*whole, *extend)
     rest, last = shape.part(0, shape.layers - 1), shape.part(shape.layers - 1)
-    of_last = _read_at(requests, last.target_pass(rows)[:-1])
+    of_last = _with_output_rows(requests, last.target_pass(rows)[:-1])
     return (*rest.target_pass(rows)[:-1], *of_last, whole[-1], *extend)
 
 
-def _read_at(rows: int, layer: Sequence[ProductRun]) -> tuple[ProductRun, ...]:
+def _with_output_rows(rows: int, layer: Sequence[ProductRun]) -> tuple[ProductRun, ...]:
     """The runs of a layer whose output is read at `rows` rows: those behind attention compute no others."""
     return tuple(run if run.name.endswith(UP_TO_ATTENTION) else replace(run, rows=rows) for run in layer)
 
 
-def rows_read(spec: LayerSpec, context: float) -> float:
+def attended_rows(spec: LayerSpec, context: float) -> float:
     """The rows of a prefix that a query of a layer attends to."""
     return min(*(most for most in (spec.window, spec.topk) if most is not None), context, context)
 
@@ -71,10 +71,10 @@ def state_flops(keeps: RecurrentState, length: int) -> int:
 def prompt_attention_flops(shape: ModelShape, length: int) -> int:
     """FLOPs of the attention of all layers over a prompt: each token reads itself and those before it.  Those of states
     are added."""
-    return sum(count * flops_of_prompt(spec, length) for spec, count in Counter(shape.specs).items())
+    return sum(count * layer_prompt_flops(spec, length) for spec, count in Counter(shape.specs).items())
 
 
-def flops_of_prompt(spec: LayerSpec, length: int) -> int:
+def layer_prompt_flops(spec: LayerSpec, length: int) -> int:
     if isinstance(spec.keeps, RecurrentState):
         return state_flops(spec.keeps, length)
     return attention_flops(spec) * sum(min(at + 1, spec.window or length) for at in range(length))

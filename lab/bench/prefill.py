@@ -19,33 +19,33 @@ from espalier.request import Request
 from espalier.speculate.drafters.registry import drafter_without_files
 from espalier.terminal.console import print_table, stdout, write_json
 from espalier.terminal.flags import require_at_least_one
-from lab.bench.cases import timed
+from lab.bench.cases import time_cases
 from lab.bench.ceilings import PeakMeter
-from lab.bench.engines import about, engines_of, load_sizes, shape_of
+from lab.bench.engines import engine_report, engines_of_flags, load_sizes, shape_of_flags
 from lab.bench.experts import expert_case
 from lab.bench.experts_touched import mixture_blocks
-from lab.bench.floor import Floors
-from lab.bench.full_rounds import enter, leave
+from lab.bench.floor import FloorMeter
+from lab.bench.full_rounds import abort_requests, enter_requests
 from lab.bench.instrument import record_launches
 from lab.bench.passes import prefill_pass, prompt_attention_flops
 
-TURNS = 7
+TIMED_TURNS = 7
 # Rounds of the running batch before the long prompt arrives, and after it has entered.
-BEFORE = 30
-AFTER = 3
+ROUNDS_BEFORE_PROMPT = 30
+ROUNDS_AFTER_PROMPT = 3
 # Default --prompts: {True: of a named shape on a GPU, False: of a model}.
-PROMPTS = {True: [(1, 8192), (32, 1024)], False: [(1, 256), (8, 64)]}
+DEFAULT_PROMPTS = {True: [(1, 8192), (32, 1024)], False: [(1, 256), (8, 64)]}
 # FLOP/s of attention that the bound counts with: what our kernel reaches over a long prefix (docs/log.md, "The table").
 ATTENTION_PEAK = 540e12
 # Tokens of context beyond the longest prompt: running requests decode while it enters.
-SPARE = 512
+SPARE_CONTEXT = 512
 
 # The times at which tokens came to each request, in seconds.
-Times = Sequence[Sequence[float]]
+TokenTimes = Sequence[Sequence[float]]
 
 
 @dataclass(frozen=True)
-class Prefill:
+class PrefillFigures:
     """`batch` prompts of `length` tokens that arrive together; medians over turns.
 
     ms: from arrival until the last request has its first token.  passes: prefill passes.  rounds: rounds that ran
@@ -78,7 +78,7 @@ class Prefill:
 
 
 @dataclass(frozen=True)
-class Pause:
+class DecodePause:
     """ms between the tokens of a running request: before a prompt of `length` tokens arrives, and until it has entered.
 
     running: the number of requests that decode, from prompts of `context` tokens.
@@ -93,25 +93,25 @@ class Pause:
 
 
 def run(args: Namespace) -> int:
-    groups = args.prompts or PROMPTS[args.shape is not None]
+    groups = args.prompts or DEFAULT_PROMPTS[args.shape is not None]
     require_at_least_one(args, "running")
     count, longest = max(groups, key=lambda group: group[1])
     max_batch = max(args.running + 1, *(batch for batch, _ in groups))
     least = {"max_batch": args.running + 1, "max_context": longest + 1}
-    made = engines_of(args, load_sizes(max_batch, longest + SPARE), **least)
+    made = engines_of_flags(args, load_sizes(max_batch, longest + SPARE_CONTEXT), **least)
     require_positions(made.positions, longest + 1, f"--prompts {count}x{longest} and the token after it")
-    floors = Floors(shape_of(args)) if args.shape and torch.cuda.is_available() else None
+    floors = FloorMeter(shape_of_flags(args)) if args.shape and torch.cuda.is_available() else None
     with made.open() as bench:
         # The pause comes first, because it may find that the engine is too small for it.
-        paused = pause(bench, args.running, max(1, groups[0][1] // 8), groups[0][1])
-        prefills = [prefill(bench, batch, length, floors) for batch, length in groups]
+        paused = measure_pause(bench, args.running, max(1, groups[0][1] // 8), groups[0][1])
+        prefills = [measure_prefill(bench, batch, length, floors) for batch, length in groups]
     figures = {"prefill": [each.as_dict() for each in prefills], "pause": asdict(paused)}
-    write_json(args.json, {**about(args, bench.config), **figures})
-    _print(prefills, paused)
+    write_json(args.json, {**engine_report(args, bench.config), **figures})
+    _print_tables(prefills, paused)
     return 0
 
 
-def _print(prefills: Sequence[Prefill], paused: Pause) -> None:
+def _print_tables(prefills: Sequence[PrefillFigures], paused: DecodePause) -> None:
     parts = {"linear layers": [each.linear_ms for each in prefills], "experts": [each.expert_ms for each in prefills]}
     parts = {name: times for name, times in parts.items() if any(times)}
     heads = [head for name in parts for head in (f"{name}, ms", "their share")]
@@ -132,7 +132,7 @@ def _print(prefills: Sequence[Prefill], paused: Pause) -> None:
     stdout().print(Text(f"{who} wait {before}, {during}"))
 
 
-def prefill(bench: BenchEngine, batch: int, length: int, floors: Floors | None) -> Prefill:
+def measure_prefill(bench: BenchEngine, batch: int, length: int, floors: FloorMeter | None) -> PrefillFigures:
     """Measure `batch` prompts of `length` tokens, after one turn to warm up.  floors: of the same shape."""
     prompts, launches = bench.prompts([length] * batch), record_launches(bench.engine)
     times, peaks = [], []
@@ -140,10 +140,10 @@ def prefill(bench: BenchEngine, batch: int, length: int, floors: Floors | None) 
     # A measured peak takes a second.
     has_bound = floors is not None and bound_ms(floors.shape, batch, length, drafts, 1.0) is not None
     meter = PeakMeter(floors.timer, floors.device) if floors is not None and has_bound else None
-    for _ in range(1 + TURNS):
+    for _ in range(1 + TIMED_TURNS):
         empty_prefix_cache(bench.engine)
         launches.reset()
-        times.append(_enter(bench, prompts))
+        times.append(_seconds_to_enter(bench, prompts))
         if meter is not None:
             # In turns with the prompts, and right after them: the clocks of a hot GPU are not those of a cool one.
             peaks.append(meter.measure())
@@ -153,7 +153,7 @@ def prefill(bench: BenchEngine, batch: int, length: int, floors: Floors | None) 
     expert_ms = None if floors is None else _expert_ms(bench, passes, floors)
     bound = bound_ms(floors.shape, batch, length, drafts, median(peaks[1:])) if floors is not None and peaks else None
     rate = batch * length / seconds
-    return Prefill(batch, length, 1e3 * seconds, rate, len(passes), num_rounds, linear_ms, expert_ms, bound)
+    return PrefillFigures(batch, length, 1e3 * seconds, rate, len(passes), num_rounds, linear_ms, expert_ms, bound)
 
 
 def bound_ms(shape: ModelShape, batch: int, length: int, drafts: bool, peak: float) -> float | None:
@@ -174,18 +174,18 @@ def bound_ms(shape: ModelShape, batch: int, length: int, drafts: bool, peak: flo
     return 1e3 * (linear / peak + attention / ATTENTION_PEAK)
 
 
-def _enter(bench: BenchEngine, prompts: Sequence[Sequence[int]]) -> float:
+def _seconds_to_enter(bench: BenchEngine, prompts: Sequence[Sequence[int]]) -> float:
     """Seconds from arrival until the last request has its first token."""
     engine = bench.engine
     begun = perf_counter()
-    enter(engine, prompts, 1)
+    enter_requests(engine, prompts, 1)
     seconds = perf_counter() - begun
     while engine.has_work:
         engine.step()
     return seconds
 
 
-def _linear_ms(bench: BenchEngine, passes: Sequence[tuple[int, int]], floors: Floors) -> float:
+def _linear_ms(bench: BenchEngine, passes: Sequence[tuple[int, int]], floors: FloorMeter) -> float:
     """ms of the linear layers of all passes.  A pass runs batch x width rows."""
     drafts = drafter_without_files(bench.config.algorithm) is None
     ms_of_pass: dict[tuple[int, int], float] = {}
@@ -196,7 +196,7 @@ def _linear_ms(bench: BenchEngine, passes: Sequence[tuple[int, int]], floors: Fl
     return sum(ms_of_pass[each] for each in passes)
 
 
-def _expert_ms(bench: BenchEngine, passes: Sequence[tuple[int, int]], floors: Floors) -> float | None:
+def _expert_ms(bench: BenchEngine, passes: Sequence[tuple[int, int]], floors: FloorMeter) -> float | None:
     """ms of the target's product with experts in all passes, by the engine's kernels; None for a dense model.
 
     Without that of the last layer if it computes only the rows that are read.
@@ -209,46 +209,48 @@ def _expert_ms(bench: BenchEngine, passes: Sequence[tuple[int, int]], floors: Fl
         {batch * width for batch, width in passes},
     )
     cases = {rows: expert_case((), sizes.shape, *layer, rows) for rows in all_rows}
-    us_of_rows = {rows: one.us for rows, one in zip(cases, timed(cases.values(), floors.timer, 1.0), strict=True)}
+    us_of_rows = {rows: one.us for rows, one in zip(cases, time_cases(cases.values(), floors.timer, 1.0), strict=True)}
     layers = len(mixed) - (bench.engine.executor.runner.drafter.spec.target_output != "hidden")
     return layers * sum(us_of_rows[batch * width] for batch, width in passes) / 1e3
 
 
-def pause(bench: BenchEngine, running: int, context: int, length: int) -> Pause:
+def measure_pause(bench: BenchEngine, running: int, context: int, length: int) -> DecodePause:
     """Measure how long `running` requests wait while one prompt of `length` tokens enters."""
-    _pause(bench, running, context, length)  # compiles the kernels
-    return _pause(bench, running, context, length)
+    _measure_pause_once(bench, running, context, length)  # compiles the kernels
+    return _measure_pause_once(bench, running, context, length)
 
 
-def _pause(bench: BenchEngine, running: int, context: int, length: int) -> Pause:
+def _measure_pause_once(bench: BenchEngine, running: int, context: int, length: int) -> DecodePause:
     engine = bench.engine
     empty_prefix_cache(engine)
     *short, long = bench.prompts([context] * running + [length])
     num_tokens = engine.layout.max_context - context - 1
-    requests = enter(engine, short, num_tokens)
-    before = _arrivals(bench, requests, BEFORE)
+    requests = enter_requests(engine, short, num_tokens)
+    before = _record_token_times(bench, requests, ROUNDS_BEFORE_PROMPT)
     entering = greedy_request("long", running, long, 1)
     engine.add(entering)
-    during = _arrivals(bench, requests, None, entering)
-    after = _arrivals(bench, requests, AFTER)
+    during = _record_token_times(bench, requests, None, entering)
+    after = _record_token_times(bench, requests, ROUNDS_AFTER_PROMPT)
     if any(request.done for request in requests):
         raise EspalierError(
             f"the running requests, of {num_tokens} tokens each, had ended before a prompt of {length} had entered; "
             "raise --max-context, or lower --steps"
         )
-    leave(engine, requests)
-    gaps_before = [gap for times in before for gap in _gaps(times)]
-    gaps_during = waits(before, during, after)
-    return Pause(running, context, length, 1e3 * median(gaps_before), 1e3 * max(gaps_before), 1e3 * max(gaps_during))
+    abort_requests(engine, requests)
+    gaps_before = [gap for times in before for gap in _gaps_between(times)]
+    gaps_during = token_gaps(before, during, after)
+    return DecodePause(
+        running, context, length, 1e3 * median(gaps_before), 1e3 * max(gaps_before), 1e3 * max(gaps_during)
+    )
 
 
-def waits(before: Times, during: Times, after: Times) -> list[float]:
+def token_gaps(before: TokenTimes, during: TokenTimes, after: TokenTimes) -> list[float]:
     """The gaps between tokens of each request, from its last token before the prompt came to its first afterwards."""
     by_request = zip(before, during, after, strict=True)
-    return [gap for early, times, late in by_request for gap in _gaps([*early[-1:], *times, *late[:1]])]
+    return [gap for early, times, late in by_request for gap in _gaps_between([*early[-1:], *times, *late[:1]])]
 
 
-def _arrivals(
+def _record_token_times(
     bench: BenchEngine, requests: Sequence[Request], num_steps: int | None, until: Request | None = None
 ) -> list[list[float]]:
     """The times at which tokens came to each request, over num_steps steps, or until `until` has its first token."""
@@ -266,5 +268,5 @@ def _arrivals(
     return times
 
 
-def _gaps(times: Sequence[float]) -> list[float]:
+def _gaps_between(times: Sequence[float]) -> list[float]:
     return [after - before for before, after in pairwise(times)]

@@ -27,7 +27,7 @@ class RankedModels(SyntheticModels):
     def make_engine(self, config: ResolvedConfig, num_pages: int | None) -> Iterator[RunningEngine]:
         """As SyntheticModels.make_engine."""
         require_shards(self.recipe.shape.target, config.tensor_parallel)
-        work = partial(models_of_recipe, self.recipe)
+        work = partial(load_recipe_models, self.recipe)
         with (
             starting_ranks(config.tensor_parallel) as ranks,
             self._running(lambda: build_engine_of_ranks(ranks, config, num_pages, work)[0]) as running,
@@ -43,7 +43,7 @@ def synthetic_models(
     return kind(recipe, dtype, device, position_rows)
 
 
-def models_of_recipe(recipe: Recipe, config: ResolvedConfig, shards: Shards) -> LoadedModels:
+def load_recipe_models(recipe: Recipe, config: ResolvedConfig, shards: Shards) -> LoadedModels:
     """What one rank holds (espalier/startup/ranks.py:Models)."""
     dtype, device = getattr(torch, config.dtype), torch.device(config.device)
     target, draft = build(recipe, dtype, device, config.layout.position_rows, shards)

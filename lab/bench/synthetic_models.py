@@ -30,12 +30,12 @@ from lab.synthetic.checkpoint import Recipe, build, total_bytes
 from lab.synthetic.quantised import require_stored
 
 # The draft's skill is chosen for an accept length at this tree.
-TREE = (5, 8, 64)
-ACCEPT_LENGTH = 4.0
+ACCEPT_LENGTH_TREE = (5, 8, 64)
+DEFAULT_ACCEPT_LENGTH = 4.0
 
 
 @dataclass(frozen=True)
-class Start:
+class StartupCost:
     """The cost of starting an engine.
 
     seconds: to measure pages, build and capture; graphs_bytes: of the CUDA graphs' memory pool; kernels: in the graph
@@ -49,7 +49,7 @@ class Start:
     kernels: int | None
 
 
-RunningEngine = tuple[Engine, Start]
+RunningEngine = tuple[Engine, StartupCost]
 
 
 class OneBucket(RoundLayout):
@@ -59,22 +59,23 @@ class OneBucket(RoundLayout):
         return (max_batch_size,) if max_batch_size else ()
 
 
-def recipe_of(shape: str, seed: int, accept_length: float | None = None, **fields: Any) -> Recipe:
-    """The recipe of a named shape whose draft reaches this accept length at TREE; None: ACCEPT_LENGTH.
+def recipe_with_accept_length(shape: str, seed: int, accept_length: float | None = None, **fields: Any) -> Recipe:
+    """The recipe of a named shape whose draft reaches this accept length at ACCEPT_LENGTH_TREE.
 
-    fields: see recipe_with.  With a block_size below TREE's steps, the accept length is that of as many steps.
+    accept_length: None for DEFAULT_ACCEPT_LENGTH.  fields: see recipe_of_shape.  With a block_size below the tree's
+    steps, the accept length is that of as many steps.
     Raises EspalierError also for an accept length that no draft reaches.
     """
-    recipe, (steps, topk, nodes) = recipe_with(shape, seed, **fields), TREE
+    recipe, (steps, topk, nodes) = recipe_of_shape(shape, seed, **fields), ACCEPT_LENGTH_TREE
     if fields.get("accept_lengths") is not None:
         if accept_length is not None:
             raise EspalierError("--accept-lengths and --accept-length both set how good the draft is; leave one out")
         return recipe
-    wanted = ACCEPT_LENGTH if accept_length is None else accept_length
+    wanted = DEFAULT_ACCEPT_LENGTH if accept_length is None else accept_length
     return recipe.with_accept_length(wanted, min(steps, recipe.block_size or steps), topk, nodes)
 
 
-def recipe_with(shape: str, seed: int, **fields: Any) -> Recipe:
+def recipe_of_shape(shape: str, seed: int, **fields: Any) -> Recipe:
     """The recipe of a named shape with these fields of Recipe; None: the field's default.  layers: as of Shape.cut;
     accept_lengths: as of Recipe.with_acceptance.
 
@@ -190,7 +191,7 @@ class SyntheticModels:
         engine = build()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        start = _start(engine, perf_counter() - begun)
+        start = _startup_cost(engine, perf_counter() - begun)
         try:
             yield engine, start
         finally:
@@ -213,18 +214,18 @@ class SyntheticModels:
         return self.chain.token_at(self.chain.place[prompt[-1]] + steps).tolist() == list(output)
 
 
-def _start(engine: Engine, seconds: float) -> Start:
+def _startup_cost(engine: Engine, seconds: float) -> StartupCost:
     runner, executor = engine.executor.runner, engine.executor
-    pages = _bytes([*runner.pages.target, *runner.pages.draft])
-    staging = _bytes(runner.cache.staging.stacks)
+    pages = _stack_bytes([*runner.pages.target, *runner.pages.draft])
+    staging = _stack_bytes(runner.cache.staging.stacks)
     if not (isinstance(executor, CudaExecutor) and executor.graphs):
-        return Start(seconds, pages, staging, None, None)
+        return StartupCost(seconds, pages, staging, None, None)
     largest = executor.graphs[executor.runner.layout.round_forms(executor.captured_buckets[-1:])[0]].graph
     pool = tuple(largest.pool())
     segments = torch.cuda.memory_snapshot()
     held = sum(each["total_size"] for each in segments if tuple(each["segment_pool_id"]) == pool)
-    return Start(seconds, pages, staging, held, count_kernels(largest))
+    return StartupCost(seconds, pages, staging, held, count_kernels(largest))
 
 
-def _bytes(stacks: Sequence[LayerStack]) -> int:
+def _stack_bytes(stacks: Sequence[LayerStack]) -> int:
     return sum(tensor.numel() * tensor.element_size() for stack in stacks for tensor in stack.stacked)
