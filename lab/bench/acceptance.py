@@ -22,7 +22,7 @@ from espalier.llm import LLM
 from espalier.request import SamplingParams
 from espalier.terminal.console import print_table, progress, write_json
 from lab.bench.checks import refuse_tree_flags
-from lab.faults.planted import plant
+from lab.faults.plant_fault import plant
 
 # Text is called repeated if a run of this many tokens occurred before.
 REPEATED_RUN_TOKENS = 16
@@ -43,7 +43,7 @@ class DraftVariant:
     name: str
     speculation: SpeculationConfig | None = None
     temperature: float = 0.0
-    planted: Callable[[], AbstractContextManager[Any]] = nullcontext
+    plant_fault: Callable[[], AbstractContextManager[Any]] = nullcontext
     coupled_scores: bool = True
     teacher_forced: bool = False
 
@@ -79,7 +79,7 @@ def default_variants(steps: int, algorithm: str, has_draft: bool) -> list[DraftV
         DraftVariant(f"{algorithm} tree", teacher_forced=True),
         DraftVariant(f"{algorithm} chain", chain),
         ngram,
-        DraftVariant(f"{algorithm} tree, wrong ancestors", planted=partial(plant, "wrong-ancestor")),
+        DraftVariant(f"{algorithm} tree, wrong ancestors", plant_fault=partial(plant, "wrong-ancestor")),
         DraftVariant(f"{algorithm} tree, temperature 1, coupled scores", temperature=1.0),
         DraftVariant(f"{algorithm} tree, temperature 1, scores without noise", temperature=1.0, coupled_scores=False),
     ]
@@ -94,7 +94,7 @@ def tree_variants(trees: Sequence[TreeShape], algorithm: str, form: str | None) 
         found.append(DraftVariant(name, speculation))
         if form is not None:
             swapped = partial(plant, FAULT_OF_OTHER_FORM[form])
-            found.append(DraftVariant(f"{name}, in the other form", speculation, planted=swapped))
+            found.append(DraftVariant(f"{name}, in the other form", speculation, plant_fault=swapped))
     return found
 
 
@@ -129,7 +129,7 @@ def measure_acceptance(
     reference: dict[float, list[list[int]]] = {}
     for variant in chosen:
         # A fault is planted around the engine's start too: a GPU captures its rounds there.
-        with variant.planted(), LLM(**_variant_settings(variant, settings)) as llm:
+        with variant.plant_fault(), LLM(**_variant_settings(variant, settings)) as llm:
             engine = llm.engine
             if not variant.coupled_scores:
                 engine = rebuilt_engine(engine, llm.config.graph_batch, coupled_scores=False)
@@ -220,12 +220,12 @@ def _summarise(
     )
 
 
-def _count_depths(by_depth: list[list[int]], accept_length: int, depth: int) -> None:
+def _count_depths(depth_counts: list[list[int]], accept_length: int, depth: int) -> None:
     for d in range(min(accept_length, depth)):
-        if d == len(by_depth):
-            by_depth.append([0, 0])
-        by_depth[d][0] += 1
-        by_depth[d][1] += d + 1 < accept_length
+        if d == len(depth_counts):
+            depth_counts.append([0, 0])
+        depth_counts[d][0] += 1
+        depth_counts[d][1] += d + 1 < accept_length
 
 
 def repeated_positions(tokens: Sequence[int], size: int = REPEATED_RUN_TOKENS) -> set[int]:

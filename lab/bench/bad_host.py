@@ -34,7 +34,7 @@ class Attack:
     """`count` POST requests of one body at once.
 
     half_closed: each sends FIN after its body and goes on reading; sent: the whole request in place of path and body;
-    is_held: nothing is expected, the connections stay open.
+    stays_open: nothing is expected, the connections stay open.
     """
 
     name: str
@@ -42,12 +42,12 @@ class Attack:
     path: str = ""
     body: Callable[[], Mapping[str, Any]] = dict
     half_closed: bool = False
-    sent: Callable[[], bytes] | None = None
-    is_held: bool = False
+    make_bytes: Callable[[], bytes] | None = None
+    stays_open: bool = False
 
     def request(self) -> bytes:
-        if self.sent is not None:
-            return self.sent()
+        if self.make_bytes is not None:
+            return self.make_bytes()
         head = b"" if self.half_closed else b"connection: close\r\n"
         return _post_request(self.path, json.dumps(self.body(), separators=(",", ":")).encode(), head)
 
@@ -105,25 +105,29 @@ ATTACKS = (
     # Refused nowhere, because it begins with more tokens than are tried.
     Attack("grammar ambiguous later", 3, "/v1/completions", lambda: _ambiguous_grammar(r'[\x02]{200} s "\x01"')),
     Attack("half-closed posts", 8, "/v1/completions", lambda: SHORT_REQUEST | {"max_tokens": 8}, half_closed=True),
-    Attack("form in punycode", 3, sent=lambda: _form_upload("punycode")),
-    Attack("form in unicode_escape", 3, sent=lambda: _form_upload("unicode_escape")),
-    Attack("head of 10,000 lines", 8, sent=lambda: TOKENIZE_HEAD + b"a: b\r\n" * 10_000 + b"\r\n"),
+    Attack("form in punycode", 3, make_bytes=lambda: _form_upload("punycode")),
+    Attack("form in unicode_escape", 3, make_bytes=lambda: _form_upload("unicode_escape")),
+    Attack("head of 10,000 lines", 8, make_bytes=lambda: TOKENIZE_HEAD + b"a: b\r\n" * 10_000 + b"\r\n"),
     Attack(
-        "content-length of 5,000 digits", 8, sent=lambda: TOKENIZE_HEAD + b"content-length: %b\r\n\r\n" % (b"0" * 5000)
+        "content-length of 5,000 digits",
+        8,
+        make_bytes=lambda: TOKENIZE_HEAD + b"content-length: %b\r\n\r\n" % (b"0" * 5000),
     ),
     Attack(
         "500,000 chunks of one byte",
         3,
-        sent=lambda: TOKENIZE_HEAD + b"transfer-encoding: chunked\r\n\r\n" + b"1\r\na\r\n" * 500_000 + b"0\r\n\r\n",
+        make_bytes=lambda: (
+            TOKENIZE_HEAD + b"transfer-encoding: chunked\r\n\r\n" + b"1\r\na\r\n" * 500_000 + b"0\r\n\r\n"
+        ),
     ),
-    Attack("offers of h2c", 8, sent=_h2c_upgrade_offer),
+    Attack("offers of h2c", 8, make_bytes=_h2c_upgrade_offer),
     Attack(
         "chat template without end",
         3,
         "/v1/chat/completions",
         lambda: {"model": SERVED_NAME, "max_tokens": 1, "messages": [{"role": "user", "content": "forever"}]},
     ),
-    Attack("idle connections", 600, is_held=True),
+    Attack("idle connections", 600, stays_open=True),
 )
 
 
@@ -151,7 +155,7 @@ class AttackResult:
 def run(args: Namespace, settings: dict[str, Any]) -> int:
     """Print the waits.  1 if a bad request got no response."""
     # A slot for each stream, one for the short request, and one for each bad request at once.
-    most = max(attack.count for attack in ATTACKS if not attack.is_held)
+    most = max(attack.count for attack in ATTACKS if not attack.stays_open)
     results = measure_bad_host(with_minimum(settings, {"max_batch": NUM_STREAMS + 1 + most}, max_batch=NUM_STREAMS + 1))
     write_json(args.json, {"bad_host": [asdict(result) for result in results]})
     rows = [["longest wait, ms", f"beside {NUM_STREAMS} streams:", "", "", "idle:", "", ""]]
@@ -193,7 +197,7 @@ async def _run_attacks(port: int, attacks: Sequence[Attack], streams: int) -> li
         for waits, number in ((result.busy, streams), (result.idle, 0)):
             async with _measure_waits(port, waits, number):
                 end = asyncio.create_task(asyncio.sleep(WATCH_SECONDS))
-                if attack.is_held:
+                if attack.stays_open:
                     await asyncio.gather(*(_hold_connection(port, end) for _ in range(attack.count)))
                 else:
                     sent = (_send_and_read_status(port, data, attack.half_closed) for _ in range(attack.count))

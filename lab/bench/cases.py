@@ -47,10 +47,10 @@ class TimedCase:
     def tflops(self) -> float:
         return self.case.flops / self.us / 1e6
 
-    def as_dict(self, heads: Sequence[str]) -> dict[str, Any]:
+    def as_dict(self, column_names: Sequence[str]) -> dict[str, Any]:
         """For --json.  heads: of the case's names."""
         rates = {name: getattr(self, name) for name in ("us", "terabytes_per_second", "bandwidth_share", "tflops")}
-        return {**dict(zip(heads, self.case.names, strict=True)), **rates, "note": self.case.note}
+        return {**dict(zip(column_names, self.case.names, strict=True)), **rates, "note": self.case.note}
 
 
 def time_cases(cases: Iterable[KernelCase], timer: GraphTimer, bandwidth: float) -> Iterator[TimedCase]:
@@ -60,9 +60,9 @@ def time_cases(cases: Iterable[KernelCase], timer: GraphTimer, bandwidth: float)
         yield TimedCase(case, 1e3 * ms / case.calls, bandwidth)
 
 
-def timing_table(heads: Sequence[str], rows: Sequence[TimedCase]) -> list[list[str]]:
+def timing_table(column_names: Sequence[str], rows: Sequence[TimedCase]) -> list[list[str]]:
     """heads: of the cases' names."""
-    lines = [[*heads, "us", "TB/s", "of memory's", "TFLOP/s", ""]]
+    lines = [[*column_names, "us", "TB/s", "of memory's", "TFLOP/s", ""]]
     for row in rows:
         read = [f"{row.terabytes_per_second:.2f}", f"{row.bandwidth_share:.1%}"] if row.case.num_bytes else ["", ""]
         computed = f"{row.tflops:.0f}" if row.case.flops else ""

@@ -39,7 +39,7 @@ class RoundCell:
         return (TREE_SEARCH_ROUNDS, WARM_UP_ROUNDS) if self.is_auto else (WARM_UP_ROUNDS,)
 
     @property
-    def drafts(self) -> bool:
+    def has_draft(self) -> bool:
         return self.tree[0] > 0
 
     @property
@@ -49,14 +49,14 @@ class RoundCell:
     @property
     def tree_name(self) -> str:
         """The tree and the page size."""
-        tree = "auto" if self.is_auto else ",".join(map(str, self.tree)) if self.drafts else "plain"
+        tree = "auto" if self.is_auto else ",".join(map(str, self.tree)) if self.has_draft else "plain"
         return f"{tree}@{self.page_size}"
 
     def own_layout(self, chunk_size: int, rounds: int, draft: DraftSpec) -> RoundLayout:
         """The smallest layout that holds this cell, whose trees this draft grows, and `rounds` timed rounds."""
-        sizes = (draft.reentry, chunk_size) if self.drafts else (0, chunk_size)
+        sizes = (draft.reentry, chunk_size) if self.has_draft else (0, chunk_size)
         layout = RoundLayout(self.batch, *self.tree, self.page_size, self.context + 2, *sizes)
-        layout = replace(layout, block_rows=draft.block_rows if self.drafts else 0)
+        layout = replace(layout, block_rows=draft.block_rows if self.has_draft else 0)
         return replace(layout, max_context=self.context + self.max_tokens(layout, rounds))
 
     def max_tokens(self, layout: RoundLayout, rounds: int) -> int:
@@ -104,7 +104,7 @@ def parse_cells(texts: Sequence[str], page_sizes: Sequence[int]) -> tuple[RoundC
 def with_plain_cells(cells: Sequence[RoundCell]) -> tuple[RoundCell, ...]:
     """The cells, and for each batch and context without plain decoding a plain cell, at the page size of its first
     cell."""
-    have = {(cell.batch, cell.context) for cell in cells if not cell.drafts}
+    have = {(cell.batch, cell.context) for cell in cells if not cell.has_draft}
     added: dict[tuple[int, int], RoundCell] = {}
     for cell in cells:
         if (cell.batch, cell.context) not in have:
@@ -118,6 +118,6 @@ def _check_cell(cell: RoundCell, text: str) -> None:
     if cell.context < 1:
         raise EspalierError(f"--cells {text!r} has no context; use a prompt of 1 token or more")
     try:
-        RoundLayout(cell.batch, *cell.tree, cell.page_size, cell.context + 2, int(cell.drafts), 16)
+        RoundLayout(cell.batch, *cell.tree, cell.page_size, cell.context + 2, int(cell.has_draft), 16)
     except EspalierError as error:
         raise EspalierError(f"--cells {text!r}: {error}") from None

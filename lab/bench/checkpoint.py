@@ -13,7 +13,7 @@ from espalier.terminal.console import DIM_STYLE, print_table, stdout, waiting
 from lab.bench.synthetic_models import recipe_of_shape
 from lab.shape_flags import SHAPE_FLAGS, shape_flag
 from lab.synthetic.chain import predicted_accept_length
-from lab.synthetic.checkpoint import Recipe, write
+from lab.synthetic.checkpoint import Recipe, write_checkpoint
 
 # Trees whose accept length is printed: steps, topk, nodes.
 PREDICTED_TREES = ((5, 8, 64), (5, 4, 16), (3, 2, 8), (5, 1, 6))
@@ -25,7 +25,7 @@ def run(args: Namespace) -> int:
     chain = recipe.chain()
     try:
         with waiting(f"drawing and writing the weights of {args.shape}"):
-            target, draft = write(recipe, args.out, getattr(torch, args.dtype), device)
+            target, draft = write_checkpoint(recipe, args.out, getattr(torch, args.dtype), device)
     except OSError as error:
         raise EspalierError(f"--out {args.out} cannot be written ({error.strerror}); name another directory") from None
     rows = [["tree (steps, topk, nodes)", "greedy accept length, predicted"]]

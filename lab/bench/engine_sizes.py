@@ -25,11 +25,11 @@ class EngineSizes(Protocol):
         """The name of the cell's engine.  Cells with the same name share it."""
         ...
 
-    def layout(self, cell: RoundCell, rounds: int) -> RoundLayout:
+    def layout(self, cell: RoundCell, num_rounds: int) -> RoundLayout:
         """The layout of the cell's engine.  rounds: timed rounds.  Raises EspalierError if it does not fit the cell."""
         ...
 
-    def open(self, models: SyntheticModels, cell: RoundCell, rounds: int) -> AbstractContextManager[RunningEngine]:
+    def open(self, models: SyntheticModels, cell: RoundCell, num_rounds: int) -> AbstractContextManager[RunningEngine]:
         """The cell's engine.  It closes at the end of the block; its memory is free when the caller drops it too."""
         ...
 
@@ -46,18 +46,20 @@ class UserEngineSizes:
     def name(self, cell: RoundCell) -> str:
         return cell.tree_name
 
-    def layout(self, cell: RoundCell, rounds: int) -> RoundLayout:
+    def layout(self, cell: RoundCell, num_rounds: int) -> RoundLayout:
         layout = self.config(cell).layout
-        require_cell_fits(layout, self.recipe.shape.target.max_position, cell, rounds)
+        require_cell_fits(layout, self.recipe.shape.target.max_position, cell, num_rounds)
         return layout
 
-    def open(self, models: SyntheticModels, cell: RoundCell, rounds: int) -> AbstractContextManager[RunningEngine]:
+    def open(self, models: SyntheticModels, cell: RoundCell, num_rounds: int) -> AbstractContextManager[RunningEngine]:
         return models.make_engine(self.config(cell), requested_pages(self.settings))
 
     def config(self, cell: RoundCell) -> ResolvedConfig:
         steps, topk, nodes = cell.tree
         # by_batch is empty: the cell's tree runs at every batch.
-        fixed = SpeculationConfig(steps=steps, topk=topk, num_draft_tokens=nodes, by_batch={}) if cell.drafts else None
+        fixed = (
+            SpeculationConfig(steps=steps, topk=topk, num_draft_tokens=nodes, by_batch={}) if cell.has_draft else None
+        )
         tree = SpeculationConfig() if cell.is_auto else fixed
         settings = {**self.settings, "page_size": cell.page_size, "speculation": tree}
         return shape_config(self.recipe, settings, self.device)
@@ -82,13 +84,13 @@ class CellEngineSizes:
     def name(self, cell: RoundCell) -> str:
         return cell.name
 
-    def layout(self, cell: RoundCell, rounds: int) -> RoundLayout:
-        return cell.own_layout(self.chunk_size, rounds, self.draft)
+    def layout(self, cell: RoundCell, num_rounds: int) -> RoundLayout:
+        return cell.own_layout(self.chunk_size, num_rounds, self.draft)
 
-    def open(self, models: SyntheticModels, cell: RoundCell, rounds: int) -> AbstractContextManager[RunningEngine]:
+    def open(self, models: SyntheticModels, cell: RoundCell, num_rounds: int) -> AbstractContextManager[RunningEngine]:
         draft = self.kv_dtype if is_unresolved(self.draft_kv_dtype) else self.draft_kv_dtype
         stored = {"kv_dtype": self.kv_dtype, "draft_kv_dtype": draft}
-        layout = self.layout(cell, rounds)
+        layout = self.layout(cell, num_rounds)
         return models.engine(layout, self.attention, self.overlap, self.all_buckets, **stored)
 
 

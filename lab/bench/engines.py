@@ -150,7 +150,7 @@ def _llm_of_engine(engine: Engine, config: ResolvedConfig) -> LLM:
 
 
 def engines_of_flags(
-    args: Namespace, defaults: Mapping[str, Any], ways: Iterable[EngineVariant] = DEFAULT_VARIANTS, **least: int
+    args: Namespace, defaults: Mapping[str, Any], variants: Iterable[EngineVariant] = DEFAULT_VARIANTS, **least: int
 ) -> BenchEngines:
     """Engines of the model or the --shape that the flags name.
 
@@ -162,13 +162,13 @@ def engines_of_flags(
     settings = with_minimum(engine_settings(args), defaults, **least)
     if args.shape is None:
         refuse_shape_flags(args)
-    made = engines_with_settings(args, settings, ways)
+    made = engines_with_settings(args, settings, variants)
     print_header()
     return made
 
 
 def engines_with_settings(
-    args: Namespace, settings: Mapping[str, Any], ways: Iterable[EngineVariant] = DEFAULT_VARIANTS
+    args: Namespace, settings: Mapping[str, Any], variants: Iterable[EngineVariant] = DEFAULT_VARIANTS
 ) -> BenchEngines:
     """Engines of the model or the --shape, with settings of LLM.  Raises EspalierError for one that does not fit."""
     if args.shape is None:
@@ -176,7 +176,7 @@ def engines_with_settings(
     refuse_settings_of_shape(settings)
     device = require_gpu(f"{args.command} --shape")
     recipe = recipe_with_accept_length(**shape_settings(args, settings))
-    return ShapeEngines(recipe, settings, device, ways)
+    return ShapeEngines(recipe, settings, device, variants)
 
 
 def shape_of_flags(args: Namespace) -> ModelShape:

@@ -78,7 +78,7 @@ class ProductStep:
     shared: tuple[ProductRun, ...] = ()
 
 
-def product_steps(runs: Sequence[ProductRun], experts: bool) -> list[ProductStep]:
+def product_steps(runs: Sequence[ProductRun], with_experts: bool) -> list[ProductStep]:
     """The products in the order of a pass: layer by layer, then the rest.
 
     experts: with those behind routers, at the place where the engine launches them.
@@ -89,7 +89,7 @@ def product_steps(runs: Sequence[ProductRun], experts: bool) -> list[ProductStep
             of_layer = iter(group)
             for run in of_layer:
                 steps.append(ProductStep(run, layer))
-                if experts and run.experts is not None:
+                if with_experts and run.experts is not None:
                     # The next two runs are then the shared expert's.
                     joins = joins_shared_expert(run.experts, run.rows)
                     shared = (next(of_layer), next(of_layer)) if joins else ()

@@ -199,11 +199,11 @@ class FloorMeter:
     def ceilings(self) -> GpuCeilings:
         return measure_ceilings(self.timer, self.device)
 
-    def linears(self, runs: Sequence[ProductRun], rows: int) -> LinearTimes:
+    def time_linears(self, runs: Sequence[ProductRun], rows: int) -> LinearTimes:
         """Time the linear layers as one CUDA graph, by F.linear and as the engine multiplies."""
         return self._timed(runs, rows, with_experts=(False,))[0]
 
-    def products(self, runs: tuple[ProductRun, ...], rows: int) -> tuple[LinearTimes, ExpertTimes | None]:
+    def time_products(self, runs: tuple[ProductRun, ...], rows: int) -> tuple[LinearTimes, ExpertTimes | None]:
         """Time the linear layers alone, and together with the experts behind routers; None without experts.
 
         The same runs are timed once.
@@ -241,18 +241,18 @@ class FloorMeter:
         ceilings: measured in the same run.  Ranks share the time of the target alone, at one GPU's efficiency; the time
         of their sums is left out.
         """
-        whole = self._of_one(size, ceilings)
+        whole = self._one_gpu_floor(size, ceilings)
         if self.ranks == 1:
             return whole
-        target = self._of_one(replace(size, has_draft=False), ceilings)
+        target = self._one_gpu_floor(replace(size, has_draft=False), ceilings)
         share = 1 - 1 / self.ranks
         pairs = zip(astuple(whole), astuple(target), strict=True)
         return RoundFloor(*(of_all - share * of_target for of_all, of_target in pairs))
 
-    def _of_one(self, size: RoundSize, ceilings: GpuCeilings) -> RoundFloor:
+    def _one_gpu_floor(self, size: RoundSize, ceilings: GpuCeilings) -> RoundFloor:
         """The floor on one GPU."""
         target, draft = round_products(self.shape, size)
-        linears, experts = self.products((*draft, *target), size.batch * size.tree.num_draft_tokens)
+        linears, experts = self.time_products((*draft, *target), size.batch * size.tree.num_draft_tokens)
         attention_ms = round_attention_cost(self.shape, size, self.value_bytes).ms(ceilings)
         expert_ms, expert_bytes = (experts.ms, experts.num_bytes) if experts else (0.0, 0.0)
         bytes_ms = 1e3 * (linears.weight_bytes + expert_bytes) / ceilings.bandwidth
@@ -267,7 +267,7 @@ def run(args: Namespace) -> int:
     floors = FloorMeter(shape_named(args.shape))
     print_header()
     ceilings = floors.ceilings()
-    times = [floors.products(floors.shape.target_pass(count), count) for count in rows]
+    times = [floors.time_products(floors.shape.target_pass(count), count) for count in rows]
     passes = [{**asdict(linears), "experts": experts and asdict(experts)} for linears, experts in times]
     write_json(args.json, {"shape": args.shape, "ceilings": asdict(ceilings), "passes": passes})
     stdout().print(Text(f"read {ceilings.bandwidth / 1e12:.2f} TB/s; bf16 product {ceilings.peak / 1e12:.0f} TFLOP/s"))

@@ -162,11 +162,11 @@ def _require_sizes(config: ResolvedConfig, positions: int, args: Namespace) -> N
 
 
 def _measure_variant(
-    made: BenchEngines, way: EngineVariant, args: Namespace, advance: Callable[[], None]
+    engines: BenchEngines, variant: EngineVariant, args: Namespace, advance: Callable[[], None]
 ) -> tuple[list[PromptFigures], ResolvedConfig]:
     """Measure every group of prompts.  A function of its own: the engine's memory is free when it returns."""
     measured = []
-    with made.open(way) as bench:
+    with engines.open(variant) as bench:
         for batch, context in args.prompts:
             prompts = bench.prompts([context] * batch)
             measured.append(measure_prompts(bench.llm, prompts, args.tokens, args.repeats))
@@ -174,12 +174,12 @@ def _measure_variant(
         return measured, bench.config
 
 
-def _add_floors(measured: list[list[PromptFigures]], configs: list[ResolvedConfig], args: Namespace) -> None:
+def _add_floors(by_variant: list[list[PromptFigures]], configs: list[ResolvedConfig], args: Namespace) -> None:
     """Set floor_ms and weight_bytes_ms of each, at a context of the prompt and half of the new tokens."""
     value_bytes = kv_value_bytes(configs[0].kv_dtype, configs[0].draft_kv_dtype)
     floors = FloorMeter(shape_of_flags(args), value_bytes=value_bytes)
     ceilings = floors.ceilings()
-    for figures, config in zip(measured, configs, strict=True):
+    for figures, config in zip(by_variant, configs, strict=True):
         has_draft = drafter_without_files(config.algorithm) is None
         for i, one in enumerate(figures):
             size = RoundSize(one.batch, one.tree, one.context + args.tokens / 2, has_draft)
@@ -239,14 +239,14 @@ def _generate_greedy(llm: LLM, prompts: Sequence[Sequence[int]], num_tokens: int
     return outputs
 
 
-def _json_cells(measured: Sequence[Sequence[PromptFigures]]) -> list[dict[str, Any]]:
+def _json_cells(by_variant: Sequence[Sequence[PromptFigures]]) -> list[dict[str, Any]]:
     """For --json: for each group of prompts and each tree its figures, those of plain decoding, and how many times as
     fast the tree is.
 
     measured: a list for each way, plain decoding last.
     """
     cells: list[dict[str, Any]] = []
-    for *trees, plain in zip(*measured, strict=True):
+    for *trees, plain in zip(*by_variant, strict=True):
         prompts: dict[str, Any] = {"batch": plain.batch, "context": plain.context}
         beside = {"plain": asdict(plain)}
         cells += [
@@ -261,7 +261,7 @@ def _speedup(tree: PromptFigures, plain: PromptFigures) -> float:
     return tree.tokens_per_second / plain.tokens_per_second
 
 
-def _table(measured: Sequence[Sequence[PromptFigures]]) -> list[list[str]]:
+def _table(by_variant: Sequence[Sequence[PromptFigures]]) -> list[list[str]]:
     """One row for each group of prompts and way.  measured: as in `_cells`."""
     rows = [
         [
@@ -276,7 +276,7 @@ def _table(measured: Sequence[Sequence[PromptFigures]]) -> list[list[str]]:
             "over plain",
         ]
     ]
-    for *trees, plain in zip(*measured, strict=True):
+    for *trees, plain in zip(*by_variant, strict=True):
         rows += [_table_row("tree", tree, f"{_speedup(tree, plain):.2f}") for tree in trees]
         rows.append(_table_row("plain", plain, ""))
     return rows

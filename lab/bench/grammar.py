@@ -59,10 +59,12 @@ class Vocabulary:
     """The tokens of the measured model.  end: a token that ends an output."""
 
     tokens: list[bytes]
-    end: int
+    end_token: int
 
-    def masker(self, form: Any) -> GrammarMasker:
-        return GrammarMasker(form, len(self.tokens), (self.end,), None, lambda t: TokenBytes(self.tokens[t], True))
+    def masker(self, compiled_grammar: Any) -> GrammarMasker:
+        return GrammarMasker(
+            compiled_grammar, len(self.tokens), (self.end_token,), None, lambda t: TokenBytes(self.tokens[t], True)
+        )
 
 
 def run(args: Namespace) -> int:
@@ -110,16 +112,16 @@ def vocabulary_of_model(llm: LLM) -> Vocabulary:
 def _xgrammar_compiler(vocabulary: Vocabulary) -> Any:
     import xgrammar
 
-    info = xgrammar.TokenizerInfo(vocabulary.tokens, xgrammar.VocabType.RAW, stop_token_ids=[vocabulary.end])
+    info = xgrammar.TokenizerInfo(vocabulary.tokens, xgrammar.VocabType.RAW, stop_token_ids=[vocabulary.end_token])
     return xgrammar.GrammarCompiler(info)
 
 
-def mask_ms(vocabulary: Vocabulary, form: Any, nodes: int, batch: int) -> float:
+def mask_ms(vocabulary: Vocabulary, compiled_grammar: Any, nodes: int, batch: int) -> float:
     """Median milliseconds of the masks of `batch` trees of `nodes` tokens that the grammar allows, inside a text."""
     rng = random.Random(0)
     trees, maskers = [], []
     for _ in range(batch):
-        masker = vocabulary.masker(form)
+        masker = vocabulary.masker(compiled_grammar)
         for byte in b'{"kind": "note", "text": "':
             masker.push(vocabulary.tokens.index(bytes([byte])))
         allowed = allowed_tokens(masker.root_mask())
@@ -134,14 +136,16 @@ def mask_ms(vocabulary: Vocabulary, form: Any, nodes: int, batch: int) -> float:
     return 1e3 * median(times[1:])
 
 
-def _measure_loads(bench: BenchEngine, vocabulary: Vocabulary, form: Any, num_tokens: int) -> dict[str, Any]:
+def _measure_loads(
+    bench: BenchEngine, vocabulary: Vocabulary, compiled_grammar: Any, num_tokens: int
+) -> dict[str, Any]:
     """Figures of NUM_REQUESTS requests: none, one and all of them under the grammar, in turn."""
     prompts = bench.prompts([PROMPT_TOKENS] * NUM_REQUESTS)
     runs: dict[str, list[LoadFigures]] = {"none": [], "one": [], "all": []}
     for repeat in range(1 + TIMED_RUNS):
         for name, count in (("none", 0), ("one", 1), ("all", NUM_REQUESTS)):
             timed = _run_load(
-                bench.llm, prompts, num_tokens, [vocabulary.masker(form) for _ in range(count)], vocabulary
+                bench.llm, prompts, num_tokens, [vocabulary.masker(compiled_grammar) for _ in range(count)], vocabulary
             )
             if repeat:
                 runs[name].append(timed)
@@ -170,7 +174,7 @@ def _run_load(
     params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
     requests = [llm.new_requests(prompt, llm.inputs.resolve(params), detokenize=False)[0] for prompt in prompts]
     for request, masker in zip(requests, maskers, strict=False):
-        request.masker, request.stop_ids = masker, frozenset((vocabulary.end,))
+        request.masker, request.stop_ids = masker, frozenset((vocabulary.end_token,))
     watched = {request.id for request in requests[len(maskers) :] or requests}
     for request in requests:
         llm.engine.add(request)

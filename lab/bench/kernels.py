@@ -146,14 +146,16 @@ def require_page_sizes(sizes: Sequence[int]) -> None:
         raise EspalierError(f"--page-size={flag_text(list(sizes))} is not supported; use 1 to {MAX_PAGE_SIZE}")
 
 
-def attention_cases(page_sizes: Sequence[int], device: torch.device, in_order: bool = False) -> Iterator[KernelCase]:
+def attention_cases(
+    page_sizes: Sequence[int], device: torch.device, pages_in_order: bool = False
+) -> Iterator[KernelCase]:
     """Of each shape the attention of one layer, and the plan that all layers share.
 
     in_order: consecutive pages, as from a pool that was never full; otherwise in random order.
     """
     for shape, page_size in product(PASS_SHAPES, page_sizes):
         layers = layers_beyond_cache(shape, device)
-        attention, run_layers = prepare_pass(shape, page_size, layers, device, in_order)
+        attention, run_layers = prepare_pass(shape, page_size, layers, device, pages_in_order)
         names = str(shape), shape.heads, str(page_size)
         # A chain's committed rows are not all that it reads.  The shape before may have left the clocks low.
         num_bytes = 0 if shape.chain else shape.kv_bytes
@@ -191,10 +193,10 @@ def layers_beyond_cache(shape: PassShape, device: torch.device) -> int:
 
 
 def prepare_pass(
-    shape: PassShape, page_size: int, layers: int, device: torch.device, in_order: bool = False
+    shape: PassShape, page_size: int, layers: int, device: torch.device, pages_in_order: bool = False
 ) -> tuple[Attention, Callable[[], Sequence[torch.Tensor]]]:
     """(a planned pass over full pages, a function that runs all of its layers).  in_order: see `attention_cases`."""
-    made = make_pass_inputs(shape, page_size, layers, device, in_order)
+    made = make_pass_inputs(shape, page_size, layers, device, pages_in_order)
     attention = TritonBackend().plan(*made.of_plan)
     return attention, lambda: [attention.attend(layer, made.q, made.k, made.v) for layer in range(layers)]
 
@@ -210,7 +212,7 @@ class PassInputs:
 
 
 def make_pass_inputs(
-    shape: PassShape, page_size: int, layers: int, device: torch.device, in_order: bool = False
+    shape: PassShape, page_size: int, layers: int, device: torch.device, pages_in_order: bool = False
 ) -> PassInputs:
     """A pass over full pages.  in_order: see `attention_cases`."""
     tree = (0, 1, 1) if shape.chain else (TREE_STEPS, TREE_TOPK, shape.queries)
@@ -224,7 +226,7 @@ def make_pass_inputs(
             for plane in stacked:
                 plane.copy_(torch.randn(plane.shape, dtype=DTYPE, device=device))
     table = torch.zeros(shape.batch, layout.table_width, dtype=torch.int32, device=device)
-    order = torch.arange if in_order else torch.randperm
+    order = torch.arange if pages_in_order else torch.randperm
     table[:, :width] = 1 + order(shape.batch * width, device=device).view(shape.batch, width)
     length = torch.full((shape.batch,), shape.context, dtype=torch.int64, device=device)
     keeps = shape.spec.rows

@@ -57,7 +57,7 @@ class ComparedTraffic:
     equal: int = 0
     compared: int = 0
 
-    def answer(self, prompt: str, keep: bool = True) -> Request:
+    def answer(self, prompt: str, keep_for_training: bool = True) -> Request:
         tokens = self.llm.inputs.prompt_tokens(prompt)
         [request] = self.llm.new_requests(tokens, self.llm.inputs.resolve(GREEDY_PARAMS), detokenize=False)
         self.llm.engine.add(request)
@@ -65,7 +65,7 @@ class ComparedTraffic:
             self.learner.between_steps(self.llm.engine)
             self.llm.step()
         self.learner.between_steps(self.llm.engine)
-        if keep:
+        if keep_for_training:
             self.learner.keep(request)
         return request
 
@@ -147,7 +147,7 @@ def learn_topic(traffic: ComparedTraffic, topic: str, num_compared: int, is_kill
             traffic.compare(prompt, request)
     phase.seconds = perf_counter() - begun
     for prompt, _ in zip(prompts, range(num_compared), strict=False):
-        request = traffic.answer(prompt, keep=False)
+        request = traffic.answer(prompt, keep_for_training=False)
         phase.answers += 1
         phase.after.merge(request.stats)
         phase.static.merge(traffic.static.generate(prompt, GREEDY_PARAMS)[0].speculation)

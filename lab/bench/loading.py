@@ -111,13 +111,13 @@ def process_bytes() -> int:
 
 
 @contextmanager
-def _sample_until_end(value: Callable[[], int]) -> Iterator[list[int]]:
+def _sample_until_end(read_value: Callable[[], int]) -> Iterator[list[int]]:
     """Samples of a value, taken by a thread until the block ends."""
-    samples, ended = [value()], Event()
+    samples, ended = [read_value()], Event()
 
     def sample() -> None:
         while not ended.wait(SAMPLE_SECONDS):
-            samples.append(value())
+            samples.append(read_value())
 
     thread = Thread(target=sample, daemon=True)
     thread.start()
@@ -126,18 +126,18 @@ def _sample_until_end(value: Callable[[], int]) -> Iterator[list[int]]:
     finally:
         ended.set()
         thread.join()
-        samples.append(value())
+        samples.append(read_value())
 
 
-def _table(found: LoadingFigures) -> list[list[str]]:
-    size = found.file_bytes / 1e9
+def _table(figures: LoadingFigures) -> list[list[str]]:
+    size = figures.file_bytes / 1e9
     rows = [
         ["files", f"{size:.2f} GB"],
-        ["read alone", f"{found.read_seconds:.2f} s, {size / found.read_seconds:.2f} GB/s"],
-        ["loaded", f"{found.load_seconds:.2f} s, {size / found.load_seconds:.2f} GB/s"],
-        ["weights in memory", f"{found.weights_bytes / 1e9:.2f} GB"],
-        ["most memory of the process", f"+{found.host_bytes / 1e9:.2f} GB"],
+        ["read alone", f"{figures.read_seconds:.2f} s, {size / figures.read_seconds:.2f} GB/s"],
+        ["loaded", f"{figures.load_seconds:.2f} s, {size / figures.load_seconds:.2f} GB/s"],
+        ["weights in memory", f"{figures.weights_bytes / 1e9:.2f} GB"],
+        ["most memory of the process", f"+{figures.host_bytes / 1e9:.2f} GB"],
     ]
-    if found.gpu_bytes is not None:
-        rows.append(["most memory of the GPU", f"{found.gpu_bytes / 1e9:.2f} GB"])
+    if figures.gpu_bytes is not None:
+        rows.append(["most memory of the GPU", f"{figures.gpu_bytes / 1e9:.2f} GB"])
     return rows

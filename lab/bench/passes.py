@@ -15,16 +15,16 @@ UP_TO_ATTENTION = (
 )
 
 
-def prefill_pass(shape: ModelShape, rows: int, requests: int, drafts: bool = True) -> tuple[ProductRun, ...]:
+def prefill_pass(shape: ModelShape, rows: int, requests: int, has_draft: bool = True) -> tuple[ProductRun, ...]:
     """A prefill pass: the target over `rows` rows, its lm_head over a row of each request, and the draft's extend.
 
     A last layer whose output is read at the last tokens alone computes it there alone (speculate/round.py).
     """
-    extend = shape.extend_passes(rows) if drafts else ()
+    extend = shape.extend_passes(rows) if has_draft else ()
     if shape.modules == 1:
         extend = _with_output_rows(requests, extend)
     whole = shape.target_pass(rows, requests)
-    if drafts and shape.mtp is not None:
+    if has_draft and shape.mtp is not None:
         # MTP modules read the target's output at every row.
         return (*whole, *extend)
     rest, last = shape.part(0, shape.layers - 1), shape.part(shape.layers - 1)
@@ -32,9 +32,9 @@ def prefill_pass(shape: ModelShape, rows: int, requests: int, drafts: bool = Tru
     return (*rest.target_pass(rows)[:-1], *of_last, whole[-1], *extend)
 
 
-def _with_output_rows(rows: int, layer: Sequence[ProductRun]) -> tuple[ProductRun, ...]:
+def _with_output_rows(rows: int, layer_runs: Sequence[ProductRun]) -> tuple[ProductRun, ...]:
     """The runs of a layer whose output is read at `rows` rows: those behind attention compute no others."""
-    return tuple(run if run.name.endswith(UP_TO_ATTENTION) else replace(run, rows=rows) for run in layer)
+    return tuple(run if run.name.endswith(UP_TO_ATTENTION) else replace(run, rows=rows) for run in layer_runs)
 
 
 def attended_rows(spec: LayerSpec, context: float) -> float:

@@ -132,14 +132,14 @@ def _print_tables(prefills: Sequence[PrefillFigures], paused: DecodePause) -> No
     stdout().print(Text(f"{who} wait {before}, {during}"))
 
 
-def measure_prefill(bench: BenchEngine, batch: int, length: int, floors: FloorMeter | None) -> PrefillFigures:
+def measure_prefill(bench: BenchEngine, batch: int, length: int, floor_meter: FloorMeter | None) -> PrefillFigures:
     """Measure `batch` prompts of `length` tokens, after one turn to warm up.  floors: of the same shape."""
     prompts, launches = bench.prompts([length] * batch), record_launches(bench.engine)
     times, peaks = [], []
     drafts = drafter_without_files(bench.config.algorithm) is None
     # A measured peak takes a second.
-    has_bound = floors is not None and bound_ms(floors.shape, batch, length, drafts, 1.0) is not None
-    meter = PeakMeter(floors.timer, floors.device) if floors is not None and has_bound else None
+    has_bound = floor_meter is not None and bound_ms(floor_meter.shape, batch, length, drafts, 1.0) is not None
+    meter = PeakMeter(floor_meter.timer, floor_meter.device) if floor_meter is not None and has_bound else None
     for _ in range(1 + TIMED_TURNS):
         empty_prefix_cache(bench.engine)
         launches.reset()
@@ -149,9 +149,13 @@ def measure_prefill(bench: BenchEngine, batch: int, length: int, floors: FloorMe
             peaks.append(meter.measure())
     seconds = median(times[1:])
     passes, num_rounds = launches.prefills, len(launches.rounds)
-    linear_ms = None if floors is None else _linear_ms(bench, passes, floors)
-    expert_ms = None if floors is None else _expert_ms(bench, passes, floors)
-    bound = bound_ms(floors.shape, batch, length, drafts, median(peaks[1:])) if floors is not None and peaks else None
+    linear_ms = None if floor_meter is None else _linear_ms(bench, passes, floor_meter)
+    expert_ms = None if floor_meter is None else _expert_ms(bench, passes, floor_meter)
+    bound = (
+        bound_ms(floor_meter.shape, batch, length, drafts, median(peaks[1:]))
+        if floor_meter is not None and peaks
+        else None
+    )
     rate = batch * length / seconds
     return PrefillFigures(batch, length, 1e3 * seconds, rate, len(passes), num_rounds, linear_ms, expert_ms, bound)
 
@@ -192,7 +196,7 @@ def _linear_ms(bench: BenchEngine, passes: Sequence[tuple[int, int]], floors: Fl
     for batch, width in set(passes):
         rows = batch * width
         runs = prefill_pass(floors.shape, rows, batch, drafts)
-        ms_of_pass[batch, width] = floors.linears(runs, rows).fastest_ms
+        ms_of_pass[batch, width] = floors.time_linears(runs, rows).fastest_ms
     return sum(ms_of_pass[each] for each in passes)
 
 
@@ -251,13 +255,13 @@ def token_gaps(before: TokenTimes, during: TokenTimes, after: TokenTimes) -> lis
 
 
 def _record_token_times(
-    bench: BenchEngine, requests: Sequence[Request], num_steps: int | None, until: Request | None = None
+    bench: BenchEngine, requests: Sequence[Request], num_steps: int | None, until_first_token_of: Request | None = None
 ) -> list[list[float]]:
     """The times at which tokens came to each request, over num_steps steps, or until `until` has its first token."""
     times: list[list[float]] = [[] for _ in requests]
     lengths = [len(request.output) for request in requests]
     steps_done = 0
-    while steps_done != num_steps and not (until is not None and until.output):
+    while steps_done != num_steps and not (until_first_token_of is not None and until_first_token_of.output):
         bench.engine.step()
         steps_done += 1
         now = perf_counter()

@@ -14,7 +14,7 @@ from espalier.startup.build import LoadedModels
 from espalier.startup.load import build_engine_of_ranks
 from espalier.startup.ranks import starting_ranks
 from lab.bench.synthetic_models import RunningEngine, SyntheticModels
-from lab.synthetic.checkpoint import Recipe, build
+from lab.synthetic.checkpoint import Recipe, build_models
 
 
 class RankedModels(SyntheticModels):
@@ -46,7 +46,7 @@ def synthetic_models(
 def load_recipe_models(recipe: Recipe, config: ResolvedConfig, shards: Shards) -> LoadedModels:
     """What one rank holds (espalier/startup/ranks.py:Models)."""
     dtype, device = getattr(torch, config.dtype), torch.device(config.device)
-    target, draft = build(recipe, dtype, device, config.layout.position_rows, shards)
+    target, draft = build_models(recipe, dtype, device, config.layout.position_rows, shards)
     if config.algorithm != draft.spec.algorithm:
         target.capture = ()
         return LoadedModels(config, target, None, shards)

@@ -88,17 +88,17 @@ def nccl_add_norm(ranks: Any, x: Tensor, residual: Tensor, weight: Tensor) -> An
     return add_rms_norm(ranks.nccl.all_reduce(x), residual, weight, EPS)
 
 
-def graph_call_us(run: Callable[[], Any]) -> float:
+def graph_call_us(call: Callable[[], Any]) -> float:
     """The median microseconds of a call, over replays of a CUDA graph with CALLS_PER_GRAPH calls."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        run()
+        call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
         for _ in range(CALLS_PER_GRAPH):
-            run()
+            call()
     events = [torch.cuda.Event(enable_timing=True) for _ in range(TIMED_REPLAYS + 1)]
     for _ in range(WARM_UP_REPLAYS):
         graph.replay()

@@ -142,7 +142,7 @@ class ServeBench:
     def measure(self, concurrency: int, context: int, num_tokens: int, repeats: int) -> ConcurrencyFigures:
         """Medians over repeats.  LLM.generate, streams and whole responses take turns."""
         prompts = self.opened.prompts([context] * concurrency)
-        kinds = (self._offline, self._streamed, self._whole)
+        kinds = (self._run_offline, self._run_streamed, self._run_whole)
         runs: list[tuple[TimedRun, ...]] = []
         for _ in range(repeats):
             pairs = [(kind(prompts, num_tokens), kind(prompts, num_tokens)) for kind in kinds]
@@ -155,7 +155,7 @@ class ServeBench:
             concurrency, offline, streamed, whole, rounds, sum(one == other for one, other in answers)
         )
 
-    def _offline(self, prompts: Sequence[list[int]], num_tokens: int) -> "TimedRun":
+    def _run_offline(self, prompts: Sequence[list[int]], num_tokens: int) -> "TimedRun":
         launched = self.llm.engine.scheduler.num_rounds
         params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
         # The server's engine is idle as long.
@@ -169,13 +169,13 @@ class ServeBench:
             seconds, launched.total() - before, [each.text if has_text else each.token_ids for each in outputs]
         )
 
-    def _streamed(self, prompts: Sequence[list[int]], num_tokens: int) -> "TimedRun":
-        return self._served(prompts, num_tokens, stream=True)
+    def _run_streamed(self, prompts: Sequence[list[int]], num_tokens: int) -> "TimedRun":
+        return self._run_served(prompts, num_tokens, stream=True)
 
-    def _whole(self, prompts: Sequence[list[int]], num_tokens: int) -> "TimedRun":
-        return self._served(prompts, num_tokens, stream=False)
+    def _run_whole(self, prompts: Sequence[list[int]], num_tokens: int) -> "TimedRun":
+        return self._run_served(prompts, num_tokens, stream=False)
 
-    def _served(self, prompts: Sequence[list[int]], num_tokens: int, stream: bool) -> "TimedRun":
+    def _run_served(self, prompts: Sequence[list[int]], num_tokens: int, stream: bool) -> "TimedRun":
         """From the first byte sent to the last one received.  All prompts are sent at once."""
         same = {"model": SERVED_NAME, "max_tokens": num_tokens, "temperature": 0, "ignore_eos": True, "stream": stream}
         # Without text, a stream's events would be empty.

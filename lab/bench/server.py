@@ -126,7 +126,7 @@ def free_port() -> int:
 
 
 def wait_until_served(process: subprocess.Popen[bytes], port: int) -> None:
-    """Wait until the server accepts connections.  Raises EspalierError if it ends, or takes longer than START_SECONDS."""
+    """Wait until the server accepts connections.  Raises EspalierError if it ends or takes START_SECONDS."""
     end = time.monotonic() + START_SECONDS
     while process.poll() is None and time.monotonic() < end:
         try:

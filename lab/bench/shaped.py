@@ -74,7 +74,7 @@ class MeasuredCell:
             "floor": asdict(self.floor) if self.floor else None,
             "round_over_floor": self.over_floor,
             "plain_tokens_per_second": rate,
-            "tree_over_plain": self.rounds.tokens_per_second / rate if rate and self.cell.drafts else None,
+            "tree_over_plain": self.rounds.tokens_per_second / rate if rate and self.cell.has_draft else None,
             "seconds": self.seconds,
         }
 
@@ -189,7 +189,7 @@ def measure_cells(
                 # it runs, it has all memory, and the products need some.
                 tree, touched = TreeShape(*cell.tree), rounds.experts_touched
                 try:
-                    size = RoundSize(cell.batch, tree, rounds.context, cell.drafts, touched)
+                    size = RoundSize(cell.batch, tree, rounds.context, cell.has_draft, touched)
                     of_cell = floors.round(size, ceilings)
                 except BaseException as error:
                     failure = error
@@ -210,19 +210,19 @@ def _measure_in_one_engine(
             yield cell, rounds, figures, perf_counter() - begun
 
 
-def plain_cell_beside(all_measured: Sequence[MeasuredCell], one: MeasuredCell) -> MeasuredCell | None:
+def plain_cell_beside(all_measured: Sequence[MeasuredCell], cell: MeasuredCell) -> MeasuredCell | None:
     """Plain decoding of the same batch and context, preferably at the same page size; None if there is none."""
     same = [
         each
         for each in all_measured
-        if not each.cell.drafts and (each.cell.batch, each.cell.context) == (one.cell.batch, one.cell.context)
+        if not each.cell.has_draft and (each.cell.batch, each.cell.context) == (cell.cell.batch, cell.cell.context)
     ]
-    return min(same, key=lambda each: each.cell.page_size != one.cell.page_size, default=None)
+    return min(same, key=lambda each: each.cell.page_size != cell.cell.page_size, default=None)
 
 
-def best_rate_beside(all_measured: Sequence[MeasuredCell], one: MeasuredCell) -> float:
+def best_rate_beside(all_measured: Sequence[MeasuredCell], cell: MeasuredCell) -> float:
     """Tokens a second of the fastest cell of the same batch and context."""
-    same = one.cell.batch, one.cell.context
+    same = cell.cell.batch, cell.cell.context
     return max(each.rounds.tokens_per_second for each in all_measured if (each.cell.batch, each.cell.context) == same)
 
 
@@ -299,5 +299,5 @@ def engine_table(measured: Sequence[MeasuredCell]) -> list[list[str]]:
     return rows
 
 
-def _format_or_empty(value: float | None, form: str) -> str:
-    return "" if value is None else form.format(value)
+def _format_or_empty(value: float | None, format_spec: str) -> str:
+    return "" if value is None else format_spec.format(value)

@@ -174,7 +174,7 @@ def _stack_pools(pools: Sequence[CandidatePools]) -> CandidatePools:
     return CandidatePools(*(np.stack([vars(pool)[name] for pool in pools]) for name in vars(pools[0])))
 
 
-def synthetic_pools(rng: np.random.Generator, skill: float, knows: bool, tokens: int = 64) -> CandidatePools:
+def synthetic_pools(rng: np.random.Generator, skill: float, knows_skill: bool, tokens: int = 64) -> CandidatePools:
     """A request whose draft's best token is right with a probability of mean `skill`, which varies by place.
 
     knows: whether the draft's scores are these probabilities; else every draft is as sure as one of skill 0.7.
@@ -183,7 +183,7 @@ def synthetic_pools(rng: np.random.Generator, skill: float, knows: bool, tokens:
     size = (tokens, TREE_STEPS)
     sure = rng.beta(4 * skill, 4 * (1 - skill), size)
     right = np.where(rng.random(size) < sure, 0, 1 + rng.integers(0, 2 * TREE_TOPK, size))
-    said = sure if knows else rng.beta(2.8, 1.2, size)
+    said = sure if knows_skill else rng.beta(2.8, 1.2, size)
     # The rest of the probability falls by half from rank to rank.
     share = np.concatenate([said[..., None], (1 - said)[..., None] * 0.5 ** np.arange(1, TREE_TOPK)], -1)
     logp = np.log(np.clip(share, 1e-6, 1))[:, depths - 1, ranks]
@@ -238,7 +238,7 @@ class AcceptanceRates:
             factor = factor * (self.own_found / self.own_predicted)[:, None]
         return np.minimum(pools.logp + np.log(np.maximum(factor, 1e-6)), 0)
 
-    def learn(self, pools: CandidatePools, selected: np.ndarray) -> None:
+    def count_round(self, pools: CandidatePools, selected: np.ndarray) -> None:
         """Count a round.  selected: [B, N], the nodes that were verified."""
         above = np.take_along_axis(pools.on_path, np.maximum(pools.parents, 0), 1) | (pools.parents < 0)
         seen = selected & above & np.isfinite(pools.logp)
@@ -252,21 +252,21 @@ class AcceptanceRates:
         self.own_predicted = prior + (self.own_predicted - prior) * self.OWN_DECAY + (said * seen).sum(1)
         self.own_found = prior + (self.own_found - prior) * self.OWN_DECAY + (pools.on_path & seen).sum(1)
 
-    def renew(self, row: int) -> None:
+    def reset_request(self, row: int) -> None:
         self.own_predicted[row] = self.own_found[row] = self.PRIOR / 4
 
 
-def replay_batches(recorded: Sequence[CandidatePools], batch: int, width: int, policy: str) -> float:
+def replay_batches(recorded_pools: Sequence[CandidatePools], batch: int, rows_per_request: int, policy: str) -> float:
     """Tokens a round and request, at `width` rows a request with its root, while the batch is full."""
-    waiting = list(np.random.default_rng(1).permutation(len(recorded)))
-    running = [(recorded[waiting.pop()], 0) for _ in range(min(batch, len(waiting)))]
+    waiting = list(np.random.default_rng(1).permutation(len(recorded_pools)))
+    running = [(recorded_pools[waiting.pop()], 0) for _ in range(min(batch, len(waiting)))]
     survival, tokens, count = AcceptanceRates(batch), 0, 0
     while len(running) == batch:
         at = _stack_pools(
             [CandidatePools(*(value[place] for value in vars(pools).values())) for pools, place in running]
         )
-        selected = select_nodes(at, batch * (width - 1), policy, survival)
-        survival.learn(at, selected)
+        selected = select_nodes(at, batch * (rows_per_request - 1), policy, survival)
+        survival.count_round(at, selected)
         accepted = (selected & at.on_path).sum(1)
         tokens, count = tokens + int(accepted.sum()) + batch, count + batch
         running = [(pools, place + 1 + got) for (pools, place), got in zip(running, accepted.tolist(), strict=True)]
@@ -274,8 +274,8 @@ def replay_batches(recorded: Sequence[CandidatePools], batch: int, width: int, p
             if place >= len(pools):
                 if not waiting:
                     return tokens / count
-                running[row] = recorded[waiting.pop()], 0
-                survival.renew(row)
+                running[row] = recorded_pools[waiting.pop()], 0
+                survival.reset_request(row)
     return tokens / max(count, 1)
 
 
@@ -294,9 +294,9 @@ def select_nodes(pools: CandidatePools, rows: int, policy: str, survival: Accept
     return selected & np.isfinite(scores)
 
 
-def path_scores(pools: CandidatePools, given: np.ndarray) -> np.ndarray:
-    scores = given.copy()
+def path_scores(pools: CandidatePools, node_logp: np.ndarray) -> np.ndarray:
+    scores = node_logp.copy()
     for depth in range(2, TREE_STEPS + 1):
         above = np.take_along_axis(scores, np.maximum(pools.parents, 0), 1)
-        scores = np.where(pools.depths == depth, given + above, scores)
+        scores = np.where(pools.depths == depth, node_logp + above, scores)
     return scores

@@ -65,9 +65,9 @@ class SoakFigures:
 class SoakClient:
     """Sends one request over its own socket, so that it can disconnect at any time."""
 
-    def __init__(self, server: Server, chance: random.Random, tally: RequestCounts):
+    def __init__(self, server: Server, rng: random.Random, tally: RequestCounts):
         self.port = server.port
-        self.chance = chance
+        self.chance = rng
         self.tally = tally
 
     async def run(self, kind: str) -> None:
@@ -80,9 +80,9 @@ class SoakClient:
             writer.write(head + about.encode() + body)
             await writer.drain()
             if kind.startswith("leaves"):
-                await self._leave(kind, reader)
+                await self._disconnect_early(kind, reader)
             else:
-                await self._stay(kind, reader)
+                await self._read_response(kind, reader)
         finally:
             writer.close()
 
@@ -106,14 +106,14 @@ class SoakClient:
             body["stop"] = chance.choice(("return", "\n\n"))
         return body
 
-    async def _leave(self, kind: str, reader: asyncio.StreamReader) -> None:
+    async def _disconnect_early(self, kind: str, reader: asyncio.StreamReader) -> None:
         self.tally.disconnects += 1
         if kind == "leaves while waiting":
             await asyncio.sleep(self.chance.random() / 2)
         else:
             await reader.read(self.chance.randint(1, 2000))
 
-    async def _stay(self, kind: str, reader: asyncio.StreamReader) -> None:
+    async def _read_response(self, kind: str, reader: asyncio.StreamReader) -> None:
         answer = bytearray()
         try:
             async with asyncio.timeout(ANSWER_SECONDS):
@@ -162,12 +162,12 @@ def soak_server(settings: Mapping[str, Any], count: int, seed: int) -> SoakFigur
     )
 
 
-async def _send_all(server: Server, count: int, chance: random.Random, tally: RequestCounts) -> None:
-    kinds = chance.choices(list(KIND_WEIGHTS), list(KIND_WEIGHTS.values()), k=count)
+async def _send_all(server: Server, count: int, rng: random.Random, tally: RequestCounts) -> None:
+    kinds = rng.choices(list(KIND_WEIGHTS), list(KIND_WEIGHTS.values()), k=count)
 
     async def one(kind: str) -> None:
-        await asyncio.sleep(chance.random() * count / 10)
-        await SoakClient(server, random.Random(chance.random()), tally).run(kind)
+        await asyncio.sleep(rng.random() * count / 10)
+        await SoakClient(server, random.Random(rng.random()), tally).run(kind)
 
     results = await asyncio.gather(*(one(kind) for kind in kinds), return_exceptions=True)
     tally.unanswered += sum(isinstance(result, BaseException) for result in results)

@@ -26,8 +26,8 @@ from espalier.models.draft import MAX_MODULES
 from espalier.startup.build import LoadedModels, assemble_engine, config_without_files
 from espalier.startup.load import build_engine_of_models
 from lab.bench.instrument import count_kernels
-from lab.synthetic.checkpoint import Recipe, build, total_bytes
-from lab.synthetic.quantised import require_stored
+from lab.synthetic.checkpoint import Recipe, build_models, total_bytes
+from lab.synthetic.quantised import require_format_fits
 
 # The draft's skill is chosen for an accept length at this tree.
 ACCEPT_LENGTH_TREE = (5, 8, 64)
@@ -103,7 +103,7 @@ def recipe_of_shape(shape: str, seed: int, **fields: Any) -> Recipe:
     if layers is not None:
         found = found.with_layers(layers)
     if "weights" in given:
-        require_stored(found.target, given["weights"])
+        require_format_fits(found.target, given["weights"])
     recipe = Recipe(found, seed, **given)
     return recipe if by_depth is None else recipe.with_acceptance(by_depth)
 
@@ -118,7 +118,7 @@ class SyntheticModels:
 
     def make(self, position_rows: int) -> None:
         begun = perf_counter()
-        self.target, self.draft = build(self.recipe, self.dtype, self.device, position_rows)
+        self.target, self.draft = build_models(self.recipe, self.dtype, self.device, position_rows)
         # Without a draft nothing reads the captured hidden states.
         self.plain = copy.copy(self.target)
         self.plain.capture = ()

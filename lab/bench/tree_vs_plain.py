@@ -104,7 +104,7 @@ def _compare_runs(
     shape: TreeShape,
     plain: list[DriveResult],
     tree: list[DriveResult],
-    others: list[float],
+    transformers_seconds: list[float],
     num_tokens: int,
 ) -> TreeVsPlain:
     round_ms, token_ms = (1000 * median(full_steps(runs)) for runs in (tree, plain))
@@ -122,7 +122,7 @@ def _compare_runs(
         accept_length=tree[0].stats.accept_length,
         plain_tokens_per_second=plain_speed,
         tree_tokens_per_second=tree_speed,
-        transformers_tokens_per_second=num_tokens / median(others) if others else None,
+        transformers_tokens_per_second=num_tokens / median(transformers_seconds) if transformers_seconds else None,
         speedup=tree_speed / plain_speed,
         outside_forwards=1 - forwards if is_timed else None,
         identical=same,

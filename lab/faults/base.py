@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-Wrong = Callable[[Callable[..., Any]], Callable[..., Any]]
+FaultMaker = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 @dataclass(frozen=True)
@@ -13,7 +13,7 @@ class Fault:
     the wrong function from the right one; reports: numbers of the bug reports with this defect."""
 
     name: str
-    what: str
-    where: str
-    wrong: Wrong
+    defect: str
+    target: str
+    make_wrong: FaultMaker
     reports: tuple[str, ...] = ()

@@ -17,7 +17,7 @@ from espalier.kernels.attention.ancestor_bits import self_only_bits
 from espalier.kernels.ops.experts import MAX_SHARED_ROWS
 from espalier.kernels.ops.state import load_carried
 from lab.faults.base import Fault
-from lab.faults.of_ranks import FAULTS_OF_RANKS
+from lab.faults.rank_faults import RANK_FAULTS
 from lab.faults.selection_faults import SELECTION_FAULTS
 from lab.faults.source_faults import SOURCE_FAULTS
 from lab.faults.state_faults import STATE_FAULTS
@@ -28,7 +28,7 @@ def _sibling_committed(right):
 
     def commit(runner, slots, path, count_tokens, snapshots=None):
         last = runner.layout.num_draft_tokens - 1
-        siblings = torch.where(path.rows > 0, (path.rows + 1).clamp(max=last), 0)
+        siblings = torch.target(path.rows > 0, (path.rows + 1).clamp(max=last), 0)
         right(runner, slots, path._replace(rows=siblings), count_tokens, snapshots)
 
     return commit
@@ -78,7 +78,7 @@ def _stale_hidden(right):
         if len(slots.prefix_len) != len(slots.index):
             return right(slots, name, values, length)
         unchanged = slots.prefix_len[:, None, None] % 2 == 0
-        return right(slots, name, torch.where(unchanged, load_carried(slots, name), values), length)
+        return right(slots, name, torch.target(unchanged, load_carried(slots, name), values), length)
 
     return carry
 
@@ -90,11 +90,11 @@ def _stale_feed(right):
     )
 
 
-def _every_form(form):
+def _forced_form(form):
     return lambda right: lambda declared: right(form)
 
 
-def _before_norm(right):
+def _hidden_before_norm(right):
     return lambda x, normed: replace(right(x, normed), hidden=x)
 
 
@@ -176,7 +176,7 @@ def _wrong_layers(right):
     return lambda draft, features: right(draft, features.roll(draft.spec.hidden_size, -1))
 
 
-def _one_late(right):
+def _positions_one_late(right):
     def block_rows(*args):
         rows = right(*args)
         return rows._replace(positions=rows.positions + 1)
@@ -184,10 +184,10 @@ def _one_late(right):
     return block_rows
 
 
-def _of_row_before(field):
+def _field_of_row_before(field):
     """Each row of a depth takes this field from the row before it.  Rows without the field stay as they are."""
 
-    def wrong(right):
+    def make_wrong(right):
         def with_edges(roots, steps, topk, next_depth):
             def wrong_depth(depth, rows, out):
                 value = getattr(rows, field)
@@ -198,7 +198,7 @@ def _of_row_before(field):
 
         return with_edges
 
-    return wrong
+    return make_wrong
 
 
 def _scales_of_layer_before(right):
@@ -210,7 +210,7 @@ def _scales_of_layer_before(right):
     return kv_scales
 
 
-def _twice(right):
+def _rounded_twice(right):
     return lambda values, scales: right(right(values, scales), scales)
 
 
@@ -267,19 +267,19 @@ FAULTS = {
             "chain-reads-target",
             "MTP layers that are trained as a chain all read the target's hidden states",
             "espalier.speculate.drafters.autoregressive:feeds_class",
-            _every_form("target"),
+            _forced_form("target"),
         ),
         Fault(
             "target-reads-chain",
             "MTP layers that are trained on the target's hidden states read those of the layer before",
             "espalier.speculate.drafters.autoregressive:feeds_class",
-            _every_form("chain"),
+            _forced_form("chain"),
         ),
         Fault(
             "hidden-before-norm",
             "an MTP layer hands on its hidden state from before its last norm",
             "espalier.models.mtp:output_from_normed",
-            _before_norm,
+            _hidden_before_norm,
         ),
         Fault(
             "packed-stride",
@@ -341,19 +341,19 @@ FAULTS = {
             "anchor-late",
             "the rows of a block are one position too late",
             "espalier.speculate.drafters.one_pass:block_rows",
-            _one_late,
+            _positions_one_late,
         ),
         Fault(
             "edge-of-wrong-parent",
             "the edges of a block draft are those of another token of the depth before",
             "espalier.speculate.drafters.one_pass:edge_candidates",
-            _of_row_before("tokens"),
+            _field_of_row_before("tokens"),
         ),
         Fault(
             "state-of-wrong-path",
             "a path's recurrent edges have the state of another path",
             "espalier.speculate.drafters.one_pass:edge_candidates",
-            _of_row_before("parents"),
+            _field_of_row_before("parents"),
         ),
         Fault(
             "neighbours-scale",
@@ -365,13 +365,13 @@ FAULTS = {
             "v-scaled-twice",
             "V in FP8 is multiplied by its scale twice",
             "espalier.attention.sdpa:times_v_scale",
-            _twice,
+            _rounded_twice,
         ),
         *STATE_FAULTS,
         *SELECTION_FAULTS,
         *SOURCE_FAULTS,
     )
-} | FAULTS_OF_RANKS
+} | RANK_FAULTS
 
 
 def find(name: str) -> Fault:
@@ -389,9 +389,9 @@ def find(name: str) -> Fault:
 def plant(name: str) -> Iterator[Fault]:
     """Plant a fault for the duration of the context.  Raises EspalierError for an unknown name."""
     fault = find(name)
-    owner, attribute = _resolve(fault.where)
+    owner, attribute = _resolve(fault.target)
     right = vars(owner)[attribute]
-    setattr(owner, attribute, fault.wrong(right))
+    setattr(owner, attribute, fault.make_wrong(right))
     try:
         yield fault
     finally:

@@ -7,12 +7,12 @@ from espalier.models.layer_loading import layer_specs_of
 Shapes = dict[str, tuple[int, ...]]
 
 # What vectors of these names hold: decays of about 0.98 a token.
-CONSTANTS = {"A_log": 0.0, "dt_bias": -4.0, "D": 1.0}
+CONSTANT_VECTORS = {"A_log": 0.0, "dt_bias": -4.0, "D": 1.0}
 # Norms of these names store their weights as they are, in families whose other norms store them less 1.
-PLAIN_NORMS = ("linear_attn.norm.weight",)
+NORMS_WITHOUT_OFFSET = ("linear_attn.norm.weight",)
 
 
-def delta_net(config: ModelConfig, layer: int) -> Shapes | None:
+def delta_net_shapes(config: ModelConfig, layer: int) -> Shapes | None:
     """Of Qwen3.5 and later, under `linear_attn.`; None for a layer of attention."""
     keeps, hidden = layer_specs_of(config)[layer].keeps, config.hidden_size
     if not isinstance(keeps, RecurrentState):
@@ -32,7 +32,7 @@ def delta_net(config: ModelConfig, layer: int) -> Shapes | None:
     return {f"linear_attn.{name}": size for name, size in shapes.items()}
 
 
-def gated_attention(config: ModelConfig) -> Shapes:
+def gated_attention_shapes(config: ModelConfig) -> Shapes:
     hidden, size = config.hidden_size, config.head_size
     rows = {"q": 2 * config.heads * size, "k": config.kv_heads * size, "v": config.kv_heads * size}
     shapes: Shapes = {f"self_attn.{name}_proj.weight": (count, hidden) for name, count in rows.items()}
@@ -40,7 +40,7 @@ def gated_attention(config: ModelConfig) -> Shapes:
     return {**shapes, **{f"self_attn.{name}_norm.weight": (size,) for name in "qk"}}
 
 
-def nemotron(config: ModelConfig, layer: int) -> Shapes:
+def nemotron_shapes(config: ModelConfig, layer: int) -> Shapes:
     """A layer is one block, under `mixer.`."""
     spec, hidden = layer_specs_of(config)[layer], config.hidden_size
     keeps, experts, shapes = spec.keeps, config.experts, Shapes()
@@ -56,7 +56,7 @@ def nemotron(config: ModelConfig, layer: int) -> Shapes:
             "in_proj.weight": (inner + keeps.channels + keeps.heads, hidden),
             "conv1d.weight": (keeps.channels, 1, keeps.taps),
             "conv1d.bias": (keeps.channels,),
-            **dict.fromkeys(CONSTANTS, (keeps.heads,)),
+            **dict.fromkeys(CONSTANT_VECTORS, (keeps.heads,)),
             "norm.weight": (inner,),
             "out_proj.weight": (hidden, inner),
         }

@@ -13,8 +13,8 @@ from espalier.request import Request, SamplingParams
 from espalier.speculate.drafters import autoregressive
 from lab import __main__ as lab
 from lab.faults import command as guard
-from lab.faults.of_ranks import FAULTS_OF_RANKS
 from lab.faults.planted import FAULTS, find, plant
+from lab.faults.rank_faults import RANK_FAULTS
 from lab.faults.selection_faults import SELECTION_FAULTS
 from lab.faults.source_faults import SOURCE_FAULTS
 from lab.faults.state_faults import STATE_FAULTS
@@ -189,7 +189,7 @@ def test_unbroken_every_property_holds(setup):
 
 
 # test_ranks.py catches those of several ranks.
-OF_ONE_RANK = [name for name in FAULTS if name not in FAULTS_OF_RANKS]
+OF_ONE_RANK = [name for name in FAULTS if name not in RANK_FAULTS]
 
 
 @pytest.mark.parametrize("name", OF_ONE_RANK)

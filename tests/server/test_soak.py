@@ -118,7 +118,7 @@ def test_an_answer_without_its_end_is_none(answer, unanswered):
         reader = asyncio.StreamReader()
         reader.feed_data(answer)
         reader.feed_eof()
-        await SoakClient(Server(0, 0, 0), random.Random(0), tally)._stay("stream", reader)
+        await SoakClient(Server(0, 0, 0), random.Random(0), tally)._read_response("stream", reader)
 
     asyncio.run(read())
     assert tally.unanswered == unanswered and tally.statuses.total() == 1

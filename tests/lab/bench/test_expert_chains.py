@@ -27,7 +27,7 @@ from lab.bench.experts import ExpertCalls, ExpertWeights, LayerExperts, num_expe
 from lab.bench.floor import FloorMeter, LinearTimes, RoundSize, round_products
 from lab.bench.passes import prefill_pass
 from lab.bench.recipe_sizes import recipe_sizes, shape_named
-from lab.synthetic.checkpoint import Recipe, build
+from lab.synthetic.checkpoint import Recipe, build_models
 from tests.lab.synthetic.mixtures import WITH_EXPERTS, mixture
 
 CPU = torch.device("cpu")
@@ -97,7 +97,7 @@ def test_few_rows_take_the_shared_expert_with_the_routed_ones(rows, joins):
 def test_no_weight_is_multiplied_twice_in_a_pass_with_dense_layers():
     shape, weights = recipe_sizes(Recipe(mixture("v2"))), ExpertWeights(torch.float32, CPU)
     runs = shape.target_pass(3)
-    pointers = [weights.of(step.run)[step.layer].data_ptr() for step in product_steps(runs, experts=False)]
+    pointers = [weights.of(step.run)[step.layer].data_ptr() for step in product_steps(runs, with_experts=False)]
     assert len(pointers) == len(set(pointers)) == sum(run.count for run in runs)
 
 
@@ -106,7 +106,7 @@ def test_each_pass_of_an_mtp_module_with_experts_has_its_product():
     layer_sizes = replace(target.mtp.layer, experts=replace(target.experts, layers=1))
     shape = replace(target, mtp=replace(target.mtp, layer=layer_sizes))
     _, draft = round_products(shape, RoundSize(2, TreeShape(3, 2, 6)))
-    found = [step.run for step in product_steps(draft, experts=True) if step.is_experts]
+    found = [step.run for step in product_steps(draft, with_experts=True) if step.is_experts]
     assert [(run.name, run.rows) for run in found] == [
         *(("draft 2 router", 4), ("draft 2 router", 4)),
         *(("draft 1 router", 8), ("draft 2 router", 8)),
@@ -180,7 +180,7 @@ def test_a_chain_launches_what_the_engine_launches(name, weights, rows, monkeypa
     recipe = Recipe(wide(name), weights=weights)
     # Float32 on a CPU has no shared expert in the product.
     dtype = torch.bfloat16
-    [*_, block] = build(recipe, dtype, CPU, 64)[0].layers
+    [*_, block] = build_models(recipe, dtype, CPU, 64)[0].layers
     engine, chain = Recorder(), Recorder()
     monkeypatch.setattr(layer, "grouped_experts", engine)
     monkeypatch.setattr(lab_experts, "grouped_experts", chain)
@@ -261,7 +261,7 @@ def test_products_are_timed_once_for_each_number_of_touched_experts(told):
     assert told.timer.timed == 3
     # Without experts where only linear layers are asked for, as prefill does.
     before = len(told.timer.recorder.calls)
-    told.linears(prefill_pass(told.shape, 8, 2), 8)
+    told.time_linears(prefill_pass(told.shape, 8, 2), 8)
     assert len(told.timer.recorder.calls) == before
 
 
@@ -290,10 +290,10 @@ def test_ranks_share_the_time_of_the_target_alone(monkeypatch):
     monkeypatch.setattr(floor_module, "require_gpu", lambda command: torch.device("cpu"))
     monkeypatch.setattr(floor_module, "GraphTimer", object)
 
-    def products(self, runs, rows):
+    def time_products(self, runs, rows):
         return LinearTimes(rows, 0.0, sum(run.count * run.rows for run in runs), 0.0), None
 
-    monkeypatch.setattr(FloorMeter, "products", products)
+    monkeypatch.setattr(FloorMeter, "time_products", time_products)
     sizes = recipe_sizes(Recipe(mixture("qwen3-moe")))
     size = RoundSize(2, TreeShape(3, 2, 6))
     one, two = (FloorMeter(sizes, ranks=ranks).round(size, CEILINGS).ms for ranks in (1, 2))

@@ -87,7 +87,7 @@ def test_a_prefill_pass_reads_the_output_of_a_row_of_each_request():
     assert rows[4:9] == [("qkv", 1, 2048), *((name, 1, 2) for name in of_layer[1:]), ("lm_head", 1, 2)]
     assert rows[9:11] == [("draft fc", 1, 2048), ("draft qkv", 1, 2048)]
     assert rows[11:] == [(f"draft {name}", 1, 2) for name in of_layer[1:]]
-    assert [(run.count, run.rows) for run in prefill_pass(LLAMA, 64, 2, drafts=False)][-2:] == [(1, 2), (1, 2)]
+    assert [(run.count, run.rows) for run in prefill_pass(LLAMA, 64, 2, has_draft=False)][-2:] == [(1, 2), (1, 2)]
 
 
 def test_mtp_modules_read_all_rows_of_a_prefill_pass():
@@ -97,7 +97,7 @@ def test_mtp_modules_read_all_rows_of_a_prefill_pass():
 
 
 def test_latent_values_are_computed_behind_attention():
-    last = prefill_pass(shape_named("deepseek-v2-lite"), 64, 2, drafts=False)[-9:]
+    last = prefill_pass(shape_named("deepseek-v2-lite"), 64, 2, has_draft=False)[-9:]
     rows = [(run.name, run.rows) for run in last if run.name in ("q and kv", "k up", "v up", "o")]
     assert rows == [("q and kv", 64), ("k up", 64), ("v up", 2), ("o", 2)]
 

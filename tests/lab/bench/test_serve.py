@@ -130,7 +130,7 @@ def test_a_failed_request_is_no_figure():
     engine = SimpleNamespace(scheduler=SimpleNamespace(num_rounds=SimpleNamespace(total=lambda: 0)))
     llm = SimpleNamespace(engine=engine, tokenizer=None, generate=lambda prompts, params: [failed])
     with pytest.raises(EspalierError, match="a request failed: no page is free"):
-        serve.ServeBench(SimpleNamespace(llm=llm), None)._offline([[1]], 2)
+        serve.ServeBench(SimpleNamespace(llm=llm), None)._run_offline([[1]], 2)
 
 
 @pytest.mark.parametrize(

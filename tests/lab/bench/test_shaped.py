@@ -330,7 +330,7 @@ def test_a_failure_leaves_what_was_measured(monkeypatch, capsys, tmp_path):
     full_rounds = shaped.full_rounds
 
     def failing(engine, models, cell, num_rounds):
-        if not cell.drafts:
+        if not cell.has_draft:
             raise EspalierError("the second cell fails")
         return full_rounds(engine, models, cell, num_rounds)
 

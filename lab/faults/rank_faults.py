@@ -5,11 +5,11 @@ from dataclasses import replace
 from lab.faults.base import Fault
 
 
-def _own_product(right):
+def _unsummed_product(right):
     return lambda shards, own: own
 
 
-def _other_prompts(right):
+def _reversed_prompts(right):
     """The same number of tokens, in another order."""
 
     def launch(follower, message):
@@ -20,7 +20,7 @@ def _other_prompts(right):
     return launch
 
 
-def _next_part(right):
+def _experts_of_next_rank(right):
     """The last rank has its own."""
 
     def own_size(weights, experts):
@@ -31,7 +31,7 @@ def _next_part(right):
     return own_size
 
 
-def _scales_across(right):
+def _scales_cut_along_rows(right):
     """Of the matrices whose columns are divided, as many scales of other rows."""
 
     def stack(weights, names, stored, cuts=()):
@@ -47,32 +47,32 @@ def _scales_across(right):
     return stack
 
 
-FAULTS_OF_RANKS = {
+RANK_FAULTS = {
     fault.name: fault
     for fault in (
         Fault(
             "product-not-summed",
             "each rank goes on with its own part of a product that the ranks should sum",
             "espalier.shards.base:Shards.all_reduce",
-            _own_product,
+            _unsummed_product,
         ),
         Fault(
             "prompt-of-another-launch",
             "a rank runs a launch with other prompts than rank 0",
             "espalier.engine.follow:Follower._launch",
-            _other_prompts,
+            _reversed_prompts,
         ),
         Fault(
             "experts-one-part-off",
             "each rank but the last holds the next rank's part of the experts",
             "espalier.models.layer_loading:_rank_part_of_size",
-            _next_part,
+            _experts_of_next_rank,
         ),
         Fault(
             "scales-across",
             "the scales of a matrix whose columns are divided are cut along its rows",
             "espalier.models.weights:Weights._cat_tensors",
-            _scales_across,
+            _scales_cut_along_rows,
         ),
     )
 }
