@@ -22,7 +22,7 @@ from espalier.llm import LLM
 from espalier.request import SamplingParams
 from espalier.terminal.console import print_table, progress, write_json
 from lab.bench.checks import refuse_tree_flags
-from lab.faults.plant_fault import plant
+from lab.faults.planted import plant
 
 # Text is called repeated if a run of this many tokens occurred before.
 REPEATED_RUN_TOKENS = 16

@@ -28,7 +28,7 @@ def _sibling_committed(right):
 
     def commit(runner, slots, path, count_tokens, snapshots=None):
         last = runner.layout.num_draft_tokens - 1
-        siblings = torch.target(path.rows > 0, (path.rows + 1).clamp(max=last), 0)
+        siblings = torch.where(path.rows > 0, (path.rows + 1).clamp(max=last), 0)
         right(runner, slots, path._replace(rows=siblings), count_tokens, snapshots)
 
     return commit
@@ -78,7 +78,7 @@ def _stale_hidden(right):
         if len(slots.prefix_len) != len(slots.index):
             return right(slots, name, values, length)
         unchanged = slots.prefix_len[:, None, None] % 2 == 0
-        return right(slots, name, torch.target(unchanged, load_carried(slots, name), values), length)
+        return right(slots, name, torch.where(unchanged, load_carried(slots, name), values), length)
 
     return carry
 
