@@ -14,18 +14,9 @@ from espalier.terminal.flags import flag_of
 
 # The flags of a synthetic model besides --shape.
 SHAPE_FLAGS = (
-    *(
-        "layers",
-        "accept_length",
-        "accept_lengths",
-        "routing_correlation",
-        "mtp_layers",
-        "mtp_form",
-        "block_size",
-        "block_fade",
-    ),
-    *("weights", "draft_weights"),
-)
+    "layers", "accept_length", "accept_lengths", "routing_correlation", "mtp_layers", "mtp_form", "block_size",
+    "block_fade", "weights", "draft_weights",
+)  # fmt: skip
 # Names of synthetic models: those of espalier/bench/shapes.py, which imports PyTorch, as the help does not.
 SHAPE_NAMES = (
     "llama-3.1-8b", "llama-3.1-70b", "llama-3.2-1b", "qwen3-8b", "qwen3-30b-a3b", "deepseek-v2-lite",

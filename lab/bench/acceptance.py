@@ -193,10 +193,7 @@ def _measure_teacher_forced(llm: LLM, name: str, num_prompts: int) -> Acceptance
 
 
 def _summarise(
-    name: str,
-    driven: DriveResult,
-    traces: dict[str, list[RoundTrace]],
-    num_same_tokens: int | None,
+    name: str, driven: DriveResult, traces: dict[str, list[RoundTrace]], num_same_tokens: int | None
 ) -> Acceptance:
     lengths: dict[bool, list[int]] = {False: [], True: []}
     by_depth: list[list[int]] = []

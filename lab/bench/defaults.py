@@ -7,6 +7,7 @@ machine slows all alike, and processor time is counted beside the wall's.
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from operator import truediv
 from statistics import median
 from time import perf_counter, process_time
 from typing import Any
@@ -96,17 +97,13 @@ def measure_modes(engines: Mapping[bool, LLM], prompts: Sequence[str], args: Nam
             for key, seconds in sums.items():
                 spent[key].append(seconds)
     ratios = {
-        f"{way}, {clock}": round(median(map(_ratio, spent["plain", clock], spent[way, clock])), 3)
+        f"{way}, {clock}": round(median(map(truediv, spent["plain", clock], spent[way, clock])), 3)
         for way in DECODING_MODES
         if way != "plain"
         for clock in CLOCKS
     }
     plain = num_tokens / median(spent["plain", "processor"])
     return {"plain tokens/s": round(plain, 1), **ratios, "accept length": round(sum(lengths) / len(lengths), 2)}
-
-
-def _ratio(one: float, other: float) -> float:
-    return one / other
 
 
 def _generate_answer(llm: LLM, prompt: str, params: SamplingParams, is_chat: bool) -> Output:

@@ -18,13 +18,7 @@ from espalier.kernels.layers.experts_plan import ExpertsShape
 from espalier.kernels.layers.linear_plans import DENSE
 from espalier.kernels.layers.quantised import InputRows, RoundedRows
 from espalier.kernels.ops.activation import SILU, Activation
-from espalier.kernels.ops.experts import (
-    MAX_SHARED_ROWS,
-    ExpertBiases,
-    ExpertMatrix,
-    SharedExperts,
-    grouped_experts,
-)
+from espalier.kernels.ops.experts import MAX_SHARED_ROWS, ExpertBiases, ExpertMatrix, SharedExperts, grouped_experts
 from espalier.kernels.ops.linear import quantise_rows
 from espalier.models.layers.mlp import rounding_in_norm
 from espalier.models.quantisers import QUANTISERS

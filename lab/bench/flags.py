@@ -66,10 +66,7 @@ def round(parser: ArgumentParser) -> None:
         help="of --acceptance: measure these trees alone, in each form of an MTP draft",
     )
     parser.add_argument(
-        "--page-size",
-        type=whole_numbers,
-        metavar="N,N",
-        help="tokens a page of the cache (16); several with --shape",
+        "--page-size", type=whole_numbers, metavar="N,N", help="tokens a page of the cache (16); several with --shape"
     )
     parser.add_argument("--compare", choices=("transformers",), help="measure transformers.generate too")
     add_json_flag(parser)

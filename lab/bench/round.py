@@ -22,20 +22,12 @@ FLAG_DEFAULTS = MappingProxyType({"batch": [1], "context": [128], "tokens": 96, 
 FLAGS_BY_MODE = MappingProxyType(
     {
         "figures": ("plot",),
-        "shape": (
-            *("cells", "rounds", "own_size", "all_buckets", *SHAPE_FLAGS),
-            *("page_size", "json", "plot"),
-        ),
+        "shape": ("cells", "rounds", "own_size", "all_buckets", *SHAPE_FLAGS, "page_size", "json", "plot"),
         "acceptance": ("prompts", "tokens", "trees", "page_size", "json"),
         None: ("batch", "context", "tokens", "repeats", "compare", "page_size", "json", "plot"),
     }
 )
-MODEL_MODES = MappingProxyType(
-    {
-        "acceptance": acceptance.run,
-        None: tree_vs_plain.run,
-    }
-)
+MODEL_MODES = MappingProxyType({"acceptance": acceptance.run, None: tree_vs_plain.run})
 
 
 def run(args: Namespace) -> int:

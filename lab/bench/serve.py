@@ -15,6 +15,7 @@ import time
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from statistics import median
 from types import MappingProxyType
 from typing import Any
@@ -142,7 +143,7 @@ class ServeBench:
     def measure(self, concurrency: int, context: int, num_tokens: int, repeats: int) -> ConcurrencyFigures:
         """Medians over repeats.  LLM.generate, streams and whole responses take turns."""
         prompts = self.opened.prompts([context] * concurrency)
-        kinds = (self._run_offline, self._run_streamed, self._run_whole)
+        kinds = (self._run_offline, partial(self._run_served, stream=True), partial(self._run_served, stream=False))
         runs: list[tuple[TimedRun, ...]] = []
         for _ in range(repeats):
             pairs = [(kind(prompts, num_tokens), kind(prompts, num_tokens)) for kind in kinds]
@@ -168,12 +169,6 @@ class ServeBench:
         return TimedRun(
             seconds, launched.total() - before, [each.text if has_text else each.token_ids for each in outputs]
         )
-
-    def _run_streamed(self, prompts: Sequence[list[int]], num_tokens: int) -> "TimedRun":
-        return self._run_served(prompts, num_tokens, stream=True)
-
-    def _run_whole(self, prompts: Sequence[list[int]], num_tokens: int) -> "TimedRun":
-        return self._run_served(prompts, num_tokens, stream=False)
 
     def _run_served(self, prompts: Sequence[list[int]], num_tokens: int, stream: bool) -> "TimedRun":
         """From the first byte sent to the last one received.  All prompts are sent at once."""

@@ -6,7 +6,7 @@ replay shares out R rows a round over the running requests in several ways, and 
 
 import sysconfig
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -132,7 +132,9 @@ def mixed_prompts(count: int) -> list[str]:
     library = Path(sysconfig.get_path("stdlib"))
     code = [path.read_text(errors="ignore")[2000 : 2000 + PROMPT_CHARACTERS] for path in sorted(library.glob("*.py"))]
     pages = sorted((Path(__file__).parents[2] / "docs").glob("*.md"))
-    prose = [text for path in pages for text in _cut_pieces(path.read_text())]
+    texts = [path.read_text() for path in pages]
+    cuts = [(text, i) for text in texts for i in range(1000, len(text) - PROMPT_CHARACTERS, 6 * PROMPT_CHARACTERS)]
+    prose = [text[first : first + PROMPT_CHARACTERS] for text, first in cuts]
     chats = [form.format(doing) for doing in CHAT_ACTIVITIES for form in CHAT_FORMS]
     kinds = [held_out, [text for text in code if len(text) == PROMPT_CHARACTERS], prose, chats]
     shares = (0.3, 0.3, 0.3, 0.1)
@@ -142,11 +144,6 @@ def mixed_prompts(count: int) -> list[str]:
         for size in [min(len(kind), round(share * count))]
         for i in range(size)
     ]
-
-
-def _cut_pieces(text: str) -> Iterator[str]:
-    for first in range(1000, len(text) - PROMPT_CHARACTERS, 6 * PROMPT_CHARACTERS):
-        yield text[first : first + PROMPT_CHARACTERS]
 
 
 def pools_of(traces: Sequence[RoundTrace]) -> CandidatePools:

@@ -147,12 +147,7 @@ class SyntheticModels:
         return total_bytes(tensors) + total_bytes(draft_tensors)
 
     def engine(
-        self,
-        layout: RoundLayout,
-        attention: str | None,
-        overlap: bool,
-        all_buckets: bool = False,
-        **chosen: Any,
+        self, layout: RoundLayout, attention: str | None, overlap: bool, all_buckets: bool = False, **chosen: Any
     ) -> AbstractContextManager[RunningEngine]:
         """An engine of this layout, with pages for a full batch of full contexts.  It closes at the end of the block.
 

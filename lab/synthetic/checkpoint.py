@@ -216,16 +216,11 @@ def _write_model(path: Path, config: Mapping[str, Any], tensors: NamedTensors) -
     if len(shards) == 1:
         names = ["model.safetensors"]
     for file, shard in zip(names, shards, strict=True):
-        _write_shard(path / file, tensors, shard)
+        write_weights(path / file, {name: tensors.tensor(name).cpu().contiguous() for name in shard})
     if len(shards) > 1:
         places = {name: file for file, shard in zip(names, shards, strict=True) for name in shard}
         total = total_bytes(tensors)
         _write_json(path / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": places})
-
-
-def _write_shard(file: Path, tensors: NamedTensors, shard: list[str]) -> None:
-    made = {name: tensors.tensor(name).cpu().contiguous() for name in shard}
-    write_weights(file, made)
 
 
 def _split_into_shards(tensors: NamedTensors, max_bytes: int) -> list[list[str]]:

@@ -120,7 +120,7 @@ class QuantisedTensors:
 
 
 def require_format_fits(config: ModelConfig, weights: str, setting: str = "weights") -> None:
-    """Raises EspalierError for a model that the format does not store.  config: of its layers; setting: for the error."""
+    """Raises EspalierError for a model that the format does not store.  config: of its layers; setting: for errors."""
     is_stacked = config.experts is not None and config.experts.storage == "stacked"
     if find_quantiser(weights).only_experts != is_stacked:
         use = "stacked experts, of which there are none" if not is_stacked else "linear layers, not stacked experts"

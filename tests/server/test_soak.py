@@ -52,8 +52,8 @@ def on_that_server(served, monkeypatch):
     sleep = asyncio.sleep
     # No warm-up of two seconds: what is measured is not compared with anything.
     monkeypatch.setattr(asyncio, "sleep", lambda seconds: sleep(min(seconds, 0.2)))
-    monkeypatch.setattr(bad_host_module, "serving", lambda settings, *flags: nullcontext(server))
-    for name in ("SHORT_REQUEST", "STREAM"):
+    monkeypatch.setattr(bad_host_module, "running_server", lambda settings, *flags: nullcontext(server))
+    for name in ("SHORT_REQUEST", "STREAM_REQUEST"):
         monkeypatch.setitem(getattr(bad_host_module, name), "model", "bundled")
 
 
@@ -72,7 +72,7 @@ def test_beside_each_bad_request_everybody_is_watched(on_that_server):
         assert beside.busy.stream_gap > 0 == beside.idle.stream_gap
 
 
-@pytest.mark.parametrize("name", ["SHORT_REQUEST", "STREAM"])
+@pytest.mark.parametrize("name", ["SHORT_REQUEST", "STREAM_REQUEST"])
 def test_who_is_refused_beside_a_bad_host_is_no_short_wait(on_that_server, monkeypatch, name):
     monkeypatch.setattr(bad_host_module, name, getattr(bad_host_module, name) | {"max_tokens": -1})
     with pytest.raises(EspalierError, match="during the bad requests"):
@@ -81,7 +81,7 @@ def test_who_is_refused_beside_a_bad_host_is_no_short_wait(on_that_server, monke
 
 def test_the_bodies_of_a_bad_host_are_below_the_usual_limit():
     for attack in ATTACKS:
-        assert attack.is_held or len(attack.request().partition(b"\r\n\r\n")[2]) <= ApiOptions().max_body_bytes, (
+        assert attack.stays_open or len(attack.request().partition(b"\r\n\r\n")[2]) <= ApiOptions().max_body_bytes, (
             attack.name
         )
 

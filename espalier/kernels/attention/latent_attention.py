@@ -131,9 +131,7 @@ def _latent_attention_kernel(
 
 
 def latent_attention(
-    inputs: AttentionInputs,
-    partials: PartialResults | None = None,
-    config: LatentAttentionConfig | None = None,
+    inputs: AttentionInputs, partials: PartialResults | None = None, config: LatentAttentionConfig | None = None
 ) -> tuple[Tensor, Tensor]:
     inputs = _check_inputs(inputs)
     splits = inputs.splits
@@ -159,11 +157,7 @@ def latent_attention(
 
 
 def _launch_kernel(
-    inputs: AttentionInputs,
-    partials: PartialResults,
-    config: LatentAttentionConfig,
-    out: Tensor,
-    lse: Tensor,
+    inputs: AttentionInputs, partials: PartialResults, config: LatentAttentionConfig, out: Tensor, lse: Tensor
 ) -> None:
     q, (rows, _), scales, page_size = inputs.q, inputs.pages, inputs.scales, inputs.page_size
     (_, queries, heads, size), v_size = q.shape, inputs.v_size

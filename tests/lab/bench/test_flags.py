@@ -51,7 +51,7 @@ def test_defaults_in_the_help_are_those_of_the_modules(capsys):
     ],
 )
 def test_foundry_refuses_what_it_would_ignore(flags, says, monkeypatch, capsys):
-    monkeypatch.setattr("lab.bench.checkpoint.write", pytest.fail)
+    monkeypatch.setattr("lab.bench.checkpoint.write_checkpoint", pytest.fail)
     assert main([*FOUNDRY, *flags]) == 2
     assert says in capsys.readouterr().err
 

@@ -171,7 +171,7 @@ def test_without_a_tree_plain_decoding_is_measured_alone(monkeypatch, capsys):
 def test_a_named_shape_is_measured_by_command(command, monkeypatch, capsys, tmp_path):
     monkeypatch.setattr("lab.bench.synthetic_models.find_shape", lambda name: SHAPE)
     monkeypatch.setattr("lab.bench.engines.require_gpu", lambda what: CPU)
-    monkeypatch.setattr("lab.bench.prefill.Floors", lambda shape: None)
+    monkeypatch.setattr("lab.bench.prefill.FloorMeter", lambda shape: None)
     file = tmp_path / "figures.json"
     sizes = ["--requests", "3", "--input", "4,9", "--output", "3,6"]
     more = ["--prompts", "1x40", "2x9", "--running", "2"] if command == "prefill" else sizes

@@ -106,7 +106,7 @@ def test_bench_serve_of_a_shape(tiny, echoing, monkeypatch, tmp_path):
         started.append((settings, flags, start))
         yield echoing
 
-    monkeypatch.setattr(serve, "serving", serving)
+    monkeypatch.setattr(serve, "running_server", serving)
     out = tmp_path / "out.json"
     flags = ["--shape", "tiny", "--accept-length", "4", *TREE, "--page-size", "4"]
     sizes = ["--concurrency", "1,2", "--context", "8", "--tokens", "12", "--repeats", "1"]

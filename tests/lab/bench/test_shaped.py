@@ -171,7 +171,7 @@ def floors(monkeypatch):
             raise EspalierError("the third cell fails")
         return full_rounds(engine, models, cell, num_rounds)
 
-    monkeypatch.setattr(shaped, "full_rounds", noting)
+    monkeypatch.setattr(shaped, "measure_full_rounds", noting)
     return NotingFloors(engines)
 
 
@@ -248,7 +248,7 @@ def test_the_command_prints_a_line_a_cell_and_writes_all(monkeypatch, capsys, tm
     assert [engine["name"] for engine in figures["engines"]] == ["4,4,16@16", "plain@16"]
     # And what was written can be drawn elsewhere.
     drawn = []
-    monkeypatch.setattr("lab.bench.shaped.plot", lambda bars, title, path: drawn.extend(bars))
+    monkeypatch.setattr("lab.bench.shaped.plot_bars", lambda bars, title, path: drawn.extend(bars))
     monkeypatch.setattr("lab.bench.round.require_plot", lambda path: None)
     assert lab(["round", "--figures", str(file), "--plot", "cells.svg"]) == 0
     assert [bars.name for bars in drawn] == ["1x20:4,4,16@16", "1x20:plain@16"]
@@ -334,7 +334,7 @@ def test_a_failure_leaves_what_was_measured(monkeypatch, capsys, tmp_path):
             raise EspalierError("the second cell fails")
         return full_rounds(engine, models, cell, num_rounds)
 
-    monkeypatch.setattr(shaped, "full_rounds", failing)
+    monkeypatch.setattr(shaped, "measure_full_rounds", failing)
     monkeypatch.setattr("lab.bench.synthetic_models.find_shape", lambda name: SHAPE)
     monkeypatch.setattr("lab.bench.shaped.require_gpu", lambda what: CPU)
     file = tmp_path / "figures.json"
