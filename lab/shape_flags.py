@@ -80,7 +80,7 @@ def add_shape_flags(parser: ArgumentParser | _ArgumentGroup) -> None:
 
 
 def acceptance_by_depth(path: Path) -> list[float]:
-    """What --accept-lengths names: how often a guess is accepted at each depth where the one before was.
+    """Read --accept-lengths: how often a guess is accepted at each depth if the guess before it was accepted.
 
     Raises EspalierError.
     """
@@ -119,7 +119,7 @@ def shape_settings(args: Namespace, settings: Mapping[str, Any]) -> dict[str, An
 
 
 def shape_flag(args: Namespace, name: str) -> Any:
-    """The value of one of SHAPE_FLAGS; of --accept-lengths what the file holds.  Raises EspalierError."""
+    """Returns the value of one of SHAPE_FLAGS; for --accept-lengths the contents of the file.  Raises EspalierError."""
     value = getattr(args, name)
     return acceptance_by_depth(value) if name == "accept_lengths" and value is not None else value
 

@@ -36,8 +36,8 @@ TEACHER_FORCED_STRIDE = 8
 class DraftVariant:
     """One way to draft.
 
-    speculation: None for the settings as they are; planted: a context in which a fault is planted; coupled_scores: see
-    ModelRunner; teacher_forced: whether that is measured too.
+    speculation: None for the user's settings; plant_fault: makes a context in which a fault is planted; coupled_scores:
+    see ModelRunner; teacher_forced: whether teacher forcing is measured too.
     """
 
     name: str
@@ -52,9 +52,9 @@ class DraftVariant:
 class Acceptance:
     """Accept length over all rounds, over rounds that begin in new text, and in a repeated 16-gram.
 
-    repeated_share: share of the tokens that come from rounds in repeated text; by_depth: (tried, accepted) by
-    depth, from 1; same_tokens: of `requests`, those with the same tokens as the first variant of the same
-    temperature, None where tokens are not compared.
+    repeated_share: share of the tokens that come from rounds in repeated text; by_depth: (tried, accepted) by depth,
+    from 1; same_tokens: number of requests with the same tokens as the first variant of this temperature, None where
+    tokens are not compared.
     """
 
     name: str
@@ -117,7 +117,10 @@ def measure_acceptance(
     advance: Callable[[], None],
     trees: Sequence[TreeShape] = (),
 ) -> list[Acceptance]:
-    """Every variant on the same prompts, or these trees; `advance` is called after each.  Raises EspalierError."""
+    """Measure the default variants, or these trees, on the same prompts.  `advance` is called after each variant.
+
+    Raises EspalierError.
+    """
     with LLM(**settings) as llm:
         steps, algorithm, draft = llm.config.layout.steps, llm.config.algorithm, llm.config.draft
         if not steps:

@@ -54,7 +54,7 @@ COLUMN_NAMES = ("requests x queries x committed", "heads", "page size", "backend
 
 @dataclass(frozen=True)
 class RefusedCell:
-    """A backend that does not take a cell, and why."""
+    """A cell that a backend refuses, and the reason."""
 
     names: tuple[str, ...]
     why: str
@@ -98,9 +98,9 @@ def installed_gpu_backends() -> list[str]:
 def backend_cases(
     shape: PassShape, page_size: int, backends: Sequence[str], device: torch.device, refused: list[RefusedCell]
 ) -> Iterator[KernelCase]:
-    """One for each backend, and for each way to plan where that differs.  Adds to `refused`.
+    """Yields a case for each backend; two for a backend that plans on the host.  Refused cells are added to `refused`.
 
-    The note: what a plan costs on the host, for each launch, and the largest difference from our kernels' result.
+    A case's note has the host time of a plan, and the largest difference from our kernels' result.
     """
     made = make_pass_inputs(shape, page_size, layers_beyond_cache(shape, device), device)
     ours = BACKENDS["triton"]().plan(*made.of_plan).attend_prefix(made.q, 0)[0].float()
@@ -140,7 +140,7 @@ def _backend_case(
 
 
 def _host_planning_us(backend: AttentionBackend, lengths: tuple[int, ...], has_exact_lengths: bool) -> float:
-    """What `prepare` of a launch costs, with lengths that change as they do from round to round."""
+    """Returns the median microseconds of `prepare`, with lengths that change as from round to round."""
     times = []
     for more in range(TIMED_PLANS):
         announced = CommittedLengths(tuple(length - more for length in lengths), has_exact_lengths, in_graph=True)

@@ -31,10 +31,10 @@ STREAM_REQUEST = {"model": SERVED_NAME, "prompt": "def f(x):\n", "max_tokens": 6
 
 @dataclass(frozen=True)
 class Attack:
-    """`count` POST requests of one body at once.
+    """`count` equal POST requests that are sent at once.
 
-    half_closed: each sends FIN after its body and goes on reading; sent: the whole request in place of path and body;
-    stays_open: nothing is expected, the connections stay open.
+    half_closed: each client sends FIN after its body and goes on reading; make_bytes: makes the whole request, in place
+    of path and body; stays_open: the connections stay open, and no response is expected.
     """
 
     name: str
@@ -70,13 +70,13 @@ def _form_upload(charset: str) -> bytes:
 
 
 def _h2c_upgrade_offer() -> bytes:
-    """What the HttpClient of the JDK sends to an http:// address."""
+    """Returns the request that the JDK's HttpClient sends to an http:// address."""
     offer = b"connection: Upgrade, HTTP2-Settings, close\r\nupgrade: h2c\r\nhttp2-settings: AAEAAEAAAAIAAAAB\r\n"
     return _post_request("/v1/completions", json.dumps(SHORT_REQUEST).encode(), offer)
 
 
 TOKENIZE_HEAD = b"POST /tokenize HTTP/1.1\r\nhost: bad\r\nconnection: close\r\n"
-# For the attack that bears this word.
+# Loops without end if a message contains "forever".
 CHAT_TEMPLATE = (
     "{% if 'forever' in messages[0].content %}{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}"
     "{% endfor %}{% endif %}{{ messages[0].content }}"
@@ -102,7 +102,7 @@ ATTACKS = (
         lambda: SHORT_REQUEST | {"logit_bias": {str(i): 1 for i in range(250_000)}},
     ),
     Attack("ambiguous grammar", 3, "/v1/completions", lambda: _ambiguous_grammar("s")),
-    # Refused nowhere, because it begins with more tokens than are tried.
+    # No check refuses this grammar, because its ambiguity begins after more tokens than the checks try.
     Attack("grammar ambiguous later", 3, "/v1/completions", lambda: _ambiguous_grammar(r'[\x02]{200} s "\x01"')),
     Attack("half-closed posts", 8, "/v1/completions", lambda: SHORT_REQUEST | {"max_tokens": 8}, half_closed=True),
     Attack("form in punycode", 3, make_bytes=lambda: _form_upload("punycode")),

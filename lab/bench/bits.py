@@ -1,7 +1,7 @@
 """`python -m lab bits`: in how many bits do ranks differ, in the hidden states and logits of an engine's rounds?
 
-The engine itself compares tokens and log-probabilities.  Here every rank gathers what the target's head reads and gives
-in each pass, and counts on the device, also inside of CUDA graphs.
+The engine itself compares tokens and log-probabilities.  Here every rank gathers the inputs and outputs of the target's
+head in each pass, and counts differing bits on the device, also inside CUDA graphs.
 """
 
 import random
@@ -23,7 +23,7 @@ from espalier.startup.load import build_engine_of_ranks, load_rank_models_from_f
 from espalier.startup.ranks import starting_ranks
 from espalier.terminal.console import print_header, require_writable, stdout, write_json
 
-# Greedy, sampled, filtered, and with log-probabilities: what ranks give each other differs by these.
+# Greedy, sampled, filtered, and with log-probabilities: ranks exchange different tensors for each.
 SAMPLING_STYLES: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0},
     {"temperature": 1.0},
@@ -58,7 +58,7 @@ class BitCounts:
 
 
 def load_counting_models(config: ResolvedConfig, shards: Shards) -> LoadedModels:
-    """What one rank holds (espalier/startup/ranks.py:Models).  Its target's `bits` is a BitCounter."""
+    """Returns one rank's models (espalier/startup/ranks.py:Models).  The target's attribute `bits` is a BitCounter."""
     loaded = load_rank_models_from_files(config, shards)
     target: Any = loaded.target
     counter, right = BitCounter(shards, loaded.device), target.logits

@@ -1,4 +1,4 @@
-"""One way to time a case on a GPU, and the table of what was timed."""
+"""Times cases on a GPU and formats the table of the times."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,8 +14,9 @@ TIMING_TURNS = 20
 class KernelCase:
     """A row of the table.
 
-    names: its first cells.  num_bytes: that a call must read, flops: that it computes; 0: neither is a measure of it.
-    run: what is captured and replayed, `calls` calls of the case, for `seconds` at least.  note: its last cell.
+    names: the row's first cells.  num_bytes: the bytes that a call must read; flops: the FLOPs that it computes; 0 if
+    the number says nothing about the case.  run: runs `calls` calls; it is captured as a CUDA graph and replayed for at
+    least `seconds`.  note: the row's last cell.
     """
 
     names: tuple[str, ...]
@@ -29,7 +30,7 @@ class KernelCase:
 
 @dataclass(frozen=True)
 class TimedCase:
-    """us: of a call, the median.  bandwidth: bytes/s that the device reads, measured in the same run."""
+    """us: median microseconds of a call.  bandwidth: bytes/s that the device reads, measured in the same run."""
 
     case: KernelCase
     us: float
@@ -48,20 +49,20 @@ class TimedCase:
         return self.case.flops / self.us / 1e6
 
     def as_dict(self, column_names: Sequence[str]) -> dict[str, Any]:
-        """For --json.  heads: of the case's names."""
+        """Returns the row for --json.  column_names: of the case's names."""
         rates = {name: getattr(self, name) for name in ("us", "terabytes_per_second", "bandwidth_share", "tflops")}
         return {**dict(zip(column_names, self.case.names, strict=True)), **rates, "note": self.case.note}
 
 
 def time_cases(cases: Iterable[KernelCase], timer: GraphTimer, bandwidth: float) -> Iterator[TimedCase]:
-    """Time one case after another.  Cases that are made one by one need the memory of one."""
+    """Time one case after another.  If `cases` is a generator, only one case is in memory at a time."""
     for case in cases:
         [ms] = timer.ms([case.run], TIMING_TURNS, case.seconds)
         yield TimedCase(case, 1e3 * ms / case.calls, bandwidth)
 
 
 def timing_table(column_names: Sequence[str], rows: Sequence[TimedCase]) -> list[list[str]]:
-    """heads: of the cases' names."""
+    """Returns the table's lines.  column_names: of the cases' names."""
     lines = [[*column_names, "us", "TB/s", "of memory's", "TFLOP/s", ""]]
     for row in rows:
         read = [f"{row.terabytes_per_second:.2f}", f"{row.bandwidth_share:.1%}"] if row.case.num_bytes else ["", ""]

@@ -13,10 +13,10 @@ from lab.bench.flags import CELL_EXAMPLES
 
 CELL_PATTERN = re.compile(r"(\d+)x(\d+):(?:(plain|auto)|(\d+),(\d+),(\d+))(?:@(\d+(?:,\d+)*))?")
 PLAIN_TREE_SIZES = (0, 1, 1)
-# Rounds before the timed ones: in the first, clocks and caches are still those of a prefill.
+# Rounds before the timed ones: in the first rounds, clocks and caches are still those of a prefill.
 WARM_UP_ROUNDS = 6
-# Where the engine chooses trees, it finds the best in so many rounds.  They are of other requests than
-# the timed ones, because a round takes longer behind more tokens.
+# Rounds in which an engine that chooses trees finds the best tree.  They run other requests than the timed rounds,
+# because a round takes longer after more tokens.
 TREE_SEARCH_ROUNDS = 250
 # Rounds after the timed ones, in which the experts that a pass touches are counted.
 EXPERT_COUNT_ROUNDS = 3
@@ -24,8 +24,11 @@ EXPERT_COUNT_ROUNDS = 3
 
 @dataclass(frozen=True)
 class RoundCell:
-    """context: tokens of each prompt; tree: steps, topk and nodes; is_auto: whether the engine chooses trees, up to the
-    default one, which `tree` is then."""
+    """A cell of the table: a batch of prompts and a tree.
+
+    context: tokens of each prompt; tree: steps, topk and nodes; is_auto: whether the engine chooses trees; `tree` is
+    then the largest.
+    """
 
     batch: int
     context: int
@@ -35,7 +38,7 @@ class RoundCell:
 
     @property
     def rounds_before(self) -> tuple[int, ...]:
-        """Rounds before the timed ones, each time of new requests."""
+        """Returns the numbers of rounds that run before the timed ones, each number with new requests."""
         return (TREE_SEARCH_ROUNDS, WARM_UP_ROUNDS) if self.is_auto else (WARM_UP_ROUNDS,)
 
     @property
@@ -53,15 +56,18 @@ class RoundCell:
         return f"{tree}@{self.page_size}"
 
     def own_layout(self, chunk_size: int, rounds: int, draft: DraftSpec) -> RoundLayout:
-        """The smallest layout that holds this cell, whose trees this draft grows, and `rounds` timed rounds."""
+        """Returns the smallest layout for this cell with `rounds` timed rounds.  draft: of the draft that runs."""
         sizes = (draft.reentry, chunk_size) if self.has_draft else (0, chunk_size)
         layout = RoundLayout(self.batch, *self.tree, self.page_size, self.context + 2, *sizes)
         layout = replace(layout, block_rows=draft.block_rows if self.has_draft else 0)
         return replace(layout, max_context=self.context + self.max_tokens(layout, rounds))
 
     def max_tokens(self, layout: RoundLayout, rounds: int) -> int:
-        """The most tokens of a request: decoded while later prompts enter, and then either in the rounds that find a
-        tree, or in the warm-up, in timed rounds and in counted ones."""
+        """Returns the most tokens that a request decodes.
+
+        It decodes while later prompts are prefilled, and then in the rounds of the tree search, or in the warm-up, the
+        timed rounds and the rounds that count experts.
+        """
         entering = count_prefill_passes(layout, [self.context] * self.batch)
         return (
             entering + max(*self.rounds_before, WARM_UP_ROUNDS + rounds + EXPERT_COUNT_ROUNDS) + 4
@@ -69,7 +75,7 @@ class RoundCell:
 
 
 def count_prefill_passes(layout: RoundLayout, prompts: Sequence[int]) -> int:
-    """The number of prefill passes until prompts of these lengths have entered, if requests decode all the while."""
+    """Returns the number of prefill passes for prompts of these lengths, if requests decode in between."""
     left, num_passes = list(prompts), 0
     while left:
         lengths = next_pass(layout, left[: layout.max_batch], layout.max_pass_rows(decoding=True)).lengths
@@ -79,8 +85,9 @@ def count_prefill_passes(layout: RoundLayout, prompts: Sequence[int]) -> int:
 
 
 def parse_cells(texts: Sequence[str], page_sizes: Sequence[int]) -> tuple[RoundCell, ...]:
-    """The cells that the texts name, each once, in order.  A text without page sizes gives a cell for each of
-    `page_sizes`.
+    """Returns the cells that the texts name, in order and without duplicates.
+
+    A text without page sizes gives a cell for each of `page_sizes`.
 
     Raises EspalierError for a text that names no cell, and for a cell without a valid layout.
     """

@@ -1,4 +1,4 @@
-"""Checks of what a bench is asked, and of what it measured."""
+"""Checks of a bench's flags and of its results."""
 
 from argparse import Namespace
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ def refuse_tree_flags(args: Namespace, flag: str) -> None:
 
 
 def positive_numbers(flag: str, text: str, example: str) -> list[int]:
-    """The numbers of N,N, which are 1 or more.  Raises EspalierError, naming the flag."""
+    """Parse N,N into numbers of 1 or more.  Raises EspalierError, which names the flag."""
     numbers = [int(part) for part in text.split(",") if part.isdecimal()]
     if not numbers or min(numbers) < 1 or ",".join(map(str, numbers)) != text:
         raise EspalierError(f"{flag}={text} is not supported; use whole numbers, 1 or more, such as {example}")

@@ -1,4 +1,4 @@
-"""`python -m lab choose`: as `espalier bench choose`, also for a named shape, and with predicted accept lengths."""
+"""`python -m lab choose`: like `espalier bench choose`, also for named shapes and with predicted accept lengths."""
 
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
@@ -33,10 +33,10 @@ def run(args: Namespace) -> int:
 def predicted_accept_lengths(
     accept_length: float, configured: TreeShape, shapes: Sequence[TreeShape], is_block: bool = False
 ) -> Mapping[TreeShape, float]:
-    """The accept length of each tree, predicted on the synthetic chain with a draft that reaches `accept_length` with
-    the configured tree.  is_block: a block draft, equally good at every depth.
+    """Predict the accept length of each tree on the synthetic chain.
 
-    Raises EspalierError if no draft reaches it.
+    The draft is one that reaches `accept_length` with the configured tree.  is_block: it is a block draft, equally good
+    at every depth.  Raises EspalierError if no draft reaches the accept length.
     """
     block_size = configured.steps if is_block else 0
     recipe = Recipe(find_shape(PREDICTION_SHAPE), block_size=block_size).with_accept_length(

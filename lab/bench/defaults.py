@@ -1,7 +1,7 @@
 """`python -m lab defaults`: an engine as `LLM(model)` makes it on a CPU, over one without speculation.
 
-A request that opts out is measured in the first engine too.  The engines take turns at every prompt, so that a busy
-machine slows all alike, and processor time is counted beside the wall's.
+Requests that opt out of speculation are measured in the first engine too.  The engines take turns at every prompt, so
+that a busy machine slows them equally.  Both processor time and wall time are counted.
 """
 
 from argparse import Namespace
@@ -17,14 +17,14 @@ from espalier.request import Output, SamplingParams
 from espalier.terminal.console import print_table, progress, write_json
 from lab.bench.sources import code_prompts, edited_file_prompts, prose_prompts
 
-# A way: whether its engine speculates, and whether its requests do.
+# (whether the engine speculates, whether the requests do)
 DECODING_MODES: Mapping[str, tuple[bool, bool]] = {
     "plain": (False, True),
     "default": (True, True),
     "opted out": (True, False),
 }
 CLOCKS: Mapping[str, Callable[[], float]] = {"processor": process_time, "wall": perf_counter}
-# What a chat model is asked, in the place of texts that it continues.
+# Prompts for a chat model.  Other models continue texts.
 CHAT_PROMPTS: Mapping[str, Sequence[str]] = {
     "prose": (
         "Tell me the story of a lighthouse keeper who finds a letter.",
@@ -70,9 +70,9 @@ def run(args: Namespace) -> None:
 
 
 def measure_modes(engines: Mapping[bool, LLM], prompts: Sequence[str], args: Namespace) -> dict[str, Any]:
-    """Tokens a second of the processor in plain decoding, the other ways' speed over it, and the accept length.
+    """Returns plain decoding's tokens per second of processor time, the other modes' speedups, and the accept length.
 
-    A speed is the median over the repeats.
+    Speedups are medians over the repeats.
     """
     spent: dict[tuple[str, str], list[float]] = {(way, clock): [] for way in DECODING_MODES for clock in CLOCKS}
     num_tokens, lengths = 0, []
@@ -92,7 +92,7 @@ def measure_modes(engines: Mapping[bool, LLM], prompts: Sequence[str], args: Nam
                     lengths.append(output.speculation.accept_length)
             num_tokens += len(output.token_ids)
             assert len(said) == 1, "tokens do not depend on speculation"
-        # The first time warms up.
+        # The first repeat is a warm-up.
         if repeat:
             for key, seconds in sums.items():
                 spent[key].append(seconds)

@@ -1,4 +1,4 @@
-"""The engines of `lab round --shape`: one for each tree with a user's sizes, or one as large as each cell."""
+"""The engines of `lab round --shape`: one engine for each tree, with a user's sizes, or one for each cell."""
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
@@ -19,18 +19,18 @@ from lab.synthetic.checkpoint import Recipe
 
 
 class EngineSizes(Protocol):
-    """Which cells share an engine, and how large it is."""
+    """Decides which cells share an engine, and how large the engine is."""
 
     def name(self, cell: RoundCell) -> str:
-        """The name of the cell's engine.  Cells with the same name share it."""
+        """Returns the name of the cell's engine.  Cells whose engines have the same name share one engine."""
         ...
 
     def layout(self, cell: RoundCell, num_rounds: int) -> RoundLayout:
-        """The layout of the cell's engine.  rounds: timed rounds.  Raises EspalierError if it does not fit the cell."""
+        """Returns the layout of the cell's engine.  Raises EspalierError if the cell does not fit into it."""
         ...
 
     def open(self, models: SyntheticModels, cell: RoundCell, num_rounds: int) -> AbstractContextManager[RunningEngine]:
-        """The cell's engine.  It closes at the end of the block; its memory is free when the caller drops it too."""
+        """Opens the cell's engine; closed at the end of the block.  Its memory is freed when the caller drops it."""
         ...
 
 
@@ -69,8 +69,7 @@ class UserEngineSizes:
 class CellEngineSizes:
     """Each cell has an engine that is exactly as large as the cell, without a prefix cache.
 
-    draft: of the models that it runs.  all_buckets: capture the rounds of every batch bucket, not only of the cell's
-    batch.
+    draft: the spec of the draft.  all_buckets: capture the rounds of every batch bucket, not only of the cell's batch.
     """
 
     draft: DraftSpec
@@ -96,7 +95,7 @@ class CellEngineSizes:
 
 @dataclass(frozen=True)
 class EngineFigures:
-    """One engine: its name, its sizes and the cost of its start."""
+    """The name, the sizes and the startup cost of one engine."""
 
     name: str
     max_batch: int

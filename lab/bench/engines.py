@@ -1,4 +1,4 @@
-"""Engines for a load: of a model's files, or of synthetic models of a named shape."""
+"""Engines for benches: of a model's files, or of synthetic models of a named shape."""
 
 from argparse import Namespace
 from collections.abc import Iterable, Iterator, Mapping
@@ -42,19 +42,19 @@ DEFAULT_VARIANTS = (AS_CONFIGURED, PLAIN_DECODING)
 
 
 def load_sizes(batch: int, context: int) -> dict[str, Any]:
-    """Defaults of `engines_of_flags` for a load: an engine for this batch and context, without a prefix cache."""
+    """Returns defaults of `engines_of_flags` for a load of this batch and context, without a prefix cache."""
     return {"max_batch": batch, "max_context": context, "prefix_cache": False}
 
 
 def variant_with_tree(tree: TreeShape) -> EngineVariant:
-    """Decoding with this tree at every batch, or plain."""
+    """Returns the engine variant that decodes with this tree at every batch, or plain."""
     return PLAIN_DECODING if tree == PLAIN_TREE else {"speculation": SpeculationConfig(**tree.sizes, by_batch={})}
 
 
 class ShapeEngines:
-    """settings: of LLM, without the names of model and draft.  ways: all that will be opened.
+    """Engines of one named shape.  The models are made once, when they are first needed.
 
-    The models are made once, when they are first needed.
+    settings: of LLM, without the names of model and draft.  ways: all variants that will be opened.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ def shape_config(recipe: Recipe, settings: Mapping[str, Any], device: torch.devi
 
 
 def unmade_model_bytes(recipe: Recipe, dtype: torch.dtype, ranks: int) -> int:
-    """Bytes of the models that are not on the device yet: those that each of several ranks will make."""
+    """Returns the bytes of the models that several ranks will make; 0 for one rank, whose models are made already."""
     if ranks == 1:
         return 0
     target, draft = recipe.tensors(dtype, "meta")
@@ -143,7 +143,7 @@ def unmade_model_bytes(recipe: Recipe, dtype: torch.dtype, ranks: int) -> int:
 
 
 def _llm_of_engine(engine: Engine, config: ResolvedConfig) -> LLM:
-    """An LLM of synthetic models.  Its prompts are token ids, because there is no tokenizer."""
+    """Returns an LLM of synthetic models.  Its prompts are token ids, because there is no tokenizer."""
     target = engine.executor.runner.target.config
     facts = ModelFacts(config.model, target.vocab_size, config.layout.max_context, max_position=target.max_position)
     return LLM.from_engine(engine, replace(config, num_pages=engine.pool.num_pages), InputProcessor(facts, None))
@@ -192,5 +192,5 @@ def refuse_settings_of_shape(settings: Mapping[str, Any]) -> None:
 
 
 def engine_report(args: Namespace, config: ResolvedConfig) -> dict[str, Any]:
-    """What --json says of the engine that was measured."""
+    """Returns the entries of --json about the measured engine."""
     return {"shape": args.shape, "config": config.as_dict()}

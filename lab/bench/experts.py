@@ -1,6 +1,6 @@
-"""Experts behind routers on a GPU: in a chain of the products of a pass, and alone.
+"""Products with routed experts on a GPU: in a chain with the other products of a pass, and alone.
 
-Experts are large: layers take a few copies of them in turn.
+Experts are large, so layers use a few copies of them in turn.
 """
 
 import math
@@ -31,7 +31,7 @@ L2_BYTES = 60 * 10**6
 def stored_experts(
     shape: ExpertsShape, weights: str, dtype: torch.dtype, device: torch.device
 ) -> tuple[ExpertMatrix, ExpertMatrix]:
-    """random_experts as the engine holds them.  weights: "dense", or a name of QUANTISERS."""
+    """Returns random experts in the engine's format.  weights: "dense", or a name of QUANTISERS."""
     gate_up, down = random_experts(shape, dtype, device)
     if weights == DENSE:
         return gate_up, down
@@ -60,10 +60,10 @@ class LayerExperts:
 
 @dataclass(frozen=True)
 class ProductStep:
-    """A product of a chain: with weight `layer` of the run.
+    """A product of a chain: rows times the weight of one layer of `run`.
 
-    is_experts: instead with the experts of that layer, behind the router that `run` is.
-    shared: the two layers of the shared expert, if it is part of the product.
+    is_experts: the product is with that layer's experts, and `run` is their router.
+    shared: the two linear layers of the shared expert, if they are part of the product.
     """
 
     run: ProductRun
@@ -75,7 +75,7 @@ class ProductStep:
 def product_steps(runs: Sequence[ProductRun], with_experts: bool) -> list[ProductStep]:
     """The products in the order of a pass: layer by layer, then the rest.
 
-    experts: with those behind routers, at the place where the engine launches them.
+    with_experts: with the products of routed experts, where the engine launches them.
     """
     steps = []
     for group in group_by_count(runs):
@@ -92,7 +92,7 @@ def product_steps(runs: Sequence[ProductRun], with_experts: bool) -> list[Produc
 
 
 def num_touched_experts(experts: RoutedExperts, rows: int) -> int | None:
-    """The nearest number that `rows` rows can touch; None for uniform routing."""
+    """Returns the measured number of touched experts, limited to what `rows` rows can touch; None: uniform routing."""
     if experts.touched is None:
         return None
     shape = experts.sizes.shape
@@ -105,11 +105,11 @@ def joins_shared_expert(experts: RoutedExperts, rows: int) -> bool:
 
 
 def num_expert_copies(experts: RoutedExperts) -> int:
-    """The number of copies of a layer's experts, which layers take in turn.
+    """Returns the number of copies of a layer's experts, which layers use in turn.
 
-    With so many, more than an L2 cache is read between two uses of an expert, whatever the ids are.  What is
-    read at least: a call to each of the other copies, and a third of the expert's own call, the bytes of down, because
-    down comes after all of gate and up.
+    It is large enough that between two uses of an expert more than an L2 cache is read, for any ids.  Between them, at
+    least one call to each other copy is read, and a third of the expert's own call: the bytes of down, which comes
+    after all of gate and up.
     """
     of_call = experts.sizes.shape.top_k * experts.expert_bytes
     return min(experts.sizes.layers, 1 + max(0, math.ceil(L2_BYTES / of_call - 1 / 3)))
@@ -126,9 +126,9 @@ class ExpertCalls:
         self.inputs = ChainInputs(experts.sizes.shape, rows, dtype, down.device, router.count, touched)
         x = self.inputs.x
         rounding = rounding_in_norm(copies[0].gate_up, x)
-        # The norm before rounds them, so that is no part of the product.
+        # In the engine the norm before the product rounds the rows, so rounding is not timed.
         self.rows: InputRows = x if rounding is None else RoundedRows(*quantise_rows(x, rounding), dtype)
-        # Decoder passes which rows are live, and here all are.
+        # Here all rows are live, that is, none is padding.
         self.live = torch.ones(rows, dtype=torch.bool, device=down.device)
 
     def product(self, layer: int, shared: Sequence[Matrix]) -> Product:
@@ -143,7 +143,7 @@ class ExpertCalls:
 
 
 class ExpertWeights(Weights):
-    """With the experts behind routers."""
+    """The weights of a pass, with those of routed experts."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(dtype, device)
@@ -159,7 +159,7 @@ class ExpertWeights(Weights):
         return self._experts[router.name]
 
     def chain(self, runs: Sequence[ProductRun], multiply: Multiply, experts: bool = False) -> Callable[[], None]:
-        """A function that runs all products of `product_steps`.  Experts are multiplied as the engine does."""
+        """Returns a function that runs all products of `product_steps`.  The engine's kernels multiply experts."""
         calls = {run: ExpertCalls(run, self.experts_of(run)) for run in runs if experts and run.experts is not None}
         inputs: InputsBySize = {}
         products = []

@@ -39,7 +39,7 @@ from lab.bench.passes import attended_rows, attention_flops, index_cost, state_b
 
 @dataclass(frozen=True)
 class LinearTimes:
-    """ms of a chain of linear layers: by the library, and by the fastest found (our kernels where the plans say so)."""
+    """ms of a chain of linear layers: by the library, and by the faster of library and engine."""
 
     rows: int
     cublas_ms: float
@@ -51,8 +51,8 @@ class LinearTimes:
 class ExpertTimes:
     """The routed experts of a chain.
 
-    touched: experts with rows in a layer, the mean over layers.  num_bytes: of all of these.
-    ms: that they add to the linear layers in the same CUDA graph.
+    touched: experts with rows in a layer, the mean over layers.  num_bytes: bytes of all touched experts.
+    ms: the time that experts add to the linear layers in the same CUDA graph.
     """
 
     touched: float
@@ -62,9 +62,10 @@ class ExpertTimes:
 
 @dataclass(frozen=True)
 class RoundFloor:
-    """ms: of a whole round; linear_ms: of its linear layers alone; expert_ms: that its experts add to them.
+    """The shortest times of a round and of its parts.
 
-    weight_bytes_ms: of reading the weights at the measured bandwidth, including only the touched experts.
+    ms: the whole round; linear_ms: its linear layers alone; expert_ms: the time that experts add to them;
+    weight_bytes_ms: the time to read the weights at the measured bandwidth, of experts only the touched ones.
     """
 
     ms: float
@@ -75,7 +76,7 @@ class RoundFloor:
 
 @dataclass(frozen=True)
 class PassCost:
-    """What an operation reads and computes."""
+    """The bytes that an operation reads and the FLOPs that it computes."""
 
     num_bytes: float
     flops: float
@@ -112,10 +113,10 @@ def draft_passes(modules: int, steps: int, topk: int) -> tuple[DraftPass, ...]:
 
 @dataclass(frozen=True)
 class RoundSize:
-    """What decides the time of a round.
+    """The sizes that determine the time of a round.
 
-    tree: of each request; in plain decoding a draft still extends.  context: mean committed tokens of a request.
-    has_draft: whether there is a draft that runs.  touched: experts of the target's pass, as of RoutedExperts.
+    tree: of each request; in plain decoding a draft still runs its extend.  context: mean committed tokens of a
+    request.  has_draft: whether a draft runs.  touched: experts that the target's pass touches, see RoutedExperts.
     """
 
     batch: int
@@ -126,7 +127,7 @@ class RoundSize:
 
 
 def round_products(shape: ModelShape, size: RoundSize) -> tuple[tuple[ProductRun, ...], tuple[ProductRun, ...]]:
-    """(the target's pass over the trees, the draft's passes) of a round."""
+    """Returns (products of the target's pass over the trees, products of the draft's passes) of a round."""
     batch, steps, topk = size.batch, size.tree.steps, size.tree.topk
     target = tuple(
         run if run.experts is None else replace(run, experts=replace(run.experts, touched=size.touched))
@@ -143,7 +144,7 @@ def round_products(shape: ModelShape, size: RoundSize) -> tuple[tuple[ProductRun
 
 
 def kv_value_bytes(kv_dtype: str, draft_kv_dtype: str) -> tuple[int, int]:
-    """Bytes that a number of K or V takes, of the target and of the draft.  A draft's "auto" is the target's."""
+    """Returns the bytes of a K or V value of (target, draft).  A draft's "auto" means the target's dtype."""
     draft_kv_dtype = kv_dtype if is_unresolved(draft_kv_dtype) else draft_kv_dtype
     return (1 if kv_dtype == FP8_KV else 2), (1 if draft_kv_dtype == FP8_KV else 2)
 
@@ -200,7 +201,7 @@ class FloorMeter:
         return measure_ceilings(self.timer, self.device)
 
     def time_linears(self, runs: Sequence[ProductRun], rows: int) -> LinearTimes:
-        """Time the linear layers as one CUDA graph, by F.linear and as the engine multiplies."""
+        """Time the linear layers as one CUDA graph, with F.linear and with the engine's kernels."""
         return self._timed(runs, rows, with_experts=(False,))[0]
 
     def time_products(self, runs: tuple[ProductRun, ...], rows: int) -> tuple[LinearTimes, ExpertTimes | None]:

@@ -61,9 +61,9 @@ def require_cell_fits(layout: RoundLayout, positions: int, cell: RoundCell, num_
 
 
 def measure_full_rounds(engine: Engine, models: SyntheticModels, cell: RoundCell, num_rounds: int) -> FullRounds:
-    """Enter the cell's prompts, time num_rounds rounds of all of them, and abort them.
+    """Prefill the cell's prompts, time num_rounds rounds of all requests, and abort the requests.
 
-    Raises EspalierError if the engine's pages do not hold them.
+    Raises EspalierError if the engine's pages do not hold the requests.
     """
     max_tokens = cell.max_tokens(engine.layout, num_rounds)
     require_pages(engine, f"cell {cell.name}", cell.batch, cell.context + max_tokens)

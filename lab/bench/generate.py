@@ -136,7 +136,7 @@ def run(args: Namespace) -> int:
 
 
 def _variants_with_trees(trees: Sequence[TreeShape]) -> list[EngineVariant]:
-    """Each tree, then plain decoding.  Raises EspalierError if one would be measured twice."""
+    """Returns variants for each tree, then plain decoding.  Raises EspalierError if one would be measured twice."""
     named = trees if trees == [PLAIN_TREE] else [*trees, PLAIN_TREE]
     twice = [tree for place, tree in enumerate(named) if tree in named[:place]]
     if twice:
@@ -146,7 +146,7 @@ def _variants_with_trees(trees: Sequence[TreeShape]) -> list[EngineVariant]:
 
 
 def _require_sizes(config: ResolvedConfig, positions: int, args: Namespace) -> None:
-    """Check, before anything is loaded, that the engine runs all that is asked.  Raises EspalierError."""
+    """Check, before anything is loaded, that all prompts fit into the engine.  Raises EspalierError if not."""
     batch, length = (max(sizes) for sizes in zip(*args.prompts, strict=True))
     context = length + args.tokens
     longest = next(f"{count}x{each}" for count, each in args.prompts if each == length)
@@ -175,7 +175,7 @@ def _measure_variant(
 
 
 def _add_floors(by_variant: list[list[PromptFigures]], configs: list[ResolvedConfig], args: Namespace) -> None:
-    """Set floor_ms and weight_bytes_ms of each, at a context of the prompt and half of the new tokens."""
+    """Set floor_ms and weight_bytes_ms of all figures.  The context is the prompt and half of the new tokens."""
     value_bytes = kv_value_bytes(configs[0].kv_dtype, configs[0].draft_kv_dtype)
     floors = FloorMeter(shape_of_flags(args), value_bytes=value_bytes)
     ceilings = floors.ceilings()

@@ -1,4 +1,4 @@
-"""`python -m lab grammar`: what grammars cost and bring.
+"""`python -m lab grammar`: the costs and benefits of grammars.
 
 Host time of a round's masks, time between the tokens of requests beside one with a grammar, and tokens a second under a
 JSON schema, with the tree and plain.  With --schemas, a model from files generates a value of each of many random JSON
@@ -44,7 +44,7 @@ NOTE_SCHEMA: dict[str, Any] = {
     "required": ["kind", "text"],
 }
 SCHEMA_PROMPT = "A record as JSON: "
-# What the draft is told: (forced tokens, masks, whether below its first tokens too).
+# What guides the draft: (forced tokens, masks, whether also below the tree's first level).
 DRAFT_GUIDANCE = {
     "nothing": (False, False, False),
     "masks": (False, True, True),

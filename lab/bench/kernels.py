@@ -59,8 +59,10 @@ EXPERT_COLUMNS = ("experts, a row's", "hidden x inner", "rows")
 
 @dataclass(frozen=True)
 class PassShape:
-    """A pass: `queries` rows of each of `batch` requests over `context` committed rows.  chain: a prefill chunk, else a
-    tree.  spec: of its layers."""
+    """A pass of `queries` rows for each of `batch` requests over `context` committed rows.
+
+    chain: whether the rows are a prefill chunk, else a tree.  spec: of the pass's layers.
+    """
 
     batch: int
     queries: int
@@ -149,15 +151,15 @@ def require_page_sizes(sizes: Sequence[int]) -> None:
 def attention_cases(
     page_sizes: Sequence[int], device: torch.device, pages_in_order: bool = False
 ) -> Iterator[KernelCase]:
-    """Of each shape the attention of one layer, and the plan that all layers share.
+    """Yields two cases for each shape: the attention of one layer, and the plan that all layers share.
 
-    in_order: consecutive pages, as from a pool that was never full; otherwise in random order.
+    pages_in_order: pages are consecutive, as in a pool that was never full; otherwise in random order.
     """
     for shape, page_size in product(PASS_SHAPES, page_sizes):
         layers = layers_beyond_cache(shape, device)
         attention, run_layers = prepare_pass(shape, page_size, layers, device, pages_in_order)
         names = str(shape), shape.heads, str(page_size)
-        # A chain's committed rows are not all that it reads.  The shape before may have left the clocks low.
+        # A chain reads more than its committed rows.  MEASUREMENT_SECONDS: the previous shape may have lowered clocks.
         num_bytes = 0 if shape.chain else shape.kv_bytes
         yield KernelCase(("attention", *names), num_bytes, shape.flops, run_layers, layers, MEASUREMENT_SECONDS)
         yield KernelCase(("plan", *names), 0, 0, _planner(attention, shape))
@@ -187,7 +189,7 @@ def _planner(attention: Attention, shape: PassShape) -> Callable[[], object]:
 
 
 def layers_beyond_cache(shape: PassShape, device: torch.device) -> int:
-    """The number of layers after which the first one has left the L2 cache."""
+    """Returns the number of layers after which the first layer's rows have left the L2 cache."""
     cache: int = getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 2**26)
     return min(16, max(2, -(-4 * cache // max(shape.kv_bytes, 1))))
 
@@ -195,7 +197,7 @@ def layers_beyond_cache(shape: PassShape, device: torch.device) -> int:
 def prepare_pass(
     shape: PassShape, page_size: int, layers: int, device: torch.device, pages_in_order: bool = False
 ) -> tuple[Attention, Callable[[], Sequence[torch.Tensor]]]:
-    """(a planned pass over full pages, a function that runs all of its layers).  in_order: see `attention_cases`."""
+    """Returns (a planned pass over full pages, a function that runs all its layers).  See attention_cases."""
     made = make_pass_inputs(shape, page_size, layers, device, pages_in_order)
     attention = TritonBackend().plan(*made.of_plan)
     return attention, lambda: [attention.attend(layer, made.q, made.k, made.v) for layer in range(layers)]
@@ -203,7 +205,7 @@ def prepare_pass(
 
 @dataclass(frozen=True)
 class PassInputs:
-    """Of a pass.  of_plan: the arguments of AttentionBackend.plan; q, k, v: of every layer."""
+    """The inputs of a pass.  of_plan: the arguments of AttentionBackend.plan; q, k, v: the same for every layer."""
 
     of_plan: tuple[PagedKV, Sequence[LayerSpec], Prefix, Nodes]
     q: torch.Tensor
@@ -214,7 +216,7 @@ class PassInputs:
 def make_pass_inputs(
     shape: PassShape, page_size: int, layers: int, device: torch.device, pages_in_order: bool = False
 ) -> PassInputs:
-    """A pass over full pages.  in_order: see `attention_cases`."""
+    """Returns the inputs of a pass over full pages.  pages_in_order: see attention_cases."""
     tree = (0, 1, 1) if shape.chain else (TREE_STEPS, TREE_TOPK, shape.queries)
     context = shape.context + shape.queries + 1
     layout = RoundLayout(shape.batch, *tree, page_size, context, 0, max(shape.batch * shape.queries, 16))

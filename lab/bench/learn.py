@@ -1,8 +1,8 @@
 """`python -m lab learn`: the topic of the traffic shifts, and the draft follows; the bundled model on a CPU.
 
-Prose comes first, then one code base, then a service's logs: the draft was trained on code like the second, and on
-nothing like the third.  An engine without a draft must say the same tokens, and one whose draft stays as
-it is gets the prompts after the last swap too.  The first training on a topic but the first is killed.
+Prose comes first, then one code base, then a service's logs.  The draft was trained on code like the second topic, and
+on nothing like the third.  An engine without a draft must generate the same tokens.  For comparison, an engine whose
+draft never changes gets the prompts after the last swap.  On each topic but the first, the first training is killed.
 """
 
 import json
@@ -48,7 +48,7 @@ PAUSE_SECONDS = 8.0
 
 @dataclass
 class ComparedTraffic:
-    """An engine that learns, driven as the engine process drives it, and the two that it is compared with."""
+    """An engine that learns, driven as in the engine process, and the two engines that it is compared with."""
 
     llm: LLM
     learner: Learner
@@ -77,8 +77,11 @@ class ComparedTraffic:
 
 @dataclass
 class TopicPhase:
-    """One topic.  before, after: this engine's rounds before and after the swap; static: those of the other draft, on
-    the prompts after it."""
+    """The figures of one topic.
+
+    before, after: the learning engine's rounds before and after the swap; static: rounds of the engine whose draft
+    never changes, on the prompts after the swap.
+    """
 
     topic: str
     before: SpeculationStats = field(default_factory=SpeculationStats)

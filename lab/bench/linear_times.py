@@ -1,7 +1,7 @@
 """`python -m lab linears`: each linear layer of a named shape on a GPU, and its experts, format by format.
 
-Weights of a chain of calls differ, so that none is found in the L2 cache.  What is printed is the share of the read
-bandwidth that the bytes of the stored weights make up.
+The calls of a chain have different weights, so that no weight is in the L2 cache.  The table shows the bytes of stored
+weights per second as a share of the read bandwidth.
 """
 
 from argparse import Namespace
@@ -68,7 +68,7 @@ def run(args: Namespace) -> int:
 def layer_cases(shape: ModelShape, weights: str, all_rows: Sequence[int], device: torch.device) -> Iterator[KernelCase]:
     """The linear layers that the format takes, without routers and the head.
 
-    Each has the plan of its kernel as a note, None: the library's.
+    A case's note is the plan of its kernel; None if the library computes it.
     """
     made = Weights(DTYPE, device)
     # Layers with and without experts have some layers in common.
@@ -101,7 +101,7 @@ def expert_cases(
 
 
 def engine_product(x: torch.Tensor, weight: Matrix, gated: bool) -> InputRows:
-    """As the engine computes it."""
+    """Returns the product, computed like in the engine."""
     if isinstance(weight, QuantisedMatrix):
         return (linear_quantised_gated if gated else linear_quantised)(x, weight, None)
     plans = dense_plans_for(weight)

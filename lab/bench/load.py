@@ -1,11 +1,11 @@
-"""`python -m lab load`: as `espalier bench load`, also for a named shape."""
+"""`python -m lab load`: like `espalier bench load`, also for named shapes."""
 
 from argparse import Namespace
 
 from espalier.bench import load_report
 from lab.bench.engines import engines_of_flags
 
-# Defaults of a named shape on a GPU, which is larger than the models that users name.
+# Defaults for a named shape on a GPU.
 SHAPE_DEFAULTS = {"requests": 128, "input": (128, 2048), "output": (64, 512)}
 
 

@@ -1,7 +1,7 @@
 """`python -m lab loading`: how fast a target comes from disk onto its device, and how much memory that takes.
 
-The files are read first as they are, then loaded, each time after they were dropped from the system's file cache.
-The memory of the process is sampled: its own pages, without those of files, which the system takes back at will.
+The files are first only read, and then loaded.  Before each, they are dropped from the system's file cache.
+The memory of the process is sampled, without the pages of files, which the system may take back at any time.
 """
 
 import os
@@ -23,19 +23,19 @@ from espalier.startup.checkpoints import find_target
 from espalier.startup.resolve import choose_device
 from espalier.terminal.console import print_header, print_table, require_writable, write_json
 
-# Bytes of a read, as large as a disk needs for its full rate.
+# Bytes per read: enough for a disk's full rate.
 READ_BYTES = 16 * 2**20
 SAMPLE_SECONDS = 0.01
-# Of the rotary tables, which loading makes.
+# Rows of the rotary tables that loading makes.
 POSITION_ROWS = 4096
 
 
 @dataclass(frozen=True)
 class LoadingFigures:
-    """file_bytes: of the target's files.  seconds: to read them alone, and to load them.
+    """file_bytes: size of the target's files.  read_seconds, load_seconds: time to only read them, and to load them.
 
-    host_bytes: the most that the process's own pages grew by while loading.  weights_bytes: of the loaded weights.
-    gpu_bytes: the most that was allocated on the GPU; None without one.
+    host_bytes: the largest growth of the process's memory while loading.  weights_bytes: size of the loaded weights.
+    gpu_bytes: the most memory allocated on the GPU; None without a GPU.
     """
 
     file_bytes: int
@@ -112,7 +112,7 @@ def process_bytes() -> int:
 
 @contextmanager
 def _sample_until_end(read_value: Callable[[], int]) -> Iterator[list[int]]:
-    """Samples of a value, taken by a thread until the block ends."""
+    """Sample a value in a thread until the block ends.  Yields the list of samples."""
     samples, ended = [read_value()], Event()
 
     def sample() -> None:

@@ -10,7 +10,7 @@ from espalier.bench.report import save_plot
 
 @dataclass(frozen=True)
 class Bars:
-    """One cell.  floor_ms: None if it was not measured; plain: tokens/s of plain decoding."""
+    """The figures of one cell.  floor_ms: None if not measured; plain: tokens/s of plain decoding."""
 
     name: str
     round_ms: float

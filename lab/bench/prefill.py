@@ -1,4 +1,4 @@
-"""`python -m lab prefill`: how long prompts take to enter, and how long running requests wait for them meanwhile."""
+"""`python -m lab prefill`: the time to prefill prompts, and how long running requests wait during a prefill."""
 
 from argparse import Namespace
 from collections.abc import Sequence
@@ -65,7 +65,7 @@ class PrefillFigures:
     bound_ms: float | None
 
     def share(self, part_ms: float | None) -> float | None:
-        """Of the whole time."""
+        """Returns part_ms as a share of the whole time."""
         return None if part_ms is None else part_ms / self.ms
 
     def as_dict(self) -> dict[str, Any]:
@@ -79,9 +79,9 @@ class PrefillFigures:
 
 @dataclass(frozen=True)
 class DecodePause:
-    """ms between the tokens of a running request: before a prompt of `length` tokens arrives, and until it has entered.
+    """ms between tokens of running requests, before a prompt of `length` tokens arrives and during its prefill.
 
-    running: the number of requests that decode, from prompts of `context` tokens.
+    running: the number of running requests, with prompts of `context` tokens.
     """
 
     running: int
@@ -161,11 +161,11 @@ def measure_prefill(bench: BenchEngine, batch: int, length: int, floor_meter: Fl
 
 
 def bound_ms(shape: ModelShape, batch: int, length: int, drafts: bool, peak: float) -> float | None:
-    """FLOPs of all linear layers / `peak`, the measured FLOP/s of bf16, + FLOPs of attention / ATTENTION_PEAK, in ms.
+    """Returns FLOPs of all linear layers / `peak`, the measured bf16 FLOP/s, + attention FLOPs / ATTENTION_PEAK, in ms.
 
-    No limit: it counts every row of the prompts in every layer, though the engine leaves out rows of the last layer
-    that nobody reads, and a kernel may be faster than ATTENTION_PEAK.  Padded rows do not count.  None with experts,
-    quantised weights or MTP modules.
+    This is no strict lower bound.  It counts every row of the prompts in every layer, but the engine leaves out rows of
+    the last layer that are not read, and a kernel may be faster than ATTENTION_PEAK.  Padded rows do not count.  None
+    with experts, quantised weights or MTP modules.
     """
     formats = {shape.weights, shape.draft_sizes.weights if drafts else DENSE}
     if shape.experts is not None or shape.mtp is not None or formats != {DENSE}:
@@ -179,7 +179,7 @@ def bound_ms(shape: ModelShape, batch: int, length: int, drafts: bool, peak: flo
 
 
 def _seconds_to_enter(bench: BenchEngine, prompts: Sequence[Sequence[int]]) -> float:
-    """Seconds from arrival until the last request has its first token."""
+    """Returns the seconds from the arrival of the prompts until the last request has its first token."""
     engine = bench.engine
     begun = perf_counter()
     enter_requests(engine, prompts, 1)
@@ -201,9 +201,9 @@ def _linear_ms(bench: BenchEngine, passes: Sequence[tuple[int, int]], floors: Fl
 
 
 def _expert_ms(bench: BenchEngine, passes: Sequence[tuple[int, int]], floors: FloorMeter) -> float | None:
-    """ms of the target's product with experts in all passes, by the engine's kernels; None for a dense model.
+    """Returns the ms of the target's products with experts in all passes; None for a dense model.
 
-    Without that of the last layer if it computes only the rows that are read.
+    The last layer is left out if it computes only the rows that are read.
     """
     sizes, mixed = floors.shape.experts, mixture_blocks(bench.engine)
     if sizes is None:
@@ -249,7 +249,7 @@ def _measure_pause_once(bench: BenchEngine, running: int, context: int, length: 
 
 
 def token_gaps(before: TokenTimes, during: TokenTimes, after: TokenTimes) -> list[float]:
-    """The gaps between tokens of each request, from its last token before the prompt came to its first afterwards."""
+    """Returns each request's gaps between tokens, from its last token before the prompt to its first after it."""
     by_request = zip(before, during, after, strict=True)
     return [gap for early, times, late in by_request for gap in _gaps_between([*early[-1:], *times, *late[:1]])]
 
@@ -257,7 +257,10 @@ def token_gaps(before: TokenTimes, during: TokenTimes, after: TokenTimes) -> lis
 def _record_token_times(
     bench: BenchEngine, requests: Sequence[Request], num_steps: int | None, until_first_token_of: Request | None = None
 ) -> list[list[float]]:
-    """The times at which tokens came to each request, over num_steps steps, or until `until` has its first token."""
+    """Step the engine, and return the times at which each request got tokens.
+
+    It runs num_steps steps, or until `until_first_token_of` has its first token.
+    """
     times: list[list[float]] = [[] for _ in requests]
     lengths = [len(request.output) for request in requests]
     steps_done = 0

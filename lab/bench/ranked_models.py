@@ -18,14 +18,14 @@ from lab.synthetic.checkpoint import Recipe, build_models
 
 
 class RankedModels(SyntheticModels):
-    """Every engine is started anew, with its ranks and their models."""
+    """Synthetic models that each rank of an engine makes for itself, at every start of an engine."""
 
     def make(self, position_rows: int) -> None:
         self.seconds = 0.0
 
     @contextmanager
     def make_engine(self, config: ResolvedConfig, num_pages: int | None) -> Iterator[RunningEngine]:
-        """As SyntheticModels.make_engine."""
+        """See SyntheticModels.make_engine."""
         require_shards(self.recipe.shape.target, config.tensor_parallel)
         work = partial(load_recipe_models, self.recipe)
         with (
@@ -38,13 +38,13 @@ class RankedModels(SyntheticModels):
 def synthetic_models(
     recipe: Recipe, settings: Mapping[str, Any], dtype: torch.dtype, device: torch.device, position_rows: int
 ) -> SyntheticModels:
-    """The models for engines of these settings of LLM."""
+    """Returns the models for engines with these settings of LLM."""
     kind = RankedModels if settings.get("tensor_parallel", 1) > 1 else SyntheticModels
     return kind(recipe, dtype, device, position_rows)
 
 
 def load_recipe_models(recipe: Recipe, config: ResolvedConfig, shards: Shards) -> LoadedModels:
-    """What one rank holds (espalier/startup/ranks.py:Models)."""
+    """Returns one rank's models (espalier/startup/ranks.py:Models)."""
     dtype, device = getattr(torch, config.dtype), torch.device(config.device)
     target, draft = build_models(recipe, dtype, device, config.layout.position_rows, shards)
     if config.algorithm != draft.spec.algorithm:

@@ -1,4 +1,4 @@
-"""`python -m lab ranks`: how long ranks on GPUs take to join their results, and whether all hold the same bits.
+"""`python -m lab ranks`: the time of collectives of ranks on GPUs, and whether all ranks get the same bits.
 
 Each rank captures the same calls and replays them as often, so none waits for a call that another leaves out.
 """
@@ -25,17 +25,17 @@ from lab.bench.checks import positive_numbers
 
 DTYPE = torch.bfloat16
 EPS = 1e-5
-# Memory for the largest sum that is measured.
+# Peer memory for the largest measured sum.
 MAX_PEER_BYTES = 2**25
 CALLS_PER_GRAPH, TIMED_REPLAYS, WARM_UP_REPLAYS = 20, 20, 5
-# Of the check: sums of changing rows, one after another.
+# Sums of random rows that the check compares.
 CHECKED_SUMS = 2000
 COLUMN_NAMES = ("what", "rows x columns", "way")
 
 
 @dataclass(frozen=True)
 class CollectiveWork:
-    """What each rank does (espalier/engine/ranks.py:LoadModels).  joined: a file by which ranks meet."""
+    """The work of each rank (espalier/engine/ranks.py:LoadModels).  joined: the rendezvous file."""
 
     count: int
     joined: str
@@ -111,9 +111,9 @@ def graph_call_us(call: Callable[[], Any]) -> float:
 
 
 def check_sums(ranks: Any, rank: int, hidden: int) -> None:
-    """Sums of random rows, both ways and in the norm, equal those of all gathered rows to the bit, on every rank.
+    """Check that sums of random rows have the same bits as sums of gathered rows, on every rank.
 
-    Raises EspalierError.
+    Both one-shot and two-shot sums are checked, alone and with the norm.  Raises EspalierError if a value differs.
     """
     kernels, memory = ranks.kernels, ranks.memory
     generator = torch.Generator(device=memory.addresses.device).manual_seed(rank)

@@ -16,9 +16,9 @@ def recipe_sizes(recipe: Recipe) -> ModelShape:
 def shape_named(
     name: str, mtp_layers: int = 0, block_size: int = 0, weights: str = DENSE, draft_weights: str = DENSE
 ) -> ModelShape:
-    """mtp_layers: of an MTP head, in either form; block_size: of a block draft; both 0: an EAGLE-3 head.
-    weights, draft_weights: of target and draft.
+    """Returns the sizes of a named shape with a draft.
 
+    mtp_layers: of an MTP head; block_size: of a block draft; both 0: an EAGLE-3 head.  weights, draft_weights: formats.
     Raises EspalierError for an unknown name.
     """
     recipe = Recipe(find_shape(name), mtp_layers=mtp_layers, block_size=block_size)

@@ -1,4 +1,4 @@
-"""`python -m lab round`: its flags, and which of its modes measures.
+"""`python -m lab round`: checks its flags and runs one of its modes.
 
 By default it compares a round of the tree with plain tokens.  The other modes are --acceptance, --shape and
 --figures.  A flag that the chosen mode does not use is refused by name.

@@ -1,11 +1,11 @@
 """`python -m lab serve`: a server compared with LLM.generate, on the same prompts and settings.
 
-Both get token ids, all prompts at once, without a prefix cache.  The server's time is from the first byte that a client
-sends to the last one received; the clients share a thread (clients.py).  A run that is timed follows one of its own
-kind that is not: the first after other runs is slower, as caches and the GPU have served another process.  The table
-says whether the work was the same: rounds, and answers.
-With --shape both run a synthetic model on the same GPU, each its own copy.  It has no tokenizer: prompts are token ids,
-and answers have token ids (return_token_ids) instead of text.
+Both get all prompts at once, as token ids, without a prefix cache.  The server's time is from the first byte that a
+client sends to the last byte that a client receives; the clients share a thread (clients.py).  Each timed run follows
+an untimed run of the same kind, because the first run after other kinds is slower.  The table also compares the work:
+rounds and answers.
+With --shape both run a copy of a synthetic model on the same GPU.  It has no tokenizer: prompts are token ids, and
+answers have token ids (return_token_ids) instead of text.
 --soak counts the requests that a server leaves unanswered.  --bad-host measures how long other requests wait while one
 host sends large requests.
 """
@@ -34,7 +34,7 @@ from lab.shape_flags import SHAPE_FLAGS
 
 # Long enough for an engine step and a report.
 REPORT_SECONDS = 0.05
-# For the default mode.
+# Defaults of the flags in the default mode.
 FLAG_DEFAULTS = MappingProxyType({"concurrency": "1,16", "context": 128, "tokens": 96, "repeats": 5})
 
 
@@ -88,7 +88,7 @@ def _compare_server(args: Namespace) -> int:
 
 
 def with_full_batch_pages(made: ShapeEngines) -> ShapeEngines:
-    """With as many pages as a full batch needs: the server and the LLM must both fit."""
+    """Limit the pages to those of a full batch, because the server and the LLM share the GPU's memory."""
     if requested_pages(made.settings) is not None:
         return made
     num_pages = made.config().layout.max_pages
@@ -96,7 +96,7 @@ def with_full_batch_pages(made: ShapeEngines) -> ShapeEngines:
 
 
 def _shape_flags(args: Namespace) -> list[str]:
-    """Flags of the server's models."""
+    """Returns the command-line flags of the server's synthetic models."""
     given = [name for name in ("shape", *SHAPE_FLAGS) if getattr(args, name) is not None]
     return [part for name in given for part in (flag_of(name), str(getattr(args, name)))]
 
@@ -159,7 +159,7 @@ class ServeBench:
     def _run_offline(self, prompts: Sequence[list[int]], num_tokens: int) -> "TimedRun":
         launched = self.llm.engine.scheduler.num_rounds
         params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
-        # The server's engine is idle as long.
+        # The server's engine is idle for the same time before a run.
         time.sleep(REPORT_SECONDS)
         before, began = launched.total(), time.perf_counter()
         outputs = self.llm.generate(prompts, params)
@@ -171,7 +171,7 @@ class ServeBench:
         )
 
     def _run_served(self, prompts: Sequence[list[int]], num_tokens: int, stream: bool) -> "TimedRun":
-        """From the first byte sent to the last one received.  All prompts are sent at once."""
+        """Send all prompts at once, and time from the first byte sent to the last byte received."""
         same = {"model": SERVED_NAME, "max_tokens": num_tokens, "temperature": 0, "ignore_eos": True, "stream": stream}
         # Without text, a stream's events would be empty.
         same["return_token_ids"] = self.llm.tokenizer is None
@@ -188,7 +188,7 @@ class ServeBench:
         return TimedRun(seconds, self._rounds_of_server() - before, answers)
 
     def _rounds_of_server(self) -> float:
-        # The report with the last round comes a step after the last token.
+        # The engine reports the last round one step after the last token.
         time.sleep(REPORT_SECONDS)
         metrics = self.server.metrics()
         return sum(value for name, value in metrics.items() if name.startswith("espalier_rounds_total"))
@@ -196,8 +196,10 @@ class ServeBench:
 
 @dataclass(frozen=True)
 class TimedRun:
-    """rounds: that the engine launched; answers: texts, or token ids where there is no tokenizer; none of whole
-    responses."""
+    """One timed run.
+
+    rounds: launched by the engine; answers: texts, or token ids without a tokenizer; empty for whole responses.
+    """
 
     seconds: float
     rounds: float

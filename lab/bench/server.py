@@ -31,14 +31,14 @@ JSON_HEADERS = {"content-type": "application/json"}
 
 @dataclass(frozen=True)
 class Server:
-    """A running server: its port, the process of its HTTP front, and the process of its engine."""
+    """A running server.  pid: the API server's process; engine_pid: the engine's process."""
 
     port: int
     pid: int
     engine_pid: int
 
     def connect(self) -> http.client.HTTPConnection:
-        """An open connection.  The caller closes it."""
+        """Returns an open connection, which the caller closes."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=START_SECONDS)
         connection.connect()
         return connection

@@ -34,7 +34,7 @@ from lab.shape_flags import shape_settings
 from lab.synthetic.checkpoint import Recipe
 
 TIMED_ROUNDS = 40
-# Settings that an engine as large as its cell leaves open.
+# Engine settings that may be given with --own-size.
 OWN_SIZE_SETTINGS = ("attention", "overlap", "chunk_size", "kv_dtype", "draft_kv_dtype")
 OWN_SIZE_FLAGS = (*OWN_SIZE_SETTINGS, "page_size", "seed", "model_impl")
 DEFAULT_CELLS = ["1x1024:5,8,64"]
@@ -42,8 +42,11 @@ DEFAULT_CELLS = ["1x1024:5,8,64"]
 
 @dataclass(frozen=True)
 class MeasuredCell:
-    """A cell.  engine: the one that it ran in; floor: None without a GPU, or if the engine failed in a later cell;
-    ceilings: None without a GPU; seconds: taken to measure the cell, without the engine's start."""
+    """The figures of a cell.
+
+    engine: the engine that ran the cell; floor: None without a GPU, or if the engine failed in a later cell; ceilings:
+    None without a GPU; seconds: time to measure the cell, without the engine's startup.
+    """
 
     cell: RoundCell
     rounds: FullRounds
@@ -80,7 +83,7 @@ class MeasuredCell:
 
 
 def run(args: Namespace, settings: dict[str, Any], page_sizes: list[int]) -> None:
-    """Measure, print and plot.  page_sizes: of the cells that name none.  Raises EspalierError."""
+    """Measure, print and plot.  page_sizes: for cells without a page size.  Raises EspalierError."""
     _refuse_flags(args)
     device = require_gpu("round --shape")
     rounds = TIMED_ROUNDS if args.rounds is None else args.rounds
@@ -131,7 +134,7 @@ def _measure_and_print(
     about: dict[str, Any],
     json_file: Path | None,
 ) -> dict[str, Any]:
-    """Measure the cells; returns the figures.  Those of the cells so far are kept and printed if a later one fails."""
+    """Measure the cells, and return the figures.  If a cell fails, the earlier figures are kept and printed."""
     measured: list[MeasuredCell] = []
     figures: dict[str, Any] = {}
     try:
@@ -180,13 +183,14 @@ def measure_cells(
             for each in _measure_in_one_engine(models, group, sizes, num_rounds):
                 ran.append(each)
         except BaseException as error:
-            # Ctrl-C too: what ran is kept, without a floor, as the error holds the engine and so the memory.
+            # After Ctrl-C too, the figures are kept.  They have no floor, because the error keeps the engine, and
+            # thus the memory, alive.
             failure = error
         for cell, rounds, engine, seconds in ran:
             of_cell = None
             if floors is not None and ceilings is not None and failure is None and not cell.is_auto:
-                # Now that the engine has closed.  Before it runs, nobody knows how many experts its passes touch; while
-                # it runs, it has all memory, and the products need some.
+                # The floor is measured after the engine has closed.  Before the engine runs, the number of touched
+                # experts is not known; while it runs, it takes all memory.
                 tree, touched = TreeShape(*cell.tree), rounds.experts_touched
                 try:
                     size = RoundSize(cell.batch, tree, rounds.context, cell.has_draft, touched)
@@ -251,8 +255,10 @@ ENGINE_COLUMNS = (
 
 
 def cell_table(measured: Sequence[MeasuredCell]) -> list[list[str]]:
-    """One row a cell.  of best: of the fastest cell of the same batch and context; experts: touched in a layer by the
-    target's pass."""
+    """Returns one row for each cell.
+
+    "of best": share of the rate of the fastest cell of this batch and context; "experts": touched per layer in a pass.
+    """
     rows = [list(CELL_COLUMNS)]
     for each, figures in zip(measured, as_dicts(measured), strict=True):
         timed, floor = each.rounds, each.floor
@@ -280,7 +286,7 @@ def cell_table(measured: Sequence[MeasuredCell]) -> list[list[str]]:
 
 
 def engine_table(measured: Sequence[MeasuredCell]) -> list[list[str]]:
-    """One row an engine.  kernels: in the graph of the largest batch."""
+    """Returns one row for each engine.  "kernels": in the graph of the largest batch."""
     rows = [list(ENGINE_COLUMNS)]
     for engine in engines_of_cells(measured):
         start = engine.start

@@ -1,7 +1,7 @@
-"""`python -m lab sharing`: on paper, what a batch gains if its rows go to the nodes that are likeliest to be reached.
+"""`python -m lab sharing`: a simulation of sharing out a batch's verify rows to the likeliest nodes of all requests.
 
-Pools of scored candidates are recorded at every token of a text, so that a replay can go on from any of them.  The
-replay shares out R rows a round over the running requests in several ways, and counts the tokens a round.
+Pools of scored candidates are recorded at every token of a text, so that a replay can continue from any token.  The
+replay shares out R rows per round over the running requests by several policies, and counts the tokens per round.
 """
 
 import sysconfig
@@ -42,7 +42,7 @@ CHAT_ACTIVITIES = (
     "keep bees",
     "open a socket",
 )
-# Of the synthetic requests: how likely a request's draft is right at a depth.
+# How likely the draft of a synthetic request is right at a depth; requests take these skills in turn.
 DRAFT_SKILLS = {
     "all 0.8": (0.8,),
     "half 0.95, half 0.3": (0.95, 0.3),
@@ -53,10 +53,10 @@ POLICIES = ("even", "raw", "pooled", "shared", "oracle")
 
 @dataclass(frozen=True)
 class CandidatePools:
-    """The pools of one request: [T, N] each, N candidates at each of T tokens, a parent before its children.
+    """The pools of one request, [T, N] each: N candidates at each of T tokens, a parent before its children.
 
-    parents: -1 for the root; depths: from 1; ranks: among siblings, from 0; logp: given the parent, -inf for none;
-    on_path: whether the text goes on over it.
+    parents: -1 for the root; depths: from 1; ranks: among siblings, from 0; logp: given the parent, -inf without a
+    candidate; on_path: whether the text continues over the candidate.
     """
 
     parents: np.ndarray
@@ -105,7 +105,7 @@ def _sharing_table(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
 
 
 def record_pools(requests: int, tokens: int) -> list[CandidatePools]:
-    """Pools of the model's own greedy text: of held-out code, other code, prose and chats."""
+    """Record pools of the bundled model's greedy text, after prompts of code, prose and chats."""
     tree = SpeculationConfig(steps=TREE_STEPS, topk=TREE_TOPK, num_draft_tokens=TREE_NODES, by_batch={})
     params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
     with (
@@ -215,9 +215,9 @@ def _full_tree() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 class AcceptanceRates:
-    """Learns by depth and rank how often a node follows, beside what the draft says, and by request.
+    """Calibrates the draft's probabilities by depth and rank, and by request.
 
-    predicted, found: decayed sums of what was said of nodes whose parent was accepted, and of how often it was so.
+    predicted, found: decayed sums, over nodes whose parent was accepted, of the draft's probability and of acceptance.
     """
 
     PRIOR, DECAY, OWN_DECAY = 8.0, 0.999, 0.9

@@ -37,8 +37,8 @@ PROMPT_PIECES = ("def f(x):\n    ", "class Stack:\n    ", "import os\n", "for i 
 class RequestCounts:
     """Counts of requests.
 
-    kinds: sent, by kind; statuses: of the responses that were read; disconnects: requests that left early; unanswered:
-    requests that stayed and got no complete response.
+    kinds: sent requests by kind; statuses: of the responses that were read; disconnects: requests whose client left
+    early; unanswered: requests that got no complete response although their client stayed.
     """
 
     kinds: Counter[str] = field(default_factory=Counter)
@@ -126,7 +126,7 @@ class SoakClient:
             return
         status = int(answer.split(b" ", 2)[1]) if answer.startswith(b"HTTP/1.1 ") else 0
         self.tally.statuses[status] += 1
-        # Marks that only a complete response has: a stream that was cut off has none of them.
+        # Only a complete response contains one of these.
         ended = [b'"error"', *([b"data: [DONE]", b'"usage":{'] if status == 200 else [])]
         if not any(mark in answer for mark in ended):
             self.tally.unanswered += 1

@@ -1,7 +1,7 @@
-"""`python -m lab sources`: a draft with other sources beside it, against each alone, on the bundled model.
+"""`python -m lab sources`: a draft with other sources, compared with the draft and each source alone.
 
-All engines are loaded at once and take turns at every prompt, so that a busy machine slows all of them alike.  On a
-CPU the seconds are processor time, which other processes do not take.
+The bundled model runs.  All engines are loaded at once and take turns at every prompt, so a busy machine slows them
+equally.  On a CPU the seconds are processor time, which does not depend on other processes.
 "choosing" is the share of the time in which nodes are scored, grafted, shared out and counted.
 """
 
@@ -34,7 +34,7 @@ SOURCE_VARIANTS: dict[str, dict[str, Any]] = {
     "eagle3 + text + index": {"sources": "text,index"},
     "ngram + index": {"algorithm": "ngram", "sources": "index"},
 }
-# What a round does for the sources beside the draft and for calibrated scores.
+# Functions of a round that serve the other sources and calibrated scores.
 TIMED_FUNCTIONS = (
     (GraftedDrafter, "_graft"),
     (GraftedDrafter, "_tree_of_guesses"),
@@ -49,7 +49,7 @@ PROSE_CHARACTERS = 600
 
 @dataclass
 class VariantTotal:
-    """choosing: of these seconds, those of TIMED_FUNCTIONS."""
+    """Sums of one variant.  choosing: the seconds that were spent in TIMED_FUNCTIONS."""
 
     seconds: float
     choosing: float
@@ -114,7 +114,7 @@ def measure_variants(prompts: Sequence[str], params: SamplingParams, about: dict
 
 @contextmanager
 def time_functions(functions: Sequence[tuple[type, str]]) -> Iterator[list[float]]:
-    """The seconds of each call of these functions, of which none calls another."""
+    """Record the seconds of each call of these functions.  None of them calls another."""
     spent: list[float] = []
 
     def watched(right: Callable[..., Any]) -> Callable[..., Any]:
@@ -148,7 +148,7 @@ def prose_prompts(count: int) -> list[str]:
 
 
 def edited_file_prompts(count: int) -> list[str]:
-    """A file that is edited again and again, and continued each time: what an agent's loop asks for."""
+    """Returns versions of edited files, as an agent's loop sends them: after each edit the file is a prompt."""
     files = [entry["prompt"] + entry["reference"] for entry in heldout_json()[: max(1, count // 4)]]
     return [edit for text in files for edit in _edited_versions(text)]
 

@@ -1,6 +1,6 @@
-"""Cases of `python -m lab kernels`: layers that keep a state, compared with the bytes of their states.
+"""Cases of `python -m lab kernels`: layers with a recurrent state, compared with the bytes of their states.
 
-Each call has a layer's own states, so that none is found in the L2 cache.
+Each call has the states of another layer, so that no state is in the L2 cache.
 """
 
 from collections.abc import Iterator
@@ -94,7 +94,7 @@ def small_cases(
 
 
 def commit_case(name: str, keeps: RecurrentState, batch: int, device: torch.device) -> KernelCase:
-    """All layers in one launch each, of states and of tails; the time is that of a layer."""
+    """Commit the states and the convolution tails of all layers, in one launch each.  The time is that of one layer."""
     layers = min(48, max(2, -(-BEYOND_CACHE_BYTES // (batch * state_bytes(keeps)))))
     table = random_tensor(device, layers, batch + 2, keeps.heads, keeps.k_size, keeps.v_size, dtype=torch.float32)
     tail = random_tensor(device, layers, batch + 2, keeps.taps - 1, keeps.channels)
@@ -124,7 +124,7 @@ def prompt_cases(name: str, keeps: RecurrentState, device: torch.device) -> Iter
 
 
 def random_rows(keeps: RecurrentState, device: torch.device, *shape: int) -> tuple[Tensor, StateRows]:
-    """q, and rows [*shape, ...]."""
+    """Returns (q, random rows [*shape, ...])."""
     q, k = (random_tensor(device, *shape, keeps.k_heads, keeps.k_size, dtype=torch.float32) for _ in range(2))
     gates = torch.rand(*shape, 2, keeps.heads, device=device)
     gates[..., 0, :] *= -0.1

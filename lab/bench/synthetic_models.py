@@ -60,7 +60,7 @@ class OneBucket(RoundLayout):
 
 
 def recipe_with_accept_length(shape: str, seed: int, accept_length: float | None = None, **fields: Any) -> Recipe:
-    """The recipe of a named shape whose draft reaches this accept length at ACCEPT_LENGTH_TREE.
+    """Returns the recipe of a named shape whose draft reaches this accept length with ACCEPT_LENGTH_TREE.
 
     accept_length: None for DEFAULT_ACCEPT_LENGTH.  fields: see recipe_of_shape.  With a block_size below the tree's
     steps, the accept length is that of as many steps.
@@ -76,11 +76,10 @@ def recipe_with_accept_length(shape: str, seed: int, accept_length: float | None
 
 
 def recipe_of_shape(shape: str, seed: int, **fields: Any) -> Recipe:
-    """The recipe of a named shape with these fields of Recipe; None: the field's default.  layers: as of Shape.cut;
-    accept_lengths: as of Recipe.with_acceptance.
+    """Returns the recipe of a named shape with these fields of Recipe; None: the field's default.
 
-    Raises EspalierError for an unknown shape, for fields that do not fit together, and for weights that the shape is
-    not stored in.
+    layers: see Shape.with_layers; accept_lengths: see Recipe.with_acceptance.  Raises EspalierError for an unknown
+    shape, for fields that do not fit together, and for a weight format that the shape does not have.
     """
     given = {name: value for name, value in fields.items() if value is not None}
     mtp_layers, block_size, block_fade = (given.get(name) for name in ("mtp_layers", "block_size", "block_fade"))
@@ -109,7 +108,7 @@ def recipe_of_shape(shape: str, seed: int, **fields: Any) -> Recipe:
 
 
 class SyntheticModels:
-    """The target and the draft of a recipe.  seconds: taken to make them; weights_bytes: their size."""
+    """The target and the draft of a recipe.  seconds: the time to make them; weights_bytes: their size."""
 
     def __init__(self, recipe: Recipe, dtype: torch.dtype, device: torch.device, position_rows: int) -> None:
         self.recipe, self.dtype, self.device = recipe, dtype, device
@@ -133,7 +132,7 @@ class SyntheticModels:
 
     @property
     def title(self) -> str:
-        """One line for the top of a table or a plot."""
+        """Returns one line of text about the models, for the top of a table or a plot."""
         kind = "" if self.recipe.weights == DENSE else f"{self.recipe.weights} "
         size = f"{self.weights_bytes / 1e9:.1f} GB of {kind}weights made in {self.seconds:.1f} s"
         routing = f"; routing correlation {self.recipe.routing_correlation}" if self.recipe.shape.target.experts else ""
@@ -149,7 +148,7 @@ class SyntheticModels:
     def engine(
         self, layout: RoundLayout, attention: str | None, overlap: bool, all_buckets: bool = False, **chosen: Any
     ) -> AbstractContextManager[RunningEngine]:
-        """An engine of this layout, with pages for a full batch of full contexts.  It closes at the end of the block.
+        """Opens an engine of this layout, with pages for a full batch of full contexts; closed at the end of the block.
 
         steps=0 is plain decoding without a draft.  all_buckets: capture the rounds of every bucket, not only of the
         largest; chosen: fields of ResolvedConfig that differ; "auto" is the default.
@@ -169,7 +168,7 @@ class SyntheticModels:
         return self._running(partial(assemble_engine, LoadedModels(config, *self._models(algorithm)), keep_graphs=True))
 
     def make_engine(self, config: ResolvedConfig, num_pages: int | None) -> AbstractContextManager[RunningEngine]:
-        """The engine that LLM builds of a configuration, with the device and the dtype of these models.
+        """Opens the engine that LLM builds for a configuration, with the device and the dtype of these models.
 
         num_pages: set by the user; None: on a GPU, as many as fit.
         """
@@ -197,7 +196,7 @@ class SyntheticModels:
                 torch.cuda.empty_cache()
 
     def prompts(self, lengths: Sequence[int], seed: int = 0) -> list[list[int]]:
-        """Prompts that follow the chain, each from its own random place."""
+        """Returns prompts of these lengths that follow the chain, each from a random place."""
         generator = torch.Generator().manual_seed(seed)
         places = torch.randint(0, self.chain.size, (len(lengths),), generator=generator)
         steps = [torch.arange(length) * self.chain.shifts[0] for length in lengths]

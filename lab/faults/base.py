@@ -1,4 +1,4 @@
-"""What a planted fault is."""
+"""The description of a planted fault."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,8 +9,11 @@ FaultMaker = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 @dataclass(frozen=True)
 class Fault:
-    """what: the defect in one sentence; where: "module:owner.attribute" of the function that is replaced; wrong: makes
-    the wrong function from the right one; reports: numbers of the bug reports with this defect."""
+    """A fault that replaces one function of the engine.
+
+    defect: the defect in one sentence; target: "module:owner.attribute" of the replaced function; make_wrong: makes the
+    wrong function from the right one; reports: numbers of the bug reports with this defect.
+    """
 
     name: str
     defect: str

@@ -108,9 +108,9 @@ class BlockTensors(DraftTensors):
         return weight
 
     def _distances(self, layer: int) -> range:
-        """The distances of the query heads of a layer, from head 0 on.  Fewer than heads, or none, in later layers.
+        """Returns the distances at which a layer's query heads look, from head 0 on.
 
-        All but the last are of rows of the block, for some row.
+        Later layers have fewer distances than heads, or none.  All distances but the last are between the block's rows.
         """
         heads, count = self.config.heads, len(self.favours)
         return range(min(layer * heads, count), min((layer + 1) * heads, count)) if layer >= 0 else range(0)
@@ -157,7 +157,7 @@ class BlockTensors(DraftTensors):
 
     @cached_property
     def _before(self) -> Tensor:
-        """[V, rank], rows of length sqrt(rank): what identifies the token before."""
+        """[V, rank]: rows of length sqrt(rank), which identify the previous token."""
         vocab, rank = self.shapes["markov_head.markov_w1.weight"]
         drawn = self.target.draw.normal("draft/markov_w1", vocab, rank, 1.0, torch.float32)
         return (drawn * (math.sqrt(rank) / drawn.norm(dim=1, keepdim=True))).to(self.dtype)

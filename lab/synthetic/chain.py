@@ -30,7 +30,7 @@ MODES = ("chain", "copy")
 PROBABILITIES = (0.75, 0.15, 0.07, 0.03)
 NUM_SUCCESSORS = len(PROBABILITIES)
 NUM_CANDIDATES = 8
-# If the draft's first guess is wrong: how often the true successor is not among its candidates.
+# How often the true successor is not among the draft's candidates, if the draft's first guess is wrong.
 MISS_SHARE = 1 / 2
 # The draft's error rate at a place is one of these times its mean error rate, 1 - skill.
 ERROR_FACTORS = (0.25, 0.75, 1.25, 1.75)
@@ -40,7 +40,7 @@ MIN_SKILL, MAX_SKILL = 0.05, 0.99
 FAVOUR_NATS, BURY_NATS = 3.0, -30.0
 NUM_NUDGES = 2 * NUM_SUCCESSORS
 ACCEPT_SAMPLES = 2048
-# Of a block draft, whose trees are slower to grow.
+# The same for block drafts, whose trees take longer to grow.
 BLOCK_ACCEPT_SAMPLES = 512
 # The tokens of a topic: several times the tokens that the deepest tree reaches ahead.
 TOPIC_TOKENS = 256
@@ -57,12 +57,12 @@ class Chain:
     shifts: [1 + NUM_CANDIDATES], distinct mod N; the first NUM_SUCCESSORS are the target's, the most likely first.
     draft_logp: [N, 1 + NUM_CANDIDATES] float32, the draft's log-probability of each shift; -inf if it is no candidate.
     kind: [V], 0 .. NUM_SUCCESSORS-1, what copy mode copies.
-    lag_of: [V], 0 .. num_lags-1, an index into lags.
+    lag_of: [V], 0 .. num_lags-1, each token's index into lags.
     lags: [num_lags], how many positions back a token looks in copy mode.
     topic: [V], the stretch of TOPIC_TOKENS places, in the order of greedy text, that each token is in.
-    nudge: [V], 0 .. NUM_NUDGES-1, or None if the draft is no MTP head.  k: it favours the successor of kind k;
-    NUM_SUCCESSORS + k: it buries that one.
-    fading: how a block draft ranks at each depth; None if the draft is none.
+    nudge: [V], 0 .. NUM_NUDGES-1, or None if the draft is no MTP head.  Value k favours the successor of kind k; value
+    NUM_SUCCESSORS + k buries it.
+    fading: how a block draft ranks at each depth; None for other drafts.
     """
 
     mode: str

@@ -1,4 +1,4 @@
-"""What the tensors of all planted drafts share: random backgrounds, heads that attend to their own row, solved rows."""
+"""The base of all planted drafts' tensors: random backgrounds, heads that attend to their own row, solved rows."""
 
 from collections.abc import Iterator
 from functools import cached_property

@@ -74,7 +74,7 @@ class Eagle3Tensors(DraftTensors):
         return {**{f"{name}.weight": size for name, size in sizes.items()}, **vocabulary}
 
     def tensor(self, name: str) -> Tensor:
-        """Make a tensor.  d2t is int64, t2d bool, the others have the checkpoint's dtype."""
+        """Make a tensor.  d2t is int64 and t2d is bool; other tensors have the checkpoint's dtype."""
         chain, part = self.target.chain, name.removesuffix(".weight").rpartition(".")[2]
         match part:
             case "d2t":

@@ -1,8 +1,8 @@
 """How the skill of a synthetic block draft falls with depth.
 
 One pass of a block draft proposes all depths, and real drafts are worse at deeper ones.  The planted draft knows the
-chain by its edges, which are the same at every depth.  To be worse at deeper ones, it prefers a random quarter of the
-tokens, more strongly at each depth, so its first guess is wrong more often.
+chain by its edges, which are the same at every depth.  To be worse at deeper depths, it prefers a random quarter of the
+tokens, more strongly at each depth.  So its first guess is wrong more often.
 """
 
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ class Fading:
     favours: Tensor
 
     def logp(self, draft_logp: Tensor, steps: int) -> list[Tensor]:
-        """Chain.draft_logp at depths 1 to `steps`.  Raises EspalierError if the draft proposes fewer."""
+        """Returns Chain.draft_logp at depths 1 to `steps`.  Raises EspalierError if the draft proposes fewer depths."""
         if steps > len(self.favours):
             raise EspalierError(f"steps={steps} is above block_size={len(self.favours)} of the draft; lower it")
         return [self.at(draft_logp, favour) for favour in self.favours[:steps].tolist()]
@@ -40,11 +40,11 @@ class Fading:
 
 
 def fading_of(draft_logp: Tensor, children: Tensor, skills: Sequence[float], generator: torch.Generator) -> Fading:
-    """draft_logp, children: as of Fading; skills: by depth, how often the first guess is right.
+    """Returns the fading with these skills.  draft_logp: see Chain; children: see Fading.
 
-    Raises EspalierError for a skill that is out of reach.
+    skills: how often the first guess is right at each depth.  Raises EspalierError for a skill that cannot be reached.
     """
-    # Not all alike, so that the skill falls smoothly.
+    # Preferences differ between tokens, so that the skill falls smoothly.
     drawn = torch.rand(len(draft_logp), generator=generator)
     favoured = torch.where(drawn < FAVOURED_SHARE, 1 - drawn / (2 * FAVOURED_SHARE), 0.0)
     some = Fading(favoured, children[:MEASURED_PLACES], torch.zeros(1))

@@ -37,7 +37,7 @@ def embedding_name(config: ModelConfig) -> str:
 
 
 def _hybrid_shapes(config: ModelConfig, layer: int) -> Shapes:
-    """Of Qwen3.5 and later."""
+    """Returns the shapes of a layer of Qwen3.5 and later."""
     hidden, has_experts = config.hidden_size, config.experts is not None and layer in config.experts.layers
     mixer = delta_net_shapes(config, layer) or gated_attention_shapes(config)
     mlp = _gated_mlp_shapes("mlp.", config.intermediate_size, hidden)
@@ -47,7 +47,7 @@ def _hybrid_shapes(config: ModelConfig, layer: int) -> Shapes:
 
 
 def _gemma4_shapes(c: ModelConfig, layer: int) -> Shapes:
-    """Of the sizes without inputs of layers and shared rows."""
+    """Returns the shapes of a layer of Gemma 4, for sizes without per-layer inputs and without shared K/V rows."""
     spec, hidden = layer_specs_of(c)[layer], c.hidden_size
     size, names = spec.keeps.k_size, "qk" if spec.v_is_k else "qkv"
     rows = {"q": c.heads * size, "k": spec.keeps.kv_heads * size, "v": spec.keeps.kv_heads * size}
@@ -122,7 +122,7 @@ def _gated_mlp_shapes(prefix: str, inner: int, hidden: int) -> Shapes:
 
 
 def _join_matrices(shapes: Shapes, prefix: str, names: tuple[str, ...]) -> Shapes:
-    """The first matrices as one, if `names`, of what a layer multiplies first, is one name."""
+    """Join the layer's first matrices to one if `names`, the names of its first products, has only one name."""
     if len(names) > 1:
         return shapes
     parts = {"qkv_proj": 3, "gate_up_proj": 2}[names[0]]
@@ -145,7 +145,7 @@ def _expert_shapes(experts: Experts, hidden: int) -> Shapes:
 
 
 def _routed_expert_shapes(prefix: str, experts: Experts, hidden: int) -> Shapes:
-    """The matrices of routed experts, joined or apart."""
+    """Returns the matrices of routed experts, in one tensor or one for each expert."""
     count, size = experts.routing.num_experts, experts.size
     if experts.storage == "joined":
         return {f"{prefix}gate_up_proj": (count, 2 * size, hidden), f"{prefix}down_proj": (count, hidden, size)}

@@ -55,7 +55,7 @@ class QuantisedTensors:
 
     @functools.cached_property
     def _columns(self) -> dict[str, int]:
-        """Of each matrix that the format may quantise, by name; none for a format of stacked experts."""
+        """The columns of each matrix that the format may quantise, by name; empty for a format of stacked experts."""
         if self.quantiser.only_experts:
             return {}
         matrices = ((name, size[1]) for name, size in self.model.shapes.items() if _is_matrix(name, size))
@@ -73,7 +73,7 @@ class QuantisedTensors:
 
     @functools.cached_property
     def stored(self) -> dict[str, tuple[str, StoredTensor]]:
-        """(name of the dense tensor, what is stored), by name, of quantised matrices."""
+        """(name of the dense tensor, its stored tensor), by stored name, for quantised matrices."""
         found = {}
         for name, size in self.model.shapes.items():
             for each in self._stored_of(name, size):

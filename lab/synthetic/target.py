@@ -86,7 +86,8 @@ class RandomTensors:
 class PlantedDirections:
     """The planted directions.
 
-    basis: [H, n], orthonormal columns; first: the first column of each part; length: of those that are in embeddings.
+    basis: [H, n], orthonormal columns; first: the first column of each part; length: the length of each part that
+    embeddings contain.
     """
 
     basis: Tensor
@@ -97,19 +98,19 @@ class PlantedDirections:
         return self.basis[:, self.first[part] + index]
 
     def directions_of_part(self, part: str, size: int) -> Tensor:
-        """[H, size]: the directions of a part."""
+        """Returns [H, size]: the directions of a part."""
         return self.basis[:, self.first[part] : self.first[part] + size]
 
     def remove_planted(self, rows: Tensor) -> Tensor:
-        """rows [..., H] without their components in the planted directions."""
+        """Returns rows [..., H] without their components in the planted directions."""
         return rows - (rows @ self.basis) @ self.basis.T
 
 
 class TargetTensors:
     """The weights of a target, by name in its checkpoint: `shapes` lists them, `tensor` makes one.
 
-    correlation: of the routing, see routing.py.  is_quantised: whether the checkpoint is: then experts that the family
-    joins are apart, as those who quantise a model store them.
+    correlation: of the routing, see routing.py.  is_quantised: whether the checkpoint is quantised.  Experts that the
+    family joins are then stored apart, as in published quantised checkpoints.
     """
 
     def __init__(
@@ -204,7 +205,7 @@ class TargetTensors:
         return weight
 
     def _constant(self, name: str, part: str) -> float:
-        """The value of a tensor of one dimension."""
+        """Returns the value that fills a tensor of one dimension."""
         c = self.config
         if part in (c.family.layer_norms.after_attention, c.family.layer_norms.after_mlp):
             return DISTURBANCE / math.sqrt(2 * c.num_layers)
