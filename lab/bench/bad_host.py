@@ -12,7 +12,7 @@ from argparse import Namespace
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, astuple, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -165,13 +165,7 @@ def run(args: Namespace, settings: dict[str, Any]) -> int:
 
 
 def _result_row(result: AttackResult) -> list[str]:
-    waits = (
-        result.busy.stream_gap,
-        result.busy.one_token,
-        result.busy.health,
-        result.idle.one_token,
-        result.idle.health,
-    )
+    waits = (*astuple(result.busy), result.idle.one_token, result.idle.health)
     answers = ", ".join(f"{count} of {status or 'none'}" for status, count in result.answers.items())
     name = f"{result.count} x {result.name}" if result.count else result.name
     return [name, *(f"{wait:.0f}" for wait in waits), answers]

@@ -78,9 +78,7 @@ def round(parser: ArgumentParser) -> None:
 def _add_shaped_flags(parser: ArgumentParser) -> None:
     group = parser.add_argument_group("synthetic models of a named shape, on a GPU")
     group.add_argument("--shape", metavar="NAME", help=f"one of {', '.join(SHAPE_NAMES)}")
-    group.add_argument(
-        "--accept-length", type=float, metavar="X", help="accept length of the draft of --shape with tree 5,8,64 (4)"
-    )
+    group.add_argument("--accept-length", type=float, metavar="X", help=ACCEPT_LENGTH_HELP)
     add_shape_flags(parser)
     group.add_argument("--cells", nargs="+", metavar="CELL", help=f"such as {CELL_EXAMPLES}; plain decoding is added")
     group.add_argument(

@@ -263,19 +263,10 @@ def _speedup(tree: PromptFigures, plain: PromptFigures) -> float:
 
 def _table(by_variant: Sequence[Sequence[PromptFigures]]) -> list[list[str]]:
     """One row for each group of prompts and way.  measured: as in `_cells`."""
-    rows = [
-        [
-            "batch x context",
-            "steps, topk, nodes",
-            "first token ms",
-            "round ms",
-            "of floor",
-            "bytes ms",
-            "accept",
-            "tokens/s",
-            "over plain",
-        ]
-    ]
+    rows = [[
+        "batch x context", "steps, topk, nodes", "first token ms", "round ms", "of floor", "bytes ms", "accept",
+        "tokens/s", "over plain",
+    ]]  # fmt: skip
     for *trees, plain in zip(*by_variant, strict=True):
         rows += [_table_row("tree", tree, f"{_speedup(tree, plain):.2f}") for tree in trees]
         rows.append(_table_row("plain", plain, ""))

@@ -49,12 +49,8 @@ class Eagle3Tensors(DraftTensors):
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         c = self.config
-        hidden, inner, queries, channels = (
-            c.hidden_size,
-            c.intermediate_size,
-            c.heads * c.head_size,
-            self.columns.shape[1],
-        )
+        hidden, inner, queries = c.hidden_size, c.intermediate_size, c.heads * c.head_size
+        channels = self.columns.shape[1]
         sizes = {
             "fc": (hidden, NUM_CAPTURED_LAYERS * hidden),
             "midlayer.self_attn.q_proj": (queries, 2 * hidden),

@@ -92,12 +92,8 @@ def _find_threshold(
     max_key - span to max_key are ties at the threshold: all but the first num_skipped_ties of them are selected.  So
     topk values are selected, or all if there are fewer, or up to `num_extra` more.
     """
-    span, equal, wanted, most_bits = (
-        max_key - min_key,
-        count,
-        tl.minimum(topk, count),
-        tl.full([], max_first_bin_bits, tl.uint32),
-    )
+    span, equal, wanted = max_key - min_key, count, tl.minimum(topk, count)
+    most_bits = tl.full([], max_first_bin_bits, tl.uint32)
     place = tl.arange(0, NUM_BINS)
     while (equal - wanted > num_extra) & (span > 0):
         bits = tl.minimum(_num_bits(span // NUM_BINS), most_bits)

@@ -69,18 +69,17 @@ def _load_queries(q_ptr, offsets, query_exists, FP8: tl.constexpr, HEAD_SIZE: tl
 # fmt: off
 @kernel(do_not_specialize=["batch"])
 def _tree_attention_kernel(
-    q_ptr, k_ptr, v_ptr, staged_k_ptr, staged_v_ptr,
-    table_ptr, splits_ptr, split_starts_ptr, position_ptr, row_position_ptr, bits_ptr,
-    out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, sink_ptr, k_scale_ptr, v_scale_ptr, scale, batch, queries, rows,
-    first_position, q_stride_b, q_stride_q, q_stride_h, k_stride_row, k_stride_h, v_stride_row, v_stride_h,
-    staged_k_stride_b, staged_k_stride_r, staged_k_stride_h, staged_v_stride_b, staged_v_stride_r, staged_v_stride_h,
-    table_stride_b, position_stride_b, position_stride_q, row_position_stride_b, row_position_stride_r, bits_stride_b,
-    bits_stride_q,
+    q_ptr, k_ptr, v_ptr, staged_k_ptr, staged_v_ptr, table_ptr, splits_ptr, split_starts_ptr, position_ptr,
+    row_position_ptr, bits_ptr, out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, sink_ptr, k_scale_ptr, v_scale_ptr,
+    scale, batch, queries, rows, first_position, q_stride_b, q_stride_q, q_stride_h, k_stride_row, k_stride_h,
+    v_stride_row, v_stride_h, staged_k_stride_b, staged_k_stride_r, staged_k_stride_h, staged_v_stride_b,
+    staged_v_stride_r, staged_v_stride_h, table_stride_b, position_stride_b, position_stride_q,
+    row_position_stride_b, row_position_stride_r, bits_stride_b, bits_stride_q,
     KV_HEADS: tl.constexpr, GROUP_SIZE: tl.constexpr, K_SIZE: tl.constexpr, V_SIZE: tl.constexpr,
     PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, STAGED_KIND: tl.constexpr,
     HAS_SINK: tl.constexpr, LONGEST_FIRST: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
-    USE_PDL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr,
+    USE_PDL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):
     CONSTANTS: tl.constexpr = AttentionConstexprs(
         PAGE_SIZE, WINDOW, SOFTCAP, STAGED_KIND, PRECISION, STAGES, BLOCK_N, BLOCK_R, K_SIZE, V_SIZE, BLOCK_K, BLOCK_V

@@ -163,7 +163,7 @@ class NotingFloors:
 
 @pytest.fixture
 def floors(monkeypatch):
-    engines, full_rounds = [], shaped.full_rounds
+    engines, full_rounds = [], shaped.measure_full_rounds
 
     def noting(engine, models, cell, num_rounds):
         engines.append(weakref.ref(engine))
@@ -327,7 +327,7 @@ def test_flags_that_do_not_fit_are_refused(flags, says, monkeypatch, capsys):
 
 
 def test_a_failure_leaves_what_was_measured(monkeypatch, capsys, tmp_path):
-    full_rounds = shaped.full_rounds
+    full_rounds = shaped.measure_full_rounds
 
     def failing(engine, models, cell, num_rounds):
         if not cell.has_draft:
