@@ -160,22 +160,22 @@ def measure_prefill(bench: BenchEngine, batch: int, length: int, floor_meter: Fl
     return PrefillFigures(batch, length, 1e3 * seconds, rate, len(passes), num_rounds, linear_ms, expert_ms, bound)
 
 
-def bound_ms(shape: ModelShape, batch: int, length: int, drafts: bool, peak: float) -> float | None:
+def bound_ms(shape: ModelShape, batch: int, length: int, has_draft: bool, peak_flops: float) -> float | None:
     """Returns FLOPs of all linear layers / `peak`, the measured bf16 FLOP/s, + attention FLOPs / ATTENTION_PEAK, in ms.
 
     This is no strict lower bound.  It counts every row of the prompts in every layer, but the engine leaves out rows of
     the last layer that are not read, and a kernel may be faster than ATTENTION_PEAK.  Padded rows do not count.  None
     with experts, quantised weights or MTP modules.
     """
-    formats = {shape.weights, shape.draft_sizes.weights if drafts else DENSE}
+    formats = {shape.weights, shape.draft_sizes.weights if has_draft else DENSE}
     if shape.experts is not None or shape.mtp is not None or formats != {DENSE}:
         return None
-    draft = shape.extend_passes(batch * length) if drafts else ()
+    draft = shape.extend_passes(batch * length) if has_draft else ()
     linear = sum(run.flops for run in (*shape.target_pass(batch * length, batch), *draft))
     # A block draft only projects a prompt's tokens to K and V.
-    attending = (shape, shape.draft_sizes) if drafts and shape.block is None else (shape,)
+    attending = (shape, shape.draft_sizes) if has_draft and shape.block is None else (shape,)
     attention = batch * sum(prompt_attention_flops(each, length) for each in attending)
-    return 1e3 * (linear / peak + attention / ATTENTION_PEAK)
+    return 1e3 * (linear / peak_flops + attention / ATTENTION_PEAK)
 
 
 def _seconds_to_enter(bench: BenchEngine, prompts: Sequence[Sequence[int]]) -> float:

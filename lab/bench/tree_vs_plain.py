@@ -101,7 +101,7 @@ class RoundBench:
 def _compare_runs(
     batch: int,
     context: int,
-    shape: TreeShape,
+    tree_shape: TreeShape,
     plain: list[DriveResult],
     tree: list[DriveResult],
     transformers_seconds: list[float],
@@ -115,7 +115,7 @@ def _compare_runs(
     return TreeVsPlain(
         batch=batch,
         context=context,
-        tree=shape,
+        tree=tree_shape,
         round_ms=round_ms,
         plain_token_ms=token_ms,
         ratio=round_ms / token_ms,

@@ -167,10 +167,10 @@ def make_bundle(folders: BundleFolders, only: str | None = None) -> None:
         if only in (None, name):
             print(f"{name}: {'kept' if stage.done(folders) else 'making'}", flush=True)
             if not stage.done(folders):
-                _make(name, stage, folders)
+                _run_stage(name, stage, folders)
 
 
-def _make(name: str, stage: Stage, folders: BundleFolders) -> None:
+def _run_stage(name: str, stage: Stage, folders: BundleFolders) -> None:
     try:
         stage.make(folders)
     except FileNotFoundError as error:

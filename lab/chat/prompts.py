@@ -124,25 +124,25 @@ def make_prompts(held_out: bool, max_per_kind: int, seed: int) -> list[PromptLin
     codes = [piece for piece in code_pieces() if piece.is_held_out == held_out]
     texts = [piece for piece in text_pieces() if piece.is_held_out == held_out]
     subjects = [t for t in words.TOPICS if SourcePiece("", t, "").is_held_out == held_out]
-    lines = [PromptLine("code", code_prompt(p, form), p.license, p.source) for p in codes for form in words.CODE]
+    lines = [PromptLine("code", code_prompt(p, form), p.license, p.source) for p in codes for form in words.CODE_FORMS]
     lines += [
-        PromptLine("summary", form.format(p.text), p.license, p.source) for p in texts for form in words.SUMMARIES
+        PromptLine("summary", form.format(p.text), p.license, p.source) for p in texts for form in words.SUMMARY_FORMS
     ]
     for piece in texts:
-        for form in words.JSON_OF_TEXT:
-            prompt = form.format(", ".join(pick.sample(words.FIELDS, 3)), piece.text)
+        for form in words.JSON_EXTRACTION_FORMS:
+            prompt = form.format(", ".join(pick.sample(words.JSON_FIELDS, 3)), piece.text)
             lines.append(PromptLine("json", prompt, piece.license, piece.source))
         half = piece.text[: len(piece.text) // 2].rpartition(" ")[0]
         lines.append(PromptLine("prose", f"Continue this text:\n\n{half}", piece.license, piece.source))
     for topic in subjects:
-        for form in words.JSON_OBJECTS:
+        for form in words.JSON_OBJECT_FORMS:
             for _ in range(1 if held_out else 6):
-                prompt = form.format(topic, ", ".join(pick.sample(words.FIELDS, 4)))
+                prompt = form.format(topic, ", ".join(pick.sample(words.JSON_FIELDS, 4)))
                 lines.append(PromptLine("json", prompt, OWN_LICENSE, topic))
         if not held_out:
             for asked in (topic, *(f"{topic} and {other}" for other in pick.sample(subjects, 2))):
-                lines += [PromptLine("chat", form.format(asked), OWN_LICENSE, topic) for form in words.QUESTIONS]
-                lines += [PromptLine("prose", form.format(asked), OWN_LICENSE, topic) for form in words.PROSE]
+                lines += [PromptLine("chat", form.format(asked), OWN_LICENSE, topic) for form in words.QUESTION_FORMS]
+                lines += [PromptLine("prose", form.format(asked), OWN_LICENSE, topic) for form in words.PROSE_FORMS]
     if held_out:
         lines += [PromptLine("chat", prompt, OWN_LICENSE, "lab/chat/words.py") for prompt in words.HELDOUT_CHAT]
         lines = [line for line in lines if line.kind != "prose"]

@@ -70,7 +70,9 @@ class BlockTensors(DraftTensors):
         layer = int(name.split(".")[1]) if name.startswith("layers.") else -1
         if len(size) == 1:
             is_sharp = part in ("q_norm", "k_norm") and self._distances(layer)
-            return torch.full(size, self.code.norm_weight if is_sharp else 1.0, dtype=self.dtype, device=self.device)
+            return torch.full(
+                size, self.lag_code.norm_weight if is_sharp else 1.0, dtype=self.dtype, device=self.device
+            )
         match part:
             case "fc":
                 weight = self._mean_of_features(name)
@@ -120,7 +122,7 @@ class BlockTensors(DraftTensors):
         mark = planted.direction("mark") / planted.length["mark"]
         weight = self.random_without_planted(name, DISTURBANCE / 4) if part == "o_proj" else self.random(name, 1.0)
         if part == "k_proj":
-            key = self.code.key().to(self.device).repeat(self.config.kv_heads)
+            key = self.lag_code.key().to(self.device).repeat(self.config.kv_heads)
             weight = torch.outer(key, mark)
         elif part == "v_proj":
             mask = self.target.random_part_of(torch.tensor(self.block.spec.mask_token))
@@ -131,7 +133,7 @@ class BlockTensors(DraftTensors):
             if part == "q_proj":
                 # The last row of the block is that far from the root.
                 lag = distance + is_last
-                weight[head * size : (head + 1) * size] = torch.outer(self.code.query(lag).to(self.device), mark)
+                weight[head * size : (head + 1) * size] = torch.outer(self.lag_code.query(lag).to(self.device), mark)
             elif part == "o_proj" and is_last:
                 weight[:, head * size + 1] = planted.direction("misread") * (MISREAD_LENGTH * math.sqrt(hidden))
             elif part == "o_proj":

@@ -34,7 +34,7 @@ class DraftTensors:
         raise NotImplementedError
 
     @cached_property
-    def code(self) -> LagCode:
+    def lag_code(self) -> LagCode:
         return make_lag_code(self.config.rope, self.config.max_position)
 
     def random(self, name: str, std: float, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -51,7 +51,9 @@ class DraftTensors:
         """Queries or keys [heads · head_size, H or more], made from the embedding's mark in the first H columns, so
         that they agree only at distance 0."""
         planted, weight = self.target.planted, self.random(name, BACKGROUND_STD)
-        key = (self.code.amplitude * self.code.key()).to(self.device).repeat(len(weight) // self.config.head_size)
+        key = (
+            (self.lag_code.amplitude * self.lag_code.key()).to(self.device).repeat(len(weight) // self.config.head_size)
+        )
         weight[:, : self.config.hidden_size] += torch.outer(key, planted.direction("mark") / planted.length["mark"])
         return weight
 

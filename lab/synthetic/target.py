@@ -157,7 +157,7 @@ class TargetTensors:
         return PlantedDirections(basis, dict(zip(sizes, starts, strict=False)), lengths)
 
     @cached_property
-    def code(self) -> LagCode:
+    def lag_code(self) -> LagCode:
         return make_lag_code(self.config.rope, self.config.max_position)
 
     @cached_property
@@ -213,7 +213,7 @@ class TargetTensors:
             # The model divides by it.
             return math.sqrt(c.hidden_size)
         if self.is_copy_mode and part in ("q_norm", "k_norm"):
-            return self.code.norm_weight
+            return self.lag_code.norm_weight
         if part == "k_norm":
             spec = layer_specs_of(c)[int(name.split(".")[2])]
             # So that scores have a standard deviation of 1, whatever their factor.
@@ -323,7 +323,7 @@ class TargetTensors:
 
         The normed residual holds a planted direction with its `length`, up to DISTURBANCE.
         """
-        c, planted, code = self.config, self.planted, self.code
+        c, planted, code = self.config, self.planted, self.lag_code
         size, kv_head = c.head_size, layer % c.kv_heads
         first_head = kv_head * (c.heads // c.kv_heads)
         key = code.amplitude * torch.outer(code.key().to(self.device), planted.direction("mark"))
