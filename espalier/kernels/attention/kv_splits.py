@@ -103,17 +103,13 @@ def kv_splits(
     require("splits' length", length, (-1,), torch.int64, length)
     table = torch.empty(batch * policy.max_splits, SPLIT_COLUMNS, dtype=torch.int32, device=length.device)
     starts = torch.empty(2 * batch + 1, dtype=torch.int32, device=length.device)
-    if not window:
-        positions = None
-    if positions is not None:
-        require("splits' positions", positions, (batch, -1), torch.int64, length)
+    # Without a window, the kernel does not read positions.
+    positions = length[:, None] if positions is None or not window else positions
+    require("splits' positions", positions, (batch, -1), torch.int64, length)
     if batch:
-        queries, position_stride_b, position_stride_q = (
-            (0, 0, 0) if positions is None else (positions.shape[1], *positions.stride())
-        )
         _kv_splits_kernel[(1,)](
-            *(length, length if positions is None else positions, table, starts, batch, queries, first_position),
-            *(policy.num_splits, policy.max_splits, length.stride(0), position_stride_b, position_stride_q),
+            *(length, positions, table, starts, batch, positions.shape[1], first_position),
+            *(policy.num_splits, policy.max_splits, length.stride(0), *positions.stride()),
             WINDOW=window, STEP=SPLIT_STEP, MIN_ROWS=policy.min_split_rows, MAX_ROWS=policy.max_split_rows,
             BLOCK_B=next_power_of_2(batch), BLOCK_Q=COMPARED_PER_STEP, num_warps=4 if batch <= 256 else 8,
         )  # fmt: skip
