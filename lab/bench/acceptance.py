@@ -117,10 +117,8 @@ def measure_acceptance(
     advance: Callable[[], None],
     trees: Sequence[TreeShape] = (),
 ) -> list[Acceptance]:
-    """Measure the default variants, or these trees, on the same prompts.  `advance` is called after each variant.
-
-    Raises EspalierError.
-    """
+    """Measure the default variants, or these trees, on the same prompts.  `advance` is called after each.  Raises
+    EspalierError."""
     with LLM(**settings) as llm:
         steps, algorithm, draft = llm.config.layout.steps, llm.config.algorithm, llm.config.draft
         if not steps:

@@ -63,11 +63,8 @@ class RoundCell:
         return replace(layout, max_context=self.context + self.max_tokens(layout, rounds))
 
     def max_tokens(self, layout: RoundLayout, rounds: int) -> int:
-        """Returns the most tokens that a request decodes.
-
-        It decodes while later prompts are prefilled, and then in the rounds of the tree search, or in the warm-up, the
-        timed rounds and the rounds that count experts.
-        """
+        """Returns the most tokens that a request decodes: during later prefills, and then in the rounds of the tree
+        search, or in the warm-up, the timed rounds and the rounds that count experts."""
         entering = count_prefill_passes(layout, [self.context] * self.batch)
         return (
             entering + max(*self.rounds_before, WARM_UP_ROUNDS + rounds + EXPERT_COUNT_ROUNDS) + 4

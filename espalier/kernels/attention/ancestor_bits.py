@@ -54,10 +54,7 @@ def self_only_bits(first_row: int, count: int, num_words: int, device: torch.dev
 
 
 def causal_ancestor_bits(row: Tensor, rows: int) -> Tensor:
-    """Returns [B, 1, W] int64: the bits of rows 0 to row [B] of a chain of `rows` rows.
-
-    W is a multiple of WORD_COUNT_MULTIPLE.
-    """
+    """Returns [B, 1, W] int64: the bits of rows 0 to row [B], out of `rows`.  W: a multiple of WORD_COUNT_MULTIPLE."""
     words = torch.arange(-(-rows // (ANCESTOR_BITS * WORD_COUNT_MULTIPLE)) * WORD_COUNT_MULTIPLE, device=row.device)
     seen = (row[:, None] + 1 - ANCESTOR_BITS * words).clamp(0, ANCESTOR_BITS)
     # A shift by 64 is not defined.

@@ -139,10 +139,7 @@ def log_sum_exp_base2(max_score, sum_weights, scale, dtype: tl.constexpr):
 
 @kernel
 def load_pages_of_block(table, begin, end, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Load the page ids of positions begin to begin + BLOCK_N - 1, as a scalar if one page holds all of them.
-
-    `begin` is a multiple of BLOCK_N.
-    """
+    """Load the pages of BLOCK_N positions from `begin` on, a scalar if they share one page.  BLOCK_N divides begin."""
     if PAGE_SIZE % BLOCK_N == 0:
         page = tl.load(table + begin // PAGE_SIZE, mask=begin < end, other=0)
     elif BLOCK_N % PAGE_SIZE == 0:
@@ -221,9 +218,7 @@ def attend_blocks(
     q, q_rope, position, table, tiles, begin, end, first_position, num_lower, num_unmasked, begin_block, end_block,
     scale, max_score, sum_weights, acc, MASKED: tl.constexpr, CONSTANTS: tl.constexpr,
 ):
-    """Attend to blocks begin_block .. end_block, counted in the order of work_items.py:nth_block_index.
-
-    Block 0 begins at position `begin`.
+    """Attend to blocks begin_block .. end_block from position `begin`, in the order of work_items.py:nth_block_index.
 
     MASKED: some rows are at or past `end`, or below `first_position`.  They are not read, because they may be NaN.
     """

@@ -96,10 +96,8 @@ def _index_scores_kernel(
     GROUP_ROWS: tl.constexpr, QUERIES: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, STAGES: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (blocks of QUERIES queries, programs that share a request's keys, B).
-
-    So the programs that read the same keys run at the same time, and memory is read once.
-    """
+    """Grid: (blocks of QUERIES queries, programs that share a request's keys, B).  So the programs that read the same
+    keys run at the same time, and memory is read once."""
     pdl_trigger_and_wait(USE_PDL)
     program, request = tl.program_id(1), tl.program_id(2).to(tl.int64)
     value, offset = tl.arange(0, BLOCK_SIZE), tl.arange(0, BLOCK_N)
@@ -167,8 +165,7 @@ def _plan_shared_memory(gpu: Chip, queries: int, heads: int, size: int, itemsize
 
 
 def index_scores(queries: IndexQueries, keys: IndexKeys, ancestor_bits: Tensor) -> IndexScores:
-    """Runs ops/selection.py:index_scores on a GPU.  Raises EspalierError for other dtypes, wide keys, and sizes that do
-    not agree."""
+    """See ops/selection.py.  Raises EspalierError for sizes that do not agree, other dtypes, and wide keys."""
     q, weights = queries
     batch, num_queries, heads, size = q.shape
     rows, capacity = keys.staged.shape[1], keys.page_table.shape[1] * keys.page_size

@@ -196,10 +196,7 @@ def _write_selected_rows(
     scores, row_list, table, out_ptr, count, capacity, max_key, key_span, num_skipped_ties,
     PAGE_SIZE: tl.constexpr, SCORES_PER_CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Write the selected committed rows.
-
-    Returns (number of rows written, number of selected rows at the threshold, staged rows included).
-    """
+    """Write the selected committed rows.  Returns (their number, number of all selected rows at the threshold)."""
     above_before, equal_before, written = 0, 0, tl.zeros([], tl.int32)
     for chunk in range((count + SCORES_PER_CHUNK - 1) // SCORES_PER_CHUNK):
         column, seen, key = _load_chunk(scores, row_list, chunk, count, 0, 0, SCORES_PER_CHUNK)
@@ -219,10 +216,8 @@ def _write_selected_rows(
 def _write_selected_bits(
     scores, words, rows, max_key, key_span, num_selected_ties, WORDS: tl.constexpr, WORD_BITS: tl.constexpr
 ):
-    """Write the bits of the selected staged rows.
-
-    Staged rows have the last positions, so of the rows at the threshold the last `num_selected_ties` are selected.
-    """
+    """Write the bits of the selected staged rows.  Staged rows have the last positions, so of the rows at the threshold
+    the last `num_selected_ties` are selected."""
     at = tl.arange(0, WORDS * WORD_BITS)
     exists = at < rows
     key = _score_key(tl.load(scores + at, mask=exists, other=float("-inf")))
@@ -282,8 +277,7 @@ def _select_rows_kernel(
 
 
 def select_rows(scores: IndexScores, length: Tensor, page_table: Tensor, page_size: int, topk: int) -> SelectedRows:
-    """Runs ops/selection.py:select_rows on a GPU.  Raises EspalierError for a topk over MAX_TOPK, and for sizes that do
-    not agree."""
+    """See ops/selection.py.  Raises EspalierError for sizes that do not agree, and for a topk over MAX_TOPK."""
     (of_rows, of_groups), capacity = scores, page_table.shape[1] * page_size
     (batch, queries, columns), device = of_rows.shape, of_rows.device
     rows, groups = columns - capacity, -(-capacity // GROUP_ROWS) + -(-(columns - capacity) // GROUP_ROWS)

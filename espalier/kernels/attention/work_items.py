@@ -84,11 +84,7 @@ def work_item_of_program(first_work_item, is_reversed):
 
 @kernel
 def split_of_work_item(work_item, num_splits, num_tiles, KV_HEADS: tl.constexpr, LONGEST_FIRST: tl.constexpr):
-    """Returns the split of a work item.
-
-    From one work item to the next, tiles vary fastest, then heads, then splits; with LONGEST_FIRST heads vary fastest,
-    then splits, then tiles.
-    """
+    """Returns a work item's split.  Tiles vary fastest, then heads, splits; LONGEST_FIRST: heads, splits, tiles."""
     if LONGEST_FIRST:
         split = work_item // KV_HEADS % num_splits
     else:
@@ -157,10 +153,7 @@ def visible_staged_range(
     STAGED_KIND: tl.constexpr, WINDOW: tl.constexpr, GROUP_SIZE: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """Returns (low, high): the range of staged rows, out of `rows`, that a query tile may see.
-
-    In a chain the range ends at the tile's last query.
-    """
+    """Returns (low, high): the staged rows that a query tile may see.  In a chain they end at the tile's last query."""
     low = 0
     high = rows
     if STAGED_KIND == 1:

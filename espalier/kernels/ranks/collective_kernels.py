@@ -172,10 +172,7 @@ def all_reduce_rows(memory: PeerMemory, parts: Tensor, dtype: torch.dtype, two_s
 def all_reduce_add_norm(
     memory: PeerMemory, parts: Tensor, residual: Tensor, weight: Tensor, eps: float, two_shot: bool
 ) -> tuple[Tensor, Tensor]:
-    """Returns (residual + sum over the ranks, the norm of that), see kernels/ops/norm.py:add_rms_norm.
-
-    The sum has the bits of `all_reduce_rows`.
-    """
+    """Returns (residual + sum over the ranks, its norm), as add_rms_norm.  The sum has the bits of all_reduce_rows."""
     total, out = (residual.new_empty(residual.shape) for _ in range(2))
     _launch_all_reduce(memory, parts, out, two_shot, (residual, weight, total), eps)
     return total, out

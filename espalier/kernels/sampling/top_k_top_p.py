@@ -103,10 +103,7 @@ def mass_of_value(value, max_logit, BLOCK: tl.constexpr):
 
 @kernel
 def filter_cutoff(logits_ptr, vocab, row, drafted, max_logit, top_k, top_p, BLOCK: tl.constexpr):
-    """Returns (cutoff, number of ties that stay).  top_k: int64, 0 for no top-k.
-
-    Tokens above the cutoff stay.  Of the tokens at the cutoff, the lowest ids stay.
-    """
+    """Returns (cutoff, number of tokens at the cutoff that stay: the lowest ids).  top_k: int64, 0 for no top-k."""
     cut = max_logit - float("inf")
     ties = top_k * 0 + vocab
     if top_k > 0:

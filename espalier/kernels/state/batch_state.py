@@ -92,11 +92,7 @@ def _gather_slots_kernel(
     index_stride, width, num_updates, depth_margin,
     COLUMNS: tl.constexpr, BLOCK: tl.constexpr, UPDATE_BLOCK: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Read the slots of a batch.
-
-    Before that, each program writes the new page-table entries of its slot.  The first program writes those of all
-    slots.
-    """
+    """Read a batch's slots.  Before, each program writes its slot's new page-table entries; the first, those of all."""
     pdl_trigger_and_wait(USE_PDL)
     b = tl.program_id(0).to(tl.int64)
     slot = tl.load(index_ptr + b * index_stride)

@@ -126,10 +126,8 @@ def _write_results_kernel(
     NUM_FIELDS: tl.constexpr, FIRST_COLUMNS: tl.constexpr, END_COLUMNS: tl.constexpr, EMPTY_VALUE: tl.constexpr,
     BLOCK: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Write one row of the ring entry per program.
-
-    Field i fills columns FIRST_COLUMNS[i] to END_COLUMNS[i] - 1 of the row.  Other columns become EMPTY_VALUE.
-    """
+    """Write one row of the ring entry per program.  Field i fills columns FIRST_COLUMNS[i] to END_COLUMNS[i] - 1; other
+    columns become EMPTY_VALUE."""
     pdl_trigger_and_wait(USE_PDL)
     b = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
