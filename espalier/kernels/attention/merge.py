@@ -51,7 +51,7 @@ def _merge_two_results_kernel(
 
 
 def merge_results(first_result: OutAndLse, second_result: OutAndLse, sink: Tensor | None = None) -> Tensor:
-    """See ops/attention.py.  Equals the reference up to one rounding.  Raises EspalierError if the sizes do not agree."""
+    """See ops/attention.py.  Equals the reference up to one rounding.  Raises EspalierError if sizes do not agree."""
     shape = tuple(first_result[0].shape)
     heads, v_size = shape[-2:]
     require("merge's second part", second_result[0], shape, None, first_result[0])
