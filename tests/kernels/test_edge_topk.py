@@ -287,7 +287,7 @@ def test_wrong_shapes_are_refused(kernel_device):
     rows = DepthRows(torch.zeros(1, 2).long(), torch.zeros(1, 2))
     edges = plain(1, 20)
     for field, cut in (("base_logits", edges.base_logits[..., :5]), ("token_factors", edges.token_factors[:, :5])):
-        with pytest.raises(EspalierError, match=r"(logits|before) needs shape"):
+        with pytest.raises(EspalierError, match=r"(logits|token_factors) needs shape"):
             launched(kernel_device, ({},), LowRankEdges(**{**vars(edges), field: cut}), rows, 3)
     with pytest.raises(EspalierError, match="scores needs shape"):
         launched(kernel_device, ({},), edges, rows._replace(scores=rows.scores[:, :1]), 3)

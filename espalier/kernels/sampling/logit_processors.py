@@ -166,7 +166,7 @@ def logits_arguments(logits: Tensor, vocab: int, slots: GatheredSlots, first_pos
     that the launch draws.  Raises EspalierError for other shapes and dtypes.
     """
     require("logits", logits, (slots.batch, -1, vocab), None, slots.ints)
-    require("first", first_positions, (slots.batch,), torch.int64, slots.ints)
+    require("first_positions", first_positions, (slots.batch,), torch.int64, slots.ints)
     if logits.dtype not in LOGIT_DTYPES or (vocab > 1 and logits.stride(2) != 1):
         raise EspalierError(
             f"logits are {logits.dtype} of stride {logits.stride(2)} in the vocabulary; give bfloat16, float16, "
@@ -198,11 +198,13 @@ def drafted_arguments(
     if drafted is None:
         return (unused, 0, unused, 0, 0, 0, 0, *masks)
     tokens, bits = drafted
-    require("above.tokens", tokens, (slots.batch, -1), torch.int64, slots.ints)
-    require("above.ancestor_bits", bits, (slots.batch, queries, -1), torch.int64, slots.ints)
+    require("drafted tokens", tokens, (slots.batch, -1), torch.int64, slots.ints)
+    require("drafted ancestor_bits", bits, (slots.batch, queries, -1), torch.int64, slots.ints)
     num_tokens = tokens.shape[1]
     if num_tokens > 64 * bits.shape[2] or tokens.stride(1) != 1 or bits.stride(2) != 1:
-        raise EspalierError(f"above needs a bit for each of {num_tokens} tokens, both dense in their last dimension")
+        raise EspalierError(
+            f"drafted ancestor_bits need a bit for each of {num_tokens} tokens, both dense in their last dimension"
+        )
     return (tokens, tokens.stride(0), bits, *bits.stride()[:2], first_output, num_tokens, *masks)
 
 

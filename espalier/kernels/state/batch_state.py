@@ -163,7 +163,7 @@ def advance(
     slots: BatchState, length: Tensor, picked_tokens: Tensor, count_tokens: bool, path: AcceptedNodes | None = None
 ) -> AdvanceResult:
     table, (batch, width) = slots.table, picked_tokens.shape
-    require("advance: picked", picked_tokens, (slots.batch, -1), torch.int64, table.history)
+    require("advance: picked_tokens", picked_tokens, (slots.batch, -1), torch.int64, table.history)
     require("advance: length", length, (batch,), torch.int64, picked_tokens)
     num_picked, copies = torch.empty_like(length), None
     if path is not None:

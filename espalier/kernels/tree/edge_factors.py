@@ -39,7 +39,7 @@ def edge_factors_triton(edges: LowRankEdges, depth: int, rows: DepthRows) -> tup
     require("edge_factors: weight", projection.weight, (parts * rank, inputs * rank), before.dtype, before)
     require("edge_factors: tokens", rows.tokens, (batch, num_rows), torch.int64, before)
     if any(value.stride(-1) != 1 for value in (hidden_part, projection.weight, before)):
-        raise EspalierError("edge_factors: hidden_part, weight and before must be dense in their last dimension")
+        raise EspalierError("edge_factors: hidden_part, weight and token_factors must be dense in their last dimension")
     parents, states = rows.parents, rows.states
     if parents is not None and states is not None:
         require("edge_factors: states", states, (batch, -1, rank), before.dtype, before)

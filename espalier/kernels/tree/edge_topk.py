@@ -153,8 +153,8 @@ def _check_arguments(
         require("edge_topk: factors", factors, (batch, num_rows, rank), column_factors.dtype, base)
     require("edge_topk: tokens", rows.tokens, (batch, num_rows), torch.int64, base)
     require("edge_topk: scores", rows.scores, (batch, num_rows), torch.float32, base)
-    require("edge_topk: before", edges.token_factors, (-1, rank), column_factors.dtype, base)
-    require("edge_topk: after", column_factors, (batch, columns, rank), base.dtype, base)
+    require("edge_topk: token_factors", edges.token_factors, (-1, rank), column_factors.dtype, base)
+    require("edge_topk: column_factors", column_factors, (batch, columns, rank), base.dtype, base)
     if ids is not None:
         require("edge_topk: ids", ids, (batch, columns), torch.int64, base)
     for value, dtype in zip(out, (torch.int64, torch.float32, torch.int32), strict=True):
