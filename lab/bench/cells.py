@@ -66,9 +66,8 @@ class RoundCell:
         """Returns the most tokens that a request decodes: during later prefills, and then in the rounds of the tree
         search, or in the warm-up, the timed rounds and the rounds that count experts."""
         entering = count_prefill_passes(layout, [self.context] * self.batch)
-        return (
-            entering + max(*self.rounds_before, WARM_UP_ROUNDS + rounds + EXPERT_COUNT_ROUNDS) + 4
-        ) * layout.extend_width + 2
+        last = WARM_UP_ROUNDS + rounds + EXPERT_COUNT_ROUNDS
+        return (entering + max(*self.rounds_before, last) + 4) * layout.extend_width + 2
 
 
 def count_prefill_passes(layout: RoundLayout, prompts: Sequence[int]) -> int:
@@ -111,10 +110,9 @@ def with_plain_cells(cells: Sequence[RoundCell]) -> tuple[RoundCell, ...]:
     have = {(cell.batch, cell.context) for cell in cells if not cell.has_draft}
     added: dict[tuple[int, int], RoundCell] = {}
     for cell in cells:
-        if (cell.batch, cell.context) not in have:
-            added.setdefault(
-                (cell.batch, cell.context), RoundCell(cell.batch, cell.context, PLAIN_TREE_SIZES, cell.page_size)
-            )
+        sizes = cell.batch, cell.context
+        if sizes not in have:
+            added.setdefault(sizes, RoundCell(*sizes, PLAIN_TREE_SIZES, cell.page_size))
     return (*cells, *added.values())
 
 

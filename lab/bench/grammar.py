@@ -61,9 +61,9 @@ class Vocabulary:
     tokens: list[bytes]
     end_token: int
 
-    def masker(self, compiled_grammar: Any) -> GrammarMasker:
+    def masker(self, grammar: Any) -> GrammarMasker:
         return GrammarMasker(
-            compiled_grammar, len(self.tokens), (self.end_token,), None, lambda t: TokenBytes(self.tokens[t], True)
+            grammar, len(self.tokens), (self.end_token,), None, lambda t: TokenBytes(self.tokens[t], True)
         )
 
 
@@ -116,12 +116,12 @@ def _xgrammar_compiler(vocabulary: Vocabulary) -> Any:
     return xgrammar.GrammarCompiler(info)
 
 
-def mask_ms(vocabulary: Vocabulary, compiled_grammar: Any, nodes: int, batch: int) -> float:
+def mask_ms(vocabulary: Vocabulary, grammar: Any, nodes: int, batch: int) -> float:
     """Median milliseconds of the masks of `batch` trees of `nodes` tokens that the grammar allows, inside a text."""
     rng = random.Random(0)
     trees, maskers = [], []
     for _ in range(batch):
-        masker = vocabulary.masker(compiled_grammar)
+        masker = vocabulary.masker(grammar)
         for byte in b'{"kind": "note", "text": "':
             masker.push(vocabulary.tokens.index(bytes([byte])))
         allowed = allowed_tokens(masker.root_mask())
@@ -136,17 +136,14 @@ def mask_ms(vocabulary: Vocabulary, compiled_grammar: Any, nodes: int, batch: in
     return 1e3 * median(times[1:])
 
 
-def _measure_loads(
-    bench: BenchEngine, vocabulary: Vocabulary, compiled_grammar: Any, num_tokens: int
-) -> dict[str, Any]:
+def _measure_loads(bench: BenchEngine, vocabulary: Vocabulary, grammar: Any, num_tokens: int) -> dict[str, Any]:
     """Figures of NUM_REQUESTS requests: none, one and all of them under the grammar, in turn."""
     prompts = bench.prompts([PROMPT_TOKENS] * NUM_REQUESTS)
     runs: dict[str, list[LoadFigures]] = {"none": [], "one": [], "all": []}
     for repeat in range(1 + TIMED_RUNS):
         for name, count in (("none", 0), ("one", 1), ("all", NUM_REQUESTS)):
-            timed = _run_load(
-                bench.llm, prompts, num_tokens, [vocabulary.masker(compiled_grammar) for _ in range(count)], vocabulary
-            )
+            maskers = [vocabulary.masker(grammar) for _ in range(count)]
+            timed = _run_load(bench.llm, prompts, num_tokens, maskers, vocabulary)
             if repeat:
                 runs[name].append(timed)
     return {

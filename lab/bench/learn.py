@@ -162,11 +162,8 @@ def prompts_of(topic: str) -> Iterator[str]:
     if topic == LOG_TOPIC:
         return log_lines()
     texts: Sequence[str] = [path.read_text() for path in sorted(ROOT.glob(TOPIC_FILES[topic]))]
-    pieces = [
-        text[i : i + PROMPT_CHARACTERS]
-        for text in texts
-        for i in range(0, len(text) - PROMPT_CHARACTERS, PROMPT_CHARACTERS // 2)
-    ]
+    size = PROMPT_CHARACTERS
+    pieces = [text[i : i + size] for text in texts for i in range(0, len(text) - size, size // 2)]
     random.Random(0).shuffle(pieces)
     return iter(pieces)
 

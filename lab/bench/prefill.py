@@ -132,14 +132,14 @@ def _print_tables(prefills: Sequence[PrefillFigures], paused: DecodePause) -> No
     stdout().print(Text(f"{who} wait {before}, {during}"))
 
 
-def measure_prefill(bench: BenchEngine, batch: int, length: int, floor_meter: FloorMeter | None) -> PrefillFigures:
+def measure_prefill(bench: BenchEngine, batch: int, length: int, floors: FloorMeter | None) -> PrefillFigures:
     """Measure `batch` prompts of `length` tokens, after one turn to warm up.  floors: of the same shape."""
     prompts, launches = bench.prompts([length] * batch), record_launches(bench.engine)
     times, peaks = [], []
     drafts = drafter_without_files(bench.config.algorithm) is None
     # A measured peak takes a second.
-    has_bound = floor_meter is not None and bound_ms(floor_meter.shape, batch, length, drafts, 1.0) is not None
-    meter = PeakMeter(floor_meter.timer, floor_meter.device) if floor_meter is not None and has_bound else None
+    has_bound = floors is not None and bound_ms(floors.shape, batch, length, drafts, 1.0) is not None
+    meter = PeakMeter(floors.timer, floors.device) if floors is not None and has_bound else None
     for _ in range(1 + TIMED_TURNS):
         empty_prefix_cache(bench.engine)
         launches.reset()
@@ -149,19 +149,15 @@ def measure_prefill(bench: BenchEngine, batch: int, length: int, floor_meter: Fl
             peaks.append(meter.measure())
     seconds = median(times[1:])
     passes, num_rounds = launches.prefills, len(launches.rounds)
-    linear_ms = None if floor_meter is None else _linear_ms(bench, passes, floor_meter)
-    expert_ms = None if floor_meter is None else _expert_ms(bench, passes, floor_meter)
-    bound = (
-        bound_ms(floor_meter.shape, batch, length, drafts, median(peaks[1:]))
-        if floor_meter is not None and peaks
-        else None
-    )
+    linear_ms = None if floors is None else _linear_ms(bench, passes, floors)
+    expert_ms = None if floors is None else _expert_ms(bench, passes, floors)
+    bound = bound_ms(floors.shape, batch, length, drafts, median(peaks[1:])) if floors is not None and peaks else None
     rate = batch * length / seconds
     return PrefillFigures(batch, length, 1e3 * seconds, rate, len(passes), num_rounds, linear_ms, expert_ms, bound)
 
 
 def bound_ms(shape: ModelShape, batch: int, length: int, has_draft: bool, peak_flops: float) -> float | None:
-    """Returns FLOPs of all linear layers / `peak`, the measured bf16 FLOP/s, + attention FLOPs / ATTENTION_PEAK, in ms.
+    """Returns FLOPs of linear layers / peak_flops (measured, bf16) + FLOPs of attention / ATTENTION_PEAK, in ms.
 
     This is no strict lower bound.  It counts every row of the prompts in every layer, but the engine leaves out rows of
     the last layer that are not read, and a kernel may be faster than ATTENTION_PEAK.  Padded rows do not count.  None

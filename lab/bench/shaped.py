@@ -171,14 +171,10 @@ def plot_figures(figures: Path, picture: Path | None) -> None:
 
 
 def measure_cells(
-    models: SyntheticModels,
-    cells: Sequence[RoundCell],
-    sizes: EngineSizes,
-    num_rounds: int,
-    floor_meter: FloorMeter | None,
+    models: SyntheticModels, cells: Sequence[RoundCell], sizes: EngineSizes, num_rounds: int, floors: FloorMeter | None
 ) -> Iterator[MeasuredCell]:
     """Measure the cells, engine after engine.  floors: of the same shape; None without a GPU."""
-    ceilings = floor_meter.ceilings() if floor_meter else None
+    ceilings = floors.ceilings() if floors else None
     names = list(dict.fromkeys(map(sizes.name, cells)))
     for name in names:
         group = [cell for cell in cells if sizes.name(cell) == name]
@@ -192,13 +188,13 @@ def measure_cells(
             failure = error
         for cell, rounds, engine, seconds in ran:
             of_cell = None
-            if floor_meter is not None and ceilings is not None and failure is None and not cell.is_auto:
+            if floors is not None and ceilings is not None and failure is None and not cell.is_auto:
                 # The floor is measured after the engine has closed.  Before the engine runs, the number of touched
                 # experts is not known; while it runs, it takes all memory.
                 tree, touched = TreeShape(*cell.tree), rounds.experts_touched
                 try:
                     size = RoundSize(cell.batch, tree, rounds.context, cell.has_draft, touched)
-                    of_cell = floor_meter.round(size, ceilings)
+                    of_cell = floors.round(size, ceilings)
                 except BaseException as error:
                     failure = error
             yield MeasuredCell(cell, rounds, engine, of_cell, ceilings, seconds)
