@@ -101,23 +101,6 @@ class Chain:
         """[...] -> [..., NUM_SUCCESSORS] ids, the most likely first.  Only the first follows a cold token."""
         return self.token_at(self.place[tokens][..., None] + self.shifts[:NUM_SUCCESSORS])
 
-    def greedy_continuation(self, tokens: list[int], count: int) -> list[int]:
-        """The next `count` tokens that greedy decoding emits after `tokens`, by the chain's rule.
-
-        In copy mode the next token is the successor with the same kind as the token `lag` positions before the last
-        one, so `tokens` must be longer than the largest lag.
-        """
-        text = list(tokens)
-        for _ in range(count):
-            last = text[-1]
-            after = self.successors(torch.tensor(last))
-            index = 0
-            if self.mode == "copy" and self.is_hot[last]:
-                far = text[-1 - int(self.lags[self.lag_of[last]])]
-                index = int((self.kind[after] == self.kind[far]).nonzero()[0])
-            text.append(int(after[index]))
-        return text[len(tokens) :]
-
 
 def make_chain(
     vocab: int,

@@ -26,8 +26,9 @@ from lab.bench.ceilings import GpuCeilings
 from lab.bench.experts import ExpertCalls, ExpertWeights, LayerExperts, num_expert_copies, product_steps
 from lab.bench.floor import FloorMeter, LinearTimes, RoundSize, round_products
 from lab.bench.passes import prefill_pass
-from lab.bench.recipe_sizes import recipe_sizes, shape_named
+from lab.bench.recipe_sizes import recipe_sizes
 from lab.synthetic.checkpoint import Recipe, build_models
+from tests.lab.shapes import shape_named
 from tests.lab.synthetic.mixtures import WITH_EXPERTS, mixture
 
 CPU = torch.device("cpu")

@@ -35,10 +35,11 @@ from lab.bench.floor import (
     round_products,
 )
 from lab.bench.passes import attended_rows, attention_flops, prefill_pass
-from lab.bench.recipe_sizes import recipe_sizes, shape_named
+from lab.bench.recipe_sizes import recipe_sizes
 from lab.synthetic.checkpoint import Recipe
 from tests.block import RANK, block_directories
 from tests.harness import prompts
+from tests.lab.shapes import shape_named
 from tests.lab.synthetic.mixtures import SUPPORTED, is_supported, mixture
 from tests.mtp import mtp_directories
 from tests.properties.mtp_setup import MTPSetup

@@ -13,8 +13,8 @@ from lab.__main__ import main as lab
 from lab.bench.engines import ShapeEngines
 from lab.bench.instrument import record_launches
 from lab.bench.prefill import ATTENTION_PEAK, bound_ms, measure_pause, measure_prefill, token_gaps
-from lab.bench.recipe_sizes import shape_named
 from lab.synthetic.checkpoint import Recipe
+from tests.lab.shapes import shape_named
 from tests.lab.synthetic.test_checkpoint import tiny
 
 CPU = torch.device("cpu")

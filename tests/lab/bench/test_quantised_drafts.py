@@ -13,7 +13,7 @@ from espalier.layout import TreeShape
 from espalier.models.quantisers import quantise
 from espalier.startup.checkpoints import BUNDLED_DRAFTS
 from lab.bench.floor import RoundSize, round_products
-from lab.bench.recipe_sizes import shape_named
+from tests.lab.shapes import shape_named
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from lab.synthetic.chain import predicted_accept_length
 from lab.synthetic.checkpoint import Recipe, build_models, write_checkpoint
 from lab.synthetic.fading import MAX_FAVOUR_NATS
 from tests.harness import CPU
+from tests.lab.shapes import greedy_continuation
 from tests.lab.synthetic.mixtures import SUPPORTED, mixture
 from tests.lab.synthetic.test_checkpoint import LONG, a_recipe, an_engine, generate, prompts, tiny
 
@@ -42,7 +43,7 @@ def test_a_block_draft_gives_what_its_tables_say(size: int, fade: float, tree: t
     recipe = block(size, fade)
     engine = an_engine(recipe, tree, torch.float32, batch=8)
     starts = prompts(recipe, 8)
-    assert generate(engine, starts, 80) == [recipe.chain().greedy_continuation(start, 80) for start in starts]
+    assert generate(engine, starts, 80) == [greedy_continuation(recipe.chain(), start, 80) for start in starts]
     # About 160 rounds of deviation 2.
     predicted = predicted_accept_length(recipe.chain(), *tree, samples=1024)
     assert engine.totals.accept_length == pytest.approx(predicted, abs=0.3)
@@ -60,7 +61,7 @@ def test_a_chain_is_accepted_depth_by_depth_as_chosen(rates: tuple[float, ...]) 
     recipe = block(len(rates), 1.0, shape=tiny(hot=2048)).with_acceptance(rates)
     engine = an_engine(recipe, (len(rates), 1, len(rates) + 1), torch.float32, batch=16)
     starts = prompts(recipe, 16)
-    assert generate(engine, starts, 200) == [recipe.chain().greedy_continuation(start, 200) for start in starts]
+    assert generate(engine, starts, 200) == [greedy_continuation(recipe.chain(), start, 200) for start in starts]
     for rate, (tried, accepted) in zip(rates, engine.totals.acceptance_by_depth, strict=True):
         assert tried > 90 and accepted / tried == pytest.approx(rate, abs=4 * (0.25 / tried) ** 0.5)
 
@@ -140,7 +141,7 @@ def test_from_files_through_the_public_door(tmp_path: Path) -> None:
     with LLM(str(target), draft=str(draft), max_context=256, max_batch=2, speculation=tree) as llm:
         [out] = llm.generate([start], SamplingParams(temperature=0.0, max_tokens=40))
         assert llm.config.algorithm == "block" and llm.engine.totals.accept_length > 2
-    assert list(out.token_ids) == recipe.chain().greedy_continuation(start, 40)
+    assert list(out.token_ids) == greedy_continuation(recipe.chain(), start, 40)
 
 
 @pytest.mark.full
@@ -164,7 +165,7 @@ def test_layers_that_are_one_off_raise_the_alarm(
             outputs = [list(out.token_ids) for out in llm.generate(starts, params)]
             accept_length = llm.engine.totals.accept_length
         # The text is right in any case.
-        assert outputs == [recipe.chain().greedy_continuation(start, 25) for start in starts]
+        assert outputs == [greedy_continuation(recipe.chain(), start, 25) for start in starts]
         warned = [record.getMessage() for record in caplog.records if "accept length is" in record.getMessage()]
         assert bool(warned) is wrong and (accept_length < 1.05 if wrong else accept_length > 2)
     assert "check the target layers that it reads (target_layer_ids name their outputs" in warned[0]
@@ -175,7 +176,7 @@ def test_models_in_bfloat16_are_accepted_alike() -> None:
     recipe, tree = block(8, 0.95), (8, 4, 32)
     engine = an_engine(recipe, tree, torch.bfloat16, batch=4)
     starts = prompts(recipe, 4)
-    assert generate(engine, starts, 50) == [recipe.chain().greedy_continuation(start, 50) for start in starts]
+    assert generate(engine, starts, 50) == [greedy_continuation(recipe.chain(), start, 50) for start in starts]
     assert engine.totals.accept_length == pytest.approx(predicted_accept_length(recipe.chain(), *tree), abs=0.5)
 
 

@@ -25,6 +25,7 @@ from lab.synthetic.chain import PROBABILITIES, predicted_accept_length
 from lab.synthetic.checkpoint import Recipe, build_models, write_checkpoint
 from lab.synthetic.rope import MIN_SCORE_DROP, make_lag_code
 from tests.harness import CPU, request
+from tests.lab.shapes import greedy_continuation
 from tests.models.reference import load_reference, reference_logits
 from tests.oracles.dense import DensePass
 
@@ -125,7 +126,7 @@ def test_transformers_and_espalier_follow_the_rule(family: dict[str, Any], mode:
     path, _ = write_checkpoint(recipe, tmp_path, torch.float64)
     chain = recipe.chain()
     [start] = prompts(recipe, 1)
-    text = start + chain.greedy_continuation(start, 60)
+    text = start + greedy_continuation(chain, start, 60)
     tokens = torch.tensor([text])
     logits, _ = reference_logits(load_reference(path, torch.float64), tokens)
     target = load_target(path, dtype=torch.float64, device=CPU, position_rows=POSITIONS)
@@ -210,7 +211,7 @@ def test_models_in_bfloat16_follow_the_rule(device: str) -> None:
         recipe = a_recipe(mode=mode)
         target, _ = build_models(recipe, torch.bfloat16, device, POSITIONS)
         [start] = prompts(recipe, 1)
-        text = start + recipe.chain().greedy_continuation(start, 60)
+        text = start + greedy_continuation(recipe.chain(), start, 60)
         tokens = torch.tensor([text], device=device)
         positions = torch.arange(len(text), device=device)[None]
         logits = target.logits(target(DensePass(tokens, target.layer_specs, positions)).hidden)
@@ -236,7 +237,7 @@ def test_the_draft_gives_what_its_tables_say_at_every_depth(tree: tuple[int, int
     engine = an_engine(recipe, tree, torch.float32, batch=8)
     starts = prompts(recipe, 8)
     texts = generate(engine, starts, 80)
-    assert texts == [recipe.chain().greedy_continuation(start, 80) for start in starts]
+    assert texts == [greedy_continuation(recipe.chain(), start, 80) for start in starts]
     # About 170 rounds of deviation 1.7.
     predicted = predicted_accept_length(recipe.chain(), *tree)
     assert engine.totals.accept_length == pytest.approx(predicted, abs=0.15)
@@ -255,7 +256,7 @@ def test_mtp_layers_give_what_their_tables_say(layers: int, form: str, tree: tup
     recipe = a_recipe(shape=LONG, skill=0.75, mtp_layers=layers, mtp_form=form)
     engine = an_engine(recipe, tree, torch.float32, batch=8)
     starts = prompts(recipe, 8)
-    assert generate(engine, starts, 70) == [recipe.chain().greedy_continuation(start, 70) for start in starts]
+    assert generate(engine, starts, 70) == [greedy_continuation(recipe.chain(), start, 70) for start in starts]
     assert engine.totals.accept_length == pytest.approx(predicted_accept_length(recipe.chain(), *tree), abs=0.15)
 
 
@@ -263,7 +264,7 @@ def test_mtp_layers_give_what_their_tables_say(layers: int, form: str, tree: tup
 def test_copied_text_follows_the_rule_with_and_without_a_tree() -> None:
     recipe = a_recipe(mode="copy", shape=LONG)
     starts = prompts(recipe, 4)
-    rule = [recipe.chain().greedy_continuation(start, 80) for start in starts]
+    rule = [greedy_continuation(recipe.chain(), start, 80) for start in starts]
     engine = an_engine(recipe, (4, 4, 16), torch.float32)
     assert generate(engine, starts, 80) == rule
     assert engine.totals.accept_length == pytest.approx(predicted_accept_length(recipe.chain(), 4, 4, 16), abs=0.15)
@@ -278,7 +279,7 @@ def test_a_wrong_committed_row_of_any_layer_changes_the_text(layer: int) -> None
     recipe = a_recipe(mode="copy")
     chain = recipe.chain()
     [start] = prompts(recipe, 1)
-    rule = chain.greedy_continuation(start, 200)
+    rule = greedy_continuation(chain, start, 200)
     engine = an_engine(recipe, (3, 4, 8), torch.float64, batch=1)
     asked = request(0, start, SamplingParams(temperature=0.0, max_tokens=200))
     engine.add(asked)
@@ -328,7 +329,7 @@ def test_acceptance_from_files_through_the_public_door(tmp_path: Path) -> None:
     tree = SpeculationConfig(steps=4, topk=2, num_draft_tokens=8)
     with LLM(str(target), draft=str(draft), max_context=256, max_batch=2, speculation=tree) as llm:
         [out] = llm.generate(start, SamplingParams(temperature=0.0, max_tokens=40))
-    assert list(out.token_ids) == a_recipe().chain().greedy_continuation(start[0], 40)
+    assert list(out.token_ids) == greedy_continuation(a_recipe().chain(), start[0], 40)
 
 
 @pytest.mark.parametrize("name", SHAPES)

@@ -18,6 +18,7 @@ from lab.synthetic.chain import predicted_accept_length
 from lab.synthetic.checkpoint import Recipe, build_models, write_checkpoint
 from lab.synthetic.quantised import QuantisedTensors
 from tests.harness import CPU
+from tests.lab.shapes import greedy_continuation
 from tests.lab.synthetic.mixtures import HYBRIDS, SUPPORTED, WITH_EXPERTS, mixture
 from tests.lab.synthetic.test_checkpoint import POSITIONS, PROMPT, REACH, an_engine, generate, prompts, tiny
 from tests.models.reference import load_reference, reference_logits
@@ -34,7 +35,7 @@ def test_transformers_and_espalier_follow_the_rule(name: str, tmp_path: Path) ->
     recipe = Recipe(mixture(name), routing_correlation=correlation)
     path, _ = write_checkpoint(recipe, tmp_path, torch.float64)
     [start] = prompts(recipe, 1)
-    text = start + recipe.chain().greedy_continuation(start, 60)
+    text = start + greedy_continuation(recipe.chain(), start, 60)
     tokens = torch.tensor([text])
     logits, _ = reference_logits(load_reference(path, torch.float64), tokens)
     target = load_target(path, dtype=torch.float64, device=CPU, position_rows=POSITIONS)
@@ -78,7 +79,7 @@ def test_states_and_an_mtp_head_follow_the_rule(name: str) -> None:
     recipe = Recipe(mixture(name, hot=1024), skill=0.75, mtp_layers=1)
     engine = an_engine(recipe, (3, 4, 16), torch.float32, batch=4)
     starts = prompts(recipe, 4)
-    assert generate(engine, starts, 40) == [recipe.chain().greedy_continuation(start, 40) for start in starts]
+    assert generate(engine, starts, 40) == [greedy_continuation(recipe.chain(), start, 40) for start in starts]
     assert engine.totals.accept_length > 1.8
 
 
@@ -93,7 +94,7 @@ def test_text_and_acceptance_are_as_planted(name: str) -> None:
     recipe = Recipe(mixture(name, hot=1024), skill=0.75, routing_correlation=correlation)
     engine = an_engine(recipe, TREE, torch.float32, batch=8)
     starts = prompts(recipe, 8)
-    assert generate(engine, starts, 100) == [recipe.chain().greedy_continuation(start, 100) for start in starts]
+    assert generate(engine, starts, 100) == [greedy_continuation(recipe.chain(), start, 100) for start in starts]
     # About 210 rounds of deviation 1.7: within 0.12 of the mean, mostly.
     predicted = predicted_accept_length(recipe.chain(), *TREE)
     assert engine.totals.accept_length == pytest.approx(predicted, abs=0.35)
@@ -112,7 +113,7 @@ def test_copied_text_passes_through_experts(name: str) -> None:
     recipe = Recipe(mixture(name), mode="copy", reach=REACH, routing_correlation=0.5)
     [start] = prompts(recipe, 1)
     assert generate(an_engine(recipe, TREE, torch.float64, batch=1), [start], 60) == [
-        recipe.chain().greedy_continuation(start, 60)
+        greedy_continuation(recipe.chain(), start, 60)
     ]
 
 

@@ -20,6 +20,7 @@ from lab.synthetic.chain import PROBABILITIES, Chain, predicted_accept_length
 from lab.synthetic.checkpoint import Recipe, write_checkpoint
 from lab.synthetic.draft_json import mtp_json
 from tests.harness import CPU
+from tests.lab.shapes import greedy_continuation
 from tests.lab.synthetic.mixtures import SUPPORTED, mixture
 from tests.lab.synthetic.test_checkpoint import a_recipe, prompts, tiny
 
@@ -33,7 +34,7 @@ def planted(recipe: Recipe, path: Path) -> tuple[FrozenTarget, MtpHead, Chain]:
 
 def greedy_text(recipe: Recipe, count: int) -> np.ndarray:
     [start] = prompts(recipe, 1)
-    return np.array(start + recipe.chain().greedy_continuation(start, count))
+    return np.array(start + greedy_continuation(recipe.chain(), start, count))
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from espalier.startup.build import LoadedModels, assemble_engine, config_without
 from lab.synthetic.chain import predicted_accept_length
 from lab.synthetic.checkpoint import Recipe, build_models, total_bytes, write_checkpoint
 from tests.harness import CPU
+from tests.lab.shapes import greedy_continuation
 from tests.lab.synthetic.mixtures import mixture
 from tests.lab.synthetic.test_checkpoint import PLAIN, POSITIONS, a_recipe, generate, prompts, tiny
 from tests.oracles.dense import DensePass
@@ -49,7 +50,7 @@ def test_text_is_the_chains_and_files_are_what_build_gives(name, weights, tmp_pa
     recipe = a_recipe(shape=SHAPES[name], weights=weights)
     target, _ = build_models(recipe, torch.float32, CPU, POSITIONS)
     [start] = prompts(recipe, 1)
-    text = start + recipe.chain().greedy_continuation(start, 40)
+    text = start + greedy_continuation(recipe.chain(), start, 40)
     logits = logits_of(target, text)
     assert logits[len(start) - 1 : -1].argmax(-1).tolist() == text[len(start) :]
     dense, _ = build_models(replace(recipe, weights="dense"), torch.float32, CPU, POSITIONS)
@@ -117,7 +118,7 @@ def test_a_quantised_draft_changes_no_token_and_is_accepted_as_a_dense_one(devic
     """Of a dense target, whose text it is."""
     recipe = a_recipe(shape=WIDE, draft_weights=weights, **DRAFTS[name])
     starts, lengths, count = prompts(recipe, 4), [], TOKENS[device]
-    rule = [recipe.chain().greedy_continuation(start, count) for start in starts]
+    rule = [greedy_continuation(recipe.chain(), start, count) for start in starts]
     for each in (recipe, replace(recipe, draft_weights="dense")):
         engine = an_engine(each, (5, 4, 16), torch.device(device))
         assert generate(engine, starts, count) == rule
@@ -161,7 +162,7 @@ def test_copied_text_is_the_same_with_and_without_a_tree(name, weights, kv_dtype
     """And accept lengths are as the tables foretell.  On a GPU: its kernels, in bfloat16, with CUDA graphs."""
     recipe = a_recipe(shape=SHAPES[name], mode="copy", weights=weights)
     starts = prompts(recipe, 4)
-    rule = [recipe.chain().greedy_continuation(start, TOKENS[device]) for start in starts]
+    rule = [greedy_continuation(recipe.chain(), start, TOKENS[device]) for start in starts]
     on, off = (an_engine(recipe, tree, torch.device(device), kv_dtype) for tree in ((5, 4, 16), PLAIN))
     few = PLAIN_TOKENS[device]
     assert generate(off, starts, few) == [text[:few] for text in rule]
