@@ -205,7 +205,7 @@ def _launch_all_reduce(
 
 @kernel(do_not_specialize=["rank", "rows"])
 def _gather_kernel(
-    x_ptr, out_ptr, memory_ptr, num_launches_ptr, stop_ptr, rank, rows, x_row_stride, own_size, size,
+    x_ptr, out_ptr, memory_ptr, num_launches_ptr, stop_ptr, rank, rows, x_row_stride, own_columns, size,
     COLUMNS_PER_RANK: tl.constexpr, BLOCK: tl.constexpr, BLOCK_BYTES: tl.constexpr, WORLD_SIZE: tl.constexpr,
     FLAG_BYTES: tl.constexpr, SLOT_BYTES: tl.constexpr, NUM_SLOTS: tl.constexpr, NUM_THREADS: tl.constexpr,
     USE_PDL: tl.constexpr,
@@ -222,7 +222,7 @@ def _gather_kernel(
     place = slot
     for block in range(program, rows * BLOCKS, tl.num_programs(0)):
         row, column = (block // BLOCKS).to(tl.int64), block % BLOCKS * BLOCK + of_block
-        value = tl.load(x_ptr + row * x_row_stride + column, mask=column < own_size, other=0.0)
+        value = tl.load(x_ptr + row * x_row_stride + column, mask=column < own_columns, other=0.0)
         tl.store(_pointer_at(own + place, DTYPE) + of_block, value)
         place += BLOCK_BYTES
     _barrier(memory_ptr, stop_ptr, rank, program, 2 * num_launches + 1, WORLD_SIZE, NUM_THREADS)
@@ -239,11 +239,11 @@ def _gather_kernel(
 
 def gather_columns(memory: PeerMemory, x: Tensor, columns_per_rank: int, size: int) -> Tensor:
     """Returns the columns of all ranks side by side, see Collectives.gather_columns in espalier/shards/base.py."""
-    rows, own_size = x.shape
+    rows, own_columns = x.shape
     out = x.new_empty(rows, size)
     _gather_kernel[(min(rows * -(-columns_per_rank // GATHER_BLOCK), MAX_PROGRAMS),)](
-        x, out, memory.addresses, memory.num_launches, memory.stop_flag, memory.rank, rows, x.stride(0), own_size, size,
-        COLUMNS_PER_RANK=columns_per_rank, BLOCK=GATHER_BLOCK, BLOCK_BYTES=GATHER_BLOCK * x.itemsize,
+        x, out, memory.addresses, memory.num_launches, memory.stop_flag, memory.rank, rows, x.stride(0), own_columns,
+        size, COLUMNS_PER_RANK=columns_per_rank, BLOCK=GATHER_BLOCK, BLOCK_BYTES=GATHER_BLOCK * x.itemsize,
         **_barrier_arguments(memory, 8),
     )  # fmt: skip
     return out
