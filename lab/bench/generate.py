@@ -164,7 +164,7 @@ def _require_sizes(config: ResolvedConfig, positions: int, args: Namespace) -> N
 def _measure_variant(
     engines: BenchEngines, variant: EngineVariant, args: Namespace, advance: Callable[[], None]
 ) -> tuple[list[PromptFigures], ResolvedConfig]:
-    """Measure every group of prompts.  A function of its own: the engine's memory is free when it returns."""
+    """Measure every group of prompts.  The engine's memory is freed when this function returns."""
     measured = []
     with engines.open(variant) as bench:
         for batch, context in args.prompts:

@@ -205,7 +205,7 @@ def measure_cells(
 def _measure_in_one_engine(
     models: SyntheticModels, cells: Sequence[RoundCell], sizes: EngineSizes, num_rounds: int
 ) -> Iterator[tuple[RoundCell, FullRounds, EngineFigures, float]]:
-    """Measure cells that share an engine.  A function of its own: the engine's memory is free when it returns."""
+    """Measure cells that share an engine.  The engine's memory is freed when this function returns."""
     with sizes.open(models, cells[0], num_rounds) as (engine, start):
         figures = EngineFigures.of(sizes.name(cells[0]), engine, start)
         for cell in cells:

@@ -127,7 +127,7 @@ def accept_nothing(accept: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def mixed_prompts(count: int) -> list[str]:
-    """Held-out code, other code, prose and chats."""
+    """Returns `count` prompts of held-out code, other code, prose and chats."""
     held_out = [entry["prompt"] for entry in heldout_json()]
     library = Path(sysconfig.get_path("stdlib"))
     code = [path.read_text(errors="ignore")[2000 : 2000 + PROMPT_CHARACTERS] for path in sorted(library.glob("*.py"))]

@@ -148,7 +148,7 @@ def _padding_routed(original):
 
 
 def _shared_twice(original):
-    """Only where the shared expert runs in the launches of the others."""
+    """Applies only where the shared expert runs in the launches of the routed experts."""
 
     def mixed(mlp, x, of_experts, logits, live):
         parts = original(mlp, x, of_experts, logits, live)

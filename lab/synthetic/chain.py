@@ -89,8 +89,10 @@ class Chain:
         return float((self.draft_logp.argmax(1) == 0).double().mean())
 
     def with_fading(self, skills: Sequence[float], generator: torch.Generator) -> "Chain":
-        """The chain of a block draft whose first guess at depth d is right as often as skills[d - 1]; skills[0] is
-        `skill`.  Raises EspalierError for skills that cannot be planted."""
+        """Returns the chain of a block draft whose first guess at depth d is right as often as skills[d - 1].
+
+        skills[0] is `skill`.  Raises EspalierError for skills that cannot be planted.
+        """
         children = (torch.arange(self.size)[:, None] + self.shifts) % self.size
         return replace(self, fading=fading_of(self.draft_logp, children, skills, generator))
 

@@ -41,7 +41,7 @@ def find_quantiser(weights: str) -> Quantiser:
 class QuantisedTensors:
     """The tensors of a model as its checkpoint stores them.
 
-    model: dense.  weights: a name of QUANTISERS.  is_draft: whether the model is a draft, whose head is quantised too.
+    model: the dense model.  weights: a name of QUANTISERS.  is_draft: of a draft, the head is quantised too.
     Raises EspalierError for a model that the format does not store.
     """
 

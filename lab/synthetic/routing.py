@@ -1,9 +1,10 @@
 """Planted routing: how much the experts of neighbouring tokens agree, by weights alone.
 
-A router's logits are the sum of two random parts.  One reads r_t, so it differs from token to token.  The other reads a
-planted part of the embedding, the topic, which the tokens of a stretch of text share (chain.py).  The correlation X is
-the correlation of the logits of two tokens of a topic.  At 0 each token's experts are as if drawn at random, and
-embeddings have no topic; at 1 a topic's tokens go to the same experts.  Layers draw their routers independently.
+A router's logits are the sum of two random parts.  The first reads r_t, so it differs from token to token.  The second
+reads a planted part of the embedding, the topic, which the tokens of a stretch of text share (chain.py).  The
+correlation X is the correlation of the logits of two tokens of a topic.  At 0 each token's experts are as if drawn at
+random, and embeddings have no topic; at 1 a topic's tokens go to the same experts.  Layers draw their routers
+independently.
 """
 
 import math

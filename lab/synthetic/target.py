@@ -42,7 +42,7 @@ DISTURBANCE = 0.15
 # Shares of an embedding's squared length.
 EMBEDDING_SHARES = {"mark": 0.08, "read": 0.08, "write": 0.12, "lag": 0.08, "topic": 0.08, "nudge": 0.08}
 # A hidden state that holds a direction of the planted part "kind" with this share of its length has one nat more in
-# the logits of that kind's tokens.  Only MTP heads write there.
+# the logits of that kind's tokens.  Only MTP heads write that part.
 KIND_LENGTH_PER_NAT = 1 / 200
 # The size of a layer's stamp in the residual, as a share of its length.
 STAMP_LENGTH = 0.03
