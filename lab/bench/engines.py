@@ -54,7 +54,7 @@ def variant_with_tree(tree: TreeShape) -> EngineVariant:
 class ShapeEngines:
     """Engines of one named shape.  The models are made once, when they are first needed.
 
-    settings: of LLM, without the names of model and draft.  ways: all variants that will be opened.
+    settings: of LLM, without the names of model and draft.  variants: all variants that will be opened.
     """
 
     def __init__(
@@ -62,9 +62,9 @@ class ShapeEngines:
         recipe: Recipe,
         settings: Mapping[str, Any],
         device: torch.device,
-        ways: Iterable[EngineVariant] = DEFAULT_VARIANTS,
+        variants: Iterable[EngineVariant] = DEFAULT_VARIANTS,
     ) -> None:
-        self.recipe, self.settings, self.device, self.ways = recipe, settings, device, tuple(ways)
+        self.recipe, self.settings, self.device, self.variants = recipe, settings, device, tuple(variants)
 
     @property
     def positions(self) -> int:
@@ -72,7 +72,7 @@ class ShapeEngines:
 
     @cached_property
     def position_rows(self) -> int:
-        return max(self.config(way).layout.position_rows for way in self.ways)
+        return max(self.config(way).layout.position_rows for way in self.variants)
 
     @cached_property
     def models(self) -> SyntheticModels:
@@ -83,7 +83,7 @@ class ShapeEngines:
         config = self.config(way)
         if (needed := config.layout.position_rows) > self.position_rows:
             raise ValueError(
-                f"{way} needs {needed} positions and the models have {self.position_rows}; name it in ways"
+                f"{way} needs {needed} positions and the models have {self.position_rows}; name it in variants"
             )
         with self.models.make_engine(config, requested_pages(self.settings)) as (engine, _):
             yield BenchEngine(_llm_of_engine(engine, config), self.models.prompts)
@@ -154,9 +154,8 @@ def engines_of_flags(
 ) -> BenchEngines:
     """Engines of the model or the --shape that the flags name.
 
-    defaults: of settings whose flags were not given; ways: all that will be opened; least: the smallest value that each
-    size may have.
-    Raises EspalierError for flags that do not fit together.
+    defaults: of settings whose flags were not given; variants: all that will be opened; least: the smallest values of
+    sizes.  Raises EspalierError for flags that do not fit together.
     """
     require_writable("--json", args.json)
     settings = with_minimum(engine_settings(args), defaults, **least)

@@ -92,7 +92,7 @@ def with_full_batch_pages(made: ShapeEngines) -> ShapeEngines:
     if requested_pages(made.settings) is not None:
         return made
     num_pages = made.config().layout.max_pages
-    return ShapeEngines(made.recipe, {**made.settings, "num_pages": num_pages}, made.device, made.ways)
+    return ShapeEngines(made.recipe, {**made.settings, "num_pages": num_pages}, made.device, made.variants)
 
 
 def _shape_flags(args: Namespace) -> list[str]:

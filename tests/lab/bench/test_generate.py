@@ -95,7 +95,7 @@ def test_too_few_tokens_and_too_few_pages_are_refused(engines):
 
 def test_a_tree_that_the_models_were_not_made_for_is_refused(engines):
     with (
-        pytest.raises(ValueError, match=r"steps=6.* name it in ways"),
+        pytest.raises(ValueError, match=r"steps=6.* name it in variants"),
         engines.open(variant_with_tree(TreeShape(6, 2, 8))),
     ):
         pass
