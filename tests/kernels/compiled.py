@@ -27,7 +27,7 @@ from espalier.kernels.attention.latent_attention import _latent_attention_kernel
 from espalier.kernels.attention.merge import _merge_splits_kernel
 from espalier.kernels.attention.tree_attention import _constexpr_arguments, _tree_attention_kernel
 from espalier.kernels.attention.triton_config import choose_triton_config, choose_triton_latent_config
-from espalier.kernels.attention.work_items import CONTIGUITY_ALL, CONTIGUITY_COUNTED, CONTIGUITY_UNKNOWN
+from espalier.kernels.attention.work_items import TMA_ALL, TMA_COUNTED, TMA_NONE
 from espalier.kernels.hopper import gated as hopper_gated
 from espalier.kernels.hopper.attention import hopper_attention_kernel, hopper_constants
 from espalier.kernels.hopper.config import (
@@ -114,10 +114,10 @@ def compiled_hopper(
     constants |= {} if fp8 else dict.fromkeys(("k_scale_ptr", "v_scale_ptr"))
     constants |= hopper_constants(config, size, True)
     rows_of_block = constants["BLOCK_N"]
-    kind = CONTIGUITY_COUNTED if page_size % rows_of_block else CONTIGUITY_ALL
+    kind = TMA_COUNTED if page_size % rows_of_block else TMA_ALL
     if window or config.warpgroups == 1:
-        kind = CONTIGUITY_UNKNOWN
-    constants |= {"CONTIGUITY": kind}
+        kind = TMA_NONE
+    constants |= {"TMA_BLOCKS": kind}
     constants |= {} if kind else dict.fromkeys(("k_descriptor", "v_descriptor", "contiguous_ptr"))
     options = {name: constants.pop(name) for name in ("num_warps", "maxnreg")}
     layout = gl.NVMMASharedLayout.get_default_for([rows_of_block, size], gl.float8e4nv if fp8 else gl.bfloat16)
@@ -134,9 +134,9 @@ def compiled_hopper(
         "expected_shared": config.shared_bytes(size),
         "overlapping": list(overlapping(lines)),
         "fences": list(fences(lines)),
-        "fenced_by_writers": kind == CONTIGUITY_ALL or fp8,
+        "fenced_by_writers": kind == TMA_ALL or fp8,
         "converted": converted(lines),
-        "contiguous": kind != CONTIGUITY_UNKNOWN,
+        "contiguous": kind != TMA_NONE,
         "tma_loop_barriers": list(tma_loop_barriers(made.asm["ptx"])),
     }
 
@@ -156,8 +156,8 @@ def compiled_hopper_latent(config: HopperLatentConfig, heads: int, nodes: int, p
         "expected_shared": config.shared_bytes,
         "overlapping": list(overlapping(lines)),
         "fences": latent_fences(lines),
-        "fenced_by_writers": constants["CONTIGUITY"] == CONTIGUITY_ALL or config.raw_stages > 0,
-        "contiguous": constants["CONTIGUITY"] != CONTIGUITY_UNKNOWN,
+        "fenced_by_writers": constants["TMA_BLOCKS"] == TMA_ALL or config.raw_stages > 0,
+        "contiguous": constants["TMA_BLOCKS"] != TMA_NONE,
         "tma_loop_barriers": list(tma_loop_barriers(made.asm["ptx"])),
     }
 
@@ -183,7 +183,7 @@ def compiled_hopper_latent_few(heads: int, nodes: int, page_size: int) -> dict:
         "spills": sum(re.search(r"\b(LDL|STL)\b", line) is not None for line in lines),
         "products": sum("HGMMA.64x16" in line for line in lines),
         "weights": [sum(FENCE in line for line in between), sum("BAR.SYNC" in line for line in between)],
-        "contiguous": constants["CONTIGUITY"] != CONTIGUITY_UNKNOWN,
+        "contiguous": constants["TMA_BLOCKS"] != TMA_NONE,
         "tma_loop_barriers": list(tma_loop_barriers(made.asm["ptx"])),
     }
 
@@ -227,7 +227,7 @@ def described(constants: dict, kind: str) -> dict[str, str]:
     """Take the TMA descriptors out of the constants.  Returns their types, by name."""
     kinds = {}
     for name in ("half_descriptor", "rope_descriptor"):
-        if constants["CONTIGUITY"]:
+        if constants["TMA_BLOCKS"]:
             descriptor = constants.pop(name)
             shape = ", ".join(map(str, descriptor.block_shape))
             kinds[name] = f"tensordesc<{kind}[{shape}],{descriptor.layout!r}>"

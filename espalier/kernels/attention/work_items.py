@@ -16,9 +16,9 @@ from espalier.kernels.runtime.pdl import pdl_trigger, pdl_wait
 
 # Values of a kernel's STAGED_KIND: no staged rows; staged rows of a chain; of a tree, with ancestor bits.
 STAGED_NONE, STAGED_CHAIN, STAGED_TREE = 0, 1, 2
-# Values of a kernel's CONTIGUITY.  CONTIGUITY_UNKNOWN: TMA copies no block.  CONTIGUITY_ALL: all unmasked blocks of a
-# split are contiguous in the pool.  CONTIGUITY_COUNTED: kv_splits.py has counted the contiguous first blocks.
-CONTIGUITY_UNKNOWN, CONTIGUITY_ALL, CONTIGUITY_COUNTED = 0, 1, 2
+# Values of a kernel's TMA_BLOCKS, the blocks of a split that TMA copies: none; all unmasked blocks, which are contiguous
+# in the pool; the contiguous first blocks, which kv_splits.py has counted.
+TMA_NONE, TMA_ALL, TMA_COUNTED = 0, 1, 2
 
 
 class WorkPlan(NamedTuple):

@@ -255,8 +255,8 @@ def attend_work_item(
     sum_weights = _update_sum_weights(sum_weights, decay, sums, SCORE_LAYOUT)
     wait_until_full(stages, blocks_done + 1, extent.num_blocks > 1)
     masked = gl.maximum(extent.num_unmasked, 1)
-    # If CONTIGUITY is 1, TMA copies all unmasked blocks.  Warps that convert FP8 rows make a fence themselves.
-    BY_THREADS: gl.constexpr = CONSTANTS.CONTIGUITY != 1 and CONSTANTS.RAW_STAGES == 0
+    # If TMA_BLOCKS is 1, TMA copies all unmasked blocks.  Warps that convert FP8 rows make a fence themselves.
+    BY_THREADS: gl.constexpr = CONSTANTS.TMA_BLOCKS != 1 and CONSTANTS.RAW_STAGES == 0
     if CONSTANTS.WINDOW == 0:
         # Most blocks need no mask, and a loop without the test for a mask is 2% faster.
         blocks_done, blocks_sent, weights, out, max_score, sum_weights = _attend_blocks(

@@ -12,13 +12,7 @@ from typing import Any
 import torch
 from triton.experimental.gluon import language as gl
 
-from espalier.kernels.attention.work_items import (
-    CONTIGUITY_ALL,
-    CONTIGUITY_COUNTED,
-    CONTIGUITY_UNKNOWN,
-    WorkPlan,
-    wait_and_count_splits,
-)
+from espalier.kernels.attention.work_items import TMA_ALL, TMA_COUNTED, TMA_NONE, WorkPlan, wait_and_count_splits
 from espalier.kernels.hopper.attend import attend_work_items
 from espalier.kernels.hopper.config import HopperConfig, block_rows, needs_block_counts, uses_tma
 from espalier.kernels.hopper.load import convert_work_items, load_work_items
@@ -40,7 +34,7 @@ def hopper_attention_kernel(
     k_descriptor, v_descriptor, contiguous_ptr,
     KV_HEADS: gl.constexpr, GROUP_SIZE: gl.constexpr, HEAD_SIZE: gl.constexpr,
     PAGE_SIZE: gl.constexpr, WINDOW: gl.constexpr, STAGED_KIND: gl.constexpr, HAS_SINK: gl.constexpr,
-    LONGEST_FIRST: gl.constexpr, SAME_STRIDES: gl.constexpr, CONTIGUITY: gl.constexpr,
+    LONGEST_FIRST: gl.constexpr, SAME_STRIDES: gl.constexpr, TMA_BLOCKS: gl.constexpr,
     WARPGROUPS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, RAW_STAGES: gl.constexpr,
     ATTEND_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr, LOAD_WARPS: gl.constexpr,
     CONVERT_REGISTERS: gl.constexpr, CONVERT_WARPS: gl.constexpr, USE_PDL: gl.constexpr,
@@ -51,7 +45,7 @@ def hopper_attention_kernel(
     # FP8 rows are attended to in float16, as in kernels/attention/tree_attention.py:_load_queries.
     attended: gl.constexpr = gl.float16 if FP8 else dtype
     CONSTANTS: gl.constexpr = HopperConstants(
-        KV_HEADS, GROUP_SIZE, PAGE_SIZE, WINDOW, STAGED_KIND, LONGEST_FIRST, SAME_STRIDES, CONTIGUITY,
+        KV_HEADS, GROUP_SIZE, PAGE_SIZE, WINDOW, STAGED_KIND, LONGEST_FIRST, SAME_STRIDES, TMA_BLOCKS,
         WIDTHS=(HEAD_SIZE, HEAD_SIZE), COLUMNS=(0, 0), ROW_SIZE=2 * HEAD_SIZE, OUT_SIZE=HEAD_SIZE,
         BLOCK_M=64 * WARPGROUPS, BLOCK_N=BLOCK_N, RAW_STAGES=RAW_STAGES, LOAD_WARPS=LOAD_WARPS,
         CONVERT_WARPS=CONVERT_WARPS, USE_PDL=USE_PDL,
@@ -104,18 +98,18 @@ def tma_arguments(
     config: HopperConfig, k: torch.Tensor, v: torch.Tensor, page_size: int, window: int, contiguous: torch.Tensor | None
 ) -> dict[str, Any]:
     """The launch arguments that decide which blocks TMA copies.  k, v: [R, heads, size]."""
-    kind, size = CONTIGUITY_UNKNOWN, k.shape[2]
+    kind, size = TMA_NONE, k.shape[2]
     # The TMA descriptor is [R, heads · size], so the heads of a row must be adjacent in memory.
     if uses_tma(config) and not window and all(rows.stride(1) == rows.shape[2] for rows in (k, v)):
-        not_all = CONTIGUITY_UNKNOWN if contiguous is None else CONTIGUITY_COUNTED
-        kind = not_all if needs_block_counts(page_size, window, size) else CONTIGUITY_ALL
+        not_all = TMA_NONE if contiguous is None else TMA_COUNTED
+        kind = not_all if needs_block_counts(page_size, window, size) else TMA_ALL
     block = block_rows(size), size
-    descriptors = [None if kind == CONTIGUITY_UNKNOWN else tma_descriptor(rows.flatten(1), *block) for rows in (k, v)]
+    descriptors = [None if kind == TMA_NONE else tma_descriptor(rows.flatten(1), *block) for rows in (k, v)]
     return {
         "k_descriptor": descriptors[0],
         "v_descriptor": descriptors[1],
-        "contiguous_ptr": None if kind == CONTIGUITY_UNKNOWN else contiguous,
-        "CONTIGUITY": kind,
+        "contiguous_ptr": None if kind == TMA_NONE else contiguous,
+        "TMA_BLOCKS": kind,
     }
 
 

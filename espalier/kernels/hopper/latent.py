@@ -14,8 +14,8 @@ from triton.experimental.gluon.language.nvidia import hopper
 
 from espalier.kernels.attention.attention_blocks import log_sum_exp_base2
 from espalier.kernels.attention.work_items import (
-    CONTIGUITY_ALL,
-    CONTIGUITY_UNKNOWN,
+    TMA_ALL,
+    TMA_NONE,
     WorkPlan,
     load_work_item,
     trigger_merge,
@@ -155,7 +155,7 @@ def sum_right_half(stages, exchange, plan, unused_positions, results, CONSTANTS:
                 decay = decay_slots.index(slot).load(gl.SliceLayout(1, OUT_LAYOUT))
                 out = out * gl.expand_dims(decay, 1)
                 # The fence is for rows that threads wrote.  The first warpgroup has fenced the weights.
-                if (CONSTANTS.CONTIGUITY != 1 and CONSTANTS.RAW_STAGES == 0) or t >= extent.num_unmasked:
+                if (CONSTANTS.TMA_BLOCKS != 1 and CONSTANTS.RAW_STAGES == 0) or t >= extent.num_unmasked:
                     hopper.fence_async_shared()
                 values = stages.tiles[1].index(stage)
                 pending = hopper.warpgroup_mma(weight_slots.index(slot), values, out, is_async=True)
@@ -192,7 +192,7 @@ def hopper_latent_kernel(
     q_stride_b, q_stride_q, q_stride_h, row_stride, staged_stride_b, staged_stride_r, table_stride_b, bits_stride_b,
     bits_stride_q, half_descriptor, rope_descriptor,
     HEADS: gl.constexpr, HALF: gl.constexpr, ROPE: gl.constexpr, PAGE_SIZE: gl.constexpr, STAGED_KIND: gl.constexpr,
-    LONGEST_FIRST: gl.constexpr, CONTIGUITY: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    LONGEST_FIRST: gl.constexpr, TMA_BLOCKS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     RAW_STAGES: gl.constexpr, WEIGHT_SLOTS: gl.constexpr, USE_PDL: gl.constexpr,
     VALUE_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr, LOAD_WARPS: gl.constexpr, CONVERT_WARPS: gl.constexpr,
 ):
@@ -202,7 +202,7 @@ def hopper_latent_kernel(
     # The tiles of a row are columns of one row in memory, so all tiles have the same stride.
     CONSTANTS: gl.constexpr = HopperConstants(
         KV_HEADS=1, GROUP_SIZE=HEADS, PAGE_SIZE=PAGE_SIZE, WINDOW=0, STAGED_KIND=STAGED_KIND,
-        LONGEST_FIRST=LONGEST_FIRST, SAME_STRIDES=True, CONTIGUITY=CONTIGUITY, WIDTHS=(HALF, HALF, ROPE),
+        LONGEST_FIRST=LONGEST_FIRST, SAME_STRIDES=True, TMA_BLOCKS=TMA_BLOCKS, WIDTHS=(HALF, HALF, ROPE),
         COLUMNS=(0, HALF, 2 * HALF), ROW_SIZE=2 * HALF + ROPE, OUT_SIZE=HALF, BLOCK_M=64, BLOCK_N=BLOCK_N,
         RAW_STAGES=RAW_STAGES, LOAD_WARPS=LOAD_WARPS, CONVERT_WARPS=CONVERT_WARPS, USE_PDL=USE_PDL,
     )
@@ -262,7 +262,7 @@ def block_arguments(pages: Tensor, page_size: int, block_n: int) -> dict[str, An
     return {
         "half_descriptor": tma_descriptor(pages[:, 0], block_n, V_SIZE // 2) if whole else None,
         "rope_descriptor": tma_descriptor(pages[:, 0], block_n, ROPE_SIZE) if whole else None,
-        "CONTIGUITY": CONTIGUITY_ALL if whole else CONTIGUITY_UNKNOWN,
+        "TMA_BLOCKS": TMA_ALL if whole else TMA_NONE,
         "HALF": V_SIZE // 2,
         "ROPE": ROPE_SIZE,
         "BLOCK_N": block_n,

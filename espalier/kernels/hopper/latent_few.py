@@ -167,14 +167,14 @@ def hopper_latent_few_kernel(
     q_stride_b, q_stride_q, q_stride_h, row_stride, staged_stride_b, staged_stride_r, table_stride_b, bits_stride_b,
     bits_stride_q, half_descriptor, rope_descriptor,
     HEADS: gl.constexpr, HALF: gl.constexpr, ROPE: gl.constexpr, PAGE_SIZE: gl.constexpr, STAGED_KIND: gl.constexpr,
-    LONGEST_FIRST: gl.constexpr, CONTIGUITY: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    LONGEST_FIRST: gl.constexpr, TMA_BLOCKS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     COLUMNS: gl.constexpr, USE_PDL: gl.constexpr, LOAD_REGISTERS: gl.constexpr, LOAD_WARPS: gl.constexpr,
 ):
     """COLUMNS: columns of a product, at least HEADS.  row_scale_ptr is None: a value of a row has two bytes."""
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     CONSTANTS: gl.constexpr = HopperConstants(
         KV_HEADS=1, GROUP_SIZE=HEADS, PAGE_SIZE=PAGE_SIZE, WINDOW=0, STAGED_KIND=STAGED_KIND,
-        LONGEST_FIRST=LONGEST_FIRST, SAME_STRIDES=True, CONTIGUITY=CONTIGUITY, WIDTHS=(HALF, HALF, ROPE),
+        LONGEST_FIRST=LONGEST_FIRST, SAME_STRIDES=True, TMA_BLOCKS=TMA_BLOCKS, WIDTHS=(HALF, HALF, ROPE),
         COLUMNS=(0, HALF, 2 * HALF), ROW_SIZE=2 * HALF + ROPE, OUT_SIZE=HALF, BLOCK_M=HEADS, BLOCK_N=BLOCK_N,
         RAW_STAGES=0, LOAD_WARPS=LOAD_WARPS, CONVERT_WARPS=0, USE_PDL=USE_PDL,
     )

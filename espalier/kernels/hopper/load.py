@@ -192,9 +192,9 @@ def load_work_items(
             table = table_ptr + item.request * table_stride_b
             staged_here = _rows_of_request(staged, item.request, item.kv_head)
             num_contiguous = 0
-            if CONSTANTS.CONTIGUITY != 0:
+            if CONSTANTS.TMA_BLOCKS != 0:
                 num_contiguous = extent.num_unmasked
-                if CONSTANTS.CONTIGUITY == 2:
+                if CONSTANTS.TMA_BLOCKS == 2:
                     num_contiguous = gl.minimum(gl.load(contiguous_ptr + item.split), extent.num_unmasked)
                 blocks_done = _load_contiguous(
                     stages, blocks_done, num_contiguous, extent.begin + extent.num_lower * BLOCK_N, extent.end,

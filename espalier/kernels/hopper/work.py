@@ -25,7 +25,7 @@ class HopperConstants(NamedTuple):
 
     WIDTHS: per tile of a block, the number of values of a row; COLUMNS: per tile, the index of its first value in the
     row of a head; ROW_SIZE: the sum of the widths; OUT_SIZE: values of the result that an attending warpgroup sums.
-    SAME_STRIDES: committed rows of all tiles have the same stride; CONTIGUITY: see kernels/attention/work_items.py.
+    SAME_STRIDES: committed rows of all tiles have the same stride; TMA_BLOCKS: see kernels/attention/work_items.py.
     RAW_STAGES: stages of FP8 rows, which extra warps convert into the attended stages; 0 for other rows.
     USE_PDL: see kernels/runtime/pdl.py.
     """
@@ -37,7 +37,7 @@ class HopperConstants(NamedTuple):
     STAGED_KIND: Any
     LONGEST_FIRST: Any
     SAME_STRIDES: Any
-    CONTIGUITY: Any
+    TMA_BLOCKS: Any
     WIDTHS: Any
     COLUMNS: Any
     ROW_SIZE: Any
