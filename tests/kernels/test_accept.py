@@ -91,7 +91,7 @@ def test_wrong_shapes_and_dtypes_are_refused(kernel_device):
     tree, picks, *rest = on(kernel_device, inputs)
     with pytest.raises(EspalierError, match="accept: target_tokens"):
         accept.triton(tree, picks[:, 1:], *rest, steps)
-    with pytest.raises(EspalierError, match="accept: real"):
+    with pytest.raises(EspalierError, match="accept: is_real"):
         accept.triton(tree, picks, *rest[:2], rest[2].long(), steps)
 
 

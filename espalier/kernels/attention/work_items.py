@@ -16,7 +16,7 @@ from espalier.kernels.runtime.pdl import pdl_trigger, pdl_wait
 
 # Values of a kernel's STAGED_KIND: no staged rows; staged rows of a chain; of a tree, with ancestor bits.
 STAGED_NONE, STAGED_CHAIN, STAGED_TREE = 0, 1, 2
-# Values of a kernel's TMA_BLOCKS, the blocks of a split that TMA copies: none; all unmasked blocks, which are contiguous
+# Values of a kernel's TMA_BLOCKS, the blocks of a split that TMA copies: none; all unmasked ones, which are contiguous
 # in the pool; the contiguous first blocks, which kv_splits.py has counted.
 TMA_NONE, TMA_ALL, TMA_COUNTED = 0, 1, 2
 
