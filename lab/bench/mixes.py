@@ -24,8 +24,8 @@ from espalier.startup.tree_cost import measure_chip, pass_weights, smaller_trees
 from espalier.startup.tree_policy import MAX_VERIFY_ROWS, PredictedCosts, tree_sets
 from espalier.terminal.console import print_header, require_gpu, stdout, write_json
 from lab.bench.engines import dtype_on
-from lab.bench.full_rounds import enter, leave
-from lab.bench.synthetic_models import SyntheticModels, recipe_with
+from lab.bench.full_rounds import abort_requests, enter_requests
+from lab.bench.synthetic_models import SyntheticModels, recipe_of_shape
 from lab.synthetic.checkpoint import Recipe
 
 # How often the draft's first guess is right, by kind of text.  A text of two skills changes every BURST tokens.
@@ -109,7 +109,7 @@ class Timed:
 def run(args: Namespace) -> int:
     device = require_gpu("mixes")
     sizes = Sizes(tuple(sorted(args.batch)), args.context, args.finding, args.rounds)
-    recipe = mixed_recipe(recipe_with(args.shape, 0, layers=args.layers))
+    recipe = mixed_recipe(recipe_of_shape(args.shape, 0, layers=args.layers))
     costs = PredictedCosts(pass_weights(recipe.shape.target, recipe.draft_config), measure_chip(device))
     print_header()
     cells = []
@@ -229,7 +229,7 @@ def timed(
     """Times rounds of all these requests.  The prefix cache keeps the prompts for the next way."""
     trees = engine.scheduler.trees
     trees.chooser = chooser
-    requests = enter(engine, prompts, sizes.context + sizes.max_tokens - max(map(len, prompts)))
+    requests = enter_requests(engine, prompts, sizes.context + sizes.max_tokens - max(map(len, prompts)))
     for _ in range(sizes.finding if isinstance(chooser, TreeChoice) else WARM_UP):
         engine.step()
     lengths, ran = [request.num_tokens for request in requests], trees.num_rounds.copy()
@@ -240,7 +240,7 @@ def timed(
     tokens = sum(request.num_tokens for request in requests) - sum(lengths)
     assert len(engine.scheduler.running) == len(requests), "all requests ran in all rounds"
     follows = sum(models.follows(request.prompt, request.output) for request in requests)
-    leave(engine, requests)
+    abort_requests(engine, requests)
     engine.drain()
     mean = tokens / sizes.rounds / len(requests)
     return Timed(tokens / seconds, mean, follows, lengths, trees.num_rounds - ran)
