@@ -18,7 +18,7 @@ from espalier.engine.round_times import RoundTimes
 from espalier.layout import PLAIN_TREE, RoundLayout, TreeShape, next_bucket
 
 # A form replaces the current one if its expected tokens a second are at least MIN_SPEEDUP times as many.
-MIN_SPEEDUP = 1.02
+MIN_SPEEDUP = 1.01
 # Rounds until another form is tried after the tree has changed.  Each later wait is twice as long, up to MAX_PAUSE.
 MIN_PAUSE, MAX_PAUSE = 16, 256
 # A form is tried if its expected tokens a second are at least this share of the best form's.  MIN_UNKNOWN_RATE holds

@@ -18,10 +18,10 @@ from espalier.engine.acceptance import AcceptSample
 from espalier.engine.engine import Engine
 from espalier.engine.round_trees import tree_label
 from espalier.engine.tree_choice import LookupGain, TreeChoice, TreeChooser
-from espalier.layout import PLAIN_TREE, RoundLayout, TreeShape, bucket_of, next_bucket
+from espalier.layout import PLAIN_TREE, RoundLayout, TreeShape, bucket_of
 from espalier.startup.resolve import DEFAULT_NUM_DRAFT_TOKENS, DEFAULT_PAGE_SIZE, DEFAULT_STEPS, DEFAULT_TOPK
 from espalier.startup.tree_cost import measure_chip, pass_weights, smaller_trees
-from espalier.startup.tree_policy import MAX_VERIFY_ROWS, PredictedCosts, tree_sets
+from espalier.startup.tree_policy import PredictedCosts, tree_sets
 from espalier.terminal.console import print_header, require_gpu, stdout, write_json
 from lab.bench.engines import dtype_on
 from lab.bench.full_rounds import enter, leave
@@ -202,8 +202,7 @@ def layouts(
 
 def _chosen(costs: PredictedCosts, batch: int, shares: bool) -> tuple[TreeShape, ...]:
     """The trees that an engine chooses from at this batch; shares: with those that share rows out, of several."""
-    sets = tree_sets(CONFIGURED, costs, batch, MAX_VERIFY_ROWS, can_share_rows=False, has_sources=False)
-    trees = next(trees for least, trees in reversed(sets) if least <= next_bucket(batch))
+    trees = tree_sets(CONFIGURED, costs, batch)[-1][1]
     return (*trees, *SHARING) if shares and batch > 1 else trees
 
 

@@ -13,15 +13,17 @@ from espalier.engine.acceptance import Acceptance, AcceptSample, depth_of, gains
 from espalier.engine.round_times import RoundTimes
 from espalier.engine.tree_choice import TreeChoice
 from espalier.layout import PLAIN_TREE, TreeShape, next_bucket
+from espalier.startup.tree_cost import smaller_trees
 from espalier.startup.tree_policy import tree_sets
 from tests.engine.test_tree_choice import COSTS, TREE, layout_of
 
-LAYOUT = layout_of(tree_sets(TREE, COSTS, 96, 4096, False, False))
+LAYOUT = layout_of(tree_sets(TREE, COSTS, 96))
+CANDIDATES = (TREE, *smaller_trees(TREE, COSTS.weights), PLAIN_TREE)
 CHAIN = TreeShape(3, 1, 4)
 # Tokens of a request: before the measured ones, measured, and in all.
 ENTERED, MEASURED, TEXT = 150, 500, 1800
-# How often another child is accepted if the first is not.
-OTHERS = 0.3
+# How often another child is accepted if the first is not, in two kinds of texts.
+OTHERS, FEW_OTHERS = 0.3, 0.1
 
 
 @cache
@@ -50,8 +52,8 @@ class Texts:
         phases = random.integers(0, 1 if self.is_aligned else self.period * len(self.skills), self.batch)
         skill = np.array(self.skills)[(phases[:, None] + np.arange(TEXT)) // self.period % len(self.skills)]
         self.is_first = random.random(skill.shape) < skill
-        self.is_other = random.random(skill.shape) < OTHERS
-        self.factors = {tree: random.uniform(0.87, 1.15) for tree in LAYOUT.tree_choices_for(self.batch)}
+        self.is_other = random.random(skill.shape) < (OTHERS, FEW_OTHERS)[self.seed]
+        self.factors = {tree: random.uniform(0.87, 1.15) for tree in CANDIDATES}
         self.choice = TreeChoice(LAYOUT, COSTS, is_lookup=False, clock=lambda: self.now)
         self.requests = np.arange(self.batch)
 
@@ -87,7 +89,7 @@ class Texts:
         return accepted + 1, seconds
 
     def run(self) -> tuple[float, float]:
-        """The tokens a second of the chosen trees, over those of the best fixed tree and over plain decoding's."""
+        """The tokens a second of the chosen trees, over those of the best fixed candidate and over plain decoding's."""
         places = np.zeros(self.batch, dtype=int)
         while places.mean() < ENTERED:
             places += self.round(places)[0]
@@ -106,7 +108,7 @@ class Texts:
         return (places - first).sum() / (rounds * self.seconds(tree))
 
 
-@pytest.mark.parametrize("batch", [1, 8, 64])
+@pytest.mark.parametrize("batch", [1, 16, 64])
 @pytest.mark.parametrize("is_aligned", [False, True])
 def test_where_skills_change_the_chosen_trees_are_as_fast_as_the_best_fixed_one(batch: int, is_aligned: bool) -> None:
     """Trees that differ by some 5% are not told apart: each meets another mix of places, since it leaves the places
@@ -115,11 +117,11 @@ def test_where_skills_change_the_chosen_trees_are_as_fast_as_the_best_fixed_one(
         Texts(seed, batch, (0.95, 0.3), period, is_aligned).run() for period in (8, 32, 128, 400) for seed in range(2)
     ]
     over_best, over_plain = np.array(runs).T
-    assert over_best.mean() >= 0.975 and over_best.min() >= 0.94, over_best
+    assert over_best.mean() >= 0.975 and over_best.min() >= (0.9 if batch == 1 else 0.94), over_best
     assert over_plain.min() >= 0.99, over_plain
 
 
-@given(st.lists(st.floats(0.1, 0.95), min_size=2, max_size=4), st.integers(2, 40), st.sampled_from([CHAIN, TREE]))
+@given(st.lists(st.floats(0.1, 0.95), min_size=2, max_size=4), st.integers(4, 40), st.sampled_from([CHAIN, TREE]))
 def test_a_form_is_neither_blamed_nor_praised_for_a_change_of_the_text(
     rates: list[float], rounds: int, tree: TreeShape
 ) -> None:

@@ -11,18 +11,15 @@ from statistics import fmean
 import pytest
 
 from espalier.engine.acceptance import (
-    FIRST_CHILD_RATES,
     Acceptance,
     AcceptSample,
     assumed_accept_length,
     depth_of,
     gains,
-    scaled_first_child_rates,
 )
 from espalier.engine.round_times import CORRECTION_ROUNDS, CpuCosts, RoundTimes
 from espalier.engine.tree_choice import MAX_PAUSE, LookupGain, TreeChoice
 from espalier.layout import PLAIN_TREE, TARGET_ALONE, RoundLayout, TreeShape, next_bucket
-from espalier.startup.tree_cost import CONTEXT
 from espalier.startup.tree_policy import tree_sets
 from tests.startup.test_tree_policy import BIG
 
@@ -55,8 +52,10 @@ class World:
 
     def __post_init__(self) -> None:
         self.random = Random(self.seed)
-        sets = tree_sets(TREE, COSTS, 96, 4096, True, self.found is not None)
-        self.choice = TreeChoice(layout_of(sets), COSTS, is_lookup=False, clock=lambda: self.now)
+        sets = tree_sets(TREE, COSTS, 96, self.found is not None)
+        shared = (replace(TREE, shared_rows=4),) if self.shared else ()
+        layout = layout_of(tuple((least, (*trees, *shared)) for least, trees in sets))
+        self.choice = TreeChoice(layout, COSTS, is_lookup=False, clock=lambda: self.now)
 
     def chances(self, tree: TreeShape, depth: int) -> tuple[float, float]:
         """Of the first child, and of another where the first is not accepted."""
@@ -337,32 +336,8 @@ def test_a_lasting_choice_is_logged_once(caplog: pytest.LogCaptureFixture) -> No
     world = World(3, 0.02)
     world.run(64, 600)
     # Once more, as after another form that did not last.
-    world.choice.buckets[64].held = 0
+    world.choice.buckets[64].rounds_held = 0
     world.run(64, 100)
     lines = [record.message for record in caplog.records if "trees: rounds" in record.message]
     assert 1 <= len(lines) <= 3 and "plain decoding: 1.00 tokens in" in lines[-1]
     assert len({line.split(":")[1] for line in lines}) == len(lines), lines
-
-
-def test_sets_are_few_alike_in_a_bucket_and_fit() -> None:
-    for configured in (TREE, TreeShape(5, 8, 64), TreeShape(5, 8, 256), TreeShape(1, 1, 2)):
-        sets = tree_sets(configured, COSTS, 90, 4096, configured.topk > 1, configured.num_draft_tokens < 64)
-        layout = RoundLayout(90, configured.steps, configured.topk, configured.num_draft_tokens, 16, 256, 1, 16)
-        for batch in range(1, 91):
-            shapes = next(shapes for least, shapes in reversed(sets) if least <= batch)
-            looks_up = configured.num_draft_tokens < 64
-            assert sum(not shape.drafts for shape in shapes) == looks_up
-            shapes = tuple(shape for shape in shapes if shape.drafts)
-            assert PLAIN_TREE in shapes and len(set(shapes)) == len(shapes) <= 4
-            assert all(batch * shape.num_draft_tokens <= 4096 for shape in shapes)
-            bucket = min(next_bucket(batch), 90)
-            of_bucket = next(shapes for least, shapes in reversed(sets) if least <= bucket)
-            assert shapes == tuple(shape for shape in of_bucket if shape.drafts)
-            first_child = scaled_first_child_rates(FIRST_CHILD_RATES[0], configured.steps)
-            rates = [
-                (1 + gains(shape, first_child)[-1]) / COSTS.seconds(shape, next_bucket(batch), CONTEXT)
-                for shape in shapes
-            ]
-            assert rates[0] == pytest.approx(max(rates), rel=0.01), "the one that is predicted to be fastest is first"
-            for shape in shapes:
-                layout.tree.require_fits(shape)
