@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from espalier.engine.acceptance import AcceptSample
 from espalier.engine.engine import Engine
 from espalier.engine.round_trees import tree_label
 from espalier.engine.tree_choice import LookupGain, TreeChoice, TreeChooser
@@ -62,22 +61,15 @@ class FewBuckets(RoundLayout):
 
 
 @dataclass
-class OneTree:
+class OneTree(TreeChooser):
     """Chooses one tree, or plain decoding at a batch that has no graph of it."""
 
     layout: RoundLayout
     tree: TreeShape
-    num_changes: int = 0
 
-    def pick(self, batch: int, drafting: int, context: float, lookup: LookupGain | None = None) -> TreeShape | None:
+    def choose(self, batch: int, drafting: int, context: float, lookup: LookupGain | None = None) -> TreeShape:
         has = self.layout.tree_choices_for(bucket_of(batch, self.layout.batch_buckets(self.layout.max_batch)))
         return self.tree if self.tree in has else PLAIN_TREE
-
-    def read(self, samples: Sequence[AcceptSample], rows: int, lookup_samples: Sequence[AcceptSample]) -> None:
-        pass
-
-    def restart(self) -> None:
-        pass
 
 
 @dataclass(frozen=True)
@@ -222,14 +214,14 @@ def prompts_of(models: SyntheticModels, kinds: Sequence[str], lengths: Sequence[
 
 def find_trees(engine: Engine, chooser: TreeChooser, prompts: Sequence[Sequence[int]], sizes: Sizes) -> list[int]:
     """Runs rounds in which the chooser finds the best trees.  Returns the tokens that each request then has."""
-    requests = start(engine, chooser, prompts, sizes, sizes.finding)
+    requests = enter_and_step(engine, chooser, prompts, sizes, sizes.finding)
     lengths = [request.num_tokens for request in requests]
     leave(engine, requests)
     engine.drain()
     return lengths
 
 
-def start(
+def enter_and_step(
     engine: Engine, chooser: TreeChooser, prompts: Sequence[Sequence[int]], sizes: Sizes, rounds: int
 ) -> list[Request]:
     """Enters a request for each prompt and runs this many rounds."""
@@ -244,7 +236,7 @@ def timed(
     engine: Engine, models: SyntheticModels, chooser: TreeChooser, prompts: Sequence[Sequence[int]], sizes: Sizes
 ) -> Timed:
     """Times rounds of all these requests.  The prefix cache keeps the prompts for the next way."""
-    requests, num_rounds = start(engine, chooser, prompts, sizes, WARM_UP), engine.scheduler.trees.num_rounds
+    requests, num_rounds = enter_and_step(engine, chooser, prompts, sizes, WARM_UP), engine.scheduler.trees.num_rounds
     before, ran = sum(request.num_tokens for request in requests), num_rounds.copy()
     begun = perf_counter()
     for _ in range(sizes.rounds):

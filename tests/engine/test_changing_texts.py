@@ -35,8 +35,8 @@ def sample_of(depth: int, ranks: tuple[int, ...]) -> AcceptSample:
 class Texts:
     """Requests whose text has these skills in turn, each for `period` tokens.
 
-    is_aligned: whether the skill of all requests changes at once.  Each form takes up to 15% more or less time than
-    predicted, and the host pauses now and then.
+    is_aligned: whether the skill of all requests changes at once.  Each tree takes up to 15% more or less time than
+    predicted, and the host intervals now and then.
     """
 
     seed: int
@@ -75,7 +75,7 @@ class Texts:
 
     def round(self, places: np.ndarray) -> tuple[np.ndarray, float]:
         """One round of the chosen tree: the tokens of each request, and the mean seconds of the tree."""
-        tree = self.choice.pick(self.batch, self.batch, 1024)
+        tree = self.choice.choose(self.batch, self.batch, 1024)
         assert tree is not None
         accepted, seconds = self.accepted(tree, places), self.seconds(tree)
         self.now += seconds * self.random.uniform(0.98, 1.02) * (10 if self.random.random() < 0.03 else 1)
@@ -85,7 +85,7 @@ class Texts:
         samples = (
             [sample_of(depth_of(tree), tuple((~path).astype(int).tolist())) for path in paths] if tree.steps else []
         )
-        self.choice.read(samples, self.batch * tree.rows, [])
+        self.choice.record(samples, self.batch * tree.rows, [])
         return accepted + 1, seconds
 
     def run(self) -> tuple[float, float]:
@@ -122,7 +122,7 @@ def test_where_skills_change_the_chosen_trees_are_as_fast_as_the_best_fixed_one(
 
 
 @given(st.lists(st.floats(0.1, 0.95), min_size=2, max_size=4), st.integers(4, 40), st.sampled_from([CHAIN, TREE]))
-def test_a_form_is_neither_blamed_nor_praised_for_a_change_of_the_text(
+def test_a_tree_is_neither_blamed_nor_praised_for_a_change_of_the_text(
     rates: list[float], rounds: int, tree: TreeShape
 ) -> None:
     """Its gain, over the gain that the first children predict, is the same however their rates changed."""
@@ -142,8 +142,8 @@ def test_a_form_is_neither_blamed_nor_praised_for_a_change_of_the_text(
 
 
 @given(st.floats(0.3, 3), st.floats(3, 30), st.integers(0, 2))
-def test_one_late_round_does_not_rule_a_form_out(slowness: float, lateness: float, others: int) -> None:
-    """slowness: of all forms, over the prediction; others: rounds of the form beside the late one."""
+def test_one_late_round_does_not_rule_a_tree_out(slowness: float, lateness: float, others: int) -> None:
+    """slowness: of all trees, over the prediction; others: rounds of the tree beside the late one."""
     times = RoundTimes(COSTS)
     for _ in range(9):
         times.add(TREE, 64, 1024, slowness * COSTS.seconds(TREE, 64, 1024))

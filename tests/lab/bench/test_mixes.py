@@ -51,13 +51,13 @@ def test_every_tree_of_a_chooser_has_a_graph_and_rows_are_shared_by_several_alon
 def test_ways_run_the_same_requests_with_the_same_tokens(monkeypatch):
     monkeypatch.setattr(mixes, "MIXES", {"half 0.95, half 0.3": MIXES["half 0.95, half 0.3"]})
     begun, reached = [], []
-    start, find = mixes.start, mixes.find_trees
+    run, find = mixes.enter_and_step, mixes.find_trees
 
-    def noted_start(engine, chooser, prompts, sizes, rounds):
+    def noted(engine, chooser, prompts, sizes, rounds):
         begun.append((list(map(len, prompts)), rounds))
-        return start(engine, chooser, prompts, sizes, rounds)
+        return run(engine, chooser, prompts, sizes, rounds)
 
-    monkeypatch.setattr(mixes, "start", noted_start)
+    monkeypatch.setattr(mixes, "enter_and_step", noted)
     monkeypatch.setattr(mixes, "find_trees", lambda *args: reached.append(find(*args)) or reached[-1])
     [cell] = measure(RECIPE, replace(SIZES, batches=(4,)), COSTS, CPU, [4])
     assert cell["same tokens"] == "4" and cell["trees"][ADAPTIVE]
