@@ -18,7 +18,7 @@ from espalier.engine.round_times import RoundTimes
 from espalier.layout import PLAIN_TREE, RoundLayout, TreeShape, next_bucket
 
 # A tree replaces the current one if its expected tokens a second are at least MIN_SPEEDUP times as many.
-MIN_SPEEDUP = 1.01
+MIN_SPEEDUP = 1.02
 # Rounds from a change of the tree to the first exploration.  Each later interval is twice as long, up to MAX_INTERVAL.
 MIN_INTERVAL, MAX_INTERVAL = 16, 256
 # A tree is explored if its expected tokens a second are at least this share of the best tree's.  MIN_UNKNOWN_RATE holds
