@@ -23,7 +23,7 @@ from espalier.models.layers.linear import Linear
 from espalier.models.layers.mlp import GatedMLP, MixtureMLP
 from espalier.models.layers.norm import RMSNorm
 from espalier.models.weight_formats.dense import dense_weight
-from espalier.models.weight_formats.sharded import Unsummed
+from espalier.models.weight_formats.sharded import UnsummedOutput
 
 CALLS, TURNS = 8, 20
 
@@ -77,7 +77,7 @@ def block(sizes: Sizes, variant: Variant, drawn: Sequence[Tensor]) -> MixtureMLP
     routing = Routing(sizes.num_experts, sizes.top_k)
     made = MixtureMLP(routing, router, None, gate_up, down, None if variant is NONE else shared)
     if variant is APART:
-        made.shared_tiles = None
+        made.shared_expert_tiles = None
     return made
 
 
@@ -96,7 +96,7 @@ def draw(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> list[Tensor]
 
 def chain(blocks: Sequence[MixtureMLP], variant: Variant, norm: RMSNorm, x: Tensor) -> Callable[[], object]:
     def body() -> object:
-        delta: Tensor | Unsummed = x
+        delta: Tensor | UnsummedOutput = x
         with variant.chosen():
             for call in range(CALLS):
                 block = blocks[call % len(blocks)]

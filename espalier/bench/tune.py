@@ -200,7 +200,7 @@ def _weight_format(args: Namespace) -> str:
 
 def _shapes_to_measure(model: ModelShape, weights: str) -> tuple[Shape, ...]:
     """Returns the shapes to measure.  For a format of stacked experts, these are the shapes of the dense layers."""
-    if weights == DENSE or not QUANTISERS[weights].only_experts:
+    if weights == DENSE or not QUANTISERS[weights].quantises_only_experts:
         return model.shapes(weights)
     columns = QUANTISERS[weights].group_sizes[0]
     runs = (run for run in model.target_pass(1)[:-1] if run.heads == 1 and run.shape[1] % columns == 0)

@@ -279,7 +279,7 @@ def specs_of_rank(specs: Sequence[LayerSpec], shards: Shards) -> tuple[LayerSpec
 
     def own(keeps: Keeps) -> Keeps:
         if isinstance(keeps, KVHeads):
-            return replace(keeps, kv_heads=len(shards.kv_heads(keeps.kv_heads)))
+            return replace(keeps, kv_heads=len(shards.kv_heads_part(keeps.kv_heads)))
         if shards.count > 1 and not isinstance(keeps, LatentKV):
             raise EspalierError(
                 f"tensor_parallel={shards.count} is not supported for layers that keep {keeps.kind}; use 1"

@@ -139,7 +139,7 @@ class LatentConfig:
         return self.nope_size + self.rope_size
 
     @property
-    def row_size(self) -> int:
+    def cache_row_size(self) -> int:
         """The number of values that the cache stores for a token: the latent and the rotated part of the key."""
         return self.kv_rank + self.rope_size
 

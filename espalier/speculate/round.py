@@ -84,12 +84,14 @@ class ModelRunner:
         lengths: the number of the target's committed rows.
         """
         self.cache.backend.prepare(lengths)
-        self.drafter.prepare(lengths.with_more_rows(self.drafter.spec.root_rows))
+        self.drafter.prepare(lengths.with_more_rows(self.drafter.spec.num_root_rows))
 
     @property
     def reads_all_hidden(self) -> bool:
         """Whether the draft reads the target's last hidden state, before or after the final norm, at every token."""
-        return self.drafter.spec.target_output == "hidden" or self.target.config.num_layers in self.target.capture
+        return (
+            self.drafter.spec.target_output == "hidden" or self.target.config.num_layers in self.target.captured_layers
+        )
 
     def shared_rows(self, batch: int) -> int:
         """Returns how many rows of a verify pass all requests share; 0 if each request has rows of its own."""
@@ -234,7 +236,7 @@ def verify(proposed: ProposedRound) -> VerifiedRound:
     out = runner.target(runner.cache.begin(prefix, nodes, tokens, access=access, chosen=chosen))
     logits = runner.target.logits(out.hidden) if len(runner.node_slices(slots.batch)) == 1 else None
     if chosen is not None:
-        out = ModelOutput(chosen.to_tree_rows(out.hidden), tuple(map(chosen.to_tree_rows, out.inputs)))
+        out = ModelOutput(chosen.to_tree_rows(out.hidden), tuple(map(chosen.to_tree_rows, out.captured_inputs)))
         logits = None if logits is None else chosen.to_tree_rows(logits)
     return VerifiedRound(proposed, out, logits)
 
@@ -404,4 +406,4 @@ def path_features(drafter: Drafter, out: ModelOutput, path: Path) -> Tensor | No
     """
     if drafter.spec.target_output is None:
         return None
-    return gather_rows(path.rows, *(out.inputs if drafter.spec.target_output == "captured" else (out.hidden,)))
+    return gather_rows(path.rows, *(out.captured_inputs if drafter.spec.target_output == "captured" else (out.hidden,)))

@@ -89,7 +89,7 @@ def layer_cases(shape: ModelShape, weights: str, all_rows: Sequence[int], device
 
 def expert_cases(shape: ModelShape, weights: str, all_rows: Sequence[int], device: torch.device) -> Iterator[Case]:
     """The product with the experts of a layer."""
-    if shape.experts is None or not (weights == DENSE or QUANTISERS[weights].only_experts):
+    if shape.experts is None or not (weights == DENSE or QUANTISERS[weights].quantises_only_experts):
         return
     sizes = shape.experts.shape
     experts = stored_experts(sizes, weights, DTYPE, device)

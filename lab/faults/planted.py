@@ -152,7 +152,7 @@ def _shared_twice(right):
 
     def mixed(mlp, x, of_experts, logits, live):
         parts = right(mlp, x, of_experts, logits, live)
-        if mlp.shared_tiles is not None and len(x) <= MAX_SHARED_ROWS:
+        if mlp.shared_expert_tiles is not None and len(x) <= MAX_SHARED_ROWS:
             parts[mlp.routing.top_k :] *= 2
         return parts
 

@@ -102,7 +102,7 @@ def test_a_sum_alone_and_in_the_norm(kernels, count, size, two_shot, dtype, spli
 def test_gathered_columns(kernels, count, vocab_size):
     ranks = memories(count)
     logits = normal(3, vocab_size, dtype=torch.bfloat16, seed=7)
-    parts = [Shards(rank, count).tokens(vocab_size).slice for rank in range(count)]
+    parts = [Shards(rank, count).vocab_part(vocab_size).slice for rank in range(count)]
     each = Shards(0, count).max_tokens_per_rank(vocab_size)
     own = [logits[:, part] for part in parts]
     assert kernels.supports_gather(ranks[0], own[0], each)

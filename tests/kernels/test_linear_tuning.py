@@ -260,8 +260,8 @@ def test_a_linear_layer_returns_partial_sums(kernel_device, monkeypatch, rows):
     out = layer.partial_sums(x)
     assert out.shape == ((2, 5, 64) if rows == 5 else (rows, 64))
     assert torch.equal((out[0] + out[1]).half() if rows == 5 else out, layer(x))
-    parts = torch.full((layer.weight.num_parts(rows), rows, 64), torch.nan, device=kernel_device)
-    layer.write_parts(x, parts)
+    parts = torch.full((layer.weight.num_partial_sums(rows), rows, 64), torch.nan, device=kernel_device)
+    layer.write_partial_sums(x, parts)
     assert len(parts) == (1 if rows == 40 else 2) and torch.equal(parts.cumsum(0)[-1].half(), layer(x))
 
 

@@ -142,8 +142,8 @@ def test_the_mtp_layer_is_the_draft_without_being_asked(named, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(raw | ({} if named is None else {named: 1})))
     (tmp_path / "model.safetensors").symlink_to(target / "model.safetensors")
     found = load.find_checkpoint(EngineConfig(model=tmp_path, device="cpu"))
-    assert (found.spec.algorithm, found.spec.reentry) == ("mtp", 1)
-    assert [spec.keeps.kind for spec in found.spec.layers] == ["K and V heads"]
+    assert (found.spec.algorithm, found.spec.num_recomputed_tokens) == ("mtp", 1)
+    assert [spec.keeps.kind for spec in found.spec.layer_specs] == ["K and V heads"]
 
 
 @pytest.mark.parametrize(

@@ -161,7 +161,7 @@ def read_chain(
 def store_carried(slots: BatchState, name: str, values: Tensor, length: Tensor) -> None:
     """Store row length - 1 (row 0 for length 0) of `values` [B, W, H] in each slot, for the slot's next launch.
 
-    name: the name of the carried field (DraftSpec.carried_shapes).  length: [B].  Exact.
+    name: the name of the carried field (DraftSpec.slot_tensor_shapes).  length: [B].  Exact.
     """
     last = (length - 1).clamp(min=0)[:, None, None].expand(-1, 1, values.shape[2])
     slots.table.carried[name][slots.index] = values.gather(1, last)[:, 0]

@@ -20,10 +20,10 @@ from espalier.kernels.ops.norm import (
     rounded_norm,
 )
 from espalier.kernels.runtime.launch import chip
-from espalier.models.weight_formats.sharded import Unsummed, sum_over_ranks
+from espalier.models.weight_formats.sharded import UnsummedOutput, sum_over_ranks
 
 # The types of a block's output, which the next norm adds to the residual.
-BlockOutput: TypeAlias = "Tensor | Unsummed | NormedOutputs | None"
+BlockOutput: TypeAlias = "Tensor | UnsummedOutput | NormedOutputs | None"
 
 
 def is_rounded_in_launch(x: Tensor, size: int, rounding: InputScales | None) -> bool:
@@ -81,12 +81,12 @@ class RMSNorm:
     def add_and_norm(self, delta: BlockOutput, residual: Tensor) -> tuple[Tensor, Tensor]:
         """Returns (residual + delta, norm of that sum), [N, H] each.
         delta: a block's output [N, H], or float32 or float64 partial sums [parts, N, H] (Linear.partial_sums,
-        MixtureMLP), which are added in order; None before the first block.  An Unsummed output is first summed over the
+        MixtureMLP), which are added in order; None before the first block.  An UnsummedOutput is first summed over the
         ranks, if possible by the same kernel.  NormedOutputs are first normed, on a GPU by the same kernel."""
         if isinstance(delta, NormedOutputs):
             total, [normed] = delta.add_and_norms(residual, (self,))
             return total, normed
-        if isinstance(delta, Unsummed):
+        if isinstance(delta, UnsummedOutput):
             joined = delta.add_norm(residual, self.weight, self.eps)
             return self.add_and_norm(delta.summed(), residual) if joined is None else joined
         if delta is None:
@@ -105,7 +105,7 @@ class NormedOutputs:
     __slots__ = ("outputs", "norm", "scale")
 
     def __init__(
-        self, *outputs: tuple[Tensor | Unsummed, RMSNorm], norm: RMSNorm | None = None, scale: float = 1.0
+        self, *outputs: tuple[Tensor | UnsummedOutput, RMSNorm], norm: RMSNorm | None = None, scale: float = 1.0
     ) -> None:
         self.outputs = outputs
         self.norm = norm
@@ -158,8 +158,8 @@ class NoNorm:
         return total, total
 
 
-def sum_if_unsummed(delta: Tensor | Unsummed | None) -> Tensor | None:
-    """Returns delta.  An Unsummed delta is first summed over the ranks."""
+def sum_if_unsummed(delta: Tensor | UnsummedOutput | None) -> Tensor | None:
+    """Returns delta.  An UnsummedOutput delta is first summed over the ranks."""
     return None if delta is None else sum_over_ranks(delta)
 
 

@@ -1,7 +1,7 @@
 """Dense weights: one floating-point tensor in the model's dtype.
 
 On an x86 CPU in float32, the weight is kept in oneDNN's blocked layout.  F.linear takes 2 to 4 times as long for the
-few rows of a decoding step (docs/log.md).  Both results agree within float32 rounding.
+few rows of a decoding step (docs/log.md).  The two kernels' results agree within float32 rounding.
 
 On a GPU, a table of measurements decides for each shape and number of rows whether Espalier's kernel or F.linear is
 used (kernels/layers/linear_plans.py).
@@ -61,19 +61,19 @@ class TunedWeight(DenseWeight):
     def apply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         return linear(x, self.tensor, bias, LINEAR_TUNING.plan_at(self._plans, len(x)))
 
-    def parts(self, x: Tensor, bias: Tensor | None) -> Tensor:
+    def partial_sums(self, x: Tensor, bias: Tensor | None) -> Tensor:
         return linear_parts(x, self.tensor, bias, LINEAR_TUNING.plan_at(self._plans, len(x)))
 
-    def num_parts(self, rows: int) -> int:
+    def num_partial_sums(self, rows: int) -> int:
         plan = LINEAR_TUNING.plan_at(self._plans, rows)
         return plan.splits if isinstance(plan, TritonPlan) else 1
 
-    def write_parts(self, x: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    def write_partial_sums(self, x: Tensor, bias: Tensor | None, out: Tensor) -> None:
         plan = LINEAR_TUNING.plan_at(self._plans, len(x))
         if isinstance(plan, TritonPlan):
             write_parts.triton(x, self.tensor, bias, plan, out)
         else:
-            super().write_parts(x, bias, out)
+            super().write_partial_sums(x, bias, out)
 
     def gated(
         self, x: Tensor, bias: Tensor | None, activation: Activation = SILU, rounding: InputScales | None = None
@@ -98,7 +98,7 @@ class PackedWeight(Weight):
         return out
 
     # These aliases avoid the nested calls of Weight's methods, because a round has hundreds of products.
-    parts = residual_delta = apply
+    partial_sums = residual_delta = apply
 
 
 class DenseFormat(WeightFormat):

@@ -59,8 +59,10 @@ class Mxfp4Format(QuantisedFormat):
         require_multiple_of(self.name, "columns", columns, MXFP4_BLOCK_SIZE)
         shape = (count, rows, columns // MXFP4_BLOCK_SIZE)
         return (
-            StoredTensor("_blocks", (*shape, MXFP4_BLOCK_SIZE // 2), torch.uint8, 1, 2, entry_columns=MXFP4_BLOCK_SIZE),
-            StoredTensor("_scales", shape, torch.uint8, 1, 2, entry_columns=MXFP4_BLOCK_SIZE),
+            StoredTensor(
+                "_blocks", (*shape, MXFP4_BLOCK_SIZE // 2), torch.uint8, 1, 2, columns_per_entry=MXFP4_BLOCK_SIZE
+            ),
+            StoredTensor("_scales", shape, torch.uint8, 1, 2, columns_per_entry=MXFP4_BLOCK_SIZE),
         )
 
     def expert_matrix(self, tensors: Mapping[str, Tensor]) -> QuantisedMatrix:
@@ -98,13 +100,13 @@ W4A4_WARNING = (
 class Nvfp4Suffixes:
     """The name suffixes of a matrix's tensors, in compressed-tensors or in ModelOpt.
     codes: uint8 [out, in / 2], low nibble first.  scales: E4M3 [out, in / 16].  factor: float32 [1].  factor_use:
-    whether scales are multiplied or divided by the factor.  inputs: float32 [1], the scale of 4-bit inputs."""
+    whether scales are multiplied or divided by the factor.  input_scale: float32 [1], the scale of 4-bit inputs."""
 
     codes: str
     scales: str
     factor: str
     factor_use: Literal["multiplied", "divided"]
-    inputs: str
+    input_scale: str
 
 
 COMPRESSED_TENSORS_NAMES = Nvfp4Suffixes(
@@ -129,11 +131,13 @@ class Nvfp4Format(QuantisedFormat):
     def tensors(self, rows: int, columns: int) -> tuple[StoredTensor, ...]:
         require_multiple_of(self.name, "columns", columns, NVFP4_GROUP_SIZE)
         names = self.names
-        inputs = (StoredTensor(names.inputs, (1,), torch.float32),) if self.has_inputs else ()
+        inputs = (StoredTensor(names.input_scale, (1,), torch.float32),) if self.has_inputs else ()
         return (
             # Ranks hold whole groups, and a group has eight bytes of codes.
-            StoredTensor(names.codes, (rows, columns // 2), torch.uint8, 0, 1, entry_columns=2),
-            StoredTensor(names.scales, (rows, columns // NVFP4_GROUP_SIZE), FP8, 0, 1, entry_columns=NVFP4_GROUP_SIZE),
+            StoredTensor(names.codes, (rows, columns // 2), torch.uint8, 0, 1, columns_per_entry=2),
+            StoredTensor(
+                names.scales, (rows, columns // NVFP4_GROUP_SIZE), FP8, 0, 1, columns_per_entry=NVFP4_GROUP_SIZE
+            ),
             StoredTensor(names.factor, (1,), torch.float32),
             *inputs,
         )
@@ -158,7 +162,7 @@ class Nvfp4Format(QuantisedFormat):
 
     def keeps_dtype(self, name: str, dtype: torch.dtype) -> bool:
         names = self.names
-        return dtype.itemsize == 1 or name.endswith((names.scales, names.factor, names.inputs))
+        return dtype.itemsize == 1 or name.endswith((names.scales, names.factor, names.input_scale))
 
 
 MODELOPT_FORMATS: Mapping[str, WeightFormat] = {

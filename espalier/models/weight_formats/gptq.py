@@ -32,7 +32,7 @@ from espalier.models.weight_formats.quantised import (
     require_multiple_of,
     unpack_int32,
 )
-from espalier.shards import Part
+from espalier.shards import RankPart
 
 # Adding this number to an int32 adds 1 to each nibble.  GPTQModel subtracts the number before saving, even from nibbles
 # of 0.
@@ -61,15 +61,15 @@ class GptqFormat(QuantisedFormat):
         of_groups = None if self.group_size is None else 0
         return (
             StoredTensor(
-                ".qweight", (columns // NIBBLES_OF_INT32, rows), torch.int32, 1, 0, entry_columns=NIBBLES_OF_INT32
+                ".qweight", (columns // NIBBLES_OF_INT32, rows), torch.int32, 1, 0, columns_per_entry=NIBBLES_OF_INT32
             ),
             StoredTensor(".qzeros", (groups, packed), torch.int32, 1, of_groups, NIBBLES_OF_INT32, group),
-            StoredTensor(".scales", (groups, rows), SCALE_DTYPES, 1, of_groups, entry_columns=group),
+            StoredTensor(".scales", (groups, rows), SCALE_DTYPES, 1, of_groups, columns_per_entry=group),
             StoredTensor(".g_idx", (columns,), torch.int32, column_dim=0),
         )
 
     def tensors_of_part(
-        self, tensors: Mapping[str, Tensor], rows: Sequence[Part], columns: Part
+        self, tensors: Mapping[str, Tensor], rows: Sequence[RankPart], columns: RankPart
     ) -> Mapping[str, Tensor]:
         if columns.is_whole:
             return tensors
@@ -130,7 +130,7 @@ class AwqFormat(QuantisedFormat):
         return (
             StoredTensor(".qweight", (columns, packed), torch.int32, 1, 0, NIBBLES_OF_INT32),
             StoredTensor(".qzeros", (groups, packed), torch.int32, 1, of_groups, NIBBLES_OF_INT32, group),
-            StoredTensor(".scales", (groups, rows), SCALE_DTYPES, 1, of_groups, entry_columns=group),
+            StoredTensor(".scales", (groups, rows), SCALE_DTYPES, 1, of_groups, columns_per_entry=group),
         )
 
     def stored_matrix(self, tensors: Mapping[str, Tensor], rows: Sequence[int], columns: int) -> QuantisedMatrix:

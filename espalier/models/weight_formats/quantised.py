@@ -16,7 +16,7 @@ from espalier.kernels.ops.activation import SILU, Activation
 from espalier.kernels.ops.linear import linear_quantised, linear_quantised_gated, linear_quantised_parts
 from espalier.models.weight_formats.base import FormatLookup, Weight, WeightFormat
 from espalier.models.weight_formats.dense import DENSE_FORMAT
-from espalier.shards import Part
+from espalier.shards import RankPart
 from espalier.tokenizer_files import may_be_exponential
 
 # The dtypes that scales may have.  Loading does not cast scales.
@@ -42,7 +42,7 @@ class QuantisedWeight(Weight):
     def apply(self, x: InputRows, bias: Tensor | None) -> Tensor:
         return linear_quantised(x, self.matrix, bias)
 
-    def parts(self, x: InputRows, bias: Tensor | None) -> Tensor:
+    def partial_sums(self, x: InputRows, bias: Tensor | None) -> Tensor:
         return linear_quantised_parts(x, self.matrix, bias)
 
     def gated(
@@ -79,7 +79,7 @@ class QuantisedFormat(WeightFormat):
 
 
 def adapt_to_device(matrix: QuantisedMatrix) -> QuantisedMatrix:
-    """Returns the matrix as products on its device need it: on a CPU, without the quantisation of inputs.
+    """Returns the matrix in the form that products on its device take.  On a CPU, inputs are not quantised.
     A CPU has no FP8 units, so FP8 inputs would gain no speed.  Besides, quantised inputs depend on the last bit of a
     value, so tree and plain decoding would choose different tokens more often (docs/design.md, section 6)."""
     return replace(matrix, inputs=None) if matrix.device.type == "cpu" else matrix
@@ -177,7 +177,7 @@ def read_group_size(quantisation: Mapping[str, Any], default: int) -> int | None
     return None if size == -1 else int(size)
 
 
-def column_groups_of_part(groups: Tensor, columns: Part, group: int | None) -> Tensor:
+def column_groups_of_part(groups: Tensor, columns: RankPart, group: int | None) -> Tensor:
     """Returns the group index of each column of a part, relative to the part's first group.
     groups: the group index of each column, relative to the matrix's first group.  Raises EspalierError if columns are
     not sorted by group, because their scales may be on another rank."""

@@ -1,4 +1,4 @@
-"""Chooses the hidden state that feeds each row of a draft module, by DraftSpec.form.
+"""Chooses the hidden state that feeds each row of a draft module, by DraftSpec.hidden_source.
 
 A draft has modules 1 to N.  The root is token n.  At token n + 1, module 1 reads the target's feature of token n.
 Module k > 1 reads the hidden state feed{k}, which the slot carries.  At later tokens, by form:
@@ -140,12 +140,12 @@ class TargetFeeds(ModuleFeeds):
 
 
 def feeds_class(form_name: str) -> type[ModuleFeeds]:
-    """Returns the class of a form (DraftSpec.form)."""
+    """Returns the class of a form (DraftSpec.hidden_source)."""
     return {"chain": ChainFeeds, "target": TargetFeeds}[form_name]
 
 
 def feed_name(module: int) -> str:
-    """Returns the name in DraftSpec.carried_shapes of the state that a module (2 to N) reads after the root."""
+    """Returns the name in DraftSpec.slot_tensor_shapes of the state that a module (2 to N) reads after the root."""
     return f"feed{module}"
 
 

@@ -36,7 +36,7 @@ class PEagleDrafter(AutoregressiveDrafter):
 
     def _mask_rows(self, slots: BatchState) -> DraftOutput:
         width = self.layout.steps - 1
-        rows = one_pass.block_rows(slots, 1, self.num_known[: slots.batch], width, self.spec.mask_token)
+        rows = one_pass.block_rows(slots, 1, self.num_known[: slots.batch], width, self.spec.mask_token_id)
         # The rows of tokens 1 .. n are committed; token n is the root.
         prefix = Prefix(slots.page_table, slots.num_tokens, first_position=1)
         p = self.cache.begin(prefix, Nodes.chain(rows.positions), rows.tokens, rope_positions(rows.positions, 1))
