@@ -34,8 +34,8 @@ from espalier.kernels.runtime.precompile import precompile
 from espalier.layout import PLAIN_TREE, LaunchForm
 from espalier.models.weight_formats import dense
 from espalier.terminal.console import print_header, require_gpu
-from lab.bench.engines import OfShape, way_with
-from lab.bench.synthetic_models import recipe_of
+from lab.bench.engines import ShapeEngines, variant_with_tree
+from lab.bench.synthetic_models import recipe_with_accept_length
 
 # The variant that changes nothing.
 ENGINES = "the engine's plans"
@@ -44,7 +44,7 @@ REPLAYS, LEAST_GAIN = 4, 0.003
 # As the runs of scripts/gpu_runs.py.
 SETTINGS = MappingProxyType({"page_size": 64, "max_context": 33792})
 # Functions of dense.py that multiply by a plan.
-BY_PLAN = ("linear", "linear_parts", "linear_gated")
+BY_PLAN = ("linear", "linear_partial_sums", "linear_gated")
 
 # (format, rows, columns) of a weight: in a round, weights of one shape may be stored in two formats.
 Product = tuple[str, int, int]
@@ -67,7 +67,7 @@ def chosen(plans: Plans, rows: int, met: dict[Product, Met] | None = None) -> It
     def choose(weight: Matrix, count: int, plan: Any, is_gated: bool = False) -> Any:
         if count != rows:
             return plan
-        kind = quantised_plans.tuning_name(weight) if isinstance(weight, QuantisedMatrix) else DENSE
+        kind = quantised_plans.tuning_format_name(weight) if isinstance(weight, QuantisedMatrix) else DENSE
         product = kind, weight.shape[0], weight.shape[1]
         if met is not None:
             met[product] = Met(plan, weight, is_gated)
@@ -191,10 +191,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     try:
         stored = {"weights": args.weights, "draft_weights": args.draft_weights}
-        recipe, device = recipe_of(args.shape, 0, **stored), require_gpu("scripts.round_plans")
+        recipe, device = recipe_with_accept_length(args.shape, 0, **stored), require_gpu("scripts.round_plans")
         print_header()
-        way = way_with(args.tree)
-        with OfShape(recipe, SETTINGS, device, [way]).open(way) as bench:
+        way = variant_with_tree(args.tree)
+        with ShapeEngines(recipe, SETTINGS, device, [way]).open(way) as bench:
             executor = bench.engine.executor
             assert isinstance(executor, CudaExecutor)
             if not 1 <= args.batch <= (most := bench.config.layout.max_batch):

@@ -40,10 +40,10 @@ from espalier.server.run import ServeOptions, serve
 from espalier.speculate.round import ModelRunner
 from espalier.terminal.console import print_table
 from lab import shape_worker
-from lab.bench.engines import OfShape, engines_of, load_sizes
+from lab.bench.engines import ShapeEngines, engines_of_flags, load_sizes
 from lab.bench.flags import engines as add_flags
-from lab.bench.serve import sharing_the_gpu
-from lab.bench.server import exchange_all, free_port, stop, wait_until_served
+from lab.bench.serve import with_full_batch_pages
+from lab.bench.server import exchange_all, free_port, stop_process, wait_until_served
 from lab.shape_flags import shape_settings
 
 # Tokens that the stand-in's rounds accept, and the chunk sizes of a GPU.
@@ -354,10 +354,12 @@ def run(args: Namespace) -> None:
     sizes = [int(size) for size in args.concurrency.split(",")]
     longest = args.context + args.tokens
     on_gpu = args.shape is not None or getattr(args, "device", None) is not None
-    made = engines_of(args, load_sizes(max(sizes), longest + 1) | ({} if on_gpu else GPU_SIZES), max_context=longest)
+    made = engines_of_flags(
+        args, load_sizes(max(sizes), longest + 1) | ({} if on_gpu else GPU_SIZES), max_context=longest
+    )
     loaded = plain_settings(dict(made.settings))
-    if isinstance(made, OfShape):
-        made = sharing_the_gpu(made)
+    if isinstance(made, ShapeEngines):
+        made = with_full_batch_pages(made)
         recipe = shape_settings(args, made.settings.get("seed", 0))
         loaded = {"recipe": recipe, "settings": plain_settings(dict(made.settings))}
     pace = None if on_gpu else [float(part) for part in args.paced.split(",")]
@@ -375,7 +377,7 @@ def run(args: Namespace) -> None:
             for size in sizes:
                 timeline.measure(size)
         finally:
-            stop(process)
+            stop_process(process)
         timeline.show(Path(folder))
 
 

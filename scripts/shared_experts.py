@@ -50,13 +50,16 @@ class Variant:
 
     @contextmanager
     def chosen(self) -> Iterator[None]:
-        engines_choice = experts.plan_for
+        engines_choice = experts.choose_experts_plan
 
-        def plan_for(*args: Any) -> ExpertsPlan:
+        def choose_experts_plan(*args: Any) -> ExpertsPlan:
             plan = engines_choice(*args)
             return replace(plan, gated=self.gated or plan.gated, down=self.down or plan.down)
 
-        with patch.object(experts, "plan_for", plan_for), patch.object(experts, "PREFETCHED_STEPS", self.steps):
+        with (
+            patch.object(experts, "choose_experts_plan", choose_experts_plan),
+            patch.object(experts, "PREFETCHED_STEPS", self.steps),
+        ):
             yield
 
 

@@ -134,7 +134,7 @@ class Scheduler:
                 self._read_prompt(request, result)
             if request.aborted and not request.done:
                 self._finish(request, "abort")
-        self.trees.read(launch.launch_input, results, allowed, num_right)
+        self.trees.record(launch.launch_input, results, allowed, num_right)
 
     def stop(self, error: str) -> None:
         """Aborts every request and forgets the launches in flight."""

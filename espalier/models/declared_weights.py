@@ -192,7 +192,7 @@ class DeclaredWeights(Weights):
             for part in map(as_rank_part, rows):
                 _require_divisible(format, partial(format.expert_tensors, count), part, own)
         placeholder = torch.zeros(1, sum(len(as_rank_part(size)) for size in rows), 1, dtype=torch.uint8)
-        return QuantisedMatrix("int4", placeholder, placeholder, group=2)
+        return QuantisedMatrix("int4", placeholder, placeholder, group_size=2)
 
     def _read_checked(self, name: str, stored: StoredTensor) -> Tensor:
         dtype = stored.dtype[0] if isinstance(stored.dtype, tuple) else stored.dtype

@@ -14,7 +14,7 @@ from espalier.kernels.ops.activation import SILU, Activation
 from espalier.kernels.ops.experts import ExpertBiases, ExpertMatrix
 from espalier.kernels.ops.recurrence import ShortConv
 from espalier.kernels.ops.rope import HeadNorms, LatentFormat
-from espalier.kernels.ops.selection import IndexNorm
+from espalier.kernels.ops.selection import IndexerNorm
 from espalier.models.config import Experts, ModelConfig
 from espalier.models.latent_config import IndexerConfig, LatentConfig
 from espalier.models.layers.attention import AllHeadsNorms, Attention
@@ -304,7 +304,7 @@ def _load_indexer(
     return Indexer(
         q=weights.linear(under, ("wq_b",), (whole_part(index.heads * index.size),), rank, bias=False),
         k=weights.linear(under, ("wk",), (whole_part(index.size),), columns, bias=False),
-        norm=IndexNorm(
+        norm=IndexerNorm(
             weights.load(f"{under}k_norm.weight", index.size),
             weights.load(f"{under}k_norm.bias", index.size),
             INDEX_NORM_EPS,

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from espalier.errors import EspalierError, one_line
 from espalier.kernels.layers.quantised import QuantisedMatrix, dequantise
-from espalier.kernels.layers.quantised_plans import require_supported
+from espalier.kernels.layers.quantised_plans import require_supported_weight
 from espalier.kernels.ops.activation import SILU, Activation
 from espalier.model_files import is_gguf, require_regular
 from espalier.models.layers.linear import Linear
@@ -244,7 +244,7 @@ class Weights:
         with self._matrix_names_in_errors(names):
             matrix = format.matrix(*stored)
             if not isinstance(matrix, Tensor):
-                require_supported(matrix, self.dtype)
+                require_supported_weight(matrix, self.dtype)
         return matrix
 
     def stacked_matrix(
@@ -265,7 +265,7 @@ class Weights:
                 one = cuts[0] if len(cuts) == 1 else torch.cat(cuts, stored.row_dim or 0)
                 tensors[stored.suffix] = one.to(self.device)
             experts = format.expert_matrix(tensors)
-            require_supported(experts, self.dtype)
+            require_supported_weight(experts, self.dtype)
         return experts
 
     def embedding_table(self, name: str, part: RankPart, columns: int) -> Tensor:

@@ -21,7 +21,7 @@ from espalier.attention import ChosenRows, CommittedLengths, ModelCache, Nodes, 
 from espalier.cache.kv import PagedKV
 from espalier.cache.states import SnapshotTargets, StateAccess
 from espalier.kernels.ops.state import AcceptedNodes, advance, gather_slots, read_chain
-from espalier.kernels.ops.tree import Path, accept, gather_rows
+from espalier.kernels.ops.tree import AcceptedPath, accept, gather_rows
 from espalier.layout import RoundLayout, TreeShape
 from espalier.models.base import CausalLM, ModelOutput
 from espalier.sampling.logit_processors import SamplingNeeds
@@ -121,7 +121,7 @@ class RoundOutput:
     sources; else None.
     """
 
-    path: Path
+    path: AcceptedPath
     logits: Tensor
     num_logprobs: Tensor
     rows: Tensor
@@ -336,7 +336,9 @@ def prefill(
     num_emitted, _ = advance(slots, length, sampled.tokens, needs.penalised)
     if runner.layout.extends:
         runner.drafter.extend(rows.slots, draft_features(runner.drafter, out), rows.length, last)
-    path = Path(torch.zeros_like(sampled.tokens), num_emitted, sampled.tokens, num_emitted * sampled.finite[:, 0])
+    path = AcceptedPath(
+        torch.zeros_like(sampled.tokens), num_emitted, sampled.tokens, num_emitted * sampled.finite[:, 0]
+    )
     return RoundOutput(path, logits, slots.num_logprobs, path.rows, prompt_logprobs=logprobs)
 
 
@@ -378,7 +380,11 @@ def check_tree(layout: RoundLayout, tree: Tree, batch: int) -> None:
 
 
 def commit(
-    runner: ModelRunner, slots: BatchState, path: Path, count_tokens: bool, snapshots: SnapshotTargets | None = None
+    runner: ModelRunner,
+    slots: BatchState,
+    path: AcceptedPath,
+    count_tokens: bool,
+    snapshots: SnapshotTargets | None = None,
 ) -> None:
     """Appends the path's tokens to the slots and copies the path's K/V to positions prefix_len .. prefix_len + length -
     1.
@@ -399,7 +405,7 @@ def draft_features(drafter: Drafter, out: ModelOutput) -> Tensor | None:
     return None if drafter.spec.target_output is None else getattr(out, drafter.spec.target_output)
 
 
-def path_features(drafter: Drafter, out: ModelOutput, path: Path) -> Tensor | None:
+def path_features(drafter: Drafter, out: ModelOutput, path: AcceptedPath) -> Tensor | None:
     """Returns [B, W, F]: `draft_features` at the nodes of the accepted path.
 
     Only the features of the path's nodes are concatenated.

@@ -55,11 +55,11 @@ class AnyTree:
     samples: list[Sequence[AcceptSample]] = field(default_factory=list)
     num_changes: int = 0
 
-    def pick(self, batch: int, drafting: int, context: float, lookup: Any = None) -> TreeShape:
+    def choose(self, batch: int, drafting: int, context: float, lookup: Any = None) -> TreeShape:
         self.picked.append(self.random.choice(self.forms))
         return self.picked[-1]
 
-    def read(self, samples: Sequence[AcceptSample], rows: int, lookup_samples: Sequence[AcceptSample]) -> None:
+    def record(self, samples: Sequence[AcceptSample], rows: int, lookup_samples: Sequence[AcceptSample]) -> None:
         self.samples.append(samples)
 
     def restart(self) -> None:
@@ -122,7 +122,7 @@ def test_on_a_gpu_every_tree_of_a_bucket_is_a_graph(monkeypatch: pytest.MonkeyPa
     fake_cuda(monkeypatch)
     # What only a CPU's path reads, as in test_no_sync.py.
     monkeypatch.setattr(grafted, "have_no_paths", lambda paths: False)
-    monkeypatch.setattr(drafts, "longest_history", lambda root: setup.layout.history_width)
+    monkeypatch.setattr(drafts, "max_history_length", lambda root: setup.layout.history_width)
     monkeypatch.setattr(Setup, "layout", replace(setup.layout, choices=sets))
     engine = engine_on_fake_cuda(setup, graph_batch=4)
     forms = {at: (*dict(sets)[1 if at < 3 else 3], TARGET_ALONE) for at in (1, 2, 3, 4)}
@@ -131,9 +131,9 @@ def test_on_a_gpu_every_tree_of_a_bucket_is_a_graph(monkeypatch: pytest.MonkeyPa
     assert {form for form in graphs.graphs if not form.width} == rounds
 
     class OfBucket(AnyTree):
-        def pick(self, batch: int, drafting: int, context: float, lookup: Any = None) -> TreeShape:
+        def choose(self, batch: int, drafting: int, context: float, lookup: Any = None) -> TreeShape:
             self.forms = engine.layout.tree_choices_for(batch)
-            return super().pick(batch, drafting, context)
+            return super().choose(batch, drafting, context)
 
     chooser = OfBucket(())
     engine.scheduler.trees.chooser = chooser
@@ -155,7 +155,7 @@ def test_on_a_gpu_rounds_of_which_nobody_speculates_are_graphs_without_a_draft(
         r.params = replace(r.params, speculation=False)
     wanted = [plainly(setup, r).tokens for r in requests]
     fake_cuda(monkeypatch)
-    monkeypatch.setattr(drafts, "longest_history", lambda root: setup.layout.history_width)
+    monkeypatch.setattr(drafts, "max_history_length", lambda root: setup.layout.history_width)
     engine = engine_on_fake_cuda(setup, graph_batch=2)
     FakeGraph.replayed = 0
     run_staggered(engine, requests, every=2)

@@ -7,17 +7,17 @@ import pytest
 import torch
 
 from espalier.errors import EspalierError
-from espalier.kernels.attention.choose import choose_config
+from espalier.kernels.attention.choose import choose_attention_config
 from espalier.kernels.attention.triton_config import choose_triton_config
-from espalier.kernels.attention.work_items import ALL_CONTIGUOUS, COUNTED, UNKNOWN
+from espalier.kernels.attention.work_items import TMA_ALL, TMA_COUNTED, TMA_NONE
 from espalier.kernels.hopper.attention import tma_arguments
 from espalier.kernels.hopper.config import (
     HEAD_SIZES,
     MIN_STAGES,
     REGISTERS,
     HopperConfig,
-    block_rows,
     choose_hopper_config,
+    kv_block_rows,
 )
 from espalier.kernels.runtime.launch import Chip, chip
 from tests.kernels.attending import Case, difference, draw, poison_empty, run
@@ -40,7 +40,7 @@ def test_choices_fit_the_chip():
 
 def test_choices_for_fp8_rows_fit_the_chip():
     for packed_queries, num_work_items, size in product((17, 64, 65, 8192), (1, 132, 5000), (64, 128)):
-        config = choose_hopper_config(HOPPER, packed_queries, num_work_items, size, 64, fp8=True)
+        config = choose_hopper_config(HOPPER, packed_queries, num_work_items, size, 64, is_fp8=True)
         assert config is not None and config.raw_stages and config.stages >= MIN_STAGES
         assert config.shared_bytes(size) <= HOPPER.shared_memory
         start, attend_registers = config.registers(size)
@@ -49,7 +49,7 @@ def test_choices_for_fp8_rows_fit_the_chip():
         assert start * warps * 32 <= REGISTERS and 184 <= attend_registers <= 240
         of_others = sum(count * registers for count, registers in others)
         assert attend_registers * 4 * config.warpgroups + of_others <= start * warps
-    assert choose_hopper_config(Chip(200 * 1024, 132, (9, 0)), 256, 5000, 128, 64, fp8=True) is None
+    assert choose_hopper_config(Chip(200 * 1024, 132, (9, 0)), 256, 5000, 128, 64, is_fp8=True) is None
 
 
 def test_no_configuration_for_an_unsupported_chip_or_shape():
@@ -74,7 +74,7 @@ def test_what_the_kernel_lacks_is_not_its(monkeypatch, kernel_device):
         (replace(plain, k_size=512, v_size=512), False),
     ):
         inputs = draw(case, kernel_device)
-        assert isinstance(choose_config(inputs), HopperConfig) == is_hopper, case
+        assert isinstance(choose_attention_config(inputs), HopperConfig) == is_hopper, case
     with pytest.raises(EspalierError, match="no soft-cap"):
         run(draw(replace(plain, softcap=20.0), kernel_device), 4, config=HopperConfig(1, 3, 1))
 
@@ -82,14 +82,14 @@ def test_what_the_kernel_lacks_is_not_its(monkeypatch, kernel_device):
 @pytest.mark.parametrize(
     ("warpgroups", "page_size", "window", "contiguous", "kind"),
     [
-        (2, 64, 0, False, ALL_CONTIGUOUS),
-        (2, 256, 0, False, ALL_CONTIGUOUS),
-        (2, 16, 0, True, COUNTED),
-        (2, 16, 0, False, UNKNOWN),
-        (2, 96, 0, True, COUNTED),
-        (2, 64, 100, False, UNKNOWN),
-        (1, 64, 0, False, UNKNOWN),
-        (1, 1, 0, True, UNKNOWN),
+        (2, 64, 0, False, TMA_ALL),
+        (2, 256, 0, False, TMA_ALL),
+        (2, 16, 0, True, TMA_COUNTED),
+        (2, 16, 0, False, TMA_NONE),
+        (2, 96, 0, True, TMA_COUNTED),
+        (2, 64, 100, False, TMA_NONE),
+        (1, 64, 0, False, TMA_NONE),
+        (1, 1, 0, True, TMA_NONE),
     ],
 )
 def test_contiguous_blocks_are_copied_by_tma(warpgroups, page_size, window, contiguous, kind):
@@ -98,15 +98,15 @@ def test_contiguous_blocks_are_copied_by_tma(warpgroups, page_size, window, cont
     pool = torch.zeros(192, 4, 64, dtype=torch.bfloat16)
     counts = torch.zeros(3, dtype=torch.int32) if contiguous else None
     arguments = tma_arguments(config, pool, pool[:, :2], page_size, window, counts)
-    assert arguments["CONTIGUOUS"] == kind and (arguments["k_descriptor"] is None) == (kind == UNKNOWN)
-    if kind != UNKNOWN:
+    assert arguments["TMA_BLOCKS"] == kind and (arguments["k_descriptor"] is None) == (kind == TMA_NONE)
+    if kind != TMA_NONE:
         # A descriptor covers the rows of all heads; a block has one head.  V is here a view of two of four heads.
         k, v = arguments["k_descriptor"], arguments["v_descriptor"]
         assert (list(k.shape), k.block_shape) == ([192, 256], [64, 64])
         assert (list(v.shape), list(v.strides)) == ([192, 128], [256, 1])
         assert k.base.data_ptr() == pool.data_ptr(), "the descriptor must not be of a copy"
     every_other_head = pool[:, ::2]
-    assert tma_arguments(config, pool, every_other_head, page_size, window, counts)["CONTIGUOUS"] == UNKNOWN
+    assert tma_arguments(config, pool, every_other_head, page_size, window, counts)["TMA_BLOCKS"] == TMA_NONE
 
 
 SHAPES = [
@@ -197,7 +197,7 @@ def test_same_bits_as_the_triton_kernel(kernel_device, monkeypatch, case):
             plain = replace(plain, block_m=config.block_m, warps=4 * config.warpgroups)
         out, lse = run(inputs, case.max_splits, staged, config=plain)
         # Counts change only a launch with two warpgroups on pages that do not hold whole blocks.
-        counted = config.warpgroups == 2 and case.page_size % block_rows(case.k_size) > 0
+        counted = config.warpgroups == 2 and case.page_size % kv_block_rows(case.k_size) > 0
         for contiguous in (False, True) if counted else (False,):
             hopper_out, hopper_lse = run(inputs, case.max_splits, staged, contiguous, config=config)
             same = torch.equal(hopper_out, out) and torch.equal(hopper_lse, lse)

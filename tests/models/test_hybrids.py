@@ -122,7 +122,7 @@ def test_fp8_experts_in_one_tensor(size, tmp_path):
     layers = load_target(path, dtype=torch.float64, device="cpu", position_rows=9).layers
     for matrix in (half for layer in layers for half in (layer.mlp.gate_up, layer.mlp.down)):
         # Kernels count the rows of all experts on.
-        assert isinstance(matrix, QuantisedMatrix) and matrix.shape[1] % matrix.row_block == 0
+        assert isinstance(matrix, QuantisedMatrix) and matrix.shape[1] % matrix.rows_per_scale == 0
 
 
 def test_a_config_without_layer_types_has_attention_in_every_fourth_layer(tmp_path):

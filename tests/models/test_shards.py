@@ -21,7 +21,7 @@ from espalier.errors import EspalierError
 from espalier.kernels.layers.blocks import BLOCK_TYPES, BlockMatrix, dequantise_blocks
 from espalier.kernels.layers.quantised import InputScales, QuantisedMatrix, RoundedRows, dequantise, quantise_inputs
 from espalier.kernels.ops.drafts import DraftHidden
-from espalier.kernels.ops.linear import sum_parts
+from espalier.kernels.ops.linear import add_partial_sums
 from espalier.llm import prepare
 from espalier.models.declared_weights import require_shards
 from espalier.models.layer_loading import load_layer
@@ -56,7 +56,7 @@ class ThreadCollectives(Collectives):
         return gathered
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        return sum_parts.reference(self.all_gather(x), x.dtype)
+        return add_partial_sums.reference(self.all_gather(x), x.dtype)
 
     def abort(self) -> None:
         pass
@@ -166,14 +166,16 @@ def test_kv_heads_are_divided_or_held_by_several(heads, count):
 FORMS: dict[str, Callable[[Linear, Tensor], Tensor]] = {
     "call": lambda layer, x: layer(x),
     "call-3d": lambda layer, x: layer(x[None]),
-    "in_parts": lambda layer, x: sum_parts.reference(layer.partial_sums(x), x.dtype),
-    "residual_delta": lambda layer, x: sum_parts.reference(sum_over_ranks(layer.residual_delta(x)), x.dtype),
+    "in_parts": lambda layer, x: add_partial_sums.reference(layer.partial_sums(x), x.dtype),
+    "residual_delta": lambda layer, x: add_partial_sums.reference(sum_over_ranks(layer.residual_delta(x)), x.dtype),
     "gated": lambda layer, x: layer.gated(x),
     "write_partial_sums": lambda layer, x: written(layer, x),
     "rows_from": lambda layer, x: layer.rows_from(2)(x),
     "rounded": lambda layer, x: layer(rounded(x)),
     "rounded-parts": lambda layer, x: layer.partial_sums(rounded(x)),
-    "rounded-stream": lambda layer, x: sum_parts.reference(sum_over_ranks(layer.residual_delta(rounded(x))), x.dtype),
+    "rounded-stream": lambda layer, x: add_partial_sums.reference(
+        sum_over_ranks(layer.residual_delta(rounded(x))), x.dtype
+    ),
     "rounded-gated": lambda layer, x: layer.gated(rounded(x)),
 }
 INPUTS = InputScales(4)
@@ -182,7 +184,7 @@ INPUTS = InputScales(4)
 def written(layer: Linear, x: Tensor) -> Tensor:
     out = x.new_empty(layer.weight.num_partial_sums(len(x)), len(x), layer.shape[0])
     layer.write_partial_sums(x, out)
-    return sum_parts.reference(out, x.dtype)
+    return add_partial_sums.reference(out, x.dtype)
 
 
 def rounded(x: Tensor) -> RoundedRows:
@@ -202,7 +204,7 @@ def test_a_product_of_parts_is_the_product_in_each_of_its_forms(form, count):
             return dense_weight(tensor)
         scales = torch.ones(len(tensor), 1, dtype=torch.float64)
         codes = tensor.to(torch.float8_e4m3fn)
-        return QuantisedWeight(QuantisedMatrix("fp8", codes, scales, tensor.shape[1], inputs=INPUTS), "fp8")
+        return QuantisedWeight(QuantisedMatrix("fp8", codes, scales, tensor.shape[1], input_scales=INPUTS), "fp8")
 
     def summed(shards: Shards) -> Tensor:
         part = shards.part(24, "columns").slice

@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from espalier.errors import EspalierError
-from espalier.kernels.attention.ancestor_bits import whole_path_holds
+from espalier.kernels.attention.ancestor_bits import true_for_all_ancestors
 from espalier.kernels.ops import tree as tree_ops
 from espalier.speculate.tree import VOID, CandidatePool, RootTrees, ordered_topk
 
@@ -123,7 +123,7 @@ def test_selection_is_what_sorting_finds(drawn):
 
 def check_invariants(tree):
     """A parent comes before its node and is one of its ancestors; siblings differ; a void node is related to nobody."""
-    mask = tree.mask()
+    mask = tree.ancestor_mask()
     for b in range(tree.tokens.shape[0]):
         children = set()
         for node in range(1, tree.tokens.shape[1]):
@@ -154,11 +154,11 @@ def test_a_chain_beyond_a_word_has_every_ancestor(nodes):
             pool.set_beams(torch.tensor([[0]]))
         pool.add(torch.tensor([[[level % 7]]]), torch.tensor([[[-float(level)]]]))
     tree = pool.select(torch.tensor([0]), nodes)
-    assert torch.equal(tree.mask()[0], torch.ones(nodes, nodes).tril().bool())
+    assert torch.equal(tree.ancestor_mask()[0], torch.ones(nodes, nodes).tril().bool())
     for broken in (0, 63, nodes - 1):
         holds = torch.ones(1, nodes, dtype=torch.bool)
         holds[0, broken] = False
-        assert whole_path_holds(tree.ancestors, holds)[0].tolist() == [node < broken for node in range(nodes)]
+        assert true_for_all_ancestors(tree.ancestors, holds)[0].tolist() == [node < broken for node in range(nodes)]
 
 
 def test_an_empty_batch_has_a_tree():

@@ -1,8 +1,8 @@
 """The lookup of n-gram drafting: finds where the last tokens of a text occurred before.
 
-Grid of the first kernel: (requests, blocks of BLOCK positions).  The grid covers the longest possible history,
-so one CUDA graph serves all lengths.  Programs beyond a request's length exit at once.  The
-second kernel merges the matches of all blocks, one program per request.
+Grid of the first kernel: (requests, blocks of BLOCK positions).  The grid covers the longest possible history, so one
+CUDA graph serves all lengths.  Programs past a request's length exit at once.  The second kernel merges the matches of
+all blocks, one program per request.
 """
 
 from __future__ import annotations
@@ -19,23 +19,24 @@ from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 BLOCK = 1024
 
 
-def find_matches(history: Tensor, index: Tensor, root: Tensor, topk: int) -> NgramMatches:
-    (batch,), width = index.shape, history.shape[1]
-    require("find_matches: history", history, (-1, -1), torch.int64, root)
-    require("find_matches: index", index, (batch,), torch.int64, root)
-    require("find_matches: root", root, (batch,), torch.int64, root)
+def find_matches(history: Tensor, history_rows: Tensor, root_positions: Tensor, topk: int) -> NgramMatches:
+    (batch,), width = history_rows.shape, history.shape[1]
+    require("find_matches: history", history, (-1, -1), torch.int64, root_positions)
+    require("find_matches: index", history_rows, (batch,), torch.int64, root_positions)
+    require("find_matches: root", root_positions, (batch,), torch.int64, root_positions)
     blocks = -(-width // BLOCK)
-    keys, next_tokens = (root.new_empty(batch, blocks * topk) for _ in range(2))
-    matches = NgramMatches(root.new_empty(batch, topk), root.new_empty(batch, topk))
+    keys, next_tokens = (root_positions.new_empty(batch, blocks * topk) for _ in range(2))
+    matches = NgramMatches(root_positions.new_empty(batch, topk), root_positions.new_empty(batch, topk))
     if batch:
-        strides = (index.stride(0), root.stride(0))
+        strides = (history_rows.stride(0), root_positions.stride(0))
         _block_matches_kernel[(batch, blocks)](
-            *(history, index, root, keys, next_tokens, *strides, history.stride(0), width, blocks),
-            TOPK=topk, MAX_NGRAM=MAX_NGRAM, BLOCK=BLOCK, num_warps=4, **pdl_arguments(chip(root)),
+            *(history, history_rows, root_positions, keys, next_tokens, *strides, history.stride(0), width, blocks),
+            TOPK=topk, MAX_NGRAM=MAX_NGRAM, BLOCK=BLOCK, num_warps=4, **pdl_arguments(chip(root_positions)),
         )  # fmt: skip
         _merge_matches_kernel[(batch,)](
-            *(root, keys, next_tokens, *matches, root.stride(0), width, blocks * topk),
-            TOPK=topk, BLOCK=BLOCK, CANDIDATES=next_power_of_2(blocks * topk), num_warps=4, **pdl_arguments(chip(root)),
+            *(root_positions, keys, next_tokens, *matches, root_positions.stride(0), width, blocks * topk),
+            TOPK=topk, BLOCK=BLOCK, CANDIDATES=next_power_of_2(blocks * topk), num_warps=4,
+            **pdl_arguments(chip(root_positions)),
         )  # fmt: skip
     return matches
 
@@ -78,7 +79,7 @@ def _merge_matches_kernel(
     root_ptr, keys_ptr, next_tokens_ptr, length_ptr, ends_ptr, root_stride, width, candidates,
     TOPK: tl.constexpr, BLOCK: tl.constexpr, CANDIDATES: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Merge the matches of a request's blocks into its TOPK best.  Blocks beyond its length wrote nothing."""
+    """Merge the matches of a request's blocks into its TOPK best.  Blocks past the request's length wrote nothing."""
     pdl_trigger_and_wait(USE_PDL)
     b = tl.program_id(0).to(tl.int64)
     root = tl.load(root_ptr + b * root_stride)

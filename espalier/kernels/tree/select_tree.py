@@ -105,14 +105,14 @@ def _select_beams_kernel(
 
 
 # The most parts of a pool.  The kernel reads each part from its own tensor.
-MAX_PARTS = 16
+MAX_POOL_PARTS = 16
 
 
-def select_tree(root: Tensor, tokens: Pool, scores: Pool, beams: Pool, topk: int, nodes: int) -> Tree:
-    if len(tokens) > MAX_PARTS:
+def select_tree(root: Tensor, tokens: Pool, scores: Pool, beams: Pool, topk: int, num_nodes: int) -> Tree:
+    if len(tokens) > MAX_POOL_PARTS:
         tokens, scores, beams = ([torch.cat(list(parts), 1)] for parts in (tokens, scores, beams))
-    batch, size, steps = check_pool_sizes(root, tokens, scores, beams, topk, nodes)
-    tree = Tree.empty(root, nodes)
+    batch, size, steps = check_pool_sizes(root, tokens, scores, beams, topk, num_nodes)
+    tree = Tree.empty(root, num_nodes)
     if batch:
         block, word_block = next_power_of_2(size), next_power_of_2(tree.num_words)
         # Without beams, the kernel gets placeholder tensors, which it does not read.
@@ -121,7 +121,8 @@ def select_tree(root: Tensor, tokens: Pool, scores: Pool, beams: Pool, topk: int
             root.contiguous(),
             *(tuple(part.contiguous() for part in parts) for parts in (tokens, scores, beams or tokens)),
             *tree,
-            topk, SIZE=size, PARTS=len(tokens), TOPK=topk, STEPS=steps, NODES=nodes, WORDS=tree.num_words, BLOCK=block,
+            topk, SIZE=size, PARTS=len(tokens), TOPK=topk, STEPS=steps, NODES=num_nodes, WORDS=tree.num_words,
+            BLOCK=block,
             BLOCK_WORDS=word_block, num_warps=min(max(block * word_block // 1024, 4), 16), **pdl_arguments(chip(root)),
         )  # fmt: skip
     return tree
@@ -132,7 +133,7 @@ def _load_from_pool(
     parts, PARTS: tl.constexpr, FIRST_PART_SIZE: tl.constexpr, LATER_PART_SIZE: tl.constexpr, request, index, mask,
     default,
 ):  # fmt: skip
-    """Load values i of a request's pool: first FIRST_PART_SIZE values, then LATER_PART_SIZE of each later part."""
+    """Load the values `index` of a request's pool: FIRST_PART_SIZE values, then LATER_PART_SIZE of each later part."""
     for part in tl.static_range(PARTS):
         if part == 0:
             value = tl.load(

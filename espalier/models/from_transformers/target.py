@@ -22,7 +22,7 @@ from espalier.cache.layer_spec import LayerSpec, ReadyHeads
 from espalier.errors import EspalierError, one_line
 from espalier.kernels.ops.activation import GELU_TANH, SILU, Activation
 from espalier.kernels.ops.experts import grouped_experts
-from espalier.kernels.ops.linear import sum_parts
+from espalier.kernels.ops.linear import add_partial_sums
 from espalier.kernels.state.kv_scales import KVScales
 from espalier.models.base import ModelOutput
 from espalier.models.config import ModelConfig
@@ -105,8 +105,10 @@ def experts_of(module: Any, activation: Activation) -> Callable[[Tensor, Tensor,
     def run_experts(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         context, exact = FORWARD_CONTEXT.get(None), torch.promote_types(hidden_states.dtype, torch.float32)
         live, weights = None if context is None else context.live, top_k_weights.to(exact)
-        parts = grouped_experts(hidden_states, gate_up, down, top_k_index, weights, live=live, activation=activation)
-        return sum_parts(parts, hidden_states.dtype)
+        parts = grouped_experts(
+            hidden_states, gate_up, down, top_k_index, weights, live_rows=live, activation=activation
+        )
+        return add_partial_sums(parts, hidden_states.dtype)
 
     return run_experts
 

@@ -13,10 +13,10 @@ from torch import Tensor
 from espalier.attention import Pass
 from espalier.kernels.layers.quantised import InputRows, InputScales
 from espalier.kernels.layers.scaled_product import max_kernel_rows
-from espalier.kernels.ops.linear import sum_parts
+from espalier.kernels.ops.linear import add_partial_sums
 from espalier.kernels.ops.norm import can_round_norm
 from espalier.kernels.ops.rope import LatentFormat, Rotation, head_product
-from espalier.kernels.ops.selection import IndexNorm, IndexRows
+from espalier.kernels.ops.selection import IndexerInputs, IndexerNorm
 from espalier.kernels.runtime.launch import chip
 from espalier.models.layers.attention import AttentionBlock
 from espalier.models.layers.linear import Linear
@@ -54,7 +54,7 @@ def common_input_scales(first: InputScales | None, second: InputScales | None) -
     """Returns how a norm quantises the common inputs of two products; None if they quantise inputs differently."""
     if first is None or second is None:
         return None
-    are_equal = first.static_scale is second.static_scale is None and first.group == second.group
+    are_equal = first.static_scale is second.static_scale is None and first.group_size == second.group_size
     return first if are_equal else None
 
 
@@ -64,22 +64,22 @@ class Indexer:
     (kernels/ops/selection.py).
 
     q: maps the queries' latent to [heads · size].  k: maps the hidden state to [size].  norm: the norm of index keys.
-    score_weights: [heads, hidden].  interleaved: see IndexRows.
+    score_weights: [heads, hidden].  interleaved: see IndexerInputs.
     """
 
     q: Linear
     k: Linear
-    norm: IndexNorm
+    norm: IndexerNorm
     score_weights: Tensor
     interleaved: bool
 
-    def __call__(self, rows: IndexerLayerInput, q_latent: Tensor, rotation: Rotation) -> IndexRows:
+    def __call__(self, rows: IndexerLayerInput, q_latent: Tensor, rotation: Rotation) -> IndexerInputs:
         """Returns the index queries and keys of new rows.  q_latent: [N, q_rank]."""
         parts = router_logits(rows.x, self.score_weights)
         # The published factor of scores is omitted, because it does not change the choice.
-        weights = sum_parts(parts, parts.dtype)
+        weights = add_partial_sums(parts, parts.dtype)
         q = self.q(q_latent).unflatten(1, (len(self.score_weights), self.k.shape[0]))
-        return IndexRows(q, self.k(rows.projection_rows), weights, self.norm, rotation, self.interleaved)
+        return IndexerInputs(q, self.k(rows.projection_rows), weights, self.norm, rotation, self.interleaved)
 
 
 # The eps of the norms of both latents, a constant in the publishers' code.  All other norms have rms_norm_eps of

@@ -20,7 +20,7 @@ from espalier.kernels.ops.experts import (
     route,
     scale_by_gate,
 )
-from espalier.kernels.ops.linear import linear_parts
+from espalier.kernels.ops.linear import linear_partial_sums
 from espalier.kernels.ops.norm import can_round_norm, norm_router, supports_norm_router
 from espalier.models.layers.linear import Linear
 from espalier.models.layers.norm import AnyNorm, BlockOutput, NormedOutputs, is_rounded_in_launch, sum_if_unsummed
@@ -145,13 +145,19 @@ class MixtureMLP:
         ids, weights = route(logits, self.router_bias, self.routing, self.expert_scales)
         if self.shared_expert_tiles is not None and len(x) <= MAX_SHARED_ROWS:
             return grouped_experts(
-                expert_rows, self.gate_up, self.down, ids, weights, live=live, shared=self.shared_expert_tiles
+                expert_rows,
+                self.gate_up,
+                self.down,
+                ids,
+                weights,
+                live_rows=live,
+                shared_experts=self.shared_expert_tiles,
             )
         shared, gate = self.shared_expert, self.shared_expert_gate
         extra = 0 if shared is None else 1 if gate is not None else shared.num_partial_sums(len(x))
         experts = (expert_rows, self.gate_up, self.down, ids, weights)
         parts = grouped_experts(
-            *experts, live=live, biases=self.biases, activation=self.activation, num_extra_parts=extra
+            *experts, live_rows=live, biases=self.biases, activation=self.activation, num_extra_parts=extra
         )
         if shared is not None and gate is not None:
             rows = _shared_mlp_rows(shared, self.gate_up, x, expert_rows)
@@ -174,17 +180,20 @@ def _shared_mlp_rows(shared: GatedMLP, gate_up: ExpertMatrix, x: Tensor, expert_
     """Returns the rows in the form that the shared MLP takes.
     The result is `expert_rows` if the shared MLP quantises rows in the same way as the experts, else x."""
     rounding = shared.gate_up.rounding
-    if rounding is None or isinstance(gate_up, Tensor) or gate_up.inputs is None:
+    if rounding is None or isinstance(gate_up, Tensor) or gate_up.input_scales is None:
         return x
-    is_same = rounding.static_scale is gate_up.inputs.static_scale and rounding.group == gate_up.inputs.group
+    is_same = (
+        rounding.static_scale is gate_up.input_scales.static_scale
+        and rounding.group_size == gate_up.input_scales.group_size
+    )
     return expert_rows if is_same and is_rounded_in_launch(x, x.shape[1], rounding) else x
 
 
 def rounding_in_norm(gate_up: ExpertMatrix, x: Tensor) -> InputScales | None:
     """Returns how the norm kernel quantises rows x for the routed experts; None if it does not quantise them."""
-    if isinstance(gate_up, Tensor) or gate_up.inputs is None or gate_up.order is not None or not x.is_cuda:
+    if isinstance(gate_up, Tensor) or gate_up.input_scales is None or gate_up.column_order is not None or not x.is_cuda:
         return None
-    return gate_up.inputs if can_round_norm(x.shape[1], gate_up.inputs) else None
+    return gate_up.input_scales if can_round_norm(x.shape[1], gate_up.input_scales) else None
 
 
 def _shared_expert_tiles(shared: GatedMLP, gate_up: ExpertMatrix, down: ExpertMatrix) -> SharedExperts | None:
@@ -207,6 +216,6 @@ def router_logits(x: Tensor, weight: Tensor) -> Tensor:
     exact = torch.promote_types(x.dtype, torch.float32)
     if x.is_cuda and x.dtype != exact:
         if 0 < len(x) <= ROUTER_MAX_ROWS:
-            return linear_parts.triton(x, weight, None, ROUTER_PLAN)
+            return linear_partial_sums.triton(x, weight, None, ROUTER_PLAN)
         return torch.mm(x, weight.T, out_dtype=exact)
     return F.linear(x.to(exact), weight.to(exact))

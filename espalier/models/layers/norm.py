@@ -8,15 +8,15 @@ from torch import Tensor
 
 from espalier.kernels.layers.quantised import InputRows, InputScales
 from espalier.kernels.layers.scaled_product import max_kernel_rows
-from espalier.kernels.ops.linear import sum_parts
+from espalier.kernels.ops.linear import add_partial_sums
 from espalier.kernels.ops.norm import (
     NormWeight,
     add_normed,
     add_rms_norm,
     can_round_norm,
-    norm_by_length,
-    norm_by_length_constants,
     rms_norm,
+    rms_norm_by_length,
+    rms_norm_by_length_constants,
     rounded_norm,
 )
 from espalier.kernels.runtime.launch import chip
@@ -48,12 +48,12 @@ class RMSNorm:
         self.weight = weight
         self.eps = eps
         has_constants = weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.float64)
-        self._constants = norm_by_length_constants(weight, eps) if has_constants else None
+        self._constants = rms_norm_by_length_constants(weight, eps) if has_constants else None
 
     def __call__(self, x: Tensor) -> Tensor:
         """Returns the norm of x [..., H], in the same shape."""
         if self._constants is not None and x.dtype == self.weight.dtype:
-            return norm_by_length(x, *self._constants)
+            return rms_norm_by_length(x, *self._constants)
         return rms_norm(x, self.weight, self.eps)
 
     def add_and_round(self, delta: BlockOutput, residual: Tensor, rounding: InputScales) -> tuple[Tensor, InputRows]:
@@ -92,8 +92,8 @@ class RMSNorm:
         if delta is None:
             return residual, self(residual)
         if self._constants is not None and residual.dtype == self.weight.dtype:
-            total = residual + (delta if delta.ndim == 2 else sum_parts.reference(delta, residual.dtype))
-            return total, norm_by_length(total, *self._constants)
+            total = residual + (delta if delta.ndim == 2 else add_partial_sums.reference(delta, residual.dtype))
+            return total, rms_norm_by_length(total, *self._constants)
         return add_rms_norm(delta, residual, self.weight, self.eps)
 
 
@@ -118,7 +118,7 @@ class NormedOutputs:
             of_outputs = tuple((output, _norm_weight(own)) for output, own in outputs)
             behind = None if self.norm is None else _norm_weight(self.norm)
             return add_normed(of_outputs, behind, x, self.scale, tuple(map(_norm_weight, norms)))
-        normed = [own(sum_parts(output, x.dtype)) for output, own in outputs]
+        normed = [own(add_partial_sums(output, x.dtype)) for output, own in outputs]
         added = sum(normed[1:], normed[0])
         added = added if self.norm is None else self.norm(added)
         total = (x if self.scale == 1 else x * self.scale) + added
@@ -154,7 +154,7 @@ class NoNorm:
             total, _ = delta.add_and_norms(residual, ())
             return total, total
         own = sum_if_unsummed(delta)
-        total = residual if own is None else residual + sum_parts(own, residual.dtype)
+        total = residual if own is None else residual + add_partial_sums(own, residual.dtype)
         return total, total
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from espalier.errors import EspalierError
-from espalier.kernels.layers.quantised import QuantisedMatrix, nibble_matrix, unpack_nibbles
+from espalier.kernels.layers.quantised import QuantisedMatrix, make_nibble_matrix, unpack_nibbles
 from espalier.models.weight_formats.base import FormatLookup, StoredTensor, WeightFormat
 from espalier.models.weight_formats.dense import DENSE_FORMAT
 from espalier.models.weight_formats.e2m1 import COMPRESSED_TENSORS_NAMES, NVFP4_GROUP_SIZE, Nvfp4Format
@@ -90,7 +90,7 @@ class PackedFormat(QuantisedFormat):
         if order is not None:
             stored = codes
             codes = pack_rows(lambda begin, end: unpack_nibbles(stored[begin:end])[:, order], len(stored))
-        return nibble_matrix("int4", codes, tensors[".weight_scale"], group, zeros, order)
+        return make_nibble_matrix("int4", codes, tensors[".weight_scale"], group, zeros, order)
 
 
 def _require_shapes(shapes: Tensor, rows: Sequence[int], columns: int) -> None:

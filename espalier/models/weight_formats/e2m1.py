@@ -19,7 +19,7 @@ from torch import Tensor
 
 from espalier.config import FP8_KV
 from espalier.errors import EspalierError
-from espalier.kernels.layers.quantised import FP8, QuantisedMatrix, nibble_matrix
+from espalier.kernels.layers.quantised import FP8, QuantisedMatrix, make_nibble_matrix
 from espalier.model_files import read_json
 from espalier.models.weight_formats.base import FormatLookup, StoredTensor, WeightFormat
 from espalier.models.weight_formats.dense import DENSE_FORMAT
@@ -66,7 +66,7 @@ class Mxfp4Format(QuantisedFormat):
         )
 
     def expert_matrix(self, tensors: Mapping[str, Tensor]) -> QuantisedMatrix:
-        return nibble_matrix("mxfp4", tensors["_blocks"].flatten(2), tensors["_scales"], MXFP4_BLOCK_SIZE)
+        return make_nibble_matrix("mxfp4", tensors["_blocks"].flatten(2), tensors["_scales"], MXFP4_BLOCK_SIZE)
 
     def keeps_dtype(self, name: str, dtype: torch.dtype) -> bool:
         return name.endswith(("_blocks", "_scales"))
@@ -158,7 +158,7 @@ class Nvfp4Format(QuantisedFormat):
         each = factor if self.names.factor_use == "multiplied" else 1 / factor
         lengths = torch.tensor(rows, device=scales.device)
         row_scales = each.repeat_interleave(lengths)
-        return nibble_matrix("nvfp4", tensors[self.names.codes], scales, NVFP4_GROUP_SIZE, row_scales=row_scales)
+        return make_nibble_matrix("nvfp4", tensors[self.names.codes], scales, NVFP4_GROUP_SIZE, row_scales=row_scales)
 
     def keeps_dtype(self, name: str, dtype: torch.dtype) -> bool:
         names = self.names

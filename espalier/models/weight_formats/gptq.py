@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from espalier.errors import EspalierError
-from espalier.kernels.layers.quantised import QuantisedMatrix, nibble_matrix
+from espalier.kernels.layers.quantised import QuantisedMatrix, make_nibble_matrix
 from espalier.models.weight_formats.base import FormatLookup, StoredTensor
 from espalier.models.weight_formats.dense import DENSE_FORMAT
 from espalier.models.weight_formats.quantised import (
@@ -85,7 +85,7 @@ class GptqFormat(QuantisedFormat):
 
         zeros = unpack_int32(tensors[".qzeros"] + self.zero_point_offset * ONE_PER_NIBBLE, 1).T.contiguous()
         scales = tensors[".scales"].T.contiguous()
-        return nibble_matrix("int4", pack_rows(block, sum(rows)), scales, group, zeros, order)
+        return make_nibble_matrix("int4", pack_rows(block, sum(rows)), scales, group, zeros, order)
 
 
 def read_gptq(quantisation: Mapping[str, Any]) -> FormatLookup:
@@ -141,7 +141,7 @@ class AwqFormat(QuantisedFormat):
 
         zeros = unpack_int32(tensors[".qzeros"], 1, AWQ_NIBBLE_ORDER).T.contiguous()
         scales = tensors[".scales"].T.contiguous()
-        return nibble_matrix("int4", pack_rows(block, sum(rows)), scales, self.group_size or columns, zeros)
+        return make_nibble_matrix("int4", pack_rows(block, sum(rows)), scales, self.group_size or columns, zeros)
 
 
 def read_awq(quantisation: Mapping[str, Any]) -> FormatLookup:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from espalier.kernels.layers.quantised import InputRows, InputScales
-from espalier.kernels.ops.linear import sum_parts
+from espalier.kernels.ops.linear import add_partial_sums
 from espalier.models.weight_formats.base import Weight
 from espalier.shards import Shards
 
@@ -67,7 +67,7 @@ class UnsummedOutput:
 
     def summed(self) -> Tensor:
         """Returns the sum over the ranks, [N, H] in `dtype`."""
-        return self.shards.all_reduce(sum_parts(self.parts, self.dtype))
+        return self.shards.all_reduce(add_partial_sums(self.parts, self.dtype))
 
     def add_norm(self, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor] | None:
         """Returns (residual + the sum over the ranks, the norm of this total), computed by one kernel; None if there is

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from espalier.attention import CommittedLengths, Nodes
-from espalier.kernels.attention.ancestor_bits import self_bits
-from espalier.kernels.ops.state import TokenChain, load_carried, read_chain, store_carried
+from espalier.kernels.attention.ancestor_bits import self_only_bits
+from espalier.kernels.ops.state import TokenChain, load_carried_field, read_chain, store_carried_field
 from espalier.kernels.ops.tree import SelectedBeams, select_beams
 from espalier.models.draft import DraftModel, DraftModule, DraftOutput
 from espalier.sampling.logit_processors import DraftedAncestors
@@ -66,7 +66,7 @@ class AutoregressiveDrafter(ModelDrafter[DraftModel]):
         # The depth of each draft row of a tree, after `topk` entries of depth 0.
         self.depths = torch.arange(layout.topk + layout.beam_rows, device=device) // layout.topk
         # The bit of each draft row among ancestor bits.
-        self.own_bits = self_bits(0, layout.beam_rows, layout.beam_ancestor_words, device)
+        self.own_bits = self_only_bits(0, layout.beam_rows, layout.beam_ancestor_words, device)
         # Entry d: the bits of all rows deeper than d.
         depths = range(self.spec.num_modules)
         self.bits_below = torch.stack([self.own_bits[layout.draft_rows_above(depth + 1) :].sum(0) for depth in depths])
@@ -80,7 +80,7 @@ class AutoregressiveDrafter(ModelDrafter[DraftModel]):
         at, topk, modules = slots.prefix_len[:, None] + self.depths, self.layout.topk, self.spec.num_modules
         positions, above = at[:, topk:], at[:, : self.layout.beam_rows]
         rows = TreeRows(slots, positions, above, torch.empty_like(positions), module_rows(slots, modules))
-        out = self._module(1).output_from_hidden(load_carried(slots, "hidden"))
+        out = self._module(1).output_from_hidden(load_carried_field(slots, "hidden"))
         return partial(self._grow, rows, out, self._logits(out, 1))
 
     def _grow(self, rows: TreeRows, out: DraftOutput, logits: Tensor, sampler: Sampler) -> Tree:
@@ -96,7 +96,7 @@ class AutoregressiveDrafter(ModelDrafter[DraftModel]):
                 first, end = self.layout.draft_rows_above(level), self.layout.draft_rows_above(level + 1)
                 bits = None if above is None else above.ancestor_bits
                 beams = select_beams(tokens, scores, bits, rows.tokens, first, self.layout.beam_ancestor_words)
-                pool.set_beams(beams.places)
+                pool.set_beams(beams.candidate_indices)
                 rows.levels.append(beams)
                 path_scores, above = beams.scores, DraftedAncestors(rows.tokens[:, :end], beams.ancestor_bits)
                 out = self._forward(out, rows, level + 1)
@@ -178,7 +178,7 @@ class AutoregressiveDrafter(ModelDrafter[DraftModel]):
                 for name, (values, count) in kept.items()
             }
         for name, (values, count) in kept.items():
-            store_carried(slots, name, values, count)
+            store_carried_field(slots, name, values, count)
 
     def _extend_module(
         self,

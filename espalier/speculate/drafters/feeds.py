@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from espalier.attention import Prefix
-from espalier.kernels.ops.state import load_carried
+from espalier.kernels.ops.state import load_carried_field
 from espalier.kernels.ops.tree import gather_rows
 from espalier.slots import BatchState
 
@@ -98,7 +98,7 @@ class ChainFeeds(ModuleFeeds):
     def feed_of(self, module: int) -> Feed:
         before, own = self.rows[module - 2], self.rows[module - 1]
         above = self.outputs[module - 2]
-        first = load_carried(self.slots, feed_name(module))
+        first = load_carried_field(self.slots, feed_name(module))
         if self.is_split:
             last = (before.length(self.length) - 1).clamp(min=0)
             first = _from_previous_piece(self.slots, first, gather_rows(last[:, None], above))
@@ -111,7 +111,7 @@ class ChainFeeds(ModuleFeeds):
 
     @staticmethod
     def tree_feed(slots: BatchState, modules: int, module: int, above: Tensor, parents: Tensor, topk: int) -> Feed:
-        first = load_carried(slots, feed_name(module))
+        first = load_carried_field(slots, feed_name(module))
         return first if module == 2 else torch.cat((first, above), 1), parents
 
 
@@ -151,7 +151,7 @@ def feed_name(module: int) -> str:
 
 def _carried_features(slots: BatchState, modules: int) -> Tensor:
     """Returns [B, N-1, H]: feedN, ..., feed2."""
-    return torch.cat([load_carried(slots, feed_name(module)) for module in range(modules, 1, -1)], 1)
+    return torch.cat([load_carried_field(slots, feed_name(module)) for module in range(modules, 1, -1)], 1)
 
 
 def _from_previous_piece(slots: BatchState, carried: Tensor, last: Tensor) -> Tensor:

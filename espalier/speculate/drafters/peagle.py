@@ -9,7 +9,7 @@ from functools import partial
 import torch
 
 from espalier.attention import Nodes, Prefix
-from espalier.kernels.ops.state import load_carried
+from espalier.kernels.ops.state import load_carried_field
 from espalier.kernels.tree.edges import DepthRows
 from espalier.models.draft import DraftOutput
 from espalier.models.eagle3 import PEagleDraft
@@ -27,7 +27,7 @@ class PEagleDrafter(AutoregressiveDrafter):
         self.num_known = torch.zeros(self.layout.max_batch, dtype=torch.int64, device=self.device)
 
     def begin(self, slots: BatchState) -> GrowTree:
-        out = self.draft.output_from_hidden(load_carried(slots, "hidden"))
+        out = self.draft.output_from_hidden(load_carried_field(slots, "hidden"))
         if self.layout.steps > 1:
             normed = torch.cat((out.normed, self._mask_rows(slots).normed), 1)
             out = DraftOutput(normed, normed)

@@ -14,10 +14,10 @@ from espalier.kernels.layers.experts_plan import TILE_ROWS_BY_PAIRS, ExpertsShap
 from espalier.kernels.ops.experts import Routing, grouped_experts
 from espalier.kernels.runtime.launch import Chip
 from espalier.models.layers.mlp import MixtureMLP
-from lab.bench.cells import Cell
-from lab.bench.engine_sizes import OwnSize
+from lab.bench.cells import RoundCell
+from lab.bench.engine_sizes import CellEngineSizes
 from lab.bench.experts_touched import CountingExperts
-from lab.bench.full_rounds import full_rounds
+from lab.bench.full_rounds import measure_full_rounds
 from lab.bench.synthetic_models import SyntheticModels
 from lab.synthetic.checkpoint import Recipe
 from tests.bench.test_tune import Told
@@ -43,7 +43,7 @@ def tuner(monkeypatch):
     monkeypatch.setattr(tune_experts, "precompile", nullcontext)
     for name in ("CHAIN_BYTES", "CHAIN_FLOPS"):
         monkeypatch.setattr(tune_experts, name, 1)
-    for name in ("experts_tiles.make_tiles", "experts.gated_triton", "experts.down_triton"):
+    for name in ("experts_tiles.make_expert_tiles", "experts.launch_gate_and_up", "experts.launch_down"):
         monkeypatch.setattr(f"espalier.kernels.layers.{name}", lambda *args, **named: None)
     monkeypatch.setattr(grouped_experts, "triton", lambda *args, **named: None)
     tuner = ExpertsTuner(torch.bfloat16, Told(3.0, 1.0, 2.0))
@@ -57,10 +57,10 @@ def test_every_bucket_takes_one_of_its_plans(tuner):
     assert [each.rows for bucket in found for each in bucket] == list(rows)
     for bucket in found:
         [plan] = {each.plan for each in bucket}
-        tile_rows = TILE_ROWS_BY_PAIRS[SHAPE.bucket(bucket[0].rows)][1]
-        assert plan.rows in tile_rows
+        tile_rows = TILE_ROWS_BY_PAIRS[SHAPE.pairs_bucket(bucket[0].rows)][1]
+        assert plan.tile_rows in tile_rows
         # The timer says that the second of all contenders is the fastest.
-        assert plan.gated == candidate_plans(plan.rows, 2, H200)[1]
+        assert plan.gated == candidate_plans(plan.tile_rows, 2, H200)[1]
         assert all(
             each.us == pytest.approx(1e3 / ChainInputs(SHAPE, each.rows, torch.bfloat16, CPU).num) for each in bucket
         )
@@ -94,9 +94,9 @@ def test_the_experts_of_a_pass_are_counted(correlation):
     """Four requests, each in a topic of its own: at 1 a pass touches the experts of four tokens, at 0 of many more."""
     shape = mixture("qwen3-moe", hot=1024)
     models = SyntheticModels(Recipe(shape, skill=0.9, routing_correlation=correlation), torch.float32, CPU, 512)
-    cell = Cell(4, 24, (4, 4, 16), 16)
-    with OwnSize(models.recipe.draft_config.spec, chunk_size=128).open(models, cell, 4) as (engine, _):
-        rounds = full_rounds(engine, models, cell, 4)
+    cell = RoundCell(4, 24, (4, 4, 16), 16)
+    with CellEngineSizes(models.recipe.draft_config.spec, chunk_size=128).open(models, cell, 4) as (engine, _):
+        rounds = measure_full_rounds(engine, models, cell, 4)
     assert rounds.follows == 4
     if correlation:
         assert 4 <= rounds.experts_touched <= 16 * (1 - 0.75**4) + 2
@@ -107,14 +107,16 @@ def test_the_experts_of_a_pass_are_counted(correlation):
 
 def test_a_dense_target_touches_no_experts():
     models = SyntheticModels(Recipe(mixture("v3-dense"), skill=0.9), torch.float32, CPU, 512)
-    cell = Cell(1, 24, (2, 2, 4), 16)
-    with OwnSize(models.recipe.draft_config.spec, chunk_size=128).open(models, cell, 2) as (engine, _):
-        assert full_rounds(engine, models, cell, 2).experts_touched is None
+    cell = RoundCell(1, 24, (2, 2, 4), 16)
+    with CellEngineSizes(models.recipe.draft_config.spec, chunk_size=128).open(models, cell, 2) as (engine, _):
+        assert measure_full_rounds(engine, models, cell, 2).experts_touched is None
 
 
 def test_the_rule_grows_tiles_with_the_pairs_of_an_expert():
     shape = ExpertsShape(128, 8, 2048, 768)
-    tiles = {rows: experts_plan_by_rule(shape, rows, torch.bfloat16, H200).rows for rows in (2, 128, 512, 2048, 8192)}
+    tiles = {
+        rows: experts_plan_by_rule(shape, rows, torch.bfloat16, H200).tile_rows for rows in (2, 128, 512, 2048, 8192)
+    }
     assert tiles == {2: 16, 128: 16, 512: 32, 2048: 128, 8192: 128}
     assert experts_plan_by_rule(shape, 33, torch.bfloat16, H200) == experts_plan_by_rule(
         shape, 64, torch.bfloat16, H200
