@@ -216,7 +216,7 @@ def find_trees(engine: Engine, chooser: TreeChooser, prompts: Sequence[Sequence[
     """Runs rounds in which the chooser finds the best trees.  Returns the tokens that each request then has."""
     requests = enter_and_step(engine, chooser, prompts, sizes, sizes.finding)
     lengths = [request.num_tokens for request in requests]
-    leave(engine, requests)
+    abort_requests(engine, requests)
     engine.drain()
     return lengths
 
