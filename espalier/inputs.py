@@ -1,6 +1,6 @@
 """Turns user input into engine input: texts and conversations into tokens, SamplingParams into ResolvedParams.
 
-LLM and the server's front share this module, so that a prompt gives the same tokens offline and over HTTP.
+LLM and the API server share this module, so that a prompt gives the same tokens offline and over HTTP.
 """
 
 import copy

@@ -18,14 +18,14 @@ from espalier.terminal.console import read_text
 from espalier.terminal.flags import add_engine_flags, add_key_flag, add_plain_flag, api_keys, engine_settings, flag_of
 
 if TYPE_CHECKING:
-    from espalier.server.front import FrontOptions
+    from espalier.server.frontend import FrontendOptions
     from espalier.server.run import ServeOptions
 
 SEND_TIMEOUT_S = 60.0
 
 
 def add_chat_flags(group: _ArgumentGroup) -> None:
-    """Add the flags about chat templates, tool calls and reasoning, which front_options_from_flags reads."""
+    """Add the flags about chat templates, tool calls and reasoning, which frontend_options_from_flags reads."""
     group.add_argument("--chat-template", type=Path, metavar="FILE", help="replaces the tokenizer's chat template")
     group.add_argument(
         "--allow-special-tokens-in-messages",
@@ -192,7 +192,7 @@ def _add_replica_flags(parser: ArgumentParser) -> None:
         metavar="N",
         help="with MIN:MAX: open tokens (those not computed yet) for which one engine is enough (16384)",
     )
-    ray.add_argument("--fronts", type=int, metavar="N", help="replicas of the front (1)")
+    ray.add_argument("--fronts", type=int, metavar="N", help="replicas of the API server (1)")
 
 
 def run(args: Namespace) -> int:
@@ -236,7 +236,9 @@ def serve_worker(args: Namespace, settings: dict[str, Any], name: str, worker: s
             worker=worker or MODEL_WORKER_MODULE,
             learn=learn,
         ),
-        front=front_options_from_flags(args, names, args.max_queue, args.request_timeout or None, args.strict_fields),
+        frontend=frontend_options_from_flags(
+            args, names, args.max_queue, args.request_timeout or None, args.strict_fields
+        ),
         api=ApiOptions(
             keys[0] if keys else None,
             args.cors_origin or (),
@@ -258,16 +260,16 @@ def serve_worker(args: Namespace, settings: dict[str, Any], name: str, worker: s
         return 0
 
 
-def front_options_from_flags(
+def frontend_options_from_flags(
     args: Namespace, names: Sequence[str], max_queue: int, request_timeout_s: float | None, strict_fields: bool = False
-) -> "FrontOptions":
-    """Returns FrontOptions from the flags of add_chat_flags.  Raises EspalierError."""
-    from espalier.server.front import FrontOptions
+) -> "FrontendOptions":
+    """Returns FrontendOptions from the flags of add_chat_flags.  Raises EspalierError."""
+    from espalier.server.frontend import FrontendOptions
 
     template = None if args.chat_template is None else read_text("--chat-template", args.chat_template)
     if template is not None:
         require_template(template, f"--chat-template {args.chat_template}")
-    return FrontOptions(
+    return FrontendOptions(
         names=tuple(names),
         chat_template=template,
         max_queue=max_queue,
@@ -290,7 +292,7 @@ def _serve_replicas(args: Namespace, settings: dict[str, Any], options: "ServeOp
     check_settings(settings)
     replicas = parse_replicas(args.replicas, tokens_per_replica=args.tokens_per_replica or TOKENS_PER_REPLICA)
     service = Service(
-        (ServedModel(settings, options.front, options.client, replicas),),
+        (ServedModel(settings, options.frontend, options.client, replicas),),
         options.api,
         args.fronts or 1,
         options.drain_timeout_s,

@@ -1,4 +1,4 @@
-"""The pool of engine replicas of a front.  Ray Serve's router chooses a replica for each submitted prompt.
+"""The pool of engine replicas of an API server.  Ray Serve's router chooses a replica for each submitted prompt.
 
 If a replica ends before a prompt's first token, the prompt is sent to another replica.  If the replica ends later, the
 request fails with EngineGone.  Each prompt of an HTTP request is routed separately.
@@ -52,8 +52,8 @@ class EnginePool:
     """The engine replicas of one model, as protocol.Engines.
 
     handle: Ray Serve's DeploymentHandle of replica.EngineReplica.  name: the model's name, a label in the metrics.
-    max_replicas: the upper limit of autoscaling.  share: 1 / number of fronts, this front's share of the slots.
-    is_lost: returns whether an exception of a call means that the replica has ended.
+    max_replicas: the upper limit of autoscaling.  share: 1 / number of API servers, this API server's share of the
+    slots.  is_lost: returns whether an exception of a call means that the replica has ended.
     """
 
     handle: Any
@@ -149,7 +149,7 @@ class EnginePool:
             await self._try_replicas(prompt)
         except Exception as error:
             if not isinstance(error, EngineGone | EspalierError):
-                log.exception("a prompt failed in the front")
+                log.exception("a prompt failed in the API server")
             self._open_prompts.pop(prompt.submit.name, None)
             self.abort(prompt.generation)
             prompt.generation.fail(error)

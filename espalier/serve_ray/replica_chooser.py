@@ -1,6 +1,6 @@
 """Chooses the replica for a prompt: the replica that got the longest prefix of the prompt, unless it is too busy.
 
-Each front chooses alone, without messages.  It remembers to which replica it sent a prefix, and counts its open
+Each API server chooses alone, without messages.  It remembers to which replica it sent a prefix, and counts its open
 samples.  Replicas are identified by name.
 """
 
@@ -60,7 +60,7 @@ class ReplicaChooser:
         def rank(replica: str) -> tuple[int, int, int, str]:
             is_free = self.load[replica] - fewest <= self.imbalance
             pages = held.get(replica, 0) if is_free else 0
-            # All fronts compute the same hash, so they send a new prefix to the same one of equally busy replicas.
+            # All API servers compute the same hash, so they send a new prefix to the same one of equally busy replicas.
             tie_break = hash((keys[0], *replica.encode())) if keys else 0
             return -pages, self.load[replica], tie_break, replica
 

@@ -1,4 +1,4 @@
-"""The HTTP endpoints.  Each endpoint checks a request, makes its prompts and passes them to the model's front."""
+"""The HTTP endpoints.  Each endpoint checks a request, makes its prompts and passes them to the model's API server."""
 
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +22,7 @@ from espalier.server.batch_api import batch_endpoints
 from espalier.server.batches import Batches
 from espalier.server.chat_answers import ChatAnswer, ResponsesAnswer
 from espalier.server.errors import ApiError, bad_request, json_response
-from espalier.server.front import Front
+from espalier.server.frontend import ModelFrontend
 from espalier.server.gate import Gate
 from espalier.server.logs import request_id
 from espalier.server.openai import ChatRequest, CompletionRequest, DetokenizeRequest, Message, TokenizeRequest
@@ -62,28 +62,28 @@ def as_api_errors() -> Iterator[None]:
         raise bad_request(error) from None
 
 
-async def prepare_chat(front: Front, body: ChatRequest) -> PreparedChat:
+async def prepare_chat(frontend: ModelFrontend, body: ChatRequest) -> PreparedChat:
     """Check a conversation and make its prompt.  Raises ApiError."""
     with as_api_errors():
         body.check()
         asked = body.params()
-        params = front.resolve(asked)
-        plan = ChatPlan(front.inputs.tokenizer, front.formats, body.checked_tool_use())
+        params = frontend.resolve(asked)
+        plan = ChatPlan(frontend.inputs.tokenizer, frontend.formats, body.checked_tool_use())
     unread = [name for name in ("reasoning_effort", "tools") if getattr(body, name) and not plan.template_reads(name)]
-    front.report_no_effect(ignored := body.fields_without_effect() + unread)
+    frontend.report_no_effect(ignored := body.fields_without_effect() + unread)
     if body.prediction is not None:
         guessed = body.prediction.text
         asked_for = InputProcessor.with_prediction, params, guessed
-        params = await front.lanes.run(*asked_for, size=len(guessed), field="prediction")
+        params = await frontend.lanes.run(*asked_for, size=len(guessed), field="prediction")
     if "reasoning_effort" in unread:
         body = body.model_copy(update={"reasoning_effort": None})
-    with front.reserve_capacity(params.n):
-        check = front.require_tokenizable
+    with frontend.reserve_capacity(params.n):
+        check = frontend.require_tokenizable
         size = num_characters([body.messages, body.tools, body.chat_template_kwargs])
-        prompt = await front.conversation_tokens(_chat_steps, body, plan, check, size=size)
+        prompt = await frontend.conversation_tokens(_chat_steps, body, plan, check, size=size)
     with as_api_errors():
-        front.inputs.require_room(prompt, asked, body.output_limit_field)
-        params = front.inputs.apply_plan(plan, params, prompt)
+        frontend.inputs.require_room(prompt, asked, body.output_limit_field)
+        params = frontend.inputs.apply_plan(plan, params, prompt)
     return PreparedChat(ignored, prompt, params, plan)
 
 
@@ -182,48 +182,50 @@ def make_app(server: Server, options: ApiOptions, batches: Batches | None = None
 
 def _generation_endpoints(server: Server) -> list[Endpoint]:
     async def complete(http: Request, body: CompletionRequest) -> Response:
-        front = server.front_of(body.model)
+        frontend = server.frontend_for(body.model)
         with as_api_errors():
             body.check()
             asked = body.params()
-            params = front.resolve(asked)
+            params = frontend.resolve(asked)
             sent_prompts = body.prompts()
-        front.report_no_effect(ignored := body.fields_without_effect())
-        with front.reserve_capacity(len(sent_prompts) * params.n):
-            size, check = sum(map(len, sent_prompts)), front.require_tokenizable
-            prompts = await front.lanes.run(_prompt_ids, body, sent_prompts, asked, check, size=size, field="prompt")
+        frontend.report_no_effect(ignored := body.fields_without_effect())
+        with frontend.reserve_capacity(len(sent_prompts) * params.n):
+            size, check = sum(map(len, sent_prompts)), frontend.require_tokenizable
+            prompts = await frontend.lanes.run(_prompt_ids, body, sent_prompts, asked, check, size=size, field="prompt")
             echo: list[str] = []
             if body.echo:
                 shown = sent_prompts if body.truncate_prompt_tokens is None else prompts
                 size = sum(len(prompt) for prompt in shown if not isinstance(prompt, str))
-                echo = await front.lanes.run(_prompt_texts, shown, params.skip_special_tokens, size=size)
+                echo = await frontend.lanes.run(_prompt_texts, shown, params.skip_special_tokens, size=size)
 
         def answer() -> TextAnswer:
-            return TextAnswer(f"cmpl-{request_id.get()}", body, params, prompts, front.inputs.tokenizer, echo)
+            return TextAnswer(f"cmpl-{request_id.get()}", body, params, prompts, frontend.inputs.tokenizer, echo)
 
-        return _with_no_effect_header(ignored, await front.respond(http, body, prompts, params, answer))
+        return _with_no_effect_header(ignored, await frontend.respond(http, body, prompts, params, answer))
 
     async def chat(http: Request, body: ChatRequest) -> Response:
-        front = server.front_of(body.model)
-        talk = await prepare_chat(front, body)
+        frontend = server.frontend_for(body.model)
+        talk = await prepare_chat(frontend, body)
 
         def answer() -> ChatAnswer:
             return ChatAnswer(f"chatcmpl-{request_id.get()}", body, talk.params, talk.prompt, talk.plan)
 
-        return _with_no_effect_header(talk.ignored, await front.respond(http, body, [talk.prompt], talk.params, answer))
+        return _with_no_effect_header(
+            talk.ignored, await frontend.respond(http, body, [talk.prompt], talk.params, answer)
+        )
 
     async def respond(http: Request, body: ResponsesRequest) -> Response:
-        front = server.front_of(body.model)
-        front.report_no_effect(ignored := body.fields_without_effect())
+        frontend = server.frontend_for(body.model)
+        frontend.report_no_effect(ignored := body.fields_without_effect())
         with renaming_error_fields(), as_api_errors():
             chat = body.as_chat_request()
-            talk = await prepare_chat(front, chat)
+            talk = await prepare_chat(frontend, chat)
 
         def answer() -> ResponsesAnswer:
             return ResponsesAnswer(body, request_id.get(), chat, talk.params, talk.prompt, talk.plan)
 
         ignored += [RESPONSES_FIELD_NAMES.get(name, name) for name in talk.ignored]
-        return _with_no_effect_header(ignored, await front.respond(http, chat, [talk.prompt], talk.params, answer))
+        return _with_no_effect_header(ignored, await frontend.respond(http, chat, [talk.prompt], talk.params, answer))
 
     as_response = "Answer a conversation, in the form of OpenAI's Responses API"
     return [
@@ -271,7 +273,7 @@ def _prompt_texts(inputs: InputProcessor, prompts: Sequence[str | list[int]], sk
 
 def _tokenizer_endpoints(server: Server) -> list[Endpoint]:
     async def tokenize(http: Request, body: TokenizeRequest) -> Response:
-        front = server.front_of(body.model)
+        frontend = server.frontend_for(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise ApiError(400, "send either prompt or messages", "prompt")
         size = num_characters([body.prompt, body.messages, body.chat_template_kwargs])
@@ -279,17 +281,19 @@ def _tokenizer_endpoints(server: Server) -> list[Endpoint]:
             for name, value in body.options().items():
                 if value is not None:
                     raise ApiError(400, f"{name} needs messages; send messages, or leave it out", name)
-        limit = front.inputs.facts.max_context
+        limit = frontend.inputs.facts.max_context
         if body.messages is None:
-            tokens = await front.lanes.run(_tokenize_text, body, front.require_tokenizable, size=size, field="prompt")
+            tokens = await frontend.lanes.run(
+                _tokenize_text, body, frontend.require_tokenizable, size=size, field="prompt"
+            )
         else:
-            work = body, front.formats, front.require_tokenizable
-            tokens = await front.conversation_tokens(_tokenize_conversation, *work, size=size)
+            work = body, frontend.formats, frontend.require_tokenizable
+            tokens = await frontend.conversation_tokens(_tokenize_conversation, *work, size=size)
         return json_response({"tokens": tokens, "count": len(tokens), "max_model_len": limit})
 
     async def detokenize(http: Request, body: DetokenizeRequest) -> Response:
-        front = server.front_of(body.model)
-        return await front.lanes.run(_detokenize, body.tokens, size=len(body.tokens))
+        frontend = server.frontend_for(body.model)
+        return await frontend.lanes.run(_detokenize, body.tokens, size=len(body.tokens))
 
     to_tokens, to_text = "The tokens of a text or a conversation", "The text of tokens"
     return [
@@ -328,7 +332,7 @@ def _status_endpoints(server: Server) -> list[Endpoint]:
     created = int(server.metrics.started_at)
 
     def card(name: str) -> dict[str, Any]:
-        max_context = server.front_of(name).inputs.facts.max_context
+        max_context = server.frontend_for(name).inputs.facts.max_context
         return {"id": name, "object": "model", "created": created, "owned_by": "espalier", "max_model_len": max_context}
 
     async def models(http: Request) -> Response:

@@ -16,7 +16,7 @@ from typing import Any
 from espalier.batch_jobs.files import InputScan, Journal, LineError, custom_id_of, scan_input
 from espalier.batch_jobs.sender import AsgiApp, Sender, app_client, run_batch
 from espalier.errors import EspalierError
-from espalier.server.front import without_timeout
+from espalier.server.frontend import without_timeout
 from espalier.server.stored import (
     COMPLETION_WINDOW_S,
     ENDED_STATUSES,

@@ -1,8 +1,9 @@
-"""Reads request bodies: small bodies in the front, and large bodies one by one in a separate process, the body process.
+"""Reads request bodies: small bodies in the API server, and large bodies one by one in a separate process, the body
+process.
 
 Parsing a large body holds the GIL for up to a second, so a thread that parses would stop every stream.  This module is
-also the program of the body process, which exits when the front exits.  Front and body process exchange frames: a
-length and a pickle.  Pickle is safe here, because nobody else can write to the pipes.
+also the program of the body process, which exits when the API server exits.  API server and body process exchange
+frames: a length and a pickle.  Pickle is safe here, because nobody else can write to the pipes.
 """
 
 import json
@@ -32,7 +33,7 @@ MAX_CONTENT_TYPE = 1024
 # The most entries of all lists and objects in one field.  The fields prompt and tokens have their own limits
 # (BodyLimits).
 MAX_ENTRIES_PER_FIELD = 65536
-# The largest body that the front reads itself.  Reading takes a few milliseconds.
+# The largest body that the API server reads itself.  Reading takes a few milliseconds.
 MAX_INLINE_BYTES = 65536
 MAX_WAITING_BODIES = 32
 # The content-encoding of an uncompressed body.

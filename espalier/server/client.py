@@ -1,4 +1,4 @@
-"""The front's client of the engine process.  Starts the process, submits prompts, and distributes its output.
+"""The API server's client of the engine process.  Starts the process, submits prompts, and distributes its output.
 
 All code runs on one event loop.  If the process exits or is silent for engine_timeout_s, every generation in flight
 fails with EngineGone.  With `restart`, a new process is then started, until several processes in a row fail to load.
@@ -359,7 +359,7 @@ class EngineClient:
 
     def _deliver(self, part: OutputPart) -> None:
         generation = self._generations.get(part.name)
-        if generation is None:  # the front has closed it
+        if generation is None:  # the API server has closed it
             return
         generation.add(part)
         if generation.num_running[part.name] == 0:

@@ -16,7 +16,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from espalier.server.errors import INTERNAL_ERROR, RETRY_AFTER_S, ApiError
-from espalier.server.front import BATCH_CLIENT, NO_TIMEOUT
+from espalier.server.frontend import BATCH_CLIENT, NO_TIMEOUT
 from espalier.server.logs import client_name, new_request_id, request_id
 from espalier.server.protocol import SHUTTING_DOWN
 

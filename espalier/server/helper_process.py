@@ -1,6 +1,6 @@
-"""A helper process of the front, for work that would block the event loop.  It answers each frame with one frame.
+"""A helper process of the API server, for work that would block the event loop.  It answers each frame with one frame.
 
-A frame is a length and bytes.  A frame starts the process if none runs.  The process exits when the front exits.
+A frame is a length and bytes.  A frame starts the process if none runs.  The process exits when the API server exits.
 """
 
 import asyncio
@@ -96,8 +96,8 @@ class HelperProcess:
 
 
 def serve_frames(answer: Callable[[bytes], bytes]) -> None:
-    """Answers frames from stdin until the front has exited.  The main function of a helper process."""
-    # Ctrl-C reaches the whole process group, but only the front ends this process.
+    """Answers frames from stdin until the API server has exited.  The main function of a helper process."""
+    # Ctrl-C reaches the whole process group, but only the API server ends this process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     frames, answers = sys.stdin.buffer, sys.stdout.buffer
     while head := frames.read(LENGTH_PREFIX.size):

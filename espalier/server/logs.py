@@ -10,7 +10,7 @@ LEVELS = ("debug", "info", "warning", "error")
 NO_REQUEST_ID = "-"
 request_id: ContextVar[str] = ContextVar("request_id", default=NO_REQUEST_ID)
 # The client's API key if the server has several keys, else the client's address.  An unchecked key is not used: a
-# client could send many keys, and get many shares of the queue (front.ClientShares).
+# client could send many keys, and get many shares of the queue (frontend.ClientShares).
 client_name: ContextVar[str] = ContextVar("client_name", default="")
 
 

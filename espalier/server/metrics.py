@@ -1,4 +1,4 @@
-"""Prometheus metrics: the front's counters, and the values in the engine process's last report."""
+"""Prometheus metrics: the API server's counters, and the values in the engine process's last report."""
 
 import time
 from bisect import bisect_left
@@ -103,7 +103,7 @@ class EngineCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         open_samples = sum(each.open_samples for each in self.engines)
-        yield _gauge("open_samples", "samples that are queued or running, counted in the front", open_samples)
+        yield _gauge("open_samples", "samples that are queued or running, counted in the API server", open_samples)
         families: dict[str, Metric] = {}
         for figures in (each for engines in self.engines for each in engines.figures()):
             for metric in _engine_metrics(figures):

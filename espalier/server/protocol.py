@@ -1,8 +1,9 @@
-"""The interface `Engines` of a front to a model's engines, and the messages between front and engine process.
+"""The interface `Engines` of an API server to a model's engines, and the messages between API server and engine
+process.
 
 The messages are typed structs, encoded with msgpack, one per ZeroMQ frame.  ResolvedParams, OutputChunk, Usage and
 SpeculationStats are parts of messages, so no field is declared twice.  Log-probabilities are sent as rows of numbers
-(espalier/logprobs.py).  The front binds a PAIR socket and starts the engine process, which connects to the socket.
+(espalier/logprobs.py).  The API server binds a PAIR socket and starts the engine process, which connects to the socket.
 
 Two classes implement Engines: client.EngineClient with one engine process, and serve_ray/pool.py:EnginePool.
 """
@@ -26,7 +27,7 @@ SHUTTING_DOWN = "the server is shutting down"
 
 
 class Start(msgspec.Struct, tag=True):
-    """The first message from the front.
+    """The first message from the API server.
 
     settings: plain values of what the worker loads; for a model, the keywords of EngineConfig.  heartbeat_s: seconds
     between messages of an idle engine.  learn: the fields of LearnConfig; None for an engine without online learning.
@@ -153,7 +154,8 @@ FromEngine = EngineReady | PromptRefused | StepOutput | EngineFailed
 
 
 def _encode_logprobs(value: Any) -> Any:
-    """Returns the rows of log-probabilities as bytes.  The front, not the engine process, builds objects from them."""
+    """Returns the rows of log-probabilities as bytes.  The API server, not the engine process, builds objects from
+    them."""
     if isinstance(value, TokenLogprobs):
         rows = value.joined()
         return value.of_prompt, rows.shape[1], rows.tobytes()
@@ -202,8 +204,8 @@ class Engines(Protocol):
 
     facts: None before `start` has returned.  state: "ready", or why no engine is ready, in one word.
     unavailable_reason: the reason as a sentence; "" if an engine is ready.  num_slots: the most samples that all
-    engines together can run now.  max_slots: num_slots with the largest number of engines.  open_samples: the front's
-    samples that are queued or running.
+    engines together can run now.  max_slots: num_slots with the largest number of engines.  open_samples: the API
+    server's samples that are queued or running.
     """
 
     @property

@@ -22,7 +22,7 @@ from espalier.server.logs import client_name
 from espalier.server.protocol import EngineBusy, EngineGone, Generation, OutputPart
 
 if TYPE_CHECKING:
-    from espalier.server.front import Front
+    from espalier.server.frontend import ModelFrontend
 
 log = logging.getLogger("espalier.server")
 # After the deadline, a stream whose client does not read is ended after this time.
@@ -33,13 +33,17 @@ class RequestRun:
     """One request in progress.  deadline: the request's time limit, on the event loop's clock; None for no limit."""
 
     def __init__(
-        self, front: "Front", make_answer: Callable[[], Answer], generation: Generation, deadline: float | None
+        self,
+        frontend: "ModelFrontend",
+        make_answer: Callable[[], Answer],
+        generation: Generation,
+        deadline: float | None,
     ):
-        self.metrics = front.metrics
-        self.timeout_s = front.options.request_timeout_s
+        self.metrics = frontend.metrics
+        self.timeout_s = frontend.options.request_timeout_s
         self.make_answer = make_answer
         self.generation = generation
-        self.client_shares, self.client = front.shares, client_name.get()
+        self.client_shares, self.client = frontend.shares, client_name.get()
         self.client_shares.add(self.client, generation)
         self.deadline = deadline
         self.prompt_index = {name: i for i, name in enumerate(generation.num_running)}

@@ -24,9 +24,9 @@ from starlette.types import Receive, Scope, Send
 
 from espalier import __version__
 from espalier.server.errors import ApiError, ErrorBody, json_response
-from espalier.server.front import Front, Fronts
+from espalier.server.frontend import ModelFrontend, MultiModelFrontend
 
-Server = Front | Fronts
+Server = ModelFrontend | MultiModelFrontend
 _TEXT_ONLY_REASON = "this server only generates text"
 _STATELESS_REASON = "the server stores nothing between requests"
 _NO_BATCH_DIR = "this server has no place for files and batches; start it with --batch-dir DIR"
@@ -185,7 +185,7 @@ def page_endpoints(server: Server, endpoints: Sequence[Endpoint], needs_key: boo
 
     async def start(http: Request) -> Response:
         names = () if needs_key else server.names
-        models = [(name, server.front_of(name).inputs.facts.max_context) for name in names]
+        models = [(name, server.frontend_for(name).inputs.facts.max_context) for name in names]
         # The browser's address of this server.  Special characters are escaped, because a shell reads the address.
         origin = f"http://{quote(http.headers.get('host', 'localhost'), safe='.:[]-_')}"
         asks = list(example_requests(server, needs_key))
@@ -235,11 +235,11 @@ def example_requests(server: Server, needs_key: bool) -> Iterator[tuple[str, str
     yield "/v1/models", KEY_ARGUMENT if needs_key else ""
     if needs_key:  # a generation request names its model, and this page must not
         return
-    front = server.front_of(server.names[0])
+    frontend = server.frontend_for(server.names[0])
     path, asked = "/v1/completions", dict[str, Any](prompt="Hello")
-    if front.inputs.tokenizer is None:
+    if frontend.inputs.tokenizer is None:
         asked = {"prompt": [1]}
-    elif front.inputs.tokenizer.template.text:
+    elif frontend.inputs.tokenizer.template.text:
         path, asked = "/v1/chat/completions", {"messages": [{"role": "user", "content": "Hello!"}]}
     body = json.dumps({"model": server.names[0], **asked, "max_tokens": EXAMPLE_MAX_TOKENS}, ensure_ascii=False)
     yield path, f'-H "content-type: application/json" -d {shlex.quote(body)}'

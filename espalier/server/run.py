@@ -26,7 +26,7 @@ from espalier.server.api import ApiOptions, make_app
 from espalier.server.batches import Batches
 from espalier.server.client import ClientOptions, EngineClient
 from espalier.server.connections import MAX_ACCEPTS_PER_TURN, Connections, log_failed_accepts_rarely, max_connections
-from espalier.server.front import Front, FrontOptions
+from espalier.server.frontend import FrontendOptions, ModelFrontend
 from espalier.server.gate import Gate
 from espalier.server.http1 import Connection
 from espalier.server.stored import Store
@@ -50,7 +50,7 @@ ACCEPT_BACKLOG = 2048
 
 MIN_OPTION_VALUES: Mapping[str, int] = MappingProxyType(
     dict.fromkeys("port max_queue request_timeout body_timeout send_timeout load_timeout drain_timeout".split(), 0)
-    | dict.fromkeys("engine_timeout max_body_bytes max_file_bytes tokens_per_replica fronts".split(), 1)
+    | dict.fromkeys("engine_timeout max_body_bytes max_file_bytes tokens_per_replica API servers".split(), 1)
 )
 BOOLEAN_OPTIONS = ("strict_fields", "allow_special_tokens_in_messages", "log_json")
 
@@ -68,7 +68,7 @@ class ServeOptions:
     drain_timeout_s: float
     send_timeout_s: float | None
     client: ClientOptions
-    front: FrontOptions
+    frontend: FrontendOptions
     api: ApiOptions
     batch_dir: Path | None = None
 
@@ -95,7 +95,7 @@ class Server:
     """Accepts connections until a signal arrives.  The module's docstring describes the shutdown."""
 
     app: ASGIApp
-    front: Front
+    frontend: ModelFrontend
     gate: Gate
     connections: Connections
     drain_timeout_s: float
@@ -105,7 +105,7 @@ class Server:
     shutdown_task: asyncio.Task[None] | None = None
 
     def begin_shutdown(self, at_once: bool) -> None:
-        again, self.front.draining = self.front.draining, True
+        again, self.frontend.draining = self.frontend.draining, True
         if not again:
             self.gate.drain()
             if self.batches is not None:
@@ -113,7 +113,7 @@ class Server:
         if again or at_once:
             self.should_exit.set()
             # The attribute keeps the task alive; the event loop alone would not.
-            self.shutdown_task = self.loop.create_task(self.front.engines.close())
+            self.shutdown_task = self.loop.create_task(self.frontend.engines.close())
             return
         log.info("draining: %d requests are in progress", self.gate.num_open)
         self.shutdown_task = self.loop.create_task(self._drain())
@@ -125,7 +125,7 @@ class Server:
                     await asyncio.sleep(0.05)
         if self.gate.num_open:
             log.warning("%d requests did not finish within %g s: ending them", self.gate.num_open, self.drain_timeout_s)
-        await self.front.engines.close()
+        await self.frontend.engines.close()
         self.should_exit.set()
 
     async def serve(self, listener: socket.socket) -> None:
@@ -150,7 +150,7 @@ class Server:
     async def _close_stalled_often(self) -> None:
         while True:
             await asyncio.sleep(1.0)
-            self.connections.close_stalled(self.loop.time(), MAX_STALL_AT_DRAIN_S if self.front.draining else None)
+            self.connections.close_stalled(self.loop.time(), MAX_STALL_AT_DRAIN_S if self.frontend.draining else None)
 
     async def _close_connections(self) -> None:
         """Send pending output, for at most CLOSE_TIMEOUT_S, and close connections whose client does not read."""
@@ -183,20 +183,20 @@ async def serve(settings: Mapping[str, Any], options: ServeOptions) -> bool:
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, loading.cancel)
     try:
-        # The front's tokenizer module is slow to import, so it is imported while the engine process loads.
+        # The API server's tokenizer module is slow to import, so it is imported while the engine process loads.
         await asyncio.gather(client.start(), asyncio.to_thread(_import_tokenizer, settings.get("model")))
-        front = await asyncio.to_thread(Front, client, options.front)
+        frontend = await asyncio.to_thread(ModelFrontend, client, options.frontend)
         loop.remove_signal_handler(signal.SIGTERM)
-        front.render_in_helper_process()
-        if PRESTARTS_TEMPLATE_PROCESS and front.templates is not None:
+        frontend.render_in_helper_process()
+        if PRESTARTS_TEMPLATE_PROCESS and frontend.templates is not None:
             # Started early, because its imports take a second or two.
-            await front.templates.helper.start()
-        batches = None if store is None else Batches(store, _batch_concurrency(front))
-        app, gate = make_app(front, options.api, batches)
+            await frontend.templates.helper.start()
+        batches = None if store is None else Batches(store, _batch_concurrency(frontend))
+        app, gate = make_app(frontend, options.api, batches)
         limits = max_connections(), options.send_timeout_s, options.api.body_timeout_s
-        connections = Connections(front.metrics, *limits)
-        server = Server(app, front, gate, connections, options.drain_timeout_s, batches)
-        log.info("serving %s at %s/v1", ", ".join(front.names), url_of(*listener.getsockname()[:2]))
+        connections = Connections(frontend.metrics, *limits)
+        server = Server(app, frontend, gate, connections, options.drain_timeout_s, batches)
+        log.info("serving %s at %s/v1", ", ".join(frontend.names), url_of(*listener.getsockname()[:2]))
         # The application lives as long as the process, so the garbage collector need not search it.
         gc.collect()
         gc.freeze()
@@ -209,7 +209,7 @@ async def serve(settings: Mapping[str, Any], options: ServeOptions) -> bool:
         await server.serve(listener)
         if batches is not None:
             await batches.close()
-        await front.close()
+        await frontend.close()
         return await ending is None
     finally:
         await client.close()
@@ -220,22 +220,22 @@ async def serve(settings: Mapping[str, Any], options: ServeOptions) -> bool:
 async def local_app(
     settings: Mapping[str, Any],
     client_options: ClientOptions,
-    front_options: FrontOptions,
+    frontend_options: FrontendOptions,
     api_options: ApiOptions,
-) -> AsyncIterator[tuple[Front, ASGIApp]]:
-    """Yields a front and its ASGI application, for requests from this process without sockets.
+) -> AsyncIterator[tuple[ModelFrontend, ASGIApp]]:
+    """Yields an API server and its ASGI application, for requests from this process without sockets.
 
     settings: keywords of EngineConfig.  Raises EspalierError if the model cannot be loaded.
     """
     client = EngineClient(settings, client_options)
     try:
         await client.start()
-        front = await asyncio.to_thread(Front, client, front_options)
-        app, _ = make_app(front, api_options)
+        frontend = await asyncio.to_thread(ModelFrontend, client, frontend_options)
+        app, _ = make_app(frontend, api_options)
         try:
-            yield front, app
+            yield frontend, app
         finally:
-            await front.close()
+            await frontend.close()
     finally:
         await client.close()
 
@@ -249,13 +249,13 @@ async def _shut_down_without_engine(client: EngineClient, server: Server) -> str
     return why
 
 
-def _batch_concurrency(front: Front) -> int:
+def _batch_concurrency(frontend: ModelFrontend) -> int:
     """Returns how many requests of a batch run at once: 3/4 of the slots, and at most half of what the server holds.
 
     A batch must not fill all slots, because other requests would wait for the end of running requests.
     """
-    slots = front.engines.num_slots
-    return max(1, min(slots - slots // 4, (slots + front.options.max_queue) // 2))
+    slots = frontend.engines.num_slots
+    return max(1, min(slots - slots // 4, (slots + frontend.options.max_queue) // 2))
 
 
 def _import_tokenizer(model: str | None) -> None:

@@ -2,7 +2,7 @@
 
 A chat template is a program of the checkpoint's author, and its input comes from the client.  It may run forever, or
 exhaust the memory, so it never runs on the event loop.  This module is also the program of the helper process.  Frames
-are JSON, not pickles: a malicious template could send a pickle that runs code in the front.
+are JSON, not pickles: a malicious template could send a pickle that runs code in the API server.
 """
 
 import json

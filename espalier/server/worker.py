@@ -1,7 +1,7 @@
-"""The engine process: receives messages from the front, runs the engine's steps, and sends the output.
+"""The engine process: receives messages from the API server, runs the engine's steps, and sends the output.
 
-The process ends on Shutdown, or when the front has ended.  It ignores SIGINT, and SIGTERM once the model is loaded. The
-front handles both signals, and drains first.
+The process ends on Shutdown, or when the API server has ended.  It ignores SIGINT, and SIGTERM once the model is
+loaded. The API server handles both signals, and drains first.
 """
 
 import gc
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("espalier.server")
 WAIT_FOR_START_MS = 60_000
-FRONT_CHECK_MS = 500
+API_SERVER_CHECK_MS = 500
 # Seconds between two reports of a busy engine.  A report after each step would cost as much as the step's output.
 REPORT_S = 0.1
 GRAMMAR_CHECK_MS = 5
@@ -59,17 +59,19 @@ class RunningPrompt:
 
 
 class Worker:
-    """Runs the engine for a front.
+    """Runs the engine for an API server.
 
-    socket: a connected PAIR socket.  start: the front's first message.  front_pid: the front's process; the worker ends
-    when the front ends.  learner: attached to the engine; None without online learning.
+    socket: a connected PAIR socket.  start: the API server's first message.  api_server_pid: the API server's process;
+    the worker ends when the API server ends.  learner: attached to the engine; None without online learning.
     """
 
-    def __init__(self, socket: zmq.Socket, llm: LLM, start: Start, front_pid: int, learner: "Learner | None" = None):
+    def __init__(
+        self, socket: zmq.Socket, llm: LLM, start: Start, api_server_pid: int, learner: "Learner | None" = None
+    ):
         self.socket = socket
         self.llm = llm
         self.heartbeat_ms = int(1000 * start.heartbeat_s)
-        self.front_pid = front_pid
+        self.api_server_pid = api_server_pid
         self.learner = learner
         self.running_prompts: dict[str, RunningPrompt] = {}
         # Prompts whose grammars are being compiled in threads.
@@ -81,7 +83,7 @@ class Worker:
 
     def run(self) -> None:
         """Run until Shutdown.  If the engine raises, send each request's last part and raise the error again."""
-        while os.getppid() == self.front_pid and self._receive_messages():
+        while os.getppid() == self.api_server_pid and self._receive_messages():
             if self.learner is not None:
                 self.learner.between_steps(self.llm.engine)
             chunks: list[OutputChunk] = []
@@ -234,24 +236,26 @@ def _load_learning(settings: dict[str, Any], learn: dict[str, Any], stack: ExitS
 Load = Callable[[dict[str, Any]], AbstractContextManager[LLM]]
 
 
-def main(address: str, front_pid: int, load: Load = load_model) -> int:
-    """Connect to the front, load the model and serve.  Sends EngineFailed with the reason if loading or serving fails.
+def main(address: str, api_server_pid: int, load: Load = load_model) -> int:
+    """Connect to the API server, load the model and serve.  Sends EngineFailed with the reason if loading or serving
+    fails.
 
-    front_pid: the front's process.  Not a field of Start, because the front may end before it sends Start.
+    api_server_pid: the API server's process.  Not a field of Start, because the API server may end before it sends
+    Start.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with zmq.Context() as context, context.socket(zmq.PAIR) as socket:
-        # No limit on unread output, because a slow front must not block the engine.  The short linger time is for a
-        # front that has ended.
+        # No limit on unread output, because a slow API server must not block the engine.  The short linger time is for
+        # an API server that has ended.
         socket.set_hwm(0)
         socket.linger = 1000
         socket.connect(address)
         try:
-            start = wait_for_start(socket, front_pid)
+            start = wait_for_start(socket, api_server_pid)
             if start is None:
                 return EXIT_FAILED
             logs.set_up(start.log_level, start.log_json)
-            _serve(socket, start, front_pid, load, Path(address.removeprefix("ipc://")))
+            _serve(socket, start, api_server_pid, load, Path(address.removeprefix("ipc://")))
         except Exception as error:
             refused = isinstance(error, EspalierError)
             if not refused:
@@ -261,38 +265,38 @@ def main(address: str, front_pid: int, load: Load = load_model) -> int:
             )
             return EXIT_REFUSED if refused else EXIT_FAILED
         finally:
-            if os.getppid() != front_pid:
+            if os.getppid() != api_server_pid:
                 _remove_socket(Path(address.removeprefix("ipc://")))
     return EXIT_DONE
 
 
-def wait_for_start(socket: zmq.Socket, front_pid: int) -> Start | None:
-    """Returns the front's first message.  Returns None if the front has ended, is silent for WAIT_FOR_START_MS, or
-    sends another message than Start."""
-    for _ in range(WAIT_FOR_START_MS // FRONT_CHECK_MS):
-        if socket.poll(FRONT_CHECK_MS):
+def wait_for_start(socket: zmq.Socket, api_server_pid: int) -> Start | None:
+    """Returns the API server's first message.  Returns None if the API server has ended, is silent for
+    WAIT_FOR_START_MS, or sends another message than Start."""
+    for _ in range(WAIT_FOR_START_MS // API_SERVER_CHECK_MS):
+        if socket.poll(API_SERVER_CHECK_MS):
             start = protocol.decode_to_engine(socket.recv())
             return start if isinstance(start, Start) else None
-        if os.getppid() != front_pid:
+        if os.getppid() != api_server_pid:
             break
     return None
 
 
 def _remove_socket(path: Path) -> None:
-    """Remove the socket that a killed front left, and its folder if the folder is then empty."""
+    """Remove the socket that a killed API server left, and its folder if the folder is then empty."""
     with suppress(OSError):
         path.unlink(missing_ok=True)
         path.parent.rmdir()
 
 
 @contextmanager
-def _exit_with_front(front_pid: int, address: Path) -> Iterator[None]:
-    """Ends this process as soon as the front has ended, even while the block loads a model for minutes."""
+def _exit_with_api_server(api_server_pid: int, address: Path) -> Iterator[None]:
+    """Ends this process as soon as the API server has ended, even while the block loads a model for minutes."""
     is_over = threading.Event()
 
     def watch() -> None:
-        while not is_over.wait(FRONT_CHECK_MS / 1000):
-            if os.getppid() != front_pid:
+        while not is_over.wait(API_SERVER_CHECK_MS / 1000):
+            if os.getppid() != api_server_pid:
                 _remove_socket(address)
                 os._exit(EXIT_FAILED)
 
@@ -303,20 +307,20 @@ def _exit_with_front(front_pid: int, address: Path) -> Iterator[None]:
         is_over.set()
 
 
-def _serve(socket: zmq.Socket, start: Start, front_pid: int, load: Load, address: Path) -> None:
+def _serve(socket: zmq.Socket, start: Start, api_server_pid: int, load: Load, address: Path) -> None:
     began = time.perf_counter()
     with ExitStack() as stack:
         learner = None
-        with _exit_with_front(front_pid, address):
+        with _exit_with_api_server(api_server_pid, address):
             if start.learn is None:
                 llm = stack.enter_context(load(start.settings))
             else:
                 llm, learner = _load_learning(start.settings, start.learn, stack)
-        # From now on, the front drains at SIGTERM.
+        # From now on, the API server drains at SIGTERM.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         log.info("engine process %d: %s loaded in %.1f s", os.getpid(), llm.config.model, time.perf_counter() - began)
         socket.send(protocol.encode(protocol.EngineReady(llm.inputs.facts, llm.config.as_dict())))
-        worker = Worker(socket, llm, start, front_pid, learner)
+        worker = Worker(socket, llm, start, api_server_pid, learner)
         # The loaded model lives as long as the process, so the garbage collector need not search it.
         gc.collect()
         gc.freeze()

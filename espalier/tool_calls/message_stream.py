@@ -1,7 +1,7 @@
 """Parses a request's tokens into the deltas of a message, and finds stop strings in the content.
 
-The engine process and the front run equal streams over the same tokens.  The engine process ends the request at the
-token that completes a stop string.  The front ends the content before the stop string.
+The engine process and the API server run equal streams over the same tokens.  The engine process ends the request at
+the token that completes a stop string.  The API server ends the content before the stop string.
 """
 
 from collections.abc import Callable, Sequence

@@ -31,7 +31,7 @@ JSON = {"content-type": "application/json"}
 
 @dataclass(frozen=True)
 class Server:
-    """A running server: its port, the process of its HTTP front, and the process of its engine."""
+    """A running server: its port, the process of its API server, and the process of its engine."""
 
     port: int
     pid: int

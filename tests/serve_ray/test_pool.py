@@ -1,4 +1,5 @@
-"""A pool of replicas: what is tried elsewhere, what ends with an error, and what a front learns of its replicas."""
+"""A pool of replicas: what is tried elsewhere, what ends with an error, and what an API server learns of its
+replicas."""
 
 import asyncio
 
@@ -213,7 +214,7 @@ def test_closing_a_generation_cancels_its_calls():
 
 
 def test_figures_of_another_version_do_not_end_the_reading(monkeypatch):
-    """While a cluster is upgraded, a front may meet replicas of the version before."""
+    """While a cluster is upgraded, an API server may meet replicas of the version before."""
     monkeypatch.setattr(pools, "POLL_INTERVAL_S", 0.01)
 
     async def run():

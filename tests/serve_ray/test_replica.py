@@ -1,4 +1,4 @@
-"""Engine replicas with a tiny model behind the server's front, with a handle of this process in Ray's place."""
+"""Engine replicas with a tiny model behind the API server, with a handle of this process in Ray's place."""
 
 import asyncio
 import os
@@ -12,7 +12,7 @@ from espalier.serve_ray.pool import EnginePool
 from espalier.serve_ray.replica import EngineReplica, with_own_seed
 from espalier.server.api import ApiOptions, make_app
 from espalier.server.client import ClientOptions
-from espalier.server.front import Front, FrontOptions
+from espalier.server.frontend import FrontendOptions, ModelFrontend
 from espalier.server.protocol import EngineGone, SubmittedPrompt
 from tests.serve_ray.handles import Handle
 from tests.server.serving import ENGINE, TREE
@@ -64,8 +64,8 @@ def test_the_front_answers_over_replicas_as_over_one_engine(llm, names):
 
     async def run():
         async with Group(*names) as group:
-            front = Front(group.pool, FrontOptions(("bundled",)))
-            app, _ = make_app(front, ApiOptions())
+            frontend = ModelFrontend(group.pool, FrontendOptions(("bundled",)))
+            app, _ = make_app(frontend, ApiOptions())
             transport = httpx.ASGITransport(app)
             async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
                 answers = await asyncio.gather(
@@ -73,7 +73,7 @@ def test_the_front_answers_over_replicas_as_over_one_engine(llm, names):
                     client.post("/v1/completions", json={**ASK, "prompt": PROMPTS}),
                     client.post("/v1/completions", json={**ASK, "prompt": "x", "logit_bias": {"999999": 1}}),
                 )
-            await front.close()
+            await frontend.close()
             return [answer.json() for answer in answers], {call[0] for call in group.handle.calls}
 
     *each, together, refused = asyncio.run(run())[0]

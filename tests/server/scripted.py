@@ -19,7 +19,7 @@ from espalier.server import protocol
 from espalier.server.api import ApiOptions, make_app
 from espalier.server.client import ClientOptions, EngineClient
 from espalier.server.connections import Connections
-from espalier.server.front import Front, FrontOptions
+from espalier.server.frontend import FrontendOptions, ModelFrontend
 from espalier.server.http1 import Connection
 from espalier.server.protocol import OutputPart, SubmitPrompts, SubmittedPrompt
 from espalier.stats import SpeculationStats, Usage
@@ -99,9 +99,9 @@ def scripted(
 
     async def serve() -> None:
         client = ScriptedClient(folder, tokenizer, script, size)
-        front = Front(client, FrontOptions(("bundled",), **options))
-        app, _ = make_app(front, ApiOptions())
-        connections = Connections(front.metrics, None, None, None)
+        frontend = ModelFrontend(client, FrontendOptions(("bundled",), **options))
+        app, _ = make_app(frontend, ApiOptions())
+        connections = Connections(frontend.metrics, None, None, None)
         loop, ended = asyncio.get_running_loop(), asyncio.Event()
         server = await loop.create_server(lambda: Connection(app, connections), "127.0.0.1", port)
         started.update(client=client, port=server.sockets[0].getsockname()[1])
@@ -111,7 +111,7 @@ def scripted(
             await ended.wait()
             for connection in connections:
                 connection.transport.abort()
-        await front.close()
+        await frontend.close()
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()

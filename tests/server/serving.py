@@ -71,7 +71,7 @@ class Served:
         return 0.0
 
     def engine_pid(self) -> int:
-        """The front's child that is not one of its readers and renderers."""
+        """The API server's child that is not one of its readers and renderers."""
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
         aside = (b"espalier.server.bodies", b"espalier.server.templates")
         lines = {int(child): Path(f"/proc/{child}/cmdline").read_bytes() for child in children}

@@ -127,9 +127,9 @@ def test_an_engine_of_its_own_gets_the_flags(tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr("espalier.server.run.local_app", local_app)
     assert main(["batch", str(given), str(out), "--max-batch", "3", "--steps", "2", "--tool-format", "hermes"]) == 0
-    [(settings, client, front, api)] = started
+    [(settings, client, frontend, api)] = started
     assert settings == {"model": "bundled", "max_batch": 3, "speculation": asdict(SpeculationConfig(steps=2))}
-    assert client.restart and (front.names, front.tool_format, front.request_timeout_s) == (
+    assert client.restart and (frontend.names, frontend.tool_format, frontend.request_timeout_s) == (
         ("bundled",),
         "hermes",
         None,
@@ -351,8 +351,8 @@ def test_batches_outlive_the_server(tmp_path):
 
 @pytest.mark.parametrize(("slots", "queue", "at_once"), [(8, 256, 6), (8, 0, 4), (3, 9, 3), (1, 0, 1)])
 def test_a_batch_leaves_slots_and_queue_to_others(slots, queue, at_once):
-    front = SimpleNamespace(engines=SimpleNamespace(num_slots=slots), options=SimpleNamespace(max_queue=queue))
-    assert _batch_concurrency(front) == at_once
+    frontend = SimpleNamespace(engines=SimpleNamespace(num_slots=slots), options=SimpleNamespace(max_queue=queue))
+    assert _batch_concurrency(frontend) == at_once
 
 
 def test_lines_left_at_the_windows_end_have_an_error(tmp_path):

@@ -1,4 +1,4 @@
-"""The front's side of the engine process, with a process that is none."""
+"""The API server's side of the engine process, with a process that is none."""
 
 import asyncio
 import threading
@@ -17,7 +17,7 @@ from espalier.server.api import ApiOptions, make_app
 from espalier.server.bodies import BodyLimits, BodyReader
 from espalier.server.client import MAX_FAILED_STARTS, ClientOptions, EngineClient
 from espalier.server.errors import ApiError
-from espalier.server.front import ClientShares, Front
+from espalier.server.frontend import ClientShares, ModelFrontend
 from espalier.server.gate import Gate
 from espalier.server.metrics import Metrics
 from espalier.server.protocol import AbortPrompt, EngineGone, Generation, OutputPart, PromptRefused, SubmittedPrompt
@@ -158,8 +158,8 @@ def test_health_says_why_whenever_it_is_not_ok(state):
         if state == "closed":
             client.process.kill()
             await client.close()
-        front = SimpleNamespace(engines=client, draining=state == "draining")
-        status, why = Front.status.fget(front), Front.unavailable_reason.fget(front)
+        frontend = SimpleNamespace(engines=client, draining=state == "draining")
+        status, why = ModelFrontend.status.fget(frontend), ModelFrontend.unavailable_reason.fget(frontend)
         assert status == ("ok" if state == "ready" else state) and bool(why) == (status != "ok")
 
     asyncio.run(run())
@@ -206,7 +206,7 @@ def test_an_echo_is_read_beside_the_loop_by_the_length_of_all_its_prompts(monkey
     threads = []
 
     class Echoing:
-        """A front that runs nothing."""
+        """An API server that runs nothing."""
 
         names = ("m",)
         inputs = InputProcessor(
@@ -222,7 +222,7 @@ def test_an_echo_is_read_beside_the_loop_by_the_length_of_all_its_prompts(monkey
         bodies = BodyReader(BodyLimits(10, 8, 4, 4))
         metrics = SimpleNamespace(started_at=0, responses=SimpleNamespace(labels=lambda *of: SimpleNamespace(inc=list)))
 
-        def front_of(self, name):
+        def frontend_for(self, name):
             return self
 
         def report_no_effect(self, names):
@@ -248,19 +248,19 @@ def test_an_echo_is_read_beside_the_loop_by_the_length_of_all_its_prompts(monkey
 
 
 def test_prompts_that_are_being_read_take_room():
-    front = Front.__new__(Front)
-    front.engines = SimpleNamespace(require_running=lambda: None, num_slots=2, open_samples=1)
-    front.options, front.draining, front.shares = SimpleNamespace(max_queue=2), False, ClientShares()
-    with front.reserve_capacity(2):
+    frontend = ModelFrontend.__new__(ModelFrontend)
+    frontend.engines = SimpleNamespace(require_running=lambda: None, num_slots=2, open_samples=1)
+    frontend.options, frontend.draining, frontend.shares = SimpleNamespace(max_queue=2), False, ClientShares()
+    with frontend.reserve_capacity(2):
         with (
             pytest.raises(ApiError, match=r"3 of 4 samples") as caught,
-            front.reserve_capacity(2),
+            frontend.reserve_capacity(2),
         ):
             pass
         assert caught.value.status_code == 429
-        with front.reserve_capacity(1):
+        with frontend.reserve_capacity(1):
             pass
-    with front.reserve_capacity(3):
+    with frontend.reserve_capacity(3):
         pass
 
 
@@ -269,7 +269,7 @@ def test_an_answer_is_made_once_the_prompts_have_left():
 
     def submit(prompts, asked):
         order.append("submitted")
-        return Generation(front.engines, [asked.name], 1)
+        return Generation(frontend.engines, [asked.name], 1)
 
     async def sent():
         order.append("sent")
@@ -281,15 +281,17 @@ def test_an_answer_is_made_once_the_prompts_have_left():
     async def receive():
         await asyncio.sleep(60)
 
-    front = Front.__new__(Front)
+    frontend = ModelFrontend.__new__(ModelFrontend)
     ending = {"wait_until_sent": sent, "abort": lambda _: order.append("forgotten")}
-    front.engines = SimpleNamespace(require_running=lambda: None, num_slots=2, open_samples=0, submit=submit, **ending)
-    front.options = SimpleNamespace(max_queue=2, request_timeout_s=None)
-    front.draining, front.shares, front.metrics = False, ClientShares(), Metrics([])
+    frontend.engines = SimpleNamespace(
+        require_running=lambda: None, num_slots=2, open_samples=0, submit=submit, **ending
+    )
+    frontend.options = SimpleNamespace(max_queue=2, request_timeout_s=None)
+    frontend.draining, frontend.shares, frontend.metrics = False, ClientShares(), Metrics([])
     http = SimpleNamespace(receive=receive, scope={"state": {}})
     asked = http, SimpleNamespace(stream=True, priority=None), [[1]], ResolvedParams()
     with pytest.raises(RuntimeError, match="enough"):
-        asyncio.run(front.respond(*asked, make_answer))
+        asyncio.run(frontend.respond(*asked, make_answer))
     assert order == ["submitted", "sent", "answer", "forgotten"]
 
 

@@ -9,9 +9,9 @@ import pytest
 
 import espalier
 from espalier.cli.main import parse
-from espalier.cli.serve import front_options_from_flags
+from espalier.cli.serve import frontend_options_from_flags
 from espalier.server.fields import NO_EFFECT_HINTS
-from espalier.server.front import MAX_TEXT_CHARS
+from espalier.server.frontend import MAX_TEXT_CHARS
 from espalier.server.openai import ChatRequest, Message
 from espalier.server.responses import ResponsesRequest, messages_of
 from espalier.text import load_tokenizer
@@ -175,7 +175,7 @@ def test_flags_of_fields_become_options(tmp_path):
     path.write_text(TOOL_TEMPLATE)
     flags = ["--allow-special-tokens-in-messages", "--chat-template", str(path)]
     for given, allows, template in (([], False, None), (flags, True, TOOL_TEMPLATE)):
-        options = front_options_from_flags(parse(["serve", "bundled", *given]), ("a",), 1, None)
+        options = frontend_options_from_flags(parse(["serve", "bundled", *given]), ("a",), 1, None)
         assert (options.allow_special_tokens_in_messages, options.chat_template) == (allows, template)
 
 

@@ -249,13 +249,13 @@ def test_a_conversation_is_as_long_as_all_its_texts():
         sizes.append(size)
         raise ApiError(400, "messages")
 
-    front = SimpleNamespace(
+    frontend = SimpleNamespace(
         resolve=lambda params: SimpleNamespace(n=1), report_no_effect=lambda names: None, formats=Formats()
     )
-    front.inputs, front.conversation_tokens = SimpleNamespace(tokenizer=None), rendered
-    front.reserve_capacity, front.require_tokenizable = lambda samples: nullcontext(), None
+    frontend.inputs, frontend.conversation_tokens = SimpleNamespace(tokenizer=None), rendered
+    frontend.reserve_capacity, frontend.require_tokenizable = lambda samples: nullcontext(), None
     with pytest.raises(ApiError, match="messages"):
-        asyncio.run(prepare_chat(front, ChatRequest.model_validate(chat)))
+        asyncio.run(prepare_chat(frontend, ChatRequest.model_validate(chat)))
     assert 8000 < sizes[0] < 8200
 
 

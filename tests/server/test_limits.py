@@ -52,7 +52,7 @@ def limited(servers):
 
 
 def sockets(served):
-    """Of the front, as many as it holds open."""
+    """Of the API server, as many as it holds open."""
     found = 0
     for path in Path(f"/proc/{served.process.pid}/fd").iterdir():
         with suppress(FileNotFoundError):  # closed since the folder was listed
@@ -298,7 +298,7 @@ def test_ctrl_c_tells_what_runs_and_leaves_nothing(limited):
     _, stream = opened(limited, {"authorization": "Bearer secret"})
     with connected(limited) as upload:
         announce_body(upload, "authorization: Bearer secret\r\n")
-        # The engine, the reader of large bodies and the front, as a terminal sends it to a whole group.
+        # The engine, the reader of large bodies and the API server, as a terminal sends it to a whole group.
         group = [*children(limited.process.pid), limited.process.pid]
         for pid in group:
             os.kill(pid, signal.SIGINT)

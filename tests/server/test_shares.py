@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from espalier.server.front import BATCH_CLIENT, SHARE_DIVISOR, ClientShares, without_timeout
+from espalier.server.frontend import BATCH_CLIENT, SHARE_DIVISOR, ClientShares, without_timeout
 from espalier.server.gate import Gate
 from espalier.server.logs import client_name
 

@@ -9,7 +9,7 @@ from espalier.bench.clients import HttpResponse, post_request
 from espalier.request import OutputChunk
 from espalier.server import answers, chat_answers, request_runs
 from espalier.server.api import ApiOptions, make_app
-from espalier.server.front import Front, FrontOptions
+from espalier.server.frontend import FrontendOptions, ModelFrontend
 from espalier.server.http1 import HttpExchange
 from espalier.server.protocol import Generation, OutputPart
 from tests.server.connected import connected
@@ -47,7 +47,7 @@ def ask(tokenizer, monkeypatch):
     def ask(path, body, pauses=False):
         async def run():
             engines = ScriptedClient(*tokenizer, lambda *_: TEXT, 3)
-            app, _ = make_app(Front(engines, FrontOptions(("m",))), ApiOptions())
+            app, _ = make_app(ModelFrontend(engines, FrontendOptions(("m",))), ApiOptions())
             connection, transport = connected(app, pauses)
             connection.data_received(
                 post_request(path, {"model": "m", "stream": True, **body}, {"x-request-id": "same"})

@@ -1,4 +1,4 @@
-"""Chat templates rendered beside the front: the same text, and an error for one that does not end."""
+"""Chat templates rendered beside the frontend: the same text, and an error for one that does not end."""
 
 import asyncio
 import os

@@ -1,4 +1,5 @@
-"""Stop strings are those of the content: never of reasoning, calls or marks, at the same token in engine and front."""
+"""Stop strings are those of the content: never of reasoning, calls or marks, at the same token in engine and API
+server."""
 
 from functools import partial
 
@@ -37,7 +38,7 @@ def ended(name, prompt, params, tokens):
 
 
 def read(name, prompt, params, output, places=()):
-    """(message, ends) of the front, from chunks that are cut at these places."""
+    """(message, ends) of the API server, from chunks that are cut at these places."""
     stream = text_sink(TOKENIZERS[name], prompt, params)
     tokens, finish, stopped = output
     chunks = [tokens[a:b] for a, b in zip([0, *places], [*places, len(tokens)], strict=True)]

@@ -45,8 +45,8 @@ MAX_CACHED_PARAMS = 256
 
 
 @dataclass(frozen=True)
-class FrontOptions:
-    """Settings of a front.
+class FrontendOptions:
+    """Settings of an API server.
 
     names: the model's names in the API; if empty, the name of its directory.  chat_template: replaces the tokenizer's.
     max_queue: how many samples may wait for a slot.  request_timeout_s: limit for one request, None for no limit.
@@ -140,14 +140,14 @@ def unknown_model(name: str, served: Sequence[str]) -> ApiError:
     return ApiError(404, message, "model", "model_not_found")
 
 
-class Front:
-    """The front of one model.
+class ModelFrontend:
+    """The API server of one model.
 
     engines: must be ready.  metrics: shared by all models of the server; None for a server with one model.  draining:
     new requests are refused, and running requests finish.
     """
 
-    def __init__(self, engines: Engines, options: FrontOptions, metrics: Metrics | None = None):
+    def __init__(self, engines: Engines, options: FrontendOptions, metrics: Metrics | None = None):
         facts = engines.facts
         assert facts is not None, "start the engines first"
         self.engines = engines
@@ -206,8 +206,8 @@ class Front:
             return f"{SHUTTING_DOWN}, and finishes the requests that run"
         return "" if self.engines.state == "ready" else self.engines.unavailable_reason
 
-    def front_of(self, model: str | None) -> "Front":
-        """Returns this front.  Raises ApiError if this front does not serve `model`."""
+    def frontend_for(self, model: str | None) -> "ModelFrontend":
+        """Returns this API server.  Raises ApiError if this API server does not serve `model`."""
         if model is not None and model not in self.names:
             raise unknown_model(model, self.names)
         return self
@@ -315,31 +315,32 @@ def _engine_gone_error(error: EngineGone) -> ApiError:
     return ApiError(503, f"{error}; retry later", code="engine_gone", retry_after_s=RETRY_AFTER_S)
 
 
-class Fronts:
-    """The fronts of several models behind one server.  The class has the attributes of a Front that the endpoints use.
+class MultiModelFrontend:
+    """The API servers of several models behind one server.  The class has the attributes of a ModelFrontend that the
+    endpoints use.
 
-    fronts: at least one, all with the same metrics.  A body is read before its model is known.  So the largest model's
-    limits are checked first, and then the limits of the body's own model.
+    frontends: at least one, all with the same metrics.  A body is read before its model is known.  So the largest
+    model's limits are checked first, and then the limits of the body's own model.
     """
 
-    def __init__(self, fronts: Sequence[Front], metrics: Metrics):
-        self.fronts = fronts
+    def __init__(self, frontends: Sequence[ModelFrontend], metrics: Metrics):
+        self.frontends = frontends
         self.metrics = metrics
-        self.names = tuple(name for front in fronts for name in front.names)
-        self._by_name = {name: front for front in fronts for name in front.names}
+        self.names = tuple(name for frontend in frontends for name in frontend.names)
+        self._by_name = {name: frontend for frontend in frontends for name in frontend.names}
         if twice := [name for name in self._by_name if self.names.count(name) > 1]:
             raise EspalierError(f"two models are served as {twice[0]!r}; give them different names (served_model_name)")
-        limits = [front.bodies.limits for front in fronts]
+        limits = [frontend.bodies.limits for frontend in frontends]
         largest = {name: max(getattr(each, name) for each in limits) for name in ("vocab_size", "prompts", "tokens")}
         longest = max(limits, key=lambda each: each.max_context)
         self.bodies = BodyReader(msgspec.structs.replace(longest, **largest))
 
-    def front_of(self, model: str | None) -> Front:
-        """Returns the front that serves `model`.  Raises ApiError."""
-        if model is None and len(self.fronts) > 1:
+    def frontend_for(self, model: str | None) -> ModelFrontend:
+        """Returns the API server that serves `model`.  Raises ApiError."""
+        if model is None and len(self.frontends) > 1:
             raise ApiError(400, f"model is missing; use one of {', '.join(self.names)}", "model")
         if model is None:
-            return self.fronts[0]
+            return self.frontends[0]
         if model not in self._by_name:
             raise unknown_model(model, self.names)
         return self._by_name[model]
@@ -347,13 +348,13 @@ class Fronts:
     @property
     def status(self) -> str:
         """ "ok" if all models are "ok", else the status of the first other model."""
-        return next((front.status for front in self.fronts if front.status != "ok"), "ok")
+        return next((frontend.status for frontend in self.frontends if frontend.status != "ok"), "ok")
 
     @property
     def unavailable_reason(self) -> str:
-        return next((front.unavailable_reason for front in self.fronts if front.unavailable_reason), "")
+        return next((frontend.unavailable_reason for frontend in self.frontends if frontend.unavailable_reason), "")
 
     async def close(self) -> None:
-        for front in self.fronts:
-            await front.close()
+        for frontend in self.frontends:
+            await frontend.close()
         await self.bodies.helper.close()
