@@ -92,10 +92,12 @@ class ChatTemplate:
         except Exception:  # the template cannot be parsed; `render` reports it
             return False
 
-    def steps(self, messages: Messages, options: ChatOptions, check: Callable[[str], None] | None = None) -> RenderLoop:
+    def steps(
+        self, messages: Messages, options: ChatOptions, check_text: Callable[[str], None] | None = None
+    ) -> RenderLoop:
         """Turns a conversation into token ids, one step for each rendering (see RenderLoop).
 
-        check: called with the rendered text before tokenization.  The steps raise EspalierError.
+        check_text: called with the rendered text before tokenization.  The steps raise EspalierError.
         """
         if not getattr(self.hf, "chat_template", None):
             raise EspalierError("this model has no chat template; use /v1/completions, or generate with a prompt")
@@ -106,8 +108,8 @@ class ChatTemplate:
         tools, adds = None if given is None else list(given), bool(options.get("add_special_tokens"))
         plain = [dict(message) for message in messages]
         text, mark = (yield Rendering(plain, tools, variables)), _random_digits()
-        if check is not None:
-            check(text)
+        if check_text is not None:
+            check_text(text)
         # Roles get no marks, because some templates build special tokens from roles.
         marked = [
             self.special.with_marks(each, mark) | ({"role": each["role"]} if "role" in each else {}) for each in plain

@@ -193,16 +193,16 @@ class InputProcessor:
         return run_steps(self.chat_steps(messages, **options), self.require_tokenizer("a conversation").template.render)
 
     def chat_steps(
-        self, messages: Messages, check: Callable[[str], None] | None = None, **options: Unpack[ChatOptions]
+        self, messages: Messages, check_text: Callable[[str], None] | None = None, **options: Unpack[ChatOptions]
     ) -> RenderLoop:
         """Turns a conversation into token ids, one step for each rendering of the chat template (see chat.RenderLoop).
 
-        check: called with the rendered text.  options: see chat.ChatOptions.  Raises EspalierError during a step.
+        check_text: called with the rendered text.  options: see chat.ChatOptions.  Raises EspalierError during a step.
         """
         _check_messages(messages)
         if options.get("allow_special_tokens_in_messages") is None:
             options["allow_special_tokens_in_messages"] = self.allow_special_tokens_in_messages
-        return self.require_tokenizer("a conversation").template.steps(messages, options, check)
+        return self.require_tokenizer("a conversation").template.steps(messages, options, check_text)
 
     def conversation(
         self, messages: Messages, params: SamplingParams | None, **options: Unpack[ConversationOptions]

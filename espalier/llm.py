@@ -315,7 +315,7 @@ class LLM:
             "the accept length is %.2f after %d rounds with a draft (1.00 is plain decoding); %s, or set "
             "speculation=None",
             totals.accept_length,
-            totals.reached[0],
+            totals.rounds_tried_by_depth[0],
             low_acceptance_advice(self.config.algorithm),
         )
 
@@ -352,9 +352,9 @@ def prepare(config: EngineConfig) -> Prepared:
 
 def low_acceptance(totals: SpeculationStats) -> bool:
     """Whether almost no draft token is accepted, after at least ROUNDS_BEFORE_WARNING rounds."""
-    if not totals.reached or totals.reached[0] < ROUNDS_BEFORE_WARNING:
+    if not totals.rounds_tried_by_depth or totals.rounds_tried_by_depth[0] < ROUNDS_BEFORE_WARNING:
         return False
-    return totals.taken[0] < LOWEST_ACCEPTANCE * totals.reached[0]
+    return totals.rounds_accepted_by_depth[0] < LOWEST_ACCEPTANCE * totals.rounds_tried_by_depth[0]
 
 
 def _require_settings(settings: Mapping[str, Any]) -> None:

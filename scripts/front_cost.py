@@ -32,7 +32,7 @@ from espalier.server.client import ClientOptions
 from espalier.server.frontend import FrontendOptions
 from espalier.server.protocol import EngineReady, OutputPart, Shutdown, StepOutput, SubmitPrompts, SubmittedPrompt
 from espalier.server.run import ServeOptions, serve
-from espalier.server.worker import EXIT_DONE, EXIT_FAILED, wait_for_start
+from espalier.server.worker import EXIT_FAILED, EXIT_OK, wait_for_start
 from espalier.stats import SpeculationStats
 from lab.bench.server import free_port, wait_until_served
 
@@ -62,14 +62,14 @@ def stand_in(address: str, api_server_pid: int) -> int:
             while pair.poll(0 if left else 1000):
                 message = protocol.decode_to_engine(pair.recv())
                 if isinstance(message, Shutdown):
-                    return EXIT_DONE
+                    return EXIT_OK
                 for submit in message.prompts if isinstance(message, SubmitPrompts) else ():
                     left[submit.name], sent[submit.name] = submit, 0
             parts = [step_of(submit, sent) for submit in left.values()]
             left = {name: submit for name, submit in left.items() if sent[name] < (submit.params.max_tokens or 0)}
             pair.send(protocol.encode(StepOutput(parts)))
             time.sleep(STEP_S)
-    return EXIT_DONE
+    return EXIT_OK
 
 
 def step_of(submit: SubmittedPrompt, sent: dict[str, int]) -> OutputPart:
@@ -85,7 +85,7 @@ def step_of(submit: SubmittedPrompt, sent: dict[str, int]) -> OutputPart:
 
 def front(port: int, profile: str | None) -> None:
     """The API server's process."""
-    logs.set_up("info", False)
+    logs.set_up_logging("info", False)
     client = ClientOptions(worker="scripts.front_cost")
     options = ServeOptions("127.0.0.1", port, 5.0, None, client, FrontendOptions(("fake",)), ApiOptions())
     if profile is None:

@@ -171,13 +171,13 @@ async def _sender_to_engine(args: Namespace) -> AsyncIterator[tuple["Sender", in
     from espalier.batch_jobs.sender import Sender, app_client
     from espalier.server.api import ApiOptions
     from espalier.server.client import ClientOptions
-    from espalier.server.run import local_app
+    from espalier.server.run import in_process_app
 
     settings = engine_settings(args)
     if "draft" not in settings:
         settings = {"model": BUNDLED, **settings}
     names = args.served_model_name or [name for name in [settings.get("model", "auto")] if name != "auto"]
-    running = local_app(
+    running = in_process_app(
         plain_settings(settings),
         # If the engine process crashes, it is replaced, and its lines are sent again.
         ClientOptions(restart=True, log_level="info" if args.verbose else "warning"),

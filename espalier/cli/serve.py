@@ -13,7 +13,7 @@ from espalier.errors import EspalierError
 from espalier.learn.folder import LearnConfig
 from espalier.learn.folder import flag_of as learn_flag
 from espalier.server import logs
-from espalier.server.logs import LEVELS
+from espalier.server.logs import LOG_LEVELS
 from espalier.terminal.console import read_text
 from espalier.terminal.flags import add_engine_flags, add_key_flag, add_plain_flag, api_keys, engine_settings, flag_of
 
@@ -170,7 +170,7 @@ def add_flags(parser: ArgumentParser) -> None:
     )
     _add_batch_flags(http)
     _add_timeout_flags(http)
-    http.add_argument("--log-level", choices=LEVELS, default="info", help="lowest level that is logged (info)")
+    http.add_argument("--log-level", choices=LOG_LEVELS, default="info", help="lowest level that is logged (info)")
     http.add_argument("--log-json", action="store_true", help="log a JSON object per line")
     _add_replica_flags(parser)
     _add_learn_flags(parser)
@@ -207,7 +207,7 @@ def serve_worker(args: Namespace, settings: dict[str, Any], name: str, worker: s
     """
     # These imports are slow, and other commands do not need them.
     from espalier.server.api import ApiOptions
-    from espalier.server.client import MODEL_WORKER_MODULE, ClientOptions
+    from espalier.server.client import ENGINE_PROCESS_MODULE, ClientOptions
     from espalier.server.run import ServeOptions, check_options, serve
 
     check_options(vars(args), flag_of)
@@ -233,7 +233,7 @@ def serve_worker(args: Namespace, settings: dict[str, Any], name: str, worker: s
             load_timeout_s=args.load_timeout or None,
             log_level=args.log_level,
             log_json=args.log_json,
-            worker=worker or MODEL_WORKER_MODULE,
+            worker=worker or ENGINE_PROCESS_MODULE,
             learn=learn,
         ),
         frontend=frontend_options_from_flags(
@@ -249,7 +249,7 @@ def serve_worker(args: Namespace, settings: dict[str, Any], name: str, worker: s
         ),
         batch_dir=args.batch_dir,
     )
-    logs.set_up(args.log_level, args.log_json)
+    logs.set_up_logging(args.log_level, args.log_json)
     if args.replicas is not None:
         _serve_replicas(args, settings, options)
         return 0

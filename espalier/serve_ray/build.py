@@ -16,7 +16,7 @@ from espalier.errors import EspalierError, install_command, shown, unknown_name
 from espalier.server.api import ApiOptions
 from espalier.server.client import ClientOptions
 from espalier.server.frontend import FrontendOptions
-from espalier.server.logs import LEVELS
+from espalier.server.logs import LOG_LEVELS
 from espalier.server.run import check_options
 
 # The open tokens (replica.open_tokens) for one replica, on average.
@@ -91,14 +91,14 @@ class Service:
     log_json: bool = False
 
 
-def parse_replicas(text: int | str, **more: Any) -> ReplicaOptions:
-    """Parses N or "MIN:MAX".  more: further fields of ReplicaOptions.  Raises EspalierError."""
+def parse_replicas(text: int | str, **other_options: Any) -> ReplicaOptions:
+    """Parses N or "MIN:MAX".  other_options: further fields of ReplicaOptions.  Raises EspalierError."""
     low, _, high = str(text).partition(":")
     if not (low.isdecimal() and (high or low).isdecimal() and 1 <= int(low) <= int(high or low)):
         raise EspalierError(
             f"replicas={shown(text)} is not supported; use a whole number, 1 or more, or MIN:MAX such as 1:4"
         )
-    return ReplicaOptions(int(low), int(high or low), **more)
+    return ReplicaOptions(int(low), int(high or low), **other_options)
 
 
 def parse_service(args: Mapping[str, Any]) -> Service:
@@ -114,23 +114,23 @@ def parse_service(args: Mapping[str, Any]) -> Service:
     for name in (name for model in models for name in model if name in SERVICE_OPTIONS):
         raise EspalierError(f"{name} is the API server's, and all models have one API server; put it beside `models`")
     level = _option_or(args, "log_level", "info")
-    if level not in LEVELS:
-        raise EspalierError(f"log_level={shown(level)} is not supported; use {', '.join(LEVELS)}")
+    if level not in LOG_LEVELS:
+        raise EspalierError(f"log_level={shown(level)} is not supported; use {', '.join(LOG_LEVELS)}")
     check_options(args)
     key = args.get("api_key")
     if key is not None and not (isinstance(key, str) and key):
         raise EspalierError("api_key is empty, or is no text; give the key, or leave it out")
-    logged = {"log_level": level, "log_json": _option_or(args, "log_json", False)}
+    log_options = {"log_level": level, "log_json": _option_or(args, "log_json", False)}
     return Service(
-        tuple(_parse_model({**shared, **model}, logged) for model in models),
+        tuple(_parse_model({**shared, **model}, log_options) for model in models),
         ApiOptions(**_option_fields(args, API_FIELDS), cors_origins=tuple(_list_of_texts(args, "cors_origin"))),
         _option_or(args, "fronts", 1),
         _option_or(args, "drain_timeout", 60.0),
-        **logged,
+        **log_options,
     )
 
 
-def _parse_model(args: dict[str, Any], logged: dict[str, Any]) -> ServedModel:
+def _parse_model(args: dict[str, Any], log_options: dict[str, Any]) -> ServedModel:
     engine = [f.name for f in fields(EngineConfig)]
     for name in args:
         if name not in (*engine, *MODEL_OPTIONS):
@@ -148,7 +148,7 @@ def _parse_model(args: dict[str, Any], logged: dict[str, Any]) -> ServedModel:
     return ServedModel(
         settings,
         FrontendOptions(tuple(names), **frontend),
-        ClientOptions(**_option_fields(args, CLIENT_FIELDS), **logged),
+        ClientOptions(**_option_fields(args, CLIENT_FIELDS), **log_options),
         parse_replicas(_option_or(args, "replicas", 1), **of_replicas),
     )
 

@@ -28,7 +28,7 @@ class ApiServerIngress:
     """The deployment of the API server.  handles: the handle of each model's replica deployment."""
 
     def __init__(self, service: Service, handles: Sequence[Any]):
-        logs.set_up(service.log_level, service.log_json)
+        logs.set_up_logging(service.log_level, service.log_json)
         self.service = service
         self.handles = handles
         self.pools: list[EnginePool] = []

@@ -18,7 +18,7 @@ from espalier.errors import EspalierError
 from espalier.inputs import ModelFacts
 from espalier.serve_ray.replica_chooser import RoutingHint, prefix_hashes
 from espalier.server import protocol
-from espalier.server.protocol import SHUTTING_DOWN, EngineFigures, EngineGone, Generation, OutputPart, SubmittedPrompt
+from espalier.server.protocol import SHUTTING_DOWN, EngineGone, EngineStats, Generation, OutputPart, SubmittedPrompt
 
 log = logging.getLogger("espalier.server")
 # The most replicas to which one prompt is sent.
@@ -53,37 +53,37 @@ class EnginePool:
 
     handle: Ray Serve's DeploymentHandle of replica.EngineReplica.  name: the model's name, a label in the metrics.
     max_replicas: the upper limit of autoscaling.  share: 1 / number of API servers, this API server's share of the
-    slots.  is_lost: returns whether an exception of a call means that the replica has ended.
+    slots.  is_replica_lost: returns whether an exception of a call means that the replica has ended.
     """
 
     handle: Any
     name: str
     max_replicas: int
     slot_share: float
-    is_lost: Callable[[BaseException], bool]
+    is_replica_lost: Callable[[BaseException], bool]
     facts: ModelFacts | None = None
     config: Mapping[str, Any] = field(default_factory=dict)
-    _figures: list[EngineFigures] = field(default_factory=list)
+    _engine_stats: list[EngineStats] = field(default_factory=list)
     _closed: bool = False
     _num_submitted: int = 0
     _open_prompts: dict[str, tuple[Generation, asyncio.Task[None]]] = field(default_factory=dict)
     _poll_task: asyncio.Task[None] | None = None
 
     def __post_init__(self) -> None:
-        self.streams = self.handle.options(method_name="generate", stream=True)
+        self.generate_handle = self.handle.options(method_name="generate", stream=True)
 
     async def start(self) -> None:
         """Wait until a replica is ready."""
-        ready = protocol.decode_from_engine(await self.handle.about.remote())
+        ready = protocol.decode_from_engine(await self.handle.get_model_info.remote())
         assert isinstance(ready, protocol.EngineReady)
         self.facts, self.config = ready.facts, ready.config
-        await self._poll_figures()
+        await self._poll_engine_stats()
         self._poll_task = asyncio.create_task(self._keep_polling())
 
     @property
     def num_replicas(self) -> int:
         """The number of ready replicas at the last read of the metrics."""
-        return sum(figures.is_ready for figures in self._figures)
+        return sum(figures.is_ready for figures in self._engine_stats)
 
     @property
     def state(self) -> str:
@@ -95,13 +95,13 @@ class EnginePool:
 
     @property
     def num_slots(self) -> int:
-        return self._slots(max(self.num_replicas, 1))
+        return self._num_slots_of(max(self.num_replicas, 1))
 
     @property
     def max_slots(self) -> int:
-        return self._slots(self.max_replicas)
+        return self._num_slots_of(self.max_replicas)
 
-    def _slots(self, num_replicas: int) -> int:
+    def _num_slots_of(self, num_replicas: int) -> int:
         return max(1, int(num_replicas * int(self.config["max_batch"]) * self.slot_share))
 
     @property
@@ -130,8 +130,8 @@ class EnginePool:
             if (found := self._open_prompts.pop(name, None)) is not None:
                 found[1].cancel()
 
-    def figures(self) -> list[EngineFigures]:
-        return self._figures
+    def engine_stats(self) -> list[EngineStats]:
+        return self._engine_stats
 
     async def close(self) -> None:
         self._closed = True
@@ -170,7 +170,7 @@ class EnginePool:
         """Send a prompt to a replica and distribute the output.  Returns why the replica was lost, else None."""
         # Serve's router identifies a call by the HTTP request in its context.  With an empty context, each prompt is a
         # separate request.
-        stream = Context().run(self.streams.remote, message, hint)
+        stream = Context().run(self.generate_handle.remote, message, hint)
         try:
             async for data in stream:
                 sent = protocol.decode_from_engine(data)
@@ -186,7 +186,7 @@ class EnginePool:
             stream.cancel()
             raise
         except Exception as error:
-            if not self.is_lost(error):
+            if not self.is_replica_lost(error):
                 raise
             # The output may be complete although the replica ended before the call did.
             return None if prompt.is_done else f"the replica is gone ({type(error).__name__})"
@@ -197,18 +197,18 @@ class EnginePool:
     async def _keep_polling(self) -> None:
         while True:
             await asyncio.sleep(POLL_INTERVAL_S)
-            await self._poll_figures()
+            await self._poll_engine_stats()
 
-    async def _poll_figures(self) -> None:
+    async def _poll_engine_stats(self) -> None:
         """Read each replica's metrics.  Replicas without an answer, or with another version's format, are left out."""
         found: list[Any] = []
         # The call raises an error if no replica is ready.
         with suppress(Exception):
-            answers = self.handle.broadcast("figures")
+            answers = self.handle.broadcast("engine_stats")
             found = await answers.results_async(timeout_s=POLL_TIMEOUT_S, return_exceptions=True)
         figures = []
         for data in (each for each in found if isinstance(each, bytes)):
             with suppress(msgspec.MsgspecError):
-                of_replica = msgspec.msgpack.decode(data, type=EngineFigures)
+                of_replica = msgspec.msgpack.decode(data, type=EngineStats)
                 figures.append(replace(of_replica, labels={"model": self.name, **of_replica.labels}))
-        self._figures = sorted(figures, key=lambda each: each.labels["replica"])
+        self._engine_stats = sorted(figures, key=lambda each: each.labels["replica"])

@@ -20,8 +20,8 @@ from starlette.requests import Request
 
 from espalier.errors import EspalierError, shown, without_duplicate_keys
 from espalier.request import check_prompt
-from espalier.server.errors import INTERNAL_ERROR, ApiError, bad_request, validation_error
-from espalier.server.helper_process import HelperProcess, HelperProcessFailed, serve_frames
+from espalier.server.errors import INTERNAL_ERROR, ApiError, bad_request_error, validation_error
+from espalier.server.helper_process import HelperProcess, HelperProcessFailed, run_helper_loop
 from espalier.server.openai import CompletionRequest
 
 UNREADABLE_JSON = (
@@ -99,7 +99,7 @@ def _parse_json(content_type: str, data: bytes) -> Any:
         detail = {"type": "json_invalid", "loc": (error.pos,), "msg": "", "ctx": {"error": error.msg}}
         raise validation_error([detail], None) from None
     except EspalierError as error:
-        raise bad_request(error) from None
+        raise bad_request_error(error) from None
     except (ValueError, RecursionError):
         raise ApiError(400, UNREADABLE_JSON) from None
 
@@ -165,7 +165,7 @@ def _check_prompts(body: CompletionRequest, limits: BodyLimits) -> None:
                 kept = prompt if keep is None else prompt[-keep:]
                 check_prompt(kept, limits.vocab_size, limits.max_context, limits.max_position)
     except EspalierError as error:
-        raise bad_request(error, "prompt") from None
+        raise bad_request_error(error, "prompt") from None
 
 
 class BodyReader:
@@ -187,7 +187,7 @@ class BodyReader:
         if len(data) <= MAX_INLINE_BYTES:
             return read_body(model, content_type, data, self.limits)
         try:
-            body, refused = pickle.loads(await self.helper.exchange(pickle_bytes((model, content_type, data))))
+            body, refused = pickle.loads(await self.helper.call(pickle_bytes((model, content_type, data))))
         except HelperProcessFailed:
             raise ApiError(500, INTERNAL_ERROR) from None
         self.num_large_bodies_read += 1
@@ -200,7 +200,7 @@ def pickle_bytes(value: Any) -> bytes:
     return pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
 
 
-def answer_frame(frame: bytes, limits: BodyLimits) -> bytes:
+def parse_frame(frame: bytes, limits: BodyLimits) -> bytes:
     """Reads a frame (model, content type, bytes).  Returns a frame (body, None), or (None, ApiError's arguments)."""
     model, content_type, data = pickle.loads(frame)
     try:
@@ -211,4 +211,4 @@ def answer_frame(frame: bytes, limits: BodyLimits) -> bytes:
 
 if __name__ == "__main__":
     limits = msgspec.json.decode(sys.argv[1], type=BodyLimits)
-    serve_frames(lambda frame: answer_frame(frame, limits))
+    run_helper_loop(lambda frame: parse_frame(frame, limits))

@@ -21,16 +21,16 @@ from espalier.chat import RenderLoop, run_steps
 from espalier.errors import EspalierError
 from espalier.inputs import InputProcessor
 from espalier.request import ResolvedParams, SamplingParams
-from espalier.server.answers import Answer, engine_detokenizes
+from espalier.server.active_requests import ActiveRequest, EventStream
 from espalier.server.bodies import BodyLimits, BodyReader
-from espalier.server.errors import RETRY_AFTER_S, ApiError, queue_full
-from espalier.server.lanes import Lanes
+from espalier.server.errors import RETRY_AFTER_S, ApiError, queue_full_error
 from espalier.server.logs import client_name, request_id
 from espalier.server.metrics import Metrics
 from espalier.server.openai import GenerationRequest
 from espalier.server.protocol import SHUTTING_DOWN, EngineGone, Engines, Generation, SubmittedPrompt
-from espalier.server.request_runs import EventStream, RequestRun
-from espalier.server.templates import Templates
+from espalier.server.response_builders import ResponseBuilder, engine_detokenizes
+from espalier.server.template_process import TemplateProcess
+from espalier.server.tokenizer_threads import TokenizerThreads
 from espalier.text import load_tokenizer
 from espalier.tool_calls.formats import AUTO, find_formats
 
@@ -82,7 +82,7 @@ class ClientShares:
 
     def __init__(self) -> None:
         self._generations: dict[str, set[Generation]] = {}
-        self._entering: Counter[str] = Counter()
+        self._reserved: Counter[str] = Counter()
 
     def may_submit(self, num_samples: int, num_held: int, capacity: int, max_queue: int) -> bool:
         """Returns whether the current client may submit `num_samples` more samples.
@@ -99,26 +99,26 @@ class ClientShares:
     def num_samples_of(self, name: str) -> int:
         """Returns the number of a client's samples that are being tokenized, wait or run."""
         running = sum(sum(each.num_running.values()) for each in self._generations.get(name, ()))
-        return running + self._entering[name]
+        return running + self._reserved[name]
 
-    def add_entering(self, num_samples: int) -> None:
-        self._entering[client_name.get()] += num_samples
+    def add_reserved(self, num_samples: int) -> None:
+        self._reserved[client_name.get()] += num_samples
 
-    def remove_entering(self, num_samples: int) -> None:
-        """Undo `add_entering` when the samples are submitted or refused."""
+    def remove_reserved(self, num_samples: int) -> None:
+        """Undo `add_reserved` when the samples are submitted or refused."""
         name = client_name.get()
-        self._entering[name] -= num_samples
-        if not self._entering[name]:
-            del self._entering[name]
+        self._reserved[name] -= num_samples
+        if not self._reserved[name]:
+            del self._reserved[name]
 
     @property
-    def num_entering(self) -> int:
-        return self._entering.total()
+    def num_reserved(self) -> int:
+        return self._reserved.total()
 
-    def add(self, name: str, generation: Generation) -> None:
+    def add_generation(self, name: str, generation: Generation) -> None:
         self._generations.setdefault(name, set()).add(generation)
 
-    def remove(self, name: str, generation: Generation) -> None:
+    def remove_generation(self, name: str, generation: Generation) -> None:
         if (found := self._generations.get(name)) is not None:
             found.discard(generation)
             if not found:
@@ -163,11 +163,11 @@ class ModelFrontend:
         self.formats = find_formats(template, options.tool_format, options.reasoning_format)
         names = [each.name if each is not None else "none" for each in (self.formats.tools, self.formats.reasoning)]
         log.info("format of tool calls: %s; format of reasoning: %s", *names)
-        self.lanes = Lanes(self.inputs)
+        self.tokenizer_threads = TokenizerThreads(self.inputs)
         capacity = engines.max_slots + options.max_queue
         limits = BodyLimits(facts.vocab_size, facts.max_context, capacity, self.max_detokenized, facts.max_position)
         self.bodies = BodyReader(limits)
-        self.templates: Templates | None = None
+        self.template_process: TemplateProcess | None = None
         self.shares = ClientShares()
         self._logged_fields: set[str] = set()
         self._resolved: dict[int, tuple[SamplingParams, ResolvedParams]] = {}
@@ -176,18 +176,18 @@ class ModelFrontend:
         """From now on, render chat templates in a separate process.  By default the tokenizer threads render them."""
         hf = None if self.inputs.tokenizer is None else self.inputs.tokenizer.hf
         if getattr(hf, "chat_template", None):
-            self.templates = Templates(hf)
+            self.template_process = TemplateProcess(hf)
 
     async def conversation_tokens(self, work: Callable[..., RenderLoop], *values: Any, size: int) -> list[int]:
-        """Returns the token ids of a conversation.  work, size: see Lanes.run_steps.  Raises ApiError."""
-        if self.templates is not None:
-            render = self.templates.render
-            return await self.lanes.run_steps(work, *values, render=render, size=size, field="messages")
+        """Returns the token ids of a conversation.  work, size: see TokenizerThreads.run_steps.  Raises ApiError."""
+        if self.template_process is not None:
+            render = self.template_process.render
+            return await self.tokenizer_threads.run_steps(work, *values, render=render, size=size, field="messages")
 
         def whole(inputs: InputProcessor) -> list[int]:
             return run_steps(work(inputs, *values), inputs.require_tokenizer("a conversation").template.render)
 
-        return await self.lanes.run(whole, size=size, field="messages")
+        return await self.tokenizer_threads.run(whole, size=size, field="messages")
 
     @property
     def max_detokenized(self) -> int:
@@ -244,22 +244,22 @@ class ModelFrontend:
         body: GenerationRequest,
         prompts: Sequence[list[int]],
         params: ResolvedParams,
-        make_answer: Callable[[], Answer],
+        make_builder: Callable[[], ResponseBuilder],
     ) -> Response:
         """Returns the response.  Raises ApiError or ClientDisconnect; a stream raises only before its first event.
 
-        make_answer: called when the prompts have been sent to the engine.
+        make_builder: called when the prompts have been sent to the engine.
         """
         loop = asyncio.get_running_loop()
         limit = None if NO_TIMEOUT in http.scope["state"] else self.options.request_timeout_s
         generation = self._submit(body, prompts, params)
-        run = RequestRun(self, make_answer, generation, None if limit is None else loop.time() + limit)
+        run = ActiveRequest(self, make_builder, generation, None if limit is None else loop.time() + limit)
         try:
             # Build the answer while the engine computes.
             await self.engines.wait_until_sent()
-            run.watch(http)
+            run.watch_for_disconnect(http)
             if not body.stream:
-                return await run.whole_response()
+                return await run.full_response()
             events = run.events()
             # Wait for the first event before the status is sent, because the engine may refuse the request.
             first = await anext(events)
@@ -272,11 +272,11 @@ class ModelFrontend:
     def reserve_capacity(self, num_samples: int) -> Iterator[None]:
         """Counts samples as queued while the block tokenizes their prompts.  Raises ApiError if the queue is full."""
         self._require_capacity(num_samples)
-        self.shares.add_entering(num_samples)
+        self.shares.add_reserved(num_samples)
         try:
             yield
         finally:
-            self.shares.remove_entering(num_samples)
+            self.shares.remove_reserved(num_samples)
 
     def _require_capacity(self, num_samples: int) -> None:
         """Refuse samples for which neither slots nor the queue have room.  Raises ApiError."""
@@ -291,9 +291,9 @@ class ModelFrontend:
         if num_samples > capacity:
             message = f"the request has {num_samples} samples and the server holds {capacity} at most; send fewer"
             raise ApiError(400, message, "n")
-        num_held = self.engines.open_samples + self.shares.num_entering
+        num_held = self.engines.open_samples + self.shares.num_reserved
         if not self.shares.may_submit(num_samples, num_held, capacity, self.options.max_queue):
-            raise queue_full(f"the queue is full ({num_held} of {capacity} samples are running or waiting)")
+            raise queue_full_error(f"the queue is full ({num_held} of {capacity} samples are running or waiting)")
 
     def _submit(self, body: GenerationRequest, prompts: Sequence[list[int]], params: ResolvedParams) -> Generation:
         self._require_capacity(len(prompts) * params.n)
@@ -305,9 +305,9 @@ class ModelFrontend:
             raise _engine_gone_error(error) from None
 
     async def close(self) -> None:
-        self.lanes.close()
-        if self.templates is not None:
-            await self.templates.helper.close()
+        self.tokenizer_threads.close()
+        if self.template_process is not None:
+            await self.template_process.helper.close()
         await self.bodies.helper.close()
 
 

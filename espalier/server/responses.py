@@ -15,19 +15,26 @@ from espalier.server.fields import (
     NO_EFFECT_VERBOSITY,
     REFUSED_NON_TEXT,
     REFUSED_STATE,
-    Body,
     EmptyList,
     RefusedField,
-    entry_limit,
-    no_effect_inside,
+    RequestBody,
+    max_entries,
+    nested_fields_without_effect,
 )
-from espalier.server.openai import HINT_FIELDS, MAX_METADATA, SAMPLING_FIELDS, ChatRequest, CommonFields, ToolFields
+from espalier.server.openai import (
+    MAX_METADATA,
+    NO_EFFECT_FIELDS,
+    SAMPLING_FIELDS,
+    ChatRequest,
+    CommonFields,
+    ToolFields,
+)
 
 INCLUDE_LOGPROBS, ENCRYPTED_REASONING = "message.output_text.logprobs", "reasoning.encrypted_content"
 # Fields of SamplingParams that have another name at this endpoint, or do not exist there.
 NOT_SHARED_FIELDS = ("n", "max_tokens", "logprobs", "prompt_logprobs")
 _sampling = {name: each for name, each in SAMPLING_FIELDS.items() if name not in NOT_SHARED_FIELDS}
-_Sampling: Any = create_model("ResponsesSampling", __base__=Body, **_sampling, **HINT_FIELDS)
+_Sampling: Any = create_model("ResponsesSampling", __base__=RequestBody, **_sampling, **NO_EFFECT_FIELDS)
 SHARED_FIELDS = (
     *(*_sampling, *CommonFields.model_fields, "chat_template_kwargs", "top_logprobs"),
     *("tool_choice", "parallel_tool_calls"),
@@ -56,17 +63,17 @@ def renaming_error_fields() -> Iterator[None]:
         raise
 
 
-class Reasoning(Body):
+class Reasoning(RequestBody):
     effort: str | None = Field(None, description="passed to the chat template as reasoning_effort")
     summary: str | None = Field(None, description="accepted; the answer has the reasoning itself")
 
 
-class TextOptions(Body):
+class TextOptions(RequestBody):
     format: dict[str, Any] | None = Field(None, description="text, json_schema or json_object")
     verbosity: Annotated[str | None, NO_EFFECT_VERBOSITY] = None
 
 
-class StreamOptions(Body):
+class StreamOptions(RequestBody):
     include_obfuscation: Annotated[Literal[False] | None, RefusedField("events are never padded; leave it out")] = None
 
 
@@ -89,7 +96,7 @@ class ResponsesRequest(_Sampling, ToolFields, CommonFields):
     ) = Field(
         None, description=f"{INCLUDE_LOGPROBS}; {ENCRYPTED_REASONING} is accepted, and reasoning items have their text"
     )
-    metadata: Annotated[dict[str, Any], entry_limit(MAX_METADATA)] | None = Field(None, description="returned as it is")
+    metadata: Annotated[dict[str, Any], max_entries(MAX_METADATA)] | None = Field(None, description="returned as it is")
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="variables of the chat template")
     truncation: Annotated[Literal["disabled"] | None, RefusedField("send a shorter input, or leave it out")] = None
     store: Annotated[bool | None, NO_EFFECT_STORE] = None
@@ -104,7 +111,7 @@ class ResponsesRequest(_Sampling, ToolFields, CommonFields):
     modalities: Annotated[EmptyList | None, REFUSED_NON_TEXT] = None
 
     def fields_without_effect(self) -> list[str]:
-        in_text = no_effect_inside("text", [self.text] if self.text else [])
+        in_text = nested_fields_without_effect("text", [self.text] if self.text else [])
         return super().fields_without_effect() + in_text + [f"input.{name}" for name in _no_effect_names(self.input)]
 
     def as_chat_request(self) -> ChatRequest:

@@ -23,13 +23,18 @@ from starlette.types import ASGIApp
 from espalier.errors import EspalierError, require_int, require_number
 from espalier.limits import check_bool
 from espalier.server.api import ApiOptions, make_app
-from espalier.server.batches import Batches
+from espalier.server.batch_store import BatchStore
+from espalier.server.batches import BatchRunner
 from espalier.server.client import ClientOptions, EngineClient
-from espalier.server.connections import MAX_ACCEPTS_PER_TURN, Connections, log_failed_accepts_rarely, max_connections
+from espalier.server.connections import (
+    MAX_ACCEPTS_PER_LOOP_TURN,
+    OpenConnections,
+    log_failed_accepts_rarely,
+    max_connections,
+)
 from espalier.server.frontend import FrontendOptions, ModelFrontend
-from espalier.server.gate import Gate
 from espalier.server.http1 import Connection
-from espalier.server.stored import Store
+from espalier.server.middleware import RequestMiddleware
 from espalier.startup.checkpoints import BUNDLED, BUNDLED_FILES
 from espalier.tokenizer_files import tokenizer_class
 
@@ -50,7 +55,7 @@ ACCEPT_BACKLOG = 2048
 
 MIN_OPTION_VALUES: Mapping[str, int] = MappingProxyType(
     dict.fromkeys("port max_queue request_timeout body_timeout send_timeout load_timeout drain_timeout".split(), 0)
-    | dict.fromkeys("engine_timeout max_body_bytes max_file_bytes tokens_per_replica API servers".split(), 1)
+    | dict.fromkeys("engine_timeout max_body_bytes max_file_bytes tokens_per_replica fronts".split(), 1)
 )
 BOOLEAN_OPTIONS = ("strict_fields", "allow_special_tokens_in_messages", "log_json")
 
@@ -91,40 +96,42 @@ def check_options(options: Mapping[str, Any], name_in_errors: Callable[[str], st
 
 
 @dataclass(eq=False)
-class Server:
+class HttpServer:
     """Accepts connections until a signal arrives.  The module's docstring describes the shutdown."""
 
     app: ASGIApp
     frontend: ModelFrontend
-    gate: Gate
-    connections: Connections
+    middleware: RequestMiddleware
+    connections: OpenConnections
     drain_timeout_s: float
-    batches: Batches | None = None
+    batches: BatchRunner | None = None
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
     should_exit: asyncio.Event = field(default_factory=asyncio.Event)
     shutdown_task: asyncio.Task[None] | None = None
 
-    def begin_shutdown(self, at_once: bool) -> None:
+    def begin_shutdown(self, aborts_requests: bool) -> None:
         again, self.frontend.draining = self.frontend.draining, True
         if not again:
-            self.gate.drain()
+            self.middleware.drain()
             if self.batches is not None:
                 self.batches.stop()
-        if again or at_once:
+        if again or aborts_requests:
             self.should_exit.set()
             # The attribute keeps the task alive; the event loop alone would not.
             self.shutdown_task = self.loop.create_task(self.frontend.engines.close())
             return
-        log.info("draining: %d requests are in progress", self.gate.num_open)
+        log.info("draining: %d requests are in progress", self.middleware.num_open)
         self.shutdown_task = self.loop.create_task(self._drain())
 
     async def _drain(self) -> None:
         with suppress(TimeoutError):
             async with asyncio.timeout(self.drain_timeout_s):
-                while self.gate.num_open:
+                while self.middleware.num_open:
                     await asyncio.sleep(0.05)
-        if self.gate.num_open:
-            log.warning("%d requests did not finish within %g s: ending them", self.gate.num_open, self.drain_timeout_s)
+        if self.middleware.num_open:
+            log.warning(
+                "%d requests did not finish within %g s: ending them", self.middleware.num_open, self.drain_timeout_s
+            )
         await self.frontend.engines.close()
         self.should_exit.set()
 
@@ -134,8 +141,8 @@ class Server:
         for number in (signal.SIGTERM, signal.SIGINT):
             self.loop.add_signal_handler(number, self.begin_shutdown, number == signal.SIGINT)
         connect = partial(Connection, self.app, self.connections)
-        # asyncio accepts MAX_ACCEPTS_PER_TURN connections at once.  `listener` lets more connections wait.
-        accepting = await self.loop.create_server(connect, sock=listener, backlog=MAX_ACCEPTS_PER_TURN)
+        # asyncio accepts MAX_ACCEPTS_PER_LOOP_TURN connections at once.  `listener` lets more connections wait.
+        accepting = await self.loop.create_server(connect, sock=listener, backlog=MAX_ACCEPTS_PER_LOOP_TURN)
         listener.listen(ACCEPT_BACKLOG)
         sweeping = self.loop.create_task(self._close_stalled_often())
         try:
@@ -155,7 +162,7 @@ class Server:
     async def _close_connections(self) -> None:
         """Send pending output, for at most CLOSE_TIMEOUT_S, and close connections whose client does not read."""
         for connection in self.connections:
-            connection.end()
+            connection.close_after_response()
         with suppress(TimeoutError):
             async with asyncio.timeout(CLOSE_TIMEOUT_S):
                 while self.connections:
@@ -175,8 +182,8 @@ async def serve(settings: Mapping[str, Any], options: ServeOptions) -> bool:
 
     settings: keywords of EngineConfig.  Raises EspalierError before anything is served.
     """
-    listener = bound_listener(options.host, options.port)
-    store = None if options.batch_dir is None else Store(options.batch_dir)
+    listener = bind_listener(options.host, options.port)
+    store = None if options.batch_dir is None else BatchStore(options.batch_dir)
     client = EngineClient(settings, options.client)
     loading = asyncio.current_task()
     assert loading is not None
@@ -188,14 +195,14 @@ async def serve(settings: Mapping[str, Any], options: ServeOptions) -> bool:
         frontend = await asyncio.to_thread(ModelFrontend, client, options.frontend)
         loop.remove_signal_handler(signal.SIGTERM)
         frontend.render_in_helper_process()
-        if PRESTARTS_TEMPLATE_PROCESS and frontend.templates is not None:
+        if PRESTARTS_TEMPLATE_PROCESS and frontend.template_process is not None:
             # Started early, because its imports take a second or two.
-            await frontend.templates.helper.start()
-        batches = None if store is None else Batches(store, _batch_concurrency(frontend))
-        app, gate = make_app(frontend, options.api, batches)
+            await frontend.template_process.helper.start()
+        batches = None if store is None else BatchRunner(store, _batch_concurrency(frontend))
+        app, middleware = make_app(frontend, options.api, batches)
         limits = max_connections(), options.send_timeout_s, options.api.body_timeout_s
-        connections = Connections(frontend.metrics, *limits)
-        server = Server(app, frontend, gate, connections, options.drain_timeout_s, batches)
+        connections = OpenConnections(frontend.metrics, *limits)
+        server = HttpServer(app, frontend, middleware, connections, options.drain_timeout_s, batches)
         log.info("serving %s at %s/v1", ", ".join(frontend.names), url_of(*listener.getsockname()[:2]))
         # The application lives as long as the process, so the garbage collector need not search it.
         gc.collect()
@@ -203,7 +210,7 @@ async def serve(settings: Mapping[str, Any], options: ServeOptions) -> bool:
         # The default threshold is 700 objects, a few requests.  Under load, garbage collections would delay requests.
         gc.set_threshold(GC_THRESHOLD)
         if batches is not None:
-            batches.start(gate, options.api.api_key)
+            batches.start(middleware, options.api.api_key)
         _allow_reuse(listener)
         ending = asyncio.create_task(_shut_down_without_engine(client, server))
         await server.serve(listener)
@@ -217,7 +224,7 @@ async def serve(settings: Mapping[str, Any], options: ServeOptions) -> bool:
 
 
 @asynccontextmanager
-async def local_app(
+async def in_process_app(
     settings: Mapping[str, Any],
     client_options: ClientOptions,
     frontend_options: FrontendOptions,
@@ -240,12 +247,12 @@ async def local_app(
         await client.close()
 
 
-async def _shut_down_without_engine(client: EngineClient, server: Server) -> str | None:
+async def _shut_down_without_engine(client: EngineClient, server: HttpServer) -> str | None:
     """Shut the server down when the last engine process has ended.  Returns the reason; None after a signal."""
     why = await client.wait_until_ended()
     if why is not None:
         log.error("the server ends without an engine: %s", why)
-        server.begin_shutdown(at_once=True)
+        server.begin_shutdown(aborts_requests=True)
     return why
 
 
@@ -268,7 +275,7 @@ def _import_tokenizer(model: str | None) -> None:
         tokenizer_class(BUNDLED_FILES / "target" if model == BUNDLED else Path(model).expanduser())
 
 
-def bound_listener(host: str, port: int) -> socket.socket:
+def bind_listener(host: str, port: int) -> socket.socket:
     """Returns the bound socket.  Call this before the model is loaded, so that a used port fails at once."""
     # The first try is without SO_REUSEADDR, because two loading servers could both bind with it.  The second try is
     # with it, because the old connections of a server that has ended keep its port for a minute.

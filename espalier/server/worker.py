@@ -36,12 +36,12 @@ if TYPE_CHECKING:
     from espalier.learn.learner import Learner
 
 log = logging.getLogger("espalier.server")
-WAIT_FOR_START_MS = 60_000
+START_TIMEOUT_MS = 60_000
 API_SERVER_CHECK_MS = 500
 # Seconds between two reports of a busy engine.  A report after each step would cost as much as the step's output.
 REPORT_S = 0.1
 GRAMMAR_CHECK_MS = 5
-EXIT_DONE, EXIT_REFUSED, EXIT_FAILED = 0, 2, 1
+EXIT_OK, EXIT_REFUSED, EXIT_FAILED = 0, 2, 1
 
 
 @dataclass
@@ -58,7 +58,7 @@ class RunningPrompt:
     abort_step: int | None = None
 
 
-class Worker:
+class EngineWorker:
     """Runs the engine for an API server.
 
     socket: a connected PAIR socket.  start: the API server's first message.  api_server_pid: the API server's process;
@@ -154,11 +154,11 @@ class Worker:
                 self.llm.engine.abort(request.id)
 
     def _send(self, chunks: list[OutputChunk]) -> None:
-        parts = [self._part(chunk) for chunk in chunks]
+        parts = [self._output_part(chunk) for chunk in chunks]
         is_due = self.abort_steps or not self.llm.engine.has_work or time.monotonic() >= self.next_report_at
         self.socket.send(protocol.encode(protocol.StepOutput(parts, self._report() if is_due else None)))
 
-    def _part(self, chunk: OutputChunk) -> OutputPart:
+    def _output_part(self, chunk: OutputChunk) -> OutputPart:
         name = chunk.request_id.rpartition(".")[0]
         if chunk.finish_reason is None:
             return OutputPart(name, chunk)
@@ -183,20 +183,20 @@ class Worker:
         cached = 0 if engine.prefixes is None else len(engine.prefixes)
         return protocol.EngineReport(
             num_steps=self.num_steps,
-            waiting=len(scheduler.waiting) + len(self.compiling_prompts),
-            running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting) + len(self.compiling_prompts),
+            num_running=len(scheduler.running),
             pages_free=pool.num_free,
             pages_cached=cached,
             pages_owned=pool.num_pages - 1 - pool.num_free - cached,
             num_preempted=scheduler.num_preempted,
-            rounds=self._rounds_by_bucket(),
-            trees=[(tree_label(tree), count) for tree, count in scheduler.trees.num_rounds.items()],
+            rounds_by_bucket=self._rounds_by_bucket(),
+            rounds_by_tree=[(tree_label(tree), count) for tree, count in scheduler.trees.num_rounds.items()],
             tree_changes=scheduler.trees.chooser.num_changes,
             by_source=dict(zip(ALL_SOURCES, scheduler.guesses.by_source.tolist(), strict=True)),
-            totals=engine.totals,
+            speculation=engine.totals,
             low_acceptance=low_acceptance(engine.totals),
             abort_steps=abort_steps,
-            learning=None if self.learner is None else self.learner.figures,
+            learn_stats=None if self.learner is None else self.learner.figures,
         )
 
     def _rounds_by_bucket(self) -> list[tuple[int, bool, int]]:
@@ -207,14 +207,14 @@ class Worker:
         return [(bucket, bucket in self.batch_buckets, count) for bucket, count in sorted(counts.items())]
 
 
-def settings_of(sent: dict[str, Any]) -> dict[str, Any]:
+def unpack_settings(sent: dict[str, Any]) -> dict[str, Any]:
     """Returns the keyword arguments of LLM for the plain values of Start.settings."""
     tree = sent.get("speculation")
     return {**sent, "speculation": SpeculationConfig(**tree)} if isinstance(tree, dict) else sent
 
 
 def load_model(settings: dict[str, Any]) -> LLM:
-    return LLM(**settings_of(settings))
+    return LLM(**unpack_settings(settings))
 
 
 def _load_learning(settings: dict[str, Any], learn: dict[str, Any], stack: ExitStack) -> "tuple[LLM, Learner]":
@@ -223,7 +223,7 @@ def _load_learning(settings: dict[str, Any], learn: dict[str, Any], stack: ExitS
     from espalier.learn.folder import LearnConfig
     from espalier.learn.learner import Learner
 
-    prepared = prepare(EngineConfig(**settings_of(settings)))
+    prepared = prepare(EngineConfig(**unpack_settings(settings)))
     learner = Learner(LearnConfig(**learn), prepared)
     stack.callback(learner.close)
     llm = stack.enter_context(LLM.from_prepared(prepared))
@@ -233,10 +233,10 @@ def _load_learning(settings: dict[str, Any], learn: dict[str, Any], stack: ExitS
     return llm, learner
 
 
-Load = Callable[[dict[str, Any]], AbstractContextManager[LLM]]
+ModelLoader = Callable[[dict[str, Any]], AbstractContextManager[LLM]]
 
 
-def main(address: str, api_server_pid: int, load: Load = load_model) -> int:
+def main(address: str, api_server_pid: int, load: ModelLoader = load_model) -> int:
     """Connect to the API server, load the model and serve.  Sends EngineFailed with the reason if loading or serving
     fails.
 
@@ -254,7 +254,7 @@ def main(address: str, api_server_pid: int, load: Load = load_model) -> int:
             start = wait_for_start(socket, api_server_pid)
             if start is None:
                 return EXIT_FAILED
-            logs.set_up(start.log_level, start.log_json)
+            logs.set_up_logging(start.log_level, start.log_json)
             _serve(socket, start, api_server_pid, load, Path(address.removeprefix("ipc://")))
         except Exception as error:
             refused = isinstance(error, EspalierError)
@@ -267,13 +267,13 @@ def main(address: str, api_server_pid: int, load: Load = load_model) -> int:
         finally:
             if os.getppid() != api_server_pid:
                 _remove_socket(Path(address.removeprefix("ipc://")))
-    return EXIT_DONE
+    return EXIT_OK
 
 
 def wait_for_start(socket: zmq.Socket, api_server_pid: int) -> Start | None:
     """Returns the API server's first message.  Returns None if the API server has ended, is silent for
-    WAIT_FOR_START_MS, or sends another message than Start."""
-    for _ in range(WAIT_FOR_START_MS // API_SERVER_CHECK_MS):
+    START_TIMEOUT_MS, or sends another message than Start."""
+    for _ in range(START_TIMEOUT_MS // API_SERVER_CHECK_MS):
         if socket.poll(API_SERVER_CHECK_MS):
             start = protocol.decode_to_engine(socket.recv())
             return start if isinstance(start, Start) else None
@@ -307,7 +307,7 @@ def _exit_with_api_server(api_server_pid: int, address: Path) -> Iterator[None]:
         is_over.set()
 
 
-def _serve(socket: zmq.Socket, start: Start, api_server_pid: int, load: Load, address: Path) -> None:
+def _serve(socket: zmq.Socket, start: Start, api_server_pid: int, load: ModelLoader, address: Path) -> None:
     began = time.perf_counter()
     with ExitStack() as stack:
         learner = None
@@ -320,7 +320,7 @@ def _serve(socket: zmq.Socket, start: Start, api_server_pid: int, load: Load, ad
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         log.info("engine process %d: %s loaded in %.1f s", os.getpid(), llm.config.model, time.perf_counter() - began)
         socket.send(protocol.encode(protocol.EngineReady(llm.inputs.facts, llm.config.as_dict())))
-        worker = Worker(socket, llm, start, api_server_pid, learner)
+        worker = EngineWorker(socket, llm, start, api_server_pid, learner)
         # The loaded model lives as long as the process, so the garbage collector need not search it.
         gc.collect()
         gc.freeze()

@@ -93,7 +93,7 @@ class OwnSize:
 
 
 @dataclass(frozen=True)
-class EngineFigures:
+class EngineStats:
     """One engine: its name, its sizes and the cost of its start."""
 
     name: str
@@ -107,7 +107,7 @@ class EngineFigures:
     start: Start
 
     @classmethod
-    def of(cls, name: str, engine: Engine, start: Start) -> "EngineFigures":
+    def of(cls, name: str, engine: Engine, start: Start) -> "EngineStats":
         layout = engine.layout
         return cls(
             name=name,

@@ -22,7 +22,7 @@ from espalier.terminal.console import DIM_STYLE, print_table, progress, require_
 from espalier.terminal.flags import flag_of, given_flags
 from lab.bench.ceilings import Ceilings
 from lab.bench.cells import Cell, parse_cells, with_plain
-from lab.bench.engine_sizes import EngineFigures, EngineSizes, OwnSize, UserSizes
+from lab.bench.engine_sizes import EngineSizes, EngineStats, OwnSize, UserSizes
 from lab.bench.engines import DECIDED, dtype_on
 from lab.bench.floor import Floors, RoundFloor, RoundSize, kv_value_bytes
 from lab.bench.full_rounds import Rounds, full_rounds
@@ -47,7 +47,7 @@ class Measured:
 
     cell: Cell
     rounds: Rounds
-    engine: EngineFigures
+    engine: EngineStats
     floor: RoundFloor | None
     ceilings: Ceilings | None
     seconds: float
@@ -194,10 +194,10 @@ def measure(
 
 def _in_one_engine(
     models: SyntheticModels, cells: Sequence[Cell], sizes: EngineSizes, num_rounds: int
-) -> Iterator[tuple[Cell, Rounds, EngineFigures, float]]:
+) -> Iterator[tuple[Cell, Rounds, EngineStats, float]]:
     """Measure cells that share an engine.  A function of its own: the engine's memory is free when it returns."""
     with sizes.open(models, cells[0], num_rounds) as (engine, start):
-        figures = EngineFigures.of(sizes.name(cells[0]), engine, start)
+        figures = EngineStats.of(sizes.name(cells[0]), engine, start)
         for cell in cells:
             begun = perf_counter()
             rounds = full_rounds(engine, models, cell, num_rounds)
@@ -230,7 +230,7 @@ def as_dicts(measured: Sequence[Measured]) -> list[dict[str, Any]]:
     return [each.as_dict(plain_beside(measured, each)) for each in measured]
 
 
-def engines_of(measured: Sequence[Measured]) -> list[EngineFigures]:
+def engines_of(measured: Sequence[Measured]) -> list[EngineStats]:
     """The engines that the cells ran in, each once."""
     return list({each.engine.name: each.engine for each in measured}.values())
 

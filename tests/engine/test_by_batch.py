@@ -157,5 +157,5 @@ def test_a_draft_that_paused_goes_on_as_if_it_never_had(temperature):
 
 def test_depths_below_a_batchs_own_tree_are_not_counted_as_tried():
     ran = run(replace(SETUP, trees=((1, TreeShape(2, 2, 5)),)).engine(), mixed(4, max_tokens=20))
-    assert len(ran.stats.reached) == 2
+    assert len(ran.stats.rounds_tried_by_depth) == 2
     assert ran.stats.drafted <= 4 * ran.stats.rounds

@@ -98,7 +98,7 @@ def test_the_engine_of_a_replica_dies(llm):
             prompt = llm.inputs.prompt_tokens("def f(x):\n")
             params = ResolvedParams(temperature=0.0, max_tokens=400, ignore_eos=True)
             streamed = group.pool.submit([prompt], SubmittedPrompt("long", [], params, 0, False))
-            parts = streamed.parts(None)
+            parts = streamed.iter_parts(None)
             await anext(parts)
             name = group.handle.calls[0][0]
             replica = group.replicas[name]
@@ -115,7 +115,10 @@ def test_the_engine_of_a_replica_dies(llm):
             waiting = group.pool.submit([prompt], SubmittedPrompt("next", [], few, 0, False))
             del group.handle.replicas[name]
             tokens = [
-                t for parts in [p async for p in waiting.parts(None)] for part in parts for t in part.output.token_ids
+                t
+                for parts in [p async for p in waiting.iter_parts(None)]
+                for part in parts
+                for t in part.output.token_ids
             ]
             await asyncio.sleep(0.6)
             assert not replica.client._socket_folder.exists()

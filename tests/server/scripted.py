@@ -18,7 +18,7 @@ from espalier.request import OutputChunk, ResolvedParams
 from espalier.server import protocol
 from espalier.server.api import ApiOptions, make_app
 from espalier.server.client import ClientOptions, EngineClient
-from espalier.server.connections import Connections
+from espalier.server.connections import OpenConnections
 from espalier.server.frontend import FrontendOptions, ModelFrontend
 from espalier.server.http1 import Connection
 from espalier.server.protocol import OutputPart, SubmitPrompts, SubmittedPrompt
@@ -41,7 +41,7 @@ class ScriptedClient(EngineClient):
         self.facts = ModelFacts(str(folder), tokenizer.size, 100_000, (tokenizer.hf.eos_token_id,))
         self.config, self.state = {"max_batch": 8}, "ready"
 
-    def _send(self, message: protocol.ToEngine) -> None:
+    def _send(self, message: protocol.MessageToEngine) -> None:
         for submit in message.prompts if isinstance(message, SubmitPrompts) else ():
             self.submitted.append(submit.params)
             asyncio.get_running_loop().create_task(self._answer(submit))
@@ -101,7 +101,7 @@ def scripted(
         client = ScriptedClient(folder, tokenizer, script, size)
         frontend = ModelFrontend(client, FrontendOptions(("bundled",), **options))
         app, _ = make_app(frontend, ApiOptions())
-        connections = Connections(frontend.metrics, None, None, None)
+        connections = OpenConnections(frontend.metrics, None, None, None)
         loop, ended = asyncio.get_running_loop(), asyncio.Event()
         server = await loop.create_server(lambda: Connection(app, connections), "127.0.0.1", port)
         started.update(client=client, port=server.sockets[0].getsockname()[1])

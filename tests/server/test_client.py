@@ -12,16 +12,16 @@ from starlette.testclient import TestClient
 
 from espalier.inputs import InputProcessor, ModelFacts
 from espalier.request import OutputChunk, ResolvedParams
-from espalier.server import lanes, protocol
+from espalier.server import protocol, tokenizer_threads
+from espalier.server.active_requests import ActiveRequest
 from espalier.server.api import ApiOptions, make_app
 from espalier.server.bodies import BodyLimits, BodyReader
 from espalier.server.client import MAX_FAILED_STARTS, ClientOptions, EngineClient
 from espalier.server.errors import ApiError
 from espalier.server.frontend import ClientShares, ModelFrontend
-from espalier.server.gate import Gate
 from espalier.server.metrics import Metrics
+from espalier.server.middleware import RequestMiddleware
 from espalier.server.protocol import AbortPrompt, EngineGone, Generation, OutputPart, PromptRefused, SubmittedPrompt
-from espalier.server.request_runs import RequestRun
 from tests.folders import new_folder
 
 
@@ -68,7 +68,7 @@ def ready(restart, *messages):
 
 async def told(generation):
     with pytest.raises(EngineGone) as caught:
-        async for _ in generation.parts(asyncio.get_running_loop().time() + 5):
+        async for _ in generation.iter_parts(asyncio.get_running_loop().time() + 5):
             pass
     return str(caught.value)
 
@@ -94,8 +94,11 @@ def test_a_refusal_that_a_retry_may_change_says_so(busy, status):
         client = ready(False, protocol.encode(PromptRefused("x-0", "the grammar waits", busy)))
         generation = client.submit([[1]], SubmittedPrompt("x", [], ResolvedParams(), 0, False))
         reading = asyncio.create_task(client._read_messages())
-        with pytest.raises(ApiError, match="the grammar waits") as caught, RequestRun._as_api_errors(SimpleNamespace()):
-            async for _ in generation.parts(asyncio.get_running_loop().time() + 5):
+        with (
+            pytest.raises(ApiError, match="the grammar waits") as caught,
+            ActiveRequest._as_api_errors(SimpleNamespace()),
+        ):
+            async for _ in generation.iter_parts(asyncio.get_running_loop().time() + 5):
                 pass
         assert (caught.value.status_code, "retry-after" in caught.value.headers) == (status, busy)
         reading.cancel()
@@ -195,14 +198,14 @@ def test_a_key_may_hold_any_character(sent):
     async def send(message):
         statuses.append(message.get("status"))
 
-    gate = Gate(app, "s\u00e9cret", 10, lambda path, status: None)
+    middleware = RequestMiddleware(app, "s\u00e9cret", 10, lambda path, status: None)
     scope = {"type": "http", "method": "GET", "path": "/v1/models", "headers": [(b"authorization", sent)]}
-    asyncio.run(gate(scope, None, send))
+    asyncio.run(middleware(scope, None, send))
     assert reached and statuses == [200]
 
 
 def test_an_echo_is_read_beside_the_loop_by_the_length_of_all_its_prompts(monkeypatch):
-    monkeypatch.setattr(lanes, "MAX_INLINE_SIZE", 2)
+    monkeypatch.setattr(tokenizer_threads, "MAX_INLINE_SIZE", 2)
     threads = []
 
     class Echoing:
@@ -218,7 +221,7 @@ def test_an_echo_is_read_beside_the_loop_by_the_length_of_all_its_prompts(monkey
             ),
         )
         resolve = inputs.resolve
-        lanes = lanes.Lanes(inputs)
+        tokenizer_threads = tokenizer_threads.TokenizerThreads(inputs)
         bodies = BodyReader(BodyLimits(10, 8, 4, 4))
         metrics = SimpleNamespace(started_at=0, responses=SimpleNamespace(labels=lambda *of: SimpleNamespace(inc=list)))
 
@@ -234,15 +237,15 @@ def test_an_echo_is_read_beside_the_loop_by_the_length_of_all_its_prompts(monkey
         def reserve_capacity(self, wanted):
             return nullcontext()
 
-        async def respond(self, http, body, prompts, params, make_answer):
+        async def respond(self, http, body, prompts, params, make_builder):
             threads.append(threading.get_ident())
-            return Response("".join(make_answer().echo))
+            return Response("".join(make_builder().echoed_prompts))
 
     app, _ = make_app(Echoing(), ApiOptions())
-    # No lifespan: the gate has none.
+    # No lifespan: the middleware has none.
     answer = TestClient(app).post("/v1/completions", json={"model": "m", "prompt": [[1, 2], [3]], "echo": True})
     assert (answer.status_code, answer.text) == (200, "texttext")
-    Echoing.lanes.close()
+    Echoing.tokenizer_threads.close()
     *decoding, loop = threads
     assert len(decoding) == 2 and loop not in decoding
 
@@ -274,7 +277,7 @@ def test_an_answer_is_made_once_the_prompts_have_left():
     async def sent():
         order.append("sent")
 
-    def make_answer():
+    def make_builder():
         order.append("answer")
         raise RuntimeError("enough")
 
@@ -291,7 +294,7 @@ def test_an_answer_is_made_once_the_prompts_have_left():
     http = SimpleNamespace(receive=receive, scope={"state": {}})
     asked = http, SimpleNamespace(stream=True, priority=None), [[1]], ResolvedParams()
     with pytest.raises(RuntimeError, match="enough"):
-        asyncio.run(frontend.respond(*asked, make_answer))
+        asyncio.run(frontend.respond(*asked, make_builder))
     assert order == ["submitted", "sent", "answer", "forgotten"]
 
 
@@ -305,7 +308,7 @@ def test_probes_that_are_answered_are_no_lines_of_the_log(caplog):
         pass
 
     caplog.set_level("INFO")
-    gate = Gate(app, None, 10, lambda path, status: None)
+    middleware = RequestMiddleware(app, None, 10, lambda path, status: None)
     for status, path in ((200, "/health"), (200, "/metrics"), (503, "/health"), (200, "/v1/models")):  # noqa: B007
-        asyncio.run(gate({"type": "http", "method": "GET", "path": path, "headers": []}, None, send))
+        asyncio.run(middleware({"type": "http", "method": "GET", "path": path, "headers": []}, None, send))
     assert [record.args[1:3] for record in caplog.records] == [("/health", 503), ("/v1/models", 200)]

@@ -14,7 +14,7 @@ from starlette.testclient import TestClient
 import espalier
 from espalier.errors import EspalierError
 from espalier.inputs import InputProcessor, ModelFacts, TextLimit
-from espalier.server import bodies, lanes
+from espalier.server import bodies, tokenizer_threads
 from espalier.server.api import ApiOptions, make_app, prepare_chat
 from espalier.server.bodies import (
     MAX_ENTRIES_PER_FIELD,
@@ -25,8 +25,8 @@ from espalier.server.bodies import (
     read_body,
 )
 from espalier.server.errors import ApiError
-from espalier.server.lanes import MAX_INLINE_SIZE, MAX_SHORT_SIZE, Lanes
 from espalier.server.openai import ChatRequest, CompletionRequest, DetokenizeRequest
+from espalier.server.tokenizer_threads import MAX_INLINE_SIZE, MAX_SHORT_SIZE, TokenizerThreads
 from espalier.text import load_tokenizer
 from espalier.tool_calls.formats import Formats
 
@@ -100,7 +100,7 @@ def test_large_bodies_are_read_in_another_process_and_mean_the_same(monkeypatch)
 
 def test_a_small_body_is_read_at_once():
     found, num_large_bodies_read = read_in_turn((CompletionRequest, text("a")), (ChatRequest, chat([PART, PART])))
-    assert num_large_bodies_read == 0 and [each.for_template() for each in found[1].messages] == [
+    assert num_large_bodies_read == 0 and [each.as_template_dict() for each in found[1].messages] == [
         {"role": "user", "content": "abab"}
     ]
 
@@ -228,10 +228,10 @@ def test_a_conversation_that_cannot_fit_is_never_tokenized(monkeypatch):
     monkeypatch.setattr(tokenizer.hf, "encode", lambda text, **_: encoded.append(text) or [1])
     messages = [{"role": "user", "content": "a " * 100_000}]
     with pytest.raises(EspalierError, match=r"the prompt is too long: it has 2000\d\d characters"):
-        inputs.chat_tokens(messages, check=inputs.require_text_fits)
+        inputs.chat_tokens(messages, check_text=inputs.require_text_fits)
     assert encoded == []
     assert (
-        inputs.chat_tokens([{"role": "user", "content": "a"}], check=inputs.require_text_fits) == [1]
+        inputs.chat_tokens([{"role": "user", "content": "a"}], check_text=inputs.require_text_fits) == [1]
         and len(encoded) == 1
     )
 
@@ -261,7 +261,7 @@ def test_a_conversation_is_as_long_as_all_its_texts():
 
 @pytest.fixture
 def two_lanes():
-    found = Lanes(InputProcessor(ModelFacts("m", 10, 64), Recording()))
+    found = TokenizerThreads(InputProcessor(ModelFacts("m", 10, 64), Recording()))
     yield found
     found.close()
 
@@ -332,7 +332,7 @@ def test_a_lane_whose_request_was_cancelled_is_busy_until_its_thread_is_done(two
 
 
 def test_only_so_many_long_prompts_wait(two_lanes, monkeypatch):
-    monkeypatch.setattr(lanes, "MAX_WAITING_PROMPTS", 2)
+    monkeypatch.setattr(tokenizer_threads, "MAX_WAITING_PROMPTS", 2)
     go_on = threading.Event()
 
     async def run():

@@ -55,7 +55,7 @@ def test_a_body_is_held_to_the_longest_context_and_its_model_has_those_positions
 
 
 def test_a_defect_of_an_endpoint_is_an_error_of_openais_form(frontends, monkeypatch, caplog):
-    monkeypatch.setattr(frontends[0].metrics, "text", lambda: 1 / 0)
+    monkeypatch.setattr(frontends[0].metrics, "exposition_text", lambda: 1 / 0)
     answer = TestClient(make_app(frontends[0], ApiOptions())[0]).get("/metrics")
     assert answer.status_code == 500 and answer.json()["error"]["type"] == "server_error"
     assert answer.json()["error"]["request_id"] == answer.headers["x-request-id"]

@@ -22,7 +22,7 @@ from espalier.server.protocol import (
     SubmitPrompts,
     SubmittedPrompt,
 )
-from espalier.server.worker import Worker, settings_of, wait_for_start
+from espalier.server.worker import EngineWorker, unpack_settings, wait_for_start
 from tests.harness import directories
 
 SETTINGS = {
@@ -43,7 +43,7 @@ def engine():
         frontend.bind("inproc://engine")
         socket.connect("inproc://engine")
         with LLM(model=target, draft=draft, **SETTINGS) as llm:
-            yield Worker(socket, llm, Start({}, 0.05, "info", False), os.getppid()), frontend
+            yield EngineWorker(socket, llm, Start({}, 0.05, "info", False), os.getppid()), frontend
 
 
 def submit(frontend, name, params=PARAMS, priority=0, prompt=(1, 2, 3)):
@@ -66,7 +66,7 @@ def said(frontend):
     return messages
 
 
-def parts(messages):
+def iter_parts(messages):
     return [part for message in messages if isinstance(message, StepOutput) for part in message.parts]
 
 
@@ -76,7 +76,7 @@ def test_samples_are_the_offline_llms_and_their_last_part_has_their_usage(engine
     [expected] = worker.llm.generate([[1, 2, 3]], params)
     submit(frontend, "a")
     worker._receive_messages()
-    found = parts(run(worker, frontend))
+    found = iter_parts(run(worker, frontend))
     assert [token for part in found for token in part.output.token_ids] == expected.token_ids
     assert [part.usage is not None for part in found] == [part.output.finish_reason is not None for part in found]
     assert found[-1].usage.completion_tokens == 8 and found[-1].speculation == expected.speculation
@@ -88,7 +88,7 @@ def test_a_lower_priority_number_goes_first(engine):
     for name, priority in (("first", 0), ("late", 5), ("urgent", -1)):
         submit(frontend, name, priority=priority)
     worker._receive_messages()
-    ended = [part.name for part in parts(run(worker, frontend)) if part.output.finish_reason]
+    ended = [part.name for part in iter_parts(run(worker, frontend)) if part.output.finish_reason]
     assert ended == ["urgent", "first", "late"]
 
 
@@ -100,7 +100,7 @@ def test_what_can_never_run_is_refused_and_nothing_of_it_stays(engine):
     messages = run(worker, frontend)
     [refused] = [message for message in messages if isinstance(message, PromptRefused)]
     assert refused.name == "never" and "min_tokens=200" in refused.error
-    assert {part.name for part in parts(messages)} == {"good"}
+    assert {part.name for part in iter_parts(messages)} == {"good"}
 
 
 def test_a_prompt_whose_requests_cannot_be_made_is_refused_alone(engine, monkeypatch):
@@ -117,7 +117,7 @@ def test_a_prompt_whose_requests_cannot_be_made_is_refused_alone(engine, monkeyp
     worker._receive_messages()
     messages = run(worker, frontend)
     assert [message.error for message in messages if isinstance(message, PromptRefused)] == ["never"]
-    assert {part.name for part in parts(messages)} == {"good"}
+    assert {part.name for part in iter_parts(messages)} == {"good"}
 
 
 @pytest.mark.parametrize("error", [CompilerBusy("later"), EspalierError("never")])
@@ -138,8 +138,8 @@ def test_rounds_of_a_captured_bucket_are_graphs_with_log_probabilities_too(engin
     submit(frontend, "a", replace(PARAMS, logprobs=1))
     worker._receive_messages()
     reports = [message.report for message in run(worker, frontend) if message.report is not None]
-    [(bucket, is_graph, count)] = reports[-1].rounds
-    assert (bucket, is_graph, count) == (1, True, reports[-1].totals.rounds)
+    [(bucket, is_graph, count)] = reports[-1].rounds_by_bucket
+    assert (bucket, is_graph, count) == (1, True, reports[-1].speculation.rounds)
 
 
 def test_an_abort_is_carried_out_in_one_step_and_reported(engine):
@@ -154,7 +154,7 @@ def test_an_abort_is_carried_out_in_one_step_and_reported(engine):
     worker._send(worker.llm.step())
     reports = [message.report for message in said(frontend)]
     assert [report.abort_steps for report in reports] == [[], [1]]
-    assert (reports[-1].running, reports[-1].waiting, reports[-1].pages_owned) == (0, 0, 0)
+    assert (reports[-1].num_running, reports[-1].num_waiting, reports[-1].pages_owned) == (0, 0, 0)
     worker.llm.engine.check_pages()
 
 
@@ -169,7 +169,7 @@ def test_a_launch_that_fails_tells_every_request_before_it_is_raised(engine, mon
     monkeypatch.setattr(worker.llm.engine.executor, "launch", launch)
     with pytest.raises(RuntimeError, match="the device is lost"):
         worker.run()
-    found = parts(said(frontend))
+    found = iter_parts(said(frontend))
     assert [part.name for part in found] == ["b", "a"] or [part.name for part in found] == ["a", "b"]
     assert all("the device is lost" in part.output.error for part in found)
 
@@ -192,5 +192,5 @@ def test_messages_come_back_as_they_went():
     params = ResolvedParams(logit_bias={3: -1.5}, stop=("x",), stop_token_ids=(1, 2), seed=2**63 - 1, logprobs=2)
     sent = SubmitPrompts([SubmittedPrompt("a", [1, 2], params, -3, True), SubmittedPrompt("b", [3], params, 0, False)])
     assert protocol.decode_to_engine(protocol.encode(sent)) == sent
-    tree = settings_of({"speculation": {"steps": 2, "topk": 1}, "model": "x"})["speculation"]
+    tree = unpack_settings({"speculation": {"steps": 2, "topk": 1}, "model": "x"})["speculation"]
     assert tree == SpeculationConfig(steps=2, topk=1)
