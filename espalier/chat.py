@@ -15,7 +15,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, NamedTuple, TypedDict, get_type_hints
 
 from espalier.errors import EspalierError, convert_tokenizer_panics, one_line
 
@@ -44,7 +44,7 @@ class ChatOptions(TypedDict, total=False):
     allow_special_tokens_in_messages: bool | None
 
 
-BOOLEANS = ("add_generation_prompt", "continue_final_message", "add_special_tokens", "allow_special_tokens_in_messages")
+BOOLEAN_OPTIONS = tuple(name for name, kind in get_type_hints(ChatOptions).items() if kind == bool | None)
 
 
 class Rendering(NamedTuple):
@@ -112,19 +112,19 @@ class ChatTemplate:
             check_text(text)
         # Roles get no marks, because some templates build special tokens from roles.
         marked = [
-            self.special.with_marks(each, mark) | ({"role": each["role"]} if "role" in each else {}) for each in plain
+            self.special.insert_marks(each, mark) | ({"role": each["role"]} if "role" in each else {}) for each in plain
         ]
-        marked_tools = self.special.with_marks(tools, mark)
+        marked_tools = self.special.insert_marks(tools, mark)
         if options.get("allow_special_tokens_in_messages") or (marked, marked_tools) == (plain, tools):
             return self._encode(text, adds)
-        prompt = self.special.without_marks((yield Rendering(marked, marked_tools, variables)), mark)
-        if prompt.names == self.special.special_tokens_in(text):
+        prompt = self.special.remove_marks((yield Rendering(marked, marked_tools, variables)), mark)
+        if prompt.names == self.special.find_special_tokens(text):
             return self._encode(text, adds)
         return self.special.encode(prompt, adds)
 
     def _variables(self, options: ChatOptions) -> dict[str, Any]:
         """Returns the variables for apply_chat_template, beside messages and tools.  Raises EspalierError."""
-        for name in BOOLEANS:
+        for name in BOOLEAN_OPTIONS:
             if not isinstance(value := options.get(name), bool | None):
                 raise EspalierError(f"{name}={value!r} is not supported; use True or False")
         continues, generates = bool(options.get("continue_final_message")), options.get("add_generation_prompt")
@@ -219,17 +219,17 @@ class SpecialTokens:
         self._rest_chars = _pattern_of(name[1:] for name in self.names if name[1:])
         self._joined_names = "\n".join(self.names)
 
-    def with_marks(self, value: Any, mark: str) -> Any:
+    def insert_marks(self, value: Any, mark: str) -> Any:
         """Returns a message, or a value in it, with marks in each text that may become part of a special token."""
         if isinstance(value, str):
-            return self._text_with_marks(value, mark)
+            return self._insert_marks_in_text(value, mark)
         if isinstance(value, Mapping):
-            return {self.with_marks(name, mark): self.with_marks(each, mark) for name, each in value.items()}
+            return {self.insert_marks(name, mark): self.insert_marks(each, mark) for name, each in value.items()}
         if isinstance(value, list | tuple):
-            return [self.with_marks(each, mark) for each in value]
+            return [self.insert_marks(each, mark) for each in value]
         return value
 
-    def _text_with_marks(self, text: str, mark: str) -> str:
+    def _insert_marks_in_text(self, text: str, mark: str) -> str:
         """Marks special tokens, and parts of them, because a template may join texts, or remove part of a text."""
         first = self._first_char if self._first_char.search(text) and self._rest_chars.search(text) else self._two_chars
         places = {match.start() + 1 for pattern in (first, self._last_char) for match in pattern.finditer(text)}
@@ -239,10 +239,10 @@ class SpecialTokens:
         edges = [0, *sorted(places), len(text)]
         return mark.join(text[start:end] for start, end in pairwise(edges)) if places else text
 
-    def special_tokens_in(self, text: str) -> list[str]:
+    def find_special_tokens(self, text: str) -> list[str]:
         return [match[0] for match in self._any_token.finditer(text) if match[0] in self.names]
 
-    def without_marks(self, rendered: str, mark: str) -> RenderedPrompt:
+    def remove_marks(self, rendered: str, mark: str) -> RenderedPrompt:
         """Returns the text without marks, and the spans of the special tokens that had no mark inside."""
         parts = rendered.split(mark)
         marks, text = list(accumulate(len(part) for part in parts[:-1])), "".join(parts)

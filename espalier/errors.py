@@ -18,7 +18,7 @@ from espalier import other_engines
 
 T = TypeVar("T")
 P = ParamSpec("P")
-MAX_REPR = 160
+MAX_REPR_CHARS = 160
 # Less similar names belong to different settings, such as presence_penalty and length_penalty.
 MIN_SIMILARITY = 0.8
 
@@ -28,7 +28,7 @@ class EspalierError(ValueError):
 
 
 @contextmanager
-def clear_frames_on_error() -> Iterator[None]:
+def clear_error_frames() -> Iterator[None]:
     """Clears the frames of an EspalierError that leaves this block, so that the error keeps no local variables alive.
 
     Such variables may be models on a GPU.  The handler of the error needs their memory for the next try.
@@ -46,7 +46,7 @@ def clear_frames_on_error() -> Iterator[None]:
 def shown(value: Any) -> str:
     """Returns a value's repr in one line; a long repr is shortened in the middle."""
     text = " ".join(line.strip() for line in repr(value).splitlines())
-    return text if len(text) <= MAX_REPR else f"{text[: MAX_REPR // 2]} ... {text[-MAX_REPR // 2 :]}"
+    return text if len(text) <= MAX_REPR_CHARS else f"{text[: MAX_REPR_CHARS // 2]} ... {text[-MAX_REPR_CHARS // 2 :]}"
 
 
 def install_command(extra: str) -> str:
@@ -113,7 +113,7 @@ def convert_tokenizer_panics() -> Iterator[None]:
     except BaseException as error:
         if type(error).__name__ != "PanicException":
             raise
-        why = " ".join(str(error).split())[:MAX_REPR]
+        why = " ".join(str(error).split())[:MAX_REPR_CHARS]
         raise EspalierError(f"the text cannot be tokenized ({why}); give token ids, or another text") from None
 
 

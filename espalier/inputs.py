@@ -129,7 +129,7 @@ class ConversationOptions(ChatOptions, total=False):
 
 
 @dataclass(frozen=True)
-class ModelFacts:
+class ModelInfo:
     """The properties of a model and engine that requests are checked against.  Plain values, sent between processes.
 
     model: the model's directory.  max_context: tokens of one request, prompt and output.  generation_config: the
@@ -153,8 +153,8 @@ class InputProcessor:
     default for chat.
     """
 
-    def __init__(self, facts: ModelFacts, tokenizer: Tokenizer | None, allow_special_tokens_in_messages: bool = False):
-        self.facts = facts
+    def __init__(self, info: ModelInfo, tokenizer: Tokenizer | None, allow_special_tokens_in_messages: bool = False):
+        self.model_info = info
         self.allow_special_tokens_in_messages = allow_special_tokens_in_messages
         self.tokenizer = tokenizer
         self.text_limit = TextLimit(None if tokenizer is None else tokenizer.backend)
@@ -180,13 +180,13 @@ class InputProcessor:
         else:
             tokens = list(prompt)
         tokens = tokens if keep_last is None else tokens[-keep_last:]
-        check_prompt(tokens, self.facts.vocab_size, self.facts.max_context, self.facts.max_position)
+        check_prompt(tokens, self.model_info.vocab_size, self.model_info.max_context, self.model_info.max_position)
         return tokens
 
     def require_text_fits(self, text: str) -> None:
         """Refuse a text that certainly has more tokens than fit max_context.  Raises EspalierError."""
-        if self.text_limit.exceeds(text, self.facts.max_context - 1):
-            raise prompt_too_long(f"{len(text)} characters", self.facts.max_context, self.facts.max_position)
+        if self.text_limit.exceeds(text, self.model_info.max_context - 1):
+            raise prompt_too_long(f"{len(text)} characters", self.model_info.max_context, self.model_info.max_position)
 
     def chat_tokens(self, messages: Messages, **options: Unpack[ChatOptions]) -> list[int]:
         """Returns the token ids of a conversation.  options: see chat.ChatOptions.  Raises EspalierError."""
@@ -228,8 +228,8 @@ class InputProcessor:
         the model's default, which only limits the output.  name: the user's name for max_tokens.
         """
         limit = None if params is None or isinstance(params, ResolvedParams) else params.max_tokens
-        if limit is not None and len(prompt) + limit > self.facts.max_context:
-            raise output_too_long(name, limit, len(prompt), self.facts.max_context, self.facts.max_position)
+        if limit is not None and len(prompt) + limit > self.model_info.max_context:
+            raise output_too_long(name, limit, len(prompt), self.model_info.max_context, self.model_info.max_position)
 
     def apply_plan(self, plan: ChatPlan, params: ResolvedParams, prompt: Sequence[int]) -> ResolvedParams:
         """Returns the parameters with the plan's grammar and shown tokens, checked.  Raises EspalierError."""
@@ -242,7 +242,7 @@ class InputProcessor:
         """
         if isinstance(params, ResolvedParams):
             return params
-        resolved = self.checked(params.resolve(self.facts.generation_config, self.facts.eos_token_ids))
+        resolved = self.checked(params.resolve(self.model_info.generation_config, self.model_info.eos_token_ids))
         return self.with_prediction(resolved, params.prediction) if params.prediction else resolved
 
     def with_prediction(self, params: ResolvedParams, prediction: str | Sequence[int]) -> ResolvedParams:
@@ -250,12 +250,13 @@ class InputProcessor:
 
         Raises EspalierError if the engine takes no prediction, or if the prediction is too long.
         """
-        if "prediction" not in self.facts.sources:
+        if "prediction" not in self.model_info.sources:
             raise EspalierError(
                 "prediction is not supported by this engine, whose sources beside the draft are "
-                f"{', '.join(self.facts.sources) or 'none'}; leave it out, or start the engine with sources=prediction"
+                f"{', '.join(self.model_info.sources) or 'none'}; leave it out, or start the engine with "
+                "sources=prediction"
             )
-        most = self.facts.max_context
+        most = self.model_info.max_context
         if isinstance(prediction, str):
             tokenizer = self.require_tokenizer("a prediction")
             is_long = self.text_limit.exceeds(prediction, most)
@@ -268,7 +269,7 @@ class InputProcessor:
 
     def checked(self, params: ResolvedParams) -> ResolvedParams:
         """Returns the same parameters.  Raises EspalierError for values that this model does not support."""
-        params.validate(self.facts.vocab_size, self.tokenizer is not None)
+        params.validate(self.model_info.vocab_size, self.tokenizer is not None)
         if params.grammar is not None:
             check_grammar(params.grammar)
         return params
@@ -277,7 +278,7 @@ class InputProcessor:
         """Returns the tokenizer.  purpose: the use of the tokenizer, for the EspalierError if there is none."""
         if self.tokenizer is None:
             raise EspalierError(
-                f"{purpose} needs a tokenizer, and {self.facts.model} has none; add its tokenizer.json, or give "
+                f"{purpose} needs a tokenizer, and {self.model_info.model} has none; add its tokenizer.json, or give "
                 "token ids"
             )
         return self.tokenizer
@@ -303,14 +304,14 @@ def _check_messages(messages: Any) -> None:
                 require_text("the prompt", value)
 
 
-def text_sink(
+def make_detokenizer(
     tokenizer: Tokenizer | None, prompt: Sequence[int], params: ResolvedParams
 ) -> TextStream | MessageStream | None:
     """Returns the stream that turns a request's tokens into text; None without a tokenizer."""
     if tokenizer is None:
         return None
-    if params.form is not None:
-        return message_stream(tokenizer, prompt, params, parser_for_form(params.form))
+    if params.output_form is not None:
+        return message_stream(tokenizer, prompt, params, parser_for_form(params.output_form))
     return text_stream(tokenizer, prompt, params, params.stop)
 
 
@@ -324,7 +325,7 @@ def message_stream(
 def text_stream(tokenizer: Tokenizer, prompt: Sequence[int], params: ResolvedParams, stop: Sequence[str]) -> TextStream:
     """Returns the stream that turns a request's tokens into text and finds stop strings in it."""
     keep, skip = params.include_stop_str_in_output, params.skip_special_tokens
-    return tokenizer.sink(
+    return tokenizer.text_stream(
         prompt,
         stop,
         params.min_tokens,

@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 ANCESTOR_BITS = 64
 MAX_PAGE_SIZE = 512
 MIN_CHUNK_WIDTH = 16
-ROUNDS_IN_FLIGHT = 2
+MAX_ROUNDS_IN_FLIGHT = 2
 # Limits of captured prefill passes: the widths of their pieces, and the most pieces and rows.  For an 8B model in FP8,
 # a slow host needs some 60 ms to launch an eager pass, and an H100 needs 37 ms to run 2,048 rows (docs/log.md).
 CAPTURED_WIDTHS = (16, 64, 256)
-CAPTURED_PIECES = 16
-CAPTURED_ROWS = 2048
+MAX_CAPTURED_PIECES = 16
+MAX_CAPTURED_ROWS = 2048
 # The row of the page buffers that padding uses.  The row stays zero, so that a masked read of it is finite.
 DUMMY_ROW = 0
 
@@ -102,10 +102,10 @@ class TreeShape:
 
 TREE_FIELDS = ("steps", "topk", "num_draft_tokens")
 PLAIN_TREE = TreeShape(steps=0, topk=1, num_draft_tokens=1)
-TARGET_ALONE = replace(PLAIN_TREE, extends=False)
+TARGET_ONLY = replace(PLAIN_TREE, extends=False)
 
 
-def bucket_of(batch: int, buckets: Iterable[int]) -> int:
+def padded_batch(batch: int, buckets: Iterable[int]) -> int:
     """Returns the padded size of a round of `batch` requests: the smallest bucket that holds them.
 
     buckets: ascending.  A batch above the largest bucket is not padded.
@@ -215,9 +215,9 @@ class RoundLayout:
         return self.reentry > 0 or self.block_rows > 0
 
     @property
-    def without_draft(self) -> TreeShape:
+    def tree_without_draft(self) -> TreeShape:
         """The tree of rounds in which no request speculates, now or in a later round."""
-        return TARGET_ALONE if self.has_draft_model else PLAIN_TREE
+        return TARGET_ONLY if self.has_draft_model else PLAIN_TREE
 
     @property
     def calibrates_scores(self) -> bool:
@@ -245,7 +245,7 @@ class RoundLayout:
 
     def round_forms(self, buckets: Sequence[int]) -> list[LaunchForm]:
         """Returns the forms of rounds in these buckets, in descending order of their rows."""
-        alone = (self.without_draft,) if self.steps else ()
+        alone = (self.tree_without_draft,) if self.steps else ()
         trees = {batch: dict.fromkeys((*(self.tree_choices_for(batch) or (None,)), *alone)) for batch in buckets}
         forms = [LaunchForm(batch, tree=tree) for batch in buckets for tree in trees[batch]]
         rows = {form: form.batch * (form.tree or self.for_batch(form.batch).tree).rows for form in forms}
@@ -333,9 +333,9 @@ class RoundLayout:
         forms = (
             LaunchForm(min(pieces, self.max_batch), width, pieces)
             for width in CAPTURED_WIDTHS
-            for pieces in self.batch_buckets(CAPTURED_PIECES)
+            for pieces in self.batch_buckets(MAX_CAPTURED_PIECES)
         )
-        most_rows = min(CAPTURED_ROWS, self.chunk_size)
+        most_rows = min(MAX_CAPTURED_ROWS, self.chunk_size)
         fitting = (form for form in forms if form.pass_rows <= most_rows)
         return tuple(sorted(fitting, key=lambda form: (form.pass_rows, -form.width)))
 
@@ -385,7 +385,7 @@ class RoundLayout:
 
     def max_appended_pages(self, batch: int) -> int:
         """Returns the most entries that the page tables of a batch gain from one round to the next."""
-        return batch * (1 + self.pages_for(self.max_tokens_ahead(ROUNDS_IN_FLIGHT)))
+        return batch * (1 + self.pages_for(self.max_tokens_ahead(MAX_ROUNDS_IN_FLIGHT)))
 
     def batch_buckets(self, max_batch_size: int) -> tuple[int, ...]:
         """Returns the padded batch sizes of rounds, up to `max_batch_size` (see next_bucket)."""
@@ -393,7 +393,7 @@ class RoundLayout:
 
     @property
     def history_width(self) -> int:
-        return self.max_context + self.max_tokens_ahead(ROUNDS_IN_FLIGHT)
+        return self.max_context + self.max_tokens_ahead(MAX_ROUNDS_IN_FLIGHT)
 
     @property
     def table_width(self) -> int:

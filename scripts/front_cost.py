@@ -52,9 +52,11 @@ def stand_in(address: str, api_server_pid: int) -> int:
         pair.connect(address)
         if wait_for_start(pair, api_server_pid) is None:
             return EXIT_FAILED
-        facts = prepare(EngineConfig(model="bundled")).inputs.facts
+        model_info = prepare(EngineConfig(model="bundled")).inputs.model_info
         pair.send(
-            protocol.encode(EngineReady(facts, {"max_batch": MAX_STREAMS, "chunk_size": CHUNK_SIZE, "page_size": 16}))
+            protocol.encode(
+                EngineReady(model_info, {"max_batch": MAX_STREAMS, "chunk_size": CHUNK_SIZE, "page_size": 16})
+            )
         )
         left: dict[str, SubmittedPrompt] = {}
         sent: dict[str, int] = {}

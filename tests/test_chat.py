@@ -193,7 +193,7 @@ def test_the_copy_that_reads_them_as_text_reads_all_else_alike(name):
     for said in ("ab", " a b!", "é\n", "<think>b</think>", "<|", ""):
         messages = conversation(said, said, said)
         text = tokenizer.hf.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        prompt = special.without_marks(text, mark="never")
+        prompt = special.remove_marks(text, mark="never")
         assert special.encode(prompt, add_special_tokens=False) == chat(tokenizer, messages)
 
 

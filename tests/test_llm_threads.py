@@ -46,7 +46,7 @@ def test_calls_and_streams_of_several_threads_give_what_they_give_alone(llm):
 
 def require_idle(llm):
     llm.engine.check_pages()
-    assert not llm.engine.requests and not llm._unread
+    assert not llm.engine.requests and not llm._unread_chunks
 
 
 def test_a_stream_that_python_drops_in_the_middle_of_a_step_changes_no_token(llm):

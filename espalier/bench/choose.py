@@ -167,7 +167,7 @@ def _read_prompts(path: Path, bench: BenchEngine, context: int) -> list[list[int
     """Returns a file's prompts of at most `context` tokens.  Raises EspalierError if there are none."""
     inputs = bench.llm.inputs
     found = [
-        token_ids(place, record, inputs.facts.vocab_size, lambda: inputs)
+        token_ids(place, record, inputs.model_info.vocab_size, lambda: inputs)
         for place, record in records("--dataset", path)
     ]
     fitting = [tokens for tokens in found if 0 < len(tokens) <= context]

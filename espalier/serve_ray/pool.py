@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from espalier.errors import EspalierError
-from espalier.inputs import ModelFacts
+from espalier.inputs import ModelInfo
 from espalier.serve_ray.replica_chooser import RoutingHint, prefix_hashes
 from espalier.server import protocol
 from espalier.server.protocol import SHUTTING_DOWN, EngineGone, EngineStats, Generation, OutputPart, SubmittedPrompt
@@ -61,7 +61,7 @@ class EnginePool:
     max_replicas: int
     slot_share: float
     is_replica_lost: Callable[[BaseException], bool]
-    facts: ModelFacts | None = None
+    model_info: ModelInfo | None = None
     config: Mapping[str, Any] = field(default_factory=dict)
     _engine_stats: list[EngineStats] = field(default_factory=list)
     _closed: bool = False
@@ -76,7 +76,7 @@ class EnginePool:
         """Wait until a replica is ready."""
         ready = protocol.decode_from_engine(await self.handle.get_model_info.remote())
         assert isinstance(ready, protocol.EngineReady)
-        self.facts, self.config = ready.facts, ready.config
+        self.model_info, self.config = ready.model_info, ready.config
         await self._poll_engine_stats()
         self._poll_task = asyncio.create_task(self._keep_polling())
 

@@ -46,8 +46,8 @@ class EngineReplica:
 
     async def get_model_info(self) -> bytes:
         """Returns an EngineReady message: facts of the model, and the resolved configuration."""
-        assert self.client.facts is not None
-        return protocol.encode(protocol.EngineReady(self.client.facts, self.client.config))
+        assert self.client.model_info is not None
+        return protocol.encode(protocol.EngineReady(self.client.model_info, self.client.config))
 
     async def generate(self, message: bytes, _routing_hint: Any = None) -> AsyncIterator[bytes]:
         """Run a SubmittedPrompt.  Yields protocol messages: StepOutput, and PromptRefused or EngineFailed for an error.
@@ -61,8 +61,8 @@ class EngineReplica:
             yield protocol.encode(protocol.EngineFailed(str(error), refused=False))
             return
         log.debug("%s has the prompt", self.name, extra=logs.log_extra(submit.name))
-        assert self.client.facts is not None
-        left_in_context, most = self.client.facts.max_context - len(submit.prompt), submit.params.max_tokens
+        assert self.client.model_info is not None
+        left_in_context, most = self.client.model_info.max_context - len(submit.prompt), submit.params.max_tokens
         to_come = submit.params.n * (left_in_context if most is None else min(left_in_context, most))
         self._open_tokens[submit.name] = len(submit.prompt) + to_come
         try:

@@ -303,7 +303,7 @@ def _tokenizer_endpoints(frontends: Frontends) -> list[Endpoint]:
             for name, value in body.options().items():
                 if value is not None:
                     raise ApiError(400, f"{name} needs messages; send messages, or leave it out", name)
-        limit = frontend.inputs.facts.max_context
+        limit = frontend.inputs.model_info.max_context
         if body.messages is None:
             tokens = await frontend.tokenizer_threads.run(
                 _tokenize_text, body, frontend.require_tokenizable, size=size, field="prompt"
@@ -345,7 +345,7 @@ def _tokenize_conversation(
 
 def _detokenize(inputs: InputProcessor, tokens: list[int]) -> Response:
     """Returns the response of /detokenize."""
-    vocab_size = inputs.facts.vocab_size
+    vocab_size = inputs.model_info.vocab_size
     if tokens and not (min(tokens) >= 0 and max(tokens) < vocab_size):
         wrong = next(token for token in tokens if not 0 <= token < vocab_size)
         raise EspalierError(f"tokens entry={wrong} is not supported; use 0 to {vocab_size - 1}")
@@ -356,7 +356,7 @@ def _status_endpoints(frontends: Frontends) -> list[Endpoint]:
     created = int(frontends.metrics.started_at)
 
     def model_card(name: str) -> dict[str, Any]:
-        max_context = frontends.frontend_for(name).inputs.facts.max_context
+        max_context = frontends.frontend_for(name).inputs.model_info.max_context
         return {"id": name, "object": "model", "created": created, "owned_by": "espalier", "max_model_len": max_context}
 
     async def list_models(http: Request) -> Response:

@@ -24,7 +24,7 @@ import zmq.asyncio
 
 from espalier.child_process import environment
 from espalier.errors import EspalierError
-from espalier.inputs import ModelFacts
+from espalier.inputs import ModelInfo
 from espalier.server import logs, protocol
 from espalier.server.protocol import SHUTTING_DOWN, EngineGone, EngineStats, Generation, OutputPart, SubmittedPrompt
 
@@ -135,7 +135,7 @@ class EngineClient:
         self.options = options
         self.state = "starting"
         self.unavailable_reason = "the model is being loaded"
-        self.facts: ModelFacts | None = None
+        self.model_info: ModelInfo | None = None
         self.config: dict[str, Any] = {}
         self.report = protocol.EngineReport()
         self.abort_steps: Counter[int] = Counter()
@@ -263,7 +263,7 @@ class EngineClient:
             raise EspalierError(
                 first.error if isinstance(first, protocol.EngineFailed) else "the engine process broke the protocol"
             )
-        self.facts, self.config, self.report = first.facts, first.config, protocol.EngineReport()
+        self.model_info, self.config, self.report = first.model_info, first.config, protocol.EngineReport()
         self._prompt_batcher.tokens_per_prefill = int(self.config["chunk_size"])
         self._last_message_at = asyncio.get_running_loop().time()
         self.state, self.unavailable_reason = "ready", ""

@@ -148,15 +148,15 @@ class ModelFrontend:
     """
 
     def __init__(self, engines: Engines, options: FrontendOptions, metrics: Metrics | None = None):
-        facts = engines.facts
-        assert facts is not None, "start the engines first"
+        model_info = engines.model_info
+        assert model_info is not None, "start the engines first"
         self.engines = engines
         self.options = options
-        self.names = options.names or (Path(facts.model).name,)
+        self.names = options.names or (Path(model_info.model).name,)
         self.metrics = metrics or Metrics([engines])
         self.draining = False
-        tokenizer = load_tokenizer(Path(facts.model), facts.vocab_size)
-        self.inputs = InputProcessor(facts, tokenizer, options.allow_special_tokens_in_messages)
+        tokenizer = load_tokenizer(Path(model_info.model), model_info.vocab_size)
+        self.inputs = InputProcessor(model_info, tokenizer, options.allow_special_tokens_in_messages)
         if options.chat_template is not None:
             self.inputs.require_tokenizer("--chat-template").hf.chat_template = options.chat_template
         template = "" if tokenizer is None else tokenizer.template.text
@@ -165,7 +165,9 @@ class ModelFrontend:
         log.info("format of tool calls: %s; format of reasoning: %s", *names)
         self.tokenizer_threads = TokenizerThreads(self.inputs)
         capacity = engines.max_slots + options.max_queue
-        limits = BodyLimits(facts.vocab_size, facts.max_context, capacity, self.max_detokenized, facts.max_position)
+        limits = BodyLimits(
+            model_info.vocab_size, model_info.max_context, capacity, self.max_detokenized, model_info.max_position
+        )
         self.bodies = BodyReader(limits)
         self.template_process: TemplateProcess | None = None
         self.shares = ClientShares()
@@ -192,7 +194,7 @@ class ModelFrontend:
     @property
     def max_detokenized(self) -> int:
         """The most token ids in one /detokenize request."""
-        return max(MAX_DETOKENIZED, self.inputs.facts.max_context)
+        return max(MAX_DETOKENIZED, self.inputs.model_info.max_context)
 
     @property
     def status(self) -> str:
@@ -234,7 +236,7 @@ class ModelFrontend:
 
     def require_tokenizable(self, text: str) -> None:
         """Refuse a too long text of a request that max_context does not limit.  Raises EspalierError."""
-        limit = max(MAX_TEXT_CHARS, CHARS_PER_TOKEN * self.inputs.facts.max_context)
+        limit = max(MAX_TEXT_CHARS, CHARS_PER_TOKEN * self.inputs.model_info.max_context)
         if len(text) > limit:
             raise EspalierError(f"a text of {len(text)} characters is not supported; use at most {limit}")
 

@@ -12,7 +12,7 @@ from pydantic import Field, PrivateAttr, create_model, model_validator
 
 from espalier.chat import ChatOptions
 from espalier.errors import EspalierError, require_int
-from espalier.limits import MAX_BIAS, MAX_COUNT, MAX_LOGPROBS
+from espalier.limits import MAX_BIASES, MAX_INT32, MAX_LOGPROBS
 from espalier.request import PARAMS_WITH_FLAGS, SamplingParams
 from espalier.server.fields import (
     CACHE_FIELDS,
@@ -41,7 +41,7 @@ MAX_METADATA = 16
 MAX_TEMPLATE_KWARGS = 64
 TemplateKwargs = Annotated[dict[str, Any], max_entries(MAX_TEMPLATE_KWARGS)]
 # The key's type is not strict, because JSON keys are strings.
-LogitBias = Annotated[dict[Annotated[int, Field(strict=False)], float], max_entries(MAX_BIAS)]
+LogitBias = Annotated[dict[Annotated[int, Field(strict=False)], float], max_entries(MAX_BIASES)]
 
 
 class TextPart(RequestBody):
@@ -249,7 +249,7 @@ class GenerationRequest(SamplingAndNoEffectFields, GrammarFields, CommonFields):
         if self.prompt_logprobs is not None and self.stream:
             raise EspalierError("prompt_logprobs are not streamed; leave stream out")
         # This check names the client's field in errors.  Without it, resolve would name max_tokens.
-        require_int("max_completion_tokens", self.max_completion_tokens, 1, MAX_COUNT, optional=True)
+        require_int("max_completion_tokens", self.max_completion_tokens, 1, MAX_INT32, optional=True)
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
             raise EspalierError("max_tokens and max_completion_tokens are the same limit but differ; send only one")
 

@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 
 from espalier.errors import EspalierError
-from espalier.inputs import ModelFacts
+from espalier.inputs import ModelInfo
 from espalier.logprobs import TokenLogprobs
 from espalier.request import OutputChunk, ResolvedParams
 from espalier.stats import LearnStats, SpeculationStats, Usage
@@ -85,7 +85,7 @@ MessageToEngine = Start | SubmitPrompts | AbortPrompt | Shutdown
 class EngineReady(msgspec.Struct, tag=True):
     """Reports that the engine is loaded.  config: the resolved configuration."""
 
-    facts: ModelFacts
+    model_info: ModelInfo
     config: dict[str, Any]
 
 
@@ -202,14 +202,14 @@ class EngineStats:
 class Engines(Protocol):
     """The engines of one model.
 
-    facts: None before `start` has returned.  state: "ready", or why no engine is ready, in one word.
+    model_info: None before `start` has returned.  state: "ready", or why no engine is ready, in one word.
     unavailable_reason: the reason as a sentence; "" if an engine is ready.  num_slots: the most samples that all
     engines together can run now.  max_slots: num_slots with the largest number of engines.  open_samples: the API
     server's samples that are queued or running.
     """
 
     @property
-    def facts(self) -> ModelFacts | None: ...
+    def model_info(self) -> ModelInfo | None: ...
     @property
     def state(self) -> str: ...
     @property

@@ -94,8 +94,8 @@ class Choice:
         if self.text_stream is None:
             return output.text
         ends_with_stop_token = output.finish_reason == "stop" and not self.keep_stop
-        self.text_stream.push_all(output.token_ids[:-1] if ends_with_stop_token else output.token_ids)
-        return self.text_stream.take(final=output.finish_reason is not None)
+        self.text_stream.push_tokens(output.token_ids[:-1] if ends_with_stop_token else output.token_ids)
+        return self.text_stream.take_text(final=output.finish_reason is not None)
 
 
 class ResponseBuilder:
@@ -362,8 +362,8 @@ class CompletionResponseBuilder(ResponseBuilder):
             if not choice.has_text:
                 # Some tokenizers strip the leading space of a text that begins with the output.
                 before = () if self.echoes_logprobs else choice.prompt
-                alone = self.tokenizer.sink(before, skip_special_tokens=skip)
-                alone.push(token)
-                length = min(length, len(alone.take(final=True)))
+                alone = self.tokenizer.text_stream(before, skip_special_tokens=skip)
+                alone.push_token(token)
+                length = min(length, len(alone.take_text(final=True)))
             choice.text_length, choice.has_text = offset + length, True
         return offset

@@ -185,7 +185,7 @@ def page_endpoints(frontends: Frontends, endpoints: Sequence[Endpoint], needs_ke
 
     async def start(http: Request) -> Response:
         names = () if needs_key else frontends.names
-        models = [(name, frontends.frontend_for(name).inputs.facts.max_context) for name in names]
+        models = [(name, frontends.frontend_for(name).inputs.model_info.max_context) for name in names]
         # The browser's address of this server.  Special characters are escaped, because a shell reads the address.
         origin = f"http://{quote(http.headers.get('host', 'localhost'), safe='.:[]-_')}"
         examples = list(example_requests(frontends, needs_key))

@@ -24,8 +24,8 @@ import zmq
 from espalier.config import EngineConfig, SpeculationConfig
 from espalier.engine.round_trees import tree_label
 from espalier.errors import EspalierError
-from espalier.layout import bucket_of
-from espalier.llm import LLM, low_acceptance, prepare
+from espalier.layout import padded_batch
+from espalier.llm import LLM, is_acceptance_low, prepare
 from espalier.masking.compile import CompiledGrammar, CompilerBusy
 from espalier.request import OutputChunk, Request
 from espalier.server import logs, protocol
@@ -194,7 +194,7 @@ class EngineWorker:
             tree_changes=scheduler.trees.chooser.num_changes,
             by_source=dict(zip(ALL_SOURCES, scheduler.guesses.by_source.tolist(), strict=True)),
             speculation=engine.totals,
-            low_acceptance=low_acceptance(engine.totals),
+            low_acceptance=is_acceptance_low(engine.totals),
             abort_steps=abort_steps,
             learn_stats=None if self.learner is None else self.learner.figures,
         )
@@ -203,7 +203,7 @@ class EngineWorker:
         """Returns (batch bucket, whether the bucket has CUDA graphs, number of rounds) for each bucket."""
         counts: Counter[int] = Counter()
         for batch, count in self.llm.engine.scheduler.num_rounds.items():
-            counts[bucket_of(batch, self.batch_buckets)] += count
+            counts[padded_batch(batch, self.batch_buckets)] += count
         return [(bucket, bucket in self.batch_buckets, count) for bucket, count in sorted(counts.items())]
 
 
@@ -319,7 +319,7 @@ def _serve(socket: zmq.Socket, start: Start, api_server_pid: int, load: ModelLoa
         # From now on, the API server drains at SIGTERM.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         log.info("engine process %d: %s loaded in %.1f s", os.getpid(), llm.config.model, time.perf_counter() - began)
-        socket.send(protocol.encode(protocol.EngineReady(llm.inputs.facts, llm.config.as_dict())))
+        socket.send(protocol.encode(protocol.EngineReady(llm.inputs.model_info, llm.config.as_dict())))
         worker = EngineWorker(socket, llm, start, api_server_pid, learner)
         # The loaded model lives as long as the process, so the garbage collector need not search it.
         gc.collect()

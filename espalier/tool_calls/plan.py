@@ -246,7 +246,9 @@ class ChatPlan:
             params,
             grammar=self._grammar(params, prompt),
             shown_special_tokens=self.tokenizer.special_ids(special_tokens),
-            form=OutputForm(tools, reasoning, self.tools.schemas, self.answer_start(prompt)) if params.stop else None,
+            output_form=OutputForm(tools, reasoning, self.tools.schemas, self.answer_start(prompt))
+            if params.stop
+            else None,
         )
 
     def _grammar(self, params: ResolvedParams, prompt: Sequence[int]) -> Any:

@@ -18,7 +18,7 @@ from espalier.engine.acceptance import AcceptSample
 from espalier.engine.engine import Engine
 from espalier.engine.round_trees import tree_label
 from espalier.engine.tree_choice import LookupGain, TreeChoice, TreeChooser
-from espalier.layout import PLAIN_TREE, RoundLayout, TreeShape, bucket_of, next_bucket
+from espalier.layout import PLAIN_TREE, RoundLayout, TreeShape, next_bucket, padded_batch
 from espalier.startup.resolve import DEFAULT_NUM_DRAFT_TOKENS, DEFAULT_PAGE_SIZE, DEFAULT_STEPS, DEFAULT_TOPK
 from espalier.startup.tree_cost import measure_chip, pass_weights, smaller_trees
 from espalier.startup.tree_policy import MAX_VERIFY_ROWS, PredictedCosts, tree_sets
@@ -69,7 +69,7 @@ class OneTree:
     num_changes: int = 0
 
     def pick(self, batch: int, drafting: int, context: float, lookup: LookupGain | None = None) -> TreeShape | None:
-        has = self.layout.tree_choices_for(bucket_of(batch, self.layout.batch_buckets(self.layout.max_batch)))
+        has = self.layout.tree_choices_for(padded_batch(batch, self.layout.batch_buckets(self.layout.max_batch)))
         return self.tree if self.tree in has else PLAIN_TREE
 
     def read(self, samples: Sequence[AcceptSample], rows: int, lookup_samples: Sequence[AcceptSample]) -> None:

@@ -231,7 +231,7 @@ def _pause(bench: BenchEngine, running: int, context: int, length: int) -> Pause
     engine.add(entering)
     during = _arrivals(bench, requests, None, entering)
     after = _arrivals(bench, requests, AFTER)
-    if any(request.done for request in requests):
+    if any(request.is_done for request in requests):
         raise EspalierError(
             f"the running requests, of {num_tokens} tokens each, had ended before a prompt of {length} had entered; "
             "raise --max-context, or lower --steps"

@@ -21,7 +21,7 @@ from espalier.engine.acceptance import (
 )
 from espalier.engine.round_times import CORRECTION_ROUNDS, CpuCosts, RoundTimes
 from espalier.engine.tree_choice import MAX_PAUSE, LookupGain, TreeChoice
-from espalier.layout import PLAIN_TREE, TARGET_ALONE, RoundLayout, TreeShape, next_bucket
+from espalier.layout import PLAIN_TREE, TARGET_ONLY, RoundLayout, TreeShape, next_bucket
 from espalier.startup.tree_cost import CONTEXT
 from espalier.startup.tree_policy import tree_sets
 from tests.startup.test_tree_policy import BIG
@@ -268,7 +268,7 @@ def test_where_nobody_can_use_guesses_nothing_is_drafted() -> None:
     world.run(8, 50)
     before = world.choice.buckets[8].current
     for _ in range(20):
-        assert world.choice.pick(8, 0, 1024) == TARGET_ALONE
+        assert world.choice.pick(8, 0, 1024) == TARGET_ONLY
         world.choice.read([], 8, [])
     assert world.choice.buckets[8].current == before != PLAIN_TREE, "nothing was found out"
 

@@ -49,7 +49,7 @@ def llm():
 
 @pytest.fixture
 def compiler(llm):
-    return GrammarCompiler(llm.tokenizer, llm.inputs.facts.vocab_size)
+    return GrammarCompiler(llm.tokenizer, llm.inputs.model_info.vocab_size)
 
 
 def test_equal_grammars_are_compiled_once(compiler):
@@ -104,7 +104,7 @@ def test_strings_of_one_length_are_compiled_once(compiler):
 
 
 def test_compiling_does_not_meet_the_thread_that_decodes(llm):
-    tokenizer = load_tokenizer(BUNDLED_FILES / "target", llm.inputs.facts.vocab_size)
+    tokenizer = load_tokenizer(BUNDLED_FILES / "target", llm.inputs.model_info.vocab_size)
     tokens, compiled = iter(range(tokenizer.size)), threading.Event()
     for token in islice(tokens, tokenizer.size // 2):
         tokenizer.bytes_of(token)

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from espalier.errors import EspalierError
-from espalier.inputs import ModelFacts
+from espalier.inputs import ModelInfo
 from espalier.request import OutputChunk, ResolvedParams
 from espalier.serve_ray import pool as pools
 from espalier.serve_ray.pool import MAX_REPLICAS_TRIED, NO_REPLICA_REASON, EnginePool
@@ -41,7 +41,7 @@ class Scripted:
         self.go_on.set()
 
     async def get_model_info(self):
-        return protocol.encode(EngineReady(ModelFacts("m", 100, 64), {"max_batch": self.slots, "page_size": 16}))
+        return protocol.encode(EngineReady(ModelInfo("m", 100, 64), {"max_batch": self.slots, "page_size": 16}))
 
     async def engine_stats(self):
         return msgspec.msgpack.encode(EngineStats({"replica": self.name}, True, 0, EngineReport(num_waiting=3), {1: 2}))

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from espalier.inputs import ModelFacts, text_sink
+from espalier.inputs import ModelInfo, make_detokenizer
 from espalier.request import OutputChunk, ResolvedParams
 from espalier.server import protocol
 from espalier.server.api import ApiOptions, make_app
@@ -38,7 +38,7 @@ class ScriptedClient(EngineClient):
         super().__init__({}, ClientOptions())
         self.tokenizer, self.script, self.size = tokenizer, script, size
         self.submitted: list[ResolvedParams] = []
-        self.facts = ModelFacts(str(folder), tokenizer.size, 100_000, (tokenizer.hf.eos_token_id,))
+        self.model_info = ModelInfo(str(folder), tokenizer.size, 100_000, (tokenizer.hf.eos_token_id,))
         self.config, self.state = {"max_batch": 8}, "ready"
 
     def _send(self, message: protocol.MessageToEngine) -> None:
@@ -53,7 +53,7 @@ class ScriptedClient(EngineClient):
         is_cut = params.max_tokens is not None and params.max_tokens <= len(tokens)
         tokens = tokens[: params.max_tokens] if is_cut else [*tokens, self.tokenizer.hf.eos_token_id]
         for index in range(params.n):
-            sink = text_sink(self.tokenizer, submit.prompt, params)
+            sink = make_detokenizer(self.tokenizer, submit.prompt, params)
             for start in range(0, len(tokens), self.size):
                 part = tokens[start : start + self.size]
                 is_last = start + self.size >= len(tokens)
@@ -61,11 +61,11 @@ class ScriptedClient(EngineClient):
                 if submit.detokenize:
                     for at, token in enumerate(part):
                         # A stop token has no text.
-                        stopped = None if token == self.tokenizer.hf.eos_token_id else sink.push(token)
+                        stopped = None if token == self.tokenizer.hf.eos_token_id else sink.push_token(token)
                         if stopped is not None:
                             part = part[: at + 1]
                             break
-                    text = sink.take(final=is_last or stopped is not None)
+                    text = sink.take_text(final=is_last or stopped is not None)
                 reason = "stop" if stopped else ("length" if is_cut else "stop") if is_last else None
                 piece = OutputChunk(
                     f"{submit.name}.{index}",

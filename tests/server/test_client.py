@@ -10,7 +10,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.testclient import TestClient
 
-from espalier.inputs import InputProcessor, ModelFacts
+from espalier.inputs import InputProcessor, ModelInfo
 from espalier.request import OutputChunk, ResolvedParams
 from espalier.server import protocol, tokenizer_threads
 from espalier.server.active_requests import ActiveRequest
@@ -213,10 +213,10 @@ def test_an_echo_is_read_beside_the_loop_by_the_length_of_all_its_prompts(monkey
 
         names = ("m",)
         inputs = InputProcessor(
-            ModelFacts("m", 10, 8),
+            ModelInfo("m", 10, 8),
             SimpleNamespace(
                 backend=None,
-                sink=lambda *of, **more: None,
+                text_stream=lambda *of, **more: None,
                 decode=lambda ids, skip: threads.append(threading.get_ident()) or "text",
             ),
         )

@@ -145,7 +145,7 @@ def test_a_grammar_that_compiles_blocks_nobody(llm, monkeypatch):
 
         def submit(name, grammar=None):
             params = SamplingParams(temperature=0.0, max_tokens=8, grammar=grammar)
-            resolved = params.resolve({}, llm.inputs.facts.eos_token_ids)
+            resolved = params.resolve({}, llm.inputs.model_info.eos_token_ids)
             frontend.send(protocol.encode(SubmitPrompts([SubmittedPrompt(name, [1, 2, 3], resolved, 0, True)])))
 
         def ended():

@@ -13,7 +13,7 @@ from starlette.testclient import TestClient
 
 import espalier
 from espalier.errors import EspalierError
-from espalier.inputs import InputProcessor, ModelFacts, TextLimit
+from espalier.inputs import InputProcessor, ModelInfo, TextLimit
 from espalier.server import bodies, tokenizer_threads
 from espalier.server.api import ApiOptions, make_app, prepare_chat
 from espalier.server.bodies import (
@@ -211,7 +211,7 @@ class Recording:
 
 
 def test_a_text_that_cannot_fit_is_never_tokenized():
-    inputs = InputProcessor(ModelFacts("m", 10, 64), Recording())
+    inputs = InputProcessor(ModelInfo("m", 10, 64), Recording())
     inputs.text_limit = TextLimit(load_tokenizer(TOKENIZER, 6144).backend)
     with pytest.raises(EspalierError, match="the prompt is too long: it has 4000000 characters"):
         inputs.prompt_tokens("a " * 2_000_000)
@@ -223,7 +223,7 @@ def test_a_text_that_cannot_fit_is_never_tokenized():
 
 def test_a_conversation_that_cannot_fit_is_never_tokenized(monkeypatch):
     tokenizer = load_tokenizer(TOKENIZER, 6144)
-    inputs = InputProcessor(ModelFacts("m", 6144, 64), tokenizer)
+    inputs = InputProcessor(ModelInfo("m", 6144, 64), tokenizer)
     encoded = []
     monkeypatch.setattr(tokenizer.hf, "encode", lambda text, **_: encoded.append(text) or [1])
     messages = [{"role": "user", "content": "a " * 100_000}]
@@ -261,7 +261,7 @@ def test_a_conversation_is_as_long_as_all_its_texts():
 
 @pytest.fixture
 def two_lanes():
-    found = TokenizerThreads(InputProcessor(ModelFacts("m", 10, 64), Recording()))
+    found = TokenizerThreads(InputProcessor(ModelInfo("m", 10, 64), Recording()))
     yield found
     found.close()
 

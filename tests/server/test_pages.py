@@ -19,7 +19,7 @@ NAMES = ("m", "org/name", 'it\'s <b>&amp; "x" $HOME')
 def fronted(*names, template="{{ messages }}"):
     """As much of an API server as the pages ask for."""
     tokenizer = None if template is None else SimpleNamespace(template=SimpleNamespace(text=template))
-    inputs = SimpleNamespace(tokenizer=tokenizer, facts=SimpleNamespace(max_context=4096))
+    inputs = SimpleNamespace(tokenizer=tokenizer, model_info=SimpleNamespace(max_context=4096))
     frontend = SimpleNamespace(
         names=names, inputs=inputs, metrics=SimpleNamespace(started_at=0, responses=Answers()), bodies=None
     )

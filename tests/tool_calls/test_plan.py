@@ -6,7 +6,7 @@ import pytest
 
 from espalier.errors import EspalierError
 from espalier.grammar.spec import Grammar
-from espalier.inputs import InputProcessor, ModelFacts
+from espalier.inputs import InputProcessor, ModelInfo
 from espalier.request import Output, ResolvedParams
 from espalier.text import Tokenizer
 from espalier.tool_calls.definitions import checked_tools
@@ -22,7 +22,7 @@ families = pytest.mark.parametrize("name", FAMILIES)
 
 def inputs_of(name):
     tokenizer = FAMILIES[name].tokenizer()
-    return InputProcessor(ModelFacts("m", tokenizer.size, 10_000, (tokenizer.hf.eos_token_id,)), tokenizer)
+    return InputProcessor(ModelInfo("m", tokenizer.size, 10_000, (tokenizer.hf.eos_token_id,)), tokenizer)
 
 
 def tokens_of(tokenizer, text):
@@ -39,12 +39,12 @@ def test_the_parser_sees_the_special_tokens_of_its_format(name, cut):
     assert plan._is_in_reasoning(prompt) == family.opens
     tokenizer = inputs.tokenizer
     tokens = [*tokens_of(tokenizer, family.output), tokenizer.hf.eos_token_id]
-    sink = tokenizer.sink(prompt, visible_ids=params.shown_special_tokens)
+    sink = tokenizer.text_stream(prompt, visible_ids=params.shown_special_tokens)
     text = ""
     for start in range(0, len(tokens), cut):
-        sink.push_all(tokens[start : start + cut])
-        text += sink.take(final=False)
-    text += sink.take(final=True)
+        sink.push_tokens(tokens[start : start + cut])
+        text += sink.take_text(final=False)
+    text += sink.take_text(final=True)
     assert text == family.output
     output = chat_output(plan, prompt, Output(text, tokens, "stop"))
     assert [(call.name, json.loads(call.arguments)) for call in output.message.tool_calls] == CALLS
