@@ -32,8 +32,7 @@ class ChatOptions(TypedDict, total=False):
     does not read is refused.  continue_final_message: the output continues the last message.  add_generation_prompt:
     end the prompt with the start of an assistant turn; None means true unless continue_final_message.  tools: tool
     definitions for the template; ignored if the template reads no tools.  add_special_tokens: beside the template's
-    special tokens, add those that the tokenizer adds to plain text.  allow_special_tokens_in_messages: the text of a
-    special token in a message becomes that token.
+    special tokens, add those of plain text.  allow_special_tokens_in_messages: in a message, their text becomes tokens.
     """
 
     chat_template_kwargs: Mapping[str, Any] | None

@@ -199,8 +199,7 @@ class ResolvedConfig:
     def as_dict(self) -> dict[str, Any]:
         """Returns all fields and all fields of the layout, by name, except round_costs.
 
-        by_batch maps a batch size to the fields of the tree that applies from this size on. choices maps it to the
-        fields of several trees.
+        by_batch maps a batch size to the fields of the tree from this size on; choices, to those of several trees.
         """
         sizes = asdict(self.layout)
         del sizes["trees"]

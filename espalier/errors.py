@@ -86,8 +86,7 @@ def output_too_long(
 def _context_limit(max_context: int, max_position: int | None) -> tuple[str, str]:
     """Returns (a text with the limit, the advice to raise the limit).
 
-    The text has the words that clients search for, even if the engine sets the limit.  The advice is empty if the model
-    has no more positions.
+    The text has the words that clients search for.  The advice is empty if the model has no more positions.
     """
     length = f"this model's maximum context length is {max_context} tokens for prompt and output"
     if max_context == max_position:

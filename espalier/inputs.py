@@ -149,8 +149,7 @@ class ModelInfo:
 class InputProcessor:
     """Turns prompts and parameters into engine input, and refuses those that the model does not support.
 
-    tokenizer: None if the model has none; prompts must then be token ids.  allow_special_tokens_in_messages: the
-    default for chat.
+    tokenizer: None if the model has none; prompts are then token ids.  allow_special_tokens_in_messages: for chats.
     """
 
     def __init__(self, info: ModelInfo, tokenizer: Tokenizer | None, allow_special_tokens_in_messages: bool = False):

@@ -344,8 +344,7 @@ class RoundLayout:
         return (decoding and self.busy_chunk_size) or self.chunk_size
 
     def max_tokens_ahead(self, rounds: int) -> int:
-        """Returns the largest number of tokens from the last root that the host knows: the root, and what rounds
-        decide.
+        """Returns the most tokens from the last root that the host knows: the root, and the tokens that rounds decide.
 
         rounds: rounds in flight, the next launch included.
         """

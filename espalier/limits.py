@@ -1,7 +1,6 @@
 """Limits on sampling parameters: on one value, on values that depend on each other, and on values for one model.
 
-Each field of SamplingParams (espalier/request.py) names the check of its own value.  All checks raise EspalierError
-with the value, the range and the remedy.
+Each field of SamplingParams (espalier/request.py) names its check, which raises EspalierError with range and remedy.
 """
 
 from collections.abc import Callable, Mapping, Sequence

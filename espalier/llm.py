@@ -93,8 +93,7 @@ class LLM:
         """Complete all prompts.  Returns outputs in the order of the prompts.
 
         prompts: text or token ids, one or several.  params: one for all prompts, or one for each.  on_chunk: called
-        with each chunk as it is generated.  Raises EspalierError, which names the prompt, before any prompt starts.
-        An error that comes later is in Output.error.
+        with each chunk as it is generated.  Raises EspalierError before any prompt starts; later errors: Output.error.
         """
         if on_chunk is not None and not callable(on_chunk):
             raise EspalierError(f"on_chunk={shown(on_chunk)} is not supported; use a function that takes a chunk")

@@ -117,8 +117,7 @@ def keyword_advice(name: str, known: Collection[str], python: bool = True) -> st
 def flag(name: str, flags: Collection[str], arguments: Collection[str] = ()) -> str | None:
     """Returns the advice for an unknown flag.
 
-    name: with underscores, without leading dashes.  flags: the command's flags.  arguments: the command's arguments
-    without a flag, such as "model".
+    name: with underscores, without leading dashes.  flags, arguments: those of the command; "model" is an argument.
     """
     if name in _REFUSAL_REASONS:
         return f"{_REFUSAL_REASONS[name]}; leave it out"

@@ -134,8 +134,7 @@ def unexpected_record_error(location: str, found: str) -> EspalierError:
 def token_ids(
     location: str, record: Mapping[str, Any], vocab_size: int, inputs: Callable[[], InputProcessor]
 ) -> list[int]:
-    """Returns a record's prompt: its text, its conversation without the last answer (by the template), or its token
-    ids.
+    """Returns a record's prompt: its text, its conversation without the last answer (by the template), or its tokens.
 
     Only the first of "turns" is used, because the model would answer before the second.  inputs: returns the
     InputProcessor; not called for token ids.  Raises EspalierError.

@@ -298,8 +298,7 @@ class IncrementalDetokenizer(Protocol):
     def take_text(self, final: bool) -> str:
         """Returns the new text since the last take.
 
-        The text never ends inside a character, and ends before a stop string.  Unless final, text that may begin a
-        stop string is held back.
+        The text never ends inside a character or a stop string.  Unless final, a possible start of one is held back.
         """
         ...
 

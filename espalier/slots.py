@@ -1,8 +1,7 @@
 """The table that holds each request's data on the device.
 
 A slot is one row of every field.  Slot 0 is the dummy request that pads a batch; it never advances.  A launch passes
-state to the next launch only through slots, so the host can launch without knowing any length.  The modules of sampling
-and drafting define what their fields mean.
+state to the next launch only through slots, so the host can launch without knowing any length.
 """
 
 from collections.abc import Mapping, Sequence
@@ -80,8 +79,7 @@ class SlotInit:
     """The values of a request that enters a slot.  The values are plain, so that another process can get them.
 
     tokens: all known tokens, prompt first.  start: the first row to compute.  commit_from: rows below this index are in
-    shared pages and are never written.  end: the number of tokens after which the request is finished.  sampling: the
-    slot's other numbers, by column.
+    shared pages and are never written.  end: the number of tokens that ends the request.  sampling: the other columns.
     """
 
     slot: int

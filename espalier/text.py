@@ -284,8 +284,7 @@ class TextStream:
 
     def _read(self, final: bool) -> None:
         text, counts = self.decoder.take_text(final), self.num_pushed > self.min_tokens
-        # withheld_text() has complete characters that take_text() has not given out.  A stop string may end in
-        # them.
+        # A stop string may end in withheld_text(): whole characters that take_text() has not given out.
         self.stop_finder.add(text, counts, self.decoder.withheld_text() if counts and self.stop_finder.stop else "")
 
 

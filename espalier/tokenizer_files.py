@@ -1,5 +1,4 @@
-"""Loads transformers' tokenizer from a model's directory.  Refuses a tokenizer that is code, or that may hang on a
-text.
+"""Loads transformers' tokenizer from a model's directory.  Refuses a tokenizer that is code, or that may hang.
 
 Nothing here depends on the architecture: a tokenizer loads even if transformers does not know the model's type.
 """
@@ -114,8 +113,7 @@ def _refuse_code(path: Path) -> None:
 def _config_of_type(path: Path) -> Any:
     """A transformers config with the model's type, which alone decides the tokenizer's class.
 
-    The fields of config.json are left out, because transformers may not know the type, or may refuse fields that
-    Espalier reads.
+    The fields of config.json are left out: transformers may not know the type, or refuse fields that Espalier reads.
     """
     from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
@@ -156,8 +154,7 @@ def _read_fields(path: Path) -> dict[str, Any]:
 
 
 def find_exponential_pattern(backend: Any) -> str | None:
-    """Returns the first pattern of a tokenizer that may take exponential time, or None.  backend: a tokenizer of the
-    tokenizers library.
+    """Returns the first pattern of a tokenizer (of the tokenizers library) that may take exponential time, or None.
 
     The library bounds the time of each match, but a text has a match at each of its characters.
     """

@@ -104,8 +104,7 @@ def parse_replicas(text: int | str, **other_options: Any) -> ReplicaOptions:
 def parse_service(args: Mapping[str, Any]) -> Service:
     """Parses the `args` of a Serve config file.  Raises EspalierError.
 
-    `args` has either one `model` with its settings, or `models`, a list of such objects.  Settings beside `models`
-    apply to each model.
+    `args` has either one `model` with its settings, or `models`, a list of such objects.  Other settings are shared.
     """
     shared = {name: value for name, value in args.items() if name not in ("models", *SERVICE_OPTIONS)}
     models = args.get("models", [{}])

@@ -174,8 +174,7 @@ def _delete_app(serve: Any, drain_timeout_s: float) -> None:
 
 
 def _deploy(serve: Any, service: Service, shutdown_event: threading.Event) -> None:
-    """Deploy, and wait until every replica is ready or `shutdown_event` is set.  Raises EspalierError if one cannot
-    load."""
+    """Deploy, and wait until all replicas are ready or `shutdown_event` is set.  Raises EspalierError if one fails."""
     try:
         target = serve.RunTarget(application(service), name=APP_NAME, route_prefix="/")
         serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)

@@ -70,8 +70,7 @@ def is_replica_lost(error: BaseException) -> bool:
 class BehindProxy:
     """Adapts the app to Ray Serve's proxy.
 
-    The proxy adds the request id to the response, so the app's own header is removed.  The application's route_prefix
-    is removed from paths.
+    The proxy adds the request id to the response, so the app's own header is removed, as is the route_prefix of paths.
     """
 
     def __init__(self, app: ASGIApp):

@@ -168,8 +168,7 @@ class EnginePool:
 
     async def _stream_from_replica(self, prompt: "PooledPrompt", message: bytes, hint: RoutingHint) -> str | None:
         """Send a prompt to a replica and distribute the output.  Returns why the replica was lost, else None."""
-        # Serve's router identifies a call by the HTTP request in its context.  With an empty context, each prompt is a
-        # separate request.
+        # Serve's router identifies a call by the HTTP request in its context.  An empty context separates the prompts.
         stream = Context().run(self.generate_handle.remote, message, hint)
         try:
             async for data in stream:

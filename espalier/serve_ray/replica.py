@@ -28,8 +28,7 @@ EXIT_CODE = 1
 
 
 class EngineReplica:
-    """The actor of one engine.  settings: keywords of EngineConfig.  name: of the replica.  exit_process: ends the
-    actor."""
+    """The actor of one engine.  settings: keywords of EngineConfig.  name: of the replica.  exit_process: ends it."""
 
     # Ray Serve awaits this constructor before it calls other methods.
     async def __init__(  # type: ignore[misc]

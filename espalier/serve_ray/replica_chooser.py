@@ -1,7 +1,6 @@
 """Chooses the replica for a prompt: the replica that got the longest prefix of the prompt, unless it is too busy.
 
-Each API server chooses alone, without messages.  It remembers to which replica it sent a prefix, and counts its open
-samples.  Replicas are identified by name.
+Each API server chooses alone.  It remembers which replica got a prefix, and counts its open samples.
 """
 
 from collections import Counter, OrderedDict
@@ -16,8 +15,7 @@ MAX_PREFIXES = 2**18
 
 
 class RoutingHint(NamedTuple):
-    """The data of a prompt for the router.  page_hashes: the prompt's prefix_hashes.  num_samples: the number of
-    outputs (n)."""
+    """The data of a prompt for the router.  page_hashes: the prompt's prefix_hashes.  num_samples: its outputs (n)."""
 
     prefix_hashes: tuple[int, ...]
     num_samples: int
@@ -38,8 +36,7 @@ class ReplicaChooser:
     """Ranks replicas for prompts.
 
     imbalance: a replica with over `imbalance` more open samples than the least busy replica is not preferred for its
-    pages.  max_prefixes: how many prefixes are remembered.  The least recently used prefix is forgotten first, and of
-    one prompt the longest.
+    pages.  max_prefixes: how many prefixes are remembered.  The least recently used is forgotten first.
     """
 
     def __init__(self, imbalance: int = 8, max_prefixes: int = MAX_PREFIXES):
@@ -79,8 +76,7 @@ class ReplicaChooser:
         return held
 
     def record_sent(self, page_hashes: Sequence[int], num_samples: int, replica: str, request: str) -> None:
-        """Record a prompt that was sent to a replica.  num_samples: the number of the prompt's outputs.  request: the
-        name of the call, also passed to record_ended."""
+        """Record a prompt that was sent to a replica.  request: the name of the call, also passed to record_ended."""
         self._open_samples.setdefault((replica, request), []).append(num_samples)
         self.num_open_samples[replica] += num_samples
         # The shortest prefix is recorded last and so forgotten last, because longer prefixes are found through it.

@@ -45,8 +45,7 @@ ORIGIN_PATTERN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]+")
 
 @dataclass(frozen=True)
 class PreparedChat:
-    """A chat request after its checks, with its prompt.  ignored_fields: names of the request's fields without
-    effect."""
+    """A checked chat request with its prompt.  ignored_fields: names of the request's fields without effect."""
 
     ignored_fields: list[str]
     prompt: list[int]
@@ -159,8 +158,7 @@ class ApiOptions:
 def make_app(
     frontends: Frontends, options: ApiOptions, batches: BatchRunner | None = None
 ) -> tuple[ASGIApp, RequestMiddleware]:
-    """Returns the application, and the middleware that counts open requests.  batches: None for a server without
-    batches."""
+    """Returns the application, and the middleware that counts open requests.  batches: None for no batches."""
     endpoints = [
         *_generation_endpoints(frontends),
         *_tokenizer_endpoints(frontends),

@@ -1,7 +1,6 @@
 """OpenAI's objects of files and batches, and the directory that stores them (--batch-dir).
 
-`files/ID.json` describes a file and `files/ID` is its content.  `batches/ID.json` describes a batch and
-`batches/ID.jsonl` holds its answers so far.
+`files/ID.json` describes a file with the content `files/ID`; `batches/ID.json`, a batch with answers `ID.jsonl`.
 """
 
 import fcntl
@@ -118,8 +117,7 @@ def new_id(record_type: str) -> str:
 
 
 class BatchStore:
-    """The files and batches of a directory.  files, batches: by id, oldest first.  Raises EspalierError if the
-    directory cannot be used."""
+    """The files and batches of a directory, by id, oldest first.  Raises EspalierError if the directory is unusable."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -206,8 +204,7 @@ def _write_atomically(path: Path, data: bytes) -> None:
 
 @contextmanager
 def _atomic_file(path: Path) -> Iterator[BinaryIO]:
-    """Opens a temporary file, which becomes `path` and is synced to the disk at the end of the block.  If the block
-    fails, `path` stays as it was."""
+    """Opens a temporary file, which becomes `path`, synced to the disk, at the end of a block without an error."""
     unfinished = path.with_name(path.name + UNFINISHED_SUFFIX)
     try:
         with unfinished.open("wb") as file:

@@ -1,5 +1,4 @@
-"""Reads request bodies: small bodies in the API server, and large bodies one by one in a separate process, the body
-process.
+"""Reads request bodies: small bodies in the API server, large ones in a separate process, the body process.
 
 Parsing a large body holds the GIL for up to a second, so a thread that parses would stop every stream.  This module is
 also the program of the body process, which exits when the API server exits.  API server and body process exchange
@@ -30,8 +29,7 @@ UNREADABLE_JSON = (
 )
 MAX_MESSAGES = 4096
 MAX_CONTENT_TYPE = 1024
-# The most entries of all lists and objects in one field.  The fields prompt and tokens have their own limits
-# (BodyLimits).
+# The most entries of all lists and objects in one field.  The fields prompt and tokens have own limits (BodyLimits).
 MAX_ENTRIES_PER_FIELD = 65536
 # The largest body that the API server reads itself.  Reading takes a few milliseconds.
 MAX_INLINE_BYTES = 65536
@@ -169,8 +167,7 @@ def _check_prompts(body: CompletionRequest, limits: BodyLimits) -> None:
 
 
 class BodyReader:
-    """Reads request bodies.  Starts the body process when the first large body arrives.  num_large_bodies_read: how
-    many bodies the body process has read so far."""
+    """Reads request bodies.  The first large body starts the body process.  num_large_bodies_read: by this process."""
 
     def __init__(self, limits: BodyLimits):
         self.limits = limits

@@ -298,8 +298,7 @@ def _copy_of_item(item: dict[str, Any]) -> dict[str, Any]:
 
 
 class ResponsesApiBuilder(ChatResponseBuilder):
-    """Builds the answer of /v1/responses.  request: the client's body.  chat, chat_arguments: see
-    ChatResponseBuilder."""
+    """Builds the response of /v1/responses.  request: the client's body.  chat, chat_arguments: of the base class."""
 
     end_event = b""
 

@@ -50,8 +50,7 @@ class OpenConnections:
     If there is no such connection, the new connection is closed.
 
     send_timeout_s: how long a client may read nothing of pending output.  body_timeout_s: after the first byte of a
-    request, its headers must arrive within this time; None for no limit.  middleware.LimitedReceive limits the time of
-    the body.
+    request, its headers must arrive within this time, None for no limit; middleware.LimitedReceive limits the body.
     """
 
     def __init__(
@@ -154,8 +153,7 @@ def peer_address(transport: Any) -> str:
 def max_connections() -> int | None:
     """Returns how many connections may be open; None for no limit.
 
-    That is the limit on file descriptors less RESERVED_DESCRIPTORS and those open now.  Raises EspalierError if that is
-    too few.
+    It is the limit on file descriptors less RESERVED_DESCRIPTORS and those open now.  Raises EspalierError if too low.
     """
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if limit == resource.RLIM_INFINITY:

@@ -40,8 +40,7 @@ MAX_PARAM_CHARS = 100
 class ApiError(HTTPException):
     """An error response.  A message or param that is too long is shortened.
 
-    retry_after_s: after this time a retry may succeed; None if a retry cannot help.  retry: False tells OpenAI's
-    clients not to retry automatically.
+    retry_after_s: after this time a retry may succeed; None if not.  retry: False tells OpenAI's clients not to retry.
     """
 
     def __init__(
@@ -122,8 +121,7 @@ def validation_error(errors: Sequence[Mapping[str, Any]], model: type[BaseModel]
     if first["type"] == "extra_forbidden" and len(error_path) == 1:
         name = str(error_path[0])
         return ApiError(400, _unknown_field(model, name), param=name)
-    # For a union field, pydantic reports an error for each type.  The client meant the type whose error is nested
-    # deepest.
+    # For a union field, pydantic reports an error for each type.  The client meant the type with the deepest error.
     path = _error_location(model, error_path).path
     locations = [(each, _error_location(model, _path_in_body(each))) for each in errors]
     first, location = max(
@@ -154,8 +152,7 @@ def _unknown_field(model: type[BaseModel], name: str) -> str:
 
 
 def _sibling_fields(model: type[BaseModel], error_path: Sequence[Any]) -> list[str]:
-    """Returns the valid fields, as clients name them, of the object that has the unknown field at location
-    `error_path`."""
+    """Returns the valid fields, as clients name them, of the object with the unknown field at `error_path`."""
     location = _error_location(model, error_path[:-1])
     inner = _models_in(location.owner_model.model_fields[location.name].annotation)
     # If the field `type` selects the model, pydantic's location has the type before the unknown field.

@@ -318,8 +318,7 @@ def _engine_gone_error(error: EngineGone) -> ApiError:
 
 
 class MultiModelFrontend:
-    """The API servers of several models behind one server.  The class has the attributes of a ModelFrontend that the
-    endpoints use.
+    """The frontends of several models behind one server, with the attributes of a ModelFrontend that endpoints use.
 
     frontends: at least one, all with the same metrics.  A body is read before its model is known.  So the largest
     model's limits are checked first, and then the limits of the body's own model.

@@ -76,8 +76,7 @@ class SingleThreadCounter(Collector):
 
 
 class WeightedHistogram(Collector):
-    """A histogram that counts many equal values in one call.  prometheus_client's histogram counts one value a call.
-    limits: upper limits of the buckets, in order."""
+    """A histogram that counts many equal values in one call.  limits: upper limits of the buckets, in order."""
 
     def __init__(self, name: str, documentation: str, limits: Sequence[float]):
         self.name = name

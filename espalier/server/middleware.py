@@ -40,8 +40,7 @@ class RequestMiddleware:
 
     on_response_end(path, status): called at the end of each response.  body_timeout_s: limit for reading one body, None
     for no limit.  max_file_bytes: limit for one uploaded file, None for a server without files.  additional_keys: keys
-    that are valid beside api_key; a server with several keys identifies a client by its key.  num_open: the number of
-    requests in progress.
+    that are valid beside api_key; a server with several keys identifies a client by its key.  num_open: open requests.
     """
 
     app: ASGIApp
@@ -134,8 +133,7 @@ def _log_reason(api_error: ApiError | None) -> str:
 
 
 class LimitedReceive:
-    """An ASGI `receive` that limits the size and the time of one request's body.  Raises ApiError if the body is too
-    large or too slow."""
+    """An ASGI `receive` that limits the size and time of a request's body.  Raises ApiError above a limit."""
 
     def __init__(self, middleware: RequestMiddleware, receive: Receive, path: str):
         self.middleware = middleware

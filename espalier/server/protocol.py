@@ -44,8 +44,7 @@ class SubmittedPrompt(msgspec.Struct):
     """A prompt, of which the engine generates n samples.
 
     detokenize: the engine process makes the text, as stop strings need it.  client: the client's name, for fair order
-    among clients.  streamed: whether the client gets a stream.  private: online learning must not use this prompt and
-    its output.
+    among clients.  streamed: whether the client gets a stream.  private: not for online learning.
     """
 
     name: str
@@ -90,8 +89,7 @@ class EngineReady(msgspec.Struct, tag=True):
 
 
 class PromptRefused(msgspec.Struct, tag=True):
-    """Reports a prompt that the engine refused.  name: the name of the SubmittedPrompt.  error: the reason.  busy: the
-    engine may accept the same prompt later."""
+    """Reports a prompt, by name, that the engine refused.  error: the reason.  busy: the engine may accept it later."""
 
     name: str
     error: str
@@ -143,8 +141,7 @@ class StepOutput(msgspec.Struct, tag=True):
 
 
 class EngineFailed(msgspec.Struct, tag=True):
-    """The last message of an engine process that cannot go on.  refused: the engine refused its settings; a new process
-    would refuse them too."""
+    """The last message of an engine process that cannot go on.  refused: the engine refused its settings."""
 
     error: str
     refused: bool
@@ -154,8 +151,7 @@ MessageFromEngine = EngineReady | PromptRefused | StepOutput | EngineFailed
 
 
 def _encode_logprobs(value: Any) -> Any:
-    """Returns the rows of log-probabilities as bytes.  The API server, not the engine process, builds objects from
-    them."""
+    """Returns the rows of log-probabilities as bytes.  The API server builds objects from the rows."""
     if isinstance(value, TokenLogprobs):
         rows = value.joined()
         return value.of_prompt, rows.shape[1], rows.tobytes()
@@ -204,8 +200,7 @@ class Engines(Protocol):
 
     model_info: None before `start` has returned.  state: "ready", or why no engine is ready, in one word.
     unavailable_reason: the reason as a sentence; "" if an engine is ready.  num_slots: the most samples that all
-    engines together can run now.  max_slots: num_slots with the largest number of engines.  open_samples: the API
-    server's samples that are queued or running.
+    engines together can run now.  max_slots: num_slots of the most engines.  open_samples: that are queued or running.
     """
 
     @property
@@ -247,8 +242,7 @@ class Generation:
     always call `close`, which aborts the running samples.
 
     listener: called with new parts while the reader of `iter_parts` waits, because waking the reader costs as much as
-    sending the parts.  The listener returns whether it took the parts.  The reader gets parts that it did not take, and
-    always the last parts.
+    sending the parts.  The listener returns whether it took the parts.  If not, and at the end, the reader gets them.
     """
 
     def __init__(self, engines: "Engines", names: Sequence[str], num_samples: int):
@@ -267,8 +261,7 @@ class Generation:
     async def iter_parts(self, deadline: float | None) -> AsyncIterator[list[OutputPart]]:
         """Yield the new parts, until all samples have ended.
 
-        deadline: on the event loop's clock.  Raises TimeoutError, EngineGone, or EspalierError if the engine refuses a
-        prompt (EngineBusy if a retry may succeed).
+        deadline: on the event loop's clock.  Raises TimeoutError, EngineGone, or EspalierError for a refused prompt.
         """
         # One timer for all waits, because asyncio.timeout_at for each wait would cost more than the rest of the loop.
         timer = None if deadline is None else asyncio.get_running_loop().call_at(deadline, self._expire)

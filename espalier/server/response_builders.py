@@ -39,8 +39,7 @@ class Choice:
     prompt: token ids.  make_text_stream: returns the stream that makes the text, None if the engine process makes it.
     keep_stop: the text includes the stop token's text.  chunks: kept for a whole response.  event_affixes: the bytes
     before and after the text in an event.  Three fields serve the text offsets of log-probabilities.  text_length:
-    characters of the tokens so far.  character_decoder: keeps the bytes of an incomplete character.  has_text: whether
-    a token had text.
+    characters so far.  character_decoder: keeps the bytes of an incomplete character.  has_text: whether any token has.
     """
 
     index: int
@@ -101,8 +100,7 @@ class Choice:
 class ResponseBuilder:
     """The choices of one HTTP request: n for each prompt, in the order of the prompts.
 
-    tokenizer: None if the model has no tokenizer; all texts are then empty.  echoed_prompts: the text of each prompt,
-    or empty.
+    tokenizer: None if the model has no tokenizer; all texts are then empty.  echoed_prompts: the prompts' texts, or ().
     """
 
     response_object = ""

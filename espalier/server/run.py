@@ -81,8 +81,7 @@ class ServeOptions:
 def check_options(options: Mapping[str, Any], name_in_errors: Callable[[str], str] = str) -> None:
     """Refuse options with wrong values.  Raises EspalierError.
 
-    options: values by option name; None for an option that was not given.  name_in_errors: returns the option's name
-    for error messages.
+    options: values by option name; None for an option that was not given.  name_in_errors: the option's name in errors.
     """
     for name, low in MIN_OPTION_VALUES.items():
         if name.endswith("_timeout"):
@@ -268,8 +267,7 @@ def _batch_concurrency(frontend: ModelFrontend) -> int:
 def _import_tokenizer(model: str | None) -> None:
     """Import the module that will load the tokenizer.
 
-    model: the user's name of the model; None for a model without a tokenizer.  For a Hugging Face id, whose files are
-    not known yet, AutoTokenizer is imported.
+    model: the user's name of the model, None for a model without a tokenizer.  Imports AutoTokenizer if in doubt.
     """
     if model is not None:
         tokenizer_class(BUNDLED_FILES / "target" if model == BUNDLED else Path(model).expanduser())

@@ -25,8 +25,7 @@ MAX_RENDERED_CHARS = 2**24
 LIMIT_ERROR = (
     "the chat template is not finished within {} for these messages; send fewer or shorter ones, or correct it"
 )
-# The wall-time limit of one rendering.  The helper process limits its own CPU time (MAX_CPU_S), but cannot interrupt
-# some work.
+# The wall-time limit of one rendering, for work that the limit of CPU time (MAX_CPU_S) cannot interrupt.
 MAX_WALL_S = 30.0
 MAX_WAITING_RENDERINGS = 64
 

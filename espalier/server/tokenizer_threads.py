@@ -1,8 +1,6 @@
-"""Tokenizes prompts in two threads, the tokenizer_threads: one for short prompts, so that they never wait for a long
-prompt.
+"""Tokenizes prompts in two threads: one for short prompts, so that they never wait for a long prompt.
 
-Each lane has its own tokenizer.  transformers calls encode_batch of the tokenizers library, which releases the GIL.  So
-a long prompt does not block the event loop.
+Each thread has its own tokenizer.  encode_batch of the tokenizers library releases the GIL, so the event loop goes on.
 """
 
 import asyncio
@@ -26,8 +24,7 @@ MAX_INLINE_SIZE = 2048
 
 @dataclass
 class TokenizerThread:
-    """One thread with its tokenizer.  num_open: the number of calls that wait or run.  Cancelled calls count, because a
-    thread cannot be stopped."""
+    """One thread with its tokenizer.  num_open: the number of calls that wait or run, even if they are cancelled."""
 
     inputs: InputProcessor
     thread: ThreadPoolExecutor
@@ -76,8 +73,7 @@ class TokenizerThreads:
         size: int,
         field: str | None = None,
     ) -> list[int]:
-        """Returns the token ids of the generator work(InputProcessor, *values) (chat.Steps).  Its steps run in a lane,
-        with `render` between them.
+        """Returns the token ids of the RenderLoop work(InputProcessor, *values), run in a thread except for `render`.
 
         size, field, errors: see `run`.
         """

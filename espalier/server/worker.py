@@ -237,16 +237,13 @@ ModelLoader = Callable[[dict[str, Any]], AbstractContextManager[LLM]]
 
 
 def main(address: str, api_server_pid: int, load: ModelLoader = load_model) -> int:
-    """Connect to the API server, load the model and serve.  Sends EngineFailed with the reason if loading or serving
-    fails.
+    """Connect to the API server, load the model and serve.  Sends EngineFailed with the reason of a failure.
 
-    api_server_pid: the API server's process.  Not a field of Start, because the API server may end before it sends
-    Start.
+    api_server_pid: the API server's process, which may end before it sends Start.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with zmq.Context() as context, context.socket(zmq.PAIR) as socket:
-        # No limit on unread output, because a slow API server must not block the engine.  The short linger time is for
-        # an API server that has ended.
+        # No limit on unread output, because a slow API server must not block the engine.  One that has ended gets 1 s.
         socket.set_hwm(0)
         socket.linger = 1000
         socket.connect(address)
