@@ -22,6 +22,8 @@ from espalier.errors import EspalierError, convert_tokenizer_panics, one_line
 # Some tokenizers do not declare their turn tokens as special; their names match this pattern.
 CONTROL_TOKEN_PATTERN = re.compile(r"<[|｜].*[|｜]>")
 Messages = Sequence[Mapping[str, Any]]
+# Refuses a rendered text that is too long, before it is tokenized.
+TextCheck = Callable[[str], None]
 REPLACE_1_AND_2 = str.maketrans("12", "89")
 
 
@@ -91,9 +93,7 @@ class ChatTemplate:
         except Exception:  # the template cannot be parsed; `render` reports it
             return False
 
-    def steps(
-        self, messages: Messages, options: ChatOptions, check_text: Callable[[str], None] | None = None
-    ) -> RenderLoop:
+    def steps(self, messages: Messages, options: ChatOptions, check_text: TextCheck | None = None) -> RenderLoop:
         """Turns a conversation into token ids, one step for each rendering (see RenderLoop).
 
         check_text: called with the rendered text before tokenization.  The steps raise EspalierError.
@@ -246,7 +246,9 @@ class SpecialTokens:
         parts = rendered.split(mark)
         marks, text = list(accumulate(len(part) for part in parts[:-1])), "".join(parts)
         spans = [match.span() for match in self._any_token.finditer(text) if match[0] in self.names]
-        return RenderedPrompt(text, [(start, end) for start, end in spans if not _any_between(marks, start, end)])
+        # A span has a mark inside if fewer marks are at or before its start than before its end.
+        own = [(start, end) for start, end in spans if bisect_right(marks, start) >= bisect_left(marks, end)]
+        return RenderedPrompt(text, own)
 
     def encode(self, prompt: RenderedPrompt, add_special_tokens: bool) -> list[int]:
         """Returns token ids, in which only the template's special tokens are special.  Raises EspalierError."""
@@ -305,11 +307,6 @@ def _pattern_of(texts: Iterable[str]) -> re.Pattern[str]:
     """Returns a pattern that matches the longest of the texts, or nothing if there are none."""
     each = sorted(set(texts), key=lambda text: (-len(text), text))
     return re.compile("(?:" + "|".join(map(re.escape, each)) + ")" if each else "(?!)")
-
-
-def _any_between(places: Sequence[int], start: int, end: int) -> bool:
-    """Whether any place is strictly between start and end.  places: ascending."""
-    return bisect_right(places, start) < bisect_left(places, end)
 
 
 def _random_digits() -> str:

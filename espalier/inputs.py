@@ -5,14 +5,14 @@ LLM and the API server share this module, so that a prompt gives the same tokens
 
 import copy
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Unpack
 
 from tokenizers import pre_tokenizers
 
-from espalier.chat import ChatOptions, RenderLoop, run_steps
+from espalier.chat import ChatOptions, Messages, RenderLoop, TextCheck, run_steps
 from espalier.errors import EspalierError, output_too_long, prompt_too_long, require_text, shown, unknown_name
 from espalier.grammar.tag import check_grammar
 from espalier.request import ResolvedParams, SamplingParams, check_prompt
@@ -31,7 +31,6 @@ LOSSLESS_STEPS = frozenset({"ByteLevel", "Metaspace", "Digits"})
 # These steps keep all characters unless their behavior is "Removed".
 SPLITTING_STEPS = frozenset({"Split", "Punctuation"})
 Prompt = str | Sequence[int]
-Messages = Sequence[Mapping[str, str]]
 
 
 class TextLimit:
@@ -192,7 +191,7 @@ class InputProcessor:
         return run_steps(self.chat_steps(messages, **options), self.require_tokenizer("a conversation").template.render)
 
     def chat_steps(
-        self, messages: Messages, check_text: Callable[[str], None] | None = None, **options: Unpack[ChatOptions]
+        self, messages: Messages, check_text: TextCheck | None = None, **options: Unpack[ChatOptions]
     ) -> RenderLoop:
         """Turns a conversation into token ids, one step for each rendering of the chat template (see chat.RenderLoop).
 

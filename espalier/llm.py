@@ -17,7 +17,6 @@ from espalier.engine.mask_threads import MAX_ABANDONED
 from espalier.engine_lock import EngineLock
 from espalier.errors import EspalierError, clear_error_frames, refuse_unknown_keywords, require_fields, shown
 from espalier.grammar.spec import Grammar
-from espalier.grammar.token_masker import TokenMasker
 from espalier.inputs import ConversationOptions, InputProcessor, Messages, ModelInfo, Prompt, make_detokenizer
 from espalier.masking.compile import CompiledGrammar, CompilerBusy, GrammarCompiler
 from espalier.request import Output, OutputChunk, Request, ResolvedParams, SamplingParams, sample_seed
@@ -107,7 +106,8 @@ class LLM:
                     texts[chunk.request_id].append(chunk.text)
                     if on_chunk is not None:
                         on_chunk(chunk)
-        return [_with_choices([_output(r, "".join(texts[r.id])) for r in group]) for group in groups]
+        outputs = [[_output(r, "".join(texts[r.id])) for r in group] for group in groups]
+        return [replace(each[0], choices=each if len(each) > 1 else []) for each in outputs]
 
     @refuse_unknown_keywords("LLM.stream", SamplingParams)
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[OutputChunk]:
@@ -229,8 +229,8 @@ class LLM:
         self._num_requests += 1
         seed = sample_seed(self.config.seed, number + 1) if params.seed is None else params.seed
         group: list[Request] = []
+        after = None if params.grammar is None else params.grammar.after
         for i in range(params.n):
-            sink = make_detokenizer(self.tokenizer, prompt, params) if detokenize else None
             request = Request(
                 id=f"{number if name is None else name}.{i}",
                 prompt=prompt,
@@ -239,8 +239,8 @@ class LLM:
                 arrival_index=number,
                 priority=priority,
                 stop_ids=frozenset(params.stop_token_ids),
-                detokenizer=sink,
-                masker=None if grammar is None else _masker(grammar, params),
+                detokenizer=make_detokenizer(self.tokenizer, prompt, params) if detokenize else None,
+                masker=None if grammar is None else grammar.masker(params.stop_token_ids, after),
                 index=i,
                 prefix_leader=group[0] if group else None,
                 client=client,
@@ -427,12 +427,3 @@ def _output(request: Request, text: str) -> Output:
         speculation=request.stats,
         error=request.error,
     )
-
-
-def _masker(grammar: CompiledGrammar, params: ResolvedParams) -> TokenMasker:
-    assert params.grammar is not None
-    return grammar.masker(params.stop_token_ids, params.grammar.after)
-
-
-def _with_choices(outputs: list[Output]) -> Output:
-    return replace(outputs[0], choices=outputs if len(outputs) > 1 else [])

@@ -13,7 +13,7 @@ import json
 import logging
 import re
 import sys
-from collections.abc import Callable, Collection, Sequence, Set
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -203,10 +203,7 @@ class Tokenizer:
         if not (skip_special_tokens and visible_ids):
             return Detokenizer(partial(self.decode, skip_special_tokens=skip_special_tokens), prompt)
         skipped = {id for id, each in self._added.items() if each.special and id not in visible_ids}
-        return Detokenizer(partial(self._decode_without, skipped), prompt)
-
-    def _decode_without(self, skipped: Set[int], tokens: Sequence[int]) -> str:
-        return self.decode([token for token in tokens if token not in skipped], skip_special_tokens=False)
+        return Detokenizer(lambda tokens: self.decode([t for t in tokens if t not in skipped], False), prompt)
 
 
 def load_tokenizer(path: Path, vocab_size: int) -> Tokenizer | None:

@@ -59,7 +59,8 @@ def serve_replicas(service: Service, host: str, port: int) -> None:
             _deploy(serve, service, shutdown_event)
             if not shutdown_event.is_set():
                 names = ", ".join(model.name for model in service.models)
-                replicas = " and ".join(_replica_range(model.replicas) for model in service.models)
+                counts = (dict.fromkeys((m.replicas.min_count, m.replicas.max_count)) for m in service.models)
+                replicas = " and ".join(" to ".join(map(str, each)) for each in counts)
                 log.info("serving %s at http://%s:%d/v1 with %s replicas", names, host, port, replicas)
                 shutdown_event.wait()
                 log.info("draining")
@@ -195,7 +196,3 @@ def _reason_of_failure(message: str) -> str:
     return (
         f"a replica cannot load: {found[-1]}" if found else f"Ray Serve cannot deploy: {one_line(Exception(message))}"
     )
-
-
-def _replica_range(replicas: Any) -> str:
-    return f"{replicas.min_count} to {replicas.max_count}" if replicas.is_autoscaled else str(replicas.min_count)

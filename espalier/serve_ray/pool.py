@@ -18,7 +18,7 @@ from espalier.errors import EspalierError
 from espalier.inputs import ModelInfo
 from espalier.serve_ray.replica_chooser import RoutingHint, prefix_hashes
 from espalier.server import protocol
-from espalier.server.protocol import SHUTTING_DOWN, EngineGone, EngineStats, Generation, OutputPart, SubmittedPrompt
+from espalier.server.protocol import SHUTTING_DOWN, EngineGone, EngineStats, Generation, SubmittedPrompt
 
 log = logging.getLogger("espalier.server")
 # The most replicas to which one prompt is sent.
@@ -41,19 +41,14 @@ class PooledPrompt:
     def is_done(self) -> bool:
         return self.generation.num_running[self.submit.name] == 0
 
-    def add_parts(self, parts: Sequence[OutputPart]) -> None:
-        self.has_begun = True
-        for part in parts:
-            self.generation.add(part)
-
 
 @dataclass(eq=False)
 class EnginePool:
     """The engine replicas of one model, as protocol.Engines.
 
     handle: Ray Serve's DeploymentHandle of replica.EngineReplica.  name: the model's name, a label in the metrics.
-    max_replicas: the upper limit of autoscaling.  share: 1 / number of API servers, this API server's share of the
-    slots.  is_replica_lost: returns whether an exception of a call means that the replica has ended.
+    max_replicas: the upper limit of autoscaling.  slot_share: 1 / number of API servers.  is_replica_lost: returns
+    whether an exception of a call means that the replica has ended.
     """
 
     handle: Any
@@ -143,7 +138,7 @@ class EnginePool:
 
     # One prompt
 
-    async def _run(self, prompt: "PooledPrompt") -> None:
+    async def _run(self, prompt: PooledPrompt) -> None:
         """Run a prompt until its output is complete, or fail its generation."""
         try:
             await self._try_replicas(prompt)
@@ -154,7 +149,7 @@ class EnginePool:
             self.abort(prompt.generation)
             prompt.generation.fail(error)
 
-    async def _try_replicas(self, prompt: "PooledPrompt") -> None:
+    async def _try_replicas(self, prompt: PooledPrompt) -> None:
         submit = prompt.submit
         message = msgspec.msgpack.encode(submit)
         hint = RoutingHint(prefix_hashes(submit.prompt, int(self.config["page_size"])), submit.params.n)
@@ -166,7 +161,7 @@ class EnginePool:
                 raise EngineGone(lost)
             log.warning("%s before the first token: trying another replica", lost)
 
-    async def _stream_from_replica(self, prompt: "PooledPrompt", message: bytes, hint: RoutingHint) -> str | None:
+    async def _stream_from_replica(self, prompt: PooledPrompt, message: bytes, hint: RoutingHint) -> str | None:
         """Send a prompt to a replica and distribute the output.  Returns why the replica was lost, else None."""
         # Serve's router identifies a call by the HTTP request in its context.  An empty context separates the prompts.
         stream = Context().run(self.generate_handle.remote, message, hint)
@@ -178,7 +173,9 @@ class EnginePool:
                 if isinstance(sent, protocol.PromptRefused):
                     raise protocol.refusal_error(sent)
                 assert isinstance(sent, protocol.StepOutput)
-                prompt.add_parts(sent.parts)
+                prompt.has_begun = True
+                for part in sent.parts:
+                    prompt.generation.add(part)
                 if prompt.is_done:
                     self._open_prompts.pop(prompt.submit.name, None)
         except asyncio.CancelledError:

@@ -1,9 +1,10 @@
 """The HTTP endpoints.  Each endpoint checks a request, makes its prompts and passes them to the model's API server."""
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -13,7 +14,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from espalier import __version__
-from espalier.chat import ChatOptions, RenderLoop
+from espalier.chat import ChatOptions, RenderLoop, TextCheck
 from espalier.errors import EspalierError
 from espalier.inputs import InputProcessor
 from espalier.request import ResolvedParams, SamplingParams
@@ -72,9 +73,8 @@ async def prepare_chat(frontend: ModelFrontend, body: ChatRequest) -> PreparedCh
     unread = [name for name in ("reasoning_effort", "tools") if getattr(body, name) and not plan.template_reads(name)]
     frontend.report_no_effect(ignored_fields := body.fields_without_effect() + unread)
     if body.prediction is not None:
-        predicted_text = body.prediction.text
-        prediction_call = InputProcessor.with_prediction, params, predicted_text
-        params = await frontend.tokenizer_threads.run(*prediction_call, size=len(predicted_text), field="prediction")
+        text, run = body.prediction.text, frontend.tokenizer_threads.run
+        params = await run(InputProcessor.with_prediction, params, text, size=len(text), field="prediction")
     if "reasoning_effort" in unread:
         body = body.model_copy(update={"reasoning_effort": None})
     with frontend.reserve_capacity(params.n):
@@ -87,9 +87,7 @@ async def prepare_chat(frontend: ModelFrontend, body: ChatRequest) -> PreparedCh
     return PreparedChat(ignored_fields, prompt, params, plan)
 
 
-def _chat_steps(
-    inputs: InputProcessor, body: ChatRequest, plan: ChatPlan, check_text: Callable[[str], None]
-) -> RenderLoop:
+def _chat_steps(inputs: InputProcessor, body: ChatRequest, plan: ChatPlan, check_text: TextCheck) -> RenderLoop:
     """Returns a generator that makes the token ids of a conversation.
 
     The generator yields renderings of the chat template, and gets their texts (chat.RenderLoop).  Raises EspalierError.
@@ -104,7 +102,7 @@ def message_steps(
     inputs: InputProcessor,
     messages: Sequence[Message],
     options: ChatOptions,
-    check_text: Callable[[str], None],
+    check_text: TextCheck,
     plan: ChatPlan,
 ) -> RenderLoop:
     """Returns a generator that tokenizes messages by the chat template (chat.RenderLoop).  Raises EspalierError."""
@@ -196,56 +194,37 @@ def _generation_endpoints(frontends: Frontends) -> list[Endpoint]:
             sent_prompts = body.prompts()
         frontend.report_no_effect(ignored_fields := body.fields_without_effect())
         with frontend.reserve_capacity(len(sent_prompts) * params.n):
-            size, check_text = sum(map(len, sent_prompts)), frontend.require_tokenizable
-            prompts = await frontend.tokenizer_threads.run(
-                _prompt_ids, body, sent_prompts, requested_params, check_text, size=size, field="prompt"
-            )
+            run, size = frontend.tokenizer_threads.run, sum(map(len, sent_prompts))
+            work = body, sent_prompts, requested_params, frontend.require_tokenizable
+            prompts = await run(_prompt_ids, *work, size=size, field="prompt")
             echoed_prompts: list[str] = []
             if body.echo:
                 shown = sent_prompts if body.truncate_prompt_tokens is None else prompts
                 size = sum(len(prompt) for prompt in shown if not isinstance(prompt, str))
-                echoed_prompts = await frontend.tokenizer_threads.run(
-                    _prompt_texts, shown, params.skip_special_tokens, size=size
-                )
-
-        def make_builder() -> CompletionResponseBuilder:
-            return CompletionResponseBuilder(
-                f"cmpl-{request_id.get()}", body, params, prompts, frontend.inputs.tokenizer, echoed_prompts
-            )
-
-        return _with_no_effect_header(ignored_fields, await frontend.respond(http, body, prompts, params, make_builder))
+                echoed_prompts = await run(_prompt_texts, shown, params.skip_special_tokens, size=size)
+        values = f"cmpl-{request_id.get()}", body, params, prompts, frontend.inputs.tokenizer, echoed_prompts
+        response = await frontend.respond(http, body, prompts, params, partial(CompletionResponseBuilder, *values))
+        return _with_no_effect_header(ignored_fields, response)
 
     async def create_chat_completion(http: Request, body: ChatRequest) -> Response:
         frontend = frontends.frontend_for(body.model)
-        prepared_chat = await prepare_chat(frontend, body)
-
-        def make_builder() -> ChatResponseBuilder:
-            return ChatResponseBuilder(
-                f"chatcmpl-{request_id.get()}", body, prepared_chat.params, prepared_chat.prompt, prepared_chat.plan
-            )
-
-        return _with_no_effect_header(
-            prepared_chat.ignored_fields,
-            await frontend.respond(http, body, [prepared_chat.prompt], prepared_chat.params, make_builder),
-        )
+        prepared = await prepare_chat(frontend, body)
+        values = f"chatcmpl-{request_id.get()}", body, prepared.params, prepared.prompt, prepared.plan
+        make_builder = partial(ChatResponseBuilder, *values)
+        response = await frontend.respond(http, body, [prepared.prompt], prepared.params, make_builder)
+        return _with_no_effect_header(prepared.ignored_fields, response)
 
     async def create_response(http: Request, body: ResponsesRequest) -> Response:
         frontend = frontends.frontend_for(body.model)
         frontend.report_no_effect(ignored_fields := body.fields_without_effect())
         with renaming_error_fields(), as_api_errors():
             chat = body.as_chat_request()
-            prepared_chat = await prepare_chat(frontend, chat)
-
-        def make_builder() -> ResponsesApiBuilder:
-            return ResponsesApiBuilder(
-                body, request_id.get(), chat, prepared_chat.params, prepared_chat.prompt, prepared_chat.plan
-            )
-
-        ignored_fields += [RESPONSES_FIELD_NAMES.get(name, name) for name in prepared_chat.ignored_fields]
-        return _with_no_effect_header(
-            ignored_fields,
-            await frontend.respond(http, chat, [prepared_chat.prompt], prepared_chat.params, make_builder),
-        )
+            prepared = await prepare_chat(frontend, chat)
+        ignored_fields += [RESPONSES_FIELD_NAMES.get(name, name) for name in prepared.ignored_fields]
+        values = body, request_id.get(), chat, prepared.params, prepared.prompt, prepared.plan
+        make_builder = partial(ResponsesApiBuilder, *values)
+        response = await frontend.respond(http, chat, [prepared.prompt], prepared.params, make_builder)
+        return _with_no_effect_header(ignored_fields, response)
 
     as_response = "Answer a conversation, in the form of OpenAI's Responses API"
     return [
@@ -270,7 +249,7 @@ def _prompt_ids(
     body: CompletionRequest,
     prompts: Sequence[str | list[int]],
     requested_params: SamplingParams,
-    check_text: Callable[[str], None],
+    check_text: TextCheck,
 ) -> list[list[int]]:
     """Returns the prompts' token ids.  check_text: raises for a too long text that will be truncated; max_context
     limits other texts.  Raises EspalierError."""
@@ -303,9 +282,8 @@ def _tokenizer_endpoints(frontends: Frontends) -> list[Endpoint]:
                     raise ApiError(400, f"{name} needs messages; send messages, or leave it out", name)
         limit = frontend.inputs.model_info.max_context
         if body.messages is None:
-            tokens = await frontend.tokenizer_threads.run(
-                _tokenize_text, body, frontend.require_tokenizable, size=size, field="prompt"
-            )
+            run, check_text = frontend.tokenizer_threads.run, frontend.require_tokenizable
+            tokens = await run(_tokenize_text, body, check_text, size=size, field="prompt")
         else:
             work = body, frontend.formats, frontend.require_tokenizable
             tokens = await frontend.conversation_tokens(_tokenize_conversation, *work, size=size)
@@ -322,7 +300,7 @@ def _tokenizer_endpoints(frontends: Frontends) -> list[Endpoint]:
     ]
 
 
-def _tokenize_text(inputs: InputProcessor, body: TokenizeRequest, check_text: Callable[[str], None]) -> list[int]:
+def _tokenize_text(inputs: InputProcessor, body: TokenizeRequest, check_text: TextCheck) -> list[int]:
     """Returns the token ids of a text, for /tokenize."""
     assert body.prompt is not None
     tokenizer = inputs.require_tokenizer("/tokenize")
@@ -331,14 +309,13 @@ def _tokenize_text(inputs: InputProcessor, body: TokenizeRequest, check_text: Ca
 
 
 def _tokenize_conversation(
-    inputs: InputProcessor, body: TokenizeRequest, formats: Formats, check_text: Callable[[str], None]
+    inputs: InputProcessor, body: TokenizeRequest, formats: Formats, check_text: TextCheck
 ) -> RenderLoop:
     """Returns a generator that makes the token ids of a conversation for /tokenize (chat.RenderLoop)."""
     assert body.messages is not None
     options: ChatOptions = {**body.options(), "add_special_tokens": body.add_special_tokens}
-    return message_steps(
-        inputs, body.messages, options, check_text, ChatPlan(inputs.tokenizer, formats, RequestTools())
-    )
+    plan = ChatPlan(inputs.tokenizer, formats, RequestTools())
+    return message_steps(inputs, body.messages, options, check_text, plan)
 
 
 def _detokenize(inputs: InputProcessor, tokens: list[int]) -> Response:

@@ -104,13 +104,10 @@ class ChatResponseBuilder(ResponseBuilder):
     def add_output(self, prompt_index: int, part: OutputPart) -> tuple[Choice, OutputChunk]:
         choice, output = super().add_output(prompt_index, part)
         if isinstance(choice, ChatChoice) and choice.make_message_stream is not None:
-            text = "".join(part.text for part in choice.new_deltas if self._is_sent_to_client(part))
+            hidden = ("called",) if self.shows_reasoning else ("called", "reasoning")
+            text = "".join(part.text for part in choice.new_deltas if part.kind not in hidden)
             output = replace(output, text=text, finish_reason=choice.finish_reason_with_calls(output.finish_reason))
         return choice, output
-
-    def _is_sent_to_client(self, part: base.Delta) -> bool:
-        """Whether the stream sends this delta to the client."""
-        return part.kind != "called" and (part.kind != "reasoning" or self.shows_reasoning)
 
     def first_chunks(self) -> list[dict[str, Any]]:
         first_delta = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}

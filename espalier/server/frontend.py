@@ -165,9 +165,8 @@ class ModelFrontend:
         log.info("format of tool calls: %s; format of reasoning: %s", *names)
         self.tokenizer_threads = TokenizerThreads(self.inputs)
         capacity = engines.max_slots + options.max_queue
-        limits = BodyLimits(
-            model_info.vocab_size, model_info.max_context, capacity, self.max_detokenized, model_info.max_position
-        )
+        max_context, max_detokenized = model_info.max_context, max(MAX_DETOKENIZED, model_info.max_context)
+        limits = BodyLimits(model_info.vocab_size, max_context, capacity, max_detokenized, model_info.max_position)
         self.bodies = BodyReader(limits)
         self.template_process: TemplateProcess | None = None
         self.shares = ClientShares()
@@ -190,11 +189,6 @@ class ModelFrontend:
             return run_steps(work(inputs, *values), inputs.require_tokenizer("a conversation").template.render)
 
         return await self.tokenizer_threads.run(whole, size=size, field="messages")
-
-    @property
-    def max_detokenized(self) -> int:
-        """The most token ids in one /detokenize request."""
-        return max(MAX_DETOKENIZED, self.inputs.model_info.max_context)
 
     @property
     def status(self) -> str:

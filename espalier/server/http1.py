@@ -286,8 +286,7 @@ class Connection(asyncio.Protocol):
         self.loop.call_later(HALF_CLOSED_CHECK_S, self._check_half_closed, count + 1)
 
     def _send_error_and_close(self, error: ApiError) -> None:
-        """Send an error and close.  If a response has started, only close: the error would look like the next response.
-        """
+        """Send an error and close.  If a response has started, only close: an error would look like the next one."""
         exchange = self.exchange
         if exchange is None or not exchange.is_started or (exchange.is_ended and not exchange.more_body):
             self.write(_error_bytes(error, self.transport))

@@ -219,7 +219,10 @@ def _checked_item_type(place: str, item: Mapping[str, Any]) -> str:
 def _add_to_answer(messages: list[dict[str, Any]], place: str, kind: str, item: Mapping[str, Any]) -> None:
     """Add an assistant's item to the last message, or to a new message if the order of items requires a new message."""
     last = messages[-1] if messages and messages[-1]["role"] == "assistant" else None
-    if last is None or _begins_message(last, kind):
+    has_content = last is not None and (last["content"] is not None or "tool_calls" in last)
+    # A message has one reasoning item, then one content, then calls.
+    is_late = has_content or (kind == "reasoning" and last is not None and "reasoning_content" in last)
+    if last is None or (kind in ("message", "reasoning") and is_late):
         messages.append(last := {"role": "assistant", "content": None})
     if kind == "message":
         last["content"] = _joined_text(f"{place}.content", item["content"])
@@ -236,14 +239,6 @@ def _is_repeated_by_next(item: Mapping[str, Any], place: str, following: Sequenc
         return False
     messages = (each for each in following if each.get("role") == "assistant")
     return any(item["arguments"] in _joined_text(f"{place}.content", each.get("content") or "") for each in messages)
-
-
-def _begins_message(message: Mapping[str, Any], kind: str) -> bool:
-    """Returns whether an item of this type begins a new message, because `message` has such an item or a later one."""
-    has_content = message["content"] is not None or "tool_calls" in message
-    return (kind == "message" and has_content) or (
-        kind == "reasoning" and (has_content or "reasoning_content" in message)
-    )
 
 
 def _joined_text(place: str, content: Any) -> str:

@@ -105,7 +105,10 @@ class PathEndpoints:
         """Call the endpoint of the request's method.  Raises ApiError."""
         endpoint = self.by_method.get(scope["method"])
         if endpoint is None:
-            raise self._wrong_method(scope)
+            # The middleware serves HEAD as GET.
+            allowed = ", ".join("GET, HEAD" if each == "GET" else each for each in self.by_method)
+            message = f"{scope['method']} {scope['path']} is not served; use {allowed}"
+            raise ApiError(405, message, headers={"allow": allowed})
         # The middleware counts requests by this route.
         scope["state"]["route"] = self.path
         http = Request(scope, receive)
@@ -116,12 +119,6 @@ class PathEndpoints:
             self.frontends.metrics.disconnects.inc()
         else:
             await response(scope, receive, send)
-
-    def _wrong_method(self, scope: Scope) -> ApiError:
-        # The middleware serves HEAD as GET.
-        allowed = ", ".join("GET, HEAD" if each == "GET" else each for each in self.by_method)
-        message = f"{scope['method']} {scope['path']} is not served; use {allowed}"
-        return ApiError(405, message, headers={"allow": allowed})
 
 
 def path_not_served(path: str, served: Collection[str]) -> ApiError:

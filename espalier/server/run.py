@@ -210,7 +210,8 @@ async def serve(settings: Mapping[str, Any], options: ServeOptions) -> bool:
         gc.set_threshold(GC_THRESHOLD)
         if batches is not None:
             batches.start(middleware, options.api.api_key)
-        _allow_reuse(listener)
+        # A later server may bind the port while connections of this server still use it.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         ending = asyncio.create_task(_shut_down_without_engine(client, server))
         await server.serve(listener)
         if batches is not None:
@@ -283,11 +284,6 @@ def bind_listener(host: str, port: int) -> socket.socket:
         return _bind(host, port, reuse=True)
     except (OSError, OverflowError) as error:
         raise EspalierError(f"--host {host} --port {port} cannot be used ({error}); choose another") from None
-
-
-def _allow_reuse(listener: socket.socket) -> None:
-    """Let a later server bind the port while connections of this server still use the port."""
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
 
 
 def _bind(host: str, port: int, reuse: bool) -> socket.socket:

@@ -6,7 +6,7 @@ import socket
 import pytest
 
 from espalier.errors import EspalierError
-from espalier.server.run import _allow_reuse, bind_listener, url_of
+from espalier.server.run import bind_listener, url_of
 
 
 def test_events_do_not_wait_for_acknowledgements():
@@ -38,7 +38,7 @@ def test_of_two_servers_that_load_at_the_same_time_the_second_is_refused_at_once
 
 def test_the_port_of_a_server_that_has_ended_can_be_used_again_at_once():
     with bind_listener("127.0.0.1", 0) as first:
-        _allow_reuse(first)
+        first.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         first.listen()
         address = first.getsockname()
         with socket.create_connection(address):
