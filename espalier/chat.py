@@ -72,35 +72,35 @@ def run_steps(steps: RenderLoop, render: Callable[[Rendering], str]) -> list[int
 
 
 class ChatTemplate:
-    """The chat template of a Hugging Face tokenizer.  Without a template, only `steps` raises an error."""
+    """The chat template of a Hugging Face tokenizer.  Without a template, only `encode_steps` raises an error."""
 
     def __init__(self, hf: Any):
         self.hf = hf
 
     @cached_property
-    def special(self) -> "SpecialTokens":
+    def special_tokens(self) -> "SpecialTokens":
         return SpecialTokens(self.hf)
 
     @property
-    def text(self) -> str:
+    def source(self) -> str:
         """Returns the template, or "" without one.  Of several templates, returns the template for tool calls."""
         return self.hf.get_chat_template(tools=[{}]) if getattr(self.hf, "chat_template", None) else ""
 
-    def reads(self, variable: str) -> bool:
+    def reads_variable(self, variable: str) -> bool:
         """Whether the template reads a variable."""
         try:
-            return variable in _variables_of(self.text)
+            return variable in _variables_of(self.source)
         except Exception:  # the template cannot be parsed; `render` reports it
             return False
 
-    def steps(self, messages: Messages, options: ChatOptions, check_text: TextCheck | None = None) -> RenderLoop:
+    def encode_steps(self, messages: Messages, options: ChatOptions, check_text: TextCheck | None = None) -> RenderLoop:
         """Turns a conversation into token ids, one step for each rendering (see RenderLoop).
 
         check_text: called with the rendered text before tokenization.  The steps raise EspalierError.
         """
         if not getattr(self.hf, "chat_template", None):
             raise EspalierError("this model has no chat template; use /v1/completions, or generate with a prompt")
-        if any(message.get("tool_calls") for message in messages) and "tool_calls" not in self.text:
+        if any(message.get("tool_calls") for message in messages) and "tool_calls" not in self.source:
             raise EspalierError("messages with tool_calls need a chat template that reads them; leave them out")
         variables = self._variables(options)
         given = options.get("tools")
@@ -111,15 +111,16 @@ class ChatTemplate:
             check_text(text)
         # Roles get no marks, because some templates build special tokens from roles.
         marked = [
-            self.special.insert_marks(each, mark) | ({"role": each["role"]} if "role" in each else {}) for each in plain
+            self.special_tokens.insert_marks(each, mark) | ({"role": each["role"]} if "role" in each else {})
+            for each in plain
         ]
-        marked_tools = self.special.insert_marks(tools, mark)
+        marked_tools = self.special_tokens.insert_marks(tools, mark)
         if options.get("allow_special_tokens_in_messages") or (marked, marked_tools) == (plain, tools):
             return self._encode(text, adds)
-        prompt = self.special.remove_marks((yield Rendering(marked, marked_tools, variables)), mark)
-        if prompt.names == self.special.find_special_tokens(text):
+        prompt = self.special_tokens.remove_marks((yield Rendering(marked, marked_tools, variables)), mark)
+        if prompt.names == self.special_tokens.find_special_tokens(text):
             return self._encode(text, adds)
-        return self.special.encode(prompt, adds)
+        return self.special_tokens.encode(prompt, adds)
 
     def _variables(self, options: ChatOptions) -> dict[str, Any]:
         """Returns the variables for apply_chat_template, beside messages and tools.  Raises EspalierError."""

@@ -26,7 +26,8 @@ class EngineLock:
 
     @contextmanager
     def run_postponed_after(self) -> Iterator[None]:
-        """Runs, after the block, the actions that `run` postponed during the block.  Does not take the lock."""
+        """Runs, after the block, the actions that `run_when_free` postponed during the block.  Does not take the
+        lock."""
         try:
             yield
         finally:
@@ -43,7 +44,7 @@ class EngineLock:
             finally:
                 self._is_uninterrupted = False
 
-    def run(self, action: Callable[[], None]) -> None:
+    def run_when_free(self, action: Callable[[], None]) -> None:
         """Runs `action` in a turn, without waiting: now, or after the turn that keeps it from running now."""
         self._postponed.append(action)
         self._run_postponed()

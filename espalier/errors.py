@@ -195,12 +195,12 @@ def refuse_unknown_fields(cls: type[T]) -> type[T]:
     known = {f.name for f in fields(cls) if f.init}  # type: ignore[arg-type]
 
     @wraps(init)
-    def checked(self: T, *args: Any, **kwargs: Any) -> None:
+    def call_checked(self: T, *args: Any, **kwargs: Any) -> None:
         if not kwargs.keys() <= known:  # every request makes SamplingParams, so this test must be fast
             require_fields(cls.__name__, cls, kwargs)
         init(self, *args, **kwargs)
 
-    setattr(cls, "__init__", checked)  # noqa: B010  (with a plain assignment type checkers lose the signature)
+    setattr(cls, "__init__", call_checked)  # noqa: B010  (with a plain assignment type checkers lose the signature)
     return cls
 
 
@@ -210,12 +210,12 @@ def refuse_unknown_keywords(method_name: str, options: type) -> Callable[[Callab
     options: a dataclass.  The method takes an object of this class, so it refuses the class's fields as keywords.
     """
 
-    def decorated(method: Callable[P, T]) -> Callable[P, T]:
+    def decorate(method: Callable[P, T]) -> Callable[P, T]:
         known = list(inspect.signature(method).parameters)
         inner = {f.name for f in fields(options)}
 
         @wraps(method)
-        def checked(*args: P.args, **kwargs: P.kwargs) -> T:
+        def call_checked(*args: P.args, **kwargs: P.kwargs) -> T:
             for name in kwargs:
                 if name in inner:
                     raise EspalierError(f"{method_name} has no {name!r}; put it into {options.__name__}")
@@ -223,6 +223,6 @@ def refuse_unknown_keywords(method_name: str, options: type) -> Callable[[Callab
                     raise unknown_name(method_name, name, known[1:])
             return method(*args, **kwargs)
 
-        return checked
+        return call_checked
 
-    return decorated
+    return decorate

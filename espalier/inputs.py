@@ -104,7 +104,7 @@ def _keeps_text(pre_tokenizer: Sequence[Step]) -> bool:
 
 
 def _covers_text(backend: Any, steps: Sequence[Step]) -> bool:
-    """Whether every character has tokens.  A model drops other characters, or fuses several into one token."""
+    """Whether the vocabulary has tokens for every character.  Other characters are dropped, or fused into one token."""
     model = backend.model
     if type(model).__name__ != "BPE":
         return False
@@ -200,9 +200,9 @@ class InputProcessor:
         _check_messages(messages)
         if options.get("allow_special_tokens_in_messages") is None:
             options["allow_special_tokens_in_messages"] = self.allow_special_tokens_in_messages
-        return self.require_tokenizer("a conversation").template.steps(messages, options, check_text)
+        return self.require_tokenizer("a conversation").template.encode_steps(messages, options, check_text)
 
-    def conversation(
+    def prepare_conversation(
         self, messages: Messages, params: SamplingParams | None, **options: Unpack[ConversationOptions]
     ) -> tuple[list[int], ResolvedParams, ChatPlan]:
         """Returns a conversation's (prompt, parameters, plan of the output).  Raises EspalierError."""
@@ -213,7 +213,7 @@ class InputProcessor:
                 raise unknown_name("LLM.chat", name, list(ConversationOptions.__annotations__))
         tools = checked_tools(options.get("tools"), options.get("tool_choice"), options.get("parallel_tool_calls"))
         names = options.get("tool_format", AUTO), options.get("reasoning_format", AUTO)
-        plan = ChatPlan(tokenizer, find_formats(tokenizer.template.text, *names), tools)
+        plan = ChatPlan(tokenizer, find_formats(tokenizer.template.source, *names), tools)
         of_template: Any = {name: each for name, each in options.items() if name in ChatOptions.__annotations__}
         prompt = self.prompt_tokens(self.chat_tokens(plan.messages(messages), **of_template))
         self.require_room(prompt, params)
@@ -231,7 +231,7 @@ class InputProcessor:
 
     def apply_plan(self, plan: ChatPlan, params: ResolvedParams, prompt: Sequence[int]) -> ResolvedParams:
         """Returns the parameters with the plan's grammar and shown tokens, checked.  Raises EspalierError."""
-        return self.checked(plan.params(params, prompt))
+        return self.require_supported(plan.params(params, prompt))
 
     def resolve(self, params: SamplingParams) -> ResolvedParams:
         """Returns the parameters with defaults filled in and values checked.  Raises EspalierError.
@@ -240,7 +240,9 @@ class InputProcessor:
         """
         if isinstance(params, ResolvedParams):
             return params
-        resolved = self.checked(params.resolve(self.model_info.generation_config, self.model_info.eos_token_ids))
+        resolved = self.require_supported(
+            params.resolve(self.model_info.generation_config, self.model_info.eos_token_ids)
+        )
         return self.with_prediction(resolved, params.prediction) if params.prediction else resolved
 
     def with_prediction(self, params: ResolvedParams, prediction: str | Sequence[int]) -> ResolvedParams:
@@ -265,7 +267,7 @@ class InputProcessor:
             raise EspalierError(f"a prediction of {size} is not supported: max_context is {most} tokens; shorten it")
         return replace(params, prediction=tuple(prediction))
 
-    def checked(self, params: ResolvedParams) -> ResolvedParams:
+    def require_supported(self, params: ResolvedParams) -> ResolvedParams:
         """Returns the same parameters.  Raises EspalierError for values that this model does not support."""
         params.validate(self.model_info.vocab_size, self.tokenizer is not None)
         if params.grammar is not None:

@@ -44,7 +44,7 @@ class LLM:
         self._load_engine(prepare(EngineConfig(model=model, **settings)))
 
     @classmethod
-    def from_prepared(cls, prepared: "Prepared") -> "LLM":
+    def from_prepared(cls, prepared: "PreparedEngine") -> "LLM":
         """Returns an LLM from prepare(...), for callers that check requests before the weights are loaded."""
         llm = cls.__new__(cls)
         llm._load_engine(prepared)
@@ -60,7 +60,7 @@ class LLM:
         llm._set_engine(engine, config, inputs)
         return llm
 
-    def _load_engine(self, prepared: "Prepared") -> None:
+    def _load_engine(self, prepared: "PreparedEngine") -> None:
         num_pages = prepared.config.num_pages if isinstance(prepared.config.num_pages, int) else None
         warn_of_cpu_costs(prepared.config, prepared.resolved, prepared.checkpoint)
         with clear_error_frames():
@@ -135,7 +135,7 @@ class LLM:
         tools, tool_choice and others (espalier/inputs.py:ConversationOptions, espalier/chat.py:ChatOptions).
         """
         with self._engine_lock.run_postponed_after(), self._engine_lock.lock:
-            prompt, resolved, plan = self.inputs.conversation(messages, params, **options)
+            prompt, resolved, plan = self.inputs.prepare_conversation(messages, params, **options)
         output = self.generate([prompt], resolved, on_chunk)[0]
         with self._engine_lock.run_postponed_after(), self._engine_lock.lock:
             stream: Any = partial(make_detokenizer, self.tokenizer, prompt, resolved) if resolved.output_form else None
@@ -277,7 +277,7 @@ class LLM:
                     num_left -= chunk.finish_reason is not None
                     yield chunk
         finally:
-            self._engine_lock.run(partial(self._abort_unfinished, requests))
+            self._engine_lock.run_when_free(partial(self._abort_unfinished, requests))
 
     def _step(self, unread: Sequence[OutputChunk] = ()) -> None:
         """Run one engine step.  No step runs if another thread's step has filled `unread` before this thread's turn.
@@ -323,7 +323,7 @@ class LLM:
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedEngine:
     """The parts of an LLM that need no weights.
 
     config: the user's configuration.  resolved: the configuration with every "auto" decided.  inputs: checks requests.
@@ -335,7 +335,7 @@ class Prepared:
     inputs: InputProcessor
 
 
-def prepare(config: EngineConfig) -> Prepared:
+def prepare(config: EngineConfig) -> PreparedEngine:
     """Find the model's files and resolve the configuration, without loading weights.  Raises EspalierError."""
     checkpoint = find_checkpoint(config)
     resolved = resolve_config(config, checkpoint)
@@ -349,7 +349,9 @@ def prepare(config: EngineConfig) -> Prepared:
         max_position=target.max_position,
         sources=resolved.sources,
     )
-    return Prepared(config, checkpoint, resolved, InputProcessor(model_info, load_tokenizer(path, target.vocab_size)))
+    return PreparedEngine(
+        config, checkpoint, resolved, InputProcessor(model_info, load_tokenizer(path, target.vocab_size))
+    )
 
 
 def is_acceptance_low(totals: SpeculationStats) -> bool:

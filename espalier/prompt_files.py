@@ -32,7 +32,7 @@ RECORD_FORMAT = (
 Record = tuple[str, dict[str, Any]]
 
 
-def records(flag: str, path: Path) -> Iterator[Record]:
+def read_records(flag: str, path: Path) -> Iterator[Record]:
     """Yields (place, record) in the file's order; the place begins with the flag.  Raises EspalierError."""
     for place, value in _file_values(flag, path):
         if not isinstance(value, dict):

@@ -298,7 +298,8 @@ class IncrementalDetokenizer(Protocol):
     def take_text(self, final: bool) -> str:
         """Returns the new text since the last take.
 
-        The text never ends inside a character or a stop string.  Unless final, a possible start of one is held back.
+        The text never ends inside a character or a stop string.  Unless final, text that may begin a stop string is
+        held back.
         """
         ...
 

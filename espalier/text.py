@@ -95,7 +95,7 @@ class Tokenizer:
 
     def __init__(self, tokenizer: Any):
         self.hf = tokenizer
-        self.size = len(tokenizer)
+        self.num_tokens = len(tokenizer)
         self.backend = getattr(tokenizer, "backend_tokenizer", None)
         self._added = dict(getattr(tokenizer, "added_tokens_decoder", {}))
         self._alphabet = _byte_alphabet() if self._decoder_has_type("ByteLevel") else None
@@ -120,7 +120,7 @@ class Tokenizer:
             return self.backend.decode(list(tokens), skip_special_tokens=skip_special_tokens)
         return self.hf.decode(list(tokens), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
 
-    def name(self, token: int) -> str:
+    def token_name(self, token: int) -> str:
         """Returns the text of one token, or a special token's name.  An incomplete character becomes U+FFFD."""
         return self.hf.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
@@ -143,7 +143,7 @@ class Tokenizer:
         if piece is not None and self._has_space_pieces:
             # Decoding the single token would strip its leading space.
             return TokenBytes(piece.replace("\u2581", " ").encode(), True)
-        return TokenBytes(self.name(token).encode(), True)
+        return TokenBytes(self.token_name(token).encode(), True)
 
     def _decoder_has_type(self, kind: str) -> bool:
         """Whether the backend's decoder has this type, or a step of this type."""
@@ -182,7 +182,7 @@ class Tokenizer:
         Returns None if the prompt has no special token, or only special tokens that begin or end a text.
         ignored_tokens: special tokens that do not count.
         """
-        names = self.template.special.names
+        names = self.template.special_tokens.names
         ids = {id for id, each in self._added.items() if each.content in names and each.content not in ignored_tokens}
         at = next((i for i in range(len(prompt) - 1, -1, -1) if prompt[i] in ids), None)
         if at is None or prompt[at] in (self.hf.bos_token_id, self.hf.eos_token_id):
@@ -218,11 +218,11 @@ def load_tokenizer(path: Path, vocab_size: int) -> Tokenizer | None:
     tokenizer = Tokenizer(hf)
     # Espalier itself limits prompts to max_context.  transformers would print its own warning about a long prompt.
     hf.model_max_length = sys.maxsize
-    if tokenizer.size > vocab_size:
+    if tokenizer.num_tokens > vocab_size:
         log.warning(
             "the tokenizer of %s has %d tokens and the model only %d: a prompt with one of the other tokens is refused",
             path,
-            tokenizer.size,
+            tokenizer.num_tokens,
             vocab_size,
         )
     return tokenizer

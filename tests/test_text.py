@@ -136,7 +136,7 @@ def with_added_tokens() -> Tokenizer:
 
 WITH_ADDED = with_added_tokens()
 ADDED_IDS = WITH_ADDED.hf.convert_tokens_to_ids(["<end>", "<think>", "日本", "é"])
-some_tokens = st.lists(st.sampled_from(ADDED_IDS) | st.integers(0, WITH_ADDED.size - 1), max_size=12)
+some_tokens = st.lists(st.sampled_from(ADDED_IDS) | st.integers(0, WITH_ADDED.num_tokens - 1), max_size=12)
 
 
 @given(prompt=some_tokens, tokens=some_tokens, ends_whole=st.booleans(), data=st.data())
@@ -191,7 +191,7 @@ def test_special_tokens_that_a_parser_reads_are_shown_and_the_others_not(name, t
     """Text and marks in any order: their texts in this order, but for one leading space of sentencepiece."""
     tokenizer = insert_marks(TOKENIZERS[name])
     shown = tokenizer.special_ids(["<call>", "</call>", "<end-of-nothing>"])
-    assert [tokenizer.name(token) for token in shown] == ["<call>", "</call>"]
+    assert [tokenizer.token_name(token) for token in shown] == ["<call>", "</call>"]
     parts = data.draw(st.lists(st.sampled_from(["<call>", "</call>", "<end>", text]), max_size=8))
     ids = {mark: tokenizer.hf.convert_tokens_to_ids(mark) for mark in ("<call>", "</call>", "<end>")}
     prompt = spelled(name, "a")

@@ -13,7 +13,7 @@ from typing import Any
 from espalier.bench.flags import DATASET_FLAGS, DRAWN_PROMPT_FLAGS
 from espalier.bench.traffic import Conversation, Turn
 from espalier.errors import EspalierError, require_number
-from espalier.prompt_files import RECORD_FORMAT, messages_of, record_format, records, unexpected_record_error
+from espalier.prompt_files import RECORD_FORMAT, messages_of, read_records, record_format, unexpected_record_error
 from espalier.terminal.console import stdout
 from espalier.terminal.flags import flag_of, require_at_least_one
 
@@ -55,7 +55,7 @@ def conversations_of(
     the smallest and largest max_tokens of an answer, drawn by the seed.  Raises EspalierError.
     """
     chance = random.Random(seed)
-    said = [_messages_of_record(place, record) for place, record in records("--dataset", path)]
+    said = [_messages_of_record(place, record) for place, record in read_records("--dataset", path)]
     spoken = [each for each in said if each[2]]
     if not spoken:
         raise EspalierError(f"--dataset {path} holds no prompt; each record is {RECORD_FORMAT}")

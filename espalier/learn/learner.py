@@ -28,7 +28,7 @@ from espalier.errors import EspalierError, one_line
 from espalier.learn.folder import KeptTexts, LearnConfig, LearnFolder, Manifest, read_manifest, remove_draft
 from espalier.learn.swap import Swap
 from espalier.learn.trainer import GO_SIGNAL, WAIT_SIGNAL
-from espalier.llm import LLM, Prepared
+from espalier.llm import LLM, PreparedEngine
 from espalier.models.draft import DraftModel
 from espalier.request import Request
 from espalier.speculate.drafters.registry import load_draft
@@ -60,7 +60,7 @@ class TrainerMachine:
     idle_only: bool = False
 
 
-def require_learnable(prepared: Prepared) -> str:
+def require_learnable(prepared: PreparedEngine) -> str:
     """Returns the kind of the draft.  Called before weights are loaded.
 
     Raises EspalierError, which names the part that cannot be trained further or swapped in.
@@ -147,7 +147,7 @@ class Learner:
     trainer: the command of the training process, without the folder.
     """
 
-    def __init__(self, config: LearnConfig, prepared: Prepared, trainer: Sequence[str] = TRAINER) -> None:
+    def __init__(self, config: LearnConfig, prepared: PreparedEngine, trainer: Sequence[str] = TRAINER) -> None:
         """Raises EspalierError without changing the folder."""
         self.config, self.trainer, self.resolved = config, trainer, prepared.resolved
         self.kind, found = require_learnable(prepared), prepared.checkpoint

@@ -43,7 +43,7 @@ class ActiveRequest:
         self.timeout_s = frontend.options.request_timeout_s
         self.make_builder = make_builder
         self.generation = generation
-        self.client_shares, self.client = frontend.shares, client_name.get()
+        self.client_shares, self.client = frontend.client_shares, client_name.get()
         self.client_shares.add_generation(self.client, generation)
         self.deadline = deadline
         self.prompt_index = {name: i for i, name in enumerate(generation.num_running)}

@@ -41,14 +41,14 @@ IDENTITY_ENCODING = "identity"
 class BodyLimits(msgspec.Struct, frozen=True):
     """The limits of a request body.  All fields are plain values, because they are sent to the body process.
 
-    prompts: the most prompts in one request.  tokens: the most token ids for /detokenize.  max_position: the model's
+    max_prompts: in one request.  max_token_ids: for /detokenize.  max_position: the model's
     positions, for an error message (errors.prompt_too_long).
     """
 
     vocab_size: int
     max_context: int
-    prompts: int
-    tokens: int
+    max_prompts: int
+    max_token_ids: int
     max_position: int | None = None
 
 
@@ -118,8 +118,8 @@ def _check_entry_counts(value: dict[str, Any], limits: BodyLimits) -> None:
     """Refuse a field with too many entries before pydantic builds objects from the entries.  Raises ApiError."""
     prompt, rest = value.get("prompt"), {name: each for name, each in value.items() if name not in ("prompt", "tokens")}
     if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
-        _require_at_most("prompt", len(prompt), limits.prompts)
-    for name, limit in (("tokens", limits.tokens), ("messages", MAX_MESSAGES), ("input", MAX_MESSAGES)):
+        _require_at_most("prompt", len(prompt), limits.max_prompts)
+    for name, limit in (("tokens", limits.max_token_ids), ("messages", MAX_MESSAGES), ("input", MAX_MESSAGES)):
         if isinstance(value.get(name), list):
             _require_at_most(name, len(value[name]), limit)
     for name, each in rest.items():

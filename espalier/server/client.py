@@ -110,7 +110,7 @@ class ClientOptions:
 
     heartbeat_s: seconds between messages of an idle engine.  engine_timeout_s: a loaded engine without messages for
     this many seconds is killed.  load_timeout_s: limit for loading the model, None for no limit.  worker: the module
-    that the engine process runs.  learn: see protocol.Start.
+    that the engine process runs.  learn: see protocol.StartEngine.
     """
 
     restart: bool = False
@@ -124,7 +124,7 @@ class ClientOptions:
 
 
 class EngineClient:
-    """Runs one engine process; with `restart`, replaces a process that ended.  settings: see protocol.Start.
+    """Runs one engine process; with `restart`, replaces a process that ended.  settings: see protocol.StartEngine.
 
     state: "starting", "ready", "gone" or "closed".  unavailable_reason: the reason for a state other than "ready".
     abort_steps: for each number of engine steps, how many aborts took so many steps.
@@ -256,7 +256,7 @@ class EngineClient:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         options = self.options
         self._send(
-            protocol.Start(self.settings, options.heartbeat_s, options.log_level, options.log_json, options.learn)
+            protocol.StartEngine(self.settings, options.heartbeat_s, options.log_level, options.log_json, options.learn)
         )
         first = await self._first_message(socket, self.process)
         if not isinstance(first, protocol.EngineReady):

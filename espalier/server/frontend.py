@@ -46,7 +46,7 @@ MAX_CACHED_PARAMS = 256
 
 @dataclass(frozen=True)
 class FrontendOptions:
-    """Settings of an API server.
+    """Settings of the frontend of a model.
 
     names: the model's names in the API; if empty, the name of its directory.  chat_template: replaces the tokenizer's.
     max_queue: how many samples may wait for a slot.  request_timeout_s: limit for one request, None for no limit.
@@ -141,7 +141,7 @@ def unknown_model(name: str, served: Sequence[str]) -> ApiError:
 
 
 class ModelFrontend:
-    """The API server of one model.
+    """The API server's part for one model: checks, tokenization, admission and responses.
 
     engines: must be ready.  metrics: shared by all models of the server; None for a server with one model.  draining:
     new requests are refused, and running requests finish.
@@ -159,7 +159,7 @@ class ModelFrontend:
         self.inputs = InputProcessor(model_info, tokenizer, options.allow_special_tokens_in_messages)
         if options.chat_template is not None:
             self.inputs.require_tokenizer("--chat-template").hf.chat_template = options.chat_template
-        template = "" if tokenizer is None else tokenizer.template.text
+        template = "" if tokenizer is None else tokenizer.template.source
         self.formats = find_formats(template, options.tool_format, options.reasoning_format)
         names = [each.name if each is not None else "none" for each in (self.formats.tools, self.formats.reasoning)]
         log.info("format of tool calls: %s; format of reasoning: %s", *names)
@@ -167,9 +167,9 @@ class ModelFrontend:
         capacity = engines.max_slots + options.max_queue
         max_context, max_detokenized = model_info.max_context, max(MAX_DETOKENIZED, model_info.max_context)
         limits = BodyLimits(model_info.vocab_size, max_context, capacity, max_detokenized, model_info.max_position)
-        self.bodies = BodyReader(limits)
+        self.body_reader = BodyReader(limits)
         self.template_process: TemplateProcess | None = None
-        self.shares = ClientShares()
+        self.client_shares = ClientShares()
         self._logged_fields: set[str] = set()
         self._resolved: dict[int, tuple[SamplingParams, ResolvedParams]] = {}
 
@@ -203,7 +203,7 @@ class ModelFrontend:
         return "" if self.engines.state == "ready" else self.engines.unavailable_reason
 
     def frontend_for(self, model: str | None) -> "ModelFrontend":
-        """Returns this API server.  Raises ApiError if this API server does not serve `model`."""
+        """Returns this frontend.  Raises ApiError if `model` is the name of another model."""
         if model is not None and model not in self.names:
             raise unknown_model(model, self.names)
         return self
@@ -268,11 +268,11 @@ class ModelFrontend:
     def reserve_capacity(self, num_samples: int) -> Iterator[None]:
         """Counts samples as queued while the block tokenizes their prompts.  Raises ApiError if the queue is full."""
         self._require_capacity(num_samples)
-        self.shares.add_reserved(num_samples)
+        self.client_shares.add_reserved(num_samples)
         try:
             yield
         finally:
-            self.shares.remove_reserved(num_samples)
+            self.client_shares.remove_reserved(num_samples)
 
     def _require_capacity(self, num_samples: int) -> None:
         """Refuse samples for which neither slots nor the queue have room.  Raises ApiError."""
@@ -287,8 +287,8 @@ class ModelFrontend:
         if num_samples > capacity:
             message = f"the request has {num_samples} samples and the server holds {capacity} at most; send fewer"
             raise ApiError(400, message, "n")
-        num_held = self.engines.open_samples + self.shares.num_reserved
-        if not self.shares.may_submit(num_samples, num_held, capacity, self.options.max_queue):
+        num_held = self.engines.open_samples + self.client_shares.num_reserved
+        if not self.client_shares.may_submit(num_samples, num_held, capacity, self.options.max_queue):
             raise queue_full_error(f"the queue is full ({num_held} of {capacity} samples are running or waiting)")
 
     def _submit(self, body: GenerationRequest, prompts: Sequence[list[int]], params: ResolvedParams) -> Generation:
@@ -304,7 +304,7 @@ class ModelFrontend:
         self.tokenizer_threads.close()
         if self.template_process is not None:
             await self.template_process.helper.close()
-        await self.bodies.helper.close()
+        await self.body_reader.helper.close()
 
 
 def _engine_gone_error(error: EngineGone) -> ApiError:
@@ -325,13 +325,14 @@ class MultiModelFrontend:
         self._by_name = {name: frontend for frontend in frontends for name in frontend.names}
         if twice := [name for name in self._by_name if self.names.count(name) > 1]:
             raise EspalierError(f"two models are served as {twice[0]!r}; give them different names (served_model_name)")
-        limits = [frontend.bodies.limits for frontend in frontends]
-        largest = {name: max(getattr(each, name) for each in limits) for name in ("vocab_size", "prompts", "tokens")}
+        limits = [frontend.body_reader.limits for frontend in frontends]
+        names = ("vocab_size", "max_prompts", "max_token_ids")
+        largest = {name: max(getattr(each, name) for each in limits) for name in names}
         longest = max(limits, key=lambda each: each.max_context)
-        self.bodies = BodyReader(msgspec.structs.replace(longest, **largest))
+        self.body_reader = BodyReader(msgspec.structs.replace(longest, **largest))
 
     def frontend_for(self, model: str | None) -> ModelFrontend:
-        """Returns the API server that serves `model`.  Raises ApiError."""
+        """Returns the frontend of `model`.  Raises ApiError."""
         if model is None and len(self.frontends) > 1:
             raise ApiError(400, f"model is missing; use one of {', '.join(self.names)}", "model")
         if model is None:
@@ -352,4 +353,4 @@ class MultiModelFrontend:
     async def close(self) -> None:
         for frontend in self.frontends:
             await frontend.close()
-        await self.bodies.helper.close()
+        await self.body_reader.helper.close()

@@ -102,7 +102,7 @@ class Connection(asyncio.Protocol):
         self.loop = asyncio.get_running_loop()
         # The part of a request's head that has arrived.  h11 parses the complete head.
         self.head = b""
-        self.http: h11.Connection | None = None
+        self.h11_connection: h11.Connection | None = None
         # The last request.
         self.exchange: HttpExchange | None = None
         self.task: asyncio.Task[None] | None = None
@@ -143,13 +143,13 @@ class Connection(asyncio.Protocol):
 
     def eof_received(self) -> bool:
         """Returns whether the connection stays open."""
-        exchange, http = self.exchange, self.http
+        exchange, h11_connection = self.exchange, self.h11_connection
         self.is_half_closed = (
             exchange is not None
-            and http is not None
+            and h11_connection is not None
             and not (self.is_closing_after_error or exchange.more_body or exchange.is_ended)
             and exchange.scope["http_version"] != "1.0"
-            and not http.trailing_data[0]
+            and not h11_connection.trailing_data[0]
         )
         if self.is_half_closed:
             self.loop.call_later(HALF_CLOSED_CHECK_S, self._check_half_closed, 0)
@@ -172,13 +172,13 @@ class Connection(asyncio.Protocol):
     def _pass_to_h11(self, data: bytes) -> None:
         """Pass data to h11.  Chunked data is passed in pieces, because h11 limits only incomplete lines."""
         while True:
-            is_chunked = self.http is not None and self.exchange is not None and self.exchange.is_chunked
+            is_chunked = self.h11_connection is not None and self.exchange is not None and self.exchange.is_chunked
             size = MAX_LINE_BYTES if is_chunked else len(data)
             part, data = data[:size], data[size:]
-            if self.http is None:
+            if self.h11_connection is None:
                 self.head += part
             elif part:
-                self.http.receive_data(part)
+                self.h11_connection.receive_data(part)
             self._handle_arrived_requests()
             if not data:
                 return
@@ -186,10 +186,10 @@ class Connection(asyncio.Protocol):
     def _handle_arrived_requests(self) -> None:
         """Handle the requests and body parts that h11 has parsed.  Raises ApiError, or h11's errors."""
         while not (self.is_closing_after_error or self.transport.is_closing()):
-            if self.http is None and not self._begin_request():
+            if self.h11_connection is None and not self._begin_request():
                 return
-            assert self.http is not None
-            event = self.http.next_event()
+            assert self.h11_connection is not None
+            event = self.h11_connection.next_event()
             if event is h11.NEED_DATA:
                 return
             if event is h11.PAUSED:  # the next request waits for the response to this one
@@ -210,15 +210,15 @@ class Connection(asyncio.Protocol):
         if end is None:
             return False
         head, rest, self.head = self.head[:end], self.head[end:], b""
-        self.http = h11.Connection(h11.SERVER, MAX_LINE_BYTES)
-        self.http.receive_data(head)
-        request = self.http.next_event()
+        self.h11_connection = h11.Connection(h11.SERVER, MAX_LINE_BYTES)
+        self.h11_connection.receive_data(head)
+        request = self.h11_connection.next_event()
         assert isinstance(request, h11.Request)
         self.exchange = HttpExchange(self, request)
         self.task = self.loop.create_task(self._run_app(self.exchange))
         if rest:
             self._pass_to_h11(rest)
-        return self.http is not None
+        return self.h11_connection is not None
 
     async def _run_app(self, exchange: "HttpExchange") -> None:
         try:
@@ -230,8 +230,8 @@ class Connection(asyncio.Protocol):
 
     def _reset_for_next_request(self) -> None:
         """Prepare for the next request, after a whole request and its whole response."""
-        assert self.http is not None
-        self.head, self.http = self.http.trailing_data[0], None
+        assert self.h11_connection is not None
+        self.head, self.h11_connection = self.h11_connection.trailing_data[0], None
 
     @property
     def is_idle(self) -> bool:

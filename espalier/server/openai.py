@@ -126,7 +126,7 @@ class Message(RequestBody):
         """Replace a list of text parts by the joined text."""
         if isinstance(self.content, list):
             for name in CACHE_FIELDS:
-                marks = [mark for part in self.content if (mark := getattr(part, name)) is not None]
+                marks = [cache_field for part in self.content if (cache_field := getattr(part, name)) is not None]
                 if marks and getattr(self, name) is None:
                     setattr(self, name, marks[0])
             self.content = self.text
@@ -394,8 +394,8 @@ class ChatRequest(ToolFields, ChatTemplateFields, GenerationRequest):
         )
 
 
-def _has_cache_field(tool: dict[str, Any], mark: str) -> bool:
-    return mark in tool or (isinstance(tool.get("function"), dict) and mark in tool["function"])
+def _has_cache_field(tool: dict[str, Any], cache_field: str) -> bool:
+    return cache_field in tool or (isinstance(tool.get("function"), dict) and cache_field in tool["function"])
 
 
 def _without_cache_fields(tool: dict[str, Any]) -> dict[str, Any]:

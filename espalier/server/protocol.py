@@ -26,7 +26,7 @@ from espalier.stats import LearnStats, SpeculationStats, Usage
 SHUTTING_DOWN = "the server is shutting down"
 
 
-class Start(msgspec.Struct, tag=True):
+class StartEngine(msgspec.Struct, tag=True):
     """The first message from the API server.
 
     settings: plain values of what the worker loads; for a model, the keywords of EngineConfig.  heartbeat_s: seconds
@@ -78,7 +78,7 @@ class Shutdown(msgspec.Struct, tag=True):
     """Makes the engine process exit at once, without waiting for running requests."""
 
 
-MessageToEngine = Start | SubmitPrompts | AbortPrompt | Shutdown
+MessageToEngine = StartEngine | SubmitPrompts | AbortPrompt | Shutdown
 
 
 class EngineReady(msgspec.Struct, tag=True):

@@ -119,7 +119,7 @@ class ResponsesRequest(_Sampling, ToolFields, CommonFields):
         fields = {name: value for name in SHARED_FIELDS if (value := getattr(self, name)) is not None}
         fields["messages"] = messages_of(self.input, self.instructions)
         fields["max_completion_tokens"] = self.max_output_tokens
-        if self.store is False:  # this body's own field already reports that true has no effect
+        if self.store is False:  # store=true has no effect, which this body's own field reports
             fields["store"] = False
         if self.tools is not None:
             fields["tools"] = [_chat_tool(f"tools[{i}]", tool) for i, tool in enumerate(self.tools)]

@@ -113,7 +113,7 @@ class PathEndpoints:
         scope["state"]["route"] = self.path
         http = Request(scope, receive)
         try:
-            body = () if endpoint.body is None else (await self.frontends.bodies.read(http, endpoint.body),)
+            body = () if endpoint.body is None else (await self.frontends.body_reader.read(http, endpoint.body),)
             response = await endpoint.handler(http, *body)
         except ClientDisconnect:
             self.frontends.metrics.disconnects.inc()
@@ -240,7 +240,7 @@ def example_requests(frontends: Frontends, needs_key: bool) -> Iterator[tuple[st
     path, asked = "/v1/completions", dict[str, Any](prompt="Hello")
     if frontend.inputs.tokenizer is None:
         asked = {"prompt": [1]}
-    elif frontend.inputs.tokenizer.template.text:
+    elif frontend.inputs.tokenizer.template.source:
         path, asked = "/v1/chat/completions", {"messages": [{"role": "user", "content": "Hello!"}]}
     body = json.dumps({"model": frontends.names[0], **asked, "max_tokens": EXAMPLE_MAX_TOKENS}, ensure_ascii=False)
     yield path, f'-H "content-type: application/json" -d {shlex.quote(body)}'

@@ -29,7 +29,7 @@ from espalier.llm import LLM, is_acceptance_low, prepare
 from espalier.masking.compile import CompiledGrammar, CompilerBusy
 from espalier.request import OutputChunk, Request
 from espalier.server import logs, protocol
-from espalier.server.protocol import EngineFailed, OutputPart, PromptRefused, Start, SubmittedPrompt
+from espalier.server.protocol import EngineFailed, OutputPart, PromptRefused, StartEngine, SubmittedPrompt
 from espalier.slots import ALL_SOURCES
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class EngineWorker:
     """
 
     def __init__(
-        self, socket: zmq.Socket, llm: LLM, start: Start, api_server_pid: int, learner: "Learner | None" = None
+        self, socket: zmq.Socket, llm: LLM, start: StartEngine, api_server_pid: int, learner: "Learner | None" = None
     ):
         self.socket = socket
         self.llm = llm
@@ -208,7 +208,7 @@ class EngineWorker:
 
 
 def unpack_settings(sent: dict[str, Any]) -> dict[str, Any]:
-    """Returns the keyword arguments of LLM for the plain values of Start.settings."""
+    """Returns the keyword arguments of LLM for the plain values of StartEngine.settings."""
     tree = sent.get("speculation")
     return {**sent, "speculation": SpeculationConfig(**tree)} if isinstance(tree, dict) else sent
 
@@ -239,7 +239,7 @@ ModelLoader = Callable[[dict[str, Any]], AbstractContextManager[LLM]]
 def main(address: str, api_server_pid: int, load: ModelLoader = load_model) -> int:
     """Connect to the API server, load the model and serve.  Sends EngineFailed with the reason of a failure.
 
-    api_server_pid: the API server's process, which may end before it sends Start.
+    api_server_pid: the API server's process, which may end before it sends StartEngine.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with zmq.Context() as context, context.socket(zmq.PAIR) as socket:
@@ -267,13 +267,13 @@ def main(address: str, api_server_pid: int, load: ModelLoader = load_model) -> i
     return EXIT_OK
 
 
-def wait_for_start(socket: zmq.Socket, api_server_pid: int) -> Start | None:
+def wait_for_start(socket: zmq.Socket, api_server_pid: int) -> StartEngine | None:
     """Returns the API server's first message.  Returns None if the API server has ended, is silent for
-    START_TIMEOUT_MS, or sends another message than Start."""
+    START_TIMEOUT_MS, or sends another message than StartEngine."""
     for _ in range(START_TIMEOUT_MS // API_SERVER_CHECK_MS):
         if socket.poll(API_SERVER_CHECK_MS):
             start = protocol.decode_to_engine(socket.recv())
-            return start if isinstance(start, Start) else None
+            return start if isinstance(start, StartEngine) else None
         if os.getppid() != api_server_pid:
             break
     return None
@@ -304,7 +304,7 @@ def _exit_with_api_server(api_server_pid: int, address: Path) -> Iterator[None]:
         is_over.set()
 
 
-def _serve(socket: zmq.Socket, start: Start, api_server_pid: int, load: ModelLoader, address: Path) -> None:
+def _serve(socket: zmq.Socket, start: StartEngine, api_server_pid: int, load: ModelLoader, address: Path) -> None:
     began = time.perf_counter()
     with ExitStack() as stack:
         learner = None

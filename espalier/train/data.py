@@ -17,7 +17,7 @@ import numpy as np
 
 from espalier.errors import EspalierError, one_line
 from espalier.inputs import InputProcessor, ModelInfo
-from espalier.prompt_files import RECORD_FORMAT, TEXT_FIELDS, record_format, records, token_ids
+from espalier.prompt_files import RECORD_FORMAT, TEXT_FIELDS, read_records, record_format, token_ids
 from espalier.text import load_tokenizer
 from espalier.train.configs import read_target
 
@@ -90,7 +90,7 @@ def _read_prompts(path: Path, target: Path) -> Iterator[tuple[dict[str, Any], li
     """Yields each record with its token ids.  See prompt_files.token_ids."""
     config, found = read_target(target), False
     vocab_size, inputs = int(config["vocab_size"]), cache(lambda: _input_processor(target, config))
-    for place, record in records("--data", path):
+    for place, record in read_records("--data", path):
         yield record, token_ids(place, record, vocab_size, inputs)
         found = True
     if not found:

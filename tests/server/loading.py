@@ -24,5 +24,5 @@ if __name__ == "__main__":
         sys.exit(main(address, api_server_pid, load))
     with zmq.Context() as context, context.socket(zmq.PAIR) as socket:
         socket.bind(address)
-        socket.send(protocol.encode(protocol.Start({"pid_file": sys.argv[2]}, 1.0, "info", False)))
+        socket.send(protocol.encode(protocol.StartEngine({"pid_file": sys.argv[2]}, 1.0, "info", False)))
         time.sleep(600)

@@ -38,7 +38,7 @@ class ScriptedClient(EngineClient):
         super().__init__({}, ClientOptions())
         self.tokenizer, self.script, self.size = tokenizer, script, size
         self.submitted: list[ResolvedParams] = []
-        self.model_info = ModelInfo(str(folder), tokenizer.size, 100_000, (tokenizer.hf.eos_token_id,))
+        self.model_info = ModelInfo(str(folder), tokenizer.num_tokens, 100_000, (tokenizer.hf.eos_token_id,))
         self.config, self.state = {"max_batch": 8}, "ready"
 
     def _send(self, message: protocol.MessageToEngine) -> None:

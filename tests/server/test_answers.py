@@ -109,7 +109,7 @@ def test_bytes_are_those_that_tokens_add_to_a_text_added_ones_too(make):
     tokenizer.hf.add_tokens(["<think>", "\u00e9", "\u2581\u2581", "  "])
     tokenizer = Tokenizer(tokenizer.hf)
     first = tokenizer.hf.convert_tokens_to_ids("x")
-    for token in range(tokenizer.size):
+    for token in range(tokenizer.num_tokens):
         part = tokenizer.bytes_of(token)
         text = tokenizer.decode([first, token]).removeprefix("x")
         assert (part.bytes.decode(errors="replace") if part.is_text else "") == text, token
@@ -192,8 +192,8 @@ def test_a_token_is_looked_up_once(monkeypatch):
 
 def test_every_token_of_the_bundled_model_reads_as_its_bytes(llm):
     tokenizer = llm.tokenizer
-    for token in range(tokenizer.size):
-        assert tokenizer.bytes_of(token).bytes.decode(errors="replace") == tokenizer.name(token)
+    for token in range(tokenizer.num_tokens):
+        assert tokenizer.bytes_of(token).bytes.decode(errors="replace") == tokenizer.token_name(token)
 
 
 MESSAGES = [{"role": "user", "content": "x"}]

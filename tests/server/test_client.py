@@ -222,7 +222,7 @@ def test_an_echo_is_read_beside_the_loop_by_the_length_of_all_its_prompts(monkey
         )
         resolve = inputs.resolve
         tokenizer_threads = tokenizer_threads.TokenizerThreads(inputs)
-        bodies = BodyReader(BodyLimits(10, 8, 4, 4))
+        body_reader = BodyReader(BodyLimits(10, 8, 4, 4))
         metrics = SimpleNamespace(started_at=0, responses=SimpleNamespace(labels=lambda *of: SimpleNamespace(inc=list)))
 
         def frontend_for(self, name):
@@ -253,7 +253,7 @@ def test_an_echo_is_read_beside_the_loop_by_the_length_of_all_its_prompts(monkey
 def test_prompts_that_are_being_read_take_room():
     frontend = ModelFrontend.__new__(ModelFrontend)
     frontend.engines = SimpleNamespace(require_running=lambda: None, num_slots=2, open_samples=1)
-    frontend.options, frontend.draining, frontend.shares = SimpleNamespace(max_queue=2), False, ClientShares()
+    frontend.options, frontend.draining, frontend.client_shares = SimpleNamespace(max_queue=2), False, ClientShares()
     with frontend.reserve_capacity(2):
         with (
             pytest.raises(ApiError, match=r"3 of 4 samples") as caught,
@@ -290,7 +290,7 @@ def test_an_answer_is_made_once_the_prompts_have_left():
         require_running=lambda: None, num_slots=2, open_samples=0, submit=submit, **ending
     )
     frontend.options = SimpleNamespace(max_queue=2, request_timeout_s=None)
-    frontend.draining, frontend.shares, frontend.metrics = False, ClientShares(), Metrics([])
+    frontend.draining, frontend.client_shares, frontend.metrics = False, ClientShares(), Metrics([])
     http = SimpleNamespace(receive=receive, scope={"state": {}})
     asked = http, SimpleNamespace(stream=True, priority=None), [[1]], ResolvedParams()
     with pytest.raises(RuntimeError, match="enough"):

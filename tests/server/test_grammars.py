@@ -14,7 +14,7 @@ from espalier import Grammar, SamplingParams
 from espalier.masking import compile as of_compile
 from espalier.request import Output
 from espalier.server import protocol
-from espalier.server.protocol import AbortPrompt, PromptRefused, Start, StepOutput, SubmitPrompts, SubmittedPrompt
+from espalier.server.protocol import AbortPrompt, PromptRefused, StartEngine, StepOutput, SubmitPrompts, SubmittedPrompt
 from espalier.server.worker import EngineWorker
 
 SCHEMA = {
@@ -141,7 +141,7 @@ def test_a_grammar_that_compiles_blocks_nobody(llm, monkeypatch):
     with zmq.Context() as context, context.socket(zmq.PAIR) as frontend, context.socket(zmq.PAIR) as socket:
         frontend.bind("inproc://grammars")
         socket.connect("inproc://grammars")
-        worker = EngineWorker(socket, llm, Start({}, 0.05, "info", False), os.getppid())
+        worker = EngineWorker(socket, llm, StartEngine({}, 0.05, "info", False), os.getppid())
 
         def submit(name, grammar=None):
             params = SamplingParams(temperature=0.0, max_tokens=8, grammar=grammar)

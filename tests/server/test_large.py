@@ -31,7 +31,7 @@ from espalier.text import load_tokenizer
 from espalier.tool_calls.formats import Formats
 
 TOKENIZER = Path(espalier.__file__).parent / "bundled" / "target"
-LIMITS = BodyLimits(vocab_size=1000, max_context=100_000, prompts=100, tokens=1000)
+LIMITS = BodyLimits(vocab_size=1000, max_context=100_000, max_prompts=100, max_token_ids=1000)
 PART = {"type": "text", "text": "ab"}
 
 

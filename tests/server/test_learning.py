@@ -11,7 +11,7 @@ from espalier.cli.serve import serve_worker
 from espalier.errors import EspalierError
 from espalier.request import ResolvedParams
 from espalier.server import protocol
-from espalier.server.protocol import Start, SubmitPrompts, SubmittedPrompt
+from espalier.server.protocol import StartEngine, SubmitPrompts, SubmittedPrompt
 from espalier.server.worker import EngineWorker
 from tests.learn.test_learner import served as one_engine
 from tests.server.serving import exists, serving
@@ -44,7 +44,7 @@ def test_private_requests_are_not_kept(learns):
     with zmq.Context() as context, context.socket(zmq.PAIR) as frontend, context.socket(zmq.PAIR) as socket:
         frontend.bind("inproc://learning")
         socket.connect("inproc://learning")
-        worker = EngineWorker(socket, one_engine(), Start({}, 0.05, "info", False), os.getppid(), learner)
+        worker = EngineWorker(socket, one_engine(), StartEngine({}, 0.05, "info", False), os.getppid(), learner)
         frontend.send(
             protocol.encode(SubmitPrompts([submitted("a", n=2), submitted("b", private=True), submitted("c")]))
         )

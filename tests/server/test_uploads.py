@@ -38,7 +38,7 @@ def client(kept):
         return made
 
     async def made():
-        server = SimpleNamespace(bodies=BodyReader(LIMITS))
+        server = SimpleNamespace(body_reader=BodyReader(LIMITS))
         return make_router(server, batch_endpoints(await batches()))
 
     app = asyncio.run(made())

@@ -17,7 +17,7 @@ from espalier.server.protocol import (
     AbortPrompt,
     PromptRefused,
     Shutdown,
-    Start,
+    StartEngine,
     StepOutput,
     SubmitPrompts,
     SubmittedPrompt,
@@ -43,7 +43,7 @@ def engine():
         frontend.bind("inproc://engine")
         socket.connect("inproc://engine")
         with LLM(model=target, draft=draft, **SETTINGS) as llm:
-            yield EngineWorker(socket, llm, Start({}, 0.05, "info", False), os.getppid()), frontend
+            yield EngineWorker(socket, llm, StartEngine({}, 0.05, "info", False), os.getppid()), frontend
 
 
 def submit(frontend, name, params=PARAMS, priority=0, prompt=(1, 2, 3)):
