@@ -180,13 +180,13 @@ def test_only_so_many_large_bodies_wait(monkeypatch):
 
 
 def test_the_framework_reads_no_body_itself():
-    """What is no JSON at all arrives, read by whoever stands at `bodies`."""
+    """What is no JSON at all arrives, read by whoever stands at `body_reader`."""
 
     class Refusing:
         names = ("m",)
         metrics = SimpleNamespace(started_at=0, responses=SimpleNamespace(labels=lambda *of: SimpleNamespace(inc=list)))
 
-        class bodies:
+        class body_reader:
             async def read(http, model):
                 raise ApiError(400, f"{model.__name__} of {len(await http.body())} bytes")
 

@@ -49,9 +49,9 @@ def test_each_model_has_its_front(frontends):
 
 
 def test_a_body_is_held_to_the_longest_context_and_its_model_has_those_positions(frontends, monkeypatch):
-    monkeypatch.setattr(frontends[0].bodies, "limits", BodyLimits(9, 64, 1, 1, 64))
-    monkeypatch.setattr(frontends[1].bodies, "limits", BodyLimits(8, 32, 2, 2, 128))
-    assert MultiModelFrontend(frontends, frontends[0].metrics).bodies.limits == BodyLimits(9, 64, 2, 2, 64)
+    monkeypatch.setattr(frontends[0].body_reader, "limits", BodyLimits(9, 64, 1, 1, 64))
+    monkeypatch.setattr(frontends[1].body_reader, "limits", BodyLimits(8, 32, 2, 2, 128))
+    assert MultiModelFrontend(frontends, frontends[0].metrics).body_reader.limits == BodyLimits(9, 64, 2, 2, 64)
 
 
 def test_a_defect_of_an_endpoint_is_an_error_of_openais_form(frontends, monkeypatch, caplog):
