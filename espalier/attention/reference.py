@@ -7,7 +7,7 @@ from espalier.attention.base import Attention, AttentionBackend, SelectedMask, S
 from espalier.attention.support import Provider, Support
 from espalier.cache.layer_spec import KVHeads, LatentKV
 from espalier.kernels.ops.attention import masked_attention, merge_results
-from espalier.kernels.ops.selection import IndexQueries
+from espalier.kernels.ops.selection import IndexerQueries
 
 
 class ReferenceAttention(Attention):
@@ -19,7 +19,7 @@ class ReferenceAttention(Attention):
             mask = mask & (self.nodes.positions[:, :, None] - positions[:, None, :] < spec.window)
         return self._attend_masked(q, layer, mask)
 
-    def select(self, layer: int, queries: IndexQueries, keys: Tensor) -> SelectedMask:
+    def select(self, layer: int, queries: IndexerQueries, keys: Tensor) -> SelectedMask:
         _, exists, rows = self._held_rows()
         return self.select_by_mask(layer, queries, keys, rows, exists)
 

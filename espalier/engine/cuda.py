@@ -33,7 +33,7 @@ from espalier.engine.launch_input import ALL_SAMPLING, LaunchInput, RequestResul
 from espalier.engine.masks import AskBeamMasks, GuideRows, RowMasks, Trees
 from espalier.engine.results import ResultsRing, read_results, read_trees
 from espalier.errors import EspalierError
-from espalier.kernels.ops.sampling import logprob_rows
+from espalier.kernels.ops.sampling import pack_logprob_rows
 from espalier.kernels.runtime.precompile import precompile
 from espalier.layout import MAX_ROUNDS_IN_FLIGHT, LaunchForm, padded_batch
 from espalier.speculate.round import ModelRunner, RoundOutput
@@ -352,7 +352,7 @@ class CudaExecutor:
         prompt_logprobs = None
         if output is not None and output.prompt_logprobs is not None:
             with torch.cuda.stream(self.stream):
-                prompt_logprobs = logprob_rows(*output.prompt_logprobs)
+                prompt_logprobs = pack_logprob_rows(*output.prompt_logprobs)
         on_host = self.copy_entry(host, len(launch_input.slots), prompt_logprobs)
         return CudaHandle(self.results, host, launch_input, on_host)
 

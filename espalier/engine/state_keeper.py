@@ -90,7 +90,7 @@ class StateKeeper(NoStates):
         self.layout = layout
         self.prefixes = prefixes
         self.snapshots = snapshots
-        self.tokens_before_end = max(layout.reentry, 1)
+        self.tokens_before_end = max(layout.num_recomputed_tokens, 1)
         self.decode_interval, self.prompt_interval = DECODE_SNAPSHOT_INTERVAL, PROMPT_SNAPSHOT_INTERVAL
         self._by_request: dict[Request, RequestSnapshots] = {}
         self._pending_copies: list[tuple[int, int]] = []
