@@ -40,11 +40,11 @@ class RoundTrees:
         drafting = self._num_drafting(batch)
         context = sum(request.num_known for request in batch) / len(batch)
         tree = self.chooser.choose(len(batch), drafting, context, lookup_gain)
-        return self.layout.without_draft if tree is None and not drafting else tree
+        return self.layout.tree_without_draft if tree is None and not drafting else tree
 
     def tree_of_pass(self, batch: Sequence[Request]) -> TreeShape | None:
         """Returns the value of LaunchInput.tree for a prefill pass of these requests."""
-        return self.layout.without_draft if self.layout.steps and not self._num_drafting(batch) else None
+        return self.layout.tree_without_draft if self.layout.steps and not self._num_drafting(batch) else None
 
     def _num_drafting(self, batch: Sequence[Request]) -> int:
         return sum(request.params.depth_limit(self.layout.steps) > 0 for request in batch)

@@ -171,7 +171,7 @@ class TreeChoice(TreeChooser):
         lookup_tree = bucket.lookup_tree
         knows_guesses = lookup is not None and lookup_tree is not None and not self.costs.uses_clock
         if not drafting:
-            tree = self.layout.without_draft
+            tree = self.layout.tree_without_draft
         elif knows_guesses and lookup_tree is not None and lookup is not None:
             tree = self._choose_with_known_guesses(bucket, batch, drafting / batch, context, lookup_tree, lookup)
         else:

@@ -15,7 +15,7 @@ from torch import Tensor
 from espalier.config import EngineConfig, ResolvedConfig
 from espalier.engine.ranks import Ranks
 from espalier.errors import EspalierError
-from espalier.llm import LLM, Prepared, prepare
+from espalier.llm import LLM, PreparedEngine, prepare
 from espalier.request import SamplingParams
 from espalier.shards import Shards
 from espalier.startup.build import LoadedModels
@@ -72,7 +72,7 @@ def load_counting_models(config: ResolvedConfig, shards: Shards) -> LoadedModels
     return loaded
 
 
-def count_bits(ranks: Ranks, prepared: Prepared, passes: int) -> BitCounts:
+def count_bits(ranks: Ranks, prepared: PreparedEngine, passes: int) -> BitCounts:
     """Run batches of requests until the target has made this many passes."""
     engine, config = build_engine_of_ranks(ranks, prepared.resolved, None, load_counting_models)
     with LLM.from_engine(engine, config, prepared.inputs) as llm:

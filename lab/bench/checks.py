@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from espalier.config import SpeculationConfig
 from espalier.engine.engine import Engine
 from espalier.errors import EspalierError
-from espalier.layout import ROUNDS_IN_FLIGHT
+from espalier.layout import MAX_ROUNDS_IN_FLIGHT
 from espalier.request import Output
 from espalier.terminal.flags import flag_of, given_flags
 
@@ -31,7 +31,7 @@ def require_pages(engine: Engine, measurement: str, batch: int, num_tokens: int)
     measurement: its name in the EspalierError that is raised if they do not.
     """
     layout, usable = engine.layout, engine.pool.num_pages - 1
-    needed = batch * layout.pages_for(num_tokens + layout.max_tokens_ahead(ROUNDS_IN_FLIGHT))
+    needed = batch * layout.pages_for(num_tokens + layout.max_tokens_ahead(MAX_ROUNDS_IN_FLIGHT))
     if needed > usable:
         raise EspalierError(
             f"{measurement} needs {needed} pages of {layout.page_size} tokens, and the engine has {usable}; measure a "

@@ -94,7 +94,7 @@ class CellEngineSizes:
 
 
 @dataclass(frozen=True)
-class EngineFigures:
+class EngineStats:
     """The name, the sizes and the startup cost of one engine."""
 
     name: str
@@ -108,7 +108,7 @@ class EngineFigures:
     start: StartupCost
 
     @classmethod
-    def of(cls, name: str, engine: Engine, start: StartupCost) -> "EngineFigures":
+    def of(cls, name: str, engine: Engine, start: StartupCost) -> "EngineStats":
         layout = engine.layout
         return cls(
             name=name,

@@ -15,7 +15,7 @@ from espalier.cache.layer_spec import specs_of_rank
 from espalier.config import EngineConfig, ResolvedConfig, SpeculationConfig
 from espalier.engine.engine import Engine
 from espalier.errors import EspalierError
-from espalier.inputs import InputProcessor, ModelFacts
+from espalier.inputs import InputProcessor, ModelInfo
 from espalier.layout import PLAIN_TREE, TreeShape
 from espalier.llm import LLM
 from espalier.models.declared_weights import require_shards
@@ -145,7 +145,7 @@ def unmade_model_bytes(recipe: Recipe, dtype: torch.dtype, ranks: int) -> int:
 def _llm_of_engine(engine: Engine, config: ResolvedConfig) -> LLM:
     """Returns an LLM of synthetic models.  Its prompts are token ids, because there is no tokenizer."""
     target = engine.executor.runner.target.config
-    facts = ModelFacts(config.model, target.vocab_size, config.layout.max_context, max_position=target.max_position)
+    facts = ModelInfo(config.model, target.vocab_size, config.layout.max_context, max_position=target.max_position)
     return LLM.from_engine(engine, replace(config, num_pages=engine.pool.num_pages), InputProcessor(facts, None))
 
 

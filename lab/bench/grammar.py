@@ -103,10 +103,10 @@ def run(args: Namespace) -> int:
 
 
 def vocabulary_of_model(llm: LLM) -> Vocabulary:
-    size = llm.inputs.facts.vocab_size
+    size = llm.inputs.model_info.vocab_size
     if llm.tokenizer is None:
         return Vocabulary(synthetic_vocabulary(size), size - 1)
-    return Vocabulary(token_bytes(llm.tokenizer, size, False), llm.inputs.facts.eos_token_ids[0])
+    return Vocabulary(token_bytes(llm.tokenizer, size, False), llm.inputs.model_info.eos_token_ids[0])
 
 
 def _xgrammar_compiler(vocabulary: Vocabulary) -> Any:

@@ -123,7 +123,7 @@ def topic_row(traffic: ComparedTraffic, topic: str, num_compared: int, is_killed
         "after": round(phase.after.accept_length, 2),
         "static draft": round(phase.static.accept_length, 2),
         "gain": f"{phase.after.accept_length / phase.static.accept_length:.2f} x" if num_swaps else "-",
-        "held back": f"{figures.before:.2f} to {figures.after:.2f}",
+        "held back": f"{figures.served_accept_length:.2f} to {figures.trained_accept_length:.2f}",
         "swaps": num_swaps,
         "minutes": round(phase.seconds / 60, 1),
         "answers while the trainer was down": phase.while_down,

@@ -17,7 +17,7 @@ import torch
 from espalier.engine.engine import Engine
 from espalier.engine.round_trees import tree_label
 from espalier.engine.tree_choice import LookupGain, TreeChoice, TreeChooser
-from espalier.layout import PLAIN_TREE, RoundLayout, TreeShape, bucket_of
+from espalier.layout import PLAIN_TREE, RoundLayout, TreeShape, padded_batch
 from espalier.request import Request
 from espalier.startup.resolve import DEFAULT_NUM_DRAFT_TOKENS, DEFAULT_PAGE_SIZE, DEFAULT_STEPS, DEFAULT_TOPK
 from espalier.startup.tree_cost import measure_chip, pass_weights, smaller_trees
@@ -68,7 +68,7 @@ class OneTree(TreeChooser):
     tree: TreeShape
 
     def choose(self, batch: int, drafting: int, context: float, lookup: LookupGain | None = None) -> TreeShape:
-        has = self.layout.tree_choices_for(bucket_of(batch, self.layout.batch_buckets(self.layout.max_batch)))
+        has = self.layout.tree_choices_for(padded_batch(batch, self.layout.batch_buckets(self.layout.max_batch)))
         return self.tree if self.tree in has else PLAIN_TREE
 
 
@@ -216,7 +216,7 @@ def find_trees(engine: Engine, chooser: TreeChooser, prompts: Sequence[Sequence[
     """Runs rounds in which the chooser finds the best trees.  Returns the tokens that each request then has."""
     requests = enter_and_step(engine, chooser, prompts, sizes, sizes.finding)
     lengths = [request.num_tokens for request in requests]
-    leave(engine, requests)
+    abort_requests(engine, requests)
     engine.drain()
     return lengths
 

@@ -229,7 +229,7 @@ def _measure_pause_once(bench: BenchEngine, running: int, context: int, length: 
     engine.add(entering)
     during = _record_token_times(bench, requests, None, entering)
     after = _record_token_times(bench, requests, ROUNDS_AFTER_PROMPT)
-    if any(request.done for request in requests):
+    if any(request.is_done for request in requests):
         raise EspalierError(
             f"the running requests, of {num_tokens} tokens each, had ended before a prompt of {length} had entered; "
             "raise --max-context, or lower --steps"

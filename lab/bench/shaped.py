@@ -22,7 +22,7 @@ from espalier.terminal.console import DIM_STYLE, print_table, progress, require_
 from espalier.terminal.flags import flag_of, given_flags
 from lab.bench.ceilings import GpuCeilings
 from lab.bench.cells import RoundCell, parse_cells, with_plain_cells
-from lab.bench.engine_sizes import CellEngineSizes, EngineFigures, EngineSizes, UserEngineSizes
+from lab.bench.engine_sizes import CellEngineSizes, EngineSizes, EngineStats, UserEngineSizes
 from lab.bench.engines import SETTINGS_OF_SHAPE, dtype_on
 from lab.bench.floor import FloorMeter, RoundFloor, RoundSize, kv_value_bytes
 from lab.bench.full_rounds import FullRounds, measure_full_rounds
@@ -50,7 +50,7 @@ class MeasuredCell:
 
     cell: RoundCell
     rounds: FullRounds
-    engine: EngineFigures
+    engine: EngineStats
     floor: RoundFloor | None
     ceilings: GpuCeilings | None
     seconds: float
@@ -204,10 +204,10 @@ def measure_cells(
 
 def _measure_in_one_engine(
     models: SyntheticModels, cells: Sequence[RoundCell], sizes: EngineSizes, num_rounds: int
-) -> Iterator[tuple[RoundCell, FullRounds, EngineFigures, float]]:
+) -> Iterator[tuple[RoundCell, FullRounds, EngineStats, float]]:
     """Measure cells that share an engine.  The engine's memory is freed when this function returns."""
     with sizes.open(models, cells[0], num_rounds) as (engine, start):
-        figures = EngineFigures.of(sizes.name(cells[0]), engine, start)
+        figures = EngineStats.of(sizes.name(cells[0]), engine, start)
         for cell in cells:
             begun = perf_counter()
             rounds = measure_full_rounds(engine, models, cell, num_rounds)
@@ -240,7 +240,7 @@ def as_dicts(measured: Sequence[MeasuredCell]) -> list[dict[str, Any]]:
     return [each.as_dict(plain_cell_beside(measured, each)) for each in measured]
 
 
-def engines_of_cells(measured: Sequence[MeasuredCell]) -> list[EngineFigures]:
+def engines_of_cells(measured: Sequence[MeasuredCell]) -> list[EngineStats]:
     """The engines that the cells ran in, each once."""
     return list({each.engine.name: each.engine for each in measured}.values())
 

@@ -19,7 +19,7 @@ from espalier.engine.acceptance import (
 )
 from espalier.engine.round_times import CORRECTION_ROUNDS, CpuCosts, RoundTimes
 from espalier.engine.tree_choice import MAX_INTERVAL, LookupGain, TreeChoice
-from espalier.layout import PLAIN_TREE, TARGET_ALONE, RoundLayout, TreeShape, next_bucket
+from espalier.layout import PLAIN_TREE, TARGET_ONLY, RoundLayout, TreeShape, next_bucket
 from espalier.startup.tree_policy import tree_sets
 from tests.startup.test_tree_policy import BIG
 
@@ -267,7 +267,7 @@ def test_where_nobody_can_use_guesses_nothing_is_drafted() -> None:
     simulated.run(8, 50)
     before = simulated.choice.buckets[8].current
     for _ in range(20):
-        assert simulated.choice.choose(8, 0, 1024) == TARGET_ALONE
+        assert simulated.choice.choose(8, 0, 1024) == TARGET_ONLY
         simulated.choice.record([], 8, [])
     assert simulated.choice.buckets[8].current == before != PLAIN_TREE, "nothing was found out"
 

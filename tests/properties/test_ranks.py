@@ -141,7 +141,7 @@ def hitting() -> list[Request]:
     trunk, ways = prompts(29, [9])[0], [SamplingParams(max_tokens=4, temperature=heat) for heat in (1.0, 0.0, 1.0)]
     made = [request(i, [*trunk[:kept], i], ways[i]) for i, kept in enumerate((9, 7, 4))]
     for each in made[1:]:
-        each.after = made[0]
+        each.prefix_leader = made[0]
     return made
 
 

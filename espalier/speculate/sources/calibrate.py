@@ -46,7 +46,8 @@ def middle_of_level(level: int) -> float:
 def calibrate_scores(tree: Tree, kinds: Tensor, survival: Tensor, skill: Tensor) -> Tree:
     """Returns the same trees with calibrated scores.
 
-    kinds: [B, D], from `draft_node_kinds`; survival: [NODE_KINDS, S] and skill: [B, 1], both float32 as in SlotTable.
+    kinds: [B, D], from `draft_node_kinds`; survival: [NODE_KINDS, S] and skill: [B, 1], both float32 as in
+    SlotTable.
     """
     is_no_guess = _is_root_or_void(tree)
     step = (survival[kinds, (tree.depths - 1).clamp(min=0)] + skill).clamp(max=math.log(MAX_STEP_PROBABILITY))

@@ -76,7 +76,7 @@ def test_turns_say_all_that_was_said_and_beginnings_are_shared(engines):
         prompts = bench.prompts(talk.lengths)
         served = serve_random(bench.engine, prompts, talk, Arrivals(concurrency=1))
     assert talk.max_tokens == 32 + max(5 + 2 + 3 + 3, 4 + 4 + 6 + 1)
-    first, second = ([each for each in served.requests if each.arrival // 2 == i] for i in range(2))
+    first, second = ([each for each in served.requests if each.arrival_index // 2 == i] for i in range(2))
     for begin, (one, two), text in zip((5, 4), (first, second), prompts[1:], strict=True):
         assert one.prompt == prompts[0] + text[:begin]
         assert two.prompt == one.prompt + one.output + text[begin:]

@@ -35,7 +35,7 @@ def tiny(monkeypatch):
 def test_the_engine_process_makes_the_model(tiny):
     sent = {"recipe": {"shape": "tiny", "seed": 0, "accept_length": 4.0}, "settings": plain_settings(SIZES)}
     with shape_worker.load(json.loads(json.dumps(sent))) as llm:
-        assert llm.tokenizer is None and llm.inputs.facts.vocab_size == SHAPE.target.vocab_size
+        assert llm.tokenizer is None and llm.inputs.model_info.vocab_size == SHAPE.target.vocab_size
         recipe = synthetic_models.recipe_with_accept_length("tiny", 0, 4.0)
         models = engines.ShapeEngines(recipe, SIZES, torch.device("cpu")).models
         [prompt] = models.prompts([8])
