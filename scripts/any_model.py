@@ -26,31 +26,31 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from espalier.errors import EspalierError, one_line
 from espalier.models import ModelConfig, load_target, read_config
 from espalier.models.families import FAMILIES
-from espalier.models.from_transformers.shrink import tiny_config, tiny_model
+from espalier.models.from_transformers.probe import tiny_config, tiny_model
 from espalier.request import Request, SamplingParams
 from espalier.speculate.drafters.registry import load_draft, read_draft
 from espalier.startup.build import LoadedModels, assemble_engine
 from tests.builders import make_eagle3
 from tests.harness import VOCAB, Setup, prompts, request, run
 
-# The kinds of runs, and their page sizes.
-RUNS: dict[str, Sequence[int]] = {
+# The page sizes of each kind of run.
+PAGE_SIZES: dict[str, Sequence[int]] = {
     "plain": (16,),
     "ngram": (1, 3, 16, 64, 256),
     "eagle3": (1, 3, 16, 64, 256),
     "prefix": (1,),
     "preempted": (3,),
 }
-LENGTHS = (5, 19, 7, 12)
+PROMPT_LENGTHS = (5, 19, 7, 12)
 MAX_TOKENS = 20
-# Of a log-probability; and how many times the difference between transformers' own two ways, if that is more.
-TOLERANCE, TIMES_OWN = 1e-4, 3
-# With few index heads many rows score exactly 0, and which of them a query chooses is nowhere defined.
-NO_TIES = {"index_n_heads": 32}
-# Fields without which a class does not run, and for which its own default is None; or without which it is no judge.
-NEEDED: dict[str, dict[str, Any]] = {
-    "deepseek_v32": NO_TIES,
-    "glm_moe_dsa": NO_TIES,
+# The largest difference of a log-probability, and how many times ClassResult.own_difference it may be, if that is more.
+LOGPROB_TOLERANCE, MAX_TIMES_OWN = 1e-4, 3
+# With few index heads many rows score exactly 0, and no rule says which of these rows a query chooses.
+FIELDS_AGAINST_TIES = {"index_n_heads": 32}
+# Fields that a class needs, by model type: its own default is None, or makes transformers' results differ by chance.
+ADDED_FIELDS: dict[str, dict[str, Any]] = {
+    "deepseek_v32": FIELDS_AGAINST_TIES,
+    "glm_moe_dsa": FIELDS_AGAINST_TIES,
     # Beyond its window, which published files make as long as a text, its layers see more rows than its cache keeps.
     "moshi": {"sliding_window": 64},
     "deepseek_v2": {"num_experts_per_tok": 2, "n_routed_experts": 4, "head_dim": 16},
@@ -66,34 +66,36 @@ NEEDED: dict[str, dict[str, Any]] = {
 
 
 @dataclass
-class Found:
-    """What became of a class.
+class ClassResult:
+    """Who runs a class, and how many of its tokens differ from transformers' tokens.
 
-    compared: tokens by kind of run; differ: of them those that differ.  logprobs: the largest difference of a
-    log-probability; own: that between `generate`, with its cache, and a plain pass over the whole text.
+    runner: "native", "transformers", "refused" or "broken".  reason: why it does not run.
+    compared_tokens, differing_tokens: counts by kind of run.  logprob_difference: the largest difference of a
+    log-probability.  own_difference: the same between `generate`, with its cache, and a plain pass over the whole text.
     """
 
     name: str
     class_name: str
-    runs_by: str
+    runner: str
     reason: str = ""
-    compared: Counter[str] = field(default_factory=Counter)
-    differ: Counter[str] = field(default_factory=Counter)
-    logprobs: float = 0.0
-    own: float = 0.0
+    compared_tokens: Counter[str] = field(default_factory=Counter)
+    differing_tokens: Counter[str] = field(default_factory=Counter)
+    logprob_difference: float = 0.0
+    own_difference: float = 0.0
 
     @property
-    def is_right(self) -> bool:
-        return not self.differ and self.logprobs <= max(TOLERANCE, TIMES_OWN * self.own)
+    def is_correct(self) -> bool:
+        allowed = max(LOGPROB_TOLERANCE, MAX_TIMES_OWN * self.own_difference)
+        return not self.differing_tokens and self.logprob_difference <= allowed
 
-    def line(self) -> str:
-        what = f"{self.name:<28} {self.class_name:<34} {self.runs_by:<13}"
+    def describe(self) -> str:
+        what = f"{self.name:<28} {self.class_name:<34} {self.runner:<13}"
         if self.reason:
             return f"{what} {self.reason}"
-        each = ", ".join(f"{kind} {count}" for kind, count in self.compared.items())
+        each = ", ".join(f"{kind} {count}" for kind, count in self.compared_tokens.items())
         return (
-            f"{what} tokens: {each}; differ {self.differ.total()}; log-probabilities differ by {self.logprobs:.0e} "
-            f"(transformers' own by {self.own:.0e})"
+            f"{what} tokens: {each}; differ {self.differing_tokens.total()}; log-probabilities differ by "
+            f"{self.logprob_difference:.0e} (transformers' own by {self.own_difference:.0e})"
         )
 
 
@@ -109,7 +111,7 @@ def make_model(path: Path, name: str) -> None:
     if getattr(MODEL_FOR_CAUSAL_LM_MAPPING[config_class], "_is_stateful", False):
         raise EspalierError("it keeps recurrent state")
     config = tiny_config(full)
-    for field_name, value in {"vocab_size": VOCAB, **NEEDED.get(name, {})}.items():
+    for field_name, value in {"vocab_size": VOCAB, **ADDED_FIELDS.get(name, {})}.items():
         setattr(config, field_name, value)
     for token in ("bos_token_id", "eos_token_id", "pad_token_id"):
         if isinstance(getattr(config, token, None), int):
@@ -120,7 +122,7 @@ def make_model(path: Path, name: str) -> None:
 
 
 def make_draft(path: Path, config: ModelConfig) -> Path:
-    """A random EAGLE-3 head for a target."""
+    """Writes a random EAGLE-3 head for a target, and returns its directory."""
     shape = path / "shape"
     shape.mkdir(parents=True)
     sizes = {name: getattr(config, name) for name in ("vocab_size", "hidden_size")}
@@ -130,13 +132,13 @@ def make_draft(path: Path, config: ModelConfig) -> Path:
     return make_eagle3(path / "head", shape, seed=4)
 
 
-def expected(path: Path) -> tuple[list[list[int]], list[list[float]], float]:
-    """Greedy tokens after each prompt, and their log-probabilities, by `generate`; and Found.own."""
+def generate_greedy(path: Path) -> tuple[list[list[int]], list[list[float]], float]:
+    """Returns the tokens of greedy `generate` after each prompt, their log-probabilities, and own_difference."""
     model = transformers.AutoModelForCausalLM.from_pretrained(
         path, attn_implementation="eager", experts_implementation="eager", trust_remote_code=False
     ).eval()
     tokens, logprobs, own = [], [], 0.0
-    for prompt in prompts(7, LENGTHS):
+    for prompt in prompts(7, PROMPT_LENGTHS):
         greedy = {"max_new_tokens": MAX_TOKENS, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
         greedy |= {"output_logits": True, "return_dict_in_generate": True}
         made = model.generate(torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), **greedy)
@@ -150,7 +152,7 @@ def expected(path: Path) -> tuple[list[list[int]], list[list[float]], float]:
     return tokens, logprobs, own
 
 
-def setup_of(kind: str, page_size: int, has_draft: bool) -> Setup:
+def make_setup(kind: str, page_size: int, has_draft: bool) -> Setup:
     in_float32: dict[str, Any] = {"kv_dtype": "float32", "draft_kv_dtype": "float32"}
     algorithm = "eagle3" if has_draft and kind != "ngram" else "ngram"
     tree = Setup(page_size, topk=2, steps=3, num_draft_tokens=8, max_context=64, algorithm=algorithm, **in_float32)
@@ -159,10 +161,12 @@ def setup_of(kind: str, page_size: int, has_draft: bool) -> Setup:
     return tree.plain() if kind == "plain" else tree
 
 
-def compare(found: Found, path: Path, folder: Path, runs: Mapping[str, Sequence[int]] = RUNS) -> Found:
-    """Run everything, and count what differs from transformers.  runs: as RUNS."""
-    tokens, logprobs, found.own = expected(path)
-    model_impl = found.runs_by
+def compare(
+    found: ClassResult, path: Path, folder: Path, runs: Mapping[str, Sequence[int]] = PAGE_SIZES
+) -> ClassResult:
+    """Runs all kinds of runs, and counts the tokens that differ from transformers' tokens.  runs: see PAGE_SIZES."""
+    tokens, logprobs, found.own_difference = generate_greedy(path)
+    model_impl = found.runner
     config = read_config(path, model_impl=model_impl)
     can_capture = config.probe_result is None or config.probe_result.can_capture
     draft = make_draft(folder / f"draft-{model_impl}", config) if can_capture else None
@@ -174,35 +178,35 @@ def compare(found: Found, path: Path, folder: Path, runs: Mapping[str, Sequence[
     for kind, size in ((kind, size) for kind, sizes in runs.items() for size in sizes):
         if kind == "eagle3" and draft is None:
             continue
-        setup = setup_of(kind, size, draft is not None)
+        setup = make_setup(kind, size, draft is not None)
         models = (target, head) if setup.algorithm == "eagle3" else (plain, None)
         engine = assemble_engine(LoadedModels(setup.config(torch.float32), *models))
         if kind == "prefix":
-            for warming in asked():
+            for warming in make_requests():
                 engine.add(warming)
             while engine.has_work:
                 engine.step()
-        requests = run(engine, asked()).requests
+        requests = run(engine, make_requests()).requests
         if kind == "prefix":
             assert sum(each.cached_tokens for each in requests), "no prefix was hit"
         if kind == "preempted":
             assert engine.scheduler.num_preempted, "nothing was preempted"
         for each, wanted, scores in zip(requests, tokens, logprobs, strict=True):
-            found.compared[kind] += len(wanted)
+            found.compared_tokens[kind] += len(wanted)
             if wrong := sum(one != other for one, other in zip(each.output, wanted, strict=True)):
-                found.differ[kind] += wrong
+                found.differing_tokens[kind] += wrong
             gaps = (abs(own.logprob - score) for own, score in zip(each.logprobs, scores, strict=True))
-            found.logprobs = max(found.logprobs, *gaps)
+            found.logprob_difference = max(found.logprob_difference, *gaps)
     return found
 
 
-def asked() -> list[Request]:
+def make_requests() -> list[Request]:
     wish = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, logprobs=0)
-    return [request(i, prompt, wish) for i, prompt in enumerate(prompts(7, LENGTHS))]
+    return [request(i, prompt, wish) for i, prompt in enumerate(prompts(7, PROMPT_LENGTHS))]
 
 
-def look_at(name: str, folder: Path) -> Iterator[Found]:
-    """What becomes of a class: an entry for each way to run it, or for why there is none."""
+def check_class(name: str, folder: Path) -> Iterator[ClassResult]:
+    """Yields a result for each way to run a class, and a result with the reason if transformers cannot run it."""
     class_name, path = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[name], folder / name
     probed = None
     try:
@@ -211,16 +215,17 @@ def look_at(name: str, folder: Path) -> Iterator[Found]:
     except Exception as error:  # any: it is another's code
         reason = str(error) if isinstance(error, EspalierError) else f"no tiny model can be saved ({one_line(error)})"
         reason = reason.removeprefix(f"{path}: ").removeprefix(f"{class_name} cannot run by transformers: ")
-        yield Found(name, class_name, "refused", reason.removesuffix("; use another model"))
-    for impl, can_run in (("native", path.exists() and name in NATIVE), ("transformers", probed is not None)):
+        yield ClassResult(name, class_name, "refused", reason.removesuffix("; use another model"))
+    is_native = path.exists() and name in NATIVE_MODEL_TYPES
+    for impl, can_run in (("native", is_native), ("transformers", probed is not None)):
         if can_run:
             try:
-                yield compare(Found(name, class_name, impl), path, folder)
+                yield compare(ClassResult(name, class_name, impl), path, folder)
             except Exception as error:  # any: the others are to be looked at too
-                yield Found(name, class_name, "broken", f"{impl}: {type(error).__name__}: {one_line(error)}")
+                yield ClassResult(name, class_name, "broken", f"{impl}: {type(error).__name__}: {one_line(error)}")
 
 
-NATIVE = {family.model_type for family in FAMILIES.values()}
+NATIVE_MODEL_TYPES = {family.model_type for family in FAMILIES.values()}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -232,21 +237,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     torch.set_num_threads(1)
-    everything: list[Found] = []
+    everything: list[ClassResult] = []
     for name in names:
         with tempfile.TemporaryDirectory() as folder:
-            for found in look_at(name, Path(folder)):
-                print(found.line(), flush=True)
+            for found in check_class(name, Path(folder)):
+                print(found.describe(), flush=True)
                 everything.append(found)
-    by = Counter(each.runs_by for each in everything)
+    by = Counter(each.runner for each in everything)
     running = [each for each in everything if not each.reason]
     print(
         f"{len(names)} classes: {by['native']} run native, {by['transformers']} by transformers, {by['refused']} are "
-        f"refused, {by['broken']} broken; {sum(each.compared.total() for each in running)} tokens compared, "
-        f"{sum(each.differ.total() for each in running)} differ; largest difference of a log-probability "
-        f"{max((each.logprobs for each in running), default=0):.1e}"
+        f"refused, {by['broken']} broken; {sum(each.compared_tokens.total() for each in running)} tokens compared, "
+        f"{sum(each.differing_tokens.total() for each in running)} differ; largest difference of a log-probability "
+        f"{max((each.logprob_difference for each in running), default=0):.1e}"
     )
-    return 0 if all(each.is_right for each in running) and not by["broken"] else 1
+    return 0 if all(each.is_correct for each in running) and not by["broken"] else 1
 
 
 if __name__ == "__main__":

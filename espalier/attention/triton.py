@@ -16,8 +16,8 @@ from espalier.attention.support import Provider, Support
 from espalier.cache.kv import PagedKV
 from espalier.cache.layer_spec import KVHeads, LatentKV, LayerSpec
 from espalier.errors import EspalierError
-from espalier.kernels.attention.ancestor_bits import causal_bits
-from espalier.kernels.attention.choose import counted_block_rows
+from espalier.kernels.attention.ancestor_bits import causal_ancestor_bits
+from espalier.kernels.attention.choose import block_rows_to_count
 from espalier.kernels.ops.attention import (
     KERNEL_DTYPES,
     MAX_HEAD_SIZE,
@@ -134,7 +134,7 @@ class TritonAttention(Attention):
         """Counts of contiguous blocks, kept in the prefix; None where the kernel does not use them."""
         key = (spec, inputs.staged is None)
         if key not in self.contiguous_of:
-            rows = counted_block_rows(inputs)
+            rows = block_rows_to_count(inputs)
             self.contiguous_of[key] = None if rows is None else self._count_contiguous(inputs, rows)
         return self.contiguous_of[key]
 
@@ -182,7 +182,7 @@ def _ancestor_bits(nodes: Nodes) -> Tensor:
         return nodes.ancestor_bits
     batch, rows = nodes.row_positions.shape
     row = torch.arange(rows, device=nodes.row_positions.device)
-    return causal_bits(row, rows).transpose(0, 1).expand(batch, -1, -1)
+    return causal_ancestor_bits(row, rows).transpose(0, 1).expand(batch, -1, -1)
 
 
 def _attend_chosen(run: AttentionKernel, rest: AttentionInputs, chosen: SelectedRows, policy: KVSplitPolicy) -> Tensor:

@@ -35,11 +35,11 @@ from espalier.engine.results import ResultsRing, read_results, read_trees
 from espalier.errors import EspalierError
 from espalier.kernels.ops.sampling import pack_logprob_rows
 from espalier.kernels.runtime.precompile import precompile
-from espalier.layout import ROUNDS_IN_FLIGHT, LaunchForm, bucket_of
+from espalier.layout import MAX_ROUNDS_IN_FLIGHT, LaunchForm, padded_batch
 from espalier.speculate.round import ModelRunner, RoundOutput
 
 # One entry more than the most unread launches, so that a launch never waits for the copy of the previous launch.
-RING_ENTRIES = ROUNDS_IN_FLIGHT + 1
+RING_ENTRIES = MAX_ROUNDS_IN_FLIGHT + 1
 
 log = logging.getLogger(__name__)
 
@@ -320,7 +320,7 @@ class CudaExecutor:
     def bucket(self, batch: int) -> int:
         """Returns the batch size that a round of `batch` requests is padded to, eager or captured.  A batch above
         max_batch is returned as it is, and refused later."""
-        return bucket_of(batch, self.buckets)
+        return padded_batch(batch, self.buckets)
 
     def form(self, launch_input: LaunchInput) -> LaunchForm:
         """Returns the form that a launch is padded to, eager or captured."""

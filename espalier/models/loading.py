@@ -17,12 +17,13 @@ from torch import Tensor
 from espalier.cache.layer_spec import Keeps, LatentKV, layers_with_rows, specs_of_rank
 from espalier.errors import EspalierError, shown
 from espalier.kernels.state.kv_scales import KVScales
-from espalier.model_files import is_gguf, naming_config, read_json
+from espalier.model_files import add_path_to_errors, is_gguf, read_json
 from espalier.models.base import CausalLM
 from espalier.models.config import Family, Json, ModelConfig, architecture_of, parse_config
 from espalier.models.declared_weights import require_shards
 from espalier.models.families import FAMILIES
-from espalier.models.from_transformers.load import causal_class, load_by_transformers, read_by_transformers
+from espalier.models.from_transformers.probe import causal_class_name, read_by_transformers
+from espalier.models.from_transformers.target import load_by_transformers
 from espalier.models.gguf_config import gguf_config
 from espalier.models.layer_loading import layer_specs_of, load_embedding, load_layer, tied_head
 from espalier.models.layers.decoder import Decoder
@@ -133,7 +134,7 @@ def read_config(path: Path | str, overrides: Mapping[str, Any] | None = None, mo
     path = Path(path)
     raw = read_raw_config(path)
     file = path / "generation_config.json"
-    with naming_config(path):
+    with add_path_to_errors(path):
         generation = read_json(file) if file.exists() else None
         if _runs_by_transformers(raw, model_impl):
             return read_by_transformers(raw, path, overrides, generation)
@@ -152,7 +153,10 @@ def read_config(path: Path | str, overrides: Mapping[str, Any] | None = None, mo
 def _runs_by_transformers(raw: Json, model_impl: str) -> bool:
     if model_impl != "auto":
         return model_impl == "transformers"
-    return not (_known_family(raw, FAMILIES) or is_multimodal(raw, FAMILIES.values())) and causal_class(raw) is not None
+    return (
+        not (_known_family(raw, FAMILIES) or is_multimodal(raw, FAMILIES.values()))
+        and causal_class_name(raw) is not None
+    )
 
 
 def read_raw_config(path: Path) -> dict[str, Any]:
@@ -192,7 +196,7 @@ def load_target(
         )
     require_shards(config, shards.count)
     if config.probe_result is not None:
-        return load_by_transformers(Path(path), config, dtype, device, tuple(captured_layers))
+        return load_by_transformers(config, dtype, torch.device(device), tuple(captured_layers))
     weights = Weights(Path(path), dtype, device, config.formats, stored_names=config.stored_names, shards=shards)
     if config.multimodal_architecture is not None:
         others = ", ".join(sorted(weights.other_parts)) or "none"

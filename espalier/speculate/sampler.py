@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from espalier.kernels.ops.drafts import Candidates
-from espalier.kernels.tree.edges import DepthRows, LowRankEdges, rank_depth
+from espalier.kernels.tree.edges import DepthRows, LowRankEdges, rank_next_rows
 from espalier.sampling.logit_processors import DraftedAncestors, SamplingNeeds, SamplingRows, process_logits
 from espalier.sampling.mask import DraftGuide, apply_mask, force_only_children, unpack_mask
 from espalier.sampling.pick import SampledTokens, coupled_scores, gumbel, over_temperature, pick
@@ -25,7 +25,7 @@ from espalier.slots import BatchState
 from espalier.speculate.tree import VOID, Tree, ordered_topk
 
 if TYPE_CHECKING:
-    from espalier.kernels.sampling.logit_processors import SlotRows
+    from espalier.kernels.sampling.logit_processors import GatheredSlots
 
 ALL_NODES = slice(None)
 
@@ -150,7 +150,7 @@ class TorchSampler(Sampler):
         factors, states = edges.factors(depth, rows)
         drafted = DraftRows(edges.logits(depth, factors), d2t, depth, torch.zeros_like(rows.scores))
         children = self.children(drafted, out.tokens.shape[2])
-        return rank_depth(*children, rows, out, edges.is_recurrent)._replace(states=states)
+        return rank_next_rows(*children, rows, out, edges.is_recurrent)._replace(states=states)
 
     def _child_scores(self, rows: DraftRows, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Returns the scores of all children, [B, Q, columns], and the target id of each column.
@@ -191,15 +191,15 @@ class KernelSampler(Sampler):
     slot_rows: the slots' parameters, which the kernels always read on the device; `needs` is not used.
     """
 
-    slot_rows: SlotRows
+    slot_rows: GatheredSlots
 
     def _pick(
         self, logits: Tensor, offsets: Tensor, mask: Tensor | None, above: DraftedAncestors | None
     ) -> SampledTokens:
-        from espalier.kernels.sampling.pick import pick_triton
+        from espalier.kernels.sampling.pick import sample_triton
 
         first_above = 0 if above is None else 1
-        found = pick_triton(logits, self.slot_rows, self.first, offsets, above, first_output=first_above, mask=mask)
+        found = sample_triton(logits, self.slot_rows, self.first, offsets, above, first_output=first_above, mask=mask)
         return SampledTokens(*found)
 
     def _best_children(self, rows: DraftRows, topk: int, mask: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -246,9 +246,9 @@ def make_sampler(
 
 
 def kernel_sampler(slots: BatchState, needs: SamplingNeeds, first: Tensor, coupled: bool = True) -> KernelSampler:
-    from espalier.kernels.sampling.logit_processors import SlotRows
+    from espalier.kernels.sampling.logit_processors import GatheredSlots
 
-    return KernelSampler(first, needs, coupled, None, SlotRows.gather(slots.table, slots.index))
+    return KernelSampler(first, needs, coupled, None, GatheredSlots.gather(slots.table, slots.index))
 
 
 def noise_offsets(tree: Tree) -> Tensor:

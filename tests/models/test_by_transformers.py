@@ -8,17 +8,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import nn
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, Phi3Config, Phi3ForCausalLM
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from transformers.models.phi3.modeling_phi3 import Phi3RMSNorm
 
 from espalier.errors import EspalierError
 from espalier.models import load_target, read_config
-from espalier.models.from_transformers.probe import try_tree
-from espalier.models.from_transformers.shrink import tiny_config, tiny_model
-from espalier.models.from_transformers.target import find_replacements
-from scripts.any_model import Found, compare, make_model
+from espalier.models.from_transformers.probe import probe_tiny_model, tiny_config, tiny_model
+from scripts.any_model import ClassResult, compare, make_model
 from scripts.any_model import main as any_model
 from tests.builders import make_target
 from tests.harness import directories
@@ -39,8 +36,8 @@ ONE_RUN = {"preempted": (3,)}
 @pytest.mark.parametrize("name", [*SAMPLE, *(pytest.param(name, marks=pytest.mark.full) for name in MORE)])
 def test_a_class_runs_as_transformers_runs_it(name: str, tmp_path: Path) -> None:
     make_model(tmp_path / name, name)
-    found = compare(Found(name, name, "transformers"), tmp_path / name, tmp_path, ONE_RUN)
-    assert found.compared.total() and found.is_right, found.line()
+    result = compare(ClassResult(name, name, "transformers"), tmp_path / name, tmp_path, ONE_RUN)
+    assert result.compared_tokens.total() and result.is_correct, result.describe()
 
 
 @pytest.mark.full
@@ -118,7 +115,7 @@ def test_few_heads_and_small_ones_are_no_reason_to_refuse(kind: str, heads: int,
     sizes = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "hidden_size": heads * size}
     config = CONFIG_MAPPING[kind](**sizes, **({"head_dim": size} if kind == "helium" else {}))
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    try_tree(tiny_model(model_class, tiny_config(config)))
+    probe_tiny_model(tiny_model(model_class, tiny_config(config)))
 
 
 @pytest.mark.parametrize("captures_last", [False, True])
@@ -255,7 +252,7 @@ class OwnFirst(Phi3ForCausalLM):
 
 def test_a_class_that_knows_the_first_row_of_a_pass_is_refused() -> None:
     with pytest.raises(EspalierError, match="do not see just the rows before them"):
-        try_tree(tiny_model(OwnFirst, tiny_config(Phi3Config())))
+        probe_tiny_model(tiny_model(OwnFirst, tiny_config(Phi3Config())))
 
 
 class OtherNorm(Phi3RMSNorm):
@@ -266,12 +263,10 @@ class OtherNorm(Phi3RMSNorm):
 
 
 def test_only_what_computes_the_same_is_replaced() -> None:
-    tiny = Phi3ForCausalLM(tiny_config(Phi3Config()))
-    equal = find_replacements(tiny)
-    assert {kind.__name__ for kind in equal} == {"Linear", "Phi3RMSNorm"}
+    tiny = tiny_model(Phi3ForCausalLM, tiny_config(Phi3Config()))
     tiny.model.norm = OtherNorm(64)
-    tiny.lm_head = nn.Bilinear(4, 4, 4)
-    assert OtherNorm not in find_replacements(tiny) and nn.Bilinear not in find_replacements(tiny)
+    replacements, _ = probe_tiny_model(tiny)
+    assert [kind.__name__ for kind in replacements] == ["Linear", "Phi3RMSNorm"]
 
 
 @pytest.mark.parametrize(("family", "expected"), [("llama", "eager"), ("mixtral", "grouped_mm")])

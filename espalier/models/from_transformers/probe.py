@@ -1,13 +1,17 @@
-"""Finds out what a class of transformers does, by tests on tiny random models and without a checkpoint's weights.
+"""Finds out, by tests on tiny random models and without a checkpoint's weights, what a class of transformers does.
 
-A class can be a target if it passes this test: the nodes of a tree, run in one pass after a prefix, get the same logits
-as the plain model returns for each path.  The tests are all that is known about a class.
+A class can be a target if the nodes of a tree, run in one pass after a prefix, get the same logits as the plain model
+returns for each path.  The tests are all that is known about a class.
 """
 
 import copy
-from collections import Counter
+import json
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,33 +20,218 @@ from torch import Tensor, nn
 from espalier.cache.layer_spec import KVHeads, LayerSpec
 from espalier.errors import EspalierError
 from espalier.kernels.ops.attention import apply_sink, masked_attention
-from espalier.models.from_transformers.shrink import refusal_reason, tiny_config, tiny_model
+from espalier.model_files import MAX_LAYERS
+from espalier.models.config import IGNORED_FIELDS, Family, Json, ModelConfig, architecture_of, parse_config
+from espalier.models.config_values import with_overrides
 from espalier.models.from_transformers.target import (
     ATTENTION_NAME,
+    MAKERS,
     MakeForward,
-    TransformersModel,
+    TransformersTarget,
     attend,
-    find_replacements,
-    layers_of,
+    linear_of,
+    refusal_reason,
 )
+from espalier.models.weight_formats import QUANTISATION_FIELDS
 
+# An attention call: the module, K and V [B, kv_heads, Q, size], and the spec of the layer.
+AttentionCall = tuple[nn.Module, Tensor, Tensor, LayerSpec]
 # The largest difference of logits, relative to the largest logit, in float32.
-TOLERANCE = 1e-4
-# The parent row of each row, for two requests: a prefix, then the nodes of a tree.
-TREE_PARENTS = ((*range(-1, 13), 13, 13, 14, 14, 15), (*range(-1, 9), 9, 9, 10, 10, 11, 13, 14, 9, 17))
+LOGITS_TOLERANCE = 1e-4
+# The sizes of a tiny model, and the largest model that counts as tiny.
+TINY_HEADS, TINY_HEAD_SIZE, MAX_TINY_LAYERS, MAX_TINY_WEIGHTS = 4, 16, 12, 50_000_000
+# Sizes that classes derive from each other.  They are the tiny values even where the config has smaller ones.
+DERIVED_SIZES = r"head_dim|head_size|kv_channels|attention_heads|n_heads?$|hidden_size|d_model|n_embd"
+# The tiny values, by patterns of the names in config classes.  The first pattern that matches counts.
+TINY_SIZES: tuple[tuple[str, int], ...] = (
+    (r"window|chunk_size", 5),
+    (r"experts_per_tok|top_?k|moe_k$|num_selected|n_group|^num_layers$|kv_shared|(key_value|kv)_heads", 2),
+    (r"shared_experts$|first_k_dense|num_dense", 1),
+    (r"experts$|num_expert|expert_num|heads|n_head$", TINY_HEADS),
+    (r"qk_head_dim", 2 * TINY_HEAD_SIZE),
+    (r"head_dim|head_size|kv_channels|rotary_dim|_lora_rank|lora_dim|low_rank", TINY_HEAD_SIZE),
+    (r"vocab_size|intermediate|inner|ffn|mlp_(dim|size)|d_ff|ff_", 2 * TINY_HEADS * TINY_HEAD_SIZE),
+    (r"(?<!layers)$", TINY_HEADS * TINY_HEAD_SIZE),
+)
+# The parents of rows 1 to 18 of two requests.  The first rows are a prefix, and the others are the nodes of a tree.
+TREE_PARENTS = ((*range(13), 13, 13, 14, 14, 15), (*range(9), 9, 9, 10, 10, 11, 13, 14, 9, 17))
+
+
+@refusal_reason("a small model of it cannot be made")
+def tiny_config(config: Any) -> Any:
+    """Returns a config of the same class with tiny sizes, and the first layers, up to one of each type.
+    Raises EspalierError if the class refuses it."""
+    # Without the config's RoPE the class uses its default: factors may fit the config's true sizes alone.
+    left_out = ("_", "rope_parameters", "rope_scaling")
+    fields = {name: value for name, value in config.to_dict().items() if not name.startswith(left_out)}
+    num_layers = config.num_hidden_layers
+    heads = fields.get(config.attribute_map.get("num_attention_heads", "num_attention_heads"))
+    lists = [value for value in fields.values() if isinstance(value, list | tuple) and len(value) == num_layers]
+    layer_types = [repr(values) for values in zip(*lists, strict=True)]
+    layers = min(max([3, *map(layer_types.index, layer_types)]) + 1, MAX_TINY_LAYERS, num_layers)
+
+    def tiny_value(name: str, value: Any) -> Any:
+        if isinstance(value, list | tuple) and len(value) == num_layers:
+            return [tiny_value(name, of_layer) for of_layer in value[:layers]]
+        if name == "per_layer_config" and value:
+            return {layer: fields for layer, fields in value.items() if int(layer) < layers}
+        if name == "head_dim" and value is None:
+            return TINY_HEAD_SIZE
+        if not isinstance(value, int) or isinstance(value, bool):
+            return value
+        if value == num_layers and re.search(r"layers?$", name):
+            return layers
+        if value == heads and name.endswith("heads"):
+            return TINY_HEADS  # of K and V too, because some classes do not group queries
+        size = next((size for pattern, size in TINY_SIZES if re.search(pattern, name)), value)
+        return size if value and re.search(DERIVED_SIZES, name) else min(value, size)
+
+    tiny = type(config).from_dict({name: tiny_value(name, value) for name, value in fields.items()})
+    tiny._experts_implementation = "eager"
+    return tiny
+
+
+@torch.no_grad()
+@refusal_reason("a small model of it cannot be made")
+def tiny_model(model_class: Any, config: Any, seed: int = 0) -> Any:
+    """Returns a random float32 model whose logits depend on every earlier token.
+    Raises EspalierError if the class has no such model."""
+    with torch.device("meta"):
+        num_weights = sum(each.numel() for each in model_class(copy.deepcopy(config)).parameters())
+    if num_weights > MAX_TINY_WEIGHTS:
+        raise EspalierError(f"a small model of it has {num_weights} weights still, too many to try")
+    model = model_class(config).float().eval().requires_grad_(False)
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        drawn = torch.randn(parameter.shape, generator=generator)
+        parameter.copy_(drawn * parameter.shape[-1] ** -0.5 if parameter.ndim > 1 else parameter + 0.2 * drawn)
+    return model
+
+
+def is_replacement(make: MakeForward, module: Any, args: tuple[Any, ...]) -> bool:
+    """Whether the forward that `make` returns computes the same as the module's own forward.
+    args: the arguments of a call.  Both run with these rows, and with small rows, for which a norm's eps matters."""
+    try:
+        pairs = [[run(args[0] * scale, *args[1:]) for run in (make(module), module.forward)] for scale in (1.0, 1e-3)]
+    except Exception:  # any: the module is not Espalier's code, and `make` may not be for it
+        return False
+    return all(one.shape == other.shape and torch.allclose(one, other, 1e-5, 1e-5) for one, other in pairs)
+
+
+def run_with_mask(
+    target: TransformersTarget, tokens: Tensor, seen: Tensor
+) -> tuple[Tensor, dict[int, Tensor], list[AttentionCall]]:
+    """Runs a pass of tokens [B, Q].  seen: [B, Q, Q] bool, whether a row attends to another row.
+
+    Returns the results of TransformersTarget.run, and the attention calls.
+    Raises EspalierError, with the reason, for attention that no backend computes.
+    """
+    calls: list[AttentionCall] = []
+    positions = seen.sum(2) - 1
+
+    def attend_as_seen(
+        module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **options: Any
+    ) -> Tensor:
+        scale, sink = options.get("scaling"), options.get("s_aux")
+        if mask is not None:
+            raise EspalierError("its attention has a mask of its own, which may be not causal")
+        if scale is not None and not isinstance(scale, int | float):
+            raise EspalierError("the factor of its attention scores is no number")
+        # A layer whose K and V are the same tensors as an earlier layer's shares that layer's rows.
+        shared = next((i for i, (_, *rows, _) in enumerate(calls) if rows[0] is k and rows[1] is v), None)
+        window, softcap = options.get("sliding_window") or None, options.get("softcap") or None
+        keeps = KVHeads(k.shape[1], k.shape[3], v.shape[3])
+        spec = LayerSpec(q.shape[1], keeps, window, scale, softcap, shared)
+        calls.append((module, k, v, spec))
+        q, k, v = (rows.transpose(1, 2) for rows in (q, k, v))
+        if k.shape[1] != seen.shape[2]:
+            # A class that attends over other rows is refused by its calls or its logits.
+            return q.new_zeros(*q.shape[:3], v.shape[3])
+        distances = positions[:, :, None] - positions[:, None]
+        visible = seen if window is None else seen & (distances < window)
+        out, lse = masked_attention(q, k, v, visible, spec.softmax_scale, softcap=softcap)
+        return (out if sink is None else apply_sink(out, lse, sink)).contiguous()
+
+    return *target.run(tokens, positions, attend_as_seen), calls
+
+
+def require_one_call_each(layers: nn.ModuleList, calls: Sequence[AttentionCall]) -> None:
+    """Check that each layer attended once, in order.  Raises EspalierError with the reason."""
+    if not calls:
+        raise EspalierError("its attention does not go through transformers' AttentionInterface")
+    layer_of = {module: i for i, layer in enumerate(layers) for module in layer.modules()}
+    attended = [layer_of.get(module) for module, *_ in calls]
+    for i, layer in enumerate(layers):
+        if i not in attended:
+            kind = type(layer).__name__
+            raise EspalierError(f"its layer {i} ({kind}) keeps no K and V: it has recurrent state or no attention")
+    if attended != list(range(len(layers))):
+        raise EspalierError("its layers do not attend once each, in the order of one list")
+
+
+@torch.no_grad()
+@refusal_reason("a small model of it does not run")
+def probe_tiny_model(model: Any) -> tuple[dict[type, MakeForward], bool]:
+    """Returns `replacements` and `can_capture` of ProbeResult.  model: see tiny_model.
+
+    Raises EspalierError, with the reason, unless a tree's nodes get the logits of the plain model.
+    """
+    from transformers import AttentionInterface
+
+    # The name is not registered as a mask function too.  So transformers makes no mask, and does not search the
+    # positions for packed sequences, which it would do on the host.
+    AttentionInterface.register(ATTENTION_NAME, attend)
+    seen = torch.eye(1 + len(TREE_PARENTS[0]), dtype=torch.bool).repeat(len(TREE_PARENTS), 1, 1)
+    for of_request, parents in zip(seen, TREE_PARENTS, strict=True):
+        for row, parent in enumerate(parents, 1):
+            of_request[row] |= of_request[parent]
+    vocab = model.get_input_embeddings().weight.shape[0]
+    tokens = torch.randint(0, vocab, seen.shape[:2], generator=torch.Generator().manual_seed(1))
+    replacements: dict[type, MakeForward] = {nn.Linear: linear_of}
+
+    def record_replacement(module: Any, args: tuple[Any, ...], out: Any) -> None:
+        for make in MAKERS if type(module) not in replacements else ():
+            if is_replacement(make, module, args):
+                replacements.setdefault(type(module), make)
+
+    model.set_attn_implementation("eager")
+    with ExitStack() as hooks:
+        for module in model.modules():
+            hooks.enter_context(module.register_forward_hook(record_replacement))
+        model(input_ids=tokens, use_cache=False)
+    logits = [
+        model(input_ids=of_request[path][None], use_cache=False).logits[0, -1]
+        for of_request, paths in zip(tokens, seen, strict=True)
+        for path in paths
+    ]
+    wanted = torch.stack(logits).view(*tokens.shape, -1)
+    model.set_attn_implementation(ATTENTION_NAME)
+    capture = tuple(range(model.config.num_hidden_layers + 1))
+    # The rows run in reverse order, to find a class that treats the first rows of a pass differently: it is no target.
+    for replaced in ({}, replacements):
+        target = TransformersTarget(copy.deepcopy(model), replaced, capture)
+        hidden, inputs, calls = run_with_mask(target, tokens.flip(1), seen.flip(1, 2))
+        require_one_call_each(target.layers, calls)
+        difference = float((target.logits(hidden).flip(1) - wanted).abs().max() / wanted.abs().max())
+        if difference > LOGITS_TOLERANCE:
+            raise EspalierError(
+                "its rows do not see just the rows before them, at the positions that they are given: a tree's logits "
+                f"differ from the plain model's by {difference:.1e} of the largest"
+            )
+    shape = (*tokens.shape, model.config.hidden_size)
+    return replacements, all(i in inputs and inputs[i].shape == shape for i in capture)
 
 
 @dataclass(frozen=True)
 class ProbeResult:
     """What was measured of a class with a config.
 
-    replacements: see TransformersModel.  replaced: how many modules of each class they replace, in words.
+    replacements: see TransformersTarget.  replaced: how many modules of each class they replace, in words.
     can_capture: whether a layer's input is one row [H] for each token.
     num_weights: the number of values in all matrices; expert_weights: the number in experts' matrices.
     num_experts, top_k: 1 without experts.
     """
 
-    model_class: Any
     config: Any
     specs: tuple[LayerSpec, ...]
     replacements: Mapping[type, MakeForward]
@@ -55,88 +244,47 @@ class ProbeResult:
     top_k: int
 
 
-@dataclass
-class TrialAttention:
-    """An Attend in which rows attend as `seen` says.  It records the calls.
-
-    positions: [B, Q].  seen: [B, Q, Q] bool, the rows to which each row attends.
-    modules, rows, specs: by call, the module, its K and V, and its layer's spec.
-    """
-
-    positions: Tensor
-    seen: Tensor
-    modules: list[nn.Module] = field(default_factory=list)
-    rows: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    specs: list[LayerSpec] = field(default_factory=list)
-
-    def __call__(
-        self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **options: Any
-    ) -> Tensor:
-        """Raises EspalierError, with the reason, for attention that no backend computes."""
-        scale, sink = options.get("scaling"), options.get("s_aux")
-        window, softcap = options.get("sliding_window") or None, options.get("softcap") or None
-        if mask is not None:
-            raise EspalierError("its attention has a mask of its own, which may be not causal")
-        if scale is not None and not isinstance(scale, int | float):
-            raise EspalierError("the factor of its attention scores is no number")
-        # A layer whose K and V are the same tensors as an earlier layer's shares that layer's rows.
-        shared = next((i for i, rows in enumerate(self.rows) if rows[0] is k and rows[1] is v), None)
-        keeps = KVHeads(k.shape[1], k.shape[3], v.shape[3])
-        self.specs.append(LayerSpec(q.shape[1], keeps, window, scale, softcap, shared))
-        self.modules.append(module)
-        self.rows.append((k, v))
-        q, k, v = (rows.transpose(1, 2) for rows in (q, k, v))
-        if q.is_meta or k.shape[1] != self.seen.shape[2]:
-            # Zeros of the right shape: meta tensors have no values, and a class that attends over other rows is refused
-            # by its calls or its logits.
-            return q.new_zeros(*q.shape[:3], v.shape[3])
-        seen, at = self.seen, self.positions
-        if window is not None:
-            seen = seen & (at[:, :, None] - at[:, None] < window)
-        out, lse = masked_attention(q, k, v, seen, q.shape[3] ** -0.5 if scale is None else scale, softcap=softcap)
-        return (out if sink is None else apply_sink(out, lse, sink)).contiguous()
-
-
-def require_one_call_each(layers: nn.ModuleList, modules: Sequence[nn.Module]) -> None:
-    """Check that each layer attends once, in order.  modules: those that attended.
-    Raises EspalierError with the reason."""
-    if not modules:
-        raise EspalierError("its attention does not go through transformers' AttentionInterface")
-    layer_of = {module: i for i, layer in enumerate(layers) for module in layer.modules()}
-    at = [layer_of.get(module, -1) for module in modules]
-    if without := [i for i in range(len(layers)) if i not in at]:
-        kind = type(layers[without[0]]).__name__
-        raise EspalierError(f"its layer {without[0]} ({kind}) keeps no K and V: it has recurrent state or no attention")
-    if at != list(range(len(layers))):
-        raise EspalierError("its layers do not attend once each, in the order of one list")
-
-
+@lru_cache(maxsize=16)
 @torch.no_grad()
-def probe(model_class: Any, config: Any) -> ProbeResult:
-    """Probes a class.  Raises EspalierError, with the reason, for a class that cannot be a target."""
-    replacements, can_capture = try_tree(tiny_model(model_class, tiny_config(config)))
+def probe(model_type: str, fields: str) -> ProbeResult:
+    """Probes the class of a model type with a config.  fields: the config.json as JSON.
+    Raises EspalierError, with the reason, for a class that cannot be a target."""
+    from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
+
+    config_class = CONFIG_MAPPING[model_type]
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING[config_class]
+    if getattr(model_class, "_is_stateful", False):
+        raise EspalierError("it keeps recurrent state")
+    with refusal_reason("its config is refused"):
+        config = config_class.from_dict({**json.loads(fields), "output_router_logits": False})
+    if getattr(config, "is_encoder_decoder", False):
+        raise EspalierError("it is half of an encoder-decoder")
+    if not hasattr(config, "num_hidden_layers"):
+        raise EspalierError("its config describes several models (text and images or sound), not one of text")
+    if not 1 <= config.num_hidden_layers <= MAX_LAYERS:
+        raise EspalierError(f"it has {config.num_hidden_layers} layers; 1 to {MAX_LAYERS} are supported")
+    replacements, can_capture = probe_tiny_model(tiny_model(model_class, tiny_config(config)))
     meta = copy.deepcopy(config)
     meta._attn_implementation = ATTENTION_NAME
     # This is the only implementation of experts that never reads on the host.
     meta._experts_implementation = "batched_mm"
     with refusal_reason("its class refuses its config"), torch.device("meta"):
         full = model_class(meta).eval()
-    kinds = Counter(type(module) for module in full.modules())
+    classes = [type(module) for module in full.modules()]
     matrices = [each for each in full.parameters() if each.ndim > 1]
     experts = [each for each in matrices if each.ndim == 3]
     tokens = torch.zeros(1, 3, dtype=torch.int64, device="meta")
-    trial = TrialAttention(tokens, tokens)
     with refusal_reason("with this config it does not run, or it reads values on the host, which no captured pass can"):
-        body = TransformersModel(full, {})
-        body.logits(body.run(tokens, tokens, trial)[0])
+        target = TransformersTarget(full, {})
+        hidden, _, calls = run_with_mask(target, tokens, torch.ones(1, 3, 3, dtype=torch.bool, device="meta"))
+        target.logits(hidden)
     return ProbeResult(
-        model_class=model_class,
         config=config,
-        specs=tuple(trial.specs),
+        specs=tuple(spec for *_, spec in calls),
         replacements=replacements,
-        replaced=", ".join(f"{kinds[kind]} {kind.__name__}" for kind in replacements),
+        replaced=", ".join(f"{classes.count(kind)} {kind.__name__}" for kind in replacements),
         can_capture=can_capture,
-        vocab_size=body.head.shape[0],
+        vocab_size=target.head.shape[0],
         num_weights=sum(each.numel() for each in matrices),
         expert_weights=sum(each.numel() for each in experts),
         num_experts=experts[0].shape[0] if experts else 1,
@@ -144,48 +292,66 @@ def probe(model_class: Any, config: Any) -> ProbeResult:
     )
 
 
-@torch.no_grad()
-@refusal_reason("a small model of it does not run")
-def try_tree(model: Any) -> tuple[Mapping[type, MakeForward], bool]:
-    """Returns `replacements` and `can_capture` of ProbeResult.
+def causal_class_name(raw: Json) -> str | None:
+    """Returns the name of transformers' causal class for a config.json; None if its architecture is another.
+    The code that comes with a checkpoint does not count."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    Raises EspalierError, with the reason, unless a tree's nodes get the logits of the plain model.
-    """
-    from transformers import AttentionInterface
-
-    # It is not registered as a mask function too.  So transformers makes no mask, and does not search the positions for
-    # packed sequences, which it would do on the host.
-    AttentionInterface.register(ATTENTION_NAME, attend)
-    size = (len(TREE_PARENTS), len(TREE_PARENTS[0]))
-    vocab = model.get_input_embeddings().weight.shape[0]
-    tokens = torch.randint(0, vocab, size, generator=torch.Generator().manual_seed(1))
-    # The rows run in reverse order, to find a class that treats the first rows of a pass differently: it is no target.
-    rows = range(size[1] - 1, -1, -1)
-    paths = [[_path_to_root(parents, row) for row in rows] for parents in TREE_PARENTS]
-    model.set_attn_implementation("eager")
-    logits = [
-        model(input_ids=of_request[None, path], use_cache=False).logits[0, -1]
-        for of_request, of_rows in zip(tokens, paths, strict=True)
-        for path in of_rows
-    ]
-    wanted = torch.stack(logits).view(*size, -1)
-    model.set_attn_implementation(ATTENTION_NAME)
-    seen = torch.tensor([[[row in path for row in rows] for path in of_rows] for of_rows in paths])
-    capture = tuple(range(len(layers_of(model)) + 1))
-    for replacements in ({}, find_replacements(model)):
-        trial = TrialAttention(seen.sum(2) - 1, seen)
-        body = TransformersModel(copy.deepcopy(model), replacements, capture)
-        hidden, inputs = body.run(tokens.flip(1), trial.positions, trial)
-        require_one_call_each(layers_of(body.model), trial.modules)
-        difference = float((body.logits(hidden) - wanted).abs().max() / wanted.abs().max())
-        if difference > TOLERANCE:
-            raise EspalierError(
-                "its rows do not see just the rows before them, at the positions that they are given: a tree's logits "
-                f"differ from the plain model's by {difference:.1e} of the largest"
-            )
-    shape = (*size, model.config.hidden_size)
-    return replacements, all(i in inputs and inputs[i].shape == shape for i in capture)
+    name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(str(raw.get("model_type")))
+    return name if raw.get("architectures") in (None, [], [name]) else None
 
 
-def _path_to_root(parents: Sequence[int], row: int) -> list[int]:
-    return [] if row < 0 else [*_path_to_root(parents, parents[row]), row]
+def read_by_transformers(
+    raw: Json, path: Path, overrides: Mapping[str, Any] | None = None, generation: Json | None = None
+) -> ModelConfig:
+    """Returns the config of a model that a class of transformers runs.
+    Raises EspalierError, with the reason, if no class can run it."""
+    from transformers import CONFIG_MAPPING
+
+    name = causal_class_name(raw)
+    if name is None:
+        raise EspalierError(
+            f"{path}: {architecture_of(raw)!r} is not transformers' causal model of model_type "
+            f"{raw.get('model_type')!r}; update transformers, or use a text generation model that it has"
+        )
+    config_class = CONFIG_MAPPING[raw["model_type"]]
+    known_fields = {*config_class().to_dict(), *config_class.attribute_map, *raw, *IGNORED_FIELDS, *QUANTISATION_FIELDS}
+    full = with_overrides(raw, overrides or {}, known_fields)
+    if any(full.get(field_name) is not None for field_name in QUANTISATION_FIELDS):
+        raise EspalierError(
+            f"{path}: {name} runs by transformers, for which quantised weights are not supported; use "
+            "an unquantised copy of the model (bfloat16)"
+        )
+    # Fields that begin with "_" may name code.
+    fields = {field_name: value for field_name, value in full.items() if not field_name.startswith("_")}
+    try:
+        probed = probe(raw["model_type"], json.dumps(fields, sort_keys=True))
+    except EspalierError as error:
+        raise EspalierError(f"{path}: {name} cannot run by transformers: {error}; use another model") from None
+    config, first = probed.config, probed.specs[0]
+    # The fields of a plain model with these sizes.  Fields that only Espalier's own layers read have neutral values.
+    plain = {
+        "vocab_size": probed.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": 4 * config.hidden_size,
+        "num_hidden_layers": len(probed.specs),
+        "num_attention_heads": first.heads,
+        "num_key_value_heads": first.rows.kv_heads,
+        "head_dim": first.rows.k_size,
+        "max_position_embeddings": longest_context(config),
+        "rms_norm_eps": 1e-6,
+        "attention_bias": False,
+        "tie_word_embeddings": bool(getattr(config, "tie_word_embeddings", False)),
+        "eos_token_id": full.get("eos_token_id"),
+    }
+    family = Family(name, raw["model_type"], {}, layer_specs=lambda config: probed.specs)
+    eos_source = None if "eos_token_id" in (overrides or {}) else generation
+    return replace(parse_config(plain, family, path, None, eos_source), raw=full, probe_result=probed)
+
+
+def longest_context(config: Any) -> Any:
+    """Returns the number of positions up to which a learned embedding reaches, or LongRoPE's frequencies stay."""
+    ropes = getattr(config, "rope_parameters", None) or {}
+    by_layer_type = [rope for rope in ropes.values() if isinstance(rope, Mapping)] or [ropes]
+    limits = [rope["original_max_position_embeddings"] for rope in by_layer_type if rope.get("rope_type") == "longrope"]
+    return min([getattr(config, "max_position_embeddings", None), *limits])

@@ -21,8 +21,9 @@ def graft(
 ) -> tuple[Tree, Tensor]:
     """Makes trees of the same size from the best nodes of the draft's trees and of the paths.  Returns (trees, kinds).
 
-    kinds: [B, D], of the draft's nodes; survival: [NODE_KINDS, S] float32, the log-probability that a node of a kind is
-    right at a depth if its parent is right; steps: the greatest depth; is_drafted: whether a draft made the trees.
+    kinds: [B, D], of the draft's nodes; survival: [NODE_KINDS, S] float32, the log-probability that a node of a
+    kind is right at a depth if its parent is right; steps: the greatest depth; is_drafted: whether a draft made the
+    trees.
 
     Nodes are ordered by score.  Among equal scores, the draft's node comes first, then the first path's node.  So a
     parent comes before its children.
