@@ -26,7 +26,7 @@ from espalier.bench.clients import post_request
 from espalier.bench.drive import BenchEngine
 from espalier.cli.serve import plain_settings
 from espalier.engine.engine import Engine
-from espalier.engine.executor import Handle, StagedHandle
+from espalier.engine.executor import Handle
 from espalier.engine.launch_input import LaunchInput, RequestResult, TreeSize
 from espalier.llm import LLM
 from espalier.request import OutputChunk, Request, SamplingParams
@@ -120,9 +120,6 @@ class PacedExecutor:
         return PacedHandle(
             self.free_at, [RequestResult(tokens, True, TreeSize((2, 2, 2, 2))) for _ in launch_input.slots]
         )
-
-    def launch_staged(self, launch_input: LaunchInput) -> StagedHandle:
-        raise NotImplementedError
 
     def close(self) -> None:
         pass

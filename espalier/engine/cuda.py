@@ -189,6 +189,8 @@ class CudaExecutor:
 
     @torch.inference_mode()
     def launch(self, launch_input: LaunchInput) -> Handle:
+        if launch_input.is_staged:
+            return self._launch_staged(launch_input)
         host, form, packed = self._pack_into_ring(launch_input)
         graph = self.graph_of(launch_input)
         output = None
@@ -245,8 +247,7 @@ class CudaExecutor:
         committed = replace(dummies.committed, exact=not self.overlap)
         self._prepare(replace(dummies, committed=committed), form, in_graph=True)
 
-    @torch.inference_mode()
-    def launch_staged(self, launch_input: LaunchInput) -> CudaStagedHandle:
+    def _launch_staged(self, launch_input: LaunchInput) -> CudaStagedHandle:
         host, form, packed = self._pack_into_ring(launch_input)
         captured = self.stage_graphs.get(form.batch)
         with torch.cuda.stream(self.stream):

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from espalier.cache.pages import PagePool
 from espalier.cache.prefix_tree import PrefixTree
@@ -33,16 +33,16 @@ from espalier.stats import SpeculationStats
 
 @dataclass
 class StartedLaunch:
-    """A launch in flight.
-
-    stages: the handle of a round that runs in stages; None for other launches.  maskers: the grammars of such a round;
-    empty until the round is resumed.
-    """
+    """A launch in flight.  maskers: the grammars of a round in stages; empty until the round is resumed."""
 
     launch: Launch
     handle: Handle
-    stages: StagedHandle | None = None
     maskers: Maskers = ()
+
+    @property
+    def stages(self) -> StagedHandle | None:
+        """The handle of a round that runs in stages; None for other launches."""
+        return cast(StagedHandle, self.handle) if self.launch.launch_input.is_staged else None
 
 
 @dataclass
@@ -110,7 +110,9 @@ class Engine:
             # A round that is not settled shares buffers with every later launch, so it must be settled first.
             self._settle_round()
             launch = self.scheduler.next_launch()  # a prefill pass, a round, or None
-            started = self._start_launch(launch) if launch else None
+            if launch and self.observer is not None:
+                self.observer.on_launch(launch.launch_input)
+            started = StartedLaunch(launch, self.executor.launch(launch.launch_input)) if launch else None
             if self.in_flight.overlap:
                 previous, self.in_flight.unread = self.in_flight.unread, started
                 self._read_result(previous)
@@ -136,14 +138,6 @@ class Engine:
         if self.executor.failure is not None:
             with self._stop_on_error():
                 raise self.executor.failure
-
-    def _start_launch(self, launch: Launch) -> StartedLaunch:
-        if self.observer is not None:
-            self.observer.on_launch(launch.launch_input)
-        if not launch.launch_input.is_staged:
-            return StartedLaunch(launch, self.executor.launch(launch.launch_input))
-        handle = self.executor.launch_staged(launch.launch_input)
-        return StartedLaunch(launch, handle, handle)
 
     def _read_result(self, started: StartedLaunch | None) -> None:
         if started is None:

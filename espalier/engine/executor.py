@@ -104,10 +104,11 @@ class Executor(Protocol):
         """The reason why no launch can run any more, because another rank has failed; None if launches can run."""
         ...
 
-    def launch(self, launch_input: LaunchInput) -> Handle: ...
+    def launch(self, launch_input: LaunchInput) -> Handle:
+        """Starts a launch.  For a staged round (LaunchInput.is_staged), starts only the begin stage.
 
-    def launch_staged(self, launch_input: LaunchInput) -> StagedHandle:
-        """Starts the begin stage of a round.  The round must be resumed and settled before the next launch."""
+        The handle of a staged round is a StagedHandle.  The round must be resumed and settled before the next launch.
+        """
         ...
 
     def close(self) -> None:
@@ -210,10 +211,9 @@ class CpuExecutor:
         self.worker = ThreadPoolExecutor(1, "espalier-stream", torch.set_num_threads, (threads,)) if overlap else None
 
     def launch(self, launch_input: LaunchInput) -> Handle:
+        if launch_input.is_staged:
+            return CpuStagedHandle(self, launch_input)
         return CpuHandle(self.submit(self.run, launch_input))
-
-    def launch_staged(self, launch_input: LaunchInput) -> StagedHandle:
-        return CpuStagedHandle(self, launch_input)
 
     def submit(self, work: Callable[..., Any], *args: Any) -> Future[Any]:
         """Runs `work` on the stream, after all work that was submitted earlier."""

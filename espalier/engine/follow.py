@@ -8,7 +8,7 @@ import queue
 import threading
 from contextlib import suppress
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -99,10 +99,9 @@ class Follower:
             raise RuntimeError(f"it has taken up launch {self.last_launch}, and then got launch {message.number}")
         assert self.executor is not None
         self.last_launch = message.number
+        self.handles[self.last_launch] = handle = self.executor.launch(message.launch_input)
         if message.launch_input.is_staged:
-            self.staged = self.handles[self.last_launch] = self.executor.launch_staged(message.launch_input)
-        else:
-            self.handles[self.last_launch] = self.executor.launch(message.launch_input)
+            self.staged = cast(StagedHandle, handle)
 
     def _wait_for_answer(self, tokens: Tensor, ancestor_bits: Tensor) -> BeamRows:
         """Returns the answer to the draft's question.  Rank 0 asks the same question and sends the answer."""

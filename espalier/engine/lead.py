@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from espalier.engine.executor import Executor, Handle, StagedHandle
+from espalier.engine.executor import Executor, Handle
 from espalier.engine.launch_input import LaunchInput, RequestResult
 from espalier.engine.masks import AskBeamMasks, BeamRows, GuideRows, RowMasks, Trees
 from espalier.engine.ranks import BeamAnswer, RankFailed, Ranks, ResumeRound, SendDecisions, SettleRound
@@ -43,12 +43,8 @@ class LeadExecutor:
     def launch(self, launch_input: LaunchInput) -> Handle:
         with replace_by_rank_failure(self.ranks):
             number = self.ranks.launch(launch_input)
-            return LeadHandle(self.ranks, number, self.own_executor.launch(launch_input))
-
-    def launch_staged(self, launch_input: LaunchInput) -> StagedHandle:
-        with replace_by_rank_failure(self.ranks):
-            number = self.ranks.launch(launch_input)
-            return LeadStagedHandle(self.ranks, number, self.own_executor.launch_staged(launch_input))
+            make_handle = LeadStagedHandle if launch_input.is_staged else LeadHandle
+            return make_handle(self.ranks, number, self.own_executor.launch(launch_input))
 
     def close(self) -> None:
         if self.ranks.failure is not None:

@@ -37,16 +37,14 @@ def record(engine: Engine) -> list[str]:
     calls: list[str] = []
     executor, launched = engine.executor, Counter[str]()
 
-    def recording(launch: Any, name: str) -> Any:
-        def starting(launch_input: Any) -> Recorded:
-            launched["all"] += 1
-            calls.append(f"{name} {launched['all']}")
-            return Recorded(launch(launch_input), calls, launched["all"])
+    launch = executor.launch
 
-        return starting
+    def starting(launch_input: Any) -> Recorded:
+        launched["all"] += 1
+        calls.append(f"{'begin' if launch_input.is_staged else 'launch'} {launched['all']}")
+        return Recorded(launch(launch_input), calls, launched["all"])
 
-    executor.launch = recording(executor.launch, "launch")  # type: ignore[method-assign]
-    executor.launch_staged = recording(executor.launch_staged, "begin")  # type: ignore[method-assign]
+    executor.launch = starting  # type: ignore[method-assign]
     return calls
 
 
