@@ -57,13 +57,13 @@ def test_a_stream_that_python_drops_in_the_middle_of_a_step_changes_no_token(llm
     abandoned.append(abandoned)
     del abandoned
     scheduler, calls = llm.engine.scheduler, []
-    harvest = scheduler.harvest
+    process_results = scheduler.process_results
 
     def collecting(*args):
         calls.append(args)
         if len(calls) == 3:
             gc.collect()
-        return harvest(*args)
+        return process_results(*args)
 
     gc.disable()
     try:

@@ -111,7 +111,7 @@ class PagePool:
             raise PageDefect(f"page {page} cannot be {verb}: it is free")
 
 
-class Snapshots:
+class SnapshotRows:
     """Tracks the rows of the state table that hold snapshots, and the page of the prefix tree of each snapshot.
 
     rows: the table rows that may hold snapshots.

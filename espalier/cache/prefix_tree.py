@@ -209,19 +209,19 @@ class PrefixTree:
 
 @dataclass(frozen=True)
 class PageBudget:
-    """Free pages, and the pages that the prefix tree can give up.  prefixes: None without a prefix cache."""
+    """Free pages, and the pages that the prefix tree can give up.  prefix_tree: None without a prefix cache."""
 
     pool: PagePool
-    prefixes: PrefixTree | None
+    prefix_tree: PrefixTree | None
 
     def free_up_to(self, num_pages: int) -> bool:
         """Evict cached pages that no request uses until num_pages are free.  Returns False if too few are free."""
         missing = num_pages - self.pool.num_free
-        if missing > 0 and self.prefixes is not None:
-            self.prefixes.evict(missing)
+        if missing > 0 and self.prefix_tree is not None:
+            self.prefix_tree.evict(missing)
         return self.pool.num_free >= num_pages
 
     def could_free(self, num_pages: int) -> bool:
         """Whether `num_pages` pages could be free after eviction.  Nothing is evicted."""
         missing = num_pages - self.pool.num_free
-        return missing <= 0 or (self.prefixes is not None and missing <= self.prefixes.num_evictable)
+        return missing <= 0 or (self.prefix_tree is not None and missing <= self.prefix_tree.num_evictable)

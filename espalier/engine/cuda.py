@@ -27,10 +27,10 @@ from torch import Tensor
 
 from espalier.engine.cuda_stages import CAPTURE_ERROR_MODE, EagerStages, StageMemory, Stages, no_garbage_collection
 from espalier.engine.cuda_streams import give_streams_back, take_streams
-from espalier.engine.executor import Handle, execute
+from espalier.engine.executor import LaunchHandle, run_launch
 from espalier.engine.launch_buffer import LaunchBuffer, pack_launch
-from espalier.engine.launch_input import ALL_SAMPLING, LaunchInput, RequestResult, dummy_launch
-from espalier.engine.masks import AskBeamMasks, GuideRows, RowMasks, Trees
+from espalier.engine.launch_input import ALL_SAMPLING_FEATURES, LaunchInput, RequestResult, dummy_launch
+from espalier.engine.masks import AskBeamMasks, DraftGuideRows, HostTrees, NodeMasks
 from espalier.engine.results import ResultsRing, read_results, read_trees
 from espalier.errors import EspalierError
 from espalier.kernels.ops.sampling import logprob_rows
@@ -69,7 +69,7 @@ class HostEntry:
 
 
 @dataclass(frozen=True)
-class CudaHandle:
+class CudaLaunchHandle:
     """A launch in flight.  prompt_logprobs: see read_results; pinned, valid after the event `host.copied_event`."""
 
     results: ResultsRing
@@ -97,10 +97,10 @@ class CudaStagedHandle:
     host: HostEntry
     launch_input: LaunchInput
     stages: Stages | None
-    settled: CudaHandle | None = None
+    settled: CudaLaunchHandle | None = None
 
     @torch.inference_mode()
-    def resume(self, guide: GuideRows | None, ask_beam_masks: AskBeamMasks) -> None:
+    def resume(self, guide: DraftGuideRows | None, ask_beam_masks: AskBeamMasks) -> None:
         """Runs propose, then runs verify while the trees are copied to the host.
 
         The draft asks the host only if half of the requests or more have a grammar, because all requests wait for
@@ -115,12 +115,12 @@ class CudaStagedHandle:
             self.executor.copy_entry(self.host, batch)
             self.stages.verify()
 
-    def trees(self) -> Trees:
+    def trees(self) -> HostTrees:
         self.host.copied_event.synchronize()
         return read_trees(self.executor.results.columns, self.host.results[: len(self.launch_input.slots)].numpy())
 
     @torch.inference_mode()
-    def settle(self, masks: RowMasks) -> None:
+    def settle(self, masks: NodeMasks) -> None:
         assert self.stages is not None
         with torch.cuda.stream(self.executor.stream):
             self.stages.set_masks(masks)
@@ -188,7 +188,7 @@ class CudaExecutor:
             self._capture()
 
     @torch.inference_mode()
-    def launch(self, launch_input: LaunchInput) -> Handle:
+    def launch(self, launch_input: LaunchInput) -> LaunchHandle:
         if launch_input.is_staged:
             return self._launch_staged(launch_input)
         host, form, packed = self._pack_into_ring(launch_input)
@@ -240,12 +240,12 @@ class CudaExecutor:
         """Gives the launch's lengths to the backends, clears its pages, copies its states.  Called on its stream."""
         self.runner.cache.before_launch(launch_input.cleared_pages, launch_input.state_copies)
         # A prefill pass has one length for each piece.
-        lengths = launch_input.committed.padded_to(form.pieces or form.batch)
+        lengths = launch_input.committed_lengths.padded_to(form.pieces or form.batch)
         self.runner.prepare(replace(lengths, in_graph=in_graph))
 
     def _prepare_capture(self, dummies: LaunchInput, form: LaunchForm) -> None:
-        committed = replace(dummies.committed, exact=not self.overlap)
-        self._prepare(replace(dummies, committed=committed), form, in_graph=True)
+        committed = replace(dummies.committed_lengths, exact=not self.overlap)
+        self._prepare(replace(dummies, committed_lengths=committed), form, in_graph=True)
 
     def _launch_staged(self, launch_input: LaunchInput) -> CudaStagedHandle:
         host, form, packed = self._pack_into_ring(launch_input)
@@ -261,7 +261,7 @@ class CudaExecutor:
         return CudaStagedHandle(self, host, launch_input, stages)
 
     def _eager_stages(self, packed: LaunchBuffer, batch: int) -> EagerStages:
-        return EagerStages(self.runner, self.results, packed, ALL_SAMPLING, batch, self.stage_memory)
+        return EagerStages(self.runner, self.results, packed, ALL_SAMPLING_FEATURES, batch, self.stage_memory)
 
     def copy_entry(self, host_entry: HostEntry, batch: int, prompt_logprobs: Tensor | None = None) -> Tensor | None:
         """Copies a ring entry to the host on the copy stream, while the compute stream goes on.
@@ -338,14 +338,16 @@ class CudaExecutor:
         if launch_input.masks is not None:
             masks = torch.from_numpy(launch_input.masks).pin_memory().to(self.device, non_blocking=True)
         runner, device_launch = self.runner.for_tree(form.tree), self._to_device(packed)
-        known = (launch_input.width, ALL_SAMPLING, launch_input.prompt_rows, masks)
-        return execute(runner, self.results, device_launch, *known)
+        known = (launch_input.width, ALL_SAMPLING_FEATURES, launch_input.prompt_rows, masks)
+        return run_launch(runner, self.results, device_launch, *known)
 
     def _to_device(self, packed: LaunchBuffer) -> LaunchBuffer:
         vector = torch.from_numpy(packed.vector).pin_memory().to(self.device, non_blocking=True)
         return packed.with_vector(vector)
 
-    def start_readback(self, host: HostEntry, launch_input: LaunchInput, output: RoundOutput | None) -> CudaHandle:
+    def start_readback(
+        self, host: HostEntry, launch_input: LaunchInput, output: RoundOutput | None
+    ) -> CudaLaunchHandle:
         """Starts copying the results and the prompt's log-probabilities to the host.
 
         output: the output of an eager launch; only eager launches compute prompt log-probabilities.  Else None.
@@ -355,7 +357,7 @@ class CudaExecutor:
             with torch.cuda.stream(self.stream):
                 prompt_logprobs = logprob_rows(*output.prompt_logprobs)
         on_host = self.copy_entry(host, len(launch_input.slots), prompt_logprobs)
-        return CudaHandle(self.results, host, launch_input, on_host)
+        return CudaLaunchHandle(self.results, host, launch_input, on_host)
 
     def _to_host(self, value: Tensor) -> Tensor:
         value.record_stream(self.copy_stream)
@@ -405,11 +407,11 @@ class CudaExecutor:
             vector = torch.from_numpy(packed.vector).to(self.device)
             device_launch = packed.with_vector(vector)
             # Run once eagerly: libraries load kernels and allocate workspaces, which is not allowed in a capture.
-            execute(runner, self.results, device_launch, form.width, ALL_SAMPLING)
+            run_launch(runner, self.results, device_launch, form.width, ALL_SAMPLING_FEATURES)
             self.stream.synchronize()
         graph = torch.cuda.CUDAGraph(keep_graph=self.keep_graphs)
         with torch.cuda.graph(graph, pool=pool, stream=self.stream, capture_error_mode=CAPTURE_ERROR_MODE):
-            execute(runner, self.results, device_launch, form.width, ALL_SAMPLING)
+            run_launch(runner, self.results, device_launch, form.width, ALL_SAMPLING_FEATURES)
         if self.keep_graphs:  # else PyTorch instantiated the graph when the capture ended
             graph.instantiate()
         return Graph(vector, graph)

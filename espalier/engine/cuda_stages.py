@@ -23,9 +23,9 @@ from torch import Tensor
 
 from espalier.engine.executor import StagedRound
 from espalier.engine.launch_buffer import LaunchBuffer
-from espalier.engine.masks import AskBeamMasks, GuideRows, RowMasks
+from espalier.engine.masks import AskBeamMasks, DraftGuideRows, NodeMasks
 from espalier.engine.results import ResultsRing
-from espalier.sampling.logit_processors import SamplingNeeds
+from espalier.sampling.logit_processors import SamplingFeatures
 from espalier.sampling.mask import ALL_ALLOWED, DraftGuide, mask_words
 from espalier.speculate.round import ModelRunner
 
@@ -127,9 +127,9 @@ def runs_of_rows(rows: tuple[int, ...]) -> list[tuple[int, int]]:
     return list(pairwise([0, *cuts, len(rows)])) if rows else []
 
 
-def packed_row_length(num_words: int) -> int:
-    """Returns the number of int64 values that hold `num_words` int32 words."""
-    return -(-num_words // 2)
+def packed_row_length(num_mask_words: int) -> int:
+    """Returns the number of int64 values that hold `num_mask_words` int32 words."""
+    return -(-num_mask_words // 2)
 
 
 def pack_side_by_side(values: np.ndarray, words: np.ndarray) -> np.ndarray:
@@ -140,9 +140,9 @@ def pack_side_by_side(values: np.ndarray, words: np.ndarray) -> np.ndarray:
     return packed
 
 
-def unpack_side_by_side(packed: Tensor, num_values: int, num_words: int) -> tuple[Tensor, Tensor]:
+def unpack_side_by_side(packed: Tensor, num_values: int, num_mask_words: int) -> tuple[Tensor, Tensor]:
     """Returns views of the values and of the words that `pack_side_by_side` put side by side."""
-    return packed[..., :num_values], packed[..., num_values:].view(torch.int32)[..., :num_words]
+    return packed[..., :num_values], packed[..., num_values:].view(torch.int32)[..., :num_mask_words]
 
 
 @dataclass
@@ -156,22 +156,24 @@ class BeamQuestion:
 
     packed: Tensor
     num_tokens: int
-    num_words: int
+    num_mask_words: int
     answer: GrammarRows
 
     @classmethod
-    def new(cls, packed: Tensor, beams: int, num_tokens: int, num_words: int, memory: StageMemory) -> "BeamQuestion":
+    def new(
+        cls, packed: Tensor, beams: int, num_tokens: int, num_mask_words: int, memory: StageMemory
+    ) -> "BeamQuestion":
         """Returns a question without an answer.  Until it has one, every token may follow."""
         # -1 in an answer says both: several tokens may follow, and the mask allows all.
-        shape = (len(packed), beams, 1 + packed_row_length(num_words))
+        shape = (len(packed), beams, 1 + packed_row_length(num_mask_words))
         # The levels of a tree ask about different numbers of tokens.
         answer = memory.rows(f"answer to {num_tokens} tokens", shape, packed.dtype, ALL_ALLOWED)
-        return cls(packed, num_tokens, num_words, answer)
+        return cls(packed, num_tokens, num_mask_words, answer)
 
     @property
     def answer_tensors(self) -> tuple[Tensor, Tensor]:
         """The answer in HostQuery's form: forced tokens [B, Q] and masks [B, Q, words]."""
-        only, masks = unpack_side_by_side(self.answer.values, 1, self.num_words)
+        only, masks = unpack_side_by_side(self.answer.values, 1, self.num_mask_words)
         return only[..., 0], masks
 
     def ask_host(self, ask_beam_masks: AskBeamMasks | None) -> None:
@@ -195,9 +197,9 @@ class ProposeGraphs:
     So there is one more graph than questions.
     """
 
-    def __init__(self, pool: Any, num_words: int, memory: StageMemory):
+    def __init__(self, pool: Any, num_mask_words: int, memory: StageMemory):
         self.pool = pool
-        self.num_words = num_words
+        self.num_mask_words = num_mask_words
         self.memory = memory
         self.graphs: list[torch.cuda.CUDAGraph] = []
         self.questions: list[BeamQuestion] = []
@@ -213,7 +215,7 @@ class ProposeGraphs:
         """Ends this graph and begins the next one, which reads the answer.  See sampling.mask.HostQuery."""
         packed = packed_question(tokens, ancestor_bits)
         self.end_graph()
-        question = BeamQuestion.new(packed, ancestor_bits.shape[1], tokens.shape[1], self.num_words, self.memory)
+        question = BeamQuestion.new(packed, ancestor_bits.shape[1], tokens.shape[1], self.num_mask_words, self.memory)
         self.questions.append(question)
         self.begin_graph()
         return question.answer_tensors
@@ -231,8 +233,8 @@ class BeamQuestionAsker:
     host: gives the answers in an eager run; capture: the graphs that are being captured, None in an eager run.
     """
 
-    def __init__(self, num_words: int, memory: StageMemory):
-        self.num_words = num_words
+    def __init__(self, num_mask_words: int, memory: StageMemory):
+        self.num_mask_words = num_mask_words
         self.memory = memory
         self.ask_beam_masks: AskBeamMasks | None = None
         self.graphs: ProposeGraphs | None = None
@@ -241,7 +243,7 @@ class BeamQuestionAsker:
         if self.graphs is not None:
             return self.graphs.split_graph(tokens, ancestor_bits)
         packed = packed_question(tokens, ancestor_bits)
-        question = BeamQuestion.new(packed, ancestor_bits.shape[1], tokens.shape[1], self.num_words, self.memory)
+        question = BeamQuestion.new(packed, ancestor_bits.shape[1], tokens.shape[1], self.num_mask_words, self.memory)
         question.ask_host(self.ask_beam_masks)
         return question.answer_tensors
 
@@ -263,13 +265,13 @@ class Stages:
     verify: Callable[[], None]
     settle: Callable[[], None]
 
-    def set_guide(self, rows: GuideRows | None) -> None:
+    def set_guide(self, rows: DraftGuideRows | None) -> None:
         if rows is None:
             self.guide.set_rows((), None)
         else:
             self.guide.set_rows(rows.rows, pack_side_by_side(np.column_stack((rows.forced, rows.levels)), rows.masks))
 
-    def set_masks(self, masks: RowMasks) -> None:
+    def set_masks(self, masks: NodeMasks) -> None:
         """Sets the masks of the nodes.  Requests without a grammar allow all tokens.
 
         masks: has a row for each node of the largest tree.
@@ -285,7 +287,7 @@ class EagerStages:
         runner: ModelRunner,
         results: ResultsRing,
         packed: LaunchBuffer,
-        needs: SamplingNeeds,
+        sampling_features: SamplingFeatures,
         batch: int,
         memory: StageMemory,
     ):
@@ -302,7 +304,7 @@ class EagerStages:
         self.guide = DraftGuide(forced_and_level[:, :steps], mask, forced_and_level[:, steps], self.ask)
         nodes = runner.layout.for_batch(batch).num_draft_tokens
         self.masks = memory.rows("masks", (batch, nodes, words), torch.int32, ALL_ALLOWED)
-        self.staged = StagedRound(runner, results, packed.with_vector(self.vector), needs)
+        self.staged = StagedRound(runner, results, packed.with_vector(self.vector), sampling_features)
 
     @property
     def stages(self) -> Stages:
@@ -343,7 +345,7 @@ class EagerStages:
 
     def _captured_propose(self, pool: Any) -> ProposeGraphs:
         torch.cuda.synchronize()
-        self.ask.graphs = graphs = ProposeGraphs(pool, self.ask.num_words, self.ask.memory)
+        self.ask.graphs = graphs = ProposeGraphs(pool, self.ask.num_mask_words, self.ask.memory)
         graphs.begin_graph()
         try:
             self.staged.propose(self.guide)

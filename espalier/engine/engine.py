@@ -17,7 +17,7 @@ from typing import Any, cast
 
 from espalier.cache.pages import PagePool
 from espalier.cache.prefix_tree import PrefixTree
-from espalier.engine.executor import ClosedExecutor, Executor, Handle, LaunchObserver, StagedHandle
+from espalier.engine.executor import ClosedExecutor, Executor, LaunchHandle, LaunchObserver, StagedRoundHandle
 from espalier.engine.guesses import GuessSources
 from espalier.engine.launch_input import Launch
 from espalier.engine.masks import Maskers
@@ -36,30 +36,30 @@ class StartedLaunch:
     """A launch in flight.  maskers: the grammars of a round in stages; empty until the round is resumed."""
 
     launch: Launch
-    handle: Handle
+    handle: LaunchHandle
     maskers: Maskers = ()
 
     @property
-    def stages(self) -> StagedHandle | None:
+    def stages(self) -> StagedRoundHandle | None:
         """The handle of a round that runs in stages; None for other launches."""
-        return cast(StagedHandle, self.handle) if self.launch.launch_input.is_staged else None
+        return cast(StagedRoundHandle, self.handle) if self.launch.launch_input.is_staged else None
 
 
 @dataclass
 class LaunchesInFlight:
     """The launches that the host has started and not read yet.
 
-    unread: with overlap, the launch that the last step started; the host works while the device runs it.  None in
-    lock-step, because a launch is read in the step that started it.
-    unsettled: the round in stages that still waits for the masks of its trees; with overlap it is the same as `unread`.
+    unread_launch: with overlap, the launch that the last step started; the host works while the device runs it.  None
+    in lock-step, because a launch is read in the step that started it. unsettled_round: the round in stages that still
+    waits for the masks of its trees; with overlap it is the same as `unread_launch`.
     """
 
     overlap: bool
-    unread: StartedLaunch | None = None
-    unsettled: StartedLaunch | None = None
+    unread_launch: StartedLaunch | None = None
+    unsettled_round: StartedLaunch | None = None
 
     def clear(self) -> None:
-        self.unread = self.unsettled = None
+        self.unread_launch = self.unsettled_round = None
 
 
 class Engine:
@@ -67,7 +67,7 @@ class Engine:
     called.
 
     requests: unfinished requests, by id.
-    stopped: the reason why the engine no longer runs; None while it runs.  If a launch fails, every request in the
+    stop_error: the reason why the engine no longer runs; None while it runs.  If a launch fails, every request in the
     engine is aborted with this text.
     observer: is called for every launch; None by default.
     chooser: chooses the tree of each round; None to use the layout's trees.
@@ -87,21 +87,21 @@ class Engine:
         self.max_position = runner.target.config.max_position
         self.executor = executor
         self.pool = PagePool(runner.pages.num_pages)
-        self.prefixes = PrefixTree(self.pool, self.layout.page_size) if prefix_cache else None
+        self.prefix_tree = PrefixTree(self.pool, self.layout.page_size) if prefix_cache else None
         self.in_flight = LaunchesInFlight(overlap)
         self.scheduler = Scheduler(
             self.layout,
             self.pool,
-            self.prefixes,
+            self.prefix_tree,
             rounds_in_flight=2 if overlap else 1,
             vocab_size=self.vocab_size,
             captured_passes=executor.captured_passes,
-            states=make_state_keeper(self.layout, self.prefixes, runner.cache.snapshot_rows),
-            trees=RoundTrees(self.layout, chooser, executor.runs_any_tree),
-            guesses=GuessSources(self.layout, sources),
+            state_keeper=make_state_keeper(self.layout, self.prefix_tree, runner.cache.snapshot_rows),
+            round_trees=RoundTrees(self.layout, chooser, executor.runs_any_tree),
+            guess_sources=GuessSources(self.layout, sources),
         )
         self.requests: dict[str, Request] = {}
-        self.stopped: str | None = None
+        self.stop_error: str | None = None
         self.observer: LaunchObserver | None = None
 
     def step(self) -> list[OutputChunk]:
@@ -114,14 +114,14 @@ class Engine:
                 self.observer.on_launch(launch.launch_input)
             started = StartedLaunch(launch, self.executor.launch(launch.launch_input)) if launch else None
             if self.in_flight.overlap:
-                previous, self.in_flight.unread = self.in_flight.unread, started
+                previous, self.in_flight.unread_launch = self.in_flight.unread_launch, started
                 self._read_result(previous)
                 self._resume_round(started)
             else:
                 self._resume_round(started)
                 self._settle_round()
                 self._read_result(started)
-            return self._forget_finished(self.scheduler.take_chunks())
+            return self._drop_finished_requests(self.scheduler.pop_chunks())
 
     def drain(self) -> None:
         """Reads the launch in flight.  No launch uses the models until the next step.
@@ -130,7 +130,7 @@ class Engine:
         """
         with self._stop_on_error():
             self._settle_round()
-            previous, self.in_flight.unread = self.in_flight.unread, None
+            previous, self.in_flight.unread_launch = self.in_flight.unread_launch, None
             self._read_result(previous)
 
     def raise_rank_failure(self) -> None:
@@ -144,28 +144,28 @@ class Engine:
             return
         if self.observer is not None:
             self.observer.before_result(started.handle)
-        self.scheduler.harvest(started.launch, started.handle.result())
+        self.scheduler.process_results(started.launch, started.handle.result())
 
     def _resume_round(self, started: StartedLaunch | None) -> None:
         """Starts the propose and verify stages of a round.  All earlier launches must have been read, so that the
         grammars' states are known."""
         if started is None or started.stages is None:
             return
-        masks, started.maskers = self.scheduler.masks, self.scheduler.maskers_of(started.launch)
+        masks, started.maskers = self.scheduler.mask_builder, self.scheduler.maskers_of(started.launch)
         started.stages.resume(masks.guide_rows(started.maskers), partial(masks.beam_masks, started.maskers))
-        self.in_flight.unsettled = started
+        self.in_flight.unsettled_round = started
 
     def _settle_round(self) -> None:
-        started, self.in_flight.unsettled = self.in_flight.unsettled, None
+        started, self.in_flight.unsettled_round = self.in_flight.unsettled_round, None
         if started is not None and started.stages is not None:
             trees = started.stages.trees()
             # The host makes the masks while the device verifies the trees.
-            started.stages.settle(self.scheduler.masks.node_masks(started.maskers, trees))
+            started.stages.settle(self.scheduler.mask_builder.node_masks(started.maskers, trees))
 
     def add(self, request: Request) -> None:
         """Adds a request to the queue.  Raises EspalierError, and changes nothing, if the request can never run."""
-        if self.stopped is not None:
-            raise EspalierError(self.stopped)
+        if self.stop_error is not None:
+            raise EspalierError(self.stop_error)
         if request.id in self.requests:
             raise EspalierError(f"request {request.id!r} is running already; use another id")
         max_context, least = self.layout.max_context, request.params.min_tokens
@@ -194,12 +194,12 @@ class Engine:
         try:
             yield
         except BaseException as error:
-            self.stopped = f"the engine stopped ({type(error).__name__}: {error}); make another LLM"
+            self.stop_error = f"the engine stopped ({type(error).__name__}: {error}); make another LLM"
             self.in_flight.clear()
-            self.scheduler.stop(self.stopped)
+            self.scheduler.abort_all(self.stop_error)
             raise
 
-    def _forget_finished(self, chunks: list[OutputChunk]) -> list[OutputChunk]:
+    def _drop_finished_requests(self, chunks: list[OutputChunk]) -> list[OutputChunk]:
         for chunk in chunks:
             if chunk.finish_reason is not None:
                 del self.requests[chunk.request_id]
@@ -212,7 +212,7 @@ class Engine:
     @property
     def num_abandoned_grammars(self) -> int:
         """The number of grammars that took too long and still occupy a thread (mask_threads.py)."""
-        return self.scheduler.masks.threads.num_abandoned
+        return self.scheduler.mask_builder.threads.num_abandoned
 
     @property
     def totals(self) -> SpeculationStats:
@@ -224,18 +224,18 @@ class Engine:
 
         Raises PageDefect, which names the page.
         """
-        cached = self.prefixes.pages() if self.prefixes is not None else ()
+        cached = self.prefix_tree.pages() if self.prefix_tree is not None else ()
         self.pool.check([r.pages for r in self.scheduler.running], cached)
-        self.scheduler.states.check()
+        self.scheduler.state_keeper.check_snapshots()
 
     def close(self) -> None:
         """Frees models, pages and graphs, even if references to the engine remain.  Idempotent."""
-        if self.stopped is None:
-            self.stopped = "the engine is closed; make another LLM"
+        if self.stop_error is None:
+            self.stop_error = "the engine is closed; make another LLM"
         self.in_flight.clear()
         try:
             self.executor.close()  # a launch in flight may still ask for masks
         finally:
-            self.scheduler.masks.close()
+            self.scheduler.mask_builder.close()
             closed: Any = ClosedExecutor()
             self.executor = closed

@@ -13,8 +13,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from espalier.engine.executor import Executor, Handle, StagedHandle
-from espalier.engine.masks import BeamRows
+from espalier.engine.executor import Executor, LaunchHandle, StagedRoundHandle
+from espalier.engine.masks import BeamMasks
 from espalier.engine.ranks import (
     HEARTBEAT_S,
     BeamAnswer,
@@ -42,11 +42,11 @@ class Follower:
         self.connection = connection
         self.rank = rank
         self.executor: Executor | None = None
-        self.handles: dict[int, Handle] = {}
-        self.staged: StagedHandle | None = None
+        self.handles: dict[int, LaunchHandle] = {}
+        self.staged: StagedRoundHandle | None = None
         self.last_launch = self.num_loaded = 0
         self._messages: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._answers: queue.SimpleQueue[BeamRows] = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue[BeamMasks] = queue.SimpleQueue()
         self._send_lock = threading.Lock()
         for work in (self._receive, self._send_heartbeats):
             threading.Thread(target=work, daemon=True).start()
@@ -101,9 +101,9 @@ class Follower:
         self.last_launch = message.number
         self.handles[self.last_launch] = handle = self.executor.launch(message.launch_input)
         if message.launch_input.is_staged:
-            self.staged = cast(StagedHandle, handle)
+            self.staged = cast(StagedRoundHandle, handle)
 
-    def _wait_for_answer(self, tokens: Tensor, ancestor_bits: Tensor) -> BeamRows:
+    def _wait_for_answer(self, tokens: Tensor, ancestor_bits: Tensor) -> BeamMasks:
         """Returns the answer to the draft's question.  Rank 0 asks the same question and sends the answer."""
         return self._answers.get()
 

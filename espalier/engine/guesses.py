@@ -53,14 +53,14 @@ class GuessSources:
     """The sources of guesses and their counts.
 
     sources: in order of preference; a round that cannot carry all guesses carries those of the first sources.
-    by_source: [ALL_SOURCES, 3], the sums of RequestResult.by_source over `num_counted_rounds` rounds.
+    counts_by_source: [ALL_SOURCES, 3], the sums of RequestResult.counts_by_source over `num_counted_rounds` rounds.
     """
 
     def __init__(self, layout: RoundLayout, sources: Sequence[HostSource]):
         self.layout = layout
         self.sources = sources
         self.survival = Survival(layout.steps) if layout.calibrates_scores else None
-        self.by_source = np.zeros((len(ALL_SOURCES), 3))
+        self.counts_by_source = np.zeros((len(ALL_SOURCES), 3))
         self.num_counted_rounds = 0
 
     def add_request(self, request: Request) -> None:
@@ -155,17 +155,17 @@ class GuessSources:
         requests: list[str] = []
         candidates: list[np.ndarray] = []
         emitted: list[Sequence[int]] = []
-        for place, ((request, generation, _), result) in enumerate(zip(launch.members, results, strict=True)):
+        for place, ((request, generation, _), result) in enumerate(zip(launch.launched_requests, results, strict=True)):
             if generation != request.generation or request.slot is None:
                 continue
             num_right[place] = self._count_right(by_slot.get(request.slot, ()), request, result)
             # The draft skips tokens of a request that never speculates, so its guesses for that request are noise.
             speculates = request.params.depth_limit(self.layout.steps) > 0
-            if speculates and result.candidates is not None and result.by_source is not None:
+            if speculates and result.candidates is not None and result.counts_by_source is not None:
                 requests.append(request.id)
                 candidates.append(result.candidates)
                 emitted.append(result.tokens)
-                self.by_source += result.by_source
+                self.counts_by_source += result.counts_by_source
         if requests:
             self._log_if_due()
             self.survival.add_draft(requests, np.stack(candidates), emitted)
@@ -177,7 +177,7 @@ class GuessSources:
             return
         said = (
             f"{name} {rows:.0f} rows, {found:.0f} accepted of {expected:.0f} expected"
-            for name, (rows, expected, found) in zip(ALL_SOURCES, self.by_source, strict=True)
+            for name, (rows, expected, found) in zip(ALL_SOURCES, self.counts_by_source, strict=True)
             if rows
         )
         log.info("guesses of %d rounds: %s", self.num_counted_rounds, "; ".join(said))
@@ -185,7 +185,7 @@ class GuessSources:
     def _count_right(self, guesses: Sequence[Guess], request: Request, result: RequestResult) -> int:
         assert self.survival is not None
         drafted = None if result.candidates is None else Candidates.unpack(result.candidates).draft_sequences
-        paths = list(result.own_paths)
+        paths = list(result.own_text_paths)
         for guess in guesses:
             known = tuple(request.output[guess.start + 1 - len(request.prompt) :])
             if guess.tokens[: len(known)] == known:

@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import Tensor
 
-from espalier.engine.executor import Executor, Handle
+from espalier.engine.executor import Executor, LaunchHandle
 from espalier.engine.launch_input import LaunchInput, RequestResult
-from espalier.engine.masks import AskBeamMasks, BeamRows, GuideRows, RowMasks, Trees
+from espalier.engine.masks import AskBeamMasks, BeamMasks, DraftGuideRows, HostTrees, NodeMasks
 from espalier.engine.ranks import BeamAnswer, RankFailed, Ranks, ResumeRound, SendDecisions, SettleRound
 from espalier.layout import LaunchForm
 from espalier.speculate.round import ModelRunner
@@ -40,10 +40,10 @@ class LeadExecutor:
     def failure(self) -> Exception | None:
         return self.ranks.failure
 
-    def launch(self, launch_input: LaunchInput) -> Handle:
+    def launch(self, launch_input: LaunchInput) -> LaunchHandle:
         with replace_by_rank_failure(self.ranks):
             number = self.ranks.launch(launch_input)
-            make_handle = LeadStagedHandle if launch_input.is_staged else LeadHandle
+            make_handle = LeadStagedHandle if launch_input.is_staged else LeadLaunchHandle
             return make_handle(self.ranks, number, self.own_executor.launch(launch_input))
 
     def close(self) -> None:
@@ -60,8 +60,8 @@ class LeadExecutor:
             self.ranks.end()
 
 
-class LeadHandle:
-    def __init__(self, ranks: Ranks, launch_number: int, own_handle: Handle) -> None:
+class LeadLaunchHandle:
+    def __init__(self, ranks: Ranks, launch_number: int, own_handle: LaunchHandle) -> None:
         self.ranks = ranks
         self.launch_number = launch_number
         self.own_handle = own_handle
@@ -78,11 +78,11 @@ class LeadHandle:
             return results
 
 
-class LeadStagedHandle(LeadHandle):
-    own_handle: Any  # a StagedHandle
+class LeadStagedHandle(LeadLaunchHandle):
+    own_handle: Any  # a StagedRoundHandle
 
-    def resume(self, guide: GuideRows | None, ask_beam_masks: AskBeamMasks) -> None:
-        def ask_for_all(tokens: Tensor, ancestor_bits: Tensor) -> BeamRows:
+    def resume(self, guide: DraftGuideRows | None, ask_beam_masks: AskBeamMasks) -> None:
+        def ask_for_all(tokens: Tensor, ancestor_bits: Tensor) -> BeamMasks:
             answer = ask_beam_masks(tokens, ancestor_bits)
             self.ranks.send(BeamAnswer(answer))
             return answer
@@ -91,11 +91,11 @@ class LeadStagedHandle(LeadHandle):
             self.ranks.send(ResumeRound(guide))
             self.own_handle.resume(guide, ask_for_all)
 
-    def trees(self) -> Trees:
+    def trees(self) -> HostTrees:
         with replace_by_rank_failure(self.ranks):
             return self.own_handle.trees()
 
-    def settle(self, masks: RowMasks) -> None:
+    def settle(self, masks: NodeMasks) -> None:
         with replace_by_rank_failure(self.ranks):
             self.ranks.send(SettleRound(masks))
             self.own_handle.settle(masks)

@@ -21,7 +21,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, Protocol
 
 from espalier.engine.launch_input import LaunchInput, RequestResult
-from espalier.engine.masks import BeamRows, GuideRows, RowMasks
+from espalier.engine.masks import BeamMasks, DraftGuideRows, NodeMasks
 from espalier.errors import EspalierError
 
 # A rank sends a heartbeat each HEARTBEAT_S.
@@ -58,19 +58,19 @@ class StartLaunch:
 
 @dataclass(frozen=True)
 class ResumeRound:
-    guide: GuideRows | None
+    guide: DraftGuideRows | None
 
 
 @dataclass(frozen=True)
 class BeamAnswer:
     """The answer to the draft's next question."""
 
-    beams: BeamRows
+    beams: BeamMasks
 
 
 @dataclass(frozen=True)
 class SettleRound:
-    masks: RowMasks
+    masks: NodeMasks
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ def decisions_of(results: Sequence[RequestResult]) -> bytes:
     """Returns tokens, log-probabilities and trees of a launch as bytes.  Ranks that agree have equal bytes."""
     parts = []
     for each in results:
-        parts.append(repr((each.tokens, each.finite, each.tree_sum)).encode())
+        parts.append(repr((each.tokens, each.is_finite, each.tree_checksum)).encode())
         parts += [rows.tobytes() for rows in (each.logprobs, each.prompt_logprobs) if rows is not None]
     return b"|".join(parts)
 

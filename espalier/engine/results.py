@@ -31,8 +31,8 @@ class ResultColumns:
 
     logprobs: for each emitted token a row as in espalier/logprobs.py.  The values are undefined if the request wants no
     log-probabilities. own_paths, candidates: as in RoundOutput.  max_top_logprobs: how many likeliest tokens a row of
-    log-probabilities has at most, also by the vocabulary's size.  weights: int64, the factors of tokens and parents in
-    RequestResult.tree_sum.
+    log-probabilities has at most, also by the vocabulary's size.  checksum_weights: int64, the factors of tokens and
+    parents in RequestResult.tree_checksum.
     """
 
     length: slice
@@ -48,7 +48,7 @@ class ResultColumns:
     logprobs: slice
     width: int
     max_top_logprobs: int
-    weights: np.ndarray = field(compare=False)
+    checksum_weights: np.ndarray = field(compare=False)
 
     @classmethod
     def for_layout(cls, layout: RoundLayout, vocab_size: int) -> "ResultColumns":
@@ -64,7 +64,7 @@ class ResultColumns:
             width=ends[-1],
             max_top_logprobs=min(MAX_LOGPROBS, vocab_size),
             # Any large odd numbers; products and sums wrap around.
-            weights=np.random.default_rng(0).integers(1, 2**62, 2 * nodes) | 1,
+            checksum_weights=np.random.default_rng(0).integers(1, 2**62, 2 * nodes) | 1,
         )
 
 
@@ -119,12 +119,14 @@ def read_results(
     emitted = entry[:, columns.emitted].tolist()
     is_node = entry[:, columns.tokens] != VOID
     depths = entry[:, columns.depths] * is_node
-    sums = (entry[:, columns.tokens.start : columns.parents.stop] @ columns.weights).tolist()
+    sums = (entry[:, columns.tokens.start : columns.parents.stop] @ columns.checksum_weights).tolist()
     logprobs = _read_logprobs(columns, entry, launch_input.num_logprobs, num_finite)
-    candidates, by_source = _read_candidates(columns, entry, is_node)
+    candidates, counts_by_source = _read_candidates(columns, entry, is_node)
     of_prompts = _read_prompt_logprobs(prompt_logprobs, launch_input.prompt_rows, len(length))
     ranks, is_leaf = (
-        _ranks(columns, entry, is_node) if launch_input.tree and launch_input.tree.steps else ([], [True] * len(length))
+        _sibling_ranks(columns, entry, is_node)
+        if launch_input.tree and launch_input.tree.steps
+        else ([], [True] * len(length))
     )
     return [
         RequestResult(
@@ -139,7 +141,7 @@ def read_results(
             is_leaf[b],
             _own_text_paths(entry[b, columns.own_paths], columns.emitted.stop - columns.emitted.start),
             candidates[b],
-            by_source[b],
+            counts_by_source[b],
         )
         for b in range(len(length))
     ]
@@ -154,7 +156,7 @@ def _own_text_paths(row: np.ndarray, width: int) -> tuple[tuple[int, tuple[int, 
 def _read_candidates(
     columns: ResultColumns, entry: np.ndarray, is_node: np.ndarray
 ) -> tuple[Sequence[np.ndarray | None], Sequence[np.ndarray | None]]:
-    """Returns RequestResult.candidates and RequestResult.by_source of each request."""
+    """Returns RequestResult.candidates and RequestResult.counts_by_source of each request."""
     # A copy, because the next launch with this ring entry overwrites its buffer.
     found = entry[:, columns.candidates].copy()
     if not found.size or (found == VOID).all():
@@ -171,7 +173,9 @@ def _read_candidates(
     return list(found), list(made)
 
 
-def _ranks(columns: ResultColumns, entry: np.ndarray, is_node: np.ndarray) -> tuple[list[list[int]], list[bool]]:
+def _sibling_ranks(
+    columns: ResultColumns, entry: np.ndarray, is_node: np.ndarray
+) -> tuple[list[list[int]], list[bool]]:
     """Returns two lists with an entry for each request.
 
     The first list has, for each node of the path below the root, the node's rank among its siblings; numbers past the
@@ -206,25 +210,27 @@ def read_trees(columns: ResultColumns, entry: np.ndarray) -> list[tuple[list[int
 
 
 def _read_logprobs(
-    columns: ResultColumns, entry: np.ndarray, wanted: tuple[int | None, ...], num_emitted: list[int]
+    columns: ResultColumns, entry: np.ndarray, num_wanted: tuple[int | None, ...], num_emitted: list[int]
 ) -> Sequence[np.ndarray | None]:
     """Returns the log-probability rows of each request's emitted tokens, with as many likeliest tokens as the request
     wants; None if it wants none."""
-    if wanted.count(None) == len(wanted):
+    if num_wanted.count(None) == len(num_wanted):
         return (None,) * len(num_emitted)
     rows = entry[:, columns.logprobs].reshape(len(entry), -1, row_words(MAX_LOGPROBS))
     return [
         None if most is None else rows[b, :emitted, : row_words(min(most, columns.max_top_logprobs))].copy()
-        for b, (most, emitted) in enumerate(zip(wanted, num_emitted, strict=True))
+        for b, (most, emitted) in enumerate(zip(num_wanted, num_emitted, strict=True))
     ]
 
 
-def _read_prompt_logprobs(rows: Tensor | None, asked: PromptRows | None, batch: int) -> Sequence[np.ndarray | None]:
+def _read_prompt_logprobs(
+    rows: Tensor | None, prompt_rows: PromptRows | None, batch: int
+) -> Sequence[np.ndarray | None]:
     """Returns the log-probability rows of each request's prompt tokens; None if it has none in this launch."""
-    if rows is None or asked is None:
+    if rows is None or prompt_rows is None:
         return (None,) * batch
     every = rows.numpy()
     return [
         every[end - size : end, : row_words(count)].copy() if size else None
-        for size, end, count in zip(asked.sizes, accumulate(asked.sizes), asked.counts, strict=True)
+        for size, end, count in zip(prompt_rows.sizes, accumulate(prompt_rows.sizes), prompt_rows.counts, strict=True)
     ]

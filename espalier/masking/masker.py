@@ -42,14 +42,14 @@ class GrammarMasker:
         self.bytes_of = bytes_of
         # No grammar allows these tokens.  And xgrammar writes a line to stderr for each one that it is given.
         self.special_tokens = frozenset(form.tokenizer_info.special_token_ids).difference(end_tokens)
-        self.num_words = mask_words(vocab_size)
+        self.num_mask_words = mask_words(vocab_size)
         # xgrammar may set bits beyond the vocabulary.
         self.last_word_mask = (1 << vocab_size % WORD_BITS) - 1 if vocab_size % WORD_BITS else ALL_ALLOWED
         self.marker = None if after is None else after.encode()
         self.tail = b""
         self.unmatched_tokens: list[int] = []
         self._has_rejected = False
-        self.mask_before_marker = np.full(self.num_words, ALL_ALLOWED, dtype=np.int32)
+        self.mask_before_marker = np.full(self.num_mask_words, ALL_ALLOWED, dtype=np.int32)
         self.mask_before_marker[-1] &= self.last_word_mask
         for token in end_tokens:
             self.mask_before_marker[token // WORD_BITS] &= ~np.int32(np.uint32(1 << token % WORD_BITS).view(np.int32))
@@ -86,7 +86,7 @@ class GrammarMasker:
         has_rejected = self.has_rejected
         if self.marker is not None:
             return self.mask_before_marker
-        mask = np.zeros((1, self.num_words), dtype=np.int32)
+        mask = np.zeros((1, self.num_mask_words), dtype=np.int32)
         if not has_rejected and not self.matcher.is_terminated():
             self.matcher.fill_next_token_bitmask(mask)
             mask[0, -1] &= self.last_word_mask
@@ -150,7 +150,9 @@ class GrammarMasker:
             else:
                 sibling[youngest[above]] = i
             youngest[above] = i
-        rows = out if len(nodes) == len(out) else np.full((len(nodes), self.num_words), ALL_ALLOWED, dtype=np.int32)
+        rows = (
+            out if len(nodes) == len(out) else np.full((len(nodes), self.num_mask_words), ALL_ALLOWED, dtype=np.int32)
+        )
         drafted = torch.tensor([tokens[node] for node in nodes])
         self.matcher.traverse_draft_tree(torch.tensor(child), torch.tensor(sibling), drafted, torch.from_numpy(rows))
         if rows is not out:

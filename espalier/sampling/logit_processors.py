@@ -11,7 +11,7 @@ from espalier.slots import FLOAT_COLUMNS, INT_COLUMNS, BatchState
 
 
 @dataclass(frozen=True)
-class SamplingNeeds:
+class SamplingFeatures:
     """The sampling features that a batch's requests need, known to the host at launch.  With none, it is argmax.
 
     sampled: a temperature above 0; filtered: top-k, top-p or min-p; penalised: a penalty; biased: logit_bias or
@@ -69,7 +69,7 @@ class SamplingRows:
             vars(self).update(zip(names, columns.unbind(1), strict=True))
 
     @classmethod
-    def gather(cls, slots: BatchState, needs: SamplingNeeds) -> "SamplingRows":
+    def gather(cls, slots: BatchState, sampling_features: SamplingFeatures) -> "SamplingRows":
         table, index = slots.table, slots.index
 
         def rows(value: Tensor, needed: bool) -> Tensor | None:
@@ -78,16 +78,20 @@ class SamplingRows:
         return cls(
             ints=table.ints[index],
             floats=table.floats[index],
-            counts=rows(table.counts, needs.penalised),
-            seen=rows(table.seen, needs.penalised),
-            bias_ids=rows(table.bias_ids, needs.biased),
-            bias_values=rows(table.bias_values, needs.biased),
-            stop_ids=rows(table.stop_ids, needs.biased),
+            counts=rows(table.counts, sampling_features.penalised),
+            seen=rows(table.seen, sampling_features.penalised),
+            bias_ids=rows(table.bias_ids, sampling_features.biased),
+            bias_values=rows(table.bias_values, sampling_features.biased),
+            stop_ids=rows(table.stop_ids, sampling_features.biased),
         )
 
 
 def process_logits(
-    logits: Tensor, rows: SamplingRows, needs: SamplingNeeds, positions: Tensor, above: DraftedAncestors | None = None
+    logits: Tensor,
+    rows: SamplingRows,
+    sampling_features: SamplingFeatures,
+    positions: Tensor,
+    above: DraftedAncestors | None = None,
 ) -> Tensor:
     """Apply bias and bans, then penalties.
 
@@ -96,9 +100,9 @@ def process_logits(
     output only.
     """
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    if needs.biased:
+    if sampling_features.biased:
         logits = _ban_stops(_add_bias(logits, rows), rows, positions)
-    if needs.penalised:
+    if sampling_features.penalised:
         logits = _penalise(logits, rows, _output_counts(rows, logits.shape[1], above))
     return logits
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from espalier.sampling.logit_processors import DraftedAncestors, SamplingNeeds, SamplingRows, process_logits
+from espalier.sampling.logit_processors import DraftedAncestors, SamplingFeatures, SamplingRows, process_logits
 
 
 class SampledTokens(NamedTuple):
@@ -33,7 +33,7 @@ class Logprobs(NamedTuple):
 def pick(
     logits: Tensor,
     rows: SamplingRows | None,
-    needs: SamplingNeeds,
+    sampling_features: SamplingFeatures,
     positions: Tensor,
     noise: Tensor | None,
     above: DraftedAncestors | None = None,
@@ -45,11 +45,11 @@ def pick(
     argmax without filters.  noise: [B, Q, V], None if no row samples; above: drafted tokens that count as output.
     """
     if rows is not None:
-        logits = process_logits(logits, rows, needs, positions, above)
+        logits = process_logits(logits, rows, sampling_features, positions, above)
     if rows is not None and noise is not None:
         greedy = (rows.temperature == 0)[:, None, None]
         scaled = over_temperature(logits, rows)
-        kept = mask_filtered(scaled, rows) if needs.filtered else scaled
+        kept = mask_filtered(scaled, rows) if sampling_features.filtered else scaled
         logits = torch.where(greedy, logits, kept + noise)
     best = logits.max(-1)
     return SampledTokens(best.indices, best.values.isfinite())

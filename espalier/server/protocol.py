@@ -111,9 +111,9 @@ class EngineReport(msgspec.Struct):
 
     harvests: engine steps so far.  pages_owned: pages of running requests that are not in the prefix cache.  rounds:
     (batch bucket, whether a CUDA graph was used, number of rounds).  trees: (sizes of a tree, number of rounds).
-    tree_changes: TreeChooser.num_changes.  by_source: rows of GuessSources.by_source by name.  abort_steps: for each
-    abort since the last report, the engine steps from the abort's arrival to the release of the pages.  learning: None
-    without online learning.
+    tree_changes: TreeChooser.num_changes.  by_source: rows of GuessSources.counts_by_source by name.  abort_steps: for
+    each abort since the last report, the engine steps from the abort's arrival to the release of the pages.  learning:
+    None without online learning.
     """
 
     num_steps: int = 0

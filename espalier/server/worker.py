@@ -91,7 +91,7 @@ class Worker:
                     chunks = self.llm.step()
                     self.num_steps += 1
             except Exception:
-                self._send(self.llm.engine.scheduler.take_chunks())
+                self._send(self.llm.engine.scheduler.pop_chunks())
                 raise
             self._send(chunks)
 
@@ -178,7 +178,7 @@ class Worker:
         engine = self.llm.engine
         scheduler, pool = engine.scheduler, engine.pool
         abort_steps, self.abort_steps = self.abort_steps, []
-        cached = 0 if engine.prefixes is None else len(engine.prefixes)
+        cached = 0 if engine.prefix_tree is None else len(engine.prefix_tree)
         return protocol.EngineReport(
             num_steps=self.num_steps,
             waiting=len(scheduler.waiting) + len(self.compiling_prompts),
@@ -188,9 +188,9 @@ class Worker:
             pages_owned=pool.num_pages - 1 - pool.num_free - cached,
             num_preempted=scheduler.num_preempted,
             rounds=self._rounds_by_bucket(),
-            trees=[(tree_label(tree), count) for tree, count in scheduler.trees.num_rounds.items()],
-            tree_changes=scheduler.trees.chooser.num_changes,
-            by_source=dict(zip(ALL_SOURCES, scheduler.guesses.by_source.tolist(), strict=True)),
+            trees=[(tree_label(tree), count) for tree, count in scheduler.round_trees.num_rounds.items()],
+            tree_changes=scheduler.round_trees.chooser.num_changes,
+            by_source=dict(zip(ALL_SOURCES, scheduler.guess_sources.counts_by_source.tolist(), strict=True)),
             totals=engine.totals,
             low_acceptance=low_acceptance(engine.totals),
             abort_steps=abort_steps,

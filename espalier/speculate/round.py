@@ -24,7 +24,7 @@ from espalier.kernels.ops.state import AcceptedNodes, advance, gather_slots, rea
 from espalier.kernels.ops.tree import Path, accept, gather_rows
 from espalier.layout import RoundLayout, TreeShape
 from espalier.models.base import CausalLM, ModelOutput
-from espalier.sampling.logit_processors import SamplingNeeds
+from espalier.sampling.logit_processors import SamplingFeatures
 from espalier.sampling.mask import DraftGuide
 from espalier.sampling.pick import Logprobs, SampledTokens
 from espalier.sampling.prompt import PromptRows, prompt_logprobs
@@ -101,10 +101,12 @@ class ModelRunner:
         runner for this batch (`for_batch`)."""
         return node_slices(batch, self.layout.num_draft_tokens, self.target.config.vocab_size)
 
-    def sampler(self, slots: BatchState, needs: SamplingNeeds, first: Tensor, width: int) -> Sampler:
+    def sampler(self, slots: BatchState, sampling_features: SamplingFeatures, first: Tensor, width: int) -> Sampler:
         """Returns the sampler for tokens at positions first .. first + width - 1.  first: [B]."""
         dtype = torch.promote_types(self.pages.dtype, torch.float32)
-        return make_sampler(slots, needs, first, width, self.target.config.vocab_size, dtype, self.coupled_scores)
+        return make_sampler(
+            slots, sampling_features, first, width, self.target.config.vocab_size, dtype, self.coupled_scores
+        )
 
 
 @dataclass(frozen=True)
@@ -173,7 +175,7 @@ class VerifiedRound:
 def decode_round(
     runner: ModelRunner,
     slot_ids: Tensor,
-    needs: SamplingNeeds,
+    sampling_features: SamplingFeatures,
     appended_pages: ScatterUpdate | None = None,
     snapshots: SnapshotTargets | None = None,
 ) -> RoundOutput:
@@ -182,13 +184,13 @@ def decode_round(
     slot_ids: [B] int64, the slots of the batch; appended_pages: new entries of the page table; snapshots: for each
     request, the snapshot of its state that the commit takes.
     """
-    return settle(verify(propose(begin(runner, slot_ids, needs, appended_pages, snapshots))))
+    return settle(verify(propose(begin(runner, slot_ids, sampling_features, appended_pages, snapshots))))
 
 
 def begin(
     runner: ModelRunner,
     slot_ids: Tensor,
-    needs: SamplingNeeds,
+    sampling_features: SamplingFeatures,
     appended_pages: ScatterUpdate | None = None,
     snapshots: SnapshotTargets | None = None,
 ) -> BegunRound:
@@ -196,7 +198,7 @@ def begin(
     runner = runner.for_batch(slot_ids.shape[0])
     drafter = runner.drafter
     slots = gather_slots(runner.table, slot_ids, appended_pages)
-    sampler = runner.sampler(slots, needs, slots.num_tokens, runner.layout.extend_width)
+    sampler = runner.sampler(slots, sampling_features, slots.num_tokens, runner.layout.extend_width)
     is_plain = runner.layout.num_draft_tokens == 1
     grow = (lambda sampler: drafter.root_trees(slots.root)) if is_plain else drafter.begin(slots)
     return BegunRound(runner, slots, sampler, snapshots, grow)
@@ -258,7 +260,7 @@ def settle(verified: VerifiedRound, mask: Tensor | None = None) -> RoundOutput:
     runner, slots, tree = proposed.runner, proposed.slots, proposed.tree
     sampled = sample_nodes(verified, mask)
     path = accept(tree, *sampled, slots.max_accept_depth, slots.is_real, runner.layout.steps)
-    commit(runner, slots, path, proposed.sampler.needs.penalised, proposed.snapshots)
+    commit(runner, slots, path, proposed.sampler.sampling_features.penalised, proposed.snapshots)
     if runner.layout.extends:
         runner.drafter.extend(slots, path_features(runner.drafter, out, path), path.length)
     source_outputs: dict[str, Any] = {}
@@ -292,7 +294,7 @@ def prefill(
     slot_ids: Tensor,
     length: Tensor,
     width: int,
-    needs: SamplingNeeds,
+    sampling_features: SamplingFeatures,
     pieces: Pieces | None = None,
     prompt_rows: PromptRows | None = None,
     mask: Tensor | None = None,
@@ -330,8 +332,8 @@ def prefill(
         logprobs = compute_prompt_logprobs(runner, rows.slots, positions, out.hidden, prompt_rows)
     hidden = gather_rows(last.row[:, None], out.hidden) if reads_all else out.hidden
     logits = runner.target.logits(last.of_last_pieces(hidden))
-    sampled = runner.sampler(slots, needs, slots.prefix_len + length, 1).pick_last(logits, mask)
-    num_emitted, _ = advance(slots, length, sampled.tokens, needs.penalised)
+    sampled = runner.sampler(slots, sampling_features, slots.prefix_len + length, 1).pick_last(logits, mask)
+    num_emitted, _ = advance(slots, length, sampled.tokens, sampling_features.penalised)
     if runner.layout.extends:
         runner.drafter.extend(rows.slots, draft_features(runner.drafter, out), rows.length, last)
     path = Path(torch.zeros_like(sampled.tokens), num_emitted, sampled.tokens, num_emitted * sampled.finite[:, 0])

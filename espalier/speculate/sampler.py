@@ -18,7 +18,7 @@ from torch import Tensor
 
 from espalier.kernels.ops.drafts import Candidates
 from espalier.kernels.tree.edges import DepthRows, LowRankEdges, rank_depth
-from espalier.sampling.logit_processors import DraftedAncestors, SamplingNeeds, SamplingRows, process_logits
+from espalier.sampling.logit_processors import DraftedAncestors, SamplingFeatures, SamplingRows, process_logits
 from espalier.sampling.mask import DraftGuide, apply_mask, force_only_children, unpack_mask
 from espalier.sampling.pick import SampledTokens, coupled_scores, gumbel, over_temperature, pick
 from espalier.slots import BatchState
@@ -61,7 +61,7 @@ class Sampler(ABC):
     """
 
     first: Tensor
-    needs: SamplingNeeds
+    sampling_features: SamplingFeatures
     coupled: bool
     guide: DraftGuide | None
 
@@ -132,12 +132,12 @@ class TorchSampler(Sampler):
     def _pick(
         self, logits: Tensor, offsets: Tensor, mask: Tensor | None, above: DraftedAncestors | None
     ) -> SampledTokens:
-        if not self.needs.penalised:
+        if not self.sampling_features.penalised:
             above = None
         elif above is not None:
             above = above._replace(tokens=above.tokens.index_fill(1, above.tokens.new_zeros(1), VOID))
         positions = self.first[:, None] + offsets
-        return pick(apply_mask(logits, mask), self.rows, self.needs, positions, self._noise(offsets), above)
+        return pick(apply_mask(logits, mask), self.rows, self.sampling_features, positions, self._noise(offsets), above)
 
     def _best_children(self, rows: DraftRows, topk: int, mask: Tensor | None) -> tuple[Tensor, Tensor]:
         logp, ids = self._child_scores(rows, mask)
@@ -169,7 +169,9 @@ class TorchSampler(Sampler):
         offsets = (rows.offset + rows.stride * torch.arange(rows.num_rows, device=precise.device)).expand(
             precise.shape[:2]
         )
-        processed = process_logits(precise, self.rows, self.needs, self.first[:, None] + offsets, rows.above)
+        processed = process_logits(
+            precise, self.rows, self.sampling_features, self.first[:, None] + offsets, rows.above
+        )
         noise = self._noise(offsets)
         if noise is None:
             return torch.log_softmax(processed, -1), None
@@ -188,7 +190,7 @@ class TorchSampler(Sampler):
 class KernelSampler(Sampler):
     """The sampler with the GPU's kernels.
 
-    slot_rows: the slots' parameters, which the kernels always read on the device; `needs` is not used.
+    slot_rows: the slots' parameters, which the kernels always read on the device; `sampling_features` is not used.
     """
 
     slot_rows: SlotRows
@@ -226,7 +228,7 @@ class KernelSampler(Sampler):
 
 def make_sampler(
     slots: BatchState,
-    needs: SamplingNeeds,
+    sampling_features: SamplingFeatures,
     first_position: Tensor,
     width: int,
     vocab_size: int,
@@ -236,19 +238,21 @@ def make_sampler(
     """Returns the sampler for tokens at positions first .. first + width - 1.  first_position: [B]; dtype: dtype of the
     noise."""
     if first_position.is_cuda:
-        return kernel_sampler(slots, needs, first_position, coupled)
-    if not needs.any:
-        return TorchSampler(first_position, needs, coupled, None, vocab_size, None, None)
-    rows = SamplingRows.gather(slots, needs)
+        return kernel_sampler(slots, sampling_features, first_position, coupled)
+    if not sampling_features.any:
+        return TorchSampler(first_position, sampling_features, coupled, None, vocab_size, None, None)
+    rows = SamplingRows.gather(slots, sampling_features)
     positions = first_position[:, None] + torch.arange(width, device=first_position.device)
-    noise = gumbel(rows.seed, positions, vocab_size, dtype) if needs.sampled else None
-    return TorchSampler(first_position, needs, coupled, None, vocab_size, rows, noise)
+    noise = gumbel(rows.seed, positions, vocab_size, dtype) if sampling_features.sampled else None
+    return TorchSampler(first_position, sampling_features, coupled, None, vocab_size, rows, noise)
 
 
-def kernel_sampler(slots: BatchState, needs: SamplingNeeds, first: Tensor, coupled: bool = True) -> KernelSampler:
+def kernel_sampler(
+    slots: BatchState, sampling_features: SamplingFeatures, first: Tensor, coupled: bool = True
+) -> KernelSampler:
     from espalier.kernels.sampling.logit_processors import SlotRows
 
-    return KernelSampler(first, needs, coupled, None, SlotRows.gather(slots.table, slots.index))
+    return KernelSampler(first, sampling_features, coupled, None, SlotRows.gather(slots.table, slots.index))
 
 
 def noise_offsets(tree: Tree) -> Tensor:

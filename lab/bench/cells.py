@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from espalier.engine.prefill_policy import next_pass
+from espalier.engine.prefill_policy import next_prefill_pass
 from espalier.errors import EspalierError
 from espalier.layout import RoundLayout
 from espalier.models.draft import DraftSpec
@@ -70,7 +70,7 @@ def passes(layout: RoundLayout, prompts: Sequence[int]) -> int:
     """The number of prefill passes until prompts of these lengths have entered, if requests decode all the while."""
     left, num_passes = list(prompts), 0
     while left:
-        lengths = next_pass(layout, left[: layout.max_batch], layout.max_pass_rows(decoding=True)).lengths
+        lengths = next_prefill_pass(layout, left[: layout.max_batch], layout.max_pass_rows(decoding=True)).lengths
         left = [tokens - n for tokens, n in zip(left, lengths, strict=False) if tokens > n] + left[len(lengths) :]
         num_passes += 1
     return num_passes

@@ -232,7 +232,7 @@ def run_schemas(llm: LLM, schemas: Sequence[Any], max_tokens: int = 400) -> dict
     outputs: dict[str, list[Output]] = {}
     with progress("generating", len(TOLD) + 1) as advance:
         for name, told in TOLD.items():
-            masks = llm.engine.scheduler.masks
+            masks = llm.engine.scheduler.mask_builder
             masks.guides_forced, masks.guides_mask, masks.guides_all_levels = told
             outputs[name] = _values_of(llm, schemas, max_tokens, speculation=True)
             advance()

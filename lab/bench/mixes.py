@@ -227,7 +227,7 @@ def timed(
     engine: Engine, models: SyntheticModels, chooser: TreeChooser, prompts: Sequence[Sequence[int]], sizes: Sizes
 ) -> Timed:
     """Times rounds of all these requests.  The prefix cache keeps the prompts for the next way."""
-    trees = engine.scheduler.trees
+    trees = engine.scheduler.round_trees
     trees.chooser = chooser
     requests = enter(engine, prompts, sizes.context + sizes.max_tokens - max(map(len, prompts)))
     for _ in range(sizes.finding if isinstance(chooser, TreeChoice) else WARM_UP):

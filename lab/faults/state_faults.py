@@ -74,7 +74,7 @@ STATE_FAULTS = (
     Fault(
         "snapshot-of-wrong-page",
         "a request begins with the snapshot of another page",
-        "espalier.cache.pages:Snapshots.mark_used",
+        "espalier.cache.pages:SnapshotRows.mark_used",
         _wrong_page,
     ),
     Fault(

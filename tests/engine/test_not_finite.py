@@ -91,9 +91,9 @@ def mates_and_victims() -> list[Request]:
 
 def nothing_broken_is_cached(engine: Engine) -> None:
     pages = engine.executor.runner.pages
-    assert engine.prefixes is not None
-    for page, node in engine.prefixes._nodes.items():
-        begins = node.parent is engine.prefixes._root
+    assert engine.prefix_tree is not None
+    for page, node in engine.prefix_tree._nodes.items():
+        begins = node.parent is engine.prefix_tree._root
         for stacks, first in ((pages.target, 0), (pages.draft, int(begins))):
             # The draft's row of a sequence's first token does not exist: there the last owner's stands.
             rows = slice(page * pages.page_size + first, (page + 1) * pages.page_size)

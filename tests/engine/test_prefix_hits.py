@@ -40,7 +40,7 @@ def test_every_hit_and_every_parting(page_size: int, overlap: bool, tail: int) -
         page_size=page_size, topk=4, steps=3, num_draft_tokens=10, overlap=overlap, max_batch=2, num_pages=600
     )
     engine = setup.engine()
-    assert engine.prefixes is not None
+    assert engine.prefix_tree is not None
     shared = SharedPages(engine)
     hits = [0, 1, 15, 16, 17, 19] if page_size == 16 else list(range(len(base)))
     requests = [request(0, base, SHORT)] + [parting(1 + i, hit, tail) for i, hit in enumerate(hits)]
@@ -73,8 +73,8 @@ def test_hits_while_their_owner_still_runs(page_size: int, algorithm: str) -> No
     engine = setup.engine()
 
     def evict(step: int) -> None:
-        if step % 4 == 3 and engine.prefixes is not None:
-            engine.prefixes.evict(2)
+        if step % 4 == 3 and engine.prefix_tree is not None:
+            engine.prefix_tree.evict(2)
 
     run_watched(engine, [(1 + 2 * i, r) for i, r in enumerate(requests)], evict)
     assert sum(r.cached_tokens for r in requests) > 0

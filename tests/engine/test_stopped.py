@@ -32,7 +32,7 @@ def test_a_failed_launch_ends_every_request_by_name(overlap, fails_at):
     assert [r.finish_reason for r in requests] == ["abort"] * 3
     assert all("MemoryError: no memory is left" in (r.error or "") for r in requests)
     engine.check_pages()
-    assert engine.pool.num_free + len(engine.prefixes) + 1 == engine.pool.num_pages
+    assert engine.pool.num_free + len(engine.prefix_tree) + 1 == engine.pool.num_pages
     assert {piece.request_id for piece in engine.step()} == {r.id for r in requests}
     assert not engine.has_work
     with pytest.raises(EspalierError, match=r"the engine stopped.*make another"):

@@ -91,8 +91,8 @@ class Traffic(RuleBasedStateMachine):
 
     @rule(count=st.integers(1, 8))
     def evict(self, count: int) -> None:
-        if self.engine.prefixes is not None:
-            self.engine.prefixes.evict(count)
+        if self.engine.prefix_tree is not None:
+            self.engine.prefix_tree.evict(count)
 
     @rule(count=st.integers(1, 30))
     def take_pages(self, count: int) -> None:
@@ -108,7 +108,7 @@ class Traffic(RuleBasedStateMachine):
     def every_page_has_one_place(self) -> None:
         if not hasattr(self, "engine"):
             return
-        cached = self.engine.prefixes.pages() if self.engine.prefixes is not None else ()
+        cached = self.engine.prefix_tree.pages() if self.engine.prefix_tree is not None else ()
         self.engine.pool.check([*(r.pages for r in self.engine.scheduler.running), self.held], cached)
 
     def check_running(self) -> None:
@@ -139,7 +139,7 @@ class Traffic(RuleBasedStateMachine):
 
     def check_end(self) -> None:
         self.engine.check_pages()
-        pool, prefixes = self.engine.pool, self.engine.prefixes
+        pool, prefixes = self.engine.pool, self.engine.prefix_tree
         assert pool.num_free + (0 if prefixes is None else len(prefixes)) + 1 == pool.num_pages
         assert sorted(self.engine.scheduler.free_slots) == list(range(1, self.engine.layout.num_slots))
         for r in self.requests:

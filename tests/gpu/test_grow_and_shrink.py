@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from espalier.engine.engine import Engine
-from espalier.engine.executor import Handle
+from espalier.engine.executor import LaunchHandle
 from espalier.engine.launch_input import LaunchInput
 from espalier.layout import PLAIN_TREE, TreeShape
 from espalier.request import Request
@@ -61,7 +61,7 @@ class Storm:
         self.launch_ = self.engine.executor.launch
         self.engine.executor.launch = self.launch  # type: ignore[method-assign]
 
-    def launch(self, launch_input: LaunchInput) -> Handle:
+    def launch(self, launch_input: LaunchInput) -> LaunchHandle:
         if not launch_input.is_prefill:
             self.rounds[len(launch_input.slots)] += 1
         return self.launch_(launch_input)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from espalier.engine.cuda import CudaExecutor
 from espalier.engine.engine import Engine
-from espalier.engine.executor import Handle
+from espalier.engine.executor import LaunchHandle
 from espalier.engine.launch_input import LaunchInput, RequestResult
 
 # Rows of the dummy request, which several rows of a padded batch write at once, and nobody reads.
@@ -35,7 +35,7 @@ class Twin:
         self.replayed: Counter[int] = Counter()
         self.num_passes = self.num_eager = 0
 
-    def launch(self, launch_input: LaunchInput) -> Handle:
+    def launch(self, launch_input: LaunchInput) -> LaunchHandle:
         launch_input = replace(launch_input, reports_trees=True)
         if self.graphs.graph_of(launch_input) is None:
             self.num_eager += 1

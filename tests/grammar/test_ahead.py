@@ -73,7 +73,7 @@ def count_released(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
     def maskers_of(self: Scheduler, launch: Launch) -> Any:
         found = right(self, launch)
-        for (member, generation, _), masker in zip(launch.members, found, strict=True):
+        for (member, generation, _), masker in zip(launch.launched_requests, found, strict=True):
             if member.masker is not None:
                 assert (masker is None) == (generation != member.generation)
                 seen["free" if masker is None else "masked"] += 1
@@ -140,7 +140,7 @@ def test_an_abort_ends_a_request_of_a_round_that_has_begun(after, monkeypatch):
         engine.add(each)
     while len(aborted.output) < after or not all(each.output for each in requests):
         engine.step()
-    assert engine.in_flight.unsettled is not None
+    assert engine.in_flight.unsettled_round is not None
     before = seen["free"]
     engine.abort(aborted.id)
     engine.step()

@@ -12,7 +12,7 @@ import xgrammar
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from espalier.engine.masks import MaskBuilder, RowMasks
+from espalier.engine.masks import MaskBuilder, NodeMasks
 from espalier.grammar import Grammar
 from espalier.grammar.token_masker import ForcedTokens
 from espalier.masking.compile import compile_form
@@ -174,8 +174,8 @@ def test_wrong_masks_are_seen(monkeypatch, fault):
             trees = [(tokens, [max(parent - 1, 0) for parent in parents]) for tokens, parents in trees]
         found = node_masks(self, batch, trees)
         if fault == "late":
-            return RowMasks(found.rows, np.concatenate([found.masks[:, :1], found.masks[:, :-1]], 1))
-        return found if fault == "sibling" else RowMasks(found.rows, np.full_like(found.masks, ALL_ALLOWED))
+            return NodeMasks(found.rows, np.concatenate([found.masks[:, :1], found.masks[:, :-1]], 1))
+        return found if fault == "sibling" else NodeMasks(found.rows, np.full_like(found.masks, ALL_ALLOWED))
 
     monkeypatch.setattr(MaskBuilder, "node_masks", planted)
     with pytest.raises(AssertionError):

@@ -9,11 +9,11 @@ from espalier.kernels.ops.state import gather_slots
 from espalier.kernels.sampling.logit_processors import SlotRows
 from espalier.layout import RoundLayout
 from espalier.request import ResolvedParams
-from espalier.sampling.logit_processors import DraftedAncestors, SamplingNeeds, SamplingRows
+from espalier.sampling.logit_processors import DraftedAncestors, SamplingFeatures, SamplingRows
 from espalier.sampling.pick import gumbel
 from espalier.slots import BatchState, SlotTable
 
-ALL_SAMPLING = SamplingNeeds(sampled=True, filtered=True, penalised=True, biased=True)
+ALL_SAMPLING_FEATURES = SamplingFeatures(sampled=True, filtered=True, penalised=True, biased=True)
 PENALTIES = {"repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.2}
 
 # What a row may ask for; the kernels serve them all in one launch.
@@ -65,7 +65,7 @@ def slots_of(table: SlotTable, index: Sequence[int]) -> BatchState:
 
 
 def reference_rows(slots: BatchState) -> SamplingRows:
-    return SamplingRows.gather(slots, ALL_SAMPLING)
+    return SamplingRows.gather(slots, ALL_SAMPLING_FEATURES)
 
 
 def kernel_rows(slots: BatchState) -> SlotRows:

@@ -14,7 +14,7 @@ from espalier.kernels.tree.edge_topk import edge_topk_triton
 from espalier.kernels.tree.edges import DepthRows, FactorProjection, LowRankEdges, rank_depth
 from espalier.sampling.mask import DraftGuide
 from espalier.speculate.sampler import make_sampler
-from tests.kernels.sampled import ALL_SAMPLING, ASKED, kernel_rows, slots_of, table_of
+from tests.kernels.sampled import ALL_SAMPLING_FEATURES, ASKED, kernel_rows, slots_of, table_of
 from tests.kernels.treeing import drawn_scores, poisoned, random, same
 from tests.masks import pack_mask
 from tests.pairwise import in_turn_params
@@ -98,7 +98,7 @@ def by_kernel(edges, rows, d2t, slots, first, topk, mask=None, only=None, couple
 def by_reference(edges, rows, d2t, asked, vocab, topk, guide=None, coupled=True):
     slots = slots_of(table_of(asked, vocab, CPU), range(1, len(asked) + 1))
     first, exact = first_of(asked, CPU), torch.promote_types(edges.base_logits.dtype, torch.float32)
-    sampler = make_sampler(slots, ALL_SAMPLING, first, STEPS + 1, vocab, exact)
+    sampler = make_sampler(slots, ALL_SAMPLING_FEATURES, first, STEPS + 1, vocab, exact)
     sampler = replace(sampler, guide=guide, coupled=coupled)
     out = places(*rows.tokens.shape, topk, CPU)
     return out, sampler.next_depth(moved(edges, CPU, exact), d2t, DEPTH, moved(rows, CPU, exact), out)

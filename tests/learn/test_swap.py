@@ -26,7 +26,7 @@ def loaded(llm, directory):
 def swap(llm, directory):
     runner = llm.engine.executor.runner
     llm.engine.drain()
-    assert llm.engine.in_flight.unread is llm.engine.in_flight.unsettled is None
+    assert llm.engine.in_flight.unread_launch is llm.engine.in_flight.unsettled_round is None
     Swap(getattr(runner.drafter, "drafter", runner.drafter).draft, loaded(llm, directory)).run()
 
 

@@ -59,7 +59,7 @@ def traffic(temperature: float | None) -> list[Request]:
 
 def told(setup: Setup, says: str, outputs: dict[str, list[int]], temperature: float | None) -> Ran:
     engine = setup.engine()
-    engine.scheduler.guesses = GuessSources(setup.layout, [Told(outputs, says)])
+    engine.scheduler.guess_sources = GuessSources(setup.layout, [Told(outputs, says)])
     return run(engine, traffic(temperature))
 
 
@@ -127,7 +127,10 @@ def test_rounds_whose_form_follows_from_their_guesses_say_the_same(temperature):
     asked = [[request(i, prompt, params) for i, prompt in enumerate(prompts(3, [6, 9, 4, 7, 6]))] for _ in range(2)]
     plain = run(replace(setup, sent_paths=0).plain().engine(), asked[1])
     assert run(engine, asked[0]).tokens == plain.tokens
-    assert engine.scheduler.trees.num_rounds[choices[0][1][1]] > 10 and len(engine.scheduler.trees.num_rounds) > 1
+    assert (
+        engine.scheduler.round_trees.num_rounds[choices[0][1][1]] > 10
+        and len(engine.scheduler.round_trees.num_rounds) > 1
+    )
 
 
 def test_a_text_that_repeats_itself_is_grafted_onto_a_draft():

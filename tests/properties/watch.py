@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from espalier.engine.engine import Engine
-from espalier.engine.executor import Handle
+from espalier.engine.executor import LaunchHandle
 from espalier.engine.launch_input import DraftTree, LaunchInput, RequestResult, RoundTrace
 from espalier.engine.state_keeper import StateKeeper
 from espalier.kernels.ops.experts import grouped_experts
@@ -116,7 +116,7 @@ class Watch:
                 if rows is not None:
                     rows[states.first_snapshot :] = torch.nan
 
-    def launch(self, launch_input: LaunchInput) -> Handle:
+    def launch(self, launch_input: LaunchInput) -> LaunchHandle:
         """On the engine's own thread: who is in which slot, and on how many pages."""
         running = self.engine.scheduler.running
         self._owners.append({r.slot: r for r in running if r.slot is not None})
@@ -220,7 +220,7 @@ class Watch:
 
     def check_snapshots(self) -> None:
         """Each snapshot of the prefix tree is the state before the last tokens of its page."""
-        keeper, prefixes = self.engine.scheduler.states, self.engine.prefixes
+        keeper, prefixes = self.engine.scheduler.state_keeper, self.engine.prefix_tree
         if not isinstance(keeper, StateKeeper) or prefixes is None:
             return
         for page, row in keeper.snapshots._row_of_page.items():
@@ -437,7 +437,7 @@ def run_watched(watch: Watch, requests: list[Request], last: bool = True) -> dic
         if INCREMENTAL in watch.properties:
             watch.check_snapshots()
         if COUNTED in watch.properties:
-            watch.paths.check(engine.scheduler.guesses.survival)
+            watch.paths.check(engine.scheduler.guess_sources.survival)
     finally:
         if last:
             engine.close()

@@ -11,7 +11,7 @@ from espalier.engine.launch_input import LaunchInput
 from espalier.kernels.ops.state import gather_slots
 from espalier.kernels.ops.tree import VOID, Tree, select_tree
 from espalier.layout import LaunchForm
-from espalier.sampling.logit_processors import SamplingNeeds
+from espalier.sampling.logit_processors import SamplingFeatures
 from espalier.slots import ALONE_OFFSET, PATH_KINDS, Guess
 from espalier.speculate.sources.base import Paths
 from espalier.speculate.sources.calibrate import root_only_trees
@@ -104,7 +104,9 @@ def test_a_guess_goes_on_behind_what_was_decided_since(text, data):
     start = data.draw(st.integers(0, len(text) - 1))
     ahead = data.draw(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=layout.steps + layout.extend_width))
     table = RUNNER.table
-    launch = LaunchInput(slots=(2,), needs=SamplingNeeds(), guesses=((2, (Guess(start, 5, tuple(ahead)),)),))
+    launch = LaunchInput(
+        slots=(2,), sampling_features=SamplingFeatures(), guesses=((2, (Guess(start, 5, tuple(ahead)),)),)
+    )
     packed = pack_launch(table, launch, 0, LaunchForm(1))
     packed.with_vector(torch.from_numpy(packed.vector)).apply(table)
     table.history[2, : len(text)] = torch.tensor(text)

@@ -62,7 +62,7 @@ def test_drafters_and_backends_do_not_wait(algorithm, attention, monkeypatch):
     plainly = CpuExecutor.run.__wrapped__
     monkeypatch.setattr(CpuExecutor, "run", torch.no_grad()(plainly))
     # As a GPU's executor runs it.
-    monkeypatch.setattr(CpuExecutor, "_runner_of", lambda executor, launch_input: executor.runner)
+    monkeypatch.setattr(CpuExecutor, "_runner_for", lambda executor, launch_input: executor.runner)
     drafter = engine.executor.runner.drafter
     for verb in ("begin", "extend"):
         monkeypatch.setattr(drafter, verb, watched(getattr(drafter, verb)))

@@ -8,7 +8,7 @@ from espalier.sampling.logit_processors import DraftedAncestors
 from espalier.speculate import sampler as draws_module
 from espalier.speculate.sampler import DraftRows, KernelSampler, kernel_sampler, make_sampler
 from espalier.speculate.tree import Tree
-from tests.kernels.sampled import ALL_SAMPLING, ASKED, random_above, random_logits, slots_of, table_of
+from tests.kernels.sampled import ALL_SAMPLING_FEATURES, ASKED, random_above, random_logits, slots_of, table_of
 
 # The interpreter computes what a `where` leaves out as well.
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
@@ -20,8 +20,8 @@ def draws_of(device, asked=ASKED):
     """(by the kernels, in plain torch) for the same slots."""
     first = torch.arange(97, 97 + len(asked))
     there, here = (slots_of(table_of(asked, VOCAB, at), range(1, len(asked) + 1)) for at in (device, first.device))
-    plain = make_sampler(here, ALL_SAMPLING, first, WIDTH, VOCAB, torch.float64)
-    return kernel_sampler(there, ALL_SAMPLING, first.to(device)), plain
+    plain = make_sampler(here, ALL_SAMPLING_FEATURES, first, WIDTH, VOCAB, torch.float64)
+    return kernel_sampler(there, ALL_SAMPLING_FEATURES, first.to(device)), plain
 
 
 def tree_of(batch: int, seed: int = 0) -> Tree:
@@ -117,7 +117,7 @@ def test_a_captured_launch_reads_what_the_table_holds_at_replay(kernel_device):
     above = DraftedAncestors(tree.tokens, tree.ancestors)
 
     def launch():
-        sampler = make_sampler(slots, ALL_SAMPLING, first, WIDTH, VOCAB, torch.float32)
+        sampler = make_sampler(slots, ALL_SAMPLING_FEATURES, first, WIDTH, VOCAB, torch.float32)
         assert isinstance(sampler, KernelSampler)
         return sampler.pick_nodes(logits, tree).tokens, *sampler.children(DraftRows(logits, None, 2, scores, above), 3)
 

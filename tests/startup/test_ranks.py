@@ -73,7 +73,7 @@ def fails(engine: Engine, says: str, within_s: float) -> None:
         while time.monotonic() < began + 30:
             engine.step()
     assert time.monotonic() - began < within_s + SLACK_S
-    assert engine.stopped is not None and "RankFailed" in engine.stopped
+    assert engine.stop_error is not None and "RankFailed" in engine.stop_error
     engine.executor.ranks.finish()
     engine.close()
     assert all(is_gone(process.pid) for process in processes)
@@ -154,7 +154,7 @@ def test_a_rank_that_dies_while_nothing_runs(group):
     with pytest.raises(RankFailed, match="has ended by SIGKILL"):
         while True:
             engine.raise_rank_failure()
-    assert engine.stopped is not None
+    assert engine.stop_error is not None
 
 
 @pytest.mark.parametrize(

@@ -100,13 +100,13 @@ def is_sampled(slots: BatchState) -> Tensor:
     return slots.table.temperature.index_select(0, slots.index) > 0
 
 
-def root_only_trees(root: Tensor, num_nodes: int, num_words: int) -> Tree:
+def root_only_trees(root: Tensor, num_nodes: int, num_ancestor_words: int) -> Tree:
     """Returns trees [B, nodes] that hold the roots [B] and otherwise void nodes."""
     blank = root.new_zeros(root.shape[0], num_nodes)
     tokens, depths = blank.masked_fill(blank == 0, VOID), blank + 1
     scores = torch.full_like(blank, -torch.inf, dtype=torch.float32)
     tokens[:, 0], depths[:, 0], scores[:, 0] = root, 0, 0
-    itself = self_bits(0, num_nodes, num_words, root.device)
+    itself = self_bits(0, num_nodes, num_ancestor_words, root.device)
     return Tree(tokens, blank, depths, scores, itself.expand(root.shape[0], -1, -1).contiguous())
 
 

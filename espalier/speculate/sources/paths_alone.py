@@ -18,7 +18,7 @@ GuessNode = tuple[int, int, int, float, int, int]
 VOID_NODE = (VOID, 0, 1, -math.inf, 0)
 
 
-def trees_of_guesses(slots: BatchState, num_nodes: int, steps: int, num_words: int) -> tuple[Tree, Tensor]:
+def trees_of_guesses(slots: BatchState, num_nodes: int, steps: int, num_ancestor_words: int) -> tuple[Tree, Tensor]:
     """Returns trees [B, nodes] of the slot table's guesses for a batch, and the nodes' kinds [B, nodes]."""
     table, survival = slots.table, slots.table.survival.tolist()
     rows = table.guesses.index_select(0, slots.index).tolist()
@@ -38,7 +38,7 @@ def trees_of_guesses(slots: BatchState, num_nodes: int, steps: int, num_words: i
         torch.tensor([[node[part] for node in tree] for tree in trees]) for part in range(5)
     )
     words = torch.tensor(
-        [[[_ancestor_word(node[5], word) for word in range(num_words)] for node in tree] for tree in trees]
+        [[[_ancestor_word(node[5], word) for word in range(num_ancestor_words)] for node in tree] for tree in trees]
     )
     return Tree(tokens, parents, depths, scores, words), kinds
 
