@@ -21,8 +21,8 @@ from torch import Tensor
 
 from espalier.config import ResolvedConfig
 from espalier.engine.engine import Engine
-from espalier.engine.follow import Follower
-from espalier.engine.ranks import Peer, Ranks, UnloadModels
+from espalier.engine.follow import FollowerRank
+from espalier.engine.ranks import OtherRanks, Peer, UnloadModels
 from espalier.models import load_target, read_config
 from espalier.request import Request
 from espalier.shards import Shards
@@ -47,7 +47,7 @@ class Returned:
     value: Any
 
 
-class CalledFollower(Follower):
+class CalledFollower(FollowerRank):
     def handle(self, message: Any) -> None:
         if isinstance(message, Called):
             self.send(Returned(message.number, message.function(self)))
@@ -82,7 +82,7 @@ class Forked:
         return self.code
 
 
-def fork_ranks(count: int, follower: type[Follower] = CalledFollower) -> list[Peer]:
+def fork_ranks(count: int, follower: type[FollowerRank] = CalledFollower) -> list[Peer]:
     peers: list[Peer] = []
     for rank in range(1, count):
         own, others = socket.socketpair()
@@ -99,7 +99,7 @@ def fork_ranks(count: int, follower: type[Follower] = CalledFollower) -> list[Pe
     return peers
 
 
-class KeptRanks(Ranks):
+class KeptRanks(OtherRanks):
     """An engine's end frees only what the ranks have loaded; `finish` ends the processes."""
 
     num_called = 0

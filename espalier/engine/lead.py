@@ -9,7 +9,7 @@ from torch import Tensor
 from espalier.engine.executor import Executor, LaunchHandle
 from espalier.engine.launch_input import LaunchInput, RequestResult
 from espalier.engine.masks import AskBeamMasks, BeamMasks, DraftGuideRows, HostTrees, NodeMasks
-from espalier.engine.ranks import BeamAnswer, RankFailed, Ranks, ResumeRound, SendDecisions, SettleRound
+from espalier.engine.ranks import BeamAnswer, OtherRanks, RankFailed, ResumeRound, SendDecisions, SettleRound
 from espalier.layout import LaunchForm
 from espalier.speculate.round import ModelRunner
 
@@ -20,7 +20,7 @@ class LeadExecutor:
     Every method raises RankFailed if a rank has failed.
     """
 
-    def __init__(self, own_executor: Executor, ranks: Ranks) -> None:
+    def __init__(self, own_executor: Executor, ranks: OtherRanks) -> None:
         self.own_executor = own_executor
         self.ranks = ranks
 
@@ -61,7 +61,7 @@ class LeadExecutor:
 
 
 class LeadLaunchHandle:
-    def __init__(self, ranks: Ranks, launch_number: int, own_handle: LaunchHandle) -> None:
+    def __init__(self, ranks: OtherRanks, launch_number: int, own_handle: LaunchHandle) -> None:
         self.ranks = ranks
         self.launch_number = launch_number
         self.own_handle = own_handle
@@ -102,7 +102,7 @@ class LeadStagedHandle(LeadLaunchHandle):
 
 
 @contextmanager
-def replace_by_rank_failure(ranks: Ranks) -> Iterator[None]:
+def replace_by_rank_failure(ranks: OtherRanks) -> Iterator[None]:
     """Replaces an error inside the block by the failure of another rank, if that failure caused the error."""
     try:
         yield

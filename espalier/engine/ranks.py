@@ -27,10 +27,10 @@ from espalier.errors import EspalierError
 # A rank sends a heartbeat each HEARTBEAT_S.
 HEARTBEAT_S, MAX_SILENCE_S, MAX_LAG_S = 0.5, 10.0, 10.0
 # One failure causes others.  The watch waits this long for further failures, and reports the first cause.
-GRACE_S = 0.5
-# STARTUP_S: the limit for the first heartbeat, because a process first imports PyTorch.  SHUTDOWN_S: the limit for
-# ending a process.
-STARTUP_S, SHUTDOWN_S = 120.0, 5.0
+FAILURE_GRACE_S = 0.5
+# MAX_STARTUP_S: the limit for the first heartbeat, because a process first imports PyTorch.  MAX_SHUTDOWN_S: the limit
+# for ending a process.
+MAX_STARTUP_S, MAX_SHUTDOWN_S = 120.0, 5.0
 
 
 class RankFailed(RuntimeError):
@@ -49,10 +49,10 @@ class LoadModels:
 
 @dataclass(frozen=True)
 class StartLaunch:
-    """Start a launch.  number: counts the launches from 1.  A staged launch waits for `ResumeRound` after its first
-    stage."""
+    """Start a launch.  launch_number: counts the launches from 1.  A staged launch waits for `ResumeRound` after its
+    first stage."""
 
-    number: int
+    launch_number: int
     launch_input: LaunchInput
 
 
@@ -77,7 +77,7 @@ class SettleRound:
 class SendDecisions:
     """Send the decisions of this launch, because rank 0 reads its result."""
 
-    number: int
+    launch_number: int
 
 
 @dataclass(frozen=True)
@@ -112,11 +112,12 @@ class Decisions:
 
 @dataclass(frozen=True)
 class FailureReport:
-    """The rank has failed.  refused: whether the error was an EspalierError; is_memory: whether memory ran out."""
+    """The rank has failed.  is_refusal: whether the error was an EspalierError; is_out_of_memory: whether memory ran
+    out."""
 
     error: str
-    refused: bool
-    is_memory: bool = False
+    is_refusal: bool
+    is_out_of_memory: bool = False
 
 
 def decisions_of(results: Sequence[RequestResult]) -> bytes:
@@ -128,7 +129,7 @@ def decisions_of(results: Sequence[RequestResult]) -> bytes:
     return b"|".join(parts)
 
 
-class Process(Protocol):
+class RankProcess(Protocol):
     """The part of subprocess.Popen that is used here."""
 
     @property
@@ -150,13 +151,13 @@ class Peer:
 
     rank: int
     connection: Connection
-    process: Process
-    answers: dict[tuple[type, int], Any] = field(default_factory=dict)
+    process: RankProcess
+    received_messages: dict[tuple[type, int], Any] = field(default_factory=dict)
     silent_s: float = 0.0
     behind_s: float = 0.0
     last_launch: int = 0
     has_reported: bool = False
-    failed: FailureReport | None = None
+    failure_report: FailureReport | None = None
     is_disconnected: bool = False
 
     @property
@@ -167,18 +168,18 @@ class Peer:
         with suppress(OSError):
             self.process.kill()
 
-    def exit_code(self, within_s: float) -> int | None:
+    def exit_code(self, timeout_s: float) -> int | None:
         """Waits up to this many seconds for the process to end.  Returns its exit code, None if it still runs."""
         with suppress(Exception):
-            self.process.wait(within_s)
+            self.process.wait(timeout_s)
         return self.process.poll()
 
 
-class Ranks:
+class OtherRanks:
     """Ranks 1 to N - 1.
 
     collectives: rank 0's collectives, which are aborted when a rank fails; None before the ranks are joined.
-    folder: holds the files through which ranks find one another.
+    rendezvous_folder: holds the files through which ranks find one another.
     """
 
     def __init__(self, peers: Sequence[Peer]) -> None:
@@ -186,11 +187,11 @@ class Ranks:
         self.collectives: Any = None
         self.failure: Exception | None = None
         self.num_launched = self.num_loaded = self.num_answered = 0
-        self.folder = TemporaryDirectory(prefix="espalier-ranks-")
+        self.rendezvous_folder = TemporaryDirectory(prefix="espalier-ranks-")
         self._condition = threading.Condition()
         self._is_ending = threading.Event()
         self._wake_receiver, self._wake_sender = Pipe(duplex=False)
-        self._watcher = threading.Thread(target=self._watch, name="espalier-ranks", daemon=True)
+        self._watcher = threading.Thread(target=self._watch_peers, name="espalier-ranks", daemon=True)
         self._watcher.start()
 
     def send(self, message: Any) -> None:
@@ -252,8 +253,8 @@ class Ranks:
         Raises RankFailed, or the EspalierError of a rank.
         """
 
-        self._wait_for(lambda: all((message_type, number) in peer.answers for peer in self.peers))
-        return [peer.answers.pop((message_type, number)) for peer in self.peers]
+        self._wait_for(lambda: all((message_type, number) in peer.received_messages for peer in self.peers))
+        return [peer.received_messages.pop((message_type, number)) for peer in self.peers]
 
     def _wait_for(self, is_met: Callable[[], bool]) -> None:
         """Waits until is_there() is true.  Raises the failure of a rank, if one fails first."""
@@ -262,12 +263,12 @@ class Ranks:
             if self.failure is not None:
                 raise self.failure
 
-    def require_equal(self, number: int, results: Sequence[RequestResult]) -> None:
+    def require_equal(self, launch_number: int, results: Sequence[RequestResult]) -> None:
         """Compares the decisions of all ranks for a launch.  Raises RankFailed if a rank's differ from rank 0's."""
         own = decisions_of(results)
-        for peer, answer in zip(self.peers, self.wait_for_messages(Decisions, number), strict=True):
+        for peer, answer in zip(self.peers, self.wait_for_messages(Decisions, launch_number), strict=True):
             if answer.decisions != own:
-                self._fail(RankFailed(f"{peer.name} has decided otherwise than rank 0 in launch {number}"))
+                self._fail_all(RankFailed(f"{peer.name} has decided otherwise than rank 0 in launch {launch_number}"))
                 assert self.failure is not None
                 raise self.failure
 
@@ -277,9 +278,9 @@ class Ranks:
         All ranks are ended in both cases.
         """
         with self._condition:
-            self._condition.wait_for(lambda: self.failure is not None, 2 * GRACE_S)
+            self._condition.wait_for(lambda: self.failure is not None, 2 * FAILURE_GRACE_S)
         if self.failure is None:
-            self._fail(RankFailed(f"rank 0 has failed: {error}"))
+            self._fail_all(RankFailed(f"rank 0 has failed: {error}"))
             return error
         return self.failure
 
@@ -294,18 +295,18 @@ class Ranks:
             # A rank's process ends when its connection is closed.
             with suppress(OSError):
                 peer.connection.close()
-        deadline = time.monotonic() + (SHUTDOWN_S if self.failure is None else 0)
+        deadline = time.monotonic() + (MAX_SHUTDOWN_S if self.failure is None else 0)
         for peer in self.peers:
             if peer.exit_code(max(deadline - time.monotonic(), 0)) is None:
                 peer.kill()
-                peer.exit_code(SHUTDOWN_S)
+                peer.exit_code(MAX_SHUTDOWN_S)
         if self.failure is None:
             self._abort_collectives()
-        self.folder.cleanup()
+        self.rendezvous_folder.cleanup()
 
     # The watch
 
-    def _watch(self) -> None:
+    def _watch_peers(self) -> None:
         last = time.monotonic()
         while not self._is_ending.is_set() and self.failure is None:
             self._read_messages(HEARTBEAT_S)
@@ -332,43 +333,43 @@ class Ranks:
         if isinstance(message, Heartbeat):
             peer.last_launch = message.last_launch
         elif isinstance(message, FailureReport):
-            peer.failed = message
+            peer.failure_report = message
         else:
             with self._condition:
-                peer.answers[type(message), message.number] = message
+                peer.received_messages[type(message), message.number] = message
                 self._condition.notify_all()
 
-    def _check_peers(self, passed_s: float) -> None:
-        if any(peer.is_disconnected or peer.failed is not None for peer in self.peers):
-            deadline = time.monotonic() + GRACE_S
+    def _check_peers(self, elapsed_s: float) -> None:
+        if any(peer.is_disconnected or peer.failure_report is not None for peer in self.peers):
+            deadline = time.monotonic() + FAILURE_GRACE_S
             while (left := deadline - time.monotonic()) > 0 and not all(peer.is_disconnected for peer in self.peers):
                 self._read_messages(left)
             if not self._is_ending.is_set():
-                self._fail(self._first_cause())
+                self._fail_all(self._first_cause())
             return
         for peer in self.peers:
-            peer.silent_s += passed_s
-            peer.behind_s = peer.behind_s + passed_s if peer.last_launch < self.num_launched else 0.0
-            limit = MAX_SILENCE_S if peer.has_reported else STARTUP_S
+            peer.silent_s += elapsed_s
+            peer.behind_s = peer.behind_s + elapsed_s if peer.last_launch < self.num_launched else 0.0
+            limit = MAX_SILENCE_S if peer.has_reported else MAX_STARTUP_S
             if peer.silent_s > limit:
-                self._fail(RankFailed(f"{peer.name} does not answer for {limit:g} s: it is stopped, or hangs"))
+                self._fail_all(RankFailed(f"{peer.name} does not answer for {limit:g} s: it is stopped, or hangs"))
             elif peer.behind_s > MAX_LAG_S and peer.silent_s <= 3 * HEARTBEAT_S:
-                self._fail(RankFailed(f"{peer.name} is behind: it has not taken up launch {self.num_launched}"))
+                self._fail_all(RankFailed(f"{peer.name} is behind: it has not taken up launch {self.num_launched}"))
 
     def _first_cause(self) -> Exception:
         """Returns the failure to report.  A refusal comes first, then memory that ran out, then a process that has
         ended.  Any other error comes last, because it may be a consequence of these."""
         causes: list[tuple[int, Exception]] = []
         for peer in self.peers:
-            if peer.failed is not None:
-                place = 0 if peer.failed.refused else 1 if peer.failed.is_memory else 3
-                error = f"rank {peer.rank}: {peer.failed.error}"
-                causes.append((place, EspalierError(error) if peer.failed.refused else RankFailed(error)))
+            if peer.failure_report is not None:
+                place = 0 if peer.failure_report.is_refusal else 1 if peer.failure_report.is_out_of_memory else 3
+                error = f"rank {peer.rank}: {peer.failure_report.error}"
+                causes.append((place, EspalierError(error) if peer.failure_report.is_refusal else RankFailed(error)))
             elif peer.is_disconnected:
-                causes.append((2, RankFailed(f"{peer.name} has ended{_exit_reason(peer.exit_code(GRACE_S))}")))
+                causes.append((2, RankFailed(f"{peer.name} has ended{_exit_reason(peer.exit_code(FAILURE_GRACE_S))}")))
         return min(causes, key=lambda cause: cause[0])[1]
 
-    def _fail(self, failure: Exception) -> None:
+    def _fail_all(self, failure: Exception) -> None:
         with self._condition:
             if self.failure is None:
                 self.failure = failure

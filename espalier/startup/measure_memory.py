@@ -162,12 +162,14 @@ def measure_needs(executor: CudaExecutor, layout: RoundLayout, device: torch.dev
     launches are captured."""
     passes = [fullest_pass(layout, width) for width in layout.chunk_widths]
     # Batches are in ascending order, so each tree keeps its largest batch.
-    staged = {layout.for_batch(batch).tree: replace(dummy_launch(batch), is_staged=True) for batch in executor.buckets}
-    forms = sorted(layout.round_forms(executor.buckets), key=lambda form: form.batch)
+    staged = {
+        layout.for_batch(batch).tree: replace(dummy_launch(batch), is_staged=True) for batch in executor.batch_buckets
+    }
+    forms = sorted(layout.round_forms(executor.batch_buckets), key=lambda form: form.batch)
     largest = {form.tree or layout.for_batch(form.batch).tree: dummy_launch(*form) for form in forms}
     rounds = [*largest.values(), *staged.values()]
     compiled = executor.dummy_rounds if graph_batch < layout.max_batch else rounds
-    executor.compile([*compiled, *passes, *smaller_passes(layout, executor.runner.target.config.vocab_size)])
+    executor.compile_kernels([*compiled, *passes, *smaller_passes(layout, executor.runner.target.config.vocab_size)])
     captured = [*rounds, *(dummy_launch(*layout.captured_passes[-1]),) * executor.runner.captures_prefill]
     graph_bytes = max(_peak_bytes(executor, launch_input, device) for launch_input in captured)
     pass_bytes = [_peak_bytes(executor, launch_input, device) for launch_input in passes]
@@ -181,7 +183,7 @@ def _peak_bytes(executor: CudaExecutor, launch_input: LaunchInput, device: torch
     torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved(device)
     torch.cuda.reset_peak_memory_stats(device)
-    executor.run_dummies(launch_input)
+    executor.run_dummy_launch(launch_input)
     peak = torch.cuda.max_memory_reserved(device)
     torch.cuda.empty_cache()
     return peak - before

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from espalier.config import EngineConfig, ResolvedConfig
-from espalier.engine.ranks import Ranks
+from espalier.engine.ranks import OtherRanks
 from espalier.errors import EspalierError
 from espalier.llm import LLM, Prepared, prepare
 from espalier.request import SamplingParams
@@ -72,7 +72,7 @@ def counted_models(config: ResolvedConfig, shards: Shards) -> LoadedModels:
     return loaded
 
 
-def count(ranks: Ranks, prepared: Prepared, passes: int) -> Counted:
+def count(ranks: OtherRanks, prepared: Prepared, passes: int) -> Counted:
     """Run batches of requests until the target has made this many passes."""
     engine, config = build_engine_of_ranks(ranks, prepared.resolved, None, counted_models)
     with LLM.from_engine(engine, config, prepared.inputs) as llm:

@@ -152,7 +152,7 @@ def run(args: Namespace) -> int:
     print_header()
     with starting_ranks(args.ranks) as ranks:
         ranks.wait_until_loaded()
-        joined = str(Path(ranks.folder.name) / "joined")
+        joined = str(Path(ranks.rendezvous_folder.name) / "joined")
         work = JoinWork(args.ranks, joined, tuple(rows), args.hidden, args.vocab)
         ranks.load(work)
         with replace_by_rank_failure(ranks):

@@ -75,7 +75,7 @@ def test_a_start_runs_its_passes_of_dummies_on_a_library(name, monkeypatch):
     with installed(head_sizes=None, latents=()):
         executor = CudaExecutor(setup.engine().executor.runner, graph_batch=0)
         for made in (*largest_rounds, *smaller_passes(setup.layout, 16)):
-            executor.run_dummies(made)
+            executor.run_dummy_launch(made)
 
 
 @pytest.mark.parametrize("page_size", [1, pytest.param(16, marks=pytest.mark.full)])

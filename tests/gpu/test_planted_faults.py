@@ -121,8 +121,8 @@ def results_read_before_they_are_there(patch: Patch, executor: CudaExecutor) -> 
 
 def a_ring_of_one(patch: Patch, executor: CudaExecutor) -> None:
     """Every launch is given the same buffers for its results, though those of the launch before are not read."""
-    first = executor.ring[0]
-    executor.ring = [HostEntry(first.entry, host.vector, first.results) for host in executor.ring]
+    first = executor.host_ring[0]
+    executor.host_ring = [HostEntry(first.entry_index, host.vector, first.results) for host in executor.host_ring]
 
 
 def results_in_another_entry(patch: Patch, executor: CudaExecutor) -> None:

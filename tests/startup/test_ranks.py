@@ -18,8 +18,8 @@ import torch
 from espalier.engine import ranks as watched
 from espalier.engine.engine import Engine
 from espalier.engine.executor import CpuHandle
-from espalier.engine.follow import Follower
-from espalier.engine.ranks import RankFailed, Ranks
+from espalier.engine.follow import FollowerRank
+from espalier.engine.ranks import OtherRanks, RankFailed
 from espalier.errors import EspalierError
 from espalier.llm import LLM
 from espalier.request import SamplingParams
@@ -83,7 +83,7 @@ def three_ways() -> Path:
     return make_target(new_folder("three-") / "target", hidden=48, heads=6, kv_heads=3)
 
 
-def drop_next_launch(follower: Follower) -> None:
+def drop_next_launch(follower: FollowerRank) -> None:
     right = follower.handle
 
     def dropping(message: Any) -> None:
@@ -95,12 +95,12 @@ def drop_next_launch(follower: Follower) -> None:
     follower.handle = dropping  # type: ignore[method-assign]
 
 
-def drop_all_launches(follower: Follower) -> None:
+def drop_all_launches(follower: FollowerRank) -> None:
     right = follower.handle
     follower.handle = lambda message: None if isinstance(message, watched.StartLaunch) else right(message)  # type: ignore
 
 
-def run_out_of_memory(follower: Follower) -> None:
+def run_out_of_memory(follower: FollowerRank) -> None:
     def launch(launch_input: Any) -> None:
         raise torch.OutOfMemoryError("tried to allocate 2.00 GiB")
 
@@ -108,7 +108,7 @@ def run_out_of_memory(follower: Follower) -> None:
     follower.executor.launch = launch  # type: ignore[method-assign, assignment]
 
 
-def pick_otherwise(follower: Follower) -> None:
+def pick_otherwise(follower: FollowerRank) -> None:
     def rest(self: Any) -> list[Any]:
         results = right(self)
         results[0].tokens[:] = [token ^ 1 for token in results[0].tokens]
@@ -118,7 +118,7 @@ def pick_otherwise(follower: Follower) -> None:
     CpuHandle.result = rest  # type: ignore[method-assign]
 
 
-def draft_otherwise(follower: Follower) -> None:
+def draft_otherwise(follower: FollowerRank) -> None:
     assert follower.executor is not None
     drafter: Any = follower.executor.runner.drafter
     drafter.draft.fuse.fc.weight.tensor.neg_()
@@ -199,7 +199,7 @@ def refusing(error: Exception, config: Any, shards: Any) -> LoadedModels:
     ],
 )
 def test_a_rank_that_cannot_load(error, kind, says):
-    ranks = Ranks(fork_ranks(2))
+    ranks = OtherRanks(fork_ranks(2))
     with pytest.raises(kind, match=says):
         build_engine_of_ranks(ranks, SETUP.config(tensor_parallel=2), None, partial(refusing, error))
     ranks.end()
@@ -213,7 +213,7 @@ def dying(*_: Any) -> None:
 def test_a_rank_that_dies_while_the_others_wait_to_meet_it(monkeypatch):
     """The first operation of NCCL has no limit of its own."""
     monkeypatch.setattr("espalier.startup.ranks.connect_ranks", dying)
-    ranks = Ranks(fork_ranks(2))
+    ranks = OtherRanks(fork_ranks(2))
     monkeypatch.setattr("espalier.startup.ranks.connect_ranks", lambda *_: time.sleep(60))
     began = time.monotonic()
     with pytest.raises(RankFailed, match=r"rank 1 \(process \d+\) has ended by SIGKILL"):
