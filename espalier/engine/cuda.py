@@ -222,7 +222,7 @@ class CudaExecutor:
             graph.vector.copy_(_copy_to_pinned(host_entry.vector, packed), non_blocking=True)
             return
         device_launch = self._to_device(packed)
-        device_launch.apply(self.runner.table)
+        device_launch.update_slot_table(self.runner.table)
         graph.vector.copy_(device_launch.vector[: len(graph.vector)])
 
     def _replay(self, graph: torch.cuda.CUDAGraph) -> None:

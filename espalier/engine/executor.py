@@ -143,14 +143,14 @@ def run_launch(
     width: rows of a piece of the prefill pass; 0 for a round.  prompt_rows: as in LaunchInput; masks: LaunchInput.masks
     on the device.
     """
-    device_launch.apply(runner.table)
+    device_launch.update_slot_table(runner.table)
     launch, snapshots = device_launch, device_launch.snapshots
     if width:
         known = (launch.lengths, width, sampling_features, launch.pieces, prompt_rows, masks)
         output = prefill(runner, launch.slots, *known, snapshots)
     else:
-        output = decode_round(runner, launch.slots, sampling_features, launch.appended, snapshots)
-    results.write(device_launch.entry, output)
+        output = decode_round(runner, launch.slots, sampling_features, launch.appended_pages, snapshots)
+    results.write(device_launch.ring_entry, output)
     return output
 
 
@@ -176,23 +176,23 @@ class StagedRound:
         self.verified: VerifiedRound | None = None
 
     def begin(self) -> None:
-        self.device_launch.apply(self.runner.table)
+        self.device_launch.update_slot_table(self.runner.table)
         launch = self.device_launch
-        self.begun = begin(self.runner, launch.slots, self.sampling_features, launch.appended, launch.snapshots)
+        self.begun = begin(self.runner, launch.slots, self.sampling_features, launch.appended_pages, launch.snapshots)
 
     def propose(self, guide: DraftGuide | None) -> None:
         # `begun` is dropped before the stage ends, because it holds the draft's first logits, which may be large.
         begun, self.begun = self.begun, None
         assert begun is not None
         self.proposed = propose(begun, guide)
-        self.results.write_trees(self.device_launch.entry, self.proposed.tree)
+        self.results.write_trees(self.device_launch.ring_entry, self.proposed.tree)
 
     def verify(self) -> None:
         self.verified = verify(self.proposed)
 
     def settle(self, masks: Tensor) -> None:
         assert self.verified is not None
-        self.results.write(self.device_launch.entry, settle(self.verified, masks))
+        self.results.write(self.device_launch.ring_entry, settle(self.verified, masks))
 
 
 def make_draft_guide(rows: DraftGuideRows, batch: int, ask_beam_masks: AskBeamMasks) -> DraftGuide:
@@ -278,7 +278,7 @@ class CpuExecutor:
         form = launch_input.form(self.captured_passes)
         self.runner.prepare(launch_input.committed_lengths.padded_to(form.pieces or form.batch))
         self.runner.cache.before_launch(launch_input.cleared_pages, launch_input.state_copies)
-        packed = pack_launch(self.runner.table, launch_input, entry=0, form=form)
+        packed = pack_launch(self.runner.table, launch_input, ring_entry=0, form=form)
         return packed.with_vector(torch.from_numpy(packed.vector))
 
     def _read_results(self, launch_input: LaunchInput, output: RoundOutput | None) -> list[RequestResult]:

@@ -67,7 +67,7 @@ class RoundTrees:
         """Count the results of a launch.
 
         results: the results; max_depths: for each row, the greatest depth that the row could accept; num_right: from
-        GuessSources.count_right.
+        GuessSources.count_correct_guesses.
         """
         tree = launch_input.tree
         if launch_input.is_prefill:

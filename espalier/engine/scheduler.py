@@ -123,7 +123,7 @@ class Scheduler:
     def process_results(self, launch: Launch, results: list[RequestResult]) -> None:
         """Processes the results of a launch.  Launches are harvested in the order in which they were started."""
         self._in_flight -= 1
-        num_right = self.guess_sources.count_right(launch, results)
+        num_right = self.guess_sources.count_correct_guesses(launch, results)
         allowed = [0] * len(results)
         for i, ((request, generation, is_prefilled), result) in enumerate(
             zip(launch.launched_requests, results, strict=True)
@@ -305,13 +305,13 @@ class Scheduler:
             masks=self.mask_builder.prompt_masks(batch) if prefill.width else None,
             state_copies=self.state_keeper.take_copies(),
             snapshots=snapshots,
-            **self.guess_sources.fields_for(batch, guesses, tree)._asdict(),
+            **self.guess_sources.launch_fields(batch, guesses, tree)._asdict(),
             committed_lengths=committed_lengths,
         )
         self._appended_pages, self._pages_to_clear = [], []
         self._in_flight += 1
         members = [(r, r.generation, r.num_prefilled >= r.prefill_len) for r in batch]
-        return Launch(launch_input, members, guesses.by_slot)
+        return Launch(launch_input, members, guesses.guesses_by_slot)
 
     # Harvest
 

@@ -24,7 +24,7 @@ from espalier.models.draft import DraftModel
 from espalier.shards import WHOLE, Shards
 from espalier.slots import SlotTable
 from espalier.speculate.drafters.base import Drafter
-from espalier.speculate.drafters.grafted import GraftedDrafter
+from espalier.speculate.drafters.path_merging import PathMergingDrafter
 from espalier.speculate.drafters.registry import make_drafter
 from espalier.speculate.round import ModelRunner
 from espalier.speculate.sources.base import HostSource
@@ -215,6 +215,6 @@ def make_runner(loaded: LoadedModels) -> ModelRunner:
     )
     drafter: Drafter = make_drafter(config.algorithm, loaded.draft, layout, draft_cache)
     if layout.calibrates_scores:
-        drafter = GraftedDrafter(drafter, layout)
+        drafter = PathMergingDrafter(drafter, layout)
     table = SlotTable(layout, target.config.vocab_size, drafter.spec.carried_shapes, dtype, device)
     return ModelRunner(layout, table, cache, target, drafter)

@@ -11,7 +11,7 @@ from espalier.errors import EspalierError
 from espalier.layout import TreeShape
 from espalier.slots import SOURCES
 
-# The maximum numbers of paths that are grafted onto a tree: paths from the request's own text, and paths from the host.
+# The maximum numbers of paths that are merged into a tree: paths from the request's own text, and paths from the host.
 TEXT_PATHS, SENT_PATHS = 2, 2
 INDEX_BYTES = 2**26
 

@@ -2,7 +2,7 @@
 
 All engines are loaded at once and take turns at every prompt, so that a busy machine slows all of them alike.  On a
 CPU the seconds are processor time, which other processes do not take.
-"choosing" is the share of the time in which nodes are scored, grafted, shared out and counted.
+"choosing" is the share of the time in which nodes are scored, merged, shared out and counted.
 """
 
 from argparse import Namespace
@@ -21,7 +21,7 @@ from espalier.config import SpeculationConfig
 from espalier.engine.guesses import GuessSources
 from espalier.llm import LLM
 from espalier.request import SamplingParams
-from espalier.speculate.drafters.grafted import GraftedDrafter
+from espalier.speculate.drafters.path_merging import PathMergingDrafter
 from espalier.speculate.tree import Tree
 from espalier.stats import SpeculationStats
 from espalier.terminal.console import print_table, progress, write_json
@@ -36,8 +36,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 # What a round does for the sources beside the draft and for calibrated scores.
 CHOOSERS = (
-    (GraftedDrafter, "_graft"),
-    (GraftedDrafter, "_tree_of_guesses"),
+    (PathMergingDrafter, "_merge_paths"),
+    (PathMergingDrafter, "_tree_of_guesses"),
     (Tree, "best_nodes"),
     (GuessSources, "ask"),
     (GuessSources, "of_round"),

@@ -46,7 +46,7 @@ SOURCE_FAULTS = (
     Fault(
         "picks-counted-twice",
         "what became of the draft's nodes is counted twice",
-        "espalier.speculate.sources.survival:Survival.add_draft",
+        "espalier.speculate.sources.survival:SurvivalCounts.count_draft_nodes",
         _twice,
     ),
 )

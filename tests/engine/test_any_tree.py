@@ -13,7 +13,7 @@ from espalier.engine.engine import Engine
 from espalier.engine.launch_input import LaunchInput, RequestResult
 from espalier.kernels.ops import drafts
 from espalier.layout import PLAIN_TREE, TARGET_ALONE, LaunchForm, TreeShape
-from espalier.speculate.drafters import grafted
+from espalier.speculate.drafters import path_merging
 from tests.engine.alone import plainly
 from tests.engine.fake_cuda import FakeGraph, engine_on_fake_cuda, fake_cuda
 from tests.gpu.traffic import mixed, run_staggered
@@ -121,7 +121,7 @@ def test_on_a_gpu_every_tree_of_a_bucket_is_a_graph(monkeypatch: pytest.MonkeyPa
     wanted = [plainly(setup, r).tokens for r in requests]
     fake_cuda(monkeypatch)
     # What only a CPU's path reads, as in test_no_sync.py.
-    monkeypatch.setattr(grafted, "have_no_paths", lambda paths: False)
+    monkeypatch.setattr(path_merging, "have_no_paths", lambda paths: False)
     monkeypatch.setattr(drafts, "longest_history", lambda root: setup.layout.history_width)
     monkeypatch.setattr(Setup, "layout", replace(setup.layout, choices=sets))
     engine = engine_on_fake_cuda(setup, graph_batch=4)

@@ -53,7 +53,7 @@ def device_launch(
 ) -> LaunchBuffer:
     packed = pack_launch(into, launch_input, entry, LaunchForm(batch, launch_input.width, pieces))
     arrived = packed.with_vector(torch.from_numpy(packed.vector))
-    arrived.apply(into)
+    arrived.update_slot_table(into)
     return arrived
 
 
@@ -64,7 +64,7 @@ def test_an_admission_fills_its_slot_and_no_other():
         (2, 3), SamplingFeatures(), lengths=(3, 2), width=16, slot_inits=(slot_inits,), appended_pages=((3, 1, 9),)
     )
     arrived = device_launch(into, launch_input, batch=2, entry=1)
-    assert (arrived.entry.tolist(), arrived.slots.tolist(), arrived.lengths.tolist()) == ([1], [2, 3], [3, 2])
+    assert (arrived.ring_entry.tolist(), arrived.slots.tolist(), arrived.lengths.tolist()) == ([1], [2, 3], [3, 2])
     ints = dict(zip(INT_COLUMNS, into.ints[2].tolist(), strict=True))
     assert ints == {
         "prefix_len": 1,
@@ -111,7 +111,7 @@ def test_a_rounds_vector_has_one_form_a_batch(batch):
     forms = {
         pack_launch(
             into, LaunchInput(slots, SamplingFeatures(), appended_pages=appended_pages), entry, LaunchForm(batch)
-        ).sizes
+        ).part_sizes
         for entry, appended_pages in ((0, ()), (1, most[:1]), (2, most))
     }
     assert len(forms) == 1
@@ -135,8 +135,8 @@ def test_what_sources_send_has_one_form_and_padding_changes_no_path(batch):
     sizes = set()
     for launch_input in made:
         packed = pack_launch(into, launch_input, 0, LaunchForm(batch))
-        packed.with_vector(torch.from_numpy(packed.vector)).apply(into)
-        sizes.add(packed.sizes)
+        packed.with_vector(torch.from_numpy(packed.vector)).update_slot_table(into)
+        sizes.add(packed.part_sizes)
         assert torch.equal(into.survival, torch.from_numpy(sent)), "sent once, and kept"
     assert len(sizes) == 1
     row = [5, 3, 1, 2] + [-1] * (into.guesses.shape[2] - 4)
@@ -149,7 +149,7 @@ def test_padding_is_the_dummy_request_and_writes_its_dummy_page():
     arrived = device_launch(into, LaunchInput((3,), SamplingFeatures(), appended_pages=((3, 2, 8),)), batch=3)
     assert arrived.slots.tolist() == [3, 0, 0]
     assert not into.page_table.any(), "a round writes its pages itself"
-    gather_slots(into, arrived.slots, arrived.appended)
+    gather_slots(into, arrived.slots, arrived.appended_pages)
     assert into.page_table.nonzero().tolist() == [[3, 2]]
 
 
@@ -197,7 +197,7 @@ def test_what_grows_between_two_launches_fits_a_launch_input():
 
 def test_vectors_are_integers():
     packed = pack_launch(table(), LaunchInput((), SamplingFeatures()), 0, LaunchForm(0))
-    assert packed.vector.dtype == np.int64 and [size for name, size in packed.sizes if name == "entry"] == [1]
+    assert packed.vector.dtype == np.int64 and [size for name, size in packed.part_sizes if name == "ring_entry"] == [1]
 
 
 @pytest.mark.parametrize("batch", [1, 2, 3])

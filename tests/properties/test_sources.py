@@ -12,7 +12,7 @@ from espalier.layout import PLAIN_TREE
 from espalier.request import Request, SamplingParams
 from espalier.slots import ALONE_OFFSET, Guess
 from espalier.speculate import round as of_round
-from espalier.speculate.sources.survival import Survival
+from espalier.speculate.sources.survival import SurvivalCounts
 from espalier.startup.build import assemble_engine
 from espalier.startup.load import LoadedModels
 from tests.harness import VOCAB, Ran, Setup, prompts, request, run
@@ -133,7 +133,7 @@ def test_rounds_whose_form_follows_from_their_guesses_say_the_same(temperature):
     )
 
 
-def test_a_text_that_repeats_itself_is_grafted_onto_a_draft():
+def test_a_text_that_repeats_itself_is_merged_into_a_draft():
     """A draft of random weights, whose target says the same again and again."""
     params = SamplingParams(temperature=0.0, max_tokens=30)
     with_text, without = (
@@ -151,7 +151,7 @@ def test_a_text_that_repeats_itself_is_grafted_onto_a_draft():
 def test_each_path_is_counted_once(overlap, monkeypatch):
     """What was sent with a round and what the device found for it, when its result is read."""
     counted, sent, found = [], [], []
-    add, ask, count = Survival.add_path, GuessSources.ask_sources, GuessSources.count_right
+    add, ask, count = SurvivalCounts.count_path, GuessSources.ask_sources, GuessSources.count_correct_guesses
 
     def noted_ask(guesses, batch):
         made = ask(guesses, batch)
@@ -162,9 +162,9 @@ def test_each_path_is_counted_once(overlap, monkeypatch):
         found.extend(kind for row in rows for kind, _ in row.own_paths)
         count(guesses, launch, rows)
 
-    monkeypatch.setattr(Survival, "add_path", lambda to, kind, *of: (counted.append(kind), add(to, kind, *of)))
+    monkeypatch.setattr(SurvivalCounts, "count_path", lambda to, kind, *of: (counted.append(kind), add(to, kind, *of)))
     monkeypatch.setattr(GuessSources, "ask_sources", noted_ask)
-    monkeypatch.setattr(GuessSources, "count_right", noted_count)
+    monkeypatch.setattr(GuessSources, "count_correct_guesses", noted_count)
     plain = run(replace(TREE, text_paths=0, sent_paths=0).plain().engine(), traffic(0.0))
     counted.clear()
     told(replace(TREE, overlap=overlap), "true", {r.id: r.output for r in plain.requests}, 0.0)

@@ -11,7 +11,7 @@ from espalier.engine.executor import CpuExecutor
 from espalier.kernels.ops import drafts
 from espalier.request import SamplingParams
 from espalier.speculate import round
-from espalier.speculate.drafters import grafted
+from espalier.speculate.drafters import path_merging
 from tests.harness import Setup, prompts, request
 
 SETUP = Setup(steps=3, topk=2, num_draft_tokens=8, page_size=3, max_batch=3)
@@ -66,8 +66,8 @@ def test_drafters_and_backends_do_not_wait(algorithm, attention, monkeypatch):
     drafter = engine.executor.runner.drafter
     for verb in ("begin", "extend"):
         monkeypatch.setattr(drafter, verb, watched(getattr(drafter, verb)))
-    # What only a CPU's path reads: a GPU's kernels end where the text does, and its graphs always graft.
-    monkeypatch.setattr(grafted, "have_no_paths", lambda paths: False)
+    # What only a CPU's path reads: a GPU's kernels end where the text does, and its graphs always merge.
+    monkeypatch.setattr(path_merging, "have_no_paths", lambda paths: False)
     monkeypatch.setattr(drafts, "longest_history", lambda root: engine.layout.history_width)
     for stage in ("propose", "accept", "verify", "commit"):
         monkeypatch.setattr(round, stage, watched(getattr(round, stage)))

@@ -2,7 +2,8 @@
 matches the text.
 
 A source on the device makes Paths from the slot table (text.py).  A source on the host makes Guesses.  Each launch
-carries the guesses to the device, where sent.py makes paths of them.  graft.py joins all paths with the draft's tree.
+carries the guesses to the device, where sent.py makes paths of them.  merge_paths.py joins all paths with the draft's
+tree.
 """
 
 from collections.abc import Sequence

@@ -16,7 +16,7 @@ from espalier.speculate.sources.base import Paths
 SEQUENCE_PADDING = -2
 
 
-def graft(
+def merge_paths(
     tree: Tree, kinds: Tensor, paths: Paths, survival: Tensor, steps: int, is_drafted: bool = True
 ) -> tuple[Tree, Tensor]:
     """Makes trees of the same size from the best nodes of the draft's trees and of the paths.  Returns (trees, kinds).
