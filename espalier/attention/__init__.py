@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from espalier.attention.base import Attention, AttentionBackend, CommittedLengths, GroupedBackend
+from espalier.attention.base import AttentionBackend, AttentionPlan, CommittedLengths, GroupedBackend
 from espalier.attention.fa3 import FA3Backend
 from espalier.attention.flashinfer import FlashInferBackend
 from espalier.attention.forward import ChosenRows, ModelCache, Pass
@@ -75,10 +75,11 @@ def grouped_backend(
     page_size: int,
     specs: Sequence[LayerSpec],
     layers: Sequence[int],
-    left_bound: bool = False,
+    lacks_first_rows: bool = False,
     exact_lengths: bool = True,
 ) -> GroupedBackend:
-    """Create the backends of `layers`.  names: from choose_backends; left_bound, exact_lengths: see Support.require.
+    """Create the backends of `layers`.  names: from choose_backends; lacks_first_rows, exact_lengths: see
+    Support.require.
 
     Raises EspalierError if a backend cannot run its layers.
     """
@@ -96,16 +97,16 @@ def grouped_backend(
         group_backend = backend(name)
         group_specs = [specs[layer] for layer in members]
         support = group_backend.support
-        support.require(device, dtype, page_size, group_specs, left_bound, exact_lengths)
-        require_our_kernels(support, device, dtype, page_size, group_specs, left_bound)
+        support.require(device, dtype, page_size, group_specs, lacks_first_rows, exact_lengths)
+        require_our_kernels(support, device, dtype, page_size, group_specs, lacks_first_rows)
         backends.append((members, group_backend))
     return GroupedBackend(backends)
 
 
 __all__ = [
     "BACKENDS",
-    "Attention",
     "AttentionBackend",
+    "AttentionPlan",
     "ChosenRows",
     "CommittedLengths",
     "GroupedBackend",

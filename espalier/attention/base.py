@@ -66,7 +66,7 @@ def narrow_selection(selection: Selection, kept_rows: Tensor) -> Selection:
 
 
 @dataclass(eq=False)
-class Attention:
+class AttentionPlan:
     """The attention plan of one pass.  Subclasses implement attend_prefix, and may override attend."""
 
     pages: PagedKV
@@ -151,22 +151,23 @@ class AttentionBackend:
     """
 
     support: Support
-    attention: type[Attention]
+    plan_class: type[AttentionPlan]
 
     def prepare(self, lengths: CommittedLengths) -> None:
         """Called on the host before every launch: eager, capture and replay, on the stream of the launch."""
 
-    def plan(self, pages: PagedKV, specs: Sequence[LayerSpec], prefix: Prefix, nodes: Nodes) -> Attention:
+    def plan(self, pages: PagedKV, specs: Sequence[LayerSpec], prefix: Prefix, nodes: Nodes) -> AttentionPlan:
         """Returns the plan for some queries of a pass.  All layers with these queries share the plan."""
-        return self.attention(pages, specs, prefix, nodes)
+        return self.plan_class(pages, specs, prefix, nodes)
 
 
 class GroupedBackend:
-    """The backends of a model's layer groups.  groups: (layers, backend) each.  by_layer: each layer's backend."""
+    """The backends of a model's layer groups.  groups: (layers, backend) each.  backend_by_layer: each layer's
+    backend."""
 
     def __init__(self, groups: Sequence[tuple[tuple[int, ...], AttentionBackend]]):
         self.groups = tuple(groups)
-        self.by_layer = {layer: backend for layers, backend in self.groups for layer in layers}
+        self.backend_by_layer = {layer: backend for layers, backend in self.groups for layer in layers}
 
     @property
     def captures_prefill(self) -> bool:

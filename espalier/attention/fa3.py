@@ -49,7 +49,7 @@ class FA3Attention(LibraryAttention):
             k,
             v,
             cache_seqlens=self.int_lengths(),
-            page_table=self.rest.page_table,
+            page_table=self.rest_prefix.page_table,
             softmax_scale=spec.softmax_scale,
             causal=False,
             num_splits=0 if values < MAX_VALUES_TO_SPLIT else 1,
@@ -62,11 +62,11 @@ class FA3Attention(LibraryAttention):
 SUPPORT = library_support(
     name="fa3",
     head_sizes=range(8, 257, 8),
-    latents=(LatentKV(576, 512),),
-    majors=(9,),
+    latent_rows=(LatentKV(576, 512),),
+    compute_majors=(9,),
     library=Library(("flash_attn_interface", "sgl_kernel.flash_attn"), "fa3"),
     tested_on=("H200",),
-    limits={
+    limit_reasons={
         "dtype": "flash_attn_with_kvcache computes in two-byte types",
         "head_size": "flash_attn_with_kvcache needs a multiple of 8, at most 256",
         "softcap": "the soft-cap of flash_attn_with_kvcache is not used",
@@ -78,4 +78,4 @@ SUPPORT = library_support(
 
 class FA3Backend(AttentionBackend):
     support = SUPPORT
-    attention = FA3Attention
+    plan_class = FA3Attention

@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from espalier.attention.base import Attention, AttentionBackend, Selection
+from espalier.attention.base import AttentionBackend, AttentionPlan, Selection
 from espalier.attention.support import Provider, Support
 from espalier.cache.kv import PagedKV
 from espalier.cache.layer_spec import KVHeads, LatentKV, LayerSpec
@@ -48,19 +48,19 @@ from espalier.kernels.ops.selection import (
 
 # The most index scores in memory at once (256 MiB).  A long prompt needs more, so its queries are processed in several
 # steps.
-MAX_SCORES = 2**26
+MAX_INDEX_SCORES = 2**26
 
 
 # The attention kernel for a layer's rows: (out, lse), as kernels/ops/attention.py:tree_attention returns them.
 AttentionKernel = Callable[[AttentionInputs], tuple[Tensor, Tensor]]
 
 
-class TritonAttention(Attention):
+class TritonAttention(AttentionPlan):
     def __init__(self, pages: PagedKV, specs: Sequence[LayerSpec], prefix: Prefix, nodes: Nodes):
         super().__init__(pages, specs, prefix, nodes)
         self.partials: dict[tuple[KVSplitPolicy, int, int, int, int], PartialResults] = {}
-        self.splits_of: dict[tuple[KVSplitPolicy, int | None], KVSplits] = {}
-        self.contiguous_of: dict[tuple[LayerSpec, bool], Tensor | None] = {}
+        self.splits_by_policy: dict[tuple[KVSplitPolicy, int | None], KVSplits] = {}
+        self.contiguous_blocks: dict[tuple[LayerSpec, bool], Tensor | None] = {}
 
     def attend_prefix(self, q: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         spec = self.specs[layer]
@@ -110,9 +110,9 @@ class TritonAttention(Attention):
         Splits without a window are kept in the prefix, for all passes over it with the same policy.
         """
         key = self._policy(spec), spec.window
-        if key not in self.splits_of:
-            self.splits_of[key] = self._splits(*key)
-        return self.splits_of[key]
+        if key not in self.splits_by_policy:
+            self.splits_by_policy[key] = self._splits(*key)
+        return self.splits_by_policy[key]
 
     def _policy(self, spec: LayerSpec) -> KVSplitPolicy:
         (batch, queries), layout = self.nodes.positions.shape, self.pages.layout
@@ -133,10 +133,10 @@ class TritonAttention(Attention):
     def _contiguous_blocks(self, spec: LayerSpec, inputs: AttentionInputs) -> Tensor | None:
         """Counts of contiguous blocks, kept in the prefix; None where the kernel does not use them."""
         key = (spec, inputs.staged is None)
-        if key not in self.contiguous_of:
+        if key not in self.contiguous_blocks:
             rows = counted_block_rows(inputs)
-            self.contiguous_of[key] = None if rows is None else self._count_contiguous(inputs, rows)
-        return self.contiguous_of[key]
+            self.contiguous_blocks[key] = None if rows is None else self._count_contiguous(inputs, rows)
+        return self.contiguous_blocks[key]
 
     def _count_contiguous(self, inputs: AttentionInputs, block_rows: int) -> Tensor:
         pages = inputs.prefix.page_table, inputs.page_size, inputs.prefix.first_position, block_rows
@@ -166,7 +166,7 @@ def _select(
         return None
     committed = IndexKeys(pages.layers[layer][1], table, prefix.length, pages.page_size, prefix.first_position, keys)
     bits = _ancestor_bits(nodes)
-    step = max(MAX_SCORES // (max(batch, 1) * columns), 1)
+    step = max(MAX_INDEX_SCORES // (max(batch, 1) * columns), 1)
     parts = []
     for begin in range(0, max(queries.q.shape[1], 1), step):
         some = slice(begin, begin + step)
@@ -185,29 +185,33 @@ def _ancestor_bits(nodes: Nodes) -> Tensor:
     return causal_bits(row, rows).transpose(0, 1).expand(batch, -1, -1)
 
 
-def _attend_chosen(run: AttentionKernel, rest: AttentionInputs, chosen: SelectedRows, policy: KVSplitPolicy) -> Tensor:
+def _attend_chosen(
+    run_kernel: AttentionKernel, inputs: AttentionInputs, chosen_rows: SelectedRows, policy: KVSplitPolicy
+) -> Tensor:
     """Implements Attention.attend over chosen rows with kernels.  The kernel of a layer runs twice.
 
     The first launch attends to committed rows.  In this launch each query is a request, whose pages are the chosen
     rows, one row a page.  The second launch attends to the chosen staged rows.  A request with at most topk rows has no
     rows in the first launch.  The second launch attends to all its rows, so the result has the bits of full attention.
 
-    rest: the staged rows of all requests, and the prefixes of requests with at most topk rows (others are empty here).
-    policy: how the chosen rows are split over programs.
+    inputs: the staged rows of all requests, and the prefixes of requests with at most topk rows (others are empty
+    here).  policy: how the chosen rows are split over programs.
     """
-    counts, queries = chosen.counts.flatten(), rest.nodes.positions
-    over_chosen = run(
-        rest._replace(
-            q=rest.q.flatten(0, 1)[:, None],
+    counts, queries = chosen_rows.counts.flatten(), inputs.nodes.positions
+    over_chosen = run_kernel(
+        inputs._replace(
+            q=inputs.q.flatten(0, 1)[:, None],
             page_size=1,
-            prefix=Prefix(chosen.rows.flatten(0, 1), counts),
+            prefix=Prefix(chosen_rows.rows.flatten(0, 1), counts),
             nodes=Nodes.chain(queries.reshape(-1, 1)),
             splits=kv_splits.triton(counts, 0, policy),
             staged=None,
         )
     )
     out, lse = (values[:, 0].unflatten(0, queries.shape) for values in over_chosen)
-    return merge_results.triton((out, lse), run(rest._replace(nodes=replace(rest.nodes, ancestor_bits=chosen.bits))))
+    return merge_results.triton(
+        (out, lse), run_kernel(inputs._replace(nodes=replace(inputs.nodes, ancestor_bits=chosen_rows.bits)))
+    )
 
 
 class TritonBackend(AttentionBackend):
@@ -230,4 +234,4 @@ class TritonBackend(AttentionBackend):
         prefill_graph=True,
         tested_on=("H100", "H200"),
     )
-    attention = TritonAttention
+    plan_class = TritonAttention

@@ -32,7 +32,7 @@ RowShape = tuple[int, int]
 INDEX_PLANE = "index"
 
 
-class ReadyHeads(NamedTuple):
+class RotatedHeads(NamedTuple):
     """q [N, heads, k_size], k and v [N, kv_heads, size] of new rows.  The caller has normed and rotated them."""
 
     q: Tensor
@@ -73,17 +73,17 @@ class KVHeads:
         rows: Tensor,
         planes: Sequence[Tensor],
         scales: KVScales | None,
-        qkv: Tensor | ReadyHeads,
+        qkv: Tensor | RotatedHeads,
         rotation: Rotation | None = None,
         norms: HeadNorms | None = None,
     ) -> Tensor:
         """Norm and rotate the heads of new rows, and write K and V to `rows` [N] of the planes.
 
         qkv: [N, heads + 2 · kv_heads, size], in the order q, k, v, or another form that rotate_and_store takes; it may
-        be overwritten.  ReadyHeads are written as they are, without rotation.  scales: of FP8 planes.
+        be overwritten.  RotatedHeads are written as they are, without rotation.  scales: of FP8 planes.
         Returns q [N, heads, k_size].
         """
-        if isinstance(qkv, ReadyHeads):
+        if isinstance(qkv, RotatedHeads):
             write_rows(planes, rows, (qkv.k, qkv.v), scales)
             return qkv.q
         assert rotation is not None

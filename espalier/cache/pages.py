@@ -25,38 +25,38 @@ class PagePool:
     takes the lowest ids.  An allocation costs O(1) per page and is deterministic.  Unused memory stays untouched, and
     consecutive pages stay together, so that attention copies their rows as one block (kernels/attention/kv_splits.py).
 
-    on_shared: called with (page, True) when a page gets its second holder, and with (page, False) when only one holder
-    is left.
+    on_page_shared: called with (page, True) when a page gets its second holder, and with (page, False) when only one
+    holder is left.
     """
 
     def __init__(self, num_pages: int):
         self.num_pages = num_pages
         self.num_released = 0
-        self.on_shared: Callable[[int, bool], None] | None = None
-        self._references = [0] * num_pages
-        self._free = list(range(num_pages - 1, DUMMY_PAGE, -1))
+        self.on_page_shared: Callable[[int, bool], None] | None = None
+        self._reference_counts = [0] * num_pages
+        self._free_pages = list(range(num_pages - 1, DUMMY_PAGE, -1))
 
     @property
     def num_free(self) -> int:
         """Number of free pages."""
-        return len(self._free)
+        return len(self._free_pages)
 
     def allocate(self, num_pages: int) -> list[int]:
         """Take free pages, with one reference each.  Raises OutOfPages, and takes none, if too few are free."""
         if num_pages > self.num_free:
             raise OutOfPages(f"{num_pages} pages requested, {self.num_free} of {self.num_pages - 1} are free")
-        pages = [self._free.pop() for _ in range(num_pages)]
+        pages = [self._free_pages.pop() for _ in range(num_pages)]
         for page in pages:
-            self._references[page] = 1
+            self._reference_counts[page] = 1
         return pages
 
     def share(self, pages: Iterable[int]) -> None:
         """Add one reference to each page.  Raises PageDefect for a free page."""
         for page in pages:
             self._require_held(page, "shared")
-            self._references[page] += 1
-            if self._references[page] == 2 and self.on_shared is not None:
-                self.on_shared(page, True)
+            self._reference_counts[page] += 1
+            if self._reference_counts[page] == 2 and self.on_page_shared is not None:
+                self.on_page_shared(page, True)
 
     def release(self, pages: Iterable[int]) -> None:
         """Remove one reference from each page; a page without references is free.  Raises PageDefect for a free page.
@@ -66,48 +66,48 @@ class PagePool:
         self.num_released += 1
         for page in reversed([*pages]):
             self._require_held(page, "released")
-            self._references[page] -= 1
-            if not self._references[page]:
-                self._free.append(page)
-            elif self._references[page] == 1 and self.on_shared is not None:
-                self.on_shared(page, False)
+            self._reference_counts[page] -= 1
+            if not self._reference_counts[page]:
+                self._free_pages.append(page)
+            elif self._reference_counts[page] == 1 and self.on_page_shared is not None:
+                self.on_page_shared(page, False)
 
-    def references(self, page: int) -> int:
+    def reference_count(self, page: int) -> int:
         """Returns number of holders of a page; 0 for a free page and for the dummy page."""
-        return self._references[page]
+        return self._reference_counts[page]
 
     def is_free(self, page: int) -> bool:
-        return not self._references[page]
+        return not self._reference_counts[page]
 
-    def check(self, owned: Iterable[Iterable[int]], cached: Iterable[int]) -> None:
+    def check(self, request_pages: Iterable[Iterable[int]], cached: Iterable[int]) -> None:
         """Check that every page is exactly one of dummy, free or held, and that counts equal holders.  O(pages).
 
-        owned: the pages of each running request; cached: the pages of the prefix tree.  Raises PageDefect.
+        request_pages: the pages of each running request; cached: the pages of the prefix tree.  Raises PageDefect.
         """
         holders: Counter[int] = Counter()
-        for held in (*owned, cached):
+        for held in (*request_pages, cached):
             counts = Counter(held)
             for page in (page for page, times in counts.items() if times > 1):
                 raise PageDefect(f"page {page} is listed {counts[page]} times by one holder")
             holders.update(counts)
-        free = Counter(self._free)
+        free = Counter(self._free_pages)
         for page in range(self.num_pages):
             self._check_page(page, holders.pop(page, 0), free.pop(page, 0))
         for page in (*holders, *free):
             raise PageDefect(f"page {page} does not exist: pages are 0 to {self.num_pages - 1}")
 
-    def _check_page(self, page: int, num_holders: int, times_free: int) -> None:
-        if self._references[page] != num_holders:
-            raise PageDefect(f"page {page} has {self._references[page]} references and {num_holders} holders")
-        if page == DUMMY_PAGE and (num_holders or times_free):
-            raise PageDefect(f"page {page} is the dummy: {num_holders} holders, {times_free} times in the free list")
-        if page != DUMMY_PAGE and (num_holders > 0) + times_free != 1:
-            raise PageDefect(f"page {page} has {num_holders} holders and is {times_free} times in the free list")
+    def _check_page(self, page: int, num_holders: int, free_count: int) -> None:
+        if self._reference_counts[page] != num_holders:
+            raise PageDefect(f"page {page} has {self._reference_counts[page]} references and {num_holders} holders")
+        if page == DUMMY_PAGE and (num_holders or free_count):
+            raise PageDefect(f"page {page} is the dummy: {num_holders} holders, {free_count} times in the free list")
+        if page != DUMMY_PAGE and (num_holders > 0) + free_count != 1:
+            raise PageDefect(f"page {page} has {num_holders} holders and is {free_count} times in the free list")
 
     def _require_held(self, page: int, verb: str) -> None:
         if not DUMMY_PAGE < page < self.num_pages:
             raise PageDefect(f"page {page} cannot be {verb}: only pages 1 to {self.num_pages - 1} can")
-        if not self._references[page]:
+        if not self._reference_counts[page]:
             raise PageDefect(f"page {page} cannot be {verb}: it is free")
 
 
@@ -119,20 +119,20 @@ class SnapshotRows:
 
     def __init__(self, rows: Iterable[int]):
         self._rows = tuple(rows)
-        self._free = list(self._rows)[::-1]
+        self._free_pages = list(self._rows)[::-1]
         # Table row by page.  The least recently used page comes first.
         self._row_of_page: OrderedDict[int, int] = OrderedDict()
 
     def allocate(self) -> int | None:
         """Take a free row, or that of the least recently used snapshot.  Returns None if running requests hold all
         rows."""
-        if self._free:
-            return self._free.pop()
+        if self._free_pages:
+            return self._free_pages.pop()
         return self._row_of_page.popitem(last=False)[1] if self._row_of_page else None
 
     def release(self, row: int) -> None:
         """Give a held row back to the free rows."""
-        self._free.append(row)
+        self._free_pages.append(row)
 
     def attach(self, page: int, row: int) -> None:
         """Give a held row to a page of the tree.  If the page has a snapshot already, the row is freed."""
@@ -165,7 +165,7 @@ class SnapshotRows:
 
         held_rows: rows of running requests; cached_pages: pages of the tree.  Raises PageDefect.
         """
-        found = sorted((*held_rows, *self._free, *self._row_of_page.values()))
+        found = sorted((*held_rows, *self._free_pages, *self._row_of_page.values()))
         if found != sorted(self._rows):
             raise PageDefect(f"rows of snapshots are {list(self._rows)}; free, held and filed are {found}")
         if lost := set(self._row_of_page) - set(cached_pages):

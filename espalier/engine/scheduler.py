@@ -191,7 +191,7 @@ class Scheduler:
         end = request.end(self.layout.max_context)
         need = self.layout.pages_needed(prefill_len, self.rounds_in_flight, end) - len(shared)
         # Evict only if eviction frees enough pages.  Else cached pages would be lost and the request would still wait.
-        if not (self._page_budget.could_free(need) and self._page_budget.free_up_to(need)):
+        if not (self._page_budget.could_free(need) and self._page_budget.evict_until_free(need)):
             self.pool.release(shared)
             self._unfit_request = request, self.pool.num_released
             return False
@@ -237,7 +237,7 @@ class Scheduler:
         missing = self.layout.pages_needed(request.num_known, request.rounds_in_flight + 1, end) - len(request.pages)
         if missing <= 0:
             return True
-        if not self._page_budget.free_up_to(missing):
+        if not self._page_budget.evict_until_free(missing):
             return False
         assert request.slot is not None
         for page in self.pool.allocate(missing):

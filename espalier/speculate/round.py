@@ -233,7 +233,7 @@ def verify(proposed: ProposedRound) -> VerifiedRound:
     tokens = void_padding(runner, tree.tokens, slots.is_real[:, None])
     access = StateAccess(slots.index, slots.prefix_len)
     chosen, prefix = chosen_rows(proposed), Prefix(slots.page_table, slots.prefix_len)
-    out = runner.target(runner.cache.begin(prefix, nodes, tokens, access=access, chosen=chosen))
+    out = runner.target(runner.cache.begin_pass(prefix, nodes, tokens, state_access=access, chosen_rows=chosen))
     logits = runner.target.logits(out.hidden) if len(runner.node_slices(slots.batch)) == 1 else None
     if chosen is not None:
         out = ModelOutput(chosen.to_tree_rows(out.hidden), tuple(map(chosen.to_tree_rows, out.inputs)))
@@ -316,14 +316,14 @@ def prefill(
     exists = torch.arange(width, device=tokens.device) < rows.length[:, None]
     last = rows.last_tokens
     reads_all = prompt_rows is not None or runner.reads_all_hidden
-    p = runner.cache.begin(
+    p = runner.cache.begin_pass(
         Prefix(rows.slots.page_table, rows.slots.prefix_len),
         Nodes.chain(positions),
         void_padding(runner, tokens, exists),
         page_rows=page_rows.flatten(),
         commits_by_layer=pieces is not None,
-        needed=None if reads_all else last.row,
-        access=StateAccess(rows.slots.index, rows.slots.prefix_len, rows.length, snapshots, pieces is not None),
+        needed_row=None if reads_all else last.row,
+        state_access=StateAccess(rows.slots.index, rows.slots.prefix_len, rows.length, snapshots, pieces is not None),
     )
     out = runner.target(p)
     p.commit()

@@ -257,8 +257,8 @@ def resolve(
     setting = (device.type, in_dtype, layout.page_size, facts.layer_specs)
     grouped_backend(attention, *setting, facts.target_layers, exact_lengths=not overlap)
     if facts.draft_layers:
-        exact, left_bound = not overlap and spec.reentry <= 1, spec.reentry > 0
-        grouped_backend(draft_attention, *setting, facts.draft_layers, left_bound=left_bound, exact_lengths=exact)
+        lacks_first_rows, exact_lengths = spec.reentry > 0, not overlap and spec.reentry <= 1
+        grouped_backend(draft_attention, *setting, facts.draft_layers, lacks_first_rows, exact_lengths)
     prefix_cache = _value_or_default(config.prefix_cache, True)
     num_pages, num_snapshots = pages_and_snapshots(config, layout, facts, in_dtype, defaults.memory_share, prefix_cache)
     return ResolvedConfig(

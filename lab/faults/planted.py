@@ -128,7 +128,7 @@ def _freed_twice(right):
     def release(pool, pages):
         pages = list(pages)
         right(pool, pages)
-        right(pool, [page for page in pages if pool.references(page)][:1])
+        right(pool, [page for page in pages if pool.reference_count(page)][:1])
 
     return release
 

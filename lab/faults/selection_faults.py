@@ -58,7 +58,7 @@ def _index_rows_without_topk(right):
 
     def selected(p, layer, plan, planes):
         queries = p.tokens.shape[1]
-        if p._index_queries is not None and queries != p.width:
+        if p._index_queries is not None and queries != p.staged_width:
             rows = torch.arange(planes[1].shape[1])
             wrong_rows = torch.div(rows, max(queries, 1), rounding_mode="floor") + rows % max(queries, 1)
             planes = (planes[0], planes[1][:, wrong_rows])

@@ -30,12 +30,12 @@ def _tail_kept(right):
     """The tail ends in the last row of the tree's width, whether or not that row was accepted."""
 
     def commit(table, access, source):
-        tails = {layer: states.tail[access.slots] for layer, states in table.states.items()}
+        tails = {layer: states.conv_tail[access.slots] for layer, states in table.states.items()}
         right(table, access, source)
         whole = torch.full_like(access.length, source.shape[1])
         for layer, states in table.states.items():
             path = access.path_rows(source, source.shape[1], table.spare_row)
-            path.store_states(states.tail, tail_after(tails[layer], states.inputs[source], whole))
+            path.store_states(states.conv_tail, tail_after(tails[layer], states.inputs[source], whole))
 
     return commit
 

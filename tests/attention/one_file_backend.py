@@ -8,12 +8,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from espalier.attention import BACKENDS, Attention, AttentionBackend, CommittedLengths, Nodes, Prefix, Support
+from espalier.attention import BACKENDS, AttentionBackend, AttentionPlan, CommittedLengths, Nodes, Prefix, Support
 from espalier.cache.kv import PagedKV
 from espalier.cache.layer_spec import KVHeads, LatentKV, LayerSpec
 
 
-class LibraryAttention(Attention):
+class LibraryAttention(AttentionPlan):
     longest = 0
 
     def attend_prefix(self, q: Tensor, layer: int) -> tuple[Tensor, Tensor]:
@@ -48,7 +48,7 @@ class LibraryBackend(AttentionBackend):
     def prepare(self, lengths: CommittedLengths) -> None:
         self.lengths = lengths
 
-    def plan(self, pages: PagedKV, specs: Sequence[LayerSpec], prefix: Prefix, nodes: Nodes) -> Attention:
+    def plan(self, pages: PagedKV, specs: Sequence[LayerSpec], prefix: Prefix, nodes: Nodes) -> AttentionPlan:
         real = int(prefix.length.max()) if len(prefix.length) else 0
         assert real <= self.lengths.max_length, "a launch has more committed rows than prepare announced"
         assert real == self.lengths.max_length or not self.lengths.exact, (

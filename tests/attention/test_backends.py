@@ -171,7 +171,7 @@ def test_an_unknown_backend_is_refused_by_name():
         backend("flash")
 
 
-NOTHING = Support("picky", ("cuda",), (torch.bfloat16,), left_bound=Provider.NOTHING, page_sizes=(16, 64))
+NOTHING = Support("picky", ("cuda",), (torch.bfloat16,), lacks_first_rows=Provider.NOTHING, page_sizes=(16, 64))
 
 
 WINDOWED = LayerSpec(4, KVHeads(2, 6, 6), window=4)
@@ -206,7 +206,7 @@ def test_support_refuses_by_name(device, dtype, page_size, layer_specs, value):
         NOTHING.require(device, dtype, page_size, layer_specs)
     NOTHING.require("cuda", torch.bfloat16, 64, GEOMETRY[:1])
     with pytest.raises(EspalierError, match="does not support a prefix whose first rows do not exist"):
-        NOTHING.require("cuda", torch.bfloat16, 64, GEOMETRY[:1], left_bound=True)
+        NOTHING.require("cuda", torch.bfloat16, 64, GEOMETRY[:1], lacks_first_rows=True)
 
 
 def test_heads_too_large_for_a_backend_are_refused():

@@ -226,7 +226,7 @@ def test_a_prompt_chooses_in_chunks_of_queries(kernel_device, monkeypatch):
     keys = torch.randn(4, 3, 1, 16, generator=generator).to(kernel_device)
     made = backend("triton").plan(pages, CHOOSING, Prefix(table, length), nodes)
     whole = made.select(0, asking, keys)
-    monkeypatch.setattr(triton, "MAX_SCORES", 1)
+    monkeypatch.setattr(triton, "MAX_INDEX_SCORES", 1)
     chunked = made.select(0, asking, keys)
     assert all(torch.equal(one, other) for one, other in zip(whole, chunked, strict=True))
 

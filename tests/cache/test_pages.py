@@ -12,7 +12,7 @@ def test_the_dummy_is_never_handed_out():
     assert pool.num_free == 4
     assert pool.allocate(4) == [1, 2, 3, 4]
     assert pool.num_free == 0
-    assert pool.references(0) == 0
+    assert pool.reference_count(0) == 0
 
 
 def test_pages_freed_last_are_handed_out_first_and_in_order():
@@ -36,9 +36,9 @@ def test_a_page_is_free_when_its_last_holder_leaves():
     pages = pool.allocate(1)
     pool.share(pages)
     pool.release(pages)
-    assert (pool.references(1), pool.num_free) == (1, 1)
+    assert (pool.reference_count(1), pool.num_free) == (1, 1)
     pool.release(pages)
-    assert (pool.references(1), pool.num_free) == (0, 2)
+    assert (pool.reference_count(1), pool.num_free) == (0, 2)
 
 
 @pytest.mark.parametrize("verb", ["share", "release"])
@@ -58,7 +58,7 @@ def test_releasing_a_page_twice_in_one_call_is_named():
 
 
 def spoil_references(pool):
-    pool._references[1] += 1
+    pool._reference_counts[1] += 1
 
 
 def forget_free(pool):
@@ -134,4 +134,4 @@ def test_counts_equal_holders_after_any_calls(calls):
         pool.check(owned, [])
         held = {page for pages in owned for page in pages}
         assert pool.num_free == 7 - len(held)
-        assert all(pool.references(page) == sum(page in pages for pages in owned) for page in range(8))
+        assert all(pool.reference_count(page) == sum(page in pages for pages in owned) for page in range(8))

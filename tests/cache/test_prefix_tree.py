@@ -82,7 +82,7 @@ class WatchedPool(PagePool):
     def release(self, pages):
         for page in list(pages):
             super().release([page])
-            if not self.references(page):
+            if not self.reference_count(page):
                 self.freed.append(page)
 
 

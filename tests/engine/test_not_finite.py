@@ -107,7 +107,7 @@ def nothing_broken_is_free(engine: Engine) -> None:
     while engine.has_work:
         engine.step()
     pages = engine.executor.runner.pages
-    free = [page for page in range(1, pages.num_pages) if not engine.scheduler.pool.references(page)]
+    free = [page for page in range(1, pages.num_pages) if not engine.scheduler.pool.reference_count(page)]
     for plane in (each for stack in (*pages.target, *pages.draft) for each in stack.stacked):
         rows = plane.unflatten(1, (pages.num_pages, pages.page_size))[:, free]
         assert rows.isfinite().all()

@@ -74,7 +74,7 @@ def state(executor: CudaExecutor) -> Iterator[tuple[str, Tensor]]:
             yield f"committed {what} of layer {layer}", buffer
     states = executor.runner.cache.states
     for index, stack in enumerate(states.stacks if states is not None else ()):
-        for what, values in (("tails", stack.tail), ("states", stack.recurrent)):
+        for what, values in (("tails", stack.conv_tail), ("states", stack.recurrent_state)):
             if values is not None:
                 # The first row is of dummies, the last one takes what nobody keeps.
                 yield f"{what} of stack {index}", values[:, 1:-1]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from espalier.attention import Pass
-from espalier.cache.layer_spec import KVHeads, LayerSpec, ReadyHeads, RecurrentState
+from espalier.cache.layer_spec import KVHeads, LayerSpec, RecurrentState, RotatedHeads
 from espalier.kernels.ops.rope import HeadNorms, LatentFormat, Rotation
 from espalier.kernels.ops.selection import IndexRows
 from espalier.kernels.ops.states import GateInputs
@@ -64,11 +64,11 @@ class DensePass(Pass):
             )
             return out if spec.keeps.heads else self._computed(layer, out)
         if spec.shares_with is not None:
-            ready = isinstance(values[0], ReadyHeads)
+            ready = isinstance(values[0], RotatedHeads)
             q = self._by_request(values[0].q) if ready else queries_of(self._by_request(values[0]), *values[1:])
             self.planes[layer] = self.planes[spec.shares_with]
             return q if self.kept_rows(layer) is None else q[torch.arange(len(q)), self.needed][:, None]
-        if isinstance(values[0], ReadyHeads):
+        if isinstance(values[0], RotatedHeads):
             q, *made = map(self._by_request, values[0])
         elif isinstance(spec.keeps, KVHeads):
             q, *made = heads_of(self._by_request(values[0]), spec, *values[1:])

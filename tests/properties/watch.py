@@ -112,7 +112,7 @@ class Watch:
         states = engine.executor.runner.cache.states
         for held in () if states is None else states.states.values():
             # A snapshot that is read before it is taken would show.
-            for rows in (held.recurrent, held.tail):
+            for rows in (held.recurrent_state, held.conv_tail):
                 if rows is not None:
                     rows[states.first_snapshot :] = torch.nan
 
@@ -212,10 +212,10 @@ class Watch:
         *behind, inputs = expected
         for recurrent in behind:
             due = recurrent[count - 1] if count else torch.zeros_like(recurrent[0])
-            error = float((held.recurrent[row] - due).norm() / max(due.norm(), 1e-6))
+            error = float((held.recurrent_state[row] - due).norm() / max(due.norm(), 1e-6))
             assert error < self.exact, f"the state {what}: off by {error:.2g} of itself"
-        tail = torch.cat((torch.zeros_like(held.tail[0]), inputs[:count]))[count:]
-        error = float((held.tail[row] - tail).norm() / max(tail.norm(), 1e-6))
+        tail = torch.cat((torch.zeros_like(held.conv_tail[0]), inputs[:count]))[count:]
+        error = float((held.conv_tail[row] - tail).norm() / max(tail.norm(), 1e-6))
         assert error < self.exact, f"the convolution's tail {what}: off by {error:.2g} of itself"
 
     def check_snapshots(self) -> None:

@@ -79,7 +79,7 @@ def test_an_empty_batch_plans_and_commits():
     r = round_of("eagle3")
     slots = gather_slots(r.table, NONE)
     none = torch.zeros(0, 4, dtype=torch.int64)
-    r.target(r.cache.begin(Prefix(slots.page_table, NONE), Nodes.chain(none), none))
+    r.target(r.cache.begin_pass(Prefix(slots.page_table, NONE), Nodes.chain(none), none))
     commit(r, slots, Path(none, NONE, none, NONE), count_tokens=True)
 
 

@@ -41,7 +41,7 @@ class AssistantDrafter(AutoregressiveDrafter):
         at = rows.slots.prefix_len[:, None].expand(tokens.shape)
         # No row is staged.
         nodes = Nodes(at, at[:, :0], at.new_zeros(*at.shape, 1))
-        return self.draft.modules[0](self.cache.begin(rows.modules[0].prefix, nodes, tokens), hidden, parents)
+        return self.draft.modules[0](self.cache.begin_pass(rows.modules[0].prefix, nodes, tokens), hidden, parents)
 
     def extend(
         self, slots: BatchState, target_features: Tensor | None, length: Tensor, last: LastTokens | None = None

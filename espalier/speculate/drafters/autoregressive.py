@@ -128,7 +128,7 @@ class AutoregressiveDrafter(ModelDrafter[DraftModel]):
             tokens = tokens.masked_fill(~rows.slots.is_real[:, None], VOID)
         # Module 1's positions are computed already, which saves a launch for each level.
         rope = rows.positions_above[:, first:end] if module == 1 else rope_positions(nodes.positions, module)
-        p = self.cache.begin(
+        p = self.cache.begin_pass(
             rows.modules[module - 1].prefix,
             nodes,
             tokens,
@@ -199,7 +199,7 @@ class AutoregressiveDrafter(ModelDrafter[DraftModel]):
         positions, tokens, page_rows = extend_rows(rows.slots, length, width)
         if self.draft.has_experts:
             tokens = tokens.masked_fill(positions > rows.slots.prefix_len[:, None] + length[:, None], VOID)
-        p = self.cache.begin(
+        p = self.cache.begin_pass(
             rows.prefix,
             Nodes.chain(positions),
             tokens,
@@ -208,7 +208,7 @@ class AutoregressiveDrafter(ModelDrafter[DraftModel]):
             page_rows=page_rows.flatten(),
             # Modules fill different rows, so each module commits its own rows.
             commits_by_layer=is_split or self.spec.modules > 1,
-            needed=needed,
+            needed_row=needed,
         )
         out = self.draft.modules[module - 1](p, hidden, parents)
         p.commit()

@@ -55,7 +55,7 @@ class OnePassDrafter(ModelDrafter[BlockModel]):
         rows = block_rows(slots, 0, self.num_known[: slots.batch], self.width, self.spec.mask_token)
         prefix = Prefix(slots.page_table, slots.prefix_len)
         nodes = self._nodes(slots, rows.positions)
-        hidden = self.draft(self.cache.begin(prefix, nodes, rows.tokens, rows.positions))
+        hidden = self.draft(self.cache.begin_pass(prefix, nodes, rows.tokens, rows.positions))
         return hidden[:, first : first + self.layout.steps]
 
     def _nodes(self, slots: BatchState, positions: Tensor) -> list[Nodes]:
@@ -75,7 +75,7 @@ class OnePassDrafter(ModelDrafter[BlockModel]):
         # The context rows of tokens n .. n+length-1.  The padding up to W rows is not committed.
         positions, tokens, page_rows = read_chain(slots, 0, length, target_features.shape[1])
         prefix = Prefix(slots.page_table, slots.prefix_len)
-        p = self.cache.begin(prefix, Nodes.chain(positions), tokens, page_rows=page_rows.flatten())
+        p = self.cache.begin_pass(prefix, Nodes.chain(positions), tokens, page_rows=page_rows.flatten())
         self.draft.write_context(target_features, p)
         p.commit()
 
