@@ -67,7 +67,7 @@ def test_a_stream_that_python_drops_in_the_middle_of_a_step_changes_no_token(llm
 
     gc.disable()
     try:
-        with patch.object(scheduler, "harvest", collecting):
+        with patch.object(scheduler, "process_results", collecting):
             assert [each.token_ids for each in llm.generate(PROMPTS[:2], GREEDY)] == alone
     finally:
         gc.enable()

@@ -87,8 +87,8 @@ class AttentionPlan:
     ) -> Tensor:
         """Computes attention of q [B, Q, heads, k_size] over committed rows and the staged k, v [B, R, kv_heads, size].
 
-        k, v: as the layer's `keeps.read` gives them.  sink: [heads] float32 (float64 for float64), one extra logit per
-        head that joins the softmax and has no value.  selected: the rows that the queries attend to, for a layer
+        k, v: as the layer's `cache_spec.read` gives them.  sink: [heads] float32 (float64 for float64), one extra logit
+        per head that joins the softmax and has no value.  selected: the rows that the queries attend to, for a layer
         without sinks; None for all visible rows.  Returns out [B, Q, heads, v_size].
         """
         assert selected is None, "a backend that selects attends to its selections"

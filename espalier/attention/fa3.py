@@ -39,11 +39,11 @@ class FA3Attention(LibraryAttention):
         spec = self.specs[layer]
         k, v = self.paged_rows(layer)
         of_latent = {}
-        if isinstance(spec.keeps, LatentKV):
+        if isinstance(spec.cache_spec, LatentKV):
             # The library takes the latent part of queries and rows apart from the rotated part.
-            latent = spec.keeps.v_size
+            latent = spec.cache_spec.v_size
             of_latent, q, k = {"qv": q[..., :latent]}, q[..., latent:], k[..., latent:]
-        values = q.shape[0] * q.shape[1] * q.shape[2] * spec.keeps.v_size
+        values = q.shape[0] * q.shape[1] * q.shape[2] * spec.cache_spec.v_size
         out, lse, *_ = flash_attn_with_kvcache()(
             q,
             k,

@@ -25,7 +25,7 @@ from espalier.attention.base import AttentionBackend, CommittedLengths
 from espalier.attention.library import LN_2, LibraryAttention, library_support
 from espalier.attention.support import Library
 from espalier.cache.kv import PagedKV
-from espalier.cache.layer_spec import Keeps, LatentKV, LayerSpec
+from espalier.cache.layer_spec import CacheSpec, LatentKV, LayerSpec
 from espalier.errors import EspalierError
 from espalier.kernels.ops.attention import Nodes, Prefix
 
@@ -66,7 +66,7 @@ class PassShape:
     @property
     def split_bytes(self) -> int:
         """Bytes of the splits' partial results, as the library's planner computes them for a CUDA graph."""
-        kept = self.spec.keeps
+        kept = self.spec.cache_spec
         group = self.spec.heads // kept.kv_heads
         packed = (self.batch * (self.queries - 1) + 1) * group
         tile = 16 if packed <= 16 else 64 if packed <= 64 or kept.v_size >= 256 else 128
@@ -141,7 +141,7 @@ class WrapperPlan:
 
     def _plan_wrapper(self, rows: Tensor) -> None:
         """Plan the wrapper.  rows: [B] int32 on the host, the rows of each request."""
-        shape, kept = self.shape, self.shape.spec.keeps
+        shape, kept = self.shape, self.shape.spec.cache_spec
         starts = pad(num_pages(rows, shape.page_size).cumsum(0), (1, 0)).int()
         self.wrapper.plan(
             *(self.queries, starts, self.pages[:0], self._last_page_rows(rows)),
@@ -151,8 +151,8 @@ class WrapperPlan:
             **{"q_data_type": shape.dtype, "kv_data_type": shape.dtype, **self._plan_options()},
         )
 
-    def _head_sizes(self, keeps: Keeps) -> tuple[int, ...]:
-        return keeps.kv_heads, keeps.k_size
+    def _head_sizes(self, cache_spec: CacheSpec) -> tuple[int, ...]:
+        return cache_spec.kv_heads, cache_spec.k_size
 
     def _plan_options(self) -> dict[str, bool]:
         return {"disable_split_kv": not self.shape.is_split}
@@ -176,8 +176,8 @@ class LatentWrapperPlan(WrapperPlan):
     def _make_wrapper(self, workspace: Tensor, buffers: tuple[Tensor, ...]) -> Any:
         return import_module("flashinfer").mla.BatchMLAPagedAttentionWrapper(workspace, True, *buffers)
 
-    def _head_sizes(self, keeps: Keeps) -> tuple[int, ...]:
-        return keeps.v_size, keeps.k_size - keeps.v_size
+    def _head_sizes(self, cache_spec: CacheSpec) -> tuple[int, ...]:
+        return cache_spec.v_size, cache_spec.k_size - cache_spec.v_size
 
     def _plan_options(self) -> dict[str, bool]:
         return {}
@@ -248,7 +248,7 @@ class FlashInferBackend(AttentionBackend):
         if shape not in plans:
             if plans is self.eager_plans and len(plans) == MAX_EAGER_PLANS:
                 self.eager_plans.pop(next(iter(self.eager_plans))).wait_for_copy()
-            plan_class = LatentWrapperPlan if isinstance(shape.spec.keeps, LatentKV) else WrapperPlan
+            plan_class = LatentWrapperPlan if isinstance(shape.spec.cache_spec, LatentKV) else WrapperPlan
             plans[shape] = plan_class(shape, self._workspace(shape, device))
         plans[shape].make(self.lengths)
         return plans[shape]

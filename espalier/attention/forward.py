@@ -179,16 +179,16 @@ class Pass:
         """Write the new rows that a layer keeps (K/V or inputs of a state) to staging.  A layer that reads the rows of
         another layer writes nothing.
 
-        layer: the layer's index among the layers that run; values: the arguments of the layer's `keeps.write`.  index:
-        for a layer that keeps index keys.  Its queries choose rows for this layer, and for later layers that attend to
-        chosen rows without keeping keys.  Returns the queries of the rows that the layer computes: [B, Q, heads,
-        k_size], or [B, 1, ...] of those needed.  A layer that keeps a state passes the arguments of PassStates.write,
-        and gets the queries of all rows.  Without heads it gets the convolution's output [B, Q, channels], or [B, 1,
-        channels].
+        layer: the layer's index among the layers that run; values: the arguments of the layer's `cache_spec.write`.
+        index: for a layer that keeps index keys.  Its queries choose rows for this layer, and for later layers that
+        attend to chosen rows without keeping keys.  Returns the queries of the rows that the layer computes: [B, Q,
+        heads, k_size], or [B, 1, ...] of those needed.  A layer that keeps a state passes the arguments of
+        PassStates.write, and gets the queries of all rows.  Without heads it gets the convolution's output [B, Q,
+        channels], or [B, 1, channels].
         """
         place, pages, staging = self.layers[layer], self.cache.pages, self.cache.staging
         spec = self.cache.specs[place]
-        if self.cache.states is not None and isinstance(spec.keeps, RecurrentState):
+        if self.cache.states is not None and isinstance(spec.cache_spec, RecurrentState):
             q = self._states.write(place, self.tokens.shape[1], *values)
             # Without gates, q is the convolution's output.
             return q if values[1] is not None else self._select_kept(layer, q)
@@ -197,8 +197,8 @@ class Pass:
         planes = tuple(plane[:, :0] for plane in pages.layers[place]) if shares else staging.layers[place]
         q = spec.rows.write(self.rows, planes, pages.scales.get(place), *values)
         if index is not None:
-            assert isinstance(spec.keeps, LatentKV)
-            self._index_queries = spec.keeps.write_index(self.rows, planes, index)
+            assert isinstance(spec.cache_spec, LatentKV)
+            self._index_queries = spec.cache_spec.write_index(self.rows, planes, index)
         if self.chosen_rows is not None:
             self.chosen_rows.fill_unchosen_rows(planes)
         if self.commits_by_layer and self.page_rows is not None and not shares:
@@ -214,7 +214,7 @@ class Pass:
         """
         index = self.layers[layer]
         batch, queries = self.tokens.shape if self.chosen_rows is None else self.chosen_rows.rows.shape
-        if self.cache.states is not None and isinstance(self.cache.specs[index].keeps, RecurrentState):
+        if self.cache.states is not None and isinstance(self.cache.specs[index].cache_spec, RecurrentState):
             return self._select_kept(layer, self._states.read(index, q, sink))
         if index not in self.cache.staging.layers:
             # A draft layer that reads the target's rows has no staged rows.

@@ -29,7 +29,7 @@ library_support = partial(
     Support,
     devices=("cuda",),
     dtypes=(torch.bfloat16, torch.float16),
-    keeps=(KVHeads, LatentKV),
+    cache_specs=(KVHeads, LatentKV),
     window_on_chain=Provider.OUR_KERNELS,
     window_on_tree=Provider.OUR_KERNELS,
     lacks_first_rows=Provider.OUR_KERNELS,
@@ -66,7 +66,7 @@ class LibraryAttention(AttentionPlan):
             rest = out, torch.where(self.rest_prefix.length[:, None, None] > 0, lse, -torch.inf)
         else:
             exact = torch.promote_types(q.dtype, torch.float32)
-            rest = q.new_zeros(*q.shape[:3], spec.keeps.v_size), q.new_full(q.shape[:3], -torch.inf, dtype=exact)
+            rest = q.new_zeros(*q.shape[:3], spec.cache_spec.v_size), q.new_full(q.shape[:3], -torch.inf, dtype=exact)
         if self.prefix.first_position == self.num_skipped_pages * page_size:
             return rest
         head = self._our_plan("head").attend_prefix(q, layer)

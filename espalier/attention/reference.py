@@ -57,7 +57,7 @@ class ReferenceBackend(AttentionBackend):
         name="reference",
         devices=("cpu", "cuda"),
         dtypes=(torch.float64, torch.float32, torch.bfloat16, torch.float16),
-        keeps=(KVHeads, LatentKV),
+        cache_specs=(KVHeads, LatentKV),
         window_on_chain=Provider.ITSELF,
         window_on_tree=Provider.ITSELF,
         fp8=Provider.ITSELF,

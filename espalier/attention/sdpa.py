@@ -84,7 +84,7 @@ class SdpaAttention(AttentionPlan):
     ) -> Tensor:
         batch, queries, heads, size = q.shape
         spec = self.specs[layer]
-        kv_heads = spec.keeps.kv_heads
+        kv_heads = spec.cache_spec.kv_heads
         groups = heads // kv_heads
         if self.max_committed_rows:
             # In a latent row, V is a part of K, which is the whole row.
@@ -157,7 +157,7 @@ class SdpaBackend(AttentionBackend):
         name="sdpa",
         devices=("cpu",),
         dtypes=(torch.float64, torch.float32, torch.bfloat16),
-        keeps=(KVHeads, LatentKV),
+        cache_specs=(KVHeads, LatentKV),
         window_on_chain=Provider.ITSELF,
         window_on_tree=Provider.ITSELF,
         sinks=Provider.ITSELF,

@@ -119,9 +119,9 @@ class TritonAttention(AttentionPlan):
         return self._policy_of(spec, batch, queries, layout.tokens_in(layout.table_width))
 
     def _policy_of(self, spec: LayerSpec, batch: int, queries: int, max_rows: int) -> KVSplitPolicy:
-        kv_heads = spec.keeps.kv_heads
+        kv_heads = spec.cache_spec.kv_heads
         return KVSplitPolicy.of(
-            batch, queries, kv_heads, spec.heads // kv_heads, max_rows, spec.keeps.v_size, _is_wide_latent(spec)
+            batch, queries, kv_heads, spec.heads // kv_heads, max_rows, spec.cache_spec.v_size, _is_wide_latent(spec)
         )
 
     def _splits(self, policy: KVSplitPolicy, window: int | None) -> KVSplits:
@@ -144,15 +144,15 @@ class TritonAttention(AttentionPlan):
         return self.prefix.get_or_make(key, partial(count_contiguous_blocks, inputs.splits, *pages))
 
     def _partials(self, splits: KVSplits, spec: LayerSpec, queries: int) -> PartialResults:
-        key = (splits.policy, len(splits.table), queries, spec.heads, spec.keeps.v_size)
+        key = (splits.policy, len(splits.table), queries, spec.heads, spec.cache_spec.v_size)
         if key not in self.partials:
-            self.partials[key] = PartialResults.allocate(splits, queries, spec.heads, spec.keeps.v_size)
+            self.partials[key] = PartialResults.allocate(splits, queries, spec.heads, spec.cache_spec.v_size)
         return self.partials[key]
 
 
 def _is_wide_latent(spec: LayerSpec) -> bool:
     """Whether a layer keeps latent rows that are too wide for tree_attention."""
-    return isinstance(spec.keeps, LatentKV) and spec.keeps.size > MAX_LATENT_HEAD_SIZE
+    return isinstance(spec.cache_spec, LatentKV) and spec.cache_spec.size > MAX_LATENT_HEAD_SIZE
 
 
 def _select(
@@ -219,7 +219,7 @@ class TritonBackend(AttentionBackend):
         name="triton",
         devices=("cuda",),
         dtypes=KERNEL_DTYPES,
-        keeps=(KVHeads, LatentKV),
+        cache_specs=(KVHeads, LatentKV),
         window_on_chain=Provider.ITSELF,
         window_on_tree=Provider.ITSELF,
         sinks=Provider.ITSELF,

@@ -32,9 +32,9 @@ class TrtllmAttention(LibraryAttention):
 
     def attend_by_library(self, q: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         spec, flat = self.specs[layer], q.flatten(0, 1)
-        run = self._attend_latent if isinstance(spec.keeps, LatentKV) else self._attend_heads
+        run = self._attend_latent if isinstance(spec.cache_spec, LatentKV) else self._attend_heads
         out, lse = run(flat, layer, spec)
-        return out.view(*q.shape[:3], spec.keeps.v_size), lse.view(q.shape[:3]) * LN_2
+        return out.view(*q.shape[:3], spec.cache_spec.v_size), lse.view(q.shape[:3]) * LN_2
 
     def _attend_heads(self, q: Tensor, layer: int, spec: LayerSpec) -> tuple[Tensor, Tensor]:
         batch = self.rest_prefix.length.shape[0]
@@ -59,7 +59,7 @@ class TrtllmAttention(LibraryAttention):
 
     def _attend_latent(self, q: Tensor, layer: int, spec: LayerSpec) -> tuple[Tensor, Tensor]:
         latent, _ = self.paged_rows(layer)
-        v_size = spec.keeps.v_size
+        v_size = spec.cache_spec.v_size
         table = self.prefix.get_or_make(
             ("tables", self.queries), lambda: self.rest_prefix.page_table.repeat_interleave(self.queries, 0)
         )
@@ -72,7 +72,7 @@ class TrtllmAttention(LibraryAttention):
             self.workspace,
             v_size,
             v_size,
-            spec.keeps.k_size - v_size,
+            spec.cache_spec.k_size - v_size,
             table,
             lengths,
             self._max_rows,

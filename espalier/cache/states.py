@@ -98,7 +98,7 @@ class LayerStateTensors:
     channels].  inputs, rows: staging, [layers, n, ...] each.  rows is None without heads.
     """
 
-    keeps: RecurrentState
+    cache_spec: RecurrentState
     recurrent_state: Tensor | None
     conv_tail: Tensor
     inputs: Tensor
@@ -107,7 +107,7 @@ class LayerStateTensors:
     def of_layer(self, index: int) -> "LayerStateTensors":
         recurrent_state = None if self.recurrent_state is None else self.recurrent_state[index]
         rows = None if self.rows is None else StateRows(*(values[index] for values in self.rows))
-        return LayerStateTensors(self.keeps, recurrent_state, self.conv_tail[index], self.inputs[index], rows)
+        return LayerStateTensors(self.cache_spec, recurrent_state, self.conv_tail[index], self.inputs[index], rows)
 
 
 class StateTable:
@@ -131,13 +131,13 @@ class StateTable:
         keeping = [
             layer
             for layer, spec in enumerate(specs)
-            if isinstance(spec.keeps, RecurrentState) and spec.keeps != NO_MIXING
+            if isinstance(spec.cache_spec, RecurrentState) and spec.cache_spec != NO_MIXING
         ]
         self.stacks: list[LayerStateTensors] = []
         self.states: dict[int, LayerStateTensors] = {}
-        for keeps, layers in group_layers(specs, keeping).items():
-            assert isinstance(keeps, RecurrentState)
-            stack = _allocate_states(keeps, len(layers), self.num_rows, layout.verify_rows, dtype, device)
+        for cache_spec, layers in group_layers(specs, keeping).items():
+            assert isinstance(cache_spec, RecurrentState)
+            stack = _allocate_states(cache_spec, len(layers), self.num_rows, layout.verify_rows, dtype, device)
             self.stacks.append(stack)
             self.states |= {layer: stack.of_layer(index) for index, layer in enumerate(layers)}
 
@@ -157,9 +157,9 @@ class StateTable:
         """Apply the staged rows `source` [B, W] of accepted paths.  Only the first `access.length` [B] count."""
         path = state_access.path_rows(source.contiguous(), source.shape[1], self.spare_row)
         for stack in self.stacks:
-            commit_tails(stack.conv_tail, stack.inputs, path, stack.keeps.columns)
+            commit_tails(stack.conv_tail, stack.inputs, path, stack.cache_spec.columns)
             if stack.recurrent_state is not None and stack.rows is not None:
-                commit_states(stack.recurrent_state, stack.rows, path, stack.keeps.delta)
+                commit_states(stack.recurrent_state, stack.rows, path, stack.cache_spec.delta)
 
 
 @dataclass
@@ -190,7 +190,7 @@ class PassStates:
         the convolution's output [B, width, channels].
         """
         states, is_tree = self.table.states[layer], self.state_access.length is None
-        columns = states.keeps.columns if columns is None else columns
+        columns = states.cache_spec.columns if columns is None else columns
         # A tail holds sums of the partial inputs.
         inputs = inputs if is_tree else sum_parts(inputs, states.conv_tail.dtype)
         out = _buffers_for(states, inputs.shape[-2], is_tree)
@@ -219,9 +219,9 @@ class PassStates:
         state = SlotStates(states.recurrent_state, self.state_access.slots)
         if self.state_access.length is None:
             assert self.ancestor_bits is not None
-            return tree_outputs(q, rows, state, self.ancestor_bits, skip_factor, states.keeps.delta)
+            return tree_outputs(q, rows, state, self.ancestor_bits, skip_factor, states.cache_spec.delta)
         path = self.state_access.path_rows(None, q.shape[1], self.table.spare_row)
-        return chain_outputs(q, rows, state, path, skip_factor, states.keeps.delta)
+        return chain_outputs(q, rows, state, path, skip_factor, states.cache_spec.delta)
 
 
 def table_rows(layout: RoundLayout, num_snapshots: int) -> int:
@@ -241,8 +241,8 @@ def bytes_of_staged_node(specs: Sequence[LayerSpec], dtype: torch.dtype) -> int:
 
 def _single_rows(specs: Sequence[LayerSpec], dtype: torch.dtype) -> list[LayerStateTensors]:
     """Returns the states of each layer without data: one row of the table, and one staged node."""
-    kept = [spec.keeps for spec in specs if isinstance(spec.keeps, RecurrentState)]
-    return [_allocate_states(keeps, 1, 1, 1, dtype, torch.device("meta")) for keeps in kept]
+    kept = [spec.cache_spec for spec in specs if isinstance(spec.cache_spec, RecurrentState)]
+    return [_allocate_states(cache_spec, 1, 1, 1, dtype, torch.device("meta")) for cache_spec in kept]
 
 
 def _num_bytes(*tensors: Tensor | None) -> int:
@@ -250,7 +250,12 @@ def _num_bytes(*tensors: Tensor | None) -> int:
 
 
 def _allocate_states(
-    keeps: RecurrentState, num_layers: int, num_rows: int, num_staged: int, dtype: torch.dtype, device: torch.device
+    cache_spec: RecurrentState,
+    num_layers: int,
+    num_rows: int,
+    num_staged: int,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> LayerStateTensors:
     exact = torch.promote_types(dtype, torch.float32)
 
@@ -258,26 +263,26 @@ def _allocate_states(
         return torch.zeros(num_layers, *shape, dtype=dtype, device=device)
 
     recurrent_state = rows = None
-    if keeps.heads:
-        recurrent_state = zeros(num_rows, keeps.heads, keeps.k_size, keeps.v_size, dtype=exact)
+    if cache_spec.heads:
+        recurrent_state = zeros(num_rows, cache_spec.heads, cache_spec.k_size, cache_spec.v_size, dtype=exact)
         rows = StateRows(
-            zeros(num_staged, keeps.k_heads, keeps.k_size, dtype=exact),
-            zeros(num_staged, keeps.heads, keeps.v_size),
-            zeros(num_staged, 2, keeps.heads, dtype=exact),
+            zeros(num_staged, cache_spec.k_heads, cache_spec.k_size, dtype=exact),
+            zeros(num_staged, cache_spec.heads, cache_spec.v_size),
+            zeros(num_staged, 2, cache_spec.heads, dtype=exact),
         )
-    conv_tail = zeros(num_rows, keeps.taps - 1, keeps.channels)
-    return LayerStateTensors(keeps, recurrent_state, conv_tail, zeros(num_staged, keeps.channels), rows)
+    conv_tail = zeros(num_rows, cache_spec.taps - 1, cache_spec.channels)
+    return LayerStateTensors(cache_spec, recurrent_state, conv_tail, zeros(num_staged, cache_spec.channels), rows)
 
 
 def _buffers_for(states: LayerStateTensors, num_rows: int, is_tree: bool) -> PreparedRows:
     """Returns the buffers for `num_rows` prepared rows of a layer: staging if is_tree, else new memory."""
-    keeps, inputs = states.keeps, states.inputs
+    cache_spec, inputs = states.cache_spec, states.inputs
     staged_inputs = inputs[:num_rows] if is_tree else None
     if states.rows is None:
-        return PreparedRows(None, None, inputs.new_empty(num_rows, keeps.channels), None, staged_inputs)
+        return PreparedRows(None, None, inputs.new_empty(num_rows, cache_spec.channels), None, staged_inputs)
     if is_tree:
         k, v, gates = (values[:num_rows] for values in states.rows)
     else:
         k, v, gates = (values.new_empty(num_rows, *values.shape[1:]) for values in states.rows)
-    q_dtype = k.dtype if keeps.units else inputs.dtype
+    q_dtype = k.dtype if cache_spec.units else inputs.dtype
     return PreparedRows(k.new_empty(k.shape, dtype=q_dtype), k, v, gates, staged_inputs)

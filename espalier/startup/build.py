@@ -98,7 +98,8 @@ def cache_specs(
     specs = (*with_row_dtype(target, stored), *with_row_dtype(draft, draft_stored))
     # A layer that reads another layer's rows has the stored dtype of that layer.
     return tuple(
-        spec if spec.shares_with is None else replace(spec, keeps=specs[spec.shares_with].keeps) for spec in specs
+        spec if spec.shares_with is None else replace(spec, cache_spec=specs[spec.shares_with].cache_spec)
+        for spec in specs
     )
 
 

@@ -180,17 +180,17 @@ def _draft_weights(draft: DraftConfig) -> int:
 
 def _attention_weights(config: ModelConfig, spec: LayerSpec) -> int:
     """Weights of one layer's attention, or of the part that replaces attention in a layer with a state."""
-    if isinstance(spec.keeps, RecurrentState):
+    if isinstance(spec.cache_spec, RecurrentState):
         # The weights of the inputs, of a gate as wide as the outputs, and of the outputs.
-        return config.hidden_size * (spec.keeps.channels + 2 * spec.heads * spec.keeps.v_size)
+        return config.hidden_size * (spec.cache_spec.channels + 2 * spec.heads * spec.cache_spec.v_size)
     latent, hidden, heads = config.latent, config.hidden_size, spec.heads
     if latent is None:
-        return hidden * (spec.projected_heads + heads) * spec.keeps.k_size
+        return hidden * (spec.projected_heads + heads) * spec.cache_spec.k_size
     rank = latent.q_rank or hidden
     queries = (hidden * rank if latent.q_rank else 0) + rank * heads * latent.head_size
     up = heads * latent.kv_rank * (latent.nope_size + latent.v_size)
     chooses, index = 0, latent.indexer
-    if index is not None and spec.keeps.values_per_token > latent.row_size:
+    if index is not None and spec.cache_spec.values_per_token > latent.row_size:
         chooses = rank * index.heads * index.size + hidden * (index.size + index.heads)
     return queries + hidden * latent.row_size + up + hidden * heads * latent.v_size + chooses
 

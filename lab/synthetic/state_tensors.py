@@ -14,7 +14,7 @@ PLAIN_NORMS = ("linear_attn.norm.weight",)
 
 def delta_net(config: ModelConfig, layer: int) -> Shapes | None:
     """Of Qwen3.5 and later, under `linear_attn.`; None for a layer of attention."""
-    keeps, hidden = layer_specs_of(config)[layer].keeps, config.hidden_size
+    keeps, hidden = layer_specs_of(config)[layer].cache_spec, config.hidden_size
     if not isinstance(keeps, RecurrentState):
         return None
     inner = keeps.heads * keeps.v_size
@@ -43,7 +43,7 @@ def gated_attention(config: ModelConfig) -> Shapes:
 def nemotron(config: ModelConfig, layer: int) -> Shapes:
     """A layer is one block, under `mixer.`."""
     spec, hidden = layer_specs_of(config)[layer], config.hidden_size
-    keeps, experts, shapes = spec.keeps, config.experts, Shapes()
+    keeps, experts, shapes = spec.cache_spec, config.experts, Shapes()
     if experts is not None and layer in experts.layers:
         count, size, shared = experts.routing.num_experts, experts.size, experts.shared_size
         shapes = {"gate.weight": (count, hidden), "gate.e_score_correction_bias": (count,)}

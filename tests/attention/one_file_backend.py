@@ -19,7 +19,7 @@ class LibraryAttention(AttentionPlan):
     def attend_prefix(self, q: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         spec, positions = self.specs[layer], torch.arange(self.longest)
         page_table, page_size = self.prefix.page_table, self.pages.page_size
-        out = q.new_zeros(*q.shape[:3], spec.keeps.v_size)
+        out = q.new_zeros(*q.shape[:3], spec.cache_spec.v_size)
         lse = q.new_full(q.shape[:3], -torch.inf)
         for b in range(q.shape[0] if self.longest else 0):
             rows = page_table[b, positions // page_size].long() * page_size + positions % page_size
@@ -38,7 +38,7 @@ class LibraryBackend(AttentionBackend):
         name="library",
         devices=("cpu",),
         dtypes=(torch.float64,),
-        keeps=(KVHeads, LatentKV),
+        cache_specs=(KVHeads, LatentKV),
         different_v_size=True,
     )
 

@@ -62,23 +62,23 @@ def spoil_references(pool):
 
 
 def forget_free(pool):
-    pool._free.remove(3)
+    pool._free_pages.remove(3)
 
 
 def free_twice(pool):
-    pool._free.append(3)
+    pool._free_pages.append(3)
 
 
 def free_while_held(pool):
-    pool._free.append(1)
+    pool._free_pages.append(1)
 
 
 def free_the_dummy(pool):
-    pool._free.append(0)
+    pool._free_pages.append(0)
 
 
 def free_the_unknown(pool):
-    pool._free.append(9)
+    pool._free_pages.append(9)
 
 
 @pytest.mark.parametrize(

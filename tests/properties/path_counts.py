@@ -31,7 +31,7 @@ class PathCounts:
         self.drafted.append(Counter(node for row in rows for node in _of_draft(row)))
         for slot, tokens, row in zip(launch.slots, before, rows, strict=True):
             said = {path for path, kind in _lineage(row).values() if kind >= PATH_KINDS}
-            for kind, path in row.own_paths:
+            for kind, path in row.own_text_paths:
                 self._note(kind, path, row.tokens, said)
             for guess in sent.get(slot, ()):
                 since = tuple(tokens[guess.start + 1 :])

@@ -159,7 +159,7 @@ def test_each_path_is_counted_once(overlap, monkeypatch):
         return made
 
     def noted_count(guesses, launch, rows):
-        found.extend(kind for row in rows for kind, _ in row.own_paths)
+        found.extend(kind for row in rows for kind, _ in row.own_text_paths)
         count(guesses, launch, rows)
 
     monkeypatch.setattr(SurvivalCounts, "count_path", lambda to, kind, *of: (counted.append(kind), add(to, kind, *of)))

@@ -143,7 +143,7 @@ def test_how_far_a_path_reaches_does_not_depend_on_what_a_draft_proposed_beside_
     alone, beside = SurvivalCounts(steps=4), SurvivalCounts(steps=4)
     for emitted in ([1, 1, 0], [1, 1, 1, 1, 0], [0]):
         alone.count_path(3, [1] * 4, emitted)
-        beside.count_path(3, [1] * 4, emitted, num_shared=1)
+        beside.count_path(3, [1] * 4, emitted, num_drafted=1)
     prior = 4 * INITIAL_SURVIVAL["text"][2]
     first = (2 + prior) / (3 + 4)
     assert alone.path_probabilities(3) == beside.path_probabilities(3) and 0.7 < first < 0.8

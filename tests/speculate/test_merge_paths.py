@@ -108,7 +108,7 @@ def test_a_guess_goes_on_behind_what_was_decided_since(text, data):
         slots=(2,), sampling_features=SamplingFeatures(), guesses=((2, (Guess(start, 5, tuple(ahead)),)),)
     )
     packed = pack_launch(table, launch, 0, LaunchForm(1))
-    packed.with_vector(torch.from_numpy(packed.vector)).apply(table)
+    packed.with_vector(torch.from_numpy(packed.vector)).update_slot_table(table)
     table.history[2, : len(text)] = torch.tensor(text)
     table.prefix_len[2] = len(text) - 1
     paths = paths_of_guesses(gather_slots(table, torch.tensor([2])), layout.steps)
