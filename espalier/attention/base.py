@@ -92,7 +92,7 @@ class AttentionPlan:
         without sinks; None for all visible rows.  Returns out [B, Q, heads, v_size].
         """
         assert selected is None, "a backend that selects attends to its selections"
-        over_staged = staged_attention(self.inputs(layer, q, (k, v), *self._no_prefix))
+        over_staged = staged_attention(self.kernel_inputs(layer, q, (k, v), *self._no_prefix))
         return merge_results(self.attend_prefix(q, layer), over_staged, sink)
 
     def attend_committed(self, layer: int, q: Tensor) -> Tensor:
@@ -117,7 +117,7 @@ class AttentionPlan:
         assert topk is not None
         return SelectedMask(top_rows(scores.masked_fill_(~seen, -torch.inf), topk))
 
-    def inputs(
+    def kernel_inputs(
         self,
         layer: int,
         q: Tensor,
@@ -127,19 +127,19 @@ class AttentionPlan:
         sink: Tensor | None = None,
     ) -> AttentionInputs:
         """Returns the arguments of our attention kernels for a layer."""
-        spec, pages, page_size = self.specs[layer], self.committed(layer), self.pages.page_size
+        spec, pages, page_size = self.specs[layer], self.committed_kv(layer), self.pages.page_size
         rows = (q, pages, page_size, prefix, self.nodes, splits, spec.softmax_scale, staged)
-        return AttentionInputs(*rows, spec.window, sink, spec.softcap, self.scales(layer))
+        return AttentionInputs(*rows, spec.window, sink, spec.softcap, self.kv_scales(layer))
 
     @cached_property
     def _no_prefix(self) -> tuple[Prefix, KVSplits]:
         return empty_prefix(self.nodes.positions.shape[0], self.nodes.positions.device)
 
-    def scales(self, layer: int) -> KVScales | None:
+    def kv_scales(self, layer: int) -> KVScales | None:
         """Returns the scales of a layer with FP8 rows, else None."""
         return self.pages.scales.get(layer)
 
-    def committed(self, layer: int) -> tuple[Tensor, Tensor]:
+    def committed_kv(self, layer: int) -> tuple[Tensor, Tensor]:
         """Returns K and V [rows, kv_heads, size] of all pages of a layer, as they are stored."""
         return self.specs[layer].rows.read(self.pages.layers[layer])
 

@@ -74,7 +74,7 @@ class LibraryAttention(AttentionPlan):
 
     def paged_rows(self, layer: int) -> tuple[Tensor, Tensor]:
         """Returns K and V [pages, page_size, kv_heads, size] of all pages of a layer: views."""
-        k, v = (rows.unflatten(0, (-1, self.pages.page_size)) for rows in self.committed(layer))
+        k, v = (rows.unflatten(0, (-1, self.pages.page_size)) for rows in self.committed_kv(layer))
         return k, v
 
     def int_lengths(self) -> Tensor:

@@ -31,14 +31,14 @@ class ReferenceAttention(AttentionPlan):
         assert isinstance(selected, SelectedMask)
         spec = self.specs[layer]
         committed, staged = selected.mask.split((selected.mask.shape[2] - k.shape[1], k.shape[1]), 2)
-        over_staged = masked_attention(q, k, v, staged, spec.softmax_scale, self.scales(layer))
+        over_staged = masked_attention(q, k, v, staged, spec.softmax_scale, self.kv_scales(layer))
         return merge_results.reference(self._attend_masked(q, layer, committed), over_staged)
 
     def _attend_masked(self, q: Tensor, layer: int, mask: Tensor) -> tuple[Tensor, Tensor]:
         """Attention over the committed rows where mask [B, Q, P] is true."""
         spec = self.specs[layer]
-        k, v = (buffer[self._position_rows()[2]] for buffer in self.committed(layer))
-        return masked_attention(q, k, v, mask, spec.softmax_scale, self.scales(layer), spec.softcap)
+        k, v = (buffer[self._position_rows()[2]] for buffer in self.committed_kv(layer))
+        return masked_attention(q, k, v, mask, spec.softmax_scale, self.kv_scales(layer), spec.softcap)
 
     def _position_rows(self) -> tuple[Tensor, Tensor, Tensor]:
         """Returns all positions of the page tables, whether they hold a row, and the rows of the pages, [B, P] each."""

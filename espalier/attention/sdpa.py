@@ -27,14 +27,14 @@ class CommittedRows:
     positions: [B, longest]; exists: [B, longest], whether a row exists there; rows: [B, longest], rows of the pages.
     last_gathered: the layer that was gathered last, and its planes [B, longest + R, heads, size].  A draft with one
     layer reads the first `max_committed_rows` rows again for every level.  The other rows are staged rows of one pass.
-    rows_with_room: [B · (longest + R)], by R: `rows` and, for each request, R rows of the dummy page.
+    padded_rows: [B · (longest + R)], by R: `rows` and, for each request, R rows of the dummy page.
     """
 
     positions: Tensor
     exists: Tensor
     rows: Tensor
     last_gathered: tuple[int, Sequence[Tensor]] | None = None
-    rows_with_room: dict[int, Tensor] = field(default_factory=dict)
+    padded_rows: dict[int, Tensor] = field(default_factory=dict)
 
     def gather_with(self, staged: Sequence[Tensor], layer: int, planes: Sequence[Tensor]) -> Sequence[Tensor]:
         """Returns a layer's rows of each plane, [B, longest + R, heads, size]; `staged` [B, R, heads, size] last."""
@@ -43,10 +43,10 @@ class CommittedRows:
             committed = (plane[:, :max_committed_rows] for plane in self.last_gathered[1])
             return [torch.cat(pair, 1) for pair in zip(committed, staged, strict=True)]
         new = staged[0].shape[1]
-        if new not in self.rows_with_room:
-            self.rows_with_room[new] = F.pad(self.rows, (0, new)).flatten()
+        if new not in self.padded_rows:
+            self.padded_rows[new] = F.pad(self.rows, (0, new)).flatten()
         # The gather leaves room for the staged rows, which are then written there, so nothing is copied twice.
-        rows, taken = self.rows_with_room[new], []
+        rows, taken = self.padded_rows[new], []
         for plane, values in zip(planes, staged, strict=True):
             read = plane.index_select(0, rows).view(batch, max_committed_rows + new, *plane.shape[1:])
             read[:, max_committed_rows:] = values
@@ -90,10 +90,10 @@ class SdpaAttention(AttentionPlan):
             # In a latent row, V is a part of K, which is the whole row.
             planes = self.pages.layers[layer][: spec.rows.num_read_planes]
             k, v = spec.rows.read(self.committed_rows.gather_with((k, v)[: len(planes)], layer, planes))
-        scales = self.scales(layer)
+        scales = self.kv_scales(layer)
         if scales is not None:
             q, k, v = times_k_scale(q, scales), k.to(q.dtype), v.to(q.dtype)
-        bias = self._bias(spec.window, groups, q.dtype)
+        bias = self._attention_bias(spec.window, groups, q.dtype)
         if selected is not None:
             assert isinstance(selected, SelectedMask)
             bias = _additive_mask(selected.mask, groups, q.dtype)
@@ -119,7 +119,7 @@ class SdpaAttention(AttentionPlan):
         out = self.attend(layer, q, *self.specs[layer].rows.read(planes))
         return out.masked_fill(~seen[:, :, None, None], 0.0)
 
-    def _bias(self, window: int | None, groups: int, dtype: torch.dtype) -> Tensor:
+    def _attention_bias(self, window: int | None, groups: int, dtype: torch.dtype) -> Tensor:
         """Additive mask [B, 1, groups * Q, longest + R], made once per pass, window and group size."""
         key = (window, groups)
         if key not in self.bias:

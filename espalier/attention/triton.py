@@ -64,7 +64,7 @@ class TritonAttention(AttentionPlan):
 
     def attend_prefix(self, q: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         spec = self.specs[layer]
-        return self._run_kernel(spec, self.inputs(layer, q, None, self.prefix, self.splits(spec)))
+        return self._run_kernel(spec, self.kernel_inputs(layer, q, None, self.prefix, self.splits(spec)))
 
     def select(self, layer: int, queries: IndexQueries, keys: Tensor) -> SelectedRows | None:
         return _select(self.pages, self.specs[layer], layer, self.prefix, self.nodes, queries, keys)
@@ -74,14 +74,14 @@ class TritonAttention(AttentionPlan):
     ) -> Tensor:
         spec = self.specs[layer]
         if selected is None:
-            return self._run_kernel(spec, self.inputs(layer, q, (k, v), self.prefix, self.splits(spec), sink))[0]
+            return self._run_kernel(spec, self.kernel_inputs(layer, q, (k, v), self.prefix, self.splits(spec), sink))[0]
         assert isinstance(selected, SelectedRows)
         policy = self._policy(spec)
         batch, queries, width = selected.rows.shape
         rest = self.prefix.get_or_make(
             (spec.topk, k.shape[1], policy), partial(self._short_prefixes, spec, policy, k.shape[1])
         )
-        inputs = self.inputs(layer, q, (k, v), *rest)
+        inputs = self.kernel_inputs(layer, q, (k, v), *rest)
         of_choice = self._policy_of(spec, batch * queries, 1, width)
         return _attend_chosen(partial(self._run_kernel, spec), inputs, selected, of_choice)
 

@@ -47,8 +47,8 @@ class LaunchBuffer:
         """The parts by name.
 
         ring_entry: [1], the entry of the results ring to write; slots: [B], padded with slot 0; lengths: [B], tokens
-        that a prefill pass enters, empty for a round; piece_request, piece_offset: [P], and piece_last: [B], as in
-        speculate/pieces.py, empty in a form without pieces; snapshot_num_tokens, snapshot_row: [B], as in
+        that a prefill pass enters, empty for a round; piece_request_row, piece_token_offset: [P], and piece_last_piece:
+        [B], as in speculate/pieces.py, empty in a form without pieces; snapshot_num_tokens, snapshot_row: [B], as in
         cache/states.py:SnapshotTargets, empty without snapshots; cleared: slots that get a new request; FIELD.at,
         FIELD.values: the indices and the new values in a field of the slot table.
         """
@@ -71,7 +71,7 @@ class LaunchBuffer:
     def pieces(self) -> Pieces | None:
         """The pieces of a prefill pass; None in a form without pieces."""
         made = Pieces(*(self.parts[f"piece_{name}"] for name in Pieces._fields))
-        return made if made.request.shape[0] else None
+        return made if made.request_row.shape[0] else None
 
     @property
     def snapshots(self) -> SnapshotTargets | None:
@@ -146,7 +146,7 @@ def _padded_sizes(layout: RoundLayout, launch_input: LaunchInput, form: LaunchFo
     A zero in an update of the page table writes 0 to cell 0, so the dummy request's first page stays page 0.
     """
     if launch_input.is_prefill:
-        return {"slots": form.batch, "lengths": form.batch, "piece_last": form.batch if form.pieces else 0}
+        return {"slots": form.batch, "lengths": form.batch, "piece_last_piece": form.batch if form.pieces else 0}
     capacity, count = layout.max_appended_pages(form.batch), len(launch_input.appended_pages)
     if count > capacity:
         raise EspalierError(
@@ -191,7 +191,7 @@ def _piece_parts(launch_input: LaunchInput, form: LaunchForm) -> dict[str, np.nd
         missing, row = form.pieces - len(pieces), form.batch - 1
         end = launch_input.lengths[row] if row < len(launch_input.slots) else 0
         request, offset = np.append(request, np.full(missing, row)), np.append(offset, np.full(missing, end))
-    return {"piece_request": request, "piece_offset": offset, "piece_last": last}
+    return {"piece_request_row": request, "piece_token_offset": offset, "piece_last_piece": last}
 
 
 def _aligned_size(size: int) -> int:

@@ -96,7 +96,7 @@ class ResultsRing:
             if part is not None
         }
         self._write_columns(ring_entry, parts)
-        picked = (output.logits, output.rows, path.tokens, path.length)
+        picked = (output.logits, output.logit_rows, path.tokens, path.length)
         write_logprobs(self.logprobs, ring_entry, *picked, output.num_logprobs)
 
     def write_trees(self, ring_entry: Tensor, tree: Tree) -> None:
@@ -229,8 +229,8 @@ def _read_prompt_logprobs(
     """Returns the log-probability rows of each request's prompt tokens; None if it has none in this launch."""
     if rows is None or prompt_rows is None:
         return (None,) * batch
-    every = rows.numpy()
+    every, sizes = rows.numpy(), prompt_rows.num_rows_by_request
     return [
         every[end - size : end, : row_words(count)].copy() if size else None
-        for size, end, count in zip(prompt_rows.sizes, accumulate(prompt_rows.sizes), prompt_rows.counts, strict=True)
+        for size, end, count in zip(sizes, accumulate(sizes), prompt_rows.num_top_logprobs, strict=True)
     ]

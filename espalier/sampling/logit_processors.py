@@ -43,7 +43,7 @@ class DraftedAncestors(NamedTuple):
 
 
 @dataclass(frozen=True)
-class SamplingRows:
+class SlotSamplingParams:
     """Sampling parameters of a batch: the rows of its slots in the slot table.
 
     ints: [B, INT_COLUMNS] int64 and floats: [B, FLOAT_COLUMNS] float32; each column is also an attribute, a view [B].
@@ -69,7 +69,7 @@ class SamplingRows:
             vars(self).update(zip(names, columns.unbind(1), strict=True))
 
     @classmethod
-    def gather(cls, slots: BatchState, sampling_features: SamplingFeatures) -> "SamplingRows":
+    def gather(cls, slots: BatchState, sampling_features: SamplingFeatures) -> "SlotSamplingParams":
         table, index = slots.table, slots.index
 
         def rows(value: Tensor, needed: bool) -> Tensor | None:
@@ -88,10 +88,10 @@ class SamplingRows:
 
 def process_logits(
     logits: Tensor,
-    rows: SamplingRows,
+    rows: SlotSamplingParams,
     sampling_features: SamplingFeatures,
     positions: Tensor,
-    above: DraftedAncestors | None = None,
+    drafted_ancestors: DraftedAncestors | None = None,
 ) -> Tensor:
     """Apply bias and bans, then penalties.
 
@@ -103,17 +103,17 @@ def process_logits(
     if sampling_features.biased:
         logits = _ban_stops(_add_bias(logits, rows), rows, positions)
     if sampling_features.penalised:
-        logits = _penalise(logits, rows, _output_counts(rows, logits.shape[1], above))
+        logits = _penalise(logits, rows, _output_counts(rows, logits.shape[1], drafted_ancestors))
     return logits
 
 
-def _add_bias(logits: Tensor, rows: SamplingRows) -> Tensor:
+def _add_bias(logits: Tensor, rows: SlotSamplingParams) -> Tensor:
     assert rows.bias_ids is not None and rows.bias_values is not None
     bias = logits.new_zeros(logits.shape[0], logits.shape[2])
     return logits + bias.scatter_add_(1, rows.bias_ids, rows.bias_values.to(bias.dtype))[:, None]
 
 
-def _ban_stops(logits: Tensor, rows: SamplingRows, positions: Tensor) -> Tensor:
+def _ban_stops(logits: Tensor, rows: SlotSamplingParams, positions: Tensor) -> Tensor:
     assert rows.stop_ids is not None
     # One extra column receives the padding.
     stops = torch.zeros(logits.shape[0], logits.shape[2] + 1, dtype=torch.bool, device=logits.device)
@@ -122,18 +122,18 @@ def _ban_stops(logits: Tensor, rows: SamplingRows, positions: Tensor) -> Tensor:
     return logits.masked_fill(stops[:, None, :-1] & early[..., None], -torch.inf)
 
 
-def _output_counts(rows: SamplingRows, queries: int, above: DraftedAncestors | None) -> Tensor:
+def _output_counts(rows: SlotSamplingParams, queries: int, drafted_ancestors: DraftedAncestors | None) -> Tensor:
     """Returns [B, Q or 1, V]: how often each token is in the output before each row."""
     assert rows.counts is not None
-    if above is None:
+    if drafted_ancestors is None:
         return rows.counts[:, None]
     counts = rows.counts[:, None].repeat(1, queries, 1)
-    counted = above.mask() & (above.tokens >= 0)[:, None]
-    ids = above.tokens.clamp(min=0)[:, None].expand_as(counted)
+    counted = drafted_ancestors.mask() & (drafted_ancestors.tokens >= 0)[:, None]
+    ids = drafted_ancestors.tokens.clamp(min=0)[:, None].expand_as(counted)
     return counts.scatter_add_(2, ids, counted.to(counts.dtype))
 
 
-def _penalise(logits: Tensor, rows: SamplingRows, counts: Tensor) -> Tensor:
+def _penalise(logits: Tensor, rows: SlotSamplingParams, counts: Tensor) -> Tensor:
     assert rows.seen is not None
     repetition, presence, frequency = (
         value.to(logits.dtype)[:, None, None]

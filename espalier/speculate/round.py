@@ -40,7 +40,7 @@ from espalier.speculate.tree import VOID, Tree
 class ModelRunner:
     """Everything that a launch runs on: layout, slot table, target, drafter.
 
-    cache: the rows that the target's layers keep.  coupled_scores: whether the draft scores children with the noise
+    cache: the rows that the target's layers keep.  shares_noise: whether the draft scores children with the noise
     that the target samples with, so that more sampled tokens are accepted.  False serves for measurements.
     trims_trees: whether a round runs no more nodes than it has guesses.  In that case the host waits for the tree, and
     shapes differ from round to round, which a CUDA graph does not allow.
@@ -51,7 +51,7 @@ class ModelRunner:
     cache: ModelCache
     target: CausalLM
     drafter: Drafter
-    coupled_scores: bool = True
+    shares_noise: bool = True
     trims_trees: bool = False
 
     def for_batch(self, batch: int) -> "ModelRunner":
@@ -101,11 +101,13 @@ class ModelRunner:
         runner for this batch (`for_batch`)."""
         return node_slices(batch, self.layout.num_draft_tokens, self.target.config.vocab_size)
 
-    def sampler(self, slots: BatchState, sampling_features: SamplingFeatures, first: Tensor, width: int) -> Sampler:
-        """Returns the sampler for tokens at positions first .. first + width - 1.  first: [B]."""
+    def sampler(
+        self, slots: BatchState, sampling_features: SamplingFeatures, first_position: Tensor, width: int
+    ) -> Sampler:
+        """Returns the sampler for tokens at positions first .. first + width - 1.  first_position: [B]."""
         dtype = torch.promote_types(self.pages.dtype, torch.float32)
         return make_sampler(
-            slots, sampling_features, first, width, self.target.config.vocab_size, dtype, self.coupled_scores
+            slots, sampling_features, first_position, width, self.target.config.vocab_size, dtype, self.shares_noise
         )
 
 
@@ -114,7 +116,7 @@ class RoundOutput:
     """The output of a launch.  W is 1 for a prefill pass, and S + 1 for a round.
 
     path: the emitted tokens; logits: [B, R, V]; num_logprobs: [B], as in BatchState.
-    rows: [B, W], the row of the logits that each emitted token was picked from.
+    logit_rows: [B, W], the row of the logits that each emitted token was picked from.
     tree: the tree of a round; None for a prefill pass.
     prompt_logprobs: [N], for the prompt rows whose log-probabilities are wanted; None without such rows.
     own_paths: [B, P · (1 + S)], candidates: [B, D]: as in SlotTable, for a round with guesses in an engine with
@@ -124,7 +126,7 @@ class RoundOutput:
     path: Path
     logits: Tensor
     num_logprobs: Tensor
-    rows: Tensor
+    logit_rows: Tensor
     tree: Tree | None = None
     prompt_logprobs: Logprobs | None = None
     own_paths: Tensor | None = None
@@ -147,9 +149,9 @@ class RoundStage:
 
 @dataclass(frozen=True)
 class BegunRound(RoundStage):
-    """The state after the begin stage.  grow: the function that proposes the tree."""
+    """The state after the begin stage.  grow_tree: the function that proposes the tree."""
 
-    grow: GrowTree
+    grow_tree: GrowTree
 
 
 @dataclass(frozen=True)
@@ -200,15 +202,15 @@ def begin(
     slots = gather_slots(runner.table, slot_ids, appended_pages)
     sampler = runner.sampler(slots, sampling_features, slots.num_tokens, runner.layout.extend_width)
     is_plain = runner.layout.num_draft_tokens == 1
-    grow = (lambda sampler: drafter.root_trees(slots.root)) if is_plain else drafter.begin(slots)
-    return BegunRound(runner, slots, sampler, snapshots, grow)
+    grow_tree = (lambda sampler: drafter.root_trees(slots.root)) if is_plain else drafter.begin(slots)
+    return BegunRound(runner, slots, sampler, snapshots, grow_tree)
 
 
 def propose(begun: BegunRound, guide: DraftGuide | None = None) -> ProposedRound:
     """Runs the second stage: drafts a tree for each slot.  guide: the forced and the allowed next tokens of grammars;
     None without grammars."""
     sampler = replace(begun.sampler, guide=guide)
-    tree = begun.grow(sampler)
+    tree = begun.grow_tree(sampler)
     check_tree(begun.runner.layout, tree, begun.slots.batch)
     runner = begun.runner
     if runner.shared_rows(begun.slots.batch):
@@ -310,7 +312,7 @@ def prefill(
     slots = gather_slots(runner.table, slot_ids)
     rows = PieceRows.of_pass(slots, length, width, pieces)
     if snapshots is not None and pieces is not None:
-        snapshots = SnapshotTargets(*(values[pieces.request] for values in snapshots))
+        snapshots = SnapshotTargets(*(values[pieces.request_row] for values in snapshots))
     runner.layout.require_chunk(rows.slots.batch, width)
     positions, tokens, page_rows = read_chain(rows.slots, 0, rows.length, width)
     exists = torch.arange(width, device=tokens.device) < rows.length[:, None]
@@ -359,7 +361,7 @@ def compute_prompt_logprobs(
     """
     following = rows.select(slots.history_at(positions + 1))
     max_rows = max_logit_rows(runner.target.config.vocab_size)
-    return prompt_logprobs(runner.target.logits, rows.select(hidden), following, max_rows, rows.count)
+    return prompt_logprobs(runner.target.logits, rows.select(hidden), following, max_rows, rows.max_top_logprobs)
 
 
 def num_nodes_to_run(tree: Tree, max_accept_depth: Tensor) -> int:

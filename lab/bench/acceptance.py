@@ -36,7 +36,7 @@ TEACHER_FORCED_STRIDE = 8
 class Variant:
     """One way to draft.
 
-    speculation: None for the settings as they are; planted: a context in which a fault is planted; coupled_scores: see
+    speculation: None for the settings as they are; planted: a context in which a fault is planted; shares_noise: see
     ModelRunner; teacher_forced: whether that is measured too.
     """
 
@@ -44,7 +44,7 @@ class Variant:
     speculation: SpeculationConfig | None = None
     temperature: float = 0.0
     planted: Callable[[], AbstractContextManager[Any]] = nullcontext
-    coupled_scores: bool = True
+    shares_noise: bool = True
     teacher_forced: bool = False
 
 
@@ -81,7 +81,7 @@ def variants(steps: int, algorithm: str, has_draft: bool) -> list[Variant]:
         ngram,
         Variant(f"{algorithm} tree, wrong ancestors", planted=partial(plant, "wrong-ancestor")),
         Variant(f"{algorithm} tree, temperature 1, coupled scores", temperature=1.0),
-        Variant(f"{algorithm} tree, temperature 1, scores without noise", temperature=1.0, coupled_scores=False),
+        Variant(f"{algorithm} tree, temperature 1, scores without noise", temperature=1.0, shares_noise=False),
     ]
 
 
@@ -131,8 +131,8 @@ def measure(
         # A fault is planted around the engine's start too: a GPU captures its rounds there.
         with variant.planted(), LLM(**_settings_of(variant, settings)) as llm:
             engine = llm.engine
-            if not variant.coupled_scores:
-                engine = rebuilt_engine(engine, llm.config.graph_batch, coupled_scores=False)
+            if not variant.shares_noise:
+                engine = rebuilt_engine(engine, llm.config.graph_batch, shares_noise=False)
             driven = _generated(llm, engine, variant, num_prompts, num_tokens)
             expected = reference.setdefault(variant.temperature, driven.tokens)
             same = sum(a == b for a, b in zip(driven.tokens, expected, strict=True))

@@ -22,7 +22,7 @@ from espalier.errors import EspalierError
 from espalier.grammar import Grammar
 from espalier.grammar.tag import check_grammar
 from espalier.llm import LLM
-from espalier.masking.compile import compile_form, token_bytes
+from espalier.masking.compile import compile_with_xgrammar, token_bytes
 from espalier.masking.masker import GrammarMasker, allowed_tokens
 from espalier.request import Output, SamplingParams
 from espalier.terminal.console import print_table, progress, write_json
@@ -91,7 +91,7 @@ def run(args: Namespace) -> int:
     for name, way in ways.items():
         with made.open(way) as bench:
             config, vocabulary = bench.config, vocabulary_of_model(bench.llm)
-            form = compile_form(_compiler(vocabulary), Grammar.of_json_schema(SCHEMA))
+            form = compile_with_xgrammar(_compiler(vocabulary), Grammar.of_json_schema(SCHEMA))
             if name == "tree":
                 measured["host_ms"] = {f"{n} x {b}": mask_ms(vocabulary, form, n, b) for n, b in MASK_SIZES}
             measured[name] = _measure(bench, vocabulary, form, args.tokens)

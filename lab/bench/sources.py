@@ -39,9 +39,9 @@ CHOOSERS = (
     (PathMergingDrafter, "_merge_paths"),
     (PathMergingDrafter, "_tree_of_guesses"),
     (Tree, "best_nodes"),
-    (GuessSources, "ask"),
-    (GuessSources, "of_round"),
-    (GuessSources, "count"),
+    (GuessSources, "ask_sources"),
+    (GuessSources, "launch_fields"),
+    (GuessSources, "count_correct_guesses"),
 )
 EDITS = 10
 PROSE_CHARACTERS = 600

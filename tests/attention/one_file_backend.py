@@ -24,7 +24,9 @@ class LibraryAttention(AttentionPlan):
         for b in range(q.shape[0] if self.longest else 0):
             rows = page_table[b, positions // page_size].long() * page_size + positions % page_size
             held = (positions >= self.prefix.first_position) & (positions < self.prefix.length[b])
-            k, v = (plane[rows].repeat_interleave(spec.heads // plane.shape[1], 1) for plane in self.committed(layer))
+            k, v = (
+                plane[rows].repeat_interleave(spec.heads // plane.shape[1], 1) for plane in self.committed_kv(layer)
+            )
             scores = torch.einsum("qhd,rhd->qhr", q[b], torch.where(held[:, None, None], k, 0)) * spec.softmax_scale
             scores = scores.masked_fill(~held, -torch.inf)
             lse[b] = scores.logsumexp(-1)

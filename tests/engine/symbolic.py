@@ -148,7 +148,7 @@ class SymbolicDevice:
                 return rows
             spans = [
                 (max(begin - rows, 0), max(end - rows, 0))
-                for (begin, end), rows in zip(launch_input.prompt_rows.spans, before, strict=True)
+                for (begin, end), rows in zip(launch_input.prompt_rows.row_spans, before, strict=True)
             ]
             of_prompts = map(self._of_prompt, slots, firsts, spans)
             return [replace(row, prompt_logprobs=own) for row, own in zip(rows, of_prompts, strict=True)]

@@ -277,7 +277,7 @@ def watch_sizes(engine: Engine, sizes: list[int]) -> None:
     right = engine.executor.run
 
     def run(launch_input: LaunchInput) -> list[RequestResult]:
-        sizes.extend([] if launch_input.prompt_rows is None else launch_input.prompt_rows.sizes)
+        sizes.extend([] if launch_input.prompt_rows is None else launch_input.prompt_rows.num_rows_by_request)
         return right(launch_input)
 
     engine.executor.run = run  # type: ignore[method-assign]

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from espalier.engine.masks import MaskBuilder, NodeMasks
 from espalier.grammar import Grammar
 from espalier.grammar.token_masker import ForcedTokens
-from espalier.masking.compile import compile_form
+from espalier.masking.compile import compile_with_xgrammar
 from espalier.masking.masker import GrammarMasker
 from espalier.request import Request, SamplingParams
 from espalier.sampling.mask import ALL_ALLOWED
@@ -65,7 +65,7 @@ def bytes_of(token: int) -> TokenBytes:
 @lru_cache
 def compiled(grammar: Grammar) -> xgrammar.CompiledGrammar:
     assert len(TEXTS) == VOCAB
-    return compile_form(compiler_of([text.encode() for text in TEXTS]), grammar)
+    return compile_with_xgrammar(compiler_of([text.encode() for text in TEXTS]), grammar)
 
 
 def masker_of(grammar: Grammar) -> GrammarMasker:

@@ -9,7 +9,7 @@ from espalier.kernels.ops.state import gather_slots
 from espalier.kernels.sampling.logit_processors import SlotRows
 from espalier.layout import RoundLayout
 from espalier.request import ResolvedParams
-from espalier.sampling.logit_processors import DraftedAncestors, SamplingFeatures, SamplingRows
+from espalier.sampling.logit_processors import DraftedAncestors, SamplingFeatures, SlotSamplingParams
 from espalier.sampling.pick import gumbel
 from espalier.slots import BatchState, SlotTable
 
@@ -64,8 +64,8 @@ def slots_of(table: SlotTable, index: Sequence[int]) -> BatchState:
     return gather_slots(table, torch.tensor(index, dtype=torch.int64, device=table.root.device))
 
 
-def reference_rows(slots: BatchState) -> SamplingRows:
-    return SamplingRows.gather(slots, ALL_SAMPLING_FEATURES)
+def reference_rows(slots: BatchState) -> SlotSamplingParams:
+    return SlotSamplingParams.gather(slots, ALL_SAMPLING_FEATURES)
 
 
 def kernel_rows(slots: BatchState) -> SlotRows:

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from espalier.engine.launch_input import sampling_features_of
 from espalier.kernels.attention.ancestor_bits import pack_bits
 from espalier.request import Request
-from espalier.sampling.logit_processors import DraftedAncestors, SamplingFeatures, SamplingRows
-from espalier.sampling.pick import SampledTokens, coupled_scores, gumbel, logprobs, mask_filtered, pick
+from espalier.sampling.logit_processors import DraftedAncestors, SamplingFeatures, SlotSamplingParams
+from espalier.sampling.pick import SampledTokens, apply_filters, gumbel, logprobs, pick, scores_with_shared_noise
 from tests.oracles.plain_sampling import plain_law, plain_pick
 from tests.sampling.batch import chi_square_z, request, rows_of
 
@@ -38,7 +38,10 @@ requests = st.builds(
 
 
 def draw(
-    logits: torch.Tensor, batch: list[Request], needs: SamplingFeatures | None = None, rows: SamplingRows | None = None
+    logits: torch.Tensor,
+    batch: list[Request],
+    needs: SamplingFeatures | None = None,
+    rows: SlotSamplingParams | None = None,
 ) -> SampledTokens:
     """One pick a request: logits [B, V]."""
     positions = torch.tensor([[r.num_tokens] for r in batch])
@@ -99,16 +102,16 @@ def test_a_row_does_not_depend_on_its_batch(batch, seed):
     logits = random_logits(seed, len(batch), 3, 101, dtype=torch.float32)
     for i, r in enumerate(batch):
         alone = rows_of([r], 101)
-        assert torch.equal(mask_filtered(logits[i : i + 1], alone)[0], mask_filtered(logits, rows_of(batch, 101))[i])
+        assert torch.equal(apply_filters(logits[i : i + 1], alone)[0], apply_filters(logits, rows_of(batch, 101))[i])
         noise = random_logits(seed + 1, len(batch), 3, 101, dtype=torch.float32)
-        scores = coupled_scores(logits, rows_of(batch, 101), noise)
-        assert torch.equal(coupled_scores(logits[i : i + 1], alone, noise[i : i + 1])[0], scores[i])
+        scores = scores_with_shared_noise(logits, rows_of(batch, 101), noise)
+        assert torch.equal(scores_with_shared_noise(logits[i : i + 1], alone, noise[i : i + 1])[0], scores[i])
         mine = draw(logits[i : i + 1, 0], [r])
         assert mine.tokens[0] == draw(logits[:, 0], batch).tokens[i]
 
 
 def kept_ids(logits: list[float], **params) -> list[int]:
-    left = mask_filtered(torch.tensor([[logits]]), rows_of([request(**params)], len(logits)))
+    left = apply_filters(torch.tensor([[logits]]), rows_of([request(**params)], len(logits)))
     return torch.nonzero(left[0, 0] > -torch.inf)[:, 0].tolist()
 
 
@@ -174,7 +177,7 @@ def test_no_line_reads_the_device(dtype):
     """Shapes alone suffice: tensors without contents refuse an item, a host sync or a shape made of data."""
     batch = [request(temperature=t, logit_bias={1: 2.0}) for t in (0.0, 1.0)]
     real = rows_of(batch, VOCAB)
-    rows = SamplingRows(*(getattr(real, f.name).to("meta") for f in fields(real)))
+    rows = SlotSamplingParams(*(getattr(real, f.name).to("meta") for f in fields(real)))
     logits = torch.empty(2, 5, VOCAB, dtype=dtype, device="meta")
     positions = torch.empty(2, 5, dtype=torch.int64, device="meta")
     wide = torch.promote_types(dtype, torch.float32)
@@ -183,14 +186,14 @@ def test_no_line_reads_the_device(dtype):
     picked = pick(logits, rows, ALL_SAMPLING_FEATURES, positions, noise, DraftedAncestors(extra, pack_bits(on_path)))
     assert picked.tokens.shape == picked.finite.shape == (2, 5)
     assert picked.tokens.dtype == torch.int64
-    assert coupled_scores(logits.to(wide), rows, noise).dtype == wide
+    assert scores_with_shared_noise(logits.to(wide), rows, noise).dtype == wide
 
 
 def test_coupled_scores_know_the_noise_where_there_is_a_temperature():
     batch = [request(temperature=0.0), request(temperature=0.5)]
     logits, noise = random_logits(3, 2, 2, VOCAB), random_logits(4, 2, 2, VOCAB)
     logits[:, :, 5] = -torch.inf
-    scores = coupled_scores(logits, rows_of(batch, VOCAB), noise)
+    scores = scores_with_shared_noise(logits, rows_of(batch, VOCAB), noise)
     assert torch.equal(scores[0], torch.log_softmax(logits[0], -1))
     assert torch.equal(scores[1], torch.log_softmax(logits[1] / 0.5 + noise[1], -1))
     assert (scores[:, :, 5] == -torch.inf).all()
@@ -202,7 +205,7 @@ def test_the_best_coupled_child_is_the_token_that_is_drawn():
     rows = rows_of(batch, VOCAB)
     noise = gumbel(rows.seed, positions, VOCAB, torch.float64)
     drawn = pick(logits, rows, sampling_features_of(batch), positions, noise).tokens
-    assert torch.equal(coupled_scores(logits, rows, noise).argmax(-1), drawn)
+    assert torch.equal(scores_with_shared_noise(logits, rows, noise).argmax(-1), drawn)
 
 
 @pytest.mark.parametrize("count", [0, 1, 5, 100])

@@ -95,9 +95,9 @@ class PathMergingDrafter:
         return Paths.join(paths) if paths else None
 
     def extend(
-        self, slots: BatchState, target_features: Tensor | None, length: Tensor, last: LastTokens | None = None
+        self, slots: BatchState, target_features: Tensor | None, length: Tensor, last_tokens: LastTokens | None = None
     ) -> None:
-        self.drafter.extend(slots, target_features, length, last)
+        self.drafter.extend(slots, target_features, length, last_tokens)
 
 
 def _padded(values: Tensor, field: Tensor) -> Tensor:

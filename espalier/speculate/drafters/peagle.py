@@ -22,8 +22,8 @@ from espalier.speculate.drafters.base import GrowTree
 class PEagleDrafter(AutoregressiveDrafter):
     draft: PEagleDraft
 
-    def allocate(self) -> None:
-        super().allocate()
+    def allocate_tensors(self) -> None:
+        super().allocate_tensors()
         self.num_known = torch.zeros(self.layout.max_batch, dtype=torch.int64, device=self.device)
 
     def begin(self, slots: BatchState) -> GrowTree:

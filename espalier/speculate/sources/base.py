@@ -30,7 +30,7 @@ class Paths(NamedTuple):
     """Paths below the roots of a batch.
 
     tokens: [B, P, S] int64, a path's tokens at depths 1 to S; a VOID token ends the path.
-    kinds: [B, P] int64, from `kind_of`; 0: no path.
+    kinds: [B, P] int64, from `path_kind`; 0: no path.
     """
 
     tokens: Tensor
