@@ -27,7 +27,7 @@ from torch import Tensor
 
 from espalier.engine.cuda_stages import (
     CAPTURE_ERROR_MODE,
-    EagerRoundStages,
+    EagerStages,
     RoundStages,
     StageMemory,
     no_garbage_collection,
@@ -76,8 +76,7 @@ class HostEntry:
 
 @dataclass(frozen=True)
 class CudaLaunchHandle:
-    """A launch in flight.  prompt_logprobs: see read_results; pinned, valid after the event
-    `host_entry.copied_event`."""
+    """A launch in flight.  prompt_logprobs: see read_results; pinned, valid after `host_entry.copied_event`."""
 
     results: ResultsRing
     host_entry: HostEntry
@@ -95,8 +94,7 @@ class CudaLaunchHandle:
 
 @dataclass
 class CudaStagedHandle:
-    """A staged round in flight.  After the event `host_entry.copied_event` its trees are on the host, while the GPU
-    verifies.
+    """A staged round in flight.  Its trees are on the host after `host_entry.copied_event`, while the GPU verifies.
 
     stages: the stages for this batch size; None once the round is settled.
     """
@@ -105,7 +103,7 @@ class CudaStagedHandle:
     host_entry: HostEntry
     launch_input: LaunchInput
     stages: RoundStages | None
-    settled: CudaLaunchHandle | None = None
+    settled: CudaLaunchHandle = field(init=False)
 
     @torch.inference_mode()
     def resume(self, guide: DraftGuideRows | None, ask_beam_masks: AskBeamMasks) -> None:
@@ -125,9 +123,8 @@ class CudaStagedHandle:
 
     def trees(self) -> HostTrees:
         self.host_entry.copied_event.synchronize()
-        return read_trees(
-            self.executor.results.columns, self.host_entry.results[: len(self.launch_input.slots)].numpy()
-        )
+        entry = self.host_entry.results[: len(self.launch_input.slots)].numpy()
+        return read_trees(self.executor.results.columns, entry)
 
     @torch.inference_mode()
     def settle(self, masks: NodeMasks) -> None:
@@ -140,11 +137,9 @@ class CudaStagedHandle:
         self.settled = self.executor.start_readback(self.host_entry, self.launch_input, None)
 
     def wait(self) -> None:
-        assert self.settled is not None
         self.settled.wait()
 
     def result(self) -> list[RequestResult]:
-        assert self.settled is not None
         return self.settled.result()
 
 
@@ -209,17 +204,15 @@ class CudaExecutor:
             if graph is None:
                 output = self._run_eager_launch(launch_input, packed, form)
             else:
-                self._copy_to_graph(launch_input, packed, host_entry, graph)
+                self._copy_to_graph(launch_input.is_prefill, packed, host_entry.vector, graph)
                 self._replay(graph.graph)
         return self.start_readback(host_entry, launch_input, output)
 
-    def _copy_to_graph(
-        self, launch_input: LaunchInput, packed: LaunchBuffer, host_entry: HostEntry, graph: CapturedLaunch
-    ) -> None:
+    def _copy_to_graph(self, is_prefill: bool, packed: LaunchBuffer, pinned: Tensor, graph: CapturedLaunch) -> None:
         """Copies a launch to the vector that its graph reads.  The updates of a prefill pass have any length, so the
         slot table is updated before the graph runs."""
-        if not launch_input.is_prefill:
-            graph.vector.copy_(_copy_to_pinned(host_entry.vector, packed), non_blocking=True)
+        if not is_prefill:
+            graph.vector.copy_(_copy_to_pinned(pinned, packed), non_blocking=True)
             return
         device_launch = self._to_device(packed)
         device_launch.update_slot_table(self.runner.table)
@@ -248,16 +241,15 @@ class CudaExecutor:
         has_snapshots = self.runner.cache.states is not None
         return pack_launch(self.runner.table, launch_input, entry, form, has_snapshots)
 
-    def _prepare_launch(self, launch_input: LaunchInput, form: LaunchForm, in_graph: bool) -> None:
+    def _prepare_launch(
+        self, launch_input: LaunchInput, form: LaunchForm, in_graph: bool, capture: bool = False
+    ) -> None:
         """Gives the launch's lengths to the backends, clears its pages, copies its states.  Called on its stream."""
         self.runner.cache.before_launch(launch_input.cleared_pages, launch_input.state_copies)
         # A prefill pass has one length for each piece.
         lengths = launch_input.committed_lengths.padded_to(form.pieces or form.batch)
-        self.runner.prepare(replace(lengths, in_graph=in_graph))
-
-    def _prepare_capture(self, dummy_input: LaunchInput, form: LaunchForm) -> None:
-        committed = replace(dummy_input.committed_lengths, exact=not self.overlap)
-        self._prepare_launch(replace(dummy_input, committed_lengths=committed), form, in_graph=True)
+        exact = not self.overlap if capture else lengths.exact
+        self.runner.prepare(replace(lengths, exact=exact, in_graph=in_graph))
 
     def _launch_staged(self, launch_input: LaunchInput) -> CudaStagedHandle:
         host_entry, form, packed = self._pack_into_ring(launch_input)
@@ -272,8 +264,8 @@ class CudaExecutor:
             stages.begin()
         return CudaStagedHandle(self, host_entry, launch_input, stages)
 
-    def _eager_stages(self, packed: LaunchBuffer, batch: int) -> EagerRoundStages:
-        return EagerRoundStages(self.runner, self.results, packed, ALL_SAMPLING_FEATURES, batch, self.stage_memory)
+    def _eager_stages(self, packed: LaunchBuffer, batch: int) -> EagerStages:
+        return EagerStages(self.runner, self.results, packed, ALL_SAMPLING_FEATURES, batch, self.stage_memory)
 
     def copy_entry(self, host_entry: HostEntry, batch: int, prompt_logprobs: Tensor | None = None) -> Tensor | None:
         """Copies a ring entry to the host on the copy stream, while the compute stream goes on.
@@ -283,7 +275,11 @@ class CudaExecutor:
         host_entry.written_event.record(self.stream)
         self.copy_stream.wait_event(host_entry.written_event)
         with torch.cuda.stream(self.copy_stream):
-            on_host = None if prompt_logprobs is None else self._to_host(prompt_logprobs)
+            on_host = None
+            if prompt_logprobs is not None:
+                prompt_logprobs.record_stream(self.copy_stream)
+                on_host = torch.empty(prompt_logprobs.shape, dtype=prompt_logprobs.dtype, pin_memory=True)
+                on_host.copy_(prompt_logprobs, non_blocking=True)
             host_entry.results[:batch].copy_(self.results.ring[host_entry.entry_index, :batch], non_blocking=True)
             host_entry.copied_event.record(self.copy_stream)
         return on_host
@@ -301,14 +297,10 @@ class CudaExecutor:
                 self.run_eagerly(launch_input)
             asked = time.perf_counter() - began_s
         self.stream.synchronize()
+        seconds = time.perf_counter() - began_s
         if kernels:
-            log.info(
-                "%d kernels compiled, or read from Triton's cache, in %.1f s; %d launches asked for them in %.1f s",
-                len(kernels),
-                time.perf_counter() - began_s,
-                len(launches),
-                asked,
-            )
+            text = "%d kernels compiled, or read from Triton's cache, in %.1f s; %d launches asked for them in %.1f s"
+            log.info(text, len(kernels), seconds, len(launches), asked)
 
     @torch.inference_mode()
     def run_dummy_launch(self, launch_input: LaunchInput) -> None:
@@ -330,16 +322,14 @@ class CudaExecutor:
             else:
                 self._run_eager_launch(launch_input, packed, form)
 
-    def padded_batch(self, batch: int) -> int:
-        """Returns the batch size that a round of `batch` requests is padded to, eager or captured.  A batch above
-        max_batch is returned as it is, and refused later."""
-        return bucket_of(batch, self.batch_buckets)
-
     def form_of(self, launch_input: LaunchInput) -> LaunchForm:
-        """Returns the form that a launch is padded to, eager or captured."""
+        """Returns the form that a launch is padded to, eager or captured.
+
+        The batch of a round is padded to a bucket.  A batch above max_batch stays as it is, and is refused later.
+        """
         if launch_input.is_prefill:
             return launch_input.form(self.captured_passes)
-        return LaunchForm(self.padded_batch(len(launch_input.slots)), tree=launch_input.tree)
+        return LaunchForm(bucket_of(len(launch_input.slots), self.batch_buckets), tree=launch_input.tree)
 
     def graph_of(self, launch_input: LaunchInput) -> CapturedLaunch | None:
         """Returns the graph that a launch replays; None for an eager launch, even if a graph has the same form."""
@@ -370,11 +360,6 @@ class CudaExecutor:
                 prompt_logprobs = logprob_rows(*output.prompt_logprobs)
         on_host = self.copy_entry(host_entry, len(launch_input.slots), prompt_logprobs)
         return CudaLaunchHandle(self.results, host_entry, launch_input, on_host)
-
-    def _to_host(self, value: Tensor) -> Tensor:
-        value.record_stream(self.copy_stream)
-        on_host = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
-        return on_host.copy_(value, non_blocking=True)
 
     def _capture(self) -> None:
         """Captures rounds, then passes.  In both, the largest form comes first, so that the others reuse its memory."""
@@ -415,7 +400,7 @@ class CudaExecutor:
         dummy_input, runner = dummy_launch(*form), self.runner.for_tree(form.tree)
         packed = self._pack(dummy_input, 0, form)
         with torch.cuda.stream(self.stream):
-            self._prepare_capture(dummy_input, form)
+            self._prepare_launch(dummy_input, form, in_graph=True, capture=True)
             vector = torch.from_numpy(packed.vector).to(self.device)
             device_launch = packed.with_vector(vector)
             # Run once eagerly: libraries load kernels and allocate workspaces, which is not allowed in a capture.
@@ -444,7 +429,7 @@ class CudaExecutor:
         dummy_input, form = dummy_launch(batch), LaunchForm(batch)
         packed = self._pack(dummy_input, 0, form)
         with torch.cuda.stream(self.stream):
-            self._prepare_capture(dummy_input, form)
+            self._prepare_launch(dummy_input, form, in_graph=True, capture=True)
             eager = self._eager_stages(packed, batch)
         return eager.capture_stages(pool, self.stream)
 

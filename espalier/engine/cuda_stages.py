@@ -281,7 +281,7 @@ class RoundStages:
         self.masks.set_rows(masks.rows, masks.masks[:, : self.masks.values.shape[1]])
 
 
-class EagerRoundStages:
+class EagerStages:
     """The stages of `batch` requests on the current stream, for a launch input."""
 
     def __init__(

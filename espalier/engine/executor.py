@@ -234,41 +234,16 @@ class CpuExecutor:
     def run(self, launch_input: LaunchInput) -> list[RequestResult]:
         masks = None if launch_input.masks is None else torch.from_numpy(launch_input.masks)
         device_launch = self._to_device(launch_input)
-        output = run_launch(
-            self._runner_for(launch_input),
-            self.results,
-            device_launch,
-            launch_input.width,
-            launch_input.sampling_features,
-            launch_input.prompt_rows,
-            masks,
-        )
-        return self._read_results(launch_input, output)
+        known = (launch_input.width, launch_input.sampling_features, launch_input.prompt_rows, masks)
+        output = run_launch(self._runner_for(launch_input), self.results, device_launch, *known)
+        return self.read_results(launch_input, output)
 
     @torch.inference_mode()
-    def begin(self, launch_input: LaunchInput) -> StagedRound:
-        staged = StagedRound(
-            self._runner_for(launch_input), self.results, self._to_device(launch_input), launch_input.sampling_features
-        )
+    def begin_staged(self, launch_input: LaunchInput) -> StagedRound:
+        runner, device_launch = self._runner_for(launch_input), self._to_device(launch_input)
+        staged = StagedRound(runner, self.results, device_launch, launch_input.sampling_features)
         staged.begin()
         return staged
-
-    @torch.inference_mode()
-    def propose(
-        self, staged: StagedRound, batch: int, guide: DraftGuideRows | None, ask_beam_masks: AskBeamMasks
-    ) -> HostTrees:
-        staged.propose(None if guide is None else make_draft_guide(guide, batch, ask_beam_masks))
-        return read_trees(self.results.columns, self.results.ring[0, :batch].numpy())
-
-    @torch.inference_mode()
-    def verify(self, staged: StagedRound) -> None:
-        staged.verify()
-
-    @torch.inference_mode()
-    def settle(self, launch_input: LaunchInput, staged: StagedRound, masks: NodeMasks) -> list[RequestResult]:
-        nodes = staged.proposed.runner.layout.num_draft_tokens
-        staged.settle(torch.from_numpy(masks.for_full_batch(len(launch_input.slots))[:, :nodes]))
-        return self._read_results(launch_input, None)
 
     def _runner_for(self, launch_input: LaunchInput) -> ModelRunner:
         runner = self.runner.for_tree(launch_input.tree)
@@ -281,7 +256,7 @@ class CpuExecutor:
         packed = pack_launch(self.runner.table, launch_input, ring_entry=0, form=form)
         return packed.with_vector(torch.from_numpy(packed.vector))
 
-    def _read_results(self, launch_input: LaunchInput, output: RoundOutput | None) -> list[RequestResult]:
+    def read_results(self, launch_input: LaunchInput, output: RoundOutput | None) -> list[RequestResult]:
         batch = len(launch_input.slots)
         of_prompt = None if output is None else output.prompt_logprobs
         prompt_logprobs = None if of_prompt is None else logprob_rows(*of_prompt)
@@ -310,7 +285,7 @@ class CpuStagedHandle(CpuLaunchHandle):
     def __init__(self, executor: CpuExecutor, launch_input: LaunchInput):
         self.executor = executor
         self.launch_input = launch_input
-        self.begun: Future[StagedRound] = executor.submit(executor.begin, launch_input)
+        self.begun: Future[StagedRound] = executor.submit(executor.begin_staged, launch_input)
 
     def resume(self, guide: DraftGuideRows | None, ask_beam_masks: AskBeamMasks) -> None:
         self.proposed: Future[HostTrees] = self.executor.submit(self._propose, guide, ask_beam_masks)
@@ -324,13 +299,21 @@ class CpuStagedHandle(CpuLaunchHandle):
 
     # Tasks run in order.  So inside a task, `result` of an earlier task returns at once, or raises that task's error.
 
+    @torch.inference_mode()
     def _propose(self, guide: DraftGuideRows | None, ask_beam_masks: AskBeamMasks) -> HostTrees:
-        return self.executor.propose(self.begun.result(), len(self.launch_input.slots), guide, ask_beam_masks)
+        batch, results = len(self.launch_input.slots), self.executor.results
+        self.begun.result().propose(None if guide is None else make_draft_guide(guide, batch, ask_beam_masks))
+        return read_trees(results.columns, results.ring[0, :batch].numpy())
 
+    @torch.inference_mode()
     def _verify(self) -> None:
         self.proposed.result()
-        self.executor.verify(self.begun.result())
+        self.begun.result().verify()
 
+    @torch.inference_mode()
     def _settle(self, masks: NodeMasks) -> list[RequestResult]:
         self.verified.result()
-        return self.executor.settle(self.launch_input, self.begun.result(), masks)
+        staged, batch = self.begun.result(), len(self.launch_input.slots)
+        nodes = staged.proposed.runner.layout.num_draft_tokens
+        staged.settle(torch.from_numpy(masks.for_full_batch(batch)[:, :nodes]))
+        return self.executor.read_results(self.launch_input, None)

@@ -10,8 +10,6 @@ from espalier.engine.executor import Executor, LaunchHandle
 from espalier.engine.launch_input import LaunchInput, RequestResult
 from espalier.engine.masks import AskBeamMasks, BeamMasks, DraftGuideRows, HostTrees, NodeMasks
 from espalier.engine.ranks import BeamAnswer, OtherRanks, RankFailed, ResumeRound, SendDecisions, SettleRound
-from espalier.layout import LaunchForm
-from espalier.speculate.round import ModelRunner
 
 
 class LeadExecutor:
@@ -22,19 +20,10 @@ class LeadExecutor:
 
     def __init__(self, own_executor: Executor, ranks: OtherRanks) -> None:
         self.own_executor = own_executor
+        self.runner = own_executor.runner
+        self.captured_passes = own_executor.captured_passes
+        self.runs_any_tree = own_executor.runs_any_tree
         self.ranks = ranks
-
-    @property
-    def runner(self) -> ModelRunner:
-        return self.own_executor.runner
-
-    @property
-    def captured_passes(self) -> tuple[LaunchForm, ...]:
-        return self.own_executor.captured_passes
-
-    @property
-    def runs_any_tree(self) -> bool:
-        return self.own_executor.runs_any_tree
 
     @property
     def failure(self) -> Exception | None:

@@ -8,7 +8,6 @@ generation grows.  Results of an older generation are dropped.
 from bisect import insort
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
 
 from espalier.attention import CommittedLengths
 from espalier.cache.pages import PagePool
@@ -47,8 +46,7 @@ class Scheduler:
     """Chooses launches and processes their results.  num_rounds: how many rounds were launched, by batch size.
 
     on_round: gets a RoundTrace for each request of each round; set it to trace trees.  captured_passes: see Executor;
-    round_trees: the trees of rounds, by default the layout's; state_keeper: None for a model without states;
-    guess_sources: the guesses of the host's sources, by default without sources.
+    round_trees: by default the layout's trees; state_keeper: None without states; guess_sources: by default none.
     """
 
     def __init__(
@@ -125,9 +123,8 @@ class Scheduler:
         self._in_flight -= 1
         num_right = self.guess_sources.count_correct_guesses(launch, results)
         allowed = [0] * len(results)
-        for i, ((request, generation, is_prefilled), result) in enumerate(
-            zip(launch.launched_requests, results, strict=True)
-        ):
+        of_requests = zip(launch.launched_requests, results, strict=True)
+        for i, ((request, generation, is_prefilled), result) in enumerate(of_requests):
             if generation != request.generation:
                 continue
             if not launch.launch_input.is_prefill:
@@ -153,8 +150,8 @@ class Scheduler:
 
     def fits(self, request: Request) -> bool:
         """Returns whether the pool could hold the request to its end if all its pages were free."""
-        needed = self.layout.pages_for(request.end(self.layout.max_context) + self.rounds_in_flight - 1)
-        return needed <= self.pool.num_pages - 1
+        num_rows = request.end(self.layout.max_context) + self.rounds_in_flight - 1
+        return self.layout.pages_for(num_rows) < self.pool.num_pages
 
     def _fill_slots(self) -> None:
         """Gives free slots to waiting requests, in queue order, until one does not fit."""
@@ -180,8 +177,7 @@ class Scheduler:
         """Gives a waiting request a slot, and pages for its prompt and first rounds.  Returns False if pages are
         missing."""
         if self._unfit_request == (request, self.pool.num_released):
-            # No page was released since the last try.
-            return False
+            return False  # no page was released since the last try
         tokens = request.tokens
         # The last token of a preempted request is its root.  The root is not prefilled, so it is not sampled again.
         prefill_len = len(tokens) - 1 if request.output else len(tokens)
@@ -258,9 +254,8 @@ class Scheduler:
         for request, length in zip(batch, prefill.lengths, strict=True):
             request.num_prefilled += length
         self._last_was_prefill, self._idle_rows = True, 0.0
-        return self._launch(
-            batch, committed_lengths, snapshots, self.round_trees.tree_of_pass(batch), prefill, pieces, prompt_rows
-        )
+        tree = self.round_trees.tree_of_pass(batch)
+        return self._launch(batch, committed_lengths, snapshots, tree, prefill, pieces, prompt_rows)
 
     def _launch_round(self, batch: list[Request]) -> Launch:
         max_committed = tuple(self.layout.max_committed_rows(r.num_known, r.rounds_in_flight) for r in batch)
@@ -362,8 +357,7 @@ class Scheduler:
         reason, kept = None, 0
         prompt_logprobs = None if request.output else request.prompt_report
         for token in result.tokens:
-            reason = self._push_token(request, token)
-            kept += 1
+            reason, kept = self._push_token(request, token), kept + 1
             if reason:
                 break
         request.from_draft += from_draft[:kept]
@@ -412,8 +406,10 @@ class Scheduler:
         text = request.text.take(final=True) if request.text else ""
         self._set_finished(request, reason)
         report = None if request.output else request.prompt_report
-        chunk = OutputChunk(request.id, request.index, text=text, prompt_logprobs=report, finish_reason=reason)
-        self._output_chunks.append(replace(chunk, error=error))
+        chunk = OutputChunk(
+            request.id, request.index, text=text, prompt_logprobs=report, finish_reason=reason, error=error
+        )
+        self._output_chunks.append(chunk)
 
     def _set_finished(self, request: Request, reason: str) -> None:
         request.finish_reason = reason

@@ -71,13 +71,13 @@ SELECTION_FAULTS = (
     Fault(
         "selection-of-parent",
         "a node of a tree attends to the rows that its parent chose",
-        "espalier.attention.base:Attention.select_by_mask",
+        "espalier.attention.base:AttentionPlan.select_by_mask",
         _of_parent,
     ),
     Fault(
         "sibling-selected",
         "a node of a tree may choose the row of its sibling",
-        "espalier.attention.base:Attention.select_by_mask",
+        "espalier.attention.base:AttentionPlan.select_by_mask",
         _of_sibling,
     ),
     Fault(

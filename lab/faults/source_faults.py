@@ -40,7 +40,7 @@ SOURCE_FAULTS = (
     Fault(
         "path-counted-twice",
         "what became of a path is counted twice",
-        "espalier.engine.guesses:GuessSources._count_right",
+        "espalier.engine.guesses:GuessSources._count_correct_guesses",
         _twice,
     ),
     Fault(

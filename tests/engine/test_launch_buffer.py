@@ -161,8 +161,10 @@ def test_a_prefill_pass_is_padded_with_requests_and_pieces_without_tokens():
     padded = device_launch(table(), launch_input, 3, pieces=6)
     assert padded.slots.tolist() == [2, 1, 0] and padded.lengths.tolist() == [37, 16, 0]
     made = padded.pieces
-    assert made is not None and made.request_row.tolist() == [0, 0, 0, 1, 2, 2] and made.last_piece.tolist() == [2, 3, 0]
-    lengths = (padded.lengths[made.request] - made.offset).clamp(max=16)
+    assert (
+        made is not None and made.request_row.tolist() == [0, 0, 0, 1, 2, 2] and made.last_piece.tolist() == [2, 3, 0]
+    )
+    lengths = (padded.lengths[made.request_row] - made.token_offset).clamp(max=16)
     assert lengths.tolist() == [16, 16, 5, 16, 0, 0]
     # Without room for another request, the padding belongs to the last one.
     made = device_launch(table(), launch_input, 2, pieces=6).pieces

@@ -25,7 +25,7 @@ from triton.runtime import driver
 
 from espalier.attention.support import Support
 from espalier.bench.shapes import find_shape
-from espalier.engine.cuda_stages import EagerRoundStages, StageMemory
+from espalier.engine.cuda_stages import EagerStages, StageMemory
 from espalier.engine.executor import run_launch
 from espalier.engine.launch_buffer import pack_launch
 from espalier.engine.launch_input import ALL_SAMPLING_FEATURES, LaunchInput, dummy_launch
@@ -267,7 +267,7 @@ def run_without_data(runner: ModelRunner, results: ResultsRing, memory: StageMem
     """As CudaExecutor runs a launch."""
     packed = pack_launch(runner.table, launch_input, 0, launch_input.form())
     if launch_input.is_staged:
-        EagerRoundStages(runner, results, packed, ALL_SAMPLING_FEATURES, len(launch_input.slots), memory).run()
+        EagerStages(runner, results, packed, ALL_SAMPLING_FEATURES, len(launch_input.slots), memory).run()
         return
     on_device = packed.with_vector(torch.empty(len(packed.vector), dtype=torch.int64, device=META_DEVICE))
     masks = (

@@ -12,7 +12,7 @@ import numpy as np
 
 from espalier.request import Request
 from espalier.slots import Guess
-from espalier.speculate.sources.base import match_strength, path_kind
+from espalier.speculate.sources.base import HostSource, match_strength, path_kind
 
 # The lengths of the runs that are looked up, the longest first.
 NGRAM_LENGTHS = (12, 6, 3)
@@ -23,8 +23,8 @@ MAX_MATCHING = 16
 HASH_FACTOR = np.uint64(0x9E3779B97F4A7C15)
 
 
-class IndexSource:
-    """A HostSource over the served texts.  num_bytes: the size of the ring and its tables together."""
+class IndexSource(HostSource):
+    """A source over the served texts.  num_bytes: the size of the ring and its tables together."""
 
     def __init__(self, num_bytes: int) -> None:
         self.ring_size = max(num_bytes // BYTES_PER_TOKEN, 1)
@@ -34,12 +34,6 @@ class IndexSource:
         self.place_tables = {length: np.full(self.ring_size, -1, dtype=np.int64) for length in NGRAM_LENGTHS}
         self.ring_end = 0
         self.num_texts = 0
-
-    def add_request(self, request: Request) -> None:
-        pass
-
-    def add_tokens(self, request: Request, tokens: Sequence[int]) -> None:
-        pass
 
     def remove_request(self, request: Request) -> None:
         if request.error is None and request.output:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from espalier.request import Request
 from espalier.slots import Guess
-from espalier.speculate.sources.base import match_strength, path_kind
+from espalier.speculate.sources.base import HostSource, match_strength, path_kind
 
 # The lengths of the runs that are looked up, the longest first.
 NGRAM_LENGTHS = (4, 2, 1)
@@ -52,7 +52,7 @@ class IndexedText:
         return list(found.values())
 
 
-class OwnTextSource:
+class OwnTextSource(HostSource):
     def __init__(self) -> None:
         self.text_by_request: dict[str, IndexedText] = {}
 

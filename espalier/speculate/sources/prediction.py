@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from espalier.request import Request
 from espalier.slots import Guess
-from espalier.speculate.sources.base import match_strength, path_kind
+from espalier.speculate.sources.base import HostSource, match_strength, path_kind
 
 # Once the output has left the prediction, the output's last REJOIN tokens are looked up to find its place again.
 REJOIN_TOKENS = 3
@@ -49,7 +49,7 @@ class PredictionProgress:
             self.has_appeared[self.next_position - REJOIN_TOKENS : self.next_position] = b"\1" * REJOIN_TOKENS
 
 
-class PredictionSource:
+class PredictionSource(HostSource):
     def __init__(self) -> None:
         self.progress: dict[str, PredictionProgress] = {}
 
