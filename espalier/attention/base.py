@@ -145,9 +145,9 @@ class AttentionPlan:
 
 
 class AttentionBackend:
-    """An attention backend makes a plan for each pass.  attention: the class of its plans.
+    """An attention backend makes a plan for each pass.  plan_class: the class of these plans.
 
-    `plan` and the Attention it returns may run inside a captured CUDA graph: they must not read lengths on the host.
+    A CUDA graph may capture `plan` and the plan that it returns.  So neither may read lengths on the host.
     """
 
     support: Support

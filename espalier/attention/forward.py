@@ -112,11 +112,11 @@ class ModelCache:
 
 @dataclass(frozen=True)
 class ChosenRows:
-    """The rows of a pass that runs only R of the B · Q rows, as one batch of R rows.
+    """The rows of a pass that runs only R of its B · Q rows, as one batch of R rows.
 
-    places: [R] int64, ascending indices of the chosen rows among B · Q rows, with the first row of each request; rows:
-    [B, Q] int64, the index in the batch of R rows for each place.  A place that was not chosen has the index of its
-    request's first row, and its results are not used.
+    places: [R] int64, ascending, the indices of the chosen rows among all B · Q rows; the first row of each request is
+    always chosen.  rows: [B, Q] int64, for each of the B · Q rows, its index among the R chosen rows.  A row that is
+    not chosen has the index of its request's first row, and its results are not used.
     """
 
     places: Tensor
@@ -138,7 +138,7 @@ class ChosenRows:
         return values[0][self.rows]
 
     def fill_unchosen_rows(self, planes: Sequence[Tensor]) -> None:
-        """Copies each request's first row to its staging places that were not chosen, which would hold stale data."""
+        """Copies each request's first row over its rows in staging that are not chosen.  They would hold stale data."""
         for plane in planes:
             plane[: self.rows.numel()] = plane[self.places[self.rows.flatten()]]
 
@@ -176,8 +176,9 @@ class Pass:
         self._selection: Selection | None = None
 
     def write(self, layer: int, *values: Any, index: IndexRows | None = None) -> Tensor:
-        """Write the new rows that a layer keeps (K/V or inputs of a state) to staging.  A layer that reads the rows of
-        another layer writes nothing.
+        """Writes a layer's new rows (K and V, or inputs of a state) to staging.  Returns the layer's queries.
+
+        A layer that reads the rows of another layer writes nothing.
 
         layer: the layer's index among the layers that run; values: the arguments of the layer's `cache_spec.write`.
         index: for a layer that keeps index keys.  Its queries choose rows for this layer, and for later layers that
@@ -209,8 +210,8 @@ class Pass:
     def attend(self, layer: int, q: Tensor, sink: Tensor | None = None) -> Tensor:
         """Computes attention of the queries that `write` returned, over the committed and staged rows that they see.
 
-        sink: see Attention.attend; for a layer that keeps a state, the factor [heads] of v that is added to each row's
-        output.  Returns [B, Q, heads, v_size], or [B, 1, ...] for the needed rows.
+        sink: see AttentionPlan.attend; for a layer that keeps a state, the factor [heads] of v that is added to each
+        row's output.  Returns [B, Q, heads, v_size], or [B, 1, ...] for the needed rows.
         """
         index = self.layers[layer]
         batch, queries = self.tokens.shape if self.chosen_rows is None else self.chosen_rows.rows.shape
@@ -252,7 +253,7 @@ class Pass:
             self.cache.commit(self.rows, self.page_rows)
 
     def kept_rows(self, layer: int) -> Tensor | None:
-        """Returns [B]: the rows, among B · Q, that the layer computes after its write; None for all."""
+        """Returns [B]: the indices, among B · Q rows, of the rows that the layer computes; None for all rows."""
         return self._needed_rows if self.needed_row is not None and layer == len(self.layers) - 1 else None
 
     @property

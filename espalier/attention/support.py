@@ -19,7 +19,7 @@ from espalier.layout import MAX_PAGE_SIZE
 
 
 class Provider(StrEnum):
-    """Who does a part of the work: the backend itself, our kernels beside it (attention/library.py), or nothing."""
+    """The code that implements a feature: the backend itself, our kernels (attention/library.py), or nothing."""
 
     ITSELF = "yes"
     OUR_KERNELS = "by our kernels"
@@ -48,11 +48,11 @@ class Support:
     or a list, None for any size.  latent_page_sizes: page sizes for layers that keep a latent row, None: page_sizes.
     max_latent: the largest latent row, None: head_sizes limits latent rows too.  latent_rows: if not empty, the only
     supported latent rows.  window_on_chain, window_on_tree: the provider of sliding windows over chains and over trees;
-    lacks_first_rows: the provider of attention to prefixes without rows below `first`; sinks: see Attention.attend;
-    fp8: FP8 rows (kv_dtype); softcap: of logits.  selection: the provider of layers that attend to chosen rows
-    (LayerSpec.topk); max_selected: the most chosen rows; max_index_size: the most values of an index key; None for any
-    number.  needs_exact_lengths: the cache specs of layers for which `prepare` must announce exact lengths;
-    prefill_graph: whether prefill passes are captured, as rounds are; compute_majors: supported major compute
+    lacks_first_rows: the provider of attention to prefixes without rows below Prefix.first_position; sinks: see
+    AttentionPlan.attend; fp8: FP8 rows (kv_dtype); softcap: of logits.  selection: the provider of layers that attend
+    to chosen rows (LayerSpec.topk); max_selected: the most chosen rows; max_index_size: the most values of an index
+    key; None for any number.  needs_exact_lengths: the cache specs of layers for which `prepare` must announce exact
+    lengths; prefill_graph: whether prefill passes are captured, as rounds are; compute_majors: supported major compute
     capabilities, None for any; tested_on: hardware that its tests have passed on; limit_reasons: the library's reason
     for a limit, by the property's name.
     """
@@ -98,8 +98,8 @@ class Support:
     ) -> None:
         """Check, before anything is allocated, that this backend can run the layers.  Raises EspalierError.
 
-        lacks_first_rows: whether the layers' prefixes lack rows below `first`.  exact_lengths: whether every launch of
-        a round knows exact lengths, as in lock-step with at most one MTP layer.
+        lacks_first_rows: whether the layers' prefixes lack rows below Prefix.first_position.  exact_lengths: whether
+        every launch of a round knows exact lengths, as in lock-step with at most one MTP layer.
         """
         if device in self.devices and self.library is not None and not self.is_installed:
             raise EspalierError(

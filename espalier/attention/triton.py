@@ -158,7 +158,7 @@ def _is_wide_latent(spec: LayerSpec) -> bool:
 def _select(
     pages: PagedKV, spec: LayerSpec, layer: int, prefix: Prefix, nodes: Nodes, queries: IndexQueries, keys: Tensor
 ) -> SelectedRows | None:
-    """Implements Attention.select with kernels.  Returns None if no request can have more rows than topk."""
+    """Implements AttentionPlan.select with kernels.  Returns None if no request can have more rows than topk."""
     table, (batch, staged) = prefix.page_table, keys.shape[:2]
     columns = table.shape[1] * pages.page_size + staged
     assert spec.topk is not None
@@ -188,11 +188,12 @@ def _ancestor_bits(nodes: Nodes) -> Tensor:
 def _attend_chosen(
     run_kernel: AttentionKernel, inputs: AttentionInputs, chosen_rows: SelectedRows, policy: KVSplitPolicy
 ) -> Tensor:
-    """Implements Attention.attend over chosen rows with kernels.  The kernel of a layer runs twice.
+    """Implements AttentionPlan.attend over chosen rows with kernels.  The kernel of a layer runs twice.
 
-    The first launch attends to committed rows.  In this launch each query is a request, whose pages are the chosen
-    rows, one row a page.  The second launch attends to the chosen staged rows.  A request with at most topk rows has no
-    rows in the first launch.  The second launch attends to all its rows, so the result has the bits of full attention.
+    The first launch attends to committed rows.  In this launch each query counts as one request.  The page table of
+    this request lists the rows that the query chose, with page_size 1.  The second launch attends to the chosen staged
+    rows.  A request with at most topk rows has no rows in the first launch.  The second launch attends to all its rows,
+    so the result is equal to full attention, bit for bit.
 
     inputs: the staged rows of all requests, and the prefixes of requests with at most topk rows (others are empty
     here).  policy: how the chosen rows are split over programs.

@@ -36,7 +36,7 @@ FAILED_EXIT_CODE = 1
 
 
 class FollowerRank:
-    """The process of one rank.  connection: the connection to rank 0. When it is closed, the process ends at once."""
+    """The process of one rank.  connection: to rank 0.  When rank 0 closes the connection, the process ends at once."""
 
     def __init__(self, connection: Connection, rank: int) -> None:
         self.connection = connection
@@ -108,7 +108,7 @@ class FollowerRank:
             self.staged_round = cast(StagedRoundHandle, handle)
 
     def _wait_for_answer(self, tokens: Tensor, ancestor_bits: Tensor) -> BeamMasks:
-        """Returns the answer to the draft's question.  Rank 0 asks the same question and sends the answer."""
+        """Returns the masks that the draft asks for.  Rank 0 asks the host for the same masks and sends them."""
         return self._beam_answers.get()
 
     def _unload(self) -> None:

@@ -1,4 +1,4 @@
-"""Asks the host's sources for guesses for the rounds of a batch, and counts which guesses came true."""
+"""Asks the host's sources for guesses of the next tokens, and counts which guesses were correct."""
 
 import logging
 from collections.abc import Sequence
@@ -17,11 +17,11 @@ from espalier.speculate.sources.base import HostSource
 from espalier.speculate.sources.calibrate import CandidateNodes
 from espalier.speculate.sources.survival import SurvivalCounts
 
-# In a round with a draft, a guess is sent if its first token is right at least this often.  Other guesses seldom add to
-# the tree.
+# In a round with a draft, a guess is sent if its first token is correct with at least this probability.  Other guesses
+# seldom add to the tree.
 MIN_REACH_PROBABILITY_WITH_DRAFT = 0.6
-# In a round without a draft, a token is sent if it is reached at least this often.  A row costs about this share of the
-# time of a token.
+# In a round without a draft, a token is sent if all tokens up to it are correct with at least this probability.  One
+# more row costs about this share of the time of a token.
 MIN_REACH_PROBABILITY = 0.06
 # Counts are logged after this many rounds, and each time that the number of rounds has doubled.
 FIRST_LOGGED_ROUND = 256
@@ -50,7 +50,7 @@ NO_GUESSES = SourceGuesses()
 
 
 class GuessSources:
-    """The sources of guesses and their counts.
+    """The sources of guesses, and the counts of correct guesses.
 
     sources: in order of preference; a round that cannot carry all guesses carries those of the first sources.
     counts_by_source: [ALL_SOURCES, 3], the sums of RequestResult.counts_by_source over `num_counted_rounds` rounds.
@@ -145,10 +145,9 @@ class GuessSources:
         return tuple(made)
 
     def count_correct_guesses(self, launch: Launch, results: Sequence[RequestResult]) -> list[int]:
-        """Count the guesses of a launch that came true, before the launch's tokens are appended to the requests.
+        """Counts the correct guesses of a launch, before the launch's tokens are appended to the requests.
 
-        results: the launch's results.  Returns for each request the largest number of right tokens in one guess of a
-        source beside the draft.
+        Returns for each request the largest number of correct tokens in one guess of a source beside the draft.
         """
         if self.survival is None:
             return [0] * len(results)
@@ -203,8 +202,7 @@ class GuessSources:
 
 
 def _shared_length(path: Sequence[int], draft_sequences: set[tuple[int, ...]] | None) -> int | None:
-    """Returns how many tokens at the start of a path the draft proposed too.  draft_sequences:
-    Candidates.draft_sequences."""
+    """Returns how many tokens at the start of a path the draft proposed too.  draft_sequences: see CandidateNodes."""
     if not draft_sequences:
         return None
     return next((at for at in range(len(path)) if tuple(path[: at + 1]) not in draft_sequences), len(path))

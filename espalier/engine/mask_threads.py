@@ -1,9 +1,9 @@
 """Threads that compute masks of grammars.  A thread whose grammar takes too long is abandoned.
 
 A call of xgrammar cannot be interrupted, but it releases the GIL.  So the engine runs these calls in threads and waits.
-If a grammar has used its share of the round's time, another thread may run beside its thread.  If slow grammars have
-also used the part of the limit that is not divided into shares, their threads are abandoned.  An abandoned thread goes
-on at a low priority until its call returns, and its result is dropped.
+Half of the time limit of a round is divided into shares, one for each grammar.  When a grammar has used its share,
+another thread starts beside its thread.  When slow grammars have used the other half too, their threads are abandoned.
+An abandoned thread goes on at a low priority until its call returns, and its result is dropped.
 """
 
 import itertools
@@ -18,10 +18,10 @@ from typing import Any
 
 from espalier.cores import available_cores, lower_priority, wait_at_exit
 
-# The processor time that all grammars of a round may take together.  Half of the time that they took in the previous
-# round counts too.  Once the time is used up, the engine goes on without the grammars that took more than their share.
-# Ordinary grammars take less than a fiftieth of this.  Another request may wait for two such rounds: the round that
-# runs when the request arrives, and its own.
+# The processor time that all grammars of a round may take together.  Half of the time that the grammars took in the
+# previous round counts too.  After this time the engine goes on without the grammars that took more than their share.
+# Ordinary grammars take less than a fiftieth of this time.  Another request may wait for two such rounds: the round
+# that runs when the request arrives, and the request's own first round.
 GRAMMAR_LIMIT_S = 0.125
 # Half of the time is divided among the grammars.  A share is never less than 1 / MAX_TIME_SHARES of that half.
 MAX_TIME_SHARES = 8

@@ -39,7 +39,7 @@ class ClientQueue:
         self.heap: list[QueueEntry] = []
 
 
-# The key of the queue of requests that had a slot before.  These requests go first, and do not use up a client's turn.
+# The key of the queue for preempted requests.  These requests go first, and do not use up their client's turn.
 PREEMPTED_KEY = None
 
 

@@ -1,12 +1,12 @@
-"""Rank 0's side of the other ranks: its messages to them, their answers, and their failures.
+"""Rank 0's connections to the other ranks: messages to the ranks, answers of the ranks, and failed ranks.
 
-Rank 0 schedules.  Rank 0 sends each launch as plain values, and the masks and answers that the host gives during a
-launch.  Every rank runs the same launches and picks the same tokens, so rank 0 sends no decision.  Each rank answers
-with its own decisions.  A difference from rank 0's decisions is an error.
+Only rank 0 has a scheduler.  It sends each launch as plain values, and the grammar masks that a launch needs.  Every
+rank runs the same launches and samples the same tokens.  So rank 0 sends no tokens: each rank sends its own tokens and
+trees (Decisions) to rank 0.  A difference from rank 0's tokens and trees is an error.
 
-A thread watches the other ranks.  If one of them fails, all are ended, and one reason is reported.  A rank has failed
-if its process has ended, if it has sent no heartbeat for MAX_SILENCE_S (it is stopped, or hangs), or if it has not
-started the last launch for MAX_LAG_S.
+A thread watches the other ranks.  If a rank fails, the thread ends all processes and reports one reason.  A rank has
+failed if its process has ended, if it has sent no heartbeat for MAX_SILENCE_S (the process is stopped, or hangs), or if
+it has not started the last launch for MAX_LAG_S.
 """
 
 import threading
@@ -26,7 +26,7 @@ from espalier.errors import EspalierError
 
 # A rank sends a heartbeat each HEARTBEAT_S.
 HEARTBEAT_S, MAX_SILENCE_S, MAX_LAG_S = 0.5, 10.0, 10.0
-# One failure causes others.  The watch waits this long for further failures, and reports the first cause.
+# One failure causes others.  The thread waits this long for further failures, and reports the first cause.
 FAILURE_GRACE_S = 0.5
 # MAX_STARTUP_S: the limit for the first heartbeat, because a process first imports PyTorch.  MAX_SHUTDOWN_S: the limit
 # for ending a process.
@@ -34,7 +34,7 @@ MAX_STARTUP_S, MAX_SHUTDOWN_S = 120.0, 5.0
 
 
 class RankFailed(RuntimeError):
-    """A rank has ended, is stopped, is behind, or has other decisions than rank 0.  All ranks are ended."""
+    """A rank has ended, is stopped, is behind, or has sampled other tokens than rank 0.  All ranks are ended."""
 
 
 # Messages from rank 0.
@@ -75,7 +75,7 @@ class SettleRound:
 
 @dataclass(frozen=True)
 class SendDecisions:
-    """Send the decisions of this launch, because rank 0 reads its result."""
+    """Send the decisions of this launch.  Rank 0 sends this message when it reads the result of the launch."""
 
     launch_number: int
 
@@ -90,7 +90,7 @@ class UnloadModels:
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """A sign of life.  last_launch: the number of the last launch that the rank has taken up."""
+    """A message that shows that the process runs.  last_launch: the number of the last launch that the rank started."""
 
     last_launch: int
 
@@ -104,7 +104,7 @@ class ModelsLoaded:
 
 @dataclass(frozen=True)
 class Decisions:
-    """The decisions of a launch.  decisions: the result of `decisions_of`."""
+    """The tokens and trees of a launch.  decisions: the result of `decisions_of`."""
 
     number: int
     decisions: bytes
@@ -146,7 +146,8 @@ class RankProcess(Protocol):
 class Peer:
     """Another rank.
 
-    silent_s: seconds since its last message; behind_s: seconds for which it has not taken up the last launch.
+    silent_s: seconds since the rank's last message; behind_s: seconds for which the rank has not started the last
+    launch.
     """
 
     rank: int
@@ -257,14 +258,14 @@ class OtherRanks:
         return [peer.received_messages.pop((message_type, number)) for peer in self.peers]
 
     def _wait_for(self, is_met: Callable[[], bool]) -> None:
-        """Waits until is_there() is true.  Raises the failure of a rank, if one fails first."""
+        """Waits until is_met() is true.  Raises the failure of a rank, if one fails first."""
         with self._condition:
             self._condition.wait_for(lambda: self.failure is not None or is_met())
             if self.failure is not None:
                 raise self.failure
 
     def require_equal(self, launch_number: int, results: Sequence[RequestResult]) -> None:
-        """Compares the decisions of all ranks for a launch.  Raises RankFailed if a rank's differ from rank 0's."""
+        """Compares the tokens and trees of all ranks for a launch.  Raises RankFailed if a rank differs from rank 0."""
         own = decisions_of(results)
         for peer, answer in zip(self.peers, self.wait_for_messages(Decisions, launch_number), strict=True):
             if answer.decisions != own:

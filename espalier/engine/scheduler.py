@@ -1,8 +1,8 @@
 """The scheduler chooses the next launch, assigns slots and pages, and processes the results of launches.
 
-The scheduler works on the host alone.  A request leaves its slot (ends or is preempted) only at harvest, or when no
-launch is in flight.  The request's slot and pages are released once.  Each time a request leaves its slot, its
-generation grows.  Results of an older generation are dropped.
+The scheduler works on the host alone.  A request leaves its slot (ends or is preempted) only when results are
+processed, or when no launch is in flight.  The request's slot and pages are released once.  Each time a request leaves
+its slot, its generation grows.  Results of an older generation are dropped.
 """
 
 from bisect import insort
@@ -90,7 +90,7 @@ class Scheduler:
         self._pages_to_clear: list[int] = []
 
     def abort(self, request: Request) -> None:
-        """Ends a request: at the next harvest of a launch that contains it, else before the next launch."""
+        """Ends a request when the result of its next launch is processed; without a launch, before the next one."""
         request.aborted = True
         self._aborted_requests.append(request)
 
@@ -112,14 +112,15 @@ class Scheduler:
         return self._launch_round(batch) if batch else None
 
     def maskers_of(self, launch: Launch) -> Maskers:
-        """Returns the grammars of a staged round.  All earlier launches must have been harvested.
+        """Returns the grammars of a staged round.  The results of all earlier launches must have been
+        processed.
 
         A request that has left its slot since the launch gets no grammar, because its results will be dropped.
         """
         return tuple(r.masker if generation == r.generation else None for r, generation, _ in launch.launched_requests)
 
     def process_results(self, launch: Launch, results: list[RequestResult]) -> None:
-        """Processes the results of a launch.  Launches are harvested in the order in which they were started."""
+        """Processes the results of a launch.  Called in the order in which the launches were started."""
         self._in_flight -= 1
         num_right = self.guess_sources.count_correct_guesses(launch, results)
         allowed = [0] * len(results)

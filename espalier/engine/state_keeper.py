@@ -1,8 +1,9 @@
-"""Decides where requests of a model with recurrent states begin, and when snapshots of the states are taken.
+"""For models with recurrent states: decides at which token a request begins to compute, and when the device copies the
+state of a request (a snapshot).
 
-A snapshot of a page is the state before the page's last `tokens_before_end` tokens.  The device takes the snapshot in
-the launch in which the request reaches that number of tokens (LaunchInput.snapshots).  The host knows that it exists
-once that launch is harvested.
+The snapshot of a page is the state before the page's last `tokens_before_end` tokens.  The device takes the snapshot in
+the launch in which the request reaches that number of tokens (LaunchInput.snapshots).  The host counts on the snapshot
+once it has read the result of that launch.
 """
 
 from collections.abc import Sequence

@@ -52,8 +52,8 @@ def allows(mask: Tensor, tokens: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class DraftGuide:
-    """The next tokens that grammars allow in a batch, known before the tokens are drafted.  The guide changes the
-    drafted tokens, never the emitted tokens.
+    """The tokens that grammars allow next, known before the draft runs.  They limit the drafted tokens, never the
+    emitted tokens.
 
     forced_tokens: [B, S] int64, the only token allowed at each level, from level 1 on; -1 from the first level that is
     not forced.  mask: [B, words] int32, the tokens allowed at level `level` [B] int64, after the forced tokens; level
@@ -86,8 +86,8 @@ class DraftGuide:
         return torch.where(only_asked >= 0, only_asked, only_tokens), mask_asked & mask
 
     def allowed_at_levels(self, first_level: int, num_levels: int) -> tuple[Tensor, Tensor]:
-        """Returns `allowed_children` of one row at each level first .. first + count - 1, without a query to the
-        host."""
+        """Returns what `allowed_children` returns for one row at each of `num_levels` levels.  The host is not
+        asked."""
         levels = torch.arange(first_level, first_level + num_levels, device=self.level.device)
         mask = torch.where((self.level[:, None] == levels)[..., None], self.mask[:, None], ALL_ALLOWED)
         return self.forced_tokens[:, first_level - 1 : first_level - 1 + num_levels], mask

@@ -73,7 +73,7 @@ class NgramDrafter(DrafterWithoutFiles):
 
 
 def match_log_probability(length: Tensor) -> Tensor:
-    """Returns Returns [B, K] float32: after a match of m tokens each proposed token has probability m / (m + 1).
+    """Returns [B, K] float32: after a match of m tokens each proposed token has probability m / (m + 1).
 
     Without a match the value is -inf, which makes a void node.
     """

@@ -252,7 +252,7 @@ def load_draft(
     position_rows: int,
     shards: Shards = WHOLE,
 ) -> DraftModel:
-    """Load a draft.  `target` must have been loaded with the `capture` of `read_draft(path, target.config).spec`.
+    """Loads a draft.  The target must have been loaded with capture=read_draft(path, target.config).spec.capture.
 
     shards: the part of the target that this rank holds; draft_shards gives the part of the draft.
     Raises EspalierError, which names the part that does not fit.

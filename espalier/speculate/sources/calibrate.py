@@ -1,4 +1,4 @@
-"""Replaces the draft's own scores by the share of recent nodes of the same kind that were right.
+"""Replaces the draft's own scores by the share of recent nodes of the same kind that were accepted.
 
 The draft counts as one more source.  The kind of a node is made of its rank among its siblings, the draft's probability
 for its last step, and whether the request samples.  The score of a step is the survival of the node's kind at its

@@ -1,6 +1,6 @@
 """A source that searches the texts that the engine has served, and guesses the tokens that followed the same tokens.
 
-The texts stand in a ring of tokens.  Hash tables map a run of tokens to the place where the run ended last.  Ring and
+The texts stand in a ring of tokens.  Hash tables map an n-gram to the place where it ended last.  Ring and
 tables have a fixed size.  The ring may have overwritten the place, so the tokens there are compared before a guess.  A
 request sees only texts of its own client.
 """
@@ -14,7 +14,7 @@ from espalier.request import Request
 from espalier.slots import Guess
 from espalier.speculate.sources.base import HostSource, match_strength, path_kind
 
-# The lengths of the runs that are looked up, the longest first.
+# The lengths of the n-grams that are looked up, the longest first.
 NGRAM_LENGTHS = (12, 6, 3)
 # The memory of one token: its id, the number of its text, and a place in each table.
 BYTES_PER_TOKEN = 4 + 8 + 8 * len(NGRAM_LENGTHS)
@@ -45,7 +45,7 @@ class IndexSource(HostSource):
         places = (self.ring_end + np.arange(len(text))) % self.ring_size
         self.num_texts += 1
         self.tokens[places] = text
-        # Salt and number tell neighbouring texts apart, so that no run crosses from one text to the next.
+        # Salt and number tell neighbouring texts apart, so that no n-gram crosses from one text to the next.
         self.text_ids[places] = salt << TEXT_NUMBER_BITS | self.num_texts % (1 << TEXT_NUMBER_BITS)
         self.ring_end = (self.ring_end + len(text)) % self.ring_size
         for length, table in self.place_tables.items():
@@ -65,7 +65,7 @@ class IndexSource(HostSource):
     ) -> list[tuple[int, tuple[int, ...]]]:
         """Returns (number of matching tokens, the tokens that followed) for each place with the same last tokens.
 
-        The places of longer runs come first.
+        The places of longer n-grams come first.
         """
         text, made, seen = np.array(last_tokens, dtype=np.int64), [], set()
         for length, table in self.place_tables.items():
@@ -107,7 +107,7 @@ def client_salt(client: str) -> int:
 
 
 def _ngram_hash(ngram: Sequence[int], salt: int) -> int:
-    """Returns the hash of one run, as `_ngram_hashes` does.  For a single run, plain integers are faster than NumPy."""
+    """Returns the hash of one n-gram, as in `_ngram_hashes`.  For one n-gram, plain integers are faster than NumPy."""
     made = salt
     for token in ngram:
         made = (made ^ token) * int(HASH_FACTOR) & (1 << 64) - 1
@@ -116,7 +116,7 @@ def _ngram_hash(ngram: Sequence[int], salt: int) -> int:
 
 
 def _ngram_hashes(text: np.ndarray, ngram_length: int, salt: int) -> np.ndarray:
-    """Returns [n - run + 1] uint64: the hashes of all runs of `ngram_length` tokens, in order."""
+    """Returns [n - ngram_length + 1] uint64: the hashes of all n-grams of this length, in order."""
     made = np.full(len(text) - ngram_length + 1, salt, dtype=np.uint64)
     for at in range(ngram_length):
         made = (made ^ text[at : at + len(made)].astype(np.uint64)) * HASH_FACTOR

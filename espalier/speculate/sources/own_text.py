@@ -1,7 +1,7 @@
 """The source `text` on the host, which searches a request's own text.
 
-The source is used if the host knows all tokens of a request before each round.  Tables map each run of tokens to the
-place after its last occurrence.  Each token enters the tables once, so the cost of a round is constant.
+The source is used if the host knows all tokens of a request before each round.  Tables map each n-gram to the place
+after its last occurrence.  Each token enters the tables once, so the cost of a round is constant.
 """
 
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from espalier.request import Request
 from espalier.slots import Guess
 from espalier.speculate.sources.base import HostSource, match_strength, path_kind
 
-# The lengths of the runs that are looked up, the longest first.
+# The lengths of the n-grams that are looked up, the longest first.
 NGRAM_LENGTHS = (4, 2, 1)
 # At most this many tokens are compared to find how well a place matches.
 MAX_MATCHING = 16
@@ -19,8 +19,7 @@ MAX_MATCHING = 16
 class IndexedText:
     """A request's tokens.
 
-    next_positions: for each length of NGRAM_LENGTHS, a map from a run to the position of the token that followed it
-    last.
+    next_positions: for each length of NGRAM_LENGTHS, a map from an n-gram to the position after its last occurrence.
     """
 
     def __init__(self, tokens: Sequence[int]) -> None:
@@ -37,7 +36,7 @@ class IndexedText:
             self.tokens.append(token)
 
     def find_continuations(self, width: int) -> list[tuple[int, tuple[int, ...]]]:
-        """Returns (number of matching tokens, `width` tokens that followed) for each place, longest runs first.
+        """Returns (number of matching tokens, `width` tokens that followed) for each place, longest n-grams first.
 
         If the text ends before `width` tokens, the text from the place on is repeated.
         """

@@ -8,7 +8,7 @@ from espalier.request import Request
 from espalier.slots import Guess
 from espalier.speculate.sources.base import HostSource, match_strength, path_kind
 
-# Once the output has left the prediction, the output's last REJOIN tokens are looked up to find its place again.
+# When the output differs from the prediction, its last REJOIN_TOKENS tokens are looked up in the prediction.
 REJOIN_TOKENS = 3
 
 
@@ -16,9 +16,9 @@ REJOIN_TOKENS = 3
 class PredictionProgress:
     """A prediction and how far the output has followed it.
 
-    tokens: of the prediction; ngram_ends: for each run of REJOIN tokens, the positions where the run ends, in order;
-    next_position: the position of the expected token; num_matching: how many tokens before next_position agreed in a
-    row; has_appeared: for each token of the prediction, whether the output has contained it.
+    tokens: of the prediction; ngram_ends: for each n-gram of REJOIN_TOKENS tokens, the positions where it ends, in
+    order; next_position: the position of the expected token; num_matching: how many tokens before next_position agreed
+    in a row; has_appeared: for each token of the prediction, whether the output has contained it.
     """
 
     tokens: Sequence[int]
@@ -33,8 +33,7 @@ class PredictionProgress:
             self.ngram_ends.setdefault(tuple(self.tokens[end - REJOIN_TOKENS : end]), []).append(end)
 
     def add_token(self, last_tokens: Sequence[int]) -> None:
-        """Adds a new token of the output.  last_tokens: the last 1 to REJOIN tokens of the output, the new one
-        included."""
+        """Adds the last token of `last_tokens`, which are the output's last 1 to REJOIN_TOKENS tokens."""
         if self.next_position < len(self.tokens) and self.tokens[self.next_position] == last_tokens[-1]:
             self.has_appeared[self.next_position] = True
             self.next_position += 1

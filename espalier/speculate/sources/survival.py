@@ -1,4 +1,4 @@
-"""Counts how often guesses are right, by kind and depth, over all requests, and how much each request's draft differs.
+"""Counts how often guesses are correct, by kind and depth, over all requests, and for the draft also by request.
 
 The counts come from results that the host reads anyway.  Each guess is counted once, when the host reads the result of
 its round, whether or not the guess was verified.  So equal requests in equal order give equal numbers.  Old counts lose
