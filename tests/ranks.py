@@ -31,6 +31,7 @@ from espalier.startup.build import LoadedModels
 from espalier.startup.load import build_engine_of_ranks
 from lab.faults.planted import plant
 from tests.harness import DTYPE, Setup
+from tests.pages import check_pages
 
 
 @dataclass(frozen=True)
@@ -178,7 +179,7 @@ def run_open(engine: Engine, requests: Sequence[Request]) -> list[Request]:
         engine.add(each)
     while engine.has_work:
         engine.step()
-        engine.check_pages()
+        check_pages(engine)
     return list(requests)
 
 

@@ -4,7 +4,7 @@ A holder of a page is a running request or the prefix tree.  A page is free when
 and counts only: the tensors are in cache/kv.py, and the scheduler and the prefix tree know which pages they hold.
 """
 
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 
 DUMMY_PAGE = 0
@@ -15,7 +15,7 @@ class OutOfPages(Exception):
 
 
 class PageDefect(AssertionError):
-    """A bug in page counting: a free page is shared or released, or counts do not match holders.  Names the page."""
+    """A bug in page counting: a free page is shared or released, or counts do not match holders."""
 
 
 class PagePool:
@@ -79,31 +79,6 @@ class PagePool:
     def is_free(self, page: int) -> bool:
         return not self._reference_counts[page]
 
-    def check(self, request_pages: Iterable[Iterable[int]], cached: Iterable[int]) -> None:
-        """Check that every page is exactly one of dummy, free or held, and that counts equal holders.  O(pages).
-
-        request_pages: the pages of each running request; cached: the pages of the prefix tree.  Raises PageDefect.
-        """
-        holders: Counter[int] = Counter()
-        for held in (*request_pages, cached):
-            counts = Counter(held)
-            for page in (page for page, times in counts.items() if times > 1):
-                raise PageDefect(f"page {page} is listed {counts[page]} times by one holder")
-            holders.update(counts)
-        free = Counter(self._free_pages)
-        for page in range(self.num_pages):
-            self._check_page(page, holders.pop(page, 0), free.pop(page, 0))
-        for page in (*holders, *free):
-            raise PageDefect(f"page {page} does not exist: pages are 0 to {self.num_pages - 1}")
-
-    def _check_page(self, page: int, num_holders: int, free_count: int) -> None:
-        if self._reference_counts[page] != num_holders:
-            raise PageDefect(f"page {page} has {self._reference_counts[page]} references and {num_holders} holders")
-        if page == DUMMY_PAGE and (num_holders or free_count):
-            raise PageDefect(f"page {page} is the dummy: {num_holders} holders, {free_count} times in the free list")
-        if page != DUMMY_PAGE and (num_holders > 0) + free_count != 1:
-            raise PageDefect(f"page {page} has {num_holders} holders and is {free_count} times in the free list")
-
     def _require_held(self, page: int, verb: str) -> None:
         if not DUMMY_PAGE < page < self.num_pages:
             raise PageDefect(f"page {page} cannot be {verb}: only pages 1 to {self.num_pages - 1} can")
@@ -119,20 +94,20 @@ class SnapshotRows:
 
     def __init__(self, rows: Iterable[int]):
         self._rows = tuple(rows)
-        self._free_pages = list(self._rows)[::-1]
+        self._free_rows = list(self._rows)[::-1]
         # Table row by page.  The least recently used page comes first.
         self._row_of_page: OrderedDict[int, int] = OrderedDict()
 
     def allocate(self) -> int | None:
         """Take a free row, or that of the least recently used snapshot.  Returns None if running requests hold all
         rows."""
-        if self._free_pages:
-            return self._free_pages.pop()
+        if self._free_rows:
+            return self._free_rows.pop()
         return self._row_of_page.popitem(last=False)[1] if self._row_of_page else None
 
     def release(self, row: int) -> None:
         """Give a held row back to the free rows."""
-        self._free_pages.append(row)
+        self._free_rows.append(row)
 
     def attach(self, page: int, row: int) -> None:
         """Give a held row to a page of the tree.  If the page has a snapshot already, the row is freed."""
@@ -159,14 +134,3 @@ class SnapshotRows:
     def __len__(self) -> int:
         """Returns the number of all snapshots that are attached to pages."""
         return len(self._row_of_page)
-
-    def check(self, held_rows: Iterable[int], cached_pages: Iterable[int]) -> None:
-        """Check that every row is exactly one of free, held or a page's snapshot, and that these pages are cached.
-
-        held_rows: rows of running requests; cached_pages: pages of the tree.  Raises PageDefect.
-        """
-        found = sorted((*held_rows, *self._free_pages, *self._row_of_page.values()))
-        if found != sorted(self._rows):
-            raise PageDefect(f"rows of snapshots are {list(self._rows)}; free, held and filed are {found}")
-        if lost := set(self._row_of_page) - set(cached_pages):
-            raise PageDefect(f"pages {sorted(lost)} have snapshots and are not in the prefix tree")

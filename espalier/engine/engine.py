@@ -218,16 +218,6 @@ class Engine:
     def totals(self) -> SpeculationStats:
         return self.scheduler.totals
 
-    def check_pages(self) -> None:
-        """Checks that every page is the dummy page, free, or held exactly as often as its reference count says, and
-        that every row of a state snapshot has one owner.
-
-        Raises PageDefect, which names the page.
-        """
-        cached = self.prefix_tree.pages() if self.prefix_tree is not None else ()
-        self.pool.check([r.pages for r in self.scheduler.running], cached)
-        self.scheduler.state_keeper.check_snapshots()
-
     def close(self) -> None:
         """Frees models, pages and graphs, even if references to the engine remain.  Idempotent."""
         if self.stop_error is None:

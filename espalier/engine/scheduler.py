@@ -112,8 +112,7 @@ class Scheduler:
         return self._launch_round(batch) if batch else None
 
     def maskers_of(self, launch: Launch) -> Maskers:
-        """Returns the grammars of a staged round.  The results of all earlier launches must have been
-        processed.
+        """Returns the grammars of a staged round.  All earlier results must have been processed.
 
         A request that has left its slot since the launch gets no grammar, because its results will be dropped.
         """

@@ -58,9 +58,6 @@ class NoStateKeeper:
     def on_slot_released(self, request: Request) -> None:
         """Called when a request has left its slot."""
 
-    def check_snapshots(self) -> None:
-        """Checks that every row of a snapshot has one owner.  Raises PageDefect."""
-
 
 @dataclass
 class RequestSnapshots:
@@ -192,10 +189,6 @@ class StateKeeper(NoStateKeeper):
     def on_slot_released(self, request: Request) -> None:
         for _, row in self._by_request.pop(request).all_snapshots:
             self.snapshots.release(row)
-
-    def check_snapshots(self) -> None:
-        held = [row for each in self._by_request.values() for _, row in each.all_snapshots]
-        self.snapshots.check(held, () if self.prefix_tree is None else self.prefix_tree.pages())
 
     def _rounded_to_pages(self, tokens: int) -> int:
         """Returns the number of tokens, rounded up to whole pages."""

@@ -17,6 +17,7 @@ from tests.builders import make_eagle3, make_target
 from tests.engine.alone import replace_request
 from tests.folders import new_folder
 from tests.harness import CPU, DTYPE, MAX_POSITIONS, Setup, prompts, request
+from tests.pages import check_pages
 from tests.pairwise import fewer, pairwise_params
 
 BROKEN = 13
@@ -132,7 +133,7 @@ def test_fails_by_name_and_alone(page_size: int, overlap: bool, drafts_it: bool,
             engine.add(r)
         while engine.has_work:
             pieces += engine.step()
-            engine.check_pages()
+            check_pages(engine)
             nothing_broken_is_cached(engine)
         for r in batch:
             said = plainly(r)
@@ -167,7 +168,7 @@ def test_a_broken_token_that_is_emitted(overlap: bool) -> None:
         engine.add(r)
     while engine.has_work:
         engine.step()
-        engine.check_pages()
+        check_pages(engine)
         nothing_broken_is_cached(engine)
     assert [(r.output, r.finish_reason) for r in requests[:2]] == [([BROKEN], "abort"), ([BROKEN], "stop")]
     assert requests[1].error is None

@@ -10,6 +10,7 @@ from tests.engine.alone import alone
 from tests.engine.test_disturbance import all_undisturbed
 from tests.engine.watching import SharedPages, run_watched
 from tests.harness import VOCAB, Setup, prompts, request
+from tests.pages import check_pages
 from tests.pairwise import fewer, in_turn_params, pairwise_params
 
 BASE = prompts(11, [36])[0]
@@ -49,7 +50,7 @@ def test_every_hit_and_every_parting(page_size: int, overlap: bool, tail: int) -
         engine.add(r)
         while engine.has_work:
             engine.step()
-            engine.check_pages()
+            check_pages(engine)
             shared.check()
     engine.close()
     assert shared.compared > 100 // page_size
@@ -137,4 +138,4 @@ def run_to_end(engine: Engine, r: Request) -> None:
     engine.add(r)
     while engine.has_work:
         engine.step()
-        engine.check_pages()
+        check_pages(engine)

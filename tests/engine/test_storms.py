@@ -13,6 +13,7 @@ from espalier.request import Request, SamplingParams
 from tests.engine.symbolic import VOCAB, continuation, symbolic_engine
 from tests.engine.traffic import TRUNK
 from tests.harness import request
+from tests.pages import check_pages
 from tests.pairwise import fewer
 
 
@@ -88,7 +89,7 @@ def storm(seed: int) -> int:
         if random.random() < 0.05 and engine.prefix_tree is not None:
             engine.prefix_tree.evict(3)
         engine.step()
-        engine.check_pages()
+        check_pages(engine)
         if turn > 60 and not engine.has_work:
             break
     assert not engine.has_work, "the engine goes nowhere"

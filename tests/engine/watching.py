@@ -10,6 +10,7 @@ from espalier.engine.engine import Engine
 from espalier.engine.launch_input import LaunchInput, RequestResult
 from espalier.request import Request
 from tests.engine.traffic import pages_beyond
+from tests.pages import check_pages
 
 LONGEST_SLEEP = 0.002
 
@@ -70,7 +71,7 @@ def run_watched(
         if each_step is not None:
             each_step(step)
         engine.step()
-        engine.check_pages()
+        check_pages(engine)
         assert all(pages_beyond(engine, r) <= 0 for r in engine.scheduler.running)
         if shared is not None:
             shared.check()

@@ -18,6 +18,7 @@ from tests.gpu.test_no_sync import no_sync
 from tests.grammar.test_ahead import record
 from tests.grammar.test_lossless import END, asked, check_all_in_grammar, masker_of
 from tests.harness import Ran, prompts, request, run
+from tests.pages import check_pages
 
 pytestmark = pytest.mark.gpu
 
@@ -98,7 +99,7 @@ def test_sleeps_change_nothing(seed, graphs, monkeypatch):
     while engine.has_work:
         host_sleep(random)
         engine.step()
-        engine.check_pages()
+        check_pages(engine)
     engine.close()
     assert [each.output for each in requests] == right
 

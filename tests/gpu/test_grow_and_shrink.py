@@ -19,6 +19,7 @@ from tests.gpu.engines import DeviceSetup
 from tests.gpu.near_ties import NearTie, judged, oracle, report
 from tests.gpu.traffic import mixed
 from tests.harness import Setup
+from tests.pages import check_pages
 from tests.properties.summary import spelled
 
 pytestmark = pytest.mark.gpu
@@ -92,7 +93,7 @@ class Storm:
 
     def step(self) -> None:
         self.engine.step()
-        self.engine.check_pages()
+        check_pages(self.engine)
 
     def figures(self, name: str) -> str:
         ends = Counter(str(r.finish_reason) for r in self.requests)

@@ -24,6 +24,7 @@ from espalier.text import TokenBytes
 from tests.block import FORMS
 from tests.grammar.vocabulary import compiler_of
 from tests.harness import VOCAB, Setup, prompts, request, run
+from tests.pages import check_pages
 from tests.pairwise import fewer, in_turn_params
 from tests.properties.block_setup import BlockSetup
 from tests.properties.peagle_setup import PEagleSetup
@@ -231,7 +232,7 @@ def fuzz(seed: int) -> tuple[int, int]:
         if added and rng.random() < 0.06:
             engine.abort(rng.choice(added).id)
         engine.step()
-        engine.check_pages()
+        check_pages(engine)
     assert len(engine.scheduler.free_slots) == setup.max_batch
     check_all_in_grammar(seed, added, grammars)
     engine.close()

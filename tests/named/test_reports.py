@@ -18,6 +18,7 @@ from tests.engine.alone import plainly
 from tests.engine.test_disturbance import all_undisturbed
 from tests.engine.watching import run_watched
 from tests.harness import Setup, prompts, request
+from tests.pages import check_pages
 from tests.pairwise import fewer, in_turn_params
 
 TREE = {"topk": 8, "steps": 5, "num_draft_tokens": 64}
@@ -35,7 +36,7 @@ def conversation_of(setup: Setup, turns: int, told: int, said: int) -> None:
         engine.add(r)
         while engine.has_work:
             engine.step()
-            engine.check_pages()
+            check_pages(engine)
         assert r.cached_tokens >= max(0, known) // setup.page_size * setup.page_size
         assert engine.pool.num_free + len(engine.prefix_tree) + 1 == engine.pool.num_pages
         assert r.output == plainly(setup, r).tokens

@@ -17,6 +17,7 @@ from espalier.layout import TreeShape, max_draft_tokens
 from espalier.request import Request, SamplingParams
 from tests.grammar.test_lossless import asked as in_grammars
 from tests.harness import Setup, prompts, request, run
+from tests.pages import check_pages
 from tests.pairwise import pairwise, rows_of
 from tests.properties import scenarios
 from tests.properties.layouts import reference_of
@@ -208,7 +209,7 @@ def add_and_step(engine: Engine, requests: list[Request]) -> None:
         engine.add(added)
     while engine.has_work:
         engine.step()
-        engine.check_pages()
+        check_pages(engine)
 
 
 def test_snapshots_are_taken_back_least_recently_used_first():

@@ -24,6 +24,7 @@ from espalier.request import Request
 from espalier.speculate.tree import VOID
 from tests.oracles.calibration import recalibrated
 from tests.oracles.reference_round import Node, Reference, Scratch
+from tests.pages import check_pages
 from tests.properties.path_counts import PathCounts
 
 # Of a row's difference, over the row (row_error).  float64 on both sides: what remains is the order of summation over
@@ -433,7 +434,7 @@ def run_watched(watch: Watch, requests: list[Request], last: bool = True) -> dic
         while engine.has_work:
             engine.step()
             if CONSERVED in watch.properties:
-                engine.check_pages()
+                check_pages(engine)
         if INCREMENTAL in watch.properties:
             watch.check_snapshots()
         if COUNTED in watch.properties:
