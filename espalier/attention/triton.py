@@ -67,7 +67,23 @@ class TritonAttention(AttentionPlan):
         return self._run_kernel(spec, self.kernel_inputs(layer, q, None, self.prefix, self.splits(spec)))
 
     def select(self, layer: int, queries: IndexQueries, keys: Tensor) -> SelectedRows | None:
-        return _select(self.pages, self.specs[layer], layer, self.prefix, self.nodes, queries, keys)
+        pages, prefix, topk = self.pages, self.prefix, self.specs[layer].topk
+        table, (batch, staged) = prefix.page_table, keys.shape[:2]
+        columns = table.shape[1] * pages.page_size + staged
+        assert topk is not None
+        if columns <= topk:
+            return None  # no request can have more rows than topk
+        key_plane = pages.layers[layer][1]
+        committed = IndexKeys(key_plane, table, prefix.length, pages.page_size, prefix.first_position, keys)
+        bits = _ancestor_bits(self.nodes)
+        step = max(MAX_INDEX_SCORES // (max(batch, 1) * columns), 1)
+        parts = []
+        for begin in range(0, max(queries.q.shape[1], 1), step):
+            some = slice(begin, begin + step)
+            asking = IndexQueries(queries.q[:, some], queries.weights[:, some])
+            scores = index_scores.triton(asking, committed, bits[:, some])
+            parts.append(select_rows.triton(scores, prefix.length, table, pages.page_size, topk))
+        return parts[0] if len(parts) == 1 else SelectedRows(*(torch.cat(each, 1) for each in zip(*parts, strict=True)))
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None = None, selected: Selection | None = None
@@ -78,9 +94,8 @@ class TritonAttention(AttentionPlan):
         assert isinstance(selected, SelectedRows)
         policy = self._policy(spec)
         batch, queries, width = selected.rows.shape
-        rest = self.prefix.get_or_make(
-            (spec.topk, k.shape[1], policy), partial(self._short_prefixes, spec, policy, k.shape[1])
-        )
+        make = partial(self._short_prefixes, spec, policy, k.shape[1])
+        rest = self.prefix.get_or_make((spec.topk, k.shape[1], policy), make)
         inputs = self.kernel_inputs(layer, q, (k, v), *rest)
         of_choice = self._policy_of(spec, batch * queries, 1, width)
         return _attend_chosen(partial(self._run_kernel, spec), inputs, selected, of_choice)
@@ -90,9 +105,8 @@ class TritonAttention(AttentionPlan):
         assert spec.topk is not None
         prefix = self.prefix
         length = prefix.length.where(prefix.length + num_staged <= spec.topk, 0)
-        return Prefix(prefix.page_table, length, prefix.first_position), kv_splits.triton(
-            length, prefix.first_position, policy
-        )
+        splits = kv_splits.triton(length, prefix.first_position, policy)
+        return Prefix(prefix.page_table, length, prefix.first_position), splits
 
     def _run_kernel(self, spec: LayerSpec, inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
         splits, queries = inputs.splits, inputs.q.shape[1]
@@ -134,14 +148,13 @@ class TritonAttention(AttentionPlan):
         """Counts of contiguous blocks, kept in the prefix; None where the kernel does not use them."""
         key = (spec, inputs.staged is None)
         if key not in self.contiguous_blocks:
-            rows = counted_block_rows(inputs)
-            self.contiguous_blocks[key] = None if rows is None else self._count_contiguous(inputs, rows)
+            block_rows, counts = counted_block_rows(inputs), None
+            if block_rows is not None:
+                pages = inputs.prefix.page_table, inputs.page_size, inputs.prefix.first_position, block_rows
+                made_for = (inputs.splits.policy, count_contiguous_blocks, block_rows)
+                counts = self.prefix.get_or_make(made_for, partial(count_contiguous_blocks, inputs.splits, *pages))
+            self.contiguous_blocks[key] = counts
         return self.contiguous_blocks[key]
-
-    def _count_contiguous(self, inputs: AttentionInputs, block_rows: int) -> Tensor:
-        pages = inputs.prefix.page_table, inputs.page_size, inputs.prefix.first_position, block_rows
-        key = (inputs.splits.policy, count_contiguous_blocks, block_rows)
-        return self.prefix.get_or_make(key, partial(count_contiguous_blocks, inputs.splits, *pages))
 
     def _partials(self, splits: KVSplits, spec: LayerSpec, queries: int) -> PartialResults:
         key = (splits.policy, len(splits.table), queries, spec.heads, spec.cache_spec.v_size)
@@ -153,27 +166,6 @@ class TritonAttention(AttentionPlan):
 def _is_wide_latent(spec: LayerSpec) -> bool:
     """Whether a layer keeps latent rows that are too wide for tree_attention."""
     return isinstance(spec.cache_spec, LatentKV) and spec.cache_spec.size > MAX_LATENT_HEAD_SIZE
-
-
-def _select(
-    pages: PagedKV, spec: LayerSpec, layer: int, prefix: Prefix, nodes: Nodes, queries: IndexQueries, keys: Tensor
-) -> SelectedRows | None:
-    """Implements AttentionPlan.select with kernels.  Returns None if no request can have more rows than topk."""
-    table, (batch, staged) = prefix.page_table, keys.shape[:2]
-    columns = table.shape[1] * pages.page_size + staged
-    assert spec.topk is not None
-    if columns <= spec.topk:
-        return None
-    committed = IndexKeys(pages.layers[layer][1], table, prefix.length, pages.page_size, prefix.first_position, keys)
-    bits = _ancestor_bits(nodes)
-    step = max(MAX_INDEX_SCORES // (max(batch, 1) * columns), 1)
-    parts = []
-    for begin in range(0, max(queries.q.shape[1], 1), step):
-        some = slice(begin, begin + step)
-        asking = IndexQueries(queries.q[:, some], queries.weights[:, some])
-        scores = index_scores.triton(asking, committed, bits[:, some])
-        parts.append(select_rows.triton(scores, prefix.length, table, pages.page_size, spec.topk))
-    return parts[0] if len(parts) == 1 else SelectedRows(*(torch.cat(each, 1) for each in zip(*parts, strict=True)))
 
 
 def _ancestor_bits(nodes: Nodes) -> Tensor:

@@ -1,12 +1,8 @@
 """The engine: `Engine.step` is one iteration of the main loop.  A step starts a launch and reads a launch's result.
 
-A round with a grammar runs in stages.  Such a round is started like every other round: with overlap, before the host
-has read the previous round.  The first stage, begin, needs no mask.  Once the host has read the previous round, the
-host knows the grammars' states and resumes the new round.  The host makes the masks of the trees' nodes while the
-target verifies these nodes.  The host settles the round with the masks: with overlap at the start of the next step, in
-lock-step in the same step.
-
-scheduler.py decides which of the waiting requests run.  executor.py (CPU) and cuda.py (GPU) run the launches.
+A round with a grammar runs in stages.  It is started like every other round, and its first stage needs no mask.  Once
+the host has read the previous round, it knows the states of the grammars and resumes the new round.  While the target
+verifies the trees, the host makes the masks of their nodes, with which it then settles the round.
 """
 
 from collections.abc import Iterator, Sequence
@@ -121,7 +117,11 @@ class Engine:
                 self._resume_round(started)
                 self._settle_round()
                 self._read_result(started)
-            return self._drop_finished_requests(self.scheduler.pop_chunks())
+            chunks = self.scheduler.pop_chunks()
+            for chunk in chunks:
+                if chunk.finish_reason is not None:
+                    del self.requests[chunk.request_id]
+            return chunks
 
     def drain(self) -> None:
         """Reads the launch in flight.  No launch uses the models until the next step.
@@ -198,12 +198,6 @@ class Engine:
             self.in_flight.clear()
             self.scheduler.abort_all(self.stop_error)
             raise
-
-    def _drop_finished_requests(self, chunks: list[OutputChunk]) -> list[OutputChunk]:
-        for chunk in chunks:
-            if chunk.finish_reason is not None:
-                del self.requests[chunk.request_id]
-        return chunks
 
     @property
     def has_work(self) -> bool:

@@ -67,13 +67,7 @@ class MaskThreadPool:
         one thread begins, and others help if the first does not end soon.
         """
         time_share_s = self.limit_s / 2 / min(max(num_pieces, 1), MAX_TIME_SHARES)
-        call = _PoolCall(
-            work,
-            num_pieces,
-            time_share_s,
-            [0.0] * num_pieces if used_s is None else used_s,
-            has_more_threads=all_threads,
-        )
+        call = _PoolCall(work, num_pieces, time_share_s, used_s or [0.0] * num_pieces, has_more_threads=all_threads)
         self._queue_call(call, min(num_pieces, available_cores()) if all_threads else min(num_pieces, 1))
         while call.num_unfinished and not call.all_done.acquire(timeout=self.limit_s / 2 / MAX_TIME_SHARES):
             self._handle_slow(call, overrun_s)
@@ -95,9 +89,8 @@ class MaskThreadPool:
             running = [(each, each.job) for each in self.threads if each.job is not None and each.job.call is call]
             slow = [(thread, job) for thread, job in running if job.used_s(thread) > call.time_share_s]
             beyond_s = sum(job.used_s(thread) - call.time_share_s for thread, job in slow)
-            beyond_s += sum(max(0.0, used - call.time_share_s) for used in call.finished_s) + overrun_s(
-                call.time_share_s
-            )
+            beyond_s += sum(max(0.0, used - call.time_share_s) for used in call.finished_s)
+            beyond_s += overrun_s(call.time_share_s)
             if beyond_s > self.limit_s / 2:
                 for thread, job in slow:
                     call.used_s[job.index] = job.used_s(thread)

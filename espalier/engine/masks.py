@@ -5,8 +5,7 @@ so its request ends.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakSet
 
 import numpy as np
@@ -32,8 +31,7 @@ TOOK_TOO_LONG_ERROR = (
 NO_KNOWN_TOKENS = ForcedTokens([], None)
 
 
-@dataclass(frozen=True)
-class NodeMasks:
+class NodeMasks(NamedTuple):
     """Masks of some requests of a batch; the other requests allow all tokens.
 
     rows: the places of these requests in the batch; masks: [len(rows), D, words] int32 (sampling/mask.py).
@@ -47,8 +45,7 @@ class NodeMasks:
         return _fill_full_batch(self.rows, self.masks, batch, ALL_ALLOWED)
 
 
-@dataclass(frozen=True)
-class DraftGuideRows:
+class DraftGuideRows(NamedTuple):
     """The values of a sampling.mask.DraftGuide for some requests of a batch.
 
     rows: the places of these requests in the batch; forced: [len(rows), S] int64; masks: [len(rows), words] int32;
@@ -68,8 +65,7 @@ class DraftGuideRows:
         return forced, masks, levels
 
 
-@dataclass(frozen=True)
-class BeamMasks:
+class BeamMasks(NamedTuple):
     """The tokens that may follow the beams of some requests of a batch; any token may follow the other beams.
 
     forced: [len(rows), K] int64, the token if only one may follow, else -1; masks: [len(rows), K, words] int32.

@@ -18,7 +18,7 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from signal import Signals
 from tempfile import TemporaryDirectory
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from espalier.engine.launch_input import LaunchInput, RequestResult
 from espalier.engine.masks import BeamMasks, DraftGuideRows, NodeMasks
@@ -40,15 +40,13 @@ class RankFailed(RuntimeError):
 # Messages from rank 0.
 
 
-@dataclass(frozen=True)
-class LoadModels:
+class LoadModels(NamedTuple):
     """Load the models.  source: pickled; source.load(rank) loads the models and returns the rank's executor."""
 
     source: Any
 
 
-@dataclass(frozen=True)
-class StartLaunch:
+class StartLaunch(NamedTuple):
     """Start a launch.  launch_number: counts the launches from 1.  A staged launch waits for `ResumeRound` after its
     first stage."""
 
@@ -56,62 +54,53 @@ class StartLaunch:
     launch_input: LaunchInput
 
 
-@dataclass(frozen=True)
-class ResumeRound:
+class ResumeRound(NamedTuple):
     guide: DraftGuideRows | None
 
 
-@dataclass(frozen=True)
-class BeamAnswer:
+class BeamAnswer(NamedTuple):
     """The answer to the draft's next question."""
 
     beams: BeamMasks
 
 
-@dataclass(frozen=True)
-class SettleRound:
+class SettleRound(NamedTuple):
     masks: NodeMasks
 
 
-@dataclass(frozen=True)
-class SendDecisions:
+class SendDecisions(NamedTuple):
     """Send the decisions of this launch.  Rank 0 sends this message when it reads the result of the launch."""
 
     launch_number: int
 
 
-@dataclass(frozen=True)
-class UnloadModels:
+class UnloadModels(NamedTuple):
     """Free the engine."""
 
 
 # Messages to rank 0.
 
 
-@dataclass(frozen=True)
-class Heartbeat:
+class Heartbeat(NamedTuple):
     """A message that shows that the process runs.  last_launch: the number of the last launch that the rank started."""
 
     last_launch: int
 
 
-@dataclass(frozen=True)
-class ModelsLoaded:
-    """The rank has loaded.  number: counts the loads from 1; 0 means that the process has started."""
+class ModelsLoaded(NamedTuple):
+    """The rank has loaded its models.  number: counts the loads from 1; 0 means that the process has started."""
 
     number: int
 
 
-@dataclass(frozen=True)
-class Decisions:
+class Decisions(NamedTuple):
     """The tokens and trees of a launch.  decisions: the result of `decisions_of`."""
 
     number: int
     decisions: bytes
 
 
-@dataclass(frozen=True)
-class FailureReport:
+class FailureReport(NamedTuple):
     """The rank has failed.  is_refusal: whether the error was an EspalierError; is_out_of_memory: whether memory ran
     out."""
 

@@ -159,9 +159,9 @@ class Scheduler:
         try:
             while self.free_slots and (request := self.waiting.peek()) is not None:
                 if self._waits_for_sibling(request):
-                    skipped.append(self.waiting.set_aside())
+                    skipped.append(self.waiting.pop(gets_slot=False))
                 elif self._enter_slot(request):
-                    self.waiting.take()
+                    self.waiting.pop(gets_slot=True)
                 else:
                     return
         finally:

@@ -1,11 +1,5 @@
 """One round of speculative decoding for a batch, in four stages: begin, propose, verify, settle.
 
-`begin`: the drafter computes its first logits, which need neither a mask nor anything else from the host.
-`propose`: the drafter grows a token tree under the root of each request.
-`verify`: the target runs over all nodes of the trees in one pass.
-`settle`: the target's token is sampled at every node, the longest path of matching tokens is accepted, the path's K/V
-is copied to pages (commit), and the draft runs over the new tokens (extend).
-
 A round is one CUDA graph.  If the host computes token masks from the proposed trees, each stage has graphs of its own.
 Eager launches and captures run the same code: shapes are static, and only the slot table and the pages carry data from
 one launch to the next.  `prefill` does the same work for a chain of known tokens instead of a tree.

@@ -17,7 +17,7 @@ import torch
 
 from espalier.engine import ranks as watched
 from espalier.engine.engine import Engine
-from espalier.engine.executor import CpuHandle
+from espalier.engine.executor import CpuLaunchHandle
 from espalier.engine.follow import FollowerRank
 from espalier.engine.ranks import OtherRanks, RankFailed
 from espalier.errors import EspalierError
@@ -114,8 +114,8 @@ def pick_otherwise(follower: FollowerRank) -> None:
         results[0].tokens[:] = [token ^ 1 for token in results[0].tokens]
         return results
 
-    right = CpuHandle.result
-    CpuHandle.result = rest  # type: ignore[method-assign]
+    right = CpuLaunchHandle.result
+    CpuLaunchHandle.result = rest  # type: ignore[method-assign]
 
 
 def draft_otherwise(follower: FollowerRank) -> None:
