@@ -49,11 +49,11 @@ class Returned:
 
 
 class CalledFollower(FollowerRank):
-    def handle(self, message: Any) -> None:
+    def handle_message(self, message: Any) -> None:
         if isinstance(message, Called):
             self.send(Returned(message.number, message.function(self)))
         else:
-            super().handle(message)
+            super().handle_message(message)
 
 
 @dataclass

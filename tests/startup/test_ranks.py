@@ -46,7 +46,7 @@ def group() -> Iterator[Group]:
 def short_beats(monkeypatch):
     """The bounds stay, but for the one that a test meets: on a busy machine, processes wait for a core."""
     monkeypatch.setattr(watched, "HEARTBEAT_S", 0.05)
-    monkeypatch.setattr(watched, "GRACE_S", 0.2)
+    monkeypatch.setattr(watched, "FAILURE_GRACE_S", 0.2)
 
 
 def start(group: Group) -> Engine:
@@ -84,20 +84,20 @@ def three_ways() -> Path:
 
 
 def drop_next_launch(follower: FollowerRank) -> None:
-    right = follower.handle
+    right = follower.handle_message
 
     def dropping(message: Any) -> None:
         if isinstance(message, watched.StartLaunch):
-            follower.handle = right  # type: ignore[method-assign]
+            follower.handle_message = right  # type: ignore[method-assign]
             return
         right(message)
 
-    follower.handle = dropping  # type: ignore[method-assign]
+    follower.handle_message = dropping  # type: ignore[method-assign]
 
 
 def drop_all_launches(follower: FollowerRank) -> None:
-    right = follower.handle
-    follower.handle = lambda message: None if isinstance(message, watched.StartLaunch) else right(message)  # type: ignore
+    right = follower.handle_message
+    follower.handle_message = lambda message: None if isinstance(message, watched.StartLaunch) else right(message)  # type: ignore
 
 
 def run_out_of_memory(follower: FollowerRank) -> None:
