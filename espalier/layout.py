@@ -18,8 +18,9 @@ ANCESTOR_BITS = 64
 MAX_PAGE_SIZE = 512
 MIN_CHUNK_WIDTH = 16
 ROUNDS_IN_FLIGHT = 2
-# Limits of captured prefill passes: the widths of their pieces, and the most pieces and rows.  For an 8B model in FP8,
-# a slow host needs some 60 ms to launch an eager pass, and an H100 needs 37 ms to run 2,048 rows (docs/log.md).
+# Limits of captured prefill passes of fewer than chunk_size rows: the widths of their pieces, and the most pieces and
+# rows.  For an 8B model in FP8, a slow host needs some 60 ms to launch an eager pass, and an H100 needs 37 ms to run
+# 2,048 rows (docs/log.md).
 CAPTURED_WIDTHS = (16, 64, 256)
 CAPTURED_PIECES = 16
 CAPTURED_ROWS = 2048
@@ -330,14 +331,13 @@ class RoundLayout:
 
         Forms with fewer rows come first; of forms with equally many rows, the wider one.
         """
-        forms = (
-            LaunchForm(min(pieces, self.max_batch), width, pieces)
-            for width in CAPTURED_WIDTHS
-            for pieces in self.batch_buckets(CAPTURED_PIECES)
-        )
+        sizes = {(width, pieces) for width in CAPTURED_WIDTHS for pieces in self.batch_buckets(CAPTURED_PIECES)}
         most_rows = min(CAPTURED_ROWS, self.chunk_size)
-        fitting = (form for form in forms if form.pass_rows <= most_rows)
-        return tuple(sorted(fitting, key=lambda form: (form.pass_rows, -form.width)))
+        fitting = {(width, pieces) for width, pieces in sizes if width * pieces <= most_rows}
+        # Full passes: the host needs longer to launch a pass of many small layers than a GPU to run it (docs/log.md).
+        full = {(width, self.max_pieces(width)) for width in CAPTURED_WIDTHS[1:] if width <= self.chunk_size}
+        forms = (LaunchForm(min(pieces, self.max_batch), width, pieces) for width, pieces in fitting | full)
+        return tuple(sorted(forms, key=lambda form: (form.pass_rows, -form.width)))
 
     def max_pass_rows(self, decoding: bool) -> int:
         """Returns the most rows of a prefill pass.  decoding: whether running requests wait for the pass."""

@@ -67,8 +67,8 @@ def next_prefill_pass(
     """Returns the pass that enters the most tokens a second, or the smallest captured pass that enters as many tokens.
 
     A captured pass is chosen if it has nearly as few rows as the fastest pass, whose rows count as at least
-    MIN_EAGER_ROWS.  If none has, and the fastest pass has fewer than MIN_EAGER_ROWS rows, the fastest captured pass is
-    chosen.
+    MIN_EAGER_ROWS; nearly as many tokens suffice if the fastest pass leaves tokens for the next pass.  If none has,
+    and the fastest pass has fewer than MIN_EAGER_ROWS rows, the fastest captured pass is chosen.
 
     tokens_left: for each request, in order of place, the tokens that it still has to enter; max_pass_rows: the most
     rows of the pass, at most chunk_size; captured_forms: forms of passes that are CUDA graphs
@@ -81,8 +81,10 @@ def next_prefill_pass(
     fitting = [form for form in captured_forms if form.pass_rows <= max_pass_rows]
     graphs = [(_pass_with_width(tokens_left, form.width, form.pass_rows), form.pass_rows) for form in fitting]
     most_rows = (PASS_OVERHEAD_ROWS + max(rows, MIN_EAGER_ROWS)) / NEAR_BEST_RATE - PASS_OVERHEAD_ROWS
+    # If no pass enters all tokens, a few more for the next pass cost little.
+    fewest = sum(fastest.lengths) * (NEAR_BEST_RATE if sum(fastest.lengths) < sum(tokens_left) else 1)
     for prefill, graph_rows in graphs:
-        if graph_rows <= most_rows and sum(prefill.lengths) >= sum(fastest.lengths):
+        if graph_rows <= most_rows and sum(prefill.lengths) >= fewest:
             return prefill
     if graphs and rows < MIN_EAGER_ROWS:
         return _fastest_pass(graphs)[0]
