@@ -155,7 +155,7 @@ def test_each_path_is_counted_once(overlap, monkeypatch):
 
     def noted_ask(guesses, batch):
         made = ask(guesses, batch)
-        sent.extend(guess.kind for _, of_slot in made.by_slot for guess in of_slot)
+        sent.extend(guess.kind for _, of_slot in made.guesses_by_slot for guess in of_slot)
         return made
 
     def noted_count(guesses, launch, rows):
