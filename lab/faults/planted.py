@@ -164,7 +164,7 @@ def _mask_row_kept(right):
 
     def block(drafter, slots):
         hidden = right(drafter, slots)
-        first_mask = drafter.cache.staging.row_indices[1 : slots.batch * drafter.width : drafter.width]
+        first_mask = drafter.cache.staging.row_indices[1 : slots.batch * drafter.block_width : drafter.block_width]
         rows = drafter.cache.pages.rows(slots.page_table, slots.prefix_len[:, None] + 1)
         drafter.cache.commit(first_mask, rows.flatten())
         return hidden
